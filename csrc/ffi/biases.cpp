@@ -123,6 +123,31 @@ Error decode_key_bias_of_kernels(const AnyBuffer& key_bias, Call& call) {
   return Error::Success();
 }
 
+namespace {
+
+/// Checks sinks, or what is as large; empty where there are none.
+Error check_sinks(const char* name, const AnyBuffer& buffer, const Call& call) {
+  const char* const rule = "it holds a number for each head, of all batch entries or of each, or nothing";
+  if (call.arrays.sinks == nullptr) return check_array(name, buffer, DataType::F32, {0}, rule);
+  return check_array(name, buffer, DataType::F32, {call.arrays.batch_of_sinks, call.problem.heads, 1}, rule);
+}
+
+}  // namespace
+
+Error decode_sinks(const AnyBuffer& sinks, Call& call) {
+  const auto dimensions = sinks.dimensions();
+  if (sinks.element_count() > 0) {
+    call.arrays.sinks = static_cast<const float*>(sinks.untyped_data());
+    call.arrays.batch_of_sinks = dimensions.size() > 0 && dimensions.front() == 1 ? 1 : call.problem.batch;
+  }
+  return check_sinks("sinks", sinks, call);
+}
+
+Error decode_sinks_gradient(xffi::Result<AnyBuffer> sinks, Call& call) {
+  call.arrays.sinks_gradient = static_cast<float*>(sinks->untyped_data());
+  return check_sinks("result dsinks", *sinks, call);
+}
+
 Error decode_key_bias_gradient(xffi::Result<AnyBuffer> key_bias, Call& call) {
   const Problem& p = call.problem;
   NATTEN_JAX_RETURN_IF_ERROR(check_key_bias("result dkey_bias", *key_bias, p, p.has_key_bias, p.heads));

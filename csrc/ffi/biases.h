@@ -26,6 +26,12 @@ xffi::Error decode_table_gradient(xffi::Result<xffi::AnyBuffer> relative_bias, C
 /// empty.
 xffi::Error decode_key_bias_of_kernels(const xffi::AnyBuffer& key_bias, Call& call);
 
+/// Decodes the sinks of a call of the same kernels, of each batch entry or for all of them; none likewise.
+xffi::Error decode_sinks(const xffi::AnyBuffer& sinks, Call& call);
+
+/// Checks the result that is their gradient.
+xffi::Error decode_sinks_gradient(xffi::Result<xffi::AnyBuffer> sinks, Call& call);
+
 /// Checks the result that is their gradient, of each head.
 xffi::Error decode_key_bias_gradient(xffi::Result<xffi::AnyBuffer> key_bias, Call& call);
 

@@ -4,6 +4,7 @@
 #include "cuda/small/bias_table.h"
 #include "cuda/small/forms.h"
 #include "cuda/small/launch.h"
+#include "cuda/small/sinks_gradient.h"
 #include "ffi/biases.h"
 #include "ffi/cuda_support.h"
 #include "ffi/decode.h"
@@ -18,8 +19,8 @@ using xffi::Error;
 using Result = xffi::Result<AnyBuffer>;
 
 Error small_forward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffer relative_bias, AnyBuffer key_bias,
-                    Result out, Result logsumexp, Result remainder, Result table_products, Result entry_maps,
-                    cudaStream_t stream, xffi::Dictionary dictionary) {
+                    AnyBuffer sinks, Result out, Result logsumexp, Result remainder, Result table_products,
+                    Result entry_maps, cudaStream_t stream, xffi::Dictionary dictionary) {
   Call call;
   NATTEN_JAX_RETURN_IF_ERROR(
       decode_forward(operands, {out, logsumexp, remainder}, dictionary, 0, Memory::kDevice, call));
@@ -27,6 +28,7 @@ Error small_forward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffe
   NATTEN_JAX_RETURN_IF_ERROR(error_of(small::check_arrays(call.problem)));
   NATTEN_JAX_RETURN_IF_ERROR(decode_tables(relative_bias, table_products, call.tiles.query, call.tiles.kv, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_key_bias_of_kernels(key_bias, call));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_sinks(sinks, call));
   CUtensorMap* maps = nullptr;
   NATTEN_JAX_RETURN_IF_ERROR(
       decode_entry_maps(*entry_maps, small::entry_maps_of_forward(call.problem, call.arrays), maps));
@@ -38,7 +40,8 @@ XLA_FFI_DEFINE_HANDLER(kSmallForward, on_problem(small_forward),
                        bind_forward(bind_problem()
                                         .Arg<AnyBuffer>()   // layouts
                                         .Arg<AnyBuffer>()   // relative_bias
-                                        .Arg<AnyBuffer>())  // key_bias
+                                        .Arg<AnyBuffer>()   // key_bias
+                                        .Arg<AnyBuffer>())  // sinks
                            .Ret<AnyBuffer>()                // table_products
                            .Ret<AnyBuffer>()                // entry_maps
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
@@ -61,25 +64,34 @@ Error check_table_sums(const AnyBuffer& records, const AnyBuffer& sums, const Ca
                      rule);
 }
 
+/// Checks the result that the gradient of sinks takes.
+Error check_sinks_parts(const AnyBuffer& parts, const Call& call) {
+  const char* const name = "result sinks_parts";
+  const char* const rule = "it is what parts of the queries add to the gradient of sinks, or nothing";
+  if (call.arrays.sinks == nullptr) return check_array(name, parts, xffi::DataType::F32, {0}, rule);
+  const std::int64_t batch = call.arrays.batch_of_sinks;
+  return check_array(name, parts, xffi::DataType::F32,
+                     {batch, small::parts_of_sinks(batch), small::filled_heads(call.problem.heads)}, rule);
+}
+
 Error small_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffer relative_bias, AnyBuffer key_bias,
-                     AnyBuffer logsumexp, AnyBuffer remainder, AnyBuffer out, AnyBuffer out_cotangent,
+                     AnyBuffer sinks, AnyBuffer logsumexp, AnyBuffer remainder, AnyBuffer out, AnyBuffer out_cotangent,
                      AnyBuffer logsumexp_cotangent, Result query_gradient, Result key_gradient, Result value_gradient,
                      Result additional_keys_gradient, Result additional_values_gradient, Result statistics,
                      Result additional_sums, Result table_products, Result table_records, Result table_sums,
-                     Result relative_bias_gradient, Result key_bias_gradient, Result entry_maps, cudaStream_t stream,
-                     xffi::Dictionary dictionary) {
-  std::int64_t keeps_statistics = 0;
+                     Result relative_bias_gradient, Result key_bias_gradient, Result sinks_parts, Result sinks_gradient,
+                     Result entry_maps, cudaStream_t stream, xffi::Dictionary dictionary) {
   Call call;
   NATTEN_JAX_RETURN_IF_ERROR(decode_backward(
       operands, {&logsumexp, &remainder, &out, &out_cotangent, &logsumexp_cotangent, nullptr},
       {query_gradient, key_gradient, value_gradient, additional_keys_gradient, additional_values_gradient}, dictionary,
-      1, Memory::kDevice, call));
+      0, Memory::kDevice, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_layouts(layouts, Memory::kDevice, call));
-  NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "keeps_statistics", 1, keeps_statistics));
   const Problem& problem = call.problem;
   NATTEN_JAX_RETURN_IF_ERROR(error_of(small::check_arrays(problem)));
   NATTEN_JAX_RETURN_IF_ERROR(decode_tables(relative_bias, table_products, call.tiles.kv, call.tiles.query, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_key_bias_of_kernels(key_bias, call));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_sinks(sinks, call));
   NATTEN_JAX_RETURN_IF_ERROR(check_array("result statistics", *statistics, xffi::DataType::F32,
                                          {problem.batch, problem.queries(), problem.heads, 4},
                                          "it is four numbers for each query and head"));
@@ -91,17 +103,16 @@ Error small_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuff
   NATTEN_JAX_RETURN_IF_ERROR(check_table_sums(*table_records, *table_sums, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_table_gradient(relative_bias_gradient, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_key_bias_gradient(key_bias_gradient, call));
+  NATTEN_JAX_RETURN_IF_ERROR(check_sinks_parts(*sinks_parts, call));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_sinks_gradient(sinks_gradient, call));
   const auto numbers = [](Result result) { return static_cast<float*>(result->untyped_data()); };
-  small::Scratch scratch{numbers(statistics),
-                         keeps_statistics == 1,
-                         numbers(additional_sums),
-                         numbers(table_products),
-                         numbers(table_records),
-                         numbers(table_sums),
-                         nullptr};
+  small::Scratch scratch{numbers(statistics),    numbers(additional_sums), numbers(table_products),
+                         numbers(table_records), numbers(table_sums),      nullptr};
   NATTEN_JAX_RETURN_IF_ERROR(
       decode_entry_maps(*entry_maps, small::entry_maps_of_backward(problem, call.arrays), scratch.entry_maps));
-  return error_of(small::run_backward(problem, call.tiles, call.arrays, scratch, stream));
+  NATTEN_JAX_RETURN_IF_ERROR(error_of(small::run_backward(problem, call.tiles, call.arrays, scratch, stream)));
+  if (call.arrays.sinks == nullptr) return Error::Success();
+  return error_of(small::run_sinks_gradient(problem, call.arrays, scratch.statistics, numbers(sinks_parts), stream));
 }
 
 XLA_FFI_DEFINE_HANDLER(kSmallBackward, on_problem(small_backward),
@@ -109,6 +120,7 @@ XLA_FFI_DEFINE_HANDLER(kSmallBackward, on_problem(small_backward),
                                           .Arg<AnyBuffer>()   // layouts
                                           .Arg<AnyBuffer>()   // relative_bias
                                           .Arg<AnyBuffer>()   // key_bias
+                                          .Arg<AnyBuffer>()   // sinks
                                           .Arg<AnyBuffer>()   // logsumexp
                                           .Arg<AnyBuffer>()   // remainder
                                           .Arg<AnyBuffer>()   // out
@@ -121,6 +133,8 @@ XLA_FFI_DEFINE_HANDLER(kSmallBackward, on_problem(small_backward),
                            .Ret<AnyBuffer>()                  // table_sums
                            .Ret<AnyBuffer>()                  // drelative_bias
                            .Ret<AnyBuffer>()                  // dkey_bias
+                           .Ret<AnyBuffer>()                  // sinks_parts
+                           .Ret<AnyBuffer>()                  // dsinks
                            .Ret<AnyBuffer>()                  // entry_maps
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs(),

@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
         key_bias: Likewise: what is added to the logits of a key; or ``None``.
         shared_key_bias: In place of ``key_bias`` where all heads have the same; or ``None``.
         sinks: In the accumulator's element type: a logit of a head in its softmax's denominator, and no key stands
-            behind; or ``None``.
+            behind; or ``None``. As many as tables: one for all batch entries, or one for each.
         key_scale: float32: factors of keys, beside those that the factors of logits have; or ``None``.
         value_scale: Likewise of values.
         out_scale: float32: factors of the output of 8-bit arrays, which the values of a head share; or ``None``.
@@ -46,7 +46,7 @@ class Inputs(NamedTuple):
     relative_bias: Annotated[jax.Array | None, Role.PER_HEAD_OF_ALL, "tables heads entries"] = None
     key_bias: Annotated[jax.Array | None, Role.PER_KEY, "batch *keys heads 1"] = None
     shared_key_bias: Annotated[jax.Array | None, Role.PER_KEY_OF_ALL_HEADS, "batch *keys"] = None
-    sinks: Annotated[jax.Array | None, Role.PER_HEAD, "batch heads"] = None
+    sinks: Annotated[jax.Array | None, Role.PER_HEAD_OF_ALL, "tables heads 1"] = None
     key_scale: Annotated[jax.Array | None, Role.KEY_VALUE, "batch *keys heads_kv 1"] = None
     value_scale: Annotated[jax.Array | None, Role.KEY_VALUE, "batch *keys heads_kv 1"] = None
     out_scale: Annotated[jax.Array | None, Role.PER_HEAD, "batch heads"] = None

@@ -110,14 +110,13 @@ def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
 def forward_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
     """Those of forward passes, where the sink of a head stands beside its scale; ``-inf`` where there is none."""
     *others, scales = kernel_operands(problem, operands)
-    sinks = operands.inputs.sinks
-    if operands.inputs.scale is not None:
-        of_logits = scales[..., 0]
-    elif sinks is not None:
-        of_logits = jnp.full_like(sinks, scale_of_kernels(problem))
-    else:
+    inputs = operands.inputs
+    if inputs.scale is None and inputs.sinks is None:
         return [*others, scales]
-    return [*others, jnp.stack([of_logits, jnp.full_like(of_logits, -jnp.inf) if sinks is None else sinks], axis=-1)]
+    shape = inputs.query.shape[0], inputs.query.shape[-2]
+    of_logits = jnp.full(shape, scale_of_kernels(problem), jnp.float32) if inputs.scale is None else scales[..., 0]
+    sinks = -jnp.inf if inputs.sinks is None else inputs.sinks[..., 0]
+    return [*others, jnp.stack([of_logits, jnp.broadcast_to(sinks, shape)], axis=-1)]
 
 
 #: Numbers that a sum over other dimensions should have beside each other.
@@ -125,24 +124,26 @@ _SIDE_BY_SIDE = 256
 
 
 def sinks_gradient(sinks: jax.Array, logsumexp: jax.Array, delta: jax.Array) -> jax.Array:
-    """The gradient of sinks, ``[batch, heads]``.
+    """The gradient of sinks, ``[1 or batch, heads, 1]``.
 
     A sink's weight is ``exp(sink - logsumexp)``, and it has no value: it changes the loss by that times ``-delta``.
 
     Args:
-        sinks: ``[batch, heads]``.
+        sinks: ``[1 or batch, heads, 1]``.
         logsumexp: ``[batch, *tokens, heads]``, which has the sinks.
         delta: Likewise, as :func:`delta` has it.
     """
     batch, *tokens, heads = logsumexp.shape
-    of_queries = sinks.reshape(batch, *(1,) * len(tokens), heads)
+    of_queries = sinks.reshape(sinks.shape[0], *(1,) * len(tokens), heads)
     # What sees nothing, and no sink, has no weights; padding may hold anything.
     changes = jnp.where(jnp.isneginf(logsumexp), 0, jnp.exp(of_queries - logsumexp) * delta)
     # In two steps, which compilers would make one: XLA's sums are slow where few numbers lie beside each other.
     count = math.prod(tokens)
     side_by_side = max(n for n in range(1, max(_SIDE_BY_SIDE // heads, 1) + 1) if count % n == 0)
     of_parts = jnp.sum(changes.reshape(batch, count // side_by_side, side_by_side, heads), axis=1)
-    return -jnp.sum(jax.lax.optimization_barrier(of_parts), axis=1)
+    # Where batch entries share them, over all at once.
+    of_parts = jax.lax.optimization_barrier(of_parts).reshape(sinks.shape[0], -1, heads)
+    return -jnp.sum(of_parts, axis=1)[..., None]
 
 
 def layouts_operand(operands: Operands) -> jax.Array:

@@ -84,7 +84,7 @@ class KernelOperands(NamedTuple):
 def _with_sinks(found: _Result, sinks: jax.Array) -> _Result:
     """The results of a softmax that has sinks, too: these are a set of keys without values."""
     own = found if isinstance(found, Saved) else Saved(*found, jnp.zeros_like(found.logsumexp))
-    batch, *tokens, heads = own.logsumexp.shape
-    of_sinks = jnp.broadcast_to(sinks.reshape(batch, *(1,) * len(tokens), heads), own.logsumexp.shape)
+    _, *tokens, heads = own.logsumexp.shape
+    of_sinks = jnp.broadcast_to(sinks.reshape(sinks.shape[0], *(1,) * len(tokens), heads), own.logsumexp.shape)
     both = merged(own, Saved(jnp.zeros_like(own.out), of_sinks, jnp.zeros_like(of_sinks)))
     return both if isinstance(found, Saved) else Output(*both[:2])  # type: ignore[return-value]

@@ -13,13 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax.arrays.operands import Inputs, Output
-from natten_jax.arrays.roles import Role
 from natten_jax.element_types import ELEMENT_TYPES
 from natten_jax.execution import passes
 from natten_jax.ops.arrays import ArrayLike, as_jax_array
 from natten_jax.ops.boxes import FinerGrid
 from natten_jax.plan.request import Request
-from natten_jax.sharding.explicit import split_like_heads, spread
+from natten_jax.sharding.explicit import split_like_heads
 
 
 def checked_sinks(sinks: ArrayLike, inputs: Inputs, grid: FinerGrid | None = None) -> jax.Array:
@@ -41,7 +40,7 @@ def checked_sinks(sinks: ArrayLike, inputs: Inputs, grid: FinerGrid | None = Non
 
 
 def in_pass(request: Request, inputs: Inputs, sinks: jax.Array | None) -> tuple[Inputs, jax.Array | None]:
-    """The inputs of a call's only request with its sinks, of each batch entry; and what is left for :func:`with_sinks`.
+    """The inputs of a call's only request with its sinks; and what is left for :func:`with_sinks`.
 
     That is all of them where devices share tokens and exchange them, or where outputs are scaled afterwards.
     """
@@ -50,8 +49,7 @@ def in_pass(request: Request, inputs: Inputs, sinks: jax.Array | None) -> tuple[
     if passes.plain_backend(request) is not None:
         return inputs, sinks
     accumulator = ELEMENT_TYPES[request.problem.dtype].accumulator
-    shape = inputs.query.shape[0], *sinks.shape
-    return inputs._replace(sinks=spread(sinks.astype(accumulator), shape, inputs, Role.PER_HEAD)), None
+    return inputs._replace(sinks=sinks.astype(accumulator)[None, :, None]), None
 
 
 def with_sinks(output: Output, sinks: jax.Array | None) -> Output:

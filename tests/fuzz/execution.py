@@ -156,7 +156,14 @@ def _direct(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: jax.Ar
     def with_terms(*terms: jax.Array | None) -> tuple[Problem, InputArrays]:
         edges: Any = problem.case.edges or "shift"
         found, arrays = with_biases(described, InputArrays(*tensors[:6]), Biases(*terms), edges)
+        arrays = arrays._replace(relative_bias=of_entries(arrays.relative_bias))
         return found, arrays if takes_shared else of_each_head(arrays)
+
+    def of_entries(shared: jax.Array | None) -> jax.Array | None:
+        """Of each batch entry in some problems, as mapped calls have it."""
+        if shared is None or problem.seed % 4 != 0:
+            return shared
+        return jnp.broadcast_to(shared, (problem.case.batch, *shared.shape[1:]))
 
     takes_shared = backends.find(problem.backend, problem.operator).takes_shared_key_bias
     terms = tensors.relative_bias, tensors.key_bias
@@ -165,12 +172,12 @@ def _direct(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: jax.Ar
     backend, plans = plans_of(problem.backend, described, Performance(**problem.tiles))
     sinks = tensors.sinks
     if sinks is not None:
-        arrays = arrays._replace(sinks=jnp.broadcast_to(sinks, (problem.case.batch, *sinks.shape)))
+        arrays = arrays._replace(sinks=of_entries(sinks[None, :, None]))
     operands = Operands(arrays, None if origins is None else jnp.asarray(origins))
     saved = backend.forward_saving(plans["forward"], operands)
     gradients = backend.backward(plans["backward"], operands, saved, Cotangents(*cotangents))
     if factors is not None and gradients.scale is not None:
         gradients = gradients._replace(scale=gradients.scale.sum(axis=tuple(range(2 - factors.ndim))))
-    of_sinks = None if gradients.sinks is None else gradients.sinks.sum(axis=0)
+    of_sinks = None if gradients.sinks is None else gradients.sinks.sum(axis=(0, 2))
     found = oracle.Tensors(*gradients[:6], *of_terms(gradients[6:9]))._replace(sinks=of_sinks)
     return (saved.out, saved.logsumexp), found

@@ -122,6 +122,12 @@ def of_operators(call: Call) -> dict[str, Any]:
     return {"relative_bias": table[0].reshape(2, 3, 5, 5), "key_bias": np.moveaxis(keys, -1, 1)}
 
 
+def sinks_of(call: Call) -> np.ndarray | None:
+    """The sinks of a forward call: most passes have the logit of one beside the scale of its head."""
+    sinks = call.operands.get("sinks", call.operands["scales"][..., 1:])
+    return sinks[0, :, 0] if sinks.size else None
+
+
 @pytest.mark.parametrize("has_arrays", [True, False])
 @pytest.mark.parametrize("target", TARGET_PARAMETERS)
 def test_unchanged_call_runs(target: Target, has_arrays: bool) -> None:
@@ -129,7 +135,9 @@ def test_unchanged_call_runs(target: Target, has_arrays: bool) -> None:
     call = good_call(target)
     if target.has_problem and not has_arrays:
         call.operands["origins"] = call.operands["origins"][:0]
-        call.operands["scales"] = np.zeros((0,), np.float32)
+        call.operands |= dict.fromkeys({"scales", "sinks"} & call.operands.keys(), np.zeros((0,), np.float32))
+        of_sinks = {"dsinks", "sinks_parts"} & call.results.keys()
+        call.results |= dict.fromkeys(of_sinks, jax.ShapeDtypeStruct((0,), np.float32))
         if target.has_biases:
             call.operands |= dict.fromkeys(BIASES, np.zeros((0,), np.float32))
             of_biases = {f"d{name}" for name in BIASES} & call.results.keys()
@@ -144,13 +152,12 @@ def test_unchanged_call_runs(target: Target, has_arrays: bool) -> None:
         query, key, value, keys, values = (
             jnp.asarray(call.operands[name], jnp.float32) for name in PROBLEM_OPERANDS[:5]
         )
-        scales = call.operands["scales"]
+        sinks = sinks_of(call)
         expected = natten_jax.na3d(
             *(query, key, value, (2, 3, 3), (1, 2, 3), (2, 1, 2), (False, True, False), 0.3, keys, values),
             backend="flex-fna",
             return_lse=True,
-            # Beside the scale of a head, forward passes have the logit of its sink.
-            sinks=jnp.asarray(scales[0, :, 1]) if scales.size else None,
+            sinks=None if sinks is None else jnp.asarray(sinks),
             **(of_operators(call) if target.has_biases and has_arrays else {}),
         )
         tolerance = 1e-5 if target.dtype == np.float32 else 5e-3
@@ -211,6 +218,8 @@ def test_real_calls_are_those_tested_here(target: Target) -> None:
     if target.has_key_bias:
         keys = expected.operands["key_bias"][..., None]
         operands = operands._replace(inputs=operands.inputs._replace(key_bias=keys))
+    if "sinks" in expected.operands:
+        operands = operands._replace(inputs=operands.inputs._replace(sinks=expected.operands["sinks"]))
     if target.has_problem:
         good.operands["scales"] = np.zeros((0,), np.float32)
     (call,) = (

@@ -22,7 +22,7 @@ SCALE = 0.3
 #: Arrays of float32, whatever the others have.
 FLOAT32 = {
     *("logsumexp", "remainder", "logsumexp_cotangent", "delta", "statistics"),
-    *("earlier_logsumexp", "earlier_remainder", "scales"),
+    *("earlier_logsumexp", "earlier_remainder", "scales", "sinks"),
     *BIASES,
     *(f"d{name}" for name in BIASES),
 }
@@ -183,7 +183,7 @@ TARGETS = (
     Target(
         "natten_jax_sm80_small_forward",
         "cutlass-fna",
-        operands=(*_LAID_OUT, *BIASES),
+        operands=(*_LAID_OUT, *BIASES, "sinks"),
         platform="cuda",
         dtype=np.float16,
         head_dims=(64, 128),
@@ -195,12 +195,11 @@ TARGETS = (
     Target(
         "natten_jax_sm80_small_backward",
         "cutlass-fna",
-        (*_LAID_OUT, *BIASES, "logsumexp", "remainder", "out", "out_cotangent", "logsumexp_cotangent"),
+        (*_LAID_OUT, *BIASES, "sinks", "logsumexp", "remainder", "out", "out_cotangent", "logsumexp_cotangent"),
         GRADIENTS,
         platform="cuda",
         dtype=np.float16,
         head_dims=(64, 128),
-        choices={"keeps_statistics": 1},
         tiles=((1, 2, 4), (2, 2, 4)),
         is_small=True,
         # Four numbers for each query and head, and sums of all queries together.
@@ -210,6 +209,8 @@ TARGETS = (
             **dict.fromkeys(
                 ("table_products", "table_records", "table_sums", "drelative_bias", "dkey_bias"), _NO_TABLE
             ),
+            "sinks_parts": ((1, 256, 4), np.float32),
+            "dsinks": ((1, 2, 1), np.float32),
             "entry_maps": _ENTRY_MAPS,
         },
         reads_origins=False,
@@ -257,6 +258,7 @@ def shapes_of(target: Target) -> dict[str, tuple[int, ...]]:
         # Windows of 2 x 3 x 3 tokens. Kernels for small windows add none to such wide heads.
         "relative_bias": (0,) if target.is_small else (2, 2, 3 * 5 * 5),
         "key_bias": (0,) if target.is_small else (2, *tokens, 2),
+        "sinks": (1, 2, 1),
     }
 
 

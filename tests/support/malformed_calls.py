@@ -98,6 +98,8 @@ def operand_cases(target: Target) -> list[Case]:
             del shapes["empty-0"]  # batch entries are alike
         if name in ("scales", "relative_bias", "key_bias") and array.size == 0:
             del shapes["empty-0"]  # all heads have the same, or none
+        if name == "sinks":
+            del shapes["longer-0"]  # each batch entry has its own
         if name == "remainder":
             shapes["nearly-empty"] = (0, 1)
         if array.ndim == 1:

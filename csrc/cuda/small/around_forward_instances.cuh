@@ -11,9 +11,8 @@ template <ElementType kType>
 cudaError_t launch_forward_around(int head_dim, const ForwardParams& params, const LaunchShape& shape) {
   return launch_loading(head_dim, params, shape, [&](auto width, auto has_boxes) {
     using Element = ElementOf<kType>;
-    return params.scale.heads == nullptr
-               ? natten_jax_small_forward<Element, width, has_boxes, false, false, AroundItems>
-               : natten_jax_small_forward<Element, width, has_boxes, true, false, AroundItems>;
+    return params.has_terms_of_heads() ? natten_jax_small_forward<Element, width, has_boxes, true, false, AroundItems>
+                                       : natten_jax_small_forward<Element, width, has_boxes, false, false, AroundItems>;
   });
 }
 template cudaError_t launch_forward_around<ElementType::NATTEN_JAX_INSTANCE>(int, const ForwardParams&,

@@ -11,8 +11,8 @@ template <ElementType kType>
 cudaError_t launch_biased_forward(int head_dim, const ForwardParams& params, const LaunchShape& shape) {
   return launch_biased(head_dim, params, shape, [&](auto width, auto has_boxes) {
     using Element = ElementOf<kType>;
-    return params.scale.heads == nullptr ? natten_jax_small_forward<Element, width, has_boxes, false, true>
-                                         : natten_jax_small_forward<Element, width, has_boxes, true, true>;
+    return params.has_terms_of_heads() ? natten_jax_small_forward<Element, width, has_boxes, true, true>
+                                       : natten_jax_small_forward<Element, width, has_boxes, false, true>;
   });
 }
 template cudaError_t launch_biased_forward<ElementType::NATTEN_JAX_INSTANCE>(int, const ForwardParams&,

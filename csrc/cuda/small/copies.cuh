@@ -48,6 +48,11 @@ struct Item {
     return p.relative_bias + std::int64_t{p.is_table_of_all ? head : number(p)} * p.region.table_entries;
   }
 
+  /// The head's sink; -infinity where there is none.
+  CUTE_DEVICE float sink(const ForwardParams& p) const {
+    return p.sinks == nullptr ? -INFINITY : __ldcg(p.sinks + (p.are_sinks_of_all ? head : number(p)));
+  }
+
   CUTE_DEVICE int head_kv(const CommonParams& p) const { return p.by_heads_per_kv.divide(head); }
 
   /// The first row in arrays of a row for each key and key/value head.

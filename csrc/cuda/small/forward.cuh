@@ -34,6 +34,29 @@ struct TrustedSums<cutlass::half_t> {
 /// whose shift, in base 2, is below the other: as where a query sees one key, whose logit is next to 0.
 constexpr float kLeastFromOne = 0x1p-10f, kLeastShift = 0x1p-6f;
 
+/// The largest shift in base 2 beside which a sink's weight has all digits that count.
+constexpr float kMostOfSinkShift = 128.f;
+
+/// Adds a sink to the sums of a lane's two rows, as one more weight; false where the sum of one of the warp's rows
+/// would lose digits, of those that have a place.
+CUTE_DEVICE bool add_sink_to_sums(float (&sums)[2], const float (&shift)[2], float sink, float factor, int2 places) {
+  float with_sink[2];
+  int fits = 1;
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    const float of_shift = __fmul_rn(shift[r], factor);
+    with_sink[r] = sums[r] + fast_exp2(fmaf(sink, kLog2E, -of_shift));
+    const int is_in_range = static_cast<int>(with_sink[r] >= 0x1p-60f) & static_cast<int>(with_sink[r] <= 0x1p60f),
+              has_logarithm = static_cast<int>(fabsf(with_sink[r] - 1.f) >= kLeastFromOne),
+              has_digits = static_cast<int>(fabsf(of_shift) <= kMostOfSinkShift);
+    fits &= (is_in_range & has_logarithm & has_digits) | static_cast<int>((r == 0 ? places.x : places.y) < 0);
+  }
+  if (!__all_sync(0xffffffffu, fits)) return false;
+  sums[0] = with_sink[0];
+  sums[1] = with_sink[1];
+  return true;
+}
+
 /// A warp's results: sums of weighted values, and of weights, of the lane's columns until they are finished; what the
 /// weights of a lane's two rows are relative to.
 template <int kHeadDim>
@@ -125,8 +148,8 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
                            auto& key_bias) {
     if (!tile.has_rows) return;
     // Loaded together: the sink would be waited for at the end, which took 7% of NAT's first stage.
-    const HeadScale scale = kHasScales ? item.scale(p) : HeadScale{};
-    const float factor = kHasScales ? scale.logits * kLog2E : p.exponent_scale;
+    const float factor = kHasScales ? item.exponent_scale(p) : p.exponent_scale;
+    const float sink = kHasScales ? item.sink(p) : -INFINITY;
     const RowOperand<Element, kHeadDim> queries(rows);
     key_bias.prepare(item);
     phases.rows_are_read();
@@ -194,8 +217,8 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
       const bool is_wanted = with_remainder && sum != 0.f;
       return {value, is_wanted ? logsumexp_remainder(value, shift, factor, log2_sum) : 0.f};
     };
-    const float sink = kHasScales ? sink_of(p.scale, scale) : -INFINITY;
-    const bool has_sink = sink != -INFINITY;
+    bool has_sink = kHasScales && sink != -INFINITY;
+    if (has_sink && add_sink_to_sums(sums, result.shift, sink, factor, places)) has_sink = false;
     float of_row[2] = {normalisation(sums[0]), normalisation(sums[1])};
     Logsumexp logsumexp;
     if (has_sink) {

@@ -22,8 +22,8 @@ cudaError_t launch_forward(int head_dim, const ForwardParams& params, const Laun
   return launch_loading(head_dim, params, shape, [&](auto width, auto has_boxes) {
     using Element = ElementOf<kType>;
     if (params.layouts != nullptr) return natten_jax_small_forward<Element, width, has_boxes, true, false, EntryItems>;
-    return params.scale.heads == nullptr ? natten_jax_small_forward<Element, width, has_boxes, false>
-                                         : natten_jax_small_forward<Element, width, has_boxes, true>;
+    return params.has_terms_of_heads() ? natten_jax_small_forward<Element, width, has_boxes, true>
+                                       : natten_jax_small_forward<Element, width, has_boxes, false>;
   });
 }
 template cudaError_t launch_forward<ElementType::NATTEN_JAX_INSTANCE>(int, const ForwardParams&, const LaunchShape&);

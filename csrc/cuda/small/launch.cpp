@@ -386,6 +386,8 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   NATTEN_JAX_RETURN_IF_FAILED(
       prepare(problem, tiles.query, tiles.kv, Kernel::kForward, arrays, device, stream, p, shape));
   fill_arrays(arrays, p);
+  p.sinks = arrays.sinks;
+  p.are_sinks_of_all = arrays.batch_of_sinks == 1;
   NATTEN_JAX_RETURN_IF_FAILED(encode_keys(problem, p.key, p.value, p));
   NATTEN_JAX_RETURN_IF_FAILED(make_entry_maps<false>(problem, entry_maps, stream, p));
   NATTEN_JAX_RETURN_IF_FAILED(make_products(problem, tiles.query, tiles.kv, arrays, table_products, stream, p));
@@ -436,7 +438,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   }
   if (is_whole) {
     NATTEN_JAX_RETURN_IF_FAILED(encode_whole(problem, whole));
-    if (!scratch.keeps_statistics) whole.statistics = nullptr;
+    if (arrays.sinks == nullptr) whole.statistics = nullptr;  // nobody reads them afterwards
     return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
       if (problem.has_key_bias) return launch_key_biased_whole_gradient<type>(head_dim, whole, shape_of_whole);
       if (!problem.has_relative_bias) return launch_whole_gradient<type>(head_dim, whole, shape_of_whole);

@@ -30,7 +30,6 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
 /// What a backward pass works with.
 struct Scratch {
   float* statistics;       ///< [batch, tokens, heads, 4].
-  bool keeps_statistics;   ///< Whether they are read afterwards, so that they have to be there.
   float* additional_sums;  ///< [additional_parts(), batch, additional_kv, heads_kv, head_dim + head_dim_v].
   // For a relative bias, of `BiasTable` and `BiasSums` (bias_table.h).
   float* table_products;  ///< [tables_of_products(), heads, entries].

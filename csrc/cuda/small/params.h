@@ -74,7 +74,12 @@ struct ForwardParams : CommonParams {
   const void* additional_values;
   void* out;
   float* logsumexp;
-  float* remainder;  // of the logsumexp, or null
+  float* remainder;       // of the logsumexp, or null
+  const float* sinks;     // [1 or batch, heads]: a logit of each head that no key stands behind; or null
+  bool are_sinks_of_all;  // that all batch entries share
+
+  /// Whether heads have scales of their own, or sinks.
+  CUTLASS_HOST_DEVICE bool has_terms_of_heads() const { return scale.heads != nullptr || sinks != nullptr; }
 };
 
 /// The offsets of a tile as its record has them (RecordLayout), in the order of the problem's dimensions.

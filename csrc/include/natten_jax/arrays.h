@@ -21,6 +21,8 @@ struct Arrays {
   std::int64_t relative_bias_tables;  ///< one for each batch entry, or one for all of them.
   const float* key_bias;              ///< [batch, keys, heads]; or likewise with one number for all of them:
   std::int64_t key_bias_heads;
+  const float* sinks;           ///< [batch_of_sinks, heads]; null: none, or beside scales (Scale).
+  std::int64_t batch_of_sinks;  ///< Batch entries, or one for all of them.
 
   const float* out_scales;  ///< [batch, heads]: factors of the output; null: ones. Of 8-bit elements alone.
 
@@ -39,6 +41,7 @@ struct Arrays {
   void* additional_values_gradient;
   float* relative_bias_gradient;
   float* key_bias_gradient;
+  float* sinks_gradient;
 };
 
 /// Fills in what kernels of GPUs are launched with: the arrays that a forward pass reads and writes, and those of them

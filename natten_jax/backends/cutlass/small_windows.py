@@ -13,13 +13,12 @@ from natten_jax.backends.native_backend import (
     attributes,
     call_for_results,
     entry_maps,
-    forward_operands,
+    kernel_operands,
     key_bias_gradient_type,
     key_bias_operand,
     layouts_operand,
     logsumexp_cotangent_operand,
     saved_remainder,
-    sinks_gradient,
     with_kernel_rank,
     with_key_bias_gradient,
 )
@@ -46,17 +45,22 @@ UNUSED = {
 def call_forward(plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
     """Call the kernel."""
     rows, columns = with_kernel_tiles(plan.problem, plan.tiles)
-    inputs = operands.inputs
-    arrays = *forward_operands(plan.problem, operands), layouts_operand(operands), _tables(operands)
-    arrays = *arrays, key_bias_operand(plan.problem, operands)
-    has_scales = inputs.scale is not None or inputs.sinks is not None  # which stand beside scales
-    products = _table_products(plan.problem, operands, rows, columns, has_scales)
-    scratch = products, entry_maps(operands, _ENTRY_MAPS)
+    arrays = (
+        *kernel_operands(plan.problem, operands),
+        layouts_operand(operands),
+        _tables(operands),
+        key_bias_operand(plan.problem, operands),
+        _sinks(operands),
+    )
+    scratch = _table_products(plan.problem, operands, rows, columns), entry_maps(operands, _ENTRY_MAPS)
     return native.call(FORWARD, [*types, *scratch], *arrays, **attributes(plan))
 
 
 #: What numbers of an array in memory are a multiple of, so that kernels load several at a time.
 _STEP = 4
+
+#: Parts of the queries whose gradients of sinks are added up, over all batch entries that have sinks of their own.
+_MOST_SINKS_PARTS = 256
 
 
 def _tables(operands: Operands) -> jax.Array:
@@ -65,7 +69,22 @@ def _tables(operands: Operands) -> jax.Array:
     return jnp.zeros((0,), jnp.float32) if tables is None else tables
 
 
-def _table_products(problem: Problem, operands: Operands, rows: Shape, columns: Shape, has_scales: bool) -> ResultType:
+def _sinks(operands: Operands) -> jax.Array:
+    """Sinks; an array of nothing where there are none."""
+    sinks = operands.inputs.sinks
+    return jnp.zeros((0,), jnp.float32) if sinks is None else sinks
+
+
+def _sinks_parts(operands: Operands) -> ResultType:
+    """Scratch memory for the gradient of sinks: what parts of the queries add to it, as many as fill a GPU."""
+    sinks = operands.inputs.sinks
+    if sinks is None:
+        return ResultType((0,), jnp.float32)
+    batch, heads, _ = sinks.shape
+    return ResultType((batch, max(_MOST_SINKS_PARTS // batch, 1), heads + -heads % _STEP), jnp.float32)
+
+
+def _table_products(problem: Problem, operands: Operands, rows: Shape, columns: Shape) -> ResultType:
     """Scratch memory for a relative bias as kernels read it, one for all batch entries where these have neither tables
     nor scales of their own; nothing where there is none.
 
@@ -74,14 +93,13 @@ def _table_products(problem: Problem, operands: Operands, rows: Shape, columns: 
         operands: Its arrays.
         rows: Extents of a tile, for which lines are filled up.
         columns: Extents of a group.
-        has_scales: Whether the call has scales of batch entries and heads.
     """
     inputs = operands.inputs
     if inputs.relative_bias is None:
         return ResultType((0,), jnp.float32)
     entries = math.prod(problem.bias_shape[:-1]) * native.bias_line(axis_rows(problem), rows, columns)
     tables, heads, _ = inputs.relative_bias.shape
-    if has_scales:
+    if inputs.scale is not None:
         tables = inputs.query.shape[0]
     return ResultType((tables, heads, entries + -entries % _STEP), jnp.float32)
 
@@ -119,9 +137,9 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangen
     batch, *tokens, heads = logsumexp.shape
     scratch = (batch, math.prod(tokens), heads, 4), _additional_sums(problem, batch, math.prod(tokens))
     columns, rows = with_kernel_tiles(problem, plan.tiles)
-    tables = _tables(operands)
+    tables, sinks = _tables(operands), _sinks(operands)
     inputs = operands.inputs
-    found, (statistics, *_, of_table, of_keys, _) = call_for_results(
+    found, (*_, of_table, of_keys, _, of_sinks, _) = call_for_results(
         BACKWARD,
         plan,
         operands,
@@ -129,6 +147,7 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangen
             layouts_operand(operands),
             tables,
             key_bias_operand(problem, operands),
+            sinks,
             logsumexp,
             saved_remainder(problem, saved),
             out,
@@ -137,19 +156,18 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangen
         ),
         [
             *(ResultType(shape, jnp.float32) for shape in scratch),
-            _table_products(problem, operands, rows, columns, inputs.scale is not None),
+            _table_products(problem, operands, rows, columns),
             *_table_sums(plan, operands),
             ResultType(tables.shape, jnp.float32),
             key_bias_gradient_type(problem, operands),
+            _sinks_parts(operands),
+            ResultType(sinks.shape, jnp.float32),
             entry_maps(operands, 2 * _ENTRY_MAPS),
         ],
-        keeps_statistics=int(inputs.sinks is not None),
     )
     table = inputs.relative_bias
     found = with_key_bias_gradient(found, inputs, of_keys)
     return found._replace(
-        sinks=None
-        if inputs.sinks is None
-        else sinks_gradient(inputs.sinks, logsumexp, statistics[..., 1].reshape(logsumexp.shape)),
+        sinks=None if inputs.sinks is None else of_sinks,
         relative_bias=None if table is None else of_table,
     )

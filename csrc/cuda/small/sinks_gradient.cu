@@ -1,0 +1,90 @@
+#include "cuda/common/arithmetic.cuh"
+#include "cuda/common/cuda_status.h"
+#include "cuda/common/launch.cuh"
+#include "cuda/small/sinks_gradient.h"
+#include "cuda/small/table_kernels.h"
+#include "natten_jax/logsumexp.h"
+
+namespace natten_jax::small {
+namespace {
+
+constexpr int kThreads = 256, kLoads = 4;
+
+struct SinksGradientParams {
+  const float* sinks;        // [batch_of_sinks, heads]
+  const float* logsumexp;    // [batch, queries, heads], which has the sinks
+  const float4* statistics;  // likewise
+  float* parts;              // [batch_of_sinks, next_sinks / filled_heads, filled_heads]
+  std::int64_t rows;         // queries that have the same sinks
+  std::int64_t next_sinks;   // from the parts of a batch entry's sinks to those of the next ones
+  int heads, filled_heads;
+  int heads_of_cta, rows_of_cta;  // at a time; of these, a power of two
+  int rows_of_part;
+};
+
+/// A CTA has some heads of a part of the queries, a thread one head of each few of these: neighbors read what follows
+/// in memory.
+__global__ void __launch_bounds__(kThreads)
+    natten_jax_small_sinks_gradient(const __grid_constant__ SinksGradientParams p) {
+  __shared__ float sums[kThreads];
+  const int of_head = threadIdx.x % p.heads_of_cta, of_row = threadIdx.x / p.heads_of_cta,
+            head = blockIdx.z * p.heads_of_cta + of_head;
+  const std::int64_t first = std::int64_t{blockIdx.y} * p.rows_of_part, own = blockIdx.x * p.rows,
+                     end = min(first + p.rows_of_part, p.rows);
+  float sum = 0.f;
+  if (head < p.heads && of_row < p.rows_of_cta) {
+    const float sink = p.sinks[blockIdx.x * p.heads + head];
+#pragma unroll kLoads
+    for (std::int64_t row = first + of_row; row < end; row += p.rows_of_cta) {
+      const std::int64_t at = (own + row) * p.heads + head;
+      const float logsumexp = p.logsumexp[at], delta = p.statistics[at].y;
+      // What sees nothing, and no sink, has no weights; padding may hold anything.
+      sum += logsumexp == -INFINITY ? 0.f : fast_exp2((sink - logsumexp) * kLog2E) * delta;
+    }
+  }
+  sums[threadIdx.x] = sum;
+  for (int half = p.rows_of_cta / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (of_row < half) sums[threadIdx.x] += sums[threadIdx.x + half * p.heads_of_cta];
+  }
+  // A sink has no value: its weight takes from what all others have.
+  if (of_row == 0 && head < p.filled_heads) {
+    p.parts[blockIdx.x * p.next_sinks + blockIdx.y * p.filled_heads + head] = -sums[threadIdx.x];
+  }
+}
+
+}  // namespace
+
+Status run_sinks_gradient(const Problem& problem, const Arrays& arrays, const float* statistics, float* parts,
+                          cudaStream_t stream) {
+  const std::int64_t most_parts = parts_of_sinks(arrays.batch_of_sinks), heads = problem.heads;
+  SinksGradientParams p{};
+  p.sinks = arrays.sinks;
+  p.logsumexp = arrays.logsumexp;
+  p.statistics = reinterpret_cast<const float4*>(statistics);
+  p.parts = parts;
+  p.rows = problem.batch / arrays.batch_of_sinks * problem.queries();
+  p.heads = static_cast<int>(heads);
+  p.filled_heads = static_cast<int>(filled_heads(heads));
+  p.next_sinks = most_parts * p.filled_heads;
+  p.heads_of_cta = std::min(p.filled_heads, kThreads);
+  for (p.rows_of_cta = 1; 2 * p.rows_of_cta * p.heads_of_cta <= kThreads;) p.rows_of_cta *= 2;
+  // Each thread has a few rows to load at a time.
+  const std::int64_t at_once = std::int64_t{p.rows_of_cta} * kLoads;
+  p.rows_of_part = static_cast<int>(divide_up(divide_up(p.rows, most_parts), at_once) * at_once);
+  const std::int64_t count = divide_up(p.rows, p.rows_of_part);
+  const dim3 blocks(static_cast<unsigned>(arrays.batch_of_sinks), static_cast<unsigned>(count),
+                    static_cast<unsigned>(divide_up(p.filled_heads, p.heads_of_cta)));
+  cudaError_t error = launch(natten_jax_small_sinks_gradient, {blocks, kThreads, 0, stream}, p);
+  if (error != cudaSuccess) return status_of(error);
+  LastSumsParams last{};
+  last.sums = parts;
+  last.result = arrays.sinks_gradient;
+  last.next_table = p.next_sinks / kEntriesOfChunk;
+  last.next_sum = p.filled_heads / kEntriesOfChunk;
+  last.count = static_cast<int>(count);
+  last.offsets = p.heads;
+  return status_of(launch_last_sums(last, static_cast<int>(arrays.batch_of_sinks), stream));
+}
+
+}  // namespace natten_jax::small
