@@ -46,13 +46,10 @@ Error cpu_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffer
 }
 
 XLA_FFI_DEFINE_HANDLER(kCpuForward, on_problem(cpu_forward),
-                       bind_problem()
-                           .Arg<AnyBuffer>()  // layouts
-                           .Arg<AnyBuffer>()  // relative_bias
-                           .Arg<AnyBuffer>()  // key_bias
-                           .Ret<AnyBuffer>()  // out
-                           .Ret<AnyBuffer>()  // logsumexp
-                           .Ret<AnyBuffer>()  // remainder
+                       bind_forward(bind_problem()
+                                        .Arg<AnyBuffer>()   // layouts
+                                        .Arg<AnyBuffer>()   // relative_bias
+                                        .Arg<AnyBuffer>())  // key_bias
                            .Ctx<xffi::ThreadPool>()
                            .Attrs());
 

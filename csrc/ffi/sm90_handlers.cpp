@@ -130,26 +130,19 @@ XLA_FFI_DEFINE_HANDLER(kSm90Forward, on_problem(sm90_forward),
                        {xffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(kSm90ForwardFloat8, on_problem(sm90_forward_float8),
-                       bind_problem()
-                           .Arg<AnyBuffer>()  // out_scales
-                           .Ret<AnyBuffer>()  // out
-                           .Ret<AnyBuffer>()  // logsumexp
-                           .Ret<AnyBuffer>()  // remainder
-                           .Ret<AnyBuffer>()  // next_tile
+                       bind_forward(bind_problem().Arg<AnyBuffer>())  // out_scales
+                           .Ret<AnyBuffer>()                          // next_tile
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(kSm90ForwardContinued, on_problem(sm90_forward_continued),
-                       bind_problem()
-                           .Arg<AnyBuffer>()  // first_query
-                           .Arg<AnyBuffer>()  // earlier_out
-                           .Arg<AnyBuffer>()  // earlier_logsumexp
-                           .Arg<AnyBuffer>()  // earlier_remainder
-                           .Ret<AnyBuffer>()  // out
-                           .Ret<AnyBuffer>()  // logsumexp
-                           .Ret<AnyBuffer>()  // remainder
-                           .Ret<AnyBuffer>()  // next_tile
+                       bind_forward(bind_problem()
+                                        .Arg<AnyBuffer>()   // first_query
+                                        .Arg<AnyBuffer>()   // earlier_out
+                                        .Arg<AnyBuffer>()   // earlier_logsumexp
+                                        .Arg<AnyBuffer>())  // earlier_remainder
+                           .Ret<AnyBuffer>()                // next_tile
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});
