@@ -11,6 +11,7 @@
 #include "cuda/sm90/forms.h"
 #include "cuda/small/bias_table.h"
 #include "cuda/small/region.h"
+#include "cuda/small/ring_shape.h"
 #include "natten_jax/offset_table.h"
 #include "natten_jax/problem.h"
 
@@ -45,6 +46,13 @@ py::list described(const Form (&forms)[kForms]) {
 
 /// By small::Kernel.
 constexpr const char* kSmallKernels[] = {"forward", "query gradient", "key/value gradient", "whole gradient"};
+
+py::dict described(const small::RingShape& ring, const char* kernel) {
+  const std::int64_t strips = std::int64_t{ring.strips[0]} * ring.strips[1];
+  return py::dict("kernel"_a = kernel, "line_dimension"_a = -1, "regions"_a = strips, "columns"_a = ring.keys / strips,
+                  "tiles"_a = ring.beside[0] * ring.beside[1] * ring.steps, "pairs"_a = ring.pairs,
+                  "seconds"_a = ring.nanoseconds / 1e9);
+}
 
 }  // namespace
 
@@ -81,6 +89,21 @@ void read_axes(const std::array<std::int64_t, kFieldsOfAxis * kRank>& numbers, A
     axes[i].query.local_extent = axes[i].query.extent;
     axes[i].kv.local_extent = axes[i].kv.extent;
   }
+}
+
+/// A problem, as far as what is launched for small windows depends on it.
+Problem small_problem(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
+                      const std::array<std::int64_t, 6>& sizes, bool has_relative_bias, bool has_key_bias) {
+  Problem problem{ElementType::kBFloat16, sizes[0],     sizes[1],       sizes[2], sizes[3], sizes[4], sizes[5],
+                  has_relative_bias,      has_key_bias, {1.f, nullptr}, {}};
+  read_axes(axes, problem.axes);
+  return problem;
+}
+
+small::Device small_device(int shared_memory, int multiprocessors, bool has_boxes) {
+  // A multiprocessor has a kilobyte more than a CTA may have, which it takes besides.
+  constexpr int kReserved = 1024;
+  return {shared_memory, shared_memory + kReserved, kReserved, multiprocessors, has_boxes};
 }
 
 /// A problem's axes, and the shapes of tiles, for the tables of relative biases.
@@ -127,24 +150,37 @@ py::object estimate_of_small_windows(const std::array<std::int64_t, kFieldsOfAxi
                                      const std::array<std::int64_t, 6>& sizes,
                                      const std::array<std::int64_t, kRank>& q_tile,
                                      const std::array<std::int64_t, kRank>& kv_tile, bool is_backward,
-                                     int shared_memory, int multiprocessors, bool has_boxes, bool has_relative_bias,
-                                     bool has_key_bias) {
-  Problem problem{ElementType::kBFloat16, sizes[0],     sizes[1],       sizes[2], sizes[3], sizes[4], sizes[5],
-                  has_relative_bias,      has_key_bias, {1.f, nullptr}, {}};
-  read_axes(axes, problem.axes);
+                                     int shared_memory, int multiprocessors, bool has_boxes, bool has_ring,
+                                     bool has_relative_bias, bool has_key_bias) {
+  const Problem problem = small_problem(axes, sizes, has_relative_bias, has_key_bias);
   TileShapes tiles{};
   std::copy(q_tile.begin(), q_tile.end(), tiles.query);
   std::copy(kv_tile.begin(), kv_tile.end(), tiles.kv);
-  // A multiprocessor has a kilobyte more than a CTA may have, which it takes besides.
-  constexpr int kReserved = 1024;
-  const small::Device device{shared_memory, shared_memory + kReserved, kReserved, multiprocessors, has_boxes};
+  const small::Device device = small_device(shared_memory, multiprocessors, has_boxes);
   small::PassEstimate estimate{};
   if (small::estimate_pass(problem, tiles, is_backward, device, estimate).failed()) return py::none();
   py::list launches;
   for (const auto& [kernel, region] : estimate.launches) {
+    small::RingShape ring{};
+    const bool owns_queries = kernel == small::Kernel::kForward;
+    double nanoseconds = region.nanoseconds;
+    if (has_ring && owns_queries) {
+      const auto& rows = is_backward ? tiles.kv : tiles.query;
+      const auto& columns = is_backward ? tiles.query : tiles.kv;
+      constexpr auto kPlaces = small::Places::kWhole;
+      ring = small::choose_ring_before(region, problem, rows, columns, kernel, kPlaces, device);
+      nanoseconds = small::nanoseconds_beside_rings(region, problem, kernel, kPlaces);
+    }
+    if (ring.warps > 0) nanoseconds = ring.nanoseconds;
+    estimate.seconds += (nanoseconds - region.nanoseconds) / 1e9;
+    if (ring.warps > 0) {
+      launches.append(described(ring, is_backward ? "query gradient with a ring" : "forward with a ring"));
+      continue;
+    }
     launches.append(py::dict("kernel"_a = kSmallKernels[static_cast<int>(kernel)],
                              "line_dimension"_a = region.dimension[1], "regions"_a = region.count,
-                             "columns"_a = region.box, "tiles"_a = region.warps));
+                             "columns"_a = region.box, "tiles"_a = region.warps, "pairs"_a = 0,
+                             "seconds"_a = nanoseconds / 1e9));
   }
   return py::dict("seconds"_a = estimate.seconds, "launches"_a = launches);
 }

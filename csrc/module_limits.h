@@ -26,12 +26,13 @@ pybind11::dict limits();
 ///   shared_memory: bytes that a CTA may have.
 ///   multiprocessors: of the device.
 ///   has_boxes: whether it has the engine that copies boxes.
+///   has_ring: whether it has the forward kernels with a ring of keys.
 ///   has_relative_bias, has_key_bias: whether the problem has one.
 pybind11::object estimate_of_small_windows(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
                                            const std::array<std::int64_t, 6>& sizes,
                                            const std::array<std::int64_t, kRank>& q_tile,
                                            const std::array<std::int64_t, kRank>& kv_tile, bool is_backward,
-                                           int shared_memory, int multiprocessors, bool has_boxes,
+                                           int shared_memory, int multiprocessors, bool has_boxes, bool has_ring,
                                            bool has_relative_bias, bool has_key_bias);
 
 /// How many times as long a pass takes on Hopper as if seams cost nothing, with the boxes that launches choose.

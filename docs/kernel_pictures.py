@@ -150,11 +150,45 @@ def small_windows(step: int) -> Draw:
     return draw
 
 
+def ring(step: int) -> Draw:
+    """A strip of tiles that goes along a layout, and the slabs that are loaded ahead of it."""
+    layout, kernel_size, side, beside, block, slots = (36, 44), 13, 4, 4, 4, 7
+    window = problem_of(layout, kernel_size).axes[0].window
+    first = 12, 16  # of the strip's first warp
+    titles = ("a strip of 4 warps, and\nwhat one of them sees", "a step later: one slab\nis left, another comes")
+
+    def seen(first: int, tokens: int, extent: int) -> tuple[int, int]:
+        begin, _ = window_bounds(window, first, extent)
+        _, end = window_bounds(window, first + tokens - 1, extent)
+        return int(begin), int(end)
+
+    def draw(ax: Any) -> None:
+        bare(ax, titles[step])
+        grid(ax, *layout)
+        at = first[0] + step * side
+        rows, columns = seen(at, side, layout[0]), seen(first[1], beside * side, layout[1])
+        sees = seen(first[1] + side, side, layout[1])
+        for slab in range(slots):
+            begin = rows[0] + slab * block
+            color = LOAD if begin < rows[1] else FAINT  # what steps to come wait for
+            area(ax, (begin, begin + block), columns, color, edgecolor="white", linewidth=1.5)
+        for begin in range(rows[0], rows[1], block):
+            for number, of_block in enumerate(range(*sees, block)):
+                shade = OTHER if (begin // block + number) % 2 == 0 else SOFTMAX
+                area(ax, (begin, begin + block), (of_block, of_block + block), shade, edgecolor="white", linewidth=1)
+        for warp in range(beside):
+            of_warp = first[1] + warp * side
+            area(ax, (at, at + side), (of_warp, of_warp + side), MATRIX, edgecolor="white", linewidth=1.2)
+
+    return draw
+
+
 def main() -> None:
     """Draw all pictures."""
     picture("kernel_forward", 3.0, timeline)
     picture("kernel_backward", 3.6, shared_memory)
     picture("kernel_small_windows", 2.2, *map(small_windows, range(3)))
+    picture("kernel_ring", 2.6, *map(ring, range(2)))
 
 
 if __name__ == "__main__":

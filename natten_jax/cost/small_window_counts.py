@@ -64,6 +64,11 @@ def executed(problem: Problem, pass_: Pass, pair: TilePair, launches: tuple[Laun
     every: list[tuple[str, _Side]] = []
     columns_and_rows = 0
     for launch in launches:
+        if launch.pairs:
+            kernel = launch.kernel.removesuffix(" with a ring")
+            every.append((kernel, _ring_side(problem, pass_, pair, kernel, launch)))
+            columns_and_rows += _loaded_tokens(problem, pass_, pair, launch)
+            continue
         is_whole = launch.kernel == "whole gradient"
         for kernel in ("query gradient", "key/value gradient") if is_whole else (launch.kernel,):
             every.append((kernel, _side(problem, pass_, pair, kernel, launch.line)))
@@ -107,6 +112,17 @@ def _side(problem: Problem, pass_: Pass, pair: TilePair, kernel: str, line: int)
         side.most_inner + more,
         hull + math.prod(problem.query_layout) * problem.additional_kv,
     )
+
+
+def _ring_side(problem: Problem, pass_: Pass, pair: TilePair, kernel: str, launch: Launch) -> _Side:
+    """Tiles of a launch with a ring, whose warps multiply all blocks that some tile sees of a slab.
+
+    Tiles of gradients have shapes of their own, and are counted in as many rows and columns as the pair has.
+    """
+    side = _side(problem, pass_, pair, kernel, launch.line)
+    inner = launch.pairs // math.prod(map(math.prod, pair))
+    outer = launch.regions * launch.tiles if kernel == "key/value gradient" else side.outer
+    return side._replace(outer=outer, inner=inner, most_inner=max(side.most_inner, -(-inner // outer)))
 
 
 def _additional(problem: Problem, pair: TilePair) -> _Side:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from natten_jax.cost.calibration import Calibration, calibration_for
 from natten_jax.cost.tile_shapes import pairs_of
@@ -29,6 +29,9 @@ _LIMITS = native.limits(_FORM)
 
 #: The least compute capability that has the engine.
 _HAS_BOXES = (9, 0)
+
+#: The one that has kernels with a ring of keys.
+_HAS_RING = (9, 0)
 
 #: KiB of shared memory that a block may have, by compute capability (CUDA programming guide, technical specifications);
 #: others have the least.
@@ -71,11 +74,13 @@ class Launch(NamedTuple):
     """A kernel of a pass.
 
     Attributes:
-        kernel: ``"forward"``, ``"query gradient"``, ``"key/value gradient"``, or ``"whole gradient"``, which is both.
+        kernel: ``"forward"``, ``"query gradient"``, ``"key/value gradient"``, or ``"whole gradient"``, which is both;
+            ``"forward with a ring"``.
         line: The token dimension in which a warp computes groups of columns in pairs; negative in a missing one.
-        regions: Of a batch entry and head: what its blocks own.
+        regions: Of a batch entry and head: what its blocks own, or with a ring strips of the layout.
         columns: That a region loads, at most.
         tiles: Of rows, in a region.
+        pairs: Of a row and a column, that a launch with a ring multiplies for a batch entry and head; zero for others.
     """
 
     kernel: str
@@ -83,6 +88,7 @@ class Launch(NamedTuple):
     regions: int
     columns: int
     tiles: int
+    pairs: int
 
 
 class Estimate(NamedTuple):
@@ -127,33 +133,39 @@ def estimate(
     calibration = calibration_for(family)
     if calibration is None or not is_chosen(problem, pass_, pair):
         return None
-    kib = _LEAST_SHARED_KIB if compute_capability is None else _SHARED_KIB.get(compute_capability, _LEAST_SHARED_KIB)
-    sizes = problem.heads, problem.heads_kv, problem.head_dim, problem.head_dim_v, problem.additional_kv
+    has_ring = compute_capability == _HAS_RING and not problem.own_layouts
     found = native.estimate_of_small_windows(
         axis_rows(problem),
-        (problem.batch, *sizes),
+        _sizes(problem),
         *with_kernel_tiles(problem, pair),
         is_backward=pass_ == "backward",
-        shared_memory=1024 * kib,
+        shared_memory=_shared_bytes(compute_capability),
         multiprocessors=calibration.multiprocessors,
         has_boxes=compute_capability is not None and compute_capability >= _HAS_BOXES,
+        has_ring=has_ring,
         has_relative_bias=problem.relative_bias,
         has_key_bias=problem.key_bias,
     )
     if found is None:
         return None
-    launches = tuple(
-        Launch(
-            each["kernel"],
-            each["line_dimension"] - KERNEL_RANK + problem.rank,
-            each["regions"],
-            each["columns"],
-            each["tiles"],
-        )
-        for each in found["launches"]
-    )
     moving = calibration.byte * least_bytes(problem, pass_)
+    launches = tuple(_launch(problem, each) for each in found["launches"])
     return Estimate(launches, found["seconds"], max(found["seconds"], moving))
+
+
+def _sizes(problem: Problem) -> tuple[int, ...]:
+    heads = problem.heads, problem.heads_kv
+    return (problem.batch, *heads, problem.head_dim, problem.head_dim_v, problem.additional_kv)
+
+
+def _shared_bytes(compute_capability: ComputeCapability | None) -> int:
+    kib = _LEAST_SHARED_KIB if compute_capability is None else _SHARED_KIB.get(compute_capability, _LEAST_SHARED_KIB)
+    return 1024 * kib
+
+
+def _launch(problem: Problem, found: Mapping[str, Any]) -> Launch:
+    line = found["line_dimension"] - KERNEL_RANK + problem.rank
+    return Launch(found["kernel"], line, found["regions"], found["columns"], found["tiles"], found["pairs"])
 
 
 def ranked(

@@ -91,6 +91,7 @@ def estimate_of_small_windows(
     shared_memory: int,
     multiprocessors: int,
     has_boxes: bool,
+    has_ring: bool,
     has_relative_bias: bool,
     has_key_bias: bool,
 ) -> Mapping[str, Any] | None:
@@ -105,17 +106,19 @@ def estimate_of_small_windows(
         shared_memory: Bytes that a block may have.
         multiprocessors: Of the device.
         has_boxes: Whether it has the engine that copies boxes of tokens.
+        has_ring: Whether it has the forward kernels with a ring of keys.
         has_relative_bias: Whether the problem has one.
         has_key_bias: Likewise, of biases that kernels add themselves.
 
     Returns:
         ``"seconds"`` and ``"launches"``, each with its ``"kernel"``, its ``"line_dimension"`` (of three), and for
-        each batch entry and head ``"regions"``, which have ``"columns"`` and ``"tiles"``. ``None`` where the kernels
-        do not take the pass.
+        each batch entry and head ``"regions"``, which have ``"columns"`` and ``"tiles"``, and the ``"pairs"`` of a
+        query and a key that are multiplied, where regions do not say so; and its own ``"seconds"``. ``None`` where
+        the kernels do not take the pass.
     """
     if _module is None:
         return None
-    device = shared_memory, multiprocessors, has_boxes
+    device = shared_memory, multiprocessors, has_boxes, has_ring
     return _module.estimate_of_small_windows(
         axes, sizes, q_tile, kv_tile, is_backward, *device, has_relative_bias, has_key_bias
     )

@@ -130,13 +130,13 @@ def arrays_of(part: Part, seed: int) -> list[jax.Array]:
     problem = part.problem
     layout = [each.query_extent for each in problem.axes]
     of_keys = (problem.heads_kv, problem.head_dim), (problem.heads_kv, problem.head_dim_v)
-    rng = np.random.default_rng(seed)
+    keys = jax.random.split(jax.random.key(seed), 3)
     widths = ((problem.heads, problem.head_dim), *of_keys)
     query, key, value = (
-        size * rng.standard_normal((problem.batch, *layout, *width))
-        for size, width in zip((part.size, 1.0, 1.0), widths, strict=True)
+        jax.random.normal(each, (problem.batch, *layout, *width)).astype(problem.dtype)
+        for each, width in zip(keys, widths, strict=True)
     )
-    return [jnp.asarray(array, problem.dtype) for array in (query, key, value)]
+    return [query * jnp.asarray(part.size, query.dtype), key, value]
 
 
 @pytest.mark.parametrize("seed", range(24))

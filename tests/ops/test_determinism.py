@@ -33,10 +33,12 @@ def test_gradients_are_equal_in_every_run(
     names = ["query", "key", "value"] + ["additional_keys", "additional_values"] * (additional_kv > 0)
     width = 64 if family.needs_gpu else 16  # on the host all of a run's time goes into products
     shapes = [(2, *layout, 4, width), *[(2, *layout, 2, width)] * 2, *[(2, additional_kv, 2, width)] * 2]
-    rng = np.random.default_rng(3)
-    *operands, cotangent = (
-        jnp.asarray(rng.standard_normal(shape), family.dtype) for shape in (*shapes[: len(names)], shapes[0])
-    )
+    keys = jax.random.split(jax.random.key(3), len(names) + 1)
+    operands = [
+        jax.random.normal(key, shape, jnp.float32).astype(family.dtype)
+        for key, shape in zip(keys, shapes[: len(names)], strict=False)
+    ]
+    cotangent = jax.random.normal(keys[-1], shapes[0], jnp.float32).astype(family.dtype)
 
     @functools.partial(jax.jit, compiler_options=as_users_do())
     def gradients(operands: list[jax.Array]) -> Any:

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx as flax_nnx
 from natten_jax.flax_modules import linen, nnx
 
@@ -25,8 +24,7 @@ RANKS = (1, 2, 3)
 
 
 def inputs_of(rank: int, dtype: str = "float32", seed: int = 0) -> jax.Array:
-    rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.standard_normal((2, *LAYOUTS[rank], FEATURES)), dtype)
+    return jax.random.normal(jax.random.key(seed), (2, *LAYOUTS[rank], FEATURES), dtype)
 
 
 def nnx_module(rank: int, **overrides):

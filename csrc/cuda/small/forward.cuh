@@ -13,26 +13,10 @@
 #include "cuda/small/key_bias.cuh"
 #include "cuda/small/products.cuh"
 #include "cuda/small/seams.cuh"
-#include "natten_jax/logsumexp.h"
+#include "cuda/small/trusted_sums.cuh"
 #include "natten_jax/merge.h"
 
 namespace natten_jax::small {
-
-/// Between which sums of weights none of them has lost digits, given what an element type can hold.
-template <class Element>
-struct TrustedSums {
-  static constexpr bool kHasReference = false;
-  static constexpr float kLeast = 0x1p-60f, kMost = 0x1p60f;
-};
-template <>
-struct TrustedSums<cutlass::half_t> {
-  static constexpr bool kHasReference = true;
-  static constexpr float kLeast = 0x1p-6f, kMost = 0x1p15f;
-};
-
-/// The logarithm of a sum that is closer to 1 than this is but what was rounded, and all that there is of a logsumexp
-/// whose shift, in base 2, is below the other: as where a query sees one key, whose logit is next to 0.
-constexpr float kLeastFromOne = 0x1p-10f, kLeastShift = 0x1p-6f;
 
 /// The largest shift in base 2 beside which a sink's weight has all digits that count.
 constexpr float kMostOfSinkShift = 128.f;
@@ -191,13 +175,8 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     bool is_trusted = true;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      // Without a branch, as && and || would be.
-      int has_logarithm = static_cast<int>(fabsf(sums[r] - 1.f) >= kLeastFromOne);
-      if constexpr (Sums::kHasReference) {
-        has_logarithm |= static_cast<int>(fabsf(result.shift[r] * factor) >= kLeastShift);
-      }
-      const int is_in_range = static_cast<int>(sums[r] >= Sums::kLeast) & static_cast<int>(sums[r] <= Sums::kMost);
-      is_trusted &= ((is_in_range & has_logarithm) | static_cast<int>((r == 0 ? places.x : places.y) < 0)) != 0;
+      const int is_sum = is_sum_trusted<Element>(sums[r], result.shift[r], factor);
+      is_trusted &= (is_sum | static_cast<int>((r == 0 ? places.x : places.y) < 0)) != 0;
     }
     if (__any_sync(0xffffffffu, !is_trusted)) {
       compute_exactly<Element, kHeadDim, Columns, kHasBias, kHasKeyBias>(result, queries, tile, tables,
@@ -211,11 +190,8 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     const bool is_second = lane % 2 != 0;
     const int place = is_second ? places.y : places.x;
     const auto find_logsumexp = [&](bool with_remainder) -> Logsumexp {
-      const float sum = is_second ? sums[1] : sums[0], shift = is_second ? result.shift[1] : result.shift[0],
-                  log2_sum = fast_log2(sum);
-      const float value = sum == 0.f ? -INFINITY : fmaf(__fmul_rn(shift, factor), kLn2, log2_sum * kLn2);
-      const bool is_wanted = with_remainder && sum != 0.f;
-      return {value, is_wanted ? logsumexp_remainder(value, shift, factor, log2_sum) : 0.f};
+      return logsumexp_of_sum(is_second ? sums[1] : sums[0], is_second ? result.shift[1] : result.shift[0], factor,
+                              with_remainder);
     };
     bool has_sink = kHasScales && sink != -INFINITY;
     if (has_sink && add_sink_to_sums(sums, result.shift, sink, factor, places)) has_sink = false;

@@ -12,6 +12,9 @@
 #include "cuda/small/kernels.h"
 #include "cuda/small/region_cache.h"
 #include "cuda/small/region_time.h"
+#if defined(NATTEN_JAX_SM90)
+#include "cuda/small/ring_launch.h"
+#endif
 #include "cuda/small/table_kernels.h"
 #include "cuda/small/whole_bias.h"
 #include "cuda/tma/entry_maps.h"
@@ -33,19 +36,32 @@ Status read_device(Device& result) {
   return status_of(find_box_kernels<ElementType::kBFloat16>(result.has_boxes));
 }
 
-/// The same for a call. Maps of batch entries are made by code for Hopper; elsewhere, threads leave the padding out.
-Status read_device(const Arrays& arrays, Device& result) {
-  NATTEN_JAX_RETURN_IF_FAILED(read_device(result));
-  if (arrays.layouts == nullptr) return {};
+/// Whether the device has compute capability 9.0, and this library kernels for it.
+Status find_hopper(bool& result) {
+  result = false;
 #if defined(NATTEN_JAX_SM90)
   int major = 0, minor = 0;
   NATTEN_JAX_RETURN_IF_FAILED(
       read_attributes({{&major, cudaDevAttrComputeCapabilityMajor}, {&minor, cudaDevAttrComputeCapabilityMinor}}));
-  result.has_boxes = result.has_boxes && major == 9 && minor == 0;
-#else
-  result.has_boxes = false;
+  result = major == 9 && minor == 0;
 #endif
   return {};
+}
+
+/// The same for a call. Maps of batch entries are made by code for Hopper; elsewhere, threads leave the padding out.
+Status read_device(const Arrays& arrays, Device& result) {
+  NATTEN_JAX_RETURN_IF_FAILED(read_device(result));
+  if (arrays.layouts == nullptr) return {};
+  bool is_hopper = false;
+  NATTEN_JAX_RETURN_IF_FAILED(find_hopper(is_hopper));
+  result.has_boxes = result.has_boxes && is_hopper;
+  return {};
+}
+
+/// Where the tokens of a call's arrays may be.
+Places places_of(const Arrays& arrays) {
+  if (arrays.layouts != nullptr) return Places::kOfEntries;
+  return arrays.origins != nullptr ? Places::kParts : Places::kWhole;
 }
 
 /// Tokens between neighbors of a dimension of an array.
@@ -99,7 +115,7 @@ Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const 
                Kernel kernel, const Arrays& arrays, const Device& device, cudaStream_t stream, CommonParams& p,
                LaunchShape& shape) {
   const bool has_layouts = arrays.layouts != nullptr;
-  const Places places = has_layouts ? Places::kOfEntries : arrays.origins != nullptr ? Places::kParts : Places::kWhole;
+  const Places places = places_of(arrays);
   if (has_layouts && problem.has_relative_bias) {
     return Status::invalid_argument("relative_bias and layouts were both given, but the kernels take either");
   }
@@ -381,6 +397,14 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
                    CUtensorMap* entry_maps, cudaStream_t stream) {
   Device device{};
   NATTEN_JAX_RETURN_IF_FAILED(read_device(arrays, device));
+#if defined(NATTEN_JAX_SM90)
+  bool is_hopper = false;
+  NATTEN_JAX_RETURN_IF_FAILED(find_hopper(is_hopper));
+  if (is_hopper) {
+    const RingShape ring = find_ring(problem, tiles.query, tiles.kv, Kernel::kForward, places_of(arrays), device);
+    if (ring.warps > 0) return run_ring_forward(problem, ring, arrays, stream);
+  }
+#endif
   ForwardParams p{};
   LaunchShape shape{};
   NATTEN_JAX_RETURN_IF_FAILED(

@@ -53,25 +53,44 @@ struct Found {
 /// More kinds than any program launches; then the cache starts anew.
 constexpr std::size_t kMostKinds = 4096;
 
+/// What was found for a key before, or what `find()` finds now.
+template <class Value, class Find>
+Value found_before(const Key& key, const Find& find) {
+  static std::mutex mutex;
+  static auto& all = *new std::map<Key, Value>;  // never destroyed: launches may outlive static objects
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (const auto known = all.find(key); known != all.end()) return known->second;
+  }
+  const Value found = find();
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (all.size() >= kMostKinds) all.clear();
+  all.emplace(key, found);
+  return found;
+}
+
 }  // namespace
 
 Status find_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                    Kernel kernel, Places places, const Device& device, Region& region) {
-  static std::mutex mutex;
-  static auto& found = *new std::map<Key, Found>;  // never destroyed: launches may outlive static objects
   const Key key = key_of(problem, rows, columns, kernel, places, device);
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (const auto known = found.find(key); known != found.end()) {
-      region = known->second.region;
-      return known->second.status;
-    }
-  }
-  const Status status = choose_region(problem, rows, columns, kernel, places, device, region);
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (found.size() >= kMostKinds) found.clear();
-  found.emplace(key, Found{status, region});
-  return status;
+  const Found found = found_before<Found>(key, [&] {
+    Found result{};
+    result.status = choose_region(problem, rows, columns, kernel, places, device, result.region);
+    return result;
+  });
+  region = found.region;
+  return found.status;
+}
+
+RingShape find_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
+                    Kernel kernel, Places places, const Device& device) {
+  const Key key = key_of(problem, rows, columns, kernel, places, device);
+  return found_before<RingShape>(key, [&] {
+    Region region{};
+    const Status status = choose_region(problem, rows, columns, kernel, places, device, region);
+    return status.failed() ? RingShape{} : choose_ring_before(region, problem, rows, columns, kernel, places, device);
+  });
 }
 
 }  // namespace natten_jax::small

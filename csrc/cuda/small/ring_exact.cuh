@@ -1,0 +1,190 @@
+// A tile once more, relative to its rows' largest logits: what a warp does alone, out of memory, while its warpgroup's
+// slabs go on. Few tiles need it.
+#pragma once
+
+#include "cuda/small/ring_strip.cuh"
+#include "cuda/small/trusted_sums.cuh"
+
+namespace natten_jax::small {
+
+/// A warp's rows, and the columns that they see, for products with 16 of them at a time.
+template <class Element, int kHeadDim, bool kRowsAreKeys = false>
+class RingTile {
+ public:
+  CUTE_DEVICE RingTile(const RingParams& p, RingUnit unit, int step) : p_(p), lane_(kept_number(threadIdx.x % 32)) {
+    // Opaque: what follows from these is not worked out, and kept in registers, where nothing is computed once more.
+    const int lane = lane_;
+    step = kept_number(step);
+    unit.batch = kept_number(unit.batch);
+    unit.head = kept_number(unit.head);
+    int row[kRank];
+    first_row(p, unit, ring_warp(), row);
+    CUTE_UNROLL
+    for (int d = 0; d < kRank; ++d) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const int place = place_of_row(p.shape, lane / 4 + 8 * r, d);
+        const int at = row[d] + place + (d == 2 ? step * p.shape.rows[2] : 0);
+        const Range<int> window = seen_by<kRowsAreKeys>(p.axis[d], at);
+        begin_[r][d] = window.begin;
+        size_[r][d] = at < p.axis[d].query_extent ? window.end - window.begin : 0;
+      }
+      const int first = min(begin_[0][d], begin_[1][d]),
+                last = max(begin_[0][d] + size_[0][d], begin_[1][d] + size_[1][d]);
+      first_[d] = __reduce_min_sync(0xffffffffu, first);
+      end_[d] = __reduce_max_sync(0xffffffffu, last);
+    }
+    const std::int64_t query_row = std::int64_t{unit.batch} * p.tokens * p.heads + unit.head;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      int token = 0;
+      CUTE_UNROLL
+      for (int d = 0; d < kRank; ++d) {
+        const int at = row[d] + place_of_row(p.shape, lane / 4 + 8 * r, d) + (d == 2 ? step * p.shape.rows[2] : 0);
+        token += min(at, p.axis[d].query_extent - 1) * p.pitch[d];
+      }
+      row_[r] = (query_row + std::int64_t{token} * p.heads) * kRowBytes;
+    }
+    kv_ = (std::int64_t{unit.batch} * p.tokens * p.heads_kv + unit.head_kv(p)) * kRowBytes;
+  }
+
+  /// Calls `call(token, first, is_seen)` for every 16 columns that follow each other across strips: the token that the
+  /// first one would be, its place, and whether the lane's element `i` of eight is seen.
+  template <class Call>
+  CUTE_DEVICE void for_blocks(const Call& call) const {
+    CUTE_NO_UNROLL
+    for (int along = first_[2]; along < end_[2]; ++along) {
+      CUTE_NO_UNROLL
+      for (int inside = first_[1]; inside < end_[1]; ++inside) {
+        CUTE_NO_UNROLL
+        for (int across = first_[0]; across < end_[0]; across += kBlockKeys) {
+          call(along * p_.pitch[2] + inside * p_.pitch[1], across, [&](int i) {
+            const int r = i / 2 % 2, at = across + i / 4 * kColumns + lane_ % 4 * 2 + i % 2;
+            return is_within(at, r, 0) && is_within(inside, r, 1) && is_within(along, r, 2);
+          });
+        }
+      }
+    }
+  }
+
+  /// The tile's rows of an array.
+  CUTE_DEVICE void load_rows(std::uint32_t (&q)[kHeadDim / 16][4], const void* array) const {
+    CUTE_UNROLL
+    for (int i = 0; i < kHeadDim / 4; ++i) {
+      const char* from = static_cast<const char*>(array) + row_[i % 2] + i / 4 * 32 + i / 2 % 2 * 16 + lane_ % 4 * 4;
+      q[i / 4][i % 4] = __ldg(reinterpret_cast<const std::uint32_t*>(from));
+    }
+  }
+
+  /// Products of rows with 16 columns of an array.
+  CUTE_DEVICE void multiply_keys(float (&x)[2][4], const std::uint32_t (&q)[kHeadDim / 16][4], const void* array,
+                                 int token, int across) const {
+    const int lane = lane_;
+    CUTE_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      CUTE_UNROLL
+      for (int e = 0; e < 4; ++e) x[h][e] = 0.f;
+      const int at = across + kColumns * h + lane / 4;
+      CUTE_UNROLL
+      for (int step = 0; step < kHeadDim / 16; ++step) {
+        std::uint32_t b[2] = {};
+        if (at < end_[0]) {
+          const char* from = row(array, token, at) + 32 * step + lane % 4 * 4;
+          b[0] = __ldg(reinterpret_cast<const std::uint32_t*>(from));
+          b[1] = __ldg(reinterpret_cast<const std::uint32_t*>(from + 16));
+        }
+        multiply(x[h], q[step], b);
+      }
+    }
+  }
+
+  /// o += weights * 16 columns of an array.
+  CUTE_DEVICE void add_keys(float (&o)[kHeadDim / 2], const std::uint32_t (&weights)[4], const void* array, int token,
+                            int across) const {
+    const int lane = lane_;
+    CUTE_UNROLL
+    for (int n = 0; n < kHeadDim / 8; ++n) {
+      std::uint32_t b[2];
+      CUTE_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        b[h] = 0;
+        CUTE_UNROLL
+        for (int e = 0; e < 2; ++e) {
+          const int at = across + kColumns * h + lane % 4 * 2 + e;
+          if (at >= end_[0]) continue;
+          const char* from = row(array, token, at) + 2 * (8 * n + lane / 4);
+          b[h] |= static_cast<std::uint32_t>(__ldg(reinterpret_cast<const std::uint16_t*>(from))) << (16 * e);
+        }
+      }
+      float (&c)[4] = *reinterpret_cast<float (*)[4]>(o + 4 * n);
+      multiply(c, weights, b);
+    }
+  }
+
+ private:
+  static constexpr int kRowBytes = 2 * kHeadDim;
+
+  CUTE_DEVICE bool is_within(int at, int r, int d) const {
+    return static_cast<unsigned>(at - begin_[r][d]) < static_cast<unsigned>(size_[r][d]);
+  }
+
+  CUTE_DEVICE const char* row(const void* array, int token, int across) const {
+    return static_cast<const char*>(array) + kv_ +
+           static_cast<std::int64_t>(token + across * p_.pitch[0]) * (p_.heads_kv * kRowBytes);
+  }
+
+  CUTE_DEVICE static void multiply(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
+    HalfInstruction<Element>::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b[0], b[1], d[0], d[1], d[2], d[3]);
+  }
+
+  const RingParams& p_;
+  int lane_;
+  std::int64_t row_[2], kv_;  // bytes from an array's start to the lane's rows, and to the head's first key
+  int begin_[2][kRank], size_[2][kRank], first_[kRank], end_[kRank];
+};
+
+/// Results relative to the largest logits, whatever these are.
+template <class Element, int kHeadDim>
+CUTE_DEVICE void compute_ring_exactly(float (&o)[kHeadDim / 2], float (&sum)[2], float (&shift)[2], const RingParams& p,
+                                      const RingTile<Element, kHeadDim>& keys, float factor) {
+  std::uint32_t q[kHeadDim / 16][4];
+  keys.load_rows(q, p.query);
+  float largest[2] = {-INFINITY, -INFINITY};
+  keys.for_blocks([&](int token, int across, const auto& is_seen) {
+    float x[2][4];
+    keys.multiply_keys(x, q, p.key, token, across);
+    CUTE_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      if (is_seen(i)) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], x[i / 4][i % 4]);
+    }
+  });
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    largest[r] = largest_of_row(largest[r]);
+    if (largest[r] == -INFINITY) largest[r] = 0.f;
+    shift[r] = largest[r];
+    sum[r] = 0.f;
+  }
+  CUTE_UNROLL
+  for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.f;
+  keys.for_blocks([&](int token, int across, const auto& is_seen) {
+    float x[2][4];
+    keys.multiply_keys(x, q, p.key, token, across);
+    std::uint32_t weights[4];
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      float both[2];
+      CUTE_UNROLL
+      for (int e = 0; e < 2; ++e) {
+        // Not by a sum with something large: what is hidden may be infinite, or no number at all.
+        const float logit = x[i / 2][i % 2 * 2 + e];
+        both[e] = is_seen(2 * i + e) ? fast_exp2((logit - largest[i % 2]) * factor) : 0.f;
+      }
+      weights[i] = pack<Element>(both[0], both[1]);
+      sum[i % 2] += both[0] + both[1];
+    }
+    keys.add_keys(o, weights, p.value, token, across);
+  });
+}
+
+}  // namespace natten_jax::small

@@ -1,0 +1,177 @@
+// Forward neighborhood attention with a ring of keys, which takes compute capability 9.0: a CTA goes along a strip of
+// the layout, four warps have slabs of keys and values loaded ahead of it, and others multiply 16 queries each with
+// what these see of them. Nobody waits for a warp but for the slabs that it has not left.
+//
+// Weights are relative to no logit at all (bfloat16), or to some one (float16), as in forward.cuh.
+#pragma once
+
+#include "cuda/small/ring_exact.cuh"
+#include "cuda/small/ring_store.cuh"
+#include "cuda/small/ring_walk.cuh"
+
+namespace natten_jax::small {
+
+/// What a warp that multiplies does with its tiles.
+template <class Element, int kHeadDim, int kForm>
+struct RingForward {
+  using Masks = RingMasks<kForm>;
+  using Reader = RingReader<Element, kHeadDim, Kernel::kForward, Masks>;
+  static constexpr int kBlocks = Masks::kBlocks;
+  static constexpr bool kHasReference = TrustedSums<Element>::kHasReference;
+  static constexpr int kAtOnce = 2;  // blocks whose instructions run while those of others wait for results
+
+  const RingForwardParams& p;
+  Reader& reader;
+  RowOperand<Element, kHeadDim> queries;
+  float o[kHeadDim / 8][4];
+  float sum[2], shift[2];
+  float factor;
+  // Steps that are computed once more are so behind all others: beside these there are no registers for that.
+  unsigned untrusted = 0;
+
+  CUTE_DEVICE RingForward(const RingForwardParams& p, Reader& reader)
+      : p(p), reader(reader), factor(p.exponent_scale) {}
+
+  CUTE_DEVICE void enter(const RingUnit& unit) {
+    if (p.scale.heads != nullptr) factor = p.scale.of(unit.batch * p.heads + unit.head).logits * kLog2E;
+  }
+
+  CUTE_DEVICE void start(const RingUnit&, int, int2 seen) {
+    queries = reader.load_tile();
+    reader.leave_tile();
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) sum[r] = shift[r] = 0.f;
+    CUTE_UNROLL
+    for (int i = 0; i < kHeadDim / 2; ++i) o[i / 4][i % 4] = 0.f;
+    if constexpr (kHasReference) find_reference(seen);
+  }
+
+  /// What float16 weights are relative to: logits in the middle of the window.
+  CUTE_DEVICE void find_reference(int2 seen) {
+    RingPlace middle = reader.place;
+    const int before = (seen.y - seen.x) / 2;
+    for (int i = 0; i < before; ++i) middle.advance(p.shape.slots);
+    wait(reader.barriers.full[middle.slot], middle.parity);
+    float x[2][4];
+    reader.multiply_block(x, queries, reader.across + reader.of_slot(middle.slot) + reader.of_block(kBlocks / 2), {});
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      shift[r] = largest_of_row(fmaxf(fmaxf(x[0][2 * r], x[0][2 * r + 1]), fmaxf(x[1][2 * r], x[1][2 * r + 1])));
+    }
+  }
+
+  /// Adds what the tile sees of a slab.
+  CUTE_DEVICE void add(std::uint32_t slab, std::uint32_t hidden_of_slab) { add_blocks<0>(slab, hidden_of_slab); }
+
+  template <int kFirst>
+  CUTE_DEVICE void add_blocks(std::uint32_t slab, std::uint32_t hidden_of_slab) {
+    constexpr int kCount = kBlocks - kFirst < kAtOnce ? kBlocks - kFirst : kAtOnce;
+    if constexpr (kCount > 0) {
+      float x[kCount][2][4];
+      CUTE_UNROLL
+      for (int i = 0; i < kCount; ++i) {
+        reader.multiply_block(x[i], queries, reader.across + slab + reader.of_block(kFirst + i), {});
+      }
+      std::uint32_t weights[kCount][4];
+      CUTE_UNROLL
+      for (int b = 0; b < kCount; ++b) {
+        const std::uint32_t hidden = reader.masks.inside[kFirst + b] | hidden_of_slab;
+        CUTE_UNROLL
+        for (int i = 0; i < 8; ++i) {
+          float& logit = x[b][i / 4][i % 4];
+          if constexpr (kHasReference) logit -= shift[i / 2 % 2];
+          logit = fast_exp2(fmaf(logit, factor, hiding(masks_of_group(hidden, i / 4), i % 4)));
+        }
+        CUTE_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          const float low = x[b][i / 2][i % 2 * 2], high = x[b][i / 2][i % 2 * 2 + 1];
+          weights[b][i] = pack<Element>(low, high);
+          sum[i % 2] += low + high;
+        }
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < kCount; ++i) {
+        reader.add_block(o, weights[i], reader.along_rows + p.shape.array_bytes + slab + reader.of_block(kFirst + i));
+      }
+      add_blocks<kFirst + kCount>(slab, hidden_of_slab);
+    }
+  }
+
+  /// Writes the logsumexp of the lane's rows: one lane of four writes that of the first, its neighbor that of the
+  /// second. `of_rows` is what these rows' sums of weighted values are multiplied with.
+  CUTE_DEVICE void write_statistics(const RingUnit& unit, const int (&tokens)[2], const float (&sums)[2],
+                                    const float (&shifts)[2], float (&of_rows)[2]) const {
+    const bool is_second = threadIdx.x % 2 != 0;
+    const int token = is_second ? tokens[1] : tokens[0];
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) of_rows[r] = normalisation(sums[r]);
+    // Loaded where it is needed: beside a tile's sums there is no register for it.
+    const float sink =
+        p.sinks == nullptr ? -INFINITY : __ldcg(p.sinks + (p.are_sinks_of_all ? 0 : unit.batch * p.heads) + unit.head);
+    const bool has_sink = sink != -INFINITY;
+    Logsumexp logsumexp = logsumexp_of_sum(is_second ? sums[1] : sums[0], is_second ? shifts[1] : shifts[0], factor,
+                                           has_sink || p.remainder != nullptr);
+    if (has_sink) {
+      const float share_of_keys = add_sink(logsumexp, sink);
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) of_rows[r] *= __shfl_sync(0xffffffffu, share_of_keys, r, 4);
+    }
+    if (threadIdx.x % 4 >= 2 || token < 0) return;
+    const std::int64_t at = (std::int64_t{unit.batch} * p.tokens + token) * p.heads + unit.head;
+    p.logsumexp[at] = logsumexp.value;
+    if (p.remainder != nullptr) p.remainder[at] = logsumexp.remainder;
+  }
+
+  /// Writes a step's results where they are trusted.
+  CUTE_DEVICE void finish(const RingUnit& unit, int step) {
+    int tokens[2];
+    reader.masks.find_tokens(p, step, tokens);
+    const float sums[2] = {sum_of_row(sum[0]), sum_of_row(sum[1])};
+    bool is_trusted = true;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      is_trusted &= (is_sum_trusted<Element>(sums[r], shift[r], factor) | static_cast<int>(tokens[r] < 0)) != 0;
+    }
+    if (__any_sync(0xffffffffu, !is_trusted)) {
+      untrusted |= 1u << (step - unit.step);
+      return;
+    }
+    float of_rows[2];
+    write_statistics(unit, tokens, sums, shift, of_rows);
+    write_ring_rows<Element, kHeadDim>(p, p.out, unit, tokens, o, of_rows);
+  }
+
+  CUTE_DEVICE void leave_unit(const RingUnit& unit) {
+    CUTE_NO_UNROLL
+    for (; untrusted != 0; untrusted &= untrusted - 1) finish_exactly(unit, unit.step + __ffs(untrusted) - 1);
+  }
+
+  /// Computes a step's results exactly, and writes them.
+  CUTE_DEVICE void finish_exactly(const RingUnit& unit, int step) {
+    int tokens[2];
+    reader.masks.enter_step(p, reader.along, step);
+    reader.masks.find_tokens(p, step, tokens);
+    float values[kHeadDim / 2], sums[2], largest[2];
+    compute_ring_exactly(values, sums, largest, p, RingTile<Element, kHeadDim>(p, unit, step), factor);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) sums[r] = sum_of_row(sums[r]);
+    float of_rows[2];
+    write_statistics(unit, tokens, sums, largest, of_rows);
+    write_ring_rows_in_words<Element, kHeadDim>(p, p.out, unit, tokens, values, of_rows);
+  }
+};
+
+template <class Element, int kHeadDim, int kForm>
+__global__ void __launch_bounds__((most_ring_warps(kHeadDim) + kRingLoaders) * 32, 1)
+    natten_jax_small_ring_forward(const __grid_constant__ RingForwardParams p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Forward = RingForward<Element, kHeadDim, kForm>;
+  run_ring<kHeadDim>(p, [&](const RingAlong& along, RingBarriers& barriers, std::uint32_t shared) {
+    typename Forward::Reader reader{p, along, barriers, shared};
+    Forward forward(p, reader);
+    reader.walk(forward);
+  });
+#endif
+}
+
+}  // namespace natten_jax::small

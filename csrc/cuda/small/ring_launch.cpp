@@ -1,0 +1,90 @@
+#include "cuda/small/ring_launch.h"
+
+#include <algorithm>
+
+#include "cuda/common/cuda_status.h"
+#include "cuda/common/geometry.h"
+#include "cuda/small/ring_kernels.h"
+#include "cuda/tma/tensor_map.h"
+#include "natten_jax/logsumexp.h"
+
+namespace natten_jax::small {
+namespace {
+
+/// Encodes the map of an array, whose boxes hold so many tokens of the shape's dimensions.
+Status encode_boxes(const Problem& problem, const RingParams& p, const void* array, std::int64_t heads,
+                    const int (&box)[kRank], CUtensorMap& map) {
+  TokenBoxes tokens{};
+  tokens.data = array;
+  tokens.element_type = problem.element_type;
+  tokens.batch = problem.batch;
+  tokens.heads = heads;
+  tokens.head_dim = problem.head_dim;
+  for (int i = 0; i < kRank; ++i) {
+    tokens.extent[i] = p.axis[i].kv_extent;
+    tokens.pitch[i] = p.pitch[i];
+    tokens.dilation[i] = 1;
+  }
+  return encode_box_map(tokens, box, map);
+}
+
+/// Encodes the maps of two arrays of columns, whose boxes are a group's part of a slab.
+Status encode_slabs(const Problem& problem, const void* const (&arrays)[2], std::int64_t heads, RingParams& p) {
+  const int group[kRank] = {p.shape.wide, p.shape.inner, p.shape.thick};
+  for (int i = 0; i < 2; ++i) {
+    NATTEN_JAX_RETURN_IF_FAILED(encode_boxes(problem, p, arrays[i], heads, group, p.slabs[i]));
+  }
+  return {};
+}
+
+/// Fills in what all kernels have, and how they are launched.
+Status prepare(const Problem& problem, const RingShape& shape, const Arrays& arrays, cudaStream_t stream, RingParams& p,
+               LaunchShape& launch) {
+  p.shape = shape;
+  for (int i = 0; i < kRank; ++i) {
+    const int d = shape.dimension[i];
+    p.axis[i] = device_axis(problem.axes[d], 1, 1);
+    p.pitch[i] = 1;
+    for (int inner = d + 1; inner < kRank; ++inner) {
+      p.pitch[i] *= static_cast<int>(problem.axes[inner].query.local_extent);
+    }
+  }
+  p.tokens = static_cast<int>(problem.queries());
+  p.heads = static_cast<int>(problem.heads);
+  p.heads_kv = static_cast<int>(problem.heads_kv);
+  p.scale = problem.scale;
+  p.exponent_scale = problem.scale.of_all * kLog2E;
+  p.units = static_cast<int>(problem.batch * problem.heads) * shape.strips[0] * shape.strips[1] * shape.segments;
+  for (int i = 0; i < 2; ++i) p.by_strips[i] = cutlass::FastDivmod(shape.strips[i]);
+  p.by_segments = cutlass::FastDivmod(shape.segments);
+  p.by_heads = cutlass::FastDivmod(p.heads);
+  p.by_heads_per_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_per_kv()));
+  p.query = arrays.query;
+  p.key = arrays.key;
+  p.value = arrays.value;
+  int multiprocessors = 0;
+  NATTEN_JAX_RETURN_IF_FAILED(read_attributes({{&multiprocessors, cudaDevAttrMultiProcessorCount}}));
+  const int warps = most_ring_warps(static_cast<int>(problem.head_dim)) + kRingLoaders;
+  launch = {dim3(static_cast<unsigned>(std::min(p.units, multiprocessors))), warps * 32, shape.bytes, stream};
+  return {};
+}
+
+}  // namespace
+
+Status run_ring_forward(const Problem& problem, const RingShape& shape, const Arrays& arrays, cudaStream_t stream) {
+  RingForwardParams p{};
+  LaunchShape launch{};
+  NATTEN_JAX_RETURN_IF_FAILED(prepare(problem, shape, arrays, stream, p, launch));
+  p.sinks = arrays.sinks;
+  p.are_sinks_of_all = arrays.batch_of_sinks == 1;
+  p.out = arrays.out;
+  p.logsumexp = arrays.logsumexp;
+  p.remainder = arrays.remainder;
+  NATTEN_JAX_RETURN_IF_FAILED(encode_boxes(problem, p, p.query, problem.heads, shape.rows, p.tiles[0]));
+  NATTEN_JAX_RETURN_IF_FAILED(encode_slabs(problem, {p.key, p.value}, problem.heads_kv, p));
+  return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
+    return launch_ring_forward<type>(static_cast<int>(problem.head_dim), p, launch);
+  }));
+}
+
+}  // namespace natten_jax::small

@@ -1,0 +1,65 @@
+// What the kernels with a ring are launched with, passed by value.
+#pragma once
+
+#include <cuda.h>
+#include <cutlass/fast_math.h>
+
+#include "cuda/common/device_axis.h"
+#include "cuda/small/ring_shape.h"
+
+namespace natten_jax::small {
+
+struct RingParams {
+  RingShape shape;
+  DeviceAxis axis[kRank];  // in the order of the shape's dimensions
+  int pitch[kRank];        // tokens between neighbors of a dimension
+  int tokens;              // of a batch entry
+  int heads;
+  int heads_kv;
+  int units;  // segments of strips of all batch entries and heads
+  Scale scale;
+  float exponent_scale;  // of weights as powers of two, where heads have no scales of their own
+  cutlass::FastDivmod by_strips[2], by_segments, by_heads, by_heads_per_kv;
+  const void* query;
+  const void* key;
+  const void* value;
+  // A warp's tile of each array of rows; a group's part of a slab of each array of columns.
+  CUtensorMap tiles[3], slabs[2];
+};
+
+/// Of the forward pass: rows are queries, columns keys and values.
+struct RingForwardParams : RingParams {
+  static constexpr Kernel kKernel = Kernel::kForward;
+
+  const float* sinks;  // as CommonParams has them
+  bool are_sinks_of_all;
+  void* out;
+  float* logsumexp;
+  float* remainder;  // of the logsumexp, or null
+};
+
+/// Of the kernel of query gradients: rows are queries, cotangents of outputs and outputs, columns keys and values. Of
+/// other arrays, BackwardParams says what they are.
+struct RingQueryParams : RingParams {
+  static constexpr Kernel kKernel = Kernel::kQueryGradient;
+
+  const void* out_cotangent;
+  const float* logsumexp;
+  const float* remainder;
+  const float* logsumexp_cotangent;
+  float4* statistics;
+  void* query_gradient;
+};
+
+/// Of the kernel of key and value gradients: rows are keys and values, columns queries and cotangents of outputs.
+struct RingGradientParams : RingParams {
+  static constexpr Kernel kKernel = Kernel::kKeyValueGradient;
+
+  const void* out_cotangent;
+  const float4* statistics;
+  void* key_gradient;
+  void* value_gradient;
+  CUtensorMap statistics_slabs;
+};
+
+}  // namespace natten_jax::small

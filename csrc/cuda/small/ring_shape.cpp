@@ -1,0 +1,286 @@
+#include "cuda/small/ring_shape.h"
+
+#include <algorithm>
+#include <iterator>
+#include <limits>
+#include <vector>
+
+namespace natten_jax::small {
+namespace {
+
+constexpr std::int64_t kSwizzle = 1024, kAlignment = 128, kBarrierBytes = 640, kMostSlots = 24, kLanes = 32;
+
+int narrow(std::int64_t value) {
+  return static_cast<int>(value);
+}
+
+int modulo(std::int64_t a, std::int64_t b) {
+  return narrow((a % b + b) % b);
+}
+
+std::int64_t divide_down(std::int64_t a, std::int64_t b) {
+  return (a - modulo(a, b)) / b;
+}
+
+/// Nanoseconds of a multiprocessor for a tile, for each slab that it sees, and for each block of that; and for the
+/// start and the end of a segment, beside the slabs that its first step waits for. Measured on an H100.
+struct RingCosts {
+  double tile, slab, block, segment;
+};
+constexpr RingCosts costs_of(Kernel kernel, std::int64_t head_dim) {
+  if (kernel == Kernel::kKeyValueGradient) {
+    return head_dim == 64 ? RingCosts{100, 20, 34, 9000} : RingCosts{60, 14, 27, 5000};
+  }
+  if (kernel == Kernel::kQueryGradient) return {100, 25, 35, 9000};
+  return head_dim == 64 ? RingCosts{75, 25, 17.5, 9000} : RingCosts{42, 30, 9, 5000};
+}
+
+/// Nanoseconds of a launch with next to nothing to do, and bytes of slabs that come in one.
+constexpr double kLaunch = 3000, kBytes = 50;
+
+/// Estimates are made so many times as long: a launch with a region has to be slower than they are uncertain.
+constexpr double kClearly = 1.05;
+
+/// How many times as long as estimated the forward pass takes with regions whose loads nothing runs beside, with a
+/// stage only: as estimates are for others, too. 12 such problems of 100 keys and more took an H100 0.9 to 1.3 times as
+/// long, 1.1 on average, and 4 with two stages 1.0 to 1.3; rings won 10 of the first, and none of these.
+constexpr double kOneStage = 1.18;
+
+/// The smallest windows, in keys. A tile's fixed work is what counts with fewer: of 7 x 7, NAT's first stage took an
+/// H100 60 microseconds with a ring, and 52 with regions.
+constexpr std::int64_t kLeastKeys = 100;
+
+/// What the form takes, whatever the shape: heads of 32 and 64, as wide as a swizzled row, windows of many keys, and
+/// whole layouts without dilation, additional tokens, biases or a dimension that wraps.
+bool can_have_ring(const Problem& problem, Places places) {
+  if (places != Places::kWhole || problem.has_relative_bias || problem.has_key_bias || problem.additional_kv > 0) {
+    return false;
+  }
+  if (problem.head_dim != problem.head_dim_v || (problem.head_dim != 32 && problem.head_dim != 64)) return false;
+  std::int64_t keys = 1;
+  for (const Axis& axis : problem.axes) keys *= axis.window.kernel_size;
+  if (keys < kLeastKeys) return false;
+  return std::all_of(std::begin(problem.axes), std::end(problem.axes), [](const Axis& axis) {
+    const std::int64_t extent = axis.kv.extent;
+    const bool is_whole =
+        axis.query.extent == extent && axis.query.local_extent == extent && axis.kv.local_extent == extent;
+    return is_whole && axis.window.dilation == 1 && axis.window.ends != Ends::kWrap;
+  });
+}
+
+/// One dimension: what rows from `begin` on see.
+struct Span {
+  const Axis& axis;
+  bool rows_are_keys;
+
+  std::int64_t length() const { return axis.kv.extent; }
+
+  Range<std::int64_t> seen(std::int64_t begin, std::int64_t count) const {
+    const std::int64_t first = std::min(begin, length() - 1), last = std::min(begin + count, length()) - 1;
+    return {of_row(first).begin, of_row(std::max(first, last)).end};
+  }
+
+  Range<std::int64_t> of_row(std::int64_t row) const {
+    return rows_are_keys ? inverse_window_bounds(axis.window, row, length(), length())
+                         : window_bounds(axis.window, row, length());
+  }
+
+  /// Where a tile in the middle of the layout begins to see, modulo the tokens of a block or slab.
+  int phase(std::int64_t tile, std::int64_t of) const {
+    return modulo(seen(length() / 2 / tile * tile, tile).begin, of);
+  }
+};
+
+/// How many blocks a warp sees of a dimension across strips, and so many warps side by side from where the first one
+/// begins; and all warps together.
+struct SeenBlocks {
+  std::int64_t of_warp = 1, of_strip = 1, of_all = 0;
+
+  SeenBlocks(const Span& span, std::int64_t rows, std::int64_t beside, std::int64_t of_block, int phase) {
+    for (std::int64_t strip = 0; strip < span.length(); strip += rows * beside) {
+      const std::int64_t lo = span.seen(strip, rows).begin, first = lo - modulo(lo - phase, of_block);
+      for (std::int64_t begin = strip; begin < std::min(strip + rows * beside, span.length()); begin += rows) {
+        const auto seen = span.seen(begin, rows);
+        const std::int64_t end = divide_up(seen.end - first, of_block), blocks = end - (seen.begin - first) / of_block;
+        of_warp = std::max(of_warp, blocks);
+        of_strip = std::max(of_strip, end);
+        of_all += blocks;
+      }
+    }
+  }
+};
+
+/// Slabs that steps of a strip see: at most, all together, and at most those of one that the next one sees, too.
+struct SeenSlabs {
+  const Span& span;
+  std::int64_t depth, thick;
+  int phase;
+  std::int64_t most = 1, all = 0, held = 0;
+
+  SeenSlabs(const Span& span, std::int64_t depth, std::int64_t thick)
+      : span(span), depth(depth), thick(thick), phase(span.phase(depth, thick)) {
+    for (std::int64_t row = 0; row < span.length(); row += depth) {
+      const auto [first, end] = of_rows(row, depth);
+      most = std::max(most, end - first);
+      held = std::max(held, end - of_rows(row + depth, depth).begin);
+      all += end - first;
+    }
+  }
+
+  Range<std::int64_t> of_rows(std::int64_t row, std::int64_t rows) const {
+    const auto seen = span.seen(row, rows);
+    return {divide_down(seen.begin - phase, thick), divide_down(seen.end - phase + thick - 1, thick)};
+  }
+};
+
+/// Divides strips into segments, and estimates what the launch takes.
+void choose_segments(const Problem& problem, Kernel kernel, const Device& device, double slabs_of_step,
+                     double blocks_of_slab, std::int64_t first_bytes, RingShape& shape) {
+  const RingCosts costs = costs_of(kernel, problem.head_dim);
+  const std::int64_t strips = problem.batch * problem.heads * shape.strips[0] * shape.strips[1],
+                     beside = std::int64_t{shape.beside[0]} * shape.beside[1];
+  // Fewer warps wait more: as many turns are taken at a time as the ring has slabs for, and one in part.
+  const double held_turns = 2 + (shape.slots - slabs_of_step) * shape.thick / shape.rows[2],
+               turns = std::clamp<double>(held_turns, 1, shape.turns());
+  const double waiting = most_ring_warps(narrow(problem.head_dim)) / (static_cast<double>(beside) * turns);
+  const double tile = (costs.tile + (costs.slab + costs.block * blocks_of_slab) * slabs_of_step) * waiting;
+  const double start = costs.segment + static_cast<double>(first_bytes) / kBytes;
+  shape.nanoseconds = std::numeric_limits<double>::max();
+  for (std::int64_t segments = 1; segments <= shape.steps; ++segments) {
+    const std::int64_t of_segment = divide_up(shape.steps, segments);
+    if (of_segment > kMostSegmentSteps || divide_up(shape.steps, of_segment) != segments) continue;
+    const auto rounds = static_cast<double>(divide_up(strips * segments, device.multiprocessors));
+    const double of_unit = static_cast<double>(of_segment * beside) * tile + start;
+    const double nanoseconds = kClearly * (kLaunch + rounds * of_unit);
+    if (nanoseconds >= shape.nanoseconds) continue;
+    shape.nanoseconds = nanoseconds;
+    shape.segments = narrow(segments);
+    shape.segment_steps = narrow(of_segment);
+  }
+}
+
+/// Works out what follows from a shape's tiles and how warps are beside each other; false where it cannot be launched.
+bool complete(const Problem& problem, Kernel kernel, const Device& device, const SeenBlocks& by_groups,
+              const SeenBlocks& by_inner, const SeenSlabs& slabs, RingShape& shape) {
+  const bool rows_are_keys = kernel == Kernel::kKeyValueGradient;
+  const auto length = [&](int i) { return problem.axes[shape.dimension[i]].kv.extent; };
+  for (int i = 0; i < 2; ++i) {
+    shape.strips[i] = narrow(divide_up(length(i), std::int64_t{shape.rows[i]} * shape.beside[i]));
+  }
+  const std::int64_t strips = std::int64_t{shape.strips[0]} * shape.strips[1],
+                     tiles = strips * shape.beside[0] * shape.beside[1];
+  std::int64_t groups = by_groups.of_strip, inner = by_inner.of_strip, blocks = by_groups.of_all * by_inner.of_all;
+  shape.blocks = narrow(by_groups.of_warp * by_inner.of_warp);
+  if (!rows_are_keys) {
+    const auto* const form = std::find_if(std::begin(kRingForms), std::end(kRingForms), [&](const RingForm& each) {
+      return by_groups.of_warp <= each.groups && by_inner.of_warp <= each.inner;
+    });
+    if (form == std::end(kRingForms)) return false;
+    shape.form = narrow(form - std::begin(kRingForms));
+    groups = std::max<std::int64_t>(groups, form->groups);
+    inner = std::max<std::int64_t>(inner, form->inner);
+    blocks = tiles * form->blocks();
+  }
+  shape.groups = narrow(groups);
+  shape.group_blocks = narrow(inner);
+  shape.inner = narrow(shape.thick > 1 ? 1 : inner * kBlockKeys / shape.wide);
+  const std::int64_t row_bytes = 2 * problem.head_dim, keys_of_slab = groups * inner * kBlockKeys;
+  shape.array_bytes = narrow(keys_of_slab * row_bytes);
+  shape.tile_bytes = narrow(kRows * row_bytes);
+  const std::int64_t tile_bytes = std::int64_t{shape.tile_bytes} * shape.warps * ring_tile_arrays(kernel);
+  const std::int64_t window_bytes = divide_up(length(2) * 4, kAlignment) * kAlignment;
+  const std::int64_t statistics_bytes = rows_are_keys ? keys_of_slab * kStatisticsBytes : 0;
+  const std::int64_t mask_bytes = rows_are_keys ? std::int64_t{shape.warps} * shape.blocks * kLanes : 0;
+  const std::int64_t slots = std::min((device.shared_memory - tile_bytes - window_bytes - mask_bytes - kBarrierBytes) /
+                                          (2 * shape.array_bytes + statistics_bytes),
+                                      kMostSlots);
+  // Slabs of a step, and those that the next ones wait for. Keys next to a border are seen by more queries than others:
+  // there, warps may wait for slabs that are not held.
+  const std::int64_t least_slots = rows_are_keys ? slabs.held + 1 : slabs.most + divide_up(shape.rows[2], shape.thick);
+  if (slots < least_slots || shape.array_bytes % kSwizzle != 0) return false;
+  shape.slots = narrow(slots);
+  shape.tiles = 2 * shape.array_bytes * shape.slots;
+  shape.windows = narrow(shape.tiles + tile_bytes);
+  shape.statistics = narrow(shape.windows + window_bytes);
+  shape.masks = narrow(shape.statistics + statistics_bytes * slots);
+  shape.barriers = narrow(shape.masks + mask_bytes);
+  shape.bytes = narrow(shape.barriers + kBarrierBytes);
+  choose_segments(problem, kernel, device, static_cast<double>(slabs.all) / shape.steps,
+                  static_cast<double>(blocks) / static_cast<double>(tiles), slabs.most * 2 * shape.array_bytes, shape);
+  shape.pairs = slabs.all * blocks * kBlockKeys * kRows;
+  shape.keys = 0;
+  const std::int64_t of_segment = std::int64_t{shape.segment_steps} * slabs.depth;
+  for (std::int64_t row = 0; row < length(2); row += of_segment) {
+    const auto [first, end] = slabs.of_rows(row, of_segment);
+    shape.keys += strips * (end - first) * keys_of_slab;
+  }
+  return problem.batch * problem.heads * strips * shape.segments < std::int64_t{1} << 31;
+}
+
+/// Completes a shape, given its tiles, in all ways in which warps may be beside each other; keeps the fastest one.
+void take_fastest(const Problem& problem, Kernel kernel, const Device& device, RingShape shape, RingShape& best) {
+  const bool rows_are_keys = kernel == Kernel::kKeyValueGradient, is_thick = shape.thick > 1;
+  const Span across{problem.axes[shape.dimension[0]], rows_are_keys},
+      inside{problem.axes[shape.dimension[1]], rows_are_keys}, along{problem.axes[shape.dimension[2]], rows_are_keys};
+  // A block lies across two dimensions: those of a slab, or the first of them and the one along the strip.
+  if ((is_thick && inside.length() > 1) || along.length() > kLongestStrip) return;
+  const std::int64_t high = is_thick ? 1 : kBlockKeys / shape.wide;
+  const SeenSlabs slabs(along, shape.rows[2], shape.thick);
+  shape.thick_shift = shape.thick == 8 ? 3 : shape.thick == 4 ? 2 : 0;
+  shape.phase[0] = across.phase(shape.rows[0], shape.wide);
+  shape.phase[1] = is_thick ? 0 : inside.phase(shape.rows[1], high);
+  shape.phase[2] = slabs.phase;
+  shape.steps = narrow(divide_up(along.length(), shape.rows[2]));
+  const int most = most_ring_warps(narrow(problem.head_dim));
+  std::vector<SeenBlocks> by_inner;
+  for (int b = 1; b <= most; ++b) by_inner.emplace_back(inside, shape.rows[1], b, high, shape.phase[1]);
+  for (int a = 1; a <= most; ++a) {
+    const SeenBlocks by_groups(across, shape.rows[0], a, shape.wide, shape.phase[0]);
+    for (int b = 1; a * b <= most; ++b) {
+      shape.beside[0] = a;
+      shape.beside[1] = b;
+      shape.warps = most / (a * b) * (a * b);
+      if (!complete(problem, kernel, device, by_groups, by_inner[b - 1], slabs, shape)) continue;
+      if (best.warps == 0 || shape.nanoseconds < best.nanoseconds) best = shape;
+    }
+  }
+}
+
+}  // namespace
+
+RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
+                      Kernel kernel, Places places, const Device& device) {
+  RingShape best{};
+  if (!can_have_ring(problem, places)) return best;
+  // With heads of 32, query gradients took an H100 as long as with regions: 248 instead of 230 microseconds for 13
+  // x 13.
+  if (kernel == Kernel::kQueryGradient && problem.head_dim != 64) return best;
+  int dimension[kRank] = {0, 1, 2};
+  do {
+    RingShape shape{};
+    for (int i = 0; i < kRank; ++i) {
+      shape.dimension[i] = dimension[i];
+      shape.rows[i] = narrow(rows[dimension[i]]);
+    }
+    const std::int64_t wide = columns[dimension[0]], high = columns[dimension[1]], deep = columns[dimension[2]];
+    if (wide < 2 || wide > 4 || (deep > 1 && high > 1)) continue;
+    shape.wide = narrow(wide);
+    shape.thick = deep > 1 ? narrow(kBlockKeys / wide) : 1;
+    take_fastest(problem, kernel, device, shape, best);
+  } while (std::next_permutation(std::begin(dimension), std::end(dimension)));
+  return best;
+}
+
+double nanoseconds_beside_rings(const Region& region, const Problem& problem, Kernel kernel, Places places) {
+  const bool is_exposed = kernel == Kernel::kForward && region.stages == 1 && can_have_ring(problem, places);
+  return region.nanoseconds * (is_exposed ? kOneStage : 1);
+}
+
+RingShape choose_ring_before(const Region& region, const Problem& problem, const std::int64_t (&rows)[kRank],
+                             const std::int64_t (&columns)[kRank], Kernel kernel, Places places, const Device& device) {
+  const RingShape ring = choose_ring(problem, rows, columns, kernel, places, device);
+  const double of_region = nanoseconds_beside_rings(region, problem, kernel, places);
+  return ring.warps > 0 && ring.nanoseconds < of_region ? ring : RingShape{};
+}
+
+}  // namespace natten_jax::small

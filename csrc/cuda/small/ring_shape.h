@@ -1,0 +1,87 @@
+// How passes go over a layout with a ring of what tiles see: which strips CTAs own, and what of it they hold.
+//
+// A warp owns a tile of 16 tokens, its rows: queries, or keys where their gradients are computed. A CTA owns a strip of
+// such tiles side by side, which goes along one dimension of the layout. What these see, two arrays of columns, comes
+// in slabs across that dimension, each of them once for a strip.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/small/forms.h"
+#include "cuda/small/region.h"
+#include "natten_jax/problem.h"
+
+namespace natten_jax::small {
+
+/// The most warps of a CTA that multiply, as far as there are registers. Four more load for them.
+constexpr int most_ring_warps(int head_dim) {
+  return head_dim == 64 ? 12 : 16;
+}
+inline constexpr int kRingLoaders = 4;
+
+/// Arrays of a warp's tile that come by way of shared memory: keys and values do not, so that more slabs fit there.
+constexpr int ring_tile_arrays(Kernel kernel) {
+  return kernel == Kernel::kForward ? 1 : kernel == Kernel::kQueryGradient ? 3 : 0;
+}
+
+/// Columns of a block: what a product sums over at a time.
+inline constexpr int kBlockKeys = 2 * kColumns;
+
+/// The longest strip: what its rows see is tabulated in shared memory.
+inline constexpr int kLongestStrip = 1024;
+
+/// The most steps of a segment: a bit each says which are computed once more.
+inline constexpr int kMostSegmentSteps = 32;
+
+/// What a warp that owns queries sees of a slab: so many groups, and blocks of each.
+struct RingForm {
+  int groups, inner;
+  constexpr int blocks() const { return groups * inner; }
+};
+/// Those that kernels are compiled for.
+inline constexpr RingForm kRingForms[] = {{4, 1}, {2, 2}};
+
+/// A launch. Dimensions are numbered by what they are for: across strips, along blocks inside of a slab, and the one
+/// that strips go along.
+struct RingShape {
+  int dimension[kRank];  ///< Which of the problem's each is.
+  int rows[kRank];       ///< Of a warp's tile, powers of two.
+  int warps;             ///< Of a CTA that multiply; none where the form does not take a problem.
+  int beside[2];         ///< Of these, side by side across the strip; others take the next steps along it.
+  int form;              ///< Of kRingForms, where rows are queries.
+  int blocks;            ///< The most that a warp sees of a slab.
+  // A slab is [groups, thick, inner, wide] columns. It begins at multiples of its blocks' extents, counted from
+  // `phase`.
+  int wide, thick, inner;
+  int thick_shift;  ///< Logarithm of `thick`.
+  int groups;
+  int group_blocks;
+  int phase[kRank];
+  int slots;  ///< Slabs of the ring.
+  int strips[2];
+  int steps;                    ///< Of a strip, a tile each.
+  int segments, segment_steps;  ///< Parts of a strip that CTAs take.
+  // Of shared memory, in bytes.
+  int array_bytes;  ///< A slab of one array.
+  int tile_bytes;   ///< A tile of one array.
+  int tiles, windows, statistics, masks, barriers, bytes;
+  double nanoseconds;  ///< That the launch is estimated to take.
+  // Of a batch entry and head: products of a row and a column, and columns that are loaded.
+  std::int64_t pairs, keys;
+
+  constexpr int turns() const { return warps / (beside[0] * beside[1]); }
+};
+
+/// Finds the fastest launch of a kernel that owns queries, for tiles of kRows queries and groups of kColumns keys, on a
+/// device that has it; none where the form takes no such problem.
+RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
+                      Kernel kernel, Places places, const Device& device);
+
+/// What a launch of a kernel that owns queries is estimated to take with a region, where rings are estimated, too.
+double nanoseconds_beside_rings(const Region& region, const Problem& problem, Kernel kernel, Places places);
+
+/// The first, none where it is not estimated to be faster than a launch with a region.
+RingShape choose_ring_before(const Region& region, const Problem& problem, const std::int64_t (&rows)[kRank],
+                             const std::int64_t (&columns)[kRank], Kernel kernel, Places places, const Device& device);
+
+}  // namespace natten_jax::small

@@ -1,0 +1,73 @@
+// How a warp writes its tile's rows of an array that is a launch's result.
+#pragma once
+
+#include "cuda/small/ring_strip.cuh"
+
+namespace natten_jax::small {
+
+/// Four neighboring lanes' words of four columns of words, transposed: each has all words of one.
+CUTE_DEVICE void transpose_words(std::uint32_t (&words)[4]) {
+  const bool is_odd = (threadIdx.x & 1) != 0, is_late = (threadIdx.x & 2) != 0;
+  std::uint32_t pairs[2][2];
+  CUTE_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    const std::uint32_t other = __shfl_xor_sync(0xffffffffu, is_odd ? words[2 * i] : words[2 * i + 1], 1);
+    pairs[i][0] = is_odd ? other : words[2 * i];
+    pairs[i][1] = is_odd ? words[2 * i + 1] : other;
+  }
+  CUTE_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    const std::uint32_t other = __shfl_xor_sync(0xffffffffu, is_late ? pairs[0][i] : pairs[1][i], 2);
+    words[i] = is_late ? other : pairs[0][i];
+    words[2 + i] = is_late ? pairs[1][i] : other;
+  }
+}
+
+/// Where a row of an array lies.
+template <int kHeadDim, class Byte>
+CUTE_DEVICE Byte* ring_row(const RingParams& p, Byte* array, const RingUnit& unit, int token) {
+  const std::int64_t row = (std::int64_t{unit.batch} * p.tokens + token) * p.heads + unit.head;
+  return array + row * (2 * kHeadDim);
+}
+
+/// Writes sums, multiplied with a number for each row; no rows of negative tokens.
+template <class Element, int kHeadDim>
+CUTE_DEVICE void write_ring_rows(const RingParams& p, void* array, const RingUnit& unit, const int (&tokens)[2],
+                                 const float (&sums)[kHeadDim / 8][4], const float (&of_rows)[2]) {
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    char* const to = ring_row<kHeadDim>(p, static_cast<char*>(array), unit, tokens[r]);
+    CUTE_UNROLL
+    for (int i = 0; i < kHeadDim / 32; ++i) {
+      std::uint32_t words[4];
+      CUTE_UNROLL
+      for (int n = 0; n < 4; ++n) {
+        const float* const x = sums[4 * i + n] + 2 * r;
+        words[n] = pack<Element>(x[0] * of_rows[r], x[1] * of_rows[r]);
+      }
+      transpose_words(words);
+      if (tokens[r] >= 0) {
+        store_chunk(to + (4 * i + threadIdx.x % 4) * 16, make_uint4(words[0], words[1], words[2], words[3]));
+      }
+    }
+  }
+}
+
+/// The same, a word at a time: with fewer instructions, where few rows are written.
+template <class Element, int kHeadDim>
+CUTE_DEVICE void write_ring_rows_in_words(const RingParams& p, void* array, const RingUnit& unit,
+                                          const int (&tokens)[2], const float (&sums)[kHeadDim / 2],
+                                          const float (&of_rows)[2]) {
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    if (tokens[r] < 0) continue;
+    char* const to = ring_row<kHeadDim>(p, static_cast<char*>(array), unit, tokens[r]) + threadIdx.x % 4 * 4;
+    CUTE_UNROLL
+    for (int n = 0; n < kHeadDim / 8; ++n) {
+      const float* const x = sums + 4 * n + 2 * r;
+      *reinterpret_cast<std::uint32_t*>(to + 16 * n) = pack<Element>(x[0] * of_rows[r], x[1] * of_rows[r]);
+    }
+  }
+}
+
+}  // namespace natten_jax::small

@@ -1,0 +1,330 @@
+// Where the parts of a launch with a ring lie: strips, steps, slabs, and what a lane's rows see of them.
+#pragma once
+
+#include "cuda/common/axis_plan.cuh"
+#include "cuda/small/products.cuh"
+#include "cuda/small/ring_params.h"
+
+namespace natten_jax::small {
+
+/// A part of a strip of a batch entry's head, which a CTA goes over.
+struct RingUnit {
+  int batch, head, across, inside, step, end;
+
+  CUTE_DEVICE RingUnit(const RingParams& p, int number) {
+    int segment;
+    p.by_strips[0](number, across, number);
+    p.by_segments(number, segment, number);
+    p.by_strips[1](number, inside, number);
+    p.by_heads(batch, head, number);
+    step = segment * p.shape.segment_steps;
+    end = min(step + p.shape.segment_steps, p.shape.steps);
+  }
+
+  CUTE_DEVICE int head_kv(const RingParams& p) const { return p.by_heads_per_kv.divide(head); }
+};
+
+/// Columns that a row of a dimension sees, past the layout those of the last one.
+template <bool kRowsAreKeys>
+CUTE_DEVICE Range<int> seen_by(const DeviceAxis& axis, int row) {
+  const int length = axis.query_extent, at = min(row, length - 1);
+  if constexpr (kRowsAreKeys) return inverse_window_bounds(axis, at, length, length);
+  return window_bounds(axis, at, length);
+}
+
+/// The first columns of a strip's slabs.
+template <bool kRowsAreKeys>
+struct RingStrip {
+  int across, inside;
+
+  CUTE_DEVICE RingStrip(const RingParams& p, const RingUnit& unit) {
+    const RingShape& shape = p.shape;
+    across = seen_by<kRowsAreKeys>(p.axis[0], unit.across * shape.beside[0] * shape.rows[0]).begin;
+    across -= (across - shape.phase[0] + shape.wide) & (shape.wide - 1);
+    inside = seen_by<kRowsAreKeys>(p.axis[1], unit.inside * shape.beside[1] * shape.rows[1]).begin;
+    if (shape.thick == 1) inside -= (inside - shape.phase[1] + kBlockKeys) & (kBlockKeys / shape.wide - 1);
+  }
+};
+
+/// Strips along their dimension: what rows see, which a CTA tabulates in shared memory, and slabs by their number.
+/// The first slab of a layout may begin before it.
+struct RingAlong {
+  const RingParams& p;
+  std::uint32_t windows;  // of each row, its first column and in the upper half the one behind its last
+
+  CUTE_DEVICE RingAlong(const RingParams& p, std::uint32_t shared) : p(p), windows(shared + p.shape.windows) {}
+
+  CUTE_DEVICE int length() const { return p.axis[2].query_extent; }
+
+  /// Fills the table; all threads have to call it, and to meet before it is used.
+  template <bool kRowsAreKeys>
+  CUTE_DEVICE static void tabulate(const RingParams& p, char* raw) {
+    for (int i = threadIdx.x; i < p.axis[2].query_extent; i += blockDim.x) {
+      const Range<int> window = seen_by<kRowsAreKeys>(p.axis[2], i);
+      reinterpret_cast<std::uint32_t*>(raw + p.shape.windows)[i] = window.begin | window.end << 16;
+    }
+  }
+
+  CUTE_DEVICE Range<int> seen(int row) const {
+    const std::uint32_t window = load_word(windows + 4 * row);
+    return {static_cast<int>(window & 0xffff), static_cast<int>(window >> 16)};
+  }
+
+  /// The slabs that a step sees.
+  CUTE_DEVICE int2 of_step(int step) const {
+    const int depth = p.shape.rows[2], thick = p.shape.thick, phase = p.shape.phase[2],
+              first = seen(step * depth).begin - phase, last = seen(min((step + 1) * depth, length()) - 1).end - phase;
+    return make_int2(((first + thick) >> p.shape.thick_shift) - 1, ((last + 2 * thick - 1) >> p.shape.thick_shift) - 1);
+  }
+
+  CUTE_DEVICE int first_key(int slab) const { return p.shape.phase[2] + (slab << p.shape.thick_shift); }
+};
+
+/// A slab's place in the ring.
+struct RingPlace {
+  int slot = 0, parity = 0;
+
+  CUTE_DEVICE void advance(int slots) {
+    if (++slot == slots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+/// Where a row of a tile lies in it.
+CUTE_DEVICE int place_of_row(const RingShape& shape, int row, int d) {
+  if (d > 0) row >>= logarithm(shape.rows[0]);
+  if (d > 1) row >>= logarithm(shape.rows[1]);
+  return row & (shape.rows[d] - 1);
+}
+
+/// Bits of masks, as `hiding` reads them: of a lane's two elements in one of its two rows, of one group of a block.
+CUTE_DEVICE constexpr std::uint32_t bits_of_row(int row, int group) {
+  return (group == 0 ? 0x0808u : 0x8080u) << (16 * row);
+}
+
+/// Which warp this is: the same for all lanes, which the compiler then knows. All of them have to ask.
+CUTE_DEVICE int ring_warp() {
+  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
+}
+
+/// A number that the compiler does not know: what follows from it is not kept in registers from one step to the next.
+CUTE_DEVICE int kept_number(int number) {
+  return static_cast<int>(kept(static_cast<std::uint32_t>(number)));
+}
+
+/// Where a warp is of those side by side, in dimension 0 and in 1.
+CUTE_DEVICE int2 place_of_warp(const RingShape& shape, int warp) {
+  return make_int2(warp % shape.beside[0], warp / shape.beside[0] % shape.beside[1]);
+}
+
+/// The first row of a warp's tile, in a strip's first step.
+CUTE_DEVICE void first_row(const RingParams& p, const RingUnit& unit, int warp, int (&row)[kRank]) {
+  const RingShape& shape = p.shape;
+  const int2 place = place_of_warp(shape, warp);
+  row[0] = (unit.across * shape.beside[0] + place.x) * shape.rows[0];
+  row[1] = (unit.inside * shape.beside[1] + place.y) * shape.rows[1];
+  row[2] = 0;
+}
+
+/// A lane's two rows of a warp's tile, and what they see: of a window, what lies inside of a slab is the same for all
+/// slabs of a strip, and what lies along the strip for all blocks of a slab.
+template <bool kRowsAreKeys_>
+struct RingRows {
+  static constexpr bool kRowsAreKeys = kRowsAreKeys_;
+
+  int along_begin[2], along_size[2];
+  int rows_along;   // between the first columns of a block's two halves, along the strip
+  int first_along;  // of a lane's elements in a block's first half
+  int tokens[2];    // of the lane's rows in a strip's first step; negative where no step has them
+
+  /// The rows in a strip's first step.
+  CUTE_DEVICE void enter_rows(const RingParams& p, const RingUnit& unit) {
+    const RingShape& shape = p.shape;
+    const int lane = threadIdx.x % 32;
+    int first[kRank];
+    first_row(p, unit, ring_warp(), first);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      tokens[r] = place_of_row(shape, lane / 4 + 8 * r, 2) * p.pitch[2];
+      CUTE_UNROLL
+      for (int d = 0; d < 2; ++d) {
+        const int at = first[d] + place_of_row(shape, lane / 4 + 8 * r, d);
+        tokens[r] = at < p.axis[d].query_extent && tokens[r] >= 0 ? tokens[r] + at * p.pitch[d] : -1;
+      }
+    }
+    const bool is_thick = shape.thick > 1;
+    first_along = is_thick ? lane % 4 * 2 >> logarithm(shape.wide) : 0;
+    rows_along = is_thick ? kColumns >> logarithm(shape.wide) : 0;
+  }
+
+  /// Works out what the lane's rows see along the strip.
+  CUTE_DEVICE void enter_step(const RingParams& p, const RingAlong& along, int step) {
+    const int lane = kept_number(threadIdx.x % 32), first = step * p.shape.rows[2];
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const int at = first + place_of_row(p.shape, lane / 4 + 8 * r, 2), row = min(at, along.length() - 1);
+      const Range<int> window = along.seen(row);
+      along_begin[r] = window.begin;
+      along_size[r] = at < along.length() ? window.end - window.begin : 0;
+    }
+  }
+
+  /// Tokens of the lane's rows in the step that was entered; negative where the layout has none.
+  CUTE_DEVICE void find_tokens(const RingParams& p, int step, int (&found)[2]) const {
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      found[r] = tokens[r] >= 0 && along_size[r] > 0 ? tokens[r] + step * p.shape.rows[2] * p.pitch[2] : -1;
+    }
+  }
+
+  /// What is hidden of a slab by its place along the strip.
+  CUTE_DEVICE std::uint32_t of_slab(int first_key) const {
+    std::uint32_t hidden = 0;
+    CUTE_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      const int at = first_key + first_along + h * rows_along;
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const bool is_seen = static_cast<unsigned>(at - along_begin[r]) < static_cast<unsigned>(along_size[r]);
+        hidden |= is_seen ? 0 : bits_of_row(r, h);
+      }
+    }
+    return hidden;
+  }
+};
+
+/// What a lane's rows see inside of slabs.
+template <bool kRowsAreKeys>
+struct RingInside {
+  const RingShape& shape;
+  int window_begin[2][2], window_size[2][2];
+  int across, inside;  // of the lane's first column in the strip's first block
+
+  CUTE_DEVICE RingInside(const RingParams& p, const RingUnit& unit, const RingStrip<kRowsAreKeys>& strip)
+      : shape(p.shape) {
+    const int lane = threadIdx.x % 32, column = lane % 4 * 2;
+    int first[kRank];
+    first_row(p, unit, ring_warp(), first);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      CUTE_UNROLL
+      for (int d = 0; d < 2; ++d) {
+        const int at = first[d] + place_of_row(shape, lane / 4 + 8 * r, d);
+        const Range<int> window = seen_by<kRowsAreKeys>(p.axis[d], at);
+        window_begin[r][d] = window.begin;
+        window_size[r][d] = at < p.axis[d].query_extent ? window.end - window.begin : 0;
+      }
+    }
+    across = strip.across + (column & (shape.wide - 1));
+    inside = strip.inside;
+  }
+
+  /// What is hidden of a block: bit `b` of four for elements of the first half, those of the second one above.
+  template <class Bit>
+  CUTE_DEVICE std::uint32_t hidden(int group, int inner, const Bit& bit) const {
+    const int column = threadIdx.x % 4 * 2, wide_shift = logarithm(shape.wide), high = kBlockKeys >> wide_shift;
+    std::uint32_t result = 0;
+    CUTE_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      const int at = shape.thick > 1 ? inside : inside + inner * high + ((kColumns * h + column) >> wide_shift);
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const bool is_inside =
+            static_cast<unsigned>(at - window_begin[r][1]) < static_cast<unsigned>(window_size[r][1]);
+        CUTE_UNROLL
+        for (int e = 0; e < 2; ++e) {
+          const bool is_seen =
+              is_inside && static_cast<unsigned>(across + group * shape.wide + e - window_begin[r][0]) <
+                               static_cast<unsigned>(window_size[r][0]);
+          if (!is_seen) result |= bit(h, 2 * r + e);
+        }
+      }
+    }
+    return result;
+  }
+};
+
+/// Masks of so many blocks, in registers.
+template <int kForm>
+struct RingMasks : RingRows<false> {
+  static constexpr int kGroups = kRingForms[kForm].groups, kInner = kRingForms[kForm].inner, kBlocks = kGroups * kInner;
+
+  std::uint32_t inside[kBlocks];
+  int block;  // of a slab: the warp's first
+
+  CUTE_DEVICE void enter_strip(const RingParams& p, std::uint32_t, const RingUnit& unit,
+                               const RingStrip<false>& strip) {
+    const RingShape& shape = p.shape;
+    const int wide_shift = logarithm(shape.wide), high = kBlockKeys >> wide_shift;
+    int first[kRank];
+    first_row(p, unit, ring_warp(), first);
+    const int group =
+        min((seen_by<false>(p.axis[0], first[0]).begin - strip.across) >> wide_shift, shape.groups - kGroups);
+    const int inner = shape.thick > 1
+                          ? 0
+                          : min((seen_by<false>(p.axis[1], first[1]).begin - strip.inside) >> logarithm(high),
+                                shape.group_blocks - kInner);
+    block = group * shape.group_blocks + inner;
+    enter_rows(p, unit);
+    const RingInside<false> seen(p, unit, strip);
+    CUTE_UNROLL
+    for (int b = 0; b < kBlocks; ++b) {
+      inside[b] = seen.hidden(group + b / kInner, inner + b % kInner,
+                              [](int h, int element) { return (h == 0 ? 8u : 128u) << (8 * element); });
+    }
+  }
+};
+
+/// Masks of as many blocks as a warp sees, in shared memory, a byte for each lane: keys next to a border are seen by
+/// more queries than others.
+struct RingTable : RingRows<true> {
+  std::uint32_t table;  // where the lane's bytes begin
+  int block;            // of a slab: the warp's first
+  int blocks, inner;    // that the warp sees: all of them, and of a group
+
+  CUTE_DEVICE void enter_strip(const RingParams& p, std::uint32_t shared, const RingUnit& unit,
+                               const RingStrip<true>& strip) {
+    const RingShape& shape = p.shape;
+    const int warp = ring_warp(), lane = threadIdx.x % 32, wide_shift = logarithm(shape.wide),
+              high_shift = logarithm(kBlockKeys) - wide_shift;
+    int first[kRank];
+    first_row(p, unit, warp, first);
+    const auto blocks_of = [&](int d, int begin, int shift, int& count) {
+      const int behind = min(first[d] + shape.rows[d], p.axis[d].query_extent) - 1,
+                end = seen_by<true>(p.axis[d], behind).end - begin,
+                block = (seen_by<true>(p.axis[d], first[d]).begin - begin) >> shift;
+      count = first[d] < p.axis[d].query_extent ? ((end + (1 << shift) - 1) >> shift) - block : 0;
+      return block;
+    };
+    int groups = 0;
+    const int group = blocks_of(0, strip.across, wide_shift, groups);
+    int of_inner = 0, first_inner = blocks_of(1, strip.inside, high_shift, of_inner);
+    if (shape.thick > 1) {
+      first_inner = 0;
+      of_inner = min(of_inner, 1);
+    }
+    inner = of_inner;
+    blocks = groups * inner;
+    block = group * shape.group_blocks + first_inner;
+    enter_rows(p, unit);
+    table = shared + shape.masks + warp * shape.blocks * 32 + lane;
+    __syncwarp();  // the strip before is done with
+    const RingInside<true> seen(p, unit, strip);
+    std::uint32_t to = table;
+    CUTE_NO_UNROLL
+    for (int g = 0; g < groups; ++g) {
+      CUTE_NO_UNROLL
+      for (int i = 0; i < inner; ++i) {
+        // As spread_bits takes them.
+        const std::uint32_t bits =
+            seen.hidden(group + g, first_inner + i, [](int h, int element) { return 1u << (4 * h + 3 - element); });
+        asm volatile("st.shared.u8 [%0], %1;" : : "r"(to), "r"(bits) : "memory");
+        to += 32;
+      }
+    }
+  }
+};
+
+}  // namespace natten_jax::small

@@ -1,0 +1,279 @@
+// How warps walk along a strip with a ring: those that have slabs and tiles loaded, and the others.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "cuda/small/products.cuh"
+#include "cuda/small/ring_strip.cuh"
+#include "cuda/tma/boxes.cuh"
+
+namespace natten_jax::small {
+
+/// Barriers of a CTA, in shared memory: of slabs, and of the buffer that a warp has for its tiles.
+struct RingBarriers {
+  static constexpr int kMostSlots = 24, kMostWarps = 16;
+
+  std::uint64_t full[kMostSlots], empty[kMostSlots];
+  std::uint64_t has_tile[kMostWarps], has_room[kMostWarps];
+
+  /// Sets them up; one thread has to call it.
+  CUTE_DEVICE void init(const RingShape& shape) {
+    for (int i = 0; i < shape.slots; ++i) {
+      ClusterBarrier::init(&full[i], kRingLoaders);
+      ClusterBarrier::init(&empty[i], shape.warps);
+    }
+    for (int i = 0; i < shape.warps; ++i) {
+      ClusterBarrier::init(&has_tile[i], 1);
+      ClusterBarrier::init(&has_room[i], 1);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+};
+
+/// What a warp that loads does: it has a part of each slab and of each step's tiles loaded, in the order in which steps
+/// need them. One warp alone would issue a copy every 130 cycles, of which a step takes up to 30.
+template <class Params, int kHeadDim>
+CUTE_DEVICE void load_ring(const Params& p, const RingAlong& along, int warp, std::uint32_t shared,
+                           RingBarriers& barriers) {
+  constexpr bool kOfKeys = Params::kKernel == Kernel::kKeyValueGradient;
+  constexpr int kTileArrays = ring_tile_arrays(Params::kKernel);
+  const RingShape& shape = p.shape;
+  // Which array of slabs it loads, and of that every second group.
+  const int first_group = warp / 2;
+  const bool is_second = warp % 2 != 0;
+  const int groups = (shape.groups - first_group + 1) / 2, group_bytes = shape.group_blocks * kBlockKeys * 2 * kHeadDim;
+  const CUtensorMap& map = is_second ? p.slabs[1] : p.slabs[0];
+  const std::uint32_t tiles = shared + shape.tiles;
+  // What is known of queries comes beside the first array.
+  const int statistics_bytes = kOfKeys && !is_second ? shape.group_blocks * kBlockKeys * kStatisticsBytes : 0;
+  const std::uint32_t statistics = shared + shape.statistics + first_group * statistics_bytes;
+  shared += first_group * group_bytes + (is_second ? shape.array_bytes : 0);
+  RingPlace place;
+  int turn = 0;
+  unsigned parities = 0;  // a bit for each turn
+  for (int number = blockIdx.x; number < p.units; number += gridDim.x) {
+    const RingUnit unit(p, number);
+    const RingStrip<kOfKeys> strip(p, unit);
+    const int head = unit.head * kHeadDim, head_kv = unit.head_kv(p) * kHeadDim;
+    int loaded = along.of_step(unit.step).x;
+    for (int step = unit.step; step < unit.end; ++step) {
+      if constexpr (kTileArrays > 0) {
+        const int beside = shape.beside[0] * shape.beside[1];
+        for (int i = warp; i < beside; i += kRingLoaders) {
+          const int reader = turn * beside + i;
+          int row[kRank];
+          first_row(p, unit, reader, row);
+          std::uint64_t& full = barriers.has_tile[reader];
+          wait(barriers.has_room[reader], (parities >> turn & 1) ^ 1);
+          ClusterTransactionBarrier::arrive_and_expect_tx(&full, kTileArrays * shape.tile_bytes);
+          CUTE_UNROLL
+          for (int array = 0; array < kTileArrays; ++array) {
+            load_box(p.tiles[array], tiles + (kTileArrays * reader + array) * shape.tile_bytes, shared_address(&full),
+                     head, row[0], row[1], row[2] + step * shape.rows[2], unit.batch);
+          }
+        }
+        parities ^= 1u << turn;
+        if (++turn == shape.turns()) turn = 0;
+      }
+      for (const int end = along.of_step(step).y; loaded < end; ++loaded) {
+        std::uint64_t& full = barriers.full[place.slot];
+        wait(barriers.empty[place.slot], place.parity ^ 1);
+        ClusterTransactionBarrier::arrive_and_expect_tx(&full, groups * (group_bytes + statistics_bytes));
+        std::uint32_t to = shared + place.slot * 2 * shape.array_bytes;
+        std::uint32_t statistics_to = statistics + place.slot * shape.groups * statistics_bytes;
+        int across = strip.across + first_group * shape.wide;
+        for (int group = 0; group < groups; ++group) {
+          load_box(map, to, shared_address(&full), head_kv, across, strip.inside, along.first_key(loaded), unit.batch);
+          if constexpr (kOfKeys) {
+            if (statistics_bytes > 0) {
+              load_box(p.statistics_slabs, statistics_to, shared_address(&full), unit.head * (kStatisticsBytes / 2),
+                       across, strip.inside, along.first_key(loaded), unit.batch);
+            }
+            statistics_to += 2 * statistics_bytes;
+          }
+          to += 2 * group_bytes;
+          across += 2 * shape.wide;
+        }
+        place.advance(shape.slots);
+      }
+    }
+  }
+}
+
+/// A warp that multiplies: where it reads, and what it waits for.
+template <class Element, int kHeadDim, Kernel kKernel, class Masks>
+struct RingReader {
+  static constexpr bool kRowsAreKeys = Masks::kRowsAreKeys;
+  static constexpr int kTileArrays = ring_tile_arrays(kKernel);
+  static constexpr int kSteps = kHeadDim / 16, kRowBytes = 2 * kHeadDim, kBlockBytes = kBlockKeys * kRowBytes;
+
+  const RingParams& p;
+  const RingAlong& along;
+  RingBarriers& barriers;
+  std::uint32_t shared;
+  Masks masks;
+  std::uint32_t group_bytes;
+  // Where the lane reads the warp's first block in the ring's first slab, its rows as rows of an operand that is
+  // summed over their elements, or over them.
+  std::uint32_t across, along_rows;
+  std::uint32_t statistics;  // where it reads what is known of its columns there
+  RingPlace place;           // of a step's first slab
+
+  CUTE_DEVICE std::uint32_t of_slot(int slot) const { return slot * 2 * p.shape.array_bytes; }
+
+  /// Where a block of the warp begins, of those that it has masks of in registers.
+  CUTE_DEVICE std::uint32_t of_block(int block) const {
+    return block % Masks::kInner * kBlockBytes + block / Masks::kInner * group_bytes;
+  }
+
+  /// Where the lane reads a row that is swizzled.
+  CUTE_DEVICE static std::uint32_t in_rows(std::uint32_t rows, int row, int chunk) {
+    return rows + row * kRowBytes + (chunk ^ (kHeadDim == 32 ? row >> 1 & 3 : row & 7)) * 16;
+  }
+
+  /// Where the lane reads what is known of a block's queries, given where that begins in the ring. A slab's two arrays
+  /// have twice as many bytes as one.
+  CUTE_DEVICE std::uint32_t statistics_of(std::uint32_t slab, std::uint32_t block) const {
+    return statistics + (slab / 2 + block) / (kRowBytes / kStatisticsBytes);
+  }
+
+  /// The warp's next tile, of one of its arrays.
+  CUTE_DEVICE RowOperand<Element, kHeadDim> load_tile(int array = 0) const {
+    const int lane = threadIdx.x % 32, buffer = kTileArrays * ring_warp() + array;
+    return RowOperand<Element, kHeadDim>::of_box(
+        in_rows(shared + p.shape.tiles + buffer * p.shape.tile_bytes, lane % 16, lane / 16));
+  }
+
+  /// Has the next one come where that was.
+  CUTE_DEVICE void leave_tile() const {
+    const int warp = ring_warp();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(barriers.has_room[warp]);
+  }
+
+  /// Products of a tile's rows with a block's; they start as `initial`.
+  CUTE_DEVICE static void multiply_block(float (&x)[2][4], const RowOperand<Element, kHeadDim>& rows,
+                                         std::uint32_t address, const float (&initial)[4]) {
+    CUTE_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      std::uint32_t r[4];
+      load_matrices(r, step_address(address, step));
+      const auto a = rows(step);
+      CUTE_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        const float* c = step > 0 ? x[h] : initial;
+        HalfInstruction<Element>::fma(x[h][0], x[h][1], x[h][2], x[h][3], a.r[0], a.r[1], a.r[2], a.r[3], r[2 * h],
+                                      r[2 * h + 1], c[0], c[1], c[2], c[3]);
+      }
+    }
+  }
+
+  /// o += weights * a block's rows.
+  CUTE_DEVICE static void add_block(float (&o)[kHeadDim / 8][4], const std::uint32_t (&a)[4], std::uint32_t address) {
+    CUTE_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      std::uint32_t r[4];
+      load_matrices_transposed(r, step_address(address, step));
+      CUTE_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        float (&c)[4] = o[2 * step + h];
+        HalfInstruction<Element>::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], r[2 * h], r[2 * h + 1], c[0],
+                                      c[1], c[2], c[3]);
+      }
+    }
+  }
+
+  /// Has a slab filled again that the next step does not see.
+  CUTE_DEVICE void leave(int slab, int next_first, int slot) const {
+    if (slab >= next_first) return;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(barriers.empty[slot]);
+  }
+
+  /// Has slabs up to one filled again that the warp does not see.
+  CUTE_DEVICE void skip(int& slab, int end) {
+    CUTE_NO_UNROLL
+    for (; slab < end; ++slab) {
+      wait(barriers.full[place.slot], place.parity);
+      leave(slab, end, place.slot);
+      place.advance(p.shape.slots);
+    }
+  }
+
+  /// Walks over all steps of the warp: `own` enters units, starts steps, adds what they see of a slab, and finishes
+  /// them; it leaves units, too.
+  template <class Own>
+  CUTE_DEVICE void walk(Own& own) {
+    const int beside = p.shape.beside[0] * p.shape.beside[1], turns = p.shape.turns(), own_turn = ring_warp() / beside,
+              lane = threadIdx.x % 32;
+    int parity = 0, turn = 0;  // of the warp's tiles; whose turn a unit's first step is
+    group_bytes = p.shape.group_blocks * kBlockBytes;
+    for (int number = blockIdx.x; number < p.units; number += gridDim.x) {
+      const RingUnit unit(p, number);
+      masks.enter_strip(p, shared, unit, RingStrip<kRowsAreKeys>(p, unit));
+      const std::uint32_t first_block = shared + masks.block * kBlockBytes;
+      across = in_rows(first_block, lane / 16 * 8 + lane % 8, lane / 8 % 2);
+      along_rows = in_rows(first_block, lane % 16, lane / 16);
+      statistics = shared + p.shape.statistics + (masks.block * kBlockKeys + lane % 4 * 2) * kStatisticsBytes;
+      own.enter(unit);
+      int step = unit.step + own_turn - turn, slab = along.of_step(unit.step).x;
+      if (step < unit.step) step += turns;
+      turn = (turn + unit.end - unit.step) % turns;
+      const int end = along.of_step(unit.end - 1).y;
+      int2 next = along.of_step(min(step, unit.end - 1));
+      CUTE_NO_UNROLL
+      for (; step < unit.end; step += turns) {
+        const int2 seen = next;
+        next = step + turns < unit.end ? along.of_step(step + turns) : make_int2(end, end);
+        masks.enter_step(p, along, step);
+        skip(slab, seen.x);
+        if constexpr (kTileArrays > 0) wait(barriers.has_tile[ring_warp()], parity);
+        own.start(unit, step, seen);
+        parity ^= 1;
+        RingPlace at = place;
+        CUTE_NO_UNROLL
+        for (int of_slab = seen.x; of_slab < seen.y; ++of_slab) {
+          wait(barriers.full[at.slot], at.parity);
+          own.add(of_slot(at.slot), masks.of_slab(along.first_key(of_slab)));
+          leave(of_slab, next.x, at.slot);
+          at.advance(p.shape.slots);
+          if (of_slab < next.x) place = at;
+        }
+        slab = min(next.x, seen.y);
+        own.finish(unit, step);
+      }
+      skip(slab, end);
+      own.leave_unit(unit);
+    }
+  }
+};
+
+/// Registers of a warp that multiplies, and of one that loads: together no more than a CTA of so many warps starts
+/// with.
+constexpr int ring_registers(int warps) {
+  return warps == 12 ? 160 : 112;
+}
+inline constexpr int kLoaderRegisters = 32;
+
+/// Runs a kernel: `run(along, barriers, shared)` for warps that multiply, and for those that load slabs and tiles.
+template <int kHeadDim, class Params, class Run>
+CUTE_DEVICE void run_ring(const Params& p, const Run& run) {
+  constexpr int kWarps = most_ring_warps(kHeadDim);
+  extern __shared__ __align__(1024) char raw[];
+  RingBarriers& barriers = *reinterpret_cast<RingBarriers*>(raw + p.shape.barriers);
+  const int warp = ring_warp();
+  RingAlong::tabulate<Params::kKernel == Kernel::kKeyValueGradient>(p, raw);
+  if (threadIdx.x == 0) barriers.init(p.shape);
+  __syncthreads();
+  const std::uint32_t shared = shared_address(raw);
+  const RingAlong along(p, shared);
+  if (warp < kWarps) {
+    cutlass::arch::warpgroup_reg_alloc<ring_registers(kWarps)>();
+    if (warp < p.shape.warps) run(along, barriers, shared);
+  } else {
+    cutlass::arch::warpgroup_reg_dealloc<kLoaderRegisters>();
+    if (threadIdx.x % 32 == 0) load_ring<Params, kHeadDim>(p, along, warp % kRingLoaders, shared, barriers);
+  }
+}
+
+}  // namespace natten_jax::small

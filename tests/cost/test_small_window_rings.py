@@ -1,0 +1,81 @@
+"""Where a ring of keys is expected to be faster than a region, and what such a launch is said to execute."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from natten_jax import simulator
+from natten_jax.cost import small_windows
+from natten_jax.performance import TilePair
+from natten_jax.plan.devices import ComputeCapability
+from natten_jax.problem import Problem
+
+RING = "forward with a ring"
+HOPPER = (9, 0)
+
+
+def problem_of(layout: tuple[int, ...] = (128, 128), kernel_size: int = 13, **changes: Any) -> Problem:
+    window = {name: changes.pop(name) for name in ("stride", "dilation", "is_causal") if name in changes}
+    operands = {
+        name: True for name in ("relative_bias", "key_bias", "own_origins", "own_extents") if changes.pop(name, 0)
+    }
+    sizes: dict[str, Any] = {"batch": 8, "heads": 8, "head_dim": 64, "dtype": "bfloat16"} | changes
+    return dataclasses.replace(simulator.problem_of(layout, kernel_size, **window, **sizes), **operands)
+
+
+def launches(problem: Problem, capability: ComputeCapability | None = HOPPER) -> dict[TilePair, small_windows.Launch]:
+    """The forward launch of every pair of tiles."""
+    ranked = small_windows.ranked("cutlass", problem, "forward", capability)
+    found = {pair: small_windows.estimate("cutlass", problem, "forward", pair, capability) for pair, _ in ranked}
+    return {pair: estimate.launches[0] for pair, estimate in found.items() if estimate is not None}
+
+
+def test_windows_of_many_keys_have_a_ring_where_there_are_kernels_for_it() -> None:
+    problem = problem_of()
+    fastest = next(iter(launches(problem).values()))
+    assert fastest.kernel == RING
+    others: tuple[ComputeCapability | None, ...] = ((8, 0), (10, 0), None)
+    for capability in others:
+        assert {launch.kernel for launch in launches(problem, capability).values()} == {"forward"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dilation": 2},
+        {"additional_kv": 3},
+        {"head_dim": 128},
+        {"head_dim": 56},
+        {"head_dim_v": 32},
+        {"layout": (16, 16), "batch": 1, "heads": 1},
+        {"layout": (2048, 8192), "batch": 1, "heads": 1},  # no dimension that is short enough to go along
+        {"kernel_size": 9},
+        {"relative_bias": True},
+        {"key_bias": True},
+        {"own_origins": True},
+        {"own_extents": True},
+    ],
+    ids=str,
+)
+def test_what_the_form_does_not_take_has_none(changes: dict[str, Any]) -> None:
+    fastest = next(iter(launches(problem_of(**changes)).values()))
+    assert fastest.kernel == "forward"
+
+
+def test_products_are_those_of_the_blocks_that_warps_multiply() -> None:
+    # 4 x 4 queries see 4 groups of 4 columns, and 4 slabs of 4 rows: those of the middle end where slabs do.
+    problem = problem_of()
+    pair: TilePair = ((4, 4), (2, 4))
+    launch = launches(problem)[pair]
+    assert launch.kernel == RING
+    assert launch.pairs == 128 * 128 * 16 * 16
+    calibration = simulator.calibration_for("cutlass")
+    found = simulator.simulate(problem, pair, calibration=calibration)
+    assert found.counts.executed_pairs == launch.pairs
+    assert found.executed_flops == 2 * 2 * 8 * 8 * 64 * launch.pairs
+    # Each key is loaded once for a strip, and strips see no more than a window beyond their queries.
+    assert math.prod(problem.kv_layout) <= launch.regions * launch.columns < 4 * math.prod(problem.kv_layout)

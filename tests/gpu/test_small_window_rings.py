@@ -1,0 +1,158 @@
+"""The kernels for small windows with a ring: what they compute where they are chosen, and what is promised of bits.
+
+Random problems are part of ``python -m tests.fuzz --backend cutlass``, which seldom has enough tokens for a ring.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import natten_jax
+from natten_jax.cost import small_windows
+from natten_jax.performance import TilePair
+from natten_jax.problem import Problem
+from natten_jax.simulator import problem_of
+from tests.support import oracle
+
+pytestmark = pytest.mark.gpu
+
+OPERATORS = {1: natten_jax.na1d, 2: natten_jax.na2d, 3: natten_jax.na3d}
+DEFAULTS: dict[str, Any] = {"stride": 1, "dilation": 1, "is_causal": False}
+
+#: Layout, window, heads of queries and of keys, their width; each has borders on all sides, most ragged ones.
+PROBLEMS: dict[str, tuple[tuple[int, ...], dict[str, Any], int, int, int]] = {
+    "13x13": ((61, 75), {"kernel_size": 13}, 8, 8, 64),
+    "13x13, narrow": ((62, 77), {"kernel_size": 13}, 8, 8, 32),
+    "strides": ((64, 50), {"kernel_size": (13, 12), "stride": (1, 3)}, 8, 8, 64),
+    "causal": ((90, 77), {"kernel_size": (13, 13), "is_causal": (False, True)}, 8, 8, 64),
+    "grouped heads": ((48, 64), {"kernel_size": (12, 11)}, 16, 4, 32),
+    "clips": ((8, 28, 31), {"kernel_size": (8, 7, 7)}, 6, 6, 32),
+    "volume": ((17, 18, 21), {"kernel_size": 5}, 4, 4, 32),
+    "causal volume": ((12, 21, 18), {"kernel_size": (5, 5, 4), "is_causal": (True, False, False)}, 4, 2, 64),
+}
+DTYPES = [jnp.bfloat16, jnp.float16]
+
+
+def problem_named(name: str, batch: int, dtype: Any) -> Problem:
+    layout, window, heads, heads_kv, width = PROBLEMS[name]
+    sizes: dict[str, Any] = {"batch": batch, "heads": heads, "heads_kv": heads_kv, "head_dim": width}
+    return problem_of(layout, **(DEFAULTS | window), dtype=jnp.dtype(dtype).name, **sizes)
+
+
+def ring_tiles(problem: Problem) -> TilePair:
+    """The fastest tiles that have a ring."""
+    for pair, _ in small_windows.ranked("cutlass", problem, "forward", (9, 0)):
+        found = small_windows.estimate("cutlass", problem, "forward", pair, (9, 0))
+        if found is not None and found.launches[0].kernel == "forward with a ring":
+            return pair
+    raise AssertionError(f"no tiles of {problem} have a ring")
+
+
+def drawn(name: str, batch: int, dtype: Any, gain: float = 1.0) -> list[jax.Array]:
+    layout, _, heads, heads_kv, width = PROBLEMS[name]
+    shapes = [(batch, *layout, n, width) for n in (heads, heads_kv, heads_kv)]
+    arrays = [jax.random.normal(jax.random.key(i), shape, jnp.float32) for i, shape in enumerate(shapes)]
+    return [(array * factor).astype(dtype) for array, factor in zip(arrays, (gain, 1.0, 1.0), strict=True)]
+
+
+def attend(name: str, arrays: list[jax.Array], **terms: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Output and logsumexp; ``terms`` are operands of the operator beside the arrays."""
+    layout, window, *_ = PROBLEMS[name]
+    q_tile, kv_tile = ring_tiles(problem_named(name, arrays[0].shape[0], arrays[0].dtype))
+    function = functools.partial(
+        OPERATORS[len(layout)],
+        **window,
+        backend="cutlass-fna",
+        q_tile_shape=q_tile,
+        kv_tile_shape=kv_tile,
+        return_lse=True,
+    )
+    found: tuple[jax.Array, jax.Array] = jax.jit(function)(*arrays, **terms)
+    return found
+
+
+def mask_of(name: str) -> np.ndarray:
+    layout, window, *_ = PROBLEMS[name]
+    per_dimension = {
+        argument: value if isinstance(value, tuple) else (value,) * len(layout)
+        for argument, value in (DEFAULTS | window).items()
+    }
+    return oracle.neighborhood_mask(layout, **per_dimension)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gain", [1.0, 40.0])  # the larger logits are computed once more, relative to the largest
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_rings_are_exact_to_rounding(name: str, gain: float, dtype: Any) -> None:
+    _, _, heads, heads_kv, width = PROBLEMS[name]
+    arrays = drawn(name, 8, dtype, gain)
+    out, logsumexp = attend(name, arrays)
+    mask = mask_of(name)
+    # Of one batch entry and two heads: no other one takes part in theirs.
+    entry, group = 5, heads // heads_kv
+    query, key, value = (np.asarray(array[entry : entry + 1]) for array in arrays)
+    for head in (0, heads - 1):
+        own, shared = slice(head, head + 1), slice(head // group, head // group + 1)
+        operands = oracle.Tensors(query[..., own, :], key[..., shared, :], value[..., shared, :])
+        exact = oracle.forward(operands, mask, width**-0.5)
+        bound = 6e-3 if dtype == jnp.bfloat16 else 1e-3
+        found = np.asarray(out[entry : entry + 1, ..., own, :], np.float64)
+        assert np.linalg.norm(found - exact.out) <= bound * np.linalg.norm(exact.out)
+        of_rows = np.asarray(logsumexp[entry : entry + 1, ..., own], np.float64)
+        assert np.linalg.norm(of_rows - exact.lse) <= 2e-6 * np.linalg.norm(exact.lse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gain", [1.0, 40.0])
+@pytest.mark.parametrize("name", ["13x13", "clips"])
+def test_heads_have_scales_and_sinks_of_their_own(name: str, gain: float, dtype: Any) -> None:
+    _, _, heads, _, width = PROBLEMS[name]
+    arrays = drawn(name, 8, dtype, gain)
+    scales = width**-0.5 * jnp.linspace(0.5, 1.5, heads)
+    # Some weigh more than all keys, others next to nothing.
+    sinks = jnp.linspace(-20.0, 20.0, heads) * gain
+    out, logsumexp = attend(name, arrays, scale=scales, sinks=sinks)
+    mask = mask_of(name)
+    for head in (0, heads // 2, heads - 1):
+        own = slice(head, head + 1)
+        query, key, value = (np.asarray(array[3:4, ..., own, :]) for array in arrays)
+        operands = oracle.Tensors(query, key, value, sinks=np.asarray(sinks[own]))
+        exact = oracle.forward(operands, mask, float(scales[head]))
+        bound = 6e-3 if dtype == jnp.bfloat16 else 1e-3
+        found = np.asarray(out[3:4, ..., own, :], np.float64)
+        # Beside a sink that weighs more, float16 outputs are too small to have all digits.
+        assert np.linalg.norm(found - exact.out) <= bound * np.linalg.norm(exact.out) + 1e-6 * np.sqrt(found.size)
+        of_rows = np.asarray(logsumexp[3:4, ..., own], np.float64)
+        assert np.linalg.norm(of_rows - exact.lse) <= 2e-6 * np.linalg.norm(exact.lse)
+
+
+@pytest.mark.parametrize("name", ["13x13", "13x13, narrow", "clips", "volume"])
+def test_rings_are_reproducible(name: str) -> None:
+    arrays = drawn(name, 8, jnp.bfloat16)
+    first = attend(name, arrays)
+    for _ in range(20):
+        jax.tree.map(np.testing.assert_array_equal, attend(name, arrays), first)
+
+
+def test_rings_of_batch_entries_do_not_depend_on_others() -> None:
+    arrays = drawn("13x13", 8, jnp.bfloat16)
+    every = attend("13x13", arrays)
+    some = attend("13x13", [array[3:7] for array in arrays])
+    jax.tree.map(lambda found, of_all: np.testing.assert_array_equal(found, of_all[3:7]), some, every)
+
+
+def test_a_number_that_is_not_finite_stays_in_its_entry_and_head() -> None:
+    arrays = drawn("13x13", 8, jnp.bfloat16)
+    first = attend("13x13", arrays)
+    spoiled = [arrays[0], *(array.at[2, ..., 3, :].set(jnp.nan) for array in arrays[1:])]
+    for clean, found in zip(first, attend("13x13", spoiled), strict=True):
+        is_hit = np.zeros(clean.shape, bool)
+        is_hit[2, :, :, 3] = True
+        assert not np.isfinite(np.asarray(found, np.float32)[is_hit]).any()
+        np.testing.assert_array_equal(np.asarray(found)[~is_hit], np.asarray(clean)[~is_hit])
