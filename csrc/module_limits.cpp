@@ -162,7 +162,7 @@ py::object estimate_of_small_windows(const std::array<std::int64_t, kFieldsOfAxi
   py::list launches;
   for (const auto& [kernel, region] : estimate.launches) {
     small::RingShape ring{};
-    const bool owns_queries = kernel == small::Kernel::kForward;
+    const bool owns_queries = kernel == small::Kernel::kForward || kernel == small::Kernel::kQueryGradient;
     double nanoseconds = region.nanoseconds;
     if (has_ring && owns_queries) {
       const auto& rows = is_backward ? tiles.kv : tiles.query;
@@ -183,6 +183,16 @@ py::object estimate_of_small_windows(const std::array<std::int64_t, kFieldsOfAxi
                              "seconds"_a = nanoseconds / 1e9));
   }
   return py::dict("seconds"_a = estimate.seconds, "launches"_a = launches);
+}
+
+py::object gradient_ring_of_small_windows(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
+                                          const std::array<std::int64_t, 6>& sizes, int shared_memory,
+                                          int multiprocessors, bool has_relative_bias, bool has_key_bias) {
+  const small::RingShape ring =
+      small::choose_gradient_ring(small_problem(axes, sizes, has_relative_bias, has_key_bias), small::Places::kWhole,
+                                  small_device(shared_memory, multiprocessors, true));
+  if (ring.warps == 0) return py::none();
+  return described(ring, "key/value gradient with a ring");
 }
 
 }  // namespace natten_jax

@@ -35,6 +35,12 @@ pybind11::object estimate_of_small_windows(const std::array<std::int64_t, kField
                                            int shared_memory, int multiprocessors, bool has_boxes, bool has_ring,
                                            bool has_relative_bias, bool has_key_bias);
 
+/// The launch for key and value gradients with a ring of queries, as one of estimate_of_small_windows; None where the
+/// kernels take no such problem. Arguments as there, of a device that has them.
+pybind11::object gradient_ring_of_small_windows(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
+                                                const std::array<std::int64_t, 6>& sizes, int shared_memory,
+                                                int multiprocessors, bool has_relative_bias, bool has_key_bias);
+
 /// How many times as long a pass takes on Hopper as if seams cost nothing, with the boxes that launches choose.
 ///
 /// Args:

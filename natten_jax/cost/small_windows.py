@@ -75,7 +75,7 @@ class Launch(NamedTuple):
 
     Attributes:
         kernel: ``"forward"``, ``"query gradient"``, ``"key/value gradient"``, or ``"whole gradient"``, which is both;
-            ``"forward with a ring"``.
+            all but the last also ``"... with a ring"``.
         line: The token dimension in which a warp computes groups of columns in pairs; negative in a missing one.
         regions: Of a batch entry and head: what its blocks own, or with a ring strips of the layout.
         columns: That a region loads, at most.
@@ -148,9 +148,14 @@ def estimate(
     )
     if found is None:
         return None
+    launches, total = list(found["launches"]), found["seconds"]
+    ring = _gradient_ring(problem, calibration.multiprocessors) if has_ring and pass_ == "backward" else None
+    for i, launch in enumerate(launches):
+        if ring is not None and launch["kernel"] == "key/value gradient" and ring["seconds"] < launch["seconds"]:
+            total += ring["seconds"] - launch["seconds"]
+            launches[i] = ring
     moving = calibration.byte * least_bytes(problem, pass_)
-    launches = tuple(_launch(problem, each) for each in found["launches"])
-    return Estimate(launches, found["seconds"], max(found["seconds"], moving))
+    return Estimate(tuple(_launch(problem, each) for each in launches), total, max(total, moving))
 
 
 def _sizes(problem: Problem) -> tuple[int, ...]:
@@ -161,6 +166,19 @@ def _sizes(problem: Problem) -> tuple[int, ...]:
 def _shared_bytes(compute_capability: ComputeCapability | None) -> int:
     kib = _LEAST_SHARED_KIB if compute_capability is None else _SHARED_KIB.get(compute_capability, _LEAST_SHARED_KIB)
     return 1024 * kib
+
+
+@functools.lru_cache(maxsize=256)
+def _gradient_ring(problem: Problem, multiprocessors: int) -> Mapping[str, Any] | None:
+    """The launch for key and value gradients whose tiles are its own: the same for every pair of tiles of a pass."""
+    return native.gradient_ring_of_small_windows(
+        axis_rows(problem),
+        _sizes(problem),
+        shared_memory=_shared_bytes(_HAS_RING),
+        multiprocessors=multiprocessors,
+        has_relative_bias=problem.relative_bias,
+        has_key_bias=problem.key_bias,
+    )
 
 
 def _launch(problem: Problem, found: Mapping[str, Any]) -> Launch:

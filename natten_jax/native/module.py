@@ -124,6 +124,35 @@ def estimate_of_small_windows(
     )
 
 
+def gradient_ring_of_small_windows(
+    axes: Sequence[int],
+    sizes: Sequence[int],
+    *,
+    shared_memory: int,
+    multiprocessors: int,
+    has_relative_bias: bool,
+    has_key_bias: bool,
+) -> Mapping[str, Any] | None:
+    """The launch for key and value gradients with a ring of queries, with tiles of its own.
+
+    Args:
+        axes: As for :func:`estimate_of_small_windows`, as the others.
+        sizes: Sizes.
+        shared_memory: Bytes that a block may have, of a device that has the kernels.
+        multiprocessors: Of the device.
+        has_relative_bias: Whether the problem has one.
+        has_key_bias: Likewise, of biases that kernels add themselves.
+
+    Returns:
+        A launch as there; ``None`` where the kernels do not take the problem.
+    """
+    if _module is None:
+        return None
+    return _module.gradient_ring_of_small_windows(
+        axes, sizes, shared_memory, multiprocessors, has_relative_bias, has_key_bias
+    )
+
+
 def seam_factor(axes: Sequence[int], inner: Sequence[int], outer: Sequence[int]) -> float:
     """How many times as long a pass takes on Hopper as if seams cost nothing, with the boxes that launches choose.
 

@@ -79,3 +79,41 @@ def test_products_are_those_of_the_blocks_that_warps_multiply() -> None:
     assert found.executed_flops == 2 * 2 * 8 * 8 * 64 * launch.pairs
     # Each key is loaded once for a strip, and strips see no more than a window beyond their queries.
     assert math.prod(problem.kv_layout) <= launch.regions * launch.columns < 4 * math.prod(problem.kv_layout)
+
+
+def backward_kernels(problem: Problem, capability: ComputeCapability | None = HOPPER) -> tuple[str, ...]:
+    """Those of the fastest pair of tiles."""
+    pair, _ = next(small_windows.ranked("cutlass", problem, "backward", capability))
+    estimate = small_windows.estimate("cutlass", problem, "backward", pair, capability)
+    assert estimate is not None
+    return tuple(launch.kernel for launch in estimate.launches)
+
+
+def test_key_and_value_gradients_have_a_ring_whose_tiles_are_its_own() -> None:
+    problem = problem_of(head_dim=32)
+    assert backward_kernels(problem)[1] == "key/value gradient with a ring"
+    rings = {
+        estimate.launches[1]
+        for pair, _ in small_windows.ranked("cutlass", problem, "backward", HOPPER)
+        if (estimate := small_windows.estimate("cutlass", problem, "backward", pair, HOPPER)) is not None
+    }
+    assert len({launch for launch in rings if "ring" in launch.kernel}) == 1
+    assert backward_kernels(problem, (8, 0)) == ("query gradient", "key/value gradient")
+
+
+@pytest.mark.parametrize("changes", [{"heads_kv": 2}, {"additional_kv": 3}, {"own_extents": True}], ids=str)
+def test_key_and_value_gradients_without_a_ring(changes: dict[str, Any]) -> None:
+    assert backward_kernels(problem_of(head_dim=32, **changes))[1] == "key/value gradient"
+
+
+def test_products_of_gradients_are_counted_for_both_kernels() -> None:
+    problem = problem_of(head_dim=32)
+    pair, _ = next(small_windows.ranked("cutlass", problem, "backward", HOPPER))
+    estimate = small_windows.estimate("cutlass", problem, "backward", pair, HOPPER)
+    assert estimate is not None
+    found = simulator.simulate(problem, pair, pass_="backward", calibration=simulator.calibration_for("cutlass"))
+    of_keys = estimate.launches[1].pairs
+    assert of_keys >= found.counts.visible_pairs
+    # Four products of a pair there, three where rows are queries.
+    assert found.executed_flops > 2 * 8 * 8 * 32 * (4 * of_keys + 3 * found.counts.visible_pairs)
+    assert found.executed_flops < 2 * 8 * 8 * 32 * 3 * (4 * of_keys)

@@ -132,6 +132,72 @@ def test_heads_have_scales_and_sinks_of_their_own(name: str, gain: float, dtype:
         assert np.linalg.norm(of_rows - exact.lse) <= 2e-6 * np.linalg.norm(exact.lse)
 
 
+def gradient_tiles(problem: Problem) -> list[TilePair]:
+    """The fastest tiles of the backward pass for each set of kernels, one at least of which has a ring."""
+    found: dict[tuple[str, ...], TilePair] = {}
+    for pair, _ in small_windows.ranked("cutlass", problem, "backward", (9, 0)):
+        estimate = small_windows.estimate("cutlass", problem, "backward", pair, (9, 0))
+        if estimate is not None:
+            found.setdefault(tuple(launch.kernel for launch in estimate.launches), pair)
+    with_rings = [pair for kernels, pair in found.items() if any("ring" in kernel for kernel in kernels)]
+    assert with_rings
+    return with_rings
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def gradients(name: str, pair: TilePair, cotangent: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    layout, window, *_ = PROBLEMS[name]
+    function = functools.partial(
+        OPERATORS[len(layout)],
+        **window,
+        backend="cutlass-fna",
+        backward_q_tile_shape=pair[0],
+        backward_kv_tile_shape=pair[1],
+    )
+    _, pullback = jax.vjp(function, *arrays)
+    found: tuple[jax.Array, ...] = pullback(cotangent)
+    return found
+
+
+def cotangent_of(query: jax.Array) -> jax.Array:
+    return jax.random.normal(jax.random.key(9), query.shape, jnp.float32).astype(query.dtype)
+
+
+OWN_HEADS = [name for name, (_, _, heads, heads_kv, _) in PROBLEMS.items() if heads == heads_kv]
+
+
+@pytest.mark.parametrize("gain", [1.0, 40.0, 3000.0])  # beside large logits, gradients need what float32 leaves out
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OWN_HEADS)
+def test_gradients_are_exact_to_rounding(name: str, dtype: Any, gain: float) -> None:
+    if gain > 100 and dtype == jnp.float16:
+        pytest.skip("float16 has no such numbers")
+    *_, width = PROBLEMS[name]
+    arrays = drawn(name, 8, dtype, gain)
+    cotangent = cotangent_of(arrays[0])
+    one = (slice(2, 3), ..., slice(1, 2), slice(None))
+    operands = oracle.Tensors(*(np.asarray(array[one]) for array in arrays))
+    upstream = np.asarray(cotangent[one])
+    exact = oracle.reference(operands, mask_of(name), width**-0.5, upstream, np.zeros(upstream.shape[:-1]))
+    bound = 6e-3 if dtype == jnp.bfloat16 else 1e-3
+    for pair in gradient_tiles(problem_named(name, 8, dtype)):
+        found = gradients(name, pair, cotangent, *arrays)
+        for gradient, expected in zip(found, exact.gradients[:3], strict=True):
+            error = np.asarray(gradient[one], np.float64) - expected
+            # Gradients of queries and keys are differences of what large logits leave of the softmax.
+            assert np.linalg.norm(error) <= 3 * bound * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("name", ["13x13", "13x13, narrow", "clips", "volume"])
+def test_gradients_are_reproducible(name: str) -> None:
+    arrays = drawn(name, 8, jnp.bfloat16)
+    cotangent = cotangent_of(arrays[0])
+    for pair in gradient_tiles(problem_named(name, 8, jnp.bfloat16)):
+        first = gradients(name, pair, cotangent, *arrays)
+        for _ in range(20):
+            jax.tree.map(np.testing.assert_array_equal, gradients(name, pair, cotangent, *arrays), first)
+
+
 @pytest.mark.parametrize("name", ["13x13", "13x13, narrow", "clips", "volume"])
 def test_rings_are_reproducible(name: str) -> None:
     arrays = drawn(name, 8, jnp.bfloat16)

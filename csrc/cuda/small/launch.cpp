@@ -376,6 +376,29 @@ bool prepare_whole_bias(const Problem& problem, const TileShapes& tiles, const A
   return true;
 }
 
+#if defined(NATTEN_JAX_SM90)
+/// Launches both kernels of a backward pass, one of them or both with a ring.
+Status run_rings(const Problem& problem, const Arrays& arrays, const Scratch& scratch, const RingShape& ring,
+                 const RingShape& ring_of_keys, const BackwardParams& p, const LaunchShape& shape,
+                 const BackwardParams& of_keys, LaunchShape shape_of_keys, cudaStream_t stream) {
+  const int head_dim = compiled_head_dim(problem);
+  if (ring.warps > 0) {
+    NATTEN_JAX_RETURN_IF_FAILED(run_ring_query_gradient(problem, ring, arrays, scratch.statistics, stream));
+    shape_of_keys.overlaps = false;  // it does not say when
+  } else {
+    NATTEN_JAX_RETURN_IF_FAILED(status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
+      return launch_query_gradient<type>(head_dim, p, shape);
+    })));
+  }
+  if (ring_of_keys.warps > 0) {
+    return run_ring_key_value_gradient(problem, ring_of_keys, arrays, scratch.statistics, stream);
+  }
+  return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
+    return launch_key_value_gradient<type>(head_dim, of_keys, shape_of_keys);
+  }));
+}
+#endif
+
 }  // namespace
 
 Status check_arrays(const Problem& problem) {
@@ -449,6 +472,17 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
       prepare(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, arrays, device, stream, p, shape));
   NATTEN_JAX_RETURN_IF_FAILED(prepare(without_additional(problem), tiles.kv, tiles.query, Kernel::kKeyValueGradient,
                                       arrays, device, stream, of_keys, shape_of_keys));
+#if defined(NATTEN_JAX_SM90)
+  RingShape ring{}, ring_of_keys{};
+  bool is_hopper = false;
+  NATTEN_JAX_RETURN_IF_FAILED(find_hopper(is_hopper));
+  if (is_hopper) {
+    const Places places = places_of(arrays);
+    ring = find_ring(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, places, device);
+    ring_of_keys = find_gradient_ring(problem, places, device);
+    if (ring_of_keys.nanoseconds >= of_keys.region.nanoseconds) ring_of_keys = {};
+  }
+#endif
   TableParams table{};
   LaunchShape shape_of_table{};
   LastSumsParams last{};
@@ -483,6 +517,11 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   AdditionalParams additional{};
   int additional_ctas = 0;
   NATTEN_JAX_RETURN_IF_FAILED(prepare_additional(problem, arrays, scratch, additional, additional_ctas));
+#if defined(NATTEN_JAX_SM90)
+  if (ring.warps > 0 || ring_of_keys.warps > 0) {
+    return run_rings(problem, arrays, scratch, ring, ring_of_keys, p, shape, of_keys, shape_of_keys, stream);
+  }
+#endif
   // First: the kernels of gradients begin while it writes. Between these two, it held up the second one: 7 x 7 windows
   // of four images, half of them real, took 237 microseconds on an H100, and take 217.
   if (arrays.layouts != nullptr) {

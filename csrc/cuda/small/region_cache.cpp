@@ -83,6 +83,12 @@ Status find_region(const Problem& problem, const std::int64_t (&rows)[kRank], co
   return found.status;
 }
 
+RingShape find_gradient_ring(const Problem& problem, Places places, const Device& device) {
+  constexpr std::int64_t kAnyTile[kRank] = {};
+  return found_before<RingShape>(key_of(problem, kAnyTile, kAnyTile, Kernel::kKeyValueGradient, places, device),
+                                 [&] { return choose_gradient_ring(problem, places, device); });
+}
+
 RingShape find_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                     Kernel kernel, Places places, const Device& device) {
   const Key key = key_of(problem, rows, columns, kernel, places, device);

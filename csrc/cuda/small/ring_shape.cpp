@@ -271,6 +271,37 @@ RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank],
   return best;
 }
 
+RingShape choose_gradient_ring(const Problem& problem, Places places, const Device& device) {
+  RingShape best{};
+  if (!can_have_ring(problem, places) || problem.heads != problem.heads_kv) return best;
+  int dimension[kRank] = {0, 1, 2};
+  do {
+    const auto length = [&](int i) { return problem.axes[dimension[i]].kv.extent; };
+    RingShape shape{};
+    std::copy(std::begin(dimension), std::end(dimension), std::begin(shape.dimension));
+    for (int across = 1; across <= kRows; across *= 2) {
+      for (int inside = 1; across * inside <= kRows; inside *= 2) {
+        shape.rows[0] = across;
+        shape.rows[1] = inside;
+        shape.rows[2] = narrow(kRows) / across / inside;
+        const bool is_too_long = std::any_of(std::begin(shape.rows), std::end(shape.rows), [&](const int& rows) {
+          return rows > 1 && length(narrow(&rows - shape.rows)) < rows;
+        });
+        if (is_too_long) continue;
+        for (const int wide : {2, 4}) {
+          if (wide > length(0)) continue;
+          shape.wide = wide;
+          for (const int thick : {1, narrow(kBlockKeys) / wide}) {
+            shape.thick = thick;
+            take_fastest(problem, Kernel::kKeyValueGradient, device, shape, best);
+          }
+        }
+      }
+    }
+  } while (std::next_permutation(std::begin(dimension), std::end(dimension)));
+  return best;
+}
+
 double nanoseconds_beside_rings(const Region& region, const Problem& problem, Kernel kernel, Places places) {
   const bool is_exposed = kernel == Kernel::kForward && region.stages == 1 && can_have_ring(problem, places);
   return region.nanoseconds * (is_exposed ? kOneStage : 1);

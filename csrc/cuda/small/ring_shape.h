@@ -77,6 +77,9 @@ struct RingShape {
 RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                       Kernel kernel, Places places, const Device& device);
 
+/// Likewise for the kernel of key and value gradients, of all tiles: these are chosen here.
+RingShape choose_gradient_ring(const Problem& problem, Places places, const Device& device);
+
 /// What a launch of a kernel that owns queries is estimated to take with a region, where rings are estimated, too.
 double nanoseconds_beside_rings(const Region& region, const Problem& problem, Kernel kernel, Places places);
 

@@ -1,0 +1,173 @@
+// Key and value gradients with a ring of queries: a warp owns 16 keys, and slabs hold queries, the cotangents of their
+// outputs and what is known of them. Query heads have key/value heads of their own.
+#pragma once
+
+#include "cuda/small/key_value_gradient.cuh"
+#include "cuda/small/ring_exact.cuh"
+#include "cuda/small/ring_store.cuh"
+#include "cuda/small/ring_walk.cuh"
+
+namespace natten_jax::small {
+
+CUTE_DEVICE std::uint32_t load_byte(std::uint32_t address) {
+  std::uint32_t result;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(result) : "r"(address) : "memory");
+  return result;
+}
+
+/// What a warp that multiplies does with its tiles.
+template <class Element, int kHeadDim>
+struct RingKeyValueGradient {
+  using Reader = RingReader<Element, kHeadDim, Kernel::kKeyValueGradient, RingTable>;
+  using Operand = RowOperand<Element, kHeadDim>;
+
+  const RingGradientParams& p;
+  Reader& reader;
+  Operand keys, values;
+  float of_keys[kHeadDim / 8][4], of_values[kHeadDim / 8][4];
+  float factor;
+  // Steps that see queries whose logsumexp has a remainder that counts, a bit each: they are computed behind all
+  // others.
+  unsigned large = 0;
+
+  CUTE_DEVICE RingKeyValueGradient(const RingGradientParams& p, Reader& reader)
+      : p(p), reader(reader), factor(p.exponent_scale) {}
+
+  CUTE_DEVICE void enter(const RingUnit& unit) {
+    if (p.scale.heads != nullptr) factor = p.scale.of(unit.batch * p.heads + unit.head).logits * kLog2E;
+  }
+
+  CUTE_DEVICE void start(const RingUnit& unit, int step, int2) {
+    int tokens[2];
+    reader.masks.find_tokens(p, step, tokens);
+    load_rows(keys, p.key, unit, tokens);
+    load_rows(values, p.value, unit, tokens);
+    CUTE_UNROLL
+    for (int i = 0; i < kHeadDim / 2; ++i) of_keys[i / 4][i % 4] = of_values[i / 4][i % 4] = 0.f;
+  }
+
+  /// The tile's rows of an array; of negative tokens, some.
+  CUTE_DEVICE void load_rows(Operand& rows, const void* array, const RingUnit& unit, const int (&tokens)[2]) const {
+    const char* row[2];
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      row[r] = ring_row<kHeadDim>(p, static_cast<const char*>(array), unit, max(tokens[r], 0)) + threadIdx.x % 4 * 4;
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kHeadDim / 4; ++i) {
+      const char* const from = row[i % 2] + i / 4 * 32 + i / 2 % 2 * 16;
+      rows.a[i / 4].r[i % 4] = __ldg(reinterpret_cast<const std::uint32_t*>(from));
+    }
+  }
+
+  /// Adds what the tile sees of a slab.
+  CUTE_DEVICE void add(std::uint32_t slab, std::uint32_t hidden_of_slab) {
+    const RingTable& masks = reader.masks;
+    std::uint32_t table = masks.table, block = 0;
+    int of_group = masks.inner;
+    CUTE_NO_UNROLL
+    for (int i = masks.blocks; i > 0; --i, table += 32) {
+      add_block(slab + block, reader.statistics_of(slab, block), spread_bits(load_byte(table)) | hidden_of_slab);
+      block += Reader::kBlockBytes;
+      if (--of_group == 0) {
+        of_group = masks.inner;
+        block += reader.group_bytes - masks.inner * Reader::kBlockBytes;
+      }
+    }
+  }
+
+  CUTE_DEVICE void add_block(std::uint32_t block, std::uint32_t statistics, std::uint32_t hidden) {
+    float x[2][4], y[2][4];
+    reader.multiply_block(x, keys, reader.across + block, {});
+    reader.multiply_block(y, values, reader.across + p.shape.array_bytes + block, {});
+    std::uint32_t a[4], b[4];
+    CUTE_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      const std::uint32_t at = statistics + h * kColumns * kStatisticsBytes;
+      const float2 first = load_statistic(at), second = load_statistic(at + kStatisticsBytes);
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const std::uint32_t seen = ~hidden_halves(masks_of_group(hidden, h), r);
+        const float low = fast_exp2(fmaf(x[h][2 * r], factor, -first.x)),
+                    high = fast_exp2(fmaf(x[h][2 * r + 1], factor, -second.x));
+        a[2 * h + r] = pack<Element>(low, high) & seen;
+        b[2 * h + r] = pack<Element>(low * (y[h][2 * r] - first.y), high * (y[h][2 * r + 1] - second.y)) & seen;
+      }
+    }
+    reader.add_block(of_values, a, reader.along_rows + p.shape.array_bytes + block);
+    reader.add_block(of_keys, b, reader.along_rows + block);
+  }
+
+  /// Writes a step's results, but where they are no numbers.
+  CUTE_DEVICE void finish(const RingUnit& unit, int step) {
+    if (__any_sync(0xffffffffu, isnan(of_values[0][0]) || isnan(of_values[0][2]))) {
+      large |= 1u << (step - unit.step);
+      return;
+    }
+    int tokens[2];
+    reader.masks.find_tokens(p, step, tokens);
+    const float scale = p.scale.of(unit.batch * p.heads + unit.head).logits;
+    write_ring_rows<Element, kHeadDim>(p, p.key_gradient, unit, tokens, of_keys, {scale, scale});
+    write_ring_rows<Element, kHeadDim>(p, p.value_gradient, unit, tokens, of_values, {1.f, 1.f});
+  }
+
+  CUTE_DEVICE void leave_unit(const RingUnit& unit) {
+    CUTE_NO_UNROLL
+    for (; large != 0; large &= large - 1) finish_large(unit, unit.step + __ffs(large) - 1);
+  }
+
+  /// Computes a step with the remainders, out of memory.
+  CUTE_DEVICE void finish_large(const RingUnit& unit, int step) {
+    int tokens[2];
+    reader.masks.enter_step(p, reader.along, step);
+    reader.masks.find_tokens(p, step, tokens);
+    const RingTile<Element, kHeadDim, true> tile(p, unit, step);
+    const float4* const statistics = p.statistics + std::int64_t{unit.batch} * p.tokens * p.heads + unit.head;
+    std::uint32_t k[kHeadDim / 16][4], v[kHeadDim / 16][4];
+    tile.load_rows(k, p.key);
+    tile.load_rows(v, p.value);
+    float sums[2][kHeadDim / 2] = {};
+    tile.for_blocks([&](int token, int across, const auto& is_seen) {
+      float x[2][4], y[2][4];
+      tile.multiply_keys(x, k, p.query, token, across);
+      tile.multiply_keys(y, v, p.out_cotangent, token, across);
+      std::uint32_t a[4], b[4];
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const int h = i / 2, r = i % 2;
+        float weights[2], gradients[2];
+        CUTE_UNROLL
+        for (int e = 0; e < 2; ++e) {
+          weights[e] = gradients[e] = 0.f;
+          if (!is_seen(2 * i + e)) continue;
+          const int at = across + h * kColumns + threadIdx.x % 4 * 2 + e;
+          const float4 query = __ldcg(statistics + std::int64_t{token + at * p.pitch[0]} * p.heads);
+          weights[e] = weight_of_large(x[h][2 * r + e], factor, query.z, query.w);
+          gradients[e] = weights[e] * (y[h][2 * r + e] - query.y);
+        }
+        a[i] = pack<Element>(weights[0], weights[1]);
+        b[i] = pack<Element>(gradients[0], gradients[1]);
+      }
+      tile.add_keys(sums[0], b, p.query, token, across);
+      tile.add_keys(sums[1], a, p.out_cotangent, token, across);
+    });
+    const float scale = p.scale.of(unit.batch * p.heads + unit.head).logits;
+    write_ring_rows_in_words<Element, kHeadDim>(p, p.key_gradient, unit, tokens, sums[0], {scale, scale});
+    write_ring_rows_in_words<Element, kHeadDim>(p, p.value_gradient, unit, tokens, sums[1], {1.f, 1.f});
+  }
+};
+
+template <class Element, int kHeadDim>
+__global__ void __launch_bounds__((most_ring_warps(kHeadDim) + kRingLoaders) * 32, 1)
+    natten_jax_small_ring_key_value_gradient(const __grid_constant__ RingGradientParams p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Gradient = RingKeyValueGradient<Element, kHeadDim>;
+  run_ring<kHeadDim>(p, [&](const RingAlong& along, RingBarriers& barriers, std::uint32_t shared) {
+    typename Gradient::Reader reader{p, along, barriers, shared};
+    Gradient gradient(p, reader);
+    reader.walk(gradient);
+  });
+#endif
+}
+
+}  // namespace natten_jax::small
