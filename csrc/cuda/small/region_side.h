@@ -1,0 +1,140 @@
+// The dimensions of a problem as the rows of a kernel see them: which columns tiles see.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/small/region.h"
+
+namespace natten_jax::small {
+
+/// Ends of a layout are looked at closely up to this window.
+constexpr std::int64_t kMostLookedAt = 1024;
+
+/// One dimension, seen from the rows of a kernel.
+struct Side {
+  const Axis& axis;
+  bool rows_are_keys;
+  Places places;
+
+  /// Whether tokens may begin or end anywhere in a layout.
+  bool has_origins() const { return places != Places::kWhole; }
+
+  /// Local rows and columns of the longest dilation group.
+  std::int64_t rows() const { return of_group((rows_are_keys ? axis.kv : axis.query).local_extent); }
+  std::int64_t columns() const { return of_group((rows_are_keys ? axis.query : axis.kv).local_extent); }
+
+  /// Most columns that some rows see: those of `tiles` tiles that follow each other, the first of which begins at a
+  /// multiple of their rows. Where batch entries have layouts of their own, of any lengths, the last ones of such a
+  /// layout's keys are as many, and those before are what is left.
+  std::int64_t seen(std::int64_t tile, std::int64_t tiles = 1) const {
+    if (are_whole()) return columns();
+    const std::int64_t inside = seen_inside(tile * tiles);
+    return limited(rows_are_keys ? std::max(inside, seen_at_ends(tile, tiles)) : inside);
+  }
+
+  /// How many groups of columns `count` rows see on average.
+  double mean_groups(std::int64_t count, std::int64_t group) const {
+    if (are_whole()) return static_cast<double>(divide_up(columns(), group));
+    const double inside = static_cast<double>(divide_up(limited(seen_inside(count)), group));
+    if (!rows_are_keys || !looks_at_ends()) return inside;
+    const std::int64_t longest = of_group(axis.kv.extent), blocks = divide_up(longest, count);
+    double sum = 0;
+    std::int64_t looked_at = 0;
+    for_ends(count, longest, [&](std::int64_t seen) {
+      sum += static_cast<double>(divide_up(std::max<std::int64_t>(seen, 0), group));
+      ++looked_at;
+    });
+    return (sum + inside * static_cast<double>(blocks - looked_at)) / static_cast<double>(blocks);
+  }
+
+ private:
+  /// So many columns, or all; where the dimension wraps, some may come twice.
+  std::int64_t limited(std::int64_t seen) const {
+    return axis.window.ends == Ends::kWrap ? seen : std::min(seen, columns());
+  }
+
+  /// Whether windows are the whole sequence.
+  bool are_whole() const { return axis.query.extent != axis.kv.extent; }
+
+  bool looks_at_ends() const { return !has_origins() && ends() <= kMostLookedAt; }
+  std::int64_t ends() const { return axis.window.kernel_size + axis.window.stride; }
+
+  /// The same as `seen` for keys near the ends of a layout, which are seen by more queries, whose windows the end
+  /// shifts.
+  std::int64_t seen_at_ends(std::int64_t tile, std::int64_t tiles) const {
+    const Window& window = axis.window;
+    const std::int64_t count = tile * tiles, longest = of_group(axis.kv.extent);
+    // Layouts that are longer have ends like those of one of these.
+    const std::int64_t all_kinds = 2 * ends() + count * (window.stride + 3);
+    const bool looks_at_all =
+        places == Places::kOfEntries && axis.kv.local_extent == axis.kv.extent && all_kinds <= kMostLookedAt;
+    if (!looks_at_ends() && !looks_at_all) {
+      // Keys that have both ends near are seen by the whole layout.
+      const bool may_be_short = places == Places::kOfEntries || longest <= 2 * window.kernel_size + count;
+      const std::int64_t shifted = window.kernel_size / 2 + window.stride;
+      return seen_inside(count) + (may_be_short ? std::max(shifted, window.kernel_size) : shifted);
+    }
+    std::int64_t most = 0;
+    const auto look = [&](std::int64_t seen) { most = std::max(most, seen); };
+    for (std::int64_t length = std::max<std::int64_t>(longest - 1, 1); length <= longest; ++length) {
+      for_ends(count, length, look);
+    }
+    for (std::int64_t length = 1; looks_at_all && length <= std::min(longest, all_kinds); ++length) {
+      const std::int64_t first_of_last = std::max<std::int64_t>(divide_up(length, tile) * tile - count, 0);
+      for (std::int64_t begin = 0; begin < length;) {
+        const std::int64_t end = begin < first_of_last ? std::min(begin + count, first_of_last) : length;
+        look(seen_between(begin, end, length));
+        begin = end;
+      }
+    }
+    return most;
+  }
+
+  std::int64_t of_group(std::int64_t extent) const { return divide_up(extent, axis.window.dilation); }
+
+  /// How many columns the keys from one to another of a layout are seen by.
+  std::int64_t seen_between(std::int64_t begin, std::int64_t end, std::int64_t length) const {
+    if (length < axis.window.kernel_size) return length;
+    const auto first_seen = inverse_window_bounds(axis.window, begin, length, length);
+    const auto last_seen = inverse_window_bounds(axis.window, end - 1, length, length);
+    return last_seen.end - first_seen.begin;
+  }
+
+  /// The same as `seen`, away from the ends of the layout.
+  std::int64_t seen_inside(std::int64_t count) const {
+    const Window& window = axis.window;
+    count = std::min(count, rows());
+    const std::int64_t steps = divide_up(count - 1, window.stride) * window.stride;
+    return window.kernel_size + (rows_are_keys ? count - 1 + window.stride - 1 : steps);
+  }
+
+  /// Calls `call` with the columns that blocks of `count` keys near the ends of a layout of `length` are seen by.
+  template <class Call>
+  void for_ends(std::int64_t count, std::int64_t length, const Call& call) const {
+    const Window& window = axis.window;
+    if (length < window.kernel_size) {
+      for (std::int64_t block = 0; block * count < length; ++block) call(length);
+      return;
+    }
+    const std::int64_t blocks = divide_up(length, count);
+    const std::int64_t near = std::min(divide_up(window.kernel_size + window.stride, count) + 1, blocks);
+    const auto look = [&](std::int64_t block) {
+      call(seen_between(block * count, std::min((block + 1) * count, length), length));
+    };
+    for (std::int64_t block = 0; block < near; ++block) look(block);
+    for (std::int64_t block = std::max(near, blocks - near); block < blocks; ++block) look(block);
+  }
+};
+
+/// The dimensions of a problem, seen from a kernel.
+struct Sides {
+  Side of[kRank];
+
+  Sides(const Problem& problem, Kernel kernel, Places places)
+      : of{{problem.axes[0], kernel == Kernel::kKeyValueGradient, places},
+           {problem.axes[1], kernel == Kernel::kKeyValueGradient, places},
+           {problem.axes[2], kernel == Kernel::kKeyValueGradient, places}} {}
+};
+
+}  // namespace natten_jax::small
