@@ -106,18 +106,21 @@ def plan_with(backend: Backend, request: Request, device: Device, pass_: Pass) -
     """The plan of a pass with a backend that can run it: what was left open is the backend's choice."""
     performance = request.performance
     problem = backend.widened(request.problem, device, pass_, performance.tiles(pass_))
+    is_split = math.prod(request.parts) != 1
+    # A part of the layout may begin anywhere in it, as a box with an origin of its own does.
+    tiled = dataclasses.replace(problem, own_origins=True) if is_split else problem
     for each in PASSES if backend.shares_tiles else (pass_,):
         if performance.tiles(each) is None:
-            performance = performance.with_tiles(each, backend.tile_pairs(problem, device, each)[0])
+            performance = performance.with_tiles(each, backend.tile_pairs(tiled, device, each)[0])
     schedules = backend.schedules.get(pass_, ())
     schedule = (performance.kernel_schedule or str(schedules[0])) if schedules else None
     performance = dataclasses.replace(performance, kernel_schedule=schedule)
     plan = Plan(
         problem, pass_, BackendId(backend.family, problem.operator), device.platform, performance, request.precision
     )
-    if request.performance.tiles(pass_) is not None or math.prod(request.parts) == 1:
+    if request.performance.tiles(pass_) is not None or not is_split:
         return plan
-    return tiled_for_part(plan, request.parts, backend.tile_pairs(problem, device, pass_))
+    return tiled_for_part(plan, request.parts, backend.tile_pairs(tiled, device, pass_))
 
 
 def rejections(problem: Problem, device: Device, pass_: Pass) -> dict[BackendId, str]:

@@ -157,8 +157,9 @@ def _kernel_seconds(plan: Plan, halos: Sequence[Halo], way: HaloStrategy, calibr
     one, inner = visits_of_one(plan), sum(call.inner for call in way.calls)
     inner_share = inner / one.inner
     if small_windows.is_for(calibration, problem, pass_, plan.tiles):
+        as_parts = dataclasses.replace(problem, own_origins=True)  # which have no rings, either
         whole_seconds = small_windows.seconds(
-            calibration.family, problem, pass_, plan.tiles, calibration.compute_capability
+            calibration.family, as_parts, pass_, plan.tiles, calibration.compute_capability
         )
         return None if whole_seconds is None else whole_seconds * inner_share
     kernel = calibration.kernel(problem, plan.tiles, pass_)

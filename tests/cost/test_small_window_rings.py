@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from natten_jax import simulator
+from natten_jax.backends.select import resolve
 from natten_jax.cost import small_windows
 from natten_jax.performance import TilePair
-from natten_jax.plan.devices import ComputeCapability
+from natten_jax.plan.devices import ComputeCapability, Device
+from natten_jax.plan.request import Request
 from natten_jax.problem import Problem
 
 RING = "forward with a ring"
@@ -64,6 +66,17 @@ def test_windows_of_many_keys_have_a_ring_where_there_are_kernels_for_it() -> No
 def test_what_the_form_does_not_take_has_none(changes: dict[str, Any]) -> None:
     fastest = next(iter(launches(problem_of(**changes)).values()))
     assert fastest.kernel == "forward"
+
+
+def test_parts_of_a_layout_take_the_tiles_of_regions() -> None:
+    # Rings are of whole layouts: beside them, regions would have the tiles that suit rings.
+    problem = problem_of()
+    whole, part, box = (
+        resolve(Request(each, backend="cutlass-fna", parts=parts), Device("cuda", HOPPER, is_present=False), "forward")
+        for each, parts in ((problem, ()), (problem, (2, 1)), (dataclasses.replace(problem, own_origins=True), ()))
+    )
+    assert launches(problem)[whole.tiles].kernel == RING
+    assert part.tiles == box.tiles != whole.tiles
 
 
 def test_products_are_those_of_the_blocks_that_warps_multiply() -> None:
