@@ -22,7 +22,7 @@ HOPPER = (9, 0)
 
 def problem_of(layout: tuple[int, ...] = (128, 128), kernel_size: int = 13, **changes: Any) -> Problem:
     window = {name: changes.pop(name) for name in ("stride", "dilation", "is_causal") if name in changes}
-    operands = {
+    operands: dict[str, Any] = {
         name: True for name in ("relative_bias", "key_bias", "own_origins", "own_extents") if changes.pop(name, 0)
     }
     sizes: dict[str, Any] = {"batch": 8, "heads": 8, "head_dim": 64, "dtype": "bfloat16"} | changes
