@@ -8,7 +8,7 @@
 namespace natten_jax::small {
 namespace {
 
-constexpr int kThreads = 256, kLoads = 4;
+constexpr int kThreads = 256, kLoads = 8;
 
 struct SinksGradientParams {
   const float* sinks;        // [batch_of_sinks, heads]
@@ -24,7 +24,7 @@ struct SinksGradientParams {
 
 /// A CTA has some heads of a part of the queries, a thread one head of each few of these: neighbors read what follows
 /// in memory.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     natten_jax_small_sinks_gradient(const __grid_constant__ SinksGradientParams p) {
   __shared__ float sums[kThreads];
   const int of_head = threadIdx.x % p.heads_of_cta, of_row = threadIdx.x / p.heads_of_cta,
@@ -34,13 +34,29 @@ __global__ void __launch_bounds__(kThreads)
   float sum = 0.f;
   if (head < p.heads && of_row < p.rows_of_cta) {
     const float sink = p.sinks[blockIdx.x * p.heads + head];
-#pragma unroll kLoads
-    for (std::int64_t row = first + of_row; row < end; row += p.rows_of_cta) {
-      const std::int64_t at = (own + row) * p.heads + head;
-      const float logsumexp = p.logsumexp[at], delta = p.statistics[at].y;
+    const auto share = [&](float logsumexp, float delta) {
       // What sees nothing, and no sink, has no weights; padding may hold anything.
-      sum += logsumexp == -INFINITY ? 0.f : fast_exp2((sink - logsumexp) * kLog2E) * delta;
+      return logsumexp == -INFINITY ? 0.f : fast_exp2((sink - logsumexp) * kLog2E) * delta;
+    };
+    const std::int64_t step = std::int64_t{p.rows_of_cta} * p.heads, at = (own + first + of_row) * p.heads + head;
+    const float* logsumexp = p.logsumexp + at;
+    const float* delta = &p.statistics[at].y;
+    int rows = (static_cast<int>(end - first) - of_row + p.rows_of_cta - 1) / p.rows_of_cta;
+    for (; rows >= kLoads; rows -= kLoads) {
+      // All are under way before one is waited for: one after the other, 200,704 queries of two heads took 16
+      // microseconds.
+      float a[kLoads], b[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        a[i] = logsumexp[i * step];
+        b[i] = delta[4 * i * step];
+      }
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) sum += share(a[i], b[i]);
+      logsumexp += kLoads * step;
+      delta += 4 * kLoads * step;
     }
+    for (; rows > 0; --rows, logsumexp += step, delta += 4 * step) sum += share(*logsumexp, *delta);
   }
   sums[threadIdx.x] = sum;
   for (int half = p.rows_of_cta / 2; half > 0; half /= 2) {
@@ -69,7 +85,6 @@ Status run_sinks_gradient(const Problem& problem, const Arrays& arrays, const fl
   p.next_sinks = most_parts * p.filled_heads;
   p.heads_of_cta = std::min(p.filled_heads, kThreads);
   for (p.rows_of_cta = 1; 2 * p.rows_of_cta * p.heads_of_cta <= kThreads;) p.rows_of_cta *= 2;
-  // Each thread has a few rows to load at a time.
   const std::int64_t at_once = std::int64_t{p.rows_of_cta} * kLoads;
   p.rows_of_part = static_cast<int>(divide_up(divide_up(p.rows, most_parts), at_once) * at_once);
   const std::int64_t count = divide_up(p.rows, p.rows_of_part);
