@@ -164,11 +164,11 @@ py::object estimate_of_small_windows(const std::array<std::int64_t, kFieldsOfAxi
     small::RingShape ring{};
     const bool owns_queries = kernel == small::Kernel::kForward || kernel == small::Kernel::kQueryGradient;
     double nanoseconds = region.nanoseconds;
-    if (has_ring && owns_queries) {
+    if (has_ring) {
+      constexpr auto kPlaces = small::Places::kWhole;
       const auto& rows = is_backward ? tiles.kv : tiles.query;
       const auto& columns = is_backward ? tiles.query : tiles.kv;
-      constexpr auto kPlaces = small::Places::kWhole;
-      ring = small::choose_ring_before(region, problem, rows, columns, kernel, kPlaces, device);
+      if (owns_queries) ring = small::choose_ring_before(region, problem, rows, columns, kernel, kPlaces, device);
       nanoseconds = small::nanoseconds_beside_rings(region, problem, kernel, kPlaces);
     }
     if (ring.warps > 0) nanoseconds = ring.nanoseconds;

@@ -35,6 +35,7 @@ PROBLEMS: dict[str, tuple[tuple[int, ...], dict[str, Any], int, int, int]] = {
     "clips": ((8, 28, 31), {"kernel_size": (8, 7, 7)}, 6, 6, 32),
     "volume": ((17, 18, 21), {"kernel_size": 5}, 4, 4, 32),
     "causal volume": ((12, 21, 18), {"kernel_size": (5, 5, 4), "is_causal": (True, False, False)}, 4, 2, 64),
+    "causal clips": ((15, 7, 11), {"kernel_size": (7, 3, 8), "is_causal": (True, False, False)}, 6, 3, 64),
 }
 DTYPES = [jnp.bfloat16, jnp.float16]
 
@@ -198,9 +199,10 @@ def test_gradients_are_reproducible(name: str) -> None:
             jax.tree.map(np.testing.assert_array_equal, gradients(name, pair, cotangent, *arrays), first)
 
 
-@pytest.mark.parametrize("name", ["13x13", "13x13, narrow", "clips", "volume"])
-def test_rings_are_reproducible(name: str) -> None:
-    arrays = drawn(name, 8, jnp.bfloat16)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["13x13", "13x13, narrow", "clips", "volume", "causal clips"])
+def test_rings_are_reproducible(name: str, dtype: Any) -> None:
+    arrays = drawn(name, 8, dtype)
     first = attend(name, arrays)
     for _ in range(20):
         jax.tree.map(np.testing.assert_array_equal, attend(name, arrays), first)

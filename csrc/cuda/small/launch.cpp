@@ -480,7 +480,8 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
     const Places places = places_of(arrays);
     ring = find_ring(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, places, device);
     ring_of_keys = find_gradient_ring(problem, places, device);
-    if (ring_of_keys.nanoseconds >= of_keys.region.nanoseconds) ring_of_keys = {};
+    const double of_region = nanoseconds_beside_rings(of_keys.region, problem, Kernel::kKeyValueGradient, places);
+    if (ring_of_keys.nanoseconds >= of_region) ring_of_keys = {};
   }
 #endif
   TableParams table{};

@@ -29,7 +29,7 @@ struct RingCosts {
 };
 constexpr RingCosts costs_of(Kernel kernel, std::int64_t head_dim) {
   if (kernel == Kernel::kKeyValueGradient) {
-    return head_dim == 64 ? RingCosts{100, 20, 34, 9000} : RingCosts{60, 14, 27, 5000};
+    return head_dim == 64 ? RingCosts{130, 26, 44, 14000} : RingCosts{67, 16, 30, 6000};
   }
   if (kernel == Kernel::kQueryGradient) return {100, 25, 35, 9000};
   return head_dim == 64 ? RingCosts{75, 25, 17.5, 9000} : RingCosts{42, 30, 9, 5000};
@@ -43,8 +43,9 @@ constexpr double kClearly = 1.05;
 
 /// How many times as long as estimated the forward pass takes with regions whose loads nothing runs beside, with a
 /// stage only: as estimates are for others, too. 12 such problems of 100 keys and more took an H100 0.9 to 1.3 times as
-/// long, 1.1 on average, and 4 with two stages 1.0 to 1.3; rings won 10 of the first, and none of these.
-constexpr double kOneStage = 1.18;
+/// long, 1.1 on average, and 4 with two stages 1.0 to 1.3; rings won 10 of the first, and none of these. Key and value
+/// gradients of 13 problems took 1.0 to 1.26 times as long.
+constexpr double kOneStage = 1.18, kOfKeyGradients = 1.14;
 
 /// The smallest windows, in keys. A tile's fixed work is what counts with fewer: of 7 x 7, NAT's first stage took an
 /// H100 60 microseconds with a ring, and 52 with regions.
@@ -92,13 +93,13 @@ struct Span {
 };
 
 /// How many blocks a warp sees of a dimension across strips, and so many warps side by side from where the first one
-/// begins; and all warps together.
+/// begins; the warps of a strip at most, one by one; and all warps together.
 struct SeenBlocks {
-  std::int64_t of_warp = 1, of_strip = 1, of_all = 0;
+  std::int64_t of_warp = 1, of_strip = 1, of_warps = 0, of_all = 0;
 
   SeenBlocks(const Span& span, std::int64_t rows, std::int64_t beside, std::int64_t of_block, int phase) {
     for (std::int64_t strip = 0; strip < span.length(); strip += rows * beside) {
-      const std::int64_t lo = span.seen(strip, rows).begin, first = lo - modulo(lo - phase, of_block);
+      const std::int64_t lo = span.seen(strip, rows).begin, first = lo - modulo(lo - phase, of_block), before = of_all;
       for (std::int64_t begin = strip; begin < std::min(strip + rows * beside, span.length()); begin += rows) {
         const auto seen = span.seen(begin, rows);
         const std::int64_t end = divide_up(seen.end - first, of_block), blocks = end - (seen.begin - first) / of_block;
@@ -106,6 +107,7 @@ struct SeenBlocks {
         of_strip = std::max(of_strip, end);
         of_all += blocks;
       }
+      of_warps = std::max(of_warps, of_all - before);
     }
   }
 };
@@ -133,9 +135,14 @@ struct SeenSlabs {
   }
 };
 
+/// Blocks that a warp sees of a slab: on average, and on average of the warps of the strip that see most.
+struct BlocksOfSlab {
+  double average, most;
+};
+
 /// Divides strips into segments, and estimates what the launch takes.
 void choose_segments(const Problem& problem, Kernel kernel, const Device& device, double slabs_of_step,
-                     double blocks_of_slab, std::int64_t first_bytes, RingShape& shape) {
+                     BlocksOfSlab blocks, std::int64_t first_bytes, RingShape& shape) {
   const RingCosts costs = costs_of(kernel, problem.head_dim);
   const std::int64_t strips = problem.batch * problem.heads * shape.strips[0] * shape.strips[1],
                      beside = std::int64_t{shape.beside[0]} * shape.beside[1];
@@ -143,15 +150,19 @@ void choose_segments(const Problem& problem, Kernel kernel, const Device& device
   const double held_turns = 2 + (shape.slots - slabs_of_step) * shape.thick / shape.rows[2],
                turns = std::clamp<double>(held_turns, 1, shape.turns());
   const double waiting = most_ring_warps(narrow(problem.head_dim)) / (static_cast<double>(beside) * turns);
-  const double tile = (costs.tile + (costs.slab + costs.block * blocks_of_slab) * slabs_of_step) * waiting;
+  const auto tile_of = [&](double blocks_of_slab) {
+    return (costs.tile + (costs.slab + costs.block * blocks_of_slab) * slabs_of_step) * waiting;
+  };
   const double start = costs.segment + static_cast<double>(first_bytes) / kBytes;
   shape.nanoseconds = std::numeric_limits<double>::max();
   for (std::int64_t segments = 1; segments <= shape.steps; ++segments) {
     const std::int64_t of_segment = divide_up(shape.steps, segments);
     if (of_segment > kMostSegmentSteps || divide_up(shape.steps, of_segment) != segments) continue;
     const auto rounds = static_cast<double>(divide_up(strips * segments, device.multiprocessors));
-    const double of_unit = static_cast<double>(of_segment * beside) * tile + start;
-    const double nanoseconds = kClearly * (kLaunch + rounds * of_unit);
+    const double tiles = static_cast<double>(of_segment * beside);
+    // What goes on longest in the last round is waited for.
+    const double units = tiles * ((rounds - 1) * tile_of(blocks.average) + tile_of(blocks.most)) + rounds * start;
+    const double nanoseconds = kClearly * (kLaunch + units);
     if (nanoseconds >= shape.nanoseconds) continue;
     shape.nanoseconds = nanoseconds;
     shape.segments = narrow(segments);
@@ -168,8 +179,9 @@ bool complete(const Problem& problem, Kernel kernel, const Device& device, const
     shape.strips[i] = narrow(divide_up(length(i), std::int64_t{shape.rows[i]} * shape.beside[i]));
   }
   const std::int64_t strips = std::int64_t{shape.strips[0]} * shape.strips[1],
-                     tiles = strips * shape.beside[0] * shape.beside[1];
-  std::int64_t groups = by_groups.of_strip, inner = by_inner.of_strip, blocks = by_groups.of_all * by_inner.of_all;
+                     beside = std::int64_t{shape.beside[0]} * shape.beside[1], tiles = strips * beside;
+  std::int64_t groups = by_groups.of_strip, inner = by_inner.of_strip, blocks = by_groups.of_all * by_inner.of_all,
+               most_blocks = by_groups.of_warps * by_inner.of_warps;
   shape.blocks = narrow(by_groups.of_warp * by_inner.of_warp);
   if (!rows_are_keys) {
     const auto* const form = std::find_if(std::begin(kRingForms), std::end(kRingForms), [&](const RingForm& each) {
@@ -180,6 +192,7 @@ bool complete(const Problem& problem, Kernel kernel, const Device& device, const
     groups = std::max<std::int64_t>(groups, form->groups);
     inner = std::max<std::int64_t>(inner, form->inner);
     blocks = tiles * form->blocks();
+    most_blocks = beside * form->blocks();
   }
   shape.groups = narrow(groups);
   shape.group_blocks = narrow(inner);
@@ -206,7 +219,9 @@ bool complete(const Problem& problem, Kernel kernel, const Device& device, const
   shape.barriers = narrow(shape.masks + mask_bytes);
   shape.bytes = narrow(shape.barriers + kBarrierBytes);
   choose_segments(problem, kernel, device, static_cast<double>(slabs.all) / shape.steps,
-                  static_cast<double>(blocks) / static_cast<double>(tiles), slabs.most * 2 * shape.array_bytes, shape);
+                  {static_cast<double>(blocks) / static_cast<double>(tiles),
+                   static_cast<double>(most_blocks) / static_cast<double>(beside)},
+                  slabs.most * 2 * shape.array_bytes, shape);
   shape.pairs = slabs.all * blocks * kBlockKeys * kRows;
   shape.keys = 0;
   const std::int64_t of_segment = std::int64_t{shape.segment_steps} * slabs.depth;
@@ -303,8 +318,12 @@ RingShape choose_gradient_ring(const Problem& problem, Places places, const Devi
 }
 
 double nanoseconds_beside_rings(const Region& region, const Problem& problem, Kernel kernel, Places places) {
-  const bool is_exposed = kernel == Kernel::kForward && region.stages == 1 && can_have_ring(problem, places);
-  return region.nanoseconds * (is_exposed ? kOneStage : 1);
+  double factor = 1;
+  if (can_have_ring(problem, places)) {
+    if (kernel == Kernel::kForward && region.stages == 1) factor = kOneStage;
+    if (kernel == Kernel::kKeyValueGradient && problem.heads == problem.heads_kv) factor = kOfKeyGradients;
+  }
+  return region.nanoseconds * factor;
 }
 
 RingShape choose_ring_before(const Region& region, const Problem& problem, const std::int64_t (&rows)[kRank],

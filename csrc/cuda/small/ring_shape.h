@@ -80,7 +80,7 @@ RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank],
 /// Likewise for the kernel of key and value gradients, of all tiles: these are chosen here.
 RingShape choose_gradient_ring(const Problem& problem, Places places, const Device& device);
 
-/// What a launch of a kernel that owns queries is estimated to take with a region, where rings are estimated, too.
+/// What a launch is estimated to take with a region, where rings are estimated, too.
 double nanoseconds_beside_rings(const Region& region, const Problem& problem, Kernel kernel, Places places);
 
 /// The first, none where it is not estimated to be faster than a launch with a region.
