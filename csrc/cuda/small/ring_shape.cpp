@@ -31,7 +31,6 @@ constexpr RingCosts costs_of(Kernel kernel, std::int64_t head_dim) {
   if (kernel == Kernel::kKeyValueGradient) {
     return head_dim == 64 ? RingCosts{130, 26, 44, 14000} : RingCosts{67, 16, 30, 6000};
   }
-  if (kernel == Kernel::kQueryGradient) return {100, 25, 35, 9000};
   return head_dim == 64 ? RingCosts{75, 25, 17.5, 9000} : RingCosts{42, 30, 9, 5000};
 }
 
@@ -264,12 +263,9 @@ void take_fastest(const Problem& problem, Kernel kernel, const Device& device, R
 }  // namespace
 
 RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                      Kernel kernel, Places places, const Device& device) {
+                      Places places, const Device& device) {
   RingShape best{};
   if (!can_have_ring(problem, places)) return best;
-  // With heads of 32, query gradients took an H100 as long as with regions: 248 instead of 230 microseconds for 13
-  // x 13.
-  if (kernel == Kernel::kQueryGradient && problem.head_dim != 64) return best;
   int dimension[kRank] = {0, 1, 2};
   do {
     RingShape shape{};
@@ -281,7 +277,7 @@ RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank],
     if (wide < 2 || wide > 4 || (deep > 1 && high > 1)) continue;
     shape.wide = narrow(wide);
     shape.thick = deep > 1 ? narrow(kBlockKeys / wide) : 1;
-    take_fastest(problem, kernel, device, shape, best);
+    take_fastest(problem, Kernel::kForward, device, shape, best);
   } while (std::next_permutation(std::begin(dimension), std::end(dimension)));
   return best;
 }
@@ -327,9 +323,9 @@ double nanoseconds_beside_rings(const Region& region, const Problem& problem, Ke
 }
 
 RingShape choose_ring_before(const Region& region, const Problem& problem, const std::int64_t (&rows)[kRank],
-                             const std::int64_t (&columns)[kRank], Kernel kernel, Places places, const Device& device) {
-  const RingShape ring = choose_ring(problem, rows, columns, kernel, places, device);
-  const double of_region = nanoseconds_beside_rings(region, problem, kernel, places);
+                             const std::int64_t (&columns)[kRank], Places places, const Device& device) {
+  const RingShape ring = choose_ring(problem, rows, columns, places, device);
+  const double of_region = nanoseconds_beside_rings(region, problem, Kernel::kForward, places);
   return ring.warps > 0 && ring.nanoseconds < of_region ? ring : RingShape{};
 }
 
