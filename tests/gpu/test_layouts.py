@@ -120,8 +120,8 @@ def test_short_layouts_are_as_cropped_ones(heads: tuple[int, int], tile: tuple[i
         )
         for name, array in alone.items():
             message = f"{name} of {height} x {width}"
-            # A layout that a thread block holds has one kernel for all gradients, which takes no grouped heads.
-            if name in "qkv" and heads_of_queries == heads_kv:
+            # Kernels of gradients then go through dimensions in another order in some of these layouts.
+            if name in "qkv" and tile == (1, 16):
                 np.testing.assert_allclose(padded[name][box], array, rtol=2e-2, atol=2e-2, err_msg=message)
             else:
                 np.testing.assert_array_equal(padded[name][box], array, err_msg=message)
@@ -180,24 +180,6 @@ def test_one_launch_takes_all_entries_and_copies_none(kernels: str) -> None:
         real = origin[:, None, None] + np.indices((16, 32)).transpose(1, 2, 0) < extents[:, None, None]
         np.testing.assert_array_equal(np.any(np.asarray(found), axis=(-1, -2)), real.all(axis=-1))
     assert len(traced) == 1
-
-
-@pytest.mark.parametrize("kernels", ["hopper", "cutlass", "small"])
-def test_gradients_copy_no_keys_and_values_either(kernels: str) -> None:
-    query, *inputs = draw(0, 5, 16, 32, 2, 64), draw(1, 5, 33, 47, 2, 64), draw(2, 5, 33, 47, 2, 64)
-
-    def loss(places: jax.Array, *inputs: jax.Array) -> jax.Array:
-        query, key, value = inputs
-        given: dict[str, Any] = {"query_origin": places, "extents": places + 16, **KERNELS[kernels]}
-        out: jax.Array = natten_jax.na2d(query, key, value, **given)
-        return jnp.sum(out.astype(jnp.float32) ** 2)
-
-    compiled = jax.jit(jax.grad(loss, (1, 2, 3))).lower(jnp.zeros((5, 2), jnp.int32), query, *inputs).compile()
-    text = compiled.as_text()
-    assert text is not None
-    assert text.count('custom_call_target="natten_jax') == 2
-    made_by = re.findall(r"= bf16\[5,33,47,2,64\]\S* ([\w-]+)\(", text)
-    assert set(made_by) <= {"parameter", "get-tuple-element", "bitcast"}, made_by
 
 
 @pytest.mark.parametrize("backend", ["hopper-fmha", "cutlass-fmha"])
