@@ -280,12 +280,11 @@ def _compute_gradients(
     if resolve(request, device, "forward").backend != plan.backend:
         saved = saved._replace(remainder=None)
     kernels = KernelOperands.of(plan, request, operands)
-    saved = kernels.saved(saved)
-    cotangents = cotangents._replace(out=kernels.heads.widen_values(cotangents.out))
+    of_kernels = kernels.saved(saved), cotangents._replace(out=kernels.heads.widen_values(cotangents.out))
     if strips.are_needed(plan, kernels.operands):
-        found = _gradients_with_strips(plan, kernels.operands, saved, cotangents)
+        found = _gradients_with_strips(plan, kernels.operands, *of_kernels)
     else:
-        found = backends.of(plan.backend).backward(plan, kernels.operands, saved, cotangents)
+        found = backends.of(plan.backend).backward(plan, kernels.operands, *of_kernels)
     return kernels.gradients(found, saved, cotangents)
 
 

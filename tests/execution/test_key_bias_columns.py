@@ -52,6 +52,22 @@ CASES = {
         query_lengths=(7, 25),
         scales=(0.3, 0.0),
     ),
+    "extents and sinks": Case(
+        (9, 8), (3, 5), key_bias="heads", hidden=0.4, heads=2, batch=2, extents=((4, 8), (9, 5)), sinks=True
+    ),
+    "lengths and sinks": Case(
+        (27,),
+        queries=19,
+        key_bias="tokens",
+        hidden=0.8,
+        heads=2,
+        heads_kv=1,
+        batch=2,
+        extents=((7,), (4,)),
+        query_lengths=(13, 6),
+        scale=-0.35,
+        sinks=True,
+    ),
 }
 
 
@@ -72,6 +88,18 @@ def kernels_add_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuBackend, "call_backward", backward)
     *others, last = backends.registered()
     monkeypatch.setattr(backends, "_registered", [*others, FAMILY.backend, last])
+
+
+@pytest.mark.parametrize("name", ["extents and sinks", "lengths and sinks"])
+def test_gradients_of_sinks_are_not_those_of_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call_backward = CpuBackend.call_backward
+
+    def backward(self: Any, *arguments: Any) -> Any:
+        found = call_backward(self, *arguments)
+        return found._replace(sinks=found.sinks * jnp.nan)  # they are given a logsumexp of 0 for padding
+
+    monkeypatch.setattr(CpuBackend, "call_backward", backward)
+    check_all([Trial(CASES[name], "float32")], FAMILY)
 
 
 @pytest.mark.parametrize("dtype", FAMILY.dtypes)
