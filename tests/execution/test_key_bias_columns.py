@@ -95,7 +95,7 @@ def test_gradients_of_sinks_are_not_those_of_kernels(name: str, monkeypatch: pyt
     call_backward = CpuBackend.call_backward
 
     def backward(self: Any, *arguments: Any) -> Any:
-        found = call_backward(self, *arguments)
+        found: Any = call_backward(self, *arguments)
         return found._replace(sinks=found.sinks * jnp.nan)  # they are given a logsumexp of 0 for padding
 
     monkeypatch.setattr(CpuBackend, "call_backward", backward)

@@ -120,8 +120,9 @@ def test_short_layouts_are_as_cropped_ones(heads: tuple[int, int], tile: tuple[i
         )
         for name, array in alone.items():
             message = f"{name} of {height} x {width}"
-            # Kernels of gradients then go through dimensions in another order in some of these layouts.
-            if name in "qkv" and tile == (1, 16):
+            # A layout that a thread block holds has one kernel for all gradients, which takes no grouped heads. With
+            # the longest tile, kernels go through dimensions in another order in some of these layouts.
+            if name in "qkv" and (heads_of_queries == heads_kv or tile == (1, 16)):
                 np.testing.assert_allclose(padded[name][box], array, rtol=2e-2, atol=2e-2, err_msg=message)
             else:
                 np.testing.assert_array_equal(padded[name][box], array, err_msg=message)

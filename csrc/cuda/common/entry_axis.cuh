@@ -61,7 +61,7 @@ class EntryLayout {
   /// That of the launch.
   EntryLayout() = default;
 
-  /// Of a batch entry; all lanes of a warp take part, also when numbers are asked for.
+  /// That of a batch entry; all lanes of a warp take part, also when numbers are asked for.
   ///
   /// Args:
   ///   layouts: [batch, 3, 3]: query origin, query extents, key/value extents; null: that of the launch.

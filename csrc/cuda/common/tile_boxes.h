@@ -16,8 +16,8 @@ inline constexpr int kMostBoxes = 128;
 struct TileBoxes {
   bool go_around;            ///< Whether some dimension wraps; if not, a tile is one box.
   int count;                 ///< Boxes of a tile.
-  int tokens;                ///< Of a box.
-  int extent[3];             ///< Of a box.
+  int tokens;                ///< Tokens of a box.
+  int extent[3];             ///< Extents of a box.
   uchar4 begin[kMostBoxes];  ///< Where each begins in the tile: x, y, z.
 };
 

@@ -8,7 +8,7 @@ namespace natten_jax::sm90 {
 /// The order in which warpgroups issue their products: while one does, another takes exponentials.
 template <class Traits>
 struct ProductOrder {
-  // Of the warpgroup that has issued its products and the one that goes next.
+  // The warpgroup that has issued its products meets the one that goes next.
   static constexpr int kThreads = 2 * kWarpgroup;
 
   int warpgroup;

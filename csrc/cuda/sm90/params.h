@@ -70,7 +70,7 @@ struct ForwardParams {
   TileSupply supply;   // of query tiles
   QueryTileSchedule schedule;
   cutlass::FastDivmod by_heads_per_kv;
-  // Of 8-bit elements alone.
+  // For 8-bit elements alone.
   const float* out_scales;  // [batch, heads]: what the output is multiplied with; null: ones
   bool is_out_float16;      // or bfloat16
   // Of kernels with biases of keys alone.

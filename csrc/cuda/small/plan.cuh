@@ -107,7 +107,7 @@ struct RegionAxis {
  private:
   /// Gives the last region as many tiles as it can have, and the one before what is left. The windows of queries at the
   /// end of a layout are shifted: keys shortly before it are seen by more of them than others. Where these are all in
-  /// one region, no box needs room for more queries. `Side::seen_by_region` of region.cpp counts on it.
+  /// one region, no box needs room for more queries. `Side::seen` of region_side.h counts on it.
   CUTE_DEVICE void fill_last_region(RegionRows place) {
     const int length = kv.local_length, end = place.begin + place.most;
     if (length <= place.begin || length > end + place.most) return;

@@ -13,7 +13,7 @@ constexpr int kSwizzledRow = 128;  // bytes
 /// Elements of a swizzled row: head dimensions are loaded in chunks of this many.
 template <class Element>
 constexpr int kChunkOf = kSwizzledRow / static_cast<int>(sizeof(Element));
-/// Of 16 bits.
+/// The same for elements of 16 bits.
 constexpr int kChunk = 64;
 
 /// Rows of `kElements` elements that a head is loaded or stored in; of the last one, what lies past the head is zero,

@@ -18,11 +18,11 @@ struct EntryMaps {
   const std::int32_t* layouts;  ///< [batch, 3, 3]: query origin, query extents, key/value extents.
   int batch;
   int arrays;
-  int classes;  ///< Of dilation groups, 8 as encode_head_map's maps have them, or 1: maps are of whole layouts.
-  DeviceAxis axis[kRank];                ///< Of the maps' dimensions 1 to 3.
+  int classes;  ///< Classes of dilation groups, 8 as encode_head_map's maps have them, or 1: maps are of whole layouts.
+  DeviceAxis axis[kRank];                ///< Dimensions 1 to 3 of the maps.
   int dimension[kRank];                  ///< Which of the problem's each is.
   std::uint32_t are_queries;             ///< A bit for each array that has the queries' tokens.
-  CUtensorMap of_all[kMostEntryArrays];  ///< Of each array, of some class.
+  CUtensorMap of_all[kMostEntryArrays];  ///< A map of each array, of some class.
   CUtensorMap* result;                   ///< [batch, arrays, classes].
   std::int32_t* counter;                 ///< Set to zero along the way; null: there is none.
 };

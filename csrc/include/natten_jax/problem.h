@@ -91,7 +91,7 @@ struct Problem {
   bool has_key_bias;
   Scale scale;
   Axis axes[kRank];
-  ElementType out_type;  ///< Of the output: the element type, but for 8-bit elements.
+  ElementType out_type;  ///< The output's: the element type, but for 8-bit elements.
 
   NATTEN_JAX_HOST_DEVICE constexpr std::int64_t heads_per_kv() const { return heads / heads_kv; }
 
