@@ -95,7 +95,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Slow ones come first, or else the last worker would still be at one when all others are done.
     """
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-    if not _is_of_gpu(config):
+    if config.pluginmanager.hasplugin("xdist") and not _is_of_gpu(config):
         _keep_modules_together(items)
     for item in items:
         is_of_gpu = item.get_closest_marker("gpu") is not None
