@@ -48,9 +48,9 @@ def call_forward(plan: Plan, operands: Operands, types: list[ResultType]) -> lis
     arrays = (
         *kernel_operands(plan.problem, operands),
         layouts_operand(operands),
-        _tables(operands),
+        _or_nothing(operands.inputs.relative_bias),
         key_bias_operand(plan.problem, operands),
-        _sinks(operands),
+        _or_nothing(operands.inputs.sinks),
     )
     scratch = _table_products(plan.problem, operands, rows, columns), entry_maps(operands, _ENTRY_MAPS)
     return native.call(FORWARD, [*types, *scratch], *arrays, **attributes(plan))
@@ -63,16 +63,9 @@ _STEP = 4
 _MOST_SINKS_PARTS = 256
 
 
-def _tables(operands: Operands) -> jax.Array:
-    """A relative bias; an array of nothing where there is none."""
-    tables = operands.inputs.relative_bias
-    return jnp.zeros((0,), jnp.float32) if tables is None else tables
-
-
-def _sinks(operands: Operands) -> jax.Array:
-    """Sinks; an array of nothing where there are none."""
-    sinks = operands.inputs.sinks
-    return jnp.zeros((0,), jnp.float32) if sinks is None else sinks
+def _or_nothing(array: jax.Array | None) -> jax.Array:
+    """The array, as kernels take it; one of nothing where there is none."""
+    return jnp.zeros((0,), jnp.float32) if array is None else array
 
 
 def _sinks_parts(operands: Operands) -> ResultType:
@@ -137,8 +130,8 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangen
     batch, *tokens, heads = logsumexp.shape
     scratch = (batch, math.prod(tokens), heads, 4), _additional_sums(problem, batch, math.prod(tokens))
     columns, rows = with_kernel_tiles(problem, plan.tiles)
-    tables, sinks = _tables(operands), _sinks(operands)
     inputs = operands.inputs
+    tables, sinks = _or_nothing(inputs.relative_bias), _or_nothing(inputs.sinks)
     found, (*_, of_table, of_keys, _, of_sinks, _) = call_for_results(
         BACKWARD,
         plan,
@@ -165,9 +158,8 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangen
             entry_maps(operands, 2 * _ENTRY_MAPS),
         ],
     )
-    table = inputs.relative_bias
     found = with_key_bias_gradient(found, inputs, of_keys)
     return found._replace(
         sinks=None if inputs.sinks is None else of_sinks,
-        relative_bias=None if table is None else of_table,
+        relative_bias=None if inputs.relative_bias is None else of_table,
     )
