@@ -49,7 +49,8 @@ struct AdditionalShared {
 };
 
 template <class Element, int kHeadDim>
-__global__ void __launch_bounds__(32 * kAdditionalWarps)
+// One CTA at least: without the minimum, the compiler gave heads of 128 numbers 32 registers and spilled all else.
+__global__ void __launch_bounds__(32 * kAdditionalWarps, 1)
     natten_jax_small_additional_gradient(const __grid_constant__ AdditionalParams p) {
   using Stage = QueryStage<kHeadDim>;
   using Rows = typename Stage::Rows;
