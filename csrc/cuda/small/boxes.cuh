@@ -41,7 +41,7 @@ class BoxLoads {
  public:
   static constexpr bool kRowsAreKeys = kKernel == Kernel::kKeyValueGradient;
   static constexpr bool kIsWhole = kKernel == Kernel::kWholeGradient;
-  static constexpr bool kMayWrap = Items::kMayWrap;
+  static constexpr bool kMayWrap = Items::kMayWrap, kIsPlain = Items::kIsPlain;
   static constexpr int kBoxes = boxes_of(kKernel);
 
   CUTE_DEVICE BoxLoads(const CommonParams& p, char* raw)
@@ -301,7 +301,7 @@ class BoxLoads {
 
 /// No loads for a second plan: the first one's are all there are.
 struct NoLoads {
-  static constexpr bool kMayWrap = false;
+  static constexpr bool kMayWrap = false, kIsPlain = false;
 
   CUTE_DEVICE void start(const int (&)[kRank], int) const {}
 };

@@ -228,7 +228,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
   });
 }
 
-/// `kHasScales`: heads have scales of their own, or sinks. One scale of all heads is a parameter, which costs no
+/// `kHasScales`: heads may have scales of their own, or sinks. One scale of all heads is a parameter, which costs no
 /// register: with a kernel for both, clips and volumes took 3% longer. `kHasBias`: logits have a relative bias;
 /// `kHasKeyBias`: keys have biases.
 template <class Element, int kHeadDim, bool kHasBoxes, bool kHasScales, bool kHasBias = false, class Items = CtaItems,

@@ -11,7 +11,7 @@ template <ElementType kType>
 cudaError_t find_box_kernels(bool& result) {
   cudaFuncAttributes attributes{};
   const cudaError_t error =
-      cudaFuncGetAttributes(&attributes, natten_jax_small_forward<ElementOf<kType>, kHeadDims[0], true, false>);
+      cudaFuncGetAttributes(&attributes, natten_jax_small_forward<ElementOf<kType>, kHeadDims[0], true, true>);
   result = attributes.ptxVersion >= 90;
   return error;
 }
@@ -22,8 +22,9 @@ cudaError_t launch_forward(int head_dim, const ForwardParams& params, const Laun
   return launch_loading(head_dim, params, shape, [&](auto width, auto has_boxes) {
     using Element = ElementOf<kType>;
     if (params.layouts != nullptr) return natten_jax_small_forward<Element, width, has_boxes, true, false, EntryItems>;
-    return params.has_terms_of_heads() ? natten_jax_small_forward<Element, width, has_boxes, true>
-                                       : natten_jax_small_forward<Element, width, has_boxes, false>;
+    const bool is_plain = params.is_plain && !params.has_terms_of_heads();
+    return is_plain ? natten_jax_small_forward<Element, width, has_boxes, false, false, PlainItems>
+                    : natten_jax_small_forward<Element, width, has_boxes, true>;
   });
 }
 template cudaError_t launch_forward<ElementType::NATTEN_JAX_INSTANCE>(int, const ForwardParams&, const LaunchShape&);

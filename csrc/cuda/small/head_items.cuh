@@ -9,7 +9,7 @@ namespace natten_jax::small {
 /// Batch entries of a head that follow each other, or one where they have tables or scales of their own. CTAs that run
 /// at a time have neighboring heads of the same entries, which share lines of memory.
 struct HeadItems {
-  static constexpr bool kOfEntries = false, kMayWrap = false;
+  static constexpr bool kOfEntries = false, kMayWrap = false, kIsPlain = false;
 
   int head, piece, first, count;
 

@@ -240,7 +240,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
                            const LoadFirstRows& load_first_rows, const EntryLayout& layout = {}, int number = 0) {
   using Columns = ColumnRows<kHeadDim, kHasBoxes>;
   constexpr int kColumnBytes = Columns::kBytes;
-  constexpr bool kMayWrap = Loads::kMayWrap;
+  constexpr bool kMayWrap = Loads::kMayWrap, kIsPlain = Loads::kIsPlain || kIsWhole;
   const Region& region = p.region;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, of_warp = (number * region.warps + warp) * region.table;
   tables.places = reinterpret_cast<int2*>(raw + region.shared.places);
@@ -289,7 +289,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     }
     p.by_tiles[d](tile_id, of_region, tile_id);
     const int most = region.tile[d] * region.tiles[d];
-    const auto rows = RegionAxis<kRowsAreKeys, kMayWrap>::template of<kIsWhole>(
+    const auto rows = RegionAxis<kRowsAreKeys, kMayWrap>::template of<kIsPlain>(
         p, layout, d, residue, {region_number * most, most, region.tile[d]});
     if (rows.count <= 0) return false;
     const int begin = of_region * region.tile[d];
