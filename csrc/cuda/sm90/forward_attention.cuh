@@ -152,9 +152,8 @@ class Attention {
   }
 
   CUTE_DEVICE void start_s() {
-    if constexpr (Traits::kHasKeyBias) products.start_at(shared.key_bias[k.index]);
     order.await_turn();
-    products.start_s(k.index, p.head_dim);
+    products.start_s(shared, k.index, p.head_dim);
   }
 
   CUTE_DEVICE void start_o() {

@@ -55,13 +55,12 @@ class TileBiases {
     for (int i = 0; i < kOfLane; ++i) of_lane[i] = 0.f;
   }
 
-  /// Stores them as `AttentionProducts::start_at` reads them: those of a pair of keys for each of two queries.
-  CUTE_DEVICE void store(float (&tile)[2 * Traits::kColumns]) const {
-    const int lane = threadIdx.x % kWarp;
-    float* const first = tile + lane / 2 * 4 + lane % 2;
+  /// Stores them as an operand of a product, for the tile in a buffer.
+  CUTE_DEVICE void store(BiasPart* tiles, int stage) const {
+    Tensor of_keys = make_tensor(make_smem_ptr(tiles), typename Traits::LayoutBias{});
     CUTE_UNROLL
     for (int i = 0; i < kOfLane; ++i) {
-      first[2 * kWarp * i] = first[2 * kWarp * i + 2] = bias_in_products(of_lane[i], in_products);
+      *reinterpret_cast<uint2*>(&of_keys(row(i), 0, stage)) = parts_of_bias(bias_in_products(of_lane[i], in_products));
     }
   }
 
@@ -83,6 +82,18 @@ class TileBiases {
   float in_products;
   float of_lane[kOfLane];
 };
+
+/// Makes the operands of the products with biases ready: what is multiplied with these, and zeros behind their parts.
+template <class Traits>
+CUTE_DEVICE void prepare_biases(typename Traits::SharedStorage& shared) {
+  Tensor biases = make_tensor(make_smem_ptr(shared.key_bias), typename Traits::LayoutBias{});
+  for (int i = threadIdx.x; i < size(biases); i += Traits::kThreads) biases(i) = BiasPart(0.f);
+  Tensor ones = make_tensor(make_smem_ptr(shared.ones), typename Traits::LayoutOnes{});
+  for (int i = threadIdx.x; i < size(ones); i += Traits::kThreads) {
+    ones(i) = BiasPart(i / size<0>(ones) < kBiasParts ? 1.f : 0.f);
+  }
+  cutlass::arch::fence_view_async_shared();
+}
 
 /// In place of them, of kernels without.
 struct NoBiases {

@@ -139,8 +139,9 @@ struct TileLoader {
             (kIsKey ? shared.k : shared.v) + stage.index * Traits::kColumns * Traits::kLoadedHeadDim);
     }
     if constexpr (kLoadsBiases) {
-      biases.store(shared.key_bias[stage.index]);
-      arrive(full[stage.index]);  // every lane wrote a part
+      biases.store(shared.key_bias, stage.index);
+      cutlass::arch::fence_view_async_shared();  // the matrix units read them
+      arrive(full[stage.index]);                 // every lane wrote a part
     }
     if (kIsKey && is_first) {
       // All that the first product needs is on its way alone.

@@ -67,23 +67,23 @@ struct AttentionProducts {
   CUTE_DEVICE AttentionProducts(SharedStorage& shared, int warpgroup, int thread)
       : keys(keys_of(shared, thread)), values(values_of(shared, thread)), query(query_of(shared, warpgroup, thread)) {}
 
-  /// Where the logits begin that `start_s` adds to: biases of the keys in a buffer, as TileBiases stores them.
-  CUTE_DEVICE void start_at(const float (&biases)[2 * Traits::kColumns]) {
-    const float4* of_pairs = reinterpret_cast<const float4*>(biases) + threadIdx.x % 4;
-    CUTE_UNROLL
-    for (int e = 0; e < size(s); e += 4) {
-      const float4 of_pair = of_pairs[e];
-      s(e) = of_pair.x;
-      s(e + 1) = of_pair.y;
-      s(e + 2) = of_pair.z;
-      s(e + 3) = of_pair.w;
-    }
+  /// Where the logits of a buffer's keys begin: at the biases of these, which every row multiplies with ones.
+  CUTE_DEVICE void start_at_biases(SharedStorage& shared, int stage) {
+    auto product = Traits::bias_product();
+    const auto slice = product.get_thread_slice(0);
+    const Tensor ones =
+        slice.partition_fragment_A(make_tensor(make_smem_ptr(shared.ones), typename Traits::LayoutOnes{}));
+    const Tensor biases =
+        slice.partition_fragment_B(make_tensor(make_smem_ptr(shared.key_bias), typename Traits::LayoutBias{}));
+    product.accumulate_ = GMMA::ScaleOut::Zero;
+    gemm(product, ones(_, _, 0), biases(_, _, 0, stage), s);
   }
   /// Logits of the keys in a buffer.
-  CUTE_DEVICE void start_s(int stage, int head_dim) {
+  CUTE_DEVICE void start_s(SharedStorage& shared, int stage, int head_dim) {
     ProductS product;
     warpgroup_fence_operand(s);
     warpgroup_arrive();
+    if constexpr (Traits::kHasKeyBias) start_at_biases(shared, stage);
     product.accumulate_ = Traits::kHasKeyBias ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
     CUTE_UNROLL
     for (int k = 0; k < size<2>(query); ++k) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/common/column_mask.cuh"
+#include "cuda/sm90/bias_parts.cuh"
 #include "cuda/sm90/forms.h"
 #include "cuda/sm90/tile_plan.cuh"
 #include "cuda/sm90/wgmma.cuh"
@@ -62,6 +63,11 @@ struct ForwardTraits {
   // A value tile is loaded as [token][head_dim]; the second product reads it with head_dim as its row.
   using LayoutVt = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
                                           Shape<Int<kHeadDim>, Int<kColumns>, Int<kStages>>{}, Step<_2, _1, _3>{}));
+  // Biases of keys and what multiplies them: operands of one more step of the first product (bias_parts.cuh).
+  using BiasAtom = GMMA::Layout_K_SW32_Atom<BiasPart>;
+  using LayoutBias = decltype(tile_to_shape(BiasAtom{}, Shape<Int<kColumns>, Int<kStep>, Int<kStages>>{}));
+  using LayoutOnes = decltype(tile_to_shape(BiasAtom{}, Shape<_64, Int<kStep>>{}));
+  static constexpr int kBiasBytes = kHasKeyBias ? 256 : alignof(BiasPart);  // that their places are multiples of
 
   static constexpr auto query_key_product() {
     using Tile = Shape<_64, Int<kColumns>, Int<kHeadDim>>;
@@ -71,6 +77,10 @@ struct ForwardTraits {
     } else {
       return make_tiled_mma(GMMA::ss_op_selector<Element, Element, float, Tile, kMajor, kMajor>());
     }
+  }
+  static constexpr auto bias_product() {
+    using Tile = Shape<_64, Int<kColumns>, Int<kStep>>;
+    return make_tiled_mma(GMMA::ss_op_selector<BiasPart, BiasPart, float, Tile, GMMA::Major::K, GMMA::Major::K>());
   }
   static constexpr auto weight_value_product() {
     using Tile = Shape<_64, Int<kHeadDim>, Int<kColumns>>;
@@ -101,7 +111,8 @@ struct ForwardTraits {
     alignas(8) std::uint64_t first_key_loaded, full_q, empty_q, empty_o;
     std::uint64_t full_plan[kPlans], full_windows[kPlans], empty_plan[kPlans];
     std::uint64_t full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
-    alignas(16) float key_bias[kHasKeyBias ? kStages : 1][kHasKeyBias ? 2 * kColumns : 1];  // of the tile in a buffer
+    alignas(kBiasBytes) BiasPart key_bias[kHasKeyBias ? cosize_v<LayoutBias> : 1];  // of the tiles in the key buffers
+    alignas(kBiasBytes) BiasPart ones[kHasKeyBias ? cosize_v<LayoutOnes> : 1];
   };
 };
 
