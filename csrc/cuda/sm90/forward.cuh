@@ -42,7 +42,7 @@ CUTE_DEVICE void prepare(const ForwardParams& p, typename Traits::SharedStorage&
     ClusterBarrier::init(&shared.first_key_loaded, 1);
     ClusterBarrier::init(&shared.full_q, 1);
     ClusterBarrier::init(&shared.empty_q, Traits::kSeparateOutput ? Traits::kConsumers : 1);
-    ClusterBarrier::init(&shared.empty_o, p.continues ? kWarp : 1);  // each lane that fetches earlier results
+    ClusterBarrier::init(&shared.empty_o, continues<Traits>(p) ? kWarp : 1);  // each lane that fetches earlier results
     for (int i = 0; i < Traits::kPlans; ++i) {
       ClusterBarrier::init(&shared.full_plan[i], kWarp);
       ClusterBarrier::init(&shared.full_windows[i], kWarp);

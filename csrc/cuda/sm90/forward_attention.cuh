@@ -24,7 +24,7 @@ class Attention {
         products(shared, warpgroup, thread),
         mask_of_rows{{RowPlace(p, first_row()), RowPlace(p, first_row() + 8)}, build_mask(p, shared)},
         order(warpgroup) {
-    if (p.continues) output.advance();  // earlier output fills the buffer first
+    if (continues<Traits>(p)) output.advance();  // earlier output fills the buffer first
   }
 
   CUTE_DEVICE void run() {
@@ -216,7 +216,7 @@ class Attention {
     softmax.finish();
     RowSums row[2] = {softmax.sums(0), softmax.sums(1)};
     if constexpr (Traits::kSeparateOutput) {
-      if (p.continues) merge_earlier(row);
+      if (continues<Traits>(p)) merge_earlier(row);
     }
     const TilePlan& plan = shared.plan[finished];
     const float sink = sink_of(p.scale, p.scale.of(plan.batch * p.heads + plan.head));

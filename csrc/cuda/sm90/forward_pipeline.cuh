@@ -29,8 +29,9 @@ CUTE_DEVICE void plan_tiles(const ForwardParams& p, typename Traits::SharedStora
   Ring<Traits::kPlans> slot;
   // A lane splits the origins of the dimension that it plans.
   const int d = planned_dimension();
-  const Origin query_origin = Origin::load(p.origins, d, p.axis[d].dilation);
-  const Origin kv_origin = Origin::load(p.origins, 3 + d, p.axis[d].dilation);
+  const std::int32_t* const origins = Traits::kIsPlain ? nullptr : p.origins;
+  const Origin query_origin = Origin::load(origins, d, p.axis[d].dilation);
+  const Origin kv_origin = Origin::load(origins, 3 + d, p.axis[d].dilation);
   int batch = -1;
   EntryLayout layout;  // of that batch entry
   for (int round = 0;; ++round) {
@@ -44,16 +45,16 @@ CUTE_DEVICE void plan_tiles(const ForwardParams& p, typename Traits::SharedStora
     }
     const TilePlace place = p.schedule.place(p.axis, tile);
     EntryAxis entry(p.axis[d], query_origin, kv_origin);
-    if (p.layouts != nullptr) {
+    if (!Traits::kIsPlain && p.layouts != nullptr) {
       if (place.batch != batch) layout = EntryLayout(p.layouts, batch = place.batch);
       entry = EntryAxis(p.axis[d], layout, d);
     }
     QueryAxisPlan own = plan_axis(p.axis, place, entry);
-    if (p.continues) own.q_begin = begin_of_continued(p, place, query_origin, kv_origin);
+    if (continues<Traits>(p)) own.q_begin = begin_of_continued(p, place, query_origin, kv_origin);
     if (__any_sync(0xffffffffu, own.q_begin >= own.query.local_length)) continue;  // past its dilation group's end
-    plan_tile(p, entry, own, place, plan);
+    plan_tile<Traits::kIsPlain>(p, entry, own, place, plan);
     arrive(shared.full_plan[slot.index]);  // every lane wrote a part
-    plan_windows(p, own, plan);
+    plan_windows<Traits::kIsPlain>(p, own, plan);
     arrive(shared.full_windows[slot.index]);
     slot.advance();
   }
@@ -158,6 +159,7 @@ struct TileLoader {
 template <class Traits, bool kIsKey>
 CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStorage& shared) {
   TileLoader<Traits, kIsKey> loader(p, shared);
+  const CUtensorMap* const entry_maps = Traits::kIsPlain ? nullptr : p.entry_maps;
   int acquired = -1, acquired_query = -1;
   SingleBuffer query;
   Ring<Traits::kPlans> slot;
@@ -171,15 +173,15 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
       query.advance();
       if (loader.leads()) {
         ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_q, loader.chunks * p.q_tile_tokens * kSwizzledRow);
-        ForwardMaps::acquire(p.entry_maps, kQueryOfEntry, plan.batch, plan.query_map, acquired_query);
-        load_tile(ForwardMaps::of(p.entry_maps, p.query, kQueryOfEntry, plan.batch, plan.query_map), &shared.full_q,
+        ForwardMaps::acquire(entry_maps, kQueryOfEntry, plan.batch, plan.query_map, acquired_query);
+        load_tile(ForwardMaps::of(entry_maps, p.query, kQueryOfEntry, plan.batch, plan.query_map), &shared.full_q,
                   shared.q, loader.chunks, Traits::kRows, plan.q_begin[2], plan.q_begin[1], plan.q_begin[0],
                   plan.query_slot);
       }
     }
     constexpr int kArray = kIsKey ? kKeyOfEntry : kValueOfEntry;
-    ForwardMaps::acquire(p.entry_maps, kArray, plan.batch, plan.kv_map, acquired);
-    const CUtensorMap* map = ForwardMaps::of(p.entry_maps, kIsKey ? p.key : p.value, kArray, plan.batch, plan.kv_map);
+    ForwardMaps::acquire(entry_maps, kArray, plan.batch, plan.kv_map, acquired);
+    const CUtensorMap* map = ForwardMaps::of(entry_maps, kIsKey ? p.key : p.value, kArray, plan.batch, plan.kv_map);
     const CUtensorMap* additional_map = kIsKey ? &p.additional_keys : &p.additional_values;
     const int kv_slot = plan.kv_slot, additional_slot = plan.additional_slot;
     const int4 hull_begin = as_int4(plan.hull_begin), hull_end = as_int4(plan.hull_end);
@@ -196,7 +198,7 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
       if (unmasked > 0) --unmasked;
       if constexpr (loader.kLoadsBiases) loader.biases.fetch(p, walk);
       loader.load(make_int4(walk.x, walk.y, walk.z, masks), [&](std::uint64_t* full, auto* to) {
-        if (!p.kv_boxes.go_around) {
+        if (Traits::kIsPlain || !p.kv_boxes.go_around) {
           load_tile(map, full, to, loader.chunks, Traits::kColumns, walk.z, walk.y, walk.x, kv_slot);
           return;
         }
@@ -246,6 +248,7 @@ CUTE_DEVICE void fetch_earlier(const ForwardParams& p, const TilePlan& plan, typ
 template <class Traits>
 CUTE_DEVICE void store_tiles(const ForwardParams& p, typename Traits::SharedStorage& shared) {
   auto* tile = Traits::output_tile(shared);
+  const CUtensorMap* const entry_maps = Traits::kIsPlain ? nullptr : p.entry_maps;
   int acquired = -1;
   Ring<Traits::kPlans> slot;
   while (true) {
@@ -253,19 +256,19 @@ CUTE_DEVICE void store_tiles(const ForwardParams& p, typename Traits::SharedStor
     const TilePlan& plan = shared.plan[slot.index];
     if (plan.kv_tiles < 0) return;
     if constexpr (Traits::kSeparateOutput) {
-      if (p.continues) fetch_earlier<Traits>(p, plan, shared);
+      if (continues<Traits>(p)) fetch_earlier<Traits>(p, plan, shared);
     }
     cutlass::arch::NamedBarrier::sync(Traits::kConsumers + kWarp, named_barrier(kOutputReady));
     if (threadIdx.x % 32 == 0) {
-      ForwardMaps::acquire(p.entry_maps, kOutOfEntry, plan.batch, plan.query_map, acquired);
-      const CUtensorMap* map = ForwardMaps::of(p.entry_maps, p.out, kOutOfEntry, plan.batch, plan.query_map);
+      ForwardMaps::acquire(entry_maps, kOutOfEntry, plan.batch, plan.query_map, acquired);
+      const CUtensorMap* map = ForwardMaps::of(entry_maps, p.out, kOutOfEntry, plan.batch, plan.query_map);
       for (int chunk = 0; chunk < rows_of_head<kChunk>(p.head_dim_v); ++chunk) {
         SM90_TMA_STORE_5D::copy(map, tile + chunk * Traits::kRows * kChunk, chunk * kChunk, plan.q_begin[2],
                                 plan.q_begin[1], plan.q_begin[0], plan.query_slot);
       }
       tma_store_arrive();
       tma_store_wait<0>();
-      if (!p.continues) arrive(Traits::kSeparateOutput ? shared.empty_o : shared.empty_q);
+      if (!continues<Traits>(p)) arrive(Traits::kSeparateOutput ? shared.empty_o : shared.empty_q);
     }
     __syncwarp();
     arrive(shared.empty_plan[slot.index]);  // every lane read it

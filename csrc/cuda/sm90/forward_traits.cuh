@@ -27,7 +27,7 @@ constexpr int kOutputReady = kProductOrder + kMostWarpgroups;  // the warpgroups
 constexpr int kMaskReady = kOutputReady + 1;
 
 template <class Element_, int kHeadDim_, int kColumns_, int kWarpgroups_, bool kPingPong_, bool kIsNarrow_,
-          bool kHasKeyBias_ = false>
+          bool kHasKeyBias_ = false, bool kIsPlain_ = false>
 struct ForwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;  // at least head_dim and head_dim_v
@@ -41,6 +41,9 @@ struct ForwardTraits {
   static constexpr int kValueReaders = kConsumers;  // threads that a value tile waits for
   // Whether keys have biases (key_bias.cuh). The warp that loads queries and keys then does so whole.
   static constexpr bool kHasKeyBias = kHasKeyBias_;
+  // Whether the problem has nothing that a planning or loading warp would look at for each tile
+  // (ForwardParams::is_plain): these warps have 40 registers, and spill with all that there may be.
+  static constexpr bool kIsPlain = kIsPlain_;
   static constexpr int kKeyLoaders = kHasKeyBias ? kWarp : 1;
   static constexpr int kKeyArrivals = kHasKeyBias ? 1 + kWarp : 1;  // one thread expects bytes, a warp writes
   // Threads that a plan waits for, of whom a warp stores.

@@ -33,7 +33,7 @@ struct Float8Traits {
   static constexpr bool kQueryInRegisters = kHeadDim <= 64;
   static constexpr bool kSeparateOutput = true;
   static constexpr int kValueReaders = kTurners;
-  static constexpr bool kHasKeyBias = false;
+  static constexpr bool kHasKeyBias = false, kIsPlain = false;
   static constexpr int kKeyArrivals = 1;
   static constexpr int kPlanReaders = kConsumers + kLoadingThreads + kWarp + kTurners;
 

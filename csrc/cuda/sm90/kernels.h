@@ -14,6 +14,10 @@ namespace natten_jax::sm90 {
 template <ElementType kType>
 Status launch_forward(const ForwardParams& params, int form, bool is_ping_pong, int ctas, cudaStream_t stream);
 
+/// The same for plain problems (ForwardParams::is_plain) whose heads take all steps of the form's.
+template <ElementType kType>
+Status launch_plain_forward(const ForwardParams& params, int form, bool is_ping_pong, int ctas, cudaStream_t stream);
+
 /// The same of the kernels that add biases of keys, which are compiled for warpgroups that take turns.
 template <ElementType kType>
 Status launch_key_biased_forward(const ForwardParams& params, int form, int ctas, cudaStream_t stream);

@@ -109,6 +109,8 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   }
   p.origins = arrays.origins;
   p.layouts = arrays.layouts;
+  p.is_plain = arrays.origins == nullptr && arrays.layouts == nullptr && !p.continues;
+  for (const DeviceAxis& axis : p.axis) p.is_plain &= axis.ends == Ends::kShift || axis.is_causal();
   p.key_bias = arrays.key_bias;
   p.key_bias_heads = static_cast<int>(arrays.key_bias_heads);
   p.last_key = static_cast<int>(problem.batch * problem.keys() - 1);
@@ -158,8 +160,10 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   }
   NATTEN_JAX_RETURN_IF_FAILED(
       with_half_type(problem.element_type, no_such_elements(problem.element_type), [&](auto type) {
-        return p.key_bias == nullptr ? launch_forward<type>(p, number, schedule.is_ping_pong, ctas, stream)
-                                     : launch_key_biased_forward<type>(p, number, ctas, stream);
+        if (p.key_bias != nullptr) return launch_key_biased_forward<type>(p, number, ctas, stream);
+        return p.is_plain && !is_narrow(p.head_dim, form.head_dim)
+                   ? launch_plain_forward<type>(p, number, schedule.is_ping_pong, ctas, stream)
+                   : launch_forward<type>(p, number, schedule.is_ping_pong, ctas, stream);
       }));
   // Rows of tiles at the end of what is real are computed with it: what comes last stays.
   return arrays.layouts == nullptr ? Status() : status_of(fill_padding_of_output(problem, arrays, stream));

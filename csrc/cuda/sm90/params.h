@@ -52,6 +52,7 @@ struct ForwardParams {
   // and then [3], the first local query: tiles before it do not exist.
   bool continues;
   const std::int32_t* first_query;
+  bool is_plain;  // no origins, layouts or earlier launch; windows are shifted inside or end at the query
   float* logsumexp;
   float* remainder;  // of the logsumexp, or null
   int queries;       // per batch entry

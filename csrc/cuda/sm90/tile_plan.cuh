@@ -29,19 +29,26 @@ struct alignas(16) TilePlan {
   int2 windows[kMostRows + 2];
 };
 
+/// Whether a launch continues another, which plain problems do not.
+template <class Traits>
+CUTE_DEVICE bool continues(const ForwardParams& p) {
+  return !Traits::kIsPlain && p.continues;
+}
+
 /// The class of a dilation group on one side, from its length in the dimension that a lane plans; all lanes of a warp.
 CUTE_DEVICE int group_class(int local_length, int tokens_without_remainder) {
   const unsigned is_longer = __ballot_sync(0xffffffffu, local_length > tokens_without_remainder);
   return static_cast<int>((is_longer & 1) << 2 | (is_longer & 2) | (is_longer >> 2 & 1));
 }
 
-/// Fills in all of a plan but its windows; all lanes of a warp take part.
+/// Fills in all of a plan but its windows; all lanes of a warp take part. `kIsPlain`: as ForwardTraits has it.
+template <bool kIsPlain>
 CUTE_DEVICE void plan_tile(const ForwardParams& p, const EntryAxis& entry, const QueryAxisPlan& own,
                            const TilePlace& place, TilePlan& plan) {
   const int lane = threadIdx.x % 32, batch = place.batch, head = place.head;
   // The windows of the warpgroups' first and last rows, a lane each: 6 * warpgroup + 3 * is_last + dimension.
   const int corner = min(lane, kCorners - 1), of = corner % 3;
-  const int2 window = of_lane(own, of).seen(p.axis[of], p.corner[corner]);
+  const int2 window = of_lane(own, of).seen(p.axis[of], p.corner[corner], kIsPlain);
   if (lane < kCorners) {
     const bool is_last = corner / 3 % 2 == 1;
     (is_last ? plan.inner_begin : plan.seen_begin)[corner / 6][of] = window.x;
@@ -50,7 +57,7 @@ CUTE_DEVICE void plan_tile(const ForwardParams& p, const EntryAxis& entry, const
   const int d = planned_dimension();
   const DeviceAxis& axis = p.axis[d];
   const int first_seen = of_lane(window.x, d), hull_end = of_lane(window.y, kCorners - 3 + d);
-  const int hull_begin = begin_at_seam(axis, p.kv_boxes.extent[d], first_seen, hull_end);
+  const int hull_begin = kIsPlain ? first_seen : begin_at_seam(axis, p.kv_boxes.extent[d], first_seen, hull_end);
   const int kv_tiles = axis.by_kv_tile.divide(max(hull_end - hull_begin, 0) + axis.kv_tile - 1);
   const int all_kv_tiles = of_lane(kv_tiles, 0) * of_lane(kv_tiles, 1) * of_lane(kv_tiles, 2);
   const int query_map = group_class(own.query.local_length, entry.query_group_tokens);
@@ -81,11 +88,12 @@ CUTE_DEVICE void plan_tile(const ForwardParams& p, const EntryAxis& entry, const
 }
 
 /// Fills in a plan's windows; all lanes of a warp take part.
+template <bool kIsPlain>
 CUTE_DEVICE void plan_windows(const ForwardParams& p, const QueryAxisPlan& own, TilePlan& plan) {
   const int y_first = p.axis[0].q_tile, z_first = y_first + p.axis[1].q_tile, end = z_first + p.axis[2].q_tile;
   for (int first = 0; first < end; first += 32) {
     const int i = min(first + static_cast<int>(threadIdx.x % 32), end - 1), d = (i >= y_first) + (i >= z_first);
-    plan.windows[i] = of_lane(own, d).seen(p.axis[d], i - (d == 0 ? 0 : d == 1 ? y_first : z_first));
+    plan.windows[i] = of_lane(own, d).seen(p.axis[d], i - (d == 0 ? 0 : d == 1 ? y_first : z_first), kIsPlain);
   }
 }
 
