@@ -1,32 +1,47 @@
-// Instantiates the kernel for one element type.
+// Instantiates the kernel for one element type and feature.
 #pragma once
 
 #include "cuda/common/arithmetic.cuh"
+#include "cuda/small/features.cuh"
 #include "cuda/small/forward.cuh"
-#include "cuda/small/kernels.h"
 
 namespace natten_jax::small {
 
-template <ElementType kType>
+template <ElementType kType, Feature kFeature>
 cudaError_t find_box_kernels(bool& result) {
+  using Traits = FeatureTraits<kFeature>;
   cudaFuncAttributes attributes{};
-  const cudaError_t error =
-      cudaFuncGetAttributes(&attributes, natten_jax_small_forward<ElementOf<kType>, kHeadDims[0], true, true>);
+  const cudaError_t error = cudaFuncGetAttributes(
+      &attributes, natten_jax_small_forward<ElementOf<kType>, kHeadDims[0], true, true, Traits::kHasBias,
+                                            typename Traits::Items, Traits::kHasKeyBias>);
   result = attributes.ptxVersion >= 90;
   return error;
 }
-template cudaError_t find_box_kernels<ElementType::NATTEN_JAX_INSTANCE>(bool&);
+template cudaError_t find_box_kernels<ElementType::NATTEN_JAX_INSTANCE, Feature::NATTEN_JAX_FEATURE>(bool&);
 
-template <ElementType kType>
+template <ElementType kType, Feature kFeature>
 cudaError_t launch_forward(int head_dim, const ForwardParams& params, const LaunchShape& shape) {
-  return launch_loading(head_dim, params, shape, [&](auto width, auto has_boxes) {
+  return launch_loading<kFeature>(head_dim, params, shape, [&](auto width, auto has_boxes) {
     using Element = ElementOf<kType>;
-    if (params.layouts != nullptr) return natten_jax_small_forward<Element, width, has_boxes, true, false, EntryItems>;
-    const bool is_plain = params.is_plain && !params.has_terms_of_heads();
-    return is_plain ? natten_jax_small_forward<Element, width, has_boxes, false, false, PlainItems>
-                    : natten_jax_small_forward<Element, width, has_boxes, true>;
+    using Traits = FeatureTraits<kFeature>;
+    const bool has_terms = params.has_terms_of_heads();
+    if constexpr (kFeature == Feature::kNone) {
+      if (params.layouts != nullptr) {
+        return natten_jax_small_forward<Element, width, has_boxes, true, false, EntryItems>;
+      }
+      return params.is_plain && !has_terms
+                 ? natten_jax_small_forward<Element, width, has_boxes, false, false, PlainItems>
+                 : natten_jax_small_forward<Element, width, has_boxes, true>;
+    } else {
+      return has_terms ? natten_jax_small_forward<Element, width, has_boxes, true, Traits::kHasBias,
+                                                  typename Traits::Items, Traits::kHasKeyBias>
+                       : natten_jax_small_forward<Element, width, has_boxes, false, Traits::kHasBias,
+                                                  typename Traits::Items, Traits::kHasKeyBias>;
+    }
   });
 }
-template cudaError_t launch_forward<ElementType::NATTEN_JAX_INSTANCE>(int, const ForwardParams&, const LaunchShape&);
+template cudaError_t launch_forward<ElementType::NATTEN_JAX_INSTANCE, Feature::NATTEN_JAX_FEATURE>(int,
+                                                                                                   const ForwardParams&,
+                                                                                                   const LaunchShape&);
 
 }  // namespace natten_jax::small

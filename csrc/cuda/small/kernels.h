@@ -13,16 +13,25 @@
 
 namespace natten_jax::small {
 
-/// Calls `call` with a compiled width of heads as a constant.
-template <class Call>
+/// What a kernel is compiled for besides its element type and its widest heads. A problem has one of these at most;
+/// layouts of batch entries are beside kNone.
+enum class Feature { kNone, kRelativeBias, kKeyBias, kWraps };
+
+/// Calls `call` with a compiled width of heads as a constant. With biases kernels are compiled for some widths.
+template <Feature kFeature = Feature::kNone, class Call>
 cudaError_t with_head_dim(int head_dim, const Call& call) {
-  return with_constant<kHeadDims[0], kHeadDims[1], kHeadDims[2]>(head_dim, cudaErrorInvalidValue, call);
+  static_assert(kHeadDims[1] == kLargestBiasedHeadDim);
+  if constexpr (kFeature == Feature::kRelativeBias || kFeature == Feature::kKeyBias) {
+    return with_constant<kHeadDims[0], kHeadDims[1]>(head_dim, cudaErrorInvalidValue, call);
+  } else {
+    return with_constant<kHeadDims[0], kHeadDims[1], kHeadDims[2]>(head_dim, cudaErrorInvalidValue, call);
+  }
 }
 
 /// Launches the kernel that `kernel_of(head_dim, has_boxes)` is for the region's way of loading columns.
-template <class Params, class KernelOf>
+template <Feature kFeature, class Params, class KernelOf>
 cudaError_t launch_loading(int head_dim, const Params& params, const LaunchShape& shape, const KernelOf& kernel_of) {
-  return with_head_dim(head_dim, [&](auto width) {
+  return with_head_dim<kFeature>(head_dim, [&](auto width) {
     if constexpr (width <= kLargestBoxHeadDim) {
       if (params.region.has_boxes) return launch(kernel_of(width, std::true_type{}), shape, params);
     }
@@ -30,65 +39,24 @@ cudaError_t launch_loading(int head_dim, const Params& params, const LaunchShape
   });
 }
 
-/// The same for kernels with a relative bias, which are compiled for some widths.
-template <class Call>
-cudaError_t with_biased_head_dim(int head_dim, const Call& call) {
-  static_assert(kHeadDims[1] == kLargestBiasedHeadDim && kLargestBiasedHeadDim <= kLargestBoxHeadDim);
-  return with_constant<kHeadDims[0], kHeadDims[1]>(head_dim, cudaErrorInvalidValue, call);
-}
-template <class Params, class KernelOf>
-cudaError_t launch_biased(int head_dim, const Params& params, const LaunchShape& shape, const KernelOf& kernel_of) {
-  return with_biased_head_dim(head_dim, [&](auto width) {
-    if (params.region.has_boxes) return launch(kernel_of(width, std::true_type{}), shape, params);
-    return launch(kernel_of(width, std::false_type{}), shape, params);
-  });
-}
-
 /// Whether the current device runs code of the kernels that was compiled for an architecture with the engine that
 /// copies boxes: code for older ones, which the driver translates, has none.
-template <ElementType kType>
+template <ElementType kType, Feature kFeature>
 cudaError_t find_box_kernels(bool& result);
 
-/// Launches the forward kernel for an element type of 16 bits and a compiled width of heads.
-template <ElementType kType>
+/// Launches the forward kernel for an element type of 16 bits, a feature and a compiled width of heads.
+template <ElementType kType, Feature kFeature>
 cudaError_t launch_forward(int head_dim, const ForwardParams& params, const LaunchShape& shape);
 
 /// The same for the kernel of query gradients, of key and value gradients, and of all gradients of whole layouts, whose
-/// heads the copy engine can load.
-template <ElementType kType>
+/// heads the copy engine can load, and of which no dimension wraps.
+template <ElementType kType, Feature kFeature>
 cudaError_t launch_query_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
-template <ElementType kType>
+template <ElementType kType, Feature kFeature>
 cudaError_t launch_key_value_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
-template <ElementType kType>
-cudaError_t launch_whole_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
-
-/// The same where some dimension wraps.
-template <ElementType kType>
-cudaError_t launch_forward_around(int head_dim, const ForwardParams& params, const LaunchShape& shape);
-template <ElementType kType>
-cudaError_t launch_query_gradient_around(int head_dim, const BackwardParams& params, const LaunchShape& shape);
-template <ElementType kType>
-cudaError_t launch_key_value_gradient_around(int head_dim, const BackwardParams& params, const LaunchShape& shape);
-
-/// The same with a relative bias.
-template <ElementType kType>
-cudaError_t launch_biased_forward(int head_dim, const ForwardParams& params, const LaunchShape& shape);
-template <ElementType kType>
-cudaError_t launch_biased_query_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
-template <ElementType kType>
-cudaError_t launch_biased_key_value_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
-template <ElementType kType>
-cudaError_t launch_biased_whole_gradient(int head_dim, const WholeBiasParams& params, const LaunchShape& shape);
-
-/// The same with biases of keys.
-template <ElementType kType>
-cudaError_t launch_key_biased_forward(int head_dim, const ForwardParams& params, const LaunchShape& shape);
-template <ElementType kType>
-cudaError_t launch_key_biased_query_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
-template <ElementType kType>
-cudaError_t launch_key_biased_key_value_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
-template <ElementType kType>
-cudaError_t launch_key_biased_whole_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
+template <ElementType kType, Feature kFeature>
+cudaError_t launch_whole_gradient(int head_dim, const WholeParams<kFeature == Feature::kRelativeBias>& params,
+                                  const LaunchShape& shape);
 
 /// Launches the kernel that adds up records of tiles.
 cudaError_t launch_table_gradient(const TableParams& params, const LaunchShape& shape);

@@ -8,15 +8,13 @@
 #include "cuda/common/geometry.h"
 #include "cuda/common/padding.h"
 #include "cuda/common/problem_checks.h"
-#include "cuda/small/bias_table.h"
+#include "cuda/small/bias_launch.h"
 #include "cuda/small/kernels.h"
 #include "cuda/small/region_cache.h"
 #include "cuda/small/region_time.h"
 #if defined(NATTEN_JAX_SM90)
 #include "cuda/small/ring_launch.h"
 #endif
-#include "cuda/small/table_kernels.h"
-#include "cuda/small/whole_bias.h"
 #include "cuda/tma/entry_maps.h"
 #include "cuda/tma/tensor_map.h"
 #include "natten_jax/logsumexp.h"
@@ -24,16 +22,13 @@
 namespace natten_jax::small {
 namespace {
 
-/// The second dimension of a grid.
-constexpr std::int64_t kMostParts = 32768;
-
 Status read_device(Device& result) {
   NATTEN_JAX_RETURN_IF_FAILED(
       read_attributes({{&result.shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin},
                        {&result.shared_memory_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor},
                        {&result.shared_memory_reserved, cudaDevAttrReservedSharedMemoryPerBlock},
                        {&result.multiprocessors, cudaDevAttrMultiProcessorCount}}));
-  return status_of(find_box_kernels<ElementType::kBFloat16>(result.has_boxes));
+  return status_of(find_box_kernels<ElementType::kBFloat16, Feature::kNone>(result.has_boxes));
 }
 
 /// Whether the device has compute capability 9.0, and this library kernels for it.
@@ -56,6 +51,22 @@ Status read_device(const Arrays& arrays, Device& result) {
   NATTEN_JAX_RETURN_IF_FAILED(find_hopper(is_hopper));
   result.has_boxes = result.has_boxes && is_hopper;
   return {};
+}
+
+/// What the kernels of a problem are compiled for.
+Feature feature_of(const Problem& problem) {
+  if (problem.has_relative_bias) return Feature::kRelativeBias;
+  if (problem.has_key_bias) return Feature::kKeyBias;
+  return wraps(problem) ? Feature::kWraps : Feature::kNone;
+}
+
+/// Calls `call` with a problem's element type and feature as constants.
+template <class Call>
+Status with_kernels(const Problem& problem, const Call& call) {
+  return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
+    return with_constant<Feature::kNone, Feature::kRelativeBias, Feature::kKeyBias, Feature::kWraps>(
+        feature_of(problem), cudaErrorInvalidValue, [&](auto feature) { return call(type, feature); });
+  }));
 }
 
 /// Where the tokens of a call's arrays may be.
@@ -275,113 +286,12 @@ Status prepare_additional(const Problem& problem, const Arrays& arrays, const Sc
   return {};
 }
 
-/// A problem's tables, as kernels with tiles of these shapes read them.
-GivenTable given_table(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                       const Arrays& arrays) {
-  const OffsetTable offsets = offset_table(problem.axes);
-  GivenTable given{};
-  given.tables = arrays.relative_bias;
-  given.is_of_entry = arrays.relative_bias_tables > 1;
-  given.offsets = static_cast<int>(offsets.entries);
-  given.offsets_of_line = static_cast<int>(offsets.pitch[1]);
-  given.by_line = cutlass::FastDivmod(static_cast<int>(BiasTable(problem.axes, rows, columns).pitch[1]));
-  return given;
-}
-
-/// Has the tables of a problem in products, where there are any and kernels read them so.
-Status make_products(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                     const Arrays& arrays, float* products, cudaStream_t stream, CommonParams& p) {
-  p.relative_bias = products;
-  if (!problem.has_relative_bias) return {};
-  TableProductsParams table{};
-  table.given = given_table(problem, rows, columns, arrays);
-  table.scale = problem.scale;
-  table.products = products;
-  table.entries = p.region.table_entries;
-  table.heads = p.heads;
-  const std::int64_t tables = tables_of_products(problem, arrays);
-  p.is_table_of_all = tables == 1;
-  return status_of(launch_table_products(table, static_cast<int>(tables * problem.heads), stream));
-}
-
-/// The offsets of a tile as a region's records have them.
-TableBox table_box(const Problem& problem, const std::int64_t (&rows)[kRank], const Region& region) {
-  TableBox box{};
-  for (int d = 0; d < kRank; ++d) {
-    box.by_offsets[d] = cutlass::FastDivmod(static_cast<int>(2 * problem.axes[d].window.kernel_size - 1));
-    box.extent[d] = static_cast<int>(offsets_of_tile(problem.axes[d].window, rows[d]));
-  }
-  for (int i = 0; i < kRank; ++i) box.pitch[region.dimension[i]] = region.sum_pitch[i];
-  return box;
-}
-
-/// Fills in what the kernels of a relative bias's gradient have, where there is one: that of the queries' gradients,
-/// and those that add up what it writes.
-Status prepare_table(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,
-                     cudaStream_t stream, BackwardParams& p, TableParams& table, LaunchShape& shape,
-                     LastSumsParams& last) {
-  if (!problem.has_relative_bias) return {};
-  const BiasSums sums = bias_sums(problem.axes, tiles.kv, tiles.query);
-  if (sums.tiles > kMostTiles || sums.parts > kMostParts) {
-    return Status::invalid_argument("with a relative bias, a layout has at most 2^20 tiles of queries");
-  }
-  const Region& region = p.region;
-  table.records = p.table_records = scratch.table_records;
-  table.sums = scratch.table_sums;
-  table.box = p.table_box = table_box(problem, tiles.kv, region);
-  table.tiles = p.table_tiles = static_cast<int>(sums.tiles);
-  table.record = region.record;
-  table.entries = region.gradients;
-  for (int d = 0; d < kRank; ++d) {
-    table.axis[d] = device_axis(problem.axes[d], tiles.kv[d], tiles.query[d]);
-    table.by_tiles[d] = cutlass::FastDivmod(table.axis[d].dilation * table.axis[d].q_tiles);
-  }
-  constexpr int kWarp = 32, kMostThreads = 1024;
-  const int threads = std::min<int>(divide_up(table.entries, kWarp) * kWarp, kMostThreads);
-  const std::int64_t items = problem.batch * problem.heads, chunks = region.gradients / kEntriesOfChunk;
-  shape = {dim3(static_cast<unsigned>(items), static_cast<unsigned>(sums.parts)), threads, 0, stream};
-  last.sums = scratch.table_sums;
-  last.result = arrays.relative_bias_gradient;
-  last.next_table = chunks;
-  const bool is_of_entry = arrays.relative_bias_tables > 1;
-  last.next_sum = (is_of_entry ? items : problem.heads) * chunks;
-  last.count = static_cast<int>(sums.parts * (is_of_entry ? 1 : problem.batch));
-  last.offsets = static_cast<int>(offset_table(problem.axes).entries);
-  return {};
-}
-
-/// Fills in the same for the kernel of all gradients, whose CTAs have batch entries of one head each; false where there
-/// are too many of these.
-bool prepare_whole_bias(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,
-                        WholeBiasParams& p, LaunchShape& shape, LastSumsParams& last) {
-  Region& region = p.region;
-  p.given = given_table(problem, tiles.kv, tiles.query, arrays);
-  p.entries_of_batch = static_cast<int>(problem.batch);
-  // A CTA has its table in products for all of its items.
-  const bool has_one = tables_of_products(problem, arrays) == 1;
-  region.items_of_cta = has_one ? static_cast<int>(std::min<std::int64_t>(region.items_of_cta, problem.batch)) : 1;
-  p.pieces = static_cast<int>(divide_up(problem.batch, region.items_of_cta));
-  constexpr std::int64_t kMostCtas = 65535;  // of a region
-  if (p.pieces * problem.heads > kMostCtas) return false;
-  shape.blocks.y = static_cast<unsigned>(p.pieces * problem.heads);
-  p.table_records = scratch.table_records;
-  p.table_box = table_box(problem, tiles.kv, region);
-  const std::int64_t chunks = region.gradients / kEntriesOfChunk;
-  last.sums = scratch.table_records;
-  last.result = arrays.relative_bias_gradient;
-  last.next_table = p.sums_of_table() * chunks;
-  last.next_sum = chunks;
-  last.count = static_cast<int>(p.sums_of_table());
-  last.offsets = p.given.offsets;
-  return true;
-}
-
 #if defined(NATTEN_JAX_SM90)
 /// Launches both kernels of a backward pass, that of key and value gradients with a ring.
 Status run_with_ring(const Problem& problem, const Arrays& arrays, const Scratch& scratch, const RingShape& ring,
                      const BackwardParams& p, const LaunchShape& shape, cudaStream_t stream) {
   NATTEN_JAX_RETURN_IF_FAILED(status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
-    return launch_query_gradient<type>(compiled_head_dim(problem), p, shape);
+    return launch_query_gradient<type, Feature::kNone>(compiled_head_dim(problem), p, shape);
   })));
   return run_ring_key_value_gradient(problem, ring, arrays, scratch.statistics, stream);
 }
@@ -427,13 +337,9 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   NATTEN_JAX_RETURN_IF_FAILED(make_entry_maps<false>(problem, entry_maps, stream, p));
   NATTEN_JAX_RETURN_IF_FAILED(make_products(problem, tiles.query, tiles.kv, arrays, table_products, stream, p));
   shape.overlaps = p.entry_maps != nullptr;
-  NATTEN_JAX_RETURN_IF_FAILED(status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
-    const int head_dim = compiled_head_dim(problem);
-    if (problem.has_key_bias) return launch_key_biased_forward<type>(head_dim, p, shape);
-    if (wraps(problem)) return launch_forward_around<type>(head_dim, p, shape);
-    return problem.has_relative_bias ? launch_biased_forward<type>(head_dim, p, shape)
-                                     : launch_forward<type>(head_dim, p, shape);
-  })));
+  NATTEN_JAX_RETURN_IF_FAILED(with_kernels(problem, [&](auto type, auto feature) {
+    return launch_forward<type, feature>(compiled_head_dim(problem), p, shape);
+  }));
   if (arrays.layouts == nullptr) return {};
   return status_of(fill_padding_of_output(problem, arrays, stream, device.has_boxes));
 }
@@ -485,12 +391,11 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   if (is_whole) {
     NATTEN_JAX_RETURN_IF_FAILED(encode_whole(problem, whole));
     if (arrays.sinks == nullptr) whole.statistics = nullptr;  // nobody reads them afterwards
-    return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
-      if (problem.has_key_bias) return launch_key_biased_whole_gradient<type>(head_dim, whole, shape_of_whole);
-      if (!problem.has_relative_bias) return launch_whole_gradient<type>(head_dim, whole, shape_of_whole);
-      const cudaError_t error = launch_biased_whole_gradient<type>(head_dim, whole, shape_of_whole);
-      return error == cudaSuccess ? launch_last_sums(last, tables, stream) : error;
-    }));
+    return with_kernels(problem, [&](auto type, auto feature) {
+      const cudaError_t error = launch_whole_gradient<type, feature>(head_dim, whole, shape_of_whole);
+      if (error != cudaSuccess || !problem.has_relative_bias) return error;
+      return launch_last_sums(last, tables, stream);
+    });
   }
   NATTEN_JAX_RETURN_IF_FAILED(prepare_table(problem, tiles, arrays, scratch, stream, p, table, shape_of_table, last));
   NATTEN_JAX_RETURN_IF_FAILED(make_products(problem, tiles.kv, tiles.query, arrays, scratch.table_products, stream, p));
@@ -513,25 +418,17 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
     NATTEN_JAX_RETURN_IF_FAILED(
         status_of(fill_padding_of_gradients(problem, arrays, true, stream, p.entry_maps != nullptr)));
   }
-  return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
+  return with_kernels(problem, [&](auto type, auto feature) {
+    cudaError_t error = launch_query_gradient<type, feature>(head_dim, p, shape);
+    if (error == cudaSuccess) error = launch_key_value_gradient<type, feature>(head_dim, of_keys, shape_of_keys);
+    if (error != cudaSuccess) return error;
     if (problem.has_relative_bias) {
-      cudaError_t error = launch_biased_query_gradient<type>(head_dim, p, shape);
-      if (error == cudaSuccess) error = launch_biased_key_value_gradient<type>(head_dim, of_keys, shape_of_keys);
-      if (error == cudaSuccess) error = launch_table_gradient(table, shape_of_table);
+      error = launch_table_gradient(table, shape_of_table);
       return error == cudaSuccess ? launch_last_sums(last, tables, stream) : error;
     }
-    const bool has_key_bias = problem.has_key_bias, goes_around = wraps(problem);
-    cudaError_t error = has_key_bias  ? launch_key_biased_query_gradient<type>(head_dim, p, shape)
-                        : goes_around ? launch_query_gradient_around<type>(head_dim, p, shape)
-                                      : launch_query_gradient<type>(head_dim, p, shape);
-    if (error == cudaSuccess) {
-      error = has_key_bias  ? launch_key_biased_key_value_gradient<type>(head_dim, of_keys, shape_of_keys)
-              : goes_around ? launch_key_value_gradient_around<type>(head_dim, of_keys, shape_of_keys)
-                            : launch_key_value_gradient<type>(head_dim, of_keys, shape_of_keys);
-    }
-    if (error != cudaSuccess || additional_ctas == 0) return error;
-    return launch_additional_gradient<type>(head_dim, additional, additional_ctas, stream);
-  }));
+    return additional_ctas == 0 ? error
+                                : launch_additional_gradient<type>(head_dim, additional, additional_ctas, stream);
+  });
 }
 
 }  // namespace natten_jax::small

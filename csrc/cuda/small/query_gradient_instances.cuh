@@ -1,21 +1,27 @@
-// Instantiates the kernel for one element type.
+// Instantiates the kernel for one element type and feature.
 #pragma once
 
 #include "cuda/common/arithmetic.cuh"
-#include "cuda/small/kernels.h"
+#include "cuda/small/features.cuh"
 #include "cuda/small/query_gradient.cuh"
 
 namespace natten_jax::small {
 
-template <ElementType kType>
+template <ElementType kType, Feature kFeature>
 cudaError_t launch_query_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape) {
-  return launch_loading(head_dim, params, shape, [&](auto width, auto has_boxes) {
-    return params.layouts == nullptr
-               ? natten_jax_small_query_gradient<ElementOf<kType>, width, has_boxes>
-               : natten_jax_small_query_gradient<ElementOf<kType>, width, has_boxes, false, EntryItems>;
+  return launch_loading<kFeature>(head_dim, params, shape, [&](auto width, auto has_boxes) {
+    using Element = ElementOf<kType>;
+    using Traits = FeatureTraits<kFeature>;
+    if constexpr (kFeature == Feature::kNone) {
+      if (params.layouts != nullptr) {
+        return natten_jax_small_query_gradient<Element, width, has_boxes, false, EntryItems>;
+      }
+    }
+    return natten_jax_small_query_gradient<Element, width, has_boxes, Traits::kHasBias, typename Traits::Items,
+                                           Traits::kHasKeyBias>;
   });
 }
-template cudaError_t launch_query_gradient<ElementType::NATTEN_JAX_INSTANCE>(int, const BackwardParams&,
-                                                                             const LaunchShape&);
+template cudaError_t launch_query_gradient<ElementType::NATTEN_JAX_INSTANCE, Feature::NATTEN_JAX_FEATURE>(
+    int, const BackwardParams&, const LaunchShape&);
 
 }  // namespace natten_jax::small

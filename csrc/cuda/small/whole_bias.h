@@ -2,6 +2,8 @@
 // out batch entries and heads.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/small/given_table.h"
 #include "cuda/small/params.h"
 
@@ -18,5 +20,9 @@ struct WholeBiasParams : BackwardParams {
   /// tables of their own. Those of a table's gradient follow each other.
   CUTLASS_HOST_DEVICE std::int64_t sums_of_table() const { return region.count * (given.is_of_entry ? 1 : pieces); }
 };
+
+/// What it is launched with in any case.
+template <bool kHasBias>
+using WholeParams = std::conditional_t<kHasBias, WholeBiasParams, BackwardParams>;
 
 }  // namespace natten_jax::small

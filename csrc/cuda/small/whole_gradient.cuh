@@ -12,9 +12,6 @@ namespace natten_jax::small {
 /// The boxes of a stage, which follow each other: the columns of queries first, then those of keys.
 enum WholeBox { kWholeKeys, kWholeValues, kWholeQueries, kWholeCotangents, kWholeOuts };
 
-template <bool kHasBias>
-using WholeParams = std::conditional_t<kHasBias, WholeBiasParams, BackwardParams>;
-
 template <class Element, int kHeadDim, bool kHasBias, bool kHasKeyBias>
 CUTE_DEVICE void differentiate_whole(const WholeParams<kHasBias>& p) {
   using Rows = RowTile<kHeadDim>;

@@ -1,20 +1,27 @@
-// Instantiates the kernel for one element type.
+// Instantiates the kernel for one element type and feature.
 #pragma once
 
 #include "cuda/common/arithmetic.cuh"
-#include "cuda/small/kernels.h"
+#include "cuda/small/features.cuh"
 #include "cuda/small/whole_gradient.cuh"
 
 namespace natten_jax::small {
 
-template <ElementType kType>
-cudaError_t launch_whole_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape) {
-  return with_constant<kHeadDims[0], kHeadDims[1]>(head_dim, cudaErrorInvalidValue, [&](auto width) {
-    static_assert(width <= kLargestBoxHeadDim);
-    return launch(natten_jax_small_whole_gradient<ElementOf<kType>, width>, shape, params);
-  });
+template <ElementType kType, Feature kFeature>
+cudaError_t launch_whole_gradient(int head_dim, const WholeParams<kFeature == Feature::kRelativeBias>& params,
+                                  const LaunchShape& shape) {
+  if constexpr (kFeature == Feature::kWraps) {
+    return cudaErrorInvalidValue;  // no layout that wraps is one region
+  } else {
+    return with_constant<kHeadDims[0], kHeadDims[1]>(head_dim, cudaErrorInvalidValue, [&](auto width) {
+      static_assert(width <= kLargestBoxHeadDim);
+      using Traits = FeatureTraits<kFeature>;
+      return launch(natten_jax_small_whole_gradient<ElementOf<kType>, width, Traits::kHasBias, Traits::kHasKeyBias>,
+                    shape, params);
+    });
+  }
 }
-template cudaError_t launch_whole_gradient<ElementType::NATTEN_JAX_INSTANCE>(int, const BackwardParams&,
-                                                                             const LaunchShape&);
+template cudaError_t launch_whole_gradient<ElementType::NATTEN_JAX_INSTANCE, Feature::NATTEN_JAX_FEATURE>(
+    int, const WholeParams<Feature::NATTEN_JAX_FEATURE == Feature::kRelativeBias>&, const LaunchShape&);
 
 }  // namespace natten_jax::small

@@ -1,0 +1,34 @@
+// Prepares launches of kernels with a relative bias: its tables in products, and the sums of its gradient.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "cuda/common/launch.cuh"
+#include "cuda/small/launch.h"
+#include "cuda/small/params.h"
+#include "cuda/small/table_kernels.h"
+#include "cuda/small/whole_bias.h"
+#include "natten_jax/arrays.h"
+#include "natten_jax/problem.h"
+#include "natten_jax/status.h"
+
+namespace natten_jax::small {
+
+/// Has the tables of a problem in products, where there are any and kernels read them so.
+Status make_products(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
+                     const Arrays& arrays, float* products, cudaStream_t stream, CommonParams& p);
+
+/// Fills in what the kernels of a relative bias's gradient have, where there is one: that of the queries' gradients,
+/// and those that add up what it writes.
+Status prepare_table(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,
+                     cudaStream_t stream, BackwardParams& p, TableParams& table, LaunchShape& shape,
+                     LastSumsParams& last);
+
+/// Fills in the same for the kernel of all gradients, whose CTAs have batch entries of one head each; false where there
+/// are too many of these.
+bool prepare_whole_bias(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,
+                        WholeBiasParams& p, LaunchShape& shape, LastSumsParams& last);
+
+}  // namespace natten_jax::small

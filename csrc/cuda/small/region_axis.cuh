@@ -1,0 +1,123 @@
+// One dimension of a CTA's region: which rows it has, and which columns each of them sees or is seen by.
+#pragma once
+
+#include "cuda/common/axis_plan.cuh"
+#include "cuda/small/params.h"
+
+namespace natten_jax::small {
+
+/// A region of a dimension where all of them but the last are full: its first row, how many it has, and those of a
+/// tile, a power of two.
+struct RegionRows {
+  int begin, most, tile;
+};
+
+/// One dimension of a region, seen from its rows. Where it wraps, which `kMayWrap` allows for, columns are counted on
+/// behind both ends of the layout.
+template <bool kRowsAreKeys, bool kMayWrap = false>
+struct RegionAxis {
+  GroupTokens query, kv;
+  int begin;  // index of the region's first row
+  int count;  // its rows; none where it is not positive
+  int kernel_size, stride;
+
+  CUTE_DEVICE RegionAxis(const DeviceAxis& axis, const EntryAxis& entry, int residue, RegionRows place)
+      : query(GroupTokens::of_queries(axis, entry, group_in(axis, entry, residue))),
+        kv(GroupTokens::of_keys(axis, entry, group_in(axis, entry, residue))),
+        begin(place.begin),
+        count(min(place.most, rows().local_length - begin)),
+        kernel_size(entry.kernel_size),
+        stride(entry.stride) {}
+
+  /// A dimension of a plain problem.
+  CUTE_DEVICE RegionAxis(const DeviceAxis& axis, int residue, RegionRows place)
+      : begin(place.begin), kernel_size(axis.kernel_size), stride(axis.stride) {
+    const int length = group_length(axis, axis.query_extent, residue);
+    query = kv = {residue, 0, length, length};
+    count = min(place.most, length - begin);
+  }
+
+  /// Of a batch entry. `kIsPlain`: of a plain problem.
+  template <bool kIsPlain>
+  CUTE_DEVICE static RegionAxis of(const CommonParams& p, const EntryLayout& layout, int d, int residue,
+                                   RegionRows place) {
+    const DeviceAxis& axis = p.axis[d];
+    if constexpr (kIsPlain) return RegionAxis(axis, residue, place);
+    if ((p.is_plain && !layout.is_own()) || wraps(axis)) return RegionAxis(axis, residue, place);
+    const int dimension = p.region.dimension[d];
+    if (layout.is_own()) {
+      RegionAxis result(axis, EntryAxis(axis, layout, dimension), residue, place);
+      if constexpr (kRowsAreKeys) result.fill_last_region(place);
+      return result;
+    }
+    // Further out lies nothing else: sums must not overflow.
+    const auto origin = [&](int index, int least, int largest) {
+      return p.origins == nullptr
+                 ? Origin{0, 0}
+                 : Origin::split(min(max(load_written(p.origins + index), least), largest), axis.dilation);
+    };
+    const EntryAxis entry(axis, origin(dimension, 0, max(axis.query_extent - axis.query_local_extent, 0)),
+                          origin(kRank + dimension, -axis.kv_local_extent, axis.kv_extent));
+    return RegionAxis(axis, entry, residue, place);
+  }
+
+  /// Whether the dimension wraps: all of its tokens are there then.
+  CUTE_DEVICE static bool wraps(const DeviceAxis& axis) { return kMayWrap && axis.ends == Ends::kWrap; }
+
+  CUTE_DEVICE const GroupTokens& rows() const { return kRowsAreKeys ? kv : query; }
+  CUTE_DEVICE const GroupTokens& columns() const { return kRowsAreKeys ? query : kv; }
+
+  /// Local columns that a row of the region sees or is seen by, from begin to end. Both grow with the row: a key
+  /// outside of the layout is as the nearest one inside.
+  CUTE_DEVICE int2 seen(const DeviceAxis& axis, int row) const {
+    row += begin;
+    const EntryWindows windows(axis, kernel_size, stride);
+    Range<int> window;
+    if constexpr (kRowsAreKeys) {
+      const int index = min(max(row, -kv.shift), kv.length - 1 - kv.shift) + kv.shift;
+      window = inverse_window_bounds(windows, index, query.length, kv.length);
+    } else {
+      window = window_bounds(windows, row + query.shift, kv.length);
+    }
+    if (wraps(axis)) return make_int2(window.begin, window.end);
+    const int shift = columns().shift;
+    return make_int2(max(window.begin - shift, 0), min(max(window.end - shift, 0), columns().local_length));
+  }
+
+  /// The offset of a key from a query of a dimension, of which one is a row of the region and one a column; counted
+  /// from the smallest offset of a window.
+  CUTE_DEVICE int offset(const DeviceAxis& axis, int row, int column) const {
+    row += begin;
+    column += columns().shift;
+    if constexpr (kRowsAreKeys) row = min(max(row, -kv.shift), kv.length - 1 - kv.shift);
+    row += rows().shift;
+    return (kRowsAreKeys ? row - column : column - row) + axis.kernel_size - 1;
+  }
+
+  /// Whether a row's token lies in the global layout; queries do.
+  CUTE_DEVICE bool is_inside(int row) const {
+    return !kRowsAreKeys || (row + begin >= -kv.shift && row + begin < kv.length - kv.shift);
+  }
+
+ private:
+  /// Gives the last region as many tiles as it can have, and the one before what is left. The windows of queries at the
+  /// end of a layout are shifted: keys shortly before it are seen by more of them than others. Where these are all in
+  /// one region, no box needs room for more queries. `Side::seen` of region_side.h counts on it.
+  CUTE_DEVICE void fill_last_region(RegionRows place) {
+    const int length = kv.local_length, end = place.begin + place.most;
+    if (length <= place.begin || length > end + place.most) return;
+    const int first_of_last = max(((length + place.tile - 1) & -place.tile) - place.most, 0);
+    if (length <= end) {
+      begin = first_of_last;
+      count = length - first_of_last;
+    } else {
+      count = first_of_last - begin;
+    }
+  }
+
+  CUTE_DEVICE static int group_in(const DeviceAxis& axis, const EntryAxis& entry, int residue) {
+    return group_of(axis, residue, kRowsAreKeys ? entry.kv_origin : entry.query_origin);
+  }
+};
+
+}  // namespace natten_jax::small
