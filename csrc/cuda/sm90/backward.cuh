@@ -34,11 +34,11 @@ CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::Shar
     shared.row_coordinates[threadIdx.x] = bytes(place_in_tile<&DeviceAxis::by_kv_tile>(p.axis, row));
   } else if (threadIdx.x - Traits::kKeys < Traits::kQueries) {
     const int column = threadIdx.x - Traits::kKeys;
-    const int3 place = !p.q_boxes.go_around ? place_in_tile<&DeviceAxis::by_q_tile>(p.axis, column)
-                                            : place_in_boxes(p.q_boxes, column);
+    const int3 place = Traits::kIsPlain || !p.q_boxes.go_around ? place_in_tile<&DeviceAxis::by_q_tile>(p.axis, column)
+                                                                : place_in_boxes(p.q_boxes, column);
     shared.column_coordinates[column] = column < p.q_tile_tokens ? bytes(place) : make_uchar4(255, 0, 0, 0);
   }
-  if (threadIdx.x < 6) {
+  if (!Traits::kIsPlain && threadIdx.x < 6) {
     shared.origins[threadIdx.x] = Origin::load(p.origins, threadIdx.x, p.axis[threadIdx.x % 3].dilation);
   }
   if (threadIdx.x == 0) {

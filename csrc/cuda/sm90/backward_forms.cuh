@@ -13,7 +13,8 @@
 
 namespace natten_jax::sm90 {
 
-/// By the number of the form and the width of heads.
+/// By the number of the form and the width of heads; plain problems whose heads take all steps of the form's have
+/// kernels of their own, but for biases of keys.
 template <ElementType kType, bool kHasKeyBias>
 Status launch_backward_form(const BackwardParams& params, int form, cudaStream_t stream) {
   int multiprocessors = 0;
@@ -22,14 +23,17 @@ Status launch_backward_form(const BackwardParams& params, int form, cudaStream_t
   return with_form<kBackwardForms>(form, [&](auto number) {
     constexpr Form kForm = kBackwardForms[number];
     constexpr int kStages = kForm.head_dim == 256 ? 1 : 2;
-    const auto launch_traits = [&](auto narrow) {
-      using Traits =
-          BackwardTraits<ElementOf<kType>, kForm.head_dim, kForm.keys, kForm.queries, kStages, narrow, kHasKeyBias>;
+    const auto launch_traits = [&](auto narrow, auto plain) {
+      using Traits = BackwardTraits<ElementOf<kType>, kForm.head_dim, kForm.keys, kForm.queries, kStages, narrow,
+                                    kHasKeyBias, plain>;
       static_assert(sizeof(typename Traits::SharedStorage) <= kSharedMemory);
       return status_of(launch_form<Traits>(natten_jax_sm90_backward<Traits>, blocks, stream, params, true));
     };
-    return is_narrow(std::min(params.head_dim, params.head_dim_v), kForm.head_dim) ? launch_traits(std::true_type{})
-                                                                                   : launch_traits(std::false_type{});
+    if (is_narrow(std::min(params.head_dim, params.head_dim_v), kForm.head_dim)) {
+      return launch_traits(std::true_type{}, std::false_type{});
+    }
+    return params.is_plain && !kHasKeyBias ? launch_traits(std::false_type{}, std::bool_constant<!kHasKeyBias>{})
+                                           : launch_traits(std::false_type{}, std::false_type{});
   });
 }
 

@@ -140,6 +140,8 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   NATTEN_JAX_RETURN_IF_FAILED(encode_maps(problem, tiles, arrays, scratch, p));
   p.origins = arrays.origins;
   p.layouts = arrays.layouts;
+  p.is_plain = arrays.origins == nullptr && arrays.layouts == nullptr;
+  for (const DeviceAxis& axis : p.axis) p.is_plain &= axis.ends == Ends::kShift || axis.is_causal();
   p.statistics = reinterpret_cast<const float2*>(statistics);
   p.remainder = arrays.remainder;
   p.key_bias = arrays.key_bias;

@@ -42,12 +42,12 @@ CUTE_DEVICE Planned plan_position(const BackwardParams& p, typename Traits::Shar
   if (is_end) {
     allow_next_kernel();
     plan.q_tiles = -1;
-  } else if (!plan_key_tile(p, shared.origins, shared.layout, p.schedule.tile_at(position), plan)) {
+  } else if (!plan_key_tile<Traits::kIsPlain>(p, shared.origins, shared.layout, p.schedule.tile_at(position), plan)) {
     return Planned::kNothing;
   }
   __syncwarp();
   arrive(shared.full_plan[slot]);  // every lane wrote a part
-  if (!is_end && !plan.is_additional) plan_windows(p, shared.row_coordinates, plan);
+  if (!is_end && !plan.is_additional) plan_windows<Traits::kIsPlain>(p, shared.row_coordinates, plan);
   arrive(shared.full_windows[slot]);
   return is_end ? Planned::kEnd : Planned::kTile;
 }
@@ -80,10 +80,10 @@ CUTE_DEVICE void plan_key_tiles(const BackwardParams& p, typename Traits::Shared
       if (threadIdx.x % 32 == 0) {
         const CUtensorMap *keys = &p.additional_keys, *values = &p.additional_values;
         if (!plan.is_additional) {
-          keys = BackwardMaps::of(p.entry_maps, p.key, kKeysOfEntry, plan.batch, plan.kv_map);
-          values = BackwardMaps::of(p.entry_maps, p.value, kValuesOfEntry, plan.batch, plan.kv_map);
-          BackwardMaps::acquire(p.entry_maps, kKeysOfEntry, plan.batch, plan.kv_map);
-          BackwardMaps::acquire(p.entry_maps, kValuesOfEntry, plan.batch, plan.kv_map);
+          keys = BackwardMaps::of(entry_maps<Traits>(p), p.key, kKeysOfEntry, plan.batch, plan.kv_map);
+          values = BackwardMaps::of(entry_maps<Traits>(p), p.value, kValuesOfEntry, plan.batch, plan.kv_map);
+          BackwardMaps::acquire(entry_maps<Traits>(p), kKeysOfEntry, plan.batch, plan.kv_map);
+          BackwardMaps::acquire(entry_maps<Traits>(p), kValuesOfEntry, plan.batch, plan.kv_map);
         }
         prefetch_key_tile<Traits>(p, plan, keys, values);
         kv.wait_empty(shared.empty_kv);
@@ -116,7 +116,7 @@ CUTE_DEVICE void load_remainders(const BackwardParams& p, typename Traits::Share
   for (int row = threadIdx.x % 32; row < Traits::kQueries; row += 32) {
     float remainder = 0.f;  // rows without one are as they would be in another tile
     if (p.remainder != nullptr && has_remainder<typename Traits::Element>(shared.logsumexp[stage][row])) {
-      const int token = query_token(p, plan, at, shared.column_coordinates[row]);
+      const int token = query_token<Traits::kIsPlain>(p, plan, at, shared.column_coordinates[row]);
       const std::int64_t at = (static_cast<std::int64_t>(plan.batch) * p.queries + token) * p.heads + head;
       remainder = load_written(p.remainder + at);
     }
@@ -133,7 +133,7 @@ CUTE_DEVICE void load_query_tile(const BackwardParams& p, const KeyTilePlan<Trai
   const int chunks = rows_of_head<kChunk>(head_dim);
   ClusterTransactionBarrier::arrive_and_expect_tx(&full, chunks * p.q_tile_tokens * kRowBytes);
   const int slot = plan.query_slot + head;
-  if (!p.q_boxes.go_around) {
+  if (Traits::kIsPlain || !p.q_boxes.go_around) {
     load_tile<Traits::kStages == 1 ? 4 : 1>(map, &full, to, chunks, Traits::kQueries, walk.z, walk.y, walk.x, slot);
     return;
   }
@@ -150,8 +150,8 @@ CUTE_DEVICE void load_query_tiles(const BackwardParams& p, typename Traits::Shar
   Ring<Traits::kStages> stage;
   for (Ring<2> slot; next_key_tile<Traits>(shared, slot); slot.advance()) {
     const auto& plan = shared.plan[slot.index];
-    BackwardMaps::acquire(p.entry_maps, kOutCotangentsOfEntry, plan.batch, plan.query_map);
-    if (!Traits::kLoadsApart) BackwardMaps::acquire(p.entry_maps, kQueriesOfEntry, plan.batch, plan.query_map);
+    BackwardMaps::acquire(entry_maps<Traits>(p), kOutCotangentsOfEntry, plan.batch, plan.query_map);
+    if (!Traits::kLoadsApart) BackwardMaps::acquire(entry_maps<Traits>(p), kQueriesOfEntry, plan.batch, plan.query_map);
     int remaining = plan.q_tiles * p.heads_per_kv;
     if (remaining < planned_ahead) arrive(shared.wants_plan);
     for (int i = 0; i < p.heads_per_kv; ++i) {
@@ -185,7 +185,7 @@ CUTE_DEVICE void load_statistics(const BackwardParams& p, typename Traits::Share
   Ring<Traits::kStages> stage;
   for (Ring<2> slot; next_key_tile<Traits>(shared, slot); slot.advance()) {
     const auto& plan = shared.plan[slot.index];
-    if (Traits::kLoadsApart) BackwardMaps::acquire(p.entry_maps, kQueriesOfEntry, plan.batch, plan.query_map);
+    if (Traits::kLoadsApart) BackwardMaps::acquire(entry_maps<Traits>(p), kQueriesOfEntry, plan.batch, plan.query_map);
     for (int i = 0; i < p.heads_per_kv; ++i) {
       QueryWalk walk(plan.hull_begin);
       for (int tile = 0; tile < plan.q_tiles; ++tile) {
@@ -195,7 +195,7 @@ CUTE_DEVICE void load_statistics(const BackwardParams& p, typename Traits::Share
         CUTE_UNROLL
         for (int r = 0; r < Traits::kQueries / 32; ++r) {
           const int row = lane + 32 * r;
-          const int token = query_token(p, plan, walk.begin(), shared.column_coordinates[row]);
+          const int token = query_token<Traits::kIsPlain>(p, plan, walk.begin(), shared.column_coordinates[row]);
           const bool exists = row < p.q_tile_tokens && token >= 0;
           const std::int64_t at = static_cast<std::int64_t>(plan.batch * p.heads + head) * p.queries + token;
           of_rows[r] = exists ? load_written(p.statistics + at) : make_float2(INFINITY, 0.f);

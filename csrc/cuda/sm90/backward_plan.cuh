@@ -75,7 +75,9 @@ CUTE_DEVICE void plan_additional(const BackwardParams& p, int tile, KeyTilePlan<
 ///   layout: of the tile before, where batch entries have layouts of their own, and then of this one.
 ///   tile: number of the tile.
 ///   plan: the result.
-template <int kKeys>
+///
+/// `kIsPlain`: as ForwardTraits has it.
+template <bool kIsPlain, int kKeys>
 CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, EntryLayout::Kept& layout, int tile,
                                KeyTilePlan<kKeys>& plan) {
   if (tile < p.schedule.additional_tiles) {
@@ -86,16 +88,19 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, E
   const int lane = threadIdx.x % 32, d = planned_dimension();
   const DeviceAxis& axis = p.axis[d];
   const int number = d == 0 ? place.index[0] : d == 1 ? place.index[1] : place.index[2];
-  const int index = p.schedule.tile_of(axis, d, number, origins[3 + d].index - origins[d].index);
+  const Origin query_origin = kIsPlain ? Origin{0, 0} : origins[d],
+               kv_origin = kIsPlain ? Origin{0, 0} : origins[3 + d];
+  const int index = p.schedule.tile_of(axis, d, number, kv_origin.index - query_origin.index);
   const int residue = d == 0 ? place.residue[0] : d == 1 ? place.residue[1] : place.residue[2];
-  EntryAxis entry(axis, origins[d], origins[3 + d]);
-  if (p.layouts != nullptr) entry = EntryAxis(axis, EntryLayout(p.layouts, place.batch, layout), d);
+  EntryAxis entry(axis, query_origin, kv_origin);
+  if (!kIsPlain && p.layouts != nullptr) entry = EntryAxis(axis, EntryLayout(p.layouts, place.batch, layout), d);
   const KeyAxisPlan own(axis, entry, residue, index);
   if (__any_sync(0xffffffffu, own.kv_begin >= own.kv.local_length)) return false;
-  const int2 of_first = own.seen_by(axis, own.first), of_last = own.seen_by(axis, own.last);
+  const int2 of_first = own.seen_by(axis, own.first, kIsPlain), of_last = own.seen_by(axis, own.last, kIsPlain);
   // Turns are taken by the tile: those of different keys must be of the same queries, or have none in common.
-  const int hull_begin = p.schedule.turns == nullptr ? begin_at_seam(axis, p.q_boxes.extent[d], of_first.x, of_last.y)
-                                                     : axis.by_q_tile.divide(of_first.x) * axis.q_tile;
+  const int hull_begin = p.schedule.turns != nullptr ? axis.by_q_tile.divide(of_first.x) * axis.q_tile
+                         : kIsPlain                  ? of_first.x
+                                                     : begin_at_seam(axis, p.q_boxes.extent[d], of_first.x, of_last.y);
   const int q_tiles = of_first.x < of_last.y ? axis.by_q_tile.divide(of_last.y - hull_begin + axis.q_tile - 1) : 0;
   const int all_q_tiles = of_lane(q_tiles, 0) * of_lane(q_tiles, 1) * of_lane(q_tiles, 2);
   const int query_map = group_class(own.query.local_length, entry.query_group_tokens);
@@ -121,9 +126,9 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, E
     plan.q_tiles = all_q_tiles;
     plan.is_additional = false;
     plan.query_map = query_map;
-    plan.queries = BackwardMaps::of(p.entry_maps, p.query, kQueriesOfEntry, place.batch, query_map);
-    plan.out_cotangents =
-        BackwardMaps::of(p.entry_maps, p.out_cotangent, kOutCotangentsOfEntry, place.batch, query_map);
+    const CUtensorMap* const entry_maps = kIsPlain ? nullptr : p.entry_maps;
+    plan.queries = BackwardMaps::of(entry_maps, p.query, kQueriesOfEntry, place.batch, query_map);
+    plan.out_cotangents = BackwardMaps::of(entry_maps, p.out_cotangent, kOutCotangentsOfEntry, place.batch, query_map);
     plan.kv_map = kv_map;
     // Dilation is strided dimensions that begin at the group's first token.
     plan.q_token = q_token;
@@ -139,7 +144,7 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, E
 ///   p: the launch.
 ///   row_coordinates: of each row in the key/value tile: x, y, z.
 ///   plan: of a tile of the layout.
-template <int kKeys>
+template <bool kIsPlain, int kKeys>
 CUTE_DEVICE void plan_windows(const BackwardParams& p, const uchar4* row_coordinates, KeyTilePlan<kKeys>& plan) {
   const int lane = threadIdx.x % 32;
   const int y_first = p.axis[0].kv_tile, z_first = y_first + p.axis[1].kv_tile, end = z_first + p.axis[2].kv_tile;
@@ -147,7 +152,7 @@ CUTE_DEVICE void plan_windows(const BackwardParams& p, const uchar4* row_coordin
     const int i = min(first + lane, end - 1), of = (i >= y_first) + (i >= z_first);
     const KeyAxisPlan& of_axis = plan.axis[of];
     const int coordinate = i - (of == 0 ? 0 : of == 1 ? y_first : z_first);
-    plan.windows[i] = of_axis.seen_by(p.axis[of], of_axis.kv_begin + coordinate);
+    plan.windows[i] = of_axis.seen_by(p.axis[of], of_axis.kv_begin + coordinate, kIsPlain);
   }
   __syncwarp();
   for (int row = lane; row < kKeys; row += 32) {
@@ -167,12 +172,12 @@ CUTE_DEVICE void plan_windows(const BackwardParams& p, const uchar4* row_coordin
 ///   plan: of the key/value tile.
 ///   at: the query tile.
 ///   in_tile: the row's coordinates in the query tile.
-template <int kKeys>
+template <bool kIsPlain, int kKeys>
 CUTE_DEVICE int query_token(const BackwardParams& p, const KeyTilePlan<kKeys>& plan, int4 at, uchar4 in_tile) {
   int x = at.x + in_tile.x, y = at.y + in_tile.y, z = at.z + in_tile.z;
   // Indices, since coordinates past the layout may exceed 32 bits.
   if (x >= plan.hull_end.x || y >= plan.hull_end.y || z >= plan.hull_end.z) return -1;
-  if (p.q_boxes.go_around && !plan.is_additional) {
+  if (!kIsPlain && p.q_boxes.go_around && !plan.is_additional) {
     x = p.axis[0].around(x);
     y = p.axis[1].around(y);
     z = p.axis[2].around(z);

@@ -37,7 +37,7 @@ CUTE_DEVICE void add_sums(const BackwardParams& p, typename Traits::SharedStorag
                                    chunk * kSumChunk, z, y, x, slot);
     }
   };
-  if (!p.q_boxes.go_around) {
+  if (Traits::kIsPlain || !p.q_boxes.go_around) {
     add(0, at.x, at.y, at.z);
   } else {
     for_boxes(p.q_boxes, p.axis, at.x, at.y, at.z, !is_additional, add);
@@ -77,9 +77,9 @@ CUTE_DEVICE void store_gradients(const BackwardParams& p, typename Traits::Share
     slot.wait_full(shared.full_plan);
     const auto& plan = shared.plan[slot.index];
     if (plan.q_tiles < 0) return;
-    BackwardMaps::acquire(p.entry_maps, kQueryGradientsOfEntry, plan.batch, plan.query_map);
+    BackwardMaps::acquire(entry_maps<Traits>(p), kQueryGradientsOfEntry, plan.batch, plan.query_map);
     const CUtensorMap* map =
-        BackwardMaps::of(p.entry_maps, p.query_gradient, kQueryGradientsOfEntry, plan.batch, plan.query_map);
+        BackwardMaps::of(entry_maps<Traits>(p), p.query_gradient, kQueryGradientsOfEntry, plan.batch, plan.query_map);
     for (int i = 0; i < p.heads_per_kv; ++i) {
       const int row = plan.batch * p.heads + plan.kv_head * p.heads_per_kv + i;
       const int slot_of_sums = row * p.queries + plan.q_token;
@@ -118,10 +118,11 @@ CUTE_DEVICE void store_gradients(const BackwardParams& p, typename Traits::Share
       gradients.wait_full(shared.full_gradients);
       const CUtensorMap *keys = &p.additional_keys_gradient, *values = &p.additional_values_gradient;
       if (!plan.is_additional) {
-        keys = BackwardMaps::of(p.entry_maps, p.key_gradient, kKeyGradientsOfEntry, plan.batch, plan.kv_map);
-        values = BackwardMaps::of(p.entry_maps, p.value_gradient, kValueGradientsOfEntry, plan.batch, plan.kv_map);
-        BackwardMaps::acquire(p.entry_maps, kKeyGradientsOfEntry, plan.batch, plan.kv_map);
-        BackwardMaps::acquire(p.entry_maps, kValueGradientsOfEntry, plan.batch, plan.kv_map);
+        keys = BackwardMaps::of(entry_maps<Traits>(p), p.key_gradient, kKeyGradientsOfEntry, plan.batch, plan.kv_map);
+        values =
+            BackwardMaps::of(entry_maps<Traits>(p), p.value_gradient, kValueGradientsOfEntry, plan.batch, plan.kv_map);
+        BackwardMaps::acquire(entry_maps<Traits>(p), kKeyGradientsOfEntry, plan.batch, plan.kv_map);
+        BackwardMaps::acquire(entry_maps<Traits>(p), kValueGradientsOfEntry, plan.batch, plan.kv_map);
       }
       store_key_tile<Traits>(p, shared, plan, keys, values);
     }

@@ -26,7 +26,7 @@ constexpr int kGradientsDone = 11;  // both warpgroups have read what the gradie
 constexpr int kBiasSumsReady = 12;  // one warpgroup has written, or the other read, its sums for biases of keys
 
 template <class Element_, int kHeadDim_, int kKeys_, int kQueries_, int kStages_, bool kIsNarrow_,
-          bool kHasKeyBias_ = false>
+          bool kHasKeyBias_ = false, bool kIsPlain_ = false>
 struct BackwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;  // at least head_dim and head_dim_v
@@ -37,6 +37,7 @@ struct BackwardTraits {
   // Whether heads of queries and keys, or those of values, take fewer steps than the form's.
   static constexpr bool kIsNarrow = kIsNarrow_;
   static constexpr bool kHasKeyBias = kHasKeyBias_;  // key_bias.cuh
+  static constexpr bool kIsPlain = kIsPlain_;        // as in ForwardTraits
   // Whether the warpgroups own different keys, so that registers hold the operands of key and value gradients.
   static constexpr bool kSplitsKeys = kKeys == 128;
   // Whether one warpgroup computes a tile's query gradient and the other the next one's.
@@ -103,5 +104,11 @@ struct BackwardTraits {
     CUTE_DEVICE Element* value_gradient() { return key_gradient() + kKeys * kHeadDim; }
   };
 };
+
+/// The maps of batch entries, or null: those of the launch are all that there are.
+template <class Traits>
+CUTE_DEVICE const CUtensorMap* entry_maps(const BackwardParams& p) {
+  return Traits::kIsPlain ? nullptr : p.entry_maps;
+}
 
 }  // namespace natten_jax::sm90

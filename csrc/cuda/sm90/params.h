@@ -100,6 +100,7 @@ struct BackwardParams {
   DeviceAxis axis[3];
   const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
   const std::int32_t* layouts;  // as in ForwardParams
+  bool is_plain;                // likewise
   CUtensorMap* entry_maps;      // [batch, kBackwardArrays, kGroupClasses]
   const float2* statistics;     // [batch, heads, x, y, z]: logsumexp in base 2, delta
   const float* remainder;       // of the logsumexp, [batch, x, y, z, heads]; null: zeros
