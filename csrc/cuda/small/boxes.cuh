@@ -43,6 +43,7 @@ class BoxLoads {
   static constexpr bool kIsWhole = kKernel == Kernel::kWholeGradient;
   static constexpr bool kMayWrap = Items::kMayWrap, kIsPlain = Items::kIsPlain;
   static constexpr int kBoxes = boxes_of(kKernel);
+  static constexpr bool kHasResultsInRows = has_results_in_rows(kKernel, Items::kOfEntries);
 
   CUTE_DEVICE BoxLoads(const CommonParams& p, char* raw)
       : p_(p),
@@ -176,11 +177,19 @@ class BoxLoads {
     /// A warp's rows are in registers: those of the next item may come. From here on, columns are needed.
     CUTE_DEVICE void rows_are_read() const {
       __syncwarp();
-      load_next();
+      if constexpr (!kHasResultsInRows) load_next();
       wait(loads.state_.full[stage], phase);
     }
 
     CUTE_DEVICE void columns_are_read() const { loads.leave(i, stage, phase); }
+
+    /// A warp's results have left the buffer that they were written by way of.
+    CUTE_DEVICE void results_are_written() const {
+      if constexpr (kHasResultsInRows) {
+        __syncwarp();
+        load_next();
+      }
+    }
   };
 
   CUTE_DEVICE void leave(int i, int stage, int phase) const {

@@ -291,12 +291,13 @@ struct EntryItems {
 template <class Items>
 class ChunkLoads {
  public:
-  static constexpr bool kMayWrap = Items::kMayWrap, kIsPlain = Items::kIsPlain;
+  static constexpr bool kMayWrap = Items::kMayWrap, kIsPlain = Items::kIsPlain, kHasResultsInRows = true;
 
   /// While an item is computed, nothing else happens.
   struct Phases {
     CUTE_DEVICE void rows_are_read() const {}
     CUTE_DEVICE void columns_are_read() const {}
+    CUTE_DEVICE void results_are_written() const {}
   };
 
   CUTE_DEVICE ChunkLoads(const CommonParams& p, char*) : p_(p) {}

@@ -67,6 +67,14 @@ constexpr int key_bias_buffers(Kernel kernel) {
   return kernel == Kernel::kQueryGradient ? 2 : 1;
 }
 
+/// Whether a warp writes its results where its rows were, and loads the next item's rows after that. Where batch
+/// entries have layouts of their own, boxes have one stage, whose next columns are waited for anyway; without memory
+/// for results, a multiprocessor has two CTAs for 7 x 7 windows and heads of 64, of which one computes while the other
+/// plans or waits.
+constexpr bool has_results_in_rows(Kernel kernel, bool of_entries) {
+  return kernel == Kernel::kForward && of_entries;
+}
+
 /// Arrays that a stage has boxes of, but for statistics: the two arrays of columns, or what WholeBox names.
 constexpr int boxes_of(Kernel kernel) {
   return kernel == Kernel::kWholeGradient ? 5 : 2;

@@ -115,10 +115,11 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
   extern __shared__ __align__(1024) char raw[];
   Tables tables;
   TilePlan tile;
-  Loads<kHeadDim, Kernel::kForward, kHasBoxes, Items, kHasBias> loads(p, raw);
+  using FormLoads = Loads<kHeadDim, Kernel::kForward, kHasBoxes, Items, kHasBias>;
+  FormLoads loads(p, raw);
   const HeadDims<kHeadDim, kHasBoxes> head_dims(p);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, additional_pairs = kHasBoxes ? 0 : p.additional_pairs();
-  const std::uint32_t staging = kHasBoxes ? p.region.warps * Rows::kBytes : 0;
+  const std::uint32_t staging = FormLoads::kHasResultsInRows ? 0 : p.region.warps * Rows::kBytes;
 
   const auto load_rows = [&](const Item& item, std::uint32_t rows) {
     Rows::copy(tables.row_places, row_of(p.query, item.of_query, head_dims.of_keys), head_dims.of_keys, rows);
@@ -212,6 +213,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     Rows::template store<Element>(result.o, of_row[0], of_row[1], tables.row_places,
                                   row_of(p.out, item.of_query, head_dims.of_values), head_dims.of_values,
                                   rows + staging);
+    phases.results_are_written();
   };
   for_plans<Items, false>(p, raw, [&](const Items& items, const EntryLayout& layout, bool is_first) {
     loads.take(items, is_first);

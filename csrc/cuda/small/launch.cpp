@@ -160,7 +160,9 @@ Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const 
   p.keys = static_cast<int>(problem.keys());
   p.by_heads = cutlass::FastDivmod(p.heads);
   for (int i = 0; i < kRank; ++i) {
-    p.is_single[i] = p.is_plain && p.axis[i].query_extent == 1;
+    // Layouts of batch entries have the token, too, or no queries: but in the last dimension, that of sequences, whose
+    // queries and keys have lengths of their own.
+    p.is_single[i] = p.is_plain && p.axis[i].query_extent == 1 && (!has_layouts || p.region.dimension[i] < kRank - 1);
     p.by_regions[i] = cutlass::FastDivmod(p.region.regions[i]);
     p.by_tiles[i] = cutlass::FastDivmod(p.region.tiles[i]);
     p.seam_regions[i] =

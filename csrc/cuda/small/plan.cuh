@@ -156,7 +156,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   tile.number = 0;
   CUTE_UNROLL
   for (int d = 0; d < kRank; ++d) {
-    if (p.is_single[d] && !layout.is_own()) {
+    if (p.is_single[d]) {
       tile_rows[d] = extent[d] = 1;
       begin_of_tile[d] = first_row[d] = first[d] = first_column[d] = 0;
       seen[d] = of_tile[d] = make_int2(0, 1);
@@ -234,7 +234,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     for (int r = 0; r < 2; ++r) {
       window_begin[r][d] = 0;
       window_end[r][d] = 1;
-      if (p.is_single[d] && !layout.is_own()) continue;
+      if (p.is_single[d]) continue;
       const int place = place_of(lane / 4 + 8 * r);
       window_begin[r][d] = __shfl_sync(0xffffffffu, seen[d].x, place) - first_of_tile;
       window_end[r][d] = __shfl_sync(0xffffffffu, seen[d].y, place) - first_of_tile;

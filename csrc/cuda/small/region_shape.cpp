@@ -224,9 +224,10 @@ bool complete_region(const Problem& problem, const Side (&sides)[kRank], Kernel 
     if (region.gradients > sums) return false;
     take(shared.region_sums, 2 * sizeof(float) * sums);
   }
-  // Boxes leave rows to the warps, which load some while they write others.
+  // Boxes leave rows to the warps, most of which load some while they write others.
+  const bool has_results = region.has_boxes && !has_results_in_rows(kernel, sides[0].places == Places::kOfEntries);
   const std::int64_t row_bytes =
-      (kRowBuffers[static_cast<int>(kernel)] + region.has_boxes) * region.warps * kRows * 2 * head_dim;
+      (kRowBuffers[static_cast<int>(kernel)] + has_results) * region.warps * kRows * 2 * head_dim;
   if (region.has_boxes) {
     take(shared.rows, row_bytes);
     at = align(at, kBoxAlignment);
