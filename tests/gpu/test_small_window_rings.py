@@ -1,6 +1,6 @@
 """The kernels for small windows with a ring: what they compute where they are chosen, and what is promised of bits.
 
-Random problems are part of ``python -m tests.fuzz --backend cutlass``, which seldom has enough tokens for a ring.
+Random problems are those of ``python -m tests.fuzz --backend cutlass --direct --feature ring``.
 """
 
 from __future__ import annotations
