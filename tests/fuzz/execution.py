@@ -128,7 +128,7 @@ def inputs_of(problem: Fuzzed) -> tuple[Any, ...]:
     """What the inputs of a problem depend on: variants share them."""
     return (
         problem.case, problem.dtype, problem.seed, problem.query_factor, problem.value_factor,
-        problem.queries, problem.keys, problem.spoiled, problem.factors,
+        problem.queries, problem.keys, problem.spoiled, problem.factors, problem.copies,
     )  # fmt: skip
 
 
@@ -150,7 +150,7 @@ def _direct(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: jax.Ar
     tensors, cotangents = inputs
     factors = tensors.scale
     if factors is not None:
-        tensors = tensors._replace(scale=jnp.broadcast_to(factors, (problem.case.batch, problem.case.heads)))
+        tensors = tensors._replace(scale=jnp.broadcast_to(factors, (problem.batch, problem.case.heads)))
     described = problem.description()
 
     def with_terms(*terms: jax.Array | None) -> tuple[Problem, InputArrays]:
@@ -163,7 +163,7 @@ def _direct(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: jax.Ar
         """Of each batch entry in some problems, as mapped calls have it."""
         if shared is None or problem.seed % 4 != 0:
             return shared
-        return jnp.broadcast_to(shared, (problem.case.batch, *shared.shape[1:]))
+        return jnp.broadcast_to(shared, (problem.batch, *shared.shape[1:]))
 
     takes_shared = backends.find(problem.backend, problem.operator).takes_shared_key_bias
     terms = tensors.relative_bias, tensors.key_bias

@@ -4,10 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from natten_jax import backends
+from natten_jax.performance import PASSES, tile_names
+from natten_jax.plan import devices
 from natten_jax.problem import Operator
 from tests.support.families import Family
 
-from .problem import Fuzzed, draw, draw_where
+from .problem import MANY_KEYS, Fuzzed, draw, draw_where
+from .rings import kernels_with_rings, ring_pairs
+
+
+def has_ring(problem: Fuzzed, kernel: str) -> bool:
+    """Whether kernels for small windows whose names begin with ``kernel`` have a ring with the tiles of a problem.
+
+    Or with some tiles where it has none: problems are looked at before they have any.
+    """
+    if problem.copies == 1:
+        return False
+    backend, device = backends.find(problem.backend, problem.operator), devices.default_device()
+    described = problem.description()
+    for pass_ in PASSES:
+        pair = tuple(problem.tiles.get(name) for name in tile_names(pass_))
+        if None not in pair:
+            found = [kernels_with_rings(backend, described, device, pass_, pair)]
+        else:
+            found = [] if problem.tiles else list(ring_pairs(backend, described, device, pass_))
+        if any(name.startswith(kernel) for kernels in found for name in kernels):
+            return True
+    return False
+
 
 #: Sequences of problems, one behind the other, in which a problem with a feature is looked for.
 _APART = 2**32
@@ -24,7 +49,11 @@ FEATURES: Mapping[str, Callable[[Fuzzed], bool]] = {
     "key_bias": lambda problem: problem.case.key_bias is not None,
     "sinks": lambda problem: problem.case.sinks,
     "float8": lambda problem: problem.is_float8,
+    "ring": lambda problem: has_ring(problem, ""),
+    "query_gradient_ring": lambda problem: has_ring(problem, "query gradient"),
 }
+#: Those that problems with windows of many keys have.
+FEATURES_OF_MANY_KEYS = frozenset({"ring", "query_gradient_ring"})
 
 
 def draw_with(
@@ -41,8 +70,9 @@ def draw_with(
     def is_wanted(problem: Fuzzed) -> bool:
         return problem.spoiled is None and all(FEATURES[feature](problem) for feature in features)
 
+    share_of_many_keys = MANY_KEYS if FEATURES_OF_MANY_KEYS.isdisjoint(features) else 1.0
     for attempt in range(_MOST_ATTEMPTS):
-        found = draw_where(family, operators, seed, number + attempt * _APART, is_direct, is_wanted)
+        found = draw_where(family, operators, seed, number + attempt * _APART, is_direct, is_wanted, share_of_many_keys)
         if found is not None and is_wanted(found):  # kernels that know no edges get a problem without them
             return found
     raise ValueError(f"no problem of {family.name} has {' and '.join(features)}")

@@ -26,6 +26,7 @@ from tests.support.plans import plans_of
 from tests.support.problems import Case
 
 from .places import placed
+from .rings import ring_pairs, with_many_keys
 from .spoiled import Inputs, Spoiled
 
 #: Element types of 8 bits.
@@ -45,6 +46,10 @@ SPOILED_BATCHES, SPOILED_BATCHES_OF_GPUS, SPOILED_HEADS = (2, 3, 5), (3, 12, 40,
 #: Tokens of problems with a relative bias that may have many batch entries, and how many of these and of heads they
 #: have: CTAs of GPUs that hold whole layouts go over several then.
 FEW_TOKENS, MANY_ITEMS = 64, (600, 1700)
+#: Share of problems whose windows have many keys, and how many of these have a bias, and tiles with a ring if any do.
+MANY_KEYS, BIASED_BESIDE_MANY_KEYS, RING_TILES = 0.03, 0.15, 0.85
+#: Operands that each batch entry has its own of.
+OF_ENTRIES = ("query", "key", "value", "additional_keys", "additional_values", "key_bias")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +70,7 @@ class Fuzzed:
         spoiled: Numbers of the inputs that are not finite: what does not depend on them is compared with that of a run
             with zeros in their place.
         factors: What the factors of 8-bit arrays belong to; ``None`` where there are none.
+        copies: How often the batch of the case is repeated: kernels have more to do, and the oracle has not.
     """
 
     family: str
@@ -79,6 +85,12 @@ class Fuzzed:
     keys: Ranges | None = None
     spoiled: Spoiled | None = None
     factors: str | None = None
+    copies: int = 1
+
+    @property
+    def batch(self) -> int:
+        """Batch entries that are run."""
+        return self.case.batch * self.copies
 
     @property
     def is_float8(self) -> bool:
@@ -112,13 +124,28 @@ class Fuzzed:
 
     def inputs(self) -> Inputs:
         """Operands, and cotangents of output and logsumexp; of a part, if only that is run."""
+        return self._copied(self.inputs_of_case())
+
+    def inputs_of_case(self) -> Inputs:
+        """The same of the case's own batch."""
         inputs = self._finite_inputs()
         return inputs if self.spoiled is None else self.spoiled.apply(inputs, 0)
 
     def spoiled_inputs(self) -> Inputs:
         """The same with the numbers that are not finite."""
         inputs = self._finite_inputs()
-        return inputs if self.spoiled is None else self.spoiled.apply(inputs, float(self.spoiled.number))
+        return self._copied(inputs if self.spoiled is None else self.spoiled.apply(inputs, float(self.spoiled.number)))
+
+    def _copied(self, inputs: Inputs) -> Inputs:
+        if self.copies == 1:
+            return inputs
+
+        def copied(array: np.ndarray | None) -> np.ndarray | None:
+            return None if array is None else np.concatenate([array] * self.copies)
+
+        operands, (d_out, d_lse) = inputs
+        of_entries = {name: copied(getattr(operands, name)) for name in OF_ENTRIES}
+        return operands._replace(**of_entries), (copied(d_out), copied(d_lse))
 
     def _finite_inputs(self) -> Inputs:
         query, key, value, keys, values, scale, table, key_bias, sinks = self.case.host_operands(self.dtype, self.seed)
@@ -181,12 +208,12 @@ class Fuzzed:
         case = self.case
         queries = case.layout if case.queries is None else (case.queries,)
         shapes = [
-            (case.batch, *queries, case.heads, case.head_dim),
-            (case.batch, *case.layout, case.heads_kv, case.head_dim),
-            (case.batch, *case.layout, case.heads_kv, case.head_dim_v or case.head_dim),
+            (self.batch, *queries, case.heads, case.head_dim),
+            (self.batch, *case.layout, case.heads_kv, case.head_dim),
+            (self.batch, *case.layout, case.heads_kv, case.head_dim_v or case.head_dim),
         ]
         if case.additional:
-            shapes += [(case.batch, case.additional, case.heads_kv, shape[-1]) for shape in shapes[1:]]
+            shapes += [(self.batch, case.additional, case.heads_kv, shape[-1]) for shape in shapes[1:]]
         query, key, value, *more = (jax.ShapeDtypeStruct(shape, self.dtype) for shape in shapes)
         if case.queries is not None:
             problem = attention_problem(query, key, value, case.scale, case.causal[0])
@@ -220,8 +247,12 @@ def draw_where(
     number: int,
     is_direct: bool,
     is_wanted: Callable[[Fuzzed], bool],
+    share_of_many_keys: float = MANY_KEYS,
 ) -> Fuzzed | None:
-    """The same if it is wanted, as it is before it has tiles, which take the most time to draw; else ``None``."""
+    """The same if it is wanted, as it is before it has tiles, which take the most time to draw; else ``None``.
+
+    Of GPUs' problems, a share has windows of many keys.
+    """
     rng = np.random.default_rng([seed, number])
     case = random_case(int(rng.integers(2**31)), tokens=LARGE if rng.random() < 0.08 else None)
     if rng.random() < 0.3:
@@ -237,8 +268,14 @@ def draw_where(
         case = dataclasses.replace(
             case, layout=(keys,), queries=queries, is_causal=(bool(rng.random() < 0.5),), **plain
         )
+    copies, of_many_keys = 1, np.random.default_rng([seed, number, 4])
+    has_many_keys = family.needs_gpu and case.queries is None and of_many_keys.random() < share_of_many_keys
+    if has_many_keys:
+        case, copies = with_many_keys(of_many_keys, case)
     case = case.with_edges_of(family)
     case = _with_logit_terms(np.random.default_rng([seed, number, 1]), case, family)
+    if has_many_keys and of_many_keys.random() > BIASED_BESIDE_MANY_KEYS:
+        case = dataclasses.replace(case, **_NO_BIASES)
     if is_direct and not family.backend.takes_sinks:  # these are the operators' own
         case = dataclasses.replace(case, sinks=False)
     if is_direct and case.additional:
@@ -247,6 +284,7 @@ def draw_where(
     spoiled = None
     if rng.random() < 0.2:
         case, spoiled = _spoiled(rng, _without_logit_terms(case), family.needs_gpu)
+        copies = 1
     problem = Fuzzed(
         family=family.name,
         case=(case.fitted(family) if is_direct else case).with_edges_of(family),  # operators widen heads themselves
@@ -256,10 +294,14 @@ def draw_where(
         value_factor=_factor(rng),
         is_direct=is_direct,
         spoiled=spoiled,
+        copies=copies,
     )
+    if has_many_keys:
+        of_half = [dtype for dtype in family.dtypes if dtype in ("float16", "bfloat16")]
+        problem = dataclasses.replace(problem, dtype=str(of_many_keys.choice(of_half)))
     problem = _with_terms_of(problem, family)
     if not is_direct and spoiled is None and rng.random() < 0.4:
-        problem = dataclasses.replace(problem, case=placed(rng, problem.case, family))
+        problem = dataclasses.replace(problem, case=placed(rng, problem.case, family), copies=1)
     # Parts of a dimension that wraps have the tokens of their neighbors beside theirs, not where these are.
     can_be_part = case.queries is None and "wrap" not in (case.edges or ())
     if is_direct and can_be_part and rng.random() < 0.25:
@@ -278,7 +320,7 @@ def draw_where(
 
 def _in_8_bits(rng: np.random.Generator, problem: Fuzzed, family: Family) -> Fuzzed:
     """The problem, perhaps of 8-bit arrays with factors."""
-    if rng.random() > 0.2 or (family.rounds_weights and problem.case.key_bias is not None):
+    if rng.random() > 0.2 or problem.copies > 1 or (family.rounds_weights and problem.case.key_bias is not None):
         return problem
     has_blocks = problem.case.additional == 0 and not family.rounds_weights
     kinds = [None, *OF_HEADS, *OF_BLOCKS * has_blocks]
@@ -392,6 +434,11 @@ def _tile_pair(problem: Fuzzed, backend: Backend, pass_: Pass, rng: np.random.Ge
         # Operators fit problems to the kernels of the tiles, as by columns for biases of keys.
         return described if problem.is_direct else backend.widened(described, device, pass_, pair)
 
+    if problem.copies > 1 and rng.random() < RING_TILES:
+        by_kernels = list(ring_pairs(backend, described, device, pass_).values())
+        if by_kernels:
+            of_kernels = by_kernels[int(rng.integers(len(by_kernels)))]
+            return of_kernels[int(rng.integers(len(of_kernels)))]
     kind = rng.choice(["none", "listed", "any"], p=[0.1, 0.3, 0.6])  # kernels rank their tiles slowly
     if _goes_around_directly(problem):  # as those of few tokens may, which are seldom drawn
         kind = "listed"

@@ -56,6 +56,8 @@ def _simpler(problem: Fuzzed) -> Iterator[Fuzzed]:
         {"value_factor": 1.0},
         {"tiles": {}},
         {"factors": None},
+        {"copies": 1},
+        {"copies": (problem.copies + 1) // 2},
     ):
         yield from _changed(problem, changes)
     if problem.spoiled is not None:

@@ -18,16 +18,17 @@ import pytest
 
 from natten_jax.arrays.operands import Saved
 from natten_jax.backends import cpu
-from natten_jax.performance import Performance
+from natten_jax.performance import PASSES, Performance, tile_names
 from natten_jax.plan import devices
 from natten_jax.plan.plan import Plan
 from tests.fuzz import execution
 from tests.fuzz.accuracy import excesses, expectation
 from tests.fuzz.execution import complaints, run
-from tests.fuzz.features import FEATURES, draw_with
+from tests.fuzz.features import FEATURES, FEATURES_OF_MANY_KEYS, draw_with
 from tests.fuzz.options import Options, parse
 from tests.fuzz.problem import FLOAT8, Fuzzed, draw, variants
 from tests.fuzz.reproducer import program_of, simplest
+from tests.fuzz.rings import kernels_with_rings
 from tests.fuzz.session import problems_of, run_batch
 from tests.support import oracle
 from tests.support.families import family_named
@@ -244,7 +245,7 @@ def test_biases_and_sinks_are_drawn_and_compared() -> None:
         assert [each.name for each in excesses(problem, expectation(problem), outputs, changed)] == [f"d_{name}"]
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", sorted(FEATURES.keys() - FEATURES_OF_MANY_KEYS))  # of GPUs alone
 def test_problems_with_a_feature_are_drawn_for_the_asking(feature: str) -> None:
     options = options_of("--seed", "2", "--problems", "6", "--feature", feature)
     drawn = [problem for _, problem in problems_of(options, 0)]
@@ -294,6 +295,43 @@ def test_tables_of_many_batch_entries_are_drawn_for_gpus(monkeypatch: pytest.Mon
     many = [case for case in drawn if case.batch * case.heads > 528]
     assert many and all(case.heads == case.heads_kv for case in many)
     assert any(case.heads > 1 for case in many) and len(many) < len(drawn)
+
+
+def test_problems_with_rings_are_drawn_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "default_device", lambda: devices.Device("cuda", (9, 0), is_present=False))
+    family = family_named("cutlass")
+    drawn = [
+        draw_with((feature,), family, ("fna",), 0, number, is_direct=True)
+        for feature in FEATURES_OF_MANY_KEYS
+        for number in range(8)
+    ]
+    kernels: set[str] = set()
+    for problem in drawn:
+        assert problem.copies > 1 and problem.batch == problem.case.batch * problem.copies
+        for pass_ in PASSES:
+            pair = tuple(problem.tiles.get(name) for name in tile_names(pass_))
+            if None not in pair:
+                kernels.update(
+                    kernels_with_rings(family.backend, problem.description(), devices.default_device(), pass_, pair)
+                )
+    assert kernels == {"forward with a ring", "query gradient with a ring", "key/value gradient with a ring"}
+    plain = [draw(family, ("fna",), 1, number, is_direct=True) for number in range(150)]
+    assert 0 < sum(problem.copies > 1 for problem in plain) < 30
+
+
+def test_copies_of_a_batch_are_compared_with_what_the_oracle_says_of_it() -> None:
+    case = Case((5, 6), (3, 2), heads=2, batch=2, scales=(0.3, 0.4), sinks=True, key_bias="tokens")
+    problem = Fuzzed("cpu", case, "float32", 7, copies=3)
+    ((outputs, gradients),) = run([problem])
+    assert outputs[0].shape[0] == 6
+    expected = expectation(problem)
+    assert excesses(problem, expected, outputs, gradients) == []
+    for name in ("query", "value", "key_bias", "scale", "sinks"):
+        changed = np.array(getattr(gradients, name))
+        changed[-1] *= 1.1  # of the last copy, or of what all add to
+        found = excesses(problem, expected, outputs, gradients._replace(**{name: changed}))
+        assert [each.name for each in found] == [f"d_{name}"]
+    assert "shape" in excesses(problem, expected, (outputs[0][:5], outputs[1]), gradients)[0].name
 
 
 def test_merged_parts_whose_terms_cancel_are_right() -> None:

@@ -1,0 +1,79 @@
+"""Problems of so many keys and batch entries that kernels for small windows go along strips, with a ring of keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from natten_jax.backends.base import Backend
+from natten_jax.cost import small_windows
+from natten_jax.performance import Pass, TilePair
+from natten_jax.plan.devices import Device
+from natten_jax.problem import Problem
+from tests.support.problems import Case
+
+#: The least keys of a window, and the most tokens, of which the oracle computes every pair; with so many, of one head.
+LEAST_KEYS, MOST_TOKENS, TOKENS_OF_ONE_HEAD = 100, 1700, 900
+#: Extents of windows and of layouts, at most, by rank.
+_WINDOWS = {1: (100, 300), 2: (7, 17), 3: (3, 9)}
+_LAYOUTS = {1: 700, 2: 50, 3: 18}
+#: Rows of all batch entries and heads: of few launches rings are estimated to be faster, and of most.
+_ROWS, _MOST_COPIES = (1e4, 1.5e5), 400
+
+
+def with_many_keys(rng: np.random.Generator, case: Case) -> tuple[Case, int]:
+    """The problem with a window of many keys and heads that rings take; and of how many copies its batch is to be.
+
+    Few problems have what rings do not take: that they are left to other kernels is to be seen, too.
+    """
+    rank = int(rng.choice([1, 2, 3], p=[0.06, 0.54, 0.4]))
+    least, most = _WINDOWS[rank]
+    while True:
+        kernel_size = tuple(int(n) for n in rng.integers(least, most + 1, rank))
+        layout = tuple(int(rng.integers(k, max(_LAYOUTS[rank], k + 1))) for k in kernel_size)
+        if math.prod(kernel_size) >= LEAST_KEYS and math.prod(layout) <= MOST_TOKENS:
+            break
+    is_causal = tuple(bool(rng.random() < 0.15) for _ in layout)
+    dilations = [
+        2 if rng.random() < 0.03 and 2 * k <= extent else 1 for k, extent in zip(kernel_size, layout, strict=True)
+    ]
+    heads_kv, batch = (int(n) for n in rng.integers(1, 3, 2)) if math.prod(layout) < TOKENS_OF_ONE_HEAD else (1, 1)
+    case = dataclasses.replace(
+        case,
+        layout=layout,
+        kernel_size=kernel_size,
+        stride=tuple(int(rng.integers(1, (k if rng.random() < 0.2 else 3) + 1)) for k in kernel_size)
+        if rng.random() < 0.4
+        else (1,) * rank,
+        dilation=tuple(dilations),
+        is_causal=is_causal,
+        edges=tuple("cut" if rng.random() < 0.2 and not causal else "shift" for causal in is_causal),
+        batch=batch,
+        head_dim=int(rng.choice([32, 64], p=[0.35, 0.65])),
+        head_dim_v=None,
+        additional=case.additional if rng.random() < 0.1 else 0,
+    ).with_heads(heads_kv * int(rng.choice([1, 2, 3], p=[0.75, 0.15, 0.1])), heads_kv)
+    rows = math.exp(rng.uniform(*np.log(_ROWS)))
+    return case, int(np.clip(rows / (batch * case.heads * math.prod(layout)), 2, _MOST_COPIES))
+
+
+def kernels_with_rings(
+    backend: Backend, problem: Problem, device: Device, pass_: Pass, pair: TilePair
+) -> tuple[str, ...]:
+    """The kernels of a pass that have a ring with given tiles."""
+    found = small_windows.estimate(backend.family, problem, pass_, pair, device.compute_capability)
+    return () if found is None else tuple(each.kernel for each in found.launches if "with a ring" in each.kernel)
+
+
+def ring_pairs(
+    backend: Backend, problem: Problem, device: Device, pass_: Pass
+) -> dict[tuple[str, ...], list[TilePair]]:
+    """Tiles with which kernels of a pass have a ring, by these."""
+    found: dict[tuple[str, ...], list[TilePair]] = {}
+    for pair, _ in small_windows.ranked(backend.family, problem, pass_, device.compute_capability):
+        kernels = kernels_with_rings(backend, problem, device, pass_, pair)
+        if kernels and backend.offers(problem, device, pass_, pair):
+            found.setdefault(kernels, []).append(pair)
+    return found
