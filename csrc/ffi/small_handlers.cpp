@@ -66,12 +66,11 @@ Error check_table_sums(const AnyBuffer& records, const AnyBuffer& sums, const Ca
 
 /// Checks the result that the gradient of sinks takes.
 Error check_sinks_parts(const AnyBuffer& parts, const Call& call) {
-  const char* const name = "result sinks_parts";
-  const char* const rule = "it is what parts of the queries add to the gradient of sinks, or nothing";
-  if (call.arrays.sinks == nullptr) return check_array(name, parts, xffi::DataType::F32, {0}, rule);
-  const std::int64_t batch = call.arrays.batch_of_sinks;
-  return check_array(name, parts, xffi::DataType::F32,
-                     {batch, small::parts_of_sinks(batch), small::filled_heads(call.problem.heads)}, rule);
+  const Arrays& arrays = call.arrays;
+  const std::int64_t numbers =
+      arrays.sinks == nullptr ? 0 : small::scratch_of_sinks(call.problem, call.tiles.kv, arrays.batch_of_sinks);
+  return check_array("result sinks_parts", parts, xffi::DataType::F32, {numbers},
+                     "it is what parts of the queries add to the gradient of sinks, or nothing");
 }
 
 Error small_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffer relative_bias, AnyBuffer key_bias,
@@ -106,13 +105,16 @@ Error small_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuff
   NATTEN_JAX_RETURN_IF_ERROR(check_sinks_parts(*sinks_parts, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_sinks_gradient(sinks_gradient, call));
   const auto numbers = [](Result result) { return static_cast<float*>(result->untyped_data()); };
-  small::Scratch scratch{numbers(statistics),    numbers(additional_sums), numbers(table_products),
-                         numbers(table_records), numbers(table_sums),      nullptr};
+  small::Scratch scratch{numbers(statistics),
+                         numbers(additional_sums),
+                         numbers(table_products),
+                         numbers(table_records),
+                         numbers(table_sums),
+                         numbers(sinks_parts),
+                         nullptr};
   NATTEN_JAX_RETURN_IF_ERROR(
       decode_entry_maps(*entry_maps, small::entry_maps_of_backward(problem, call.arrays), scratch.entry_maps));
-  NATTEN_JAX_RETURN_IF_ERROR(error_of(small::run_backward(problem, call.tiles, call.arrays, scratch, stream)));
-  if (call.arrays.sinks == nullptr) return Error::Success();
-  return error_of(small::run_sinks_gradient(problem, call.arrays, scratch.statistics, numbers(sinks_parts), stream));
+  return error_of(small::run_backward(problem, call.tiles, call.arrays, scratch, stream));
 }
 
 XLA_FFI_DEFINE_HANDLER(kSmallBackward, on_problem(small_backward),

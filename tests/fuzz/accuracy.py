@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +21,10 @@ SLACK = 2.0
 #: kernels round the output before they take its product with its cotangent from them.
 CANCELLATION, CANCELLATION_OF_SCALED_INPUTS = 0.05, 0.5
 #: The same where two parts in half precision are merged, or a part and a sink, whose outputs and cotangents are rounded
-#: once more: with SLACK and the bound of float16 this comes to half a unit in the last place of every term.
-CANCELLATION_OF_MERGED_HALVES = 0.25
+#: once more: with SLACK and the bound of float16 this comes to half a unit in the last place of every term. Outputs in
+#: half precision are rounded by as much in any case, but each element on its own: those of wide heads make up for one
+#: another.
+CANCELLATION_OF_HALVES = 0.25
 #: Roundings of a logit, relative to the sum of its terms' magnitudes.
 LOGIT_ROUNDINGS = 8
 SMALLEST_FLOAT16, LARGEST_FLOAT16 = 2.0**-24, 6e4
@@ -139,8 +142,10 @@ def _excess(
     result, reference, magnitude = (np.where(comparable, a, 0) for a in (result, reference, magnitude))
     if problem.query_factor != 1 or problem.value_factor != 1:
         share = CANCELLATION_OF_SCALED_INPUTS
-    elif (problem.is_merged or problem.case.sinks) and problem.out_dtype in ("float16", "bfloat16"):
-        share = CANCELLATION_OF_MERGED_HALVES
+    elif problem.out_dtype in ("float16", "bfloat16"):
+        is_rounded_again = problem.is_merged or problem.case.sinks
+        elements = 1 if is_rounded_again else problem.case.head_dim_v or problem.case.head_dim
+        share = max(CANCELLATION_OF_HALVES / math.sqrt(elements), CANCELLATION)
     else:
         share = CANCELLATION
     size, terms = float(np.linalg.norm(reference)), float(np.linalg.norm(magnitude))

@@ -340,6 +340,28 @@ def test_merged_parts_whose_terms_cancel_are_right() -> None:
     assert complaints([Fuzzed("cpu", case, "float16", 262525313)]) == [[]]
 
 
+def test_few_elements_of_an_output_do_not_make_up_for_their_rounding() -> None:
+    """A gradient is a fiftieth of its terms; what is off comes from five elements of each output, in bfloat16."""
+    case = Case(
+        (7, 8),
+        (1, 1),
+        stride=(1, 1),
+        dilation=(6, 2),
+        is_causal=(True, False),
+        edges=("shift", "shift"),
+        heads=6,
+        heads_kv=3,
+        head_dim=17,
+        head_dim_v=5,
+        scales=(0.0, 0.412310562561766, 0.412310562561766, -0.24253562503633297, 0.12126781251816648, 0.0),
+        additional=2,
+        fused=True,
+        relative_bias=True,
+    )
+    parts: Any = {"is_direct": True, "queries": ((1, 6), (7, 8)), "keys": ((4, 5), (1, 8))}
+    assert complaints([Fuzzed("cpu", case, "bfloat16", 1158906260, **parts)]) == [[]]
+
+
 def test_scales_of_nothing_are_right_as_far_as_float16_goes() -> None:
     """The gradient of a query is a thousandth of what it would be without the scale, and less than float16 has."""
     case = Case((3,), None, None, None, is_causal=(True,), heads=3, heads_kv=1, head_dim=192, scales=(0.0,), queries=3)

@@ -209,7 +209,7 @@ TARGETS = (
             **dict.fromkeys(
                 ("table_products", "table_records", "table_sums", "drelative_bias", "dkey_bias"), _NO_TABLE
             ),
-            "sinks_parts": ((1, 256, 4), np.float32),
+            "sinks_parts": ((1024,), np.float32),
             "dsinks": ((1, 2, 1), np.float32),
             "entry_maps": _ENTRY_MAPS,
         },

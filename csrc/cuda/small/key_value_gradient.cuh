@@ -9,6 +9,7 @@
 #include "cuda/small/key_bias.cuh"
 #include "cuda/small/products.cuh"
 #include "cuda/small/seams.cuh"
+#include "cuda/small/sinks_parts.cuh"
 #include "natten_jax/logsumexp.h"
 
 namespace natten_jax::small {
@@ -233,6 +234,7 @@ __global__ void __launch_bounds__(32 * resident_warps(Kernel::kKeyValueGradient,
     natten_jax_small_key_value_gradient(const __grid_constant__ BackwardParams p) {
   if constexpr (is_compiled(kHasBoxes)) {
     differentiate_keys<Element, kHeadDim, kHasBoxes, kIsOfOne, Items, kHasBias, kHasKeyBias>(p);
+    if constexpr (!Items::kOfEntries) add_up_sinks(p.sinks);
   }
 }
 

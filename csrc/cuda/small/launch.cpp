@@ -12,6 +12,7 @@
 #include "cuda/small/kernels.h"
 #include "cuda/small/region_cache.h"
 #include "cuda/small/region_time.h"
+#include "cuda/small/sinks_gradient.h"
 #if defined(NATTEN_JAX_SM90)
 #include "cuda/small/ring_launch.h"
 #endif
@@ -296,6 +297,25 @@ Status prepare_additional(const Problem& problem, const Arrays& arrays, const Sc
   return {};
 }
 
+/// Fills in what a kernel that owns queries has of the gradient of sinks, where there are any.
+Status prepare_sinks(const Problem& problem, const std::int64_t (&tile)[kRank], const Arrays& arrays,
+                     const Scratch& scratch, BackwardParams& p) {
+  if (arrays.sinks == nullptr) return {};
+  const std::int64_t tiles = p.region.count * p.region.warps;
+  if (tiles > most_tiles_of_regions(problem.axes, tile)) {
+    return Status::internal("the kernels' regions have more tiles than the gradient of sinks has memory for");
+  }
+  SinksParams& sinks = p.sinks;
+  sinks.sinks = arrays.sinks;
+  sinks.parts = scratch.sinks;
+  sinks.are_of_all = arrays.batch_of_sinks == 1;
+  sinks.batch = static_cast<int>(problem.batch);
+  sinks.tiles = static_cast<int>(tiles);
+  sinks.count = static_cast<int>(arrays.batch_of_sinks * problem.heads);
+  sinks.parts_of_sink = static_cast<int>(problem.batch / arrays.batch_of_sinks * tiles);
+  return {};
+}
+
 #if defined(NATTEN_JAX_SM90)
 /// Launches both kernels of a backward pass, one of them or both with a ring.
 Status run_rings(const Problem& problem, const Arrays& arrays, const Scratch& scratch, const RingShape& ring,
@@ -318,6 +338,108 @@ Status run_rings(const Problem& problem, const Arrays& arrays, const Scratch& sc
   }));
 }
 #endif
+
+/// Launches all kernels of a backward pass but, at most, the last ones of the gradient of sinks.
+///
+/// Args:
+///   sinks: what is left of these: parts to be added up, unless there are none or the pass has done so.
+///   is_of_statistics: that all of it is left, and follows from what is known of queries.
+Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,
+                     const Device& device, cudaStream_t stream, SinksParams& sinks, bool& is_of_statistics) {
+  BackwardParams p{};
+  fill_arrays(arrays, p);
+  p.out_cotangent = arrays.out_cotangent;
+  p.logsumexp_cotangent = arrays.logsumexp_cotangent;
+  p.statistics = reinterpret_cast<float4*>(scratch.statistics);
+  p.query_gradient = arrays.query_gradient;
+  p.key_gradient = arrays.key_gradient;
+  p.value_gradient = arrays.value_gradient;
+  const int head_dim = compiled_head_dim(problem);
+  BackwardParams of_keys = p;
+  WholeBiasParams whole{};
+  static_cast<BackwardParams&>(whole) = p;
+  LaunchShape shape{}, shape_of_keys{}, shape_of_whole{};
+  // Windows of queries and those of keys are alike: queries take the shapes of tiles that keys have.
+  NATTEN_JAX_RETURN_IF_FAILED(
+      prepare(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, arrays, device, stream, p, shape));
+  NATTEN_JAX_RETURN_IF_FAILED(prepare(without_additional(problem), tiles.kv, tiles.query, Kernel::kKeyValueGradient,
+                                      arrays, device, stream, of_keys, shape_of_keys));
+#if defined(NATTEN_JAX_SM90)
+  RingShape ring{}, ring_of_keys{};
+  bool may_have_ring = false;
+  NATTEN_JAX_RETURN_IF_FAILED(find_may_have_ring(problem, arrays, may_have_ring));
+  if (may_have_ring) {
+    const Places places = places_of(arrays);
+    ring = find_ring(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, places, device);
+    ring_of_keys = find_gradient_ring(problem, places, device);
+    const double of_region = nanoseconds_beside_rings(of_keys.region, problem, Kernel::kKeyValueGradient, places);
+    if (ring_of_keys.nanoseconds >= of_region) ring_of_keys = {};
+  }
+#endif
+  TableParams table{};
+  LaunchShape shape_of_table{};
+  LastSumsParams last{};
+  const int tables = static_cast<int>(arrays.relative_bias_tables * problem.heads);
+  bool is_whole =
+      !prepare(problem, tiles.kv, tiles.query, Kernel::kWholeGradient, arrays, device, stream, whole, shape_of_whole)
+           .failed() &&
+      whole.region.nanoseconds <= p.region.nanoseconds + of_keys.region.nanoseconds;
+  if (is_whole && problem.has_relative_bias) {
+    is_whole = prepare_whole_bias(problem, tiles, arrays, scratch, whole, shape_of_whole, last);
+  }
+  if (is_whole) {
+    NATTEN_JAX_RETURN_IF_FAILED(encode_whole(problem, whole));
+    NATTEN_JAX_RETURN_IF_FAILED(prepare_sinks(problem, tiles.kv, arrays, scratch, whole));
+    sinks = whole.sinks;
+    return with_kernels(problem, [&](auto type, auto feature) {
+      const cudaError_t error = launch_whole_gradient<type, feature>(head_dim, whole, shape_of_whole);
+      if (error != cudaSuccess || !problem.has_relative_bias) return error;
+      return launch_last_sums(last, tables, stream);
+    });
+  }
+  NATTEN_JAX_RETURN_IF_FAILED(prepare_table(problem, tiles, arrays, scratch, stream, p, table, shape_of_table, last));
+  NATTEN_JAX_RETURN_IF_FAILED(make_products(problem, tiles.kv, tiles.query, arrays, scratch.table_products, stream, p));
+  of_keys.relative_bias = p.relative_bias;
+  of_keys.is_table_of_all = p.is_table_of_all;
+  NATTEN_JAX_RETURN_IF_FAILED(encode_keys(problem, p.key, p.value, p));
+  NATTEN_JAX_RETURN_IF_FAILED(encode_queries(problem, p, of_keys));
+  CUtensorMap* const maps_of_queries = scratch.entry_maps + (arrays.layouts ? problem.batch * kEntryMaps : 0);
+  NATTEN_JAX_RETURN_IF_FAILED(make_entry_maps<true>(problem, maps_of_queries, stream, of_keys));
+  NATTEN_JAX_RETURN_IF_FAILED(make_entry_maps<false>(problem, scratch.entry_maps, stream, p));
+  shape.overlaps = p.entry_maps != nullptr;
+  AdditionalParams additional{};
+  int additional_ctas = 0;
+  NATTEN_JAX_RETURN_IF_FAILED(prepare_additional(problem, arrays, scratch, additional, additional_ctas));
+#if defined(NATTEN_JAX_SM90)
+  if (ring.warps > 0 || ring_of_keys.warps > 0) {
+    is_of_statistics = ring.warps > 0;
+    NATTEN_JAX_RETURN_IF_FAILED(prepare_sinks(problem, tiles.kv, arrays, scratch, p));
+    sinks = p.sinks;
+    return run_rings(problem, arrays, scratch, ring, ring_of_keys, p, shape, of_keys, shape_of_keys, stream);
+  }
+#endif
+  // First: the kernels of gradients begin while it writes. Between these two, it would hold up the second one.
+  if (arrays.layouts != nullptr) {
+    NATTEN_JAX_RETURN_IF_FAILED(
+        status_of(fill_padding_of_gradients(problem, arrays, true, stream, p.entry_maps != nullptr)));
+    is_of_statistics = true;
+  } else {
+    NATTEN_JAX_RETURN_IF_FAILED(prepare_sinks(problem, tiles.kv, arrays, scratch, p));
+    of_keys.sinks = p.sinks;
+    of_keys.sinks.gradient = arrays.sinks_gradient;
+  }
+  return with_kernels(problem, [&](auto type, auto feature) {
+    cudaError_t error = launch_query_gradient<type, feature>(head_dim, p, shape);
+    if (error == cudaSuccess) error = launch_key_value_gradient<type, feature>(head_dim, of_keys, shape_of_keys);
+    if (error != cudaSuccess) return error;
+    if (problem.has_relative_bias) {
+      error = launch_table_gradient(table, shape_of_table);
+      return error == cudaSuccess ? launch_last_sums(last, tables, stream) : error;
+    }
+    return additional_ctas == 0 ? error
+                                : launch_additional_gradient<type>(head_dim, additional, additional_ctas, stream);
+  });
+}
 
 }  // namespace
 
@@ -370,90 +492,14 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
                     cudaStream_t stream) {
   Device device{};
   NATTEN_JAX_RETURN_IF_FAILED(read_device(arrays, device));
-  BackwardParams p{};
-  fill_arrays(arrays, p);
-  p.out_cotangent = arrays.out_cotangent;
-  p.logsumexp_cotangent = arrays.logsumexp_cotangent;
-  p.statistics = reinterpret_cast<float4*>(scratch.statistics);
-  p.query_gradient = arrays.query_gradient;
-  p.key_gradient = arrays.key_gradient;
-  p.value_gradient = arrays.value_gradient;
-  const int head_dim = compiled_head_dim(problem);
-  BackwardParams of_keys = p;
-  WholeBiasParams whole{};
-  static_cast<BackwardParams&>(whole) = p;
-  LaunchShape shape{}, shape_of_keys{}, shape_of_whole{};
-  // Windows of queries and those of keys are alike: queries take the shapes of tiles that keys have.
-  NATTEN_JAX_RETURN_IF_FAILED(
-      prepare(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, arrays, device, stream, p, shape));
-  NATTEN_JAX_RETURN_IF_FAILED(prepare(without_additional(problem), tiles.kv, tiles.query, Kernel::kKeyValueGradient,
-                                      arrays, device, stream, of_keys, shape_of_keys));
-#if defined(NATTEN_JAX_SM90)
-  RingShape ring{}, ring_of_keys{};
-  bool may_have_ring = false;
-  NATTEN_JAX_RETURN_IF_FAILED(find_may_have_ring(problem, arrays, may_have_ring));
-  if (may_have_ring) {
-    const Places places = places_of(arrays);
-    ring = find_ring(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, places, device);
-    ring_of_keys = find_gradient_ring(problem, places, device);
-    const double of_region = nanoseconds_beside_rings(of_keys.region, problem, Kernel::kKeyValueGradient, places);
-    if (ring_of_keys.nanoseconds >= of_region) ring_of_keys = {};
-  }
-#endif
-  TableParams table{};
-  LaunchShape shape_of_table{};
-  LastSumsParams last{};
-  const int tables = static_cast<int>(arrays.relative_bias_tables * problem.heads);
-  bool is_whole =
-      !prepare(problem, tiles.kv, tiles.query, Kernel::kWholeGradient, arrays, device, stream, whole, shape_of_whole)
-           .failed() &&
-      whole.region.nanoseconds <= p.region.nanoseconds + of_keys.region.nanoseconds;
-  if (is_whole && problem.has_relative_bias) {
-    is_whole = prepare_whole_bias(problem, tiles, arrays, scratch, whole, shape_of_whole, last);
-  }
-  if (is_whole) {
-    NATTEN_JAX_RETURN_IF_FAILED(encode_whole(problem, whole));
-    if (arrays.sinks == nullptr) whole.statistics = nullptr;  // nobody reads them afterwards
-    return with_kernels(problem, [&](auto type, auto feature) {
-      const cudaError_t error = launch_whole_gradient<type, feature>(head_dim, whole, shape_of_whole);
-      if (error != cudaSuccess || !problem.has_relative_bias) return error;
-      return launch_last_sums(last, tables, stream);
-    });
-  }
-  NATTEN_JAX_RETURN_IF_FAILED(prepare_table(problem, tiles, arrays, scratch, stream, p, table, shape_of_table, last));
-  NATTEN_JAX_RETURN_IF_FAILED(make_products(problem, tiles.kv, tiles.query, arrays, scratch.table_products, stream, p));
-  of_keys.relative_bias = p.relative_bias;
-  of_keys.is_table_of_all = p.is_table_of_all;
-  NATTEN_JAX_RETURN_IF_FAILED(encode_keys(problem, p.key, p.value, p));
-  NATTEN_JAX_RETURN_IF_FAILED(encode_queries(problem, p, of_keys));
-  CUtensorMap* const maps_of_queries = scratch.entry_maps + (arrays.layouts ? problem.batch * kEntryMaps : 0);
-  NATTEN_JAX_RETURN_IF_FAILED(make_entry_maps<true>(problem, maps_of_queries, stream, of_keys));
-  NATTEN_JAX_RETURN_IF_FAILED(make_entry_maps<false>(problem, scratch.entry_maps, stream, p));
-  shape.overlaps = p.entry_maps != nullptr;
-  AdditionalParams additional{};
-  int additional_ctas = 0;
-  NATTEN_JAX_RETURN_IF_FAILED(prepare_additional(problem, arrays, scratch, additional, additional_ctas));
-#if defined(NATTEN_JAX_SM90)
-  if (ring.warps > 0 || ring_of_keys.warps > 0) {
-    return run_rings(problem, arrays, scratch, ring, ring_of_keys, p, shape, of_keys, shape_of_keys, stream);
-  }
-#endif
-  // First: the kernels of gradients begin while it writes. Between these two, it would hold up the second one.
-  if (arrays.layouts != nullptr) {
-    NATTEN_JAX_RETURN_IF_FAILED(
-        status_of(fill_padding_of_gradients(problem, arrays, true, stream, p.entry_maps != nullptr)));
-  }
-  return with_kernels(problem, [&](auto type, auto feature) {
-    cudaError_t error = launch_query_gradient<type, feature>(head_dim, p, shape);
-    if (error == cudaSuccess) error = launch_key_value_gradient<type, feature>(head_dim, of_keys, shape_of_keys);
-    if (error != cudaSuccess) return error;
-    if (problem.has_relative_bias) {
-      error = launch_table_gradient(table, shape_of_table);
-      return error == cudaSuccess ? launch_last_sums(last, tables, stream) : error;
-    }
-    return additional_ctas == 0 ? error
-                                : launch_additional_gradient<type>(head_dim, additional, additional_ctas, stream);
-  });
+  SinksParams sinks{};
+  bool is_of_statistics = false;
+  NATTEN_JAX_RETURN_IF_FAILED(run_gradients(problem, tiles, arrays, scratch, device, stream, sinks, is_of_statistics));
+  if (arrays.sinks == nullptr) return {};
+  if (is_of_statistics) return run_sinks_gradient(problem, arrays, scratch.statistics, scratch.sinks, stream);
+  if (sinks.parts == nullptr) return {};
+  sinks.gradient = arrays.sinks_gradient;
+  return status_of(launch_sums_of_sinks(sinks, device.has_boxes, stream));
 }
 
 }  // namespace natten_jax::small

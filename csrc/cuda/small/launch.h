@@ -35,6 +35,7 @@ struct Scratch {
   float* table_products;  ///< [tables_of_products(), heads, entries].
   float* table_records;   ///< [batch, heads, tiles, record].
   float* table_sums;      ///< [parts, batch, heads, gradients].
+  float* sinks;           ///< scratch_of_sinks() numbers (sinks_gradient.h).
   CUtensorMap* entry_maps;
 };
 

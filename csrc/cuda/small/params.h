@@ -108,6 +108,18 @@ struct TableBox {
   }
 };
 
+/// For the gradient of sinks: what each tile of queries adds to it, and their sums.
+struct SinksParams {
+  const float* sinks;  // [1 or batch, heads]
+  float* parts;        // of each sink, [batch entries that have it, tiles]; null where kernels of queries write none
+  float* gradient;     // [1 or batch, heads]; null where it is not this kernel that adds parts up
+  bool are_of_all;     // that all batch entries share the sinks
+  int batch;
+  int tiles;  // of an item, as warps of all regions are counted
+  int count;  // sinks
+  int parts_of_sink;
+};
+
 struct BackwardParams : CommonParams {
   const void* query;
   const void* key;
@@ -125,6 +137,7 @@ struct BackwardParams : CommonParams {
   void* query_gradient;
   void* key_gradient;
   void* value_gradient;
+  SinksParams sinks;
   // For a relative bias: [batch, heads, tiles, record and header] (bias_table.h); of whole layouts
   // [batch, heads, regions, gradients of entries].
   float* table_records;

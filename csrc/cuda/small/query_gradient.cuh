@@ -10,6 +10,7 @@
 #include "cuda/small/key_bias.cuh"
 #include "cuda/small/products.cuh"
 #include "cuda/small/seams.cuh"
+#include "cuda/small/sinks_parts.cuh"
 #include "natten_jax/logsumexp.h"
 
 namespace natten_jax::small {
@@ -162,6 +163,9 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
     phases.rows_are_read();
     statistics.template finish<kHasBias || kHasKeyBias>(
         p, [&](int r, float4 numbers) { p.statistics[statistics.at[r]] = numbers; });
+    if constexpr (!Items::kOfEntries) {
+      write_part_of_sink(p, item, statistics.at, statistics.logsumexp, statistics.delta);
+    }
     float gradient[kHeadDim / 8][4] = {};
     add_query_gradient<ColumnRows<kHeadDim, kHasBoxes>, kHasBias, kHasKeyBias>(
         gradient, statistics, queries, cotangents, item.exponent_scale(p), tile, tables, additional_pairs, stage,
@@ -175,6 +179,7 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   };
   for_plans<Items, false>(p, raw, [&](const Items& items, const EntryLayout& layout, bool is_first) {
     loads.take(items, is_first);
+    if constexpr (!Items::kOfEntries) clear_parts_of_sinks(p, items);
     const auto load_first_rows = [&] { loads.load_first_rows(items.at(p, 0), warp * Rows::kBytes, load_rows); };
     if (!make_plan<kHeadDim, false, kHasBoxes, kHasBias, kHasKeyBias>(p, raw, tables, tile, loads, load_first_rows,
                                                                       layout)) {

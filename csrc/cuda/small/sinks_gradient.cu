@@ -2,6 +2,7 @@
 #include "cuda/common/cuda_status.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/small/sinks_gradient.h"
+#include "cuda/small/sinks_parts.cuh"
 #include "cuda/small/table_kernels.h"
 #include "natten_jax/logsumexp.h"
 
@@ -69,7 +70,19 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
+constexpr int kSumThreads = 512;
+
+__global__ void __launch_bounds__(kSumThreads) natten_jax_small_sinks_sums(const __grid_constant__ SinksParams p) {
+  add_up_sinks(p);
+}
+
 }  // namespace
+
+cudaError_t launch_sums_of_sinks(const SinksParams& params, bool overlaps, cudaStream_t stream) {
+  constexpr int kSharedMemory = kSumThreads / 32 * sizeof(float);
+  return launch(natten_jax_small_sinks_sums, {dim3(params.count), kSumThreads, kSharedMemory, stream, overlaps},
+                params);
+}
 
 Status run_sinks_gradient(const Problem& problem, const Arrays& arrays, const float* statistics, float* parts,
                           cudaStream_t stream) {

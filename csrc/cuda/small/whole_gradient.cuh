@@ -24,6 +24,7 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kHasBias>& p) {
   BoxLoads<kHeadDim, Kernel::kWholeGradient, Items> loads(p, raw);
   const Items items(p);
   loads.take(items, true);
+  clear_parts_of_sinks(p, items);
   WholeTable<kHasBias> table(p, raw);
   table.start(items.at(p, 0));
   NoLoads none;
@@ -63,8 +64,8 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kHasBias>& p) {
       statistics.template finish<kHasBias || kHasKeyBias>(p, [&](int r, float4 numbers) {
         const std::uint32_t at = stage + p.region.shared.statistics + kStatisticsBytes * column_of_row[r];
         *static_cast<float4*>(__cvta_shared_to_generic(at)) = numbers;
-        if (p.statistics != nullptr) p.statistics[statistics.at[r]] = numbers;
       });
+      write_part_of_sink(p, item, statistics.at, statistics.logsumexp, statistics.delta);
       float gradient[kHeadDim / 8][4] = {};
       add_query_gradient<Columns, kHasBias, kHasKeyBias>(gradient, statistics, queries, cotangents,
                                                          item.exponent_scale(p), queries_plan, of_queries, 0, stage,

@@ -59,7 +59,8 @@ def call_forward(plan: Plan, operands: Operands, types: list[ResultType]) -> lis
 #: What numbers of an array in memory are a multiple of, so that kernels load several at a time.
 _STEP = 4
 
-#: Parts of the queries whose gradients of sinks are added up, over all batch entries that have sinks of their own.
+#: Parts of the queries whose gradients of sinks are added up where kernels of their own do so, over all batch entries
+#: that have sinks of their own.
 _MOST_SINKS_PARTS = 256
 
 
@@ -68,13 +69,23 @@ def _or_nothing(array: jax.Array | None) -> jax.Array:
     return jnp.zeros((0,), jnp.float32) if array is None else array
 
 
-def _sinks_parts(operands: Operands) -> ResultType:
-    """Scratch memory for the gradient of sinks: what parts of the queries add to it, as many as fill a GPU."""
+def _sinks_parts(plan: Plan, operands: Operands) -> ResultType:
+    """Scratch memory for the gradient of sinks: what tiles of queries, or else parts of all of them, add to it."""
     sinks = operands.inputs.sinks
     if sinks is None:
         return ResultType((0,), jnp.float32)
-    batch, heads, _ = sinks.shape
-    return ResultType((batch, max(_MOST_SINKS_PARTS // batch, 1), heads + -heads % _STEP), jnp.float32)
+    problem = plan.problem
+    _, tile = with_kernel_tiles(problem, plan.tiles)
+    batch, *extents, heads, _ = with_kernel_rank(operands.inputs.query, problem.rank).shape
+    dilations = (1,) * (len(extents) - problem.rank) + tuple(axis.dilation for axis in problem.axes)
+    # Kernels share tiles out to regions of several, the last of which need not be full.
+    tiles = math.prod(
+        dilation * (2 * -(-extent // (dilation * rows)) - 1)
+        for extent, dilation, rows in zip(extents, dilations, tile, strict=True)
+    )
+    shared = sinks.shape[0]
+    parts = shared * max(_MOST_SINKS_PARTS // shared, 1) * (heads + -heads % _STEP)
+    return ResultType((max(batch * heads * tiles, parts),), jnp.float32)
 
 
 def _table_products(problem: Problem, operands: Operands, rows: Shape, columns: Shape) -> ResultType:
@@ -153,7 +164,7 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangen
             *_table_sums(plan, operands),
             ResultType(tables.shape, jnp.float32),
             key_bias_gradient_type(problem, operands),
-            _sinks_parts(operands),
+            _sinks_parts(plan, operands),
             ResultType(sinks.shape, jnp.float32),
             entry_maps(operands, 2 * _ENTRY_MAPS),
         ],

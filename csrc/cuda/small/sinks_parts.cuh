@@ -1,0 +1,73 @@
+// The gradient of sinks, as kernels that own queries begin it: a warp knows what a sink weighs in the softmax of each
+// of its rows, and how much of the loss its lack of a value costs. It writes one number for each of its items, and
+// whoever comes afterwards adds these up in a fixed order.
+#pragma once
+
+#include "cuda/common/launch.cuh"
+#include "cuda/small/copies.cuh"
+#include "natten_jax/logsumexp.h"
+
+namespace natten_jax::small {
+
+/// The warp's number for an item.
+CUTE_DEVICE float* part_of_sink(const BackwardParams& p, const Item& item) {
+  const SinksParams& sinks = p.sinks;
+  const int own = sinks.are_of_all ? item.head * sinks.batch + item.batch : item.number(p);
+  return sinks.parts + std::int64_t{own} * sinks.tiles + blockIdx.x * p.region.warps + threadIdx.x / 32;
+}
+
+/// Has the warp's numbers zero, as they stay for tiles that hold no queries.
+template <class Items>
+CUTE_DEVICE void clear_parts_of_sinks(const BackwardParams& p, const Items& items) {
+  if (p.sinks.parts == nullptr) return;
+  for (int i = threadIdx.x % 32; i < items.count; i += 32) *part_of_sink(p, items.at(p, i)) = 0.f;
+  __syncwarp();
+}
+
+/// Writes an item's. What sees nothing, and no sink, has no weights.
+///
+/// Args:
+///   at: where a lane's two rows stand; negative: nowhere.
+///   logsumexp: of these, in base 2.
+///   delta: of each of them twice.
+CUTE_DEVICE void write_part_of_sink(const BackwardParams& p, const Item& item, const int (&at)[2],
+                                    const float (&logsumexp)[2], const float (&delta)[4]) {
+  if (p.sinks.parts == nullptr) return;
+  const float sink = kLog2E * __ldg(p.sinks.sinks + (p.sinks.are_of_all ? item.head : item.number(p)));
+  float sum = 0.f;
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    if (at[r] >= 0 && logsumexp[r] != -INFINITY) sum += fast_exp2(sink - logsumexp[r]) * delta[2 * r];
+  }
+  // Four lanes share a row.
+  CUTE_UNROLL
+  for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+  if (threadIdx.x % 32 == 0) *part_of_sink(p, item) = sum;
+}
+
+/// Adds parts up, where this is asked for: a CTA those of every few sinks. All threads call it, behind everything that
+/// uses shared memory.
+CUTE_DEVICE void add_up_sinks(const SinksParams& p) {
+  if (p.gradient == nullptr) return;
+  extern __shared__ __align__(1024) char raw[];
+  float* const of_warps = reinterpret_cast<float*>(raw);
+  const std::int64_t ctas = std::int64_t{gridDim.x} * gridDim.y;
+  for (std::int64_t sink = std::int64_t{blockIdx.y} * gridDim.x + blockIdx.x; sink < p.count; sink += ctas) {
+    wait_for_previous_kernel();
+    const float* const parts = p.parts + sink * p.parts_of_sink;
+    float sum = 0.f;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < p.parts_of_sink; i += blockDim.x) sum += load_written(parts + i);
+    CUTE_UNROLL
+    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x > 0) continue;
+    float all = 0.f;
+    for (int warp = 0; warp < static_cast<int>(blockDim.x / 32); ++warp) all += of_warps[warp];
+    p.gradient[sink] = -all;  // a sink has no value: its weight takes from what all others have
+  }
+}
+
+}  // namespace natten_jax::small
