@@ -46,8 +46,8 @@ CUTE_DEVICE void write_part_of_sink(const BackwardParams& p, const Item& item, c
 }
 
 /// Adds parts up, where this is asked for: a CTA those of every few sinks. All threads call it, behind everything that
-/// uses shared memory.
-CUTE_DEVICE void add_up_sinks(const SinksParams& p) {
+/// uses shared memory. It is called, as its instructions would change where the compiler has room for those before.
+__device__ __noinline__ inline void add_up_sinks(const SinksParams& p) {
   if (p.gradient == nullptr) return;
   extern __shared__ __align__(1024) char raw[];
   float* const of_warps = reinterpret_cast<float*>(raw);
