@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
-from natten_jax.arrays.padding import without_padding
+from natten_jax.arrays.padding import is_real, without_padding
 from natten_jax.problem import Problem
 
 _Result = TypeVar("_Result", Output, Saved)
@@ -110,11 +110,18 @@ class KeyBiasColumns:
             found = found._replace(remainder=jnp.where(is_unseen, 0, found.remainder))
         return found
 
-    def saved(self, saved: Saved) -> Saved:
-        """What kernels get for the backward pass: beside any number, weights of hidden keys underflow."""
+    def saved(self, saved: Saved, operands: Operands) -> Saved:
+        """What kernels get for the backward pass: beside any number, weights of hidden keys underflow.
+
+        Padding keeps the logsumexp that it has without biases, by which kernels know it.
+        """
         if not self.are_there:
             return saved
-        return saved._replace(logsumexp=jnp.where(jnp.isneginf(saved.logsumexp), 0, saved.logsumexp))
+        logsumexp, layouts = saved.logsumexp, operands.layouts
+        is_unseen = jnp.isneginf(logsumexp)
+        if layouts is not None:
+            is_unseen &= is_real(layouts, logsumexp.shape[1:-1], of_queries=True)[..., None]
+        return saved._replace(logsumexp=jnp.where(is_unseen, 0, logsumexp))
 
     def gradients(self, found: Gradients, operands: Operands) -> Gradients:
         """The gradients of the call's inputs, of which query and key may still be wider."""

@@ -70,16 +70,14 @@ class KernelOperands(NamedTuple):
 
     def saved(self, saved: Saved) -> Saved:
         """What the backward pass gets of the forward pass."""
-        return self.columns.saved(saved._replace(out=self.heads.widen_values(saved.out)))
+        return self.columns.saved(saved._replace(out=self.heads.widen_values(saved.out)), self.given)
 
     def gradients(self, found: Gradients, saved: Saved, cotangents: Cotangents) -> Gradients:
         """The gradients of the call's inputs, given what the call's backward pass had besides."""
         found = self.heads.narrow_gradients(self.columns.gradients(found, self.given))
-        # Beside columns, kernels were given other logsumexps of padding, which are to add nothing to these gradients.
-        sinks = self.of_call.inputs.sinks if self.columns.are_there else self.sinks
-        if sinks is not None:
-            of_sinks = sinks_gradient(sinks, saved.logsumexp, delta(saved.out, *cotangents))
-            found = found._replace(sinks=of_sinks.astype(sinks.dtype))
+        if self.sinks is not None:
+            of_sinks = sinks_gradient(self.sinks, saved.logsumexp, delta(saved.out, *cotangents))
+            found = found._replace(sinks=of_sinks.astype(self.sinks.dtype))
         return with_shared_gradient(found, self.of_call.inputs)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from natten_jax import backends, na1d
+from natten_jax.arrays.padding import is_real
 from natten_jax.backends.cpu import CpuBackend
 from natten_jax.backends.select import resolve
 from natten_jax.plan.devices import default_device
@@ -90,16 +91,26 @@ def kernels_add_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_registered", [*others, FAMILY.backend, last])
 
 
-@pytest.mark.parametrize("name", ["extents and sinks", "lengths and sinks"])
-def test_gradients_of_sinks_are_not_those_of_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["extents and scales", "extents and sinks", "lengths and sinks"])
+def test_kernels_know_padding_by_its_logsumexp(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of sinks were wrong where they were given another one: padding may hold anything."""
     call_backward = CpuBackend.call_backward
+    given: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def backward(self: Any, *arguments: Any) -> Any:
-        found: Any = call_backward(self, *arguments)
-        return found._replace(sinks=found.sinks * jnp.nan)  # they are given a logsumexp of 0 for padding
+    def backward(self: Any, plan: Any, operands: Any, saved: Any, *arguments: Any) -> Any:
+        if self.family == FAMILY.name:
+            real = is_real(operands.layouts, saved.logsumexp.shape[1:-1], of_queries=True)
+            jax.debug.callback(lambda *arrays: given.append(arrays), real, saved.logsumexp)
+        return call_backward(self, plan, operands, saved, *arguments)
 
     monkeypatch.setattr(CpuBackend, "call_backward", backward)
     check_all([Trial(CASES[name], "float32")], FAMILY)
+    jax.effects_barrier()
+    assert given
+    for real, logsumexp in given:
+        assert not np.all(real)
+        assert np.isneginf(logsumexp[~real]).all()
+        assert np.isfinite(logsumexp[real]).all()
 
 
 @pytest.mark.parametrize("dtype", FAMILY.dtypes)
