@@ -9,8 +9,9 @@ namespace {
 
 constexpr int kMostArrays = 3;
 constexpr int kThreads = 128, kWarps = kThreads / 32;
-constexpr int kSegmentBytes = 1 << 13;     // of a line that a warp fills at a time: whole tokens, at least one
-constexpr std::int64_t kBlocks = 1 << 11;  // enough for all multiprocessors
+constexpr int kSegmentBytes = 1 << 13;       // of a line that a warp fills at a time: whole tokens, at least one
+constexpr std::int64_t kBlocks = 1 << 11;    // enough for all multiprocessors
+constexpr std::int64_t kFewBlocks = 1 << 8;  // that leave room for those of other kernels
 
 /// An array whose token is so many bytes, and what its padding is filled with, over and over.
 struct PaddedArray {
@@ -28,6 +29,7 @@ struct Padding {
   const std::int32_t* layouts;
   int batch;
   int arrays;
+  bool is_between;
   PaddedArray array[kMostArrays];
 };
 
@@ -91,6 +93,7 @@ CUTE_DEVICE void fill_segments(const Padding& p) {
 }
 
 __global__ void __launch_bounds__(kThreads) natten_jax_fill_padding(const __grid_constant__ Padding p) {
+  if (p.is_between) wait_for_previous_kernel();
   allow_next_kernel();
   fill_segments(p);
   // What comes after it comes after the kernel that it overlaps with, too.
@@ -98,8 +101,9 @@ __global__ void __launch_bounds__(kThreads) natten_jax_fill_padding(const __grid
 }
 
 cudaError_t fill_padding(const Problem& problem, const std::int32_t* layouts, std::initializer_list<PaddedArray> arrays,
-                         cudaStream_t stream, bool overlaps) {
+                         cudaStream_t stream, FillTime time) {
   Padding p{};
+  p.is_between = time == FillTime::kBetween;
   for (int d = 0; d < kRank; ++d) p.axis[d] = device_axis(problem.axes[d], 1, 1);
   p.layouts = layouts;
   p.batch = static_cast<int>(problem.batch);
@@ -120,12 +124,13 @@ cudaError_t fill_padding(const Problem& problem, const std::int32_t* layouts, st
     PaddedArray& array = p.array[i];
     const std::int64_t enough = (Segments(p, array).all + kWarps - 1) / kWarps,
                        share = static_cast<std::int64_t>(static_cast<double>(bytes_of(array)) /
-                                                         static_cast<double>(all_bytes) * kBlocks);
+                                                         static_cast<double>(all_bytes) *
+                                                         (p.is_between ? kFewBlocks : kBlocks));
     array.first_block = blocks;
     array.blocks = static_cast<unsigned>(std::max<std::int64_t>(std::min(enough, share), 1));
     blocks += array.blocks;
   }
-  return launch(natten_jax_fill_padding, {dim3(blocks), kThreads, 0, stream, overlaps}, p);
+  return launch(natten_jax_fill_padding, {dim3(blocks), kThreads, 0, stream, time != FillTime::kAfter}, p);
 }
 
 /// Zeros for all heads of a token.
@@ -135,24 +140,24 @@ PaddedArray zeros(const Problem& problem, void* data, std::int64_t heads, std::i
 
 }  // namespace
 
-cudaError_t fill_padding_of_output(const Problem& problem, const Arrays& arrays, cudaStream_t stream, bool overlaps) {
+cudaError_t fill_padding_of_output(const Problem& problem, const Arrays& arrays, cudaStream_t stream, FillTime time) {
   constexpr std::uint32_t kMinusInfinity = 0xff800000u;
   const std::int64_t statistic_bytes = problem.heads * static_cast<std::int64_t>(sizeof(float));
   return fill_padding(problem, arrays.layouts,
                       {zeros(problem, arrays.out, problem.heads, problem.head_dim_v, true),
                        {arrays.logsumexp, statistic_bytes, kMinusInfinity, true},
                        {arrays.remainder, statistic_bytes, 0, true}},
-                      stream, overlaps);
+                      stream, time);
 }
 
 cudaError_t fill_padding_of_gradients(const Problem& problem, const Arrays& arrays, bool has_query_gradient,
-                                      cudaStream_t stream, bool overlaps) {
+                                      cudaStream_t stream, FillTime time) {
   void* const query_gradient = has_query_gradient ? arrays.query_gradient : nullptr;
   return fill_padding(problem, arrays.layouts,
                       {zeros(problem, query_gradient, problem.heads, problem.head_dim, true),
                        zeros(problem, arrays.key_gradient, problem.heads_kv, problem.head_dim, false),
                        zeros(problem, arrays.value_gradient, problem.heads_kv, problem.head_dim_v, false)},
-                      stream, overlaps);
+                      stream, time);
 }
 
 }  // namespace natten_jax

@@ -191,8 +191,9 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   NATTEN_JAX_RETURN_IF_FAILED(status_of(launch_convert_gradient(
       problem.element_type, scratch, of_rows, problem.scale, arrays.query_gradient, problem.batch, problem.queries(),
       problem.heads, problem.heads, problem.head_dim, true, stream)));
-  return arrays.layouts == nullptr ? Status()
-                                   : status_of(fill_padding_of_gradients(problem, arrays, false, stream, true));
+  return arrays.layouts == nullptr
+             ? Status()
+             : status_of(fill_padding_of_gradients(problem, arrays, false, stream, FillTime::kBeside));
 }
 
 }  // namespace natten_jax::sm90

@@ -92,8 +92,9 @@ class BoxLoads {
     cutlass::arch::fence_barrier_init();
     if constexpr (Items::kOfEntries) {
       if (items().maps >= 0) {
-        // The kernel before makes those of keys, and has others made before it.
-        if constexpr (!kRowsAreKeys) wait_for_previous_kernel();
+        // The kernel before makes them, or was started once others had made them: that of gradients fills padding, and
+        // to wait for it held up half of the query gradients.
+        if constexpr (kKernel == Kernel::kForward) wait_for_previous_kernel();
         // For all threads that have stages filled: they come after this one.
         const CUtensorMap* const maps = p_.entry_maps + items().maps * kEntryMaps;
         for (int i = 0; i < kBoxes + kRowsAreKeys; ++i) acquire_map(maps + i);

@@ -234,8 +234,10 @@ Status encode_queries(const Problem& problem, const BackwardParams& arrays, Comm
 }
 
 /// Makes the maps of batch entries with layouts of their own from those of all: the columns are keys, or else queries.
+/// `overlaps`: others are made right before.
 template <bool kColumnsAreQueries>
-Status make_entry_maps(const Problem& problem, CUtensorMap* result, cudaStream_t stream, CommonParams& p) {
+Status make_entry_maps(const Problem& problem, CUtensorMap* result, cudaStream_t stream, CommonParams& p,
+                       bool overlaps = false) {
   if (p.layouts == nullptr || !p.region.has_boxes) return {};
 #if defined(NATTEN_JAX_SM90)
   EntryMaps maps{};
@@ -248,8 +250,9 @@ Status make_entry_maps(const Problem& problem, CUtensorMap* result, cudaStream_t
   maps.are_queries = kColumnsAreQueries ? ~0u : 0u;
   std::copy_n(p.columns, kEntryMaps, maps.of_all);
   p.entry_maps = maps.result = result;
-  return status_of(launch_entry_maps(maps, stream));
+  return status_of(launch_entry_maps(maps, stream, overlaps));
 #else
+  static_cast<void>(overlaps);
   static_cast<void>(result);
   static_cast<void>(problem);
   static_cast<void>(stream);
@@ -405,7 +408,8 @@ Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arra
   NATTEN_JAX_RETURN_IF_FAILED(encode_queries(problem, p, of_keys));
   CUtensorMap* const maps_of_queries = scratch.entry_maps + (arrays.layouts ? problem.batch * kEntryMaps : 0);
   NATTEN_JAX_RETURN_IF_FAILED(make_entry_maps<true>(problem, maps_of_queries, stream, of_keys));
-  NATTEN_JAX_RETURN_IF_FAILED(make_entry_maps<false>(problem, scratch.entry_maps, stream, p));
+  NATTEN_JAX_RETURN_IF_FAILED(
+      make_entry_maps<false>(problem, scratch.entry_maps, stream, p, of_keys.entry_maps != nullptr));
   shape.overlaps = p.entry_maps != nullptr;
   AdditionalParams additional{};
   int additional_ctas = 0;
@@ -420,8 +424,8 @@ Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arra
 #endif
   // First: the kernels of gradients begin while it writes. Between these two, it would hold up the second one.
   if (arrays.layouts != nullptr) {
-    NATTEN_JAX_RETURN_IF_FAILED(
-        status_of(fill_padding_of_gradients(problem, arrays, true, stream, p.entry_maps != nullptr)));
+    NATTEN_JAX_RETURN_IF_FAILED(status_of(fill_padding_of_gradients(
+        problem, arrays, true, stream, p.entry_maps != nullptr ? FillTime::kBetween : FillTime::kAfter)));
     is_of_statistics = true;
   } else {
     NATTEN_JAX_RETURN_IF_FAILED(prepare_sinks(problem, tiles.kv, arrays, scratch, p));
@@ -485,7 +489,8 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
     return launch_forward<type, feature>(compiled_head_dim(problem), p, shape);
   }));
   if (arrays.layouts == nullptr) return {};
-  return status_of(fill_padding_of_output(problem, arrays, stream, device.has_boxes));
+  return status_of(
+      fill_padding_of_output(problem, arrays, stream, device.has_boxes ? FillTime::kBeside : FillTime::kAfter));
 }
 
 Status run_backward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,

@@ -34,12 +34,14 @@ __global__ void natten_jax_entry_maps(const __grid_constant__ EntryMaps p) {
       "fence.proxy.tensormap::generic.release.gpu;" ::"l"(address),
       "r"(tokens[0]), "r"(tokens[1]), "r"(tokens[2])
       : "memory");
+  // What waits for it waits for what it overlaps with, too.
+  wait_for_previous_kernel();
 }
 
 }  // namespace
 
-cudaError_t launch_entry_maps(const EntryMaps& maps, cudaStream_t stream) {
-  return launch(natten_jax_entry_maps, {dim3(maps.batch), maps.arrays * maps.classes, 0, stream}, maps);
+cudaError_t launch_entry_maps(const EntryMaps& maps, cudaStream_t stream, bool overlaps) {
+  return launch(natten_jax_entry_maps, {dim3(maps.batch), maps.arrays * maps.classes, 0, stream, overlaps}, maps);
 }
 
 }  // namespace natten_jax

@@ -27,7 +27,8 @@ struct EntryMaps {
   std::int32_t* counter;                 ///< Set to zero along the way; null: there is none.
 };
 
-/// Makes them; compute capability 9.0.
-cudaError_t launch_entry_maps(const EntryMaps& maps, cudaStream_t stream);
+/// Makes them, and lets the next kernel overlap; compute capability 9.0. One that `overlaps` follows another such
+/// launch.
+cudaError_t launch_entry_maps(const EntryMaps& maps, cudaStream_t stream, bool overlaps = false);
 
 }  // namespace natten_jax
