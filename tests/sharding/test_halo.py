@@ -119,6 +119,35 @@ def test_tokens_stay_split(mode: str, backend: str, count: int) -> None:
         check_row(row)
 
 
+RING = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from natten_jax import na2d
+from tests.support.problems import QUICK_COMPILATION
+
+inputs = [jax.random.normal(jax.random.key(i), (1, 6, 32, 2, 8)) for i in range(3)]
+
+def loss(*inputs):
+    out = na2d(*inputs, (3, 5), dilation=(1, 2), edges=("cut", "wrap"), backend="cpu-fna")
+    return jnp.sum(jnp.sin(out)), out
+
+gradients = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True), compiler_options=QUICK_COMPILATION)
+expected = gradients(*inputs)
+for devices in (2, 4, 8):
+    mesh = jax.make_mesh((devices,), ("x",), devices=jax.devices()[:devices])
+    split = [jax.device_put(each, NamedSharding(mesh, P(None, None, "x"))) for each in inputs]
+    compiled = gradients.lower(*split).compile()
+    assert "collective-permute" in compiled.as_text() and "all-gather" not in compiled.as_text(), devices
+    for found, reference in zip(*map(jax.tree.leaves, (compiled(*split), expected)), strict=True):
+        assert len(found.sharding.device_set) == devices
+        np.testing.assert_allclose(found, reference, atol=2e-6)
+"""
+
+
+def test_windows_that_wrap_are_the_same_over_two_four_and_eight_devices() -> None:
+    assert output_of(run_python(RING, devices=8)) == ""
+
+
 def check_row(row: dict[str, Any]) -> None:
     assert row["error"] <= 2e-6, row
     if row["calls"]:  # plain JAX has none
