@@ -64,7 +64,9 @@ constexpr double kRealItems = .5, kPlansOfEntries = 1.25, kLook = 5000;
 
 /// How many times as long as that it takes to have another plan for some of a group's items: the best numbers of items
 /// of two batches of which half is real, on an H100.
-constexpr double kAnotherPlan = 3;
+constexpr double another_plan(Kernel kernel) {
+  return kernel == Kernel::kForward ? 5 : 3;
+}
 
 /// Tokens of a tile's rows that are loaded or stored: of the arrays that a kernel reads or writes by rows.
 constexpr double row_tokens(Kernel kernel) {
@@ -141,7 +143,7 @@ std::int64_t items_of_plan(Kernel kernel, int head_dim, const Region& region, co
   const double resident = std::max(region.ctas, 1),
                of_slot = kRealItems * static_cast<double>(items) / (resident * device.multiprocessors);
   const CtaTime time(kernel, head_dim, Places::kOfEntries, region, resident);
-  return std::max<std::int64_t>(std::llround(std::sqrt(2 * of_slot * kAnotherPlan * time.plan / time.item)), 1);
+  return std::max<std::int64_t>(std::llround(std::sqrt(2 * of_slot * another_plan(kernel) * time.plan / time.item)), 1);
 }
 
 double estimate_additional(const Problem& problem, const Device& device) {
