@@ -32,21 +32,32 @@ struct EntryRegion {
   bool is_alike;  // whether its plan is that of the launch's layout: the entry's ends far behind the region, or is that
   int origin, query_extent, kv_extent;  // as far as plans depend on them
 
-  /// `begin` is the region's first token, of `rows` of a dilation group at most, which see a box of `columns`.
-  CUTE_DEVICE EntryRegion(const DeviceAxis& axis, int begin, int rows, int columns, int given_origin, int queries,
-                          int keys) {
+  /// `residue` is the region's dilation group and `first_row` where it begins there; it has `rows` at most, which see a
+  /// box of `columns`.
+  CUTE_DEVICE EntryRegion(const DeviceAxis& axis, int residue, int first_row, int rows, int columns, int given_origin,
+                          int queries, int keys) {
+    const int begin = residue + first_row * axis.dilation;
     origin = min(max(given_origin, 0), max(axis.query_extent - axis.query_local_extent, 0));
     query_extent = min(queries, axis.query_extent);
     kv_extent = min(keys, axis.kv_extent);
     has_rows = begin < (kRowsAreKeys ? min(kv_extent, axis.kv_local_extent) : query_extent - origin);
-    // Behind what any of the rows sees or is seen by, and behind its box; of keys, behind the next region, too.
-    const int seen = max(rows + axis.kernel_size, columns), next = kRowsAreKeys ? 2 * rows : 0;
-    const int behind = begin + (max(seen, next) + 2 * axis.stride) * axis.dilation;
+    const int behind = begin + rows_behind(axis, first_row, rows, columns) * axis.dilation;
     const bool is_far = axis.ends != Ends::kWrap && min(query_extent, kv_extent) >= behind;
     const bool is_same = query_extent == axis.query_extent && kv_extent == axis.kv_extent &&
                          kv_extent >= axis.kernel_size * axis.dilation;
     is_alike = origin == 0 && (is_far || is_same);
     if (is_alike) query_extent = kv_extent = -1;
+  }
+
+ private:
+  /// How far behind its first row the end of a layout has to be for a region not to know of it: behind its box, and
+  /// behind what its rows see. Keys that windows shifted by the end see are seen by more queries than others, and the
+  /// last two regions of keys share their tiles in another way.
+  CUTE_DEVICE static int rows_behind(const DeviceAxis& axis, int first_row, int rows, int columns) {
+    // How far before its first row a box begins, at least.
+    const int before = kRowsAreKeys && axis.is_causal() ? 0 : min(first_row, (axis.kernel_size - 1) / 2);
+    const int seen = kRowsAreKeys ? rows + max(axis.kernel_size, rows) : rows + (axis.kernel_size + 1) / 2;
+    return max(seen, columns - before) + 2 * (axis.stride - 1);
   }
 };
 
@@ -88,9 +99,8 @@ CUTE_DEVICE void group_entries(const CommonParams& p, int first_entry, EntryStat
     axis.by_dilation(id, residue, id);
     p.by_regions[d](id, number, id);
     const int rows = p.region.tile[d] * p.region.tiles[d], dimension = p.region.dimension[d];
-    const EntryRegion<kRowsAreKeys> region(axis, residue + number * rows * axis.dilation, rows, p.region.extent[d],
-                                           numbers[dimension], numbers[kRank + dimension],
-                                           numbers[2 * kRank + dimension]);
+    const EntryRegion<kRowsAreKeys> region(axis, residue, number * rows, rows, p.region.extent[d], numbers[dimension],
+                                           numbers[kRank + dimension], numbers[2 * kRank + dimension]);
     has_rows = has_rows && region.has_rows;
     is_alike = is_alike && region.is_alike;
     if (__all_sync(kAll, region.is_alike || !region.has_rows)) continue;
