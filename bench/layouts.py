@@ -3,7 +3,9 @@
 Wrapping windows stand beside windows that the ends shift, for as many pairs, and beside arrays padded by half a window
 whose output is cropped. Batches whose extents cover half of their tokens stand beside the same batches without extents.
 All sides of a problem run in turns in one process, each after the second-level cache was filled with something else;
-times are the device time of everything that a side launches, from profiler traces.
+times are the device time of everything that a side launches, from profiler traces. What fills padding runs beside other
+kernels, and counts as if it did not: of batches that are padded, a call's part of many that follow each other is
+measured, too, by the host's clock.
 
 Example:
     python bench/layouts.py --json bench/results/h200/layouts.json
@@ -16,7 +18,9 @@ import argparse
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +144,40 @@ ROWS = (
 )
 
 
+#: Calls that follow each other.
+_CALLS = 16
+
+
+def elapsed(
+    sides: Mapping[str, Attend], pass_: Pass, cotangent: jax.Array, inputs: list[jax.Array], turns: int
+) -> dict[str, float]:
+    """Microseconds of a call of each side where each call is on what the one before found, the median of turns."""
+
+    def forward(attend: Attend, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        for _ in range(_CALLS):
+            query = attend(query, key, value)
+        return query
+
+    def backward(attend: Attend, cotangent: jax.Array, *inputs: jax.Array) -> Any:
+        found = cotangent, *inputs[1:]
+        _, pullback = jax.vjp(attend, *inputs)
+        for _ in range(_CALLS):
+            found = pullback(found[0])
+        return found
+
+    chain, arguments = (forward, inputs) if pass_ == "forward" else (backward, [cotangent, *inputs])
+    compiled = {
+        name: jax.jit(chain, static_argnums=0).lower(side, *arguments).compile() for name, side in sides.items()
+    }
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(turns + 1):
+        for name, run in compiled.items():
+            began = time.perf_counter()
+            jax.block_until_ready(run(*arguments))
+            times[name].append((time.perf_counter() - began) / _CALLS * 1e6)
+    return {name: statistics.median(each[1:]) for name, each in times.items()}
+
+
 def measure(row: Row, pass_: Pass, turns: int) -> dict[str, Any]:
     """Microseconds of each side, and how many times those of the plain one they are."""
     cotangent, *inputs = (jax.random.normal(jax.random.key(i), row.shape, jnp.bfloat16) for i in range(4))
@@ -154,6 +192,11 @@ def measure(row: Row, pass_: Pass, turns: int) -> dict[str, Any]:
     figures = figures_of(runners, turns)
     for figure in figures.values():
         figure["times plain"] = figure["us"] / figures["plain"]["us"]
+    if row.extents:
+        of_calls = elapsed(row.sides(), pass_, cotangent, inputs, turns)
+        for name, microseconds in of_calls.items():
+            figures[name]["elapsed us"] = microseconds
+            figures[name]["elapsed times plain"] = microseconds / of_calls["plain"]
     return {"row": row.name, "pass": pass_, "real": row.real, "sides": figures}
 
 
@@ -174,6 +217,12 @@ def main() -> None:
             results.append(found)
             shown = [f"{name} {side['us']:.1f} us ({side['times plain']:.3f})" for name, side in found["sides"].items()]
             print(f"{row.name}, {pass_}: {', '.join(shown)}; real {found['real']:.3f}", flush=True)
+            if row.extents:
+                each = [
+                    f"{name} {side['elapsed us']:.1f} us ({side['elapsed times plain']:.3f})"
+                    for name, side in found["sides"].items()
+                ]
+                print(f"    in a row of calls: {', '.join(each)}", flush=True)
             save(results, options.json)
 
 
