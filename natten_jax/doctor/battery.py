@@ -29,6 +29,8 @@ _NEIGHBORHOOD = (
     problem_of((6, 12, 16), (4, 6, 8), (2, 3, 4), heads=2, head_dim=128),
     problem_of((20, 20), (11, 12), heads=1, head_dim=256, head_dim_v=64),
 )
+#: With windows of so many keys, in so many batch entries, that kernels for small windows go along strips.
+_NEIGHBORHOOD_OF_GPUS = (problem_of((39, 38), (12, 13), batch=64, heads=1),)
 _ATTENTION = (
     problem_of((333,), operator="fmha", heads=2),
     problem_of((300,), operator="fmha", is_causal=True, heads=4, heads_kv=1, head_dim=128),
@@ -46,15 +48,19 @@ _TIMED_ATTENTION = (
     problem_of((4096,), operator="fmha", is_causal=True),
 )
 
+#: Batch entries with numbers of their own, at most: others repeat these, and need no reference.
+_MOST_DIFFERENT = 2
 
-def problems(operator: Operator, dtypes: tuple[str, ...]) -> Iterator[Problem]:
+
+def problems(operator: Operator, dtypes: tuple[str, ...], *, is_gpu: bool = False) -> Iterator[Problem]:
     """Those whose results are compared: all in the first element type, every third in each other one.
 
     Args:
         operator: ``"fna"`` or ``"fmha"``.
         dtypes: Element types of the backend, in the order of :func:`in_order`.
+        is_gpu: Whether they are for an NVIDIA GPU, some of whose kernels are for more than hosts compute in no time.
     """
-    every = _NEIGHBORHOOD if operator == "fna" else _ATTENTION
+    every = _NEIGHBORHOOD + _NEIGHBORHOOD_OF_GPUS * is_gpu if operator == "fna" else _ATTENTION
     for number, dtype in enumerate(dtypes):
         for problem in every if number == 0 else every[number % 3 :: 3]:
             yield _in(problem, dtype)
@@ -75,8 +81,25 @@ def _in(problem: Problem, dtype: str) -> Problem:
     return dataclasses.replace(problem, dtype=dtype)
 
 
+def different_entries(problem: Problem) -> int:
+    """How many batch entries of :func:`arrays_of` have numbers of their own: the first ones; others repeat these."""
+    return min(problem.batch, _MOST_DIFFERENT)
+
+
 def arrays_of(problem: Problem) -> Arrays:
     """Random normal inputs of a problem, the same in every run."""
+    entries = different_entries(problem)
+    own = _different_arrays(dataclasses.replace(problem, batch=entries))
+    return Arrays(*(None if each is None else repeated(each, problem) for each in own))  # type: ignore[arg-type]
+
+
+def repeated(array: np.ndarray, problem: Problem) -> np.ndarray:
+    """An array of the different batch entries as one of all."""
+    entries = np.arange(problem.batch) % len(array)
+    return array if len(entries) == len(array) else array[entries]
+
+
+def _different_arrays(problem: Problem) -> Arrays:
     rng = np.random.default_rng(len(problem.describe()))
 
     def draw(tokens: tuple[int, ...], heads: int, width: int) -> np.ndarray:

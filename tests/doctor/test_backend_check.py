@@ -17,7 +17,9 @@ from natten_jax.arrays.operands import Differentiable, Operands
 from natten_jax.backends import defaults
 from natten_jax.backends.base import Platform
 from natten_jax.backends.flex.backend import FlexBackend
+from natten_jax.cost import small_windows
 from natten_jax.doctor import backend_check, battery, reference
+from natten_jax.performance import PASSES
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import problem_of
@@ -66,6 +68,33 @@ def test_the_reference_is_right(name: str) -> None:
     assert found.keys() == wanted.keys()
     for each, array in wanted.items():
         np.testing.assert_allclose(found[each], array, rtol=1e-11, atol=1e-12, err_msg=each)
+
+
+def test_a_problem_of_gpus_has_rings_in_all_kernels() -> None:
+    (problem,) = battery._NEIGHBORHOOD_OF_GPUS
+    assert problem in battery.problems("fna", ("bfloat16",), is_gpu=True)
+    assert problem not in battery.problems("fna", ("bfloat16",))
+    problem = dataclasses.replace(problem, dtype="bfloat16")
+    launches = []
+    for pass_ in PASSES:
+        pair, _ = next(small_windows.ranked("cutlass", problem, pass_, (9, 0)))
+        found = small_windows.estimate("cutlass", problem, pass_, pair, (9, 0))
+        assert found is not None
+        launches += [launch.kernel for launch in found.launches]
+    assert len(launches) == 3 and all("with a ring" in kernel for kernel in launches), launches
+
+
+def test_batch_entries_beyond_a_few_repeat_these() -> None:
+    problem = problem_of((5, 6), 3, batch=5, heads=2, head_dim=8)
+    arrays = battery.arrays_of(problem)
+    assert battery.different_entries(problem) == 2
+    assert not np.array_equal(arrays.key[0], arrays.key[1])
+    for array in (arrays.query, arrays.value, arrays.out_cotangent, arrays.logsumexp_cotangent):
+        assert array.shape[0] == 5
+        np.testing.assert_array_equal(array, array[[0, 1, 0, 1, 0]])
+    errors = backend_check._errors(problem, "cpu-fna", with_gradients=True)
+    assert errors.keys() == {"out", "lse", "d_query", "d_key", "d_value"}
+    assert max(errors.values()) < backend_check.BOUNDS[problem.dtype]
 
 
 @pytest.mark.usefixtures("_short")

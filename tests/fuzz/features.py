@@ -24,9 +24,9 @@ def has_ring(problem: Fuzzed, kernel: str) -> bool:
     backend, device = backends.find(problem.backend, problem.operator), devices.default_device()
     described = problem.description()
     for pass_ in PASSES:
-        pair = tuple(problem.tiles.get(name) for name in tile_names(pass_))
-        if None not in pair:
-            found = [kernels_with_rings(backend, described, device, pass_, pair)]
+        q_tile, kv_tile = (problem.tiles.get(name) for name in tile_names(pass_))
+        if q_tile is not None and kv_tile is not None:
+            found = [kernels_with_rings(backend, described, device, pass_, (q_tile, kv_tile))]
         else:
             found = [] if problem.tiles else list(ring_pairs(backend, described, device, pass_))
         if any(name.startswith(kernel) for kernels in found for name in kernels):

@@ -140,11 +140,12 @@ class Fuzzed:
         if self.copies == 1:
             return inputs
 
-        def copied(array: np.ndarray | None) -> np.ndarray | None:
-            return None if array is None else np.concatenate([array] * self.copies)
+        def copied(array: np.ndarray) -> np.ndarray:
+            return np.concatenate([array] * self.copies)
 
         operands, (d_out, d_lse) = inputs
-        of_entries = {name: copied(getattr(operands, name)) for name in OF_ENTRIES}
+        given = {name: getattr(operands, name) for name in OF_ENTRIES}
+        of_entries = {name: copied(array) for name, array in given.items() if array is not None}
         return operands._replace(**of_entries), (copied(d_out), copied(d_lse))
 
     def _finite_inputs(self) -> Inputs:

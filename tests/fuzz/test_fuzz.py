@@ -309,11 +309,10 @@ def test_problems_with_rings_are_drawn_for_gpus(monkeypatch: pytest.MonkeyPatch)
     for problem in drawn:
         assert problem.copies > 1 and problem.batch == problem.case.batch * problem.copies
         for pass_ in PASSES:
-            pair = tuple(problem.tiles.get(name) for name in tile_names(pass_))
-            if None not in pair:
-                kernels.update(
-                    kernels_with_rings(family.backend, problem.description(), devices.default_device(), pass_, pair)
-                )
+            q_tile, kv_tile = (problem.tiles.get(name) for name in tile_names(pass_))
+            if q_tile is not None and kv_tile is not None:
+                pair, device = (q_tile, kv_tile), devices.default_device()
+                kernels.update(kernels_with_rings(family.backend, problem.description(), device, pass_, pair))
     assert kernels == {"forward with a ring", "query gradient with a ring", "key/value gradient with a ring"}
     plain = [draw(family, ("fna",), 1, number, is_direct=True) for number in range(150)]
     assert 0 < sum(problem.copies > 1 for problem in plain) < 30
