@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from natten_jax import backends
@@ -12,6 +13,14 @@ from tests.support.families import Family
 
 from .problem import MANY_KEYS, Fuzzed, draw, draw_where
 from .rings import kernels_with_rings, ring_pairs
+
+#: Features of problems with windows of many keys, and how the names of kernels begin that have a ring then.
+RINGS: Mapping[str, str] = {
+    "ring": "",
+    "forward_ring": "forward",
+    "query_gradient_ring": "query gradient",
+    "key_value_gradient_ring": "key/value gradient",
+}
 
 
 def has_ring(problem: Fuzzed, kernel: str) -> bool:
@@ -49,11 +58,8 @@ FEATURES: Mapping[str, Callable[[Fuzzed], bool]] = {
     "key_bias": lambda problem: problem.case.key_bias is not None,
     "sinks": lambda problem: problem.case.sinks,
     "float8": lambda problem: problem.is_float8,
-    "ring": lambda problem: has_ring(problem, ""),
-    "query_gradient_ring": lambda problem: has_ring(problem, "query gradient"),
+    **{name: functools.partial(has_ring, kernel=kernel) for name, kernel in RINGS.items()},
 }
-#: Those that problems with windows of many keys have.
-FEATURES_OF_MANY_KEYS = frozenset({"ring", "query_gradient_ring"})
 
 
 def draw_with(
@@ -70,7 +76,7 @@ def draw_with(
     def is_wanted(problem: Fuzzed) -> bool:
         return problem.spoiled is None and all(FEATURES[feature](problem) for feature in features)
 
-    share_of_many_keys = MANY_KEYS if FEATURES_OF_MANY_KEYS.isdisjoint(features) else 1.0
+    share_of_many_keys = MANY_KEYS if RINGS.keys().isdisjoint(features) else 1.0
     for attempt in range(_MOST_ATTEMPTS):
         found = draw_where(family, operators, seed, number + attempt * _APART, is_direct, is_wanted, share_of_many_keys)
         if found is not None and is_wanted(found):  # kernels that know no edges get a problem without them

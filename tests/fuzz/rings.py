@@ -14,13 +14,14 @@ from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem
 from tests.support.problems import Case
 
-#: The least keys of a window, and the most tokens, of which the oracle computes every pair; with so many, of one head.
-LEAST_KEYS, MOST_TOKENS, TOKENS_OF_ONE_HEAD = 100, 1700, 900
+#: The least keys of a window; the most tokens, of which the oracle computes every pair, of most problems and of a few;
+#: with so many, of one head.
+LEAST_KEYS, MOST_TOKENS, TOKENS_OF_FEW, TOKENS_OF_ONE_HEAD = 100, 800, 1700, 500
 #: Extents of windows and of layouts, at most, by rank.
 _WINDOWS = {1: (100, 300), 2: (7, 17), 3: (3, 9)}
 _LAYOUTS = {1: 700, 2: 50, 3: 18}
 #: Rows of all batch entries and heads: of few launches rings are estimated to be faster, and of most.
-_ROWS, _MOST_COPIES = (1e4, 1.5e5), 400
+_ROWS, _MOST_COPIES = (6e3, 1.2e5), 400
 
 
 def with_many_keys(rng: np.random.Generator, case: Case) -> tuple[Case, int]:
@@ -30,10 +31,11 @@ def with_many_keys(rng: np.random.Generator, case: Case) -> tuple[Case, int]:
     """
     rank = int(rng.choice([1, 2, 3], p=[0.06, 0.54, 0.4]))
     least, most = _WINDOWS[rank]
+    tokens = TOKENS_OF_FEW if rng.random() < 0.1 else MOST_TOKENS
     while True:
         kernel_size = tuple(int(n) for n in rng.integers(least, most + 1, rank))
         layout = tuple(int(rng.integers(k, max(_LAYOUTS[rank], k + 1))) for k in kernel_size)
-        if math.prod(kernel_size) >= LEAST_KEYS and math.prod(layout) <= MOST_TOKENS:
+        if math.prod(kernel_size) >= LEAST_KEYS and math.prod(layout) <= tokens:
             break
     is_causal = tuple(bool(rng.random() < 0.15) for _ in layout)
     dilations = [

@@ -16,6 +16,7 @@ struct RingQueryGradient {
   using Reader = RingReader<Element, kHeadDim, Kernel::kQueryGradient, Masks>;
   using Operand = RowOperand<Element, kHeadDim>;
   static constexpr int kBlocks = Masks::kBlocks;
+  static constexpr int kAtOnce = 2;  // blocks whose instructions run while those of others wait for results
 
   const RingQueryParams& p;
   Reader& reader;
@@ -66,26 +67,41 @@ struct RingQueryGradient {
     for (int i = 0; i < kHeadDim / 2; ++i) gradient[i / 4][i % 4] = 0.f;
   }
 
-  CUTE_DEVICE void add(std::uint32_t slab, std::uint32_t hidden_of_slab) {
-    const float initial[4] = {-delta[0], -delta[1], -delta[2], -delta[3]};
-    CUTE_UNROLL
-    for (int block = 0; block < kBlocks; ++block) {
-      const std::uint32_t at = slab + reader.of_block(block), hidden = reader.masks.inside[block] | hidden_of_slab;
-      float x[2][4], y[2][4];
-      reader.multiply_block(x, queries, reader.across + at, {});
-      reader.multiply_block(y, cotangents, reader.across + p.shape.array_bytes + at, initial);
-      std::uint32_t a[4];
+  /// Adds what the tile sees of a slab.
+  CUTE_DEVICE void add(std::uint32_t slab, std::uint32_t hidden_of_slab) { add_blocks<0>(slab, hidden_of_slab); }
+
+  template <int kFirst>
+  CUTE_DEVICE void add_blocks(std::uint32_t slab, std::uint32_t hidden_of_slab) {
+    constexpr int kCount = kBlocks - kFirst < kAtOnce ? kBlocks - kFirst : kAtOnce;
+    if constexpr (kCount > 0) {
+      const float initial[4] = {-delta[0], -delta[1], -delta[2], -delta[3]};
+      float x[kCount][2][4], y[kCount][2][4];
       CUTE_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const int h = i / 2, r = i % 2;
-        float both[2];
-        CUTE_UNROLL
-        for (int e = 0; e < 2; ++e) {
-          both[e] = fast_exp2(fmaf(x[h][2 * r + e], factor, -logsumexp[r])) * y[h][2 * r + e];
-        }
-        a[i] = pack<Element>(both[0], both[1]) & ~hidden_halves(masks_of_group(hidden, h), r);
+      for (int b = 0; b < kCount; ++b) {
+        const std::uint32_t at = reader.across + slab + reader.of_block(kFirst + b);
+        reader.multiply_block(x[b], queries, at, {});
+        reader.multiply_block(y[b], cotangents, at + p.shape.array_bytes, initial);
       }
-      reader.add_block(gradient, a, reader.along_rows + at);
+      std::uint32_t a[kCount][4];
+      CUTE_UNROLL
+      for (int b = 0; b < kCount; ++b) {
+        const std::uint32_t hidden = reader.masks.inside[kFirst + b] | hidden_of_slab;
+        CUTE_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          const int h = i / 2, r = i % 2;
+          float both[2];
+          CUTE_UNROLL
+          for (int e = 0; e < 2; ++e) {
+            both[e] = fast_exp2(fmaf(x[b][h][2 * r + e], factor, -logsumexp[r])) * y[b][h][2 * r + e];
+          }
+          a[b][i] = pack<Element>(both[0], both[1]) & ~hidden_halves(masks_of_group(hidden, h), r);
+        }
+      }
+      CUTE_UNROLL
+      for (int b = 0; b < kCount; ++b) {
+        reader.add_block(gradient, a[b], reader.along_rows + slab + reader.of_block(kFirst + b));
+      }
+      add_blocks<kFirst + kCount>(slab, hidden_of_slab);
     }
   }
 

@@ -1,6 +1,7 @@
 #include "cuda/small/ring_shape.h"
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 #include <limits>
 #include <vector>
@@ -29,10 +30,10 @@ struct RingCosts {
 };
 constexpr RingCosts costs_of(Kernel kernel, std::int64_t head_dim) {
   if (kernel == Kernel::kKeyValueGradient) {
-    return head_dim == 64 ? RingCosts{130, 26, 44, 14000} : RingCosts{67, 16, 30, 6000};
+    return head_dim == 64 ? RingCosts{92, 37, 49, 4000} : RingCosts{164, 12, 28.5, 1700};
   }
-  if (kernel == Kernel::kQueryGradient) return {88, 22, 30.5, 8000};
-  return head_dim == 64 ? RingCosts{75, 25, 17.5, 9000} : RingCosts{42, 30, 9, 5000};
+  if (kernel == Kernel::kQueryGradient) return {231, 19, 17.5, 4500};
+  return head_dim == 64 ? RingCosts{181, 22, 12.5, 4900} : RingCosts{119, 21, 6, 7800};
 }
 
 /// Nanoseconds of a launch with next to nothing to do, and bytes of slabs that come in one.
@@ -41,11 +42,13 @@ constexpr double kLaunch = 3000, kBytes = 50;
 /// Estimates are made so many times as long: a launch with a region has to be slower than they are uncertain.
 constexpr double kClearly = 1.05;
 
-/// How many times as long as estimated the forward pass takes with regions whose loads nothing runs beside, with a
-/// stage only: as estimates are for others, too. 12 such problems of 100 keys and more took an H100 0.9 to 1.3 times as
-/// long, 1.1 on average, and 4 with two stages 1.0 to 1.3; rings won 10 of the first, and none of these. Key and value
-/// gradients of 13 problems took 1.0 to 1.26 times as long.
-constexpr double kOneStage = 1.18, kOfKeyGradients = 1.14;
+/// How much longer tiles take with half of the warps, as a power of two: of 53 launches on an H100, a power of 0.3 leaves
+/// estimates of each kernel 3 to 9% off, and proportion 5 to 10.
+constexpr double kOfWaiting = 0.3;
+
+/// How many times as long as estimated launches with regions take where windows have 100 keys and more: the forward pass
+/// with one stage, 0.87 to 0.99 times on an H100; and key and value gradients, 1.0 to 1.38 times.
+constexpr double kOneStage = 0.94, kOfKeyGradients = 1.18;
 
 /// The smallest windows, in keys. A tile's fixed work is what counts with fewer: of 7 x 7, NAT's first stage took an
 /// H100 60 microseconds with a ring, and 52 with regions.
@@ -128,12 +131,12 @@ void choose_segments(const Problem& problem, Kernel kernel, const Device& device
   const RingCosts costs = costs_of(kernel, problem.head_dim);
   const std::int64_t strips = problem.batch * problem.heads * shape.strips[0] * shape.strips[1],
                      beside = std::int64_t{shape.beside[0]} * shape.beside[1];
-  // Fewer warps wait more: as many turns are taken at a time as the ring has slabs for, and one in part.
+  // Fewer warps wait for more of their results: as many turns are taken at a time as the ring has slabs for, and one in part.
   const double held_turns = 2 + (shape.slots - slabs_of_step) * shape.thick / shape.rows[2],
                turns = std::clamp<double>(held_turns, 1, shape.turns());
   const double waiting = most_ring_warps(narrow(problem.head_dim)) / (static_cast<double>(beside) * turns);
   const auto tile_of = [&](double blocks_of_slab) {
-    return (costs.tile + (costs.slab + costs.block * blocks_of_slab) * slabs_of_step) * waiting;
+    return (costs.tile + (costs.slab + costs.block * blocks_of_slab) * slabs_of_step) * std::pow(waiting, kOfWaiting);
   };
   const double start = costs.segment + static_cast<double>(first_bytes) / kBytes;
   shape.nanoseconds = std::numeric_limits<double>::max();
