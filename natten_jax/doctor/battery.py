@@ -30,7 +30,7 @@ _NEIGHBORHOOD = (
     problem_of((20, 20), (11, 12), heads=1, head_dim=256, head_dim_v=64),
 )
 #: With windows of so many keys, in so many batch entries, that kernels for small windows go along strips.
-_NEIGHBORHOOD_OF_GPUS = (problem_of((39, 38), (12, 13), batch=64, heads=1),)
+_NEIGHBORHOOD_OF_GPUS = (problem_of((11, 7, 13), (7, 6, 5), batch=64, heads=1),)
 _ATTENTION = (
     problem_of((333,), operator="fmha", heads=2),
     problem_of((300,), operator="fmha", is_causal=True, heads=4, heads_kv=1, head_dim=128),
