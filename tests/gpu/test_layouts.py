@@ -43,6 +43,8 @@ KERNELS: dict[str, dict[str, Any]] = {
     "cutlass": {"backend": "cutlass-fna", "kernel_size": (9, 21), **LARGE},
     "small": {"backend": "cutlass-fna", "kernel_size": 7, **SMALL},
     "small, dilated": {"backend": "cutlass-fna", "kernel_size": 5, "dilation": (2, 3), **SMALL},
+    "small, causal": {"backend": "cutlass-fna", "kernel_size": 6, "stride": 2, "is_causal": (True, False), **SMALL},
+    "small, cut": {"backend": "cutlass-fna", "kernel_size": (5, 8), "stride": (3, 1), "edges": "cut", **SMALL},
 }
 EXTENTS = np.array([[33, 47], [29, 17], [18, 46], [16, 27]])
 
