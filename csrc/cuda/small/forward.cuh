@@ -171,6 +171,13 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
       }
       add_pairs<Element, kHeadDim>(result, x, pairs);
     });
+    // A sink is one more weight. Beside one, those in float16 may have lost digits that nobody then asks for.
+    bool has_sink = kHasScales && sink != -INFINITY;
+    if constexpr (kHasScales && !Sums::kHasReference) {
+      const float of_sink = lane % 4 == 0 ? fast_exp2(sink * kLog2E) : 0.f;
+      result.sum[0] += of_sink;
+      result.sum[1] += of_sink;
+    }
     const int2 places = tables.row_places[lane / 4];
     float sums[2] = {sum_of_row(result.sum[0]), sum_of_row(result.sum[1])};
     bool is_trusted = true;
@@ -184,6 +191,8 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
                                                                          additional_pairs, stage, factor);
       sums[0] = sum_of_row(result.sum[0]);
       sums[1] = sum_of_row(result.sum[1]);
+    } else if (!Sums::kHasReference) {
+      has_sink = false;
     }
     phases.columns_are_read();
     key_bias.leave(item);
@@ -194,8 +203,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
       return logsumexp_of_sum(is_second ? sums[1] : sums[0], is_second ? result.shift[1] : result.shift[0], factor,
                               with_remainder);
     };
-    bool has_sink = kHasScales && sink != -INFINITY;
-    if (has_sink && add_sink_to_sums(sums, result.shift, sink, factor, places)) has_sink = false;
+    if (Sums::kHasReference && has_sink && add_sink_to_sums(sums, result.shift, sink, factor, places)) has_sink = false;
     float of_row[2] = {normalisation(sums[0]), normalisation(sums[1])};
     Logsumexp logsumexp;
     if (has_sink) {
