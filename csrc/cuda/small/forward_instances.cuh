@@ -25,19 +25,22 @@ cudaError_t launch_forward(int head_dim, const ForwardParams& params, const Laun
     using Element = ElementOf<kType>;
     using Traits = FeatureTraits<kFeature>;
     const bool has_terms = params.has_terms_of_heads();
+    constexpr bool kHasBias = Traits::kHasBias, kHasKeyBias = Traits::kHasKeyBias;
+    using Items = typename Traits::Items;
+    using WholeItems = typename Traits::WholeItems;
     if constexpr (kFeature == Feature::kNone) {
       if (params.layouts != nullptr) {
         return natten_jax_small_forward<Element, width, has_boxes, true, false, EntryItems>;
       }
-      return params.is_plain && !has_terms
-                 ? natten_jax_small_forward<Element, width, has_boxes, false, false, PlainItems>
-                 : natten_jax_small_forward<Element, width, has_boxes, true>;
-    } else {
-      return has_terms ? natten_jax_small_forward<Element, width, has_boxes, true, Traits::kHasBias,
-                                                  typename Traits::Items, Traits::kHasKeyBias>
-                       : natten_jax_small_forward<Element, width, has_boxes, false, Traits::kHasBias,
-                                                  typename Traits::Items, Traits::kHasKeyBias>;
+      if (params.is_plain && has_terms) {
+        return natten_jax_small_forward<Element, width, has_boxes, true, false, WholeItems>;
+      }
     }
+    if (!has_terms && (params.is_plain || !WholeItems::kIsPlain)) {
+      return natten_jax_small_forward<Element, width, has_boxes, false, kHasBias, WholeItems, kHasKeyBias>;
+    }
+    // What is a part takes the kernel for terms of heads: else there would be as many again.
+    return natten_jax_small_forward<Element, width, has_boxes, true, kHasBias, Items, kHasKeyBias>;
   });
 }
 template cudaError_t launch_forward<ElementType::NATTEN_JAX_INSTANCE, Feature::NATTEN_JAX_FEATURE>(int,
