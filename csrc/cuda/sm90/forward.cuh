@@ -70,11 +70,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (threadIdx.x < kWarpgroup) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kServiceRegisters>();
     const int warp = threadIdx.x / 32;
-    if (Traits::kHasKeyBias ? warp == kLoadsQueriesAndKeys : threadIdx.x == kWarp * kLoadsQueriesAndKeys) {
-      load_tiles<Traits, true>(p, shared);
-    }
+    if (threadIdx.x == kWarp * kLoadsQueriesAndKeys) load_tiles<Traits, true>(p, shared);
     if (warp == kPlansTiles) plan_tiles<Traits>(p, shared);
-    if (threadIdx.x == kWarp * kLoadsValues) load_tiles<Traits, false>(p, shared);
+    if (Traits::kHasKeyBias ? warp == kLoadsValues : threadIdx.x == kWarp * kLoadsValues) {
+      load_tiles<Traits, false>(p, shared);
+    }
     if (warp == kStoresTiles) store_tiles<Traits>(p, shared);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();

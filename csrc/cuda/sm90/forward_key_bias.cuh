@@ -1,4 +1,4 @@
-// The biases of key tiles in the forward kernel, as the warp that loads these brings them into shared memory.
+// The biases of key tiles in the forward kernel, as the warp that loads values brings them into shared memory.
 #pragma once
 
 #include "cuda/common/tile_walk.cuh"
@@ -11,7 +11,8 @@ namespace natten_jax::sm90 {
 ///
 /// One warp does this for all of a multiprocessor, and a step that depends on the one before takes it a handful of
 /// cycles: what is the same for all tiles, or for those of a query tile, is worked out once. Divisions for each tile
-/// made forward passes 1.5 to 1.9 times as long (H100).
+/// made forward passes 1.5 to 1.9 times as long (H100). It is not the warp that loads keys, which also finds out how
+/// tiles are masked.
 template <class Traits>
 class TileBiases {
  public:
@@ -35,7 +36,7 @@ class TileBiases {
     in_products = products_per_logit(plan.exponent_scale);
   }
 
-  /// Starts to load those of the tile at `walk`, while its buffer is still in use. Rows that hold no key which a query
+  /// Starts to load those of the tile at `walk`. Rows that hold no key which a query
   /// sees are masked whatever is added to them: they get the bias of some key.
   CUTE_DEVICE void fetch(const ForwardParams& p, const KvWalk& walk) {
     const int first = first_of_group + (p.kv_boxes.go_around ? 0 : tokens_to_key(p.axis, walk.x, walk.y, walk.z));
@@ -55,13 +56,18 @@ class TileBiases {
     for (int i = 0; i < kOfLane; ++i) of_lane[i] = 0.f;
   }
 
-  /// Stores them as an operand of a product, for the tile in a buffer.
-  CUTE_DEVICE void store(BiasPart* tiles, int stage) const {
-    Tensor of_keys = make_tensor(make_smem_ptr(tiles), typename Traits::LayoutBias{});
+  /// Stores them as an operand of a product, as soon as the next tile's buffer is free.
+  CUTE_DEVICE void store(typename Traits::SharedStorage& shared) {
+    key.wait_empty(shared.empty_k);
+    Tensor of_keys = make_tensor(make_smem_ptr(shared.key_bias), typename Traits::LayoutBias{});
     CUTE_UNROLL
     for (int i = 0; i < kOfLane; ++i) {
-      *reinterpret_cast<uint2*>(&of_keys(row(i), 0, stage)) = parts_of_bias(bias_in_products(of_lane[i], in_products));
+      const uint2 parts = parts_of_bias(bias_in_products(of_lane[i], in_products));
+      *reinterpret_cast<uint2*>(&of_keys(row(i), 0, key.index)) = parts;
     }
+    cutlass::arch::fence_view_async_shared();  // the matrix units read them
+    arrive(shared.full_k[key.index]);          // every lane wrote a part
+    key.advance();
   }
 
  private:
@@ -81,6 +87,7 @@ class TileBiases {
   int first_of_group;
   float in_products;
   float of_lane[kOfLane];
+  Ring<Traits::kStages> key;
 };
 
 /// Makes the operands of the products with biases ready: what is multiplied with these, and zeros behind their parts.

@@ -97,15 +97,15 @@ CUTE_DEVICE int unmasked_tiles(const ForwardParams& p, const TilePlan& plan, con
   return p.axis[2].by_kv_tile.divide(end - walk.z);
 }
 
-/// A ring of key or value tiles, as the thread that loads them sees it, or each lane of the warp that also loads biases
-/// of keys. The two rings advance on their own, because a key buffer falls free well before the value buffer of the
-/// same tile.
+/// A ring of key or value tiles, as the thread that loads them sees it, or each lane of the warp that loads values and
+/// biases of keys. The two rings advance on their own, because a key buffer falls free well before the value buffer of
+/// the same tile.
 template <class Traits, bool kIsKey>
 struct TileLoader {
   using Element = typename Traits::Element;
   using SharedStorage = typename Traits::SharedStorage;
   static constexpr int kElements = kChunkOf<Element>;
-  static constexpr bool kLoadsBiases = kIsKey && Traits::kHasKeyBias;
+  static constexpr bool kLoadsBiases = !kIsKey && Traits::kHasKeyBias;
 
   SharedStorage& shared;
   int chunks;       // of a head
@@ -139,11 +139,6 @@ struct TileLoader {
       start(&full[stage.index],
             (kIsKey ? shared.k : shared.v) + stage.index * Traits::kColumns * Traits::kLoadedHeadDim);
     }
-    if constexpr (kLoadsBiases) {
-      biases.store(shared.key_bias, stage.index);
-      cutlass::arch::fence_view_async_shared();  // the matrix units read them
-      arrive(full[stage.index]);                 // every lane wrote a part
-    }
     if (kIsKey && is_first) {
       // All that the first product needs is on its way alone.
       stage.wait_full(full);
@@ -154,8 +149,8 @@ struct TileLoader {
   }
 };
 
-/// One thread, or the warp that loads biases of keys: loads the query and key tiles, or the value tiles, that the plans
-/// ask for.
+/// One thread, or a warp where keys have biases: loads the query and key tiles, or the value tiles, that the plans ask
+/// for.
 template <class Traits, bool kIsKey>
 CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStorage& shared) {
   TileLoader<Traits, kIsKey> loader(p, shared);
@@ -186,8 +181,11 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
     const int kv_slot = plan.kv_slot, additional_slot = plan.additional_slot;
     const int4 hull_begin = as_int4(plan.hull_begin), hull_end = as_int4(plan.hull_end);
     const bool is_whole = p.kv_tile_tokens == Traits::kColumns;
-    if constexpr (loader.kLoadsBiases) loader.biases.start(p, plan);
     KvWalk walk(hull_begin);
+    if constexpr (loader.kLoadsBiases) {
+      loader.biases.start(p, plan);
+      if (kv_tiles > 0) loader.biases.fetch(p, walk);
+    }
     int unmasked = 0;
     for (int i = 0; i < kv_tiles; ++i) {
       int masks = 0;
@@ -196,7 +194,15 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
         if (masks == 0) unmasked = unmasked_tiles<Traits::kWarpgroups>(p, plan, walk);
       }
       if (unmasked > 0) --unmasked;
-      if constexpr (loader.kLoadsBiases) loader.biases.fetch(p, walk);
+      if constexpr (loader.kLoadsBiases) {
+        loader.biases.store(shared);
+        // The next tile's are on their way while a buffer of values is in use.
+        if (i + 1 < kv_tiles) {
+          KvWalk next = walk;
+          next.next(p.axis, hull_begin, hull_end);
+          loader.biases.fetch(p, next);
+        }
+      }
       loader.load(make_int4(walk.x, walk.y, walk.z, masks), [&](std::uint64_t* full, auto* to) {
         if (Traits::kIsPlain || !p.kv_boxes.go_around) {
           load_tile(map, full, to, loader.chunks, Traits::kColumns, walk.z, walk.y, walk.x, kv_slot);
@@ -214,7 +220,10 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
       const int first = i * p.kv_tile_tokens;
       const int columns = min(p.additional_kv - first, p.kv_tile_tokens);
       const int mask = columns < Traits::kColumns ? kEndMask : kNoMask;
-      if constexpr (loader.kLoadsBiases) loader.biases.clear();
+      if constexpr (loader.kLoadsBiases) {
+        loader.biases.clear();
+        loader.biases.store(shared);
+      }
       loader.load(make_int4(0, 0, p.additional_kv - columns, mask * kEachWarpgroup),
                   [&](std::uint64_t* full, auto* to) {
                     load_tile(additional_map, full, to, loader.chunks, Traits::kColumns, first, 0, 0, additional_slot);

@@ -39,15 +39,15 @@ struct ForwardTraits {
   static constexpr int kConsumers = kWarpgroup * kWarpgroups, kThreads = kWarpgroup + kConsumers;
   static constexpr int kLoadedHeadDim = kHeadDim;   // elements of a row of a tile
   static constexpr int kValueReaders = kConsumers;  // threads that a value tile waits for
-  // Whether keys have biases (key_bias.cuh). The warp that loads queries and keys then does so whole.
+  // Whether keys have biases (key_bias.cuh). The warp that loads values then does so whole, as it also loads these.
   static constexpr bool kHasKeyBias = kHasKeyBias_;
   // Whether the problem has nothing that a planning or loading warp would look at for each tile
   // (ForwardParams::is_plain): these warps have 40 registers, and spill with all that there may be.
   static constexpr bool kIsPlain = kIsPlain_;
-  static constexpr int kKeyLoaders = kHasKeyBias ? kWarp : 1;
+  static constexpr int kValueLoaders = kHasKeyBias ? kWarp : 1;
   static constexpr int kKeyArrivals = kHasKeyBias ? 1 + kWarp : 1;  // one thread expects bytes, a warp writes
   // Threads that a plan waits for, of whom a warp stores.
-  static constexpr int kPlanReaders = kConsumers + kKeyLoaders + kLoadingThreads - 1 + kWarp;
+  static constexpr int kPlanReaders = kConsumers + kValueLoaders + kLoadingThreads - 1 + kWarp;
   // What the 65536 registers of a multiprocessor give each thread. The warp that loads biases needs more than others;
   // of three warpgroups that compute, these would spill in its place.
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? (kHasKeyBias ? 224 : 232) : 160;
