@@ -101,6 +101,20 @@ def test_biases_of_keys_in_kernels_for_hopper(dtype: str) -> None:
     check_all([Trial(case, dtype, seed) for case in LARGE_WINDOWS.values() for seed in (0, 1)], hopper(), slack=_SLACK)
 
 
+@pytest.mark.parametrize("dtype", _HALVES)
+def test_biases_of_keys_have_all_their_digits_on_hopper(dtype: str) -> None:
+    """The matrix units add them, whose operands have few: what all keys have in common changes nothing but the sum."""
+    query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 1, 30, 24, 2, 64)), dtype)
+    bias = jax.random.normal(jax.random.key(1), (1, 30, 24))
+
+    def attend(bias: Any) -> Any:
+        return na2d(query, key, value, (13, 15), key_bias=bias, backend=hopper().fna, return_lse=True)
+
+    (out, logsumexp), (same, moved) = attend(bias), attend(bias + 1000.0)
+    np.testing.assert_allclose(np.asarray(same, np.float32), np.asarray(out, np.float32), atol=4e-3)
+    np.testing.assert_allclose(np.asarray(moved) - 1000, np.asarray(logsumexp), atol=1e-3)
+
+
 def test_gradients_of_biases_of_keys_are_reproducible_on_hopper() -> None:
     """Whatever others are: each is one thread's sum."""
     for name in ("heads of 64", "heads of 80", "heads of 256"):
