@@ -10,7 +10,7 @@ template <ElementType kType>
 cudaError_t launch_ring_query_gradient(int head_dim, const RingQueryParams& params, const LaunchShape& shape) {
   using Element = ElementOf<kType>;
   return with_constant<0, 1>(params.shape.form, cudaErrorInvalidValue, [&](auto form) {
-    return with_constant<kHeadDims[1]>(head_dim, cudaErrorInvalidValue, [&](auto width) {
+    return with_constant<kHeadDims[0], kHeadDims[1]>(head_dim, cudaErrorInvalidValue, [&](auto width) {
       return launch(natten_jax_small_ring_query_gradient<Element, width, form>, shape, params);
     });
   });
