@@ -31,7 +31,7 @@ from natten_jax.plan.devices import default_device
 from tests.support.compilation import QUICK_HOST_OPTIONS, flags_of, known
 from tests.support.families import FAMILIES, Family
 from tests.support.machine import Machine
-from tests.support.resources import limits
+from tests.support.resources import COMPILER_FLAG, limits
 
 hypothesis.settings.register_profile(
     "deterministic", derandomize=True, deadline=None, database=None, print_blob=True, max_examples=200
@@ -74,7 +74,8 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_platforms", "cpu")  # JAX has read the environment by now
     if not hasattr(config, "workerinput"):  # workers inherit what follows
         if not _is_of_gpu(config):
-            flags = os.environ.get("XLA_FLAGS", ""), *known(flags_of(QUICK_HOST_OPTIONS))
+            # Asked for together, and so by one process that imports JAX.
+            flags = os.environ.get("XLA_FLAGS", ""), *known([*flags_of(QUICK_HOST_OPTIONS), COMPILER_FLAG])
             os.environ["XLA_FLAGS"] = " ".join(flags).strip()
         processes = getattr(config.option, "numprocesses", None) or 1
         os.environ.update(limits(os.environ, len(os.sched_getaffinity(0)), processes))

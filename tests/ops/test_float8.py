@@ -255,11 +255,16 @@ def both(case: Case, dtype: str, seed: int, **arguments: Any) -> tuple[Any, Any,
     """Outputs with and without quantisation, and gradients of both."""
     operands = jax.tree.map(jnp.asarray, case.host_operands(dtype, seed))
     cotangents = jax.tree.map(jnp.asarray, case.host_cotangents(dtype, seed))
-    results = []
-    for more in ({"fp8": "e4m3"}, {}):
-        outputs, pullback = jax.vjp(case.operator(None, **more, **arguments), operands)
-        results.append((outputs, pullback(cotangents)[0]))
-    (outputs, gradients), (wide, wide_gradients) = results
+
+    @jax.jit
+    def run(operands: Any, cotangents: Any) -> list[tuple[Any, Any]]:
+        results = []
+        for more in ({"fp8": "e4m3"}, {}):
+            outputs, pullback = jax.vjp(case.operator(None, **more, **arguments), operands)
+            results.append((outputs, pullback(cotangents)[0]))
+        return results
+
+    (outputs, gradients), (wide, wide_gradients) = run(operands, cotangents)
     return outputs, wide, (gradients, wide_gradients)
 
 

@@ -67,14 +67,18 @@ def test_weights_are_those_of_the_dense_mask(seed: int) -> None:
     case = drawn(seed)
     operands = case.host_operands("float32", seed)
     where, dense = places(case), dense_logits(case, operands)
-    scale = case.scale if operands.scale is None else operands.scale
-    windows: Any = {**case.window_arguments, "relative_bias": operands.relative_bias}
-    logits = neighborhood_weights(operands.query, operands.key, **windows, scale=scale, return_logits=True)
+
+    @jax.jit
+    def both(query: Any, key: Any, table: Any, scale: Any) -> tuple[Any, ...]:
+        windows: Any = {**case.window_arguments, "relative_bias": table}
+        windows["scale"] = case.scale if scale is None else scale
+        return tuple(neighborhood_weights(query, key, **windows, return_logits=logits) for logits in (True, False))
+
+    logits, weights = both(operands.query, operands.key, operands.relative_bias, operands.scale)
     expected = by_place(dense, where, case, -np.inf)
     assert logits.shape == expected.shape
     np.testing.assert_array_equal(np.isinf(logits), np.isinf(expected))
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=2e-5)
-    weights = neighborhood_weights(operands.query, operands.key, **windows, scale=scale)
     exponentials = np.exp(expected - expected.max(-1, keepdims=True))
     np.testing.assert_allclose(weights, exponentials / exponentials.sum(-1, keepdims=True), rtol=1e-4, atol=1e-6)
 
@@ -91,7 +95,7 @@ def test_values_are_mixed_with_any_weights(seed: int) -> None:
     by_query = weights.reshape(case.batch, -1, case.heads, where.shape[1])
     expected = np.einsum("bqhp,bqphd->bqhd", by_query, mixed)
     windows: Any = case.window_arguments
-    out = neighborhood_apply(np.where(np.isnan(weights), 0, weights), value, **windows)
+    out = jax.jit(lambda *arrays: neighborhood_apply(*arrays, **windows))(weights, value)
     np.testing.assert_allclose(out, expected.reshape(out.shape), rtol=1e-4, atol=1e-4)
 
 
@@ -110,10 +114,17 @@ def test_both_are_the_operator(seed: int) -> None:
     def fused(query: jax.Array, key: jax.Array, value: jax.Array, table: Any = None) -> jax.Array:
         return OPERATORS[case.rank](query, key, value, **windows, relative_bias=table, backend="flex-fna")
 
-    outputs = [jax.jit(lambda *arrays, f=f: jax.vjp(f, *arrays))(*arrays) for f in (in_halves, fused)]
-    np.testing.assert_allclose(outputs[0][0], outputs[1][0], rtol=1e-4, atol=1e-5)
-    cotangent = jnp.asarray(np.random.default_rng(seed).standard_normal(outputs[0][0].shape), jnp.float32)
-    for found, expected in zip(outputs[0][1](cotangent), outputs[1][1](cotangent), strict=True):
+    shape = (*operands.query.shape[:-1], operands.value.shape[-1])
+    cotangent = jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+    @jax.jit
+    def differentiated(cotangent: jax.Array, *arrays: jax.Array) -> list[tuple[Any, Any]]:
+        results = [jax.vjp(function, *arrays) for function in (in_halves, fused)]
+        return [(out, pullback(cotangent)) for out, pullback in results]
+
+    (out, gradients), (expected_out, expected_gradients) = differentiated(cotangent, *arrays)
+    np.testing.assert_allclose(out, expected_out, rtol=1e-4, atol=1e-5)
+    for found, expected in zip(gradients, expected_gradients, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 

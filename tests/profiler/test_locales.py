@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import pytest
 
 import natten_jax
-from tests.support.compilation import users_environment
 from tests.support.programs import PACKAGE, run_command
 
 ROOT = PACKAGE.parent
@@ -29,7 +28,7 @@ PROBLEM = ["-i", "64", "-w", "8", "--dtype", "fp32", "--iterations", "2", "--war
 
 def run(locale: str, *arguments: str | Path, folder: Path | None = None) -> tuple[int, str, str]:
     """Exit status and streams of a program, decoded strictly."""
-    environment = {name: text for name, text in users_environment().items() if not name.startswith("LC_")}
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("LC_")}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **LOCALES[locale]}
     done = run_command(arguments, environment, folder=folder, encoding="ascii" if locale == "ascii" else "utf-8")
     return done.returncode, done.stdout, done.stderr

@@ -21,7 +21,6 @@ from natten_jax.profiler import parse
 from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.report import dry_run
 from natten_jax.profiler.run import inputs, workload
-from tests.support.compilation import users_environment
 from tests.support.programs import run_command
 
 TOO_LARGE = "the problem is too large for this machine: its operands and results take 524,288.0 GiB, and cpu has "
@@ -41,7 +40,7 @@ TOO_LARGE = "the problem is too large for this machine: its operands and results
     ],
 )
 def test_problems_that_no_memory_holds_are_one_sentence(problem: str, message: str) -> None:
-    environment = {**users_environment(), "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     finished = run_command(["-m", "natten_jax.profiler", *problem.split()], environment)
     assert finished.returncode == 1
     complaint = finished.stderr.splitlines()[-1]
@@ -143,7 +142,7 @@ def interrupted(code: str, marker: Path, arguments: str) -> subprocess.Completed
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**users_environment(), "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
     while not marker.exists() and process.poll() is None:
         time.sleep(0.05)

@@ -24,7 +24,6 @@ from natten_jax.profiler.report import tables
 from natten_jax.profiler.run import workload
 from natten_jax.profiler.run.measure import Comparison, profile
 from natten_jax.profiler.traces.capture import capture_in_turns
-from tests.support.compilation import users_environment
 
 needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 FEW = "--warmup-steps 1 --iterations 2"
@@ -179,7 +178,7 @@ def test_a_dry_run_says_which_schedule_is_which(capsys: pytest.CaptureFixture[st
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     command = f"{sys.executable} -m natten_jax.profiler -i 8 16 24 -w 2 4 4 --dry-run --max-configs 0 | head -n 1"
-    environment = {**users_environment(), "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
     finished = subprocess.run(command, shell=True, capture_output=True, text=True, env=environment, check=False)
     assert finished.stdout.startswith("Problem: ")
     assert finished.stderr == ""
@@ -188,7 +187,7 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
 def test_a_reader_that_leaves_early_costs_no_files(tmp_path: Path) -> None:
     files = f"--json {tmp_path / 'a.json'} --csv {tmp_path / 'a.csv'}"
     command = f"{sys.executable} -m natten_jax.profiler -i 64 -d 8 -w 8 --backend flex-fna {FEW} {files} | true"
-    environment = {**users_environment(), "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
     finished = subprocess.run(command, shell=True, capture_output=True, text=True, env=environment, check=False)
     assert finished.stderr == ""
     assert json.loads((tmp_path / "a.json").read_text())["rows"]

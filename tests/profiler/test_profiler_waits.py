@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -14,7 +15,6 @@ from natten_jax.profiler import parse
 from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.run import duration
 from natten_jax.profiler.search import optimize
-from tests.support.compilation import users_environment
 from tests.support.programs import PACKAGE, run_command
 
 README = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
@@ -25,7 +25,7 @@ def test_lines_of_the_readme_run_on_a_host(tmp_path: Path) -> None:
     joined = README.replace("\\\n", "")
     lines = re.findall(r"^python -m (natten_jax\.profiler .*?)(?:  #.*)?$", joined, re.MULTILINE)
     assert len(lines) == 3
-    environment = {**users_environment(), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(PACKAGE.parent)}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(PACKAGE.parent)}
     for line in lines:
         done = run_command(["-m", *shlex.split(line)], environment, timeout=600, folder=tmp_path)
         assert done.returncode == 0, done.stderr

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import textwrap
 import venv
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -91,10 +93,44 @@ STATE = textwrap.dedent("""
 """)
 
 
-def state(environment: Environment, folder: Path) -> tuple[Path, Path, str, str]:
+#: The same in several folders: in forks, as most of a start would be imports of JAX and Flax.
+STATES = f"""
+import importlib.util, os, sys
+import jax
+if importlib.util.find_spec("flax"):
+    import flax.linen, flax.nnx
+for folder in sys.argv[1:]:
+    process = os.fork()
+    if process == 0:
+        os.chdir(folder)
+        exec({STATE!r})
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+"""
+
+
+class State(NamedTuple):
     """Where the package and the modules for Flax come from, the native module, and why there is none."""
+
+    package: Path
+    flax_modules: Path
+    library: str
+    error: str
+
+
+def states(python: str | Path, folders: Sequence[Path], start: Path) -> list[State]:
+    """What programs find in folders, whose interpreter has started in another."""
+    lines = run(python, start, "-c", STATES, *map(str, folders)).splitlines()
+    assert len(lines) == 4 * len(folders)
+    found = [lines[i : i + 4] for i in range(0, len(lines), 4)]
+    return [State(Path(package).parents[1], Path(flax).parent, *others) for package, flax, *others in found]
+
+
+def state(environment: Environment, folder: Path) -> State:
+    """What a program finds that was started in a folder."""
     package, flax_modules, library, error = environment.run(folder, "-c", STATE).splitlines()
-    return Path(package).parents[1], Path(flax_modules).parent, library, error
+    return State(Path(package).parents[1], Path(flax_modules).parent, library, error)
 
 
 @pytest.fixture(scope="module")
@@ -111,15 +147,16 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     return environment
 
 
-@pytest.mark.parametrize("folder", [".", "tests", "bench"])
-def test_an_install_works_everywhere_in_its_clone(folder: str, clone: Path, installed: Environment) -> None:
-    package, flax_modules, library, error = state(installed, clone / folder)
-    assert error == "None"
-    assert Path(library).parent == installed.packages / "natten_jax"
+def test_an_install_works_everywhere_in_its_clone(clone: Path, installed: Environment, tmp_path: Path) -> None:
+    inside, *others = states(installed.python, [clone, clone / "tests", clone / "bench"], tmp_path)
+    for found in (inside, *others):
+        assert found.error == "None"
+        assert Path(found.library).parent == installed.packages / "natten_jax"
     # The Python files belong together, wherever they come from.
-    inside = folder == "."
-    assert package == (clone if inside else installed.packages)
-    assert flax_modules == (clone / "flax_modules" if inside else installed.packages / "natten_jax" / "flax_modules")
+    assert (inside.package, inside.flax_modules) == (clone, clone / "flax_modules")
+    for found in others:
+        assert found.package == installed.packages
+        assert found.flax_modules == installed.packages / "natten_jax" / "flax_modules"
 
 
 def test_the_doctor_has_nothing_to_complain_of_in_the_clone(clone: Path, installed: Environment) -> None:
@@ -143,17 +180,16 @@ def test_an_editable_install_works_everywhere_in_its_clone(tmp_path: Path) -> No
     clone = clone_into(tmp_path / "natten_jax", is_built=True)
     environment = Environment(tmp_path / "environment")
     environment.install_editable(clone)
-    for folder in (clone, clone / "tests", clone / "bench", environment.packages):
-        package, flax_modules, library, error = state(environment, folder)
+    folders = clone, clone / "tests", clone / "bench", environment.packages
+    for package, flax_modules, library, error in states(environment.python, folders, tmp_path):
         assert (package, flax_modules, error) == (clone, clone / "flax_modules", "None")
         assert Path(library).parent == clone / "natten_jax"
 
 
-@pytest.mark.parametrize("folder", [".", "tests", "bench"])
-def test_this_environment_works_everywhere_in_its_clone(folder: str) -> None:
-    package, flax_modules, _, error = run(sys.executable, ROOT / folder, "-c", STATE).splitlines()
-    assert error == "None"
-    assert Path(package).parents[1] == ROOT and Path(flax_modules).parent == ROOT / "flax_modules"
+def test_this_environment_works_everywhere_in_its_clone(tmp_path: Path) -> None:
+    for found in states(sys.executable, [ROOT, ROOT / "tests", ROOT / "bench"], tmp_path):
+        assert found.error == "None"
+        assert (found.package, found.flax_modules) == (ROOT, ROOT / "flax_modules")
 
 
 @pytest.mark.parametrize("is_editable", [False, True])
