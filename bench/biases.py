@@ -57,11 +57,11 @@ def term_of(row: Row, side: str) -> list[jax.Array]:
     return [] if side == "plain" else [jax.random.normal(jax.random.key(5), shapes[side], jnp.float32)]
 
 
-def runner_of(row: Row, pass_: Pass, side: str) -> Runner | str:
-    """A side's program, or why there is none."""
+def runner_of(row: Row, pass_: Pass, side: str, family: str = "none") -> Runner | str:
+    """A side's program by the best backend or that of a family, as rows name them, or why there is none."""
     arrays = [jax.random.normal(jax.random.key(i), row.shape, jnp.bfloat16) for i in range(4)]
     cotangent, *inputs = arrays
-    plain: Callable[..., jax.Array] = row.function("none")
+    plain: Callable[..., jax.Array] = row.function(family)
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, *terms: jax.Array) -> jax.Array:
         return plain(query, key, value, **({side: terms[0]} if terms else {}))
@@ -77,9 +77,9 @@ def runner_of(row: Row, pass_: Pass, side: str) -> Runner | str:
         return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
-def measure(row: Row, pass_: Pass, sides: list[str], turns: int) -> dict[str, Any]:
+def measure(row: Row, pass_: Pass, sides: list[str], turns: int, family: str = "none") -> dict[str, Any]:
     """Microseconds of each side, and how many times those of the plain call they are."""
-    figures = figures_of({side: runner_of(row, pass_, side) for side in sides}, turns)
+    figures = figures_of({side: runner_of(row, pass_, side, family) for side in sides}, turns)
     for name in sides:
         if isinstance(figures[name], dict):
             figures[name]["times plain"] = figures[name]["us"] / figures["plain"]["us"]
@@ -92,6 +92,8 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="REGEX", help="rows whose names it matches")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES[:-1]))
+    families = "none", "cutlass", "cutlass-large", "hopper"
+    parser.add_argument("--family", choices=families, default="none", help="whose kernels; none: the best backend")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -100,7 +102,7 @@ def main() -> None:
         if not re.search(options.only, row.name):
             continue
         for pass_ in options.passes:
-            results.append(measure(row, pass_, options.sides, options.turns))
+            results.append(measure(row, pass_, options.sides, options.turns, options.family))
             print(f"{row.name:12} {pass_:8} {shown(results[-1]['sides'], 'plain')}", flush=True)
             save(results, options.json)
 
