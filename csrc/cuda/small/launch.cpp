@@ -312,10 +312,11 @@ Status prepare_sinks(const Problem& problem, const std::int64_t (&tile)[kRank], 
   sinks.sinks = arrays.sinks;
   sinks.parts = scratch.sinks;
   sinks.are_of_all = arrays.batch_of_sinks == 1;
-  sinks.batch = static_cast<int>(problem.batch);
   sinks.tiles = static_cast<int>(tiles);
   sinks.count = static_cast<int>(arrays.batch_of_sinks * problem.heads);
-  sinks.parts_of_sink = static_cast<int>(problem.batch / arrays.batch_of_sinks * tiles);
+  const std::int64_t parts = problem.batch / arrays.batch_of_sinks * tiles;
+  sinks.parts_of_sink = static_cast<int>(parts);
+  sinks.next_sink = filled_to_chunks(parts);
   return {};
 }
 

@@ -112,11 +112,11 @@ struct TableBox {
 struct SinksParams {
   const float* sinks;  // [1 or batch, heads]
   float* parts;        // of each sink, [batch entries that have it, tiles]; null where kernels of queries write none
-  float* gradient;     // [1 or batch, heads]; null where it is not this kernel that adds parts up
-  bool are_of_all;     // that all batch entries share the sinks
-  int batch;
-  int tiles;  // of an item, as warps of all regions are counted
-  int count;  // sinks
+  std::int64_t next_sink;  // from the parts of one to those of the next, whole chunks of 16 bytes
+  float* gradient;         // [1 or batch, heads]; null where it is not this kernel that adds parts up
+  bool are_of_all;         // that all batch entries share the sinks
+  int tiles;               // of an item, as warps of all regions are counted
+  int count;               // sinks
   int parts_of_sink;
 };
 

@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-constexpr int kSumThreads = 512;
+constexpr int kSumThreads = 1024;
 
 __global__ void __launch_bounds__(kSumThreads) natten_jax_small_sinks_sums(const __grid_constant__ SinksParams p) {
   add_up_sinks(p);
@@ -94,7 +94,7 @@ Status run_sinks_gradient(const Problem& problem, const Arrays& arrays, const fl
   p.parts = parts;
   p.rows = problem.batch / arrays.batch_of_sinks * problem.queries();
   p.heads = static_cast<int>(heads);
-  p.filled_heads = static_cast<int>(filled_heads(heads));
+  p.filled_heads = static_cast<int>(filled_to_chunks(heads));
   p.next_sinks = most_parts * p.filled_heads;
   p.heads_of_cta = std::min(p.filled_heads, kThreads);
   for (p.rows_of_cta = 1; 2 * p.rows_of_cta * p.heads_of_cta <= kThreads;) p.rows_of_cta *= 2;

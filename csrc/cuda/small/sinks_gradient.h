@@ -23,9 +23,9 @@ inline std::int64_t parts_of_sinks(std::int64_t batch_of_sinks) {
   return std::max<std::int64_t>(kMost / batch_of_sinks, 1);
 }
 
-/// Heads, filled up to chunks.
-inline std::int64_t filled_heads(std::int64_t heads) {
-  return divide_up(heads, kEntriesOfChunk) * kEntriesOfChunk;
+/// A number of heads, or of parts, filled up to chunks.
+inline std::int64_t filled_to_chunks(std::int64_t number) {
+  return divide_up(number, kEntriesOfChunk) * kEntriesOfChunk;
 }
 
 /// Tiles of queries that all warps of a kernel's regions have at most, of a batch entry and head: in each dimension of
@@ -42,8 +42,10 @@ inline std::int64_t most_tiles_of_regions(const Axis (&axes)[kRank], const std::
 /// Numbers of scratch memory that the gradient takes.
 inline std::int64_t scratch_of_sinks(const Problem& problem, const std::int64_t (&tile)[kRank],
                                      std::int64_t batch_of_sinks) {
-  return std::max(problem.batch * problem.heads * most_tiles_of_regions(problem.axes, tile),
-                  batch_of_sinks * parts_of_sinks(batch_of_sinks) * filled_heads(problem.heads));
+  const std::int64_t sinks = batch_of_sinks * problem.heads,
+                     tiles = problem.batch / batch_of_sinks * most_tiles_of_regions(problem.axes, tile);
+  return std::max(sinks * filled_to_chunks(tiles),
+                  batch_of_sinks * parts_of_sinks(batch_of_sinks) * filled_to_chunks(problem.heads));
 }
 
 /// Launches the kernel that adds up what tiles of queries have written, where no other one does.

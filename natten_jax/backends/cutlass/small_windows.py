@@ -83,9 +83,13 @@ def _sinks_parts(plan: Plan, operands: Operands) -> ResultType:
         dilation * (2 * -(-extent // (dilation * rows)) - 1)
         for extent, dilation, rows in zip(extents, dilations, tile, strict=True)
     )
-    shared = sinks.shape[0]
-    parts = shared * max(_MOST_SINKS_PARTS // shared, 1) * (heads + -heads % _STEP)
-    return ResultType((max(batch * heads * tiles, parts),), jnp.float32)
+    own = sinks.shape[0]  # batch entries that have sinks of their own
+    of_tiles = own * heads * _filled_up(batch // own * tiles)
+    return ResultType((max(of_tiles, own * max(_MOST_SINKS_PARTS // own, 1) * _filled_up(heads)),), jnp.float32)
+
+
+def _filled_up(number: int) -> int:
+    return number + -number % _STEP
 
 
 def _table_products(problem: Problem, operands: Operands, rows: Shape, columns: Shape) -> ResultType:
@@ -105,7 +109,7 @@ def _table_products(problem: Problem, operands: Operands, rows: Shape, columns: 
     tables, heads, _ = inputs.relative_bias.shape
     if inputs.scale is not None:
         tables = inputs.query.shape[0]
-    return ResultType((tables, heads, entries + -entries % _STEP), jnp.float32)
+    return ResultType((tables, heads, _filled_up(entries)), jnp.float32)
 
 
 def _table_sums(plan: Plan, operands: Operands) -> list[ResultType]:
@@ -121,7 +125,7 @@ def _table_sums(plan: Plan, operands: Operands) -> list[ResultType]:
     batch = operands.inputs.query.shape[0]
     shapes: list[tuple[Any, ...]] = [
         (batch, heads, sums.tiles, sums.record),
-        (sums.parts, batch, heads, entries + -entries % _STEP),
+        (sums.parts, batch, heads, _filled_up(entries)),
     ]
     return [ResultType(shape, jnp.float32) for shape in shapes]
 
