@@ -42,9 +42,6 @@ hypothesis.settings.load_profile("deterministic")
 _OF_THE_CLONE = ["bench", "repository", "profiler/test_profiler_waits.py"]
 collect_ignore = [] if (Path(__file__).parents[1] / "README.md").exists() else _OF_THE_CLONE
 
-#: Tests of a module that one worker runs, so that there is work for many, and none is left alone at the end.
-MOST_TOGETHER = 100
-
 SELECTIONS: Mapping[str, Callable[[Family], bool]] = {
     "family": lambda family: True,
     "native_family": lambda family: family.target is not None,
@@ -89,15 +86,12 @@ def _has_gpu() -> bool:
         return False
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests of the platform that the run is not of, or that is not there, and ``slow`` ones unless asked for.
 
     Slow ones come first, or else the last worker would still be at one when all others are done.
     """
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-    if config.pluginmanager.hasplugin("xdist") and not _is_of_gpu(config):
-        _keep_modules_together(items)
     for item in items:
         is_of_gpu = item.get_closest_marker("gpu") is not None
         if is_of_gpu != _is_of_gpu(config):
@@ -108,15 +102,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs --slow"))
 
 
-def _keep_modules_together(items: list[pytest.Item]) -> None:
-    """Let one worker run the tests of a module that follow each other: they share programs and what they expect.
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist may be missing
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let one worker run the tests of a module that follow each other: they share programs and what they expect."""
+    from tests.support.scheduling import GroupScheduling
 
-    Workers that took turns in each module took 82 s of processor time for five modules of small problems, these 77.
-    """
-    for module, found in itertools.groupby(items, key=lambda item: item.path):
-        alone = [item for item in found if item.get_closest_marker("xdist_group") is None]
-        for number, item in enumerate(alone):
-            item.add_marker(pytest.mark.xdist_group(f"{module.parent.name}/{module.stem} {number // MOST_TOGETHER}"))
+    return GroupScheduling(config, log, _is_of_gpu(config)) if config.getoption("dist") == "loadgroup" else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

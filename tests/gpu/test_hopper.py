@@ -75,7 +75,6 @@ def test_calls_in_command_buffers_follow_their_buffers() -> None:
     assert graph_launches(lambda: plain(*sets[0])) == 0
 
 
-@pytest.mark.xdist_group("whole-gpu")  # two at a time would not fit
 @pytest.mark.parametrize(
     ("batch", "layout", "heads", "kernel_size", "dilation"),
     [(1, (264_001,), 64, (9,), (2,)), (5, (33, 70, 64), 23, (3, 4, 5), (1, 3, 2))],

@@ -12,7 +12,6 @@ import tarfile
 import venv
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,11 +35,6 @@ for backend in ("cpu-fna", "flex-fna", None):
 import natten_jax.profiler
 print(natten_jax.__version__)
 """
-
-
-def of_the_wheel(test: Any) -> Any:
-    """Marks a test as slow, and as one of those that one process runs: another would build a wheel of its own."""
-    return pytest.mark.slow(pytest.mark.xdist_group("wheel")(test))
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -105,7 +99,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return interpreter
 
 
-@of_the_wheel
+@pytest.mark.slow
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"natten_jax"}
@@ -125,7 +119,7 @@ def contents(wheel: Path) -> dict[str, bytes]:
     return {name: archive.read(name) for name in names}
 
 
-@of_the_wheel
+@pytest.mark.slow
 def test_wheel_of_python_alone_is_every_machines_and_holds_all_but_the_library(wheel: Path, python_alone: Path) -> None:
     assert python_alone.name == f"natten_jax-{__version__}-py3-none-any.whl"
     archive = zipfile.ZipFile(python_alone)
@@ -135,7 +129,7 @@ def test_wheel_of_python_alone_is_every_machines_and_holds_all_but_the_library(w
     assert "Root-Is-Purelib: true" in archive.read(tags).decode()
 
 
-@of_the_wheel
+@pytest.mark.slow
 def test_source_distribution_holds_what_is_built_and_nothing_that_was(distributions: Path) -> None:
     (archive,) = distributions.glob("*.tar.gz")
     assert archive.name == f"natten_jax-{__version__}.tar.gz"
@@ -147,7 +141,7 @@ def test_source_distribution_holds_what_is_built_and_nothing_that_was(distributi
     assert not [name for name in names if name.startswith("tests/") or name.endswith((".so", ".o", ".pyc"))]
 
 
-@of_the_wheel
+@pytest.mark.slow
 def test_tag_is_of_a_c_library_that_has_every_symbol(wheel: Path, tmp_path: Path) -> None:
     tag = re.search(r"manylinux_2_(\d+)_\w+\.whl$", wheel.name)
     assert tag is not None, wheel.name
@@ -161,7 +155,7 @@ def test_tag_is_of_a_c_library_that_has_every_symbol(wheel: Path, tmp_path: Path
     assert max(versions) == int(tag[1])
 
 
-@of_the_wheel
+@pytest.mark.slow
 def test_metadata_say_what_a_wheel_needs_and_leave_out_what_is_not_decided(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
@@ -185,12 +179,12 @@ def test_every_folder_of_data_is_a_package_to_the_build(tmp_path: Path) -> None:
     assert CALIBRATIONS and {str(path.relative_to(built)) for path in built.rglob("*.json")} == CALIBRATIONS
 
 
-@of_the_wheel
+@pytest.mark.slow
 def test_installed_packages_fit_together(python: Path, tmp_path: Path) -> None:
     assert "No broken requirements" in run(sys.executable, "-m", "pip", "--python", python, "check", cwd=tmp_path)
 
 
-@of_the_wheel
+@pytest.mark.slow
 def test_installed_wheel_runs_every_host_backend_without_a_compiler(
     python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,7 +192,7 @@ def test_installed_wheel_runs_every_host_backend_without_a_compiler(
     assert run(python, "-c", PROGRAM, cwd=tmp_path).strip()
 
 
-@of_the_wheel
+@pytest.mark.slow
 def test_installed_doctor_reports_the_backends(python: Path, tmp_path: Path) -> None:
     report = run(python, "-m", "natten_jax.doctor", cwd=tmp_path)
     for name in ("cpu-fna", "cpu-fmha", "flex-fna", "flex-fmha"):
@@ -206,7 +200,7 @@ def test_installed_doctor_reports_the_backends(python: Path, tmp_path: Path) -> 
     assert "not available" not in report
 
 
-@of_the_wheel
+@pytest.mark.slow
 def test_installed_library_serves_the_clone_that_it_was_built_from(python: Path, tmp_path: Path) -> None:
     clone = copy_of_sources(tmp_path)
     report = run(python, "-m", "natten_jax.doctor", cwd=clone)
@@ -214,6 +208,6 @@ def test_installed_library_serves_the_clone_that_it_was_built_from(python: Path,
     assert "Missing kernels" not in report and "not available" not in report
 
 
-@of_the_wheel
+@pytest.mark.slow
 def test_installed_profiler_shows_its_help(python: Path, tmp_path: Path) -> None:
     assert "usage" in run(python, "-m", "natten_jax.profiler", "--help", cwd=tmp_path).lower()

@@ -115,9 +115,6 @@ for axis_type in ("Auto", "Explicit"):
     print("done with", axis_type, flush=True)
 """
 
-#: A process tries both kinds of axes.
-pytestmark = pytest.mark.xdist_group("meshes")
-
 
 @functools.cache
 def finished(program: str, family: str, dtype: str, devices: int) -> subprocess.CompletedProcess[str]:
