@@ -14,9 +14,10 @@ struct FeatureTraits {
   static constexpr bool kHasKeyBias = kFeature == Feature::kKeyBias;
   using Items = std::conditional_t<kFeature == Feature::kWraps, AroundItems, CtaItems>;
   // Of forward passes where the arrays are the whole layout. With biases of keys, the compiler has no room for them
-  // then: heads of 32 would spill 56 bytes.
+  // where heads are narrow: it would spill 56 bytes.
+  template <int kHeadDim>
   using WholeItems =
-      std::conditional_t<kFeature == Feature::kNone || kFeature == Feature::kRelativeBias, PlainItems, Items>;
+      std::conditional_t<kFeature == Feature::kWraps || (kHasKeyBias && kHeadDim < 64), Items, PlainItems>;
 };
 
 }  // namespace natten_jax::small

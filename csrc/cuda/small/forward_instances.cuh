@@ -27,7 +27,7 @@ cudaError_t launch_forward(int head_dim, const ForwardParams& params, const Laun
     const bool has_terms = params.has_terms_of_heads();
     constexpr bool kHasBias = Traits::kHasBias, kHasKeyBias = Traits::kHasKeyBias;
     using Items = typename Traits::Items;
-    using WholeItems = typename Traits::WholeItems;
+    using WholeItems = typename Traits::template WholeItems<width>;
     if constexpr (kFeature == Feature::kNone) {
       if (params.layouts != nullptr) {
         return natten_jax_small_forward<Element, width, has_boxes, true, false, EntryItems>;
