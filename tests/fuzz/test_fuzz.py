@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from tests.fuzz.problem import FLOAT8, Fuzzed, draw, variants
 from tests.fuzz.reproducer import program_of, simplest
 from tests.fuzz.rings import kernels_with_rings
 from tests.fuzz.session import problems_of, run_batch
-from tests.support import oracle
+from tests.support import oracle, programs
 from tests.support.families import family_named
 from tests.support.float8 import OF_BLOCKS, OF_HEADS
 from tests.support.plans import plans_of
@@ -44,10 +43,8 @@ def run_command(*arguments: str, before: str = "", timeout: float = 400) -> subp
     """The command in a process of its own; ``before`` is a module that every process of Python imports first."""
     paths = filter(None, (before, os.environ.get("PYTHONPATH")))
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-m", "tests.fuzz", *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
+    command = "-m", "tests.fuzz", *arguments
+    return programs.run_command(command, environment, timeout, ROOT, fresh=bool(before))
 
 
 def options_of(*arguments: str) -> Options:

@@ -9,7 +9,9 @@ import re
 import runpy
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -217,7 +219,10 @@ def test_dinat_has_the_published_sizes(preset, millions, monkeypatch):
     dinat = runpy.run_path(str(EXAMPLES / "dinat.py"))
     size = dinat["PRESETS"][preset]
     settings = dinat["Settings"](7, True, size.mlp_ratio, np.float32, None)
-    model = nnx.eval_shape(lambda: dinat["Classifier"](size, 224, 1000, settings, rngs=nnx.Rngs(0)))
+    # One key for all: each that Flax's streams give while they are traced has it print the program so far.
+    key = jax.random.key(0)
+    keys = SimpleNamespace(params=lambda: key)
+    model = nnx.eval_shape(lambda: dinat["Classifier"](size, 224, 1000, settings, rngs=keys))
     assert f"{dinat['count_parameters'](nnx.state(model)) / 1e6:.0f}" == millions
     windows = [[block.attention.neighborhood for block in stage] for stage in model.stages]
     assert {each.window.kernel_size for stage in windows for each in stage} == {(7, 7)}
