@@ -229,3 +229,25 @@ def test_a_number_that_is_not_finite_stays_in_its_entry_and_head() -> None:
         is_hit[2, :, :, 3] = True
         assert not np.isfinite(np.asarray(found, np.float32)[is_hit]).any()
         np.testing.assert_array_equal(np.asarray(found)[~is_hit], np.asarray(clean)[~is_hit])
+
+
+@pytest.mark.parametrize(("width", "tile"), [(32, (1, 4, 2)), (64, (1, 2, 4)), (64, (1, 4, 2))])
+def test_entries_that_are_alike_have_the_same_gradients(width: int, tile: tuple[int, ...]) -> None:
+    """Steps that all see the whole layout along the strip wait for their tiles alone, which come early then."""
+    window: dict[str, Any] = {"kernel_size": (4, 5, 8), "is_causal": (False, True, False)}
+    keys = jax.random.split(jax.random.key(7), 4)
+    arrays = [
+        jnp.repeat(jax.random.normal(key, (1, 4, 10, 8, heads, width), jnp.bfloat16), 77, axis=0)
+        for key, heads in zip(keys, (4, 2, 2, 4), strict=True)
+    ]
+    function = functools.partial(
+        natten_jax.na3d,
+        **window,
+        backend="cutlass-fna",
+        backward_q_tile_shape=tile,
+        backward_kv_tile_shape=(1, 8, 2),
+    )
+    differentiate = jax.jit(lambda query, key, value, cotangent: jax.vjp(function, query, key, value)[1](cotangent))
+    for _ in range(20):
+        for gradient in differentiate(*arrays):
+            np.testing.assert_array_equal(gradient, jnp.broadcast_to(gradient[:1], gradient.shape))

@@ -38,7 +38,7 @@ struct RingForward {
 
   CUTE_DEVICE void start(const RingUnit&, int, int2 seen) {
     queries = reader.load_tile();
-    reader.leave_tile();
+    reader.leave_tile(Reader::loaded(queries));
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) sum[r] = shift[r] = 0.f;
     CUTE_UNROLL

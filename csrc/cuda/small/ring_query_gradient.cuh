@@ -46,8 +46,9 @@ struct RingQueryGradient {
     }
     queries = reader.load_tile(0);
     cotangents = reader.load_tile(1);
-    multiply_rows(delta, cotangents, reader.load_tile(2));
-    reader.leave_tile();
+    const Operand outs = reader.load_tile(2);
+    multiply_rows(delta, cotangents, outs);
+    reader.leave_tile(Reader::loaded(queries) | Reader::loaded(cotangents) | Reader::loaded(outs));
     bool has_large = false;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {

@@ -144,11 +144,22 @@ struct RingReader {
         in_rows(shared + p.shape.tiles + buffer * p.shape.tile_bytes, lane % 16, lane / 16));
   }
 
-  /// Has the next one come where that was.
-  CUTE_DEVICE void leave_tile() const {
+  /// A number that is there when all loads of a tile have ended.
+  CUTE_DEVICE static std::uint32_t loaded(const RowOperand<Element, kHeadDim>& rows) {
+    std::uint32_t result = 0;
+    CUTE_UNROLL
+    for (int step = 0; step < kSteps; ++step) result |= rows.a[step].r[3];
+    return result;
+  }
+
+  /// Has the next one come where that was, given such numbers of all its arrays. It is not enough that loads have
+  /// begun: where nothing else was waited for, a tile's query gradients came out as those of parts of two tiles, in one
+  /// of 77 batch entries of 4 x 10 x 8 tokens with windows of 4 x 5 x 8.
+  CUTE_DEVICE void leave_tile(std::uint32_t loaded) const {
     const int warp = ring_warp();
+    const std::uint32_t none = p.shape.warps >> 31;  // zero, which the compiler does not know
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(barriers.has_room[warp]);
+    if (threadIdx.x % 32 == 0) arrive(barriers.has_room[warp + (loaded & none)]);
   }
 
   /// Products of a tile's rows with a block's; they start as `initial`.
