@@ -60,39 +60,27 @@ struct RingKeyValueGradient {
     }
   }
 
-  /// Adds what the tile sees of a slab. A block's products with the tile begin before the one in front is added: by the
-  /// time they are needed, they are there.
+  /// Adds what the tile sees of a slab.
   CUTE_DEVICE void add(std::uint32_t slab, std::uint32_t hidden_of_slab) {
     const RingTable& masks = reader.masks;
     std::uint32_t table = masks.table, block = 0;
     int of_group = masks.inner;
-    float x[2][4], y[2][4];
-    multiply_block(x, y, slab);
     CUTE_NO_UNROLL
     for (int i = masks.blocks; i > 0; --i, table += 32) {
-      std::uint32_t a[4], b[4];
-      differentiate(a, b, x, y, reader.statistics_of(slab, block), spread_bits(load_byte(table)) | hidden_of_slab);
-      const std::uint32_t added = slab + block;
+      add_block(slab + block, reader.statistics_of(slab, block), spread_bits(load_byte(table)) | hidden_of_slab);
       block += Reader::kBlockBytes;
       if (--of_group == 0) {
         of_group = masks.inner;
         block += reader.group_bytes - masks.inner * Reader::kBlockBytes;
       }
-      if (i > 1) multiply_block(x, y, slab + block);
-      reader.add_block(of_values, a, reader.along_rows + p.shape.array_bytes + added);
-      reader.add_block(of_keys, b, reader.along_rows + added);
     }
   }
 
-  /// Products of the tile's keys with a block's queries, and of its values with their cotangents.
-  CUTE_DEVICE void multiply_block(float (&x)[2][4], float (&y)[2][4], std::uint32_t block) const {
+  CUTE_DEVICE void add_block(std::uint32_t block, std::uint32_t statistics, std::uint32_t hidden) {
+    float x[2][4], y[2][4];
     reader.multiply_block(x, keys, reader.across + block, {});
     reader.multiply_block(y, values, reader.across + p.shape.array_bytes + block, {});
-  }
-
-  /// A block's weights, and gradients of its logits but for the scale.
-  CUTE_DEVICE void differentiate(std::uint32_t (&a)[4], std::uint32_t (&b)[4], const float (&x)[2][4],
-                                 const float (&y)[2][4], std::uint32_t statistics, std::uint32_t hidden) const {
+    std::uint32_t a[4], b[4];
     CUTE_UNROLL
     for (int h = 0; h < 2; ++h) {
       const std::uint32_t at = statistics + h * kColumns * kStatisticsBytes;
@@ -106,6 +94,8 @@ struct RingKeyValueGradient {
         b[2 * h + r] = pack<Element>(low * (y[h][2 * r] - first.y), high * (y[h][2 * r + 1] - second.y)) & seen;
       }
     }
+    reader.add_block(of_values, a, reader.along_rows + p.shape.array_bytes + block);
+    reader.add_block(of_keys, b, reader.along_rows + block);
   }
 
   /// Writes a step's results, but where they are no numbers.
