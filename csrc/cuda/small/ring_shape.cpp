@@ -44,13 +44,13 @@ constexpr double kLaunch = 3000, kBytes = 50;
 /// Estimates are made so many times as long: a launch with a region has to be slower than they are uncertain.
 constexpr double kClearly = 1.05;
 
-/// How much longer tiles take with half of the warps, as a power of two: of 53 launches on an H100, a power of 0.3 leaves
-/// estimates of each kernel 3 to 9% off, and proportion 5 to 10.
+/// How much longer tiles take with half of the warps, as a power of two: of 53 launches on an H100, a power of 0.3
+/// leaves estimates of each kernel 3 to 9% off, and proportion 5 to 10.
 constexpr double kOfWaiting = 0.3;
 
-/// How many times as long as estimated launches with regions take where windows have 100 keys and more: the forward pass
-/// with one stage, 0.87 to 0.99 times on an H100; and key and value gradients, 1.0 to 1.38 times.
-constexpr double kOneStage = 0.94, kOfKeyGradients = 1.18;
+/// How many times as long as estimated key and value gradients take with regions where windows have 100 keys and more:
+/// 1.0 to 1.38 times on an H100.
+constexpr double kOfKeyGradients = 1.18;
 
 /// The smallest windows, in keys. A tile's fixed work is what counts with fewer: of 7 x 7, NAT's first stage took an
 /// H100 60 microseconds with a ring, and 52 with regions.
@@ -133,7 +133,8 @@ void choose_segments(const Problem& problem, Kernel kernel, const Device& device
   const RingCosts costs = costs_of(kernel, problem.head_dim);
   const std::int64_t strips = problem.batch * problem.heads * shape.strips[0] * shape.strips[1],
                      beside = std::int64_t{shape.beside[0]} * shape.beside[1];
-  // Fewer warps wait for more of their results: as many turns are taken at a time as the ring has slabs for, and one in part.
+  // Fewer warps wait for more of their results: as many turns are taken at a time as the ring has slabs for, and one in
+  // part.
   const double held_turns = 2 + (shape.slots - slabs_of_step) * shape.thick / shape.rows[2],
                turns = std::clamp<double>(held_turns, 1, shape.turns());
   const double waiting = most_ring_warps(narrow(problem.head_dim)) / (static_cast<double>(beside) * turns);
@@ -318,12 +319,9 @@ RingShape choose_gradient_ring(const Problem& problem, Places places, const Devi
 }
 
 double nanoseconds_beside_rings(const Region& region, const Problem& problem, Kernel kernel, Places places) {
-  double factor = 1;
-  if (can_have_ring(problem, places)) {
-    if (kernel == Kernel::kForward && region.stages == 1) factor = kOneStage;
-    if (kernel == Kernel::kKeyValueGradient && problem.heads == problem.heads_kv) factor = kOfKeyGradients;
-  }
-  return region.nanoseconds * factor;
+  const bool may_be_either =
+      kernel == Kernel::kKeyValueGradient && problem.heads == problem.heads_kv && can_have_ring(problem, places);
+  return region.nanoseconds * (may_be_either ? kOfKeyGradients : 1);
 }
 
 RingShape choose_ring_before(const Region& region, const Problem& problem, const std::int64_t (&rows)[kRank],
