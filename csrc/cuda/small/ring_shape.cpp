@@ -24,18 +24,21 @@ std::int64_t divide_down(std::int64_t a, std::int64_t b) {
 }
 
 /// Nanoseconds of a multiprocessor for a tile, for each slab that it sees, and for each block of that; and for the
-/// start and the end of a segment, beside the slabs that its first step waits for. Measured on an H100.
+/// start and the end of a segment, beside the slabs that its first step waits for. How much longer tiles take with half
+/// of the warps is a power of two. Of 75 launches on an H100, estimates are 3 to 8% off, kernel by kernel.
 struct RingCosts {
-  double tile, slab, block, segment;
+  double tile, slab, block, segment, of_waiting;
 };
 constexpr RingCosts costs_of(Kernel kernel, std::int64_t head_dim) {
-  if (kernel == Kernel::kKeyValueGradient) {
-    return head_dim == 64 ? RingCosts{92, 37, 49, 4000} : RingCosts{164, 12, 28.5, 1700};
+  const bool is_wide = head_dim == 64;
+  switch (kernel) {
+    case Kernel::kKeyValueGradient:
+      return is_wide ? RingCosts{92, 37, 49, 4000, 0.3} : RingCosts{164, 12, 28.5, 1700, 0.3};
+    case Kernel::kQueryGradient:
+      return is_wide ? RingCosts{229, 18.3, 15.9, 7900, 0.15} : RingCosts{140, 21, 10, 5000, 0.5};
+    default:
+      return is_wide ? RingCosts{188, 22.7, 13.8, 2300, 0.15} : RingCosts{108, 22.5, 6.5, 7500, 0.5};
   }
-  if (kernel == Kernel::kQueryGradient) {
-    return head_dim == 64 ? RingCosts{231, 19, 17.5, 4500} : RingCosts{140, 21, 10, 5000};
-  }
-  return head_dim == 64 ? RingCosts{181, 22, 12.5, 4900} : RingCosts{119, 21, 6, 7800};
 }
 
 /// Nanoseconds of a launch with next to nothing to do, and bytes of slabs that come in one.
@@ -43,10 +46,6 @@ constexpr double kLaunch = 3000, kBytes = 50;
 
 /// Estimates are made so many times as long: a launch with a region has to be slower than they are uncertain.
 constexpr double kClearly = 1.05;
-
-/// How much longer tiles take with half of the warps, as a power of two: of 53 launches on an H100, a power of 0.3
-/// leaves estimates of each kernel 3 to 9% off, and proportion 5 to 10.
-constexpr double kOfWaiting = 0.3;
 
 /// How many times as long as estimated key and value gradients take with regions where windows have 100 keys and more:
 /// 1.0 to 1.38 times on an H100.
@@ -139,7 +138,8 @@ void choose_segments(const Problem& problem, Kernel kernel, const Device& device
                turns = std::clamp<double>(held_turns, 1, shape.turns());
   const double waiting = most_ring_warps(narrow(problem.head_dim)) / (static_cast<double>(beside) * turns);
   const auto tile_of = [&](double blocks_of_slab) {
-    return (costs.tile + (costs.slab + costs.block * blocks_of_slab) * slabs_of_step) * std::pow(waiting, kOfWaiting);
+    return (costs.tile + (costs.slab + costs.block * blocks_of_slab) * slabs_of_step) *
+           std::pow(waiting, costs.of_waiting);
   };
   const double start = costs.segment + static_cast<double>(first_bytes) / kBytes;
   shape.nanoseconds = std::numeric_limits<double>::max();
