@@ -47,13 +47,9 @@ struct Item {
     return p.relative_bias + std::int64_t{p.is_table_of_all ? head : number(p)} * p.region.table_entries;
   }
 
-  /// The head's sink; -infinity where there is none. `kOverlaps`: whether the kernel may start while what is in front
-  /// of it runs. Else all items of a multiprocessor find it in the first-level cache.
-  template <bool kOverlaps>
+  /// The head's sink; -infinity where there is none.
   CUTE_DEVICE float sink(const ForwardParams& p) const {
-    if (p.sinks == nullptr) return -INFINITY;
-    const float* const own = p.sinks + (p.are_sinks_of_all ? head : number(p));
-    return kOverlaps ? __ldcg(own) : __ldg(own);
+    return p.sinks == nullptr ? -INFINITY : __ldcg(p.sinks + (p.are_sinks_of_all ? head : number(p)));
   }
 
   CUTE_DEVICE int head_kv(const CommonParams& p) const { return p.by_heads_per_kv.divide(head); }

@@ -134,7 +134,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     if (!tile.has_rows) return;
     // Loaded together: the sink would be waited for at the end, which took 7% of NAT's first stage.
     const float factor = kHasScales ? item.exponent_scale(p) : p.exponent_scale;
-    const float sink = kHasScales ? item.template sink<Items::kOfEntries>(p) : -INFINITY;
+    const float sink = kHasScales ? item.sink(p) : -INFINITY;
     const RowOperand<Element, kHeadDim> queries(rows);
     key_bias.prepare(item);
     phases.rows_are_read();
