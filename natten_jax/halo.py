@@ -210,26 +210,6 @@ def bytes_received(problem: Problem, parts: Sequence[int]) -> int:
     return (held - own) * key_value_bytes(problem)
 
 
-def bytes_by_direction(problem: Problem, parts: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Bytes of keys and values that a device in the middle receives: by token dimension, from in front and from behind.
-
-    Halos of one dimension take along those of the dimensions before, which is how corners arrive.
-
-    Args:
-        problem: The whole problem, of one device's share of batch and heads.
-        parts: Parts of each token dimension.
-    """
-    halos = halos_of(problem, parts)
-    extents = [halo.part for halo in halos]
-    token = key_value_bytes(problem)
-    found: list[tuple[int, int]] = []
-    for i, halo in enumerate(halos):
-        across = token * math.prod(extents[:i] + extents[i + 1 :])
-        found.append((halo.before * across, halo.after * across))
-        extents[i] += halo.before + halo.after
-    return tuple(found)
-
-
 def key_value_bytes(problem: Problem) -> int:
     """Bytes of a token's key and value, over batch and heads."""
     return problem.batch * problem.heads_kv * (problem.head_dim + problem.head_dim_v) * problem.element.bytes

@@ -17,7 +17,7 @@ from natten_jax import na2d
 from natten_jax.backends.select import resolve
 from natten_jax.cost import halo_time
 from natten_jax.cost.halo_time import NVLINK, overlap_that_pays
-from natten_jax.halo import bytes_by_direction, bytes_received, halos_of
+from natten_jax.halo import bytes_received, halos_of
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan
 from natten_jax.plan.request import Request
@@ -175,13 +175,12 @@ def test_what_a_split_takes_is_predicted() -> None:
     assert partly and 0 < partly.exposed < partly.exchange
 
 
-def test_bytes_by_direction() -> None:
+def test_bytes_that_are_received() -> None:
+    """Halos of one dimension take along those of the dimensions before, which is how corners arrive."""
     video = problem_of((30, 48, 80), (6, 12, 12), heads=24, head_dim=128)
-    columns = 30 * 48 * 24 * 2 * 128 * 2
-    assert bytes_by_direction(video, (1, 1, 2))[:2] == ((0, 0), (0, 0))
-    assert bytes_by_direction(video, (1, 1, 2))[2] == (6 * columns, 5 * columns)
-    both = bytes_by_direction(video, (1, 4, 4))
-    assert sum(map(sum, both)) == bytes_received(video, (1, 4, 4))
+    token, halo = 24 * 2 * 128 * 2, 6 + 5
+    assert bytes_received(video, (1, 1, 2)) == 30 * 48 * 6 * token  # two devices have one neighbor each
+    assert bytes_received(video, (1, 4, 4)) == 30 * (halo * 20 + (12 + halo) * halo) * token
 
 
 MEMORY = """

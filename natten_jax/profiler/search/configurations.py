@@ -76,11 +76,13 @@ def windows_problem(options: Options) -> Problem | None:
     return problem if problem.is_attention and not is_about_attention else None
 
 
-def rejections(options: Options, problem: Problem, device: Device, pass_: Pass = "forward") -> dict[str, str]:
-    """Why the candidates that cannot run a pass of a problem cannot, by name."""
+def rejections(options: Options, problem: Problem, device: Device) -> dict[str, str]:
+    """Why the candidates that cannot run the forward pass of a problem cannot, by name."""
     families = {backend.family for backend in candidates(options)}
     return {
-        str(id_): reason for id_, reason in select.rejections(problem, device, pass_).items() if id_.family in families
+        str(id_): reason
+        for id_, reason in select.rejections(problem, device, "forward").items()
+        if id_.family in families
     }
 
 

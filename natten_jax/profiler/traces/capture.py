@@ -67,14 +67,14 @@ def capture(run: Callable[[], Any], iterations: int, program: Program, platform:
 
 
 def capture_in_turns(
-    launches: Sequence[Launch], iterations: int, platform: str, *, with_memory: bool = False, folder: Path | None = None
+    launches: Sequence[Launch], iterations: int, platform: str, *, folder: Path | None = None
 ) -> list[list[list[Event]]]:
     """Events of every iteration of every launch, as :func:`capture_by_device`; of the device that was busy longest.
 
     Raises:
         CaptureError: The trace stayed empty or could not be attributed to iterations.
     """
-    captured = capture_by_device(launches, iterations, platform, with_memory=with_memory, folder=folder)
+    captured = capture_by_device(launches, iterations, platform, folder=folder)
     return [devices[attribution.busiest(devices)] for devices in captured]
 
 
