@@ -99,7 +99,7 @@ def _overlap_of(request: Request) -> _Overlap | None:
     """How both passes run where one computes meanwhile; ``None`` where both have their halos first, and share them.
 
     Which backend runs is decided later: this is for the one that would run here. Where another does, results are the
-    same.
+    same. Sinks are none of the operands: where a caller splits tokens, they follow the pass (``ops/sinks.py``).
     """
     if not request.token_axes:
         return None
