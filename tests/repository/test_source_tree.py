@@ -41,8 +41,11 @@ pytestmark = pytest.mark.skipif(not LIBRARIES, reason="no library is built in th
 
 
 def clone_into(folder: Path, *, is_built: bool = False) -> Path:
-    """A clone as git makes it, or with a library in place."""
-    leftovers = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "results", "*.so")
+    """A clone as git makes it, or with a library in place.
+
+    What Python has compiled goes along, as it is of the same files: each start would compile them again.
+    """
+    leftovers = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "results", "*.so")
     clone = shutil.copytree(ROOT, folder, ignore=leftovers)
     for library in LIBRARIES if is_built else ():
         shutil.copy(library, clone / "natten_jax")
@@ -243,17 +246,16 @@ def test_a_library_in_the_clone_comes_before_an_installed_one(installed: Environ
     assert f"  Another csrc: this library was built from another state of {clone / 'csrc'}: {remedy}\n" in report
 
 
-@pytest.mark.parametrize("variables", ["", "NATTEN_JAX_CUDA=13"])
-def test_the_remedy_builds_the_library_that_is_used(variables: str, tmp_path: Path) -> None:
+def test_the_remedy_builds_the_library_that_is_used(tmp_path: Path) -> None:
     environment = Environment(tmp_path / "environment")
     environment.install()
-    program = f"from natten_jax import source_tree; print(source_tree.remedy({variables!r}))"
+    variables = "NATTEN_JAX_CUDA=13"
+    program = f"from natten_jax import source_tree; print(*map(source_tree.remedy, ('', {variables!r})), sep='\\n')"
     clones = {is_built: clone_into(tmp_path / str(is_built), is_built=is_built) for is_built in (False, True)}
-    prefix = f"{variables} " if variables else ""
-    suffix = f" with {variables}" if variables else ""
-    for folder, remedy in (
-        (clones[False], f"run `{prefix}pip install .` in {clones[False]}"),
-        (clones[True], f"run `{prefix}pip install --editable .` in {clones[True]}"),
-        (tmp_path, f"reinstall natten_jax{suffix}"),
+    for folder, remedy, with_variables in (
+        (clones[False], "run `pip install .` in {}", f"run `{variables} pip install .` in {{}}"),
+        (clones[True], "run `pip install --editable .` in {}", f"run `{variables} pip install --editable .` in {{}}"),
+        (tmp_path, "reinstall natten_jax", f"reinstall natten_jax with {variables}"),
     ):
-        assert environment.run(folder, "-c", program) == f"{remedy}\n"
+        expected = [each.format(folder) for each in (remedy, with_variables)]
+        assert environment.run(folder, "-c", program).splitlines() == expected
