@@ -292,7 +292,7 @@ key, value = (jnp.asarray(rng.normal(size=(2, 8, 6, 2, 8)), "float32") for _ in 
 more = jnp.asarray(rng.normal(size=(2, 3, 2, 8)), "float32")
 scales = {"heads": jnp.array([0.3, -0.4, 0.0, 0.9]), "all": jnp.float32(0.3)}
 
-def run(query, key, value, more, scale, cotangent, token_axes=None):
+def run_one(query, key, value, more, scale, cotangent, token_axes=None):
     def attend(query, key, value, more, scale):
         return natten_jax.na2d(
             query, key, value, (3, 3), is_causal=(True, False), scale=scale, additional_keys=more,
@@ -301,33 +301,38 @@ def run(query, key, value, more, scale, cotangent, token_axes=None):
     out, pullback = jax.vjp(attend, query, key, value, more, scale)
     return (out, *pullback(cotangent))
 
-def error(found, expected):
-    return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(found, expected, strict=True))
+# One program for both: most of each is what comes before its kernels.
+def run(query, key, value, more, scales, cotangent, **options):
+    return {name: run_one(query, key, value, more, scale, cotangent, **options) for name, scale in scales.items()}
 
 report = {}
-for name, scale in scales.items():
-    expected = jax.jit(run)(query, key, value, more, scale, cotangent)
-    for split, names in {
-        "batch": P("x"), "tokens": P(None, "x"), "heads": P(None, None, None, "x"), "both": P("y", "x"),
-        "tokens and heads": P(None, "x", None, "y"), "two dimensions": P(None, "x", "y"),
-    }.items():
-        for kind in (AxisType.Auto, AxisType.Explicit):
-            mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2)
-            heads = names[3] if len(names) > 3 else None
-            def put(array, spec):
-                return jax.device_put(array, NamedSharding(mesh, spec))
-            arrays = (put(query, names), put(key, names), put(value, names), put(more, P(names[0], None, heads)),
-                      put(scale, P(heads) if scale.ndim else P()), put(cotangent, names))
-            with jax.set_mesh(mesh):
-                found = jax.jit(run)(*arrays)
-            report[f"{name}, {split}, {kind.name}"] = error(found, expected)
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    tokens, heads = P(None, "x", None, "y"), P("y")
-    specs = (tokens, tokens, tokens, P(None, None, "y"), heads if scale.ndim else P(), tokens)
-    local = jax.shard_map(
-        functools.partial(run, token_axes=("x", None)), mesh=mesh, in_specs=specs, out_specs=(tokens, *specs[:-1]),
-    )
-    report[f"{name}, shard_map"] = error(jax.jit(local)(query, key, value, more, scale, cotangent), expected)
+expected = jax.jit(run)(query, key, value, more, scales, cotangent)
+def compare(where, found):
+    for name, results in expected.items():
+        pairs = zip(found[name], results, strict=True)
+        report[f"{name}, {where}"] = max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
+
+for split, names in {
+    "batch": P("x"), "tokens": P(None, "x"), "heads": P(None, None, None, "x"), "both": P("y", "x"),
+    "tokens and heads": P(None, "x", None, "y"), "two dimensions": P(None, "x", "y"),
+}.items():
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2)
+        heads = names[3] if len(names) > 3 else None
+        def put(array, spec):
+            return jax.device_put(array, NamedSharding(mesh, spec))
+        placed = {name: put(scale, P(heads) if scale.ndim else P()) for name, scale in scales.items()}
+        arrays = (put(query, names), put(key, names), put(value, names), put(more, P(names[0], None, heads)),
+                  placed, put(cotangent, names))
+        with jax.set_mesh(mesh):
+            compare(f"{split}, {kind.name}", jax.jit(run)(*arrays))
+mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+tokens = P(None, "x", None, "y")
+of_scales = {"heads": P("y"), "all": P()}
+specs = (tokens, tokens, tokens, P(None, None, "y"), of_scales, tokens)
+results = {name: (tokens, *specs[:4], spec) for name, spec in of_scales.items()}
+local = jax.shard_map(functools.partial(run, token_axes=("x", None)), mesh=mesh, in_specs=specs, out_specs=results)
+compare("shard_map", jax.jit(local)(query, key, value, more, scales, cotangent))
 print(json.dumps(report))
 """
 
