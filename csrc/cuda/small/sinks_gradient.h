@@ -1,6 +1,6 @@
 // The gradient of sinks: what a sink weighs in each query's softmax, times how much of the loss its lack of a value
 // costs, added up in a fixed order. Kernels that own queries begin it (sinks_parts.cuh); where batch entries have
-// layouts of their own, or queries go along a ring, kernels of its own do all.
+// layouts of their own, kernels of its own do all.
 #pragma once
 
 #include <cuda_runtime_api.h>
