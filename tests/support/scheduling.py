@@ -14,8 +14,15 @@ from xdist.scheduler import LoadScopeScheduling
 #: Tests of a module that follow each other and that one worker gets, so that there is work for many, and none is left
 #: alone at the end.
 MOST_TOGETHER = 100
-#: Modules of which each test is a program of its own for many seconds: whoever has nothing to do gets the next one.
-APART = frozenset({"tests/repository/test_examples.py", "tests/sharding/test_sharding.py"})
+#: Modules of which each test is a program of its own for seconds: whoever has nothing to do gets the next one.
+APART = frozenset(
+    {
+        "tests/repository/test_examples.py",
+        "tests/sharding/test_sharding.py",
+        "tests/tpu/test_compiled.py",
+        "tests/tpu/test_compiled_meshes.py",
+    }
+)
 #: Tests that one worker gets on GPUs, where others are dealt out one by one: two at a time would not fit.
 TOGETHER_ON_GPUS = frozenset({"tests/gpu/test_hopper.py::test_arrays_of_more_than_2_31_elements"})
 
