@@ -92,8 +92,8 @@ class BoxLoads {
     cutlass::arch::fence_barrier_init();
     if constexpr (Items::kOfEntries) {
       if (items().maps >= 0) {
-        // The kernel before makes them, or was started once others had made them: that of gradients fills padding, and
-        // to wait for it held up half of the query gradients.
+        // The kernel before makes them, or was started once others had made them: that of gradients fills padding,
+        // which nobody here has to wait for.
         if constexpr (kKernel == Kernel::kForward) wait_for_previous_kernel();
         // For all threads that have stages filled: they come after this one.
         const CUtensorMap* const maps = p_.entry_maps + items().maps * kEntryMaps;
