@@ -115,6 +115,12 @@ with jax.profiler.trace(sys.argv[1]):
 """
 
 
+def _is_printed(cell: str, seconds: float) -> bool:
+    """Whether a cell is a time, whose last digit may be rounded either way: sums of durations depend on their order."""
+    number, unit = re.fullmatch(r"([\d.]+)(us|ms|s)", format_time(seconds)).groups()  # type: ignore[union-attr]
+    return cell.endswith(unit) and abs(float(cell.removesuffix(unit)) - float(number)) < 0.0015
+
+
 def test_shares_add_up_and_averages_are_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_python("-c", _STEPS, tmp_path)
     assert finished.returncode == 0, finished.stderr
@@ -136,14 +142,14 @@ def test_shares_add_up_and_averages_are_of_a_step(tmp_path: Path, capsys: pytest
     in_steps = {row[3]: float(row[4]) for row in rows[:-1]}
     assert in_steps and set(in_steps.values()) == {1}
     seconds = found["jit_step"].seconds
-    assert rows[-1][5] == format_time(seconds / 5)
+    assert _is_printed(rows[-1][5], seconds / 5)
 
     _, output = table()  # of several programs: how many steps they are together is not known
     assert "Per step" not in output and "Share" in output
     assert re.search(r"^jit_other: .*; 1 run of \S+$", output, re.MULTILINE)
     rows, output = table("--steps", "2", "--json", str(tmp_path / "trace.json"))
     together = sum(each.seconds for each in found.values())
-    assert rows[-1][5] == format_time(together / 2)
+    assert _is_printed(rows[-1][5], together / 2)
     saved = json.loads((tmp_path / "trace.json").read_text())
     assert saved["steps"] == 2 and saved["runs"] == {"jit_step": 5, "jit_other": 1}
 
