@@ -21,7 +21,7 @@ from tests.fuzz.problem import Fuzzed
 from tests.ops.test_biases import CASES as ALL_CASES
 from tests.support.cases import random_case
 from tests.support.families import FAMILIES, Family, family_named
-from tests.support.problems import Case, Trial, check_all
+from tests.support.problems import Case, Trial, check_all, check_gradient_repeats
 
 pytestmark = pytest.mark.gpu
 
@@ -118,17 +118,7 @@ def test_biases_of_keys_have_all_their_digits_on_hopper(dtype: str) -> None:
 def test_gradients_of_biases_of_keys_are_reproducible_on_hopper() -> None:
     """Whatever others are: each is one thread's sum."""
     for name in ("heads of 64", "heads of 80", "heads of 256"):
-        case = LARGE_WINDOWS[name]
-        operands, cotangents = case.operands("bfloat16", 0), case.cotangents("bfloat16", 0)
-
-        @jax.jit
-        def gradients(operands: Any, case: Case = case, cotangents: Any = cotangents) -> Any:
-            return jax.vjp(case.operator("hopper-fna"), operands)[1](cotangents)[0].key_bias
-
-        first = np.asarray(gradients(operands))
-        assert np.abs(first).max() > 0
-        for _ in range(20):
-            np.testing.assert_array_equal(np.asarray(gradients(operands)), first)
+        check_gradient_repeats(LARGE_WINDOWS[name], "hopper-fna", "key_bias")
 
 
 SMALL_WINDOWS = {

@@ -12,7 +12,7 @@ import pytest
 
 from natten_jax import na2d
 from tests.support.families import Family, family_named
-from tests.support.problems import Case, Trial, check_all
+from tests.support.problems import Case, Trial, check_all, check_gradient_repeats
 
 pytestmark = pytest.mark.gpu
 
@@ -63,17 +63,7 @@ def test_gradients_of_sinks(dtype: str) -> None:
 
 def test_gradients_of_sinks_are_reproducible() -> None:
     for name in ("regions", "many entries", "many whole layouts", "groups that are not full", "layouts", "ring"):
-        case = _with_sinks(CASES[name])
-        operands, cotangents = case.operands("bfloat16", 0), case.cotangents("bfloat16", 0)
-
-        @jax.jit
-        def gradient(operands: Any, case: Case = case, cotangents: Any = cotangents) -> Any:
-            return jax.vjp(case.operator("cutlass-fna"), operands)[1](cotangents)[0].sinks
-
-        first = np.asarray(gradient(operands))
-        assert np.abs(first).max() > 0
-        for _ in range(20):
-            np.testing.assert_array_equal(np.asarray(gradient(operands)), first)
+        check_gradient_repeats(_with_sinks(CASES[name]), "cutlass-fna", "sinks")
 
 
 @pytest.mark.parametrize("layout", [(7, 7), (28, 30)], ids=["whole", "regions"])

@@ -232,6 +232,21 @@ def _failures(
     return failures
 
 
+def check_gradient_repeats(case: Case, backend: str, name: str) -> None:
+    """Check that 20 more runs find the same gradient of an operand in bfloat16, bit for bit."""
+    operands, cotangents = case.operands("bfloat16", 0), case.cotangents("bfloat16", 0)
+
+    @jax.jit
+    def gradient(operands: oracle.Tensors) -> jax.Array:
+        found: jax.Array = getattr(jax.vjp(case.operator(backend), operands)[1](cotangents)[0], name)
+        return found
+
+    first = np.asarray(gradient(operands))
+    assert np.abs(first).max() > 0
+    for _ in range(20):
+        np.testing.assert_array_equal(np.asarray(gradient(operands)), first)
+
+
 def check_padding(case: Case, outputs: tuple[Any, Any], gradients: oracle.Tensors) -> None:
     """Check that results of padding are exactly those of nothing.
 
