@@ -162,16 +162,19 @@ py::object estimate_of_small_windows(const std::array<std::int64_t, kFieldsOfAxi
   py::list launches;
   for (const auto& [kernel, region] : estimate.launches) {
     small::RingShape ring{};
+    const bool owns_queries = kernel == small::Kernel::kForward || kernel == small::Kernel::kQueryGradient;
     double nanoseconds = region.nanoseconds;
     if (has_ring) {
       constexpr auto kPlaces = small::Places::kWhole;
-      if (!is_backward) ring = small::choose_ring_before(region, problem, tiles.query, tiles.kv, kPlaces, device);
+      const auto& rows = is_backward ? tiles.kv : tiles.query;
+      const auto& columns = is_backward ? tiles.query : tiles.kv;
+      if (owns_queries) ring = small::choose_ring_before(region, problem, rows, columns, kernel, kPlaces, device);
       nanoseconds = small::nanoseconds_beside_rings(region, problem, kernel, kPlaces);
     }
     if (ring.warps > 0) nanoseconds = ring.nanoseconds;
     estimate.seconds += (nanoseconds - region.nanoseconds) / 1e9;
     if (ring.warps > 0) {
-      launches.append(described(ring, "forward with a ring"));
+      launches.append(described(ring, is_backward ? "query gradient with a ring" : "forward with a ring"));
       continue;
     }
     launches.append(py::dict("kernel"_a = kSmallKernels[static_cast<int>(kernel)],

@@ -75,7 +75,7 @@ class Launch(NamedTuple):
 
     Attributes:
         kernel: ``"forward"``, ``"query gradient"``, ``"key/value gradient"``, or ``"whole gradient"``, which is both;
-            the first and the third also ``"... with a ring"``.
+            all but the last also ``"... with a ring"``.
         line: The token dimension in which a warp computes groups of columns in pairs; negative in a missing one.
         regions: Of a batch entry and head: what its blocks own, or with a ring strips of the layout.
         columns: That a region loads, at most.

@@ -70,7 +70,7 @@ def test_the_reference_is_right(name: str) -> None:
         np.testing.assert_allclose(found[each], array, rtol=1e-11, atol=1e-12, err_msg=each)
 
 
-def test_a_problem_of_gpus_has_rings() -> None:
+def test_a_problem_of_gpus_has_rings_in_all_kernels() -> None:
     (problem,) = battery._NEIGHBORHOOD_OF_GPUS
     assert problem in battery.problems("fna", ("bfloat16",), is_gpu=True)
     assert problem not in battery.problems("fna", ("bfloat16",))
@@ -81,7 +81,7 @@ def test_a_problem_of_gpus_has_rings() -> None:
         found = small_windows.estimate("cutlass", problem, pass_, pair, (9, 0))
         assert found is not None
         launches += [launch.kernel for launch in found.launches]
-    assert launches == ["forward with a ring", "query gradient", "key/value gradient with a ring"]
+    assert len(launches) == 3 and all("with a ring" in kernel for kernel in launches), launches
 
 
 def test_batch_entries_beyond_a_few_repeat_these() -> None:

@@ -18,6 +18,7 @@ from .rings import kernels_with_rings, ring_pairs
 RINGS: Mapping[str, str] = {
     "ring": "",
     "forward_ring": "forward",
+    "query_gradient_ring": "query gradient",
     "key_value_gradient_ring": "key/value gradient",
 }
 

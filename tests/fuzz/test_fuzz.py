@@ -308,7 +308,7 @@ def test_problems_with_rings_are_drawn_for_gpus(monkeypatch: pytest.MonkeyPatch)
             if q_tile is not None and kv_tile is not None:
                 pair, device = (q_tile, kv_tile), devices.default_device()
                 kernels.update(kernels_with_rings(family.backend, problem.description(), device, pass_, pair))
-    assert kernels == {"forward with a ring", "key/value gradient with a ring"}
+    assert kernels == {"forward with a ring", "query gradient with a ring", "key/value gradient with a ring"}
     plain = [draw(family, ("fna",), 1, number, is_direct=True) for number in range(150)]
     assert 0 < sum(problem.copies > 1 for problem in plain) < 30
 

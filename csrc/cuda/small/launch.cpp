@@ -321,13 +321,25 @@ Status prepare_sinks(const Problem& problem, const std::int64_t (&tile)[kRank], 
 }
 
 #if defined(NATTEN_JAX_SM90)
-/// Launches both kernels of a backward pass, that of key and value gradients with a ring.
-Status run_with_ring(const Problem& problem, const Arrays& arrays, const Scratch& scratch, const RingShape& ring,
-                     const BackwardParams& p, const LaunchShape& shape, cudaStream_t stream) {
-  NATTEN_JAX_RETURN_IF_FAILED(status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
-    return launch_query_gradient<type, Feature::kNone>(compiled_head_dim(problem), p, shape);
-  })));
-  return run_ring_key_value_gradient(problem, ring, arrays, scratch.statistics, stream);
+/// Launches both kernels of a backward pass, one of them or both with a ring.
+Status run_rings(const Problem& problem, const Arrays& arrays, const Scratch& scratch, const RingShape& ring,
+                 const RingShape& ring_of_keys, const BackwardParams& p, const LaunchShape& shape,
+                 const BackwardParams& of_keys, LaunchShape shape_of_keys, cudaStream_t stream) {
+  const int head_dim = compiled_head_dim(problem);
+  if (ring.warps > 0) {
+    NATTEN_JAX_RETURN_IF_FAILED(run_ring_query_gradient(problem, ring, arrays, scratch.statistics, stream));
+    shape_of_keys.overlaps = false;  // it does not say when
+  } else {
+    NATTEN_JAX_RETURN_IF_FAILED(status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
+      return launch_query_gradient<type, Feature::kNone>(head_dim, p, shape);
+    })));
+  }
+  if (ring_of_keys.warps > 0) {
+    return run_ring_key_value_gradient(problem, ring_of_keys, arrays, scratch.statistics, stream);
+  }
+  return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
+    return launch_key_value_gradient<type, Feature::kNone>(head_dim, of_keys, shape_of_keys);
+  }));
 }
 #endif
 
@@ -357,14 +369,15 @@ Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arra
   NATTEN_JAX_RETURN_IF_FAILED(prepare(without_additional(problem), tiles.kv, tiles.query, Kernel::kKeyValueGradient,
                                       arrays, device, stream, of_keys, shape_of_keys));
 #if defined(NATTEN_JAX_SM90)
-  RingShape ring{};
+  RingShape ring{}, ring_of_keys{};
   bool may_have_ring = false;
   NATTEN_JAX_RETURN_IF_FAILED(find_may_have_ring(problem, arrays, may_have_ring));
   if (may_have_ring) {
     const Places places = places_of(arrays);
-    ring = find_gradient_ring(problem, places, device);
+    ring = find_ring(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, places, device);
+    ring_of_keys = find_gradient_ring(problem, places, device);
     const double of_region = nanoseconds_beside_rings(of_keys.region, problem, Kernel::kKeyValueGradient, places);
-    if (ring.nanoseconds >= of_region) ring = {};
+    if (ring_of_keys.nanoseconds >= of_region) ring_of_keys = {};
   }
 #endif
   TableParams table{};
@@ -403,10 +416,11 @@ Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arra
   int additional_ctas = 0;
   NATTEN_JAX_RETURN_IF_FAILED(prepare_additional(problem, arrays, scratch, additional, additional_ctas));
 #if defined(NATTEN_JAX_SM90)
-  if (ring.warps > 0) {
+  if (ring.warps > 0 || ring_of_keys.warps > 0) {
+    is_of_statistics = ring.warps > 0;
     NATTEN_JAX_RETURN_IF_FAILED(prepare_sinks(problem, tiles.kv, arrays, scratch, p));
     sinks = p.sinks;
-    return run_with_ring(problem, arrays, scratch, ring, p, shape, stream);
+    return run_rings(problem, arrays, scratch, ring, ring_of_keys, p, shape, of_keys, shape_of_keys, stream);
   }
 #endif
   // First: the kernels of gradients begin while it writes. Between these two, it would hold up the second one.
@@ -457,7 +471,7 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   bool may_have_ring = false;
   NATTEN_JAX_RETURN_IF_FAILED(find_may_have_ring(problem, arrays, may_have_ring));
   if (may_have_ring) {
-    const RingShape ring = find_ring(problem, tiles.query, tiles.kv, places_of(arrays), device);
+    const RingShape ring = find_ring(problem, tiles.query, tiles.kv, Kernel::kForward, places_of(arrays), device);
     if (ring.warps > 0) return run_ring_forward(problem, ring, arrays, stream);
   }
 #endif

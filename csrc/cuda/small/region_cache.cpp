@@ -90,12 +90,12 @@ RingShape find_gradient_ring(const Problem& problem, Places places, const Device
 }
 
 RingShape find_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                    Places places, const Device& device) {
-  const Key key = key_of(problem, rows, columns, Kernel::kForward, places, device);
+                    Kernel kernel, Places places, const Device& device) {
+  const Key key = key_of(problem, rows, columns, kernel, places, device);
   return found_before<RingShape>(key, [&] {
     Region region{};
-    const Status status = choose_region(problem, rows, columns, Kernel::kForward, places, device, region);
-    return status.failed() ? RingShape{} : choose_ring_before(region, problem, rows, columns, places, device);
+    const Status status = choose_region(problem, rows, columns, kernel, places, device, region);
+    return status.failed() ? RingShape{} : choose_ring_before(region, problem, rows, columns, kernel, places, device);
   });
 }
 

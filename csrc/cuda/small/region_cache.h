@@ -15,6 +15,6 @@ RingShape find_gradient_ring(const Problem& problem, Places places, const Device
 
 /// Likewise choose_ring_before, on a device that has the kernels; none where there is no region either.
 RingShape find_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                    Places places, const Device& device);
+                    Kernel kernel, Places places, const Device& device);
 
 }  // namespace natten_jax::small

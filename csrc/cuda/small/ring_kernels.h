@@ -13,6 +13,10 @@ namespace natten_jax::small {
 template <ElementType kType>
 cudaError_t launch_ring_forward(int head_dim, const RingForwardParams& params, const LaunchShape& shape);
 
+/// Likewise the kernel of query gradients.
+template <ElementType kType>
+cudaError_t launch_ring_query_gradient(int head_dim, const RingQueryParams& params, const LaunchShape& shape);
+
 /// Likewise the kernel of key and value gradients.
 template <ElementType kType>
 cudaError_t launch_ring_key_value_gradient(int head_dim, const RingGradientParams& params, const LaunchShape& shape);

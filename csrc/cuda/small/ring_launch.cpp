@@ -87,6 +87,27 @@ Status run_ring_forward(const Problem& problem, const RingShape& shape, const Ar
   }));
 }
 
+Status run_ring_query_gradient(const Problem& problem, const RingShape& shape, const Arrays& arrays, float* statistics,
+                               cudaStream_t stream) {
+  RingQueryParams p{};
+  LaunchShape launch{};
+  NATTEN_JAX_RETURN_IF_FAILED(prepare(problem, shape, arrays, stream, p, launch));
+  p.out_cotangent = arrays.out_cotangent;
+  p.logsumexp = arrays.logsumexp;
+  p.remainder = arrays.remainder;
+  p.logsumexp_cotangent = arrays.logsumexp_cotangent;
+  p.statistics = reinterpret_cast<float4*>(statistics);
+  p.query_gradient = arrays.query_gradient;
+  const void* const rows[] = {p.query, p.out_cotangent, arrays.out};
+  for (int i = 0; i < ring_tile_arrays(Kernel::kQueryGradient); ++i) {
+    NATTEN_JAX_RETURN_IF_FAILED(encode_boxes(problem, p, rows[i], problem.heads, shape.rows, p.tiles[i]));
+  }
+  NATTEN_JAX_RETURN_IF_FAILED(encode_slabs(problem, {p.key, p.value}, problem.heads_kv, p));
+  return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
+    return launch_ring_query_gradient<type>(static_cast<int>(problem.head_dim), p, launch);
+  }));
+}
+
 Status run_ring_key_value_gradient(const Problem& problem, const RingShape& shape, const Arrays& arrays,
                                    const float* statistics, cudaStream_t stream) {
   RingGradientParams p{};

@@ -13,6 +13,10 @@ namespace natten_jax::small {
 /// Runs the forward pass of a checked problem on a stream, in a shape that was chosen for it.
 Status run_ring_forward(const Problem& problem, const RingShape& shape, const Arrays& arrays, cudaStream_t stream);
 
+/// Likewise the kernel of query gradients, which writes what is known of queries, [batch, tokens, heads, 4].
+Status run_ring_query_gradient(const Problem& problem, const RingShape& shape, const Arrays& arrays, float* statistics,
+                               cudaStream_t stream);
+
 /// Likewise the kernel of key and value gradients, behind that of query gradients, which wrote what is known of
 /// queries.
 Status run_ring_key_value_gradient(const Problem& problem, const RingShape& shape, const Arrays& arrays,

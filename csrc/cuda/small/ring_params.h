@@ -23,8 +23,8 @@ struct RingParams {
   const void* query;
   const void* key;
   const void* value;
-  // A warp's tile of queries; a group's part of a slab of each array of columns.
-  CUtensorMap tiles[1], slabs[2];
+  // A warp's tile of each array of rows; a group's part of a slab of each array of columns.
+  CUtensorMap tiles[3], slabs[2];
 };
 
 /// Of the forward pass: rows are queries, columns keys and values.
@@ -36,6 +36,19 @@ struct RingForwardParams : RingParams {
   void* out;
   float* logsumexp;
   float* remainder;  // of the logsumexp, or null
+};
+
+/// Of the kernel of query gradients: rows are queries, cotangents of outputs and outputs, columns keys and values. Of
+/// other arrays, BackwardParams says what they are.
+struct RingQueryParams : RingParams {
+  static constexpr Kernel kKernel = Kernel::kQueryGradient;
+
+  const void* out_cotangent;
+  const float* logsumexp;
+  const float* remainder;
+  const float* logsumexp_cotangent;
+  float4* statistics;
+  void* query_gradient;
 };
 
 /// Of the kernel of key and value gradients: rows are keys and values, columns queries and cotangents of outputs.

@@ -31,10 +31,14 @@ struct RingCosts {
 };
 constexpr RingCosts costs_of(Kernel kernel, std::int64_t head_dim) {
   const bool is_wide = head_dim == 64;
-  if (kernel == Kernel::kKeyValueGradient) {
-    return is_wide ? RingCosts{92, 37, 49, 4000, 0.3} : RingCosts{164, 12, 28.5, 1700, 0.3};
+  switch (kernel) {
+    case Kernel::kKeyValueGradient:
+      return is_wide ? RingCosts{92, 37, 49, 4000, 0.3} : RingCosts{164, 12, 28.5, 1700, 0.3};
+    case Kernel::kQueryGradient:
+      return is_wide ? RingCosts{229, 18.3, 15.9, 7900, 0.15} : RingCosts{140, 21, 10, 5000, 0.5};
+    default:
+      return is_wide ? RingCosts{188, 22.7, 13.8, 2300, 0.15} : RingCosts{108, 22.5, 6.5, 7500, 0.5};
   }
-  return is_wide ? RingCosts{188, 22.7, 13.8, 2300, 0.15} : RingCosts{108, 22.5, 6.5, 7500, 0.5};
 }
 
 /// Nanoseconds of a launch with next to nothing to do, and bytes of slabs that come in one.
@@ -264,7 +268,7 @@ bool can_have_ring(const Problem& problem, Places places) {
 }
 
 RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                      Places places, const Device& device) {
+                      Kernel kernel, Places places, const Device& device) {
   RingShape best{};
   if (!can_have_ring(problem, places)) return best;
   int dimension[kRank] = {0, 1, 2};
@@ -278,7 +282,7 @@ RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank],
     if (wide < 2 || wide > 4 || (deep > 1 && high > 1)) continue;
     shape.wide = narrow(wide);
     shape.thick = deep > 1 ? narrow(kBlockKeys / wide) : 1;
-    take_fastest(problem, Kernel::kForward, device, shape, best);
+    take_fastest(problem, kernel, device, shape, best);
   } while (std::next_permutation(std::begin(dimension), std::end(dimension)));
   return best;
 }
@@ -321,9 +325,9 @@ double nanoseconds_beside_rings(const Region& region, const Problem& problem, Ke
 }
 
 RingShape choose_ring_before(const Region& region, const Problem& problem, const std::int64_t (&rows)[kRank],
-                             const std::int64_t (&columns)[kRank], Places places, const Device& device) {
-  const RingShape ring = choose_ring(problem, rows, columns, places, device);
-  const double of_region = nanoseconds_beside_rings(region, problem, Kernel::kForward, places);
+                             const std::int64_t (&columns)[kRank], Kernel kernel, Places places, const Device& device) {
+  const RingShape ring = choose_ring(problem, rows, columns, kernel, places, device);
+  const double of_region = nanoseconds_beside_rings(region, problem, kernel, places);
   return ring.warps > 0 && ring.nanoseconds < of_region ? ring : RingShape{};
 }
 

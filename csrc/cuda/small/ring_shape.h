@@ -21,7 +21,7 @@ inline constexpr int kRingLoaders = 4;
 
 /// Arrays of a warp's tile that come by way of shared memory: keys and values do not, so that more slabs fit there.
 constexpr int ring_tile_arrays(Kernel kernel) {
-  return kernel == Kernel::kForward ? 1 : 0;
+  return kernel == Kernel::kForward ? 1 : kernel == Kernel::kQueryGradient ? 3 : 0;
 }
 
 /// Columns of a block: what a product sums over at a time.
@@ -76,10 +76,10 @@ struct RingShape {
 /// layouts without dilation, additional tokens, biases or a dimension that wraps. Cheap: asked before all else.
 bool can_have_ring(const Problem& problem, Places places);
 
-/// Finds the fastest launch of the forward pass, for tiles of kRows queries and groups of kColumns keys, on a
+/// Finds the fastest launch of a kernel that owns queries, for tiles of kRows queries and groups of kColumns keys, on a
 /// device that has it; none where the form takes no such problem.
 RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                      Places places, const Device& device);
+                      Kernel kernel, Places places, const Device& device);
 
 /// Likewise for the kernel of key and value gradients, of all tiles: these are chosen here.
 RingShape choose_gradient_ring(const Problem& problem, Places places, const Device& device);
@@ -89,6 +89,6 @@ double nanoseconds_beside_rings(const Region& region, const Problem& problem, Ke
 
 /// The first, none where it is not estimated to be faster than a launch with a region.
 RingShape choose_ring_before(const Region& region, const Problem& problem, const std::int64_t (&rows)[kRank],
-                             const std::int64_t (&columns)[kRank], Places places, const Device& device);
+                             const std::int64_t (&columns)[kRank], Kernel kernel, Places places, const Device& device);
 
 }  // namespace natten_jax::small

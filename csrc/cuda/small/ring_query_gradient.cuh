@@ -1,0 +1,182 @@
+// Query gradients with a ring of keys: as the forward pass, a warp owns 16 queries. It also works out what the kernel
+// of key and value gradients needs to know of them.
+#pragma once
+
+#include "cuda/small/query_gradient.cuh"
+#include "cuda/small/ring_exact.cuh"
+#include "cuda/small/ring_store.cuh"
+#include "cuda/small/ring_walk.cuh"
+
+namespace natten_jax::small {
+
+/// What a warp that multiplies does with its tiles.
+template <class Element, int kHeadDim, int kForm>
+struct RingQueryGradient {
+  using Masks = RingMasks<kForm>;
+  using Reader = RingReader<Element, kHeadDim, Kernel::kQueryGradient, Masks>;
+  using Operand = RowOperand<Element, kHeadDim>;
+  static constexpr int kBlocks = Masks::kBlocks;
+  static constexpr int kAtOnce = 2;  // blocks whose instructions run while those of others wait for results
+
+  const RingQueryParams& p;
+  Reader& reader;
+  Operand queries, cotangents;
+  float gradient[kHeadDim / 8][4];
+  float logsumexp[2], delta[4];
+  bool is_large;
+  unsigned large = 0;  // a bit for each step of a unit that is computed behind all others, as in the forward pass
+  float factor;
+
+  CUTE_DEVICE RingQueryGradient(const RingQueryParams& p, Reader& reader) : p(p), reader(reader) {}
+
+  CUTE_DEVICE void enter(const RingUnit& unit) {
+    factor = p.scale.of(unit.batch * p.heads + unit.head).logits * kLog2E;
+  }
+
+  CUTE_DEVICE void start(const RingUnit& unit, int step, int2) {
+    int tokens[2];
+    std::int64_t at[2];
+    float cotangent[2] = {};
+    reader.masks.find_tokens(p, step, tokens);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      at[r] = number_of(unit, tokens[r]);
+      logsumexp[r] = tokens[r] >= 0 ? p.logsumexp[at[r]] : 0.f;
+      if (tokens[r] >= 0 && p.logsumexp_cotangent != nullptr) cotangent[r] = p.logsumexp_cotangent[at[r]];
+    }
+    queries = reader.load_tile(0);
+    cotangents = reader.load_tile(1);
+    const Operand outs = reader.load_tile(2);
+    multiply_rows(delta, cotangents, outs);
+    reader.leave_tile(Reader::loaded(queries) | Reader::loaded(cotangents) | Reader::loaded(outs));
+    bool has_large = false;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      logsumexp[r] = base2_logsumexp(logsumexp[r]);
+      delta[2 * r] -= cotangent[r];
+      delta[2 * r + 1] -= cotangent[r];
+      float remainder = 0.f;
+      const bool is_row_large = has_remainder<Element>(logsumexp[r]);
+      has_large |= is_row_large;
+      if (is_row_large && p.remainder != nullptr && tokens[r] >= 0) remainder = p.remainder[at[r]];
+      if (threadIdx.x % 4 == 0 && tokens[r] >= 0) {
+        p.statistics[at[r]] = make_float4(is_row_large ? NAN : logsumexp[r], delta[2 * r], logsumexp[r], remainder);
+      }
+    }
+    is_large = __any_sync(0xffffffffu, has_large);
+    CUTE_UNROLL
+    for (int i = 0; i < kHeadDim / 2; ++i) gradient[i / 4][i % 4] = 0.f;
+  }
+
+  /// Adds what the tile sees of a slab.
+  CUTE_DEVICE void add(std::uint32_t slab, std::uint32_t hidden_of_slab) { add_blocks<0>(slab, hidden_of_slab); }
+
+  template <int kFirst>
+  CUTE_DEVICE void add_blocks(std::uint32_t slab, std::uint32_t hidden_of_slab) {
+    constexpr int kCount = kBlocks - kFirst < kAtOnce ? kBlocks - kFirst : kAtOnce;
+    if constexpr (kCount > 0) {
+      const float initial[4] = {-delta[0], -delta[1], -delta[2], -delta[3]};
+      float x[kCount][2][4], y[kCount][2][4];
+      CUTE_UNROLL
+      for (int b = 0; b < kCount; ++b) {
+        const std::uint32_t at = reader.across + slab + reader.of_block(kFirst + b);
+        reader.multiply_block(x[b], queries, at, {});
+        reader.multiply_block(y[b], cotangents, at + p.shape.array_bytes, initial);
+      }
+      std::uint32_t a[kCount][4];
+      CUTE_UNROLL
+      for (int b = 0; b < kCount; ++b) {
+        const std::uint32_t hidden = reader.masks.inside[kFirst + b] | hidden_of_slab;
+        CUTE_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          const int h = i / 2, r = i % 2;
+          float both[2];
+          CUTE_UNROLL
+          for (int e = 0; e < 2; ++e) {
+            both[e] = fast_exp2(fmaf(x[b][h][2 * r + e], factor, -logsumexp[r])) * y[b][h][2 * r + e];
+          }
+          a[b][i] = pack<Element>(both[0], both[1]) & ~hidden_halves(masks_of_group(hidden, h), r);
+        }
+      }
+      CUTE_UNROLL
+      for (int b = 0; b < kCount; ++b) {
+        reader.add_block(gradient, a[b], reader.along_rows + slab + reader.of_block(kFirst + b));
+      }
+      add_blocks<kFirst + kCount>(slab, hidden_of_slab);
+    }
+  }
+
+  CUTE_DEVICE void finish(const RingUnit& unit, int step) {
+    if (is_large) {
+      large |= 1u << (step - unit.step);
+      return;
+    }
+    int tokens[2];
+    reader.masks.find_tokens(p, step, tokens);
+    const float scale = p.scale.of(unit.batch * p.heads + unit.head).query_gradient;
+    write_ring_rows<Element, kHeadDim>(p, p.query_gradient, unit, tokens, gradient, {scale, scale});
+  }
+
+  CUTE_DEVICE void leave_unit(const RingUnit& unit) {
+    CUTE_NO_UNROLL
+    for (; large != 0; large &= large - 1) finish_large(unit, unit.step + __ffs(large) - 1);
+  }
+
+  /// A step whose logsumexp has a remainder that counts, out of memory.
+  CUTE_DEVICE void finish_large(const RingUnit& unit, int step) {
+    int tokens[2];
+    reader.masks.enter_step(p, reader.along, step);
+    reader.masks.find_tokens(p, step, tokens);
+    const float scale = p.scale.of(unit.batch * p.heads + unit.head).query_gradient;
+    float4 rows[2];
+    __syncwarp();  // other lanes wrote them
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      rows[r] = tokens[r] >= 0 ? __ldcg(p.statistics + number_of(unit, tokens[r])) : float4{};
+    }
+    const RingTile<Element, kHeadDim> keys(p, unit, step);
+    std::uint32_t q[kHeadDim / 16][4], c[kHeadDim / 16][4];
+    keys.load_rows(q, p.query);
+    keys.load_rows(c, p.out_cotangent);
+    float sums[kHeadDim / 2] = {};
+    keys.for_blocks([&](int token, int across, const auto& is_seen) {
+      float x[2][4], y[2][4];
+      keys.multiply_keys(x, q, p.key, token, across);
+      keys.multiply_keys(y, c, p.value, token, across);
+      std::uint32_t a[4];
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const float4 row = rows[i % 2];
+        float both[2];
+        CUTE_UNROLL
+        for (int e = 0; e < 2; ++e) {
+          const float logit = x[i / 2][i % 2 * 2 + e], of_weight = y[i / 2][i % 2 * 2 + e] - row.y;
+          both[e] = is_seen(2 * i + e) ? weight_of_large(logit, factor, row.z, row.w) * of_weight : 0.f;
+        }
+        a[i] = pack<Element>(both[0], both[1]);
+      }
+      keys.add_keys(sums, a, p.key, token, across);
+    });
+    write_ring_rows_in_words<Element, kHeadDim>(p, p.query_gradient, unit, tokens, sums, {scale, scale});
+  }
+
+  /// The number of a query among those of all batch entries and heads.
+  CUTE_DEVICE std::int64_t number_of(const RingUnit& unit, int token) const {
+    return (std::int64_t{unit.batch} * p.tokens + token) * p.heads + unit.head;
+  }
+};
+
+template <class Element, int kHeadDim, int kForm>
+__global__ void __launch_bounds__((most_ring_warps(kHeadDim) + kRingLoaders) * 32, 1)
+    natten_jax_small_ring_query_gradient(const __grid_constant__ RingQueryParams p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Gradient = RingQueryGradient<Element, kHeadDim, kForm>;
+  run_ring<kHeadDim>(p, [&](const RingAlong& along, RingBarriers& barriers, std::uint32_t shared) {
+    typename Gradient::Reader reader{p, along, barriers, shared};
+    Gradient gradient(p, reader);
+    reader.walk(gradient);
+  });
+#endif
+}
+
+}  // namespace natten_jax::small
