@@ -23,6 +23,19 @@ RINGS: Mapping[str, str] = {
 }
 
 
+def kernels_of(problem: Fuzzed) -> tuple[str, ...]:
+    """The kernels with a ring that a problem is run by, as its tiles say: none where the backend chooses these."""
+    if problem.copies == 1:
+        return ()
+    backend, device = backends.find(problem.backend, problem.operator), devices.default_device()
+    found: list[str] = []
+    for pass_ in PASSES:
+        q_tile, kv_tile = (problem.tiles.get(name) for name in tile_names(pass_))
+        if q_tile is not None and kv_tile is not None:
+            found += kernels_with_rings(backend, problem.description(), device, pass_, (q_tile, kv_tile))
+    return tuple(found)
+
+
 def has_ring(problem: Fuzzed, kernel: str) -> bool:
     """Whether kernels for small windows whose names begin with ``kernel`` have a ring with the tiles of a problem.
 
@@ -30,17 +43,12 @@ def has_ring(problem: Fuzzed, kernel: str) -> bool:
     """
     if problem.copies == 1:
         return False
-    backend, device = backends.find(problem.backend, problem.operator), devices.default_device()
-    described = problem.description()
-    for pass_ in PASSES:
-        q_tile, kv_tile = (problem.tiles.get(name) for name in tile_names(pass_))
-        if q_tile is not None and kv_tile is not None:
-            found = [kernels_with_rings(backend, described, device, pass_, (q_tile, kv_tile))]
-        else:
-            found = [] if problem.tiles else list(ring_pairs(backend, described, device, pass_))
-        if any(name.startswith(kernel) for kernels in found for name in kernels):
-            return True
-    return False
+    found = set(kernels_of(problem))
+    if not problem.tiles:
+        backend, device = backends.find(problem.backend, problem.operator), devices.default_device()
+        for pass_ in PASSES:
+            found.update(*ring_pairs(backend, problem.description(), device, pass_))
+    return any(name.startswith(kernel) for name in found)
 
 
 #: Sequences of problems, one behind the other, in which a problem with a feature is looked for.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from natten_jax.plan import devices
 from tests.support.families import family_named
 
 from .execution import complaints, device_computes
-from .features import draw_with
+from .features import draw_with, kernels_of
 from .options import Options
 from .problem import Fuzzed, draw, variants
 from .reproducer import program_of, simplest
@@ -104,7 +105,9 @@ def main(options: Options, first: int, step: int, seconds: float | None) -> None
         print(json.dumps({"began": batch, "suspects": suspects}), flush=True)
         failures = run_batch(options, numbered, MOST_SIMPLIFIED - simplified)
         simplified += len(failures)
-        print(json.dumps({"ended": batch, "problems": len(numbered), "failures": failures}), flush=True)
+        kernels = collections.Counter(name for _, problem in numbered for name in kernels_of(problem))
+        report = {"ended": batch, "problems": len(numbered), "failures": failures, "kernels": kernels}
+        print(json.dumps(report), flush=True)
 
 
 def alone(options: Options, batch: int, position: int) -> None:

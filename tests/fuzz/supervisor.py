@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import os
@@ -43,10 +44,11 @@ class Worker:
 
 @dataclasses.dataclass
 class Totals:
-    """What has been found so far."""
+    """What has been found so far; and how many problems of batches that ended each kernel with a ring has run."""
 
     problems: int = 0
     failures: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    kernels: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
 
 class Supervisor:
@@ -137,6 +139,7 @@ class Supervisor:
             return
         worker.batch = None
         self._totals.problems += message["problems"]
+        self._totals.kernels.update(message["kernels"])
         for failure in message["failures"]:
             self._report(failure)
 

@@ -17,17 +17,16 @@ import pytest
 
 from natten_jax.arrays.operands import Saved
 from natten_jax.backends import cpu
-from natten_jax.performance import PASSES, Performance, tile_names
+from natten_jax.performance import Performance
 from natten_jax.plan import devices
 from natten_jax.plan.plan import Plan
 from tests.fuzz import execution
 from tests.fuzz.accuracy import excesses, expectation
 from tests.fuzz.execution import complaints, run
-from tests.fuzz.features import FEATURES, RINGS, draw_with
+from tests.fuzz.features import FEATURES, RINGS, draw_with, kernels_of
 from tests.fuzz.options import Options, parse
 from tests.fuzz.problem import FLOAT8, Fuzzed, draw, variants
 from tests.fuzz.reproducer import program_of, simplest
-from tests.fuzz.rings import kernels_with_rings
 from tests.fuzz.session import problems_of, run_batch
 from tests.support import oracle, programs
 from tests.support.families import family_named
@@ -303,11 +302,7 @@ def test_problems_with_rings_are_drawn_for_gpus(monkeypatch: pytest.MonkeyPatch)
     kernels: set[str] = set()
     for problem in drawn:
         assert problem.copies > 1 and problem.batch == problem.case.batch * problem.copies
-        for pass_ in PASSES:
-            q_tile, kv_tile = (problem.tiles.get(name) for name in tile_names(pass_))
-            if q_tile is not None and kv_tile is not None:
-                pair, device = (q_tile, kv_tile), devices.default_device()
-                kernels.update(kernels_with_rings(family.backend, problem.description(), device, pass_, pair))
+        kernels.update(kernels_of(problem))
     assert kernels == {"forward with a ring", "query gradient with a ring", "key/value gradient with a ring"}
     plain = [draw(family, ("fna",), 1, number, is_direct=True) for number in range(150)]
     assert 0 < sum(problem.copies > 1 for problem in plain) < 30
