@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,9 @@ from natten_jax.windows import Axis
 
 KERNEL_RANK = 3
 
-#: The facts of an axis that are numbers, which come first.
-_NUMBERS = [field.name for field in dataclasses.fields(Axis)].index("is_causal")
+_FACTS = [field.name for field in dataclasses.fields(Axis)]
+#: Those facts of an axis that are numbers, which come first.
+_numbers_of = operator.attrgetter(*_FACTS[: _FACTS.index("is_causal")])
 #: ``Ends`` of csrc/include/natten_jax/windows.h, by whether an axis is causal and what becomes of windows at its edges.
 _ENDS_OF_WINDOWS = {(False, "shift"): 0, (True, "shift"): 1, (False, "cut"): 2, (False, "wrap"): 3}
 
@@ -25,7 +27,7 @@ def axis_rows(problem: Problem) -> Shape:
     """A row for each token dimension: its facts in the order that csrc/ffi/decode.cpp names them in."""
     missing = (Axis(1, 1, 1),) * (KERNEL_RANK - problem.rank)
     axes = (*missing, *problem.axes)
-    rows = [(*dataclasses.astuple(axis)[:_NUMBERS], _ENDS_OF_WINDOWS[axis.is_causal, axis.edges]) for axis in axes]
+    rows = [(*_numbers_of(axis), _ENDS_OF_WINDOWS[axis.is_causal, axis.edges]) for axis in axes]
     return tuple(fact for row in rows for fact in row)
 
 

@@ -7,6 +7,7 @@ backends that need it reject every problem with that reason.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import re
 import struct
@@ -78,7 +79,14 @@ def limits(architecture: str) -> Mapping[str, Any]:
 
     Tables of ``csrc/cuda/*/forms.h``; empty where the native module could not be loaded.
     """
-    return {} if _module is None else _module.limits()[architecture]
+    return {} if _module is None else _limits_of(_module)[architecture]
+
+
+@functools.lru_cache(maxsize=1)
+def _limits_of(module: Any) -> Mapping[str, Any]:
+    """All of them: they are asked for thousands of times where tiles of a split are ranked."""
+    limits: Mapping[str, Any] = module.limits()
+    return limits
 
 
 def estimate_of_small_windows(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -62,11 +60,9 @@ runpy.run_module("natten_jax.{module}", run_name="__main__")
 def test_it_passes_the_suite_of_a_family() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     files = "tests/ops/test_operators.py", "tests/ops/test_configs.py"
-    options = "-q", "-p", "tests.support.toy_backend", "-k", "toy", "--problems", "8"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *files],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False,
-    )  # fmt: skip
+    # It has one tile: layouts of many would be no other problem, only the largest ones.
+    options = "-q", "-p", "tests.support.toy_backend", "-k", "toy and not many-tiles", "--problems", "8"
+    done = run_command(["-m", "pytest", *options, *files], environment, timeout=900, folder=ROOT)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     found = re.search(r"toy-float32 \((\d+) problems\)", done.stdout)
     assert found and int(found[1]) > 60, done.stdout[-500:]

@@ -41,6 +41,8 @@ from fmha.tables import impact_table, summary_table  # noqa: E402
 from fmha.targets import LADDER_TILES, TARGETS, target_of  # noqa: E402
 from fmha_report import draw, markdown  # noqa: E402
 
+from tests.support.programs import output_of, run_command  # noqa: E402
+
 SMALL = Benchmark((96,), 2, 16, is_causal=True, dtype="float32")
 
 
@@ -65,13 +67,7 @@ def figures(latencies: dict[int, dict[str, float]], ladder: Ladder = GPU_LADDER)
 def test_command_line_writes_every_output(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
     arguments = ["--seq-lens", "256", "512", "--iterations", "3", "--output-dir", str(folder)]
-    finished = subprocess.run(
-        [sys.executable, str(BENCH / "fmha_scaling.py"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )
+    finished = run_command([BENCH / "fmha_scaling.py", *arguments], os.environ)
     assert finished.returncode == 0, finished.stderr
     for text in (
         "Step | ",
@@ -107,13 +103,7 @@ def test_command_line_writes_every_output(tmp_path: Path) -> None:
     markdown = (folder / "fmha_scaling_results.md").read_text()
     assert all(line in markdown for line in data["insights"] + data["priorities"])
     assert "## Platforms" in markdown
-    again = subprocess.run(
-        [sys.executable, str(BENCH / "fmha_report.py"), str(folder / "fmha_scaling_results.json")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )
+    again = run_command([BENCH / "fmha_report.py", folder / "fmha_scaling_results.json"], os.environ)
     assert (again.returncode, again.stdout) == (0, markdown), again.stderr
     assert (folder / "fmha_scaling.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
@@ -190,8 +180,7 @@ def test_iterations_are_all_launched() -> None:
 
 
 def test_help_says_the_defaults() -> None:
-    command = [sys.executable, str(BENCH / "fmha_scaling.py"), "--help"]
-    shown = " ".join(subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout.split())
+    shown = " ".join(output_of(run_command([BENCH / "fmha_scaling.py", "--help"], os.environ)).split())
     assert "launches of each step at each length (default: 100)" in shown
     assert "(default: float16 on a GPU, float32 elsewhere)" in shown
     assert "1024 2048 4096 8192 16384" in shown

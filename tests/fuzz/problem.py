@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from natten_jax.backends.base import Backend
 from natten_jax.ops.arrays import attention_problem, neighborhood_problem
 from natten_jax.performance import PASSES, Pass, Performance, TilePair, tile_names
 from natten_jax.plan import devices
+from natten_jax.plan.devices import Device
 from natten_jax.problem import Operator, Problem
 from natten_jax.windows import WindowArguments
 from tests.support import oracle
@@ -450,14 +452,23 @@ def _tile_pair(problem: Fuzzed, backend: Backend, pass_: Pass, rng: np.random.Ge
             pair = _tile(rng, described.rank), _tile(rng, described.rank)
             if backend.offers(planned(pair), device, pass_, pair):
                 return pair
-    # Sizes of tiles select kernels: each is as likely, however many shapes it has.
-    by_size: dict[tuple[int, ...], list[Any]] = {}
-    for pair in backend.tile_pairs(planned(), device, pass_):
-        by_size.setdefault(tuple(map(math.prod, pair)), []).append(pair)
+    by_size = _pairs_by_size(backend, planned(), device, pass_)
     if not by_size:
         return None
-    listed = list(by_size.values())[int(rng.integers(len(by_size)))]
+    listed = by_size[int(rng.integers(len(by_size)))]
     return listed[int(rng.integers(len(listed)))]
+
+
+@functools.lru_cache(maxsize=16)
+def _pairs_by_size(backend: Backend, problem: Problem, device: Device, pass_: Pass) -> list[list[TilePair]]:
+    """The tiles that a backend lists, by their sizes: these select kernels, and each is to be as likely as another.
+
+    Thousands, and a problem may be drawn with many of them before one is right.
+    """
+    by_size: dict[tuple[int, ...], list[TilePair]] = {}
+    for pair in backend.tile_pairs(problem, device, pass_):
+        by_size.setdefault(tuple(map(math.prod, pair)), []).append(pair)
+    return list(by_size.values())
 
 
 def _tile(rng: np.random.Generator, rank: int) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from natten_jax.profiler.report import tables
 from natten_jax.profiler.run import workload
 from natten_jax.profiler.run.measure import Comparison, profile
 from natten_jax.profiler.traces.capture import capture_in_turns
+from tests.support.programs import run_command
 
 needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 FEW = "--warmup-steps 1 --iterations 2"
@@ -54,27 +55,15 @@ EXAMPLES = (
 _DRIVER = """
 import sys
 from natten_jax.profiler.__main__ import main
-for line in sys.stdin.read().splitlines():
+for line in sys.argv[1].splitlines():
     print(f"$ {line}", flush=True)
     print(f"= {main(line.split())}", flush=True)
 """
 
 
-def run_python(*arguments: str | Path, text: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        input=text,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
-        timeout=300,
-        check=False,
-    )
-
-
 def test_documented_command_lines() -> None:
     lines = [line if "--dry-run" in line else f"{line} {FEW}" for line in EXAMPLES]
-    finished = run_python("-c", _DRIVER, text="\n".join(lines))
+    finished = run_command(["-c", _DRIVER, "\n".join(lines)], os.environ)
     assert finished.returncode == 0, finished.stderr
     outputs = finished.stdout.split("$ ")[1:]
     assert len(outputs) == len(lines)
