@@ -74,9 +74,6 @@ def pytest_configure(config: pytest.Config) -> None:
             # Asked for together, and so by one process that imports JAX.
             flags = os.environ.get("XLA_FLAGS", ""), *known([*flags_of(QUICK_HOST_OPTIONS), COMPILER_FLAG])
             os.environ["XLA_FLAGS"] = " ".join(flags).strip()
-            # The stack of every operation takes 4% of what tests of plain JAX take.
-            os.environ["JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS"] = "0"
-            jax.config.update("jax_include_full_tracebacks_in_locations", False)  # it has been read by now
         processes = getattr(config.option, "numprocesses", None) or 1
         os.environ.update(limits(os.environ, len(os.sched_getaffinity(0)), processes))
 
