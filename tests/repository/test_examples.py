@@ -79,7 +79,7 @@ def test_decode_equals_its_whole_sequences(cache):
 
 def test_weather_is_forecast_across_the_date_line(tmp_path):
     picture = tmp_path / "pictures" / "weather.png"
-    output = output_of("weather.py", "--steps", "150", "--batch", "4", "--forecast", "2", "--output", str(picture))
+    output = output_of("weather.py", "--steps", "125", "--batch", "4", "--forecast", "2", "--output", str(picture))
     pattern = r"^(cut|wrap) +(\d) +(\d\.\d+) +(\d\.\d+)$"
     rows = re.findall(pattern, output, re.MULTILINE)
     found = {(edges, int(step)): (float(at), float(away)) for edges, step, at, away in rows}
@@ -236,7 +236,7 @@ def test_hdit_learns_and_samples(tmp_path):
     picture = tmp_path / "pictures" / "samples.png"
     model = ("--widths", "64", "64", "128", "--depths", "1", "1", "1", "--image-size", "32", "--patch", "2")
     sampling = ("--samples", "4", "--sampling-steps", "4", "--output", str(picture))
-    output = trained("hdit.py", *model, "--steps", "40", "--batch", "8", "--profile", *sampling)
+    output = trained("hdit.py", *model, "--steps", "30", "--batch", "8", "--profile", *sampling)
     losses = losses_of(output)
     assert losses.shape == (10,)
     assert losses[-1] < 0.7 * losses[0]

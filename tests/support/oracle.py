@@ -234,41 +234,47 @@ def reference(
     out = weights @ flat.value
     d_out = _heads_first(out_cotangent)
     d_lse = _heads_first(lse_cotangent[..., None])
-
-    d_value = weights.swapaxes(-1, -2) @ d_out
-    d_weights = d_out @ flat.value.swapaxes(-1, -2)
     delta = (d_out * out).sum(-1, keepdims=True) - d_lse
-    d_logits = weights * (d_weights - delta)
-    d_query = factors * d_logits @ flat.key
-    d_key = (factors * d_logits).swapaxes(-1, -2) @ flat.query
-    products = flat.query @ flat.key.swapaxes(-1, -2)
+    # Arrays of a number for each pair of tokens are by far the largest: each is read and written as seldom as can be.
+    d_logits = d_out @ flat.value.swapaxes(-1, -2)
+    d_logits -= delta
+    d_logits *= weights
+    of_keys = d_logits @ flat.key
 
     size = np.abs
-    products_size = size(flat.query) @ size(flat.key).swapaxes(-1, -2)
-    steep = size(factors) * products_size + size(np.where(np.isfinite(flat.bias), flat.bias, 0))
-    out_size = weights @ size(flat.value)
-    d_weights_size = size(d_out) @ size(flat.value).swapaxes(-1, -2)
+    query_size, key_size, value_size, factors_size = map(size, (flat.query, flat.key, flat.value, factors))
+    out_size = weights @ value_size
     delta_size = (size(d_out) * out_size).sum(-1, keepdims=True) + size(d_lse)
-    d_logits_size = weights * (d_weights_size + delta_size)
+    d_logits_size = size(d_out) @ value_size.swapaxes(-1, -2)
+    d_logits_size += delta_size
+    d_logits_size *= weights
+    of_keys_size = d_logits_size @ key_size
+    lse_size = factors_size * (query_size * (weights @ key_size)).sum(-1, keepdims=True)
+    if flat.bias.any():
+        lse_size += (weights * size(np.where(np.isfinite(flat.bias), flat.bias, 0))).sum(-1, keepdims=True)
+    lse_size += size(np.where(np.isfinite(lse), lse, 0))[..., None]
     of_sinks = np.exp(flat.sinks - np.where(np.isfinite(lse), lse, np.inf)[..., None])
 
     of_bias = _of_biases(d_logits, -of_sinks * delta, operands, entries)
     of_bias_size = _of_biases(d_logits_size, of_sinks * delta_size, operands, entries)
     return Reference(
         Forward(_heads_last(out, operands), _heads_last(lse[..., None], operands)[..., 0]),
-        _unflatten(Tensors(d_query, d_key, d_value, scale=d_logits * products), operands)._replace(**of_bias),
-        Forward(
-            _heads_last(out_size, operands),
-            _heads_last(
-                (weights * steep).sum(-1, keepdims=True) + size(np.where(np.isfinite(lse), lse, 0))[..., None], operands
-            )[..., 0],
-        ),
         _unflatten(
             Tensors(
-                size(factors) * d_logits_size @ size(flat.key),
-                (size(factors) * d_logits_size).swapaxes(-1, -2) @ size(flat.query),
+                factors * of_keys,
+                factors * (d_logits.swapaxes(-1, -2) @ flat.query),
+                weights.swapaxes(-1, -2) @ d_out,
+                scale=flat.query * of_keys,
+            ),
+            operands,
+        )._replace(**of_bias),
+        Forward(_heads_last(out_size, operands), _heads_last(lse_size, operands)[..., 0]),
+        _unflatten(
+            Tensors(
+                factors_size * of_keys_size,
+                factors_size * (d_logits_size.swapaxes(-1, -2) @ query_size),
                 weights.swapaxes(-1, -2) @ size(d_out),
-                scale=d_logits_size * products_size,
+                scale=query_size * of_keys_size,
             ),
             operands,
         )._replace(**of_bias_size),
@@ -282,14 +288,20 @@ def _factors(operands: Tensors, scale: float) -> Array:
 
 
 def _softmax(flat: _Flat, scale: Array) -> tuple[Array, Array]:
-    logits = np.where(flat.mask, scale * (flat.query @ flat.key.swapaxes(-1, -2)) + flat.bias, -np.inf)
+    logits = flat.query @ flat.key.swapaxes(-1, -2)
+    logits *= scale
+    if flat.bias.any():
+        logits += flat.bias
+    np.copyto(logits, -np.inf, where=~flat.mask)
     highest = np.maximum(logits.max(-1, keepdims=True), flat.sinks)
     # A query of a part of a layout may see no key of another part: it has no weights, and a logsumexp of -inf.
     is_empty = highest == -np.inf
     highest = np.where(is_empty, 0, highest)
-    exponentials = np.exp(logits - highest)
-    total = exponentials.sum(-1, keepdims=True) + np.exp(flat.sinks - highest) + is_empty
-    return exponentials / total, np.where(is_empty, -np.inf, highest + np.log(total))[..., 0]
+    logits -= highest
+    weights = np.exp(logits, out=logits)
+    total = weights.sum(-1, keepdims=True) + np.exp(flat.sinks - highest) + is_empty
+    weights /= total
+    return weights, np.where(is_empty, -np.inf, highest + np.log(total))[..., 0]
 
 
 def _heads_first(array: Array) -> Array:
@@ -373,7 +385,7 @@ def _of_biases(d_logits: Array, d_sinks: Array, operands: Tensors, entries: Arra
 def _unflatten(gradients: Tensors, operands: Tensors) -> Tensors:
     """Sum over the query heads that share a key/value head, and part tokens from additional ones.
 
-    The gradient of the scale comes as one for each logit.
+    The gradient of the scale comes as what each feature of a query adds to it.
     """
     heads_kv = operands.key.shape[-2]
 
