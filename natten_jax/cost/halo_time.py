@@ -225,11 +225,11 @@ def overlap_that_pays(plan: Plan, halos: tuple[Halo, ...]) -> HaloStrategy | Non
         halos: One for each token dimension.
     """
     halos = tuple(halo.evened() for halo in halos)
-    overlap = _by_keys(plan, halos)
-    return overlap if overlap is not None and gains(plan, halos, overlap) else None
+    by_keys = _by_keys(plan, halos)
+    return by_keys if by_keys is not None and gains(plan, halos, by_keys) else None
 
 
-def gains(plan: Plan, halos: Sequence[Halo], overlap: HaloStrategy) -> bool:
+def gains(plan: Plan, halos: Sequence[Halo], by_keys: HaloStrategy) -> bool:
     """Whether computing while halos travel takes less time than to have them first.
 
     The one place where that is decided, for kernels whose times are known; others gain nothing.
@@ -237,12 +237,12 @@ def gains(plan: Plan, halos: Sequence[Halo], overlap: HaloStrategy) -> bool:
     Args:
         plan: Of the pass, whose problem has the global layout.
         halos: One for each token dimension.
-        overlap: What it takes.
+        by_keys: The pass that computes meanwhile.
     """
     calibration = calibration_for(plan.backend.family)
     if calibration is None:
         return False
-    ways = overlap, _halos_first(plan, halos)
+    ways = by_keys, _halos_first(plan, halos)
     meanwhile, first = (_split_time(plan, halos, way, calibration) for way in ways)
     return meanwhile is not None and first is not None and meanwhile.seconds < first.seconds
 

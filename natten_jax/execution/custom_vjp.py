@@ -42,18 +42,7 @@ def attend(request: Request, operands: Operands) -> Output:
     if request.problem.element.is_float8:
         operands = operands._replace(inputs=jax.tree.map(forward_only, operands.inputs))
 
-    def run_local(request: Request, arrays: Operands) -> Output:
-        if request.token_axes and _overlap_of(request) is None:
-            arrays = manual_exchange.brought(request.problem, request.token_axes, arrays)
-            arrays = vary_alike(arrays)
-            request = _of_part(request)
-        # Plain JAX differentiates itself: forward mode and higher orders included.
-        output = None if request.token_axes else passes.forward_plain(request, arrays)
-        if output is not None:
-            return output
-        return _attend(request, arrays._replace(inputs=jax.tree.map(in_reverse_only, arrays.inputs)))
-
-    return explicit.over_explicit_axes(run_local, request, operands)
+    return explicit.over_explicit_axes(_attend_locally, request, operands)
 
 
 def check_runs_somewhere(request: Request) -> None:
@@ -75,13 +64,33 @@ def check_runs_somewhere(request: Request) -> None:
     raise errors[0]
 
 
+def _attend_locally(request: Request, operands: Operands) -> Output:
+    """The operator on what a device has, or all that share its tokens in one ``jax.shard_map`` have."""
+    if not request.token_axes:
+        return _attend_to_all(request, operands)
+    if _exchanging_call_of(request) is not None:
+        return _attend_in_reverse(request, operands)
+    brought = manual_exchange.brought(request.problem, request.token_axes, operands)
+    return _attend_to_all(_of_part(request), vary_alike(brought))
+
+
+def _attend_to_all(request: Request, operands: Operands) -> Output:
+    """The operator where all keys are there; plain JAX differentiates itself: forward mode and higher orders, too."""
+    output = passes.forward_plain(request, operands)
+    return _attend_in_reverse(request, operands) if output is None else output
+
+
+def _attend_in_reverse(request: Request, operands: Operands) -> Output:
+    return _attend(request, operands._replace(inputs=jax.tree.map(in_reverse_only, operands.inputs)))
+
+
 def _of_part(request: Request) -> Request:
     """What one of the devices runs that ``token_axes`` speaks of."""
     return dataclasses.replace(request, token_axes=(), parts=device_line.parts_of(request.token_axes))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Overlap:
+class _ExchangingCall:
     """A call inside ``jax.shard_map`` of which a pass computes while its halos travel.
 
     Attributes:
@@ -95,7 +104,7 @@ class _Overlap:
     plans: tuple[Plan, Plan]
 
 
-def _overlap_of(request: Request) -> _Overlap | None:
+def _exchanging_call_of(request: Request) -> _ExchangingCall | None:
     """How both passes run where one computes meanwhile; ``None`` where both have their halos first, and share them.
 
     Which backend runs is decided later: this is for the one that would run here. Where another does, results are the
@@ -114,7 +123,7 @@ def _overlap_of(request: Request) -> _Overlap | None:
         exchange = Exchange.of(request.problem, device_line.lines_of(request.token_axes))
         if not any(halo_passes.computes_meanwhile(plan, request, exchange) for plan in plans):
             return None
-        return _Overlap(part, exchange, plans)
+        return _ExchangingCall(part, exchange, plans)
     return None
 
 
@@ -126,18 +135,11 @@ def _attend(request: Request, operands: Operands) -> Output:
 def _run_forward(
     function: Callable[[Request, Operands], _Result], request: Request, operands: Operands
 ) -> _Result | Saved:
-    overlap = _overlap_of(request)
-    if overlap is None:
+    call = _exchanging_call_of(request)
+    if call is None:
         return function(request, operands)
-    return halo_passes.forward(
-        function,
-        passes.forward_saving,
-        passes.forward_continued,
-        overlap.plans[0],
-        overlap.request,
-        overlap.exchange,
-        operands,
-    )
+    forward = halo_passes.ForwardPass(function, passes.forward_saving, passes.forward_continued)
+    return halo_passes.forward(forward, call.plans[0], call.request, call.exchange, operands)
 
 
 def _attend_forward(request: Request, operands: Any) -> tuple[Output, tuple[Operands, Saved]]:
@@ -149,12 +151,12 @@ def _attend_forward(request: Request, operands: Any) -> tuple[Output, tuple[Oper
 
 def _attend_backward(request: Request, residuals: tuple[Operands, Saved], given: Output) -> tuple[Operands]:
     cotangents = _cotangents(given, residuals[1])
-    overlap = _overlap_of(request)
-    if overlap is None:
+    call = _exchanging_call_of(request)
+    if call is None:
         gradients = passes.backward(request, *residuals, cotangents)
     else:
         gradients = halo_passes.backward(
-            passes.backward, overlap.plans[1], overlap.request, overlap.exchange, *residuals, cotangents
+            passes.backward, call.plans[1], call.request, call.exchange, *residuals, cotangents
         )
     return (Operands(gradients),)  # origins are integers and have no gradient
 

@@ -97,10 +97,9 @@ class _PassComputation(Computation):
         every = self._arguments(arguments)
         found: Any
         if self.kind.pass_ == "forward":
-            run_this, run_saving, run_continued = (
-                functools.partial(run_part, kind) for kind in (self.kind, _FORWARD_SAVING, _FORWARD_CONTINUED)
-            )
-            found = halo_passes.forward(run_this, run_saving, run_continued, plan, request, exchange, *every)
+            kinds = self.kind, _FORWARD_SAVING, _FORWARD_CONTINUED
+            forward = halo_passes.ForwardPass(*(functools.partial(run_part, kind) for kind in kinds))
+            found = halo_passes.forward(forward, plan, request, exchange, *every)
         else:
             found = halo_passes.backward(functools.partial(run_part, self.kind), plan, request, exchange, *every)
         results: list[Any] = jax.tree.leaves(Output(*found[:2]) if self.kind is _FORWARD else found)

@@ -211,16 +211,16 @@ def _run_local(
     """
     batch_dims = arguments[0].shape[: mapped + 1]
     batch = math.prod(batch_dims)
-    request = request.of_part(batch, arguments[0].shape[-2], arguments[1].shape[-2])
-    expected = computation.results(request, arguments, batch_dims)
+    own = request.of_part(batch, arguments[0].shape[-2], arguments[1].shape[-2])
+    expected = computation.results(own, arguments, batch_dims)
     arrays = [_as_one_batch(*each, batch_dims) for each in zip(arguments, computation.roles, strict=True)]
     run = functools.partial(_run_computation, device=device)
     if any(lines):
-        exchange = Exchange.of(request.problem, lines)
-        request = dataclasses.replace(request, parts=exchange.parts)
-        results = computation.compute_exchanging(run, computation.plan(request, device), request, exchange, *arrays)
+        exchange = Exchange.of(own.problem, lines)
+        split = dataclasses.replace(own, parts=exchange.parts)
+        results = computation.compute_exchanging(run, computation.plan(split, device), split, exchange, *arrays)
     else:
-        results = run(computation, request, arrays)
+        results = run(computation, own, arrays)
     return [_as_mapped(array, each.role, batch_dims) for array, each in zip(results, expected, strict=True)]
 
 

@@ -5,8 +5,9 @@ The one driver of the exchange, whoever splits a call: each pass does what is fo
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Output, Saved
 from natten_jax.cost.halo_time import overlap_that_pays
@@ -30,32 +31,39 @@ def computes_meanwhile(plan: Plan, request: Request, exchange: Exchange, *, has_
     return overlap_that_pays(plan, tuple(exchange.halos)) is not None
 
 
+@dataclasses.dataclass(frozen=True)
+class ForwardPass(Generic[_Result]):
+    """The ways to run a forward pass.
+
+    Attributes:
+        on_all: On all keys; returns what is wanted of the call.
+        on_some: On some of the keys; returns what others are merged with.
+        continued: On more keys after that.
+    """
+
+    on_all: Callable[[Request, Operands], _Result]
+    on_some: RunForward
+    continued: ContinueForward
+
+
 def forward(
-    run: Callable[[Request, Operands], _Result],
-    run_saving: RunForward,
-    run_continued: ContinueForward,
-    plan: Plan,
-    request: Request,
-    exchange: Exchange,
-    operands: Operands,
+    run: ForwardPass[_Result], plan: Plan, request: Request, exchange: Exchange, operands: Operands
 ) -> _Result | Saved:
     """A forward pass of all queries that a device has.
 
     Args:
-        run: Runs the pass on all keys, and returns what is wanted.
-        run_saving: Runs it on some of the keys, and returns what others are merged with.
-        run_continued: Runs it on more keys after that.
+        run: Runs it.
         plan: Of the pass, whose problem has the global layout.
         request: The whole call, with the device's batch and heads.
         exchange: What brings the halos.
         operands: What the device has, without origins.
 
     Returns:
-        What ``run`` does, or what is saved.
+        What ``run.on_all`` does, or what is saved.
     """
     if computes_meanwhile(plan, request, exchange, has_sinks=operands.inputs.sinks is not None):
-        return overlap.forward(run_saving, run_continued, request, exchange, operands)
-    return run(request, exchange.brought(operands))
+        return overlap.forward(run.on_some, run.continued, request, exchange, operands)
+    return run.on_all(request, exchange.brought(operands))
 
 
 def backward(

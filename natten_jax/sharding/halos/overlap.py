@@ -20,7 +20,7 @@ from natten_jax.arrays.query_box import QueryBox
 from natten_jax.arrays.roles import roles_of_fields
 from natten_jax.plan.request import Request
 from natten_jax.sharding.halos.exchange import Exchange
-from natten_jax.sharding.halos.pipeline import HaloPipeline, places_of, returned
+from natten_jax.sharding.halos.pipeline import HaloPipeline, returned, slabs_of
 
 _Tree = TypeVar("_Tree")
 
@@ -45,14 +45,14 @@ def forward(
         exchange: What brings the halos, none of which are gathered.
         operands: What the device has, without origins.
     """
-    travel = HaloPipeline(places_of(request.problem, exchange), exchange, operands)
+    travel = HaloPipeline(slabs_of(request.problem, exchange), exchange, operands)
     (query, nothing), seeing = travel.started_before((operands.inputs.query, jnp.zeros((), jnp.int32)))
     found = run(request, Operands(operands.inputs._replace(query=query), _own_origins(exchange, nothing)))
-    for place in travel.places:
+    for slab in travel.slabs:
         (key, value), found = travel.finished_after(found)
         assert seeing is not None
         (found, nothing), seeing_next = travel.started_before((found, nothing))
-        origins = exchange.origins_of([nothing] * len(exchange.halos), place.first_key)
+        origins = exchange.origins_of([nothing] * len(exchange.halos), slab.first_key)
         found = run_on(*_of_halo(request, operands.inputs, query, key, value, origins), found, seeing)
         seeing = seeing_next
     return found
@@ -74,25 +74,25 @@ def backward(
         saved: Of the forward pass.
         cotangents: Of output and logsumexp.
     """
-    travel = HaloPipeline(places_of(request.problem, exchange), exchange, operands)
+    travel = HaloPipeline(slabs_of(request.problem, exchange), exchange, operands)
     of_queries = operands.inputs.query, saved, cotangents
     (query, saved, cotangents), seen_next = _started_and_cut(travel, of_queries, of_queries)
     own_operands = Operands(operands.inputs._replace(query=query), _own_origins(exchange, 0))
     found = run(request, own_operands, saved, cotangents)
     results: list[Gradients] = []
-    for place in travel.places:
+    for slab in travel.slabs:
         (key, value), found = travel.finished_after(found)
         results.append(found)
         assert seen_next is not None
         (query, saved, cotangents), seen_next = _started_and_cut(travel, seen_next, of_queries)
-        origins = exchange.origins_of(place.seeing.starts, place.first_key)
+        origins = exchange.origins_of(slab.seeing.starts, slab.first_key)
         found = run(*_of_halo(request, operands.inputs, query, key, value, origins), saved, cotangents)
     own, *of_halos = [*results, found]
     of_query = own.query
-    for place, gradients in zip(travel.places, of_halos, strict=True):
-        of_query = place.seeing.put(of_query, place.seeing.cut(of_query) + gradients.query)
-    key = returned(exchange, travel.places, operands.inputs.key, [own.key, *(each.key for each in of_halos)])
-    value = returned(exchange, travel.places, operands.inputs.value, [own.value, *(each.value for each in of_halos)])
+    for slab, gradients in zip(travel.slabs, of_halos, strict=True):
+        of_query = slab.seeing.put(of_query, slab.seeing.cut(of_query) + gradients.query)
+    key = returned(exchange, travel.slabs, operands.inputs.key, [own.key, *(each.key for each in of_halos)])
+    value = returned(exchange, travel.slabs, operands.inputs.value, [own.value, *(each.value for each in of_halos)])
     sums = [
         functools.reduce(jnp.add, each) if role.is_of_heads and each[0] is not None else each[0]
         for role, each in zip(roles_of_fields(Inputs), zip(own, *of_halos, strict=True), strict=True)

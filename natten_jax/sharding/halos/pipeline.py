@@ -47,9 +47,9 @@ class Slab(NamedTuple):
     seeing: QueryBox
 
 
-def places_of(problem: Problem, exchange: Exchange) -> list[Slab]:
+def slabs_of(problem: Problem, exchange: Exchange) -> list[Slab]:
     """All slabs, in the order in which they travel."""
-    places: list[Slab] = []
+    found: list[Slab] = []
     first_keys: list[Any] = [0] * len(exchange.halos)  # that the device has, with the halos of the dimensions so far
     layout = [halo.part for halo in exchange.halos]
     for i in travel_order(exchange.halos):
@@ -60,9 +60,9 @@ def places_of(problem: Problem, exchange: Exchange) -> list[Slab]:
             first_query, first_key = (jnp.where(is_front, *each) for each in zip(*sides, strict=True))
             first = jnp.stack(_with([jnp.zeros((), jnp.int32)] * len(layout), i, unknown(first_query)))
             seeing = QueryBox(first, tuple(_with(layout, i, slab.queries)))
-            places.append(Slab(i, number, slab.keys, _with(first_keys, i, first_key), seeing))
+            found.append(Slab(i, number, slab.keys, _with(first_keys, i, first_key), seeing))
         first_keys[i] = jnp.where(line.place == 0, 0, -halo.before) if halo.changes_places else -halo.before
-    return places
+    return found
 
 
 class HaloPipeline:
@@ -72,8 +72,8 @@ class HaloPipeline:
     the first slab does, and so on; and a slab of keys goes with that of values. What is cut is cut in words.
     """
 
-    def __init__(self, places: Sequence[Slab], exchange: Exchange, operands: Operands) -> None:
-        self.places = places
+    def __init__(self, slabs: Sequence[Slab], exchange: Exchange, operands: Operands) -> None:
+        self.slabs = slabs
         self._exchange = exchange
         self._next = 0
         self._edge = self._next_edge()
@@ -96,17 +96,17 @@ class HaloPipeline:
         Returns:
             The same, and the queries that see the slab.
         """
-        if self._next == len(self.places):
+        if self._next == len(self.slabs):
             return arrays, None
-        place = self.places[self._next]
-        route = _along(self._exchange, place.dimension)
-        sent, seeing, arrays = jax.lax.optimization_barrier((self._sent(place), place.seeing, arrays))
-        self._arriving = [received_from_neighbor(slab, place.number, *route) for slab in sent]
+        slab = self.slabs[self._next]
+        route = _along(self._exchange, slab.dimension)
+        sent, seeing, arrays = jax.lax.optimization_barrier((self._sent(slab), slab.seeing, arrays))
+        self._arriving = [received_from_neighbor(array, slab.number, *route) for array in sent]
         return arrays, seeing
 
     def finished_after(self, result: _Tree) -> tuple[list[jax.Array], _Tree]:
         """Wait until something is computed, which is returned, and then for a slab: that of keys, that of values."""
-        dimension = self.places[self._next].dimension
+        dimension = self.slabs[self._next].dimension
         self._next += 1
         waiting = self._arriving, self._next_edge(), result
         arrived, self._edge, result = jax.lax.optimization_barrier(waiting)
@@ -116,19 +116,19 @@ class HaloPipeline:
         return list(map(elements_of, slabs, self._dtypes)), result
 
     def _next_edge(self) -> jax.Array | None:
-        if self._next == len(self.places):
+        if self._next == len(self.slabs):
             return None
-        place = self.places[self._next]
-        return edge_for_neighbor(place.number, *_along(self._exchange, place.dimension))
+        slab = self.slabs[self._next]
+        return edge_for_neighbor(slab.number, *_along(self._exchange, slab.dimension))
 
-    def _sent(self, place: Slab) -> list[jax.Array]:
+    def _sent(self, slab: Slab) -> list[jax.Array]:
         """What another device needs: of keys and of values, or of both together."""
         assert self._edge is not None
-        first, other = slabs = [each.sent(place, self._edge, self._exchange) for each in self._patchworks]
+        first, other = arrays = [each.sent(slab, self._edge, self._exchange) for each in self._patchworks]
         are_alike = first.shape == other.shape and first.dtype == other.dtype
         if not are_alike or first.nbytes + other.nbytes <= _COMBINED_BYTES:
-            return slabs
-        return [_stacked(slabs)]
+            return arrays
+        return [_stacked(arrays)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,16 +143,16 @@ class _Patchwork:
     own: jax.Array
     layers: Mapping[int, tuple[jax.Array, ...]] = dataclasses.field(default_factory=dict)
 
-    def sent(self, place: Slab, edge: jax.Array, exchange: Exchange) -> jax.Array:
+    def sent(self, slab: Slab, edge: jax.Array, exchange: Exchange) -> jax.Array:
         """What another device needs as this slab, from an edge on, halos of the dimensions before included."""
-        axis = FIRST_TOKEN_AXIS + place.dimension
+        axis = FIRST_TOKEN_AXIS + slab.dimension
 
         def cut(array: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_slice_in_dim(array, edge, place.keys, axis)
+            return jax.lax.dynamic_slice_in_dim(array, edge, slab.keys, axis)
 
         result = cut(self.own)
         for dimension, slabs in self.layers.items():
-            if dimension != place.dimension:
+            if dimension != slab.dimension:
                 across = FIRST_TOKEN_AXIS + dimension
                 result = _surrounded(result, list(map(cut, slabs)), across, *_along(exchange, dimension))
         return result
@@ -163,27 +163,27 @@ class _Patchwork:
         return dataclasses.replace(self, layers={**self.layers, dimension: slabs})
 
 
-def returned(exchange: Exchange, places: Sequence[Slab], array: jax.Array, gradients: Sequence[jax.Array]) -> jax.Array:
+def returned(exchange: Exchange, slabs: Sequence[Slab], array: jax.Array, gradients: Sequence[jax.Array]) -> jax.Array:
     """Gradients of a device's own keys or values and of its halos, added where these come from.
 
     Args:
         exchange: What brought them.
-        places: Of the halos.
+        slabs: Of the halos.
         array: The device's own keys or values.
         gradients: Of these, and of each halo.
     """
     (dimension, *others) = travel_order(exchange.halos)
     if not others:
-        own, *slabs = gradients
-        return returned_to_neighbors(own, slabs, *_along(exchange, dimension), FIRST_TOKEN_AXIS + dimension)
+        own, *of_halos = gradients
+        return returned_to_neighbors(own, of_halos, *_along(exchange, dimension), FIRST_TOKEN_AXIS + dimension)
 
     def exchanged(own: jax.Array) -> list[jax.Array]:
         patchwork, found = _Patchwork(own), [own]
-        for place in places:
-            route = _along(exchange, place.dimension)
-            sent = patchwork.sent(place, edge_for_neighbor(place.number, *route), exchange)
-            found.append(received_from_neighbor(sent, place.number, *route))
-            patchwork = patchwork.with_slab(place.dimension, found[-1])
+        for each in slabs:
+            route = _along(exchange, each.dimension)
+            sent = patchwork.sent(each, edge_for_neighbor(each.number, *route), exchange)
+            found.append(received_from_neighbor(sent, each.number, *route))
+            patchwork = patchwork.with_slab(each.dimension, found[-1])
         return found
 
     (result,) = jax.vjp(exchanged, array)[1](list(gradients))
