@@ -44,6 +44,12 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_check, "_TIMED_SECONDS", 0.0)
 
 
+@pytest.fixture
+def _untimed(_short: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of these with its times, which are two programs more."""
+    monkeypatch.setattr(battery, "_TIMED_NEIGHBORHOOD", ())
+
+
 def checked(name: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
     status = backend_check.check(backend_check.id_of(name))
     return status, capsys.readouterr().out.splitlines()
@@ -131,7 +137,7 @@ class Short(ByName):
     float8_dtypes = ("float8_e4m3fn",)
 
 
-@pytest.mark.usefixtures("_short")
+@pytest.mark.usefixtures("_untimed")
 def test_arrays_of_8_bits_are_compared_forward(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     machine.knows(Short())
     status, lines = checked("mine-fna", capsys)
@@ -165,7 +171,7 @@ class Broken(ByName):
         raise NotImplementedError("no such\ninstruction")
 
 
-@pytest.mark.usefixtures("_short")
+@pytest.mark.usefixtures("_untimed")
 def test_one_by_name_says_how_to_have_it_by_default(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     machine.knows(ByName())
     status, lines = checked("mine-fna", capsys)
@@ -174,7 +180,7 @@ def test_one_by_name_says_how_to_have_it_by_default(machine: Machine, capsys: py
     assert "report what is printed above" in lines[-1]
 
 
-@pytest.mark.usefixtures("_short")
+@pytest.mark.usefixtures("_untimed")
 @pytest.mark.parametrize(
     ("backend", "what"),
     [

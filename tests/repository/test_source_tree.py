@@ -113,6 +113,23 @@ for folder in sys.argv[1:]:
 """
 
 
+#: The same, and then what the doctor says: in forks again.
+STATE_AND_DOCTOR = f"""
+import os, runpy, sys
+import jax
+for is_doctor in (False, True):
+    process = os.fork()
+    if process == 0:
+        if not is_doctor:
+            exec({STATE!r})
+            sys.exit()
+        sys.argv = ["doctor"]
+        runpy.run_module("natten_jax.doctor", run_name="__main__", alter_sys=True)
+        sys.exit()
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+"""
+
+
 class State(NamedTuple):
     """Where the package and the modules for Flax come from, the native module, and why there is none."""
 
@@ -134,6 +151,13 @@ def state(environment: Environment, folder: Path) -> State:
     """What a program finds that was started in a folder."""
     package, flax_modules, library, error = environment.run(folder, "-c", STATE).splitlines()
     return State(Path(package).parents[1], Path(flax_modules).parent, library, error)
+
+
+def state_and_report(environment: Environment, folder: Path) -> tuple[State, str]:
+    """What a program finds that was started in a folder, and what the doctor prints there."""
+    printed = environment.run(folder, "-c", STATE_AND_DOCTOR).splitlines()
+    package, flax_modules, library, error, *report = printed
+    return State(Path(package).parents[1], Path(flax_modules).parent, library, error), "\n".join(report)
 
 
 @pytest.fixture(scope="module")
@@ -206,12 +230,11 @@ def test_a_library_of_other_native_sources_is_refused_with_the_remedy(is_editabl
         environment.install_editable(other)
     else:
         environment.install()
-    package, flax_modules, library, error = state(environment, clone)
+    (package, flax_modules, library, error), report = state_and_report(environment, clone)
     assert (package, flax_modules, library) == (clone, clone / "flax_modules", "None")
     lender = other / "natten_jax" if is_editable else environment.packages / "natten_jax"
     assert f"{clone} is a clone without a built library" in error
     assert f"the natten_jax installed in {lender} was built from another csrc" in error
-    report = environment.run(clone, "-m", "natten_jax.doctor")
     assert f"Run `pip install .` in {clone}" in report and "einstall natten" not in report
 
 
@@ -227,18 +250,17 @@ def test_python_files_may_change_without_another_install(tmp_path: Path) -> None
 
 def test_a_clone_of_which_nothing_was_installed_says_so(clone: Path, tmp_path: Path) -> None:
     environment = Environment(tmp_path / "environment")
-    package, flax_modules, _, error = state(environment, clone)
+    (package, flax_modules, _, error), report = state_and_report(environment, clone)
     assert (package, flax_modules) == (clone, clone / "flax_modules")
     assert f"{clone} is a clone without a built library, and no natten_jax with one is installed" in error
-    report = environment.run(clone, "-m", "natten_jax.doctor")
     assert f"Run `pip install .` in {clone}" in report
 
 
 def test_a_library_in_the_clone_comes_before_an_installed_one(installed: Environment, tmp_path: Path) -> None:
     clone = clone_into(tmp_path / "built", is_built=True)
-    _, _, library, error = state(installed, clone)
+    (_, _, library, error), report = state_and_report(installed, clone)
     assert error == "None" and Path(library).parent == clone / "natten_jax"
-    assert "Another csrc" not in installed.run(clone, "-m", "natten_jax.doctor")
+    assert "Another csrc" not in report
     with (clone / "csrc" / "cpu" / "plan.cpp").open("a") as source:
         source.write("// changed\n")
     report = installed.run(clone, "-m", "natten_jax.doctor")
