@@ -63,8 +63,9 @@ xffi::Error decode_forward(const ProblemOperands& operands, ForwardResults resul
   return check_remainder("result remainder", *results.remainder, call.problem, call.arrays.remainder);
 }
 
-xffi::Error decode_backward(const ProblemOperands& operands, const Saved& saved, Gradients gradients,
-                            const xffi::Dictionary& dictionary, std::int64_t further, Memory memory, Call& call) {
+xffi::Error decode_backward(const ProblemOperands& operands, const xffi::AnyBuffer& layouts, const Saved& saved,
+                            Gradients gradients, const xffi::Dictionary& dictionary, std::int64_t further,
+                            Memory memory, Call& call) {
   NATTEN_JAX_RETURN_IF_ERROR(decode_call(operands, dictionary, further, memory, call));
   const Problem& p = call.problem;
   Arrays& arrays = call.arrays;
@@ -90,7 +91,7 @@ xffi::Error decode_backward(const ProblemOperands& operands, const Saved& saved,
   arrays.value_gradient = gradients[2]->untyped_data();
   arrays.additional_keys_gradient = gradients[3]->untyped_data();
   arrays.additional_values_gradient = gradients[4]->untyped_data();
-  return xffi::Error::Success();
+  return decode_layouts(layouts, memory, call);
 }
 
 xffi::Error check_heads_of_gradients(const Problem& p) {

@@ -50,9 +50,10 @@ struct Saved {
 /// The gradients of query, key, value and additional keys and values.
 using Gradients = std::array<xffi::Result<xffi::AnyBuffer>, 5>;
 
-/// Decodes and checks a call of a backward pass likewise.
-xffi::Error decode_backward(const ProblemOperands& operands, const Saved& saved, Gradients gradients,
-                            const xffi::Dictionary& dictionary, std::int64_t further, Memory memory, Call& call);
+/// Decodes and checks a call of a backward pass likewise, with the layouts of its batch entries.
+xffi::Error decode_backward(const ProblemOperands& operands, const xffi::AnyBuffer& layouts, const Saved& saved,
+                            Gradients gradients, const xffi::Dictionary& dictionary, std::int64_t further,
+                            Memory memory, Call& call);
 
 /// Checks that a backward pass takes the heads: where they have scales of their own, no two share keys and values.
 xffi::Error check_heads_of_gradients(const Problem& p);

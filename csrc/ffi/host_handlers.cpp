@@ -36,10 +36,9 @@ Error cpu_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffer
                    xffi::ThreadPool pool, xffi::Dictionary dictionary) {
   Call call;
   NATTEN_JAX_RETURN_IF_ERROR(decode_backward(
-      operands, {&logsumexp, &remainder, nullptr, &out_cotangent, nullptr, &delta},
+      operands, layouts, {&logsumexp, &remainder, nullptr, &out_cotangent, nullptr, &delta},
       {query_gradient, key_gradient, value_gradient, additional_keys_gradient, additional_values_gradient}, dictionary,
       0, Memory::kHost, call));
-  NATTEN_JAX_RETURN_IF_ERROR(decode_layouts(layouts, Memory::kHost, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_biases(relative_bias, key_bias, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_bias_gradients(relative_bias_gradient, key_bias_gradient, call));
   return error_of(cpu::run_backward(call.problem, call.tiles, call.arrays, executor_of(pool)));

@@ -44,10 +44,9 @@ Error sm80_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffe
   std::int64_t is_accurate = 0, kv_splits = 0;
   Call call;
   NATTEN_JAX_RETURN_IF_ERROR(decode_backward(
-      operands, {&logsumexp, &remainder, nullptr, &out_cotangent, nullptr, &delta},
+      operands, layouts, {&logsumexp, &remainder, nullptr, &out_cotangent, nullptr, &delta},
       {query_gradient, key_gradient, value_gradient, additional_keys_gradient, additional_values_gradient}, dictionary,
       2, Memory::kDevice, call));
-  NATTEN_JAX_RETURN_IF_ERROR(decode_layouts(layouts, Memory::kDevice, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_accurate", 1, is_accurate));
   NATTEN_JAX_RETURN_IF_ERROR(
       decode_choice(dictionary, "kv_splits", std::numeric_limits<std::int32_t>::max(), kv_splits));

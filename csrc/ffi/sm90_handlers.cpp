@@ -162,10 +162,9 @@ Error sm90_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffe
   std::int64_t is_deterministic = 0;
   Call call;
   NATTEN_JAX_RETURN_IF_ERROR(decode_backward(
-      operands, {nullptr, &remainder, nullptr, &out_cotangent, nullptr, nullptr},
+      operands, layouts, {nullptr, &remainder, nullptr, &out_cotangent, nullptr, nullptr},
       {query_gradient, key_gradient, value_gradient, additional_keys_gradient, additional_values_gradient}, dictionary,
       1, Memory::kDevice, call));
-  NATTEN_JAX_RETURN_IF_ERROR(decode_layouts(layouts, Memory::kDevice, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_key_bias_of_kernels(key_bias, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_key_bias_gradient(key_bias_gradient, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_deterministic", 1, is_deterministic));

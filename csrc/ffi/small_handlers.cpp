@@ -82,10 +82,9 @@ Error small_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuff
                      Result entry_maps, cudaStream_t stream, xffi::Dictionary dictionary) {
   Call call;
   NATTEN_JAX_RETURN_IF_ERROR(decode_backward(
-      operands, {&logsumexp, &remainder, &out, &out_cotangent, &logsumexp_cotangent, nullptr},
+      operands, layouts, {&logsumexp, &remainder, &out, &out_cotangent, &logsumexp_cotangent, nullptr},
       {query_gradient, key_gradient, value_gradient, additional_keys_gradient, additional_values_gradient}, dictionary,
       0, Memory::kDevice, call));
-  NATTEN_JAX_RETURN_IF_ERROR(decode_layouts(layouts, Memory::kDevice, call));
   const Problem& problem = call.problem;
   NATTEN_JAX_RETURN_IF_ERROR(error_of(small::check_arrays(problem)));
   NATTEN_JAX_RETURN_IF_ERROR(decode_tables(relative_bias, table_products, call.tiles.kv, call.tiles.query, call));
