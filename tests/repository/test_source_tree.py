@@ -138,26 +138,28 @@ class State(NamedTuple):
     library: str
     error: str
 
+    @classmethod
+    def printed(cls, package: str, flax_modules: str, library: str, error: str) -> State:
+        """What the lines say that ``STATE`` prints."""
+        return cls(Path(package).parents[1], Path(flax_modules).parent, library, error)
+
 
 def states(python: str | Path, folders: Sequence[Path], start: Path) -> list[State]:
     """What programs find in folders, whose interpreter has started in another."""
     lines = run(python, start, "-c", STATES, *map(str, folders)).splitlines()
     assert len(lines) == 4 * len(folders)
-    found = [lines[i : i + 4] for i in range(0, len(lines), 4)]
-    return [State(Path(package).parents[1], Path(flax).parent, *others) for package, flax, *others in found]
+    return [State.printed(*lines[i : i + 4]) for i in range(0, len(lines), 4)]
 
 
 def state(environment: Environment, folder: Path) -> State:
     """What a program finds that was started in a folder."""
-    package, flax_modules, library, error = environment.run(folder, "-c", STATE).splitlines()
-    return State(Path(package).parents[1], Path(flax_modules).parent, library, error)
+    return State.printed(*environment.run(folder, "-c", STATE).splitlines())
 
 
 def state_and_report(environment: Environment, folder: Path) -> tuple[State, str]:
     """What a program finds that was started in a folder, and what the doctor prints there."""
-    printed = environment.run(folder, "-c", STATE_AND_DOCTOR).splitlines()
-    package, flax_modules, library, error, *report = printed
-    return State(Path(package).parents[1], Path(flax_modules).parent, library, error), "\n".join(report)
+    lines = environment.run(folder, "-c", STATE_AND_DOCTOR).splitlines()
+    return State.printed(*lines[:4]), "\n".join(lines[4:])
 
 
 @pytest.fixture(scope="module")
