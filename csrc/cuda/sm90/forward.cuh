@@ -24,7 +24,7 @@ CUTE_DEVICE void prepare(const ForwardParams& p, typename Traits::SharedStorage&
     }
     cutlass::arch::fence_view_async_shared();
   }
-  if constexpr (Traits::kHasKeyBias) prepare_biases<Traits>(shared);
+  if constexpr (Traits::kHasKeyBias) prepare_biases<Traits>(p, shared);
   constexpr int kPrefetching = kWarp * kStoresTiles;
   if (threadIdx.x >= kPrefetching && threadIdx.x < kPrefetching + kGroupClasses) {
     // The first loads need not wait for their maps.

@@ -1,6 +1,7 @@
 // The warpgroups of the forward kernel that compute: logits, softmax, output.
 #pragma once
 
+#include "cuda/sm90/forward_key_bias.cuh"
 #include "cuda/sm90/forward_mask.cuh"
 #include "cuda/sm90/forward_products.cuh"
 #include "cuda/sm90/online_softmax.cuh"
@@ -155,7 +156,7 @@ class Attention {
 
   CUTE_DEVICE void start_s() {
     order.await_turn();
-    products.start_s(shared, k.index, p.head_dim);
+    products.start_s(k.index, p.head_dim);
   }
 
   CUTE_DEVICE void start_o() {
@@ -184,6 +185,7 @@ class Attention {
     auto& s = products.s;
     warpgroup_fence_operand(s);
     arrive(shared.empty_k[k.index]);
+    if constexpr (Traits::kHasKeyBias) add_biases(logits(), biases_in<Traits>(shared, k));
     k.advance();
     --left;
     leave_query();

@@ -17,14 +17,12 @@ Status launch_traits(const ForwardParams& params, int ctas, cudaStream_t stream)
 }
 
 /// By the width of heads.
-template <class Element, int kNumber, bool kPingPong, bool kHasKeyBias>
+template <class Element, int kNumber, bool kPingPong>
 Status launch_width(const ForwardParams& params, int ctas, cudaStream_t stream) {
   constexpr Form kForm = kForwardForms[kNumber];
   const auto launch = [&](auto narrow) {
-    constexpr int kWarpgroups = kForm.queries / 64;
-    return launch_traits<
-        ForwardTraits<Element, kForm.head_dim, kForm.keys, kWarpgroups, kPingPong, narrow, kHasKeyBias>>(params, ctas,
-                                                                                                         stream);
+    return launch_traits<ForwardTraits<Element, kForm.head_dim, kForm.keys, kForm.queries / 64, kPingPong, narrow>>(
+        params, ctas, stream);
   };
   return is_narrow(params.head_dim, kForm.head_dim) ? launch(std::true_type{}) : launch(std::false_type{});
 }

@@ -9,8 +9,8 @@ template <ElementType kType>
 Status launch_forward(const ForwardParams& params, int form, bool is_ping_pong, int ctas, cudaStream_t stream) {
   return with_form<kForwardForms>(form, [&](auto number) {
     using Element = ElementOf<kType>;
-    return is_ping_pong ? launch_width<Element, number, true, false>(params, ctas, stream)
-                        : launch_width<Element, number, false, false>(params, ctas, stream);
+    return is_ping_pong ? launch_width<Element, number, true>(params, ctas, stream)
+                        : launch_width<Element, number, false>(params, ctas, stream);
   });
 }
 

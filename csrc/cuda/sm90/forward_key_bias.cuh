@@ -1,34 +1,46 @@
-// The biases of key tiles in the forward kernel, as the warp that loads values brings them into shared memory.
+// The biases of key tiles in the forward kernel: the warp that loads values brings them into shared memory, where those
+// that compute find them.
 #pragma once
 
 #include "cuda/common/tile_walk.cuh"
 #include "cuda/sm90/forward_traits.cuh"
 #include "cuda/sm90/key_bias.cuh"
+#include "cuda/sm90/wgmma.cuh"
+#include "cuda/warp/cp_async.cuh"
 
 namespace natten_jax::sm90 {
 
-/// The biases of a key tile, of which each lane of a warp has every 32nd.
+/// Where the biases of the tile in a key buffer are: a ring as long as two rounds of the ring of keys, so that a key
+/// buffer falls free before its biases were read, and a tile's are on their way while the one before it is in use.
+template <class Traits>
+CUTE_DEVICE float* biases_in(typename Traits::SharedStorage& shared, Ring<Traits::kStages> keys) {
+  return shared.key_bias[keys.index + Traits::kStages * keys.phase];
+}
+
+/// Adds a tile's to the products of a thread's rows.
+template <class Logits>
+CUTE_DEVICE void add_biases(AccumulatorRows<Logits> s, const float* biases) {
+  biases += 2 * (threadIdx.x % 4);
+  CUTE_UNROLL
+  for (int n = 0; n < s.kColumns; n += 2) {
+    const float2 pair = *reinterpret_cast<const float2*>(biases + 4 * n);
+    CUTE_UNROLL
+    for (int row = 0; row < 2; ++row) {
+      s(row, n) += pair.x;
+      s(row, n + 1) += pair.y;
+    }
+  }
+}
+
+/// Loads the biases of key tiles, of which each lane of a warp has every 32nd.
 ///
-/// One warp does this for all of a multiprocessor, and a step that depends on the one before takes it a handful of
-/// cycles: what is the same for all tiles, or for those of a query tile, is worked out once. Divisions for each tile
+/// One warp does this for all of a multiprocessor, beside its other work and with few registers: what is the same for
+/// all tiles lies in shared memory, and nothing of a tile that is on its way is in a register. Divisions for each tile
 /// made forward passes 1.5 to 1.9 times as long (H100). It is not the warp that loads keys, which also finds out how
 /// tiles are masked.
 template <class Traits>
 class TileBiases {
  public:
-  CUTE_DEVICE explicit TileBiases(const ForwardParams& p) {
-    CUTE_UNROLL
-    for (int i = 0; i < kOfLane; ++i) {
-      if (p.kv_boxes.go_around) {
-        const int3 at = place_in_boxes(p.kv_boxes, row(i));
-        place[i] = at.x | at.y << 8 | at.z << 16;
-      } else {
-        const int3 at = place_in_tile<&DeviceAxis::by_kv_tile>(p.axis, row(i));
-        place[i] = tokens_to_key(p.axis, at.x, at.y, at.z);
-      }
-    }
-  }
-
   /// A query tile begins.
   CUTE_DEVICE void start(const ForwardParams& p, const TilePlan& plan) {
     of_head = reinterpret_cast<const char*>(biases_of_head(p, plan.head));
@@ -36,37 +48,40 @@ class TileBiases {
     in_products = products_per_logit(plan.exponent_scale);
   }
 
-  /// Starts to load those of the tile at `walk`. Rows that hold no key which a query
-  /// sees are masked whatever is added to them: they get the bias of some key.
-  CUTE_DEVICE void fetch(const ForwardParams& p, const KvWalk& walk) {
-    const int first = first_of_group + (p.kv_boxes.go_around ? 0 : tokens_to_key(p.axis, walk.x, walk.y, walk.z));
+  /// Starts to copy those of the next tile, which is at `walk`. Rows that hold no key which a query sees are masked
+  /// whatever is added to them: they get the bias of some key.
+  CUTE_DEVICE void fetch(const ForwardParams& p, typename Traits::SharedStorage& shared, const KvWalk& walk) {
+    const bool goes_around = !Traits::kIsPlain && p.kv_boxes.go_around;
+    const int first = first_of_group + (goes_around ? 0 : tokens_to_key(p.axis, walk.x, walk.y, walk.z));
+    const auto destination = static_cast<std::uint32_t>(__cvta_generic_to_shared(biases_in<Traits>(shared, key)));
     CUTE_UNROLL
     for (int i = 0; i < kOfLane; ++i) {
-      const int from_first = p.kv_boxes.go_around ? tokens_around(p, walk, place[i]) : place[i];
+      const int place = shared.bias_places[row(i)];
+      const int from_first = goes_around ? tokens_around(p, walk, place) : place;
       const unsigned token = min(static_cast<unsigned>(first + from_first), static_cast<unsigned>(p.last_key));
       // One instruction: bytes from one token to the next are as many as 32 bits hold.
       const std::uint64_t bytes = static_cast<std::uint64_t>(token) * (4u * static_cast<unsigned>(p.key_bias_heads));
-      of_lane[i] = *reinterpret_cast<const float*>(of_head + bytes);
+      copy_word_async(destination + 4 * row(i), of_head + bytes, true);
     }
+    commit_copies();
   }
 
   /// Additional keys have none.
-  CUTE_DEVICE void clear() {
+  CUTE_DEVICE void clear(typename Traits::SharedStorage& shared) {
     CUTE_UNROLL
-    for (int i = 0; i < kOfLane; ++i) of_lane[i] = 0.f;
+    for (int i = 0; i < kOfLane; ++i) biases_in<Traits>(shared, key)[row(i)] = 0.f;
   }
 
-  /// Stores them as an operand of a product, as soon as the next tile's buffer is free.
+  /// Makes them numbers that are added to products, as soon as the tile's buffer of keys is free.
   CUTE_DEVICE void store(typename Traits::SharedStorage& shared) {
-    key.wait_empty(shared.empty_k);
-    Tensor of_keys = make_tensor(make_smem_ptr(shared.key_bias), typename Traits::LayoutBias{});
+    wait_copies<0>();
     CUTE_UNROLL
     for (int i = 0; i < kOfLane; ++i) {
-      const uint2 parts = parts_of_bias(bias_in_products(of_lane[i], in_products));
-      *reinterpret_cast<uint2*>(&of_keys(row(i), 0, key.index)) = parts;
+      float& bias = biases_in<Traits>(shared, key)[row(i)];  // which this lane has copied
+      bias = bias_in_products(bias, in_products);
     }
-    cutlass::arch::fence_view_async_shared();  // the matrix units read them
-    arrive(shared.full_k[key.index]);          // every lane wrote a part
+    key.wait_empty(shared.empty_k);
+    arrive(shared.full_k[key.index]);  // every lane wrote a part
     key.advance();
   }
 
@@ -81,30 +96,28 @@ class TileBiases {
                          p.axis[1].around(walk.y + (place >> 8 & 0xff)), p.axis[2].around(walk.z + (place >> 16)));
   }
 
-  // Of the lane's keys: tokens from the tile's first one; or a byte for each coordinate, where tiles go around.
-  int place[kOfLane];
   const char* of_head;
   int first_of_group;
   float in_products;
-  float of_lane[kOfLane];
   Ring<Traits::kStages> key;
 };
 
-/// Makes the operands of the products with biases ready: what is multiplied with these, and zeros behind their parts.
+/// Works out where the keys of a tile lie: tokens from the tile's first one; or a byte for each coordinate, where tiles
+/// go around.
 template <class Traits>
-CUTE_DEVICE void prepare_biases(typename Traits::SharedStorage& shared) {
-  Tensor biases = make_tensor(make_smem_ptr(shared.key_bias), typename Traits::LayoutBias{});
-  for (int i = threadIdx.x; i < size(biases); i += Traits::kThreads) biases(i) = BiasPart(0.f);
-  Tensor ones = make_tensor(make_smem_ptr(shared.ones), typename Traits::LayoutOnes{});
-  for (int i = threadIdx.x; i < size(ones); i += Traits::kThreads) {
-    ones(i) = BiasPart(i / size<0>(ones) < kBiasParts ? 1.f : 0.f);
+CUTE_DEVICE void prepare_biases(const ForwardParams& p, typename Traits::SharedStorage& shared) {
+  for (int row = threadIdx.x; row < Traits::kColumns; row += Traits::kThreads) {
+    if (!Traits::kIsPlain && p.kv_boxes.go_around) {
+      const int3 at = place_in_boxes(p.kv_boxes, row);
+      shared.bias_places[row] = at.x | at.y << 8 | at.z << 16;
+    } else {
+      const int3 at = place_in_tile<&DeviceAxis::by_kv_tile>(p.axis, row);
+      shared.bias_places[row] = tokens_to_key(p.axis, at.x, at.y, at.z);
+    }
   }
-  cutlass::arch::fence_view_async_shared();
 }
 
 /// In place of them, of kernels without.
-struct NoBiases {
-  CUTE_DEVICE explicit NoBiases(const ForwardParams&) {}
-};
+struct NoBiases {};
 
 }  // namespace natten_jax::sm90

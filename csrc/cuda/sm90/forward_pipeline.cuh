@@ -117,8 +117,7 @@ struct TileLoader {
   CUTE_DEVICE TileLoader(const ForwardParams& p, SharedStorage& shared)
       : shared(shared),
         chunks(rows_of_head<kElements>(kIsKey ? p.head_dim : p.head_dim_v)),
-        tile_tokens(p.kv_tile_tokens),
-        biases(p) {}
+        tile_tokens(p.kv_tile_tokens) {}
 
   /// Whether it is this thread that the copy engine is told by.
   CUTE_DEVICE static bool leads() { return !kLoadsBiases || threadIdx.x % kWarp == 0; }
@@ -184,7 +183,7 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
     KvWalk walk(hull_begin);
     if constexpr (loader.kLoadsBiases) {
       loader.biases.start(p, plan);
-      if (kv_tiles > 0) loader.biases.fetch(p, walk);
+      if (kv_tiles > 0) loader.biases.fetch(p, shared, walk);
     }
     int unmasked = 0;
     for (int i = 0; i < kv_tiles; ++i) {
@@ -200,7 +199,7 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
         if (i + 1 < kv_tiles) {
           KvWalk next = walk;
           next.next(p.axis, hull_begin, hull_end);
-          loader.biases.fetch(p, next);
+          loader.biases.fetch(p, shared, next);
         }
       }
       loader.load(make_int4(walk.x, walk.y, walk.z, masks), [&](std::uint64_t* full, auto* to) {
@@ -221,7 +220,7 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
       const int columns = min(p.additional_kv - first, p.kv_tile_tokens);
       const int mask = columns < Traits::kColumns ? kEndMask : kNoMask;
       if constexpr (loader.kLoadsBiases) {
-        loader.biases.clear();
+        loader.biases.clear(shared);
         loader.biases.store(shared);
       }
       loader.load(make_int4(0, 0, p.additional_kv - columns, mask * kEachWarpgroup),

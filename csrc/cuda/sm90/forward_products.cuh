@@ -67,24 +67,12 @@ struct AttentionProducts {
   CUTE_DEVICE AttentionProducts(SharedStorage& shared, int warpgroup, int thread)
       : keys(keys_of(shared, thread)), values(values_of(shared, thread)), query(query_of(shared, warpgroup, thread)) {}
 
-  /// Where the logits of a buffer's keys begin: at the biases of these, which every row multiplies with ones.
-  CUTE_DEVICE void start_at_biases(SharedStorage& shared, int stage) {
-    auto product = Traits::bias_product();
-    const auto slice = product.get_thread_slice(0);
-    const Tensor ones =
-        slice.partition_fragment_A(make_tensor(make_smem_ptr(shared.ones), typename Traits::LayoutOnes{}));
-    const Tensor biases =
-        slice.partition_fragment_B(make_tensor(make_smem_ptr(shared.key_bias), typename Traits::LayoutBias{}));
-    product.accumulate_ = GMMA::ScaleOut::Zero;
-    gemm(product, ones(_, _, 0), biases(_, _, 0, stage), s);
-  }
   /// Logits of the keys in a buffer.
-  CUTE_DEVICE void start_s(SharedStorage& shared, int stage, int head_dim) {
+  CUTE_DEVICE void start_s(int stage, int head_dim) {
     ProductS product;
     warpgroup_fence_operand(s);
     warpgroup_arrive();
-    if constexpr (Traits::kHasKeyBias) start_at_biases(shared, stage);
-    product.accumulate_ = Traits::kHasKeyBias ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
+    product.accumulate_ = GMMA::ScaleOut::Zero;
     CUTE_UNROLL
     for (int k = 0; k < size<2>(query); ++k) {
       if (Traits::kIsNarrow && end_before<Traits::kHeadDim / kStep>(k, head_dim)) break;

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "cuda/common/column_mask.cuh"
-#include "cuda/sm90/bias_parts.cuh"
 #include "cuda/sm90/forms.h"
 #include "cuda/sm90/tile_plan.cuh"
 #include "cuda/sm90/wgmma.cuh"
@@ -48,8 +47,8 @@ struct ForwardTraits {
   static constexpr int kKeyArrivals = kHasKeyBias ? 1 + kWarp : 1;  // one thread expects bytes, a warp writes
   // Threads that a plan waits for, of whom a warp stores.
   static constexpr int kPlanReaders = kConsumers + kValueLoaders + kLoadingThreads - 1 + kWarp;
-  // What the 65536 registers of a multiprocessor give each thread. The warp that loads biases needs more than others;
-  // of three warpgroups that compute, these would spill in its place.
+  // What the 65536 registers of a multiprocessor give each thread. The warp that loads biases, too, needs more than
+  // others; of three warpgroups that compute, these would spill in its place.
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? (kHasKeyBias ? 224 : 232) : 160;
   static constexpr int kServiceRegisters = kWarpgroups == 2 ? (kHasKeyBias ? 56 : 40) : 32;
   // Whether the warpgroups issue their products one after the other, or unordered.
@@ -66,11 +65,6 @@ struct ForwardTraits {
   // A value tile is loaded as [token][head_dim]; the second product reads it with head_dim as its row.
   using LayoutVt = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
                                           Shape<Int<kHeadDim>, Int<kColumns>, Int<kStages>>{}, Step<_2, _1, _3>{}));
-  // Biases of keys and what multiplies them: operands of one more step of the first product (bias_parts.cuh).
-  using BiasAtom = GMMA::Layout_K_SW32_Atom<BiasPart>;
-  using LayoutBias = decltype(tile_to_shape(BiasAtom{}, Shape<Int<kColumns>, Int<kStep>, Int<kStages>>{}));
-  using LayoutOnes = decltype(tile_to_shape(BiasAtom{}, Shape<_64, Int<kStep>>{}));
-  static constexpr int kBiasBytes = kHasKeyBias ? 256 : alignof(BiasPart);  // that their places are multiples of
 
   static constexpr auto query_key_product() {
     using Tile = Shape<_64, Int<kColumns>, Int<kHeadDim>>;
@@ -80,10 +74,6 @@ struct ForwardTraits {
     } else {
       return make_tiled_mma(GMMA::ss_op_selector<Element, Element, float, Tile, kMajor, kMajor>());
     }
-  }
-  static constexpr auto bias_product() {
-    using Tile = Shape<_64, Int<kColumns>, Int<kStep>>;
-    return make_tiled_mma(GMMA::ss_op_selector<BiasPart, BiasPart, float, Tile, GMMA::Major::K, GMMA::Major::K>());
   }
   static constexpr auto weight_value_product() {
     using Tile = Shape<_64, Int<kHeadDim>, Int<kColumns>>;
@@ -114,8 +104,8 @@ struct ForwardTraits {
     alignas(8) std::uint64_t first_key_loaded, full_q, empty_q, empty_o;
     std::uint64_t full_plan[kPlans], full_windows[kPlans], empty_plan[kPlans];
     std::uint64_t full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
-    alignas(kBiasBytes) BiasPart key_bias[kHasKeyBias ? cosize_v<LayoutBias> : 1];  // of the tiles in the key buffers
-    alignas(kBiasBytes) BiasPart ones[kHasKeyBias ? cosize_v<LayoutOnes> : 1];
+    float key_bias[kHasKeyBias ? 2 * kStages : 1][kHasKeyBias ? kColumns : 1];  // of tiles (forward_key_bias.cuh)
+    int bias_places[kHasKeyBias ? kColumns : 1];
   };
 };
 

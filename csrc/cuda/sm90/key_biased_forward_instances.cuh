@@ -5,10 +5,19 @@
 
 namespace natten_jax::sm90 {
 
+/// Plain problems have kernels of their own, as without biases; all others have those for narrow heads.
 template <ElementType kType>
 Status launch_key_biased_forward(const ForwardParams& params, int form, int ctas, cudaStream_t stream) {
-  return with_form<kForwardForms>(
-      form, [&](auto number) { return launch_width<ElementOf<kType>, number, true, true>(params, ctas, stream); });
+  return with_form<kForwardForms>(form, [&](auto number) {
+    constexpr Form kForm = kForwardForms[number];
+    const auto launch = [&](auto plain) {
+      return launch_traits<
+          ForwardTraits<ElementOf<kType>, kForm.head_dim, kForm.keys, kForm.queries / 64, true, !plain, true, plain>>(
+          params, ctas, stream);
+    };
+    return params.is_plain && !is_narrow(params.head_dim, kForm.head_dim) ? launch(std::true_type{})
+                                                                          : launch(std::false_type{});
+  });
 }
 
 template Status launch_key_biased_forward<ElementType::NATTEN_JAX_INSTANCE>(const ForwardParams&, int, int,
