@@ -8,6 +8,7 @@
 #include "cuda/common/cuda_status.h"
 #include "cuda/common/gradient_passes.h"
 #include "cuda/sm80/launch.h"
+#include "ffi/biases.h"
 #include "ffi/cuda_support.h"
 #include "ffi/decode.h"
 #include "ffi/handler_support.h"
@@ -20,33 +21,39 @@ using xffi::AnyBuffer;
 using xffi::Error;
 using Result = xffi::Result<AnyBuffer>;
 
-Error sm80_forward(const ProblemOperands& operands, AnyBuffer layouts, Result out, Result logsumexp, Result remainder,
-                   cudaStream_t stream, xffi::Dictionary dictionary) {
+Error sm80_forward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffer key_bias, Result out, Result logsumexp,
+                   Result remainder, cudaStream_t stream, xffi::Dictionary dictionary) {
   std::int64_t is_accurate = 0;
   Call call;
   NATTEN_JAX_RETURN_IF_ERROR(
       decode_forward(operands, {out, logsumexp, remainder}, dictionary, 1, Memory::kDevice, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_layouts(layouts, Memory::kDevice, call));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_key_bias_of_kernels(key_bias, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_accurate", 1, is_accurate));
   return error_of(sm80::run_forward(call.problem, call.tiles, call.arrays, is_accurate == 1, stream));
 }
 
 XLA_FFI_DEFINE_HANDLER(kSm80Forward, on_problem(sm80_forward),
-                       bind_forward(bind_problem().Arg<AnyBuffer>())  // layouts
+                       bind_forward(bind_problem()
+                                        .Arg<AnyBuffer>()   // layouts
+                                        .Arg<AnyBuffer>())  // key_bias
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});
 
-Error sm80_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffer logsumexp, AnyBuffer remainder,
-                    AnyBuffer out_cotangent, AnyBuffer delta, Result query_gradient, Result key_gradient,
-                    Result value_gradient, Result additional_keys_gradient, Result additional_values_gradient,
-                    xffi::RemainingRets scratch, cudaStream_t stream, xffi::Dictionary dictionary) {
+Error sm80_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffer key_bias, AnyBuffer logsumexp,
+                    AnyBuffer remainder, AnyBuffer out_cotangent, AnyBuffer delta, Result query_gradient,
+                    Result key_gradient, Result value_gradient, Result additional_keys_gradient,
+                    Result additional_values_gradient, Result key_bias_gradient, xffi::RemainingRets scratch,
+                    cudaStream_t stream, xffi::Dictionary dictionary) {
   std::int64_t is_accurate = 0, kv_splits = 0;
   Call call;
   NATTEN_JAX_RETURN_IF_ERROR(decode_backward(
       operands, layouts, {&logsumexp, &remainder, nullptr, &out_cotangent, nullptr, &delta},
       {query_gradient, key_gradient, value_gradient, additional_keys_gradient, additional_values_gradient}, dictionary,
       2, Memory::kDevice, call));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_key_bias_of_kernels(key_bias, call));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_key_bias_gradient(key_bias_gradient, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_accurate", 1, is_accurate));
   NATTEN_JAX_RETURN_IF_ERROR(
       decode_choice(dictionary, "kv_splits", std::numeric_limits<std::int32_t>::max(), kv_splits));
@@ -79,10 +86,12 @@ Error sm80_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffe
 XLA_FFI_DEFINE_HANDLER(kSm80Backward, on_problem(sm80_backward),
                        bind_gradients(bind_problem()
                                           .Arg<AnyBuffer>()   // layouts
+                                          .Arg<AnyBuffer>()   // key_bias
                                           .Arg<AnyBuffer>()   // logsumexp
                                           .Arg<AnyBuffer>()   // remainder
                                           .Arg<AnyBuffer>()   // out_cotangent
                                           .Arg<AnyBuffer>())  // delta
+                           .Ret<AnyBuffer>()                  // dkey_bias
                            .RemainingRets()                   // scratch
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs(),

@@ -105,7 +105,7 @@ class Backend(abc.ABC):
     takes_extents: ClassVar[bool] = False
     #: What it adds to logits: names among :attr:`natten_jax.problem.Problem.biases`.
     biases: ClassVar[Collection[str]] = ()
-    #: Whether its kernels add no biases of keys, so that these are columns of wider heads (:meth:`adds_key_bias`).
+    #: Whether its kernels add no biases of keys, so that these are columns of wider heads (:meth:`needs_columns`).
     key_bias_by_columns: ClassVar[bool] = False
     #: Whether its kernels that add biases of keys take those that all heads share as they are.
     takes_shared_key_bias: ClassVar[bool] = False
@@ -195,10 +195,15 @@ class Backend(abc.ABC):
         for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
             if most is not None and head_dim > most:
                 return f"{name} must be at most {most}, not {head_dim}"
-        wider = with_columns(problem).head_dim if problem.key_bias and cls.key_bias_by_columns else 0
+        wider = with_columns(problem).head_dim if problem.key_bias and cls.needs_columns(problem) else 0
         if most is not None and wider > most:
             return f"a key_bias takes {wider - problem.head_dim} more columns of heads, which may be {most} wide"
         return None
+
+    @classmethod
+    def needs_columns(cls, problem: Problem) -> bool:
+        """Whether none of its kernels adds biases of keys to the logits of a problem."""
+        return cls.key_bias_by_columns
 
     def adds_key_bias(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair | None = None) -> bool:
         """Whether the kernels of a pass add biases of keys themselves, rather than by columns of wider heads.
@@ -209,7 +214,7 @@ class Backend(abc.ABC):
             pass_: The pass.
             pair: Tiles that the caller asks for.
         """
-        return not self.key_bias_by_columns
+        return not self.needs_columns(problem)
 
     def widened(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair | None = None) -> Problem:
         """The problem as kernels get it: heads of other widths than theirs are filled up with zeros, which is exact.

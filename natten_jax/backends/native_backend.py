@@ -226,28 +226,6 @@ def logsumexp_cotangent_operand(problem: Problem, cotangents: Cotangents) -> jax
     return with_kernel_rank(cotangents.logsumexp, problem.rank)
 
 
-def call_for_gradients(
-    target: str,
-    plan: Plan,
-    operands: Operands,
-    per_query: Sequence[jax.Array],
-    scratch: Sequence[ResultType] = (),
-    **more: int,
-) -> Gradients:
-    """Call a backward target, whose first results are the gradients of the inputs. Those of biases are left out.
-
-    Args:
-        target: Its name.
-        plan: What to run.
-        operands: Its arrays.
-        per_query: The operands behind those of :func:`kernel_operands`.
-        scratch: Types of the results behind the gradients.
-        **more: Attributes of its own.
-    """
-    gradients, _ = call_for_results(target, plan, operands, per_query, scratch, **more)
-    return gradients
-
-
 def call_for_results(
     target: str,
     plan: Plan,
@@ -256,7 +234,19 @@ def call_for_results(
     behind: Sequence[ResultType],
     **more: int,
 ) -> tuple[Gradients, Sequence[jax.Array]]:
-    """The same, with the results behind those gradients, of the types ``behind``."""
+    """Call a backward target, whose first results are the gradients of the inputs. Those of biases are left out.
+
+    Args:
+        target: Its name.
+        plan: What to run.
+        operands: Its arrays.
+        per_query: The operands behind those of :func:`kernel_operands`.
+        behind: Types of the results behind the gradients.
+        **more: Attributes of its own.
+
+    Returns:
+        The gradients, and the results behind them.
+    """
     arrays = kernel_operands(plan.problem, operands)
     *with_gradients, _, _ = arrays  # all but origins and scales
     types = [ResultType(array.shape, array.dtype) for array in with_gradients]

@@ -13,6 +13,7 @@ import pytest
 import natten_jax
 from natten_jax import backends
 from natten_jax.backends.heeded import ignored
+from natten_jax.cost import small_windows
 from natten_jax.performance import PASSES, KernelSchedule, Performance
 from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem, problem_of
@@ -52,6 +53,31 @@ def test_kernels_for_small_windows_add_them(facts: dict[str, Any]) -> None:
         assert _CUTLASS.tile_pairs(planned, _GPU, pass_)
 
 
+_LARGE = {"layout": (128, 128), "kernel_size": 63, "head_dim": 64}
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        _LARGE,
+        {"head_dim": 128},
+        _LARGE | {"dtype": "float16", "heads_kv": 2, "additional_kv": 5},
+        _LARGE | {"edges": "wrap"},
+        _LARGE | {"own_extents": True},
+        _LARGE | {"head_dim": 256},
+    ],
+)
+def test_kernels_for_large_windows_add_them(facts: dict[str, Any]) -> None:
+    """Whatever else there is, and also to heads that columns would make too wide."""
+    problem = _problem(**facts)
+    for pass_ in PASSES:
+        assert _CUTLASS.rejection(problem, _GPU, pass_) is None
+        planned = _CUTLASS.widened(problem, _GPU, pass_)
+        assert planned == problem
+        pair = _CUTLASS.tile_pairs(planned, _GPU, pass_)[0]
+        assert not small_windows.is_chosen(planned, pass_, pair)
+
+
 @pytest.mark.parametrize(
     "facts",
     [
@@ -59,12 +85,12 @@ def test_kernels_for_small_windows_add_them(facts: dict[str, Any]) -> None:
         {"edges": "wrap"},
         {"own_origins": True},
         {"own_extents": True},
-        {"head_dim": 128},
         {"dtype": "float32"},
-        {"layout": (128, 128), "kernel_size": 63, "head_dim": 64},
+        _LARGE | {"dtype": "float32"},
     ],
 )
 def test_others_get_columns(facts: dict[str, Any]) -> None:
+    """With small windows where their kernels lack something, as others would take longer; and in 32 bits."""
     problem = _problem(**facts)
     for pass_ in PASSES:
         planned = _CUTLASS.widened(problem, _GPU, pass_)
@@ -72,12 +98,26 @@ def test_others_get_columns(facts: dict[str, Any]) -> None:
         assert planned.head_dim > problem.head_dim
 
 
-def test_tiles_that_are_asked_for_decide() -> None:
-    problem = _problem()
-    for small, is_added in ((((4, 4), (1, 8)), True), (((8, 8), (8, 8)), False)):
-        planned = _CUTLASS.widened(problem, _GPU, "forward", small)
-        assert planned.key_bias == is_added
-        assert _CUTLASS.offers(planned, _GPU, "forward", small)
+def test_heads_without_room_for_columns_are_refused_where_there_must_be_some() -> None:
+    reason = _CUTLASS.rejection(_problem(dtype="float32", head_dim=256), _GPU, "forward")
+    assert reason is not None
+    assert "a key_bias takes 3 more columns of heads, which may be 256 wide" in reason
+
+
+@pytest.mark.parametrize(
+    ("facts", "pair", "is_added"),
+    [
+        ({}, ((4, 4), (1, 8)), True),
+        ({}, ((8, 8), (8, 8)), True),
+        ({"own_extents": True}, ((4, 4), (1, 8)), False),
+        ({"own_extents": True}, ((8, 8), (8, 8)), True),
+        ({"dtype": "float32"}, ((8, 8), (8, 8)), False),
+    ],
+)
+def test_tiles_that_are_asked_for_decide(facts: dict[str, Any], pair: Any, is_added: bool) -> None:
+    planned = _CUTLASS.widened(_problem(**facts), _GPU, "forward", pair)
+    assert planned.key_bias == is_added
+    assert _CUTLASS.offers(planned, _GPU, "forward", pair)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_biases_of_keys_of_random_problems(of: Family, dtype: str) -> None:
     check_all(trials, of, slack=_SLACK)
 
 
-#: Of kernels with tiles of their own for these heads.
+#: Of kernels for large windows with forms of their own for these heads.
 LARGE_WINDOWS = {
     "heads of 64": Case((33, 40), (13, 20), key_bias="tokens", hidden=0.3, heads=2, heads_kv=2, head_dim=64, batch=2),
     "heads of 80": Case((300,), (200,), key_bias="heads", hidden=0.3, heads=4, heads_kv=2, head_dim=80, head_dim_v=128),
@@ -91,34 +91,41 @@ LARGE_WINDOWS = {
 }
 
 
-def hopper() -> Family:
-    """The kernels of compute capability 9.0."""
-    return family_named("hopper")
+def large_tiles(case: Case) -> dict[str, tuple[int, ...]]:
+    """Tiles that select kernels for large windows in both passes: 128 tokens, which those for small ones never have."""
+    tile = (*(1,) * (len(case.layout) - 1), 128) if len(case.layout) != 2 else (8, 16)
+    return {name: tile for pass_ in PASSES for name in tile_names(pass_)}
 
 
 @pytest.mark.parametrize("dtype", _HALVES)
-def test_biases_of_keys_in_kernels_for_hopper(dtype: str) -> None:
-    check_all([Trial(case, dtype, seed) for case in LARGE_WINDOWS.values() for seed in (0, 1)], hopper(), slack=_SLACK)
+@pytest.mark.parametrize("of", _GPU, ids=lambda family: family.name)
+def test_biases_of_keys_in_kernels_for_large_windows(of: Family, dtype: str) -> None:
+    tiles = {name: large_tiles(case) if of.name == "cutlass" else {} for name, case in LARGE_WINDOWS.items()}
+    trials = [Trial(case, dtype, seed, tiles[name]) for name, case in LARGE_WINDOWS.items() for seed in (0, 1)]
+    check_all(trials, of, slack=_SLACK)
 
 
 @pytest.mark.parametrize("dtype", _HALVES)
-def test_biases_of_keys_have_all_their_digits_on_hopper(dtype: str) -> None:
-    """The matrix units add them, whose operands have few: what all keys have in common changes nothing but the sum."""
+@pytest.mark.parametrize("of", _GPU, ids=lambda family: family.name)
+def test_biases_of_keys_have_all_their_digits(of: Family, dtype: str) -> None:
+    """What all keys have in common changes nothing but the sum."""
     query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 1, 30, 24, 2, 64)), dtype)
     bias = jax.random.normal(jax.random.key(1), (1, 30, 24))
+    tiles = {"q_tile_shape": (8, 16), "kv_tile_shape": (8, 16)}
 
     def attend(bias: Any) -> Any:
-        return na2d(query, key, value, (13, 15), key_bias=bias, backend=hopper().fna, return_lse=True)
+        return na2d(query, key, value, (13, 15), key_bias=bias, backend=of.fna, return_lse=True, **tiles)
 
     (out, logsumexp), (same, moved) = attend(bias), attend(bias + 1000.0)
     np.testing.assert_allclose(np.asarray(same, np.float32), np.asarray(out, np.float32), atol=4e-3)
     np.testing.assert_allclose(np.asarray(moved) - 1000, np.asarray(logsumexp), atol=1e-3)
 
 
-def test_gradients_of_biases_of_keys_are_reproducible_on_hopper() -> None:
-    """Whatever others are: each is one thread's sum."""
+@pytest.mark.parametrize("of", _GPU, ids=lambda family: family.name)
+def test_gradients_of_biases_of_keys_are_reproducible_with_large_windows(of: Family) -> None:
+    """Whatever others are: each is one block's sum."""
     for name in ("heads of 64", "heads of 80", "heads of 256"):
-        check_gradient_repeats(LARGE_WINDOWS[name], "hopper-fna", "key_bias")
+        check_gradient_repeats(LARGE_WINDOWS[name], of.fna, "key_bias")
 
 
 SMALL_WINDOWS = {

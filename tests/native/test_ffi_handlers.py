@@ -195,9 +195,13 @@ def test_real_calls_are_those_tested_here(target: Target) -> None:
     problem = dataclasses.replace(problem, relative_bias=target.has_biases, key_bias=target.has_key_bias)
     q_tile, kv_tile = (tuple(values[name]) for name in ("q_tile_shape", "kv_tile_shape"))
     # With small windows, queries have the tiles that keys have in the backward pass.
-    forward: dict[str, Any] = {"q_tile_shape": kv_tile, "kv_tile_shape": q_tile} if target.is_small else {}
+    of_queries, of_keys = (kv_tile, q_tile) if target.is_small else (q_tile, kv_tile)
     performance = Performance(
-        **forward, backward_q_tile_shape=q_tile, backward_kv_tile_shape=kv_tile, backward_deterministic=True
+        q_tile_shape=of_queries,
+        kv_tile_shape=of_keys,
+        backward_q_tile_shape=q_tile,
+        backward_kv_tile_shape=kv_tile,
+        backward_deterministic=True,
     )
     gpu = Device("cuda", (9, 0), is_present=False)
     backend, plans = plans_of(target.backend, problem, performance, None if "cpu" in target.backend else gpu)

@@ -154,8 +154,9 @@ TARGETS = (
     Target(
         "natten_jax_sm80_forward",
         "cutlass-fna",
-        _LAID_OUT,
+        (*_LAID_OUT, "key_bias"),
         platform="cuda",
+        dtype=np.float16,
         head_dims=(8, 16),
         choices={"is_accurate": 1},
         tile_tokens=(128, 128),
@@ -164,12 +165,17 @@ TARGETS = (
     Target(
         "natten_jax_sm80_backward",
         "cutlass-fna",
-        (*_LAID_OUT, "logsumexp", "remainder", "out_cotangent", "delta"),
+        (*_LAID_OUT, "key_bias", "logsumexp", "remainder", "out_cotangent", "delta"),
         GRADIENTS,
         platform="cuda",
+        dtype=np.float16,
         head_dims=(8, 16),
         choices={"is_accurate": 1, "kv_splits": 2**31 - 1},
         tile_tokens=(128, 128),
+        scratch={
+            "dkey_bias": ((2, 4, 5, 6, 2), np.float32),
+            "scratch": ((2 * 2 * (4 * 5 * 6 * 8),), np.float32),  # sums of the query gradient
+        },
         reads_origins=False,
     ),
     Target(

@@ -7,6 +7,11 @@ namespace natten_jax::sm80 {
 
 enum class Arithmetic { kFloat16, kBFloat16, kFloat32, kTensorFloat32 };
 
+/// Whether elements have 16 bits: kernels for these add biases of keys.
+constexpr bool is_half(Arithmetic arithmetic) {
+  return arithmetic == Arithmetic::kFloat16 || arithmetic == Arithmetic::kBFloat16;
+}
+
 /// Calls `call` with the arithmetic of a problem's products as a constant; those of float32 elements are computed in
 /// TF32 unless `is_accurate`.
 template <class Call>

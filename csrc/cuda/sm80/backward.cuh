@@ -153,15 +153,21 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     const TokenBox& box = shared.box;
     const bool is_seen = box.begin.x < box.end.x && box.begin.y < box.end.y && box.begin.z < box.end.z;
     QueryStep step{QueryWalk(box.begin), 0, is_seen ? 0 : own.queries};
+    BiasSumsOf<Traits> bias_sums;
+    if constexpr (Traits::kHasKeyBias) {
+      if (!is_seen) bias_sums.write_zeros(p, shared, own);
+      load_biases<Traits>(p, shared, own, 0);
+    }
     int stage = 0;
     if (step.head < own.queries) load_queries<Traits>(p, shared, step, own, 0);
     while (step.head < own.queries) {
       wait_copies<0>();
+      if constexpr (Traits::kHasKeyBias) hide_unseeing<Traits>(shared, stage);
       __syncthreads();  // these queries are there; what the last step wrote has been used
       if (kStages == 2) load_next<Traits>(p, shared, step, own, stage ^ 1);
       note_queries<Traits>(p, shared, step);
       if (Traits::kLogitWarps == Traits::kWarps || threadIdx.x / 32 < Traits::kLogitWarps) {
-        logits.compute(step, own, stage);
+        logits.compute(step, own, stage, bias_sums);
       }
       __syncthreads();  // weights and gradients of the logits are there
       gradients.add(d_value, shared.weights, shared.d_out[stage]);
@@ -171,7 +177,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         load_next<Traits>(p, shared, step, own, 0);
       }
       add_query_gradient<Traits>(p, shared, step, own);
+      const int head = step.head;
       step.next(p, box, Traits::kQueries);
+      if constexpr (Traits::kHasKeyBias) {
+        if (step.head != head) {
+          bias_sums.finish(p, shared, own, head);
+          if (step.head < own.queries) load_biases<Traits>(p, shared, own, step.head);
+        }
+      }
       if (kStages == 2) stage ^= 1;
     }
 

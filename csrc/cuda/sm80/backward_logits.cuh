@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/common/arithmetic.cuh"
+#include "cuda/sm80/backward_key_bias.cuh"
 #include "cuda/sm80/backward_traits.cuh"
 #include "cuda/warp/mma.cuh"
 #include "natten_jax/logsumexp.h"
@@ -30,9 +31,10 @@ struct LogitTile {
         key0(threadIdx.x / 32 / Traits::LogitWarps::kColumnWarps * kRows),
         query0(threadIdx.x / 32 % Traits::LogitWarps::kColumnWarps * kColumns) {}
 
-  /// Writes a step's weights and gradients of logits to shared memory.
-  CUTE_DEVICE void compute(const QueryStep& step, const KeyHead& own, int stage) const {
+  /// Writes a step's weights and gradients of logits to shared memory, and adds these up where keys have biases.
+  CUTE_DEVICE void compute(const QueryStep& step, const KeyHead& own, int stage, BiasSumsOf<Traits>& bias_sums) const {
     Accumulator s = {}, d_weight = {};
+    if constexpr (Traits::kHasKeyBias) start_at_biases(s);
     const bool any_large = has_large(stage);  // before the products: behind them the vote would wait for shared memory
     multiply(s, shared.k, shared.q[stage]);
     // A branch, since steps that need no remainders would wait for those of others.
@@ -43,7 +45,7 @@ struct LogitTile {
                           step.walk.is_inside(p.axis, shared.inner_begin, shared.inner_end);
     subtract_delta(d_weight, stage);
     if (!is_whole) mask(s, step);
-    store(s, d_weight);
+    store(s, d_weight, bias_sums);
   }
 
  private:
@@ -55,6 +57,15 @@ struct LogitTile {
       result |= has_remainder<Element>(shared.logsumexp[stage][query0 + first + lane % min(kColumns, 32)]);
     }
     return __any_sync(0xffffffffu, result);
+  }
+
+  CUTE_DEVICE void start_at_biases(Accumulator& s) const {
+    CUTE_UNROLL
+    for (int i = 0; i < kRows / 8; ++i) {
+      const float bias = shared.key_bias[key0 + lane / 4 + 8 * i];
+      CUTE_UNROLL
+      for (int n = 0; n < kColumns / 8; ++n) s[i / 2][n][i % 2 * 2] = s[i / 2][n][i % 2 * 2 + 1] = bias;
+    }
   }
 
   CUTE_DEVICE void multiply(Accumulator& c, const char* a_tile, const char* b_tile) const {
@@ -157,7 +168,7 @@ struct LogitTile {
     }
   }
 
-  CUTE_DEVICE void store(const Accumulator& s, const Accumulator& d_weight) const {
+  CUTE_DEVICE void store(const Accumulator& s, const Accumulator& d_weight, BiasSumsOf<Traits>& bias_sums) const {
     const std::uint32_t weights = shared_address(shared.weights), d_logits = shared_address(shared.d_logits);
     CUTE_UNROLL
     for (int i = 0; i < kRows / 8; ++i) {
@@ -169,7 +180,9 @@ struct LogitTile {
         const float* w = &s[i / 2][n][i % 2 * 2];
         const float* d = &d_weight[i / 2][n][i % 2 * 2];
         Product::store_pair(weights + offset, w[0], w[1]);
-        Product::store_pair(d_logits + offset, w[0] * d[0], w[1] * d[1]);
+        const float d_logit[2] = {w[0] * d[0], w[1] * d[1]};
+        Product::store_pair(d_logits + offset, d_logit[0], d_logit[1]);
+        if constexpr (Traits::kHasKeyBias) bias_sums.of_row[i] += d_logit[0] + d_logit[1];
       }
     }
   }

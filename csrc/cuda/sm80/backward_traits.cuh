@@ -27,7 +27,8 @@ struct BackwardTraits {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kKeys = kKeys_;
   static constexpr int kQueries = kQueries_;
-  static constexpr int kStages = kStages_;  // query tiles in shared memory
+  static constexpr int kStages = kStages_;    // query tiles in shared memory
+  static constexpr bool kHasKeyBias = false;  // but for BackwardKeyBiased
   static constexpr int kWarps = KeyWarps::kRowWarps * KeyWarps::kColumnWarps;
   static constexpr int kLogitWarps = LogitWarps::kRowWarps * LogitWarps::kColumnWarps;
   static constexpr int kThreads = 32 * kWarps;

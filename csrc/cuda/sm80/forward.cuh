@@ -57,6 +57,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
   __syncthreads();
   const std::int64_t first_row = batch * p.queries * p.heads + head;
   load_query<Traits>(p, shared, first_row);
+  if constexpr (Traits::kHasKeyBias) find_biases<Traits>(p, shared, batch, head);
   StepCopies<Traits> copies(p, shared);
   shared.steps.fill(p, shared.plan, Traits::kColumns, 0);
   WarpRows<Traits> rows(p, shared, copies.k, copies.v);
@@ -83,7 +84,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
     const std::uint32_t stage_bytes = copies.begin(step);
     const auto sight = rows.sight(step);
     typename WarpRows<Traits>::Logits s = {};
-    if (sight.any) rows.multiply_by_keys(s, query, stage_bytes);
+    if (sight.any) {
+      if constexpr (Traits::kHasKeyBias) add_biases<Traits>(s, shared, step, 1.f / scale);
+      rows.multiply_by_keys(s, query, stage_bytes);
+    }
     copies.between(step);
     if (sight.any) {
       if (!sight.whole) rows.mask(s, step);

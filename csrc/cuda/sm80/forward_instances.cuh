@@ -1,70 +1,14 @@
 // Instantiates the forward kernel for one arithmetic.
 #pragma once
 
-#include "cuda/sm80/forward.cuh"
-#include "cuda/sm80/kernels.h"
-#include "cuda/sm80/of_arithmetic.cuh"
+#include "cuda/sm80/forward_forms.cuh"
 
 namespace natten_jax::sm80 {
-
-/// Launches a variant of a form.
-template <class Traits>
-Status launch_variant(const ForwardParams& params, int ctas, cudaStream_t stream) {
-  const auto kernel =
-      is_plain(params) ? natten_jax_sm80_fna_forward<Traits, true> : natten_jax_sm80_fna_forward<Traits, false>;
-  return status_of(launch_form<Traits>(kernel, ctas, stream, params));
-}
-
-/// Launches the first of some variants of a form of which two CTAs fit on a multiprocessor, or else the first of which
-/// one does.
-template <class... Variants>
-Status launch_fitting(const ForwardParams& params, const SharedMemory& memory, int ctas, cudaStream_t stream) {
-  static_assert((kFitsEverywhere<Variants> || ...));
-  Status result = Status::invalid_argument(kTooLittleSharedMemory);
-  bool is_launched = false;
-  for (const int per_multiprocessor : {2, 1}) {
-    const auto try_variant = [&](auto traits) {
-      using Traits = decltype(traits);
-      constexpr int kBytes = sizeof(typename Traits::SharedStorage);
-      if (is_launched || kBytes > memory.block ||
-          per_multiprocessor * (kBytes + memory.reserved) > memory.multiprocessor) {
-        return;
-      }
-      is_launched = true;
-      result = launch_variant<Traits>(params, ctas, stream);
-    };
-    (try_variant(Variants{}), ...);
-  }
-  return result;
-}
 
 template <Arithmetic kArithmetic>
 Status launch_forward(const ForwardParams& params, const ForwardForm& form, const SharedMemory& memory, int ctas,
                       cudaStream_t stream) {
-  using Element = typename OfArithmetic<kArithmetic>::Element;
-  using Product = typename OfArithmetic<kArithmetic>::Product;
-  constexpr int kColumns = sizeof(Element) == 4 ? 32 : 64;
-  switch (form.head_dim) {
-    case 64:
-      return launch_fitting<ForwardTraits<Element, Product, 64, kColumns, 2>,
-                            ForwardTraits<Element, Product, 64, kColumns, 1>>(params, memory, ctas, stream);
-    case 128:
-      if constexpr (sizeof(Element) == 2) {
-        using Wide = ForwardTraits<Element, Product, kWideForm.head_dim, kColumns, 4, 8>;
-        static_assert(Wide::kRows == kWideForm.queries &&
-                      sizeof(typename Wide::SharedStorage) <= kWideForm.shared_memory);
-        if (form.queries == kWideForm.queries) return launch_variant<Wide>(params, ctas, stream);
-      }
-      return launch_fitting<ForwardTraits<Element, Product, 128, kColumns, 2>,
-                            ForwardTraits<Element, Product, 128, kColumns, 1>>(params, memory, ctas, stream);
-    case 256: {
-      constexpr int kStages = sizeof(Element) == 4 ? 1 : 2;
-      return launch_fitting<ForwardTraits<Element, Product, 256, kColumns / 2, kStages>,
-                            ForwardTraits<Element, Product, 256, kColumns / 2, kStages - 1>>(params, memory, ctas,
-                                                                                             stream);
-    }
-  }
-  return no_such_form(form.head_dim);
+  return launch_forward_form<kArithmetic, false>(params, form, memory, ctas, stream);
 }
 
 template Status launch_forward<Arithmetic::NATTEN_JAX_INSTANCE>(const ForwardParams&, const ForwardForm&,

@@ -1,6 +1,7 @@
 // Copies of keys and values into shared memory, and the barriers between those who copy and those who read.
 #pragma once
 
+#include "cuda/sm80/forward_key_bias.cuh"
 #include "cuda/sm80/forward_traits.cuh"
 
 namespace natten_jax::sm80 {
@@ -46,6 +47,7 @@ CUTE_DEVICE void load_step(const ForwardParams& p, const typename Traits::Shared
     for (int i = 0; i < Copy::kPasses; ++i) visible |= static_cast<std::uint32_t>(tokens[i] < p.additional_kv) << i;
     copy_both(visible);
   }
+  if constexpr (kKeys && Traits::kHasKeyBias) load_biases<Traits>(p, shared, step);
   commit_copies();
 }
 

@@ -27,6 +27,7 @@ struct ForwardTraits {
   static constexpr int kRows = 16 * kRowBlocks * kWarps;
   static constexpr bool kQueryInRegisters = Tile::kRowBytes <= 128;
   static constexpr bool kFewRegisters = kRowBlocks == 2;  // are left beside logits and output
+  static constexpr bool kHasKeyBias = false;              // but for KeyBiased
 
   static constexpr std::uint32_t kStageBytes = kColumns * Tile::kRowBytes;  // of keys or of values
 

@@ -23,8 +23,18 @@ template <Arithmetic kArithmetic>
 Status launch_forward(const ForwardParams& params, const ForwardForm& form, const SharedMemory& memory, int ctas,
                       cudaStream_t stream);
 
+/// The same of the kernels that add biases of keys, for elements of 16 bits.
+template <Arithmetic kArithmetic>
+Status launch_key_biased_forward(const ForwardParams& params, const ForwardForm& form, const SharedMemory& memory,
+                                 int ctas, cudaStream_t stream);
+
 /// Launches a form of the backward kernel on `ctas` CTAs.
 template <Arithmetic kArithmetic>
 Status launch_backward(const BackwardParams& params, const BackwardForm& form, int ctas, cudaStream_t stream);
+
+/// The same of the kernels that add biases of keys, for elements of 16 bits.
+template <Arithmetic kArithmetic>
+Status launch_key_biased_backward(const BackwardParams& params, const BackwardForm& form, int ctas,
+                                  cudaStream_t stream);
 
 }  // namespace natten_jax::sm80

@@ -63,6 +63,12 @@ Status choose_forward_form(const Problem& problem, const TileShapes& tiles, cons
   return check_tile("kv_tile_shape", tiles.kv, chosen.keys);
 }
 
+/// Checks that there are kernels for biases of keys, if there are any.
+Status check_key_bias(const Problem& problem) {
+  if (!problem.has_key_bias || element_bytes(problem.element_type) == 2) return {};
+  return Status::invalid_argument("kernels for large windows add a key_bias to logits of elements of 16 bits");
+}
+
 /// The scales from one head on.
 Scale from_head(Scale scale, std::int64_t head) {
   if (scale.heads != nullptr) scale.heads += head;
@@ -86,6 +92,7 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   SharedMemory memory{};
   NATTEN_JAX_RETURN_IF_FAILED(read_shared_memory(memory));
   NATTEN_JAX_RETURN_IF_FAILED(check_arrays(problem));
+  NATTEN_JAX_RETURN_IF_FAILED(check_key_bias(problem));
   ForwardForm form{};
   NATTEN_JAX_RETURN_IF_FAILED(choose_forward_form(problem, tiles, memory, form));
   const Geometry geometry = geometry_of(problem, tiles);
@@ -103,8 +110,14 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   p.kv_tile_tokens = static_cast<int>(product(tiles.kv));
   p.schedule = schedule_query_tiles(problem, geometry);
   p.by_heads_per_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_per_kv()));
+  p.key_bias = arrays.key_bias;
+  p.key_bias_heads = static_cast<int>(arrays.key_bias_heads);
   NATTEN_JAX_RETURN_IF_FAILED(with_arithmetic(problem.element_type, is_accurate, [&](auto arithmetic) {
-    return launch_forward<arithmetic>(p, form, memory, static_cast<int>(all_tiles), stream);
+    const int ctas = static_cast<int>(all_tiles);
+    if constexpr (is_half(arithmetic)) {
+      if (p.key_bias != nullptr) return launch_key_biased_forward<arithmetic>(p, form, memory, ctas, stream);
+    }
+    return launch_forward<arithmetic>(p, form, memory, ctas, stream);
   }));
   return arrays.layouts == nullptr ? Status() : status_of(fill_padding_of_output(problem, arrays, stream));
 }
@@ -124,6 +137,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   NATTEN_JAX_RETURN_IF_FAILED(read_shared_memory(memory));
   BackwardForm form{};
   NATTEN_JAX_RETURN_IF_FAILED(check_arrays(problem));
+  NATTEN_JAX_RETURN_IF_FAILED(check_key_bias(problem));
   NATTEN_JAX_RETURN_IF_FAILED(check_tile("q_tile_shape", tiles.query, kLargestTile));
   NATTEN_JAX_RETURN_IF_FAILED(check_tile("kv_tile_shape", tiles.kv, kLargestTile));
   NATTEN_JAX_RETURN_IF_FAILED(choose_backward_form(problem, memory, form));
@@ -140,6 +154,13 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   p.q_tile_tokens = static_cast<int>(product(tiles.query));
   p.kv_tile_tokens = static_cast<int>(product(tiles.kv));
   p.parts = (p.kv_tile_tokens + form.keys - 1) / form.keys;
+  p.key_bias_heads = static_cast<int>(arrays.key_bias_heads);
+  if (arrays.key_bias != nullptr && arrays.layouts != nullptr) {
+    // No tile has keys that are padding.
+    const std::int64_t numbers = problem.batch * problem.keys() * problem.heads;
+    NATTEN_JAX_RETURN_IF_FAILED(
+        status_of(cudaMemsetAsync(arrays.key_bias_gradient, 0, numbers * sizeof(float), stream)));
+  }
 
   const auto run = [&](std::int64_t all_tiles, std::int64_t all_groups, std::int64_t heads) -> Status {
     const std::int64_t splits = kv_splits == 0 ? all_tiles : std::min(kv_splits, all_tiles);
@@ -152,6 +173,11 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
     p.by_splits = cutlass::FastDivmod(p.splits);
     p.by_groups = cutlass::FastDivmod(static_cast<int>(all_groups));
     return with_arithmetic(problem.element_type, is_accurate, [&](auto arithmetic) {
+      if constexpr (is_half(arithmetic)) {
+        if (p.key_bias != nullptr) {
+          return launch_key_biased_backward<arithmetic>(p, form, static_cast<int>(ctas), stream);
+        }
+      }
       return launch_backward<arithmetic>(p, form, static_cast<int>(ctas), stream);
     });
   };
@@ -181,6 +207,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
         status_of(cudaMemsetAsync(p.query_gradient, 0, size.batch * p.query_gradient_batch * sizeof(float), stream)));
     if (problem.additional_kv > 0) {
       p.is_additional = true;
+      p.key_bias = nullptr;  // additional keys have none
       p.key = at(arrays.additional_keys, of_additional, problem.head_dim);
       p.value = at(arrays.additional_values, of_additional, problem.head_dim_v);
       p.key_gradient = at(arrays.additional_keys_gradient, of_additional, problem.head_dim);
@@ -190,6 +217,12 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
       NATTEN_JAX_RETURN_IF_FAILED(run(all_tiles, 1, size.batch * size.heads_kv));
     }
     p.is_additional = false;
+    if (arrays.key_bias != nullptr) {
+      const std::int64_t first_head = head_kv * problem.heads_per_kv();
+      const bool is_of_all = arrays.key_bias_heads == 1;
+      p.key_bias = arrays.key_bias + batch * problem.keys() * arrays.key_bias_heads + (is_of_all ? 0 : first_head);
+      p.key_bias_gradient = arrays.key_bias_gradient + batch * problem.keys() * problem.heads + first_head;
+    }
     p.key = at(arrays.key, of_key, problem.head_dim);
     p.value = at(arrays.value, of_key, problem.head_dim_v);
     p.key_gradient = at(arrays.key_gradient, of_key, problem.head_dim);

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <string>
+#include <type_traits>
 
 #include "cuda/common/cuda_status.h"
 #include "cuda/common/launch.cuh"
@@ -35,6 +36,10 @@ struct OfArithmetic<Arithmetic::kTensorFloat32> {
   using Element = float;
   using Product = FloatProduct<false>;
 };
+
+/// A form of a kernel, or `KeyBiased` of it, which adds biases of keys.
+template <class Traits, template <class> class KeyBiased, bool kHasKeyBias>
+using WithKeyBias = std::conditional_t<kHasKeyBias, KeyBiased<Traits>, Traits>;
 
 template <class Traits>
 constexpr bool kFitsEverywhere = sizeof(typename Traits::SharedStorage) <= kLeastSharedMemory;

@@ -14,7 +14,7 @@
 namespace natten_jax::sm90 {
 
 /// By the number of the form and the width of heads; plain problems whose heads take all steps of the form's have
-/// kernels of their own, but for biases of keys.
+/// kernels of their own. With biases of keys, all others have those for narrow heads.
 template <ElementType kType, bool kHasKeyBias>
 Status launch_backward_form(const BackwardParams& params, int form, cudaStream_t stream) {
   int multiprocessors = 0;
@@ -29,11 +29,10 @@ Status launch_backward_form(const BackwardParams& params, int form, cudaStream_t
       static_assert(sizeof(typename Traits::SharedStorage) <= kSharedMemory);
       return status_of(launch_form<Traits>(natten_jax_sm90_backward<Traits>, blocks, stream, params, true));
     };
-    if (is_narrow(std::min(params.head_dim, params.head_dim_v), kForm.head_dim)) {
-      return launch_traits(std::true_type{}, std::false_type{});
-    }
-    return params.is_plain && !kHasKeyBias ? launch_traits(std::false_type{}, std::bool_constant<!kHasKeyBias>{})
-                                           : launch_traits(std::false_type{}, std::false_type{});
+    const bool narrow = is_narrow(std::min(params.head_dim, params.head_dim_v), kForm.head_dim);
+    if (params.is_plain && !narrow) return launch_traits(std::false_type{}, std::true_type{});
+    return narrow ? launch_traits(std::true_type{}, std::false_type{})
+                  : launch_traits(std::bool_constant<kHasKeyBias>{}, std::false_type{});
   });
 }
 

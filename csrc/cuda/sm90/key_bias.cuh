@@ -2,10 +2,8 @@
 // over the scale that logits are multiplied with. The softmax knows nothing of them.
 #pragma once
 
-#include <cfloat>
-#include <cute/config.hpp>
-
 #include "cuda/common/device_axis.h"
+#include "cuda/common/key_bias.cuh"
 #include "natten_jax/logsumexp.h"
 
 namespace natten_jax::sm90 {
@@ -13,12 +11,6 @@ namespace natten_jax::sm90 {
 /// What a bias is multiplied with to become one of products, from what these are multiplied with in base 2.
 CUTE_DEVICE float products_per_logit(float exponent_scale) {
   return kLog2E / exponent_scale;
-}
-
-/// A bias in products of queries and keys. What is no number in there, for a scale next to zero, is the largest one;
-/// only minus infinity hides.
-CUTE_DEVICE float bias_in_products(float bias, float products_per_logit) {
-  return bias == -INFINITY ? bias : fminf(fmaxf(bias * products_per_logit, -FLT_MAX), FLT_MAX);
 }
 
 /// The token of a head's slot in the key array, counted over all batch entries.

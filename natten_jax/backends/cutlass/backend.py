@@ -19,14 +19,17 @@ from natten_jax.backends.cutlass import small_windows as small_window_kernels
 from natten_jax.backends.native_backend import (
     NativeBackend,
     attributes,
-    call_for_gradients,
+    call_for_results,
     delta,
     forward_operands,
+    key_bias_gradient_type,
+    key_bias_operand,
     layouts_operand,
     logsumexp_cotangent_operand,
     saved_remainder,
     sinks_gradient,
     with_kernel_rank,
+    with_key_bias_gradient,
 )
 from natten_jax.cost import small_windows
 from natten_jax.cost.calibration import calibration_for
@@ -75,7 +78,7 @@ class CutlassBackend(NativeBackend):
     edges = EDGES
     wraps_by_strips = True
     biases = ("relative_bias", "key_bias")
-    key_bias_by_columns = takes_shared_key_bias = True
+    takes_shared_key_bias = True
     takes_own_layouts = True
     takes_extents = True
     head_dim_step = _LIMITS.get("head_dim_step", 1)
@@ -114,24 +117,24 @@ class CutlassBackend(NativeBackend):
             )
         return None
 
-    def adds_key_bias(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair | None = None) -> bool:
-        """Whether the kernels of a pass add biases of keys themselves: those for small windows do.
+    @classmethod
+    def needs_columns(cls, problem: Problem) -> bool:
+        """Whether none of its kernels adds biases of keys: beside a relative bias, and to logits of 32-bit elements."""
+        return problem.relative_bias or problem.element.bytes != 2
 
-        They do not beside a relative bias, layouts of batch entries, or dimensions that wrap, whose strips of keys are
-        calls of their own. Nor do the kernels for large windows.
+    def adds_key_bias(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair | None = None) -> bool:
+        """Whether the kernels of a pass add biases of keys themselves.
+
+        Where those for small windows do not, columns for these may be faster than kernels for large windows.
         """
-        is_known = not problem.relative_bias and not problem.own_layouts and "wrap" not in problem.edges
-        if not is_known or problem.element.bytes != 2:
+        if self.needs_columns(problem):
             return False
-        own = self.with_wide_heads(problem)
-        capability = device.compute_capability
+        own, wider = self.with_wide_heads(problem), self.with_wide_heads(with_columns(problem))
+        if self.heads_rejection(wider) is not None:
+            return True
         if pair is not None:
-            return small_windows.seconds(self.family, own, pass_, pair, capability) is not None
-        fastest = next(small_windows.ranked(self.family, own, pass_, capability), None)
-        if fastest is None:
-            return False
-        by_columns = self._ranked(self.with_wide_heads(with_columns(problem)), device, pass_)
-        return not by_columns or fastest[1] <= by_columns[0][1]
+            return self.offers(own, device, pass_, pair) or not self.offers(wider, device, pass_, pair)
+        return self._ranked(own, device, pass_)[0][1] <= self._ranked(wider, device, pass_)[0][1]
 
     def wraps_in_kernels(self, plan: Plan) -> bool:
         """Whether a plan's kernels know windows that wrap: those for small windows do."""
@@ -156,7 +159,9 @@ class CutlassBackend(NativeBackend):
         if not super().offers(problem, device, pass_, pair):
             return False
         if not small_windows.is_chosen(problem, pass_, pair):
-            return not problem.biases
+            return not _is_for_small_windows(problem)
+        if not _small_windows_take_biases(problem):
+            return False
         return small_windows.seconds(self.family, problem, pass_, pair, device.compute_capability) is not None
 
     def _ranked(self, problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[TilePair, float], ...]:
@@ -186,6 +191,7 @@ class CutlassBackend(NativeBackend):
             types,
             *forward_operands(plan.problem, operands),
             layouts_operand(operands),
+            key_bias_operand(plan.problem, operands),
             **attributes(plan),
             is_accurate=int(plan.precision not in _TF32_PRECISIONS),
         )
@@ -203,17 +209,17 @@ class CutlassBackend(NativeBackend):
             of_logsumexp = logsumexp_cotangent_operand(problem, cotangents)
             delta_of_queries = _kernel_delta(out, out_cotangent, of_logsumexp)
         logsumexp = rank(saved.logsumexp), saved_remainder(problem, saved)
-        per_query = layouts_operand(operands), *logsumexp, out_cotangent, delta_of_queries
-        scratch = []
+        biases = layouts_operand(operands), key_bias_operand(problem, operands)
+        behind = [key_bias_gradient_type(problem, operands)]
         if problem.dtype != "float32":
             elements = scratch_elements(problem, operands.inputs.query, performance)
-            scratch.append(ResultType((elements,), jnp.float32))
-        found = call_for_gradients(
+            behind.append(ResultType((elements,), jnp.float32))
+        found, (of_keys, *_) = call_for_results(
             _BACKWARD,
             plan,
             operands,
-            per_query,
-            scratch,
+            (*biases, *logsumexp, out_cotangent, delta_of_queries),
+            behind,
             is_accurate=int(plan.precision not in _TF32_PRECISIONS),
             # Blocks that share the key/value tiles of a head. One makes gradients reproducible. Memory does not depend
             # on their number, so that by default there are as many as tiles.
@@ -221,6 +227,7 @@ class CutlassBackend(NativeBackend):
             if performance.backward_deterministic
             else min(math.prod(performance.backward_kv_splits or (0,)), _MOST_SPLITS),
         )
+        found = with_key_bias_gradient(found, operands.inputs, of_keys)
         sinks = operands.inputs.sinks
         return found._replace(sinks=None if sinks is None else sinks_gradient(sinks, logsumexp[0], delta_of_queries))
 
@@ -302,12 +309,24 @@ def _large_tile_sizes(problem: Problem, device: Device, pass_: Pass) -> tuple[tu
     return (*sizes, (most, 64)) if most > rows else sizes
 
 
+def _is_for_small_windows(problem: Problem) -> bool:
+    """Whether no other kernels add what a problem adds to logits."""
+    return problem.relative_bias or (problem.key_bias and CutlassBackend.needs_columns(problem))
+
+
+def _small_windows_take_biases(problem: Problem) -> bool:
+    """Whether the kernels for small windows know all that a problem has beside biases of keys, if it has these."""
+    return not problem.key_bias or not (problem.own_layouts or "wrap" in problem.edges)
+
+
 @functools.lru_cache(maxsize=256)
 def _ranked_pairs(
     problem: Problem, pass_: Pass, sizes: tuple[tuple[int, int], ...], capability: ComputeCapability | None
 ) -> tuple[tuple[TilePair, float], ...]:
-    found = list(small_windows.ranked(CutlassBackend.family, problem, pass_, capability))
-    if problem.biases:
+    found: list[tuple[TilePair, float]] = []
+    if _small_windows_take_biases(problem):
+        found += small_windows.ranked(CutlassBackend.family, problem, pass_, capability)
+    if _is_for_small_windows(problem):
         return tuple(found)
     if problem.dtype == "float32":
         # Times are of 16-bit elements. Kernels are compiled for rows of some number of bytes.

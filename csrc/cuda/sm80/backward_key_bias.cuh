@@ -1,0 +1,97 @@
+// Biases of keys in the backward kernel, and their gradients: sums of those of logits over the queries of a head.
+#pragma once
+
+#include "cuda/common/key_bias.cuh"
+#include "cuda/sm80/backward_traits.cuh"
+
+namespace natten_jax::sm80 {
+
+/// A form of the kernel that adds biases of keys.
+template <class Traits>
+struct BackwardKeyBiased : Traits {
+  static constexpr bool kHasKeyBias = true;
+
+  struct SharedStorage : Traits::SharedStorage {
+    float key_bias[Traits::kKeys];                                     // of the query head, in products
+    float bias_sums[Traits::LogitWarps::kColumnWarps][Traits::kKeys];  // of warps that share keys
+  };
+};
+
+/// The gradients of biases that a thread adds up: of the keys that it has logits of.
+template <class Traits>
+struct BiasSums {
+  static constexpr int kRows = Traits::kLogitRows / 8;  // of a thread, eight apart
+
+  float of_row[kRows] = {};
+
+  /// Writes those of a query head, and begins anew; all threads of the CTA take part.
+  CUTE_DEVICE void finish(const BackwardParams& p, typename Traits::SharedStorage& shared, const KeyHead& own,
+                          int head) {
+    constexpr int kColumnWarps = Traits::LogitWarps::kColumnWarps;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (warp < Traits::kLogitWarps) {
+      CUTE_UNROLL
+      for (int i = 0; i < kRows; ++i) {
+        float sum = of_row[i];
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        const int row = warp / kColumnWarps * Traits::kLogitRows + lane / 4 + 8 * i;
+        if (lane % 4 == 0) shared.bias_sums[warp % kColumnWarps][row] = sum;
+        of_row[i] = 0.f;
+      }
+    }
+    __syncthreads();
+    for (int row = threadIdx.x; row < Traits::kKeys; row += Traits::kThreads) {
+      float sum = 0.f;
+      CUTE_UNROLL
+      for (int i = 0; i < kColumnWarps; ++i) sum += shared.bias_sums[i][row];
+      write(p, shared, own, head, row, sum);
+    }
+  }
+
+  /// Writes zeros where no query sees the keys.
+  CUTE_DEVICE static void write_zeros(const BackwardParams& p, const typename Traits::SharedStorage& shared,
+                                      const KeyHead& own) {
+    for (int head = 0; head < own.queries; ++head) {
+      for (int row = threadIdx.x; row < Traits::kKeys; row += Traits::kThreads) write(p, shared, own, head, row, 0.f);
+    }
+  }
+
+ private:
+  CUTE_DEVICE static void write(const BackwardParams& p, const typename Traits::SharedStorage& shared,
+                                const KeyHead& own, int head, int row, float gradient) {
+    const int token = shared.row_windows[row][0].w;
+    if (token < 0) return;
+    const std::int64_t of_key = (own.batch * p.keys + token) * p.heads;
+    p.key_bias_gradient[of_key + own.head * own.queries + head] = gradient;
+  }
+};
+
+/// In place of them, of kernels without.
+struct NoBiasSums {};
+
+template <class Traits>
+using BiasSumsOf = std::conditional_t<Traits::kHasKeyBias, BiasSums<Traits>, NoBiasSums>;
+
+/// Loads the biases of a tile's keys for a query head; they can be read after a barrier.
+template <class Traits>
+CUTE_DEVICE void load_biases(const BackwardParams& p, typename Traits::SharedStorage& shared, const KeyHead& own,
+                             int head) {
+  const float per_logit = 1.f / own.scale(p).logits;
+  const int of_head = p.key_bias_heads == 1 ? 0 : own.head * own.queries + head;
+  for (int row = threadIdx.x; row < Traits::kKeys; row += Traits::kThreads) {
+    const int token = max(shared.row_windows[row][0].w, 0);  // rows without a key are masked
+    const float bias = p.key_bias[(own.batch * p.keys + token) * p.key_bias_heads + of_head];
+    shared.key_bias[row] = bias_in_products(bias, per_logit);
+  }
+}
+
+/// Makes queries that see nothing give no key a weight: each thread those whose logsumexp it has copied itself.
+template <class Traits>
+CUTE_DEVICE void hide_unseeing(typename Traits::SharedStorage& shared, int stage) {
+  if (threadIdx.x >= Traits::kQueries) return;
+  float& logsumexp = shared.logsumexp[stage][threadIdx.x];
+  if (logsumexp == -INFINITY) logsumexp = INFINITY;
+}
+
+}  // namespace natten_jax::sm80
