@@ -185,7 +185,7 @@ class Attention {
     auto& s = products.s;
     warpgroup_fence_operand(s);
     arrive(shared.empty_k[k.index]);
-    if constexpr (Traits::kHasKeyBias) add_biases(logits(), biases_in<Traits>(shared, k));
+    if constexpr (Traits::kHasKeyBias) add_biases<Traits>(logits(), biases_in<Traits>(shared, k));
     k.advance();
     --left;
     leave_query();

@@ -18,16 +18,18 @@ CUTE_DEVICE float* biases_in(typename Traits::SharedStorage& shared, Ring<Traits
 }
 
 /// Adds a tile's to the products of a thread's rows.
-template <class Logits>
+template <class Traits, class Logits>
 CUTE_DEVICE void add_biases(AccumulatorRows<Logits> s, const float* biases) {
-  biases += 2 * (threadIdx.x % 4);
+  biases += threadIdx.x % 4 * Traits::kLaneBiases;
   CUTE_UNROLL
-  for (int n = 0; n < s.kColumns; n += 2) {
-    const float2 pair = *reinterpret_cast<const float2*>(biases + 4 * n);
+  for (int n = 0; n < s.kColumns; n += 4) {
+    const float4 four = *reinterpret_cast<const float4*>(biases + n);
     CUTE_UNROLL
     for (int row = 0; row < 2; ++row) {
-      s(row, n) += pair.x;
-      s(row, n + 1) += pair.y;
+      s(row, n) += four.x;
+      s(row, n + 1) += four.y;
+      s(row, n + 2) += four.z;
+      s(row, n + 3) += four.w;
     }
   }
 }
@@ -61,7 +63,7 @@ class TileBiases {
       const unsigned token = min(static_cast<unsigned>(first + from_first), static_cast<unsigned>(p.last_key));
       // One instruction: bytes from one token to the next are as many as 32 bits hold.
       const std::uint64_t bytes = static_cast<std::uint64_t>(token) * (4u * static_cast<unsigned>(p.key_bias_heads));
-      copy_word_async(destination + 4 * row(i), of_head + bytes, true);
+      copy_word_async(destination + 4 * place_of_bias(i), of_head + bytes, true);
     }
     commit_copies();
   }
@@ -69,7 +71,7 @@ class TileBiases {
   /// Additional keys have none.
   CUTE_DEVICE void clear(typename Traits::SharedStorage& shared) {
     CUTE_UNROLL
-    for (int i = 0; i < kOfLane; ++i) biases_in<Traits>(shared, key)[row(i)] = 0.f;
+    for (int i = 0; i < kOfLane; ++i) biases_in<Traits>(shared, key)[place_of_bias(i)] = 0.f;
   }
 
   /// Makes them numbers that are added to products, as soon as the tile's buffer of keys is free.
@@ -77,7 +79,7 @@ class TileBiases {
     wait_copies<0>();
     CUTE_UNROLL
     for (int i = 0; i < kOfLane; ++i) {
-      float& bias = biases_in<Traits>(shared, key)[row(i)];  // which this lane has copied
+      float& bias = biases_in<Traits>(shared, key)[place_of_bias(i)];  // which this lane has copied
       bias = bias_in_products(bias, in_products);
     }
     key.wait_empty(shared.empty_k);
@@ -89,6 +91,12 @@ class TileBiases {
   static constexpr int kOfLane = Traits::kColumns / kWarp;
 
   CUTE_DEVICE static int row(int i) { return threadIdx.x % kWarp + kWarp * i; }
+
+  /// Where the bias of that row is: of eight neighbors, each lane that computes has two.
+  CUTE_DEVICE static int place_of_bias(int i) {
+    const int row = threadIdx.x % kWarp;
+    return row % 8 / 2 * Traits::kLaneBiases + row / 8 * 2 + row % 2 + kWarp / 4 * i;
+  }
 
   /// Tokens from the group's first key to one of the tile at `walk`, whose dimensions may wrap.
   CUTE_DEVICE static int tokens_around(const ForwardParams& p, const KvWalk& walk, int place) {

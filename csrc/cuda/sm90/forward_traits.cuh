@@ -40,6 +40,9 @@ struct ForwardTraits {
   static constexpr int kValueReaders = kConsumers;  // threads that a value tile waits for
   // Whether keys have biases (key_bias.cuh). The warp that loads values then does so whole, as it also loads these.
   static constexpr bool kHasKeyBias = kHasKeyBias_;
+  // Numbers of a tile's biases in shared memory: those of each of the four lanes that share a row, and four that keep
+  // them in other banks than the next lane's.
+  static constexpr int kLaneBiases = kColumns / 4 + 4, kTileBiases = 4 * kLaneBiases;
   // Whether the problem has nothing that a planning or loading warp would look at for each tile
   // (ForwardParams::is_plain): these warps have 40 registers, and spill with all that there may be.
   static constexpr bool kIsPlain = kIsPlain_;
@@ -104,7 +107,7 @@ struct ForwardTraits {
     alignas(8) std::uint64_t first_key_loaded, full_q, empty_q, empty_o;
     std::uint64_t full_plan[kPlans], full_windows[kPlans], empty_plan[kPlans];
     std::uint64_t full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
-    float key_bias[kHasKeyBias ? 2 * kStages : 1][kHasKeyBias ? kColumns : 1];  // of tiles (forward_key_bias.cuh)
+    alignas(kHasKeyBias ? 16 : 4) float key_bias[kHasKeyBias ? 2 * kStages : 1][kHasKeyBias ? kTileBiases : 1];
     int bias_places[kHasKeyBias ? kColumns : 1];
   };
 };
