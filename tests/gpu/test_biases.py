@@ -92,8 +92,8 @@ LARGE_WINDOWS = {
 
 
 def large_tiles(case: Case) -> dict[str, tuple[int, ...]]:
-    """Tiles that select kernels for large windows in both passes: 128 tokens, which those for small ones never have."""
-    tile = (*(1,) * (len(case.layout) - 1), 128) if len(case.layout) != 2 else (8, 16)
+    """Tiles that select kernels for large windows in both passes: 64 tokens, which those for small ones never have."""
+    tile = (*(1,) * (len(case.layout) - 1), 64) if len(case.layout) != 2 else (8, 8)
     return {name: tile for pass_ in PASSES for name in tile_names(pass_)}
 
 

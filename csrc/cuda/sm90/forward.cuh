@@ -49,7 +49,7 @@ CUTE_DEVICE void prepare(const ForwardParams& p, typename Traits::SharedStorage&
       ClusterBarrier::init(&shared.empty_plan[i], Traits::kPlanReaders);
     }
     for (int i = 0; i < Traits::kStages; ++i) {
-      ClusterBarrier::init(&shared.full_k[i], Traits::kKeyArrivals);
+      ClusterBarrier::init(&shared.full_k[i], 1);
       ClusterBarrier::init(&shared.full_v[i], 1);
       ClusterBarrier::init(&shared.empty_k[i], Traits::kConsumers);
       ClusterBarrier::init(&shared.empty_v[i], Traits::kValueReaders);

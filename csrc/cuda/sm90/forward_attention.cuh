@@ -147,6 +147,7 @@ class Attention {
       order.pass_turn();
       arrive(shared.empty_k[k.index]);
       k.advance();
+      if constexpr (Traits::kHasKeyBias) bias.advance();
       v.wait_full(shared.full_v);
       arrive(shared.empty_v[v.index]);
       v.advance();
@@ -179,13 +180,17 @@ class Attention {
     }
     next_mask = kHidden;
     if (left > 1) next_mask = mask_in(k.next());
+    if constexpr (Traits::kHasKeyBias) bias.wait_full(shared.full_biases);
   }
 
   CUTE_DEVICE void finish_s() {
     auto& s = products.s;
     warpgroup_fence_operand(s);
     arrive(shared.empty_k[k.index]);
-    if constexpr (Traits::kHasKeyBias) add_biases<Traits>(logits(), biases_in<Traits>(shared, k));
+    if constexpr (Traits::kHasKeyBias) {
+      add_biases<Traits>(logits(), shared.key_bias[bias.index]);
+      bias.advance();
+    }
     k.advance();
     --left;
     leave_query();
@@ -298,6 +303,7 @@ class Attention {
   ProductOrder<Traits> order;
   OnlineSoftmax<Element> softmax;
   Ring<Traits::kStages> k, v;
+  std::conditional_t<Traits::kHasKeyBias, Ring<Traits::kBiasStages>, std::nullptr_t> bias;
   Ring<Traits::kPlans> slot;  // of the query tile's plan
   SingleBuffer query, output;
   int left;             // key/value tiles of the query tile to go

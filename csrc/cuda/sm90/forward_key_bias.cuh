@@ -10,13 +10,6 @@
 
 namespace natten_jax::sm90 {
 
-/// Where the biases of the tile in a key buffer are: a ring as long as two rounds of the ring of keys, so that a key
-/// buffer falls free before its biases were read, and a tile's are on their way while the one before it is in use.
-template <class Traits>
-CUTE_DEVICE float* biases_in(typename Traits::SharedStorage& shared, Ring<Traits::kStages> keys) {
-  return shared.key_bias[keys.index + Traits::kStages * keys.phase];
-}
-
 /// Adds a tile's to the products of a thread's rows.
 template <class Traits, class Logits>
 CUTE_DEVICE void add_biases(AccumulatorRows<Logits> s, const float* biases) {
@@ -40,6 +33,10 @@ CUTE_DEVICE void add_biases(AccumulatorRows<Logits> s, const float* biases) {
 /// all tiles lies in shared memory, and nothing of a tile that is on its way is in a register. Divisions for each tile
 /// made forward passes 1.5 to 1.9 times as long (H100). It is not the warp that loads keys, which also finds out how
 /// tiles are masked.
+///
+/// It runs ahead of the keys: biases are there before products are, and nobody waits for them where keys would do. Nor
+/// does it wait for their buffers itself. When it copies those of a tile, it has waited for that of the values which
+/// are `kStages` before the last but one, and whoever has left these has added their biases.
 template <class Traits>
 class TileBiases {
  public:
@@ -50,12 +47,13 @@ class TileBiases {
     in_products = products_per_logit(plan.exponent_scale);
   }
 
-  /// Starts to copy those of the next tile, which is at `walk`. Rows that hold no key which a query sees are masked
-  /// whatever is added to them: they get the bias of some key.
-  CUTE_DEVICE void fetch(const ForwardParams& p, typename Traits::SharedStorage& shared, const KvWalk& walk) {
+  /// Starts to copy those of the tile at `walk`: the next one, or `ahead` tiles behind it. Rows that hold no key which
+  /// a query sees are masked whatever is added to them: they get the bias of some key.
+  CUTE_DEVICE void fetch(const ForwardParams& p, typename Traits::SharedStorage& shared, const KvWalk& walk,
+                         int ahead) {
     const bool goes_around = !Traits::kIsPlain && p.kv_boxes.go_around;
     const int first = first_of_group + (goes_around ? 0 : tokens_to_key(p.axis, walk.x, walk.y, walk.z));
-    const auto destination = static_cast<std::uint32_t>(__cvta_generic_to_shared(biases_in<Traits>(shared, key)));
+    const std::uint32_t destination = shared_address(shared.key_bias[(tile + ahead) % Traits::kBiasStages]);
     CUTE_UNROLL
     for (int i = 0; i < kOfLane; ++i) {
       const int place = shared.bias_places[row(i)];
@@ -71,20 +69,23 @@ class TileBiases {
   /// Additional keys have none.
   CUTE_DEVICE void clear(typename Traits::SharedStorage& shared) {
     CUTE_UNROLL
-    for (int i = 0; i < kOfLane; ++i) biases_in<Traits>(shared, key)[place_of_bias(i)] = 0.f;
+    for (int i = 0; i < kOfLane; ++i) shared.key_bias[tile % Traits::kBiasStages][place_of_bias(i)] = 0.f;
   }
 
-  /// Makes them numbers that are added to products, as soon as the tile's buffer of keys is free.
-  CUTE_DEVICE void store(typename Traits::SharedStorage& shared) {
-    wait_copies<0>();
+  /// Makes those of the next tile numbers that are added to products. Copies for the one behind it may be under way.
+  CUTE_DEVICE void finish(typename Traits::SharedStorage& shared, bool is_last) {
+    if (is_last) {
+      wait_copies<0>();
+    } else {
+      wait_copies<1>();
+    }
+    const int stage = tile++ % Traits::kBiasStages;
     CUTE_UNROLL
     for (int i = 0; i < kOfLane; ++i) {
-      float& bias = biases_in<Traits>(shared, key)[place_of_bias(i)];  // which this lane has copied
+      float& bias = shared.key_bias[stage][place_of_bias(i)];  // which this lane has copied
       bias = bias_in_products(bias, in_products);
     }
-    key.wait_empty(shared.empty_k);
-    arrive(shared.full_k[key.index]);  // every lane wrote a part
-    key.advance();
+    arrive(shared.full_biases[stage]);  // every lane wrote a part
   }
 
  private:
@@ -107,7 +108,7 @@ class TileBiases {
   const char* of_head;
   int first_of_group;
   float in_products;
-  Ring<Traits::kStages> key;
+  unsigned tile = 0;  // the next one
 };
 
 /// Works out where the keys of a tile lie: tokens from the tile's first one; or a byte for each coordinate, where tiles

@@ -183,7 +183,7 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
     KvWalk walk(hull_begin);
     if constexpr (loader.kLoadsBiases) {
       loader.biases.start(p, plan);
-      if (kv_tiles > 0) loader.biases.fetch(p, shared, walk);
+      if (kv_tiles > 0) loader.biases.fetch(p, shared, walk, 0);
     }
     int unmasked = 0;
     for (int i = 0; i < kv_tiles; ++i) {
@@ -194,13 +194,14 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
       }
       if (unmasked > 0) --unmasked;
       if constexpr (loader.kLoadsBiases) {
-        loader.biases.store(shared);
         // The next tile's are on their way while a buffer of values is in use.
-        if (i + 1 < kv_tiles) {
+        const bool is_last = i + 1 == kv_tiles;
+        if (!is_last) {
           KvWalk next = walk;
           next.next(p.axis, hull_begin, hull_end);
-          loader.biases.fetch(p, shared, next);
+          loader.biases.fetch(p, shared, next, 1);
         }
+        loader.biases.finish(shared, is_last);
       }
       loader.load(make_int4(walk.x, walk.y, walk.z, masks), [&](std::uint64_t* full, auto* to) {
         if (Traits::kIsPlain || !p.kv_boxes.go_around) {
@@ -221,7 +222,7 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
       const int mask = columns < Traits::kColumns ? kEndMask : kNoMask;
       if constexpr (loader.kLoadsBiases) {
         loader.biases.clear(shared);
-        loader.biases.store(shared);
+        loader.biases.finish(shared, true);
       }
       loader.load(make_int4(0, 0, p.additional_kv - columns, mask * kEachWarpgroup),
                   [&](std::uint64_t* full, auto* to) {

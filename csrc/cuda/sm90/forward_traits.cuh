@@ -43,11 +43,11 @@ struct ForwardTraits {
   // Numbers of a tile's biases in shared memory: those of each of the four lanes that share a row, and four that keep
   // them in other banks than the next lane's.
   static constexpr int kLaneBiases = kColumns / 4 + 4, kTileBiases = 4 * kLaneBiases;
+  static constexpr int kBiasStages = kStages + 2;  // tiles whose biases are there, or on their way
   // Whether the problem has nothing that a planning or loading warp would look at for each tile
   // (ForwardParams::is_plain): these warps have 40 registers, and spill with all that there may be.
   static constexpr bool kIsPlain = kIsPlain_;
   static constexpr int kValueLoaders = kHasKeyBias ? kWarp : 1;
-  static constexpr int kKeyArrivals = kHasKeyBias ? 1 + kWarp : 1;  // one thread expects bytes, a warp writes
   // Threads that a plan waits for, of whom a warp stores.
   static constexpr int kPlanReaders = kConsumers + kValueLoaders + kLoadingThreads - 1 + kWarp;
   // What the 65536 registers of a multiprocessor give each thread. The warp that loads biases, too, needs more than
@@ -90,7 +90,11 @@ struct ForwardTraits {
   }
   /// Initialises the barriers that not all forms have.
   template <class Shared>
-  CUTE_DEVICE static void init_more_barriers(Shared&) {}
+  CUTE_DEVICE static void init_more_barriers(Shared& shared) {
+    if constexpr (kHasKeyBias) {
+      for (int i = 0; i < kBiasStages; ++i) ClusterBarrier::init(&shared.full_biases[i], kWarp);
+    }
+  }
 
   struct SharedStorage {
     alignas(1024) Element q[cosize_v<LayoutQ>];
@@ -107,7 +111,8 @@ struct ForwardTraits {
     alignas(8) std::uint64_t first_key_loaded, full_q, empty_q, empty_o;
     std::uint64_t full_plan[kPlans], full_windows[kPlans], empty_plan[kPlans];
     std::uint64_t full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
-    alignas(kHasKeyBias ? 16 : 4) float key_bias[kHasKeyBias ? 2 * kStages : 1][kHasKeyBias ? kTileBiases : 1];
+    std::uint64_t full_biases[kHasKeyBias ? kBiasStages : 1];
+    alignas(kHasKeyBias ? 16 : 4) float key_bias[kHasKeyBias ? kBiasStages : 1][kHasKeyBias ? kTileBiases : 1];
     int bias_places[kHasKeyBias ? kColumns : 1];
   };
 };

@@ -34,7 +34,6 @@ struct Float8Traits {
   static constexpr bool kSeparateOutput = true;
   static constexpr int kValueReaders = kTurners;
   static constexpr bool kHasKeyBias = false, kIsPlain = false;
-  static constexpr int kKeyArrivals = 1;
   static constexpr int kPlanReaders = kConsumers + kLoadingThreads + kWarp + kTurners;
 
   // Logits are one product, weighted values one for each part of as many columns. With heads of 128, parts of 64 take a
