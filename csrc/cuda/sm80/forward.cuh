@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
     const auto sight = rows.sight(step);
     typename WarpRows<Traits>::Logits s = {};
     if (sight.any) {
-      if constexpr (Traits::kHasKeyBias) add_biases<Traits>(s, shared, step, 1.f / scale);
+      if constexpr (Traits::kHasKeyBias) start_at_biases<Traits>(s, shared, step);
       rows.multiply_by_keys(s, query, stage_bytes);
     }
     copies.between(step);

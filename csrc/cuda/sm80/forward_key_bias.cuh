@@ -1,6 +1,7 @@
-// Biases of keys in the forward kernel: copied with the keys of a step, and added to its products.
+// Biases of keys in the forward kernel: copied with the keys of a step, whose products begin at them.
 #pragma once
 
+#include "cuda/common/key_bias.cuh"
 #include "cuda/sm80/forward_traits.cuh"
 #include "cuda/warp/cp_async.cuh"
 
@@ -12,11 +13,19 @@ struct KeyBiased : Traits {
   static constexpr bool kHasKeyBias = true;
   /// Steps whose biases are in shared memory: those of the next one are copied before a step's are read.
   static constexpr int kBiasedSteps = Traits::kStages > 2 ? Traits::kStages : 2;
+  /// Whether biases are made ready in shared memory, before the barrier that a step begins with: as numbers in
+  /// products, each pair twice, so that a lane loads what it begins a block of products with at once. A ring has no
+  /// such barrier.
+  static constexpr bool kPreparesBiases = !Traits::kIsRing;
 
   struct SharedStorage : Traits::SharedStorage {
-    alignas(16) float key_bias[kBiasedSteps][Traits::kColumns];
+    alignas(16) float key_bias[kBiasedSteps][(kPreparesBiases ? 2 : 1) * Traits::kColumns];
     const float* biases_of_head;  // that of the batch entry's first key
+    float products_per_logit;
   };
+
+  /// Where a column's bias is, among those of a step.
+  CUTE_DEVICE static int place_of_bias(int column) { return kPreparesBiases ? column / 2 * 4 + column % 2 : column; }
 };
 
 /// Notes where the biases of the CTA's head are; steps are loaded after a barrier.
@@ -24,6 +33,7 @@ template <class Traits>
 CUTE_DEVICE void find_biases(const ForwardParams& p, typename Traits::SharedStorage& shared, int batch, int head) {
   if (threadIdx.x > 0) return;
   shared.biases_of_head = p.key_bias + batch * p.keys * p.key_bias_heads + (p.key_bias_heads == 1 ? 0 : head);
+  shared.products_per_logit = 1.f / p.scale.of(batch * p.heads + head).logits;
 }
 
 /// Starts to copy the biases of a step's keys, of which additional ones have none. Columns that hold no key which a
@@ -31,29 +41,44 @@ CUTE_DEVICE void find_biases(const ForwardParams& p, typename Traits::SharedStor
 template <class Traits>
 CUTE_DEVICE void load_biases(const ForwardParams& p, const typename Traits::SharedStorage& shared, int step) {
   using Steps = KeySteps<Traits::kThreads>;
-  if (threadIdx.x >= Traits::kColumns) return;
+  const int column = threadIdx.x;
+  if (column >= Traits::kColumns) return;
   const int place = shared.steps.places[step % Steps::kCapacity];
-  const int in_tile = (place >> 3) + threadIdx.x;
-  const unsigned token = shared.steps.tiles[step % Steps::kCapacity].w + shared.columns.token(in_tile);
+  const unsigned token = shared.steps.tiles[step % Steps::kCapacity].w + shared.columns.token((place >> 3) + column);
   const char* of_head = reinterpret_cast<const char*>(shared.biases_of_head);
-  copy_word_async(shared_address(&shared.key_bias[step % Traits::kBiasedSteps][threadIdx.x]),
+  copy_word_async(shared_address(&shared.key_bias[step % Traits::kBiasedSteps][Traits::place_of_bias(column)]),
                   advance(of_head, min(token, static_cast<unsigned>(p.keys) - 1), p.key_bias_heads * 4),
                   (place & Steps::kWindow) != 0);
 }
 
-/// Adds them to the step's products, which a logit is `per_logit` of. A negative bias that is so no number hides its
-/// key.
+/// Makes a step's biases ready: each thread that which it has copied itself.
+template <class Traits>
+CUTE_DEVICE void prepare_biases(typename Traits::SharedStorage& shared, int step) {
+  if (!Traits::kPreparesBiases || threadIdx.x >= Traits::kColumns) return;
+  float* copied = &shared.key_bias[step % Traits::kBiasedSteps][Traits::place_of_bias(threadIdx.x)];
+  copied[0] = copied[2] = bias_in_products(copied[0], shared.products_per_logit);
+}
+
+/// What a step's products begin with.
 template <class Traits, int kRowBlocks>
-CUTE_DEVICE void add_biases(float (&s)[kRowBlocks][Traits::kColumns / 8][4],
-                            const typename Traits::SharedStorage& shared, int step, float per_logit) {
-  const float* biases = shared.key_bias[step % Traits::kBiasedSteps] + 2 * (threadIdx.x % 4);
+CUTE_DEVICE void start_at_biases(float (&s)[kRowBlocks][Traits::kColumns / 8][4],
+                                 const typename Traits::SharedStorage& shared, int step) {
+  const float* biases = shared.key_bias[step % Traits::kBiasedSteps];
   CUTE_UNROLL
   for (int n = 0; n < Traits::kColumns / 8; ++n) {
-    const float2 pair = *reinterpret_cast<const float2*>(biases + 8 * n);
+    const float* of_lane = biases + Traits::place_of_bias(8 * n + 2 * (threadIdx.x % 4));
+    float4 block;
+    if constexpr (Traits::kPreparesBiases) {
+      block = *reinterpret_cast<const float4*>(of_lane);
+    } else {
+      // A negative bias that is no number in products hides its key.
+      const float2 pair = *reinterpret_cast<const float2*>(of_lane);
+      block.x = block.z = fminf(pair.x * shared.products_per_logit, FLT_MAX);
+      block.y = block.w = fminf(pair.y * shared.products_per_logit, FLT_MAX);
+    }
     CUTE_UNROLL
     for (int m = 0; m < kRowBlocks; ++m) {
-      CUTE_UNROLL
-      for (int e = 0; e < 4; ++e) s[m][n][e] = (e % 2 == 0 ? pair.x : pair.y) * per_logit;
+      s[m][n][0] = block.x, s[m][n][1] = block.y, s[m][n][2] = block.z, s[m][n][3] = block.w;
     }
   }
 }

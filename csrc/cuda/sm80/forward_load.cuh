@@ -87,6 +87,7 @@ struct StepCopies {
     const int next = step + kAhead;
     if constexpr (!Traits::kIsRing) {
       wait_copies<0>();
+      if constexpr (Traits::kHasKeyBias) prepare_biases<Traits>(shared, step);
       __syncthreads();  // this step's keys are there; what is loaded next has been used
     }
     const std::uint32_t stage_bytes = kStages < 2 ? 0 : (Traits::kIsRing ? step % kStages : stage) * kStageBytes;

@@ -34,9 +34,9 @@ CUTE_DEVICE void add_biases(AccumulatorRows<Logits> s, const float* biases) {
 /// made forward passes 1.5 to 1.9 times as long (H100). It is not the warp that loads keys, which also finds out how
 /// tiles are masked.
 ///
-/// It runs ahead of the keys: biases are there before products are, and nobody waits for them where keys would do. Nor
-/// does it wait for their buffers itself. When it copies those of a tile, it has waited for that of the values which
-/// are `kStages` before the last but one, and whoever has left these has added their biases.
+/// It runs ahead of the keys, so that nobody waits for biases where keys would do, and asks for no buffer: when it
+/// copies a tile's biases, it has waited for the buffer that the values of the tile `kBiasStages` before it had, and
+/// whoever has left that has added that tile's biases.
 template <class Traits>
 class TileBiases {
  public:
