@@ -82,3 +82,24 @@ def test_sinks_of_each_entry_of_a_mapped_call(layout: tuple[int, int]) -> None:
     together = np.asarray(jax.jit(jax.vmap(gradient))(query, sinks))
     alone = np.stack([np.asarray(jax.jit(gradient)(*each)) for each in zip(query, sinks, strict=True)])
     np.testing.assert_allclose(together, alone, rtol=2e-3, atol=1e-3)  # outputs may be rounded elsewhere
+
+
+@pytest.mark.parametrize("head_dim", [32, 64])
+@pytest.mark.parametrize("dtype", _HALVES)
+def test_scales_and_sinks_of_more_items_than_a_warp_has_lanes(dtype: str, head_dim: int) -> None:
+    """A CTA then goes over more heads and batch entries than it holds the scales and sinks of at a time."""
+    batch, heads = 4096, 12
+    query = jax.random.normal(jax.random.key(0), (batch, 7, 7, heads, head_dim), jnp.dtype(dtype))
+    scale = jnp.linspace(0.05, 0.4, heads)
+    sinks = jnp.linspace(-3.0, 6.0, heads)
+
+    out = na2d(query, query, query, 7, scale=scale, sinks=sinks, backend="cutlass-fna")
+    for first in range(0, batch, 512):
+        tokens = query[first : first + 8].reshape(8, 49, heads, head_dim).astype(jnp.float32)
+        with jax.default_matmul_precision("highest"):
+            logits = jnp.einsum("bqhd,bkhd->bhqk", tokens, tokens) * scale[:, None, None]
+            of_sinks = jnp.broadcast_to(sinks[:, None, None], (8, heads, 49, 1))
+            weights = jax.nn.softmax(jnp.concatenate([logits, of_sinks], -1), -1)[..., :-1]
+            expected = jnp.einsum("bhqk,bkhd->bqhd", weights, tokens)
+        found = out[first : first + 8].reshape(expected.shape).astype(jnp.float32)
+        np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=2e-2, atol=2e-2)

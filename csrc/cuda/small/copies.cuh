@@ -255,7 +255,12 @@ struct CtaItems {
 struct PlainItems : CtaItems {
   static constexpr bool kIsPlain = true;
 
-  using CtaItems::CtaItems;
+  PlainItems() = default;
+  CUTE_DEVICE explicit PlainItems(const CommonParams& p) : CtaItems(p) {
+    // From here on the compiler does not know where it is from: it would find it anew for each item, by 8 of the 286
+    // instructions that a forward pass has for one besides those for its columns.
+    asm("" : "+r"(count));
+  }
 };
 
 /// The items of a CTA's plan, where batch entries have layouts of their own: some that follow each other once its

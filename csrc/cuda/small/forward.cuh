@@ -10,6 +10,7 @@
 
 #include "cuda/common/row_sums.cuh"
 #include "cuda/small/entries.cuh"
+#include "cuda/small/head_terms.cuh"
 #include "cuda/small/key_bias.cuh"
 #include "cuda/small/products.cuh"
 #include "cuda/small/seams.cuh"
@@ -130,15 +131,18 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     if constexpr (kHasBias) copy_table(p, item, stage);
   };
   const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases,
-                           auto& key_bias) {
+                           auto& key_bias, auto& terms) {
     if (!tile.has_rows) return;
-    // Loaded together: the sink would be waited for at the end, which took 7% of NAT's first stage.
-    const float factor = kHasScales ? item.exponent_scale(p) : p.exponent_scale;
-    const float sink = kHasScales ? item.sink(p) : -INFINITY;
+    terms.next(item);
+    const float factor = terms.exponent_scale();
     const RowOperand<Element, kHeadDim> queries(rows);
     key_bias.prepare(item);
     phases.rows_are_read();
     TileOutput<kHeadDim> result;
+    if constexpr (kHasScales && !Sums::kHasReference) {
+      // A sink is one more weight.
+      result.sum[0] = result.sum[1] = lane % 4 == 0 ? fast_exp2(terms.sink() * kLog2E) : 0.f;
+    }
     if constexpr (Sums::kHasReference) {
       if (tile.pairs > 0) {
         PairLogits x[1];
@@ -171,13 +175,6 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
       }
       add_pairs<Element, kHeadDim>(result, x, pairs);
     });
-    // A sink is one more weight. Beside one, those in float16 may have lost digits that nobody then asks for.
-    bool has_sink = kHasScales && sink != -INFINITY;
-    if constexpr (kHasScales && !Sums::kHasReference) {
-      const float of_sink = lane % 4 == 0 ? fast_exp2(sink * kLog2E) : 0.f;
-      result.sum[0] += of_sink;
-      result.sum[1] += of_sink;
-    }
     const int2 places = tables.row_places[lane / 4];
     float sums[2] = {sum_of_row(result.sum[0]), sum_of_row(result.sum[1])};
     bool is_trusted = true;
@@ -186,13 +183,15 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
       const int is_sum = is_sum_trusted<Element>(sums[r], result.shift[r], factor);
       is_trusted &= (is_sum | static_cast<int>((r == 0 ? places.x : places.y) < 0)) != 0;
     }
+    // What is not among the sums yet. Beside a sink, weights in float16 may have lost digits that nobody then asks for.
+    float sink = -INFINITY;
+    if constexpr (kHasScales && Sums::kHasReference) sink = terms.sink();
     if (__any_sync(0xffffffffu, !is_trusted)) {
       compute_exactly<Element, kHeadDim, Columns, kHasBias, kHasKeyBias>(result, queries, tile, tables,
                                                                          additional_pairs, stage, factor);
       sums[0] = sum_of_row(result.sum[0]);
       sums[1] = sum_of_row(result.sum[1]);
-    } else if (!Sums::kHasReference) {
-      has_sink = false;
+      if constexpr (kHasScales) sink = terms.sink();
     }
     phases.columns_are_read();
     key_bias.leave(item);
@@ -203,6 +202,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
       return logsumexp_of_sum(is_second ? sums[1] : sums[0], is_second ? result.shift[1] : result.shift[0], factor,
                               with_remainder);
     };
+    bool has_sink = sink != -INFINITY;
     if (Sums::kHasReference && has_sink && add_sink_to_sums(sums, result.shift, sink, factor, places)) has_sink = false;
     float of_row[2] = {normalisation(sums[0]), normalisation(sums[1])};
     Logsumexp logsumexp;
@@ -213,10 +213,15 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
       for (int r = 0; r < 2; ++r) of_row[r] *= __shfl_sync(0xffffffffu, share_of_keys, r, 4);
     }
     if (lane % 4 < 2 && place >= 0) {
-      if (!has_sink) logsumexp = find_logsumexp(p.remainder != nullptr);
       const int at = item.of_query + place;
-      p.logsumexp[at] = logsumexp.value;
-      if (p.remainder != nullptr) p.remainder[at] = logsumexp.remainder;
+      // Two cases: instructions for a remainder that nobody wants would do nothing, but take their time.
+      if (p.remainder == nullptr) {
+        p.logsumexp[at] = has_sink ? logsumexp.value : find_logsumexp(false).value;
+      } else {
+        if (!has_sink) logsumexp = find_logsumexp(true);
+        p.logsumexp[at] = logsumexp.value;
+        p.remainder[at] = logsumexp.remainder;
+      }
     }
     Rows::template store<Element>(result.o, of_row[0], of_row[1], tables.row_places,
                                   row_of(p.out, item.of_query, head_dims.of_values), head_dims.of_values,
@@ -225,6 +230,8 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
   };
   for_plans<Items, false>(p, raw, [&](const Items& items, const EntryLayout& layout, bool is_first) {
     loads.take(items, is_first);
+    HeadTerms<kHasScales, kHasBoxes && !Items::kOfEntries && !Items::kMayWrap, Items> terms(
+        p, items);  // which come while the warp plans
     const auto load_first_rows = [&] { loads.load_first_rows(items.at(p, 0), warp * Rows::kBytes, load_rows); };
     if (!make_plan<kHeadDim, false, kHasBoxes, kHasBias, kHasKeyBias>(p, raw, tables, tile, loads, load_first_rows,
                                                                       layout)) {
@@ -233,7 +240,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     ColumnKeyBias<kHasKeyBias, Kernel::kForward> key_bias(p, tables, tile, items.at(p, 0));
     loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns,
                     [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
-                      compute(item, stage, rows, phases, key_bias);
+                      compute(item, stage, rows, phases, key_bias, terms);
                     });
   });
 }
