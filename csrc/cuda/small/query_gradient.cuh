@@ -157,6 +157,7 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
                            auto& key_bias) {
     if (!tile.has_rows) return;
     RowStatistics<Element> statistics(p, item, tables.row_places);
+    [[maybe_unused]] const ItemSink sink(p, item);
     const Operand queries(rows), cotangents(rows + buffer);
     statistics.find_delta(cotangents, Operand(rows + 2 * buffer));
     key_bias.prepare(item);
@@ -164,7 +165,7 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
     statistics.template finish<kHasBias || kHasKeyBias>(
         p, [&](int r, float4 numbers) { p.statistics[statistics.at[r]] = numbers; });
     if constexpr (!Items::kOfEntries) {
-      write_part_of_sink(p, item, statistics.at, statistics.logsumexp, statistics.delta);
+      sink.write_part(p, item, statistics.at, statistics.logsumexp, statistics.delta);
     }
     float gradient[kHeadDim / 8][4] = {};
     add_query_gradient<ColumnRows<kHeadDim, kHasBoxes>, kHasBias, kHasKeyBias>(

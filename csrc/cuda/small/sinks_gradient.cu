@@ -70,18 +70,21 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-constexpr int kSumThreads = 1024;
+constexpr int kMostSumThreads = 1024;
 
-__global__ void __launch_bounds__(kSumThreads) natten_jax_small_sinks_sums(const __grid_constant__ SinksParams p) {
+__global__ void __launch_bounds__(kMostSumThreads) natten_jax_small_sinks_sums(const __grid_constant__ SinksParams p) {
   add_up_sinks(p);
 }
 
 }  // namespace
 
 cudaError_t launch_sums_of_sinks(const SinksParams& params, bool overlaps, cudaStream_t stream) {
-  constexpr int kSharedMemory = kSumThreads / 32 * sizeof(float);
-  return launch(natten_jax_small_sinks_sums, {dim3(params.count), kSumThreads, kSharedMemory, stream, overlaps},
-                params);
+  // No more threads than have a chunk each: a CTA of few finds room beside those of the kernel in front of it, and
+  // waits there for its end.
+  const int chunks = (params.parts_of_sink + kEntriesOfChunk - 1) / kEntriesOfChunk;
+  const int threads = std::clamp(static_cast<int>(divide_up(chunks, 32)) * 32, 32, kMostSumThreads);
+  const int shared_memory = threads / 32 * static_cast<int>(sizeof(float));
+  return launch(natten_jax_small_sinks_sums, {dim3(params.count), threads, shared_memory, stream, overlaps}, params);
 }
 
 Status run_sinks_gradient(const Problem& problem, const Arrays& arrays, const float* statistics, float* parts,

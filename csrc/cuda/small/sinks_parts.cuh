@@ -25,26 +25,38 @@ CUTE_DEVICE void clear_parts_of_sinks(const BackwardParams& p, const Items& item
   __syncwarp();
 }
 
-/// Writes an item's. What sees nothing, and no sink, has no weights.
-///
-/// Args:
-///   at: where a lane's two rows stand; negative: nowhere.
-///   logsumexp: of these, in base 2.
-///   delta: of each of them twice.
-CUTE_DEVICE void write_part_of_sink(const BackwardParams& p, const Item& item, const int (&at)[2],
-                                    const float (&logsumexp)[2], const float (&delta)[4]) {
-  if (p.sinks.parts == nullptr) return;
-  const float sink = kLog2E * __ldg(p.sinks.sinks + (p.sinks.are_of_all ? item.head : item.number(p)));
-  float sum = 0.f;
-  CUTE_UNROLL
-  for (int r = 0; r < 2; ++r) {
-    if (at[r] >= 0 && logsumexp[r] != -INFINITY) sum += fast_exp2(sink - logsumexp[r]) * delta[2 * r];
+/// An item's sink, which is on its way as soon as this is made: loaded where it is used, all of a warp would wait for
+/// it.
+class ItemSink {
+ public:
+  CUTE_DEVICE ItemSink(const BackwardParams& p, const Item& item) {
+    if (p.sinks.parts != nullptr) sink_ = __ldg(p.sinks.sinks + (p.sinks.are_of_all ? item.head : item.number(p)));
   }
-  // Four lanes share a row.
-  CUTE_UNROLL
-  for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-  if (threadIdx.x % 32 == 0) *part_of_sink(p, item) = sum;
-}
+
+  /// Writes the warp's number for the item. What sees nothing, and no sink, has no weights.
+  ///
+  /// Args:
+  ///   at: where a lane's two rows stand; negative: nowhere.
+  ///   logsumexp: of these, in base 2.
+  ///   delta: of each of them twice.
+  CUTE_DEVICE void write_part(const BackwardParams& p, const Item& item, const int (&at)[2],
+                              const float (&logsumexp)[2], const float (&delta)[4]) const {
+    if (p.sinks.parts == nullptr) return;
+    float sum = 0.f;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const bool has_weights = at[r] >= 0 && logsumexp[r] != -INFINITY;
+      sum += has_weights ? fast_exp2(fmaf(sink_, kLog2E, -logsumexp[r])) * delta[2 * r] : 0.f;
+    }
+    // Four lanes share a row.
+    CUTE_UNROLL
+    for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    if (threadIdx.x % 32 == 0) *part_of_sink(p, item) = sum;
+  }
+
+ private:
+  float sink_ = 0.f;
+};
 
 /// Chunks of four parts that a thread has under way.
 constexpr int kQuadsAtOnce = 4;
@@ -78,10 +90,12 @@ __device__ __noinline__ inline void add_up_sinks(const SinksParams& p) {
     __syncthreads();
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = sum;
     __syncthreads();
-    if (threadIdx.x > 0) continue;
-    float all = 0.f;
-    for (int warp = 0; warp < static_cast<int>(blockDim.x / 32); ++warp) all += of_warps[warp];
-    p.gradient[sink] = -all;  // a sink has no value: its weight takes from what all others have
+    if (threadIdx.x >= 32) continue;
+    float all = threadIdx.x < blockDim.x / 32 ? of_warps[threadIdx.x] : 0.f;
+    CUTE_UNROLL
+    for (int distance = 16; distance > 0; distance /= 2) all += __shfl_xor_sync(0xffffffffu, all, distance);
+    // A sink has no value: its weight takes from what all others have.
+    if (threadIdx.x == 0) p.gradient[sink] = -all;
   }
 }
 

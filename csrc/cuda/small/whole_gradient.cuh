@@ -19,6 +19,7 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kHasBias>& p) {
   using Columns = ColumnRows<kHeadDim, true>;
   using Items = std::conditional_t<kHasBias, HeadItems, CtaItems>;
   extern __shared__ __align__(1024) char raw[];
+  allow_next_kernel();  // that adds parts of sinks up
   Tables of_queries, of_keys;
   TilePlan queries_plan, keys_plan;
   BoxLoads<kHeadDim, Kernel::kWholeGradient, Items> loads(p, raw);
@@ -54,6 +55,7 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kHasBias>& p) {
   const int warps = loads.warps_with_rows();
   const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
     RowStatistics<Element> statistics(p, item, of_queries.row_places);
+    const ItemSink sink(p, item);
     RowKeyBias<kHasKeyBias> bias_of_rows(p, of_keys.row_places);
     key_bias.prepare(item);
     phases.rows_are_read();
@@ -65,7 +67,7 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kHasBias>& p) {
         const std::uint32_t at = stage + p.region.shared.statistics + kStatisticsBytes * column_of_row[r];
         *static_cast<float4*>(__cvta_shared_to_generic(at)) = numbers;
       });
-      write_part_of_sink(p, item, statistics.at, statistics.logsumexp, statistics.delta);
+      sink.write_part(p, item, statistics.at, statistics.logsumexp, statistics.delta);
       float gradient[kHeadDim / 8][4] = {};
       add_query_gradient<Columns, kHasBias, kHasKeyBias>(gradient, statistics, queries, cotangents,
                                                          item.exponent_scale(p), queries_plan, of_queries, 0, stage,
