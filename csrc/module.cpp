@@ -49,12 +49,13 @@ PYBIND11_MODULE(_native, module) {
   module.def("limits", &natten_jax::limits, "What the kernels of every backend take, in builds without them, too.");
   module.def("estimate_of_small_windows", &natten_jax::estimate_of_small_windows, py::arg("axes"), py::arg("sizes"),
              py::arg("q_tile"), py::arg("kv_tile"), py::arg("is_backward"), py::arg("shared_memory"),
-             py::arg("multiprocessors"), py::arg("has_boxes"), py::arg("has_ring"), py::arg("has_relative_bias"),
-             py::arg("has_key_bias"),
+             py::arg("multiprocessors"), py::arg("has_boxes"), py::arg("has_ring"), py::arg("ring_has_boxes"),
+             py::arg("has_relative_bias"), py::arg("has_key_bias"),
              "What the kernels for small windows launch for a pass with tiles; see natten_jax.native.");
   module.def("gradient_ring_of_small_windows", &natten_jax::gradient_ring_of_small_windows, py::arg("axes"),
-             py::arg("sizes"), py::arg("shared_memory"), py::arg("multiprocessors"), py::arg("has_relative_bias"),
-             py::arg("has_key_bias"), "A launch for key and value gradients; see natten_jax.native.");
+             py::arg("sizes"), py::arg("shared_memory"), py::arg("multiprocessors"), py::arg("ring_has_boxes"),
+             py::arg("has_relative_bias"), py::arg("has_key_bias"),
+             "A launch for key and value gradients; see natten_jax.native.");
   module.def("seam_factor", &natten_jax::seam_factor, py::arg("axes"), py::arg("inner"), py::arg("outer"),
              "How many times as long a pass takes where dimensions wrap; see natten_jax.native.");
   module.def("bias_line", &natten_jax::bias_line, py::arg("axes"), py::arg("tile"), py::arg("group"),

@@ -47,6 +47,10 @@ py::list described(const Form (&forms)[kForms]) {
 /// By small::Kernel.
 constexpr const char* kSmallKernels[] = {"forward", "query gradient", "key/value gradient", "whole gradient"};
 
+small::RingLoads loads_of(bool ring_has_boxes) {
+  return ring_has_boxes ? small::RingLoads::kBoxes : small::RingLoads::kChunks;
+}
+
 py::dict described(const small::RingShape& ring, const char* kernel) {
   const std::int64_t strips = std::int64_t{ring.strips[0]} * ring.strips[1];
   return py::dict("kernel"_a = kernel, "line_dimension"_a = -1, "regions"_a = strips, "columns"_a = ring.keys / strips,
@@ -151,7 +155,7 @@ py::object estimate_of_small_windows(const std::array<std::int64_t, kFieldsOfAxi
                                      const std::array<std::int64_t, kRank>& q_tile,
                                      const std::array<std::int64_t, kRank>& kv_tile, bool is_backward,
                                      int shared_memory, int multiprocessors, bool has_boxes, bool has_ring,
-                                     bool has_relative_bias, bool has_key_bias) {
+                                     bool ring_has_boxes, bool has_relative_bias, bool has_key_bias) {
   const Problem problem = small_problem(axes, sizes, has_relative_bias, has_key_bias);
   TileShapes tiles{};
   std::copy(q_tile.begin(), q_tile.end(), tiles.query);
@@ -168,7 +172,10 @@ py::object estimate_of_small_windows(const std::array<std::int64_t, kFieldsOfAxi
       constexpr auto kPlaces = small::Places::kWhole;
       const auto& rows = is_backward ? tiles.kv : tiles.query;
       const auto& columns = is_backward ? tiles.query : tiles.kv;
-      if (owns_queries) ring = small::choose_ring_before(region, problem, rows, columns, kernel, kPlaces, device);
+      if (owns_queries) {
+        ring = small::choose_ring_before(region, problem, rows, columns, kernel, kPlaces, loads_of(ring_has_boxes),
+                                         device);
+      }
       nanoseconds = small::nanoseconds_beside_rings(region, problem, kernel, kPlaces);
     }
     if (ring.warps > 0) nanoseconds = ring.nanoseconds;
@@ -187,10 +194,11 @@ py::object estimate_of_small_windows(const std::array<std::int64_t, kFieldsOfAxi
 
 py::object gradient_ring_of_small_windows(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
                                           const std::array<std::int64_t, 6>& sizes, int shared_memory,
-                                          int multiprocessors, bool has_relative_bias, bool has_key_bias) {
+                                          int multiprocessors, bool ring_has_boxes, bool has_relative_bias,
+                                          bool has_key_bias) {
   const small::RingShape ring =
       small::choose_gradient_ring(small_problem(axes, sizes, has_relative_bias, has_key_bias), small::Places::kWhole,
-                                  small_device(shared_memory, multiprocessors, true));
+                                  loads_of(ring_has_boxes), small_device(shared_memory, multiprocessors, false));
   if (ring.warps == 0) return py::none();
   return described(ring, "key/value gradient with a ring");
 }

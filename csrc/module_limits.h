@@ -26,20 +26,21 @@ pybind11::dict limits();
 ///   shared_memory: bytes that a CTA may have.
 ///   multiprocessors: of the device.
 ///   has_boxes: whether it has the engine that copies boxes.
-///   has_ring: whether it has the forward kernels with a ring of keys.
+///   has_ring: whether kernels may have rings, and ring_has_boxes: whether that engine loads theirs.
 ///   has_relative_bias, has_key_bias: whether the problem has one.
 pybind11::object estimate_of_small_windows(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
                                            const std::array<std::int64_t, 6>& sizes,
                                            const std::array<std::int64_t, kRank>& q_tile,
                                            const std::array<std::int64_t, kRank>& kv_tile, bool is_backward,
                                            int shared_memory, int multiprocessors, bool has_boxes, bool has_ring,
-                                           bool has_relative_bias, bool has_key_bias);
+                                           bool ring_has_boxes, bool has_relative_bias, bool has_key_bias);
 
 /// The launch for key and value gradients with a ring of queries, as one of estimate_of_small_windows; None where the
-/// kernels take no such problem. Arguments as there, of a device that has them.
+/// kernels take no such problem. Arguments as there.
 pybind11::object gradient_ring_of_small_windows(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
                                                 const std::array<std::int64_t, 6>& sizes, int shared_memory,
-                                                int multiprocessors, bool has_relative_bias, bool has_key_bias);
+                                                int multiprocessors, bool ring_has_boxes, bool has_relative_bias,
+                                                bool has_key_bias);
 
 /// How many times as long a pass takes on Hopper as if seams cost nothing, with the boxes that launches choose.
 ///

@@ -30,8 +30,8 @@ _LIMITS = native.limits(_FORM)
 #: The least compute capability that has the engine.
 _HAS_BOXES = (9, 0)
 
-#: The one that has kernels with a ring of keys.
-_HAS_RING = (9, 0)
+#: The one whose rings are loaded by it; elsewhere, warps copy what lies in them.
+_RING_HAS_BOXES = (9, 0)
 
 #: KiB of shared memory that a block may have, by compute capability (CUDA programming guide, technical specifications);
 #: others have the least.
@@ -133,7 +133,7 @@ def estimate(
     calibration = calibration_for(family)
     if calibration is None or not is_chosen(problem, pass_, pair):
         return None
-    has_ring = compute_capability == _HAS_RING and not problem.own_layouts
+    has_ring, ring_has_boxes = not problem.own_layouts, compute_capability == _RING_HAS_BOXES
     found = native.estimate_of_small_windows(
         axis_rows(problem),
         _sizes(problem),
@@ -143,13 +143,16 @@ def estimate(
         multiprocessors=calibration.multiprocessors,
         has_boxes=compute_capability is not None and compute_capability >= _HAS_BOXES,
         has_ring=has_ring,
+        ring_has_boxes=ring_has_boxes,
         has_relative_bias=problem.relative_bias,
         has_key_bias=problem.key_bias,
     )
     if found is None:
         return None
     launches, total = list(found["launches"]), found["seconds"]
-    ring = _gradient_ring(problem, calibration.multiprocessors) if has_ring and pass_ == "backward" else None
+    ring = None
+    if has_ring and pass_ == "backward":
+        ring = _gradient_ring(problem, calibration.multiprocessors, compute_capability)
     for i, launch in enumerate(launches):
         if ring is not None and launch["kernel"] == "key/value gradient" and ring["seconds"] < launch["seconds"]:
             total += ring["seconds"] - launch["seconds"]
@@ -169,13 +172,16 @@ def _shared_bytes(compute_capability: ComputeCapability | None) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _gradient_ring(problem: Problem, multiprocessors: int) -> Mapping[str, Any] | None:
+def _gradient_ring(
+    problem: Problem, multiprocessors: int, compute_capability: ComputeCapability | None
+) -> Mapping[str, Any] | None:
     """The launch for key and value gradients whose tiles are its own: the same for every pair of tiles of a pass."""
     return native.gradient_ring_of_small_windows(
         axis_rows(problem),
         _sizes(problem),
-        shared_memory=_shared_bytes(_HAS_RING),
+        shared_memory=_shared_bytes(compute_capability),
         multiprocessors=multiprocessors,
+        ring_has_boxes=compute_capability == _RING_HAS_BOXES,
         has_relative_bias=problem.relative_bias,
         has_key_bias=problem.key_bias,
     )

@@ -100,6 +100,7 @@ def estimate_of_small_windows(
     multiprocessors: int,
     has_boxes: bool,
     has_ring: bool,
+    ring_has_boxes: bool,
     has_relative_bias: bool,
     has_key_bias: bool,
 ) -> Mapping[str, Any] | None:
@@ -114,7 +115,8 @@ def estimate_of_small_windows(
         shared_memory: Bytes that a block may have.
         multiprocessors: Of the device.
         has_boxes: Whether it has the engine that copies boxes of tokens.
-        has_ring: Whether it has the forward kernels with a ring of keys.
+        has_ring: Whether kernels may have rings.
+        ring_has_boxes: Whether the engine loads theirs, or warps do.
         has_relative_bias: Whether the problem has one.
         has_key_bias: Likewise, of biases that kernels add themselves.
 
@@ -126,7 +128,7 @@ def estimate_of_small_windows(
     """
     if _module is None:
         return None
-    device = shared_memory, multiprocessors, has_boxes, has_ring
+    device = shared_memory, multiprocessors, has_boxes, has_ring, ring_has_boxes
     return _module.estimate_of_small_windows(
         axes, sizes, q_tile, kv_tile, is_backward, *device, has_relative_bias, has_key_bias
     )
@@ -138,6 +140,7 @@ def gradient_ring_of_small_windows(
     *,
     shared_memory: int,
     multiprocessors: int,
+    ring_has_boxes: bool,
     has_relative_bias: bool,
     has_key_bias: bool,
 ) -> Mapping[str, Any] | None:
@@ -146,8 +149,9 @@ def gradient_ring_of_small_windows(
     Args:
         axes: As for :func:`estimate_of_small_windows`, as the others.
         sizes: Sizes.
-        shared_memory: Bytes that a block may have, of a device that has the kernels.
+        shared_memory: Bytes that a block may have.
         multiprocessors: Of the device.
+        ring_has_boxes: As there.
         has_relative_bias: Whether the problem has one.
         has_key_bias: Likewise, of biases that kernels add themselves.
 
@@ -157,7 +161,7 @@ def gradient_ring_of_small_windows(
     if _module is None:
         return None
     return _module.gradient_ring_of_small_windows(
-        axes, sizes, shared_memory, multiprocessors, has_relative_bias, has_key_bias
+        axes, sizes, shared_memory, multiprocessors, ring_has_boxes, has_relative_bias, has_key_bias
     )
 
 

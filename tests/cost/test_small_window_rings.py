@@ -36,13 +36,9 @@ def launches(problem: Problem, capability: ComputeCapability | None = HOPPER) ->
     return {pair: estimate.launches[0] for pair, estimate in found.items() if estimate is not None}
 
 
-def test_windows_of_many_keys_have_a_ring_where_there_are_kernels_for_it() -> None:
-    problem = problem_of()
-    fastest = next(iter(launches(problem).values()))
-    assert fastest.kernel == RING
-    others: tuple[ComputeCapability | None, ...] = ((8, 0), (10, 0), None)
-    for capability in others:
-        assert {launch.kernel for launch in launches(problem, capability).values()} == {"forward"}
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_windows_of_many_keys_have_a_ring(capability: ComputeCapability) -> None:
+    assert next(iter(launches(problem_of(), capability).values())).kernel == RING
 
 
 @pytest.mark.parametrize(
@@ -111,7 +107,7 @@ def test_key_and_value_gradients_have_a_ring_whose_tiles_are_its_own() -> None:
         if (estimate := small_windows.estimate("cutlass", problem, "backward", pair, HOPPER)) is not None
     }
     assert len({launch for launch in rings if "ring" in launch.kernel}) == 1
-    assert backward_kernels(problem, (8, 0)) == ("query gradient", "key/value gradient")
+    assert backward_kernels(problem, (8, 0))[1] == "key/value gradient with a ring"
 
 
 @pytest.mark.parametrize("changes", [{"heads_kv": 2}, {"additional_kv": 3}, {"own_extents": True}], ids=str)

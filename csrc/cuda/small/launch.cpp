@@ -12,10 +12,8 @@
 #include "cuda/small/kernels.h"
 #include "cuda/small/region_cache.h"
 #include "cuda/small/region_time.h"
-#include "cuda/small/sinks_gradient.h"
-#if defined(NATTEN_JAX_SM90)
 #include "cuda/small/ring_launch.h"
-#endif
+#include "cuda/small/sinks_gradient.h"
 #include "cuda/tma/entry_maps.h"
 #include "cuda/tma/tensor_map.h"
 #include "natten_jax/logsumexp.h"
@@ -76,13 +74,13 @@ Places places_of(const Arrays& arrays) {
   return arrays.origins != nullptr ? Places::kParts : Places::kWhole;
 }
 
-#if defined(NATTEN_JAX_SM90)
-/// Whether a call's kernels may have rings: its problem, and the device that it is for.
-Status find_may_have_ring(const Problem& problem, const Arrays& arrays, bool& result) {
-  result = can_have_ring(problem, places_of(arrays));
-  return result ? find_hopper(result) : Status{};
+/// How slabs come into the rings of a call's kernels on the device at hand.
+Status find_ring_loads(RingLoads& result) {
+  bool is_hopper = false;
+  NATTEN_JAX_RETURN_IF_FAILED(find_hopper(is_hopper));
+  result = is_hopper ? RingLoads::kBoxes : RingLoads::kChunks;
+  return {};
 }
-#endif
 
 /// Tokens between neighbors of a dimension of an array.
 std::int64_t pitch_of(const Problem& problem, int dimension, bool is_query) {
@@ -320,7 +318,6 @@ Status prepare_sinks(const Problem& problem, const std::int64_t (&tile)[kRank], 
   return {};
 }
 
-#if defined(NATTEN_JAX_SM90)
 /// Launches both kernels of a backward pass, one of them or both with a ring.
 Status run_rings(const Problem& problem, const Arrays& arrays, const Scratch& scratch, const RingShape& ring,
                  const RingShape& ring_of_keys, const BackwardParams& p, const LaunchShape& shape,
@@ -341,7 +338,6 @@ Status run_rings(const Problem& problem, const Arrays& arrays, const Scratch& sc
     return launch_key_value_gradient<type, Feature::kNone>(head_dim, of_keys, shape_of_keys);
   }));
 }
-#endif
 
 /// Launches all kernels of a backward pass but, at most, the last ones of the gradient of sinks.
 ///
@@ -368,18 +364,15 @@ Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arra
       prepare(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, arrays, device, stream, p, shape));
   NATTEN_JAX_RETURN_IF_FAILED(prepare(without_additional(problem), tiles.kv, tiles.query, Kernel::kKeyValueGradient,
                                       arrays, device, stream, of_keys, shape_of_keys));
-#if defined(NATTEN_JAX_SM90)
   RingShape ring{}, ring_of_keys{};
-  bool may_have_ring = false;
-  NATTEN_JAX_RETURN_IF_FAILED(find_may_have_ring(problem, arrays, may_have_ring));
-  if (may_have_ring) {
-    const Places places = places_of(arrays);
-    ring = find_ring(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, places, device);
-    ring_of_keys = find_gradient_ring(problem, places, device);
+  if (const Places places = places_of(arrays); can_have_ring(problem, places)) {
+    RingLoads loads{};
+    NATTEN_JAX_RETURN_IF_FAILED(find_ring_loads(loads));
+    ring = find_ring(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, places, loads, device);
+    ring_of_keys = find_gradient_ring(problem, places, loads, device);
     const double of_region = nanoseconds_beside_rings(of_keys.region, problem, Kernel::kKeyValueGradient, places);
     if (ring_of_keys.nanoseconds >= of_region) ring_of_keys = {};
   }
-#endif
   TableParams table{};
   LaunchShape shape_of_table{};
   LastSumsParams last{};
@@ -415,14 +408,12 @@ Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arra
   AdditionalParams additional{};
   int additional_ctas = 0;
   NATTEN_JAX_RETURN_IF_FAILED(prepare_additional(problem, arrays, scratch, additional, additional_ctas));
-#if defined(NATTEN_JAX_SM90)
   if (ring.warps > 0 || ring_of_keys.warps > 0) {
     is_of_statistics = ring.warps > 0;
     NATTEN_JAX_RETURN_IF_FAILED(prepare_sinks(problem, tiles.kv, arrays, scratch, p));
     sinks = p.sinks;
     return run_rings(problem, arrays, scratch, ring, ring_of_keys, p, shape, of_keys, shape_of_keys, stream);
   }
-#endif
   // First: the kernels of gradients begin while it writes. Between these two, it would hold up the second one.
   if (arrays.layouts != nullptr) {
     NATTEN_JAX_RETURN_IF_FAILED(status_of(fill_padding_of_gradients(
@@ -467,14 +458,12 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
                    CUtensorMap* entry_maps, cudaStream_t stream) {
   Device device{};
   NATTEN_JAX_RETURN_IF_FAILED(read_device(arrays, device));
-#if defined(NATTEN_JAX_SM90)
-  bool may_have_ring = false;
-  NATTEN_JAX_RETURN_IF_FAILED(find_may_have_ring(problem, arrays, may_have_ring));
-  if (may_have_ring) {
-    const RingShape ring = find_ring(problem, tiles.query, tiles.kv, Kernel::kForward, places_of(arrays), device);
+  if (const Places places = places_of(arrays); can_have_ring(problem, places)) {
+    RingLoads loads{};
+    NATTEN_JAX_RETURN_IF_FAILED(find_ring_loads(loads));
+    const RingShape ring = find_ring(problem, tiles.query, tiles.kv, Kernel::kForward, places, loads, device);
     if (ring.warps > 0) return run_ring_forward(problem, ring, arrays, stream);
   }
-#endif
   ForwardParams p{};
   LaunchShape shape{};
   NATTEN_JAX_RETURN_IF_FAILED(

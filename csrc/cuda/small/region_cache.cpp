@@ -83,19 +83,22 @@ Status find_region(const Problem& problem, const std::int64_t (&rows)[kRank], co
   return found.status;
 }
 
-RingShape find_gradient_ring(const Problem& problem, Places places, const Device& device) {
+RingShape find_gradient_ring(const Problem& problem, Places places, RingLoads loads, const Device& device) {
   constexpr std::int64_t kAnyTile[kRank] = {};
-  return found_before<RingShape>(key_of(problem, kAnyTile, kAnyTile, Kernel::kKeyValueGradient, places, device),
-                                 [&] { return choose_gradient_ring(problem, places, device); });
+  Key key = key_of(problem, kAnyTile, kAnyTile, Kernel::kKeyValueGradient, places, device);
+  key.push_back(static_cast<std::int64_t>(loads));
+  return found_before<RingShape>(key, [&] { return choose_gradient_ring(problem, places, loads, device); });
 }
 
 RingShape find_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                    Kernel kernel, Places places, const Device& device) {
-  const Key key = key_of(problem, rows, columns, kernel, places, device);
+                    Kernel kernel, Places places, RingLoads loads, const Device& device) {
+  Key key = key_of(problem, rows, columns, kernel, places, device);
+  key.push_back(static_cast<std::int64_t>(loads));
   return found_before<RingShape>(key, [&] {
     Region region{};
     const Status status = choose_region(problem, rows, columns, kernel, places, device, region);
-    return status.failed() ? RingShape{} : choose_ring_before(region, problem, rows, columns, kernel, places, device);
+    return status.failed() ? RingShape{}
+                           : choose_ring_before(region, problem, rows, columns, kernel, places, loads, device);
   });
 }
 

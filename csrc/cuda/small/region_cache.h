@@ -10,11 +10,11 @@ namespace natten_jax::small {
 Status find_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                    Kernel kernel, Places places, const Device& device, Region& region);
 
-/// Likewise choose_gradient_ring, on a device that has the kernels.
-RingShape find_gradient_ring(const Problem& problem, Places places, const Device& device);
+/// Likewise choose_gradient_ring.
+RingShape find_gradient_ring(const Problem& problem, Places places, RingLoads loads, const Device& device);
 
-/// Likewise choose_ring_before, on a device that has the kernels; none where there is no region either.
+/// Likewise choose_ring_before; none where there is no region either.
 RingShape find_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                    Kernel kernel, Places places, const Device& device);
+                    Kernel kernel, Places places, RingLoads loads, const Device& device);
 
 }  // namespace natten_jax::small

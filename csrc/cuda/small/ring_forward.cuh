@@ -1,13 +1,13 @@
-// Forward neighborhood attention with a ring of keys, which takes compute capability 9.0: a CTA goes along a strip of
-// the layout, four warps have slabs of keys and values loaded ahead of it, and others multiply 16 queries each with
-// what these see of them. Nobody waits for a warp but for the slabs that it has not left.
+// Forward neighborhood attention with a ring of keys: a CTA goes along a strip of the layout, a few warps have slabs of
+// keys and values loaded ahead of it, and others multiply 16 queries each with what these see of them. Nobody waits for
+// a warp but for the slabs that it has not left.
 //
 // Weights are relative to no logit at all (bfloat16), or to some one (float16), as in forward.cuh.
 #pragma once
 
 #include "cuda/small/ring_exact.cuh"
+#include "cuda/small/ring_run.cuh"
 #include "cuda/small/ring_store.cuh"
-#include "cuda/small/ring_walk.cuh"
 
 namespace natten_jax::small {
 
@@ -51,7 +51,7 @@ struct RingForward {
     RingPlace middle = reader.place;
     const int before = (seen.y - seen.x) / 2;
     for (int i = 0; i < before; ++i) middle.advance(p.shape.slots);
-    wait(reader.barriers.full[middle.slot], middle.parity);
+    wait_for(reader.barriers.full[middle.slot], middle.parity);
     float x[2][4];
     reader.multiply_block(x, queries, reader.across + reader.of_slot(middle.slot) + reader.of_block(kBlocks / 2), {});
     CUTE_UNROLL
@@ -161,17 +161,10 @@ struct RingForward {
   }
 };
 
-template <class Element, int kHeadDim, int kForm>
-__global__ void __launch_bounds__((most_ring_warps(kHeadDim) + kRingLoaders) * 32, 1)
+template <class Element, int kHeadDim, int kForm, RingLoads kLoads>
+__global__ void __launch_bounds__(ring_threads(kLoads, kHeadDim), 1)
     natten_jax_small_ring_forward(const __grid_constant__ RingForwardParams p) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Forward = RingForward<Element, kHeadDim, kForm>;
-  run_ring<kHeadDim>(p, [&](const RingAlong& along, RingBarriers& barriers, std::uint32_t shared) {
-    typename Forward::Reader reader{p, along, barriers, shared};
-    Forward forward(p, reader);
-    reader.walk(forward);
-  });
-#endif
+  run_ring<kLoads, kHeadDim, RingForward<Element, kHeadDim, kForm>>(p);
 }
 
 }  // namespace natten_jax::small

@@ -9,16 +9,17 @@
 
 namespace natten_jax::small {
 
-/// Launches the forward kernel for an element type of 16 bits and heads of 32 or 64.
-template <ElementType kType>
+/// Launches the forward kernel for an element type of 16 bits and heads of 32 or 64. Those with boxes are in builds
+/// that have code for Hopper.
+template <ElementType kType, RingLoads kLoads>
 cudaError_t launch_ring_forward(int head_dim, const RingForwardParams& params, const LaunchShape& shape);
 
 /// Likewise the kernel of query gradients.
-template <ElementType kType>
+template <ElementType kType, RingLoads kLoads>
 cudaError_t launch_ring_query_gradient(int head_dim, const RingQueryParams& params, const LaunchShape& shape);
 
 /// Likewise the kernel of key and value gradients.
-template <ElementType kType>
+template <ElementType kType, RingLoads kLoads>
 cudaError_t launch_ring_key_value_gradient(int head_dim, const RingGradientParams& params, const LaunchShape& shape);
 
 }  // namespace natten_jax::small

@@ -4,8 +4,8 @@
 
 #include "cuda/small/key_value_gradient.cuh"
 #include "cuda/small/ring_exact.cuh"
+#include "cuda/small/ring_run.cuh"
 #include "cuda/small/ring_store.cuh"
-#include "cuda/small/ring_walk.cuh"
 
 namespace natten_jax::small {
 
@@ -157,17 +157,10 @@ struct RingKeyValueGradient {
   }
 };
 
-template <class Element, int kHeadDim>
-__global__ void __launch_bounds__((most_ring_warps(kHeadDim) + kRingLoaders) * 32, 1)
+template <class Element, int kHeadDim, RingLoads kLoads>
+__global__ void __launch_bounds__(ring_threads(kLoads, kHeadDim), 1)
     natten_jax_small_ring_key_value_gradient(const __grid_constant__ RingGradientParams p) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Gradient = RingKeyValueGradient<Element, kHeadDim>;
-  run_ring<kHeadDim>(p, [&](const RingAlong& along, RingBarriers& barriers, std::uint32_t shared) {
-    typename Gradient::Reader reader{p, along, barriers, shared};
-    Gradient gradient(p, reader);
-    reader.walk(gradient);
-  });
-#endif
+  run_ring<kLoads, kHeadDim, RingKeyValueGradient<Element, kHeadDim>>(p);
 }
 
 }  // namespace natten_jax::small

@@ -1,4 +1,4 @@
-// Instantiates the kernel for one element type.
+// Instantiates the kernel for one element type and one of RingLoads.
 #pragma once
 
 #include "cuda/small/ring_kernels.h"
@@ -6,14 +6,14 @@
 
 namespace natten_jax::small {
 
-template <ElementType kType>
+template <ElementType kType, RingLoads kLoads>
 cudaError_t launch_ring_key_value_gradient(int head_dim, const RingGradientParams& params, const LaunchShape& shape) {
   using Element = ElementOf<kType>;
   return with_constant<kHeadDims[0], kHeadDims[1]>(head_dim, cudaErrorInvalidValue, [&](auto width) {
-    return launch(natten_jax_small_ring_key_value_gradient<Element, width>, shape, params);
+    return launch(natten_jax_small_ring_key_value_gradient<Element, width, kLoads>, shape, params);
   });
 }
-template cudaError_t launch_ring_key_value_gradient<ElementType::NATTEN_JAX_INSTANCE>(int, const RingGradientParams&,
-                                                                                      const LaunchShape&);
+template cudaError_t launch_ring_key_value_gradient<ElementType::NATTEN_JAX_INSTANCE, RingLoads::NATTEN_JAX_FEATURE>(
+    int, const RingGradientParams&, const LaunchShape&);
 
 }  // namespace natten_jax::small

@@ -1,6 +1,7 @@
 #include "cuda/small/ring_launch.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/common/cuda_status.h"
 #include "cuda/common/geometry.h"
@@ -28,13 +29,41 @@ Status encode_boxes(const Problem& problem, const RingParams& p, const void* arr
   return encode_box_map(tokens, box, map);
 }
 
-/// Encodes the maps of two arrays of columns, whose boxes are a group's part of a slab.
-Status encode_slabs(const Problem& problem, const void* const (&arrays)[2], std::int64_t heads, RingParams& p) {
+/// Encodes the maps of a kernel's arrays, where the copy engine loads them: boxes of columns are a group's part of a
+/// slab.
+template <class Params>
+Status encode_arrays(const Problem& problem, Params& p) {
+  constexpr bool kOfKeys = Params::kKernel == Kernel::kKeyValueGradient;
+  if (p.shape.loads != RingLoads::kBoxes) return {};
+  if constexpr (!kOfKeys) {
+    for (int i = 0; i < ring_tile_arrays(Params::kKernel); ++i) {
+      NATTEN_JAX_RETURN_IF_FAILED(encode_boxes(problem, p, p.rows_of(i), problem.heads, p.shape.rows, p.tiles[i]));
+    }
+  }
   const int group[kRank] = {p.shape.wide, p.shape.inner, p.shape.thick};
+  const std::int64_t heads = kOfKeys ? problem.heads : problem.heads_kv;
   for (int i = 0; i < 2; ++i) {
-    NATTEN_JAX_RETURN_IF_FAILED(encode_boxes(problem, p, arrays[i], heads, group, p.slabs[i]));
+    NATTEN_JAX_RETURN_IF_FAILED(encode_boxes(problem, p, p.columns_of(i), heads, group, p.slabs[i]));
+  }
+  if constexpr (kOfKeys) {
+    // Four numbers of a query and head are as many bytes as eight elements of 16 bits.
+    Problem of_statistics = problem;
+    of_statistics.head_dim = kStatisticsBytes / 2;
+    NATTEN_JAX_RETURN_IF_FAILED(encode_boxes(of_statistics, p, p.statistics, heads, group, p.statistics_slabs));
   }
   return {};
+}
+
+/// Calls `call` with a problem's element type and how slabs come as constants.
+template <class Call>
+Status with_ring_kernels(const Problem& problem, RingLoads loads, const Call& call) {
+  return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) -> cudaError_t {
+#if defined(NATTEN_JAX_SM90)
+    if (loads == RingLoads::kBoxes) return call(type, std::integral_constant<RingLoads, RingLoads::kBoxes>{});
+#endif
+    if (loads == RingLoads::kChunks) return call(type, std::integral_constant<RingLoads, RingLoads::kChunks>{});
+    return cudaErrorInvalidValue;
+  }));
 }
 
 /// Fills in what all kernels have, and how they are launched.
@@ -64,8 +93,8 @@ Status prepare(const Problem& problem, const RingShape& shape, const Arrays& arr
   p.value = arrays.value;
   int multiprocessors = 0;
   NATTEN_JAX_RETURN_IF_FAILED(read_attributes({{&multiprocessors, cudaDevAttrMultiProcessorCount}}));
-  const int warps = most_ring_warps(static_cast<int>(problem.head_dim)) + kRingLoaders;
-  launch = {dim3(static_cast<unsigned>(std::min(p.units, multiprocessors))), warps * 32, shape.bytes, stream};
+  const int threads = ring_threads(shape.loads, static_cast<int>(problem.head_dim));
+  launch = {dim3(static_cast<unsigned>(std::min(p.units, multiprocessors))), threads, shape.bytes, stream};
   return {};
 }
 
@@ -80,11 +109,10 @@ Status run_ring_forward(const Problem& problem, const RingShape& shape, const Ar
   p.out = arrays.out;
   p.logsumexp = arrays.logsumexp;
   p.remainder = arrays.remainder;
-  NATTEN_JAX_RETURN_IF_FAILED(encode_boxes(problem, p, p.query, problem.heads, shape.rows, p.tiles[0]));
-  NATTEN_JAX_RETURN_IF_FAILED(encode_slabs(problem, {p.key, p.value}, problem.heads_kv, p));
-  return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
-    return launch_ring_forward<type>(static_cast<int>(problem.head_dim), p, launch);
-  }));
+  NATTEN_JAX_RETURN_IF_FAILED(encode_arrays(problem, p));
+  return with_ring_kernels(problem, shape.loads, [&](auto type, auto loads) {
+    return launch_ring_forward<type, loads>(static_cast<int>(problem.head_dim), p, launch);
+  });
 }
 
 Status run_ring_query_gradient(const Problem& problem, const RingShape& shape, const Arrays& arrays, float* statistics,
@@ -93,19 +121,16 @@ Status run_ring_query_gradient(const Problem& problem, const RingShape& shape, c
   LaunchShape launch{};
   NATTEN_JAX_RETURN_IF_FAILED(prepare(problem, shape, arrays, stream, p, launch));
   p.out_cotangent = arrays.out_cotangent;
+  p.out = arrays.out;
   p.logsumexp = arrays.logsumexp;
   p.remainder = arrays.remainder;
   p.logsumexp_cotangent = arrays.logsumexp_cotangent;
   p.statistics = reinterpret_cast<float4*>(statistics);
   p.query_gradient = arrays.query_gradient;
-  const void* const rows[] = {p.query, p.out_cotangent, arrays.out};
-  for (int i = 0; i < ring_tile_arrays(Kernel::kQueryGradient); ++i) {
-    NATTEN_JAX_RETURN_IF_FAILED(encode_boxes(problem, p, rows[i], problem.heads, shape.rows, p.tiles[i]));
-  }
-  NATTEN_JAX_RETURN_IF_FAILED(encode_slabs(problem, {p.key, p.value}, problem.heads_kv, p));
-  return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
-    return launch_ring_query_gradient<type>(static_cast<int>(problem.head_dim), p, launch);
-  }));
+  NATTEN_JAX_RETURN_IF_FAILED(encode_arrays(problem, p));
+  return with_ring_kernels(problem, shape.loads, [&](auto type, auto loads) {
+    return launch_ring_query_gradient<type, loads>(static_cast<int>(problem.head_dim), p, launch);
+  });
 }
 
 Status run_ring_key_value_gradient(const Problem& problem, const RingShape& shape, const Arrays& arrays,
@@ -117,15 +142,10 @@ Status run_ring_key_value_gradient(const Problem& problem, const RingShape& shap
   p.statistics = reinterpret_cast<const float4*>(statistics);
   p.key_gradient = arrays.key_gradient;
   p.value_gradient = arrays.value_gradient;
-  NATTEN_JAX_RETURN_IF_FAILED(encode_slabs(problem, {p.query, p.out_cotangent}, problem.heads, p));
-  // Four numbers of a query and head are as many bytes as eight elements of 16 bits.
-  Problem of_statistics = problem;
-  of_statistics.head_dim = kStatisticsBytes / 2;
-  const int group[kRank] = {shape.wide, shape.inner, shape.thick};
-  NATTEN_JAX_RETURN_IF_FAILED(encode_boxes(of_statistics, p, p.statistics, problem.heads, group, p.statistics_slabs));
-  return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
-    return launch_ring_key_value_gradient<type>(static_cast<int>(problem.head_dim), p, launch);
-  }));
+  NATTEN_JAX_RETURN_IF_FAILED(encode_arrays(problem, p));
+  return with_ring_kernels(problem, shape.loads, [&](auto type, auto loads) {
+    return launch_ring_key_value_gradient<type, loads>(static_cast<int>(problem.head_dim), p, launch);
+  });
 }
 
 }  // namespace natten_jax::small

@@ -9,6 +9,8 @@
 
 namespace natten_jax::small {
 
+/// Of kernels that have one: arrays whose tiles come into shared memory are `rows_of(array)`, in the order of
+/// `ring_tile_arrays`, those of slabs `columns_of(array)`.
 struct RingParams {
   RingShape shape;
   DeviceAxis axis[kRank];  // in the order of the shape's dimensions
@@ -36,6 +38,9 @@ struct RingForwardParams : RingParams {
   void* out;
   float* logsumexp;
   float* remainder;  // of the logsumexp, or null
+
+  NATTEN_JAX_HOST_DEVICE const void* rows_of(int) const { return query; }
+  NATTEN_JAX_HOST_DEVICE const void* columns_of(int array) const { return array == 0 ? key : value; }
 };
 
 /// Of the kernel of query gradients: rows are queries, cotangents of outputs and outputs, columns keys and values. Of
@@ -44,11 +49,17 @@ struct RingQueryParams : RingParams {
   static constexpr Kernel kKernel = Kernel::kQueryGradient;
 
   const void* out_cotangent;
+  const void* out;
   const float* logsumexp;
   const float* remainder;
   const float* logsumexp_cotangent;
   float4* statistics;
   void* query_gradient;
+
+  NATTEN_JAX_HOST_DEVICE const void* rows_of(int array) const {
+    return array == 0 ? query : array == 1 ? out_cotangent : out;
+  }
+  NATTEN_JAX_HOST_DEVICE const void* columns_of(int array) const { return array == 0 ? key : value; }
 };
 
 /// Of the kernel of key and value gradients: rows are keys and values, columns queries and cotangents of outputs.
@@ -60,6 +71,8 @@ struct RingGradientParams : RingParams {
   void* key_gradient;
   void* value_gradient;
   CUtensorMap statistics_slabs;
+
+  NATTEN_JAX_HOST_DEVICE const void* columns_of(int array) const { return array == 0 ? query : out_cotangent; }
 };
 
 }  // namespace natten_jax::small

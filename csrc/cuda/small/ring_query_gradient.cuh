@@ -4,8 +4,8 @@
 
 #include "cuda/small/query_gradient.cuh"
 #include "cuda/small/ring_exact.cuh"
+#include "cuda/small/ring_run.cuh"
 #include "cuda/small/ring_store.cuh"
-#include "cuda/small/ring_walk.cuh"
 
 namespace natten_jax::small {
 
@@ -166,17 +166,10 @@ struct RingQueryGradient {
   }
 };
 
-template <class Element, int kHeadDim, int kForm>
-__global__ void __launch_bounds__((most_ring_warps(kHeadDim) + kRingLoaders) * 32, 1)
+template <class Element, int kHeadDim, int kForm, RingLoads kLoads>
+__global__ void __launch_bounds__(ring_threads(kLoads, kHeadDim), 1)
     natten_jax_small_ring_query_gradient(const __grid_constant__ RingQueryParams p) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Gradient = RingQueryGradient<Element, kHeadDim, kForm>;
-  run_ring<kHeadDim>(p, [&](const RingAlong& along, RingBarriers& barriers, std::uint32_t shared) {
-    typename Gradient::Reader reader{p, along, barriers, shared};
-    Gradient gradient(p, reader);
-    reader.walk(gradient);
-  });
-#endif
+  run_ring<kLoads, kHeadDim, RingQueryGradient<Element, kHeadDim, kForm>>(p);
 }
 
 }  // namespace natten_jax::small

@@ -1,4 +1,4 @@
-// Instantiates the kernel for one element type.
+// Instantiates the kernel for one element type and one of RingLoads.
 #pragma once
 
 #include "cuda/small/ring_kernels.h"
@@ -6,16 +6,16 @@
 
 namespace natten_jax::small {
 
-template <ElementType kType>
+template <ElementType kType, RingLoads kLoads>
 cudaError_t launch_ring_query_gradient(int head_dim, const RingQueryParams& params, const LaunchShape& shape) {
   using Element = ElementOf<kType>;
   return with_constant<0, 1>(params.shape.form, cudaErrorInvalidValue, [&](auto form) {
     return with_constant<kHeadDims[0], kHeadDims[1]>(head_dim, cudaErrorInvalidValue, [&](auto width) {
-      return launch(natten_jax_small_ring_query_gradient<Element, width, form>, shape, params);
+      return launch(natten_jax_small_ring_query_gradient<Element, width, form, kLoads>, shape, params);
     });
   });
 }
-template cudaError_t launch_ring_query_gradient<ElementType::NATTEN_JAX_INSTANCE>(int, const RingQueryParams&,
-                                                                                  const LaunchShape&);
+template cudaError_t launch_ring_query_gradient<ElementType::NATTEN_JAX_INSTANCE, RingLoads::NATTEN_JAX_FEATURE>(
+    int, const RingQueryParams&, const LaunchShape&);
 
 }  // namespace natten_jax::small

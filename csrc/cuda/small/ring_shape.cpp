@@ -25,7 +25,7 @@ std::int64_t divide_down(std::int64_t a, std::int64_t b) {
 
 /// Nanoseconds of a multiprocessor for a tile, for each slab that it sees, and for each block of that; and for the
 /// start and the end of a segment, beside the slabs that its first step waits for. How much longer tiles take with half
-/// of the warps is a power of two. Of 75 launches on an H100, estimates are 3 to 8% off, kernel by kernel.
+/// of the warps is a power of two. Of 75 launches with boxes on an H100, estimates are 3 to 8% off, kernel by kernel.
 struct RingCosts {
   double tile, slab, block, segment, of_waiting;
 };
@@ -40,6 +40,9 @@ constexpr RingCosts costs_of(Kernel kernel, std::int64_t head_dim) {
       return is_wide ? RingCosts{188, 22.7, 13.8, 2300, 0.15} : RingCosts{108, 22.5, 6.5, 7500, 0.5};
   }
 }
+
+/// How many times as long steps take where warps copy chunks.
+constexpr double kOfChunks = 1.15;
 
 /// Nanoseconds of a launch with next to nothing to do, and bytes of slabs that come in one.
 constexpr double kLaunch = 3000, kBytes = 50;
@@ -136,10 +139,11 @@ void choose_segments(const Problem& problem, Kernel kernel, const Device& device
   // part.
   const double held_turns = 2 + (shape.slots - slabs_of_step) * shape.thick / shape.rows[2],
                turns = std::clamp<double>(held_turns, 1, shape.turns());
-  const double waiting = most_ring_warps(narrow(problem.head_dim)) / (static_cast<double>(beside) * turns);
+  const double warps = static_cast<double>(beside) * turns,
+               waiting = most_ring_warps(RingLoads::kBoxes, narrow(problem.head_dim)) / warps;
   const auto tile_of = [&](double blocks_of_slab) {
     return (costs.tile + (costs.slab + costs.block * blocks_of_slab) * slabs_of_step) *
-           std::pow(waiting, costs.of_waiting);
+           std::pow(waiting, costs.of_waiting) * (shape.loads == RingLoads::kChunks ? kOfChunks : 1);
   };
   const double start = costs.segment + static_cast<double>(first_bytes) / kBytes;
   shape.nanoseconds = std::numeric_limits<double>::max();
@@ -234,7 +238,7 @@ void take_fastest(const Problem& problem, Kernel kernel, const Device& device, R
   shape.phase[1] = is_thick ? 0 : inside.phase(shape.rows[1], high);
   shape.phase[2] = slabs.phase;
   shape.steps = narrow(divide_up(along.length(), shape.rows[2]));
-  const int most = most_ring_warps(narrow(problem.head_dim));
+  const int most = most_ring_warps(shape.loads, narrow(problem.head_dim));
   std::vector<SeenBlocks> by_inner;
   for (int b = 1; b <= most; ++b) by_inner.emplace_back(inside, shape.rows[1], b, high, shape.phase[1]);
   for (int a = 1; a <= most; ++a) {
@@ -268,12 +272,13 @@ bool can_have_ring(const Problem& problem, Places places) {
 }
 
 RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                      Kernel kernel, Places places, const Device& device) {
+                      Kernel kernel, Places places, RingLoads loads, const Device& device) {
   RingShape best{};
   if (!can_have_ring(problem, places)) return best;
   int dimension[kRank] = {0, 1, 2};
   do {
     RingShape shape{};
+    shape.loads = loads;
     for (int i = 0; i < kRank; ++i) {
       shape.dimension[i] = dimension[i];
       shape.rows[i] = narrow(rows[dimension[i]]);
@@ -287,13 +292,14 @@ RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank],
   return best;
 }
 
-RingShape choose_gradient_ring(const Problem& problem, Places places, const Device& device) {
+RingShape choose_gradient_ring(const Problem& problem, Places places, RingLoads loads, const Device& device) {
   RingShape best{};
   if (!can_have_ring(problem, places) || problem.heads != problem.heads_kv) return best;
   int dimension[kRank] = {0, 1, 2};
   do {
     const auto length = [&](int i) { return problem.axes[dimension[i]].kv.extent; };
     RingShape shape{};
+    shape.loads = loads;
     std::copy(std::begin(dimension), std::end(dimension), std::begin(shape.dimension));
     for (int across = 1; across <= kRows; across *= 2) {
       for (int inside = 1; across * inside <= kRows; inside *= 2) {
@@ -325,8 +331,9 @@ double nanoseconds_beside_rings(const Region& region, const Problem& problem, Ke
 }
 
 RingShape choose_ring_before(const Region& region, const Problem& problem, const std::int64_t (&rows)[kRank],
-                             const std::int64_t (&columns)[kRank], Kernel kernel, Places places, const Device& device) {
-  const RingShape ring = choose_ring(problem, rows, columns, kernel, places, device);
+                             const std::int64_t (&columns)[kRank], Kernel kernel, Places places, RingLoads loads,
+                             const Device& device) {
+  const RingShape ring = choose_ring(problem, rows, columns, kernel, places, loads, device);
   const double of_region = nanoseconds_beside_rings(region, problem, kernel, places);
   return ring.warps > 0 && ring.nanoseconds < of_region ? ring : RingShape{};
 }

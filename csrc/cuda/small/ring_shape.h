@@ -13,11 +13,21 @@
 
 namespace natten_jax::small {
 
-/// The most warps of a CTA that multiply, as far as there are registers. Four more load for them.
-constexpr int most_ring_warps(int head_dim) {
+/// How slabs come: the copy engine loads boxes, which takes compute capability 9.0, or warps copy chunks.
+enum class RingLoads { kBoxes, kChunks };
+
+/// The most warps of a CTA that multiply, as far as there are registers, beside those that load for them. Those that
+/// have boxes loaded leave their registers to others; those that copy chunks have as many as any other.
+constexpr int most_ring_warps(RingLoads loads, int head_dim) {
+  if (loads == RingLoads::kChunks) return head_dim == 64 ? 10 : 14;
   return head_dim == 64 ? 12 : 16;
 }
-inline constexpr int kRingLoaders = 4;
+constexpr int ring_loaders(RingLoads loads) {
+  return loads == RingLoads::kBoxes ? 4 : 2;
+}
+constexpr int ring_threads(RingLoads loads, int head_dim) {
+  return 32 * (most_ring_warps(loads, head_dim) + ring_loaders(loads));
+}
 
 /// Arrays of a warp's tile that come by way of shared memory: keys and values do not, so that more slabs fit there.
 constexpr int ring_tile_arrays(Kernel kernel) {
@@ -44,6 +54,7 @@ inline constexpr RingForm kRingForms[] = {{4, 1}, {2, 2}};
 /// A launch. Dimensions are numbered by what they are for: across strips, along blocks inside of a slab, and the one
 /// that strips go along.
 struct RingShape {
+  RingLoads loads;
   int dimension[kRank];  ///< Which of the problem's each is.
   int rows[kRank];       ///< Of a warp's tile, powers of two.
   int warps;             ///< Of a CTA that multiply; none where the form does not take a problem.
@@ -76,19 +87,20 @@ struct RingShape {
 /// layouts without dilation, additional tokens, biases or a dimension that wraps. Cheap: asked before all else.
 bool can_have_ring(const Problem& problem, Places places);
 
-/// Finds the fastest launch of a kernel that owns queries, for tiles of kRows queries and groups of kColumns keys, on a
-/// device that has it; none where the form takes no such problem.
+/// Finds the fastest launch of a kernel that owns queries, for tiles of kRows queries and groups of kColumns keys, and
+/// for how slabs come on a device; none where the form takes no such problem.
 RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                      Kernel kernel, Places places, const Device& device);
+                      Kernel kernel, Places places, RingLoads loads, const Device& device);
 
 /// Likewise for the kernel of key and value gradients, of all tiles: these are chosen here.
-RingShape choose_gradient_ring(const Problem& problem, Places places, const Device& device);
+RingShape choose_gradient_ring(const Problem& problem, Places places, RingLoads loads, const Device& device);
 
 /// What a launch is estimated to take with a region, where rings are estimated, too.
 double nanoseconds_beside_rings(const Region& region, const Problem& problem, Kernel kernel, Places places);
 
 /// The first, none where it is not estimated to be faster than a launch with a region.
 RingShape choose_ring_before(const Region& region, const Problem& problem, const std::int64_t (&rows)[kRank],
-                             const std::int64_t (&columns)[kRank], Kernel kernel, Places places, const Device& device);
+                             const std::int64_t (&columns)[kRank], Kernel kernel, Places places, RingLoads loads,
+                             const Device& device);
 
 }  // namespace natten_jax::small

@@ -1,34 +1,15 @@
-// How warps walk along a strip with a ring: those that have slabs and tiles loaded, and the others.
+// How warps walk along a strip with a ring: those that have boxes of slabs and tiles loaded, and those that multiply.
 #pragma once
 
-#include <cutlass/arch/reg_reconfig.h>
-
 #include "cuda/small/products.cuh"
+#include "cuda/small/ring_barriers.cuh"
 #include "cuda/small/ring_strip.cuh"
 #include "cuda/tma/boxes.cuh"
 
 namespace natten_jax::small {
 
-/// Barriers of a CTA, in shared memory: of slabs, and of the buffer that a warp has for its tiles.
-struct RingBarriers {
-  static constexpr int kMostSlots = 24, kMostWarps = 16;
-
-  std::uint64_t full[kMostSlots], empty[kMostSlots];
-  std::uint64_t has_tile[kMostWarps], has_room[kMostWarps];
-
-  /// Sets them up; one thread has to call it.
-  CUTE_DEVICE void init(const RingShape& shape) {
-    for (int i = 0; i < shape.slots; ++i) {
-      ClusterBarrier::init(&full[i], kRingLoaders);
-      ClusterBarrier::init(&empty[i], shape.warps);
-    }
-    for (int i = 0; i < shape.warps; ++i) {
-      ClusterBarrier::init(&has_tile[i], 1);
-      ClusterBarrier::init(&has_room[i], 1);
-    }
-    cutlass::arch::fence_barrier_init();
-  }
-};
+/// Warps that have boxes loaded.
+inline constexpr int kBoxLoaders = ring_loaders(RingLoads::kBoxes);
 
 /// What a warp that loads does: it has a part of each slab and of each step's tiles loaded, in the order in which steps
 /// need them. One warp alone would issue a copy every 130 cycles, of which a step takes up to 30.
@@ -59,7 +40,7 @@ CUTE_DEVICE void load_ring(const Params& p, const RingAlong& along, int warp, st
     for (int step = unit.step; step < unit.end; ++step) {
       if constexpr (kTileArrays > 0) {
         const int beside = shape.beside[0] * shape.beside[1];
-        for (int i = warp; i < beside; i += kRingLoaders) {
+        for (int i = warp; i < beside; i += kBoxLoaders) {
           const int reader = turn * beside + i;
           int row[kRank];
           first_row(p, unit, reader, row);
@@ -159,7 +140,7 @@ struct RingReader {
     const int warp = ring_warp();
     const std::uint32_t none = p.shape.warps >> 31;  // zero, which the compiler does not know
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(barriers.has_room[warp + (loaded & none)]);
+    if (threadIdx.x % 32 == 0) arrive_at(barriers.has_room[warp + (loaded & none)]);
   }
 
   /// Products of a tile's rows with a block's; they start as `initial`.
@@ -198,14 +179,14 @@ struct RingReader {
   CUTE_DEVICE void leave(int slab, int next_first, int slot) const {
     if (slab >= next_first) return;
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(barriers.empty[slot]);
+    if (threadIdx.x % 32 == 0) arrive_at(barriers.empty[slot]);
   }
 
   /// Has slabs up to one filled again that the warp does not see.
   CUTE_DEVICE void skip(int& slab, int end) {
     CUTE_NO_UNROLL
     for (; slab < end; ++slab) {
-      wait(barriers.full[place.slot], place.parity);
+      wait_for(barriers.full[place.slot], place.parity);
       leave(slab, end, place.slot);
       place.advance(p.shape.slots);
     }
@@ -238,13 +219,13 @@ struct RingReader {
         next = step + turns < unit.end ? along.of_step(step + turns) : make_int2(end, end);
         masks.enter_step(p, along, step);
         skip(slab, seen.x);
-        if constexpr (kTileArrays > 0) wait(barriers.has_tile[ring_warp()], parity);
+        if constexpr (kTileArrays > 0) wait_for(barriers.has_tile[ring_warp()], parity);
         own.start(unit, step, seen);
         parity ^= 1;
         RingPlace at = place;
         CUTE_NO_UNROLL
         for (int of_slab = seen.x; of_slab < seen.y; ++of_slab) {
-          wait(barriers.full[at.slot], at.parity);
+          wait_for(barriers.full[at.slot], at.parity);
           own.add(of_slot(at.slot), masks.of_slab(along.first_key(of_slab)));
           leave(of_slab, next.x, at.slot);
           at.advance(p.shape.slots);
@@ -258,33 +239,5 @@ struct RingReader {
     }
   }
 };
-
-/// Registers of a warp that multiplies, and of one that loads: together no more than a CTA of so many warps starts
-/// with.
-constexpr int ring_registers(int warps) {
-  return warps == 12 ? 160 : 112;
-}
-inline constexpr int kLoaderRegisters = 32;
-
-/// Runs a kernel: `run(along, barriers, shared)` for warps that multiply, and for those that load slabs and tiles.
-template <int kHeadDim, class Params, class Run>
-CUTE_DEVICE void run_ring(const Params& p, const Run& run) {
-  constexpr int kWarps = most_ring_warps(kHeadDim);
-  extern __shared__ __align__(1024) char raw[];
-  RingBarriers& barriers = *reinterpret_cast<RingBarriers*>(raw + p.shape.barriers);
-  const int warp = ring_warp();
-  RingAlong::tabulate<Params::kKernel == Kernel::kKeyValueGradient>(p, raw);
-  if (threadIdx.x == 0) barriers.init(p.shape);
-  __syncthreads();
-  const std::uint32_t shared = shared_address(raw);
-  const RingAlong along(p, shared);
-  if (warp < kWarps) {
-    cutlass::arch::warpgroup_reg_alloc<ring_registers(kWarps)>();
-    if (warp < p.shape.warps) run(along, barriers, shared);
-  } else {
-    cutlass::arch::warpgroup_reg_dealloc<kLoaderRegisters>();
-    if (threadIdx.x % 32 == 0) load_ring<Params, kHeadDim>(p, along, warp % kRingLoaders, shared, barriers);
-  }
-}
 
 }  // namespace natten_jax::small

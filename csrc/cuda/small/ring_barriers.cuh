@@ -1,0 +1,73 @@
+// The barriers of a ring, on any architecture: what those that load and those that multiply wait for.
+#pragma once
+
+#include "cuda/small/ring_shape.h"
+#include "cuda/tma/barriers.cuh"
+
+namespace natten_jax::small {
+
+CUTE_DEVICE void init_barrier(std::uint64_t& barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(shared_address(&barrier)), "r"(arrivals) : "memory");
+}
+
+/// As `wait` and `arrive`, which take compute capability 9.0.
+CUTE_DEVICE void wait_for(std::uint64_t& barrier, int parity) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  // A warp that only asks would take the instructions' turns from others, and warps whose step the ring has no room for
+  // wait all the time.
+  constexpr unsigned kNanoseconds = 20;
+  for (unsigned is_complete = 0;;) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(is_complete)
+        : "r"(shared_address(&barrier)), "r"(parity)
+        : "memory");
+    if (is_complete != 0) break;
+    __nanosleep(kNanoseconds);
+  }
+#else
+  wait(barrier, parity);
+#endif
+}
+CUTE_DEVICE void arrive_at(std::uint64_t& barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  asm volatile(
+      "{\n"
+      ".reg .b64 state;\n"
+      "mbarrier.arrive.shared::cta.b64 state, [%0];\n"
+      "}"
+      :
+      : "r"(shared_address(&barrier))
+      : "memory");
+#else
+  arrive(barrier);
+#endif
+}
+
+/// Barriers of a CTA, in shared memory: of slabs, and of the buffer that a warp has for its tiles.
+struct RingBarriers {
+  static constexpr int kMostSlots = 24, kMostWarps = 16;
+
+  std::uint64_t full[kMostSlots], empty[kMostSlots];
+  std::uint64_t has_tile[kMostWarps], has_room[kMostWarps];
+
+  /// Sets them up, given how often those that load arrive for a slab and for a tile; one thread has to call it.
+  CUTE_DEVICE void init(const RingShape& shape, int of_slab, int of_tile) {
+    CUTE_NO_UNROLL
+    for (int i = 0; i < shape.slots; ++i) {
+      init_barrier(full[i], of_slab);
+      init_barrier(empty[i], shape.warps);
+    }
+    CUTE_NO_UNROLL
+    for (int i = 0; i < shape.warps; ++i) {
+      init_barrier(has_tile[i], of_tile);
+      init_barrier(has_room[i], 1);
+    }
+  }
+};
+
+}  // namespace natten_jax::small

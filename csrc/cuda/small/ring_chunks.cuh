@@ -1,0 +1,270 @@
+// A ring's slabs and tiles on any architecture: warps copy them in chunks of 16 bytes, where the copy engine would load
+// them as boxes (ring_walk.cuh). They lie as boxes do, so that what multiplies is the same.
+#pragma once
+
+#include "cuda/small/boxes.cuh"
+#include "cuda/small/ring_barriers.cuh"
+#include "cuda/small/ring_strip.cuh"
+
+namespace natten_jax::small {
+
+/// What a warp that copies does: of each slab one of both arrays, and every second tile of each step, in the order in
+/// which steps need them. One warp alone, which started two to four copies at a time, was what others waited for: a
+/// copy of 512 bytes every 60 to 110 cycles (H100). So there are two, and each has the addresses of eight copies at a
+/// time.
+template <class Params, int kHeadDim>
+class RingChunks {
+ public:
+  CUTE_DEVICE RingChunks(const Params& p, const RingAlong& along, int warp, std::uint32_t shared,
+                         RingBarriers& barriers)
+      : p_(p),
+        along_(along),
+        barriers_(barriers),
+        shared_(shared),
+        warp_(warp),
+        row_(threadIdx.x % 32 / kChunks),
+        chunk_(threadIdx.x % kChunks) {
+    CUTE_UNROLL
+    for (int pass = 0; pass < kTilePasses; ++pass) {
+      in_tile_[pass] = 0;
+      CUTE_UNROLL
+      for (int d = 0; d < kRank; ++d) in_tile_[pass] += place_in_tile(pass, d) * p.pitch[d];
+    }
+  }
+
+  /// Copies slabs and tiles in the order in which steps need them.
+  CUTE_DEVICE void load() const {
+    const RingShape& shape = p_.shape;
+    RingPlace place;
+    int turn = 0;
+    unsigned parities = 0;  // a bit for each turn
+    for (int number = blockIdx.x; number < p_.units; number += gridDim.x) {
+      const RingUnit unit(p_, number);
+      const Slabs slabs(*this, unit);
+      int loaded = along_.of_step(unit.step).x;
+      for (int step = unit.step; step < unit.end; ++step) {
+        if constexpr (kTileArrays > 0) {
+          copy_tiles(unit, step, turn, (parities >> turn & 1) ^ 1);
+          parities ^= 1u << turn;
+          if (++turn == shape.turns()) turn = 0;
+        }
+        for (const int end = along_.of_step(step).y; loaded < end; ++loaded) {
+          wait_for(barriers_.empty[place.slot], place.parity ^ 1);
+          copy_slab(slabs, along_.first_key(loaded), place.slot);
+          arrive_with_copies(barriers_.full[place.slot]);
+          place.advance(shape.slots);
+        }
+      }
+    }
+    wait_copies<0>();
+  }
+
+ private:
+  static constexpr bool kOfKeys = Params::kKernel == Kernel::kKeyValueGradient;
+  static constexpr int kTileArrays = ring_tile_arrays(Params::kKernel);
+  static constexpr int kLoaders = ring_loaders(RingLoads::kChunks);
+  static_assert(kLoaders == 2);
+  // Of a row of an array, and rows of which the warp's lanes copy a chunk each.
+  static constexpr int kRowBytes = 2 * kHeadDim, kChunks = kHeadDim / 8, kAtOnce = 32 / kChunks;
+  static constexpr int kTilePasses = kRows / kAtOnce;
+  static constexpr int kBlockPasses = kBlockKeys / kAtOnce, kBlocksAtOnce = 8 / kBlockPasses;
+
+  /// Where the lane's chunk of the warp's `pass`th copy lies, given where a block or a tile begins.
+  CUTE_DEVICE std::uint32_t place_of(std::uint32_t rows, int pass) const {
+    const int row = row_ + pass * kAtOnce;
+    return rows + row * kRowBytes + (chunk_ ^ (kHeadDim == 32 ? row >> 1 & 3 : row & 7)) * 16;
+  }
+
+  /// Where the lane's row of the warp's `pass`th copy lies in a tile.
+  CUTE_DEVICE int place_in_tile(int pass, int d) const { return place_of_row(p_.shape, row_ + pass * kAtOnce, d); }
+
+  /// The lane's chunk of a head's first row of an array.
+  CUTE_DEVICE const char* first_row_of(const void* array, int batch, int head, int heads) const {
+    const std::int64_t row = std::int64_t{batch} * p_.tokens * heads + head;
+    return static_cast<const char*>(array) + row * kRowBytes + 16 * chunk_;
+  }
+
+  /// The tiles of a step that this warp copies, given whose turn it is, and what the barriers of their room wait for.
+  CUTE_DEVICE void copy_tiles(const RingUnit& unit, int step, int turn, int parity) const {
+    const RingShape& shape = p_.shape;
+    const int beside = shape.beside[0] * shape.beside[1];
+    int x = warp_, y = 0;  // of the warp that multiplies, of those side by side
+    for (int i = warp_; i < beside; i += kLoaders, x += kLoaders) {
+      for (; x >= shape.beside[0]; x -= shape.beside[0]) ++y;
+      const int reader = turn * beside + i;
+      wait_for(barriers_.has_room[reader], parity);
+      copy_tile(unit, reader,
+                {(unit.across * shape.beside[0] + x) * shape.rows[0],
+                 (unit.inside * shape.beside[1] + y) * shape.rows[1], step * shape.rows[2]});
+      arrive_with_copies(barriers_.has_tile[reader]);
+    }
+  }
+
+  /// A warp's tile of each array, of a step, given its first row; what lies past the layout becomes zeros.
+  CUTE_DEVICE void copy_tile(const RingUnit& unit, int reader, const int (&first)[kRank]) const {
+    const RingShape& shape = p_.shape;
+    int token = 0;
+    bool is_whole = true;
+    CUTE_UNROLL
+    for (int d = 0; d < kRank; ++d) {
+      token += first[d] * p_.pitch[d];
+      is_whole &= first[d] + shape.rows[d] <= p_.axis[d].query_extent;
+    }
+    int tokens[kTilePasses];
+    CUTE_UNROLL
+    for (int pass = 0; pass < kTilePasses; ++pass) {
+      tokens[pass] = token + in_tile_[pass];
+      if (is_whole) continue;
+      CUTE_UNROLL
+      for (int d = 0; d < kRank; ++d) {
+        if (first[d] + place_in_tile(pass, d) >= p_.axis[d].query_extent) tokens[pass] = -1;
+      }
+    }
+    std::uint32_t to = shared_ + shape.tiles + kTileArrays * reader * shape.tile_bytes;
+    CUTE_UNROLL
+    for (int array = 0; array < kTileArrays; ++array, to += shape.tile_bytes) {
+      const char* const from = first_row_of(p_.rows_of(array), unit.batch, unit.head, p_.heads);
+      CUTE_UNROLL
+      for (int pass = 0; pass < kTilePasses; ++pass) {
+        copy_chunk(place_of(to, pass), advance(from, max(tokens[pass], 0), p_.heads * kRowBytes),
+                   tokens[pass] >= 0 ? 16 : 0);
+      }
+    }
+  }
+
+  /// What is the same for all slabs of a unit: of a group, columns lie across strips, and inside of a slab or along
+  /// them.
+  struct Slabs {
+    const char* from;     // the lane's chunk of the head's first column
+    const float4* known;  // of that column
+    int token_bytes;
+    int across;       // of the lane's first column
+    int inside;       // likewise
+    int first_token;  // of that column, were the slab the layout's first one
+
+    CUTE_DEVICE Slabs(const RingChunks& chunks, const RingUnit& unit) {
+      const Params& p = chunks.p_;
+      const RingStrip<kOfKeys> strip(p, unit);
+      const int head = kOfKeys ? unit.head : unit.head_kv(p), heads = kOfKeys ? p.heads : p.heads_kv;
+      from = chunks.first_row_of(p.columns_of(chunks.warp_), unit.batch, head, heads);
+      known = nullptr;
+      if constexpr (kOfKeys) known = p.statistics + std::int64_t{unit.batch} * p.tokens * heads + head;
+      token_bytes = heads * kRowBytes;
+      const bool is_thick = p.shape.thick > 1;
+      across = strip.across + (chunks.row_ & (p.shape.wide - 1));
+      inside = (is_thick ? 0 : strip.inside) + (chunks.row_ >> logarithm(p.shape.wide));
+      first_token = across * p.pitch[0] + inside * (is_thick ? p.pitch[2] : p.pitch[1]);
+    }
+  };
+
+  /// Where the lane's first column of a slab's next block is.
+  struct NextBlock {
+    int across, inside, token, left;  // left: blocks of its group, that one among them
+    int group_token;                  // of the group's first block
+    std::uint32_t to;
+  };
+
+  /// The warp's array of a slab; what lies outside of the layout becomes zeros.
+  CUTE_DEVICE void copy_slab(const Slabs& slabs, int first_column, int slot) const {
+    const RingShape& shape = p_.shape;
+    const bool is_thick = shape.thick > 1;
+    // A slab outside of the layout along the strip has no columns.
+    const bool is_outside = !is_thick && static_cast<unsigned>(first_column) >= static_cast<unsigned>(along_.length());
+    const int token = slabs.first_token + first_column * p_.pitch[2];
+    const NextBlock first{is_outside ? -shape.wide * shape.groups : slabs.across,
+                          slabs.inside + (is_thick ? first_column : 0),
+                          token,
+                          shape.group_blocks,
+                          token,
+                          shared_ + (2 * slot + warp_) * shape.array_bytes};
+    NextBlock next = first;
+    int left = shape.groups * shape.group_blocks;
+    CUTE_NO_UNROLL
+    for (; left >= kBlocksAtOnce; left -= kBlocksAtOnce) copy_blocks<kBlocksAtOnce>(slabs, first.inside, next);
+    CUTE_NO_UNROLL
+    for (; left > 0; --left) copy_blocks<1>(slabs, first.inside, next);
+    if constexpr (kOfKeys) {
+      if (warp_ == 0) copy_statistics(slabs, first_column, slot);
+    }
+  }
+
+  /// Some blocks of a slab. A copy holds its address until the memory pipe takes it, so the next one has another.
+  template <int kCount>
+  CUTE_DEVICE void copy_blocks(const Slabs& slabs, int first_inside, NextBlock& next) const {
+    const RingShape& shape = p_.shape;
+    const bool is_thick = shape.thick > 1;
+    const int deeper = kAtOnce >> logarithm(shape.wide),
+              extent_inside = is_thick ? along_.length() : p_.axis[1].query_extent,
+              next_pass = deeper * (is_thick ? p_.pitch[2] : p_.pitch[1]);
+    const char* source[kCount][kBlockPasses];
+    int bytes[kCount][kBlockPasses];
+    CUTE_UNROLL
+    for (int b = 0; b < kCount; ++b) {
+      CUTE_UNROLL
+      for (int pass = 0; pass < kBlockPasses; ++pass) {
+        const bool is_inside =
+            static_cast<unsigned>(next.across) < static_cast<unsigned>(p_.axis[0].query_extent) &&
+            static_cast<unsigned>(next.inside + pass * deeper) < static_cast<unsigned>(extent_inside);
+        bytes[b][pass] = is_inside ? 16 : 0;
+        source[b][pass] = address_of(slabs.from, is_inside ? next.token + pass * next_pass : 0, slabs.token_bytes);
+      }
+      const bool is_last = --next.left == 0;
+      next.across += is_last ? shape.wide : 0;
+      next.group_token += is_last ? shape.wide * p_.pitch[0] : 0;
+      next.token = is_last ? next.group_token : next.token + kBlockPasses * next_pass;
+      next.inside = is_last ? first_inside : next.inside + kBlockPasses * deeper;
+      next.left = is_last ? shape.group_blocks : next.left;
+    }
+    CUTE_UNROLL
+    for (int b = 0; b < kCount; ++b) {
+      CUTE_UNROLL
+      for (int pass = 0; pass < kBlockPasses; ++pass) {
+        copy_chunk(place_of(next.to, pass) + b * kBlockKeys * kRowBytes, source[b][pass], bytes[b][pass]);
+      }
+    }
+    next.to += kCount * kBlockKeys * kRowBytes;
+  }
+
+  /// As `advance`, which the compiler does not move behind copies.
+  CUTE_DEVICE static const char* address_of(const char* base, int token, int token_bytes) {
+    const char* result;
+    asm volatile("mad.wide.s32 %0, %1, %2, %3;" : "=l"(result) : "r"(token), "r"(token_bytes), "l"(base));
+    return result;
+  }
+
+  /// What is known of a slab's columns.
+  CUTE_DEVICE void copy_statistics(const Slabs& slabs, int first_column, int slot) const {
+    const RingShape& shape = p_.shape;
+    const bool is_thick = shape.thick > 1;
+    const int wide_shift = logarithm(shape.wide), of_group = shape.group_blocks * kBlockKeys, lane = threadIdx.x % 32,
+              columns = shape.groups * of_group, pitch = is_thick ? p_.pitch[2] : p_.pitch[1],
+              extent = is_thick ? along_.length() : p_.axis[1].query_extent,
+              across = slabs.across - (row_ & (shape.wide - 1)),
+              inside = slabs.inside - (row_ >> wide_shift) + (is_thick ? first_column : 0);
+    const bool is_slab_inside =
+        is_thick || static_cast<unsigned>(first_column) < static_cast<unsigned>(along_.length());
+    const std::uint32_t to = shared_ + shape.statistics + slot * columns * kStatisticsBytes;
+    int group = 0, of_column = lane;
+    for (int column = lane; column < columns; column += 32, of_column += 32) {
+      for (; of_column >= of_group; of_column -= of_group) ++group;
+      const int x = across + group * shape.wide + (of_column & (shape.wide - 1)),
+                y = inside + (of_column >> wide_shift);
+      const bool is_inside = is_slab_inside &&
+                             static_cast<unsigned>(x) < static_cast<unsigned>(p_.axis[0].query_extent) &&
+                             static_cast<unsigned>(y) < static_cast<unsigned>(extent);
+      const int token = is_inside ? x * p_.pitch[0] + y * pitch + (is_thick ? 0 : first_column * p_.pitch[2]) : 0;
+      copy_chunk(to + column * kStatisticsBytes,
+                 reinterpret_cast<const char*>(slabs.known + std::int64_t{token} * p_.heads), is_inside ? 16 : 0);
+    }
+  }
+
+  const Params& p_;
+  const RingAlong& along_;
+  RingBarriers& barriers_;
+  std::uint32_t shared_;
+  int warp_;                  // of those that copy
+  int row_, chunk_;           // of the rows that the warp copies at a time, and of that row
+  int in_tile_[kTilePasses];  // tokens from a tile's first row to the lane's ones
+};
+
+}  // namespace natten_jax::small

@@ -1,0 +1,60 @@
+// Runs a kernel with a ring: which warps load, and which multiply.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "cuda/small/ring_chunks.cuh"
+#include "cuda/small/ring_walk.cuh"
+
+namespace natten_jax::small {
+
+/// Whether a kernel has code for the architecture.
+constexpr bool is_ring_compiled(RingLoads loads) {
+#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  return loads == RingLoads::kChunks;
+#else
+  return true;
+#endif
+}
+
+/// Registers of a warp that multiplies, and of one that has boxes loaded: together no more than a CTA of so many warps
+/// starts with.
+constexpr int ring_registers(int warps) {
+  return warps == 12 ? 160 : 112;
+}
+inline constexpr int kLoaderRegisters = 32;
+
+/// Runs a kernel whose warps that multiply are a `Own`.
+template <RingLoads kLoads, int kHeadDim, class Own, class Params>
+CUTE_DEVICE void run_ring(const Params& p) {
+  if constexpr (is_ring_compiled(kLoads)) {
+    constexpr bool kHasBoxes = kLoads == RingLoads::kBoxes;
+    constexpr int kWarps = most_ring_warps(kLoads, kHeadDim), kLoaders = ring_loaders(kLoads);
+    extern __shared__ __align__(1024) char raw[];
+    RingBarriers& barriers = *reinterpret_cast<RingBarriers*>(raw + p.shape.barriers);
+    const int warp = ring_warp();
+    RingAlong::tabulate<Params::kKernel == Kernel::kKeyValueGradient>(p, raw);
+    if (threadIdx.x == 0) {
+      // Each lane that copies arrives for itself.
+      barriers.init(p.shape, kHasBoxes ? kLoaders : 32 * kLoaders, kHasBoxes ? 1 : 32);
+      if constexpr (kHasBoxes) cutlass::arch::fence_barrier_init();
+    }
+    __syncthreads();
+    const std::uint32_t shared = shared_address(raw);
+    const RingAlong along(p, shared);
+    if (warp < kWarps) {
+      if constexpr (kHasBoxes) cutlass::arch::warpgroup_reg_alloc<ring_registers(kWarps)>();
+      if (warp >= p.shape.warps) return;
+      typename Own::Reader reader{p, along, barriers, shared};
+      Own own(p, reader);
+      reader.walk(own);
+    } else if constexpr (kHasBoxes) {
+      cutlass::arch::warpgroup_reg_dealloc<kLoaderRegisters>();
+      if (threadIdx.x % 32 == 0) load_ring<Params, kHeadDim>(p, along, warp - kWarps, shared, barriers);
+    } else {
+      RingChunks<Params, kHeadDim>(p, along, warp - kWarps, shared, barriers).load();
+    }
+  }
+}
+
+}  // namespace natten_jax::small
