@@ -132,8 +132,8 @@ __global__ void __launch_bounds__(32 * kAdditionalWarps, 1)
     wait_copies<1>();
     __syncwarp();
     KeyBiasSums none;
-    sums.template add<ColumnRows<kHeadDim, true>, false, false>(none, keys, values, exponent_scale, tile, tables,
-                                                                stage);
+    sums.template add<ColumnRows<kHeadDim, true>, Feature::kNone>(none, keys, values, exponent_scale, tile, tables,
+                                                                  stage);
     const std::uint32_t done = stage;
     stage = other;
     other = done;

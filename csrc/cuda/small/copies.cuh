@@ -259,7 +259,7 @@ struct PlainItems : CtaItems {
   CUTE_DEVICE explicit PlainItems(const CommonParams& p) : CtaItems(p) {
     // From here on the compiler does not know where it is from: it would find it anew for each item, by 8 of the 286
     // instructions that a forward pass has for one besides those for its columns.
-    asm("" : "+r"(count));
+    count = static_cast<int>(kept(static_cast<std::uint32_t>(count)));
   }
 };
 

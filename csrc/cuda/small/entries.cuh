@@ -149,7 +149,7 @@ CUTE_DEVICE bool take_piece(const CommonParams& p, EntryState& state, int first_
 }
 
 /// Calls `call(items, layout, is_first)` for each plan of a CTA: one, unless batch entries have layouts of their own.
-template <class Items, bool kRowsAreKeys, class Call>
+template <class Items, Owner kOwner, class Call>
 CUTE_DEVICE void for_plans(const CommonParams& p, char* raw, const Call& call) {
   if constexpr (Items::kOfEntries) {
     // Kernels of keys, which come after those of queries, wait for nothing until they need what these leave them: their
@@ -159,7 +159,7 @@ CUTE_DEVICE void for_plans(const CommonParams& p, char* raw, const Call& call) {
     int first_entry, piece;
     p.by_pieces(first_entry, piece, blockIdx.y);
     first_entry *= p.entries_of_cta;
-    if (threadIdx.x < 32) group_entries<kRowsAreKeys>(p, first_entry, state);
+    if (threadIdx.x < 32) group_entries<kOwner == Owner::kKeys>(p, first_entry, state);
     __syncthreads();
     Items items;
     EntryLayout layout;

@@ -10,14 +10,12 @@ namespace natten_jax::small {
 
 template <Feature kFeature>
 struct FeatureTraits {
-  static constexpr bool kHasBias = kFeature == Feature::kRelativeBias;
-  static constexpr bool kHasKeyBias = kFeature == Feature::kKeyBias;
   using Items = std::conditional_t<kFeature == Feature::kWraps, AroundItems, CtaItems>;
   // Of forward passes where the arrays are the whole layout. With biases of keys, the compiler has no room for them
   // where heads are narrow: it would spill 56 bytes.
   template <int kHeadDim>
-  using WholeItems =
-      std::conditional_t<kFeature == Feature::kWraps || (kHasKeyBias && kHeadDim < 64), Items, PlainItems>;
+  using WholeItems = std::conditional_t<kFeature == Feature::kWraps || (kFeature == Feature::kKeyBias && kHeadDim < 64),
+                                        Items, PlainItems>;
 };
 
 }  // namespace natten_jax::small

@@ -58,6 +58,13 @@ constexpr std::int64_t additional_parts(std::int64_t columns, std::int64_t addit
   return std::clamp<std::int64_t>(divide_up(columns, kColumnsOfPart), 1, most);
 }
 
+/// What a kernel is compiled for besides its element type and its widest heads. A problem has one of these at most;
+/// layouts of batch entries are beside kNone.
+enum class Feature { kNone, kRelativeBias, kKeyBias, kWraps };
+
+/// Whose tokens a kernel has as rows.
+enum class Owner { kQueries, kKeys };
+
 /// What the kernels are for.
 enum class Kernel { kForward, kQueryGradient, kKeyValueGradient, kWholeGradient };
 

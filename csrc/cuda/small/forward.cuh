@@ -42,6 +42,10 @@ CUTE_DEVICE bool add_sink_to_sums(float (&sums)[2], const float (&shift)[2], flo
   return true;
 }
 
+/// Where scales of logits and sinks are: one scale of all heads is a parameter, which costs no register, or heads may
+/// have some of their own. With a kernel for both, clips and volumes took 3% longer.
+enum class Terms { kOfAll, kOfHeads };
+
 /// A warp's results: sums of weighted values, and of weights, of the lane's columns until they are finished; what the
 /// weights of a lane's two rows are relative to.
 template <int kHeadDim>
@@ -65,18 +69,18 @@ CUTE_DEVICE void add_pairs(TileOutput<kHeadDim>& result, const PairLogits (&weig
       result.sum[i % 2] += low + high;
     }
   }
-  add_columns<Element, kHeadDim, true>(result.o, a, pairs);
+  add_columns<Element, kHeadDim, kSecondArray>(result.o, a, pairs);
 }
 
 /// Results relative to the largest logits, whatever these are.
-template <class Element, int kHeadDim, class Columns, bool kHasBias, bool kHasKeyBias, class Queries>
+template <class Element, int kHeadDim, class Columns, Feature kFeature, class Queries>
 CUTE_DEVICE void compute_exactly(TileOutput<kHeadDim>& result, const Queries& queries, const TilePlan& tile,
                                  const Tables& tables, int additional_pairs, std::uint32_t stage, float factor) {
   float largest[2] = {-INFINITY, -INFINITY};
   const auto for_logits = [&](const auto& call) {
-    for_pairs<Columns, 1, kHasBias, kHasKeyBias>(tile, tables, additional_pairs, stage, [&](const Pairs<1>& pair) {
+    for_pairs<Columns, 1, Owner::kQueries, kFeature>(tile, tables, additional_pairs, stage, [&](const Pairs<1>& pair) {
       PairLogits x[1];
-      multiply_keys<Element, kHeadDim, false, kHasBias, kHasKeyBias>(x, queries, tile, stage, pair);
+      multiply_keys<Element, kHeadDim, Owner::kQueries, kFeature>(x, queries, tile, stage, pair);
       call(x, pair);
     });
   };
@@ -108,8 +112,10 @@ CUTE_DEVICE void compute_exactly(TileOutput<kHeadDim>& result, const Queries& qu
   for (int r = 0; r < 2; ++r) result.shift[r] = largest[r];
 }
 
-template <class Element, int kHeadDim, bool kHasBoxes, bool kHasScales, class Items, bool kHasBias, bool kHasKeyBias>
+template <class Element, int kHeadDim, bool kHasBoxes, Terms kTerms, Feature kFeature, class Items>
 CUTE_DEVICE void attend(const ForwardParams& p) {
+  constexpr bool kHasTerms = kTerms == Terms::kOfHeads, kHasBias = kFeature == Feature::kRelativeBias,
+                 kHasKeyBias = kFeature == Feature::kKeyBias;
   using Sums = TrustedSums<Element>;
   using Rows = RowTile<kHeadDim>;
   using Columns = ColumnRows<kHeadDim, kHasBoxes>;
@@ -139,7 +145,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     key_bias.prepare(item);
     phases.rows_are_read();
     TileOutput<kHeadDim> result;
-    if constexpr (kHasScales && !Sums::kHasReference) {
+    if constexpr (kHasTerms && !Sums::kHasReference) {
       // A sink is one more weight.
       result.sum[0] = result.sum[1] = lane % 4 == 0 ? fast_exp2(terms.sink() * kLog2E) : 0.f;
     }
@@ -152,7 +158,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
                                                                    : kHasBias ? tables.entries[middle]
                                                                               : 0;
         const Pairs<1> pair{{{{stage + tile.lanes.across + at}, {}, at, entries}}, {}};
-        multiply_keys<Element, kHeadDim, false, kHasBias, kHasKeyBias>(x, queries, tile, stage, pair);
+        multiply_keys<Element, kHeadDim, Owner::kQueries, kFeature>(x, queries, tile, stage, pair);
         CUTE_UNROLL
         for (int r = 0; r < 2; ++r) {
           result.shift[r] = largest_of_row(
@@ -162,10 +168,10 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
         }
       }
     }
-    for_pairs<Columns, 2, kHasBias, kHasKeyBias>(tile, tables, additional_pairs, stage, [&](const auto& pairs) {
+    for_pairs<Columns, 2, Owner::kQueries, kFeature>(tile, tables, additional_pairs, stage, [&](const auto& pairs) {
       constexpr int kPairs = std::decay_t<decltype(pairs)>::kCount;
       PairLogits x[kPairs];
-      multiply_keys<Element, kHeadDim, false, kHasBias, kHasKeyBias>(x, queries, tile, stage, pairs);
+      multiply_keys<Element, kHeadDim, Owner::kQueries, kFeature>(x, queries, tile, stage, pairs);
       CUTE_UNROLL
       for (int i = 0; i < 8 * kPairs; ++i) {
         const int pair = i / 8, group = i / 4 % 2, e = i % 4;
@@ -185,13 +191,13 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     }
     // What is not among the sums yet. Beside a sink, weights in float16 may have lost digits that nobody then asks for.
     float sink = -INFINITY;
-    if constexpr (kHasScales && Sums::kHasReference) sink = terms.sink();
+    if constexpr (kHasTerms && Sums::kHasReference) sink = terms.sink();
     if (__any_sync(0xffffffffu, !is_trusted)) {
-      compute_exactly<Element, kHeadDim, Columns, kHasBias, kHasKeyBias>(result, queries, tile, tables,
-                                                                         additional_pairs, stage, factor);
+      compute_exactly<Element, kHeadDim, Columns, kFeature>(result, queries, tile, tables, additional_pairs, stage,
+                                                            factor);
       sums[0] = sum_of_row(result.sum[0]);
       sums[1] = sum_of_row(result.sum[1]);
-      if constexpr (kHasScales) sink = terms.sink();
+      if constexpr (kHasTerms) sink = terms.sink();
     }
     phases.columns_are_read();
     key_bias.leave(item);
@@ -228,13 +234,13 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
                                   rows + staging);
     phases.results_are_written();
   };
-  for_plans<Items, false>(p, raw, [&](const Items& items, const EntryLayout& layout, bool is_first) {
+  for_plans<Items, Owner::kQueries>(p, raw, [&](const Items& items, const EntryLayout& layout, bool is_first) {
     loads.take(items, is_first);
-    HeadTerms<kHasScales, kHasBoxes && !Items::kOfEntries && !Items::kMayWrap, Items> terms(
+    HeadTerms<kHasTerms, kHasBoxes && !Items::kOfEntries && !Items::kMayWrap, Items> terms(
         p, items);  // which come while the warp plans
     const auto load_first_rows = [&] { loads.load_first_rows(items.at(p, 0), warp * Rows::kBytes, load_rows); };
-    if (!make_plan<kHeadDim, false, kHasBoxes, kHasBias, kHasKeyBias>(p, raw, tables, tile, loads, load_first_rows,
-                                                                      layout)) {
+    if (!make_plan<kHeadDim, Owner::kQueries, kHasBoxes, kFeature>(p, raw, tables, tile, loads, load_first_rows,
+                                                                   layout)) {
       return;
     }
     ColumnKeyBias<kHasKeyBias, Kernel::kForward> key_bias(p, tables, tile, items.at(p, 0));
@@ -245,15 +251,11 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
   });
 }
 
-/// `kHasScales`: heads may have scales of their own, or sinks. One scale of all heads is a parameter, which costs no
-/// register: with a kernel for both, clips and volumes took 3% longer. `kHasBias`: logits have a relative bias;
-/// `kHasKeyBias`: keys have biases.
-template <class Element, int kHeadDim, bool kHasBoxes, bool kHasScales, bool kHasBias = false, class Items = CtaItems,
-          bool kHasKeyBias = false>
+template <class Element, int kHeadDim, bool kHasBoxes, Terms kTerms, Feature kFeature, class Items>
 __global__ void __launch_bounds__(32 * resident_warps(Kernel::kForward, kHeadDim))
     natten_jax_small_forward(const __grid_constant__ ForwardParams p) {
   if constexpr (is_compiled(kHasBoxes)) {
-    attend<Element, kHeadDim, kHasBoxes, kHasScales, Items, kHasBias, kHasKeyBias>(p);
+    attend<Element, kHeadDim, kHasBoxes, kTerms, kFeature, Items>(p);
   }
 }
 

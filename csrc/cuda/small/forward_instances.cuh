@@ -10,10 +10,11 @@ namespace natten_jax::small {
 template <ElementType kType, Feature kFeature>
 cudaError_t find_box_kernels(bool& result) {
   using Traits = FeatureTraits<kFeature>;
+  constexpr bool kHasBoxes = true;
   cudaFuncAttributes attributes{};
-  const cudaError_t error = cudaFuncGetAttributes(
-      &attributes, natten_jax_small_forward<ElementOf<kType>, kHeadDims[0], true, true, Traits::kHasBias,
-                                            typename Traits::Items, Traits::kHasKeyBias>);
+  const cudaError_t error =
+      cudaFuncGetAttributes(&attributes, natten_jax_small_forward<ElementOf<kType>, kHeadDims[0], kHasBoxes,
+                                                                  Terms::kOfHeads, kFeature, typename Traits::Items>);
   result = attributes.ptxVersion >= 90;
   return error;
 }
@@ -25,22 +26,21 @@ cudaError_t launch_forward(int head_dim, const ForwardParams& params, const Laun
     using Element = ElementOf<kType>;
     using Traits = FeatureTraits<kFeature>;
     const bool has_terms = params.has_terms_of_heads();
-    constexpr bool kHasBias = Traits::kHasBias, kHasKeyBias = Traits::kHasKeyBias;
     using Items = typename Traits::Items;
     using WholeItems = typename Traits::template WholeItems<width>;
     if constexpr (kFeature == Feature::kNone) {
       if (params.layouts != nullptr) {
-        return natten_jax_small_forward<Element, width, has_boxes, true, false, EntryItems>;
+        return natten_jax_small_forward<Element, width, has_boxes, Terms::kOfHeads, kFeature, EntryItems>;
       }
       if (params.is_plain && has_terms) {
-        return natten_jax_small_forward<Element, width, has_boxes, true, false, WholeItems>;
+        return natten_jax_small_forward<Element, width, has_boxes, Terms::kOfHeads, kFeature, WholeItems>;
       }
     }
     if (!has_terms && (params.is_plain || !WholeItems::kIsPlain)) {
-      return natten_jax_small_forward<Element, width, has_boxes, false, kHasBias, WholeItems, kHasKeyBias>;
+      return natten_jax_small_forward<Element, width, has_boxes, Terms::kOfAll, kFeature, WholeItems>;
     }
     // What is a part takes the kernel for terms of heads: else there would be as many again.
-    return natten_jax_small_forward<Element, width, has_boxes, true, kHasBias, Items, kHasKeyBias>;
+    return natten_jax_small_forward<Element, width, has_boxes, Terms::kOfHeads, kFeature, Items>;
   });
 }
 template cudaError_t launch_forward<ElementType::NATTEN_JAX_INSTANCE, Feature::NATTEN_JAX_FEATURE>(int,

@@ -13,10 +13,6 @@
 
 namespace natten_jax::small {
 
-/// What a kernel is compiled for besides its element type and its widest heads. A problem has one of these at most;
-/// layouts of batch entries are beside kNone.
-enum class Feature { kNone, kRelativeBias, kKeyBias, kWraps };
-
 /// Calls `call` with a compiled width of heads as a constant. With biases kernels are compiled for some widths.
 template <Feature kFeature = Feature::kNone, class Call>
 cudaError_t with_head_dim(int head_dim, const Call& call) {

@@ -49,18 +49,18 @@ struct KeyBiasSums {
 };
 
 /// Adds a tile's key and value gradients, those of keys but for the scale; `weights` says how weights of two columns
-/// come from products, in place. Where `kHasKeyBias`, adds up the gradients of the keys' logits, too: rounded as they
+/// come from products, in place. With biases of keys, adds up the gradients of the keys' logits, too: rounded as they
 /// are multiplied, by the matrix units.
-template <class Columns, bool kHasBias, bool kHasKeyBias, class Element, int kHeadDim, class Weights>
+template <class Columns, Feature kFeature, class Element, int kHeadDim, class Weights>
 CUTE_DEVICE void add_key_value_gradients(float (&of_keys)[kHeadDim / 8][4], float (&of_values)[kHeadDim / 8][4],
                                          KeyBiasSums& of_bias, const RowOperand<Element, kHeadDim>& keys,
                                          const RowOperand<Element, kHeadDim>& values, const TilePlan& tile,
                                          const Tables& tables, std::uint32_t stage, const Weights& weights) {
-  for_pairs<Columns, 2, kHasBias>(tile, tables, 0, stage, [&](const auto& pairs) {
+  for_pairs<Columns, 2, Owner::kKeys, kFeature>(tile, tables, 0, stage, [&](const auto& pairs) {
     constexpr int kPairs = std::decay_t<decltype(pairs)>::kCount;
     PairLogits x[kPairs], y[kPairs];
-    multiply_keys<Element, kHeadDim, true, kHasBias, kHasKeyBias>(x, keys, tile, stage, pairs, of_bias.biases);
-    multiply_columns<Element, kHeadDim, true>(y, values, pairs);
+    multiply_keys<Element, kHeadDim, Owner::kKeys, kFeature>(x, keys, tile, stage, pairs, of_bias.biases);
+    multiply_columns<Element, kHeadDim, kSecondArray>(y, values, pairs);
     std::uint32_t a[kPairs][4], b[kPairs][4];
     CUTE_UNROLL
     for (int i = 0; i < 2 * kPairs; ++i) {
@@ -79,9 +79,9 @@ CUTE_DEVICE void add_key_value_gradients(float (&of_keys)[kHeadDim / 8][4], floa
             pack<Element>(low * (of_y[2 * r] - first.y), high * (of_y[2 * r + 1] - second.y)) & ~hidden;
       }
     }
-    add_columns<Element, kHeadDim, true>(of_values, a, pairs);
-    add_columns<Element, kHeadDim, false>(of_keys, b, pairs);
-    if constexpr (kHasKeyBias) {
+    add_columns<Element, kHeadDim, kSecondArray>(of_values, a, pairs);
+    add_columns<Element, kHeadDim, kFirstArray>(of_keys, b, pairs);
+    if constexpr (kFeature == Feature::kKeyBias) {
       const std::uint32_t ones = pack<Element>(1.f, 1.f);
       float (&sums)[4] = of_bias.sums;
       CUTE_UNROLL
@@ -100,13 +100,13 @@ struct KeyValueSums {
   float of_keys[kHeadDim / 8][4] = {}, of_values[kHeadDim / 8][4] = {};
 
   /// Adds those of a set.
-  template <class Columns, bool kHasBias, bool kHasKeyBias>
+  template <class Columns, Feature kFeature>
   CUTE_DEVICE void add(KeyBiasSums& of_bias, const RowOperand<Element, kHeadDim>& keys,
                        const RowOperand<Element, kHeadDim>& values, float factor, const TilePlan& tile,
                        const Tables& tables, std::uint32_t stage) {
     const auto differentiate = [&](const auto& weights) {
-      add_key_value_gradients<Columns, kHasBias, kHasKeyBias>(of_keys, of_values, of_bias, keys, values, tile, tables,
-                                                              stage, weights);
+      add_key_value_gradients<Columns, kFeature>(of_keys, of_values, of_bias, keys, values, tile, tables, stage,
+                                                 weights);
     };
     const auto differentiate_small = [&] {
       differentiate([&](float (&x)[4], float2 first, float2 second, std::uint32_t) {
@@ -156,8 +156,9 @@ struct KeyValueSums {
 };
 
 /// `kIsOfOne`: query heads have key/value heads of their own.
-template <class Element, int kHeadDim, bool kHasBoxes, bool kIsOfOne, class Items, bool kHasBias, bool kHasKeyBias>
+template <class Element, int kHeadDim, bool kHasBoxes, bool kIsOfOne, Feature kFeature, class Items>
 CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
+  constexpr bool kHasBias = kFeature == Feature::kRelativeBias, kHasKeyBias = kFeature == Feature::kKeyBias;
   using Rows = RowTile<kHeadDim>;
   using Operand = RowOperand<Element, kHeadDim>;
   using Columns = ColumnRows<kHeadDim, kHasBoxes>;
@@ -196,8 +197,7 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
     KeyBiasSums of_bias;
     if constexpr (kHasKeyBias) key_bias.take(of_bias.biases, item.scale(p).logits);
     phases.rows_are_read();
-    sums.template add<Columns, kHasBias, kHasKeyBias>(of_bias, keys, values, item.exponent_scale(p), tile, tables,
-                                                      stage);
+    sums.template add<Columns, kFeature>(of_bias, keys, values, item.exponent_scale(p), tile, tables, stage);
     phases.columns_are_read();
     if constexpr (kHasKeyBias) {
       // The next one's come while results are written: the products that begin with them would wait for them otherwise.
@@ -215,10 +215,11 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
                rows + (kHasBoxes ? staging : buffer));
     if constexpr (!kIsOfOne) sums = {};
   };
-  for_plans<Items, true>(p, raw, [&](const Items& items, const EntryLayout& layout, bool is_first) {
+  for_plans<Items, Owner::kKeys>(p, raw, [&](const Items& items, const EntryLayout& layout, bool is_first) {
     loads.take(items, is_first);
     const auto load_first_rows = [&] { loads.load_first_rows(items.at(p, 0), warp * Rows::kBytes, load_rows); };
-    if (!make_plan<kHeadDim, true, kHasBoxes, kHasBias>(p, raw, tables, tile, loads, load_first_rows, layout)) return;
+    if (!make_plan<kHeadDim, Owner::kKeys, kHasBoxes, kFeature>(p, raw, tables, tile, loads, load_first_rows, layout))
+      return;
     RowKeyBias<kHasKeyBias> key_bias(p, tables.row_places);
     if (kHasKeyBias && tile.has_rows) key_bias.load(items.at(p, 0));
     loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns,
@@ -228,12 +229,11 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
   });
 }
 
-template <class Element, int kHeadDim, bool kHasBoxes, bool kIsOfOne, bool kHasBias = false, class Items = CtaItems,
-          bool kHasKeyBias = false>
+template <class Element, int kHeadDim, bool kHasBoxes, bool kIsOfOne, Feature kFeature, class Items>
 __global__ void __launch_bounds__(32 * resident_warps(Kernel::kKeyValueGradient, kHeadDim))
     natten_jax_small_key_value_gradient(const __grid_constant__ BackwardParams p) {
   if constexpr (is_compiled(kHasBoxes)) {
-    differentiate_keys<Element, kHeadDim, kHasBoxes, kIsOfOne, Items, kHasBias, kHasKeyBias>(p);
+    differentiate_keys<Element, kHeadDim, kHasBoxes, kIsOfOne, kFeature, Items>(p);
     if constexpr (!Items::kOfEntries) add_up_sinks(p.sinks);
   }
 }

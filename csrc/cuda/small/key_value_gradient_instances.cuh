@@ -17,11 +17,10 @@ cudaError_t launch_key_value_gradient(int head_dim, const BackwardParams& params
       using Traits = FeatureTraits<kFeature>;
       if constexpr (kFeature == Feature::kNone) {
         if (params.layouts != nullptr) {
-          return natten_jax_small_key_value_gradient<Element, width, has_boxes, kIsOfOne, false, EntryItems>;
+          return natten_jax_small_key_value_gradient<Element, width, has_boxes, kIsOfOne, kFeature, EntryItems>;
         }
       }
-      return natten_jax_small_key_value_gradient<Element, width, has_boxes, kIsOfOne, Traits::kHasBias,
-                                                 typename Traits::Items, Traits::kHasKeyBias>;
+      return natten_jax_small_key_value_gradient<Element, width, has_boxes, kIsOfOne, kFeature, typename Traits::Items>;
     });
   };
   return params.heads == params.heads_kv ? launch_as(std::true_type{}) : launch_as(std::false_type{});

@@ -119,12 +119,14 @@ CUTE_DEVICE std::uint32_t range_of_groups(int begin, int end) {
 ///
 /// `kIsWhole`: a region is a whole dilation group of a plain problem without additional columns. Such plans are a third
 /// shorter, which counts where CTAs have few items: the first instructions of a kernel have to be fetched.
-template <int kHeadDim, bool kRowsAreKeys, bool kHasBoxes, bool kHasBias = false, bool kHasKeyBias = false,
-          bool kIsWhole = false, class Loads, class LoadFirstRows>
+template <int kHeadDim, Owner kOwner, bool kHasBoxes, Feature kFeature, bool kIsWhole = false, class Loads,
+          class LoadFirstRows>
 CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, TilePlan& tile, Loads& loads,
                            const LoadFirstRows& load_first_rows, const EntryLayout& layout = {}, int number = 0) {
   using Columns = ColumnRows<kHeadDim, kHasBoxes>;
   constexpr int kColumnBytes = Columns::kBytes;
+  constexpr bool kRowsAreKeys = kOwner == Owner::kKeys, kHasBias = kFeature == Feature::kRelativeBias,
+                 kHasKeyBias = kFeature == Feature::kKeyBias && !kRowsAreKeys;
   constexpr bool kMayWrap = Loads::kMayWrap, kIsPlain = Loads::kIsPlain || kIsWhole;
   const Region& region = p.region;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, of_warp = (number * region.warps + warp) * region.table;

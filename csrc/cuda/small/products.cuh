@@ -74,13 +74,13 @@ struct Pairs {
 };
 
 /// The relative bias of pairs of groups, in products of queries and keys.
-template <bool kRowsAreKeys, int kPairs>
+template <Owner kOwner, int kPairs>
 CUTE_DEVICE void load_bias(PairLogits (&x)[kPairs], const TilePlan& tile, std::uint32_t stage,
                            const Pairs<kPairs>& pairs) {
   CUTE_UNROLL
   for (int i = 0; i < 8 * kPairs; ++i) {
     const int pair = i / 8, h = i / 4 % 2, r = i / 2 % 2, c = i % 2, of_pair = pairs.at[pair].entry();
-    const std::uint32_t at = stage + tile.entry[r] + (kRowsAreKeys ? -of_pair : of_pair) +
+    const std::uint32_t at = stage + tile.entry[r] + (kOwner == Owner::kKeys ? -of_pair : of_pair) +
                              h * tile.next_entry_of_group + c * tile.next_entry;
     // Not from one item to the next: volatile.
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x[pair][h][2 * r + c]) : "r"(at));
@@ -104,9 +104,12 @@ CUTE_DEVICE void load_key_bias(PairLogits (&x)[kPairs], const Pairs<kPairs>& pai
   }
 }
 
-/// Products of the rows with one array of each pair's columns, the first one or the second; x starts as `initial`, four
-/// numbers for each group, or where `kAdds` as what it is.
-template <class Element, int kHeadDim, bool kIsSecond, bool kAdds = false, int kPairs>
+/// Which of the arrays that columns have rows of.
+enum ColumnArray { kFirstArray, kSecondArray };
+
+/// Products of the rows with one array of each pair's columns; x starts as `initial`, four numbers for each group, or
+/// where `kAdds` as what it is.
+template <class Element, int kHeadDim, ColumnArray kArray, bool kAdds = false, int kPairs>
 CUTE_DEVICE void multiply_columns(PairLogits (&x)[kPairs], const RowOperand<Element, kHeadDim>& rows,
                                   const Pairs<kPairs>& pairs, const float (&initial)[4] = {}) {
   using Instruction = HalfInstruction<Element>;
@@ -115,7 +118,7 @@ CUTE_DEVICE void multiply_columns(PairLogits (&x)[kPairs], const RowOperand<Elem
   for (int step = 0; step < kSteps; ++step) {
     std::uint32_t r[kPairs][4];
     CUTE_UNROLL
-    for (int i = 0; i < kPairs; ++i) load_matrices(r[i], step_address(pairs.at[i].across[kIsSecond], step));
+    for (int i = 0; i < kPairs; ++i) load_matrices(r[i], step_address(pairs.at[i].across[kArray], step));
     const auto a = rows(step);
     CUTE_UNROLL
     for (int i = 0; i < 2 * kPairs; ++i) {
@@ -129,7 +132,7 @@ CUTE_DEVICE void multiply_columns(PairLogits (&x)[kPairs], const RowOperand<Elem
 }
 
 /// o += each pair's weights * one array of its columns.
-template <class Element, int kHeadDim, bool kIsSecond, int kPairs>
+template <class Element, int kHeadDim, ColumnArray kArray, int kPairs>
 CUTE_DEVICE void add_columns(float (&o)[kHeadDim / 8][4], const std::uint32_t (&weights)[kPairs][4],
                              const Pairs<kPairs>& pairs) {
   using Instruction = HalfInstruction<Element>;
@@ -139,7 +142,7 @@ CUTE_DEVICE void add_columns(float (&o)[kHeadDim / 8][4], const std::uint32_t (&
     CUTE_UNROLL
     for (int step = 0; step < kSteps; ++step) {
       std::uint32_t r[4];
-      load_matrices_transposed(r, step_address(pairs.at[pair].along[kIsSecond], step));
+      load_matrices_transposed(r, step_address(pairs.at[pair].along[kArray], step));
       const auto& a = weights[pair];
       CUTE_UNROLL
       for (int h = 0; h < 2; ++h) {
@@ -186,9 +189,11 @@ CUTE_DEVICE std::uint32_t masks_of_group(std::uint32_t masks, int group) {
 
 /// Calls `call(pairs)` for a tile's pairs of groups, two of them at once as far as there are two, so that one's
 /// instructions run while the other's wait for results. Where `kAtOnce` is 1, for one at a time: slower, and shorter.
-template <class Columns, int kAtOnce, bool kHasBias = false, bool kHasKeyBias = false, class Call>
+template <class Columns, int kAtOnce, Owner kOwner, Feature kFeature, class Call>
 CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int additional_pairs, std::uint32_t stage,
                            const Call& call) {
+  constexpr bool kHasBias = kFeature == Feature::kRelativeBias,
+                 kHasKeyBias = kFeature == Feature::kKeyBias && kOwner == Owner::kQueries;
   const auto for_range = [&](const Lanes& lanes, int first, int pairs) {
     const std::uint32_t across = stage + lanes.across, along = stage + lanes.along,
                         across_second = Columns::in_second(across, tables.second),
@@ -236,13 +241,14 @@ CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int addit
 
 /// Logits of pairs of groups, but for the scale: products of the rows with the first array, and a relative bias, or
 /// biases of keys: of the columns, or `of_rows`, as accumulators have the rows.
-template <class Element, int kHeadDim, bool kRowsAreKeys, bool kHasBias, bool kHasKeyBias, int kPairs>
+template <class Element, int kHeadDim, Owner kOwner, Feature kFeature, int kPairs>
 CUTE_DEVICE void multiply_keys(PairLogits (&x)[kPairs], const RowOperand<Element, kHeadDim>& rows, const TilePlan& tile,
                                std::uint32_t stage, const Pairs<kPairs>& pairs, const float (&of_rows)[4] = {}) {
-  if constexpr (kHasBias) load_bias<kRowsAreKeys>(x, tile, stage, pairs);
-  if constexpr (kHasKeyBias && !kRowsAreKeys) load_key_bias(x, pairs);
-  constexpr bool kAdds = kHasBias || (kHasKeyBias && !kRowsAreKeys);
-  multiply_columns<Element, kHeadDim, false, kAdds>(x, rows, pairs, of_rows);
+  constexpr bool kHasBias = kFeature == Feature::kRelativeBias,
+                 kHasKeyBias = kFeature == Feature::kKeyBias && kOwner == Owner::kQueries;
+  if constexpr (kHasBias) load_bias<kOwner>(x, tile, stage, pairs);
+  if constexpr (kHasKeyBias) load_key_bias(x, pairs);
+  multiply_columns<Element, kHeadDim, kFirstArray, kHasBias || kHasKeyBias>(x, rows, pairs, of_rows);
 }
 
 }  // namespace natten_jax::small

@@ -75,8 +75,9 @@ struct RowStatistics {
 
   /// Completes them; `write(r, numbers)` is called for each row, in one of the four lanes that share it, with what the
   /// gradients of keys and values need.
-  template <bool kHasBias, class Write>
+  template <Feature kFeature, class Write>
   CUTE_DEVICE void finish(const BackwardParams& p, const Write& write) {
+    constexpr bool kHasBias = kFeature == Feature::kRelativeBias || kFeature == Feature::kKeyBias;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       logsumexp[r] = base2_logsumexp(logsumexp[r]);
@@ -95,7 +96,7 @@ struct RowStatistics {
 
 /// Adds a tile's query gradients, but for the scale; with a relative bias, stores those of logits for its sums, in
 /// shared memory that begins at `sums`.
-template <class Columns, bool kHasBias, bool kHasKeyBias, class Element, int kHeadDim>
+template <class Columns, Feature kFeature, class Element, int kHeadDim>
 CUTE_DEVICE void add_query_gradient(float (&gradient)[kHeadDim / 8][4], const RowStatistics<Element>& rows,
                                     const RowOperand<Element, kHeadDim>& queries,
                                     const RowOperand<Element, kHeadDim>& cotangents, float factor, const TilePlan& tile,
@@ -103,11 +104,11 @@ CUTE_DEVICE void add_query_gradient(float (&gradient)[kHeadDim / 8][4], const Ro
                                     std::uint32_t sums) {
   const float initial[4] = {-rows.delta[0], -rows.delta[1], -rows.delta[2], -rows.delta[3]};
   const auto differentiate = [&](auto weight) {
-    for_pairs<Columns, 2, kHasBias, kHasKeyBias>(tile, tables, additional_pairs, stage, [&](const auto& pairs) {
+    for_pairs<Columns, 2, Owner::kQueries, kFeature>(tile, tables, additional_pairs, stage, [&](const auto& pairs) {
       constexpr int kPairs = std::decay_t<decltype(pairs)>::kCount;
       PairLogits x[kPairs], y[kPairs];
-      multiply_keys<Element, kHeadDim, false, kHasBias, kHasKeyBias>(x, queries, tile, stage, pairs);
-      multiply_columns<Element, kHeadDim, true>(y, cotangents, pairs, initial);
+      multiply_keys<Element, kHeadDim, Owner::kQueries, kFeature>(x, queries, tile, stage, pairs);
+      multiply_columns<Element, kHeadDim, kSecondArray>(y, cotangents, pairs, initial);
       std::uint32_t a[kPairs][4];
       CUTE_UNROLL
       for (int i = 0; i < 4 * kPairs; ++i) {
@@ -116,8 +117,8 @@ CUTE_DEVICE void add_query_gradient(float (&gradient)[kHeadDim / 8][4], const Ro
         a[pair][i % 4] = pack<Element>(weight(of_x[0], r) * of_y[0], weight(of_x[1], r) * of_y[1]) &
                          ~hidden_halves(masks_of_group(pairs.masks[pair], h), r);
       }
-      if constexpr (kHasBias) store_logit_gradients(tile, sums, a, pairs);
-      add_columns<Element, kHeadDim, false>(gradient, a, pairs);
+      if constexpr (kFeature == Feature::kRelativeBias) store_logit_gradients(tile, sums, a, pairs);
+      add_columns<Element, kHeadDim, kFirstArray>(gradient, a, pairs);
     });
   };
   if (__any_sync(0xffffffffu, rows.is_large[0] || rows.is_large[1])) {
@@ -127,8 +128,9 @@ CUTE_DEVICE void add_query_gradient(float (&gradient)[kHeadDim / 8][4], const Ro
   }
 }
 
-template <class Element, int kHeadDim, bool kHasBoxes, class Items, bool kHasBias, bool kHasKeyBias>
+template <class Element, int kHeadDim, bool kHasBoxes, Feature kFeature, class Items>
 CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
+  constexpr bool kHasBias = kFeature == Feature::kRelativeBias, kHasKeyBias = kFeature == Feature::kKeyBias;
   using Rows = RowTile<kHeadDim>;
   using Operand = RowOperand<Element, kHeadDim>;
   extern __shared__ __align__(1024) char raw[];
@@ -162,15 +164,14 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
     statistics.find_delta(cotangents, Operand(rows + 2 * buffer));
     key_bias.prepare(item);
     phases.rows_are_read();
-    statistics.template finish<kHasBias || kHasKeyBias>(
-        p, [&](int r, float4 numbers) { p.statistics[statistics.at[r]] = numbers; });
+    statistics.template finish<kFeature>(p, [&](int r, float4 numbers) { p.statistics[statistics.at[r]] = numbers; });
     if constexpr (!Items::kOfEntries) {
       sink.write_part(p, item, statistics.at, statistics.logsumexp, statistics.delta);
     }
     float gradient[kHeadDim / 8][4] = {};
-    add_query_gradient<ColumnRows<kHeadDim, kHasBoxes>, kHasBias, kHasKeyBias>(
-        gradient, statistics, queries, cotangents, item.exponent_scale(p), tile, tables, additional_pairs, stage,
-        shared_address(raw));
+    add_query_gradient<ColumnRows<kHeadDim, kHasBoxes>, kFeature>(gradient, statistics, queries, cotangents,
+                                                                  item.exponent_scale(p), tile, tables,
+                                                                  additional_pairs, stage, shared_address(raw));
     phases.columns_are_read();
     if constexpr (kHasBias) write_record<Element>(p, tile, shared_address(raw), item);
     const float scale = item.scale(p).query_gradient;
@@ -178,12 +179,12 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
                                   row_of(p.query_gradient, item.of_query, head_dims.of_keys), head_dims.of_keys,
                                   rows + staging);
   };
-  for_plans<Items, false>(p, raw, [&](const Items& items, const EntryLayout& layout, bool is_first) {
+  for_plans<Items, Owner::kQueries>(p, raw, [&](const Items& items, const EntryLayout& layout, bool is_first) {
     loads.take(items, is_first);
     if constexpr (!Items::kOfEntries) clear_parts_of_sinks(p, items);
     const auto load_first_rows = [&] { loads.load_first_rows(items.at(p, 0), warp * Rows::kBytes, load_rows); };
-    if (!make_plan<kHeadDim, false, kHasBoxes, kHasBias, kHasKeyBias>(p, raw, tables, tile, loads, load_first_rows,
-                                                                      layout)) {
+    if (!make_plan<kHeadDim, Owner::kQueries, kHasBoxes, kFeature>(p, raw, tables, tile, loads, load_first_rows,
+                                                                   layout)) {
       return;
     }
     if constexpr (kHasBias) clear_sums(p, raw);
@@ -195,12 +196,11 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   });
 }
 
-template <class Element, int kHeadDim, bool kHasBoxes, bool kHasBias = false, class Items = CtaItems,
-          bool kHasKeyBias = false>
+template <class Element, int kHeadDim, bool kHasBoxes, Feature kFeature, class Items>
 __global__ void __launch_bounds__(32 * resident_warps(Kernel::kQueryGradient, kHeadDim))
     natten_jax_small_query_gradient(const __grid_constant__ BackwardParams p) {
   if constexpr (is_compiled(kHasBoxes)) {
-    differentiate_queries<Element, kHeadDim, kHasBoxes, Items, kHasBias, kHasKeyBias>(p);
+    differentiate_queries<Element, kHeadDim, kHasBoxes, kFeature, Items>(p);
   }
 }
 

@@ -14,11 +14,10 @@ cudaError_t launch_query_gradient(int head_dim, const BackwardParams& params, co
     using Traits = FeatureTraits<kFeature>;
     if constexpr (kFeature == Feature::kNone) {
       if (params.layouts != nullptr) {
-        return natten_jax_small_query_gradient<Element, width, has_boxes, false, EntryItems>;
+        return natten_jax_small_query_gradient<Element, width, has_boxes, kFeature, EntryItems>;
       }
     }
-    return natten_jax_small_query_gradient<Element, width, has_boxes, Traits::kHasBias, typename Traits::Items,
-                                           Traits::kHasKeyBias>;
+    return natten_jax_small_query_gradient<Element, width, has_boxes, kFeature, typename Traits::Items>;
   });
 }
 template cudaError_t launch_query_gradient<ElementType::NATTEN_JAX_INSTANCE, Feature::NATTEN_JAX_FEATURE>(

@@ -12,11 +12,13 @@ namespace natten_jax::small {
 /// The boxes of a stage, which follow each other: the columns of queries first, then those of keys.
 enum WholeBox { kWholeKeys, kWholeValues, kWholeQueries, kWholeCotangents, kWholeOuts };
 
-template <class Element, int kHeadDim, bool kHasBias, bool kHasKeyBias>
-CUTE_DEVICE void differentiate_whole(const WholeParams<kHasBias>& p) {
+template <class Element, int kHeadDim, Feature kFeature>
+CUTE_DEVICE void differentiate_whole(const WholeParams<kFeature == Feature::kRelativeBias>& p) {
+  constexpr bool kHasBias = kFeature == Feature::kRelativeBias, kHasKeyBias = kFeature == Feature::kKeyBias;
+  constexpr bool kHasBoxes = true, kIsWhole = true;
   using Rows = RowTile<kHeadDim>;
   using Operand = RowOperand<Element, kHeadDim>;
-  using Columns = ColumnRows<kHeadDim, true>;
+  using Columns = ColumnRows<kHeadDim, kHasBoxes>;
   using Items = std::conditional_t<kHasBias, HeadItems, CtaItems>;
   extern __shared__ __align__(1024) char raw[];
   allow_next_kernel();  // that adds parts of sinks up
@@ -30,9 +32,10 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kHasBias>& p) {
   table.start(items.at(p, 0));
   NoLoads none;
   const auto no_rows = [] {};
-  if (!make_plan<kHeadDim, false, true, kHasBias, kHasKeyBias, true>(p, raw, of_queries, queries_plan, loads, no_rows))
+  if (!make_plan<kHeadDim, Owner::kQueries, kHasBoxes, kFeature, kIsWhole>(p, raw, of_queries, queries_plan, loads,
+                                                                           no_rows))
     return;
-  make_plan<kHeadDim, true, true, kHasBias, false, true>(p, raw, of_keys, keys_plan, none, no_rows, {}, 1);
+  make_plan<kHeadDim, Owner::kKeys, kHasBoxes, kFeature, kIsWhole>(p, raw, of_keys, keys_plan, none, no_rows, {}, 1);
   if constexpr (kHasBias) clear_sums(p, raw);
   table.plan(queries_plan, items.at(p, 0));
 
@@ -63,15 +66,14 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kHasBias>& p) {
     {
       const Operand queries = rows_of(kWholeQueries), cotangents = rows_of(kWholeCotangents);
       statistics.find_delta(cotangents, rows_of(kWholeOuts));
-      statistics.template finish<kHasBias || kHasKeyBias>(p, [&](int r, float4 numbers) {
+      statistics.template finish<kFeature>(p, [&](int r, float4 numbers) {
         const std::uint32_t at = stage + p.region.shared.statistics + kStatisticsBytes * column_of_row[r];
         *static_cast<float4*>(__cvta_shared_to_generic(at)) = numbers;
       });
       sink.write_part(p, item, statistics.at, statistics.logsumexp, statistics.delta);
       float gradient[kHeadDim / 8][4] = {};
-      add_query_gradient<Columns, kHasBias, kHasKeyBias>(gradient, statistics, queries, cotangents,
-                                                         item.exponent_scale(p), queries_plan, of_queries, 0, stage,
-                                                         shared_address(raw));
+      add_query_gradient<Columns, kFeature>(gradient, statistics, queries, cotangents, item.exponent_scale(p),
+                                            queries_plan, of_queries, 0, stage, shared_address(raw));
       key_bias.leave(item);
       bias_of_rows.load(item);  // which come while gradients are written, and warps meet
       table.template add<Element>(queries_plan);
@@ -86,21 +88,22 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kHasBias>& p) {
     const Operand keys = rows_of(kWholeKeys), values = rows_of(kWholeValues);
     KeyBiasSums of_bias;
     if constexpr (kHasKeyBias) bias_of_rows.take(of_bias.biases, item.scale(p).logits);
-    sums.template add<Columns, kHasBias, kHasKeyBias>(of_bias, keys, values, item.exponent_scale(p), keys_plan, of_keys,
-                                                      stage + kWholeQueries * second);
+    sums.template add<Columns, kFeature>(of_bias, keys, values, item.exponent_scale(p), keys_plan, of_keys,
+                                         stage + kWholeQueries * second);
     phases.columns_are_read();
     bias_of_rows.store(item, of_bias.sums);
-    sums.store(p, item.scale(p).logits, item.of_key(p), of_keys.row_places, HeadDims<kHeadDim, true>(p), rows, rows);
+    sums.store(p, item.scale(p).logits, item.of_key(p), of_keys.row_places, HeadDims<kHeadDim, kHasBoxes>(p), rows,
+               rows);
   };
   const auto nothing = [](const Item&, std::uint32_t) {};
   loads.for_items(of_queries, queries_plan, warp * Rows::kBytes, nothing, nothing, compute);
   table.write(queries_plan, items);
 }
 
-template <class Element, int kHeadDim, bool kHasBias = false, bool kHasKeyBias = false>
+template <class Element, int kHeadDim, Feature kFeature>
 __global__ void __launch_bounds__(32 * resident_warps(Kernel::kWholeGradient, kHeadDim))
-    natten_jax_small_whole_gradient(const __grid_constant__ WholeParams<kHasBias> p) {
-  if constexpr (is_compiled(true)) differentiate_whole<Element, kHeadDim, kHasBias, kHasKeyBias>(p);
+    natten_jax_small_whole_gradient(const __grid_constant__ WholeParams<kFeature == Feature::kRelativeBias> p) {
+  if constexpr (is_compiled(true)) differentiate_whole<Element, kHeadDim, kFeature>(p);
 }
 
 }  // namespace natten_jax::small

@@ -15,9 +15,7 @@ cudaError_t launch_whole_gradient(int head_dim, const WholeParams<kFeature == Fe
   } else {
     return with_constant<kHeadDims[0], kHeadDims[1]>(head_dim, cudaErrorInvalidValue, [&](auto width) {
       static_assert(width <= kLargestBoxHeadDim);
-      using Traits = FeatureTraits<kFeature>;
-      return launch(natten_jax_small_whole_gradient<ElementOf<kType>, width, Traits::kHasBias, Traits::kHasKeyBias>,
-                    shape, params);
+      return launch(natten_jax_small_whole_gradient<ElementOf<kType>, width, kFeature>, shape, params);
     });
   }
 }
