@@ -4,6 +4,7 @@
 #include <cuda.h>
 #include <cutlass/fast_math.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "cuda/common/device_axis.h"
@@ -23,51 +24,54 @@ struct KeyBiasParams {
   float* gradient;                  // [batch, keys, heads]
 };
 
-/// A region's numbers and the problem's, for all kernels.
+/// A region's numbers and the problem's, for all kernels; in the order of Region.
 struct CommonParams {
   Region region;
-  DeviceAxis axis[kRank];  // in the order of the region's dimensions
   int query_pitch[kRank];  // tokens between neighbors of a dimension
   int kv_pitch[kRank];
-  const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
-  const std::int32_t* layouts;  // [batch, 3, 3]: query origin, query and key/value extents; null: all alike
-  CUtensorMap* entry_maps;      // [batch, kEntryMaps]: in place of `columns`; null likewise
-  int queries;                  // per batch entry
-  int keys;
+  int queries;  // per batch entry
   int heads;
+  int items;  // batch entries times query heads
+  int additional_kv;
+  float exponent_scale;   // of weights as powers of two, where heads have no scales of their own
+  bool is_plain;          // arrays are the whole layout, and queries and keys lie in the same one
+  bool is_single[kRank];  // dimensions of one token of a plain problem, whatever layouts batch entries have
+  cutlass::FastDivmod by_heads, by_heads_per_kv;
+  cutlass::FastDivmod by_regions[kRank];  // of a dilation group
+  cutlass::FastDivmod by_tiles[kRank];    // of a region
+  DeviceAxis axis[kRank];                 // in the order of the region's dimensions; of each, 64 bytes are needed
+  int keys;                               // per batch entry
   int heads_kv;
   int head_dim;
   int head_dim_v;
-  int additional_kv;
-  int items;  // batch entries times query heads
-  // [1 or batch, heads, table_entries]: a relative bias, in products of queries and keys; or null.
-  const float* relative_bias;
-  bool is_table_of_all;  // that all batch entries share
-  KeyBiasParams key_bias;
-  int tile_pitch[kRank];  // how many tiles further neighbors of a dimension are, where all of a layout are counted
+  Scale scale;
+  const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
+  const std::int32_t* layouts;  // [batch, 3, 3]: query origin, query and key/value extents; null: all alike
+  CUtensorMap* entry_maps;      // [batch, kEntryMaps]: in place of `columns`; null likewise
+  // For the copy engine, of the two arrays of columns and, where these are queries, of their statistics; or of the
+  // boxes that WholeBox names: dimensions [head and its elements, those of the region, batch].
+  CUtensorMap columns[boxes_of(Kernel::kWholeGradient)];
   // Where batch entries have layouts of their own: how many of them a CTA looks at, and how many CTAs share what these
   // have to do.
   int batch;
   int entries_of_cta;
   cutlass::FastDivmod by_pieces, by_items;
-  Scale scale;
-  float exponent_scale;   // of weights as powers of two, where heads have no scales of their own
-  bool is_plain;          // arrays are the whole layout, and queries and keys lie in the same one
-  bool is_single[kRank];  // dimensions of one token of a plain problem, whatever layouts batch entries have
+  // [1 or batch, heads, table_entries]: a relative bias, in products of queries and keys; or null.
+  const float* relative_bias;
+  bool is_table_of_all;  // that all batch entries share
+  KeyBiasParams key_bias;
+  int tile_pitch[kRank];  // how many tiles further neighbors of a dimension are, where all of a layout are counted
   SeamRegions seam_regions[kRank];
-  cutlass::FastDivmod by_heads, by_heads_per_kv;
-  cutlass::FastDivmod by_regions[kRank];  // of a dilation group
-  cutlass::FastDivmod by_tiles[kRank];    // of a region
-  // For the copy engine, of the two arrays of columns and, where these are queries, of their statistics; or of the
-  // boxes that WholeBox names: dimensions [head and its elements, those of the region, batch].
-  CUtensorMap columns[boxes_of(Kernel::kWholeGradient)];
 
   /// Pairs of groups of additional columns.
   CUTLASS_HOST_DEVICE int additional_pairs() const { return (additional_kv + 2 * kColumns - 1) / (2 * kColumns); }
 };
 
+/// What plain passes need of the axes, from `query_extent` to `by_dilation`, is 64 bytes that they get together.
+static_assert((offsetof(CommonParams, axis) + offsetof(DeviceAxis, query_extent)) % 64 == 0);
+
 struct ForwardParams : CommonParams {
-  const void* query;
+  alignas(64) const void* query;  // these and what follows them, as far as all passes need it
   const void* key;
   const void* value;
   const void* additional_keys;

@@ -24,25 +24,25 @@ struct Device {
   bool has_boxes;  ///< The engine that copies boxes of tokens, and kernels that use it.
 };
 
-/// Offsets in a CTA's shared memory, in bytes.
+/// Offsets in a CTA's shared memory, in bytes. What plain passes need comes first, as in Region.
 struct SharedLayout {
-  int places;      ///< int2 for each column of the box: its token, and where it lies in a stage.
   int offsets;     ///< uint32 for each warp and pair of groups: where it lies in a stage.
-  int entries;     ///< The same with a relative bias: how far its entries are behind the first ones, and their sums;
-                   ///< with biases of keys: how far its tokens are.
   int masks;       ///< A byte for each warp, pair and lane, those of two pairs that are computed at once side by side.
   int row_places;  ///< int for each row.
   int box_state;   ///< BoxState, for boxes.
-  int batch_entries;  ///< EntryState, where batch entries may have layouts of their own.
   int stages;
   int stage_bytes;
-  int second;      ///< In a stage, for boxes: the second array's columns, and how far others are apart.
-  int box_end;     ///< In a stage, for boxes: where those of the first array end.
-  int boxes_end;   ///< In a stage, for boxes: where those of all arrays end.
-  int additional;  ///< In a stage: additional columns.
-  int rows;        ///< In a stage, or for boxes in the CTA: the warps' rows of each array that they need.
-  int statistics;  ///< In a stage: kStatisticsBytes for each column.
-  int table;       ///< In a stage: a head's relative bias, between `Region::table_margin` numbers on both sides.
+  int second;         ///< In a stage, for boxes: the second array's columns, and how far others are apart.
+  int box_end;        ///< In a stage, for boxes: where those of the first array end.
+  int boxes_end;      ///< In a stage, for boxes: where those of all arrays end.
+  int rows;           ///< In a stage, or for boxes in the CTA: the warps' rows of each array that they need.
+  int statistics;     ///< In a stage: kStatisticsBytes for each column.
+  int additional;     ///< In a stage: additional columns.
+  int places;         ///< int2 for each column of the box: its token, and where it lies in a stage.
+  int batch_entries;  ///< EntryState, where batch entries may have layouts of their own.
+  int entries;  ///< Like `offsets` with a relative bias: how far its entries are behind the first ones, and their sums;
+                ///< with biases of keys: how far its tokens are.
+  int table;    ///< In a stage: a head's relative bias, between `Region::table_margin` numbers on both sides.
   int key_bias;  ///< For each warp and pair of groups, a float for each of its columns: biases of keys; in each of its
                  ///< buffers.
   int sums;      ///< For each warp, a row for each of its queries of 16-bit gradients of logits, by offset.
@@ -51,26 +51,28 @@ struct SharedLayout {
 };
 
 /// Dimensions are numbered by what they are for: 0 and 1 are those of a group, 1 is that of a line.
+///
+/// What plain forward passes need comes first: the first warps of a multiprocessor wait for each 64 bytes of parameters
+/// that they touch, and such passes may take 7 microseconds in all.
 struct Region {
-  int dimension[kRank];  ///< Which of the problem's each is.
-  int tile[kRank];       ///< Rows of a tile.
-  int tiles[kRank];      ///< Tiles of a region.
-  int group[kRank];      ///< Columns of a group, powers of two; that of dimension 2 is 1.
-  int regions[kRank];    ///< Regions of a dilation group.
-  std::int64_t count;    ///< All regions; 2^31 are some number of that and more.
-  int pitch[kRank];      ///< Rows of shared memory between neighboring columns.
+  int tile[kRank];   ///< Rows of a tile.
+  int tiles[kRank];  ///< Tiles of a region.
+  int group[kRank];  ///< Columns of a group, powers of two; that of dimension 2 is 1.
+  int pitch[kRank];  ///< Rows of shared memory between neighboring columns.
+  int warps;
+  int stages;
+  int items_of_cta;  ///< Batch entries and query heads that a CTA goes over.
+  SharedLayout shared;
+  int table;             ///< Pairs of groups that a warp's tables have room for. Further up, and biases of keys make
+                         ///< kernels spill.
   int extent[kRank];     ///< Tokens of the box in shared memory.
+  int dimension[kRank];  ///< Which of the problem's each is.
   int next_statistic;    ///< Bytes between statistics of two columns that follow each other in a group,
   int next_group;        ///< and between those of two groups of a pair.
-  bool has_boxes;        ///< Whether the copy engine loads a region's columns, or all threads do, in chunks.
-  int box;               ///< Most columns that a region sees.
-  double pairs;          ///< Pairs of groups that tiles take time for, additional ones among them.
-  int table;             ///< Pairs of groups that a warp's tables have room for.
   // Of a relative bias, in entries of a head's table; all zeros where there is none.
   int table_pitch[kRank];  ///< From one offset to the next.
   int table_entries;
-  int gradients;  ///< Of entries: fewer, as lines are not filled up.
-
+  int gradients;     ///< Of entries: fewer, as lines are not filled up.
   int table_margin;  ///< How far outside of the table columns lie that a group has and no row sees.
   int record;        ///< Numbers of a tile's record.
   // Bytes between the entries of two columns that follow each other in a group, and between those of two groups of a
@@ -80,12 +82,13 @@ struct Region {
   int next_entry_of_group[2];
   int next_sum_of_group;  ///< Bytes between the sums of two groups of a pair.
   int sum_pitch[kRank];   ///< In a record, as table_pitch.
-  int warps;
-  int stages;
-  int ctas;            ///< That a multiprocessor has the shared memory for.
-  int items_of_cta;    ///< Batch entries and query heads that a CTA goes over.
-  double nanoseconds;  ///< That the launch is estimated to take.
-  SharedLayout shared;
+  bool has_boxes;         ///< Whether the copy engine loads a region's columns, or all threads do, in chunks.
+  int box;                ///< Most columns that a region sees.
+  int regions[kRank];     ///< Regions of a dilation group.
+  int ctas;               ///< That a multiprocessor has the shared memory for.
+  std::int64_t count;     ///< All regions; 2^31 are some number of that and more.
+  double pairs;           ///< Pairs of groups that tiles take time for, additional ones among them.
+  double nanoseconds;     ///< That the launch is estimated to take.
 };
 
 /// Where a launch's queries and keys lie.
