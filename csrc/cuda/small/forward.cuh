@@ -146,8 +146,9 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     phases.rows_are_read();
     TileOutput<kHeadDim> result;
     if constexpr (kHasTerms && !Sums::kHasReference) {
-      // A sink is one more weight.
-      result.sum[0] = result.sum[1] = lane % 4 == 0 ? fast_exp2(terms.sink() * kLog2E) : 0.f;
+      // A sink is one more weight. All lanes ask for it: those that did not would be waited for, for ever.
+      const float of_sink = fast_exp2(terms.sink() * kLog2E);
+      result.sum[0] = result.sum[1] = lane % 4 == 0 ? of_sink : 0.f;
     }
     if constexpr (Sums::kHasReference) {
       if (tile.pairs > 0) {
