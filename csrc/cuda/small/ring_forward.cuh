@@ -52,8 +52,10 @@ struct RingForward {
     const int before = (seen.y - seen.x) / 2;
     for (int i = 0; i < before; ++i) middle.advance(p.shape.slots);
     wait_for(reader.barriers.full[middle.slot], middle.parity);
-    float x[2][4];
-    reader.multiply_block(x, queries, reader.across + reader.of_slot(middle.slot) + reader.of_block(kBlocks / 2), {});
+    const std::uint32_t at[] = {reader.across + reader.of_slot(middle.slot) + reader.of_block(kBlocks / 2)};
+    float products[1][2][4];
+    reader.multiply_blocks(products, queries, at, {});
+    const float (&x)[2][4] = products[0];
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       shift[r] = largest_of_row(fmaxf(fmaxf(x[0][2 * r], x[0][2 * r + 1]), fmaxf(x[1][2 * r], x[1][2 * r + 1])));
@@ -67,11 +69,11 @@ struct RingForward {
   CUTE_DEVICE void add_blocks(std::uint32_t slab, std::uint32_t hidden_of_slab) {
     constexpr int kCount = kBlocks - kFirst < kAtOnce ? kBlocks - kFirst : kAtOnce;
     if constexpr (kCount > 0) {
-      float x[kCount][2][4];
+      std::uint32_t at[kCount];
       CUTE_UNROLL
-      for (int i = 0; i < kCount; ++i) {
-        reader.multiply_block(x[i], queries, reader.across + slab + reader.of_block(kFirst + i), {});
-      }
+      for (int i = 0; i < kCount; ++i) at[i] = reader.across + slab + reader.of_block(kFirst + i);
+      float x[kCount][2][4];
+      reader.multiply_blocks(x, queries, at, {});
       std::uint32_t weights[kCount][4];
       CUTE_UNROLL
       for (int b = 0; b < kCount; ++b) {

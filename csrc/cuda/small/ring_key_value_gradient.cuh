@@ -77,9 +77,12 @@ struct RingKeyValueGradient {
   }
 
   CUTE_DEVICE void add_block(std::uint32_t block, std::uint32_t statistics, std::uint32_t hidden) {
-    float x[2][4], y[2][4];
-    reader.multiply_block(x, keys, reader.across + block, {});
-    reader.multiply_block(y, values, reader.across + p.shape.array_bytes + block, {});
+    const std::uint32_t of_queries[] = {reader.across + block},
+                        of_cotangents[] = {reader.across + p.shape.array_bytes + block};
+    float of_block[2][1][2][4];
+    reader.multiply_blocks(of_block[0], keys, of_queries, {});
+    reader.multiply_blocks(of_block[1], values, of_cotangents, {});
+    const auto &x = of_block[0][0], &y = of_block[1][0];
     std::uint32_t a[4], b[4];
     CUTE_UNROLL
     for (int h = 0; h < 2; ++h) {

@@ -75,14 +75,15 @@ struct RingQueryGradient {
   CUTE_DEVICE void add_blocks(std::uint32_t slab, std::uint32_t hidden_of_slab) {
     constexpr int kCount = kBlocks - kFirst < kAtOnce ? kBlocks - kFirst : kAtOnce;
     if constexpr (kCount > 0) {
-      const float initial[4] = {-delta[0], -delta[1], -delta[2], -delta[3]};
-      float x[kCount][2][4], y[kCount][2][4];
+      std::uint32_t of_keys[kCount], of_values[kCount];
       CUTE_UNROLL
       for (int b = 0; b < kCount; ++b) {
-        const std::uint32_t at = reader.across + slab + reader.of_block(kFirst + b);
-        reader.multiply_block(x[b], queries, at, {});
-        reader.multiply_block(y[b], cotangents, at + p.shape.array_bytes, initial);
+        of_keys[b] = reader.across + slab + reader.of_block(kFirst + b);
+        of_values[b] = of_keys[b] + p.shape.array_bytes;
       }
+      float x[kCount][2][4], y[kCount][2][4];
+      reader.multiply_blocks(x, queries, of_keys, {});
+      reader.multiply_blocks(y, cotangents, of_values, make_float4(-delta[0], -delta[1], -delta[2], -delta[3]));
       std::uint32_t a[kCount][4];
       CUTE_UNROLL
       for (int b = 0; b < kCount; ++b) {

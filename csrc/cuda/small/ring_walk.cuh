@@ -143,19 +143,25 @@ struct RingReader {
     if (threadIdx.x % 32 == 0) arrive_at(barriers.has_room[warp + (loaded & none)]);
   }
 
-  /// Products of a tile's rows with a block's; they start as `initial`.
-  CUTE_DEVICE static void multiply_block(float (&x)[2][4], const RowOperand<Element, kHeadDim>& rows,
-                                         std::uint32_t address, const float (&initial)[4]) {
+  /// Products of a tile's rows with those of blocks; they start as `initial`. Instructions that add to the same numbers
+  /// are as far apart as the blocks allow: one waits for the other.
+  template <int kCount>
+  CUTE_DEVICE static void multiply_blocks(float (&x)[kCount][2][4], const RowOperand<Element, kHeadDim>& rows,
+                                          const std::uint32_t (&addresses)[kCount], const float4& initial) {
     CUTE_UNROLL
     for (int step = 0; step < kSteps; ++step) {
-      std::uint32_t r[4];
-      load_matrices(r, step_address(address, step));
+      std::uint32_t r[kCount][4];
+      CUTE_UNROLL
+      for (int b = 0; b < kCount; ++b) load_matrices(r[b], step_address(addresses[b], step));
       const auto a = rows(step);
       CUTE_UNROLL
-      for (int h = 0; h < 2; ++h) {
-        const float* c = step > 0 ? x[h] : initial;
-        HalfInstruction<Element>::fma(x[h][0], x[h][1], x[h][2], x[h][3], a.r[0], a.r[1], a.r[2], a.r[3], r[2 * h],
-                                      r[2 * h + 1], c[0], c[1], c[2], c[3]);
+      for (int i = 0; i < 2 * kCount; ++i) {
+        const int b = i / 2, h = i % 2;
+        float (&d)[4] = x[b][h];
+        const float start[4] = {initial.x, initial.y, initial.z, initial.w};
+        const float* const c = step > 0 ? d : start;
+        HalfInstruction<Element>::fma(d[0], d[1], d[2], d[3], a.r[0], a.r[1], a.r[2], a.r[3], r[b][2 * h],
+                                      r[b][2 * h + 1], c[0], c[1], c[2], c[3]);
       }
     }
   }
