@@ -26,8 +26,7 @@ struct RingForward {
   float o[kHeadDim / 8][4];
   float sum[2], shift[2];
   float factor;
-  // Steps that are computed once more are so behind all others: beside these there are no registers for that.
-  unsigned untrusted = 0;
+  LateSteps untrusted;
 
   CUTE_DEVICE RingForward(const RingForwardParams& p, Reader& reader)
       : p(p), reader(reader), factor(p.exponent_scale) {}
@@ -135,7 +134,7 @@ struct RingForward {
       is_trusted &= (is_sum_trusted<Element>(sums[r], shift[r], factor) | static_cast<int>(tokens[r] < 0)) != 0;
     }
     if (__any_sync(0xffffffffu, !is_trusted)) {
-      untrusted |= 1u << (step - unit.step);
+      untrusted.add(step - unit.step);
       return;
     }
     float of_rows[2];
@@ -144,8 +143,7 @@ struct RingForward {
   }
 
   CUTE_DEVICE void leave_unit(const RingUnit& unit) {
-    CUTE_NO_UNROLL
-    for (; untrusted != 0; untrusted &= untrusted - 1) finish_exactly(unit, unit.step + __ffs(untrusted) - 1);
+    untrusted.for_each([&](int place) { finish_exactly(unit, unit.step + place); });
   }
 
   /// Computes a step's results exactly, and writes them.

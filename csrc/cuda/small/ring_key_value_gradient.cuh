@@ -26,9 +26,7 @@ struct RingKeyValueGradient {
   Operand keys, values;
   float of_keys[kHeadDim / 8][4], of_values[kHeadDim / 8][4];
   float factor;
-  // Steps that see queries whose logsumexp has a remainder that counts, a bit each: they are computed behind all
-  // others.
-  unsigned large = 0;
+  LateSteps large;  // that see queries whose logsumexp has a remainder that counts
 
   CUTE_DEVICE RingKeyValueGradient(const RingGradientParams& p, Reader& reader)
       : p(p), reader(reader), factor(p.exponent_scale) {}
@@ -104,7 +102,7 @@ struct RingKeyValueGradient {
   /// Writes a step's results, but where they are no numbers.
   CUTE_DEVICE void finish(const RingUnit& unit, int step) {
     if (__any_sync(0xffffffffu, isnan(of_values[0][0]) || isnan(of_values[0][2]))) {
-      large |= 1u << (step - unit.step);
+      large.add(step - unit.step);
       return;
     }
     int tokens[2];
@@ -115,8 +113,7 @@ struct RingKeyValueGradient {
   }
 
   CUTE_DEVICE void leave_unit(const RingUnit& unit) {
-    CUTE_NO_UNROLL
-    for (; large != 0; large &= large - 1) finish_large(unit, unit.step + __ffs(large) - 1);
+    large.for_each([&](int place) { finish_large(unit, unit.step + place); });
   }
 
   /// Computes a step with the remainders, out of memory.

@@ -24,7 +24,7 @@ struct RingQueryGradient {
   float gradient[kHeadDim / 8][4];
   float logsumexp[2], delta[4];
   bool is_large;
-  unsigned large = 0;  // a bit for each step of a unit that is computed behind all others, as in the forward pass
+  LateSteps large;  // whose logsumexp has a remainder that counts
   float factor;
 
   CUTE_DEVICE RingQueryGradient(const RingQueryParams& p, Reader& reader) : p(p), reader(reader) {}
@@ -109,7 +109,7 @@ struct RingQueryGradient {
 
   CUTE_DEVICE void finish(const RingUnit& unit, int step) {
     if (is_large) {
-      large |= 1u << (step - unit.step);
+      large.add(step - unit.step);
       return;
     }
     int tokens[2];
@@ -119,8 +119,7 @@ struct RingQueryGradient {
   }
 
   CUTE_DEVICE void leave_unit(const RingUnit& unit) {
-    CUTE_NO_UNROLL
-    for (; large != 0; large &= large - 1) finish_large(unit, unit.step + __ffs(large) - 1);
+    large.for_each([&](int place) { finish_large(unit, unit.step + place); });
   }
 
   /// A step whose logsumexp has a remainder that counts, out of memory.
