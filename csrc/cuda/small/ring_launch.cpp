@@ -5,12 +5,22 @@
 
 #include "cuda/common/cuda_status.h"
 #include "cuda/common/geometry.h"
+#include "cuda/small/read_device.h"
+#include "cuda/small/region_cache.h"
 #include "cuda/small/ring_kernels.h"
 #include "cuda/tma/tensor_map.h"
 #include "natten_jax/logsumexp.h"
 
 namespace natten_jax::small {
 namespace {
+
+/// How slabs come into rings on the device at hand.
+Status find_ring_loads(RingLoads& result) {
+  bool is_hopper = false;
+  NATTEN_JAX_RETURN_IF_FAILED(find_hopper(is_hopper));
+  result = is_hopper ? RingLoads::kBoxes : RingLoads::kChunks;
+  return {};
+}
 
 /// Encodes the map of an array, whose boxes hold so many tokens of the shape's dimensions.
 Status encode_boxes(const Problem& problem, const RingParams& p, const void* array, std::int64_t heads,
@@ -99,6 +109,29 @@ Status prepare(const Problem& problem, const RingShape& shape, const Arrays& arr
 }
 
 }  // namespace
+
+Status find_forward_ring(const Problem& problem, const TileShapes& tiles, Places places, const Device& device,
+                         RingShape& result) {
+  result = {};
+  if (!can_have_ring(problem, places)) return {};
+  RingLoads loads{};
+  NATTEN_JAX_RETURN_IF_FAILED(find_ring_loads(loads));
+  result = find_ring(problem, tiles.query, tiles.kv, Kernel::kForward, places, loads, device);
+  return {};
+}
+
+Status find_gradient_rings(const Problem& problem, const TileShapes& tiles, Places places, const Device& device,
+                           const Region& region_of_keys, GradientRings& result) {
+  result = {};
+  if (!can_have_ring(problem, places)) return {};
+  RingLoads loads{};
+  NATTEN_JAX_RETURN_IF_FAILED(find_ring_loads(loads));
+  result.of_queries = find_ring(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, places, loads, device);
+  const RingShape of_keys = find_gradient_ring(problem, places, loads, device);
+  const double of_region = nanoseconds_beside_rings(region_of_keys, problem, Kernel::kKeyValueGradient, places);
+  if (of_keys.nanoseconds < of_region) result.of_keys = of_keys;
+  return {};
+}
 
 Status run_ring_forward(const Problem& problem, const RingShape& shape, const Arrays& arrays, cudaStream_t stream) {
   RingForwardParams p{};
