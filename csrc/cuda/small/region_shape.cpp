@@ -48,7 +48,8 @@ bool choose_dimensions(const Side (&sides)[kRank], const std::int64_t (&rows)[kR
   return true;
 }
 
-/// Buffers of 16 rows that a warp has in each stage, by Kernel.
+/// Buffers of 16 rows that a warp has in each stage, by Kernel: queries; these, cotangents of outputs and outputs; keys
+/// and values. The rows of whole layouts are among their columns.
 constexpr int kRowBuffers[] = {1, 3, 2, 0};
 
 /// Widens a box so that pairs of groups of a tile lie multiples of 8 rows apart, and the rows of a group in different
