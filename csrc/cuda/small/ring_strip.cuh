@@ -7,16 +7,18 @@
 
 namespace natten_jax::small {
 
-/// A part of a strip of a batch entry's head, which a CTA goes over.
+/// A part of a strip of a batch entry's head, which a CTA goes over. Those that follow each other run at the same time,
+/// and share what they have come from memory: the heads of a token lie side by side in what is fetched at once, and
+/// neighboring strips see the same columns.
 struct RingUnit {
   int batch, head, across, inside, step, end;
 
   CUTE_DEVICE RingUnit(const RingParams& p, int number) {
     int segment;
+    p.by_heads(number, head, number);
     p.by_strips[0](number, across, number);
-    p.by_segments(number, segment, number);
     p.by_strips[1](number, inside, number);
-    p.by_heads(batch, head, number);
+    p.by_segments(batch, segment, number);
     step = segment * p.shape.segment_steps;
     end = min(step + p.shape.segment_steps, p.shape.steps);
   }
