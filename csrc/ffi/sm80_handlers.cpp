@@ -29,6 +29,7 @@ Error sm80_forward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffer
       decode_forward(operands, {out, logsumexp, remainder}, dictionary, 1, Memory::kDevice, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_layouts(layouts, Memory::kDevice, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_key_bias_of_kernels(key_bias, call));
+  NATTEN_JAX_RETURN_IF_ERROR(error_of(sm80::check_arrays(call.problem)));
   NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_accurate", 1, is_accurate));
   return error_of(sm80::run_forward(call.problem, call.tiles, call.arrays, is_accurate == 1, stream));
 }
@@ -54,6 +55,7 @@ Error sm80_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffe
       2, Memory::kDevice, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_key_bias_of_kernels(key_bias, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_key_bias_gradient(key_bias_gradient, call));
+  NATTEN_JAX_RETURN_IF_ERROR(error_of(sm80::check_arrays(call.problem)));
   NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_accurate", 1, is_accurate));
   NATTEN_JAX_RETURN_IF_ERROR(
       decode_choice(dictionary, "kv_splits", std::numeric_limits<std::int32_t>::max(), kv_splits));

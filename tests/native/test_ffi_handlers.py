@@ -28,7 +28,7 @@ from tests.support.malformed_calls import CASES, DEVICE_ERROR
 from tests.support.plans import plans_of
 from tests.support.programs import run_python
 
-TARGET_PARAMETERS = [pytest.param(target, id=target.name, marks=target.marks) for target in TARGETS]
+TARGET_PARAMETERS = [pytest.param(target, id=target.label, marks=target.marks) for target in TARGETS]
 
 
 #: How many cases share a process: starting one takes as long as some tens of calls.
@@ -41,7 +41,7 @@ def groups() -> dict[str, tuple[Target, list[str]]]:
     for target in TARGETS:
         names = [name for name, (own, _) in CASES.items() if own is target]
         for start in range(0, len(names), AT_ONCE):
-            found[f"{target.name.removeprefix('natten_jax_')}-{start}"] = target, names[start : start + AT_ONCE]
+            found[f"{target.label}-{start}"] = target, names[start : start + AT_ONCE]
     return found
 
 
@@ -165,14 +165,15 @@ def test_unchanged_call_runs(target: Target, has_arrays: bool) -> None:
             np.testing.assert_allclose(result, other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.label)
 def test_real_calls_are_those_tested_here(target: Target) -> None:
     """As backends trace them, which needs none of their devices."""
     good = good_call(target)
     (expected,) = (
         good_call(each)
         for each in TARGETS
-        if each.is_backward and (each.backend, each.is_small) == (target.backend, target.is_small)
+        if each.is_backward
+        and (each.backend, each.is_small, each.variant) == (target.backend, target.is_small, target.variant)
     )
     values = {name: array.tolist() for name, array in expected.attributes.items()}
     axes = axis_fields(expected.attributes["axes"])

@@ -48,6 +48,7 @@ class Target:
         replaces: By result, the operand whose place in memory it takes. Such a target continues calls of another one,
             and has an attribute for how many queries it looks at.
         reads_origins: Whether the handler can check the values of origins and layouts: those for a GPU lie there.
+        variant: What sets its call apart from that of another line with its name.
     """
 
     name: str
@@ -64,6 +65,12 @@ class Target:
     scratch: Mapping[str, tuple[tuple[int, ...], Any]] = dataclasses.field(default_factory=dict)
     replaces: Mapping[str, str] = dataclasses.field(default_factory=dict)
     reads_origins: bool = True
+    variant: str = ""
+
+    @property
+    def label(self) -> str:
+        """What tests name it by, without what all names begin with."""
+        return "-".join(filter(None, (self.name.removeprefix("natten_jax_"), self.variant)))
 
     @property
     def has_problem(self) -> bool:
@@ -82,8 +89,8 @@ class Target:
 
     @property
     def has_key_bias(self) -> bool:
-        """Whether it adds biases of keys to logits."""
-        return "key_bias" in self.operands and not self.is_small
+        """Whether it adds biases of keys to logits; kernels for a GPU add them to those of 16-bit arrays."""
+        return "key_bias" in self.operands and not self.is_small and (self.platform, self.dtype) != ("cuda", np.float32)
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
@@ -106,6 +113,33 @@ _SM90_FORWARD = Target(
     choices={"is_ping_pong": 1, "is_persistent": 1},
     tile_tokens=(128, 128),
     scratch={"next_tile": ((1,), np.int32), "entry_maps": _ENTRY_MAPS},
+    reads_origins=False,
+)
+_SM80_FORWARD = Target(
+    "natten_jax_sm80_forward",
+    "cutlass-fna",
+    (*_LAID_OUT, "key_bias"),
+    platform="cuda",
+    dtype=np.float16,
+    head_dims=(8, 16),
+    choices={"is_accurate": 1},
+    tile_tokens=(128, 128),
+    reads_origins=False,
+)
+_SM80_BACKWARD = Target(
+    "natten_jax_sm80_backward",
+    "cutlass-fna",
+    (*_LAID_OUT, "key_bias", "logsumexp", "remainder", "out_cotangent", "delta"),
+    GRADIENTS,
+    platform="cuda",
+    dtype=np.float16,
+    head_dims=(8, 16),
+    choices={"is_accurate": 1, "kv_splits": 2**31 - 1},
+    tile_tokens=(128, 128),
+    scratch={
+        "dkey_bias": ((2, 4, 5, 6, 2), np.float32),
+        "scratch": ((2 * 2 * (4 * 5 * 6 * 8),), np.float32),  # sums of the query gradient
+    },
     reads_origins=False,
 )
 TARGETS = (
@@ -151,33 +185,10 @@ TARGETS = (
         dtype=np.float16,
         head_dims=(64, 128),
     ),
-    Target(
-        "natten_jax_sm80_forward",
-        "cutlass-fna",
-        (*_LAID_OUT, "key_bias"),
-        platform="cuda",
-        dtype=np.float16,
-        head_dims=(8, 16),
-        choices={"is_accurate": 1},
-        tile_tokens=(128, 128),
-        reads_origins=False,
-    ),
-    Target(
-        "natten_jax_sm80_backward",
-        "cutlass-fna",
-        (*_LAID_OUT, "key_bias", "logsumexp", "remainder", "out_cotangent", "delta"),
-        GRADIENTS,
-        platform="cuda",
-        dtype=np.float16,
-        head_dims=(8, 16),
-        choices={"is_accurate": 1, "kv_splits": 2**31 - 1},
-        tile_tokens=(128, 128),
-        scratch={
-            "dkey_bias": ((2, 4, 5, 6, 2), np.float32),
-            "scratch": ((2 * 2 * (4 * 5 * 6 * 8),), np.float32),  # sums of the query gradient
-        },
-        reads_origins=False,
-    ),
+    _SM80_FORWARD,
+    dataclasses.replace(_SM80_FORWARD, variant="float32", dtype=np.float32),
+    _SM80_BACKWARD,
+    dataclasses.replace(_SM80_BACKWARD, variant="float32", dtype=np.float32, scratch={"dkey_bias": _NO_TABLE}),
     Target(
         "natten_jax_sm80_delta",
         "cutlass-fna",
@@ -263,7 +274,7 @@ def shapes_of(target: Target) -> dict[str, tuple[int, ...]]:
         "scales": (0,) if target.is_backward else (2, 2, 2),
         # Windows of 2 x 3 x 3 tokens. Kernels for small windows add none to such wide heads.
         "relative_bias": (0,) if target.is_small else (2, 2, 3 * 5 * 5),
-        "key_bias": (0,) if target.is_small else (2, *tokens, 2),
+        "key_bias": (2, *tokens, 2) if target.has_key_bias else (0,),
         "sinks": (1, 2, 1),
     }
 

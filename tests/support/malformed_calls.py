@@ -238,15 +238,19 @@ def choice_cases(target: Target) -> list[Case]:
                 for name, result in call.results.items()
             }
 
+        cases.append(Case("float32-everywhere", float32_everywhere, ("natten_jax", "float32", "float16 or bfloat16")))
+    if target.platform == "cuda":
+        head_dim = target.head_dims[0] - 4
+
         def narrow_heads(call: Call) -> None:
             for name in ("query", "key", "additional_keys"):
-                call.operands[name] = call.operands[name][..., :60]
+                call.operands[name] = call.operands[name][..., :head_dim]
             for name in call.results.keys() & {"dquery", "dkey", "dadditional_keys"}:
                 result = call.results[name]
-                call.results[name] = jax.ShapeDtypeStruct((*result.shape[:-1], 60), result.dtype)
+                call.results[name] = jax.ShapeDtypeStruct((*result.shape[:-1], head_dim), result.dtype)
 
-        cases.append(Case("float32-everywhere", float32_everywhere, ("natten_jax", "float32", "float16 or bfloat16")))
-        cases.append(Case("head-dim-60", narrow_heads, ("natten_jax", "head dimension", "60", "multiple of")))
+        words = ("natten_jax", "head dimension", str(head_dim), "multiple of")
+        cases.append(Case(f"head-dim-{head_dim}", narrow_heads, words))
     return cases
 
 
@@ -451,7 +455,7 @@ def all_cases() -> dict[str, tuple[Target, Case]]:
             of_problem += table_cases()
         own = of_problem if target.has_problem else reduction_cases()
         for case in (*operand_cases(target), *own, *result_cases(target)):
-            cases[f"{target.name.removeprefix('natten_jax_')}-{case.name}"] = target, case
+            cases[f"{target.label}-{case.name}"] = target, case
     return cases
 
 

@@ -16,16 +16,6 @@
 namespace natten_jax::sm80 {
 namespace {
 
-Status check_arrays(const Problem& problem) {
-  NATTEN_JAX_RETURN_IF_FAILED(check_no_seams(problem));
-  NATTEN_JAX_RETURN_IF_FAILED(check_head_dims(problem, kHeadDimStep, kLargestHeadDim));
-  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
-  if (problem.queries() > kMost || problem.keys() > kMost) {
-    return Status::invalid_argument("a batch entry has 2^31 tokens or more");
-  }
-  return check_token_bytes(problem, kLargestHeadDim, sizeof(float));
-}
-
 Status check_tile(const char* name, const std::int64_t (&tile)[kRank], std::int64_t largest) {
   if (product(tile) <= largest) return {};
   return Status::invalid_argument(std::string(name) + " has " + std::to_string(product(tile)) +
@@ -65,8 +55,8 @@ Status choose_forward_form(const Problem& problem, const TileShapes& tiles, cons
 
 /// Checks that there are kernels for biases of keys, if there are any.
 Status check_key_bias(const Problem& problem) {
-  if (!problem.has_key_bias || element_bytes(problem.element_type) == 2) return {};
-  return Status::invalid_argument("kernels for large windows add a key_bias to logits of elements of 16 bits");
+  if (!problem.has_key_bias || problem.element_type != ElementType::kFloat32) return {};
+  return Status::invalid_argument("query has dtype float32, but must have float16 or bfloat16 beside a key_bias");
 }
 
 /// The scales from one head on.
@@ -87,12 +77,21 @@ Status choose_backward_form(const Problem& problem, const SharedMemory& memory, 
 
 }  // namespace
 
+Status check_arrays(const Problem& problem) {
+  NATTEN_JAX_RETURN_IF_FAILED(check_no_seams(problem));
+  NATTEN_JAX_RETURN_IF_FAILED(check_key_bias(problem));
+  NATTEN_JAX_RETURN_IF_FAILED(check_head_dims(problem, kHeadDimStep, kLargestHeadDim));
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  if (problem.queries() > kMost || problem.keys() > kMost) {
+    return Status::invalid_argument("a batch entry has 2^31 tokens or more");
+  }
+  return check_token_bytes(problem, kLargestHeadDim, sizeof(float));
+}
+
 Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, bool is_accurate,
                    cudaStream_t stream) {
   SharedMemory memory{};
   NATTEN_JAX_RETURN_IF_FAILED(read_shared_memory(memory));
-  NATTEN_JAX_RETURN_IF_FAILED(check_arrays(problem));
-  NATTEN_JAX_RETURN_IF_FAILED(check_key_bias(problem));
   ForwardForm form{};
   NATTEN_JAX_RETURN_IF_FAILED(choose_forward_form(problem, tiles, memory, form));
   const Geometry geometry = geometry_of(problem, tiles);
@@ -136,8 +135,6 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   SharedMemory memory{};
   NATTEN_JAX_RETURN_IF_FAILED(read_shared_memory(memory));
   BackwardForm form{};
-  NATTEN_JAX_RETURN_IF_FAILED(check_arrays(problem));
-  NATTEN_JAX_RETURN_IF_FAILED(check_key_bias(problem));
   NATTEN_JAX_RETURN_IF_FAILED(check_tile("q_tile_shape", tiles.query, kLargestTile));
   NATTEN_JAX_RETURN_IF_FAILED(check_tile("kv_tile_shape", tiles.kv, kLargestTile));
   NATTEN_JAX_RETURN_IF_FAILED(choose_backward_form(problem, memory, form));

@@ -11,7 +11,11 @@
 
 namespace natten_jax::sm80 {
 
-/// Runs the forward pass on a stream. Products of float32 arrays are computed in TF32 unless `is_accurate`.
+/// Checks what the arrays of a problem are.
+Status check_arrays(const Problem& problem);
+
+/// Runs the forward pass of a checked problem on a stream. Products of float32 arrays are computed in TF32 unless
+/// `is_accurate`.
 Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, bool is_accurate,
                    cudaStream_t stream);
 
