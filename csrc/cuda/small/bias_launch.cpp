@@ -13,19 +13,6 @@ namespace {
 /// The second dimension of a grid.
 constexpr std::int64_t kMostParts = 32768;
 
-/// A problem's tables, as kernels with tiles of these shapes read them.
-GivenTable given_table(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                       const Arrays& arrays) {
-  const OffsetTable offsets = offset_table(problem.axes);
-  GivenTable given{};
-  given.tables = arrays.relative_bias;
-  given.is_of_entry = arrays.relative_bias_tables > 1;
-  given.offsets = static_cast<int>(offsets.entries);
-  given.offsets_of_line = static_cast<int>(offsets.pitch[1]);
-  given.by_line = cutlass::FastDivmod(static_cast<int>(BiasTable(problem.axes, rows, columns).pitch[1]));
-  return given;
-}
-
 /// The offsets of a tile as a region's records have them.
 TableBox table_box(const Problem& problem, const std::int64_t (&rows)[kRank], const Region& region) {
   TableBox box{};
@@ -39,12 +26,23 @@ TableBox table_box(const Problem& problem, const std::int64_t (&rows)[kRank], co
 
 }  // namespace
 
+GivenTable given_table(const Problem& problem, std::int64_t line, const Arrays& arrays) {
+  const OffsetTable offsets = offset_table(problem.axes);
+  GivenTable given{};
+  given.tables = arrays.relative_bias;
+  given.is_of_entry = arrays.relative_bias_tables > 1;
+  given.offsets = static_cast<int>(offsets.entries);
+  given.offsets_of_line = static_cast<int>(offsets.pitch[1]);
+  given.by_line = cutlass::FastDivmod(static_cast<int>(line));
+  return given;
+}
+
 Status make_products(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                      const Arrays& arrays, float* products, cudaStream_t stream, CommonParams& p) {
   p.relative_bias = products;
   if (!problem.has_relative_bias) return {};
   TableProductsParams table{};
-  table.given = given_table(problem, rows, columns, arrays);
+  table.given = given_table(problem, BiasTable(problem.axes, rows, columns).pitch[1], arrays);
   table.scale = problem.scale;
   table.products = products;
   table.entries = p.region.table_entries;
@@ -73,10 +71,9 @@ Status prepare_table(const Problem& problem, const TileShapes& tiles, const Arra
     table.axis[d] = device_axis(problem.axes[d], tiles.kv[d], tiles.query[d]);
     table.by_tiles[d] = cutlass::FastDivmod(table.axis[d].dilation * table.axis[d].q_tiles);
   }
-  constexpr int kWarp = 32, kMostThreads = 1024;
-  const int threads = std::min<int>(divide_up(table.entries, kWarp) * kWarp, kMostThreads);
   const std::int64_t items = problem.batch * problem.heads, chunks = region.gradients / kEntriesOfChunk;
-  shape = {dim3(static_cast<unsigned>(items), static_cast<unsigned>(sums.parts)), threads, 0, stream};
+  shape = {dim3(static_cast<unsigned>(items), static_cast<unsigned>(sums.parts)), 0, 0,
+           stream};  // the rest follows from these
   last.sums = scratch.table_sums;
   last.result = arrays.relative_bias_gradient;
   last.next_table = chunks;
@@ -90,7 +87,7 @@ Status prepare_table(const Problem& problem, const TileShapes& tiles, const Arra
 bool prepare_whole_bias(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,
                         WholeBiasParams& p, LaunchShape& shape, LastSumsParams& last) {
   Region& region = p.region;
-  p.given = given_table(problem, tiles.kv, tiles.query, arrays);
+  p.given = given_table(problem, BiasTable(problem.axes, tiles.kv, tiles.query).pitch[1], arrays);
   p.entries_of_batch = static_cast<int>(problem.batch);
   // A CTA has its table in products for all of its items.
   const bool has_one = tables_of_products(problem, arrays) == 1;

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/common/launch.cuh"
+#include "cuda/small/given_table.h"
 #include "cuda/small/launch.h"
 #include "cuda/small/params.h"
 #include "cuda/small/table_kernels.h"
@@ -15,6 +16,9 @@
 #include "natten_jax/status.h"
 
 namespace natten_jax::small {
+
+/// A problem's tables, as kernels with so many entries of a line read them.
+GivenTable given_table(const Problem& problem, std::int64_t line, const Arrays& arrays);
 
 /// Has the tables of a problem in products, where there are any and kernels read them so.
 Status make_products(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],

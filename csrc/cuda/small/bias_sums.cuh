@@ -7,13 +7,24 @@
 
 namespace natten_jax::small {
 
+/// The rows of a warp.
+CUTE_DEVICE char* sums_of_warp(const CommonParams& p, char* raw) {
+  return raw + p.region.shared.sums + threadIdx.x / 32 * bytes_of_sums(p.region.record);
+}
+
+/// Fills what a warp has with zeros.
+CUTE_DEVICE void clear_of_warp(char* own, int bytes) {
+  __syncwarp();
+#pragma unroll 4
+  for (int at = threadIdx.x % 32 * 16; at < bytes; at += 32 * 16) {
+    *reinterpret_cast<uint4*>(own + at) = make_uint4(0, 0, 0, 0);
+  }
+  __syncwarp();
+}
+
 /// Fills the rows of a warp with zeros: what lies outside of a query's window stays zero for all items.
 CUTE_DEVICE void clear_sums(const CommonParams& p, char* raw) {
-  const int bytes = bytes_of_sums(p.region.record), lane = threadIdx.x % 32;
-  char* own = raw + p.region.shared.sums + threadIdx.x / 32 * bytes;
-#pragma unroll 4
-  for (int at = lane * 16; at < bytes; at += 32 * 16) *reinterpret_cast<uint4*>(own + at) = make_uint4(0, 0, 0, 0);
-  __syncwarp();
+  clear_of_warp(sums_of_warp(p, raw), bytes_of_sums(p.region.record));
 }
 
 /// Stores the gradients of pairs' logits, rounded as they are multiplied, two neighbors in a word. What is hidden

@@ -167,17 +167,21 @@ Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arra
     NATTEN_JAX_RETURN_IF_FAILED(with_kernels(
         problem, [&](auto type, auto feature) { return launch_query_gradient<type, feature>(head_dim, p, shape); }));
   }
+  const auto add_up_table = [&]() -> Status {
+    if (!problem.has_relative_bias) return {};
+    NATTEN_JAX_RETURN_IF_FAILED(status_of(launch_table_gradient(table, shape_of_table)));
+    return status_of(launch_last_sums(last, tables, stream));
+  };
   if (has_ring(rings.of_keys)) {
+    // First, while some of what it reads is in the second-level cache: no kernel of a region waits to begin meanwhile.
+    NATTEN_JAX_RETURN_IF_FAILED(add_up_table());
     NATTEN_JAX_RETURN_IF_FAILED(
         run_ring_key_value_gradient(problem, rings.of_keys, arrays, scratch.statistics, stream));
   } else {
     NATTEN_JAX_RETURN_IF_FAILED(with_kernels(problem, [&](auto type, auto feature) {
       return launch_key_value_gradient<type, feature>(head_dim, of_keys, shape_of_keys);
     }));
-  }
-  if (problem.has_relative_bias) {
-    NATTEN_JAX_RETURN_IF_FAILED(status_of(launch_table_gradient(table, shape_of_table)));
-    return status_of(launch_last_sums(last, tables, stream));
+    NATTEN_JAX_RETURN_IF_FAILED(add_up_table());
   }
   if (additional_ctas == 0) return {};
   return with_kernels(problem, [&](auto type, auto) {

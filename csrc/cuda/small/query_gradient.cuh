@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "cuda/common/arithmetic.cuh"
+#include "cuda/small/bias_results.h"
 #include "cuda/small/bias_sums.cuh"
 #include "cuda/small/entries.cuh"
 #include "cuda/small/key_bias.cuh"
@@ -175,9 +176,19 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
     phases.columns_are_read();
     if constexpr (kHasBias) write_record<Element>(p, tile, shared_address(raw), item);
     const float scale = item.scale(p).query_gradient;
-    Rows::template store<Element>(gradient, scale, scale, tables.row_places,
-                                  row_of(p.query_gradient, item.of_query, head_dims.of_keys), head_dims.of_keys,
-                                  rows + staging);
+    const auto store = [&](std::uint32_t results) {
+      Rows::template store<Element>(gradient, scale, scale, tables.row_places,
+                                    row_of(p.query_gradient, item.of_query, head_dims.of_keys), head_dims.of_keys,
+                                    results);
+    };
+    if constexpr (kHasBias && kHasBoxes) {
+      const bool is_in_sums = has_results_in_sums(p.region.record, kHeadDim);
+      char* const sums = sums_of_warp(p, raw);
+      store(is_in_sums ? shared_address(sums) : rows + staging);
+      if (is_in_sums) clear_of_warp(sums, Rows::kBytes);
+    } else {
+      store(rows + staging);
+    }
   };
   for_plans<Items, Owner::kQueries>(p, raw, [&](const Items& items, const EntryLayout& layout, bool is_first) {
     loads.take(items, is_first);

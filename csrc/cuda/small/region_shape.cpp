@@ -5,6 +5,7 @@
 #include <iterator>
 #include <string>
 
+#include "cuda/small/bias_results.h"
 #include "cuda/small/bias_table.h"
 
 namespace natten_jax::small {
@@ -226,7 +227,9 @@ bool complete_region(const Problem& problem, const Side (&sides)[kRank], Kernel 
     take(shared.region_sums, 2 * sizeof(float) * sums);
   }
   // Boxes leave rows to the warps, most of which load some while they write others.
-  const bool has_results = region.has_boxes && !has_results_in_rows(kernel, sides[0].places == Places::kOfEntries);
+  const bool has_results =
+      region.has_boxes && !has_results_in_rows(kernel, sides[0].places == Places::kOfEntries) &&
+      !(kernel == Kernel::kQueryGradient && has_sums && has_results_in_sums(region.record, head_dim));
   const std::int64_t row_bytes =
       (kRowBuffers[static_cast<int>(kernel)] + has_results) * region.warps * kRows * 2 * head_dim;
   if (region.has_boxes) {

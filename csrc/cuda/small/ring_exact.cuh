@@ -48,8 +48,19 @@ class RingTile {
     kv_ = (std::int64_t{unit.batch} * p.tokens * p.heads_kv + unit.head_kv(p)) * kRowBytes;
   }
 
+  /// Where 16 columns lie that follow each other across strips, and whether the lane's element `i` of eight is seen.
+  struct Seen {
+    const RingTile& tile;
+    int across, inside, along;
+
+    CUTE_DEVICE bool operator()(int i) const {
+      const int r = i / 2 % 2, at = across + i / 4 * kColumns + tile.lane_ % 4 * 2 + i % 2;
+      return tile.is_within(at, r, 0) && tile.is_within(inside, r, 1) && tile.is_within(along, r, 2);
+    }
+  };
+
   /// Calls `call(token, first, is_seen)` for every 16 columns that follow each other across strips: the token that the
-  /// first one would be, its place, and whether the lane's element `i` of eight is seen.
+  /// first one would be, its place, and Seen.
   template <class Call>
   CUTE_DEVICE void for_blocks(const Call& call) const {
     CUTE_NO_UNROLL
@@ -58,10 +69,7 @@ class RingTile {
       for (int inside = first_[1]; inside < end_[1]; ++inside) {
         CUTE_NO_UNROLL
         for (int across = first_[0]; across < end_[0]; across += kBlockKeys) {
-          call(along * p_.pitch[2] + inside * p_.pitch[1], across, [&](int i) {
-            const int r = i / 2 % 2, at = across + i / 4 * kColumns + lane_ % 4 * 2 + i % 2;
-            return is_within(at, r, 0) && is_within(inside, r, 1) && is_within(along, r, 2);
-          });
+          call(along * p_.pitch[2] + inside * p_.pitch[1], across, Seen{*this, across, inside, along});
         }
       }
     }

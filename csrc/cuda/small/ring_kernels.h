@@ -22,4 +22,9 @@ cudaError_t launch_ring_query_gradient(int head_dim, const RingQueryParams& para
 template <ElementType kType, RingLoads kLoads>
 cudaError_t launch_ring_key_value_gradient(int head_dim, const RingGradientParams& params, const LaunchShape& shape);
 
+/// The same with a relative bias: with boxes alone.
+template <ElementType kType>
+cudaError_t launch_ring_biased_key_value_gradient(int head_dim, const RingBiasedParams& params,
+                                                  const LaunchShape& shape);
+
 }  // namespace natten_jax::small

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/small/key_value_gradient.cuh"
+#include "cuda/small/ring_bias.cuh"
 #include "cuda/small/ring_exact.cuh"
 #include "cuda/small/ring_run.cuh"
 #include "cuda/small/ring_store.cuh"
@@ -16,26 +17,30 @@ CUTE_DEVICE std::uint32_t load_byte(std::uint32_t address) {
 }
 
 /// What a warp that multiplies does with its tiles.
-template <class Element, int kHeadDim>
+template <class Element, int kHeadDim, bool kHasBias>
 struct RingKeyValueGradient {
+  using Params = RingKeyValueParams<kHasBias>;
   using Reader = RingReader<Element, kHeadDim, Kernel::kKeyValueGradient, RingTable>;
   using Operand = RowOperand<Element, kHeadDim>;
 
-  const RingGradientParams& p;
+  const Params& p;
   Reader& reader;
   Operand keys, values;
   float of_keys[kHeadDim / 8][4], of_values[kHeadDim / 8][4];
   float factor;
   LateSteps large;  // that see queries whose logsumexp has a remainder that counts
+  RingRelativeBias<kHasBias> bias;
 
-  CUTE_DEVICE RingKeyValueGradient(const RingGradientParams& p, Reader& reader)
-      : p(p), reader(reader), factor(p.exponent_scale) {}
+  CUTE_DEVICE RingKeyValueGradient(const Params& p, Reader& reader)
+      : p(p), reader(reader), factor(p.exponent_scale), bias(p, reader.shared) {}
 
   CUTE_DEVICE void enter(const RingUnit& unit) {
     if (p.scale.heads != nullptr) factor = p.scale.of(unit.batch * p.heads + unit.head).logits * kLog2E;
+    bias.enter(unit, reader.masks);
   }
 
-  CUTE_DEVICE void start(const RingUnit& unit, int step, int2) {
+  CUTE_DEVICE void start(const RingUnit& unit, int step, int2 seen) {
+    bias.start(step, reader.along.first_key(seen.x));
     int tokens[2];
     reader.masks.find_tokens(p, step, tokens);
     load_rows(keys, p.key, unit, tokens);
@@ -63,22 +68,30 @@ struct RingKeyValueGradient {
     const RingTable& masks = reader.masks;
     std::uint32_t table = masks.table, block = 0;
     int of_group = masks.inner;
+    auto biases = bias.of_slab();
     CUTE_NO_UNROLL
     for (int i = masks.blocks; i > 0; --i, table += 32) {
-      add_block(slab + block, reader.statistics_of(slab, block), spread_bits(load_byte(table)) | hidden_of_slab);
+      add_block(slab + block, reader.statistics_of(slab, block), biases,
+                spread_bits(load_byte(table)) | hidden_of_slab);
       block += Reader::kBlockBytes;
+      biases.next_block();
       if (--of_group == 0) {
         of_group = masks.inner;
         block += reader.group_bytes - masks.inner * Reader::kBlockBytes;
+        biases.next_group(masks.inner);
       }
     }
+    bias.next_slab();
   }
 
-  CUTE_DEVICE void add_block(std::uint32_t block, std::uint32_t statistics, std::uint32_t hidden) {
+  template <class Biases>
+  CUTE_DEVICE void add_block(std::uint32_t block, std::uint32_t statistics, const Biases& biases,
+                             std::uint32_t hidden) {
     const std::uint32_t of_queries[] = {reader.across + block},
                         of_cotangents[] = {reader.across + p.shape.array_bytes + block};
     float of_block[2][1][2][4];
-    reader.multiply_blocks(of_block[0], keys, of_queries, {});
+    biases.load(of_block[0][0]);
+    reader.template multiply_blocks<kHasBias>(of_block[0], keys, of_queries, {});
     reader.multiply_blocks(of_block[1], values, of_cotangents, {});
     const auto &x = of_block[0][0], &y = of_block[1][0];
     std::uint32_t a[4], b[4];
@@ -127,6 +140,7 @@ struct RingKeyValueGradient {
     tile.load_rows(k, p.key);
     tile.load_rows(v, p.value);
     float sums[2][kHeadDim / 2] = {};
+    const auto biases = bias.of_step(unit, step);
     tile.for_blocks([&](int token, int across, const auto& is_seen) {
       float x[2][4], y[2][4];
       tile.multiply_keys(x, k, p.query, token, across);
@@ -142,7 +156,8 @@ struct RingKeyValueGradient {
           if (!is_seen(2 * i + e)) continue;
           const int at = across + h * kColumns + threadIdx.x % 4 * 2 + e;
           const float4 query = __ldcg(statistics + std::int64_t{token + at * p.pitch[0]} * p.heads);
-          weights[e] = weight_of_large(x[h][2 * r + e], factor, query.z, query.w);
+          const float logit = biases.add(x[h][2 * r + e], r, {at, is_seen.inside, is_seen.along});
+          weights[e] = weight_of_large(logit, factor, query.z, query.w);
           gradients[e] = weights[e] * (y[h][2 * r + e] - query.y);
         }
         a[i] = pack<Element>(weights[0], weights[1]);
@@ -157,10 +172,10 @@ struct RingKeyValueGradient {
   }
 };
 
-template <class Element, int kHeadDim, RingLoads kLoads>
+template <class Element, int kHeadDim, RingLoads kLoads, bool kHasBias>
 __global__ void __launch_bounds__(ring_threads(kLoads, kHeadDim), 1)
-    natten_jax_small_ring_key_value_gradient(const __grid_constant__ RingGradientParams p) {
-  run_ring<kLoads, kHeadDim, RingKeyValueGradient<Element, kHeadDim>>(p);
+    natten_jax_small_ring_key_value_gradient(const __grid_constant__ RingKeyValueParams<kHasBias> p) {
+  run_ring<kLoads, kHeadDim, RingKeyValueGradient<Element, kHeadDim, kHasBias>>(p);
 }
 
 }  // namespace natten_jax::small

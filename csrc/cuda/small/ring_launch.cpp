@@ -5,11 +5,13 @@
 
 #include "cuda/common/cuda_status.h"
 #include "cuda/common/geometry.h"
+#include "cuda/small/bias_launch.h"
 #include "cuda/small/read_device.h"
 #include "cuda/small/region_cache.h"
 #include "cuda/small/ring_kernels.h"
 #include "cuda/tma/tensor_map.h"
 #include "natten_jax/logsumexp.h"
+#include "natten_jax/offset_table.h"
 
 namespace natten_jax::small {
 namespace {
@@ -168,16 +170,28 @@ Status run_ring_query_gradient(const Problem& problem, const RingShape& shape, c
 
 Status run_ring_key_value_gradient(const Problem& problem, const RingShape& shape, const Arrays& arrays,
                                    const float* statistics, cudaStream_t stream) {
-  RingGradientParams p{};
+  RingBiasedParams p{};  // of which plain kernels take what they know
   LaunchShape launch{};
   NATTEN_JAX_RETURN_IF_FAILED(prepare(problem, shape, arrays, stream, p, launch));
   p.out_cotangent = arrays.out_cotangent;
   p.statistics = reinterpret_cast<const float4*>(statistics);
+  if (problem.has_relative_bias) {
+    p.bias = RingBias(problem.axes, shape);
+    const OffsetTable offsets = offset_table(problem.axes);
+    p.given = given_table(problem, offsets.pitch[1], arrays);
+    p.by_lines = cutlass::FastDivmod(static_cast<int>(offsets.pitch[0] / offsets.pitch[1]));
+  }
   p.key_gradient = arrays.key_gradient;
   p.value_gradient = arrays.value_gradient;
   NATTEN_JAX_RETURN_IF_FAILED(encode_arrays(problem, p));
-  return with_ring_kernels(problem, shape.loads, [&](auto type, auto loads) {
-    return launch_ring_key_value_gradient<type, loads>(static_cast<int>(problem.head_dim), p, launch);
+  const int head_dim = static_cast<int>(problem.head_dim);
+  return with_ring_kernels(problem, shape.loads, [&](auto type, auto loads) -> cudaError_t {
+    if (!problem.has_relative_bias) return launch_ring_key_value_gradient<type, loads>(head_dim, p, launch);
+    if constexpr (loads == RingLoads::kBoxes) {
+      return launch_ring_biased_key_value_gradient<type>(head_dim, p, launch);
+    } else {
+      return cudaErrorInvalidValue;  // none is chosen
+    }
   });
 }
 

@@ -4,7 +4,11 @@
 #include <cuda.h>
 #include <cutlass/fast_math.h>
 
+#include <type_traits>
+
 #include "cuda/common/device_axis.h"
+#include "cuda/small/given_table.h"
+#include "cuda/small/ring_bias.h"
 #include "cuda/small/ring_shape.h"
 
 namespace natten_jax::small {
@@ -74,5 +78,15 @@ struct RingGradientParams : RingParams {
 
   NATTEN_JAX_HOST_DEVICE const void* columns_of(int array) const { return array == 0 ? query : out_cotangent; }
 };
+
+/// The same with a relative bias.
+struct RingBiasedParams : RingGradientParams {
+  RingBias bias;
+  GivenTable given;              // with lines as they are
+  cutlass::FastDivmod by_lines;  // of a plane
+};
+
+template <bool kHasBias>
+using RingKeyValueParams = std::conditional_t<kHasBias, RingBiasedParams, RingGradientParams>;
 
 }  // namespace natten_jax::small

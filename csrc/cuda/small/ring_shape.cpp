@@ -6,6 +6,8 @@
 #include <limits>
 #include <vector>
 
+#include "cuda/small/ring_bias.h"
+
 namespace natten_jax::small {
 namespace {
 
@@ -40,6 +42,9 @@ constexpr RingCosts costs_of(Kernel kernel, std::int64_t head_dim) {
       return is_wide ? RingCosts{188, 22.7, 13.8, 2300, 0.15} : RingCosts{108, 22.5, 6.5, 7500, 0.5};
   }
 }
+
+/// How many times as long steps take with a relative bias.
+constexpr double kOfBias = 1.1;
 
 /// How many times as long steps take where warps copy chunks.
 constexpr double kOfChunks = 1.15;
@@ -143,7 +148,8 @@ void choose_segments(const Problem& problem, Kernel kernel, const Device& device
                waiting = most_ring_warps(RingLoads::kBoxes, narrow(problem.head_dim)) / warps;
   const auto tile_of = [&](double blocks_of_slab) {
     return (costs.tile + (costs.slab + costs.block * blocks_of_slab) * slabs_of_step) *
-           std::pow(waiting, costs.of_waiting) * (shape.loads == RingLoads::kChunks ? kOfChunks : 1);
+           std::pow(waiting, costs.of_waiting) * (shape.loads == RingLoads::kChunks ? kOfChunks : 1) *
+           (shape.bias_line > 0 ? kOfBias : 1);
   };
   const double start = costs.segment + static_cast<double>(first_bytes) / kBytes;
   shape.nanoseconds = std::numeric_limits<double>::max();
@@ -196,9 +202,11 @@ bool complete(const Problem& problem, Kernel kernel, const Device& device, const
   const std::int64_t window_bytes = divide_up(length(2) * 4, kAlignment) * kAlignment;
   const std::int64_t statistics_bytes = rows_are_keys ? keys_of_slab * kStatisticsBytes : 0;
   const std::int64_t mask_bytes = rows_are_keys ? std::int64_t{shape.warps} * shape.blocks * kLanes : 0;
-  const std::int64_t slots = std::min((device.shared_memory - tile_bytes - window_bytes - mask_bytes - kBarrierBytes) /
-                                          (2 * shape.array_bytes + statistics_bytes),
-                                      kMostSlots);
+  const std::int64_t bias_bytes = shape.bias_line > 0 ? RingBias(problem.axes, shape).bytes : 0;
+  const std::int64_t slots =
+      std::min((device.shared_memory - tile_bytes - window_bytes - mask_bytes - kBarrierBytes - bias_bytes) /
+                   (2 * shape.array_bytes + statistics_bytes),
+               kMostSlots);
   // Slabs of a step, and those that the next ones wait for. Keys next to a border are seen by more queries than others:
   // there, warps may wait for slabs that are not held.
   const std::int64_t least_slots = rows_are_keys ? slabs.held + 1 : slabs.most + divide_up(shape.rows[2], shape.thick);
@@ -209,7 +217,7 @@ bool complete(const Problem& problem, Kernel kernel, const Device& device, const
   shape.statistics = narrow(shape.windows + window_bytes);
   shape.masks = narrow(shape.statistics + statistics_bytes * slots);
   shape.barriers = narrow(shape.masks + mask_bytes);
-  shape.bytes = narrow(shape.barriers + kBarrierBytes);
+  shape.bytes = narrow(shape.barriers + kBarrierBytes + bias_bytes);
   choose_segments(problem, kernel, device, static_cast<double>(slabs.all) / shape.steps,
                   {static_cast<double>(blocks) / static_cast<double>(tiles),
                    static_cast<double>(most_blocks) / static_cast<double>(beside)},
@@ -238,6 +246,7 @@ void take_fastest(const Problem& problem, Kernel kernel, const Device& device, R
   shape.phase[1] = is_thick ? 0 : inside.phase(shape.rows[1], high);
   shape.phase[2] = slabs.phase;
   shape.steps = narrow(divide_up(along.length(), shape.rows[2]));
+  shape.bias_line = problem.has_relative_bias ? ring_bias_line(problem, shape) : 0;
   const int most = most_ring_warps(shape.loads, narrow(problem.head_dim));
   std::vector<SeenBlocks> by_inner;
   for (int b = 1; b <= most; ++b) by_inner.emplace_back(inside, shape.rows[1], b, high, shape.phase[1]);
@@ -256,9 +265,7 @@ void take_fastest(const Problem& problem, Kernel kernel, const Device& device, R
 }  // namespace
 
 bool can_have_ring(const Problem& problem, Places places) {
-  if (places != Places::kWhole || problem.has_relative_bias || problem.has_key_bias || problem.additional_kv > 0) {
-    return false;
-  }
+  if (places != Places::kWhole || problem.has_key_bias || problem.additional_kv > 0) return false;
   if (problem.head_dim != problem.head_dim_v || (problem.head_dim != 32 && problem.head_dim != 64)) return false;
   std::int64_t keys = 1;
   for (const Axis& axis : problem.axes) keys *= axis.window.kernel_size;
@@ -271,10 +278,14 @@ bool can_have_ring(const Problem& problem, Places places) {
   });
 }
 
+bool can_have_gradient_ring(const Problem& problem, Places places) {
+  return problem.heads == problem.heads_kv && can_have_ring(problem, places);
+}
+
 RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                       Kernel kernel, Places places, RingLoads loads, const Device& device) {
   RingShape best{};
-  if (!can_have_ring(problem, places)) return best;
+  if (problem.has_relative_bias || !can_have_ring(problem, places)) return best;
   int dimension[kRank] = {0, 1, 2};
   do {
     RingShape shape{};
@@ -294,7 +305,8 @@ RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank],
 
 RingShape choose_gradient_ring(const Problem& problem, Places places, RingLoads loads, const Device& device) {
   RingShape best{};
-  if (!can_have_ring(problem, places) || problem.heads != problem.heads_kv) return best;
+  if (!can_have_gradient_ring(problem, places)) return best;
+  if (problem.has_relative_bias && loads != RingLoads::kBoxes) return best;
   int dimension[kRank] = {0, 1, 2};
   do {
     const auto length = [&](int i) { return problem.axes[dimension[i]].kv.extent; };
@@ -325,8 +337,7 @@ RingShape choose_gradient_ring(const Problem& problem, Places places, RingLoads 
 }
 
 double nanoseconds_beside_rings(const Region& region, const Problem& problem, Kernel kernel, Places places) {
-  const bool may_be_either =
-      kernel == Kernel::kKeyValueGradient && problem.heads == problem.heads_kv && can_have_ring(problem, places);
+  const bool may_be_either = kernel == Kernel::kKeyValueGradient && can_have_gradient_ring(problem, places);
   return region.nanoseconds * (may_be_either ? kOfKeyGradients : 1);
 }
 

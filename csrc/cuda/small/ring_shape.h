@@ -76,6 +76,7 @@ struct RingShape {
   int array_bytes;  ///< A slab of one array.
   int tile_bytes;   ///< A tile of one array.
   int tiles, windows, statistics, masks, barriers, bytes;
+  int bias_line;       ///< Entries of a line of a relative bias, of which the tables come last (ring_bias.h); or none.
   double nanoseconds;  ///< That the launch is estimated to take.
   // Of a batch entry and head: products of a row and a column, and columns that are loaded.
   std::int64_t pairs, keys;
@@ -84,15 +85,20 @@ struct RingShape {
 };
 
 /// Whether the form takes such problems at all, whatever the shape: heads of 32 and 64, windows of many keys, and whole
-/// layouts without dilation, additional tokens, biases or a dimension that wraps. Cheap: asked before all else.
+/// layouts without dilation, additional tokens, biases of keys or a dimension that wraps. Cheap: asked before all else.
 bool can_have_ring(const Problem& problem, Places places);
+
+/// Whether the kernel of key and value gradients takes them: where query heads have key/value heads of their own. With
+/// a relative bias, there is no other.
+bool can_have_gradient_ring(const Problem& problem, Places places);
 
 /// Finds the fastest launch of a kernel that owns queries, for tiles of kRows queries and groups of kColumns keys, and
 /// for how slabs come on a device; none where the form takes no such problem.
 RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                       Kernel kernel, Places places, RingLoads loads, const Device& device);
 
-/// Likewise for the kernel of key and value gradients, of all tiles: these are chosen here.
+/// Likewise for the kernel of key and value gradients, of all tiles: these are chosen here. With a relative bias, slabs
+/// come as boxes.
 RingShape choose_gradient_ring(const Problem& problem, Places places, RingLoads loads, const Device& device);
 
 /// What a launch is estimated to take with a region, where rings are estimated, too.

@@ -160,9 +160,9 @@ struct RingReader {
     if (threadIdx.x % 32 == 0) arrive_at(barriers.has_room[warp + (loaded & none)]);
   }
 
-  /// Products of a tile's rows with those of blocks; they start as `initial`. Instructions that add to the same numbers
-  /// are as far apart as the blocks allow: one waits for the other.
-  template <int kCount>
+  /// Products of a tile's rows with those of blocks; they start as `initial`, or where `kAdds` as what they are.
+  /// Instructions that add to the same numbers are as far apart as the blocks allow: one waits for the other.
+  template <bool kAdds = false, int kCount>
   CUTE_DEVICE static void multiply_blocks(float (&x)[kCount][2][4], const RowOperand<Element, kHeadDim>& rows,
                                           const std::uint32_t (&addresses)[kCount], const float4& initial) {
     CUTE_UNROLL
@@ -176,7 +176,7 @@ struct RingReader {
         const int b = i / 2, h = i % 2;
         float (&d)[4] = x[b][h];
         const float start[4] = {initial.x, initial.y, initial.z, initial.w};
-        const float* const c = step > 0 ? d : start;
+        const float* const c = step > 0 || kAdds ? d : start;
         HalfInstruction<Element>::fma(d[0], d[1], d[2], d[3], a.r[0], a.r[1], a.r[2], a.r[3], r[b][2 * h],
                                       r[b][2 * h + 1], c[0], c[1], c[2], c[3]);
       }

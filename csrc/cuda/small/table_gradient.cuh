@@ -1,13 +1,23 @@
 // The gradient of a relative bias: sums of the records of tiles, in their order.
 #pragma once
 
-#include <climits>
+#include <cutlass/fast_math.h>
 
 #include "cuda/common/axis_plan.cuh"
 #include "cuda/small/bias_table.h"
 #include "cuda/small/params.h"
 
 namespace natten_jax::small {
+
+/// Threads of a CTA, at most.
+inline constexpr int kTableThreads = 512;
+
+/// Runs of tiles whose sums a CTA has in shared memory at a time, in bytes; for one of them there is always room.
+constexpr int bytes_of_runs(int record) {
+  constexpr int kMostRuns = 12, kMostBytes = 32 * 1024;
+  const int run = static_cast<int>(sizeof(float)) * record, runs = kMostBytes / run;
+  return run * (runs < 1 ? 1 : runs > kMostRuns ? kMostRuns : runs);
+}
 
 /// Whether a tile has queries; its number is the one of TilePlan.
 CUTE_DEVICE bool has_queries(const TableParams& p, int tile) {
@@ -23,33 +33,74 @@ CUTE_DEVICE bool has_queries(const TableParams& p, int tile) {
   return result;
 }
 
-/// A CTA adds up a part of the tiles of a batch entry and head; a thread has every few of the table's entries.
-__global__ void __launch_bounds__(1024) natten_jax_small_table_gradient(const __grid_constant__ TableParams p) {
+/// A CTA adds up a part of the tiles of a batch entry and head. Those that follow each other, and whose records begin
+/// at the same offsets, are a run, as most of a line are: the numbers of their records are added up one by one, and
+/// entries of the table are looked for once for each run.
+__global__ void __launch_bounds__(kTableThreads)
+    natten_jax_small_table_gradient(const __grid_constant__ TableParams p) {
+  static_assert(kTilesOfSum == 32, "a lane of a warp each, and a bit of a word");
+  extern __shared__ float runs[];
   __shared__ int least_offset[kTilesOfSum][kRank];
+  __shared__ unsigned begins_of_runs, written_tiles;
   const std::int64_t item = blockIdx.x, numbers = p.record + kRecordHeader;
-  const int first = blockIdx.y * kTilesOfSum, count = min(kTilesOfSum, p.tiles - first);
-  const float* records = p.records + (item * p.tiles + first) * numbers;
-  if (threadIdx.x < count) {
-    const int4 header = *reinterpret_cast<const int4*>(records + threadIdx.x * numbers + p.record);
+  const int first_tile = blockIdx.y * kTilesOfSum, count = min(kTilesOfSum, p.tiles - first_tile);
+  const float* const records = p.records + (item * p.tiles + first_tile) * numbers;
+  if (threadIdx.x < kTilesOfSum) {
+    const int tile = min(static_cast<int>(threadIdx.x), count - 1);
+    const int4 header = *reinterpret_cast<const int4*>(records + tile * numbers + p.record);
     // A tile without queries has written nothing: no entry is among those of its record.
-    const bool is_written = has_queries(p, first + threadIdx.x);
-    least_offset[threadIdx.x][0] = is_written ? header.x : 1 << 20;
-    least_offset[threadIdx.x][1] = header.y;
-    least_offset[threadIdx.x][2] = header.z;
+    const bool is_written = has_queries(p, first_tile + tile);
+    const int least[kRank] = {is_written ? header.x : 1 << 20, header.y, header.z};
+    bool begins = threadIdx.x == 0;
+    CUTE_UNROLL
+    for (int d = 0; d < kRank; ++d) {
+      least_offset[threadIdx.x][d] = least[d];
+      begins |= __shfl_up_sync(0xffffffffu, least[d], 1) != least[d];
+    }
+    const unsigned all = __ballot_sync(0xffffffffu, begins), written = __ballot_sync(0xffffffffu, is_written);
+    if (threadIdx.x == 0) {
+      begins_of_runs = all;
+      written_tiles = written;
+    }
   }
   __syncthreads();
-  float* sums = p.sums + (std::int64_t{blockIdx.y} * gridDim.x + item) * p.entries;
-  for (int entry = threadIdx.x; entry < p.entries; entry += blockDim.x) {
-    int offset[kRank];
-    const bool is_offset = p.box.split(entry, offset);
-    float sum = 0.f;
-#pragma unroll 8
-    for (int tile = 0; tile < count; ++tile) {
-      int place;
-      const bool is_there = p.box.find(offset, least_offset[tile], place) & is_offset;
-      if (is_there) sum += records[tile * numbers + place];
+  const unsigned begins = begins_of_runs, written = written_tiles;
+  const int most_runs = bytes_of_runs(p.record) / static_cast<int>(sizeof(float)) / p.record;
+  float* const sums = p.sums + (std::int64_t{blockIdx.y} * gridDim.x + item) * p.entries;
+  for (int first = 0, end = 0; first < count; first = end) {
+    // Up to the run that there is no room for.
+    for (int all = 0; end < count && (all += begins >> end & 1) <= most_runs; ++end) {
     }
-    sums[entry] = sum;
+    for (int number = threadIdx.x; number < p.record; number += blockDim.x) {
+      float* to = runs + number;
+      float sum = 0.f;
+#pragma unroll 8
+      for (int tile = first; tile < end; ++tile) {
+        const float next = (written >> tile & 1) != 0 ? records[tile * numbers + number] : 0.f;
+        const bool begins_one = tile > first && (begins >> tile & 1) != 0;
+        if (begins_one) {
+          *to = sum;
+          to += p.record;
+        }
+        sum = begins_one ? next : sum + next;
+      }
+      *to = sum;
+    }
+    __syncthreads();
+    for (int entry = threadIdx.x; entry < p.entries; entry += blockDim.x) {
+      int offset[kRank];
+      const bool is_offset = p.box.split(entry, offset);
+      float sum = first == 0 ? 0.f : sums[entry];
+      const float* run = runs;
+      for (int tile = first; tile < end; ++tile) {
+        if ((begins >> tile & 1) == 0) continue;
+        int place;
+        if (p.box.find(offset, least_offset[tile], place) & is_offset) sum += run[place];
+        run += p.record;
+      }
+      sums[entry] = sum;
+    }
+    __syncthreads();
   }
 }
 

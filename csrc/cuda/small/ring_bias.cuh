@@ -1,0 +1,164 @@
+// A relative bias in the kernel of key and value gradients with a ring: what its warps have of the tables.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+
+#include "cuda/small/ring_strip.cuh"
+
+namespace natten_jax::small {
+
+/// A float of shared memory, not from one time to the next: volatile.
+CUTE_DEVICE float load_float(std::uint32_t address) {
+  float result;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(result) : "r"(address));
+  return result;
+}
+
+/// Without one.
+template <bool kHasBias>
+struct RingRelativeBias {
+  /// Of the blocks of a slab.
+  struct OfSlab {
+    CUTE_DEVICE void load(float (&)[2][4]) const {}
+    CUTE_DEVICE void next_block() const {}
+    CUTE_DEVICE void next_group(int) const {}
+  };
+
+  CUTE_DEVICE RingRelativeBias(const RingParams&, std::uint32_t) {}
+  CUTE_DEVICE void enter(const RingUnit&, const RingTable&) const {}
+  CUTE_DEVICE void start(int, int) const {}
+  CUTE_DEVICE OfSlab of_slab() const { return {}; }
+  CUTE_DEVICE void next_slab() const {}
+
+  struct OfStep {
+    CUTE_DEVICE float add(float product, int, const int (&)[kRank]) const { return product; }
+  };
+  CUTE_DEVICE OfStep of_step(const RingUnit&, int) const { return {}; }
+};
+
+/// Lanes have rows of keys, and read further back for queries that lie further on. What hidden pairs read is nobody's.
+template <>
+class RingRelativeBias<true> {
+ public:
+  /// Of the blocks of a slab.
+  class OfSlab {
+   public:
+    CUTE_DEVICE OfSlab(const RingBias& bias, std::uint32_t at) : bias_(bias), at_(at) {}
+
+    /// The biases of a block, in products of keys and queries.
+    CUTE_DEVICE void load(float (&x)[2][4]) const {
+      CUTE_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        const int h = i / 4, r = i / 2 % 2, e = i % 2;
+        const int behind = r * bias_.next_row - h * bias_.next_half - e * kRingEntryBytes;
+        x[h][2 * r + e] = load_float(at_ + behind);
+      }
+    }
+    CUTE_DEVICE void next_block() { at_ -= bias_.next_block; }
+    CUTE_DEVICE void next_group(int blocks) { at_ += blocks * bias_.next_block - bias_.next_group; }
+
+   private:
+    const RingBias& bias_;
+    std::uint32_t at_;
+  };
+
+  CUTE_DEVICE RingRelativeBias(const RingBiasedParams& p, std::uint32_t shared) : p_(p), shared_(shared) {}
+
+  /// All warps that multiply have to enter all units.
+  CUTE_DEVICE void enter(const RingUnit& unit, const RingTable& masks) {
+    const int table = units_ % p_.bias.tables;
+    if (table == 0) fill(blockIdx.x + units_ * gridDim.x);
+    ++units_;
+    const RingShape& shape = p_.shape;
+    const int column = threadIdx.x % 4 * 2, wide_shift = logarithm(shape.wide);
+    const RingStrip<true> strip(p_, unit);
+    // The lane's first column in the warp's first block: along the strip, in slabs that begin with that of the layout.
+    const int group = masks.block / shape.group_blocks, inner = masks.block - group * shape.group_blocks,
+              behind = column >> wide_shift;
+    const bool is_thick = shape.thick > 1;
+    first_ = of_rows(unit, table) -
+             (strip.across + group * shape.wide + (column & (shape.wide - 1))) * p_.bias.pitch[0] -
+             (strip.inside + (is_thick ? 0 : inner * (kBlockKeys >> wide_shift) + behind)) * p_.bias.pitch[1] -
+             (is_thick ? behind : 0) * p_.bias.pitch[2];
+  }
+
+  /// Begins with a step, given where its first slab begins.
+  CUTE_DEVICE void start(int step, int first_key) {
+    at_ = first_ + (step * p_.shape.rows[2] - first_key) * p_.bias.pitch[2];
+  }
+
+  CUTE_DEVICE OfSlab of_slab() const { return {p_.bias, at_}; }
+  CUTE_DEVICE void next_slab() { at_ -= p_.bias.next_slab; }
+
+  /// What products of the lane's rows and of queries have in the unit that was entered: they are added one by one.
+  class OfStep {
+   public:
+    CUTE_DEVICE OfStep(const RingBias& bias, std::uint32_t of_rows) : bias_(bias), of_rows_(of_rows) {}
+
+    /// Adds that of the first or second row and of a query, given where this lies.
+    CUTE_DEVICE float add(float product, int row, const int (&query)[kRank]) const {
+      std::uint32_t at = of_rows_ + row * bias_.next_row;
+      CUTE_UNROLL
+      for (int d = 0; d < kRank; ++d) at -= query[d] * bias_.pitch[d];
+      return product + load_float(at);
+    }
+
+   private:
+    const RingBias& bias_;
+    std::uint32_t of_rows_;
+  };
+  CUTE_DEVICE OfStep of_step(const RingUnit& unit, int step) const {
+    const int table = (units_ - 1) % p_.bias.tables;
+    return {p_.bias, of_rows(unit, table) + step * p_.shape.rows[2] * p_.bias.pitch[2]};
+  }
+
+ private:
+  /// Has the tables of the CTA's units from one on.
+  CUTE_DEVICE void fill(int first) const {
+    constexpr int kBarrier = 0;  // of those that are left to kernels
+    const int warps = p_.shape.warps, of_tables = p_.bias.tables, warp = ring_warp();
+    cutlass::arch::NamedBarrier::sync(32 * warps, kBarrier);  // nobody reads those that are there
+    // Each table has some of the warps, of which there are more: entries of all tables come at the same time.
+    const int table = warp % of_tables, number = first + table * gridDim.x;
+    if (number < p_.units) {
+      const RingUnit unit(p_, number);
+      const int item = unit.batch * p_.heads + unit.head, step = 32 * ((warps - table + of_tables - 1) / of_tables);
+      const float* const given = p_.given.of(item, unit.head);
+      const float scale = p_.scale.of(item).logits;
+      const std::uint32_t to = tables() + p_.bias.first + kRingEntryBytes * table * p_.bias.entries;
+#pragma unroll 4
+      for (int offset = warp / of_tables * 32 + threadIdx.x % 32; offset < p_.given.offsets; offset += step) {
+        int plane, line, place;
+        p_.given.by_line(line, place, offset);
+        p_.by_lines(plane, line, line);
+        const int entry =
+            plane * p_.bias.given_pitch[0] + line * p_.bias.given_pitch[1] + place * p_.bias.given_pitch[2];
+        store_word(to + entry, __float_as_uint(GivenTable::product_of(__ldg(given + offset), scale)));
+      }
+    }
+    cutlass::arch::NamedBarrier::sync(32 * warps, kBarrier);
+  }
+
+  CUTE_DEVICE std::uint32_t tables() const { return shared_ + p_.shape.bytes - p_.bias.bytes; }
+
+  /// The entry of the lane's first row in a strip's first step and of the layout's first query.
+  CUTE_DEVICE std::uint32_t of_rows(const RingUnit& unit, int table) const {
+    int row[kRank];
+    first_row(p_, unit, ring_warp(), row);
+    std::uint32_t result = tables() + p_.bias.center + kRingEntryBytes * table * p_.bias.entries;
+    CUTE_UNROLL
+    for (int d = 0; d < kRank; ++d) {
+      result += (row[d] + place_of_row(p_.shape, threadIdx.x % 32 / 4, d)) * p_.bias.pitch[d];
+    }
+    return result;
+  }
+
+  const RingBiasedParams& p_;
+  std::uint32_t shared_;
+  int units_ = 0;        // that were entered
+  std::uint32_t first_;  // the entry of the lane's first row in a strip's first step, and of its first column in a slab
+                         // that begins with the layout
+  std::uint32_t at_;     // in the slab at hand
+};
+
+}  // namespace natten_jax::small

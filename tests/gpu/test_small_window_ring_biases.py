@@ -1,0 +1,157 @@
+"""Key and value gradients of small windows with a ring and a relative bias, beside those of queries and of the table.
+
+Random problems are those of ``python -m tests.fuzz --backend cutlass --direct --feature relative_bias
+--feature key_value_gradient_ring``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import natten_jax
+from natten_jax.cost import small_windows
+from natten_jax.performance import TilePair
+from natten_jax.simulator import problem_of
+from tests.support import oracle
+
+pytestmark = pytest.mark.gpu
+
+OPERATORS = {2: natten_jax.na2d, 3: natten_jax.na3d}
+
+#: Layout, window, heads and their width; borders on all sides, most ragged ones.
+PROBLEMS: dict[str, tuple[tuple[int, ...], dict[str, Any], int, int]] = {
+    "13x13": ((61, 45), {"kernel_size": 13}, 8, 64),
+    "13x13, narrow": ((42, 57), {"kernel_size": 13}, 8, 32),
+    "strides": ((44, 50), {"kernel_size": (13, 12), "stride": (1, 3)}, 8, 64),
+    "causal": ((50, 47), {"kernel_size": (13, 13), "is_causal": (False, True)}, 8, 64),
+    "clips": ((8, 15, 17), {"kernel_size": (8, 7, 7)}, 6, 32),
+    "volume": ((17, 13, 11), {"kernel_size": 5}, 4, 32),
+}
+DTYPES = [jnp.bfloat16, jnp.float16]
+#: Batch entries, which are all alike: what differs between them depends on when it was computed.
+COPIES = 24
+
+
+def window_of(name: str) -> dict[str, tuple[Any, ...]]:
+    layout, window, *_ = PROBLEMS[name]
+    every: dict[str, Any] = {"stride": 1, "dilation": 1, "is_causal": False} | window
+    return {key: value if isinstance(value, tuple) else (value,) * len(layout) for key, value in every.items()}
+
+
+def ring_tiles(name: str, dtype: Any) -> TilePair:
+    """The fastest tiles with which key and value gradients have a ring."""
+    layout, _, heads, width = PROBLEMS[name]
+    sizes: dict[str, Any] = {"batch": COPIES, "heads": heads, "head_dim": width, "dtype": jnp.dtype(dtype).name}
+    problem = dataclasses.replace(problem_of(layout, **window_of(name), **sizes), relative_bias=True)
+    for pair, _ in small_windows.ranked("cutlass", problem, "backward", (9, 0)):
+        found = small_windows.estimate("cutlass", problem, "backward", pair, (9, 0))
+        if found is not None and found.launches[-1].kernel == "key/value gradient with a ring":
+            return pair
+    raise AssertionError(f"no tiles of {problem} have a ring")
+
+
+def drawn(name: str, dtype: Any, gain: float, has_tables_of_entries: bool = False) -> tuple[jax.Array, ...]:
+    """Query, key and value of one batch entry, a table, and the cotangent of the output."""
+    layout, _, heads, width = PROBLEMS[name]
+    shape = (1, *layout, heads, width)
+    query, key, value, cotangent = (jax.random.normal(jax.random.key(i), shape, jnp.float32) for i in range(4))
+    table = jax.random.normal(jax.random.key(4), (heads, *(2 * k - 1 for k in window_of(name)["kernel_size"])))
+    # Some offsets are hidden, but never all of those that a query sees.
+    table = table.at[1, 1].set(-jnp.inf)
+    halves = [array.astype(dtype) for array in (gain * query, key, value, cotangent)]
+    return (*halves[:3], table, halves[3])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def gradients(name: str, pair: TilePair, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Of as many copies of a batch entry's query, key and value, and of the table that all of them have."""
+    *_, cotangent = arrays
+    query, key, value, cotangent = (jnp.repeat(array, COPIES, 0) for array in (*arrays[:3], cotangent))
+    function = functools.partial(
+        OPERATORS[len(PROBLEMS[name][0])],
+        **window_of(name),
+        backend="cutlass-fna",
+        backward_q_tile_shape=pair[0],
+        backward_kv_tile_shape=pair[1],
+    )
+    _, pullback = jax.vjp(lambda *of: function(*of[:3], relative_bias=of[3]), query, key, value, arrays[3])
+    found: tuple[jax.Array, ...] = pullback(cotangent)
+    return found
+
+
+@pytest.mark.parametrize("gain", [1.0, 40.0, 3000.0])  # beside large logits, gradients need what float32 leaves out
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_gradients_with_a_relative_bias(name: str, dtype: Any, gain: float) -> None:
+    if gain > 100 and dtype == jnp.float16:
+        pytest.skip("float16 has no such numbers")
+    layout, _, heads, width = PROBLEMS[name]
+    arrays = drawn(name, dtype, gain)
+    found = gradients(name, ring_tiles(name, dtype), *arrays)
+    entries = oracle.relative_entries(layout, **window_of(name))
+    mask = oracle.neighborhood_mask(layout, **window_of(name))
+    bound = 6e-3 if dtype == jnp.bfloat16 else 1e-3
+    for head in (1, heads - 1):
+        own = slice(head, head + 1)
+        *operands, upstream = (np.asarray(arrays[i][..., own, :]) for i in (0, 1, 2, 4))
+        tensors = oracle.Tensors(*operands, relative_bias=np.asarray(arrays[3][own]))
+        exact = oracle.reference(
+            tensors, mask, width**-0.5, upstream, np.zeros(upstream.shape[:-1]), entries=entries
+        ).gradients
+        for gradient, expected in zip(found[:3], exact[:3], strict=True):
+            of_head = np.asarray(gradient[..., own, :])
+            np.testing.assert_array_equal(of_head, np.broadcast_to(of_head[:1], of_head.shape))
+            error = of_head[:1].astype(np.float64) - expected
+            assert np.linalg.norm(error) <= 3 * bound * np.linalg.norm(expected)
+        of_table = COPIES * np.asarray(exact.relative_bias)
+        error = np.asarray(found[3][own], np.float64) - of_table
+        assert np.linalg.norm(error) <= 3 * bound * np.linalg.norm(of_table)
+
+
+@pytest.mark.parametrize("name", ["13x13", "13x13, narrow", "clips", "volume"])
+def test_gradients_with_a_relative_bias_are_reproducible(name: str) -> None:
+    arrays, pair = drawn(name, jnp.bfloat16, 1.0), ring_tiles(name, jnp.bfloat16)
+    first = gradients(name, pair, *arrays)
+    for _ in range(20):
+        jax.tree.map(np.testing.assert_array_equal, gradients(name, pair, *arrays), first)
+
+
+def test_heads_have_scales_sinks_and_tables_of_their_own() -> None:
+    """With tables and scales of batch entries, a call is as many calls of one entry each."""
+    name, dtype = "13x13, narrow", jnp.bfloat16
+    *arrays, table, cotangent = drawn(name, dtype, 1.0)
+    heads, width = PROBLEMS[name][2:]
+    batch = 4
+    shift = jnp.arange(COPIES * batch, dtype=jnp.float32)
+    tables = table + 0.01 * shift[::COPIES, None, None, None]
+    scales = width**-0.5 * jnp.linspace(0.5, 1.5, batch * heads).reshape(batch, heads)
+    sinks = jnp.linspace(-4.0, 4.0, heads)
+    pair = ring_tiles(name, dtype)
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, table: jax.Array, scale: jax.Array) -> jax.Array:
+        found: jax.Array = natten_jax.na2d(
+            *(jnp.repeat(array, COPIES, 0) for array in (query, key, value)),
+            **window_of(name),
+            scale=scale,
+            relative_bias=table,
+            sinks=sinks,
+            backend="cutlass-fna",
+            backward_q_tile_shape=pair[0],
+            backward_kv_tile_shape=pair[1],
+        )
+        return jnp.sum(found.astype(jnp.float32) * cotangent.astype(jnp.float32))
+
+    differentiate = jax.grad(attend, (0, 1, 2, 3))
+    mapped = jax.jit(jax.vmap(differentiate, (None, None, None, 0, 0)))(*arrays, tables, scales)
+    for i in range(batch):
+        alone = jax.jit(differentiate)(*arrays, tables[i], scales[i])
+        for one, other in zip(mapped, alone, strict=True):
+            error = np.asarray(one[i], np.float64) - np.asarray(other, np.float64)
+            assert np.linalg.norm(error) <= 1e-3 * np.linalg.norm(np.asarray(other, np.float64))
