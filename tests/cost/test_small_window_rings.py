@@ -110,6 +110,14 @@ def test_key_and_value_gradients_have_a_ring_whose_tiles_are_its_own() -> None:
     assert backward_kernels(problem, (8, 0))[1] == "key/value gradient with a ring"
 
 
+def test_with_a_relative_bias_key_and_value_gradients_alone_have_a_ring() -> None:
+    problem = problem_of(head_dim=32, relative_bias=True)
+    assert backward_kernels(problem) == ("query gradient", "key/value gradient with a ring")
+    # Elsewhere no kernel is compiled for it.
+    assert backward_kernels(problem, (8, 0)) == ("query gradient", "key/value gradient")
+    assert not any("ring" in launch.kernel for launch in launches(problem).values())
+
+
 @pytest.mark.parametrize("changes", [{"heads_kv": 2}, {"additional_kv": 3}, {"own_extents": True}], ids=str)
 def test_key_and_value_gradients_without_a_ring(changes: dict[str, Any]) -> None:
     assert backward_kernels(problem_of(head_dim=32, **changes))[1] == "key/value gradient"

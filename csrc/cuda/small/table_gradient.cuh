@@ -39,6 +39,7 @@ CUTE_DEVICE bool has_queries(const TableParams& p, int tile) {
 __global__ void __launch_bounds__(kTableThreads)
     natten_jax_small_table_gradient(const __grid_constant__ TableParams p) {
   static_assert(kTilesOfSum == 32, "a lane of a warp each, and a bit of a word");
+  constexpr int kAtOnce = 8;
   extern __shared__ float runs[];
   __shared__ int least_offset[kTilesOfSum][kRank];
   __shared__ unsigned begins_of_runs, written_tiles;
@@ -72,17 +73,28 @@ __global__ void __launch_bounds__(kTableThreads)
     for (int all = 0; end < count && (all += begins >> end & 1) <= most_runs; ++end) {
     }
     for (int number = threadIdx.x; number < p.record; number += blockDim.x) {
+      const float* from = records + first * numbers + number;
       float* to = runs + number;
       float sum = 0.f;
-#pragma unroll 8
-      for (int tile = first; tile < end; ++tile) {
-        const float next = (written >> tile & 1) != 0 ? records[tile * numbers + number] : 0.f;
-        const bool begins_one = tile > first && (begins >> tile & 1) != 0;
-        if (begins_one) {
-          *to = sum;
-          to += p.record;
+      CUTE_NO_UNROLL
+      for (int tile = first; tile < end; tile += kAtOnce, from += kAtOnce * numbers) {
+        // All that comes from memory first: the compiler has no load overtake what is stored in between.
+        float next[kAtOnce];
+        CUTE_UNROLL
+        for (int i = 0; i < kAtOnce; ++i) {
+          const bool is_there = tile + i < end && (written >> (tile + i) & 1) != 0;
+          next[i] = is_there ? from[i * numbers] : 0.f;
         }
-        sum = begins_one ? next : sum + next;
+        CUTE_UNROLL
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (tile + i >= end) break;
+          const bool begins_one = tile + i > first && (begins >> (tile + i) & 1) != 0;
+          if (begins_one) {
+            *to = sum;
+            to += p.record;
+          }
+          sum = begins_one ? next[i] : sum + next[i];
+        }
       }
       *to = sum;
     }
