@@ -108,7 +108,7 @@ def test_biases_of_keys_in_kernels_for_large_windows(of: Family, dtype: str) -> 
 @pytest.mark.parametrize("dtype", _HALVES)
 @pytest.mark.parametrize("of", _GPU, ids=lambda family: family.name)
 def test_biases_of_keys_have_all_their_digits(of: Family, dtype: str) -> None:
-    """What all keys have in common changes nothing but the sum, and how some outputs are rounded."""
+    """What all keys have in common changes nothing but the sum, and how weights and outputs are rounded."""
     query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 1, 30, 24, 2, 64)), dtype)
     bias = jax.random.normal(jax.random.key(1), (1, 30, 24))
     tiles = {"q_tile_shape": (8, 16), "kv_tile_shape": (8, 16)}
@@ -117,8 +117,10 @@ def test_biases_of_keys_have_all_their_digits(of: Family, dtype: str) -> None:
         return na2d(query, key, value, (13, 15), key_bias=bias, backend=of.fna, return_lse=True, **tiles)
 
     (out, logsumexp), (same, moved) = attend(bias), attend(bias + 1000.0)
-    step = float(jnp.finfo(dtype).eps)  # from one number of the type to the next, relative to the lower one or less
-    np.testing.assert_allclose(np.asarray(same, np.float32), np.asarray(out, np.float32), rtol=step, atol=1e-3)
+    # An output may be rounded to the next number, which is at most so much larger. Weights are relative to another one
+    # of the logits, and rounded, too: a simulation of 195 keys gave up to 0.2 of it for that.
+    step = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(np.asarray(same, np.float32), np.asarray(out, np.float32), rtol=step, atol=step / 2)
     np.testing.assert_allclose(np.asarray(moved) - 1000, np.asarray(logsumexp), atol=1e-3)
 
 
