@@ -27,16 +27,16 @@ OPERATORS = {2: natten_jax.na2d, 3: natten_jax.na3d}
 
 #: Layout, window, heads and their width; borders on all sides, most ragged ones.
 PROBLEMS: dict[str, tuple[tuple[int, ...], dict[str, Any], int, int]] = {
-    "13x13": ((61, 45), {"kernel_size": 13}, 8, 64),
-    "13x13, narrow": ((42, 57), {"kernel_size": 13}, 8, 32),
-    "strides": ((44, 50), {"kernel_size": (13, 12), "stride": (1, 3)}, 8, 64),
-    "causal": ((50, 47), {"kernel_size": (13, 13), "is_causal": (False, True)}, 8, 64),
-    "clips": ((8, 15, 17), {"kernel_size": (8, 7, 7)}, 6, 32),
-    "volume": ((17, 13, 11), {"kernel_size": 5}, 4, 32),
+    "13x13": ((37, 33), {"kernel_size": 13}, 8, 64),
+    "13x13, narrow": ((34, 41), {"kernel_size": 13}, 8, 32),
+    "strides": ((36, 38), {"kernel_size": (13, 12), "stride": (1, 3)}, 8, 64),
+    "causal": ((38, 35), {"kernel_size": (13, 13), "is_causal": (False, True)}, 8, 64),
+    "clips": ((8, 13, 12), {"kernel_size": (8, 7, 7)}, 6, 32),
+    "volume": ((11, 12, 10), {"kernel_size": 5}, 4, 32),
 }
 DTYPES = [jnp.bfloat16, jnp.float16]
 #: Batch entries, which are all alike: what differs between them depends on when it was computed.
-COPIES = 24
+COPIES = 40
 
 
 def window_of(name: str) -> dict[str, tuple[Any, ...]]:
@@ -97,22 +97,25 @@ def test_gradients_with_a_relative_bias(name: str, dtype: Any, gain: float) -> N
     found = gradients(name, ring_tiles(name, dtype), *arrays)
     entries = oracle.relative_entries(layout, **window_of(name))
     mask = oracle.neighborhood_mask(layout, **window_of(name))
-    bound = 6e-3 if dtype == jnp.bfloat16 else 1e-3
+    bound = 1.8e-2 if dtype == jnp.bfloat16 else 3e-3
+    if gain > 100:
+        # All but a few queries see one key, and have no gradient; those of the few are what rounded outputs leave of
+        # differences: float64 with outputs rounded to bfloat16 is up to 3.9e-2 off.
+        bound = 7e-2
     for head in (1, heads - 1):
         own = slice(head, head + 1)
         *operands, upstream = (np.asarray(arrays[i][..., own, :]) for i in (0, 1, 2, 4))
         tensors = oracle.Tensors(*operands, relative_bias=np.asarray(arrays[3][own]))
-        exact = oracle.reference(
-            tensors, mask, width**-0.5, upstream, np.zeros(upstream.shape[:-1]), entries=entries
-        ).gradients
+        of_logsumexp = np.zeros(upstream.shape[:-1])
+        exact = oracle.reference(tensors, mask, width**-0.5, upstream, of_logsumexp, entries=entries).gradients
         for gradient, expected in zip(found[:3], exact[:3], strict=True):
             of_head = np.asarray(gradient[..., own, :])
             np.testing.assert_array_equal(of_head, np.broadcast_to(of_head[:1], of_head.shape))
             error = of_head[:1].astype(np.float64) - expected
-            assert np.linalg.norm(error) <= 3 * bound * np.linalg.norm(expected)
+            assert np.linalg.norm(error) <= bound * np.linalg.norm(expected)
         of_table = COPIES * np.asarray(exact.relative_bias)
         error = np.asarray(found[3][own], np.float64) - of_table
-        assert np.linalg.norm(error) <= 3 * bound * np.linalg.norm(of_table)
+        assert np.linalg.norm(error) <= bound * np.linalg.norm(of_table)
 
 
 @pytest.mark.parametrize("name", ["13x13", "13x13, narrow", "clips", "volume"])

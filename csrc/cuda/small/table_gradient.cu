@@ -6,10 +6,11 @@
 namespace natten_jax::small {
 
 cudaError_t launch_table_gradient(const TableParams& params, const LaunchShape& shape) {
-  constexpr int kWarp = 32;
+  constexpr std::int64_t kWarp = 32, kLeastThreads = 128;
   LaunchShape own = shape;
-  // A number of a record each, as far as there are threads.
-  own.threads = static_cast<int>(std::min<std::int64_t>(divide_up(params.record, kWarp) * kWarp, kTableThreads));
+  // A chunk of a record each, as far as there are threads; and enough for the entries.
+  const std::int64_t chunks = divide_up(params.record, kEntriesOfChunk * kWarp) * kWarp;
+  own.threads = static_cast<int>(std::clamp<std::int64_t>(chunks, kLeastThreads, kTableThreads));
   own.shared_memory = bytes_of_runs(params.record);
   return launch(natten_jax_small_table_gradient, own, params);
 }

@@ -10,7 +10,7 @@
 namespace natten_jax::small {
 
 /// Threads of a CTA, at most.
-inline constexpr int kTableThreads = 512;
+inline constexpr int kTableThreads = 256;
 
 /// Runs of tiles whose sums a CTA has in shared memory at a time, in bytes; for one of them there is always room.
 constexpr int bytes_of_runs(int record) {
@@ -39,61 +39,60 @@ CUTE_DEVICE bool has_queries(const TableParams& p, int tile) {
 __global__ void __launch_bounds__(kTableThreads)
     natten_jax_small_table_gradient(const __grid_constant__ TableParams p) {
   static_assert(kTilesOfSum == 32, "a lane of a warp each, and a bit of a word");
+  // Numbers of so many tiles come from memory at a time, four of each, the first ones beside the headers.
   constexpr int kAtOnce = 8;
-  extern __shared__ float runs[];
+  constexpr unsigned kAll = 0xffffffff;
+  extern __shared__ float4 runs[];
   __shared__ int least_offset[kTilesOfSum][kRank];
-  __shared__ unsigned begins_of_runs, written_tiles;
   const std::int64_t item = blockIdx.x, numbers = p.record + kRecordHeader;
   const int first_tile = blockIdx.y * kTilesOfSum, count = min(kTilesOfSum, p.tiles - first_tile);
   const float* const records = p.records + (item * p.tiles + first_tile) * numbers;
-  if (threadIdx.x < kTilesOfSum) {
-    const int tile = min(static_cast<int>(threadIdx.x), count - 1);
-    const int4 header = *reinterpret_cast<const int4*>(records + tile * numbers + p.record);
-    // A tile without queries has written nothing: no entry is among those of its record.
-    const bool is_written = has_queries(p, first_tile + tile);
-    const int least[kRank] = {is_written ? header.x : 1 << 20, header.y, header.z};
-    bool begins = threadIdx.x == 0;
+  const int lane = threadIdx.x % 32, own_tile = min(lane, count - 1);
+  const int4 header = *reinterpret_cast<const int4*>(records + own_tile * numbers + p.record);
+  // A tile without queries has written nothing: no entry is among those of its record.
+  const bool is_written = has_queries(p, first_tile + own_tile);
+  const unsigned written = __ballot_sync(kAll, is_written);
+  const int chunks = p.record / kEntriesOfChunk, next_tile = static_cast<int>(numbers) / kEntriesOfChunk;
+  const float4* const records_in_chunks = reinterpret_cast<const float4*>(records);
+  const auto load = [&](float4(&next)[kAtOnce], int tile, int chunk) {
+    const float4* const from = records_in_chunks + tile * next_tile + chunk;
     CUTE_UNROLL
-    for (int d = 0; d < kRank; ++d) {
-      least_offset[threadIdx.x][d] = least[d];
-      begins |= __shfl_up_sync(0xffffffffu, least[d], 1) != least[d];
+    for (int i = 0; i < kAtOnce; ++i) {
+      const bool is_there = tile + i < count && chunk < chunks && (written >> (tile + i) & 1) != 0;
+      next[i] = is_there ? from[i * next_tile] : make_float4(0.f, 0.f, 0.f, 0.f);
     }
-    const unsigned all = __ballot_sync(0xffffffffu, begins), written = __ballot_sync(0xffffffffu, is_written);
-    if (threadIdx.x == 0) {
-      begins_of_runs = all;
-      written_tiles = written;
-    }
+  };
+  const int own_chunk = threadIdx.x, most_runs = bytes_of_runs(p.record) / static_cast<int>(sizeof(float)) / p.record;
+  float4 next[kAtOnce];
+  load(next, 0, own_chunk);
+  const int least[kRank] = {is_written ? header.x : 1 << 20, header.y, header.z};
+  bool begins_one = lane == 0;
+  CUTE_UNROLL
+  for (int d = 0; d < kRank; ++d) {
+    begins_one |= __shfl_up_sync(kAll, least[d], 1) != least[d];
+    if (threadIdx.x < kTilesOfSum) least_offset[lane][d] = least[d];
   }
-  __syncthreads();
-  const unsigned begins = begins_of_runs, written = written_tiles;
-  const int most_runs = bytes_of_runs(p.record) / static_cast<int>(sizeof(float)) / p.record;
+  const unsigned begins = __ballot_sync(kAll, begins_one);
   float* const sums = p.sums + (std::int64_t{blockIdx.y} * gridDim.x + item) * p.entries;
   for (int first = 0, end = 0; first < count; first = end) {
     // Up to the run that there is no room for.
     for (int all = 0; end < count && (all += begins >> end & 1) <= most_runs; ++end) {
     }
-    for (int number = threadIdx.x; number < p.record; number += blockDim.x) {
-      const float* from = records + first * numbers + number;
-      float* to = runs + number;
-      float sum = 0.f;
+    for (int chunk = own_chunk; chunk < chunks; chunk += blockDim.x) {
+      float4* to = runs + chunk;
+      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
       CUTE_NO_UNROLL
-      for (int tile = first; tile < end; tile += kAtOnce, from += kAtOnce * numbers) {
-        // All that comes from memory first: the compiler has no load overtake what is stored in between.
-        float next[kAtOnce];
-        CUTE_UNROLL
-        for (int i = 0; i < kAtOnce; ++i) {
-          const bool is_there = tile + i < end && (written >> (tile + i) & 1) != 0;
-          next[i] = is_there ? from[i * numbers] : 0.f;
-        }
+      for (int tile = first; tile < end; tile += kAtOnce) {
+        if (tile > 0 || chunk != own_chunk) load(next, tile, chunk);
         CUTE_UNROLL
         for (int i = 0; i < kAtOnce; ++i) {
           if (tile + i >= end) break;
-          const bool begins_one = tile + i > first && (begins >> (tile + i) & 1) != 0;
-          if (begins_one) {
+          if (tile + i > first && (begins >> (tile + i) & 1) != 0) {
             *to = sum;
-            to += p.record;
+            to += chunks;
+            sum = make_float4(0.f, 0.f, 0.f, 0.f);
           }
-          sum = begins_one ? next[i] : sum + next[i];
+          sum = make_float4(sum.x + next[i].x, sum.y + next[i].y, sum.z + next[i].z, sum.w + next[i].w);
         }
       }
       *to = sum;
@@ -103,7 +102,7 @@ __global__ void __launch_bounds__(kTableThreads)
       int offset[kRank];
       const bool is_offset = p.box.split(entry, offset);
       float sum = first == 0 ? 0.f : sums[entry];
-      const float* run = runs;
+      const float* run = reinterpret_cast<const float*>(runs);
       for (int tile = first; tile < end; ++tile) {
         if ((begins >> tile & 1) == 0) continue;
         int place;

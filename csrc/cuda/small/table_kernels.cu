@@ -6,17 +6,17 @@ namespace {
 
 constexpr int kProductsThreads = 128;
 
-/// A CTA has a table: a head's, or that of a batch entry's head.
+/// CTAs have parts of a table: a head's, or that of a batch entry's head.
 __global__ void __launch_bounds__(kProductsThreads)
     natten_jax_small_table_products(const __grid_constant__ TableProductsParams p) {
   const std::int64_t item = blockIdx.x;
   const float* const table = p.given.of(item, static_cast<int>(item % p.heads));
   const float scale = p.scale.of(item).logits;
   float* const products = p.products + item * p.entries;
-  for (int entry = threadIdx.x; entry < p.entries; entry += kProductsThreads) {
-    const int offset = p.given.offset_of(entry);
-    products[entry] = offset < 0 ? 0.f : GivenTable::product_of(table[offset], scale);
-  }
+  const int entry = blockIdx.y * kProductsThreads + threadIdx.x;
+  if (entry >= p.entries) return;
+  const int offset = p.given.offset_of(entry);
+  products[entry] = offset < 0 ? 0.f : GivenTable::product_of(table[offset], scale);
 }
 
 /// Threads of a CTA: each has four offsets of every few sums. Eight neighbors load what follows in memory.
@@ -53,7 +53,8 @@ __global__ void __launch_bounds__(kSumThreads) natten_jax_small_last_sums(const 
 }  // namespace
 
 cudaError_t launch_table_products(const TableProductsParams& params, int tables, cudaStream_t stream) {
-  return launch(natten_jax_small_table_products, {dim3(tables), kProductsThreads, 0, stream}, params);
+  const int parts = (params.entries + kProductsThreads - 1) / kProductsThreads;
+  return launch(natten_jax_small_table_products, {dim3(tables, parts), kProductsThreads, 0, stream}, params);
 }
 
 cudaError_t launch_last_sums(const LastSumsParams& params, int tables, cudaStream_t stream) {
