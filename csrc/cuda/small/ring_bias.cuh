@@ -16,12 +16,15 @@ CUTE_DEVICE float load_float(std::uint32_t address) {
 
 /// Without one.
 template <bool kHasBias>
-struct RingRelativeBias {
-  /// Of the blocks of a slab.
+class RingRelativeBias {
+ public:
   struct OfSlab {
     CUTE_DEVICE void load(float (&)[2][4]) const {}
     CUTE_DEVICE void next_block() const {}
     CUTE_DEVICE void next_group(int) const {}
+  };
+  struct OfStep {
+    CUTE_DEVICE float add(float product, int, const int (&)[kRank]) const { return product; }
   };
 
   CUTE_DEVICE RingRelativeBias(const RingParams&, std::uint32_t) {}
@@ -29,10 +32,6 @@ struct RingRelativeBias {
   CUTE_DEVICE void start(int, int) const {}
   CUTE_DEVICE OfSlab of_slab() const { return {}; }
   CUTE_DEVICE void next_slab() const {}
-
-  struct OfStep {
-    CUTE_DEVICE float add(float product, int, const int (&)[kRank]) const { return product; }
-  };
   CUTE_DEVICE OfStep of_step(const RingUnit&, int) const { return {}; }
 };
 
@@ -90,7 +89,7 @@ class RingRelativeBias<true> {
   CUTE_DEVICE OfSlab of_slab() const { return {p_.bias, at_}; }
   CUTE_DEVICE void next_slab() { at_ -= p_.bias.next_slab; }
 
-  /// What products of the lane's rows and of queries have in the unit that was entered: they are added one by one.
+  /// The biases of the lane's rows in a step of the unit that was entered, for products that are computed once more.
   class OfStep {
    public:
     CUTE_DEVICE OfStep(const RingBias& bias, std::uint32_t of_rows) : bias_(bias), of_rows_(of_rows) {}

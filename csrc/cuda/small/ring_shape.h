@@ -89,11 +89,11 @@ struct RingShape {
 bool can_have_ring(const Problem& problem, Places places);
 
 /// Whether the kernel of key and value gradients takes them: where query heads have key/value heads of their own. With
-/// a relative bias, there is no other.
+/// a relative bias, no other kernel has a ring.
 bool can_have_gradient_ring(const Problem& problem, Places places);
 
 /// Finds the fastest launch of a kernel that owns queries, for tiles of kRows queries and groups of kColumns keys, and
-/// for how slabs come on a device; none where the form takes no such problem.
+/// for how slabs come on a device; none where the form takes no such problem, or it has a relative bias.
 RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                       Kernel kernel, Places places, RingLoads loads, const Device& device);
 
