@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from tests.support import oracle
 
 pytestmark = pytest.mark.gpu
 
-OPERATORS = {2: natten_jax.na2d, 3: natten_jax.na3d}
+OPERATORS: dict[int, Callable[..., jax.Array]] = {2: natten_jax.na2d, 3: natten_jax.na3d}
 
 #: Layout, window, heads and their width; borders on all sides, most ragged ones.
 PROBLEMS: dict[str, tuple[tuple[int, ...], dict[str, Any], int, int]] = {
@@ -39,7 +40,7 @@ DTYPES = [jnp.bfloat16, jnp.float16]
 COPIES = 40
 
 
-def window_of(name: str) -> dict[str, tuple[Any, ...]]:
+def window_of(name: str) -> dict[str, Any]:
     layout, window, *_ = PROBLEMS[name]
     every: dict[str, Any] = {"stride": 1, "dilation": 1, "is_causal": False} | window
     return {key: value if isinstance(value, tuple) else (value,) * len(layout) for key, value in every.items()}
@@ -104,8 +105,8 @@ def test_gradients_with_a_relative_bias(name: str, dtype: Any, gain: float) -> N
         bound = 7e-2
     for head in (1, heads - 1):
         own = slice(head, head + 1)
-        *operands, upstream = (np.asarray(arrays[i][..., own, :]) for i in (0, 1, 2, 4))
-        tensors = oracle.Tensors(*operands, relative_bias=np.asarray(arrays[3][own]))
+        query, key, value, upstream = (np.asarray(arrays[i][..., own, :]) for i in (0, 1, 2, 4))
+        tensors = oracle.Tensors(query, key, value, relative_bias=np.asarray(arrays[3][own]))
         of_logsumexp = np.zeros(upstream.shape[:-1])
         exact = oracle.reference(tensors, mask, width**-0.5, upstream, of_logsumexp, entries=entries).gradients
         for gradient, expected in zip(found[:3], exact[:3], strict=True):
@@ -139,7 +140,7 @@ def test_heads_have_scales_sinks_and_tables_of_their_own() -> None:
     pair = ring_tiles(name, dtype)
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, table: jax.Array, scale: jax.Array) -> jax.Array:
-        found: jax.Array = natten_jax.na2d(
+        found = OPERATORS[2](
             *(jnp.repeat(array, COPIES, 0) for array in (query, key, value)),
             **window_of(name),
             scale=scale,
