@@ -16,7 +16,7 @@ template <class Params, int kHeadDim>
 class RingChunks {
  public:
   CUTE_DEVICE RingChunks(const Params& p, const RingAlong& along, int warp, std::uint32_t shared,
-                         RingBarriers& barriers)
+                         RingBarriers<RingLoads::kChunks>& barriers)
       : p_(p),
         along_(along),
         barriers_(barriers),
@@ -260,7 +260,7 @@ class RingChunks {
 
   const Params& p_;
   const RingAlong& along_;
-  RingBarriers& barriers_;
+  RingBarriers<RingLoads::kChunks>& barriers_;
   std::uint32_t shared_;
   int warp_;                  // of those that copy
   int row_, chunk_;           // of the rows that the warp copies at a time, and of that row

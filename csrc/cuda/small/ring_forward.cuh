@@ -12,10 +12,10 @@
 namespace natten_jax::small {
 
 /// What a warp that multiplies does with its tiles.
-template <class Element, int kHeadDim, int kForm>
+template <class Element, int kHeadDim, int kForm, RingLoads kLoads>
 struct RingForward {
   using Masks = RingMasks<kForm>;
-  using Reader = RingReader<Element, kHeadDim, Kernel::kForward, Masks>;
+  using Reader = RingReader<Element, kHeadDim, Kernel::kForward, Masks, kLoads>;
   static constexpr int kBlocks = Masks::kBlocks;
   static constexpr bool kHasReference = TrustedSums<Element>::kHasReference;
   static constexpr int kAtOnce = 2;  // blocks whose instructions run while those of others wait for results
@@ -164,7 +164,7 @@ struct RingForward {
 template <class Element, int kHeadDim, int kForm, RingLoads kLoads>
 __global__ void __launch_bounds__(ring_threads(kLoads, kHeadDim), 1)
     natten_jax_small_ring_forward(const __grid_constant__ RingForwardParams p) {
-  run_ring<kLoads, kHeadDim, RingForward<Element, kHeadDim, kForm>>(p);
+  run_ring<kLoads, kHeadDim, RingForward<Element, kHeadDim, kForm, kLoads>>(p);
 }
 
 }  // namespace natten_jax::small

@@ -17,10 +17,10 @@ CUTE_DEVICE std::uint32_t load_byte(std::uint32_t address) {
 }
 
 /// What a warp that multiplies does with its tiles.
-template <class Element, int kHeadDim, bool kHasBias>
+template <class Element, int kHeadDim, RingLoads kLoads, bool kHasBias>
 struct RingKeyValueGradient {
   using Params = RingKeyValueParams<kHasBias>;
-  using Reader = RingReader<Element, kHeadDim, Kernel::kKeyValueGradient, RingTable>;
+  using Reader = RingReader<Element, kHeadDim, Kernel::kKeyValueGradient, RingTable, kLoads>;
   using Operand = RowOperand<Element, kHeadDim>;
 
   const Params& p;
@@ -175,7 +175,7 @@ struct RingKeyValueGradient {
 template <class Element, int kHeadDim, RingLoads kLoads, bool kHasBias>
 __global__ void __launch_bounds__(ring_threads(kLoads, kHeadDim), 1)
     natten_jax_small_ring_key_value_gradient(const __grid_constant__ RingKeyValueParams<kHasBias> p) {
-  run_ring<kLoads, kHeadDim, RingKeyValueGradient<Element, kHeadDim, kHasBias>>(p);
+  run_ring<kLoads, kHeadDim, RingKeyValueGradient<Element, kHeadDim, kLoads, kHasBias>>(p);
 }
 
 }  // namespace natten_jax::small

@@ -10,10 +10,10 @@
 namespace natten_jax::small {
 
 /// What a warp that multiplies does with its tiles.
-template <class Element, int kHeadDim, int kForm>
+template <class Element, int kHeadDim, int kForm, RingLoads kLoads>
 struct RingQueryGradient {
   using Masks = RingMasks<kForm>;
-  using Reader = RingReader<Element, kHeadDim, Kernel::kQueryGradient, Masks>;
+  using Reader = RingReader<Element, kHeadDim, Kernel::kQueryGradient, Masks, kLoads>;
   using Operand = RowOperand<Element, kHeadDim>;
   static constexpr int kBlocks = Masks::kBlocks;
   static constexpr int kAtOnce = 2;  // blocks whose instructions run while those of others wait for results
@@ -169,7 +169,7 @@ struct RingQueryGradient {
 template <class Element, int kHeadDim, int kForm, RingLoads kLoads>
 __global__ void __launch_bounds__(ring_threads(kLoads, kHeadDim), 1)
     natten_jax_small_ring_query_gradient(const __grid_constant__ RingQueryParams p) {
-  run_ring<kLoads, kHeadDim, RingQueryGradient<Element, kHeadDim, kForm>>(p);
+  run_ring<kLoads, kHeadDim, RingQueryGradient<Element, kHeadDim, kForm, kLoads>>(p);
 }
 
 }  // namespace natten_jax::small

@@ -29,14 +29,13 @@ template <RingLoads kLoads, int kHeadDim, class Own, class Params>
 CUTE_DEVICE void run_ring(const Params& p) {
   if constexpr (is_ring_compiled(kLoads)) {
     constexpr bool kHasBoxes = kLoads == RingLoads::kBoxes;
-    constexpr int kWarps = most_ring_warps(kLoads, kHeadDim), kLoaders = ring_loaders(kLoads);
+    constexpr int kWarps = most_ring_warps(kLoads, kHeadDim);
     extern __shared__ __align__(1024) char raw[];
-    RingBarriers& barriers = *reinterpret_cast<RingBarriers*>(raw + p.shape.barriers);
+    RingBarriers<kLoads>& barriers = *reinterpret_cast<RingBarriers<kLoads>*>(raw + p.shape.barriers);
     const int warp = ring_warp();
     RingAlong::tabulate<Params::kKernel == Kernel::kKeyValueGradient>(p, raw);
     if (threadIdx.x == 0) {
-      // Each lane that copies arrives for itself.
-      barriers.init(p.shape, kHasBoxes ? kLoaders : 32 * kLoaders, kHasBoxes ? 1 : 32);
+      barriers.init(p.shape);
       if constexpr (kHasBoxes) cutlass::arch::fence_barrier_init();
     }
     __syncthreads();

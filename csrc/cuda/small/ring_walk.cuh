@@ -15,7 +15,7 @@ inline constexpr int kBoxLoaders = ring_loaders(RingLoads::kBoxes);
 /// need them. One warp alone would issue a copy every 130 cycles, of which a step takes up to 30.
 template <class Params, int kHeadDim>
 CUTE_DEVICE void load_ring(const Params& p, const RingAlong& along, int warp, std::uint32_t shared,
-                           RingBarriers& barriers) {
+                           RingBarriers<RingLoads::kBoxes>& barriers) {
   constexpr bool kOfKeys = Params::kKernel == Kernel::kKeyValueGradient;
   constexpr int kTileArrays = ring_tile_arrays(Params::kKernel);
   const RingShape& shape = p.shape;
@@ -99,7 +99,7 @@ class LateSteps {
 };
 
 /// A warp that multiplies: where it reads, and what it waits for.
-template <class Element, int kHeadDim, Kernel kKernel, class Masks>
+template <class Element, int kHeadDim, Kernel kKernel, class Masks, RingLoads kLoads>
 struct RingReader {
   static constexpr bool kRowsAreKeys = Masks::kRowsAreKeys;
   static constexpr int kTileArrays = ring_tile_arrays(kKernel);
@@ -107,7 +107,7 @@ struct RingReader {
 
   const RingParams& p;
   const RingAlong& along;
-  RingBarriers& barriers;
+  RingBarriers<kLoads>& barriers;
   std::uint32_t shared;
   Masks masks;
   std::uint32_t group_bytes;
@@ -156,8 +156,7 @@ struct RingReader {
   CUTE_DEVICE void leave_tile(std::uint32_t loaded) const {
     const int warp = ring_warp();
     const std::uint32_t none = p.shape.warps >> 31;  // zero, which the compiler does not know
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive_at(barriers.has_room[warp + (loaded & none)]);
+    if (barriers.arrives()) arrive_at(barriers.has_room[warp + (loaded & none)]);
   }
 
   /// Products of a tile's rows with those of blocks; they start as `initial`, or where `kAdds` as what they are.
@@ -201,8 +200,7 @@ struct RingReader {
   /// Has a slab filled again that the next step does not see.
   CUTE_DEVICE void leave(int slab, int next_first, int slot) const {
     if (slab >= next_first) return;
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive_at(barriers.empty[slot]);
+    if (barriers.arrives()) arrive_at(barriers.empty[slot]);
   }
 
   /// Has slabs up to one filled again that the warp does not see.
