@@ -87,7 +87,11 @@ RingShape find_gradient_ring(const Problem& problem, Places places, RingLoads lo
   constexpr std::int64_t kAnyTile[kRank] = {};
   Key key = key_of(problem, kAnyTile, kAnyTile, Kernel::kKeyValueGradient, places, device);
   key.push_back(static_cast<std::int64_t>(loads));
-  return found_before<RingShape>(key, [&] { return choose_gradient_ring(problem, places, loads, device); });
+  return found_before<RingShape>(key, [&] {
+    RingShape ring = choose_gradient_ring(problem, places, loads, device);
+    balance_ring(problem, Kernel::kKeyValueGradient, device, ring);
+    return ring;
+  });
 }
 
 RingShape find_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
@@ -97,8 +101,10 @@ RingShape find_ring(const Problem& problem, const std::int64_t (&rows)[kRank], c
   return found_before<RingShape>(key, [&] {
     Region region{};
     const Status status = choose_region(problem, rows, columns, kernel, places, device, region);
-    return status.failed() ? RingShape{}
-                           : choose_ring_before(region, problem, rows, columns, kernel, places, loads, device);
+    if (status.failed()) return RingShape{};
+    RingShape ring = choose_ring_before(region, problem, rows, columns, kernel, places, loads, device);
+    balance_ring(problem, kernel, device, ring);
+    return ring;
   });
 }
 

@@ -66,7 +66,7 @@ class RingRelativeBias<true> {
   /// All warps that multiply have to enter all units.
   CUTE_DEVICE void enter(const RingUnit& unit, const RingTable& masks) {
     const int table = units_ % p_.bias.tables;
-    if (table == 0) fill(blockIdx.x + units_ * gridDim.x);
+    if (table == 0) fill(units_);
     ++units_;
     const RingShape& shape = p_.shape;
     const int column = threadIdx.x % 4 * 2, wide_shift = logarithm(shape.wide);
@@ -112,13 +112,13 @@ class RingRelativeBias<true> {
   }
 
  private:
-  /// Has the tables of the CTA's units from one on.
-  CUTE_DEVICE void fill(int first) const {
+  /// Has the tables of the CTA's units from a round on.
+  CUTE_DEVICE void fill(int round) const {
     constexpr int kBarrier = 0;  // of those that are left to kernels
     const int warps = p_.shape.warps, of_tables = p_.bias.tables, warp = ring_warp();
     cutlass::arch::NamedBarrier::sync(32 * warps, kBarrier);  // nobody reads those that are there
     // Each table has some of the warps, of which there are more: entries of all tables come at the same time.
-    const int table = warp % of_tables, number = first + table * gridDim.x;
+    const int table = warp % of_tables, number = unit_of_round(p_, round + table);
     if (number < p_.units) {
       const RingUnit unit(p_, number);
       const int item = unit.batch * p_.heads + unit.head, step = 32 * ((warps - table + of_tables - 1) / of_tables);

@@ -38,7 +38,7 @@ class RingChunks {
     RingPlace place;
     int turn = 0;
     unsigned parities = 0;  // a bit for each turn
-    for (int number = blockIdx.x; number < p_.units; number += gridDim.x) {
+    for (int round = 0, number; (number = unit_of_round(p_, round)) < p_.units; ++round) {
       const RingUnit unit(p_, number);
       const Slabs slabs(*this, unit);
       int loaded = along_.of_step(unit.step).x;

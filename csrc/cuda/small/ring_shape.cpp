@@ -7,23 +7,12 @@
 #include <vector>
 
 #include "cuda/small/ring_bias.h"
+#include "cuda/small/ring_span.h"
 
 namespace natten_jax::small {
 namespace {
 
 constexpr std::int64_t kSwizzle = 1024, kAlignment = 128, kBarrierBytes = 640, kMostSlots = 24, kLanes = 32;
-
-int narrow(std::int64_t value) {
-  return static_cast<int>(value);
-}
-
-int modulo(std::int64_t a, std::int64_t b) {
-  return narrow((a % b + b) % b);
-}
-
-std::int64_t divide_down(std::int64_t a, std::int64_t b) {
-  return (a - modulo(a, b)) / b;
-}
 
 /// Nanoseconds of a multiprocessor for a tile, for each slab that it sees, and for each block of that; and for the
 /// start and the end of a segment, beside the slabs that its first step waits for. How much longer tiles take with half
@@ -79,72 +68,6 @@ constexpr double kOfKeyGradients = 1.18;
 /// The smallest windows, in keys. A tile's fixed work is what counts with fewer: of 7 x 7, NAT's first stage took an
 /// H100 60 microseconds with a ring, and 52 with regions.
 constexpr std::int64_t kLeastKeys = 100;
-
-/// One dimension: what rows from `begin` on see.
-struct Span {
-  const Axis& axis;
-  bool rows_are_keys;
-
-  std::int64_t length() const { return axis.kv.extent; }
-
-  Range<std::int64_t> seen(std::int64_t begin, std::int64_t count) const {
-    const std::int64_t first = std::min(begin, length() - 1), last = std::min(begin + count, length()) - 1;
-    return {of_row(first).begin, of_row(std::max(first, last)).end};
-  }
-
-  Range<std::int64_t> of_row(std::int64_t row) const {
-    return rows_are_keys ? inverse_window_bounds(axis.window, row, length(), length())
-                         : window_bounds(axis.window, row, length());
-  }
-
-  /// Where a tile in the middle of the layout begins to see, modulo the tokens of a block or slab.
-  int phase(std::int64_t tile, std::int64_t of) const {
-    return modulo(seen(length() / 2 / tile * tile, tile).begin, of);
-  }
-};
-
-/// How many blocks a warp sees of a dimension across strips, and so many warps side by side from where the first one
-/// begins; the warps of a strip at most, one by one; and all warps together.
-struct SeenBlocks {
-  std::int64_t of_warp = 1, of_strip = 1, of_warps = 0, of_all = 0;
-
-  SeenBlocks(const Span& span, std::int64_t rows, std::int64_t beside, std::int64_t of_block, int phase) {
-    for (std::int64_t strip = 0; strip < span.length(); strip += rows * beside) {
-      const std::int64_t lo = span.seen(strip, rows).begin, first = lo - modulo(lo - phase, of_block), before = of_all;
-      for (std::int64_t begin = strip; begin < std::min(strip + rows * beside, span.length()); begin += rows) {
-        const auto seen = span.seen(begin, rows);
-        const std::int64_t end = divide_up(seen.end - first, of_block), blocks = end - (seen.begin - first) / of_block;
-        of_warp = std::max(of_warp, blocks);
-        of_strip = std::max(of_strip, end);
-        of_all += blocks;
-      }
-      of_warps = std::max(of_warps, of_all - before);
-    }
-  }
-};
-
-/// Slabs that steps of a strip see: at most, all together, and at most those of one that the next one sees, too.
-struct SeenSlabs {
-  const Span& span;
-  std::int64_t depth, thick;
-  int phase;
-  std::int64_t most = 1, all = 0, held = 0;
-
-  SeenSlabs(const Span& span, std::int64_t depth, std::int64_t thick)
-      : span(span), depth(depth), thick(thick), phase(span.phase(depth, thick)) {
-    for (std::int64_t row = 0; row < span.length(); row += depth) {
-      const auto [first, end] = of_rows(row, depth);
-      most = std::max(most, end - first);
-      held = std::max(held, end - of_rows(row + depth, depth).begin);
-      all += end - first;
-    }
-  }
-
-  Range<std::int64_t> of_rows(std::int64_t row, std::int64_t rows) const {
-    const auto seen = span.seen(row, rows);
-    return {divide_down(seen.begin - phase, thick), divide_down(seen.end - phase + thick - 1, thick)};
-  }
-};
 
 /// Blocks that a warp sees of a slab: on average, and on average of the warps of the strip that see most.
 struct BlocksOfSlab {

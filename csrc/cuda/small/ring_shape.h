@@ -71,7 +71,8 @@ struct RingShape {
   int slots;  ///< Slabs of the ring.
   int strips[2];
   int steps;                    ///< Of a strip, a tile each.
-  int segments, segment_steps;  ///< Parts of a strip that CTAs take.
+  int segments, segment_steps;  ///< Parts of a strip that CTAs take,
+  int turn;                     ///< and by how many places they are further on in each round.
   // Of shared memory, in bytes.
   int array_bytes;  ///< A slab of one array.
   int tile_bytes;   ///< A tile of one array.
@@ -100,6 +101,9 @@ RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank],
 /// Likewise for the kernel of key and value gradients, of all tiles: these are chosen here. With a relative bias, slabs
 /// come as boxes.
 RingShape choose_gradient_ring(const Problem& problem, Places places, RingLoads loads, const Device& device);
+
+/// Chooses how far CTAs turn from round to round, so that those whose strips see most are not waited for.
+void balance_ring(const Problem& problem, Kernel kernel, const Device& device, RingShape& shape);
 
 /// What a launch is estimated to take with a region, where rings are estimated, too.
 double nanoseconds_beside_rings(const Region& region, const Problem& problem, Kernel kernel, Places places);

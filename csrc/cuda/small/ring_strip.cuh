@@ -7,16 +7,23 @@
 
 namespace natten_jax::small {
 
+/// The number of the unit that a CTA takes in a round of all CTAs; past the last one there are none left. Which one is
+/// turned from round to round: with the same strips each time, CTAs whose strips see most would be waited for.
+CUTE_DEVICE int unit_of_round(const RingParams& p, int round) {
+  const unsigned ctas = gridDim.x, turned = static_cast<unsigned>(round) * p.shape.turn % ctas;
+  return static_cast<int>(round * ctas + (blockIdx.x + turned) % ctas);
+}
+
 /// A part of a strip of a batch entry's head, which a CTA goes over. Those that follow each other run at the same time,
-/// and share what they have come from memory: the heads of a token lie side by side in what is fetched at once, and
-/// neighboring strips see the same columns.
+/// and share what has come from memory: neighboring strips see the same columns, and the heads of a token lie side by
+/// side in what is fetched at once.
 struct RingUnit {
   int batch, head, across, inside, step, end;
 
   CUTE_DEVICE RingUnit(const RingParams& p, int number) {
     int segment;
-    p.by_heads(number, head, number);
     p.by_strips[0](number, across, number);
+    p.by_heads(number, head, number);
     p.by_strips[1](number, inside, number);
     p.by_segments(batch, segment, number);
     step = segment * p.shape.segment_steps;

@@ -32,7 +32,7 @@ CUTE_DEVICE void load_ring(const Params& p, const RingAlong& along, int warp, st
   RingPlace place;
   int turn = 0;
   unsigned parities = 0;  // a bit for each turn
-  for (int number = blockIdx.x; number < p.units; number += gridDim.x) {
+  for (int round = 0, number; (number = unit_of_round(p, round)) < p.units; ++round) {
     const RingUnit unit(p, number);
     const RingStrip<kOfKeys> strip(p, unit);
     const int head = unit.head * kHeadDim, head_kv = unit.head_kv(p) * kHeadDim;
@@ -221,7 +221,7 @@ struct RingReader {
               lane = threadIdx.x % 32;
     int parity = 0, turn = 0;  // of the warp's tiles; whose turn a unit's first step is
     group_bytes = p.shape.group_blocks * kBlockBytes;
-    for (int number = blockIdx.x; number < p.units; number += gridDim.x) {
+    for (int round = 0, number; (number = unit_of_round(p, round)) < p.units; ++round) {
       const RingUnit unit(p, number);
       masks.enter_strip(p, shared, unit, RingStrip<kRowsAreKeys>(p, unit));
       const std::uint32_t first_block = shared + masks.block * kBlockBytes;

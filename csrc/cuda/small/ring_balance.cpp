@@ -1,0 +1,69 @@
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "cuda/small/ring_shape.h"
+#include "cuda/small/ring_span.h"
+
+namespace natten_jax::small {
+namespace {
+
+/// With so many rounds, what is left of differences does not count.
+constexpr std::int64_t kMostRounds = 32;
+
+/// What the strips side by side in a dimension across them see of it, in blocks.
+std::vector<double> blocks_of_strips(const Problem& problem, Kernel kernel, const RingShape& shape, int i) {
+  const bool rows_are_keys = kernel == Kernel::kKeyValueGradient;
+  const Span span{problem.axes[shape.dimension[i]], rows_are_keys};
+  const std::int64_t rows = shape.rows[i], beside = shape.beside[i],
+                     of_block = i == 0            ? shape.wide
+                                : shape.thick > 1 ? 1
+                                                  : kBlockKeys / shape.wide;
+  std::vector<double> result;
+  for (std::int64_t strip = 0; strip < span.length(); strip += rows * beside) {
+    // Queries see as many at a border as elsewhere, as far as warps read them.
+    const StripBlocks seen(span, strip, rows, beside, of_block, shape.phase[i]);
+    result.push_back(rows_are_keys ? static_cast<double>(seen.of_all) : 1);
+  }
+  return result;
+}
+
+}  // namespace
+
+void balance_ring(const Problem& problem, Kernel kernel, const Device& device, RingShape& shape) {
+  shape.turn = 0;
+  const std::int64_t ctas = device.multiprocessors, heads = problem.heads,
+                     units = problem.batch * heads * shape.strips[0] * shape.strips[1] * shape.segments;
+  if (shape.warps == 0 || units <= ctas || units > kMostRounds * ctas) return;
+  const std::vector<double> across = blocks_of_strips(problem, kernel, shape, 0),
+                            inside = blocks_of_strips(problem, kernel, shape, 1);
+  double average = 0;
+  for (const double a : across) {
+    for (const double b : inside) average += a * b / (shape.strips[0] * shape.strips[1]);
+  }
+  // In the order of RingUnit. About half of a tile's time does not depend on what it sees.
+  std::vector<double> times(static_cast<std::size_t>(units));
+  for (std::int64_t unit = 0; unit < units; ++unit) {
+    const std::int64_t inner = unit / shape.strips[0] / heads, segment = inner / shape.strips[1] % shape.segments,
+                       steps = std::min<std::int64_t>(shape.segment_steps, shape.steps - segment * shape.segment_steps);
+    times[unit] =
+        static_cast<double>(steps) * (average + across[unit % shape.strips[0]] * inside[inner % shape.strips[1]]);
+  }
+  double least = std::numeric_limits<double>::max();
+  for (std::int64_t turn = 0; turn < ctas; ++turn) {
+    double longest = 0;
+    for (std::int64_t cta = 0; cta < ctas && longest < least; ++cta) {
+      double time = 0;
+      for (std::int64_t round = 0; round * ctas < units; ++round) {
+        const std::int64_t unit = round * ctas + (cta + round * turn) % ctas;
+        if (unit < units) time += times[unit];
+      }
+      longest = std::max(longest, time);
+    }
+    if (longest >= least) continue;
+    least = longest;
+    shape.turn = static_cast<int>(turn);
+  }
+}
+
+}  // namespace natten_jax::small
