@@ -139,7 +139,7 @@ struct RingForward {
     }
     float of_rows[2];
     write_statistics(unit, tokens, sums, shift, of_rows);
-    write_ring_rows<Element, kHeadDim>(p, p.out, unit, tokens, o, of_rows);
+    write_ring_rows_in_words<Element, kHeadDim>(p, p.out, unit, tokens, o[0], of_rows);
   }
 
   CUTE_DEVICE void leave_unit(const RingUnit& unit) {

@@ -53,11 +53,12 @@ CUTE_DEVICE void write_ring_rows(const RingParams& p, void* array, const RingUni
   }
 }
 
-/// The same, a word at a time: with fewer instructions, where few rows are written.
+/// The same, a word at a time, of kHeadDim / 2 sums one behind the other: fewer instructions, and more that write. With
+/// it, forward passes took 1.5% less than with the other on an H100, of 72 problems, and key and value gradients 2.5%
+/// more.
 template <class Element, int kHeadDim>
 CUTE_DEVICE void write_ring_rows_in_words(const RingParams& p, void* array, const RingUnit& unit,
-                                          const int (&tokens)[2], const float (&sums)[kHeadDim / 2],
-                                          const float (&of_rows)[2]) {
+                                          const int (&tokens)[2], const float* sums, const float (&of_rows)[2]) {
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     if (tokens[r] < 0) continue;
