@@ -15,7 +15,7 @@ def test_boxes_and_tables_have_room_for_layouts_of_all_lengths(tmp_path: Path) -
     compiler = (sysconfig.get_config_var("CXX") or "g++").split()[0]
     sources = [
         ROOT / "tests/native/region_boxes.cpp",
-        *(ROOT / "csrc/cuda/small" / f"{name}.cpp" for name in ("region", "region_shape", "region_time")),
+        *(ROOT / "csrc/cuda/small" / f"{name}.cpp" for name in ("region", "region_shape", "region_time", "ring_shape")),
     ]
     includes = [ROOT / "csrc", ROOT / "csrc/include"]
     command = [compiler, "-O1", "-std=c++17", *(f"-I{each}" for each in includes), *map(str, sources)]

@@ -7,6 +7,7 @@
 #include "cuda/small/region_shape.h"
 #include "cuda/small/region_side.h"
 #include "cuda/small/region_time.h"
+#include "cuda/small/ring_shape.h"
 
 namespace natten_jax::small {
 
@@ -80,7 +81,7 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
   // The query heads that share a key/value head are one item where their gradients are added up.
   const std::int64_t together = kernel == Kernel::kKeyValueGradient ? problem.heads_per_kv() : 1;
   const std::int64_t items = problem.batch * problem.heads / together;
-  const bool is_whole = kernel == Kernel::kWholeGradient;
+  const bool is_whole = kernel == Kernel::kWholeGradient, is_beside_rings = can_have_ring(problem, places);
   if (is_whole && !can_be_whole(problem, places)) return {};
   for (const bool has_boxes : {true, false}) {
     if (has_boxes ? !(device.has_boxes && can_have_boxes(problem, head_dim)) : is_whole) continue;
@@ -94,7 +95,7 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
         if (!complete_region(problem, sides, kernel, head_dim, stages, device, candidate)) continue;
         const Shares shares = share_items(items, candidate, device);
         candidate.items_of_cta = static_cast<int>(shares.items_of_cta * together);
-        candidate.nanoseconds = estimate(kernel, head_dim, places, candidate, shares);
+        candidate.nanoseconds = estimate(kernel, head_dim, places, candidate, shares, is_beside_rings);
         call(candidate);
       }
     });

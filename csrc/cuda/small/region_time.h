@@ -16,7 +16,11 @@ struct Shares {
 Shares share_items(std::int64_t items, const Region& region, const Device& device);
 
 /// Nanoseconds of a launch.
-double estimate(Kernel kernel, int head_dim, Places places, const Region& region, const Shares& shares);
+///
+/// Args:
+///   is_beside_rings: that the problem may have a ring instead (can_have_ring).
+double estimate(Kernel kernel, int head_dim, Places places, const Region& region, const Shares& shares,
+                bool is_beside_rings);
 
 /// How many items a plan should have at most where batch entries have layouts of their own. With fewer there are more
 /// plans, with more of them all wait longer for the CTA that is done last: for half of one, on average.
