@@ -4,8 +4,9 @@ Its warps own 16 tokens. Tiles choose it: 16 query tokens and 8 key/value tokens
 backward pass, whose gradients are reproducible as they are.
 
 How a launch divides a problem decides how long it takes, and both are worked out by one piece of native code
-(``csrc/cuda/small/region.cpp`` and ``region_time.cpp``), whose coefficients are of an H200: other devices differ in
-their multiprocessors, in shared memory, and in whether they have an engine that copies boxes of tokens.
+(``csrc/cuda/small/region.cpp``, ``region_time.cpp`` and ``ring_shape.cpp``), whose coefficients are of an H200, those
+of windows that may have a ring of an H100: other devices differ in their multiprocessors, in shared memory, and in
+whether they have an engine that copies boxes of tokens.
 """
 
 from __future__ import annotations

@@ -1,0 +1,53 @@
+// Takes the rings of key and value gradients of some layouts, and counts the strips next to a border that the CTAs of
+// an H100 have, as they turn from round to round. Prints for each layout how many strips at a border the average CTA
+// has, rounded up, at most with these turns, and at most without; and how many units are not taken exactly once.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <vector>
+
+#include "cuda/small/ring_shape.h"
+
+using namespace natten_jax;
+using namespace natten_jax::small;
+
+int main() {
+  const Device device{227 << 10, 228 << 10, 1 << 10, 132, true};
+  const std::int64_t ctas = device.multiprocessors;
+  for (const std::int64_t extent : {96, 128, 160}) {
+    for (const std::int64_t head_dim : {32, 64}) {
+      Problem problem{};
+      problem.element_type = ElementType::kBFloat16;
+      problem.batch = problem.heads = problem.heads_kv = 8;
+      problem.head_dim = problem.head_dim_v = head_dim;
+      for (int d = 0; d < kRank; ++d) {
+        Axis& axis = problem.axes[d];
+        axis.query.extent = axis.query.local_extent = d == 0 ? 1 : extent;
+        axis.kv = axis.query;
+        axis.window = {d == 0 ? 1 : 13, 1, 1, Ends::kShift};
+      }
+      RingShape shape = choose_gradient_ring(problem, Places::kWhole, RingLoads::kBoxes, device);
+      balance_ring(problem, Kernel::kKeyValueGradient, device, shape);
+      const std::int64_t strips = shape.strips[0],
+                         units = problem.batch * problem.heads * strips * shape.strips[1] * shape.segments;
+      std::int64_t at_border = 0, most[2] = {}, wrong = 0;
+      for (const bool turns : {false, true}) {
+        std::vector<int> taken(units);
+        for (std::int64_t cta = 0; cta < ctas; ++cta) {
+          std::int64_t count = 0;
+          for (std::int64_t round = 0; round * ctas < units; ++round) {
+            const std::int64_t unit = round * ctas + (cta + (turns ? round * shape.turn : 0)) % ctas;
+            if (unit >= units) continue;
+            ++taken[unit];
+            count += unit % strips == 0 || unit % strips == strips - 1;
+          }
+          most[turns] = std::max(most[turns], count);
+          if (turns) at_border += count;
+        }
+        wrong += std::count_if(taken.begin(), taken.end(), [](int times) { return times != 1; });
+      }
+      std::printf("%lld %lld %lld %lld\n", static_cast<long long>(divide_up(at_border, ctas)),
+                  static_cast<long long>(most[1]), static_cast<long long>(most[0]), static_cast<long long>(wrong));
+    }
+  }
+}
