@@ -444,11 +444,13 @@ def all_cases() -> dict[str, tuple[Target, Case]]:
     """By name, the target and the case."""
     cases = {}
     for target in TARGETS:
-        of_problem = [*attribute_cases(target), *choice_cases(target), *origin_cases(target)]
+        of_problem = choice_cases(target)
+        if not target.variant:  # of which the other line with its name has what does not depend on arrays
+            of_problem += attribute_cases(target) + origin_cases(target)
+            if "layouts" in target.operands:
+                of_problem += layout_cases(target)
         if target.replaces:
             of_problem += box_cases()
-        if "layouts" in target.operands:
-            of_problem += layout_cases(target)
         if target.has_biases:
             of_problem += bias_cases(target)
         if target.is_small:
