@@ -30,6 +30,7 @@ from natten_jax.performance import PASSES
 from natten_jax.plan.devices import default_device
 from tests.support.compilation import QUICK_HOST_OPTIONS, flags_of, known
 from tests.support.families import FAMILIES, Family
+from tests.support.lowering import share_contexts
 from tests.support.machine import Machine
 from tests.support.resources import COMPILER_FLAG, limits
 
@@ -67,6 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # What JAX has traced stays: looking through it ever again takes a tenth of a run.
     gc.set_threshold(200_000, 20, 100)
     if not _is_of_gpu(config):
+        share_contexts()
         os.environ["JAX_PLATFORMS"] = "cpu"  # for workers, and for programs that tests start
         jax.config.update("jax_platforms", "cpu")  # JAX has read the environment by now
     if not hasattr(config, "workerinput"):  # workers inherit what follows
