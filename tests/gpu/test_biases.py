@@ -111,7 +111,7 @@ def test_biases_of_keys_have_all_their_digits(of: Family, dtype: str) -> None:
     """What all keys have in common changes nothing but the sum, and how weights and outputs are rounded."""
     query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 1, 30, 24, 2, 64)), dtype)
     bias = jax.random.normal(jax.random.key(1), (1, 30, 24))
-    tiles = {"q_tile_shape": (8, 16), "kv_tile_shape": (8, 16)}
+    tiles: dict[str, Any] = {"q_tile_shape": (8, 16), "kv_tile_shape": (8, 16)}
 
     def attend(bias: Any) -> Any:
         return na2d(query, key, value, (13, 15), key_bias=bias, backend=of.fna, return_lse=True, **tiles)
@@ -133,7 +133,7 @@ def test_biases_of_keys_where_blocks_compute_many_query_tiles(of: Family) -> Non
     )
     bias = 3 * jax.random.normal(jax.random.key(1), (1, side, side))
     bias = jnp.where(jax.random.uniform(jax.random.key(2), bias.shape) < 0.1, -jnp.inf, bias)
-    tiles = {"q_tile_shape": (8, 16), "kv_tile_shape": (8, 16)}
+    tiles: dict[str, Any] = {"q_tile_shape": (8, 16), "kv_tile_shape": (8, 16)}
     first, *others = (
         [
             np.asarray(x, np.float32)[0]
