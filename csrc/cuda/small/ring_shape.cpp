@@ -6,6 +6,7 @@
 #include <limits>
 #include <vector>
 
+#include "cuda/small/bias_table.h"
 #include "cuda/small/ring_bias.h"
 #include "cuda/small/ring_span.h"
 
@@ -271,7 +272,11 @@ RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank],
 RingShape choose_gradient_ring(const Problem& problem, Places places, RingLoads loads, const Device& device) {
   RingShape best{};
   if (!can_have_gradient_ring(problem, places)) return best;
-  if (problem.has_relative_bias && loads != RingLoads::kBoxes) return best;
+  // Larger tables are for no kernel of small windows, and what they take would not be counted.
+  if (problem.has_relative_bias &&
+      (loads != RingLoads::kBoxes || offset_table(problem.axes).entries > kMostBiasEntries)) {
+    return best;
+  }
   int dimension[kRank] = {0, 1, 2};
   do {
     const auto length = [&](int i) { return problem.axes[dimension[i]].kv.extent; };
