@@ -26,7 +26,7 @@ struct RingForward {
   float o[kHeadDim / 8][4];
   float sum[2], shift[2];
   float factor;
-  LateSteps untrusted;
+  LateSteps<kLoads> untrusted;
 
   CUTE_DEVICE RingForward(const RingForwardParams& p, Reader& reader)
       : p(p), reader(reader), factor(p.exponent_scale) {}

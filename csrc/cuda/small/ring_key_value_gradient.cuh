@@ -28,7 +28,7 @@ struct RingKeyValueGradient {
   Operand keys, values;
   float of_keys[kHeadDim / 8][4], of_values[kHeadDim / 8][4];
   float factor;
-  LateSteps large;  // that see queries whose logsumexp has a remainder that counts
+  LateSteps<kLoads> large;  // that see queries whose logsumexp has a remainder that counts
   RingRelativeBias<kHasBias> bias;
 
   CUTE_DEVICE RingKeyValueGradient(const Params& p, Reader& reader)

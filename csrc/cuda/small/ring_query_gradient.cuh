@@ -24,7 +24,7 @@ struct RingQueryGradient {
   float gradient[kHeadDim / 8][4];
   float logsumexp[2], delta[4];
   bool is_large;
-  LateSteps large;  // whose logsumexp has a remainder that counts
+  LateSteps<kLoads> large;  // whose logsumexp has a remainder that counts
   float factor;
 
   CUTE_DEVICE RingQueryGradient(const RingQueryParams& p, Reader& reader) : p(p), reader(reader) {}

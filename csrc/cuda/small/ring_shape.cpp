@@ -118,7 +118,7 @@ void choose_segments(const Problem& problem, Kernel kernel, const Device& device
   shape.nanoseconds = std::numeric_limits<double>::max();
   for (std::int64_t segments = 1; segments <= shape.steps; ++segments) {
     const std::int64_t of_segment = divide_up(shape.steps, segments);
-    if (of_segment > kMostSegmentSteps || divide_up(shape.steps, of_segment) != segments) continue;
+    if (of_segment > most_segment_steps(shape.loads) || divide_up(shape.steps, of_segment) != segments) continue;
     const auto rounds = static_cast<double>(divide_up(strips * segments, device.multiprocessors));
     // What goes on longest in the last round is waited for.
     const double steps =

@@ -41,7 +41,9 @@ inline constexpr int kBlockKeys = 2 * kColumns;
 inline constexpr int kLongestStrip = 1024;
 
 /// The most steps of a segment: a bit each says which are computed once more.
-inline constexpr int kMostSegmentSteps = 32;
+constexpr int most_segment_steps(RingLoads loads) {
+  return loads == RingLoads::kBoxes ? 32 : 64;
+}
 
 /// What a warp that owns queries sees of a slab: so many groups, and blocks of each.
 struct RingForm {

@@ -82,20 +82,28 @@ CUTE_DEVICE void load_ring(const Params& p, const RingAlong& along, int warp, st
 }
 
 /// Steps of a unit that a warp computes once more, behind all others: beside these there are no registers for that.
+template <RingLoads kLoads>
 class LateSteps {
  public:
   /// Takes one down, given its place in the unit.
-  CUTE_DEVICE void add(int place) { places_ |= 1u << place; }
+  CUTE_DEVICE void add(int place) { places_ |= Places{1} << place; }
 
   /// Calls `call(place)` for each, and forgets them.
   template <class Call>
   CUTE_DEVICE void for_each(const Call& call) {
     CUTE_NO_UNROLL
-    for (; places_ != 0; places_ &= places_ - 1) call(__ffs(places_) - 1);
+    for (; places_ != 0; places_ &= places_ - 1) call(first());
   }
 
  private:
-  unsigned places_ = 0;  // a bit each
+  using Places = std::conditional_t<most_segment_steps(kLoads) == 32, unsigned, unsigned long long>;
+
+  CUTE_DEVICE int first() const {
+    if constexpr (most_segment_steps(kLoads) == 32) return __ffs(places_) - 1;
+    return __ffsll(places_) - 1;
+  }
+
+  Places places_ = 0;  // a bit each
 };
 
 /// A warp that multiplies: where it reads, and what it waits for.
