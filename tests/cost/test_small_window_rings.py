@@ -36,6 +36,14 @@ def launches(problem: Problem, capability: ComputeCapability | None = HOPPER) ->
     return {pair: estimate.launches[0] for pair, estimate in found.items() if estimate is not None}
 
 
+@pytest.mark.parametrize(("kernel_size", "are_tiles_small"), [(13, True), (33, False)])
+def test_windows_larger_than_those_of_rings_have_other_kernels(kernel_size: int, are_tiles_small: bool) -> None:
+    """Estimates were fitted to windows of up to 400 keys."""
+    request = Request(problem_of((96, 96), kernel_size, batch=1, heads=4, head_dim=32))
+    plan = resolve(request, Device("cuda", HOPPER, is_present=False), "forward")
+    assert (sorted(map(math.prod, plan.tiles)) == [8, 16]) == are_tiles_small
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
 def test_windows_of_many_keys_have_a_ring(capability: ComputeCapability) -> None:
     assert next(iter(launches(problem_of(), capability).values())).kernel == RING

@@ -81,7 +81,7 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
   // The query heads that share a key/value head are one item where their gradients are added up.
   const std::int64_t together = kernel == Kernel::kKeyValueGradient ? problem.heads_per_kv() : 1;
   const std::int64_t items = problem.batch * problem.heads / together;
-  const bool is_whole = kernel == Kernel::kWholeGradient, is_beside_rings = can_have_ring(problem, places);
+  const bool is_whole = kernel == Kernel::kWholeGradient, is_beside_rings = is_timed_beside_rings(problem, places);
   if (is_whole && !can_be_whole(problem, places)) return {};
   for (const bool has_boxes : {true, false}) {
     if (has_boxes ? !(device.has_boxes && can_have_boxes(problem, head_dim)) : is_whole) continue;

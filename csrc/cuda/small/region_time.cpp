@@ -53,7 +53,7 @@ constexpr Costs costs_of(Kernel kernel, bool has_boxes) {
   return {};
 }
 
-/// The same for problems that may have a ring instead, whose windows have 100 keys and more: of the kernels that rings
+/// The same for problems that may have a ring instead, whose windows have 100 to 400 keys: of the kernels that rings
 /// replace, fitted to times of 3,000 regions of 200 problems on an H100. With those above they came out up to a quarter
 /// too short, most of all where there are few CTAs.
 constexpr Costs costs_beside_rings(Kernel kernel, bool has_boxes) {

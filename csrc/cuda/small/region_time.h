@@ -18,7 +18,7 @@ Shares share_items(std::int64_t items, const Region& region, const Device& devic
 /// Nanoseconds of a launch.
 ///
 /// Args:
-///   is_beside_rings: that the problem may have a ring instead (can_have_ring).
+///   is_beside_rings: that such problems have been timed beside rings (is_timed_beside_rings).
 double estimate(Kernel kernel, int head_dim, Places places, const Region& region, const Shares& shares,
                 bool is_beside_rings);
 

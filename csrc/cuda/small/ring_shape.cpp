@@ -85,6 +85,20 @@ constexpr double kOfKeyGradients = 1.15;
 /// H100 60 microseconds with a ring, and 52 with regions.
 constexpr std::int64_t kLeastKeys = 100;
 
+/// The largest windows, in keys, of which regions were timed beside rings. Of 33 x 33, what was fitted to smaller ones
+/// made estimates shorter than those of kernels for large windows.
+constexpr std::int64_t kMostKeysTimed = 400;
+
+/// The longest dimension: strips across it are counted one by one.
+constexpr std::int64_t kLongestDimension = std::int64_t{1} << 16;
+
+/// Keys of a window that lies in the layout.
+std::int64_t keys_of_window(const Problem& problem) {
+  std::int64_t keys = 1;
+  for (const Axis& axis : problem.axes) keys *= std::min(axis.window.kernel_size, kLongestDimension);
+  return keys;
+}
+
 /// Blocks that a warp sees of a slab: on average, on average of the warps of the strip that see most, and on average of
 /// the one of each strip that sees most.
 struct BlocksOfSlab {
@@ -233,15 +247,17 @@ void take_fastest(const Problem& problem, Kernel kernel, const Device& device, R
 bool can_have_ring(const Problem& problem, Places places) {
   if (places != Places::kWhole || problem.has_key_bias || problem.additional_kv > 0) return false;
   if (problem.head_dim != problem.head_dim_v || (problem.head_dim != 32 && problem.head_dim != 64)) return false;
-  std::int64_t keys = 1;
-  for (const Axis& axis : problem.axes) keys *= axis.window.kernel_size;
-  if (keys < kLeastKeys) return false;
+  if (keys_of_window(problem) < kLeastKeys) return false;
   return std::all_of(std::begin(problem.axes), std::end(problem.axes), [](const Axis& axis) {
     const std::int64_t extent = axis.kv.extent;
     const bool is_whole =
         axis.query.extent == extent && axis.query.local_extent == extent && axis.kv.local_extent == extent;
-    return is_whole && axis.window.dilation == 1 && axis.window.ends != Ends::kWrap;
+    return is_whole && extent <= kLongestDimension && axis.window.dilation == 1 && axis.window.ends != Ends::kWrap;
   });
+}
+
+bool is_timed_beside_rings(const Problem& problem, Places places) {
+  return can_have_ring(problem, places) && keys_of_window(problem) <= kMostKeysTimed;
 }
 
 bool can_have_gradient_ring(const Problem& problem, Places places) {

@@ -92,6 +92,9 @@ struct RingShape {
 /// layouts without dilation, additional tokens, biases of keys or a dimension that wraps. Cheap: asked before all else.
 bool can_have_ring(const Problem& problem, Places places);
 
+/// Whether regions of such problems have been timed beside rings, and have estimates of their own.
+bool is_timed_beside_rings(const Problem& problem, Places places);
+
 /// Whether the kernel of key and value gradients takes them: where query heads have key/value heads of their own. With
 /// a relative bias, no other kernel has a ring.
 bool can_have_gradient_ring(const Problem& problem, Places places);
