@@ -11,6 +11,8 @@ import pytest
 from natten_jax import simulator
 from natten_jax.backends.select import resolve
 from natten_jax.cost import small_windows
+from natten_jax.native import module as native
+from natten_jax.native.abi import axis_rows
 from natten_jax.performance import TilePair
 from natten_jax.plan.devices import ComputeCapability, Device
 from natten_jax.plan.request import Request
@@ -142,3 +144,19 @@ def test_products_of_gradients_are_counted_for_both_kernels() -> None:
     # Four products of a pair there, three where rows are queries.
     assert found.executed_flops > 2 * 8 * 8 * 32 * (4 * of_keys + 3 * found.counts.visible_pairs)
     assert found.executed_flops < 2 * 8 * 8 * 32 * 3 * (4 * of_keys)
+
+
+@pytest.mark.parametrize(("length", "has_ring"), [(2**16, True), (2**31 - 1, False)])
+def test_dimensions_whose_strips_nobody_would_count_have_no_ring(length: int, has_ring: bool) -> None:
+    """An answer comes at once: strips are counted one by one."""
+    problem = problem_of((64, length), (10, 10), batch=1, heads=1)
+    ring = native.gradient_ring_of_small_windows(
+        axis_rows(problem),
+        (1, 1, 1, 64, 64, 0),
+        shared_memory=227 << 10,
+        multiprocessors=132,
+        ring_has_boxes=True,
+        has_relative_bias=False,
+        has_key_bias=False,
+    )
+    assert (ring is not None) == has_ring
