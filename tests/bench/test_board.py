@@ -92,7 +92,8 @@ def test_command_line_measures_who_is_installed_and_names_who_is_not(tmp_path: P
     files = {"--json": tmp_path / "board.json", "--page": tmp_path / "site" / "index.html"}
     arguments = ["--problems", "attention", "--passes", "forward", "--turns", "1"]
     arguments += [str(each) for pair in files.items() for each in pair]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(tmp_path)}
+    paths = os.pathsep.join(map(str, (tmp_path, BENCH.parent)))
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
     done = subprocess.run(
         [sys.executable, BENCH / "board.py", *arguments],
         env=environment,
