@@ -22,7 +22,9 @@ RING = "forward with a ring"
 HOPPER = (9, 0)
 
 
-def problem_of(layout: tuple[int, ...] = (128, 128), kernel_size: int = 13, **changes: Any) -> Problem:
+def problem_of(
+    layout: tuple[int, ...] = (128, 128), kernel_size: int | tuple[int, ...] = 13, **changes: Any
+) -> Problem:
     window = {name: changes.pop(name) for name in ("stride", "dilation", "is_causal") if name in changes}
     operands: dict[str, Any] = {
         name: True for name in ("relative_bias", "key_bias", "own_origins", "own_extents") if changes.pop(name, 0)
