@@ -55,11 +55,11 @@ CUTE_DEVICE void arrive_at(std::uint64_t& barrier) {
 /// query gradients took an H100 0.94 to 0.98 times as long, others 0.98 to 1.01 times.
 template <RingLoads kLoads>
 struct RingBarriers {
-  static constexpr int kMostSlots = 24, kMostWarps = 16;
+  static constexpr int kMostWarps = 16;
   static constexpr bool kHasBoxes = kLoads == RingLoads::kBoxes;
   static constexpr int kOfWarp = kHasBoxes ? 1 : 32;  // arrivals
 
-  std::uint64_t full[kMostSlots], empty[kMostSlots];
+  std::uint64_t full[kMostRingSlots], empty[kMostRingSlots];
   std::uint64_t has_tile[kMostWarps], has_room[kMostWarps];
 
   /// Sets them up; one thread has to call it.
@@ -82,5 +82,7 @@ struct RingBarriers {
     return !kHasBoxes || threadIdx.x % 32 == 0;
   }
 };
+
+static_assert(sizeof(RingBarriers<RingLoads::kBoxes>) == kRingBarrierBytes);
 
 }  // namespace natten_jax::small

@@ -39,7 +39,7 @@ class RingRelativeBias {
 template <>
 class RingRelativeBias<true> {
  public:
-  /// Of the blocks of a slab.
+  /// What is added in the blocks of a slab.
   class OfSlab {
    public:
     CUTE_DEVICE OfSlab(const RingBias& bias, std::uint32_t at) : bias_(bias), at_(at) {}

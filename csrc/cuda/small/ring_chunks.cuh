@@ -64,7 +64,7 @@ class RingChunks {
   static constexpr int kTileArrays = ring_tile_arrays(Params::kKernel);
   static constexpr int kLoaders = ring_loaders(RingLoads::kChunks);
   static_assert(kLoaders == 2);
-  // Of a row of an array, and rows of which the warp's lanes copy a chunk each.
+  // Bytes and chunks of a row of an array, and rows of which the warp's lanes copy a chunk each.
   static constexpr int kRowBytes = 2 * kHeadDim, kChunks = kHeadDim / 8, kAtOnce = 32 / kChunks;
   static constexpr int kTilePasses = kRows / kAtOnce;
   static constexpr int kBlockPasses = kBlockKeys / kAtOnce, kBlocksAtOnce = 8 / kBlockPasses;

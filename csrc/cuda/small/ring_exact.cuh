@@ -1,5 +1,5 @@
-// A tile once more, relative to its rows' largest logits: what a warp does alone, out of memory, while its warpgroup's
-// slabs go on. Few tiles need it.
+// A tile once more, relative to its rows' largest logits: what a warp does alone, out of memory, while others go on
+// with their slabs. Few tiles need it.
 #pragma once
 
 #include "cuda/small/ring_strip.cuh"

@@ -13,7 +13,7 @@
 
 namespace natten_jax::small {
 
-/// Of kernels that have one: arrays whose tiles come into shared memory are `rows_of(array)`, in the order of
+/// What all kernels with a ring need. Arrays whose tiles come into shared memory are `rows_of(array)`, in the order of
 /// `ring_tile_arrays`, those of slabs `columns_of(array)`.
 struct RingParams {
   RingShape shape;
@@ -33,7 +33,7 @@ struct RingParams {
   CUtensorMap tiles[3], slabs[2];
 };
 
-/// Of the forward pass: rows are queries, columns keys and values.
+/// The forward pass: rows are queries, columns keys and values.
 struct RingForwardParams : RingParams {
   static constexpr Kernel kKernel = Kernel::kForward;
 
@@ -47,8 +47,8 @@ struct RingForwardParams : RingParams {
   NATTEN_JAX_HOST_DEVICE const void* columns_of(int array) const { return array == 0 ? key : value; }
 };
 
-/// Of the kernel of query gradients: rows are queries, cotangents of outputs and outputs, columns keys and values. Of
-/// other arrays, BackwardParams says what they are.
+/// Query gradients: rows are queries, cotangents of outputs and outputs, columns keys and values. BackwardParams says
+/// what the other arrays are.
 struct RingQueryParams : RingParams {
   static constexpr Kernel kKernel = Kernel::kQueryGradient;
 
@@ -66,7 +66,7 @@ struct RingQueryParams : RingParams {
   NATTEN_JAX_HOST_DEVICE const void* columns_of(int array) const { return array == 0 ? key : value; }
 };
 
-/// Of the kernel of key and value gradients: rows are keys and values, columns queries and cotangents of outputs.
+/// Key and value gradients: rows are keys and values, columns queries and cotangents of outputs.
 struct RingGradientParams : RingParams {
   static constexpr Kernel kKernel = Kernel::kKeyValueGradient;
 

@@ -16,9 +16,7 @@ struct RingQueryGradient {
   using Reader = RingReader<Element, kHeadDim, Kernel::kQueryGradient, Masks, kLoads>;
   using Operand = RowOperand<Element, kHeadDim>;
   static constexpr int kBlocks = Masks::kBlocks;
-  // Blocks whose instructions run while those of others wait for results. By chunks, where warps have more registers:
-  // with four, they took 0.83 to 0.97 times as long as with two.
-  static constexpr int kAtOnce = kLoads == RingLoads::kBoxes ? 2 : 4;
+  static constexpr int kAtOnce = 2;  // blocks whose instructions run while those of others wait for results
 
   const RingQueryParams& p;
   Reader& reader;

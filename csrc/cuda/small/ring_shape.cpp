@@ -13,7 +13,7 @@
 namespace natten_jax::small {
 namespace {
 
-constexpr std::int64_t kSwizzle = 1024, kAlignment = 128, kBarrierBytes = 640, kMostSlots = 24, kLanes = 32;
+constexpr std::int64_t kSwizzle = 1024, kAlignment = 128, kLanes = 32;
 
 /// Nanoseconds that parts of a multiprocessor's work take, and powers of what makes them longer.
 struct RingCosts {
@@ -46,16 +46,16 @@ constexpr RingCosts costs_of_boxes(Kernel kernel, bool is_wide) {
 }
 
 /// Where warps copy chunks: of 816 launches of 16 problems, estimates are 3 to 10% off, kernel by kernel, on an H100
-/// that ran code for compute capability 8.0. Of 44 other problems, 68 passes had both forms: rings were chosen for 46,
-/// of which none was slower with one. Query gradients have become 6 to 11% faster since.
+/// that ran code for compute capability 8.0. What was chosen with these took 1.0 to 1.04 times as long, on average, as
+/// the fastest shape; with costs of boxes times 1.15, up to 1.06 times.
 constexpr RingCosts costs_of_chunks(Kernel kernel, bool is_wide) {
   switch (kernel) {
     case Kernel::kKeyValueGradient:
       return is_wide ? RingCosts{432, 50, 29, 0.26, 820, 820, 1, 0, 0}
                      : RingCosts{193, 11, 26, 0.27, 3600, 3600, 1, 0, 0};
     case Kernel::kQueryGradient:
-      return is_wide ? RingCosts{540, 8.2, 7, 0.4, 930, 930, 1, 0, 0}
-                     : RingCosts{192, 25, 11.7, 0.23, 1550, 1550, 1, 0, 0};
+      return is_wide ? RingCosts{575, 8.7, 7.5, 0.4, 930, 930, 1, 0, 0}
+                     : RingCosts{213, 27.5, 13, 0.23, 1550, 1550, 1, 0, 0};
     default:
       return is_wide ? RingCosts{356, 12.7, 7.7, 0.46, 970, 970, 1, 0, 0}
                      : RingCosts{81, 31, 8.9, 0.42, 1900, 1900, 1, 0, 0};
@@ -183,10 +183,10 @@ bool complete(const Problem& problem, Kernel kernel, const Device& device, const
   const std::int64_t statistics_bytes = rows_are_keys ? keys_of_slab * kStatisticsBytes : 0;
   const std::int64_t mask_bytes = rows_are_keys ? std::int64_t{shape.warps} * shape.blocks * kLanes : 0;
   const std::int64_t bias_bytes = shape.bias_line > 0 ? RingBias(problem.axes, shape).bytes : 0;
-  const std::int64_t slots =
-      std::min((device.shared_memory - tile_bytes - window_bytes - mask_bytes - kBarrierBytes - bias_bytes) /
-                   (2 * shape.array_bytes + statistics_bytes),
-               kMostSlots);
+  const std::int64_t slots = std::min<std::int64_t>(
+      (device.shared_memory - tile_bytes - window_bytes - mask_bytes - kRingBarrierBytes - bias_bytes) /
+          (2 * shape.array_bytes + statistics_bytes),
+      kMostRingSlots);
   // Slabs of a step, and those that the next ones wait for. Keys next to a border are seen by more queries than others:
   // there, warps may wait for slabs that are not held.
   const std::int64_t least_slots = rows_are_keys ? slabs.held + 1 : slabs.most + divide_up(shape.rows[2], shape.thick);
@@ -197,7 +197,7 @@ bool complete(const Problem& problem, Kernel kernel, const Device& device, const
   shape.statistics = narrow(shape.windows + window_bytes);
   shape.masks = narrow(shape.statistics + statistics_bytes * slots);
   shape.barriers = narrow(shape.masks + mask_bytes);
-  shape.bytes = narrow(shape.barriers + kBarrierBytes + bias_bytes);
+  shape.bytes = narrow(shape.barriers + kRingBarrierBytes + bias_bytes);
   const auto quotient = [](std::int64_t a, std::int64_t b) { return static_cast<double>(a) / static_cast<double>(b); };
   choose_segments(problem, kernel, device, {quotient(slabs.all, shape.steps), quotient(slabs.count, shape.steps)},
                   {quotient(blocks, tiles), quotient(most_blocks, beside), quotient(slowest_blocks, strips)},

@@ -40,6 +40,9 @@ inline constexpr int kBlockKeys = 2 * kColumns;
 /// The longest strip: what its rows see is tabulated in shared memory.
 inline constexpr int kLongestStrip = 1024;
 
+/// The most slabs of a ring, and what its barriers take of shared memory (RingBarriers).
+inline constexpr int kMostRingSlots = 24, kRingBarrierBytes = 640;
+
 /// The most steps of a segment: a bit each says which are computed once more. With 64 instead of 32, strips of 64 took
 /// 0.95 times as long; where boxes are loaded, there is no register for that.
 constexpr int most_segment_steps(RingLoads loads) {
@@ -76,13 +79,13 @@ struct RingShape {
   int steps;                    ///< Of a strip, a tile each.
   int segments, segment_steps;  ///< Parts of a strip that CTAs take,
   int turn;                     ///< and by how many places they are further on in each round.
-  // Of shared memory, in bytes.
+  // Bytes of shared memory.
   int array_bytes;  ///< A slab of one array.
   int tile_bytes;   ///< A tile of one array.
   int tiles, windows, statistics, masks, barriers, bytes;
   int bias_line;       ///< Entries of a line of a relative bias, of which the tables come last (ring_bias.h); or none.
   double nanoseconds;  ///< That the launch is estimated to take.
-  // Of a batch entry and head: products of a row and a column, and columns that are loaded.
+  // For a batch entry and head: products of a row and a column, and columns that are loaded.
   std::int64_t pairs, keys;
 
   constexpr int turns() const { return warps / (beside[0] * beside[1]); }
