@@ -71,8 +71,7 @@ class RingChunks {
 
   /// Where the lane's chunk of the warp's `pass`th copy lies, given where a block or a tile begins.
   CUTE_DEVICE std::uint32_t place_of(std::uint32_t rows, int pass) const {
-    const int row = row_ + pass * kAtOnce;
-    return rows + row * kRowBytes + (chunk_ ^ (kHeadDim == 32 ? row >> 1 & 3 : row & 7)) * 16;
+    return place_of_chunk<kHeadDim>(rows, row_ + pass * kAtOnce, chunk_);
   }
 
   /// Where the lane's row of the warp's `pass`th copy lies in a tile.

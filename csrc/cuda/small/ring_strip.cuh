@@ -33,6 +33,12 @@ struct RingUnit {
   CUTE_DEVICE int head_kv(const RingParams& p) const { return p.by_heads_per_kv.divide(head); }
 };
 
+/// Where a row's chunk of 16 bytes lies, given where rows of such heads begin: as the copy engine swizzles them.
+template <int kHeadDim>
+CUTE_DEVICE std::uint32_t place_of_chunk(std::uint32_t rows, int row, int chunk) {
+  return rows + row * 2 * kHeadDim + (chunk ^ (kHeadDim == 32 ? row >> 1 & 3 : row & 7)) * 16;
+}
+
 /// Columns that a row of a dimension sees, past the layout those of the last one.
 template <bool kRowsAreKeys>
 CUTE_DEVICE Range<int> seen_by(const DeviceAxis& axis, int row) {

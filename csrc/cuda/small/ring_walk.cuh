@@ -132,11 +132,6 @@ struct RingReader {
     return block % Masks::kInner * kBlockBytes + block / Masks::kInner * group_bytes;
   }
 
-  /// Where the lane reads a row that is swizzled.
-  CUTE_DEVICE static std::uint32_t in_rows(std::uint32_t rows, int row, int chunk) {
-    return rows + row * kRowBytes + (chunk ^ (kHeadDim == 32 ? row >> 1 & 3 : row & 7)) * 16;
-  }
-
   /// Where the lane reads what is known of a block's queries, given where that begins in the ring. A slab's two arrays
   /// have twice as many bytes as one.
   CUTE_DEVICE std::uint32_t statistics_of(std::uint32_t slab, std::uint32_t block) const {
@@ -147,7 +142,7 @@ struct RingReader {
   CUTE_DEVICE RowOperand<Element, kHeadDim> load_tile(int array = 0) const {
     const int lane = threadIdx.x % 32, buffer = kTileArrays * ring_warp() + array;
     return RowOperand<Element, kHeadDim>::of_box(
-        in_rows(shared + p.shape.tiles + buffer * p.shape.tile_bytes, lane % 16, lane / 16));
+        place_of_chunk<kHeadDim>(shared + p.shape.tiles + buffer * p.shape.tile_bytes, lane % 16, lane / 16));
   }
 
   /// A number that is there when all loads of a tile have ended.
@@ -233,8 +228,8 @@ struct RingReader {
       const RingUnit unit(p, number);
       masks.enter_strip(p, shared, unit, RingStrip<kRowsAreKeys>(p, unit));
       const std::uint32_t first_block = shared + masks.block * kBlockBytes;
-      across = in_rows(first_block, lane / 16 * 8 + lane % 8, lane / 8 % 2);
-      along_rows = in_rows(first_block, lane % 16, lane / 16);
+      across = place_of_chunk<kHeadDim>(first_block, lane / 16 * 8 + lane % 8, lane / 8 % 2);
+      along_rows = place_of_chunk<kHeadDim>(first_block, lane % 16, lane / 16);
       statistics = shared + p.shape.statistics + (masks.block * kBlockKeys + lane % 4 * 2) * kStatisticsBytes;
       own.enter(unit);
       int step = unit.step + own_turn - turn, slab = along.of_step(unit.step).x;
