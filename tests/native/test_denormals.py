@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sysconfig
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.native_programs import COMPILER, ROOT
 
 #: By the machine that is compiled for: the compiler, how it links what runs here, and what runs that.
 TOOLCHAINS = {
-    "this": ([(sysconfig.get_config_var("CXX") or "g++").split()[0]], []),
+    "this": ([COMPILER], []),
     "aarch64": (["aarch64-linux-gnu-g++", "-static"], ["qemu-aarch64"]),
 }
 

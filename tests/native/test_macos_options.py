@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.native_programs import COMPILER, ROOT
 
 #: In place of pybind11, which only builds have.
 PYBIND11 = "function(pybind11_add_module name)\n  add_library(${name} MODULE ${ARGN})\nendfunction()\n"
@@ -42,7 +42,7 @@ def link_commands(folder: Path, **system: str) -> dict[str, str]:
     (folder / "pybind11Config.cmake").write_text(PYBIND11)
     definitions = {
         **system,
-        "CMAKE_CXX_COMPILER": (sysconfig.get_config_var("CXX") or "g++").split()[0],
+        "CMAKE_CXX_COMPILER": COMPILER,
         "NATTEN_JAX_FFI_INCLUDE_DIR": jax.ffi.include_dir(),
         "Python_EXECUTABLE": sys.executable,
         "Python_INCLUDE_DIR": sysconfig.get_path("include"),

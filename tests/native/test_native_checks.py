@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sysconfig
-from pathlib import Path
-
 import jax
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.native_programs import output_of
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What a program says that calls the checks, line by line."""
-    program = tmp_path_factory.mktemp("native") / "checks"
-    compiler = (sysconfig.get_config_var("CXX") or "g++").split()[0]
-    sources = [
-        ROOT / "tests/native/native_checks.cpp",
-        *(ROOT / "csrc/ffi" / f"{n}.cpp" for n in ("decode", "handler_support")),
-    ]
-    includes = [ROOT / "csrc", ROOT / "csrc/include", jax.ffi.include_dir()]
-    command = [compiler, "-std=c++17", *(f"-I{each}" for each in includes), *map(str, sources), "-o", str(program)]
-    subprocess.run(command, check=True, capture_output=True, text=True)
-    return subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout.splitlines()
+    sources = [f"ffi/{name}.cpp" for name in ("decode", "handler_support")]
+    folder = tmp_path_factory.mktemp("native")
+    return output_of("native_checks", sources, folder, includes=[jax.ffi.include_dir()]).splitlines()
 
 
 def test_arrays_begin_at_multiples_of_what_kernels_copy_at_a_time(answers: list[str]) -> None:

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sysconfig
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.native_programs import output_of
 
 
 def test_no_cta_has_many_of_the_strips_that_take_longest(tmp_path: Path) -> None:
     """Keys next to a border are seen by more queries than others: with 8 strips and 132 CTAs, some had two of them."""
-    program = tmp_path / "turns"
-    compiler = (sysconfig.get_config_var("CXX") or "g++").split()[0]
-    sources = [
-        ROOT / "tests/native/ring_turns.cpp",
-        *(ROOT / "csrc/cuda/small" / f"{name}.cpp" for name in ("ring_balance", "ring_shape")),
-    ]
-    includes = [ROOT / "csrc", ROOT / "csrc/include"]
-    command = [compiler, "-O1", "-std=c++17", *(f"-I{each}" for each in includes), *map(str, sources)]
-    subprocess.run([*command, "-o", str(program)], check=True, capture_output=True, text=True)
-    output = subprocess.run([program], check=True, capture_output=True, text=True).stdout
+    sources = [f"cuda/small/{name}.cpp" for name in ("ring_balance", "ring_shape")]
+    output = output_of("ring_turns", sources, tmp_path, options=["-O1"])
     layouts = [tuple(map(int, line.split())) for line in output.splitlines()]
     assert len(layouts) == 6
     for average, most, most_without, wrong in layouts:
