@@ -42,10 +42,6 @@ CUTE_DEVICE bool add_sink_to_sums(float (&sums)[2], const float (&shift)[2], flo
   return true;
 }
 
-/// Where scales of logits and sinks are: one scale of all heads is a parameter, which costs no register, or heads may
-/// have some of their own. With a kernel for both, clips and volumes took 3% longer.
-enum class Terms { kOfAll, kOfHeads };
-
 /// A warp's results: sums of weighted values, and of weights, of the lane's columns until they are finished; what the
 /// weights of a lane's two rows are relative to.
 template <int kHeadDim>

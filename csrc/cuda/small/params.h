@@ -142,6 +142,10 @@ struct BackwardParams : CommonParams {
   void* key_gradient;
   void* value_gradient;
   SinksParams sinks;
+
+  /// Whether heads have scales of their own, or the kernels of queries begin the gradient of sinks.
+  CUTLASS_HOST_DEVICE bool has_terms_of_heads() const { return scale.heads != nullptr || sinks.parts != nullptr; }
+
   // For a relative bias: [batch, heads, tiles, record and header] (bias_table.h); of whole layouts
   // [batch, heads, regions, gradients of entries].
   float* table_records;

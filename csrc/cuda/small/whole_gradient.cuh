@@ -3,6 +3,7 @@
 // tokens of 1,024 heads take 21 instead of 29 microseconds on an H200.
 #pragma once
 
+#include "cuda/small/head_terms.cuh"
 #include "cuda/small/key_value_gradient.cuh"
 #include "cuda/small/query_gradient.cuh"
 #include "cuda/small/whole_table.cuh"
@@ -12,22 +13,22 @@ namespace natten_jax::small {
 /// The boxes of a stage, which follow each other: the columns of queries first, then those of keys.
 enum WholeBox { kWholeKeys, kWholeValues, kWholeQueries, kWholeCotangents, kWholeOuts };
 
-template <class Element, int kHeadDim, Feature kFeature>
+template <class Element, int kHeadDim, Terms kTerms, Feature kFeature>
 CUTE_DEVICE void differentiate_whole(const WholeParams<kFeature == Feature::kRelativeBias>& p) {
   constexpr bool kHasBias = kFeature == Feature::kRelativeBias, kHasKeyBias = kFeature == Feature::kKeyBias;
-  constexpr bool kHasBoxes = true, kIsWhole = true;
+  constexpr bool kHasBoxes = true, kIsWhole = true, kHasTerms = kTerms == Terms::kOfHeads;
   using Rows = RowTile<kHeadDim>;
   using Operand = RowOperand<Element, kHeadDim>;
   using Columns = ColumnRows<kHeadDim, kHasBoxes>;
   using Items = std::conditional_t<kHasBias, HeadItems, CtaItems>;
   extern __shared__ __align__(1024) char raw[];
-  allow_next_kernel();  // that adds parts of sinks up
+  if constexpr (kHasTerms) allow_next_kernel();  // that adds parts of sinks up
   Tables of_queries, of_keys;
   TilePlan queries_plan, keys_plan;
   BoxLoads<kHeadDim, Kernel::kWholeGradient, Items> loads(p, raw);
   const Items items(p);
   loads.take(items, true);
-  clear_parts_of_sinks(p, items);
+  if constexpr (kHasTerms) clear_parts_of_sinks(p, items);
   WholeTable<kHasBias> table(p, raw);
   table.start(items.at(p, 0));
   NoLoads none;
@@ -56,9 +57,13 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kFeature == Feature::kRel
   }
   ColumnKeyBias<kHasKeyBias, Kernel::kWholeGradient> key_bias(p, of_queries, queries_plan, items.at(p, 0));
   const int warps = loads.warps_with_rows();
+  const auto scale_of = [&](const Item& item) -> HeadScale {
+    if constexpr (kHasTerms) return item.scale(p);
+    return {p.scale.of_all, p.scale.of_all};
+  };
   const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
     RowStatistics<Element> statistics(p, item, of_queries.row_places);
-    const ItemSink sink(p, item);
+    [[maybe_unused]] const ItemSink sink(p, item);
     RowKeyBias<kHasKeyBias> bias_of_rows(p, of_keys.row_places);
     key_bias.prepare(item);
     phases.rows_are_read();
@@ -70,14 +75,14 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kFeature == Feature::kRel
         const std::uint32_t at = stage + p.region.shared.statistics + kStatisticsBytes * column_of_row[r];
         *static_cast<float4*>(__cvta_shared_to_generic(at)) = numbers;
       });
-      sink.write_part(p, item, statistics.at, statistics.logsumexp, statistics.delta);
+      if constexpr (kHasTerms) sink.write_part(p, item, statistics.at, statistics.logsumexp, statistics.delta);
       float gradient[kHeadDim / 8][4] = {};
-      add_query_gradient<Columns, kFeature>(gradient, statistics, queries, cotangents, item.exponent_scale(p),
+      add_query_gradient<Columns, kFeature>(gradient, statistics, queries, cotangents, scale_of(item).logits * kLog2E,
                                             queries_plan, of_queries, 0, stage, shared_address(raw));
       key_bias.leave(item);
       bias_of_rows.load(item);  // which come while gradients are written, and warps meet
       table.template add<Element>(queries_plan);
-      const float scale = item.scale(p).query_gradient;
+      const float scale = scale_of(item).query_gradient;
       Rows::template store<Element>(gradient, scale, scale, of_queries.row_places,
                                     row_of(p.query_gradient, item.of_query, kHeadDim), kHeadDim, rows);
     }
@@ -87,12 +92,12 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kFeature == Feature::kRel
     KeyValueSums<Element, kHeadDim, true> sums;
     const Operand keys = rows_of(kWholeKeys), values = rows_of(kWholeValues);
     KeyBiasSums of_bias;
-    if constexpr (kHasKeyBias) bias_of_rows.take(of_bias.biases, item.scale(p).logits);
-    sums.template add<Columns, kFeature>(of_bias, keys, values, item.exponent_scale(p), keys_plan, of_keys,
+    if constexpr (kHasKeyBias) bias_of_rows.take(of_bias.biases, scale_of(item).logits);
+    sums.template add<Columns, kFeature>(of_bias, keys, values, scale_of(item).logits * kLog2E, keys_plan, of_keys,
                                          stage + kWholeQueries * second);
     phases.columns_are_read();
     bias_of_rows.store(item, of_bias.sums);
-    sums.store(p, item.scale(p).logits, item.of_key(p), of_keys.row_places, HeadDims<kHeadDim, kHasBoxes>(p), rows,
+    sums.store(p, scale_of(item).logits, item.of_key(p), of_keys.row_places, HeadDims<kHeadDim, kHasBoxes>(p), rows,
                rows);
   };
   const auto nothing = [](const Item&, std::uint32_t) {};
@@ -100,10 +105,10 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kFeature == Feature::kRel
   table.write(queries_plan, items);
 }
 
-template <class Element, int kHeadDim, Feature kFeature>
+template <class Element, int kHeadDim, Terms kTerms, Feature kFeature>
 __global__ void __launch_bounds__(32 * resident_warps(Kernel::kWholeGradient, kHeadDim))
     natten_jax_small_whole_gradient(const __grid_constant__ WholeParams<kFeature == Feature::kRelativeBias> p) {
-  if constexpr (is_compiled(true)) differentiate_whole<Element, kHeadDim, kFeature>(p);
+  if constexpr (is_compiled(true)) differentiate_whole<Element, kHeadDim, kTerms, kFeature>(p);
 }
 
 }  // namespace natten_jax::small
