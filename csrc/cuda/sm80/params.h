@@ -35,7 +35,7 @@ struct ForwardParams {
   int kv_tile_tokens;  // product of the key/value tile's extents
   QueryTileSchedule schedule;
   cutlass::FastDivmod by_heads_per_kv;
-  // Of kernels with biases of keys alone.
+  // For kernels with biases of keys alone.
   const float* key_bias;  // [batch, keys, heads]; or likewise with one number for all of them:
   int key_bias_heads;
 };
@@ -72,7 +72,7 @@ struct BackwardParams {
   int splits;  // CTAs that share the tiles of a dilation group
   cutlass::FastDivmod by_splits, by_groups;
   cutlass::FastDivmod by_heads_kv;  // those of the launch, which may be some of all
-  // Of kernels with biases of keys alone.
+  // For kernels with biases of keys alone.
   const float* key_bias;  // as in ForwardParams
   int key_bias_heads;
   float* key_bias_gradient;  // [batch, keys, heads]

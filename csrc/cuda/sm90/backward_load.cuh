@@ -211,7 +211,7 @@ CUTE_DEVICE void load_statistics(const BackwardParams& p, typename Traits::Share
         bool is_large = false;
         CUTE_UNROLL
         for (int r = 0; r < Traits::kQueries / 32; ++r) {
-          // Of a query all of whose keys are hidden: their weights are zero.
+          // Where all keys of a query are hidden, their weights are zero.
           if (Traits::kHasKeyBias && of_rows[r].x == -INFINITY) of_rows[r].x = INFINITY;
           shared.logsumexp[stage.index][lane + 32 * r] = of_rows[r].x;
           shared.delta[stage.index][lane + 32 * r] = of_rows[r].y;

@@ -74,7 +74,7 @@ struct ForwardParams {
   // For 8-bit elements alone.
   const float* out_scales;  // [batch, heads]: what the output is multiplied with; null: ones
   bool is_out_float16;      // or bfloat16
-  // Of kernels with biases of keys alone.
+  // For kernels with biases of keys alone.
   const float* key_bias;  // [batch, keys, heads]; or likewise with one number for all of them:
   int key_bias_heads;
   int last_key;  // counted over all batch entries
@@ -118,7 +118,7 @@ struct BackwardParams {
   TileBoxes q_boxes;   // that query tiles are loaded in, and stored
   bool clears_tiles;   // some rows of a tile are never loaded
   KeyTileSchedule schedule;
-  // Of kernels with biases of keys alone.
+  // For kernels with biases of keys alone.
   const float* key_bias;  // as in ForwardParams
   int key_bias_heads;
   float* key_bias_gradient;  // [batch, keys, heads]

@@ -47,7 +47,7 @@ constexpr int bytes_of_sums(int record) {
 struct BiasTable {
   std::int64_t pitch[kRank];  ///< Entries from one offset to the next.
   std::int64_t entries;       ///< All of them, filled up to chunks.
-  std::int64_t gradients;     ///< Of its gradient, whose lines have one for each offset, likewise.
+  std::int64_t gradients;     ///< Those of its gradient, whose lines have one for each offset; likewise.
 
   BiasTable(const Axis (&axes)[kRank], const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank]) {
     const OffsetTable offsets = offset_table(axes);
@@ -100,7 +100,7 @@ struct RecordLayout {
 struct BiasSums {
   std::int64_t tiles;   ///< All of the layout's, those among them that have no queries.
   std::int64_t record;  ///< Numbers of a tile's, and of its header.
-  std::int64_t parts;   ///< Of the tiles, whose records one CTA adds up.
+  std::int64_t parts;   ///< Parts of the tiles: one CTA adds up the records of each.
 };
 
 /// Tiles of queries along a dimension, in all dilation groups.

@@ -51,16 +51,16 @@ struct TilePlan {
   int column_of_row;  // where rows are columns of the box, too: which one row lane % 16 is, or some one,
   std::uint32_t row;  // and where the lane reads the rows as an operand
   bool has_rows;
-  // Of a relative bias. In a stage, where the entries of the lane's two rows with its first column are; how far the
-  // next column's are, and those of the next group; negative where rows are keys, as offsets are.
+  // Where a relative bias lies in a stage, in bytes: the entries of the lane's two rows with its first column; how far
+  // the next column's are, and those of the next group, both negative where rows are keys, as offsets are.
   int entry[2], next_entry, next_entry_of_group;
-  // Of the sums for its gradient. In shared memory, where those of the two rows with the first column are, of which
-  // each begins a word, and how far those of the next group are; halves of words of ones of the rows that begin one
-  // number later than others; the least offsets; which tile of the layout this one is.
+  // Where the sums for its gradient lie in shared memory, in bytes: those of the two rows with the first column, each
+  // of which begins a word; how far those of the next group are. Then masks, half a word for each row, of rows whose
+  // sums begin one number later than others; the tile's least offsets; and its number in the layout.
   int sums[2], next_sum_of_group;
   std::uint32_t late_rows[2];
   int least_offset[kRank], number;
-  // Of biases of keys: the token of the lane's column of the first pair of groups.
+  // With biases of keys, the token of the lane's column of the first pair of groups.
   int key;
 };
 
@@ -299,7 +299,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
       if constexpr (!kRowsAreKeys) {
         const int row = region.shared.sums + (warp * kRows + lane / 4 + 8 * r) * bytes_of_sums_row(region.record);
         tile.sums[r] = row + kBytesOfSum * (sum + is_late(sum));
-        // Of rows 2 * (lane % 4) and the next one: what lanes in their columns of accumulators have found.
+        // Whether rows 2 * (lane % 4) and the next one are late, as lanes whose rows these are have found.
         const unsigned late = __ballot_sync(0xffffffffu, is_late(sum));
         const unsigned of_rows = late >> (lane % 4 * 8);
         tile.late_rows[r] = ((of_rows & 1) != 0 ? 0xffffu : 0u) | ((of_rows & 0x10) != 0 ? 0xffff0000u : 0u);

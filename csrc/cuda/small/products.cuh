@@ -157,8 +157,9 @@ CUTE_DEVICE void add_columns(float (&o)[kHeadDim / 8][4], const std::uint32_t (&
 // prmt picks each byte of its result, the highest first, by a digit of its selector:
 //   0 to 3  that byte of the first word     8 to b  the sign of that byte of the first word, eight times
 //   4 to 7  that byte of the second word
-// Of masks, which hide an element where the top bit of its byte is set, 0x8444, 0x9444 and so on make -2^127 (the sign
-// of an element's byte, then zeros of the second word), 0x9988 and 0xbbaa ones in the halves of two elements.
+// Masks hide an element where the top bit of its byte is set. With masks as the first word, selectors 0x8444, 0x9444
+// and so on make -2^127 (the sign of an element's byte, then zeros of the second word), and 0x9988 and 0xbbaa make ones
+// in the halves of two elements.
 
 /// What is added to an exponent, for the element of a group's four that a lane holds: nothing where it is seen, and
 /// -2^127 where a mask's top bit says that it is not.

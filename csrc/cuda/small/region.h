@@ -69,10 +69,10 @@ struct Region {
   int dimension[kRank];  ///< Which of the problem's each is.
   int next_statistic;    ///< Bytes between statistics of two columns that follow each other in a group,
   int next_group;        ///< and between those of two groups of a pair.
-  // Of a relative bias, in entries of a head's table; all zeros where there is none.
+  // A relative bias, in entries of a head's table; all zeros where there is none.
   int table_pitch[kRank];  ///< From one offset to the next.
   int table_entries;
-  int gradients;     ///< Of entries: fewer, as lines are not filled up.
+  int gradients;     ///< Entries of the table's gradient: fewer, as lines are not filled up.
   int table_margin;  ///< How far outside of the table columns lie that a group has and no row sees.
   int record;        ///< Numbers of a tile's record.
   // Bytes between the entries of two columns that follow each other in a group, and between those of two groups of a

@@ -37,7 +37,7 @@ struct RegionAxis {
     count = min(place.most, length - begin);
   }
 
-  /// Of a batch entry. `kIsPlain`: of a plain problem.
+  /// A dimension as a batch entry has it; with `kIsPlain`, one of a plain problem.
   template <bool kIsPlain>
   CUTE_DEVICE static RegionAxis of(const CommonParams& p, const EntryLayout& layout, int d, int residue,
                                    RegionRows place) {

@@ -99,7 +99,7 @@ class RegionSums {
 
   /// The least offset of no tile: entries lie before it.
   static constexpr int kNowhere = 1 << 20;
-  /// Of the sums of as many numbers as a product has.
+  /// Bytes of the sums of as many numbers as a product has.
   static constexpr int kBytesOfStep = 2 * sizeof(float) * kRecordStep;
 
   /// Where the sum of the rows that begin with a word is; the other one is next to it.

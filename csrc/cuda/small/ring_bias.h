@@ -47,8 +47,8 @@ inline int ring_bias_line(const Problem& problem, const RingShape& shape) {
 /// Where tables lie: those of several units that a CTA goes over, one behind the other. Its warps meet once for all of
 /// them, and those that are ahead wait then for those that are behind.
 struct RingBias {
-  int entries;             ///< Of a table.
-  int tables;              ///< That are there at once.
+  int entries;             ///< Entries of a table.
+  int tables;              ///< Tables that are there at once.
   int pitch[kRank];        ///< Bytes from one offset to the next, by dimensions of the shape: the first has entries'.
   int given_pitch[kRank];  ///< The same by dimensions of the problem.
   int first;               ///< Bytes before the first table, which only hidden pairs read,
@@ -56,7 +56,7 @@ struct RingBias {
   int next_row;            ///< Bytes from the entries of a lane's first row to those of its second,
   int next_half;           ///< and from those of a block's first half back to those of its second.
   int next_block, next_group, next_slab;  ///< Likewise.
-  int bytes;                              ///< Of all, and of what hidden pairs read behind them.
+  int bytes;                              ///< All tables, and on both sides what hidden pairs read.
 
   RingBias() = default;
   RingBias(const Axis (&axes)[kRank], const RingShape& shape) {

@@ -20,12 +20,12 @@ struct RingCosts {
   double tile;        ///< A tile, whatever it sees,
   double slab;        ///< for each slab that it sees,
   double block;       ///< and for each block of that.
-  double of_waiting;  ///< Of how many warps could be for each that is: fewer wait for more of their results.
+  double of_waiting;  ///< Power of the ratio of warps that could be to those that are: fewer wait for more results.
   double first;       ///< The first segment, beside the slabs that its first step waits for,
   double next;        ///< and each other one.
   double waits;       ///< How much of its slabs this one waits for: others come meanwhile.
   double of_strip;    ///< A slab that comes, whatever sees it: all warps have to leave it.
-  double of_slowest;  ///< Of how many more blocks than on average the warps see that see most of a strip's.
+  double of_slowest;  ///< Power of the ratio of the most blocks that a warp of a strip sees to the average.
 };
 
 /// Where boxes are loaded: fitted to times of 5,700 launches of 200 problems on an H100. Estimates of nine in ten are

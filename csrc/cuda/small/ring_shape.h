@@ -62,10 +62,10 @@ inline constexpr RingForm kRingForms[] = {{4, 1}, {2, 2}};
 struct RingShape {
   RingLoads loads;
   int dimension[kRank];  ///< Which of the problem's each is.
-  int rows[kRank];       ///< Of a warp's tile, powers of two.
-  int warps;             ///< Of a CTA that multiply; none where the form does not take a problem.
-  int beside[2];         ///< Of these, side by side across the strip; others take the next steps along it.
-  int form;              ///< Of kRingForms, where rows are queries.
+  int rows[kRank];       ///< Rows of a warp's tile, powers of two.
+  int warps;             ///< Warps of a CTA that multiply; none where the form does not take a problem.
+  int beside[2];         ///< Warps side by side across the strip; others take the next steps along it.
+  int form;              ///< Which of kRingForms, where rows are queries.
   int blocks;            ///< The most that a warp sees of a slab.
   // A slab is [groups, thick, inner, wide] columns. It begins at multiples of its blocks' extents, counted from
   // `phase`.
@@ -76,7 +76,7 @@ struct RingShape {
   int phase[kRank];
   int slots;  ///< Slabs of the ring.
   int strips[2];
-  int steps;                    ///< Of a strip, a tile each.
+  int steps;                    ///< Steps of a strip, a tile each.
   int segments, segment_steps;  ///< Parts of a strip that CTAs take,
   int turn;                     ///< and by how many places they are further on in each round.
   // Bytes of shared memory.
