@@ -30,7 +30,7 @@ from natten_jax import na2d
 #: Dilation of every other block by stage: of the models for images of 224 x 224 and of 384 x 384 pixels.
 DILATIONS = {"nat": (1, 1, 1, 1), "dinat": (8, 4, 2, 1), "dinat-384": (13, 6, 3, 1)}
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
-#: Of ImageNet, whose statistics the models expect pixels to have.
+#: Statistics of ImageNet by color channel, which the models expect pixels to have.
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 IMAGE_SIZE = 224

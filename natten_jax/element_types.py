@@ -41,7 +41,7 @@ ELEMENT_TYPES = {
         ElementType("float8_e5m2", "e5m2", 1, output="bfloat16"),
     )
 }
-#: Of queries, keys and values.
+#: Names of the element types that queries, keys and values may have.
 SUPPORTED_DTYPES = tuple(ELEMENT_TYPES)
 #: Those that have gradients, and that outputs may be of.
 WIDE_DTYPES = tuple(name for name, each in ELEMENT_TYPES.items() if not each.is_float8)

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from natten_jax.profiler.cli.whole_files import write_bytes
 
-#: Of what is drawn, in order: natten_jax, and what it is compared with.
+#: Colors of what is drawn, in order: natten_jax, and what it is compared with.
 COLORS = BLUE, ORANGE, GRAY = "#2f7fc1", "#e08a2c", "#8f9aa6"
 LIGHT_BLUE, GREEN, RED = "#7fb2d9", "#4d9d5b", "#c9504a"
 MARKERS = "o", "s", "D"

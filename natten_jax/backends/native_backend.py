@@ -184,7 +184,7 @@ def entry_maps(operands: Operands, of_entry: int) -> ResultType:
     return ResultType((batch * of_entry, _MAP_BYTES), jnp.uint8)
 
 
-#: Of a tensor map.
+#: Size of a tensor map.
 _MAP_BYTES = 128
 
 

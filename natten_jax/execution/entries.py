@@ -35,7 +35,7 @@ def one_by_one(
         every = [array if is_same else next(own)[None] for is_same, array in zip(are_same, arrays, strict=True)]
         return [result[0] for result in run(of_entry, every)]
 
-    # Of a table there may be one for all entries, or one for each.
+    # There may be one table for all entries, or one for each.
     are_same = [
         role is Role.WHOLE or (role is Role.PER_HEAD_OF_ALL and array.shape[0] == 1)
         for role, array in zip(roles, arrays, strict=True)

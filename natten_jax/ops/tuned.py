@@ -164,8 +164,8 @@ def load_tuned(path: str | os.PathLike[str]) -> Tuned:
         path: File that :func:`natten_jax.tune` wrote, or the profiler with ``--optimize --json``.
 
     Returns:
-        Of the profiler's file a mapping, the performance arguments of ``na1d``, ``na2d`` or ``na3d``, whichever it is
-        about. Of the other a context manager, inside of which the operators run as it says, which is such a mapping,
+        For the profiler's file a mapping, the performance arguments of ``na1d``, ``na2d`` or ``na3d``, whichever it is
+        about. For the other a context manager, inside of which the operators run as it says, which is such a mapping,
         too, where the program called one operator.
 
     Raises:

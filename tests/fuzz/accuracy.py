@@ -33,7 +33,7 @@ SMALLEST_FLOAT32 = 2.0**-126
 SMALLEST = {"float16": SMALLEST_FLOAT16, "float64": 0.0}
 #: Where matrix units take 8-bit arrays: relative error of a weight in e4m3, and of what they add up to.
 OF_E4M3_WEIGHTS, OF_FLOAT8_SUMS = 2.0**-4, 2.0**-12
-#: Of gradients of queries in float16, whose heads have scales of their own.
+#: The smallest factor of gradients of queries in float16, whose heads have scales of their own.
 SMALLEST_FACTOR = 2.0**-10
 
 

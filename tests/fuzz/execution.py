@@ -160,7 +160,7 @@ def _direct(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: jax.Ar
         return found, arrays if takes_shared else of_each_head(arrays)
 
     def of_entries(shared: jax.Array | None) -> jax.Array | None:
-        """Of each batch entry in some problems, as mapped calls have it."""
+        """A copy for each batch entry in some problems, as mapped calls have it."""
         if shared is None or problem.seed % 4 != 0:
             return shared
         return jnp.broadcast_to(shared, (problem.batch, *shared.shape[1:]))

@@ -254,7 +254,7 @@ def draw_where(
 ) -> Fuzzed | None:
     """The same if it is wanted, as it is before it has tiles, which take the most time to draw; else ``None``.
 
-    Of GPUs' problems, a share has windows of many keys.
+    A share of the problems for GPUs has windows of many keys.
     """
     rng = np.random.default_rng([seed, number])
     case = random_case(int(rng.integers(2**31)), tokens=LARGE if rng.random() < 0.08 else None)

@@ -72,7 +72,7 @@ def drawn(name: str, dtype: Any, gain: float, has_tables_of_entries: bool = Fals
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def gradients(name: str, pair: TilePair, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Of as many copies of a batch entry's query, key and value, and of the table that all of them have."""
+    """Gradients of ``COPIES`` copies of a batch entry's query, key and value, and the table that all have."""
     *_, cotangent = arrays
     query, key, value, cotangent = (jnp.repeat(array, COPIES, 0) for array in (*arrays[:3], cotangent))
     function = functools.partial(

@@ -95,7 +95,7 @@ def test_rings_are_exact_to_rounding(name: str, gain: float, dtype: Any) -> None
     arrays = drawn(name, 8, dtype, gain)
     out, logsumexp = attend(name, arrays)
     mask = mask_of(name)
-    # Of one batch entry and two heads: no other one takes part in theirs.
+    # Results of one batch entry and two heads are compared: no other one takes part in theirs.
     entry, group = 5, heads // heads_kv
     query, key, value = (np.asarray(array[entry : entry + 1]) for array in arrays)
     for head in (0, heads - 1):
@@ -177,7 +177,7 @@ def test_gradients_are_exact_to_rounding(name: str, dtype: Any, gain: float) -> 
     _, _, heads, heads_kv, width = PROBLEMS[name]
     arrays = drawn(name, 8, dtype, gain)
     cotangent = cotangent_of(arrays[0])
-    # Of one batch entry, and one head of keys with those that share it.
+    # Gradients of one batch entry are compared, and in it of one head of keys with the query heads that share it.
     entry, group = slice(2, 3), heads // heads_kv
     of_keys = (entry, ..., slice(1, 2), slice(None))
     of_queries = (entry, ..., slice(group, 2 * group), slice(None))

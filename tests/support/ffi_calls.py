@@ -98,7 +98,7 @@ class Target:
         return [pytest.mark.gpu] if self.platform == "cuda" else []
 
 
-#: Of GPUs' kernels: tensor maps of batch entries with layouts of their own, of which there are none.
+#: Results of kernels for GPUs: tensor maps of batch entries with layouts of their own, of which there are none.
 _ENTRY_MAPS = ((0, 128), np.uint8)
 _NO_TABLE = ((0,), np.float32)
 _LAID_OUT = (*PROBLEM_OPERANDS, "layouts")

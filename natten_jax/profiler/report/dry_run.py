@@ -23,7 +23,7 @@ from natten_jax.profiler.search.configurations import (
 )
 from natten_jax.simulator import Simulation
 
-#: Of times that nobody has seen.
+#: What is said of times that were not measured.
 STATIC = "Times are static, from what the maker publishes of the chip: nothing was measured on a TPU."
 
 

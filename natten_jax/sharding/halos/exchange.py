@@ -41,7 +41,7 @@ class Exchange:
     def of(cls, problem: Problem, lines: Sequence[DeviceLine | None]) -> Exchange:
         """That of a call, whose layout is the global one.
 
-        Of two devices both get halos of one length, so that these change places in one exchange.
+        Where there are two devices, both get halos of one length, so that these change places in one exchange.
         """
         halos = halos_of(problem, [1 if line is None else line.parts for line in lines])
         return cls([halo.evened() for halo in halos], lines)
