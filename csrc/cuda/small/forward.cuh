@@ -9,7 +9,7 @@
 #include <cmath>
 
 #include "cuda/common/row_sums.cuh"
-#include "cuda/small/entries.cuh"
+#include "cuda/small/cta_plans.cuh"
 #include "cuda/small/head_terms.cuh"
 #include "cuda/small/key_bias.cuh"
 #include "cuda/small/products.cuh"

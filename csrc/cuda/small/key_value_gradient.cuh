@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "cuda/common/arithmetic.cuh"
-#include "cuda/small/entries.cuh"
+#include "cuda/small/cta_plans.cuh"
 #include "cuda/small/key_bias.cuh"
 #include "cuda/small/products.cuh"
 #include "cuda/small/seams.cuh"

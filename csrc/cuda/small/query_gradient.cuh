@@ -7,7 +7,7 @@
 #include "cuda/common/arithmetic.cuh"
 #include "cuda/small/bias_results.h"
 #include "cuda/small/bias_sums.cuh"
-#include "cuda/small/entries.cuh"
+#include "cuda/small/cta_plans.cuh"
 #include "cuda/small/key_bias.cuh"
 #include "cuda/small/products.cuh"
 #include "cuda/small/seams.cuh"

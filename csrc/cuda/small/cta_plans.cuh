@@ -1,0 +1,36 @@
+// The outer loop of kernels with regions, over the plans of a CTA.
+#pragma once
+
+#include "cuda/common/launch.cuh"
+#include "cuda/small/entries.cuh"
+
+namespace natten_jax::small {
+
+/// Calls `call(items, layout, is_first)` for each plan of a CTA: one, unless batch entries have layouts of their own.
+template <class Items, Owner kOwner, class Call>
+CUTE_DEVICE void for_plans(const CommonParams& p, char* raw, const Call& call) {
+  if constexpr (Items::kOfEntries) {
+    // Kernels of keys, which come after those of queries, wait for nothing until they need what these leave them: their
+    // tensor maps were made before those that queries may have to wait for.
+    allow_next_kernel();
+    EntryState& state = *reinterpret_cast<EntryState*>(raw + p.region.shared.batch_entries);
+    int first_entry, piece;
+    p.by_pieces(first_entry, piece, blockIdx.y);
+    first_entry *= p.entries_of_cta;
+    if (threadIdx.x < 32) group_entries<kOwner == Owner::kKeys>(p, first_entry, state);
+    __syncthreads();
+    Items items;
+    EntryLayout layout;
+    for (bool is_first = true; take_piece(p, state, first_entry, piece, items, layout); is_first = false) {
+      if (!is_first) __syncthreads();  // the tables and stages of the plan before have been used
+      call(items, layout, is_first);
+      piece += p.by_pieces.divisor;
+    }
+    // What follows the kernel may not start before the one that it overlaps with is done, even if nobody waited for it.
+    if (blockIdx.x == 0 && blockIdx.y == 0) wait_for_previous_kernel();
+  } else {
+    call(Items(p), EntryLayout{}, true);
+  }
+}
+
+}  // namespace natten_jax::small
