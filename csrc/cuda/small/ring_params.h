@@ -37,8 +37,8 @@ struct RingParams {
 struct RingForwardParams : RingParams {
   static constexpr Kernel kKernel = Kernel::kForward;
 
-  const float* sinks;  // as CommonParams has them
-  bool are_sinks_of_all;
+  const float* sinks;     // [1 or batch, heads]: a logit of each head that no key stands behind; or null
+  bool are_sinks_of_all;  // that all batch entries share
   void* out;
   float* logsumexp;
   float* remainder;  // of the logsumexp, or null
@@ -47,16 +47,17 @@ struct RingForwardParams : RingParams {
   NATTEN_JAX_HOST_DEVICE const void* columns_of(int array) const { return array == 0 ? key : value; }
 };
 
-/// Query gradients: rows are queries, cotangents of outputs and outputs, columns keys and values. BackwardParams says
-/// what the other arrays are.
+/// Query gradients: rows are queries, cotangents of outputs and outputs, columns keys and values.
 struct RingQueryParams : RingParams {
   static constexpr Kernel kKernel = Kernel::kQueryGradient;
 
   const void* out_cotangent;
   const void* out;
   const float* logsumexp;
-  const float* remainder;
-  const float* logsumexp_cotangent;
+  const float* remainder;            // null: zeros
+  const float* logsumexp_cotangent;  // null: zeros
+  // [batch, tokens, heads]: the logsumexp in base 2, or NaN where its remainder counts; delta; the logsumexp in any
+  // case; and its remainder.
   float4* statistics;
   void* query_gradient;
 
@@ -71,7 +72,7 @@ struct RingGradientParams : RingParams {
   static constexpr Kernel kKernel = Kernel::kKeyValueGradient;
 
   const void* out_cotangent;
-  const float4* statistics;
+  const float4* statistics;  // as in RingQueryParams
   void* key_gradient;
   void* value_gradient;
   CUtensorMap statistics_slabs;
