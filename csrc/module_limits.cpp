@@ -169,7 +169,7 @@ py::object estimate_of_small_windows(const std::array<std::int64_t, kFieldsOfAxi
     const bool owns_queries = kernel == small::Kernel::kForward || kernel == small::Kernel::kQueryGradient;
     double nanoseconds = region.nanoseconds;
     if (has_ring) {
-      constexpr auto kPlaces = small::Places::kWhole;
+      constexpr auto kPlaces = small::Places::kComplete;
       const auto& rows = is_backward ? tiles.kv : tiles.query;
       const auto& columns = is_backward ? tiles.query : tiles.kv;
       if (owns_queries) {
@@ -197,7 +197,7 @@ py::object gradient_ring_of_small_windows(const std::array<std::int64_t, kFields
                                           int multiprocessors, bool ring_has_boxes, bool has_relative_bias,
                                           bool has_key_bias) {
   const small::RingShape ring =
-      small::choose_gradient_ring(small_problem(axes, sizes, has_relative_bias, has_key_bias), small::Places::kWhole,
+      small::choose_gradient_ring(small_problem(axes, sizes, has_relative_bias, has_key_bias), small::Places::kComplete,
                                   loads_of(ring_has_boxes), small_device(shared_memory, multiprocessors, false));
   if (ring.warps == 0) return py::none();
   return described(ring, "key/value gradient with a ring");

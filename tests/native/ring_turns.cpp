@@ -26,7 +26,7 @@ int main() {
         axis.kv = axis.query;
         axis.window = {d == 0 ? 1 : 13, 1, 1, Ends::kShift};
       }
-      RingShape shape = choose_gradient_ring(problem, Places::kWhole, RingLoads::kBoxes, device);
+      RingShape shape = choose_gradient_ring(problem, Places::kComplete, RingLoads::kBoxes, device);
       balance_ring(problem, Kernel::kKeyValueGradient, device, shape);
       const std::int64_t strips = shape.strips[0],
                          units = problem.batch * problem.heads * strips * shape.strips[1] * shape.segments;

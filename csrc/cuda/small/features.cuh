@@ -11,11 +11,12 @@ namespace natten_jax::small {
 template <Feature kFeature>
 struct FeatureTraits {
   using Items = std::conditional_t<kFeature == Feature::kWraps, AroundItems, CtaItems>;
-  // The items of forward passes whose arrays are the whole layout. With biases of keys and narrow heads, the compiler
-  // has no room for items of their own: it would spill 56 bytes.
+  // The items of forward passes of plain problems. With biases of keys and narrow heads, the compiler has no room for
+  // items of their own: it would spill 56 bytes.
   template <int kHeadDim>
-  using WholeItems = std::conditional_t<kFeature == Feature::kWraps || (kFeature == Feature::kKeyBias && kHeadDim < 64),
-                                        Items, PlainItems>;
+  using ItemsOfPlain =
+      std::conditional_t<kFeature == Feature::kWraps || (kFeature == Feature::kKeyBias && kHeadDim < 64), Items,
+                         PlainItems>;
 };
 
 }  // namespace natten_jax::small

@@ -27,17 +27,17 @@ cudaError_t launch_forward(int head_dim, const ForwardParams& params, const Laun
     using Traits = FeatureTraits<kFeature>;
     const bool has_terms = params.has_terms_of_heads();
     using Items = typename Traits::Items;
-    using WholeItems = typename Traits::template WholeItems<width>;
+    using ItemsOfPlain = typename Traits::template ItemsOfPlain<width>;
     if constexpr (kFeature == Feature::kNone) {
       if (params.layouts != nullptr) {
         return natten_jax_small_forward<Element, width, has_boxes, Terms::kOfHeads, kFeature, EntryItems>;
       }
       if (params.is_plain && has_terms) {
-        return natten_jax_small_forward<Element, width, has_boxes, Terms::kOfHeads, kFeature, WholeItems>;
+        return natten_jax_small_forward<Element, width, has_boxes, Terms::kOfHeads, kFeature, ItemsOfPlain>;
       }
     }
-    if (!has_terms && (params.is_plain || !WholeItems::kIsPlain)) {
-      return natten_jax_small_forward<Element, width, has_boxes, Terms::kOfAll, kFeature, WholeItems>;
+    if (!has_terms && (params.is_plain || !ItemsOfPlain::kIsPlain)) {
+      return natten_jax_small_forward<Element, width, has_boxes, Terms::kOfAll, kFeature, ItemsOfPlain>;
     }
     // What is a part takes the kernel for terms of heads: else there would be as many again.
     return natten_jax_small_forward<Element, width, has_boxes, Terms::kOfHeads, kFeature, Items>;

@@ -34,7 +34,7 @@ struct CommonParams {
   int items;  // batch entries times query heads
   int additional_kv;
   float exponent_scale;   // of weights as powers of two, where heads have no scales of their own
-  bool is_plain;          // arrays are the whole layout, and queries and keys lie in the same one
+  bool is_plain;          // arrays are the complete layout, and queries and keys lie in the same one
   bool is_single[kRank];  // dimensions of one token of a plain problem, whatever layouts batch entries have
   cutlass::FastDivmod by_heads, by_heads_per_kv;
   cutlass::FastDivmod by_regions[kRank];  // of a dilation group

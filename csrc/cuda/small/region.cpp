@@ -41,7 +41,7 @@ bool can_have_boxes(const Problem& problem, int head_dim) {
 /// Whether dilation groups can be computed whole: queries and keys are the same tokens, all of them are there, and have
 /// heads of their own. Where every query sees every key, some queries may come without an origin.
 bool can_be_whole(const Problem& problem, Places places) {
-  if (places != Places::kWhole || problem.heads != problem.heads_kv || wraps(problem)) return false;
+  if (places != Places::kComplete || problem.heads != problem.heads_kv || wraps(problem)) return false;
   return std::all_of(std::begin(problem.axes), std::end(problem.axes), [](const Axis& axis) {
     const std::int64_t extent = axis.kv.extent;
     return axis.query.extent == extent && axis.query.local_extent == extent && axis.kv.local_extent == extent;
@@ -124,7 +124,7 @@ Status estimate_pass(const Problem& problem, const TileShapes& tiles, bool is_ba
     if ((kernel != Kernel::kForward) != is_backward) continue;
     const Problem of_kernel = kernel == Kernel::kKeyValueGradient ? without_additional(problem) : problem;
     Region region{};
-    NATTEN_JAX_RETURN_IF_FAILED(choose_region(of_kernel, rows, columns, kernel, Places::kWhole, device, region));
+    NATTEN_JAX_RETURN_IF_FAILED(choose_region(of_kernel, rows, columns, kernel, Places::kComplete, device, region));
     estimate.seconds += region.nanoseconds / 1e9;
     estimate.launches.push_back({kernel, region});
     // A part of the layout may begin anywhere in it, which can take more memory.
@@ -136,7 +136,7 @@ Status estimate_pass(const Problem& problem, const TileShapes& tiles, bool is_ba
   if (is_backward && problem.additional_kv > 0) estimate.seconds += estimate_additional(problem, device) / 1e9;
   Region whole{};
   if (is_backward &&
-      !choose_region(problem, rows, columns, Kernel::kWholeGradient, Places::kWhole, device, whole).failed() &&
+      !choose_region(problem, rows, columns, Kernel::kWholeGradient, Places::kComplete, device, whole).failed() &&
       whole.nanoseconds / 1e9 <= estimate.seconds) {
     estimate = {{{Kernel::kWholeGradient, whole}}, whole.nanoseconds / 1e9};
   }

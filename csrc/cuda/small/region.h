@@ -93,7 +93,7 @@ struct Region {
 
 /// Where a launch's queries and keys lie.
 enum class Places {
-  kWhole,      ///< The arrays are the layout.
+  kComplete,   ///< The arrays are the layout, all of it.
   kParts,      ///< They are parts of one, which may begin anywhere in it.
   kOfEntries,  ///< Each batch entry has a layout of its own in them.
 };

@@ -51,7 +51,7 @@ std::int64_t share_entries(const Problem& problem, Kernel kernel, const Device& 
 
 Places places_of(const Arrays& arrays) {
   if (arrays.layouts != nullptr) return Places::kOfEntries;
-  return arrays.origins != nullptr ? Places::kParts : Places::kWhole;
+  return arrays.origins != nullptr ? Places::kParts : Places::kComplete;
 }
 
 Status prepare_regions(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],

@@ -181,7 +181,7 @@ bool complete_region(const Problem& problem, const Side (&sides)[kRank], Kernel 
     box[i] = side.seen(region.tile[i], region.tiles[i]);
     const std::int64_t seen = side.seen(region.tile[i]);
     // There, a warp's rows are keys, too.
-    const Side keys{side.axis, true, Places::kWhole};
+    const Side keys{side.axis, true, Places::kComplete};
     groups[i] = divide_up(is_whole ? std::max(seen, keys.seen(region.tile[i])) : seen, region.group[i]);
     mean_groups[i] = side.mean_groups(region.tile[i], region.group[i]);
     if (is_whole && region.regions[i] > 1) return false;

@@ -18,7 +18,7 @@ struct Side {
   Places places;
 
   /// Whether tokens may begin or end anywhere in a layout.
-  bool has_origins() const { return places != Places::kWhole; }
+  bool has_origins() const { return places != Places::kComplete; }
 
   /// Local rows and columns of the longest dilation group.
   std::int64_t rows() const { return of_group((rows_are_keys ? axis.kv : axis.query).local_extent); }

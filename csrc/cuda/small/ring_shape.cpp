@@ -245,14 +245,14 @@ void take_fastest(const Problem& problem, Kernel kernel, const Device& device, R
 }  // namespace
 
 bool can_have_ring(const Problem& problem, Places places) {
-  if (places != Places::kWhole || problem.has_key_bias || problem.additional_kv > 0) return false;
+  if (places != Places::kComplete || problem.has_key_bias || problem.additional_kv > 0) return false;
   if (problem.head_dim != problem.head_dim_v || (problem.head_dim != 32 && problem.head_dim != 64)) return false;
   if (keys_of_window(problem) < kLeastKeys) return false;
   return std::all_of(std::begin(problem.axes), std::end(problem.axes), [](const Axis& axis) {
     const std::int64_t extent = axis.kv.extent;
-    const bool is_whole =
+    const bool is_complete =
         axis.query.extent == extent && axis.query.local_extent == extent && axis.kv.local_extent == extent;
-    return is_whole && extent <= kLongestDimension && axis.window.dilation == 1 && axis.window.ends != Ends::kWrap;
+    return is_complete && extent <= kLongestDimension && axis.window.dilation == 1 && axis.window.ends != Ends::kWrap;
   });
 }
 
