@@ -103,10 +103,7 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, E
                                                      : begin_at_seam(axis, p.q_boxes.extent[d], of_first.x, of_last.y);
   const int q_tiles = of_first.x < of_last.y ? axis.by_q_tile.divide(of_last.y - hull_begin + axis.q_tile - 1) : 0;
   const int all_q_tiles = of_lane(q_tiles, 0) * of_lane(q_tiles, 1) * of_lane(q_tiles, 2);
-  const int query_map = group_class(own.query.local_length, entry.query_group_tokens);
-  const int kv_map = group_class(own.kv.local_length, entry.kv_group_tokens);
-  const int q_token = token_number(own.query.residue, p.axis[1].query_local_extent, p.axis[2].query_local_extent);
-  const int kv_token = token_number(own.kv.residue, p.axis[1].kv_local_extent, p.axis[2].kv_local_extent);
+  const PlannedGroup group(p.axis, entry, own.query, own.kv);
   if (lane < 3) {
     const auto set = [&](int4& of_axes, int value) { reinterpret_cast<int*>(&of_axes)[lane] = value; };
     set(plan.hull_begin, hull_begin);
@@ -125,15 +122,16 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, E
     plan.group = place.group;
     plan.q_tiles = all_q_tiles;
     plan.is_additional = false;
-    plan.query_map = query_map;
+    plan.query_map = group.query_map;
     const CUtensorMap* const entry_maps = kIsPlain ? nullptr : p.entry_maps;
-    plan.queries = BackwardMaps::of(entry_maps, p.query, kQueriesOfEntry, place.batch, query_map);
-    plan.out_cotangents = BackwardMaps::of(entry_maps, p.out_cotangent, kOutCotangentsOfEntry, place.batch, query_map);
-    plan.kv_map = kv_map;
+    plan.queries = BackwardMaps::of(entry_maps, p.query, kQueriesOfEntry, place.batch, group.query_map);
+    plan.out_cotangents =
+        BackwardMaps::of(entry_maps, p.out_cotangent, kOutCotangentsOfEntry, place.batch, group.query_map);
+    plan.kv_map = group.kv_map;
     // Dilation is strided dimensions that begin at the group's first token.
-    plan.q_token = q_token;
-    plan.query_slot = (place.batch * p.queries + q_token) * p.heads;
-    plan.kv_slot = (place.batch * p.keys + kv_token) * p.heads_kv + place.head;
+    plan.q_token = group.q_token;
+    plan.query_slot = (place.batch * p.queries + group.q_token) * p.heads;
+    plan.kv_slot = (place.batch * p.keys + group.kv_token) * p.heads_kv + place.head;
   }
   return true;
 }

@@ -41,6 +41,19 @@ CUTE_DEVICE int group_class(int local_length, int tokens_without_remainder) {
   return static_cast<int>((is_longer & 1) << 2 | (is_longer & 2) | (is_longer >> 2 & 1));
 }
 
+/// A tile's dilation group on both sides, from a dimension that each lane of a warp plans; all of them take part.
+struct PlannedGroup {
+  int query_map, kv_map;  // classes
+  int q_token, kv_token;  // first tokens, in the batch entry
+
+  CUTE_DEVICE PlannedGroup(const DeviceAxis (&axis)[3], const EntryAxis& entry, const GroupTokens& query,
+                           const GroupTokens& kv)
+      : query_map(group_class(query.local_length, entry.query_group_tokens)),
+        kv_map(group_class(kv.local_length, entry.kv_group_tokens)),
+        q_token(token_number(query.residue, axis[1].query_local_extent, axis[2].query_local_extent)),
+        kv_token(token_number(kv.residue, axis[1].kv_local_extent, axis[2].kv_local_extent)) {}
+};
+
 /// Fills in all of a plan but its windows; all lanes of a warp take part. `kIsPlain`: as ForwardTraits has it.
 template <bool kIsPlain>
 CUTE_DEVICE void plan_tile(const ForwardParams& p, const EntryAxis& entry, const QueryAxisPlan& own,
@@ -60,10 +73,7 @@ CUTE_DEVICE void plan_tile(const ForwardParams& p, const EntryAxis& entry, const
   const int hull_begin = kIsPlain ? first_seen : begin_at_seam(axis, p.kv_boxes.extent[d], first_seen, hull_end);
   const int kv_tiles = axis.by_kv_tile.divide(max(hull_end - hull_begin, 0) + axis.kv_tile - 1);
   const int all_kv_tiles = of_lane(kv_tiles, 0) * of_lane(kv_tiles, 1) * of_lane(kv_tiles, 2);
-  const int query_map = group_class(own.query.local_length, entry.query_group_tokens);
-  const int kv_map = group_class(own.kv.local_length, entry.kv_group_tokens);
-  const int q_token = token_number(own.query.residue, p.axis[1].query_local_extent, p.axis[2].query_local_extent);
-  const int kv_token = token_number(own.kv.residue, p.axis[1].kv_local_extent, p.axis[2].kv_local_extent);
+  const PlannedGroup group(p.axis, entry, own.query, own.kv);
   if (lane < 3) {
     // A query tile that sees no keys has a tile of zeros, past the layout: its dilation group may have no keys here at
     // all, and those of another head or batch entry may lie where its first would be.
@@ -78,11 +88,11 @@ CUTE_DEVICE void plan_tile(const ForwardParams& p, const EntryAxis& entry, const
     plan.head = head;
     plan.exponent_scale = p.scale.of(batch * p.heads + head).logits * kLog2E;
     plan.kv_tiles = max(all_kv_tiles, 1);
-    plan.query_map = query_map;
-    plan.kv_map = kv_map;
+    plan.query_map = group.query_map;
+    plan.kv_map = group.kv_map;
     // Dilation is strided dimensions that begin at the group's first token.
-    plan.query_slot = (batch * p.queries + q_token) * p.heads + head;
-    plan.kv_slot = (batch * p.keys + kv_token) * p.heads_kv + kv_head;
+    plan.query_slot = (batch * p.queries + group.q_token) * p.heads + head;
+    plan.kv_slot = (batch * p.keys + group.kv_token) * p.heads_kv + kv_head;
     plan.additional_slot = batch * p.additional_kv * p.heads_kv + kv_head;
   }
 }
