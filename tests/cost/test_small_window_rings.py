@@ -13,7 +13,7 @@ from natten_jax.backends.select import resolve
 from natten_jax.cost import small_windows
 from natten_jax.native import module as native
 from natten_jax.native.abi import axis_rows
-from natten_jax.performance import TilePair
+from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import ComputeCapability, Device
 from natten_jax.plan.request import Request
 from natten_jax.problem import Problem
@@ -64,6 +64,8 @@ def test_windows_of_many_keys_have_a_ring(capability: ComputeCapability) -> None
         {"layout": (16, 16), "batch": 1, "heads": 1},
         {"layout": (2048, 8192), "batch": 1, "heads": 1},  # no dimension that is short enough to go along
         {"kernel_size": 9},
+        {"layout": (4096,), "kernel_size": 128},
+        {"layout": (16, 4096), "kernel_size": (1, 128)},
         {"relative_bias": True},
         {"key_bias": True},
         {"own_origins": True},
@@ -74,6 +76,16 @@ def test_windows_of_many_keys_have_a_ring(capability: ComputeCapability) -> None
 def test_what_the_form_does_not_take_has_none(changes: dict[str, Any]) -> None:
     fastest = next(iter(launches(problem_of(**changes)).values()))
     assert fastest.kernel == "forward"
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_estimates_of_sequences_do_not_jump_where_other_windows_have_rings(pass_: Pass, is_causal: bool) -> None:
+    found = []
+    for kernel_size in (99, 100):
+        problem = problem_of((16384,), kernel_size, is_causal=is_causal, batch=2, heads=16)
+        found.append(next(iter(small_windows.ranked("cutlass", problem, pass_, HOPPER)))[1])
+    assert found[1] == pytest.approx(found[0], rel=0.03)
 
 
 def test_parts_of_a_layout_take_the_tiles_of_regions() -> None:

@@ -91,9 +91,9 @@ struct RingShape {
   constexpr int turns() const { return warps / (beside[0] * beside[1]); }
 };
 
-/// Whether the form takes such problems at all, whatever the shape: heads of 32 and 64, windows of many keys, and
-/// complete layouts without dilation, additional tokens, biases of keys or a dimension that wraps. Cheap: asked before
-/// all else.
+/// Whether the form takes such problems at all, whatever the shape: heads of 32 and 64, windows of many keys in
+/// two dimensions or three, and complete layouts without dilation, additional tokens, biases of keys or a dimension
+/// that wraps. Cheap: asked before all else.
 bool can_have_ring(const Problem& problem, Places places);
 
 /// Whether regions of such problems have been timed beside rings, and have estimates of their own.
