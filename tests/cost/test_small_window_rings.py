@@ -67,7 +67,7 @@ def test_windows_of_many_keys_have_a_ring(capability: ComputeCapability) -> None
         {"layout": (4096,), "kernel_size": 128},
         {"layout": (16, 4096), "kernel_size": (1, 128)},
         {"relative_bias": True},
-        {"key_bias": True},
+        {"key_bias": True, "relative_bias": True},
         {"own_origins": True},
         {"own_extents": True},
     ],
@@ -86,6 +86,12 @@ def test_estimates_of_sequences_do_not_jump_where_other_windows_have_rings(pass_
         problem = problem_of((16384,), kernel_size, is_causal=is_causal, batch=2, heads=16)
         found.append(next(iter(small_windows.ranked("cutlass", problem, pass_, HOPPER)))[1])
     assert found[1] == pytest.approx(found[0], rel=0.03)
+
+
+def test_biases_of_keys_come_beside_boxes() -> None:
+    biased = problem_of(key_bias=True)
+    assert next(iter(launches(biased).values())).kernel == RING
+    assert all(launch.kernel == "forward" for launch in launches(biased, (8, 0)).values())
 
 
 def test_parts_of_a_layout_take_the_tiles_of_regions() -> None:

@@ -11,7 +11,8 @@ cudaError_t launch_ring_biased_key_value_gradient(int head_dim, const RingBiased
                                                   const LaunchShape& shape) {
   using Element = ElementOf<kType>;
   return with_constant<kHeadDims[0], kHeadDims[1]>(head_dim, cudaErrorInvalidValue, [&](auto width) {
-    return launch(natten_jax_small_ring_key_value_gradient<Element, width, RingLoads::kBoxes, true>, shape, params);
+    return launch(natten_jax_small_ring_key_value_gradient<Element, width, RingLoads::kBoxes, RingBiases::kRelative>,
+                  shape, params);
   });
 }
 template cudaError_t launch_ring_biased_key_value_gradient<ElementType::NATTEN_JAX_INSTANCE>(int,

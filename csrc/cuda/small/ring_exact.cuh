@@ -2,6 +2,7 @@
 // with their slabs. Few tiles need it.
 #pragma once
 
+#include "cuda/small/ring_key_bias.cuh"
 #include "cuda/small/ring_strip.cuh"
 #include "cuda/small/trusted_sums.cuh"
 
@@ -152,15 +153,17 @@ class RingTile {
 };
 
 /// Results relative to the largest logits, whatever these are.
-template <class Element, int kHeadDim>
+template <class Element, int kHeadDim, bool kHasKeyBias>
 CUTE_DEVICE void compute_ring_exactly(float (&o)[kHeadDim / 2], float (&sum)[2], float (&shift)[2], const RingParams& p,
-                                      const RingTile<Element, kHeadDim>& keys, float factor) {
+                                      const RingTile<Element, kHeadDim>& keys,
+                                      const RingKeyBiasOfColumns<kHasKeyBias>& biases, float factor) {
   std::uint32_t q[kHeadDim / 16][4];
   keys.load_rows(q, p.query);
   float largest[2] = {-INFINITY, -INFINITY};
   keys.for_blocks([&](int token, int across, const auto& is_seen) {
     float x[2][4];
     keys.multiply_keys(x, q, p.key, token, across);
+    biases.add(x, token, across, is_seen);
     CUTE_UNROLL
     for (int i = 0; i < 8; ++i) {
       if (is_seen(i)) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], x[i / 4][i % 4]);
@@ -178,6 +181,7 @@ CUTE_DEVICE void compute_ring_exactly(float (&o)[kHeadDim / 2], float (&sum)[2],
   keys.for_blocks([&](int token, int across, const auto& is_seen) {
     float x[2][4];
     keys.multiply_keys(x, q, p.key, token, across);
+    biases.add(x, token, across, is_seen);
     std::uint32_t weights[4];
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {

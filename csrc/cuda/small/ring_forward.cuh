@@ -12,15 +12,17 @@
 namespace natten_jax::small {
 
 /// What a warp that multiplies does with its tiles.
-template <class Element, int kHeadDim, int kForm, RingLoads kLoads>
+template <class Element, int kHeadDim, int kForm, RingLoads kLoads, RingBiases kBiases>
 struct RingForward {
+  using Params = RingParamsOf<RingForwardParams, kBiases>;
   using Masks = RingMasks<kForm>;
-  using Reader = RingReader<Element, kHeadDim, Kernel::kForward, Masks, kLoads>;
+  using Reader = RingReader<Element, kHeadDim, Params, Masks, kLoads>;
   static constexpr int kBlocks = Masks::kBlocks;
+  static constexpr bool kHasKeyBias = kBiases == RingBiases::kOfKeys;
   static constexpr bool kHasReference = TrustedSums<Element>::kHasReference;
   static constexpr int kAtOnce = 2;  // blocks whose instructions run while those of others wait for results
 
-  const RingForwardParams& p;
+  const Params& p;
   Reader& reader;
   RowOperand<Element, kHeadDim> queries;
   float o[kHeadDim / 8][4];
@@ -28,8 +30,7 @@ struct RingForward {
   float factor;
   LateSteps<kLoads> untrusted;
 
-  CUTE_DEVICE RingForward(const RingForwardParams& p, Reader& reader)
-      : p(p), reader(reader), factor(p.exponent_scale) {}
+  CUTE_DEVICE RingForward(const Params& p, Reader& reader) : p(p), reader(reader), factor(p.exponent_scale) {}
 
   CUTE_DEVICE void enter(const RingUnit& unit) {
     if (p.scale.heads != nullptr) factor = p.scale.of(unit.batch * p.heads + unit.head).logits * kLog2E;
@@ -77,11 +78,12 @@ struct RingForward {
       CUTE_UNROLL
       for (int b = 0; b < kCount; ++b) {
         const std::uint32_t hidden = reader.masks.inside[kFirst + b] | hidden_of_slab;
+        const RingKeyBiasOfBlock<kHasKeyBias> biases(reader.statistics_of(slab, reader.of_block(kFirst + b)));
         CUTE_UNROLL
         for (int i = 0; i < 8; ++i) {
           float& logit = x[b][i / 4][i % 4];
           if constexpr (kHasReference) logit -= shift[i / 2 % 2];
-          logit = fast_exp2(fmaf(logit, factor, hiding(masks_of_group(hidden, i / 4), i % 4)));
+          logit = fast_exp2(fmaf(logit, factor, biases.add(hiding(masks_of_group(hidden, i / 4), i % 4), i)));
         }
         CUTE_UNROLL
         for (int i = 0; i < 4; ++i) {
@@ -152,7 +154,8 @@ struct RingForward {
     reader.masks.enter_step(p, reader.along, step);
     reader.masks.find_tokens(p, step, tokens);
     float values[kHeadDim / 2], sums[2], largest[2];
-    compute_ring_exactly(values, sums, largest, p, RingTile<Element, kHeadDim>(p, unit, step), factor);
+    compute_ring_exactly(values, sums, largest, p, RingTile<Element, kHeadDim>(p, unit, step),
+                         RingKeyBiasOfColumns<kHasKeyBias>(p, unit), factor);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) sums[r] = sum_of_row(sums[r]);
     float of_rows[2];
@@ -161,10 +164,10 @@ struct RingForward {
   }
 };
 
-template <class Element, int kHeadDim, int kForm, RingLoads kLoads>
+template <class Element, int kHeadDim, int kForm, RingLoads kLoads, RingBiases kBiases>
 __global__ void __launch_bounds__(ring_threads(kLoads, kHeadDim), 1)
-    natten_jax_small_ring_forward(const __grid_constant__ RingForwardParams p) {
-  run_ring<kLoads, kHeadDim, RingForward<Element, kHeadDim, kForm, kLoads>>(p);
+    natten_jax_small_ring_forward(const __grid_constant__ RingParamsOf<RingForwardParams, kBiases> p) {
+  run_ring<kLoads, kHeadDim, RingForward<Element, kHeadDim, kForm, kLoads, kBiases>>(p);
 }
 
 }  // namespace natten_jax::small

@@ -11,7 +11,7 @@ cudaError_t launch_ring_forward(int head_dim, const RingForwardParams& params, c
   using Element = ElementOf<kType>;
   return with_constant<0, 1>(params.shape.form, cudaErrorInvalidValue, [&](auto form) {
     return with_constant<kHeadDims[0], kHeadDims[1]>(head_dim, cudaErrorInvalidValue, [&](auto width) {
-      return launch(natten_jax_small_ring_forward<Element, width, form, kLoads>, shape, params);
+      return launch(natten_jax_small_ring_forward<Element, width, form, kLoads, RingBiases::kNone>, shape, params);
     });
   });
 }

@@ -27,4 +27,15 @@ template <ElementType kType>
 cudaError_t launch_ring_biased_key_value_gradient(int head_dim, const RingBiasedParams& params,
                                                   const LaunchShape& shape);
 
+/// All three with biases of keys: with boxes alone.
+template <ElementType kType>
+cudaError_t launch_ring_key_biased_forward(int head_dim, const WithKeyBias<RingForwardParams>& params,
+                                           const LaunchShape& shape);
+template <ElementType kType>
+cudaError_t launch_ring_key_biased_query_gradient(int head_dim, const WithKeyBias<RingQueryParams>& params,
+                                                  const LaunchShape& shape);
+template <ElementType kType>
+cudaError_t launch_ring_key_biased_key_value_gradient(int head_dim, const WithKeyBias<RingGradientParams>& params,
+                                                      const LaunchShape& shape);
+
 }  // namespace natten_jax::small

@@ -17,10 +17,11 @@ CUTE_DEVICE std::uint32_t load_byte(std::uint32_t address) {
 }
 
 /// What a warp that multiplies does with its tiles.
-template <class Element, int kHeadDim, RingLoads kLoads, bool kHasBias>
+template <class Element, int kHeadDim, RingLoads kLoads, RingBiases kBiases>
 struct RingKeyValueGradient {
-  using Params = RingKeyValueParams<kHasBias>;
-  using Reader = RingReader<Element, kHeadDim, Kernel::kKeyValueGradient, RingTable, kLoads>;
+  static constexpr bool kHasBias = kBiases == RingBiases::kRelative;
+  using Params = RingKeyValueParams<kBiases>;
+  using Reader = RingReader<Element, kHeadDim, Params, RingTable, kLoads>;
   using Operand = RowOperand<Element, kHeadDim>;
 
   const Params& p;
@@ -30,6 +31,7 @@ struct RingKeyValueGradient {
   float factor;
   LateSteps<kLoads> large;  // that see queries whose logsumexp has a remainder that counts
   RingRelativeBias<kHasBias> bias;
+  RingKeyBiasOfRows<kBiases == RingBiases::kOfKeys> key_bias;
 
   CUTE_DEVICE RingKeyValueGradient(const Params& p, Reader& reader)
       : p(p), reader(reader), factor(p.exponent_scale), bias(p, reader.shared) {}
@@ -43,6 +45,7 @@ struct RingKeyValueGradient {
     bias.start(step, reader.along.first_key(seen.x));
     int tokens[2];
     reader.masks.find_tokens(p, step, tokens);
+    key_bias.start(p, unit, tokens);
     load_rows(keys, p.key, unit, tokens);
     load_rows(values, p.value, unit, tokens);
     CUTE_UNROLL
@@ -91,7 +94,7 @@ struct RingKeyValueGradient {
                         of_cotangents[] = {reader.across + p.shape.array_bytes + block};
     float of_block[2][1][2][4];
     biases.load(of_block[0][0]);
-    reader.template multiply_blocks<kHasBias>(of_block[0], keys, of_queries, {});
+    reader.template multiply_blocks<kHasBias>(of_block[0], keys, of_queries, key_bias.of_products());
     reader.multiply_blocks(of_block[1], values, of_cotangents, {});
     const auto &x = of_block[0][0], &y = of_block[1][0];
     std::uint32_t a[4], b[4];
@@ -110,6 +113,7 @@ struct RingKeyValueGradient {
     }
     reader.add_block(of_values, a, reader.along_rows + p.shape.array_bytes + block);
     reader.add_block(of_keys, b, reader.along_rows + block);
+    key_bias.template add<Element>(b);
   }
 
   /// Writes a step's results, but where they are no numbers.
@@ -123,6 +127,7 @@ struct RingKeyValueGradient {
     const float scale = p.scale.of(unit.batch * p.heads + unit.head).logits;
     write_ring_rows<Element, kHeadDim>(p, p.key_gradient, unit, tokens, of_keys, {scale, scale});
     write_ring_rows<Element, kHeadDim>(p, p.value_gradient, unit, tokens, of_values, {1.f, 1.f});
+    key_bias.write(p, unit, tokens);
   }
 
   CUTE_DEVICE void leave_unit(const RingUnit& unit) {
@@ -141,6 +146,8 @@ struct RingKeyValueGradient {
     tile.load_rows(v, p.value);
     float sums[2][kHeadDim / 2] = {};
     const auto biases = bias.of_step(unit, step);
+    RingKeyBiasOfRows<kBiases == RingBiases::kOfKeys> biases_of_rows;
+    biases_of_rows.start(p, unit, tokens);
     tile.for_blocks([&](int token, int across, const auto& is_seen) {
       float x[2][4], y[2][4];
       tile.multiply_keys(x, k, p.query, token, across);
@@ -156,26 +163,29 @@ struct RingKeyValueGradient {
           if (!is_seen(2 * i + e)) continue;
           const int at = across + h * kColumns + threadIdx.x % 4 * 2 + e;
           const float4 query = __ldcg(statistics + std::int64_t{token + at * p.pitch[0]} * p.heads);
-          const float logit = biases.add(x[h][2 * r + e], r, {at, is_seen.inside, is_seen.along});
+          const float product = biases_of_rows.of_product(x[h][2 * r + e], r);
+          const float logit = biases.add(product, r, {at, is_seen.inside, is_seen.along});
           weights[e] = weight_of_large(logit, factor, query.z, query.w);
           gradients[e] = weights[e] * (y[h][2 * r + e] - query.y);
         }
         a[i] = pack<Element>(weights[0], weights[1]);
         b[i] = pack<Element>(gradients[0], gradients[1]);
       }
+      biases_of_rows.template add<Element>(b);
       tile.add_keys(sums[0], b, p.query, token, across);
       tile.add_keys(sums[1], a, p.out_cotangent, token, across);
     });
     const float scale = p.scale.of(unit.batch * p.heads + unit.head).logits;
     write_ring_rows_in_words<Element, kHeadDim>(p, p.key_gradient, unit, tokens, sums[0], {scale, scale});
     write_ring_rows_in_words<Element, kHeadDim>(p, p.value_gradient, unit, tokens, sums[1], {1.f, 1.f});
+    biases_of_rows.write(p, unit, tokens);
   }
 };
 
-template <class Element, int kHeadDim, RingLoads kLoads, bool kHasBias>
+template <class Element, int kHeadDim, RingLoads kLoads, RingBiases kBiases>
 __global__ void __launch_bounds__(ring_threads(kLoads, kHeadDim), 1)
-    natten_jax_small_ring_key_value_gradient(const __grid_constant__ RingKeyValueParams<kHasBias> p) {
-  run_ring<kLoads, kHeadDim, RingKeyValueGradient<Element, kHeadDim, kLoads, kHasBias>>(p);
+    natten_jax_small_ring_key_value_gradient(const __grid_constant__ RingKeyValueParams<kBiases> p) {
+  run_ring<kLoads, kHeadDim, RingKeyValueGradient<Element, kHeadDim, kLoads, kBiases>>(p);
 }
 
 }  // namespace natten_jax::small

@@ -10,7 +10,7 @@ template <ElementType kType, RingLoads kLoads>
 cudaError_t launch_ring_key_value_gradient(int head_dim, const RingGradientParams& params, const LaunchShape& shape) {
   using Element = ElementOf<kType>;
   return with_constant<kHeadDims[0], kHeadDims[1]>(head_dim, cudaErrorInvalidValue, [&](auto width) {
-    return launch(natten_jax_small_ring_key_value_gradient<Element, width, kLoads, false>, shape, params);
+    return launch(natten_jax_small_ring_key_value_gradient<Element, width, kLoads, RingBiases::kNone>, shape, params);
   });
 }
 template cudaError_t launch_ring_key_value_gradient<ElementType::NATTEN_JAX_INSTANCE, RingLoads::NATTEN_JAX_FEATURE>(

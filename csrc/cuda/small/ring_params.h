@@ -87,7 +87,36 @@ struct RingBiasedParams : RingGradientParams {
   cutlass::FastDivmod by_lines;  // of a plane
 };
 
-template <bool kHasBias>
-using RingKeyValueParams = std::conditional_t<kHasBias, RingBiasedParams, RingGradientParams>;
+/// What is added to the logits of a kernel with a ring.
+enum class RingBiases { kNone, kRelative, kOfKeys };
+
+/// Biases of keys.
+struct RingKeyBias {
+  const float* of_keys;  // [batch, keys, heads]
+  bool is_of_all_heads;  // there is one of each key: [batch, keys]
+  float* gradient;       // [batch, keys, heads], of key and value gradients
+};
+
+/// What a kernel takes, and such biases.
+template <class Params>
+struct WithKeyBias : Params {
+  RingKeyBias key_bias;
+};
+
+/// What a kernel takes that has biases of keys or no others.
+template <class Params, RingBiases kBiases>
+using RingParamsOf = std::conditional_t<kBiases == RingBiases::kOfKeys, WithKeyBias<Params>, Params>;
+
+template <RingBiases kBiases>
+using RingKeyValueParams =
+    std::conditional_t<kBiases == RingBiases::kRelative, RingBiasedParams, RingParamsOf<RingGradientParams, kBiases>>;
+
+/// Whether lanes store what comes with slabs: biases of keys, where these are columns.
+template <class Params>
+inline constexpr bool kLanesStore = false;
+template <>
+inline constexpr bool kLanesStore<WithKeyBias<RingForwardParams>> = true;
+template <>
+inline constexpr bool kLanesStore<WithKeyBias<RingQueryParams>> = true;
 
 }  // namespace natten_jax::small

@@ -10,15 +10,17 @@
 namespace natten_jax::small {
 
 /// What a warp that multiplies does with its tiles.
-template <class Element, int kHeadDim, int kForm, RingLoads kLoads>
+template <class Element, int kHeadDim, int kForm, RingLoads kLoads, RingBiases kBiases>
 struct RingQueryGradient {
+  using Params = RingParamsOf<RingQueryParams, kBiases>;
   using Masks = RingMasks<kForm>;
-  using Reader = RingReader<Element, kHeadDim, Kernel::kQueryGradient, Masks, kLoads>;
+  using Reader = RingReader<Element, kHeadDim, Params, Masks, kLoads>;
   using Operand = RowOperand<Element, kHeadDim>;
+  static constexpr bool kHasKeyBias = kBiases == RingBiases::kOfKeys;
   static constexpr int kBlocks = Masks::kBlocks;
   static constexpr int kAtOnce = 2;  // blocks whose instructions run while those of others wait for results
 
-  const RingQueryParams& p;
+  const Params& p;
   Reader& reader;
   Operand queries, cotangents;
   float gradient[kHeadDim / 8][4];
@@ -27,7 +29,7 @@ struct RingQueryGradient {
   LateSteps<kLoads> large;  // whose logsumexp has a remainder that counts
   float factor;
 
-  CUTE_DEVICE RingQueryGradient(const RingQueryParams& p, Reader& reader) : p(p), reader(reader) {}
+  CUTE_DEVICE RingQueryGradient(const Params& p, Reader& reader) : p(p), reader(reader) {}
 
   CUTE_DEVICE void enter(const RingUnit& unit) {
     factor = p.scale.of(unit.batch * p.heads + unit.head).logits * kLog2E;
@@ -53,6 +55,8 @@ struct RingQueryGradient {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       logsumexp[r] = base2_logsumexp(logsumexp[r]);
+      // All that the query sees is hidden: beside any logit, weights are zero.
+      if (kHasKeyBias && logsumexp[r] == -INFINITY) logsumexp[r] = INFINITY;
       delta[2 * r] -= cotangent[r];
       delta[2 * r + 1] -= cotangent[r];
       float remainder = 0.f;
@@ -88,13 +92,15 @@ struct RingQueryGradient {
       CUTE_UNROLL
       for (int b = 0; b < kCount; ++b) {
         const std::uint32_t hidden = reader.masks.inside[kFirst + b] | hidden_of_slab;
+        const RingKeyBiasOfBlock<kHasKeyBias> biases(reader.statistics_of(slab, reader.of_block(kFirst + b)));
         CUTE_UNROLL
         for (int i = 0; i < 4; ++i) {
           const int h = i / 2, r = i % 2;
           float both[2];
           CUTE_UNROLL
           for (int e = 0; e < 2; ++e) {
-            both[e] = fast_exp2(fmaf(x[b][h][2 * r + e], factor, -logsumexp[r])) * y[b][h][2 * r + e];
+            const float exponent = fmaf(x[b][h][2 * r + e], factor, biases.add(-logsumexp[r], 4 * h + e));
+            both[e] = fast_exp2(exponent) * y[b][h][2 * r + e];
           }
           a[b][i] = pack<Element>(both[0], both[1]) & ~hidden_halves(masks_of_group(hidden, h), r);
         }
@@ -139,9 +145,11 @@ struct RingQueryGradient {
     keys.load_rows(q, p.query);
     keys.load_rows(c, p.out_cotangent);
     float sums[kHeadDim / 2] = {};
+    const RingKeyBiasOfColumns<kHasKeyBias> biases(p, unit);
     keys.for_blocks([&](int token, int across, const auto& is_seen) {
       float x[2][4], y[2][4];
       keys.multiply_keys(x, q, p.key, token, across);
+      biases.add(x, token, across, is_seen);
       keys.multiply_keys(y, c, p.value, token, across);
       std::uint32_t a[4];
       CUTE_UNROLL
@@ -166,10 +174,10 @@ struct RingQueryGradient {
   }
 };
 
-template <class Element, int kHeadDim, int kForm, RingLoads kLoads>
+template <class Element, int kHeadDim, int kForm, RingLoads kLoads, RingBiases kBiases>
 __global__ void __launch_bounds__(ring_threads(kLoads, kHeadDim), 1)
-    natten_jax_small_ring_query_gradient(const __grid_constant__ RingQueryParams p) {
-  run_ring<kLoads, kHeadDim, RingQueryGradient<Element, kHeadDim, kForm, kLoads>>(p);
+    natten_jax_small_ring_query_gradient(const __grid_constant__ RingParamsOf<RingQueryParams, kBiases> p) {
+  run_ring<kLoads, kHeadDim, RingQueryGradient<Element, kHeadDim, kForm, kLoads, kBiases>>(p);
 }
 
 }  // namespace natten_jax::small

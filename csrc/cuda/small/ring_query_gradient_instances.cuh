@@ -11,7 +11,8 @@ cudaError_t launch_ring_query_gradient(int head_dim, const RingQueryParams& para
   using Element = ElementOf<kType>;
   return with_constant<0, 1>(params.shape.form, cudaErrorInvalidValue, [&](auto form) {
     return with_constant<kHeadDims[0], kHeadDims[1]>(head_dim, cudaErrorInvalidValue, [&](auto width) {
-      return launch(natten_jax_small_ring_query_gradient<Element, width, form, kLoads>, shape, params);
+      return launch(natten_jax_small_ring_query_gradient<Element, width, form, kLoads, RingBiases::kNone>, shape,
+                    params);
     });
   });
 }

@@ -31,7 +31,8 @@ CUTE_DEVICE void run_ring(const Params& p) {
     constexpr bool kHasBoxes = kLoads == RingLoads::kBoxes;
     constexpr int kWarps = most_ring_warps(kLoads, kHeadDim);
     extern __shared__ __align__(1024) char raw[];
-    RingBarriers<kLoads>& barriers = *reinterpret_cast<RingBarriers<kLoads>*>(raw + p.shape.barriers);
+    using Barriers = RingBarriers<kLoads, kLanesStore<Params>>;
+    Barriers& barriers = *reinterpret_cast<Barriers*>(raw + p.shape.barriers);
     const int warp = ring_warp();
     RingAlong::tabulate<Params::kKernel == Kernel::kKeyValueGradient>(p, raw);
     if (threadIdx.x == 0) {
@@ -49,7 +50,8 @@ CUTE_DEVICE void run_ring(const Params& p) {
       reader.walk(own);
     } else if constexpr (kHasBoxes) {
       cutlass::arch::warpgroup_reg_dealloc<kLoaderRegisters>();
-      if (threadIdx.x % 32 == 0) load_ring<Params, kHeadDim>(p, along, warp - kWarps, shared, barriers);
+      if (kLanesStore<Params> || threadIdx.x % 32 == 0)
+        load_ring<Params, kHeadDim>(p, along, warp - kWarps, shared, barriers);
     } else {
       RingChunks<Params, kHeadDim>(p, along, warp - kWarps, shared, barriers).load();
     }

@@ -67,8 +67,21 @@ constexpr RingCosts costs_of(RingLoads loads, Kernel kernel, std::int64_t head_d
   return loads == RingLoads::kBoxes ? costs_of_boxes(kernel, is_wide) : costs_of_chunks(kernel, is_wide);
 }
 
-/// How many times as long steps take with a relative bias: 1.08 to 1.14 times on an H100.
-constexpr double kOfBias = 1.1;
+/// How many times as long steps take with what is added to logits, on an H100: with a relative bias 1.08 to 1.14 times.
+/// With biases of keys, forward passes of narrow heads spill registers.
+double of_biases(const Problem& problem, Kernel kernel) {
+  if (problem.has_relative_bias) return 1.1;
+  if (!problem.has_key_bias) return 1;
+  const bool is_wide = problem.head_dim == 64;
+  switch (kernel) {
+    case Kernel::kForward:
+      return is_wide ? 1.15 : 1.4;
+    case Kernel::kQueryGradient:
+      return is_wide ? 1.07 : 1.18;
+    default:
+      return 1.07;
+  }
+}
 
 /// Nanoseconds of a launch with next to nothing to do, and bytes of slabs that come in one.
 constexpr double kLaunch = 3000, kBytes = 50;
@@ -128,7 +141,7 @@ void choose_segments(const Problem& problem, Kernel kernel, const Device& device
                turns = std::clamp<double>(held_turns, 1, shape.turns());
   const double warps = static_cast<double>(beside) * turns,
                waiting = most_ring_warps(RingLoads::kBoxes, narrow(problem.head_dim)) / warps;
-  const double longer = std::pow(waiting, costs.of_waiting) * (shape.bias_line > 0 ? kOfBias : 1),
+  const double longer = std::pow(waiting, costs.of_waiting) * of_biases(problem, kernel),
                slower = std::pow(blocks.of_slowest / blocks.average, costs.of_slowest);
   const auto step_of = [&](double blocks_of_slab) {
     const double tile = costs.tile + (costs.slab + costs.block * slower * blocks_of_slab) * slabs.seen;
@@ -187,7 +200,9 @@ bool complete(const Problem& problem, Kernel kernel, const Device& device, const
   shape.tile_bytes = narrow(kRows * row_bytes);
   const std::int64_t tile_bytes = std::int64_t{shape.tile_bytes} * shape.warps * ring_tile_arrays(kernel);
   const std::int64_t window_bytes = divide_up(length(2) * 4, kAlignment) * kAlignment;
-  const std::int64_t statistics_bytes = rows_are_keys ? keys_of_slab * kStatisticsBytes : 0;
+  if (problem.has_key_bias && !rows_are_keys && keys_of_slab > kMostBiasedKeys) return false;
+  const std::int64_t of_key = problem.has_key_bias ? kKeyBiasBytes / kBlockKeys : 0,
+                     statistics_bytes = keys_of_slab * (rows_are_keys ? kStatisticsBytes : of_key);
   const std::int64_t mask_bytes = rows_are_keys ? std::int64_t{shape.warps} * shape.blocks * kLanes : 0;
   const std::int64_t bias_bytes = shape.bias_line > 0 ? RingBias(problem.axes, shape).bytes : 0;
   const std::int64_t slots = std::min<std::int64_t>(
@@ -252,7 +267,8 @@ void take_fastest(const Problem& problem, Kernel kernel, const Device& device, R
 }  // namespace
 
 bool can_have_ring(const Problem& problem, Places places) {
-  if (places != Places::kComplete || problem.has_key_bias || problem.additional_kv > 0) return false;
+  if (places != Places::kComplete || problem.additional_kv > 0) return false;
+  if (problem.has_key_bias && problem.has_relative_bias) return false;
   if (problem.head_dim != problem.head_dim_v || (problem.head_dim != 32 && problem.head_dim != 64)) return false;
   if (keys_of_window(problem) < kLeastKeys || is_sequence(problem)) return false;
   return std::all_of(std::begin(problem.axes), std::end(problem.axes), [](const Axis& axis) {
@@ -275,6 +291,7 @@ RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank],
                       Kernel kernel, Places places, RingLoads loads, const Device& device) {
   RingShape best{};
   if (problem.has_relative_bias || !can_have_ring(problem, places)) return best;
+  if (problem.has_key_bias && loads != RingLoads::kBoxes) return best;
   int dimension[kRank] = {0, 1, 2};
   do {
     RingShape shape{};
@@ -295,6 +312,7 @@ RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank],
 RingShape choose_gradient_ring(const Problem& problem, Places places, RingLoads loads, const Device& device) {
   RingShape best{};
   if (!can_have_gradient_ring(problem, places)) return best;
+  if (problem.has_key_bias && loads != RingLoads::kBoxes) return best;
   // Larger tables are for no kernel of small windows, and what they take would not be counted.
   if (problem.has_relative_bias &&
       (loads != RingLoads::kBoxes || offset_table(problem.axes).entries > kMostBiasEntries)) {

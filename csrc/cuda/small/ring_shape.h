@@ -43,6 +43,9 @@ inline constexpr int kLongestStrip = 1024;
 /// The most slabs of a ring, and what its barriers take of shared memory (RingBarriers).
 inline constexpr int kMostRingSlots = 24, kRingBarrierBytes = 640;
 
+/// The most keys of a slab whose biases come with it: each lane that loads has two of them.
+inline constexpr int kMostBiasedKeys = 256;
+
 /// The most steps of a segment: a bit each says which are computed once more. With 64 instead of 32, strips of 64 took
 /// 0.95 times as long; where boxes are loaded, there is no register for that.
 constexpr int most_segment_steps(RingLoads loads) {
@@ -92,7 +95,7 @@ struct RingShape {
 };
 
 /// Whether the form takes such problems at all, whatever the shape: heads of 32 and 64, windows of many keys in
-/// two dimensions or three, and complete layouts without dilation, additional tokens, biases of keys or a dimension
+/// two dimensions or three, and complete layouts without dilation, additional tokens or a dimension
 /// that wraps. Cheap: asked before all else.
 bool can_have_ring(const Problem& problem, Places places);
 

@@ -3,6 +3,7 @@
 
 #include "cuda/small/products.cuh"
 #include "cuda/small/ring_barriers.cuh"
+#include "cuda/small/ring_key_bias.cuh"
 #include "cuda/small/ring_strip.cuh"
 #include "cuda/tma/boxes.cuh"
 
@@ -15,7 +16,10 @@ inline constexpr int kBoxLoaders = ring_loaders(RingLoads::kBoxes);
 /// need them. One warp alone would issue a copy every 130 cycles, of which a step takes up to 30.
 template <class Params, int kHeadDim>
 CUTE_DEVICE void load_ring(const Params& p, const RingAlong& along, int warp, std::uint32_t shared,
-                           RingBarriers<RingLoads::kBoxes>& barriers) {
+                           RingBarriers<RingLoads::kBoxes, kLanesStore<Params>>& barriers) {
+  // All lanes store, and one has boxes loaded; where none stores, that one alone is here.
+  constexpr bool kStores = kLanesStore<Params>;
+  const bool is_loader = !kStores || threadIdx.x % 32 == 0;
   constexpr bool kOfKeys = Params::kKernel == Kernel::kKeyValueGradient;
   constexpr int kTileArrays = ring_tile_arrays(Params::kKernel);
   const RingShape& shape = p.shape;
@@ -29,6 +33,8 @@ CUTE_DEVICE void load_ring(const Params& p, const RingAlong& along, int warp, st
   const int statistics_bytes = kOfKeys && !is_second ? shape.group_blocks * kBlockKeys * kStatisticsBytes : 0;
   const std::uint32_t statistics = shared + shape.statistics + first_group * statistics_bytes;
   shared += first_group * group_bytes + (is_second ? shape.array_bytes : 0);
+  [[maybe_unused]] const std::uint32_t first_bias = statistics;  // statistics: none where biases are
+  [[maybe_unused]] RingKeyBiasLoader<Params> biases(p, warp);
   RingPlace place;
   int turn = 0;
   unsigned parities = 0;  // a bit for each turn
@@ -37,6 +43,10 @@ CUTE_DEVICE void load_ring(const Params& p, const RingAlong& along, int warp, st
     const RingStrip<kOfKeys> strip(p, unit);
     const int head = unit.head * kHeadDim, head_kv = unit.head_kv(p) * kHeadDim;
     int loaded = along.of_step(unit.step).x;
+    if constexpr (kStores) {
+      biases.enter(unit, strip);
+      biases.load(along.first_key(loaded));
+    }
     for (int step = unit.step; step < unit.end; ++step) {
       if constexpr (kTileArrays > 0) {
         const int beside = shape.beside[0] * shape.beside[1];
@@ -46,12 +56,15 @@ CUTE_DEVICE void load_ring(const Params& p, const RingAlong& along, int warp, st
           first_row(p, unit, reader, row);
           std::uint64_t& full = barriers.has_tile[reader];
           wait(barriers.has_room[reader], (parities >> turn & 1) ^ 1);
-          ClusterTransactionBarrier::arrive_and_expect_tx(&full, kTileArrays * shape.tile_bytes);
-          CUTE_UNROLL
-          for (int array = 0; array < kTileArrays; ++array) {
-            load_box(p.tiles[array], tiles + (kTileArrays * reader + array) * shape.tile_bytes, shared_address(&full),
-                     head, row[0], row[1], row[2] + step * shape.rows[2], unit.batch);
+          if (is_loader) {
+            ClusterTransactionBarrier::arrive_and_expect_tx(&full, kTileArrays * shape.tile_bytes);
+            CUTE_UNROLL
+            for (int array = 0; array < kTileArrays; ++array) {
+              load_box(p.tiles[array], tiles + (kTileArrays * reader + array) * shape.tile_bytes, shared_address(&full),
+                       head, row[0], row[1], row[2] + step * shape.rows[2], unit.batch);
+            }
           }
+          if constexpr (kStores) __syncwarp();
         }
         parities ^= 1u << turn;
         if (++turn == shape.turns()) turn = 0;
@@ -59,22 +72,32 @@ CUTE_DEVICE void load_ring(const Params& p, const RingAlong& along, int warp, st
       for (const int end = along.of_step(step).y; loaded < end; ++loaded) {
         std::uint64_t& full = barriers.full[place.slot];
         wait(barriers.empty[place.slot], place.parity ^ 1);
-        ClusterTransactionBarrier::arrive_and_expect_tx(&full, groups * (group_bytes + statistics_bytes));
-        std::uint32_t to = shared + place.slot * 2 * shape.array_bytes;
-        std::uint32_t statistics_to = statistics + place.slot * shape.groups * statistics_bytes;
-        int across = strip.across + first_group * shape.wide;
-        for (int group = 0; group < groups; ++group) {
-          load_box(map, to, shared_address(&full), head_kv, across, strip.inside, along.first_key(loaded), unit.batch);
-          if constexpr (kOfKeys) {
-            if (statistics_bytes > 0) {
-              load_box(p.statistics_slabs, statistics_to, shared_address(&full), unit.head * (kStatisticsBytes / 2),
-                       across, strip.inside, along.first_key(loaded), unit.batch);
-            }
-            statistics_to += 2 * statistics_bytes;
-          }
-          to += 2 * group_bytes;
-          across += 2 * shape.wide;
+        if constexpr (kStores) {
+          biases.store(first_bias + place.slot * shape.groups * shape.group_blocks * kKeyBiasBytes);
+          arrive_at(full);
+          biases.load(along.first_key(loaded + 1));
         }
+        if (is_loader) {
+          ClusterTransactionBarrier::arrive_and_expect_tx(&full, groups * (group_bytes + statistics_bytes));
+          std::uint32_t to = shared + place.slot * 2 * shape.array_bytes;
+          std::uint32_t statistics_to = statistics + place.slot * shape.groups * statistics_bytes;
+          int across = strip.across + first_group * shape.wide;
+          for (int group = 0; group < groups; ++group) {
+            load_box(map, to, shared_address(&full), head_kv, across, strip.inside, along.first_key(loaded),
+                     unit.batch);
+            if constexpr (kOfKeys) {
+              if (statistics_bytes > 0) {
+                load_box(p.statistics_slabs, statistics_to, shared_address(&full), unit.head * (kStatisticsBytes / 2),
+                         across, strip.inside, along.first_key(loaded), unit.batch);
+              }
+              statistics_to += 2 * statistics_bytes;
+            }
+            to += 2 * group_bytes;
+            across += 2 * shape.wide;
+          }
+        }
+        // Lanes that went on would wait for the next slab's room, and the one that has boxes loaded with them.
+        if constexpr (kStores) __syncwarp();
         place.advance(shape.slots);
       }
     }
@@ -107,15 +130,20 @@ class LateSteps {
 };
 
 /// A warp that multiplies: where it reads, and what it waits for.
-template <class Element, int kHeadDim, Kernel kKernel, class Masks, RingLoads kLoads>
+template <class Element, int kHeadDim, class Params, class Masks, RingLoads kLoads>
 struct RingReader {
   static constexpr bool kRowsAreKeys = Masks::kRowsAreKeys;
-  static constexpr int kTileArrays = ring_tile_arrays(kKernel);
+  static constexpr bool kHasKeyBias = kLanesStore<Params>;
+  static constexpr int kTileArrays = ring_tile_arrays(Params::kKernel);
+  // Bytes of what is known of a column beside the arrays, and after how many columns' bytes a lane's begin: biases lie
+  // in the order in which lanes read them.
+  static constexpr int kColumnBytes = kHasKeyBias ? kKeyBiasBytes / kBlockKeys : kStatisticsBytes;
+  static constexpr int kColumnsOfLane = kHasKeyBias ? kBlockKeys / 4 : 2;
   static constexpr int kSteps = kHeadDim / 16, kRowBytes = 2 * kHeadDim, kBlockBytes = kBlockKeys * kRowBytes;
 
   const RingParams& p;
   const RingAlong& along;
-  RingBarriers<kLoads>& barriers;
+  RingBarriers<kLoads, kHasKeyBias>& barriers;
   std::uint32_t shared;
   Masks masks;
   std::uint32_t group_bytes;
@@ -132,10 +160,10 @@ struct RingReader {
     return block % Masks::kInner * kBlockBytes + block / Masks::kInner * group_bytes;
   }
 
-  /// Where the lane reads what is known of a block's queries, given where that begins in the ring. A slab's two arrays
+  /// Where the lane reads what is known of a block's columns, given where that begins in the ring. A slab's two arrays
   /// have twice as many bytes as one.
   CUTE_DEVICE std::uint32_t statistics_of(std::uint32_t slab, std::uint32_t block) const {
-    return statistics + (slab / 2 + block) / (kRowBytes / kStatisticsBytes);
+    return statistics + (slab / 2 + block) / (kRowBytes / kColumnBytes);
   }
 
   /// The warp's next tile, of one of its arrays.
@@ -230,7 +258,7 @@ struct RingReader {
       const std::uint32_t first_block = shared + masks.block * kBlockBytes;
       across = place_of_chunk<kHeadDim>(first_block, lane / 16 * 8 + lane % 8, lane / 8 % 2);
       along_rows = place_of_chunk<kHeadDim>(first_block, lane % 16, lane / 16);
-      statistics = shared + p.shape.statistics + (masks.block * kBlockKeys + lane % 4 * 2) * kStatisticsBytes;
+      statistics = shared + p.shape.statistics + (masks.block * kBlockKeys + lane % 4 * kColumnsOfLane) * kColumnBytes;
       own.enter(unit);
       int step = unit.step + own_turn - turn, slab = along.of_step(unit.step).x;
       if (step < unit.step) step += turns;

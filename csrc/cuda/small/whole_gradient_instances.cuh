@@ -17,10 +17,8 @@ cudaError_t launch_whole_gradient(int head_dim, const WholeParams<kFeature == Fe
       static_assert(width <= kLargestBoxHeadDim);
       using Element = ElementOf<kType>;
       // Terms of heads spill 13 registers more: layouts of 7 x 7 tokens, in 64 dilation groups, took 2% longer.
-      if constexpr (kFeature == Feature::kNone) {
-        if (!params.has_terms_of_heads()) {
-          return launch(natten_jax_small_whole_gradient<Element, width, Terms::kOfAll, kFeature>, shape, params);
-        }
+      if (!params.has_terms_of_heads()) {
+        return launch(natten_jax_small_whole_gradient<Element, width, Terms::kOfAll, kFeature>, shape, params);
       }
       return launch(natten_jax_small_whole_gradient<Element, width, Terms::kOfHeads, kFeature>, shape, params);
     });

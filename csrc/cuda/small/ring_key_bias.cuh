@@ -1,0 +1,190 @@
+// Biases of keys in kernels with a ring. Where keys are columns, the warps that load store those of a slab beside it;
+// where keys are rows, they are two numbers of each lane, which products of queries and keys begin with.
+#pragma once
+
+#include "cuda/common/arithmetic.cuh"
+#include "cuda/small/key_bias.cuh"
+#include "cuda/small/ring_strip.cuh"
+
+namespace natten_jax::small {
+
+/// What keys have in `of_keys` of a unit's head, as it is added to products that are yet to be scaled.
+struct RingKeyBiasOfHead {
+  const float* of_first_key;
+  int pitch;  // from one key to the next
+  float inverse_scale;
+
+  CUTE_DEVICE RingKeyBiasOfHead(const RingParams& p, const RingKeyBias& bias, const RingUnit& unit)
+      : pitch(bias.is_of_all_heads ? 1 : p.heads),
+        inverse_scale(fast_reciprocal(p.scale.of(unit.batch * p.heads + unit.head).logits)) {
+    of_first_key = bias.of_keys + std::int64_t{unit.batch} * p.tokens * pitch + (bias.is_of_all_heads ? 0 : unit.head);
+  }
+
+  /// The bias of a key as the caller has it; any of a negative token.
+  CUTE_DEVICE float load(int token) const { return __ldg(of_first_key + std::int64_t{max(token, 0)} * pitch); }
+  CUTE_DEVICE float of_products(float bias) const { return key_bias_of_products(bias, inverse_scale); }
+};
+
+/// Stores the biases of slabs: each lane of the warps that load has a key of each, or two. It loads those of the next
+/// slab while it waits until there is room for it. Where their keys lie across strips is worked out once for a strip.
+template <class Params>
+class RingKeyBiasLoader {
+ public:
+  CUTE_DEVICE RingKeyBiasLoader(const Params& p, int warp) : p_(p), first_(32 * warp + threadIdx.x % 32) {}
+
+  /// Finds the keys of a strip's slabs.
+  CUTE_DEVICE void enter(const RingUnit& unit, const RingStrip<false>& strip) {
+    const RingKeyBias& bias = p_.key_bias;
+    const RingShape& shape = p_.shape;
+    const int wide_shift = logarithm(shape.wide), of_group = shape.group_blocks * kBlockKeys;
+    const bool is_thick = shape.thick > 1;
+    CUTE_UNROLL
+    for (int i = 0; i < kOfLane; ++i) {
+      const int key = first_ + i * kLanes, group = key / of_group, line = (key - group * of_group) >> wide_shift;
+      const int across = strip.across + group * shape.wide + (key & (shape.wide - 1)),
+                inside = strip.inside + (is_thick ? 0 : line);
+      const bool is_seen = key < shape.groups * of_group && is_within(across, 0) && is_within(inside, 1);
+      token_[i] = is_seen ? across * p_.pitch[0] + inside * p_.pitch[1] : -1;
+      behind_[i] = is_thick ? line : 0;
+    }
+    of_first_key_ = RingKeyBiasOfHead(p_, bias, unit).of_first_key;
+  }
+
+  /// Begins to load those of a slab, given where it begins. What lies outside is hidden: any number does, but it has to
+  /// be one.
+  CUTE_DEVICE void load(int along) {
+    const int pitch = p_.key_bias.is_of_all_heads ? 1 : p_.heads;
+    CUTE_UNROLL
+    for (int i = 0; i < kOfLane; ++i) {
+      const int at = along + behind_[i];
+      bias_[i] = 0.f;
+      if (token_[i] >= 0 && is_within(at, 2)) {
+        bias_[i] = __ldg(of_first_key_ + std::int64_t{token_[i] + at * p_.pitch[2]} * pitch);
+      }
+    }
+  }
+
+  /// Stores them, given where a slab's begin.
+  CUTE_DEVICE void store(std::uint32_t to) const {
+    CUTE_UNROLL
+    for (int i = 0; i < kOfLane; ++i) {
+      const int key = first_ + i * kLanes, column = key % kBlockKeys;
+      if (key >= p_.shape.groups * p_.shape.group_blocks * kBlockKeys) break;
+      // A lane reads two columns of each half of a block at once.
+      const int word = key - column + column % kColumns / 2 * 4 + column / kColumns * 2 + column % 2;
+      store_word(to + 4 * word, __float_as_uint(fminf(bias_[i] * kLog2E, FLT_MAX)));
+    }
+  }
+
+ private:
+  static constexpr int kLanes = 32 * ring_loaders(RingLoads::kBoxes), kOfLane = kMostBiasedKeys / kLanes;
+
+  CUTE_DEVICE bool is_within(int at, int d) const {
+    return static_cast<unsigned>(at) < static_cast<unsigned>(p_.axis[d].kv_extent);
+  }
+
+  const Params& p_;
+  const int first_;
+  const float* of_first_key_;
+  int token_[kOfLane], behind_[kOfLane];  // of the slab that begins with the layout; negative: outside of all slabs
+  float bias_[kOfLane];
+};
+
+/// The biases of the lane's columns of a block, of logits in base 2, where `kAreThere`. They are added to what is added
+/// to logits in any case: products that begin with them have no registers for that where heads are narrow.
+template <bool kAreThere>
+struct RingKeyBiasOfBlock {
+  CUTE_DEVICE explicit RingKeyBiasOfBlock(std::uint32_t) {}
+  CUTE_DEVICE float add(float number, int) const { return number; }
+};
+template <>
+struct RingKeyBiasOfBlock<true> {
+  float of_columns[4];
+
+  CUTE_DEVICE explicit RingKeyBiasOfBlock(std::uint32_t at) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(of_columns[0]), "=f"(of_columns[1]), "=f"(of_columns[2]), "=f"(of_columns[3])
+                 : "r"(at));
+  }
+
+  /// For element `i` of eight, as accumulators of both halves have them.
+  CUTE_DEVICE float add(float number, int i) const { return number + of_columns[i / 4 * 2 + i % 2]; }
+};
+
+/// Adds biases to products that are computed once more, out of memory.
+template <bool kAreThere>
+struct RingKeyBiasOfColumns {
+  CUTE_DEVICE RingKeyBiasOfColumns(const RingParams&, const RingUnit&) {}
+  template <class Seen>
+  CUTE_DEVICE void add(float (&)[2][4], int, int, const Seen&) const {}
+};
+template <>
+struct RingKeyBiasOfColumns<true> {
+  const RingParams& p;
+  RingKeyBiasOfHead biases;
+
+  template <class Params>
+  CUTE_DEVICE RingKeyBiasOfColumns(const Params& p, const RingUnit& unit) : p(p), biases(p, p.key_bias, unit) {}
+
+  /// To a block's, which begins at a place across strips, given the token that the dimension's first key would be.
+  template <class Seen>
+  CUTE_DEVICE void add(float (&x)[2][4], int token, int across, const Seen& is_seen) const {
+    CUTE_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      const int at = across + i / 4 * kColumns + threadIdx.x % 4 * 2 + i % 2;
+      if (is_seen(i)) x[i / 4][i % 4] += biases.of_products(biases.load(token + at * p.pitch[0]));
+    }
+  }
+};
+
+/// The biases of a lane's two rows, and the sums of their gradients, where `kAreThere`: each twice, as accumulators
+/// have their rows.
+template <bool kAreThere>
+struct RingKeyBiasOfRows {
+  template <class Params>
+  CUTE_DEVICE void start(const Params&, const RingUnit&, const int (&)[2]) const {}
+  CUTE_DEVICE float4 of_products() const { return {}; }
+  CUTE_DEVICE float of_product(float product, int) const { return product; }
+  template <class Element>
+  CUTE_DEVICE void add(const std::uint32_t (&)[4]) const {}
+  template <class Params>
+  CUTE_DEVICE void write(const Params&, const RingUnit&, const int (&)[2]) const {}
+};
+template <>
+struct RingKeyBiasOfRows<true> {
+  float biases[2], sums[4];
+
+  template <class Params>
+  CUTE_DEVICE void start(const Params& p, const RingUnit& unit, const int (&tokens)[2]) {
+    const RingKeyBiasOfHead of_head(p, p.key_bias, unit);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) biases[r] = of_head.of_products(of_head.load(tokens[r]));
+    CUTE_UNROLL
+    for (float& sum : sums) sum = 0.f;
+  }
+
+  /// What products of rows and columns begin with.
+  CUTE_DEVICE float4 of_products() const { return make_float4(biases[0], biases[0], biases[1], biases[1]); }
+  /// A product of the first or second row, with its bias.
+  CUTE_DEVICE float of_product(float product, int row) const { return product + biases[row]; }
+
+  /// Adds gradients of logits, rounded as they are multiplied.
+  template <class Element>
+  CUTE_DEVICE void add(const std::uint32_t (&gradients)[4]) {
+    const std::uint32_t ones = pack<Element>(1.f, 1.f);
+    HalfInstruction<Element>::fma(sums[0], sums[1], sums[2], sums[3], gradients[0], gradients[1], gradients[2],
+                                  gradients[3], ones, ones, sums[0], sums[1], sums[2], sums[3]);
+  }
+
+  template <class Params>
+  CUTE_DEVICE void write(const Params& p, const RingUnit& unit, const int (&tokens)[2]) const {
+    if (threadIdx.x % 4 > 0) return;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const std::int64_t key = std::int64_t{unit.batch} * p.tokens + tokens[r];
+      if (tokens[r] >= 0) p.key_bias.gradient[key * p.heads + unit.head] = sums[2 * r];
+    }
+  }
+};
+
+}  // namespace natten_jax::small
