@@ -67,7 +67,6 @@ def test_windows_of_many_keys_have_a_ring(capability: ComputeCapability) -> None
         {"layout": (4096,), "kernel_size": 128},
         {"layout": (16, 4096), "kernel_size": (1, 128)},
         {"relative_bias": True},
-        {"key_bias": True, "relative_bias": True},
         {"own_origins": True},
         {"own_extents": True},
     ],

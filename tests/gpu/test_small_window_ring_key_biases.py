@@ -62,8 +62,8 @@ def drawn(name: str, dtype: Any, gain: float, kind: str) -> Biased:
     bias = bias.at[(..., *corner)].set(-jnp.inf)
     of_logsumexp = jax.random.normal(jax.random.key(6), shape[:-1])
     of_logsumexp = of_logsumexp.at[(0, *corner)].set(0.0)
-    halves = [array.astype(dtype) for array in (gain * query, key, value, cotangent)]
-    return Biased(*halves[:3], bias, halves[3], of_logsumexp)
+    query, key, value, cotangent = (array.astype(dtype) for array in (gain * query, key, value, cotangent))
+    return Biased(query, key, value, bias, cotangent, of_logsumexp)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

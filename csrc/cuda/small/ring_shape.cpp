@@ -268,7 +268,6 @@ void take_fastest(const Problem& problem, Kernel kernel, const Device& device, R
 
 bool can_have_ring(const Problem& problem, Places places) {
   if (places != Places::kComplete || problem.additional_kv > 0) return false;
-  if (problem.has_key_bias && problem.has_relative_bias) return false;
   if (problem.head_dim != problem.head_dim_v || (problem.head_dim != 32 && problem.head_dim != 64)) return false;
   if (keys_of_window(problem) < kLeastKeys || is_sequence(problem)) return false;
   return std::all_of(std::begin(problem.axes), std::end(problem.axes), [](const Axis& axis) {
@@ -280,7 +279,8 @@ bool can_have_ring(const Problem& problem, Places places) {
 }
 
 bool is_timed_beside_rings(const Problem& problem, Places places) {
-  return can_have_ring(problem, places) && keys_of_window(problem) <= kMostKeysTimed;
+  // With biases of keys, none was.
+  return can_have_ring(problem, places) && !problem.has_key_bias && keys_of_window(problem) <= kMostKeysTimed;
 }
 
 bool can_have_gradient_ring(const Problem& problem, Places places) {
