@@ -1,7 +1,7 @@
 """Key and value gradients of small windows with a ring and a relative bias, beside those of queries and of the table.
 
 Random problems are those of ``python -m tests.fuzz --backend cutlass --direct --feature relative_bias
---feature key_value_gradient_ring``.
+key_value_gradient_ring``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Small windows with a ring and biases of keys: results and all gradients.
 
-Random problems are those of ``python -m tests.fuzz --backend cutlass --direct --feature key_bias --feature ring``.
+Random problems are those of ``python -m tests.fuzz --backend cutlass --direct --feature key_bias ring``.
 """
 
 from __future__ import annotations
