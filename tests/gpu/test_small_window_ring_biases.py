@@ -1,7 +1,6 @@
-"""Key and value gradients of small windows with a ring and a relative bias, beside those of queries and of the table.
+"""Small windows with a ring and a relative bias: results, and all gradients, of which those of queries have regions.
 
-Random problems are those of ``python -m tests.fuzz --backend cutlass --direct --feature relative_bias
-key_value_gradient_ring``.
+Random problems are those of ``python -m tests.fuzz --backend cutlass --direct --feature relative_bias ring``.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ import pytest
 
 import natten_jax
 from natten_jax.cost import small_windows
-from natten_jax.performance import TilePair
+from natten_jax.performance import Pass, TilePair
 from natten_jax.simulator import problem_of
 from tests.support import oracle
 
 pytestmark = pytest.mark.gpu
 
-OPERATORS: dict[int, Callable[..., jax.Array]] = {2: natten_jax.na2d, 3: natten_jax.na3d}
+OPERATORS: dict[int, Callable[..., Any]] = {2: natten_jax.na2d, 3: natten_jax.na3d}
 
 #: Layout, window, heads and their width; borders on all sides, most ragged ones.
 PROBLEMS: dict[str, tuple[tuple[int, ...], dict[str, Any], int, int]] = {
@@ -46,14 +45,14 @@ def window_of(name: str) -> dict[str, Any]:
     return {key: value if isinstance(value, tuple) else (value,) * len(layout) for key, value in every.items()}
 
 
-def ring_tiles(name: str, dtype: Any) -> TilePair:
-    """The fastest tiles with which key and value gradients have a ring."""
+def ring_tiles(name: str, dtype: Any, pass_: Pass = "backward") -> TilePair:
+    """The fastest tiles with which a pass has a ring: in backward passes, key and value gradients have."""
     layout, _, heads, width = PROBLEMS[name]
     sizes: dict[str, Any] = {"batch": COPIES, "heads": heads, "head_dim": width, "dtype": jnp.dtype(dtype).name}
     problem = dataclasses.replace(problem_of(layout, **window_of(name), **sizes), relative_bias=True)
-    for pair, _ in small_windows.ranked("cutlass", problem, "backward", (9, 0)):
-        found = small_windows.estimate("cutlass", problem, "backward", pair, (9, 0))
-        if found is not None and found.launches[-1].kernel == "key/value gradient with a ring":
+    for pair, _ in small_windows.ranked("cutlass", problem, pass_, (9, 0)):
+        found = small_windows.estimate("cutlass", problem, pass_, pair, (9, 0))
+        if found is not None and found.launches[-1].kernel.endswith("with a ring"):
             return pair
     raise AssertionError(f"no tiles of {problem} have a ring")
 
@@ -71,6 +70,22 @@ def drawn(name: str, dtype: Any, gain: float, has_tables_of_entries: bool = Fals
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
+def results(name: str, pair: TilePair, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Outputs and logsumexp of ``COPIES`` copies of a batch entry's query, key and value, and the table of all."""
+    query, key, value = (jnp.repeat(array, COPIES, 0) for array in arrays[:3])
+    function: Callable[..., tuple[jax.Array, ...]] = functools.partial(
+        OPERATORS[len(PROBLEMS[name][0])],
+        **window_of(name),
+        relative_bias=arrays[3],
+        backend="cutlass-fna",
+        q_tile_shape=pair[0],
+        kv_tile_shape=pair[1],
+        return_lse=True,
+    )
+    return function(query, key, value)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def gradients(name: str, pair: TilePair, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Gradients of ``COPIES`` copies of a batch entry's query, key and value, and the table that all have."""
     *_, cotangent = arrays
@@ -85,6 +100,30 @@ def gradients(name: str, pair: TilePair, *arrays: jax.Array) -> tuple[jax.Array,
     _, pullback = jax.vjp(lambda *of: function(*of[:3], relative_bias=of[3]), query, key, value, arrays[3])
     found: tuple[jax.Array, ...] = pullback(cotangent)
     return found
+
+
+@pytest.mark.parametrize("gain", [1.0, 40.0, 3000.0])  # beside large logits, sums are computed once more
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_results_with_a_relative_bias(name: str, dtype: Any, gain: float) -> None:
+    if gain > 100 and dtype == jnp.float16:
+        pytest.skip("float16 has no such numbers")
+    layout, _, heads, width = PROBLEMS[name]
+    arrays = drawn(name, dtype, gain)
+    out, logsumexp = results(name, ring_tiles(name, dtype, "forward"), *arrays[:4])
+    entries = oracle.relative_entries(layout, **window_of(name))
+    mask = oracle.neighborhood_mask(layout, **window_of(name))
+    bound = 1.8e-2 if dtype == jnp.bfloat16 else 3e-3
+    for head in range(heads):
+        own = slice(head, head + 1)
+        query, key, value = (np.asarray(arrays[i][..., own, :]) for i in range(3))
+        tensors = oracle.Tensors(query, key, value, relative_bias=np.asarray(arrays[3][own]))
+        exact = oracle.forward(tensors, mask, width**-0.5, entries)
+        of_head, of_rows = np.asarray(out[..., own, :]), np.asarray(logsumexp[..., own])
+        for found in (of_head, of_rows):
+            np.testing.assert_array_equal(found, np.broadcast_to(found[:1], found.shape))
+        assert np.linalg.norm(of_head[:1].astype(np.float64) - exact.out) <= bound * np.linalg.norm(exact.out)
+        assert np.linalg.norm(of_rows[:1].astype(np.float64) - exact.lse) <= 2e-6 * np.linalg.norm(exact.lse)
 
 
 @pytest.mark.parametrize("gain", [1.0, 40.0, 3000.0])  # beside large logits, gradients need what float32 leaves out
@@ -120,11 +159,13 @@ def test_gradients_with_a_relative_bias(name: str, dtype: Any, gain: float) -> N
 
 
 @pytest.mark.parametrize("name", ["13x13", "13x13, narrow", "clips", "volume"])
-def test_gradients_with_a_relative_bias_are_reproducible(name: str) -> None:
-    arrays, pair = drawn(name, jnp.bfloat16, 1.0), ring_tiles(name, jnp.bfloat16)
-    first = gradients(name, pair, *arrays)
+@pytest.mark.parametrize("function", [results, gradients])
+def test_a_call_with_a_relative_bias_is_reproducible(function: Callable[..., Any], name: str) -> None:
+    arrays = drawn(name, jnp.bfloat16, 1.0)
+    pair = ring_tiles(name, jnp.bfloat16, "forward" if function is results else "backward")
+    first = function(name, pair, *arrays)
     for _ in range(20):
-        jax.tree.map(np.testing.assert_array_equal, gradients(name, pair, *arrays), first)
+        jax.tree.map(np.testing.assert_array_equal, function(name, pair, *arrays), first)
 
 
 def test_heads_have_scales_sinks_and_tables_of_their_own() -> None:
@@ -137,7 +178,7 @@ def test_heads_have_scales_sinks_and_tables_of_their_own() -> None:
     tables = table + 0.01 * shift[::COPIES, None, None, None]
     scales = width**-0.5 * jnp.linspace(0.5, 1.5, batch * heads).reshape(batch, heads)
     sinks = jnp.linspace(-4.0, 4.0, heads)
-    pair = ring_tiles(name, dtype)
+    forward_pair, pair = ring_tiles(name, dtype, "forward"), ring_tiles(name, dtype)
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, table: jax.Array, scale: jax.Array) -> jax.Array:
         found = OPERATORS[2](
@@ -147,6 +188,8 @@ def test_heads_have_scales_sinks_and_tables_of_their_own() -> None:
             relative_bias=table,
             sinks=sinks,
             backend="cutlass-fna",
+            q_tile_shape=forward_pair[0],
+            kv_tile_shape=forward_pair[1],
             backward_q_tile_shape=pair[0],
             backward_kv_tile_shape=pair[1],
         )

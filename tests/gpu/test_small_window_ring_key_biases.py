@@ -38,17 +38,15 @@ class Biased(NamedTuple):
 
 
 def ring_tiles(name: str, dtype: Any, pass_: Pass) -> TilePair:
-    """The fastest tiles with which all kernels of a pass have a ring; of narrow heads in forward passes, any tiles."""
+    """The fastest tiles with which all kernels of a pass have a ring."""
     layout, _, heads, width = PROBLEMS[name]
     sizes: dict[str, Any] = {"batch": COPIES, "heads": heads, "head_dim": width, "dtype": jnp.dtype(dtype).name}
     problem = dataclasses.replace(problem_of(layout, **window_of(name), **sizes), key_bias=True)
-    pairs = [pair for pair, _ in small_windows.ranked("cutlass", problem, pass_, (9, 0))]
-    for pair in pairs:
+    for pair, _ in small_windows.ranked("cutlass", problem, pass_, (9, 0)):
         found = small_windows.estimate("cutlass", problem, pass_, pair, (9, 0))
         if found is not None and all("with a ring" in launch.kernel for launch in found.launches):
             return pair
-    assert pass_ == "forward" and width == 32, f"no tiles of {problem} have rings"
-    return pairs[0]
+    raise AssertionError(f"no tiles of {problem} have rings")
 
 
 def drawn(name: str, dtype: Any, gain: float, kind: str) -> Biased:

@@ -1,4 +1,4 @@
-// A relative bias in the kernel of key and value gradients with a ring: what its warps have of the tables.
+// A relative bias in kernels with a ring: what the warps that multiply have of the tables.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -15,7 +15,7 @@ CUTE_DEVICE float load_float(std::uint32_t address) {
 }
 
 /// Without one.
-template <bool kHasBias>
+template <class Params, bool kHasBias>
 class RingRelativeBias {
  public:
   struct OfSlab {
@@ -28,78 +28,97 @@ class RingRelativeBias {
   };
 
   CUTE_DEVICE RingRelativeBias(const RingParams&, std::uint32_t) {}
-  CUTE_DEVICE void enter(const RingUnit&, const RingTable&) const {}
+  template <class Masks>
+  CUTE_DEVICE void enter(const RingUnit&, const Masks&) const {}
   CUTE_DEVICE void start(int, int) const {}
   CUTE_DEVICE OfSlab of_slab() const { return {}; }
   CUTE_DEVICE void next_slab() const {}
   CUTE_DEVICE OfStep of_step(const RingUnit&, int) const { return {}; }
 };
 
-/// Lanes have rows of keys, and read further back for queries that lie further on. What hidden pairs read is nobody's.
-template <>
-class RingRelativeBias<true> {
+/// An entry is for the offset of a key from a query: lanes with rows of queries read further on for keys that lie
+/// further on, and those with rows of keys further back for such queries. What hidden pairs read is nobody's; where the
+/// kernel hides by adding, it is a number, too.
+template <class Params>
+class RingRelativeBias<Params, true> {
+  static constexpr bool kRowsAreKeys = Params::kKernel == Kernel::kKeyValueGradient;
+  static constexpr int kOfRows = kRowsAreKeys ? 1 : -1, kOfColumns = -kOfRows;
+
  public:
   /// What is added in the blocks of a slab.
   class OfSlab {
    public:
     CUTE_DEVICE OfSlab(const RingBias& bias, std::uint32_t at) : bias_(bias), at_(at) {}
 
-    /// The biases of a block, in products of keys and queries.
+    /// The biases of a block, in products of queries and keys.
     CUTE_DEVICE void load(float (&x)[2][4]) const {
       CUTE_UNROLL
       for (int i = 0; i < 8; ++i) {
         const int h = i / 4, r = i / 2 % 2, e = i % 2;
-        const int behind = r * bias_.next_row - h * bias_.next_half - e * kRingEntryBytes;
-        x[h][2 * r + e] = load_float(at_ + behind);
+        const int further = h * bias_.next_half + e * kRingEntryBytes;
+        x[h][2 * r + e] = load_float(at_ + kOfRows * r * bias_.next_row + kOfColumns * further);
       }
     }
-    CUTE_DEVICE void next_block() { at_ -= bias_.next_block; }
-    CUTE_DEVICE void next_group(int blocks) { at_ += blocks * bias_.next_block - bias_.next_group; }
+    CUTE_DEVICE void next_block() { at_ += kOfColumns * bias_.next_block; }
+    CUTE_DEVICE void next_group(int blocks) { at_ += kOfColumns * (bias_.next_group - blocks * bias_.next_block); }
 
    private:
     const RingBias& bias_;
     std::uint32_t at_;
   };
 
-  CUTE_DEVICE RingRelativeBias(const RingBiasedParams& p, std::uint32_t shared) : p_(p), shared_(shared) {}
+  CUTE_DEVICE RingRelativeBias(const Params& p, std::uint32_t shared) : p_(p), shared_(shared) {}
 
   /// All warps that multiply have to enter all units.
-  CUTE_DEVICE void enter(const RingUnit& unit, const RingTable& masks) {
+  template <class Masks>
+  CUTE_DEVICE void enter(const RingUnit& unit, const Masks& masks) {
     const int table = units_ % p_.bias.tables;
     if (table == 0) fill(units_);
     ++units_;
     const RingShape& shape = p_.shape;
     const int column = threadIdx.x % 4 * 2, wide_shift = logarithm(shape.wide);
-    const RingStrip<true> strip(p_, unit);
+    const RingStrip<kRowsAreKeys> strip(p_, unit);
     // The lane's first column in the warp's first block: along the strip, in slabs that begin with that of the layout.
     const int group = masks.block / shape.group_blocks, inner = masks.block - group * shape.group_blocks,
               behind = column >> wide_shift;
     const bool is_thick = shape.thick > 1;
-    first_ = of_rows(unit, table) -
-             (strip.across + group * shape.wide + (column & (shape.wide - 1))) * p_.bias.pitch[0] -
-             (strip.inside + (is_thick ? 0 : inner * (kBlockKeys >> wide_shift) + behind)) * p_.bias.pitch[1] -
-             (is_thick ? behind : 0) * p_.bias.pitch[2];
+    const int across = strip.across + group * shape.wide + (column & (shape.wide - 1)),
+              inside = strip.inside + (is_thick ? 0 : inner * (kBlockKeys >> wide_shift) + behind);
+    first_ = of_rows(unit, table) + kOfColumns * (across * p_.bias.pitch[0] + inside * p_.bias.pitch[1] +
+                                                  (is_thick ? behind : 0) * p_.bias.pitch[2]);
   }
 
   /// Begins with a step, given where its first slab begins.
   CUTE_DEVICE void start(int step, int first_key) {
-    at_ = first_ + (step * p_.shape.rows[2] - first_key) * p_.bias.pitch[2];
+    at_ = first_ + kOfRows * (step * p_.shape.rows[2] - first_key) * p_.bias.pitch[2];
   }
 
   CUTE_DEVICE OfSlab of_slab() const { return {p_.bias, at_}; }
-  CUTE_DEVICE void next_slab() { at_ -= p_.bias.next_slab; }
+  CUTE_DEVICE void next_slab() { at_ += kOfColumns * p_.bias.next_slab; }
 
   /// The biases of the lane's rows in a step of the unit that was entered, for products that are computed once more.
   class OfStep {
    public:
     CUTE_DEVICE OfStep(const RingBias& bias, std::uint32_t of_rows) : bias_(bias), of_rows_(of_rows) {}
 
-    /// Adds that of the first or second row and of a query, given where this lies.
-    CUTE_DEVICE float add(float product, int row, const int (&query)[kRank]) const {
-      std::uint32_t at = of_rows_ + row * bias_.next_row;
+    /// Adds that of the first or second row and of a column, given where this lies.
+    CUTE_DEVICE float add(float product, int row, const int (&column)[kRank]) const {
+      std::uint32_t at = of_rows_ + kOfRows * row * bias_.next_row;
       CUTE_UNROLL
-      for (int d = 0; d < kRank; ++d) at -= query[d] * bias_.pitch[d];
+      for (int d = 0; d < kRank; ++d) at += kOfColumns * column[d] * bias_.pitch[d];
       return product + load_float(at);
+    }
+
+    /// Adds those of a block, as RingTile has them.
+    template <class Seen>
+    CUTE_DEVICE void add(float (&x)[2][4], int, int across, const Seen& is_seen) const {
+      CUTE_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        const int column[] = {across + i / 4 * kColumns + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2, is_seen.inside,
+                              is_seen.along};
+        float& product = x[i / 4][i % 4];
+        if (is_seen(i)) product = add(product, i / 2 % 2, column);
+      }
     }
 
    private:
@@ -108,7 +127,7 @@ class RingRelativeBias<true> {
   };
   CUTE_DEVICE OfStep of_step(const RingUnit& unit, int step) const {
     const int table = (units_ - 1) % p_.bias.tables;
-    return {p_.bias, of_rows(unit, table) + step * p_.shape.rows[2] * p_.bias.pitch[2]};
+    return {p_.bias, of_rows(unit, table) + kOfRows * step * p_.shape.rows[2] * p_.bias.pitch[2]};
   }
 
  private:
@@ -116,6 +135,9 @@ class RingRelativeBias<true> {
   CUTE_DEVICE void fill(int round) const {
     constexpr int kBarrier = 0;  // of those that are left to kernels
     const int warps = p_.shape.warps, of_tables = p_.bias.tables, warp = ring_warp();
+    if constexpr (!kRowsAreKeys) {
+      if (round == 0) clear();
+    }
     cutlass::arch::NamedBarrier::sync(32 * warps, kBarrier);  // nobody reads those that are there
     // Each table has some of the warps, of which there are more: entries of all tables come at the same time.
     const int table = warp % of_tables, number = unit_of_round(p_, round + table);
@@ -138,21 +160,31 @@ class RingRelativeBias<true> {
     cutlass::arch::NamedBarrier::sync(32 * warps, kBarrier);
   }
 
+  /// Makes all that no table fills zeros.
+  CUTE_DEVICE void clear() const {
+    const int threads = 32 * p_.shape.warps;
+    for (int at = threadIdx.x * kRingEntryBytes; at < p_.bias.bytes; at += threads * kRingEntryBytes) {
+      store_word(tables() + at, 0u);
+    }
+  }
+
   CUTE_DEVICE std::uint32_t tables() const { return shared_ + p_.shape.bytes - p_.bias.bytes; }
 
-  /// The entry of the lane's first row in a strip's first step and of the layout's first query.
+  /// The entry of the lane's first row in a strip's first step and of the layout's first column. Rows of a tile that
+  /// the layout does not have are as far as its last one.
   CUTE_DEVICE std::uint32_t of_rows(const RingUnit& unit, int table) const {
     int row[kRank];
     first_row(p_, unit, ring_warp(), row);
     std::uint32_t result = tables() + p_.bias.center + kRingEntryBytes * table * p_.bias.entries;
     CUTE_UNROLL
     for (int d = 0; d < kRank; ++d) {
-      result += (row[d] + place_of_row(p_.shape, threadIdx.x % 32 / 4, d)) * p_.bias.pitch[d];
+      const int first = kRowsAreKeys ? row[d] : min(row[d], p_.axis[d].query_extent - 1);
+      result += kOfRows * (first + place_of_row(p_.shape, threadIdx.x % 32 / 4, d)) * p_.bias.pitch[d];
     }
     return result;
   }
 
-  const RingBiasedParams& p_;
+  const Params& p_;
   std::uint32_t shared_;
   int units_ = 0;        // that were entered
   std::uint32_t first_;  // the entry of the lane's first row in a strip's first step, and of its first column in a slab

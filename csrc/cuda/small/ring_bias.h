@@ -1,5 +1,5 @@
-// A relative bias as the kernel of key and value gradients with a ring has it in shared memory: tables in products,
-// whose lines go across strips, and are long enough for a warp's lanes.
+// A relative bias as kernels with a ring have it in shared memory: tables in products, whose lines go across strips,
+// and are long enough for a warp's lanes.
 #pragma once
 
 #include <algorithm>
@@ -59,12 +59,14 @@ struct RingBias {
   int bytes;                              ///< All tables, and on both sides what hidden pairs read.
 
   RingBias() = default;
-  RingBias(const Axis (&axes)[kRank], const RingShape& shape) {
+  RingBias(const Axis (&axes)[kRank], const RingShape& shape, Kernel kernel) {
     // Five tables of 13 x 13 windows take 12.5 kB, a slab of queries and cotangents up to 30.
     constexpr std::int64_t kMostTables = 5, kBytesOfTables = 14 * 1024;
     const OffsetTable offsets = offset_table(axes);
-    // What a block and a slab extend to.
-    const int high = kBlockKeys / shape.wide, extent[kRank] = {shape.wide, shape.thick > 1 ? 1 : high, shape.thick};
+    // What a slab extends to, and a block, or all blocks that a warp multiplies whether its rows see them or not.
+    const RingForm form = kernel == Kernel::kKeyValueGradient ? RingForm{1, 1} : kRingForms[shape.form];
+    const int high = kBlockKeys / shape.wide,
+              extent[kRank] = {form.groups * shape.wide, shape.thick > 1 ? 1 : form.inner * high, shape.thick};
     std::int64_t all = 1, margin = 0, zero = 0;
     for (int i = 0; i < kRank; ++i) {
       const std::int64_t reach = offsets.reach[shape.dimension[i]];

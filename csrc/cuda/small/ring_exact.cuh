@@ -153,10 +153,9 @@ class RingTile {
 };
 
 /// Results relative to the largest logits, whatever these are.
-template <class Element, int kHeadDim, bool kHasKeyBias>
+template <class Element, int kHeadDim, class Biases>
 CUTE_DEVICE void compute_ring_exactly(float (&o)[kHeadDim / 2], float (&sum)[2], float (&shift)[2], const RingParams& p,
-                                      const RingTile<Element, kHeadDim>& keys,
-                                      const RingKeyBiasOfColumns<kHasKeyBias>& biases, float factor) {
+                                      const RingTile<Element, kHeadDim>& keys, const Biases& biases, float factor) {
   std::uint32_t q[kHeadDim / 16][4];
   keys.load_rows(q, p.query);
   float largest[2] = {-INFINITY, -INFINITY};

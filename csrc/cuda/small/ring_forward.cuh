@@ -5,6 +5,7 @@
 // Weights are relative to no logit at all (bfloat16), or to some one (float16), as in forward.cuh.
 #pragma once
 
+#include "cuda/small/ring_bias.cuh"
 #include "cuda/small/ring_exact.cuh"
 #include "cuda/small/ring_run.cuh"
 #include "cuda/small/ring_store.cuh"
@@ -18,6 +19,7 @@ struct RingForward {
   using Masks = RingMasks<kForm>;
   using Reader = RingReader<Element, kHeadDim, Params, Masks, kLoads>;
   static constexpr int kBlocks = Masks::kBlocks;
+  static constexpr bool kHasRelativeBias = kBiases == RingBiases::kRelative;
   static constexpr bool kHasKeyBias = kBiases == RingBiases::kOfKeys;
   static constexpr bool kHasReference = TrustedSums<Element>::kHasReference;
   static constexpr int kAtOnce = 2;  // blocks whose instructions run while those of others wait for results
@@ -29,14 +31,18 @@ struct RingForward {
   float sum[2], shift[2];
   float factor;
   LateSteps<kLoads> untrusted;
+  RingRelativeBias<Params, kHasRelativeBias> bias;
 
-  CUTE_DEVICE RingForward(const Params& p, Reader& reader) : p(p), reader(reader), factor(p.exponent_scale) {}
+  CUTE_DEVICE RingForward(const Params& p, Reader& reader)
+      : p(p), reader(reader), factor(p.exponent_scale), bias(p, reader.shared) {}
 
   CUTE_DEVICE void enter(const RingUnit& unit) {
     if (p.scale.heads != nullptr) factor = p.scale.of(unit.batch * p.heads + unit.head).logits * kLog2E;
+    bias.enter(unit, reader.masks);
   }
 
-  CUTE_DEVICE void start(const RingUnit&, int, int2 seen) {
+  CUTE_DEVICE void start(const RingUnit&, int step, int2 seen) {
+    bias.start(step, reader.along.first_key(seen.x));
     queries = reader.load_tile();
     reader.leave_tile(Reader::loaded(queries));
     CUTE_UNROLL
@@ -63,27 +69,37 @@ struct RingForward {
   }
 
   /// Adds what the tile sees of a slab.
-  CUTE_DEVICE void add(std::uint32_t slab, std::uint32_t hidden_of_slab) { add_blocks<0>(slab, hidden_of_slab); }
+  CUTE_DEVICE void add(std::uint32_t slab, std::uint32_t hidden_of_slab) {
+    auto biases = bias.of_slab();
+    add_blocks<0>(slab, hidden_of_slab, biases);
+    bias.next_slab();
+  }
 
-  template <int kFirst>
-  CUTE_DEVICE void add_blocks(std::uint32_t slab, std::uint32_t hidden_of_slab) {
+  template <int kFirst, class Biases>
+  CUTE_DEVICE void add_blocks(std::uint32_t slab, std::uint32_t hidden_of_slab, Biases& of_offsets) {
     constexpr int kCount = kBlocks - kFirst < kAtOnce ? kBlocks - kFirst : kAtOnce;
     if constexpr (kCount > 0) {
       std::uint32_t at[kCount];
       CUTE_UNROLL
       for (int i = 0; i < kCount; ++i) at[i] = reader.across + slab + reader.of_block(kFirst + i);
       float x[kCount][2][4];
-      reader.multiply_blocks(x, queries, at, {});
+      CUTE_UNROLL
+      for (int i = 0; i < kCount; ++i) {
+        of_offsets.load(x[i]);
+        of_offsets.next_block();
+        if ((kFirst + i + 1) % Masks::kInner == 0) of_offsets.next_group(Masks::kInner);
+        load_ring_key_biases<kHasKeyBias>(x[i], reader.statistics_of(slab, reader.of_block(kFirst + i)));
+      }
+      reader.template multiply_blocks<kBiases != RingBiases::kNone>(x, queries, at, {});
       std::uint32_t weights[kCount][4];
       CUTE_UNROLL
       for (int b = 0; b < kCount; ++b) {
         const std::uint32_t hidden = reader.masks.inside[kFirst + b] | hidden_of_slab;
-        const RingKeyBiasOfBlock<kHasKeyBias> biases(reader.statistics_of(slab, reader.of_block(kFirst + b)));
         CUTE_UNROLL
         for (int i = 0; i < 8; ++i) {
           float& logit = x[b][i / 4][i % 4];
           if constexpr (kHasReference) logit -= shift[i / 2 % 2];
-          logit = fast_exp2(fmaf(logit, factor, biases.add(hiding(masks_of_group(hidden, i / 4), i % 4), i)));
+          logit = fast_exp2(fmaf(logit, factor, hiding(masks_of_group(hidden, i / 4), i % 4)));
         }
         CUTE_UNROLL
         for (int i = 0; i < 4; ++i) {
@@ -96,7 +112,7 @@ struct RingForward {
       for (int i = 0; i < kCount; ++i) {
         reader.add_block(o, weights[i], reader.along_rows + p.shape.array_bytes + slab + reader.of_block(kFirst + i));
       }
-      add_blocks<kFirst + kCount>(slab, hidden_of_slab);
+      add_blocks<kFirst + kCount>(slab, hidden_of_slab, of_offsets);
     }
   }
 
@@ -154,8 +170,12 @@ struct RingForward {
     reader.masks.enter_step(p, reader.along, step);
     reader.masks.find_tokens(p, step, tokens);
     float values[kHeadDim / 2], sums[2], largest[2];
-    compute_ring_exactly(values, sums, largest, p, RingTile<Element, kHeadDim>(p, unit, step),
-                         RingKeyBiasOfColumns<kHasKeyBias>(p, unit), factor);
+    const RingTile<Element, kHeadDim> tile(p, unit, step);
+    if constexpr (kHasRelativeBias) {
+      compute_ring_exactly(values, sums, largest, p, tile, bias.of_step(unit, step), factor);
+    } else {
+      compute_ring_exactly(values, sums, largest, p, tile, RingKeyBiasOfColumns<kHasKeyBias>(p, unit), factor);
+    }
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) sums[r] = sum_of_row(sums[r]);
     float of_rows[2];

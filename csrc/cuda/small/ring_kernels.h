@@ -22,9 +22,12 @@ cudaError_t launch_ring_query_gradient(int head_dim, const RingQueryParams& para
 template <ElementType kType, RingLoads kLoads>
 cudaError_t launch_ring_key_value_gradient(int head_dim, const RingGradientParams& params, const LaunchShape& shape);
 
-/// The same with a relative bias: with boxes alone.
+/// Two of them with a relative bias: with boxes alone.
 template <ElementType kType>
-cudaError_t launch_ring_biased_key_value_gradient(int head_dim, const RingBiasedParams& params,
+cudaError_t launch_ring_biased_forward(int head_dim, const WithRelativeBias<RingForwardParams>& params,
+                                       const LaunchShape& shape);
+template <ElementType kType>
+cudaError_t launch_ring_biased_key_value_gradient(int head_dim, const WithRelativeBias<RingGradientParams>& params,
                                                   const LaunchShape& shape);
 
 /// All three with biases of keys: with boxes alone.

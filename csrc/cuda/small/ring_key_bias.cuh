@@ -1,5 +1,5 @@
-// Biases of keys in kernels with a ring. Where keys are columns, the warps that load store those of a slab beside it;
-// where keys are rows, they are two numbers of each lane, which products of queries and keys begin with.
+// Biases of keys in kernels with a ring, which products of queries and keys begin with. Where keys are columns, the
+// warps that load store those of a slab beside it; where keys are rows, they are two numbers of each lane.
 #pragma once
 
 #include "cuda/common/arithmetic.cuh"
@@ -47,7 +47,9 @@ class RingKeyBiasLoader {
       token_[i] = is_seen ? across * p_.pitch[0] + inside * p_.pitch[1] : -1;
       behind_[i] = is_thick ? line : 0;
     }
-    of_first_key_ = RingKeyBiasOfHead(p_, bias, unit).of_first_key;
+    const RingKeyBiasOfHead of_head(p_, bias, unit);
+    of_first_key_ = of_head.of_first_key;
+    inverse_scale_ = of_head.inverse_scale;
   }
 
   /// Begins to load those of a slab, given where it begins. What lies outside is hidden: any number does, but it has to
@@ -72,7 +74,7 @@ class RingKeyBiasLoader {
       if (key >= p_.shape.groups * p_.shape.group_blocks * kBlockKeys) break;
       // A lane reads two columns of each half of a block at once.
       const int word = key - column + column % kColumns / 2 * 4 + column / kColumns * 2 + column % 2;
-      store_word(to + 4 * word, __float_as_uint(fminf(bias_[i] * kLog2E, FLT_MAX)));
+      store_word(to + 4 * word, __float_as_uint(key_bias_of_products(bias_[i], inverse_scale_)));
     }
   }
 
@@ -86,30 +88,22 @@ class RingKeyBiasLoader {
   const Params& p_;
   const int first_;
   const float* of_first_key_;
+  float inverse_scale_;
   int token_[kOfLane], behind_[kOfLane];  // of the slab that begins with the layout; negative: outside of all slabs
   float bias_[kOfLane];
 };
 
-/// The biases of the lane's columns of a block, of logits in base 2, where `kAreThere`. They are added to what is added
-/// to logits in any case: products that begin with them have no registers for that where heads are narrow.
+/// The biases of the lane's columns of a block, in products of both rows, given where they lie.
 template <bool kAreThere>
-struct RingKeyBiasOfBlock {
-  CUTE_DEVICE explicit RingKeyBiasOfBlock(std::uint32_t) {}
-  CUTE_DEVICE float add(float number, int) const { return number; }
-};
-template <>
-struct RingKeyBiasOfBlock<true> {
-  float of_columns[4];
-
-  CUTE_DEVICE explicit RingKeyBiasOfBlock(std::uint32_t at) {
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(of_columns[0]), "=f"(of_columns[1]), "=f"(of_columns[2]), "=f"(of_columns[3])
-                 : "r"(at));
+CUTE_DEVICE void load_ring_key_biases([[maybe_unused]] float (&x)[2][4], [[maybe_unused]] std::uint32_t at) {
+  if constexpr (kAreThere) {
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const int h = i / 2, r = i % 2;
+      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[h][2 * r]), "=f"(x[h][2 * r + 1]) : "r"(at + 8 * h));
+    }
   }
-
-  /// For element `i` of eight, as accumulators of both halves have them.
-  CUTE_DEVICE float add(float number, int i) const { return number + of_columns[i / 4 * 2 + i % 2]; }
-};
+}
 
 /// Adds biases to products that are computed once more, out of memory.
 template <bool kAreThere>

@@ -20,7 +20,7 @@ CUTE_DEVICE std::uint32_t load_byte(std::uint32_t address) {
 template <class Element, int kHeadDim, RingLoads kLoads, RingBiases kBiases>
 struct RingKeyValueGradient {
   static constexpr bool kHasBias = kBiases == RingBiases::kRelative;
-  using Params = RingKeyValueParams<kBiases>;
+  using Params = RingParamsOf<RingGradientParams, kBiases>;
   using Reader = RingReader<Element, kHeadDim, Params, RingTable, kLoads>;
   using Operand = RowOperand<Element, kHeadDim>;
 
@@ -30,7 +30,7 @@ struct RingKeyValueGradient {
   float of_keys[kHeadDim / 8][4], of_values[kHeadDim / 8][4];
   float factor;
   LateSteps<kLoads> large;  // that see queries whose logsumexp has a remainder that counts
-  RingRelativeBias<kHasBias> bias;
+  RingRelativeBias<Params, kHasBias> bias;
   RingKeyBiasOfRows<kBiases == RingBiases::kOfKeys> key_bias;
 
   CUTE_DEVICE RingKeyValueGradient(const Params& p, Reader& reader)
@@ -184,7 +184,7 @@ struct RingKeyValueGradient {
 
 template <class Element, int kHeadDim, RingLoads kLoads, RingBiases kBiases>
 __global__ void __launch_bounds__(ring_threads(kLoads, kHeadDim), 1)
-    natten_jax_small_ring_key_value_gradient(const __grid_constant__ RingKeyValueParams<kBiases> p) {
+    natten_jax_small_ring_key_value_gradient(const __grid_constant__ RingParamsOf<RingGradientParams, kBiases> p) {
   run_ring<kLoads, kHeadDim, RingKeyValueGradient<Element, kHeadDim, kLoads, kBiases>>(p);
 }
 

@@ -110,17 +110,6 @@ Status prepare(const Problem& problem, const RingShape& shape, const Arrays& arr
   return {};
 }
 
-/// Fills in what the kernels of key and value gradients have whatever is added to logits.
-Status prepare_keys(const Problem& problem, const RingShape& shape, const Arrays& arrays, const float* statistics,
-                    cudaStream_t stream, RingGradientParams& p, LaunchShape& launch) {
-  NATTEN_JAX_RETURN_IF_FAILED(prepare(problem, shape, arrays, stream, p, launch));
-  p.out_cotangent = arrays.out_cotangent;
-  p.statistics = reinterpret_cast<const float4*>(statistics);
-  p.key_gradient = arrays.key_gradient;
-  p.value_gradient = arrays.value_gradient;
-  return encode_arrays(problem, p);
-}
-
 /// Calls `call` where slabs come as boxes: no shape is chosen for other kernels than have them.
 template <RingLoads kLoads, class Call>
 cudaError_t with_boxes(const Call& call) {
@@ -131,8 +120,16 @@ cudaError_t with_boxes(const Call& call) {
   }
 }
 
-RingKeyBias key_bias_of(const Arrays& arrays) {
-  return {arrays.key_bias, arrays.key_bias_heads == 1, arrays.key_bias_gradient};
+template <class Params>
+WithKeyBias<Params> with_key_bias(const Params& p, const Arrays& arrays) {
+  return {p, {arrays.key_bias, arrays.key_bias_heads == 1, arrays.key_bias_gradient}};
+}
+
+template <class Params>
+WithRelativeBias<Params> with_relative_bias(const Params& p, const Problem& problem, const Arrays& arrays) {
+  const OffsetTable offsets = offset_table(problem.axes);
+  return {p, RingBias(problem.axes, p.shape, Params::kKernel), given_table(problem, offsets.pitch[1], arrays),
+          cutlass::FastDivmod(static_cast<int>(offsets.pitch[0] / offsets.pitch[1]))};
 }
 
 }  // namespace
@@ -161,8 +158,7 @@ Status find_gradient_rings(const Problem& problem, const TileShapes& tiles, Plac
 }
 
 Status run_ring_forward(const Problem& problem, const RingShape& shape, const Arrays& arrays, cudaStream_t stream) {
-  WithKeyBias<RingForwardParams> p{};  // of which plain kernels take what they know
-  p.key_bias = key_bias_of(arrays);
+  RingForwardParams p{};
   LaunchShape launch{};
   NATTEN_JAX_RETURN_IF_FAILED(prepare(problem, shape, arrays, stream, p, launch));
   p.sinks = arrays.sinks;
@@ -171,17 +167,23 @@ Status run_ring_forward(const Problem& problem, const RingShape& shape, const Ar
   p.logsumexp = arrays.logsumexp;
   p.remainder = arrays.remainder;
   NATTEN_JAX_RETURN_IF_FAILED(encode_arrays(problem, p));
-  return with_ring_kernels(problem, shape.loads, [&](auto type, auto loads) {
+  return with_ring_kernels(problem, shape.loads, [&](auto type, auto loads) -> cudaError_t {
     const int head_dim = static_cast<int>(problem.head_dim);
-    if (!problem.has_key_bias) return launch_ring_forward<type, loads>(head_dim, p, launch);
-    return with_boxes<loads>([&] { return launch_ring_key_biased_forward<type>(head_dim, p, launch); });
+    if (problem.has_relative_bias) {
+      return with_boxes<loads>(
+          [&] { return launch_ring_biased_forward<type>(head_dim, with_relative_bias(p, problem, arrays), launch); });
+    }
+    if (problem.has_key_bias) {
+      return with_boxes<loads>(
+          [&] { return launch_ring_key_biased_forward<type>(head_dim, with_key_bias(p, arrays), launch); });
+    }
+    return launch_ring_forward<type, loads>(head_dim, p, launch);
   });
 }
 
 Status run_ring_query_gradient(const Problem& problem, const RingShape& shape, const Arrays& arrays, float* statistics,
                                cudaStream_t stream) {
-  WithKeyBias<RingQueryParams> p{};
-  p.key_bias = key_bias_of(arrays);
+  RingQueryParams p{};
   LaunchShape launch{};
   NATTEN_JAX_RETURN_IF_FAILED(prepare(problem, shape, arrays, stream, p, launch));
   p.out_cotangent = arrays.out_cotangent;
@@ -192,34 +194,36 @@ Status run_ring_query_gradient(const Problem& problem, const RingShape& shape, c
   p.statistics = reinterpret_cast<float4*>(statistics);
   p.query_gradient = arrays.query_gradient;
   NATTEN_JAX_RETURN_IF_FAILED(encode_arrays(problem, p));
-  return with_ring_kernels(problem, shape.loads, [&](auto type, auto loads) {
+  return with_ring_kernels(problem, shape.loads, [&](auto type, auto loads) -> cudaError_t {
     const int head_dim = static_cast<int>(problem.head_dim);
-    if (!problem.has_key_bias) return launch_ring_query_gradient<type, loads>(head_dim, p, launch);
-    return with_boxes<loads>([&] { return launch_ring_key_biased_query_gradient<type>(head_dim, p, launch); });
+    if (problem.has_key_bias) {
+      return with_boxes<loads>(
+          [&] { return launch_ring_key_biased_query_gradient<type>(head_dim, with_key_bias(p, arrays), launch); });
+    }
+    return launch_ring_query_gradient<type, loads>(head_dim, p, launch);
   });
 }
 
 Status run_ring_key_value_gradient(const Problem& problem, const RingShape& shape, const Arrays& arrays,
                                    const float* statistics, cudaStream_t stream) {
-  RingBiasedParams biased{};
-  WithKeyBias<RingGradientParams> p{};
+  RingGradientParams p{};
   LaunchShape launch{};
-  NATTEN_JAX_RETURN_IF_FAILED(prepare_keys(problem, shape, arrays, statistics, stream, p, launch));
-  p.key_bias = key_bias_of(arrays);
-  static_cast<RingGradientParams&>(biased) = p;
-  if (problem.has_relative_bias) {
-    biased.bias = RingBias(problem.axes, shape);
-    const OffsetTable offsets = offset_table(problem.axes);
-    biased.given = given_table(problem, offsets.pitch[1], arrays);
-    biased.by_lines = cutlass::FastDivmod(static_cast<int>(offsets.pitch[0] / offsets.pitch[1]));
-  }
+  NATTEN_JAX_RETURN_IF_FAILED(prepare(problem, shape, arrays, stream, p, launch));
+  p.out_cotangent = arrays.out_cotangent;
+  p.statistics = reinterpret_cast<const float4*>(statistics);
+  p.key_gradient = arrays.key_gradient;
+  p.value_gradient = arrays.value_gradient;
+  NATTEN_JAX_RETURN_IF_FAILED(encode_arrays(problem, p));
   const int head_dim = static_cast<int>(problem.head_dim);
   return with_ring_kernels(problem, shape.loads, [&](auto type, auto loads) -> cudaError_t {
     if (problem.has_relative_bias) {
-      return with_boxes<loads>([&] { return launch_ring_biased_key_value_gradient<type>(head_dim, biased, launch); });
+      return with_boxes<loads>([&] {
+        return launch_ring_biased_key_value_gradient<type>(head_dim, with_relative_bias(p, problem, arrays), launch);
+      });
     }
     if (problem.has_key_bias) {
-      return with_boxes<loads>([&] { return launch_ring_key_biased_key_value_gradient<type>(head_dim, p, launch); });
+      return with_boxes<loads>(
+          [&] { return launch_ring_key_biased_key_value_gradient<type>(head_dim, with_key_bias(p, arrays), launch); });
     }
     return launch_ring_key_value_gradient<type, loads>(head_dim, p, launch);
   });

@@ -80,13 +80,6 @@ struct RingGradientParams : RingParams {
   NATTEN_JAX_HOST_DEVICE const void* columns_of(int array) const { return array == 0 ? query : out_cotangent; }
 };
 
-/// The same with a relative bias.
-struct RingBiasedParams : RingGradientParams {
-  RingBias bias;
-  GivenTable given;              // with lines as they are
-  cutlass::FastDivmod by_lines;  // of a plane
-};
-
 /// What is added to the logits of a kernel with a ring.
 enum class RingBiases { kNone, kRelative, kOfKeys };
 
@@ -103,13 +96,19 @@ struct WithKeyBias : Params {
   RingKeyBias key_bias;
 };
 
-/// What a kernel takes that has biases of keys or no others.
-template <class Params, RingBiases kBiases>
-using RingParamsOf = std::conditional_t<kBiases == RingBiases::kOfKeys, WithKeyBias<Params>, Params>;
+/// What a kernel takes, and a relative bias.
+template <class Params>
+struct WithRelativeBias : Params {
+  RingBias bias;
+  GivenTable given;              // with lines as they are
+  cutlass::FastDivmod by_lines;  // of a plane
+};
 
-template <RingBiases kBiases>
-using RingKeyValueParams =
-    std::conditional_t<kBiases == RingBiases::kRelative, RingBiasedParams, RingParamsOf<RingGradientParams, kBiases>>;
+/// What a kernel takes that has such biases.
+template <class Params, RingBiases kBiases>
+using RingParamsOf =
+    std::conditional_t<kBiases == RingBiases::kRelative, WithRelativeBias<Params>,
+                       std::conditional_t<kBiases == RingBiases::kOfKeys, WithKeyBias<Params>, Params>>;
 
 /// Whether lanes store what comes with slabs: biases of keys, where these are columns.
 template <class Params>

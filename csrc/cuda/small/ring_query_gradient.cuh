@@ -86,21 +86,23 @@ struct RingQueryGradient {
         of_values[b] = of_keys[b] + p.shape.array_bytes;
       }
       float x[kCount][2][4], y[kCount][2][4];
-      reader.multiply_blocks(x, queries, of_keys, {});
+      CUTE_UNROLL
+      for (int b = 0; b < kCount; ++b) {
+        load_ring_key_biases<kHasKeyBias>(x[b], reader.statistics_of(slab, reader.of_block(kFirst + b)));
+      }
+      reader.template multiply_blocks<kHasKeyBias>(x, queries, of_keys, {});
       reader.multiply_blocks(y, cotangents, of_values, make_float4(-delta[0], -delta[1], -delta[2], -delta[3]));
       std::uint32_t a[kCount][4];
       CUTE_UNROLL
       for (int b = 0; b < kCount; ++b) {
         const std::uint32_t hidden = reader.masks.inside[kFirst + b] | hidden_of_slab;
-        const RingKeyBiasOfBlock<kHasKeyBias> biases(reader.statistics_of(slab, reader.of_block(kFirst + b)));
         CUTE_UNROLL
         for (int i = 0; i < 4; ++i) {
           const int h = i / 2, r = i % 2;
           float both[2];
           CUTE_UNROLL
           for (int e = 0; e < 2; ++e) {
-            const float exponent = fmaf(x[b][h][2 * r + e], factor, biases.add(-logsumexp[r], 4 * h + e));
-            both[e] = fast_exp2(exponent) * y[b][h][2 * r + e];
+            both[e] = fast_exp2(fmaf(x[b][h][2 * r + e], factor, -logsumexp[r])) * y[b][h][2 * r + e];
           }
           a[b][i] = pack<Element>(both[0], both[1]) & ~hidden_halves(masks_of_group(hidden, h), r);
         }

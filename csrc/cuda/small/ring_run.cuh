@@ -18,11 +18,15 @@ constexpr bool is_ring_compiled(RingLoads loads) {
 }
 
 /// Registers of a warp that multiplies, and of one that has boxes loaded: together no more than a CTA of so many warps
-/// starts with.
-constexpr int ring_registers(int warps) {
+/// starts with. Where lanes store what comes with slabs, they need more: with 32, the compiler kept what both kinds of
+/// warps use in local memory, and a slab of heads of 32 had seven loads from there.
+constexpr int ring_registers(int warps, bool lanes_store) {
+  if (lanes_store) return warps == 12 ? 152 : 104;
   return warps == 12 ? 160 : 112;
 }
-inline constexpr int kLoaderRegisters = 32;
+constexpr int loader_registers(bool lanes_store) {
+  return lanes_store ? 56 : 32;
+}
 
 /// Runs a kernel whose warps that multiply are a `Own`.
 template <RingLoads kLoads, int kHeadDim, class Own, class Params>
@@ -43,13 +47,13 @@ CUTE_DEVICE void run_ring(const Params& p) {
     const std::uint32_t shared = shared_address(raw);
     const RingAlong along(p, shared);
     if (warp < kWarps) {
-      if constexpr (kHasBoxes) cutlass::arch::warpgroup_reg_alloc<ring_registers(kWarps)>();
+      if constexpr (kHasBoxes) cutlass::arch::warpgroup_reg_alloc<ring_registers(kWarps, kLanesStore<Params>)>();
       if (warp >= p.shape.warps) return;
       typename Own::Reader reader{p, along, barriers, shared};
       Own own(p, reader);
       reader.walk(own);
     } else if constexpr (kHasBoxes) {
-      cutlass::arch::warpgroup_reg_dealloc<kLoaderRegisters>();
+      cutlass::arch::warpgroup_reg_dealloc<loader_registers(kLanesStore<Params>)>();
       if (kLanesStore<Params> || threadIdx.x % 32 == 0)
         load_ring<Params, kHeadDim>(p, along, warp - kWarps, shared, barriers);
     } else {

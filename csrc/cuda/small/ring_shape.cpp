@@ -67,20 +67,22 @@ constexpr RingCosts costs_of(RingLoads loads, Kernel kernel, std::int64_t head_d
   return loads == RingLoads::kBoxes ? costs_of_boxes(kernel, is_wide) : costs_of_chunks(kernel, is_wide);
 }
 
-/// How many times as long steps take with what is added to logits, on an H100: with a relative bias 1.08 to 1.14 times.
-/// With biases of keys, forward passes of narrow heads spill registers.
+/// How many times as long steps take with what is added to logits, on an H100.
 double of_biases(const Problem& problem, Kernel kernel) {
-  if (problem.has_relative_bias) return 1.1;
-  if (!problem.has_key_bias) return 1;
   const bool is_wide = problem.head_dim == 64;
-  switch (kernel) {
-    case Kernel::kForward:
-      return is_wide ? 1.15 : 1.4;
-    case Kernel::kQueryGradient:
-      return is_wide ? 1.07 : 1.18;
-    default:
-      return 1.07;
-  }
+  const auto by_width = [&](double wide, double narrow) { return is_wide ? wide : narrow; };
+  if (problem.has_relative_bias) return kernel == Kernel::kForward ? by_width(1.09, 1.18) : by_width(1.08, 1.14);
+  if (!problem.has_key_bias) return 1;
+  if (kernel == Kernel::kForward) return by_width(1.09, 1.14);
+  return by_width(1.07, 1.1);
+}
+
+/// Whether kernels have what is added to the problem's logits. Tables with more entries are for no kernel of small
+/// windows, and what they take would not be counted.
+bool is_compiled_with_biases(const Problem& problem, RingLoads loads) {
+  if (!problem.has_key_bias && !problem.has_relative_bias) return true;
+  if (loads != RingLoads::kBoxes) return false;
+  return !problem.has_relative_bias || offset_table(problem.axes).entries <= kMostBiasEntries;
 }
 
 /// Nanoseconds of a launch with next to nothing to do, and bytes of slabs that come in one.
@@ -93,6 +95,10 @@ constexpr double kClearly = 1.05;
 /// How many times as long key and value gradients with regions count: rings are faster of nearly all problems that have
 /// them, of 43 problems on an H100 all but one, and lose less where they are not.
 constexpr double kOfKeyGradients = 1.15;
+
+/// How many times as long as estimated regions with biases take of problems that may have a ring with them instead: of
+/// four problems on an H100, forward passes 1.12 to 1.26 times.
+constexpr double kOfBiasedRegions = 1.15;
 
 /// The smallest windows, in keys. A tile's fixed work is what counts with fewer: of 7 x 7, NAT's first stage took an
 /// H100 60 microseconds with a ring, and 52 with regions.
@@ -204,7 +210,7 @@ bool complete(const Problem& problem, Kernel kernel, const Device& device, const
   const std::int64_t of_key = problem.has_key_bias ? kKeyBiasBytes / kBlockKeys : 0,
                      statistics_bytes = keys_of_slab * (rows_are_keys ? kStatisticsBytes : of_key);
   const std::int64_t mask_bytes = rows_are_keys ? std::int64_t{shape.warps} * shape.blocks * kLanes : 0;
-  const std::int64_t bias_bytes = shape.bias_line > 0 ? RingBias(problem.axes, shape).bytes : 0;
+  const std::int64_t bias_bytes = shape.bias_line > 0 ? RingBias(problem.axes, shape, kernel).bytes : 0;
   const std::int64_t slots = std::min<std::int64_t>(
       (device.shared_memory - tile_bytes - window_bytes - mask_bytes - kRingBarrierBytes - bias_bytes) /
           (2 * shape.array_bytes + statistics_bytes),
@@ -290,8 +296,9 @@ bool can_have_gradient_ring(const Problem& problem, Places places) {
 RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                       Kernel kernel, Places places, RingLoads loads, const Device& device) {
   RingShape best{};
-  if (problem.has_relative_bias || !can_have_ring(problem, places)) return best;
-  if (problem.has_key_bias && loads != RingLoads::kBoxes) return best;
+  // Query gradients with a relative bias add up the gradient of the table, too.
+  if (problem.has_relative_bias && kernel == Kernel::kQueryGradient) return best;
+  if (!can_have_ring(problem, places) || !is_compiled_with_biases(problem, loads)) return best;
   int dimension[kRank] = {0, 1, 2};
   do {
     RingShape shape{};
@@ -311,13 +318,7 @@ RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank],
 
 RingShape choose_gradient_ring(const Problem& problem, Places places, RingLoads loads, const Device& device) {
   RingShape best{};
-  if (!can_have_gradient_ring(problem, places)) return best;
-  if (problem.has_key_bias && loads != RingLoads::kBoxes) return best;
-  // Larger tables are for no kernel of small windows, and what they take would not be counted.
-  if (problem.has_relative_bias &&
-      (loads != RingLoads::kBoxes || offset_table(problem.axes).entries > kMostBiasEntries)) {
-    return best;
-  }
+  if (!can_have_gradient_ring(problem, places) || !is_compiled_with_biases(problem, loads)) return best;
   int dimension[kRank] = {0, 1, 2};
   do {
     const auto length = [&](int i) { return problem.axes[dimension[i]].kv.extent; };
@@ -348,8 +349,11 @@ RingShape choose_gradient_ring(const Problem& problem, Places places, RingLoads 
 }
 
 double nanoseconds_beside_rings(const Region& region, const Problem& problem, Kernel kernel, Places places) {
-  const bool may_be_either = kernel == Kernel::kKeyValueGradient && can_have_gradient_ring(problem, places);
-  return region.nanoseconds * (may_be_either ? kOfKeyGradients : 1);
+  if (kernel == Kernel::kKeyValueGradient) {
+    return region.nanoseconds * (can_have_gradient_ring(problem, places) ? kOfKeyGradients : 1);
+  }
+  const bool has_biases = problem.has_key_bias || (problem.has_relative_bias && kernel == Kernel::kForward);
+  return region.nanoseconds * (has_biases && can_have_ring(problem, places) ? kOfBiasedRegions : 1);
 }
 
 RingShape choose_ring_before(const Region& region, const Problem& problem, const std::int64_t (&rows)[kRank],

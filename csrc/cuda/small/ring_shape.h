@@ -102,12 +102,12 @@ bool can_have_ring(const Problem& problem, Places places);
 /// Whether regions of such problems have been timed beside rings, and have estimates of their own.
 bool is_timed_beside_rings(const Problem& problem, Places places);
 
-/// Whether the kernel of key and value gradients takes them: where query heads have key/value heads of their own. With
-/// a relative bias, no other kernel has a ring.
+/// Whether the kernel of key and value gradients takes them: where query heads have key/value heads of their own.
 bool can_have_gradient_ring(const Problem& problem, Places places);
 
 /// Finds the fastest launch of a kernel that owns queries, for tiles of kRows queries and groups of kColumns keys, and
-/// for how slabs come on a device; none where the form takes no such problem, or it has a relative bias.
+/// for how slabs come on a device; none where the form takes no such problem, or the kernel is not compiled with what
+/// is added to its logits. Of a relative bias, that of query gradients is not.
 RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                       Kernel kernel, Places places, RingLoads loads, const Device& device);
 
