@@ -75,7 +75,7 @@ def measure(
 
     Args:
         benchmark: The problem.
-        turns: Of each side in each mode.
+        turns: How many each side has in each mode.
         pass_: The pass.
         dtypes: Element types; none are the problem's own.
         names: Implementations; none are the problem's default ones.

@@ -55,7 +55,7 @@ class Row:
         heads: Heads.
         head_dim: Their width.
         kernel_size: Window.
-        dilation: Of the window.
+        dilation: The dilation of the window.
         is_causal: Whether later keys are hidden.
         peers: Implementations of attention over the whole layout that are measured beside it.
     """

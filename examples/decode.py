@@ -110,7 +110,7 @@ def step(
 
     Args:
         model: The model.
-        caches: Of each layer. With fewer slots than there are places, they are rings.
+        caches: The cache of each layer. With fewer slots than there are places, they are rings.
         ids: The tokens, ``[batch]``.
         places: Where they stand, ``[batch]``.
         angles: By which tokens are turned, ``[places, pairs]``.

@@ -141,7 +141,7 @@ def classify(model: Model, images: jax.Array, *, backend: str | None = None) -> 
     Args:
         model: The classifier.
         images: With the mean and deviation of ImageNet's taken out.
-        backend: Of the attention.
+        backend: The backend of the attention.
     """
     parameters = model.parameters
     tokens = _tokens(parameters, images.astype(parameters["head.weight"].dtype))

@@ -45,7 +45,7 @@ class TimedSteps:
 
     Attributes:
         state: What a step takes and returns: parameters, and the optimizer's state.
-        losses: Of all steps so far.
+        losses: The losses of all steps so far.
         seconds: By the wall clock, of all steps so far; the first one compiles.
     """
 

@@ -12,7 +12,7 @@ class ElementType:
     Attributes:
         name: What NumPy and JAX call it.
         short_name: What the profiler calls it.
-        bytes: Of an element.
+        bytes: Bytes of an element.
         accumulator: Name of the type in which such numbers are added up, and which logsumexp and scales have.
         output: Name of the type of the output where the caller names none; "" is the type itself.
     """

@@ -213,7 +213,7 @@ class Axis:
         """Key indices that a query of a dilation group sees, or query indices that see a key: ``[start, end)``.
 
         Args:
-            index: Of the query, or of the key, inside its group.
+            index: The index of the query, or of the key, inside its group.
             lengths: Queries and keys of the group.
             of_query: Whether ``index`` is a query's.
             xp: Array namespace, ``numpy`` or ``jax.numpy``.

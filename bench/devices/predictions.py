@@ -40,7 +40,7 @@ def predictions(curve: Curve, family: str, pass_: str, counts: Sequence[int]) ->
 
     Args:
         curve: What is split.
-        family: Of the backend.
+        family: The backend's family.
         pass_: ``"forward"`` or ``"forward+backward"``.
         counts: Numbers of devices that can share the problem.
 

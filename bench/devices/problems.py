@@ -35,7 +35,7 @@ class Curve:
 
     Attributes:
         scaling: Whether the problem grows with the number of devices.
-        name: Of the split.
+        name: The name of the split.
         on_one: The problem of one device, and what of it is split.
     """
 

@@ -31,7 +31,7 @@ class Span:
     Attributes:
         first: The first bundle.
         end: The first that is none of them any more.
-        trips: Of a loop, how often it is gone through; ``None``: not a constant. 0 of what a branch jumps over.
+        trips: How often a loop is gone through; ``None``: not a constant. 0 of what a branch jumps over.
     """
 
     first: int
@@ -155,7 +155,7 @@ class Executions:
     """How often a Pallas kernel executes its parts.
 
     Attributes:
-        steps: Of its grid.
+        steps: The steps of its grid.
         active: Those that have something to multiply.
         tiles: Whose first step prepares, and whose last step writes results.
         bodies: Executions of each part that multiplies, in the order in which the kernel has them.

@@ -25,7 +25,7 @@ class Side:
     """An implementation's pass.
 
     Attributes:
-        seconds: Of a few launches: device time of all that is launched where there is a GPU, else wall time.
+        seconds: The device time of a few launches, of all that is launched where there is a GPU, else wall time.
         result: What it computes: the output, or the gradients of query, key and value.
         is_same: Whether that is the problem's windows, and not attention of the same tokens without any.
     """

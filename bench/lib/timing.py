@@ -53,7 +53,7 @@ def compile_runner(function: Callable[..., Any], *arguments: Any, name: str | No
     Args:
         function: What to compile.
         arguments: Its arguments.
-        name: Of the program; those that take turns within one capture need different names.
+        name: The name of the program; those that take turns within one capture need different names.
     """
 
     def named(*inputs: Any) -> Any:

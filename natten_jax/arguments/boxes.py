@@ -62,10 +62,10 @@ def checked_counts(name: str, counts: Any, batch: int, layout: Sequence[int], *,
     What is known is checked; what JAX's arrays hold is moved into range.
 
     Args:
-        name: Of the argument.
+        name: The name of the argument.
         counts: The argument, ``[batch, rank]``; or ``[batch]`` where ``is_length``.
         batch: Batch size.
-        layout: Of the arrays.
+        layout: The layout of the arrays.
         is_length: Whether it speaks of a sequence.
 
     Raises:

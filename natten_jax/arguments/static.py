@@ -61,7 +61,7 @@ def int_tuple(
     """``value`` as ``rank`` positive Python ints; a single int is repeated where ``repeat`` allows it.
 
     Args:
-        name: Of the argument.
+        name: The name of the argument.
         value: The argument.
         rank: How many there are.
         repeat: Whether it may be a single one.

@@ -26,7 +26,7 @@ def check_extents(name: str, shape: Sequence[int], dimensions: Sequence[str]) ->
     """Check that no extent but the batch is symbolic.
 
     Args:
-        name: Of the argument.
+        name: The name of the argument.
         shape: Its shape.
         dimensions: What each dimension is, the batch first.
 

@@ -30,12 +30,12 @@ class _Numbers(NamedTuple):
     """What columns hold.
 
     Attributes:
-        exponent_bits: Of a term.
+        exponent_bits: Bits of a term's exponent.
         fraction_bits: Likewise; kernels may round float32 to TF32, which has ten.
-        largest: Of a term. Its negative stands for minus infinity, which would be no number in a sum: weights
+        largest: The largest term. Its negative stands for minus infinity, which would be no number in a sum: weights
             underflow to zero.
-        exponent: Of the power of two that terms are multiplied with, scale included. Float16 has neither the small
-            numbers of a bias nor large ones that hide whatever the logits are.
+        exponent: The exponent of the power of two that terms are multiplied with, scale included. Float16 has neither
+            the small numbers of a bias nor large ones that hide whatever the logits are.
     """
 
     exponent_bits: int
@@ -68,7 +68,7 @@ class KeyBiasColumns:
     """The columns of a call's keys; none where it has no bias, or the kernels add it.
 
     Attributes:
-        problem: Of the call.
+        problem: The problem of the call.
         are_there: Whether there are any.
     """
 

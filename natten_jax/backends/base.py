@@ -28,7 +28,7 @@ class Platform:
 
     Attributes:
         name: ``"cpu"`` or ``"cuda"``.
-        compute_capability: Of GPUs, the least; ``None`` of other devices.
+        compute_capability: The least compute capability of GPUs; ``None`` of other devices.
         is_exact: Whether GPUs of other compute capabilities are no good.
         others: Compute capabilities that are good nevertheless.
     """
@@ -225,7 +225,7 @@ class Backend(abc.ABC):
         multiplied with them, too.
 
         Args:
-            problem: Of the call.
+            problem: The problem of the call.
             device: Where it runs.
             pass_: Which pass of it.
             pair: Tiles that the caller asks for.
@@ -300,8 +300,8 @@ class Backend(abc.ABC):
         """Compute them for a backward pass, of the keys of earlier forward passes, too.
 
         Args:
-            plan: Of the pass on these keys.
-            operands: Of all queries, and of keys that only queries of the box see; with origins.
+            plan: The plan of the pass on these keys.
+            operands: The operands of all queries, and of keys that only queries of the box see; with origins.
             saved: What the earlier passes saved.
             seeing: The box.
 
@@ -347,10 +347,10 @@ class PureJaxBackend(Backend):
         """Compute the transpose of :meth:`tangents`: cotangents of the operands from those of output and logsumexp.
 
         Args:
-            plan: Of the pass.
+            plan: The plan of the pass.
             operands: The arrays.
             result: What the forward pass returned.
-            cotangents: Of output and logsumexp.
+            cotangents: The cotangents of output and logsumexp.
             wanted: :class:`Inputs` of bools: which cotangents are asked for; others may be ``None``.
         """
         transpose = jax.linear_transpose(

@@ -37,7 +37,7 @@ class NativeBackend(Backend):
         Args:
             plan: What to run.
             operands: Its arrays.
-            types: Of its first results.
+            types: The types of its first results.
         """
 
     def forward(self, plan: Plan, operands: Operands) -> Output:
@@ -57,8 +57,8 @@ class NativeBackend(Backend):
         Args:
             plan: What to run.
             operands: Its arrays.
-            saved: Of the forward pass.
-            cotangents: Of output and logsumexp.
+            saved: What the forward pass saved.
+            cotangents: The cotangents of output and logsumexp.
         """
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:

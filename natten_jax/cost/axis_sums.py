@@ -96,7 +96,7 @@ def totals(tiles: int, period: int, changes: Iterable[int], lengths: Lengths) ->
         tiles: How many there are.
         period: After so many of them, between the changes, lengths differ by what is linear.
         changes: Numbers of tiles from which on lengths go on in another way; more than there are do not matter.
-        lengths: Of tiles; the last one may be unlike all others.
+        lengths: The lengths of tiles; the last one may be unlike all others.
 
     Raises:
         ValueError: There are too many different tiles.

@@ -162,7 +162,7 @@ def _strictest(numbers: tuple[int, ...]) -> Any:
     says it all.
 
     Args:
-        numbers: Of every row group, which of the different ones it is.
+        numbers: For every row group, which of the different ones it is.
     """
     judgements = np.array(list(itertools.product(Judgement, repeat=len(numbers))))
     of_distinct = np.zeros((len(judgements), max(numbers) + 1), np.int64)
@@ -223,8 +223,8 @@ class _Walk:
         """First, and last plus one, of the inner tiles that some rows judge to be so: ``[judgement, extent, tiles]``.
 
         Args:
-            bounds: Of the outer tiles.
-            rows: Of the outer tiles.
+            bounds: The bounds of the outer tiles.
+            rows: Rows of the outer tiles.
             inner_tiles: Extents of inner tiles.
         """
         first, last, hull_begin, hull_end = bounds

@@ -64,8 +64,8 @@ class Calibration:
     Attributes:
         family: ``"hopper"``, ...
         device: The device that it was fitted on.
-        compute_capability: Of that device.
-        multiprocessors: Of that device.
+        compute_capability: The compute capability of that device.
+        multiprocessors: The number of multiprocessors of that device.
         launch: Seconds that a forward pass takes, whatever its size.
         byte: Seconds that the device's memory takes per byte of inputs and results.
         slowdown: How much longer kernels take, at most, once the device is at its power limit.
@@ -140,8 +140,8 @@ def calibration_for(family: str, compute_capability: ComputeCapability | None = 
 
     Args:
         family: ``"hopper"``, ...
-        compute_capability: Of the device to predict for; ``None`` takes whichever was calibrated, which is good enough
-            to rank tiles.
+        compute_capability: That of the device to predict for; ``None`` takes whichever was calibrated, which is good
+            enough to rank tiles.
 
     Returns:
         The model, or ``None`` where no device of that compute capability was calibrated.

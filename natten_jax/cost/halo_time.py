@@ -113,8 +113,8 @@ def predict_split(plan: Plan, parts: Sequence[int], calibration: Calibration) ->
         (528, True)
 
     Args:
-        plan: Of the pass on one of the devices; its problem has the global layout, and the device's share of batch and
-            heads.
+        plan: The one of the pass on one of the devices; its problem has the global layout, and the device's share of
+            batch and heads.
         parts: Into how many parts each token dimension is split.
         calibration: The time model of its kernels.
 
@@ -185,7 +185,7 @@ class HaloStrategy:
     Attributes:
         calls: Tiles that its calls visit, on the device that visits most.
         moved: Bytes that are read or written for it.
-        travel: Of what travels while one of the calls runs, the share that travels with each.
+        travel: The share of what travels while one of the calls runs that travels with each.
     """
 
     calls: Sequence[Visits]
@@ -221,7 +221,7 @@ def overlap_that_pays(plan: Plan, halos: tuple[Halo, ...]) -> HaloStrategy | Non
     """How a pass computes while halos travel; ``None`` where it had better have them first.
 
     Args:
-        plan: Of the pass, whose problem has the global layout.
+        plan: The plan of the pass, whose problem has the global layout.
         halos: One for each token dimension.
     """
     halos = tuple(halo.evened() for halo in halos)
@@ -235,7 +235,7 @@ def gains(plan: Plan, halos: Sequence[Halo], by_keys: HaloStrategy) -> bool:
     The one place where that is decided, for kernels whose times are known; others gain nothing.
 
     Args:
-        plan: Of the pass, whose problem has the global layout.
+        plan: The plan of the pass, whose problem has the global layout.
         halos: One for each token dimension.
         by_keys: The pass that computes meanwhile.
     """

@@ -26,7 +26,7 @@ def tiled_for_part(plan: Plan, parts: tuple[int, ...], pairs: Sequence[TilePair]
     """The plan with the tiles that a device's part takes the least time with, halos and all.
 
     Args:
-        plan: Of the pass, with the tiles for the whole layout.
+        plan: The plan of the pass, with the tiles for the whole layout.
         parts: Into how many parts each token dimension is split.
         pairs: Query and key/value tiles that the backend offers, by predicted time of the whole layout.
 

@@ -31,7 +31,7 @@ class Executed(NamedTuple):
     """What a pass comes to.
 
     Attributes:
-        counts: Of the launch whose rows are queries in the forward, keys in the backward pass.
+        counts: The counts of the launch whose rows are queries in the forward, keys in the backward pass.
         flops: Floating-point operations of all launches, over all batch elements and heads.
         bytes: That all launches load of rows and columns: a region's columns once for all of its tiles.
     """
@@ -58,7 +58,7 @@ def executed(problem: Problem, pass_: Pass, pair: TilePair, launches: tuple[Laun
         problem: The problem.
         pass_: The pass.
         pair: Query and key/value tile, of the form's size.
-        launches: Of :func:`natten_jax.cost.small_windows.estimate`.
+        launches: The launches of :func:`natten_jax.cost.small_windows.estimate`.
     """
     tile_pairs = math.prod(map(math.prod, pair))
     every: list[tuple[str, _Side]] = []

@@ -78,10 +78,11 @@ class Launch(NamedTuple):
         kernel: ``"forward"``, ``"query gradient"``, ``"key/value gradient"``, or ``"whole gradient"``, which is both;
             all but the last also ``"... with a ring"``.
         line: The token dimension in which a warp computes groups of columns in pairs; negative in a missing one.
-        regions: Of a batch entry and head: what its blocks own, or with a ring strips of the layout.
+        regions: Those of a batch entry and head: what its blocks own, or with a ring strips of the layout.
         columns: That a region loads, at most.
-        tiles: Of rows, in a region.
-        pairs: Of a row and a column, that a launch with a ring multiplies for a batch entry and head; zero for others.
+        tiles: Tiles of rows in a region.
+        pairs: Pairs of a row and a column that a launch with a ring multiplies for a batch entry and head; zero for
+            others.
     """
 
     kernel: str
@@ -98,7 +99,7 @@ class Estimate(NamedTuple):
     Attributes:
         launches: All but those for gradients of additional tokens.
         work: Seconds of all launches if memory were no limit.
-        seconds: Of the pass.
+        seconds: How long the pass takes.
     """
 
     launches: tuple[Launch, ...]
@@ -125,7 +126,7 @@ def estimate(
         problem: What is computed.
         pass_: The pass.
         pair: The tiles.
-        compute_capability: Of the device; one that is not known has as little as any.
+        compute_capability: The compute capability of the device; one that is not known has as little as any.
 
     Returns:
         The estimate; ``None`` where the form does not take the tiles: the keys that a warp's queries see do not fit
@@ -204,7 +205,7 @@ def ranked(
         family: As for :func:`estimate`.
         problem: What the tiles are for.
         pass_: The pass.
-        compute_capability: Of the device.
+        compute_capability: The compute capability of the device.
     """
     tokens = tile_tokens(problem, pass_)
     pairs = [] if tokens is None else pairs_of(*tokens, problem.rank)

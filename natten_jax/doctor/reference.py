@@ -59,7 +59,7 @@ def results(problem: Problem, arrays: Arrays) -> Mapping[str, np.ndarray]:
     """Output, logsumexp and the gradient of each operand, by name, in the operands' shapes.
 
     Args:
-        problem: Of windows that stay inside the layout.
+        problem: A problem of windows that stay inside the layout.
         arrays: Its inputs, of any element type.
     """
     mask = visible(problem)

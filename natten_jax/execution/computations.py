@@ -80,7 +80,7 @@ class Computation(abc.ABC):
             request: Likewise.
             device: Likewise.
             known: All other arguments.
-            cotangents: Of the results, by position; others are zero.
+            cotangents: The cotangents of the results, by position; others are zero.
             linear: Types of the arguments, by position.
         """
         rest = [i for i in range(len(self.roles)) if i not in linear]

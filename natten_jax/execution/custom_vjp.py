@@ -96,7 +96,7 @@ class _ExchangingCall:
     Attributes:
         request: What a device runs.
         exchange: What brings the halos.
-        plans: Of the forward and the backward pass: each gets its halos on its own.
+        plans: The plans of the forward and the backward pass: each gets its halos on its own.
     """
 
     request: Request

@@ -20,8 +20,8 @@ def one_by_one(
 
     Args:
         run: Runs the computation.
-        roles: Of the arrays.
-        of_results: Of the results.
+        roles: The roles of the arrays.
+        of_results: The roles of the results.
         request: What is asked for, of the whole batch.
         arrays: The arrays; those that are not the same for the whole batch begin with it.
     """

@@ -18,8 +18,8 @@ class HeadWidths(NamedTuple):
     """Widths of heads.
 
     Attributes:
-        own: Of the call: those of query and key, and those of value and output.
-        kernels: Of the kernels, likewise; no smaller.
+        own: The widths of the call: those of query and key, and those of value and output.
+        kernels: The widths of the kernels, likewise; no smaller.
     """
 
     own: tuple[int, int]

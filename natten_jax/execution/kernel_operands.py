@@ -27,9 +27,9 @@ class KernelOperands(NamedTuple):
     """Arrays of a pass, and the way there and back.
 
     Attributes:
-        of_call: Of the call.
+        of_call: The operands of the call.
         given: The same, with biases of keys of each head where the kernels, or columns, have none that heads share.
-        operands: Of the kernels.
+        operands: The operands of the kernels.
         heads: Widths of heads.
         columns: What stands for biases of keys.
         sinks: Those of a backend that takes none: one step behind the output.

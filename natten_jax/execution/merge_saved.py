@@ -46,7 +46,7 @@ def continued(forward_saving: Callable[[Operands], Saved], operands: Operands, s
 
     Args:
         forward_saving: A forward pass.
-        operands: Of all queries, and of keys that only queries of the box see; with origins.
+        operands: The operands of all queries, and of keys that only queries of the box see; with origins.
         saved: What earlier passes saved.
         seeing: The box.
     """

@@ -56,7 +56,7 @@ class _PassComputation(Computation):
 
     Attributes:
         kind: What is computed.
-        structure: Of the arguments that :class:`_PassSpec` speaks of.
+        structure: The structure of the arguments that :class:`_PassSpec` speaks of.
     """
 
     kind: _PassSpec
@@ -163,7 +163,7 @@ def forward_continued(request: Request, operands: Operands, saved: Saved, seeing
 
     Args:
         request: The call.
-        operands: Of all queries, and of keys that only queries of the box see.
+        operands: The operands of all queries, and of keys that only queries of the box see.
         saved: What earlier passes saved.
         seeing: The box.
     """

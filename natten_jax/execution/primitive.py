@@ -46,7 +46,7 @@ def bind(
 
     Args:
         computation: What to compute.
-        request: Of what.
+        request: What is asked for.
         arguments: Query, key and whatever else the computation wants.
         mapped: How many mapped axes there are.
     """

@@ -113,7 +113,7 @@ def estimate_of_small_windows(
         kv_tile: Key/value tile.
         is_backward: Which pass.
         shared_memory: Bytes that a block may have.
-        multiprocessors: Of the device.
+        multiprocessors: The number of multiprocessors of the device.
         has_boxes: Whether it has the engine that copies boxes of tokens.
         has_ring: Whether kernels may have rings.
         ring_has_boxes: Whether the engine loads theirs, or warps do.
@@ -150,7 +150,7 @@ def gradient_ring_of_small_windows(
         axes: As for :func:`estimate_of_small_windows`, as the others.
         sizes: Sizes.
         shared_memory: Bytes that a block may have.
-        multiprocessors: Of the device.
+        multiprocessors: The number of multiprocessors of the device.
         ring_has_boxes: As there.
         has_relative_bias: Whether the problem has one.
         has_key_bias: Likewise, of biases that kernels add themselves.
@@ -191,7 +191,7 @@ class BiasSums(NamedTuple):
     """What the gradient of a relative bias takes of each batch entry and head.
 
     Attributes:
-        tiles: Of queries.
+        tiles: Tiles of queries.
         record: Numbers of each.
         parts: In which the records are added up.
     """

@@ -221,7 +221,7 @@ def _window_problem(
     Args:
         arrays: The inputs.
         facts: Rank, whether windows are clamped, scale and window arguments.
-        parts: Of each token dimension, if it is split.
+        parts: The part of each token dimension, if it is split.
         performance: The items of the performance arguments.
         is_box: Whether the queries are a box of the layout of the keys.
     """

@@ -43,8 +43,8 @@ class Float8Arguments(NamedTuple):
 
     Attributes:
         query_scale: Factors of the query: a number, or ``[batch, heads]`` or ``[batch, heads_kv]``.
-        key_scale: Of the key: a number, ``[batch, heads_kv]`` or ``[batch, *blocks, heads_kv]``.
-        value_scale: Of the value, likewise.
+        key_scale: Factors of the key: a number, ``[batch, heads_kv]`` or ``[batch, *blocks, heads_kv]``.
+        value_scale: Factors of the value, likewise.
         out_dtype: Element type of the output.
         fp8: What wider arrays are quantised to.
     """

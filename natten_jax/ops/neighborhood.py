@@ -235,10 +235,10 @@ def _operator(rank: int) -> NeighborhoodAttention:
                 those of the keys, and that no value stands behind.
             query_scale: Factors of an 8-bit query (``docs/fp8.md``): a positive number, or a float32 array without
                 dimensions, ``[batch, heads]`` or ``[batch, heads_kv]``.
-            key_scale: Of the key: likewise a number or an array without dimensions or ``[batch, heads_kv]``; or
+            key_scale: Factors of the key: a number or an array without dimensions or ``[batch, heads_kv]``; or
                 ``[batch, *blocks, heads_kv]``, one for each block of tokens. Of so many blocks of a dimension all but
                 the last have ``ceil(extent / blocks)`` tokens.
-            value_scale: Of the value, as ``key_scale``.
+            value_scale: Factors of the value, as ``key_scale``.
             out_dtype: Element type of the output of 8-bit arrays: ``"bfloat16"``, which ``None`` is, too,
                 ``"float16"`` or ``"float32"``.
             fp8: ``"e4m3"`` or ``"e5m2"``: the call quantises wider arrays itself, and has the gradients of the call

@@ -28,7 +28,7 @@ class Quantized(NamedTuple):
     """An array in 8 bits.
 
     Attributes:
-        array: Of the same shape, rotated if that was asked for.
+        array: An array of the same shape, rotated if that was asked for.
         scale: float32: what elements are to be multiplied with, as ``query_scale``, ``key_scale`` and ``value_scale``
             of the operators take it.
         mean: float32 ``[batch, heads, head_dim]``: what was subtracted from every token, as it was before the rotation;
@@ -182,7 +182,7 @@ def of_tokens(factors: jax.Array, shape: Sequence[int]) -> jax.Array:
 
     Args:
         factors: The factors.
-        shape: Of the array that they are of.
+        shape: The shape of the array that they are of.
     """
     factors = replicated(factors)  # blocks need not be those of devices
     for axis, extent in enumerate(shape[1:-2], start=1):

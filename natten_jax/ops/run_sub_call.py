@@ -30,7 +30,7 @@ def run_sub_call(call: SubCall, inputs: Inputs, place: Placement) -> Output:
 
     Args:
         call: What to run.
-        inputs: Of the whole call: keys and values of the layout, and additional ones.
+        inputs: The inputs of the whole call: keys and values of the layout, and additional ones.
         place: Where they lie.
     """
     token_axes = call.request.token_axes

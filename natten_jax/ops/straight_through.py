@@ -22,7 +22,7 @@ def straight_through(call: Call, operands: Any, arguments: Float8Arguments, retu
     Args:
         call: Computes both from operands and arguments.
         operands: A tree of arrays and of what is none.
-        arguments: Of the call; of the one whose gradients are taken there are none.
+        arguments: The arguments of the call; of the one whose gradients are taken there are none.
         return_lse: The operators' argument.
     """
     return_lse = flag("return_lse", return_lse)

@@ -22,7 +22,7 @@ class Device:
 
     Attributes:
         platform: ``"cpu"``, ``"cuda"``, or another platform's name, as JAX lowers programs for it.
-        compute_capability: Of an NVIDIA GPU, ``(major, minor)``; ``None`` where it is not known.
+        compute_capability: That of an NVIDIA GPU, ``(major, minor)``; ``None`` where it is not known.
         is_present: Whether programs are to run here, or only questions about the device are to be answered.
         product: What the maker calls a GPU of this process, such as ``"NVIDIA H100 80GB HBM3"``; a TPU that is only
             asked about.

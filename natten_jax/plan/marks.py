@@ -31,7 +31,7 @@ def of_plan(plan: Plan, *, on_all: bool = False) -> Iterator[None]:
     """Mark the operations that are traced inside as those of a pass.
 
     Args:
-        plan: Of the pass.
+        plan: The plan of the pass.
         on_all: Whether each of them has the plan, since none of them asks for it by :func:`carrying_plan`.
     """
     payload = plan.payload()

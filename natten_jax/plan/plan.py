@@ -46,9 +46,9 @@ class Plan:
         problem: What is computed, with heads as wide as the backend's kernels have them.
         pass_: The pass.
         backend: What computes it.
-        platform: Of the devices that it is decided for, as :class:`natten_jax.plan.devices.Device` has it.
+        platform: That of the devices that it is decided for, as :class:`natten_jax.plan.devices.Device` has it.
         performance: How. The tiles of this pass and, where the backend has schedules, the schedule are given.
-        precision: Of products, as ``jax.default_matmul_precision`` where the call stands. It holds for all passes,
+        precision: That of products, as ``jax.default_matmul_precision`` where the call stands. It holds for all passes,
             wherever they are traced: logits have to be the same in each.
     """
 

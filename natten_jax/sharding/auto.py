@@ -61,7 +61,7 @@ class Partitioned:
     """A pass that is split.
 
     Args:
-        ctx: Of the pass, where it is lowered.
+        ctx: The context of the pass, where it is lowered.
         identity: Says what each device computes, as text: equal for equal passes, in every process.
         local: What each device computes.
         inputs: Roles of the arguments.

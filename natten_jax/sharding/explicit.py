@@ -78,7 +78,7 @@ def with_whole_dimensions(inputs: Inputs, *, keeps_tokens: bool) -> Inputs:
     """The inputs, gathered where explicit mesh axes split ``head_dim``; with a warning.
 
     Args:
-        inputs: Of a call.
+        inputs: The inputs of a call.
         keeps_tokens: Whether token dimensions can stay split. If not, they are gathered likewise.
     """
     mesh = _mesh_of(inputs)

@@ -18,7 +18,7 @@ def device_tiles(sharding: Any, ndim: int, devices: int) -> np.ndarray:
 
     Args:
         sharding: XLA's ``HloSharding``, or ``None``.
-        ndim: Of the array.
+        ndim: The number of dimensions of the array.
         devices: How many the partitioner splits arrays over.
 
     Returns:
@@ -67,9 +67,9 @@ class Layout:
         """The layout in which queries stay where they are, as far as that is possible.
 
         Args:
-            tiles: Of the query, as :func:`device_tiles` says.
+            tiles: Tiles of the query, as :func:`device_tiles` says.
             devices: The program's device numbers by the partitioner's.
-            shape: Of the query.
+            shape: The shape of the query.
             batch_axes: How many leading dimensions are independent of each other.
             heads_kv: Key/value heads.
             kv_parts: In how many parts they come.

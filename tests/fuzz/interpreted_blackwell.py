@@ -53,8 +53,8 @@ class Fuzzed:
         problem: The problem.
         tiles: Its tiles of the forward pass.
         backward_tiles: Those of the backward pass.
-        seed: Of the inputs.
-        factor: Of queries and keys.
+        seed: The seed of the inputs.
+        factor: The factor of queries and keys.
         scales: Whether each head has a scale of its own.
         additional: Additional tokens.
         blocks: Blocks that share the work items; ``None``: a block for each.

@@ -24,11 +24,11 @@ def run_problems(
 
     Args:
         module: What ``python -m`` is given.
-        description: Of the program.
+        description: The description of the program.
         draw: The problem with a number in the sequence that a seed stands for.
         complaints: What is wrong with its results.
         what: What the last line counts.
-        arguments: Of the command line; ``None`` is the process's.
+        arguments: The arguments of the command line; ``None`` is the process's.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
     parser.add_argument("--problems", type=int, default=10**9, help="stop after so many")

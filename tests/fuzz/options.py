@@ -21,8 +21,8 @@ class Options:
 
     Attributes:
         family: Name of the backend family.
-        operators: Of ``"fna"`` and ``"fmha"`` those to draw from.
-        seed: Of the sequence of problems.
+        operators: Those of ``"fna"`` and ``"fmha"`` to draw from.
+        seed: The seed of the sequence of problems.
         problems: Stop after this many.
         minutes: Stop after this time, processes' start aside.
         workers: Parallel processes.

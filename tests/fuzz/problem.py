@@ -62,7 +62,7 @@ class Fuzzed:
         family: Name of the backend family.
         case: The problem.
         dtype: Element type.
-        seed: Of the inputs.
+        seed: The seed of the inputs.
         query_factor: Query and key are random normal times this.
         value_factor: Value likewise.
         tiles: Fields of ``Performance``.

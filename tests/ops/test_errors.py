@@ -39,7 +39,7 @@ class Row:
     """A wrong call.
 
     Attributes:
-        name: Of the test.
+        name: The name of the test.
         changes: Arguments of ``na2d`` that differ from good ones.
         error: The exception's type.
         message: Parts of its message.

@@ -37,9 +37,9 @@ class Way:
     Attributes:
         requirement: What pip is asked for, in the folder of the sources, with these extras.
         extras: Those that the line names.
-        variables: Of the environment of the installation.
-        kind: Of the wheel that ``make wheels`` makes before; empty where pip builds.
-        options: Of pip.
+        variables: The variables of the environment of the installation.
+        kind: The kind of the wheel that ``make wheels`` makes before; empty where pip builds.
+        options: The options of pip.
         beside: What the line installs beside it.
         is_python_alone: Whether nothing is compiled.
     """

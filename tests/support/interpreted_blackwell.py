@@ -79,7 +79,7 @@ class Drawn:
     Attributes:
         inputs: What kernels get.
         exact: The same numbers.
-        cotangents: Of output and logsumexp.
+        cotangents: The cotangents of output and logsumexp.
     """
 
     inputs: Inputs

@@ -18,11 +18,11 @@ def output_of(
     """What a program prints.
 
     Args:
-        name: Of its source, in ``tests/native``.
+        name: The name of its source, in ``tests/native``.
         sources: Those of the library that it is compiled with, below ``csrc``.
         folder: For the program.
         includes: Folders of headers besides the library's own.
-        options: Of the compiler.
+        options: The options of the compiler.
 
     Raises:
         CalledProcessError: It does not compile, or fails.

@@ -196,7 +196,7 @@ def forward(operands: Tensors, mask: Array, scale: float, entries: Array | None 
     Args:
         operands: The arrays.
         mask: Visibility ``[query tokens, key tokens]``.
-        scale: Of the logits, where it is no operand.
+        scale: The scale of the logits, where it is no operand.
         entries: As :func:`relative_entries` has them, for a relative bias.
     """
     flat = _flatten(operands, mask, entries)

@@ -136,7 +136,7 @@ def check(
         case: The problem.
         family: Whose backend runs it.
         dtype: Element type of the operands.
-        seed: Of the random operands.
+        seed: The seed of the random operands.
         record: pytest's ``record_property``.
         **arguments: More arguments of the operator, tile shapes for example.
     """
@@ -149,7 +149,7 @@ class Trial(NamedTuple):
     Attributes:
         case: The problem.
         dtype: Element type of the operands.
-        seed: Of the random operands.
+        seed: The seed of the random operands.
         arguments: More arguments of the operator, tile shapes for example.
     """
 

@@ -127,7 +127,7 @@ def run_warm(
     signals.
 
     Args:
-        command: Of Python: ``-c`` and a program, ``-m`` and a module, or a file; with arguments.
+        command: Arguments of Python: ``-c`` and a program, ``-m`` and a module, or a file; with arguments.
         environment: All environment variables.
         timeout: In seconds.
         folder: Where it runs, if not here.

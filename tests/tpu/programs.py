@@ -18,7 +18,7 @@ class Copy:
     """An array that is nothing but an argument in another order.
 
     Attributes:
-        name: Of the instruction that writes it.
+        name: The name of the instruction that writes it.
         is_padded: Whether it has more elements.
     """
 

@@ -75,7 +75,7 @@ class Call:
         plan: What runs.
         queries: How queries lie; so does the output.
         keys: How keys and values lie.
-        visits: Of each of three token dimensions.
+        visits: Those of each of three token dimensions.
     """
 
     plan: Plan

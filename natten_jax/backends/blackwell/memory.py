@@ -27,18 +27,18 @@ class Memory:
         query: Halves of the tile of queries, ``[halves, blocks, rows, block]``; in the end, of the output.
         key: ``[stages, blocks, keys, block]``.
         value: Likewise.
-        logits: Of each half, in tensor memory: logits, and in their place the weights that they become.
-        mixed: Of each half, in tensor memory: the weighted sums of values.
-        query_is_in: Of each half: its tile has been copied.
-        query_is_out: Of each half: its place may be overwritten, as the output has left it.
-        key_is_in: Of each slot: the keys have been copied.
-        key_is_out: Of each slot: products with its keys are done.
+        logits: For each half, in tensor memory: logits, and in their place the weights that they become.
+        mixed: For each half, in tensor memory: the weighted sums of values.
+        query_is_in: For each half: its tile has been copied.
+        query_is_out: For each half: its place may be overwritten, as the output has left it.
+        key_is_in: For each slot: the keys have been copied.
+        key_is_out: For each slot: products with its keys are done.
         value_is_in: As of keys.
         value_is_out: As of keys.
-        logits_are_in: Of each half: logits are there.
-        weights_are_in: Of each half: weights are there, and the sums so far are multiplied by what they change by.
-        weights_are_out: Of each half: the product with the weights is done, so that logits may take their place.
-        mixed_is_in: Of each half: the last product with values is done, if there was any.
+        logits_are_in: For each half: logits are there.
+        weights_are_in: For each half: weights are there, and the sums so far are multiplied by what they change by.
+        weights_are_out: For each half: the product with the weights is done, so that logits may take their place.
+        mixed_is_in: For each half: the last product with values is done, if there was any.
     """
 
     query: Any

@@ -31,8 +31,8 @@ class TileBias:
     Attributes:
         sweep: The sweep.
         heads_kv: Key/value heads.
-        tables: Of all offsets (``Problem.bias_shape``), one for all batch entries or one for each; or ``None``.
-        keys: Of all keys as the sweep loads them, where its outer tiles are queries; ``None`` elsewhere.
+        tables: Numbers of all offsets (``Problem.bias_shape``), one for all batch entries or one for each; or ``None``.
+        keys: Biases of all keys as the sweep loads them, where its outer tiles are queries; ``None`` elsewhere.
     """
 
     sweep: Sweep
@@ -55,7 +55,7 @@ class TileBias:
         """What is added to the logits of a step's tiles.
 
         Args:
-            positions: Of the tiles.
+            positions: The positions of the tiles.
             inner_step: Which inner tiles are visited.
             of_outer_keys: The biases of the outer tiles' keys, as :meth:`Sweep.cut_outer` cuts them.
 

@@ -50,11 +50,11 @@ def gradients_of(
     """The rule in this module's description.
 
     Args:
-        plan: Of either pass.
+        plan: The plan of either pass.
         operands: The arrays.
         output: Output and logsumexp, from whatever computed them.
         rows: What a sweep over these operands found; ``None`` where that was another backend's.
-        cotangents: Of the output and the logsumexp.
+        cotangents: The cotangents of the output and the logsumexp.
         wanted: :class:`Inputs` of bools: which gradients are asked for.
 
     Returns:

@@ -40,7 +40,7 @@ class PlacedSweep(NamedTuple):
     Attributes:
         plan: How the call runs.
         sweep: The sweep.
-        positions: Of its tiles, as :meth:`Sweep.positions` returns them.
+        positions: The positions of its tiles, as :meth:`Sweep.positions` returns them.
         origins: Where local queries and keys begin; ``None`` where they are those of the whole layout.
     """
 

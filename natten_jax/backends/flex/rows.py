@@ -75,13 +75,13 @@ def rows_of_tile(
 
     Args:
         products: The problem's.
-        biases: Of the sweep.
+        biases: The biases of the sweep.
         placed: The sweep.
-        positions: Of the tiles.
+        positions: The positions of the tiles.
         query: Query tiles.
         keys: All keys, as the sweep loads them.
         additional: Additional tokens.
-        given: Of the tiles.
+        given: What is given for the tiles.
 
     Returns:
         The rows, and the softmax over the additional tokens alone, which is right where rows are found anew.

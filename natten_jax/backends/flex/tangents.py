@@ -33,11 +33,11 @@ def tangents_of(plan: Plan, operands: Operands, output: Output, rows: Rows, tang
     are scattered per key/value tile: so the transposed rule, where that is the other way round, only gathers.
 
     Args:
-        plan: Of either pass.
+        plan: The plan of either pass.
         operands: The arrays.
         output: Output and logsumexp, from whatever computed them.
         rows: What a sweep over these operands found.
-        tangents: Of the operands.
+        tangents: The tangents of the operands.
     """
     products = Products(plan, operands.inputs.scale)
     change = logsumexp_change(products, operands, output)

@@ -71,7 +71,7 @@ def query_gradient(
         key: Likewise.
         value: Likewise.
         out_gradient: Cotangent of the output.
-        statistics: Of each row, ``[batch * leading, blocks, groups, *tiles, 3, rows]``.
+        statistics: The statistics of each row, ``[batch * leading, blocks, groups, *tiles, 3, rows]``.
         scale: Factors of the logits.
     """
     width, width_v = call.width(query), call.width(value)

@@ -73,7 +73,7 @@ def visit_keys(call: Call, place: Place, tables: Sequence[Any], add: Callable[[C
 
     Args:
         call: What runs.
-        place: Of the program.
+        place: The place of the program.
         tables: Its box tables.
         add: Adds a chunk, and is told whether some of its keys are hidden from some queries.
     """

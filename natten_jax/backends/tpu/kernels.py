@@ -40,7 +40,7 @@ class Call:
         plan: What runs.
         queries: How queries lie.
         keys: How keys lie.
-        visits: Of each of three token dimensions.
+        visits: Those of each of three token dimensions.
         alignment: Boxes of keys begin at multiples of it along the last dimension.
         leading: Extent of the first dimension of queries; may be a symbol.
     """

@@ -75,7 +75,7 @@ class QueryMask:
 
     Attributes:
         call: What runs.
-        place: Of the program.
+        place: The place of the program.
         bounds: References to :func:`slab_bounds`.
         coordinates: Reference to :func:`key_coordinates`.
         windows: Reference to what :func:`keep_windows` wrote.

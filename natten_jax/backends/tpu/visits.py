@@ -32,7 +32,7 @@ class Lengths:
         queries: Queries of a group, padded to whole tiles.
         keys: Keys of a group, padded to whole tiles, or to one and to registers where only boxes are visited, which
             may begin anywhere.
-        before: Of these, what is padded before the first key, so that windows of tiles begin where registers do.
+        before: What of these is padded before the first key, so that windows of tiles begin where registers do.
     """
 
     groups: int

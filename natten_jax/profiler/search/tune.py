@@ -35,7 +35,7 @@ class Runs:
     """Device times of a program that ran in turns with others.
 
     Attributes:
-        seconds: Of each run.
+        seconds: How long each run took.
     """
 
     seconds: tuple[float, ...]
@@ -59,7 +59,7 @@ class Task:
         problem: The problem.
         backprop: Whether its backward pass runs, too.
         performance: The performance arguments that hold whatever the configuration is.
-        precision: Of products, as :attr:`natten_jax.plan.plan.Plan.precision`.
+        precision: That of products, as :attr:`natten_jax.plan.plan.Plan.precision`.
         label: What the problem is of, for people.
     """
 

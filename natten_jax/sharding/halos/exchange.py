@@ -70,7 +70,7 @@ class Exchange:
         """The transpose: what belongs to others goes to them, and is added there.
 
         Args:
-            array: Of the extended keys.
+            array: An array of the extended keys.
             layout: Tokens that this device has itself.
         """
         for axis, halo, line in reversed(self._split_axes()):

@@ -53,7 +53,7 @@ def forward(
 
     Args:
         run: Runs it.
-        plan: Of the pass, whose problem has the global layout.
+        plan: The plan of the pass, whose problem has the global layout.
         request: The whole call, with the device's batch and heads.
         exchange: What brings the halos.
         operands: What the device has, without origins.

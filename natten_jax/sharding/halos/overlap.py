@@ -71,8 +71,8 @@ def backward(
         request: The whole call, with the device's batch and heads.
         exchange: What brings the halos, none of which are gathered.
         operands: What the device has, without origins.
-        saved: Of the forward pass.
-        cotangents: Of output and logsumexp.
+        saved: What the forward pass saved.
+        cotangents: The cotangents of output and logsumexp.
     """
     travel = HaloPipeline(slabs_of(request.problem, exchange), exchange, operands)
     of_queries = operands.inputs.query, saved, cotangents

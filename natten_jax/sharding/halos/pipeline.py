@@ -34,7 +34,7 @@ class Slab(NamedTuple):
 
     Attributes:
         dimension: Along which it lies beside the device's tokens.
-        number: Of the dimension's slabs.
+        number: The number of the dimension's slabs.
         keys: How many it has, along that dimension.
         first_key: Where it begins, by token dimension, counted from the device's first token.
         seeing: The queries that see it.
@@ -168,9 +168,9 @@ def returned(exchange: Exchange, slabs: Sequence[Slab], array: jax.Array, gradie
 
     Args:
         exchange: What brought them.
-        slabs: Of the halos.
+        slabs: Slabs of the halos.
         array: The device's own keys or values.
-        gradients: Of these, and of each halo.
+        gradients: Gradients of these, and of each halo.
     """
     (dimension, *others) = travel_order(exchange.halos)
     if not others:

@@ -124,8 +124,8 @@ def returned_to_neighbors(
     """A part's own tokens, with what all devices have of them in their halos added.
 
     Args:
-        own: Of a part.
-        slabs: Of its halos, in the order of :meth:`natten_jax.halo.Halo.seen_slabs`.
+        own: A part's own.
+        slabs: The slabs of its halos, in the order of :meth:`natten_jax.halo.Halo.seen_slabs`.
         halo: Along the dimension.
         line: The devices that share it.
         axis: The dimension.

@@ -39,7 +39,7 @@ class _Inputs(NamedTuple):
 
     Attributes:
         arrays: Queries, cotangents of the output, keys and values.
-        tables: Of boxes, and where keys are owned of the tiles of queries that see them.
+        tables: Tables of boxes, and where keys are owned, of the tiles of queries that see them.
         rows: What is known of queries.
         scales: float32: what gradients of queries, or of keys, are multiplied by in the end, of each of their heads.
     """

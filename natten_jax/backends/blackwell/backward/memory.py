@@ -27,13 +27,13 @@ class Memory:
         value: Likewise.
         logits: In tensor memory.
         products: In tensor memory: products of the output's cotangents with values.
-        gradients: Of the logits, rounded: in tensor memory where queries are owned, or in shared memory.
+        gradients: Those of the logits, rounded: in tensor memory where queries are owned, or in shared memory.
         weights: In shared memory, where keys are owned.
         sums: In tensor memory: gradients of what is owned; of keys, and of values.
         owned_is_in: The tiles that are owned have been copied.
         owned_is_out: Their place may be overwritten, as the results have left it.
-        other_is_in: Of each slot: the others have been copied.
-        other_is_out: Of each slot: products with them are done.
+        other_is_in: For each slot: the others have been copied.
+        other_is_out: For each slot: products with them are done.
         logits_are_in: Logits and products are there.
         gradients_are_in: Gradients, and weights, are there; logits and products are read.
         gradients_are_out: The products with them are done, so that others may take their place.

@@ -33,10 +33,10 @@ class Tables(NamedTuple):
     """References to what is known of queries, in device memory.
 
     Attributes:
-        bounds: Of windows, along each dimension.
+        bounds: The bounds of windows, along each dimension.
         statistics: ``[items, STATISTICS, queries]``.
         scales: Factors of the logits, in base 2, of each batch entry and head.
-        factors: Of each batch entry and head: what gradients of keys are multiplied by before they are summed over the
+        factors: For each batch entry and head, what gradients of keys are multiplied by before they are summed over the
             query heads of a key head; ``None`` where it is 1.
     """
 
