@@ -43,7 +43,8 @@ __global__ void __launch_bounds__(kTableThreads)
   constexpr int kAtOnce = 8;
   constexpr unsigned kAll = 0xffffffff;
   extern __shared__ float4 runs[];
-  __shared__ int least_offset[kTilesOfSum][kRank];
+  // The least offsets of tiles, and how many numbers before their records' first ones the table's first entry would be.
+  __shared__ int4 least_offset[kTilesOfSum];
   const std::int64_t item = blockIdx.x, numbers = p.record + kRecordHeader;
   const int first_tile = blockIdx.y * kTilesOfSum, count = min(kTilesOfSum, p.tiles - first_tile);
   const float* const records = p.records + (item * p.tiles + first_tile) * numbers;
@@ -70,7 +71,10 @@ __global__ void __launch_bounds__(kTableThreads)
   CUTE_UNROLL
   for (int d = 0; d < kRank; ++d) {
     begins_one |= __shfl_up_sync(kAll, least[d], 1) != least[d];
-    if (threadIdx.x < kTilesOfSum) least_offset[lane][d] = least[d];
+  }
+  if (threadIdx.x < kTilesOfSum) {
+    least_offset[lane] = make_int4(least[0], least[1], least[2],
+                                   least[0] * p.box.pitch[0] + least[1] * p.box.pitch[1] + least[2] * p.box.pitch[2]);
   }
   const unsigned begins = __ballot_sync(kAll, begins_one);
   float* const sums = p.sums + (std::int64_t{blockIdx.y} * gridDim.x + item) * p.entries;
@@ -98,15 +102,21 @@ __global__ void __launch_bounds__(kTableThreads)
       *to = sum;
     }
     __syncthreads();
+    const unsigned begins_here = begins >> first << first & (kAll >> (kTilesOfSum - end));
     for (int entry = threadIdx.x; entry < p.entries; entry += blockDim.x) {
       int offset[kRank];
       const bool is_offset = p.box.split(entry, offset);
+      const int own_place = offset[0] * p.box.pitch[0] + offset[1] * p.box.pitch[1] + offset[2] * p.box.pitch[2];
       float sum = first == 0 ? 0.f : sums[entry];
       const float* run = reinterpret_cast<const float*>(runs);
-      for (int tile = first; tile < end; ++tile) {
-        if ((begins >> tile & 1) == 0) continue;
-        int place;
-        if (p.box.find(offset, least_offset[tile], place) & is_offset) sum += run[place];
+      for (unsigned rest = begins_here; rest != 0; rest &= rest - 1) {
+        const int4 least = least_offset[__ffs(rest) - 1];
+        const auto is_within = [&](int d, int least) {
+          return static_cast<unsigned>(offset[d] - least) < static_cast<unsigned>(p.box.extent[d]);
+        };
+        if (is_within(0, least.x) & is_within(1, least.y) & is_within(2, least.z) & is_offset) {
+          sum += run[own_place - least.w];
+        }
         run += p.record;
       }
       sums[entry] = sum;
