@@ -19,29 +19,6 @@
 
 namespace natten_jax::small {
 
-/// The largest shift in base 2 beside which a sink's weight has all digits that count.
-constexpr float kMostOfSinkShift = 128.f;
-
-/// Adds a sink to the sums of a lane's two rows, as one more weight; false where the sum of one of the warp's rows
-/// would lose digits, of those that have a place.
-CUTE_DEVICE bool add_sink_to_sums(float (&sums)[2], const float (&shift)[2], float sink, float factor, int2 places) {
-  float with_sink[2];
-  int fits = 1;
-  CUTE_UNROLL
-  for (int r = 0; r < 2; ++r) {
-    const float of_shift = __fmul_rn(shift[r], factor);
-    with_sink[r] = sums[r] + fast_exp2(fmaf(sink, kLog2E, -of_shift));
-    const int is_in_range = static_cast<int>(with_sink[r] >= 0x1p-60f) & static_cast<int>(with_sink[r] <= 0x1p60f),
-              has_logarithm = static_cast<int>(fabsf(with_sink[r] - 1.f) >= kLeastFromOne),
-              has_digits = static_cast<int>(fabsf(of_shift) <= kMostOfSinkShift);
-    fits &= (is_in_range & has_logarithm & has_digits) | static_cast<int>((r == 0 ? places.x : places.y) < 0);
-  }
-  if (!__all_sync(0xffffffffu, fits)) return false;
-  sums[0] = with_sink[0];
-  sums[1] = with_sink[1];
-  return true;
-}
-
 /// A warp's results: sums of weighted values, and of weights, of the lane's columns until they are finished; what the
 /// weights of a lane's two rows are relative to.
 template <int kHeadDim>
@@ -206,7 +183,9 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
                               with_remainder);
     };
     bool has_sink = sink != -INFINITY;
-    if (Sums::kHasReference && has_sink && add_sink_to_sums(sums, result.shift, sink, factor, places)) has_sink = false;
+    if (Sums::kHasReference && has_sink && add_sink_to_sums(sums, result.shift, sink, factor, {places.x, places.y})) {
+      has_sink = false;
+    }
     float of_row[2] = {normalisation(sums[0]), normalisation(sums[1])};
     Logsumexp logsumexp;
     if (has_sink) {

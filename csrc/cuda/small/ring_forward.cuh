@@ -116,18 +116,23 @@ struct RingForward {
     }
   }
 
-  /// Writes the logsumexp of the lane's rows: one lane of four writes that of the first, its neighbor that of the
-  /// second. `of_rows` is what these rows' sums of weighted values are multiplied with.
-  CUTE_DEVICE void write_statistics(const RingUnit& unit, const int (&tokens)[2], const float (&sums)[2],
-                                    const float (&shifts)[2], float (&of_rows)[2]) const {
+  /// The head's sink; -infinity where there is none. Loaded where it is needed: beside a tile's sums there is no
+  /// register for it.
+  CUTE_DEVICE float sink_of(const RingUnit& unit) const {
+    return p.sinks == nullptr ? -INFINITY
+                              : __ldcg(p.sinks + (p.are_sinks_of_all ? 0 : unit.batch * p.heads) + unit.head);
+  }
+
+  /// Takes a sink into the sums of the lane's rows, and writes their logsumexp: one lane of four writes that of the
+  /// first, its neighbor that of the second. `of_rows` is what these rows' sums of weighted values are multiplied with.
+  CUTE_DEVICE void write_statistics(const RingUnit& unit, const int (&tokens)[2], float (&sums)[2],
+                                    const float (&shifts)[2], float sink, float (&of_rows)[2]) const {
+    // As one more weight: a merge with the finished row made forward passes 4% longer.
+    const bool has_sink = sink != -INFINITY && !add_sink_to_sums(sums, shifts, sink, factor, tokens);
     const bool is_second = threadIdx.x % 2 != 0;
     const int token = is_second ? tokens[1] : tokens[0];
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) of_rows[r] = normalisation(sums[r]);
-    // Loaded where it is needed: beside a tile's sums there is no register for it.
-    const float sink =
-        p.sinks == nullptr ? -INFINITY : __ldcg(p.sinks + (p.are_sinks_of_all ? 0 : unit.batch * p.heads) + unit.head);
-    const bool has_sink = sink != -INFINITY;
     Logsumexp logsumexp = logsumexp_of_sum(is_second ? sums[1] : sums[0], is_second ? shifts[1] : shifts[0], factor,
                                            has_sink || p.remainder != nullptr);
     if (has_sink) {
@@ -143,9 +148,10 @@ struct RingForward {
 
   /// Writes a step's results where they are trusted.
   CUTE_DEVICE void finish(const RingUnit& unit, int step) {
+    const float sink = sink_of(unit);
     int tokens[2];
     reader.masks.find_tokens(p, step, tokens);
-    const float sums[2] = {sum_of_row(sum[0]), sum_of_row(sum[1])};
+    float sums[2] = {sum_of_row(sum[0]), sum_of_row(sum[1])};
     bool is_trusted = true;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -156,7 +162,7 @@ struct RingForward {
       return;
     }
     float of_rows[2];
-    write_statistics(unit, tokens, sums, shift, of_rows);
+    write_statistics(unit, tokens, sums, shift, sink, of_rows);
     write_ring_rows_in_words<Element, kHeadDim>(p, p.out, unit, tokens, o[0], of_rows);
   }
 
@@ -179,7 +185,7 @@ struct RingForward {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) sums[r] = sum_of_row(sums[r]);
     float of_rows[2];
-    write_statistics(unit, tokens, sums, largest, of_rows);
+    write_statistics(unit, tokens, sums, largest, sink_of(unit), of_rows);
     write_ring_rows_in_words<Element, kHeadDim>(p, p.out, unit, tokens, values, of_rows);
   }
 };

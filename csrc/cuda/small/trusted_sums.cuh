@@ -35,6 +35,30 @@ CUTE_DEVICE int is_sum_trusted(float sum, float shift, float factor) {
   return static_cast<int>(sum >= Sums::kLeast) & static_cast<int>(sum <= Sums::kMost) & has_logarithm;
 }
 
+/// The largest shift in base 2 beside which a sink's weight has all digits that count.
+constexpr float kMostOfSinkShift = 128.f;
+
+/// Adds a sink to the sums of a lane's two rows, as one more weight; false where the sum of one of the warp's rows
+/// would lose digits, of those that have a place.
+CUTE_DEVICE bool add_sink_to_sums(float (&sums)[2], const float (&shift)[2], float sink, float factor,
+                                  const int (&places)[2]) {
+  float with_sink[2];
+  int fits = 1;
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    const float of_shift = __fmul_rn(shift[r], factor);
+    with_sink[r] = sums[r] + fast_exp2(fmaf(sink, kLog2E, -of_shift));
+    const int is_in_range = static_cast<int>(with_sink[r] >= 0x1p-60f) & static_cast<int>(with_sink[r] <= 0x1p60f),
+              has_logarithm = static_cast<int>(fabsf(with_sink[r] - 1.f) >= kLeastFromOne),
+              has_digits = static_cast<int>(fabsf(of_shift) <= kMostOfSinkShift);
+    fits &= (is_in_range & has_logarithm & has_digits) | static_cast<int>(places[r] < 0);
+  }
+  if (!__all_sync(0xffffffffu, fits)) return false;
+  sums[0] = with_sink[0];
+  sums[1] = with_sink[1];
+  return true;
+}
+
 /// A row's logsumexp, and with `with_remainder` what float32 leaves out of it.
 CUTE_DEVICE Logsumexp logsumexp_of_sum(float sum, float shift, float factor, bool with_remainder) {
   const float log2_sum = fast_log2(sum);
