@@ -12,7 +12,7 @@ template <Feature kFeature>
 struct FeatureTraits {
   using Items = std::conditional_t<kFeature == Feature::kWraps, AroundItems, CtaItems>;
   // The items of forward passes of plain problems. With biases of keys and narrow heads, the compiler has no room for
-  // items of their own: it would spill 56 bytes.
+  // items of their own: it would spill 16 bytes.
   template <int kHeadDim>
   using ItemsOfPlain =
       std::conditional_t<kFeature == Feature::kWraps || (kFeature == Feature::kKeyBias && kHeadDim < 64), Items,

@@ -68,12 +68,6 @@ enum class Owner { kQueries, kKeys };
 /// What the kernels are for.
 enum class Kernel { kForward, kQueryGradient, kKeyValueGradient, kWholeGradient };
 
-/// In how many buffers a warp has biases of keys. With two, an item's come while the one before is computed; forward
-/// kernels would have fewer CTAs for it: NAT's first stage took 84 us instead of 56 (H100).
-constexpr int key_bias_buffers(Kernel kernel) {
-  return kernel == Kernel::kQueryGradient ? 2 : 1;
-}
-
 /// Whether a warp writes its results where its rows were, and loads the next item's rows after that. Where batch
 /// entries have layouts of their own, boxes have one stage, whose next columns are waited for anyway; without memory
 /// for results, a multiprocessor has two CTAs for 7 x 7 windows and heads of 64, of which one computes while the other

@@ -219,7 +219,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
                                                                    layout)) {
       return;
     }
-    ColumnKeyBias<kHasKeyBias, Kernel::kForward> key_bias(p, tables, tile, items.at(p, 0));
+    ColumnKeyBias<kHasKeyBias> key_bias(p, tables, tile, items.at(p, 0));
     loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns,
                     [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
                       compute(item, stage, rows, phases, key_bias, terms);

@@ -1,6 +1,6 @@
 // Biases of keys, which products of queries and keys begin with. Where keys are columns, a warp keeps those of its
-// tile's pairs of groups in shared memory, in the order in which its lanes read them, and copies those of the next item
-// beside them meanwhile. Where keys are rows, their biases are two numbers of each lane.
+// tile's pairs of groups in shared memory, in the order in which its lanes read them, and has those of the next item on
+// their way when it has read them. Where keys are rows, their biases are two numbers of each lane.
 #pragma once
 
 #include <cfloat>
@@ -15,91 +15,100 @@ CUTE_DEVICE float key_bias_of_products(float bias, float inverse_scale) {
   return fminf(bias * inverse_scale, FLT_MAX);
 }
 
-/// Those of a warp's columns, where `kAreThere`: in one buffer, or in two, of which tables name the one that is read.
-template <bool kAreThere, Kernel kKernel>
+/// Those of a warp's columns, where `kAreThere`.
+template <bool kAreThere>
 class ColumnKeyBias {
  public:
-  CUTE_DEVICE ColumnKeyBias(const CommonParams& p, Tables& tables, const TilePlan& tile, const Item& first)
+  CUTE_DEVICE ColumnKeyBias(const CommonParams& p, const Tables& tables, const TilePlan& tile, const Item& first)
       : p_(p), tables_(tables), tile_(tile) {
     if constexpr (kAreThere) {
       // What no window sees has none: additional tokens, and what fills up the last pair.
-      const int lane = threadIdx.x % 32;
-      for (int i = tile.pairs * 2 * kColumns + lane; i < p.region.table * 2 * kColumns; i += 32) {
+      for (int i = tile.pairs * 2 * kColumns + lane(); i < p.region.table * 2 * kColumns; i += 32) {
         store_word(slots() + 4 * i, 0);
-        if constexpr (kHasTwo) store_word(slots() + buffer_bytes() + 4 * i, 0);
       }
-      load(first, to_other());
+      load(first);
     }
   }
 
   /// To be called when an item's have come, and those of the one before have been read.
   CUTE_DEVICE void prepare(const Item& item) {
     if constexpr (kAreThere) {
-      if (is_new_) {
-        tables_.key_bias += to_other();
-        is_second_ = !is_second_;
-        scale(fast_reciprocal(item.scale(p_).logits));
+      if (!is_new_) return;
+      const float inverse_scale = fast_reciprocal(item.scale(p_).logits);
+      CUTE_UNROLL
+      for (int i = 0; i < kHeld; ++i) {
+        const int pair = pair_of(i);
+        if (pair < tile_.pairs) {
+          store_word(slot_of(pair), __float_as_uint(key_bias_of_products(held_[i], inverse_scale)));
+        }
       }
-      if constexpr (kHasTwo) load_behind(item);
+      for (int i = kHeldPairs * kChunksOfPair + lane(); i < tile_.pairs * kChunksOfPair; i += 32) {
+        float4& biases = *static_cast<float4*>(__cvta_shared_to_generic(slots() + kWord * kWords * i));
+        const float4 own = biases;
+        biases = make_float4(key_bias_of_products(own.x, inverse_scale), key_bias_of_products(own.y, inverse_scale),
+                             key_bias_of_products(own.z, inverse_scale), key_bias_of_products(own.w, inverse_scale));
+      }
+      __syncwarp();
     }
   }
 
-  /// To be called when an item's have been read.
+  /// To be called when an item's have been read: starts to load those of the next one, unless they are the same.
   CUTE_DEVICE void leave(const Item& item) {
-    if constexpr (kAreThere && !kHasTwo) {
+    if constexpr (kAreThere) {
       __syncwarp();
-      load_behind(item);
+      CUTE_UNROLL
+      for (float& bias : held_) bias = 0.f;  // those before, which nobody needs, would stay in registers
+      Item next = item;
+      next.next(p_);
+      is_new_ = !p_.key_bias.is_of_all_heads || p_.scale.heads != nullptr || next.batch != item.batch;
+      if (is_new_ && next.number(p_) < p_.items) load(next);
     }
   }
 
  private:
-  static constexpr bool kHasTwo = key_bias_buffers(kKernel) == 2;
   static constexpr int kWord = 4, kWords = 4;  // of a chunk
+  static constexpr int kChunksOfPair = 2 * kColumns / kWords;
+  // Biases that a lane holds until an item begins, and pairs that these are of. Those of further pairs are copied.
+  static constexpr int kHeld = 4, kHeldPairs = 2 * kHeld;
 
-  CUTE_DEVICE std::uint32_t slots() const { return tables_.key_bias - threadIdx.x % 4 * (kWord * kWords); }
-  CUTE_DEVICE int buffer_bytes() const { return p_.region.warps * p_.region.table * kKeyBiasBytes; }
-  /// From the buffer that is read to the one that is filled.
-  CUTE_DEVICE int to_other() const { return !kHasTwo ? 0 : is_second_ ? -buffer_bytes() : buffer_bytes(); }
+  CUTE_DEVICE static int lane() { return threadIdx.x % 32; }
+  CUTE_DEVICE static int pair_of(int held) { return lane() / (2 * kColumns) + 2 * held; }
+  CUTE_DEVICE std::uint32_t slots() const { return tables_.key_bias - lane() % 4 * (kWord * kWords); }
 
-  /// Starts to copy those of the next item, unless they are the same.
-  CUTE_DEVICE void load_behind(const Item& item) {
-    Item next = item;
-    next.next(p_);
-    is_new_ = !p_.key_bias.is_of_all_heads || p_.scale.heads != nullptr || next.batch != item.batch;
-    if (is_new_ && next.number(p_) < p_.items) load(next, to_other());
+  /// Where the bias of the lane's column of a pair goes: a lane reads two columns of each group of a pair at once.
+  CUTE_DEVICE std::uint32_t slot_of(int pair) const {
+    const int column = lane() % kColumns, group = lane() / kColumns % 2;
+    return slots() + pair * kKeyBiasBytes + kWord * (column / 2 * kWords + group * 2 + column % 2);
   }
 
-  CUTE_DEVICE void scale(float inverse_scale) const {
-    for (int i = threadIdx.x % 32; i < tile_.pairs * (2 * kColumns / kWords); i += 32) {
-      float4& biases = *static_cast<float4*>(__cvta_shared_to_generic(slots() + kWord * kWords * i));
-      const float4 own = biases;
-      biases = make_float4(key_bias_of_products(own.x, inverse_scale), key_bias_of_products(own.y, inverse_scale),
-                           key_bias_of_products(own.z, inverse_scale), key_bias_of_products(own.w, inverse_scale));
-    }
-    __syncwarp();
-  }
-
-  /// Starts to copy an item's into the buffer so many bytes behind the one that is read.
-  CUTE_DEVICE void load(const Item& item, int behind) const {
+  /// Starts to load an item's.
+  CUTE_DEVICE void load(const Item& item) {
     const bool is_of_all = p_.key_bias.is_of_all_heads;
-    const int lane = threadIdx.x % 32, pitch = is_of_all ? 4 : 4 * p_.heads;
+    const int pitch = is_of_all ? kWord : kWord * p_.heads;
     const char* const from = advance(reinterpret_cast<const char*>(p_.key_bias.of_keys), item.of_batch, pitch) +
-                             (is_of_all ? 0 : 4 * item.head);
-    // A lane reads two columns of each group of a pair at once.
-    const int column = lane % kColumns, group = lane / kColumns % 2;
-    const std::uint32_t to = slots() + behind + kWord * (column / 2 * kWords + group * 2 + column % 2);
-    for (int pair = lane / (2 * kColumns); pair < tile_.pairs; pair += 2) {
+                             (is_of_all ? 0 : kWord * item.head);
+    const auto of_pair = [&](int pair) {
       // What a group has outside of the layout is hidden: any number does.
       const int key = tile_.key + static_cast<int>(tables_.entries[pair]);
-      copy_word_async(to + pair * kKeyBiasBytes, advance(from, min(max(key, 0), p_.keys - 1), pitch), true);
+      return reinterpret_cast<const float*>(advance(from, min(max(key, 0), p_.keys - 1), pitch));
+    };
+    CUTE_UNROLL
+    for (int i = 0; i < kHeld; ++i) {
+      const int pair = pair_of(i);
+      if (pair < tile_.pairs) held_[i] = *of_pair(pair);
+    }
+    if (tile_.pairs <= kHeldPairs) return;
+    for (int pair = pair_of(kHeld); pair < tile_.pairs; pair += 2) {
+      copy_word_async(slot_of(pair), of_pair(pair), true);
     }
     commit_copies();
   }
 
   const CommonParams& p_;
-  Tables& tables_;
+  const Tables& tables_;
   const TilePlan& tile_;
-  bool is_new_ = true, is_second_ = false;
+  float held_[kHeld];
+  bool is_new_ = true;
 };
 
 /// Those of a lane's two rows, and their gradients, where `kAreThere`.
@@ -111,9 +120,10 @@ class RowKeyBias {
   /// Starts to load an item's.
   CUTE_DEVICE void load(const Item& item) {
     if constexpr (kAreThere) {
-      for_rows(item, [&](int r, int key) {
+      for_rows([&](int r, int place) {
         const float* const from = p_.key_bias.of_keys;
-        loaded_[r] = p_.key_bias.is_of_all_heads ? from[key] : from[of_head(item, key)];
+        loaded_[r] = p_.key_bias.is_of_all_heads ? from[item.of_batch + p_.key_bias.by_heads_kv.divide(place)]
+                                                 : from[of_head(item, place)];
       });
     }
   }
@@ -131,24 +141,26 @@ class RowKeyBias {
   CUTE_DEVICE void store(const Item& item, const float (&sums)[4]) const {
     if constexpr (kAreThere) {
       if (threadIdx.x % 4 > 0) return;
-      for_rows(item, [&](int r, int key) { p_.key_bias.gradient[of_head(item, key)] = sums[2 * r]; });
+      for_rows([&](int r, int place) { p_.key_bias.gradient[of_head(item, place)] = sums[2 * r]; });
     }
   }
 
  private:
-  /// Calls `call(r, key)` for the rows that are keys.
+  /// Calls `call(r, place)` for the rows that are keys.
   template <class Call>
-  CUTE_DEVICE void for_rows(const Item& item, const Call& call) const {
+  CUTE_DEVICE void for_rows(const Call& call) const {
     const int2 places = row_places_[threadIdx.x % 32 / 4];
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       const int place = r == 0 ? places.x : places.y;
-      // Places are those of heads of keys.
-      if (place >= 0) call(r, item.of_batch + p_.key_bias.by_heads_kv.divide(place));
+      if (place >= 0) call(r, place);
     }
   }
 
-  CUTE_DEVICE std::int64_t of_head(const Item& item, int key) const { return std::int64_t{key} * p_.heads + item.head; }
+  /// Where a key's number for the item's head is. Places are those of heads of keys, each of which so many heads share.
+  CUTE_DEVICE std::int64_t of_head(const Item& item, int place) const {
+    return std::int64_t{item.of_batch} * p_.heads + std::int64_t{place} * p_.by_heads_per_kv.divisor + item.head;
+  }
 
   const CommonParams& p_;
   const int2* row_places_;

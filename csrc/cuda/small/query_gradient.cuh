@@ -174,6 +174,7 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
                                                                   item.exponent_scale(p), tile, tables,
                                                                   additional_pairs, stage, shared_address(raw));
     phases.columns_are_read();
+    key_bias.leave(item);
     if constexpr (kHasBias) write_record<Element>(p, tile, shared_address(raw), item);
     const float scale = item.scale(p).query_gradient;
     const auto store = [&](std::uint32_t results) {
@@ -199,7 +200,7 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
       return;
     }
     if constexpr (kHasBias) clear_sums(p, raw);
-    ColumnKeyBias<kHasKeyBias, Kernel::kQueryGradient> key_bias(p, tables, tile, items.at(p, 0));
+    ColumnKeyBias<kHasKeyBias> key_bias(p, tables, tile, items.at(p, 0));
     loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns,
                     [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
                       compute(item, stage, rows, phases, key_bias);

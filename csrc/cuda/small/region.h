@@ -43,9 +43,8 @@ struct SharedLayout {
   int entries;  ///< Like `offsets` with a relative bias: how far its entries are behind the first ones, and their sums;
                 ///< with biases of keys: how far its tokens are.
   int table;    ///< In a stage: a head's relative bias, between `Region::table_margin` numbers on both sides.
-  int key_bias;  ///< For each warp and pair of groups, a float for each of its columns: biases of keys; in each of its
-                 ///< buffers.
-  int sums;      ///< For each warp, a row for each of its queries of 16-bit gradients of logits, by offset.
+  int key_bias;     ///< For each warp and pair of groups, a float for each of its columns: biases of keys.
+  int sums;         ///< For each warp, a row for each of its queries of 16-bit gradients of logits, by offset.
   int region_sums;  ///< For whole layouts, sums of the queries of each warp (RegionSums).
   int bytes;        ///< All of it.
 };

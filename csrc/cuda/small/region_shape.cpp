@@ -214,7 +214,7 @@ bool complete_region(const Problem& problem, const Side (&sides)[kRank], Kernel 
   // Keys have their biases in registers where they are rows.
   const bool has_key_bias = problem.has_key_bias && kernel != Kernel::kKeyValueGradient;
   take(shared.entries, problem.has_relative_bias || has_key_bias ? 4 * plans * region.warps * entries : 0);
-  take(shared.key_bias, has_key_bias ? key_bias_buffers(kernel) * kKeyBiasBytes * region.warps * entries : 0);
+  take(shared.key_bias, has_key_bias ? kKeyBiasBytes * region.warps * entries : 0);
   take(shared.masks, 32 * plans * region.warps * entries);
   take(shared.row_places, 4 * kRows * region.warps);
   const bool has_sums =

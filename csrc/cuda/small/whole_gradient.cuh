@@ -55,7 +55,7 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kFeature == Feature::kRel
   for (int r = 0; r < 2; ++r) {
     column_of_row[r] = __shfl_sync(0xffffffffu, queries_plan.column_of_row, lane / 4 + 8 * r);
   }
-  ColumnKeyBias<kHasKeyBias, Kernel::kWholeGradient> key_bias(p, of_queries, queries_plan, items.at(p, 0));
+  ColumnKeyBias<kHasKeyBias> key_bias(p, of_queries, queries_plan, items.at(p, 0));
   const int warps = loads.warps_with_rows();
   const auto scale_of = [&](const Item& item) -> HeadScale {
     if constexpr (kHasTerms) return item.scale(p);
