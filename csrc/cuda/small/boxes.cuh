@@ -44,6 +44,9 @@ class BoxLoads {
   static constexpr bool kMayWrap = Items::kMayWrap, kIsPlain = Items::kIsPlain;
   static constexpr int kBoxes = boxes_of(kKernel);
   static constexpr bool kHasResultsInRows = has_results_in_rows(kKernel, Items::kOfEntries);
+  // Arrivals of a warp that has read a stage. With a table each lane arrives for itself: of one arrival for all of
+  // them, racecheck sees that its lane is done, and reports what the others read of the table.
+  static constexpr int kLeavesOfWarp = kHasBias ? 32 : 1;
 
   CUTE_DEVICE BoxLoads(const CommonParams& p, char* raw)
       : p_(p),
@@ -86,7 +89,7 @@ class BoxLoads {
     CUTE_UNROLL
     for (int stage = 0; stage < 2; ++stage) {
       ClusterBarrier::init(&state_.full[stage], crosses_seam ? static_cast<int>(blockDim.x) : 1);
-      ClusterBarrier::init(&state_.left[stage], warps);
+      ClusterBarrier::init(&state_.left[stage], warps * kLeavesOfWarp);
     }
     state_.warps = warps;
     cutlass::arch::fence_barrier_init();
@@ -194,17 +197,17 @@ class BoxLoads {
   };
 
   CUTE_DEVICE void leave(int i, int stage, int phase) const {
+    std::uint64_t& left = state_.left[stage];
+    if (kLeavesOfWarp > 1 && threadIdx.x % 32 > 0) arrive(left);
     __syncwarp();
     if (threadIdx.x % 32 > 0) return;
     // All have left what the stage had before, or it would not have been filled again: this never waits, and orders
     // the barrier's uses for those who look at it alone.
-    std::uint64_t& left = state_.left[stage];
     wait(left, phase ^ 1);
-    std::uint64_t state;
-    const unsigned missing = arrive_counting(left, state);
+    const unsigned missing = arrive_counting(left);
     i += p_.region.stages;
     if (crosses_seam() || missing > 1 || i >= items().count) return;
-    order_after(left, state);
+    wait(left, phase);  // nor does this, which orders what others did before they arrived before what comes
     fill(i, stage);
     fill_statistics(i, stage);
   }

@@ -27,33 +27,13 @@ CUTE_DEVICE void arrive_as_warp(std::uint64_t& barrier) {
   if (cute::elect_one_sync()) arrive(barrier);
 }
 
-/// Arrives at a barrier of one CTA.
-///
-/// Args:
-///   barrier: in shared memory.
-///   state: a result, for `order_after`.
-///
-/// Returns:
-///   How many arrivals were missing before this one.
-CUTE_DEVICE unsigned arrive_counting(std::uint64_t& barrier, std::uint64_t& state) {
+/// Arrives at a barrier of one CTA; how many arrivals were missing before this one.
+CUTE_DEVICE unsigned arrive_counting(std::uint64_t& barrier) {
+  std::uint64_t state;
   unsigned missing;
   asm volatile("mbarrier.arrive.shared::cta.b64 %0, [%1];" : "=l"(state) : "r"(shared_address(&barrier)) : "memory");
   asm volatile("mbarrier.pending_count.b64 %0, %1;" : "=r"(missing) : "l"(state));
   return missing;
-}
-
-/// Orders what others did before they arrived, when this thread was the last one, before what comes.
-CUTE_DEVICE void order_after(std::uint64_t& barrier, std::uint64_t state) {
-  [[maybe_unused]] unsigned is_complete;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "mbarrier.test_wait.shared::cta.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p;\n"
-      "}"
-      : "=r"(is_complete)
-      : "r"(shared_address(&barrier)), "l"(state)
-      : "memory");
 }
 
 /// A place in a ring of buffers, each of which has a barrier for being full and one for being empty.
