@@ -77,11 +77,12 @@ def early_arrivals(instructions: Iterable[Instruction]) -> list[Instruction]:
 def kernels_with_early_arrivals(library: Path, names: str) -> dict[str, list[Instruction]]:
     """Early arrivals of each kernel whose name matches a regular expression; kernels without any have an empty list."""
     listing = subprocess.run(["cuobjdump", "-symbols", library], capture_output=True, text=True, check=True).stdout
-    symbols = re.findall(r"^FUNC\s.*?(\S+)$", listing, re.MULTILINE)
+    symbols = re.findall(r"^(?:STT_)?FUNC\s.*?(\S+)$", listing, re.MULTILINE)
     wanted = sorted({symbol for symbol in symbols if re.search(names, symbol)})
     assert wanted, f"no kernel's name matches {names}"
     command = ["cuobjdump", "-sass", "-fun", ",".join(wanted), library]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    # A library has several cubins: for each, warnings name the kernels that it lacks.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         found = {name: early_arrivals(instructions) for name, instructions in functions(process.stdout)}
     assert process.returncode == 0

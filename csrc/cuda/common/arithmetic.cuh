@@ -89,13 +89,16 @@ CUTE_DEVICE bool has_remainder(float logsumexp) {
   return fabsf(logsumexp) > ElementTraits<Element>::kLargestExact && fabsf(logsumexp) < INFINITY;
 }
 
-/// The exponent of a logit's weight relative to such a logsumexp, in base 2. Rounding must not make the weight larger
-/// than one; the exponent stays NaN where the logit is.
+/// An exponent of a weight, which rounding must not make larger than one. NaN stays NaN.
+CUTE_DEVICE float at_most_zero(float exponent) {
+  asm("min.NaN.f32 %0, %0, 0f00000000;" : "+f"(exponent));
+  return exponent;
+}
+
+/// The exponent of a logit's weight relative to such a logsumexp, in base 2.
 CUTE_DEVICE float exponent_of_large(float logit, float exponent_scale, float logsumexp, float remainder) {
   const RemainderParts parts = unpack_remainder(remainder);
-  float exponent = fmaf(logit, exponent_scale, -logsumexp) - parts.distance;
-  asm("min.NaN.f32 %0, %0, 0f00000000;" : "+f"(exponent));
-  return exponent - parts.log2_sum;
+  return at_most_zero(fmaf(logit, exponent_scale, -logsumexp) - parts.distance) - parts.log2_sum;
 }
 
 /// That weight.

@@ -150,8 +150,9 @@ struct RingReader {
   // Where the lane reads the warp's first block in the ring's first slab, its rows as rows of an operand that is
   // summed over their elements, or over them.
   std::uint32_t across, along_rows;
-  std::uint32_t statistics;  // where it reads what is known of its columns there
-  RingPlace place;           // of a step's first slab
+  std::uint32_t statistics;   // where it reads what is known of its columns there
+  RingPlace place;            // of a step's first slab
+  std::uint32_t last_loaded;  // a word of the warp's last load from a slab; loads end in their order
 
   CUTE_DEVICE std::uint32_t of_slot(int slot) const { return slot * 2 * p.shape.array_bytes; }
 
@@ -212,11 +213,12 @@ struct RingReader {
   }
 
   /// o += weights * a block's rows.
-  CUTE_DEVICE static void add_block(float (&o)[kHeadDim / 8][4], const std::uint32_t (&a)[4], std::uint32_t address) {
+  CUTE_DEVICE void add_block(float (&o)[kHeadDim / 8][4], const std::uint32_t (&a)[4], std::uint32_t address) {
     CUTE_UNROLL
     for (int step = 0; step < kSteps; ++step) {
       std::uint32_t r[4];
       load_matrices_transposed(r, step_address(address, step));
+      last_loaded = r[3];
       CUTE_UNROLL
       for (int h = 0; h < 2; ++h) {
         float (&c)[4] = o[2 * step + h];
@@ -226,10 +228,11 @@ struct RingReader {
     }
   }
 
-  /// Has a slab filled again that the next step does not see.
-  CUTE_DEVICE void leave(int slab, int next_first, int slot) const {
+  /// Releases a slab that the next step does not see, given a word of the last load from it.
+  CUTE_DEVICE void leave(int slab, int next_first, int slot, std::uint32_t loaded) const {
     if (slab >= next_first) return;
-    if (barriers.arrives()) arrive_at(barriers.empty[slot]);
+    const std::uint32_t zero = p.shape.warps >> 31;
+    if (barriers.arrives()) arrive_at(after_loads(barriers.empty[slot], loaded, zero));
   }
 
   /// Has slabs up to one filled again that the warp does not see.
@@ -237,7 +240,7 @@ struct RingReader {
     CUTE_NO_UNROLL
     for (; slab < end; ++slab) {
       wait_for(barriers.full[place.slot], place.parity);
-      leave(slab, end, place.slot);
+      leave(slab, end, place.slot, 0);
       place.advance(p.shape.slots);
     }
   }
@@ -276,8 +279,9 @@ struct RingReader {
         CUTE_NO_UNROLL
         for (int of_slab = seen.x; of_slab < seen.y; ++of_slab) {
           wait_for(barriers.full[at.slot], at.parity);
+          last_loaded = 0;
           own.add(of_slot(at.slot), masks.of_slab(along.first_key(of_slab)));
-          leave(of_slab, next.x, at.slot);
+          leave(of_slab, next.x, at.slot, last_loaded);
           at.advance(p.shape.slots);
           if (of_slab < next.x) place = at;
         }

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const float sink = p.sinks[blockIdx.x * p.heads + head];
     const auto share = [&](float logsumexp, float delta) {
       // What sees nothing, and no sink, has no weights; padding may hold anything.
-      return logsumexp == -INFINITY ? 0.f : fast_exp2((sink - logsumexp) * kLog2E) * delta;
+      return logsumexp == -INFINITY ? 0.f : fast_exp2(at_most_zero((sink - logsumexp) * kLog2E)) * delta;
     };
     const std::int64_t step = std::int64_t{p.rows_of_cta} * p.heads, at = (own + first + of_row) * p.heads + head;
     const float* logsumexp = p.logsumexp + at;
