@@ -7,6 +7,7 @@ the turns' ratios, and the ratio of the two shortest times.
 
 Example:
     python bench/compare_builds.py ../before . --problems 2d-w40 causal-4096 --small "NAT s1" --families none cutlass
+    python bench/compare_builds.py ../before . --small "NAT s1" --sides key_bias sinks
 """
 
 from __future__ import annotations
@@ -23,15 +24,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PASSES = ("forward", "backward")
+SIDES = ("plain", "relative_bias", "key_bias", "sinks")
 PAUSE = 0.05  # seconds before each turn
 
 
 class Problem(NamedTuple):
-    """A row of bench/benchmarks.py or, where ``is_small``, of bench/small.py, and a family or ``"none"``: the best."""
+    """A problem that both builds run.
+
+    Attributes:
+        name: Row of bench/benchmarks.py or, if ``is_small``, of bench/biases.py.
+        is_small: Which of the two.
+        family: Kernel family; ``"none"`` for the best one.
+        side: Operand that is added to the logits, as in bench/biases.py; ``"plain"`` for none.
+    """
 
     name: str
     is_small: bool
     family: str
+    side: str = "plain"
 
 
 def serve(root: Path) -> None:
@@ -43,8 +53,9 @@ def serve(root: Path) -> None:
     import jax
     import jax.numpy as jnp
     from benchmarks import BENCHMARKS
+    from biases import ROWS, runner_of
     from implementations import ours  # type: ignore[import-not-found]
-    from small import CACHE_BYTES, ROWS
+    from small import CACHE_BYTES
     from timing import Runner, compile_backward, compile_runner  # type: ignore[import-not-found]
 
     runners: dict[str, Runner] = {}
@@ -58,13 +69,17 @@ def serve(root: Path) -> None:
         runners.clear()  # the arrays of the one before
         if problem.is_small:
             row = next(row for row in ROWS if row.name == problem.name)
-            function, dtype, shapes = row.function(problem.family), "bfloat16", [row.shape] * 3
-        else:
-            benchmark = BENCHMARKS[problem.name]
-            family = None if problem.family == "none" else problem.family
-            function, dtype, shapes = ours(benchmark, family), benchmark.dtype, [benchmark.shape] * 3
-            if benchmark.additional_kv:
-                shapes += [benchmark.additional_shape] * 2
+            for pass_ in PASSES:
+                runner = runner_of(row, pass_, problem.side, problem.family)  # type: ignore[arg-type]
+                if isinstance(runner, str):
+                    raise ValueError(runner)
+                runners[pass_] = runner
+            return
+        benchmark = BENCHMARKS[problem.name]
+        family = None if problem.family == "none" else problem.family
+        function, dtype, shapes = ours(benchmark, family), benchmark.dtype, [benchmark.shape] * 3
+        if benchmark.additional_kv:
+            shapes += [benchmark.additional_shape] * 2
         arrays = [draw(shape, dtype, seed) for seed, shape in enumerate(shapes)]
         runners["forward"] = compile_runner(function, *arrays, name="forward_pass")
         cotangent = draw(shapes[0], dtype, len(shapes))
@@ -149,27 +164,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("builds", nargs=2, type=Path, metavar="CLONE", help="what is compared: before, after")
     parser.add_argument("--problems", nargs="+", default=[], metavar="NAME", help="of bench/benchmarks.py")
-    parser.add_argument("--small", nargs="+", default=[], metavar="NAME", help="of bench/small.py")
+    parser.add_argument("--small", nargs="+", default=[], metavar="NAME", help="of bench/biases.py")
+    parser.add_argument("--sides", nargs="+", default=["plain"], choices=SIDES, help="of the rows of bench/biases.py")
     parser.add_argument("--families", nargs="+", default=["none"], help="none is the best one")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     builds = Build(options.builds[0].resolve()), Build(options.builds[1].resolve())
-    names = [*((name, False) for name in options.problems), *((name, True) for name in options.small)]
+    names = [(name, False, "plain") for name in options.problems]
+    names += [(name, True, side) for side in options.sides for name in options.small]
     results = []
     for family in options.families:
-        for name, is_small in names:
-            for row in compare(builds, Problem(name, is_small, family), options.passes, options.turns):
+        for name, is_small, side in names:
+            for row in compare(builds, Problem(name, is_small, family, side), options.passes, options.turns):
                 results.append(row)
                 if options.json is not None:
                     options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
                 if "error" in row:
-                    print(f"{name:20} {family:8} {row['error']}", flush=True)
+                    print(f"{name:20} {family:8} {side:13} {row['error']}", flush=True)
                     continue
                 before, after = (min(times) * 1e6 for times in row["seconds"])
                 print(
-                    f"{name:20} {family:8} {row['pass']:8} {before:10.1f} {after:10.1f} us"
+                    f"{name:20} {family:8} {side:13} {row['pass']:8} {before:10.1f} {after:10.1f} us"
                     f"   {row['ratio']:.4f} {row['ratio of the shortest']:.4f}",
                     flush=True,
                 )
