@@ -79,7 +79,7 @@ def excesses(
     """The results that are too far from the oracle's, or not numbers."""
     operands, expected = expectation
     scale = problem.case.actual_scale if operands.scale is None else operands.scale
-    steepness = float(np.abs(scale).max()) * _steepest(operands) + sum(map(_largest, operands[6:8]))
+    steepness = float(np.abs(scale).max()) * _steepest(operands) + sum(map(_largest_added, operands[6:8]))
     found = []
     for name, result, reference, magnitude in (
         ("out", outputs[0], expected.forward.out, expected.forward_magnitude.out),
@@ -129,7 +129,9 @@ def _excess(
 ) -> Excess | None:
     if result.shape != reference.shape:
         return Excess(f"{name} of shape {result.shape} instead of {reference.shape}", 0, np.inf, 0)
-    if result.dtype.name != (lse_dtype(problem.dtype) if name in OF_LOGITS else problem.out_dtype):
+    of_logits = getattr(operands, name.removeprefix("d_"), None)
+    expected_dtype = lse_dtype(problem.dtype) if of_logits is None else of_logits.dtype.name
+    if result.dtype.name != (expected_dtype if name in OF_LOGITS else problem.out_dtype):
         return Excess(f"{name} of type {result.dtype}", 0, np.inf, 0)
     result = result.astype(np.float64)
     comparable = np.isfinite(reference)
@@ -159,7 +161,7 @@ def _excess(
             spread = oracle.spread(operands, problem.mask(), problem.case.actual_scale)
             allowed += OF_E4M3_WEIGHTS * float(np.linalg.norm(spread))
     # Below its smallest number a type has nothing: neither for results, nor for weights and their gradients.
-    largest = max(map(_largest, operands))
+    largest = max(*map(_largest, operands[:6]), *map(_largest_added, operands[6:]))
     tokens = max(operands.query[0, ..., 0, 0].size, operands.key[0, ..., 0, 0].size)
     smallest = SMALLEST.get(problem.dtype, SMALLEST_FLOAT32)
     allowed += smallest * result.size**0.5 * (1 + largest * tokens**0.5)
@@ -177,6 +179,14 @@ def _largest(array: np.ndarray | None) -> float:
         return 0.0
     magnitudes = np.abs(array.astype(np.float64))
     return float(magnitudes[np.isfinite(magnitudes)].max(initial=0))
+
+
+def _largest_added(array: np.ndarray | None) -> float:
+    """Return the largest magnitude of an added operand, except numbers that hide keys or make logits tie."""
+    if array is None:
+        return 0.0
+    magnitudes = np.abs(oracle.with_hidden(array))
+    return float(magnitudes[magnitudes < oracle.TIED].max(initial=0))
 
 
 def _steepest(operands: oracle.Tensors) -> float:

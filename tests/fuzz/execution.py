@@ -49,14 +49,29 @@ def complaints(problems: Sequence[Fuzzed]) -> list[list[str]]:
         if not any(alone):
             alone[0] = [f"fails in one program with {len(problems) - 1} others, but not alone: {error}"]
         return alone
-    different = {inputs_of(problem): problem for problem in problems if problem.spoiled is None}
+    different = {inputs_of(problem): problem for problem in problems if problem.is_compared_with_oracle}
     expected = {inputs: expectation(problem) for inputs, problem in different.items()}
     return [
         [str(excess) for excess in excesses(problem, expected[inputs_of(problem)], *result)]
-        if problem.spoiled is None
-        else problem.spoiled.leaks(result, with_spoiled, problem.is_reproducible)
+        if problem.is_compared_with_oracle
+        else _complaints_of_spoiled(problem, result, with_spoiled)
         for problem, result, with_spoiled in zip(problems, results, spoiled, strict=True)
     ]
+
+
+def _complaints_of_spoiled(problem: Fuzzed, result: Results, spoiled: Results) -> list[str]:
+    """List the errors in the results of a problem with non-finite inputs, compared with a run with finite inputs."""
+    if problem.spoiled is not None:
+        return problem.spoiled.leaks(result, spoiled, problem.is_reproducible)
+    assert problem.spoiled_bias is not None
+    return problem.spoiled_bias.complaints(
+        problem.inputs()[0],
+        problem.broken_rows(),
+        result,
+        spoiled,
+        is_reproducible=problem.is_reproducible,
+        has_columns=problem.has_columns,
+    )
 
 
 def device_computes() -> bool:
@@ -102,7 +117,7 @@ def run_both(problems: Sequence[Fuzzed]) -> tuple[list[Results], list[Results]]:
             return found
 
         results = spoiled = results_of(arguments)
-        if any(problem.spoiled is not None for problem in problems):
+        if not all(problem.is_compared_with_oracle for problem in problems):
             spoiled = results_of(_arguments(problems, Fuzzed.spoiled_inputs))
         jax.clear_caches()
         return results, spoiled
@@ -129,6 +144,7 @@ def inputs_of(problem: Fuzzed) -> tuple[Any, ...]:
     return (
         problem.case, problem.dtype, problem.seed, problem.query_factor, problem.value_factor,
         problem.queries, problem.keys, problem.spoiled, problem.factors, problem.copies,
+        problem.spoiled_bias,
     )  # fmt: skip
 
 

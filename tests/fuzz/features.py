@@ -11,7 +11,7 @@ from natten_jax.plan import devices
 from natten_jax.problem import Operator
 from tests.support.families import Family
 
-from .problem import MANY_KEYS, Fuzzed, draw, draw_where
+from .problem import MANY_KEYS, SPOILED_BIASES, Fuzzed, draw, draw_where
 from .rings import kernels_with_rings, ring_pairs
 
 #: Features of problems with windows of many keys, and how the names of kernels begin that have a ring then.
@@ -51,6 +51,9 @@ def has_ring(problem: Fuzzed, kernel: str) -> bool:
     return any(name.startswith(kernel) for name in found)
 
 
+#: Feature of problems with spoiled numbers in what is added to logits.
+SPOILED_BIAS = "spoiled_bias"
+
 #: Sequences of problems, one behind the other, in which a problem with a feature is looked for.
 _APART = 2**32
 _MOST_ATTEMPTS = 4000
@@ -66,6 +69,7 @@ FEATURES: Mapping[str, Callable[[Fuzzed], bool]] = {
     "key_bias": lambda problem: problem.case.key_bias is not None,
     "sinks": lambda problem: problem.case.sinks,
     "float8": lambda problem: problem.is_float8,
+    SPOILED_BIAS: lambda problem: problem.spoiled_bias is not None,
     **{name: functools.partial(has_ring, kernel=kernel) for name, kernel in RINGS.items()},
 }
 
@@ -85,8 +89,10 @@ def draw_with(
         return problem.spoiled is None and all(FEATURES[feature](problem) for feature in features)
 
     share_of_many_keys = MANY_KEYS if RINGS.keys().isdisjoint(features) else 1.0
+    share_of_spoiled_biases = 1.0 if SPOILED_BIAS in features else SPOILED_BIASES
+    shares = share_of_many_keys, share_of_spoiled_biases
     for attempt in range(_MOST_ATTEMPTS):
-        found = draw_where(family, operators, seed, number + attempt * _APART, is_direct, is_wanted, share_of_many_keys)
+        found = draw_where(family, operators, seed, number + attempt * _APART, is_direct, is_wanted, *shares)
         if found is not None and is_wanted(found):  # kernels that know no edges get a problem without them
             return found
     raise ValueError(f"no problem of {family.name} has {' and '.join(features)}")

@@ -30,6 +30,8 @@ from tests.support.problems import Case
 from .places import placed
 from .rings import ring_pairs, with_many_keys
 from .spoiled import Inputs, Spoiled
+from .spoiled_bias import NAMES as ADDED
+from .spoiled_bias import TIED, SpoiledBias
 
 #: Element types of 8 bits.
 Ranges = tuple[tuple[int, int], ...]
@@ -50,6 +52,8 @@ SPOILED_BATCHES, SPOILED_BATCHES_OF_GPUS, SPOILED_HEADS = (2, 3, 5), (3, 12, 40,
 FEW_TOKENS, MANY_ITEMS = 64, (600, 1700)
 #: Share of problems whose windows have many keys, and how many of these have a bias, and tiles with a ring if any do.
 MANY_KEYS, BIASED_BESIDE_MANY_KEYS, RING_TILES = 0.03, 0.15, 0.85
+#: Share of problems with spoiled numbers in what is added to logits, if there is anything.
+SPOILED_BIASES = 0.15
 #: Operands that each batch entry has its own of.
 OF_ENTRIES = ("query", "key", "value", "additional_keys", "additional_values", "key_bias")
 
@@ -73,6 +77,7 @@ class Fuzzed:
             with zeros in their place.
         factors: What the factors of 8-bit arrays belong to; ``None`` where there are none.
         copies: How often the batch of the case is repeated: kernels have more to do, and the oracle has not.
+        spoiled_bias: Numbers of operands that are added to logits, or of scales, that hide keys or are not finite.
     """
 
     family: str
@@ -88,6 +93,7 @@ class Fuzzed:
     spoiled: Spoiled | None = None
     factors: str | None = None
     copies: int = 1
+    spoiled_bias: SpoiledBias | None = None
 
     @property
     def batch(self) -> int:
@@ -131,12 +137,42 @@ class Fuzzed:
     def inputs_of_case(self) -> Inputs:
         """The same of the case's own batch."""
         inputs = self._finite_inputs()
+        if self.has_broken_bias:
+            assert self.spoiled_bias is not None
+            return self.spoiled_bias.apply(inputs[0], as_drawn=False), inputs[1]
         return inputs if self.spoiled is None else self.spoiled.apply(inputs, 0)
 
     def spoiled_inputs(self) -> Inputs:
         """The same with the numbers that are not finite."""
         inputs = self._finite_inputs()
+        if self.has_broken_bias:
+            assert self.spoiled_bias is not None
+            return self.spoiled_bias.apply(inputs[0]), inputs[1]
         return self._copied(inputs if self.spoiled is None else self.spoiled.apply(inputs, float(self.spoiled.number)))
+
+    @property
+    def has_broken_bias(self) -> bool:
+        """Return True if a NaN or an infinity in an added operand must show in the results."""
+        return self.spoiled_bias is not None and self.spoiled_bias.is_broken
+
+    @property
+    def has_columns(self) -> bool:
+        """Return True if either pass implements `key_bias` by extra head dimensions."""
+        if self.is_direct or self.case.key_bias is None:
+            return False
+        backend, described = backends.find(self.backend, self.operator), self.description()
+        return not all(
+            backend.adds_key_bias(described, devices.default_device(), pass_, self._tiles_of(pass_)) for pass_ in PASSES
+        )
+
+    def _tiles_of(self, pass_: Pass) -> TilePair | None:
+        q_tile, kv_tile = (self.tiles.get(name) for name in tile_names(pass_))
+        return None if q_tile is None or kv_tile is None else (q_tile, kv_tile)
+
+    @property
+    def is_compared_with_oracle(self) -> bool:
+        """Return True if results are compared with the oracle, not with a second run."""
+        return self.spoiled is None and not self.has_broken_bias
 
     def _copied(self, inputs: Inputs) -> Inputs:
         if self.copies == 1:
@@ -169,7 +205,30 @@ class Fuzzed:
             key_bias if key_bias is None or self.keys is None else key_bias[(..., *halo[1:])],
             sinks,
         )
+        if self.spoiled_bias is not None and not self.has_broken_bias:
+            operands = self.spoiled_bias.apply(operands)
         return operands, (d_out[own], d_lse[own])
+
+    def broken_rows(self) -> np.ndarray:
+        """The queries that see a number that is not finite in what is added to logits, ``[batch, *queries, heads]``."""
+        assert self.spoiled_bias is not None
+        operands = self.spoiled_bias.apply(self._finite_inputs()[0])
+        shape = operands.query.shape[:-1]
+        case, mask = self.case, self.mask()
+        sees = np.broadcast_to(mask.any(-1) | (case.additional > 0), (shape[0], math.prod(shape[1:-1])))
+        if case.is_padded:
+            sees = sees & case.real_queries().reshape(sees.shape)
+        sees = sees.reshape(*shape[:-1], 1)
+        if getattr(operands, self.spoiled_bias.name) is None:  # removed by the simplification
+            return np.zeros(shape, bool)
+        if self.spoiled_bias.name in ("scale", "sinks"):
+            numbers = np.asarray(getattr(operands, self.spoiled_bias.name)).astype(np.float64)
+            return np.asarray(sees & np.broadcast_to(~np.isfinite(numbers), shape))
+        if case.is_padded:
+            operands = case.padded_with(0, operands)
+        with np.errstate(invalid="ignore"):
+            lse = oracle.forward(operands, mask, case.actual_scale, self.entries()).lse
+        return np.asarray(sees & (np.isnan(lse) | (lse == np.inf)))
 
     def mask(self) -> np.ndarray:
         """Visibility ``[query tokens, key tokens]`` of the inputs."""
@@ -251,6 +310,7 @@ def draw_where(
     is_direct: bool,
     is_wanted: Callable[[Fuzzed], bool],
     share_of_many_keys: float = MANY_KEYS,
+    share_of_spoiled_biases: float = SPOILED_BIASES,
 ) -> Fuzzed | None:
     """The same if it is wanted, as it is before it has tiles, which take the most time to draw; else ``None``.
 
@@ -312,6 +372,8 @@ def draw_where(
         problem = dataclasses.replace(problem, queries=of_queries, keys=of_keys)
     if not is_direct and spoiled is None and family.float8_dtypes:
         problem = _in_8_bits(np.random.default_rng([seed, number, 2]), problem, family)
+    if spoiled is None:
+        problem = _with_spoiled_bias(np.random.default_rng([seed, number, 5]), problem, share_of_spoiled_biases)
     if not is_wanted(problem):
         return None
     found = with_tiles(problem, rng)
@@ -319,6 +381,23 @@ def draw_where(
         found = with_tiles(dataclasses.replace(problem, case=problem.case.with_edges_of(family, is_direct=True)), rng)
         assert found is not None
     return found
+
+
+def _with_spoiled_bias(rng: np.random.Generator, problem: Fuzzed, share: float) -> Fuzzed:
+    """The problem, perhaps with spoiled numbers in what is added to its logits, or in its scales."""
+    case = problem.case
+    are_there = case.relative_bias, case.key_bias is not None, case.sinks, case.scales is not None
+    names = [name for name, is_there in zip(ADDED, are_there, strict=True) if is_there]
+    if problem.is_float8 or not names or rng.random() > share:
+        return problem
+    spoiled = SpoiledBias.draw(rng, names)
+    if problem.is_direct and spoiled.name == "sinks":  # passes have them in float32
+        spoiled = dataclasses.replace(spoiled, is_narrow=False)
+    if spoiled.number in TIED:
+        # So that products are smaller than half a unit in the last place of the bias.
+        case = dataclasses.replace(case, scale=None, scales=None)
+        problem = dataclasses.replace(problem, case=case, query_factor=min(problem.query_factor, 1.0))
+    return dataclasses.replace(problem, copies=1, spoiled_bias=spoiled)
 
 
 def _in_8_bits(rng: np.random.Generator, problem: Fuzzed, family: Family) -> Fuzzed:

@@ -18,6 +18,7 @@ Problem {number} of seed {seed}, made simpler where it still failed. Run it in t
 from tests.fuzz.execution import complaints
 from tests.fuzz.problem import Case, Fuzzed
 from tests.fuzz.spoiled import Spoiled
+from tests.fuzz.spoiled_bias import SpoiledBias
 
 problem = {problem}
 print("\\n".join(complaints([problem])[0]) or "nothing is wrong")
@@ -63,6 +64,13 @@ def _simpler(problem: Fuzzed) -> Iterator[Fuzzed]:
     if problem.spoiled is not None:
         for changes in ({"extent": "number"}, {"batch": 0}, {"head": 0}, {"place": (0, 0)}):
             yield from _changed(problem, {"spoiled": dataclasses.replace(problem.spoiled, **changes)})
+    if problem.spoiled_bias is not None:
+        if problem.spoiled_bias.extent != "number":
+            for extent in ("number", "head"):
+                smaller = dataclasses.replace(problem.spoiled_bias, extent=extent)
+                yield from _changed(problem, {"spoiled_bias": smaller})
+        for changes in ({"batch": 0}, {"head": 0}, {"place": 0}):
+            yield from _changed(problem, {"spoiled_bias": dataclasses.replace(problem.spoiled_bias, **changes)})
     for name in problem.tiles:
         partner = name.replace("kv_tile", "q_tile") if "kv_tile" in name else name.replace("q_tile", "kv_tile")
         fewer = {key: value for key, value in problem.tiles.items() if key not in (name, partner)}

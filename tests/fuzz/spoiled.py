@@ -89,10 +89,7 @@ class Spoiled:
             pair = [_by_tokens(np.asarray(array), name == "lse") for array in (of_zeros, result)]
             safe = self._safe(name, pair[0].shape[0], pair[0].shape[2], without)
             own, other = (array.transpose(0, 2, 1, 3)[safe] for array in pair)
-            differ = _bits(own) != _bits(other)
-            if name == "d_query" and not is_reproducible:
-                own, other = own.astype(np.float64), other.astype(np.float64)
-                differ = ~(np.abs(own - other) <= TOLERANCE * np.abs(own).max(initial=0))
+            differ = different_numbers(name, own, other, is_reproducible)
             if differ.any():
                 broken = int((~np.isfinite(other.astype(np.float64))).sum())
                 found.append(
@@ -118,6 +115,14 @@ class Spoiled:
         return safe
 
 
+def different_numbers(name: str, one: np.ndarray, other: np.ndarray, is_reproducible: bool) -> np.ndarray:
+    """Return where two results differ: in any bit, or, of sums without a fixed order, by more than ``TOLERANCE``."""
+    if name == "d_query" and not is_reproducible:
+        one, other = one.astype(np.float64), other.astype(np.float64)
+        return np.asarray(~(np.abs(one - other) <= TOLERANCE * np.abs(one).max(initial=0)))
+    return np.asarray(_bits(one) != _bits(other))
+
+
 def _by_tokens(array: np.ndarray, is_statistic: bool) -> np.ndarray:
     """A view ``[batch, tokens, heads, width]``."""
     array = array[..., None] if is_statistic else array
@@ -125,4 +130,4 @@ def _by_tokens(array: np.ndarray, is_statistic: bool) -> np.ndarray:
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
-    return array.view({2: np.uint16, 4: np.uint32, 8: np.uint64}[array.dtype.itemsize])
+    return np.ascontiguousarray(array).view({2: np.uint16, 4: np.uint32, 8: np.uint64}[array.dtype.itemsize])

@@ -28,6 +28,7 @@ from tests.fuzz.options import Options, parse
 from tests.fuzz.problem import FLOAT8, Fuzzed, draw, variants
 from tests.fuzz.reproducer import program_of, simplest
 from tests.fuzz.session import problems_of, run_batch
+from tests.fuzz.spoiled_bias import HIDING, TIED, SpoiledBias
 from tests.support import oracle, programs
 from tests.support.families import family_named
 from tests.support.float8 import OF_BLOCKS, OF_HEADS
@@ -239,6 +240,64 @@ def test_biases_and_sinks_are_drawn_and_compared() -> None:
     for name in ("relative_bias", "key_bias", "sinks"):
         changed = gradients._replace(**{name: getattr(gradients, name) * 1.01})
         assert [each.name for each in excesses(problem, expectation(problem), outputs, changed)] == [f"d_{name}"]
+
+
+BIASED = Case(
+    (7,),
+    (3,),
+    batch=2,
+    heads=4,
+    heads_kv=2,
+    relative_bias=True,
+    key_bias="heads",
+    sinks=True,
+    scales=(0.3, -0.4, 0.5, 0.6),
+)
+
+
+@pytest.mark.parametrize("name", ["relative_bias", "key_bias", "sinks", "scale"])
+def test_a_nan_that_is_swallowed_or_goes_too_far_is_seen(name: str) -> None:
+    problem = Fuzzed("flex", BIASED, "float32", 7, spoiled_bias=SpoiledBias(name, "nan", "number", head=1, batch=1))
+    rows = problem.broken_rows()
+    assert rows.any() and not rows[..., [0, 2, 3]].any()
+    (without,), (spoiled,) = execution.run_both([problem])
+
+    def complaints_of(result: Any) -> list[str]:
+        return problem.spoiled_bias.complaints(  # type: ignore[union-attr]
+            problem.inputs()[0], rows, without, result, is_reproducible=True, has_columns=False
+        )
+
+    assert complaints_of(spoiled) == []
+    out, lse = np.array(spoiled[0][0]), spoiled[0][1]
+    out[tuple(np.argwhere(rows)[0])] = 0
+    assert complaints_of(((out, lse), spoiled[1])) == [
+        f"nan in {name}: 8 of {8 * rows.sum()} numbers of out are finite"
+    ]
+    out = np.array(spoiled[0][0])
+    out[0, 0, 0, 0] += 1
+    (complaint,) = complaints_of(((out, lse), spoiled[1]))
+    assert complaint.startswith(f"nan in {name} reaches out of other entries or heads: 1 of ")
+
+
+@pytest.mark.parametrize("number", [*HIDING, *TIED])
+def test_numbers_that_hide_keys_or_tie_logits_are_compared_with_the_oracle(number: str) -> None:
+    for name in ("relative_bias", "key_bias"):
+        problem = Fuzzed("flex", dataclasses.replace(BIASED, scales=None), "float32", 7)
+        problem = dataclasses.replace(problem, spoiled_bias=SpoiledBias(name, number, "all"))
+        results, sinks = expectation(problem).results, problem.inputs()[0].sinks
+        assert sinks is not None
+        if number in HIDING:
+            np.testing.assert_array_equal(results.forward.out, 0)
+            np.testing.assert_allclose(results.forward.lse, np.broadcast_to(sinks, results.forward.lse.shape))
+            np.testing.assert_array_equal(results.gradients.value, 0)
+        without = dataclasses.replace(problem, case=dataclasses.replace(problem.case, sinks=False))
+        forward = expectation(without).results.forward
+        if number in TIED:
+            assert np.isfinite(forward.lse).all()
+            value = problem.inputs()[0].value
+            np.testing.assert_allclose(forward.out[0, 3, 0], value[0, 2:5, 0].mean(axis=0), rtol=1e-6)
+        else:
+            assert (forward.lse == -np.inf).all()
 
 
 @pytest.mark.parametrize("feature", sorted(FEATURES.keys() - RINGS.keys()))  # of GPUs alone

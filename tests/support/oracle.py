@@ -11,7 +11,11 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
+
+#: Logits with a bias of at least this magnitude are rounded to float32, as kernels do, which makes them tie.
+TIED = 2.0**24
 
 Array = np.ndarray
 Operand = Any  # NumPy's array, which this module computes with, or JAX's, which operators are given
@@ -186,7 +190,8 @@ class _Flat(NamedTuple):
     key: Array  # [batch, heads, keys, head_dim], additional ones last
     value: Array
     mask: Array  # [queries, keys], or [batch, 1, queries, keys]
-    bias: Array  # [batch, heads, queries, keys], or 1 in place of these
+    bias: Array  # [batch, heads, queries, keys], or 1 in place of these; -inf for hidden keys
+    is_double: bool  # compute logits in float64
     sinks: Array  # [batch, heads, queries, 1], or 1 in place of these; -inf where there are none
 
 
@@ -292,6 +297,10 @@ def _softmax(flat: _Flat, scale: Array) -> tuple[Array, Array]:
     logits *= scale
     if flat.bias.any():
         logits += flat.bias
+        if not flat.is_double:
+            is_tied = np.isfinite(flat.bias) & (np.abs(flat.bias) >= TIED)
+            if is_tied.any():
+                logits = np.where(is_tied, logits.astype(np.float32), logits)
     np.copyto(logits, -np.inf, where=~flat.mask)
     highest = np.maximum(logits.max(-1, keepdims=True), flat.sinks)
     # A query of a part of a layout may see no key of another part: it has no weights, and a logsumexp of -inf.
@@ -302,6 +311,13 @@ def _softmax(flat: _Flat, scale: Array) -> tuple[Array, Array]:
     total = weights.sum(-1, keepdims=True) + np.exp(flat.sinks - highest) + is_empty
     weights /= total
     return weights, np.where(is_empty, -np.inf, highest + np.log(total))[..., 0]
+
+
+def with_hidden(added: Operand) -> Array:
+    """Convert an added operand to float64, with ``-inf`` for numbers up to half the minimum of its dtype."""
+    array = np.asarray(added)
+    wide = array.astype(np.float64)
+    return np.where(wide <= 0.5 * float(ml_dtypes.finfo(array.dtype).min), -np.inf, wide)
 
 
 def _heads_first(array: Array) -> Array:
@@ -328,7 +344,7 @@ def _flatten(operands: Tensors, mask: Array, entries: Array | None, is_real: Arr
     mask = mask[:, None] if mask.ndim == 3 else mask
     sinks = np.full((1, 1, 1, 1), -np.inf)
     if operands.sinks is not None:
-        sinks = np.asarray(operands.sinks).astype(np.float64).reshape(1, -1, 1, 1)
+        sinks = with_hidden(operands.sinks).reshape(1, -1, 1, 1)
     if is_real is not None:
         sinks = np.where(is_real[:, None, :, None], sinks, -np.inf)
     return _Flat(
@@ -337,6 +353,7 @@ def _flatten(operands: Tensors, mask: Array, entries: Array | None, is_real: Arr
         value.repeat(repeats, axis=1),
         mask,
         _bias(operands, entries, mask.shape[-1]),
+        operands.query.dtype == np.float64,
         sinks,
     )
 
@@ -347,10 +364,10 @@ def _bias(operands: Tensors, entries: Array | None, keys: int) -> Array:
     found = np.zeros((1, 1, 1, tokens))
     if operands.relative_bias is not None:
         assert entries is not None
-        tables = np.asarray(operands.relative_bias).astype(np.float64).reshape(operands.relative_bias.shape[0], -1)
+        tables = with_hidden(operands.relative_bias).reshape(operands.relative_bias.shape[0], -1)
         found = found + (tables[:, entries] if entries.ndim == 2 else tables[:, entries].swapaxes(0, 1))
     if operands.key_bias is not None:
-        found = found + _by_head(operands).astype(np.float64)[:, :, None]
+        found = found + _by_head(operands)[:, :, None]
     return np.pad(found, [(0, 0), (0, 0), (0, 0), (0, keys - tokens)])
 
 
@@ -359,7 +376,7 @@ def _by_head(operands: Tensors) -> Array:
     assert operands.key_bias is not None
     has_heads = operands.key_bias.ndim == operands.key.ndim - 1
     heads = operands.key_bias.shape[1] if has_heads else 1
-    return np.asarray(operands.key_bias).reshape(operands.key.shape[0], heads, -1)
+    return with_hidden(operands.key_bias).reshape(operands.key.shape[0], heads, -1)
 
 
 def _of_biases(d_logits: Array, d_sinks: Array, operands: Tensors, entries: Array | None) -> dict[str, Array]:
