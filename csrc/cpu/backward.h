@@ -15,25 +15,29 @@ namespace {
 /// What the passes know of queries beside their vectors: an array per number, a float per query.
 struct QueryValues {
   float* logsumexp;  ///< In base 2. A query that saw no key has +inf, which makes its probabilities zero.
-  float* remainder;  ///< The logsumexp's.
+  float* distance;   ///< The parts of the logsumexp's remainder.
+  float* log2_sum;
   float* delta;
 
   /// Arrays one after the other, `pitch` floats apart.
   NATTEN_JAX_INLINE QueryValues(float* first, std::int64_t pitch)
-      : logsumexp(first), remainder(first + pitch), delta(first + 2 * pitch) {}
+      : logsumexp(first), distance(first + pitch), log2_sum(first + 2 * pitch), delta(first + 3 * pitch) {}
 
   /// Reads the values of a query.
   NATTEN_JAX_INLINE void set(std::int64_t i, const Arrays& arrays, std::int64_t row) const {
     const float saved = arrays.logsumexp[row];
     logsumexp[i] = saved == -__builtin_inff() ? __builtin_inff() : base2_logsumexp(saved);
-    remainder[i] = arrays.remainder == nullptr ? 0.0f : arrays.remainder[row];
+    const RemainderParts parts = unpack_remainder(arrays.remainder == nullptr ? 0.0f : arrays.remainder[row]);
+    distance[i] = parts.distance;
+    log2_sum[i] = parts.log2_sum;
     delta[i] = arrays.delta[row];
   }
 };
 
 /// A weight from its logit, in base 2. Rounding must not make it larger than one.
-NATTEN_JAX_INLINE Float weight(const Float& logit, const Float& logsumexp, const Float& remainder) {
-  return exp2(minimum((logit - logsumexp) - remainder, broadcast(0.0f)));
+NATTEN_JAX_INLINE Float weight(const Float& logit, const Float& logsumexp, const Float& distance,
+                               const Float& log2_sum) {
+  return exp2(minimum((logit - logsumexp) - distance, broadcast(0.0f)) - log2_sum);
 }
 
 template <typename T>
@@ -42,7 +46,7 @@ void query_gradient(const Plan& plan, const Item& item, std::byte* scratch) {
   const Workspace w = plan.workspace(scratch);
   const std::int64_t blocks = make_lane_blocks(plan, item, w.blocks);
   const auto values_of = [&w](std::int64_t i) { return QueryValues(w.statistics + i * kStatistics * kLanes, kLanes); };
-  const auto exponent_scales = [&w](std::int64_t i) { return w.statistics + (i * kStatistics + 3) * kLanes; };
+  const auto exponent_scales = [&w](std::int64_t i) { return w.statistics + (i * kStatistics + 4) * kLanes; };
   const bool has_table = plan.arrays.relative_bias != nullptr;
   const std::int64_t entries = has_table ? p.heads_per_kv() * plan.offsets.entries : 0;
   clear(w.table, entries);
@@ -62,9 +66,10 @@ void query_gradient(const Plan& plan, const Item& item, std::byte* scratch) {
       [&](std::int64_t i, const Box& box, bool is_masked, std::int64_t rows, bool has_place) {
         dot(w.lanes_b + i * p.head_dim_v * kLanes, w.rows_b, rows, p.head_dim_v, broadcast(1.0f), w.products);
         const QueryValues values = values_of(i);
-        const Float logsumexp = load(values.logsumexp), remainder = load(values.remainder), delta = load(values.delta);
+        const Float logsumexp = load(values.logsumexp), distance = load(values.distance),
+                    log2_sum = load(values.log2_sum), delta = load(values.delta);
         const auto gradient = [&](std::int64_t row) {
-          const Float probability = weight(load(w.logits + row * kLanes), logsumexp, remainder);
+          const Float probability = weight(load(w.logits + row * kLanes), logsumexp, distance, log2_sum);
           return probability * (load(w.products + row * kLanes) - delta);
         };
         if (is_masked) {
@@ -110,7 +115,8 @@ NATTEN_JAX_INLINE void list_query_values(const Arrays& arrays, const TokenMap& t
 NATTEN_JAX_INLINE void differentiate(const LaneBlock& block, const Box& box, bool is_masked, std::int64_t rows,
                                      const QueryValues& values, float* logits, float* products) {
   const auto probability_of = [&](std::int64_t row) {
-    return weight(load(logits + row * kLanes), broadcast(values.logsumexp[row]), broadcast(values.remainder[row]));
+    return weight(load(logits + row * kLanes), broadcast(values.logsumexp[row]), broadcast(values.distance[row]),
+                  broadcast(values.log2_sum[row]));
   };
   if (is_masked) {
     const Float none = broadcast(0.0f);

@@ -23,7 +23,7 @@ inline constexpr int kLanes = 16;
 
 /// Numbers that an owner has beside its vectors: maximum and sum of a query's softmax and the factor of its logits,
 /// QueryValues of the backward passes, or a key's bias and the gradient of it.
-inline constexpr int kStatistics = 4;
+inline constexpr int kStatistics = 5;
 
 /// Room behind the rows of a stream tile, so that micro-kernels may work on whole groups of rows.
 inline constexpr std::int64_t kRowPadding = 16;

@@ -8,6 +8,7 @@
 #include <cute/config.hpp>
 #include <tuple>
 
+#include "natten_jax/logsumexp.h"
 #include "natten_jax/problem.h"
 
 namespace natten_jax {
@@ -91,9 +92,10 @@ CUTE_DEVICE bool has_remainder(float logsumexp) {
 /// The exponent of a logit's weight relative to such a logsumexp, in base 2. Rounding must not make the weight larger
 /// than one; the exponent stays NaN where the logit is.
 CUTE_DEVICE float exponent_of_large(float logit, float exponent_scale, float logsumexp, float remainder) {
-  float exponent = fmaf(logit, exponent_scale, -logsumexp) - remainder;
+  const RemainderParts parts = unpack_remainder(remainder);
+  float exponent = fmaf(logit, exponent_scale, -logsumexp) - parts.distance;
   asm("min.NaN.f32 %0, %0, 0f00000000;" : "+f"(exponent));
-  return exponent;
+  return exponent - parts.log2_sum;
 }
 
 /// That weight.

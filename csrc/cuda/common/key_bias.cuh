@@ -1,16 +1,27 @@
-// Biases of keys as kernels add them: to products of queries and keys, so that the softmax knows nothing of them.
+// Biases of keys as kernels add them: to products of queries and keys, so that the softmax does not depend on them.
 #pragma once
 
-#include <cfloat>
-#include <cmath>
 #include <cute/config.hpp>
+
+#include "cuda/common/arithmetic.cuh"
+#include "natten_jax/added_logit.h"
 
 namespace natten_jax {
 
-/// A bias in products of queries and keys, of which a logit is `products_per_logit`. What is no number in there, for a
-/// scale next to zero, is the largest one; only minus infinity hides.
+/// What a bias is multiplied with to become a term of products, given the scale of the logits. Finite for denormal
+/// scales, so that a bias of zero stays zero.
+CUTE_DEVICE float products_per_logit(float scale) {
+  return fminf(1.f / scale, FLT_MAX);
+}
+
+/// The same to about 1 ulp.
+CUTE_DEVICE float fast_products_per_logit(float scale) {
+  return fminf(fast_reciprocal(scale), FLT_MAX);
+}
+
+/// A bias as a term of products.
 CUTE_DEVICE float bias_in_products(float bias, float products_per_logit) {
-  return bias == -INFINITY ? bias : fminf(fmaxf(bias * products_per_logit, -FLT_MAX), FLT_MAX);
+  return added_product(bias, bias * products_per_logit);
 }
 
 }  // namespace natten_jax

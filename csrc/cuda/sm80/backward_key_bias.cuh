@@ -77,7 +77,7 @@ using BiasSumsOf = std::conditional_t<Traits::kHasKeyBias, BiasSums<Traits>, NoB
 template <class Traits>
 CUTE_DEVICE void load_biases(const BackwardParams& p, typename Traits::SharedStorage& shared, const KeyHead& own,
                              int head) {
-  const float per_logit = 1.f / own.scale(p).logits;
+  const float per_logit = products_per_logit(own.scale(p).logits);
   const int of_head = p.key_bias_heads == 1 ? 0 : own.head * own.queries + head;
   for (int row = threadIdx.x; row < Traits::kKeys; row += Traits::kThreads) {
     const int token = max(shared.row_windows[row][0].w, 0);  // rows without a key are masked

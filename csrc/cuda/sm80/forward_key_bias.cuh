@@ -33,7 +33,7 @@ template <class Traits>
 CUTE_DEVICE void find_biases(const ForwardParams& p, typename Traits::SharedStorage& shared, int batch, int head) {
   if (threadIdx.x > 0) return;
   shared.biases_of_head = p.key_bias + batch * p.keys * p.key_bias_heads + (p.key_bias_heads == 1 ? 0 : head);
-  shared.products_per_logit = 1.f / p.scale.of(batch * p.heads + head).logits;
+  shared.products_per_logit = products_per_logit(p.scale.of(batch * p.heads + head).logits);
 }
 
 /// Starts to copy the biases of a step's keys, of which additional ones have none. Columns that hold no key which a
@@ -71,10 +71,9 @@ CUTE_DEVICE void start_at_biases(float (&s)[kRowBlocks][Traits::kColumns / 8][4]
     if constexpr (Traits::kPreparesBiases) {
       block = *reinterpret_cast<const float4*>(of_lane);
     } else {
-      // A negative bias that is no number in products hides its key.
       const float2 pair = *reinterpret_cast<const float2*>(of_lane);
-      block.x = block.z = fminf(pair.x * shared.products_per_logit, FLT_MAX);
-      block.y = block.w = fminf(pair.y * shared.products_per_logit, FLT_MAX);
+      block.x = block.z = bias_in_products(pair.x, shared.products_per_logit);
+      block.y = block.w = bias_in_products(pair.y, shared.products_per_logit);
     }
     CUTE_UNROLL
     for (int m = 0; m < kRowBlocks; ++m) {

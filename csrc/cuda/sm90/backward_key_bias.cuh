@@ -23,7 +23,7 @@ struct RowBiases {
   CUTE_DEVICE void start(const BackwardParams& p, const KeyTilePlan<Traits::kKeys>& plan, const uchar4* rows, int row0,
                          int head) {
     const int first = token_of_slot(p, plan.kv_slot);
-    const float per_logit = products_per_logit(plan.scale * kLog2E);
+    const float per_logit = products_per_base2_logit(plan.scale * kLog2E);
     const float* of_head = biases_of_head(p, head);
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {

@@ -120,7 +120,11 @@ class Attention {
     const Tensor tile = products.rows_of_group(shared.q, warpgroup);
     copy(copy_q, thread_copy.partition_S(as_position_independent_swizzle_tensor(tile)),
          thread_copy.retile_D(products.query));
-    arrive(shared.empty_q);
+    const Tensor words = recast<std::uint32_t>(products.query);
+    std::uint32_t loaded = 0;
+    CUTE_UNROLL
+    for (int i = 3; i < size(words); i += 4) loaded |= words(i);  // a load fills four
+    arrive(after_loads(shared.empty_q, loaded, p.heads >> 31));
   }
 
   /// After the last key tile, the query's buffer is free.

@@ -44,7 +44,7 @@ class TileBiases {
   CUTE_DEVICE void start(const ForwardParams& p, const TilePlan& plan) {
     of_head = reinterpret_cast<const char*>(biases_of_head(p, plan.head));
     first_of_group = token_of_slot(p, plan.kv_slot);
-    in_products = products_per_logit(plan.exponent_scale);
+    in_products = products_per_base2_logit(plan.exponent_scale);
   }
 
   /// Starts to copy those of the tile at `walk`: the next one, or `ahead` tiles behind it. Rows that hold no key which

@@ -83,6 +83,7 @@ class Float8Attention : private Float8Rows<Traits> {
     const int lane = threadIdx.x % 32, row = warpgroup * 64 + thread / 32 * 16 + lane % 16;
     const std::uint32_t of_row = shared_address(shared.q) + row * kSwizzledRow;
     Tensor word = recast<std::uint32_t>(products.query);
+    std::uint32_t loaded = 0;
     CUTE_UNROLL
     for (int k = 0; k < Traits::kQuerySteps; ++k) {
       const std::uint32_t address = of_row + 16 * ((2 * k + lane / 16) ^ row % 8);
@@ -90,8 +91,9 @@ class Float8Attention : private Float8Rows<Traits> {
                    : "=r"(word(4 * k)), "=r"(word(4 * k + 1)), "=r"(word(4 * k + 2)), "=r"(word(4 * k + 3))
                    : "r"(address)
                    : "memory");
+      loaded |= word(4 * k + 3);
     }
-    arrive(shared.empty_q);
+    arrive(after_loads(shared.empty_q, loaded, p.heads >> 31));
   }
 
   CUTE_DEVICE void start_logits() {

@@ -8,9 +8,9 @@
 
 namespace natten_jax::sm90 {
 
-/// What a bias is multiplied with to become one of products, from what these are multiplied with in base 2.
-CUTE_DEVICE float products_per_logit(float exponent_scale) {
-  return kLog2E / exponent_scale;
+/// What a bias is multiplied with to become a term of products, given their scale in base 2.
+CUTE_DEVICE float products_per_base2_logit(float exponent_scale) {
+  return fminf(kLog2E / exponent_scale, FLT_MAX);
 }
 
 /// The token of a head's slot in the key array, counted over all batch entries.

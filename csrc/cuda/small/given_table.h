@@ -4,9 +4,9 @@
 
 #include <cutlass/fast_math.h>
 
-#include <cfloat>
 #include <cstdint>
 
+#include "natten_jax/added_logit.h"
 #include "natten_jax/problem.h"
 
 namespace natten_jax::small {
@@ -31,12 +31,8 @@ struct GivenTable {
     return place < offsets_of_line && offset < offsets ? offset : -1;
   }
 
-  /// A bias in products, which kernels scale. What is too large for a number would hide nothing, and be none beside
-  /// what hides.
-  NATTEN_JAX_HOST_DEVICE static float product_of(float bias, float scale) {
-    const float product = bias / scale;
-    return product > FLT_MAX ? FLT_MAX : product;
-  }
+  /// A bias as a term of products, which kernels scale.
+  NATTEN_JAX_HOST_DEVICE static float product_of(float bias, float scale) { return added_product(bias, bias / scale); }
 };
 
 }  // namespace natten_jax::small

@@ -3,17 +3,11 @@
 // their way when it has read them. Where keys are rows, their biases are two numbers of each lane.
 #pragma once
 
-#include <cfloat>
-
+#include "cuda/common/arithmetic.cuh"
+#include "cuda/common/key_bias.cuh"
 #include "cuda/small/copies.cuh"
 
 namespace natten_jax::small {
-
-/// A bias as it is added to products that are yet to be scaled, given the inverse of their scale. What is too large for
-/// a number would hide nothing, and be none beside what hides.
-CUTE_DEVICE float key_bias_of_products(float bias, float inverse_scale) {
-  return fminf(bias * inverse_scale, FLT_MAX);
-}
 
 /// Those of a warp's columns, where `kAreThere`.
 template <bool kAreThere>
@@ -34,19 +28,19 @@ class ColumnKeyBias {
   CUTE_DEVICE void prepare(const Item& item) {
     if constexpr (kAreThere) {
       if (!is_new_) return;
-      const float inverse_scale = fast_reciprocal(item.scale(p_).logits);
+      const float inverse_scale = fast_products_per_logit(item.scale(p_).logits);
       CUTE_UNROLL
       for (int i = 0; i < kHeld; ++i) {
         const int pair = pair_of(i);
         if (pair < tile_.pairs) {
-          store_word(slot_of(pair), __float_as_uint(key_bias_of_products(held_[i], inverse_scale)));
+          store_word(slot_of(pair), __float_as_uint(bias_in_products(held_[i], inverse_scale)));
         }
       }
       for (int i = kHeldPairs * kChunksOfPair + lane(); i < tile_.pairs * kChunksOfPair; i += 32) {
         float4& biases = *static_cast<float4*>(__cvta_shared_to_generic(slots() + kWord * kWords * i));
         const float4 own = biases;
-        biases = make_float4(key_bias_of_products(own.x, inverse_scale), key_bias_of_products(own.y, inverse_scale),
-                             key_bias_of_products(own.z, inverse_scale), key_bias_of_products(own.w, inverse_scale));
+        biases = make_float4(bias_in_products(own.x, inverse_scale), bias_in_products(own.y, inverse_scale),
+                             bias_in_products(own.z, inverse_scale), bias_in_products(own.w, inverse_scale));
       }
       __syncwarp();
     }
@@ -131,9 +125,9 @@ class RowKeyBias {
   /// What was loaded, as accumulators have their rows: each twice.
   CUTE_DEVICE void take(float (&biases)[4], float scale) const {
     if constexpr (kAreThere) {
-      const float inverse_scale = fast_reciprocal(scale);
+      const float inverse_scale = fast_products_per_logit(scale);
       CUTE_UNROLL
-      for (int i = 0; i < 4; ++i) biases[i] = key_bias_of_products(loaded_[i / 2], inverse_scale);
+      for (int i = 0; i < 4; ++i) biases[i] = bias_in_products(loaded_[i / 2], inverse_scale);
     }
   }
 

@@ -9,6 +9,7 @@
 #include "cuda/small/ring_exact.cuh"
 #include "cuda/small/ring_run.cuh"
 #include "cuda/small/ring_store.cuh"
+#include "natten_jax/added_logit.h"
 
 namespace natten_jax::small {
 
@@ -119,8 +120,8 @@ struct RingForward {
   /// The head's sink; -infinity where there is none. Loaded where it is needed: beside a tile's sums there is no
   /// register for it.
   CUTE_DEVICE float sink_of(const RingUnit& unit) const {
-    return p.sinks == nullptr ? -INFINITY
-                              : __ldcg(p.sinks + (p.are_sinks_of_all ? 0 : unit.batch * p.heads) + unit.head);
+    if (p.sinks == nullptr) return -INFINITY;
+    return added_logit(__ldcg(p.sinks + (p.are_sinks_of_all ? 0 : unit.batch * p.heads) + unit.head));
   }
 
   /// Takes a sink into the sums of the lane's rows, and writes their logsumexp: one lane of four writes that of the

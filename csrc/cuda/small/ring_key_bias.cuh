@@ -16,13 +16,13 @@ struct RingKeyBiasOfHead {
 
   CUTE_DEVICE RingKeyBiasOfHead(const RingParams& p, const RingKeyBias& bias, const RingUnit& unit)
       : pitch(bias.is_of_all_heads ? 1 : p.heads),
-        inverse_scale(fast_reciprocal(p.scale.of(unit.batch * p.heads + unit.head).logits)) {
+        inverse_scale(fast_products_per_logit(p.scale.of(unit.batch * p.heads + unit.head).logits)) {
     of_first_key = bias.of_keys + std::int64_t{unit.batch} * p.tokens * pitch + (bias.is_of_all_heads ? 0 : unit.head);
   }
 
   /// The bias of a key as the caller has it; any of a negative token.
   CUTE_DEVICE float load(int token) const { return __ldg(of_first_key + std::int64_t{max(token, 0)} * pitch); }
-  CUTE_DEVICE float of_products(float bias) const { return key_bias_of_products(bias, inverse_scale); }
+  CUTE_DEVICE float of_products(float bias) const { return bias_in_products(bias, inverse_scale); }
 };
 
 /// Stores the biases of slabs: each lane of the warps that load has a key of each, or two. It loads those of the next
@@ -74,7 +74,7 @@ class RingKeyBiasLoader {
       if (key >= p_.shape.groups * p_.shape.group_blocks * kBlockKeys) break;
       // A lane reads two columns of each half of a block at once.
       const int word = key - column + column % kColumns / 2 * 4 + column / kColumns * 2 + column % 2;
-      store_word(to + 4 * word, __float_as_uint(key_bias_of_products(bias_[i], inverse_scale_)));
+      store_word(to + 4 * word, __float_as_uint(bias_in_products(bias_[i], inverse_scale_)));
     }
   }
 

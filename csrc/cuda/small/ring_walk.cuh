@@ -181,13 +181,11 @@ struct RingReader {
     return result;
   }
 
-  /// Has the next one come where that was, given such numbers of all its arrays. It is not enough that loads have
-  /// begun: where nothing else was waited for, a tile's query gradients came out as those of parts of two tiles, in one
-  /// of 77 batch entries of 4 x 10 x 8 tokens with windows of 4 x 5 x 8.
+  /// Releases the tile's buffer to TMA, given such numbers of all its arrays. Without the dependency on them, a tile's
+  /// query gradients mixed two tiles in one of 77 batch entries of 4 x 10 x 8 tokens with windows of 4 x 5 x 8.
   CUTE_DEVICE void leave_tile(std::uint32_t loaded) const {
-    const int warp = ring_warp();
-    const std::uint32_t none = p.shape.warps >> 31;  // zero, which the compiler does not know
-    if (barriers.arrives()) arrive_at(barriers.has_room[warp + (loaded & none)]);
+    const std::uint32_t zero = p.shape.warps >> 31;
+    if (barriers.arrives()) arrive_at(after_loads(barriers.has_room[ring_warp()], loaded, zero));
   }
 
   /// Products of a tile's rows with those of blocks; they start as `initial`, or where `kAdds` as what they are.

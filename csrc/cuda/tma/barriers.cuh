@@ -20,6 +20,19 @@ CUTE_DEVICE void arrive(std::uint64_t& barrier) {
   ClusterBarrier::arrive(&barrier);
 }
 
+/// A barrier at which threads arrive once their loads from shared memory have ended.
+///
+/// An arrival does not wait for loads that were issued before it: ptxas leaves their scoreboards pending, and the
+/// buffer may be filled again while they read it. The barrier's address therefore depends on what was loaded.
+///
+/// Args:
+///   barrier: the barrier.
+///   loaded: a word of each load, combined by a bitwise or.
+///   zero: zero, in a way that the compiler does not see.
+CUTE_DEVICE std::uint64_t& after_loads(std::uint64_t& barrier, std::uint32_t loaded, std::uint32_t zero) {
+  return (&barrier)[loaded & zero];
+}
+
 /// One arrival for a warp, once all of its lanes have come, at a barrier of what the copy engine alone reads or writes
 /// besides. Where threads do, each arrives for itself: racecheck does not see that a lane stands for others.
 CUTE_DEVICE void arrive_as_warp(std::uint64_t& barrier) {

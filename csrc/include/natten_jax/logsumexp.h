@@ -6,6 +6,9 @@
 // by any factor where they are larger than 10^7.
 #pragma once
 
+#include <cmath>
+#include <cstdint>
+
 #include "natten_jax/windows.h"
 
 namespace natten_jax {
@@ -24,6 +27,36 @@ NATTEN_JAX_HOST_DEVICE inline float base2_logsumexp(float logsumexp) {
 #endif
 }
 
+/// Remainders from here on have no room for the logarithm of a row's sum beside the rounding of its logsumexp: of
+/// logits above 2^40, whose spacing is so large that a row's weights are those of equal logits or zero.
+constexpr float kPackedRemainder = 0x1p18f;
+
+/// A remainder in parts.
+struct RemainderParts {
+  float distance;  ///< From the rounded logsumexp to what the row's weights are relative to, in base 2.
+  float log2_sum;  ///< Of those weights; zero where `distance` has it.
+};
+
+constexpr std::uint32_t kPackedBits = 0xfff;
+constexpr float kPackedUnit = 0x1p-7f;
+
+/// One number for both parts. In large ones the last 12 bits hold the logarithm in units of 2^-7, and the distance is
+/// rounded down to the others: equal distances stay equal, and unequal ones differ by far more than these bits.
+NATTEN_JAX_HOST_DEVICE inline float pack_remainder(float distance, float log2_sum) {
+  if (!(__builtin_fabsf(distance) >= kPackedRemainder)) return distance + log2_sum;
+  const float units = fminf(fmaxf(log2_sum / kPackedUnit + 0.5f, 0.f), static_cast<float>(kPackedBits));
+  const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, distance) + (distance < 0.f ? kPackedBits : 0);
+  return __builtin_bit_cast(float, (bits & ~kPackedBits) | static_cast<std::uint32_t>(units));
+}
+
+/// The parts of a remainder. A weight relative to them is exp2(min(d - distance, 0) - log2_sum), where d is how far its
+/// logit is from the rounded logsumexp: the minimum undoes the rounding of the distance.
+NATTEN_JAX_HOST_DEVICE inline RemainderParts unpack_remainder(float remainder) {
+  if (!(__builtin_fabsf(remainder) >= kPackedRemainder)) return {remainder, 0.f};
+  const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, remainder);
+  return {__builtin_bit_cast(float, bits & ~kPackedBits), static_cast<float>(bits & kPackedBits) * kPackedUnit};
+}
+
 /// What base2_logsumexp leaves out of a row's logsumexp.
 ///
 /// Args:
@@ -31,12 +64,12 @@ NATTEN_JAX_HOST_DEVICE inline float base2_logsumexp(float logsumexp) {
 ///   shift: in base 2, what the row's weights are relative to.
 ///   log2_sum: logarithm of the sum of those weights.
 NATTEN_JAX_HOST_DEVICE inline float logsumexp_remainder(float logsumexp, float shift, float log2_sum) {
-  return (shift - base2_logsumexp(logsumexp)) + log2_sum;
+  return pack_remainder(shift - base2_logsumexp(logsumexp), log2_sum);
 }
 
 /// The same where the weights are relative to a logit whose product with a factor is not rounded.
 NATTEN_JAX_HOST_DEVICE inline float logsumexp_remainder(float logsumexp, float logit, float factor, float log2_sum) {
-  return __builtin_fmaf(logit, factor, -base2_logsumexp(logsumexp)) + log2_sum;
+  return pack_remainder(__builtin_fmaf(logit, factor, -base2_logsumexp(logsumexp)), log2_sum);
 }
 
 }  // namespace natten_jax

@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "natten_jax/added_logit.h"
 #include "natten_jax/logsumexp.h"
 #include "natten_jax/problem.h"
 
@@ -22,27 +23,30 @@ struct Shares {
 /// Makes a logsumexp that of its keys and of others.
 NATTEN_JAX_HOST_DEVICE inline Shares merge_logsumexps(Logsumexp& own, const Logsumexp& others) {
   const float of_own = base2_logsumexp(own.value), of_others = base2_logsumexp(others.value);
+  const RemainderParts own_parts = unpack_remainder(own.remainder), other_parts = unpack_remainder(others.remainder);
   const float highest = fmaxf(of_own, of_others), reference = highest == -INFINITY ? 0.f : highest;
-  const float own_exponent = (of_own - reference) + own.remainder,
-              other_exponent = (of_others - reference) + others.remainder;
-  // Beside logits of 1e30, which hide keys, remainders are no fractions: relative to them, too, nothing overflows.
-  const float larger = fmaxf(own_exponent, other_exponent), top = larger == -INFINITY ? 0.f : larger;
-  const float own_weight = exp2f(own_exponent - top), other_weight = exp2f(other_exponent - top);
-  const float total = own_weight + other_weight, log2_total = top + log2f(total);
+  const float own_distance = (of_own - reference) + own_parts.distance,
+              other_distance = (of_others - reference) + other_parts.distance;
+  // Remainders of large logits are no fractions: weights are relative to them, too, so that nothing overflows.
+  const float larger = fmaxf(own_distance, other_distance), top = larger == -INFINITY ? 0.f : larger;
+  const float own_weight = exp2f((own_distance - top) + own_parts.log2_sum),
+              other_weight = exp2f((other_distance - top) + other_parts.log2_sum);
+  const float total = own_weight + other_weight, log2_total = log2f(total);
   if (total == 0.f) return {0.f, 0.f};
-  own.value = (reference + log2_total) * kLn2;
-  own.remainder = logsumexp_remainder(own.value, reference, log2_total);
+  own.value = (reference + (top + log2_total)) * kLn2;
+  own.remainder = pack_remainder((reference - base2_logsumexp(own.value)) + top, log2_total);
   return {own_weight / total, other_weight / total};
 }
 
 /// The logit of a head's sink, given what the scales have of it; -infinity where there is none. In forward passes,
 /// which have no query gradients, it takes the place of their factor.
 NATTEN_JAX_HOST_DEVICE inline float sink_of(const Scale& scale, const HeadScale& head) {
-  return scale.heads == nullptr ? -INFINITY : head.query_gradient;
+  return scale.heads == nullptr ? -INFINITY : added_logit(head.query_gradient);
 }
 
 /// Takes a sink into a row's logsumexp; what its keys weigh beside it.
 NATTEN_JAX_HOST_DEVICE inline float add_sink(Logsumexp& row, float sink) {
+  if (sink == -INFINITY) return 1.f;
   return merge_logsumexps(row, {sink, __builtin_fmaf(sink, kLog2E, -base2_logsumexp(sink))}).own;
 }
 

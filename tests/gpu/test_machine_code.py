@@ -1,0 +1,22 @@
+"""What ptxas made of the Hopper kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from natten_jax.native import module
+from tests.support import sass
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.skipif(sass.missing() is not None, reason=str(sass.missing()))
+@pytest.mark.parametrize("names", ["sm90_fna_forward", "small_ring_query_gradient", "small_ring_forward"])
+def test_buffers_are_released_after_loads_have_ended(names: str) -> None:
+    path = module.path()
+    assert path is not None
+    kernels = sass.kernels_with_early_arrivals(Path(path).with_name("libnatten_jax.so"), names)
+    assert kernels
+    assert {name: arrivals for name, arrivals in kernels.items() if arrivals} == {}

@@ -1,0 +1,93 @@
+"""Machine code of the CUDA kernels: arrivals at barriers that do not wait for loads from shared memory.
+
+An instruction whose latency varies may set one of six scoreboards, and any instruction may wait for some of them before
+it is issued (bits 46 to 48 and 52 to 57 of the upper half of its 128-bit encoding, since compute capability 7.0).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_FUNCTION = re.compile(r"\s*Function : (\S+)")
+_INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(.*?);\s+/\* 0x[0-9a-f]{16} \*/")
+_UPPER_HALF = re.compile(r"\s*/\* 0x([0-9a-f]{16}) \*/")
+_NO_SCOREBOARD = 7
+
+
+class Instruction(NamedTuple):
+    """One instruction.
+
+    Attributes:
+        address: Offset within the function, in bytes.
+        text: The disassembly.
+        sets: Scoreboard that is released when its result is written, or ``None``.
+        waits: Scoreboards that it waits for, as a bit mask.
+    """
+
+    address: int
+    text: str
+    sets: int | None
+    waits: int
+
+
+def functions(lines: Iterable[str]) -> Iterator[tuple[str, list[Instruction]]]:
+    """Names and instructions of the kernels that ``cuobjdump -sass`` lists."""
+    name, found, pending = "", [], None
+    for line in lines:
+        if match := _FUNCTION.match(line):
+            if found:
+                yield name, found
+            name, found, pending = match[1], [], None
+        elif match := _INSTRUCTION.match(line):
+            pending = int(match[1], 16), match[2].strip()
+        elif pending and (match := _UPPER_HALF.match(line)):
+            upper = int(match[1], 16)
+            scoreboard = upper >> 46 & 7
+            sets = None if scoreboard == _NO_SCOREBOARD else scoreboard
+            found.append(Instruction(*pending, sets, upper >> 52 & 63))
+            pending = None
+    if found:
+        yield name, found
+
+
+def early_arrivals(instructions: Iterable[Instruction]) -> list[Instruction]:
+    """Arrivals at barriers in shared memory that are issued while matrix loads before them may still be reading.
+
+    Loads complete in order: one without a scoreboard has ended when the next one with a scoreboard has.
+    """
+    found, pending, is_unmarked = [], 0, False
+    for each in instructions:
+        if each.waits & pending:
+            pending &= ~each.waits
+            is_unmarked = is_unmarked and pending != 0
+        if " LDSM" in f" {each.text}":
+            is_unmarked = each.sets is None
+            if each.sets is not None:
+                pending |= 1 << each.sets
+        elif "SYNCS.ARRIVE" in each.text and (pending or is_unmarked):
+            found.append(each)
+    return found
+
+
+def kernels_with_early_arrivals(library: Path, names: str) -> dict[str, list[Instruction]]:
+    """Early arrivals of each kernel whose name matches a regular expression; kernels without any have an empty list."""
+    listing = subprocess.run(["cuobjdump", "-symbols", library], capture_output=True, text=True, check=True).stdout
+    symbols = re.findall(r"^FUNC\s.*?(\S+)$", listing, re.MULTILINE)
+    wanted = sorted({symbol for symbol in symbols if re.search(names, symbol)})
+    assert wanted, f"no kernel's name matches {names}"
+    command = ["cuobjdump", "-sass", "-fun", ",".join(wanted), library]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        found = {name: early_arrivals(instructions) for name, instructions in functions(process.stdout)}
+    assert process.returncode == 0
+    return found
+
+
+def missing() -> str | None:
+    """The reason why machine code cannot be listed here, if there is one."""
+    return None if shutil.which("cuobjdump") else "there is no cuobjdump"
