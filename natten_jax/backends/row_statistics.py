@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 
-LOG2_E = math.log2(math.e)
+from natten_jax.arrays.remainders import LOG2_E, base2, pack_remainder
 
 
 def logsumexp_and_remainder(maximum: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -20,5 +18,5 @@ def logsumexp_and_remainder(maximum: jax.Array, total: jax.Array) -> tuple[jax.A
     sees_nothing = total == 0
     total = jnp.where(sees_nothing, 1, total)
     logsumexp = maximum / LOG2_E + jnp.log(total)
-    remainder = jnp.where(sees_nothing, 0, (maximum - logsumexp * LOG2_E) + jnp.log2(total))
+    remainder = jnp.where(sees_nothing, 0, pack_remainder(maximum - base2(logsumexp), jnp.log2(total)))
     return jnp.where(sees_nothing, -jnp.inf, logsumexp), remainder

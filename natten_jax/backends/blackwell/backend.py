@@ -66,7 +66,7 @@ class BlackwellBackend(Backend):
         call, inputs, problem = call_of(plan, operands), operands.inputs, plan.problem
         query, key, value = inputs.query, inputs.key, inputs.value
         heads = query.shape[0], query.shape[-2]
-        scale = jnp.float32(problem.scale) if inputs.scale is None else inputs.scale.astype(jnp.float32)
+        scale = finite_scale(problem, inputs)
         out, statistics = forward(
             call,
             call.queries.laid_out(query),

@@ -59,10 +59,10 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangen
         call.keys.laid_out(inputs.key),
         call.keys.laid_out(inputs.value),
     ]
-    remainder = jnp.zeros_like(saved.logsumexp) if saved.remainder is None else saved.remainder
-    logsumexp = jnp.where(saved.logsumexp == -jnp.inf, _NOTHING_SEEN, saved.logsumexp * LOG2_E)
+    reference, remainder = base2_parts(saved.logsumexp, saved.remainder)
+    logsumexp = jnp.where(saved.logsumexp == -jnp.inf, _NOTHING_SEEN, reference)
     statistics = call.in_items([logsumexp, remainder, delta(saved.out, *cotangents)], _NOTHING_SEEN)
-    scale = jnp.float32(plan.problem.scale) if inputs.scale is None else inputs.scale.astype(jnp.float32)
+    scale = finite_scale(plan.problem, inputs)
     scale = jnp.broadcast_to(scale, (call.queries.batch, call.queries.heads))
     tables = call.arrays()
     boxes, bounds = tables[:KERNEL_RANK], tables[KERNEL_RANK:]
