@@ -8,6 +8,16 @@ import jax.numpy as jnp
 from natten_jax.arrays.remainders import LOG2_E, base2, pack_remainder
 
 
+def finite_scale(scale: float, factors: jax.Array | None) -> jax.Array:
+    """Return the scale in float32, or the scales of heads, with NaN instead of infinity.
+
+    A product with infinity may be ``-inf``, which would hide keys.
+    """
+    if factors is None:
+        return jnp.float32(scale)
+    return jnp.where(jnp.isfinite(factors), factors, jnp.nan).astype(jnp.float32)
+
+
 def logsumexp_and_remainder(maximum: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The logsumexp, and what float32 leaves out of it in base 2 (:class:`natten_jax.arrays.operands.Saved`).
 

@@ -167,7 +167,11 @@ class PlainTangents(Computation):
         count = self.forward.operands.num_leaves
         first_tangent = count + 2 + self._residuals
         operands: Operands = jax.tree.unflatten(self.forward.operands, arguments[:count])
-        return self.forward.with_hidden_keys(operands), Differentiable(*arguments[count:first_tangent]), arguments[first_tangent:]
+        return (
+            self.forward.with_hidden_keys(operands),
+            Differentiable(*arguments[count:first_tangent]),
+            arguments[first_tangent:],
+        )
 
 
 def _backend(name: BackendId) -> PureJaxBackend:

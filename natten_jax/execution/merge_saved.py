@@ -18,9 +18,9 @@ from natten_jax.native.abi import box_start
 def merged(one: Saved, other: Saved) -> Saved:
     """What a forward pass on the keys of both saves.
 
-    Relative to the larger logsumexp, and in base 2, where a logsumexp is that number times ``log2(e)``,
-    rounded, and the remainder (:mod:`natten_jax.arrays.remainders`). A query that sees no key has an output of zeros and a
-    logsumexp of ``-inf``.
+    Relative to the larger logsumexp, and in base 2, where a logsumexp is that number times ``log2(e)``, rounded, and
+    the remainder (:mod:`natten_jax.arrays.remainders`). A query that sees no key has an output of zeros and a logsumexp
+    of ``-inf``.
     """
     assert one.remainder is not None and other.remainder is not None
     first, second = base2(one.logsumexp), base2(other.logsumexp)

@@ -95,8 +95,8 @@ def _write(call: Call, memory: Memory, item: Item, half: int, total: jax.Array, 
     mixed = plgpu.async_load_tmem(memory.mixed[half], layout=BY_ROWS)
     plgpu.wait_load_tmem()
     width = mixed.shape[1]
-    sees_nothing = total == 0  # which NaN is not
-    mixed = jnp.where(columns(sees_nothing, width), 0.0, mixed / columns(jnp.where(sees_nothing, 1.0, total), width))
+    sees_nothing = columns(total, width) == 0  # false for NaN
+    mixed = jnp.where(sees_nothing, 0.0, mixed / columns(jnp.where(total == 0, 1.0, total), width))
     rounded = mixed.astype(tiles.dtype)
     for block in range(lines.blocks):
         part = rounded if lines.blocks == 1 else rounded[:, block * lines.block : (block + 1) * lines.block]

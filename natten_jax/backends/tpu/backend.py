@@ -12,7 +12,7 @@ from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Output, 
 from natten_jax.arrays.remainders import base2_parts
 from natten_jax.backends.base import Backend, Platform
 from natten_jax.backends.native_backend import delta
-from natten_jax.backends.row_statistics import logsumexp_and_remainder
+from natten_jax.backends.row_statistics import finite_scale, logsumexp_and_remainder
 from natten_jax.backends.tpu.packs import pack_of
 from natten_jax.backends.tpu.tiles import LARGEST_BOX, LARGEST_TILE, alignment, recommended
 from natten_jax.performance import Pass, TilePair
@@ -110,5 +110,4 @@ def _scales(plan: Plan, operands: Operands) -> jax.Array:
     batch, *_, heads, _ = operands.inputs.query.shape
     if not isinstance(batch, int):
         raise ValueError(f"scale is an array, and the batch size is {batch}: kernels for TPUs have to know how many")
-    scale = jnp.where(jnp.isfinite(scale), scale, jnp.nan)  # which no key hides, as it might a product with infinity
-    return jnp.broadcast_to(scale.astype(jnp.float32), (batch, heads)).reshape(-1)
+    return jnp.broadcast_to(finite_scale(plan.problem.scale, scale), (batch, heads)).reshape(-1)
