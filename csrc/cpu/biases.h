@@ -4,7 +4,10 @@
 // Part of the kernels: compiled once per instruction set, in a namespace of its own.
 #pragma once
 
+#include <cfloat>
+
 #include "cpu/stream.h"
+#include "natten_jax/added_logit.h"
 #include "natten_jax/logsumexp.h"
 
 namespace natten_jax::cpu::NATTEN_JAX_ISA {
@@ -55,9 +58,28 @@ NATTEN_JAX_INLINE void for_each_offset(const Plan& plan, const LaneBlock& block,
                [&](std::int64_t row, std::int64_t offset) { visit(row, static_cast<std::int32_t>(offset)); });
 }
 
+/// Biases as they are added to logits, in base 2; the same as natten_jax::added_logit of each lane.
+NATTEN_JAX_INLINE Float added_logits(const Float& biases) {
+  Float added;
+  NATTEN_JAX_UNROLL
+  for (int i = 0; i < kVectors; ++i) {
+    const NativeFloat bias = biases.v[i];
+    const NativeFloat finite = bias < __builtin_inff() ? bias : NativeFloat{} + __builtin_nanf("");
+    added.v[i] = (bias <= kHiddenLogit ? NativeFloat{} - __builtin_inff() : finite) * kLog2E;
+  }
+  return rounded(added);
+}
+
 /// Adds to a row of logits, which are in base 2.
-NATTEN_JAX_INLINE void add_to_logits(float* logits, const Float& bias) {
-  store(logits, load(logits) + bias * broadcast(kLog2E));
+NATTEN_JAX_INLINE void add_to_logits(float* logits, const Float& added) {
+  store(logits, load(logits) + added);
+}
+
+/// Adds a second bias. Two finite ones do not hide a key, though their sum may overflow.
+NATTEN_JAX_INLINE void add_to_biased_logits(float* logits, const Float& added) {
+  const Float before = load(logits), sum = before + added;
+  const Mask hidden = equal(before, -__builtin_inff()) | equal(added, -__builtin_inff());
+  store(logits, select(hidden, sum, maximum(sum, broadcast(-FLT_MAX))));
 }
 
 /// Adds the relative biases of the lanes.
@@ -73,7 +95,7 @@ NATTEN_JAX_INLINE void add_relative_bias(const Plan& plan, const LaneBlock& bloc
                                          std::int64_t heads, float* logits) {
   const LaneTable table{tables, block.place, static_cast<std::int32_t>(heads * plan.offsets.entries - 1)};
   for_each_offset(plan, block, box, [&](std::int64_t row, std::int32_t offset) {
-    add_to_logits(logits + row * kLanes, table.at(offset));
+    add_to_logits(logits + row * kLanes, added_logits(table.at(offset)));
   });
 }
 
@@ -96,8 +118,13 @@ NATTEN_JAX_INLINE void add_biases(const Plan& plan, const Item& item, const Toke
     for_each_row(box, keys.row(box.begin), keys.pitch, [&](std::int64_t row, std::int64_t token) {
       const float* of_heads = biases + token * p.heads;
       const bool is_one_head = plan.lane_heads == 1;
-      add_to_logits(logits + row * kLanes,
-                    is_one_head ? broadcast(of_heads[block.head[0]]) : LaneTable{of_heads, block.head, last}.at(0));
+      const Float added =
+          added_logits(is_one_head ? broadcast(of_heads[block.head[0]]) : LaneTable{of_heads, block.head, last}.at(0));
+      if (plan.arrays.relative_bias == nullptr) {
+        add_to_logits(logits + row * kLanes, added);
+      } else {
+        add_to_biased_logits(logits + row * kLanes, added);
+      }
     });
   }
 }
@@ -121,10 +148,11 @@ struct OwnedKeyBiases {
   NATTEN_JAX_INLINE bool has_tables() const { return plan.arrays.relative_bias != nullptr && !item.owns_additional; }
   NATTEN_JAX_INLINE bool has_keys() const { return plan.arrays.key_bias != nullptr && !item.owns_additional; }
 
-  /// Loads the biases of the keys in all lanes.
+  /// Loads the biases of the keys in all lanes, as they are added to logits.
   NATTEN_JAX_INLINE void load_keys(std::int64_t blocks, std::int64_t head) const {
     for (std::int64_t i = 0; has_keys() && i < blocks; ++i) {
       for (int lane = 0; lane < kLanes; ++lane) of_keys(i)[lane] = plan.arrays.key_bias[place(i, lane, head)];
+      store(of_keys(i), added_logits(load(of_keys(i))));
       store(sums(i), broadcast(0.0f));
     }
   }
@@ -136,8 +164,12 @@ struct OwnedKeyBiases {
       add_relative_bias(plan, w.blocks[i], box, table, 1, w.logits);
     }
     if (has_keys()) {
-      const Float bias = load(of_keys(i));
-      for (std::int64_t row = 0; row < rows; ++row) add_to_logits(w.logits + row * kLanes, bias);
+      const Float added = load(of_keys(i));
+      if (has_tables()) {
+        for (std::int64_t row = 0; row < rows; ++row) add_to_biased_logits(w.logits + row * kLanes, added);
+      } else {
+        for (std::int64_t row = 0; row < rows; ++row) add_to_logits(w.logits + row * kLanes, added);
+      }
     }
   }
 

@@ -107,6 +107,29 @@ NATTEN_JAX_INLINE Mask equal(const Float& a, float b) {
   return x;
 }
 
+NATTEN_JAX_INLINE Mask operator|(const Mask& a, const Mask& b) {
+  Mask x;
+  NATTEN_JAX_UNROLL
+  for (int i = 0; i < kVectors; ++i) x.v[i] = a.v[i] | b.v[i];
+  return x;
+}
+
+/// Rounds a product before it is added: a compiler that fuses the sum in one pass and not in another one would make
+/// two different logits of the same numbers.
+NATTEN_JAX_INLINE Float rounded(Float x) {
+  NATTEN_JAX_UNROLL
+  for (int i = 0; i < kVectors; ++i) {
+#if defined(__x86_64__)
+    asm("" : "+x"(x.v[i]));
+#elif defined(__ARM_NEON)
+    asm("" : "+w"(x.v[i]));
+#else
+    asm("" : "+m"(x.v[i]));
+#endif
+  }
+  return x;
+}
+
 /// Lanes whose range [first, last) holds `index`.
 NATTEN_JAX_INLINE Mask holds(const std::int32_t* first, const std::int32_t* last, std::int32_t index) {
   Mask x;

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from natten_jax.arrays.added_logits import with_hidden_keys
 from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
 from natten_jax.arrays.padding import is_real, without_padding
 from natten_jax.problem import Problem
@@ -32,20 +33,23 @@ class _Numbers(NamedTuple):
     Attributes:
         exponent_bits: Bits of a term's exponent.
         fraction_bits: Likewise; kernels may round float32 to TF32, which has ten.
-        largest: The largest term. Its negative stands for minus infinity, which would be no number in a sum: weights
-            underflow to zero.
+        largest: The largest term.
+        hidden: Largest magnitude of a product of query and key, and of a logit. Its negative is the logit of hidden
+            keys, since ``-inf`` times the zeros in the columns of other heads would be NaN. Finite biases are clipped
+            to half of it. ``None`` if three of the largest terms are smaller.
         exponent: The exponent of the power of two that terms are multiplied with, scale included. Float16 has neither
             the small numbers of a bias nor large ones that hide whatever the logits are.
     """
 
     exponent_bits: int
     fraction_bits: int
-    largest: float = 1e30
+    largest: float = 3.3e38
+    hidden: float | None = 2.2e38
     exponent: int = 0
 
 
 _NUMBERS = {
-    "float16": _Numbers(5, 10, largest=60000.0, exponent=4),
+    "float16": _Numbers(5, 10, largest=60000.0, hidden=None, exponent=4),
     "bfloat16": _Numbers(8, 7),
     "float32": _Numbers(8, 10),
 }
@@ -100,8 +104,9 @@ class KeyBiasColumns:
         """The results of the call: a query all of whose keys are hidden has seen none."""
         if not self.are_there:
             return found
-        hidden = -_NUMBERS[self.problem.dtype].largest * jnp.abs(_Scales.of(self.problem, operands.inputs.scale).bias)
-        is_unseen = found.logsumexp < hidden.reshape(hidden.shape[0], *(1,) * self.problem.rank, -1) / 2
+        scales = _Scales.of(self.problem, operands.inputs.scale)
+        hidden = scales.hidden(self.problem) * scales.bias
+        is_unseen = found.logsumexp < -0.75 * jnp.abs(hidden).reshape(hidden.shape[0], *(1,) * self.problem.rank, -1)
         found = found._replace(
             out=jnp.where(is_unseen[..., None], 0, found.out),
             logsumexp=jnp.where(is_unseen, -jnp.inf, found.logsumexp),
@@ -146,11 +151,16 @@ class KeyBiasColumns:
     def _of_keys(self, scales: _Scales, key_bias: jax.Array, key: jax.Array) -> jax.Array:
         """``[batch, *keys, heads_kv, columns]``."""
         numbers = _NUMBERS[self.problem.dtype]
-        rest = jnp.clip(key_bias / _beside(key_bias, scales.bias), -numbers.largest, numbers.largest)
+        bias = with_hidden_keys(key_bias)
+        bias = jnp.where(bias == jnp.inf, jnp.nan, bias)
+        hidden, factor = (_beside(key_bias, each) for each in (scales.hidden(self.problem), scales.bias))
+        rest = jnp.clip(bias / factor, -hidden / 2, hidden / 2)
+        rest = jnp.where(jnp.isneginf(bias), -jnp.sign(factor) * hidden, rest)
         terms = []
         for _ in range(_TERMS):
             # Not a conversion there and back, which XLA may leave out.
-            terms.append(jax.lax.reduce_precision(rest, numbers.exponent_bits, numbers.fraction_bits))
+            term = jax.lax.reduce_precision(rest, numbers.exponent_bits, numbers.fraction_bits)
+            terms.append(jnp.clip(term, -numbers.largest, numbers.largest))
             rest = rest - terms[-1]
         columns = jnp.concatenate(terms, axis=-1)  # [batch, *keys, heads, terms]
         return columns.reshape(*key.shape[:-1], columns_of(self.problem)).astype(key.dtype)
@@ -184,6 +194,13 @@ class _Scales(NamedTuple):
         power = jnp.clip(_NUMBERS[problem.dtype].exponent - jnp.round(jnp.log2(jnp.abs(of_logits))), -10, 14)
         column = jnp.ldexp(jnp.ones_like(of_logits), power.astype(jnp.int32))
         return cls(of_logits, of_query, column, of_logits * column)
+
+    def hidden(self, problem: Problem) -> jax.Array:
+        """Return the magnitude of the sum of terms of a hidden key, of each head."""
+        numbers = _NUMBERS[problem.dtype]
+        if numbers.hidden is None:
+            return jnp.full_like(self.bias, _TERMS * numbers.largest)
+        return numbers.hidden / (self.column * jnp.maximum(jnp.abs(self.of_logits), 1))
 
     def scaled(self, query: jax.Array) -> jax.Array:
         """The query as kernels get it."""

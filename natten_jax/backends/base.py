@@ -109,6 +109,9 @@ class Backend(abc.ABC):
     key_bias_by_columns: ClassVar[bool] = False
     #: Whether its kernels that add biases of keys take those that all heads share as they are.
     takes_shared_key_bias: ClassVar[bool] = False
+    #: Kernels apply the rule of :mod:`natten_jax.arrays.added_logits` to float32 biases and sinks themselves. For other
+    #: backends it is applied to the operands before the call.
+    hides_keys: ClassVar[bool] = False
     #: Whether its kernels have sinks in the softmax, and return their gradients.
     takes_sinks: ClassVar[bool] = False
     #: Whether it takes additional key/value tokens.

@@ -29,6 +29,7 @@ class NativeBackend(Backend):
     """A backend whose forward pass is one custom call, whose first results are output, logsumexp and remainder."""
 
     takes_sinks = True
+    hides_keys = True
 
     @abc.abstractmethod
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:

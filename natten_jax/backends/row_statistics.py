@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 
-LOG2_E = math.log2(math.e)
+from natten_jax.arrays.remainders import LOG2_E, base2, pack_remainder
+
+
+def finite_scale(scale: float, factors: jax.Array | None) -> jax.Array:
+    """Return the scale in float32, or the scales of heads, with NaN instead of infinity.
+
+    A product with infinity may be ``-inf``, which would hide keys.
+    """
+    if factors is None:
+        return jnp.float32(scale)
+    return jnp.where(jnp.isfinite(factors), factors, jnp.nan).astype(jnp.float32)
 
 
 def logsumexp_and_remainder(maximum: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -20,5 +28,5 @@ def logsumexp_and_remainder(maximum: jax.Array, total: jax.Array) -> tuple[jax.A
     sees_nothing = total == 0
     total = jnp.where(sees_nothing, 1, total)
     logsumexp = maximum / LOG2_E + jnp.log(total)
-    remainder = jnp.where(sees_nothing, 0, (maximum - logsumexp * LOG2_E) + jnp.log2(total))
+    remainder = jnp.where(sees_nothing, 0, pack_remainder(maximum - base2(logsumexp), jnp.log2(total)))
     return jnp.where(sees_nothing, -jnp.inf, logsumexp), remainder

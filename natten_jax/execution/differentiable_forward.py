@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax import backends
+from natten_jax.arrays.added_logits import with_hidden_keys_of_inputs
 from natten_jax.arrays.avals import type_like
 from natten_jax.arrays.operands import Cotangents, Differentiable, Operands, Output
 from natten_jax.arrays.roles import Role, roles_of
@@ -68,10 +69,16 @@ class PlainForward(Computation):
 
     def compute(self, plan: Plan, request: Request, device: Device, *arguments: jax.Array) -> list[jax.Array]:
         """The results on a device."""
-        given = jax.tree.unflatten(self.operands, arguments)
+        given = self.with_hidden_keys(jax.tree.unflatten(self.operands, arguments))
         found = _backend(self.backend).forward_differentiable(plan, converted(plan.problem, given))
         results: list[jax.Array] = jax.tree.leaves(found._replace(out=scaled(plan.problem, given, found.out)))
         return results
+
+    def with_hidden_keys(self, operands: Operands) -> Operands:
+        """Replace numbers of biases that hide keys, unless the backend does: a constant for every derivative."""
+        if _backend(self.backend).hides_keys:
+            return operands
+        return operands._replace(inputs=with_hidden_keys_of_inputs(operands.inputs))
 
     def with_origins(self) -> tuple[Computation, int]:
         """The same for a part of the layout, and which of its arguments says where that lies."""
@@ -160,7 +167,11 @@ class PlainTangents(Computation):
         count = self.forward.operands.num_leaves
         first_tangent = count + 2 + self._residuals
         operands: Operands = jax.tree.unflatten(self.forward.operands, arguments[:count])
-        return operands, Differentiable(*arguments[count:first_tangent]), arguments[first_tangent:]
+        return (
+            self.forward.with_hidden_keys(operands),
+            Differentiable(*arguments[count:first_tangent]),
+            arguments[first_tangent:],
+        )
 
 
 def _backend(name: BackendId) -> PureJaxBackend:

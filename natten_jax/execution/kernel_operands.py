@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax import backends
+from natten_jax.arrays.added_logits import with_hidden_keys_of_inputs
 from natten_jax.arrays.key_bias_columns import KeyBiasColumns
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Output, Saved
 from natten_jax.arrays.shared_key_bias import of_each_head, with_shared_gradient
@@ -55,7 +56,9 @@ class KernelOperands(NamedTuple):
         given = operands
         if columns.are_there or not backends.of(plan.backend).takes_shared_key_bias:
             given = operands._replace(inputs=of_each_head(operands.inputs))
-        sinks = None if backends.of(plan.backend).takes_sinks else operands.inputs.sinks
+        if not backends.of(plan.backend).hides_keys:
+            given = given._replace(inputs=with_hidden_keys_of_inputs(given.inputs))
+        sinks = None if backends.of(plan.backend).takes_sinks else given.inputs.sinks
         if sinks is not None:
             given = given._replace(inputs=given.inputs._replace(sinks=None))
         placed = given if is_known else given.with_origins_alone()

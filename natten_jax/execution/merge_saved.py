@@ -11,31 +11,31 @@ import numpy as np
 
 from natten_jax.arrays.operands import Operands, Saved
 from natten_jax.arrays.query_box import QueryBox
+from natten_jax.arrays.remainders import base2, pack_remainder, unpack_remainder
 from natten_jax.native.abi import box_start
-
-_LOG2_E = 1 / math.log(2)
 
 
 def merged(one: Saved, other: Saved) -> Saved:
     """What a forward pass on the keys of both saves.
 
-    Relative to the larger logsumexp, and in base 2, where a logsumexp is that number times :data:`_LOG2_E`, rounded,
-    and the remainder (csrc/include/natten_jax/logsumexp.h). A query that sees no key has an output of zeros and a
-    logsumexp of ``-inf``.
+    Relative to the larger logsumexp, and in base 2, where a logsumexp is that number times ``log2(e)``, rounded, and
+    the remainder (:mod:`natten_jax.arrays.remainders`). A query that sees no key has an output of zeros and a logsumexp
+    of ``-inf``.
     """
     assert one.remainder is not None and other.remainder is not None
-    first, second = _base2(one.logsumexp), _base2(other.logsumexp)
+    first, second = base2(one.logsumexp), base2(other.logsumexp)
+    parts = unpack_remainder(one.remainder), unpack_remainder(other.remainder)
     highest = jnp.maximum(first, second)
     highest = jnp.where(jnp.isneginf(highest), 0, highest)
-    exponents = (first - highest) + one.remainder, (second - highest) + other.remainder
-    # Beside logits of 1e30, which hide keys, remainders are no fractions: relative to them, too, nothing overflows.
-    top = jnp.maximum(*exponents)
+    distances = (first - highest) + parts[0][0], (second - highest) + parts[1][0]
+    # Remainders of large logits are no fractions: weights are relative to them, too, so that nothing overflows.
+    top = jnp.maximum(*distances)
     top = jnp.where(jnp.isneginf(top), 0, top)
-    weights = jnp.exp2(exponents[0] - top), jnp.exp2(exponents[1] - top)
+    weights = [jnp.exp2((distance - top) + log2_sum) for distance, (_, log2_sum) in zip(distances, parts, strict=True)]
     total = weights[0] + weights[1]
-    log2_total = top + jnp.log2(total)
-    logsumexp = (highest + log2_total) * np.asarray(math.log(2), total.dtype)
-    remainder = jnp.where(total == 0, 0, (highest - _base2(logsumexp)) + log2_total)
+    log2_total = jnp.log2(total)
+    logsumexp = (highest + (top + log2_total)) * np.asarray(math.log(2), total.dtype)
+    remainder = jnp.where(total == 0, 0, pack_remainder((highest - base2(logsumexp)) + top, log2_total))
     share = jnp.where(total == 0, 0, weights[1] / total)[..., None]
     out = one.out.astype(total.dtype) * (1 - share) + other.out.astype(total.dtype) * share
     return Saved(out.astype(one.out.dtype), logsumexp, remainder)
@@ -62,8 +62,3 @@ def with_start_of(box: QueryBox, origins: jax.Array) -> jax.Array:
     """Origins of a box of the queries that they are the origins of."""
     start = box_start(box)
     return origins + jnp.stack([start, jnp.zeros_like(start)])
-
-
-def _base2(logsumexp: jax.Array) -> jax.Array:
-    """In base 2, rounded. A barrier, since compilers must not fuse the product into what it is subtracted from."""
-    return jax.lax.optimization_barrier(logsumexp * np.asarray(_LOG2_E, logsumexp.dtype))

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax.arguments.static import choice_tuple
+from natten_jax.arrays.added_logits import in_accumulator
 from natten_jax.arrays.operands import Inputs
 from natten_jax.arrays.roles import Role
 from natten_jax.element_types import ELEMENT_TYPES
@@ -91,7 +92,7 @@ def checked_table(problem: Problem, inputs: Inputs, relative_bias: ArrayLike) ->
             f"relative_bias has shape {table.shape}, but [heads, 2 * kernel_size - 1, ...] of {problem.heads} query "
             f"heads and kernel_size {problem.kernel_size} asks for {expected}"
         )
-    return jnp.asarray(table, ELEMENT_TYPES[problem.dtype].accumulator)
+    return in_accumulator(table, ELEMENT_TYPES[problem.dtype].accumulator)
 
 
 def _with_key_bias(problem: Problem, inputs: Inputs, key_bias: ArrayLike, grid: FinerGrid | None) -> Inputs:
@@ -103,7 +104,7 @@ def _with_key_bias(problem: Problem, inputs: Inputs, key_bias: ArrayLike, grid: 
             f"key_bias has shape {bias.shape}, but [batch, *layout] or [batch, heads, *layout] of the keys asks for "
             f"{of_all} or {by_head}"
         )
-    bias = jnp.asarray(bias, ELEMENT_TYPES[problem.dtype].accumulator)
+    bias = in_accumulator(bias, ELEMENT_TYPES[problem.dtype].accumulator)
     if bias.ndim == len(of_all):
         return inputs._replace(shared_key_bias=bias)
     bias = jnp.moveaxis(bias if grid is None else grid.scales(bias), 1, -1)

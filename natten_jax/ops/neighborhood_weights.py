@@ -13,6 +13,7 @@ import numpy as np
 from natten_jax.arguments.natten_names import explained
 from natten_jax.arguments.scale import Scale, number_or_array, per_head
 from natten_jax.arguments.static import Bools, Ints, flag
+from natten_jax.arrays.added_logits import with_hidden_keys
 from natten_jax.arrays.avals import varying_like
 from natten_jax.arrays.operands import Inputs
 from natten_jax.element_types import ELEMENT_TYPES, WIDE_DTYPES
@@ -87,7 +88,7 @@ def neighborhood_weights(
     accumulator = problem.element.accumulator
     grouped = _grouped(query, problem.heads_kv).astype(accumulator)
     every_key = jnp.asarray(key)
-    table = None if relative_bias is None else checked_table(problem, inputs, relative_bias)
+    table = None if relative_bias is None else with_hidden_keys(checked_table(problem, inputs, relative_bias))
 
     @jax.checkpoint  # otherwise a copy of the keys would be kept for each place
     def logits_of(place: _Place) -> jax.Array:
@@ -100,7 +101,14 @@ def neighborhood_weights(
 
     places = _places(problem.axes, axes_of_offsets(problem.axes, window.edges))
     logits = jnp.moveaxis(jax.lax.map(logits_of, places), 0, -1)
-    return logits if return_logits else jax.nn.softmax(logits, axis=-1).astype(query.dtype)
+    if return_logits:
+        return logits
+    if table is None:
+        return jax.nn.softmax(logits, axis=-1).astype(query.dtype)
+    # A query all of whose keys are hidden has no weights, and no derivatives.
+    is_unseen = jnp.all(jnp.isneginf(logits), axis=-1, keepdims=True)
+    weights = jax.nn.softmax(jnp.where(is_unseen, 0, logits), axis=-1)
+    return jnp.where(is_unseen, 0, weights).astype(query.dtype)
 
 
 @explained()

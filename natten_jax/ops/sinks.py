@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from natten_jax.arrays.added_logits import in_accumulator, with_hidden_keys
 from natten_jax.arrays.operands import Inputs, Output
 from natten_jax.element_types import ELEMENT_TYPES
 from natten_jax.execution import passes
@@ -49,7 +50,7 @@ def in_pass(request: Request, inputs: Inputs, sinks: jax.Array | None) -> tuple[
     if passes.plain_backend(request) is not None:
         return inputs, sinks
     accumulator = ELEMENT_TYPES[request.problem.dtype].accumulator
-    return inputs._replace(sinks=sinks.astype(accumulator)[None, :, None]), None
+    return inputs._replace(sinks=in_accumulator(sinks, accumulator)[None, :, None]), None
 
 
 def with_sinks(output: Output, sinks: jax.Array | None) -> Output:
@@ -60,7 +61,8 @@ def with_sinks(output: Output, sinks: jax.Array | None) -> Output:
 @jax.jit
 def _with_sinks(output: Output, sinks: jax.Array) -> Any:
     accumulator = ELEMENT_TYPES[output.out.dtype.name].accumulator
-    sinks = sinks.astype(accumulator)
+    sinks = with_hidden_keys(in_accumulator(sinks, accumulator))
+    sinks = jnp.where(sinks == jnp.inf, sinks - jnp.inf, sinks)  # as exp(inf - inf), the weight of the sink
     # A query that sees no key has a logsumexp of -inf, whose derivatives would be no numbers.
     is_empty = jnp.isneginf(output.logsumexp)
     keys = jnp.where(is_empty, 0, output.logsumexp)

@@ -21,7 +21,7 @@ NAMES = ("relative_bias", "key_bias", "sinks", "scale")
 #: Numbers that hide keys: -inf, the lowest number of the operand's element type, and one just above half of that.
 HIDING = ("-inf", "min", "0.51 min")
 #: Numbers that all of an operand has: beside them float32 has no digit of a product.
-TIED = ("-1e9", "-1e30")
+TIED = ("-1e9", "-1e30", "0.49 min")
 BROKEN = ("nan", "inf")
 EXTENTS = ("number", "row", "head", "entry", "all")
 
@@ -117,7 +117,7 @@ class SpoiledBias:
 
     def _number(self, dtype: Any) -> Any:
         lowest = ml_dtypes.finfo(dtype).min
-        factors = {"min": 1.0, "0.51 min": 0.51}
+        factors = {"min": 1.0, "0.51 min": 0.51, "0.49 min": 0.49}
         with np.errstate(over="ignore"):
             if self.number in factors:
                 return np.asarray(factors[self.number] * float(lowest), dtype)

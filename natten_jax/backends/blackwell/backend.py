@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Output, Saved
 from natten_jax.backends.base import Backend, Platform
 from natten_jax.backends.blackwell.tiles import is_taken, ranked, sizes_of
-from natten_jax.backends.row_statistics import logsumexp_and_remainder
+from natten_jax.backends.row_statistics import finite_scale, logsumexp_and_remainder
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan
@@ -66,7 +66,7 @@ class BlackwellBackend(Backend):
         call, inputs, problem = call_of(plan, operands), operands.inputs, plan.problem
         query, key, value = inputs.query, inputs.key, inputs.value
         heads = query.shape[0], query.shape[-2]
-        scale = jnp.float32(problem.scale) if inputs.scale is None else inputs.scale.astype(jnp.float32)
+        scale = finite_scale(problem.scale, inputs.scale)
         out, statistics = forward(
             call,
             call.queries.laid_out(query),

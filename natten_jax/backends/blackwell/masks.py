@@ -16,7 +16,7 @@ from natten_jax.backends.blackwell.call import ROWS, Call, Item, Scalar, divided
 BY_ROWS = plgpu.Layout.TCGEN05_TMEM_NATIVE
 OF_ROW = BY_ROWS.reduce(1)
 #: Logit of a key that a query does not see.
-HIDDEN = -1e30
+HIDDEN = -3.3e38
 
 #: First and end of the keys that each row's query sees, along the dimensions of the problem.
 Windows = Sequence[tuple[jax.Array, jax.Array]]

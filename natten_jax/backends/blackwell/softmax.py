@@ -17,7 +17,7 @@ from natten_jax.backends.blackwell.masks import BY_ROWS, columns, every_row, hid
 from natten_jax.backends.blackwell.memory import Memory, wait
 
 #: What a maximum begins with: above the logit of a hidden key, so that its weight is 0.
-SMALLEST_MAXIMUM = -1e29
+SMALLEST_MAXIMUM = -2.9e38
 _AT_A_TIME = 32  # columns of sums
 
 
@@ -95,8 +95,8 @@ def _write(call: Call, memory: Memory, item: Item, half: int, total: jax.Array, 
     mixed = plgpu.async_load_tmem(memory.mixed[half], layout=BY_ROWS)
     plgpu.wait_load_tmem()
     width = mixed.shape[1]
-    sees_something = columns(total, width) > 0
-    mixed = jnp.where(sees_something, mixed / columns(jnp.where(total > 0, total, 1.0), width), 0.0)
+    sees_nothing = columns(total, width) == 0  # false for NaN
+    mixed = jnp.where(sees_nothing, 0.0, mixed / columns(jnp.where(total == 0, 1.0, total), width))
     rounded = mixed.astype(tiles.dtype)
     for block in range(lines.blocks):
         part = rounded if lines.blocks == 1 else rounded[:, block * lines.block : (block + 1) * lines.block]

@@ -35,7 +35,8 @@ class Products:
         self._heads = problem.heads_kv, problem.heads // problem.heads_kv
         #: The factor of all logits; 1 where heads have scales of their own.
         self.scale = problem.scale if scale is None else 1.0
-        self._scales = scale
+        # A scale of inf would hide keys whose products are negative, and NaN is never hidden.
+        self._scales = scale = None if scale is None else jnp.where(jnp.isfinite(scale), scale, jnp.nan)
         self._adds = bool(problem.biases)
         self._sign = None if scale is None else jnp.where(scale < 0, -1, 1).astype(self.dtype)
         # Half-precision values are exact in TF32 and bfloat16 passes; float32 is not, so it takes full

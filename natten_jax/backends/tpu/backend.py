@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Output, Saved
+from natten_jax.arrays.remainders import base2_parts
 from natten_jax.backends.base import Backend, Platform
 from natten_jax.backends.native_backend import delta
-from natten_jax.backends.row_statistics import LOG2_E, logsumexp_and_remainder
+from natten_jax.backends.row_statistics import finite_scale, logsumexp_and_remainder
 from natten_jax.backends.tpu.packs import pack_of
 from natten_jax.backends.tpu.tiles import LARGEST_BOX, LARGEST_TILE, alignment, recommended
 from natten_jax.performance import Pass, TilePair
@@ -75,8 +76,8 @@ class TpuBackend(Backend):
 
         call = call_of(plan, operands, alignment(plan.problem))
         arrays = *call.laid_out(operands), call.queries.laid_out(cotangents.out.astype(operands.inputs.query.dtype))
-        remainder = jnp.zeros_like(saved.logsumexp) if saved.remainder is None else saved.remainder
-        logsumexp = jnp.where(saved.logsumexp == -jnp.inf, _NOTHING_SEEN, saved.logsumexp * LOG2_E)
+        reference, remainder = base2_parts(saved.logsumexp, saved.remainder)
+        logsumexp = jnp.where(saved.logsumexp == -jnp.inf, _NOTHING_SEEN, reference)
         # What is padded has a logsumexp of 0 here, and a cotangent and a delta of 0: it adds nothing to gradients.
         statistics = call.queries.in_tiles([logsumexp, remainder, delta(saved.out, *cotangents)])
         scales = _scales(plan, operands)
@@ -109,4 +110,4 @@ def _scales(plan: Plan, operands: Operands) -> jax.Array:
     batch, *_, heads, _ = operands.inputs.query.shape
     if not isinstance(batch, int):
         raise ValueError(f"scale is an array, and the batch size is {batch}: kernels for TPUs have to know how many")
-    return jnp.broadcast_to(scale.astype(jnp.float32), (batch, heads)).reshape(-1)
+    return jnp.broadcast_to(finite_scale(plan.problem.scale, scale), (batch, heads)).reshape(-1)

@@ -24,8 +24,9 @@ from natten_jax.backends.tpu.packs import LANES
 from natten_jax.native.abi import KERNEL_RANK
 
 #: Logit of a key that a query does not see; below what a maximum begins with, so that its weight is 0.
-HIDDEN = -1e30
-SMALLEST_MAXIMUM = -1e29
+#: Both are below every finite logit in base 2 that a bias makes, which is above ``finfo.min / 2 * log2(e)``.
+HIDDEN = -3.3e38
+SMALLEST_MAXIMUM = -2.9e38
 
 
 # Programs that own queries -------------------------------------------------------------------------------------------

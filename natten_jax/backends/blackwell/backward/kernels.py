@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
+from natten_jax.arrays.remainders import base2_parts
 from natten_jax.backends.blackwell.backward.items import Owned, OwnedKeys, OwnedQueries
 from natten_jax.backends.blackwell.backward.loads import drain, load_item
 from natten_jax.backends.blackwell.backward.memory import HALVES, Memory
@@ -25,7 +26,7 @@ from natten_jax.backends.blackwell.backward.weights import Tables, Warpgroup
 from natten_jax.backends.blackwell.call import ROWS, Call, Scalar, blocks_of, call_of, divided
 from natten_jax.backends.blackwell.memory import REGISTERS_OF_OTHERS, REGISTERS_OF_ROWS
 from natten_jax.backends.native_backend import delta
-from natten_jax.backends.row_statistics import LOG2_E
+from natten_jax.backends.row_statistics import LOG2_E, finite_scale
 from natten_jax.native.abi import KERNEL_RANK
 from natten_jax.plan.plan import Plan
 
@@ -59,10 +60,10 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangen
         call.keys.laid_out(inputs.key),
         call.keys.laid_out(inputs.value),
     ]
-    remainder = jnp.zeros_like(saved.logsumexp) if saved.remainder is None else saved.remainder
-    logsumexp = jnp.where(saved.logsumexp == -jnp.inf, _NOTHING_SEEN, saved.logsumexp * LOG2_E)
+    reference, remainder = base2_parts(saved.logsumexp, saved.remainder)
+    logsumexp = jnp.where(saved.logsumexp == -jnp.inf, _NOTHING_SEEN, reference)
     statistics = call.in_items([logsumexp, remainder, delta(saved.out, *cotangents)], _NOTHING_SEEN)
-    scale = jnp.float32(plan.problem.scale) if inputs.scale is None else inputs.scale.astype(jnp.float32)
+    scale = finite_scale(plan.problem.scale, inputs.scale)
     scale = jnp.broadcast_to(scale, (call.queries.batch, call.queries.heads))
     tables = call.arrays()
     boxes, bounds = tables[:KERNEL_RANK], tables[KERNEL_RANK:]

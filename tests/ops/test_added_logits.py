@@ -1,0 +1,231 @@
+"""Biases, sinks and scales that hide keys, are very low or are not finite: one rule on every backend.
+
+``finfo.min`` and all numbers up to half of it hide keys as ``-inf`` does, NaN and infinity show in the results, and
+logits that are all equally low have equal weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import natten_jax
+from natten_jax import backends
+from natten_jax.performance import PASSES
+from natten_jax.plan import devices
+from tests.fuzz.accuracy import excesses, expectation
+from tests.fuzz.problem import Fuzzed
+from tests.fuzz.spoiled_bias import BROKEN, HIDING, TIED, SpoiledBias
+from tests.support import oracle
+from tests.support.case import lse_dtype
+from tests.support.families import Family
+from tests.support.problems import QUICK_COMPILATION, Case
+
+CASES = {
+    "all": Case((23,), (7,), batch=2, heads=4, heads_kv=2, relative_bias=True, key_bias="heads", sinks=True),
+    "relative": Case((9, 8), (5, 3), heads=2, heads_kv=2, head_dim=16, relative_bias=True),
+    "shared": Case((9, 11), (5, 4), dilation=(1, 2), batch=2, heads=2, heads_kv=1, key_bias="tokens"),
+    "additional": Case((24,), (5,), heads=2, additional=7, fused=True, key_bias="heads", scales=(0.3, -0.5)),
+    "merged": Case((24,), (5,), heads=2, heads_kv=2, additional=7, key_bias="tokens", sinks=True),
+    "extents": Case((14,), (5,), batch=2, heads=2, extents=((9,), (14,)), key_bias="heads", sinks=True),
+    "attention": Case((40,), queries=25, is_causal=(True,), heads=2, heads_kv=2, key_bias="heads", sinks=True),
+}
+#: Windows that kernels for GPUs have forms for.
+GPU_CASES = {
+    "7x7": Case((20, 20), (7, 7), heads=2, heads_kv=2, head_dim=32, relative_bias=True, key_bias="heads", sinks=True),
+    "7x7 of keys": Case((20, 20), (7, 7), heads=2, heads_kv=2, head_dim=32, key_bias="heads", sinks=True),
+    "7x7, table": Case((20, 20), (7, 7), heads=2, heads_kv=2, head_dim=32, relative_bias=True, sinks=True),
+    "13x13": Case((33, 32), (13, 13), heads=2, heads_kv=2, head_dim=64, key_bias="tokens", sinks=True),
+    "13x13, table": Case((33, 32), (13, 13), heads=2, heads_kv=2, head_dim=64, relative_bias=True),
+    "33x33": Case((40, 40), (33, 33), heads=2, heads_kv=2, head_dim=128, key_bias="heads", sinks=True),
+}
+#: Operand, number and extent of what is spoiled.
+SPOILED = [
+    *(
+        (name, number, extent)
+        for name in ("relative_bias", "key_bias")
+        for number in HIDING
+        for extent in ("row", "all")
+    ),
+    *(("sinks", number, extent) for number in HIDING for extent in ("head", "all")),
+    *((name, number, "all") for name in ("relative_bias", "key_bias", "sinks") for number in TIED),
+    *((name, number, "number") for name in ("relative_bias", "key_bias", "sinks", "scale") for number in BROKEN),
+    *((name, number, "head") for name in ("relative_bias", "key_bias") for number in BROKEN),
+    ("scale", "-inf", "number"),
+]
+
+
+def problem_of(family: Family, case: Case, dtype: str) -> Fuzzed | None:
+    """The problem with the terms that the family has; ``None`` if it has none."""
+    biases = family.backend.biases
+    key_bias = case.key_bias if "key_bias" in biases else None
+    case = dataclasses.replace(case.with_edges_of(family), key_bias=key_bias)
+    problem = Fuzzed(family.name, case, dtype, 3)
+    backend = backends.find(problem.backend, problem.operator)
+    device = devices.default_device()
+    for changes in ({}, {"relative_bias": False}, {"key_bias": None}):
+        changed = dataclasses.replace(problem, case=dataclasses.replace(case, **changes))
+        is_taken = set(changed.description().biases) <= set(biases) and all(
+            backend.rejection(changed.description(), device, pass_) is None for pass_ in PASSES
+        )
+        if is_taken:
+            return changed
+    return None
+
+
+def complaints_of(problem: Fuzzed, spoiled: list[SpoiledBias]) -> list[str]:
+    """What is wrong with the results of a problem with spoiled numbers; one program runs all of them."""
+
+    @functools.partial(jax.jit, compiler_options=QUICK_COMPILATION)
+    def both_passes(operands: oracle.Tensors, cotangents: Any) -> Any:
+        outputs, pullback = jax.vjp(problem.case.operator(problem.backend), operands)
+        return outputs, pullback(cotangents)[0]
+
+    def results_of(inputs: Any) -> Any:
+        return jax.tree.map(np.asarray, both_passes(*jax.tree.map(jax.device_put, inputs)))
+
+    found = []
+    for each in spoiled:
+        with_numbers = dataclasses.replace(problem, spoiled_bias=each)
+        without = results_of(with_numbers.inputs())
+        if each.is_broken:
+            what = each.complaints(
+                with_numbers.inputs()[0],
+                with_numbers.broken_rows(),
+                without,
+                results_of(with_numbers.spoiled_inputs()),
+                is_reproducible=problem.is_reproducible,
+                has_columns=problem.has_columns,
+            )
+        else:
+            what = [str(excess) for excess in excesses(with_numbers, expectation(with_numbers), *without)]
+        found += [f"{each}: {complaint}" for complaint in what]
+    return found
+
+
+def check(family: Family, case: Case, dtype: str, *, is_narrow: bool = False) -> None:
+    """Check every number in every operand of a problem."""
+    problem = problem_of(family, case, dtype)
+    if problem is None:
+        pytest.skip(f"{family.name} adds no such bias")
+    operands, _ = problem.inputs()
+    spoiled = [
+        SpoiledBias(*each, batch=1, head=1, place=5, is_narrow=is_narrow and each[0] != "scale")
+        for each in SPOILED
+        if getattr(operands, each[0]) is not None
+    ]
+    if not spoiled:
+        pytest.skip(f"{family.name} adds no such bias")
+    assert complaints_of(problem, spoiled) == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_rule_for_all_numbers(family: Family, name: str) -> None:
+    check(family, CASES[name], family.dtype)
+
+
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_one_rule_for_kernels_of_gpus(family: Family, name: str) -> None:
+    if not family.needs_gpu:
+        pytest.skip("of kernels for GPUs")
+    check(family, GPU_CASES[name], "bfloat16" if "bfloat16" in family.dtypes else family.dtype)
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_half_precision_masks_hide_by_their_own_minimum(family: Family, half: str) -> None:
+    if half not in family.dtypes:
+        pytest.skip(f"{family.name} has no {half}")
+    check(family, CASES["merged"], half, is_narrow=True)
+
+
+def test_sums_of_finite_biases_hide_nothing(family: Family) -> None:
+    """Each operand is compared with the limit, not the sum of two, which may overflow."""
+    case = dataclasses.replace(CASES["all"], sinks=False)
+    problem = problem_of(family, case, family.dtype)
+    if problem is None or len(problem.description().biases) < 2:
+        pytest.skip(f"{family.name} does not add both biases")
+    operands, cotangents = problem.inputs()
+    assert operands.relative_bias is not None and operands.key_bias is not None
+    low = 0.49 * np.finfo(np.float32).min
+    low_everywhere = operands._replace(
+        relative_bias=np.full_like(operands.relative_bias, low), key_bias=np.full_like(operands.key_bias, low)
+    )
+    (out, lse), pullback = jax.vjp(case.operator(problem.backend), low_everywhere)
+    assert np.isfinite(np.asarray(lse)).all()
+    np.testing.assert_allclose(
+        np.asarray(out)[:, 11, 0], operands.value[:, 8:15, 0].astype(np.float32).mean(axis=1), rtol=0.02, atol=0.02
+    )
+    assert all(np.isfinite(np.asarray(each)).all() for each in pullback(cotangents)[0] if each is not None)
+
+
+@pytest.mark.parametrize("low", [-1e9, -3e13, -1e30, -1.7e38])
+def test_low_products_of_queries_and_keys_have_equal_weights(family: Family, low: float) -> None:
+    """Keys that are alike have equal weights, whatever their logit is."""
+    dtype = "bfloat16" if "bfloat16" in family.dtypes else family.dtype
+    root = float(np.sqrt(-low / 8))
+    query = jnp.full((1, 21, 2, 8), root, dtype)
+    value = jax.random.normal(jax.random.key(0), query.shape).astype(dtype)
+
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        return natten_jax.na1d(query, key, value, 5, scale=1.0, backend=family.fna, return_lse=True)
+
+    (out, lse), pullback = jax.vjp(attend, query, -query, value)
+    np.testing.assert_allclose(np.asarray(lse, np.float64), -8 * float(query[0, 0, 0, 0]) ** 2, rtol=1e-5)
+    mean = np.asarray(value[0, 8:13, 0], np.float64).mean(axis=0)
+    np.testing.assert_allclose(np.asarray(out[0, 10, 0], np.float64), mean, atol=0.01)
+    of_value = pullback((jnp.ones_like(out), jnp.zeros_like(lse)))[2]
+    np.testing.assert_allclose(np.asarray(of_value[0, 10], np.float64), 1, atol=0.01)
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "min"])
+def test_weights_as_an_array_follow_the_rule(number: str) -> None:
+    query = jax.random.normal(jax.random.key(0), (1, 9, 2, 8))
+    value = float(jnp.finfo("float32").min) if number == "min" else float(number)
+    table = jnp.zeros((2, 5)).at[0].set(value)
+
+    def weights_of(table: Any) -> Any:
+        return natten_jax.neighborhood_weights(query, query, 3, relative_bias=table)
+
+    weights, pullback = jax.vjp(weights_of, table)
+    (gradient,) = pullback(jnp.cos(weights) if number == "min" else jnp.ones_like(weights))
+    np.testing.assert_array_equal(weights[..., 1, :], weights_of(jnp.zeros((2, 5)))[..., 1, :])
+    if number == "min":
+        np.testing.assert_array_equal(weights[..., 0, :], 0)
+        np.testing.assert_array_equal(gradient[0], 0)
+    else:
+        assert np.isnan(weights[..., 0, :]).all()
+
+
+def test_derivatives_of_derivatives_of_hidden_keys_are_zero() -> None:
+    array = jax.random.normal(jax.random.key(0), (1, 6, 2, 8))
+    hidden = jnp.zeros((1, 6)).at[0, :4].set(jnp.finfo("float32").min)  # all keys of the first queries
+
+    def loss(bias: Any, query: Any, sinks: Any) -> Any:
+        out = natten_jax.na1d(query, array, array, 3, key_bias=bias, sinks=sinks, backend="flex-fna")
+        return jnp.sum(jnp.sin(out))
+
+    for sinks in (None, jnp.full(2, jnp.finfo("float32").min), jnp.float32([0.3, -jnp.inf])):
+        results = []
+        for bias in (hidden, jnp.where(hidden < 0, -jnp.inf, 0)):
+            derivative = jax.jit(jax.hessian(loss, (0, 1)), compiler_options=QUICK_COMPILATION)
+            results.append(derivative(bias, array, sinks))
+        for one, other in zip(*map(jax.tree.leaves, results), strict=True):
+            assert np.isfinite(one).all()
+            np.testing.assert_array_equal(one, other)
+
+
+def test_numbers_are_those_of_the_operand(family: Family) -> None:
+    """The spoiled operands have the element type that they are to be tested in."""
+    problem = problem_of(family, CASES["merged"], "float16" if "float16" in family.dtypes else family.dtype)
+    if problem is None or problem.case.key_bias is None:
+        pytest.skip(f"{family.name} adds no such bias")
+    narrow = SpoiledBias("key_bias", "min", "all", is_narrow=True).apply(problem.inputs()[0]).key_bias
+    wide = SpoiledBias("key_bias", "min", "all").apply(problem.inputs()[0]).key_bias
+    assert narrow.dtype == problem.dtype and wide.dtype == lse_dtype(problem.dtype)
+    assert np.isneginf(oracle.with_hidden(narrow)).all() and np.isfinite(narrow.astype(np.float32)).all()
