@@ -46,7 +46,7 @@ class ItemSink {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       const bool has_weights = at[r] >= 0 && logsumexp[r] != -INFINITY;
-      sum += has_weights ? fast_exp2(at_most_zero(fmaf(sink_, kLog2E, -logsumexp[r]))) * delta[2 * r] : 0.f;
+      sum += has_weights ? fast_exp2(at_most_zero(base2_logsumexp(sink_) - logsumexp[r])) * delta[2 * r] : 0.f;
     }
     // Four lanes share a row.
     CUTE_UNROLL

@@ -47,7 +47,12 @@ NATTEN_JAX_HOST_DEVICE inline float sink_of(const Scale& scale, const HeadScale&
 /// Takes a sink into a row's logsumexp; what its keys weigh beside it.
 NATTEN_JAX_HOST_DEVICE inline float add_sink(Logsumexp& row, float sink) {
   if (sink == -INFINITY) return 1.f;
-  return merge_logsumexps(row, {sink, __builtin_fmaf(sink, kLog2E, -base2_logsumexp(sink))}).own;
+  const Logsumexp of_sink{sink, __builtin_fmaf(sink, kLog2E, -base2_logsumexp(sink))};
+  if (row.value == -INFINITY) {
+    row = of_sink;       // a merge would round it
+    return sink - sink;  // zero or NaN
+  }
+  return merge_logsumexps(row, of_sink).own;
 }
 
 }  // namespace natten_jax
