@@ -117,7 +117,7 @@ class Spoiled:
 
 def different_numbers(name: str, one: np.ndarray, other: np.ndarray, is_reproducible: bool) -> np.ndarray:
     """Return where two results differ: in any bit, or, of sums without a fixed order, by more than ``TOLERANCE``."""
-    if name == "d_query" and not is_reproducible:
+    if name in ("d_query", "d_scale") and not is_reproducible:
         one, other = one.astype(np.float64), other.astype(np.float64)
         return np.asarray(~(np.abs(one - other) <= TOLERANCE * np.abs(one).max(initial=0)))
     return np.asarray(_bits(one) != _bits(other))
