@@ -62,7 +62,7 @@ def neighborhood_weights(
         is_causal: Whether later keys are hidden.
         {WindowOptions}
         scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``; or an array, without dimensions or ``[heads]``.
-        relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, in float32 or the query's dtype: added to the scaled
+        relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, in a floating point dtype: added to the scaled
             logits, as in the operators.
         return_logits: Return the logits in place of their softmax.
 
@@ -87,7 +87,7 @@ def neighborhood_weights(
     accumulator = problem.element.accumulator
     grouped = _grouped(query, problem.heads_kv).astype(accumulator)
     every_key = jnp.asarray(key)
-    table = None if relative_bias is None else checked_table(problem, inputs, relative_bias)
+    table = None if relative_bias is None else checked_table(problem, relative_bias)
 
     @jax.checkpoint  # otherwise a copy of the keys would be kept for each place
     def logits_of(place: _Place) -> jax.Array:
