@@ -109,8 +109,8 @@ def checked_table(problem: Problem, relative_bias: ArrayLike, kernel_size: Seque
     table = jnp.asarray(table, ELEMENT_TYPES[problem.dtype].accumulator)
     if sizes == problem.kernel_size:
         return table
-    margins = [size - clamped for size, clamped in zip(sizes, problem.kernel_size, strict=True)]
-    return table[(slice(None), *(slice(cut, n - cut) for cut, n in zip(margins, table.shape[1:], strict=True)))]
+    starts = [0, *(size - clamped for size, clamped in zip(sizes, problem.kernel_size, strict=True))]
+    return jax.lax.slice(table, starts, [n - start for n, start in zip(table.shape, starts, strict=True)])
 
 
 def _with_key_bias(problem: Problem, inputs: Inputs, key_bias: ArrayLike, grid: FinerGrid | None) -> Inputs:

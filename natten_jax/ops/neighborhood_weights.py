@@ -83,7 +83,9 @@ def neighborhood_weights(
     inputs = Inputs(query, key, key)
     window = WindowArguments(kernel_size, stride, dilation, is_causal, **options)
     problem = neighborhood_problem(rank, inputs, window, number if factors is None else 1.0)
-    factor = problem.scale if factors is None else per_head(factors, 1, problem.heads, problem.dtype)[0]
+    factor: float | jax.Array = problem.scale
+    if factors is not None:
+        factor = jnp.expand_dims(per_head(factors, 1, problem.heads, problem.dtype), range(1, rank + 1))
     accumulator = problem.element.accumulator
     grouped = _grouped(query, problem.heads_kv).astype(accumulator)
     every_key = jnp.asarray(key)
@@ -158,7 +160,8 @@ def neighborhood_apply(
         )
     if not jnp.issubdtype(weights.dtype, jnp.floating):
         raise ValueError(f"weights has dtype {weights.dtype.name}, but weights are floating point numbers")
-    accumulator = jnp.promote_types(ELEMENT_TYPES[value.dtype.name].accumulator, weights.dtype)
+    with jax.numpy_dtype_promotion("standard"):
+        accumulator = jnp.promote_types(ELEMENT_TYPES[value.dtype.name].accumulator, weights.dtype)
     every_value = jnp.asarray(value)
 
     @jax.checkpoint
@@ -188,19 +191,19 @@ class _Place(NamedTuple):
     offsets: tuple[jax.Array, ...]
 
     def bias(self, table: jax.Array) -> jax.Array:
-        """What the keys there have of a table ``[heads, 2 * kernel_size - 1, ...]``, as ``[*layout, heads]``."""
-        return jnp.moveaxis(table[(slice(None), *jnp.ix_(*self.offsets))], 0, -1)
+        """What the keys there have of a table ``[heads, 2 * kernel_size - 1, ...]``, as ``[1, *layout, heads]``."""
+        return jnp.moveaxis(table[(slice(None), *jnp.ix_(*self.offsets))], 0, -1)[None]
 
     def of(self, array: jax.Array) -> jax.Array:
         """What the keys there have of ``[batch, *layout, ...]``."""
         return array[(slice(None), *jnp.ix_(*self.keys))]
 
     def is_seen(self) -> jax.Array:
-        """Whether there is a key, ``[*layout, 1]`` for all heads."""
+        """Whether there is a key, ``[1, *layout, 1]`` for all batch entries and heads."""
         seen = jnp.array(True)
         for exists in self.exist:
-            seen = seen[..., None] & exists
-        return seen[..., None]
+            seen = seen[..., None] & jnp.expand_dims(exists, range(seen.ndim))
+        return seen[None, ..., None]
 
 
 def _places(axes: Sequence[Axis], of_offsets: Sequence[Axis]) -> _Place:

@@ -57,7 +57,7 @@ def with_sinks(output: Output, sinks: jax.Array | None) -> Output:
 @jax.jit
 def _with_sinks(output: Output, sinks: jax.Array) -> Any:
     accumulator = ELEMENT_TYPES[output.out.dtype.name].accumulator
-    sinks = sinks.astype(accumulator)
+    sinks = jnp.expand_dims(sinks.astype(accumulator), range(output.logsumexp.ndim - 1))
     # A query that sees no key has a logsumexp of -inf, whose derivatives would be no numbers.
     is_empty = jnp.isneginf(output.logsumexp)
     keys = jnp.where(is_empty, 0, output.logsumexp)
