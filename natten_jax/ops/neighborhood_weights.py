@@ -18,6 +18,7 @@ from natten_jax.arrays.operands import Inputs
 from natten_jax.element_types import ELEMENT_TYPES, WIDE_DTYPES
 from natten_jax.ops.arrays import ArrayLike, as_jax_array, neighborhood_problem
 from natten_jax.ops.biases import axes_of_offsets, checked_table
+from natten_jax.sharding.explicit import run_with_auto_axes
 from natten_jax.windows import WINDOW_OPTIONS, Axis, WindowArguments, WindowOptions
 
 
@@ -87,22 +88,28 @@ def neighborhood_weights(
     if factors is not None:
         factor = jnp.expand_dims(per_head(factors, 1, problem.heads, problem.dtype), range(1, rank + 1))
     accumulator = problem.element.accumulator
-    grouped = _grouped(query, problem.heads_kv).astype(accumulator)
-    every_key = jnp.asarray(key)
     table = None if relative_bias is None else checked_table(problem, relative_bias)
+    of_offsets = axes_of_offsets(problem.axes, window.edges)
 
-    @jax.checkpoint  # otherwise a copy of the keys would be kept for each place
-    def logits_of(place: _Place) -> jax.Array:
-        keys = place.of(every_key).astype(accumulator)
-        products = jnp.sum(grouped * keys[..., None, :], axis=-1).reshape(query.shape[:-1])
-        logits = factor * products
-        if table is not None:
-            logits = logits + place.bias(table)
-        return jnp.where(place.is_seen(), logits, -jnp.inf)
+    def weights_of(query: jax.Array, key: jax.Array, factor: float | jax.Array, table: jax.Array | None) -> jax.Array:
+        grouped = _grouped(query, problem.heads_kv).astype(accumulator)
 
-    places = _places(problem.axes, axes_of_offsets(problem.axes, window.edges))
-    logits = jnp.moveaxis(jax.lax.map(logits_of, places), 0, -1)
-    return logits if return_logits else jax.nn.softmax(logits, axis=-1).astype(query.dtype)
+        @jax.checkpoint  # otherwise a copy of the keys would be kept for each place
+        def logits_of(place: _Place) -> jax.Array:
+            keys = place.of(key).astype(accumulator)
+            products = jnp.sum(grouped * keys[..., None, :], axis=-1).reshape(query.shape[:-1])
+            logits = factor * products
+            if table is not None:
+                logits = logits + place.bias(table)
+            return jnp.where(place.is_seen(), logits, -jnp.inf)
+
+        logits = jnp.moveaxis(jax.lax.map(logits_of, _places(problem.axes, of_offsets)), 0, -1)
+        return logits if return_logits else jax.nn.softmax(logits, axis=-1).astype(query.dtype)
+
+    if isinstance(factor, float):
+        factor = jnp.asarray(factor, accumulator)
+    query, key = jnp.asarray(query), jnp.asarray(key)
+    return run_with_auto_axes(weights_of, query, query, key, factor, table)
 
 
 @explained()
@@ -162,19 +169,21 @@ def neighborhood_apply(
         raise ValueError(f"weights has dtype {weights.dtype.name}, but weights are floating point numbers")
     with jax.numpy_dtype_promotion("standard"):
         accumulator = jnp.promote_types(ELEMENT_TYPES[value.dtype.name].accumulator, weights.dtype)
-    every_value = jnp.asarray(value)
+    def mixed_values(weights: jax.Array, value: jax.Array) -> jax.Array:
+        @jax.checkpoint
+        def mixed_with(mixed: jax.Array, of_place: tuple[_Place, jax.Array]) -> tuple[jax.Array, None]:
+            place, weight = of_place
+            weight = jnp.where(place.is_seen()[..., None, None], weight, 0).astype(accumulator)
+            return mixed + weight * place.of(value).astype(accumulator)[..., None, :], None
 
-    @jax.checkpoint
-    def mixed_with(mixed: jax.Array, of_place: tuple[_Place, jax.Array]) -> tuple[jax.Array, None]:
-        place, weight = of_place
-        weight = jnp.where(place.is_seen()[..., None, None], weight, 0).astype(accumulator)
-        return mixed + weight * place.of(every_value).astype(accumulator)[..., None, :], None
+        by_place = jnp.moveaxis(_grouped(weights, heads_kv), -1, 0)[..., None]
+        nothing = jnp.zeros((*by_place.shape[1:-1], width), accumulator)
+        places = _places(axes, axes)
+        mixed, _ = jax.lax.scan(mixed_with, varying_like(nothing, (weights, value)), (places, by_place))
+        return mixed.reshape(*given[:-1], width).astype(value.dtype)
 
-    by_place = jnp.moveaxis(_grouped(jnp.asarray(weights), heads_kv), -1, 0)[..., None]
-    nothing = jnp.zeros((*by_place.shape[1:-1], width), accumulator)
-    places = _places(axes, axes)
-    mixed, _ = jax.lax.scan(mixed_with, varying_like(nothing, (weights, value)), (places, by_place))
-    return mixed.reshape(*given[:-1], width).astype(value.dtype)
+    weights, value = jnp.asarray(weights), jnp.asarray(value)
+    return run_with_auto_axes(mixed_values, weights, weights, value)
 
 
 class _Place(NamedTuple):

@@ -112,6 +112,7 @@ MODULES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
 def _module_call(kind: str, settings: Mapping[str, Any], given: Mapping[str, Any], dtype: str) -> tuple[Any, Any]:
     """The loss of a module as a function of its parameters, and these."""
     from flax import nnx
+
     from tests.support import flax_layers as layers
 
     inputs = layers.inputs_of(2, dtype)
