@@ -169,6 +169,7 @@ def neighborhood_apply(
         raise ValueError(f"weights has dtype {weights.dtype.name}, but weights are floating point numbers")
     with jax.numpy_dtype_promotion("standard"):
         accumulator = jnp.promote_types(ELEMENT_TYPES[value.dtype.name].accumulator, weights.dtype)
+
     def mixed_values(weights: jax.Array, value: jax.Array) -> jax.Array:
         @jax.checkpoint
         def mixed_with(mixed: jax.Array, of_place: tuple[_Place, jax.Array]) -> tuple[jax.Array, None]:
@@ -200,7 +201,7 @@ class _Place(NamedTuple):
     offsets: tuple[jax.Array, ...]
 
     def bias(self, table: jax.Array) -> jax.Array:
-        """What the keys there have of a table ``[heads, 2 * kernel_size - 1, ...]``, as ``[1, *layout, heads]``."""
+        """Entries of the keys there in a table ``[heads, 2 * kernel_size - 1, ...]``, as ``[1, *layout, heads]``."""
         return jnp.moveaxis(table[(slice(None), *jnp.ix_(*self.offsets))], 0, -1)[None]
 
     def of(self, array: jax.Array) -> jax.Array:
@@ -208,7 +209,7 @@ class _Place(NamedTuple):
         return array[(slice(None), *jnp.ix_(*self.keys))]
 
     def is_seen(self) -> jax.Array:
-        """Whether there is a key, ``[1, *layout, 1]`` for all batch entries and heads."""
+        """Mask of existing keys, ``[1, *layout, 1]`` for all batch entries and heads."""
         seen = jnp.array(True)
         for exists in self.exist:
             seen = seen[..., None] & jnp.expand_dims(exists, range(seen.ndim))

@@ -142,7 +142,7 @@ def _module_call(kind: str, settings: Mapping[str, Any], given: Mapping[str, Any
 @pytest.mark.parametrize("mode", [*TRACED, "run"])
 def test_modules(kind: str, mode: str) -> None:
     pytest.importorskip("flax")
-    modes, dtype, _ = TRACED[mode] if mode != "run" else (_executing, "float32", None)
+    modes, dtype, _ = (_executing, "float32", "") if mode == "run" else TRACED[mode]
 
     def run(case: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
         with jax.numpy_dtype_promotion("standard"):  # Flax's initializers mix dtypes

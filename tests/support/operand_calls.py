@@ -20,11 +20,11 @@ Arrays = Mapping[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """One array argument.
+    """An array argument.
 
     Attributes:
         shape: Its shape.
-        axes: One letter per dimension: ``b`` for the batch, ``t`` for tokens, ``h`` for heads, ``-`` for others.
+        axes: A letter per dimension: ``b`` for the batch, ``t`` for tokens, ``h`` for heads, ``-`` for others.
         integers: Its values, for an integer operand.
     """
 
@@ -41,13 +41,13 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class OperandCall:
-    """One call of a public function.
+    """A call of a public function.
 
     Attributes:
         function: Its name.
         operands: The array arguments by name.
         options: The other arguments.
-        is_differentiable: Whether the call has gradients.
+        is_differentiable: True if the call has gradients.
     """
 
     function: str
@@ -84,7 +84,7 @@ class OperandCall:
         return call
 
     def loss(self, family: str) -> Callable[[Arrays], jax.Array]:
-        """A scalar function of all results of the call, without those that are infinite."""
+        """A scalar function of all finite results of the call."""
         run = self.run(family)
         return lambda arrays: total(run(arrays))
 
@@ -174,16 +174,18 @@ CALLS: Mapping[str, OperandCall] = {
     "upsample, key bias of heads": OperandCall(
         "na2d", _windows((8, 6), key_bias=_KEY_BIAS_OF_HEADS, scale=_SCALES), {**_W, "upsample": (2, 1)}
     ),
-    "additional, fused": OperandCall("na2d", _windows(**_ADDITIONAL), _FUSED),
-    "additional, merged": OperandCall("na2d", _windows(**_ADDITIONAL), _MERGED),
+    "additional, fused": OperandCall("na2d", _windows(LAYOUT, LAYOUT, **_ADDITIONAL), _FUSED),
+    "additional, merged": OperandCall("na2d", _windows(LAYOUT, LAYOUT, **_ADDITIONAL), _MERGED),
     "additional, every term": OperandCall(
         "na2d",
-        _windows(**_ADDITIONAL, relative_bias=_TABLE, key_bias=_KEY_BIAS, sinks=_SINKS, scale=_SCALES),
+        _windows(LAYOUT, LAYOUT, **_ADDITIONAL, relative_bias=_TABLE, key_bias=_KEY_BIAS, sinks=_SINKS, scale=_SCALES),
         _MERGED,
     ),
     "extents, every term": OperandCall(
         "na2d",
         _windows(
+            LAYOUT,
+            LAYOUT,
             **_ADDITIONAL,
             extents=_EXTENTS,
             relative_bias=_TABLE,
