@@ -159,7 +159,7 @@ class FinerGrid(NamedTuple):
         return Output(self._unfolded(output.out), self._unfolded(output.logsumexp[..., None])[..., 0])
 
     def scales(self, scale: jax.Array) -> jax.Array:
-        """Scales ``[batch, heads, ...]`` of heads as those of the heads that queries become."""
+        """Repeat ``[batch, heads, ...]`` for all queries of a cell, which are heads after :meth:`folded`."""
         batch, heads, *others = scale.shape
         repeated = jnp.broadcast_to(jnp.expand_dims(scale, 2), (batch, heads, self.queries, *others))
         sources = [0, 1, *range(3, repeated.ndim)]

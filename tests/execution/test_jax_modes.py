@@ -122,7 +122,8 @@ def _module_call(kind: str, settings: Mapping[str, Any], given: Mapping[str, Any
     keys = {"dropout": jax.random.key(1)}
     if kind == "nnx":
         module = layers.NNX[2](layers.FEATURES, num_heads=layers.HEADS, rngs=nnx.Rngs(0), **windows)
-        graph, params, rest = nnx.split(module, nnx.Param, ...)
+        parts: Any = nnx.split(module, nnx.Param, ...)
+        graph, params, rest = parts
 
         def loss_of_nnx(params: Any, inputs: Any, rest: Any, keys: Any, given: Any) -> jax.Array:
             return total(nnx.merge(graph, params, rest)(inputs, rngs=nnx.Rngs(**keys), **given))

@@ -57,7 +57,7 @@ class OperandCall:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the function has no backends."""
+        """True for functions of plain JAX, without a ``backend`` argument."""
         return self.function in ("neighborhood_weights", "neighborhood_apply", "merge_attentions")
 
     def arrays(self, dtype: str, terms_dtype: str = "float32") -> dict[str, np.ndarray]:
