@@ -17,7 +17,6 @@ from natten_jax.arguments.boxes import Counts, Origin
 from natten_jax.arguments.natten_names import known_arguments
 from natten_jax.arguments.scale import checked_scale
 from natten_jax.arguments.static import Ints, flag, hashable, shown
-from natten_jax.element_types import ELEMENT_TYPES
 from natten_jax.ops.arrays import check_array
 from natten_jax.ops.attention_kwargs import checked_attention_kwargs
 from natten_jax.ops.neighborhood import na1d, na2d, na3d
@@ -80,7 +79,7 @@ class Neighborhood:
             query_origin: As in the operators, with all batch dimensions.
             extents: Likewise.
             upsample: Likewise.
-            relative_bias: As in the operators, in any element type.
+            relative_bias: As in the operators.
             drop: A dropout of the weights, which are then an array; ``None`` where none are dropped.
 
         Returns:
@@ -97,8 +96,6 @@ class Neighborhood:
         if len(batch) != 1:  # operators have one batch dimension
             query, key, value = (array.reshape(math.prod(batch), *array.shape[len(batch) :]) for array in arrays)
             query_origin, extents = (_with_one_batch_dimension(each, batch) for each in (query_origin, extents))
-        if relative_bias is not None:
-            relative_bias = relative_bias.astype(_of_logits(query))
         attend: Callable[..., jax.Array] = _OPERATORS[self.rank] if drop is None else _dropping(drop)
         try:
             output = attend(
@@ -149,11 +146,6 @@ def _dropping(drop: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array
         return neighborhood_apply(drop(weights), value, **window)
 
     return attend
-
-
-def _of_logits(query: jax.Array) -> str:
-    """The element type that logits are added to in."""
-    return ELEMENT_TYPES[query.dtype.name].accumulator if query.dtype.name in ELEMENT_TYPES else "float32"
 
 
 def _with_one_batch_dimension(places: Any, batch: tuple[int, ...]) -> Any:

@@ -53,7 +53,7 @@ def checked_origin(query_origin: Any, batch: int, room: Sequence[int]) -> jax.Ar
         )
     if isinstance(given, np.ndarray):
         return jnp.asarray(_in_room(given, room), jnp.int32)
-    return jnp.clip(given, 0, jnp.asarray(room, given.dtype)).astype(jnp.int32)
+    return _clipped(given, room)
 
 
 def checked_counts(name: str, counts: Any, batch: int, layout: Sequence[int], *, is_length: bool) -> jax.Array | None:
@@ -86,7 +86,13 @@ def checked_counts(name: str, counts: Any, batch: int, layout: Sequence[int], *,
         if ((given < 0) | (given > np.array(layout))).any():
             raise ValueError(f"{name} must lie between 0 and the token layout {tuple(layout)}, got {shown(counts)}")
         return jnp.asarray(given, jnp.int32)
-    return jnp.clip(given, 0, jnp.asarray(layout, given.dtype)).astype(jnp.int32)
+    return _clipped(given, layout)
+
+
+def _clipped(numbers: jax.Array, most: Sequence[int]) -> jax.Array:
+    """The numbers ``[..., rank]``, moved into the range from 0 to ``most``, as int32."""
+    bounds = jnp.broadcast_to(jnp.asarray(most, numbers.dtype), numbers.shape)
+    return jnp.clip(numbers, 0, bounds).astype(jnp.int32)
 
 
 def _check_integers(name: str, array: Any) -> None:

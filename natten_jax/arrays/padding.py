@@ -25,7 +25,7 @@ def is_real(layouts: jax.Array, shape: Sequence[int], *, of_queries: bool) -> ja
     found = jnp.ones((layouts.shape[0], *(1,) * rank), bool)
     for i, extent in enumerate(shape):
         of_dimension = layouts[:, :, dimensions - rank + i, None]
-        token = jnp.arange(extent, dtype=jnp.int32)
+        token = jnp.arange(extent, dtype=jnp.int32)[None]
         is_inside = of_dimension[:, 0] + token < of_dimension[:, 1] if of_queries else token < of_dimension[:, 2]
         found = found & is_inside.reshape(-1, *(extent if j == i else 1 for j in range(rank)))
     return found

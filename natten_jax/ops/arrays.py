@@ -39,6 +39,22 @@ def as_jax_array(name: str, array: ArrayLike | None) -> jax.Array:
     return array  # type: ignore[return-value]  # JAX's functions take NumPy's arrays as they are
 
 
+def as_logit_term(name: str, array: ArrayLike | None) -> jax.Array:
+    """``array``, which is added to logits, as a JAX array in its own element type.
+
+    Raises:
+        ValueError: Its elements are not floating point numbers.
+        TypeError: It is not an array, or :func:`check_array` rejects it.
+    """
+    array = as_jax_array(name, array)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(
+            f"{name} has dtype {array.dtype.name}, but it is added to logits, so that a floating point dtype is "
+            "expected (float16, bfloat16, float32 or float64)"
+        )
+    return array
+
+
 def neighborhood_problem(
     rank: int,
     inputs: Inputs,

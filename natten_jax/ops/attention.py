@@ -102,10 +102,10 @@ def attention(
         kv_lengths: int32 ``[batch]``: how many keys and values are real; others are not seen, and get gradients of 0.
         backend: ``"cpu-fmha"``, ``"flex-fmha"``, ... or ``None`` for the best that can run the problem.
         return_lse: Return the logsumexp, too.
-        key_bias: ``[batch, seqlen_kv]`` or ``[batch, heads, seqlen_kv]``, in float32 or the query's dtype: added to
+        key_bias: ``[batch, seqlen_kv]`` or ``[batch, heads, seqlen_kv]``, in a floating point dtype: added to
             every scaled logit of a key; ``-inf`` hides it. A query that sees no key gets an output of 0 and a logsumexp
             of ``-inf``, without gradients.
-        sinks: ``[heads]``, in float32 or the query's dtype: a logit of each query head that the softmax has besides
+        sinks: ``[heads]``, in a floating point dtype: a logit of each query head that the softmax has besides
             those of the keys, and that no value stands behind.
         query_scale: Factors of an 8-bit query (``docs/fp8.md``): a positive number, or a float32 array without
             dimensions, ``[batch, heads]`` or ``[batch, heads_kv]``.

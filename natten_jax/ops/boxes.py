@@ -159,8 +159,11 @@ class FinerGrid(NamedTuple):
         return Output(self._unfolded(output.out), self._unfolded(output.logsumexp[..., None])[..., 0])
 
     def scales(self, scale: jax.Array) -> jax.Array:
-        """Scales ``[batch, heads]`` of heads as those of the heads that queries become."""
-        return jnp.repeat(scale, self.queries, axis=1)
+        """Repeat ``[batch, heads, ...]`` for all queries of a cell, which are heads after :meth:`folded`."""
+        batch, heads, *others = scale.shape
+        repeated = jnp.broadcast_to(jnp.expand_dims(scale, 2), (batch, heads, self.queries, *others))
+        sources = [0, 1, *range(3, repeated.ndim)]
+        return reshaped(repeated, (batch, heads * self.queries, *others), sources)
 
     def _unfolded(self, array: jax.Array) -> jax.Array:
         rank = len(self.factors)

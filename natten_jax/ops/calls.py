@@ -89,7 +89,9 @@ def attend_windows(
         _described(inputs), facts, device_line.parts_of(axes) or None, (*how.performance.items(),), is_box
     )
     place = placement_of_windows(inputs, box)
-    problem, inputs = with_biases(problem, inputs, terms.biases, window.edges, grid)
+    is_cropped = clamp_window and terms.biases.relative_bias is not None
+    asked_size: Any = window.with_extents(problem.kv_layout).kernel_size if is_cropped else None
+    problem, inputs = with_biases(problem, inputs, terms.biases, window.edges, grid, asked_size)
     stated = problem = _placed(problem, place, box.extents is not None)
     inputs, rounding = _with_scale(inputs, factors, problem, grid), None
     if problem.element.is_float8 or float8.are_given:

@@ -225,13 +225,13 @@ def _operator(rank: int) -> NeighborhoodAttention:
             token_axes: Inside ``jax.shard_map``: for each token dimension the manual mesh axis that it is split over,
                 several, the first one slowest, or ``None``. Neighbors then exchange the keys that windows reach, and
                 the result is that of the whole layout (``docs/scaling.md``).
-            relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, in float32 or the query's dtype: added to the scaled
+            relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, in a floating point dtype: added to the scaled
                 logit of a query and a key that lies ``offset`` neighbors (steps of the dilation) after it is the entry
                 ``offset + kernel_size - 1``, dimension by dimension; nothing to those of additional keys.
-            key_bias: ``[batch, {layout}]`` or ``[batch, heads, {layout}]``, in float32 or the query's dtype: added to
+            key_bias: ``[batch, {layout}]`` or ``[batch, heads, {layout}]``, in a floating point dtype: added to
                 every scaled logit of a key; ``-inf`` hides it. A query that sees no key gets an output of 0 and a
                 logsumexp of ``-inf``, without gradients.
-            sinks: ``[heads]``, in float32 or the query's dtype: a logit of each query head that the softmax has besides
+            sinks: ``[heads]``, in a floating point dtype: a logit of each query head that the softmax has besides
                 those of the keys, and that no value stands behind.
             query_scale: Factors of an 8-bit query (``docs/fp8.md``): a positive number, or a float32 array without
                 dimensions, ``[batch, heads]`` or ``[batch, heads_kv]``.

@@ -19,6 +19,7 @@ from natten_jax.arrays.operands import Inputs
 from natten_jax.element_types import ELEMENT_TYPES, WIDE_DTYPES
 from natten_jax.ops.arrays import ArrayLike, as_jax_array, neighborhood_problem
 from natten_jax.ops.biases import axes_of_offsets, checked_table
+from natten_jax.sharding.explicit import run_with_auto_axes
 from natten_jax.windows import WINDOW_OPTIONS, Axis, WindowArguments, WindowOptions
 
 
@@ -63,7 +64,7 @@ def neighborhood_weights(
         is_causal: Whether later keys are hidden.
         {WindowOptions}
         scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``; or an array, without dimensions or ``[heads]``.
-        relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, in float32 or the query's dtype: added to the scaled
+        relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, in a floating point dtype: added to the scaled
             logits, as in the operators.
         return_logits: Return the logits in place of their softmax.
 
@@ -84,31 +85,39 @@ def neighborhood_weights(
     inputs = Inputs(query, key, key)
     window = WindowArguments(kernel_size, stride, dilation, is_causal, **options)
     problem = neighborhood_problem(rank, inputs, window, number if factors is None else 1.0)
-    factor = problem.scale if factors is None else per_head(factors, 1, problem.heads, problem.dtype)[0]
+    factor: float | jax.Array = problem.scale
+    if factors is not None:
+        factor = jnp.expand_dims(per_head(factors, 1, problem.heads, problem.dtype), range(1, rank + 1))
     accumulator = problem.element.accumulator
-    grouped = _grouped(query, problem.heads_kv).astype(accumulator)
-    every_key = jnp.asarray(key)
-    table = None if relative_bias is None else with_hidden_keys(checked_table(problem, inputs, relative_bias))
+    table = None if relative_bias is None else with_hidden_keys(checked_table(problem, relative_bias))
+    of_offsets = axes_of_offsets(problem.axes, window.edges)
 
-    @jax.checkpoint  # otherwise a copy of the keys would be kept for each place
-    def logits_of(place: _Place) -> jax.Array:
-        keys = place.of(every_key).astype(accumulator)
-        products = jnp.sum(grouped * keys[..., None, :], axis=-1).reshape(query.shape[:-1])
-        logits = factor * products
-        if table is not None:
-            logits = logits + place.bias(table)
-        return jnp.where(place.is_seen(), logits, -jnp.inf)
+    def weights_of(query: jax.Array, key: jax.Array, factor: float | jax.Array, table: jax.Array | None) -> jax.Array:
+        grouped = _grouped(query, problem.heads_kv).astype(accumulator)
 
-    places = _places(problem.axes, axes_of_offsets(problem.axes, window.edges))
-    logits = jnp.moveaxis(jax.lax.map(logits_of, places), 0, -1)
-    if return_logits:
-        return logits
-    if table is None:
-        return jax.nn.softmax(logits, axis=-1).astype(query.dtype)
-    # A query all of whose keys are hidden has no weights, and no derivatives.
-    is_unseen = jnp.all(jnp.isneginf(logits), axis=-1, keepdims=True)
-    weights = jax.nn.softmax(jnp.where(is_unseen, 0, logits), axis=-1)
-    return jnp.where(is_unseen, 0, weights).astype(query.dtype)
+        @jax.checkpoint  # otherwise a copy of the keys would be kept for each place
+        def logits_of(place: _Place) -> jax.Array:
+            keys = place.of(key).astype(accumulator)
+            products = jnp.sum(grouped * keys[..., None, :], axis=-1).reshape(query.shape[:-1])
+            logits = factor * products
+            if table is not None:
+                logits = logits + place.bias(table)
+            return jnp.where(place.is_seen(), logits, -jnp.inf)
+
+        logits = jnp.moveaxis(jax.lax.map(logits_of, _places(problem.axes, of_offsets)), 0, -1)
+        if return_logits:
+            return logits
+        if table is None:
+            return jax.nn.softmax(logits, axis=-1).astype(query.dtype)
+        # A query all of whose keys are hidden has no weights, and no derivatives.
+        is_unseen = jnp.all(jnp.isneginf(logits), axis=-1, keepdims=True)
+        weights = jax.nn.softmax(jnp.where(is_unseen, 0, logits), axis=-1)
+        return jnp.where(is_unseen, 0, weights).astype(query.dtype)
+
+    if isinstance(factor, float):
+        factor = jnp.asarray(factor, accumulator)
+    query, key = jnp.asarray(query), jnp.asarray(key)
+    return run_with_auto_axes(weights_of, query, query, key, factor, table)
 
 
 @explained()
@@ -166,20 +175,24 @@ def neighborhood_apply(
         )
     if not jnp.issubdtype(weights.dtype, jnp.floating):
         raise ValueError(f"weights has dtype {weights.dtype.name}, but weights are floating point numbers")
-    accumulator = jnp.promote_types(ELEMENT_TYPES[value.dtype.name].accumulator, weights.dtype)
-    every_value = jnp.asarray(value)
+    with jax.numpy_dtype_promotion("standard"):
+        accumulator = jnp.promote_types(ELEMENT_TYPES[value.dtype.name].accumulator, weights.dtype)
 
-    @jax.checkpoint
-    def mixed_with(mixed: jax.Array, of_place: tuple[_Place, jax.Array]) -> tuple[jax.Array, None]:
-        place, weight = of_place
-        weight = jnp.where(place.is_seen()[..., None, None], weight, 0).astype(accumulator)
-        return mixed + weight * place.of(every_value).astype(accumulator)[..., None, :], None
+    def mixed_values(weights: jax.Array, value: jax.Array) -> jax.Array:
+        @jax.checkpoint
+        def mixed_with(mixed: jax.Array, of_place: tuple[_Place, jax.Array]) -> tuple[jax.Array, None]:
+            place, weight = of_place
+            weight = jnp.where(place.is_seen()[..., None, None], weight, 0).astype(accumulator)
+            return mixed + weight * place.of(value).astype(accumulator)[..., None, :], None
 
-    by_place = jnp.moveaxis(_grouped(jnp.asarray(weights), heads_kv), -1, 0)[..., None]
-    nothing = jnp.zeros((*by_place.shape[1:-1], width), accumulator)
-    places = _places(axes, axes)
-    mixed, _ = jax.lax.scan(mixed_with, varying_like(nothing, (weights, value)), (places, by_place))
-    return mixed.reshape(*given[:-1], width).astype(value.dtype)
+        by_place = jnp.moveaxis(_grouped(weights, heads_kv), -1, 0)[..., None]
+        nothing = jnp.zeros((*by_place.shape[1:-1], width), accumulator)
+        places = _places(axes, axes)
+        mixed, _ = jax.lax.scan(mixed_with, varying_like(nothing, (weights, value)), (places, by_place))
+        return mixed.reshape(*given[:-1], width).astype(value.dtype)
+
+    weights, value = jnp.asarray(weights), jnp.asarray(value)
+    return run_with_auto_axes(mixed_values, weights, weights, value)
 
 
 class _Place(NamedTuple):
@@ -196,19 +209,19 @@ class _Place(NamedTuple):
     offsets: tuple[jax.Array, ...]
 
     def bias(self, table: jax.Array) -> jax.Array:
-        """What the keys there have of a table ``[heads, 2 * kernel_size - 1, ...]``, as ``[*layout, heads]``."""
-        return jnp.moveaxis(table[(slice(None), *jnp.ix_(*self.offsets))], 0, -1)
+        """Entries of the keys there in a table ``[heads, 2 * kernel_size - 1, ...]``, as ``[1, *layout, heads]``."""
+        return jnp.moveaxis(table[(slice(None), *jnp.ix_(*self.offsets))], 0, -1)[None]
 
     def of(self, array: jax.Array) -> jax.Array:
         """What the keys there have of ``[batch, *layout, ...]``."""
         return array[(slice(None), *jnp.ix_(*self.keys))]
 
     def is_seen(self) -> jax.Array:
-        """Whether there is a key, ``[*layout, 1]`` for all heads."""
+        """Mask of existing keys, ``[1, *layout, 1]`` for all batch entries and heads."""
         seen = jnp.array(True)
         for exists in self.exist:
-            seen = seen[..., None] & exists
-        return seen[..., None]
+            seen = seen[..., None] & jnp.expand_dims(exists, range(seen.ndim))
+        return seen[None, ..., None]
 
 
 def _places(axes: Sequence[Axis], of_offsets: Sequence[Axis]) -> _Place:

@@ -16,7 +16,7 @@ from natten_jax.arrays.added_logits import in_accumulator, with_hidden_keys
 from natten_jax.arrays.operands import Inputs, Output
 from natten_jax.element_types import ELEMENT_TYPES
 from natten_jax.execution import passes
-from natten_jax.ops.arrays import ArrayLike, as_jax_array
+from natten_jax.ops.arrays import ArrayLike, as_logit_term
 from natten_jax.ops.boxes import FinerGrid
 from natten_jax.plan.request import Request
 from natten_jax.sharding.explicit import split_like_heads
@@ -26,17 +26,14 @@ def checked_sinks(sinks: ArrayLike, inputs: Inputs, grid: FinerGrid | None = Non
     """The sinks as a JAX array: of each head of the inputs, which a finer grid's queries may have become.
 
     Raises:
-        ValueError: They are not ``[heads]``, or of an element type that is neither float32 nor the query's.
+        ValueError: They are not ``[heads]``, or not floating point numbers.
         TypeError: They are no array.
     """
     query = inputs.query
-    sinks = as_jax_array("sinks", sinks)
+    sinks = as_logit_term("sinks", sinks)
     expected = (query.shape[-2] // (1 if grid is None else grid.queries),)
     if sinks.shape != expected:
         raise ValueError(f"sinks has shape {sinks.shape}, but there is one for each query head: {expected}")
-    if sinks.dtype.name not in ("float32", query.dtype.name):
-        allowed = " or ".join(dict.fromkeys(("float32", query.dtype.name)))
-        raise ValueError(f"sinks has dtype {sinks.dtype.name}, but {allowed} is expected")
     return sinks if grid is None else grid.scales(jnp.asarray(sinks)[None])[0]
 
 
@@ -63,6 +60,7 @@ def _with_sinks(output: Output, sinks: jax.Array) -> Any:
     accumulator = ELEMENT_TYPES[output.out.dtype.name].accumulator
     sinks = with_hidden_keys(in_accumulator(sinks, accumulator))
     sinks = jnp.where(sinks == jnp.inf, sinks - jnp.inf, sinks)  # as exp(inf - inf), the weight of the sink
+    sinks = jnp.expand_dims(sinks, range(output.logsumexp.ndim - 1))
     # A query that sees no key has a logsumexp of -inf, whose derivatives would be no numbers.
     is_empty = jnp.isneginf(output.logsumexp)
     keys = jnp.where(is_empty, 0, output.logsumexp)

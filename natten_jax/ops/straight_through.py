@@ -12,6 +12,7 @@ import numpy as np
 from natten_jax.arguments.stand_ins import array_of
 from natten_jax.arguments.static import flag
 from natten_jax.ops.float8 import NOTHING, Float8Arguments
+from natten_jax.sharding.explicit import split_like
 
 Call = Callable[[Any, Float8Arguments], Any]
 
@@ -43,8 +44,9 @@ def straight_through(call: Call, operands: Any, arguments: Float8Arguments, retu
 
     def backward(arrays: dict[int, Any], cotangents: Any) -> Any:
         floats = {i: array for i, array in arrays.items() if jnp.issubdtype(array.dtype, jnp.floating)}
-        _, transpose = jax.vjp(lambda floats: run({**arrays, **floats}, NOTHING), floats)
-        (gradients,) = transpose(cotangents)
+        outputs, transpose = jax.vjp(lambda floats: run({**arrays, **floats}, NOTHING), floats)
+        # Without 8-bit arrays, explicit mesh axes may split the outputs in another way.
+        (gradients,) = transpose(jax.tree.map(split_like, cotangents, outputs))
         return ({i: gradients.get(i) for i in arrays},)
 
     quantizing.defvjp(forward, backward)

@@ -156,6 +156,23 @@ def split_like_heads(of_heads: jax.Array, per_query: jax.Array) -> jax.Array:
     return _placed(of_heads, NamedSharding(mesh, PartitionSpec(_spec(per_query)[-1])))
 
 
+def run_with_auto_axes(function: Callable[..., jax.Array], like: jax.Array, *arrays: Any) -> jax.Array:
+    """Call ``function`` with the arrays while XLA decides how explicit mesh axes split its intermediate results.
+
+    Args:
+        function: The function.
+        like: The result is split as this array, except for its last dimension, which is whole.
+        *arrays: Arguments: every array that the function uses.
+    """
+    mesh = _mesh_of((like, arrays))
+    if mesh is None:
+        return function(*arrays)
+    sharding = NamedSharding(mesh, PartitionSpec(*_spec(like)[:-1], None))
+    run = jax.sharding.auto_axes(function, axes=tuple(sorted(_explicit_axes(mesh))), out_sharding=sharding)
+    result: jax.Array = run(*arrays)
+    return result
+
+
 def _mesh_of(arrays: Any) -> Any:
     """The mesh of the arrays, where it has explicit axes that split anything."""
     for array in jax.tree.leaves(arrays):

@@ -19,6 +19,7 @@ from natten_jax.problem import problem_of
 from tests.execution.test_key_bias_columns import CASES
 from tests.fuzz.problem import Fuzzed
 from tests.ops.test_biases import CASES as ALL_CASES
+from tests.ops.test_fitted_windows import CLAMPED_WITH_TABLES
 from tests.support.cases import random_case
 from tests.support.families import FAMILIES, Family, family_named
 from tests.support.problems import Case, Trial, check_all, check_gradient_repeats
@@ -59,6 +60,20 @@ def test_biases_of_keys_of_random_problems(of: Family, dtype: str) -> None:
             head_dim=int(rng.choice(_WIDTHS)),
         )
         trials.append(Trial(case.fitted(of).with_edges_of(of), dtype, seed))
+    check_all(trials, of, slack=_SLACK)
+
+
+def test_tables_of_clamped_windows() -> None:
+    of = family_named("cutlass")
+    trials = [
+        Trial(
+            dataclasses.replace(case, relative_bias=True, head_dim=32, key_bias=None, additional=0),
+            "bfloat16",
+            arguments={**asked, "clamp_window": True},
+        )
+        for name, (asked, case) in CLAMPED_WITH_TABLES.items()
+        if name in ("published", "causal", "strided", "cut", "entries of their own extents", "box")
+    ]
     check_all(trials, of, slack=_SLACK)
 
 

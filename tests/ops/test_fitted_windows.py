@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import natten_jax
 from natten_jax.arrays.operands import Inputs
 from natten_jax.ops.arrays import neighborhood_problem
 from natten_jax.windows import Axis, WindowArguments, fitted
-from tests.support.families import Family
+from tests.support.families import FAMILIES, Family
 from tests.support.problems import Case, Trial, check_all
 
 #: What is asked for, and the same problem with windows that fit, worked out by hand.
@@ -53,6 +54,84 @@ def test_fitted_windows_equal_those_of_the_layout(family: Family) -> None:
     for asked, case in _FITTED.values():
         trials.append(Trial(case, family.dtype, arguments=asked))
     check_all(trials, family)
+
+
+#: The families without GPU kernels that add a relative bias.
+_WITH_TABLES = [
+    pytest.param(each, id=each.name)
+    for each in FAMILIES
+    if "relative_bias" in each.backend.biases and not each.needs_gpu
+]
+#: Windows that are clamped, and a relative bias of the ``kernel_size`` that the caller asked for.
+CLAMPED_WITH_TABLES: dict[str, tuple[dict[str, Any], Case]] = {
+    "published": (
+        {"kernel_size": 7, "dilation": 2},
+        Case((20, 11), (7, 5), dilation=(2, 2), heads=3, table_size=(7, 7), sinks=True, key_bias="heads"),
+    ),
+    "causal": ({"kernel_size": 9, "is_causal": True}, Case((6,), (6,), is_causal=(True,), table_size=(9,), heads=2)),
+    "one token": ({"kernel_size": 5, "dilation": 8}, Case((3,), (1,), table_size=(5,), heads=2)),
+    "strided": (
+        {"kernel_size": (9, 6), "stride": (7, 3), "dilation": (1, 3), "is_causal": (False, True)},
+        Case((5, 13), (5, 4), stride=(5, 3), dilation=(1, 3), is_causal=(False, True), table_size=(9, 6), batch=2),
+    ),
+    "cut": (
+        {"kernel_size": (9, 4), "stride": (2, 1), "edges": ("cut", "shift")},
+        Case((6, 7), (6, 4), stride=(2, 1), edges=("cut", "shift"), table_size=(9, 4), heads=4, heads_kv=2),
+    ),
+    "wrap": (
+        {"kernel_size": (9, 8), "dilation": (1, 2), "edges": "wrap"},
+        Case((6, 10), (6, 5), dilation=(1, 2), edges=("wrap", "wrap"), table_size=(9, 8), heads=2),
+    ),
+    "of three dimensions": (
+        {"kernel_size": (7, 3, -1), "dilation": (1, 2, 1), "stride": (1, 2, 1)},
+        Case((4, 5, 3), (4, 2, 3), stride=(1, 2, 1), dilation=(1, 2, 1), table_size=(7, 3, 3), additional=2),
+    ),
+    "entries of their own extents": (
+        {"kernel_size": (9, 5), "dilation": (1, 3)},
+        Case(
+            (7, 10), (7, 3), dilation=(1, 3), batch=3, extents=((7, 10), (3, 8), (1, 2)), table_size=(9, 5), sinks=True
+        ),
+    ),
+    "box": (
+        {"kernel_size": (9, 3)},
+        Case((6, 9), (6, 3), batch=2, box=(3, 4), origins=((2, 3), (0, 5)), table_size=(9, 3), heads=2),
+    ),
+    "nothing is clamped": ({"kernel_size": 3}, Case((8,), (3,), table_size=(3,), heads=2)),
+}
+
+
+@pytest.mark.parametrize("of", _WITH_TABLES)
+def test_a_table_is_that_of_the_kernel_size_that_was_asked_for(of: Family) -> None:
+    trials = [
+        Trial(dataclasses.replace(case, relative_bias=True), dtype, arguments={**asked, "clamp_window": True})
+        for dtype in of.dtypes[:2]
+        for asked, case in CLAMPED_WITH_TABLES.values()
+    ]
+    check_all(trials, of)
+
+
+def test_tables_of_other_windows_are_refused() -> None:
+    tokens = jnp.ones((1, 20, 11, 2, 8))
+    for shape in ((2, 13, 9), (2, 9, 9), (2, 13, 15)):
+        with pytest.raises(ValueError, match=r"^relative_bias has shape .*kernel_size \(7, 7\) asks for \(2, 13, 13\)"):
+            natten_jax.na2d(tokens, tokens, tokens, 7, dilation=2, clamp_window=True, relative_bias=jnp.ones(shape))
+
+
+def test_entries_that_no_clamped_window_has_get_no_gradient() -> None:
+    tokens = jax.random.normal(jax.random.key(0), (1, 4, 2, 8))
+
+    def loss(table: jax.Array) -> jax.Array:
+        out = natten_jax.na1d(tokens, tokens, tokens, 7, clamp_window=True, relative_bias=table)
+        return jnp.sum(jnp.sin(out))
+
+    table = jax.random.normal(jax.random.key(1), (2, 13))
+    # Nor do these entries matter, whatever they hold.
+    spoiled = table.at[:, :3].set(jnp.nan).at[:, 10:].set(jnp.inf)
+    gradient = jax.grad(loss)(spoiled)
+    assert float(loss(spoiled)) == float(loss(table))
+    np.testing.assert_array_equal(gradient[:, :3], 0)
+    np.testing.assert_array_equal(gradient[:, 10:], 0)
+    assert (jnp.abs(gradient[:, 3:10]) > 0).all()
 
 
 @given(

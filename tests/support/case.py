@@ -48,6 +48,7 @@ class Case:
         query_lengths: How many queries of plain attention are real.
         upsample: Queries for each token, along each dimension.
         relative_bias: Whether logits have one.
+        table_size: The ``kernel_size`` of its table, if windows are clamped to a smaller one.
         key_bias: Whether keys have biases: ``"tokens"`` the same for every head, ``"heads"`` one for each; ``None``.
         hidden: Share of these that are ``-inf``.
         sinks: Whether heads have sinks.
@@ -75,6 +76,7 @@ class Case:
     query_lengths: tuple[int, ...] | None = None
     upsample: Shape | None = None
     relative_bias: bool = False
+    table_size: Shape | None = None
     key_bias: str | None = None
     hidden: float = 0.0
     sinks: bool = False
@@ -262,7 +264,7 @@ class Case:
     def _logit_terms(self, dtype: str, seed: int) -> tuple[np.ndarray | None, ...]:
         """Relative bias, bias of keys and sinks."""
         rng = np.random.default_rng([seed, 4])
-        window = self.kernel_size or self.layout
+        window = self.table_size or self.kernel_size or self.layout
         heads = (self.heads,) if self.key_bias == "heads" else ()
         table = rng.standard_normal((self.heads, *(2 * size - 1 for size in window)))
         of_keys = rng.standard_normal((self.batch, *heads, *self.layout))
@@ -275,7 +277,7 @@ class Case:
         """Entries of the relative bias, by the oracle: of each query for each key."""
         if not self.relative_bias:
             return None
-        found = oracle.relative_entries(self.layout, **self.window_arguments)
+        found = oracle.relative_entries(self.layout, **self.window_arguments, table_size=self.table_size)
         if not self.is_placed:
             return found
         by_query = found.reshape(*self.layout, -1)

@@ -138,12 +138,18 @@ def relative_entries(
     dilation: Sequence[int],
     is_causal: Sequence[bool],
     edges: Sequence[str] | None = None,
+    *,
+    table_size: Sequence[int] | None = None,
 ) -> Array:
-    """Which entry of a head's flattened relative bias each query has for a key that it sees, ``[queries, keys]``."""
+    """Index into a head's flattened relative bias for each query and each key that it sees, ``[queries, keys]``.
+
+    The table has ``2 * table_size - 1`` entries per dimension; ``table_size`` is ``kernel_size`` by default.
+    """
     entries = np.zeros((1, 1), int)
     edges = edges or ("shift",) * len(layout)
-    for dimension in zip(layout, kernel_size, stride, dilation, is_causal, edges, strict=True):
-        extent, size, *_ = dimension
+    sizes = kernel_size if table_size is None else table_size
+    for size, *dimension in zip(sizes, layout, kernel_size, stride, dilation, is_causal, edges, strict=True):
+        extent = dimension[0]
         own = line_offsets(*dimension) + size - 1
         queries, keys = entries.shape
         entries = entries[:, None, :, None] * (2 * size - 1) + own[None, :, None, :]

@@ -122,7 +122,7 @@ class AxisSweep:
         inner_shift = (inner_residue + inner_origin) // d
         group = coordinate % d
         lengths = axis.lengths(group)
-        index = tile * self.outer_tile + xp.arange(self.outer_tile, dtype=xp.int32) + coordinate // d
+        index = tile * self.outer_tile + xp.arange(self.outer_tile, dtype=xp.int32)[None] + coordinate // d
         start, end = axis.bounds(index, lengths, of_query=self.outer_is_query, xp=xp)
         if layout is not None or (not self.outer_is_query and axis.edges != "wrap"):
             # Halos reach beyond the layout at its edges, where no key is; and so does padding.

@@ -90,8 +90,8 @@ class TileBias:
         (sums,) = jax.linear_transpose(self._rows, diagonals)(changes)
         starts = self._starts(positions, inner_step)
         for i, ((queries, keys), size) in enumerate(zip(extents, self.tables.shape[2:], strict=True)):
-            entries = starts[:, i, None] + jnp.arange(queries + keys, dtype=jnp.int32)
-            goes_to = (entries[..., None] == jnp.arange(size, dtype=jnp.int32)).astype(changes.dtype)
+            entries = starts[:, i, None] + jnp.arange(queries + keys, dtype=jnp.int32)[None]
+            goes_to = (entries[..., None] == jnp.arange(size, dtype=jnp.int32)[None, None]).astype(changes.dtype)
             # The last product adds tiles up.
             letters = "xyz"[:rank]
             own, new = letters[i], letters.replace(letters[i], "r")
@@ -111,7 +111,7 @@ class TileBias:
         # What lies outside of the table belongs to pairs that no window has.
         padded = jnp.pad(tables, [(0, 0), (0, 0), *((length, length) for length in lengths)])
         bounds = jnp.asarray([[-length for length in lengths], tables.shape[2:]], jnp.int32)
-        starts = jnp.clip(self._starts(positions, inner_step), bounds[0], bounds[1]) - bounds[0]
+        starts = jnp.clip(self._starts(positions, inner_step), bounds[:1], bounds[1:]) - bounds[:1]
         stretches = lax.gather(
             padded,
             starts,
@@ -131,7 +131,7 @@ class TileBias:
         firsts = [
             axis.axis.kernel_size - q for axis, (q, _) in zip(self.sweep.axes, self.sweep.pair_extents, strict=True)
         ]
-        return distances + jnp.asarray(firsts, jnp.int32)
+        return distances + jnp.asarray([firsts], jnp.int32)
 
     def _rows(self, diagonals: Annotated[jax.Array, "tiles batch heads *diagonals"]) -> PairTiles:
         """The pairs of tiles."""

@@ -305,7 +305,7 @@ class Sweep:
         corners = self._inner_corners(positions, inner_step)
         places = jnp.zeros((len(corners), 1), jnp.int32)
         for i, axis in enumerate(self.axes):
-            index = corners[:, 2 * i, None] + jnp.arange(axis.inner_tile, dtype=jnp.int32)
+            index = corners[:, 2 * i, None] + jnp.arange(axis.inner_tile, dtype=jnp.int32)[None]
             index = index if axis.period is None else index % axis.period
             place = index * axis.dilation + corners[:, 2 * i + 1, None]
             places = places[:, :, None] * (axis.inner_length * axis.dilation) + place[:, None, :]

@@ -127,11 +127,11 @@ class Products:
         return abs(self.scale) if self._scales is None or self._sign is None else self._scales * self._sign
 
     def _of_rows(self, factors: jax.Array, rows: int) -> jax.Array:
-        """``[batch, heads]`` as ``[batch, heads_kv, rows, 1]``: rows are tokens, head by head."""
+        """``[batch, heads]`` as ``[1, batch, heads_kv, rows, 1]``: rows are tokens, head by head."""
         heads_kv, repeats = self._heads
         per_head = factors.reshape(-1, heads_kv, repeats, 1)
         per_row = jnp.broadcast_to(per_head, (*per_head.shape[:-1], rows // repeats))
-        return per_row.reshape(-1, heads_kv, rows, 1)
+        return per_row.reshape(1, -1, heads_kv, rows, 1)
 
     @staticmethod
     def _of_tokens(factors: jax.Array, rank: int) -> jax.Array:

@@ -1,0 +1,158 @@
+"""Every operand in JAX's debugging and promotion modes: forward and backward pass, on each backend and in modules."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.families import Family
+from tests.support.operand_calls import CALLS, OperandCall, total
+from tests.support.problems import QUICK_COMPILATION
+
+
+def _all(*modes: Any) -> contextlib.ExitStack:
+    stack = contextlib.ExitStack()
+    for mode in modes:
+        stack.enter_context(mode)
+    return stack
+
+
+#: Modes that JAX applies while it traces and lowers, and the dtypes of tokens and of operands of logits.
+TRACED: Mapping[str, tuple[Callable[[], contextlib.ExitStack], str, str]] = {
+    "ranks": (lambda: _all(jax.numpy_rank_promotion("raise")), "float32", "float32"),
+    "dtypes": (lambda: _all(jax.numpy_dtype_promotion("strict")), "bfloat16", "float32"),
+    "64 bits": (lambda: _all(jax.enable_x64(True), jax.numpy_dtype_promotion("strict")), "float32", "float64"),
+}
+
+
+def _executing() -> contextlib.ExitStack:
+    """Modes that JAX applies while a program runs."""
+    return _all(jax.debug_nans(True), jax.debug_infs(True), jax.debug_key_reuse(True), jax.transfer_guard("disallow"))
+
+
+def _cases_of(family: Family) -> Mapping[str, OperandCall]:
+    """The calls that the backends of a family run; functions without backends belong to plain JAX's family."""
+    return {
+        name: call
+        for name, call in CALLS.items()
+        if ("relative_bias" not in call.operands or call.is_plain or "relative_bias" in family.backend.biases)
+        and (not call.is_plain or family.name == "flex")
+    }
+
+
+def _failures(cases: Mapping[str, Any], run: Callable[[Any], None]) -> list[str]:
+    failures = []
+    for name, case in cases.items():
+        try:
+            run(case)
+        except Exception as error:
+            failures.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
+    return failures
+
+
+@pytest.mark.parametrize("mode", TRACED)
+def test_every_operand_is_traced(family: Family, mode: str) -> None:
+    modes, dtype, terms_dtype = TRACED[mode]
+    dtype = dtype if dtype in family.dtypes else family.dtype
+
+    def lower(call: OperandCall) -> None:
+        arrays = jax.tree.map(jnp.asarray, call.arrays(dtype, terms_dtype))
+        lowered = jax.jit(call.value_and_gradients(family.name)).lower(arrays)
+        _, gradients = lowered.out_info
+        for name, gradient in gradients.items():
+            assert (gradient.shape, gradient.dtype) == (arrays[name].shape, arrays[name].dtype), name
+
+    with modes():
+        assert not _failures(_cases_of(family), lower)
+
+
+def test_no_tracer_leaks(family: Family) -> None:
+    def trace(call: OperandCall) -> None:
+        arrays = jax.tree.map(jnp.asarray, call.arrays(family.dtype))
+        jax.eval_shape(call.value_and_gradients(family.name), arrays)
+
+    # Every trace collects garbage, so that a few calls with many operands stand for all.
+    names = "extents, every term", "attention, lengths", "weights"
+    cases = _cases_of(family)
+    with jax.checking_leaks():
+        assert not _failures({name: cases[name] for name in names if name in cases}, trace)
+
+
+def test_every_operand_is_run(family: Family) -> None:
+    def run(call: OperandCall) -> None:
+        arrays = jax.tree.map(jax.device_put, call.arrays(family.dtype))
+        function = jax.jit(call.value_and_gradients(family.name), compiler_options=QUICK_COMPILATION)
+        with _executing():
+            _, gradients = jax.block_until_ready(function(arrays))
+        for name, gradient in gradients.items():
+            assert np.isfinite(np.asarray(gradient, np.float32)).all(), name
+
+    assert not _failures(_cases_of(family), run)
+
+
+#: Arguments of modules, and of calls of modules.
+MODULES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+    "plain": ({"num_kv_heads": 2, "normalize_qk": True}, {}),
+    "relative bias": ({"relative_bias": True}, {}),
+    "clamped": ({"relative_bias": True, "clamp_window": True, "kernel_size": 9, "dilation": 1}, {}),
+    "dropout of weights": ({"attn_drop": 0.5, "proj_drop": 0.5, "deterministic": False}, {}),
+    "dropout with a table": ({"attn_drop": 0.5, "relative_bias": True, "deterministic": False}, {}),
+    "dropout and edges": ({"attn_drop": 0.5, "relative_bias": True, "deterministic": False, "edges": "cut"}, {}),
+    "extents": ({"relative_bias": True, "qk_scale": 0.3}, {"extents": ((6, 8), (4, 5))}),
+    "fp8": ({"fp8": "e4m3", "relative_bias": True}, {}),
+}
+
+
+def _module_call(kind: str, settings: Mapping[str, Any], given: Mapping[str, Any], dtype: str) -> tuple[Any, Any]:
+    """The loss of a module as a function of its parameters, and these."""
+    from flax import nnx
+
+    from tests.support import flax_layers as layers
+
+    inputs = layers.inputs_of(2, dtype)
+    windows: dict[str, Any] = {**layers.WINDOWS[2], "is_causal": False, **settings, "dtype": dtype}
+    windows["stride"] = 1
+    given = {name: jnp.asarray(each, jnp.int32) for name, each in given.items()}
+    keys = {"dropout": jax.random.key(1)}
+    if kind == "nnx":
+        module = layers.NNX[2](layers.FEATURES, num_heads=layers.HEADS, rngs=nnx.Rngs(0), **windows)
+        parts: Any = nnx.split(module, nnx.Param, ...)
+        graph, params, rest = parts
+
+        def loss_of_nnx(params: Any, inputs: Any, rest: Any, keys: Any, given: Any) -> jax.Array:
+            return total(nnx.merge(graph, params, rest)(inputs, rngs=nnx.Rngs(**keys), **given))
+
+        return loss_of_nnx, (params, inputs, rest, keys, given)
+    linen = layers.LINEN[2](num_heads=layers.HEADS, **windows)
+    variables = linen.init({"params": jax.random.key(0), "dropout": jax.random.key(2)}, inputs, **given)
+
+    def loss_of_linen(variables: Any, inputs: Any, keys: Any, given: Any) -> jax.Array:
+        return total(linen.apply(variables, inputs, rngs=keys, **given))
+
+    return loss_of_linen, (variables, inputs, keys, given)
+
+
+@pytest.mark.filterwarnings("ignore::natten_jax.flax_modules.arguments.AttentionDropoutWarning")
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("mode", [*TRACED, "run"])
+def test_modules(kind: str, mode: str) -> None:
+    pytest.importorskip("flax")
+    modes, dtype, _ = (_executing, "float32", "") if mode == "run" else TRACED[mode]
+
+    def run(case: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
+        with jax.numpy_dtype_promotion("standard"):  # Flax's initializers mix dtypes
+            loss, arguments = _module_call(kind, *case, dtype)
+        function = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)), compiler_options=QUICK_COMPILATION)
+        with modes():
+            if mode == "run":
+                jax.block_until_ready(function(*arguments))
+            else:
+                function.lower(*arguments)
+
+    assert not _failures(MODULES, run)

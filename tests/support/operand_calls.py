@@ -1,0 +1,257 @@
+"""Small calls of every public function with every operand, for tests of JAX's modes and of meshes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import natten_jax
+
+BATCH, HEADS, HEADS_KV, WIDTH = 2, 4, 2, 8
+LAYOUT, WINDOW = (4, 6), (3, 4)
+TOKENS, TOKENS_KV = 6, 8
+Arrays = Mapping[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """An array argument.
+
+    Attributes:
+        shape: Its shape.
+        axes: A letter per dimension: ``b`` for the batch, ``t`` for tokens, ``h`` for heads, ``-`` for others.
+        integers: Its values, for an integer operand.
+    """
+
+    shape: tuple[int, ...]
+    axes: str
+    integers: tuple[Any, ...] | None = None
+
+    def array(self, dtype: str, seed: int) -> np.ndarray:
+        """Random normal values, or the integers."""
+        if self.integers is not None:
+            return np.array(self.integers, np.int32).reshape(self.shape)
+        return np.random.default_rng(seed).standard_normal(self.shape).astype(jnp.dtype(dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class OperandCall:
+    """A call of a public function.
+
+    Attributes:
+        function: Its name.
+        operands: The array arguments by name.
+        options: The other arguments.
+        is_differentiable: True if the call has gradients.
+    """
+
+    function: str
+    operands: Mapping[str, Operand]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    is_differentiable: bool = True
+
+    @property
+    def is_plain(self) -> bool:
+        """True for functions of plain JAX, without a ``backend`` argument."""
+        return self.function in ("neighborhood_weights", "neighborhood_apply", "merge_attentions")
+
+    def arrays(self, dtype: str, terms_dtype: str = "float32") -> dict[str, np.ndarray]:
+        """The operands as arrays: queries, keys and values of ``dtype``, operands of logits of ``terms_dtype``."""
+        return {
+            name: operand.array(terms_dtype if name in _TERMS else dtype, seed)
+            for seed, (name, operand) in enumerate(self.operands.items())
+        }
+
+    def run(self, family: str) -> Callable[[Arrays], tuple[jax.Array, ...]]:
+        """The call as a function of its arrays, on the backends of a family."""
+        operator = getattr(natten_jax, self.function)
+        options = dict(self.options)
+        if not self.is_plain:
+            options["backend"] = f"{family}-{'fmha' if self.function == 'attention' else 'fna'}"
+            options["return_lse"] = True
+
+        def call(arrays: Arrays) -> tuple[jax.Array, ...]:
+            if self.function == "merge_attentions":
+                return tuple(operator([arrays["one"], arrays["other"]], [arrays["one_lse"], arrays["other_lse"]]))
+            results = operator(**arrays, **options)
+            return tuple(results) if isinstance(results, tuple) else (results,)
+
+        return call
+
+    def loss(self, family: str) -> Callable[[Arrays], jax.Array]:
+        """A scalar function of all finite results of the call."""
+        run = self.run(family)
+        return lambda arrays: total(run(arrays))
+
+    def value_and_gradients(self, family: str) -> Callable[[Arrays], Any]:
+        """The loss and its gradient with respect to each floating point operand, if there is one."""
+        loss = self.loss(family)
+
+        def both(arrays: Arrays) -> Any:
+            floats = {name: each for name, each in arrays.items() if jnp.issubdtype(each.dtype, jnp.floating)}
+            others = {name: each for name, each in arrays.items() if name not in floats}
+            if not self.is_differentiable:
+                return loss(arrays), {}
+            return jax.value_and_grad(lambda floats: loss({**floats, **others}))(floats)
+
+        return both
+
+
+def total(results: Any) -> jax.Array:
+    """The sum of the sines of all finite results, in float32."""
+    sums = []
+    for each in jax.tree.leaves(results):
+        each = each.astype("float32")
+        sums.append(jnp.sum(jnp.sin(jnp.where(jnp.isfinite(each), each, jnp.float32(0)))))
+    return sum(sums[1:], sums[0])
+
+
+_TERMS = ("scale", "relative_bias", "key_bias", "sinks", "one_lse", "other_lse")
+
+
+def _windows(queries: tuple[int, ...] = LAYOUT, keys: tuple[int, ...] = LAYOUT, **more: Operand) -> dict[str, Operand]:
+    tokens = "t" * len(keys)
+    return {
+        "query": Operand((BATCH, *queries, HEADS, WIDTH), f"b{tokens}h-"),
+        "key": Operand((BATCH, *keys, HEADS_KV, WIDTH), f"b{tokens}h-"),
+        "value": Operand((BATCH, *keys, HEADS_KV, WIDTH), f"b{tokens}h-"),
+        **more,
+    }
+
+
+def _sequences(**more: Operand) -> dict[str, Operand]:
+    return _windows((TOKENS,), (TOKENS_KV,), **more)
+
+
+_TABLE = Operand((HEADS, 5, 7), "h--")
+_KEY_BIAS = Operand((BATCH, *LAYOUT), "btt")
+_KEY_BIAS_OF_HEADS = Operand((BATCH, HEADS, *LAYOUT), "bhtt")
+_SINKS = Operand((HEADS,), "h")
+_SCALES = Operand((HEADS,), "h")
+_SCALE = Operand((), "")
+_EXTENTS = Operand((BATCH, 2), "b-", ((4, 6), (2, 5)))
+_ORIGIN = Operand((2,), "-", (1, 2))
+_ORIGINS = Operand((BATCH, 2), "b-", ((1, 2), (0, 0)))
+_ADDITIONAL = {
+    "additional_keys": Operand((BATCH, 3, HEADS_KV, WIDTH), "b-h-"),
+    "additional_values": Operand((BATCH, 3, HEADS_KV, WIDTH), "b-h-"),
+}
+_BOX = (3, 4)
+_W: dict[str, Any] = {"kernel_size": WINDOW}
+_MERGED: dict[str, Any] = {**_W, "try_fuse_additional_kv": False}
+_FUSED: dict[str, Any] = {**_W, "try_fuse_additional_kv": True}
+
+CALLS: Mapping[str, OperandCall] = {
+    "na1d": OperandCall(
+        "na1d", _windows((9,), (9,)), {"kernel_size": 3, "stride": 2, "dilation": 2, "is_causal": True}
+    ),
+    "na2d": OperandCall("na2d", _windows(), {**_W, "stride": (1, 2)}),
+    "na3d": OperandCall("na3d", _windows((2, 3, 4), (2, 3, 4)), {"kernel_size": (2, 3, 2)}),
+    "whole layout": OperandCall("na2d", _windows(), {"kernel_size": -1}),
+    "cut": OperandCall("na2d", _windows(), {**_W, "edges": "cut"}),
+    "wrap": OperandCall("na2d", _windows(), {**_W, "edges": "wrap"}),
+    "relative bias": OperandCall("na2d", _windows(relative_bias=_TABLE), _W),
+    "relative bias of clamped windows": OperandCall(
+        "na2d",
+        _windows(relative_bias=Operand((HEADS, 13, 7), "h--")),
+        {"kernel_size": (7, 4), "dilation": (2, 1), "clamp_window": True},
+    ),
+    "relative bias, wrap": OperandCall("na2d", _windows(relative_bias=_TABLE), {**_W, "edges": "wrap"}),
+    "key bias": OperandCall("na2d", _windows(key_bias=_KEY_BIAS), _W),
+    "key bias of heads": OperandCall("na2d", _windows(key_bias=_KEY_BIAS_OF_HEADS), _W),
+    "sinks": OperandCall("na2d", _windows(sinks=_SINKS), _W),
+    "scale": OperandCall("na2d", _windows(scale=_SCALE), _W),
+    "scales of heads": OperandCall("na2d", _windows(scale=_SCALES), _W),
+    "extents": OperandCall("na2d", _windows(extents=_EXTENTS), _W),
+    "origin": OperandCall("na2d", _windows(_BOX, query_origin=_ORIGIN), _W),
+    "origins of entries": OperandCall("na2d", _windows(_BOX, query_origin=_ORIGINS), _W),
+    "upsample": OperandCall("na2d", _windows((8, 6), sinks=_SINKS), {**_W, "upsample": (2, 1)}),
+    "upsample, key bias of heads": OperandCall(
+        "na2d", _windows((8, 6), key_bias=_KEY_BIAS_OF_HEADS, scale=_SCALES), {**_W, "upsample": (2, 1)}
+    ),
+    "additional, fused": OperandCall("na2d", _windows(LAYOUT, LAYOUT, **_ADDITIONAL), _FUSED),
+    "additional, merged": OperandCall("na2d", _windows(LAYOUT, LAYOUT, **_ADDITIONAL), _MERGED),
+    "additional, every term": OperandCall(
+        "na2d",
+        _windows(LAYOUT, LAYOUT, **_ADDITIONAL, relative_bias=_TABLE, key_bias=_KEY_BIAS, sinks=_SINKS, scale=_SCALES),
+        _MERGED,
+    ),
+    "extents, every term": OperandCall(
+        "na2d",
+        _windows(
+            LAYOUT,
+            LAYOUT,
+            **_ADDITIONAL,
+            extents=_EXTENTS,
+            relative_bias=_TABLE,
+            key_bias=_KEY_BIAS_OF_HEADS,
+            sinks=_SINKS,
+            scale=_SCALES,
+        ),
+        _FUSED,
+    ),
+    "origins of entries, every term": OperandCall(
+        "na2d",
+        _windows(
+            _BOX, query_origin=_ORIGINS, relative_bias=_TABLE, key_bias=_KEY_BIAS_OF_HEADS, sinks=_SINKS, scale=_SCALES
+        ),
+        _W,
+    ),
+    "fp8": OperandCall("na2d", _windows(relative_bias=_TABLE, sinks=_SINKS), {**_W, "fp8": "e4m3"}),
+    "fp8, extents": OperandCall("na2d", _windows(key_bias=_KEY_BIAS, extents=_EXTENTS), {**_W, "fp8": "e5m2"}),
+    "attention": OperandCall("attention", _sequences(), {"is_causal": True}),
+    "attention, origin": OperandCall(
+        "attention", _sequences(query_origin=Operand((1,), "-", (2,))), {"is_causal": True}
+    ),
+    "attention, lengths": OperandCall(
+        "attention",
+        _sequences(
+            query_lengths=Operand((BATCH,), "b", (6, 4)),
+            kv_lengths=Operand((BATCH,), "b", (8, 5)),
+            sinks=_SINKS,
+            scale=_SCALES,
+        ),
+    ),
+    "attention, lengths of keys": OperandCall("attention", _sequences(kv_lengths=Operand((BATCH,), "b", (3, 8)))),
+    "attention, lengths and origins": OperandCall(
+        "attention",
+        _sequences(query_origin=Operand((BATCH, 1), "b-", ((2,), (0,))), query_lengths=Operand((BATCH,), "b", (3, 6))),
+        {"is_causal": True},
+    ),
+    "attention, key bias": OperandCall(
+        "attention", _sequences(key_bias=Operand((BATCH, TOKENS_KV), "bt"), sinks=_SINKS)
+    ),
+    "attention, key bias of heads": OperandCall(
+        "attention", _sequences(key_bias=Operand((BATCH, HEADS, TOKENS_KV), "bht"), scale=_SCALE)
+    ),
+    "attention, fp8": OperandCall("attention", _sequences(sinks=_SINKS), {"fp8": "e4m3"}),
+    "weights": OperandCall(
+        "neighborhood_weights",
+        {name: each for name, each in _windows(relative_bias=_TABLE, scale=_SCALES).items() if name != "value"},
+        {**_W, "stride": (2, 1)},
+    ),
+    "weights, wrap": OperandCall(
+        "neighborhood_weights",
+        {name: each for name, each in _windows(scale=_SCALE).items() if name != "value"},
+        {**_W, "edges": ("wrap", "cut")},
+    ),
+    "mixed values": OperandCall(
+        "neighborhood_apply",
+        {"weights": Operand((BATCH, *LAYOUT, HEADS, 12), "btth-"), "value": _windows()["value"]},
+        {**_W, "is_causal": (True, False)},
+    ),
+    "merged": OperandCall(
+        "merge_attentions",
+        {
+            "one": Operand((BATCH, *LAYOUT, HEADS, WIDTH), "btth-"),
+            "other": Operand((BATCH, *LAYOUT, HEADS, WIDTH), "btth-"),
+            "one_lse": Operand((BATCH, *LAYOUT, HEADS), "btth"),
+            "other_lse": Operand((BATCH, *LAYOUT, HEADS), "btth"),
+        },
+    ),
+}
