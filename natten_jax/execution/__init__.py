@@ -1,5 +1,6 @@
 """How JAX sees a call: differentiated, batched, lowered for a platform, and split.
 
+- ``taylor``: rules of ``jax.experimental.jet``.
 - ``custom_vjp``: one differentiable operator over every backend.
 - ``passes``: which computations a pass consists of, and how arrays become their arguments and results.
 - ``computations``, ``primitive``: what one equation of a traced program computes, and the JAX primitive that it is.

@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from natten_jax import backends
 from natten_jax.arrays.avals import vary_alike
 from natten_jax.arrays.roles import Role
-from natten_jax.execution import debug_nans
+from natten_jax.execution import debug_nans, taylor
 from natten_jax.execution.checkpoint_names import named
 from natten_jax.execution.computations import Computation, Transpose
 from natten_jax.execution.entries import one_by_one
@@ -36,7 +36,6 @@ from natten_jax.sharding.halos.exchange import Exchange
 
 _pass_p = Primitive("natten_jax_pass")
 _pass_p.multiple_results = True
-_jax_internals.require_devices(_pass_p)
 
 
 def bind(
@@ -280,3 +279,5 @@ for each in (*PLATFORMS, None):
 ad.primitive_jvps[_pass_p] = _differentiate
 ad.primitive_transposes[_pass_p] = _transpose
 batching.primitive_batchers[_pass_p] = _map
+taylor.use_nested_jvp(_pass_p)
+taylor.use_linearity(_jax_internals.CHECKPOINT_NAME)

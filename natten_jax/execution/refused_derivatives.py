@@ -12,6 +12,8 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from natten_jax.execution import taylor
+
 REASON = (
     "native kernels have first derivatives in reverse mode only (jax.grad, jax.vjp): forward mode and higher "
     'derivatives take backend="flex-fna", or for attention "flex-fmha"'
@@ -54,6 +56,7 @@ def _identity(name: str, jvp: Callable[..., Any]) -> Primitive:
 
 
 _in_reverse_only_p = _identity("natten_jax_in_reverse_only", _in_reverse_only_jvp)
+taylor.use_refusal(_in_reverse_only_p, refuse)
 
 # A linear function that has a transpose (the identity) and no value. Whatever comes of its value is refused here, in
 # front of the custom_vjp that takes it: what runs it, what compiles it, what maps it.
@@ -77,8 +80,9 @@ def forward_only(array: jax.Array) -> jax.Array:
     return result
 
 
-def _forward_only_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+def _forward_only_jvp(primals: Sequence[Any], tangents: Sequence[Any], **_: Any) -> Any:
     raise NotImplementedError(REASON_OF_FLOAT8)
 
 
 _forward_only_p = _identity("natten_jax_forward_only", _forward_only_jvp)
+taylor.use_refusal(_forward_only_p, _forward_only_jvp)

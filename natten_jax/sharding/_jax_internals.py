@@ -11,15 +11,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import custom_partitioning, dispatch
+from jax._src import ad_checkpoint, custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
 
-
-def require_devices(primitive: Primitive) -> None:
-    """Have the devices of a program known when the primitive is lowered."""
-    dispatch.prim_requires_devices_during_lowering.add(primitive)
+#: The primitive of ``checkpoint_name``.
+CHECKPOINT_NAME: Primitive = ad_checkpoint.name_p
 
 
 def platforms_of(ctx: mlir.LoweringRuleContext) -> Sequence[str]:
@@ -49,6 +47,17 @@ def device_numbers(ctx: mlir.LoweringRuleContext) -> np.ndarray | None:
     others = [axis for axis, name in enumerate(names) if name not in context.manual_axes]
     rows = math.prod(numbers.shape[axis] for axis in manual)
     return numbers.transpose(*manual, *others).reshape(rows, -1)
+
+
+def with_numbered_devices(ctx: mlir.LoweringRuleContext, count: int) -> mlir.LoweringRuleContext:
+    """``ctx`` with integers in place of devices, so that ``custom_partitioning`` can be lowered without devices.
+
+    JAX lowers ``custom_partitioning`` only with the devices of the program, which a program over an ``AbstractMesh``
+    does not have. JAX only passes the devices on to the partitioner's callback, inside shardings.
+    """
+    numbered: Any = tuple(range(count))
+    context = ctx.module_context.replace(axis_context=mlir.ShardingContext(count, numbered))
+    return ctx.replace(module_context=context)
 
 
 def name_partitioner_callback(call: Any, name: str) -> None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.interpreters import mlir
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh
 
 from natten_jax.arrays.roles import Role
 from natten_jax.sharding import _jax_internals
@@ -111,7 +111,7 @@ class Partitioned:
 
         rule = self._rule(arguments, types)
         whole.def_partition(partition=self._partition, sharding_rule=rule, decode_shardings=False)
-        results = lower_for_one(whole, ctx, values)
+        results = lower_for_one(whole, _jax_internals.with_numbered_devices(ctx, self._devices.size), values)
         # A name with all that the callback depends on: with an address in memory, the next process would not find the
         # program in the persistent compilation cache, and without any name it would find another pass's.
         platforms = _jax_internals.platforms_of(ctx)
@@ -182,7 +182,7 @@ class Partitioned:
                 for role, array in zip(roles, arrays, strict=True)
             ]
 
-        mesh = Mesh(np.asarray(_jax_internals.devices_of(query.sharding)), (_DEVICES,))
+        mesh = AbstractMesh((self._devices.size,), (_DEVICES,))
         local = functools.partial(self._run, layout)
         return mesh, local, shardings(self._outputs, results), tuple(shardings(self._inputs, arguments))
 

@@ -11,6 +11,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -50,6 +51,11 @@ def test_exports_are_told_from_other_programs() -> None:
     assert answers == [False, True]
 
 
+def test_the_primitive_of_checkpoint_name_is_known() -> None:
+    (equation,) = jax.make_jaxpr(lambda x: checkpoint_name(x, "a name"))(1.0).eqns
+    assert equation.primitive is _jax_internals.CHECKPOINT_NAME
+
+
 def test_devices_are_numbered_by_their_place_along_manual_axes() -> None:
     program = """
     import jax, jax.numpy as jnp
@@ -58,7 +64,6 @@ def test_devices_are_numbered_by_their_place_along_manual_axes() -> None:
     from tests.sharding.test_jax_internals import asked_while_lowering
 
     primitive, answers = asked_while_lowering(lambda ctx: _jax_internals.device_numbers(ctx).tolist())
-    _jax_internals.require_devices(primitive)
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
     jax.jit(primitive.bind).lower(x)
@@ -76,10 +81,10 @@ def test_devices_are_numbered_by_their_place_along_manual_axes() -> None:
 
 def test_the_partitioners_callback_is_found_by_another_name_and_its_shardings_are_read_and_written() -> None:
     program = """
-    import jax, jax.numpy as jnp, numpy as np
+    import jax, jax.numpy as jnp
     from jax.experimental.custom_partitioning import custom_partitioning
     from jax.interpreters import mlir
-    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+    from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
     from jax.extend.core import Primitive
     from natten_jax.sharding import _jax_internals
     from natten_jax.sharding.hlo_sharding import device_tiles, sharding_like
@@ -88,10 +93,10 @@ def test_the_partitioners_callback_is_found_by_another_name_and_its_shardings_ar
         (argument,) = arguments
         hlo = _jax_internals.hlo_sharding_of(argument.sharding, 2)
         devices = _jax_internals.devices_of(argument.sharding)
-        print(len(devices), device_tiles(hlo, 2, 4).reshape(2, 2).tolist())
+        print(list(devices), device_tiles(hlo, 2, 4).reshape(2, 2).tolist())
         again = _jax_internals.sharding_of(sharding_like(hlo, device_tiles(hlo, 2, 4)), argument.sharding)
         assert type(again) is type(argument.sharding)
-        return Mesh(np.asarray(devices), ("d",)), lambda x: x + 1, again, (again,)
+        return AbstractMesh((4,), ("d",)), lambda x: x + 1, again, (again,)
 
     @custom_partitioning
     def add(x):
@@ -99,11 +104,10 @@ def test_the_partitioners_callback_is_found_by_another_name_and_its_shardings_ar
     add.def_partition(partition=partition, sharding_rule="i j -> i j", decode_shardings=False)
 
     primitive = Primitive("named")
-    _jax_internals.require_devices(primitive)  # or else JAX cannot lower the call
     primitive.def_abstract_eval(lambda x: x)
 
     def lower(ctx, x):
-        results = mlir.lower_fun(add, multiple_results=False)(ctx, x)
+        results = mlir.lower_fun(add, multiple_results=False)(_jax_internals.with_numbered_devices(ctx, 4), x)
         (result,) = jax.tree.leaves(results)
         _jax_internals.name_partitioner_callback(result.owner, "a name of ours")
         return results
@@ -116,7 +120,7 @@ def test_the_partitioners_callback_is_found_by_another_name_and_its_shardings_ar
     print(lowered.compile()(x).sum())
     """
     found = output_of(run_python(program, devices=4)).split("\n")
-    assert found[:2] == ["4 [[0, 1], [2, 3]]", "16.0"]
+    assert found[:2] == ["[0, 1, 2, 3] [[0, 1], [2, 3]]", "16.0"]
 
 
 @pytest.mark.parametrize("ndim", [1, 3])
