@@ -101,12 +101,16 @@ class SpoiledBias:
             if np.isfinite(rows).any():
                 count = int(np.isfinite(rows).sum())
                 found.append(f"{self.number} in {self.name}: {count} of {rows.size} numbers of {name} are finite")
-        reached = self._reached(operands, has_columns)
+        reached = self._reached(operands)
+        of_groups = _of_groups(reached, operands) if has_columns else reached
         names = ("out", "lse", *(f"d_{field}" for field in oracle.Tensors._fields))
         for name, *pair in zip(names, (*without[0], *without[1]), (*spoiled[0], *spoiled[1]), strict=True):
             if pair[1] is None:
                 continue
-            one, other = (_by_heads(name, np.asarray(array), ~reached, _has_heads(operands)) for array in pair)
+            # Gradients of biases in columns are gradients of keys, which query heads share.
+            is_of_groups = name == "d_key_bias" or self.name == "key_bias"
+            safe = ~(of_groups if is_of_groups else reached)
+            one, other = (_by_heads(name, np.asarray(array), safe, _has_heads(operands)) for array in pair)
             differ = different_numbers(name, one, other, is_reproducible)
             if differ.any():
                 found.append(
@@ -139,7 +143,7 @@ class SpoiledBias:
         tokens = np.unravel_index(self.place % int(np.prod(places)), places)
         return (*leading, *tokens[: -1 if self.extent == "row" else None])
 
-    def _reached(self, operands: oracle.Tensors, has_columns: bool) -> np.ndarray:
+    def _reached(self, operands: oracle.Tensors) -> np.ndarray:
         """Return the batch entries and query heads whose results may differ, bool ``[batch, heads]``."""
         batch, heads = operands.query.shape[0], operands.query.shape[-2]
         shape = np.shape(getattr(operands, self.name))
@@ -148,12 +152,14 @@ class SpoiledBias:
         if self.name != "key_bias":
             reached[:, index[0] if index else slice(None)] = True
             return reached
-        has_heads = _has_heads(operands)
-        reached[index[: 1 + has_heads]] = True
-        if has_columns:
-            groups = reached.reshape(batch, operands.key.shape[-2], -1)
-            reached = np.broadcast_to(groups.any(-1, keepdims=True), groups.shape).reshape(batch, heads)
+        reached[index[: 1 + _has_heads(operands)]] = True
         return reached
+
+
+def _of_groups(reached: np.ndarray, operands: oracle.Tensors) -> np.ndarray:
+    """Extend ``[batch, heads]`` to all query heads that share keys."""
+    groups = reached.reshape(len(reached), operands.key.shape[-2], -1)
+    return np.broadcast_to(groups.any(-1, keepdims=True), groups.shape).reshape(reached.shape)
 
 
 def _has_heads(operands: oracle.Tensors) -> bool:
