@@ -21,8 +21,14 @@ _UNIT = 2.0**-7
 
 
 def base2(logsumexp: jax.Array) -> jax.Array:
-    """Convert a logsumexp to base 2, rounded. The barrier keeps XLA from fusing the product into a difference."""
-    return jax.lax.optimization_barrier(logsumexp * np.asarray(LOG2_E, logsumexp.dtype))
+    """Convert a logsumexp to base 2, rounded before anything is subtracted.
+
+    The barrier keeps XLA from fusing the product into a difference. XLA removes it before LLVM compiles for CPUs; what
+    keeps LLVM from fusing is the maximum, which also keeps finite numbers finite.
+    """
+    lowest = jnp.where(jnp.isneginf(logsumexp), -jnp.inf, float(jnp.finfo(logsumexp.dtype).min))
+    product = jax.lax.optimization_barrier(logsumexp * np.asarray(LOG2_E, logsumexp.dtype))
+    return jnp.maximum(product, lowest.astype(product.dtype))
 
 
 def pack_remainder(distance: jax.Array, log2_sum: jax.Array) -> jax.Array:
