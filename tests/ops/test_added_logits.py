@@ -228,5 +228,6 @@ def test_numbers_are_those_of_the_operand(family: Family) -> None:
         pytest.skip(f"{family.name} adds no such bias")
     narrow = SpoiledBias("key_bias", "min", "all", is_narrow=True).apply(problem.inputs()[0]).key_bias
     wide = SpoiledBias("key_bias", "min", "all").apply(problem.inputs()[0]).key_bias
+    assert narrow is not None and wide is not None
     assert narrow.dtype == problem.dtype and wide.dtype == lse_dtype(problem.dtype)
     assert np.isneginf(oracle.with_hidden(narrow)).all() and np.isfinite(narrow.astype(np.float32)).all()
