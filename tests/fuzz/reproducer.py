@@ -69,8 +69,8 @@ def _simpler(problem: Fuzzed) -> Iterator[Fuzzed]:
             for fewer in ("number", "head"):
                 smaller = dataclasses.replace(problem.spoiled_bias, extent=fewer)
                 yield from _changed(problem, {"spoiled_bias": smaller})
-        first: dict[str, Any]
-        for first in ({"batch": 0}, {"head": 0}, {"place": 0}):
+        for field in ("batch", "head", "place"):
+            first: dict[str, Any] = {field: 0}
             yield from _changed(problem, {"spoiled_bias": dataclasses.replace(problem.spoiled_bias, **first)})
     for name in problem.tiles:
         partner = name.replace("kv_tile", "q_tile") if "kv_tile" in name else name.replace("q_tile", "kv_tile")

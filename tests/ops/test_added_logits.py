@@ -63,7 +63,7 @@ SPOILED = [
 
 
 def problem_of(family: Family, case: Case, dtype: str) -> Fuzzed | None:
-    """The problem with the terms that the family has; ``None`` if it has none."""
+    """Return the problem with the biases that the family supports, or ``None``."""
     biases = family.backend.biases
     key_bias = case.key_bias if "key_bias" in biases else None
     case = dataclasses.replace(case.with_edges_of(family), key_bias=key_bias)
