@@ -1,8 +1,8 @@
 """Logsumexps in base 2 and their remainders, as the kernels have them (csrc/include/natten_jax/logsumexp.h).
 
 The remainder is the difference between the logsumexp of a row and the rounded number that is returned. For logits above
-2^40 this difference is so large that a float32 sum with the logarithm of the sum of weights loses the logarithm, which is
-stored in the last 12 bits of the remainder instead.
+2^40 this difference is so large that a float32 sum with the logarithm of the sum of weights loses the logarithm. The
+last 12 bits of the remainder store it instead.
 """
 
 from __future__ import annotations
