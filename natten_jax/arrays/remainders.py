@@ -1,8 +1,8 @@
 """Logsumexps in base 2 and their remainders, as the kernels have them (csrc/include/natten_jax/logsumexp.h).
 
-The remainder is the difference between the logsumexp of a row and the rounded number that is returned. From logits of
-2^40 on, float32 has no room for the logarithm of the sum of weights beside that difference: the last 12 bits of the
-remainder then hold this logarithm.
+The remainder is the difference between the logsumexp of a row and the rounded number that is returned. For logits above
+2^40 this difference is so large that a float32 sum with the logarithm of the sum of weights loses the logarithm. The
+last 12 bits of the remainder store it instead.
 """
 
 from __future__ import annotations
@@ -21,8 +21,14 @@ _UNIT = 2.0**-7
 
 
 def base2(logsumexp: jax.Array) -> jax.Array:
-    """Convert a logsumexp to base 2, rounded. The barrier keeps XLA from fusing the product into a difference."""
-    return jax.lax.optimization_barrier(logsumexp * np.asarray(LOG2_E, logsumexp.dtype))
+    """Convert a logsumexp to base 2, rounded before anything is subtracted.
+
+    The barrier keeps XLA from fusing the product into a difference. XLA removes it before LLVM compiles for CPUs; what
+    keeps LLVM from fusing is the maximum, which also keeps finite numbers finite.
+    """
+    lowest = jnp.where(jnp.isneginf(logsumexp), -jnp.inf, float(jnp.finfo(logsumexp.dtype).min))
+    product = jax.lax.optimization_barrier(logsumexp * np.asarray(LOG2_E, logsumexp.dtype))
+    return jnp.maximum(product, lowest.astype(product.dtype))
 
 
 def pack_remainder(distance: jax.Array, log2_sum: jax.Array) -> jax.Array:

@@ -28,7 +28,7 @@ def merged(one: Saved, other: Saved) -> Saved:
     highest = jnp.maximum(first, second)
     highest = jnp.where(jnp.isneginf(highest), 0, highest)
     distances = (first - highest) + parts[0][0], (second - highest) + parts[1][0]
-    # Remainders of large logits are no fractions: weights are relative to them, too, so that nothing overflows.
+    # Remainders of large logits may be large: weights are relative to them as well, so that nothing overflows.
     top = jnp.maximum(*distances)
     top = jnp.where(jnp.isneginf(top), 0, top)
     weights = [jnp.exp2((distance - top) + log2_sum) for distance, (_, log2_sum) in zip(distances, parts, strict=True)]

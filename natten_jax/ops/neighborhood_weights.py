@@ -109,7 +109,7 @@ def neighborhood_weights(
             return logits
         if table is None:
             return jax.nn.softmax(logits, axis=-1).astype(query.dtype)
-        # A query all of whose keys are hidden has no weights, and no derivatives.
+        # If all keys of a query are hidden, its weights and their derivatives are zero.
         is_unseen = jnp.all(jnp.isneginf(logits), axis=-1, keepdims=True)
         weights = jax.nn.softmax(jnp.where(is_unseen, 0, logits), axis=-1)
         return jnp.where(is_unseen, 0, weights).astype(query.dtype)

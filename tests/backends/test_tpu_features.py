@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from natten_jax import backends
+from tests.ops.test_added_logits import CASES as ADDED
+from tests.ops.test_added_logits import check
 from tests.support.families import Family
 from tests.support.interpreted_tpu import InterpretedTpuBackend
 from tests.support.problems import Case, Trial, check_all
@@ -35,3 +39,9 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_those_of_the_definition(name: str) -> None:
     check_all([Trial(CASES[name], "float32", len(name))], FAMILY)
+
+
+@pytest.mark.parametrize("name", ["shared", "merged"])
+def test_one_rule_for_biases_that_hide_keys(name: str) -> None:
+    # Heads that share a register of lanes share what is not finite, so there is one head of keys.
+    check(FAMILY, dataclasses.replace(ADDED[name], heads_kv=1), "float32", without=("0.49 min",))

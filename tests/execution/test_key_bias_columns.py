@@ -17,6 +17,9 @@ from natten_jax.backends.select import resolve
 from natten_jax.plan.devices import default_device
 from natten_jax.plan.request import Request
 from natten_jax.problem import problem_of
+from tests.fuzz.spoiled_bias import TIED
+from tests.ops.test_added_logits import CASES as ADDED
+from tests.ops.test_added_logits import check
 from tests.support import columns_backend
 from tests.support.cases import random_case
 from tests.support.families import Family
@@ -169,6 +172,28 @@ def test_a_masked_key_is_as_if_it_were_not_there(dtype: str, mask_value: float) 
         np.testing.assert_allclose(one, other, atol=tolerance * np.abs(other).max())
     for gradient in found[0]:
         np.testing.assert_array_equal(np.asarray(gradient[:, 8:], np.float32), 0)
+
+
+@pytest.mark.parametrize("dtype", FAMILY.dtypes)
+@pytest.mark.parametrize("name", sorted(ADDED.keys() - {"relative"}))
+def test_one_rule_for_all_numbers(name: str, dtype: str) -> None:
+    """Except that finite biases beyond the range of the columns are clipped: the logsumexp is wrong for these."""
+    clipped = ("0.49 min", *(TIED if dtype == "float16" else ()))
+    check(FAMILY, ADDED[name], dtype, without=clipped)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("low", [-1e9, -1e30, 0.49 * float(np.finfo(np.float32).min)])
+def test_low_biases_of_all_keys_hide_none(dtype: str, low: float) -> None:
+    query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 1, 12, 2, 16)), dtype)
+
+    def attend(value: Any) -> Any:
+        return na1d(query, key, value, 3, key_bias=jnp.full((1, 12), low), backend=FAMILY.fna)
+
+    out, pullback = jax.vjp(attend, value)
+    mean = np.asarray(value[:, 4:7], np.float32).mean(axis=1)
+    np.testing.assert_allclose(np.asarray(out[:, 5], np.float32), mean, atol=0.02)
+    np.testing.assert_allclose(np.asarray(pullback(jnp.ones_like(out))[0][:, 5], np.float32), 1, atol=0.01)
 
 
 _SPLIT = """

@@ -66,15 +66,16 @@ def _simpler(problem: Fuzzed) -> Iterator[Fuzzed]:
             yield from _changed(problem, {"spoiled": dataclasses.replace(problem.spoiled, **changes)})
     if problem.spoiled_bias is not None:
         if problem.spoiled_bias.extent != "number":
-            for extent in ("number", "head"):
-                smaller = dataclasses.replace(problem.spoiled_bias, extent=extent)
+            for fewer in ("number", "head"):
+                smaller = dataclasses.replace(problem.spoiled_bias, extent=fewer)
                 yield from _changed(problem, {"spoiled_bias": smaller})
-        for changes in ({"batch": 0}, {"head": 0}, {"place": 0}):
-            yield from _changed(problem, {"spoiled_bias": dataclasses.replace(problem.spoiled_bias, **changes)})
+        for field in ("batch", "head", "place"):
+            first: dict[str, Any] = {field: 0}
+            yield from _changed(problem, {"spoiled_bias": dataclasses.replace(problem.spoiled_bias, **first)})
     for name in problem.tiles:
         partner = name.replace("kv_tile", "q_tile") if "kv_tile" in name else name.replace("q_tile", "kv_tile")
-        fewer = {key: value for key, value in problem.tiles.items() if key not in (name, partner)}
-        yield from _changed(problem, {"tiles": fewer})
+        other_tiles = {key: value for key, value in problem.tiles.items() if key not in (name, partner)}
+        yield from _changed(problem, {"tiles": other_tiles})
     if problem.queries is not None:
         return  # the ranges would have to follow the layout
     case = problem.case

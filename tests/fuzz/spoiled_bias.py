@@ -20,7 +20,7 @@ from .spoiled import different_numbers
 NAMES = ("relative_bias", "key_bias", "sinks", "scale")
 #: Numbers that hide keys: -inf, the lowest number of the operand's element type, and one just above half of that.
 HIDING = ("-inf", "min", "0.51 min")
-#: Numbers that all of an operand has: beside them float32 has no digit of a product.
+#: Numbers for a whole operand. They are so low that float32 logits lose their products and tie.
 TIED = ("-1e9", "-1e30", "0.49 min")
 BROKEN = ("nan", "inf")
 EXTENTS = ("number", "row", "head", "entry", "all")
@@ -28,16 +28,16 @@ EXTENTS = ("number", "row", "head", "entry", "all")
 
 @dataclasses.dataclass(frozen=True)
 class SpoiledBias:
-    """Which numbers of an operand that is added to logits, or of a scale, are replaced.
+    """Replacement of numbers in an operand that is added to logits, or in a scale.
 
     Attributes:
-        name: One of ``NAMES``.
-        number: One of ``HIDING``, ``TIED`` and ``BROKEN``.
-        extent: How many numbers: one, a row of the last token dimension, all of a head, of a batch entry, or all.
+        name: Operand, from ``NAMES``.
+        number: Replacement, from ``HIDING``, ``TIED`` or ``BROKEN``.
+        extent: One number, a row of the last token dimension, a head, a batch entry, or the operand.
         batch: Batch entry, modulo their number.
         head: Head, modulo their number.
         place: Place among the tokens or offsets, modulo their number.
-        is_narrow: Whether the operand has the element type of the query.
+        is_narrow: Convert the operand to the element type of the query.
     """
 
     name: str
@@ -50,7 +50,7 @@ class SpoiledBias:
 
     @classmethod
     def draw(cls, rng: np.random.Generator, names: list[str]) -> SpoiledBias:
-        """Draw one for an operand among ``names``."""
+        """Draw a replacement in one of the named operands."""
         name = str(rng.choice(names))
         number = str(rng.choice((*BROKEN, "-inf") if name == "scale" else (*BROKEN, *HIDING, *TIED)))
         extent = "all" if number in TIED else str(rng.choice(EXTENTS))
@@ -59,11 +59,11 @@ class SpoiledBias:
 
     @property
     def is_broken(self) -> bool:
-        """Whether results of queries that see the numbers are not finite."""
+        """Return True if queries that see the numbers must have non-finite results."""
         return self.number in BROKEN or self.name == "scale"
 
     def apply(self, operands: oracle.Tensors, *, as_drawn: bool = True) -> oracle.Tensors:
-        """Return the operands with the numbers, or with an ordinary one in their place."""
+        """Return the operands with the replacement, or with 0.5 instead of it."""
         original = getattr(operands, self.name)
         if original is None:
             return operands
@@ -83,15 +83,15 @@ class SpoiledBias:
         is_reproducible: bool,
         has_columns: bool,
     ) -> list[str]:
-        """List the results that are finite but must not be, and those that differ but must not.
+        """List results that are finite but must not be, and results that differ but must not.
 
         Args:
             operands: The operands.
             is_broken_row: bool ``[batch, *queries, heads]``. Queries that see such a number.
             without: Results with an ordinary number: output and logsumexp, gradients.
             spoiled: Results with the number.
-            is_reproducible: Whether query gradients are the same in every run.
-            has_columns: Whether query heads that share keys share columns of their biases.
+            is_reproducible: Query gradients are equal in every run.
+            has_columns: Biases of keys are extra head dimensions, which query heads share.
         """
         found = []
         for name, result in (("out", spoiled[0][0]), ("lse", spoiled[0][1]), ("d_query", spoiled[1].query)):
@@ -101,12 +101,16 @@ class SpoiledBias:
             if np.isfinite(rows).any():
                 count = int(np.isfinite(rows).sum())
                 found.append(f"{self.number} in {self.name}: {count} of {rows.size} numbers of {name} are finite")
-        reached = self._reached(operands, has_columns)
+        reached = self._reached(operands)
+        of_groups = _of_groups(reached, operands) if has_columns else reached
         names = ("out", "lse", *(f"d_{field}" for field in oracle.Tensors._fields))
         for name, *pair in zip(names, (*without[0], *without[1]), (*spoiled[0], *spoiled[1]), strict=True):
             if pair[1] is None:
                 continue
-            one, other = (_by_heads(name, np.asarray(array), ~reached, _has_heads(operands)) for array in pair)
+            # Gradients of biases in columns are gradients of keys, which query heads share.
+            is_of_groups = name == "d_key_bias" or self.name == "key_bias"
+            safe = ~(of_groups if is_of_groups else reached)
+            one, other = (_by_heads(name, np.asarray(array), safe, _has_heads(operands)) for array in pair)
             differ = different_numbers(name, one, other, is_reproducible)
             if differ.any():
                 found.append(
@@ -139,7 +143,7 @@ class SpoiledBias:
         tokens = np.unravel_index(self.place % int(np.prod(places)), places)
         return (*leading, *tokens[: -1 if self.extent == "row" else None])
 
-    def _reached(self, operands: oracle.Tensors, has_columns: bool) -> np.ndarray:
+    def _reached(self, operands: oracle.Tensors) -> np.ndarray:
         """Return the batch entries and query heads whose results may differ, bool ``[batch, heads]``."""
         batch, heads = operands.query.shape[0], operands.query.shape[-2]
         shape = np.shape(getattr(operands, self.name))
@@ -148,16 +152,18 @@ class SpoiledBias:
         if self.name != "key_bias":
             reached[:, index[0] if index else slice(None)] = True
             return reached
-        has_heads = _has_heads(operands)
-        reached[index[: 1 + has_heads]] = True
-        if has_columns:
-            groups = reached.reshape(batch, operands.key.shape[-2], -1)
-            reached = np.broadcast_to(groups.any(-1, keepdims=True), groups.shape).reshape(batch, heads)
+        reached[index[: 1 + _has_heads(operands)]] = True
         return reached
 
 
+def _of_groups(reached: np.ndarray, operands: oracle.Tensors) -> np.ndarray:
+    """Extend ``[batch, heads]`` to all query heads that share keys."""
+    groups = reached.reshape(len(reached), operands.key.shape[-2], -1)
+    return np.broadcast_to(groups.any(-1, keepdims=True), groups.shape).reshape(reached.shape)
+
+
 def _has_heads(operands: oracle.Tensors) -> bool:
-    """Whether a bias of keys has heads."""
+    """Return True if the bias of keys has a dimension of heads."""
     return operands.key_bias is not None and operands.key_bias.ndim == operands.key.ndim - 1
 
 

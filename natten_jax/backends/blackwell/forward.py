@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from natten_jax.arrays.remainders import LOG2_E
 from natten_jax.backends.blackwell.call import ROWS, Call, Scalar, blocks_of
 from natten_jax.backends.blackwell.loads import drain, load_item
 from natten_jax.backends.blackwell.memory import REGISTERS_OF_OTHERS, REGISTERS_OF_ROWS, Memory
 from natten_jax.backends.blackwell.products import multiply_item
 from natten_jax.backends.blackwell.softmax import weigh_item
-from natten_jax.backends.row_statistics import LOG2_E
 from natten_jax.native.abi import KERNEL_RANK
 
 _LOADS, _PRODUCTS = 0, 1  # warps

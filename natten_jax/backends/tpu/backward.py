@@ -51,7 +51,8 @@ STATISTICS = 3
 
 def _weights(logits: jax.Array, logsumexp: jax.Array, remainder: jax.Array) -> jax.Array:
     """Weights, from the logits in base 2."""
-    return jnp.exp2((logits - logsumexp) - remainder)
+    # The forward pass rounds logits before it subtracts. The maximum keeps compilers from fusing their product here.
+    return jnp.exp2(jnp.minimum((jnp.maximum(logits, HIDDEN) - logsumexp) - remainder, 0))
 
 
 def query_gradient(

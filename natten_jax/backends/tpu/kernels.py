@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from natten_jax.arrays.avals import vary_alike
 from natten_jax.arrays.operands import Operands
-from natten_jax.backends.row_statistics import LOG2_E as LOG2_E  # the kernels find it here
+from natten_jax.arrays.remainders import LOG2_E as LOG2_E  # the kernels find it here
 from natten_jax.backends.tpu.chunks import Chunks, together
 from natten_jax.backends.tpu.layout import Layout
 from natten_jax.backends.tpu.packs import LANES, Heads, of_heads, pack_of, stacked

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
-from natten_jax.arrays.remainders import base2_parts
+from natten_jax.arrays.remainders import LOG2_E, base2_parts
 from natten_jax.backends.blackwell.backward.items import Owned, OwnedKeys, OwnedQueries
 from natten_jax.backends.blackwell.backward.loads import drain, load_item
 from natten_jax.backends.blackwell.backward.memory import HALVES, Memory
@@ -26,7 +26,7 @@ from natten_jax.backends.blackwell.backward.weights import Tables, Warpgroup
 from natten_jax.backends.blackwell.call import ROWS, Call, Scalar, blocks_of, call_of, divided
 from natten_jax.backends.blackwell.memory import REGISTERS_OF_OTHERS, REGISTERS_OF_ROWS
 from natten_jax.backends.native_backend import delta
-from natten_jax.backends.row_statistics import LOG2_E, finite_scale
+from natten_jax.backends.row_statistics import finite_scale
 from natten_jax.native.abi import KERNEL_RANK
 from natten_jax.plan.plan import Plan
 
