@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,3 +63,53 @@ def test_libraries_are_hardened(library: str) -> None:
     assert re.search(r"GNU_STACK(\s+0x\w+){5}\s+RW\s", readelf(library, "--program-headers"))
     assert re.search(r"BIND_NOW|\(FLAGS_1\).*NOW", readelf(library, "--dynamic"))
     assert "__stack_chk_fail" in dynamic_symbols(library)
+
+
+class _Slot(ctypes.Structure):
+    """``PyModuleDef_Slot``."""
+
+    _fields_ = (("slot", ctypes.c_int), ("value", ctypes.c_void_p))
+
+
+class _Definition(ctypes.Structure):
+    """``PyModuleDef`` of an interpreter with a GIL."""
+
+    _fields_ = (
+        ("base", ctypes.c_byte * (object.__basicsize__ + 3 * ctypes.sizeof(ctypes.c_void_p))),
+        ("name", ctypes.c_char_p),
+        ("doc", ctypes.c_char_p),
+        ("size", ctypes.c_ssize_t),
+        ("methods", ctypes.c_void_p),
+        ("slots", ctypes.POINTER(_Slot)),
+    )
+
+
+@pytest.mark.skipif(sys.version_info < (3, 13), reason="modules declare this since Python 3.13")
+@pytest.mark.skipif(
+    not getattr(sys, "_is_gil_enabled", lambda: True)(), reason="definitions of a free-threaded interpreter differ"
+)
+def test_the_module_declares_that_it_needs_no_gil() -> None:
+    """A free-threaded interpreter enables its GIL again when it imports a module that does not."""
+    initialise = ctypes.PyDLL(str(file_of("_native"))).PyInit__native
+    initialise.restype = ctypes.POINTER(_Definition)
+    definition = initialise().contents
+    assert definition.name == b"_native"
+    slots = {}
+    for index in itertools.count():
+        slot = definition.slots[index]
+        if slot.slot == 0:
+            break
+        slots[slot.slot] = slot.value
+    needs_gil = 4  # Py_mod_gil
+    assert slots[needs_gil] == 1  # Py_MOD_GIL_NOT_USED
+
+
+@pytest.mark.skipif(getattr(sys, "_is_gil_enabled", lambda: True)(), reason="this interpreter has a GIL")
+def test_a_free_threaded_interpreter_stays_without_a_gil() -> None:
+    program = (
+        "import importlib.util, sys",
+        "spec = importlib.util.spec_from_file_location('_native', sys.argv[1])",
+        "spec.loader.exec_module(importlib.util.module_from_spec(spec))",
+        "assert not sys._is_gil_enabled()",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(program), str(file_of("_native"))], check=True)
