@@ -259,7 +259,7 @@ def cutlass_include_directory() -> Path:
 
 
 def is_sample() -> bool:
-    """Whether this build only checks the compiler."""
+    """Return True if this build only checks the compiler."""
     choice = os.environ.get("NATTEN_JAX_CUDA_SAMPLE", "")
     if choice not in ("", "0", "1"):
         raise SystemExit(f"NATTEN_JAX_CUDA_SAMPLE must be 0 or 1, got {choice!r}.")

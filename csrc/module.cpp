@@ -42,8 +42,8 @@ std::pair<std::int64_t, std::int64_t> pair(natten_jax::Range<std::int64_t> range
 
 }  // namespace
 
-// These functions share no state: they build their results from arguments and constants. What the library caches for
-// launches, on threads of XLA, is behind mutexes.
+// These functions share no state: they build their results from arguments and constants. Mutexes protect the caches of
+// launches, which run on threads of XLA.
 PYBIND11_MODULE(_native, module, py::mod_gil_not_used()) {
   module.doc() = "Native part of natten_jax.";
   module.def("registrations", &registrations, "XLA FFI targets: name -> (platform, handler capsule).");

@@ -129,7 +129,7 @@ def build_environment(kind: str, common: Path, python: Path, sources: Path) -> d
 
 def source_distribution(common: Path, python: Path, out: Path) -> Path:
     """Write the source distribution."""
-    # Its version is nobody's in particular: whoever builds from it chooses a version of CUDA then.
+    # Its version names no CUDA: the version of CUDA is chosen when a wheel is built from it.
     environment = environment_with(common, **KINDS[PYTHON_ALONE], NATTEN_JAX_RELEASE="0")
     return out / call_backend(python, ROOT, environment, "build_sdist", str(out))
 
@@ -144,7 +144,7 @@ def unpacked(archive: Path) -> Path:
 def build_settings(kind: str, folder: Path) -> str:
     """The settings of a build: its directories, and the local version, which names CUDA and a sample of its kernels.
 
-    Setuptools reads them last. A source distribution has settings of its own, which overrule what setup.py says.
+    Setuptools reads them last. The setup.cfg of a source distribution overrules setup.py.
     """
     directories = {"build_base": folder, "build_temp": folder / "cmake", "build_lib": folder / "lib"}
     lines = ["[build]", *(f"{name} = {directory}" for name, directory in directories.items())]

@@ -15,7 +15,7 @@ Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def _pallas(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Compute attention with tokamax's Pallas kernels, which replaced those of JAX."""
+    """Compute attention with tokamax's Pallas kernels. JAX's Pallas attention is deprecated in favour of tokamax."""
     try:
         import tokamax
     except ImportError as error:

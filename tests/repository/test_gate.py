@@ -1,4 +1,4 @@
-"""What the gate's scripts do if a step fails, with stand-ins for the programs that they call."""
+"""Run the gate's scripts with stand-ins for the programs that they call."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ mkdir -p dist
 echo "make $* sample=$NATTEN_JAX_CUDA_SAMPLE distributions=$NATTEN_JAX_DISTRIBUTIONS" >> made
 case "$*" in *KINDS=*) touch dist/natten_jax-1.tar.gz ;; esac
 """
-#: Of the Pythons 3.11 and 3.13, which this machine has, those that are asked for.
+#: A machine with Python 3.11 and 3.13.
 FIND_PYTHON = """
 case "$1" in 11) echo /stand-in/python3.11 ;; 12) echo /stand-in/python3.13 ;; esac
 """
@@ -261,7 +261,7 @@ def test_the_gate_needs_some_python(tree: Path) -> None:
     assert not (tree / "made").exists()
 
 
-#: What a stand-in for an interpreter answers: its path, if it is asked for its version and complete.
+#: A stand-in for an interpreter: it prints its path if its version is the requested one.
 INTERPRETER = """
 for version; do :; done
 if [ "$version" = {minor} ]; then echo "$0"; else exit 1; fi
@@ -280,7 +280,7 @@ def test_the_newest_python_is_found_on_the_path_and_among_versions_of_pyenv(tree
     stand_in(tree / "programs" / "python3.13", "echo 'pyenv: python3.13: command not found' >&2; exit 127")
     thirteen = stand_in(home / ".pyenv" / "versions" / "3.13.0" / "bin" / "python3.13", INTERPRETER.format(minor=13))
     assert run(tree, find, "11", "14", **variables).stdout == f"{thirteen}\n"
-    # One that has no header files or cannot make environments is no good.
+    # An interpreter without header files or venv is skipped.
     fourteen = stand_in(tree / "programs" / "python3.14", "exit 1")
     assert run(tree, find, "11", "14", **variables).stdout == f"{thirteen}\n"
     stand_in(fourteen, INTERPRETER.format(minor=14))

@@ -1,4 +1,4 @@
-"""Which sources the native build compiles, and what it refuses. Nothing is compiled here."""
+"""Sources and launchers of the native build. Nothing is compiled here."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_kernels_are_compiled_by_a_launcher_that_refuses_what_ptxas_ignores(tmp_
     assert printed(tmp_path, is_sample=False)["launcher"] == ["sh", str(REFUSE_IGNORED)]
 
 
-#: What ptxas 13.0 prints for `setmaxnreg` in a kernel without a number of blocks per multiprocessor.
+#: Output of ptxas 13.0 for `setmaxnreg` in a kernel without a number of blocks per multiprocessor.
 IGNORED = "ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable to determine register count"
 ACCEPTED = "ptxas info    : Used 168 registers, used 2 barriers"
 
