@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import itertools
 import re
 import subprocess
 import sys
@@ -13,6 +11,7 @@ import pytest
 
 from natten_jax.native import module as native
 
+SOURCES = Path(__file__).parents[2] / "csrc"
 LIBRARIES = ("_native", "libnatten_jax")
 
 
@@ -65,43 +64,16 @@ def test_libraries_are_hardened(library: str) -> None:
     assert "__stack_chk_fail" in dynamic_symbols(library)
 
 
-class _Slot(ctypes.Structure):
-    """``PyModuleDef_Slot``."""
+@pytest.mark.skipif(not SOURCES.is_dir(), reason="there is no clone")
+def test_every_module_declares_that_it_needs_no_gil() -> None:
+    """A free-threaded interpreter enables its GIL again when it imports a module without this declaration.
 
-    _fields_ = (("slot", ctypes.c_int), ("value", ctypes.c_void_p))
-
-
-class _Definition(ctypes.Structure):
-    """``PyModuleDef`` of an interpreter with a GIL."""
-
-    _fields_ = (
-        ("base", ctypes.c_byte * (object.__basicsize__ + 3 * ctypes.sizeof(ctypes.c_void_p))),
-        ("name", ctypes.c_char_p),
-        ("doc", ctypes.c_char_p),
-        ("size", ctypes.c_ssize_t),
-        ("methods", ctypes.c_void_p),
-        ("slots", ctypes.POINTER(_Slot)),
-    )
-
-
-@pytest.mark.skipif(sys.version_info < (3, 13), reason="modules declare this since Python 3.13")
-@pytest.mark.skipif(
-    not getattr(sys, "_is_gil_enabled", lambda: True)(), reason="definitions of a free-threaded interpreter differ"
-)
-def test_the_module_declares_that_it_needs_no_gil() -> None:
-    """A free-threaded interpreter enables its GIL again when it imports a module that does not."""
-    initialise = ctypes.PyDLL(str(file_of("_native"))).PyInit__native
-    initialise.restype = ctypes.POINTER(_Definition)
-    definition = initialise().contents
-    assert definition.name == b"_native"
-    slots = {}
-    for index in itertools.count():
-        slot = definition.slots[index]
-        if slot.slot == 0:
-            break
-        slots[slot.slot] = slot.value
-    needs_gil = 4  # Py_mod_gil
-    assert slots[needs_gil] == 1  # Py_MOD_GIL_NOT_USED
+    Modules for other interpreters do not have it in their machine code, so that this reads the source.
+    """
+    texts = [path.read_text() for path in SOURCES.rglob("*.cpp")]
+    modules = [options for text in texts for options in re.findall(r"^PYBIND11_MODULE\((.*)\) \{", text, re.MULTILINE)]
+    assert len(modules) == 1
+    assert all(module.endswith(", py::mod_gil_not_used()") for module in modules)
 
 
 @pytest.mark.skipif(getattr(sys, "_is_gil_enabled", lambda: True)(), reason="this interpreter has a GIL")
