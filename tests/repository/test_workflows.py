@@ -15,7 +15,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 #: With `make` for the function that calls it.
-GATE = (ROOT / ".ci" / "run").read_text().replace("wheels() { gate_make", "make").replace("gate_make", "make")
+GATE = (ROOT / ".ci" / "run").read_text().replace("wheels() { make", "make").replace("gate_make", "make")
 MAKEFILE = (ROOT / "Makefile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
