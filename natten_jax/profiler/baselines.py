@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 
 import jax
@@ -17,13 +18,13 @@ Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 def _pallas(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """Compute attention with tokamax's Pallas kernels. JAX's Pallas attention is deprecated in favour of tokamax."""
     try:
-        import tokamax
+        attend = importlib.import_module("tokamax").dot_product_attention
     except ImportError as error:
         raise ValueError(
             f"the pallas baseline needs the package tokamax, on Python 3.12 or later with JAX 0.11.1 or later: {error}"
         ) from None
     try:
-        output: jax.Array = tokamax.dot_product_attention(query, key, value, implementation="mosaic")
+        output: jax.Array = attend(query, key, value, implementation="mosaic")
     except NotImplementedError as error:
         raise ValueError(f"tokamax has no Pallas kernel for the pallas baseline here: {error}") from None
     return output

@@ -109,7 +109,7 @@ def test_a_compilation_fails_where_ptxas_ignored_something(line: str, status: in
     compiler.write_text(f'#!/bin/sh\necho "{line}" {redirection}\necho object > "$4"\nexit {status}\n')
     compiler.chmod(0o755)
     built = tmp_path / "kernel file.o"
-    command = ["sh", REFUSE_IGNORED, compiler, "-c", "kernel file.cu", "-o", built]
+    command: list[str | Path] = ["sh", REFUSE_IGNORED, compiler, "-c", "kernel file.cu", "-o", built]
     # Arguments reach the compiler as they are.
     compiler.write_text(compiler.read_text().replace('"$4"', '"$4"; test "$2" = "kernel file.cu" || exit 9'))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
