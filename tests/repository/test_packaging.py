@@ -68,7 +68,7 @@ def copy_of_sources(folder: Path) -> Path:
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source distribution, and the wheels for this interpreter that were built from it.
 
-    NATTEN_JAX_DISTRIBUTIONS names a directory with existing distributions, including those of other interpreters.
+    NATTEN_JAX_DISTRIBUTIONS names a directory with existing distributions, for any number of interpreters.
     """
     built = os.environ.get("NATTEN_JAX_DISTRIBUTIONS")
     if built:
