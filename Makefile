@@ -124,12 +124,15 @@ $(VENV)/.installed: $(BUILD_INPUTS)
 
 # Wheels to hand out, in dist, for every interpreter of PYTHONS. KINDS: of Python alone; with kernels for CPUs of this
 # machine's kind; for those of 64-bit ARM, where there is a compiler for them; and with kernels for GPUs, too, of a version
-# of CUDA. NATTEN_JAX_CUDA_ARCHS in the environment names other architectures than a release has.
+# of CUDA. NATTEN_JAX_CUDA_ARCHS in the environment names other architectures than a release has. OUT: the directory of the
+# wheels. SDIST: a source distribution to build from, instead of a new one.
 PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 CROSS := $(if $(shell command -v aarch64-linux-gnu-g++),aarch64)
 KINDS ?= python cpu $(CROSS) cuda12 cuda13
+OUT ?= dist
+SDIST ?=
 wheels:
-	$(PYTHON) release/wheels.py --pythons $(PYTHONS) --kinds $(KINDS)
+	$(PYTHON) release/wheels.py --pythons $(PYTHONS) --kinds $(KINDS) --out $(OUT) $(if $(SDIST),--sdist $(SDIST))
 
 # What each optimisation of attention pays at growing lengths. The kernels that only this needs are built with it, where
 # there is an NVIDIA GPU.

@@ -10,6 +10,8 @@ Environment variables:
         that major version of CUDA, ``0`` leaves it out. By default it is built where an NVIDIA GPU is visible, of
         compute capability 8.0 or higher.
     NATTEN_JAX_BENCH: ``1`` adds the kernels that only benchmarks use to the CUDA part.
+    NATTEN_JAX_CUDA_SAMPLE: ``1`` compiles each kernel template for one element type and feature, in half the time. It
+        checks that a CUDA compiler accepts the sources. The library links, but no program can load it.
     NATTEN_JAX_SANITIZE: sanitizers of g++ to build host code with, as in ``address,undefined``.
     NATTEN_JAX_CUDA_ARCHS: CUDA architectures, separated by semicolons. By default those of DEFAULT_CUDA_ARCHITECTURES,
         or of RELEASE_CUDA_ARCHITECTURES in a release, that nvcc can compile for.
@@ -256,6 +258,14 @@ def cutlass_include_directory() -> Path:
     return Path(chosen).resolve()
 
 
+def is_sample() -> bool:
+    """Return True if this build only checks the compiler."""
+    choice = os.environ.get("NATTEN_JAX_CUDA_SAMPLE", "")
+    if choice not in ("", "0", "1"):
+        raise SystemExit(f"NATTEN_JAX_CUDA_SAMPLE must be 0 or 1, got {choice!r}.")
+    return choice == "1"
+
+
 def cuda_options() -> list[str]:
     """CMake's options for the CUDA part."""
     if not wants_cuda():
@@ -273,6 +283,7 @@ def cuda_options() -> list[str]:
         f"-DCMAKE_CUDA_COMPILER={nvcc}",
         f"-DNATTEN_JAX_CUDA_ARCHS={cuda_architectures(nvcc)}",
         f"-DNATTEN_JAX_BENCH={'ON' if os.environ.get('NATTEN_JAX_BENCH') == '1' else 'OFF'}",
+        f"-DNATTEN_JAX_CUDA_SAMPLE={'ON' if is_sample() else 'OFF'}",
         f"-DNATTEN_JAX_CUTLASS_INCLUDE_DIR={cutlass_include_directory()}",
         *options,
     ]

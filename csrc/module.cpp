@@ -42,7 +42,9 @@ std::pair<std::int64_t, std::int64_t> pair(natten_jax::Range<std::int64_t> range
 
 }  // namespace
 
-PYBIND11_MODULE(_native, module) {
+// These functions share no state: they build their results from arguments and constants. Mutexes protect the caches of
+// launches, which run on threads of XLA.
+PYBIND11_MODULE(_native, module, py::mod_gil_not_used()) {
   module.doc() = "Native part of natten_jax.";
   module.def("registrations", &registrations, "XLA FFI targets: name -> (platform, handler capsule).");
   module.def("build_info", &build_info, "How this library was built and what it runs on this host.");

@@ -2,6 +2,8 @@
 
     python release/wheels.py --pythons python3.11 python3.12 --kinds python cpu cuda13 --out dist
 
+NATTEN_JAX_WHEELS_WORK in the environment names another directory for intermediate files.
+
 The kind ``python`` is Python alone, one wheel for every machine and interpreter. Every other wheel is tagged with the
 oldest manylinux policy that auditwheel finds it to keep. Kernels are compiled once for a kind: only the Python module
 differs between interpreters. Nothing is fetched but packages, through pip.
@@ -23,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1].resolve()
-#: Always the same place: CMake and ccache know what they compiled by its path.
-WORK = ROOT / "build" / "wheels"
+#: Intermediate files. The path is fixed because CMake and ccache identify compilations by it. Two runs at a time need
+#: a directory each.
+WORK = ROOT / os.environ.get("NATTEN_JAX_WHEELS_WORK", "build/wheels")
 PYTHON_ALONE = "python"
 #: What tells a build of each kind from others: variables that ``setup.py`` reads.
 KINDS: Mapping[str, Mapping[str, str]] = {
@@ -49,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pythons", nargs="+", required=True, metavar="PYTHON", help="interpreters to build for")
     parser.add_argument("--kinds", nargs="+", required=True, choices=KINDS, help="kinds of wheels to build")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where the wheels go")
+    parser.add_argument("--sdist", type=Path, help="build from this source distribution; write none")
     options = parser.parse_args(arguments)
     pythons = [find_python(name) for name in options.pythons]
     out = options.out.resolve()
@@ -58,9 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tools = install("tools", project["project"]["optional-dependencies"]["release"])
     # A build takes headers and programs from these, which serve every interpreter: what imports need may be missing.
     common = install("common", project["build-system"]["requires"], "--no-deps")
+    sources = unpacked(options.sdist or source_distribution(common, pythons[0], out))
     # A build that lacks its compiler says so before another begins.
-    environments = {kind: build_environment(kind, common, pythons[0]) for kind in options.kinds}
-    sources = source_distribution(common, pythons[0], out)
+    environments = {kind: build_environment(kind, common, pythons[0], sources) for kind in options.kinds}
     for kind, environment in environments.items():
         is_native = kind != PYTHON_ALONE
         for python in pythons if is_native else pythons[:1]:
@@ -83,8 +87,8 @@ def find_python(name: str) -> Path:
 def install(name: str, requirements: Sequence[str], *flags: str) -> Path:
     """Install packages into a directory of their own."""
     target = WORK / name
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(target), *flags, *requirements]
-    subprocess.run(command, check=True)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--target", str(target)]
+    subprocess.run([*command, *flags, *requirements], check=True)
     return target
 
 
@@ -111,37 +115,42 @@ def call_backend(python: Path, sources: Path, environment: dict[str, str], hook:
     return json.loads(answer.read_text(encoding="utf-8"))
 
 
-def build_environment(kind: str, common: Path, python: Path) -> dict[str, str]:
+def build_environment(kind: str, common: Path, python: Path, sources: Path) -> dict[str, str]:
     """The environment of builds of a kind, with what only they need."""
     # Whoever builds a kind has not chosen another one before.
     unchosen = {variable: "" for choices in KINDS.values() for variable in choices}
     variables = {**unchosen, **KINDS[kind], "NATTEN_JAX_RELEASE": "1"}
     environment = environment_with(common, **variables)
-    requirements = call_backend(python, ROOT, environment, "get_requires_for_build_wheel")
+    requirements = call_backend(python, sources, environment, "get_requires_for_build_wheel")
     if not requirements:
         return environment
     return environment_with(common, install(f"for-{kind}", requirements, "--no-deps"), **variables)
 
 
 def source_distribution(common: Path, python: Path, out: Path) -> Path:
-    """Write the source distribution and unpack it: what wheels are built from is what it holds."""
-    # Its version is nobody's in particular: whoever builds from it chooses a version of CUDA then.
+    """Write the source distribution."""
+    # Its version names no CUDA: the version of CUDA is chosen when a wheel is built from it.
     environment = environment_with(common, **KINDS[PYTHON_ALONE], NATTEN_JAX_RELEASE="0")
-    archive = out / call_backend(python, ROOT, environment, "build_sdist", str(out))
+    return out / call_backend(python, ROOT, environment, "build_sdist", str(out))
+
+
+def unpacked(archive: Path) -> Path:
+    """Unpack the source distribution. Wheels are built from it, so that a file missing there fails the build."""
     with tarfile.open(archive) as members:
         members.extractall(WORK, filter="data")
     return WORK / archive.name.removesuffix(".tar.gz")
 
 
 def build_settings(kind: str, folder: Path) -> str:
-    """The settings of a build: its directories, and that the version says its CUDA.
+    """The settings of a build: its directories, and the local version, which names CUDA and a sample of its kernels.
 
-    Setuptools reads them last. A source distribution has settings of its own, which overrule what setup.py says.
+    Setuptools reads them last. The setup.cfg of a source distribution overrules setup.py.
     """
     directories = {"build_base": folder, "build_temp": folder / "cmake", "build_lib": folder / "lib"}
     lines = ["[build]", *(f"{name} = {directory}" for name, directory in directories.items())]
     cuda = KINDS[kind]["NATTEN_JAX_CUDA"]
-    return "\n".join([*lines, "[egg_info]", f"tag_build = {'' if cuda == '0' else f'+cu{cuda}'}", ""])
+    sample = ".sample" if os.environ.get("NATTEN_JAX_CUDA_SAMPLE") == "1" else ""
+    return "\n".join([*lines, "[egg_info]", f"tag_build = {'' if cuda == '0' else f'+cu{cuda}{sample}'}", ""])
 
 
 def build(kind: str, environment: dict[str, str], python: Path, sources: Path) -> Path:

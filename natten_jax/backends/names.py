@@ -13,8 +13,8 @@ from natten_jax.backends.base import Backend
 from natten_jax.plan.plan import BackendId
 from natten_jax.problem import OPERATORS, Operator
 
-#: What other libraries, and the profiler, call implementations of attention.
-_OF_JAX = "an implementation of JAX's own attention, which the profiler measures beside these"
+#: Names of attention implementations in other libraries and in the profiler.
+_OF_JAX = "an implementation of attention in JAX, which the profiler measures beside these"
 _OF_PYTORCH = "an implementation of attention in PyTorch"
 _OTHERS = MappingProxyType(
     {

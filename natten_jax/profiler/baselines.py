@@ -1,9 +1,9 @@
-"""Attention as JAX itself has it, to compare with: self attention over the flattened tokens."""
+"""Baselines of the profiler: self attention over the flattened tokens, of JAX and of tokamax."""
 
 from __future__ import annotations
 
 import functools
-import warnings
+import importlib
 from collections.abc import Callable
 
 import jax
@@ -16,15 +16,17 @@ Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def _pallas(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Compute attention with tokamax's Pallas kernels. JAX's Pallas attention is deprecated in favour of tokamax."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            from jax.experimental.pallas.ops.gpu.attention import mha
+        attend = importlib.import_module("tokamax").dot_product_attention
     except ImportError as error:
-        raise ValueError(f"the pallas baseline is not part of JAX {jax.__version__}: {error}") from None
-    if key.shape[-2] != query.shape[-2]:
-        raise ValueError("the pallas baseline takes as many key/value heads as query heads: leave out --heads-kv")
-    output: jax.Array = mha(query, key, value, None, sm_scale=query.shape[-1] ** -0.5)
+        raise ValueError(
+            f"the pallas baseline needs the package tokamax, on Python 3.12 or later with JAX 0.11.1 or later: {error}"
+        ) from None
+    try:
+        output: jax.Array = attend(query, key, value, implementation="mosaic")
+    except NotImplementedError as error:
+        raise ValueError(f"tokamax has no Pallas kernel for the pallas baseline here: {error}") from None
     return output
 
 

@@ -124,7 +124,7 @@ def test_blocks_of_flat_tokens_are_those_of_the_mask() -> None:
         ends = [axis.bounds(np.asarray(at), (n, n)) for axis, at, n in zip(problem.axes, (x, y), (6, 8), strict=True)]
         sees[x, y, int(ends[0][0]) : int(ends[0][1]), int(ends[1][0]) : int(ends[1][1])] = True
     pairs = sees.reshape(6, 8, 12, 4).any(axis=(1, 3))
-    assert tpu_visits.blocks_of_flat_tokens(problem, 8, 4) == (6, pairs.sum(axis=1).max(), pairs.sum())
+    assert tpu_visits.blocks_of_flat_tokens(problem, 8, 4) == (6, int(pairs.sum(axis=1).max()), int(pairs.sum()))
 
 
 @pytest.mark.skipif(util.find_spec("libtpu") is None, reason="the compiler for TPUs, libtpu, is not installed")

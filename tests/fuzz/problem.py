@@ -521,7 +521,7 @@ def _tile_pair(problem: Fuzzed, backend: Backend, pass_: Pass, rng: np.random.Ge
         if by_kernels:
             of_kernels = by_kernels[int(rng.integers(len(by_kernels)))]
             return of_kernels[int(rng.integers(len(of_kernels)))]
-    kind = rng.choice(["none", "listed", "any"], p=[0.1, 0.3, 0.6])  # kernels rank their tiles slowly
+    kind = str(rng.choice(["none", "listed", "any"], p=[0.1, 0.3, 0.6]))  # kernels rank their tiles slowly
     if _goes_around_directly(problem):  # as those of few tokens may, which are seldom drawn
         kind = "listed"
     if kind == "none":

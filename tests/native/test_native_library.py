@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from natten_jax.native import module as native
 
+SOURCES = Path(__file__).parents[2] / "csrc"
 LIBRARIES = ("_native", "libnatten_jax")
 
 
@@ -60,3 +62,26 @@ def test_libraries_are_hardened(library: str) -> None:
     assert re.search(r"GNU_STACK(\s+0x\w+){5}\s+RW\s", readelf(library, "--program-headers"))
     assert re.search(r"BIND_NOW|\(FLAGS_1\).*NOW", readelf(library, "--dynamic"))
     assert "__stack_chk_fail" in dynamic_symbols(library)
+
+
+@pytest.mark.skipif(not SOURCES.is_dir(), reason="there is no clone")
+def test_every_module_declares_that_it_needs_no_gil() -> None:
+    """A free-threaded interpreter enables its GIL again when it imports a module without this declaration.
+
+    Modules for other interpreters do not have it in their machine code, so that this reads the source.
+    """
+    texts = [path.read_text() for path in SOURCES.rglob("*.cpp")]
+    modules = [options for text in texts for options in re.findall(r"^PYBIND11_MODULE\((.*)\) \{", text, re.MULTILINE)]
+    assert len(modules) == 1
+    assert all(module.endswith(", py::mod_gil_not_used()") for module in modules)
+
+
+@pytest.mark.skipif(getattr(sys, "_is_gil_enabled", lambda: True)(), reason="this interpreter has a GIL")
+def test_a_free_threaded_interpreter_stays_without_a_gil() -> None:
+    program = (
+        "import importlib.util, sys",
+        "spec = importlib.util.spec_from_file_location('_native', sys.argv[1])",
+        "spec.loader.exec_module(importlib.util.module_from_spec(spec))",
+        "assert not sys._is_gil_enabled()",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(program), str(file_of("_native"))], check=True)

@@ -194,7 +194,7 @@ def test_merge_does_not_overflow(highest: float) -> None:
 def test_merge_keeps_the_element_type_of_the_outputs() -> None:
     outputs, lses = [jnp.ones((1, 2, 1, 3), jnp.bfloat16)] * 2, [jnp.zeros((1, 2, 1))] * 2
     merged, lse = natten_jax.merge_attentions(tuple(outputs), tuple(lses))
-    assert (merged.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
+    assert merged.dtype == jnp.bfloat16 and lse.dtype == jnp.float32
 
 
 # Windows as large as the layout: attention --------------------------------------------------------------------------

@@ -31,6 +31,7 @@ UNSET = (
     "NATTEN_JAX_RELEASE",
     "NATTEN_JAX_CUDA_ARCHS",
     "NATTEN_JAX_CUTLASS_INCLUDE_DIR",
+    "NATTEN_JAX_CUDA_SAMPLE",
     "CUDA_HOME",
     "_PYTHON_HOST_PLATFORM",
     "SETUPTOOLS_EXT_SUFFIX",
@@ -204,6 +205,7 @@ def test_architectures_that_were_asked_for_are_not_left_out(
     [
         ("NATTEN_JAX_CUDA", "wants_cuda"),
         ("NATTEN_JAX_RELEASE", "is_release"),
+        ("NATTEN_JAX_CUDA_SAMPLE", "is_sample"),
         ("NATTEN_JAX_NATIVE", "wants_native"),
         ("NATTEN_JAX_MACHINE", "other_machine"),
     ],
@@ -328,7 +330,11 @@ def test_another_machine_has_its_compiler_and_names_of_its_own(
 @pytest.mark.parametrize(
     ("kind", "suffix"), [("python", ""), ("cpu", ""), ("aarch64", ""), ("cuda12", "+cu12"), ("cuda13", "+cu13")]
 )
-def test_the_version_of_a_wheel_says_its_cuda(kind: str, suffix: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_sample", [False, True])
+def test_the_version_of_a_wheel_says_its_cuda_and_that_it_is_a_sample(
+    kind: str, suffix: str, is_sample: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NATTEN_JAX_CUDA_SAMPLE", str(int(is_sample)))
     leftovers = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__")
     sources = shutil.copytree(ROOT, tmp_path / "sources", ignore=leftovers)
     # What source distributions hold, which is where wheels are built from.
@@ -339,7 +345,8 @@ def test_the_version_of_a_wheel_says_its_cuda(kind: str, suffix: str, tmp_path: 
     command = [sys.executable, "setup.py", "egg_info"]
     subprocess.run(command, cwd=sources, env=environment, capture_output=True, check=True)
     metadata = sources / "natten_jax.egg-info" / "PKG-INFO"
-    assert f"\nVersion: {__version__}{suffix}\n" in metadata.read_text()
+    sample = ".sample" if is_sample and suffix else ""
+    assert f"\nVersion: {__version__}{suffix}{sample}\n" in metadata.read_text()
 
 
 def test_every_package_is_distributed() -> None:

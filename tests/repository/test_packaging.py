@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -65,7 +66,13 @@ def copy_of_sources(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is handed out for this interpreter: a source distribution, and the wheels that were built from it."""
+    """The source distribution, and the wheels for this interpreter that were built from it.
+
+    NATTEN_JAX_DISTRIBUTIONS names a directory with existing distributions, for any number of interpreters.
+    """
+    built = os.environ.get("NATTEN_JAX_DISTRIBUTIONS")
+    if built:
+        return Path(built)
     require_package_index()
     folder = tmp_path_factory.mktemp("distributions")
     program = copy_of_sources(folder) / "release" / "wheels.py"
@@ -76,14 +83,15 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wheel(distributions: Path) -> Path:
     """The wheel with kernels for this machine."""
-    (built,) = distributions.glob("natten_jax-*linux*.whl")
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    (built,) = distributions.glob(f"natten_jax-{__version__}-{tag}-*linux*_{platform.machine()}.whl")
     return built
 
 
 @pytest.fixture(scope="module")
 def python_alone(distributions: Path) -> Path:
     """The wheel without any."""
-    (built,) = set(distributions.glob("natten_jax-*.whl")) - set(distributions.glob("*linux*"))
+    (built,) = distributions.glob("natten_jax-*-any.whl")
     return built
 
 

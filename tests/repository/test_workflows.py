@@ -14,7 +14,8 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-GATE = (ROOT / ".ci" / "run").read_text()
+#: With `make` for the function that calls it.
+GATE = (ROOT / ".ci" / "run").read_text().replace("wheels() { make", "make").replace("gate_make", "make")
 MAKEFILE = (ROOT / "Makefile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -30,8 +31,8 @@ def commands(name: str) -> str:
 
 
 def targets(text: str) -> set[str]:
-    """The targets of make that a script names."""
-    return set(re.findall(r"^\s*(?:\w+=\S+ )*make ([a-z-]+)", text, re.MULTILINE))
+    """The targets of make that a workflow, or the gate by its function, names."""
+    return set(re.findall(r'^\s*(?:\w+=\S+ )*(?:part "[^"]*" )?make ([a-z-]+)', text, re.MULTILINE))
 
 
 def default(variable: str) -> list[str]:
@@ -46,7 +47,7 @@ def test_there_is_one_workflow_for_each_purpose() -> None:
 
 def test_workflows_together_run_the_targets_of_the_gate() -> None:
     run = set().union(*(targets(commands(path.stem)) for path in WORKFLOWS))
-    assert run == targets(GATE) == {"lint", "docs", "test", "fuzz", "wheels"}
+    assert run == targets(GATE) - {"setup"} == {"lint", "docs", "test", "fuzz", "wheels"}
     declared = re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[0].split()
     assert run <= set(declared)
     assert all(re.search(rf"^{target}:", MAKEFILE, re.MULTILINE) for target in run)
@@ -54,9 +55,9 @@ def test_workflows_together_run_the_targets_of_the_gate() -> None:
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_variables_of_make_exist(path: Path) -> None:
-    named = re.findall(r"make [a-z-]+((?: \w+=\S*)*)", commands(path.stem) + GATE)
-    variables = {word.partition("=")[0] for words in named for word in words.split()}
-    assert variables
+    lines = re.findall(r"(?:make|wheels|kernels_of) .*", f"{commands(path.stem)}\n{GATE}")
+    variables = {name for line in lines for name in re.findall(r"\b([A-Z]+)=", line)}
+    assert variables >= {"PYTHON", "PYTHONS", "VENV", "KINDS", "OUT", "SDIST"}
     assert all(re.search(rf"^{variable} \?=", MAKEFILE, re.MULTILINE) for variable in variables)
 
 
@@ -74,6 +75,21 @@ def test_tests_run_with_every_python_and_the_oldest_and_newest_jax() -> None:
     assert f"jax>={lower_bound}" in PROJECT["project"]["dependencies"]
     for cuda in ("cuda12", "cuda13"):
         assert PROJECT["project"]["optional-dependencies"][cuda] == [f"jax[{cuda}]>={lower_bound}"]
+
+
+def test_the_gate_looks_for_every_python_and_installs_the_oldest_jax() -> None:
+    (job,) = jobs("tests").values()
+    minors = [int(version.partition(".")[2]) for version in job["strategy"]["matrix"]["python"]]
+    assert re.findall(r"find-python (\d+) (\d+)\)", GATE) == [
+        (str(minors[0]), str(minors[0])),
+        (str(minors[1]), str(minors[-1])),
+    ]
+    assert f"no Python 3.{minors[0]} to 3.{minors[-1]} " in GATE
+    pattern = re.search(r"""sed -n '(.*)' pyproject.toml""", GATE)
+    assert pattern is not None
+    command = ["sed", "-n", pattern[1], "pyproject.toml"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert found.strip() == job["strategy"]["matrix"]["jax"][0]
 
 
 def test_wheels_of_every_kind_are_built_for_every_python() -> None:

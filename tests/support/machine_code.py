@@ -59,6 +59,11 @@ def missing() -> str | None:
     return next((f"there is no {tool}" for tool in ("gcc", "ptxas") if shutil.which(tool) is None), None)
 
 
+def ignored(said: str) -> list[str]:
+    """Return the lines in which ``ptxas`` reports that it ignored part of its input. Its status is 0 all the same."""
+    return [line for line in said.splitlines() if line.startswith("ptxas") and "ignored" in line.lower()]
+
+
 def compiled(folder: Path, number: int) -> dict[str, tuple[str, str]]:
     """PTX, and what ``ptxas`` says, of a problem's kernels; a process of its own finds the driver's library first."""
     source, library = folder / "driver.c", folder / "libcuda.so.1"
