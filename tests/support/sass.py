@@ -37,7 +37,9 @@ class Instruction(NamedTuple):
 
 def functions(lines: Iterable[str]) -> Iterator[tuple[str, list[Instruction]]]:
     """Names and instructions of the kernels that ``cuobjdump -sass`` lists."""
-    name, found, pending = "", [], None
+    name = ""
+    found: list[Instruction] = []
+    pending: tuple[int, str] | None = None
     for line in lines:
         if match := _FUNCTION.match(line):
             if found:
@@ -80,7 +82,7 @@ def kernels_with_early_arrivals(library: Path, names: str) -> dict[str, list[Ins
     symbols = re.findall(r"^(?:STT_)?FUNC\s.*?(\S+)$", listing, re.MULTILINE)
     wanted = sorted({symbol for symbol in symbols if re.search(names, symbol)})
     assert wanted, f"no kernel's name matches {names}"
-    command = ["cuobjdump", "-sass", "-fun", ",".join(wanted), library]
+    command = ["cuobjdump", "-sass", "-fun", ",".join(wanted), str(library)]
     # A library has several cubins: for each, warnings name the kernels that it lacks.
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
