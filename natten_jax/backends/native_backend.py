@@ -137,7 +137,10 @@ def sinks_gradient(sinks: jax.Array, logsumexp: jax.Array, delta: jax.Array) -> 
     batch, *tokens, heads = logsumexp.shape
     of_queries = sinks.reshape(sinks.shape[0], *(1,) * len(tokens), heads)
     # What sees nothing, and no sink, has no weights; padding may hold anything.
-    changes = jnp.where(jnp.isneginf(logsumexp), 0, jnp.exp(of_queries - logsumexp) * delta)
+    exponents = of_queries - logsumexp
+    # The rounding of a very low logsumexp, of a sink without visible keys, is larger than any logarithm of a weight.
+    is_rounding = (jnp.abs(logsumexp) >= 2.0**30) & (jnp.abs(exponents) <= jnp.abs(logsumexp) * 2.0**-21)
+    changes = jnp.where(jnp.isneginf(logsumexp), 0, jnp.exp(jnp.where(is_rounding, 0, exponents)) * delta)
     # In two steps, which compilers would make one: XLA's sums are slow where few numbers lie beside each other.
     count = math.prod(tokens)
     side_by_side = max(n for n in range(1, max(_SIDE_BY_SIDE // heads, 1) + 1) if count % n == 0)
