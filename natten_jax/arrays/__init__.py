@@ -1,6 +1,8 @@
 """The arrays of a pass, whoever computes it.
 
 - ``operands``: the tuples that passes take and give.
+- ``added_logits``: numbers of biases and sinks that hide keys.
+- ``remainders``: logsumexps in base 2, to more digits than one float32 number has.
 - ``roles``: what their dimensions are, and so which of them a mesh may split.
 - ``query_box``: some of a device's queries, as a box.
 - ``key_bias_columns``, ``shared_key_bias``: biases of keys as kernels take them that know none, or those of heads.

@@ -151,7 +151,7 @@ def _excess(
     else:
         share = CANCELLATION
     size, terms = float(np.linalg.norm(reference)), float(np.linalg.norm(magnitude))
-    epsilon = np.finfo(np.float64 if problem.dtype == "float64" else np.float32).eps
+    epsilon = float(np.finfo(np.float64 if problem.dtype == "float64" else np.float32).eps)
     allowed = (
         SLACK * BOUNDS[problem.out_dtype] * max(size, share * terms) + LOGIT_ROUNDINGS * epsilon * steepness * terms
     )
