@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 import jax
+import numpy as np
 
 from natten_jax.arrays.bitcast import elements_of, words_of
 from natten_jax.arrays.in_place import apart
@@ -52,5 +53,7 @@ class QueryBox:
     def _shape(self, array: jax.Array) -> tuple[int, ...]:
         return array.shape[0], *self.extents, *array.shape[1 + len(self.extents) :]
 
-    def _start(self, array: jax.Array) -> list[jax.Array | int]:
-        return [0, *self.starts, *[0] * (array.ndim - 1 - len(self.extents))]
+    def _start(self, array: jax.Array) -> list[jax.Array | np.int32]:
+        # In 64-bit mode a Python number would be an int64, and indices must have one type.
+        zero = np.int32(0)
+        return [zero, *self.starts, *[zero] * (array.ndim - 1 - len(self.extents))]

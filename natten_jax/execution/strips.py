@@ -65,7 +65,7 @@ def on_line(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
         )
         for axis, more in zip(axes, room, strict=True)
     ]
-    shift = np.array([0] * (KERNEL_RANK - len(room)) + room, np.int32)
+    shift = np.array([[0] * (KERNEL_RANK - len(room)) + room], np.int32)
     origins = jnp.zeros((2, KERNEL_RANK), jnp.int32) if operands.origins is None else operands.origins
     problem = dataclasses.replace(plan.problem, axes=tuple(longer))
     return dataclasses.replace(plan, problem=problem), operands._replace(origins=origins + shift)

@@ -59,6 +59,17 @@ def test_results_are_those_of_the_definition() -> None:
     check_all(trials, FAMILY)
 
 
+@pytest.mark.parametrize("mode", ["ranks", "64 bits"])
+def test_strips_are_traced_in_every_mode(mode: str) -> None:
+    def loss(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return jnp.sum(na2d(query, key, value, (3, 5), edges="wrap", backend="strips-fna"))
+
+    arrays = [jnp.ones((2, 6, 8, 2, 8), jnp.float32)] * 3
+    with jax.numpy_rank_promotion("raise") if mode == "ranks" else jax.enable_x64(True):
+        gradients = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*arrays).out_info
+    assert [gradient.shape for gradient in gradients] == [array.shape for array in arrays]
+
+
 def test_strips_have_the_biases_of_their_keys() -> None:
     cases = [case for case in feature_cases().values() if "wrap" in (case.edges or ())]
     cases += [random_case(seed, tokens=60) for seed in range(150)]

@@ -170,4 +170,6 @@ def test_the_first_call_of_a_process_is_captured(name: str, kernels: str, tmp_pa
     with np.load(path) as found:
         assert len(found.files) == len(expected)
         for key, value in zip(found.files, expected, strict=True):
-            np.testing.assert_array_equal(found[key], np.asarray(value, np.float32))
+            # XLA may sum gradients of a shared bias over the heads in another order.
+            array = np.asarray(value, np.float32)
+            np.testing.assert_allclose(found[key], array, rtol=0, atol=1e-5 * np.abs(array).max())
