@@ -64,8 +64,9 @@ NATTEN_JAX_INLINE Float added_logits(const Float& biases) {
   NATTEN_JAX_UNROLL
   for (int i = 0; i < kVectors; ++i) {
     const NativeFloat bias = biases.v[i];
-    const NativeFloat finite = bias < __builtin_inff() ? bias : NativeFloat{} + __builtin_nanf("");
-    added.v[i] = (bias <= kHiddenLogit ? NativeFloat{} - __builtin_inff() : finite) * kLog2E;
+    const NativeFloat finite = bias > kLargestLogit ? NativeFloat{} + kLargestLogit : bias;
+    const NativeFloat finite_or_nan = bias < __builtin_inff() ? finite : NativeFloat{} + __builtin_nanf("");
+    added.v[i] = (bias <= kHiddenLogit ? NativeFloat{} - __builtin_inff() : finite_or_nan) * kLog2E;
   }
   return rounded(added);
 }
@@ -75,11 +76,11 @@ NATTEN_JAX_INLINE void add_to_logits(float* logits, const Float& added) {
   store(logits, load(logits) + added);
 }
 
-/// Adds a second bias. Two finite ones do not hide a key, though their sum may overflow.
+/// Adds a second bias. The sum of two finite biases is clipped to a finite number.
 NATTEN_JAX_INLINE void add_to_biased_logits(float* logits, const Float& added) {
   const Float before = load(logits), sum = before + added;
   const Mask hidden = equal(before, -__builtin_inff()) | equal(added, -__builtin_inff());
-  store(logits, select(hidden, sum, maximum(sum, broadcast(-FLT_MAX))));
+  store(logits, select(hidden, sum, minimum(maximum(sum, broadcast(-FLT_MAX)), broadcast(FLT_MAX))));
 }
 
 /// Adds the relative biases of the lanes.

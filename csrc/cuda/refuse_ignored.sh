@@ -4,6 +4,7 @@
 # SM in `__launch_bounds__`. It prints an info line and succeeds. The kernel then runs with far fewer registers.
 output=$(mktemp) || exit
 trap 'rm -f "$output"' EXIT
+trap 'exit 143' HUP INT TERM
 "$@" >"$output" 2>&1
 status=$?
 cat "$output" >&2

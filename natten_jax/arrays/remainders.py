@@ -42,6 +42,9 @@ def pack_remainder(distance: jax.Array, log2_sum: jax.Array) -> jax.Array:
     total = distance + log2_sum
     if distance.dtype != jnp.float32:
         return total
+    reaches = (jnp.abs(distance) < _PACKED) & (jnp.abs(total) >= _PACKED)
+    log2_sum = jnp.where(reaches, total - _PACKED, log2_sum)
+    distance = jnp.where(reaches, jnp.float32(_PACKED), distance)
     units = jnp.clip(log2_sum / _UNIT + 0.5, 0, _BITS).astype(jnp.uint32)
     bits = jax.lax.bitcast_convert_type(distance, jnp.uint32) + jnp.where(distance < 0, np.uint32(_BITS), np.uint32(0))
     packed = jax.lax.bitcast_convert_type((bits & np.uint32(~_BITS & 0xFFFFFFFF)) | units, jnp.float32)

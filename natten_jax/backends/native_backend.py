@@ -137,10 +137,8 @@ def sinks_gradient(sinks: jax.Array, logsumexp: jax.Array, delta: jax.Array) -> 
     batch, *tokens, heads = logsumexp.shape
     of_queries = sinks.reshape(sinks.shape[0], *(1,) * len(tokens), heads)
     # What sees nothing, and no sink, has no weights; padding may hold anything.
-    exponents = of_queries - logsumexp
-    # The rounding of a very low logsumexp, of a sink without visible keys, is larger than any logarithm of a weight.
-    is_rounding = (jnp.abs(logsumexp) >= 2.0**30) & (jnp.abs(exponents) <= jnp.abs(logsumexp) * 2.0**-21)
-    weights = jnp.exp(jnp.where(is_rounding, 0, jnp.minimum(exponents, 0)))
+    # Rounding of large numbers must not make a weight larger than 1.
+    weights = jnp.exp(jnp.minimum(of_queries - logsumexp, 0))
     changes = jnp.where(jnp.isneginf(logsumexp), 0, weights * delta)
     # In two steps, which compilers would make one: XLA's sums are slow where few numbers lie beside each other.
     count = math.prod(tokens)

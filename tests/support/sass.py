@@ -60,13 +60,12 @@ def functions(lines: Iterable[str]) -> Iterator[tuple[str, list[Instruction]]]:
 def early_arrivals(instructions: Iterable[Instruction]) -> list[Instruction]:
     """Arrivals at barriers in shared memory that are issued while matrix loads before them may still be reading.
 
-    Loads complete in order: one without a scoreboard has ended when the next one with a scoreboard has.
+    Loads complete in issue order: a load without a scoreboard has ended once a later load with a scoreboard has. The scan
+    is linear: it does not follow branches.
     """
     found, pending, is_unmarked = [], 0, False
     for each in instructions:
-        if each.waits & pending:
-            pending &= ~each.waits
-            is_unmarked = is_unmarked and pending != 0
+        pending &= ~each.waits
         if " LDSM" in f" {each.text}":
             is_unmarked = each.sets is None
             if each.sets is not None:

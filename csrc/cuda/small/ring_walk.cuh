@@ -152,7 +152,7 @@ struct RingReader {
   std::uint32_t across, along_rows;
   std::uint32_t statistics;   // where it reads what is known of its columns there
   RingPlace place;            // of a step's first slab
-  std::uint32_t last_loaded;  // a word of the warp's last load from a slab; loads end in their order
+  std::uint32_t last_loaded;  // a word of the warp's last load from a slab; loads complete in issue order
 
   CUTE_DEVICE std::uint32_t of_slot(int slot) const { return slot * 2 * p.shape.array_bytes; }
 
@@ -182,8 +182,9 @@ struct RingReader {
     return result;
   }
 
-  /// Releases the tile's buffer to TMA, given such numbers of all its arrays. Without the dependency on them, a tile's
-  /// query gradients mixed two tiles in one of 77 batch entries of 4 x 10 x 8 tokens with windows of 4 x 5 x 8.
+  /// Releases the tile's buffer to TMA. `loaded` has words of the loads of all its arrays: without the dependency on
+  /// them, a tile's query gradients mixed two tiles in one of 77 batch entries of 4 x 10 x 8 tokens with windows of
+  /// 4 x 5 x 8.
   CUTE_DEVICE void leave_tile(std::uint32_t loaded) const {
     const std::uint32_t zero = p.shape.warps >> 31;
     if (barriers.arrives()) arrive_at(after_loads(barriers.has_room[ring_warp()], loaded, zero));

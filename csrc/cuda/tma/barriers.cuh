@@ -28,7 +28,7 @@ CUTE_DEVICE void arrive(std::uint64_t& barrier) {
 /// Args:
 ///   barrier: the barrier.
 ///   loaded: a word of each load, combined by a bitwise or.
-///   zero: zero, in a way that the compiler does not see.
+///   zero: a zero that is opaque to the compiler.
 CUTE_DEVICE std::uint64_t& after_loads(std::uint64_t& barrier, std::uint32_t loaded, std::uint32_t zero) {
   return (&barrier)[loaded & zero];
 }

@@ -27,8 +27,8 @@ NATTEN_JAX_HOST_DEVICE inline float base2_logsumexp(float logsumexp) {
 #endif
 }
 
-/// Remainders from here on have no room for the logarithm of a row's sum beside the rounding of its logsumexp: of
-/// logits above 2^40, whose spacing is so large that a row's weights are those of equal logits or zero.
+/// From this magnitude on, a distance added to the logarithm of a sum in float32 loses digits of the logarithm. It
+/// occurs for logits above 2^40, which differ by so much that the weights of a row are equal or zero.
 constexpr float kPackedRemainder = 0x1p18f;
 
 /// A remainder in parts.
@@ -40,10 +40,15 @@ struct RemainderParts {
 constexpr std::uint32_t kPackedBits = 0xfff;
 constexpr float kPackedUnit = 0x1p-7f;
 
-/// One number for both parts. In large ones the last 12 bits hold the logarithm in units of 2^-7, and the distance is
-/// rounded down to the others: equal distances stay equal, and unequal ones differ by far more than these bits.
+/// Packs both parts into one number. In a large number the last 12 bits hold the logarithm in units of 2^-7, and the
+/// distance is rounded down to the other bits: equal distances stay equal, and unequal ones differ by far more.
 NATTEN_JAX_HOST_DEVICE inline float pack_remainder(float distance, float log2_sum) {
-  if (!(__builtin_fabsf(distance) >= kPackedRemainder)) return distance + log2_sum;
+  if (!(__builtin_fabsf(distance) >= kPackedRemainder)) {
+    const float sum = distance + log2_sum;
+    if (!(__builtin_fabsf(sum) >= kPackedRemainder)) return sum;
+    distance = kPackedRemainder;
+    log2_sum = sum - kPackedRemainder;
+  }
   const float units = fminf(fmaxf(log2_sum / kPackedUnit + 0.5f, 0.f), static_cast<float>(kPackedBits));
   const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, distance) + (distance < 0.f ? kPackedBits : 0);
   return __builtin_bit_cast(float, (bits & ~kPackedBits) | static_cast<std::uint32_t>(units));

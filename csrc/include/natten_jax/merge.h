@@ -47,7 +47,12 @@ NATTEN_JAX_HOST_DEVICE inline float sink_of(const Scale& scale, const HeadScale&
 /// Takes a sink into a row's logsumexp; what its keys weigh beside it.
 NATTEN_JAX_HOST_DEVICE inline float add_sink(Logsumexp& row, float sink) {
   if (sink == -INFINITY) return 1.f;
-  const Logsumexp of_sink{sink, __builtin_fmaf(sink, kLog2E, -base2_logsumexp(sink))};
+#if defined(__CUDA_ARCH__)
+  const float rounding = __builtin_fmaf(sink, kLog2E, -base2_logsumexp(sink));
+#else
+  const float rounding = 0.f;  // biases of keys are rounded to base 2, too
+#endif
+  const Logsumexp of_sink{sink, pack_remainder(rounding, 0.f)};
   if (row.value == -INFINITY) {
     row = of_sink;       // a merge would round it
     return sink - sink;  // zero or NaN
