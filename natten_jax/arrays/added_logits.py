@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from natten_jax.arrays.operands import Inputs
 
@@ -20,10 +21,19 @@ ADDED = ("relative_bias", "key_bias", "shared_key_bias", "sinks")
 def in_accumulator(operand: Any, accumulator: Any) -> jax.Array:
     """Convert an operand to the accumulator's element type, in which it hides the same keys.
 
-    An operand that has this type already is returned as it is: kernels apply the rule when they load it.
+    An operand of this type is returned unchanged: the rule is applied later, by the kernel (``Backend.hides_keys``) or
+    by :func:`with_hidden_keys`.
     """
     operand = jnp.asarray(operand)
-    return operand if operand.dtype == accumulator else with_hidden_keys(operand).astype(accumulator)
+    if operand.dtype == accumulator:
+        return operand
+    hiding = with_hidden_keys(operand)
+    limits = jnp.finfo(accumulator)
+    if float(jnp.finfo(operand.dtype).max) > float(limits.max):
+        # Numbers that hide nothing must not overflow, nor hide their keys in the narrower type.
+        lowest = np.nextafter(np.asarray(limits.min / 2, accumulator), np.asarray(0, accumulator))
+        hiding = jnp.where(jnp.isinf(hiding), hiding, jnp.clip(hiding, float(lowest), float(limits.max)))
+    return hiding.astype(accumulator)
 
 
 def with_hidden_keys(operand: jax.Array) -> jax.Array:

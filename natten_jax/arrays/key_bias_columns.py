@@ -36,7 +36,7 @@ class _Numbers(NamedTuple):
         largest: The largest term.
         hidden: Largest magnitude of a product of query and key, and of a logit. Its negative is the logit of hidden
             keys, since ``-inf`` times the zeros in the columns of other heads would be NaN. Finite biases are clipped
-            to half of it. ``None`` if three of the largest terms are smaller.
+            to half of it. ``None`` for float16: there the limit is ``_TERMS * largest``.
         exponent: The exponent of the power of two that terms are multiplied with, scale included. Float16 has neither
             the small numbers of a bias nor large ones that hide whatever the logits are.
     """

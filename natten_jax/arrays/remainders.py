@@ -23,8 +23,8 @@ _UNIT = 2.0**-7
 def base2(logsumexp: jax.Array) -> jax.Array:
     """Convert a logsumexp to base 2, rounded before anything is subtracted.
 
-    The barrier keeps XLA from fusing the product into a difference. XLA removes it before LLVM compiles for CPUs; what
-    keeps LLVM from fusing is the maximum, which also keeps finite numbers finite.
+    The barrier keeps XLA from fusing the product into a difference. On CPUs XLA drops the barrier before LLVM runs;
+    there the maximum prevents the fusion. It also stops finite numbers from overflowing to ``-inf``.
     """
     lowest = jnp.where(jnp.isneginf(logsumexp), -jnp.inf, float(jnp.finfo(logsumexp.dtype).min))
     product = jax.lax.optimization_barrier(logsumexp * np.asarray(LOG2_E, logsumexp.dtype))

@@ -110,7 +110,7 @@ class Backend(abc.ABC):
     #: Whether its kernels that add biases of keys take those that all heads share as they are.
     takes_shared_key_bias: ClassVar[bool] = False
     #: Kernels apply the rule of :mod:`natten_jax.arrays.added_logits` to float32 biases and sinks themselves. For other
-    #: backends it is applied to the operands before the call.
+    #: backends ``KernelOperands.of`` and ``PlainForward.with_hidden_keys`` apply it before the call.
     hides_keys: ClassVar[bool] = False
     #: Whether its kernels have sinks in the softmax, and return their gradients.
     takes_sinks: ClassVar[bool] = False

@@ -75,7 +75,10 @@ class PlainForward(Computation):
         return results
 
     def with_hidden_keys(self, operands: Operands) -> Operands:
-        """Replace numbers of biases that hide keys, unless the backend does: a constant for every derivative."""
+        """Apply :func:`with_hidden_keys_of_inputs` unless the backend hides keys itself.
+
+        Hidden numbers are constants: all their derivatives are 0.
+        """
         if _backend(self.backend).hides_keys:
             return operands
         return operands._replace(inputs=with_hidden_keys_of_inputs(operands.inputs))

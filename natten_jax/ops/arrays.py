@@ -39,18 +39,21 @@ def as_jax_array(name: str, array: ArrayLike | None) -> jax.Array:
     return array  # type: ignore[return-value]  # JAX's functions take NumPy's arrays as they are
 
 
+#: Dtypes of operands that are added to logits. They have infinities.
+_LOGIT_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
 def as_logit_term(name: str, array: ArrayLike | None) -> jax.Array:
     """``array``, which is added to logits, as a JAX array in its own element type.
 
     Raises:
-        ValueError: Its elements are not floating point numbers.
+        ValueError: Its dtype is not one of these.
         TypeError: It is not an array, or :func:`check_array` rejects it.
     """
     array = as_jax_array(name, array)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
+    if array.dtype.name not in _LOGIT_DTYPES:
         raise ValueError(
-            f"{name} has dtype {array.dtype.name}, but it is added to logits, so that a floating point dtype is "
-            "expected (float16, bfloat16, float32 or float64)"
+            f"{name} has dtype {array.dtype.name}, but it is added to logits: {', '.join(_LOGIT_DTYPES)} are supported"
         )
     return array
 

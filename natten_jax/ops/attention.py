@@ -103,8 +103,8 @@ def attention(
         backend: ``"cpu-fmha"``, ``"flex-fmha"``, ... or ``None`` for the best that can run the problem.
         return_lse: Return the logsumexp, too.
         key_bias: ``[batch, seqlen_kv]`` or ``[batch, heads, seqlen_kv]``, in a floating point dtype: added to
-            every scaled logit of a key; ``-inf`` hides it. A query that sees no key gets an output of 0 and a logsumexp
-            of ``-inf``, without gradients.
+            every scaled logit of a key. ``-inf``, and any number up to ``0.5 * finfo(dtype).min``, hides the key. A
+            query without visible keys gets an output of 0, a logsumexp of ``-inf`` and gradients of 0.
         sinks: ``[heads]``, in a floating point dtype: a logit of each query head that the softmax has besides
             those of the keys, and that no value stands behind.
         query_scale: Factors of an 8-bit query (``docs/fp8.md``): a positive number, or a float32 array without

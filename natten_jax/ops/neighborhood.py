@@ -229,8 +229,8 @@ def _operator(rank: int) -> NeighborhoodAttention:
                 logit of a query and a key that lies ``offset`` neighbors (steps of the dilation) after it is the entry
                 ``offset + kernel_size - 1``, dimension by dimension; nothing to those of additional keys.
             key_bias: ``[batch, {layout}]`` or ``[batch, heads, {layout}]``, in a floating point dtype: added to
-                every scaled logit of a key; ``-inf`` hides it. A query that sees no key gets an output of 0 and a
-                logsumexp of ``-inf``, without gradients.
+                every scaled logit of a key. ``-inf``, and any number up to ``0.5 * finfo(dtype).min``, hides the key. A
+                query without visible keys gets an output of 0, a logsumexp of ``-inf`` and gradients of 0.
             sinks: ``[heads]``, in a floating point dtype: a logit of each query head that the softmax has besides
                 those of the keys, and that no value stands behind.
             query_scale: Factors of an 8-bit query (``docs/fp8.md``): a positive number, or a float32 array without

@@ -65,7 +65,7 @@ def neighborhood_weights(
         {WindowOptions}
         scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``; or an array, without dimensions or ``[heads]``.
         relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, in a floating point dtype: added to the scaled
-            logits, as in the operators.
+            logits, as in the operators. Numbers up to ``0.5 * finfo(dtype).min`` hide keys.
         return_logits: Return the logits in place of their softmax.
 
     Returns:
@@ -88,6 +88,7 @@ def neighborhood_weights(
     factor: float | jax.Array = problem.scale
     if factors is not None:
         factor = jnp.expand_dims(per_head(factors, 1, problem.heads, problem.dtype), range(1, rank + 1))
+        factor = jnp.where(jnp.isfinite(factor), factor, jnp.nan)  # an infinite scale hides no key
     accumulator = problem.element.accumulator
     table = None if relative_bias is None else with_hidden_keys(checked_table(problem, relative_bias))
     of_offsets = axes_of_offsets(problem.axes, window.edges)
@@ -117,7 +118,7 @@ def neighborhood_weights(
     if isinstance(factor, float):
         factor = jnp.asarray(factor, accumulator)
     query, key = jnp.asarray(query), jnp.asarray(key)
-    return run_with_auto_axes(weights_of, query, query, key, factor, table)
+    return run_with_auto_axes(weights_of, query, query, key, factor, table, inside_manual=False)
 
 
 @explained()

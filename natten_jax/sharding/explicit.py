@@ -160,20 +160,28 @@ def split_like_heads(of_heads: jax.Array, per_query: jax.Array) -> jax.Array:
     return _placed(of_heads, NamedSharding(mesh, PartitionSpec(_spec(per_query)[-1])))
 
 
-def run_with_auto_axes(function: Callable[..., jax.Array], like: jax.Array, *arrays: Any) -> jax.Array:
+def run_with_auto_axes(
+    function: Callable[..., jax.Array], like: jax.Array, *arrays: Any, inside_manual: bool = True
+) -> jax.Array:
     """Call ``function`` with the arrays while XLA decides how explicit mesh axes split its intermediate results.
 
     Args:
         function: The function.
         like: The result is split as this array, except for its last dimension, which is whole.
         *arrays: Arguments: every array that the function uses.
+        inside_manual: Do so inside ``jax.shard_map``, too. There JAX cannot differentiate some functions with automatic
+            axes.
     """
     mesh = _mesh_of((like, arrays))
     if mesh is None:
         return function(*arrays)
+    is_nested = AxisType.Manual in mesh.axis_types  # a gradient then needs checkpoints, as in `over_explicit_axes`
+    if is_nested and not inside_manual:
+        return function(*arrays)
     sharding = NamedSharding(mesh, PartitionSpec(*_spec(like)[:-1], None))
-    run = jax.sharding.auto_axes(function, axes=tuple(sorted(_explicit_axes(mesh))), out_sharding=sharding)
-    result: jax.Array = run(*arrays)
+    inner = jax.checkpoint(function) if is_nested else function
+    run = jax.sharding.auto_axes(inner, axes=tuple(sorted(_explicit_axes(mesh))), out_sharding=sharding)
+    result: jax.Array = (jax.checkpoint(run) if is_nested else run)(*arrays)
     return result
 
 

@@ -59,6 +59,7 @@ def _failures(cases: Mapping[str, Any], run: Callable[[Any], None]) -> list[str]
 
 def _failures_of(family: Family, run: Callable[[OperandCall], None], names: Sequence[str] = ()) -> list[str]:
     """Failures of a family's calls, by default of all of them; GPU kernels may refuse combinations of operands."""
+    assert set(names) <= CALLS.keys()
     cases = _cases_of(family)
     failures = _failures({name: cases[name] for name in names or cases if name in cases}, run)
     refused = [failure for failure in failures if family.needs_gpu and "Backends that can:" in failure]

@@ -203,6 +203,48 @@ def test_weights_as_an_array_follow_the_rule(number: str) -> None:
         assert np.isnan(weights[..., 0, :]).all()
 
 
+@pytest.mark.parametrize("scale", [np.inf, -np.inf, np.nan])
+def test_no_scale_of_weights_hides_keys(scale: float) -> None:
+    ones, table = jnp.ones((1, 9, 1, 8)), jnp.zeros((1, 5))
+
+    @jax.jit
+    def weights_of(key: Any, scale: Any) -> Any:
+        return natten_jax.neighborhood_weights(ones, key, 3, relative_bias=table, scale=scale)
+
+    for key in (ones, -ones):
+        weights = weights_of(key, scale)
+        is_seen = np.asarray(natten_jax.neighborhood_weights(ones, key, 3)) > 0
+        assert np.isnan(weights[is_seen]).all()
+
+
+@pytest.mark.parametrize("low", [2.0**30, -(2.0**30), 1e13, -1e13, -1e30])
+def test_equal_sinks_and_biases_share_weight(low: float) -> None:
+    query = jnp.zeros((1, 5, 1, 8))
+    value = jax.random.normal(jax.random.key(0), (1, 5, 1, 8))
+
+    def attend(sink: Any) -> Any:
+        bias = jnp.full((1, 5), low)
+        return natten_jax.na1d(query, query, value, 3, key_bias=bias, sinks=sink[None], backend="cpu-fna")
+
+    mean = value[0, 1:4].mean(0)
+    np.testing.assert_allclose(attend(jnp.float32(low))[0, 2], 0.75 * mean, rtol=0.01)
+    # A sink of the next lower float, by at least 64, has almost no weight and gradient.
+    lower = jnp.nextafter(jnp.float32(low), -jnp.inf)
+    out, pullback = jax.vjp(attend, lower)
+    np.testing.assert_allclose(out[0, 2], mean, rtol=1e-6)
+    np.testing.assert_allclose(pullback(out)[0], 0, atol=1e-20)
+
+
+@pytest.mark.parametrize("name", ["key_bias", "sinks"])
+@pytest.mark.parametrize("backend", ["cpu-fna", "flex-fna"])
+def test_the_largest_numbers_are_finite(backend: str, name: str) -> None:
+    query = jax.random.normal(jax.random.key(0), (1, 5, 1, 8))
+    array = jnp.full((1, 5) if name == "key_bias" else (1,), jnp.finfo("float32").max)
+    out, lse = natten_jax.na1d(query, query, query, 3, backend=backend, return_lse=True, **{name: array})  # type: ignore[call-overload]
+    assert np.isfinite(out).all()
+    assert np.isfinite(lse).all()
+
+
 def test_derivatives_of_derivatives_of_hidden_keys_are_zero() -> None:
     array = jax.random.normal(jax.random.key(0), (1, 6, 2, 8))
     hidden = jnp.zeros((1, 6)).at[0, :4].set(jnp.finfo("float32").min)  # all keys of the first queries

@@ -96,14 +96,22 @@ def test_float64_operands_keep_their_digits() -> None:
     assert lse.item() == sink
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int8", "int32", "uint16", "complex64"])
+@pytest.mark.parametrize("backend", ["cpu-fna", "flex-fna"])
+@pytest.mark.parametrize(("low", "is_hidden"), [(-2e38, False), (-1e300, False), (-1e308, True)])
+def test_the_rule_of_float64_biases_is_tested_before_conversion(backend: str, low: float, is_hidden: bool) -> None:
+    query = jnp.ones((1, 3, 1, WIDTH), "float32")
+    bias = jnp.full((1, 3), low, "float64")
+    out, lse = natten_jax.na1d(query, query, query, 3, key_bias=bias, backend=backend, return_lse=True)
+    np.testing.assert_array_equal(jnp.isneginf(lse), is_hidden)
+    np.testing.assert_allclose(out, 0 if is_hidden else 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "int32", "uint16", "complex64", "float8_e4m3fn", "float8_e5m2"])
 def test_other_dtypes_are_refused(dtype: str) -> None:
     query = jnp.ones((2, *LAYOUT, HEADS, WIDTH))
     for name, shape in SHAPES.items():
         argument = name.split()[0]
-        with pytest.raises(
-            ValueError, match=rf"^{argument} has dtype {dtype}, but .* floating point dtype is expected"
-        ):
+        with pytest.raises(ValueError, match=rf"^{argument} has dtype {dtype}, but .* are supported"):
             natten_jax.na2d(query, query, query, WINDOW, **{argument: jnp.ones(shape, dtype)})  # type: ignore[call-overload]
     with pytest.raises(ValueError, match=rf"^relative_bias has dtype {dtype}"):
         natten_jax.neighborhood_weights(query, query, WINDOW, relative_bias=jnp.ones(SHAPES["relative_bias"], dtype))

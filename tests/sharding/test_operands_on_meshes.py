@@ -57,3 +57,38 @@ _OF_BACKENDS = (
 def test_split_operands(kind: str, backends: str, names: tuple[str, ...]) -> None:
     printed = output_of(run_python(_PROGRAM, kind, backends, *names, devices=8))
     assert printed.splitlines()[-1] == "right"
+
+
+_NESTED = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from natten_jax import neighborhood_apply, neighborhood_weights
+
+mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+query = jax.random.normal(jax.random.key(0), (4, 9, 2, 8))
+table = jax.random.normal(jax.random.key(1), (2, 5))
+
+def weights(query, table):
+    return neighborhood_weights(query, 2 * query, 3, relative_bias=table)
+
+def applied(query, table):
+    return neighborhood_apply(query[..., :3], query, 3)
+
+def gradients(function):
+    return jax.grad(lambda *arrays: jnp.sum(jnp.cos(function(*arrays))), (0, 1))
+
+for function in weights, applied:
+    expected = gradients(function)(query, table)
+    with jax.set_mesh(mesh):
+        split = jax.shard_map(function, in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"})
+        placed = [jax.device_put(query, NamedSharding(mesh, P("x", None, "y")))]
+        placed.append(jax.device_put(table, NamedSharding(mesh, P("y"))))
+        found = jax.jit(gradients(split))(*placed)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)
+print("right")
+"""
+
+
+def test_gradients_of_weights_inside_shard_map_over_some_axes() -> None:
+    assert output_of(run_python(_NESTED, devices=4)).splitlines()[-1] == "right"

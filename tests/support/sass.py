@@ -60,8 +60,8 @@ def functions(lines: Iterable[str]) -> Iterator[tuple[str, list[Instruction]]]:
 def early_arrivals(instructions: Iterable[Instruction]) -> list[Instruction]:
     """Arrivals at barriers in shared memory that are issued while matrix loads before them may still be reading.
 
-    Loads complete in issue order: a load without a scoreboard has ended once a later load with a scoreboard has. The scan
-    is linear: it does not follow branches.
+    Loads complete in issue order: a load without a scoreboard has ended once a later load with a scoreboard has. The
+    scan is linear: it does not follow branches.
     """
     found, pending, is_unmarked = [], 0, False
     for each in instructions:
