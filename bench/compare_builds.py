@@ -33,7 +33,7 @@ class Problem(NamedTuple):
 
     Attributes:
         name: Row of bench/benchmarks.py or, if ``is_small``, of bench/biases.py.
-        is_small: Which of the two.
+        is_small: Use the row of bench/biases.py.
         family: Kernel family; ``"none"`` for the best one.
         side: Operand that is added to the logits, as in bench/biases.py; ``"plain"`` for none.
     """

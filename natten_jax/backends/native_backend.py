@@ -136,7 +136,7 @@ def sinks_gradient(sinks: jax.Array, logsumexp: jax.Array, delta: jax.Array) -> 
     """
     batch, *tokens, heads = logsumexp.shape
     of_queries = sinks.reshape(sinks.shape[0], *(1,) * len(tokens), heads)
-    # What sees nothing, and no sink, has no weights; padding may hold anything.
+    # Queries without keys and without a sink have no weights; padding is arbitrary.
     # Rounding of large numbers must not make a weight larger than 1.
     weights = jnp.exp(jnp.minimum(of_queries - logsumexp, 0))
     changes = jnp.where(jnp.isneginf(logsumexp), 0, weights * delta)

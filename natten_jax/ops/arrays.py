@@ -47,7 +47,7 @@ def as_logit_term(name: str, array: ArrayLike | None) -> jax.Array:
     """``array``, which is added to logits, as a JAX array in its own element type.
 
     Raises:
-        ValueError: Its dtype is not one of these.
+        ValueError: Its dtype is not supported.
         TypeError: It is not an array, or :func:`check_array` rejects it.
     """
     array = as_jax_array(name, array)

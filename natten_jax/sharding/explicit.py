@@ -169,8 +169,7 @@ def run_with_auto_axes(
         function: The function.
         like: The result is split as this array, except for its last dimension, which is whole.
         *arrays: Arguments: every array that the function uses.
-        inside_manual: Do so inside ``jax.shard_map``, too. There JAX cannot differentiate some functions with automatic
-            axes.
+        inside_manual: Also use automatic axes inside ``jax.shard_map``. JAX cannot differentiate some functions there.
     """
     mesh = _mesh_of((like, arrays))
     if mesh is None:

@@ -160,7 +160,7 @@ def _excess(
         if name == "out":
             spread = oracle.spread(operands, problem.mask(), problem.case.actual_scale)
             allowed += OF_E4M3_WEIGHTS * float(np.linalg.norm(spread))
-    # Below its smallest number a type has nothing: neither for results, nor for weights and their gradients.
+    # Numbers below the smallest of a type become zero in results, weights and gradients.
     largest = max(*map(_largest, operands[:6]), *map(_largest_added, operands[6:]))
     tokens = max(operands.query[0, ..., 0, 0].size, operands.key[0, ..., 0, 0].size)
     smallest = SMALLEST.get(problem.dtype, SMALLEST_FLOAT32)

@@ -50,7 +50,7 @@ class SpoiledBias:
 
     @classmethod
     def draw(cls, rng: np.random.Generator, names: list[str]) -> SpoiledBias:
-        """Draw a replacement in one of the named operands."""
+        """Draw a replacement in a named operand."""
         name = str(rng.choice(names))
         number = str(rng.choice((*BROKEN, "-inf") if name == "scale" else (*BROKEN, *HIDING, *TIED)))
         extent = "all" if number in TIED else str(rng.choice(EXTENTS))

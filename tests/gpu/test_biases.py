@@ -77,7 +77,7 @@ def test_tables_of_clamped_windows() -> None:
     check_all(trials, of, slack=_SLACK)
 
 
-#: Problems of kernels for large windows that have forms of their own for these heads.
+#: Problems with large windows, for each head dimension that the kernels specialise.
 LARGE_WINDOWS = {
     "heads of 64": Case((33, 40), (13, 20), key_bias="tokens", hidden=0.3, heads=2, heads_kv=2, head_dim=64, batch=2),
     "heads of 80": Case((300,), (200,), key_bias="heads", hidden=0.3, heads=4, heads_kv=2, head_dim=80, head_dim_v=128),

@@ -1,4 +1,4 @@
-"""What ptxas made of the Hopper kernels."""
+"""Machine code of the CUDA kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operands that are added to logits have any floating point dtype, whatever the query has."""
+"""Operands that are added to logits may have another floating point dtype than the query."""
 
 from __future__ import annotations
 

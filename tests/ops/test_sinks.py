@@ -135,7 +135,7 @@ def test_other_arrays_are_refused(operator: str) -> None:
         with pytest.raises(ValueError, match=r"^sinks has shape .*\(2,\)"):
             jax.eval_shape(call, jnp.ones(shape))
     for dtype in ("bool", "int32"):
-        with pytest.raises(ValueError, match=rf"^sinks has dtype {dtype}, but .* floating point dtype is expected"):
+        with pytest.raises(ValueError, match=rf"^sinks has dtype {dtype}, but .* are supported"):
             call(jnp.ones(2, dtype))
     with pytest.raises(TypeError, match=r"^sinks must be an array, got list"):
         call([1.0, 2.0])

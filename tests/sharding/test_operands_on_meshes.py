@@ -1,4 +1,4 @@
-"""Every operand on meshes of several devices: values and gradients are those of one device."""
+"""Values and gradients of every operand on meshes of several devices equal the results on one device."""
 
 from __future__ import annotations
 

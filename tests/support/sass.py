@@ -1,6 +1,6 @@
 """Machine code of the CUDA kernels: arrivals at barriers that do not wait for loads from shared memory.
 
-An instruction whose latency varies may set one of six scoreboards, and any instruction may wait for some of them before
+An instruction whose latency varies may set one of six scoreboards, and any instruction may wait for scoreboards before
 it is issued (bits 46 to 48 and 52 to 57 of the upper half of its 128-bit encoding, since compute capability 7.0).
 """
 

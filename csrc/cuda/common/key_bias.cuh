@@ -8,13 +8,13 @@
 
 namespace natten_jax {
 
-/// What a bias is multiplied with to become a term of products, given the scale of the logits. Finite for denormal
+/// Factor that turns a bias into a term of products, given the scale of the logits. Finite for denormal
 /// scales, so that a bias of zero stays zero.
 CUTE_DEVICE float products_per_logit(float scale) {
   return fminf(1.f / scale, FLT_MAX);
 }
 
-/// The same to about 1 ulp.
+/// Approximate products_per_logit, to about 1 ulp.
 CUTE_DEVICE float fast_products_per_logit(float scale) {
   return fminf(fast_reciprocal(scale), FLT_MAX);
 }

@@ -8,7 +8,7 @@
 
 namespace natten_jax::sm90 {
 
-/// What a bias is multiplied with to become a term of products, given their scale in base 2.
+/// Factor that turns a bias into a term of products, given the scale of the logits in base 2.
 CUTE_DEVICE float products_per_base2_logit(float exponent_scale) {
   return fminf(kLog2E / exponent_scale, FLT_MAX);
 }

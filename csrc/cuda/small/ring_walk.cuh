@@ -182,8 +182,8 @@ struct RingReader {
     return result;
   }
 
-  /// Releases the tile's buffer to TMA. `loaded` has words of the loads of all its arrays: without the dependency on
-  /// them, a tile's query gradients mixed two tiles in one of 77 batch entries of 4 x 10 x 8 tokens with windows of
+  /// Releases the tile's buffer to TMA. `loaded` combines words of all its loads: without this dependency the query
+  /// gradients of a tile mixed two tiles in one of 77 batch entries of 4 x 10 x 8 tokens with windows of
   /// 4 x 5 x 8.
   CUTE_DEVICE void leave_tile(std::uint32_t loaded) const {
     const std::uint32_t zero = p.shape.warps >> 31;

@@ -33,8 +33,8 @@ CUTE_DEVICE std::uint64_t& after_loads(std::uint64_t& barrier, std::uint32_t loa
   return (&barrier)[loaded & zero];
 }
 
-/// One arrival for a warp, once all of its lanes have come, at a barrier of what the copy engine alone reads or writes
-/// besides. Where threads do, each arrives for itself: racecheck does not see that a lane stands for others.
+/// One arrival per warp, after all of its lanes. Use it only for buffers that are otherwise accessed by TMA: if threads
+/// access them, each thread must arrive, because racecheck does not see that a lane arrives for others.
 CUTE_DEVICE void arrive_as_warp(std::uint64_t& barrier) {
   __syncwarp();
   if (cute::elect_one_sync()) arrive(barrier);

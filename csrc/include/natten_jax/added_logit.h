@@ -15,18 +15,18 @@ constexpr float kHiddenLogit = 0.5f * -FLT_MAX;
 /// Larger biases are clipped to this, which is finite in base 2 and in a sum with a product.
 constexpr float kLargestLogit = 0.5f * FLT_MAX;
 
-/// An operand as kernels add it: -infinity where it hides its key. A logit of infinity has no softmax: it becomes NaN.
+/// An operand as kernels add it: -infinity if it hides its key. Infinity becomes NaN, since its softmax is undefined.
 NATTEN_JAX_HOST_DEVICE inline float added_logit(float bias) {
   const float finite_or_nan = bias < INFINITY ? fminf(bias, kLargestLogit) : NAN;
   return bias <= kHiddenLogit ? -INFINITY : finite_or_nan;
 }
 
-/// The same as a term of unscaled products of queries and keys.
+/// Returns added_logit as a term of unscaled products of queries and keys.
 ///
 /// Args:
 ///   bias: the operand.
 ///   product: the bias, at most kLargestLogit, over the scale of the logits. It is clipped to a number whose sum with a
-///     product is finite, so that it neither hides its key nor turns into NaN beside a bias that does.
+///     product is finite, so that it neither hides its key nor makes another bias NaN.
 NATTEN_JAX_HOST_DEVICE inline float added_product(float bias, float product) {
   const float finite = fminf(fmaxf(product, -kLargestLogit), kLargestLogit),
               finite_or_nan = bias < INFINITY ? finite : NAN;

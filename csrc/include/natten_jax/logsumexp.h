@@ -28,7 +28,7 @@ NATTEN_JAX_HOST_DEVICE inline float base2_logsumexp(float logsumexp) {
 }
 
 /// From this magnitude on, a distance added to the logarithm of a sum in float32 loses digits of the logarithm. It
-/// occurs for logits above 2^40, which differ by so much that the weights of a row are equal or zero.
+/// occurs for logits above 2^40. These are so far apart that the weights of a row are equal or zero.
 constexpr float kPackedRemainder = 0x1p18f;
 
 /// A remainder in parts.
@@ -62,7 +62,7 @@ NATTEN_JAX_HOST_DEVICE inline RemainderParts unpack_remainder(float remainder) {
   return {__builtin_bit_cast(float, bits & ~kPackedBits), static_cast<float>(bits & kPackedBits) * kPackedUnit};
 }
 
-/// What base2_logsumexp leaves out of a row's logsumexp.
+/// Rounding error of base2_logsumexp for a row.
 ///
 /// Args:
 ///   logsumexp: natural logarithm, as it was rounded.

@@ -27,7 +27,7 @@ NATTEN_JAX_HOST_DEVICE inline Shares merge_logsumexps(Logsumexp& own, const Logs
   const float highest = fmaxf(of_own, of_others), reference = highest == -INFINITY ? 0.f : highest;
   const float own_distance = (of_own - reference) + own_parts.distance,
               other_distance = (of_others - reference) + other_parts.distance;
-  // Remainders of large logits are no fractions: weights are relative to them, too, so that nothing overflows.
+  // Remainders of large logits exceed 1. Weights are relative to the remainders as well, so that nothing overflows.
   const float larger = fmaxf(own_distance, other_distance), top = larger == -INFINITY ? 0.f : larger;
   const float own_weight = exp2f((own_distance - top) + own_parts.log2_sum),
               other_weight = exp2f((other_distance - top) + other_parts.log2_sum);
@@ -50,7 +50,7 @@ NATTEN_JAX_HOST_DEVICE inline float add_sink(Logsumexp& row, float sink) {
 #if defined(__CUDA_ARCH__)
   const float rounding = __builtin_fmaf(sink, kLog2E, -base2_logsumexp(sink));
 #else
-  const float rounding = 0.f;  // biases of keys are rounded to base 2, too
+  const float rounding = 0.f;  // host kernels also round key biases to base 2
 #endif
   const Logsumexp of_sink{sink, pack_remainder(rounding, 0.f)};
   if (row.value == -INFINITY) {

@@ -16,7 +16,7 @@ from natten_jax.backends.blackwell.loads import place_of_half
 from natten_jax.backends.blackwell.masks import BY_ROWS, columns, every_row, hide, windows_of
 from natten_jax.backends.blackwell.memory import Memory, wait
 
-#: What a maximum begins with: above the logit of a hidden key, so that its weight is 0.
+#: Initial maximum. It exceeds the logit of a hidden key, whose weight is then 0.
 SMALLEST_MAXIMUM = -2.9e38
 _AT_A_TIME = 32  # columns of sums
 
