@@ -109,6 +109,7 @@ struct RingForward {
           sum[i % 2] += low + high;
         }
       }
+      reader.last_loaded = 0;
       CUTE_UNROLL
       for (int i = 0; i < kCount; ++i) {
         reader.add_block(o, weights[i], reader.along_rows + p.shape.array_bytes + slab + reader.of_block(kFirst + i));

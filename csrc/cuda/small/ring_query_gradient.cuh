@@ -107,6 +107,7 @@ struct RingQueryGradient {
           a[b][i] = pack<Element>(both[0], both[1]) & ~hidden_halves(masks_of_group(hidden, h), r);
         }
       }
+      reader.last_loaded = 0;
       CUTE_UNROLL
       for (int b = 0; b < kCount; ++b) {
         reader.add_block(gradient, a[b], reader.along_rows + slab + reader.of_block(kFirst + b));

@@ -152,7 +152,7 @@ struct RingReader {
   std::uint32_t across, along_rows;
   std::uint32_t statistics;   // where it reads what is known of its columns there
   RingPlace place;            // of a step's first slab
-  std::uint32_t last_loaded;  // a word of the warp's last load from a slab; loads complete in issue order
+  std::uint32_t last_loaded;  // words of the warp's last loads from a slab, whose order ptxas may change
 
   CUTE_DEVICE std::uint32_t of_slot(int slot) const { return slot * 2 * p.shape.array_bytes; }
 
@@ -213,13 +213,13 @@ struct RingReader {
     }
   }
 
-  /// o += weights * a block's rows.
+  /// o += weights * a block's rows. Adds words of the loads to `last_loaded`, which callers clear.
   CUTE_DEVICE void add_block(float (&o)[kHeadDim / 8][4], const std::uint32_t (&a)[4], std::uint32_t address) {
     CUTE_UNROLL
     for (int step = 0; step < kSteps; ++step) {
       std::uint32_t r[4];
       load_matrices_transposed(r, step_address(address, step));
-      last_loaded = r[3];
+      last_loaded |= r[3];
       CUTE_UNROLL
       for (int h = 0; h < 2; ++h) {
         float (&c)[4] = o[2 * step + h];
