@@ -111,9 +111,10 @@ struct RingKeyValueGradient {
         b[2 * h + r] = pack<Element>(low * (y[h][2 * r] - first.y), high * (y[h][2 * r + 1] - second.y)) & seen;
       }
     }
-    reader.last_loaded = 0;
-    reader.add_block(of_values, a, reader.along_rows + p.shape.array_bytes + block);
-    reader.add_block(of_keys, b, reader.along_rows + block);
+    // All words would spill 80 bytes more for heads of 64; here ptxas keeps the order of the loads (tests of machine
+    // code).
+    reader.template add_block<false>(of_values, a, reader.along_rows + p.shape.array_bytes + block);
+    reader.template add_block<false>(of_keys, b, reader.along_rows + block);
     key_bias.template add<Element>(b);
   }
 

@@ -213,13 +213,15 @@ struct RingReader {
     }
   }
 
-  /// o += weights * a block's rows. Adds words of the loads to `last_loaded`, which callers clear.
+  /// o += weights * a block's rows. Adds words of all loads to `last_loaded`, which callers clear, or sets it to a word
+  /// of the last load.
+  template <bool kAllLoads = true>
   CUTE_DEVICE void add_block(float (&o)[kHeadDim / 8][4], const std::uint32_t (&a)[4], std::uint32_t address) {
     CUTE_UNROLL
     for (int step = 0; step < kSteps; ++step) {
       std::uint32_t r[4];
       load_matrices_transposed(r, step_address(address, step));
-      last_loaded |= r[3];
+      last_loaded = kAllLoads ? last_loaded | r[3] : r[3];
       CUTE_UNROLL
       for (int h = 0; h < 2; ++h) {
         float (&c)[4] = o[2 * step + h];
