@@ -40,6 +40,13 @@ def operand(name: str, dtype: str) -> jax.Array:
     return jnp.asarray(np.where(rng.random(SHAPES[name]) < 0.2, -np.inf, numbers), dtype)
 
 
+def assert_nearly_equal(found: jax.Array, expected: jax.Array) -> None:
+    """XLA may fuse the same computation in other ways, with other roundings."""
+    tolerance = 8 * float(jnp.finfo(expected.dtype).eps)
+    one, other = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * np.abs(other).max())
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_dtype_is_converted_to_the_accumulator(family: Family, name: str) -> None:
     argument = name.split()[0]
@@ -65,10 +72,10 @@ def test_every_dtype_is_converted_to_the_accumulator(family: Family, name: str) 
         assert np.isfinite(np.asarray(total))
         assert np.abs(np.asarray(of_operand)).max() > 0
         for dtype, (other_total, (other_of_query, other_of_operand)) in zip(DTYPES, found, strict=True):
-            assert other_total == total
-            np.testing.assert_array_equal(other_of_query, of_query)
+            assert_nearly_equal(other_total, total)
+            assert_nearly_equal(other_of_query, of_query)
             assert other_of_operand.dtype == dtype
-            np.testing.assert_array_equal(other_of_operand, of_operand.astype(dtype))
+            assert_nearly_equal(other_of_operand, of_operand.astype(dtype))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
