@@ -112,7 +112,7 @@ class Backend(abc.ABC):
     #: Kernels apply the rule of :mod:`natten_jax.arrays.added_logits` to float32 biases and sinks themselves. For other
     #: backends ``KernelOperands.of`` and ``PlainForward.with_hidden_keys`` apply it before the call.
     hides_keys: ClassVar[bool] = False
-    #: Whether its kernels have sinks in the softmax, and return their gradients.
+    #: Kernels add sinks in the softmax and return their gradients.
     takes_sinks: ClassVar[bool] = False
     #: Whether it takes additional key/value tokens.
     fuses_additional_kv: ClassVar[bool] = True

@@ -136,11 +136,11 @@ def sinks_gradient(sinks: jax.Array, logsumexp: jax.Array, delta: jax.Array) -> 
     """
     batch, *tokens, heads = logsumexp.shape
     of_queries = sinks.reshape(sinks.shape[0], *(1,) * len(tokens), heads)
-    # Queries without keys and without a sink have no weights; padding is arbitrary.
+    # If a query sees neither keys nor a sink, its weights are 0; padding is arbitrary.
     # Rounding of large numbers must not make a weight larger than 1.
     weights = jnp.exp(jnp.minimum(of_queries - logsumexp, 0))
     changes = jnp.where(jnp.isneginf(logsumexp), 0, weights * delta)
-    # In two steps, which compilers would make one: XLA's sums are slow where few numbers lie beside each other.
+    # In two steps, which the barrier keeps apart: XLA's sums over short contiguous runs are slow.
     count = math.prod(tokens)
     side_by_side = max(n for n in range(1, max(_SIDE_BY_SIDE // heads, 1) + 1) if count % n == 0)
     of_parts = jnp.sum(changes.reshape(batch, count // side_by_side, side_by_side, heads), axis=1)

@@ -33,7 +33,7 @@ class SpoiledBias:
     Attributes:
         name: Operand, from ``NAMES``.
         number: Replacement, from ``HIDING``, ``TIED`` or ``BROKEN``.
-        extent: One number, a row of the last token dimension, a head, a batch entry, or the operand.
+        extent: A number, a row of the last token dimension, a head, a batch entry, or the operand.
         batch: Batch entry, modulo their number.
         head: Head, modulo their number.
         place: Place among the tokens or offsets, modulo their number.

@@ -81,7 +81,7 @@ def problem_of(family: Family, case: Case, dtype: str) -> Fuzzed | None:
 
 
 def complaints_of(problem: Fuzzed, spoiled: list[SpoiledBias]) -> list[str]:
-    """List the errors in the results of a problem with spoiled numbers. One program runs all numbers."""
+    """List the errors in the results of a problem with spoiled numbers. They run in a single program."""
 
     @functools.partial(jax.jit, compiler_options=QUICK_COMPILATION)
     def both_passes(operands: oracle.Tensors, cotangents: Any) -> Any:

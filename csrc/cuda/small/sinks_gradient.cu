@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (head < p.heads && of_row < p.rows_of_cta) {
     const float sink = p.sinks[blockIdx.x * p.heads + head];
     const auto share = [&](float logsumexp, float delta) {
-      // Queries without keys and without a sink have no weights; padding is arbitrary.
+      // If a query sees neither keys nor a sink, its weights are 0; padding is arbitrary.
       return logsumexp == -INFINITY ? 0.f : fast_exp2(at_most_zero((sink - logsumexp) * kLog2E)) * delta;
     };
     const std::int64_t step = std::int64_t{p.rows_of_cta} * p.heads, at = (own + first + of_row) * p.heads + head;

@@ -33,7 +33,7 @@ CUTE_DEVICE std::uint64_t& after_loads(std::uint64_t& barrier, std::uint32_t loa
   return (&barrier)[loaded & zero];
 }
 
-/// One arrival per warp, after all of its lanes. Use it only for buffers that are otherwise accessed by TMA: if threads
+/// Arrives once per warp, after its lanes. Use it only for buffers that are otherwise accessed by TMA: if threads
 /// access them, each thread must arrive, because racecheck does not see that a lane arrives for others.
 CUTE_DEVICE void arrive_as_warp(std::uint64_t& barrier) {
   __syncwarp();

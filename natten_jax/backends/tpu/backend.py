@@ -78,7 +78,7 @@ class TpuBackend(Backend):
         arrays = *call.laid_out(operands), call.queries.laid_out(cotangents.out.astype(operands.inputs.query.dtype))
         reference, remainder = base2_parts(saved.logsumexp, saved.remainder)
         logsumexp = jnp.where(saved.logsumexp == -jnp.inf, _NOTHING_SEEN, reference)
-        # What is padded has a logsumexp of 0 here, and a cotangent and a delta of 0: it adds nothing to gradients.
+        # Padding has logsumexp, cotangent and delta 0 here, so that it adds 0 to gradients.
         statistics = call.queries.in_tiles([logsumexp, remainder, delta(saved.out, *cotangents)])
         scales = _scales(plan, operands)
         of_query = query_gradient(call, *arrays, statistics, scales)
