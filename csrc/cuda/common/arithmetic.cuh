@@ -89,6 +89,14 @@ CUTE_DEVICE bool has_remainder(float logsumexp) {
   return fabsf(logsumexp) > ElementTraits<Element>::kLargestExact && fabsf(logsumexp) < INFINITY;
 }
 
+/// The same number, which the compiler takes for another. Where matrix instructions begin with four registers of which
+/// two are equal, it keeps one of the two and copies it before each of them.
+CUTE_DEVICE float same_in_another_register(float x) {
+  float copy;
+  asm volatile("min.NaN.f32 %0, %1, 0f7f800000;" : "=f"(copy) : "f"(x));
+  return copy;
+}
+
 /// An exponent of a weight, which rounding must not make larger than one. NaN stays NaN.
 CUTE_DEVICE float at_most_zero(float exponent) {
   asm("min.NaN.f32 %0, %0, 0f00000000;" : "+f"(exponent));

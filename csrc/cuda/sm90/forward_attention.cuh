@@ -124,7 +124,7 @@ class Attention {
     std::uint32_t loaded = 0;
     CUTE_UNROLL
     for (int i = 3; i < size(words); i += 4) loaded |= words(i);  // a load fills four
-    arrive(after_loads(shared.empty_q, loaded, p.heads >> 31));
+    if (loads_have_ended(loaded)) arrive(shared.empty_q);
   }
 
   /// After the last key tile, the query's buffer is free.

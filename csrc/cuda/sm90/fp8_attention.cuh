@@ -93,7 +93,7 @@ class Float8Attention : private Float8Rows<Traits> {
                    : "memory");
       loaded |= word(4 * k + 3);
     }
-    arrive(after_loads(shared.empty_q, loaded, p.heads >> 31));
+    if (loads_have_ended(loaded)) arrive(shared.empty_q);
   }
 
   CUTE_DEVICE void start_logits() {

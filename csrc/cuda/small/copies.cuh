@@ -7,7 +7,6 @@
 #include "cuda/small/plan.cuh"
 #include "cuda/warp/cp_async.cuh"
 #include "cuda/warp/shared_tile.cuh"
-#include "natten_jax/added_logit.h"
 #include "natten_jax/logsumexp.h"
 
 namespace natten_jax::small {
@@ -48,9 +47,9 @@ struct Item {
     return p.relative_bias + std::int64_t{p.is_table_of_all ? head : number(p)} * p.region.table_entries;
   }
 
-  /// The head's sink; -infinity where there is none.
+  /// The head's sink, as it is given; -infinity where there is none.
   CUTE_DEVICE float sink(const ForwardParams& p) const {
-    return p.sinks == nullptr ? -INFINITY : added_logit(__ldcg(p.sinks + (p.are_sinks_of_all ? head : number(p))));
+    return p.sinks == nullptr ? -INFINITY : __ldcg(p.sinks + (p.are_sinks_of_all ? head : number(p)));
   }
 
   CUTE_DEVICE int head_kv(const CommonParams& p) const { return p.by_heads_per_kv.divide(head); }

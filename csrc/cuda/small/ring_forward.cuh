@@ -76,6 +76,8 @@ struct RingForward {
     bias.next_slab();
   }
 
+  CUTE_DEVICE std::uint32_t loaded() const { return Reader::loaded(o); }
+
   template <int kFirst, class Biases>
   CUTE_DEVICE void add_blocks(std::uint32_t slab, std::uint32_t hidden_of_slab, Biases& of_offsets) {
     constexpr int kCount = kBlocks - kFirst < kAtOnce ? kBlocks - kFirst : kAtOnce;
@@ -109,7 +111,6 @@ struct RingForward {
           sum[i % 2] += low + high;
         }
       }
-      reader.last_loaded = 0;
       CUTE_UNROLL
       for (int i = 0; i < kCount; ++i) {
         reader.add_block(o, weights[i], reader.along_rows + p.shape.array_bytes + slab + reader.of_block(kFirst + i));

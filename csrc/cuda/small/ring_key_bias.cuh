@@ -146,21 +146,24 @@ struct RingKeyBiasOfRows {
 };
 template <>
 struct RingKeyBiasOfRows<true> {
-  float biases[2], sums[4];
+  float biases[4], sums[4];
 
   template <class Params>
   CUTE_DEVICE void start(const Params& p, const RingUnit& unit, const int (&tokens)[2]) {
     const RingKeyBiasOfHead of_head(p, p.key_bias, unit);
     CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) biases[r] = of_head.of_products(of_head.load(tokens[r]));
+    for (int r = 0; r < 2; ++r) {
+      biases[2 * r] = of_head.of_products(of_head.load(tokens[r]));
+      biases[2 * r + 1] = same_in_another_register(biases[2 * r]);
+    }
     CUTE_UNROLL
     for (float& sum : sums) sum = 0.f;
   }
 
   /// What products of rows and columns begin with.
-  CUTE_DEVICE float4 of_products() const { return make_float4(biases[0], biases[0], biases[1], biases[1]); }
+  CUTE_DEVICE float4 of_products() const { return make_float4(biases[0], biases[1], biases[2], biases[3]); }
   /// A product of the first or second row, with its bias.
-  CUTE_DEVICE float of_product(float product, int row) const { return product + biases[row]; }
+  CUTE_DEVICE float of_product(float product, int row) const { return product + biases[2 * row]; }
 
   /// Adds gradients of logits, rounded as they are multiplied.
   template <class Element>

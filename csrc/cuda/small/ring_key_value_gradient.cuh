@@ -87,6 +87,8 @@ struct RingKeyValueGradient {
     bias.next_slab();
   }
 
+  CUTE_DEVICE std::uint32_t loaded() const { return Reader::loaded(of_keys) | Reader::loaded(of_values); }
+
   template <class Biases>
   CUTE_DEVICE void add_block(std::uint32_t block, std::uint32_t statistics, const Biases& biases,
                              std::uint32_t hidden) {
@@ -111,10 +113,8 @@ struct RingKeyValueGradient {
         b[2 * h + r] = pack<Element>(low * (y[h][2 * r] - first.y), high * (y[h][2 * r + 1] - second.y)) & seen;
       }
     }
-    // All words would spill 80 bytes more for heads of 64; here ptxas keeps the order of the loads (tests of machine
-    // code).
-    reader.template add_block<false>(of_values, a, reader.along_rows + p.shape.array_bytes + block);
-    reader.template add_block<false>(of_keys, b, reader.along_rows + block);
+    reader.add_block(of_values, a, reader.along_rows + p.shape.array_bytes + block);
+    reader.add_block(of_keys, b, reader.along_rows + block);
     key_bias.template add<Element>(b);
   }
 

@@ -75,6 +75,8 @@ struct RingQueryGradient {
   /// Adds what the tile sees of a slab.
   CUTE_DEVICE void add(std::uint32_t slab, std::uint32_t hidden_of_slab) { add_blocks<0>(slab, hidden_of_slab); }
 
+  CUTE_DEVICE std::uint32_t loaded() const { return Reader::loaded(gradient); }
+
   template <int kFirst>
   CUTE_DEVICE void add_blocks(std::uint32_t slab, std::uint32_t hidden_of_slab) {
     constexpr int kCount = kBlocks - kFirst < kAtOnce ? kBlocks - kFirst : kAtOnce;
@@ -107,7 +109,6 @@ struct RingQueryGradient {
           a[b][i] = pack<Element>(both[0], both[1]) & ~hidden_halves(masks_of_group(hidden, h), r);
         }
       }
-      reader.last_loaded = 0;
       CUTE_UNROLL
       for (int b = 0; b < kCount; ++b) {
         reader.add_block(gradient, a[b], reader.along_rows + slab + reader.of_block(kFirst + b));

@@ -150,9 +150,8 @@ struct RingReader {
   // Where the lane reads the warp's first block in the ring's first slab, its rows as rows of an operand that is
   // summed over their elements, or over them.
   std::uint32_t across, along_rows;
-  std::uint32_t statistics;   // where it reads what is known of its columns there
-  RingPlace place;            // of a step's first slab
-  std::uint32_t last_loaded;  // words of the warp's last loads from a slab, whose order ptxas may change
+  std::uint32_t statistics;  // where it reads what is known of its columns there
+  RingPlace place;           // of a step's first slab
 
   CUTE_DEVICE std::uint32_t of_slot(int slot) const { return slot * 2 * p.shape.array_bytes; }
 
@@ -186,8 +185,7 @@ struct RingReader {
   /// gradients of a tile mixed two tiles in one of 77 batch entries of 4 x 10 x 8 tokens with windows of
   /// 4 x 5 x 8.
   CUTE_DEVICE void leave_tile(std::uint32_t loaded) const {
-    const std::uint32_t zero = p.shape.warps >> 31;
-    if (barriers.arrives()) arrive_at(after_loads(barriers.has_room[ring_warp()], loaded, zero));
+    if (barriers.arrives() && loads_have_ended(loaded)) arrive_at(barriers.has_room[ring_warp()]);
   }
 
   /// Products of a tile's rows with those of blocks; they start as `initial`, or where `kAdds` as what they are.
@@ -213,15 +211,12 @@ struct RingReader {
     }
   }
 
-  /// o += weights * a block's rows. Adds words of all loads to `last_loaded`, which callers clear, or sets it to a word
-  /// of the last load.
-  template <bool kAllLoads = true>
-  CUTE_DEVICE void add_block(float (&o)[kHeadDim / 8][4], const std::uint32_t (&a)[4], std::uint32_t address) {
+  /// o += weights * a block's rows.
+  CUTE_DEVICE static void add_block(float (&o)[kHeadDim / 8][4], const std::uint32_t (&a)[4], std::uint32_t address) {
     CUTE_UNROLL
     for (int step = 0; step < kSteps; ++step) {
       std::uint32_t r[4];
       load_matrices_transposed(r, step_address(address, step));
-      last_loaded = kAllLoads ? last_loaded | r[3] : r[3];
       CUTE_UNROLL
       for (int h = 0; h < 2; ++h) {
         float (&c)[4] = o[2 * step + h];
@@ -231,11 +226,18 @@ struct RingReader {
     }
   }
 
-  /// Releases a slab that the next step does not see, given a word of the last load from it.
+  /// A word that depends on all loads that were added to `o`: on the rows of each, and on what their weights are from.
+  CUTE_DEVICE static std::uint32_t loaded(const float (&o)[kHeadDim / 8][4]) {
+    std::uint32_t result = 0;
+    CUTE_UNROLL
+    for (int step = 0; step < kSteps; ++step) result |= __float_as_uint(o[2 * step][0]);
+    return result;
+  }
+
+  /// Releases a slab that the next step does not see, given a word that depends on all loads from it.
   CUTE_DEVICE void leave(int slab, int next_first, int slot, std::uint32_t loaded) const {
     if (slab >= next_first) return;
-    const std::uint32_t zero = p.shape.warps >> 31;
-    if (barriers.arrives()) arrive_at(after_loads(barriers.empty[slot], loaded, zero));
+    if (barriers.arrives() && loads_have_ended(loaded)) arrive_at(barriers.empty[slot]);
   }
 
   /// Has slabs up to one filled again that the warp does not see.
@@ -282,9 +284,8 @@ struct RingReader {
         CUTE_NO_UNROLL
         for (int of_slab = seen.x; of_slab < seen.y; ++of_slab) {
           wait_for(barriers.full[at.slot], at.parity);
-          last_loaded = 0;
           own.add(of_slot(at.slot), masks.of_slab(along.first_key(of_slab)));
-          leave(of_slab, next.x, at.slot, last_loaded);
+          leave(of_slab, next.x, at.slot, own.loaded());
           at.advance(p.shape.slots);
           if (of_slab < next.x) place = at;
         }

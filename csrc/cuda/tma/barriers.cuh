@@ -20,17 +20,18 @@ CUTE_DEVICE void arrive(std::uint64_t& barrier) {
   ClusterBarrier::arrive(&barrier);
 }
 
-/// A barrier at which threads arrive once their loads from shared memory have ended.
+/// Whether loads from shared memory have ended: true, but known only after them. Make arrivals depend on it that
+/// release a buffer.
 ///
 /// An arrival does not wait for loads that were issued before it: ptxas leaves their scoreboards pending, and the
-/// buffer may be filled again while they read it. The barrier's address therefore depends on what was loaded.
+/// buffer may be filled again while they read it.
 ///
 /// Args:
-///   barrier: the barrier.
-///   loaded: a word of each load, combined by a bitwise or.
-///   zero: a zero that is opaque to the compiler.
-CUTE_DEVICE std::uint64_t& after_loads(std::uint64_t& barrier, std::uint32_t loaded, std::uint32_t zero) {
-  return (&barrier)[loaded & zero];
+///   loaded: a word that depends on all of the loads.
+CUTE_DEVICE bool loads_have_ended(std::uint32_t loaded) {
+  std::uint32_t zero;  // all bits are shifted out, by a number that is opaque to the compiler
+  asm volatile("shr.u32 %0, %1, %2;" : "=r"(zero) : "r"(loaded), "r"(blockDim.x));
+  return zero == 0;
 }
 
 /// Arrives once per warp, after its lanes. Use it only for buffers that are otherwise accessed by TMA: if threads

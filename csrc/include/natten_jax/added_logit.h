@@ -28,9 +28,8 @@ NATTEN_JAX_HOST_DEVICE inline float added_logit(float bias) {
 ///   product: the bias, at most kLargestLogit, over the scale of the logits. It is clipped to a number whose sum with a
 ///     product is finite, so that it neither hides its key nor makes another bias NaN.
 NATTEN_JAX_HOST_DEVICE inline float added_product(float bias, float product) {
-  const float finite = fminf(fmaxf(product, -kLargestLogit), kLargestLogit),
-              finite_or_nan = bias < INFINITY ? finite : NAN;
-  return bias <= kHiddenLogit ? -INFINITY : finite_or_nan;
+  const float finite = fminf(fmaxf(product, -kLargestLogit), kLargestLogit);
+  return bias <= kHiddenLogit ? -INFINITY : finite + 0.f * bias;  // NaN unless the bias is finite
 }
 
 }  // namespace natten_jax
