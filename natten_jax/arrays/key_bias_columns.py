@@ -145,7 +145,7 @@ class KeyBiasColumns:
         """``[batch or 1, 1, ..., heads, columns]``."""
         groups = self.problem.heads // self.problem.heads_kv
         own = np.tile(np.repeat(np.eye(groups), _TERMS, axis=1), (self.problem.heads_kv, 1))
-        columns = scales.column[..., None] * own.astype(scales.column.dtype)
+        columns = scales.column[..., None] * own[None].astype(scales.column.dtype)
         return columns.reshape(columns.shape[0], *(1,) * self.problem.rank, *columns.shape[1:])
 
     def _of_keys(self, scales: _Scales, key_bias: jax.Array, key: jax.Array) -> jax.Array:

@@ -196,6 +196,18 @@ def test_low_biases_of_all_keys_hide_none(dtype: str, low: float) -> None:
     np.testing.assert_allclose(np.asarray(pullback(jnp.ones_like(out))[0][:, 5], np.float32), 1, atol=0.01)
 
 
+def test_columns_of_heads_without_rank_promotion() -> None:
+    query, key = (jax.random.normal(jax.random.key(i), (2, 6, heads, 8)) for i, heads in enumerate((4, 2)))
+    bias = jax.random.normal(jax.random.key(2), (2, 6))
+
+    def attend(*arrays: Any) -> Any:
+        return na1d(arrays[0], arrays[1], arrays[1], 3, key_bias=arrays[2], backend=FAMILY.fna)
+
+    with jax.numpy_rank_promotion("raise"):
+        out, pullback = jax.vjp(attend, query, key, bias)
+        assert [gradient.shape for gradient in pullback(out)] == [query.shape, key.shape, bias.shape]
+
+
 _SPLIT = """
 import sys
 import jax, jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Machine code of the CUDA kernels: arrivals at barriers that do not wait for loads from shared memory.
+"""Machine code of the CUDA kernels: early arrivals at barriers, and collectives in code whose lanes may diverge.
 
 An instruction whose latency varies may set one of six scoreboards, and any instruction may wait for scoreboards before
 it is issued (bits 46 to 48 and 52 to 57 of the upper half of its 128-bit encoding, since compute capability 7.0).
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,8 +75,18 @@ def early_arrivals(instructions: Iterable[Instruction]) -> list[Instruction]:
     return found
 
 
-def kernels_with_early_arrivals(library: Path, names: str) -> dict[str, list[Instruction]]:
-    """Early arrivals of each kernel whose name matches a regular expression; kernels without any have an empty list."""
+def divergent_collectives(instructions: Iterable[Instruction]) -> list[Instruction]:
+    """Branches to code that first collects a warp's lanes: ptxas could not prove that they run a collective together.
+
+    A shuffle in a branch that only some lanes take is the usual cause, and such a warp waits for ever.
+    """
+    return [each for each in instructions if "BRA.DIV" in each.text]
+
+
+def found_in_kernels(
+    find: Callable[[Iterable[Instruction]], list[Instruction]], library: Path, names: str
+) -> dict[str, list[Instruction]]:
+    """What is found in each kernel whose name matches a regular expression; empty lists where there is nothing."""
     listing = subprocess.run(["cuobjdump", "-symbols", library], capture_output=True, text=True, check=True).stdout
     symbols = re.findall(r"^(?:STT_)?FUNC\s.*?(\S+)$", listing, re.MULTILINE)
     wanted = sorted({symbol for symbol in symbols if re.search(names, symbol)})
@@ -85,7 +95,7 @@ def kernels_with_early_arrivals(library: Path, names: str) -> dict[str, list[Ins
     # A library has several cubins: for each, warnings name the kernels that it lacks.
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
-        found = {name: early_arrivals(instructions) for name, instructions in functions(process.stdout)}
+        found = {name: find(instructions) for name, instructions in functions(process.stdout)}
     assert process.returncode == 0
     return found
 
