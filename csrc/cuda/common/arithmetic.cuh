@@ -89,8 +89,8 @@ CUTE_DEVICE bool has_remainder(float logsumexp) {
   return fabsf(logsumexp) > ElementTraits<Element>::kLargestExact && fabsf(logsumexp) < INFINITY;
 }
 
-/// The same number, which the compiler takes for another. Where matrix instructions begin with four registers of which
-/// two are equal, it keeps one of the two and copies it before each of them.
+/// Copies a number to a register of its own, opaque to the compiler. If an accumulator starts with equal numbers,
+/// ptxas would keep one register for both and copy it before each matrix instruction.
 CUTE_DEVICE float same_in_another_register(float x) {
   float copy;
   asm volatile("min.NaN.f32 %0, %1, 0f7f800000;" : "=f"(copy) : "f"(x));

@@ -47,7 +47,7 @@ struct Item {
     return p.relative_bias + std::int64_t{p.is_table_of_all ? head : number(p)} * p.region.table_entries;
   }
 
-  /// The head's sink, as it is given; -infinity where there is none.
+  /// The head's sink as passed by the caller, or -infinity without sinks.
   CUTE_DEVICE float sink(const ForwardParams& p) const {
     return p.sinks == nullptr ? -INFINITY : __ldcg(p.sinks + (p.are_sinks_of_all ? head : number(p)));
   }

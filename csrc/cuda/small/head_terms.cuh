@@ -34,7 +34,7 @@ class HeadTerms {
   /// Scale of the item's logits in base 2.
   CUTE_DEVICE float exponent_scale() const { return kAreThere ? of_item(exponent_scale_) : p_.exponent_scale; }
 
-  /// Its sink; -infinity where there is none. Converted here: a conversion in `take` would wait for the load.
+  /// The item's sink, or -infinity without sinks. Converted here: a conversion in `take` would wait for the load.
   CUTE_DEVICE float sink() const { return kAreThere ? added_logit(of_item(sink_)) : -INFINITY; }
 
  private:

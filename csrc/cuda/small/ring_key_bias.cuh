@@ -160,7 +160,7 @@ struct RingKeyBiasOfRows<true> {
     for (float& sum : sums) sum = 0.f;
   }
 
-  /// What products of rows and columns begin with.
+  /// Initial accumulators of the products of rows and columns.
   CUTE_DEVICE float4 of_products() const { return make_float4(biases[0], biases[1], biases[2], biases[3]); }
   /// A product of the first or second row, with its bias.
   CUTE_DEVICE float of_product(float product, int row) const { return product + biases[2 * row]; }

@@ -150,7 +150,7 @@ struct RingReader {
   // Where the lane reads the warp's first block in the ring's first slab, its rows as rows of an operand that is
   // summed over their elements, or over them.
   std::uint32_t across, along_rows;
-  std::uint32_t statistics;  // where it reads what is known of its columns there
+  std::uint32_t statistics;  // the lane's address of the first slab's column statistics
   RingPlace place;           // of a step's first slab
 
   CUTE_DEVICE std::uint32_t of_slot(int slot) const { return slot * 2 * p.shape.array_bytes; }

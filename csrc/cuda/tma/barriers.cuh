@@ -20,8 +20,7 @@ CUTE_DEVICE void arrive(std::uint64_t& barrier) {
   ClusterBarrier::arrive(&barrier);
 }
 
-/// Whether loads from shared memory have ended: true, but known only after them. Make arrivals depend on it that
-/// release a buffer.
+/// Returns true once loads from shared memory have ended. Arrivals that release a buffer must depend on it.
 ///
 /// An arrival does not wait for loads that were issued before it: ptxas leaves their scoreboards pending, and the
 /// buffer may be filled again while they read it.
