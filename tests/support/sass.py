@@ -86,7 +86,7 @@ def divergent_collectives(instructions: Iterable[Instruction]) -> list[Instructi
 def found_in_kernels(
     find: Callable[[Iterable[Instruction]], list[Instruction]], library: Path, names: str
 ) -> dict[str, list[Instruction]]:
-    """Instructions found in each kernel whose name matches a regular expression; a kernel without any has an empty list."""
+    """Instructions found in each kernel whose name matches a regular expression; the list may be empty."""
     listing = subprocess.run(["cuobjdump", "-symbols", library], capture_output=True, text=True, check=True).stdout
     symbols = re.findall(r"^(?:STT_)?FUNC\s.*?(\S+)$", listing, re.MULTILINE)
     wanted = sorted({symbol for symbol in symbols if re.search(names, symbol)})

@@ -89,7 +89,7 @@ CUTE_DEVICE bool has_remainder(float logsumexp) {
   return fabsf(logsumexp) > ElementTraits<Element>::kLargestExact && fabsf(logsumexp) < INFINITY;
 }
 
-/// Copies a number to a register of its own, opaque to the compiler. If an accumulator starts with equal numbers,
+/// Copies a number to another register, opaque to the compiler. If an accumulator starts with equal numbers,
 /// ptxas would keep one register for both and copy it before each matrix instruction.
 CUTE_DEVICE float same_in_another_register(float x) {
   float copy;
