@@ -171,6 +171,7 @@ def test_kernels_that_do_not_compile_beside_other_parts_end_the_gate_with_what_w
     done = run(tree, ".ci/run")
     assert done.returncode == 5
     assert "no such instruction" in done.stdout and "error: 3" in done.stdout
+    assert "ran aarch64" not in done.stdout or "the rest of the kernels" in done.stdout
 
 
 def test_a_toolkit_that_fails_beside_other_parts_ends_the_gate(tree: Path) -> None:

@@ -1,7 +1,7 @@
 """Machine code of the CUDA kernels: early arrivals at barriers, and collectives in code whose lanes may diverge.
 
-An instruction whose latency varies may set one of six scoreboards, and any instruction may wait for scoreboards before
-it is issued (bits 46 to 48 and 52 to 57 of the upper half of its 128-bit encoding, since compute capability 7.0).
+Instructions with variable latency set one of six scoreboards. Every instruction can wait for scoreboards. Since compute
+capability 7.0, bits 46 to 48 of the upper 64 bits encode the former, and bits 52 to 57 the latter.
 """
 
 from __future__ import annotations
