@@ -35,6 +35,12 @@ SMALLEST = {"float16": SMALLEST_FLOAT16, "float64": 0.0}
 OF_E4M3_WEIGHTS, OF_FLOAT8_SUMS = 2.0**-4, 2.0**-12
 #: The smallest factor of gradients of queries in float16, whose heads have scales of their own.
 SMALLEST_FACTOR = 2.0**-10
+#: GPU kernels add biases to unscaled products and clip the sums to this, times the scale. Where biases are columns of
+#: float16, they clip them to another number.
+LARGEST_LOGIT, LARGEST_LOGIT_OF_FLOAT16_COLUMNS = 1e38, 1e6
+SMALLEST_SCALE_OF_CLIPPING = 2.0**-10
+#: From logits of this magnitude on, GPU kernels round weights in backward passes, by at most this share.
+LARGE_LOGIT, OF_WEIGHTS_OF_LARGE_LOGITS = 2.0**40, 0.003
 
 
 #: Results in the element type of logits.
@@ -134,6 +140,10 @@ def _excess(
     if result.dtype.name != (expected_dtype if name in OF_LOGITS else problem.out_dtype):
         return Excess(f"{name} of type {result.dtype}", 0, np.inf, 0)
     result = result.astype(np.float64)
+    needs_gpu = family_named(problem.family).needs_gpu
+    if name == "lse" and needs_gpu:
+        limit = _largest_logit(problem, operands)
+        result, reference = (np.where(np.isfinite(a), np.clip(a, -limit, limit), a) for a in (result, reference))
     comparable = np.isfinite(reference)
     if problem.dtype == "float16" and name != "lse":
         comparable &= np.abs(reference) < LARGEST_FLOAT16
@@ -160,6 +170,8 @@ def _excess(
         if name == "out":
             spread = oracle.spread(operands, problem.mask(), problem.case.actual_scale)
             allowed += OF_E4M3_WEIGHTS * float(np.linalg.norm(spread))
+    if needs_gpu and name.startswith("d_") and _largest_bias(operands) >= LARGE_LOGIT:
+        allowed += SLACK * OF_WEIGHTS_OF_LARGE_LOGITS * terms
     # Numbers below the smallest of a type become zero in results, weights and gradients.
     largest = max(*map(_largest, operands[:6]), *map(_largest_added, operands[6:]))
     tokens = max(operands.query[0, ..., 0, 0].size, operands.key[0, ..., 0, 0].size)
@@ -171,6 +183,20 @@ def _excess(
         allowed += SMALLEST_FLOAT16 / SMALLEST_FACTOR * float(np.linalg.norm(operands.query.astype(np.float64)))
     distance = float(np.linalg.norm(result - reference))
     return None if distance <= allowed else Excess(name, size, distance, float(allowed))
+
+
+def _largest_logit(problem: Fuzzed, operands: oracle.Tensors) -> float:
+    """The magnitude that GPU kernels may clip biases to."""
+    if problem.has_columns and problem.dtype == "float16":
+        return LARGEST_LOGIT_OF_FLOAT16_COLUMNS
+    scale = problem.case.actual_scale if operands.scale is None else operands.scale
+    return LARGEST_LOGIT * float(np.clip(np.abs(scale).min(), SMALLEST_SCALE_OF_CLIPPING, 1))
+
+
+def _largest_bias(operands: oracle.Tensors) -> float:
+    """The largest magnitude in the biases and sinks, except numbers that hide keys."""
+    added = operands.relative_bias, operands.key_bias, operands.sinks
+    return max((_largest(oracle.with_hidden(array)) for array in added if array is not None), default=0.0)
 
 
 def _largest(array: np.ndarray | None) -> float:
