@@ -25,6 +25,9 @@ _Result = TypeVar("_Result", Output, Saved)
 _TERMS = 3
 #: A bias is divided by the scale that it is multiplied with, which is no smaller: the query has the rest of it.
 _SMALLEST_SCALE = 2.0**-10
+#: Finite numbers are clipped to these shares of the logit of hidden keys, so that a query whose keys are all hidden is
+#: known by its logsumexp: it is below ``_UNSEEN``, and no other is.
+_OF_KEY_BIAS, _OF_RELATIVE_BIAS, _UNSEEN = 0.5, 0.1, 0.75
 
 
 class _Numbers(NamedTuple):
@@ -35,8 +38,8 @@ class _Numbers(NamedTuple):
         fraction_bits: Likewise; kernels may round float32 to TF32, which has ten.
         largest: The largest term.
         hidden: Largest magnitude of a product of query and key, and of a logit. Its negative is the logit of hidden
-            keys, since ``-inf`` times the zeros in the columns of other heads would be NaN. Finite biases are clipped
-            to half of it. ``None`` for float16: there the limit is ``_TERMS * largest``.
+            keys, since ``-inf`` times the zeros in the columns of other heads would be NaN. ``None`` for float16: there
+            the limit is ``_TERMS * largest``.
         exponent: The exponent of the power of two that terms are multiplied with, scale included. Float16 has neither
             the small numbers of a bias nor large ones that hide whatever the logits are.
     """
@@ -92,11 +95,14 @@ class KeyBiasColumns:
         scales = _Scales.of(self.problem, inputs.scale)
         query = scales.scaled(inputs.query)
         columns = jnp.broadcast_to(self._of_queries(scales), (*query.shape[:-1], columns_of(self.problem)))
+        of_hidden = jnp.min(scales.of_hidden(self.problem), axis=0)[:, None]
         inputs = inputs._replace(
             query=jnp.concatenate([query, columns.astype(query.dtype)], axis=-1),
             key=jnp.concatenate([inputs.key, self._of_keys(scales, inputs.key_bias, inputs.key)], axis=-1),
             scale=None if inputs.scale is None else scales.of_logits,
+            relative_bias=_clipped(inputs.relative_bias, _OF_RELATIVE_BIAS * of_hidden),
             key_bias=None,
+            sinks=_clipped(inputs.sinks, _OF_KEY_BIAS * of_hidden),
         )
         return operands._replace(inputs=inputs)
 
@@ -105,8 +111,9 @@ class KeyBiasColumns:
         if not self.are_there:
             return found
         scales = _Scales.of(self.problem, operands.inputs.scale)
-        hidden = scales.hidden(self.problem) * scales.bias
-        is_unseen = found.logsumexp < -0.75 * jnp.abs(hidden).reshape(hidden.shape[0], *(1,) * self.problem.rank, -1)
+        of_hidden = scales.of_hidden(self.problem)
+        limit = _UNSEEN * of_hidden.reshape(of_hidden.shape[0], *(1,) * self.problem.rank, -1)
+        is_unseen = found.logsumexp < -limit
         found = found._replace(
             out=jnp.where(is_unseen[..., None], 0, found.out),
             logsumexp=jnp.where(is_unseen, -jnp.inf, found.logsumexp),
@@ -154,7 +161,7 @@ class KeyBiasColumns:
         bias = with_hidden_keys(key_bias)
         bias = jnp.where(bias == jnp.inf, jnp.nan, bias)
         hidden, factor = (_beside(key_bias, each) for each in (scales.hidden(self.problem), scales.bias))
-        rest = jnp.clip(bias / factor, -hidden / 2, hidden / 2)
+        rest = jnp.clip(bias / factor, -_OF_KEY_BIAS * hidden, _OF_KEY_BIAS * hidden)
         rest = jnp.where(jnp.isneginf(bias), -jnp.sign(factor) * hidden, rest)
         terms = []
         for _ in range(_TERMS):
@@ -202,6 +209,10 @@ class _Scales(NamedTuple):
             return jnp.full_like(self.bias, _TERMS * numbers.largest)
         return numbers.hidden / (self.column * jnp.maximum(jnp.abs(self.of_logits), 1))
 
+    def of_hidden(self, problem: Problem) -> jax.Array:
+        """Return the magnitude of the logit of a hidden key, of each head."""
+        return jnp.abs(self.hidden(problem) * self.bias)
+
     def scaled(self, query: jax.Array) -> jax.Array:
         """The query as kernels get it."""
         return query if self.of_query is None else query * _beside(query, self.of_query).astype(query.dtype)
@@ -218,6 +229,15 @@ class _Scales(NamedTuple):
             of_products = jnp.sum(wide * query.astype(wide.dtype), axis=(*range(1, query.ndim - 2), query.ndim - 1))
             found = found._replace(scale=of_products / self.of_logits)
         return found._replace(query=(wide * _beside(query, self.of_query)).astype(query.dtype))
+
+
+def _clipped(added: jax.Array | None, limits: jax.Array) -> jax.Array | None:
+    """A relative bias or sinks, ``[tables, heads, entries]``, whose finite numbers are within limits ``[heads, 1]``."""
+    if added is None:
+        return None
+    added = with_hidden_keys(added)
+    limits = limits[None]
+    return jnp.where(jnp.isfinite(added), jnp.clip(added, -limits, limits), added)
 
 
 def _beside(array: jax.Array, factor: jax.Array) -> jax.Array:

@@ -17,7 +17,6 @@ from natten_jax.backends.select import resolve
 from natten_jax.plan.devices import default_device
 from natten_jax.plan.request import Request
 from natten_jax.problem import problem_of
-from tests.fuzz.spoiled_bias import TIED
 from tests.ops.test_added_logits import CASES as ADDED
 from tests.ops.test_added_logits import check
 from tests.support import columns_backend
@@ -81,11 +80,11 @@ def kernels_add_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     call_forward, call_backward = CpuBackend.call_forward, CpuBackend.call_backward
 
     def forward(self: Any, plan: Any, operands: Any, *arguments: Any) -> Any:
-        assert self.family != FAMILY.name or (operands.inputs.key_bias is None and not plan.problem.biases)
+        assert self.family != FAMILY.name or (operands.inputs.key_bias is None and not plan.problem.key_bias)
         return call_forward(self, plan, operands, *arguments)
 
     def backward(self: Any, plan: Any, operands: Any, *arguments: Any) -> Any:
-        assert self.family != FAMILY.name or (operands.inputs.key_bias is None and not plan.problem.biases)
+        assert self.family != FAMILY.name or (operands.inputs.key_bias is None and not plan.problem.key_bias)
         return call_backward(self, plan, operands, *arguments)
 
     monkeypatch.setattr(CpuBackend, "call_forward", forward)
@@ -177,9 +176,40 @@ def test_a_masked_key_is_as_if_it_were_not_there(dtype: str, mask_value: float) 
 @pytest.mark.parametrize("dtype", FAMILY.dtypes)
 @pytest.mark.parametrize("name", sorted(ADDED.keys() - {"relative"}))
 def test_one_rule_for_all_numbers(name: str, dtype: str) -> None:
-    """Except that finite biases beyond the range of the columns are clipped: the logsumexp is wrong for these."""
-    clipped = ("0.49 min", *(TIED if dtype == "float16" else ()))
-    check(FAMILY, ADDED[name], dtype, without=clipped)
+    check(FAMILY, ADDED[name], dtype)
+
+
+@pytest.mark.parametrize("dtype", FAMILY.dtypes)
+def test_low_relative_biases_and_sinks_are_not_taken_for_hidden_keys(dtype: str) -> None:
+    """Queries whose keys are all hidden are known by their logsumexp; other numbers must not make it as low."""
+    query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 1, 12, 2, 16)), dtype)
+    bias = jnp.zeros((1, 12)).at[:, :6].set(-jnp.inf)
+    low, lowest = 0.49 * jnp.finfo("float32").min, jnp.finfo("float32").max
+
+    def attend(value: Any, **added: Any) -> Any:
+        return na1d(query, key, value, 3, key_bias=bias, return_lse=True, backend=FAMILY.fna, **added)
+
+    for relative_bias in (jnp.full((2, 5), low), jnp.full((2, 5), low).at[:, 2].set(-lowest)):
+        (out, lse), pullback = jax.vjp(lambda value, table=relative_bias: attend(value, relative_bias=table), value)
+        np.testing.assert_array_equal(out[:, :5], 0)
+        assert np.isneginf(lse[:, :5]).all() and np.isfinite(lse[:, 7:]).all()
+        keys = [7, 9] if relative_bias[0, 2] == -lowest else [7, 8, 9]
+        mean = np.asarray(value[:, keys], np.float32).mean(axis=1)
+        if dtype != "float16":  # its columns clip biases, beside which the products count
+            np.testing.assert_allclose(np.asarray(out[:, 8], np.float32), mean, atol=0.02)
+        of_value = pullback((jnp.ones_like(out), jnp.zeros_like(lse)))[0]
+        np.testing.assert_array_equal(of_value[:, :6], 0)
+
+    # The largest relative bias shows no hidden key.
+    out, lse = attend(value, relative_bias=jnp.full((2, 5), lowest))
+    np.testing.assert_array_equal(out[:, :5], 0)
+    assert np.isneginf(lse[:, :5]).all()
+
+    # The sink is all that the first queries have.
+    (out, lse), pullback = jax.vjp(lambda sinks: attend(value, sinks=sinks), jnp.full(2, low))
+    assert np.isfinite(lse).all()
+    of_sinks = pullback((jnp.zeros_like(out), jnp.ones_like(lse).at[:, 5:].set(0)))[0]
+    np.testing.assert_allclose(of_sinks, 5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

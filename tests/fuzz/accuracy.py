@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from natten_jax import backends
 from tests.support import oracle
-from tests.support.families import BOUNDS, family_named
+from tests.support.families import BOUNDS, Family, family_named
 from tests.support.float8 import factors_for, scaled
 from tests.support.problems import OF_LOGITS as OPERANDS_OF_LOGITS
 from tests.support.problems import expected_of, lse_dtype
@@ -35,9 +36,9 @@ SMALLEST = {"float16": SMALLEST_FLOAT16, "float64": 0.0}
 OF_E4M3_WEIGHTS, OF_FLOAT8_SUMS = 2.0**-4, 2.0**-12
 #: The smallest factor of gradients of queries in float16, whose heads have scales of their own.
 SMALLEST_FACTOR = 2.0**-10
-#: GPU kernels add biases to unscaled products and clip the sums to this, times the scale. Where biases are columns of
-#: float16, they clip them to another number.
-LARGEST_LOGIT, LARGEST_LOGIT_OF_FLOAT16_COLUMNS = 1e38, 1e6
+#: GPU kernels clip biases to this, times the scale, and so do columns, which have a lower limit in float16. In a call
+#: with columns, relative biases are clipped to a share of the limit.
+LARGEST_LOGIT, LARGEST_LOGIT_OF_FLOAT16_COLUMNS, OF_RELATIVE_BIAS = 1e38, 1e6, 0.2
 SMALLEST_SCALE_OF_CLIPPING = 2.0**-10
 #: From logits of this magnitude on, GPU kernels round weights in backward passes, by at most this share.
 LARGE_LOGIT, OF_WEIGHTS_OF_LARGE_LOGITS = 2.0**40, 0.003
@@ -69,6 +70,7 @@ class Expectation(NamedTuple):
 def expectation(problem: Fuzzed) -> Expectation:
     """What the oracle says of a problem's own batch, and of every way to run it."""
     operands, cotangents = problem.inputs_of_case()
+    operands = _as_columns_of_float16(problem, operands)
     if problem.factors is not None:
         operands = scaled(problem.case, operands, factors_for(problem.factors, problem.case, problem.seed))
     if problem.case.is_padded:
@@ -140,8 +142,8 @@ def _excess(
     if result.dtype.name != (expected_dtype if name in OF_LOGITS else problem.out_dtype):
         return Excess(f"{name} of type {result.dtype}", 0, np.inf, 0)
     result = result.astype(np.float64)
-    needs_gpu = family_named(problem.family).needs_gpu
-    if name == "lse" and needs_gpu:
+    needs_gpu = Family.of(backends.find(problem.backend, problem.operator)).needs_gpu
+    if name == "lse" and (needs_gpu or problem.has_columns):
         limit = _largest_logit(problem, operands)
         result, reference = (np.where(np.isfinite(a), np.clip(a, -limit, limit), a) for a in (result, reference))
     comparable = np.isfinite(reference)
@@ -186,11 +188,31 @@ def _excess(
 
 
 def _largest_logit(problem: Fuzzed, operands: oracle.Tensors) -> float:
-    """The magnitude that GPU kernels may clip biases to."""
+    """The magnitude that kernels may clip biases to."""
+    share = OF_RELATIVE_BIAS if problem.has_columns and operands.relative_bias is not None else 1
     if problem.has_columns and problem.dtype == "float16":
-        return LARGEST_LOGIT_OF_FLOAT16_COLUMNS
+        return LARGEST_LOGIT_OF_FLOAT16_COLUMNS * share
     scale = problem.case.actual_scale if operands.scale is None else operands.scale
-    return LARGEST_LOGIT * float(np.clip(np.abs(scale).min(), SMALLEST_SCALE_OF_CLIPPING, 1))
+    return LARGEST_LOGIT * share * float(np.clip(np.abs(scale).min(), SMALLEST_SCALE_OF_CLIPPING, 1))
+
+
+def _as_columns_of_float16(problem: Fuzzed, operands: oracle.Tensors) -> oracle.Tensors:
+    """The operands with the biases and sinks that columns of float16 have room for."""
+    if not (problem.has_columns and problem.dtype == "float16"):
+        return operands
+
+    def clipped(added: np.ndarray | None, limit: float) -> np.ndarray | None:
+        if added is None:
+            return None
+        is_clipped = np.isfinite(oracle.with_hidden(added)) & (np.abs(added.astype(np.float64)) > limit)
+        return np.where(is_clipped, np.sign(added) * np.asarray(limit, added.dtype), added)
+
+    limit = LARGEST_LOGIT_OF_FLOAT16_COLUMNS
+    return operands._replace(
+        relative_bias=clipped(operands.relative_bias, OF_RELATIVE_BIAS * limit),
+        key_bias=clipped(operands.key_bias, limit),
+        sinks=clipped(operands.sinks, limit),
+    )
 
 
 def _largest_bias(operands: oracle.Tensors) -> float:

@@ -8,11 +8,11 @@ LARGEST_HEAD_DIM = 64
 
 
 class ColumnsBackend(CpuBackend):
-    """Takes heads whose width is a multiple of 8, and no biases but as columns of them."""
+    """Takes heads whose width is a multiple of 8, and biases of keys as columns of them."""
 
     family = "columns"
     wraps_by_strips = True
-    biases = ("key_bias",)
+    biases = ("relative_bias", "key_bias")
     key_bias_by_columns = True
     head_dim_step = 8
     largest_head_dim = LARGEST_HEAD_DIM
