@@ -27,6 +27,23 @@ from .partitioning import annotating
 __all__ = ["NeighborhoodAttention1D", "NeighborhoodAttention2D", "NeighborhoodAttention3D"]
 
 
+class Dropout(linen.Dropout):
+    """Flax's dropout with a mask that is sharded over explicit mesh axes as its inputs are.
+
+    Flax's own mask is not sharded, and JAX refuses to combine it with inputs that are.
+    """
+
+    @linen.compact
+    def __call__(self, inputs: jax.Array, deterministic: bool | None = None, rng: jax.Array | None = None) -> jax.Array:
+        """Drop each input with probability ``rate``, unless ``deterministic``, as Flax does."""
+        is_off = linen.merge_param("deterministic", self.deterministic, deterministic)
+        if is_off or self.rate in (0, 1):
+            return jnp.zeros_like(inputs) if self.rate == 1 and not is_off else inputs
+        key = self.make_rng(self.rng_collection) if rng is None else rng
+        kept = jax.random.bernoulli(key, 1 - self.rate, inputs.shape, out_sharding=jax.typeof(inputs).sharding)
+        return jax.lax.select(kept, inputs / (1 - self.rate), jnp.zeros_like(inputs))
+
+
 class NeighborhoodAttention(linen.Module):
     """What the modules of all ranks have in common."""
 
@@ -175,15 +192,15 @@ class NeighborhoodAttention(linen.Module):
         if shape is not None:
             draw = jax.nn.initializers.truncated_normal(arguments.BIAS_DEVIATION)
             table = self.param("rpb", draw, shape, self.param_dtype)
-        # Given both flags, linen's Dropout refuses; as in nnx, the one in the call takes precedence.
+        # Given both flags, Dropout refuses; as in nnx, the one in the call takes precedence.
         flag, drop = self.deterministic if deterministic is None else deterministic, None
         if self.attn_drop > 0 and flag is not True:
             key_of_weights = None if dropout_rng is None else jax.random.fold_in(dropout_rng, 1)
-            drop = functools.partial(linen.Dropout(self.attn_drop), deterministic=flag, rng=key_of_weights)
+            drop = functools.partial(Dropout(self.attn_drop), deterministic=flag, rng=key_of_weights)
         outputs = self._neighborhood()(query, key, value, query_origin, extents, upsample, table, drop)
         outputs = project(out_features, axis=(-2, -1), name="out", **of_out)(outputs)
         if self.proj_drop > 0:
-            outputs = linen.Dropout(self.proj_drop)(outputs, deterministic=flag, rng=dropout_rng)
+            outputs = Dropout(self.proj_drop)(outputs, deterministic=flag, rng=dropout_rng)
         return outputs
 
 

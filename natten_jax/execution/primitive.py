@@ -31,6 +31,7 @@ from natten_jax.plan.devices import PLATFORMS, Device, lowering_target
 from natten_jax.plan.plan import Plan
 from natten_jax.plan.request import Request
 from natten_jax.sharding import _jax_internals, auto
+from natten_jax.sharding.explicit import map_in_turn
 from natten_jax.sharding.halos.device_line import DeviceLine
 from natten_jax.sharding.halos.exchange import Exchange
 
@@ -93,7 +94,7 @@ def _map(
     roles = computation.roles
     if any(role is Role.WHOLE and axis is not None for role, axis in zip(roles, axes, strict=True)):
         every = [in_front(array, axis) for array, axis in zip(arguments, axes, strict=True)]
-        results = jax.lax.map(lambda each: bind(computation, request, each, mapped), every)
+        results = map_in_turn(lambda each: bind(computation, request, each, mapped), every)
     else:
         arrays = [
             array if role is Role.WHOLE else in_front(array, axis)

@@ -88,21 +88,22 @@ def _placement(
         None if each is None else replicated(each)
         for each in (checked_origin(query_origin, batch, room), of_queries, of_keys)
     )
+    # JAX cannot stack arrays that jax.vmap maps with others while a mesh shards the mapped axis: pad and add them.
     missing = KERNEL_RANK - len(layout)
     if of_queries is None and of_keys is None and (origin is None or origin.ndim == 1):
-        if origin is None:
-            return Placement()
-        of_query = jnp.pad(origin, (missing, 0))
-        return Placement(origins=jnp.stack([of_query, jnp.zeros_like(of_query)]))
-    shape = batch, len(layout)
-    whole = queries if origin is None else layout
-    rows = (
-        (jnp.zeros(shape, jnp.int32) if origin is None else jnp.broadcast_to(origin, shape), 0),
-        (jnp.broadcast_to(jnp.asarray(whole, jnp.int32), shape) if of_queries is None else of_queries, 1),
-        (jnp.broadcast_to(jnp.asarray(layout, jnp.int32), shape) if of_keys is None else of_keys, 1),
+        return Placement(None if origin is None else jnp.pad(origin[None], ((0, 1), (missing, 0))))
+    zeros, ones = [0] * len(layout), [1] * missing
+    extents_of_queries = queries if origin is None else layout
+    constants = (
+        [0] * KERNEL_RANK,
+        [*ones, *(extents_of_queries if of_queries is None else zeros)],
+        [*ones, *(layout if of_keys is None else zeros)],
     )
-    padded = [jnp.pad(row, [(0, 0), (missing, 0)], constant_values=fill) for row, fill in rows]
-    return Placement(layouts=jnp.stack(padded, axis=1))
+    layouts = jnp.broadcast_to(jnp.asarray(constants, jnp.int32), (batch, 3, KERNEL_RANK))
+    for row, each in enumerate((origin, of_queries, of_keys)):
+        if each is not None:
+            layouts += jnp.pad(jnp.atleast_2d(each)[:, None], ((0, 0), (row, 2 - row), (missing, 0)))
+    return Placement(layouts=layouts)
 
 
 class FinerGrid(NamedTuple):

@@ -184,6 +184,17 @@ def run_with_auto_axes(
     return result
 
 
+def map_in_turn(function: Callable[[Any], Any], arrays: Sequence[jax.Array]) -> Any:
+    """``jax.lax.map`` over leading axes that explicit mesh axes may split: each device maps its own part."""
+    names = next((each for each in (axis_names(_spec(array)[0]) for array in arrays) if each), ())
+    run = functools.partial(jax.lax.map, function)
+    if not names:
+        return run(arrays)
+    mesh, spec = _mesh_of(arrays), PartitionSpec(names)
+    placed = [_placed(array, NamedSharding(mesh, PartitionSpec(names, *_spec(array)[1:]))) for array in arrays]
+    return jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=set(names))(placed)
+
+
 def _mesh_of(arrays: Any) -> Any:
     """The mesh of the arrays, where it has explicit axes that split anything."""
     for array in jax.tree.leaves(arrays):
