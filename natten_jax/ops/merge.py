@@ -96,7 +96,8 @@ def _kind(argument: Any) -> str:
 @jax.jit
 def _merge(outputs: tuple[jax.Array, ...], lse_tensors: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
     accumulator = ELEMENT_TYPES[outputs[0].dtype.name].accumulator
-    lses = jnp.stack([lse.astype(accumulator) for lse in lse_tensors])
+    # JAX cannot stack an array whose mapped axis a mesh shards with others.
+    lses = jnp.concatenate([lse.astype(accumulator)[None] for lse in lse_tensors])
     highest = jax.lax.stop_gradient(jnp.max(lses, axis=0))
     highest = jnp.where(jnp.isneginf(highest), 0.0, highest)
     weights = jnp.exp(lses - highest[None])

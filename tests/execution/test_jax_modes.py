@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.families import Family
-from tests.support.operand_calls import CALLS, OperandCall, total
+from tests.support.operand_calls import OperandCall, failures_in, failures_of, total
 from tests.support.problems import QUICK_COMPILATION
 
 
@@ -37,36 +37,6 @@ def _executing() -> contextlib.ExitStack:
     return _all(jax.debug_nans(True), jax.debug_infs(True), jax.debug_key_reuse(True), *guards)
 
 
-def _cases_of(family: Family) -> Mapping[str, OperandCall]:
-    """The calls that the backends of a family run; functions without backends belong to plain JAX's family."""
-    return {
-        name: call
-        for name, call in CALLS.items()
-        if ("relative_bias" not in call.operands or call.is_plain or "relative_bias" in family.backend.biases)
-        and (not call.is_plain or family.name == "flex")
-    }
-
-
-def _failures(cases: Mapping[str, Any], run: Callable[[Any], None]) -> list[str]:
-    failures = []
-    for name, case in cases.items():
-        try:
-            run(case)
-        except Exception as error:
-            failures.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
-    return failures
-
-
-def _failures_of(family: Family, run: Callable[[OperandCall], None], names: Sequence[str] = ()) -> list[str]:
-    """Failures of a family's calls, by default of all of them; GPU kernels may refuse combinations of operands."""
-    assert set(names) <= CALLS.keys()
-    cases = _cases_of(family)
-    failures = _failures({name: cases[name] for name in names or cases if name in cases}, run)
-    refused = [failure for failure in failures if family.needs_gpu and "Backends that can:" in failure]
-    assert len(refused) < len(cases)
-    return [failure for failure in failures if failure not in refused]
-
-
 @pytest.mark.parametrize("mode", TRACED)
 def test_every_operand_is_traced(family: Family, mode: str) -> None:
     modes, dtype, terms_dtype = TRACED[mode]
@@ -80,7 +50,7 @@ def test_every_operand_is_traced(family: Family, mode: str) -> None:
             assert (gradient.shape, gradient.dtype) == (arrays[name].shape, arrays[name].dtype), name
 
     with modes():
-        assert not _failures_of(family, lower)
+        assert not failures_of(family, lower)
 
 
 def test_no_tracer_leaks(family: Family) -> None:
@@ -90,7 +60,7 @@ def test_no_tracer_leaks(family: Family) -> None:
 
     # Every trace collects garbage, so that a few calls with many operands stand for all.
     with jax.checking_leaks():
-        assert not _failures_of(family, trace, ("extents, every term", "attention, lengths", "weights"))
+        assert not failures_of(family, trace, ("extents, every term", "attention, lengths", "weights"))
 
 
 def test_every_operand_is_run(family: Family) -> None:
@@ -102,7 +72,7 @@ def test_every_operand_is_run(family: Family) -> None:
         for name, gradient in gradients.items():
             assert np.isfinite(np.asarray(gradient, np.float32)).all(), name
 
-    assert not _failures_of(family, run)
+    assert not failures_of(family, run)
 
 
 #: Arguments of modules, and of calls of modules.
@@ -164,4 +134,4 @@ def test_modules(kind: str, mode: str) -> None:
             else:
                 function.lower(*arguments)
 
-    assert not _failures(MODULES, run)
+    assert not failures_in(MODULES, run)

@@ -93,6 +93,50 @@ class TestTraining:
         assert output_of(run_python(TRAINING, "nnx", "Explicit", devices=8)).endswith("done\n")
 
 
+DROPOUT = """
+import jax, jax.numpy as jnp, numpy as np
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from tests.support import flax_layers as layers
+from tests.support.problems import QUICK_COMPILATION
+
+settings = {"attn_drop": 0.5, "proj_drop": 0.5, "relative_bias": True, "deterministic": False}
+settings = {"kernel_size": 3, "num_heads": layers.HEADS, **settings}
+inputs = layers.inputs_of(2)
+linen = layers.LINEN[2](**settings)
+variables = linen.init({"params": jax.random.key(0), "dropout": jax.random.key(2)}, inputs)
+graph, params, rest = nnx.split(layers.NNX[2](layers.FEATURES, rngs=nnx.Rngs(0), **settings), nnx.Param, ...)
+streams = {"dropout": jax.random.key(1)}
+
+def of_linen(variables, inputs):
+    return linen.apply(variables, inputs, rngs=streams)
+
+def of_nnx(params, inputs):
+    return nnx.merge(graph, params, rest)(inputs, rngs=nnx.Rngs(**streams))
+
+for module, params in (of_linen, variables), (of_nnx, params):
+    def loss(params, inputs):
+        outputs = module(params, inputs)
+        return jnp.sum(jnp.sin(outputs)), outputs
+
+    run = jax.jit(jax.grad(loss, (0, 1), has_aux=True), compiler_options=QUICK_COMPILATION)
+    expected = run(params, inputs)
+    for kind in AxisType.Explicit, AxisType.Auto:
+        mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,))
+        with jax.set_mesh(mesh):
+            placed = jax.device_put((params, inputs), (NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))))
+            found = run(*placed)
+        assert found[1].sharding.is_equivalent_to(NamedSharding(mesh, P("x")), found[1].ndim)
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5, err_msg=str(kind))
+print("done")
+"""
+
+
+def test_dropout_on_meshes_drops_what_it_drops_on_one_device() -> None:
+    assert output_of(run_python(DROPOUT, devices=2)).endswith("done\n")
+
+
 class TestNnx:
     def test_metadata_is_kept_beside_the_parameters(self):
         with jax.set_mesh(one_device_mesh()):

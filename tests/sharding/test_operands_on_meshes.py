@@ -92,3 +92,77 @@ print("right")
 
 def test_gradients_of_weights_inside_shard_map_over_some_axes() -> None:
     assert output_of(run_python(_NESTED, devices=4)).splitlines()[-1] == "right"
+
+
+_SHARDED_MAPS = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from tests.support.operand_calls import CALLS, total
+from tests.support.problems import QUICK_COMPILATION
+
+family, *names = sys.argv[1:]
+mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+split = {"b": "x", "h": "y"}
+
+def spec(operand, *axes):
+    return P(*(split[letter] if split.get(letter) in axes else None for letter in operand.axes))
+
+def compare(found, expected, note):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5, err_msg=note)
+
+for name in names:
+    call = CALLS[name]
+    arrays = {each: jnp.asarray(array) for each, array in call.arrays("float32").items()}
+    function = call.value_and_gradients(family)
+    expected = jax.jit(function, compiler_options=QUICK_COMPILATION)(arrays)
+    twice = jax.tree.map(lambda array: np.stack([array, array]), expected)
+    with jax.set_mesh(mesh):
+        def placed(each, array, *axes):
+            return jax.device_put(array, NamedSharding(mesh, spec(call.operands[each], *axes)))
+
+        whole = {each: placed(each, array, "y") for each, array in arrays.items()}
+        stacked = {
+            each: jax.device_put(np.stack([array, array]), NamedSharding(mesh, P("x", *spec(call.operands[each], "y"))))
+            for each, array in arrays.items()
+        }
+        for mapped in [*([each] for each in arrays), list(arrays)]:  # the mesh splits the mapped axis
+            run = jax.vmap(function, ({each: 0 if each in mapped else None for each in arrays},))
+            given = {each: (stacked if each in mapped else whole)[each] for each in arrays}
+            compare(jax.jit(run, compiler_options=QUICK_COMPILATION)(given), twice, f"{name} {mapped}")
+
+        def local(arrays):
+            value, gradients = function(arrays)
+            return jax.lax.psum(value, "x"), gradients
+
+        in_specs = {each: spec(operand, "x") for each, operand in call.operands.items()}
+        floats = {each: in_specs[each] for each in expected[1]}
+        inside = jax.shard_map(local, in_specs=(in_specs,), out_specs=(P(), floats), axis_names={"x"})
+        results = jax.eval_shape(call.run(family), arrays)
+        out_specs = jax.tree.map(lambda _: P("x"), results)
+        run = jax.shard_map(call.run(family), in_specs=(in_specs,), out_specs=out_specs, axis_names={"x"})
+
+        def outside(arrays):
+            both = {each: jnp.stack([array, array]) for each, array in arrays.items()}
+            loss = jax.value_and_grad(lambda floats: total(jax.vmap(run)(both | floats)) / 2)
+            value, gradients = loss({each: both[each] for each in floats})
+            return value, jax.tree.map(lambda gradient: gradient.sum(0), gradients)
+
+        given = {each: placed(each, array, "x", "y") for each, array in arrays.items()}
+        for run_sharded in inside, outside:
+            compare(jax.jit(run_sharded, compiler_options=QUICK_COMPILATION)(given), expected, f"{name} {run_sharded}")
+print("right")
+"""
+
+
+@pytest.mark.parametrize(
+    ("backends", "names"),
+    [
+        ("cpu", ("origin", "extents", "attention, lengths", "additional, every term")),
+        ("flex", ("origin", "weights", "merged")),
+    ],
+)
+def test_vmap_and_shard_map_on_explicit_meshes(backends: str, names: tuple[str, ...]) -> None:
+    """Mapped axes that the mesh splits, gradients inside ``shard_map``, and ``vmap`` of ``shard_map``."""
+    assert output_of(run_python(_SHARDED_MAPS, backends, *names, devices=4)).splitlines()[-1] == "right"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import natten_jax
+from tests.support.families import Family
 
 BATCH, HEADS, HEADS_KV, WIDTH = 2, 4, 2, 8
 LAYOUT, WINDOW = (4, 6), (3, 4)
@@ -255,3 +256,34 @@ CALLS: Mapping[str, OperandCall] = {
         },
     ),
 }
+
+
+def cases_of(family: Family) -> Mapping[str, OperandCall]:
+    """The calls that the backends of a family run; functions without backends belong to plain JAX's family."""
+    return {
+        name: call
+        for name, call in CALLS.items()
+        if ("relative_bias" not in call.operands or call.is_plain or "relative_bias" in family.backend.biases)
+        and (not call.is_plain or family.name == "flex")
+    }
+
+
+def failures_in(cases: Mapping[str, Any], run: Callable[[Any], None]) -> list[str]:
+    """Run each case; messages of those that raise."""
+    failures = []
+    for name, case in cases.items():
+        try:
+            run(case)
+        except Exception as error:
+            failures.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
+    return failures
+
+
+def failures_of(family: Family, run: Callable[[OperandCall], None], names: Sequence[str] = ()) -> list[str]:
+    """Failures of a family's calls, by default of all of them; GPU kernels may refuse combinations of operands."""
+    assert set(names) <= CALLS.keys()
+    cases = cases_of(family)
+    failures = failures_in({name: cases[name] for name in names or cases if name in cases}, run)
+    refused = [failure for failure in failures if family.needs_gpu and "Backends that can:" in failure]
+    assert len(refused) < len(cases)
+    return [failure for failure in failures if failure not in refused]
