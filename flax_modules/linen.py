@@ -192,7 +192,7 @@ class NeighborhoodAttention(linen.Module):
         if shape is not None:
             draw = jax.nn.initializers.truncated_normal(arguments.BIAS_DEVIATION)
             table = self.param("rpb", draw, shape, self.param_dtype)
-        # Given both flags, Dropout refuses; as in nnx, the flag of the call takes precedence.
+        # Dropout rejects two flags. As in nnx, the flag of the call takes precedence.
         flag, drop = self.deterministic if deterministic is None else deterministic, None
         if self.attn_drop > 0 and flag is not True:
             key_of_weights = None if dropout_rng is None else jax.random.fold_in(dropout_rng, 1)

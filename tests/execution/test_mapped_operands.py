@@ -1,4 +1,4 @@
-"""``jax.vmap`` over every operand: results and gradients equal those of calls that are not mapped."""
+"""``jax.vmap`` over every operand, with gradients, compared with unmapped calls."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _OF_PLAIN_JAX = "relative bias", "sinks", "extents", "weights", "weights, wrap",
 
 
 def _changed(array: np.ndarray) -> np.ndarray:
-    """Other values of an operand, which are valid lengths and origins if those of the array are."""
+    """Other values of an operand: floats are scaled, lengths and origins are one less."""
     return np.maximum(array - 1, 0) if array.dtype == np.int32 else np.asarray(-0.5 * array, array.dtype)
 
 
 def test_vmap_over_every_operand(family: Family) -> None:
-    """Map each operand alone, by its last axis, and all of them together."""
+    """Map each operand by its last axis, then all operands together."""
 
     def check(call: OperandCall) -> None:
         arrays = call.arrays(family.dtype)

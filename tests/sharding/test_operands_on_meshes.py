@@ -156,13 +156,7 @@ print("right")
 """
 
 
-@pytest.mark.parametrize(
-    ("backends", "names"),
-    [
-        ("cpu", ("origin", "extents", "attention, lengths", "additional, every term")),
-        ("flex", ("origin", "weights", "merged")),
-    ],
-)
-def test_vmap_and_shard_map_on_explicit_meshes(backends: str, names: tuple[str, ...]) -> None:
+def test_vmap_and_shard_map_on_explicit_meshes() -> None:
     """Mapped axes that the mesh splits, gradients inside ``shard_map``, and ``vmap`` of ``shard_map``."""
-    assert output_of(run_python(_SHARDED_MAPS, backends, *names, devices=4)).splitlines()[-1] == "right"
+    names = "origin", "extents", "attention, lengths", "additional, every term"
+    assert output_of(run_python(_SHARDED_MAPS, "cpu", *names, devices=4)).splitlines()[-1] == "right"

@@ -269,7 +269,7 @@ def cases_of(family: Family) -> Mapping[str, OperandCall]:
 
 
 def failures_in(cases: Mapping[str, Any], run: Callable[[Any], None]) -> list[str]:
-    """Run each case; messages of those that raise."""
+    """Run each case and return the error messages."""
     failures = []
     for name, case in cases.items():
         try:
