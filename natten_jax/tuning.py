@@ -46,7 +46,7 @@ def tune(
     if not callable(function):
         raise TypeError(f"function must be callable, got {type(function).__name__}")
     # The profiler is for those who measure: importing it takes a while.
-    from natten_jax.profiler.cli.complaints import tell
+    from natten_jax.profiler.messages import tell
     from natten_jax.profiler.search import calls, optimize, tune
 
     plans = calls.plans_of(function, *arguments, **keywords)

@@ -1,6 +1,7 @@
 """Measure the operators on this machine: ``python -m natten_jax.profiler --help``.
 
 - ``options``: what to profile and how; ``element_types`` and ``baselines`` are some of its choices.
+- ``messages``: errors, warnings and progress on standard error.
 - ``cli``: the command line.
 - ``run``: the program that the options describe, compiled and measured.
 - ``traces``: what ran on the device.

@@ -16,10 +16,10 @@ from natten_jax.ops.ignored_arguments import IgnoredArgumentWarning
 from natten_jax.plan.devices import CPU, Device, NoDeviceError, default_device
 from natten_jax.plan.plan import BackendId
 from natten_jax.profiler.cli.arguments import parse
-from natten_jax.profiler.cli.complaints import PROGRAM, complain, warn
 from natten_jax.profiler.cli.families import KNOWN_FAMILIES
 from natten_jax.profiler.cli.ignored_flags import warn_of_ignored
 from natten_jax.profiler.cli.quiet_exit import INTERRUPTED, end, run_quietly
+from natten_jax.profiler.messages import PROGRAM, complain, warn
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.report import dry_run, measurements, simulate
 from natten_jax.profiler.report.plot import plot_rows

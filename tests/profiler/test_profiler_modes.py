@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 
 from natten_jax.native import module as native
-from natten_jax.profiler import parse
+from natten_jax.profiler import messages, parse
 from natten_jax.profiler import trace as trace_program
 from natten_jax.profiler.__main__ import main
-from natten_jax.profiler.cli import progress
 from natten_jax.profiler.report import tables
 from natten_jax.profiler.run import workload
 from natten_jax.profiler.run.measure import Comparison, profile
@@ -403,11 +402,11 @@ def test_progress_is_shown_to_people_who_wait(
 ) -> None:
     pytest.importorskip("rich")
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(progress, "_PATIENCE", patience)
-    monkeypatch.setattr(progress, "_LINES", patience)
+    monkeypatch.setattr(messages, "_PATIENCE", patience)
+    monkeypatch.setattr(messages, "_LINES", patience)
     shown = stream()
     monkeypatch.setattr(sys, "stderr", shown)
-    with progress.Progress(2) as bar:
+    with messages.Progress(2) as bar:
         bar.stage("trying backends")
         bar.advance()
         time.sleep(0.5)  # for the thread that starts it, and the one that draws it

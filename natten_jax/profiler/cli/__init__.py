@@ -1,9 +1,9 @@
-"""The command line: its flags, their checks, what is said on standard error, and how programs end and write files.
+"""The command line: flags and their checks, exit status, and files of results.
 
-- ``flags``, ``families``: the flags, and those of them that choose a backend.
-- ``arguments``, ``checks``: they are read, checked, and filled in; ``parser`` has what other programs share.
-- ``ignored_flags``: those that change nothing.
-- ``complaints``, ``progress``, ``printable``: what is said on standard error, and how streams of any encoding have it.
-- ``outputs``, ``whole_files``: whether files can be written, and files that are whole or not there.
-- ``quiet_exit``: how programs end where nobody reads on.
+- ``flags``: all flags; ``families``: backend families that only some devices run.
+- ``arguments``, ``checks``: parse the flags, check them and fill in defaults; ``parser``: shared by other programs.
+- ``ignored_flags``: warn about flags that have no effect.
+- ``printable``: text for streams of any encoding.
+- ``outputs``, ``whole_files``: check that files can be written, and write them completely or not at all.
+- ``quiet_exit``: exit status after a closed pipe or Ctrl-C.
 """

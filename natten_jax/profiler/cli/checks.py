@@ -11,10 +11,10 @@ from natten_jax.backends.names import closest
 from natten_jax.performance import Performance, PerformanceArguments, performance_of
 from natten_jax.problem import Operator
 from natten_jax.profiler.baselines import BASELINES, refusal_to_split
-from natten_jax.profiler.cli.complaints import warn
 from natten_jax.profiler.cli.flags import PERFORMANCE_FLAGS, TILE_FLAGS
 from natten_jax.profiler.cli.outputs import chart_problem, folder_problem
 from natten_jax.profiler.cli.parser import Parser, flag
+from natten_jax.profiler.messages import warn
 from natten_jax.profiler.options import WINDOW_FLAGS, Options
 from natten_jax.profiler.run.split import share, splits_tokens, token_parts
 from natten_jax.profiler.run.workload import request_of

@@ -15,9 +15,9 @@ from natten_jax import backends
 from natten_jax.cost.tpu_chips import TPU_CHIPS
 from natten_jax.performance import KernelSchedule, MemoryUsagePreference, Performance
 from natten_jax.profiler.baselines import BASELINES
-from natten_jax.profiler.cli.complaints import PROGRAM
 from natten_jax.profiler.cli.parser import Parser, at_least, boolean, compute_capability, flag, one_of
 from natten_jax.profiler.element_types import ELEMENT_TYPES, element_type
+from natten_jax.profiler.messages import PROGRAM
 from natten_jax.version import __version__
 from natten_jax.windows import DOCUMENTATION, OPTION_DEFAULTS, WORDS
 

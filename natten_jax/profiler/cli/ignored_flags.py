@@ -10,9 +10,9 @@ from natten_jax.backends.select import resolve
 from natten_jax.ops.sub_calls import KeySet
 from natten_jax.performance import Performance
 from natten_jax.plan.devices import Device
-from natten_jax.profiler.cli.complaints import warn
 from natten_jax.profiler.cli.flags import PERFORMANCE_FLAGS, TILE_FLAGS, default_of
 from natten_jax.profiler.cli.parser import flag
+from natten_jax.profiler.messages import warn
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.run.workload import passes, sub_calls_of, sub_calls_of_device
 

@@ -11,7 +11,7 @@ from natten_jax.backends.select import resolve
 from natten_jax.cost.work import flops
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan
-from natten_jax.profiler.cli.complaints import tell
+from natten_jax.profiler.messages import tell
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.run.workload import passes, request_of, sub_calls_of_device
 

@@ -13,8 +13,8 @@ from natten_jax.cost.work import flops
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device, default_device
 from natten_jax.problem import Problem
-from natten_jax.profiler.cli.progress import Progress
 from natten_jax.profiler.element_types import arrays_of
+from natten_jax.profiler.messages import Progress
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.run.duration import say_of_measurement
 from natten_jax.profiler.run.workload import Workload, check_runs, compile_workload, passes

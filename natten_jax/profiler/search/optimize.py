@@ -16,8 +16,8 @@ from natten_jax.backends.select import resolve
 from natten_jax.performance import Pass
 from natten_jax.plan.devices import Device, default_device
 from natten_jax.plan.plan import BackendId
-from natten_jax.profiler.cli.progress import Progress
 from natten_jax.profiler.element_types import arrays_of
+from natten_jax.profiler.messages import Progress
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.run.duration import say_of_search
 from natten_jax.profiler.run.inputs import check_fits

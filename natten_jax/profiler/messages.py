@@ -1,4 +1,4 @@
-"""Progress on standard error: a bar on a terminal, lines elsewhere, and only where there is something to wait for."""
+"""Messages and progress on standard error: errors, warnings, and a progress bar or lines during long work."""
 
 from __future__ import annotations
 
@@ -9,10 +9,29 @@ import time
 from types import TracebackType
 from typing import Any
 
-from natten_jax.profiler.cli.complaints import tell
-
+#: The name of the program, in front of every sentence.
+PROGRAM = "natten-jax-profiler"
 #: Seconds until a bar appears, and between lines.
 _PATIENCE, _LINES = 1.0, 10.0
+
+
+def complain(what: object) -> None:
+    """Say why something asked for was not done: it is the user's to change."""
+    _say("error", what)
+
+
+def warn(what: object) -> None:
+    """Say how what is done differs from what was asked for."""
+    _say("warning", what)
+
+
+def tell(what: object) -> None:
+    """Say what is going on, for whoever waits."""
+    print(f"{PROGRAM}: {what}", file=sys.stderr, flush=True)
+
+
+def _say(kind: str, what: object) -> None:
+    print(f"{PROGRAM}: {kind}: {' '.join(str(what).split())}", file=sys.stderr)
 
 
 class Progress:
