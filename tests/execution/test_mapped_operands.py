@@ -29,7 +29,7 @@ def test_vmap_over_every_operand(family: Family) -> None:
         axes["all"] = dict.fromkeys(arrays, 0)
         stacked = {
             name: {
-                each: array if axis[each] is None else np.stack([array, others[each]], axis[each])
+                each: array if (place := axis[each]) is None else np.stack([array, others[each]], place)
                 for each, array in arrays.items()
             }
             for name, axis in axes.items()

@@ -32,9 +32,7 @@ struct GivenTable {
   }
 
   /// A bias as a term of products, which kernels scale.
-  NATTEN_JAX_HOST_DEVICE static float product_of(float bias, float scale) {
-    return added_product(bias, fminf(bias, kLargestLogit) / scale);
-  }
+  NATTEN_JAX_HOST_DEVICE static float product_of(float bias, float scale) { return added_product(bias, bias / scale); }
 };
 
 }  // namespace natten_jax::small

@@ -76,8 +76,6 @@ struct RingForward {
     bias.next_slab();
   }
 
-  CUTE_DEVICE std::uint32_t loaded() const { return Reader::loaded(o); }
-
   template <int kFirst, class Biases>
   CUTE_DEVICE void add_blocks(std::uint32_t slab, std::uint32_t hidden_of_slab, Biases& of_offsets) {
     constexpr int kCount = kBlocks - kFirst < kAtOnce ? kBlocks - kFirst : kAtOnce;
@@ -119,17 +117,18 @@ struct RingForward {
     }
   }
 
-  /// The head's sink; -infinity where there is none. Loaded where it is needed: beside a tile's sums there is no
-  /// register for it.
+  /// The head's sink as passed by the caller, or -infinity without sinks. Loaded for each tile, since a tile's sums
+  /// leave no register for it.
   CUTE_DEVICE float sink_of(const RingUnit& unit) const {
-    if (p.sinks == nullptr) return -INFINITY;
-    return added_logit(__ldcg(p.sinks + (p.are_sinks_of_all ? 0 : unit.batch * p.heads) + unit.head));
+    return p.sinks == nullptr ? -INFINITY
+                              : __ldcg(p.sinks + (p.are_sinks_of_all ? 0 : unit.batch * p.heads) + unit.head);
   }
 
   /// Takes a sink into the sums of the lane's rows, and writes their logsumexp: one lane of four writes that of the
   /// first, its neighbor that of the second. `of_rows` is what these rows' sums of weighted values are multiplied with.
   CUTE_DEVICE void write_statistics(const RingUnit& unit, const int (&tokens)[2], float (&sums)[2],
-                                    const float (&shifts)[2], float sink, float (&of_rows)[2]) const {
+                                    const float (&shifts)[2], float given_sink, float (&of_rows)[2]) const {
+    const float sink = added_logit(given_sink);  // here: a conversion in sink_of would wait for the load
     // As one more weight: a merge with the finished row made forward passes 4% longer.
     const bool has_sink = sink != -INFINITY && !add_sink_to_sums(sums, shifts, sink, factor, tokens);
     const bool is_second = threadIdx.x % 2 != 0;

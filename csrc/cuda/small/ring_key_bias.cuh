@@ -66,7 +66,13 @@ class RingKeyBiasLoader {
     }
   }
 
-  /// Stores them, given where a slab's begin.
+  /// Converts them, which waits for the loads.
+  CUTE_DEVICE void convert() {
+    CUTE_UNROLL
+    for (float& bias : bias_) bias = bias_in_products(bias, inverse_scale_);
+  }
+
+  /// Stores them at the address of a slab's biases.
   CUTE_DEVICE void store(std::uint32_t to) const {
     CUTE_UNROLL
     for (int i = 0; i < kOfLane; ++i) {
@@ -74,7 +80,7 @@ class RingKeyBiasLoader {
       if (key >= p_.shape.groups * p_.shape.group_blocks * kBlockKeys) break;
       // A lane reads two columns of each half of a block at once.
       const int word = key - column + column % kColumns / 2 * 4 + column / kColumns * 2 + column % 2;
-      store_word(to + 4 * word, __float_as_uint(bias_in_products(bias_[i], inverse_scale_)));
+      store_word(to + 4 * word, __float_as_uint(bias_[i]));
     }
   }
 

@@ -87,8 +87,6 @@ struct RingKeyValueGradient {
     bias.next_slab();
   }
 
-  CUTE_DEVICE std::uint32_t loaded() const { return Reader::loaded(of_keys) | Reader::loaded(of_values); }
-
   template <class Biases>
   CUTE_DEVICE void add_block(std::uint32_t block, std::uint32_t statistics, const Biases& biases,
                              std::uint32_t hidden) {

@@ -75,8 +75,6 @@ struct RingQueryGradient {
   /// Adds what the tile sees of a slab.
   CUTE_DEVICE void add(std::uint32_t slab, std::uint32_t hidden_of_slab) { add_blocks<0>(slab, hidden_of_slab); }
 
-  CUTE_DEVICE std::uint32_t loaded() const { return Reader::loaded(gradient); }
-
   template <int kFirst>
   CUTE_DEVICE void add_blocks(std::uint32_t slab, std::uint32_t hidden_of_slab) {
     constexpr int kCount = kBlocks - kFirst < kAtOnce ? kBlocks - kFirst : kAtOnce;

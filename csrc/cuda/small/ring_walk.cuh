@@ -71,6 +71,7 @@ CUTE_DEVICE void load_ring(const Params& p, const RingAlong& along, int warp, st
       }
       for (const int end = along.of_step(step).y; loaded < end; ++loaded) {
         std::uint64_t& full = barriers.full[place.slot];
+        if constexpr (kStores) biases.convert();
         wait(barriers.empty[place.slot], place.parity ^ 1);
         if constexpr (kStores) {
           biases.store(first_bias + place.slot * shape.groups * shape.group_blocks * kKeyBiasBytes);
@@ -186,7 +187,7 @@ struct RingReader {
   /// 4 x 5 x 8.
   CUTE_DEVICE void leave_tile(std::uint32_t loaded) const {
     std::uint64_t& has_room = barriers.has_room[ring_warp()];  // a shuffle: before lanes diverge
-    if (barriers.arrives() && loads_have_ended(loaded)) arrive_at(has_room);
+    if (barriers.arrives() & loads_have_ended(loaded)) arrive_at(has_room);
   }
 
   /// Products of a tile's rows with those of blocks; they start as `initial`, or where `kAdds` as what they are.
@@ -227,18 +228,10 @@ struct RingReader {
     }
   }
 
-  /// A word that depends on all loads that were added to `o`: on the rows of each, and on what their weights are from.
-  CUTE_DEVICE static std::uint32_t loaded(const float (&o)[kHeadDim / 8][4]) {
-    std::uint32_t result = 0;
-    CUTE_UNROLL
-    for (int step = 0; step < kSteps; ++step) result |= __float_as_uint(o[2 * step][0]);
-    return result;
-  }
-
-  /// Releases a slab that the next step does not see, given a word that depends on all loads from it.
-  CUTE_DEVICE void leave(int slab, int next_first, int slot, std::uint32_t loaded) const {
+  /// Releases a slab that the next step does not see.
+  CUTE_DEVICE void leave(int slab, int next_first, int slot) const {
     if (slab >= next_first) return;
-    if (barriers.arrives() && loads_have_ended(loaded)) arrive_at(barriers.empty[slot]);
+    if (barriers.arrives()) arrive_at(barriers.empty[slot]);
   }
 
   /// Has slabs up to one filled again that the warp does not see.
@@ -246,7 +239,7 @@ struct RingReader {
     CUTE_NO_UNROLL
     for (; slab < end; ++slab) {
       wait_for(barriers.full[place.slot], place.parity);
-      leave(slab, end, place.slot, 0);
+      leave(slab, end, place.slot);
       place.advance(p.shape.slots);
     }
   }
@@ -282,13 +275,24 @@ struct RingReader {
         own.start(unit, step, seen);
         parity ^= 1;
         RingPlace at = place;
-        CUTE_NO_UNROLL
-        for (int of_slab = seen.x; of_slab < seen.y; ++of_slab) {
-          wait_for(barriers.full[at.slot], at.parity);
-          own.add(of_slot(at.slot), masks.of_slab(along.first_key(of_slab)));
-          leave(of_slab, next.x, at.slot, own.loaded());
+        int of_slab = seen.x;
+        const auto leave_slab = [&] {
+          leave(of_slab, next.x, at.slot);
           at.advance(p.shape.slots);
           if (of_slab < next.x) place = at;
+        };
+        // A slab is released behind a branch: in the block that multiplies it, ptxas would arrive before products that
+        // wait for loads from the slab. It moves none of them across a branch.
+        if (of_slab < seen.y) {
+          CUTE_NO_UNROLL
+          while (true) {
+            wait_for(barriers.full[at.slot], at.parity);
+            own.add(of_slot(at.slot), masks.of_slab(along.first_key(of_slab)));
+            if (of_slab + 1 == seen.y) break;
+            leave_slab();
+            ++of_slab;
+          }
+          leave_slab();
         }
         slab = min(next.x, seen.y);
         own.finish(unit, step);

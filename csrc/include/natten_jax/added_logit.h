@@ -21,15 +21,26 @@ NATTEN_JAX_HOST_DEVICE inline float added_logit(float bias) {
   return bias <= kHiddenLogit ? -INFINITY : finite_or_nan;
 }
 
+/// Clips a number to the magnitude of kLargestLogit. The result is finite, even if the number is not.
+NATTEN_JAX_HOST_DEVICE inline float clipped_logit(float x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+  float result;  // both bounds in one instruction: the smaller magnitude, with the product of the signs
+  asm("min.xorsign.abs.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(kLargestLogit));
+  return result;
+#else
+  return fminf(fmaxf(x, -kLargestLogit), kLargestLogit);
+#endif
+}
+
 /// Returns added_logit as a term of unscaled products of queries and keys.
 ///
 /// Args:
 ///   bias: the operand.
-///   product: the bias, at most kLargestLogit, over the scale of the logits. It is clipped to a number whose sum with a
-///     product is finite, so that it neither hides its key nor makes another bias NaN.
+///   product: the bias over the scale of the logits. It is clipped to a number whose sum with a product is finite, so
+///     that it neither hides its key nor makes another bias NaN.
 NATTEN_JAX_HOST_DEVICE inline float added_product(float bias, float product) {
-  const float finite = fminf(fmaxf(product, -kLargestLogit), kLargestLogit);
-  return bias <= kHiddenLogit ? -INFINITY : finite + 0.f * bias;  // NaN unless the bias is finite
+  const float finite_or_nan = clipped_logit(product) + 0.f * bias;  // NaN unless the bias is finite
+  return bias <= kHiddenLogit ? -INFINITY : finite_or_nan;
 }
 
 }  // namespace natten_jax
