@@ -17,7 +17,6 @@ _FUNCTION = re.compile(r"\s*Function : (\S+)")
 _INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(.*?);\s+/\* 0x[0-9a-f]{16} \*/")
 _UPPER_HALF = re.compile(r"\s*/\* 0x([0-9a-f]{16}) \*/")
 _BRANCH = re.compile(r"\bBRA\b.*?0x([0-9a-f]+)")
-_ENDS_PATH = re.compile(r"(BRA 0x|EXIT|RET|BRX)")  # without a predicate
 _NO_SCOREBOARD = 7
 _UNMARKED = 1 << 6
 
@@ -63,32 +62,25 @@ def functions(lines: Iterable[str]) -> Iterator[tuple[str, list[Instruction]]]:
 def early_arrivals(instructions: Iterable[Instruction]) -> list[Instruction]:
     """Arrivals at barriers in shared memory that are issued while matrix loads before them may still be reading.
 
-    Loads complete in issue order: a load without a scoreboard has ended once a later load with a scoreboard has. All
-    paths through branches with constant targets are followed.
+    Loads complete in issue order: a load without a scoreboard has ended once a later load with a scoreboard has. The
+    scan is linear, and follows loops from their ends to their beginnings. It follows no other branches.
     """
     code = list(instructions)
-    index_of = {each.address: i for i, each in enumerate(code)}
-    found: dict[int, Instruction] = {}
-    # Scoreboards of pending loads on some path to an instruction; the highest bit stands for a load without one.
-    reached: dict[int, int] = {}
-    to_visit = [(0, 0)]
-    while to_visit:
-        i, pending = to_visit.pop()
-        while i < len(code) and (i not in reached or pending & ~reached[i]):
-            pending |= reached.get(i, 0)
-            reached[i] = pending
-            each = code[i]
-            pending &= ~each.waits
+    found: list[Instruction] = []
+    # Scoreboards of loads that are pending at a loop's end, by the address of its beginning. The highest bit stands for
+    # a load without a scoreboard.
+    of_loops: dict[int, int] = {}
+    for _ in range(2):
+        found, pending = [], 0
+        for each in code:
+            pending = (pending | of_loops.get(each.address, 0)) & ~each.waits
             if " LDSM" in f" {each.text}":
                 pending = pending | _UNMARKED if each.sets is None else pending & ~_UNMARKED | 1 << each.sets
             elif "SYNCS.ARRIVE" in each.text and pending:
-                found[i] = each
-            if match := _BRANCH.search(each.text):
-                to_visit.append((index_of[int(match[1], 16)], pending))
-            if _ENDS_PATH.match(each.text):
-                break
-            i += 1
-    return [found[i] for i in sorted(found)]
+                found.append(each)
+            elif (match := _BRANCH.search(each.text)) and (target := int(match[1], 16)) <= each.address:
+                of_loops[target] = of_loops.get(target, 0) | pending
+    return found
 
 
 def divergent_collectives(instructions: Iterable[Instruction]) -> list[Instruction]:
