@@ -1,0 +1,89 @@
+"""Calls of the public functions by random arrays. They use nothing of the package but its public names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import natten_jax
+
+#: Operands of float32 whatever the element type of query, key and value is.
+_FLOAT32 = "relative_bias", "key_bias", "sinks", "scale"
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of a public function.
+
+    Attributes:
+        function: Its name.
+        shapes: Shape of each array of floating point numbers, by argument.
+        options: Other arguments. Those that are tuples of tuples, or lists, are passed as int32 arrays.
+        dtype: Element type of query, key and value.
+    """
+
+    function: str
+    shapes: Mapping[str, tuple[int, ...]]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    dtype: str = "float32"
+
+    def dtype_of(self, name: str) -> Any:
+        """Element type of an array."""
+        return jnp.dtype("float32" if name in _FLOAT32 else self.dtype)
+
+    def stand_ins(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and element types of the arrays."""
+        return {name: jax.ShapeDtypeStruct(shape, self.dtype_of(name)) for name, shape in self.shapes.items()}
+
+    def arrays(self, seed: int) -> dict[str, np.ndarray]:
+        """Random arrays."""
+        rng = np.random.default_rng(seed)
+        return {name: rng.standard_normal(shape).astype(self.dtype_of(name)) for name, shape in self.shapes.items()}
+
+    def run(self, arrays: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
+        """Output and logsumexp."""
+        options = {
+            name: jnp.asarray(value, jnp.int32) if isinstance(value, list) else value
+            for name, value in self.options.items()
+        }
+        out, lse = getattr(natten_jax, self.function)(**arrays, **options, return_lse=True)
+        return out, lse
+
+    def with_gradients(self, arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """Output, logsumexp and the gradient of each array; cotangents are the cosines of the results."""
+        (out, lse), pullback = jax.vjp(self.run, dict(arrays))
+        (gradients,) = pullback((cosines(out), cosines(lse)))
+        return {"out": out, "lse": lse, **{f"d_{name}": each for name, each in gradients.items()}}
+
+    def gradients(self, arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """The gradient of each array."""
+        results = self.with_gradients(arrays)
+        return {name: results[f"d_{name}"] for name in arrays}
+
+
+def cosines(array: Any) -> jax.Array:
+    """Cosines of the finite elements, and 1 for the others."""
+    return jnp.cos(jnp.where(jnp.isfinite(array), array, 0))
+
+
+def windows(
+    layout: tuple[int, ...],
+    heads: int = 2,
+    heads_kv: int = 2,
+    head_dim: int = 8,
+    *,
+    queries: tuple[int, ...] | None = None,
+    additional: int = 0,
+    **more: tuple[int, ...],
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the arrays of a call with two batch entries."""
+    shapes = {"query": (2, *(queries or layout), heads, head_dim)}
+    shapes |= dict.fromkeys(("key", "value"), (2, *layout, heads_kv, head_dim))
+    if additional:
+        shapes |= dict.fromkeys(("additional_keys", "additional_values"), (2, additional, heads_kv, head_dim))
+    return {**shapes, **more}
