@@ -63,7 +63,7 @@ def take(names: Sequence[str] = tuple(PROGRAMS)) -> dict[str, np.ndarray]:
 
 
 def disagreements(name: str, recorded: np.ndarray) -> list[str]:
-    """Return the differences between the results of a restored program and those of today's call."""
+    """Compare a restored program with today's call, and return the differences."""
     program = PROGRAMS[name]
     restored = jax.export.deserialize(bytearray(recorded.tobytes()))
     arrays = program.call.arrays(1)

@@ -42,10 +42,10 @@ class Case:
     """A program.
 
     Attributes:
-        call: What it computes.
+        call: The call.
         targets: Prefix of the custom call that it must have, by GPU.
         passes: ``forward``, ``gradients``.
-        mesh: How the arrays are distributed; ``None`` for one device.
+        mesh: Kind of mesh, or ``None`` for one device.
         spec: Mesh axes of the dimensions of query, key and value.
     """
 
@@ -153,7 +153,7 @@ def programs() -> dict[str, tuple[str, Case, str]]:
 def required_targets(name: str) -> set[str]:
     """Custom calls that a program must have."""
     gpu, case, pass_ = programs()[name]
-    if case.mesh == "auto":  # XLA's partitioner asks for the calls of a device when it compiles
+    if case.mesh == "auto":  # the calls of a device are lowered by XLA's partitioner, when it compiles
         return {"CustomSPMDPartitioning"}
     prefix = f"natten_jax_{case.targets[gpu]}"
     if prefix.endswith("float8"):
@@ -212,7 +212,7 @@ class Reader:
         self._walk(main, [frozenset({name}) for name in arguments][:count])
 
     def lines(self) -> list[str]:
-        """One line for each distinct call, sorted."""
+        """Return a line for each distinct call, sorted."""
         return sorted(self._lines)
 
     def _walk(self, block: Any, inputs: Sequence[frozenset[str]], outer: Any = None) -> list[frozenset[str]]:

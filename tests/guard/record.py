@@ -42,7 +42,7 @@ def save(kind: str, records: Mapping[str, Any]) -> None:
 
 
 def take(kind: str) -> dict[str, Any]:
-    """What this tree has of a kind."""
+    """Make the records of a kind from this tree."""
     takes: Mapping[str, Callable[[], dict[str, Any]]] = {
         "signatures": signatures.take,
         "lowered": lowered.take,
