@@ -22,8 +22,8 @@ class Program:
     """A program.
 
     Attributes:
-        call: What it computes.
-        vjp_order: How often the restored program can be differentiated.
+        call: The call.
+        vjp_order: Number of derivatives that the restored program supports.
     """
 
     call: Call
