@@ -195,7 +195,7 @@ def test_low_relative_biases_and_sinks_are_not_taken_for_hidden_keys(dtype: str)
         assert np.isneginf(lse[:, :5]).all() and np.isfinite(lse[:, 7:]).all()
         keys = [7, 9] if relative_bias[0, 2] == -lowest else [7, 8, 9]
         mean = np.asarray(value[:, keys], np.float32).mean(axis=1)
-        if dtype != "float16":  # its columns clip biases, beside which the products count
+        if dtype != "float16":  # columns of float16 clip biases, so the products change the weights
             np.testing.assert_allclose(np.asarray(out[:, 8], np.float32), mean, atol=0.02)
         of_value = pullback((jnp.ones_like(out), jnp.zeros_like(lse)))[0]
         np.testing.assert_array_equal(of_value[:, :6], 0)

@@ -14,7 +14,7 @@ _OF_PLAIN_JAX = "relative bias", "sinks", "extents", "weights", "weights, wrap",
 
 
 def _changed(array: np.ndarray) -> np.ndarray:
-    """Other values of an operand: floats are scaled, lengths and origins are one less."""
+    """Scale floats, and reduce lengths and origins by one."""
     return np.maximum(array - 1, 0) if array.dtype == np.int32 else np.asarray(-0.5 * array, array.dtype)
 
 

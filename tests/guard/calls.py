@@ -23,7 +23,7 @@ class Call:
     Attributes:
         function: Its name.
         shapes: Shape of each array of floating point numbers, by argument.
-        options: Other arguments. Those that are tuples of tuples, or lists, are passed as int32 arrays.
+        options: Other arguments. Lists are passed as int32 arrays.
         dtype: Element type of query, key and value.
     """
 

@@ -186,8 +186,8 @@ struct RingReader {
   /// gradients of a tile mixed two tiles in one of 77 batch entries of 4 x 10 x 8 tokens with windows of
   /// 4 x 5 x 8.
   CUTE_DEVICE void leave_tile(std::uint32_t loaded) const {
-    std::uint64_t& has_room = barriers.has_room[ring_warp()];  // a shuffle: before lanes diverge
-    if (barriers.arrives() & loads_have_ended(loaded)) arrive_at(has_room);
+    std::uint64_t& has_room = barriers.has_room[ring_warp()];                // a shuffle: before lanes diverge
+    if (barriers.arrives() & loads_have_ended(loaded)) arrive_at(has_room);  // not &&: a branch costs more
   }
 
   /// Products of a tile's rows with those of blocks; they start as `initial`, or where `kAdds` as what they are.
