@@ -35,9 +35,9 @@ from natten_jax import simulator
 from natten_jax.performance import PASSES, Pass, TilePair
 from natten_jax.plan.devices import default_device
 from natten_jax.problem import Problem
-from natten_jax.profiler.cli.arguments import parse
-from natten_jax.profiler.cli.whole_files import write_text
-from natten_jax.profiler.element_types import ELEMENT_TYPES
+from natten_jax.profiler.arguments import parse
+from natten_jax.profiler.options import ELEMENT_TYPES
+from natten_jax.profiler.report.measurements import write_file
 from natten_jax.profiler.run.workload import Workload, compile_workload
 from natten_jax.profiler.search import choices
 from natten_jax.profiler.search.configurations import Listing, listings, main_sub_call
@@ -376,7 +376,7 @@ def main() -> None:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a model or measurements."""
-    write_text(path, json.dumps(content, indent=1) + "\n")
+    write_file(path, json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from lib.environment import environment
 from lib.timing import Runner, compile_runner, ratio
 
 from natten_jax.plan.devices import Device, default_device, default_jax_device
-from natten_jax.profiler.cli.whole_files import write_text
+from natten_jax.profiler.report.measurements import write_file
 
 TURNS = 3
 WARM_UP_LAUNCHES = 10
@@ -244,12 +244,12 @@ def save(
         "insights": list(lines),
         "priorities": priorities(ladder, results),
     }
-    write_text(folder / "fmha_scaling_results.json", json.dumps(data, indent=2, allow_nan=False) + "\n")
-    write_text(folder / "fmha_scaling_results.md", markdown(configuration, ladder, results, rate))
+    write_file(folder / "fmha_scaling_results.json", json.dumps(data, indent=2, allow_nan=False) + "\n")
+    write_file(folder / "fmha_scaling_results.md", markdown(configuration, ladder, results, rate))
     draw(title_of(configuration), ladder, results, rate, folder / "fmha_scaling.png")
     files = [folder / f"fmha_scaling{suffix}" for suffix in ("_results.json", "_results.md", "_log.txt", ".png")]
     log.add("", "Results:", *(f"  {file}" for file in files))
-    write_text(folder / "fmha_scaling_log.txt", "\n".join(log.lines) + "\n")
+    write_file(folder / "fmha_scaling_log.txt", "\n".join(log.lines) + "\n")
 
 
 def positive(text: str) -> int:

@@ -34,7 +34,7 @@ from natten_jax.native import module as native
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import default_device
 from natten_jax.profiler import baselines
-from natten_jax.profiler.cli.whole_files import write_text
+from natten_jax.profiler.report.measurements import write_file
 from natten_jax.profiler.traces.capture import Launch, capture_in_turns
 
 #: What fills the second-level cache of every GPU so far.
@@ -214,7 +214,7 @@ def main() -> None:
             if options.json is not None:
                 # After each row: what was measured stays when a run is cut off.
                 content = {"environment": of_run, "records": records}
-                write_text(options.json, json.dumps(content, indent=1) + "\n")
+                write_file(options.json, json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ import natten_jax
 from natten_jax.performance import PASSES, Pass, Performance
 from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem, problem_of
-from natten_jax.profiler.cli.whole_files import write_text
+from natten_jax.profiler.report.measurements import write_file
 
 SIDES = ("natten_jax", "flex", "splash", "dense")
 #: Tokens of a block of queries, and of keys, of splash attention.
@@ -357,7 +357,7 @@ def main() -> int | None:
                         "results": results,
                     }
                     options.json.parent.mkdir(parents=True, exist_ok=True)
-                    write_text(options.json, json.dumps(record, indent=1) + "\n")
+                    write_file(options.json, json.dumps(record, indent=1) + "\n")
     return None
 
 

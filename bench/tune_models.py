@@ -28,7 +28,7 @@ from natten_jax.backends.tuned import table_of_text
 from natten_jax.ops.tuned import table_json
 from natten_jax.plan.devices import default_device
 from natten_jax.plan.tuned import TunedPass, TunedTable
-from natten_jax.profiler.cli.whole_files import write_text
+from natten_jax.profiler.report.measurements import write_file
 from natten_jax.profiler.search.optimize import Effort
 from natten_jax.profiler.search.tune import Task, tuned_passes
 
@@ -55,7 +55,7 @@ def write(passes: Sequence[TunedPass], device: str, path: Path) -> None:
     """Write the table, with what its figures depend on."""
     facts: dict[str, Any] = {"environment": environment(), **table_json(TunedTable(device, tuple(passes)))}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(facts, indent=1) + "\n")
+    write_file(path, json.dumps(facts, indent=1) + "\n")
 
 
 def row(tuned: TunedPass) -> str:

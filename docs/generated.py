@@ -27,8 +27,7 @@ from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId
 from natten_jax.plan.tuned import TunedPass
 from natten_jax.problem import OPERATORS, problem_of
-from natten_jax.profiler.cli.flags import RefusedFlag, profiler_parser
-from natten_jax.profiler.element_types import ELEMENT_TYPES
+from natten_jax.profiler.options import ELEMENT_TYPES, RefusedFlag, profiler_parser
 
 DOCS = Path(__file__).parent
 PAGES = tuple(sorted(DOCS.glob("*.md")))

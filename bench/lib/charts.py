@@ -13,7 +13,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from natten_jax.profiler.cli.whole_files import write_bytes
+from natten_jax.profiler.report.measurements import write_file
 
 #: Colors of what is drawn, in order: natten_jax, and what it is compared with.
 COLORS = BLUE, ORANGE, GRAY = "#2f7fc1", "#e08a2c", "#8f9aa6"
@@ -114,7 +114,7 @@ def save(figure: Figure, path: Path) -> None:
         metadata = {"Date": None} if is_svg else None
         figure.savefig(picture, dpi=150, format=path.suffix.lstrip(".") or "png", metadata=metadata)
     content = picture.getvalue()
-    write_bytes(path, _themed(content.decode("utf-8")).encode("utf-8") if is_svg else content)
+    write_file(path, _themed(content.decode("utf-8")).encode("utf-8") if is_svg else content)
 
 
 def _themed(svg: str) -> str:

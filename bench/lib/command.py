@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from natten_jax.plan.devices import default_jax_device
-from natten_jax.profiler.cli.quiet_exit import end, run_quietly
+from natten_jax.profiler.cli import run_program
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
@@ -23,7 +23,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
             default_jax_device()  # where there is none, that is why, whatever JAX made of it
             raise
 
-    end(run_quietly(f"bench/{Path(sys.argv[0]).name}", with_reason))
+    sys.exit(run_program(f"bench/{Path(sys.argv[0]).name}", with_reason))
 
 
 def record_parser(description: str | None) -> argparse.ArgumentParser:

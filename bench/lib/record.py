@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.environment import environment
-from natten_jax.profiler.cli.whole_files import write_text
+from natten_jax.profiler.report.measurements import write_file
 
 
 def save(results: Any, path: Path | None) -> None:
@@ -17,4 +17,4 @@ def save(results: Any, path: Path | None) -> None:
     """
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps({"environment": environment(), "results": results}, indent=2) + "\n")
+        write_file(path, json.dumps({"environment": environment(), "results": results}, indent=2) + "\n")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
@@ -28,8 +29,8 @@ from natten_jax.plan.devices import Device, NoDeviceError, default_jax_device, l
 from natten_jax.plan.plan import BackendId
 from natten_jax.plan.request import Request
 from natten_jax.problem import Operator, Problem, problem_of
-from natten_jax.profiler.cli import arguments
-from natten_jax.profiler.cli.quiet_exit import end, run_quietly
+from natten_jax.profiler import arguments
+from natten_jax.profiler.cli import run_program
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.run.workload import passes, sub_calls_of
 from natten_jax.version import __version__
@@ -46,11 +47,11 @@ def main() -> int:
             id_ = backend_check.id_of(found.check)
         except ValueError as error:
             parser.error(f"--check: {error}")
-        return run_quietly(parser.prog, lambda: backend_check.check(id_))
+        return run_program(parser.prog, lambda: backend_check.check(id_))
     flags = found.problem
     # Without running it, the problem may be of another device.
     lines = report() if flags is None else report_problem(arguments.parse([*flags, "--dry-run"]))
-    return run_quietly(parser.prog, lambda: _print(lines))
+    return run_program(parser.prog, lambda: _print(lines))
 
 
 def _print(lines: Iterable[str]) -> None:
@@ -196,4 +197,4 @@ def _problem(operator: Operator, dtype: str) -> Problem:
 
 
 if __name__ == "__main__":
-    end(main())
+    sys.exit(main())

@@ -27,7 +27,7 @@ from natten_jax.plan.devices import Device, default_device, default_jax_device
 from natten_jax.plan.plan import BackendId
 from natten_jax.plan.request import Request
 from natten_jax.problem import OPERATORS, Problem
-from natten_jax.profiler.element_types import arrays_of
+from natten_jax.profiler.options import arrays_of
 from natten_jax.version import __version__
 
 #: Largest ``||result - reference|| / ||reference||``. What is wrong is wrong by far more: a key too many in a window of

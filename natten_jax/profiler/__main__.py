@@ -15,17 +15,14 @@ from natten_jax.cost.tpu_chips import TPU_CHIPS
 from natten_jax.ops.ignored_arguments import IgnoredArgumentWarning
 from natten_jax.plan.devices import CPU, Device, NoDeviceError, default_device
 from natten_jax.plan.plan import BackendId
-from natten_jax.profiler.cli.arguments import parse
-from natten_jax.profiler.cli.families import KNOWN_FAMILIES
-from natten_jax.profiler.cli.ignored_flags import warn_of_ignored
-from natten_jax.profiler.cli.quiet_exit import INTERRUPTED, end, run_quietly
-from natten_jax.profiler.messages import PROGRAM, complain, warn
+from natten_jax.profiler.arguments import parse, warn_about_ignored_flags
+from natten_jax.profiler.cli import INTERRUPTED, PROGRAM, print_error, print_warning, run_program
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.report import dry_run, measurements, simulate
 from natten_jax.profiler.report.plot import plot_rows
 from natten_jax.profiler.report.tables import digits, format_time, print_lines, print_table
 from natten_jax.profiler.run.measure import compare, profile
-from natten_jax.profiler.run.workload import UnavailableBackend, check_available, request_of
+from natten_jax.profiler.run.workload import KNOWN_FAMILIES, UnavailableBackend, check_available, request_of
 from natten_jax.profiler.search.optimize import optimize
 from natten_jax.profiler.search.optimum import Optimum, best_table, configuration, search_json
 from natten_jax.profiler.traces.trace_files import CaptureError
@@ -41,23 +38,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     with warnings.catch_warnings():
         # The profiler warns of the flags instead, before anything runs.
         warnings.simplefilter("ignore", IgnoredArgumentWarning)
-        return run_quietly(PROGRAM, lambda: _run(options))
+        return run_program(PROGRAM, lambda: _run(options))
 
 
 def _run(options: Options) -> int:
     try:
         return _answer(options) if options.dry_run or options.simulate else _measure(options)
-    except BrokenPipeError:
-        raise
     except UnavailableBackend as error:
-        complain(error)
+        print_error(error)
         _show_where_it_runs(options)
     except (MemoryError, OverflowError) as error:
-        complain(_too_large(error))
+        print_error(_too_large(error))
     except jax.errors.JaxRuntimeError as error:
-        complain(_too_large(error) if "out of memory" in str(error).lower() else error)
+        print_error(_too_large(error) if "out of memory" in str(error).lower() else error)
     except (ValueError, CaptureError, OSError, NoDeviceError) as error:
-        complain(error)
+        print_error(error)
     return 1
 
 
@@ -68,7 +63,7 @@ def _device_asked_about(options: Options) -> Device:
     try:
         return default_device()
     except NoDeviceError as error:
-        warn(f"{error}. This is about the host; --compute-capability X.Y asks about an NVIDIA GPU")
+        print_warning(f"{error}. This is about the host; --compute-capability X.Y asks about an NVIDIA GPU")
         return dataclasses.replace(CPU, is_present=False)
 
 
@@ -81,7 +76,7 @@ def _answer(options: Options) -> int:
     """List configurations or predict: nothing is measured."""
     device = _device_asked_about(options)
     check_available(options, device)
-    warn_of_ignored(options, device)
+    warn_about_ignored_flags(options, device)
     if options.dry_run:
         runs = dry_run.print_dry_run(options, device)
         _write(options.json, lambda: dry_run.to_json(options, device))
@@ -95,14 +90,14 @@ def _answer(options: Options) -> int:
 def _measure(options: Options) -> int:
     if not options.optimize:
         check_available(options, device := default_device())
-        warn_of_ignored(options, device)
+        warn_about_ignored_flags(options, device)
         return _profile(options, None)
     optimum = optimize(options)
     options = dataclasses.replace(optimum.options, optimize=True)
     if not optimum.is_complete:
         return _keep_so_far(options, optimum)
     print_table(best_table(optimum))
-    warn_of_ignored(options, default_device())
+    warn_about_ignored_flags(options, default_device())
     try:
         return _profile(options, optimum)
     except KeyboardInterrupt:
@@ -186,7 +181,7 @@ def _write(path: Path | None, results: Callable[[], Any]) -> None:
 
 def program() -> NoReturn:
     """The console script."""
-    end(main())
+    sys.exit(main())
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from natten_jax.profiler.cli.parser import Parser, at_least
-from natten_jax.profiler.cli.quiet_exit import end, run_quietly
+from natten_jax.profiler.cli import Parser, at_least, run_program
 from natten_jax.profiler.report import measurements
 from natten_jax.profiler.report.tables import format_time, print_lines, print_table
 from natten_jax.profiler.run import measure
@@ -49,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, metavar="PATH", help="write the rows to a file")
     options = parser.parse_args(argv)
     parser.check_files(options, ("json", "csv"))
-    return run_quietly(parser.prog, lambda: _run(parser.prog, options))
+    return run_program(parser.prog, lambda: _run(parser.prog, options))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +91,6 @@ def _run(program: str, options: argparse.Namespace) -> int:
             measurements.write_json(options.json, found)
         if options.csv is not None:
             measurements.write_csv(options.csv, {name: each.rows for name, each in modules.items()})
-    except BrokenPipeError:
-        raise
     except (CaptureError, OSError) as error:
         print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
@@ -202,4 +199,4 @@ def merged(tables: Iterable[tuple[Row, ...]]) -> tuple[Row, ...]:
 
 
 if __name__ == "__main__":
-    end(main())
+    sys.exit(main())

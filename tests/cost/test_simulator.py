@@ -23,7 +23,7 @@ from natten_jax.ops.arrays import neighborhood_problem
 from natten_jax.performance import TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem, problem_of
-from natten_jax.profiler.cli.arguments import parse
+from natten_jax.profiler.arguments import parse
 from natten_jax.profiler.search.configurations import main_sub_call
 from natten_jax.simulator import Calibration, Kernel
 from natten_jax.windows import WindowArguments

@@ -11,7 +11,7 @@ from natten_jax.doctor.__main__ import report_problem
 from natten_jax.performance import Performance
 from natten_jax.plan.devices import Device
 from natten_jax.problem import problem_of
-from natten_jax.profiler.cli import arguments
+from natten_jax.profiler import arguments
 from tests.support.plans import plans_of
 from tests.support.programs import output_of, run_command, run_python
 

@@ -18,7 +18,8 @@ from natten_jax.cost import work
 from natten_jax.native import module as native
 from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem
-from natten_jax.profiler import element_types, parse
+from natten_jax.profiler import options as profiler_options
+from natten_jax.profiler import parse
 from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.run import inputs, workload
 from tests.support.compilation import users_environment
@@ -157,7 +158,7 @@ def test_float64_is_computed_in_float64(tmp_path: Path) -> None:
     assert "fp64, forward and backward" in " ".join(output.split())
     assert result["backends"] == {"forward": "flex-fna", "backward": "flex-fna"}
     options = parse(["-i", "16", "--dtype", "fp64", "--backend", "flex-fna", "-w", "4"])
-    with element_types.arrays_of(options.dtype):
+    with profiler_options.arrays_of(options.dtype):
         loaded = workload.compile_workload(options)
     assert {array.dtype.name for array in loaded.arguments} == {loaded.run().dtype.name} == {"float64"}
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from natten_jax.performance import Performance
-from natten_jax.profiler import parse
+from natten_jax.profiler import arguments, parse
 from natten_jax.profiler.__main__ import main
-from natten_jax.profiler.cli import checks
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("command", "message"),
     [
         ("", "required: -i/--input-size"),
         ("-i 2 2 2 2", "-i/--input-size takes 1 to 3 integers"),
@@ -57,9 +56,9 @@ from natten_jax.profiler.cli import checks
         ("-i 8 --nonsense", "unrecognized arguments: --nonsense"),
     ],
 )
-def test_usage_errors(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
-        main(arguments.split())
+        main(command.split())
     assert exit_.value.code == 2
     error = capsys.readouterr().err
     assert message in error
@@ -130,15 +129,14 @@ def test_every_rule_of_the_operators_is_one_of_the_command_line(
     def refuse(*_: object) -> None:
         raise ValueError("kernel_size must be prime, and stride, dilation and is_causal odd")
 
-    monkeypatch.setattr(checks, "request_of", refuse)
+    monkeypatch.setattr(arguments, "request_of", refuse)
     with pytest.raises(SystemExit):
         parse(["-i", "8"])
     assert "--window-size must be prime, and --stride, --dilation and --causal odd" in capsys.readouterr().err
 
 
 def test_baselines_ignore_windows_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = "-i 8 8 -w 3 3 -s 2 2 -c 1 --backend xla"
-    options = parse(arguments.split())
+    options = parse(["-i", "8", "8", "-w", "3", "3", "-s", "2", "2", "-c", "1", "--backend", "xla"])
     assert (options.window.kernel_size, options.window.stride, options.window.is_causal) == (
         (8, 8),
         (1, 1),

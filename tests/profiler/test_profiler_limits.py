@@ -210,9 +210,7 @@ def test_a_search_that_is_interrupted_before_anything_was_measured_says_so(tmp_p
     path = tmp_path / "tuned.json"
     finished = interrupted(DAWDLING_SEARCH.format(trials=0), tmp_path / "marker", f"{SEARCH} --json {path}")
     assert (finished.returncode, finished.stdout) == (130, "")
-    announced, *said = finished.stderr.splitlines()
-    assert announced.startswith("natten-jax-profiler: search and measurement take up to about ")
-    assert said[-1] == "natten-jax-profiler: interrupted"
+    assert finished.stderr == "natten-jax-profiler: interrupted\n"
     assert not path.exists()
 
 
@@ -231,7 +229,4 @@ def test_a_search_that_is_interrupted_while_it_compiles_ends_as_any_other(tmp_pa
     problem = "-i 96 96 -n 4 -w 24 24 --dtype fp32 --backprop --backend flex-fna --optimize"
     finished = interrupted(MARKED_COMPILATION, tmp_path / "marker", problem)
     assert (finished.returncode, finished.stdout) == (130, "")
-    announced, *progress = finished.stderr.splitlines()
-    assert announced.startswith("natten-jax-profiler: search and measurement take up to about ")
-    assert progress[-1] == "natten-jax-profiler: interrupted"
-    assert all("runs are done after" in line for line in progress[:-1])
+    assert finished.stderr == "natten-jax-profiler: interrupted\n"

@@ -7,16 +7,14 @@ import dataclasses
 import io
 import json
 import os
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from natten_jax.native import module as native
-from natten_jax.profiler import messages, parse
+from natten_jax.profiler import cli, parse
 from natten_jax.profiler import trace as trace_program
 from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.report import tables
@@ -162,24 +160,6 @@ def test_a_dry_run_says_which_schedule_is_which(capsys: pytest.CaptureFixture[st
         ("non", "NonPersistent"),
     ):
         assert f"{value} is KernelSchedule.{name}" in words
-
-
-def test_a_reader_that_leaves_early_is_no_error() -> None:
-    command = f"{sys.executable} -m natten_jax.profiler -i 8 16 24 -w 2 4 4 --dry-run --max-configs 0 | head -n 1"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
-    finished = subprocess.run(command, shell=True, capture_output=True, text=True, env=environment, check=False)
-    assert finished.stdout.startswith("Problem: ")
-    assert finished.stderr == ""
-
-
-def test_a_reader_that_leaves_early_costs_no_files(tmp_path: Path) -> None:
-    files = f"--json {tmp_path / 'a.json'} --csv {tmp_path / 'a.csv'}"
-    command = f"{sys.executable} -m natten_jax.profiler -i 64 -d 8 -w 8 --backend flex-fna {FEW} {files} | true"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
-    finished = subprocess.run(command, shell=True, capture_output=True, text=True, env=environment, check=False)
-    assert finished.stderr == ""
-    assert json.loads((tmp_path / "a.json").read_text())["rows"]
-    assert (tmp_path / "a.csv").read_text().count("\n") > 1
 
 
 # Listing.
@@ -393,27 +373,19 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(
-    ("stream", "patience", "is_shown"),
-    [(Terminal, 0.0, True), (Terminal, 60.0, False), (io.StringIO, 0.1, True), (io.StringIO, 60.0, False)],
-)
-def test_progress_is_shown_to_people_who_wait(
-    stream: type[io.StringIO], patience: float, is_shown: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("stream", "is_shown"), [(Terminal, True), (io.StringIO, False)])
+def test_progress_is_shown_on_terminals(
+    stream: type[io.StringIO], is_shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("rich")
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(messages, "_PATIENCE", patience)
-    monkeypatch.setattr(messages, "_LINES", patience)
     shown = stream()
     monkeypatch.setattr(sys, "stderr", shown)
-    with messages.Progress(2) as bar:
+    with cli.Progress(2) as bar:
         bar.stage("trying backends")
         bar.advance()
-        time.sleep(0.5)  # for the thread that starts it, and the one that draws it
         bar.expect(1)
     assert ("trying backends" in shown.getvalue()) == is_shown
-    if is_shown and stream is io.StringIO:
-        assert "natten-jax-profiler: trying backends: 1 of 2 runs are done after" in shown.getvalue()
 
 
 def test_lines_are_wrapped() -> None:

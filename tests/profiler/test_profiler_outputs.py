@@ -1,9 +1,9 @@
-"""Where the command line programs write: refused at once where they cannot, and left early without a traceback."""
+"""Output files, folders, links and devices of the command line programs."""
 
 from __future__ import annotations
 
+import argparse
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from natten_jax.profiler import __main__ as profiler
+from natten_jax.profiler import arguments
 from natten_jax.profiler import trace as trace_program
-from natten_jax.profiler.cli import outputs
-from tests.support.compilation import users_environment
+from natten_jax.profiler.cli import Parser
+from natten_jax.profiler.report.measurements import write_file
 
 PROGRAMS: dict[str, tuple[Callable[[Sequence[str]], int], list[str], list[str]]] = {
     "profiler": (profiler.main, ["-i", "8"], ["--json", "--csv", "--plot"]),
@@ -32,10 +33,10 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_program, "programs_of", work)
 
 
-def refusal(arguments: list[str], main: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]) -> str:
+def refusal(command: list[str], main: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]) -> str:
     """The one sentence with which a program ends with status 2."""
     with pytest.raises(SystemExit) as exit_:
-        main(arguments)
+        main(command)
     assert exit_.value.code == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -67,9 +68,9 @@ def test_files_that_cannot_be_written_are_refused_at_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
-    main, arguments, flags = PROGRAMS[program]
+    main, required, flags = PROGRAMS[program]
     for flag in flags:
-        error = refusal([*arguments, flag, path], main, capsys)
+        error = refusal([*required, flag, path], main, capsys)
         assert f"{flag}: " in error
         assert message in error
     assert os.listdir() == ["file"]
@@ -80,8 +81,8 @@ def test_one_file_for_two_results_is_refused(
     program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    main, arguments, _ = PROGRAMS[program]
-    error = refusal([*arguments, "--json", "a", "--csv", "./a"], main, capsys)
+    main, required, _ = PROGRAMS[program]
+    error = refusal([*required, "--json", "a", "--csv", "./a"], main, capsys)
     assert "--json and --csv name the same file" in error
 
 
@@ -92,7 +93,7 @@ def test_charts_of_no_known_format_are_refused(name: str, tmp_path: Path, capsys
     assert f"{name}' is of no known format; choose one of" in error
     assert " png," in error
     for known in ("x.png", "x.PDF", "x"):
-        assert outputs.chart_problem(tmp_path / known) is None
+        assert arguments.chart_problem(tmp_path / known) is None
 
 
 def test_a_chart_without_matplotlib_is_refused(
@@ -122,45 +123,33 @@ def test_trace_folders_that_cannot_be_made_are_refused(
     assert message in error
 
 
-def test_asking_leaves_nothing_behind_and_changes_nothing(tmp_path: Path) -> None:
+def test_checking_leaves_the_file_system_as_it_is(tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
     kept.write_text("before")
-    assert outputs.file_problem(kept) is None
-    assert outputs.file_problem(tmp_path / "new.json") is None
-    assert outputs.folder_problem(tmp_path / "deep" / "er") is None
-    assert outputs.file_problem(Path(os.devnull)) is None
     os.mkfifo(tmp_path / "pipe")
-    assert outputs.file_problem(tmp_path / "pipe") is None  # without waiting for a reader
+    files = (kept, tmp_path / "new.json", Path(os.devnull), tmp_path / "pipe")  # no reader of the pipe is waited for
+    parser = Parser()
+    parser.check_files(argparse.Namespace(**{f"f{i}": path for i, path in enumerate(files)}), ["f0", "f1", "f2", "f3"])
+    assert arguments.folder_problem(tmp_path / "deep" / "er") is None
     assert kept.read_text() == "before"
     assert {path.name for path in tmp_path.iterdir()} == {"kept.json", "pipe"}
 
 
-# Readers that leave early.
+def test_files_are_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for content in ("first", "\u00e9", b"\xff"):
+        write_file(path, content)
+        assert path.read_bytes() == (content.encode() if isinstance(content, str) else content)
+    assert os.listdir(tmp_path) == ["a.json"]
+    with pytest.raises(OSError, match="No such file"):
+        write_file(tmp_path / "no" / "a.json", "")
 
 
-def piped(command: str) -> subprocess.CompletedProcess[str]:
-    """A command whose reader leaves after a line, or before the first."""
-    environment = {**users_environment(), "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
-    return subprocess.run(
-        command, shell=True, capture_output=True, text=True, env=environment, timeout=300, check=False
-    )
-
-
-@pytest.mark.parametrize("arguments", ["", "--problem -i 8 16 -w 3 3 --backprop"])
-def test_the_doctors_reader_may_leave_early(arguments: str) -> None:
-    finished = piped(f"{sys.executable} -m natten_jax.doctor {arguments} | head -n 1")
-    assert finished.stdout.count("\n") == 1
-    assert finished.stderr == ""
-    assert piped(f"{sys.executable} -m natten_jax.doctor {arguments} | true").stderr == ""
-
-
-def test_the_readers_of_a_trace_may_leave_early(tmp_path: Path) -> None:
-    code = (
-        "import jax, sys; f = jax.jit(lambda x: x @ x); x = jax.numpy.ones((8, 8)); f(x)\n"
-        "with jax.profiler.trace(sys.argv[1]): jax.block_until_ready(f(x))"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=300)
-    finished = piped(f"{sys.executable} -m natten_jax.profiler.trace {tmp_path} | head -n 1")
-    assert finished.stdout.count("\n") == 1
-    assert finished.stderr == ""
-    assert piped(f"{sys.executable} -m natten_jax.profiler.trace {tmp_path} | true").stderr == ""
+def test_links_and_devices_are_written_to(tmp_path: Path) -> None:
+    link, target = tmp_path / "link", tmp_path / "target"
+    link.symlink_to(target)
+    write_file(link, "content")
+    assert link.is_symlink()
+    assert target.read_text() == "content"
+    write_file(Path(os.devnull), "content")
+    assert Path(os.devnull).is_char_device()

@@ -17,7 +17,7 @@ import generated  # noqa: E402
 from natten_jax import backends  # noqa: E402
 from natten_jax.backends.heeded import CHOICES  # noqa: E402
 from natten_jax.native import module as native  # noqa: E402
-from natten_jax.profiler.cli.flags import profiler_parser  # noqa: E402
+from natten_jax.profiler.options import profiler_parser  # noqa: E402
 
 pytestmark = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 

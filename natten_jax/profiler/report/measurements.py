@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import math
+import os
 import platform
 import statistics
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,6 @@ from natten_jax.performance import PASSES, Pass, TilePair
 from natten_jax.plan.devices import NoDeviceError, default_jax_device
 from natten_jax.plan.plan import BackendId
 from natten_jax.problem import Problem
-from natten_jax.profiler.cli.whole_files import write_text
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.report.tables import Table, digits, format_time, print_lines, print_table
 from natten_jax.profiler.run import split
@@ -272,12 +272,23 @@ def write_csv(path: Path, tables: dict[str, tuple[Row, ...]]) -> None:
         for row in rows:
             times = row.runtime, min(row.runtimes), max(row.runtimes)
             writer.writerow([name, *dataclasses.astuple(row.name), row.calls, *times])
-    write_text(path, text.getvalue())
+    write_file(path, text.getvalue())
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a file as a whole: readers find the old content or the new content. Text is encoded as UTF-8."""
+    encoded = content.encode() if isinstance(content, str) else content
+    if path.is_symlink() or (path.exists() and not path.is_file()):  # /dev/stdout, a pipe
+        path.write_bytes(encoded)
+        return
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_bytes(encoded)
+    os.replace(temporary, path)
 
 
 def write_json(path: Path, results: Any) -> None:
     """Write results as JSON, in ASCII."""
-    write_text(path, json.dumps(results, indent=2) + "\n")
+    write_file(path, json.dumps(results, indent=2) + "\n")
 
 
 def _backends(chosen: dict[str, str]) -> str:

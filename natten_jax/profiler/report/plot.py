@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from natten_jax.profiler.cli.whole_files import write_bytes
+from natten_jax.profiler.report.measurements import write_file
 from natten_jax.profiler.report.tables import format_time
 from natten_jax.profiler.run.measure import Row
 
@@ -57,9 +57,9 @@ def plot_rows(path: Path, tables: dict[str, tuple[Row, ...]], title: str) -> Non
         figure.savefig(picture, format=format_)
     except ValueError as error:
         raise ValueError(f"--plot {str(path)!r}: {error}") from None
-    write_bytes(path, picture.getvalue())
+    write_file(path, picture.getvalue())
 
 
 def _drawable(text: str) -> str:
-    """Text that Matplotlib takes: halves of characters, as in names that are not in UTF-8, are escaped; no formulas."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8").replace("$", r"\$")
+    """Return text that Matplotlib does not parse as a formula."""
+    return text.replace("$", r"\$")

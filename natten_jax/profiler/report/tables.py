@@ -6,9 +6,7 @@ import dataclasses
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
-from typing import Literal, TextIO
-
-from natten_jax.profiler.cli.printable import encoding_of, printable
+from typing import TextIO
 
 WIDTH = 100
 
@@ -60,15 +58,13 @@ def print_table(table: Table, file: TextIO | None = None) -> None:
         return
 
     def cell(text: str, style: str = "") -> Text:
-        return Text(printable(text, file), style)  # plain text: symbols may hold what rich takes for markup
+        return Text(text, style)  # plain text: symbols may hold what rich takes for markup
 
     rich_table = RichTable(title=cell(table.title))
-    # rich has borders in ASCII, too.
-    overflow: Literal["ellipsis", "crop"] = "ellipsis" if encoding_of(file).lower().startswith("utf") else "crop"
     for i, column in enumerate(table.columns):
         is_folded = i == table.folded
         rich_table.add_column(
-            cell(column), justify="center", overflow="fold" if is_folded else overflow, no_wrap=not is_folded
+            cell(column), justify="center", overflow="fold" if is_folded else "ellipsis", no_wrap=not is_folded
         )
     for row in table.rows:
         rich_table.add_row(*map(cell, row))
@@ -93,6 +89,5 @@ def print_lines(lines: Iterable[str], file: TextIO | None = None) -> None:
     """Print lines, those that are too long in parts."""
     file = sys.stdout if file is None else file
     for line in lines:
-        text = printable(line, file)
-        for part in textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False) or [""]:
+        for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False) or [""]:
             print(part, file=file)

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax.plan.devices import default_device, default_jax_device
-from natten_jax.profiler.element_types import ELEMENT_TYPES
-from natten_jax.profiler.options import Options
+from natten_jax.profiler.options import ELEMENT_TYPES, Options
 from natten_jax.profiler.run.split import sharding_of
 
 _MOST_ELEMENTS = 2**63 - 1

@@ -13,10 +13,8 @@ from natten_jax.cost.work import flops
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device, default_device
 from natten_jax.problem import Problem
-from natten_jax.profiler.element_types import arrays_of
-from natten_jax.profiler.messages import Progress
-from natten_jax.profiler.options import Options
-from natten_jax.profiler.run.duration import say_of_measurement
+from natten_jax.profiler.cli import Progress
+from natten_jax.profiler.options import Options, arrays_of
 from natten_jax.profiler.run.workload import Workload, check_runs, compile_workload, passes
 from natten_jax.profiler.traces import attribution, capture, symbols
 from natten_jax.profiler.traces.events import Event
@@ -139,14 +137,13 @@ def compare(options: Options, baseline: str) -> Comparison:
         MemoryError: The problem is too large for the device.
         natten_jax.profiler.traces.trace_files.CaptureError: The trace could not be read.
     """
-    return Comparison(*_profile([options, options.of_baseline(baseline)]))
+    return Comparison(*_profile([options, options.for_baseline(baseline)]))
 
 
 def _profile(every: Sequence[Options]) -> list[Result]:
     first, device = every[0], default_device()
     for options in every:
         check_runs(options, device)
-    say_of_measurement(every, device)
     with arrays_of(first.dtype), Progress(len(every) * (first.warmup_steps + first.iterations)) as progress:
         progress.stage("compiling")
         workloads: list[Workload] = []

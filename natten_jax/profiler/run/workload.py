@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from natten_jax import backends
+from natten_jax.backends.base import Platform
 from natten_jax.backends.select import resolve
 from natten_jax.ops import neighborhood, sub_calls
 from natten_jax.ops.sub_calls import KeySet, SubCall
@@ -19,13 +21,16 @@ from natten_jax.plan.request import Request
 from natten_jax.plan.tuned import table_in_force
 from natten_jax.problem import Problem, problem_of
 from natten_jax.profiler import baselines
-from natten_jax.profiler.cli.families import KNOWN_FAMILIES
-from natten_jax.profiler.element_types import ELEMENT_TYPES
-from natten_jax.profiler.options import Options
+from natten_jax.profiler.options import ELEMENT_TYPES, Options
 from natten_jax.profiler.run.inputs import check_fits, is_room, make_inputs, shapes
 from natten_jax.profiler.run.split import of_each_device
 from natten_jax.profiler.traces.capture import Launch
 from natten_jax.profiler.traces.program import Program, compile_for_trace
+
+#: Families of backends that run only on some devices.
+KNOWN_FAMILIES: dict[str, Platform] = {
+    backend.family: backend.platform for backend in backends.registered() if backend.platform is not None
+}
 
 
 class UnavailableBackend(ValueError):

@@ -16,10 +16,8 @@ from natten_jax.backends.select import resolve
 from natten_jax.performance import Pass
 from natten_jax.plan.devices import Device, default_device
 from natten_jax.plan.plan import BackendId
-from natten_jax.profiler.element_types import arrays_of
-from natten_jax.profiler.messages import Progress
-from natten_jax.profiler.options import Options
-from natten_jax.profiler.run.duration import say_of_search
+from natten_jax.profiler.cli import Progress
+from natten_jax.profiler.options import Options, arrays_of
 from natten_jax.profiler.run.inputs import check_fits
 from natten_jax.profiler.run.workload import Workload, check_available
 from natten_jax.profiler.search.choices import spelled_out, with_backend, with_schedule, with_tiles
@@ -73,8 +71,6 @@ def optimize(options: Options, effort: Effort = THOROUGH) -> Optimum:
     device = default_device()
     check_available(options, device)
     check_fits(options)
-    finals = (effort.finalists + 2) * (_FINAL_RUNS + options.optimize_warmup_steps)
-    say_of_search(options, device, _BATCH * (1 + _SCREENING_RUNS) + finals)
     with arrays_of(options.dtype), Progress(0) as progress:
         return _Search(options, device, progress, effort).run()
 

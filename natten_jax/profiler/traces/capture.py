@@ -19,7 +19,7 @@ from jax.profiler import ProfileData, ProfileOptions
 from natten_jax.profiler.traces import attribution, events
 from natten_jax.profiler.traces.events import Event, Interval
 from natten_jax.profiler.traces.program import Program
-from natten_jax.profiler.traces.trace_files import CaptureError, keep, named_in_ascii, read, trace_file
+from natten_jax.profiler.traces.trace_files import CaptureError, keep, read, trace_file
 
 #: Device number -> for each iteration, the events of the program.
 Devices = dict[int, list[list[Event]]]
@@ -140,7 +140,7 @@ def _trace(launches: Sequence[Launch], iterations: int, folder: Path | None) -> 
         folder.mkdir(parents=True, exist_ok=True)
     # A fresh folder holds this capture's trace and no other. Inside the one where it is to be kept, it need only move.
     with tempfile.TemporaryDirectory(prefix=".natten-jax-profiler-", dir=folder) as fresh:
-        with named_in_ascii(Path(fresh)) as name, jax.profiler.trace(name, profiler_options=options):
+        with jax.profiler.trace(fresh, profiler_options=options):
             for _ in range(iterations):
                 for launch in launches:
                     jax.block_until_ready(launch.run())  # type: ignore[no-untyped-call]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from jax.profiler import ProfileData
@@ -57,21 +54,6 @@ def read(path: Path) -> ProfileData:
         return ProfileData.from_serialized_xspace(content)
     except Exception as error:
         raise DamagedTrace(file, str(error)) from error
-
-
-@contextlib.contextmanager
-def named_in_ascii(folder: Path) -> Iterator[str]:
-    """A name of a folder that any library opens: JAX takes no path that is not in UTF-8, or that the locale cannot
-    tell it.
-    """
-    if os.fsencode(folder).isascii():
-        yield str(folder)
-        return
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
 
 
 def keep(run: Path, folder: Path) -> None:

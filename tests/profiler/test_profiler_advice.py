@@ -1,4 +1,4 @@
-"""What the profiler says before it makes anybody wait, and what it advises, which works."""
+"""Commands of the README, what errors recommend, and warnings about flags without an effect."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ import os
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from natten_jax.plan.devices import CPU, Device
-from natten_jax.profiler import parse
 from natten_jax.profiler.__main__ import main
-from natten_jax.profiler.run import duration
-from natten_jax.profiler.search import optimize
 from tests.support.programs import PACKAGE, run_command
 
 README = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
@@ -30,8 +25,6 @@ def test_lines_of_the_readme_run_on_a_host(tmp_path: Path) -> None:
         done = run_command(["-m", *shlex.split(line)], environment, timeout=600, folder=tmp_path)
         assert done.returncode == 0, done.stderr
         assert "Traceback" not in done.stderr
-        if "--optimize" in line:
-            assert re.match("natten-jax-profiler: search and measurement take up to about [0-9]", done.stderr)
     assert (tmp_path / "tuned.json").exists()
 
 
@@ -52,57 +45,6 @@ def test_no_baseline_is_advised_or_tried_that_has_no_room(arguments: str, capsys
     assert main(f"-i 512 512 -n 8 -w 9 {arguments}".split()) == 1
     said = capsys.readouterr().err.splitlines()[-1]
     assert "leave it out, compare with flex-fna, or take fewer tokens or heads" in said
-
-
-def test_long_measurements_say_how_long_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    options = parse(["-i", "256", "256", "-n", "24", "-d", "128", "-w", "80", "80", "--backprop"])
-    duration.say_of_measurement([options], CPU)
-    said = capsys.readouterr().err
-    assert re.match(r"natten-jax-profiler: 30 runs of about .* take about [\d.]+ (min|h) on cpu; --iterations", said)
-    duration.say_of_measurement([parse(["-i", "64", "-w", "8"])], CPU)
-    duration.say_of_measurement([options], Device("cuda", (8, 6), is_present=False))  # of which nothing is known
-    assert not capsys.readouterr().err
-
-
-def test_searches_say_how_long_at_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    class Stop(Exception):
-        pass
-
-    def search(*_: Any) -> None:
-        raise Stop(capsys.readouterr().err)
-
-    monkeypatch.setattr(optimize, "_Search", search)
-    for line, expected in (
-        ("-i 30 48 80 -w 18 24 24 --backprop --optimize", r"up to about [\d.]+ (min|h) on cpu, with runs of about"),
-        ("-i 64 -w 8 --optimize", r"up to about \d+ s on cpu"),
-    ):
-        with pytest.raises(Stop, match=f"natten-jax-profiler: search and measurement take {expected}"):
-            optimize.optimize(parse(line.split()))
-
-
-def test_durations_grow_with_the_work() -> None:
-    def seconds(line: str) -> float:
-        found = duration.seconds_of_run(parse(line.split()), CPU)
-        assert found is not None
-        return found
-
-    small = seconds("-i 64 64 -w 8 --backend cpu-fna")
-    assert seconds("-i 64 64 -w 16 --backend cpu-fna") == pytest.approx(4 * small)
-    assert seconds("-i 64 64 -w 8 --backend cpu-fna --backprop") == pytest.approx(3.5 * small)
-    assert seconds("-i 64 64 -w 8 --backend flex-fna") > small
-    assert seconds("-i 64 64 --backend xla --dtype fp32") > seconds("-i 64 64 --backend cpu-fna")
-    hopper = Device("cuda", (9, 0), is_present=False)
-    predicted = duration.seconds_of_run(
-        parse(["-i", "32768", "-d", "128", "-w", "2048", "--backend", "hopper-fna"]), hopper
-    )
-    assert predicted is not None and 40e-6 < predicted < 90e-6
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.01, "0.1 s"), (2.34, "2.3 s"), (40.4, "40 s"), (400.0, "7 min"), (9000.0, "2.5 h")]
-)
-def test_durations_have_few_digits(seconds: float, text: str) -> None:
-    assert duration.format_duration(seconds) == text
 
 
 @pytest.mark.parametrize(
