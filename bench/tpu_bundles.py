@@ -127,10 +127,9 @@ def _ours(row: Row, backend: str) -> Any:
 def _executions(row: Row, pass_: Pass) -> dict[str, Any]:
     """How often each of natten_jax's kernels executes its parts."""
     from natten_jax.arrays.operands import Inputs, Operands
+    from natten_jax.backends.pallas._tpu_call import call_of
+    from natten_jax.backends.pallas.tpu import TpuBackend, alignment
     from natten_jax.backends.select import plan_with
-    from natten_jax.backends.tpu.backend import TpuBackend
-    from natten_jax.backends.tpu.kernels import call_of
-    from natten_jax.backends.tpu.tiles import alignment
     from natten_jax.plan.request import Request
 
     found: dict[str, Any] = {}

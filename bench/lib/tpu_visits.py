@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from natten_jax.backends.tpu.kernels import Call
-from natten_jax.backends.tpu.query_programs import query_grid
-from natten_jax.backends.tpu.visits import CORE_END, CORE_FIRST, COUNT, HULL_END, START
+from natten_jax.backends.pallas._tpu_call import CORE_END, CORE_FIRST, COUNT, HULL_END, START, Call
+from natten_jax.backends.pallas._tpu_grid import query_grid
 from natten_jax.problem import Problem
 from natten_jax.windows import Axis
 

@@ -10,7 +10,7 @@ import pytest
 
 import natten_jax
 from natten_jax.backends import defaults, find, missing_kernels, registered
-from natten_jax.backends.blackwell.backend import BlackwellBackend
+from natten_jax.backends.pallas.blackwell import BlackwellBackend
 from natten_jax.backends.select import resolve, runnable
 from natten_jax.performance import PASSES, Pass, Performance
 from natten_jax.plan.devices import Device
@@ -125,7 +125,7 @@ def test_a_gpu_without_portable_kernels_still_hears_of_it(monkeypatch: pytest.Mo
 
 
 def test_older_jax_is_said_to_be_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("natten_jax.backends.blackwell.backend.missing_in_jax", lambda: "it is old")
+    monkeypatch.setattr("natten_jax.backends.pallas.blackwell.missing_in_jax", lambda: "it is old")
     here = Device("cuda", (10, 0))
     assert find("blackwell-fna", "fna").rejection(PROBLEM, here, "forward") == "it is old"
     assert find("blackwell-fna", "fna").rejection(PROBLEM, B200, "forward") is None

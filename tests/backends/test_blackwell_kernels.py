@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +13,8 @@ import pytest
 
 import natten_jax
 from natten_jax.arrays.operands import Cotangents, Operands
-from natten_jax.backends.blackwell.call import call_of
-from natten_jax.backends.blackwell.layout import Lines
-from natten_jax.backends.blackwell.visits import Visits
-from natten_jax.performance import TilePair
+from natten_jax.backends.pallas._blackwell_call import Lines, Visits, call_of
+from natten_jax.performance import PASSES, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem, problem_of
 from natten_jax.windows import Axis
@@ -46,7 +45,7 @@ PROBLEMS: dict[str, tuple[Problem, TilePair, TilePair]] = {
     ),
 }
 SMALL = problem_of((300,), 150, head_dim=32, dtype="float16"), ((256,), (128,)), ((128,), (128,))
-PACKAGE = "natten_jax.backends.blackwell"
+FORWARD, BACKWARD = (f"natten_jax.backends.pallas._blackwell_{pass_}" for pass_ in PASSES)
 A_RACE = r"RACE DETECTED|last written through alias group"
 #: Which of them the interpreter finds first is a matter of which thread comes first.
 A_MISSING_WAIT = rf"{A_RACE}|Barrier completed phase \d+, but no threads observed phase \d+"
@@ -80,11 +79,18 @@ def test_random_problems(number: int) -> None:
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    "waiting", ["products.wait", "softmax.wait", "backward.products.wait", "backward.weights.wait"]
+    ("module", "caller"),
+    [(FORWARD, "multiply_item"), (FORWARD, "weigh_item"), (BACKWARD, "multiply_item"), (BACKWARD, "Warpgroup")],
 )
-def test_a_missing_wait_is_seen(waiting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What issues products waits for the copies, and what reads logits for the products."""
-    monkeypatch.setattr(f"{PACKAGE}.{waiting}", lambda barrier: None)
+def test_a_missing_wait_is_seen(module: str, caller: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warp that issues products waits for copies, and the warps that read logits wait for products."""
+    from natten_jax.backends.pallas._blackwell_memory import wait
+
+    def wait_elsewhere(barrier: Any) -> None:
+        if not sys._getframe(1).f_code.co_qualname.startswith(caller):
+            wait(barrier)
+
+    monkeypatch.setattr(f"{module}.wait", wait_elsewhere)
     with pytest.raises(Exception, match=A_MISSING_WAIT):
         complaints_of(*SMALL)
 
@@ -92,24 +98,26 @@ def test_a_missing_wait_is_seen(waiting: str, monkeypatch: pytest.MonkeyPatch) -
 @needs_interpreter
 def test_gradients_of_logits_that_are_overwritten_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """While products still read those of the pair before."""
-    monkeypatch.setattr(f"{PACKAGE}.backward.weights.wait_if", lambda condition, barrier: None)
+    monkeypatch.setattr(f"{BACKWARD}.Warpgroup._wait_for_place", lambda warpgroup, number: None)
     with pytest.raises(Exception, match="RACE DETECTED"):
         complaints_of(*SMALL)
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("stages", "wrong"), [("loads.STAGES", 3), ("backward.loads.slots_of", lambda *_, **__: 3)])
-def test_a_wrong_phase_is_seen(stages: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Boxes are copied to a slot a phase too early: while products still read what is in it."""
-    monkeypatch.setattr(f"{PACKAGE}.{stages}", wrong)
+@pytest.mark.parametrize("module", [FORWARD, BACKWARD])
+def test_a_wrong_phase_is_seen(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile is copied to a slot a phase too early: while products still read the slot."""
+    from natten_jax.backends.pallas._blackwell_memory import wait_until_free
+
+    monkeypatch.setattr(f"{module}.wait_until_free", lambda barrier, at, slots: wait_until_free(barrier, at, slots + 1))
     with pytest.raises(Exception, match="RACE DETECTED"):
         complaints_of(*SMALL)
 
 
 @needs_interpreter
-@pytest.mark.parametrize("masking", ["softmax", "backward.weights"])
-def test_a_forgotten_mask_is_seen(masking: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{PACKAGE}.{masking}.hide", lambda call, logits, *_: logits)
+@pytest.mark.parametrize("module", [FORWARD, BACKWARD])
+def test_a_forgotten_mask_is_seen(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{module}.hide", lambda call, logits, *_: logits)
     assert complaints_of(*SMALL)
 
 

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 from natten_jax.arrays.operands import Inputs, Operands
-from natten_jax.backends.tpu import chunks
-from natten_jax.backends.tpu.kernels import call_of
-from natten_jax.backends.tpu.query_programs import query_grid
-from natten_jax.backends.tpu.tiles import alignment
+from natten_jax.backends.pallas import _tpu_call
+from natten_jax.backends.pallas._tpu_call import call_of
+from natten_jax.backends.pallas._tpu_grid import query_grid
+from natten_jax.backends.pallas.tpu import alignment
 from natten_jax.performance import PASSES, Performance, tile_names
 from tests.support import interpreted_tpu
 from tests.support.cases import random_case
@@ -132,8 +132,8 @@ def small_chunks(problem: Fuzzed) -> Iterator[None]:
     keys = CHUNKS[problem.seed % len(CHUNKS)]
     with pytest.MonkeyPatch.context() as patch:
         if keys is not None:
-            patch.setattr(chunks, "OF_FEW", keys)
-            patch.setattr(chunks, "OF_MANY", keys)
+            patch.setattr(_tpu_call, "OF_FEW", keys)
+            patch.setattr(_tpu_call, "OF_MANY", keys)
         yield
 
 

@@ -21,8 +21,9 @@ import numpy as np
 
 import natten_jax
 from natten_jax.arrays.operands import Cotangents, Inputs, Operands, Saved
-from natten_jax.backends.blackwell.call import call_of
-from natten_jax.backends.blackwell.tiles import is_taken, sizes_of
+from natten_jax.backends.pallas import _blackwell_call
+from natten_jax.backends.pallas._blackwell_call import call_of
+from natten_jax.backends.pallas.blackwell import is_taken, sizes_of
 from natten_jax.cost.tile_shapes import pairs_of
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.plan import Plan
@@ -247,7 +248,10 @@ def complaints(fuzzed: Fuzzed) -> list[str]:
     operands, cotangents, exact = _operands(fuzzed)
     calls = _calls(fuzzed, operands)
     try:
-        with interpreting(), mock.patch("natten_jax.backends.blackwell.call.MULTIPROCESSORS", fuzzed.blocks or 148):
+        with (
+            interpreting(),
+            mock.patch.object(_blackwell_call, "MULTIPROCESSORS", fuzzed.blocks or 148),
+        ):
             saved = jax.tree.map(np.asarray, _attended(fuzzed, calls))
             gradients = jax.tree.map(np.asarray, _gradients(fuzzed, calls, saved, cotangents))
     except Exception as error:  # whatever the interpreter has to say

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from natten_jax.arrays.operands import Cotangents, Gradients, Inputs, Operands, Saved
-from natten_jax.backends.blackwell.backend import BlackwellBackend, missing_in_jax
+from natten_jax.backends.pallas.blackwell import BlackwellBackend, missing_in_jax
 from natten_jax.backends.select import plan_with
 from natten_jax.execution.head_widths import HeadWidths
 from natten_jax.performance import Pass, Performance, TilePair

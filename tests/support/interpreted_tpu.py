@@ -18,9 +18,9 @@ from jax.experimental.pallas import tpu as pltpu
 from natten_jax import backends
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
 from natten_jax.backends.base import Platform
-from natten_jax.backends.tpu.backend import TpuBackend
-from natten_jax.backends.tpu.boxes import Chunk
-from natten_jax.backends.tpu.kernels import Call, matrix
+from natten_jax.backends.pallas._tpu_call import Call
+from natten_jax.backends.pallas._tpu_grid import Chunk, matrix
+from natten_jax.backends.pallas.tpu import TpuBackend
 from natten_jax.plan.plan import Plan
 
 _BY_XLA: Any = True

@@ -1,7 +1,6 @@
-"""Which tiles a pass takes: the fastest by a model of what the kernels execute.
+"""The ``tpu`` backend: Pallas kernels for TPUs.
 
-The model counts bundles, of which a core of a TPU issues one a cycle, and is fitted to what the compiler for TPUs makes
-of the kernels for v5e (``bench/tpu_bundles.py``). It is good for comparing tiles; it is no time.
+Calls run it by name alone: the kernels have been interpreted and compiled, and never run on a TPU.
 """
 
 from __future__ import annotations
@@ -13,14 +12,21 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.backends.tpu.chunks import MOST_LOGITS, Chunks, together
-from natten_jax.backends.tpu.packs import LANES, pack_of
-from natten_jax.backends.tpu.visits import before_keys
+from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Output, Saved
+from natten_jax.arrays.remainders import base2_parts
+from natten_jax.backends.base import Backend, Platform
+from natten_jax.backends.native_backend import delta
+from natten_jax.backends.pallas._common import finite_scale, logsumexp_and_remainder
+from natten_jax.backends.pallas._tpu_call import LANES, MOST_LOGITS, Chunks, before_keys, pack_of, together
 from natten_jax.performance import Pass, TilePair
+from natten_jax.plan.devices import Device
+from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem, Shape
-from natten_jax.windows import Axis
+from natten_jax.windows import EDGES, Axis
 
 #: Most tokens of a tile of queries, and of a box of keys.
 LARGEST_TILE, LARGEST_BOX = 1024, 32768
@@ -205,3 +211,95 @@ def _of_backward(axes: Sequence[Axis], spans: Sequence[Sequence[int]], pair: Til
         for each, kv, tiles in zip(spans, kv_tile, kv_tiles, strict=True)
     )
     return of_queries + seen * of_step(_KEY_GRADIENTS) + math.prod(kv_tiles) * 2 * _ROW * keys
+
+
+#: Logsumexp in base 2 of queries that see nothing, or that are padding: their weights are zero.
+_NOTHING_SEEN = 1e30
+
+
+class TpuBackend(Backend):
+    """Neighborhood attention on TPUs; see :class:`natten_jax.backends.base.Backend`."""
+
+    family = "tpu"
+    is_by_name_only = True  # until somebody has measured it
+    platform = Platform("tpu")
+    dtypes = ("bfloat16", "float32")
+    edges = EDGES
+    wraps_by_strips = True
+    head_dim_step = 8
+    largest_head_dim = 256
+    biases = ("key_bias",)
+    key_bias_by_columns = True
+    carries_plan = False
+    fuses_additional_kv = False
+    heeds = ("backward_deterministic",)  # in every run
+
+    def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
+        """Query and key/value tile shapes of a pass, the recommended pair first."""
+        return recommended(problem, pass_)
+
+    def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
+        """Most tokens of a tile: each has a row for every head of a pack."""
+        tile = LARGEST_TILE // pack_of(problem.heads, problem.heads_kv, (problem.head_dim, problem.head_dim_v))
+        return tile, LARGEST_BOX if pass_ == "forward" else tile
+
+    def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
+        """Whether the kernels accept this pair: the last extents fill whole registers."""
+        return super().offers(problem, device, pass_, pair) and all(tile[-1] % alignment(problem) == 0 for tile in pair)
+
+    def forward(self, plan: Plan, operands: Operands) -> Output:
+        """Compute output and logsumexp."""
+        return Output(*self.forward_saving(plan, operands)[:2])
+
+    def forward_saving(self, plan: Plan, operands: Operands) -> Saved:
+        """Compute them for a backward pass."""
+        from natten_jax.backends.pallas._tpu_call import call_of
+        from natten_jax.backends.pallas._tpu_kernels import forward
+
+        call = call_of(plan, operands, alignment(plan.problem))
+        out, statistics = forward(call, *call.laid_out(operands), _scales(plan, operands))
+        rows = logsumexp_and_remainder(*call.queries.of_tiles(statistics))
+        return Saved(call.queries.restored(out), *rows)
+
+    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
+        """Compute the gradients of the differentiable operands."""
+        from natten_jax.backends.pallas._tpu_call import call_of
+        from natten_jax.backends.pallas._tpu_kernels import key_gradients, query_gradient
+
+        call = call_of(plan, operands, alignment(plan.problem))
+        arrays = *call.laid_out(operands), call.queries.laid_out(cotangents.out.astype(operands.inputs.query.dtype))
+        reference, remainder = base2_parts(saved.logsumexp, saved.remainder)
+        logsumexp = jnp.where(saved.logsumexp == -jnp.inf, _NOTHING_SEEN, reference)
+        # Padding has logsumexp, cotangent and delta 0 here, so that it adds 0 to gradients.
+        statistics = call.queries.in_tiles([logsumexp, remainder, delta(saved.out, *cotangents)])
+        scales = _scales(plan, operands)
+        of_query = query_gradient(call, *arrays, statistics, scales)
+        of_query = call.queries.restored(of_query)
+        of_key, of_value = key_gradients(call, *arrays, statistics, scales)
+        heads = 1 if operands.inputs.scale is None else call.queries.heads.count
+        scale = scales.reshape(-1, *(1,) * plan.problem.rank, heads, 1)
+        of_scale = None
+        if operands.inputs.scale is not None:
+            products = of_query * operands.inputs.query.astype(jnp.float32)
+            of_scale = jnp.sum(products, axis=(*range(1, 1 + plan.problem.rank), -1))
+        return Gradients(
+            (of_query * scale).astype(operands.inputs.query.dtype),
+            call.keys.restored(of_key),
+            call.keys.restored(of_value),
+            scale=of_scale,
+        )
+
+
+def _scales(plan: Plan, operands: Operands) -> jax.Array:
+    """Factors of the logits, float32 ``[batch * heads]``, or ``[1]`` where they are the same.
+
+    Raises:
+        ValueError: They differ, and how many there are is not known: kernels have all of them at hand.
+    """
+    scale = operands.inputs.scale
+    if scale is None:
+        return jnp.full((1,), plan.problem.scale, jnp.float32)
+    batch, *_, heads, _ = operands.inputs.query.shape
+    if not isinstance(batch, int):
+        raise ValueError(f"scale is an array, and the batch size is {batch}: kernels for TPUs have to know how many")
+    return jnp.broadcast_to(finite_scale(plan.problem.scale, scale), (batch, heads)).reshape(-1)

@@ -1,8 +1,4 @@
-"""The windows of tiles of queries along one token dimension, inside a dilation group, as kernels in Pallas want them.
-
-Tables are NumPy arrays where a call has all tokens; where it has some of them, whose first may depend on the device,
-they are computed by the program.
-"""
+"""What Pallas kernels share: windows of tiles, and statistics of the softmax."""
 
 from __future__ import annotations
 
@@ -10,9 +6,11 @@ import dataclasses
 from types import ModuleType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from natten_jax.arrays.remainders import LOG2_E, base2, pack_remainder
 from natten_jax.windows import Axis, group_length
 
 Table = Any  # numpy.ndarray or jax.Array, int32
@@ -92,3 +90,27 @@ class TileWindows:
         first_tile, any_ = xp.argmax(meets, axis=-1), meets.any(axis=-1)
         end_tile = end.shape[1] - xp.argmax(meets[..., ::-1], axis=-1)
         return xp.where(any_[..., None], xp.stack([first_tile, end_tile - first_tile], axis=-1), 0).astype(np.int32)
+
+
+def finite_scale(scale: float, factors: jax.Array | None) -> jax.Array:
+    """Return the scale in float32, or the scales of heads, with NaN instead of infinity.
+
+    A product with infinity may be ``-inf``, which would hide keys.
+    """
+    if factors is None:
+        return jnp.float32(scale)
+    return jnp.where(jnp.isfinite(factors), factors, jnp.nan).astype(jnp.float32)
+
+
+def logsumexp_and_remainder(maximum: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The logsumexp, and what float32 leaves out of it in base 2 (:class:`natten_jax.arrays.operands.Saved`).
+
+    Args:
+        maximum: float32, what weights are relative to, in base 2.
+        total: Their sum, in the same shape; 0 of a query that sees no key, whose logsumexp is ``-inf``.
+    """
+    sees_nothing = total == 0
+    total = jnp.where(sees_nothing, 1, total)
+    logsumexp = maximum / LOG2_E + jnp.log(total)
+    remainder = jnp.where(sees_nothing, 0, pack_remainder(maximum - base2(logsumexp), jnp.log2(total)))
+    return jnp.where(sees_nothing, -jnp.inf, logsumexp), remainder

@@ -5,17 +5,45 @@ Calls run it by name alone: the kernels have been interpreted and compiled, and 
 
 from __future__ import annotations
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Output, Saved
 from natten_jax.backends.base import Backend, Platform
-from natten_jax.backends.blackwell.tiles import is_taken, ranked, sizes_of
-from natten_jax.backends.row_statistics import finite_scale, logsumexp_and_remainder
+from natten_jax.backends.pallas._blackwell_call import PIECE
+from natten_jax.backends.pallas._common import finite_scale, logsumexp_and_remainder
+from natten_jax.cost.calibration import calibration_for
+from natten_jax.cost.ranking import rank
+from natten_jax.cost.tile_shapes import pairs_of
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan
-from natten_jax.problem import Problem
+from natten_jax.problem import Problem, Shape
+
+
+def sizes_of(pass_: Pass) -> tuple[tuple[int, int], ...]:
+    """Tokens of tiles of queries and of boxes of keys."""
+    return ((256, 128), (128, 128)) if pass_ == "forward" else ((128, 128),)
+
+
+def is_taken(pair: TilePair, pass_: Pass) -> bool:
+    """Whether the kernels of a pass take a pair."""
+    return tuple(map(math.prod, pair)) in sizes_of(pass_) and all(map(_is_copied, pair))
+
+
+@functools.lru_cache(maxsize=256)
+def ranked(family: str, problem: Problem, pass_: Pass) -> tuple[tuple[TilePair, float], ...]:
+    """Pairs of tiles with seconds by the model, the fastest first."""
+    pairs = [pair for sizes in sizes_of(pass_) for pair in pairs_of(*sizes, problem.rank) if is_taken(pair, pass_)]
+    return tuple(rank(problem, pairs, pass_, calibration_for(family)))
+
+
+def _is_copied(tile: Shape) -> bool:
+    return tile[-1] % PIECE == 0
+
 
 #: The first release whose Pallas has what the kernels are written in.
 OLDEST_JAX = 0, 12
@@ -60,8 +88,8 @@ class BlackwellBackend(Backend):
     def forward_saving(self, plan: Plan, operands: Operands) -> Saved:
         """Compute them for a backward pass."""
         _check_jax(self.family)
-        from natten_jax.backends.blackwell.call import call_of
-        from natten_jax.backends.blackwell.forward import forward
+        from natten_jax.backends.pallas._blackwell_call import call_of
+        from natten_jax.backends.pallas._blackwell_forward import forward
 
         call, inputs, problem = call_of(plan, operands), operands.inputs, plan.problem
         query, key, value = inputs.query, inputs.key, inputs.value
@@ -80,7 +108,7 @@ class BlackwellBackend(Backend):
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Compute the gradients of the differentiable operands."""
         _check_jax(self.family)
-        from natten_jax.backends.blackwell.backward.kernels import gradients
+        from natten_jax.backends.pallas._blackwell_backward import gradients
 
         return gradients(plan, operands, saved, cotangents)
 

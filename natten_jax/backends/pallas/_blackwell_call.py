@@ -1,4 +1,4 @@
-"""The static facts of a call, and where the work items of its grid lie."""
+"""Static facts of a call of the Blackwell kernels: lines of tokens, visits, and work items."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -15,11 +16,126 @@ import numpy as np
 from jax import export
 
 from natten_jax.arrays.operands import Operands
-from natten_jax.backends.blackwell.layout import PIECE, Lines
-from natten_jax.backends.blackwell.visits import COLUMNS, CORE_END, CORE_FIRST, COUNT, KEY_GROUP, START, Visits
+from natten_jax.backends.pallas._common import Table, TileWindows
 from natten_jax.native.abi import KERNEL_RANK
 from natten_jax.plan.plan import Plan
 from natten_jax.windows import Axis
+
+#: Tokens of a line that the matrix units' layout of shared memory keeps together.
+PIECE = 8
+#: Most elements of a block.
+BLOCK = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """How the tokens of one array lie.
+
+    Attributes:
+        batch: Batch entries.
+        extents: Tokens along each of three dimensions.
+        dilation: Dilation groups of each.
+        heads: Heads.
+        width: Elements of a head.
+    """
+
+    batch: int
+    extents: tuple[int, ...]
+    dilation: tuple[int, ...]
+    heads: int
+    width: int
+
+    @classmethod
+    def of(cls, array: jax.Array, dilation: Sequence[int]) -> Lines:
+        """Those of ``[batch, *extents, heads, width]``."""
+        batch, *extents, heads, width = array.shape
+        missing = (1,) * (KERNEL_RANK - len(extents))
+        return cls(batch, missing + tuple(extents), missing + tuple(dilation), heads, width)
+
+    @property
+    def block(self) -> int:
+        """Elements of a block."""
+        return min(self.width, BLOCK)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a head."""
+        return self.width // self.block
+
+    @property
+    def length(self) -> int:
+        """Tokens of a line that belong to a dilation group, padded to whole pieces."""
+        return -(-self.extents[-1] // (self.dilation[-1] * PIECE)) * PIECE
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array that kernels get: lines, tokens, columns, elements."""
+        x, y, _ = self.extents
+        return self.batch * x * y, self.length, self.dilation[-1] * self.heads * self.blocks, self.block
+
+    def laid_out(self, array: jax.Array) -> jax.Array:
+        """``[batch, *extents, heads, width]`` as :attr:`shape`."""
+        x, y, z = self.extents
+        lines = array.reshape(self.batch * x * y, z, self.heads * self.width)
+        padding = self.length * self.dilation[-1] - z
+        return jnp.pad(lines, [(0, 0), (0, padding), (0, 0)]).reshape(self.shape)
+
+    def restored(self, array: jax.Array, rank: int) -> jax.Array:
+        """The inverse of :meth:`laid_out`, for an array of so many token dimensions."""
+        lines = array.reshape(array.shape[0], -1, self.heads * self.width)[:, : self.extents[-1]]
+        return lines.reshape(self.batch, *self.extents[KERNEL_RANK - rank :], self.heads, self.width)
+
+
+#: Columns of :attr:`Visits.boxes`.
+START, COUNT, CORE_FIRST, CORE_END, KEY_GROUP = range(5)
+COLUMNS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Visits:
+    """What one token dimension's tiles visit.
+
+    Attributes:
+        groups: Dilation groups.
+        tiles: Tiles of queries in a group.
+        bounds: ``[groups, tiles, 2, q_tile]``: first and end of the keys that each query sees; both 0 where there is no
+            query.
+        boxes: ``[groups, tiles, COLUMNS]``: where a tile's boxes of keys begin, how many there are, first and end of
+            the keys that all of its queries see, and the keys' group.
+        windows: Where both are from.
+    """
+
+    groups: int
+    tiles: int
+    bounds: Table
+    boxes: Table
+    windows: TileWindows
+
+    @classmethod
+    def of(
+        cls, axis: Axis, q_tile: int, kv_tile: int, queries: int, keys: int, origins: Any, alignment: int = 1
+    ) -> Visits:
+        """Those of an axis.
+
+        Args:
+            axis: The axis.
+            q_tile: Queries of a tile.
+            kv_tile: Keys of a box.
+            queries: Queries that the call has.
+            keys: Keys that the call has.
+            origins: Where they begin: two int32 scalars, or ``None`` where the call has all of them.
+            alignment: Boxes begin at multiples of this.
+        """
+        xp: ModuleType = np if origins is None else jnp
+        tiles = -(-queries // (axis.dilation * q_tile))
+        windows = TileWindows.of(axis, q_tile, tiles, queries, keys, origins, before=0, most=keys)
+        boxes = xp.stack((*windows.boxes(kv_tile, alignment), *windows.core, windows.key_group), axis=-1)
+        return cls(axis.dilation, tiles, windows.bounds, boxes.astype(np.int32), windows)
+
+    def seeing(self, kv_tile: int, kv_tiles: int) -> Table:
+        """Which tiles of queries see tiles of keys: see :meth:`TileWindows.seeing`."""
+        return self.windows.seeing(kv_tile, kv_tiles)
+
 
 Scalar = Any  # int or traced int32 scalar
 
