@@ -35,15 +35,15 @@ from natten_jax import simulator
 from natten_jax.performance import PASSES, Pass, TilePair
 from natten_jax.plan.devices import default_device
 from natten_jax.problem import Problem
+from natten_jax.profiler import capture
 from natten_jax.profiler.arguments import parse
+from natten_jax.profiler.capture import Event
 from natten_jax.profiler.options import ELEMENT_TYPES
+from natten_jax.profiler.program import Program
 from natten_jax.profiler.report.measurements import write_file
 from natten_jax.profiler.run.workload import Workload, compile_workload
 from natten_jax.profiler.search import choices
 from natten_jax.profiler.search.configurations import Listing, listings, main_sub_call
-from natten_jax.profiler.traces import capture
-from natten_jax.profiler.traces.events import Event
-from natten_jax.profiler.traces.program import Program
 from natten_jax.simulator import Calibration, Kernel
 
 SETS = {

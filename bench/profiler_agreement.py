@@ -27,13 +27,11 @@ from lib.record import save
 
 import natten_jax
 from natten_jax.plan.devices import default_device
-from natten_jax.profiler import baselines, parse
+from natten_jax.profiler import baselines, capture, parse
+from natten_jax.profiler.capture import Event, Launch
 from natten_jax.profiler.options import Options
+from natten_jax.profiler.program import Program, compile_for_trace
 from natten_jax.profiler.run.inputs import make_inputs
-from natten_jax.profiler.traces import capture
-from natten_jax.profiler.traces.capture import Launch
-from natten_jax.profiler.traces.events import Event
-from natten_jax.profiler.traces.program import Program, compile_for_trace
 
 PROBLEMS = (
     "-i 32768 -d 128 -w 2048",
@@ -101,7 +99,9 @@ def measure(line: str) -> dict[str, Any]:
     def timed(number: int) -> None:
         while_traced[number].append(wall_seconds(traced[number], arrays))
 
-    launches = [Launch(functools.partial(timed, number), Program.of(each)) for number, each in enumerate(traced)]
+    launches = [
+        Launch(functools.partial(timed, number), Program.from_compiled(each)) for number, each in enumerate(traced)
+    ]
     times: dict[str, list[float]] = collections.defaultdict(list)
 
     def add(name: str, short: Iterable[float], long: Iterable[float]) -> None:

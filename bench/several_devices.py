@@ -44,8 +44,8 @@ from lib.record import save
 from lib.timing import ratio
 
 from natten_jax.plan.devices import default_device
-from natten_jax.profiler.traces.capture import Launch, capture_by_device
-from natten_jax.profiler.traces.program import Program, compile_for_trace
+from natten_jax.profiler.capture import Launch, capture_by_device
+from natten_jax.profiler.program import Program, compile_for_trace
 
 MODES = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
 PASSES = ("forward", "forward+backward")
@@ -148,7 +148,7 @@ def measure(split: str, mode: str, family: str, pass_: str, options: argparse.Na
     further: dict[str, Any] = {}
     if is_exchanging:
         to_trace = compile_for_trace(lambda *arrays: function(*arrays), *parts)
-        traced = Launch(lambda: to_trace(*parts), Program.of(to_trace))
+        traced = Launch(lambda: to_trace(*parts), Program.from_compiled(to_trace))
         (captured,) = capture_by_device([traced], options.calls, default_device().platform, with_memory=True)
         further[EXCHANGE] = exchange_milliseconds(captured, traced.program)
         further["timeline"] = timeline(captured, traced.program)

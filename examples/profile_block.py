@@ -21,10 +21,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from natten_jax.plan.devices import default_device
+from natten_jax.profiler import capture
+from natten_jax.profiler.program import Program, compile_for_trace
 from natten_jax.profiler.report.tables import format_time
 from natten_jax.profiler.run import measure
-from natten_jax.profiler.traces import capture
-from natten_jax.profiler.traces.program import Program, compile_for_trace
 
 
 class Block(nnx.Module):
@@ -76,7 +76,7 @@ def profile(options: argparse.Namespace) -> tuple[measure.Row, ...]:
     function, arguments = build(options)
     compiled = compile_for_trace(function, *arguments)
     jax.block_until_ready(compiled(*arguments))
-    program = Program.of(compiled)
+    program = Program.from_compiled(compiled)
     iterations = capture.capture(lambda: compiled(*arguments), options.iterations, program, platform)
     return measure.summarize(iterations, program, "fna", platform)
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 
 from natten_jax.plan.devices import default_device
+from natten_jax.profiler import capture
+from natten_jax.profiler.program import Program, compile_for_trace
 from natten_jax.profiler.report.tables import format_time
-from natten_jax.profiler.traces import capture
-from natten_jax.profiler.traces.program import Program, compile_for_trace
 
 LINES = 10  # of losses that are printed
 
@@ -100,7 +100,7 @@ class TimedSteps:
             iterations: Steps.
         """
         compiled = compile_for_trace(self._step, self.state, *batch)
-        program = Program.of(compiled)
+        program = Program.from_compiled(compiled)
 
         def run() -> Any:
             return compiled(self.state, *batch)

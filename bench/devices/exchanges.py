@@ -8,10 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from natten_jax.cost import halo_time
-from natten_jax.profiler.traces.capture import Devices
-from natten_jax.profiler.traces.collectives import kind_of
-from natten_jax.profiler.traces.events import Event
-from natten_jax.profiler.traces.program import Program
+from natten_jax.profiler.capture import Devices, Event
+from natten_jax.profiler.program import Program
+from natten_jax.profiler.symbols import kind_of_collective
 
 Span = tuple[float, float]
 
@@ -38,7 +37,7 @@ def exchange_milliseconds(devices: Devices, program: Program) -> dict[str, float
     def times(events: Sequence[Event]) -> tuple[float, float]:
         spans: tuple[list[Span], list[Span]] = ([], [])
         for event in events:
-            is_exchange = kind_of(event.symbol, program.instruction(event.instruction)) is not None
+            is_exchange = kind_of_collective(event.symbol, program.instruction(event.instruction)) is not None
             spans[is_exchange].append((event.start, event.start + event.duration))
         return _length(spans[True]), _shared(*spans)
 
@@ -56,7 +55,7 @@ def timeline(devices: Devices, program: Program) -> list[dict[str, Any]]:
             "device": device,
             "start": (event.start - started) / 1e6,
             "milliseconds": event.duration / 1e6,
-            "is exchange": kind_of(event.symbol, program.instruction(event.instruction)) is not None,
+            "is exchange": kind_of_collective(event.symbol, program.instruction(event.instruction)) is not None,
             "symbol": event.symbol[:80],
         }
         for device, iterations in devices.items()

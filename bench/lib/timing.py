@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from natten_jax.plan.devices import default_device
-from natten_jax.profiler.traces.capture import capture
-from natten_jax.profiler.traces.program import Program, compile_for_trace
+from natten_jax.profiler.capture import capture
+from natten_jax.profiler.program import Program, compile_for_trace
 
 PAUSE = 1.0  # seconds, for the device to cool down
 WARM_UP = 0.5  # seconds of load before sustained figures
@@ -62,7 +62,7 @@ def compile_runner(function: Callable[..., Any], *arguments: Any, name: str | No
     named.__name__ = name or function.__name__
     compiled = compile_for_trace(named, *arguments)
     jax.block_until_ready(compiled(*arguments))
-    return Runner(compiled, Program.of(compiled), arguments)
+    return Runner(compiled, Program.from_compiled(compiled), arguments)
 
 
 def compile_backward(

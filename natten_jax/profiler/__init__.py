@@ -5,7 +5,8 @@
 - ``cli``: shared by the command line programs, such as messages and the exit status.
 - ``baselines``: self attention of other libraries.
 - ``run``: the program that the options describe, compiled and measured.
-- ``traces``: launches on the device.
+- ``capture``: run programs under JAX's profiler, and read traces.
+- ``program``: compiled programs and their instructions; ``symbols``: names of launches.
 - ``search``: configurations, and the fastest of them.
 - ``report``: tables and files.
 - ``__main__``, ``trace``: the two programs.

@@ -16,6 +16,7 @@ from natten_jax.ops.ignored_arguments import IgnoredArgumentWarning
 from natten_jax.plan.devices import CPU, Device, NoDeviceError, default_device
 from natten_jax.plan.plan import BackendId
 from natten_jax.profiler.arguments import parse, warn_about_ignored_flags
+from natten_jax.profiler.capture import CaptureError
 from natten_jax.profiler.cli import INTERRUPTED, PROGRAM, print_error, print_warning, run_program
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.report import dry_run, measurements, simulate
@@ -25,7 +26,6 @@ from natten_jax.profiler.run.measure import compare, profile
 from natten_jax.profiler.run.workload import KNOWN_FAMILIES, UnavailableBackend, check_available, request_of
 from natten_jax.profiler.search.optimize import optimize
 from natten_jax.profiler.search.optimum import Optimum, best_table, configuration, search_json
-from natten_jax.profiler.traces.trace_files import CaptureError
 
 
 def main(argv: Sequence[str] | None = None) -> int:

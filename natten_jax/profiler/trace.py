@@ -1,8 +1,8 @@
 """Readable names for a trace that JAX's profiler wrote: ``python -m natten_jax.profiler.trace PATH``.
 
-The trace may be of any program; of one that ran on several devices, the rows are those of the device that was busy
-longest. Instructions are named after the compiled programs inside the trace, where JAX put
-them (it does by default), and kernels after their symbols.
+The trace may be of any program. For a program on several devices, the rows are those of the device with the most device
+time. Instructions are named after the compiled programs inside the trace, which JAX includes by default, and kernels
+after their symbols.
 """
 
 from __future__ import annotations
@@ -10,23 +10,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from natten_jax.profiler import capture
+from natten_jax.profiler.capture import CaptureError, Event, Interval
 from natten_jax.profiler.cli import Parser, at_least, run_program
+from natten_jax.profiler.program import Program, programs_in_trace
 from natten_jax.profiler.report import measurements
 from natten_jax.profiler.report.tables import format_time, print_lines, print_table
 from natten_jax.profiler.run import measure
 from natten_jax.profiler.run.measure import Row
-from natten_jax.profiler.traces import attribution, events, trace_files, xspace
-from natten_jax.profiler.traces.events import Event, Interval
-from natten_jax.profiler.traces.program import Program
-from natten_jax.profiler.traces.symbols import Name, order
-from natten_jax.profiler.traces.trace_files import CaptureError, DamagedTrace
+from natten_jax.profiler.symbols import Name, order
 
-#: How many programs the lines below the table name.
+#: Programs in the lines below the table.
 _MOST_MODULES = 10
 
 
@@ -53,11 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class TracedProgram:
-    """What a trace says of a program.
+    """Launches of a program in a trace.
 
     Attributes:
-        rows: Launches by name, on the device that was busy longest; times are those of all runs.
-        runs: How often the program ran; ``None`` where the trace does not say, as those of GPUs.
+        rows: Launches by name, on the device with the most device time; times are sums over all runs.
+        runs: Number of runs, or ``None`` if the trace does not contain it, as on GPUs.
     """
 
     rows: tuple[Row, ...]
@@ -78,7 +76,7 @@ def _run(program: str, options: argparse.Namespace) -> int:
             raise CaptureError(
                 f"{str(options.path)!r} holds no device events{' of that program' * bool(options.module)}"
             )
-        rows = merged(each.rows for each in modules.values())
+        rows = merge_rows(each.rows for each in modules.values())
         steps = options.steps
         if steps is None and len(modules) == 1:
             steps = next(iter(modules.values())).runs
@@ -110,70 +108,59 @@ def _module_line(name: str, traced: TracedProgram, total: float) -> str:
     return f"{line}; {traced.runs} run{'s' * (traced.runs > 1)} of {format_time(traced.seconds / traced.runs)}"
 
 
-def rows_by_module(path: Path, *, with_memory: bool = False) -> dict[str, tuple[Row, ...]]:
-    """The rows alone of :func:`programs_of`."""
-    return {name: each.rows for name, each in programs_of(path, with_memory=with_memory).items()}
-
-
 def programs_of(path: Path, *, with_memory: bool = False) -> dict[str, TracedProgram]:
-    """What a trace recorded on the GPUs or TPUs, or without any on the CPU, by the name of the program.
+    """Return the programs in a trace by name, with their launches on GPUs, otherwise TPUs, otherwise the CPU.
 
     Args:
-        path: A ``*.xplane.pb`` file, or a folder that holds one.
-        with_memory: Whether a GPU's filling and copying of memory counts.
+        path: A ``*.xplane.pb`` file, or a folder that contains one.
+        with_memory: Include fills and copies of memory on GPUs.
 
     Raises:
-        CaptureError: There is no trace.
-        DamagedTrace: It is truncated or corrupt.
+        CaptureError: The trace is missing, truncated or corrupt.
     """
-    file = trace_files.trace_file(path)
-    programs = xspace.programs(file)
-    profile = trace_files.read(file)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # see capture._intervals
-        try:
-            for platform in ("cuda", "tpu", "cpu"):
-                if intervals := events.device_intervals(profile, platform, with_memory):
-                    break
-        except UnicodeDecodeError as error:
-            raise DamagedTrace(file, str(error)) from error
+    file = capture.trace_file(path)
+    profile = capture.read_trace(file)
+    programs = programs_in_trace(file.read_bytes())
+    for platform in ("cuda", "tpu", "cpu"):
+        if intervals := capture.device_intervals(profile, platform, with_memory):
+            break
     found: dict[str, list[TracedProgram]] = defaultdict(list)
-    groups = attribution.grouped(intervals, lambda each: ((each.module or "-").partition("(")[0], each.number))
+    groups = capture.grouped(intervals, lambda each: ((each.module or "-").partition("(")[0], each.number))
     for (module, number), of_module in groups.items():
         program = _program_of([interval.event for interval in of_module], module, number, programs)
         devices = {
             device: [_events_of_device(of_device, program, platform)]
-            for device, of_device in attribution.by_device(of_module).items()
+            for device, of_device in capture.by_device(of_module).items()
         }
-        busiest = attribution.busiest(devices)
+        busiest = capture.busiest(devices)
         rows = measure.summarize(devices[busiest], program, "fna", platform)
         found[module].append(TracedProgram(rows, _runs(of_module, busiest)))
-    return {module: _together(parts) for module, parts in found.items()}
+    return {module: _merge_programs(parts) for module, parts in found.items()}
 
 
 def _runs(intervals: Sequence[Interval], device: int) -> int | None:
-    """How often a program ran on a device, where its events say so."""
+    """Return the number of runs of a program on a device, or ``None``."""
     runs = {interval.run for interval in intervals if interval.device == device}
     return None if None in runs else len(runs)
 
 
-def _together(parts: Sequence[TracedProgram]) -> TracedProgram:
-    """Programs of one name as one."""
+def _merge_programs(parts: Sequence[TracedProgram]) -> TracedProgram:
+    """Merge programs with the same name."""
     runs = [part.runs for part in parts if part.runs is not None]
-    return TracedProgram(merged(part.rows for part in parts), sum(runs) if len(runs) == len(parts) else None)
+    return TracedProgram(merge_rows(part.rows for part in parts), sum(runs) if len(runs) == len(parts) else None)
 
 
 def _events_of_device(intervals: Sequence[Interval], program: Program, platform: str) -> list[Event]:
     if platform != "cpu":
         return [interval.event for interval in intervals]
-    runs = attribution.grouped(intervals, lambda each: each.run).values()
-    return [event for run in runs for event in attribution.exclusive([each.event for each in run], program)]
+    runs = capture.grouped(intervals, lambda each: each.run).values()
+    return [event for run in runs for event in capture.without_overlap([each.event for each in run], program)]
 
 
 def _program_of(launched: Sequence[Event], module: str, number: int | None, programs: Mapping[int, Program]) -> Program:
-    """The program that launched events: of those with the module's name the one that has most of their instructions.
+    """Return the program with the module's name that contains most of the events' instructions.
 
-    Numbers only decide between equals: on a CPU, events count programs in another way than the trace does.
+    Numbers only break ties: events on a CPU number programs differently from the trace.
     """
     names = {event.instruction for event in launched}
     named = [each for each in programs.items() if each[1].is_module(module)]
@@ -181,20 +168,19 @@ def _program_of(launched: Sequence[Event], module: str, number: int | None, prog
     return Program(module, {}) if best is None else best[1]
 
 
-def merged(tables: Iterable[tuple[Row, ...]]) -> tuple[Row, ...]:
-    """Rows of one name as one row."""
+def merge_rows(tables: Iterable[tuple[Row, ...]]) -> tuple[Row, ...]:
+    """Merge rows with the same name."""
     by_name: dict[Name, Row] = {}
-    for rows in tables:
-        for row in rows:
-            other = by_name.get(row.name)
-            if other is not None:
-                row = dataclasses.replace(
-                    row,
-                    calls=row.calls + other.calls,
-                    runtimes=(row.runtime + other.runtime,),
-                    symbols=tuple(dict.fromkeys((*other.symbols, *row.symbols))),
-                )
-            by_name[row.name] = row
+    for row in (row for rows in tables for row in rows):
+        other = by_name.get(row.name)
+        if other is not None:
+            row = dataclasses.replace(
+                row,
+                calls=row.calls + other.calls,
+                runtimes=(row.runtime + other.runtime,),
+                symbols=tuple(dict.fromkeys((*other.symbols, *row.symbols))),
+            )
+        by_name[row.name] = row
     return tuple(sorted(by_name.values(), key=lambda row: (order(row.name), -row.runtime)))
 
 

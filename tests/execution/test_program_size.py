@@ -11,7 +11,7 @@ import pytest
 
 from natten_jax import na2d
 from natten_jax.plan.marks import NAME_ATTRIBUTE, PLAN_ATTRIBUTE
-from natten_jax.profiler.traces.program import Program
+from natten_jax.profiler.program import Program
 from tests.support.compilation import as_users_do
 from tests.support.families import Family
 
@@ -47,13 +47,13 @@ def test_a_plan_stands_once_in_each_pass(family: Family) -> None:
     assert text is not None
     names = set(re.findall(rf'{NAME_ATTRIBUTE}="([0-9a-f]+)"', text))
     assert len(names) == 2
-    plans = [each.plan for each in Program.of(program).instructions.values() if each.plan is not None]
+    plans = [each.plan for each in Program.from_compiled(program).instructions.values() if each.plan is not None]
     assert {plan.pass_ for plan in plans} == {"forward", "backward"}
     assert all(str(plan.backend) == family.fna for plan in plans)
 
 
 def test_loops_of_a_pass_are_marked(pure_family: Family) -> None:
-    program = Program.of(compiled(layers(1, pure_family.fna))).instructions.values()
+    program = Program.from_compiled(compiled(layers(1, pure_family.fna))).instructions.values()
     loops = [each for each in program if each.opcode == "while"]
     assert loops and all(each.plan is not None for each in loops)
 

@@ -9,8 +9,8 @@ import pytest
 
 from natten_jax.plan.devices import default_device
 from natten_jax.profiler import parse, profile
-from natten_jax.profiler import trace as trace_program
 from natten_jax.profiler.__main__ import main
+from tests.support.traces import rows_by_module
 
 pytestmark = pytest.mark.gpu
 
@@ -49,7 +49,7 @@ def test_comparison_in_turns_keeps_the_programs_apart(tmp_path: Path, capsys: py
     found = json.loads(path.read_text())
     assert {row["framework"] for row in found["rows"]} <= {"CUTLASS", "XLA", "CUDA"}
     assert {row["framework"] for row in found["baseline"]["rows"]} <= {"cuDNN", "CUDA"}
-    modules = trace_program.rows_by_module(trace, with_memory=True)
+    modules = rows_by_module(trace, with_memory=True)
     for module, totals in (("jit_profiled_0", found["totals"]), ("jit_profiled_1", found["baseline"]["totals"])):
         total = sum(row.runtime for row in modules[module])
         assert 3 * totals["min"] <= total * (1 + 1e-6) <= 3 * totals["max"] * (1 + 2e-6)

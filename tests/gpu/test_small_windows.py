@@ -21,8 +21,8 @@ from natten_jax.backends.select import resolve
 from natten_jax.ops.arrays import neighborhood_problem
 from natten_jax.plan import devices
 from natten_jax.plan.request import Request
-from natten_jax.profiler.traces.capture import capture
-from natten_jax.profiler.traces.program import Program, compile_for_trace
+from natten_jax.profiler.capture import capture
+from natten_jax.profiler.program import Program, compile_for_trace
 from natten_jax.windows import WindowArguments
 from tests.support import oracle
 from tests.support.families import family_named
@@ -135,7 +135,7 @@ def symbols(function: Any, *arrays: jax.Array) -> set[str]:
     """Kernels that a function launches."""
     compiled = compile_for_trace(function, *arrays)
     jax.block_until_ready(compiled(*arrays))
-    (events,) = capture(lambda: compiled(*arrays), 1, Program.of(compiled), "cuda")
+    (events,) = capture(lambda: compiled(*arrays), 1, Program.from_compiled(compiled), "cuda")
     return {event.symbol for event in events}
 
 

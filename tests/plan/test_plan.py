@@ -20,7 +20,7 @@ from natten_jax.plan.devices import CPU, Device
 from natten_jax.plan.plan import BackendId, Plan
 from natten_jax.plan.request import Request
 from natten_jax.problem import Problem, problem_of
-from natten_jax.profiler.traces.program import Program
+from natten_jax.profiler.program import Program
 from natten_jax.windows import Axis
 
 HOPPER = Device("cuda", (9, 0), is_present=False)
@@ -79,7 +79,7 @@ def test_a_program_tells_what_runs(native_family: Any) -> None:
     def both(array: jax.Array) -> Any:
         return jax.grad(lambda x: natten_jax.na2d(x, x, x, (3, 5), backend=native_family.fna).sum().astype("f4"))(array)
 
-    program = Program.of(jax.jit(both).lower(array).compile())
+    program = Program.from_compiled(jax.jit(both).lower(array).compile())
     ran = {each.plan for each in program.instructions.values() if each.target.startswith(native_family.target)}
     problem = problem_of((12, 14), (3, 5), heads=2, head_dim=16, dtype=native_family.dtype)
     device = next(device for device in jax.devices())

@@ -13,13 +13,12 @@ import pytest
 
 from natten_jax.native import module as native
 from natten_jax.profiler import trace as trace_program
+from natten_jax.profiler.capture import Event, Interval
+from natten_jax.profiler.program import Program, programs_in_trace
 from natten_jax.profiler.report.tables import format_time
-from natten_jax.profiler.traces import xspace
-from natten_jax.profiler.traces.events import Event, Interval
-from natten_jax.profiler.traces.program import Program
-from natten_jax.profiler.traces.trace_files import DamagedTrace
 from tests.support.compilation import users_environment
 from tests.support.programs import run_command
+from tests.support.traces import rows_by_module
 
 needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 
@@ -39,8 +38,8 @@ def test_programs_are_read_from_any_trace(tmp_path: Path) -> None:
     with jax.profiler.trace(str(tmp_path)):
         jax.block_until_ready(step(x))
     (file,) = tmp_path.glob("**/*.xplane.pb")
-    (found,) = (program for program in xspace.programs(file).values() if program.module == "jit_step")
-    expected = Program.of(step.lower(x).compile())
+    (found,) = (program for program in programs_in_trace(file.read_bytes()).values() if program.module == "jit_step")
+    expected = Program.from_compiled(step.lower(x).compile())
     assert found.instructions.keys() == expected.instructions.keys()
     for name, instruction in expected.instructions.items():
         assert found.instruction(name).opcode == instruction.opcode
@@ -85,7 +84,7 @@ with jax.profiler.trace(sys.argv[1]):
 def test_programs_of_a_trace_are_told_apart_by_name(tmp_path: Path) -> None:
     finished = run_python("-c", _PROGRAMS, tmp_path)
     assert finished.returncode == 0, finished.stderr
-    modules = trace_program.rows_by_module(tmp_path)
+    modules = rows_by_module(tmp_path)
     for i in range(4):
         assert [row.name.operation for row in modules[f"jit_attend_{i}"]] == ["FnaForward"]
     loops = {row.name.operation: row for row in modules["jit_loop"]}
@@ -159,14 +158,3 @@ def test_traces_that_do_not_say_how_often_a_program_ran() -> None:
     told = [Interval(event, run) for run in (1, 1, 2)]
     assert trace_program._runs(told, device=0) == 2
     assert trace_program._runs([*told, Interval(event, None)], device=0) is None
-
-
-def test_damaged_traces_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert trace_program.main([str(tmp_path)]) == 1
-    assert "there is no trace" in capsys.readouterr().err
-    broken = tmp_path / "a.xplane.pb"
-    broken.write_bytes(b"\x0a\xff\xff\xff\xff\x0f\x01\x02" * 5)
-    with pytest.raises(DamagedTrace, match="truncated or corrupt"):
-        xspace.programs(broken)
-    assert trace_program.main([str(broken)]) == 1
-    assert capsys.readouterr().err.count("\n") == 1

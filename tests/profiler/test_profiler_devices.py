@@ -13,16 +13,14 @@ from typing import Any
 import pytest
 
 from natten_jax.native import module as native
-from natten_jax.profiler import Row, parse
+from natten_jax.profiler import Row, capture, parse, symbols
 from natten_jax.profiler.__main__ import main
+from natten_jax.profiler.capture import CaptureError, Event
+from natten_jax.profiler.program import Instruction, Program
 from natten_jax.profiler.report import measurements
 from natten_jax.profiler.run.split import of_each_device
-from natten_jax.profiler.trace import rows_by_module
-from natten_jax.profiler.traces import attribution, capture, events, symbols
-from natten_jax.profiler.traces.events import Event
-from natten_jax.profiler.traces.program import Instruction, Program
-from natten_jax.profiler.traces.trace_files import CaptureError
 from tests.support.programs import output_of, run_python
+from tests.support.traces import rows_by_module
 
 needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 PROBLEM = "-i 6 8 -w 3 5 -b 8 -n 8 -d 16 --dtype fp32 --warmup-steps 1 --iterations 3"
@@ -184,7 +182,7 @@ def test_gpus_are_read_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     for device, iterations in found.items():
         for launched in iterations:
             assert [each.duration for each in launched] == [100.0 * (device + 1), 50.0, 10.0]
-    assert attribution.busiest(found) == 3
+    assert capture.busiest(found) == 3
 
 
 def test_a_trace_that_lacks_devices_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,26 +197,26 @@ def test_host_events_say_their_device() -> None:
 
     line = SimpleNamespace(events=[event("dot.1", 0), event("dot.1", 5)])
     profile: Any = SimpleNamespace(planes=[SimpleNamespace(name="/host:CPU", lines=[line])])
-    assert list(attribution.by_device(events.host_intervals(profile))) == [0, 5]
+    assert list(capture.by_device(capture.cpu_intervals(profile))) == [0, 5]
 
 
 def test_the_busiest_device_is_that_of_the_longest_median() -> None:
     def iterations(*times: float) -> list[list[Event]]:
         return [[Event("a", "a", "", 0.0, time / 2), Event("b", "b", "", 0.0, time / 2)] for time in times]
 
-    assert attribution.busiest({0: iterations(1, 1, 90), 3: iterations(2, 2, 2), 7: iterations(9, 1, 1)}) == 3
+    assert capture.busiest({0: iterations(1, 1, 90), 3: iterations(2, 2, 2), 7: iterations(9, 1, 1)}) == 3
 
 
 _DEVICES_OF_PROGRAMS = """
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from natten_jax.profiler.traces.program import Program
+from natten_jax.profiler.program import Program
 
 sharding = NamedSharding(jax.make_mesh((4,), ("d",), devices=jax.devices()[:4]), PartitionSpec("d"))
 split = jax.device_put(jnp.ones((8, 8)), sharding)
 for function, array in ((jax.jit(jnp.sin), jnp.ones(8)), (jax.jit(jnp.sin), split), (jax.pmap(jnp.sin), jnp.ones(8))):
-    print(Program.of(function.lower(array).compile()).devices)
+    print(Program.from_compiled(function.lower(array).compile()).devices)
 """
 
 

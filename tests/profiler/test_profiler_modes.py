@@ -17,11 +17,12 @@ from natten_jax.native import module as native
 from natten_jax.profiler import cli, parse
 from natten_jax.profiler import trace as trace_program
 from natten_jax.profiler.__main__ import main
+from natten_jax.profiler.capture import capture_in_turns
 from natten_jax.profiler.report import tables
 from natten_jax.profiler.run import workload
 from natten_jax.profiler.run.measure import Comparison, profile
-from natten_jax.profiler.traces.capture import capture_in_turns
 from tests.support.programs import run_command
+from tests.support.traces import rows_by_module
 
 needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 FEW = "--warmup-steps 1 --iterations 2"
@@ -285,7 +286,7 @@ def test_comparison_and_every_file(tmp_path: Path, capsys: pytest.CaptureFixture
     output = capsys.readouterr().out
     assert "FnaForward" in output
     assert "natten_jax-cpu" in output
-    modules = trace_program.rows_by_module(tmp_path / "trace")
+    modules = rows_by_module(tmp_path / "trace")
     assert set(modules) >= {"jit_profiled_0", "jit_profiled_1"}
     total = sum(row.runtime for row in modules["jit_profiled_0"])
     assert total == pytest.approx(sum(found["iteration_times"]), rel=1e-6)

@@ -16,9 +16,8 @@ from natten_jax.performance import Performance
 from natten_jax.plan.marks import NAME_ATTRIBUTE, PLAN_ATTRIBUTE, name_of
 from natten_jax.plan.plan import BackendId, Plan
 from natten_jax.problem import Operator, Problem
-from natten_jax.profiler.traces import symbols
-from natten_jax.profiler.traces.program import Instruction, Program
-from natten_jax.profiler.traces.protobuf import Message
+from natten_jax.profiler import symbols
+from natten_jax.profiler.program import Instruction, Program
 from natten_jax.windows import Axis
 from tests.support.protobuf import field
 
@@ -172,7 +171,7 @@ def test_program_of_a_compiled_function() -> None:
             return jax.lax.fori_loop(0, 4, lambda i, y: jnp.sin(y) @ y, x)
 
     compiled = jax.jit(function).lower(jnp.ones((8, 8))).compile()
-    program = Program.of(compiled)
+    program = Program.from_compiled(compiled)
     # The text of the program says the same.
     text = compiled.as_text() or ""
     printed = re.findall(r"^\s+(?:ROOT )?%?([\w.-]+) = .*?(?<![\w.-])([a-z][\w-]*)\(", text, re.MULTILINE)
@@ -205,7 +204,7 @@ def test_program_of_custom_calls() -> None:
     calls = {b"call.0": field(68, name + payload), b"call.1": field(68, name), b"call.2": field(68, payload)}
     calls |= {b"call.3": field(68, foreign), b"call.4": b""}
     module = field(1, b"jit_f") + field(3, b"".join(field(2, call(*each)) for each in calls.items()))
-    program = Program.of_module(Message(module))
+    program = Program.from_proto(module)
     plans = [program.instruction(f"call.{i}").plan for i in range(5)]
     assert plans == [plan, plan, None, None, None]
     instruction = program.instruction("call.0")

@@ -22,13 +22,13 @@ from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId
 from natten_jax.profiler import parse
 from natten_jax.profiler.__main__ import main
+from natten_jax.profiler.capture import Event
 from natten_jax.profiler.options import Options
+from natten_jax.profiler.program import Program
 from natten_jax.profiler.run.workload import Workload, request_of
 from natten_jax.profiler.search import choices, configurations, trials
 from natten_jax.profiler.search.optimize import optimize
 from natten_jax.profiler.search.optimum import Optimum, best_table
-from natten_jax.profiler.traces.events import Event
-from natten_jax.profiler.traces.program import Program
 
 needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 FEW = "--warmup-steps 1 --iterations 2"

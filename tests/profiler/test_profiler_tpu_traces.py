@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from jax.profiler import ProfileData
 
-from natten_jax.profiler import trace
-from natten_jax.profiler.traces import attribution, events
+from natten_jax.profiler import capture, trace
 
 #: Microseconds: what ran on a device, one instruction after the other, loops around what is in them.
 OPERATIONS = (
@@ -77,11 +76,11 @@ def test_kernels_have_readable_names_and_loops_only_their_own_time(file: Path) -
 
 
 def test_runs_of_a_program_are_iterations_of_each_device(file: Path) -> None:
-    intervals = [each for each in events.tpu_intervals(trace.trace_files.read(file)) if each.module == "jit_step"]
-    devices = attribution.by_device(intervals)
+    intervals = [each for each in capture.tpu_intervals(capture.read_trace(file)) if each.module == "jit_step"]
+    devices = capture.by_device(intervals)
     assert list(devices) == [0, 1]
     for of_device in devices.values():
-        parts = attribution.split(of_device, 2)
+        parts = capture.split(of_device, 2)
         assert parts is not None and [len(part) for part in parts] == [len(OPERATIONS)] * 2
         assert {each.number for part in parts for each in part} == {77}
 

@@ -17,13 +17,11 @@ import pytest
 
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device
-from natten_jax.profiler import Result, Row, parse
+from natten_jax.profiler import Result, Row, capture, parse, symbols
+from natten_jax.profiler.capture import CaptureError, Event
+from natten_jax.profiler.program import Instruction, Program
 from natten_jax.profiler.report import measurements, tables
 from natten_jax.profiler.run import measure, workload
-from natten_jax.profiler.traces import attribution, capture, events, symbols
-from natten_jax.profiler.traces.events import Event
-from natten_jax.profiler.traces.program import Instruction, Program
-from natten_jax.profiler.traces.trace_files import CaptureError
 
 
 def test_overlapping_steps_share_the_time_and_containers_get_the_rest() -> None:
@@ -35,15 +33,15 @@ def test_overlapping_steps_share_the_time_and_containers_get_the_rest() -> None:
         Event("empty", "empty", "", 60.0, 0.0),
         Event("dot.1", "dot.1", "", 150.0, 50.0),
     ]
-    durations = [event.duration for event in attribution.exclusive(launched, program)]
+    durations = [event.duration for event in capture.without_overlap(launched, program)]
     assert durations == [60.0, 15.0, 25.0, 0.0, 50.0]
     assert sum(durations) == 150.0  # the time in which anything ran
-    assert attribution.exclusive([], program) == []
+    assert capture.without_overlap([], program) == []
 
 
 def intervals(names: str, runs: list[Any]) -> list[Any]:
     return [
-        events.Interval(Event(name, name, "", float(i), 1.0), run)
+        capture.Interval(Event(name, name, "", float(i), 1.0), run)
         for i, (name, run) in enumerate(zip(names, runs, strict=True))
     ]
 
@@ -52,12 +50,12 @@ def test_events_are_split_into_iterations() -> None:
     def named(parts: list[list[Any]] | None) -> list[str] | None:
         return None if parts is None else ["".join(interval.event.symbol for interval in part) for part in parts]
 
-    assert named(attribution.split(intervals("abcab", [7, 7, 7, 8, 8]), 2)) == ["abc", "ab"]
-    assert attribution.split(intervals("abab", [7, 7, 8, 8]), 3) is None
-    assert named(attribution.split(intervals("abba", [None] * 4), 2)) == ["ab", "ba"]
-    assert named(attribution.split(intervals("abba", [None] * 4)[::-1], 2)) == ["ab", "ba"]
-    assert attribution.split(intervals("aabb", [None] * 4), 2) is None
-    assert attribution.split(intervals("aba", [None] * 3), 2) is None
+    assert named(capture.split(intervals("abcab", [7, 7, 7, 8, 8]), 2)) == ["abc", "ab"]
+    assert capture.split(intervals("abab", [7, 7, 8, 8]), 3) is None
+    assert named(capture.split(intervals("abba", [None] * 4), 2)) == ["ab", "ba"]
+    assert named(capture.split(intervals("abba", [None] * 4)[::-1], 2)) == ["ab", "ba"]
+    assert capture.split(intervals("aabb", [None] * 4), 2) is None
+    assert capture.split(intervals("aba", [None] * 3), 2) is None
 
 
 def test_time_that_a_kernel_waits_for_the_one_before_it_is_not_its_own() -> None:
@@ -67,14 +65,14 @@ def test_time_that_a_kernel_waits_for_the_one_before_it_is_not_its_own() -> None
     stream = SimpleNamespace(name="Stream #1", events=[event("b", 60.0, 130.0), event("a", 0.0, 100.0)])
     other = SimpleNamespace(name="Stream #2", events=[event("c", 60.0, 130.0)])
     profile: Any = SimpleNamespace(planes=[SimpleNamespace(name="/device:GPU:0", lines=[stream, other])])
-    durations = {each.event.symbol: each.event.duration for each in events.gpu_intervals(profile)}
+    durations = {each.event.symbol: each.event.duration for each in capture.gpu_intervals(profile)}
     assert durations == {"a": 100.0, "b": 30.0, "c": 70.0}
 
 
 def compiled_attention() -> tuple[Callable[[], Any], Program]:
     query, key, value = (jax.random.normal(jax.random.key(i), (1, 768, 4, 64)) for i in range(3))
     compiled = jax.jit(jax.nn.dot_product_attention).lower(query, key, value).compile()
-    return lambda: compiled(query, key, value), Program.of(compiled)
+    return lambda: compiled(query, key, value), Program.from_compiled(compiled)
 
 
 def test_device_time_is_most_of_the_wall_clock() -> None:

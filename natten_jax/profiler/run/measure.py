@@ -13,12 +13,12 @@ from natten_jax.cost.work import flops
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device, default_device
 from natten_jax.problem import Problem
+from natten_jax.profiler import capture, symbols
+from natten_jax.profiler.capture import Event
 from natten_jax.profiler.cli import Progress
 from natten_jax.profiler.options import Options, arrays_of
+from natten_jax.profiler.program import Program
 from natten_jax.profiler.run.workload import Workload, check_runs, compile_workload, passes
-from natten_jax.profiler.traces import attribution, capture, symbols
-from natten_jax.profiler.traces.events import Event
-from natten_jax.profiler.traces.program import Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +123,7 @@ def profile(options: Options) -> Result:
     Raises:
         ValueError: The problem cannot run as the options ask.
         MemoryError: It is too large for the device.
-        natten_jax.profiler.traces.trace_files.CaptureError: The trace could not be read.
+        natten_jax.profiler.capture.CaptureError: The trace could not be read.
     """
     (result,) = _profile([options])
     return result
@@ -135,7 +135,7 @@ def compare(options: Options, baseline: str) -> Comparison:
     Raises:
         ValueError: One of the two cannot run.
         MemoryError: The problem is too large for the device.
-        natten_jax.profiler.traces.trace_files.CaptureError: The trace could not be read.
+        natten_jax.profiler.capture.CaptureError: The trace could not be read.
     """
     return Comparison(*_profile([options, options.for_baseline(baseline)]))
 
@@ -168,7 +168,7 @@ def _result(workload: Workload, devices: capture.Devices) -> Result:
         device: tuple(sum(event.duration for event in events) / 1e9 for events in iterations)
         for device, iterations in devices.items()
     }
-    busiest = attribution.busiest(devices)
+    busiest = capture.busiest(devices)
     return Result(
         workload.options,
         workload.problem,

@@ -21,11 +21,11 @@ from natten_jax.plan.request import Request
 from natten_jax.plan.tuned import table_in_force
 from natten_jax.problem import Problem, problem_of
 from natten_jax.profiler import baselines
+from natten_jax.profiler.capture import Launch
 from natten_jax.profiler.options import ELEMENT_TYPES, Options
+from natten_jax.profiler.program import Program, compile_for_trace
 from natten_jax.profiler.run.inputs import check_fits, is_room, make_inputs, shapes
 from natten_jax.profiler.run.split import of_each_device
-from natten_jax.profiler.traces.capture import Launch
-from natten_jax.profiler.traces.program import Program, compile_for_trace
 
 #: Families of backends that run only on some devices.
 KNOWN_FAMILIES: dict[str, Platform] = {
@@ -116,7 +116,7 @@ def compile_workload(
     # Inputs of another problem may end with additional tokens that this one does not have.
     arguments = make_inputs(options) if arguments is None else arguments[: len(shapes(options)) + options.backprop]
     compiled = compile_for_trace(function, *arguments)
-    return Workload(options, problem, chosen, plans, device, compiled, arguments, Program.of(compiled))
+    return Workload(options, problem, chosen, plans, device, compiled, arguments, Program.from_compiled(compiled))
 
 
 def passes(options: Options) -> tuple[Pass, ...]:

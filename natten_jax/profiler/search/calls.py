@@ -8,8 +8,7 @@ from typing import Any
 import jax
 
 from natten_jax.plan.plan import Plan
-from natten_jax.profiler.traces.program import Program
-from natten_jax.profiler.traces.protobuf import Message
+from natten_jax.profiler.program import Program
 
 
 def plans_of(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> tuple[Plan, ...]:
@@ -26,9 +25,9 @@ def plans_of(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> 
     traced: Any = function if hasattr(function, "lower") else jax.jit(function)
     lowered = traced.lower(*arguments, **keywords)
     if len(jax.local_devices()) > 1:  # what each of them has is known once the program is split
-        program = Program.of(lowered.compile())
+        program = Program.from_compiled(lowered.compile())
     else:
         module: Any = lowered.compiler_ir(dialect="hlo")
-        program = Program.of_module(Message(module.as_serialized_hlo_module_proto()))
+        program = Program.from_proto(module.as_serialized_hlo_module_proto())
     found = (instruction.plan for instruction in program.instructions.values())
     return tuple(dict.fromkeys(plan for plan in found if plan is not None))

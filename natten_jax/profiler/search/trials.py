@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 
+from natten_jax.profiler import capture
 from natten_jax.profiler.cli import Progress
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.run.workload import Workload, compile_workload
 from natten_jax.profiler.search.optimum import Trial
-from natten_jax.profiler.traces import capture
 
 
 class Trials:

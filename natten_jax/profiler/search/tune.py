@@ -16,12 +16,12 @@ from natten_jax.plan.devices import Device, default_device
 from natten_jax.plan.plan import Plan
 from natten_jax.plan.tuned import TunedPass, TunedTable, in_force, tuned_problem, without_configuration
 from natten_jax.problem import Problem
+from natten_jax.profiler import capture
 from natten_jax.profiler.arguments import parse
+from natten_jax.profiler.capture import CaptureError
 from natten_jax.profiler.options import Options, arrays_of, element_type
 from natten_jax.profiler.run.workload import Workload, compile_workload, passes, sub_calls_of
 from natten_jax.profiler.search.optimize import THOROUGH, Effort, optimize
-from natten_jax.profiler.traces import capture
-from natten_jax.profiler.traces.trace_files import CaptureError
 
 #: How much faster than the ranking's choice a configuration has to be to take its place.
 _CLEARLY = 1.02

@@ -1,14 +1,13 @@
-"""Readable names for what a program launches: kernel symbols, custom calls, and XLA's own instructions."""
+"""Readable names of launches: kernel symbols, custom calls, collectives and XLA's instructions."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 
-from natten_jax.profiler.traces import collectives
-from natten_jax.profiler.traces.program import Instruction
+from natten_jax.profiler.program import Instruction
 
-#: Order of the rows of a report; other operations follow.
+#: Order of the rows of a report, before all other operations.
 KNOWN_OPERATIONS = (
     "FnaForward",
     "FnaBackward",
@@ -26,7 +25,7 @@ _ARCHITECTURES = {"ampere": "Sm80", "hopper": "Sm90", "blackwell": "Sm100"}
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-    """What a report calls a launch; launches of one name share a row."""
+    """Name of a launch in a report. Launches with the same name share a row."""
 
     framework: str
     category: str
@@ -36,16 +35,15 @@ class Name:
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """How launches are called whose custom call and whose symbol match.
+    """Name of the launches whose custom call and symbol match.
 
     Attributes:
-        caller: Searched in the lower-case target of the custom call that launched it; in the kernel's own name where
-            there is none, and where the kernel is of this package. ``""`` matches every launch.
-        pattern: Searched in the lower-case symbol.
-        framework: Who wrote it; ``"-"`` where nobody knows.
-        category: What kind of work it is; ``"-"`` where nobody knows.
-        operation: Its readable name; ``""`` stands for the cleaned symbol, and ``{operator}`` for ``Fna`` or
-            ``Fmha``, whichever the description of the operator says.
+        caller: Regular expression for the lower-case target of the custom call. Kernels without a custom call, and
+            kernels of this package, match by their symbol without template arguments. ``""`` matches every launch.
+        pattern: Regular expression for the lower-case symbol.
+        framework: Library of the kernel, or ``"-"``.
+        category: Kind of work, or ``"-"``.
+        operation: Readable name. ``""`` is the cleaned symbol, ``{operator}`` is ``Fna`` or ``Fmha``.
     """
 
     caller: str
@@ -55,7 +53,7 @@ class _Rule:
     operation: str = ""
 
 
-# In a kernel's own name, not in its template arguments.
+# These match in a kernel's name before its template arguments.
 _DELTA = r"^[^<(]*(delta|statistics|dot_do_o|do_dot_o|sum_odo|reduc)"
 _PERMUTE, _CONVERT, _ELEMENTWISE = r"^[^<(]*permute", r"^[^<(]*(convert|cast)", r"^[^<(]*(elementwise|clear|fill|scale)"
 _HOST, _TPU, _DEVICE, _CUDNN = (
@@ -67,8 +65,8 @@ _HOST, _TPU, _DEVICE, _CUDNN = (
 _PALLAS = r"^mosaic_gpu|^tpu_custom_call|^triton_kernel_call|^__gpu\$xla\.gpu\.triton"
 _MHA_FORWARD, _MHA_BACKWARD = r"mha_forward|attention_forward", r"mha_backward|attention_backward"
 
-# The first match counts. What the compiled program says about a launch comes before its symbol: kernels of a known
-# custom call are known, whatever they are called. One kernel of ours serves both operators.
+# The first match is used. Custom calls come before symbols: kernels of a known custom call may have any symbol. Kernels
+# of this package serve both operators.
 _RULES = (
     _Rule("", r"^memset", "CUDA", "copy", "Memset"),
     _Rule("", r"^memcpy", "CUDA", "copy", "Memcpy"),
@@ -95,7 +93,7 @@ _RULES = (
     _Rule(_PALLAS, _MHA_FORWARD, "Pallas", "attention", "FmhaForward"),
     _Rule(_PALLAS, r"softmax", "Pallas", "softmax"),
     _Rule(_PALLAS, "", "Pallas", "-"),
-    # Symbols, where the program is not known.
+    # Symbols, for launches without a custom call.
     _Rule("", r"cudnn.*(dot_do_o|do_dot_o|sum_odo|reduc)", "cuDNN", "reduction", "Reduction"),
     _Rule("", r"cudnn.*convert", "cuDNN", "elementwise", "Convert"),
     _Rule("", r"(cudnn|^sm\d+).*(sdpa|flash|fmha|mha).*bprop", "cuDNN", "attention", "FmhaBackward"),
@@ -122,7 +120,7 @@ _COPYING = frozenset((
 ))
 # fmt: on
 
-# Parts of a scope that JAX's transformations add and that say nothing about the operation.
+# Parts of a scope path that come from JAX's transformations, not from the operation.
 _SILENT_SCOPES = re.compile(
     r"(body|branch_\d+_fun|checkpoint|closed_call|cond|custom_partitioning|eval_jaxpr|rematted_computation|remat|while|"
     r"\w+\(.*\)|\W.*|.*->.*)"
@@ -130,19 +128,19 @@ _SILENT_SCOPES = re.compile(
 
 
 def name(symbol: str, instruction: Instruction, operator: str, scope: str = "") -> Name:
-    """What to call a launch.
+    """Return the name of a launch.
 
     Args:
-        symbol: The kernel's symbol; on a CPU, the custom call's target or the instruction's name.
-        instruction: The instruction of the compiled program that launched it.
-        operator: ``"fna"`` or ``"fmha"``: what the program computes, where the instruction does not say.
-        scope: Scope path of the launch where the instruction has none.
+        symbol: Symbol of the kernel; on a CPU, the custom call's target or the instruction's name.
+        instruction: Instruction that launched it.
+        operator: ``"fna"`` or ``"fmha"``, for instructions without a plan.
+        scope: Scope path of the launch, for instructions without one.
     """
     lowered = symbol.lower().replace("(anonymous namespace)::", "")
     target, own = instruction.target.lower(), _own_name(lowered)
     caller = own if "natten_jax" in own or not target else target
-    if kind := collectives.kind_of(symbol, instruction):
-        return Name("NCCL" if collectives.is_of_nccl(symbol) else "XLA", "collective", "-", kind)
+    if kind := kind_of_collective(symbol, instruction):
+        return Name("NCCL" if _NCCL.search(symbol) else "XLA", "collective", "-", kind)
     for rule in _RULES:
         if re.search(rule.caller, caller) and re.search(rule.pattern, lowered):
             family = operator if instruction.plan is None else instruction.plan.backend.operator
@@ -155,29 +153,29 @@ def name(symbol: str, instruction: Instruction, operator: str, scope: str = "") 
     if instruction.opcode == "custom-call":
         return Name("-", "-", "-", clean(instruction.target or symbol))
     if not instruction.opcode and re.search(r"[<(:]|^_Z", symbol):
-        return Name("-", "-", "-", clean(symbol))  # C++, but nobody's that is known here
+        return Name("-", "-", "-", clean(symbol))  # C++ of an unknown library
     return _name_of_xla(symbol, instruction, scope)
 
 
 def clean(symbol: str) -> str:
-    """A symbol without what C++ and libraries add to it, cut where it is too long to read."""
+    """Return a symbol without return type, anonymous namespaces, template arguments and parameters, cut to fit."""
     symbol = re.sub(r"^(void|int|bool|float)\s+", "", symbol)
     symbol = symbol.replace("(anonymous namespace)::", "").removeprefix("cudnn_generated_")
     return shorten(_own_name(symbol).replace("::", ".").strip())
 
 
 def _own_name(symbol: str) -> str:
-    """A symbol without its template arguments and parameters."""
+    """Return a symbol without its template arguments and parameters."""
     return re.split(r"[<(]", symbol, maxsplit=1)[0]
 
 
 def shorten(text: str) -> str:
-    """At most 45 characters, and dots where there were more."""
+    """Cut a text after 45 characters."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def order(named: Name) -> int:
-    """Where an operation belongs in a report: known ones first."""
+    """Return the position of an operation in a report: known operations first."""
     known = named.operation in KNOWN_OPERATIONS
     return KNOWN_OPERATIONS.index(named.operation) if known else len(KNOWN_OPERATIONS)
 
@@ -194,14 +192,14 @@ def _name_of_xla(symbol: str, instruction: Instruction, scope: str) -> Name:
     if category == "gemm":
         label = _name_of_product(label, opcodes)
     if label and "transpose(" in path:
-        label = f"{label} (backward)"  # JAX names the transposed, that is differentiated, function so
+        label = f"{label} (backward)"  # JAX's name of a transposed function
     if label and category == "copy" and label not in own:
         label = f"{own} [{label}]"  # a copy made for a primitive is not that primitive
     return Name("XLA", category, "-", shorten(label or own))
 
 
 def _name_of_product(label: str, opcodes: frozenset[str]) -> str:
-    """A label that says that matrices are multiplied, though XLA may have fused more into it or left out the scope."""
+    """Add the matrix product to a label that lacks it, as labels of fusions may."""
     product = "conv_general_dilated" if "convolution" in opcodes else "dot_general"
     if not opcodes or product in label:
         return label
@@ -209,7 +207,7 @@ def _name_of_product(label: str, opcodes: frozenset[str]) -> str:
 
 
 def _without_number(name_of_xla: str) -> str:
-    """A name without the number by which XLA tells instructions of one kind apart."""
+    """Remove the number that makes an instruction's name unique."""
     return re.sub(r"([._]\d+)+$", "", name_of_xla)
 
 
@@ -230,7 +228,7 @@ def _category(symbol: str, opcodes: frozenset[str]) -> str:
 
 
 def _scope_label(path: str) -> str:
-    """The last two parts of a scope path that mean something; empty for the mere name of an argument."""
+    """Return the last two meaningful parts of a scope path; empty for the name of an argument."""
     if "/" not in path:
         return ""
     *scopes, primitive = [part for part in path.split("/") if not _SILENT_SCOPES.fullmatch(part)] or [""]
@@ -241,3 +239,53 @@ def _arch(lowered: str) -> str:
     if match := re.search(r"sm_?(1\d\d|[5-9]\d)", lowered):  # more digits may follow in a mangled symbol
         return f"Sm{match[1]}"
     return next((arch for family, arch in _ARCHITECTURES.items() if family in lowered), "-")
+
+
+# Opcodes of collectives. An opcode precedes its suffixes.
+_COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "ragged-all-to-all",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "reduce-scatter",
+)
+
+# Asynchronous instructions have a start and an end. Numbers make names unique.
+_COLLECTIVE_INSTRUCTION = re.compile(rf"({'|'.join(_COLLECTIVES)})(-start|-update|-done)?([._]\d+)*")
+
+_NCCL = re.compile(r"\bnccl(?:Dev)?Kernel_(\w+)", re.IGNORECASE)
+# Prefixes of NCCL's kernels. Permutations and all-to-all are send and receive.
+_NCCL_KINDS = {
+    "allgather": "all-gather",
+    "allreduce": "all-reduce",
+    "alltoall": "all-to-all",
+    "broadcast": "collective-broadcast",
+    "reducescatter": "reduce-scatter",
+    "sendrecv": "send and receive",
+}
+
+
+def kind_of_collective(symbol: str, instruction: Instruction) -> str | None:
+    """Return the kind of a collective launch, or ``None`` for other launches.
+
+    Args:
+        symbol: Symbol of a GPU kernel; the instruction's name on a CPU.
+        instruction: Instruction that launched it.
+    """
+    for opcode in (instruction.opcode, *sorted(instruction.fused)):
+        if kind := kind_of_collective_instruction(opcode):
+            return kind
+    if not instruction.opcode and (kind := kind_of_collective_instruction(symbol)):
+        return kind
+    if match := _NCCL.search(symbol):
+        kernel = match[1].lower()
+        return next((kind for start, kind in _NCCL_KINDS.items() if kernel.startswith(start)), match[1])
+    return None
+
+
+def kind_of_collective_instruction(name: str) -> str | None:
+    """Return the kind of a collective instruction from its name or opcode, or ``None`` for other instructions."""
+    match = _COLLECTIVE_INSTRUCTION.fullmatch(name)
+    return None if match is None else match[1]

@@ -1,0 +1,411 @@
+"""Run compiled programs under JAX's profiler, and read the launches of each iteration from the trace.
+
+Traces are read through :class:`jax.profiler.ProfileData`:
+
+- NVIDIA GPUs have a plane ``/device:GPU:n`` with a line ``Stream #...`` per stream, whose events are kernels.
+- The CPU has one host plane, where XLA's runtime records every step ("thunk") of a program. The end of a step is a
+  separate event. The duration of the step's own event is too short if the step goes on in other threads, and too long
+  if its thread was not scheduled while another thread continued the program.
+- TPUs have a plane ``/device:TPU:n`` with a line ``XLA Ops``, whose events are instructions, nested in those of loops,
+  and a line ``XLA Modules`` with an event per run of a program. This is from documentation, not from a TPU.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+import re
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.profiler import ProfileData, ProfileOptions
+
+from natten_jax.profiler.program import Program
+from natten_jax.profiler.symbols import kind_of_collective_instruction
+
+#: Traces are empty now and then, for example while another profiler releases the GPU.
+_ATTEMPTS = 5
+
+#: Name of a trace file, and of the folder of a run inside the folder that JAX's profiler writes to.
+_TRACES, _RUNS = "*.xplane.pb", "plugins/profile/*"
+
+#: Prefixes of events that fill or copy memory.
+_MEMORY = ("memset", "memcpy")
+
+_GPU_PLANE = re.compile(r"/device:GPU:(\d+)")
+_TPU_PLANE = re.compile(r"/device:TPU:(\d+)")
+#: An instruction, with or without its operands, and a module with the number of its program.
+_INSTRUCTION, _MODULE = re.compile(r"%?([\w.\-]+)"), re.compile(r"(.*?)(?:\((\d+)\))?$")
+
+
+class CaptureError(RuntimeError):
+    """A trace cannot be found, read or attributed to iterations."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """A launch on a device.
+
+    Attributes:
+        symbol: Symbol of a GPU kernel; the instruction's name on a CPU or TPU.
+        instruction: Name of the compiled program's instruction, or empty.
+        scope: Scope path in the traced function if the trace contains it, or empty.
+        start: Nanoseconds.
+        duration: Nanoseconds, without time that is attributed to other events.
+    """
+
+    symbol: str
+    instruction: str
+    scope: str
+    start: float
+    duration: float
+
+
+#: Device number -> for each iteration, the events of the program.
+Devices = dict[int, list[list[Event]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """An event with its run, program and device.
+
+    Attributes:
+        event: The event.
+        run: Run of the program, or ``None`` if the trace does not contain it.
+        module: Name of the program, or ``None``.
+        number: Number of the program, or ``None``.
+        device: Number of the device.
+    """
+
+    event: Event
+    run: Any
+    module: str | None = None
+    number: int | None = None
+    device: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A compiled program and a function that runs it.
+
+    Attributes:
+        run: Run it once, without waiting for the results.
+        program: The program. In a capture, module names must differ.
+    """
+
+    run: Callable[[], Any]
+    program: Program
+
+    def after(self, step: Callable[[], None]) -> Launch:
+        """Return a launch that calls ``step`` before each run."""
+
+        def run() -> Any:
+            step()
+            return self.run()
+
+        return Launch(run, self.program)
+
+
+# Run.
+
+
+def capture(run: Callable[[], Any], iterations: int, program: Program, platform: str) -> list[list[Event]]:
+    """Return the events of every iteration, on the device with the most device time.
+
+    Args:
+        run: Run the compiled program once, without waiting for the results.
+        iterations: Number of runs.
+        program: The compiled program. Events of other programs are ignored.
+        platform: ``"cpu"``, ``"cuda"`` or ``"tpu"``.
+
+    Raises:
+        CaptureError: The trace stayed empty or could not be attributed to iterations.
+    """
+    (iterations_of_launch,) = capture_in_turns([Launch(run, program)], iterations, platform)
+    return iterations_of_launch
+
+
+def capture_in_turns(
+    launches: Sequence[Launch], iterations: int, platform: str, *, folder: Path | None = None
+) -> list[list[list[Event]]]:
+    """Return :func:`capture_by_device`, only of the device with the most device time.
+
+    Raises:
+        CaptureError: The trace stayed empty or could not be attributed to iterations.
+    """
+    captured = capture_by_device(launches, iterations, platform, folder=folder)
+    return [devices[busiest(devices)] for devices in captured]
+
+
+def capture_by_device(
+    launches: Sequence[Launch], iterations: int, platform: str, *, with_memory: bool = False, folder: Path | None = None
+) -> list[Devices]:
+    """Return the events of every iteration of every launch. Launches alternate, in one trace.
+
+    Args:
+        launches: Programs to run.
+        iterations: Number of runs of each launch.
+        platform: ``"cpu"``, ``"cuda"`` or ``"tpu"``.
+        with_memory: Include fills and copies of memory on GPUs.
+        folder: Folder that keeps the trace. Default: delete it.
+
+    Raises:
+        CaptureError: The trace stayed empty or could not be attributed to iterations.
+    """
+    problem, is_only = "", len(launches) == 1
+    for attempt in range(_ATTEMPTS):
+        if attempt:
+            time.sleep(0.2 * attempt)
+        intervals = device_intervals(_trace(launches, iterations, folder), platform, with_memory)
+        try:
+            return [_iterations_by_device(intervals, each.program, is_only, iterations, platform) for each in launches]
+        except CaptureError as error:
+            problem = str(error)
+    raise CaptureError(f"the JAX profiler's trace is of no use after {_ATTEMPTS} attempts: {problem}")
+
+
+def _trace(launches: Sequence[Launch], iterations: int, folder: Path | None) -> ProfileData:
+    """Return the trace of iterations that do not overlap: each is waited for."""
+    options = ProfileOptions()
+    options.python_tracer_level = 0  # it would slow down dispatch and fill the trace
+    options.host_tracer_level = 1
+    options.enable_hlo_proto = folder is not None
+    with tempfile.TemporaryDirectory() as temporary:
+        target = Path(temporary) if folder is None else folder
+        with jax.profiler.trace(str(target), profiler_options=options):
+            for _ in range(iterations):
+                for launch in launches:
+                    jax.block_until_ready(launch.run())  # type: ignore[no-untyped-call]
+        return read_trace(trace_file(target))
+
+
+def _iterations_by_device(
+    every: Sequence[Interval], program: Program, is_only: bool, iterations: int, platform: str
+) -> Devices:
+    """Return the events of a program by device and iteration. Events without a module belong to the only program."""
+    intervals = [each for each in every if (is_only if each.module is None else program.is_module(each.module))]
+    if not intervals:
+        raise CaptureError("it recorded nothing that the program ran")
+    found: Devices = {}
+    for device, of_device in by_device(intervals).items():
+        launched = [[each.event for each in part] for part in split(of_device, iterations) or ()]
+        found[device] = [without_overlap(part, program) for part in launched] if platform == "cpu" else launched
+    if len(found) != program.devices or not all(found.values()):
+        devices = f" on {program.devices} devices" if program.devices > 1 else ""
+        raise CaptureError(f"its {len(intervals)} events cannot be attributed to {iterations} iterations{devices}")
+    return found
+
+
+# Trace files.
+
+
+def trace_file(path: Path) -> Path:
+    """Return ``path``, or the newest trace in a folder that JAX's profiler wrote to, or in the folder of a run.
+
+    Raises:
+        CaptureError: There is no trace.
+    """
+    if path.is_file():
+        return path
+    found = [*path.glob(_TRACES), *path.glob(f"{_RUNS}/{_TRACES}")]  # not recursive: the folder may be large
+    if not found:
+        raise CaptureError(f"there is no trace ({_TRACES}) in {str(path)!r}, nor in the folders {_RUNS} in it")
+    return max(found, key=lambda each: each.stat().st_mtime)
+
+
+def read_trace(file: Path) -> ProfileData:
+    """Read a trace file.
+
+    Raises:
+        CaptureError: It is truncated, or not a trace.
+        OSError: It cannot be read.
+    """
+    content = file.read_bytes()
+    try:
+        return ProfileData.from_serialized_xspace(content)
+    except Exception as error:
+        raise CaptureError(f"the trace {str(file)!r} is truncated or corrupt: {error}") from error
+
+
+# Events.
+
+
+def device_intervals(profile: ProfileData, platform: str, with_memory: bool = False) -> list[Interval]:
+    """Return the launches on devices of a platform; ``with_memory`` includes fills and copies of memory on GPUs."""
+    with warnings.catch_warnings():
+        # Python 3.12 and newer warn about the types that ProfileData defines.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        if platform == "cpu":
+            return cpu_intervals(profile)
+        return tpu_intervals(profile) if platform == "tpu" else gpu_intervals(profile, with_memory)
+
+
+def gpu_intervals(profile: ProfileData, with_memory: bool = False) -> list[Interval]:
+    """Return the launches on GPUs; ``with_memory`` includes fills and copies of memory."""
+    intervals = []
+    for plane in profile.planes:
+        match = _GPU_PLANE.match(plane.name)
+        if match is None:
+            continue
+        for line in plane.lines:
+            if not line.name.startswith("Stream"):
+                continue  # lines such as "XLA Ops" repeat the streams' events in other groupings
+            done = 0.0
+            for event in sorted(line.events, key=lambda each: each.start_ns):
+                stats = dict(event.stats)
+                instruction = str(stats.get("hlo_op") or "")
+                # A collective may copy memory from device to device.
+                is_kernel = not event.name.lower().startswith(_MEMORY) or kind_of_collective_instruction(instruction)
+                if event.duration_ns <= 0 or not (with_memory or is_kernel):
+                    continue
+                # A kernel may start early and wait for the previous one in its stream, which gets that time.
+                own, done = event.end_ns - max(event.start_ns, done), max(event.end_ns, done)
+                scope = str(stats.get("name") or "")
+                launched = Event(event.name, instruction, scope, event.start_ns, max(own, 0.0))
+                intervals.append(_interval(launched, stats, int(match[1])))
+    return intervals
+
+
+def cpu_intervals(profile: ProfileData) -> list[Interval]:
+    """Return the steps of XLA's runtime on the CPU."""
+    intervals, ends = [], {}
+    for plane in profile.planes:
+        if not plane.name.startswith("/host:CPU"):
+            continue
+        for line in plane.lines:
+            for event in line.events:
+                stats = dict(event.stats)
+                if event.name.startswith("end: "):
+                    ends[stats.get("_c")] = event.start_ns
+                elif "hlo_op" in stats:
+                    intervals.append((event.name, event.start_ns, event.end_ns, stats))
+    result = []
+    for name, start, end, stats in intervals:
+        event = Event(name, str(stats["hlo_op"]), "", start, ends.get(stats.get("_p"), end) - start)
+        result.append(_interval(event, stats, int(stats.get("device_ordinal", 0))))
+    return result
+
+
+def _interval(event: Event, stats: dict[str, Any], device: int) -> Interval:
+    module, number = stats.get("hlo_module"), stats.get("program_id")
+    name = None if module is None else str(module)
+    return Interval(event, stats.get("run_id"), name, number if isinstance(number, int) else None, device)
+
+
+def tpu_intervals(profile: ProfileData) -> list[Interval]:
+    """Return the launches on TPUs."""
+    intervals = []
+    for plane in profile.planes:
+        match = _TPU_PLANE.fullmatch(plane.name)
+        if match is None:
+            continue
+        lines = {line.name: sorted(line.events, key=lambda each: each.start_ns) for line in plane.lines}
+        runs = lines.get("XLA Modules", [])
+        starts = [run.start_ns for run in runs]
+        for event, own in _without_nested(lines.get("XLA Ops", [])):
+            instruction = _INSTRUCTION.match(event.name)
+            name = event.name if instruction is None else instruction[1]
+            launched = Event(name, name, "", event.start_ns, own)
+            at = bisect.bisect_right(starts, event.start_ns) - 1
+            if at < 0:
+                intervals.append(Interval(launched, None, device=int(match[1])))
+                continue
+            module = _MODULE.match(runs[at].name)
+            assert module is not None  # the expression matches any text
+            run = dict(runs[at].stats).get("run_id", at)
+            number = None if module[2] is None else int(module[2])
+            intervals.append(Interval(launched, run, module[1], number, int(match[1])))
+    return intervals
+
+
+def _without_nested(events: Sequence[Any]) -> Iterator[tuple[Any, float]]:
+    """Return events in order of their starts, with their durations minus those of events inside them."""
+    own = [float(event.duration_ns) for event in events]
+    around: list[int] = []
+    for i, event in enumerate(events):
+        while around and events[around[-1]].end_ns <= event.start_ns:
+            around.pop()
+        if around:
+            own[around[-1]] -= event.duration_ns
+        around.append(i)
+    return zip(events, (max(each, 0.0) for each in own), strict=True)
+
+
+# Attribution of events to devices, iterations and time.
+
+
+def grouped(intervals: Iterable[Interval], key: Callable[[Interval], Any]) -> dict[Any, list[Interval]]:
+    """Group intervals by a key, in order of its first appearance."""
+    groups: dict[Any, list[Interval]] = collections.defaultdict(list)
+    for interval in intervals:
+        groups[key(interval)].append(interval)
+    return groups
+
+
+def by_device(intervals: Iterable[Interval]) -> dict[int, list[Interval]]:
+    """Group intervals by the number of the device."""
+    return dict(sorted(grouped(intervals, lambda interval: interval.device).items()))
+
+
+def busiest(devices: Mapping[int, Sequence[Sequence[Event]]]) -> int:
+    """Return the number of the device with the most device time, by the median of its iterations."""
+
+    def median_time(device: int) -> float:
+        return statistics.median(sum(event.duration for event in events) for events in devices[device])
+
+    return max(devices, key=median_time)
+
+
+def split(intervals: Iterable[Interval], iterations: int) -> list[list[Interval]] | None:
+    """Split the intervals of one device into iterations, or return ``None`` if that is ambiguous.
+
+    CPU and TPU events carry the number of their run. GPU events do not: in order of time, they are cut into equal
+    parts, which must consist of the same kernels.
+    """
+    ordered = sorted(intervals, key=lambda interval: interval.event.start)
+    runs = grouped(ordered, lambda interval: interval.run)
+    if None not in runs:
+        return list(runs.values()) if len(runs) == iterations else None
+    if len(ordered) % iterations:
+        return None
+    size = len(ordered) // iterations
+    parts = [ordered[i : i + size] for i in range(0, len(ordered), size)]
+    kernels = [collections.Counter(interval.event.symbol for interval in part) for part in parts]
+    return parts if all(kernel == kernels[0] for kernel in kernels) else None
+
+
+def without_overlap(events: Sequence[Event], program: Program) -> list[Event]:
+    """Return the events with durations that add up to the time in which any step ran.
+
+    Steps of a CPU program overlap: loops and calls contain other steps, and independent steps run in parallel on the
+    same cores. At every moment the running steps share the time equally. A loop or call only gets the time in which
+    none of its steps runs.
+    """
+    marks = sorted(
+        (time_, is_start, i)
+        for i, event in enumerate(events)
+        if event.duration > 0
+        for time_, is_start in ((event.start, True), (event.start + event.duration, False))
+    )
+    is_container = [program.is_container(event.instruction) for event in events]
+    durations = [0.0] * len(events)
+    running: dict[int, None] = {}  # in order of their starts
+    previous = marks[0][0] if marks else 0.0
+    for now, is_start, i in marks:
+        if now > previous and running:
+            steps = [j for j in running if not is_container[j]] or [next(reversed(running))]
+            for j in steps:
+                durations[j] += (now - previous) / len(steps)
+        previous = now
+        if is_start:
+            running[i] = None
+        else:
+            del running[i]
+    return [dataclasses.replace(event, duration=time_) for event, time_ in zip(events, durations, strict=True)]

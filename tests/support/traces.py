@@ -1,0 +1,13 @@
+"""Rows of a trace file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from natten_jax.profiler import Row
+from natten_jax.profiler.trace import programs_of
+
+
+def rows_by_module(path: Path, *, with_memory: bool = False) -> dict[str, tuple[Row, ...]]:
+    """Return the rows of each program in a trace."""
+    return {name: each.rows for name, each in programs_of(path, with_memory=with_memory).items()}
