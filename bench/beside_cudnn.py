@@ -26,7 +26,7 @@ from lib.record import save
 from lib.timing import Runner, ratio, take_turns
 from run import OURS, prepare
 
-from natten_jax.cost.work import flops
+from natten_jax.cost_model.tiles import flops
 from natten_jax.performance import PASSES, Pass
 
 #: Seconds before each turn: what is timed takes milliseconds, and does not heat a GPU.

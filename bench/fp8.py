@@ -28,7 +28,7 @@ from lib.record import save
 from lib.timing import MODES, Runner, compile_runner, ratio, take_turns
 
 import natten_jax
-from natten_jax.cost.work import flops
+from natten_jax.cost_model.tiles import flops
 from natten_jax.fp8 import Quantized, quantize
 
 PAUSE = 0.2  # seconds before a turn

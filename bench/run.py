@@ -25,7 +25,7 @@ from lib.implementations import ELEMENT_TYPES, IMPLEMENTATIONS, default_names, o
 from lib.record import save
 from lib.timing import MODES, Runner, compile_backward, compile_runner, ratio, take_turns
 
-from natten_jax.cost.work import flops
+from natten_jax.cost_model.tiles import flops
 from natten_jax.performance import PASSES, Pass
 
 OURS = "natten_jax"

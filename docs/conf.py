@@ -76,7 +76,7 @@ nitpicky = True
 nitpick_ignore_regex = [(r"py:.*", r"(?!natten_jax\.).*")]
 # Types in signatures that users get and hand on, and that no page describes.
 nitpick_ignore = [
-    ("py:class", "natten_jax.cost.tile_counts.TimedTiles"),
+    ("py:class", "natten_jax.cost_model.tiles.TimedTiles"),
     ("py:class", "natten_jax.element_types.ElementType"),
     ("py:class", "natten_jax.flax_modules.arguments.Performance"),
     ("py:class", "natten_jax.ops.tuned.Tuned"),

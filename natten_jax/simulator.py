@@ -1,4 +1,4 @@
-"""What a tile configuration makes of a problem, and how long that takes: counted and predicted without a device.
+"""Counts and predicted times of a problem with a tile configuration, without a device.
 
 Counts are exact (:func:`count_tiles`). The time is that of a model (:func:`predict`) that was fitted to measurements on
 one kind of device (:func:`calibration_for`).
@@ -15,14 +15,20 @@ Example:
 
 from __future__ import annotations
 
-from natten_jax.cost.calibration import Calibration, Kernel, calibration_for
-from natten_jax.cost.dilation_advice import DilationRecommendation, recommend_dilation
-from natten_jax.cost.halo_time import Link, SplitTime, link_between, predict_split
-from natten_jax.cost.predict import predict
-from natten_jax.cost.ranking import rank
-from natten_jax.cost.simulation import Simulation, simulate
-from natten_jax.cost.stride_advice import Recommendation, least_block_sparse_stride, recommend_stride
-from natten_jax.cost.tile_counts import TileCounts, count_tiles
+from natten_jax.cost_model.calibration import Calibration, Kernel, calibration_for
+from natten_jax.cost_model.halos import Link, SplitTime, link_between, predict_split
+from natten_jax.cost_model.simulation import (
+    DilationRecommendation,
+    Recommendation,
+    Simulation,
+    least_block_sparse_stride,
+    predict,
+    rank,
+    recommend_dilation,
+    recommend_stride,
+    simulate,
+)
+from natten_jax.cost_model.tiles import TileCounts, count_tiles
 from natten_jax.problem import problem_of
 
 __all__ = [

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from natten_jax.cost import halo_time
+from natten_jax.cost_model import halos
 from natten_jax.profiler.capture import Devices, Event
 from natten_jax.profiler.program import Program
 from natten_jax.profiler.symbols import kind_of_collective
@@ -18,14 +18,14 @@ Span = tuple[float, float]
 @contextlib.contextmanager
 def halos_first() -> Iterator[None]:
     """Programs that are compiled inside have all halos before anything is computed."""
-    decide = halo_time.gains
-    halo_time.gains = lambda *_: False
-    halo_time.overlap_that_pays.cache_clear()
+    decide = halos.gains
+    halos.gains = lambda *_: False
+    halos.overlap_that_pays.cache_clear()
     try:
         yield
     finally:
-        halo_time.gains = decide
-        halo_time.overlap_that_pays.cache_clear()
+        halos.gains = decide
+        halos.overlap_that_pays.cache_clear()
 
 
 def exchange_milliseconds(devices: Devices, program: Program) -> dict[str, float]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import Benchmark
 
-from natten_jax.cost.work import flops
+from natten_jax.cost_model.tiles import flops
 
 
 def exact_flops(benchmark: Benchmark) -> int:

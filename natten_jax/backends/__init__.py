@@ -9,7 +9,7 @@
 - ``missing_kernels``: the warning where kernels would run if they were built.
 
 Whoever asks for a family by its facts finds it here, and needs no word of its own for it. Imports
-:mod:`natten_jax.native`, :mod:`natten_jax.cost` and what lies below.
+:mod:`natten_jax.native`, :mod:`natten_jax.cost_model` and what lies below.
 """
 
 from __future__ import annotations

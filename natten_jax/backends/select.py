@@ -12,7 +12,7 @@ from natten_jax import backends
 from natten_jax.backends import defaults, missing_kernels
 from natten_jax.backends.base import Backend
 from natten_jax.backends.tuned import with_tuned_choices
-from natten_jax.cost.local_tiling import tiled_for_part
+from natten_jax.cost_model.halos import retile_for_part
 from natten_jax.performance import PASSES, Pass, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId, Plan, tile_arguments
@@ -120,7 +120,7 @@ def plan_with(backend: Backend, request: Request, device: Device, pass_: Pass) -
     )
     if request.performance.tiles(pass_) is not None or not is_split:
         return plan
-    return tiled_for_part(plan, request.parts, backend.tile_pairs(tiled, device, pass_))
+    return retile_for_part(plan, request.parts, backend.tile_pairs(tiled, device, pass_))
 
 
 def rejections(problem: Problem, device: Device, pass_: Pass) -> dict[BackendId, str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import jax
 
-from natten_jax.cost.work import all_pairs
+from natten_jax.cost_model.tiles import all_pairs
 from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem
 

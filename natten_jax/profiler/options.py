@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import jax
 
 from natten_jax import backends, element_types
-from natten_jax.cost.tpu_chips import TPU_CHIPS
+from natten_jax.cost_model.simulation import TPU_CHIPS
 from natten_jax.performance import KernelSchedule, MemoryUsagePreference, Performance
 from natten_jax.plan.devices import ComputeCapability, Device
 from natten_jax.problem import Shape

@@ -7,6 +7,6 @@
 - ``_jax_internals``: what JAX does not document, in one place.
 - ``halos``: the keys and values that devices exchange where token dimensions are split.
 
-Nothing here runs a pass: what runs one is handed in as a function. Imports :mod:`natten_jax.cost`, which says whether
-computing while halos travel pays, and what lies below.
+Nothing here runs a pass: callers pass in a function that runs it. Imports :mod:`natten_jax.cost_model`, which decides
+whether to compute while halos travel, and lower levels.
 """

@@ -17,7 +17,7 @@ from natten_jax.arrays.operands import Differentiable, Operands
 from natten_jax.backends import defaults
 from natten_jax.backends.base import Platform
 from natten_jax.backends.flex.backend import FlexBackend
-from natten_jax.cost import small_windows
+from natten_jax.cost_model import small_windows
 from natten_jax.doctor import backend_check, battery, reference
 from natten_jax.performance import PASSES
 from natten_jax.plan.devices import Device

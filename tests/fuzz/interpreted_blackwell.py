@@ -24,7 +24,7 @@ from natten_jax.arrays.operands import Cotangents, Inputs, Operands, Saved
 from natten_jax.backends.pallas import _blackwell_call
 from natten_jax.backends.pallas._blackwell_call import call_of
 from natten_jax.backends.pallas.blackwell import is_taken, sizes_of
-from natten_jax.cost.tile_shapes import pairs_of
+from natten_jax.cost_model.tiles import tile_pairs_of_sizes
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem, problem_of
@@ -93,7 +93,7 @@ def draw(seed: int, number: int) -> Fuzzed:
 def _pairs(problem: Problem, pass_: Pass) -> list[TilePair]:
     """All tiles of a pass."""
     sizes = sizes_of(pass_)
-    return [pair for each in sizes for pair in pairs_of(*each, problem.rank) if is_taken(pair, pass_)]
+    return [pair for each in sizes for pair in tile_pairs_of_sizes(*each, problem.rank) if is_taken(pair, pass_)]
 
 
 def _drawn(rng: np.random.Generator) -> Fuzzed:

@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from natten_jax.backends.base import Backend
-from natten_jax.cost import small_windows
+from natten_jax.cost_model import small_windows
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem

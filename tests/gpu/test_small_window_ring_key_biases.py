@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from natten_jax.cost import small_windows
+from natten_jax.cost_model import small_windows
 from natten_jax.performance import Pass, TilePair
 from natten_jax.simulator import problem_of
 from tests.support import oracle

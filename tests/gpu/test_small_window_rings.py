@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import natten_jax
-from natten_jax.cost import small_windows
+from natten_jax.cost_model import small_windows
 from natten_jax.performance import TilePair
 from natten_jax.problem import Problem
 from natten_jax.simulator import problem_of

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import natten_jax
-from natten_jax.cost import work
+from natten_jax.cost_model import tiles
 from natten_jax.native import module as native
 from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem
@@ -185,7 +185,7 @@ def test_inputs_are_random() -> None:
 def test_problem_of_self_attention() -> None:
     problem: Problem = workload.request_of(parse(["-i", "8", "8"])).problem
     assert problem.is_attention
-    assert work.visible_pairs(problem) == 64 * 64
+    assert tiles.visible_pairs(problem) == 64 * 64
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from natten_jax import simulator
-from natten_jax.cost.tpu_chips import TPU_CHIPS, chip_of
+from natten_jax.cost_model.simulation import TPU_CHIPS, chip_of
 from natten_jax.plan.devices import Device
 from natten_jax.problem import problem_of
 from natten_jax.profiler.__main__ import main

@@ -19,7 +19,7 @@ LEVELS = (
     ("natten_jax.problem", "natten_jax.performance"),
     ("natten_jax.halo", "natten_jax.plan", "natten_jax.arrays"),
     ("natten_jax.native",),
-    ("natten_jax.cost",),
+    ("natten_jax.cost_model",),
     ("natten_jax.sharding", "natten_jax.simulator"),
     ("natten_jax.backends",),
     ("natten_jax.execution",),

@@ -13,10 +13,10 @@ import functools, json, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from natten_jax import na2d
-from natten_jax.cost import halo_time
+from natten_jax.cost_model import halos
 
 backend, overlaps = sys.argv[1], sys.argv[2] == "True"
-halo_time.gains = lambda *_: overlaps
+halos.gains = lambda *_: overlaps
 tile = dict.fromkeys(("q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape"), (1, 1))
 window = {"kernel_size": 3, "backend": backend, **(tile if backend.startswith("cpu") else {})}
 attend = functools.partial(na2d, **window)

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from natten_jax import na2d
 from natten_jax.backends.select import resolve
-from natten_jax.cost import halo_time
-from natten_jax.cost.halo_time import NVLINK, overlap_that_pays
+from natten_jax.cost_model import halos
+from natten_jax.cost_model.halos import NVLINK, overlap_that_pays
 from natten_jax.halo import bytes_received, halos_of
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan
@@ -64,10 +64,10 @@ def test_the_link_is_what_was_measured() -> None:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compute while halos travel wherever that is possible."""
-    monkeypatch.setattr(halo_time, "gains", lambda *_: True)
-    halo_time.overlap_that_pays.cache_clear()
+    monkeypatch.setattr(halos, "gains", lambda *_: True)
+    halos.overlap_that_pays.cache_clear()
     yield
-    halo_time.overlap_that_pays.cache_clear()
+    halos.overlap_that_pays.cache_clear()
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -144,11 +144,11 @@ def test_halos_travel_while_kernels_run(pass_: str) -> None:
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_two_devices_change_places(pass_: str, overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One exchange for what each sends the other: an exchange in each direction would leave half of a link idle."""
-    monkeypatch.setattr(halo_time, "gains", lambda *_: overlaps)
-    halo_time.overlap_that_pays.cache_clear()
+    monkeypatch.setattr(halos, "gains", lambda *_: overlaps)
+    halos.overlap_that_pays.cache_clear()
     program = traced(pass_, 2, rows=24 if overlaps else 32).lower(lowering_platforms=("cpu",)).as_text()
     moves = re.findall(r"collective_permute.*?source_target_pairs = dense<(.*?)> :", program)
-    halo_time.overlap_that_pays.cache_clear()
+    halos.overlap_that_pays.cache_clear()
     # Slabs of keys and values; backwards of their gradients, and again where they were not kept with their halos.
     assert len(moves) == (2 if pass_ == "forward" else 6 if overlaps else 4)
     assert set(moves) == {"[[0, 1], [1, 0]]"}
@@ -190,7 +190,7 @@ os.environ["XLA_FLAGS"] += " --xla_cpu_enable_concurrency_optimized_scheduler=fa
 import jax, jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from natten_jax import na2d
-from natten_jax.cost import halo_time
+from natten_jax.cost_model import halos
 
 mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
 sharding = NamedSharding(mesh, P(None, "x"))
@@ -201,8 +201,8 @@ def gradients(query, key, value, cotangent):
     return jax.vjp(lambda *arrays: na2d(*arrays, 13, backend="cpu-fna", **tiles), query, key, value)[1](cotangent)
 
 for overlaps in (False, True):
-    halo_time.gains = lambda *_: overlaps
-    halo_time.overlap_that_pays.cache_clear()
+    halos.gains = lambda *_: overlaps
+    halos.overlap_that_pays.cache_clear()
     jax.clear_caches()
     found = jax.jit(gradients).lower(*[tokens] * 4).compile().memory_analysis()
     print(json.dumps([found.argument_size_in_bytes, found.output_size_in_bytes, found.temp_size_in_bytes]))
@@ -227,7 +227,7 @@ import json, re
 import jax, jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from natten_jax import na2d
-from natten_jax.cost import halo_time
+from natten_jax.cost_model import halos
 
 mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
 tokens = jax.ShapeDtypeStruct((1, 16, 4, 1, 8), jnp.float32, sharding=NamedSharding(mesh, P(None, "x")))
@@ -243,8 +243,8 @@ def manual(arrays):
 
 found = []
 for overlapping in ("forward", "backward"):
-    halo_time.gains = lambda plan, *_: plan.pass_ == overlapping
-    halo_time.overlap_that_pays.cache_clear()
+    halos.gains = lambda plan, *_: plan.pass_ == overlapping
+    halos.overlap_that_pays.cache_clear()
     for route in (gradients, manual):
         jax.clear_caches()
         text = jax.jit(route).lower([tokens] * 3).compile().as_text()

@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from natten_jax.cost import halo_time
+from natten_jax.cost_model import halos
 from natten_jax.halo import halos_of
 from natten_jax.problem import problem_of
 from natten_jax.sharding.halos import pipeline
@@ -184,8 +184,8 @@ def check(mode: str, backend: str, split: Split, overlaps: bool, together: bool)
         together: Keys and values travel as one then.
     """
     pipeline._COMBINED_BYTES = 0 if together else 1 << 40
-    halo_time.gains = lambda *_: overlaps  # type: ignore[assignment]
-    halo_time.overlap_that_pays.cache_clear()
+    halos.gains = lambda *_: overlaps  # type: ignore[assignment]
+    halos.overlap_that_pays.cache_clear()
     arrays = split.arrays()
     names = NAMES[: len(split.parts)]
     devices = jax.devices()[: math.prod(split.parts)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -31,9 +32,9 @@ from natten_jax.backends.native_backend import (
     with_kernel_rank,
     with_key_bias_gradient,
 )
-from natten_jax.cost import small_windows
-from natten_jax.cost.calibration import calibration_for
-from natten_jax.cost.ranking import rank_sizes
+from natten_jax.cost_model import small_windows
+from natten_jax.cost_model.calibration import calibration_for
+from natten_jax.cost_model.simulation import rank_sizes
 from natten_jax.native import module as native
 from natten_jax.native.module import ResultType
 from natten_jax.performance import MemoryUsagePreference, Pass, Performance, TilePair
@@ -335,4 +336,4 @@ def _ranked_pairs(
         )
         problem = dataclasses.replace(problem, dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim_v)
     found += rank_sizes(problem, pass_, sizes, calibration_for(CutlassBackend.family))
-    return tuple(sorted(found, key=lambda item: item[1]))
+    return tuple(sorted(found, key=operator.itemgetter(1)))

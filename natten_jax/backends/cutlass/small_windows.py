@@ -1,4 +1,4 @@
-"""Calls of the ``cutlass`` kernels' form for small windows, which :mod:`natten_jax.cost.small_windows` is about."""
+"""Calls of the ``cutlass`` kernels for small windows; :mod:`natten_jax.cost_model.small_windows` ranks their tiles."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from natten_jax.backends.native_backend import (
     layouts_operand,
     with_kernel_rank,
 )
-from natten_jax.cost.calibration import calibration_for
-from natten_jax.cost.ranking import rank_sizes
+from natten_jax.cost_model.calibration import calibration_for
+from natten_jax.cost_model.simulation import rank_sizes
 from natten_jax.native import module as native
 from natten_jax.native.abi import KERNEL_RANK, box_start, continues
 from natten_jax.native.module import ResultType

@@ -6,6 +6,7 @@ Calls run it by name alone: the kernels have been interpreted and compiled, and 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import jax
@@ -15,9 +16,9 @@ from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Output, 
 from natten_jax.backends.base import Backend, Platform
 from natten_jax.backends.pallas._blackwell_call import PIECE
 from natten_jax.backends.pallas._common import finite_scale, logsumexp_and_remainder
-from natten_jax.cost.calibration import calibration_for
-from natten_jax.cost.ranking import rank
-from natten_jax.cost.tile_shapes import pairs_of
+from natten_jax.cost_model.calibration import calibration_for
+from natten_jax.cost_model.simulation import rank
+from natten_jax.cost_model.tiles import shortened, tile_pairs_of_sizes
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan
@@ -37,8 +38,9 @@ def is_taken(pair: TilePair, pass_: Pass) -> bool:
 @functools.lru_cache(maxsize=256)
 def ranked(family: str, problem: Problem, pass_: Pass) -> tuple[tuple[TilePair, float], ...]:
     """Pairs of tiles with seconds by the model, the fastest first."""
-    pairs = [pair for sizes in sizes_of(pass_) for pair in pairs_of(*sizes, problem.rank) if is_taken(pair, pass_)]
-    return tuple(rank(problem, pairs, pass_, calibration_for(family)))
+    found = itertools.chain.from_iterable(tile_pairs_of_sizes(*sizes, problem.rank) for sizes in sizes_of(pass_))
+    pairs = [pair for pair in found if is_taken(pair, pass_)]
+    return tuple(rank(shortened(problem), pairs, pass_, calibration_for(family)))
 
 
 def _is_copied(tile: Shape) -> bool:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from natten_jax import simulator
-from natten_jax.cost import small_windows
-from natten_jax.cost.calibration import Calibration
+from natten_jax.cost_model import small_windows
+from natten_jax.cost_model.calibration import Calibration
 from natten_jax.performance import PASSES, Pass, TilePair
 from natten_jax.plan.devices import NoDeviceError, default_jax_device
 from natten_jax.plan.plan import BackendId

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import jax
 
-from natten_jax.cost.work import flops
+from natten_jax.cost_model.tiles import flops
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device, default_device
 from natten_jax.problem import Problem

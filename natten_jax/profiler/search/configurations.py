@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from natten_jax import backends, simulator
 from natten_jax.backends import select
 from natten_jax.backends.base import Backend
-from natten_jax.cost.tpu_chips import TpuChip, chip_of
+from natten_jax.cost_model.simulation import TpuChip, chip_of
 from natten_jax.ops.sub_calls import SubCall
 from natten_jax.performance import PASSES, Pass, TilePair
 from natten_jax.plan.devices import Device

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Output, Saved
-from natten_jax.cost.halo_time import overlap_that_pays
+from natten_jax.cost_model.halos import overlap_that_pays
 from natten_jax.plan.plan import Plan
 from natten_jax.plan.request import Request
 from natten_jax.sharding.halos import overlap

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from natten_jax.arrays.operands import Inputs
-from natten_jax.cost import work
+from natten_jax.cost_model import tiles
 from natten_jax.ops.arrays import attention_problem, neighborhood_problem
 from natten_jax.windows import WindowArguments
 from tests.support import oracle
@@ -48,9 +48,9 @@ def test_flops_count_the_mask(
     pairs = int(oracle.neighborhood_mask(layout, window, stride, dilation, causal).sum()) + additional * math.prod(
         layout
     )
-    assert work.visible_pairs(problem) == pairs
-    assert work.flops(problem, "forward") == 2 * 2 * 6 * (8 + 24) * pairs
-    assert work.flops(problem, "backward") == 2.5 * work.flops(problem, "forward")
+    assert tiles.visible_pairs(problem) == pairs
+    assert tiles.flops(problem, "forward") == 2 * 2 * 6 * (8 + 24) * pairs
+    assert tiles.flops(problem, "backward") == 2.5 * tiles.flops(problem, "forward")
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -59,4 +59,4 @@ def test_flops_of_attention_between_sequences(queries: int, keys: int, is_causal
     query = jax.ShapeDtypeStruct((1, queries, 1, 8), jnp.float32)
     key = query.update(shape=(1, keys, 1, 8))
     problem = attention_problem(query, key, key, None, is_causal)
-    assert work.visible_pairs(problem) == oracle.attention_mask(queries, keys, is_causal).sum()
+    assert tiles.visible_pairs(problem) == oracle.attention_mask(queries, keys, is_causal).sum()

@@ -16,7 +16,7 @@ import pytest
 from natten_jax import backends, simulator
 from natten_jax.backends.base import Backend
 from natten_jax.backends.select import resolve
-from natten_jax.cost import small_windows
+from natten_jax.cost_model import small_windows
 from natten_jax.performance import PASSES, Pass, TilePair, outer_and_inner
 from natten_jax.plan.devices import Device
 from natten_jax.plan.request import Request

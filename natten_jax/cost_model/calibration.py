@@ -1,6 +1,6 @@
 """Coefficients of the time model, most of them fitted to measurements: a file per backend family and kind of device.
 
-``bench/calibrate.py`` writes them; :mod:`natten_jax.cost.predict` has the formula.
+``bench/calibrate.py`` writes them; :func:`natten_jax.simulator.predict` has the formula.
 """
 
 from __future__ import annotations
@@ -98,24 +98,26 @@ class Calibration:
     is_measured: bool = True
 
     def merges(self, problem: Problem) -> bool:
-        """Whether forward kernels merge what they find with what was found before on other keys."""
+        """Whether forward kernels can merge their results with those of earlier calls on other keys."""
         return any(continues(name, problem) for name in self.limits)
 
     def launch_of(self, pass_: Pass) -> float:
-        """Seconds that a pass takes, whatever its size."""
+        """Seconds that a pass of any size takes in addition to its work."""
         return self.launch if pass_ == "forward" or self.backward_launch is None else self.backward_launch
 
     def kernel(self, problem: Problem, pair: TilePair, pass_: Pass) -> Kernel | None:
-        """The smallest kernel that takes the heads and the tiles; ``None`` where none was timed for these elements."""
-        outer, inner = outer_and_inner(pair, pass_)
-        sizes = max(problem.head_dim, problem.head_dim_v), math.prod(outer), math.prod(inner)
+        """Smallest kernel that takes the heads and the tiles; ``None`` if none was timed for these elements."""
+        outer, inner = map(math.prod, outer_and_inner(pair, pass_))
+        wider = max(problem.head_dim, problem.head_dim_v)
         fitting = [
-            kernel
-            for kernel in self.kernels.get(pass_, ())
-            if problem.dtype in (kernel.dtypes or self.dtypes)
-            and all(size <= limit for size, limit in zip(sizes, kernel.size, strict=True))
+            each
+            for each in self.kernels.get(pass_, ())
+            if problem.dtype in (each.dtypes or self.dtypes)
+            and wider <= each.head_dim
+            and outer <= each.outer_tokens
+            and inner <= each.inner_tokens
         ]
-        return min(fitting, key=lambda kernel: kernel.size, default=None)
+        return min(fitting, key=lambda each: each.size, default=None)
 
     def rounds(self, tiles: Any, pass_: Pass, kernel: Kernel) -> Any:
         """Rounds that the multiprocessors work on outer tiles."""
@@ -125,13 +127,13 @@ class Calibration:
         return np.where(rounds < self.counted_rounds, np.ceil(rounds), rounds + self.tail)
 
     def clocked(self, busy: Any, kernel: Kernel) -> Any:
-        """Seconds that a kernel's work takes whose length is ``busy`` at the full clock."""
+        """Seconds of a kernel whose work takes ``busy`` seconds at the full clock."""
         return busy * (1 + self.slowdown * kernel.power * busy / (busy + self.onset))
 
 
 @functools.cache
 def calibration_for(family: str, compute_capability: ComputeCapability | None = None) -> Calibration | None:
-    """The time model of a backend family.
+    """Return the time model of a backend family.
 
     Example:
         >>> from natten_jax import simulator
@@ -140,26 +142,23 @@ def calibration_for(family: str, compute_capability: ComputeCapability | None = 
 
     Args:
         family: ``"hopper"``, ...
-        compute_capability: That of the device to predict for; ``None`` takes whichever was calibrated, which is good
-            enough to rank tiles.
+        compute_capability: Compute capability of the device to predict for. ``None`` takes any calibrated one, which is
+            good enough to rank tiles.
 
     Returns:
-        The model, or ``None`` where no device of that compute capability was calibrated.
+        The model, or ``None`` if no device of that compute capability was calibrated.
     """
-    for file in sorted(
-        resources.files("natten_jax.cost").joinpath("calibrations").iterdir(), key=lambda file: file.name
-    ):
-        if not file.name.endswith(".json"):
+    folder = resources.files("natten_jax.cost_model").joinpath("calibrations")
+    for file in sorted(folder.iterdir(), key=lambda file: file.name):
+        if not file.name.startswith(f"{family}-") or not file.name.endswith(".json"):
             continue
         model = json.loads(file.read_text(encoding="utf-8"))
         major, minor = model["compute_capability"]
-        found = (major, minor)
-        if model["family"] == family and compute_capability in (None, found):
+        if compute_capability in (None, (major, minor)):
             kernels = {pass_: tuple(map(_kernel, of_pass)) for pass_, of_pass in model["kernels"].items()}
-            return Calibration(**{**model, "compute_capability": found, "kernels": kernels})
+            return Calibration(**{**model, "compute_capability": (major, minor), "kernels": kernels})
     return None
 
 
 def _kernel(fields: dict[str, Any]) -> Kernel:
-    """A kernel of a file."""
     return Kernel(**{**fields, "dtypes": tuple(fields.get("dtypes", ()))})

@@ -420,7 +420,7 @@ def test_bad_arguments(pair: Any, placement: Any, message: str) -> None:
 
 
 def test_calibrations_are_complete() -> None:
-    folder = resources.files("natten_jax.cost").joinpath("calibrations")
+    folder = resources.files("natten_jax.cost_model").joinpath("calibrations")
     names = [file.name for file in folder.iterdir() if file.name.endswith(".json")]
     assert "hopper-9.0.json" in names
     for name in names:

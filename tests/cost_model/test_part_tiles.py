@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import pytest
 
 from natten_jax.backends.select import resolve
-from natten_jax.cost.local_tiles import Range, Visits, visits
+from natten_jax.cost_model.halos import Range, Visits, visits
 from natten_jax.performance import PASSES, Pass, Performance
 from natten_jax.plan.devices import CPU, Device
 from natten_jax.plan.plan import Plan

@@ -10,7 +10,7 @@ import pytest
 
 from natten_jax import simulator
 from natten_jax.backends.select import resolve
-from natten_jax.cost import small_windows
+from natten_jax.cost_model import small_windows
 from natten_jax.native import module as native
 from natten_jax.native.abi import axis_rows
 from natten_jax.performance import Pass, TilePair

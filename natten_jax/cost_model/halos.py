@@ -1,0 +1,448 @@
+"""Predicted times of passes whose token dimensions are split over devices, and the choices that follow from them.
+
+A device computes with halos, the keys of other devices that its queries see. It either waits for its halos, or computes
+with its own keys while the halos travel, and then with each slab of a halo. Split dimensions visit more tiles than
+whole ones for the same pairs of tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from natten_jax.cost_model import small_windows
+from natten_jax.cost_model.calibration import Calibration, calibration_for
+from natten_jax.cost_model.simulation import predict
+from natten_jax.cost_model.tiles import MOST_TILES, TimedTiles, count_tiles, has_longer_groups
+from natten_jax.halo import Halo, bytes_received, halos_of, travel_order
+from natten_jax.performance import Pass, TilePair
+from natten_jax.plan.plan import Plan
+from natten_jax.problem import Problem
+from natten_jax.windows import Axis
+
+#: Tokens ``[first, last)`` of the global layout, some of which may lie outside of it.
+Range = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A connection between devices.
+
+    Attributes:
+        name: Name for reports.
+        latency: Seconds of an exchange of any size.
+        byte: Seconds per byte that a device receives.
+    """
+
+    name: str
+    latency: float
+    byte: float
+
+    def seconds(self, received: int) -> float:
+        """Seconds of an exchange in which the device that receives most receives so many bytes."""
+        return self.latency + received * self.byte if received else 0.0
+
+
+#: Two H200 on NVLink, both directions at once: 0.12 ms for 1 MB, 0.25 for 16, 0.44 for 64, 1.03 for 212, 1.59 for 425.
+#: This line is within 21% of each.
+NVLINK = Link("NVLink", 1.4e-4, 1 / 280e9)
+
+#: Between hosts; assumed, not measured: 80% of 400 Gbit/s for each device.
+NETWORK = Link("network of 400 Gbit/s per device (assumed)", 2e-4, 1 / 40e9)
+
+_DEVICES_OF_HOST = 8
+
+#: Slowdown of passes once devices exchange anything at all: links that are awake, which they stay for 50 ms, take power
+#: from devices at their limit. With 4 KB per call, two H200 took 11.92 instead of 11.68 ms, at 1563 instead of 1591
+#: MHz.
+_OF_LINKS_AWAKE = 1.02
+
+#: The share of multiprocessors that an exchange takes from concurrent kernels: 16 of 132 on H200, a channel each.
+#: With 8 or 4 of them it takes twice and four times as long, and passes as long as before.
+_TAKEN = 16 / 132
+
+#: Number of the whole layout's fastest pairs that are tried for a part; a part's fastest one was among 64 of them for a
+#: video whose height or width is split over two to eight devices. They take 0.2 seconds.
+_PAIRS = 64
+
+#: Other tiles have to take less than this share of the time of the whole layout's tiles.
+_CLEARLY_FASTER = 0.95
+
+
+def link_between(devices: int) -> Link:
+    """Return the slowest link between so many devices; a host has eight devices.
+
+    Example:
+        >>> from natten_jax.simulator import link_between
+        >>> link_between(8).name
+        'NVLink'
+    """
+    return NVLINK if devices <= _DEVICES_OF_HOST else NETWORK
+
+
+class Visits(NamedTuple):
+    """Outer tiles, and the inner tiles that they visit; along one dimension, or of several."""
+
+    outer: int
+    inner: int
+
+    def __mul__(self, other: object) -> Visits:
+        """Visits of both dimensions."""
+        assert isinstance(other, Visits)
+        return Visits(self.outer * other.outer, self.inner * other.inner)
+
+
+_ONE_VISIT = Visits(1, 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def visits(axis: Axis, pass_: Pass, tile: tuple[int, int], queries: Range, keys: Range) -> Visits:
+    """Count tiles along a dimension; if it is dilated, in all groups, as if all groups had one length.
+
+    Args:
+        axis: The dimension.
+        pass_: The pass. Query tiles are the outer ones in the forward pass, key/value tiles in the backward pass.
+        tile: Extents of query and key/value tile.
+        queries: Queries that are computed.
+        keys: Keys that are computed.
+    """
+    is_forward, dilation, lengths = pass_ == "forward", axis.dilation, axis.lengths(0)
+    queries, keys = ((first // dilation, -(-last // dilation)) for first, last in (queries, keys))
+    (first, last), inner_range = (queries, keys) if is_forward else (keys, queries)
+    outer_tile, inner_tile = tile if is_forward else tile[::-1]
+    outer = np.arange(first, last, outer_tile)
+    starts, ends = outer, np.minimum(outer + outer_tile, last) - 1
+    is_inside: Any = True
+    if axis.edges != "wrap":  # halos may lie outside of the layout
+        last_token = lengths[0 if is_forward else 1] - 1
+        is_inside = (starts <= last_token) & (ends >= 0)
+        starts, ends = np.clip(starts, 0, last_token), np.clip(ends, 0, last_token)
+    begin, _ = axis.bounds(starts, lengths, of_query=is_forward)
+    _, stop = axis.bounds(ends, lengths, of_query=is_forward)
+    if axis.edges != "wrap" or lengths[0] not in (queries[1] - queries[0], keys[1] - keys[0]):
+        begin, stop = np.maximum(begin, inner_range[0]), np.minimum(stop, inner_range[1])
+    inner = np.where(is_inside, np.maximum(-(-(stop - begin) // inner_tile), 0), 0)
+    return Visits(dilation * len(outer), dilation * int(inner.sum()))
+
+
+def visits_at_once(plan: Plan, halos: Sequence[Halo]) -> Visits:
+    """Count tiles of a call with own keys and all halos, on the device that visits most."""
+    found = Visits(1, 1)
+    for axis, halo, tile in zip(plan.problem.axes, halos, zip(*plan.tiles, strict=True), strict=True):
+        of_parts = [
+            visits(axis, plan.pass_, tile, (first, first + halo.part), halo.held(first))
+            for first in _starts_of_some_parts(halo)
+        ]
+        found *= max(of_parts, key=lambda each: each.inner)
+    return found
+
+
+class _DimensionVisits(NamedTuple):
+    """Visits of a device along a split dimension: with its own keys, with each slab, and with all of these joined."""
+
+    own: Visits
+    of_slabs: list[Visits]
+    joined: Visits
+
+
+def visits_by_keys(plan: Plan, halos: Sequence[Halo]) -> list[Visits]:
+    """Count tiles of calls with own keys, and with each slab and the queries that see it.
+
+    The counts are those of the device that visits most.
+    """
+    dimensions = []
+    for axis, halo, tile in zip(plan.problem.axes, halos, zip(*plan.tiles, strict=True), strict=True):
+        of_parts = []
+        for first in _starts_of_some_parts(halo):
+            last = first + halo.part
+            of_slabs = []
+            for slab in halo.seen_slabs(axis):
+                is_front = first > 0 if slab.is_front is None else slab.is_front
+                query, key = (first + start for start in slab.starts(halo.part, is_front))
+                of_slabs.append(visits(axis, plan.pass_, tile, (query, query + slab.queries), (key, key + slab.keys)))
+            before, after = halo.before, halo.after
+            if halo.changes_places:
+                before, after = (before, 0) if first > 0 else (0, after)
+            own, joined = (
+                visits(axis, plan.pass_, tile, (first, last), keys)
+                for keys in ((first, last), (first - before, last + after))
+            )
+            of_parts.append(_DimensionVisits(own, of_slabs, joined))
+        dimensions.append(max(of_parts, key=lambda each: each.own.inner + sum(slab.inner for slab in each.of_slabs)))
+    across = [each.own for each in dimensions]
+    calls = [math.prod(across, start=Visits(1, 1))]
+    for i in travel_order(halos):
+        others = math.prod(across[:i] + across[i + 1 :], start=Visits(1, 1))
+        calls += [slab * others for slab in dimensions[i].of_slabs]
+        across[i] = dimensions[i].joined
+    return calls
+
+
+def _starts_of_some_parts(halo: Halo) -> list[int]:
+    """The first tokens of parts at both ends and in the middle, one of which visits the most tiles."""
+    return [halo.part * i for i in sorted({0, min(1, halo.parts - 1), halo.parts // 2, halo.parts - 1})]
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitTime:
+    """Predicted time of a pass that is split over devices.
+
+    Attributes:
+        devices: Number of devices.
+        tiles: Query and key/value tile.
+        received: Bytes of keys and values that the device which receives most receives.
+        compute: Seconds that it computes and copies.
+        exchange: Seconds that keys, values and their gradients travel.
+        exposed: Seconds of the exchange that no computation hides.
+    """
+
+    devices: int
+    tiles: TilePair
+    received: int
+    compute: float
+    exchange: float
+    exposed: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the pass."""
+        return self.compute + self.exposed
+
+
+def predict_split(plan: Plan, parts: Sequence[int], calibration: Calibration) -> SplitTime | None:
+    """Predict a pass whose token dimensions are split over devices.
+
+    Example:
+        A video, split along its width over eight Hopper GPUs of a host:
+
+        >>> from natten_jax.plan.devices import Device
+        >>> from natten_jax.plan.request import Request
+        >>> from natten_jax.backends.select import resolve
+        >>> from natten_jax.simulator import calibration_for, predict_split, problem_of
+        >>> video = problem_of((32, 48, 80), 24, 8, heads=24, head_dim=128, dtype="bfloat16")
+        >>> parts = 1, 1, 8
+        >>> hopper = Device("cuda", (9, 0), is_present=False)
+        >>> plan = resolve(Request(video, parts=parts), hopper, "forward")
+        >>> split = predict_split(plan, parts, calibration_for("hopper"))
+        >>> split.received // 10**6, split.exposed <= split.exchange  # megabytes; seconds
+        (528, True)
+
+    Args:
+        plan: The plan of the pass on one of the devices; its problem has the global layout, and the device's share of
+            batch and heads.
+        parts: Number of parts of each token dimension.
+        calibration: The time model of its kernels.
+
+    Returns:
+        The prediction; ``None`` if these kernels were not calibrated for the problem.
+
+    Raises:
+        ValueError: A dimension does not consist of as many equal parts, or has more than ``2**20`` tiles.
+    """
+    halos = tuple(halo.evened() for halo in halos_of(plan.problem, parts))
+    strategy = overlap_that_pays(plan, halos) or _halos_first(plan, halos)
+    return _split_time(plan, halos, strategy, calibration)
+
+
+@dataclasses.dataclass(frozen=True)
+class HaloStrategy:
+    """Calls and copies with which a pass gets its halos.
+
+    Attributes:
+        calls: Tiles that each call visits, on the device that visits most.
+        moved: Bytes that copies of halos, queries and results read or write.
+        travel: Share of the halo traffic during each call.
+    """
+
+    calls: Sequence[Visits]
+    moved: int
+    travel: Sequence[float] = ()
+
+
+def _halos_first(plan: Plan, halos: Sequence[Halo]) -> HaloStrategy:
+    """A pass that has all halos before it computes anything.
+
+    Slabs are cut, and concatenated with a device's own keys and values, which are copied while the slabs travel.
+    """
+    return HaloStrategy([visits_at_once(plan, halos)], 4 * _slab_bytes(plan.problem, halos))
+
+
+def _by_keys(plan: Plan, halos: Sequence[Halo]) -> HaloStrategy | None:
+    """A pass that takes a device's own keys first, and then each halo; ``None`` if that is impossible."""
+    if any(halo.is_gathered for halo in halos) or not any(halo.received for halo in halos):
+        return None
+    problem = plan.problem
+    copied, slabs = 0, []
+    held = [halo.part for halo in halos]
+    part = math.prod(held)
+    for i in travel_order(halos):
+        across = math.prod(held) // held[i]
+        for slab in halos[i].seen_slabs(problem.axes[i]):
+            copied += part // halos[i].part * slab.queries * _copies(plan)
+            slabs.append(slab.keys * across)
+        held[i] += halos[i].received
+    # A token's queries, or its outputs if they are wider.
+    width = max(problem.head_dim, problem.head_dim_v)
+    token_bytes = problem.batch * problem.heads * width * problem.element.bytes
+    # Keys and values are cut and put together, and taken apart where they arrive.
+    moved = copied * token_bytes + 5 * _slab_bytes(problem, halos)
+    return HaloStrategy(visits_by_keys(plan, halos), moved, [slab / sum(slabs) for slab in slabs])
+
+
+def _slab_bytes(problem: Problem, halos: Sequence[Halo]) -> int:
+    """Bytes of the keys and values that a device receives."""
+    return bytes_received(problem, [halo.parts for halo in halos])
+
+
+def _seconds_between_calls(plan: Plan) -> float:
+    """Seconds of small kernels before and after a further call, whatever they copy.
+
+    A call that continues another needs two or three that compute where it is; other calls need six or more, which cut
+    queries and merge results.
+    """
+    return 5e-6 if _is_continued(plan) else 2e-5
+
+
+def _copies(plan: Plan) -> int:
+    """Number of additional reads and writes of a query that sees a halo, or of its output.
+
+    In the forward pass, a kernel that continues another reads earlier output. Otherwise queries are cut, and the halo's
+    output is merged with the other one, in its place. In the backward pass, saved outputs and their gradients are cut,
+    too; gradients of queries are cleared, added up, converted and added, and outputs are multiplied with their
+    gradients again.
+    """
+    return 16 if plan.pass_ == "backward" else 1 if _is_continued(plan) else 5
+
+
+def _is_continued(plan: Plan) -> bool:
+    calibration = calibration_for(plan.backend.family)
+    return plan.pass_ == "forward" and calibration is not None and calibration.merges(plan.problem)
+
+
+def _split_time(
+    plan: Plan, halos: Sequence[Halo], strategy: HaloStrategy, calibration: Calibration
+) -> SplitTime | None:
+    kernels = _kernel_seconds(plan, halos, strategy, calibration)
+    if kernels is None:
+        return None
+    between = calibration.launch_of(plan.pass_) + _seconds_between_calls(plan)
+    compute = kernels + (len(strategy.calls) - 1) * between + strategy.moved * calibration.byte
+
+    received = _slab_bytes(plan.problem, halos)
+    devices = math.prod(halo.parts for halo in halos)
+    once = link_between(devices).seconds(received)
+    inner = sum(call.inner for call in strategy.calls)
+    exchange = once if plan.pass_ == "forward" else 2 * once
+    # A slab travels while the call before its own runs.
+    hidden = sum(
+        min(share * once, kernels * call.inner / inner)
+        for share, call in zip(strategy.travel, strategy.calls, strict=False)
+    )
+    if received:
+        compute = compute * _OF_LINKS_AWAKE + hidden * _TAKEN
+    return SplitTime(devices, plan.tiles, received, compute, exchange, exchange - hidden)
+
+
+def _kernel_seconds(
+    plan: Plan, halos: Sequence[Halo], strategy: HaloStrategy, calibration: Calibration
+) -> float | None:
+    """Seconds of the kernels of all calls; ``None`` if they were not calibrated for the problem."""
+    problem, pass_ = plan.problem, plan.pass_
+    one = visits_at_once(plan, [Halo(axis.kv_extent, 1, 0, 0) for axis in problem.axes])  # a device with all tokens
+    inner_share = sum(call.inner for call in strategy.calls) / one.inner
+    if small_windows.is_for(calibration, problem, pass_, plan.tiles):
+        as_parts = dataclasses.replace(problem, own_origins=True)  # which have no rings
+        whole_seconds = small_windows.seconds(
+            calibration.family, as_parts, pass_, plan.tiles, calibration.compute_capability
+        )
+        return None if whole_seconds is None else whole_seconds * inner_share
+    kernel = calibration.kernel(problem, plan.tiles, pass_)
+    if kernel is None:
+        return None
+    whole = count_tiles(problem, plan.tiles, pass_, placement="anchored", kernel=kernel).tiles
+    outer_share = sum(call.outer for call in strategy.calls) / one.outer
+    # Only the layout's size counts here.
+    local = dataclasses.replace(problem, axes=tuple(Axis(halo.part, halo.part, 1) for halo in halos))
+    tiles = TimedTiles(whole.outer * outer_share, *(each * inner_share for each in whole[1:]))
+    return float(predict(local, tiles, pass_, kernel, calibration))
+
+
+@functools.lru_cache(maxsize=1024)
+def overlap_that_pays(plan: Plan, halos: tuple[Halo, ...]) -> HaloStrategy | None:
+    """Return how a pass computes while halos travel; ``None`` if waiting for them is faster.
+
+    Args:
+        plan: The plan of the pass, whose problem has the global layout.
+        halos: One for each token dimension.
+    """
+    if not _is_simulated(plan):
+        return None
+    halos = tuple(halo.evened() for halo in halos)
+    by_keys = _by_keys(plan, halos)
+    return by_keys if by_keys is not None and gains(plan, halos, by_keys) else None
+
+
+def _is_simulated(plan: Plan) -> bool:
+    """Whether a call is short enough to be simulated. Longer calls get defaults."""
+    return not has_longer_groups(plan.problem, MOST_TILES)
+
+
+def gains(plan: Plan, halos: Sequence[Halo], by_keys: HaloStrategy) -> bool:
+    """Whether computing while halos travel takes less time than waiting for them.
+
+    This is the only place where that is decided, for kernels with predicted times; others gain nothing.
+
+    Args:
+        plan: The plan of the pass, whose problem has the global layout.
+        halos: One for each token dimension.
+        by_keys: The pass that computes meanwhile.
+    """
+    calibration = calibration_for(plan.backend.family)
+    if calibration is None:
+        return False
+    meanwhile, first = (
+        _split_time(plan, halos, strategy, calibration) for strategy in (by_keys, _halos_first(plan, halos))
+    )
+    return meanwhile is not None and first is not None and meanwhile.seconds < first.seconds
+
+
+def retile_for_part(plan: Plan, parts: tuple[int, ...], pairs: Sequence[TilePair]) -> Plan:
+    """Return the plan with the tiles that are fastest for a device's part of the layout, including its halos.
+
+    They may differ from those for the whole layout: a part of ten columns leaves six of a second tile of eight idle,
+    and its windows end where its keys do.
+
+    Args:
+        plan: The plan of the pass, with the tiles for the whole layout.
+        parts: Number of parts of each token dimension.
+        pairs: Query and key/value tiles that the backend offers, by predicted time of the whole layout.
+
+    Returns:
+        The unchanged plan if other tiles are not clearly faster, the kernels were not calibrated, or the layout is too
+        long to simulate.
+    """
+    return _fastest(plan, parts, tuple(pairs[:_PAIRS])) if _is_simulated(plan) else plan
+
+
+@functools.lru_cache(maxsize=1024)
+def _fastest(plan: Plan, parts: tuple[int, ...], pairs: tuple[TilePair, ...]) -> Plan:
+    def seconds(plan: Plan) -> float | None:
+        calibration = calibration_for(plan.backend.family)
+        split = None if calibration is None else predict_split(plan, parts, calibration)
+        return None if split is None else split.seconds
+
+    whole_seconds = seconds(plan)
+    if whole_seconds is None:
+        return plan
+    best, limit = plan, _CLEARLY_FASTER * whole_seconds
+    for pair in pairs:
+        other = dataclasses.replace(plan, performance=plan.performance.with_tiles(plan.pass_, pair))
+        time = seconds(other)
+        if time is not None and time < limit:
+            best, limit = other, time
+    return best

@@ -1,0 +1,535 @@
+"""Predicted times of passes, ranked pairs of tiles, and recommended strides and dilations.
+
+:func:`predict` takes coefficients fitted to measurements on one kind of device, and returns seconds:
+
+    visiting = inner_tile * (seen tiles) + masking * (partial tiles) + skipping * (skipped tiles)
+    tile = outer_tile + visiting / (outer tiles)
+    work = rounds * tile
+    busy = launch + max(work, byte * (bytes of inputs and results))
+    time = busy * (1 + slowdown * power * busy / (busy + onset))
+
+A tile counts as partial if any row group masks it, because row groups take turns. There are ``batch * heads * (outer
+tiles) / (multiprocessors * side_by_side)`` rounds, rounded up; if a kernel takes its tiles from a counter, half a round
+is added instead. The last line is the clock, which falls while a kernel keeps the device at its power limit, the more
+the more power the kernel draws. A backward pass is several kernels and has a ``launch`` of its own.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from natten_jax.cost_model import small_windows
+from natten_jax.cost_model.calibration import Calibration, Kernel
+from natten_jax.cost_model.tiles import (
+    PartCounts,
+    Placement,
+    TileCounts,
+    TimedTiles,
+    additional_counts,
+    all_pairs,
+    axis_counts,
+    check_tiles,
+    count_tiles,
+    flops,
+    least_bytes,
+    part_counts,
+    shortened,
+    tile_pairs_of_sizes,
+)
+from natten_jax.performance import Pass, TilePair, outer_and_inner
+from natten_jax.plan.devices import Device
+from natten_jax.problem import Problem, Shape
+from natten_jax.windows import Axis
+
+#: Largest stride that is tried for aligned tiles, which no backend has.
+_MOST_STRIDES = 1 << 16
+
+#: Dilations of a dimension that are tried: the smallest ones, and some larger divisors of the dimension, including the
+#: largest one.
+_SMALLEST_DILATIONS, _DIVISORS = 24, 8
+
+#: Recommended strides and dilations are the smallest ones within this factor of the best time.
+_NEARLY_BEST = 1.02
+
+
+def predict(problem: Problem, tiles: TimedTiles, pass_: Pass, kernel: Kernel, calibration: Calibration) -> Any:
+    """Predicted seconds of a pass.
+
+    Example:
+        >>> from natten_jax import simulator
+        >>> problem = simulator.problem_of((256, 256), 80, heads=24, head_dim=128)
+        >>> pair = (16, 8), (16, 8)
+        >>> model = simulator.calibration_for("hopper")
+        >>> kernel = model.kernel(problem, pair, "forward")
+        >>> counts = simulator.count_tiles(problem, pair, kernel=kernel)
+        >>> bool(0 < simulator.predict(problem, counts.tiles, "forward", kernel, model) < 0.1)
+        True
+
+    Args:
+        problem: The problem.
+        tiles: Counts of one pair of tiles, or of many.
+        pass_: The pass.
+        kernel: The kernel that executes them.
+        calibration: The time model.
+
+    Returns:
+        Seconds, one for every pair of tiles.
+    """
+    outer, inner, seen, partial = (np.asarray(each, np.float64) for each in tiles)
+    # In the backward pass a key/value tile is worked on once for all query heads that share it.
+    heads, repeats = (problem.heads, 1) if pass_ == "forward" else (problem.heads_kv, problem.heads // problem.heads_kv)
+    visiting = kernel.inner_tile * seen + kernel.masking * partial + kernel.skipping * (inner - seen)
+    rounds = calibration.rounds(problem.batch * heads * outer, pass_, kernel)
+    tile = kernel.outer_tile + repeats * visiting / outer
+    moving = calibration.byte * least_bytes(problem, pass_)
+    return calibration.clocked(calibration.launch_of(pass_) + np.maximum(rounds * tile, moving), kernel)
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """Work and predicted time of a pass of a problem with a pair of tiles.
+
+    Attributes:
+        problem: The problem.
+        pass_: The pass.
+        pair: Query and key/value tile.
+        placement: Where inner tiles start.
+        counts: Tiles and pairs per batch element and head. If the kernels compute gradients of queries apart, the
+            counts are those of the gradients of keys and values.
+        executed_flops: Floating-point operations that are computed, also on masked pairs and padding, and repeated
+            ones.
+        tile_bytes: Bytes of all outer and inner tiles: what is loaded, mostly from the device's cache.
+        seconds: Predicted device time; ``None`` if nothing was calibrated.
+    """
+
+    problem: Problem
+    pass_: Pass
+    pair: TilePair
+    placement: Placement
+    counts: TileCounts
+    executed_flops: int
+    tile_bytes: int
+    seconds: float | None
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations that the mask leaves."""
+        return flops(self.problem, self.pass_)
+
+    @property
+    def flop_bound(self) -> float:
+        """Speedup over self attention if time were the operations that the mask leaves."""
+        return all_pairs(self.problem) / self.counts.visible_pairs
+
+    @property
+    def tile_bound(self) -> float:
+        """Speedup over self attention if time were the operations that the tiles execute."""
+        return self.flop_bound * self.flops / self.executed_flops
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes of inputs and results, each of which is moved from or to memory at least once."""
+        return least_bytes(self.problem, self.pass_)
+
+
+def simulate(
+    problem: Problem,
+    pair: TilePair,
+    pass_: Pass = "forward",
+    *,
+    calibration: Calibration | None = None,
+    placement: Placement = "anchored",
+) -> Simulation:
+    """Count a pass and, with a calibration, predict its time.
+
+    Example:
+        >>> from natten_jax import simulator
+        >>> problem = simulator.problem_of((256, 256), kernel_size=80, heads=24, head_dim=128)
+        >>> model = simulator.calibration_for("hopper", compute_capability=(9, 0))
+        >>> 0 < simulator.simulate(problem, ((16, 8), (16, 8)), calibration=model).seconds < 0.1
+        True
+
+    Args:
+        problem: The problem.
+        pair: Query and key/value tile shape.
+        pass_: The pass.
+        calibration: The time model, of :func:`calibration_for`; without one no time is predicted.
+        placement: Where inner tiles start; see :func:`count_tiles`.
+
+    Raises:
+        ValueError: A tile or the placement is not valid, or a dimension has more than ``2**20`` tiles.
+    """
+    kernel = None
+    if calibration is not None and small_windows.is_for(calibration, problem, pass_, pair):
+        # No other kernel takes such tiles.
+        estimate = small_windows.estimate(calibration.family, problem, pass_, pair, calibration.compute_capability)
+        if estimate is not None and placement == "anchored":
+            found = small_windows.executed(problem, pass_, pair, estimate.launches)
+            return Simulation(problem, pass_, pair, placement, *found, estimate.seconds)
+    elif calibration is not None:
+        kernel = calibration.kernel(problem, pair, pass_)
+    counts = count_tiles(problem, pair, pass_, placement=placement, kernel=kernel)
+    seconds = None
+    if calibration is not None and kernel is not None:
+        seconds = float(predict(problem, counts.tiles, pass_, kernel, calibration))
+    executed = flops(problem, pass_) * counts.executed_pairs // counts.visible_pairs
+    outer, inner = map(math.prod, outer_and_inner(pair, pass_))
+    loaded = problem.batch * problem.heads * (counts.outer * outer + counts.inner * inner)
+    loaded *= (problem.head_dim + problem.head_dim_v) * problem.element.bytes
+    return Simulation(problem, pass_, pair, placement, counts, executed, loaded, seconds)
+
+
+def rank_sizes(
+    problem: Problem, pass_: Pass, sizes: Iterable[tuple[int, int]], calibration: Calibration | None
+) -> tuple[tuple[TilePair, float], ...]:
+    """Every query and key/value tile of the given numbers of tokens, with predicted seconds, the fastest first.
+
+    Dimensions of any length are ranked: see :func:`natten_jax.cost_model.tiles.shortened`.
+
+    Args:
+        problem: The problem that the tiles are for.
+        pass_: The pass.
+        sizes: Tokens of query and key/value tiles.
+        calibration: The time model; without one there are no pairs.
+    """
+    pairs = itertools.chain.from_iterable(tile_pairs_of_sizes(*size, problem.rank) for size in sizes)
+    return tuple(rank(shortened(problem), dict.fromkeys(pairs), pass_, calibration))
+
+
+def rank(
+    problem: Problem, pairs: Iterable[TilePair], pass_: Pass, calibration: Calibration | None
+) -> list[tuple[TilePair, float]]:
+    """Pairs that anchored kernels take, with predicted seconds, fastest first; no pairs without a model.
+
+    Example:
+        >>> from natten_jax import simulator
+        >>> problem = simulator.problem_of((256, 256), 80, stride=16, heads=24, head_dim=128)
+        >>> model = simulator.calibration_for("hopper")
+        >>> pairs = [((16, 8), (16, 8)), ((128, 1), (128, 1))]
+        >>> [pair for pair, seconds in simulator.rank(problem, pairs, "forward", model)]
+        [((16, 8), (16, 8)), ((128, 1), (128, 1))]
+
+    Args:
+        problem: The problem.
+        pairs: Query and key/value tile shapes.
+        pass_: The pass.
+        calibration: The time model, of :func:`calibration_for`.
+
+    Raises:
+        ValueError: A dimension has more than ``2**20`` tiles.
+    """
+    if calibration is None:
+        return []
+    small = small_windows.tokens_for(calibration, problem, pass_)
+    # One kernel executes all tiles of one size.
+    of_sizes: dict[tuple[int, int], list[TilePair]] = collections.defaultdict(list)
+    for pair in pairs:
+        of_sizes[math.prod(pair[0]), math.prod(pair[1])].append(pair)
+    timed: list[tuple[TilePair, float]] = []
+    for size, found in of_sizes.items():
+        if size == small:
+            for pair in found:
+                seconds = small_windows.seconds(
+                    calibration.family, problem, pass_, pair, calibration.compute_capability
+                )
+                timed += [] if seconds is None else [(pair, seconds)]
+        elif (kernel := calibration.kernel(problem, found[0], pass_)) is not None:
+            timed += _timed(problem, found, pass_, kernel, calibration)
+    # Among equals, tiles that are long in the leading dimensions: on an H200 (16, 8) took 5% less time than (8, 16).
+    timed.sort(reverse=True)
+    timed.sort(key=operator.itemgetter(1))
+    return timed
+
+
+def _timed(
+    problem: Problem, pairs: Sequence[TilePair], pass_: Pass, kernel: Kernel, calibration: Calibration
+) -> list[tuple[TilePair, float]]:
+    """Pairs of tiles of one size, with predicted seconds.
+
+    All inner tiles of one outer tile are counted together: in three dimensions there are thousands of pairs.
+    """
+    by_outer: dict[Shape, list[TilePair]] = collections.defaultdict(list)
+    outer_side, inner_side = (0, 1) if pass_ == "forward" else (1, 0)
+    for pair in pairs:
+        by_outer[pair[outer_side]].append(pair)
+    tiles = []
+    for outer_tile, found in by_outer.items():
+        inner_tiles = tuple([pair[inner_side] for pair in found])
+        outer, parts = part_counts(problem.axes, outer_tile, inner_tiles, "anchored", pass_, kernel)
+        if problem.additional_kv:
+            outer, parts = _with_additional(problem, outer, parts, inner_tiles, pass_, kernel)
+        tiles.append((np.full(len(found), outer), parts.inner, parts.seen / kernel.row_groups, parts.partial))
+    counts = TimedTiles(*map(np.concatenate, zip(*tiles, strict=True)))
+    seconds = predict(problem, counts, pass_, kernel, calibration).tolist()
+    return list(zip(itertools.chain.from_iterable(by_outer.values()), seconds, strict=True))
+
+
+def _with_additional(
+    problem: Problem, outer: int, parts: PartCounts, inner_tiles: Sequence[Shape], pass_: Pass, kernel: Kernel
+) -> tuple[int, PartCounts]:
+    """Add the tiles of additional tokens to outer tiles, and to parts of inner tiles of several shapes."""
+    tokens = kernel.outer_tokens, kernel.inner_tokens
+    has_full = math.prod(inner_tiles[0]) == kernel.inner_tokens or pass_ == "forward"
+    extra = [additional_counts(problem, outer, inner_tile, tokens, pass_) for inner_tile in inner_tiles]
+    inner, full = np.array([(each.inner, each.full if has_full else 0) for each in extra], object).T
+    exact = PartCounts(*(each.astype(object) for each in parts))
+    return outer + extra[0].outer, exact.plus(kernel.row_groups, inner, full)
+
+
+class Recommendation(NamedTuple):
+    """A stride with which no tile needs a mask.
+
+    Attributes:
+        stride: The stride.
+        simulation: The problem with that stride, and the pair of tiles that it was found for.
+    """
+
+    stride: Shape
+    simulation: Simulation
+
+
+def least_block_sparse_stride(problem: Problem, pair: TilePair, *, placement: Placement = "anchored") -> Shape | None:
+    """The smallest stride, per dimension, with which the forward mask is fully block-sparse for a pair of tiles.
+
+    ``None`` if there is no such stride: a window that is not a multiple of the key/value tile, or a causal dimension,
+    has tiles that need a mask in every case.
+
+    Example:
+        >>> from natten_jax import simulator
+        >>> problem = simulator.problem_of((256, 256), kernel_size=80)
+        >>> simulator.least_block_sparse_stride(problem, ((16, 8), (16, 8)))
+        (16, 8)
+
+    Raises:
+        ValueError: As :func:`count_tiles`, or there are too many strides to try.
+    """
+    check_tiles(problem, pair, placement)
+    strides = []
+    for axis, q_tile, kv_tile in zip(problem.axes, *pair, strict=True):
+        largest = _largest_stride_to_try(axis, q_tile, kv_tile, placement)
+        if largest > _MOST_STRIDES:
+            raise ValueError(f"{largest} strides are too many to try for a window of {axis.kernel_size} tokens")
+        for stride in range(1, largest + 1):
+            counts = axis_counts(dataclasses.replace(axis, stride=stride), q_tile, kv_tile, placement, "forward")
+            if counts.inner == counts.full:
+                strides.append(stride)
+                break
+        else:
+            return None
+    return tuple(strides)
+
+
+def _largest_stride_to_try(axis: Axis, q_tile: int, kv_tile: int, placement: Placement) -> int:
+    """Upper bound of the smallest stride of a dimension without masks; 0 if no stride is without masks."""
+    if axis.is_causal:
+        return 1  # a query's last key is its own, whatever the stride
+    if axis.kernel_size % kv_tile:
+        return 0  # somewhere a tile crosses the end of a window
+    # With a multiple of the query tile, all tiles that start with the windows need no mask.
+    return axis.kernel_size if placement == "aligned" else min(axis.kernel_size, q_tile)
+
+
+def recommend_stride(
+    problem: Problem,
+    pairs: Sequence[TilePair],
+    *,
+    calibration: Calibration | None = None,
+    placement: Placement = "anchored",
+) -> Recommendation | None:
+    """The smallest stride that makes the mask fully block-sparse for one of the pairs, at nearly the best speed.
+
+    Among the pairs that have such a stride, those within 2% of the fewest executed operations (or of the shortest
+    predicted time) count; the one with the smallest stride is taken.
+
+    Example:
+        >>> from natten_jax import simulator
+        >>> problem = simulator.problem_of((256, 256), kernel_size=80)
+        >>> simulator.recommend_stride(problem, [((16, 8), (16, 8)), ((8, 16), (8, 16))]).stride
+        (16, 8)
+
+    Args:
+        problem: The problem; its own stride does not count.
+        pairs: Query and key/value tile shapes.
+        calibration: The time model, of :func:`calibration_for`; without one, executed operations are compared.
+        placement: Where inner tiles start; see :func:`count_tiles`.
+
+    Returns:
+        The recommendation, or ``None`` if no pair has such a stride.
+    """
+    found = []
+    for pair in pairs:
+        stride = least_block_sparse_stride(problem, pair, placement=placement)
+        if stride is None:
+            continue
+        strided = problem.with_axes(stride=stride)
+        simulation = simulate(strided, pair, calibration=calibration, placement=placement)
+        if simulation.counts.is_fully_block_sparse:
+            found.append(Recommendation(stride, simulation))
+
+    def cost(each: Recommendation) -> float:
+        seconds = each.simulation.seconds
+        return each.simulation.counts.executed_pairs if seconds is None else seconds
+
+    bound = _NEARLY_BEST * min(map(cost, found), default=0.0)
+    nearly_best = [each for each in found if cost(each) <= bound]
+    return min(nearly_best, key=lambda each: (math.prod(each.stride), cost(each)), default=None)
+
+
+class DilationRecommendation(NamedTuple):
+    """A dilation that is faster.
+
+    Attributes:
+        dilation: The dilation.
+        simulation: The problem with that dilation, and the pair of tiles that it was found for.
+    """
+
+    dilation: Shape
+    simulation: Simulation
+
+
+def recommend_dilation(
+    problem: Problem,
+    pairs: Sequence[TilePair],
+    *,
+    calibration: Calibration | None = None,
+    placement: Placement = "anchored",
+) -> DilationRecommendation | None:
+    """The smallest dilation at nearly the best speed of the forward pass.
+
+    A dilation divides a dimension into groups, each of which is a layout of its own. Windows have as many keys as
+    without it, in smaller groups: nothing is masked if a window fills its group. For each pair, and in each dimension,
+    the dilation with the fewest tiles is simulated. Of these, the ones within 2% of the fewest executed operations (or
+    of the shortest predicted time) count.
+
+    Example:
+        >>> from natten_jax import simulator
+        >>> problem = simulator.problem_of((30, 48, 80), kernel_size=(18, 24, 24))
+        >>> simulator.recommend_dilation(problem, [((2, 8, 8), (2, 8, 8))]).dilation
+        (1, 2, 2)
+
+    Args:
+        problem: The problem; its stride stays.
+        pairs: Query and key/value tile shapes.
+        calibration: The time model, of :func:`calibration_for`; without one, executed operations are compared.
+        placement: Where inner tiles start; see :func:`count_tiles`.
+
+    Returns:
+        The recommendation, or ``None`` if no dilation gains 2% over the problem's own.
+
+    Raises:
+        ValueError: As :func:`count_tiles`.
+    """
+
+    def cost(simulation: Simulation) -> float:
+        return simulation.executed_flops if simulation.seconds is None else simulation.seconds
+
+    own = [simulate(problem, pair, calibration=calibration, placement=placement) for pair in pairs]
+    found = []
+    for pair in pairs:
+        tiles = zip(problem.axes, *pair, strict=True)
+        dilation = tuple(_dilation_with_fewest_tiles(*each, placement) for each in tiles)
+        dilated = problem.with_axes(dilation=dilation)
+        with contextlib.suppress(ValueError):  # groups may have more tiles together than the layout
+            simulation = simulate(dilated, pair, calibration=calibration, placement=placement)
+            found.append(DilationRecommendation(dilation, simulation))
+    least = min((cost(each.simulation) for each in found), default=math.inf)
+    if not own or least * _NEARLY_BEST > min(map(cost, own)):
+        return None
+    nearly_best = [each for each in found if cost(each.simulation) <= least * _NEARLY_BEST]
+    return min(nearly_best, key=lambda each: (math.prod(each.dilation), cost(each.simulation)))
+
+
+def _dilation_with_fewest_tiles(axis: Axis, q_tile: int, kv_tile: int, placement: Placement) -> int:
+    """The smallest dilation at which query tiles visit the fewest key/value tiles of a dimension."""
+    visited = {}
+    for dilation in _dilations_to_try(axis):
+        with contextlib.suppress(ValueError):  # as above
+            counts = axis_counts(dataclasses.replace(axis, dilation=dilation), q_tile, kv_tile, placement, "forward")
+            visited[dilation] = counts.inner, counts.inner - counts.full, dilation
+    return min(visited, key=visited.__getitem__)
+
+
+def _dilations_to_try(axis: Axis) -> list[int]:
+    largest = axis.kv_extent // axis.kernel_size if axis.query_extent == axis.kv_extent else axis.dilation
+    smallest = range(1, min(largest, _SMALLEST_DILATIONS) + 1)
+    divisors = range(_SMALLEST_DILATIONS + 1, min(largest, 1 << 16) + 1)
+    dividing = [each for each in divisors if axis.kv_extent % each == 0]
+    return sorted({*smallest, *dividing[:_DIVISORS], *dividing[-1:], axis.dilation})
+
+
+_LANES = 128
+#: Instruction bundles of the softmax of 1024 logits. The kernels of the backward pass find weights twice.
+_SOFTMAX: Mapping[Pass, float] = {"forward": 2.5, "backward": 2 * 2.5}
+#: Products of queries' width, and of values' width, of the kernels of a pass: those of the backward pass each find
+#: weights and their gradients.
+_PRODUCTS: Mapping[Pass, tuple[int, int]] = {"forward": (1, 1), "backward": (4, 3)}
+#: Passes of the matrix units over numbers of 16 bits for a product of float32 at full precision.
+_OF_FLOAT32 = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuChip:
+    """A kind of TPU: published figures of a chip. Nothing was measured on TPUs.
+
+    Attributes:
+        name: Common name.
+        product: JAX's name.
+        flops: Operations on bfloat16 per second.
+        bandwidth: Bytes per second of its memory.
+        cycles: Clock cycles of all of its cores per second.
+    """
+
+    name: str
+    product: str
+    flops: float
+    bandwidth: float
+    cycles: float
+
+    @property
+    def device(self) -> Device:
+        """A device of this kind that need not be present."""
+        return Device("tpu", is_present=False, product=self.product)
+
+    def seconds(self, simulation: Simulation) -> float:
+        """Seconds of a simulated pass by a roofline model, for comparing problems and tiles.
+
+        The model takes the largest of three times: products of executed pairs at the rate of the matrix units, the
+        softmax's instructions at the clock, and tiles at the rate of the memory. Latencies, and instructions other than
+        those of pairs, are not included.
+        """
+        problem, pass_ = simulation.problem, simulation.pass_
+        heads = problem.batch * problem.heads
+        pairs = heads * simulation.counts.executed_pairs
+        widths = [-(-width // _LANES) * _LANES for width in (problem.head_dim, problem.head_dim_v)]
+        of_widths = sum(count * width for count, width in zip(_PRODUCTS[pass_], widths, strict=True))
+        products = 2.0 * pairs * of_widths * (_OF_FLOAT32 if problem.dtype == "float32" else 1) / self.flops
+        softmax = pairs / 1024 * _SOFTMAX[pass_] / self.cycles
+        padded = sum(widths) / (problem.head_dim + problem.head_dim_v)
+        return max(products, softmax, simulation.tile_bytes * padded / self.bandwidth)
+
+
+#: By name.
+TPU_CHIPS: Mapping[str, TpuChip] = {
+    chip.name: chip
+    for chip in (
+        TpuChip("v4", "TPU v4", 275e12, 1.23e12, 2 * 1.05e9),
+        TpuChip("v5e", "TPU v5 lite", 197e12, 0.82e12, 1.5e9),
+        TpuChip("v5p", "TPU v5", 459e12, 2.46e12, 2 * 1.75e9),
+        TpuChip("v6e", "TPU v6 lite", 918e12, 1.64e12, 1.75e9),
+    )
+}
+
+
+def chip_of(device: Device) -> TpuChip | None:
+    """Return the kind of TPU of a device; ``None`` for other devices."""
+    chips = (chip for chip in TPU_CHIPS.values() if device.platform == "tpu" and device.product == chip.product)
+    return next(chips, None)

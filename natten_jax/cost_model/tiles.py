@@ -1,0 +1,553 @@
+"""Exact counts of the work of a pass: visible query-key pairs, operations, bytes, and the tiles that a kernel visits.
+
+A thread block owns an *outer* tile of one side's tokens (queries in the forward pass, keys and values in the backward
+pass) and loops over *inner* tiles of the other side. The mask is separable, so each count is a product over the
+dimensions of a sum over the outer tiles of one dimension. With ``[begin, end)`` of the windows of an outer tile's first
+and last token, in one dimension:
+
+    hull = [begin(first), end(last))       visible to some token of the tile: inner tiles have to cover it
+    core = [begin(last), end(first))       visible to every token of the tile: needs no mask
+    anchored tiles of t tokens start with the hull:    ceil(|hull| / t) tiles
+    aligned tiles lie on a grid from token 0:          ceil(hull.end / t) - floor(hull.begin / t) tiles
+
+An inner tile inside ``core`` in every dimension is *full*, another one is *partial*. Dilation groups are counted one by
+one. If every inner tile is full, the mask is *fully block-sparse*: no kernel masks single tokens.
+
+A kernel may split the rows of an outer tile among *row groups* (the warpgroups of the Hopper forward kernel). Each row
+group skips an inner tile that none of its rows sees, and masks a tile that is not full for the smallest box of the
+outer tile that holds its rows. The *part* of an inner tile is the work of one row group on it. The inner tiles that
+some row group masks are not a product over the dimensions, but the tiles that one set of row groups sees and another
+set finds full are. With the indicators of row group g, no row group masks the tile where
+
+    product over g of (1 - seen_g + full_g) = 1
+
+whose expansion has one such product per choice of 1, seen or full for every row group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from natten_jax.cost_model.calibration import Kernel
+from natten_jax.element_types import ELEMENT_TYPES
+from natten_jax.performance import Pass, TilePair, outer_and_inner
+from natten_jax.problem import Problem, Shape
+from natten_jax.windows import Axis
+
+Placement = Literal["anchored", "aligned"]
+_PLACEMENTS = ("anchored", "aligned")
+
+#: Largest number of tiles of a dimension that are counted.
+MOST_TILES = 1 << 20
+#: Tokens of a dilation group for which tiles of longer ones are ranked.
+_RANKED_TOKENS = 1 << 17
+#: Tokens of a tile where a limit on tokens is needed, and no tile is given.
+_COMMON_TILE = 128
+#: Tiles or tokens of one NumPy array.
+_CHUNK = 1 << 14
+#: Products of three smaller integers, and sums of a few of these, are exact in float64.
+_SMALL_ENTRY = 1 << 17
+
+#: What a row group may require of an inner tile: nothing, that it sees the tile, or that the tile is full.
+_ANY, _SEEN, _FULL = range(3)
+
+#: First and last coordinate inside an outer tile, in one dimension.
+Rows = tuple[int, int]
+
+
+def check_countable(tokens: int, tile: int) -> None:
+    """Reject dimensions with too many tiles to count.
+
+    Raises:
+        ValueError: There are more than ``2**20`` tiles.
+    """
+    tiles = -(-tokens // tile)
+    if tiles > MOST_TILES:
+        raise ValueError(
+            f"a dimension of {tokens} tokens has {tiles} tiles of {tile} tokens, which are too many to simulate: "
+            f"at most 2**20"
+        )
+
+
+def has_longer_groups(problem: Problem, tokens: int) -> bool:
+    """Whether some dilation group of a dimension has more than the given number of tokens."""
+    return any(max(axis.query_extent, axis.kv_extent) > tokens * axis.dilation for axis in problem.axes)
+
+
+def shortened(problem: Problem) -> Problem:
+    """Return the problem with dimensions short enough to rank tiles for any call within a fraction of a second.
+
+    Dilation groups have at most ``2**17`` tokens: the order of tiles hardly depends on more.
+    """
+    if not has_longer_groups(problem, _RANKED_TOKENS):
+        return problem
+    axes = []
+    for axis in problem.axes:
+        most = _RANKED_TOKENS * axis.dilation
+        short = axis.within(min(axis.query_extent, most), min(axis.kv_extent, most))
+        axes.append(dataclasses.replace(short, kernel_size=int(short.kernel_size), stride=int(short.stride)))
+    return dataclasses.replace(problem, axes=tuple(axes))
+
+
+def visible_pairs(problem: Problem) -> int:
+    """Sum over the queries of the keys that each of them sees, for one batch element and one head.
+
+    Raises:
+        ValueError: A dimension is too long to count.
+    """
+    pairs = math.prod(map(_visible_pairs_of_axis, problem.axes))
+    return pairs + math.prod(problem.query_layout) * problem.additional_kv
+
+
+@functools.lru_cache(maxsize=1024)
+def _visible_pairs_of_axis(axis: Axis) -> int:
+    pairs = 0
+    for groups, queries, keys in axis.dilation_groups():
+        if not axis.is_causal and axis.edges != "cut":  # every window has all of its keys
+            pairs += groups * queries * axis.kernel_size
+            continue
+        check_countable(queries, _COMMON_TILE)
+        for index in _chunks(queries):
+            start, end = axis.bounds(index, (queries, keys))
+            pairs += groups * int((end - start).sum())
+    return pairs
+
+
+def _chunks(count: int) -> Iterator[Any]:
+    """The numbers below ``count`` in arrays of limited size."""
+    for first in range(0, count, _CHUNK):
+        yield np.arange(first, min(first + _CHUNK, count))
+
+
+def all_pairs(problem: Problem) -> int:
+    """Query-key pairs without any mask, for one batch element and one head."""
+    return math.prod(problem.query_layout) * (math.prod(problem.kv_layout) + problem.additional_kv)
+
+
+def flops(problem: Problem, pass_: Pass) -> int:
+    """Floating-point operations of the matrix products of one pass on visible pairs, over all batch elements and heads.
+
+    Args:
+        problem: The problem.
+        pass_: ``"forward"`` has two products, over ``head_dim`` and ``head_dim_v``; ``"backward"`` counts as two
+            and a half times as many, its five products at the same average width.
+    """
+    width = problem.head_dim + problem.head_dim_v
+    operations = problem.batch * problem.heads * width * visible_pairs(problem)
+    return 2 * operations if pass_ == "forward" else 5 * operations
+
+
+def least_bytes(problem: Problem, pass_: Pass) -> int:
+    """Bytes of the inputs and results of a pass."""
+    queries, keys = math.prod(problem.query_layout), math.prod(problem.kv_layout) + problem.additional_kv
+    elements = queries * problem.heads * problem.head_dim
+    elements += keys * problem.heads_kv * (problem.head_dim + problem.head_dim_v)
+    out = queries * problem.heads * problem.head_dim_v * ELEMENT_TYPES[problem.output_dtype].bytes
+    once = problem.batch * (elements * problem.element.bytes + out)
+    logsumexp = problem.batch * problem.heads * queries * ELEMENT_TYPES[problem.element.accumulator].bytes
+    # The backward pass reads the output beside its gradient, and writes a gradient for every other array.
+    return (once if pass_ == "forward" else 2 * once) + logsumexp
+
+
+class AxisCounts(NamedTuple):
+    """Counts of one dimension, over all dilation groups; the fields are those of :class:`TileCounts`."""
+
+    outer: int
+    inner: int
+    full: int
+    most_inner: int
+    hull_pairs: int
+
+
+def axis_counts(axis: Axis, outer_tile: int, inner_tile: int, placement: Placement, pass_: Pass) -> AxisCounts:
+    """Count the tiles of one dimension.
+
+    Raises:
+        ValueError: The dimension has too many tiles.
+    """
+    found = _judged_tiles(axis, outer_tile, (inner_tile,), placement, pass_, ((0, outer_tile - 1),))
+    inner, _, full = map(int, found.judged[0])
+    return AxisCounts(found.outer, inner, full, found.most_inner, found.hull_pairs)
+
+
+class _JudgedTiles(NamedTuple):
+    """Tiles of one dimension, over all dilation groups.
+
+    Attributes:
+        outer: Number of outer tiles.
+        judged: ``[len(inner_tiles), 3 ** len(rows)]``. Number of inner tiles, for every ``itertools.product`` of a
+            requirement per row group: int64 if products over dimensions are exact in float64, otherwise Python ints.
+        most_inner: Inner tiles of the outer tile that has the most of them.
+        hull_pairs: Pairs of an outer tile's tokens and of its hull's.
+    """
+
+    outer: int
+    judged: Any
+    most_inner: int
+    hull_pairs: int
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _judged_tiles(
+    axis: Axis,
+    outer_tile: int,
+    inner_tiles: tuple[int, ...],
+    placement: Placement,
+    pass_: Pass,
+    rows: tuple[Rows, ...],
+) -> _JudgedTiles:
+    """Count the tiles of one dimension by what row groups, whose ``rows`` are given, do with them.
+
+    Raises:
+        ValueError: The dimension has too many tiles.
+    """
+    judged: Any = np.zeros((3 ** len(rows), len(inner_tiles)), object)
+    outer = most = hull_pairs = 0
+    for groups, *lengths in axis.dilation_groups():
+        tokens, others = lengths if pass_ == "forward" else lengths[::-1]
+        tile = min(outer_tile, tokens)
+        extents = np.array([min(each, others + 1) for each in inner_tiles])[:, np.newaxis]
+        check_countable(tokens, tile)
+        check_countable(others, min(inner_tiles))
+        tiles = -(-tokens // tile)
+        outer += groups * tiles
+        offsets = np.array([0, tile - 1, *itertools.chain(*rows)])[:, np.newaxis]
+        for numbers in _chunks(tiles):
+            first = numbers * tile
+            last = np.minimum(first + tile, tokens) - 1
+            index = np.minimum(first + offsets, last)  # rows past the last token count as the last token
+            begin, end = axis.bounds(index, (lengths[0], lengths[1]), of_query=pass_ == "forward")
+            counts = _count_judged(begin, np.minimum(end, others), end, extents, placement)
+            judged += groups * counts.sum(axis=-1).astype(object)
+            most = max(most, int(counts[0].max()))
+            hull = np.maximum(end[1] - begin[0], 0)
+            hull_pairs += groups * int((hull * (last - first + 1)).sum())
+    judged = judged.T if judged.max() >= _SMALL_ENTRY else judged.T.astype(np.int64)
+    return _JudgedTiles(outer, judged, most, hull_pairs)
+
+
+def _count_judged(begin: Any, core_end: Any, end: Any, extents: Any, placement: Placement) -> Any:
+    """Inner tiles of each outer tile that all row groups find to be as required.
+
+    Args:
+        begin: ``[2 + 2 * row_groups, outer tiles]``. Windows' first tokens: those of the outer tile's first and last
+            row, and then those of the first and last row of every row group.
+        core_end: Windows' ends, at most the end of the dimension, also where it wraps.
+        end: Windows' ends.
+        extents: ``[inner_tiles, 1]``. Extents of inner tiles.
+        placement: Where inner tiles start.
+
+    Returns:
+        ``[3 ** row_groups, inner_tiles, outer tiles]``.
+    """
+    origin = begin[0] if placement == "anchored" else 0
+    begins, ends = np.full((1, 1, 1), np.iinfo(np.int64).min), np.full((1, 1, 1), np.iinfo(np.int64).max)
+    for low, high in zip(range(2, len(begin), 2), range(3, len(begin), 2), strict=True):
+        # Tiles that hold tokens of the hull, and of what the row group sees ...
+        seen_begin, seen_end = begin[[0, low], np.newaxis], end[[1, high], np.newaxis]
+        holding_begin = (seen_begin - origin) // extents
+        holding_end = np.where(seen_end > seen_begin, -((origin - seen_end) // extents), holding_begin)
+        # ... and tiles inside of what every row of the row group sees.
+        full_begin, full_end = -((origin - begin[high]) // extents), (core_end[low] - origin) // extents
+        group_begins = np.concatenate([holding_begin, full_begin[np.newaxis]])
+        group_ends = np.concatenate([holding_end, full_end[np.newaxis]])
+        begins = np.maximum(begins[:, np.newaxis], group_begins).reshape(-1, *group_begins.shape[1:])
+        ends = np.minimum(ends[:, np.newaxis], group_ends).reshape(-1, *group_ends.shape[1:])
+    return np.maximum(ends - begins, 0)
+
+
+class PartCounts(NamedTuple):
+    """Work of row groups on inner tiles: numbers, or arrays with an entry for every shape of inner tiles.
+
+    Attributes:
+        inner: Inner tiles, all together.
+        seen: Their parts that are not skipped.
+        full: Parts that are seen and need no mask.
+        partial: Inner tiles that some row group masks.
+    """
+
+    inner: Any
+    seen: Any
+    full: Any
+    partial: Any
+
+    def plus(self, row_groups: int, inner: Any, full: Any) -> PartCounts:
+        """Add inner tiles that every row group sees, and of which ``full`` need no mask."""
+        seen, full_parts = self.seen + row_groups * inner, self.full + row_groups * full
+        return PartCounts(self.inner + inner, seen, full_parts, self.partial + inner - full)
+
+
+def part_counts(
+    axes: Sequence[Axis],
+    outer_tile: Shape,
+    inner_tiles: tuple[Shape, ...],
+    placement: Placement,
+    pass_: Pass,
+    kernel: Kernel,
+) -> tuple[int, PartCounts]:
+    """Count outer tiles, and the work of a kernel's row groups on inner tiles of several shapes of one size.
+
+    An inner tile that does not fill the kernel's is masked where it ends.
+    """
+    row_groups = kernel.row_groups
+    boxes = _row_boxes(outer_tile, kernel.outer_tokens // row_groups, row_groups)
+    extents_of_axes = _distinct_extents(inner_tiles)
+    outer = 1
+    judged: Any = np.ones((1, 1), np.int64)
+    for axis, tile, (extents, numbers), rows in zip(axes, outer_tile, extents_of_axes, boxes, strict=True):
+        found = _judged_tiles(axis, tile, extents, placement, pass_, rows)
+        outer, judged = outer * found.outer, judged * found.judged[numbers]
+    seen, full, unmasked = _weights(row_groups, math.prod(inner_tiles[0]) == kernel.inner_tokens)
+    inner = judged[:, 0]
+    return outer, PartCounts(inner, judged @ seen, judged @ full, inner - judged @ unmasked)
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _distinct_extents(inner_tiles: tuple[Shape, ...]) -> list[tuple[tuple[int, ...], Any]]:
+    """Distinct extents of the tiles in each dimension, and the number of each tile's extent among these."""
+    found = [np.unique(extents, return_inverse=True) for extents in zip(*inner_tiles, strict=True)]
+    return [(tuple(values.tolist()), numbers) for values, numbers in found]
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _row_boxes(outer_tile: Shape, rows: int, row_groups: int) -> list[tuple[Rows, ...]]:
+    """For every dimension, the smallest boxes of the outer tile that hold the rows of each row group.
+
+    Rows past the end of the tile count as its last row.
+    """
+    tokens = math.prod(outer_tile)
+    boxes = []
+    for group in range(row_groups):
+        first, last = min(rows * group, tokens - 1), min(rows * (group + 1), tokens) - 1
+        box: list[Rows] = []
+        is_line = True  # first and last row agree in the dimensions before
+        for dim, extent in enumerate(outer_tile):
+            step = math.prod(outer_tile[dim + 1 :])  # rows to the next token of the dimension
+            box.append((first // step % extent, last // step % extent) if is_line else (0, extent - 1))
+            is_line = is_line and box[-1][0] == box[-1][1]
+        boxes.append(box)
+    return list(zip(*boxes, strict=True))
+
+
+@functools.cache
+def _weights(row_groups: int, fills: bool) -> tuple[Any, Any, Any]:
+    """Weights of ``judged`` in sums: seen parts, full parts, tiles that no row group masks."""
+    required = np.array(list(itertools.product((_ANY, _SEEN, _FULL), repeat=row_groups)))
+    is_single = np.count_nonzero(required != _ANY, axis=1) == 1
+    seen, full = (is_single & np.any(required == each, axis=1) for each in (_SEEN, _FULL))
+    unmasked = np.prod(np.choose(required, (1, -1, int(fills))), axis=1)
+    return seen.astype(np.int64), (full & fills).astype(np.int64), unmasked
+
+
+class TimedTiles(NamedTuple):
+    """Tiles of one batch element and one head, for the time model.
+
+    Each is a number, or an array with an entry for every pair of tiles.
+
+    Attributes:
+        outer: Outer tiles.
+        inner: Inner tiles, all together.
+        seen: Their parts that are computed, in tiles.
+        partial: Inner tiles that some row group masks.
+    """
+
+    outer: Any
+    inner: Any
+    seen: Any
+    partial: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class TileCounts:
+    """Tiles and query-key pairs of one batch element and one head.
+
+    Attributes:
+        outer: Outer tiles: query tiles in the forward, key/value tiles in the backward pass.
+        inner: Inner tiles that are visited, all together.
+        full: Those of them that need no mask.
+        most_inner: Inner tiles of the outer tile that has the most of them.
+        row_groups: Groups of an outer tile's rows that skip and mask inner tiles on their own.
+        seen_parts: Parts of inner tiles that are not skipped, of ``row_groups * inner``.
+        full_parts: Those of them that need no mask.
+        partial: Inner tiles that some row group masks.
+        visible_pairs: Query-key pairs that the mask leaves: the work.
+        hull_pairs: Pairs of tokens in the tiles: visible and masked pairs.
+        visited_pairs: Pairs in the tiles, padding included.
+        executed_pairs: Pairs that are computed: those of parts that are not skipped.
+    """
+
+    outer: int
+    inner: int
+    full: int
+    most_inner: int
+    row_groups: int
+    seen_parts: int
+    full_parts: int
+    partial: int
+    visible_pairs: int
+    hull_pairs: int
+    visited_pairs: int
+    executed_pairs: int
+
+    @property
+    def tiles(self) -> TimedTiles:
+        """The counts that the time model takes."""
+        return TimedTiles(self.outer, self.inner, self.seen_parts / self.row_groups, self.partial)
+
+    @property
+    def inner_per_outer(self) -> float:
+        """Inner tiles per outer tile, on average."""
+        return self.inner / self.outer
+
+    @property
+    def full_share(self) -> float:
+        """Share of the computed parts of inner tiles that need no mask."""
+        return self.full_parts / self.seen_parts if self.seen_parts else 1.0
+
+    @property
+    def is_fully_block_sparse(self) -> bool:
+        """Whether no tile needs a mask."""
+        return self.full == self.inner
+
+    @property
+    def computed_share(self) -> float:
+        """Share of the inner tiles that is computed and not skipped."""
+        return self.executed_pairs / self.visited_pairs
+
+    @property
+    def masked_share(self) -> float:
+        """Share of the visited pairs that the mask hides."""
+        return (self.hull_pairs - self.visible_pairs) / self.visited_pairs
+
+    @property
+    def padding_share(self) -> float:
+        """Share of the visited pairs that lies outside of the tokens or of the hull."""
+        return (self.visited_pairs - self.hull_pairs) / self.visited_pairs
+
+    @property
+    def wasted_share(self) -> float:
+        """Share of the executed pairs that is masked or padding."""
+        return 1 - self.visible_pairs / self.executed_pairs
+
+
+def count_tiles(
+    problem: Problem,
+    pair: TilePair,
+    pass_: Pass = "forward",
+    *,
+    placement: Placement = "anchored",
+    kernel: Kernel | None = None,
+) -> TileCounts:
+    """Count the tiles of a pass exactly, for one batch element and one head.
+
+    Example:
+        >>> from natten_jax import simulator
+        >>> problem = simulator.problem_of((256, 256), kernel_size=80, stride=16)
+        >>> counts = simulator.count_tiles(problem, ((16, 8), (16, 8)))
+        >>> counts.inner_per_outer, counts.is_fully_block_sparse
+        (50.0, True)
+
+    Args:
+        problem: The problem.
+        pair: Query and key/value tile shape, with one extent per token dimension.
+        pass_: The pass.
+        placement: ``"anchored"``: inner tiles start at the first token that the outer tile needs.
+            ``"aligned"``: they lie on a grid that starts at token 0 (of each dilation group).
+        kernel: The kernel that executes them; without one, tiles are executed as large as they are.
+
+    Raises:
+        ValueError: A tile does not have one positive extent per dimension, ``placement`` is unknown, or a dimension has
+            more than ``2**20`` tiles.
+    """
+    check_tiles(problem, pair, placement)
+    outer_tile, inner_tile = outer_and_inner(pair, pass_)
+    axes = problem.axes
+    counts = [axis_counts(*each, placement, pass_) for each in zip(axes, outer_tile, inner_tile, strict=True)]
+    outer, inner, full, most, hull = (math.prod(values) for values in zip(*counts, strict=True))
+    tokens = math.prod(outer_tile), math.prod(inner_tile)
+    row_groups, parts = 1, PartCounts(inner, inner, full, inner - full)
+    fills = kernel is None or tokens[1] == kernel.inner_tokens
+    if kernel is not None:
+        _, counted = part_counts(axes, outer_tile, (inner_tile,), placement, pass_, kernel)
+        row_groups, parts = kernel.row_groups, PartCounts(*(int(each[0]) for each in counted))
+        full = full if fills else 0
+        tokens = kernel.outer_tokens, kernel.inner_tokens
+    if problem.additional_kv:
+        additional = additional_counts(problem, outer, inner_tile, tokens, pass_)
+        additional_full = additional.full if fills or pass_ == "forward" else 0
+        outer += additional.outer
+        full += additional_full
+        parts = parts.plus(row_groups, additional.inner, additional_full)
+        most = most + additional.most_inner if pass_ == "forward" else max(most, additional.most_inner)
+        hull += additional.hull_pairs
+    pairs = tokens[0] * tokens[1]
+    return TileCounts(
+        outer=outer,
+        inner=parts.inner,
+        full=full,
+        most_inner=most,
+        row_groups=row_groups,
+        seen_parts=parts.seen,
+        full_parts=parts.full,
+        partial=parts.partial,
+        visible_pairs=visible_pairs(problem),
+        hull_pairs=hull,
+        visited_pairs=parts.inner * pairs,
+        executed_pairs=parts.seen * pairs // row_groups,
+    )
+
+
+def check_tiles(problem: Problem, pair: TilePair, placement: Placement) -> None:
+    """Reject invalid tiles and placements.
+
+    Raises:
+        ValueError: A tile does not have one positive extent per dimension, or ``placement`` is unknown.
+    """
+    if placement not in _PLACEMENTS:
+        raise ValueError(f"placement must be one of {', '.join(_PLACEMENTS)}, got {placement!r}")
+    for name, tile in zip(("query", "key/value"), pair, strict=True):
+        if len(tile) != problem.rank or min(tile) < 1:
+            raise ValueError(
+                f"the {name} tile must have {problem.rank} positive extent(s), one per token dimension, got {tile}"
+            )
+
+
+def additional_counts(
+    problem: Problem, outer: int, inner_tile: Shape, tokens: tuple[int, int], pass_: Pass
+) -> AxisCounts:
+    """Count tiles of additional tokens beside ``outer`` tiles, executed by outer and inner tiles of ``tokens``."""
+    queries = math.prod(problem.query_layout)
+    hull_pairs = queries * problem.additional_kv
+    if pass_ == "forward":
+        tiles, full = -(-problem.additional_kv // tokens[1]), problem.additional_kv // tokens[1]
+        return AxisCounts(0, outer * tiles, outer * full, tiles, hull_pairs)
+    # Every tile of them reads the query layout from its first token on, whatever the dilation.
+    tiles, full = -(-problem.additional_kv // tokens[0]), problem.additional_kv // tokens[0]
+    extents = list(zip(problem.query_layout, inner_tile, strict=True))
+    inner = math.prod(-(-extent // tile) for extent, tile in extents)
+    inner_full = math.prod(extent // tile for extent, tile in extents)
+    return AxisCounts(tiles, tiles * inner, full * inner_full, inner, hull_pairs)
+
+
+def tile_pairs_of_sizes(q_size: int, kv_size: int, rank: int) -> Iterator[TilePair]:
+    """Return every query and key/value tile of the given numbers of tokens."""
+    return itertools.product(_factorisations(q_size, rank), _factorisations(kv_size, rank))
+
+
+@functools.cache
+def _factorisations(size: int, rank: int) -> list[Shape]:
+    if rank == 1:
+        return [(size,)]
+    return [
+        (first, *rest)
+        for first in range(1, size + 1)
+        if size % first == 0
+        for rest in _factorisations(size // first, rank - 1)
+    ]

@@ -1,0 +1,190 @@
+"""Dimensions with very many tiles: counted in chunks, refused in one sentence, and never refused to a call."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import natten_jax
+from natten_jax import simulator
+from natten_jax.backends import select
+from natten_jax.cost_model import tiles
+from natten_jax.cost_model.tiles import Placement
+from natten_jax.performance import PASSES
+from natten_jax.plan.devices import Device
+from natten_jax.plan.request import Request
+from natten_jax.profiler.__main__ import main
+from natten_jax.windows import EDGES, Axis
+
+HUGE = 2**40
+#: As many tokens as are counted in tiles of 128.
+LONGEST = 2**27
+
+
+def random_axis(generator: np.random.Generator) -> tuple[Axis, int, int]:
+    """A dimension, and an outer and an inner tile."""
+
+    def number(low: int, high: int) -> int:
+        return int(generator.integers(low, high + 1))
+
+    keys = number(1, int(generator.choice([30, 200, 2000])))
+    dilation = int(generator.choice([1, 1, number(1, min(keys, 5))]))
+    kernel = number(1, keys // dilation)
+    stride = number(1, min(kernel, int(generator.choice([1, 3, 8, 40]))))
+    queries = keys
+    if number(0, 5) == 0:  # attention between sequences of different lengths
+        queries, kernel, dilation = number(1, 2000), keys, 1
+        stride = min(stride, kernel)
+    tiles = (number(1, int(generator.choice([2, 9, 40, 3000]))) for _ in range(2))
+    is_causal = bool(number(0, 1))
+    fitting = 3 if keys % dilation == 0 else 2
+    edges = EDGES[number(0, fitting - 1)] if queries == keys and not is_causal else "shift"
+    return Axis(queries, keys, kernel, stride, dilation, is_causal, edges), *tiles  # type: ignore[return-value]
+
+
+def figures(axis: Axis, outer: int, inner: int, rows: Any) -> list[Any]:
+    """All counts of one dimension."""
+    tiles._judged_tiles.cache_clear()
+    tiles._visible_pairs_of_axis.cache_clear()
+    found: list[Any] = [tiles._visible_pairs_of_axis(axis)]
+    placements: tuple[Placement, ...] = ("anchored", "aligned")
+    for pass_, placement in itertools.product(PASSES, placements):
+        found.append(tiles.axis_counts(axis, outer, inner, placement, pass_))
+        judged = tiles._judged_tiles(axis, outer, (inner, 2 * inner), placement, pass_, rows)
+        found.append((judged.judged.tolist(), *judged[2:]))
+    return found
+
+
+def test_counts_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(3)
+    for _ in range(150):
+        axis, outer, inner = random_axis(generator)
+        ends = [sorted(generator.integers(0, outer, 2).tolist()) for _ in range(2)]
+        rows = tuple((first, last) for first, last in ends)
+        monkeypatch.setattr(tiles, "_CHUNK", 1 << 20)
+        expected = figures(axis, outer, inner, rows)
+        monkeypatch.setattr(tiles, "_CHUNK", max(axis.kv_extent // 8, 3))
+        assert figures(axis, outer, inner, rows) == expected, (axis, outer, inner, rows)
+
+
+@pytest.mark.parametrize("window", [1, 2048, HUGE // 2 + 1, HUGE])
+def test_pairs_of_giant_extents(window: int) -> None:
+    def pairs(**parameters: Any) -> int:
+        return tiles.visible_pairs(simulator.problem_of((HUGE,), window, **parameters))
+
+    assert pairs() == pairs(edges="wrap") == HUGE * window
+    assert pairs(stride=min(window, 2048)) == HUGE * window
+
+
+@pytest.mark.parametrize("window", [1, 2048, LONGEST // 4 + 1])
+def test_pairs_of_long_extents(window: int) -> None:
+    extent = LONGEST // 4
+
+    def pairs(**parameters: Any) -> int:
+        return tiles.visible_pairs(simulator.problem_of((extent,), min(window, extent), **parameters))
+
+    window = min(window, extent)
+    assert pairs(is_causal=True) == extent * window - window * (window - 1) // 2
+    left = window // 2
+    right = window - 1 - left
+    assert pairs(edges="cut") == extent * window - left * (left + 1) // 2 - right * (right + 1) // 2
+
+
+def test_tiles_of_long_extents_in_three_dimensions() -> None:
+    # All windows are whole stride groups of whole tiles: nothing is masked, and all counts are products.
+    extent = 2**18
+    problem = simulator.problem_of((extent,) * 3, 512, 512)
+    counts = simulator.count_tiles(problem, ((4, 4, 8), (8, 4, 4)))
+    assert counts.outer == (extent // 4) ** 2 * (extent // 8)
+    assert counts.inner == counts.outer * 64 * 128 * 128
+    assert counts.is_fully_block_sparse
+    assert counts.executed_pairs == counts.visible_pairs == extent**3 * 512**3
+    kernel = simulator.Kernel(128, 128, 128, 1e-6, 1e-6, 0.0, row_groups=2)
+    parts = simulator.count_tiles(problem, ((4, 4, 8), (8, 4, 4)), kernel=kernel)
+    assert (parts.seen_parts, parts.full_parts, parts.partial) == (2 * counts.inner, 2 * counts.inner, 0)
+
+
+def test_tiles_of_long_extents_are_ranked_by_the_simulated_time() -> None:
+    problem = simulator.problem_of((2**18, 40), (3001, 7), additional_kv=HUGE, head_dim=128)
+    calibration = simulator.calibration_for("hopper")
+    pairs = [((16, 8), (16, 8)), ((16, 8), (12, 8)), ((16, 8), (8, 16)), ((64, 2), (1, 128))]
+    ranked = simulator.rank(problem, pairs, "forward", calibration)
+    expected = [simulator.simulate(problem, pair, calibration=calibration).seconds for pair, _ in ranked]
+    assert [seconds for _, seconds in ranked] == expected == sorted(expected)  # type: ignore[type-var]
+
+
+def test_strides_without_masks_of_long_windows() -> None:
+    def least(window: int, pair: Any, **parameters: Any) -> Any:
+        return simulator.least_block_sparse_stride(simulator.problem_of((2**20,), window, **parameters), pair)
+
+    assert least(2**19, ((128,), (64,))) == (128,)
+    assert least(2**19 + 1, ((128,), (64,))) is None
+    assert least(2**19, ((128,), (64,)), is_causal=True) is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "parameters", "pair"),
+    [
+        ((LONGEST + 1,), {}, ((128,), (128,))),
+        ((HUGE,), {"is_causal": True}, ((2**40,), (2**40,))),
+        ((2**21, 8), {}, ((1, 8), (128, 1))),
+        ((2**61,), {"dilation": 2**10}, ((128,), (128,))),
+    ],
+)
+def test_too_many_tiles_are_refused(layout: Any, parameters: Any, pair: Any) -> None:
+    problem = simulator.problem_of(layout, 8, **parameters)
+    with pytest.raises(ValueError, match=r"a dimension of \d+ tokens has \d+ tiles of \d+ tokens, .*: at most 2\*\*20"):
+        simulator.count_tiles(problem, pair)
+
+
+@pytest.mark.parametrize("kernels", ["hopper", "cutlass", "blackwell"])
+@pytest.mark.parametrize(
+    ("layout", "kernel_size", "parameters"),
+    [
+        ((HUGE,), 2**31, {"stride": 2**30 + 1}),
+        ((HUGE, 64), (HUGE, 33), {"is_causal": (True, False)}),
+        ((2**30, 2**30, 2**30), (5, 7, 2**29), {"dilation": (2**20, 1, 1), "edges": "cut"}),
+    ],
+)
+def test_tiles_of_calls_are_chosen_for_any_extents(
+    kernels: str, layout: Any, kernel_size: Any, parameters: Any
+) -> None:
+    problem = simulator.problem_of(layout, kernel_size, heads=4, head_dim=64, dtype="bfloat16", **parameters)
+    device = Device("cuda", (10, 0) if kernels == "blackwell" else (9, 0), is_present=False)
+    for parts in ((), (2, *(1,) * (problem.rank - 1))):
+        for pass_ in PASSES:
+            backend = f"{kernels}-fna" if kernels != "blackwell" else None
+            plan = select.resolve(Request(problem, backend=backend, parts=parts), device, pass_)
+            assert plan.problem == problem
+            assert all(plan.tiles)
+
+
+def test_calls_of_giant_extents_are_traced() -> None:
+    array = jax.ShapeDtypeStruct((1, 2**33, 2, 64), jnp.bfloat16)
+    out = jax.eval_shape(lambda x: natten_jax.na1d(x, x, x, kernel_size=2049, is_causal=True), array)
+    assert out.shape == array.shape
+
+
+@pytest.mark.parametrize("device", ["", "--compute-capability 9.0"])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        f"-i {HUGE} -w 2048 -s 256",
+        f"-i {HUGE} {HUGE} -w {HUGE // 2} 31 -c 0 1 --dilation 1 1000003",
+        f"-i {2**63 - 1}",
+        f"-i {HUGE} -w {HUGE // 2} -s {2**30 + 1}",
+    ],
+)
+@pytest.mark.parametrize("mode", ["--dry-run", "--simulate"])
+def test_giant_extents_on_the_command_line(
+    problem: str, mode: str, device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(f"{problem} {mode} {device} --backprop".split()) == 1
+    error = capsys.readouterr().err
+    assert "too many to simulate" in error
+    assert error.count("\n") == 1
