@@ -28,7 +28,7 @@ from several_devices import add_turns, difference, take_turns
 
 from natten_jax.arrays.operands import Inputs, Operands, Output
 from natten_jax.backends.select import resolve
-from natten_jax.execution import passes
+from natten_jax.execution import custom_vjp
 from natten_jax.halo import Halo, halos_of
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import default_device
@@ -48,14 +48,14 @@ def measure(curve: Curve, devices: int, pass_: Pass, options: argparse.Namespace
     if tiles[WHOLE] == tiles[PART]:
         return row
     operands, cotangent = draw(curve, [halo.evened() for halo in halos_of(problem, parts)])
-    saved = jax.jit(lambda operands: passes.forward_saving(whole, operands))(operands)
+    saved = jax.jit(lambda operands: custom_vjp.forward_saving(whole, operands))(operands)
     cotangents = Output(cotangent, jnp.zeros_like(saved.logsumexp))
 
     def compiled(request: Request) -> tuple[jax.stages.Compiled, Sequence[Any]]:
         if pass_ == "forward":
-            return jax.jit(lambda operands: passes.forward(request, operands)).lower(operands).compile(), [operands]
+            return jax.jit(lambda operands: custom_vjp.forward(request, operands)).lower(operands).compile(), [operands]
         arguments = operands, saved, cotangents
-        return jax.jit(lambda *each: passes.backward(request, *each)).lower(*arguments).compile(), arguments
+        return jax.jit(lambda *each: custom_vjp.backward(request, *each)).lower(*arguments).compile(), arguments
 
     programs = {name: compiled(request) for name, request in requests.items()}
     results = [program(*arguments) for program, arguments in programs.values()]

@@ -20,7 +20,7 @@ from pathlib import Path
 from natten_jax import backends
 from natten_jax.backends import tuned
 from natten_jax.backends.base import Backend
-from natten_jax.backends.heeded import CHOICES, heeded
+from natten_jax.backends.select import CHOICES, heeded
 from natten_jax.ops.config_queries import query_names
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device

@@ -13,15 +13,14 @@ import jax
 from flax.core import FrozenDict
 
 from natten_jax import backends
-from natten_jax.arguments.boxes import Counts, Origin
-from natten_jax.arguments.natten_names import known_arguments
-from natten_jax.arguments.scale import checked_scale
+from natten_jax.arguments.arrays import Counts, Origin, checked_scale
+from natten_jax.arguments.names import known_arguments
 from natten_jax.arguments.static import Ints, flag, hashable, shown
-from natten_jax.ops.arrays import check_array
-from natten_jax.ops.attention_kwargs import checked_attention_kwargs
+from natten_jax.ops.canonicalize import check_array
+from natten_jax.ops.float8 import float8_name
 from natten_jax.ops.neighborhood import na1d, na2d, na3d
 from natten_jax.ops.neighborhood_weights import neighborhood_apply, neighborhood_weights
-from natten_jax.ops.quantization import float8_name
+from natten_jax.ops.sub_calls import checked_attention_kwargs
 from natten_jax.performance import PERFORMANCE_NAMES, PerformanceArguments, performance_of
 from natten_jax.windows import WindowArguments, WindowOptions
 

@@ -9,9 +9,8 @@ from typing import Any, Unpack
 import jax
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 
-from natten_jax.arguments.natten_names import explained
-from natten_jax.arguments.stand_ins import array_of
-from natten_jax.arguments.static import Bools, Ints
+from natten_jax.arguments.names import explained
+from natten_jax.arguments.static import Bools, Ints, array_of
 from natten_jax.windows import WINDOW_OPTIONS, WindowArguments
 
 from . import arguments

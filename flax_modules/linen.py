@@ -13,10 +13,9 @@ from flax import linen
 from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from natten_jax.arguments.boxes import Counts, Origin
-from natten_jax.arguments.natten_names import explained
-from natten_jax.arguments.stand_ins import array_of
-from natten_jax.arguments.static import Bools, Ints, hashable
+from natten_jax.arguments.arrays import Counts, Origin
+from natten_jax.arguments.names import explained
+from natten_jax.arguments.static import Bools, Ints, array_of, hashable
 from natten_jax.windows import Edges, WindowArguments
 
 from . import arguments

@@ -13,10 +13,9 @@ from flax import nnx
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from natten_jax.arguments.boxes import Counts, Origin
-from natten_jax.arguments.natten_names import explained
-from natten_jax.arguments.stand_ins import array_of
-from natten_jax.arguments.static import Bools, Ints
+from natten_jax.arguments.arrays import Counts, Origin
+from natten_jax.arguments.names import explained
+from natten_jax.arguments.static import Bools, Ints, array_of
 from natten_jax.windows import WINDOW_OPTIONS, WindowArguments
 
 from . import arguments

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from natten_jax.ops.quantization import Quantized, quantize
+from natten_jax.ops.float8 import Quantized, quantize
 
 __all__ = ["Quantized", "quantize"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
-from natten_jax.arguments.natten_names import explained
+from natten_jax.arguments.names import explained
 from natten_jax.arguments.static import Bools, Ints, python_int, shown
 from natten_jax.problem import problem_of
 from natten_jax.windows import WINDOW_OPTIONS, Axis, WindowArguments, WindowOptions

@@ -1,7 +1,7 @@
 """The description of one attention problem: everything static about what is computed, and nothing about how.
 
 A problem is frozen, hashable and canonical; everything below the public functions works on it. It is made of numbers
-(:func:`problem_of`), whose rules are checked here and nowhere else. :mod:`natten_jax.ops.arrays` makes one of
+(:func:`problem_of`), whose rules are checked here and nowhere else. :mod:`natten_jax.ops.canonicalize` makes one of
 arrays.
 """
 
@@ -13,8 +13,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal, Unpack
 
-from natten_jax.arguments.natten_names import explained
-from natten_jax.arguments.scale import scale_or_default
+from natten_jax.arguments.arrays import scale_or_default
+from natten_jax.arguments.names import explained
 from natten_jax.arguments.static import Bools, Ints, int_tuple
 from natten_jax.element_types import ELEMENT_TYPES, SUPPORTED_DTYPES, ElementType
 from natten_jax.windows import WINDOW_OPTIONS, Edge, WindowArguments, WindowOptions, described

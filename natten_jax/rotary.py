@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from natten_jax.arguments.static import int_tuple, shown
-from natten_jax.ops.arrays import ArrayLike, as_jax_array
+from natten_jax.ops.canonicalize import ArrayLike, as_jax_array
 
 __all__ = ["apply_rotary", "rotary_angles"]
 

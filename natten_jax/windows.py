@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 import numpy as np
 
-from natten_jax.arguments.spelled_options import SpelledOptions
+from natten_jax.arguments.names import SpelledOptions
 from natten_jax.arguments.static import Bools, Ints, bool_tuple, choice_tuple, int_tuple
 
 Index = Any  # int, numpy.ndarray or jax.Array: the arithmetic below is the same for all three

@@ -1,4 +1,4 @@
-"""The arrays of a call, by what they are to its passes.
+"""The arrays of a call, by what they are to its passes, and abstract types of results.
 
 Beside its role, the type of an array says its shape, in jaxtyping's words: names of extents, of which ``*queries`` and
 ``*keys`` are those of as many token dimensions as the problem has. An extent is the same wherever a call has its name.
@@ -6,12 +6,88 @@ Beside its role, the type of an array says its shape, in jaxtyping's words: name
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+import enum
+import functools
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
 
-from natten_jax.arrays.roles import Role
+
+class Role(enum.Enum):
+    """What an array of a pass is.
+
+    - ``QUERY``: queries, outputs and their gradients.
+    - ``KEY_VALUE``: keys, values and their gradients.
+    - ``ADDITIONAL``: tokens that every query sees.
+    - ``PER_QUERY``: a number for each query and head, as the logsumexp.
+    - ``PER_KEY``, ``PER_KEY_OF_ALL_HEADS``: a number for each key, by query head or for all of them.
+    - ``PER_HEAD``: a number for each batch entry and head, as scales.
+    - ``PER_HEAD_OF_ALL``: numbers of a head that all batch entries share, with 1 in place of the batch.
+    - ``PER_ENTRY``: numbers of a batch entry.
+    - ``WHOLE``: what no mesh splits, as origins, which each device has of its own.
+
+    All but ``WHOLE`` begin with the batch, after the axes that ``jax.vmap`` maps.
+
+    Attributes:
+        heads_axis: The dimension that heads lie along, counted from the end; 0 where there are none.
+        tokens: Whose token dimensions follow the batch: ``"queries"``, ``"keys"`` or nobody's.
+        has_layout: Whether there are any.
+        is_key_value: Whether heads are those of keys and values.
+    """
+
+    QUERY = ("query", -2, "queries", False)
+    KEY_VALUE = ("key_value", -2, "keys", True)
+    ADDITIONAL = ("additional", -2, None, True)
+    PER_QUERY = ("per_query", -1, "queries", False)
+    PER_KEY = ("per_key", -2, "keys", False)
+    PER_KEY_OF_ALL_HEADS = ("per_key_of_all_heads", 0, "keys", False)
+    PER_HEAD = ("per_head", -1, None, False)
+    PER_HEAD_OF_ALL = ("per_head_of_all", -2, None, False)
+    PER_ENTRY = ("per_entry", 0, None, False)
+    WHOLE = ("whole", 0, None, False)
+
+    def __init__(self, _: str, heads_axis: int, tokens: str | None, is_key_value: bool) -> None:
+        self.heads_axis = heads_axis
+        self.tokens = tokens
+        self.has_layout = tokens is not None
+        self.is_key_value = is_key_value
+
+    @property
+    def is_of_heads(self) -> bool:
+        """Whether query heads have it, whatever their tokens are."""
+        return self in (Role.PER_HEAD, Role.PER_HEAD_OF_ALL)
+
+
+def roles_of(*arguments: Any) -> Sequence[Role]:
+    """One for each array in operands, results, gradients, boxes; in the order of ``jax.tree.leaves``."""
+    return _roles_of(jax.tree.structure(arguments))
+
+
+@functools.lru_cache(maxsize=1024)
+def _roles_of(structure: Any) -> Sequence[Role]:
+    found: list[Role] = []
+    for argument in jax.tree.unflatten(structure, range(structure.num_leaves)):
+        if isinstance(argument, tuple):
+            arrays = [array for each in argument for array in (each if isinstance(each, tuple) else (each,))]
+            pairs = zip(arrays, roles_of_fields(type(argument)), strict=True)
+            found += [role for array, role in pairs if array is not None]
+        else:
+            found += [Role.WHOLE] * len(jax.tree.leaves(argument))  # of a box
+    return found
+
+
+@functools.cache
+def roles_of_fields(kind: type) -> tuple[Role, ...]:
+    """Roles of a tuple's fields, which stand with their types; in place of a tuple in it those of its fields."""
+    found: list[Role] = []
+    for hint in get_type_hints(kind, include_extras=True).values():
+        roles = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Role)]
+        found += roles or roles_of_fields(hint)
+    return tuple(found)
 
 
 class Inputs(NamedTuple):
@@ -134,3 +210,43 @@ class Differentiable(NamedTuple):
     out: Annotated[jax.Array, Role.QUERY, "batch *queries heads head_dim_v"]
     logsumexp: Annotated[jax.Array, Role.PER_QUERY, "batch *queries heads"]
     residuals: Annotated[jax.Array | None, Role.QUERY, "batch *queries heads width"] = None
+
+
+_Tree = TypeVar("_Tree")
+
+
+def vary_alike(arrays: _Tree) -> _Tree:
+    """Inside ``jax.shard_map``, make all arrays vary over the mesh axes that any of them varies over.
+
+    Where this is done outside a derivative rule, JAX knows its transpose: gradients are summed over those axes.
+    """
+    return varying_like(arrays, arrays)
+
+
+def varying_like(carry: _Tree, arrays: Any) -> _Tree:
+    """``carry``, varying over the manual mesh axes of ``arrays`` too, as ``jax.shard_map`` asks of a scan's carry."""
+    result: _Tree = jax.tree.map(functools.partial(_over, _varying(arrays)), carry)
+    return result
+
+
+def _varying(arrays: Any) -> frozenset[str]:
+    """The manual mesh axes that any of the arrays varies over."""
+    axes = (jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(arrays))
+    return frozenset().union(*axes)
+
+
+def _over(axes: frozenset[str], array: jax.Array) -> jax.Array:
+    """``array``, varying over these manual mesh axes, too."""
+    missing = axes - jax.typeof(array).manual_axis_type.varying
+    return jax.lax.pcast(array, tuple(missing), to="varying") if missing else array
+
+
+def type_like(array: Any, shape: Sequence[int], dtype: Any) -> Any:
+    """Abstract type of a result that lives where ``array``, or an array of this abstract type, does.
+
+    It varies over the same mesh axes inside ``jax.shard_map`` and lies on the same mesh. Like operands, results are not
+    sharded over explicit axes; the sharding that says so is as long as their shape.
+    """
+    like = array if isinstance(array, jax.core.ShapedArray) else jax.typeof(array)
+    sharding = like.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
+    return like.update(shape=tuple(shape), dtype=np.dtype(dtype), sharding=sharding)

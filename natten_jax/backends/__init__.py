@@ -1,12 +1,11 @@
 """The registry of backends, and one folder or file for each family of them.
 
-- ``base``: what a backend states, and the functions that run a plan; ``native_backend`` for those with kernels.
+- ``base``: what a backend states, and the functions that run a plan; ``ffi`` for those with native kernels.
 - ``hopper``, ``cutlass``, ``cpu``, ``flex``: a family each; ``pallas``: the families ``tpu`` and ``blackwell``.
-- ``select``: which backend runs a pass, with which tiles: the only place where that is decided.
+- ``select``: which backend runs a pass, with which tiles: the only place where that is decided. Also which performance
+  arguments a backend ignores.
 - ``tuned``: what was measured of a call, here or by the makers of the package, whose files are in ``tuned_tables``.
-- ``defaults``: which backends run without being named.
-- ``names``, ``heeded``: what backends are called, and which performance arguments make a difference to them.
-- ``missing_kernels``: the warning where kernels would run if they were built.
+- ``names``: what is said of names that no backend has.
 
 Whoever asks for a family by its facts finds it here, and needs no word of its own for it. Imports
 :mod:`natten_jax.native`, :mod:`natten_jax.cost_model` and what lies below.
@@ -16,9 +15,9 @@ from __future__ import annotations
 
 from natten_jax.backends.base import Backend
 from natten_jax.backends.cpu import CpuBackend
-from natten_jax.backends.cutlass.backend import CutlassBackend
+from natten_jax.backends.cutlass import CutlassBackend
 from natten_jax.backends.flex.backend import FlexBackend
-from natten_jax.backends.hopper.backend import HopperBackend
+from natten_jax.backends.hopper import HopperBackend
 from natten_jax.backends.names import unknown
 from natten_jax.backends.pallas.blackwell import BlackwellBackend
 from natten_jax.backends.pallas.tpu import TpuBackend

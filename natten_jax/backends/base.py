@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from natten_jax.arrays.key_bias_columns import with_columns
+from natten_jax.arrays.biases import with_columns
+from natten_jax.arrays.boxes import QueryBox
 from natten_jax.arrays.operands import Cotangents, Differentiable, Gradients, Inputs, Operands, Output, Saved
-from natten_jax.arrays.query_box import QueryBox
 from natten_jax.native import module as native
 from natten_jax.performance import PASSES, KernelSchedule, Pass, TilePair
 from natten_jax.plan.devices import ComputeCapability, Device
@@ -66,7 +66,7 @@ class Backend(abc.ABC):
     family: ClassVar[str]
     #: What the names of its configuration queries call it, ``get_configs_for_<query_family>_fna``; "" is the family.
     query_family: ClassVar[str] = ""
-    #: Whether only calls that name it run it, unless it is wanted by default (:mod:`natten_jax.backends.defaults`).
+    #: Whether only calls that name it run it, unless it is wanted by default (:mod:`natten_jax.backends.select`).
     is_by_name_only: ClassVar[bool] = False
     #: The devices that it is for; ``None`` is any.
     platform: ClassVar[Platform | None] = None
@@ -90,7 +90,7 @@ class Backend(abc.ABC):
     #: The performance arguments that make a difference to it, or whose promise it keeps; without tiles, which make one
     #: to every backend, and ``kernel_schedule``, which ``schedules`` tells.
     heeds: ClassVar[Collection[str]] = ()
-    #: Whether one of its operations has the plan of the pass (:func:`natten_jax.plan.marks.carrying_plan`), as every
+    #: Whether one of its operations has the plan of the pass (:func:`natten_jax.plan.plan.carrying_plan`), as every
     #: custom call does; if not, all of them have.
     carries_plan: ClassVar[bool] = True
     #: What it can make of windows that reach over the ends of a dimension. So is every window option that it has: an
@@ -109,7 +109,7 @@ class Backend(abc.ABC):
     key_bias_by_columns: ClassVar[bool] = False
     #: Whether its kernels that add biases of keys take those that all heads share as they are.
     takes_shared_key_bias: ClassVar[bool] = False
-    #: Kernels apply the rule of :mod:`natten_jax.arrays.added_logits` to float32 biases and sinks themselves. For other
+    #: Kernels apply the rule of :mod:`natten_jax.arrays.biases` to float32 biases and sinks themselves. For other
     #: backends ``KernelOperands.of`` and ``PlainForward.with_hidden_keys`` apply it before the call.
     hides_keys: ClassVar[bool] = False
     #: Kernels add sinks in the softmax and return their gradients.
@@ -223,7 +223,7 @@ class Backend(abc.ABC):
         """The problem as kernels get it: heads of other widths than theirs are filled up with zeros, which is exact.
 
         Zeros of queries and keys add nothing to logits, whose scale stays what it is, and those of values are columns
-        of the output that are cut off. Biases of keys may be columns, too (:mod:`natten_jax.arrays.key_bias_columns`).
+        of the output that are cut off. Biases of keys may be columns, too (:mod:`natten_jax.arrays.biases`).
         Elements that kernels do not take are converted to wider ones: to float32, where factors of keys and values are
         multiplied with them, too.
 

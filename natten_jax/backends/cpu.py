@@ -11,10 +11,10 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from natten_jax.arrays.biases import gradient_of_shared_table, table_of_each_entry
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
-from natten_jax.arrays.shared_table import gradient_of_shared_table, table_of_each_entry
 from natten_jax.backends.base import Platform
-from natten_jax.backends.native_backend import (
+from natten_jax.backends.ffi import (
     NativeBackend,
     attributes,
     call_for_results,

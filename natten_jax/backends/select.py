@@ -5,19 +5,105 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
-from natten_jax import backends
-from natten_jax.backends import defaults, missing_kernels
+from natten_jax import backends, source_tree
 from natten_jax.backends.base import Backend
 from natten_jax.backends.tuned import with_tuned_choices
 from natten_jax.cost_model.halos import retile_for_part
-from natten_jax.performance import PASSES, Pass, TilePair
+from natten_jax.native import module
+from natten_jax.native import module as native
+from natten_jax.performance import PASSES, Pass, Performance, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId, Plan, tile_arguments
 from natten_jax.plan.request import Request
 from natten_jax.problem import Problem
+
+#: The environment variable: families, as in ``"tpu"``, with commas between them.
+VARIABLE = "NATTEN_JAX_BY_DEFAULT"
+
+
+def asked_for(registered: Iterable[Backend]) -> frozenset[str]:
+    """The families by name that the environment wants by default.
+
+    Args:
+        registered: Every backend.
+
+    Raises:
+        ValueError: The variable names something else.
+    """
+    families = {family.strip() for family in os.environ.get(VARIABLE, "").split(",")} - {""}
+    known = [backend.family for backend in registered if backend.is_by_name_only]
+    if unknown := sorted(families.difference(known)):
+        raise ValueError(
+            f"the environment variable {VARIABLE} must name families that otherwise run only by name "
+            f"({', '.join(known) or 'there are none'}), not {', '.join(map(repr, unknown))}"
+        )
+    return frozenset(families)
+
+
+#: Values of ``sys.platform`` where kernels can be compiled.
+_BUILDABLE = ("linux", "darwin")
+
+_was_warned = False
+
+
+class MissingKernelsWarning(UserWarning):
+    """The slow portable backend runs because this build of natten_jax lacks kernels for the device at hand."""
+
+
+def missing_kernels_of(backends: Iterable[Backend], problem: Problem, device: Device, pass_: Pass) -> str | None:
+    """Why this build has no kernels for a pass, and how to mend it; ``None`` where another build would not either.
+
+    Args:
+        backends: Every backend.
+        problem: The problem.
+        device: Where it runs.
+        pass_: The pass.
+    """
+    if not device.is_present or sys.platform not in _BUILDABLE:
+        return None
+    reasons = {backend.family: backend.rejection(problem, device, pass_) for backend in backends}
+    for backend in backends:
+        reason = reasons[backend.family]
+        if backend.is_slow_fallback or backend.runs_only_by_name(problem):
+            continue
+        if reason is None:
+            return None
+        # For a device that is not present, only what every build lacks is a reason.
+        elsewhere = dataclasses.replace(device, is_present=False)
+        if reason == native.load_error or backend.rejection(problem, elsewhere, pass_) is None:
+            return f"{reason}. {_remedy(device)}"
+    return None
+
+
+def warn_once(reason: str) -> None:
+    """Warn that the portable backend runs for this reason; only the first time in a process."""
+    global _was_warned
+    if _was_warned:
+        return
+    _was_warned = True
+    warnings.warn(
+        f"attention runs on the slow portable backend (flex): {reason}; python -m natten_jax.doctor shows what was "
+        "built. Name the backend (flex-fna or flex-fmha) to do without this warning.",
+        MissingKernelsWarning,
+        stacklevel=2,
+    )
+
+
+def _remedy(device: Device) -> str:
+    variables, capability = "", device.compute_capability
+    if device.platform == "cuda" and capability is not None:
+        architectures = "80;90a" if capability == (9, 0) else f"{capability[0]}{capability[1]}"
+        variables = f"NATTEN_JAX_CUDA={module.choice()} NATTEN_JAX_CUDA_ARCHS='{architectures}'"
+    sentence = source_tree.remedy(variables)
+    return sentence[0].upper() + sentence[1:]
+
 
 #: What part of the preferred backend's predicted time another's has to be, for it to run: predictions are not exact.
 _CLEARLY_FASTER = 0.9
@@ -50,7 +136,7 @@ def resolve(request: Request, device: Device, pass_: Pass) -> Plan:
     if plan is None:
         raise ValueError(refusal)
     if lack is not None:
-        missing_kernels.warn_once(lack)
+        warn_once(lack)
     return plan
 
 
@@ -76,7 +162,7 @@ def _decide(request: Request, device: Device, pass_: Pass, registered: Sequence[
     for backend in candidates:
         if pair is None or backend.offers(backend.widened(problem, device, pass_, pair), device, pass_, pair):
             is_default = requested is None and backend.is_slow_fallback
-            lack = missing_kernels.lack(registered, problem, device, pass_) if is_default else None
+            lack = missing_kernels_of(registered, problem, device, pass_) if is_default else None
             return _Decision(plan_with(backend, request, device, pass_), lack=lack)
     assert pair is not None
     raise ValueError(_unknown_tiles(problem, pair, device, pass_, candidates[0]))
@@ -144,7 +230,7 @@ def _candidates(problem: Problem, device: Device, pass_: Pass, requested: str | 
         if reason is not None:
             raise ValueError(_refusal(requested, reason, problem, device, pass_))
         return [backend]
-    wanted = defaults.asked_for(backends.registered())
+    wanted = asked_for(backends.registered())
     candidates = [
         backend
         for backend in runnable(problem, device, pass_)
@@ -180,3 +266,75 @@ def _unknown_tiles(problem: Problem, pair: TilePair, device: Device, pass_: Pass
         f"{BackendId(backend.family, problem.operator)} does not offer {asked} for {problem.describe()}; "
         f"among those it offers are {offered} (natten_jax.{query_function} lists them)"
     )
+
+
+# Performance arguments that a backend ignores are reported. A backend declares those that affect it in `heeds` and
+# `schedules`, and in `unused_in` if it depends on the plan; tiles affect every backend.
+
+
+class Choice(NamedTuple):
+    """What a performance argument chooses.
+
+    Attributes:
+        pass_: The pass that it affects.
+        lacking: Feature without which the argument has no effect.
+    """
+
+    pass_: Pass
+    lacking: str
+
+
+#: By the names of the arguments.
+CHOICES: Mapping[str, Choice] = MappingProxyType(
+    {
+        "run_persistent_kernel": Choice("forward", "no persistent tile scheduling to turn off"),
+        "kernel_schedule": Choice("forward", "no kernel schedules"),
+        "backward_kv_splits": Choice("backward", "no number of key/value splits to choose"),
+        "backward_use_xla_reduction": Choice("backward", "no kernel for the row sums that XLA could take over"),
+        "backward_deterministic": Choice("backward", "no gradients that are equal from run to run"),
+        "memory_usage_preference": Choice("backward", "no scratch memory to trade for speed"),
+    }
+)
+
+
+def heeded(backend: Backend) -> frozenset[str]:
+    """The names of the performance arguments that change how a backend runs, or whose promise it keeps."""
+    return frozenset(backend.heeds) | ({"kernel_schedule"} if backend.schedules else set())
+
+
+def ignored(plan: Plan, asked: Performance) -> dict[str, str]:
+    """The performance arguments that have no effect on a plan.
+
+    Args:
+        plan: How a pass runs.
+        asked: The performance arguments of the call; those that have their defaults ask for nothing.
+
+    Returns:
+        By argument, why that is: a clause that begins with the backend's name. Only arguments about the plan's pass.
+    """
+    return dict(_ignored(plan, asked))
+
+
+def _ignored(plan: Plan, asked: Performance) -> Iterator[tuple[str, str]]:
+    backend = backends.of(plan.backend)
+    known, unused = heeded(backend), backend.unused_in(plan)
+    for name, choice in CHOICES.items():
+        if choice.pass_ != plan.pass_ or getattr(asked, name) == getattr(_DEFAULTS, name):
+            continue
+        if name not in known:
+            yield name, f"{plan.backend} has {choice.lacking}{_others(name, plan.backend)}"
+        elif name in unused:
+            yield name, f"{plan.backend} {unused[name]}"
+
+
+def _others(name: str, here: BackendId) -> str:
+    """The backends that an argument affects, in brackets."""
+    *others, last = [
+        str(BackendId(backend.family, here.operator)) for backend in backends.registered() if name in heeded(backend)
+    ] or [""]
+    if not last:
+        return ""
+    return f" ({', '.join(others)} and {last} have)" if others else f" ({last} has)"
+
+
+_DEFAULTS = Performance()

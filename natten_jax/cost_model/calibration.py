@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from natten_jax.native.abi import continues
+from natten_jax.native.module import continues
 from natten_jax.performance import Pass, TilePair, outer_and_inner
 from natten_jax.plan.devices import ComputeCapability
 from natten_jax.problem import Problem

@@ -31,7 +31,7 @@ from natten_jax.cost_model.tiles import (
     visible_pairs,
 )
 from natten_jax.native import module as native
-from natten_jax.native.abi import KERNEL_RANK, axis_rows, with_kernel_tiles
+from natten_jax.native.module import KERNEL_RANK, axis_rows, with_kernel_tiles
 from natten_jax.performance import Pass, TilePair, outer_and_inner
 from natten_jax.plan.devices import ComputeCapability
 from natten_jax.problem import Problem

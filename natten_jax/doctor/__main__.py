@@ -17,12 +17,12 @@ from importlib import metadata
 import jax
 
 from natten_jax import backends, source_tree
-from natten_jax.backends import missing_kernels
+from natten_jax.backends import select
 from natten_jax.backends.base import Backend
 from natten_jax.backends.select import plan_with, resolve
 from natten_jax.doctor import backend_check, mesh_check, scratch_memory, tuned_tables
 from natten_jax.element_types import SUPPORTED_DTYPES, WIDE_DTYPES
-from natten_jax.native import cuda_version
+from natten_jax.native import module
 from natten_jax.native import module as native
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device, NoDeviceError, default_jax_device, local_devices
@@ -117,7 +117,7 @@ def _missing_kernels_lines() -> Iterator[str]:
     """Devices for which this build lacks kernels that another one would have."""
     title = ["", "Missing kernels"]
     for device in local_devices():
-        lack = missing_kernels.lack(backends.registered(), _problem("fna", "bfloat16"), device, "forward")
+        lack = select.missing_kernels_of(backends.registered(), _problem("fna", "bfloat16"), device, "forward")
         if lack is not None:
             yield from (*title, f"  {device}: {lack}")
             title = []
@@ -167,7 +167,7 @@ def _native_lines() -> Iterator[str]:
     yield from (f"  {name}: {value}" for name, value in info.items())
     if staleness := source_tree.staleness(info.get("sources")):
         yield f"  Another csrc: {staleness}"
-    if mismatch := cuda_version.mismatch():
+    if mismatch := module.mismatch():
         yield f"  Another CUDA: {mismatch}"
 
 

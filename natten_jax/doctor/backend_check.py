@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from natten_jax import backends
-from natten_jax.backends import defaults
+from natten_jax.backends import select
 from natten_jax.backends.base import Backend
 from natten_jax.backends.names import unknown
 from natten_jax.backends.select import resolve
@@ -154,7 +154,7 @@ class _Session:
         family = self.backend.family
         is_default = resolve(Request(next(self._problems())), self.device, "forward").backend == self.id_
         if self.backend.is_by_name_only and not is_default:
-            setting = f"{defaults.VARIABLE}={family}"
+            setting = f"{select.VARIABLE}={family}"
             yield f'backend="{self.id_}" runs it, and {setting} in the environment makes it the default.'
         elif is_default:
             yield f"{self.id_} runs here by default."

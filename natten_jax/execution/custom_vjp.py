@@ -6,9 +6,10 @@ and GPU, and nothing is traced for platforms that a program is not lowered for.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -16,18 +17,310 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from natten_jax import backends
-from natten_jax.arrays.avals import vary_alike
-from natten_jax.arrays.operands import Cotangents, Operands, Output, Saved
+from natten_jax.arrays.biases import of_each_head
+from natten_jax.arrays.boxes import QueryBox
+from natten_jax.arrays.operands import (
+    Cotangents,
+    Gradients,
+    Operands,
+    Output,
+    Role,
+    Saved,
+    roles_of,
+    type_like,
+    vary_alike,
+)
 from natten_jax.backends.select import resolve
-from natten_jax.execution import passes
-from natten_jax.execution.checkpoint_names import named
-from natten_jax.execution.refused_derivatives import forward_only, in_reverse_only
-from natten_jax.plan.devices import lowering_targets
-from natten_jax.plan.plan import Plan
+from natten_jax.execution import primitive, strips
+from natten_jax.execution.differentiable_forward import PlainForward
+from natten_jax.execution.kernel_operands import KernelOperands
+from natten_jax.execution.primitive import (
+    Computation,
+    Derivative,
+    Result,
+    Run,
+    forward_only,
+    in_reverse_only,
+    named,
+    refuse,
+)
+from natten_jax.execution.strips import continued, with_start_of
+from natten_jax.performance import Pass
+from natten_jax.plan.devices import Device, lowering_targets
+from natten_jax.plan.plan import BackendId, Plan
 from natten_jax.plan.request import Request
 from natten_jax.sharding import explicit
-from natten_jax.sharding.halos import device_line, halo_passes, manual_exchange
-from natten_jax.sharding.halos.exchange import Exchange
+from natten_jax.sharding.halos import exchange, overlap
+from natten_jax.sharding.halos.exchange import Exchange, lines_of
+
+
+@dataclasses.dataclass(frozen=True)
+class _PassSpec:
+    """What the computation of a pass is.
+
+    Attributes:
+        pass_: The pass that it belongs to.
+        types: Abstract types of its results, from the request and the abstract types of its arguments.
+        compute: Computes them, from the plan, the request, the device and the arguments.
+    """
+
+    pass_: Pass
+    types: Callable[..., Any]
+    compute: Callable[..., Any]
+
+    def __repr__(self) -> str:
+        return self.compute.__name__  # the same in every process
+
+
+@dataclasses.dataclass(frozen=True)
+class _PassComputation(Computation):
+    """A pass, on whatever backend a platform has for it.
+
+    Attributes:
+        kind: What is computed.
+        structure: The structure of the arguments that :class:`_PassSpec` speaks of.
+    """
+
+    kind: _PassSpec
+    structure: Any
+
+    @property
+    def roles(self) -> Sequence[Role]:
+        """Role of each argument, in call order."""
+        return roles_of(*self._arguments(range(self.structure.num_leaves)))
+
+    def plan(self, request: Request, device: Device) -> Plan:
+        """How it runs on a device."""
+        return resolve(request, device, self.kind.pass_)
+
+    def results(self, request: Request, arguments: Sequence[Any], batch_dims: Sequence[int]) -> list[Result]:
+        """What it returns."""
+        types = self.kind.types(request, *self._arguments(arguments))
+        return [Result(*each) for each in zip(roles_of(types), jax.tree.leaves(types), strict=True)]
+
+    def compute(self, plan: Plan, request: Request, device: Device, *arguments: jax.Array) -> list[jax.Array]:
+        """The results on a device."""
+        found = self.kind.compute(plan, request, device, *self._arguments(arguments))
+        results: list[jax.Array] = jax.tree.leaves(found)
+        return results
+
+    def compute_exchanging(
+        self, run: Run, plan: Plan, request: Request, exchange: Exchange, *arguments: Any
+    ) -> list[Any]:
+        """The results where token dimensions are split; if it pays, most of them while keys and values travel."""
+
+        def run_part(kind: _PassSpec, request: Request, *arguments: Any) -> Any:
+            leaves, structure = jax.tree.flatten(arguments)
+            types = kind.types(request, *arguments)
+            return jax.tree.unflatten(
+                jax.tree.structure(types), run(_PassComputation(kind, structure), request, leaves)
+            )
+
+        every = self._arguments(arguments)
+        found: Any
+        if self.kind.pass_ == "forward":
+            kinds = self.kind, _FORWARD_SAVING, _FORWARD_CONTINUED
+            forward = overlap.ForwardPass(*(functools.partial(run_part, kind) for kind in kinds))
+            found = overlap.forward(forward, plan, request, exchange, *every)
+        else:
+            found = overlap.backward(functools.partial(run_part, self.kind), plan, request, exchange, *every)
+        results: list[Any] = jax.tree.leaves(Output(*found[:2]) if self.kind is _FORWARD else found)
+        return results
+
+    def derivative(self, given: Sequence[int]) -> Derivative:
+        """None: it may be native kernels that run.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        refuse()
+        raise AssertionError
+
+    def with_origins(self) -> tuple[Computation, int]:
+        """The same for a part of the layout, and which of its arguments says where that lies."""
+        operands, *others = self._arguments(range(self.structure.num_leaves))
+        position = len(jax.tree.leaves(operands))
+        structure = jax.tree.structure((operands._replace(origins=position), *others))
+        return dataclasses.replace(self, structure=structure), position
+
+    def _arguments(self, leaves: Any) -> Any:
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+def forward(request: Request, operands: Operands) -> Output:
+    """Output and logsumexp."""
+    result: Output = _run(_FORWARD, request, operands)
+    return result
+
+
+def plain_backend(request: Request) -> BackendId | None:
+    """The backend that runs the forward pass on every platform, if JAX differentiates it; ``None`` otherwise."""
+    used: BackendId | None = None
+    for plan in _forward_plans(request):
+        if used not in (None, plan.backend) or not backends.of(plan.backend).is_differentiable:
+            return None
+        used = plan.backend
+    return used
+
+
+def forward_plain(request: Request, operands: Operands) -> Output | None:
+    """Output and logsumexp, differentiable to any order; ``None`` unless JAX differentiates one backend everywhere."""
+    used = plain_backend(request)
+    if used is None or operands.inputs.sinks is not None:
+        return None
+    operands = operands._replace(inputs=of_each_head(operands.inputs))
+    leaves, structure = jax.tree.flatten(operands)
+    out, logsumexp, *_ = primitive.bind(PlainForward(used, structure), request, leaves)
+    return Output(out.astype(request.problem.output_dtype), logsumexp)
+
+
+def forward_saving(request: Request, operands: Operands) -> Saved:
+    """Output and logsumexp, and what the backward pass wants to know besides."""
+    result: Saved = _run(_FORWARD_SAVING, request, operands)
+    return result
+
+
+def forward_continued(request: Request, operands: Operands, saved: Saved, seeing: QueryBox) -> Saved:
+    """What is saved of attention to these keys, too, after a pass on others.
+
+    Args:
+        request: The call.
+        operands: The operands of all queries, and of keys that only queries of the box see.
+        saved: What earlier passes saved.
+        seeing: The box.
+    """
+    result: Saved = _run(_FORWARD_CONTINUED, request, operands, saved, seeing)
+    return result
+
+
+def backward(request: Request, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
+    """The gradients of the differentiable operands."""
+    result: Gradients = _run(_BACKWARD, request, operands, saved, cotangents)
+    return result
+
+
+def fuses_additional_kv(request: Request) -> bool:
+    """Whether the forward pass takes additional key/value tokens on every platform that can run it."""
+    if request.problem.own_extents:  # every query sees additional tokens, but padding is none
+        return False
+    return all(backends.of(plan.backend).fuses_additional_kv for plan in _forward_plans(request))
+
+
+def _forward_plans(request: Request) -> Iterator[Plan]:
+    """How the forward pass runs, on each platform where it does."""
+    for device in lowering_targets().values():
+        with contextlib.suppress(ValueError):
+            yield resolve(request, device, "forward")
+
+
+def _output_types(request: Request, operands: Any) -> Output:
+    problem, query = request.problem, operands.inputs.query
+    per_query = query.shape[:-1]
+    return Output(
+        type_like(query, (*per_query, problem.head_dim_v), jnp.dtype(problem.output_dtype)),
+        type_like(query, per_query, problem.element.accumulator),
+    )
+
+
+def _saved_types(request: Request, operands: Any, *_: Any) -> Saved:
+    output = _output_types(request, operands)
+    return Saved(*output, output.logsumexp)
+
+
+def _gradient_types(request: Request, operands: Any, saved: Any, cotangents: Any) -> Gradients:
+    query, types = operands.inputs.query, operands.inputs
+    return Gradients._make([None if each is None else type_like(query, each.shape, each.dtype) for each in types])
+
+
+def _saved_with_strips(plan: Plan, operands: Operands) -> Saved:
+    """What is saved where keys behind the ends of dimensions that wrap are strips of their own."""
+    backend = backends.of(plan.backend)
+    saved = backend.forward_saving(*strips.without_strips(plan, operands))
+    for strip in strips.strips_of(plan, operands):
+        saved = _continued(*strip.placed(plan, operands), saved, strip.seeing)
+    return saved
+
+
+def _continued(plan: Plan, operands: Operands, saved: Saved, seeing: QueryBox) -> Saved:
+    backend = backends.of(plan.backend)
+    found = backend.forward_continued(plan, operands, saved, seeing)
+    return (
+        continued(functools.partial(backend.forward_saving, plan), operands, saved, seeing) if found is None else found
+    )
+
+
+def _gradients_with_strips(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
+    """The gradients, likewise: those by some of the keys add up."""
+    backend = backends.of(plan.backend)
+    found = backend.backward(*strips.without_strips(plan, operands), saved, cotangents)
+    for strip in strips.strips_of(plan, operands):
+        part_plan, part = strip.placed(plan, operands)
+        box = strip.seeing
+        assert part.origins is not None
+        query, part_saved, part_cotangents = jax.tree.map(box.cut, (part.inputs.query, saved, cotangents))
+        part = part._replace(inputs=part.inputs._replace(query=query), origins=with_start_of(box, part.origins))
+        more = backend.backward(part_plan, part, part_saved, part_cotangents)
+        found = strip.with_added(found, more)._replace(
+            query=box.put(found.query, box.cut(found.query) + more.query),
+            scale=None if found.scale is None or more.scale is None else found.scale + more.scale,
+        )
+    return found
+
+
+def _compute_forward(plan: Plan, request: Request, device: Device, operands: Operands) -> Output:
+    kernels = KernelOperands.of(plan, request, operands)
+    if strips.are_needed(plan, kernels.operands):
+        output = Output(*_saved_with_strips(plan, kernels.operands)[:2])
+    else:
+        output = backends.of(plan.backend).forward(plan, kernels.operands)
+    return kernels.result(output)
+
+
+def _compute_saved(plan: Plan, request: Request, device: Device, operands: Operands) -> Saved:
+    kernels = KernelOperands.of(plan, request, operands)
+    if strips.are_needed(plan, kernels.operands):
+        saved = _saved_with_strips(plan, kernels.operands)
+    else:
+        saved = backends.of(plan.backend).forward_saving(plan, kernels.operands)
+    return kernels.result(saved)
+
+
+def _compute_continued(
+    plan: Plan, request: Request, device: Device, operands: Operands, saved: Saved, seeing: QueryBox
+) -> Saved:
+    kernels = KernelOperands.of(plan, request, operands)
+    operands, saved = kernels.operands, saved._replace(out=kernels.heads.widen_values(saved.out))
+    if strips.are_needed(plan, kernels.operands):
+        plan, operands = strips.on_line(plan, operands)
+    return kernels.result(_continued(plan, operands, saved, seeing))
+
+
+def _compute_gradients(
+    plan: Plan, request: Request, device: Device, operands: Operands, saved: Saved, cotangents: Cotangents
+) -> Gradients:
+    if resolve(request, device, "forward").backend != plan.backend:
+        saved = saved._replace(remainder=None)
+    kernels = KernelOperands.of(plan, request, operands)
+    of_kernels = kernels.saved(saved), cotangents._replace(out=kernels.heads.widen_values(cotangents.out))
+    if strips.are_needed(plan, kernels.operands):
+        found = _gradients_with_strips(plan, kernels.operands, *of_kernels)
+    else:
+        found = backends.of(plan.backend).backward(plan, kernels.operands, *of_kernels)
+    return kernels.gradients(found, saved, cotangents)
+
+
+_FORWARD = _PassSpec("forward", _output_types, _compute_forward)
+_FORWARD_SAVING = _PassSpec("forward", _saved_types, _compute_saved)
+_FORWARD_CONTINUED = _PassSpec("forward", _saved_types, _compute_continued)
+_BACKWARD = _PassSpec("backward", _gradient_types, _compute_gradients)
+
+
+def _run(kind: _PassSpec, request: Request, *arguments: Any) -> Any:
+    leaves, structure = jax.tree.flatten(arguments)
+    types = kind.types(request, *jax.tree.unflatten(structure, map(jax.typeof, leaves)))
+    arrays = primitive.bind(_PassComputation(kind, structure), request, leaves)
+    return jax.tree.unflatten(jax.tree.structure(types), arrays)
+
 
 _Result = TypeVar("_Result", Output, Saved)
 
@@ -70,13 +363,13 @@ def _attend_locally(request: Request, operands: Operands) -> Output:
         return _attend_to_all(request, operands)
     if _exchanging_call_of(request) is not None:
         return _attend_in_reverse(request, operands)
-    brought = manual_exchange.brought(request.problem, request.token_axes, operands)
+    brought = exchange.brought(request.problem, request.token_axes, operands)
     return _attend_to_all(_of_part(request), vary_alike(brought))
 
 
 def _attend_to_all(request: Request, operands: Operands) -> Output:
     """The operator where all keys are there; plain JAX differentiates itself: forward mode and higher orders, too."""
-    output = passes.forward_plain(request, operands)
+    output = forward_plain(request, operands)
     return _attend_in_reverse(request, operands) if output is None else output
 
 
@@ -86,7 +379,7 @@ def _attend_in_reverse(request: Request, operands: Operands) -> Output:
 
 def _of_part(request: Request) -> Request:
     """What one of the devices runs that ``token_axes`` speaks of."""
-    return dataclasses.replace(request, token_axes=(), parts=device_line.parts_of(request.token_axes))
+    return dataclasses.replace(request, token_axes=(), parts=exchange.parts_of(request.token_axes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +413,8 @@ def _exchanging_call_of(request: Request) -> _ExchangingCall | None:
             continue
         if any(backends.of(plan.backend).is_differentiable for plan in plans):
             return None  # JAX differentiates it, exchange and all
-        exchange = Exchange.of(request.problem, device_line.lines_of(request.token_axes))
-        if not any(halo_passes.computes_meanwhile(plan, request, exchange) for plan in plans):
+        exchange = Exchange.of(request.problem, lines_of(request.token_axes))
+        if not any(overlap.computes_meanwhile(plan, request, exchange) for plan in plans):
             return None
         return _ExchangingCall(part, exchange, plans)
     return None
@@ -129,7 +422,7 @@ def _exchanging_call_of(request: Request) -> _ExchangingCall | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(request: Request, operands: Operands) -> Output:
-    return Output(*_run_forward(passes.forward, request, operands)[:2])
+    return Output(*_run_forward(forward, request, operands)[:2])
 
 
 def _run_forward(
@@ -138,13 +431,13 @@ def _run_forward(
     call = _exchanging_call_of(request)
     if call is None:
         return function(request, operands)
-    forward = halo_passes.ForwardPass(function, passes.forward_saving, passes.forward_continued)
-    return halo_passes.forward(forward, call.plans[0], call.request, call.exchange, operands)
+    forward = overlap.ForwardPass(function, forward_saving, forward_continued)
+    return overlap.forward(forward, call.plans[0], call.request, call.exchange, operands)
 
 
 def _attend_forward(request: Request, operands: Any) -> tuple[Output, tuple[Operands, Saved]]:
     operands = jax.tree.map(lambda operand: operand.value, operands)
-    result = _run_forward(passes.forward_saving, request, operands)
+    result = _run_forward(forward_saving, request, operands)
     saved = Saved(*named(result))
     return Output(saved.out, saved.logsumexp), (operands, saved)
 
@@ -153,11 +446,9 @@ def _attend_backward(request: Request, residuals: tuple[Operands, Saved], given:
     cotangents = _cotangents(given, residuals[1])
     call = _exchanging_call_of(request)
     if call is None:
-        gradients = passes.backward(request, *residuals, cotangents)
+        gradients = backward(request, *residuals, cotangents)
     else:
-        gradients = halo_passes.backward(
-            passes.backward, call.plans[1], call.request, call.exchange, *residuals, cotangents
-        )
+        gradients = overlap.backward(backward, call.plans[1], call.request, call.exchange, *residuals, cotangents)
     return (Operands(gradients),)  # origins are integers and have no gradient
 
 

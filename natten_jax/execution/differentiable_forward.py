@@ -14,14 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax import backends
-from natten_jax.arrays.added_logits import with_hidden_keys_of_inputs
-from natten_jax.arrays.avals import type_like
-from natten_jax.arrays.operands import Cotangents, Differentiable, Operands, Output
-from natten_jax.arrays.roles import Role, roles_of
+from natten_jax.arrays.biases import with_hidden_keys_of_inputs
+from natten_jax.arrays.operands import Cotangents, Differentiable, Operands, Output, Role, roles_of, type_like
 from natten_jax.backends.base import PureJaxBackend
 from natten_jax.backends.select import resolve
-from natten_jax.execution.computations import Computation, Derivative, Result
-from natten_jax.execution.conversion import converted, scaled
+from natten_jax.execution.kernel_operands import converted, scaled
+from natten_jax.execution.primitive import Computation, Derivative, Result
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId, Plan
 from natten_jax.plan.request import Request

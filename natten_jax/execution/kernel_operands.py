@@ -1,4 +1,4 @@
-"""The arrays of a pass as its kernels take them, and what they compute as the call has it."""
+"""The arrays of a pass as its kernels take them, and results as the call has them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,111 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax import backends
-from natten_jax.arrays.added_logits import with_hidden_keys_of_inputs
-from natten_jax.arrays.key_bias_columns import KeyBiasColumns
-from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Output, Saved
-from natten_jax.arrays.shared_key_bias import of_each_head, with_shared_gradient
-from natten_jax.backends.native_backend import delta, sinks_gradient
-from natten_jax.execution.conversion import converted, rounded, scaled
-from natten_jax.execution.head_widths import HeadWidths
-from natten_jax.execution.merge_saved import merged
+from natten_jax.arrays.biases import KeyBiasColumns, of_each_head, with_hidden_keys_of_inputs, with_shared_gradient
+from natten_jax.arrays.operands import Cotangents, Gradients, Inputs, Operands, Output, Saved
+from natten_jax.backends.ffi import delta, sinks_gradient
+from natten_jax.element_types import ELEMENT_TYPES
+from natten_jax.execution.strips import merged
 from natten_jax.plan.plan import Plan
 from natten_jax.plan.request import Request
 from natten_jax.problem import Problem
+
+
+def converted(planned: Problem, operands: Operands) -> Operands:
+    """The operands in the elements of the plan's problem, which have every number of 8 bits.
+
+    Factors of keys and values are multiplied with these, in float32.
+    """
+    inputs = operands.inputs
+    if not ELEMENT_TYPES[inputs.query.dtype.name].is_float8 or planned.element.is_float8:
+        return operands
+
+    def wide(array: jax.Array, factors: jax.Array | None = None) -> jax.Array:
+        array = array.astype(planned.dtype)
+        return array if factors is None else array * factors
+
+    more = inputs.additional_keys, inputs.additional_values
+    additional_keys, additional_values = (None if each is None else wide(each) for each in more)
+    wider = inputs._replace(
+        query=wide(inputs.query),
+        key=wide(inputs.key, inputs.key_scale),
+        value=wide(inputs.value, inputs.value_scale),
+        additional_keys=additional_keys,
+        additional_values=additional_values,
+        key_scale=None,
+        value_scale=None,
+        out_scale=None,
+    )
+    return operands._replace(inputs=wider)
+
+
+def scaled(planned: Problem, operands: Operands, out: jax.Array) -> jax.Array:
+    """The output times the call's factors of it, unless a kernel has multiplied them."""
+    factors = operands.inputs.out_scale
+    if factors is None or planned.element.is_float8:
+        return out
+    return out * factors.reshape(out.shape[0], *(1,) * (out.ndim - 3), -1, 1)
+
+
+def rounded(out: jax.Array, dtype: str) -> jax.Array:
+    """The output in the elements that the call asks for."""
+    return out if out.dtype == dtype else out.astype(dtype)
+
+
+class HeadWidths(NamedTuple):
+    """Widths of heads.
+
+    Attributes:
+        own: The widths of the call: those of query and key, and those of value and output.
+        kernels: The widths of the kernels, likewise; no smaller.
+    """
+
+    own: tuple[int, int]
+    kernels: tuple[int, int]
+
+    @classmethod
+    def of(cls, problem: Problem, planned: Problem) -> HeadWidths:
+        """Those of a call's problem and of its plan's."""
+        return cls((problem.head_dim, problem.head_dim_v), (planned.head_dim, planned.head_dim_v))
+
+    def widen_operands(self, operands: Operands) -> Operands:
+        """What kernels get."""
+        return operands._replace(inputs=self._changed(operands.inputs, self.kernels))
+
+    def widen_values(self, array: jax.Array) -> jax.Array:
+        """The output, or its cotangent, as kernels get it."""
+        return _of_width(array, self.kernels[1])
+
+    def narrow_values(self, array: jax.Array) -> jax.Array:
+        """The output of the call."""
+        return _of_width(array, self.own[1])
+
+    def narrow_gradients(self, gradients: Gradients) -> Gradients:
+        """The gradients of the call's inputs."""
+        return self._changed(gradients, self.own)
+
+    def _changed(self, inputs: Inputs, widths: tuple[int, int]) -> Inputs:
+        if self.own == self.kernels:
+            return inputs
+        of_keys, of_values = widths
+        return inputs._replace(
+            query=_of_width(inputs.query, of_keys),
+            key=_of_width(inputs.key, of_keys),
+            value=_of_width(inputs.value, of_values),
+            additional_keys=None if inputs.additional_keys is None else _of_width(inputs.additional_keys, of_keys),
+            additional_values=None
+            if inputs.additional_values is None
+            else _of_width(inputs.additional_values, of_values),
+        )
+
+
+def _of_width(array: jax.Array, width: int) -> jax.Array:
+    """The array, cut or filled up with zeros along its last dimension."""
+    more = width - array.shape[-1]
+    if more <= 0:
+        return array if more == 0 else array[..., :width]
+    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, more)])
+
 
 _Result = TypeVar("_Result", Output, Saved)
 

@@ -1,15 +1,11 @@
-"""Dimensions that wrap, for kernels that know none: what lies behind the ends of the layout is strips of their own.
-
-Windows that are cut at the ends see all but the keys of the other end. Those are a strip of keys in front of the layout
-and one behind it, which few queries see. On a line with so much room at both ends that no window reaches them, a strip
-is keys with an origin, as those of another device are. No key is copied but those of strips.
-"""
+"""Keys behind the ends of dimensions that wrap, and the merge of forward passes over some of the keys each."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -17,12 +13,62 @@ import jax.numpy as jnp
 import numpy as np
 
 from natten_jax import backends
-from natten_jax.arrays.in_place import apart
-from natten_jax.arrays.operands import Gradients, Inputs, Operands
-from natten_jax.arrays.query_box import QueryBox
-from natten_jax.native.abi import KERNEL_RANK
+from natten_jax.arrays.boxes import QueryBox, apart
+from natten_jax.arrays.operands import Gradients, Inputs, Operands, Saved
+from natten_jax.arrays.remainders import base2, pack_remainder, unpack_remainder
+from natten_jax.native.module import KERNEL_RANK, box_start
 from natten_jax.plan.plan import Plan
 from natten_jax.windows import Axis
+
+
+def merged(one: Saved, other: Saved) -> Saved:
+    """What a forward pass on the keys of both saves.
+
+    Relative to the larger logsumexp, and in base 2, where a logsumexp is that number times ``log2(e)``, rounded, and
+    the remainder (:mod:`natten_jax.arrays.remainders`). A query that sees no key has an output of zeros and a logsumexp
+    of ``-inf``.
+    """
+    assert one.remainder is not None and other.remainder is not None
+    first, second = base2(one.logsumexp), base2(other.logsumexp)
+    parts = unpack_remainder(one.remainder), unpack_remainder(other.remainder)
+    highest = jnp.maximum(first, second)
+    highest = jnp.where(jnp.isneginf(highest), 0, highest)
+    distances = (first - highest) + parts[0][0], (second - highest) + parts[1][0]
+    # Remainders of large logits may be large: weights are relative to them as well, so that nothing overflows.
+    top = jnp.maximum(*distances)
+    top = jnp.where(jnp.isneginf(top), 0, top)
+    weights = [jnp.exp2((distance - top) + log2_sum) for distance, (_, log2_sum) in zip(distances, parts, strict=True)]
+    total = weights[0] + weights[1]
+    log2_total = jnp.log2(total)
+    logsumexp = (highest + (top + log2_total)) * np.asarray(math.log(2), total.dtype)
+    remainder = jnp.where(total == 0, 0, pack_remainder((highest - base2(logsumexp)) + top, log2_total))
+    share = jnp.where(total == 0, 0, weights[1] / total)[..., None]
+    out = one.out.astype(total.dtype) * (1 - share) + other.out.astype(total.dtype) * share
+    return Saved(out.astype(one.out.dtype), logsumexp, remainder)
+
+
+def continued(forward_saving: Callable[[Operands], Saved], operands: Operands, saved: Saved, seeing: QueryBox) -> Saved:
+    """What is saved of attention to more keys, after a pass on others.
+
+    Args:
+        forward_saving: A forward pass.
+        operands: The operands of all queries, and of keys that only queries of the box see; with origins.
+        saved: What earlier passes saved.
+        seeing: The box.
+    """
+    assert operands.origins is not None
+    query = seeing.copied(operands.inputs.query)
+    found = forward_saving(Operands(operands.inputs._replace(query=query), with_start_of(seeing, operands.origins)))
+    both = merged(jax.tree.map(seeing.cut, saved), found)
+    result: Saved = jax.tree.map(seeing.put, saved, both)
+    return result
+
+
+def with_start_of(box: QueryBox, origins: jax.Array) -> jax.Array:
+    """Origins of a box of the queries that they are the origins of."""
+    start = box_start(box)
+    return origins + jnp.stack([start, jnp.zeros_like(start)])
+
 
 _FIRST_TOKEN_AXIS = 1  # behind the batch
 

@@ -1,30 +1,97 @@
-"""The native module: loads it, registers its XLA FFI targets, and calls them.
-
-Importing this module never fails. Where the native module cannot be used, ``load_error`` says why, and the
-backends that need it reject every problem with that reason.
-"""
+"""Which CUDA the kernels were compiled with, beside the one that JAX's plugin is for."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
+import operator
 import re
 import struct
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from natten_jax import source_tree
-from natten_jax.arrays import avals
-from natten_jax.arrays.in_place import apart
-from natten_jax.plan import marks
+from natten_jax.arrays.boxes import QueryBox, apart
+from natten_jax.arrays.operands import type_like, vary_alike
+from natten_jax.performance import TilePair
+from natten_jax.plan import plan
+from natten_jax.problem import Problem, Shape
+from natten_jax.windows import Axis
+
+
+def plugins() -> tuple[int, ...]:
+    """The major versions of CUDA that the installed plugins of JAX are for."""
+    names = (entry.name for entry in metadata.entry_points(group="jax_plugins"))
+    return tuple(sorted({int(match[1]) for name in names if (match := re.fullmatch(r"xla_cuda(\d+)", name))}))
+
+
+def choice() -> int:
+    """The ``NATTEN_JAX_CUDA`` of a build with kernels: the version of JAX's plugin, or 1, any version, without one."""
+    return max(plugins(), default=1)
+
+
+def mismatch() -> str | None:
+    """A sentence about kernels that were compiled with another major version than JAX's plugin is for."""
+    built = build_info().get("cuda_version")
+    installed = plugins()
+    if built is None or not installed or int(built.partition(".")[0]) in installed:
+        return None
+    wanted = choice()
+    consequence = ", and its driver may be too old for them" if int(built.partition(".")[0]) > wanted else ""
+    return (
+        f"kernels were compiled with CUDA {built}, but the installed plugin of JAX is for CUDA {wanted}{consequence}: "
+        f"{source_tree.remedy(f'NATTEN_JAX_CUDA={wanted}')}"
+    )
+
+
+KERNEL_RANK = 3
+
+_FACTS = [field.name for field in dataclasses.fields(Axis)]
+#: Those facts of an axis that are numbers, which come first.
+_numbers_of = operator.attrgetter(*_FACTS[: _FACTS.index("is_causal")])
+#: ``Ends`` of csrc/include/natten_jax/windows.h, by whether an axis is causal and what becomes of windows at its edges.
+_ENDS_OF_WINDOWS = {(False, "shift"): 0, (True, "shift"): 1, (False, "cut"): 2, (False, "wrap"): 3}
+
+
+def axis_rows(problem: Problem) -> Shape:
+    """A row for each token dimension: its facts in the order that csrc/ffi/decode.cpp names them in."""
+    missing = (Axis(1, 1, 1),) * (KERNEL_RANK - problem.rank)
+    axes = (*missing, *problem.axes)
+    rows = [(*_numbers_of(axis), _ENDS_OF_WINDOWS[axis.is_causal, axis.edges]) for axis in axes]
+    return tuple(fact for row in rows for fact in row)
+
+
+def with_kernel_tiles(problem: Problem, pair: TilePair) -> TilePair:
+    """Tiles of three token dimensions: leading ones have extent 1."""
+    q_tile, kv_tile = ((*(1,) * (KERNEL_RANK - problem.rank), *tile) for tile in pair)
+    return q_tile, kv_tile
+
+
+def box_start(box: QueryBox) -> jax.Array:
+    """Where a box of queries begins."""
+    return jnp.pad(box.first, (KERNEL_RANK - len(box.extents), 0))
+
+
+def continues(kernels: str, problem: Problem) -> bool:
+    """Whether forward kernels merge what they find with what was found before on other keys.
+
+    Args:
+        kernels: Their name in ``natten_jax.native.module.limits``.
+        problem: Whose heads they get.
+    """
+    most = limits(kernels).get("largest_continued_head_dim", 0)
+    return max(problem.head_dim, problem.head_dim_v) <= most
 
 
 class ResultType(NamedTuple):
@@ -52,8 +119,8 @@ def call(
         *operands: Arrays, in the target's order.
         **attributes: Integers are passed as int64, sequences of them as int64 arrays, floats as float32.
     """
-    arrays = avals.vary_alike(operands)
-    types = [avals.type_like(arrays[0], result.shape, result.dtype) for result in results]
+    arrays = vary_alike(operands)
+    types = [type_like(arrays[0], result.shape, result.dtype) for result in results]
     in_place = {result.replaces: i for i, result in enumerate(results) if result.replaces is not None}
     values = {
         name: value
@@ -64,7 +131,7 @@ def call(
         for name, value in attributes.items()
     }
     # One call of a pass is told of the problem; others prepare arrays for it.
-    with marks.carrying_plan() if attributes else contextlib.nullcontext():
+    with plan.carrying_plan() if attributes else contextlib.nullcontext():
         native_call = jax.ffi.ffi_call(target, types, input_output_aliases=in_place)
         return list(apart(native_call(*apart(arrays), **values)) if in_place else native_call(*arrays, **values))
 

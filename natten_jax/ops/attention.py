@@ -7,15 +7,12 @@ from typing import Any, Literal, Unpack, overload
 import jax
 from jax.typing import DTypeLike
 
-from natten_jax.arguments.boxes import Counts, Origin
-from natten_jax.arguments.natten_names import explained
-from natten_jax.arguments.scale import Scale
-from natten_jax.ops.arrays import ArrayLike
-from natten_jax.ops.biases import Biases
+from natten_jax.arguments.arrays import Counts, Origin, Scale
+from natten_jax.arguments.names import explained
 from natten_jax.ops.calls import LogitTerms, attend_all
-from natten_jax.ops.float8 import Factor, Float8Arguments
+from natten_jax.ops.canonicalize import ArrayLike, Biases
+from natten_jax.ops.float8 import Factor, Float8Arguments, straight_through
 from natten_jax.ops.options import AttentionOptions
-from natten_jax.ops.straight_through import straight_through
 from natten_jax.performance import ATTENTION_NAMES, AttentionPerformanceArguments
 
 #: Output and logsumexp.

@@ -1,45 +1,111 @@
-"""What ``na1d``, ``na2d``, ``na3d`` and ``attention`` do alike: check, divide into sub-calls, run and merge these."""
+"""Warns of performance arguments that change nothing where a call runs."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+import sys
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from natten_jax import backends
-from natten_jax.arguments.boxes import Counts, Origin
-from natten_jax.arguments.memo import checked_once
-from natten_jax.arguments.natten_names import known_arguments
-from natten_jax.arguments.scale import Scale, number_or_array, per_head
-from natten_jax.arguments.static import flag
-from natten_jax.arguments.token_axes import TokenAxes, checked_token_axes
+from natten_jax.arguments.arrays import Counts, Origin, Scale, TokenAxes, checked_token_axes, number_or_array, per_head
+from natten_jax.arguments.names import known_arguments
+from natten_jax.arguments.static import checked_once, flag, shown
 from natten_jax.arrays.operands import Inputs, Operands, Output
-from natten_jax.ops.arrays import ArrayLike, as_jax_array, attention_problem, neighborhood_problem
-from natten_jax.ops.attention_kwargs import check_agreement
-from natten_jax.ops.biases import Biases, with_biases
-from natten_jax.ops.boxes import (
+from natten_jax.backends.base import Backend
+from natten_jax.backends.select import CHOICES, ignored, resolve
+from natten_jax.ops.canonicalize import (
+    ArrayLike,
+    Biases,
     BoxArguments,
     FinerGrid,
     Placement,
+    as_jax_array,
+    attention_problem,
+    checked_sinks,
+    described,
+    in_pass,
+    neighborhood_problem,
     placement_of_sequences,
     placement_of_windows,
+    with_biases,
+    with_sinks,
 )
 from natten_jax.ops.float8 import NOTHING, Float8Arguments, in_8_bits
-from natten_jax.ops.heads_first import described
-from natten_jax.ops.ignored_arguments import warn_of_ignored
 from natten_jax.ops.merge import merge_attentions
-from natten_jax.ops.run_sub_call import attend, run_sub_call
-from natten_jax.ops.sinks import checked_sinks, in_pass, with_sinks
-from natten_jax.ops.sub_calls import KeySet, sub_calls_of
-from natten_jax.performance import ATTENTION_NAMES, PERFORMANCE_NAMES, Performance, performance_of
+from natten_jax.ops.sub_calls import KeySet, attend, check_agreement, run_sub_call, sub_calls_of
+from natten_jax.performance import ATTENTION_NAMES, PASSES, PERFORMANCE_NAMES, Performance, performance_of
+from natten_jax.plan.devices import Device, device_of, lowering_targets
 from natten_jax.plan.request import Request
 from natten_jax.plan.tuned import table_for
 from natten_jax.problem import Problem
 from natten_jax.sharding.explicit import with_whole_dimensions
-from natten_jax.sharding.halos import device_line
+from natten_jax.sharding.halos import exchange
 from natten_jax.windows import WindowArguments
+
+#: The packages whose frames stand between a user's line and the operators.
+_BETWEEN = ("natten_jax", "jax", "flax")
+_DEFAULTS = Performance()
+
+
+class IgnoredArgumentWarning(UserWarning):
+    """A performance argument was given that changes nothing on the backend that runs here."""
+
+
+def warn_of_ignored(request: Request, query: jax.Array, of_attention: Collection[str] = ()) -> None:
+    """Warn of what a request asks for that no pass heeds, on the device where it runs.
+
+    The warning is of the line that calls this package, jax or flax: Python shows it once for each such line.
+
+    Args:
+        request: An attention call.
+        query: Its query, which may say on which device that is. A program that is being traced is for the default one.
+        of_attention: The names of the arguments that ``attention_kwargs`` gave.
+    """
+    if not _asks(request.performance):
+        return
+    for name, problem in _ignored(request, device_of(query), backends.registered()):
+        prefix = "attention_kwargs: " if name in of_attention else ""
+        warnings.warn(f"{prefix}{problem}", IgnoredArgumentWarning, stacklevel=_level_of_caller())
+
+
+@functools.lru_cache(maxsize=4096)
+def _asks(performance: Performance) -> bool:
+    return any(getattr(performance, name) != getattr(_DEFAULTS, name) for name in CHOICES)
+
+
+@functools.lru_cache(maxsize=4096)
+def _ignored(request: Request, device: Device, registered: tuple[Backend, ...]) -> tuple[tuple[str, str], ...]:
+    """Names of arguments and sentences, for the device or else the first other one that can run the request."""
+    for each in dict.fromkeys((device, *lowering_targets().values())):
+        try:
+            plans = [resolve(request, each, pass_) for pass_ in PASSES]
+        except ValueError:
+            continue
+        asked = request.performance
+        reasons = {name: why for plan in plans for name, why in ignored(plan, asked).items()}
+        return tuple(
+            (name, f"{name}={_value(asked, name)} changes nothing on {each}: {why}") for name, why in reasons.items()
+        )
+    return ()  # it is refused later
+
+
+def _value(asked: Performance, name: str) -> str:
+    value = getattr(asked, name)
+    return shown(value[0] if isinstance(value, tuple) and len(value) == 1 else value)
+
+
+def _level_of_caller() -> int:
+    """How many frames above the function that calls this one a user's line stands."""
+    level = 1
+    frame = sys._getframe(1).f_back
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        level, frame = level + 1, frame.f_back
+    return level + 1
 
 
 class LogitTerms(NamedTuple):
@@ -86,7 +152,7 @@ def attend_windows(
     is_box = box.query_origin is not None
     _check_unsplit(axes, {"query_origin": box.query_origin, "extents": box.extents, "fp8": float8.fp8})
     problem, performance = _window_problem(
-        _described(inputs), facts, device_line.parts_of(axes) or None, (*how.performance.items(),), is_box
+        _described(inputs), facts, exchange.parts_of(axes) or None, (*how.performance.items(),), is_box
     )
     place = placement_of_windows(inputs, box)
     is_cropped = clamp_window and terms.biases.relative_bias is not None

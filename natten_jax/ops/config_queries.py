@@ -14,10 +14,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from natten_jax import backends
-from natten_jax.arguments.natten_names import unexpected
+from natten_jax.arguments.names import unexpected
 from natten_jax.arrays.operands import Inputs
 from natten_jax.backends.base import Backend
-from natten_jax.ops.arrays import attention_problem, neighborhood_problem
+from natten_jax.ops.canonicalize import attention_problem, neighborhood_problem
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device, NoDeviceError, compute_capability_of, default_device
 from natten_jax.plan.plan import BackendId

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.arguments.natten_names import OF_MERGE, explained, known_arguments
-from natten_jax.arguments.stand_ins import array_of
-from natten_jax.arguments.static import shown
+from natten_jax.arguments.names import OF_MERGE, explained, known_arguments
+from natten_jax.arguments.static import array_of, shown
 from natten_jax.element_types import ELEMENT_TYPES, WIDE_DTYPES
-from natten_jax.ops.arrays import check_array
+from natten_jax.ops.canonicalize import check_array
 
 
 @explained(of_natten=OF_MERGE)

@@ -9,18 +9,13 @@ from typing import Any, Literal, NamedTuple, Protocol, Unpack, cast, overload
 import jax
 from jax.typing import DTypeLike
 
-from natten_jax.arguments.boxes import Counts, Origin
-from natten_jax.arguments.natten_names import explained
-from natten_jax.arguments.scale import Scale
+from natten_jax.arguments.arrays import Counts, Origin, Scale, TokenAxes
+from natten_jax.arguments.names import explained
 from natten_jax.arguments.static import Bools, Ints
-from natten_jax.arguments.token_axes import TokenAxes
-from natten_jax.ops.arrays import ArrayLike
-from natten_jax.ops.biases import Biases
-from natten_jax.ops.boxes import BoxArguments
 from natten_jax.ops.calls import ExecutionArguments, LogitTerms, attend_windows
-from natten_jax.ops.float8 import Factor, Float8Arguments
+from natten_jax.ops.canonicalize import ArrayLike, Biases, BoxArguments
+from natten_jax.ops.float8 import Factor, Float8Arguments, straight_through
 from natten_jax.ops.options import NeighborhoodOptions, OptionsOfOthers
-from natten_jax.ops.straight_through import straight_through
 from natten_jax.performance import PERFORMANCE_NAMES, PerformanceArguments
 from natten_jax.windows import DOCUMENTED_ARGUMENTS, WINDOW_OPTIONS, WindowArguments
 

@@ -10,15 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.arguments.natten_names import explained
-from natten_jax.arguments.scale import Scale, number_or_array, per_head
+from natten_jax.arguments.arrays import Scale, number_or_array, per_head
+from natten_jax.arguments.names import explained
 from natten_jax.arguments.static import Bools, Ints, flag
-from natten_jax.arrays.added_logits import with_hidden_keys
-from natten_jax.arrays.avals import varying_like
-from natten_jax.arrays.operands import Inputs
+from natten_jax.arrays.biases import with_hidden_keys
+from natten_jax.arrays.operands import Inputs, varying_like
 from natten_jax.element_types import ELEMENT_TYPES, WIDE_DTYPES
-from natten_jax.ops.arrays import ArrayLike, as_jax_array, neighborhood_problem
-from natten_jax.ops.biases import axes_of_offsets, checked_table
+from natten_jax.ops.canonicalize import ArrayLike, as_jax_array, axes_of_offsets, checked_table, neighborhood_problem
 from natten_jax.sharding.explicit import run_with_auto_axes
 from natten_jax.windows import WINDOW_OPTIONS, Axis, WindowArguments, WindowOptions
 

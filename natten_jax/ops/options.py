@@ -6,10 +6,9 @@ from typing import TypedDict
 
 from jax.typing import DTypeLike
 
-from natten_jax.arguments.boxes import Counts, Origin
+from natten_jax.arguments.arrays import Counts, Origin, TokenAxes
 from natten_jax.arguments.static import Ints
-from natten_jax.arguments.token_axes import TokenAxes
-from natten_jax.ops.arrays import ArrayLike
+from natten_jax.ops.canonicalize import ArrayLike
 from natten_jax.ops.float8 import Factor
 from natten_jax.performance import AttentionPerformanceArguments, PerformanceArguments
 from natten_jax.windows import WindowOptions

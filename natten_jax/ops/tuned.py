@@ -14,7 +14,7 @@ from typing import Any
 from natten_jax import backends
 from natten_jax.arguments.static import shown
 from natten_jax.backends.tuned import table_of_text
-from natten_jax.ops.attention_kwargs import checked_attention_kwargs
+from natten_jax.ops.sub_calls import checked_attention_kwargs
 from natten_jax.performance import ATTENTION_NAMES, PASSES, Performance, performance_of, tile_names
 from natten_jax.plan.devices import local_devices
 from natten_jax.plan.plan import Plan

@@ -2,9 +2,8 @@
 
 - ``devices``: what a device is, and which this process has.
 - ``request``: an attention call before a backend is chosen.
-- ``plan``: backend, tiles and schedule of a pass. Everything that runs or reports a pass reads them here.
+- ``plan``: backend, tiles and schedule of a pass, and how the metadata of a compiled program carries them.
 - ``tuned``: plans that were measured on a device, by what they are found by.
-- ``marks``: the plan in the metadata of a compiled program, where the profiler finds it.
 
 These are facts alone: :mod:`natten_jax.backends.select` decides. Imports the problem, the performance arguments and
 :mod:`natten_jax.arguments`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from natten_jax.arguments.symbolic_batch import planned_batch
+from natten_jax.arguments.static import planned_batch
 from natten_jax.performance import Performance
 from natten_jax.plan.tuned import TunedTable
 from natten_jax.problem import Problem

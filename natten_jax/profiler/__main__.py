@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import jax
 
 from natten_jax.cost_model.simulation import TPU_CHIPS
-from natten_jax.ops.ignored_arguments import IgnoredArgumentWarning
+from natten_jax.ops.calls import IgnoredArgumentWarning
 from natten_jax.plan.devices import CPU, Device, NoDeviceError, default_device
 from natten_jax.plan.plan import BackendId
 from natten_jax.profiler.arguments import parse, warn_about_ignored_flags

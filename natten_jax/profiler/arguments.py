@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from natten_jax import backends
-from natten_jax.backends.heeded import ignored
 from natten_jax.backends.names import closest
-from natten_jax.backends.select import resolve
+from natten_jax.backends.select import ignored, resolve
 from natten_jax.ops.sub_calls import KeySet
 from natten_jax.performance import Performance, performance_of
 from natten_jax.plan.devices import Device

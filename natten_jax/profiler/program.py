@@ -16,8 +16,7 @@ from typing import Any
 import jax
 
 from natten_jax.plan.devices import default_jax_device
-from natten_jax.plan.marks import NAME_ATTRIBUTE, PLAN_ATTRIBUTE
-from natten_jax.plan.plan import Plan
+from natten_jax.plan.plan import NAME_ATTRIBUTE, PLAN_ATTRIBUTE, Plan
 
 # HloModuleProto, HloComputationProto.
 _MODULE_NAME, _MODULE_COMPUTATIONS = 1, 3

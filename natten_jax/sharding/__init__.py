@@ -1,9 +1,7 @@
 """A call on several devices: how it is split, and what devices exchange for it.
 
 - ``explicit``: the split over mesh axes that the types of arrays name.
-- ``auto``: the split that XLA's partitioner makes of a program.
-- ``hlo_sharding``: which device holds which part of an array, in the partitioner's words.
-- ``heads``: how query heads and the key/value heads that they share are split together.
+- ``auto``: the split that XLA's partitioner makes of a program, and of query heads beside their key/value heads.
 - ``_jax_internals``: what JAX does not document, in one place.
 - ``halos``: the keys and values that devices exchange where token dimensions are split.
 

@@ -15,13 +15,10 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from natten_jax.arguments.token_axes import axis_names
-from natten_jax.arrays.avals import vary_alike
-from natten_jax.arrays.operands import Inputs, Operands, Output
-from natten_jax.arrays.roles import Role, roles_of, roles_of_fields
+from natten_jax.arguments.arrays import axis_names
+from natten_jax.arrays.operands import Inputs, Operands, Output, Role, roles_of, roles_of_fields, vary_alike
 from natten_jax.plan.request import Request
-from natten_jax.sharding.auto import warn_of_gather
-from natten_jax.sharding.heads import HeadSplit
+from natten_jax.sharding.auto import HeadSplit, warn_of_gather
 
 Run = Callable[[Request, Operands], Output]
 _Axes = tuple[str, ...]

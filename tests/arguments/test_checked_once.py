@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from natten_jax import attention, na1d, na2d
-from natten_jax.arguments.memo import checked_once
+from natten_jax.arguments.static import checked_once
 
 X = jnp.zeros((1, 6, 7, 2, 8))
 

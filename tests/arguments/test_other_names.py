@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import natten_jax
-from natten_jax.arguments.other_names import explanation
+from natten_jax.arguments.names import explanation
 from natten_jax.performance import ATTENTION_NAMES, KernelSchedule
 from tests.support.problems import OPERATORS
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import natten_jax
-from natten_jax.ops.arrays import attention_problem
+from natten_jax.ops.canonicalize import attention_problem
 from tests.support.problems import element_types
 
 LARGEST = float(np.finfo(np.float32).max) / math.log2(math.e)

@@ -10,7 +10,7 @@ import pytest
 
 import natten_jax
 from natten_jax import plot, problem
-from natten_jax.arguments.spelled_options import SpelledOptions
+from natten_jax.arguments.names import SpelledOptions
 from natten_jax.profiler.options import WINDOW_FLAGS, profiler_parser
 from natten_jax.windows import OPTION_DEFAULTS, Axis, WindowArguments
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import natten_jax
 from natten_jax.arrays.operands import Inputs
-from natten_jax.ops.arrays import neighborhood_problem
+from natten_jax.ops.canonicalize import neighborhood_problem
 from natten_jax.performance import Performance, performance_of
 from natten_jax.windows import WindowArguments
 from tests.support.problems import OPERATORS

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from natten_jax.arrays.bitcast import elements_of, words_of
+from natten_jax.arrays.boxes import elements_of, words_of
 from tests.support.programs import output_of, run_python
 
 

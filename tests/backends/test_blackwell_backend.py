@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import natten_jax
-from natten_jax.backends import defaults, find, missing_kernels, registered
+from natten_jax.backends import find, registered, select
 from natten_jax.backends.pallas.blackwell import BlackwellBackend
 from natten_jax.backends.select import resolve, runnable
 from natten_jax.performance import PASSES, Pass, Performance
@@ -45,7 +45,7 @@ def test_the_default_is_the_portable_kernels(monkeypatch: pytest.MonkeyPatch, ma
     assert "blackwell" not in families()
     assert families(backend="blackwell-fna") == ["blackwell", "blackwell"]
     machine.forget()
-    monkeypatch.setenv(defaults.VARIABLE, "blackwell")
+    monkeypatch.setenv(select.VARIABLE, "blackwell")
     assert families() == ["blackwell", "blackwell"]
 
 
@@ -120,7 +120,7 @@ def test_a_gpu_without_portable_kernels_still_hears_of_it(monkeypatch: pytest.Mo
                 "rejection",
                 lambda self, problem, device, pass_: "no code" if device.is_present else None,
             )
-    reason = missing_kernels.lack(registered(), PROBLEM, here, "forward")
+    reason = select.missing_kernels_of(registered(), PROBLEM, here, "forward")
     assert reason is not None and reason.startswith("no code. ")
 
 

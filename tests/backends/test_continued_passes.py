@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from natten_jax.arrays.boxes import QueryBox
 from natten_jax.arrays.operands import Inputs, Operands, Saved
-from natten_jax.arrays.query_box import QueryBox
-from natten_jax.execution import passes
+from natten_jax.execution import custom_vjp
 from natten_jax.halo import halo_of
 from natten_jax.performance import Performance
 from natten_jax.plan.request import Request
@@ -103,7 +103,7 @@ class Part:
             held = tokens(key, first_key, keys), tokens(value, first_key, keys)
             return Operands(Inputs(tokens(query, first, halo.part), *held), jnp.asarray(origins))
 
-        saved = passes.forward_saving(request, operands(first, halo.part))
+        saved = custom_vjp.forward_saving(request, operands(first, halo.part))
         for slab in halo.seen_slabs(self.problem.axes[self.dimension]):
             assert slab.is_front is not None or self.parts == 2
             is_front = self.place != 0 if slab.is_front is None else slab.is_front
@@ -111,7 +111,7 @@ class Part:
             starts, extents = [0] * len(layout), list(layout)
             starts[self.dimension], extents[self.dimension] = first_query, slab.queries
             seeing = QueryBox(jnp.asarray(starts, jnp.int32), tuple(extents))
-            saved = passes.forward_continued(request, operands(first + first_key, slab.keys), saved, seeing)
+            saved = custom_vjp.forward_continued(request, operands(first + first_key, slab.keys), saved, seeing)
         return saved
 
     def expected(self, *arrays: jax.Array) -> oracle.Forward:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from natten_jax.backends.flex.hulls import largest_hull
+from natten_jax.backends.flex.geometry import largest_hull
 from natten_jax.windows import EDGES, Axis, Edge
 from tests.support import oracle
 from tests.support.problems import OPERATORS

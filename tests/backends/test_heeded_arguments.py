@@ -13,9 +13,8 @@ import pytest
 from natten_jax import backends
 from natten_jax.arrays.operands import Inputs, Operands, Output, Saved
 from natten_jax.backends.base import Backend
-from natten_jax.backends.heeded import CHOICES, heeded, ignored
 from natten_jax.backends.pallas.blackwell import missing_in_jax
-from natten_jax.backends.select import plan_with
+from natten_jax.backends.select import CHOICES, heeded, ignored, plan_with
 from natten_jax.performance import ATTENTION_NAMES, PASSES, Pass, Performance
 from natten_jax.plan.devices import CPU, Device
 from natten_jax.plan.plan import Plan

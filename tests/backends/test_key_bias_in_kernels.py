@@ -12,7 +12,7 @@ import pytest
 
 import natten_jax
 from natten_jax import backends
-from natten_jax.backends.heeded import ignored
+from natten_jax.backends.select import ignored
 from natten_jax.cost_model import small_windows
 from natten_jax.performance import PASSES, KernelSchedule, Performance
 from natten_jax.plan.devices import Device

@@ -17,10 +17,10 @@ import pytest
 
 import natten_jax
 from natten_jax import MissingKernelsWarning, backends, source_tree
-from natten_jax.backends import missing_kernels
+from natten_jax.backends import select
 from natten_jax.backends.select import resolve
 from natten_jax.doctor.__main__ import report
-from natten_jax.native import cuda_version
+from natten_jax.native import module
 from natten_jax.native import module as native
 from natten_jax.plan.devices import Device
 from natten_jax.plan.request import Request
@@ -37,7 +37,7 @@ BLOCKED = "import sys; sys.modules['natten_jax._native'] = None\n"
 
 @pytest.fixture(autouse=True)
 def _nobody_was_warned(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(missing_kernels, "_was_warned", False)
+    monkeypatch.setattr(select, "_was_warned", False)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_a_gpu_that_the_build_has_no_kernels_for(
     host_only_build: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cuda_version, "plugins", lambda: plugins)
+    monkeypatch.setattr(module, "plugins", lambda: plugins)
     family, (message,) = choose(device)
     assert family == "flex"
     assert "CUDA architectures: none" in message
@@ -215,7 +215,7 @@ def python_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_where_kernels_for_python_alone_come_from(
     platform: str, device: Device, remedy: str, python_alone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_version, "plugins", lambda: ())
+    monkeypatch.setattr(module, "plugins", lambda: ())
     monkeypatch.setattr(sys, "platform", platform)
     family, (message,) = choose(device)
     assert family == "flex"

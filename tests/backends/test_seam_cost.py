@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from natten_jax import simulator
-from natten_jax.backends.hopper import seams
+from natten_jax.backends import hopper
 from natten_jax.native import module as native
 from natten_jax.windows import Edge
 
@@ -30,22 +30,22 @@ pytestmark = pytest.mark.skipif(native.path() is None, reason="the native module
 def test_one_dimension(extent: int, kernel_size: int, edges: Edge, tiles: tuple[int, int], expected: float) -> None:
     problem = simulator.problem_of((extent,), kernel_size, edges=edges)
     query, key = tiles
-    assert seams.times_as_long(problem, "forward", ((query,), (key,))) == pytest.approx(expected, rel=1e-12)
+    assert hopper.times_as_long(problem, "forward", ((query,), (key,))) == pytest.approx(expected, rel=1e-12)
 
 
 def test_dimensions_multiply_and_share_what_is_loaded_meanwhile() -> None:
     problem = simulator.problem_of((64, 64), 7, edges=("wrap", "wrap"))
     along, across = (
-        seams.times_as_long(simulator.problem_of((64,), 7, edges="wrap"), "forward", pair)
+        hopper.times_as_long(simulator.problem_of((64,), 7, edges="wrap"), "forward", pair)
         for pair in (((16,), (8,)), ((8,), (16,)))
     )
-    both = seams.times_as_long(problem, "forward", ((16, 8), (8, 16)))
+    both = hopper.times_as_long(problem, "forward", ((16, 8), (8, 16)))
     assert along * across <= both < 1.25 * along * across
 
 
 def test_tiles_are_ranked_by_it() -> None:
     problem = simulator.problem_of((48,), 5, edges="wrap")
     slow, fast = ((64,), (64,)), ((16,), (16,))
-    ranked = seams.ranked_around(problem, "forward", ((slow, 1.0), (fast, 1.2)))
+    ranked = hopper.ranked_around(problem, "forward", ((slow, 1.0), (fast, 1.2)))
     assert [pair for pair, _ in ranked] == [fast, slow]
-    assert seams.ranked_around(simulator.problem_of((48,), 5), "forward", ((slow, 1.0),)) == ((slow, 1.0),)
+    assert hopper.ranked_around(simulator.problem_of((48,), 5), "forward", ((slow, 1.0),)) == ((slow, 1.0),)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import natten_jax
-from natten_jax.backends import defaults
+from natten_jax.backends import select
 from natten_jax.plan.devices import Device
 from tests.support.machine import Machine
 from tests.support.programs import output_of, run_python
@@ -50,14 +50,14 @@ def test_the_default_is_plain_jax_unless_the_environment_asks(
 ) -> None:
     assert kernels(exported("tpu")) == [False] * 3
     machine.forget()
-    monkeypatch.setenv(defaults.VARIABLE, " tpu,")
+    monkeypatch.setenv(select.VARIABLE, " tpu,")
     assert kernels(exported("tpu")) == [True] * 3
     assert kernels(exported("cpu")) == [False] * 3
 
 
 def test_what_the_kernels_do_not_take_stays_plain_jax(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     machine.has(Device("tpu"))
-    monkeypatch.setenv(defaults.VARIABLE, "tpu")
+    monkeypatch.setenv(select.VARIABLE, "tpu")
     for shape, dtype in (((1, 32, 2, 264), "float32"), ((1, 32, 2, 16), "float16")):
         x = jax.ShapeDtypeStruct(shape, dtype)
         assert kernels(exported("tpu", x=x)) == [False] * 3
@@ -70,7 +70,7 @@ def test_the_environment_can_name_no_other_family(
     value: str, monkeypatch: pytest.MonkeyPatch, machine: Machine
 ) -> None:
     machine.forget()
-    monkeypatch.setenv(defaults.VARIABLE, value)
+    monkeypatch.setenv(select.VARIABLE, value)
     with pytest.raises(
         ValueError, match=rf"NATTEN_JAX_BY_DEFAULT must name families .* \(blackwell, tpu\), not '{value}'"
     ):

@@ -20,7 +20,7 @@ from devices.predictions import relative_errors  # noqa: E402
 from devices.problems import curves  # noqa: E402
 from lib.implementations import ours  # noqa: E402
 
-from natten_jax.execution import passes  # noqa: E402
+from natten_jax.execution import custom_vjp  # noqa: E402
 from natten_jax.halo import halos_of  # noqa: E402
 from natten_jax.performance import PASSES  # noqa: E402
 from natten_jax.plan.request import Request  # noqa: E402
@@ -121,7 +121,7 @@ def test_a_part_alone_computes_what_it_would_among_others(name: str, devices: in
     problem, parts = curve.share(devices), curve.parts(devices)
     halos = [halo.evened() for halo in halos_of(problem, parts)]
     operands, cotangent = part_tiles.draw(curve, halos)
-    found = passes.forward(Request(problem, backend="cpu-fna", parts=parts), operands)
+    found = custom_vjp.forward(Request(problem, backend="cpu-fna", parts=parts), operands)
     keys = jax.random.split(jax.random.key(0), 4)
     arrays = [jax.random.normal(key, benchmark.shape, benchmark.dtype) for key in keys]
     starts = [halo.parts // 2 * halo.part for halo in halos]

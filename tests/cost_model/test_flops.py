@@ -11,7 +11,7 @@ import pytest
 
 from natten_jax.arrays.operands import Inputs
 from natten_jax.cost_model import tiles
-from natten_jax.ops.arrays import attention_problem, neighborhood_problem
+from natten_jax.ops.canonicalize import attention_problem, neighborhood_problem
 from natten_jax.windows import WindowArguments
 from tests.support import oracle
 

@@ -19,7 +19,7 @@ import pytest
 from natten_jax import backends, simulator
 from natten_jax.arrays.operands import Inputs
 from natten_jax.native import module as native
-from natten_jax.ops.arrays import neighborhood_problem
+from natten_jax.ops.canonicalize import neighborhood_problem
 from natten_jax.performance import TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem, problem_of

@@ -12,7 +12,7 @@ from natten_jax import simulator
 from natten_jax.backends.select import resolve
 from natten_jax.cost_model import small_windows
 from natten_jax.native import module as native
-from natten_jax.native.abi import axis_rows
+from natten_jax.native.module import axis_rows
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import ComputeCapability, Device
 from natten_jax.plan.request import Request

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from natten_jax.arrays.operands import Differentiable, Operands
-from natten_jax.backends import defaults
+from natten_jax.backends import select
 from natten_jax.backends.base import Platform
 from natten_jax.backends.flex.backend import FlexBackend
 from natten_jax.cost_model import small_windows
@@ -176,7 +176,7 @@ def test_one_by_name_says_how_to_have_it_by_default(machine: Machine, capsys: py
     machine.knows(ByName())
     status, lines = checked("mine-fna", capsys)
     assert status == 0
-    assert f"{defaults.VARIABLE}=mine in the environment makes it the default" in lines[-2]
+    assert f"{select.VARIABLE}=mine in the environment makes it the default" in lines[-2]
     assert "report what is printed above" in lines[-1]
 
 

@@ -17,7 +17,7 @@ from natten_jax import backends
 from natten_jax.arrays.operands import Cotangents, Inputs, Operands
 from natten_jax.backends.base import Backend
 from natten_jax.backends.pallas.blackwell import missing_in_jax
-from natten_jax.ops.arrays import attention_problem, neighborhood_problem
+from natten_jax.ops.canonicalize import attention_problem, neighborhood_problem
 from natten_jax.performance import Performance
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId

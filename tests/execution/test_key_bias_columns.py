@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from natten_jax import backends, na1d
-from natten_jax.arrays.padding import is_real
+from natten_jax.arrays.boxes import is_real
 from natten_jax.backends.cpu import CpuBackend
 from natten_jax.backends.select import resolve
 from natten_jax.plan.devices import default_device

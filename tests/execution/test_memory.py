@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 import natten_jax
 from natten_jax import simulator
-from natten_jax.backends import cpu
-from natten_jax.backends.cutlass import backend
+from natten_jax.backends import cpu, cutlass
 from natten_jax.performance import Performance
 from natten_jax.plan.plan import Plan
 from tests.support.families import Family
@@ -67,7 +66,7 @@ def test_query_gradients_are_summed_up_within_the_preference(
     heads = heads_kv * group
     problem = simulator.problem_of((tokens,), 1, batch=batch, heads=heads, heads_kv=heads_kv, head_dim=head_dim)
     query: Any = jax.ShapeDtypeStruct((batch, 1, 1, tokens, heads, head_dim), jnp.bfloat16)
-    elements = backend.scratch_elements(problem, query, Performance(memory_usage_preference=preference))
+    elements = cutlass.scratch_elements(problem, query, Performance(memory_usage_preference=preference))
     of_head, limit = tokens * group * head_dim, LIMITS[preference]
     assert elements % of_head == 0
     at_once = elements // of_head

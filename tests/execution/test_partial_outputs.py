@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from natten_jax.arrays.operands import Inputs, Operands, Saved
-from natten_jax.execution import passes
-from natten_jax.execution.merge_saved import merged
+from natten_jax.execution import custom_vjp
+from natten_jax.execution.strips import merged
 from natten_jax.plan.request import Request
 from natten_jax.problem import problem_of
 from natten_jax.windows import Axis
@@ -24,7 +24,7 @@ def saved(backend: str, query: jax.Array, key: jax.Array, value: jax.Array) -> S
     problem = problem_of((TOKENS,), TOKENS, heads=HEADS, head_dim=WIDTH, dtype=query.dtype.name)
     keys = key.shape[1]
     problem = dataclasses.replace(problem, axes=(Axis(TOKENS, keys, keys),))
-    return passes.forward_saving(Request(problem, backend=backend), Operands(Inputs(query, key, value)))
+    return custom_vjp.forward_saving(Request(problem, backend=backend), Operands(Inputs(query, key, value)))
 
 
 def base2(each: Saved) -> np.ndarray:

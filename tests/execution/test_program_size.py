@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from natten_jax import na2d
-from natten_jax.plan.marks import NAME_ATTRIBUTE, PLAN_ATTRIBUTE
+from natten_jax.plan.plan import NAME_ATTRIBUTE, PLAN_ATTRIBUTE
 from natten_jax.profiler.program import Program
 from tests.support.compilation import as_users_do
 from tests.support.families import Family

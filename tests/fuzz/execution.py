@@ -14,10 +14,10 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from natten_jax import backends
+from natten_jax.arrays.biases import of_each_head
 from natten_jax.arrays.operands import Cotangents, Operands
 from natten_jax.arrays.operands import Inputs as InputArrays
-from natten_jax.arrays.shared_key_bias import of_each_head
-from natten_jax.ops.biases import Biases, with_biases
+from natten_jax.ops.canonicalize import Biases, with_biases
 from natten_jax.performance import Performance
 from natten_jax.problem import Problem
 from tests.support import oracle

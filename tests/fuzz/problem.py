@@ -14,7 +14,7 @@ import numpy as np
 from natten_jax import backends
 from natten_jax.arrays.operands import Inputs as InputArrays
 from natten_jax.backends.base import Backend
-from natten_jax.ops.arrays import attention_problem, neighborhood_problem
+from natten_jax.ops.canonicalize import attention_problem, neighborhood_problem
 from natten_jax.performance import PASSES, Pass, Performance, TilePair, tile_names
 from natten_jax.plan import devices
 from natten_jax.plan.devices import Device

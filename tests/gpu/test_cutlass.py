@@ -15,10 +15,10 @@ import pytest
 
 import natten_jax
 from natten_jax.arrays.operands import Inputs
-from natten_jax.backends.cutlass import backend
+from natten_jax.backends import cutlass
 from natten_jax.backends.select import resolve
 from natten_jax.native import module as native
-from natten_jax.ops.arrays import neighborhood_problem
+from natten_jax.ops.canonicalize import neighborhood_problem
 from natten_jax.performance import MemoryUsagePreference
 from natten_jax.plan import devices
 from natten_jax.plan.request import Request
@@ -114,7 +114,7 @@ def test_heads_that_take_turns_change_no_result(at_once: int, monkeypatch: pytes
         gradients, additional_keys=more, additional_values=more, backward_kv_splits=1, memory_usage_preference="strict"
     )
     expected = jax.jit(run)(query, key, value)
-    monkeypatch.setitem(backend._SCRATCH_BYTES, MemoryUsagePreference.STRICT, 4 * at_once * 20 * 24 * 2 * 64)
+    monkeypatch.setitem(cutlass._SCRATCH_BYTES, MemoryUsagePreference.STRICT, 4 * at_once * 20 * 24 * 2 * 64)
     jax.clear_caches()
     found = jax.jit(functools.partial(run))(query, key, value)
     jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -18,7 +18,7 @@ import pytest
 import natten_jax
 from natten_jax.arrays.operands import Inputs
 from natten_jax.backends.select import resolve
-from natten_jax.ops.arrays import neighborhood_problem
+from natten_jax.ops.canonicalize import neighborhood_problem
 from natten_jax.plan import devices
 from natten_jax.plan.request import Request
 from natten_jax.profiler.capture import capture

@@ -12,7 +12,7 @@ import pytest
 
 from natten_jax import backends
 from natten_jax.native import module as native
-from natten_jax.native.abi import axis_rows
+from natten_jax.native.module import axis_rows
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device
 from natten_jax.problem import problem_of

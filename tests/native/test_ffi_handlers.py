@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import natten_jax
+from natten_jax.arrays.boxes import QueryBox
 from natten_jax.arrays.operands import Cotangents, Inputs, Operands
-from natten_jax.arrays.query_box import QueryBox
-from natten_jax.backends.native_backend import attributes
+from natten_jax.backends.ffi import attributes
 from natten_jax.native import module as native
 from natten_jax.performance import Performance
 from natten_jax.plan.devices import Device

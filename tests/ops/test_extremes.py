@@ -13,7 +13,7 @@ import pytest
 
 import natten_jax
 from natten_jax.arrays.operands import Cotangents, Inputs, Operands, Saved
-from natten_jax.ops.arrays import neighborhood_problem
+from natten_jax.ops.canonicalize import neighborhood_problem
 from natten_jax.performance import PASSES
 from natten_jax.windows import WindowArguments
 from tests.support import oracle

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import natten_jax
 from natten_jax.arrays.operands import Inputs
-from natten_jax.ops.arrays import neighborhood_problem
+from natten_jax.ops.canonicalize import neighborhood_problem
 from natten_jax.windows import Axis, WindowArguments, fitted
 from tests.support.families import FAMILIES, Family
 from tests.support.problems import Case, Trial, check_all

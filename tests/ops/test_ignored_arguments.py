@@ -13,8 +13,8 @@ import pytest
 
 import natten_jax
 from natten_jax import IgnoredArgumentWarning, backends
-from natten_jax.backends.heeded import heeded
-from natten_jax.ops import ignored_arguments
+from natten_jax.backends.select import heeded
+from natten_jax.ops import calls
 from natten_jax.plan.devices import Device
 from tests.backends.test_heeded_arguments import ASKED
 from tests.support.problems import OPERATORS
@@ -166,7 +166,7 @@ def test_it_is_about_the_device_where_the_program_runs(
 ) -> None:
     """The host's kernels heed none of these; the GPU's do, or are the ones that are named."""
     gpu = Device("cuda", capability, is_present=False)
-    monkeypatch.setattr(ignored_arguments, "device_of", lambda array: gpu)
+    monkeypatch.setattr(calls, "device_of", lambda array: gpu)
     query = jnp.ones((1, 4096, 4, 64), jnp.bfloat16)
     asked: dict[str, Any] = {name: ASKED[name], "backward_q_tile_shape": (64,), "backward_kv_tile_shape": (64,)}
     found = warned(lambda: natten_jax.na1d(query, query, query, 512, **asked))

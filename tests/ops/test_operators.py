@@ -16,7 +16,7 @@ import natten_jax
 from natten_jax.arrays.operands import Inputs, Operands
 from natten_jax.execution import custom_vjp
 from natten_jax.native import module as native
-from natten_jax.ops.arrays import neighborhood_problem
+from natten_jax.ops.canonicalize import neighborhood_problem
 from natten_jax.plan.devices import default_device
 from natten_jax.plan.request import Request
 from natten_jax.problem import Problem

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from natten_jax.performance import Performance
-from natten_jax.plan.marks import NAME_ATTRIBUTE, PLAN_ATTRIBUTE, name_of
-from natten_jax.plan.plan import BackendId, Plan
+from natten_jax.plan.plan import NAME_ATTRIBUTE, PLAN_ATTRIBUTE, BackendId, Plan, name_of
 from natten_jax.problem import Operator, Problem
 from natten_jax.profiler import symbols
 from natten_jax.profiler.program import Instruction, Program

@@ -15,7 +15,7 @@ sys.path.append(str(DOCS))
 import generated  # noqa: E402
 
 from natten_jax import backends  # noqa: E402
-from natten_jax.backends.heeded import CHOICES  # noqa: E402
+from natten_jax.backends.select import CHOICES  # noqa: E402
 from natten_jax.native import module as native  # noqa: E402
 from natten_jax.profiler.options import profiler_parser  # noqa: E402
 

@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from natten_jax.sharding import _jax_internals
-from natten_jax.sharding.hlo_sharding import device_tiles
+from natten_jax.sharding.auto import device_tiles
 from tests.support.programs import output_of, run_python
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +87,7 @@ def test_the_partitioners_callback_is_found_by_another_name_and_its_shardings_ar
     from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
     from jax.extend.core import Primitive
     from natten_jax.sharding import _jax_internals
-    from natten_jax.sharding.hlo_sharding import device_tiles, sharding_like
+    from natten_jax.sharding.auto import device_tiles, sharding_like
 
     def partition(mesh, arguments, result):
         (argument,) = arguments

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from natten_jax.arrays.avals import type_like
+from natten_jax.arrays.operands import type_like
 from tests.support.families import Family
 from tests.support.programs import run_python
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from natten_jax import backends
 from natten_jax.arrays.operands import Inputs
-from natten_jax.ops.arrays import neighborhood_problem
+from natten_jax.ops.canonicalize import neighborhood_problem
 from natten_jax.performance import PASSES
 from natten_jax.plan import devices
 from natten_jax.windows import EDGES, Edge, WindowArguments

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from natten_jax.cost_model import halos
 from natten_jax.halo import halos_of
 from natten_jax.problem import problem_of
-from natten_jax.sharding.halos import pipeline
+from natten_jax.sharding.halos import overlap
 from natten_jax.windows import WindowArguments
 from tests.support.problems import OPERATORS, QUICK_COMPILATION
 
@@ -183,7 +183,7 @@ def check(mode: str, backend: str, split: Split, overlaps: bool, together: bool)
         overlaps: Passes compute while halos travel.
         together: Keys and values travel as one then.
     """
-    pipeline._COMBINED_BYTES = 0 if together else 1 << 40
+    overlap._COMBINED_BYTES = 0 if together else 1 << 40
     halos.gains = lambda *_: overlaps  # type: ignore[assignment]
     halos.overlap_that_pays.cache_clear()
     arrays = split.arrays()

@@ -19,7 +19,7 @@ import pytest
 from natten_jax.arrays.operands import Cotangents, Gradients, Inputs, Operands, Saved
 from natten_jax.backends.pallas.blackwell import BlackwellBackend, missing_in_jax
 from natten_jax.backends.select import plan_with
-from natten_jax.execution.head_widths import HeadWidths
+from natten_jax.execution.kernel_operands import HeadWidths
 from natten_jax.performance import Pass, Performance, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from natten_jax.arrays.boxes import QueryBox
 from natten_jax.arrays.operands import Cotangents, Inputs, Operands, Saved
-from natten_jax.arrays.query_box import QueryBox
 from natten_jax.performance import KernelSchedule, Performance
 from natten_jax.problem import problem_of
 from tests.support.families import BOUNDS

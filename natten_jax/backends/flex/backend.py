@@ -1,8 +1,8 @@
 """The ``flex`` backend: blockwise attention in plain JAX, for every device that XLA compiles for.
 
-The forward pass (:mod:`natten_jax.backends.flex.forward`) is an online softmax over the hull of each query tile's
-windows. Its derivative is given as a rule for *tangents* (:mod:`natten_jax.backends.flex.tangents`), and as the
-transpose of that rule, the usual backward pass of attention (:mod:`natten_jax.backends.flex.gradients`). Both start
+The forward pass (:mod:`natten_jax.backends.flex.sweeps`) is an online softmax over the hull of each query tile's
+windows. Its derivative is given as a rule for *tangents* (:mod:`natten_jax.backends.flex.sweeps`), and as the
+transpose of that rule, the usual backward pass of attention (:mod:`natten_jax.backends.flex.sweeps`). Both start
 from output, logsumexp and what the softmax found of each row, so that nothing is kept per key/value tile, and are plain
 JAX: derivatives of any order go through.
 """
@@ -14,15 +14,12 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from natten_jax.arrays.boxes import without_padding
 from natten_jax.arrays.operands import Cotangents, Differentiable, Gradients, Operands, Output, Saved
-from natten_jax.arrays.padding import without_padding
 from natten_jax.backends.base import PureJaxBackend
-from natten_jax.backends.flex.forward import softmax_of
-from natten_jax.backends.flex.gradients import gradients_of
 from natten_jax.backends.flex.operands import TILE_PAIRS
-from natten_jax.backends.flex.rows import rows_of
-from natten_jax.backends.flex.softmax import Products, Rows
-from natten_jax.backends.flex.tangents import tangents_of
+from natten_jax.backends.flex.softmax import Products, Rows, rows_of
+from natten_jax.backends.flex.sweeps import gradients_of, softmax_of, tangents_of
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan

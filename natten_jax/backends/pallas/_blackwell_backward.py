@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
 from natten_jax.arrays.remainders import LOG2_E, base2_parts
-from natten_jax.backends.native_backend import delta
+from natten_jax.backends.ffi import delta
 from natten_jax.backends.pallas._blackwell_call import (
     KEYS,
     ROWS,
@@ -55,7 +55,7 @@ from natten_jax.backends.pallas._blackwell_memory import (
     windows_of,
 )
 from natten_jax.backends.pallas._common import finite_scale
-from natten_jax.native.abi import KERNEL_RANK
+from natten_jax.native.module import KERNEL_RANK
 from natten_jax.plan.plan import Plan
 
 

@@ -46,7 +46,7 @@ from natten_jax.backends.pallas._blackwell_memory import (
     wait_until_free,
     windows_of,
 )
-from natten_jax.native.abi import KERNEL_RANK
+from natten_jax.native.module import KERNEL_RANK
 
 #: Boxes of keys, and of values, that are in shared memory at a time.
 STAGES = 2

@@ -15,7 +15,7 @@ import numpy as np
 
 from natten_jax.arrays.operands import Operands
 from natten_jax.backends.pallas._common import Table, TileWindows
-from natten_jax.native.abi import KERNEL_RANK
+from natten_jax.native.module import KERNEL_RANK
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import Shape
 from natten_jax.windows import Axis

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from natten_jax.arrays.avals import vary_alike
+from natten_jax.arrays.operands import vary_alike
 from natten_jax.backends.pallas._tpu_call import (
     CORE_END,
     CORE_FIRST,
@@ -29,7 +29,7 @@ from natten_jax.backends.pallas._tpu_call import (
     of_heads,
     stacked,
 )
-from natten_jax.native.abi import KERNEL_RANK
+from natten_jax.native.module import KERNEL_RANK
 
 #: Indices of a program that owns queries.
 INDICES = 2 + 2 * KERNEL_RANK

@@ -19,7 +19,7 @@ import numpy as np
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Output, Saved
 from natten_jax.arrays.remainders import base2_parts
 from natten_jax.backends.base import Backend, Platform
-from natten_jax.backends.native_backend import delta
+from natten_jax.backends.ffi import delta
 from natten_jax.backends.pallas._common import finite_scale, logsumexp_and_remainder
 from natten_jax.backends.pallas._tpu_call import LANES, MOST_LOGITS, Chunks, before_keys, pack_of, together
 from natten_jax.performance import Pass, TilePair

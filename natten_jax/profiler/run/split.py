@@ -14,7 +14,7 @@ from natten_jax.halo import bytes_received
 from natten_jax.plan.devices import default_jax_device
 from natten_jax.problem import Shape, problem_of
 from natten_jax.profiler.options import Options
-from natten_jax.sharding.heads import HeadSplit
+from natten_jax.sharding.auto import HeadSplit
 
 #: Values of --split: shares of whole problems, or names of token dimensions (by the rank of the problem).
 SHARES = ("batch", "heads")

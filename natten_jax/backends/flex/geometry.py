@@ -1,29 +1,254 @@
-"""Tiles of a token layout as arrays: how the ``flex`` backend cuts, loads and masks them.
+"""Token layouts as the ``flex`` backend cuts them into tiles, and which tiles see which.
 
-A pass over a problem has an *outer* side, whose tiles are enumerated (several of them per step of a scan),
-and an *inner* side, of which each outer tile visits only the hull of what its tokens see. Outer is the
-queries in the forward pass; the derivative with respect to keys and values is enumerated by their tiles.
-
-Dimensions are independent of each other: :mod:`natten_jax.backends.flex.axes` has what concerns one of them.
+A dimension is viewed as (index, residue) of the local coordinate modulo the dilation, so that a dilation group is an
+ordinary dense dimension. Windows are evaluated in global indices; where the local arrays start in the global layout
+(``origins``) is only known at run time, and shifts both views.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from natten_jax.backends.flex.axes import AxisPosition, AxisSweep
-from natten_jax.backends.flex.hulls import largest_hull, largest_hull_of_any_layout
-from natten_jax.backends.flex.shapes import Cut, RowTiles, Scalar, Split, Tokens
 from natten_jax.problem import Problem, Shape
+from natten_jax.windows import Axis, group_length
+
+
+class AxisPosition(NamedTuple):
+    """Where outer tiles lie in one dimension; arrays of NumPy or JAX.
+
+    Attributes:
+        inner_start: Local index at which the visited inner tokens start, ``[..., tiles, 1]``; of a dimension that is
+            gone around, modulo its :attr:`AxisSweep.period`.
+        inner_residue: Local coordinates of the inner tokens modulo the dilation, likewise.
+        seen_start: First inner token that is related to an outer token, counted from ``inner_start``,
+            ``[..., tiles, outer_tile]``.
+        seen_end: One past the last, likewise.
+        inner_distance: How many neighbors the first inner token that is visited lies behind the first outer one,
+            ``[..., tiles, 1]``.
+    """
+
+    inner_start: Any
+    inner_residue: Any
+    seen_start: Any
+    seen_end: Any
+    inner_distance: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisSweep:
+    """The static facts of one token dimension in a pass.
+
+    Attributes:
+        axis: The dimension, with its global extents.
+        outer_is_query: Whether outer tiles are query tiles.
+        extents: Local query and key/value tokens.
+        outer_tile: Outer tokens of a tile.
+        inner_tile: Inner tokens of a tile.
+        inner_steps: Inner tiles that an outer tile visits.
+        assumes_whole: Whether ``inner_steps`` holds only for arrays that start at the layout's first token.
+    """
+
+    axis: Axis
+    outer_is_query: bool
+    extents: tuple[int, int]
+    outer_tile: int
+    inner_tile: int
+    inner_steps: int
+    assumes_whole: bool
+
+    @property
+    def dilation(self) -> int:
+        """Distance between neighbors."""
+        return self.axis.dilation
+
+    @property
+    def outer_length(self) -> int:
+        """Local outer indices: tokens of the longest dilation group."""
+        return -(-self.extents[not self.outer_is_query] // self.dilation)
+
+    @property
+    def inner_length(self) -> int:
+        """Local inner indices, padded so that whatever is visited lies inside."""
+        if self.period is not None:
+            return self.period
+        length = -(-self.extents[self.outer_is_query] // self.dilation)
+        return max(length, self.inner_tile * self.inner_steps)
+
+    @property
+    def period(self) -> int | None:
+        """After how many indices inner tokens come again; ``None`` where nothing is visited behind an end.
+
+        Parts of a dimension that wraps have each other's tokens next to theirs, in front of the first and behind the
+        last one of the layout, too: they go around where one side is whole.
+        """
+        is_around = self.axis.edges == "wrap" and self.axis.kv_extent in self.extents
+        return self.axis.kv_extent // self.dilation if is_around else None
+
+    @property
+    def outer_tiles(self) -> int:
+        """Outer tiles in one dilation group."""
+        return -(-self.outer_length // self.outer_tile)
+
+    def position(
+        self,
+        tile: Any,
+        residue: Any,
+        origins: jax.Array | None,
+        xp: ModuleType,
+        layout: jax.Array | None = None,
+    ) -> AxisPosition:
+        """Where outer tiles lie, given their numbers inside their residue classes.
+
+        The keys that a query sees are a range, and so are the queries that see a key: the bounds of these ranges are
+        all that a mask needs.
+
+        Args:
+            tile: Tile numbers, ``[tiles]``.
+            residue: Local coordinates modulo the dilation, ``[tiles]``.
+            origins: Global coordinates of the first local query and key/value, ``[2]``; ``None`` where both are 0.
+            xp: Array namespace, ``numpy`` or ``jax.numpy``.
+            layout: How many queries and keys there are in place of the axis's, ``[2]``: others are padding.
+        """
+        d = self.dilation
+        axis = self.axis if layout is None else self.axis.within(layout[0], layout[1], xp=xp)
+        query_origin, key_origin = (0, 0) if origins is None else (origins[0], origins[1])
+        outer_origin, inner_origin = (query_origin, key_origin) if self.outer_is_query else (key_origin, query_origin)
+        tile, coordinate = tile[:, None], (residue + outer_origin)[:, None]
+        inner_residue = (coordinate - inner_origin) % d
+        inner_shift = (inner_residue + inner_origin) // d
+        group = coordinate % d
+        lengths = axis.lengths(group)
+        index = tile * self.outer_tile + xp.arange(self.outer_tile, dtype=xp.int32)[None] + coordinate // d
+        start, end = axis.bounds(index, lengths, of_query=self.outer_is_query, xp=xp)
+        if layout is not None or (not self.outer_is_query and axis.edges != "wrap"):
+            # Halos reach beyond the layout at its edges, where no key is; and so does padding.
+            end = xp.where((index >= 0) & (index < lengths[not self.outer_is_query]), end, start)
+        elif not self.outer_is_query:
+            # An array's padding would be the first keys again.
+            local = group_length(self.extents[1], d, residue[:, None])
+            end = xp.where(index - coordinate // d < local, end, start)
+        if self.period is not None:
+            first = start[:, :1]
+            inner_start = (first - inner_shift) % self.period
+            return AxisPosition(inner_start, inner_residue, start - first, end - first, first - index[:, :1])
+        # What a window names may lie on another device; as an array's padding, it is not there.
+        local = group_length(self.extents[self.outer_is_query], d, inner_residue)
+        start, end = (xp.minimum(xp.maximum(bound - inner_shift, 0), local) for bound in (start, end))
+        inner_start = xp.minimum(start[:, :1], self.inner_length - self.inner_tile * self.inner_steps)
+        distance = inner_start + inner_shift - index[:, :1]
+        return AxisPosition(inner_start, inner_residue, start - inner_start, end - inner_start, distance)
+
+    def hull_mask(self, position: AxisPosition) -> jax.Array:
+        """Which inner tokens that are visited are related to which outer ones, ``[tiles, queries, keys]``."""
+        inner = jnp.arange(self.inner_tile * self.inner_steps, dtype=jnp.int32).reshape(1, 1, -1)
+        start, end = position.seen_start[..., None], position.seen_end[..., None]
+        is_seen: jax.Array = (inner >= start) & (inner < end)
+        if self.period is not None and self.extents[self.outer_is_query] < self.axis.kv_extent:
+            # The tokens of one part, and where those of the others would be.
+            local = group_length(self.extents[self.outer_is_query], self.dilation, position.inner_residue)
+            is_seen &= (position.inner_start[..., None] + inner) % self.period < local[..., None]
+        return is_seen if self.outer_is_query else is_seen.swapaxes(1, 2)
+
+
+@functools.lru_cache(maxsize=1024)
+def largest_hull(
+    axis: Axis,
+    tile: int,
+    outer_is_query: bool,
+    is_aligned: bool,
+) -> int:
+    """Indices from the first to the last that any tile of a dimension sees, over all tiles and groups.
+
+    Its cost depends on the tile alone, not on how many tokens there are.
+
+    Args:
+        axis: The dimension.
+        tile: Extent of the tiles.
+        outer_is_query: Whether the tiles hold queries, which see keys, or keys, which are seen by queries.
+        is_aligned: Whether tiles start at multiples of their extent only.
+    """
+    largest = 1
+    window = axis.window
+    for group in {0, axis.dilation - 1}:  # the longest groups and the shortest
+        lengths = axis.lengths(group)
+        length = lengths[0 if outer_is_query else 1]
+        first = _decisive_tiles(length, window.kernel_size, window.stride, tile, tile if is_aligned else 1)
+        last = first + tile - 1
+        if axis.edges != "wrap" or outer_is_query or is_aligned:  # halos of keys go on behind the layout's ends
+            last = np.minimum(last, length - 1)
+        start, _ = axis.bounds(first, lengths, of_query=outer_is_query)
+        _, end = axis.bounds(last, lengths, of_query=outer_is_query)
+        largest = max(largest, int((end - start).max(initial=0)))
+    return largest
+
+
+def largest_hull_of_any_layout(axis: Axis, tile: int, outer_is_query: bool) -> int:
+    """A bound on the same for tiles anywhere in a layout of any extent, whose windows are those that fit.
+
+    In steps of the stride, windows begin at most as far apart as their queries. What an edge shifts makes them begin
+    closer together, and keys be seen by more queries: those of a layout of less than two windows by all of it.
+    """
+    if outer_is_query:
+        return axis.kernel_size + -(-(tile - 1) // axis.stride) * axis.stride
+    bound = 2 * axis.kernel_size + tile + axis.stride
+    # In attention a key is seen by every query, and there may be more of them than keys.
+    return bound if axis.query_extent == axis.kv_extent else max(bound, axis.query_extent)
+
+
+def _decisive_tiles(length: int, kernel_size: int, stride: int, tile: int, step: int) -> Any:
+    """First tokens of tiles, among them one of the tiles with the largest hull.
+
+    Both ends of a hull are steps of ``stride``, clamped at the layout's edges. So between the places where a clamp
+    sets in, hulls either repeat with the period ``lcm(stride, step)``, or one of their ends stands still: then they
+    only grow, or only shrink. It takes one period at either side of these places, and of each step of an end the last
+    tile before it and the first after it.
+    """
+    left = kernel_size // 2
+    middles = 0, left, kernel_size, length - kernel_size, length - kernel_size + left, length - left, length
+    clamps = [place - offset for place in middles for offset in (0, tile - 1)]
+    reach = 2 * (step // math.gcd(stride, step)) + 4
+    blocks = np.unique(np.concatenate([clamp // stride + np.arange(-reach, reach + 1) for clamp in clamps]))
+    # Ends step where a token, seen through the window, passes a multiple of the stride.
+    right = kernel_size - 1 - left
+    shifts = 0, right - (stride - stride // 2 - 1), -(left + stride - stride // 2), -kernel_size
+    steps = [blocks * stride + shift - offset for shift in shifts for offset in (0, tile - 1)]
+    edges = np.concatenate([np.array(clamps), *steps])
+    before = (edges - 1) // step * step
+    first = np.unique(np.concatenate([before, before + step]))
+    return first[(first >= 0) & (first < length)]
+
+
+#: As users have it: queries, keys, values, and what there is for each of them.
+Tokens = Annotated[jax.Array, "batch *layout heads width"]
+#: Outer tiles, by the step of a sweep that takes them.
+Cut = Annotated[jax.Array, "steps tiles batch heads_kv rows width"]
+#: Inner tokens by index and residue of each dimension, so that tiles are cut out anywhere.
+Split = Annotated[jax.Array, "batch heads *coordinates width"]
+
+RowTiles = Annotated[jax.Array, "tiles batch heads_kv rows width"]
+TokenTiles = Annotated[jax.Array, "tiles batch heads_kv tokens width"]
+ValueTiles = Annotated[jax.Array, "tiles batch heads_kv tokens width_v"]
+#: A number for each pair: scores, logits, weights and their gradients.
+PairTiles = Annotated[jax.Array, "tiles batch heads_kv rows tokens"]
+#: Which tokens a row sees; tiles and rows that are alike have one extent of 1.
+MaskTiles = Annotated[jax.Array, "_ 1 1 _ tokens"]
+#: A number for each row, of tiles or of anything else.
+PerRow = Annotated[jax.Array, "... 1"]
+
+#: A number for each head.
+PerHead = Annotated[jax.Array, "batch heads"]
+Scalar = Annotated[jax.Array, ""]
+
 
 #: Where the tiles of a sweep lie is a constant of the program up to so many numbers, and computed beyond.
 _MOST_CONSTANTS = 1 << 14
@@ -402,3 +627,45 @@ def materialize(array: jax.Array) -> jax.Array:
     """``array``, which XLA shall compute once instead of fusing it into whatever uses it."""
     materialized: jax.Array = lax.optimization_barrier(array)  # type: ignore[no-untyped-call]
     return materialized
+
+
+# Loops are none where there is one round: XLA compiles that in half the time.
+_State = TypeVar("_State")
+_Carry = TypeVar("_Carry")
+_Inputs = TypeVar("_Inputs")
+_Outputs = TypeVar("_Outputs")
+
+
+def repeated(
+    rounds: int,
+    visit: Callable[[jax.Array, _State], _State],
+    state: _State,
+    is_needed: Callable[[jax.Array], jax.Array] | None = None,
+) -> _State:
+    """``visit`` with the numbers of so many rounds, one after the other: of those that are needed, or of all."""
+
+    def visit_if_needed(number: jax.Array, state: _State) -> _State:
+        if is_needed is None:
+            return visit(number, state)
+        needed = is_needed(number)
+        visited: _State = lax.cond(needed, functools.partial(visit, number), lambda same: same, state)
+        return visited
+
+    if rounds == 1:
+        return visit_if_needed(jnp.zeros((), jnp.int32), state)
+    result: _State = lax.fori_loop(0, rounds, visit_if_needed, state)
+    return result
+
+
+def swept(
+    step: Callable[[_Carry, _Inputs], tuple[_Carry, _Outputs]], carry: _Carry, inputs: _Inputs
+) -> tuple[_Carry, _Outputs]:
+    """``lax.scan`` over the first dimension of all ``inputs``, of which derivatives of a step are computed anew."""
+    step = jax.checkpoint(step)
+    if len(jax.tree.leaves(inputs)[0]) > 1:
+        result: tuple[_Carry, _Outputs] = lax.scan(step, carry, inputs)
+        return result
+    only: _Inputs = jax.tree.map(lambda array: lax.squeeze(array, (0,)), inputs)
+    carry, outputs = step(carry, only)
+    stacked: _Outputs = jax.tree.map(lambda array: lax.expand_dims(array, (0,)), outputs)
+    return carry, stacked

@@ -3,36 +3,149 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from natten_jax.arrays.boxes import QueryBox
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
-from natten_jax.arrays.query_box import QueryBox
 from natten_jax.backends.base import Platform
-from natten_jax.backends.hopper import backward
-from natten_jax.backends.hopper.seams import ranked_around
-from natten_jax.backends.native_backend import (
+from natten_jax.backends.ffi import (
     NativeBackend,
     attributes,
+    call_for_results,
+    delta,
     entry_maps,
     forward_operands,
+    key_bias_gradient_type,
     key_bias_operand,
     layouts_operand,
+    logsumexp_cotangent_operand,
+    saved_remainder,
+    sinks_gradient,
     with_kernel_rank,
+    with_key_bias_gradient,
 )
 from natten_jax.cost_model.calibration import calibration_for
 from natten_jax.cost_model.simulation import rank_sizes
 from natten_jax.native import module as native
-from natten_jax.native.abi import KERNEL_RANK, box_start, continues
-from natten_jax.native.module import ResultType
-from natten_jax.performance import KernelSchedule, Pass, TilePair
+from natten_jax.native.module import KERNEL_RANK, ResultType, axis_rows, box_start, continues, with_kernel_tiles
+from natten_jax.performance import KernelSchedule, Pass, TilePair, outer_and_inner
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem, Shape
 from natten_jax.windows import EDGES
+
+
+def ranked_around(
+    problem: Problem, pass_: Pass, ranked: tuple[tuple[TilePair, float], ...]
+) -> tuple[tuple[TilePair, float], ...]:
+    """Pairs of tiles with their predicted seconds, the fastest first, where seams are counted in.
+
+    Args:
+        problem: What they are for.
+        pass_: The pass.
+        ranked: The same where seams cost nothing.
+    """
+    if "wrap" not in problem.edges:
+        return ranked
+    timed = ((pair, seconds * times_as_long(problem, pass_, pair)) for pair, seconds in ranked)
+    return tuple(sorted(timed, key=lambda each: each[1]))
+
+
+def times_as_long(problem: Problem, pass_: Pass, pair: TilePair) -> float:
+    """How many times as long a pass takes as if seams cost nothing.
+
+    Args:
+        problem: Some of whose dimensions wrap.
+        pass_: The pass.
+        pair: Query and key/value tile.
+    """
+    outer, inner = outer_and_inner(with_kernel_tiles(problem, pair), pass_)
+    return native.seam_factor(axis_rows(problem), inner, outer)
+
+
+TARGETS = ("natten_jax_sm90_backward", "natten_jax_sm90_backward_statistics")
+
+#: Tensor maps of a batch entry: seven arrays, of eight classes of dilation groups.
+_BACKWARD_ENTRY_MAPS = 7 * 8
+
+
+def _gradients(
+    plan: Plan,
+    operands: Operands,
+    saved: Saved,
+    cotangents: Cotangents,
+) -> Gradients:
+    """Call the kernels."""
+    problem, performance = plan.problem, plan.performance
+    rank = functools.partial(with_kernel_rank, rank=problem.rank)
+    out, logsumexp, out_cotangent = map(rank, (saved.out, saved.logsumexp, cotangents.out))
+    layouts = layouts_operand(operands)
+    if performance.backward_use_xla_reduction:
+        statistics = _xla_statistics(logsumexp, rank(delta(saved.out, *cotangents)))
+    else:
+        of_logsumexp = logsumexp_cotangent_operand(problem, cotangents)
+        statistics = _kernel_statistics(out, logsumexp, out_cotangent, of_logsumexp, layouts)
+    # Sums of the query gradient, a counter of tiles, and those of who may add to the sums.
+    scratch = operands.inputs.query.size + 1
+    if performance.backward_deterministic:
+        scratch += _query_tiles(operands.inputs.query, problem.dilation, plan.tiles[0])
+    found, (_, of_keys, _) = call_for_results(
+        TARGETS[0],
+        plan,
+        operands,
+        (layouts, key_bias_operand(problem, operands), out_cotangent, statistics, saved_remainder(problem, saved)),
+        [
+            ResultType((scratch,), jnp.float32),
+            key_bias_gradient_type(problem, operands),
+            entry_maps(operands, _BACKWARD_ENTRY_MAPS),
+        ],
+        is_deterministic=int(performance.backward_deterministic),
+    )
+    found = with_key_bias_gradient(found, operands.inputs, of_keys)
+    sinks = operands.inputs.sinks
+    if sinks is None:
+        return found
+    return found._replace(sinks=sinks_gradient(sinks, logsumexp, jnp.moveaxis(statistics[..., 1], 1, -1)))
+
+
+def _query_tiles(query: jax.Array, dilation: Shape, q_tile: Shape) -> int:
+    """Tiles of all dilation groups, heads and batch entries."""
+    batch, *extents, heads, _ = query.shape
+    tiles = [d * -(-extent // (d * tile)) for extent, d, tile in zip(extents, dilation, q_tile, strict=True)]
+    return batch * heads * math.prod(tiles)
+
+
+def _kernel_statistics(
+    out: jax.Array, logsumexp: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Array, layouts: jax.Array
+) -> jax.Array:
+    """float32 ``[batch, heads, x, y, z, 2]``: logsumexp in base 2, ``sum(out * out_cotangent)`` less its cotangent.
+
+    Where there are layouts, nothing is read of queries that see no key, as padding does not.
+    """
+    batch, *tokens, heads, _ = out.shape
+    (statistics,) = native.call(
+        TARGETS[1],
+        [ResultType((batch, heads, *tokens, 2), jnp.float32)],
+        out,
+        out_cotangent,
+        logsumexp,
+        logsumexp_cotangent,
+        layouts,
+    )
+    return statistics
+
+
+def _xla_statistics(logsumexp: jax.Array, delta_of_queries: jax.Array) -> jax.Array:
+    """The same, left to XLA. The logsumexp is rounded as in the kernels, whose remainders it has to go with."""
+    per_query = logsumexp * np.float32(1 / math.log(2)), delta_of_queries
+    return jnp.stack([jnp.moveaxis(array, -1, 1) for array in per_query], axis=-1)
+
 
 _FORWARD = "natten_jax_sm90_forward"
 _FORWARD_CONTINUED = "natten_jax_sm90_forward_continued"
@@ -57,7 +170,7 @@ class HopperBackend(NativeBackend):
     takes_extents = True
     head_dim_step = _LIMITS.get("head_dim_step", 1)
     largest_head_dim = _LIMITS.get("largest_head_dim")
-    targets: ClassVar = {"forward": (_FORWARD, _FORWARD_CONTINUED, _FORWARD_FLOAT8), "backward": backward.TARGETS}
+    targets: ClassVar = {"forward": (_FORWARD, _FORWARD_CONTINUED, _FORWARD_FLOAT8), "backward": TARGETS}
     schedules: ClassVar = {
         "forward": (KernelSchedule.PING_PONG, KernelSchedule.COOPERATIVE, KernelSchedule.NON_PERSISTENT)
     }
@@ -147,7 +260,7 @@ class HopperBackend(NativeBackend):
 
     def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Call the kernels."""
-        return backward.gradients(plan, operands, saved, cotangents)
+        return _gradients(plan, operands, saved, cotangents)
 
 
 #: Counts query tiles.

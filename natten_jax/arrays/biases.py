@@ -1,23 +1,79 @@
-"""Biases of keys for kernels that know none: columns behind the heads of queries and keys.
-
-Where a key has its bias in one more column and every query a constant there, their product adds the bias to each logit
-of the key. A bias is the sum of three numbers of few digits, which have as many together as one of float32. Query heads
-that share keys have columns of their own, and zeros in those of others.
-"""
+"""Operands that are added to logits: what hides keys, and biases in the forms that backends take."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.arrays.added_logits import with_hidden_keys
-from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
-from natten_jax.arrays.padding import is_real, without_padding
+from natten_jax.arrays.boxes import is_real, without_padding
+from natten_jax.arrays.operands import Gradients, Inputs, Operands, Output, Saved
 from natten_jax.problem import Problem
+
+#: Fields of :class:`Inputs` that are added to logits.
+ADDED = ("relative_bias", "key_bias", "shared_key_bias", "sinks")
+
+
+def in_accumulator(operand: Any, accumulator: Any) -> jax.Array:
+    """Convert an operand to the accumulator's element type, in which it hides the same keys.
+
+    An operand of this type is returned unchanged: the rule is applied later, by the kernel (``Backend.hides_keys``) or
+    by :func:`with_hidden_keys`.
+    """
+    operand = jnp.asarray(operand)
+    if operand.dtype == accumulator:
+        return operand
+    hiding = with_hidden_keys(operand)
+    limits = jnp.finfo(accumulator)
+    if float(jnp.finfo(operand.dtype).max) > float(limits.max):
+        # Numbers that hide nothing must not overflow, nor hide their keys in the narrower type.
+        lowest = np.nextafter(np.asarray(limits.min / 2, accumulator), np.asarray(0, accumulator))
+        hiding = jnp.where(jnp.isinf(hiding), hiding, jnp.clip(hiding, float(lowest), float(limits.max)))
+    return hiding.astype(accumulator)
+
+
+def with_hidden_keys(operand: jax.Array) -> jax.Array:
+    """Replace numbers that hide keys by ``-inf``; their gradient is 0."""
+    return jnp.where(operand <= float(jnp.finfo(operand.dtype).min) / 2, -jnp.inf, operand)
+
+
+def with_hidden_keys_of_inputs(inputs: Inputs) -> Inputs:
+    """Apply :func:`with_hidden_keys` to every operand that is added to logits, for backends that do not."""
+    given = {name: getattr(inputs, name) for name in ADDED}
+    return inputs._replace(**{name: with_hidden_keys(array) for name, array in given.items() if array is not None})
+
+
+def of_each_head(inputs: Inputs) -> Inputs:
+    """The inputs, with biases of keys of each query head."""
+    shared = inputs.shared_key_bias
+    if shared is None:
+        return inputs
+    heads = inputs.query.shape[-2]
+    of_heads = jax.lax.broadcast_in_dim(shared, (*shared.shape, heads, 1), range(shared.ndim))
+    return inputs._replace(key_bias=of_heads, shared_key_bias=None)
+
+
+def with_shared_gradient(found: Gradients, inputs: Inputs) -> Gradients:
+    """The gradients of such inputs, from those that have biases of each head."""
+    if inputs.shared_key_bias is None or found.key_bias is None:
+        return found
+    return found._replace(key_bias=None, shared_key_bias=jnp.sum(found.key_bias, axis=(-2, -1)))
+
+
+def table_of_each_entry(inputs: Inputs) -> jax.Array:
+    """The relative bias, ``[batch, heads, entries]``."""
+    table = inputs.relative_bias
+    assert table is not None
+    return jnp.broadcast_to(table, (inputs.query.shape[0], *table.shape[1:]))
+
+
+def gradient_of_shared_table(of_entries: jax.Array, table: jax.Array) -> jax.Array:
+    """The gradient of a table ``[1 or batch, heads, entries]``, from those of batch entries."""
+    return jnp.sum(of_entries, axis=0, keepdims=True) if table.shape[0] == 1 else of_entries
+
 
 _Result = TypeVar("_Result", Output, Saved)
 

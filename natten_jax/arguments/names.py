@@ -1,11 +1,130 @@
-"""What other libraries call arguments, by what they are called here or why there are none."""
+"""Keyword arguments by name: unknown names are explained, and shared options appear in signatures."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast, get_type_hints
+
+import numpy as np
+
+from natten_jax.arguments.static import shown
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Neutral(NamedTuple):
+    """An argument of NATTEN that has no meaning here, or another name.
+
+    Attributes:
+        values: Those that change nothing.
+        instead: What to do instead of giving another.
+    """
+
+    values: tuple[bool, ...]
+    instead: str
+
+
+#: NATTEN's arguments of the operators and of ``attention_kwargs`` that change nothing here.
+OF_OPERATORS: Mapping[str, Neutral] = MappingProxyType(
+    {
+        "torch_compile": Neutral((False,), "jax.jit compiles every call"),
+        "backward_use_pt_reduction": Neutral((False,), "here it is called backward_use_xla_reduction"),
+    }
+)
+#: Those of ``merge_attentions``, which NATTEN compiles by default.
+OF_MERGE: Mapping[str, Neutral] = MappingProxyType(
+    {
+        "torch_compile": Neutral((True, False), "every merge is compiled"),
+        "use_autograd_fix": Neutral((True,), "gradients are always those of attention over all keys"),
+    }
+)
+
+
+def explained(
+    names: Iterable[str] = (), of_natten: Mapping[str, Neutral] = OF_OPERATORS
+) -> Callable[[Function], Function]:
+    """A decorator of a function, or of a method: before it is called, unknown keyword arguments are explained.
+
+    Python would speak of an argument that is missing, as ``kernel_size`` where ``window_size`` is given, first.
+
+    Args:
+        names: What the function knows besides its parameters.
+        of_natten: Arguments of NATTEN that it takes if it takes any others.
+    """
+
+    def decorate(function: Function) -> Function:
+        parameters = inspect.signature(function).parameters.values()
+        takes_others = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        known = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+        known |= set(names)
+        accepted = frozenset(known | set(of_natten) if takes_others else known)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not kwargs.keys() <= accepted:
+                name = next(each for each in kwargs if each not in accepted)
+                raise TypeError(unexpected(_label(function, args), name, known))
+            return function(*args, **kwargs)
+
+        return cast(Function, call)
+
+    return decorate
+
+
+def known_arguments(
+    function: str, arguments: Mapping[str, Any], names: Iterable[str], of_natten: Mapping[str, Neutral] = OF_OPERATORS
+) -> dict[str, Any]:
+    """The keyword arguments that a function knows, without those of NATTEN that change nothing.
+
+    Args:
+        function: Name of the function, for messages.
+        arguments: What it was given.
+        names: What it knows.
+        of_natten: Arguments of NATTEN that it takes.
+
+    Raises:
+        TypeError: It was given something else.
+    """
+    known = set(names)
+    for name, value in arguments.items():
+        if name in known:
+            continue
+        if name not in of_natten:
+            raise TypeError(unexpected(function, name, known))
+        check_neutral(f"{function}() takes {name}", of_natten[name], value)
+    return {name: value for name, value in arguments.items() if name in known}
+
+
+def check_neutral(what: str, neutral: Neutral, value: Any) -> None:
+    """Check that an argument of NATTEN asks for nothing.
+
+    Args:
+        what: How the message begins, up to the argument.
+        neutral: The argument.
+        value: What was given.
+
+    Raises:
+        TypeError: It asks for something.
+    """
+    if not isinstance(value, (bool, np.bool_)) or bool(value) not in neutral.values:
+        values = " or ".join(map(str, neutral.values))
+        raise TypeError(f"{what}={values} only, got {shown(value)}: {neutral.instead}")
+
+
+def unexpected(function: str, name: str, known: Iterable[str]) -> str:
+    """The message that a function has no such argument."""
+    return f"{function}() got an unexpected keyword argument {name!r}{explanation(name, set(known))}"
+
+
+def _label(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    """What users call a function; of a constructor, its class."""
+    name = function.__name__
+    return type(args[0]).__name__ if name in ("__init__", "__call__") and args else name
+
 
 _LONGEST = 64  # of a name that is compared with others
 
@@ -195,3 +314,59 @@ def _nearest(name: str, known: Collection[str]) -> Iterator[str]:
     # A misspelt name of another library is near to that one's.
     for other in difflib.get_close_matches(written, sorted(_BY_NAME), 1, cutoff=0.85):
         yield from (each for each in _BY_NAME[other].here if each in known)
+
+
+class SpelledOptions(NamedTuple):
+    """Options that functions take as ``**options``.
+
+    Attributes:
+        declared: A ``TypedDict`` of them.
+        defaults: What each is where it is left out.
+        documentation: What each means; what else is in there does not matter.
+        behind: The parameter that they stand behind where that is given by keyword; else they are the first that are.
+    """
+
+    declared: type[Any]
+    defaults: Mapping[str, Any]
+    documentation: Mapping[str, str]
+    behind: str
+
+    @property
+    def marker(self) -> str:
+        """The line of a docstring that their documentation replaces."""
+        return f"{{{self.declared.__name__}}}"
+
+    def shown(self, **others: type[Any]) -> Callable[[Function], Function]:
+        """A decorator: the function's signature and documentation have the options by name.
+
+        Args:
+            **others: What is left of the function's ``**options``, as its signature has it: a name and a ``TypedDict``.
+        """
+
+        def decorate(function: Function) -> Function:
+            function.__signature__ = self._signature(function, others)  # type: ignore[attr-defined]
+            lines = (function.__doc__ or "").split("\n")  # none with python -OO
+            function.__doc__ = "\n".join(line for each in lines for line in self._documented(each)) or None
+            return function
+
+        return decorate
+
+    def _signature(self, function: Callable[..., Any], others: Mapping[str, type[Any]]) -> inspect.Signature:
+        signature, kind = inspect.signature(function), inspect.Parameter
+        *given, _ = signature.parameters.values()
+        by_keyword = [i for i, each in enumerate(given) if each.kind is kind.KEYWORD_ONLY]
+        after = [i + 1 for i in by_keyword if given[i].name == self.behind]
+        place = (after or by_keyword or [len(given)])[0]
+        own = [
+            kind(name, kind.KEYWORD_ONLY, default=self.defaults[name], annotation=annotation)
+            for name, annotation in get_type_hints(self.declared).items()
+        ]
+        rest = [kind(name, kind.VAR_KEYWORD, annotation=f"Unpack[{each.__name__}]") for name, each in others.items()]
+        return signature.replace(parameters=[*given[:place], *own, *given[place:], *rest])
+
+    def _documented(self, line: str) -> list[str]:
+        if line.strip() != self.marker:
+            return [line]
+        indent = line[: len(line) - len(line.lstrip())]
+        texts = (f"{name}: {self.documentation.get(name, '')}" for name in self.declared.__annotations__)
+        return [indent + each for text in texts for each in text.split("\n")]

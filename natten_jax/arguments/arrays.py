@@ -1,0 +1,250 @@
+"""Arguments that may be arrays: scales, boxes of queries, extents; and the mesh axes that tokens are split over."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from natten_jax.arguments.static import Ints, array_of, offset_tuple, shown
+from natten_jax.element_types import ELEMENT_TYPES
+
+#: What the operators take as ``query_origin``: Python's ints are known, and an array of JAX's is read when it runs.
+Origin = Ints
+#: What they take as ``extents`` and lengths.
+Counts = jax.Array | np.ndarray[Any, Any]
+
+
+def checked_origin(query_origin: Any, batch: int, room: Sequence[int]) -> jax.Array | None:
+    """Where a box of queries begins in the layout: int32, ``[rank]`` or ``[batch, rank]``.
+
+    What is known is checked; what JAX's arrays hold is moved into range, as :func:`jax.lax.dynamic_slice` does.
+
+    Args:
+        query_origin: The argument.
+        batch: Batch size.
+        room: By how much the layout is larger than the box, in each dimension.
+
+    Raises:
+        ValueError: The box does not lie inside of the layout, or the argument has another shape.
+        TypeError: It holds something else than integers.
+    """
+    if query_origin is None:
+        return None
+    rank = len(room)
+    given = array_of(query_origin)
+    if not isinstance(given, jax.Array) and not (isinstance(given, np.ndarray) and given.ndim == 2):
+        if isinstance(given, Sequence) and any(isinstance(each, jax.core.Tracer) for each in given):
+            raise TypeError(
+                f"query_origin must be one array where it is traced, got {shown(query_origin)}: jnp.stack it"
+            )
+        return jnp.asarray(_in_room(np.array(offset_tuple("query_origin", given, rank)), room), jnp.int32)
+    shapes = (rank,), (batch, rank)
+    if rank == 1 and given.ndim == 0:
+        given = given.reshape(1)
+    _check_integers("query_origin", given)
+    if given.shape not in shapes:
+        raise ValueError(
+            f"query_origin has shape {given.shape}, but must have {shapes[0]} or {shapes[1]}: a number for each token "
+            "dimension, or that for each entry of the batch"
+        )
+    if isinstance(given, np.ndarray):
+        return jnp.asarray(_in_room(given, room), jnp.int32)
+    return _clipped(given, room)
+
+
+def checked_counts(name: str, counts: Any, batch: int, layout: Sequence[int], *, is_length: bool) -> jax.Array | None:
+    """How many tokens are real in each dimension, from the first one on: int32 ``[batch, rank]``.
+
+    What is known is checked; what JAX's arrays hold is moved into range.
+
+    Args:
+        name: The name of the argument.
+        counts: The argument, ``[batch, rank]``; or ``[batch]`` where ``is_length``.
+        batch: Batch size.
+        layout: The layout of the arrays.
+        is_length: Whether it speaks of a sequence.
+
+    Raises:
+        ValueError: A number is negative or larger than the layout, or the argument has another shape.
+        TypeError: It holds something else than integers.
+    """
+    if counts is None:
+        return None
+    given = array_of(counts)
+    if not isinstance(given, (jax.Array, np.ndarray)):
+        raise TypeError(f"{name} must be an int32 array, got {shown(counts)}")
+    _check_integers(name, given)
+    shape = (batch,) if is_length else (batch, len(layout))
+    if given.shape != shape:
+        raise ValueError(f"{name} has shape {given.shape}, but must have {shape}: how many tokens each entry has")
+    given = given.reshape(batch, len(layout))
+    if isinstance(given, np.ndarray):
+        if ((given < 0) | (given > np.array(layout))).any():
+            raise ValueError(f"{name} must lie between 0 and the token layout {tuple(layout)}, got {shown(counts)}")
+        return jnp.asarray(given, jnp.int32)
+    return _clipped(given, layout)
+
+
+def _clipped(numbers: jax.Array, most: Sequence[int]) -> jax.Array:
+    """The numbers ``[..., rank]``, moved into the range from 0 to ``most``, as int32."""
+    bounds = jnp.broadcast_to(jnp.asarray(most, numbers.dtype), numbers.shape)
+    return jnp.clip(numbers, 0, bounds).astype(jnp.int32)
+
+
+def _check_integers(name: str, array: Any) -> None:
+    if not isinstance(array.dtype, np.dtype) or not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{name} must hold integers (int32), got dtype {array.dtype}")
+
+
+def _in_room(origin: np.ndarray[Any, Any], room: Sequence[int]) -> np.ndarray[Any, Any]:
+    if ((origin < 0) | (origin > np.array(room))).any():
+        raise ValueError(
+            f"query_origin must lie between 0 and {tuple(room)}, so that the box of queries lies inside of the token "
+            f"layout of the keys, got {shown(origin.tolist())}"
+        )
+    return origin
+
+
+#: A number, or an array of them: without dimensions, or one for each query head.
+Scale = float | jax.Array | np.ndarray[Any, Any]
+
+_NUMBER = "None or a real number"
+_NUMBER_OR_ARRAY = "None, a real number or an array of real numbers, without dimensions or of shape [heads]"
+
+#: Largest scale: times log2(e) it is finite in float32, with room for both to be rounded.
+LARGEST = float(np.finfo(np.float32).max) * (1 - 2**-22) / math.log2(math.e)
+
+
+def checked_scale(
+    scale: float | None, dtype: str | None = None, *, name: str = "scale", takes_arrays: bool = False
+) -> float | None:
+    """The factor of the logits as a Python float.
+
+    Args:
+        scale: The argument; ``None`` stands for the default.
+        dtype: Element type of the problem, where it is known. Logits of float64 problems are computed in float64,
+            all others in float32, and the kernels' exponentials have base 2: there, ``scale * log2(e)`` is finite.
+        name: What the user knows the argument as.
+        takes_arrays: Whether it may also be an array, which :func:`number_or_array` has taken out before.
+
+    Raises:
+        ValueError: The scale is not finite, or too large for ``dtype``.
+        TypeError: It is no real number.
+    """
+    if scale is None:
+        return None
+    number, array = number_or_array(scale)
+    if array is not None:
+        number = array
+    if isinstance(number, (bool, np.complexfloating)) or not isinstance(number, (numbers.Real, np.number)):
+        raise TypeError(f"{name} must be {_NUMBER_OR_ARRAY if takes_arrays else _NUMBER}, got {shown(scale)}")
+    try:
+        factor = float(number)
+    except OverflowError:
+        factor = math.inf
+    if not math.isfinite(factor):
+        raise ValueError(f"{name} must be finite, as a float64, too, got {shown(scale)}")
+    if dtype not in (None, "float64") and not abs(factor) <= LARGEST:
+        raise ValueError(
+            f"{name} must be within +-{LARGEST:.6g} for {dtype} arrays, whose logits are float32 "
+            f"({name} * log2(e) has to be finite), got {shown(scale)}"
+        )
+    return factor
+
+
+def scale_or_default(scale: float | None, head_dim: int, dtype: str) -> float:
+    """The factor of the logits; ``None`` is ``head_dim ** -0.5``."""
+    factor = checked_scale(scale, dtype, takes_arrays=True)
+    return float(head_dim) ** -0.5 if factor is None else factor
+
+
+def number_or_array(scale: Any) -> tuple[Any, jax.Array | np.ndarray[Any, Any] | None]:
+    """A scale as a number, which :func:`checked_scale` checks, or as an array, which :func:`per_head` does.
+
+    An array without dimensions whose value is known is a number, whatever library it is of; one that JAX traces is not.
+    """
+    if scale is None or type(scale) is float:
+        return scale, None
+    scale = array_of(scale)
+    if not isinstance(scale, (jax.Array, np.ndarray)):
+        return scale, None
+    if scale.ndim == 0 and not isinstance(scale, jax.core.Tracer):
+        return scale.item(), None
+    return None, scale
+
+
+def per_head(scale: jax.Array | np.ndarray[Any, Any], batch: Any, heads: int, dtype: str) -> jax.Array:
+    """Factors of the logits, ``[batch, heads]`` in the element type of these.
+
+    Args:
+        scale: Traced by JAX and without dimensions, or ``[heads]``.
+        batch: Batch size.
+        heads: Query heads.
+        dtype: Element type of the problem.
+
+    Raises:
+        ValueError: It has another shape, or a value that is known and breaks a rule of :func:`checked_scale`.
+        TypeError: It holds no real numbers.
+    """
+    if not any(jnp.issubdtype(scale.dtype, kind) for kind in (jnp.floating, jnp.integer)):
+        raise TypeError(
+            f"scale must be {_NUMBER_OR_ARRAY}, got an array of shape {scale.shape} and dtype {scale.dtype}"
+        )
+    if scale.shape not in ((), (heads,)):
+        raise ValueError(
+            f"scale has shape {scale.shape}, but an array of scales has no dimensions, or one for the "
+            f"{heads} query heads: ({heads},)"
+        )
+    if not isinstance(scale, jax.core.Tracer) and (isinstance(scale, np.ndarray) or scale.is_fully_addressable):
+        for head, factor in enumerate(np.asarray(scale).tolist()):
+            checked_scale(factor, dtype, name=f"scale[{head}]")
+    factors = jnp.asarray(scale, ELEMENT_TYPES[dtype].accumulator)
+    return jnp.broadcast_to(factors, (batch, heads))
+
+
+#: One entry for each token dimension: a mesh axis, several, the first one slowest, or ``None``.
+TokenAxes = Sequence[str | Sequence[str] | None]
+
+
+def axis_names(entry: Any) -> tuple[Any, ...]:
+    """The mesh axes of one dimension, as users and partition specs write them: one, several or ``None``."""
+    if entry is None:
+        return ()
+    return tuple(entry) if isinstance(entry, Sequence) and not isinstance(entry, str) else (entry,)
+
+
+def checked_token_axes(token_axes: Any, rank: int) -> tuple[tuple[str, ...], ...]:
+    """The argument in canonical form: a tuple of names for each token dimension, or nothing at all.
+
+    Raises:
+        TypeError: It holds something else than names.
+        ValueError: It has another length, or an axis is named twice or is none of ``jax.shard_map`` here.
+    """
+    if token_axes is None:
+        return ()
+    rule = f"token_axes must have {rank} value(s), one per token dimension: a mesh axis, a tuple of them or None"
+    if isinstance(token_axes, str) or not isinstance(token_axes, Sequence):
+        raise TypeError(f"{rule}; got {shown(token_axes)}")
+    if len(token_axes) != rank:
+        raise ValueError(f"{rule}; got {shown(token_axes)}")
+    axes = tuple(map(axis_names, token_axes))
+    names = [name for entry in axes for name in entry]
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{rule}; got {shown(token_axes)}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"token_axes names a mesh axis twice: {shown(token_axes)}")
+    for name in names:
+        try:
+            jax.lax.axis_size(name)
+        except NameError:
+            raise ValueError(
+                f"token_axes names {name!r}, which is no manual mesh axis here: it is for calls inside jax.shard_map; "
+                "elsewhere the sharding of the arrays says how tokens are split"
+            ) from None
+    return axes if names else ()

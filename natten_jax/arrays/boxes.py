@@ -1,0 +1,136 @@
+"""Boxes of tokens: parts of arrays, written in place, and padding outside of a batch entry's layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from natten_jax.arrays.operands import Role, roles_of
+
+
+def words_of(array: jax.Array) -> jax.Array:
+    """The same bits, two elements along the last dimension as one; others than pairs of 16 bits stay what they are."""
+    *outer, width = array.shape
+    if array.dtype.itemsize != 2 or width % 2:
+        return array
+    return jax.lax.bitcast_convert_type(array.reshape(*outer, width // 2, 2), jnp.uint32)
+
+
+def elements_of(words: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The elements again that :func:`words_of` was given."""
+    if words.dtype == dtype:
+        return words
+    *outer, width = words.shape
+    return jax.lax.bitcast_convert_type(words, dtype).reshape(*outer, 2 * width)
+
+
+_Array = TypeVar("_Array")
+
+
+def apart(arrays: _Array) -> _Array:
+    """The same arrays, which XLA does not join with slices of them on the way from or to a custom call.
+
+    For GPUs it makes one operation of a custom call and of contiguous slices that it reads or is written to. In JAX
+    0.11.2 that fails where the call's result is what is updated ("DUS target must be a fusion parameter"), and takes
+    results away from operands whose place in memory they have.
+    """
+    return jax.lax.optimization_barrier(arrays)  # type: ignore[no-any-return]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("first",), meta_fields=("extents",))
+@dataclasses.dataclass(frozen=True)
+class QueryBox:
+    """Some of the queries along each token dimension.
+
+    Attributes:
+        first: int32 ``[rank]``: where they begin, which may depend on the device.
+        extents: How many there are.
+    """
+
+    first: jax.Array
+    extents: tuple[int, ...]
+
+    @property
+    def starts(self) -> list[jax.Array]:
+        """Where they begin, by token dimension."""
+        return [self.first[i] for i in range(len(self.extents))]
+
+    def cut(self, array: jax.Array) -> jax.Array:
+        """These queries of an array ``[batch, *query_layout, ...]``."""
+        shape = self._shape(array)
+        return array if array.shape == shape else jax.lax.dynamic_slice(array, self._start(array), shape)
+
+    def copied(self, array: jax.Array) -> jax.Array:
+        """The same, where nothing is computed with them on the way: in words."""
+        return elements_of(self.cut(words_of(array)), array.dtype)
+
+    def put(self, array: jax.Array, part: jax.Array) -> jax.Array:
+        """The array, with these queries replaced.
+
+        By slices, which XLA updates in place: ``array.at[...]`` is a scatter whose indices are an empty constant where
+        they are all static, and XLA of JAX 0.11 ends the process on such a constant in a ``jax.shard_map`` over
+        explicit axes.
+        """
+        if array.shape == part.shape:
+            return part
+        return jax.lax.dynamic_update_slice(apart(array), part, self._start(array))
+
+    def _shape(self, array: jax.Array) -> tuple[int, ...]:
+        return array.shape[0], *self.extents, *array.shape[1 + len(self.extents) :]
+
+    def _start(self, array: jax.Array) -> list[jax.Array | np.int32]:
+        # In 64-bit mode a Python number would be an int64, and indices must have one type.
+        zero = np.int32(0)
+        return [zero, *self.starts, *[zero] * (array.ndim - 1 - len(self.extents))]
+
+
+_Arrays = TypeVar("_Arrays", bound=tuple[Any, ...])
+
+
+def is_real(layouts: jax.Array, shape: Sequence[int], *, of_queries: bool) -> jax.Array:
+    """Which tokens lie inside of the layouts of their entries, ``[batch, *shape]``.
+
+    Args:
+        layouts: As :class:`natten_jax.arrays.operands.Operands` has them.
+        shape: Token layout of an array.
+        of_queries: Whether it is the queries', or else that of keys and values.
+    """
+    rank, dimensions = len(shape), layouts.shape[-1]
+    found = jnp.ones((layouts.shape[0], *(1,) * rank), bool)
+    for i, extent in enumerate(shape):
+        of_dimension = layouts[:, :, dimensions - rank + i, None]
+        token = jnp.arange(extent, dtype=jnp.int32)[None]
+        is_inside = of_dimension[:, 0] + token < of_dimension[:, 1] if of_queries else token < of_dimension[:, 2]
+        found = found & is_inside.reshape(-1, *(extent if j == i else 1 for j in range(rank)))
+    return found
+
+
+def without_padding(layouts: jax.Array | None, arrays: _Arrays) -> _Arrays:
+    """The arrays, zero in their padding.
+
+    Args:
+        layouts: As :class:`natten_jax.arrays.operands.Operands` has them; ``None`` where nothing is padding.
+        arrays: A tuple whose fields have roles.
+    """
+    if layouts is None:
+        return arrays
+
+    def cleared(array: jax.Array, role: Role) -> jax.Array:
+        if not role.has_layout:
+            return array
+        shape = array.shape[1 : array.ndim + role.heads_axis]
+        mask = is_real(layouts, shape, of_queries=role.tokens == "queries")
+        return jnp.where(mask.reshape(*mask.shape, *(1,) * -role.heads_axis), array, 0)
+
+    leaves, structure = jax.tree.flatten(arrays)
+    result: _Arrays = jax.tree.unflatten(
+        structure, [cleared(*each) for each in zip(leaves, roles_of(arrays), strict=True)]
+    )
+    return result

@@ -1,0 +1,579 @@
+"""Checks the arrays of a call, and brings them into the form that passes take."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from natten_jax.arguments.arrays import Counts, Origin, checked_counts, checked_origin
+from natten_jax.arguments.static import Ints, array_of, check_extents, choice_tuple, int_tuple, one_bool, planned_batch
+from natten_jax.arrays.biases import in_accumulator, with_hidden_keys
+from natten_jax.arrays.boxes import is_real
+from natten_jax.arrays.operands import Inputs, Output, Role
+from natten_jax.element_types import ELEMENT_TYPES, SUPPORTED_DTYPES
+from natten_jax.execution import custom_vjp
+from natten_jax.native.module import KERNEL_RANK
+from natten_jax.plan.request import Request
+from natten_jax.problem import Axis, Problem, problem_of
+from natten_jax.sharding.explicit import replicated, reshaped, split_like, split_like_heads, spread
+from natten_jax.windows import EDGES, Edges, WindowArguments
+
+
+def described(describe: Callable[[Inputs], Problem], inputs: Inputs) -> Problem:
+    """The problem that arrays describe.
+
+    Args:
+        describe: Makes it of the arrays.
+        inputs: Their shapes and element types.
+
+    Raises:
+        ValueError: As ``describe``, and the message asks that question where it helps.
+    """
+    try:
+        return describe(inputs)
+    except ValueError as error:
+        if not _are_heads_first(describe, inputs):
+            raise
+        raise ValueError(
+            f"{error}. Do heads come first in these arrays? They come after the tokens: jnp.moveaxis(array, 1, -2)"
+        ) from None
+
+
+def _are_heads_first(describe: Callable[[Inputs], Problem], inputs: Inputs) -> bool:
+    """Whether the arrays would do with the second dimension behind the tokens, and had fewer heads than tokens then."""
+
+    def moved(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        batch, heads, *tokens, width = array.shape
+        return jax.ShapeDtypeStruct((batch, *tokens, heads, width), array.dtype)
+
+    if any(each.ndim < 4 for each in jax.tree.leaves(inputs)):
+        return False
+    try:
+        problem = describe(jax.tree.map(moved, inputs))
+    except (TypeError, ValueError):
+        return False
+    return problem.heads <= max(*problem.query_layout, *problem.kv_layout)
+
+
+#: An array that becomes a JAX array as ``jnp.asarray`` makes it.
+ArrayLike = jax.Array | np.ndarray[Any, Any]
+#: An array, or what stands for one that is not there: a problem takes shapes and element types alone.
+Shaped = jax.Array | jax.ShapeDtypeStruct
+
+
+def as_jax_array(name: str, array: ArrayLike | None) -> jax.Array:
+    """``array``, or what it stands for, as a JAX array; a NumPy one in the element type that JAX's settings allow.
+
+    Raises:
+        TypeError: It is none that :func:`check_array` takes.
+    """
+    if getattr(array, "__jax_array__", None) is not None:  # a call less for each array that is one
+        array = array_of(array)
+    dtype = getattr(array, "dtype", None)
+    if not isinstance(dtype, np.dtype) or not dtype.isnative:  # a call less for each array that is right
+        check_array(name, array)
+    if isinstance(array, np.ndarray) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
+        array = jnp.asarray(array)
+    return array  # type: ignore[return-value]  # JAX's functions take NumPy's arrays as they are
+
+
+#: Dtypes of operands that are added to logits. They have infinities.
+_LOGIT_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def as_logit_term(name: str, array: ArrayLike | None) -> jax.Array:
+    """``array``, which is added to logits, as a JAX array in its own element type.
+
+    Raises:
+        ValueError: Its dtype is not supported.
+        TypeError: It is not an array, or :func:`check_array` rejects it.
+    """
+    array = as_jax_array(name, array)
+    if array.dtype.name not in _LOGIT_DTYPES:
+        raise ValueError(
+            f"{name} has dtype {array.dtype.name}, but it is added to logits: {', '.join(_LOGIT_DTYPES)} are supported"
+        )
+    return array
+
+
+def neighborhood_problem(
+    rank: int,
+    inputs: Inputs,
+    window: WindowArguments,
+    scale: float | None = None,
+    parts: Sequence[int] | None = None,
+    *,
+    clamp_window: bool = False,
+    is_box: bool = False,
+) -> Problem:
+    """Check the arguments of ``na{rank}d`` and describe the problem.
+
+    Arrays, of which shapes and element types are read, are one of so many equal ``parts`` of each token dimension;
+    ``None`` is one of each. ``clamp_window`` takes windows that fit in place of larger ones.
+    Queries are a box of the layout where ``is_box``.
+    """
+    query, key, value = inputs.query, inputs.key, inputs.value
+    _check_arrays(query, key, value, rank + 3, f"na{rank}d")
+    layout = query.shape[1:-2]
+    if is_box:
+        layout = _layout_of_box(query, key)
+    for name, array in (("key", key), ("value", value)):
+        if array.shape[1:-2] != layout:
+            raise ValueError(
+                f"{name} has token layout {array.shape[1:-2]}, but query has {layout}: "
+                "query, key and value must share one token layout"
+            )
+    window.checked(rank)  # without a layout in the place of a kernel_size
+    tokens = [extent * each for extent, each in zip(layout, parts or (1,) * rank, strict=True)]
+    return problem_of(
+        tokens,
+        **(window.clamped(tokens) if clamp_window else window)._asdict(),
+        scale=scale,
+        additional_kv=_check_additional_kv(inputs),
+        **_sizes(query, key, value),
+    )
+
+
+def attention_problem(
+    query: Shaped,
+    key: Shaped,
+    value: Shaped,
+    scale: float | None,
+    is_causal: bool | np.ndarray[Any, Any] | jax.Array,
+    *,
+    is_box: bool = False,
+) -> Problem:
+    """Check the arguments of ``attention`` and describe the problem; ``is_box`` as in neighborhood attention."""
+    _check_arrays(query, key, value, 4, "attention")
+    if key.shape[1] != value.shape[1]:
+        raise ValueError(
+            f"value has {value.shape[1]} tokens, but key has {key.shape[1]}: "
+            "key and value must have the same sequence length"
+        )
+    return problem_of(
+        _layout_of_box(query, key) if is_box else query.shape[1:2],
+        is_causal=one_bool("is_causal", is_causal),
+        operator="fmha",
+        kv_layout=key.shape[1:2],
+        scale=scale,
+        **_sizes(query, key, value),
+    )
+
+
+def check_array(name: str, array: Any) -> None:
+    """Check that an argument is an array.
+
+    Raises:
+        TypeError: It is none, or one in another byte order than this machine's, which JAX does not take.
+    """
+    dtype = getattr(array, "dtype", None)
+    if not isinstance(dtype, np.dtype):
+        raise TypeError(f"{name} must be an array, got {type(array).__name__}")
+    if not dtype.isnative:
+        raise TypeError(
+            f"{name} has dtype {dtype.str!r}, whose bytes are in another order than this machine's, and JAX takes no "
+            f"such arrays: {name}.astype({dtype.name!r}) puts them in order"
+        )
+
+
+def _layout_of_box(query: Shaped, key: Shaped) -> tuple[int, ...]:
+    """The layout of keys, of which queries are a box."""
+    layout = key.shape[1:-2]
+    if any(some > every for some, every in zip(query.shape[1:-2], layout, strict=True)):
+        raise ValueError(
+            f"query has token layout {query.shape[1:-2]}, which is larger than that of key, {layout}: with "
+            "query_origin the queries are a box of the layout of the keys"
+        )
+    return layout
+
+
+def _sizes(query: Shaped, key: Shaped, value: Shaped) -> dict[str, Any]:
+    return {
+        "batch": planned_batch(query.shape[0]),
+        "heads": query.shape[-2],
+        "heads_kv": key.shape[-2],
+        "head_dim": query.shape[-1],
+        "head_dim_v": value.shape[-1],
+        "dtype": query.dtype.name,
+    }
+
+
+def _check_arrays(query: Shaped, key: Shaped, value: Shaped, ndim: int, function: str) -> None:
+    arrays = {"query": query, "key": key, "value": value}
+    for name, array in arrays.items():
+        check_array(name, array)
+        if array.ndim != ndim:
+            raise ValueError(
+                f"{name} has shape {array.shape}, but {function} takes {ndim}-dimensional arrays "
+                "[batch, *token layout, heads, head_dim]"
+            )
+        check_extents(name, array.shape, ("batch", *("a token extent",) * (ndim - 3), "heads", "head_dim"))
+        if 0 in array.shape[1:]:
+            raise ValueError(f"{name} has shape {array.shape}: every extent but the batch must be at least 1")
+    if query.dtype.name not in SUPPORTED_DTYPES:
+        raise ValueError(f"query has dtype {query.dtype.name}; supported are {', '.join(SUPPORTED_DTYPES)}")
+    for name in ("key", "value"):
+        if arrays[name].dtype != query.dtype:
+            raise ValueError(
+                f"{name} has dtype {arrays[name].dtype.name}, but query has {query.dtype.name}: query, key and "
+                f"value must share one dtype (supported: {', '.join(SUPPORTED_DTYPES)})"
+            )
+        if arrays[name].shape[0] != query.shape[0]:
+            raise ValueError(
+                f"{name} has batch size {arrays[name].shape[0]}, but query has {query.shape[0]}: they must be equal"
+            )
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(f"value has {value.shape[-2]} heads, but key has {key.shape[-2]}: they must be equal")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"key has head_dim {key.shape[-1]}, but query has {query.shape[-1]}: they must be equal")
+
+
+def _check_additional_kv(inputs: Inputs) -> int:
+    query, key, value, keys, values, *_ = inputs
+    if keys is None and values is None:
+        return 0
+    if keys is None or values is None:
+        given, missing = ("additional_keys", "additional_values")[:: 1 if values is None else -1]
+        shape = getattr(keys if values is None else values, "shape", None)
+        raise ValueError(f"{given} (shape {shape}) was given without {missing}: give both or neither")
+    for name, array, source, source_name in (
+        ("additional_keys", keys, key, "key"),
+        ("additional_values", values, value, "value"),
+    ):
+        check_array(name, array)
+        if array.ndim == 4:
+            check_extents(name, array.shape, ("batch", "the number of tokens", "heads", "head_dim"))
+        expected = (query.shape[0], keys.shape[1] if keys.ndim == 4 else "n", *source.shape[-2:])
+        if array.ndim != 4 or array.shape != expected or array.shape[1] < 1:
+            raise ValueError(
+                f"{name} has shape {array.shape}, but [batch, n, heads_kv, head_dim] of {source_name} asks for "
+                f"{expected} with n >= 1"
+            )
+        if array.dtype != source.dtype:
+            raise ValueError(f"{name} has dtype {array.dtype.name}, but {source_name} has {source.dtype.name}")
+    return int(keys.shape[1])
+
+
+class Biases(NamedTuple):
+    """The arguments of the operators.
+
+    Attributes:
+        relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, or ``None``.
+        key_bias: ``[batch, *layout]`` or ``[batch, heads, *layout]``, or ``None``.
+    """
+
+    relative_bias: ArrayLike | None = None
+    key_bias: ArrayLike | None = None
+
+
+def with_biases(
+    problem: Problem,
+    inputs: Inputs,
+    biases: Biases,
+    edges: Edges = "shift",
+    grid: FinerGrid | None = None,
+    kernel_size: Sequence[int] | None = None,
+) -> tuple[Problem, Inputs]:
+    """The problem and the arrays of a call that adds these to its logits.
+
+    Args:
+        problem: What is computed.
+        inputs: The other arrays.
+        biases: The arguments.
+        edges: What becomes of windows at the ends, as the caller says.
+        grid: That of the queries, where it is finer than the keys' and queries have become heads.
+        kernel_size: The caller's windows, if the problem's are clamped. The relative bias has entries for these.
+
+    Raises:
+        ValueError: A shape or an element type is wrong.
+        TypeError: One is not an array.
+    """
+    relative_bias, key_bias = biases
+    if relative_bias is not None and grid is not None:
+        raise ValueError(
+            "relative_bias and upsample were both given: queries between the tokens of keys have offsets that no entry "
+            "is of"
+        )
+    if relative_bias is not None:
+        inputs = inputs._replace(relative_bias=_of_offsets(problem, relative_bias, kernel_size))
+        problem = dataclasses.replace(problem, axes=axes_of_offsets(problem.axes, edges))
+    if key_bias is not None:
+        inputs = _with_key_bias(problem, inputs, key_bias, grid)
+    if relative_bias is None and key_bias is None:
+        return problem, inputs
+    has = dataclasses.replace(problem, relative_bias=relative_bias is not None, key_bias=key_bias is not None)
+    return has, inputs
+
+
+def axes_of_offsets(axes: Sequence[Axis], edges: Edges) -> tuple[Axis, ...]:
+    """The dimensions, of which those wrap whose windows see all keys, too: offsets go around there."""
+    return tuple(
+        dataclasses.replace(axis, edges="wrap") if edge == "wrap" and axis.kernel_size > 1 else axis
+        for axis, edge in zip(axes, choice_tuple("edges", edges, EDGES, len(axes)), strict=True)
+    )
+
+
+def _of_offsets(problem: Problem, relative_bias: ArrayLike, kernel_size: Sequence[int] | None) -> jax.Array:
+    return checked_table(problem, relative_bias, kernel_size).reshape(problem.heads, -1)[None]
+
+
+def checked_table(problem: Problem, relative_bias: ArrayLike, kernel_size: Sequence[int] | None = None) -> jax.Array:
+    """Return a relative bias in the accumulator's element type, cropped to the offsets within the problem's windows.
+
+    Args:
+        problem: The problem.
+        relative_bias: ``[heads, 2 * kernel_size - 1, ...]``.
+        kernel_size: The caller's windows; ``None`` is the problem's. Clamped windows need the middle of the table only.
+
+    Returns:
+        ``[heads, 2 * problem.kernel_size - 1, ...]``.
+
+    Raises:
+        ValueError: The shape or the element type is wrong.
+        TypeError: It is not an array.
+    """
+    table = as_logit_term("relative_bias", relative_bias)
+    sizes = problem.kernel_size if kernel_size is None else tuple(kernel_size)
+    expected = (problem.heads, *(2 * size - 1 for size in sizes))
+    if table.shape != expected:
+        raise ValueError(
+            f"relative_bias has shape {table.shape}, but [heads, 2 * kernel_size - 1, ...] of {problem.heads} query "
+            f"heads and kernel_size {sizes} asks for {expected}"
+        )
+    table = in_accumulator(table, ELEMENT_TYPES[problem.dtype].accumulator)
+    if sizes == problem.kernel_size:
+        return table
+    starts = [0, *(size - clamped for size, clamped in zip(sizes, problem.kernel_size, strict=True))]
+    return jax.lax.slice(table, starts, [n - start for n, start in zip(table.shape, starts, strict=True)])
+
+
+def _with_key_bias(problem: Problem, inputs: Inputs, key_bias: ArrayLike, grid: FinerGrid | None) -> Inputs:
+    bias = as_logit_term("key_bias", key_bias)
+    batch, *layout, _, _ = inputs.key.shape
+    of_all, by_head = (batch, *layout), (batch, problem.heads // (1 if grid is None else grid.queries), *layout)
+    if bias.shape not in (of_all, by_head):
+        raise ValueError(
+            f"key_bias has shape {bias.shape}, but [batch, *layout] or [batch, heads, *layout] of the keys asks for "
+            f"{of_all} or {by_head}"
+        )
+    bias = in_accumulator(bias, ELEMENT_TYPES[problem.dtype].accumulator)
+    if bias.ndim == len(of_all):
+        return inputs._replace(shared_key_bias=bias)
+    bias = jnp.moveaxis(bias if grid is None else grid.scales(bias), 1, -1)
+    return inputs._replace(key_bias=spread(bias, (*of_all, problem.heads, 1), inputs, Role.PER_KEY))
+
+
+def checked_sinks(sinks: ArrayLike, inputs: Inputs, grid: FinerGrid | None = None) -> jax.Array:
+    """The sinks as a JAX array: of each head of the inputs, which a finer grid's queries may have become.
+
+    Raises:
+        ValueError: They are not ``[heads]``, or not floating point numbers.
+        TypeError: They are no array.
+    """
+    query = inputs.query
+    sinks = as_logit_term("sinks", sinks)
+    expected = (query.shape[-2] // (1 if grid is None else grid.queries),)
+    if sinks.shape != expected:
+        raise ValueError(f"sinks has shape {sinks.shape}, but there is one for each query head: {expected}")
+    return sinks if grid is None else grid.scales(jnp.asarray(sinks)[None])[0]
+
+
+def in_pass(request: Request, inputs: Inputs, sinks: jax.Array | None) -> tuple[Inputs, jax.Array | None]:
+    """The inputs of a call's only request with its sinks; and what is left for :func:`with_sinks`.
+
+    That is all of them where devices share tokens and exchange them, or where outputs are scaled afterwards.
+    """
+    if sinks is None or request.token_axes or request.problem.element.is_float8:
+        return inputs, sinks
+    if custom_vjp.plain_backend(request) is not None:
+        return inputs, sinks
+    accumulator = ELEMENT_TYPES[request.problem.dtype].accumulator
+    return inputs._replace(sinks=in_accumulator(sinks, accumulator)[None, :, None]), None
+
+
+def with_sinks(output: Output, sinks: jax.Array | None) -> Output:
+    """Output and logsumexp of a softmax that has the sinks in its denominator; ``None`` where there are none."""
+    return output if sinks is None else _with_sinks(output, split_like_heads(sinks, output.logsumexp))
+
+
+@jax.jit
+def _with_sinks(output: Output, sinks: jax.Array) -> Any:
+    accumulator = ELEMENT_TYPES[output.out.dtype.name].accumulator
+    sinks = with_hidden_keys(in_accumulator(sinks, accumulator))
+    sinks = jnp.where(sinks == jnp.inf, sinks - jnp.inf, sinks)  # as exp(inf - inf), the weight of the sink
+    sinks = jnp.expand_dims(sinks, range(output.logsumexp.ndim - 1))
+    # A query that sees no key has a logsumexp of -inf, whose derivatives would be no numbers.
+    is_empty = jnp.isneginf(output.logsumexp)
+    keys = jnp.where(is_empty, 0, output.logsumexp)
+    # As small as the sink's share may be, the derivative has all its digits.
+    share = jnp.where(is_empty, 0, jnp.exp(-jax.nn.softplus(sinks - keys)))
+    logsumexp = jnp.where(is_empty, sinks, jnp.logaddexp(keys, sinks))
+    return Output((output.out.astype(accumulator) * share[..., None]).astype(output.out.dtype), logsumexp)
+
+
+class BoxArguments(NamedTuple):
+    """The arguments of neighborhood attention that say where tokens lie."""
+
+    query_origin: Origin | None = None
+    extents: Counts | None = None
+    upsample: Ints = 1
+
+
+class Placement(NamedTuple):
+    """Where queries lie, and what is real of the layout, as :class:`natten_jax.arrays.operands.Operands` has it."""
+
+    origins: jax.Array | None = None
+    layouts: jax.Array | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether queries are those of the whole layout, all of which is real."""
+        return self.origins is None and self.layouts is None
+
+    def without_padding(self, query: jax.Array) -> jax.Array:
+        """The query, zero where it is padding."""
+        assert self.layouts is not None
+        inside = is_real(self.layouts, query.shape[1:-2], of_queries=True)[..., None, None]
+        return jnp.where(split_like(inside, query), query, 0)
+
+    def with_nothing_outside(self, output: Output) -> Output:
+        """The output, of padding zero, and its logsumexp that of no key."""
+        assert self.layouts is not None
+        inside = is_real(self.layouts, output.out.shape[1:-2], of_queries=True)[..., None]
+        return Output(
+            jnp.where(split_like(inside[..., None], output.out), output.out, 0),
+            jnp.where(split_like(inside, output.logsumexp), output.logsumexp, -jnp.inf),
+        )
+
+
+def placement_of_windows(inputs: Inputs, box: BoxArguments) -> Placement:
+    """Where a call of neighborhood attention has its tokens.
+
+    Raises:
+        ValueError: A number is out of range, or an argument has another shape.
+        TypeError: An argument holds something else than integers.
+    """
+    layout = inputs.key.shape[1:-2]
+    extents = checked_counts("extents", box.extents, inputs.query.shape[0], layout, is_length=False)
+    return _placement(inputs, box.query_origin, extents, extents)
+
+
+def placement_of_sequences(
+    inputs: Inputs, query_origin: Origin | None, query_lengths: Counts | None, kv_lengths: Counts | None
+) -> Placement:
+    """Where a call of attention has its tokens; raises as :func:`placement_of_windows`."""
+    batch, tokens, *_ = inputs.query.shape
+    of_queries = checked_counts("query_lengths", query_lengths, batch, (tokens,), is_length=True)
+    of_keys = checked_counts("kv_lengths", kv_lengths, batch, inputs.key.shape[1:2], is_length=True)
+    if of_queries is not None and query_origin is not None:
+        origin = checked_origin(query_origin, batch, (inputs.key.shape[1] - tokens,))
+        assert origin is not None
+        of_queries = of_queries + origin
+    return _placement(inputs, query_origin, of_queries, of_keys)
+
+
+def _placement(
+    inputs: Inputs, query_origin: Origin | None, of_queries: jax.Array | None, of_keys: jax.Array | None
+) -> Placement:
+    """Where queries lie that begin at an origin, in layouts of so many queries and keys."""
+    batch, *queries, _, _ = inputs.query.shape
+    layout = inputs.key.shape[1:-2]
+    room = [k - q for q, k in zip(queries, layout, strict=True)]
+    origin, of_queries, of_keys = (
+        None if each is None else replicated(each)
+        for each in (checked_origin(query_origin, batch, room), of_queries, of_keys)
+    )
+    # JAX cannot stack arrays that jax.vmap maps with others while a mesh shards the mapped axis: pad and add them.
+    missing = KERNEL_RANK - len(layout)
+    if of_queries is None and of_keys is None and (origin is None or origin.ndim == 1):
+        return Placement(None if origin is None else jnp.pad(origin[None], ((0, 1), (missing, 0))))
+    zeros, ones = [0] * len(layout), [1] * missing
+    extents_of_queries = queries if origin is None else layout
+    constants = (
+        [0] * KERNEL_RANK,
+        [*ones, *(extents_of_queries if of_queries is None else zeros)],
+        [*ones, *(layout if of_keys is None else zeros)],
+    )
+    layouts = jnp.broadcast_to(jnp.asarray(constants, jnp.int32), (batch, 3, KERNEL_RANK))
+    for row, each in enumerate((origin, of_queries, of_keys)):
+        if each is not None:
+            layouts += jnp.pad(jnp.atleast_2d(each)[:, None], ((0, 0), (row, 2 - row), (missing, 0)))
+    return Placement(layouts=layouts)
+
+
+class FinerGrid(NamedTuple):
+    """Queries of a grid that is a multiple of the keys' grid: those of a cell are heads of it, which share its keys.
+
+    Attributes:
+        factors: How many queries there are for a cell, along each token dimension.
+    """
+
+    factors: tuple[int, ...]
+
+    @classmethod
+    def of(cls, upsample: Ints, rank: int) -> FinerGrid | None:
+        """That of the argument; ``None`` where both grids are the same.
+
+        Raises:
+            ValueError: It has another length, or a number below 1.
+            TypeError: It holds something else than ints.
+        """
+        factors = int_tuple("upsample", upsample, rank)
+        return None if set(factors) == {1} else cls(factors)
+
+    @property
+    def queries(self) -> int:
+        """Queries of a cell."""
+        return math.prod(self.factors)
+
+    def folded(self, inputs: Inputs) -> Inputs:
+        """The inputs, with the queries of a cell as heads of it.
+
+        Raises:
+            ValueError: The layout of the queries is no multiple, or they cannot share heads of keys.
+        """
+        query, rank = inputs.query, len(self.factors)
+        if query.ndim != rank + 3:  # refused as any other array
+            return inputs
+        batch, *layout, heads, width = query.shape
+        if any(isinstance(n, int) and n % factor for n, factor in zip(layout, self.factors, strict=True)):
+            raise ValueError(f"query has token layout {tuple(layout)}, which is no multiple of upsample {self.factors}")
+        if inputs.key.ndim == rank + 3 and heads % inputs.key.shape[-2]:
+            raise ValueError(
+                f"query has {heads} heads, which is not a multiple of the {inputs.key.shape[-2]} heads of key and value"
+            )
+        cells = [n // factor for n, factor in zip(layout, self.factors, strict=True)]
+        split = [n for pair in zip(cells, self.factors, strict=True) for n in pair]
+        order = [0, *range(1, 2 * rank, 2), 2 * rank + 1, *range(2, 2 * rank + 1, 2), 2 * rank + 2]
+        sources = [0, *(n for i in range(rank) for n in (1 + i, None)), rank + 1, rank + 2]
+        query = reshaped(jnp.asarray(query), (batch, *split, heads, width), sources).transpose(order)
+        sources = [*range(rank + 2), 2 * rank + 2]
+        return inputs._replace(query=reshaped(query, (batch, *cells, heads * self.queries, width), sources))
+
+    def unfolded(self, output: Output) -> Output:
+        """Output and logsumexp of every query at its place."""
+        return Output(self._unfolded(output.out), self._unfolded(output.logsumexp[..., None])[..., 0])
+
+    def scales(self, scale: jax.Array) -> jax.Array:
+        """Repeat ``[batch, heads, ...]`` for all queries of a cell, which are heads after :meth:`folded`."""
+        batch, heads, *others = scale.shape
+        repeated = jnp.broadcast_to(jnp.expand_dims(scale, 2), (batch, heads, self.queries, *others))
+        sources = [0, 1, *range(3, repeated.ndim)]
+        return reshaped(repeated, (batch, heads * self.queries, *others), sources)
+
+    def _unfolded(self, array: jax.Array) -> jax.Array:
+        rank = len(self.factors)
+        batch, *cells, folded, width = array.shape
+        heads = folded // self.queries
+        sources: list[int | None] = [*range(rank + 2), *[None] * rank, rank + 2]
+        array = reshaped(array, (batch, *cells, heads, *self.factors, width), sources)
+        order = [0, *(n for i in range(rank) for n in (1 + i, rank + 2 + i)), rank + 1, 2 * rank + 2]
+        layout: list[Any] = [n * factor for n, factor in zip(cells, self.factors, strict=True)]
+        sources = [0, *range(1, 2 * rank, 2), 2 * rank + 1, 2 * rank + 2]
+        return reshaped(array.transpose(order), (batch, *layout, heads, width), sources)
