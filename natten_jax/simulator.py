@@ -15,21 +15,19 @@ Example:
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
 from natten_jax.cost_model.calibration import Calibration, Kernel, calibration_for
 from natten_jax.cost_model.halos import Link, SplitTime, link_between, predict_split
-from natten_jax.cost_model.simulation import (
-    DilationRecommendation,
-    Recommendation,
-    Simulation,
-    least_block_sparse_stride,
-    predict,
-    rank,
-    recommend_dilation,
-    recommend_stride,
-    simulate,
-)
-from natten_jax.cost_model.tiles import TileCounts, count_tiles
-from natten_jax.problem import problem_of
+from natten_jax.cost_model.simulation import Simulation, predict, rank, simulate
+from natten_jax.cost_model.tiles import Placement, TileCounts, axis_counts, check_tiles, count_tiles
+from natten_jax.performance import TilePair
+from natten_jax.problem import Problem, Shape, problem_of
+from natten_jax.windows import Axis
 
 __all__ = [
     "Calibration",
@@ -52,3 +50,197 @@ __all__ = [
     "recommend_stride",
     "simulate",
 ]
+
+#: Largest stride that is tried for aligned tiles, which no backend has.
+_MOST_STRIDES = 1 << 16
+
+#: Dilations of a dimension that are tried: the smallest ones, and some larger divisors of the dimension, including the
+#: largest one.
+_SMALLEST_DILATIONS, _DIVISORS = 24, 8
+
+#: Recommended strides and dilations are the smallest ones within this factor of the best time.
+_NEARLY_BEST = 1.02
+
+
+class Recommendation(NamedTuple):
+    """A stride with which no tile needs a mask.
+
+    Attributes:
+        stride: The stride.
+        simulation: The problem with that stride, and the pair of tiles that it was found for.
+    """
+
+    stride: Shape
+    simulation: Simulation
+
+
+def least_block_sparse_stride(problem: Problem, pair: TilePair, *, placement: Placement = "anchored") -> Shape | None:
+    """The smallest stride, per dimension, with which the forward mask is fully block-sparse for a pair of tiles.
+
+    ``None`` if there is no such stride: a window that is not a multiple of the key/value tile, or a causal dimension,
+    has tiles that need a mask in every case.
+
+    Example:
+        >>> from natten_jax import simulator
+        >>> problem = simulator.problem_of((256, 256), kernel_size=80)
+        >>> simulator.least_block_sparse_stride(problem, ((16, 8), (16, 8)))
+        (16, 8)
+
+    Raises:
+        ValueError: As :func:`count_tiles`, or there are too many strides to try.
+    """
+    check_tiles(problem, pair, placement)
+    strides = []
+    for axis, q_tile, kv_tile in zip(problem.axes, *pair, strict=True):
+        largest = _largest_stride_to_try(axis, q_tile, kv_tile, placement)
+        if largest > _MOST_STRIDES:
+            raise ValueError(f"{largest} strides are too many to try for a window of {axis.kernel_size} tokens")
+        for stride in range(1, largest + 1):
+            counts = axis_counts(dataclasses.replace(axis, stride=stride), q_tile, kv_tile, placement, "forward")
+            if counts.inner == counts.full:
+                strides.append(stride)
+                break
+        else:
+            return None
+    return tuple(strides)
+
+
+def _largest_stride_to_try(axis: Axis, q_tile: int, kv_tile: int, placement: Placement) -> int:
+    """Upper bound of the smallest stride of a dimension without masks; 0 if no stride is without masks."""
+    if axis.is_causal:
+        return 1  # a query's last key is its own, whatever the stride
+    if axis.kernel_size % kv_tile:
+        return 0  # somewhere a tile crosses the end of a window
+    # With a multiple of the query tile, all tiles that start with the windows need no mask.
+    return axis.kernel_size if placement == "aligned" else min(axis.kernel_size, q_tile)
+
+
+def recommend_stride(
+    problem: Problem,
+    pairs: Sequence[TilePair],
+    *,
+    calibration: Calibration | None = None,
+    placement: Placement = "anchored",
+) -> Recommendation | None:
+    """The smallest stride that makes the mask fully block-sparse for one of the pairs, at nearly the best speed.
+
+    Among the pairs that have such a stride, those within 2% of the fewest executed operations (or of the shortest
+    predicted time) count; the one with the smallest stride is taken.
+
+    Example:
+        >>> from natten_jax import simulator
+        >>> problem = simulator.problem_of((256, 256), kernel_size=80)
+        >>> simulator.recommend_stride(problem, [((16, 8), (16, 8)), ((8, 16), (8, 16))]).stride
+        (16, 8)
+
+    Args:
+        problem: The problem; its own stride does not count.
+        pairs: Query and key/value tile shapes.
+        calibration: The time model, of :func:`calibration_for`; without one, executed operations are compared.
+        placement: Where inner tiles start; see :func:`count_tiles`.
+
+    Returns:
+        The recommendation, or ``None`` if no pair has such a stride.
+    """
+    found = []
+    for pair in pairs:
+        stride = least_block_sparse_stride(problem, pair, placement=placement)
+        if stride is None:
+            continue
+        strided = problem.with_axes(stride=stride)
+        simulation = simulate(strided, pair, calibration=calibration, placement=placement)
+        if simulation.counts.is_fully_block_sparse:
+            found.append(Recommendation(stride, simulation))
+
+    return min(_nearly_best(found), key=lambda each: (math.prod(each.stride), _cost(each.simulation)), default=None)
+
+
+def _cost(simulation: Simulation) -> float:
+    """Predicted seconds, or executed operations without a time model."""
+    return simulation.executed_flops if simulation.seconds is None else simulation.seconds
+
+
+_Found = TypeVar("_Found", Recommendation, "DilationRecommendation")
+
+
+def _nearly_best(found: Sequence[_Found]) -> list[_Found]:
+    least = min((_cost(each.simulation) for each in found), default=math.inf)
+    return [each for each in found if _cost(each.simulation) <= _NEARLY_BEST * least]
+
+
+class DilationRecommendation(NamedTuple):
+    """A dilation that is faster.
+
+    Attributes:
+        dilation: The dilation.
+        simulation: The problem with that dilation, and the pair of tiles that it was found for.
+    """
+
+    dilation: Shape
+    simulation: Simulation
+
+
+def recommend_dilation(
+    problem: Problem,
+    pairs: Sequence[TilePair],
+    *,
+    calibration: Calibration | None = None,
+    placement: Placement = "anchored",
+) -> DilationRecommendation | None:
+    """The smallest dilation at nearly the best speed of the forward pass.
+
+    A dilation divides a dimension into groups, each of which is a layout of its own. Windows have as many keys as
+    without it, in smaller groups: nothing is masked if a window fills its group. For each pair, and in each dimension,
+    the dilation with the fewest tiles is simulated. Of these, the ones within 2% of the fewest executed operations (or
+    of the shortest predicted time) count.
+
+    Example:
+        >>> from natten_jax import simulator
+        >>> problem = simulator.problem_of((30, 48, 80), kernel_size=(18, 24, 24))
+        >>> simulator.recommend_dilation(problem, [((2, 8, 8), (2, 8, 8))]).dilation
+        (1, 2, 2)
+
+    Args:
+        problem: The problem; its stride stays.
+        pairs: Query and key/value tile shapes.
+        calibration: The time model, of :func:`calibration_for`; without one, executed operations are compared.
+        placement: Where inner tiles start; see :func:`count_tiles`.
+
+    Returns:
+        The recommendation, or ``None`` if no dilation gains 2% over the problem's own.
+
+    Raises:
+        ValueError: As :func:`count_tiles`.
+    """
+
+    own = [simulate(problem, pair, calibration=calibration, placement=placement) for pair in pairs]
+    found = []
+    for pair in pairs:
+        tiles = zip(problem.axes, *pair, strict=True)
+        dilation = tuple(_dilation_with_fewest_tiles(*each, placement) for each in tiles)
+        dilated = problem.with_axes(dilation=dilation)
+        with contextlib.suppress(ValueError):  # groups may have more tiles together than the layout
+            simulation = simulate(dilated, pair, calibration=calibration, placement=placement)
+            found.append(DilationRecommendation(dilation, simulation))
+    least = min((_cost(each.simulation) for each in found), default=math.inf)
+    if not own or least * _NEARLY_BEST > min(map(_cost, own)):
+        return None
+    return min(_nearly_best(found), key=lambda each: (math.prod(each.dilation), _cost(each.simulation)))
+
+
+def _dilation_with_fewest_tiles(axis: Axis, q_tile: int, kv_tile: int, placement: Placement) -> int:
+    """The smallest dilation at which query tiles visit the fewest key/value tiles of a dimension."""
+    visited = {}
+    for dilation in _dilations_to_try(axis):
+        with contextlib.suppress(ValueError):  # as above
+            counts = axis_counts(dataclasses.replace(axis, dilation=dilation), q_tile, kv_tile, placement, "forward")
+            visited[dilation] = counts.inner, counts.inner - counts.full, dilation
+    return min(visited, key=visited.__getitem__)
+
+
+def _dilations_to_try(axis: Axis) -> list[int]:
+    largest = axis.kv_extent // axis.kernel_size if axis.query_extent == axis.kv_extent else axis.dilation
+    smallest = range(1, min(largest, _SMALLEST_DILATIONS) + 1)
+    divisors = range(_SMALLEST_DILATIONS + 1, min(largest, 1 << 16) + 1)
+    dividing = [each for each in divisors if axis.kv_extent % each == 0]
+    return sorted({*smallest, *dividing[:_DIVISORS], *dividing[-1:], axis.dilation})

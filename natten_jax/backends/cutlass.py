@@ -316,7 +316,7 @@ class CutlassBackend(NativeBackend):
             return not _is_for_small_windows(problem)
         if not _small_windows_take_biases(problem):
             return False
-        return small_windows.seconds(self.family, problem, pass_, pair, device.compute_capability) is not None
+        return small_windows.estimate(self.family, problem, pass_, pair, device.compute_capability) is not None
 
     def _ranked(self, problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[TilePair, float], ...]:
         return _ranked_pairs(problem, pass_, _large_tile_sizes(problem, device, pass_), device.compute_capability)

@@ -3,7 +3,7 @@
 - ``calibration``: coefficients of the time model, measured on a device; its files are in ``calibrations``.
 - ``tiles``: query-key pairs, operations, bytes and tiles of a pass.
 - ``small_windows``: the kernels for small windows, whose time native code predicts.
-- ``simulation``: predicted times of passes, ranked pairs of tiles, recommended strides and dilations, TPU chips.
+- ``simulation``: predicted times of passes, ranked pairs of tiles, TPU chips.
 - ``halos``: passes whose token dimensions are split over devices.
 
 :mod:`natten_jax.simulator` is the public interface. The modules import :mod:`natten_jax.native`, for the limits of

@@ -357,10 +357,10 @@ def _kernel_seconds(
     inner_share = sum(call.inner for call in strategy.calls) / one.inner
     if small_windows.is_for(calibration, problem, pass_, plan.tiles):
         as_parts = dataclasses.replace(problem, own_origins=True)  # which have no rings
-        whole_seconds = small_windows.seconds(
+        estimate = small_windows.estimate(
             calibration.family, as_parts, pass_, plan.tiles, calibration.compute_capability
         )
-        return None if whole_seconds is None else whole_seconds * inner_share
+        return None if estimate is None else estimate.seconds * inner_share
     kernel = calibration.kernel(problem, plan.tiles, pass_)
     if kernel is None:
         return None
@@ -380,16 +380,11 @@ def overlap_that_pays(plan: Plan, halos: tuple[Halo, ...]) -> HaloStrategy | Non
         plan: The plan of the pass, whose problem has the global layout.
         halos: One for each token dimension.
     """
-    if not _is_simulated(plan):
+    if has_longer_groups(plan.problem, MOST_TILES):  # too long to simulate
         return None
     halos = tuple(halo.evened() for halo in halos)
     by_keys = _by_keys(plan, halos)
     return by_keys if by_keys is not None and gains(plan, halos, by_keys) else None
-
-
-def _is_simulated(plan: Plan) -> bool:
-    """Whether a call is short enough to be simulated. Longer calls get defaults."""
-    return not has_longer_groups(plan.problem, MOST_TILES)
 
 
 def gains(plan: Plan, halos: Sequence[Halo], by_keys: HaloStrategy) -> bool:
@@ -426,23 +421,20 @@ def retile_for_part(plan: Plan, parts: tuple[int, ...], pairs: Sequence[TilePair
         The unchanged plan if other tiles are not clearly faster, the kernels were not calibrated, or the layout is too
         long to simulate.
     """
-    return _fastest(plan, parts, tuple(pairs[:_PAIRS])) if _is_simulated(plan) else plan
+    is_too_long = has_longer_groups(plan.problem, MOST_TILES)
+    return plan if is_too_long else _fastest(plan, parts, tuple(pairs[:_PAIRS]))
 
 
 @functools.lru_cache(maxsize=1024)
 def _fastest(plan: Plan, parts: tuple[int, ...], pairs: tuple[TilePair, ...]) -> Plan:
-    def seconds(plan: Plan) -> float | None:
-        calibration = calibration_for(plan.backend.family)
-        split = None if calibration is None else predict_split(plan, parts, calibration)
-        return None if split is None else split.seconds
-
-    whole_seconds = seconds(plan)
-    if whole_seconds is None:
+    calibration = calibration_for(plan.backend.family)
+    whole = None if calibration is None else predict_split(plan, parts, calibration)
+    if calibration is None or whole is None:
         return plan
-    best, limit = plan, _CLEARLY_FASTER * whole_seconds
+    times = {}
     for pair in pairs:
         other = dataclasses.replace(plan, performance=plan.performance.with_tiles(plan.pass_, pair))
-        time = seconds(other)
-        if time is not None and time < limit:
-            best, limit = other, time
-    return best
+        split = predict_split(other, parts, calibration)
+        times[other] = math.inf if split is None else split.seconds
+    fastest = min(times, key=times.__getitem__)
+    return fastest if times[fastest] < _CLEARLY_FASTER * whole.seconds else plan

@@ -23,12 +23,14 @@ from typing import Any, NamedTuple
 
 from natten_jax.cost_model.calibration import Calibration, calibration_for
 from natten_jax.cost_model.tiles import (
+    AxisCounts,
+    PartCounts,
     TileCounts,
     axis_counts,
     least_bytes,
     shortened,
+    tile_counts,
     tile_pairs_of_sizes,
-    visible_pairs,
 )
 from natten_jax.native import module as native
 from natten_jax.native.module import KERNEL_RANK, axis_rows, with_kernel_tiles
@@ -120,14 +122,6 @@ class Estimate(NamedTuple):
     seconds: float
 
 
-def seconds(
-    family: str, problem: Problem, pass_: Pass, pair: TilePair, compute_capability: ComputeCapability | None
-) -> float | None:
-    """Predicted seconds of a pass with tiles of the form's size; ``None`` as for :func:`estimate`."""
-    found = estimate(family, problem, pass_, pair, compute_capability)
-    return None if found is None else found.seconds
-
-
 @functools.lru_cache(maxsize=4096)
 def estimate(
     family: str, problem: Problem, pass_: Pass, pair: TilePair, compute_capability: ComputeCapability | None
@@ -158,17 +152,8 @@ def estimate(
             total += ring["seconds"] - launch["seconds"]
             launches[i] = ring
     missing = KERNEL_RANK - problem.rank
-    kept = [
-        Launch(
-            each["kernel"],
-            each["line_dimension"] - missing,
-            each["regions"],
-            each["columns"],
-            each["tiles"],
-            each["pairs"],
-        )
-        for each in launches
-    ]
+    with_lines = ({**each, "line": each["line_dimension"] - missing} for each in launches)
+    kept = [Launch(*(each[name] for name in Launch._fields)) for each in with_lines]
     return Estimate(tuple(kept), total, max(total, common.moving))
 
 
@@ -201,9 +186,7 @@ def _common_facts(
         return None
     heads, widths = (problem.heads, problem.heads_kv), (problem.head_dim, problem.head_dim_v)
     axes, sizes = axis_rows(problem), (problem.batch, *heads, *widths, problem.additional_kv)
-    shared_kib = _LEAST_SHARED_KIB
-    if compute_capability is not None:
-        shared_kib = _SHARED_KIB.get(compute_capability, _LEAST_SHARED_KIB)
+    shared_kib = _SHARED_KIB.get(compute_capability or (0, 0), _LEAST_SHARED_KIB)
     options: dict[str, Any] = {
         "shared_memory": 1024 * shared_kib,
         "multiprocessors": calibration.multiprocessors,
@@ -260,16 +243,6 @@ class Executed(NamedTuple):
     bytes: int
 
 
-class _Side(NamedTuple):
-    """Tiles of a launch for one batch element and head, groups of columns being counted in full pairs."""
-
-    outer: int
-    inner: int
-    full: int
-    most_inner: int
-    hull_pairs: int
-
-
 def executed(problem: Problem, pass_: Pass, pair: TilePair, launches: tuple[Launch, ...]) -> Executed:
     """Count a pass.
 
@@ -283,7 +256,7 @@ def executed(problem: Problem, pass_: Pass, pair: TilePair, launches: tuple[Laun
         ValueError: A dimension has more than ``2**20`` tiles.
     """
     tile_pairs = math.prod(map(math.prod, pair))
-    sides: list[tuple[str, _Side]] = []
+    sides: list[tuple[str, AxisCounts]] = []
     loaded_tokens = 0
     for launch in launches:
         kernel = launch.kernel.removesuffix(" with a ring")
@@ -303,25 +276,14 @@ def executed(problem: Problem, pass_: Pass, pair: TilePair, launches: tuple[Laun
     )
     counted = [side for kernel, side in sides if kernel != "query gradient"]
     outer, inner, full, _, hull = (sum(values) for values in zip(*counted, strict=True))
-    counts = TileCounts(
-        outer=outer,
-        inner=inner,
-        full=full,
-        most_inner=max(side.most_inner for side in counted),
-        row_groups=1,
-        seen_parts=inner,
-        full_parts=full,
-        partial=inner - full,
-        visible_pairs=visible_pairs(problem),
-        hull_pairs=hull,
-        visited_pairs=inner * tile_pairs,
-        executed_pairs=inner * tile_pairs,
-    )
+    most = max(side.most_inner for side in counted)
+    total = AxisCounts(outer, inner, full, most, hull)
+    counts = tile_counts(problem, total, PartCounts(inner, inner, full, inner - full), 1, tile_pairs)
     width = problem.head_dim + problem.head_dim_v
     return Executed(counts, 2 * items * products * tile_pairs, items * loaded_tokens * width * problem.element.bytes)
 
 
-def _side(problem: Problem, pass_: Pass, pair: TilePair, kernel: str, line: int) -> _Side:
+def _side(problem: Problem, pass_: Pass, pair: TilePair, kernel: str, line: int) -> AxisCounts:
     rows_are: Pass = "backward" if kernel == "key/value gradient" else "forward"
     rows, columns = outer_and_inner(pair, pass_)
     # A pair is a group that is twice as long; half of it is padding if the line is a missing dimension of one token.
@@ -330,21 +292,16 @@ def _side(problem: Problem, pass_: Pass, pair: TilePair, kernel: str, line: int)
     by_pairs = [axis_counts(*each, "anchored", rows_are) for each in zip(axes, rows, pairs, strict=True)]
     outer, inner, _, most, hull = (math.prod(values) for values in zip(*by_pairs, strict=True))
     by_groups = (axis_counts(*each, "anchored", rows_are) for each in zip(axes, rows, columns, strict=True))
-    side = _Side(outer, _AT_ONCE * inner, math.prod(each.full for each in by_groups), _AT_ONCE * most, hull)
+    side = AxisCounts(outer, _AT_ONCE * inner, math.prod(each.full for each in by_groups), _AT_ONCE * most, hull)
     if rows_are == "backward" or not problem.additional_kv:
         return side
     group = math.prod(columns)
     more, full = _AT_ONCE * -(-problem.additional_kv // (_AT_ONCE * group)), problem.additional_kv // group
-    return _Side(
-        outer,
-        side.inner + outer * more,
-        side.full + outer * full,
-        side.most_inner + more,
-        hull + math.prod(problem.query_layout) * problem.additional_kv,
-    )
+    pairs_of_additional = math.prod(problem.query_layout) * problem.additional_kv
+    return side.plus(AxisCounts(0, outer * more, outer * full, more, pairs_of_additional), pass_="forward")
 
 
-def _with_ring(side: _Side, pair: TilePair, kernel: str, launch: Launch) -> _Side:
+def _with_ring(side: AxisCounts, pair: TilePair, kernel: str, launch: Launch) -> AxisCounts:
     """Tiles of a launch with a ring, whose warps multiply all blocks of a slab that some tile sees.
 
     Tiles of gradients have shapes of their own, and are counted in as many rows and columns as the pair has.
@@ -354,7 +311,7 @@ def _with_ring(side: _Side, pair: TilePair, kernel: str, launch: Launch) -> _Sid
     return side._replace(outer=outer, inner=inner, most_inner=max(side.most_inner, -(-inner // outer)))
 
 
-def _additional_side(problem: Problem, pair: TilePair) -> _Side:
+def _additional_side(problem: Problem, pair: TilePair) -> AxisCounts:
     """Gradients of additional tokens, whose tiles loop over all queries that share a head of them, in parts."""
     group, rows = map(math.prod, pair)
     queries = math.prod(problem.query_layout)
@@ -369,7 +326,7 @@ def _additional_side(problem: Problem, pair: TilePair) -> _Side:
     inner = -(-steps * (at_once // group) // shared)
     tiles, full_tiles = -(-problem.additional_kv // rows), problem.additional_kv // rows
     full = full_tiles * (queries // group)
-    return _Side(tiles, tiles * inner, full, inner, queries * problem.additional_kv)
+    return AxisCounts(tiles, tiles * inner, full, inner, queries * problem.additional_kv)
 
 
 def _loaded_tokens(problem: Problem, pass_: Pass, pair: TilePair, launch: Launch) -> int:

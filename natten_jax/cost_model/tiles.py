@@ -30,7 +30,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -165,6 +166,11 @@ class AxisCounts(NamedTuple):
     most_inner: int
     hull_pairs: int
 
+    def plus(self, more: AxisCounts, pass_: Pass) -> AxisCounts:
+        """Add tiles: in the forward pass for the same outer tiles, in the backward pass with other outer tiles."""
+        sums = AxisCounts(*map(sum, zip(self, more, strict=True)))
+        return sums if pass_ == "forward" else sums._replace(most_inner=max(self.most_inner, more.most_inner))
+
 
 def axis_counts(axis: Axis, outer_tile: int, inner_tile: int, placement: Placement, pass_: Pass) -> AxisCounts:
     """Count the tiles of one dimension.
@@ -278,14 +284,9 @@ class PartCounts(NamedTuple):
     full: Any
     partial: Any
 
-    def plus(self, row_groups: int, inner: Any, full: Any) -> PartCounts:
-        """Add inner tiles that every row group sees, and of which ``full`` need no mask."""
-        seen, full_parts = self.seen + row_groups * inner, self.full + row_groups * full
-        return PartCounts(self.inner + inner, seen, full_parts, self.partial + inner - full)
-
 
 def part_counts(
-    axes: Sequence[Axis],
+    problem: Problem,
     outer_tile: Shape,
     inner_tiles: tuple[Shape, ...],
     placement: Placement,
@@ -301,12 +302,19 @@ def part_counts(
     extents_of_axes = _distinct_extents(inner_tiles)
     outer = 1
     judged: Any = np.ones((1, 1), np.int64)
-    for axis, tile, (extents, numbers), rows in zip(axes, outer_tile, extents_of_axes, boxes, strict=True):
+    for axis, tile, (extents, numbers), rows in zip(problem.axes, outer_tile, extents_of_axes, boxes, strict=True):
         found = _judged_tiles(axis, tile, extents, placement, pass_, rows)
         outer, judged = outer * found.outer, judged * found.judged[numbers]
     seen, full, unmasked = _weights(row_groups, math.prod(inner_tiles[0]) == kernel.inner_tokens)
     inner = judged[:, 0]
-    return outer, PartCounts(inner, judged @ seen, judged @ full, inner - judged @ unmasked)
+    parts = PartCounts(inner, judged @ seen, judged @ full, inner - judged @ unmasked)
+    if not problem.additional_kv:
+        return outer, parts
+    # Every row group sees all additional tokens.
+    more = [_additional_counts(problem, outer, inner_tile, kernel, pass_) for inner_tile in inner_tiles]
+    inner, full = np.array([(each.inner, each.full) for each in more], object).T
+    added = inner, row_groups * inner, row_groups * full, inner - full
+    return outer + more[0].outer, PartCounts(*map(operator.add, parts, added))
 
 
 @functools.lru_cache(maxsize=1 << 10)
@@ -468,39 +476,35 @@ def count_tiles(
     """
     check_tiles(problem, pair, placement)
     outer_tile, inner_tile = outer_and_inner(pair, pass_)
-    axes = problem.axes
-    counts = [axis_counts(*each, placement, pass_) for each in zip(axes, outer_tile, inner_tile, strict=True)]
-    outer, inner, full, most, hull = (math.prod(values) for values in zip(*counts, strict=True))
-    tokens = math.prod(outer_tile), math.prod(inner_tile)
-    row_groups, parts = 1, PartCounts(inner, inner, full, inner - full)
-    fills = kernel is None or tokens[1] == kernel.inner_tokens
-    if kernel is not None:
-        _, counted = part_counts(axes, outer_tile, (inner_tile,), placement, pass_, kernel)
-        row_groups, parts = kernel.row_groups, PartCounts(*(int(each[0]) for each in counted))
-        full = full if fills else 0
-        tokens = kernel.outer_tokens, kernel.inner_tokens
+    kernel = kernel or Kernel(0, math.prod(outer_tile), math.prod(inner_tile), 0.0, 0.0, 0.0)
+    axes = zip(problem.axes, outer_tile, inner_tile, strict=True)
+    counts = AxisCounts(*map(math.prod, zip(*(axis_counts(*each, placement, pass_) for each in axes), strict=True)))
+    if math.prod(inner_tile) != kernel.inner_tokens:
+        counts = counts._replace(full=0)
     if problem.additional_kv:
-        additional = additional_counts(problem, outer, inner_tile, tokens, pass_)
-        additional_full = additional.full if fills or pass_ == "forward" else 0
-        outer += additional.outer
-        full += additional_full
-        parts = parts.plus(row_groups, additional.inner, additional_full)
-        most = most + additional.most_inner if pass_ == "forward" else max(most, additional.most_inner)
-        hull += additional.hull_pairs
-    pairs = tokens[0] * tokens[1]
+        counts = counts.plus(_additional_counts(problem, counts.outer, inner_tile, kernel, pass_), pass_)
+    _, parts = part_counts(problem, outer_tile, (inner_tile,), placement, pass_, kernel)
+    of_pair = PartCounts(*(int(each[0]) for each in parts))
+    return tile_counts(problem, counts, of_pair, kernel.row_groups, kernel.outer_tokens * kernel.inner_tokens)
+
+
+def tile_counts(
+    problem: Problem, counts: AxisCounts, parts: PartCounts, row_groups: int, tile_pairs: int
+) -> TileCounts:
+    """Return the counts of tiles that a kernel executes with so many pairs of tokens each."""
     return TileCounts(
-        outer=outer,
+        outer=counts.outer,
         inner=parts.inner,
-        full=full,
-        most_inner=most,
+        full=counts.full,
+        most_inner=counts.most_inner,
         row_groups=row_groups,
         seen_parts=parts.seen,
         full_parts=parts.full,
         partial=parts.partial,
         visible_pairs=visible_pairs(problem),
-        hull_pairs=hull,
-        visited_pairs=parts.inner * pairs,
-        executed_pairs=parts.seen * pairs // row_groups,
+        hull_pairs=counts.hull_pairs,
+        visited_pairs=parts.inner * tile_pairs,
+        executed_pairs=parts.seen * tile_pairs // row_groups,
     )
 
 
@@ -519,20 +523,18 @@ def check_tiles(problem: Problem, pair: TilePair, placement: Placement) -> None:
             )
 
 
-def additional_counts(
-    problem: Problem, outer: int, inner_tile: Shape, tokens: tuple[int, int], pass_: Pass
-) -> AxisCounts:
-    """Count tiles of additional tokens beside ``outer`` tiles, executed by outer and inner tiles of ``tokens``."""
-    queries = math.prod(problem.query_layout)
-    hull_pairs = queries * problem.additional_kv
+def _additional_counts(problem: Problem, outer: int, inner_tile: Shape, kernel: Kernel, pass_: Pass) -> AxisCounts:
+    """Count the tiles of additional tokens, which are inner tiles of ``outer`` tiles, or outer tiles of their own."""
+    tokens = kernel.inner_tokens if pass_ == "forward" else kernel.outer_tokens
+    full, rest = divmod(problem.additional_kv, tokens)
+    tiles, hull_pairs = full + bool(rest), math.prod(problem.query_layout) * problem.additional_kv
     if pass_ == "forward":
-        tiles, full = -(-problem.additional_kv // tokens[1]), problem.additional_kv // tokens[1]
         return AxisCounts(0, outer * tiles, outer * full, tiles, hull_pairs)
     # Every tile of them reads the query layout from its first token on, whatever the dilation.
-    tiles, full = -(-problem.additional_kv // tokens[0]), problem.additional_kv // tokens[0]
     extents = list(zip(problem.query_layout, inner_tile, strict=True))
     inner = math.prod(-(-extent // tile) for extent, tile in extents)
-    inner_full = math.prod(extent // tile for extent, tile in extents)
+    fills = math.prod(inner_tile) == kernel.inner_tokens
+    inner_full = math.prod(extent // tile for extent, tile in extents) if fills else 0
     return AxisCounts(tiles, tiles * inner, full * inner_full, inner, hull_pairs)
 
 
