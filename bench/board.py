@@ -33,7 +33,7 @@ from run import draw
 
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import default_device
-from natten_jax.profiler.report.measurements import write_file
+from natten_jax.profiler.report import write_file
 
 RESULTS = Path(__file__).parent / "results"
 FOLDER = Path("build") / "board"

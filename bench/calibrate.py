@@ -35,15 +35,14 @@ from natten_jax import simulator
 from natten_jax.performance import PASSES, Pass, TilePair
 from natten_jax.plan.devices import default_device
 from natten_jax.problem import Problem
-from natten_jax.profiler import capture
+from natten_jax.profiler import capture, search
 from natten_jax.profiler.arguments import parse
 from natten_jax.profiler.capture import Event
 from natten_jax.profiler.options import ELEMENT_TYPES
+from natten_jax.profiler.predict import Listing, listings, main_sub_call
 from natten_jax.profiler.program import Program
-from natten_jax.profiler.report.measurements import write_file
-from natten_jax.profiler.run.workload import Workload, compile_workload
-from natten_jax.profiler.search import choices
-from natten_jax.profiler.search.configurations import Listing, listings, main_sub_call
+from natten_jax.profiler.report import write_file
+from natten_jax.profiler.workload import Workload, compile_workload
 from natten_jax.simulator import Calibration, Kernel
 
 SETS = {
@@ -108,7 +107,7 @@ def measure(
             workloads: list[Workload] = []
             for q_tile, kv_tile in pairs:
                 arguments = workloads[0].arguments if workloads else None
-                with_tiles = choices.with_tiles(options, (q_tile, kv_tile), pass_)
+                with_tiles = search.with_tiles(options, (q_tile, kv_tile), pass_)
                 workloads.append(compile_workload(with_tiles, f"measured_{next(programs)}", arguments))
             # The recommended tiles as the profiler measures them; then all, in turns.
             times = pass_times(workloads[:1], pass_, warmup_steps, iterations)

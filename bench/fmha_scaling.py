@@ -37,7 +37,7 @@ from lib.environment import environment
 from lib.timing import Runner, compile_runner, ratio
 
 from natten_jax.plan.devices import Device, default_device, default_jax_device
-from natten_jax.profiler.report.measurements import write_file
+from natten_jax.profiler.report import write_file
 
 TURNS = 3
 WARM_UP_LAUNCHES = 10

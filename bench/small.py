@@ -35,7 +35,7 @@ from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import default_device
 from natten_jax.profiler import baselines
 from natten_jax.profiler.capture import Launch, capture_in_turns
-from natten_jax.profiler.report.measurements import write_file
+from natten_jax.profiler.report import write_file
 
 #: What fills the second-level cache of every GPU so far.
 CACHE_BYTES = 256 << 20

@@ -42,7 +42,7 @@ import natten_jax
 from natten_jax.performance import PASSES, Pass, Performance
 from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem, problem_of
-from natten_jax.profiler.report.measurements import write_file
+from natten_jax.profiler.report import write_file
 
 SIDES = ("natten_jax", "flex", "splash", "dense")
 #: Tokens of a block of queries, and of keys, of splash attention.

@@ -28,9 +28,9 @@ from natten_jax.backends.tuned import table_of_text
 from natten_jax.ops.tuned import table_json
 from natten_jax.plan.devices import default_device
 from natten_jax.plan.tuned import TunedPass, TunedTable
-from natten_jax.profiler.report.measurements import write_file
-from natten_jax.profiler.search.optimize import Effort
-from natten_jax.profiler.search.tune import Task, tuned_passes
+from natten_jax.profiler.report import write_file
+from natten_jax.profiler.search import Effort
+from natten_jax.profiler.tune import Task, tuned_passes
 
 TABLES = Path(__file__).parents[1] / "natten_jax" / "backends" / "tuned_tables"
 #: Less than a single search has, as there are many.

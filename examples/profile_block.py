@@ -21,10 +21,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from natten_jax.plan.devices import default_device
-from natten_jax.profiler import capture
+from natten_jax.profiler import capture, measure
 from natten_jax.profiler.program import Program, compile_for_trace
-from natten_jax.profiler.report.tables import format_time
-from natten_jax.profiler.run import measure
+from natten_jax.profiler.report import format_time
 
 
 class Block(nnx.Module):

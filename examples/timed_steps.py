@@ -12,7 +12,7 @@ import jax
 from natten_jax.plan.devices import default_device
 from natten_jax.profiler import capture
 from natten_jax.profiler.program import Program, compile_for_trace
-from natten_jax.profiler.report.tables import format_time
+from natten_jax.profiler.report import format_time
 
 LINES = 10  # of losses that are printed
 

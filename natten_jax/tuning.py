@@ -47,12 +47,13 @@ def tune(
         raise TypeError(f"function must be callable, got {type(function).__name__}")
     # The profiler is for those who measure: importing it takes a while.
     from natten_jax.profiler.cli import print_message
-    from natten_jax.profiler.search import calls, optimize, tune
+    from natten_jax.profiler.search import THOROUGH
+    from natten_jax.profiler.tune import plans_of, tune_plans
 
-    plans = calls.plans_of(function, *arguments, **keywords)
+    plans = plans_of(function, *arguments, **keywords)
     if not plans:
         raise ValueError(f"function={getattr(function, '__name__', function)!r} calls no operator of natten_jax")
-    table, skipped = tune.tune_plans(plans, optimize.THOROUGH, print_message)
+    table, skipped = tune_plans(plans, THOROUGH, print_message)
     tuned = Tuned(table, skipped=skipped)
     if save is not None:
         tuned.save(save)

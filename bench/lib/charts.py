@@ -13,7 +13,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from natten_jax.profiler.report.measurements import write_file
+from natten_jax.profiler.report import write_file
 
 #: Colors of what is drawn, in order: natten_jax, and what it is compared with.
 COLORS = BLUE, ORANGE, GRAY = "#2f7fc1", "#e08a2c", "#8f9aa6"

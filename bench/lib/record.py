@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.environment import environment
-from natten_jax.profiler.report.measurements import write_file
+from natten_jax.profiler.report import write_file
 
 
 def save(results: Any, path: Path | None) -> None:

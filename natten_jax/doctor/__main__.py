@@ -32,7 +32,7 @@ from natten_jax.problem import Operator, Problem, problem_of
 from natten_jax.profiler import arguments
 from natten_jax.profiler.cli import run_program
 from natten_jax.profiler.options import Options
-from natten_jax.profiler.run.workload import passes, sub_calls_of
+from natten_jax.profiler.workload import passes, sub_calls_of
 from natten_jax.version import __version__
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -15,35 +14,31 @@ from natten_jax.cost_model.simulation import TPU_CHIPS
 from natten_jax.ops.calls import IgnoredArgumentWarning
 from natten_jax.plan.devices import CPU, Device, NoDeviceError, default_device
 from natten_jax.plan.plan import BackendId
+from natten_jax.profiler import predict, report
 from natten_jax.profiler.arguments import parse, warn_about_ignored_flags
 from natten_jax.profiler.capture import CaptureError
-from natten_jax.profiler.cli import INTERRUPTED, PROGRAM, print_error, print_warning, run_program
+from natten_jax.profiler.cli import INTERRUPTED, PROGRAM, print_error, print_message, print_warning, run_program
+from natten_jax.profiler.measure import compare, profile
 from natten_jax.profiler.options import Options
-from natten_jax.profiler.report import dry_run, measurements, simulate
-from natten_jax.profiler.report.plot import plot_rows
-from natten_jax.profiler.report.tables import digits, format_time, print_lines, print_table
-from natten_jax.profiler.run.measure import compare, profile
-from natten_jax.profiler.run.workload import KNOWN_FAMILIES, UnavailableBackend, check_available, request_of
-from natten_jax.profiler.search.optimize import optimize
-from natten_jax.profiler.search.optimum import Optimum, best_table, configuration, search_json
+from natten_jax.profiler.search import Optimum, best_table, optimize, search_json
+from natten_jax.profiler.workload import KNOWN_FAMILIES, UnavailableBackend, check_available, request_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do what the command line asks for; return the exit status.
+    """Run the command line; return the exit status.
 
-    0: done. 1: the problem, the backend or the trace cannot be worked with here. 2: the command line is wrong. 130:
-    interrupted.
+    0: success. 1: the problem, the backend or the trace fails on this machine. 2: usage error. 130: Ctrl-C.
     """
     options = parse(argv)
     with warnings.catch_warnings():
-        # The profiler warns of the flags instead, before anything runs.
+        # The profiler warns about flags instead, before anything runs.
         warnings.simplefilter("ignore", IgnoredArgumentWarning)
         return run_program(PROGRAM, lambda: _run(options))
 
 
 def _run(options: Options) -> int:
     try:
-        return _answer(options) if options.dry_run or options.simulate else _measure(options)
+        return _predict(options) if options.dry_run or options.simulate else _measure(options)
     except UnavailableBackend as error:
         print_error(error)
         _show_where_it_runs(options)
@@ -56,8 +51,13 @@ def _run(options: Options) -> int:
     return 1
 
 
-def _device_asked_about(options: Options) -> Device:
-    """What nothing is to run on: the device at hand, or one that need not be."""
+def _too_large(error: Exception) -> str:
+    reason = f": {error}" if str(error) else ""
+    return f"the problem is too large for this machine{reason}"
+
+
+def _target_device(options: Options) -> Device:
+    """Return the device to list or predict for."""
     if options.asked_about is not None:
         return options.asked_about
     try:
@@ -67,23 +67,20 @@ def _device_asked_about(options: Options) -> Device:
         return dataclasses.replace(CPU, is_present=False)
 
 
-def _too_large(error: Exception) -> str:
-    reason = f": {error}" if str(error) else ""
-    return f"the problem is too large for this machine{reason}"
-
-
-def _answer(options: Options) -> int:
-    """List configurations or predict: nothing is measured."""
-    device = _device_asked_about(options)
+def _predict(options: Options) -> int:
+    """List configurations or predict, without a measurement."""
+    device = _target_device(options)
     check_available(options, device)
     warn_about_ignored_flags(options, device)
     if options.dry_run:
-        runs = dry_run.print_dry_run(options, device)
-        _write(options.json, lambda: dry_run.to_json(options, device))
+        runs = predict.print_dry_run(options, device)
+        if options.json is not None:
+            report.write_json(options.json, predict.dry_run_json(options, device))
         return 0 if runs else 1
-    simulated = simulate.simulate(options, device)
-    simulate.print_simulation(simulated)
-    _write(options.json, lambda: simulate.to_json(simulated))
+    simulated = predict.simulate(options, device)
+    predict.print_simulation(simulated)
+    if options.json is not None:
+        report.write_json(options.json, predict.simulation_json(simulated))
     return 0
 
 
@@ -95,50 +92,49 @@ def _measure(options: Options) -> int:
     optimum = optimize(options)
     options = dataclasses.replace(optimum.options, optimize=True)
     if not optimum.is_complete:
-        return _keep_so_far(options, optimum)
-    print_table(best_table(optimum))
+        return _report_interrupted(options, optimum)
+    report.print_table(best_table(optimum))
     warn_about_ignored_flags(options, default_device())
     try:
         return _profile(options, optimum)
     except KeyboardInterrupt:
-        return _keep_so_far(options, optimum)
-
-
-def _keep_so_far(options: Options, optimum: Optimum) -> int:
-    """What is left of a search after Ctrl-C: no profile, but the best configuration and every trial."""
-    print(f"{PROGRAM}: interrupted; this is the best so far", file=sys.stderr)
-    context = measurements.context(options, request_of(options).problem)
-    _write(options.json, lambda: {**context, **_search_results(options, optimum)})
-    print_table(best_table(optimum))
-    print_lines(_search_lines(options, optimum))
-    return INTERRUPTED
-
-
-def _search_results(options: Options, optimum: Optimum) -> dict[str, Any]:
-    return {"best_configuration": configuration(options), "search": search_json(optimum)}
+        return _report_interrupted(options, optimum)
 
 
 def _profile(options: Options, optimum: Optimum | None) -> int:
     comparison = None if options.compare is None else compare(options, options.compare)
-    result = profile(options) if comparison is None else comparison.result
-    results, tables = measurements.to_json(result), {"result": result.rows}
-    if comparison is not None:
-        results |= measurements.baseline_json(comparison)
-        tables[comparison.name] = comparison.baseline.rows
+    if comparison is None:
+        result = profile(options)
+        results, tables = report.to_json(result), {"result": result.rows}
+    else:
+        result = comparison.result
+        results = report.comparison_json(comparison)
+        tables = {"result": result.rows, comparison.name: comparison.baseline.rows}
     if optimum is not None:
-        results |= _search_results(options, optimum)
-    # Files first: whoever reads the output may leave early.
-    _write(options.json, lambda: results)
+        results |= search_json(optimum)
+    if options.json is not None:
+        report.write_json(options.json, results)
     if options.csv is not None:
-        measurements.write_csv(options.csv, tables)
-    measurements.print_report(result)
+        report.write_csv(options.csv, tables)
+    report.print_report(result)
     if comparison is not None:
-        measurements.print_baseline(comparison)
+        report.print_baseline(comparison)
     if optimum is not None:
-        print_lines(_search_lines(options, optimum))
+        report.print_lines(_search_lines(options, optimum))
     if options.plot is not None:
-        plot_rows(options.plot, tables, result.problem.describe())
+        report.plot_rows(options.plot, tables, result.problem.describe())
     return 0
+
+
+def _report_interrupted(options: Options, optimum: Optimum) -> int:
+    """Report the best configuration and every trial of a search after Ctrl-C."""
+    print_message("interrupted; this is the best so far")
+    if options.json is not None:
+        results: dict[str, Any] = report.context(options, request_of(options).problem)
+        report.write_json(options.json, results | search_json(optimum))
+    report.print_table(best_table(optimum))
+    report.print_lines(_search_lines(options, optimum))
+    return INTERRUPTED
 
 
 def _search_lines(options: Options, optimum: Optimum) -> Iterator[str]:
@@ -148,10 +144,9 @@ def _search_lines(options: Options, optimum: Optimum) -> Iterator[str]:
         "compilation."
     )
     if optimum.default_seconds is not None:
-        yield (
-            f"Speedup over the default configuration: {digits(optimum.default_seconds / optimum.seconds)}X "
-            f"({format_time(optimum.default_seconds)} / {format_time(optimum.seconds)}, measured in turns)."
-        )
+        times = f"{report.format_time(optimum.default_seconds)} / {report.format_time(optimum.seconds)}"
+        speedup = report.digits(optimum.default_seconds / optimum.seconds)
+        yield f"Speedup over the default configuration: {speedup}X ({times}, measured in turns)."
     if optimum.failures:
         yield f"{len(optimum.failures)} measurement(s) failed, the first: {optimum.failures[0].error}"
     if options.json is not None:
@@ -159,28 +154,23 @@ def _search_lines(options: Options, optimum: Optimum) -> Iterator[str]:
 
 
 def _show_where_it_runs(options: Options) -> None:
-    """A dry run for the devices that a backend is for, whatever is at hand."""
+    """Print a dry run for a device that the named backend runs on."""
     family = BackendId.parse(str(options.backend or options.fmha_backend)).family
     capability = KNOWN_FAMILIES[family].compute_capability
     anywhere = dataclasses.replace(options, backend=None, fmha_backend=None)
-    if capability is None:  # a TPU: the CPU is always at hand
+    if capability is None:  # a backend for TPUs
         anywhere = dataclasses.replace(anywhere, device=next(iter(TPU_CHIPS)), compute_capability=None)
         asked = f"--device {anywhere.device}"
     else:
         anywhere = dataclasses.replace(anywhere, device=None, compute_capability=capability)
         asked = f"--compute-capability {capability[0]}.{capability[1]}"
     assert anywhere.asked_about is not None
-    print_lines([f"A dry run with {asked} shows:"])
-    dry_run.print_dry_run(anywhere, anywhere.asked_about)
-
-
-def _write(path: Path | None, results: Callable[[], Any]) -> None:
-    if path is not None:
-        measurements.write_json(path, results())
+    report.print_lines([f"A dry run with {asked} shows:"])
+    predict.print_dry_run(anywhere, anywhere.asked_about)
 
 
 def program() -> NoReturn:
-    """The console script."""
+    """Run the console script."""
     sys.exit(main())
 
 

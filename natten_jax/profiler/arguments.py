@@ -27,8 +27,15 @@ from natten_jax.profiler.options import (
     profiler_parser,
     whole_windows,
 )
-from natten_jax.profiler.run.split import share, splits_tokens, token_parts
-from natten_jax.profiler.run.workload import passes, request_of, sub_calls_of, sub_calls_of_device
+from natten_jax.profiler.workload import (
+    flags_per_device,
+    passes,
+    request_of,
+    splits_tokens,
+    sub_calls_of,
+    sub_calls_of_device,
+    token_parts,
+)
 from natten_jax.windows import WindowArguments
 
 #: Flags that take one value per dimension, or one for all dimensions.
@@ -215,7 +222,7 @@ def _check_split(parser: Parser, options: Options) -> None:
         if getattr(options, each):
             parser.error(
                 f"--devices {count} does not go with {flag(each)}, which is about one device: ask it about what each "
-                f"device gets here, {share(options)}"
+                f"device gets here, {flags_per_device(options)}"
             )
     for option, other in (("--backend", options.backend), ("--compare", options.compare)):
         if other in BASELINES and (refusal := refusal_to_split(str(other), count, options.split, options.heads_kv)):

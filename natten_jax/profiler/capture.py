@@ -59,6 +59,10 @@ class Event:
         scope: Scope path in the traced function if the trace contains it, or empty.
         start: Nanoseconds.
         duration: Nanoseconds, without time that is attributed to other events.
+        device: Number of the device.
+        module: Name of the program, or ``None`` if the trace does not contain it.
+        number: Number of the program, or ``None``.
+        run: Run of the program, or ``None``.
     """
 
     symbol: str
@@ -66,29 +70,14 @@ class Event:
     scope: str
     start: float
     duration: float
+    device: int = 0
+    module: str | None = None
+    number: int | None = None
+    run: Any = None
 
 
 #: Device number -> for each iteration, the events of the program.
 Devices = dict[int, list[list[Event]]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Interval:
-    """An event with its run, program and device.
-
-    Attributes:
-        event: The event.
-        run: Run of the program, or ``None`` if the trace does not contain it.
-        module: Name of the program, or ``None``.
-        number: Number of the program, or ``None``.
-        device: Number of the device.
-    """
-
-    event: Event
-    run: Any
-    module: str | None = None
-    number: int | None = None
-    device: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,9 +152,9 @@ def capture_by_device(
     for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(0.2 * attempt)
-        intervals = device_intervals(_trace(launches, iterations, folder), platform, with_memory)
+        events = device_events(_trace(launches, iterations, folder), platform, with_memory)
         try:
-            return [_iterations_by_device(intervals, each.program, is_only, iterations, platform) for each in launches]
+            return [_iterations_by_device(events, each.program, is_only, iterations, platform) for each in launches]
         except CaptureError as error:
             problem = str(error)
     raise CaptureError(f"the JAX profiler's trace is of no use after {_ATTEMPTS} attempts: {problem}")
@@ -187,19 +176,19 @@ def _trace(launches: Sequence[Launch], iterations: int, folder: Path | None) -> 
 
 
 def _iterations_by_device(
-    every: Sequence[Interval], program: Program, is_only: bool, iterations: int, platform: str
+    every: Sequence[Event], program: Program, is_only: bool, iterations: int, platform: str
 ) -> Devices:
     """Return the events of a program by device and iteration. Events without a module belong to the only program."""
-    intervals = [each for each in every if (is_only if each.module is None else program.is_module(each.module))]
-    if not intervals:
+    events = [each for each in every if (is_only if each.module is None else program.is_module(each.module))]
+    if not events:
         raise CaptureError("it recorded nothing that the program ran")
     found: Devices = {}
-    for device, of_device in by_device(intervals).items():
-        launched = [[each.event for each in part] for part in split(of_device, iterations) or ()]
-        found[device] = [without_overlap(part, program) for part in launched] if platform == "cpu" else launched
+    for device, of_device in by_device(events).items():
+        parts = split(of_device, iterations) or []
+        found[device] = [without_overlap(part, program) for part in parts] if platform == "cpu" else parts
     if len(found) != program.devices or not all(found.values()):
         devices = f" on {program.devices} devices" if program.devices > 1 else ""
-        raise CaptureError(f"its {len(intervals)} events cannot be attributed to {iterations} iterations{devices}")
+        raise CaptureError(f"its {len(events)} events cannot be attributed to {iterations} iterations{devices}")
     return found
 
 
@@ -237,19 +226,19 @@ def read_trace(file: Path) -> ProfileData:
 # Events.
 
 
-def device_intervals(profile: ProfileData, platform: str, with_memory: bool = False) -> list[Interval]:
+def device_events(profile: ProfileData, platform: str, with_memory: bool = False) -> list[Event]:
     """Return the launches on devices of a platform; ``with_memory`` includes fills and copies of memory on GPUs."""
     with warnings.catch_warnings():
         # Python 3.12 and newer warn about the types that ProfileData defines.
         warnings.simplefilter("ignore", DeprecationWarning)
         if platform == "cpu":
-            return cpu_intervals(profile)
-        return tpu_intervals(profile) if platform == "tpu" else gpu_intervals(profile, with_memory)
+            return cpu_events(profile)
+        return tpu_events(profile) if platform == "tpu" else gpu_events(profile, with_memory)
 
 
-def gpu_intervals(profile: ProfileData, with_memory: bool = False) -> list[Interval]:
+def gpu_events(profile: ProfileData, with_memory: bool = False) -> list[Event]:
     """Return the launches on GPUs; ``with_memory`` includes fills and copies of memory."""
-    intervals = []
+    events = []
     for plane in profile.planes:
         match = _GPU_PLANE.match(plane.name)
         if match is None:
@@ -268,14 +257,14 @@ def gpu_intervals(profile: ProfileData, with_memory: bool = False) -> list[Inter
                 # A kernel may start early and wait for the previous one in its stream, which gets that time.
                 own, done = event.end_ns - max(event.start_ns, done), max(event.end_ns, done)
                 scope = str(stats.get("name") or "")
-                launched = Event(event.name, instruction, scope, event.start_ns, max(own, 0.0))
-                intervals.append(_interval(launched, stats, int(match[1])))
-    return intervals
+                launched = Event(event.name, instruction, scope, event.start_ns, max(own, 0.0), int(match[1]))
+                events.append(_with_run(launched, stats))
+    return events
 
 
-def cpu_intervals(profile: ProfileData) -> list[Interval]:
+def cpu_events(profile: ProfileData) -> list[Event]:
     """Return the steps of XLA's runtime on the CPU."""
-    intervals, ends = [], {}
+    steps, ends = [], {}
     for plane in profile.planes:
         if not plane.name.startswith("/host:CPU"):
             continue
@@ -285,23 +274,23 @@ def cpu_intervals(profile: ProfileData) -> list[Interval]:
                 if event.name.startswith("end: "):
                     ends[stats.get("_c")] = event.start_ns
                 elif "hlo_op" in stats:
-                    intervals.append((event.name, event.start_ns, event.end_ns, stats))
-    result = []
-    for name, start, end, stats in intervals:
-        event = Event(name, str(stats["hlo_op"]), "", start, ends.get(stats.get("_p"), end) - start)
-        result.append(_interval(event, stats, int(stats.get("device_ordinal", 0))))
-    return result
+                    steps.append((event.name, event.start_ns, event.end_ns, stats))
+    events = []
+    for name, start, end, stats in steps:
+        duration, device = ends.get(stats.get("_p"), end) - start, int(stats.get("device_ordinal", 0))
+        events.append(_with_run(Event(name, str(stats["hlo_op"]), "", start, duration, device), stats))
+    return events
 
 
-def _interval(event: Event, stats: dict[str, Any], device: int) -> Interval:
-    module, number = stats.get("hlo_module"), stats.get("program_id")
-    name = None if module is None else str(module)
-    return Interval(event, stats.get("run_id"), name, number if isinstance(number, int) else None, device)
+def _with_run(event: Event, stats: dict[str, Any]) -> Event:
+    """Return the event with its program and run."""
+    module, number, run = (stats.get(name) for name in ("hlo_module", "program_id", "run_id"))
+    return dataclasses.replace(event, module=module, number=number, run=run)
 
 
-def tpu_intervals(profile: ProfileData) -> list[Interval]:
+def tpu_events(profile: ProfileData) -> list[Event]:
     """Return the launches on TPUs."""
-    intervals = []
+    events = []
     for plane in profile.planes:
         match = _TPU_PLANE.fullmatch(plane.name)
         if match is None:
@@ -312,17 +301,14 @@ def tpu_intervals(profile: ProfileData) -> list[Interval]:
         for event, own in _without_nested(lines.get("XLA Ops", [])):
             instruction = _INSTRUCTION.match(event.name)
             name = event.name if instruction is None else instruction[1]
-            launched = Event(name, name, "", event.start_ns, own)
+            launched = Event(name, name, "", event.start_ns, own, int(match[1]))
             at = bisect.bisect_right(starts, event.start_ns) - 1
-            if at < 0:
-                intervals.append(Interval(launched, None, device=int(match[1])))
-                continue
-            module = _MODULE.match(runs[at].name)
-            assert module is not None  # the expression matches any text
-            run = dict(runs[at].stats).get("run_id", at)
-            number = None if module[2] is None else int(module[2])
-            intervals.append(Interval(launched, run, module[1], number, int(match[1])))
-    return intervals
+            if at >= 0 and (module := _MODULE.match(runs[at].name)):
+                run = dict(runs[at].stats).get("run_id", at)
+                number = None if module[2] is None else int(module[2])
+                launched = dataclasses.replace(launched, module=module[1], number=number, run=run)
+            events.append(launched)
+    return events
 
 
 def _without_nested(events: Sequence[Any]) -> Iterator[tuple[Any, float]]:
@@ -341,17 +327,17 @@ def _without_nested(events: Sequence[Any]) -> Iterator[tuple[Any, float]]:
 # Attribution of events to devices, iterations and time.
 
 
-def grouped(intervals: Iterable[Interval], key: Callable[[Interval], Any]) -> dict[Any, list[Interval]]:
-    """Group intervals by a key, in order of its first appearance."""
-    groups: dict[Any, list[Interval]] = collections.defaultdict(list)
-    for interval in intervals:
-        groups[key(interval)].append(interval)
+def grouped(events: Iterable[Event], key: Callable[[Event], Any]) -> dict[Any, list[Event]]:
+    """Group events by a key, in order of its first appearance."""
+    groups: dict[Any, list[Event]] = collections.defaultdict(list)
+    for event in events:
+        groups[key(event)].append(event)
     return groups
 
 
-def by_device(intervals: Iterable[Interval]) -> dict[int, list[Interval]]:
-    """Group intervals by the number of the device."""
-    return dict(sorted(grouped(intervals, lambda interval: interval.device).items()))
+def by_device(events: Iterable[Event]) -> dict[int, list[Event]]:
+    """Group events by the number of the device."""
+    return dict(sorted(grouped(events, lambda event: event.device).items()))
 
 
 def busiest(devices: Mapping[int, Sequence[Sequence[Event]]]) -> int:
@@ -363,21 +349,21 @@ def busiest(devices: Mapping[int, Sequence[Sequence[Event]]]) -> int:
     return max(devices, key=median_time)
 
 
-def split(intervals: Iterable[Interval], iterations: int) -> list[list[Interval]] | None:
-    """Split the intervals of one device into iterations, or return ``None`` if that is ambiguous.
+def split(events: Iterable[Event], iterations: int) -> list[list[Event]] | None:
+    """Split the events of one device into iterations, or return ``None`` if that is ambiguous.
 
     CPU and TPU events carry the number of their run. GPU events do not: in order of time, they are cut into equal
     parts, which must consist of the same kernels.
     """
-    ordered = sorted(intervals, key=lambda interval: interval.event.start)
-    runs = grouped(ordered, lambda interval: interval.run)
+    ordered = sorted(events, key=lambda event: event.start)
+    runs = grouped(ordered, lambda event: event.run)
     if None not in runs:
         return list(runs.values()) if len(runs) == iterations else None
     if len(ordered) % iterations:
         return None
     size = len(ordered) // iterations
     parts = [ordered[i : i + size] for i in range(0, len(ordered), size)]
-    kernels = [collections.Counter(interval.event.symbol for interval in part) for part in parts]
+    kernels = [collections.Counter(event.symbol for event in part) for part in parts]
     return parts if all(kernel == kernels[0] for kernel in kernels) else None
 
 

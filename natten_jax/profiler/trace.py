@@ -14,14 +14,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from natten_jax.profiler import capture
-from natten_jax.profiler.capture import CaptureError, Event, Interval
+from natten_jax.profiler import capture, measure, report
+from natten_jax.profiler.capture import CaptureError, Event
 from natten_jax.profiler.cli import Parser, at_least, run_program
+from natten_jax.profiler.measure import Row
 from natten_jax.profiler.program import Program, programs_in_trace
-from natten_jax.profiler.report import measurements
-from natten_jax.profiler.report.tables import format_time, print_lines, print_table
-from natten_jax.profiler.run import measure
-from natten_jax.profiler.run.measure import Row
+from natten_jax.profiler.report import format_time, print_lines, print_table
 from natten_jax.profiler.symbols import Name, order
 
 #: Programs in the lines below the table.
@@ -82,17 +80,17 @@ def _run(program: str, options: argparse.Namespace) -> int:
             steps = next(iter(modules.values())).runs
         if options.json is not None:
             found = {
-                "modules": {name: measurements.rows_json(each.rows) for name, each in modules.items()},
+                "modules": {name: report.rows_json(each.rows) for name, each in modules.items()},
                 "runs": {name: each.runs for name, each in modules.items()},
                 "steps": steps,
             }
-            measurements.write_json(options.json, found)
+            report.write_json(options.json, found)
         if options.csv is not None:
-            measurements.write_csv(options.csv, {name: each.rows for name, each in modules.items()})
+            report.write_csv(options.csv, {name: each.rows for name, each in modules.items()})
     except (CaptureError, OSError) as error:
         print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    print_table(measurements.shares_table(rows, "Trace", cut=not options.all, steps=steps))
+    print_table(report.shares_table(rows, "Trace", cut=not options.all, steps=steps))
     total = sum(each.seconds for each in modules.values())
     longest = sorted(modules.items(), key=lambda item: -item[1].seconds)[:_MOST_MODULES]
     print_lines(_module_line(name, each, total) for name, each in longest)
@@ -122,14 +120,14 @@ def programs_of(path: Path, *, with_memory: bool = False) -> dict[str, TracedPro
     profile = capture.read_trace(file)
     programs = programs_in_trace(file.read_bytes())
     for platform in ("cuda", "tpu", "cpu"):
-        if intervals := capture.device_intervals(profile, platform, with_memory):
+        if events := capture.device_events(profile, platform, with_memory):
             break
     found: dict[str, list[TracedProgram]] = defaultdict(list)
-    groups = capture.grouped(intervals, lambda each: ((each.module or "-").partition("(")[0], each.number))
+    groups = capture.grouped(events, lambda each: ((each.module or "-").partition("(")[0], each.number))
     for (module, number), of_module in groups.items():
-        program = _program_of([interval.event for interval in of_module], module, number, programs)
+        program = _program_of(of_module, module, number, programs)
         devices = {
-            device: [_events_of_device(of_device, program, platform)]
+            device: [_without_overlap(of_device, program) if platform == "cpu" else of_device]
             for device, of_device in capture.by_device(of_module).items()
         }
         busiest = capture.busiest(devices)
@@ -138,9 +136,9 @@ def programs_of(path: Path, *, with_memory: bool = False) -> dict[str, TracedPro
     return {module: _merge_programs(parts) for module, parts in found.items()}
 
 
-def _runs(intervals: Sequence[Interval], device: int) -> int | None:
+def _runs(events: Sequence[Event], device: int) -> int | None:
     """Return the number of runs of a program on a device, or ``None``."""
-    runs = {interval.run for interval in intervals if interval.device == device}
+    runs = {event.run for event in events if event.device == device}
     return None if None in runs else len(runs)
 
 
@@ -150,11 +148,9 @@ def _merge_programs(parts: Sequence[TracedProgram]) -> TracedProgram:
     return TracedProgram(merge_rows(part.rows for part in parts), sum(runs) if len(runs) == len(parts) else None)
 
 
-def _events_of_device(intervals: Sequence[Interval], program: Program, platform: str) -> list[Event]:
-    if platform != "cpu":
-        return [interval.event for interval in intervals]
-    runs = capture.grouped(intervals, lambda each: each.run).values()
-    return [event for run in runs for event in capture.without_overlap([each.event for each in run], program)]
+def _without_overlap(events: Sequence[Event], program: Program) -> list[Event]:
+    runs = capture.grouped(events, lambda each: each.run).values()
+    return [event for run in runs for event in capture.without_overlap(run, program)]
 
 
 def _program_of(launched: Sequence[Event], module: str, number: int | None, programs: Mapping[int, Program]) -> Program:

@@ -24,7 +24,7 @@ from natten_jax.performance import TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem, problem_of
 from natten_jax.profiler.arguments import parse
-from natten_jax.profiler.search.configurations import main_sub_call
+from natten_jax.profiler.predict import main_sub_call
 from natten_jax.simulator import Calibration, Kernel
 from natten_jax.windows import WindowArguments
 from tests.support import oracle

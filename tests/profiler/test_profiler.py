@@ -19,9 +19,8 @@ from natten_jax.native import module as native
 from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem
 from natten_jax.profiler import options as profiler_options
-from natten_jax.profiler import parse
+from natten_jax.profiler import parse, workload
 from natten_jax.profiler.__main__ import main
-from natten_jax.profiler.run import inputs, workload
 from tests.support.compilation import users_environment
 from tests.support.programs import run_command
 
@@ -174,7 +173,7 @@ def test_every_flag_of_a_window_reaches_the_operator() -> None:
 
 def test_inputs_are_random() -> None:
     options = parse(["-i", "8", "8", "--backprop", "--add-kv", "3", "--dim-value", "32", "--dtype", "bf16"])
-    cotangent, query, key, value, keys, values = inputs.make_inputs(options)
+    cotangent, query, key, value, keys, values = workload.make_inputs(options)
     assert cotangent.shape == (1, 8, 8, 1, 32)
     assert (query.shape, value.shape) == ((1, 8, 8, 1, 64), (1, 8, 8, 1, 32))
     assert (keys.shape, values.shape) == ((1, 3, 1, 64), (1, 3, 1, 32))

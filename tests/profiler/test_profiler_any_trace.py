@@ -13,9 +13,9 @@ import pytest
 
 from natten_jax.native import module as native
 from natten_jax.profiler import trace as trace_program
-from natten_jax.profiler.capture import Event, Interval
+from natten_jax.profiler.capture import Event
 from natten_jax.profiler.program import Program, programs_in_trace
-from natten_jax.profiler.report.tables import format_time
+from natten_jax.profiler.report import format_time
 from tests.support.compilation import users_environment
 from tests.support.programs import run_command
 from tests.support.traces import rows_by_module
@@ -154,7 +154,6 @@ def test_shares_add_up_and_averages_are_of_a_step(tmp_path: Path, capsys: pytest
 
 
 def test_traces_that_do_not_say_how_often_a_program_ran() -> None:
-    event = Event("kernel", "fusion", "", 0.0, 1e6)
-    told = [Interval(event, run) for run in (1, 1, 2)]
+    told = [Event("kernel", "fusion", "", 0.0, 1e6, run=run) for run in (1, 1, 2)]
     assert trace_program._runs(told, device=0) == 2
-    assert trace_program._runs([*told, Interval(event, None)], device=0) is None
+    assert trace_program._runs([*told, Event("kernel", "fusion", "", 0.0, 1e6)], device=0) is None

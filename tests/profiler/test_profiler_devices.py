@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from natten_jax.native import module as native
-from natten_jax.profiler import Row, capture, parse, symbols
+from natten_jax.profiler import Row, capture, parse, report, symbols
 from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.capture import CaptureError, Event
 from natten_jax.profiler.program import Instruction, Program
-from natten_jax.profiler.report import measurements
-from natten_jax.profiler.run.split import of_each_device
+from natten_jax.profiler.workload import options_per_device
 from tests.support.programs import output_of, run_python
 from tests.support.traces import rows_by_module
 
@@ -60,7 +59,7 @@ def test_a_problem_is_split_over_the_hosts_devices(tmp_path: Path) -> None:
         assert output.rstrip().endswith("= 0"), output
         assert all(len(row) <= 100 for row in output.splitlines()[1:])
         options = parse([*PROBLEM.split(), *flags.split()])
-        each = of_each_device(options)
+        each = options_per_device(options)
         assert (each.batch_size, each.heads, each.heads_kv) == share
         found = json.loads((tmp_path / f"{i}.json").read_text())
         assert (found["devices"]["count"], found["devices"]["split"]) == (options.devices, options.split)
@@ -140,7 +139,7 @@ def test_more_devices_than_there_are_is_one_sentence(capsys: pytest.CaptureFixtu
 )
 def test_heads_of_each_device(heads: int, heads_kv: int, devices: int, share: tuple[int, int]) -> None:
     options = parse(f"-i 8 -n {heads} --heads-kv {heads_kv} --devices {devices} --split heads".split())
-    each = of_each_device(options)
+    each = options_per_device(options)
     assert (each.heads, each.heads_kv) == share
 
 
@@ -197,7 +196,7 @@ def test_host_events_say_their_device() -> None:
 
     line = SimpleNamespace(events=[event("dot.1", 0), event("dot.1", 5)])
     profile: Any = SimpleNamespace(planes=[SimpleNamespace(name="/host:CPU", lines=[line])])
-    assert list(capture.by_device(capture.cpu_intervals(profile))) == [0, 5]
+    assert list(capture.by_device(capture.cpu_events(profile))) == [0, 5]
 
 
 def test_the_busiest_device_is_that_of_the_longest_median() -> None:
@@ -248,7 +247,7 @@ def test_collectives_stay_in_tables_that_are_cut() -> None:
     names = [symbols.Name("XLA", "elementwise", "-", f"step {i}") for i in range(30)]
     names.append(symbols.Name("NCCL", "collective", "-", "all-reduce"))
     rows = tuple(Row(name, 1, (1.0 / (i + 1),), ()) for i, name in enumerate(names))
-    table = measurements.rows_table(rows, "Trace", cut=True)
+    table = report.rows_table(rows, "Trace", cut=True)
     assert len(table.rows) == 20
     assert "all-reduce" in {row[3] for row in table.rows}
 

@@ -17,10 +17,8 @@ import jax
 import pytest
 
 import natten_jax
-from natten_jax.profiler import parse
+from natten_jax.profiler import parse, predict, workload
 from natten_jax.profiler.__main__ import main
-from natten_jax.profiler.report import dry_run
-from natten_jax.profiler.run import inputs, workload
 from tests.support.programs import run_command
 
 TOO_LARGE = "the problem is too large for this machine: its operands and results take 524,288.0 GiB, and cpu has "
@@ -73,11 +71,11 @@ def test_operands_and_results_fit_the_memory_of_the_device(
     for dtype, width in (("bf16", 2), ("fp32", 4)):
         options = parse([*problem.split(), "--dtype", dtype])
         needed = elements * width
-        monkeypatch.setattr(inputs, "default_jax_device", lambda needed=needed: FakeDevice(needed))
-        inputs.check_fits(options)
-        monkeypatch.setattr(inputs, "default_jax_device", lambda needed=needed: FakeDevice(needed - 1))
+        monkeypatch.setattr(workload, "default_jax_device", lambda needed=needed: FakeDevice(needed))
+        workload.check_fits(options)
+        monkeypatch.setattr(workload, "default_jax_device", lambda needed=needed: FakeDevice(needed - 1))
         with pytest.raises(MemoryError, match="its operands and results take"):
-            inputs.check_fits(options)
+            workload.check_fits(options)
 
 
 def test_devices_hold_their_share_and_parts_of_the_host_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,14 +83,14 @@ def test_devices_hold_their_share_and_parts_of_the_host_all(monkeypatch: pytest.
     of_each = 4 * 64 * 64 * 4
     mesh = jax.sharding.AbstractMesh((4,), ("devices",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices"))
-    monkeypatch.setattr(inputs, "sharding_of", lambda options, shape: sharding)
+    monkeypatch.setattr(workload, "sharding_of", lambda options, shape: sharding)
     with monkeypatch.context() as on_gpus:
-        on_gpus.setattr(inputs, "default_jax_device", lambda: FakeDevice(of_each))
-        inputs.check_fits(options)
+        on_gpus.setattr(workload, "default_jax_device", lambda: FakeDevice(of_each))
+        workload.check_fits(options)
     for pages, expected in ((4 * of_each, contextlib.nullcontext()), (4 * of_each - 1, pytest.raises(MemoryError))):
         monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": pages}.__getitem__)
         with expected:
-            inputs.check_fits(options)
+            workload.check_fits(options)
 
 
 @pytest.mark.parametrize("mode", ["", "--optimize", "--compare xla", "--backprop"])
@@ -104,7 +102,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(
 
     monkeypatch.setattr(workload, "make_inputs", fail)
     monkeypatch.setattr(jax, "jit", fail)
-    monkeypatch.setattr(inputs, "default_jax_device", lambda: FakeDevice(1 << 10))
+    monkeypatch.setattr(workload, "default_jax_device", lambda: FakeDevice(1 << 10))
     assert main(["-i", "8", "-w", "3", *mode.split()]) == 1
     complaint = capsys.readouterr().err.splitlines()[-1]
     assert complaint == (
@@ -120,7 +118,7 @@ def test_arithmetic_that_fails_is_a_sentence(
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(dry_run, "print_dry_run", fail)
+    monkeypatch.setattr(predict, "print_dry_run", fail)
     assert main(["-i", "8", "-w", "3", "--dry-run"]) == 1
     complaint = capsys.readouterr().err
     reason = f": {error}" if str(error) else ""
@@ -153,14 +151,14 @@ def interrupted(code: str, marker: Path, arguments: str) -> subprocess.Completed
 
 #: Makes the marker once so many measurements are over, and then dawdles in the next one.
 DAWDLING_SEARCH = """
-from natten_jax.profiler.search.trials import Trials
-measure = Trials.measure
+from natten_jax.profiler.search import _Search
+measure = _Search.measure
 def dawdle(self, *arguments):
-    if len(self.done) >= {trials}:
+    if len(self.trials) >= {trials}:
         marker.touch()
         for _ in range(3000): time.sleep(0.1)
     return measure(self, *arguments)
-Trials.measure = dawdle
+_Search.measure = dawdle
 """
 SEARCH = "-i 8 12 -n 2 -d 16 -w 4 6 --dtype fp32 --optimize --warmup-steps 1 --iterations 2"
 
@@ -193,7 +191,7 @@ def test_an_interrupted_search_keeps_the_best_so_far(more: str, tmp_path: Path) 
 def test_a_search_that_is_interrupted_while_the_best_is_profiled_keeps_it(tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
     code = (
-        "from natten_jax.profiler.run import measure\n"
+        "from natten_jax.profiler import measure\n"
         "def dawdle(*_):\n"
         "    marker.touch()\n"
         "    for _ in range(3000): time.sleep(0.1)\n"

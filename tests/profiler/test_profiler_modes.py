@@ -14,13 +14,11 @@ import numpy as np
 import pytest
 
 from natten_jax.native import module as native
-from natten_jax.profiler import cli, parse
+from natten_jax.profiler import cli, parse, report, workload
 from natten_jax.profiler import trace as trace_program
 from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.capture import capture_in_turns
-from natten_jax.profiler.report import tables
-from natten_jax.profiler.run import workload
-from natten_jax.profiler.run.measure import Comparison, profile
+from natten_jax.profiler.measure import Comparison, profile
 from tests.support.programs import run_command
 from tests.support.traces import rows_by_module
 
@@ -179,7 +177,7 @@ def test_dry_run_lists_tiles_best_first(tmp_path: Path, capsys: pytest.CaptureFi
     assert len(hopper) > 100
     seconds = [each["predicted_seconds"] for each in hopper]
     assert seconds == sorted(seconds)
-    first = tables.format_time(seconds[0])
+    first = report.format_time(seconds[0])
     rows = [line for line in output.splitlines() if first in line]
     assert rows
     listed = output[output.index("Backend: hopper-fna") :].split("Use case")[0]
@@ -349,12 +347,12 @@ def test_usage_errors_of_the_modes(arguments: str, message: str, capsys: pytest.
 
 def test_tables_fit_with_and_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = (("a" * 70, "x" * 30, "1"), ("[bold]b[/]", "y", "2"))
-    table = tables.Table("Title", ("First", "Second", "#"), rows, ("", "Total", "3"), folded=0)
+    table = report.Table("Title", ("First", "Second", "#"), rows, ("", "Total", "3"), folded=0)
     for has_rich in (True, False):
         if not has_rich:
             monkeypatch.setitem(sys.modules, "rich.console", None)
         file = io.StringIO()
-        tables.print_table(table, file)
+        report.print_table(table, file)
         text = file.getvalue()
         assert all(len(line) <= 100 for line in text.splitlines())
         assert "[bold]b[/]" in text
@@ -365,7 +363,7 @@ def test_tables_fit_with_and_without_rich(monkeypatch: pytest.MonkeyPatch) -> No
 def test_tables_without_rich_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
     file = io.StringIO()
-    tables.print_table(tables.Table("Two\nlines", ("A", "Name"), (("long", "b"), ("c", "d")), ("", "Total")), file)
+    report.print_table(report.Table("Two\nlines", ("A", "Name"), (("long", "b"), ("c", "d")), ("", "Total")), file)
     assert file.getvalue().splitlines() == ["Two", "lines", "A     Name", "long  b", "c     d", "      Total"]
 
 
@@ -391,7 +389,7 @@ def test_progress_is_shown_on_terminals(
 
 def test_lines_are_wrapped() -> None:
     file = io.StringIO()
-    tables.print_lines(["word " * 40, "", "natten-jax"], file)
+    report.print_lines(["word " * 40, "", "natten-jax"], file)
     lines = file.getvalue().splitlines()
     assert all(len(line) <= 100 for line in lines)
     assert lines[-2:] == ["", "natten-jax"]

@@ -14,7 +14,7 @@ from natten_jax.profiler import __main__ as profiler
 from natten_jax.profiler import arguments
 from natten_jax.profiler import trace as trace_program
 from natten_jax.profiler.cli import Parser
-from natten_jax.profiler.report.measurements import write_file
+from natten_jax.profiler.report import write_file
 
 PROGRAMS: dict[str, tuple[Callable[[Sequence[str]], int], list[str], list[str]]] = {
     "profiler": (profiler.main, ["-i", "8"], ["--json", "--csv", "--plot"]),

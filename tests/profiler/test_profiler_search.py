@@ -20,15 +20,13 @@ from natten_jax.native import module as native
 from natten_jax.performance import PASSES, Pass, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId
-from natten_jax.profiler import parse
+from natten_jax.profiler import parse, predict, search
 from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.capture import Event
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.program import Program
-from natten_jax.profiler.run.workload import Workload, request_of
-from natten_jax.profiler.search import choices, configurations, trials
-from natten_jax.profiler.search.optimize import optimize
-from natten_jax.profiler.search.optimum import Optimum, best_table
+from natten_jax.profiler.search import Optimum, best_table, optimize
+from natten_jax.profiler.workload import Workload, request_of
 
 needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 FEW = "--warmup-steps 1 --iterations 2"
@@ -118,8 +116,8 @@ def fake_search(monkeypatch: pytest.MonkeyPatch, line: str, seconds: Any) -> tup
     def capture(launches: Any, runs: int, platform: str) -> Any:
         return [[[Event("", "", "", 0.0, 1e9 * each.program.instructions["seconds"])]] * runs for each in launches]
 
-    monkeypatch.setattr(trials, "compile_workload", compile_workload)
-    monkeypatch.setattr(trials.capture, "capture_in_turns", capture)
+    monkeypatch.setattr(search, "compile_workload", compile_workload)
+    monkeypatch.setattr(search, "capture_in_turns", capture)
     return optimize(parse(line.split())), compiled
 
 
@@ -150,8 +148,8 @@ def test_without_a_calibration_the_backends_own_order_is_searched(monkeypatch: p
     line = "-i 48 64 -w 8 9 --backprop --backend cpu-fna --optimize"
     assert simulator.calibration_for("cpu", None) is None
     options = parse(line.split())
-    problem = configurations.main_sub_call(options).request.problem
-    offered = {each.pass_: each.pairs for each in configurations.listings(options, problem, Device("cpu"))}
+    problem = predict.main_sub_call(options).request.problem
+    offered = {each.pass_: each.pairs for each in predict.listings(options, problem, Device("cpu"))}
     compiled = fake_search(monkeypatch, line, lambda options: 1e-3)[1]
     forward = [q_tile for _, q_tile, backward_q_tile, _ in compiled if backward_q_tile is None]
     backward = [backward_q_tile for *_, backward_q_tile, _ in compiled if backward_q_tile is not None]
@@ -203,7 +201,7 @@ def test_the_best_configuration_names_what_ran_by_default(backend: str, argument
     }
     empty: Any = None
     ran = Workload(options, empty, {"forward": backend}, plans, HOPPER_GPU, empty, (), Program("ran", {}))
-    table = best_table(Optimum(choices.spelled_out(options, ran), 1.0, 1.0, (), 1.0, 0.0))
+    table = best_table(Optimum(search.with_choices(options, ran), 1.0, 1.0, (), 1.0, 0.0))
     rows = {row[0]: row[1] for row in table.rows}
     assert rows.get("kernel_schedule") == schedule
     assert rows["fmha_backend" if backend.endswith("fmha") else "backend"] == backend

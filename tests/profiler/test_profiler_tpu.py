@@ -12,7 +12,7 @@ from natten_jax.cost_model.simulation import TPU_CHIPS, chip_of
 from natten_jax.plan.devices import Device
 from natten_jax.problem import problem_of
 from natten_jax.profiler.__main__ import main
-from natten_jax.profiler.report.dry_run import STATIC
+from natten_jax.profiler.predict import STATIC
 
 IMAGE = ["-i", "32", "32", "-w", "7", "-d", "64", "--dtype", "bf16", "--max-configs", "2"]
 

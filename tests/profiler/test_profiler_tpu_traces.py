@@ -76,8 +76,8 @@ def test_kernels_have_readable_names_and_loops_only_their_own_time(file: Path) -
 
 
 def test_runs_of_a_program_are_iterations_of_each_device(file: Path) -> None:
-    intervals = [each for each in capture.tpu_intervals(capture.read_trace(file)) if each.module == "jit_step"]
-    devices = capture.by_device(intervals)
+    events = [each for each in capture.tpu_events(capture.read_trace(file)) if each.module == "jit_step"]
+    devices = capture.by_device(events)
     assert list(devices) == [0, 1]
     for of_device in devices.values():
         parts = capture.split(of_device, 2)

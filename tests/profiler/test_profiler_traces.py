@@ -17,11 +17,9 @@ import pytest
 
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device
-from natten_jax.profiler import Result, Row, capture, parse, symbols
+from natten_jax.profiler import Result, Row, capture, measure, parse, report, symbols, workload
 from natten_jax.profiler.capture import CaptureError, Event
 from natten_jax.profiler.program import Instruction, Program
-from natten_jax.profiler.report import measurements, tables
-from natten_jax.profiler.run import measure, workload
 
 
 def test_overlapping_steps_share_the_time_and_containers_get_the_rest() -> None:
@@ -39,23 +37,22 @@ def test_overlapping_steps_share_the_time_and_containers_get_the_rest() -> None:
     assert capture.without_overlap([], program) == []
 
 
-def intervals(names: str, runs: list[Any]) -> list[Any]:
+def events(names: str, runs: list[Any]) -> list[Any]:
     return [
-        capture.Interval(Event(name, name, "", float(i), 1.0), run)
-        for i, (name, run) in enumerate(zip(names, runs, strict=True))
+        Event(name, name, "", float(i), 1.0, run=run) for i, (name, run) in enumerate(zip(names, runs, strict=True))
     ]
 
 
 def test_events_are_split_into_iterations() -> None:
     def named(parts: list[list[Any]] | None) -> list[str] | None:
-        return None if parts is None else ["".join(interval.event.symbol for interval in part) for part in parts]
+        return None if parts is None else ["".join(event.symbol for event in part) for part in parts]
 
-    assert named(capture.split(intervals("abcab", [7, 7, 7, 8, 8]), 2)) == ["abc", "ab"]
-    assert capture.split(intervals("abab", [7, 7, 8, 8]), 3) is None
-    assert named(capture.split(intervals("abba", [None] * 4), 2)) == ["ab", "ba"]
-    assert named(capture.split(intervals("abba", [None] * 4)[::-1], 2)) == ["ab", "ba"]
-    assert capture.split(intervals("aabb", [None] * 4), 2) is None
-    assert capture.split(intervals("aba", [None] * 3), 2) is None
+    assert named(capture.split(events("abcab", [7, 7, 7, 8, 8]), 2)) == ["abc", "ab"]
+    assert capture.split(events("abab", [7, 7, 8, 8]), 3) is None
+    assert named(capture.split(events("abba", [None] * 4), 2)) == ["ab", "ba"]
+    assert named(capture.split(events("abba", [None] * 4)[::-1], 2)) == ["ab", "ba"]
+    assert capture.split(events("aabb", [None] * 4), 2) is None
+    assert capture.split(events("aba", [None] * 3), 2) is None
 
 
 def test_time_that_a_kernel_waits_for_the_one_before_it_is_not_its_own() -> None:
@@ -65,7 +62,7 @@ def test_time_that_a_kernel_waits_for_the_one_before_it_is_not_its_own() -> None
     stream = SimpleNamespace(name="Stream #1", events=[event("b", 60.0, 130.0), event("a", 0.0, 100.0)])
     other = SimpleNamespace(name="Stream #2", events=[event("c", 60.0, 130.0)])
     profile: Any = SimpleNamespace(planes=[SimpleNamespace(name="/device:GPU:0", lines=[stream, other])])
-    durations = {each.event.symbol: each.event.duration for each in capture.gpu_intervals(profile)}
+    durations = {each.symbol: each.duration for each in capture.gpu_events(profile)}
     assert durations == {"a": 100.0, "b": 30.0, "c": 70.0}
 
 
@@ -143,7 +140,7 @@ def test_rows_take_the_median_of_the_iterations() -> None:
     ],
 )
 def test_times(seconds: float, text: str) -> None:
-    assert tables.format_time(seconds) == text
+    assert report.format_time(seconds) == text
 
 
 def a_result(rows: int) -> Result:
@@ -164,7 +161,7 @@ def test_table_fits_and_adds_up(has_rich: bool, monkeypatch: pytest.MonkeyPatch)
     else:
         monkeypatch.setitem(sys.modules, "rich.console", None)
     file = io.StringIO()
-    measurements.print_report(a_result(3), file)
+    report.print_report(a_result(3), file)
     text = file.getvalue()
     assert "\x1b" not in text
     assert text.isascii() or has_rich
@@ -176,11 +173,11 @@ def test_table_fits_and_adds_up(has_rich: bool, monkeypatch: pytest.MonkeyPatch)
 
 def test_long_tables_are_cut_but_add_up() -> None:
     result = a_result(30)
-    table = measurements.result_table(result)
+    table = report.result_table(result)
     assert len(table.rows) == 20
     assert table.rows[-1][3:5] == ("11 other operations", "11")
-    assert table.footer[-1] == tables.format_time(result.rows_total)
-    assert len(measurements.to_json(result)["rows"]) == 30
+    assert table.footer[-1] == report.format_time(result.rows_total)
+    assert len(report.to_json(result)["rows"]) == 30
 
 
 @pytest.mark.parametrize(
@@ -201,5 +198,5 @@ def test_results_name_tile_sizes_and_occupancy_where_it_is_known(
     result = dataclasses.replace(
         a_result(1), options=options, problem=problem, backends={"forward": backend}, tiles=tiles, device=device
     )
-    found = measurements.to_json(result)["tiles"]["forward"]
+    found = report.to_json(result)["tiles"]["forward"]
     assert found == {"query": (16, 8), "key_value": (8, 8), "tile_m": 128, "tile_n": 64, "occupancy": occupancy}

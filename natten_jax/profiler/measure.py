@@ -1,4 +1,4 @@
-"""Run compiled programs and sum up what they launched."""
+"""Run the compiled programs and sum up their launches by name."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from natten_jax.cost_model.tiles import flops
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device, default_device
 from natten_jax.problem import Problem
-from natten_jax.profiler import capture, symbols
-from natten_jax.profiler.capture import Event
+from natten_jax.profiler import symbols
+from natten_jax.profiler.capture import Devices, Event, busiest, capture_by_device
 from natten_jax.profiler.cli import Progress
 from natten_jax.profiler.options import Options, arrays_of
 from natten_jax.profiler.program import Program
-from natten_jax.profiler.run.workload import Workload, check_runs, compile_workload, passes
+from natten_jax.profiler.workload import Workload, check_runs, compile_workload, passes
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """All launches of one name.
+    """All launches with one name.
 
     Attributes:
-        name: What it is called.
+        name: The name.
         calls: Launches per iteration.
-        runtimes: Seconds per iteration, one value for each.
-        symbols: The symbols, or on a CPU the instructions, that go by this name.
+        runtimes: Seconds of each iteration.
+        symbols: Symbols of the kernels; on a CPU, names of the instructions.
     """
 
     name: symbols.Name
@@ -45,20 +45,19 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What was measured.
+    """A measurement.
 
     Attributes:
-        options: What was asked for.
-        problem: The problem; that of a baseline is self attention.
-        backends: What ran the ``"forward"`` and ``"backward"`` pass, and ``"additional_kv_forward"`` and so on for
-            additional tokens.
-        tiles: Query and key/value tile of each pass of a backend of this package.
-        device: The device that ran it.
-        rows: One per name of launches on the busiest device, in the order of the report.
-        totals: Seconds of that device's time per iteration, one value for each.
-        flops: Floating-point operations per iteration that the mask leaves, on all devices together.
-        device_times: By number of the device, its seconds of device time per iteration.
-        busiest: Number of the device that was busy longest.
+        options: Options of the measurement.
+        problem: The problem. For a baseline, this is self attention.
+        backends: Names of backends by ``"forward"``, ``"backward"``, ``"additional_kv_forward"``, ...
+        tiles: Query and key/value tiles of the passes; empty for baselines.
+        device: Kind of device.
+        rows: Launches by name on the busiest device, in the order of the report.
+        totals: Device time of each iteration on the busiest device, in seconds.
+        flops: Floating-point operations per iteration on all devices, without masked pairs, by pass.
+        device_times: Number of the device -> device time of each iteration, in seconds.
+        busiest: Number of the device with the most device time.
     """
 
     options: Options
@@ -79,7 +78,7 @@ class Result:
 
     @property
     def median(self) -> float:
-        """Median over the iterations of the device time of one iteration."""
+        """Median device time of an iteration."""
         return statistics.median(self.totals)
 
     @property
@@ -90,11 +89,11 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A result and a baseline that took turns with it.
+    """A result, and a baseline that was measured in alternation.
 
     Attributes:
-        result: What was asked for.
-        baseline: What it is held against.
+        result: The result.
+        baseline: Result of the baseline.
     """
 
     result: Result
@@ -102,18 +101,18 @@ class Comparison:
 
     @property
     def name(self) -> str:
-        """The baseline's name."""
+        """Name of the baseline."""
         return str(self.baseline.options.backend)
 
     @property
     def speedup(self) -> float:
-        """Median over the turns of the baseline's time by the result's."""
+        """Median ratio of the baseline's time to the result's time."""
         turns = zip(self.baseline.totals, self.result.totals, strict=True)
         return statistics.median(theirs / ours for theirs, ours in turns)
 
     @property
     def flop_bound(self) -> float:
-        """The speedup if time were the operations that the masks leave."""
+        """Ratio of floating-point operations, an upper bound of the speedup."""
         return sum(self.baseline.flops.values()) / sum(self.result.flops.values())
 
 
@@ -121,7 +120,7 @@ def profile(options: Options) -> Result:
     """Measure on the default device.
 
     Raises:
-        ValueError: The problem cannot run as the options ask.
+        ValueError: The problem cannot run with these options.
         MemoryError: It is too large for the device.
         natten_jax.profiler.capture.CaptureError: The trace could not be read.
     """
@@ -130,10 +129,10 @@ def profile(options: Options) -> Result:
 
 
 def compare(options: Options, baseline: str) -> Comparison:
-    """Measure in turns with a baseline, or another backend, on the default device.
+    """Measure in alternation with a baseline or another backend, on the default device.
 
     Raises:
-        ValueError: One of the two cannot run.
+        ValueError: The problem or the baseline cannot run.
         MemoryError: The problem is too large for the device.
         natten_jax.profiler.capture.CaptureError: The trace could not be read.
     """
@@ -156,41 +155,43 @@ def _profile(every: Sequence[Options]) -> list[Result]:
             for launch in launches:
                 jax.block_until_ready(launch.run())  # type: ignore[no-untyped-call]
         progress.stage("measuring")
-        captured = capture.capture_by_device(
+        captured = capture_by_device(
             launches, first.iterations, device.platform, with_memory=first.verbose, folder=first.trace_dir
         )
     return [_result(*each) for each in zip(workloads, captured, strict=True)]
 
 
-def _result(workload: Workload, devices: capture.Devices) -> Result:
-    """The result of a workload's captured iterations."""
-    times = {
-        device: tuple(sum(event.duration for event in events) / 1e9 for events in iterations)
-        for device, iterations in devices.items()
-    }
-    busiest = capture.busiest(devices)
+def seconds_of_iterations(iterations: Sequence[Sequence[Event]]) -> tuple[float, ...]:
+    """Return the device time of each iteration, in seconds."""
+    return tuple(sum(event.duration for event in events) / 1e9 for events in iterations)
+
+
+def _result(workload: Workload, devices: Devices) -> Result:
+    times = {device: seconds_of_iterations(iterations) for device, iterations in devices.items()}
+    slowest, problem = busiest(devices), workload.problem
+    operator = "fmha" if problem.is_attention else "fna"
     return Result(
         workload.options,
-        workload.problem,
+        problem,
         workload.backends,
-        workload.tiles,
+        {pass_: plan.tiles for pass_, plan in workload.plans.items()},
         workload.device,
-        summarize(devices[busiest], workload.program, workload.operator, workload.device.platform),
-        times[busiest],
-        {pass_: flops(workload.problem, pass_) for pass_ in passes(workload.options)},
+        summarize(devices[slowest], workload.program, operator, workload.device.platform),
+        times[slowest],
+        {pass_: flops(problem, pass_) for pass_ in passes(workload.options)},
         times,
-        busiest,
+        slowest,
     )
 
 
 def summarize(iterations: Sequence[Sequence[Event]], program: Program, operator: str, platform: str) -> tuple[Row, ...]:
-    """The rows of a report: launches by name, known names first, then by runtime.
+    """Return launches by name, known names first, then by runtime.
 
     Args:
-        iterations: The events of each iteration.
-        program: The program that launched them.
-        operator: ``"fna"`` or ``"fmha"``, what launches that do not say it themselves belong to.
-        platform: ``"cpu"`` or ``"cuda"``.
+        iterations: Events of each iteration.
+        program: Program that launched them.
+        operator: ``"fna"`` or ``"fmha"``, for launches of instructions without a plan.
+        platform: ``"cpu"``, ``"cuda"`` or ``"tpu"``.
     """
     names: dict[tuple[str, str, str], symbols.Name] = {}
     launched: dict[symbols.Name, list[list[Event]]] = defaultdict(lambda: [[] for _ in iterations])
@@ -204,7 +205,7 @@ def summarize(iterations: Sequence[Sequence[Event]], program: Program, operator:
             launched[names[source]][i].append(event)
     rows = []
     for named, in_turn in launched.items():
-        runtimes = tuple(sum(event.duration / 1e9 for event in events) for events in in_turn)
+        runtimes = seconds_of_iterations(in_turn)
         origins = dict.fromkeys(event.symbol for events in in_turn for event in events)
         if any(runtimes):
             rows.append(Row(named, round(statistics.median(map(len, in_turn))), runtimes, tuple(origins)))

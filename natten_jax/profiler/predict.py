@@ -1,0 +1,409 @@
+"""Configurations of a problem and their predicted times: ``--dry-run`` lists them, ``--simulate`` explains one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from natten_jax import backends, simulator
+from natten_jax.backends import select
+from natten_jax.backends.base import Backend
+from natten_jax.cost_model.simulation import TpuChip, chip_of
+from natten_jax.ops.sub_calls import SubCall
+from natten_jax.performance import PASSES, KernelSchedule, Pass, TilePair
+from natten_jax.plan.devices import Device
+from natten_jax.plan.plan import BackendId
+from natten_jax.plan.request import Request
+from natten_jax.problem import Problem, Shape
+from natten_jax.profiler.options import Options
+from natten_jax.profiler.report import Table, context, digits, format_time, print_lines, print_table, problem_line
+from natten_jax.profiler.workload import (
+    describe_split,
+    passes,
+    request_of,
+    splits_tokens,
+    sub_calls_of,
+    sub_calls_of_device,
+    token_parts,
+)
+from natten_jax.simulator import DilationRecommendation, Recommendation, Simulation, SplitTime
+
+#: Note on predicted times of TPUs.
+STATIC = "Times are static, from what the maker publishes of the chip: nothing was measured on a TPU."
+
+#: Number of the fastest pairs of tiles that are tried with each dilation.
+_PAIRS_TO_DILATE = 16
+
+
+# Configurations.
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    """Configurations of a backend for one pass.
+
+    Attributes:
+        backend: The backend.
+        pass_: The pass.
+        problem: The problem.
+        pairs: Query and key/value tiles, best first.
+        schedules: Kernel schedules, default first; empty if the backend has only one.
+    """
+
+    backend: BackendId
+    pass_: Pass
+    problem: Problem
+    pairs: tuple[TilePair, ...]
+    schedules: tuple[str, ...]
+
+    def calibration(self, device: Device) -> simulator.Calibration | None:
+        """Return the time model on a device, or ``None``."""
+        return simulator.calibration_for(self.backend.family, device.compute_capability)
+
+    def simulate(self, pair: TilePair, device: Device) -> Simulation:
+        """Count the tiles of a pair, and predict its time if there is a time model."""
+        found = simulator.simulate(self.problem, pair, self.pass_, calibration=self.calibration(device))
+        chip = self.static_chip(device)
+        return found if chip is None else dataclasses.replace(found, seconds=chip.seconds(found))
+
+    def static_chip(self, device: Device) -> TpuChip | None:
+        """Return the TPU whose published rates predict the time, or ``None`` for a time model from measurements."""
+        platform = backends.of(self.backend).platform
+        return chip_of(device) if platform is not None and platform.name == "tpu" else None
+
+
+def main_sub_call(options: Options) -> SubCall:
+    """Return the attention call over the tokens."""
+    return sub_calls_of(options)[0]
+
+
+def candidates(options: Options) -> tuple[Backend, ...]:
+    """Return the named backend, or all backends."""
+    request = main_sub_call(options).request
+    if request.backend is None:
+        return backends.registered()
+    return (backends.find(request.backend, request.problem.operator),)
+
+
+def listings(options: Options, problem: Problem, device: Device) -> Iterator[Listing]:
+    """Yield the configurations of every candidate that supports a problem on the device, by pass."""
+    for backend in candidates(options):
+        if backend.rejection(problem, device, "forward") is not None:
+            continue
+        for pass_ in PASSES:
+            if backend.rejection(problem, device, pass_) is None:
+                yield listing(backend, problem, device, pass_)
+
+
+def listing(backend: Backend, problem: Problem, device: Device, pass_: Pass) -> Listing:
+    """Return the configurations of one backend for one pass."""
+    schedules = tuple(map(str, backend.schedules.get(pass_, ())))
+    id_ = BackendId(backend.family, problem.operator)
+    pairs = backend.tile_pairs(backend.widened(problem, device, pass_), device, pass_)
+    return Listing(id_, pass_, problem, tuple(pairs), schedules)
+
+
+def tile_text(tile: tuple[int, ...]) -> str:
+    """Return ``(4, 4, 8)``, or a number for one dimension."""
+    return str(tile[0]) if len(tile) == 1 else f"({', '.join(map(str, tile))})"
+
+
+def _remarks(calibration: simulator.Calibration | None) -> list[str]:
+    """Return remarks on predicted times."""
+    if calibration is None or calibration.is_measured:
+        return []
+    return [f"Predicted times of {calibration.family}-*: from arithmetic, not measured."]
+
+
+# --dry-run.
+
+
+def print_dry_run(options: Options, device: Device, file: TextIO | None = None) -> bool:
+    """Print the tables; return if any backend supports the problem."""
+    main, *windows = _listed_problems(options)
+    print_lines([problem_line(options, request_of(options).problem), f"Device: {device}"], file)
+    runs = _print_tables(options, main, device, file)
+    for problem in windows:
+        line = "Windows (-w) smaller than the input have tiles with shapes, here in their order for windows as large:"
+        print_lines(["", line], file)
+        _print_tables(options, problem, device, file)
+    return runs
+
+
+def _listed_problems(options: Options) -> list[Problem]:
+    """Return the problem. For self attention, add the problem of windows as large as the layout.
+
+    Attention backends run self attention, and their tiles have one dimension. Users who are about to choose a window
+    need tiles with shapes.
+    """
+    listed, problem = [main_sub_call(options).request.problem], request_of(options).problem
+    is_about_attention = options.fmha_backend is not None and options.backend is None
+    return [*listed, problem] if problem.is_attention and not is_about_attention else listed
+
+
+def _rejections(options: Options, problem: Problem, device: Device) -> dict[str, str]:
+    """Return the reasons of candidates that do not support the forward pass, by name."""
+    families = {backend.family for backend in candidates(options)}
+    reasons = select.rejections(problem, device, "forward")
+    return {str(id_): reason for id_, reason in reasons.items() if id_.family in families}
+
+
+def _print_tables(options: Options, problem: Problem, device: Device, file: TextIO | None) -> bool:
+    found = list(listings(options, problem, device))
+    for name in dict.fromkeys(each.backend for each in found):
+        print_lines(["", f"Use case is compatible with backend {name}."], file)
+        for each in found:
+            if each.backend == name:
+                print_table(_table(each, options, device), file)
+                static = [STATIC] if each.static_chip(device) else []
+                print_lines([*static, *_remarks(each.calibration(device))], file)
+                if each.schedules:
+                    names = (f"{name} is KernelSchedule.{KernelSchedule(name).natten_name}" for name in each.schedules)
+                    print_lines([f"kernel_schedule: {', '.join(names)}"], file)
+    if rejected := _rejections(options, problem, device):
+        lines = (f"Use case is not compatible with backend {name}: {why}." for name, why in rejected.items())
+        print_lines(["", *lines], file)
+    return bool(found)
+
+
+def _table(listing: Listing, options: Options, device: Device) -> Table:
+    prefix, inner = ("", "KV/Q tile") if listing.pass_ == "forward" else ("backward_", "Q/KV tile")
+    suffix = "size" if listing.problem.operator == "fmha" else "shape"
+    schedule = ("kernel_schedule",) if listing.schedules else ()
+    columns = (f"{prefix}q_tile_{suffix}", f"{prefix}kv_tile_{suffix}", *schedule)
+    columns += (inner, "no mask", "waste", "predicted")
+
+    def row(pair: TilePair) -> tuple[str, ...]:
+        simulation = listing.simulate(pair, device)
+        counts, schedules = simulation.counts, [", ".join(listing.schedules)] if listing.schedules else []
+        shares = digits(counts.inner_per_outer), f"{counts.full_share:.0%}", f"{counts.wasted_share:.0%}"
+        time = "-" if simulation.seconds is None else format_time(simulation.seconds)
+        return (*map(tile_text, pair), *schedules, *shares, time)
+
+    rows = [row(pair) for pair in listing.pairs[: options.max_configs or None]]
+    if len(rows) < len(listing.pairs):
+        rows.append(("...",) * len(columns))
+    title = f"Backend: {listing.backend}\n{listing.pass_.capitalize()} pass configurations"
+    return Table(title, columns, tuple(rows))
+
+
+def dry_run_json(options: Options, device: Device) -> dict[str, Any]:
+    """Return every configuration with its simulation as JSON values."""
+    shares = ("full_share", "masked_share", "padding_share", "wasted_share")
+
+    def configuration(listing: Listing, pair: TilePair) -> dict[str, Any]:
+        simulation = listing.simulate(pair, device)
+        return {
+            "backend": str(listing.backend),
+            "pass": listing.pass_,
+            "q_tile_shape": pair[0],
+            "kv_tile_shape": pair[1],
+            "kernel_schedules": listing.schedules,
+            "inner_tiles_per_outer_tile": simulation.counts.inner_per_outer,
+            **{name: getattr(simulation.counts, name) for name in shares},
+            "predicted_seconds": simulation.seconds,
+            "is_static": listing.static_chip(device) is not None,
+        }
+
+    problems = _listed_problems(options)
+    found = [each for problem in problems for each in listings(options, problem, device)]
+    rejected = [_rejections(options, problem, device) for problem in problems]
+    return {
+        **context(options, request_of(options).problem),
+        "dry_run_device": dataclasses.asdict(device),
+        "configurations": [configuration(each, pair) for each in found for pair in each.pairs],
+        "rejections": {name: why for reasons in rejected for name, why in reasons.items()},
+    }
+
+
+# --simulate.
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulated:
+    """The simulated passes of a problem.
+
+    Attributes:
+        options: The options.
+        device: Device of the prediction.
+        passes: Backend and simulation by pass.
+        split: Time on several devices by pass; ``None`` without a time model.
+        recommendation: Stride without masks, or ``None`` if it is unnecessary or impossible.
+        dilation: Dilation that is faster, or ``None``.
+        is_static: Times are from published rates of the chip, not from measurements.
+    """
+
+    options: Options
+    device: Device
+    passes: dict[Pass, tuple[str, Simulation]]
+    split: dict[Pass, SplitTime | None]
+    recommendation: Recommendation | None
+    dilation: DilationRecommendation | None
+    is_static: bool = False
+
+
+def simulate(options: Options, device: Device) -> Simulated:
+    """Simulate the passes, with the tiles of the options or the backend's default tiles.
+
+    Raises:
+        ValueError: No backend supports the problem on the device.
+    """
+    request = main_sub_call(options).request
+    simulated: dict[Pass, tuple[str, Simulation]] = {}
+    times: dict[Pass, SplitTime | None] = {}
+    of_device = dataclasses.replace(sub_calls_of_device(options)[0].request, parts=token_parts(options))
+    offered: dict[Pass, Listing] = {}
+    for pass_ in passes(options):
+        plan = select.resolve(request, device, pass_)
+        offered[pass_] = listing(backends.of(plan.backend), plan.problem, device, pass_)
+        simulated[pass_] = str(plan.backend), offered[pass_].simulate(plan.tiles, device)
+        if options.devices > 1:
+            times[pass_] = _split_time(options, of_device, device, pass_)
+    forward, recommendation, dilation = offered["forward"], None, None
+    if not request.problem.is_attention:
+        requested = request.performance.tiles("forward")
+        pairs = [requested] if requested else forward.pairs
+        calibration = forward.calibration(device)
+        if not simulated["forward"][1].counts.is_fully_block_sparse:
+            recommendation = simulator.recommend_stride(request.problem, pairs, calibration=calibration)
+        fastest = pairs[:_PAIRS_TO_DILATE]
+        dilation = simulator.recommend_dilation(request.problem, fastest, calibration=calibration)
+    is_static = forward.static_chip(device) is not None
+    return Simulated(options, device, simulated, times, recommendation, dilation, is_static)
+
+
+def _split_time(options: Options, request: Request, device: Device, pass_: Pass) -> SplitTime | None:
+    """Return the time of a pass on several devices, from the plan for one device's share of batch and heads."""
+    plan = select.resolve(request, device, pass_)
+    calibration = simulator.calibration_for(plan.backend.family, device.compute_capability)
+    if calibration is None:
+        return None
+    if splits_tokens(options):
+        return simulator.predict_split(plan, request.parts, calibration)
+    seconds = simulator.simulate(plan.problem, plan.tiles, plan.pass_, calibration=calibration).seconds
+    return None if seconds is None else SplitTime(options.devices, plan.tiles, 0, seconds, 0.0, 0.0)
+
+
+def print_simulation(simulated: Simulated, file: TextIO | None = None) -> None:
+    """Print the table and the recommendations."""
+    columns = [dict(_quantities(*each)) for each in simulated.passes.values()]
+    rows = [(quantity, *(column[quantity] for column in columns)) for quantity in columns[0]]
+    title = "Simulation" if len(columns) > 1 else "Simulation of the forward pass"
+    print_table(Table(title, ("Quantity", *simulated.passes), tuple(rows)), file)
+    line = problem_line(simulated.options, request_of(simulated.options).problem)
+    static = [STATIC] if simulated.is_static else []
+    families = dict.fromkeys(BackendId.parse(name).family for name, _ in simulated.passes.values())
+    models = [simulator.calibration_for(family, simulated.device.compute_capability) for family in families]
+    remarks = [remark for model in models for remark in _remarks(model)]
+    advice = *_split_lines(simulated), *_advice(simulated)
+    print_lines([line, f"Device: {simulated.device}", *static, *remarks, *advice], file)
+
+
+def simulation_json(simulated: Simulated) -> dict[str, Any]:
+    """Return the simulation as JSON values."""
+    options, stride, dilation = simulated.options, simulated.recommendation, simulated.dilation
+    return {
+        **context(options, request_of(options).problem),
+        "simulated_device": dataclasses.asdict(simulated.device),
+        "is_static": simulated.is_static,
+        "passes": {
+            pass_: {"backend": name, **_values(simulation)} for pass_, (name, simulation) in simulated.passes.items()
+        },
+        "devices": {
+            "count": options.devices,
+            "split": options.split,
+            "passes": {
+                pass_: None if time is None else {**dataclasses.asdict(time), "predicted_seconds": time.seconds}
+                for pass_, time in simulated.split.items()
+            },
+        },
+        "recommendation": stride and {"stride": stride.stride, **_values(stride.simulation)},
+        "dilation_recommendation": dilation and {"dilation": dilation.dilation, **_values(dilation.simulation)},
+    }
+
+
+def _values(simulation: Simulation) -> dict[str, Any]:
+    names = ("flops", "executed_flops", "flop_bound", "tile_bound", "least_bytes", "tile_bytes")
+    return {
+        "q_tile_shape": simulation.pair[0],
+        "kv_tile_shape": simulation.pair[1],
+        "counts": dataclasses.asdict(simulation.counts),
+        "predicted_seconds": simulation.seconds,
+        **{name: getattr(simulation, name) for name in names},
+    }
+
+
+def _quantities(backend: str, simulation: Simulation) -> Iterator[tuple[str, str]]:
+    """Yield the rows of the table."""
+    problem, counts = simulation.problem, simulation.counts
+    yield "backend", backend
+    yield "query tile", tile_text(simulation.pair[0])
+    yield "key/value tile", tile_text(simulation.pair[1])
+    yield "outer tiles, all heads", f"{problem.batch * problem.heads * counts.outer}"
+    yield "inner tiles of each: mean, most", f"{digits(counts.inner_per_outer)}, {counts.most_inner}"
+    yield "  share of pairs masked, padding", f"{counts.masked_share:.1%}, {counts.padding_share:.1%}"
+    yield "  share computed; of that, full", f"{counts.computed_share:.1%}, {counts.full_share:.1%}"
+    yield "GFLOP that the mask leaves", digits(simulation.flops / 1e9)
+    yield "GFLOP executed", digits(simulation.executed_flops / 1e9)
+    yield "MB of inputs and results", digits(simulation.least_bytes / 1e6)
+    yield "MB of tiles", digits(simulation.tile_bytes / 1e6)
+    yield "speedup over self attention: FLOP-wise", f"{digits(simulation.flop_bound)}X"
+    yield "  for these tiles", f"{digits(simulation.tile_bound)}X"
+    seconds = simulation.seconds
+    yield "predicted time", "not calibrated" if seconds is None else format_time(seconds)
+    yield "predicted TFLOP/s", "-" if seconds is None else digits(simulation.flops / seconds / 1e12)
+
+
+def _split_lines(simulated: Simulated) -> Iterator[str]:
+    """Yield the lines about several devices, by pass."""
+    for pass_, time in simulated.split.items():
+        on_one = simulated.passes[pass_][1]
+        line = f"On {describe_split(simulated.options)}: the {pass_} pass"
+        if time is None or on_one.seconds is None:
+            yield f"{line} was not calibrated."
+            continue
+        gain = on_one.seconds / time.seconds
+        yield (
+            f"{line} takes {format_time(time.seconds)}, {digits(gain)}X as fast: an efficiency of "
+            f"{gain / time.devices:.0%}, as predicted."
+        )
+        if time.tiles != on_one.pair:
+            yield f"  Of a device's part, {' and '.join(map(tile_text, time.tiles))} are the fastest tiles."
+        if time.received:
+            link = simulator.link_between(time.devices).name
+            yield (
+                f"  A device receives {digits(time.received / 1e6)} MB of keys and values. Halos travel for "
+                f"{format_time(time.exchange)} over {link}, {format_time(time.exposed)} of which nothing hides."
+            )
+
+
+def _advice(simulated: Simulated) -> Iterator[str]:
+    """Yield a sentence about the stride, and one about the dilation."""
+    forward, stride, dilation = simulated.passes["forward"][1], simulated.recommendation, simulated.dilation
+    if forward.counts.is_fully_block_sparse:
+        yield "No tile of the forward pass needs a mask: the mask is fully block-sparse."
+    elif stride is not None:
+        why = "that makes the mask fully block-sparse at nearly the best speed"
+        yield _recommended("stride", "-s", stride.stride, why, stride.simulation, forward)
+    elif not forward.problem.is_attention:
+        yield "No stride makes the mask fully block-sparse for tiles that this backend offers."
+    if dilation is not None:
+        mask = ", without any mask" if dilation.simulation.counts.is_fully_block_sparse else ""
+        why = f"at nearly the best speed{mask}"
+        yield _recommended("dilation", "--dilation", dilation.dilation, why, dilation.simulation, forward)
+    elif not forward.problem.is_attention:
+        yield "No dilation that was tried makes the forward pass faster."
+
+
+def _recommended(name: str, flag: str, value: Shape, why: str, simulation: Simulation, forward: Simulation) -> str:
+    if simulation.seconds is None or forward.seconds is None:
+        gain = f"{1 - simulation.executed_flops / forward.executed_flops:.0%} fewer operations"
+    else:
+        times = forward.seconds / simulation.seconds
+        gain = f"{format_time(simulation.seconds)} predicted, {digits(times)}X as fast"
+    return (
+        f"{name.capitalize()} {tile_text(value)} is the smallest {why}, with tiles "
+        f"{' and '.join(map(tile_text, simulation.pair))}: {gain}. ({flag} {' '.join(map(str, value))}; another {name} "
+        "is another model.)"
+    )

@@ -1,0 +1,417 @@
+"""Reports of measurements: tables and lines on a terminal, JSON, CSV and bar charts."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO
+
+from natten_jax import simulator
+from natten_jax.cost_model import small_windows
+from natten_jax.cost_model.calibration import Calibration
+from natten_jax.performance import PASSES, Pass, TilePair
+from natten_jax.plan.devices import NoDeviceError, default_jax_device
+from natten_jax.plan.plan import BackendId
+from natten_jax.problem import Problem
+from natten_jax.profiler.measure import Comparison, Result, Row
+from natten_jax.profiler.options import Options
+from natten_jax.profiler.workload import describe_split, sub_calls_of_device
+from natten_jax.version import __version__
+
+#: Largest width of tables and lines.
+WIDTH = 100
+
+#: Columns of a row's name.
+_NAMES = ("Framework", "Kernel category", "Arch", "Operation")
+
+#: Rows of a table, unless all are asked for.
+_MOST_ROWS = 20
+
+#: Share of the total below which rows of a chart are merged.
+_SMALL = 0.01
+
+Cells = tuple[str, ...]
+
+
+# Tables and lines.
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Text in rows and columns.
+
+    Attributes:
+        title: Line above the table.
+        columns: Names of the columns.
+        rows: A cell per column.
+        footer: Last row, separated. Default: no footer.
+        folded: Number of the column whose lines are wrapped if the table is too wide.
+    """
+
+    title: str
+    columns: Cells
+    rows: tuple[Cells, ...]
+    footer: Cells = ()
+    folded: int = 0
+
+
+def format_time(seconds: float) -> str:
+    """Return ``1.234s``, ``1.234ms`` or ``1.234us``."""
+    # The unit fits the rounded value, so that 1000.000us is never printed.
+    for unit, scale in (("us", 1e6), ("ms", 1e3)):
+        if round(seconds * scale, 3) < 1000:
+            return f"{seconds * scale:.3f}{unit}"
+    return f"{seconds:.3f}s"
+
+
+def digits(value: float) -> str:
+    """Return three significant digits, or more for integers."""
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def print_table(table: Table, file: TextIO | None = None) -> None:
+    """Print a table with rich, or in aligned columns if rich is not installed."""
+    file = sys.stdout if file is None else file
+    try:
+        from rich.console import Console
+        from rich.table import Table as RichTable
+        from rich.text import Text
+    except ImportError:
+        print_lines(_aligned(table), file)
+        return
+    # Text is not parsed as markup: symbols may contain brackets.
+    rich_table = RichTable(title=Text(table.title))
+    for i, column in enumerate(table.columns):
+        is_folded = i == table.folded
+        rich_table.add_column(
+            Text(column), justify="center", overflow="fold" if is_folded else "ellipsis", no_wrap=not is_folded
+        )
+    for row in table.rows:
+        rich_table.add_row(*map(Text, row))
+    if table.footer:
+        rich_table.add_section()
+        rich_table.add_row(*(Text(text, "bold") for text in table.footer))
+    console = Console(file=file, highlight=False)
+    console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    console.print(rich_table)
+
+
+def _aligned(table: Table) -> Iterator[str]:
+    rows = [row for row in (table.columns, *table.rows, table.footer) if row]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    yield from table.title.splitlines()
+    for row in rows:
+        yield "  ".join(map(str.ljust, row, widths)).rstrip()
+
+
+def print_lines(lines: Iterable[str], file: TextIO | None = None) -> None:
+    """Print lines, wrapped if they are too long."""
+    for line in lines:
+        for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False) or [""]:
+            print(part, file=file)
+
+
+# Measurements on a terminal.
+
+
+def print_report(result: Result, file: TextIO | None = None) -> None:
+    """Print the table and the lines below it."""
+    print_table(result_table(result), file)
+    print_lines(_summary(result), file)
+
+
+def print_baseline(comparison: Comparison, file: TextIO | None = None) -> None:
+    """Print the baseline's table, and the speedup with its bound."""
+    baseline, bound = comparison.baseline, comparison.flop_bound
+    print_table(result_table(baseline, f"Baseline: {comparison.name}"), file)
+    lines = [
+        f"Speedup over {comparison.name}: {digits(comparison.speedup)}X (medians {format_time(baseline.median)} / "
+        f"{format_time(comparison.result.median)}, measured in turns)"
+    ]
+    if baseline.options.is_baseline:
+        lines.append(f"FLOP-wise speedup (upper bound) with {1 - 1 / bound:.2%} sparsity: {digits(bound)}X")
+    print_lines(lines, file)
+
+
+def result_table(result: Result, title: str = "Profiler results") -> Table:
+    """Return the table of a measurement."""
+    count = result.options.devices
+    which = "" if count == 1 else f" of device {result.busiest}, the busiest of {count}"
+    return rows_table(result.rows, title + which, cut=not result.options.verbose)
+
+
+def rows_table(rows: tuple[Row, ...], title: str, *, cut: bool) -> Table:
+    """Return the table of some rows; ``cut`` merges rows with the least time."""
+
+    def figures(part: Sequence[Row]) -> Cells:
+        return str(sum(row.calls for row in part)), format_time(sum(row.runtime for row in part))
+
+    return _named_table(rows, title, ("# calls", "Runtime"), cut, figures)
+
+
+def shares_table(rows: tuple[Row, ...], title: str, *, cut: bool, steps: int | None) -> Table:
+    """Return the table of a trace: shares of the time, and averages of a step if ``steps`` are counted."""
+    total = sum(row.runtime for row in rows)
+
+    def figures(part: Sequence[Row]) -> Cells:
+        calls, runtime = sum(row.calls for row in part), sum(row.runtime for row in part)
+        share = f"{runtime / total:.1%}" if total else "-"
+        return f"{calls / (steps or 1):g}", format_time(runtime / (steps or 1)), share
+
+    columns = ("# calls", "Runtime", "Share") if steps is None else ("# a step", "Per step", "Share")
+    return _named_table(rows, title, columns, cut, figures)
+
+
+def _named_table(
+    rows: tuple[Row, ...], title: str, columns: Cells, cut: bool, figures: Callable[[Sequence[Row]], Cells]
+) -> Table:
+    kept, rest = list(rows), list[Row]()
+    if cut and len(kept) > _MOST_ROWS:
+        # JSON has every row. Collectives stay.
+        smallest = sorted(kept, key=lambda row: (row.name.category == "collective", row.runtime))
+        rest = smallest[: len(kept) - _MOST_ROWS + 1]
+        kept = [row for row in kept if row not in rest]
+    cells = [(*dataclasses.astuple(row.name), *figures([row])) for row in kept]
+    if rest:
+        cells.append(("-", "-", "-", f"{len(rest)} other operations", *figures(rest)))
+    footer = ("", "", "", "", "Total", *figures(rows)[1:])
+    return Table(title, (*_NAMES, *columns), tuple(cells), footer, _NAMES.index("Operation"))
+
+
+def _summary(result: Result) -> Iterator[str]:
+    """Yield the lines below the table."""
+    options = result.options
+    yield problem_line(options, result.problem)
+    devices = _device_name() if options.devices == 1 else f"{_device_name()}: {describe_split(options)}"
+    yield f"Backend: {_backends(result.backends)}, on {devices}"
+    for pass_, pair, problem, calibration in _tiled_passes(result):
+        simulation = simulator.simulate(problem, pair, pass_, calibration=calibration)
+        visits = "KV tiles per query tile" if pass_ == "forward" else "query tiles per KV tile"
+        line = (
+            f"Tiles ({pass_}): query ({', '.join(map(str, pair[0]))}), key/value ({', '.join(map(str, pair[1]))}); "
+            f"{digits(simulation.counts.inner_per_outer)} {visits}, {simulation.counts.full_share:.0%} without a mask"
+        )
+        predicted = "" if simulation.seconds is None else f"; {format_time(simulation.seconds)} predicted"
+        yield line + predicted
+    if options.devices > 1:
+        medians = [statistics.median(times) for times in result.device_times.values()]
+        shared = ", which share the processor" if result.device.platform == "cpu" else ""
+        yield (
+            f"Devices: medians of {format_time(min(medians))} to {format_time(max(medians))}{shared}; the table and "
+            f"the device time are of device {result.busiest}, which was busy longest"
+        )
+        collective = [row.runtime for row in result.rows if row.name.category == "collective"]
+        waiting = f"{format_time(sum(collective))}, the wait for slower devices included"
+        yield f"Collectives: {waiting if collective else 'none'}"
+    iterations = len(result.totals)
+    yield (
+        f"Device time: median {format_time(result.median)}, min {format_time(min(result.totals))}, "
+        f"max {format_time(max(result.totals))} ({iterations} iteration{'s' if iterations > 1 else ''}, "
+        f"{options.warmup_steps} before them)"
+    )
+    yield f"{digits(result.tflops)} TFLOP/s ({digits(sum(result.flops.values()) / 1e9)} GFLOP that the mask leaves)"
+
+
+def problem_line(options: Options, problem: Problem) -> str:
+    """Return a line that describes a problem."""
+    heads = f"{problem.heads}" if problem.heads == problem.heads_kv else f"{problem.heads}/{problem.heads_kv}"
+    dims = f"{problem.head_dim}"
+    if problem.head_dim_v != problem.head_dim:
+        dims += f"/{problem.head_dim_v}"
+    name = "self attention" if problem.kernel_size == problem.query_layout else "neighborhood attention"
+    return f"Problem: {name}, {problem.describe()}, batch {problem.batch}, heads {heads}, head dim {dims}, " + (
+        f"{options.dtype}, {'forward and backward' if options.backprop else 'forward'}"
+    )
+
+
+def _tiled_passes(result: Result) -> Iterator[tuple[Pass, TilePair, Problem, Calibration | None]]:
+    """Yield passes with tiles: pass, tiles, problem of each device, and time model of the kernel."""
+    for pass_, pair in result.tiles.items():
+        family = BackendId.parse(result.backends[pass_]).family
+        calibration = simulator.calibration_for(family, result.device.compute_capability)
+        yield pass_, pair, sub_calls_of_device(result.options)[0].request.problem, calibration
+
+
+def _backends(chosen: dict[str, str]) -> str:
+    texts = []
+    for part, suffix in (("", ""), ("additional_kv_", " for the additional KV")):
+        names = {pass_: chosen[part + pass_] for pass_ in PASSES if part + pass_ in chosen}
+        if len(set(names.values())) == 1:
+            texts.append(f"{names['forward']}{suffix}")
+        elif names:
+            texts.append(" and ".join(f"{name} ({pass_})" for pass_, name in names.items()) + suffix)
+    return ", ".join(texts)
+
+
+def _device_name() -> str:
+    """Return the vendor's name of the default device."""
+    device = default_jax_device()
+    return device.device_kind if device.platform == "cpu" else f"{device.device_kind} ({device.platform})"
+
+
+# Files.
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a file as a whole: readers find the old content or the new content. Text is encoded as UTF-8."""
+    encoded = content.encode() if isinstance(content, str) else content
+    if path.is_symlink() or (path.exists() and not path.is_file()):  # /dev/stdout, a pipe
+        path.write_bytes(encoded)
+        return
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_bytes(encoded)
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, results: Any) -> None:
+    """Write results as JSON, in ASCII."""
+    write_file(path, json.dumps(results, indent=2) + "\n")
+
+
+def write_csv(path: Path, tables: dict[str, tuple[Row, ...]]) -> None:
+    """Write rows, with seconds, as comma-separated values; ``tables`` maps a name to its rows."""
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["table", "framework", "category", "arch", "operation", "calls", "median", "min", "max"])
+    for name, rows in tables.items():
+        for row in rows:
+            times = row.runtime, min(row.runtimes), max(row.runtimes)
+            writer.writerow([name, *dataclasses.astuple(row.name), row.calls, *times])
+    write_file(path, text.getvalue())
+
+
+def to_json(result: Result) -> dict[str, Any]:
+    """Return a measurement, in seconds, as JSON values."""
+    times, options = result.totals, result.options
+    devices = {
+        "count": options.devices,
+        "split": options.split,
+        "busiest": result.busiest,
+        "iteration_times": {str(device): times for device, times in result.device_times.items()},
+    }
+    return {
+        **context(options, result.problem),
+        **({"devices": devices} if options.devices > 1 else {}),
+        "backends": result.backends,
+        "tiles": {each[0]: _tiles_json(*each) for each in _tiled_passes(result)},
+        "rows": rows_json(result.rows),
+        "iteration_times": times,
+        "totals": {"rows": result.rows_total, "median": result.median, "min": min(times), "max": max(times)},
+        "flops": {**result.flops, "total": sum(result.flops.values())},
+        "tflops": result.tflops,
+    }
+
+
+def _tiles_json(pass_: Pass, pair: TilePair, problem: Problem, model: Calibration | None) -> dict[str, Any]:
+    """Return tile shapes, their sizes, and the number of thread blocks per multiprocessor, if known."""
+    is_known = model is not None and not small_windows.is_for(model, problem, pass_, pair)
+    kernel = model.kernel(problem, pair, pass_) if model is not None and is_known else None
+    return {
+        "query": pair[0],
+        "key_value": pair[1],
+        "tile_m": math.prod(pair[0]),
+        "tile_n": math.prod(pair[1]),
+        "occupancy": None if kernel is None else kernel.side_by_side,
+    }
+
+
+def comparison_json(comparison: Comparison) -> dict[str, Any]:
+    """Return a result and its baseline as JSON values."""
+    baseline, speedup, bound = to_json(comparison.baseline), comparison.speedup, comparison.flop_bound
+    return {**to_json(comparison.result), "baseline": baseline, "speedup": speedup, "flop_bound": bound}
+
+
+def rows_json(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
+    """Return rows as JSON values."""
+    names = ("calls", "runtime", "runtimes", "symbols")
+    return [{**dataclasses.asdict(row.name), **{name: getattr(row, name) for name in names}} for row in rows]
+
+
+def context(options: Options, problem: Problem) -> dict[str, Any]:
+    """Return the JSON values of every result file: problem, flags, versions and device."""
+    arguments = options.as_given()
+    versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
+    return {
+        "problem": dataclasses.asdict(problem),
+        "arguments": {name: str(value) if isinstance(value, Path) else value for name, value in arguments.items()},
+        "versions": {"natten_jax": __version__, **versions, "python": platform.python_version()},
+        **_device_json(),
+    }
+
+
+def _device_json() -> dict[str, Any]:
+    """Return the default device, with its architecture such as ``NVIDIA H200 (sm90)``."""
+    try:
+        device = default_jax_device()
+    except NoDeviceError:
+        return {"platform": None, "device": None}
+    capability = getattr(device, "compute_capability", None)
+    described = {
+        "platform": "cuda" if device.platform == "gpu" else device.platform,
+        "name": _device_name(),
+        "compute_capability": capability,
+    }
+    architecture = "" if capability is None else f" (sm{capability.replace('.', '')})"
+    return {"platform": f"{device.device_kind}{architecture}", "device": described}
+
+
+def plot_rows(path: Path, tables: dict[str, tuple[Row, ...]], title: str) -> None:
+    """Draw a bar per table, stacked from its rows.
+
+    Args:
+        path: Image file. Its suffix is the format.
+        tables: Rows by the name of their table.
+        title: Line above the chart.
+
+    Raises:
+        ValueError: matplotlib is not installed, or does not support the format.
+    """
+    try:
+        from matplotlib import rcParams
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
+    figure = Figure(figsize=(10, 2.0 + 0.9 * len(tables)), layout="constrained")
+    axes = figure.subplots()
+    colors: dict[str, str] = {}
+    for position, (name, rows) in enumerate(tables.items()):
+        left, total = 0.0, sum(row.runtime for row in rows)
+        shown = [(f"{row.name.operation} ({row.name.framework})", row.runtime) for row in rows]
+        small = [runtime for _, runtime in shown if runtime < _SMALL * total]
+        shown = [each for each in shown if each[1] >= _SMALL * total] + [("others", sum(small))]
+        for label, runtime in shown:
+            is_new = label not in colors and runtime > 0
+            color = colors.setdefault(label, f"C{len(colors) % 10}") if runtime > 0 else "none"
+            text = _without_formulas(label) if is_new else None
+            axes.barh(position, 1e3 * runtime, left=1e3 * left, color=color, label=text)
+            left += runtime
+        axes.text(1e3 * left, position, f" {_without_formulas(name)}: {format_time(left)}", va="center")
+    axes.set_yticks([])
+    axes.set_xlabel("milliseconds")
+    axes.set_title(_without_formulas(title), fontsize="medium")
+    axes.margins(x=0.25)
+    figure.legend(fontsize="small", loc="outside lower center", ncols=3)
+    format_ = path.suffix.lstrip(".") or rcParams["savefig.format"]
+    if not path.suffix.lstrip("."):
+        path = path.with_name(f"{path.name.rstrip('.')}.{format_}")  # as Matplotlib names it
+    picture = io.BytesIO()
+    try:
+        figure.savefig(picture, format=format_)
+    except ValueError as error:
+        raise ValueError(f"--plot {str(path)!r}: {error}") from None
+    write_file(path, picture.getvalue())
+
+
+def _without_formulas(text: str) -> str:
+    return text.replace("$", r"\$")

@@ -1,0 +1,373 @@
+"""``--optimize``: measure the configurations that the simulator ranks best, and keep the fastest.
+
+The forward pass is searched first, then the backward pass with the best forward pass in place. Each search measures
+many configurations briefly, in alternation in one trace, and then the best few for longer. A backend is chosen by its
+best forward and backward pass together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from natten_jax import backends
+from natten_jax.backends.select import resolve
+from natten_jax.performance import Pass, Performance, TilePair
+from natten_jax.plan.devices import Device, default_device
+from natten_jax.plan.plan import BackendId
+from natten_jax.profiler.capture import capture_in_turns
+from natten_jax.profiler.cli import Progress
+from natten_jax.profiler.measure import seconds_of_iterations
+from natten_jax.profiler.options import Options, arrays_of
+from natten_jax.profiler.predict import Listing, candidates, listing, main_sub_call, tile_text
+from natten_jax.profiler.report import Table
+from natten_jax.profiler.workload import Workload, check_available, check_fits, compile_workload, passes
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """Limits of a search.
+
+    Attributes:
+        screened: Configurations of a pass that are compiled at most.
+        finalists: Best of them, which are measured a second time.
+        seconds: Time of the first measurement of a pass. It proceeds in batches, and ends with the first batch that
+            exceeds this time: slow problems get fewer configurations.
+    """
+
+    screened: int = 40
+    finalists: int = 6
+    seconds: float = 8.0
+
+
+THOROUGH = Effort()
+
+#: Runs in the first and in the second measurement.
+_SCREENING_RUNS, _FINAL_RUNS = 2, 6
+_BATCH = 8
+#: Ratio to the fastest backend, with default configurations, above which a backend is not searched.
+_HOPELESS = 1.5
+#: Seconds of a kernel above which plain JAX is not tried. It was several times slower everywhere.
+_SLOW = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A measurement of a configuration.
+
+    Attributes:
+        options: The configuration.
+        seconds: Median device time; infinite if it failed.
+        error: Reason of the failure, or empty.
+    """
+
+    options: Options
+    seconds: float
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimum:
+    """The best configuration of a search.
+
+    Attributes:
+        options: Options with the configuration.
+        seconds: Its device time.
+        default_seconds: Device time of the default configuration, or ``None`` if that failed.
+        trials: Every measurement, in order.
+        wall_seconds: Time of the search, including compilation.
+        compile_seconds: Time of compilation.
+        is_complete: The search was not interrupted.
+    """
+
+    options: Options
+    seconds: float
+    default_seconds: float | None
+    trials: tuple[Trial, ...]
+    wall_seconds: float
+    compile_seconds: float
+    is_complete: bool = True
+
+    @property
+    def failures(self) -> list[Trial]:
+        """Configurations that failed."""
+        return [trial for trial in self.trials if trial.error]
+
+
+def optimize(options: Options, effort: Effort = THOROUGH) -> Optimum:
+    """Search for the fastest configuration on the default device.
+
+    Tiles, schedules and backends in the options are kept. Ctrl-C ends the search with the best configuration so far.
+
+    Args:
+        options: The problem.
+        effort: Limits of the search.
+
+    Raises:
+        ValueError: Every configuration failed.
+        MemoryError: The problem is too large for the device.
+        KeyboardInterrupt: Ctrl-C before the first measurement.
+    """
+    device = default_device()
+    check_available(options, device)
+    check_fits(options)
+    with arrays_of(options.dtype), Progress(0) as progress:
+        return _Search(options, device, progress, effort).run()
+
+
+class _Search:
+    def __init__(self, options: Options, device: Device, progress: Progress, effort: Effort) -> None:
+        self._options = options
+        self._effort = effort
+        self._device = device
+        self._progress = progress
+        self._start = time.perf_counter()
+        self._compile_seconds = 0.0
+        self._arguments: dict[bool, tuple[jax.Array, ...]] = {}
+        self._compiled = 0
+        self.trials: list[Trial] = []
+
+    def run(self) -> Optimum:
+        try:
+            return self._run()
+        except KeyboardInterrupt:
+            ran, backprop = _fastest_first(self.trials), self._options.backprop
+            if not ran:
+                raise
+            # Without a trial of all passes, the fastest of the forward pass.
+            best = next((each for each in ran if each.options.backprop == backprop), ran[0])
+            chosen = dataclasses.replace(best.options, backprop=backprop)
+            return self._optimum(chosen, best.seconds, None, is_complete=False)
+
+    def _optimum(
+        self, chosen: Options, seconds: float, default_seconds: float | None, *, is_complete: bool = True
+    ) -> Optimum:
+        wall = time.perf_counter() - self._start
+        return Optimum(chosen, seconds, default_seconds, tuple(self.trials), wall, self._compile_seconds, is_complete)
+
+    def _run(self) -> Optimum:
+        found = [self._best_of(rival) for rival in list(self._rivals())]
+        best = min(filter(None, found), key=lambda each: each.seconds, default=None)
+        plain = self._options
+        if best is None:
+            if not self.trials:
+                self.measure([plain], 1, 0)  # for the error
+            reasons = "; ".join(dict.fromkeys(trial.error for trial in self.trials))
+            raise ValueError(f"no configuration runs: {reasons}")
+        # The best and the default configuration in alternation, under equal conditions.
+        final, default = self.measure([best.options, plain], _FINAL_RUNS, plain.optimize_warmup_steps)
+        chosen, seconds = best.options, best.seconds if final.error else final.seconds
+        if default.seconds < seconds:
+            workload = self._compile(plain)
+            assert isinstance(workload, Workload)  # the default has run
+            chosen, seconds = with_choices(plain, workload), default.seconds
+        return self._optimum(chosen, seconds, None if default.error else default.seconds)
+
+    def _rivals(self) -> Iterator[Options]:
+        """Yield the options with each backend that is worth a search."""
+        problem = main_sub_call(self._options).request.problem
+        named = []
+        for backend in candidates(self._options):
+            # Without a backward pass as well: another backend may compute the gradients.
+            if backend.rejection(problem, self._device, "forward") is None:
+                id_ = BackendId(backend.family, problem.operator)
+                named.append((backend, with_backend(self._options, id_)))
+        if len(named) < 2:
+            yield from (options for _, options in named)
+            return
+        self._progress.stage("trying backends")
+        fastest = math.inf
+        for backend, options in named:  # in order of preference: the first is most likely the fastest
+            if backend.is_slow_fallback and _SLOW < fastest < math.inf:
+                continue
+            (trial,) = self.measure([options], 1, 0)
+            fastest = min(fastest, trial.seconds)
+            if not trial.error and trial.seconds <= _HOPELESS * fastest:
+                yield options
+
+    def _best_of(self, options: Options) -> Trial | None:
+        """Return the best configuration of a backend."""
+        performance = options.performance.with_tiles("backward", None)
+        best = self._search(dataclasses.replace(options, backprop=False, performance=performance), "forward")
+        if best is None or not self._options.backprop:
+            return best
+        performance = best.options.performance.with_tiles("backward", options.performance.tiles("backward"))
+        return self._search(dataclasses.replace(best.options, backprop=True, performance=performance), "backward")
+
+    def _search(self, options: Options, pass_: Pass) -> Trial | None:
+        """Return the best configuration of a pass, with the other pass unchanged."""
+        self._progress.stage(f"{options.backend or options.fmha_backend}, {pass_}")
+        offered = self._offered(options, pass_)
+        if options.performance.tiles(pass_) is not None or offered is None:
+            every = [options]
+        else:
+            every = [with_tiles(options, pair, pass_) for pair in offered.pairs[: self._effort.screened]]
+        screened = _fastest_first(self._screen(every))
+        finalists = [each.options for each in screened[: self._effort.finalists]]
+        if offered is not None and offered.schedules and options.performance.kernel_schedule is None:
+            finalists = [
+                with_schedule(each, schedule)
+                for i, each in enumerate(finalists)
+                for schedule in offered.schedules[: None if i < 2 else 1]
+            ]
+        if len(finalists) < 2:
+            return dataclasses.replace(screened[0], options=finalists[0]) if finalists else None
+        last = _fastest_first(self.measure(finalists, _FINAL_RUNS, options.optimize_warmup_steps))
+        return last[0] if last else None
+
+    def _offered(self, options: Options, pass_: Pass) -> Listing | None:
+        try:
+            plan = resolve(main_sub_call(options).request, self._device, pass_)
+        except ValueError:
+            return None
+        return listing(backends.of(plan.backend), plan.problem, self._device, pass_)
+
+    def _screen(self, every: Sequence[Options]) -> list[Trial]:
+        """Measure configurations briefly, until the time is over."""
+        trials: list[Trial] = []
+        start, compiling = time.perf_counter(), self._compile_seconds
+        for first in range(0, len(every), _BATCH):
+            trials += self.measure(every[first : first + _BATCH], _SCREENING_RUNS, 1)
+            if time.perf_counter() - start - (self._compile_seconds - compiling) > self._effort.seconds:
+                break
+        return trials
+
+    def measure(self, every: Sequence[Options], runs: int, warmup_steps: int) -> list[Trial]:
+        """Measure configurations in alternation."""
+        self._progress.expect(len(every) * (1 + warmup_steps + runs))
+        prepared = [self._warm(each, warmup_steps) for each in every]
+        alive = [each for each in prepared if isinstance(each, Workload)]
+        times: Iterator[float | str]
+        try:
+            times = iter(self._seconds(alive, runs))
+        except Exception:  # one program spoils the trace of all
+            times = iter([self._guarded(lambda each: self._seconds([each], runs)[0], each) for each in alive])
+        outcomes = [next(times) if isinstance(each, Workload) else each for each in prepared]
+        trials = [
+            Trial(options, math.inf, outcome) if isinstance(outcome, str) else Trial(options, outcome)
+            for options, outcome in zip(every, outcomes, strict=True)
+        ]
+        self.trials += trials
+        return trials
+
+    def _seconds(self, workloads: Sequence[Workload], runs: int) -> list[float]:
+        """Return the median device time of each workload."""
+        if not workloads:
+            return []
+        launches = [each.launch.after(self._progress.advance) for each in workloads]
+        captured = capture_in_turns(launches, runs, self._device.platform)
+        return [statistics.median(seconds_of_iterations(iterations)) for iterations in captured]
+
+    def _warm(self, options: Options, warmup_steps: int) -> Workload | str:
+        """Return a workload that has run, or the reason why it failed."""
+        workload = self._compile(options)
+        self._progress.advance()
+        return workload if isinstance(workload, str) else self._guarded(self._run_often, workload, warmup_steps)
+
+    def _run_often(self, workload: Workload, warmup_steps: int) -> Workload:
+        for _ in range(max(warmup_steps, 1)):
+            jax.block_until_ready(workload.run())  # type: ignore[no-untyped-call]
+            self._progress.advance()
+        return workload
+
+    def _compile(self, options: Options) -> Workload | str:
+        """Return the compiled program of a configuration, or the reason why it failed."""
+        start = time.perf_counter()
+        self._compiled += 1
+        again = self._arguments.get(options.backprop)
+        workload = self._guarded(compile_workload, options, f"candidate_{self._compiled}", again)
+        self._compile_seconds += time.perf_counter() - start
+        if isinstance(workload, Workload):
+            self._arguments[options.backprop] = workload.arguments
+        return workload
+
+    def _guarded(self, step: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the step's result, or its error as one line. No configuration ends the search."""
+        try:
+            return step(*arguments)
+        except Exception as error:
+            return " ".join(str(error).split()) or type(error).__name__
+
+
+def _fastest_first(trials: Sequence[Trial]) -> list[Trial]:
+    """Sort the trials that ran."""
+    return sorted((trial for trial in trials if not trial.error), key=lambda trial: trial.seconds)
+
+
+# Options with a configuration.
+
+
+def with_choices(options: Options, workload: Workload) -> Options:
+    """Return the options with the backends, tiles and schedule that a compiled program chose."""
+    for pass_, plan in workload.plans.items():
+        if pass_ == "forward":
+            options = with_backend(options, plan.backend)
+            options = with_schedule(options, plan.performance.kernel_schedule)
+        options = with_tiles(options, plan.tiles, pass_)
+    return options
+
+
+def with_backend(options: Options, id_: BackendId) -> Options:
+    """Return the options with a backend of the attention over the tokens."""
+    name = str(id_)
+    if id_.operator == "fmha":
+        return dataclasses.replace(options, backend=None, fmha_backend=name)
+    # A named backend for additional tokens would keep them out of a kernel that fuses them.
+    counterpart = None if options.add_kv else backends.counterpart(name)
+    return dataclasses.replace(options, backend=name, fmha_backend=options.fmha_backend or counterpart)
+
+
+def with_tiles(options: Options, pair: TilePair, pass_: Pass) -> Options:
+    """Return the options with tiles of a pass."""
+    # Tiles of attention have one dimension; the operators multiply the dimensions of theirs.
+    q_tile, kv_tile = ((1,) * (options.rank - len(tile)) + tile for tile in pair)
+    return dataclasses.replace(options, performance=options.performance.with_tiles(pass_, (q_tile, kv_tile)))
+
+
+def with_schedule(options: Options, schedule: str | None) -> Options:
+    """Return the options with a kernel schedule."""
+    return dataclasses.replace(options, performance=dataclasses.replace(options.performance, kernel_schedule=schedule))
+
+
+# Results.
+
+
+def configuration(options: Options) -> dict[str, Any]:
+    """Return the performance arguments of an operator, as :func:`natten_jax.load_tuned` does."""
+    fmha = {} if options.fmha_backend is None else {"attention_kwargs": {"backend": options.fmha_backend}}
+    backend = {} if options.backend is None else {"backend": options.backend}
+    chosen, default = dataclasses.asdict(options.performance), Performance()
+    return {**backend, **fmha, **{name: each for name, each in chosen.items() if each != getattr(default, name)}}
+
+
+def best_table(optimum: Optimum) -> Table:
+    """Return the table of the best configuration."""
+    rows = []
+    for name, value in configuration(optimum.options).items():
+        if name == "attention_kwargs":
+            name, value = "fmha_backend", value["backend"]
+        rows.append((name, tile_text(value) if isinstance(value, tuple) else str(value)))
+    return Table("Best configuration", ("Parameter", "Value"), tuple(rows))
+
+
+def search_json(optimum: Optimum) -> dict[str, Any]:
+    """Return the best configuration and every trial as JSON values."""
+    facts = ("default_seconds", "wall_seconds", "compile_seconds", "is_complete")
+    trials = [
+        {
+            **configuration(trial.options),
+            "passes": passes(trial.options),
+            "seconds": None if trial.error else trial.seconds,
+            "error": trial.error,
+        }
+        for trial in optimum.trials
+    ]
+    facts_json = {name: getattr(optimum, name) for name in facts}
+    search = {"best_seconds": optimum.seconds, **facts_json, "trials": trials}
+    return {"best_configuration": configuration(optimum.options), "search": search}
