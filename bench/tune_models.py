@@ -1,8 +1,9 @@
 """Measures the configurations of published models' attention, for the tables that come with the package.
 
-Each problem of ``bench/models.py`` is searched, forward and backward pass; what is faster than the ranking's choice by
-more than 2%, measured in turns with it, is kept. The file is that of the device at hand, and is written after every
-problem; problems that it has already are left out, so that several short runs make one table.
+Each problem of ``bench/models.py`` is searched, forward and backward pass; a configuration that is faster than the
+default by more than 2%, measured in alternation, is kept. The device's file is written after every problem, and without
+``--out`` also the package's, with the kept configurations only. Problems that the file has already are skipped, so that
+several short runs make one table.
 
 Example:
     python bench/tune_models.py --limit 150
@@ -24,15 +25,15 @@ from lib import command
 from lib.environment import environment
 from models import MODEL_PROBLEMS, ModelProblem
 
-from natten_jax.backends.tuned import table_of_text
-from natten_jax.ops.tuned import table_json
+from natten_jax.autotuning.tables import TunedPass, TunedTable
 from natten_jax.plan.devices import default_device
-from natten_jax.plan.tuned import TunedPass, TunedTable
 from natten_jax.profiler.report import write_file
 from natten_jax.profiler.search import Effort
 from natten_jax.profiler.tune import Task, tuned_passes
 
-TABLES = Path(__file__).parents[1] / "natten_jax" / "backends" / "tuned_tables"
+_ROOT = Path(__file__).parents[1]
+MEASURED = _ROOT / "bench" / "results" / "tuned"
+PACKAGE = _ROOT / "natten_jax" / "autotuning" / "measured"
 #: Less than a single search has, as there are many.
 EFFORT = Effort(screened=24, finalists=4, seconds=2.5)
 
@@ -47,13 +48,13 @@ def present(device: str, folders: Iterable[Path]) -> list[TunedPass]:
     for folder in folders:
         path = folder / file_name(device)
         if path.exists():
-            return list(table_of_text(path.read_text(encoding="utf-8")).passes)
+            return list(TunedTable.from_text(path.read_text(encoding="utf-8")).passes)
     return []
 
 
 def write(passes: Sequence[TunedPass], device: str, path: Path) -> None:
     """Write the table, with what its figures depend on."""
-    facts: dict[str, Any] = {"environment": environment(), **table_json(TunedTable(device, tuple(passes)))}
+    facts: dict[str, Any] = {"environment": environment(), **TunedTable(device, tuple(passes)).to_json()}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, json.dumps(facts, indent=1) + "\n")
 
@@ -95,12 +96,12 @@ def main() -> int:
     )
     parser.add_argument("--again", action="store_true", help="measure again what the table has")
     parser.add_argument("--forward-only", action="store_true", help="without backward passes")
-    parser.add_argument("--out", type=Path, default=TABLES, metavar="FOLDER", help="of the table")
+    parser.add_argument("--out", type=Path, default=MEASURED, metavar="FOLDER", help="of the table")
     options = parser.parse_args()
     start, longest, failures = time.monotonic(), 0.0, 0
     device = default_device().kind
     path = options.out / file_name(device)
-    passes = present(device, (options.out, TABLES))
+    passes = present(device, (options.out, MEASURED))
     problems = chosen_problems(options.models, passes, options.again)
     print(f"{device}: {len(problems)} problems to measure, {len(passes)} passes in the table", flush=True)
     for number, problem in enumerate(problems):
@@ -121,6 +122,8 @@ def main() -> int:
         passes = [each for each in passes if (each.plan.problem, each.plan.pass_) not in replaced]
         passes += found
         write(passes, device, path)
+        if options.out == MEASURED:
+            write([each for each in passes if not each.is_default], device, PACKAGE / file_name(device))
         print("\n".join(map(row, found)), flush=True)
     kept = sum(not each.is_default for each in passes)
     print(f"{path}: {len(passes)} passes, {kept} of which have another configuration than the default", flush=True)

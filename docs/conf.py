@@ -79,7 +79,7 @@ nitpick_ignore = [
     ("py:class", "natten_jax.cost_model.tiles.TimedTiles"),
     ("py:class", "natten_jax.element_types.ElementType"),
     ("py:class", "natten_jax.flax_modules.arguments.Performance"),
-    ("py:class", "natten_jax.ops.tuned.Tuned"),
+    ("py:class", "natten_jax.autotuning.configurations.Tuned"),
     ("py:class", "natten_jax.plan.plan.Plan"),
     ("py:class", "natten_jax.windows.WindowArguments"),
 ]

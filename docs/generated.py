@@ -18,14 +18,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from natten_jax import backends
-from natten_jax.backends import tuned
+from natten_jax.autotuning.tables import TunedPass, TunedTable
 from natten_jax.backends.base import Backend
 from natten_jax.backends.select import CHOICES, heeded
 from natten_jax.ops.config_queries import query_names
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId
-from natten_jax.plan.tuned import TunedPass
 from natten_jax.problem import OPERATORS, problem_of
 from natten_jax.profiler.options import ELEMENT_TYPES, RefusedFlag, profiler_parser
 
@@ -221,10 +220,9 @@ def _configuration_queries() -> str:
 
 def _tuned_problems() -> str:
     found: dict[str, dict[tuple[str, Pass], str]] = {}
-    for product in sorted(tuned.products()):
-        table = tuned.shipped(Device("cuda", product=product))
-        for each in () if table is None else table.passes:
-            found.setdefault(each.label, {})[product, each.plan.pass_] = _milliseconds(each)
+    for table in _tuned_tables():
+        for each in table.passes:
+            found.setdefault(each.label, {})[table.device, each.plan.pass_] = _milliseconds(each)
     every = {column for cells in found.values() for column in cells}
     columns = sorted(every, key=lambda column: (column[0], PASSES.index(column[1])))
     titles = [f"{product}, {'forward' if pass_ == 'forward' else 'both'}" for product, pass_ in columns]
@@ -233,15 +231,20 @@ def _tuned_problems() -> str:
 
 
 def _tuned_devices() -> str:
-    def row(product: str) -> Sequence[str]:
-        table = tuned.shipped(Device("cuda", product=product))
-        passes = () if table is None else table.passes
-        problems = {each.plan.problem for each in passes}
-        changed = [each for each in passes if not each.is_default]
-        return product, str(len(problems)), str(len(passes)), str(len(changed))
+    def row(table: TunedTable) -> Sequence[str]:
+        problems = {each.plan.problem for each in table.passes}
+        changed = [each for each in table.passes if not each.is_default]
+        return table.device, str(len(problems)), str(len(table.passes)), str(len(changed))
 
     header = ("device", "problems", "passes", "faster than by default")
-    return _markdown(header, map(row, sorted(tuned.products())))
+    return _markdown(header, map(row, _tuned_tables()))
+
+
+def _tuned_tables() -> list[TunedTable]:
+    """Everything that was measured, also passes that run by default as fast as otherwise."""
+    files = (DOCS.parent / "bench" / "results" / "tuned").glob("*.json")
+    tables = [TunedTable.from_text(file.read_text(encoding="utf-8")) for file in files]
+    return sorted(tables, key=lambda table: table.device)
 
 
 def _milliseconds(each: TunedPass) -> str:

@@ -10,6 +10,7 @@ import jax.export as _export
 from natten_jax import backends as _backends
 from natten_jax import source_tree as _source_tree
 from natten_jax import version as _version
+from natten_jax.autotuning.configurations import load_tuned
 from natten_jax.backends.select import MissingKernelsWarning
 from natten_jax.execution import primitive as _checkpoint_names
 from natten_jax.ops import config_queries as _config_queries
@@ -18,7 +19,6 @@ from natten_jax.ops.calls import IgnoredArgumentWarning
 from natten_jax.ops.merge import merge_attentions
 from natten_jax.ops.neighborhood import na1d, na2d, na3d
 from natten_jax.ops.neighborhood_weights import neighborhood_apply, neighborhood_weights
-from natten_jax.ops.tuned import load_tuned
 from natten_jax.performance import KernelSchedule
 from natten_jax.tuning import tune
 

@@ -4,7 +4,6 @@
 - ``hopper``, ``cutlass``, ``cpu``, ``flex``: a family each; ``pallas``: the families ``tpu`` and ``blackwell``.
 - ``select``: which backend runs a pass, with which tiles: the only place where that is decided. Also which performance
   arguments a backend ignores.
-- ``tuned``: what was measured of a call, here or by the makers of the package, whose files are in ``tuned_tables``.
 - ``names``: what is said of names that no backend has.
 
 Whoever asks for a family by its facts finds it here, and needs no word of its own for it. Imports

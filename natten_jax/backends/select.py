@@ -13,8 +13,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from natten_jax import backends, source_tree
+from natten_jax.autotuning import tables
 from natten_jax.backends.base import Backend
-from natten_jax.backends.tuned import with_tuned_choices
 from natten_jax.cost_model.halos import retile_for_part
 from natten_jax.native import module
 from natten_jax.native import module as native
@@ -150,7 +150,9 @@ def decided(request: Request, device: Device, pass_: Pass, registered: Sequence[
 
 
 def _decide(request: Request, device: Device, pass_: Pass, registered: Sequence[Backend]) -> _Decision:
-    request = with_tuned_choices(request, device, pass_)
+    tuned = tables.measured(request, device, pass_)
+    if tuned is not None and not tuned.is_default and staleness(tuned.plan, device) is None:
+        request = tables.with_configuration(request, tuned.plan)
     problem, requested = request.problem, request.backend
     if requested is not None and pass_ == "backward":
         reason = backends.find(requested, problem.operator).rejection(problem, device, pass_)
@@ -166,6 +168,18 @@ def _decide(request: Request, device: Device, pass_: Pass, registered: Sequence[
             return _Decision(plan_with(backend, request, device, pass_), lack=lack)
     assert pair is not None
     raise ValueError(_unknown_tiles(problem, pair, device, pass_, candidates[0]))
+
+
+def staleness(plan: Plan, device: Device) -> str | None:
+    """Return why this build of the package cannot run a plan of a table; ``None`` if it can."""
+    name, problem = str(plan.backend), plan.problem
+    if name not in backends.names(problem.operator):
+        return f"there is no backend {name}"
+    backend = backends.of(plan.backend)
+    reason = backend.rejection(problem, device, plan.pass_)
+    if reason is None and not backend.offers(problem, device, plan.pass_, plan.tiles):
+        reason = f"it does not offer the tiles {plan.tiles}"
+    return None if reason is None else f"{name}: {reason}"
 
 
 def _fastest_first(candidates: list[Backend], problem: Problem, device: Device, pass_: Pass) -> list[Backend]:

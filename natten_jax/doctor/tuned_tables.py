@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from natten_jax.backends import tuned
+from natten_jax.autotuning import tables as tuned
+from natten_jax.backends.select import staleness
 from natten_jax.performance import Pass
 from natten_jax.plan.devices import Device
-from natten_jax.plan.request import Request
-from natten_jax.plan.tuned import TunedTable
+from natten_jax.plan.request import ConfigurationTable, Request
 
 
 def table_line(device: Device) -> str:
@@ -16,7 +16,7 @@ def table_line(device: Device) -> str:
         return f"miss: {_no_table(device)}"
     problems = {each.plan.problem for each in table.passes}
     faster = sum(not each.is_default for each in table.passes)
-    stale = sum(tuned.staleness(each.plan, device) is not None for each in table.passes)
+    stale = sum(staleness(each.plan, device) is not None for each in table.passes)
     left_alone = f"; {stale} are left alone, as this build does not offer their configuration" if stale else ""
     return (
         f"hit: the table of {table.device} has {len(problems)} problems; {faster} of their {len(table.passes)} passes "
@@ -26,13 +26,13 @@ def table_line(device: Device) -> str:
 
 def problem_line(request: Request, device: Device, pass_: Pass) -> str:
     """Whether a pass was measured, and what follows from that."""
-    table = tuned.shipped(device) if request.tuned is None else request.tuned
+    table: ConfigurationTable | None = tuned.shipped(device) if request.tuned is None else request.tuned
     if table is None:
         return f"miss: {_no_table(device)}"
     found = tuned.measured(request, device, pass_)
     if found is None:
         return f"miss: {_no_entry(request, table, pass_)}"
-    if reason := tuned.staleness(found.plan, device):
+    if reason := staleness(found.plan, device):
         return f"miss: it was measured, but this build cannot run what was found: {reason}"
     times = f"{1e3 * found.default_seconds:.4g} ms"
     if found.is_default:
@@ -48,11 +48,11 @@ def problem_line(request: Request, device: Device, pass_: Pass) -> str:
 def _no_table(device: Device) -> str:
     if tuned.is_switched_off():
         return f"{tuned.VARIABLE}=0 leaves tables alone"
-    have = ", ".join(sorted(tuned.products())) or "no device"
+    have = ", ".join(sorted(tuned.shipped_tables())) or "no device"
     return f"no table is for {device.product or device}; the package has those of {have}"
 
 
-def _no_entry(request: Request, table: TunedTable, pass_: Pass) -> str:
+def _no_entry(request: Request, table: ConfigurationTable, pass_: Pass) -> str:
     if tuned.names_configuration(request, pass_) or request.backend is not None:
         return "the call names a configuration of its own"
     return f"the table of {table.device} has no such problem; batch, heads and element type have to be equal, too"

@@ -16,6 +16,7 @@ from natten_jax.arguments.arrays import Counts, Origin, Scale, TokenAxes, checke
 from natten_jax.arguments.names import known_arguments
 from natten_jax.arguments.static import checked_once, flag, shown
 from natten_jax.arrays.operands import Inputs, Operands, Output
+from natten_jax.autotuning.tables import table_for
 from natten_jax.backends.base import Backend
 from natten_jax.backends.select import CHOICES, ignored, resolve
 from natten_jax.ops.canonicalize import (
@@ -41,7 +42,6 @@ from natten_jax.ops.sub_calls import KeySet, attend, check_agreement, run_sub_ca
 from natten_jax.performance import ATTENTION_NAMES, PASSES, PERFORMANCE_NAMES, Performance, performance_of
 from natten_jax.plan.devices import Device, device_of, lowering_targets
 from natten_jax.plan.request import Request
-from natten_jax.plan.tuned import table_for
 from natten_jax.problem import Problem
 from natten_jax.sharding.explicit import with_whole_dimensions
 from natten_jax.sharding.halos import exchange

@@ -3,7 +3,6 @@
 - ``devices``: what a device is, and which this process has.
 - ``request``: an attention call before a backend is chosen.
 - ``plan``: backend, tiles and schedule of a pass, and how the metadata of a compiled program carries them.
-- ``tuned``: plans that were measured on a device, by what they are found by.
 
 These are facts alone: :mod:`natten_jax.backends.select` decides. Imports the problem, the performance arguments and
 :mod:`natten_jax.arguments`.

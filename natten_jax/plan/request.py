@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, Protocol
 
 from natten_jax.arguments.static import planned_batch
-from natten_jax.performance import Performance
-from natten_jax.plan.tuned import TunedTable
+from natten_jax.performance import Pass, Performance
 from natten_jax.problem import Problem
+
+
+class ConfigurationTable(Protocol):
+    """A :class:`natten_jax.autotuning.tables.TunedTable`, which imports this module."""
+
+    @property
+    def device(self) -> str:
+        """Kind of the device."""
+
+    def find(self, problem: Problem, performance: Performance, precision: str | None, pass_: Pass) -> Any:
+        """Return the measured pass of a problem, or ``None``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +43,7 @@ class Request:
     precision: str | None = None
     token_axes: tuple[tuple[str, ...], ...] = ()
     parts: tuple[int, ...] = ()
-    tuned: TunedTable | None = None
+    tuned: ConfigurationTable | None = None
 
     def of_part(self, batch: int, heads: int, heads_kv: int) -> Request:
         """The request for what one device has of the batch, of query heads and of key/value heads."""

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 
 from natten_jax import backends
+from natten_jax.autotuning.tables import TunedPass, TunedTable, in_force, tuned_problem, without_configuration
 from natten_jax.backends.select import resolve
 from natten_jax.performance import PASSES, Pass, Performance
 from natten_jax.plan.devices import Device, default_device
 from natten_jax.plan.plan import Plan
-from natten_jax.plan.tuned import TunedPass, TunedTable, in_force, tuned_problem, without_configuration
 from natten_jax.problem import Problem
 from natten_jax.profiler.arguments import parse
 from natten_jax.profiler.capture import CaptureError, capture_in_turns

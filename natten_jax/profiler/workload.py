@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from natten_jax import backends
+from natten_jax.autotuning.tables import table_for
 from natten_jax.backends.base import Platform
 from natten_jax.backends.select import resolve
 from natten_jax.halo import bytes_received
@@ -25,7 +26,6 @@ from natten_jax.performance import Pass
 from natten_jax.plan.devices import Device, default_device, default_jax_device
 from natten_jax.plan.plan import BackendId, Plan
 from natten_jax.plan.request import Request
-from natten_jax.plan.tuned import table_in_force
 from natten_jax.problem import Problem, Shape, problem_of
 from natten_jax.profiler import baselines
 from natten_jax.profiler.capture import Launch
@@ -173,7 +173,7 @@ def request_of(options: Options) -> Request:
         additional_kv=options.add_kv,
     )
     backend = None if options.is_baseline else options.backend
-    return Request(problem, options.performance, backend, tuned=table_in_force())
+    return Request(problem, options.performance, backend, tuned=table_for())
 
 
 def attention_kwargs(options: Options) -> dict[str, Any] | None:

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from natten_jax.backends import tuned
+from natten_jax.autotuning import tables as tuned
+from natten_jax.autotuning.tables import TunedPass, TunedTable
 from natten_jax.backends.select import resolve
 from natten_jax.doctor import __main__ as doctor
 from natten_jax.doctor import tuned_tables
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId
 from natten_jax.plan.request import Request
-from natten_jax.plan.tuned import TunedPass, TunedTable
 from natten_jax.problem import problem_of
 
 GPU = Device("cuda", (9, 0), is_present=False, product="NVIDIA H100 80GB HBM3")
@@ -35,7 +35,7 @@ def ship(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delenv(tuned.VARIABLE, raising=False)
 
     def put(*passes: TunedPass) -> None:
-        monkeypatch.setattr(tuned, "_tables", lambda: {GPU.product: TunedTable(GPU.kind, passes)})
+        monkeypatch.setattr(tuned, "shipped_tables", lambda: {GPU.product: TunedTable(GPU.kind, passes)})
 
     return put
 

@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 
 import natten_jax
-from natten_jax.backends import tuned as tables
-from natten_jax.backends.select import resolve
+from natten_jax import backends
+from natten_jax.autotuning import tables
+from natten_jax.autotuning.configurations import Tuned
+from natten_jax.autotuning.tables import TunedPass, TunedTable
+from natten_jax.backends.select import resolve, staleness
 from natten_jax.native import module as native
-from natten_jax.ops.tuned import Tuned
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId
 from natten_jax.plan.request import Request
-from natten_jax.plan.tuned import TunedPass, TunedTable
 from natten_jax.problem import Problem, problem_of
 from natten_jax.profiler import tune as tuning
 from natten_jax.profiler.search import Effort
@@ -36,7 +37,7 @@ PROBLEM = problem_of((8, 12), (4, 6), heads=2, head_dim=16, dtype="float32")
 def other_plan(problem: Problem) -> Any:
     """A plan of the forward pass that is not the default: the last tiles in the backend's order."""
     default = resolve(Request(problem), CPU, "forward")
-    pair = tables.backends.of(default.backend).tile_pairs(problem, CPU, "forward")[-1]
+    pair = backends.of(default.backend).tile_pairs(problem, CPU, "forward")[-1]
     assert pair != default.tiles
     return dataclasses.replace(default, performance=default.performance.with_tiles("forward", pair))
 
@@ -155,7 +156,7 @@ def test_what_a_call_says_itself_holds(change: str) -> None:
 @pytest.mark.parametrize(("name", "reason"), [("gone", "there is no backend gone-fna"), ("cutlass", "cutlass-fna: ")])
 def test_tables_of_another_build_are_left_alone(name: str, reason: str) -> None:
     stale = dataclasses.replace(other_plan(PROBLEM), backend=BackendId(name, "fna"))
-    assert str(tables.staleness(stale, CPU)).startswith(reason)
+    assert str(staleness(stale, CPU)).startswith(reason)
     default = resolve(Request(PROBLEM), CPU, "forward")
     assert resolve(Request(PROBLEM, tuned=table_of(stale)), CPU, "forward") == default
 
@@ -164,7 +165,7 @@ def test_tables_of_another_build_are_left_alone(name: str, reason: str) -> None:
 def test_shipped_tables_are_found_by_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Device("cpu", product="NVIDIA H100 80GB HBM3")
     plan = other_plan(PROBLEM)
-    monkeypatch.setattr(tables, "_tables", lambda: {"NVIDIA H100 80GB HBM3": table_of(plan, gpu.kind)})
+    monkeypatch.setattr(tables, "shipped_tables", lambda: {"NVIDIA H100 80GB HBM3": table_of(plan, gpu.kind)})
     assert resolve(Request(PROBLEM), gpu, "forward").tiles == plan.tiles
     assert resolve(Request(PROBLEM), Device("cpu", product="NVIDIA H200"), "forward").tiles != plan.tiles
     monkeypatch.setenv(tables.VARIABLE, "0")
@@ -173,7 +174,7 @@ def test_shipped_tables_are_found_by_the_product(monkeypatch: pytest.MonkeyPatch
 
 def test_every_pass_of_a_shipped_table_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(tables.VARIABLE, raising=False)
-    for product in tables.products():
+    for product in tables.shipped_tables():
         device = Device("cuda", product=product)
         table = tables.shipped(device)
         assert table is not None and table.device == product
@@ -250,7 +251,7 @@ def test_tables_of_models_are_written_as_problems_are_measured(
     def run(*arguments: str) -> tuple[str, TunedTable]:
         monkeypatch.setattr(sys, "argv", ["tune_models.py", "--forward-only", "--out", str(tmp_path), *arguments])
         assert tune_models.main() == 0
-        return capsys.readouterr().out, tables.table_of_text((tmp_path / "cpu.json").read_text(encoding="utf-8"))
+        return capsys.readouterr().out, TunedTable.from_text((tmp_path / "cpu.json").read_text(encoding="utf-8"))
 
     out, table = run("--limit", "0.001")  # what has begun is finished
     assert "1 problems are left" in out and [each.label for each in table.passes] == ["Small, 32"]

@@ -352,5 +352,5 @@ def test_the_version_of_a_wheel_says_its_cuda_and_that_it_is_a_sample(
 def test_every_package_is_distributed() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "natten_jax").rglob("*.py")}
-    elsewhere = {"natten_jax.cost_model.calibrations", "natten_jax.flax_modules"}
+    elsewhere = {"natten_jax.autotuning.measured", "natten_jax.cost_model.calibrations", "natten_jax.flax_modules"}
     assert sorted(listed) == sorted({".".join(folder.parts) for folder in folders} | elsewhere)

@@ -18,14 +18,15 @@ LEVELS = (
     ("natten_jax.windows",),
     ("natten_jax.problem", "natten_jax.performance"),
     ("natten_jax.halo", "natten_jax.plan", "natten_jax.arrays"),
-    ("natten_jax.native",),
+    ("natten_jax.native", "natten_jax.autotuning.tables"),
     ("natten_jax.cost_model",),
     ("natten_jax.sharding", "natten_jax.simulator"),
     ("natten_jax.backends",),
     ("natten_jax.execution",),
     ("natten_jax.ops",),
-    ("natten_jax.plot", "natten_jax.rotary", "natten_jax.fp8"),
+    ("natten_jax.autotuning.configurations", "natten_jax.plot", "natten_jax.rotary", "natten_jax.fp8"),
     ("natten_jax.profiler",),
+    ("natten_jax.autotuning",),
     ("natten_jax.tuning",),
     ("natten_jax",),
     ("natten_jax.flax_modules",),
@@ -70,10 +71,12 @@ def _graph() -> dict[str, set[str]]:
 
 
 def _room(module: str) -> str:
-    """The package, or the module outside of packages, that has a level."""
-    head = ".".join(module.split(".")[:2])
-    assert head in _LEVEL_OF, f"{module} has no level"
-    return head
+    """The package or module that has a level: a module may have another level than its package."""
+    parts = module.split(".")
+    names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    found = next((name for name in names if name in _LEVEL_OF and (name != "natten_jax" or name == module)), None)
+    assert found is not None, f"{module} has no level"
+    return found
 
 
 def _upward(graph: Mapping[str, set[str]]) -> list[str]:

@@ -13,12 +13,11 @@ from typing import Any
 
 from natten_jax import backends
 from natten_jax.arguments.static import shown
-from natten_jax.backends.tuned import table_of_text
+from natten_jax.autotuning.tables import TunedPass, TunedTable, in_force, tuned_problem
 from natten_jax.ops.sub_calls import checked_attention_kwargs
 from natten_jax.performance import ATTENTION_NAMES, PASSES, Performance, performance_of, tile_names
 from natten_jax.plan.devices import local_devices
 from natten_jax.plan.plan import Plan
-from natten_jax.plan.tuned import TunedPass, TunedTable, in_force, tuned_problem
 
 _TILES = tuple(name for pass_ in PASSES for name in tile_names(pass_))
 _ARGUMENTS = {"attention_kwargs", "backend", *ATTENTION_NAMES.values()}
@@ -95,7 +94,7 @@ class Tuned(Mapping[str, Any]):
         """
         if self.table is None:
             raise ValueError("there is nothing to save: this was loaded from a file that names no problem")
-        Path(path).write_text(json.dumps(table_json(self.table), indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps(self.table.to_json(), indent=1) + "\n", encoding="utf-8")
 
     def _of_one_operator(self) -> Mapping[str, Any]:
         if self._arguments is not None:
@@ -107,11 +106,6 @@ class Tuned(Mapping[str, Any]):
                 "with natten_jax.load_tuned(path): ..."
             )
         return _arguments_of([each.plan for each in self.passes if not each.is_default])
-
-
-def table_json(table: TunedTable) -> dict[str, Any]:
-    """A table as JSON values, as :func:`natten_jax.backends.tuned.table_of_text` reads them."""
-    return {"device": table.device, _TABLE_KEY: [each.to_json() for each in table.passes]}
 
 
 def _described(tuned: TunedPass) -> str:
@@ -177,7 +171,7 @@ def load_tuned(path: str | os.PathLike[str]) -> Tuned:
     where = f"path={os.fspath(path)!r}"
     if isinstance(found, dict) and _TABLE_KEY in found and _KEY not in found:
         try:
-            return Tuned(table_of_text(json.dumps(found)))
+            return Tuned(TunedTable.from_text(json.dumps(found)))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
     best = _best_configuration(found, where)

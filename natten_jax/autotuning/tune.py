@@ -1,0 +1,60 @@
+"""Measure the configurations of every operator that a function calls."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from natten_jax.autotuning.configurations import Tuned
+
+
+def tune(
+    function: Callable[..., Any], *arguments: Any, save: str | os.PathLike[str] | None = None, **keywords: Any
+) -> Tuned:
+    """Measure the configurations of every operator that a function calls, and keep those that are clearly faster.
+
+    The function is traced and not run. Each problem that it hands to an operator is measured alone, on random arrays of
+    its shapes, on the default device: the configurations that the ranking thinks best, and then the best of them in
+    turns with the ranking's own choice. One that is not at least 2% faster is not kept, so that nothing gets slower.
+    This takes some seconds for each problem and pass on a GPU; what goes on is said on standard error.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, natten_jax
+        >>> def attend(tokens):
+        ...     return natten_jax.na1d(tokens, tokens, tokens, kernel_size=3)
+        >>> tokens = jnp.ones((1, 16, 1, 8))
+        >>> tuned = natten_jax.tune(attend, tokens)
+        >>> with tuned:
+        ...     output = jax.jit(attend)(tokens)
+
+    Args:
+        function: What ``jax.jit`` takes, or has made: a forward pass, or a whole training step.
+        *arguments: Its arguments: arrays, or their shapes and types (``jax.ShapeDtypeStruct``).
+        save: File for what was found, which :func:`natten_jax.load_tuned` reads.
+        **keywords: Its keyword arguments.
+
+    Returns:
+        What was measured. In a ``with`` block the operators run as it says; problems that were not measured run as they
+        do by default. It is also a mapping, the operator's performance arguments, where the function calls one.
+
+    Raises:
+        ValueError: The function calls no operator of this package.
+        TypeError: ``function`` cannot be called, or ``jax.jit`` cannot trace it.
+        OSError: The file cannot be written.
+    """
+    if not callable(function):
+        raise TypeError(f"function must be callable, got {type(function).__name__}")
+    # The profiler is for those who measure: importing it takes a while.
+    from natten_jax.profiler.cli import print_message
+    from natten_jax.profiler.search import THOROUGH
+    from natten_jax.profiler.tune import plans_of, tune_plans
+
+    plans = plans_of(function, *arguments, **keywords)
+    if not plans:
+        raise ValueError(f"function={getattr(function, '__name__', function)!r} calls no operator of natten_jax")
+    table, skipped = tune_plans(plans, THOROUGH, print_message)
+    tuned = Tuned(table, skipped=skipped)
+    if save is not None:
+        tuned.save(save)
+    return tuned
