@@ -20,7 +20,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +185,7 @@ def _iterations_by_device(
     found: Devices = {}
     for device, of_device in by_device(events).items():
         parts = split(of_device, iterations) or []
-        found[device] = [without_overlap(part, program) for part in parts] if platform == "cpu" else parts
+        found[device] = [without_overlap(part, program.is_container) for part in parts] if platform == "cpu" else parts
     if len(found) != program.devices or not all(found.values()):
         devices = f" on {program.devices} devices" if program.devices > 1 else ""
         raise CaptureError(f"its {len(events)} events cannot be attributed to {iterations} iterations{devices}")
@@ -298,30 +298,19 @@ def tpu_events(profile: ProfileData) -> list[Event]:
         lines = {line.name: sorted(line.events, key=lambda each: each.start_ns) for line in plane.lines}
         runs = lines.get("XLA Modules", [])
         starts = [run.start_ns for run in runs]
-        for event, own in _without_nested(lines.get("XLA Ops", [])):
+        nested = []
+        for event in lines.get("XLA Ops", []):
             instruction = _INSTRUCTION.match(event.name)
             name = event.name if instruction is None else instruction[1]
-            launched = Event(name, name, "", event.start_ns, own, int(match[1]))
+            launched = Event(name, name, "", event.start_ns, event.duration_ns, int(match[1]))
             at = bisect.bisect_right(starts, event.start_ns) - 1
             if at >= 0 and (module := _MODULE.match(runs[at].name)):
                 run = dict(runs[at].stats).get("run_id", at)
                 number = None if module[2] is None else int(module[2])
                 launched = dataclasses.replace(launched, module=module[1], number=number, run=run)
-            events.append(launched)
+            nested.append(launched)
+        events += without_overlap(nested, lambda _: True)
     return events
-
-
-def _without_nested(events: Sequence[Any]) -> Iterator[tuple[Any, float]]:
-    """Return events in order of their starts, with their durations minus those of events inside them."""
-    own = [float(event.duration_ns) for event in events]
-    around: list[int] = []
-    for i, event in enumerate(events):
-        while around and events[around[-1]].end_ns <= event.start_ns:
-            around.pop()
-        if around:
-            own[around[-1]] -= event.duration_ns
-        around.append(i)
-    return zip(events, (max(each, 0.0) for each in own), strict=True)
 
 
 # Attribution of events to devices, iterations and time.
@@ -367,12 +356,16 @@ def split(events: Iterable[Event], iterations: int) -> list[list[Event]] | None:
     return parts if all(kernel == kernels[0] for kernel in kernels) else None
 
 
-def without_overlap(events: Sequence[Event], program: Program) -> list[Event]:
-    """Return the events with durations that add up to the time in which any step ran.
+def without_overlap(events: Sequence[Event], is_container: Callable[[str], bool]) -> list[Event]:
+    """Return the events with durations that add up to the time in which any event ran.
 
-    Steps of a CPU program overlap: loops and calls contain other steps, and independent steps run in parallel on the
-    same cores. At every moment the running steps share the time equally. A loop or call only gets the time in which
+    Steps of a program overlap: loops and calls contain other steps, and on a CPU independent steps run in parallel on
+    the same cores. At every moment the running steps share the time equally. A container only gets the time in which
     none of its steps runs.
+
+    Args:
+        events: Events in order of their starts.
+        is_container: Return if an instruction contains others.
     """
     marks = sorted(
         (time_, is_start, i)
@@ -380,13 +373,13 @@ def without_overlap(events: Sequence[Event], program: Program) -> list[Event]:
         if event.duration > 0
         for time_, is_start in ((event.start, True), (event.start + event.duration, False))
     )
-    is_container = [program.is_container(event.instruction) for event in events]
+    containers = [is_container(event.instruction) for event in events]
     durations = [0.0] * len(events)
     running: dict[int, None] = {}  # in order of their starts
     previous = marks[0][0] if marks else 0.0
     for now, is_start, i in marks:
         if now > previous and running:
-            steps = [j for j in running if not is_container[j]] or [next(reversed(running))]
+            steps = [j for j in running if not containers[j]] or [next(reversed(running))]
             for j in steps:
                 durations[j] += (now - previous) / len(steps)
         previous = now

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -164,9 +164,7 @@ class _Search:
         final, default = self.measure([best.options, plain], _FINAL_RUNS, plain.optimize_warmup_steps)
         chosen, seconds = best.options, best.seconds if final.error else final.seconds
         if default.seconds < seconds:
-            workload = self._compile(plain)
-            assert isinstance(workload, Workload)  # the default has run
-            chosen, seconds = with_choices(plain, workload), default.seconds
+            chosen, seconds = with_choices(plain, self._compile(plain)), default.seconds
         return self._optimum(chosen, seconds, None if default.error else default.seconds)
 
     def _rivals(self) -> Iterator[Options]:
@@ -239,60 +237,57 @@ class _Search:
         return trials
 
     def measure(self, every: Sequence[Options], runs: int, warmup_steps: int) -> list[Trial]:
-        """Measure configurations in alternation."""
+        """Measure configurations in alternation. A configuration that fails does not end the search."""
         self._progress.expect(len(every) * (1 + warmup_steps + runs))
-        prepared = [self._warm(each, warmup_steps) for each in every]
-        alive = [each for each in prepared if isinstance(each, Workload)]
-        times: Iterator[float | str]
+        workloads, errors = dict[int, Workload](), dict[int, str]()
+        for i, options in enumerate(every):
+            try:
+                workloads[i] = self._warm(options, warmup_steps)
+            except Exception as error:
+                errors[i] = _one_line(error)
         try:
-            times = iter(self._seconds(alive, runs))
-        except Exception:  # one program spoils the trace of all
-            times = iter([self._guarded(lambda each: self._seconds([each], runs)[0], each) for each in alive])
-        outcomes = [next(times) if isinstance(each, Workload) else each for each in prepared]
-        trials = [
-            Trial(options, math.inf, outcome) if isinstance(outcome, str) else Trial(options, outcome)
-            for options, outcome in zip(every, outcomes, strict=True)
-        ]
+            seconds = self._seconds(workloads, runs)
+        except Exception:  # one program may spoil the trace of all
+            seconds = {}
+            for i, workload in workloads.items():
+                try:
+                    seconds |= self._seconds({i: workload}, runs)
+                except Exception as error:
+                    errors[i] = _one_line(error)
+        trials = [Trial(options, seconds.get(i, math.inf), errors.get(i, "")) for i, options in enumerate(every)]
         self.trials += trials
         return trials
 
-    def _seconds(self, workloads: Sequence[Workload], runs: int) -> list[float]:
+    def _seconds(self, workloads: Mapping[int, Workload], runs: int) -> dict[int, float]:
         """Return the median device time of each workload."""
-        if not workloads:
-            return []
-        launches = [each.launch.after(self._progress.advance) for each in workloads]
-        captured = capture_in_turns(launches, runs, self._device.platform)
-        return [statistics.median(seconds_of_iterations(iterations)) for iterations in captured]
+        launches = [each.launch.after(self._progress.advance) for each in workloads.values()]
+        captured = capture_in_turns(launches, runs, self._device.platform) if launches else []
+        medians = (statistics.median(seconds_of_iterations(iterations)) for iterations in captured)
+        return dict(zip(workloads, medians, strict=True))
 
-    def _warm(self, options: Options, warmup_steps: int) -> Workload | str:
-        """Return a workload that has run, or the reason why it failed."""
+    def _warm(self, options: Options, warmup_steps: int) -> Workload:
+        """Compile a configuration and run it."""
         workload = self._compile(options)
         self._progress.advance()
-        return workload if isinstance(workload, str) else self._guarded(self._run_often, workload, warmup_steps)
-
-    def _run_often(self, workload: Workload, warmup_steps: int) -> Workload:
         for _ in range(max(warmup_steps, 1)):
             jax.block_until_ready(workload.run())  # type: ignore[no-untyped-call]
             self._progress.advance()
         return workload
 
-    def _compile(self, options: Options) -> Workload | str:
-        """Return the compiled program of a configuration, or the reason why it failed."""
+    def _compile(self, options: Options) -> Workload:
         start = time.perf_counter()
         self._compiled += 1
         again = self._arguments.get(options.backprop)
-        workload = self._guarded(compile_workload, options, f"candidate_{self._compiled}", again)
-        self._compile_seconds += time.perf_counter() - start
-        if isinstance(workload, Workload):
-            self._arguments[options.backprop] = workload.arguments
+        try:
+            workload = compile_workload(options, f"candidate_{self._compiled}", again)
+        finally:
+            self._compile_seconds += time.perf_counter() - start
+        self._arguments[options.backprop] = workload.arguments
         return workload
 
-    def _guarded(self, step: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the step's result, or its error as one line. No configuration ends the search."""
-        try:
-            return step(*arguments)
-        except Exception as error:
-            return " ".join(str(error).split()) or type(error).__name__
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _fastest_first(trials: Sequence[Trial]) -> list[Trial]:

@@ -150,7 +150,7 @@ def _merge_programs(parts: Sequence[TracedProgram]) -> TracedProgram:
 
 def _without_overlap(events: Sequence[Event], program: Program) -> list[Event]:
     runs = capture.grouped(events, lambda each: each.run).values()
-    return [event for run in runs for event in capture.without_overlap(run, program)]
+    return [event for run in runs for event in capture.without_overlap(run, program.is_container)]
 
 
 def _program_of(launched: Sequence[Event], module: str, number: int | None, programs: Mapping[int, Program]) -> Program:

@@ -31,10 +31,10 @@ def test_overlapping_steps_share_the_time_and_containers_get_the_rest() -> None:
         Event("empty", "empty", "", 60.0, 0.0),
         Event("dot.1", "dot.1", "", 150.0, 50.0),
     ]
-    durations = [event.duration for event in capture.without_overlap(launched, program)]
+    durations = [event.duration for event in capture.without_overlap(launched, program.is_container)]
     assert durations == [60.0, 15.0, 25.0, 0.0, 50.0]
     assert sum(durations) == 150.0  # the time in which anything ran
-    assert capture.without_overlap([], program) == []
+    assert capture.without_overlap([], program.is_container) == []
 
 
 def events(names: str, runs: list[Any]) -> list[Any]:
