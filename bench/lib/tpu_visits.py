@@ -8,20 +8,23 @@ from typing import Any
 
 import numpy as np
 
-from natten_jax.backends.pallas._tpu_call import CORE_END, CORE_FIRST, COUNT, HULL_END, START, Call
+from natten_jax.backends.pallas._tpu_call import Call
 from natten_jax.backends.pallas._tpu_grid import query_grid
 from natten_jax.problem import Problem
 from natten_jax.windows import Axis
 
 LANES = 128
+START, COUNT, HULL_END, CORE_FIRST, CORE_END = map(
+    Call.columns.index, ("start", "count", "hull_end", "core_first", "core_end")
+)
 
 
 def of_query_programs(call: Call) -> dict[str, Any]:
     """What a kernel that owns queries visits: steps, tiles, and chunks multiplied without a mask and with one."""
     grid = query_grid(call)
-    tables = [np.asarray(visits.boxes) for visits in call.visits]
+    tables = [np.asarray(visits.table(Call.columns)) for visits in call.visits]
     full = masked = active = boxes = 0
-    groups = itertools.product(*(range(visits.lengths.groups) for visits in call.visits))
+    groups = itertools.product(*(range(visits.groups) for visits in call.visits))
     for group in groups:
         rows = [table[g].tolist() for table, g in zip(tables, group, strict=True)]
         for tile in itertools.product(*rows):
@@ -41,13 +44,13 @@ def of_query_programs(call: Call) -> dict[str, Any]:
 
 def _chunks(call: Call, tile: Any, step: Any) -> tuple[int, int]:
     """Chunks of a box without and with a mask."""
-    chunks, lengths = call.chunks, call.lengths
-    own = [row[START] + number * each.kv_tile for row, number, each in zip(tile, step, lengths, strict=True)]
-    first = [min(each, of.keys - of.kv_tile) for each, of in zip(own, lengths, strict=True)]
+    chunks, visits = call.chunks, call.visits
+    own = [row[START] + number * each.box for row, number, each in zip(tile, step, visits, strict=True)]
+    first = [min(each, of.keys - of.box) for each, of in zip(own, visits, strict=True)]
     total, cut, stride = math.prod(chunks.box), chunks.cut, chunks.stride
     behind = max(0, min(tile[cut][HULL_END] - first[cut], chunks.box[cut])) * stride
-    begin = 0 if chunks.count == 1 else min(own[cut] - first[cut], chunks.box[cut]) * stride // chunks.keys
-    end = 1 if chunks.count == 1 else -(-behind // chunks.keys)
+    begin = 0 if chunks.number == 1 else min(own[cut] - first[cut], chunks.box[cut]) * stride // chunks.keys
+    end = 1 if chunks.number == 1 else -(-behind // chunks.keys)
     full = 0
     for number in range(begin, end):
         start = min(number * chunks.keys, total - chunks.keys)
@@ -64,12 +67,13 @@ def _chunks(call: Call, tile: Any, step: Any) -> tuple[int, int]:
 def of_key_programs(call: Call) -> dict[str, Any]:
     """What the kernel that owns keys visits: a tile of keys with tiles of queries that see some of it."""
     full = masked = 0
-    boxes, tiles = ([np.asarray(getattr(v, table)) for v in call.visits] for table in ("boxes", "tiles"))
-    for group in itertools.product(*(range(visits.lengths.groups) for visits in call.visits)):
+    boxes = [np.asarray(visits.table(Call.columns)) for visits in call.visits]
+    tiles = [np.asarray(visits.seeing) for visits in call.visits]
+    for group in itertools.product(*(range(visits.groups) for visits in call.visits)):
         # Along each dimension: pairs of tiles that meet, and those that see each other whole.
         meeting, whole = 1, 1
         for visits, of_boxes, of_tiles, g in zip(call.visits, boxes, tiles, group, strict=True):
-            size, seen, all_ = visits.lengths.kv_tile, 0, 0
+            size, seen, all_ = visits.box, 0, 0
             for tile, (first, count) in enumerate(of_tiles[g].tolist()):
                 cores = of_boxes[g][first : first + count]
                 seen += count
@@ -77,8 +81,8 @@ def of_key_programs(call: Call) -> dict[str, Any]:
                 all_ += int(((cores[:, CORE_FIRST] <= at) & (cores[:, CORE_END] >= at + size)).sum())
             meeting, whole = meeting * seen, whole * all_
         full, masked = full + whole, masked + meeting - whole
-    steps = [call.queries.heads.count // call.keys.heads.count, *(max(visits.most_tiles, 1) for visits in call.visits)]
-    heads = call.leading * call.queries.heads.blocks
+    steps = [call.queries.heads // call.keys.heads, *(max(visits.most_tiles, 1) for visits in call.visits)]
+    heads = call.leading * call.queries.blocks
     programs = heads // steps[0] * call.groups * math.prod(call.keys.grid)
     return {
         "steps": programs * math.prod(steps),

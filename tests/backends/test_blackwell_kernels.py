@@ -13,8 +13,9 @@ import pytest
 
 import natten_jax
 from natten_jax.arrays.operands import Cotangents, Operands
-from natten_jax.backends.pallas._blackwell_call import Lines, Visits, call_of
-from natten_jax.performance import PASSES, TilePair
+from natten_jax.backends.pallas._blackwell_call import Lines, call_of
+from natten_jax.backends.pallas._common import Visits
+from natten_jax.performance import TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem, problem_of
 from natten_jax.windows import Axis
@@ -45,7 +46,6 @@ PROBLEMS: dict[str, tuple[Problem, TilePair, TilePair]] = {
     ),
 }
 SMALL = problem_of((300,), 150, head_dim=32, dtype="float16"), ((256,), (128,)), ((128,), (128,))
-FORWARD, BACKWARD = (f"natten_jax.backends.pallas._blackwell_{pass_}" for pass_ in PASSES)
 A_RACE = r"RACE DETECTED|last written through alias group"
 #: Which of them the interpreter finds first is a matter of which thread comes first.
 A_MISSING_WAIT = rf"{A_RACE}|Barrier completed phase \d+, but no threads observed phase \d+"
@@ -77,20 +77,27 @@ def test_random_problems(number: int) -> None:
     assert not complaints(fuzzed), fuzzed
 
 
+def replace_for(caller: str, name: str, replacement: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace a function of ``_blackwell_memory`` in calls by one method, given by its qualified name."""
+    from natten_jax.backends.pallas import _blackwell_memory as gpu
+
+    original = getattr(gpu, name)
+
+    def called(*arguments: Any) -> Any:
+        is_replaced = sys._getframe(1).f_code.co_qualname.startswith(caller)
+        return (replacement if is_replaced else original)(*arguments)
+
+    monkeypatch.setattr(gpu, name, called)
+
+
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("module", "caller"),
-    [(FORWARD, "multiply_item"), (FORWARD, "weigh_item"), (BACKWARD, "multiply_item"), (BACKWARD, "Warpgroup")],
+    "caller",
+    ["ForwardBlock.multiply", "ForwardBlock.weigh", "BackwardBlock.multiply", "BackwardBlock._logit_gradients"],
 )
-def test_a_missing_wait_is_seen(module: str, caller: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wait_is_seen(caller: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The warp that issues products waits for copies, and the warps that read logits wait for products."""
-    from natten_jax.backends.pallas._blackwell_memory import wait
-
-    def wait_elsewhere(barrier: Any) -> None:
-        if not sys._getframe(1).f_code.co_qualname.startswith(caller):
-            wait(barrier)
-
-    monkeypatch.setattr(f"{module}.wait", wait_elsewhere)
+    replace_for(caller, "wait", lambda barrier: None, monkeypatch)
     with pytest.raises(Exception, match=A_MISSING_WAIT):
         complaints_of(*SMALL)
 
@@ -98,26 +105,29 @@ def test_a_missing_wait_is_seen(module: str, caller: str, monkeypatch: pytest.Mo
 @needs_interpreter
 def test_gradients_of_logits_that_are_overwritten_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """While products still read those of the pair before."""
-    monkeypatch.setattr(f"{BACKWARD}.Warpgroup._wait_for_place", lambda warpgroup, number: None)
+    replace_for("BackwardBlock._wait_for_place", "wait_if", lambda condition, barrier: None, monkeypatch)
     with pytest.raises(Exception, match="RACE DETECTED"):
         complaints_of(*SMALL)
 
 
 @needs_interpreter
-@pytest.mark.parametrize("module", [FORWARD, BACKWARD])
-def test_a_wrong_phase_is_seen(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("caller", ["ForwardBlock", "BackwardBlock"])
+def test_a_wrong_phase_is_seen(caller: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile is copied to a slot a phase too early: while products still read the slot."""
     from natten_jax.backends.pallas._blackwell_memory import wait_until_free
 
-    monkeypatch.setattr(f"{module}.wait_until_free", lambda barrier, at, slots: wait_until_free(barrier, at, slots + 1))
+    def wait_too_late(barrier: Any, number: Any, slots: int) -> None:
+        wait_until_free(barrier, number, slots + 1)
+
+    replace_for(caller, "wait_until_free", wait_too_late, monkeypatch)
     with pytest.raises(Exception, match="RACE DETECTED"):
         complaints_of(*SMALL)
 
 
 @needs_interpreter
-@pytest.mark.parametrize("module", [FORWARD, BACKWARD])
-def test_a_forgotten_mask_is_seen(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{module}.hide", lambda call, logits, *_: logits)
+@pytest.mark.parametrize("caller", ["ForwardBlock", "BackwardBlock"])
+def test_a_forgotten_mask_is_seen(caller: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_for(caller, "mask", lambda boxes, logits, *_: logits, monkeypatch)
     assert complaints_of(*SMALL)
 
 
@@ -166,7 +176,7 @@ def test_lines_are_restored(dilation: tuple[int, ...]) -> None:
     lines = Lines.of(array, dilation)
     found = lines.laid_out(array)
     assert found.shape == lines.shape and lines.length % 8 == 0
-    np.testing.assert_array_equal(lines.restored(found, len(dilation)), array)
+    np.testing.assert_array_equal(lines.restored(found), array)
 
 
 @pytest.mark.parametrize("queries", [5, 40])
@@ -174,9 +184,10 @@ def test_tiles_of_queries_that_see_a_tile_of_keys(queries: int) -> None:
     """By the windows of every query: in each group, the first and the last that see one of its keys."""
     dilation, q_tile, kv_tile = 2, 4, 8
     axis = Axis(queries, queries, 2, dilation=dilation)
-    visits = Visits.of(axis, q_tile, kv_tile, queries, queries, None)
+    visits = Visits.of(axis, q_tile, kv_tile, queries, queries)
     kv_tiles = -(-queries // (dilation * kv_tile))
-    found = visits.seeing(kv_tile, kv_tiles)
+    found = visits.seeing
+    assert visits.kv_tiles == kv_tiles
     for group in range(dilation):
         seeing: dict[int, set[int]] = {tile: set() for tile in range(kv_tiles)}
         for query, (first, end) in enumerate(visits.bounds[group].swapaxes(1, 2).reshape(-1, 2)):
@@ -196,4 +207,4 @@ def test_numbers_of_queries_come_back_from_items() -> None:
     in_items = call.in_items([jnp.asarray(each, jnp.float32) for each in numbers], 7.0)
     assert in_items.shape == (call.items, 2, 128)
     assert (in_items == 7).sum() == in_items.size - numbers.size
-    np.testing.assert_array_equal(np.stack(call.of_queries(in_items)), numbers.astype(np.float32))
+    np.testing.assert_array_equal(np.stack(call.of_items(in_items)), numbers.astype(np.float32))

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from natten_jax import backends, na2d
 from natten_jax.arrays.operands import Cotangents, Inputs, Operands
 from natten_jax.backends.pallas import _tpu_call
-from natten_jax.backends.pallas._tpu_call import pack_of
+from natten_jax.backends.pallas._tpu_call import pack_size
 from natten_jax.backends.pallas.tpu import TpuBackend
 from natten_jax.backends.select import plan_with
 from natten_jax.performance import PASSES, Performance, TilePair
@@ -172,7 +172,7 @@ def test_packs_of_narrow_heads(dtype: str) -> None:
     ],
 )
 def test_which_heads_are_packed(heads: tuple[int, int], widths: tuple[int, int], pack: int) -> None:
-    assert pack_of(*heads, widths) == pack
+    assert pack_size(*heads, widths) == pack
 
 
 @pytest.mark.usefixtures("_known")
@@ -184,7 +184,7 @@ def test_a_forgotten_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_known")
 def test_chunks_as_the_kernels_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """By XLA, which knows reshaped references: Pallas's interpreter reads whole boxes in their place."""
-    monkeypatch.setattr(_tpu_call, "OF_FEW", 48)
+    monkeypatch.setattr(_tpu_call, "FEW_ROWS_CHUNK", 48)
     query, key, value = (jax.random.normal(jax.random.key(i), (1, 20, 33, 2, 16)) for i in range(3))
     attend = functools.partial(na2d, query, key, value, (7, 9), (2, 1), (1, 2), (False, True))
     tiled = attend(backend="interpreted-fna", q_tile_shape=(4, 8), kv_tile_shape=(6, 16))

@@ -132,8 +132,8 @@ def small_chunks(problem: Fuzzed) -> Iterator[None]:
     keys = CHUNKS[problem.seed % len(CHUNKS)]
     with pytest.MonkeyPatch.context() as patch:
         if keys is not None:
-            patch.setattr(_tpu_call, "OF_FEW", keys)
-            patch.setattr(_tpu_call, "OF_MANY", keys)
+            patch.setattr(_tpu_call, "FEW_ROWS_CHUNK", keys)
+            patch.setattr(_tpu_call, "MANY_ROWS_CHUNK", keys)
         yield
 
 

@@ -23,7 +23,7 @@ import natten_jax
 from natten_jax.arrays.operands import Cotangents, Inputs, Operands, Saved
 from natten_jax.backends.pallas import _blackwell_call
 from natten_jax.backends.pallas._blackwell_call import call_of
-from natten_jax.backends.pallas.blackwell import is_taken, sizes_of
+from natten_jax.backends.pallas.blackwell import are_supported, tile_sizes
 from natten_jax.cost_model.tiles import tile_pairs_of_sizes
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.plan import Plan
@@ -92,8 +92,8 @@ def draw(seed: int, number: int) -> Fuzzed:
 
 def _pairs(problem: Problem, pass_: Pass) -> list[TilePair]:
     """All tiles of a pass."""
-    sizes = sizes_of(pass_)
-    return [pair for each in sizes for pair in tile_pairs_of_sizes(*each, problem.rank) if is_taken(pair, pass_)]
+    sizes = tile_sizes(pass_)
+    return [pair for each in sizes for pair in tile_pairs_of_sizes(*each, problem.rank) if are_supported(pair, pass_)]
 
 
 def _drawn(rng: np.random.Generator) -> Fuzzed:

@@ -53,7 +53,7 @@ def finding_races() -> Iterator[None]:
     """
     InterpretedTpuBackend.interpreter = FINDING_RACES
     try:
-        with unittest.mock.patch.object(Chunk, "of", _chunk_of_all), raising_races():
+        with unittest.mock.patch.object(Chunk, "read", _chunk_of_all), raising_races():
             yield
     finally:
         InterpretedTpuBackend.interpreter = _BY_XLA

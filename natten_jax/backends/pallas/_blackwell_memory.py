@@ -1,8 +1,10 @@
-"""What the warps of the Blackwell kernels share: barriers, copies of tiles, and masks of logits."""
+"""Blocks of the Blackwell kernels: launches, barriers, copies of tiles, and rows of logits with their masks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -11,30 +13,117 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from natten_jax.backends.pallas._blackwell_call import (
-    PIECE,
-    ROWS,
-    Call,
-    Item,
-    Lines,
-    Pieces,
-    Scalar,
-    divided,
-    line_of,
-)
+from natten_jax.backends.pallas._blackwell_call import PIECE, ROWS, Boxes, Call, Item, Lines
+from natten_jax.backends.pallas._common import HIDDEN, Scalar, divided, unravel
 
-#: Registers of a thread that owns a row of logits, and of others, of a block of three warpgroups: of 3 x 168.
-REGISTERS_OF_ROWS, REGISTERS_OF_OTHERS = 232, 40
+#: Layout of a matrix in registers: each thread has a row.
+BY_ROWS = plgpu.Layout.TCGEN05_TMEM_NATIVE
+OF_ROW = BY_ROWS.reduce(1)
+#: Registers per thread of warpgroups that own rows of logits, and of the other one, in blocks of three: of 3 x 168.
+_REGISTERS_OF_ROWS, _REGISTERS_OF_OTHERS = 232, 40
+_LOADS, _PRODUCTS = 0, 1  # warps
+
+#: First and end of the keys that the query of each row sees, along the dimensions of the problem.
+Windows = Sequence[tuple[jax.Array, jax.Array]]
+
+
+# Launches ------------------------------------------------------------------------------------------------------------
+
+
+def launch(
+    name: str,
+    block_of: Callable[[Any, Sequence[Any], Any], Any],
+    operands: Any,
+    results: Sequence[Any],
+    scratch: dict[str, Any],
+    *,
+    items: int,
+    blocks: int,
+    halves: int,
+) -> Sequence[jax.Array]:
+    """Launch a kernel with a warpgroup for each half of the logits, and one whose warps copy and issue products.
+
+    Args:
+        name: Name of the kernel.
+        block_of: Makes a block from references to operands, results and scratch memory. A block has four methods:
+            ``weigh(half, number)`` computes weights of an item's logits, in the warpgroup that owns a half of them;
+            ``load(number, state)`` copies an item's tiles, in one warp; the state counts earlier items and tiles;
+            ``drain(state)`` waits for the remaining barriers, because a block must not end before;
+            ``multiply(number, before)`` issues an item's products, in one warp, and counts tiles.
+        operands: A pytree of arrays.
+        results: Arrays, or shapes and types, like the results.
+        scratch: Scratch memory and barriers by name.
+        items: Work items.
+        blocks: Blocks; block ``i`` takes items ``i``, ``i + blocks``, ...
+        halves: Warpgroups that own rows of logits.
+    """
+    leaves, structure = jax.tree.flatten(operands)
+
+    def kernel(*refs: Any, **memory: Any) -> None:
+        read = jax.tree.unflatten(structure, refs[: len(leaves)])
+        work = block_of(read, refs[len(leaves) :], SimpleNamespace(**memory))
+        block, warpgroup = jax.lax.axis_index("block"), jax.lax.axis_index("warpgroup")
+        count = jax.lax.div(items - 1 - block, blocks) + 1
+
+        def for_each_item(body: Callable[[Scalar, Any], Any], state: Any) -> Any:
+            """Carry a state over the items of this block."""
+            return jax.lax.fori_loop(0, count, lambda i, state: body(block + i * blocks, state), state)
+
+        def set_registers(registers: int, action: Any) -> None:
+            if halves > 1:
+                plgpu.set_max_registers(registers, action=action)
+
+        def weigh(half: int) -> None:
+            set_registers(_REGISTERS_OF_ROWS, "increase")
+            for_each_item(lambda number, none: work.weigh(half, number), None)
+
+        for half in range(halves):
+            pl.when(warpgroup == half)(functools.partial(weigh, half))
+
+        @pl.when(warpgroup == halves)
+        def _() -> None:
+            set_registers(_REGISTERS_OF_OTHERS, "decrease")
+
+            @plgpu.warp_map
+            def _(warp: Scalar) -> None:
+                @pl.when(warp == _LOADS)
+                def _() -> None:
+                    work.drain(for_each_item(work.load, (jnp.int32(0), jnp.int32(0))))
+
+                @pl.when(warp == _PRODUCTS)
+                def _() -> None:
+                    for_each_item(work.multiply, jnp.int32(0))
+
+    return plgpu.kernel(
+        kernel,
+        out_type=[jax.ShapeDtypeStruct(result.shape, result.dtype) for result in results],
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=halves + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name=name,
+    )(*leaves)
+
+
+# Memory and barriers -------------------------------------------------------------------------------------------------
 
 
 def tile_buffers(lines: Lines, count: int, tokens: int, dtype: Any) -> Any:
-    """Places for tiles of tokens, ``[count, blocks, tokens, block]``."""
-    layout = plgpu.TilingTransform((8, lines.block)), plgpu.SwizzleTransform(lines.block * jnp.dtype(dtype).itemsize)
-    return plgpu.SMEM((count, lines.blocks, tokens, lines.block), dtype, transforms=layout)
+    """Return shared memory for tiles of tokens, ``[count, blocks, tokens, block]``."""
+    return shared_matrix((count, lines.blocks, tokens, lines.block), dtype)
+
+
+def shared_matrix(shape: Sequence[int], dtype: Any, columns: int | None = None) -> Any:
+    """Return shared memory in the layout of the matrix units, in tiles of 8 rows and a number of columns."""
+    width = shape[-1] if columns is None else columns
+    layout = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize)
+    return plgpu.SMEM(tuple(shape), dtype, transforms=layout)
 
 
 def barriers(count: int, arrivals: int = 1, *, of_products: bool = False) -> Any:
-    """Barriers, each of so many arrivals in a phase."""
+    """Return barriers with a number of arrivals per phase."""
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count, orders_tensor_core=of_products)
 
 
@@ -43,18 +132,21 @@ def wait(barrier: Any) -> None:
     plgpu.barrier_wait(barrier)
 
 
+def wait_if(condition: Any, barrier: Any) -> None:
+    """Wait for the next phase of a barrier if a condition holds."""
+    pl.when(condition)(lambda: wait(barrier))
+
+
 def wait_until_free(barrier: Any, number: Any, slots: int) -> None:
     """Wait until the slot of a tile may be overwritten, given its barrier and the number of the tile in the ring."""
     wait_if(number >= slots, barrier)
 
 
-def wait_if(condition: Any, barrier: Any) -> None:
-    """Wait where a condition holds."""
-    pl.when(condition)(lambda: wait(barrier))
+# Copies --------------------------------------------------------------------------------------------------------------
 
 
 class Place(NamedTuple):
-    """Where a tile lies: batch entry, dilation group, first token inside the group, and column."""
+    """Place of a tile: batch entry, dilation group, first token in the group, and column."""
 
     batch: Scalar
     group: Sequence[Scalar]
@@ -62,123 +154,120 @@ class Place(NamedTuple):
     column: Scalar
 
 
-def copy_in(lines: Lines, pieces: Pieces, place: Place, source: Any, tile: Any, barrier: Any) -> None:
+def copy_in(lines: Lines, shape: Sequence[int], place: Place, source: Any, tile: Any, barrier: Any) -> None:
     """Copy a tile of tokens into shared memory, ``[blocks, tokens, block]``.
 
     Args:
-        lines: How the tokens lie.
-        pieces: The tile.
-        place: Where it lies.
+        lines: Layout of the array.
+        shape: Tokens of the tile along each dimension.
+        place: Place of the tile.
         source: Reference to the array.
         tile: Reference to shared memory.
-        barrier: Who waits for it.
+        barrier: Barrier that the copies arrive at.
     """
 
-    def copy(piece: Scalar, none: None) -> None:
-        line, rows = line_of(lines, place.batch, _outer_tokens(lines, pieces, place, piece)), _rows(pieces, piece)
+    def copy(x: Scalar, y: Scalar, rows: Any) -> None:
+        line = lines.line(place.batch, (x, y))
         for block in range(lines.blocks):
-            plgpu.copy_gmem_to_smem(
-                source.at[line, _tokens(pieces, place), place.column + block], tile.at[block, rows], barrier
-            )
+            piece = source.at[line, _tokens(shape, place), place.column + block]
+            plgpu.copy_gmem_to_smem(piece, tile.at[block, rows], barrier)
 
-    jax.lax.fori_loop(0, pieces.count, copy, None)
+    _for_each_piece(lines, shape, place, copy)
 
 
-def copy_out(lines: Lines, pieces: Pieces, place: Place, blocks: dict[int, Any], target: Any) -> None:
-    """Begin to copy a tile out of shared memory, where there are tokens.
+def copy_out(lines: Lines, shape: Sequence[int], place: Place, blocks: dict[int, Any], target: Any) -> None:
+    """Start to copy a tile out of shared memory, except its padding.
 
     Args:
-        lines: How the tokens lie.
-        pieces: The tile.
-        place: Where it lies.
+        lines: Layout of the array.
+        shape: Tokens of the tile along each dimension.
+        place: Place of the tile.
         blocks: References to shared memory, ``[tokens, block]``, by number of the block.
         target: Reference to the array.
     """
 
-    def copy(piece: Scalar, none: None) -> None:
-        x, y = _outer_tokens(lines, pieces, place, piece)
-        rows = _rows(pieces, piece)
-
+    def copy(x: Scalar, y: Scalar, rows: Any) -> None:
         @pl.when((x < lines.extents[0]) & (y < lines.extents[1]) & (place.first[-1] < lines.length))
         def _() -> None:
-            line = line_of(lines, place.batch, (x, y))
+            line = lines.line(place.batch, (x, y))
             for block, tile in blocks.items():
-                plgpu.copy_smem_to_gmem(tile.at[rows], target.at[line, _tokens(pieces, place), place.column + block])
+                piece = target.at[line, _tokens(shape, place), place.column + block]
+                plgpu.copy_smem_to_gmem(tile.at[rows], piece)
 
-    jax.lax.fori_loop(0, pieces.count, copy, None)
-
-
-def _outer_tokens(lines: Lines, pieces: Pieces, place: Place, piece: Scalar) -> list[Scalar]:
-    """The tokens of a piece's line along all dimensions but the last."""
-    at = pieces.place(piece)
-    return [g + (f + a) * d for g, f, a, d in zip(place.group, place.first, at, lines.dilation, strict=False)]
+    _for_each_piece(lines, shape, place, copy)
 
 
-def _rows(pieces: Pieces, piece: Scalar) -> Any:
-    """The rows of a piece in the tile."""
-    return pl.ds(piece * pieces.tokens, pieces.tokens)
+def _tokens(shape: Sequence[int], place: Place) -> Any:
+    """Return the tokens of a piece in its line. The product shows that they begin at a multiple of :data:`PIECE`."""
+    return pl.ds(jax.lax.div(place.first[-1], np.int32(PIECE)) * PIECE, shape[-1])
 
 
-def _tokens(pieces: Pieces, place: Place) -> Any:
-    """The tokens of a piece in its line: a multiple of :data:`PIECE`, which the product shows to the compiler."""
-    return pl.ds(jax.lax.div(place.first[-1], np.int32(PIECE)) * PIECE, pieces.tokens)
+def _for_each_piece(lines: Lines, shape: Sequence[int], place: Place, copy: Callable[..., None]) -> None:
+    """Copy each piece of a tile, given the first coordinates of its line and its rows in the tile."""
+
+    def visit(piece: Scalar, none: None) -> None:
+        offsets = zip(place.group, place.first, divided(piece, shape[1]), lines.dilation, strict=False)
+        x, y = (group + (first + at) * dilation for group, first, at, dilation in offsets)
+        copy(x, y, pl.ds(piece * shape[-1], shape[-1]))
+
+    jax.lax.fori_loop(0, shape[0] * shape[1], visit, None)
 
 
-#: A row is a thread's, in all of its columns.
-BY_ROWS = plgpu.Layout.TCGEN05_TMEM_NATIVE
-OF_ROW = BY_ROWS.reduce(1)
-#: Logit of a key that a query does not see.
-HIDDEN = -3.3e38
-
-#: First and end of the keys that each row's query sees, along the dimensions of the problem.
-Windows = Sequence[tuple[jax.Array, jax.Array]]
+# Rows of logits ------------------------------------------------------------------------------------------------------
 
 
 def windows_of(call: Call, item: Item, half: int, bounds: Sequence[Any]) -> Windows:
-    """Those of a half of an item's tile, from references to the bounds of windows."""
+    """Read the windows of a half of an item's tile, from references to their bounds."""
     rows = list(zip(bounds, call.rows(item), strict=True))[call.first_dim :]
     return [(load_row(array, row, 0, half), load_row(array, row, 1, half)) for array, row in rows]
 
 
 def load_row(array: Any, row: Scalar, index: int, half: int) -> jax.Array:
-    """Numbers of a half's rows, of an array ``[rows, indices, tokens]``."""
+    """Read a number for each row of a half, from an array ``[rows, indices, tokens]``."""
     return plgpu.load(array.at[row, index, pl.ds(half * ROWS, ROWS)], layout=OF_ROW, optimized=False)
 
 
-def hide(call: Call, logits: jax.Array, first: Sequence[Scalar], windows: Windows, first_column: int = 0) -> jax.Array:
-    """Logits, with ``HIDDEN`` where a query does not see a key of a box.
+def load_matrix(matrix: Any) -> jax.Array:
+    """Read a matrix in tensor memory."""
+    numbers = plgpu.async_load_tmem(matrix, layout=BY_ROWS)
+    plgpu.wait_load_tmem()
+    return numbers
+
+
+def mask(boxes: Boxes, logits: jax.Array, first: Sequence[Scalar], windows: Windows, first_column: int = 0) -> Any:
+    """Replace logits by ``HIDDEN`` where a query does not see a key of a box.
 
     Args:
-        call: What runs.
-        logits: Some columns of them.
-        first: The first key of the box along each dimension.
-        windows: What queries see.
-        first_column: Where the columns begin.
+        boxes: Boxes of the queries.
+        logits: Some columns of the logits.
+        first: First key of the box along each dimension.
+        windows: Windows of the queries.
+        first_column: Number of the first column.
     """
-    width = logits.shape[1]
-    rest: Any = plgpu.broadcasted_iota(jnp.int32, (ROWS, width), 1, layout=BY_ROWS)
-    if first_column:
-        rest += first_column
-    keys = []
-    for extent in reversed(call.key_pieces.tile[call.first_dim + 1 :]):
-        rest, key = divided(rest, extent)
-        keys.append(key)
-    keys.append(rest)
-    dims = range(call.first_dim, len(call.visits))
-    for dim, key, (first_seen, end_seen) in zip(dims, reversed(keys), windows, strict=True):
-        if call.key_pieces.tile[dim] == 1:
-            sees = columns((first[dim] >= first_seen) & (first[dim] < end_seen), width)
-        else:
-            sees = (key >= columns(first_seen - first[dim], width)) & (key < columns(end_seen - first[dim], width))
-        logits = jnp.where(sees, logits, HIDDEN)
-    return logits
+    first_dim, width = boxes.call.first_dim, logits.shape[1]
+    box = boxes.call.box[first_dim:]
+
+    def hide(logits: jax.Array) -> jax.Array:
+        column: Any = plgpu.broadcasted_iota(jnp.int32, (ROWS, width), 1, layout=BY_ROWS)
+        if first_column:
+            column += first_column
+        keys = unravel(column, box)
+        for extent, key, start, (first_seen, end_seen) in zip(box, keys, first[first_dim:], windows, strict=True):
+            if extent == 1:
+                sees = columns((start >= first_seen) & (start < end_seen), width)
+            else:
+                sees = (key >= columns(first_seen - start, width)) & (key < columns(end_seen - start, width))
+            logits = jnp.where(sees, logits, HIDDEN)
+        return logits
+
+    return jax.lax.cond(boxes.is_full(first), lambda logits: logits, hide, logits)
 
 
 def columns(numbers: jax.Array, width: int) -> jax.Array:
-    """Numbers of rows in as many columns."""
+    """Repeat the numbers of rows in all columns of a matrix."""
     return jax.lax.broadcast_in_dim(numbers, (numbers.shape[0], width), (0,))
 
 
 def every_row(number: float) -> jax.Array:
-    """A number for each row."""
+    """Return a number for each row."""
     return plgpu.layout_cast(jnp.full((ROWS,), number, jnp.float32), OF_ROW)

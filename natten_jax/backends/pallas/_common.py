@@ -1,61 +1,132 @@
-"""What Pallas kernels share: windows of tiles, and statistics of the softmax."""
+"""Visits, layouts and softmax statistics that the TPU and Blackwell kernels share.
+
+Tokens are counted inside a dilation group, where windows are contiguous.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.arrays.remainders import LOG2_E, base2, pack_remainder
+from natten_jax.arrays.operands import Cotangents, Inputs, Operands, Output, Saved
+from natten_jax.arrays.remainders import LOG2_E, base2, base2_parts, pack_remainder
+from natten_jax.backends.base import Backend
+from natten_jax.backends.ffi import delta
+from natten_jax.native.module import KERNEL_RANK, with_kernel_tiles
+from natten_jax.plan.plan import Plan
 from natten_jax.windows import Axis, group_length
 
+Scalar = Any  # int or traced int32 scalar
 Table = Any  # numpy.ndarray or jax.Array, int32
+
+#: Logit of a key that a query does not see. It is below the initial maximum of a row, so that the key's weight is 0.
+#: Both are below every finite logit in base 2 that a bias makes, which is above ``finfo.min / 2 * log2(e)``.
+HIDDEN = -3.3e38
+SMALLEST_MAXIMUM = -2.9e38
+#: Logsumexp in base 2 of queries that see no key, and of padding: their weights are 0.
+NO_KEY_SEEN = 1e30
+#: Statistics of a query that the backward pass reads: logsumexp, remainder, delta.
+STATISTICS = 3
+
+
+class PallasBackend(Backend):
+    """A backend of Pallas kernels, which have been interpreted and compiled, and never run on their hardware."""
+
+    is_by_name_only = True  # until the kernels have been measured
+    carries_plan = False
+    fuses_additional_kv = False
+
+    def forward(self, plan: Plan, operands: Operands) -> Output:
+        """Compute output and logsumexp."""
+        return Output(*self.forward_saving(plan, operands)[:2])
+
+
+# Visits --------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class TileWindows:
-    """What the queries of each tile see.
+class Visits:
+    """Keys that tiles of queries visit along one token dimension.
+
+    If a call has all tokens, tables are NumPy arrays. Otherwise the program computes them, because the first token of a
+    shard depends on the device.
 
     Attributes:
-        bounds: ``[groups, tiles, 2, q_tile]``: first and end of the keys that each query sees; both 0 where there is no
-            query, or none that it sees.
-        hull: ``[groups, tiles]`` each: first and end of the keys that any query sees; the end is 0 where nobody does.
-        core: ``[groups, tiles]`` each: first and end of the keys that all queries see.
-        key_group: ``[groups, tiles]``: the keys' group.
+        axis: The token dimension.
+        q_tile: Queries of a tile.
+        box: Keys of a box, or of a tile of keys.
+        q_tiles: Tiles of queries in a dilation group.
+        keys: Keys of a dilation group, with padding.
+        before: Padding before the first key of a group.
+        alignment: Boxes begin at multiples of this.
+        bounds: ``[groups, q_tiles, 2, q_tile]``. First and end of the keys that each query sees; both 0 if the query is
+            padding or sees no key.
+        hull_first: ``[groups, q_tiles]``. First key that any query of the tile sees.
+        hull_end: ``[groups, q_tiles]``. End of the keys that any query sees; 0 if no query sees a key.
+        core_first: ``[groups, q_tiles]``. First key that all queries see.
+        core_end: ``[groups, q_tiles]``. End of the keys that all queries see.
+        key_group: ``[groups, q_tiles]``. Dilation group of the keys.
     """
 
+    axis: Axis
+    q_tile: int
+    box: int
+    q_tiles: int
+    keys: int
+    before: int
+    alignment: int
     bounds: Table
-    hull: tuple[Table, Table]
-    core: tuple[Table, Table]
+    hull_first: Table
+    hull_end: Table
+    core_first: Table
+    core_end: Table
     key_group: Table
 
     @classmethod
     def of(
-        cls, axis: Axis, q_tile: int, tiles: int, queries: int, keys: int, origins: Any, *, before: int, most: int
-    ) -> TileWindows:
-        """Those of an axis.
+        cls,
+        axis: Axis,
+        q_tile: int,
+        box: int,
+        queries: int,
+        keys: int,
+        origins: Any = None,
+        alignment: int = 1,
+        *,
+        before: int = 0,
+        whole_boxes: bool = True,
+    ) -> Visits:
+        """Compute the visits along an axis.
 
         Args:
             axis: The axis.
             q_tile: Queries of a tile.
-            tiles: Tiles of a group.
-            queries: Queries that the call has.
-            keys: Keys that the call has.
-            origins: Where they begin: two int32 scalars, or ``None`` where the call has all of them.
-            before: Keys of a group that are padding before the first.
-            most: Keys of a group, padded: no window ends behind it.
+            box: Keys of a box.
+            queries: Queries of the call.
+            keys: Keys of the call.
+            origins: Two int32 scalars. First query and first key of the call; ``None`` if it has all tokens.
+            alignment: Boxes begin at multiples of this.
+            before: Padding before the first key of a group.
+            whole_boxes: Pad keys to a multiple of the box, instead of the alignment and at least one box.
         """
         xp: ModuleType = np if origins is None else jnp
         q_origin, kv_origin = (0, 0) if origins is None else origins
         d = axis.dilation
+        tiles = -(-queries // (d * q_tile))
+        step = box if whole_boxes else alignment
+        padded = max(math.ceil((before + math.ceil(keys / d)) / step) * step, box)
         group = xp.arange(d)[:, None]
         local = group + xp.arange(tiles * q_tile) * d
         is_query = local < queries
-        token = xp.minimum(q_origin + local, axis.query_extent - 1)  # where there is no query, any
+        token = xp.minimum(q_origin + local, axis.query_extent - 1)  # any token for padding
         residue = (q_origin + group) % d
         key_group = (residue - kv_origin) % d
         bounds = axis.bounds(token // d, axis.lengths(residue), xp=xp)
@@ -67,29 +138,282 @@ class TileWindows:
         def of_tiles(values: Table, where: Table, other: int, reduce: Any) -> Table:
             return reduce(xp.where(where, values, other).reshape(d, tiles, q_tile), axis=-1)
 
-        hull = of_tiles(first, sees, most, xp.min), of_tiles(end, sees, 0, xp.max)
-        core = of_tiles(first, is_query, 0, xp.max), of_tiles(end, is_query, most, xp.min)
-        of_queries = xp.stack([each.reshape(d, tiles, q_tile) for each in (first, end)], axis=2)
-        return cls(of_queries.astype(np.int32), hull, core, xp.broadcast_to(key_group, hull[0].shape))
+        hull = of_tiles(first, sees, padded, xp.min), of_tiles(end, sees, 0, xp.max)
+        core = of_tiles(first, is_query, 0, xp.max), of_tiles(end, is_query, padded, xp.min)
+        of_queries = xp.stack([each.reshape(d, tiles, q_tile) for each in (first, end)], axis=2).astype(np.int32)
+        group_of_tiles = xp.broadcast_to(key_group, hull[0].shape)
+        return cls(axis, q_tile, box, tiles, padded, before, alignment, of_queries, *hull, *core, group_of_tiles)
 
-    def boxes(self, kv_tile: int, alignment: int) -> tuple[Table, Table]:
-        """Where the boxes of keys of each tile begin, at multiples of an alignment, and how many there are."""
-        first, end = self.hull
-        start = first // alignment * alignment
-        return start, (-(-(end - start) // kv_tile)).clip(0)
+    @property
+    def groups(self) -> int:
+        """Dilation groups."""
+        return self.axis.dilation
 
-    def seeing(self, kv_tile: int, kv_tiles: int) -> Table:
-        """``[groups, kv_tiles, 2]``: the first tile of queries that sees some of a tile of keys, and how many do.
+    @property
+    def kv_tiles(self) -> int:
+        """Tiles of keys in a dilation group."""
+        return self.keys // self.box
 
-        Between them may be tiles that see none of it; a tile of keys belongs to the group of queries that see it.
+    @property
+    def start(self) -> Table:
+        """``[groups, q_tiles]``. First key of the first box of each tile."""
+        return self.hull_first // self.alignment * self.alignment
+
+    @property
+    def count(self) -> Table:
+        """``[groups, q_tiles]``. Boxes of each tile."""
+        return (-(-(self.hull_end - self.start) // self.box)).clip(0)
+
+    def table(self, columns: Sequence[str]) -> Table:
+        """``[groups, q_tiles, columns]``. Some attributes side by side."""
+        return self._numpy.stack([getattr(self, name) for name in columns], axis=-1).astype(np.int32)
+
+    @functools.cached_property
+    def seeing(self) -> Table:
+        """``[groups, kv_tiles, 2]``. First tile of queries that sees part of each tile of keys, and number of tiles.
+
+        Some tiles in that range may see no key of the tile. Groups are the groups of queries.
         """
-        first, end = self.hull
-        xp: ModuleType = np if isinstance(end, np.ndarray) else jnp
-        tile = (xp.arange(kv_tiles) * kv_tile)[:, None]
-        meets = (first[:, None] < tile + kv_tile) & (end[:, None] > tile)
+        xp, first, end = self._numpy, self.hull_first, self.hull_end
+        tile = (xp.arange(self.kv_tiles) * self.box)[:, None]
+        meets = (first[:, None] < tile + self.box) & (end[:, None] > tile)
         first_tile, any_ = xp.argmax(meets, axis=-1), meets.any(axis=-1)
         end_tile = end.shape[1] - xp.argmax(meets[..., ::-1], axis=-1)
         return xp.where(any_[..., None], xp.stack([first_tile, end_tile - first_tile], axis=-1), 0).astype(np.int32)
+
+    @functools.cached_property
+    def most_boxes(self) -> int:
+        """Largest number of boxes of a tile."""
+        if self._numpy is np:
+            return int(self.count.max())
+        window = self.axis.kernel_size + self.axis.stride
+        return -(-min(self.keys, window + self.q_tile + self.alignment) // self.box)
+
+    @functools.cached_property
+    def fewest_boxes(self) -> int:
+        """Smallest number of boxes of a tile; 0 if the program computes it."""
+        return int(self.count.min()) if self._numpy is np else 0
+
+    @functools.cached_property
+    def most_tiles(self) -> int:
+        """Largest number of tiles of queries that see a tile of keys."""
+        if self._numpy is np:
+            return int(self.seeing[..., 1].max())
+        # Near an edge, a query may see a key from half a window further away.
+        window = self.axis.kernel_size + self.axis.stride + self.axis.kernel_size // 2
+        seeing = window + self.box + self.q_tile
+        return -(-min(self.q_tiles * self.q_tile, seeing) // self.q_tile)
+
+    @property
+    def _numpy(self) -> ModuleType:
+        return np if isinstance(self.bounds, np.ndarray) else jnp
+
+    def bounds_of_tokens(self, dim: int, tile: Sequence[int]) -> jax.Array:
+        """``[groups, q_tiles, 2, tokens]``. Bounds for every token of a tile of three dimensions."""
+        array = jnp.asarray(self.bounds)
+        spread: list[int] = [1] * KERNEL_RANK
+        spread[dim] = self.q_tile
+        array = jnp.broadcast_to(array.reshape(*array.shape[:3], *spread), (*array.shape[:3], *tile))
+        return array.reshape(*array.shape[:3], math.prod(tile))
+
+
+def visits_of(plan: Plan, operands: Operands, alignment: int, *, whole_boxes: bool, pads: bool) -> tuple[Visits, ...]:
+    """Compute the visits along three token dimensions.
+
+    Args:
+        plan: What runs.
+        operands: Its arrays.
+        alignment: Boxes begin at multiples of this along the last dimension.
+        whole_boxes: Pad keys to whole boxes.
+        pads: Pad keys in front, so that the windows of most tiles begin at multiples of the alignment.
+    """
+    problem, inputs, origins = plan.problem, operands.inputs, operands.origins
+    missing = KERNEL_RANK - problem.rank
+    axes = (Axis(1, 1, 1),) * missing + problem.axes
+    extents = ((1,) * missing + array.shape[1:-2] for array in (inputs.query, inputs.key))
+    found = []
+    sizes = zip(axes, *with_kernel_tiles(problem, plan.tiles), *extents, strict=True)
+    for dim, (axis, q_tile, box, queries, keys) in enumerate(sizes):
+        step = alignment if dim == KERNEL_RANK - 1 else 1
+        before = before_keys(axis, q_tile, step) if pads else 0
+        first = None if origins is None else tuple(origins[:, dim])
+        found.append(Visits.of(axis, q_tile, box, queries, keys, first, step, before=before, whole_boxes=whole_boxes))
+    return tuple(found)
+
+
+def before_keys(axis: Axis, q_tile: int, alignment: int) -> int:
+    """Return the padding in front of keys with which windows of most tiles begin at multiples of an alignment."""
+    lengths = math.ceil(axis.query_extent / axis.dilation), math.ceil(axis.kv_extent / axis.dilation)
+    middle = lengths[0] // (2 * q_tile) * q_tile
+    first, _ = axis.bounds(np.arange(middle, min(middle + q_tile, lengths[0])), lengths)
+    return -int(first.min()) % alignment
+
+
+def divided(number: Scalar, by: Scalar) -> tuple[Scalar, Scalar]:
+    """Return quotient and remainder of a number that is not negative."""
+    if not isinstance(by, int):
+        return jax.lax.div(number, by), jax.lax.rem(number, by)
+    if by == 1:
+        return number, 0
+    if isinstance(number, int):
+        return divmod(number, by)
+    return jax.lax.div(number, np.int32(by)), jax.lax.rem(number, np.int32(by))
+
+
+def unravel(number: Scalar, extents: Sequence[Scalar]) -> list[Scalar]:
+    """Return the indices of a number in row-major order. The first extent is not read."""
+    found = []
+    for extent in reversed(extents[1:]):
+        number, index = divided(number, extent)
+        found.append(index)
+    return [number, *reversed(found)]
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticCall:
+    """Static facts of a call that both backends have.
+
+    Attributes:
+        plan: What runs.
+        queries: Layout of queries and of the output.
+        keys: Layout of keys and values.
+        visits: Visits along three token dimensions.
+    """
+
+    #: Columns of box tables: attributes of :class:`Visits`.
+    columns: ClassVar[Sequence[str]]
+    plan: Plan
+    queries: Any
+    keys: Any
+    visits: tuple[Visits, ...]
+
+    def laid_out(self, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Lay out query, key and value."""
+        return self.queries.laid_out(inputs.query), self.keys.laid_out(inputs.key), self.keys.laid_out(inputs.value)
+
+    @functools.cached_property
+    def box_tables(self) -> list[jax.Array]:
+        """Tables of the boxes of each tile of queries, one array per dimension."""
+        return [jnp.asarray(visits.table(self.columns)).reshape(-1) for visits in self.visits]
+
+    @functools.cached_property
+    def tile_tables(self) -> list[jax.Array]:
+        """Tables of the tiles of queries that see each tile of keys, one array per dimension."""
+        return [jnp.asarray(visits.seeing).reshape(-1) for visits in self.visits]
+
+    def columns_of(self, table: Any, row: Scalar) -> Callable[[str], Any]:
+        """Return a function that reads a column of a row of a box table."""
+        row *= len(self.columns)
+        return lambda name: table[row + self.columns.index(name)]
+
+
+# Layouts -------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Layout of an array with heads first or packed, three token dimensions, separate dilation groups and whole tiles.
+
+    Attributes:
+        heads: Heads of a batch entry.
+        pack: Heads that lie side by side in a pack: all of them, or as many as fill the lanes of a TPU; 1 if heads come
+            first.
+        extents: Tokens along each dimension of the problem.
+        groups: Dilation groups of each of three dimensions.
+        lengths: Tokens of a group along each dimension, with padding.
+        tile: Tokens of a tile along each dimension.
+        before: Padding before the first token of a group along each dimension.
+    """
+
+    heads: int
+    pack: int
+    extents: tuple[int, ...]
+    groups: tuple[int, ...]
+    lengths: tuple[int, ...]
+    tile: tuple[int, ...]
+    before: tuple[int, ...]
+
+    @classmethod
+    def of_queries(cls, visits: Sequence[Visits], extents: Sequence[int], heads: int, pack: int) -> Layout:
+        """Return the layout of queries."""
+        sizes = ((v.groups, v.q_tiles * v.q_tile, v.q_tile, 0) for v in visits)
+        return cls(heads, pack, tuple(extents), *zip(*sizes, strict=True))
+
+    @classmethod
+    def of_keys(cls, visits: Sequence[Visits], extents: Sequence[int], heads: int, pack: int) -> Layout:
+        """Return the layout of keys and values."""
+        sizes = zip(*((v.groups, v.keys, v.box, v.before) for v in visits), strict=True)
+        return cls(heads, pack, tuple(extents), *sizes)
+
+    @property
+    def blocks(self) -> int:
+        """Packs that lie side by side; 1 if heads come first."""
+        return self.heads // self.pack if self.pack > 1 else 1
+
+    @property
+    def leading(self) -> int:
+        """Heads of a batch entry in the first dimension."""
+        return self.heads // (self.pack * self.blocks)
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Tiles of a group along each dimension."""
+        return tuple(length // tile for length, tile in zip(self.lengths, self.tile, strict=True))
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of a tile."""
+        return math.prod(self.tile)
+
+    @property
+    def _placed(self) -> list[tuple[int, int, int]]:
+        """First token, end, and extent with padding, along each of three dimensions."""
+        extents = (1,) * (KERNEL_RANK - len(self.extents)) + self.extents
+        sizes = zip(self.before, extents, self.lengths, self.groups, strict=True)
+        return [(before * groups, before * groups + n, length * groups) for before, n, length, groups in sizes]
+
+    def laid_out(self, array: jax.Array, padding: float = 0) -> jax.Array:
+        """Convert ``[batch, *extents, heads, width]`` to ``[batch * leading, groups, *lengths, width]``.
+
+        The width includes all heads that lie side by side.
+        """
+        batch, heads = array.shape[0], self.leading
+        width = array.shape[-2] * array.shape[-1] // heads
+        array = array.reshape(batch, *(end - first for first, end, _ in self._placed), heads, width)
+        pads = [(first, whole - end) for first, end, whole in self._placed]
+        array = jnp.pad(array, [(0, 0), *pads, (0, 0), (0, 0)], constant_values=padding)
+        split = [n for pair in zip(self.lengths, self.groups, strict=True) for n in pair]
+        array = array.reshape(batch, *split, heads, width).transpose(0, 7, 2, 4, 6, 1, 3, 5, 8)
+        return array.reshape(batch * heads, math.prod(self.groups), *self.lengths, width)
+
+    def restored(self, array: jax.Array) -> jax.Array:
+        """Invert :meth:`laid_out`."""
+        heads, width = self.leading, array.shape[-1]
+        array = array.reshape(-1, heads, *self.groups, *self.lengths, width).transpose(0, 5, 2, 6, 3, 7, 4, 1, 8)
+        array = array.reshape(array.shape[0], *(whole for *_, whole in self._placed), heads, width)
+        array = array[:, *(slice(first, end) for first, end, _ in self._placed)]
+        return array.reshape(array.shape[0], *self.extents, self.heads, -1)
+
+    def in_tiles(self, rows: Sequence[jax.Array], padding: float = 0) -> jax.Array:
+        """Stack arrays ``[batch, *extents, heads]`` to ``[batch * leading, blocks, groups, *tiles, arrays, rows]``.
+
+        Rows are the tokens of a tile for each head of a pack.
+        """
+        count, pack, (x, y, z), (tx, ty, tz) = len(rows), self.pack, self.grid, self.tile
+        array = self.laid_out(jnp.stack(rows, axis=-1), padding)
+        array = array.reshape(*array.shape[:2], x, tx, y, ty, z, tz, self.blocks, pack, count)
+        array = array.transpose(0, 8, 1, 2, 4, 6, 10, 9, 3, 5, 7)
+        return array.reshape(*array.shape[:6], count, pack * self.tile_tokens)
+
+    def of_tiles(self, array: jax.Array) -> list[jax.Array]:
+        """Invert :meth:`in_tiles`."""
+        array = array.reshape(*array.shape[:7], self.pack, *self.tile)
+        array = array.transpose(0, 2, 3, 8, 4, 9, 5, 10, 1, 7, 6)
+        restored = self.restored(array.reshape(*array.shape[:2], *self.lengths, -1))
+        return [restored[..., i] for i in range(restored.shape[-1])]
+
+
+# Statistics of the softmax -------------------------------------------------------------------------------------------
 
 
 def finite_scale(scale: float, factors: jax.Array | None) -> jax.Array:
@@ -103,14 +427,21 @@ def finite_scale(scale: float, factors: jax.Array | None) -> jax.Array:
 
 
 def logsumexp_and_remainder(maximum: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The logsumexp, and what float32 leaves out of it in base 2 (:class:`natten_jax.arrays.operands.Saved`).
+    """Return the logsumexp and its remainder in base 2 (:class:`natten_jax.arrays.operands.Saved`).
 
     Args:
-        maximum: float32, what weights are relative to, in base 2.
-        total: Their sum, in the same shape; 0 of a query that sees no key, whose logsumexp is ``-inf``.
+        maximum: float32. Maximum of the logits in base 2, which weights are relative to.
+        total: float32. Sum of the weights; 0 if a query sees no key, whose logsumexp is ``-inf``.
     """
     sees_nothing = total == 0
     total = jnp.where(sees_nothing, 1, total)
     logsumexp = maximum / LOG2_E + jnp.log(total)
     remainder = jnp.where(sees_nothing, 0, pack_remainder(maximum - base2(logsumexp), jnp.log2(total)))
     return jnp.where(sees_nothing, -jnp.inf, logsumexp), remainder
+
+
+def saved_statistics(saved: Saved, cotangents: Cotangents) -> list[jax.Array]:
+    """Return the :data:`STATISTICS` of each query, from which the backward pass computes weights."""
+    reference, remainder = base2_parts(saved.logsumexp, saved.remainder)
+    logsumexp = jnp.where(saved.logsumexp == -jnp.inf, NO_KEY_SEEN, reference)
+    return [logsumexp, remainder, delta(saved.out, *cotangents)]

@@ -1,4 +1,4 @@
-"""Static facts of a call of the TPU kernels: packed heads, chunks of keys, layouts and visits."""
+"""Static facts of a call of the TPU kernels: packs of narrow heads, chunks of keys, layouts and visits."""
 
 from __future__ import annotations
 
@@ -6,57 +6,47 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from natten_jax.arrays.operands import Operands
-from natten_jax.backends.pallas._common import Table, TileWindows
-from natten_jax.native.module import KERNEL_RANK
+from natten_jax.backends.pallas._common import Layout, Scalar, StaticCall, divided, unravel, visits_of
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import Shape
-from natten_jax.windows import Axis
 
 LANES = 128
-#: The widest heads that are packed: XLA transposes wider ones with little effort.
-_WIDEST = 32
+#: Widest heads that are packed: XLA transposes wider ones with little effort.
+_WIDEST_PACKED = 32
+#: Coordinate of a key that no query sees.
+NOWHERE = -(2**30)
+#: Keys of a chunk, for tiles of few and of many rows. Four matrix units take 128 each.
+FEW_ROWS_CHUNK, MANY_ROWS_CHUNK, _FEW_ROWS = 1024, 512, 128
+#: Most logits of a chunk, most logits of all heads or packs of a program, and most heads or packs of a program.
+MOST_LOGITS = 512 * 512
+_MOST_LOGITS_OF_PROGRAM, _MOST_PACKS_OF_PROGRAM = 2 * MOST_LOGITS, 16
 
 
-@dataclasses.dataclass(frozen=True)
-class Heads:
-    """How the heads of an array lie.
-
-    Attributes:
-        count: Heads of a batch entry.
-        pack: How many lie side by side in a pack: all, or as many as fill the lanes; 1 if heads are first.
-    """
-
-    count: int
-    pack: int
-
-    @property
-    def blocks(self) -> int:
-        """Packs that lie side by side; 1 if heads are first."""
-        return self.count // self.pack if self.pack > 1 else 1
-
-    @property
-    def leading(self) -> int:
-        """Heads of a batch entry that do not lie side by side."""
-        return self.count // (self.pack * self.blocks)
+# Packs ---------------------------------------------------------------------------------------------------------------
+#
+# With heads first, heads of 32 would take four times their memory, and XLA would transpose them slowly. In the arrays
+# of a call, the heads of a token follow each other, and four heads of 32 fill the lanes of a register. The kernels
+# treat such a pack as one head with more queries: each head contributes the pack's queries as rows, with zeros in the
+# lanes of other heads. Products with keys are then the products of one head. Of products with values, each row uses the
+# lanes of its own head.
 
 
-def pack_of(heads: int, heads_kv: int, widths: tuple[int, int]) -> int:
-    """How many heads lie side by side.
+def pack_size(heads: int, heads_kv: int, widths: tuple[int, int]) -> int:
+    """Return the number of heads that lie side by side.
 
     Args:
         heads: Query heads.
         heads_kv: Key/value heads.
         widths: Elements of a head of queries and keys, and of values.
     """
-    if heads != heads_kv or max(widths) > _WIDEST:
+    if heads != heads_kv or max(widths) > _WIDEST_PACKED:
         return 1
     most = LANES // max(widths)
     if heads <= most:
@@ -64,16 +54,16 @@ def pack_of(heads: int, heads_kv: int, widths: tuple[int, int]) -> int:
     return most if heads % most == 0 and widths == (LANES // most,) * 2 else 1
 
 
-def stacked(array: jax.Array, pack: int) -> jax.Array:
-    """The heads of a pack ``[tokens, pack * width]`` one after another, ``[pack * tokens, pack * width]``."""
+def stack_heads(array: jax.Array, pack: int) -> jax.Array:
+    """Convert ``[tokens, pack * width]`` to ``[pack * tokens, pack * width]``, zero in the lanes of other heads."""
     if pack == 1:
         return array
     head = _head_of_lanes(array.shape, pack)
     return jnp.concatenate([jnp.where(head == own, array, jnp.zeros_like(array)) for own in range(pack)], axis=0)
 
 
-def side_by_side(rows: jax.Array, pack: int) -> jax.Array:
-    """The inverse of :func:`stacked`, whatever other lanes hold."""
+def unstack_heads(rows: jax.Array, pack: int) -> jax.Array:
+    """Invert :func:`stack_heads`. The lanes of other heads may hold any number."""
     tokens = rows.shape[0] // pack
     found = rows[:tokens]
     head = _head_of_lanes(found.shape, pack)
@@ -82,8 +72,8 @@ def side_by_side(rows: jax.Array, pack: int) -> jax.Array:
     return found
 
 
-def of_heads(numbers: list[Any], tokens: int, axis: int) -> Any:
-    """A number for each head of a pack as one for each of its rows, along an axis of a matrix; one stays itself."""
+def repeat_for_rows(numbers: list[Any], tokens: int, axis: int) -> Any:
+    """Repeat the number of each head of a pack for its rows, along an axis of a matrix; a single number stays."""
     found = numbers[0]
     shape = [1, 1]
     shape[axis] = len(numbers) * tokens
@@ -98,312 +88,104 @@ def _head_of_lanes(shape: tuple[int, ...], pack: int) -> jax.Array:
     return jax.lax.div(lanes, jnp.int32(shape[1] // pack))
 
 
-#: Coordinate of a key that no query sees.
-NOWHERE = -(2**30)
-#: Keys of a chunk, for tiles of few and of many rows. Four matrix units take 128 each.
-OF_FEW, OF_MANY, _FEW = 1024, 512, 128
-#: Most logits of a chunk, and of the chunks of several heads or packs that go together; most of these.
-MOST_LOGITS = 512 * 512
-_MOST_OF_ALL, _MOST_TOGETHER = 2 * MOST_LOGITS, 16
+# Chunks --------------------------------------------------------------------------------------------------------------
 
 
-def together(leading: int, logits: int) -> int:
-    """How many heads or packs of so many go together, where each has one chunk of so many logits."""
-    most = max(1, min(_MOST_TOGETHER, _MOST_OF_ALL // logits))
+def packs_of_program(leading: int, logits: int) -> int:
+    """Return the heads or packs of a program in which each has one chunk of ``logits`` logits; divides ``leading``."""
+    most = max(1, min(_MOST_PACKS_OF_PROGRAM, _MOST_LOGITS_OF_PROGRAM // logits))
     return math.gcd(leading, 1 << (most.bit_length() - 1))
 
 
-@dataclasses.dataclass(frozen=True)
-class Chunks:
-    """The chunks of a box, which rows of queries go over.
+class Chunks(NamedTuple):
+    """The chunks of a box of keys. A program multiplies its queries with one chunk at a time.
+
+    Boxes are the unit of copies, and large: a program takes hundreds of bundles besides its products, a chunk few. Keys
+    follow each other in row-major order, whatever the shape of the box, so that chunks keep all matrix units busy.
 
     Attributes:
         box: Keys of the box along each dimension.
-        keys: Keys of a chunk. The last one has some of the one before, where they are not a divisor of the box's.
+        keys: Keys of a chunk. The last chunk repeats keys of the one before if this does not divide the box.
     """
 
     box: Shape
     keys: int
 
     @classmethod
-    def of(cls, box: Shape, rows: int, alignment: int) -> Chunks:
-        """Those of a box that so many rows go over; they begin at multiples of an alignment."""
-        most = min(OF_FEW if rows <= _FEW else OF_MANY, MOST_LOGITS // rows // alignment * alignment)
+    def for_rows(cls, box: Shape, rows: int, alignment: int) -> Chunks:
+        """Return the chunks of a box for a number of rows of queries; they begin at multiples of an alignment."""
+        wanted = FEW_ROWS_CHUNK if rows <= _FEW_ROWS else MANY_ROWS_CHUNK
+        most = min(wanted, MOST_LOGITS // rows // alignment * alignment)
         return cls(box, min(math.prod(box), max(most, alignment)))
 
     @property
-    def count(self) -> int:
-        """How many there are."""
+    def number(self) -> int:
+        """Number of chunks."""
         return -(-math.prod(self.box) // self.keys)
 
     @property
     def cut(self) -> int:
-        """The first dimension along which the box has more than one key."""
+        """First dimension along which the box has more than one key."""
         return next((dim for dim, extent in enumerate(self.box) if extent > 1), len(self.box) - 1)
 
     @property
     def stride(self) -> int:
-        """Keys of the box for each one along that dimension."""
+        """Keys of the box per key along that dimension."""
         return math.prod(self.box[self.cut + 1 :])
 
     def coordinates(self) -> np.ndarray:
-        """Those of the keys of each chunk in the box, ``[chunks, 3, keys]``, ``NOWHERE`` if an earlier one has them."""
-        starts = np.arange(self.count)[:, None] * self.keys
+        """``[chunks, 3, keys]``. Coordinates in the box; ``NOWHERE`` for keys that an earlier chunk has."""
+        starts = np.arange(self.number)[:, None] * self.keys
         index = np.minimum(starts, math.prod(self.box) - self.keys) + np.arange(self.keys)
         found = np.stack(np.unravel_index(index, self.box), axis=1)
         return np.where((index >= starts)[:, None], found, NOWHERE).astype(np.int32)
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """How the tokens of one array lie.
-
-    Attributes:
-        heads: How heads lie.
-        extents: Tokens along each dimension, as the caller has them.
-        groups: Dilation groups of each of three dimensions.
-        lengths: Tokens of a group along each, padded.
-        tile: Tokens of a tile along each.
-        before: Tokens of a group along each that are padding before the first.
-    """
-
-    heads: Heads
-    extents: tuple[int, ...]
-    groups: tuple[int, ...]
-    lengths: tuple[int, ...]
-    tile: tuple[int, ...]
-    before: tuple[int, ...]
-
-    @property
-    def grid(self) -> tuple[int, ...]:
-        """Tiles of a group along each dimension."""
-        return tuple(length // tile for length, tile in zip(self.lengths, self.tile, strict=True))
-
-    @property
-    def tile_tokens(self) -> int:
-        """Tokens of a tile."""
-        return math.prod(self.tile)
-
-    @property
-    def _starts(self) -> list[int]:
-        """Padding before the first token of all groups, along each dimension."""
-        return [before * groups for before, groups in zip(self.before, self.groups, strict=True)]
-
-    def laid_out(self, array: jax.Array) -> jax.Array:
-        """``[batch, *extents, heads, width]`` as ``[batch * leading, groups, *lengths, width]``.
-
-        Heads that lie side by side are one of their widths together.
-        """
-        batch, heads = array.shape[0], self.heads.leading
-        width = array.shape[-2] * array.shape[-1] // heads
-        extents = (1,) * (KERNEL_RANK - len(self.extents)) + self.extents
-        split = [(length, groups) for length, groups in zip(self.lengths, self.groups, strict=True)]
-        padding = [
-            (start, length * groups - n - start)
-            for (length, groups), n, start in zip(split, extents, self._starts, strict=True)
-        ]
-        array = jnp.pad(array.reshape(batch, *extents, heads, width), [(0, 0), *padding, (0, 0), (0, 0)])
-        array = array.reshape(batch, *(n for pair in split for n in pair), heads, width)
-        array = array.transpose(0, 7, 2, 4, 6, 1, 3, 5, 8)
-        return array.reshape(batch * heads, math.prod(self.groups), *self.lengths, width)
-
-    def restored(self, array: jax.Array) -> jax.Array:
-        """The inverse of :meth:`laid_out`."""
-        heads, width = self.heads.leading, array.shape[-1]
-        array = array.reshape(-1, heads, *self.groups, *self.lengths, width).transpose(0, 5, 2, 6, 3, 7, 4, 1, 8)
-        extents = (1,) * (KERNEL_RANK - len(self.extents)) + self.extents
-        whole = [length * groups for length, groups in zip(self.lengths, self.groups, strict=True)]
-        array = array.reshape(array.shape[0], *whole, heads, width)
-        inside = (slice(start, start + n) for start, n in zip(self._starts, extents, strict=True))
-        array = array[:, *inside]
-        return array.reshape(array.shape[0], *self.extents, self.heads.count, -1)
-
-    def in_tiles(self, rows: Sequence[jax.Array]) -> jax.Array:
-        """Arrays ``[batch, *extents, heads]`` as one, ``[batch * leading, blocks, groups, *tiles, arrays, rows]``.
-
-        Rows are the tokens of a tile, of each head of a pack.
-        """
-        count, pack, (x, y, z), (tx, ty, tz) = len(rows), self.heads.pack, self.grid, self.tile
-        array = self.laid_out(jnp.stack(rows, axis=-1))
-        array = array.reshape(*array.shape[:2], x, tx, y, ty, z, tz, self.heads.blocks, pack, count)
-        array = array.transpose(0, 8, 1, 2, 4, 6, 10, 9, 3, 5, 7)
-        return array.reshape(*array.shape[:6], count, pack * self.tile_tokens)
-
-    def of_tiles(self, array: jax.Array) -> list[jax.Array]:
-        """The inverse of :meth:`in_tiles`."""
-        array = array.reshape(*array.shape[:7], self.heads.pack, *self.tile)
-        array = array.transpose(0, 2, 3, 8, 4, 9, 5, 10, 1, 7, 6)
-        restored = self.restored(array.reshape(*array.shape[:2], *self.lengths, -1))
-        return [restored[..., i] for i in range(restored.shape[-1])]
-
-
-#: Columns of :attr:`Visits.boxes`.
-START, COUNT, HULL_END, CORE_FIRST, CORE_END, KEY_GROUP = range(6)
-COLUMNS = 6
+# Calls ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class Lengths:
-    """Static sizes of one token dimension, inside a dilation group.
+class Call(StaticCall):
+    """Static facts of a call.
 
     Attributes:
-        groups: Dilation groups.
-        q_tile: Queries of a tile.
-        kv_tile: Keys of a box, or of a tile.
-        queries: Queries of a group, padded to whole tiles.
-        keys: Keys of a group, padded to whole tiles, or to one and to registers where only boxes are visited, which
-            may begin anywhere.
-        before: What of these is padded before the first key, so that windows of tiles begin where registers do.
+        alignment: Boxes of keys begin at multiples of this along the last dimension.
+        leading: Extent of the first dimension of queries; may be symbolic.
     """
 
-    groups: int
-    q_tile: int
-    kv_tile: int
-    queries: int
-    keys: int
-    before: int
-
-    @classmethod
-    def of(
-        cls, axis: Axis, queries: int, keys: int, q_tile: int, kv_tile: int, alignment: int, *, whole_tiles: bool
-    ) -> Lengths:
-        """Those of an axis, of whose tokens a call has some."""
-        before = before_keys(axis, q_tile, alignment)
-        queries, keys = (math.ceil(tokens / axis.dilation) for tokens in (queries, keys))
-        step = kv_tile if whole_tiles else alignment
-        padded = math.ceil(queries / q_tile) * q_tile, max(math.ceil((before + keys) / step) * step, kv_tile)
-        return cls(axis.dilation, q_tile, kv_tile, *padded, before)
-
-    @property
-    def q_tiles(self) -> int:
-        """Tiles of queries in a group."""
-        return self.queries // self.q_tile
-
-    @property
-    def kv_tiles(self) -> int:
-        """Tiles of keys in a group."""
-        return self.keys // self.kv_tile
-
-
-def before_keys(axis: Axis, q_tile: int, alignment: int) -> int:
-    """What is padded before the first key, so that windows of most tiles begin at multiples of an alignment."""
-    lengths = math.ceil(axis.query_extent / axis.dilation), math.ceil(axis.kv_extent / axis.dilation)
-    middle = lengths[0] // (2 * q_tile) * q_tile
-    first, _ = axis.bounds(np.arange(middle, min(middle + q_tile, lengths[0])), lengths)
-    return -int(first.min()) % alignment
-
-
-@dataclasses.dataclass(frozen=True)
-class Visits:
-    """What one token dimension's tiles visit.
-
-    Attributes:
-        lengths: The sizes.
-        bounds: ``[groups, q_tiles, 2, q_tile]``: first and end of the keys that each query sees; both 0 where there is
-            no query.
-        boxes: ``[groups, q_tiles, COLUMNS]``: where a tile's boxes of keys begin, how many there are, the end of the
-            keys that its queries see, first and end of those that all of them see, and the keys' group.
-        tiles: ``[groups, kv_tiles, 2]``: the first tile of queries that sees some of a tile of keys, and how many do.
-        most_boxes: The largest count of boxes.
-        fewest_boxes: The smallest count; 0 where it is not known.
-        most_tiles: The largest count of tiles.
-    """
-
-    lengths: Lengths
-    bounds: Table
-    boxes: Table
-    tiles: Table
-    most_boxes: int
-    fewest_boxes: int
-    most_tiles: int
-
-    @classmethod
-    def of(cls, axis: Axis, lengths: Lengths, queries: int, keys: int, origins: Any, alignment: int) -> Visits:
-        """Those of an axis.
-
-        Args:
-            axis: The axis.
-            lengths: Its sizes.
-            queries: Queries that the call has.
-            keys: Keys that the call has.
-            origins: Where they begin: two int32 scalars, or ``None`` where the call has all of them.
-            alignment: Boxes begin at multiples of this.
-        """
-        xp: ModuleType = np if origins is None else jnp
-        q_tile, box = lengths.q_tile, lengths.kv_tile
-        windows = TileWindows.of(
-            axis, q_tile, lengths.q_tiles, queries, keys, origins, before=lengths.before, most=lengths.keys
-        )
-        start, count = windows.boxes(box, alignment)
-        boxes = xp.stack((start, count, windows.hull[1], *windows.core, windows.key_group), axis=-1).astype(np.int32)
-        tiles = windows.seeing(box, lengths.kv_tiles)
-        if origins is None:
-            most = int(count.max()), int(count.min()), int(tiles[..., 1].max())
-        else:
-            # Near an edge a key may be seen from half a window further.
-            window = axis.kernel_size + axis.stride
-            reach = min(lengths.keys, window + q_tile + alignment)
-            seeing = min(lengths.queries, window + axis.kernel_size // 2 + box + q_tile)
-            most = -(-reach // box), 0, -(-seeing // q_tile)
-        return cls(lengths, windows.bounds, boxes, tiles, *most)
-
-
-Scalar = Any  # int or traced int32 scalar
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """The static facts of a call.
-
-    Attributes:
-        plan: What runs.
-        queries: How queries lie.
-        keys: How keys lie.
-        visits: Those of each of three token dimensions.
-        alignment: Boxes of keys begin at multiples of it along the last dimension.
-        leading: Extent of the first dimension of queries; may be a symbol.
-    """
-
-    plan: Plan
+    columns = "start", "count", "hull_end", "core_first", "core_end", "key_group"
     queries: Layout
     keys: Layout
-    visits: tuple[Visits, ...]
     alignment: int
     leading: Any
 
     @property
     def pack(self) -> int:
         """Heads of a pack."""
-        return self.queries.heads.pack
+        return self.queries.pack
 
     @property
     def rows(self) -> int:
-        """Rows of a program's logits: queries of its tile, of each head of a pack."""
+        """Rows of a program's logits: queries of its tile for each head of a pack."""
         return self.pack * self.queries.tile_tokens
 
     @functools.cached_property
     def together(self) -> int:
-        """How many packs, or heads, a program of the forward pass has: several, where each has little to do."""
-        heads = self.queries.heads
-        if not (self.is_single and self.plan.pass_ == "forward" and heads == self.keys.heads):
+        """Packs or heads of a program. Forward programs have several if each has little work."""
+        if not (self.is_single and self.plan.pass_ == "forward" and self.queries.heads == self.keys.heads):
             return 1
-        of_all = self.leading if isinstance(self.leading, int) else heads.leading
-        return together(of_all, self.rows * self.keys.tile_tokens)
-
-    @property
-    def lengths(self) -> list[Lengths]:
-        """Sizes of each dimension."""
-        return [visits.lengths for visits in self.visits]
+        leading = self.leading if isinstance(self.leading, int) else self.queries.leading
+        return packs_of_program(leading, self.rows * self.keys.tile_tokens)
 
     @property
     def chunks(self) -> Chunks:
-        """How programs that own queries cut their boxes of keys."""
-        return Chunks.of(self.keys.tile, self.rows, self.alignment)
+        """Chunks of the boxes of keys of programs that own queries."""
+        return Chunks.for_rows(self.keys.tile, self.rows, self.alignment)
 
     @property
     def is_single(self) -> bool:
         """Whether every tile of queries has all its keys in one chunk."""
-        return self.chunks.count == 1 and all(visits.most_boxes <= 1 for visits in self.visits)
+        return self.chunks.number == 1 and all(visits.most_boxes <= 1 for visits in self.visits)
 
     @property
     def groups(self) -> int:
@@ -412,109 +194,57 @@ class Call:
 
     @functools.cached_property
     def precision(self) -> jax.lax.Precision | None:
-        """How precise products of float32 are; ``None`` for other element types."""
+        """Precision of float32 products; ``None`` for other element types."""
         if self.plan.problem.dtype != "float32":
             return None
         wanted = self.plan.precision
         return jax.lax.Precision.HIGHEST if wanted in (None, "highest", "float32") else jax.lax.Precision.DEFAULT
 
-    def laid_out(self, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Query, key and value as the kernels have them."""
-        inputs = operands.inputs
-        return self.queries.laid_out(inputs.query), self.keys.laid_out(inputs.key), self.keys.laid_out(inputs.value)
-
-    def box_tables(self) -> list[jax.Array]:
-        """What kernels that own queries know of their boxes of keys, one array for each dimension."""
-        return [jnp.asarray(visits.boxes).reshape(-1) for visits in self.visits]
-
-    def tile_tables(self) -> list[jax.Array]:
-        """What kernels that own keys know of their tiles of queries."""
-        return [jnp.asarray(visits.tiles).reshape(-1) for visits in self.visits]
-
     def width(self, array: jax.Array) -> int:
-        """That of a row of an array that a program reads."""
-        return array.shape[-1] // self.queries.heads.blocks
+        """Return the width of a row of an array that a program reads."""
+        return array.shape[-1] // self.queries.blocks
 
     def block_of(self, head: Scalar) -> tuple[Scalar, Scalar]:
-        """The first dimension's block of a program's heads, and the pack of its last one."""
-        return divided(head, self.queries.heads.blocks)
+        """Return the index of a program's heads in the first dimension, and of its pack in the last dimension."""
+        return divided(head, self.queries.blocks)
 
     def pack_number(self, head: Scalar, own: int) -> Scalar:
-        """The number among all of a pack, or head, of those that a program has."""
+        """Return the number of a pack or head among all of them, given its number in the program."""
         first, last = self.block_of(head)
-        return (first * self.together + own) * self.queries.heads.blocks + last
+        return (first * self.together + own) * self.queries.blocks + last
 
     def kv_head(self, head: Scalar) -> Scalar:
-        """The key/value head, with its batch entry, of a query head with its own, where heads are first."""
-        heads, heads_kv = self.queries.heads.count, self.keys.heads.count
+        """Return the key/value head of a query head if heads come first; both include the batch entry."""
+        heads, heads_kv = self.queries.heads, self.keys.heads
         if heads == heads_kv:
             return head
         batch, head = divided(head, heads)
         return batch * heads_kv + divided(head, heads // heads_kv)[0]
 
     def group_of(self, group: Scalar) -> list[Scalar]:
-        """A dilation group along each dimension."""
-        x, y, z = self.queries.groups
-        rest, of_z = divided(group, z)
-        of_x, of_y = divided(rest, y)
-        return [of_x if x > 1 else 0, of_y, of_z]
+        """Return a dilation group along each dimension."""
+        x, y, z = unravel(group, self.queries.groups)
+        return [x if self.queries.groups[0] > 1 else 0, y, z]
 
-    def rows_of(self, group: Scalar, tile: Sequence[Scalar], tables: Sequence[Any]) -> list[Callable[[int], Any]]:
-        """Functions that read a column of a tile's row of each box table."""
-        found: list[Callable[[int], Any]] = []
-        for lengths, g, t, table in zip(self.lengths, self.group_of(group), tile, tables, strict=True):
-            found.append(functools.partial(_column, table, (g * lengths.q_tiles + t) * COLUMNS))
-        return found
+    def rows_of(self, group: Scalar, tile: Sequence[Scalar], tables: Sequence[Any]) -> list[Callable[[str], Any]]:
+        """Return functions that read columns of a tile's row of each box table."""
+        rows = zip(self.visits, self.group_of(group), tile, tables, strict=True)
+        return [self.columns_of(table, g * visits.q_tiles + t) for visits, g, t, table in rows]
 
     def key_group(self, group: Scalar, tables: Sequence[Any]) -> Scalar:
-        """The dilation group of the keys that a group of queries sees."""
-        rows = self.rows_of(group, (0, 0, 0), tables)
-        return functools.reduce(
-            lambda so_far, pair: so_far * pair[1] + (pair[0](KEY_GROUP) if pair[1] > 1 else 0),
-            zip(rows, self.keys.groups, strict=True),
-            0,
-        )
+        """Return the dilation group of the keys that a group of queries sees."""
+        found: Scalar = 0
+        for row, groups in zip(self.rows_of(group, (0, 0, 0), tables), self.keys.groups, strict=True):
+            found = found * groups + (row("key_group") if groups > 1 else 0)
+        return found
 
 
 def call_of(plan: Plan, operands: Operands, alignment: int) -> Call:
-    """The static facts of a call, and its tables."""
-    problem, inputs = plan.problem, operands.inputs
-    own, others = inputs.query.shape[1:-2], inputs.key.shape[1:-2]
-    missing = KERNEL_RANK - problem.rank
-    axes = (Axis(1, 1, 1),) * missing + problem.axes
-    queries, keys, q_tile, kv_tile = ((1,) * missing + tuple(shape) for shape in (own, others, *plan.tiles))
-    visits = []
-    for dim, axis in enumerate(axes):
-        step = alignment if dim == KERNEL_RANK - 1 else 1
-        lengths = Lengths.of(
-            axis, queries[dim], keys[dim], q_tile[dim], kv_tile[dim], step, whole_tiles=plan.pass_ == "backward"
-        )
-        origins = None if operands.origins is None else tuple(operands.origins[:, dim])
-        visits.append(Visits.of(axis, lengths, queries[dim], keys[dim], origins, step))
-    groups = tuple(each.lengths.groups for each in visits)
-    heads, heads_kv = inputs.query.shape[-2], inputs.key.shape[-2]
-    pack = pack_of(heads, heads_kv, (inputs.query.shape[-1], inputs.value.shape[-1]))
-    q_lengths, kv_lengths = (tuple(getattr(each.lengths, name) for each in visits) for name in ("queries", "keys"))
-    return Call(
-        plan,
-        Layout(Heads(heads, pack), tuple(own), groups, q_lengths, q_tile, (0, 0, 0)),
-        Layout(
-            Heads(heads_kv, pack), tuple(others), groups, kv_lengths, kv_tile, tuple(v.lengths.before for v in visits)
-        ),
-        tuple(visits),
-        alignment,
-        inputs.query.shape[0] * (1 if pack > 1 else heads),
-    )
-
-
-def divided(number: Scalar, by: int) -> tuple[Scalar, Scalar]:
-    """Quotient and remainder of a number that is not negative."""
-    if by == 1:
-        return number, 0
-    if isinstance(number, int):
-        return divmod(number, by)
-    return jax.lax.div(number, np.int32(by)), jax.lax.rem(number, np.int32(by))
-
-
-def _column(table: Any, row: Scalar, column: int) -> Any:
-    return table[row + column]
+    """Return the static facts of a call, with its visits."""
+    inputs = operands.inputs
+    visits = visits_of(plan, operands, alignment, whole_boxes=plan.pass_ == "backward", pads=True)
+    (batch, *extents, heads, width), (_, *kv_extents, heads_kv, _) = inputs.query.shape, inputs.key.shape
+    pack = pack_size(heads, heads_kv, (width, inputs.value.shape[-1]))
+    queries = Layout.of_queries(visits, extents, heads, pack)
+    keys = Layout.of_keys(visits, kv_extents, heads_kv, pack)
+    return Call(plan, queries, keys, visits, alignment, batch * (1 if pack > 1 else heads))

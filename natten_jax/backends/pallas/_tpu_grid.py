@@ -1,4 +1,4 @@
-"""Programs of the TPU kernels: their grids, the boxes of keys that they visit, and masks."""
+"""Programs of the TPU kernels: grids and blocks, boxes of keys, masks, and arithmetic on tiles."""
 
 from __future__ import annotations
 
@@ -6,45 +6,30 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from natten_jax.arrays.operands import vary_alike
-from natten_jax.backends.pallas._tpu_call import (
-    CORE_END,
-    CORE_FIRST,
-    COUNT,
-    HULL_END,
-    LANES,
-    NOWHERE,
-    START,
-    Call,
-    Scalar,
-    divided,
-    of_heads,
-    stacked,
-)
+from natten_jax.backends.pallas._common import HIDDEN, Scalar, divided
+from natten_jax.backends.pallas._tpu_call import LANES, NOWHERE, Call, repeat_for_rows, stack_heads
 from natten_jax.native.module import KERNEL_RANK
 
 #: Indices of a program that owns queries.
 INDICES = 2 + 2 * KERNEL_RANK
-
-Semantics = Literal["parallel", "arbitrary"]
-
-
-# Programs ------------------------------------------------------------------------------------------------------------
+_Semantics = Literal["parallel", "arbitrary"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """What a program of a grid is: its head, dilation group and tile, and which tile of the other side its step has.
+# Grids ---------------------------------------------------------------------------------------------------------------
 
-    Grids have these in this order, and for each of the last two as many dimensions as layouts have.
+
+class Place(NamedTuple):
+    """Place of a program and its step: head, dilation group, tile, and tile of the other side.
+
+    Grids have these in this order, with three dimensions for each of the last two.
     """
 
     head: Scalar
@@ -54,204 +39,84 @@ class Place:
 
     @classmethod
     def of(cls, indices: Sequence[Scalar]) -> Place:
-        """That of a program's indices."""
+        """Return the place of a program from its indices."""
         head, group, *rest = indices
         return cls(head, group, rest[:KERNEL_RANK], rest[KERNEL_RANK : 2 * KERNEL_RANK])
 
     @classmethod
     def here(cls) -> Place:
-        """That of the program that asks."""
+        """Return the place of the current program."""
         return cls.of([pl.program_id(axis) for axis in range(INDICES)])
 
 
-def called(kernel: Callable[..., None], *, out_shape: Any, **facts: Any) -> Callable[..., Any]:
-    """``pallas_call``, whose results vary over the same manual mesh axes as its operands do."""
+def pallas_call(
+    kernel: Callable[..., None], name: str, operands: Sequence[Any], *, tables: int, out_shape: Any, **grid: Any
+) -> Any:
+    """Run a kernel with some scalar tables as first operands. Results vary over the same manual mesh axes as operands.
 
-    def run(*arrays: jax.Array) -> Any:
-        arrays = vary_alike(arrays)
-        over = jax.typeof(arrays[0]).manual_axis_type
-        types = jax.tree.map(
-            lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, manual_axis_type=over), out_shape
-        )
-        return pl.pallas_call(kernel, out_shape=types, **facts)(*arrays)
+    The first dimensions of the grid, up to tiles, are parallel. The others, which are steps of a tile, run in order.
+    """
+    spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=tables, **grid)
+    parallel: list[_Semantics] = ["parallel"] * (2 + KERNEL_RANK)
+    in_order: list[_Semantics] = ["arbitrary"] * (len(spec.grid) - len(parallel))
+    parameters = pltpu.CompilerParams(dimension_semantics=(*parallel, *in_order))
 
-    return run
-
-
-def semantics(steps: int) -> pltpu.CompilerParams:
-    """All programs may run at once but the steps of one, which follow each other."""
-    of_tiles: list[Semantics] = ["parallel"] * (2 + KERNEL_RANK)
-    of_steps: list[Semantics] = ["arbitrary"] * steps
-    return pltpu.CompilerParams(dimension_semantics=(*of_tiles, *of_steps))
+    arrays = vary_alike(operands)
+    over = jax.typeof(arrays[0]).manual_axis_type
+    types = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, manual_axis_type=over), out_shape)
+    return pl.pallas_call(kernel, out_shape=types, grid_spec=spec, compiler_params=parameters, name=name)(*arrays)
 
 
 def spec(shape: Sequence[Any], index: Callable[..., tuple[Scalar, ...]]) -> pl.BlockSpec:
-    """A block of an array, from a function of a program's place and its box tables, which come first."""
-    return pl.BlockSpec(
-        tuple(shape), lambda *indices: index(Place.of(indices), indices[INDICES : INDICES + KERNEL_RANK])
-    )
+    """Return a block of an array, from a function of a program's place and its box tables."""
+    tables = slice(INDICES, INDICES + KERNEL_RANK)
+    return pl.BlockSpec(tuple(shape), lambda *indices: index(Place.of(indices), indices[tables]))
 
 
-def first_of(indices: Sequence[Scalar]) -> Scalar:
-    """Whether all are zero."""
+def are_first(indices: Sequence[Scalar]) -> Scalar:
+    """Whether all indices are zero."""
     return functools.reduce(jnp.logical_and, [index == 0 for index in indices])
 
 
-def last_of(grid: Sequence[int], indices: Sequence[Scalar]) -> Scalar:
-    """Whether all are the last ones of a grid."""
+def are_last(grid: Sequence[int], indices: Sequence[Scalar]) -> Scalar:
+    """Whether all indices are the last ones of a grid."""
     return functools.reduce(jnp.logical_and, [index == n - 1 for index, n in zip(indices, grid, strict=True)])
 
 
-# Arithmetic ----------------------------------------------------------------------------------------------------------
+# Programs that own queries -------------------------------------------------------------------------------------------
 
 
-def contract(call: Call, left: jax.Array, right: jax.Array, dims: tuple[int, int]) -> jax.Array:
-    """A product of matrices over a dimension of each, in float32."""
-    return jax.lax.dot_general(
-        left,
-        right,
-        (((dims[0],), (dims[1],)), ((), ())),
-        precision=call.precision,
-        preferred_element_type=jnp.float32,
+def query_grid(call: Call) -> tuple[Any, ...]:
+    """Return the grid: heads or packs of all batch entries, dilation groups, tiles, and boxes of keys."""
+    programs = call.leading // call.together * call.queries.blocks
+    return programs, call.groups, *call.queries.grid, *steps(call)
+
+
+def steps(call: Call) -> list[int]:
+    """Return the number of steps of a program along each dimension."""
+    return [max(visits.most_boxes, 1) for visits in call.visits]
+
+
+def query_spec(call: Call, width: int) -> pl.BlockSpec:
+    """Return the block of a tile of queries."""
+
+    def index(place: Place, _: Any) -> tuple[Any, ...]:
+        first, last = call.block_of(place.head)
+        return first, place.group, *place.tile, last
+
+    return spec((call.together, None, *call.queries.tile, width), index)
+
+
+def rows_spec(call: Call, count: int) -> pl.BlockSpec:
+    """Return the block of statistics of a tile's rows, ``[count, rows]``."""
+    return spec(
+        (call.together, *(None,) * 5, count, call.rows),
+        lambda place, _: (*call.block_of(place.head), place.group, *place.tile, 0, 0),
     )
 
 
-def scale_of(call: Call, scales: Any, pack: Scalar, axis: int = 0) -> Any:
-    """The factor of a pack's logits: that of all heads, or of each row its own, along an axis of them."""
-    if scales.shape == (1,):
-        return scales[0]
-    return of_heads([scales[pack * call.pack + own] for own in range(call.pack)], call.queries.tile_tokens, axis)
-
-
-def matrix(ref: Any) -> jax.Array:
-    """A tile of tokens as ``[tokens, width]``."""
-    array = ref[...]
-    return array.reshape(-1, array.shape[-1])
-
-
-def queries_of(call: Call, ref: Any) -> jax.Array:
-    """A tile of queries, or what is alike, as ``[rows, width]``."""
-    return stacked(matrix(ref), call.pack)
-
-
-def across(columns: jax.Array, width: int) -> jax.Array:
-    """Numbers of rows, which all lanes of ``[rows, LANES]`` hold, as ``[rows, width]``."""
-    whole, rest = divmod(width, LANES)
-    parts = [columns] * whole + ([columns[:, :rest]] if rest else [])
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
-
-
-def rows_of_columns(numbers: Sequence[jax.Array]) -> jax.Array:
-    """Some numbers of rows, each as :func:`across` wants them, as ``[LANES, rows]``, of which as many are filled."""
-    found = numbers[0]
-    lanes = jax.lax.broadcasted_iota(jnp.int32, found.shape, 1)
-    for at, each in enumerate(numbers[1:], start=1):
-        found = jnp.where(lanes == at, each, found)
-    return found.T
-
-
-def columns(row: jax.Array) -> jax.Array:
-    """Numbers ``[1, rows]`` as :func:`across` wants them, ``[rows, LANES]``."""
-    return jnp.broadcast_to(row, (LANES, row.shape[1])).T
-
-
-@dataclasses.dataclass(frozen=True)
-class KeyBox:
-    """A box of keys along one dimension: its first key, and the first that no earlier box had."""
-
-    first: Scalar
-    own: Scalar
-
-
-def key_boxes(call: Call, place: Place, tables: Sequence[Any]) -> list[KeyBox]:
-    """Where a step's box of keys lies; that of the last step, where there are no more."""
-    found = []
-    rows = call.rows_of(place.group, place.tile, tables)
-    for lengths, visits, row, step in zip(call.lengths, call.visits, rows, place.step, strict=True):
-        if visits.most_boxes > 1:
-            own = row(START) + jnp.maximum(jnp.minimum(step, row(COUNT) - 1), 0) * lengths.kv_tile
-        else:
-            own = row(START)
-        found.append(KeyBox(jnp.minimum(own, lengths.keys - lengths.kv_tile), own))
-    return found
-
-
-def sees_all(rows: Sequence[Any], boxes: Sequence[KeyBox], shape: Sequence[Scalar]) -> jax.Array:
-    """Whether all queries of a tile see all keys of boxes of a shape, none of which an earlier box had."""
-    inside = [
-        (box.first >= box.own) & (box.first >= row(CORE_FIRST)) & (box.first + extent <= row(CORE_END))
-        for row, box, extent in zip(rows, boxes, shape, strict=True)
-    ]
-    return functools.reduce(jnp.logical_and, inside)
-
-
-def visit(add: Callable[[bool], None], is_full: Any) -> None:
-    """Add keys: with a mask, or without where nothing is hidden."""
-    pl.when(is_full)(lambda: add(False))
-    pl.when(~is_full)(lambda: add(True))
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """A chunk of a box: its number, its first key in the order of the box's, and where the box lies."""
-
-    number: Scalar
-    start: Scalar
-    boxes: Sequence[KeyBox]
-
-    def of(self, call: Call, ref: Any) -> jax.Array:
-        """Its keys, or their values, as ``[keys, width]``."""
-        if call.chunks.count == 1:
-            return matrix(ref)
-        flat = ref.reshape(math.prod(ref.shape[:-1]), ref.shape[-1])
-        return flat[pl.ds(pl.multiple_of(self.start, call.alignment), call.chunks.keys), :]
-
-
-def visit_keys(call: Call, place: Place, tables: Sequence[Any], add: Callable[[Chunk, bool], None]) -> None:
-    """Add the keys of a step of a program that owns queries, a chunk at a time.
-
-    Args:
-        call: What runs.
-        place: The place of the program.
-        tables: Its box tables.
-        add: Adds a chunk, and is told whether some of its keys are hidden from some queries.
-    """
-    rows, boxes, chunks = call.rows_of(place.group, place.tile, tables), key_boxes(call, place, tables), call.chunks
-    cut, stride = chunks.cut, chunks.stride
-    box, extent = boxes[cut], chunks.box[cut]
-
-    def one() -> None:
-        visit(lambda is_masked: add(Chunk(0, 0, boxes), is_masked), sees_all(rows, boxes, chunks.box))
-
-    def all_() -> None:
-        # Chunks whose keys an earlier box had, and those behind the last key that is seen, are passed over.
-        first = divided(jnp.minimum(box.own - box.first, extent) * stride, chunks.keys)[0]
-        behind = jnp.clip(rows[cut](HULL_END) - box.first, 0, extent) * stride
-        end = divided(behind + chunks.keys - 1, chunks.keys)[0]
-
-        @pl.loop(first, end)
-        def _(number: Any) -> None:
-            start = jnp.minimum(number * chunks.keys, math.prod(chunks.box) - chunks.keys)
-            of_cut = divided(start, stride)[0], divided(start + chunks.keys - 1, stride)[0] + 1
-            parts, shape = [*boxes], [*chunks.box]
-            parts[cut], shape[cut] = KeyBox(box.first + of_cut[0], box.own), of_cut[1] - of_cut[0]
-            is_full = sees_all(rows, parts, shape) & (start == number * chunks.keys)
-            visit(lambda is_masked: add(Chunk(number, start, boxes), is_masked), is_full)
-
-    is_step = [
-        step < row(COUNT)
-        for visits, step, row in zip(call.visits, place.step, rows, strict=True)
-        if visits.most_boxes > 1 or not visits.fewest_boxes
-    ]
-    visit_all = one if chunks.count == 1 else all_
-    if is_step:
-        pl.when(functools.reduce(jnp.logical_and, is_step))(visit_all)
-    else:
-        visit_all()
-
-
 def box_spec(call: Call, width: int) -> pl.BlockSpec:
-    """The box of keys or values of a step of a program that owns queries, wherever it begins."""
+    """Return the block of the box of keys or values of a step; it may begin anywhere."""
 
     def index(place: Place, tables: Sequence[Any]) -> tuple[Scalar, ...]:
         x, y, z = (box.first for box in key_boxes(call, place, tables))
@@ -263,63 +128,134 @@ def box_spec(call: Call, width: int) -> pl.BlockSpec:
     return spec([*map(pl.Element, (call.together, 1, *call.keys.tile, width))], index)
 
 
-#: Logit of a key that a query does not see; below what a maximum begins with, so that its weight is 0.
-#: Both are below every finite logit in base 2 that a bias makes, which is above ``finfo.min / 2 * log2(e)``.
-HIDDEN = -3.3e38
-SMALLEST_MAXIMUM = -2.9e38
+def query_operands(call: Call, scale: jax.Array) -> list[Any]:
+    """Return the first operands of kernels that own queries: five scalar tables, scales, and what masks read."""
+    slab_bounds = [jnp.asarray(visits.bounds).reshape(-1) for visits in call.visits[:-1]]
+    last_bounds = jnp.asarray(call.visits[-1].bounds)
+    return [*call.box_tables, *slab_bounds, scale, call.chunks.coordinates(), last_bounds]
 
 
-# Programs that own queries -------------------------------------------------------------------------------------------
-
-
-def slab_bounds(call: Call) -> list[jax.Array]:
-    """First and end of the keys that queries see along all dimensions but the last, one after another."""
-    return [jnp.asarray(visits.bounds).reshape(-1) for visits in call.visits[:-1]]
-
-
-def last_bounds(call: Call) -> jax.Array:
-    """The same along the last dimension, ``[groups, tiles, 2, tokens]``."""
-    return jnp.asarray(call.visits[-1].bounds)
-
-
-def last_bounds_spec(call: Call) -> pl.BlockSpec:
-    """Those of a tile."""
-    return spec(
+def query_specs(call: Call, width: int, width_v: int) -> list[pl.BlockSpec]:
+    """Return the blocks of scales, key coordinates, window bounds, query, key and value."""
+    last_bounds = spec(
         (None, None, 2, call.queries.tile[-1]), lambda place, _: (call.group_of(place.group)[-1], place.tile[-1], 0, 0)
     )
+    scales, coordinates = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pltpu.VMEM)
+    blocks = query_spec(call, width), box_spec(call, width), box_spec(call, width_v)
+    return [scales, coordinates, last_bounds, *blocks]
 
 
-def key_coordinates(call: Call) -> np.ndarray:
-    """Coordinates of the keys of a box, ``[chunks, 3, keys]``."""
-    return call.chunks.coordinates()
+# Boxes of keys -------------------------------------------------------------------------------------------------------
 
 
-def key_coordinates_spec() -> pl.BlockSpec:
-    """All of them, which are brought once."""
-    return pl.BlockSpec(memory_space=pltpu.VMEM)
+class KeyBox(NamedTuple):
+    """A box of keys along one dimension: its first key, and its first key that no earlier box has."""
+
+    first: Scalar
+    own: Scalar
 
 
-def window_scratch(call: Call) -> Any:
-    """Room for what :func:`keep_windows` makes of a tile's bounds."""
-    return pltpu.VMEM((2, call.queries.tile[-1], LANES), jnp.int32)
+def key_boxes(call: Call, place: Place, tables: Sequence[Any]) -> list[KeyBox]:
+    """Return the box of keys of a step; steps without a box repeat the last box."""
+    found = []
+    rows = call.rows_of(place.group, place.tile, tables)
+    for visits, row, step in zip(call.visits, rows, place.step, strict=True):
+        own = row("start")
+        if visits.most_boxes > 1:
+            own += jnp.maximum(jnp.minimum(step, row("count") - 1), 0) * visits.box
+        found.append(KeyBox(jnp.minimum(own, visits.keys - visits.box), own))
+    return found
 
 
-def keep_windows(bounds: Any, scratch: Any) -> None:
-    """Write the bounds of a slab's queries as columns, once for a tile."""
-    for side in (0, 1):
-        scratch[side] = columns(bounds[side : side + 1, :])
+def sees_all(rows: Sequence[Any], boxes: Sequence[KeyBox], shape: Sequence[Scalar]) -> jax.Array:
+    """Whether all queries of a tile see all keys of boxes of a shape, and no earlier box has any of these keys."""
+    inside = [
+        (box.first >= box.own) & (box.first >= row("core_first")) & (box.first + extent <= row("core_end"))
+        for row, box, extent in zip(rows, boxes, shape, strict=True)
+    ]
+    return functools.reduce(jnp.logical_and, inside)
+
+
+def visit(add: Callable[[bool], None], is_full: Any) -> None:
+    """Add keys, with a mask unless all are visible."""
+    pl.when(is_full)(lambda: add(False))
+    pl.when(~is_full)(lambda: add(True))
+
+
+class Chunk(NamedTuple):
+    """A chunk of a box: its number, its first key in the order of the box, and the place of the box."""
+
+    number: Scalar
+    start: Scalar
+    boxes: Sequence[KeyBox]
+
+    def read(self, call: Call, ref: Any) -> jax.Array:
+        """Read keys or values as ``[keys, width]``."""
+        if call.chunks.number == 1:
+            return matrix(ref)
+        flat = ref.reshape(math.prod(ref.shape[:-1]), ref.shape[-1])
+        return flat[pl.ds(pl.multiple_of(self.start, call.alignment), call.chunks.keys), :]
+
+
+def visit_keys(call: Call, place: Place, tables: Sequence[Any], add: Callable[[Chunk, bool], None]) -> None:
+    """Add the keys of a step of a program that owns queries, one chunk at a time.
+
+    Args:
+        call: What runs.
+        place: The place of the program.
+        tables: Its box tables.
+        add: Adds a chunk; the flag says if some queries do not see some of its keys.
+    """
+    rows, boxes, chunks = call.rows_of(place.group, place.tile, tables), key_boxes(call, place, tables), call.chunks
+    cut, stride = chunks.cut, chunks.stride
+    box, extent = boxes[cut], chunks.box[cut]
+
+    def visit_one() -> None:
+        visit(lambda is_masked: add(Chunk(0, 0, boxes), is_masked), sees_all(rows, boxes, chunks.box))
+
+    def visit_all() -> None:
+        # Skip chunks whose keys an earlier box has, and chunks after the last visible key.
+        first = divided(jnp.minimum(box.own - box.first, extent) * stride, chunks.keys)[0]
+        behind = jnp.clip(rows[cut]("hull_end") - box.first, 0, extent) * stride
+        end = divided(behind + chunks.keys - 1, chunks.keys)[0]
+
+        @pl.loop(first, end)
+        def _(number: Any) -> None:
+            start = jnp.minimum(number * chunks.keys, math.prod(chunks.box) - chunks.keys)
+            of_cut = divided(start, stride)[0], divided(start + chunks.keys - 1, stride)[0] + 1
+            parts, shape = [*boxes], [*chunks.box]
+            parts[cut], shape[cut] = KeyBox(box.first + of_cut[0], box.own), of_cut[1] - of_cut[0]
+            is_full = sees_all(rows, parts, shape) & (start == number * chunks.keys)
+            visit(lambda is_masked: add(Chunk(number, start, boxes), is_masked), is_full)
+
+    visit_chunks = visit_one if chunks.number == 1 else visit_all
+    has_box = [
+        step < row("count")
+        for visits, step, row in zip(call.visits, place.step, rows, strict=True)
+        if visits.most_boxes > 1 or not visits.fewest_boxes
+    ]
+    if has_box:
+        pl.when(functools.reduce(jnp.logical_and, has_box))(visit_chunks)
+    else:
+        visit_chunks()
+
+
+# Masks ---------------------------------------------------------------------------------------------------------------
+#
+# A slab is the queries or keys of a tile that differ only in their last coordinate. Bounds along the last dimension
+# differ within a slab. Bounds along the other dimensions do not, and cost little.
 
 
 @dataclasses.dataclass(frozen=True)
 class QueryMask:
-    """What hides keys of a step's box from a tile of queries.
+    """Mask of a step's keys for a tile of queries, ``[queries, keys]``.
 
     Attributes:
         call: What runs.
         place: The place of the program.
-        bounds: References to :func:`slab_bounds`.
-        coordinates: Reference to :func:`key_coordinates`.
-        windows: Reference to what :func:`keep_windows` wrote.
+        bounds: References to first and end of the keys that queries see along all dimensions except the last.
+        coordinates: Reference to the coordinates of keys.
+        windows: Reference to scratch memory for first and end along the last dimension.
     """
 
     call: Call
@@ -328,8 +264,18 @@ class QueryMask:
     coordinates: Any
     windows: Any
 
+    @staticmethod
+    def scratch(call: Call) -> Any:
+        """Return the scratch memory of windows."""
+        return pltpu.VMEM((2, call.queries.tile[-1], LANES), jnp.int32)
+
+    def keep_windows(self, bounds: Any) -> None:
+        """Write the bounds along the last dimension as columns, once per tile."""
+        for side in (0, 1):
+            self.windows[side] = columns(bounds[side : side + 1, :])
+
     def hidden(self, chunk: Chunk) -> jax.Array:
-        """Which keys of a chunk rows of queries do not see, ``[rows, keys]``."""
+        """``[rows, keys]``. Whether a row of queries does not see a key of a chunk."""
         x_tile, y_tile, _ = self.call.queries.tile
         boxes = chunk.boxes
         keys = [self.coordinates[chunk.number, dim : dim + 1, :] + box.first for dim, box in enumerate(boxes)]
@@ -345,51 +291,35 @@ class QueryMask:
         return slabs[0] if len(slabs) == 1 else jnp.concatenate(slabs, axis=0)
 
     def _seen(self, dim: int, query: int, keys: jax.Array, box: KeyBox, coordinates: jax.Array) -> jax.Array:
-        """The coordinates along the last dimension, but those of keys that a slab does not see along another one."""
+        """Replace last coordinates by ``NOWHERE`` for keys that a slab does not see along another dimension."""
         if dim < KERNEL_RANK - self.call.plan.problem.rank:
             return coordinates
-        lengths = self.call.lengths[dim]
-        tile = self.call.group_of(self.place.group)[dim] * lengths.q_tiles + self.place.tile[dim]
-        at = tile * (2 * lengths.q_tile) + query
+        visits = self.call.visits[dim]
+        tile = self.call.group_of(self.place.group)[dim] * visits.q_tiles + self.place.tile[dim]
+        at = tile * (2 * visits.q_tile) + query
         first = jnp.maximum(self.bounds[dim][at], box.own)
-        return jnp.where((keys >= first) & (keys < self.bounds[dim][at + lengths.q_tile]), coordinates, NOWHERE)
+        return jnp.where((keys >= first) & (keys < self.bounds[dim][at + visits.q_tile]), coordinates, NOWHERE)
 
 
-# Programs that own keys ----------------------------------------------------------------------------------------------
-
-
-def query_bounds(call: Call) -> list[jax.Array]:
-    """First and end of the keys that each row of a tile sees, ``[groups, tiles, 2, rows]`` by dimension."""
-    found = []
-    for dim, visits in enumerate(call.visits):
-        array = jnp.asarray(visits.bounds)
-        shape = [1] * KERNEL_RANK
-        shape[dim] = array.shape[-1]
-        array = jnp.broadcast_to(array.reshape(*array.shape[:3], *shape), (*array.shape[:3], *call.queries.tile))
-        array = array.reshape(*array.shape[:3], call.queries.tile_tokens)
-        found.append(jnp.tile(array, call.pack))
-    return found
-
-
-def hidden_from(call: Call, logits: jax.Array, firsts_of_tile: Sequence[Scalar], bounds: Sequence[Any]) -> jax.Array:
-    """Logits ``[keys, queries]``, with ``HIDDEN`` where a query does not see a key of a tile.
+def hide_keys(call: Call, logits: jax.Array, first_keys: Sequence[Scalar], bounds: Sequence[Any]) -> jax.Array:
+    """Replace logits ``[keys, queries]`` by ``HIDDEN`` where a query does not see a key of a tile.
 
     Args:
         call: What runs.
         logits: The logits.
-        firsts_of_tile: First key of the tile along each dimension.
-        bounds: References to :func:`query_bounds` of the queries.
+        first_keys: First key of the tile along each dimension.
+        bounds: References to first and end of the keys that each row of queries sees, ``[2, rows]`` per dimension.
     """
     x_tile, y_tile, z_tile = call.keys.tile
     firsts, ends = ([bound[side : side + 1, :] for bound in bounds] for side in (0, 1))
-    keys = jax.lax.broadcasted_iota(jnp.int32, (z_tile, logits.shape[1]), 0) + firsts_of_tile[-1]
+    keys = jax.lax.broadcasted_iota(jnp.int32, (z_tile, logits.shape[1]), 0) + first_keys[-1]
     along_z = (keys >= firsts[-1]) & (keys < ends[-1])
     slabs = []
     for x in range(x_tile):
         for y in range(y_tile):
             visible = [
                 (first + at >= firsts[dim]) & (first + at < ends[dim])
-                for dim, (first, at) in enumerate(zip(firsts_of_tile, (x, y), strict=False))
+                for dim, (first, at) in enumerate(zip(first_keys, (x, y), strict=False))
                 if dim >= KERNEL_RANK - call.plan.problem.rank
             ]
             start = (x * y_tile + y) * z_tile
@@ -398,40 +328,50 @@ def hidden_from(call: Call, logits: jax.Array, firsts_of_tile: Sequence[Scalar],
     return slabs[0] if len(slabs) == 1 else jnp.concatenate(slabs, axis=0)
 
 
-def query_grid(call: Call) -> tuple[Any, ...]:
-    """Heads or packs of all batch entries, dilation groups, tiles, and boxes of keys."""
-    programs = call.leading // call.together * call.queries.heads.blocks
-    return programs, call.groups, *call.queries.grid, *_steps(call)
+# Arithmetic ----------------------------------------------------------------------------------------------------------
 
 
-def _steps(call: Call) -> list[int]:
-    return [max(visits.most_boxes, 1) for visits in call.visits]
+def contract(call: Call, left: jax.Array, right: jax.Array, dims: tuple[int, int]) -> jax.Array:
+    """Multiply matrices over one dimension of each, in float32."""
+    contracted = ((dims[0],), (dims[1],)), ((), ())
+    return jax.lax.dot_general(left, right, contracted, precision=call.precision, preferred_element_type=jnp.float32)
 
 
-def is_last(call: Call, place: Place) -> Any:
-    """Whether a program's step is its last one."""
-    return last_of(_steps(call), place.step)
+def scale_of(call: Call, scales: Any, pack: Scalar, axis: int = 0) -> Any:
+    """Return the factor of a pack's logits: one for all heads, or one per row along an axis of the logits."""
+    if scales.shape == (1,):
+        return scales[0]
+    of_heads = [scales[pack * call.pack + own] for own in range(call.pack)]
+    return repeat_for_rows(of_heads, call.queries.tile_tokens, axis)
 
 
-def query_spec(call: Call, width: int) -> pl.BlockSpec:
-    """The tile of a program, of rows of a pack's width."""
-
-    def index(place: Place, _: Any) -> tuple[Any, ...]:
-        first, last = call.block_of(place.head)
-        return first, place.group, *place.tile, last
-
-    return spec((call.together, None, *call.queries.tile, width), index)
+def matrix(ref: Any) -> jax.Array:
+    """Read a tile of tokens as ``[tokens, width]``."""
+    array = ref[...]
+    return array.reshape(-1, array.shape[-1])
 
 
-def rows_spec(call: Call, count: int) -> pl.BlockSpec:
-    """Numbers of its rows, ``[count, rows]``."""
-    return spec(
-        (call.together, *(None,) * 5, count, call.rows),
-        lambda place, _: (*call.block_of(place.head), place.group, *place.tile, 0, 0),
-    )
+def query_rows(call: Call, ref: Any) -> jax.Array:
+    """Read a tile of queries, or of output cotangents, as ``[rows, width]``."""
+    return stack_heads(matrix(ref), call.pack)
 
 
-def common_specs(call: Call, width: int, width_v: int) -> list[pl.BlockSpec]:
-    """Those of the head's scale, the coordinates of keys, the bounds of windows, and of query, key and value."""
-    blocks: Sequence[pl.BlockSpec] = query_spec(call, width), box_spec(call, width), box_spec(call, width_v)
-    return [pl.BlockSpec(memory_space=pltpu.SMEM), key_coordinates_spec(), last_bounds_spec(call), *blocks]
+def across(columns: jax.Array, width: int) -> jax.Array:
+    """Convert ``[rows, LANES]``, with equal numbers in all lanes, to ``[rows, width]``."""
+    whole, rest = divmod(width, LANES)
+    parts = [columns] * whole + ([columns[:, :rest]] if rest else [])
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
+def rows_of_columns(numbers: Sequence[jax.Array]) -> jax.Array:
+    """Stack numbers of rows, ``[rows, LANES]`` each, to ``[LANES, rows]``; the other lanes are arbitrary."""
+    found = numbers[0]
+    lanes = jax.lax.broadcasted_iota(jnp.int32, found.shape, 1)
+    for at, each in enumerate(numbers[1:], start=1):
+        found = jnp.where(lanes == at, each, found)
+    return found.T
+
+
+def columns(row: jax.Array) -> jax.Array:
+    """Convert ``[1, rows]`` to ``[rows, LANES]``, with equal numbers in all lanes."""
+    return jnp.broadcast_to(row, (LANES, row.shape[1])).T

@@ -1,4 +1,8 @@
-"""The TPU kernels of both passes."""
+"""The TPU kernels of both passes.
+
+The forward kernel and the query gradient's kernel own a tile of queries per program and visit boxes of keys. The
+kernel of key and value gradients owns a tile of keys per program and visits tiles of queries.
+"""
 
 from __future__ import annotations
 
@@ -12,71 +16,42 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from natten_jax.arrays.remainders import LOG2_E
-from natten_jax.backends.pallas._tpu_call import LANES, Call, Scalar, divided, side_by_side
-from natten_jax.backends.pallas._tpu_grid import (
-    HIDDEN,
-    INDICES,
-    SMALLEST_MAXIMUM,
-    Chunk,
-    KeyBox,
-    Place,
-    QueryMask,
-    across,
-    called,
-    columns,
-    common_specs,
-    contract,
-    first_of,
-    hidden_from,
-    is_last,
-    keep_windows,
-    key_boxes,
-    key_coordinates,
-    last_bounds,
-    last_of,
-    matrix,
-    queries_of,
-    query_bounds,
-    query_grid,
-    query_spec,
-    rows_of_columns,
-    rows_spec,
-    scale_of,
-    sees_all,
-    semantics,
-    slab_bounds,
-    visit,
-    visit_keys,
-    window_scratch,
-)
+from natten_jax.backends.pallas import _tpu_grid as grid
+from natten_jax.backends.pallas._common import HIDDEN, SMALLEST_MAXIMUM, STATISTICS, Scalar, divided
+from natten_jax.backends.pallas._tpu_call import LANES, Call, unstack_heads
+from natten_jax.backends.pallas._tpu_grid import Chunk, KeyBox, Place, QueryMask, contract, query_rows, scale_of
 
-#: What sums of weights are taken for, at least: those of queries that see nothing are 0, and so is what they mix.
+#: Lower bound of softmax denominators. Queries that see no key have sum 0, and output 0.
 _SMALLEST_SUM = 1e-30
+#: Scalar tables of kernels that own queries: of boxes, and of bounds along the first two dimensions.
+_TABLES = 5
 
 
 def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scale: jax.Array) -> list[jax.Array]:
-    """Compute the output, and the softmax's maxima and sums.
+    """Compute the output, and maxima and sums of the softmax.
+
+    Logits are ``[queries, keys]``, so that products with values need no transpose. Statistics of a query are in all
+    lanes of its row.
 
     Args:
         call: What runs.
         query: ``[batch * heads, groups, *lengths, head_dim]``, or packed, as :class:`Layout` has it.
-        key: ``[batch * heads_kv, groups, *lengths, head_dim]``, likewise.
-        value: Likewise, of ``head_dim_v``.
-        scale: float32 ``[batch * heads]`` or ``[1]``: factors of the logits.
+        key: ``[batch * heads_kv, groups, *lengths, head_dim]``, or packed.
+        value: ``[batch * heads_kv, groups, *lengths, head_dim_v]``, or packed.
+        scale: float32 ``[batch * heads]`` or ``[1]``. Factors of the logits.
 
     Returns:
-        The output, laid out as the query; maxima of the logits in base 2 and sums of the weights,
+        The output in the layout of the query; maxima of the logits in base 2 and sums of the weights,
         ``[batch * leading, blocks, groups, *tiles, 2, rows]``.
     """
     width, together = call.width(value), call.together
-    grid = query_grid(call)
 
     def finish(out: Any, statistics: Any, found: Sequence[tuple[jax.Array, jax.Array, jax.Array]]) -> None:
-        """Write maxima, sums and sums of values of each pack."""
-        rows = rows_of_columns([column for maxima, sums, _ in found for column in (maxima, sums)])
+        """Write the output and statistics of each pack, given maxima, sums and weighted sums of values."""
+        rows = grid.rows_of_columns([column for maxima, sums, _ in found for column in (maxima, sums)])
         for pack, (_, sums, mix) in enumerate(found):
             inverse = jnp.reciprocal(jnp.maximum(sums, _SMALLEST_SUM))
-            mixed = side_by_side(mix * across(inverse, width), call.pack)
+            mixed = unstack_heads(mix * grid.across(inverse, width), call.pack)
             out[pack] = mixed.reshape(out.shape[1:]).astype(out.dtype)
             statistics[pack] = rows[2 * pack : 2 * pack + 2, :]
 
@@ -84,19 +59,20 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
         return jnp.broadcast_to(column, (call.rows, LANES))
 
     def with_one_chunk(*refs: Any) -> None:
-        """For tiles that have all their keys in one chunk: of several packs at a time, which share the mask."""
-        tables, bounds, rest = refs[:3], refs[3:5], refs[5:]
-        factor, coordinates, last, q, k, v, out, statistics, windows = rest
+        """Run a tile whose keys are one chunk, for several packs that share a mask."""
+        factor, coordinates, last, q, k, v, out, statistics, windows = refs[_TABLES:]
         place = Place.here()
-        keep_windows(last, windows)
-        mask = QueryMask(call, place, bounds, coordinates, windows)
-        chunk = Chunk(0, 0, key_boxes(call, place, tables))
+        mask = QueryMask(call, place, refs[3:5], coordinates, windows)
+        mask.keep_windows(last)
+        chunk = Chunk(0, 0, grid.key_boxes(call, place, refs[:3]))
         hidden = mask.hidden(chunk)
-        # In this order the compiler overlaps what the packs have to wait for.
+        # In this order the compiler overlaps the latency of packs.
         packs, found = range(together), []
-        products = [contract(call, queries_of(call, q.at[pack]), chunk.of(call, k.at[pack]), (1, 1)) for pack in packs]
+        products = [
+            contract(call, query_rows(call, q.at[pack]), chunk.read(call, k.at[pack]), (1, 1)) for pack in packs
+        ]
         for pack in packs:
-            values = chunk.of(call, v.at[pack])
+            values = chunk.read(call, v.at[pack])
             scaled = products[pack] * (scale_of(call, factor, call.pack_number(place.head, pack)) * LOG2_E)
             logits = jnp.where(hidden, HIDDEN, scaled)
             maxima = jnp.maximum(jnp.max(logits, axis=1, keepdims=True), SMALLEST_MAXIMUM)
@@ -107,239 +83,181 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
         finish(out, statistics, found)
 
     def with_chunks(*refs: Any) -> None:
-        """For all others: a chunk after another one, and what they come to in scratch memory."""
-        tables, bounds, rest = refs[:3], refs[3:5], refs[5:]
-        factor, coordinates, last, q, k, v, out, statistics, windows, maximum, total, mixed = rest
+        """Run any other tile: accumulate chunks in scratch memory."""
+        factor, coordinates, last, q, k, v, out, statistics, windows, maximum, total, mixed = refs[_TABLES:]
         place = Place.here()
-        mask = QueryMask(call, place, bounds, coordinates, windows)
+        mask = QueryMask(call, place, refs[3:5], coordinates, windows)
         to_base_2 = scale_of(call, factor, place.head) * LOG2_E
 
         def add(chunk: Chunk, is_masked: bool) -> None:
-            logits = contract(call, queries_of(call, q.at[0]), chunk.of(call, k.at[0]), (1, 1)) * to_base_2
+            logits = contract(call, query_rows(call, q.at[0]), chunk.read(call, k.at[0]), (1, 1)) * to_base_2
             if is_masked:
                 logits = jnp.where(mask.hidden(chunk), HIDDEN, logits)
             before = maximum[...]
             now = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
-            weights, change = jnp.exp2(logits - across(now, logits.shape[1])), jnp.exp2(before - now)
+            weights, change = jnp.exp2(logits - grid.across(now, logits.shape[1])), jnp.exp2(before - now)
             maximum[...] = now
             total[...] = total[...] * change + jnp.sum(weights, axis=1, keepdims=True)
-            values = chunk.of(call, v.at[0])
-            mixed[...] = mixed[...] * across(change, width) + contract(
+            values = chunk.read(call, v.at[0])
+            mixed[...] = mixed[...] * grid.across(change, width) + contract(
                 call, weights.astype(values.dtype), values, (1, 0)
             )
 
-        @pl.when(first_of(place.step))
+        @pl.when(grid.are_first(place.step))
         def _() -> None:
-            keep_windows(last, windows)
+            mask.keep_windows(last)
             maximum[...] = jnp.full_like(maximum, SMALLEST_MAXIMUM)
             total[...] = jnp.zeros_like(total)
             mixed[...] = jnp.zeros_like(mixed)
 
-        visit_keys(call, place, tables, add)
+        grid.visit_keys(call, place, refs[:3], add)
 
-        @pl.when(is_last(call, place))
+        @pl.when(grid.are_last(grid.steps(call), place.step))
         def _() -> None:
             finish(out, statistics, [(maximum[...], total[...], mixed[...])])
 
     state = [pltpu.VMEM((call.rows, lanes), jnp.float32) for lanes in (LANES, LANES, width)]
-    return list(
-        called(
-            with_one_chunk if call.is_single else with_chunks,
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=5,
-                grid=grid,
-                in_specs=common_specs(call, call.width(query), width),
-                out_specs=[query_spec(call, width), rows_spec(call, 2)],
-                scratch_shapes=[window_scratch(call), *([] if call.is_single else state)],
-            ),
-            out_shape=[
-                jax.ShapeDtypeStruct((*query.shape[:-1], value.shape[-1]), query.dtype),
-                jax.ShapeDtypeStruct(
-                    (query.shape[0], call.queries.heads.blocks, *grid[1:5], 2, call.rows), jnp.float32
-                ),
-            ],
-            compiler_params=semantics(3),
-            name="natten_jax_tpu_forward",
-        )(
-            *call.box_tables(),
-            *slab_bounds(call),
-            scale,
-            key_coordinates(call),
-            last_bounds(call),
-            query,
-            key,
-            value,
-        )
+    statistics_shape = query.shape[0], call.queries.blocks, *grid.query_grid(call)[1:5], 2, call.rows
+    results = grid.pallas_call(
+        with_one_chunk if call.is_single else with_chunks,
+        "natten_jax_tpu_forward",
+        [*grid.query_operands(call, scale), query, key, value],
+        tables=_TABLES,
+        grid=grid.query_grid(call),
+        in_specs=grid.query_specs(call, call.width(query), width),
+        out_specs=[grid.query_spec(call, width), grid.rows_spec(call, 2)],
+        scratch_shapes=[QueryMask.scratch(call), *([] if call.is_single else state)],
+        out_shape=[
+            jax.ShapeDtypeStruct((*query.shape[:-1], value.shape[-1]), query.dtype),
+            jax.ShapeDtypeStruct(statistics_shape, jnp.float32),
+        ],
+    )
+    return list(results)
+
+
+def query_gradient(call: Call, arrays: Sequence[jax.Array]) -> jax.Array:
+    """Compute the query's gradient in float32, without the factor of the scale.
+
+    Args:
+        call: What runs.
+        arrays: Query, key, value, cotangent of the output, statistics, and factors of the logits. Statistics are
+            ``[batch * leading, blocks, groups, *tiles, STATISTICS, rows]``; for the others see :func:`forward`.
+    """
+    query, _, value, _, _, scale = arrays
+    width, width_v = call.width(query), call.width(value)
+
+    def kernel(*refs: Any) -> None:
+        factor, coordinates, last, q, k, v, do, stats, dq, windows, of_queries, mixed = refs[_TABLES:]
+        place = Place.here()
+        mask = QueryMask(call, place, refs[3:5], coordinates, windows)
+
+        @pl.when(grid.are_first(place.step))
+        def _() -> None:
+            mask.keep_windows(last)
+            for index in range(STATISTICS):
+                of_queries[index] = grid.columns(stats[0, index : index + 1, :])
+            mixed[...] = jnp.zeros_like(mixed)
+
+        def add(chunk: Chunk, is_masked: bool) -> None:
+            keys = chunk.read(call, k.at[0])
+            logits = contract(call, query_rows(call, q.at[0]), keys, (1, 1))
+            logits *= scale_of(call, factor, place.head) * LOG2_E
+            if is_masked:
+                logits = jnp.where(mask.hidden(chunk), HIDDEN, logits)
+            products = contract(call, query_rows(call, do.at[0]), chunk.read(call, v.at[0]), (1, 1))
+            logsumexp, remainder, delta = (grid.across(of_queries[i], logits.shape[1]) for i in range(STATISTICS))
+            gradients = _weights(logits, logsumexp, remainder) * (products - delta)
+            mixed[...] += contract(call, gradients.astype(keys.dtype), keys, (1, 0))
+
+        grid.visit_keys(call, place, refs[:3], add)
+
+        @pl.when(grid.are_last(grid.steps(call), place.step))
+        def _() -> None:
+            dq[...] = unstack_heads(mixed[...], call.pack).reshape(dq.shape)
+
+    of_rows = [grid.query_spec(call, width_v), grid.rows_spec(call, STATISTICS)]
+    state = (STATISTICS, call.rows, LANES), (call.rows, width)
+    return grid.pallas_call(
+        kernel,
+        "natten_jax_tpu_query_gradient",
+        [*grid.query_operands(call, scale), *arrays[:-1]],
+        tables=_TABLES,
+        grid=grid.query_grid(call),
+        in_specs=[*grid.query_specs(call, width, width_v), *of_rows],
+        out_specs=grid.query_spec(call, width),
+        scratch_shapes=[QueryMask.scratch(call), *(pltpu.VMEM(shape, jnp.float32) for shape in state)],
+        out_shape=jax.ShapeDtypeStruct(query.shape, jnp.float32),
     )
 
 
-#: Rows of what a query's weights and their gradients are computed from.
-LOGSUMEXP, REMAINDER, DELTA = range(3)
-STATISTICS = 3
-
-
 def _weights(logits: jax.Array, logsumexp: jax.Array, remainder: jax.Array) -> jax.Array:
-    """Weights, from the logits in base 2."""
+    """Compute weights from logits in base 2."""
     # The forward pass rounds logits before it subtracts. The maximum keeps compilers from fusing their product here.
     return jnp.exp2(jnp.minimum((jnp.maximum(logits, HIDDEN) - logsumexp) - remainder, 0))
 
 
-def query_gradient(
-    call: Call,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    out_gradient: jax.Array,
-    statistics: jax.Array,
-    scale: jax.Array,
-) -> jax.Array:
-    """Compute the query's gradient, but for the scale, in float32.
-
-    Args:
-        call: What runs.
-        query: As in :func:`forward`.
-        key: Likewise.
-        value: Likewise.
-        out_gradient: Cotangent of the output.
-        statistics: The statistics of each row, ``[batch * leading, blocks, groups, *tiles, 3, rows]``.
-        scale: Factors of the logits.
-    """
-    width, width_v = call.width(query), call.width(value)
-
-    def kernel(*refs: Any) -> None:
-        tables, bounds, rest = refs[:3], refs[3:5], refs[5:]
-        factor, coordinates, last, q, k, v, do, stats, dq, windows, of_queries, mixed = rest
-        place = Place.here()
-        mask = QueryMask(call, place, bounds, coordinates, windows)
-
-        @pl.when(first_of(place.step))
-        def _() -> None:
-            keep_windows(last, windows)
-            for index in range(STATISTICS):
-                of_queries[index] = columns(stats[0, index : index + 1, :])
-            mixed[...] = jnp.zeros_like(mixed)
-
-        def add(chunk: Chunk, is_masked: bool) -> None:
-            keys = chunk.of(call, k.at[0])
-            logits = contract(call, queries_of(call, q.at[0]), keys, (1, 1))
-            logits *= scale_of(call, factor, place.head) * LOG2_E
-            if is_masked:
-                logits = jnp.where(mask.hidden(chunk), HIDDEN, logits)
-            products = contract(call, queries_of(call, do.at[0]), chunk.of(call, v.at[0]), (1, 1))
-            logsumexp, remainder, delta = (across(of_queries[i], logits.shape[1]) for i in range(STATISTICS))
-            gradients = _weights(logits, logsumexp, remainder) * (products - delta)
-            mixed[...] += contract(call, gradients.astype(keys.dtype), keys, (1, 0))
-
-        visit_keys(call, place, tables, add)
-
-        @pl.when(is_last(call, place))
-        def _() -> None:
-            dq[...] = side_by_side(mixed[...], call.pack).reshape(dq.shape)
-
-    return called(
-        kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=5,
-            grid=query_grid(call),
-            in_specs=[*common_specs(call, width, width_v), query_spec(call, width_v), rows_spec(call, STATISTICS)],
-            out_specs=query_spec(call, width),
-            scratch_shapes=[
-                window_scratch(call),
-                pltpu.VMEM((STATISTICS, call.rows, LANES), jnp.float32),
-                pltpu.VMEM((call.rows, width), jnp.float32),
-            ],
-        ),
-        out_shape=jax.ShapeDtypeStruct(query.shape, jnp.float32),
-        compiler_params=semantics(3),
-        name="natten_jax_tpu_query_gradient",
-    )(
-        *call.box_tables(),
-        *slab_bounds(call),
-        scale,
-        key_coordinates(call),
-        last_bounds(call),
-        query,
-        key,
-        value,
-        out_gradient,
-        statistics,
-    )
-
-
 class _KeyPrograms:
-    """The programs that own keys: a tile each, whose steps are the query heads that share it, and tiles of queries."""
+    """Programs that own a tile of keys. Their steps are query heads of the key head, and tiles of queries."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.heads = call.queries.heads.count // call.keys.heads.count
+        self.heads = call.queries.heads // call.keys.heads
         self.steps = [self.heads, *(max(visits.most_tiles, 1) for visits in call.visits)]
-
-    def grid(self) -> tuple[Any, ...]:
-        """Heads or packs of all batch entries, dilation groups, tiles, query heads, and tiles of queries."""
-        heads = self.call.leading // self.heads * self.call.queries.heads.blocks
-        return heads, self.call.groups, *self.call.keys.grid, *self.steps
+        # Heads or packs of all batch entries, dilation groups, tiles, query heads, and tiles of queries.
+        heads = call.leading // self.heads * call.queries.blocks
+        self.grid = heads, call.groups, *call.keys.grid, *self.steps
 
     def here(self) -> tuple[Place, Scalar]:
-        """The place of the program that asks, but for the query head among those of a key head, and that."""
-        return self._split([pl.program_id(axis) for axis in range(INDICES + 1)])
+        """Return the place of the current program, and the number of its query head among those of the key head."""
+        return self._split([pl.program_id(axis) for axis in range(len(self.grid))])
 
     @staticmethod
     def _split(indices: Sequence[Scalar]) -> tuple[Place, Scalar]:
         return Place.of((*indices[:5], *indices[6:])), indices[5]
 
     def spec(self, shape: Sequence[Any], index: Any) -> pl.BlockSpec:
-        """A block of an array, from a function of a program's place, its query head, and its tables."""
-        count = len(self.grid())
+        """Return a block of an array, from a function of a program's place, its query head, and its tables."""
+        count = len(self.grid)
         return pl.BlockSpec(tuple(shape), lambda *indices: index(*self._split(indices[:count]), indices[count:]))
 
     def query_head(self, place: Place, own: Scalar) -> Scalar:
-        """The query head of a step, or the pack, with its batch entry."""
+        """Return the query head or pack of a step, including the batch entry."""
         if self.heads == 1:
             return place.head
-        batch, head = divided(place.head, self.call.keys.heads.count)
-        return batch * self.call.queries.heads.count + head * self.heads + own
+        batch, head = divided(place.head, self.call.keys.heads)
+        return batch * self.call.queries.heads + head * self.heads + own
 
     def seeing(self, place: Place, tables: Sequence[Any]) -> tuple[list[Scalar], Scalar]:
-        """The tile of queries of a step along each dimension, that of the last step where there are no more, and
-        whether the step has one."""
+        """Return the tile of queries of a step, and whether the step has one; others repeat the last tile."""
         tiles, is_step = [], []
         groups = self.call.group_of(place.group)
-        for lengths, visits, g, t, step, table in zip(
-            self.call.lengths, self.call.visits, groups, place.tile, place.step, tables, strict=True
-        ):
-            row = (g * lengths.kv_tiles + t) * 2
+        for visits, g, t, step, table in zip(self.call.visits, groups, place.tile, place.step, tables, strict=True):
+            row = (g * visits.kv_tiles + t) * 2
             first, count = table[row], table[row + 1]
             tiles.append(first + jnp.maximum(jnp.minimum(step, count - 1), 0) if visits.most_tiles > 1 else first)
             is_step.append(step < count)
         return tiles, functools.reduce(jnp.logical_and, is_step)
 
 
-def key_gradients(
-    call: Call,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    out_gradient: jax.Array,
-    statistics: jax.Array,
-    scale: jax.Array,
-) -> list[jax.Array]:
-    """Compute the gradients of keys and values; arguments as in :func:`query_gradient`.
+def key_gradients(call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Compute the gradients of keys and values; for arguments see :func:`query_gradient`.
 
-    Logits are ``[keys, queries]``, so that no product has a transposed operand. The query heads of a key head are gone
-    over one after another.
+    Logits are ``[keys, queries]``, so that no product has a transposed operand. The query heads of a key head follow
+    one another.
     """
+    _, key, value, _, _, scale = arrays
     programs = _KeyPrograms(call)
 
-    def of_key(place: Place, own: Scalar, tables: Sequence[Any]) -> tuple[Any, ...]:
+    def key_block(place: Place, own: Scalar, tables: Sequence[Any]) -> tuple[Any, ...]:
         first, last = call.block_of(place.head)
         return (first, call.key_group(place.group, tables[:3]), *place.tile, last)
 
-    def of_query(place: Place, own: Scalar, tables: Sequence[Any]) -> tuple[Any, ...]:
+    def query_block(place: Place, own: Scalar, tables: Sequence[Any]) -> tuple[Any, ...]:
         first, last = call.block_of(programs.query_head(place, own))
         return (first, place.group, *programs.seeing(place, tables[3:])[0], last)
 
-    def of_statistics(place: Place, own: Scalar, tables: Sequence[Any]) -> tuple[Any, ...]:
-        first, *tile, last = of_query(place, own, tables)
+    def statistics_block(place: Place, own: Scalar, tables: Sequence[Any]) -> tuple[Any, ...]:
+        first, *tile, last = query_block(place, own, tables)
         return (first, last, *tile, 0, 0)
 
     def bounds_spec(dim: int) -> pl.BlockSpec:
@@ -353,18 +271,18 @@ def key_gradients(
         place, own = programs.here()
         steps = own, *place.step
 
-        @pl.when(first_of(steps))
+        @pl.when(grid.are_first(steps))
         def _() -> None:
             key_sum[...] = jnp.zeros_like(key_sum)
             value_sum[...] = jnp.zeros_like(value_sum)
 
         def add(is_masked: bool) -> None:
-            queries, outs = queries_of(call, q), queries_of(call, do)
+            queries, outs = query_rows(call, q), query_rows(call, do)
             scale_of_head = scale_of(call, factor, programs.query_head(place, own), axis=1)
-            logits = contract(call, matrix(k), queries, (1, 1)) * (scale_of_head * LOG2_E)
+            logits = contract(call, grid.matrix(k), queries, (1, 1)) * (scale_of_head * LOG2_E)
             if is_masked:
-                logits = hidden_from(call, logits, firsts, bounds)
-            products = contract(call, matrix(v), outs, (1, 1))
+                logits = grid.hide_keys(call, logits, firsts, bounds)
+            products = contract(call, grid.matrix(v), outs, (1, 1))
             logsumexp, remainder, delta = (stats[i : i + 1, :] for i in range(STATISTICS))
             weights = _weights(logits, logsumexp, remainder)
             gradients = weights * (products - delta)
@@ -376,46 +294,29 @@ def key_gradients(
         firsts = [t * extent for t, extent in zip(place.tile, call.keys.tile, strict=True)]
         tile, is_step = programs.seeing(place, tables[3:])
         rows = call.rows_of(place.group, tile, tables[:3])
-        is_full = sees_all(rows, [KeyBox(first, first) for first in firsts], call.keys.tile)
-        pl.when(is_step)(lambda: visit(add, is_full))
+        is_full = grid.sees_all(rows, [KeyBox(first, first) for first in firsts], call.keys.tile)
+        pl.when(is_step)(lambda: grid.visit(add, is_full))
 
-        @pl.when(last_of(programs.steps, steps))
+        @pl.when(grid.are_last(programs.steps, steps))
         def _() -> None:
             dk[...] = key_sum[...].reshape(dk.shape).astype(dk.dtype)
             dv[...] = value_sum[...].reshape(dv.shape).astype(dv.dtype)
 
-    query_block, key_block = (None, None, *call.queries.tile), (None, None, *call.keys.tile)
     widths = [call.width(array) for array in (key, value)]
-    specs = [programs.spec((*key_block, width), of_key) for width in widths]
-    return list(
-        called(
-            kernel,
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=6,
-                grid=programs.grid(),
-                in_specs=[
-                    pl.BlockSpec(memory_space=pltpu.SMEM),
-                    programs.spec((*query_block, widths[0]), of_query),
-                    *specs,
-                    programs.spec((*query_block, widths[1]), of_query),
-                    programs.spec((*(None,) * 6, STATISTICS, call.rows), of_statistics),
-                    *map(bounds_spec, range(3)),
-                ],
-                out_specs=specs,
-                scratch_shapes=[pltpu.VMEM((call.keys.tile_tokens, width), jnp.float32) for width in widths],
-            ),
-            out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (key, value)],
-            compiler_params=semantics(4),
-            name="natten_jax_tpu_key_gradients",
-        )(
-            *call.box_tables(),
-            *call.tile_tables(),
-            scale,
-            query,
-            key,
-            value,
-            out_gradient,
-            statistics,
-            *query_bounds(call),
-        )
+    of_queries = [programs.spec((None, None, *call.queries.tile, width), query_block) for width in widths]
+    of_keys = [programs.spec((None, None, *call.keys.tile, width), key_block) for width in widths]
+    of_statistics = programs.spec((*(None,) * 6, STATISTICS, call.rows), statistics_block)
+    bounds = (visits.bounds_of_tokens(dim, call.queries.tile) for dim, visits in enumerate(call.visits))
+    scales = pl.BlockSpec(memory_space=pltpu.SMEM)
+    results = grid.pallas_call(
+        kernel,
+        "natten_jax_tpu_key_gradients",
+        [*call.box_tables, *call.tile_tables, scale, *arrays[:-1], *(jnp.tile(each, call.pack) for each in bounds)],
+        tables=6,
+        grid=programs.grid,
+        in_specs=[scales, of_queries[0], *of_keys, of_queries[1], of_statistics, *map(bounds_spec, range(3))],
+        out_specs=of_keys,
+        scratch_shapes=[pltpu.VMEM((call.keys.tile_tokens, width), jnp.float32) for width in widths],
+        out_shape=[key, value],
     )
+    return list(results)

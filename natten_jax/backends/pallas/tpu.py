@@ -1,27 +1,26 @@
-"""The ``tpu`` backend: Pallas kernels for TPUs.
+"""The ``tpu`` backend: Pallas kernels for TPUs, and a model that ranks their tiles.
 
-Calls run it by name alone: the kernels have been interpreted and compiled, and never run on a TPU.
+The model counts bundles, of which a core of a TPU issues one per cycle. It is fitted to the output of the TPU compiler
+for v5e (``bench/tpu_bundles.py``). Use it to rank tiles, not to predict times.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Output, Saved
-from natten_jax.arrays.remainders import base2_parts
-from natten_jax.backends.base import Backend, Platform
-from natten_jax.backends.ffi import delta
-from natten_jax.backends.pallas._common import finite_scale, logsumexp_and_remainder
-from natten_jax.backends.pallas._tpu_call import LANES, MOST_LOGITS, Chunks, before_keys, pack_of, together
+from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
+from natten_jax.backends.base import Platform
+from natten_jax.backends.pallas import _common as common
+from natten_jax.backends.pallas._tpu_call import LANES, MOST_LOGITS, Chunks, call_of, pack_size, packs_of_program
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan
@@ -30,93 +29,238 @@ from natten_jax.windows import EDGES, Axis
 
 #: Most tokens of a tile of queries, and of a box of keys.
 LARGEST_TILE, LARGEST_BOX = 1024, 32768
-#: Most bytes of a tile of queries, of a box of keys with its values (of which two are in VMEM at a time), and of a tile
-#: of keys of the backward pass.
+#: Most bytes of a tile of queries or, in the backward pass, of keys; most bytes of a box of keys with its values, of
+#: which VMEM holds two.
 _MOST_BYTES, _MOST_BOX_BYTES = 512 * 1024, 5_600_000
-#: Bundles of a grid's step beside all else, of a chunk, and of a tile for each of its rows.
+#: Bundles per grid step, per chunk, and per row of a tile.
 _STEP, _CHUNK, _ROW = 220, 50, 1.05
-#: Those of a program that has its keys in one chunk, of each head or pack of it, and of each row.
-_PROGRAM, _OF_PACK, _OF_ROW = 300, 10, 0.6
-#: Those of XLA for a token of one array, where it pads.
+#: Bundles of a program that has its keys in one chunk: per program, per head or pack, and per row.
+_PROGRAM, _PER_PACK, _PER_ROW = 300, 10, 0.6
+#: Bundles of XLA per padded token of an array.
 _PADDED = 0.5
-#: Bundles of a chunk's products that nothing overlaps with: of few rows, and of more.
-_LATENCY_OF_FEW, _LATENCY = 180, 80
-#: Bundles for the softmax of 1024 logits, and for a product of 128 rows with a matrix of 128 x 128 elements, by as
-#: many matrix units as v5e has.
+#: Latency in bundles of the products of a chunk with at most 128 rows, and with more rows.
+_LATENCY_OF_FEW_ROWS, _LATENCY = 180, 80
+#: Bundles of the softmax of 1024 logits, and of a product of 128 rows with a 128 x 128 matrix.
 _SOFTMAX, _PRODUCT = 2.5, 32.0
+#: Matrix units of v5e.
 _UNITS = 4
-#: Products of a step of each kernel.
+#: Products per step of each kernel.
 _FORWARD, _QUERY_GRADIENT, _KEY_GRADIENTS = 2, 3, 4
+#: Pairs of tiles that are listed.
 _LISTED = 6
 
 
+class TpuBackend(common.PallasBackend):
+    """Neighborhood attention on TPUs; see :class:`natten_jax.backends.base.Backend`."""
+
+    family = "tpu"
+    platform = Platform("tpu")
+    dtypes = ("bfloat16", "float32")
+    edges = EDGES
+    wraps_by_strips = True
+    head_dim_step = 8
+    largest_head_dim = 256
+    biases = ("key_bias",)
+    key_bias_by_columns = True
+    heeds = ("backward_deterministic",)  # every run is deterministic
+
+    def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
+        """Query and key/value tile shapes of a pass, the recommended pair first."""
+        return recommended(problem, pass_)
+
+    def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
+        """Most tokens of a tile, which has a row per token and head of a pack."""
+        tile = LARGEST_TILE // pack_size(problem.heads, problem.heads_kv, (problem.head_dim, problem.head_dim_v))
+        return tile, LARGEST_BOX if pass_ == "forward" else tile
+
+    def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
+        """Whether the kernels accept this pair: the last extents fill whole registers."""
+        return super().offers(problem, device, pass_, pair) and all(tile[-1] % alignment(problem) == 0 for tile in pair)
+
+    def forward_saving(self, plan: Plan, operands: Operands) -> Saved:
+        """Compute output, logsumexp and remainder."""
+        from natten_jax.backends.pallas._tpu_kernels import forward
+
+        call = call_of(plan, operands, alignment(plan.problem))
+        out, statistics = forward(call, *call.laid_out(operands.inputs), _scales(plan, operands))
+        rows = common.logsumexp_and_remainder(*call.queries.of_tiles(statistics))
+        return Saved(call.queries.restored(out), *rows)
+
+    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
+        """Compute the gradients of the differentiable operands."""
+        from natten_jax.backends.pallas._tpu_kernels import key_gradients, query_gradient
+
+        call, inputs = call_of(plan, operands, alignment(plan.problem)), operands.inputs
+        out_gradient = call.queries.laid_out(cotangents.out.astype(inputs.query.dtype))
+        # Padding has logsumexp, cotangent and delta 0, and adds 0 to gradients.
+        statistics = call.queries.in_tiles(common.saved_statistics(saved, cotangents))
+        scales = _scales(plan, operands)
+        arrays = *call.laid_out(inputs), out_gradient, statistics, scales
+        of_query = call.queries.restored(query_gradient(call, arrays))
+        of_key, of_value = key_gradients(call, arrays)
+        of_scale, heads = None, 1
+        if inputs.scale is not None:
+            heads = call.queries.heads
+            products = of_query * inputs.query.astype(jnp.float32)
+            of_scale = jnp.sum(products, axis=(*range(1, 1 + plan.problem.rank), -1))
+        scale = scales.reshape(-1, *(1,) * plan.problem.rank, heads, 1)
+        query = (of_query * scale).astype(inputs.query.dtype)
+        return Gradients(query, call.keys.restored(of_key), call.keys.restored(of_value), scale=of_scale)
+
+
+def _scales(plan: Plan, operands: Operands) -> jax.Array:
+    """Return factors of the logits, float32 ``[batch * heads]``, or ``[1]`` if heads share one.
+
+    Raises:
+        ValueError: Heads have factors of their own, and the batch size is symbolic: kernels read all factors at once.
+    """
+    scale = operands.inputs.scale
+    if scale is None:
+        return jnp.full((1,), plan.problem.scale, jnp.float32)
+    batch, *_, heads, _ = operands.inputs.query.shape
+    if not isinstance(batch, int):
+        raise ValueError(f"scale is an array, and the batch size is {batch}: kernels for TPUs have to know how many")
+    return jnp.broadcast_to(common.finite_scale(plan.problem.scale, scale), (batch, heads)).reshape(-1)
+
+
+# Tiles ---------------------------------------------------------------------------------------------------------------
+
+
 def alignment(problem: Problem) -> int:
-    """Tokens of a register along the last dimension."""
+    """Return the tokens of a register along the last dimension."""
     return 16 if problem.dtype == "bfloat16" else 8
 
 
 def recommended(problem: Problem, pass_: Pass) -> list[TilePair]:
-    """Query and key/value tiles, the fastest first."""
+    """Return query and key/value tiles, the fastest first."""
     widths = problem.head_dim, problem.head_dim_v
-    pack = pack_of(problem.heads, problem.heads_kv, widths)
+    pack = pack_size(problem.heads, problem.heads_kv, widths)
     leading = problem.batch * (1 if pack > 1 else problem.heads)
-    # Heads that share keys do not go together.
-    packs = _Packs(leading if problem.heads == problem.heads_kv else 1, pack, (widths[0] * pack, widths[1] * pack))
-    return _recommended(problem.axes, packs, problem.element.bytes, alignment(problem), pass_)
+    # A program has one head if heads share keys.
+    leading = leading if problem.heads == problem.heads_kv else 1
+    steps = (*(1 for _ in problem.axes[1:]), alignment(problem))
+    model = _Model(problem.axes, leading, pack, (widths[0] * pack, widths[1] * pack), steps)
+    return model.ranked(problem.element.bytes, pass_)
 
 
-class _Packs(NamedTuple):
-    """What the model knows of packs, or of heads where these are first.
+@dataclasses.dataclass(frozen=True)
+class _Model:
+    """A model of the bundles that a pass executes.
 
     Attributes:
-        leading: How many there may be in a program.
-        heads: Heads of one.
+        axes: Token dimensions.
+        leading: Most packs of a program, or heads if heads come first.
+        heads: Heads of a pack.
         widths: Elements of a row of queries and keys, and of values.
+        steps: Tokens of a register along each dimension.
     """
 
+    axes: tuple[Axis, ...]
     leading: int
     heads: int
     widths: tuple[int, int]
+    steps: tuple[int, ...]
 
+    @functools.lru_cache(maxsize=1024)  # noqa: B019
+    def ranked(self, element_bytes: int, pass_: Pass) -> list[TilePair]:
+        """Return the fastest pairs of tiles of a pass."""
+        steps, step = self.steps, self.steps[-1]
+        token_bytes = element_bytes * sum(-(-width // LANES) * LANES for width in self.widths)
+        most = min(LARGEST_TILE, 2 * _MOST_BYTES // token_bytes) // self.heads
+        costs: dict[TilePair, float] = {}
+        for q_tile in _shapes([-(-axis.query_extent // axis.dilation) for axis in self.axes], step, most):
+            spans = [_spans(*each) for each in zip(self.axes, q_tile, steps, strict=True)]
+            hull = [-(-max(each) // each_step) * each_step for each, each_step in zip(spans, steps, strict=True)]
+            if pass_ == "forward":
+                boxes = _boxes(hull, steps, min(LARGEST_BOX, _MOST_BOX_BYTES // token_bytes))
+                for box in itertools.islice(boxes, 2):
+                    costs[q_tile, box] = self._forward(spans, q_tile, box)
+            else:
+                for kv_tile in _shapes(hull, step, most):
+                    if self.heads * math.prod(q_tile) * math.prod(kv_tile) <= MOST_LOGITS:
+                        costs[q_tile, kv_tile] = self._backward(spans, q_tile, kv_tile)
+        return heapq.nsmallest(_LISTED, costs, key=lambda pair: costs[pair])
 
-@functools.lru_cache(maxsize=1024)
-def _recommended(axes: tuple[Axis, ...], packs: _Packs, element_bytes: int, step: int, pass_: Pass) -> list[TilePair]:
-    of_token = element_bytes * sum(-(-width // LANES) * LANES for width in packs.widths)
-    most = min(LARGEST_TILE, 2 * _MOST_BYTES // of_token) // packs.heads
-    steps = (*(1 for _ in axes[1:]), step)
-    costs: dict[TilePair, float] = {}
-    for q_tile in _shapes([-(-axis.query_extent // axis.dilation) for axis in axes], step, most):
-        spans = [_spans(*each) for each in zip(axes, q_tile, steps, strict=True)]
-        hull = [-(-max(each) // each_step) * each_step for each, each_step in zip(spans, steps, strict=True)]
-        if pass_ == "forward":
-            for box in _boxes(hull, steps, min(LARGEST_BOX, _MOST_BOX_BYTES // of_token)):
-                costs[q_tile, box] = _of_queries(axes, spans, (q_tile, box), packs, step)
-        else:
-            for kv_tile in _shapes(hull, step, most):
-                if packs.heads * math.prod(q_tile) * math.prod(kv_tile) <= MOST_LOGITS:
-                    costs[q_tile, kv_tile] = _of_backward(axes, spans, (q_tile, kv_tile), packs)
-    return heapq.nsmallest(_LISTED, costs, key=lambda pair: costs[pair])
+    def _forward(self, spans: Sequence[Sequence[int]], q_tile: Shape, box: Shape) -> float:
+        """Return the bundles of the forward pass of a pack."""
+        rows = self.heads * math.prod(q_tile)
+        chunks, padded = Chunks.for_rows(box, rows, self.steps[-1]), self._padding(q_tile)
+        dilated = math.prod(axis.dilation for axis in self.axes)
+        tiles = math.prod(map(len, spans)) * dilated
+        boxes = [[-(-span // extent) for span in each] for each, extent in zip(spans, box, strict=True)]
+        if chunks.number == 1 and max(map(max, boxes)) == 1:
+            # A program has several packs, which hide each other's latency.
+            columns, depth = -(-chunks.keys // LANES), -(-max(self.widths) // LANES)
+            products = _FORWARD * rows / LANES * columns * depth * _PRODUCT
+            program = _PROGRAM / packs_of_program(self.leading, rows * chunks.keys)
+            return padded + tiles * (program + _PER_PACK + _PER_ROW * rows + products)
+        programs = math.prod(max(each) * len(each) for each in boxes)
+        # Along the dimension that chunks cut, keys after the last one that a tile sees are skipped.
+        visited = 1.0
+        for dim, (each, extent) in enumerate(zip(spans, box, strict=True)):
+            whole = [-(-span // extent) * extent for span in each]
+            visited *= sum(each if dim == chunks.cut else whole) / extent
+        latency = _LATENCY_OF_FEW_ROWS if rows <= LANES else _LATENCY
+        chunk = _CHUNK + latency + self._products(rows, chunks.keys, _FORWARD)
+        steps = dilated * (programs * _STEP + visited * math.prod(box) / chunks.keys * chunk)
+        return padded + steps + tiles * _ROW * rows
+
+    def _padding(self, q_tile: Shape) -> float:
+        """Return the bundles of XLA that pad queries to whole tiles, and keys and values to where boxes begin."""
+        own = math.prod(axis.query_extent // axis.dilation for axis in self.axes)
+        others = math.prod(axis.kv_extent // axis.dilation for axis in self.axes)
+        groups, queries, keys = 1, 1, 1
+        for axis, tile, step in zip(self.axes, q_tile, self.steps, strict=True):
+            groups *= axis.dilation
+            queries *= -(-axis.query_extent // (tile * axis.dilation)) * tile
+            keys *= -(-(common.before_keys(axis, tile, step) + -(-axis.kv_extent // axis.dilation)) // step) * step
+        return _PADDED * groups * ((queries if queries != own else 0) + (2 * keys if keys != others else 0))
+
+    def _backward(self, spans: Sequence[Sequence[int]], q_tile: Shape, kv_tile: Shape) -> float:
+        """Return the bundles of the backward pass of a dilation group of a pack."""
+        rows, keys = self.heads * math.prod(q_tile), math.prod(kv_tile)
+        boxes = [[-(-span // extent) for span in each] for each, extent in zip(spans, kv_tile, strict=True)]
+        visited, programs = math.prod(map(sum, boxes)), math.prod(max(each) * len(each) for each in boxes)
+        query_step, key_step = (
+            _STEP + _LATENCY + self._products(rows, keys, products) for products in (_QUERY_GRADIENT, _KEY_GRADIENTS)
+        )
+        of_queries = (programs - visited) * _STEP + visited * query_step
+        of_queries += math.prod(map(len, spans)) * 2 * _ROW * rows
+        kv_tiles = [
+            -(-axis.kv_extent // axis.dilation) / extent for axis, extent in zip(self.axes, kv_tile, strict=True)
+        ]
+        # About as many tiles of queries see a tile of keys as there are pairs per tile of keys.
+        seen = math.prod(
+            max(1.0, sum(span / kv + 1 for span in each) / math.ceil(tiles)) * math.ceil(tiles)
+            for each, kv, tiles in zip(spans, kv_tile, kv_tiles, strict=True)
+        )
+        return of_queries + seen * key_step + math.prod(kv_tiles) * 2 * _ROW * keys
+
+    def _products(self, rows: int, keys: int, products: int) -> float:
+        """Return the bundles of the products and the softmax of a block of logits."""
+        columns, depth = -(-keys // LANES), -(-max(self.widths) // LANES)
+        bundles = products * rows / LANES * columns * depth * _PRODUCT
+        if columns % _UNITS:
+            bundles = min(bundles * -(-columns // _UNITS) * _UNITS / columns, bundles + 2 * _LATENCY)
+        return max(bundles, rows * columns * LANES / 1024 * _SOFTMAX * products / _FORWARD)
 
 
 def _boxes(hull: Sequence[int], steps: Sequence[int], most: int) -> Iterator[Shape]:
-    """The largest boxes of all keys that a tile sees, or of parts of them along the first dimensions."""
-    box, found = [*hull], 0
+    """Yield boxes of at most so many keys, the largest first: parts of a hull along the first dimensions."""
+    box = [*hull]
     for dim, step in enumerate(steps):
         for count in range(1, hull[dim] // step + 1):
             box[dim] = -(-hull[dim] // step // count) * step
             if math.prod(box) <= most:
                 yield tuple(box)
-                found += 1
-                if found == 2:
-                    return
 
 
 @functools.lru_cache(maxsize=4096)
 def _spans(axis: Axis, tile: int, step: int) -> tuple[int, ...]:
-    """How many keys each tile of a dilation group's queries spans, from a multiple of ``step`` on."""
+    """Return the keys that each tile of a dilation group's queries spans, from a multiple of ``step`` on."""
     queries, keys = (-(-extent // axis.dilation) for extent in (axis.query_extent, axis.kv_extent))
     first, end = axis.bounds(np.arange(queries), (queries, keys))
-    before = before_keys(axis, tile, step)
+    before = common.before_keys(axis, tile, step)
     starts = np.arange(0, queries, tile)
     first, end = first + before, end + before
     first, end = np.minimum.reduceat(first, starts), np.maximum.reduceat(end, starts)
@@ -124,7 +268,7 @@ def _spans(axis: Axis, tile: int, step: int) -> tuple[int, ...]:
 
 
 def _shapes(lengths: Sequence[int], step: int, most: int) -> Iterator[Shape]:
-    """Tiles of a box: parts of each dimension that are about equal."""
+    """Yield tiles of a box: about equal parts of each dimension."""
     *leading, last = lengths
     of_last = {-(-length // step) * step for length in _parts(last, most)}
     aligned = {length // LANES * LANES for length in of_last if length > LANES}
@@ -134,172 +278,6 @@ def _shapes(lengths: Sequence[int], step: int, most: int) -> Iterator[Shape]:
 
 
 def _parts(length: int, most: int) -> list[int]:
-    """Lengths of parts, in steps of a factor of two: of equal ones, and of powers of two."""
+    """Return lengths of parts that differ by a factor of two: of equal parts, and powers of two."""
     whole = {-(-length // 2**i) for i in range(length.bit_length() + 1)}
     return sorted(part for part in whole | {2**i for i in range(length.bit_length())} if part <= most)
-
-
-def _products(rows: int, keys: int, widths: tuple[int, int], products: int) -> float:
-    """Bundles of the products and the softmax of so many rows and keys."""
-    columns, depth = -(-keys // LANES), -(-max(widths) // LANES)
-    of_products = products * rows / LANES * columns * depth * _PRODUCT
-    if columns % _UNITS:
-        of_products = min(of_products * -(-columns // _UNITS) * _UNITS / columns, of_products + 2 * _LATENCY)
-    return max(of_products, rows * columns * LANES / 1024 * _SOFTMAX * products / _FORWARD)
-
-
-def _of_queries(
-    axes: Sequence[Axis], spans: Sequence[Sequence[int]], pair: TilePair, packs: _Packs, step: int
-) -> float:
-    """What the forward pass of a pack executes."""
-    q_tile, box = pair
-    rows = packs.heads * math.prod(q_tile)
-    chunks, padded = Chunks.of(box, rows, step), _of_padding(axes, q_tile, step)
-    tiles = math.prod(map(len, spans)) * math.prod(axis.dilation for axis in axes)
-    boxes = [[-(-span // extent) for span in each] for each, extent in zip(spans, box, strict=True)]
-    if chunks.count == 1 and max(map(max, boxes)) == 1:
-        # Several go together, and hide each other's latency.
-        columns, depth = -(-chunks.keys // LANES), -(-max(packs.widths) // LANES)
-        of_products = _FORWARD * rows / LANES * columns * depth * _PRODUCT
-        of_program = _PROGRAM / together(packs.leading, rows * chunks.keys)
-        return padded + tiles * (of_program + _OF_PACK + _OF_ROW * rows + of_products)
-    programs = math.prod(max(each) * len(each) for each in boxes)
-    # Keys behind the last one that a tile sees are passed over along the dimension that is cut.
-    visited = 1.0
-    for dim, (each, extent) in enumerate(zip(spans, box, strict=True)):
-        whole = [-(-span // extent) * extent for span in each]
-        visited *= sum(each if dim == chunks.cut else whole) / extent
-    latency = _LATENCY_OF_FEW if rows <= LANES else _LATENCY
-    of_chunk = _CHUNK + latency + _products(rows, chunks.keys, packs.widths, _FORWARD)
-    dilated = math.prod(axis.dilation for axis in axes)
-    of_steps = dilated * (programs * _STEP + visited * math.prod(box) / chunks.keys * of_chunk)
-    return padded + of_steps + tiles * _ROW * rows
-
-
-def _of_padding(axes: Sequence[Axis], q_tile: Shape, step: int) -> float:
-    """What XLA executes to pad queries to whole tiles, and keys and values to where boxes begin."""
-    steps = [*(1 for _ in axes[1:]), step]
-    queries = [-(-axis.query_extent // (tile * axis.dilation)) * tile for axis, tile in zip(axes, q_tile, strict=True)]
-    keys = [
-        -(-(before_keys(axis, tile, each) + -(-axis.kv_extent // axis.dilation)) // each) * each
-        for axis, tile, each in zip(axes, q_tile, steps, strict=True)
-    ]
-    own = math.prod(axis.query_extent // axis.dilation for axis in axes)
-    others = math.prod(axis.kv_extent // axis.dilation for axis in axes)
-    groups = math.prod(axis.dilation for axis in axes)
-    of_queries = math.prod(queries) if math.prod(queries) != own else 0
-    of_keys = 2 * math.prod(keys) if math.prod(keys) != others else 0
-    return _PADDED * groups * (of_queries + of_keys)
-
-
-def _of_backward(axes: Sequence[Axis], spans: Sequence[Sequence[int]], pair: TilePair, packs: _Packs) -> float:
-    """What the kernels of the backward pass execute for a dilation group of a pack."""
-    q_tile, kv_tile = pair
-    rows, keys = packs.heads * math.prod(q_tile), math.prod(kv_tile)
-    boxes = [[-(-span // extent) for span in each] for each, extent in zip(spans, kv_tile, strict=True)]
-    visited, programs = math.prod(map(sum, boxes)), math.prod(max(each) * len(each) for each in boxes)
-
-    def of_step(products: int) -> float:
-        return _STEP + _LATENCY + _products(rows, keys, packs.widths, products)
-
-    of_queries = (programs - visited) * _STEP + visited * of_step(_QUERY_GRADIENT)
-    of_queries += math.prod(map(len, spans)) * 2 * _ROW * rows
-    kv_tiles = [-(-axis.kv_extent // axis.dilation) / extent for axis, extent in zip(axes, kv_tile, strict=True)]
-    # A tile of keys is seen by about as many tiles of queries as there are pairs of both for each.
-    seen = math.prod(
-        max(1.0, sum(span / kv + 1 for span in each) / math.ceil(tiles)) * math.ceil(tiles)
-        for each, kv, tiles in zip(spans, kv_tile, kv_tiles, strict=True)
-    )
-    return of_queries + seen * of_step(_KEY_GRADIENTS) + math.prod(kv_tiles) * 2 * _ROW * keys
-
-
-#: Logsumexp in base 2 of queries that see nothing, or that are padding: their weights are zero.
-_NOTHING_SEEN = 1e30
-
-
-class TpuBackend(Backend):
-    """Neighborhood attention on TPUs; see :class:`natten_jax.backends.base.Backend`."""
-
-    family = "tpu"
-    is_by_name_only = True  # until somebody has measured it
-    platform = Platform("tpu")
-    dtypes = ("bfloat16", "float32")
-    edges = EDGES
-    wraps_by_strips = True
-    head_dim_step = 8
-    largest_head_dim = 256
-    biases = ("key_bias",)
-    key_bias_by_columns = True
-    carries_plan = False
-    fuses_additional_kv = False
-    heeds = ("backward_deterministic",)  # in every run
-
-    def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
-        """Query and key/value tile shapes of a pass, the recommended pair first."""
-        return recommended(problem, pass_)
-
-    def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
-        """Most tokens of a tile: each has a row for every head of a pack."""
-        tile = LARGEST_TILE // pack_of(problem.heads, problem.heads_kv, (problem.head_dim, problem.head_dim_v))
-        return tile, LARGEST_BOX if pass_ == "forward" else tile
-
-    def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
-        """Whether the kernels accept this pair: the last extents fill whole registers."""
-        return super().offers(problem, device, pass_, pair) and all(tile[-1] % alignment(problem) == 0 for tile in pair)
-
-    def forward(self, plan: Plan, operands: Operands) -> Output:
-        """Compute output and logsumexp."""
-        return Output(*self.forward_saving(plan, operands)[:2])
-
-    def forward_saving(self, plan: Plan, operands: Operands) -> Saved:
-        """Compute them for a backward pass."""
-        from natten_jax.backends.pallas._tpu_call import call_of
-        from natten_jax.backends.pallas._tpu_kernels import forward
-
-        call = call_of(plan, operands, alignment(plan.problem))
-        out, statistics = forward(call, *call.laid_out(operands), _scales(plan, operands))
-        rows = logsumexp_and_remainder(*call.queries.of_tiles(statistics))
-        return Saved(call.queries.restored(out), *rows)
-
-    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
-        """Compute the gradients of the differentiable operands."""
-        from natten_jax.backends.pallas._tpu_call import call_of
-        from natten_jax.backends.pallas._tpu_kernels import key_gradients, query_gradient
-
-        call = call_of(plan, operands, alignment(plan.problem))
-        arrays = *call.laid_out(operands), call.queries.laid_out(cotangents.out.astype(operands.inputs.query.dtype))
-        reference, remainder = base2_parts(saved.logsumexp, saved.remainder)
-        logsumexp = jnp.where(saved.logsumexp == -jnp.inf, _NOTHING_SEEN, reference)
-        # Padding has logsumexp, cotangent and delta 0 here, so that it adds 0 to gradients.
-        statistics = call.queries.in_tiles([logsumexp, remainder, delta(saved.out, *cotangents)])
-        scales = _scales(plan, operands)
-        of_query = query_gradient(call, *arrays, statistics, scales)
-        of_query = call.queries.restored(of_query)
-        of_key, of_value = key_gradients(call, *arrays, statistics, scales)
-        heads = 1 if operands.inputs.scale is None else call.queries.heads.count
-        scale = scales.reshape(-1, *(1,) * plan.problem.rank, heads, 1)
-        of_scale = None
-        if operands.inputs.scale is not None:
-            products = of_query * operands.inputs.query.astype(jnp.float32)
-            of_scale = jnp.sum(products, axis=(*range(1, 1 + plan.problem.rank), -1))
-        return Gradients(
-            (of_query * scale).astype(operands.inputs.query.dtype),
-            call.keys.restored(of_key),
-            call.keys.restored(of_value),
-            scale=of_scale,
-        )
-
-
-def _scales(plan: Plan, operands: Operands) -> jax.Array:
-    """Factors of the logits, float32 ``[batch * heads]``, or ``[1]`` where they are the same.
-
-    Raises:
-        ValueError: They differ, and how many there are is not known: kernels have all of them at hand.
-    """
-    scale = operands.inputs.scale
-    if scale is None:
-        return jnp.full((1,), plan.problem.scale, jnp.float32)
-    batch, *_, heads, _ = operands.inputs.query.shape
-    if not isinstance(batch, int):
-        raise ValueError(f"scale is an array, and the batch size is {batch}: kernels for TPUs have to know how many")
-    return jnp.broadcast_to(finite_scale(plan.problem.scale, scale), (batch, heads)).reshape(-1)
