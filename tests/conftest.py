@@ -40,7 +40,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("deterministic")
 
 # Where the tests are without the clone, those of what only the clone has are left out: pages, build script, benchmarks.
-_OF_THE_CLONE = ["bench", "repository", "profiler/test_profiler_waits.py"]
+_OF_THE_CLONE = ["bench", "repository", "profiler/test_profiler_advice.py"]
 collect_ignore = [] if (Path(__file__).parents[1] / "README.md").exists() else _OF_THE_CLONE
 
 SELECTIONS: Mapping[str, Callable[[Family], bool]] = {
