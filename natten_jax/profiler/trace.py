@@ -126,19 +126,19 @@ def programs_of(path: Path, *, with_memory: bool = False) -> dict[str, TracedPro
     groups = capture.grouped(events, lambda each: ((each.module or "-").partition("(")[0], each.number))
     for (module, number), of_module in groups.items():
         program = _program_of(of_module, module, number, programs)
-        devices = {
-            device: [_without_overlap(of_device, program) if platform == "cpu" else of_device]
-            for device, of_device in capture.by_device(of_module).items()
-        }
-        busiest = capture.busiest(devices)
-        rows = measure.summarize(devices[busiest], program, "fna", platform)
-        found[module].append(TracedProgram(rows, _runs(of_module, busiest)))
+        if platform == "cpu":
+            runs = capture.grouped(of_module, lambda each: (each.device, each.run)).values()
+            of_module = [event for run in runs for event in capture.without_overlap(run, program.is_container)]
+        devices = {device: [of_device] for device, of_device in capture.by_device(of_module).items()}
+        (launched,) = devices[capture.busiest(devices)]
+        rows = measure.summarize([launched], program, "fna", platform)
+        found[module].append(TracedProgram(rows, _count_runs(launched)))
     return {module: _merge_programs(parts) for module, parts in found.items()}
 
 
-def _runs(events: Sequence[Event], device: int) -> int | None:
-    """Return the number of runs of a program on a device, or ``None``."""
-    runs = {event.run for event in events if event.device == device}
+def _count_runs(events: Sequence[Event]) -> int | None:
+    """Return the number of runs that the events belong to, or ``None``."""
+    runs = {event.run for event in events}
     return None if None in runs else len(runs)
 
 
@@ -146,11 +146,6 @@ def _merge_programs(parts: Sequence[TracedProgram]) -> TracedProgram:
     """Merge programs with the same name."""
     runs = [part.runs for part in parts if part.runs is not None]
     return TracedProgram(merge_rows(part.rows for part in parts), sum(runs) if len(runs) == len(parts) else None)
-
-
-def _without_overlap(events: Sequence[Event], program: Program) -> list[Event]:
-    runs = capture.grouped(events, lambda each: each.run).values()
-    return [event for run in runs for event in capture.without_overlap(run, program.is_container)]
 
 
 def _program_of(launched: Sequence[Event], module: str, number: int | None, programs: Mapping[int, Program]) -> Program:
