@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: Options) -> int:
     try:
         return _predict(options) if options.dry_run or options.simulate else _measure(options)
+    except BrokenPipeError:
+        raise
     except UnavailableBackend as error:
         print_error(error)
         _show_where_it_runs(options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -140,11 +141,19 @@ def print_message(what: object) -> None:
 
 
 def run_program(program: str, run: Callable[[], int | None]) -> int:
-    """Call ``run`` and return the exit status of a program: 1 if JAX has no device, 130 after Ctrl-C."""
+    """Call ``run`` and return the exit status of a program.
+
+    1: JAX lacks a device, or the reader of the output has exited, as ``head`` does. 130: Ctrl-C.
+    """
     try:
-        return run() or 0
+        status = run() or 0
+        sys.stdout.flush()
+        return status
     except NoDeviceError as error:
         print(f"{program}: error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python prints an error at exit
         return 1
     except KeyboardInterrupt:
         print(f"{program}: interrupted", file=sys.stderr)

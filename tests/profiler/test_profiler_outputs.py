@@ -1,9 +1,10 @@
-"""Output files, folders, links and devices of the command line programs."""
+"""Output files, folders, links, devices and pipes of the command line programs."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from natten_jax.profiler import arguments
 from natten_jax.profiler import trace as trace_program
 from natten_jax.profiler.cli import Parser
 from natten_jax.profiler.report import write_file
+from tests.support.compilation import users_environment
 
 PROGRAMS: dict[str, tuple[Callable[[Sequence[str]], int], list[str], list[str]]] = {
     "profiler": (profiler.main, ["-i", "8"], ["--json", "--csv", "--plot"]),
@@ -153,3 +155,14 @@ def test_links_and_devices_are_written_to(tmp_path: Path) -> None:
     assert target.read_text() == "content"
     write_file(Path(os.devnull), "content")
     assert Path(os.devnull).is_char_device()
+
+
+@pytest.mark.parametrize("program", ["profiler -i 8 16 24 -w 2 4 4 --dry-run --max-configs 0", "doctor"])
+def test_readers_may_exit_early(program: str) -> None:
+    command = f"{sys.executable} -m natten_jax.{program} | head -n 1"
+    environment = {**users_environment(), "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run(
+        command, shell=True, capture_output=True, text=True, env=environment, timeout=300, check=False
+    )
+    assert done.stdout.count("\n") == 1
+    assert done.stderr == ""
