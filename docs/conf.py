@@ -78,7 +78,7 @@ nitpick_ignore_regex = [(r"py:.*", r"(?!natten_jax\.).*")]
 nitpick_ignore = [
     ("py:class", "natten_jax.cost_model.tiles.TimedTiles"),
     ("py:class", "natten_jax.element_types.ElementType"),
-    ("py:class", "natten_jax.flax_modules.arguments.Performance"),
+    ("py:class", "natten_jax.flax_modules.attention_fn.Performance"),
     ("py:class", "natten_jax.autotuning.configurations.Tuned"),
     ("py:class", "natten_jax.plan.plan.Plan"),
     ("py:class", "natten_jax.windows.WindowArguments"),

@@ -1,22 +1,374 @@
-"""Neighborhood attention as the ``attention_fn`` of Flax's own ``MultiHeadAttention``, nnx and linen."""
+"""Neighborhood attention for Flax: the function that the modules call, and ``attention_fn`` of Flax's own attention."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import math
+import numbers
+import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack, cast
 
 import jax
+from flax.core import FrozenDict
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 
-from natten_jax.arguments.names import explained
-from natten_jax.arguments.static import Bools, Ints, array_of
-from natten_jax.windows import WINDOW_OPTIONS, WindowArguments
-
-from . import arguments
-from .arguments import Neighborhood, Options, Performance
+from natten_jax import backends
+from natten_jax.arguments.arrays import checked_scale
+from natten_jax.arguments.names import explained, known_arguments
+from natten_jax.arguments.static import Bools, Ints, array_of, flag, hashable, shown
+from natten_jax.ops.canonicalize import check_array
+from natten_jax.ops.float8 import float8_name
+from natten_jax.ops.neighborhood import na1d, na2d, na3d
+from natten_jax.ops.neighborhood_weights import neighborhood_apply, neighborhood_weights
+from natten_jax.ops.sub_calls import checked_attention_kwargs
+from natten_jax.performance import PERFORMANCE_NAMES, PerformanceArguments, performance_of
+from natten_jax.windows import DOCUMENTED_ARGUMENTS, WINDOW_OPTIONS, WindowArguments, WindowOptions
 
 __all__ = ["NeighborhoodAttentionFn", "neighborhood_attention_fn"]
+
+_OPERATORS = {1: na1d, 2: na2d, 3: na3d}
+#: Names of the token dimensions, by rank.
+_LAYOUTS = {1: "seqlen", 2: "height, width", 3: "depth, height, width"}
+_TOKENS = {1: "a sequence", 2: "an image", 3: "a video or a volume"}
+#: Note for errors about inputs that may be ``[batch, tokens, features]``.
+_FLATTENED = (
+    "the last dimensions are the token layout and the features, so that tokens which are flattened to "
+    "[batch, tokens, features] need their layout of {rank} dimensions back"
+)
+#: Standard deviation of initial relative biases, as in published models.
+BIAS_DEVIATION = 0.02
+
+
+class AttentionDropoutWarning(UserWarning):
+    """Attention weights are dropped, and are formed as an array for that."""
+
+
+class Performance(PerformanceArguments, total=False):
+    """Arguments of :func:`natten_jax.na1d`, ``na2d`` and ``na3d`` that affect speed and memory."""
+
+    attention_kwargs: Mapping[str, Any] | None
+    backend: str | None
+    fp8: str | None
+
+
+class Options(WindowOptions, Performance, total=False):
+    """Keyword arguments that modules pass to the operators."""
+
+
+# Attention with fixed arguments --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Neighborhood:
+    """Neighborhood attention with fixed arguments, except its arrays.
+
+    Hashable and comparable, as Flax requires of static attributes of modules: two modules with equal arguments share
+    one compiled program.
+    """
+
+    rank: int
+    window: WindowArguments
+    clamp_window: bool
+    scale: float | None
+    scale_name: str
+    performance: Mapping[str, Any]
+
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        drop: Callable[[jax.Array], jax.Array] | None = None,
+        **terms: Any,
+    ) -> jax.Array:
+        """Attend.
+
+        Args:
+            query: ``[*batch, *layout, heads, head_dim]``, with any number of batch dimensions.
+            key: ``[*batch, *layout, heads_kv, head_dim]``.
+            value: ``[*batch, *layout, heads_kv, head_dim_v]``.
+            drop: Dropout of the weights, which are formed as an array; ``None`` without dropout.
+            **terms: ``query_origin``, ``extents``, ``upsample``, ``relative_bias``, ``key_bias`` and ``sinks`` of the
+                operators; origins, extents and biases of keys may have all batch dimensions.
+
+        Returns:
+            ``[*batch, *layout, heads, head_dim_v]``.
+
+        Raises:
+            ValueError: The window does not fit the layout, the scale is too large for the arrays' type, no backend can
+                run the problem, or weights are to be dropped of queries that are a box, of padding, of a finer grid, of
+                windows that are clamped, or with biases of keys or sinks.
+        """
+        checked_scale(self.scale, query.dtype.name, name=self.scale_name)
+        batch = query.shape[: query.ndim - self.rank - 2]
+        if len(batch) != 1:  # operators have one batch dimension
+            arrays = (query, key, value)
+            query, key, value = (array.reshape(math.prod(batch), *array.shape[len(batch) :]) for array in arrays)
+            for name, rank in (("query_origin", 1), ("extents", 1), ("key_bias", None)):
+                terms[name] = _with_one_batch_dimension(terms.get(name), batch, rank)
+        attend: Callable[..., jax.Array] = _OPERATORS[self.rank] if drop is None else _dropping(drop)
+        fixed = {**self.window._asdict(), **self.performance, "clamp_window": self.clamp_window, "scale": self.scale}
+        try:
+            output = attend(query, key, value, **fixed, **terms)
+        except ValueError as error:
+            if batch or self.rank == 1:
+                raise
+            raise ValueError(f"{error} (without a batch dimension, {_FLATTENED.format(rank=self.rank)})") from None
+        return output if len(batch) == 1 else output.reshape(*batch, *output.shape[1:])
+
+
+def _with_one_batch_dimension(array: Any, batch: tuple[int, ...], rank: int | None) -> Any:
+    """Flatten the batch dimensions of an array that has them, in front of ``rank`` others; ``None`` is any number."""
+    shape = getattr(array, "shape", ())
+    others = shape[len(batch) :]
+    if array is None or shape[: len(batch)] != batch or (rank is not None and (not batch or len(others) != rank)):
+        return array
+    return array.reshape(math.prod(batch), *others)
+
+
+def _dropping(drop: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
+    """Return neighborhood attention with dropout of weights, with the arguments of an operator."""
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, **others: Any) -> jax.Array:
+        names = "query_origin", "extents", "clamp_window", "fp8"
+        given = [name for name in names if not (others.get(name) is None or others.get(name) is False)]
+        if given or query.shape[:-2] != key.shape[:-2]:
+            beside = ", ".join(given) or "inputs_kv of another layout"
+            raise ValueError(f"attn_drop was given with {beside}: weights are dropped of whole layouts only")
+        for name in ("key_bias", "sinks"):
+            if others.get(name) is not None:
+                raise ValueError(f"attn_drop was given with {name}: weights that are dropped have no {name}")
+        warnings.warn(
+            "attn_drop: attention weights are formed as an array, which is slower than the operators and takes "
+            "prod(kernel_size) numbers for each query and head; where dropout is off, the operators run",
+            AttentionDropoutWarning,
+            stacklevel=2,
+        )
+        window: dict[str, Any] = {name: others[name] for name in WindowArguments._fields}
+        terms: dict[str, Any] = {name: others.get(name) for name in ("scale", "relative_bias")}
+        return neighborhood_apply(drop(neighborhood_weights(query, key, **window, **terms)), value, **window)
+
+    return attend
+
+
+def neighborhood(module: str, rank: int, settings: Mapping[str, Any], scale_name: str = "scale") -> Neighborhood:
+    """Check all arguments that do not depend on tokens.
+
+    Args:
+        module: Name of the module, for messages.
+        rank: Token dimensions.
+        settings: Window arguments, ``clamp_window``, the scale, and arguments of :class:`Performance`.
+        scale_name: Name of the scale.
+
+    Raises:
+        ValueError: A value breaks a rule of the operator, or ``backend`` is unknown.
+        TypeError: An argument is of the wrong type, or no performance argument has that name.
+    """
+    others = dict(settings)
+    window = WindowArguments(**{name: others.pop(name) for name in WindowArguments._fields if name in others})
+    window, clamp_window = window.checked(rank), others.pop("clamp_window")
+    factor = checked_scale(others.pop(scale_name), name=scale_name)
+    backend, attention_kwargs, fp8 = (others.pop(name, None) for name in ("backend", "attention_kwargs", "fp8"))
+    if fp8 is not None:
+        float8_name("fp8", fp8)
+    if backend is not None:
+        backends.find(backend, "fna")
+    config = performance_of(rank, **known_arguments(module, others, PERFORMANCE_NAMES))
+    if attention_kwargs is not None:
+        checked_attention_kwargs(attention_kwargs, config.flattened())
+    options = {"backend": backend, "attention_kwargs": attention_kwargs, "fp8": fp8}
+    performance = frozen({**dataclasses.asdict(config), **options})
+    return Neighborhood(rank, window, flag("clamp_window", clamp_window), factor, scale_name, performance)
+
+
+def frozen(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a hashable copy, in which sequences and arrays of numbers are tuples."""
+    canonical = {k: frozen(v) if isinstance(v, Mapping) else hashable(v) for k, v in arguments.items()}
+    return cast(Mapping[str, Any], cast(Any, FrozenDict)(canonical))
+
+
+# Modules -------------------------------------------------------------------------------------------------------------
+
+
+class NeighborhoodModule:
+    """Common parts of the modules for ``flax.nnx`` and ``flax.linen``, and of their documentation.
+
+    Maps ``[*batch, {layout}, in_features]`` to ``[*batch, {layout}, out_features]``, with any number of batch
+    dimensions, none included{flattened}.
+
+    The parameters are named and shaped like those of Flax's ``MultiHeadAttention``: ``query``, ``key`` and ``value``
+    have kernels ``[in_features, heads, head_dim]`` and biases ``[heads, head_dim]``, ``out`` has
+    ``[num_heads, head_dim, out_features]`` and ``[out_features]``; with ``normalize_qk``, ``query_ln`` and ``key_ln``
+    have scales ``[head_dim]``; with ``relative_bias``, ``rpb`` is ``[heads, 2 * kernel_size - 1, ...]``; with
+    ``sinks``, ``sinks`` is ``[heads]``. Window arguments take {per_dimension}.
+
+    Arguments:
+        num_heads: Query heads.
+        {window_arguments}
+        clamp_window: Clamp windows larger than the layout to the largest that fit.
+        qkv_bias: Give the query, key and value projections a bias; the output projection always has a bias.
+        qk_scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``.
+        attn_drop: Rate of dropout of attention weights. While dropout is on, weights are formed as an array, with a
+            warning: that is slower than the operators, which run when dropout is off.
+        proj_drop: Rate of dropout after the output projection.
+        num_kv_heads: Key and value heads, a divisor of ``num_heads`` (GQA, MQA); ``None`` is ``num_heads``.
+        qkv_features: Features of all query heads together; ``None`` is ``in_features``.
+        out_features: Features per token of the output; ``None`` is ``in_features``.
+        relative_bias: Add a learned bias to the logits for each offset of a key within a window, ``rpb``, as
+            ``relative_bias`` of the operators.
+        sinks: Add a learned logit per query head to the softmax denominator, as ``sinks`` of the operators; first 0.
+        normalize_qk: Normalize the features of each query and key head, with a learned scale.
+        deterministic: Turn dropout off; ``deterministic`` of a call takes precedence. With ``attn_drop`` or
+            ``proj_drop`` above 0, one of both arguments is required.
+        dtype: Type to compute in; ``None`` takes the type that inputs and parameters promote to.
+        param_dtype: Type of the parameters.
+        precision: Precision of the projections.
+        kernel_init: Initializer of the kernels.
+        kv_kernel_init: Initializer of the kernels of key and value; ``None`` is ``kernel_init``.
+        out_kernel_init: Initializer of the output projection's kernel; ``None`` is ``kernel_init``.
+        bias_init: Initializer of the biases.
+        kv_bias_init: Initializer of the biases of key and value; ``None`` is ``bias_init``.
+        out_bias_init: Initializer of the output projection's bias; ``None`` is ``bias_init``.
+        attention_kwargs: As in :func:`natten_jax.na{rank}d`, and so are ``backend``, ``fp8``,
+            ``q_tile_shape``, ``kv_tile_shape``, ``backward_q_tile_shape``, ``backward_kv_tile_shape``,
+            ``backward_kv_splits``, ``backward_use_xla_reduction``, ``backward_deterministic``,
+            ``memory_usage_preference``, ``run_persistent_kernel`` and ``kernel_schedule``.
+
+    Raises:
+        ValueError: A value breaks a rule above, or ``backend`` is unknown.
+        TypeError: An argument is of the wrong type.
+    """
+
+    rank: ClassVar[int]
+
+    @classmethod
+    def document(cls, template: str) -> None:
+        """Fill the docstring of a class with a rank into the template of its base class."""
+        rank = cls.rank
+        common, _, arguments = inspect.cleandoc(NeighborhoodModule.__doc__ or "").partition("\n\nArguments:\n")
+        arguments, _, raises = arguments.partition("\n\n")
+        text = inspect.cleandoc(template)
+        for name, part in {
+            "common": common.partition("\n\n")[2],
+            "arguments": arguments.strip(),
+            "raises": raises,
+            "window_arguments": DOCUMENTED_ARGUMENTS,
+            "per_dimension": "one value" if rank == 1 else f"{rank} values, or one for all dimensions",
+            "flattened": ""
+            if rank == 1
+            else ": flattened tokens ``[batch, tokens, in_features]`` need their layout back",
+            "shape": str((1, *(4,) * rank, 32)),
+            "layout": _LAYOUTS[rank],
+            "tokens": _TOKENS[rank],
+            "rank": str(rank),
+        }.items():
+            text = text.replace(f"{{{name}}}", part)
+        cls.__doc__ = text
+
+    def _tokens(self, inputs: Any, inputs_kv: Any, in_features: int | None) -> tuple[jax.Array, jax.Array]:
+        """Return checked inputs of queries, and of keys and values."""
+        inputs = array_of(inputs)
+        _check_input(inputs, self.rank, in_features)
+        others = inputs if inputs_kv is None else array_of(inputs_kv)
+        _check_input(others, self.rank, inputs.shape[-1], "inputs_kv")
+        return inputs, others
+
+
+def bias_shape(relative_bias: bool, num_heads: int, window: WindowArguments) -> tuple[int, ...] | None:
+    """Return the shape of the relative bias of a module with checked windows; ``None`` without a bias.
+
+    Raises:
+        ValueError: The extent of a window is the extent of the layout, which is unknown.
+        TypeError: ``relative_bias`` is not a bool.
+    """
+    if not flag("relative_bias", relative_bias):
+        return None
+    sizes = cast(tuple[int, ...], window.kernel_size)  # as it was checked
+    if min(sizes) < 1:
+        raise ValueError(
+            f"relative_bias=True with kernel_size {sizes}: a bias for each offset takes windows of known extents"
+        )
+    return num_heads, *(2 * size - 1 for size in sizes)
+
+
+def settings_of(common: Mapping[str, Any], *values: Any) -> dict[str, Any]:
+    """Return settings of a projection: values that are given, or the common ones."""
+    pairs = zip(common.items(), values, strict=True)
+    return {name: default if value is None else value for (name, default), value in pairs}
+
+
+def head_sizes(
+    num_heads: int, num_kv_heads: int | None, in_features: int | None, qkv_features: int | None
+) -> tuple[int, int, int]:
+    """Return query heads, key/value heads, and features per head, which are 0 if the features are unknown.
+
+    Raises:
+        ValueError: Query heads are not a multiple of key/value heads, or do not divide the features.
+        TypeError: An argument is not an int.
+    """
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    check_positive(num_heads=num_heads, num_kv_heads=num_kv_heads)
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}: "
+            "every key/value head serves the same number of query heads"
+        )
+    if in_features is None:
+        return num_heads, num_kv_heads, 0
+    name, features = ("in_features", in_features) if qkv_features is None else ("qkv_features", qkv_features)
+    check_positive(**{name: features})
+    if features % num_heads:
+        raise ValueError(f"{name} {features} is not a multiple of num_heads {num_heads}: heads are of one size")
+    return num_heads, num_kv_heads, features // num_heads
+
+
+def check_positive(**sizes: int) -> None:
+    """Check that sizes are positive.
+
+    Raises:
+        ValueError: A size is less than 1.
+        TypeError: A size is not an int.
+    """
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise TypeError(f"{name} must be an int, got {shown(value)}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {shown(value)}")
+
+
+def check_dropout(attn_drop: float, proj_drop: float) -> None:
+    """Check the rates of both dropouts.
+
+    Raises:
+        ValueError: A rate is not a probability.
+        TypeError: A rate is not a number.
+    """
+    for name, rate in (("attn_drop", attn_drop), ("proj_drop", proj_drop)):
+        if isinstance(rate, bool) or not isinstance(rate, numbers.Real):
+            raise TypeError(f"{name} must be a real number, got {shown(rate)}")
+        if not 0.0 <= rate <= 1.0:
+            raise ValueError(f"{name} must be in [0, 1], got {shown(rate)}")
+
+
+def _check_input(inputs: jax.Array, rank: int, in_features: int | None, name: str = "inputs") -> None:
+    """Raise unless an array is ``[*batch, *layout, in_features]``."""
+    check_array(name, inputs)
+    if inputs.ndim < rank + 1:
+        raise ValueError(
+            f"{name} has shape {inputs.shape}, but NeighborhoodAttention{rank}D takes arrays of at least {rank + 1} "
+            f"dimensions [*batch, {_LAYOUTS[rank]}, in_features]"
+            + (f": {_FLATTENED.format(rank=rank)}" if rank > 1 else "")
+        )
+    if in_features is not None and inputs.shape[-1] != in_features:
+        raise ValueError(
+            f"{name} has {inputs.shape[-1]} features (shape {inputs.shape}), but in_features is {in_features}: "
+            "they must be equal"
+        )
+
+
+# Functions for Flax's own modules ------------------------------------------------------------------------------------
 
 
 @explained(Performance.__annotations__)
@@ -67,7 +419,7 @@ def neighborhood_attention_fn(
     """
     window = WindowArguments(kernel_size, stride, dilation, is_causal).taking(options)
     settings = {**window._asdict(), "scale": scale, "clamp_window": clamp_window, **options}
-    return NeighborhoodAttentionFn(arguments.frozen(settings))
+    return NeighborhoodAttentionFn(frozen(settings))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,10 +437,8 @@ class NeighborhoodAttentionFn:
         return next((len(v) for v in self.settings.values() if isinstance(v, tuple)), None)
 
     def of_rank(self, rank: int) -> Neighborhood:
-        """The operator for this many token dimensions."""
-        others = dict(self.settings)
-        window = WindowArguments._make(map(others.pop, WindowArguments._fields))
-        return arguments.neighborhood("neighborhood_attention_fn", rank, window, **others)
+        """Return the operator for a number of token dimensions."""
+        return neighborhood("neighborhood_attention_fn", rank, self.settings)
 
     def __call__(
         self,
@@ -144,15 +494,9 @@ class NeighborhoodAttentionFn:
         Raises:
             ValueError: An argument cannot be honoured, or the arrays do not suit the window.
         """
-        unsupported = {
-            "bias": bias,
-            "mask": mask,
-            "module": module,
-            "einsum_dot_general": einsum_dot_general,
-            "qk_attn_weights_einsum": qk_attn_weights_einsum,
-            "attn_weights_value_einsum": attn_weights_value_einsum,
-            "input_positions": input_positions,
-        }
+        unsupported: dict[str, Any] = {"bias": bias, "mask": mask, "module": module, "input_positions": input_positions}
+        unsupported |= {"einsum_dot_general": einsum_dot_general, "qk_attn_weights_einsum": qk_attn_weights_einsum}
+        unsupported |= {"attn_weights_value_einsum": attn_weights_value_einsum}
         for name, argument in unsupported.items():
             if argument is not None:
                 raise ValueError(f"{name} must be None, got {_brief(argument)}: {_REASONS.get(name, _NO_EINSUM)}")

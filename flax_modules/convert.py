@@ -14,7 +14,7 @@ Tensors may be PyTorch's or NumPy's; PyTorch itself is not needed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from natten_jax.arguments.static import shown
 
-from .arguments import check_positive
+from .attention_fn import check_positive
 from .nnx import NeighborhoodAttention1D, NeighborhoodAttention2D, NeighborhoodAttention3D
 
 __all__ = ["linen_params", "load_nnx"]
@@ -36,7 +36,7 @@ FloatArray = npt.NDArray[np.floating[Any]]
 def linen_params(
     state_dict: Mapping[str, Any], num_heads: int, *, prefix: str = "", param_dtype: Any = None
 ) -> dict[str, Any]:
-    """The parameters of a module for ``flax.linen`` from those of a NATTEN module.
+    """Convert the weights of a NATTEN module to parameters for ``flax.linen``.
 
     Example:
         >>> import numpy as np
@@ -49,26 +49,23 @@ def linen_params(
 
     Args:
         state_dict: The NATTEN module's, or a whole model's, ``state_dict()``.
-        num_heads: Heads of the module, which its weights do not tell.
-        prefix: What stands before ``qkv.weight``, such as ``"blocks.0.attn."``.
-        param_dtype: Type of the parameters; ``None`` keeps that of the weights.
+        num_heads: Heads of the module.
+        prefix: Prefix of ``qkv.weight`` in the names, such as ``"blocks.0.attn."``.
+        param_dtype: Type of the parameters; ``None`` keeps the type of the weights.
 
     Returns:
-        ``{"query": {"kernel", "bias"}, "key": ..., "value": ..., "out": ...}``, and ``"rpb"`` where there is one, to be
+        ``{"query": {"kernel", "bias"}, "key": ..., "value": ..., "out": ...}``, and ``"rpb"`` if there is one, to be
         used as ``module.apply({"params": params}, inputs)``.
 
     Raises:
         ValueError: A weight is missing or has an unexpected shape, or ``num_heads`` does not suit them.
-        TypeError: A weight is no array of floats, or another argument is of the wrong type.
+        TypeError: A weight is not an array of floats, or another argument is of the wrong type.
     """
     if param_dtype is not None and not _is_float(param_dtype):
         raise TypeError(f"param_dtype must be None or a float type, got {shown(param_dtype)}")
-    found = _split(state_dict, num_heads, prefix)
-    params: dict[str, Any] = {
-        name: {kind: jnp.asarray(array, param_dtype) for kind, array in group.items()}
-        for name, group in found.projections.items()
-    }
-    return params if found.rpb is None else params | {"rpb": jnp.asarray(found.rpb, param_dtype)}
+    projections, rpb = _split(state_dict, num_heads, prefix)
+    params: dict[str, Any] = jax.tree.map(lambda array: jnp.asarray(array, param_dtype), projections)
+    return params if rpb is None else params | {"rpb": jnp.asarray(rpb, param_dtype)}
 
 
 def load_nnx(
@@ -91,14 +88,14 @@ def load_nnx(
         >>> convert.load_nnx(layer, weights, prefix="attn.")
 
     Args:
-        module: The module; it must have as many key/value heads as heads. One that ``nnx.eval_shape`` made, whose
-            parameters are abstract, gets parameters that are arrays; its random streams stay as they are.
+        module: The module, with equal numbers of query and key/value heads. Abstract parameters of a module from
+            ``nnx.eval_shape`` become arrays; its random streams do not change.
         state_dict: The NATTEN module's, or a whole model's, ``state_dict()``.
-        prefix: What stands before ``qkv.weight``, such as ``"blocks.0.attn."``.
+        prefix: Prefix of ``qkv.weight`` in the names, such as ``"blocks.0.attn."``.
 
     Raises:
         ValueError: A weight is missing, has an unexpected shape, or does not suit the module. The module is unchanged.
-        TypeError: A weight is no array of floats. The module is unchanged.
+        TypeError: A weight is not an array of floats. The module is unchanged.
     """
     if module.num_kv_heads != module.num_heads:
         raise ValueError(
@@ -107,29 +104,23 @@ def load_nnx(
         )
     if module.query_ln is not None:
         raise ValueError("module has normalize_qk=True: NATTEN's modules do not normalize queries and keys")
-    found = _split(state_dict, module.num_heads, prefix)
-    loads: list[tuple[nnx.Param[jax.Array], FloatArray]] = []
-    if (module.rpb is None) != (found.rpb is None):
-        has, lacks = ("the module", prefix + "*") if found.rpb is None else (prefix + "*", "the module")
-        raise ValueError(f"{has} has a relative bias, rpb, and {lacks} has none: relative_bias must agree")
-    if module.rpb is not None and found.rpb is not None:
-        if module.rpb.shape != found.rpb.shape:
-            raise ValueError(f"{prefix}rpb has shape {found.rpb.shape}, but the module's is {module.rpb.shape}")
-        loads.append((module.rpb, found.rpb))
-    for name, group in found.projections.items():
-        projection = getattr(module, name)
+    projections, rpb = _split(state_dict, module.num_heads, prefix)
+    wanted = [("a relative bias, rpb,", f"{prefix}rpb has", "relative_bias", module.rpb, rpb)]
+    for name, group in projections.items():
         for kind in ("kernel", "bias"):
-            variable, array = getattr(projection, kind), group.get(kind)
-            if variable is None and array is None:
-                continue
-            if variable is None or array is None:
-                has, lacks = ("the module", prefix + "*") if array is None else (prefix + "*", "the module")
-                raise ValueError(f"{has} has a {kind} for {name} and {lacks} has none: qkv_bias must agree")
-            if variable.shape != array.shape:
-                raise ValueError(
-                    f"{prefix}* gives {name}.{kind} the shape {array.shape}, but the module's is {variable.shape}"
-                )
-            loads.append((variable, array))
+            variable = getattr(getattr(module, name), kind)
+            shape = f"{prefix}* gives {name}.{kind} the"
+            wanted.append((f"a {kind} for {name}", shape, "qkv_bias", variable, group.get(kind)))
+    loads: list[tuple[nnx.Param[jax.Array], FloatArray]] = []
+    for parameter, shape, argument, variable, array in wanted:
+        if variable is None and array is None:
+            continue
+        if variable is None or array is None:
+            has, lacks = ("the module", prefix + "*") if array is None else (prefix + "*", "the module")
+            raise ValueError(f"{has} has {parameter} and {lacks} has none: {argument} must agree")
+        if variable.shape != array.shape:
+            raise ValueError(f"{shape} shape {array.shape}, but the module's is {variable.shape}")
+        loads.append((variable, array))
     for variable, array in loads:
         placed = _placed_like(variable, array)
         if isinstance(variable.get_value(), jax.ShapeDtypeStruct):
@@ -139,7 +130,7 @@ def load_nnx(
 
 
 def _placed_like(variable: nnx.Param[jax.Array], array: FloatArray) -> jax.Array:
-    """The array in the variable's type, split over a mesh as its value is."""
+    """Return the array in the variable's type, with the sharding of its value."""
     sharding = getattr(variable.get_value(), "sharding", None)
     array = array.astype(variable.dtype)
     # The sharding of a value that is being traced has no devices.
@@ -148,15 +139,11 @@ def _placed_like(variable: nnx.Param[jax.Array], array: FloatArray) -> jax.Array
     return jnp.asarray(array)
 
 
-class _Weights(NamedTuple):
-    """Checked weights in Flax's shapes: by projection, and the relative bias."""
-
-    projections: dict[str, dict[str, FloatArray]]
-    rpb: FloatArray | None
+_Weights = tuple[dict[str, dict[str, FloatArray]], FloatArray | None]
 
 
 def _split(state_dict: Mapping[str, Any], num_heads: int, prefix: str) -> _Weights:
-    """Checked weights of a module."""
+    """Return checked weights in Flax's shapes: by projection, and the relative bias."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a mapping of names to weights, got {type(state_dict).__name__}")
     if not isinstance(prefix, str):
@@ -195,14 +182,14 @@ def _split(state_dict: Mapping[str, Any], num_heads: int, prefix: str) -> _Weigh
         raise ValueError(
             f"{inner}rpb has shape {rpb.shape}, but NATTEN's is [heads, 2 * kernel_size - 1, ...] of {num_heads} heads"
         )
-    return _Weights(projections, rpb)
+    return projections, rpb
 
 
 _Pair = tuple[FloatArray, FloatArray | None]
 
 
 def _joint(state_dict: Mapping[str, Any], prefix: str) -> list[_Pair]:
-    """Weights and biases of query, key and value, which are one tensor."""
+    """Return weights and biases of query, key and value from one tensor."""
     weight = _tensor(state_dict, prefix, "qkv.weight")
     if weight.ndim != 2 or weight.shape[0] != 3 * weight.shape[1]:
         raise ValueError(f"{prefix}qkv.weight has shape {weight.shape}, but NATTEN's is [3 * features, features]")
@@ -214,7 +201,7 @@ def _joint(state_dict: Mapping[str, Any], prefix: str) -> list[_Pair]:
 
 
 def _pair(state_dict: Mapping[str, Any], prefix: str, name: str) -> _Pair:
-    """Weight and bias of a projection of its own."""
+    """Return weight and bias of a separate projection."""
     weight = _tensor(state_dict, prefix, f"{name}.weight")
     features = _tensor(state_dict, prefix, "query.weight").shape[-1:]
     if weight.shape != features * 2:
@@ -232,7 +219,7 @@ def _pair(state_dict: Mapping[str, Any], prefix: str, name: str) -> _Pair:
 def _tensor(
     state_dict: Mapping[str, Any], prefix: str, name: str, shape: tuple[int, ...] | None = None, source: str = ""
 ) -> FloatArray:
-    """The checked weight called ``prefix + name``, whose shape follows from the weight ``source``."""
+    """Return the checked weight ``prefix + name``, whose shape follows from the weight ``source``."""
     if prefix + name not in state_dict:
         names = [key for key in state_dict if isinstance(key, str) and key.endswith("qkv.weight")]
         prefixes = sorted(repr(key.removesuffix("qkv.weight")) for key in names)
@@ -245,7 +232,7 @@ def _tensor(
 
 
 def _float_array(name: str, tensor: Any) -> FloatArray:
-    """A weight as an array of NumPy."""
+    """Convert a weight to a NumPy array."""
     rule = f"state_dict[{name!r}] must be an array of floats"
     if hasattr(tensor, "detach"):
         # PyTorch's: NumPy takes none that wants a gradient, is on a GPU, or is of a type that NumPy lacks.

@@ -5,23 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen
+from flax.core import meta
 from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from natten_jax.arguments.arrays import Counts, Origin
 from natten_jax.arguments.names import explained
-from natten_jax.arguments.static import Bools, Ints, array_of, hashable
+from natten_jax.arguments.static import Bools, Ints, flag, hashable
 from natten_jax.windows import Edges, WindowArguments
 
-from . import arguments
-from .arguments import Neighborhood, Performance
-from .documentation import document
-from .partitioning import annotating
+from . import attention_fn as common
+from .attention_fn import Neighborhood, NeighborhoodModule, Performance
 
 __all__ = ["NeighborhoodAttention1D", "NeighborhoodAttention2D", "NeighborhoodAttention3D"]
 
@@ -43,10 +42,25 @@ class Dropout(linen.Dropout):
         return jax.lax.select(kept, inputs / (1 - self.rate), jnp.zeros_like(inputs))
 
 
-class NeighborhoodAttention(linen.Module):
-    """What the modules of all ranks have in common."""
+class NeighborhoodAttention(NeighborhoodModule, linen.Module):
+    """Multi-head neighborhood attention over {tokens}, with projections, for :mod:`flax.linen`.
 
-    rank: ClassVar[int]
+    {common} Initializers made with ``linen.with_partitioning`` split them over a device mesh.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from natten_jax.flax_modules.linen import NeighborhoodAttention{rank}D
+        >>> inputs = jnp.ones({shape})  # [batch, {layout}, in_features]
+        >>> module = NeighborhoodAttention{rank}D(num_heads=2, kernel_size=3)
+        >>> module.init_with_output(jax.random.key(0), inputs)[0].shape
+        {shape}
+
+    Args:
+        in_features: Features per token of the input; ``None`` takes the features of the inputs.
+        {arguments}
+
+    {raises}
+    """
 
     in_features: int | None = None
     _: dataclasses.KW_ONLY
@@ -58,6 +72,7 @@ class NeighborhoodAttention(linen.Module):
     edges: Edges = "shift"
     clamp_window: bool = False
     relative_bias: bool = False
+    sinks: bool = False
     qkv_bias: bool = True
     qk_scale: float | None = None
     attn_drop: float = 0.0
@@ -91,43 +106,35 @@ class NeighborhoodAttention(linen.Module):
     kernel_schedule: str | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Make a class of fields, whose constructor explains names that it does not know."""
+        """Document a class with a rank, and explain unknown arguments of its constructor."""
         super().__init_subclass__(**options)
-        cls.__init__ = explained()(cls.__init__)  # type: ignore[method-assign]  # made of the fields
+        cls.document(NeighborhoodAttention.__doc__ or "")
+        cls.__init__ = explained()(cls.__init__)  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
         # Flax hashes a module by its fields.
         for name in (*WindowArguments._fields, *Performance.__annotations__):
             value = getattr(self, name)
-            canonical = arguments.frozen(value) if isinstance(value, Mapping) else hashable(value)
+            canonical = common.frozen(value) if isinstance(value, Mapping) else hashable(value)
             object.__setattr__(self, name, canonical)
         self._neighborhood()
-        arguments.check_dropout(self.attn_drop, self.proj_drop)
-        num_heads, _ = arguments.head_counts(self.num_heads, self.num_kv_heads)
+        common.check_dropout(self.attn_drop, self.proj_drop)
+        common.head_sizes(self.num_heads, self.num_kv_heads, self.in_features, self.qkv_features)
         self._bias_shape()
-        if self.in_features is not None:
-            arguments.head_dim(num_heads, self.in_features, self.qkv_features)
+        flag("sinks", self.sinks)
         if self.out_features is not None:
-            arguments.check_positive(out_features=self.out_features)
+            common.check_positive(out_features=self.out_features)
         super().__post_init__()
 
-    @linen.nowrap  # computes nothing: not a call for Flax to name, to count or to show
+    @linen.nowrap  # not a call for Flax to name, count or show
     def _neighborhood(self) -> Neighborhood:
-        performance: Any = {name: getattr(self, name) for name in Performance.__annotations__}
-        window = WindowArguments._make(getattr(self, name) for name in WindowArguments._fields)
-        return arguments.neighborhood(
-            type(self).__name__,
-            self.rank,
-            window,
-            self.qk_scale,
-            scale_name="qk_scale",
-            clamp_window=self.clamp_window,
-            **performance,
-        )
+        names = *WindowArguments._fields, *Performance.__annotations__, "clamp_window", "qk_scale"
+        settings = {name: getattr(self, name) for name in names}
+        return common.neighborhood(type(self).__name__, self.rank, settings, "qk_scale")
 
     @linen.nowrap
     def _bias_shape(self) -> tuple[int, ...] | None:
-        return arguments.bias_shape(self.relative_bias, self.num_heads, self._neighborhood().window)
+        return common.bias_shape(self.relative_bias, self.num_heads, self._neighborhood().window)
 
     @linen.compact
     @explained()
@@ -139,6 +146,7 @@ class NeighborhoodAttention(linen.Module):
         query_origin: Origin | None = None,
         extents: Counts | None = None,
         upsample: Ints = 1,
+        key_bias: jax.Array | None = None,
         deterministic: bool | None = None,
         dropout_rng: jax.Array | None = None,
     ) -> jax.Array:
@@ -146,12 +154,13 @@ class NeighborhoodAttention(linen.Module):
 
         Args:
             inputs: ``[*batch, *layout, in_features]``, with any number of batch dimensions.
-            inputs_kv: What keys and values are made of, where that is not ``inputs``: a larger layout, or a coarser.
+            inputs_kv: Inputs of keys and values, if not ``inputs``: a larger layout, or a coarser one.
             query_origin: Where ``inputs`` begin in the layout of ``inputs_kv``, as in the operators.
             extents: How much of the layout is real, ``[*batch, rank]``, as in the operators.
-            upsample: How many tokens of ``inputs`` there are for one of ``inputs_kv``, as in the operators.
+            upsample: Tokens of ``inputs`` per token of ``inputs_kv``, as in the operators.
+            key_bias: Added to the logits of each key, ``[*batch, *layout]`` or ``[*batch, num_heads, *layout]``.
             deterministic: Whether dropout is off; ``None`` is as constructed.
-            dropout_rng: Random key for the dropout; ``None`` takes the ``dropout`` stream.
+            dropout_rng: Random key for dropout; ``None`` takes the ``dropout`` stream.
 
         Returns:
             ``[*batch, *layout, out_features]``.
@@ -159,20 +168,18 @@ class NeighborhoodAttention(linen.Module):
         Raises:
             ValueError: ``inputs`` has another shape, or the window does not fit its layout.
         """
-        inputs = array_of(inputs)
-        arguments.check_input(inputs, self.rank, self.in_features)
+        inputs, others = self._tokens(inputs, inputs_kv, self.in_features)
         in_features = inputs.shape[-1]
-        others = inputs if inputs_kv is None else array_of(inputs_kv)
-        arguments.check_input(others, self.rank, in_features, "inputs_kv")
-        num_heads, num_kv_heads = arguments.head_counts(self.num_heads, self.num_kv_heads)
-        head_dim = arguments.head_dim(num_heads, in_features, self.qkv_features)
-        project = functools.partial(
-            linen.DenseGeneral, dtype=self.dtype, param_dtype=self.param_dtype, precision=self.precision
-        )
+        sizes = common.head_sizes(self.num_heads, self.num_kv_heads, in_features, self.qkv_features)
+        num_heads, num_kv_heads, head_dim = sizes
+        typed: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        project: Any = functools.partial(linen.DenseGeneral, precision=self.precision, **typed)
 
-        def initializers(kernel_init: Initializer | None, bias_init: Initializer | None) -> dict[str, Any]:
-            kernel_init, bias_init = kernel_init or self.kernel_init, bias_init or self.bias_init
-            return {"kernel_init": annotating(kernel_init), "bias_init": annotating(bias_init)}
+        common_init = {"kernel_init": self.kernel_init, "bias_init": self.bias_init}
+
+        def initializers(*given: Initializer | None) -> dict[str, Any]:
+            chosen = common.settings_of(common_init, *given)
+            return {name: _annotating(initializer) for name, initializer in chosen.items()}
 
         of_query = initializers(None, None) | {"use_bias": self.qkv_bias}
         of_kv = initializers(self.kv_kernel_init, self.kv_bias_init) | {"use_bias": self.qkv_bias}
@@ -181,38 +188,69 @@ class NeighborhoodAttention(linen.Module):
         key = project((num_kv_heads, head_dim), name="key", **of_kv)(others)
         value = project((num_kv_heads, head_dim), name="value", **of_kv)(others)
         if self.normalize_qk:
-            normalize = functools.partial(
-                linen.LayerNorm, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype
-            )
-            with jax.numpy_dtype_promotion("standard"):  # which Flax's own module takes for granted
+            normalize = functools.partial(linen.LayerNorm, use_bias=False, **typed)
+            with jax.numpy_dtype_promotion("standard"):  # as Flax's own module requires
                 query, key = normalize(name="query_ln")(query), normalize(name="key_ln")(key)
         out_features = in_features if self.out_features is None else self.out_features
         shape, table = self._bias_shape(), None
         if shape is not None:
-            draw = jax.nn.initializers.truncated_normal(arguments.BIAS_DEVIATION)
+            draw = jax.nn.initializers.truncated_normal(common.BIAS_DEVIATION)
             table = self.param("rpb", draw, shape, self.param_dtype)
+        zeros = linen.initializers.zeros_init()
+        sinks = self.param("sinks", zeros, (num_heads,), self.param_dtype) if self.sinks else None
         # Dropout rejects two flags. As in nnx, the flag of the call takes precedence.
         flag, drop = self.deterministic if deterministic is None else deterministic, None
         if self.attn_drop > 0 and flag is not True:
             key_of_weights = None if dropout_rng is None else jax.random.fold_in(dropout_rng, 1)
             drop = functools.partial(Dropout(self.attn_drop), deterministic=flag, rng=key_of_weights)
-        outputs = self._neighborhood()(query, key, value, query_origin, extents, upsample, table, drop)
+        places = {"query_origin": query_origin, "extents": extents, "upsample": upsample}
+        terms = {"relative_bias": table, "key_bias": key_bias, "sinks": sinks}
+        outputs = self._neighborhood()(query, key, value, drop, **places, **terms)
         outputs = project(out_features, axis=(-2, -1), name="out", **of_out)(outputs)
         if self.proj_drop > 0:
             outputs = Dropout(self.proj_drop)(outputs, deterministic=flag, rng=dropout_rng)
         return outputs
 
 
+def _annotating(initializer: Initializer) -> Initializer:
+    """Return an initializer for ``linen.DenseGeneral`` that may annotate parameters also while a mesh is set.
+
+    ``DenseGeneral`` initializes a matrix, or a vector for the bias, and reshapes it afterwards. Annotations are for the
+    final shape, but while a mesh is set, Flax applies them before.
+    """
+
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        value = initializer(*args, **kwargs)
+        return _NotYetShaped(value) if isinstance(value, meta.Partitioned) else value
+
+    return initialize
+
+
+@dataclasses.dataclass(frozen=True)
+class _NotYetShaped(meta.AxisMetadata[jax.Array]):
+    """An annotated value that does not have its final shape yet."""
+
+    annotated: meta.Partitioned[jax.Array]
+
+    def unbox(self) -> jax.Array:
+        return self.annotated.unbox(apply_constraint=False)
+
+    def replace_boxed(self, val: Any) -> Any:
+        return self.annotated.replace_boxed(val)
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> Any:
+        raise NotImplementedError("exists only during the initialization of one parameter")
+
+    remove_axis = add_axis
+
+
 class NeighborhoodAttention1D(NeighborhoodAttention):
-    __doc__ = document(1, "flax.linen")
     rank = 1
 
 
 class NeighborhoodAttention2D(NeighborhoodAttention):
-    __doc__ = document(2, "flax.linen")
     rank = 2
 
 
 class NeighborhoodAttention3D(NeighborhoodAttention):
-    __doc__ = document(3, "flax.linen")
     rank = 3

@@ -5,31 +5,57 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
+from jax.sharding import PartitionSpec
 
 from natten_jax.arguments.arrays import Counts, Origin
 from natten_jax.arguments.names import explained
-from natten_jax.arguments.static import Bools, Ints, array_of
-from natten_jax.windows import WINDOW_OPTIONS, WindowArguments
+from natten_jax.arguments.static import Bools, Ints, flag, shown
+from natten_jax.windows import WINDOW_OPTIONS
 
-from . import arguments
-from .arguments import Options, Performance
-from .documentation import document
-from .partitioning import check_metadata
+from . import attention_fn as common
+from .attention_fn import NeighborhoodModule, Options, Performance
 
 __all__ = ["NeighborhoodAttention1D", "NeighborhoodAttention2D", "NeighborhoodAttention3D"]
 
 
-class NeighborhoodAttention(nnx.Module):
-    """What the modules of all ranks have in common."""
+class NeighborhoodAttention(NeighborhoodModule, nnx.Module):
+    """Multi-head neighborhood attention over {tokens}, with projections, for :mod:`flax.nnx`.
 
-    rank: ClassVar[int]
+    {common} Metadata, or initializers made with ``nnx.with_partitioning``, split them over a device mesh.
+
+    Example:
+        >>> import jax.numpy as jnp; from flax import nnx
+        >>> from natten_jax.flax_modules.nnx import NeighborhoodAttention{rank}D
+        >>> inputs = jnp.ones({shape})  # [batch, {layout}, in_features]
+        >>> layer = NeighborhoodAttention{rank}D(32, num_heads=2, kernel_size=3, rngs=nnx.Rngs(0))
+        >>> layer(inputs).shape
+        {shape}
+
+    Args:
+        in_features: Features per token of the input.
+        {arguments}
+        kernel_metadata: Metadata of the kernels, such as ``{"out_sharding": (None, "model", None)}``.
+        kv_kernel_metadata: Metadata of the kernels of key and value; ``None`` is ``kernel_metadata``.
+        out_kernel_metadata: Metadata of the output projection's kernel; ``None`` is ``kernel_metadata``.
+        bias_metadata: Metadata of the biases, such as ``{"out_sharding": ("model", None)}``.
+        kv_bias_metadata: Metadata of the biases of key and value; ``None`` is ``bias_metadata``.
+        out_bias_metadata: Metadata of the output projection's bias; ``None`` is ``bias_metadata``.
+        rngs: Random streams: ``params``, and ``dropout`` if a rate of dropout is above 0.
+
+    {raises}
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Document a class with a rank."""
+        super().__init_subclass__(**options)
+        cls.document(NeighborhoodAttention.__doc__ or "")
 
     @explained(Performance.__annotations__)
     @WINDOW_OPTIONS.shown(performance=Performance)
@@ -44,6 +70,7 @@ class NeighborhoodAttention(nnx.Module):
         is_causal: Bools = False,
         clamp_window: bool = False,
         relative_bias: bool = False,
+        sinks: bool = False,
         qkv_bias: bool = True,
         qk_scale: float | None = None,
         attn_drop: float = 0.0,
@@ -71,60 +98,36 @@ class NeighborhoodAttention(nnx.Module):
         rngs: nnx.Rngs,
         **options: Unpack[Options],
     ) -> None:
-        arguments.check_dropout(attn_drop, proj_drop)
+        common.check_dropout(attn_drop, proj_drop)
         self.in_features = in_features
         self.out_features = in_features if out_features is None else out_features
-        self.num_heads, self.num_kv_heads = arguments.head_counts(num_heads, num_kv_heads)
-        self.head_dim = arguments.head_dim(num_heads, in_features, qkv_features)
-        arguments.check_positive(out_features=self.out_features)
-        performance: Any = options
-        window = WindowArguments(kernel_size, stride, dilation, is_causal).taking(performance)
-        self.neighborhood = arguments.neighborhood(
-            type(self).__name__,
-            self.rank,
-            window,
-            qk_scale,
-            scale_name="qk_scale",
-            clamp_window=clamp_window,
-            **performance,
-        )
-        project = functools.partial(
-            nnx.LinearGeneral, dtype=dtype, param_dtype=param_dtype, precision=precision, rngs=rngs
-        )
-        of_query: dict[str, Any] = {
-            "kernel_init": kernel_init,
-            "bias_init": bias_init,
-            "kernel_metadata": kernel_metadata,
-            "bias_metadata": bias_metadata,
-        }
-        of_kv = of_query | _given(
-            kernel_init=kv_kernel_init,
-            bias_init=kv_bias_init,
-            kernel_metadata=kv_kernel_metadata,
-            bias_metadata=kv_bias_metadata,
-        )
-        of_out = of_query | _given(
-            kernel_init=out_kernel_init,
-            bias_init=out_bias_init,
-            kernel_metadata=out_kernel_metadata,
-            bias_metadata=out_bias_metadata,
-        )
-        for prefix, settings, bias_rank in (("", of_query, 2), ("kv_", of_kv, 2), ("out_", of_out, 1)):
-            check_metadata(f"{prefix}kernel_metadata", settings["kernel_metadata"], 3)
-            check_metadata(f"{prefix}bias_metadata", settings["bias_metadata"], bias_rank)
+        sizes = common.head_sizes(num_heads, num_kv_heads, in_features, qkv_features)
+        self.num_heads, self.num_kv_heads, self.head_dim = sizes
+        common.check_positive(out_features=self.out_features)
+        window = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation, "is_causal": is_causal}
+        settings = {**window, "clamp_window": clamp_window, "qk_scale": qk_scale, **options}
+        self.neighborhood = common.neighborhood(type(self).__name__, self.rank, settings, "qk_scale")
+        typed: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        project: Any = functools.partial(nnx.LinearGeneral, precision=precision, **typed)
+        of_query: dict[str, Any] = {"kernel_init": kernel_init, "bias_init": bias_init}
+        of_query |= {"kernel_metadata": kernel_metadata, "bias_metadata": bias_metadata}
+        of_kv = common.settings_of(of_query, kv_kernel_init, kv_bias_init, kv_kernel_metadata, kv_bias_metadata)
+        of_out = common.settings_of(of_query, out_kernel_init, out_bias_init, out_kernel_metadata, out_bias_metadata)
+        for prefix, of_projection, bias_rank in (("", of_query, 2), ("kv_", of_kv, 2), ("out_", of_out, 1)):
+            _check_metadata(f"{prefix}kernel_metadata", of_projection["kernel_metadata"], 3)
+            _check_metadata(f"{prefix}bias_metadata", of_projection["bias_metadata"], bias_rank)
         query_heads, kv_heads = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
         self.query = project(in_features, query_heads, use_bias=qkv_bias, **of_query)
         self.key = project(in_features, kv_heads, use_bias=qkv_bias, **of_kv)
         self.value = project(in_features, kv_heads, use_bias=qkv_bias, **of_kv)
         self.out = project(query_heads, self.out_features, axis=(-2, -1), **of_out)
-        normalize = functools.partial(
-            nnx.LayerNorm, self.head_dim, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-        )
+        normalize = functools.partial(nnx.LayerNorm, self.head_dim, use_bias=False, **typed)
         self.query_ln = normalize() if normalize_qk else None
         self.key_ln = normalize() if normalize_qk else None
-        shape = arguments.bias_shape(relative_bias, self.num_heads, self.neighborhood.window)
-        draw = jax.nn.initializers.truncated_normal(arguments.BIAS_DEVIATION)
+        shape = common.bias_shape(relative_bias, self.num_heads, self.neighborhood.window)
+        draw = jax.nn.initializers.truncated_normal(common.BIAS_DEVIATION)
         self.rpb = None if shape is None else nnx.Param(draw(rngs.params(), shape, param_dtype))
+        self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype)) if flag("sinks", sinks) else None
         # Without dropout no random stream is kept, so that the state holds parameters only.
         self.dropout = nnx.Dropout(proj_drop, deterministic=deterministic, rngs=rngs) if proj_drop > 0 else None
         self.attn_dropout = nnx.Dropout(attn_drop, deterministic=deterministic, rngs=rngs) if attn_drop > 0 else None
@@ -138,6 +141,7 @@ class NeighborhoodAttention(nnx.Module):
         query_origin: Origin | None = None,
         extents: Counts | None = None,
         upsample: Ints = 1,
+        key_bias: jax.Array | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         out_sharding: Any = None,
@@ -147,17 +151,18 @@ class NeighborhoodAttention(nnx.Module):
 
         Args:
             inputs: ``[*batch, *layout, in_features]``, with any number of batch dimensions.
-            inputs_kv: What keys and values are made of, where that is not ``inputs``: a larger layout, or a coarser.
+            inputs_kv: Inputs of keys and values, if not ``inputs``: a larger layout, or a coarser one.
             query_origin: Where ``inputs`` begin in the layout of ``inputs_kv``, as in the operators.
             extents: How much of the layout is real, ``[*batch, rank]``, as in the operators.
-            upsample: How many tokens of ``inputs`` there are for one of ``inputs_kv``, as in the operators.
+            upsample: Tokens of ``inputs`` per token of ``inputs_kv``, as in the operators.
+            key_bias: Added to the logits of each key, ``[*batch, *layout]`` or ``[*batch, num_heads, *layout]``.
             deterministic: Whether dropout is off; ``None`` is as constructed, or as ``train()``, ``eval()`` and
                 ``nnx.view`` set it.
-            rngs: Random streams, or a key, for the dropout; ``None`` takes the one kept at construction.
-            out_sharding: How the result is laid out over explicit mesh axes, such as ``P("data", None, None, None)``.
-                Where heads are split over one, the output's projection sums over it and has to be told.
-            qkv_sharding: The same for query, key and value ``[*batch, *layout, heads, head_dim]``; ``None`` is as
-                inputs and kernels have it.
+            rngs: Random streams, or a key, for dropout; ``None`` takes the streams kept at construction.
+            out_sharding: Sharding of the result over explicit mesh axes, such as ``P("data", None, None, None)``. It is
+                required if heads are split over a mesh axis, because the output's projection sums over heads.
+            qkv_sharding: Sharding of query, key and value ``[*batch, *layout, heads, head_dim]``; ``None`` follows from
+                inputs and kernels.
 
         Returns:
             ``[*batch, *layout, out_features]``.
@@ -165,18 +170,17 @@ class NeighborhoodAttention(nnx.Module):
         Raises:
             ValueError: ``inputs`` has another shape, or the window does not fit its layout.
         """
-        inputs = array_of(inputs)
-        arguments.check_input(inputs, self.rank, self.in_features)
-        others = inputs if inputs_kv is None else array_of(inputs_kv)
-        arguments.check_input(others, self.rank, self.in_features, "inputs_kv")
+        inputs, others = self._tokens(inputs, inputs_kv, self.in_features)
         projections = (self.query, inputs), (self.key, others), (self.value, others)
         query, key, value = (project(tokens, out_sharding=qkv_sharding) for project, tokens in projections)
         if self.query_ln is not None and self.key_ln is not None:
-            with jax.numpy_dtype_promotion("standard"):  # which Flax's own module takes for granted
+            with jax.numpy_dtype_promotion("standard"):  # as Flax's own module requires
                 query, key = self.query_ln(query), self.key_ln(key)
-        table = None if self.rpb is None else self.rpb.get_value()
+        table, sinks = (None if each is None else each.get_value() for each in (self.rpb, self.sinks))
+        places = {"query_origin": query_origin, "extents": extents, "upsample": upsample}
+        terms = {"relative_bias": table, "key_bias": key_bias, "sinks": sinks}
         drop = self._drop_of_weights(deterministic, rngs)
-        attended = self.neighborhood(query, key, value, query_origin, extents, upsample, table, drop)
+        attended = self.neighborhood(query, key, value, drop, **places, **terms)
         outputs = self.out(attended, out_sharding=out_sharding)
         if self.dropout is not None:
             outputs = self.dropout(outputs, deterministic=deterministic, rngs=rngs)
@@ -185,31 +189,46 @@ class NeighborhoodAttention(nnx.Module):
     def _drop_of_weights(
         self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None
     ) -> Callable[[jax.Array], jax.Array] | None:
-        """The dropout of the weights; ``None`` where there is none, or it is off."""
+        """Return the dropout of the weights; ``None`` if dropout is off."""
         dropout = self.attn_dropout
         if dropout is None:
             return None
         if (dropout.deterministic if deterministic is None else deterministic) is True:
             return None
-        if isinstance(rngs, jax.Array):  # the same key drops outputs
+        if isinstance(rngs, jax.Array):  # the key itself is for outputs
             rngs = jax.random.fold_in(rngs, 1)
         return functools.partial(dropout, deterministic=deterministic, rngs=rngs)
 
 
-def _given(**settings: Any) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if value is not None}
+def _check_metadata(name: str, metadata: Mapping[str, Any], rank: int) -> None:
+    """Check the metadata of a parameter.
+
+    Args:
+        name: Name of the argument.
+        metadata: Its value, or the default.
+        rank: Dimensions of the parameter.
+
+    Raises:
+        ValueError: ``out_sharding`` names mesh axes of more dimensions than the parameter has.
+        TypeError: The metadata are not a mapping.
+    """
+    if not isinstance(metadata, Mapping):
+        raise TypeError(f"{name} must be a mapping, got {shown(metadata)}")
+    names = metadata.get("out_sharding")
+    if isinstance(names, (tuple, PartitionSpec)) and len(names) > rank:
+        raise ValueError(
+            f"{name} has out_sharding {tuple(names)} (given, or that of the queries' projection) with {len(names)} "
+            f"entries, but the parameter has {rank} dimension(s): each has one entry at most"
+        )
 
 
 class NeighborhoodAttention1D(NeighborhoodAttention):
-    __doc__ = document(1, "flax.nnx")
     rank = 1
 
 
 class NeighborhoodAttention2D(NeighborhoodAttention):
-    __doc__ = document(2, "flax.nnx")
     rank = 2
 
 
 class NeighborhoodAttention3D(NeighborhoodAttention):
-    __doc__ = document(3, "flax.nnx")
     rank = 3

@@ -53,7 +53,7 @@ NAMES = [
     ("attention_mask", None, None, None),
     ("rel_pos_bias", "relative_bias", None, "relative_bias"),
     ("key_padding_mask", "key_bias", "key_bias", None),
-    ("attention_sinks", "sinks", "sinks", None),
+    ("attention_sinks", "sinks", "sinks", "sinks"),
     ("attn_bias", None, None, None),
     ("softcap", None, None, None),
     ("heads", None, None, "num_heads"),

@@ -117,7 +117,7 @@ def _module_call(kind: str, settings: Mapping[str, Any], given: Mapping[str, Any
     return loss_of_linen, (variables, inputs, keys, given)
 
 
-@pytest.mark.filterwarnings("ignore::natten_jax.flax_modules.arguments.AttentionDropoutWarning")
+@pytest.mark.filterwarnings("ignore::natten_jax.flax_modules.attention_fn.AttentionDropoutWarning")
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 @pytest.mark.parametrize("mode", [*TRACED, "run"])
 def test_modules(kind: str, mode: str) -> None:

@@ -19,7 +19,7 @@ pytest.importorskip("flax")
 
 from flax import linen as flax_linen
 from flax import nnx as flax_nnx
-from natten_jax.flax_modules import arguments, linen, nnx
+from natten_jax.flax_modules import attention_fn, linen, nnx
 
 import natten_jax
 from natten_jax.performance import Performance, PerformanceArguments
@@ -50,7 +50,7 @@ class TestArguments:
 
         of_nnx, of_linen = parameters(NNX[rank].__init__), parameters(LINEN[rank])
         operator = {**parameters(getattr(natten_jax, f"na{rank}d")), **dataclasses.asdict(Performance())}
-        performance = {name: operator[name] for name in arguments.Performance.__annotations__}
+        performance = {name: operator[name] for name in attention_fn.Performance.__annotations__}
         in_features = of_linen.pop("in_features")
         assert in_features is None
         metadata = {name for name in of_nnx if name.endswith("_metadata")}  # linen's initializers set it
@@ -68,7 +68,7 @@ class TestArguments:
     def test_are_given_by_keyword_after_the_features(self, rank):
         of_modules = (inspect.signature(module).parameters.values() for module in (NNX[rank].__init__, LINEN[rank]))
         orders = [[each.name for each in parameters if each.kind is each.KEYWORD_ONLY] for parameters in of_modules]
-        performance = arguments.Performance.__annotations__.keys()
+        performance = attention_fn.Performance.__annotations__.keys()
         own = [name for name in orders[0] if name != "rngs" and not name.endswith("_metadata")]
         assert orders[1][: len(own)] == own and set(orders[1][len(own) :]) == performance
         for module in (functools.partial(NNX[rank], rngs=flax_nnx.Rngs(0)), LINEN[rank]):
@@ -85,7 +85,7 @@ class TestArguments:
             "token_axes", "query_scale", "key_scale", "value_scale", "out_dtype",
         }  # fmt: skip
         own = inspect.signature(natten_jax.na1d).parameters.keys() - others - {"performance"}
-        assert own | PerformanceArguments.__annotations__.keys() == arguments.Performance.__annotations__.keys()
+        assert own | PerformanceArguments.__annotations__.keys() == attention_fn.Performance.__annotations__.keys()
 
     def test_are_documented(self):
         for modules in (NNX, LINEN):
@@ -409,12 +409,12 @@ class TestDropoutOfWeights:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             np.testing.assert_array_equal(layer(inputs, deterministic=True), plain)
-        with pytest.warns(arguments.AttentionDropoutWarning, match="attention weights are formed as an array"):
+        with pytest.warns(attention_fn.AttentionDropoutWarning, match="attention weights are formed as an array"):
             dropped = layer(inputs, key, deterministic=False)
         assert (np.asarray(dropped) == 0).mean() < 0.1  # where no weight of a window is left
         assert np.abs(dropped - plain).max() > 0.01
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", arguments.AttentionDropoutWarning)
+            warnings.simplefilter("ignore", attention_fn.AttentionDropoutWarning)
             np.testing.assert_array_equal(layer(inputs, key, deterministic=False), dropped)
             many = jax.vmap(lambda key: layer(inputs, key, deterministic=False))(jax.random.split(key, 400))
         error = np.abs(np.mean(many, axis=0) - plain).max()
