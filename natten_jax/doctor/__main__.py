@@ -8,55 +8,70 @@ backend computes on this device what attention in float64 does, and how fast it 
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from natten_jax import backends, source_tree
+from natten_jax.arrays.operands import Cotangents, Inputs, Operands, Output, Saved
+from natten_jax.autotuning import tables
 from natten_jax.backends import select
 from natten_jax.backends.base import Backend
-from natten_jax.backends.select import plan_with, resolve
-from natten_jax.doctor import backend_check, mesh_check, scratch_memory, tuned_tables
+from natten_jax.doctor import backend_check
 from natten_jax.element_types import SUPPORTED_DTYPES, WIDE_DTYPES
-from natten_jax.native import module
 from natten_jax.native import module as native
+from natten_jax.ops.neighborhood import na1d
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device, NoDeviceError, default_jax_device, local_devices
-from natten_jax.plan.plan import BackendId
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import BackendId, Plan
+from natten_jax.plan.request import ConfigurationTable, Request
 from natten_jax.problem import Operator, Problem, problem_of
 from natten_jax.profiler import arguments
-from natten_jax.profiler.cli import run_program
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.workload import passes, sub_calls_of
 from natten_jax.version import __version__
 
+#: Types of mesh axes over which a call is split.
+MESH_AXES = AxisType.Auto, AxisType.Explicit, AxisType.Manual
+
 
 def main() -> int:
-    """Print the report."""
+    """Run the command, and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m natten_jax.doctor", description=__doc__)
     parser.add_argument("--problem", nargs=argparse.REMAINDER, metavar="FLAG", help="the profiler's flags")
     parser.add_argument("--check", metavar="NAME", help="compare a backend with float64 on this device, and time it")
-    found = parser.parse_args()
-    if found.check is not None:
-        try:
-            id_ = backend_check.id_of(found.check)
-        except ValueError as error:
-            parser.error(f"--check: {error}")
-        return run_program(parser.prog, lambda: backend_check.check(id_))
-    flags = found.problem
-    # Without running it, the problem may be of another device.
-    lines = report() if flags is None else report_problem(arguments.parse([*flags, "--dry-run"]))
-    return run_program(parser.prog, lambda: _print(lines))
-
-
-def _print(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(line)
+    given = parser.parse_args()
+    try:
+        if given.check is not None:
+            try:
+                id_ = backend_check.id_of(given.check)
+            except ValueError as error:
+                parser.error(f"--check: {error}")
+            return backend_check.check(id_)
+        # A dry run accepts problems of other devices.
+        is_problem = given.problem is not None
+        for line in report_problem(arguments.parse([*given.problem, "--dry-run"])) if is_problem else report():
+            print(line)
+        sys.stdout.flush()
+    except NoDeviceError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader of the output has exited, as ``head`` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python prints an error at exit
+        return 1
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        return 130  # as in shells: 128 plus the number of the signal
+    return 0
 
 
 def report() -> Iterator[str]:
@@ -74,7 +89,7 @@ def report() -> Iterator[str]:
         for id_ in backends.ids():
             yield f"  {id_!s:<14} {_verdict(backends.of(id_), id_.operator, device)}"
         yield f"Tuned configurations on {device}"
-        yield f"  {tuned_tables.table_line(device)}"
+        yield f"  {table_line(device)}"
     yield from _missing_kernels_lines()
 
 
@@ -100,27 +115,55 @@ def _device_lines() -> Iterator[str]:
 
 
 def _mesh_line(devices: Sequence[jax.Device]) -> str:
-    """Over which kinds of mesh axes operators are split here: seen by splitting a small call over two devices."""
+    """Describe for which kinds of mesh axes a small call is split over two devices."""
     works, fails = [], []
-    for mode, run in mesh_check.MODES.items():
+    for kind in MESH_AXES:
         try:
-            mesh_check.check(run, devices[:2])
-            works.append(mode)
-        except Exception as error:  # whatever JAX, the partitioner or a device has to say
+            check_split(kind, devices[:2])
+            works.append(kind.name)
+        except Exception as error:  # any error of JAX, the partitioner or a device
             reason = textwrap.shorten(str(error), 100, placeholder=" ...") or type(error).__name__
-            fails.append(f"; not {mode}: {reason}")
+            fails.append(f"; not {kind.name}: {reason}")
     split = f"operators are split over mesh axes of type {', '.join(works)}" if works else "no operator is split"
     return f"  {len(devices)} devices: {split} with JAX {jax.__version__}{''.join(fails)}. See docs/scaling.md"
 
 
+def check_split(kind: AxisType, devices: Sequence[jax.Device]) -> None:
+    """Split a small call over devices along mesh axes of a type.
+
+    Raises:
+        ValueError: Each device computes everything, or the result differs from one device's.
+    """
+    array = jax.random.normal(jax.random.key(0), (len(devices), 8, 1, 8), jnp.float32)
+    found = run_split(kind, array, devices)
+    if found.sharding.shard_shape(found.shape)[0] != 1:
+        raise ValueError("every device computes the whole batch")
+    if not np.allclose(np.asarray(found), np.asarray(_attend(array)), atol=1e-2):
+        raise ValueError("the values are not those of one device")
+
+
+def run_split(kind: AxisType, array: jax.Array, devices: Sequence[jax.Device]) -> jax.Array:
+    """Run an operator on an array whose batch is split over devices."""
+    is_manual, spec = kind == AxisType.Manual, PartitionSpec("d")
+    mesh = Mesh(np.asarray(devices), ("d",), axis_types=(AxisType.Auto if is_manual else kind,))
+    split = jax.device_put(array, NamedSharding(mesh, spec))
+    if is_manual:
+        return jax.jit(jax.shard_map(_attend, mesh=mesh, in_specs=spec, out_specs=spec))(split)
+    with jax.set_mesh(mesh):
+        return jax.jit(_attend)(split)
+
+
+def _attend(array: jax.Array) -> jax.Array:
+    output: jax.Array = na1d(array, array, array, 3)
+    return output
+
+
 def _missing_kernels_lines() -> Iterator[str]:
     """Devices for which this build lacks kernels that another one would have."""
-    title = ["", "Missing kernels"]
-    for device in local_devices():
-        lack = select.missing_kernels_of(backends.registered(), _problem("fna", "bfloat16"), device, "forward")
-        if lack is not None:
-            yield from (*title, f"  {device}: {lack}")
-            title = []
+    problem, registered = _problem("fna", "bfloat16"), backends.registered()
+    lacks = ((each, select.missing_kernels_of(registered, problem, each, "forward")) for each in local_devices())
+    lines = [f"  {device}: {lack}" for device, lack in lacks if lack is not None]
+    yield from ["", "Missing kernels", *lines] if lines else []
 
 
 def report_problem(options: Options) -> Iterator[str]:
@@ -137,17 +180,98 @@ def report_problem(options: Options) -> Iterator[str]:
                 for backend in backends.registered():
                     name = str(BackendId(backend.family, problem.operator))
                     yield f"    {name:<14} {_plan(backend, call.request, device, pass_)}"
-                yield f"    {'tuned':<14} {tuned_tables.problem_line(call.request, device, pass_)}"
+                yield f"    {'tuned':<14} {problem_line(call.request, device, pass_)}"
 
 
 def _plan(backend: Backend, request: Request, device: Device, pass_: Pass) -> str:
-    reason = backend.rejection(request.problem, device, pass_)
-    if reason is not None:
+    if reason := backend.rejection(request.problem, device, pass_):
         return f"no: {reason}"
-    plan = plan_with(backend, Request(request.problem), device, pass_)
+    plan = select.plan_with(backend, Request(request.problem), device, pass_)
     q_tile, kv_tile = plan.tiles
-    held = "as XLA plans it" if backend.is_plain_xla else f"{scratch_memory.scratch_bytes(plan):,} bytes"
+    held = "as XLA plans it" if backend.is_plain_xla else f"{scratch_bytes(plan):,} bytes"
     return f"query tile {q_tile}, key/value tile {kv_tile}, scratch memory {held}"
+
+
+def table_line(device: Device) -> str:
+    """Describe the package's table of measured configurations for a device."""
+    table = tables.shipped(device)
+    if table is None:
+        return f"miss: {_no_table(device)}"
+    problems = {each.plan.problem for each in table.passes}
+    faster = sum(not each.is_default for each in table.passes)
+    stale = sum(select.staleness(each.plan, device) is not None for each in table.passes)
+    left_alone = f"; {stale} are left alone, as this build does not offer their configuration" if stale else ""
+    return (
+        f"hit: the table of {table.device} has {len(problems)} problems; {faster} of their {len(table.passes)} passes "
+        f"run otherwise than by default{left_alone}"
+    )
+
+
+def problem_line(request: Request, device: Device, pass_: Pass) -> str:
+    """Describe the measured configuration of a pass, or the reason why there is none."""
+    table: ConfigurationTable | None = tables.shipped(device) if request.tuned is None else request.tuned
+    if table is None:
+        return f"miss: {_no_table(device)}"
+    found = tables.measured(request, device, pass_)
+    if found is None:
+        if tables.names_configuration(request, pass_) or request.backend is not None:
+            return "miss: the call names a configuration of its own"
+        same = "batch, heads and element type have to be equal, too"
+        return f"miss: the table of {table.device} has no such problem; {same}"
+    if reason := select.staleness(found.plan, device):
+        return f"miss: it was measured, but this build cannot run what was found: {reason}"
+    times = f"{1e3 * found.default_seconds:.4g} ms"
+    if found.is_default:
+        return f"hit: nothing was clearly faster than the default ({times})"
+    q_tile, kv_tile = found.plan.tiles
+    gain = found.default_seconds / found.seconds
+    return (
+        f"hit: {found.plan.backend}, query tile {q_tile}, key/value tile {kv_tile}; "
+        f"{1e3 * found.seconds:.4g} ms, by default {times} ({gain:.2f} times as fast)"
+    )
+
+
+def _no_table(device: Device) -> str:
+    if tables.is_switched_off():
+        return f"{tables.VARIABLE}=0 leaves tables alone"
+    have = ", ".join(sorted(tables.shipped_tables())) or "no device"
+    return f"no table is for {device.product or device}; the package has those of {have}"
+
+
+def scratch_bytes(plan: Plan) -> int:
+    """Bytes that the custom calls of a pass write in addition to its results.
+
+    Args:
+        plan: The plan of a pass, whose backend has custom calls.
+    """
+    backend = backends.of(plan.backend)
+
+    def run(operands: Operands, output: Output) -> Any:
+        if plan.pass_ == "forward":
+            return backend.forward(plan, operands)
+        return backend.backward(plan, operands, Saved(*output, output.logsumexp), Cotangents(*output))
+
+    dtype, shapes = jnp.dtype(plan.problem.dtype), backend_check.shapes_of(plan.problem)
+    arrays: dict[str, Any] = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+    out = arrays.pop("out_cotangent")
+    lse: Any = jax.ShapeDtypeStruct(out.shape[:-1], jnp.float32)
+    arguments = Operands(Inputs(**arrays)), Output(out, lse)
+    traced = jax.make_jaxpr(run)(*arguments)
+    results = jax.tree.leaves(jax.eval_shape(run, *arguments))
+    written, kept = (sum(each.size * each.dtype.itemsize for each in of) for of in (_written(traced.jaxpr), results))
+    return int(written - kept)
+
+
+def _written(jaxpr: Any) -> Iterator[Any]:
+    """Result types of the custom calls of a traced function and of the functions that it calls."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "ffi_call":
+            yield from (variable.aval for variable in equation.outvars)
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda value: hasattr(value, "eqns")):
+            if hasattr(inner, "eqns"):
+                yield from _written(inner)
+            elif hasattr(getattr(inner, "jaxpr", None), "eqns"):
+                yield from _written(inner.jaxpr)
 
 
 def _version(name: str) -> str:
@@ -167,7 +291,7 @@ def _native_lines() -> Iterator[str]:
     yield from (f"  {name}: {value}" for name, value in info.items())
     if staleness := source_tree.staleness(info.get("sources")):
         yield f"  Another csrc: {staleness}"
-    if mismatch := module.mismatch():
+    if mismatch := native.mismatch():
         yield f"  Another CUDA: {mismatch}"
 
 
@@ -186,7 +310,7 @@ def _verdict_of_pass(backend: Backend, operator: Operator, device: Device, pass_
         return f"runs {', '.join(runs)}"
     substitute = ""
     if pass_ == "backward" and backend.rejection(_problem(operator, "bfloat16"), device, "forward") is None:
-        chosen = resolve(Request(_problem(operator, "bfloat16")), device, pass_)
+        chosen = select.resolve(Request(_problem(operator, "bfloat16")), device, pass_)
         substitute = f" ({chosen.backend} computes its gradients)"
     return f"no: {reasons['bfloat16']}{substitute}"
 

@@ -1,82 +1,226 @@
-"""``python -m natten_jax.doctor --check NAME``: a backend on the device at hand, beside float64, and its times.
+"""Comparison of a backend with attention in float64, and its times: ``python -m natten_jax.doctor --check NAME``.
 
-For whoever has a device that a backend's makers had not: what is printed says whether to trust it there, and is what a
-report of it should hold.
+It is for devices that the backend's authors did not have. The output says whether to trust the backend there, and is
+the content of a report about it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from natten_jax import backends
 from natten_jax.backends import select
 from natten_jax.backends.base import Backend
 from natten_jax.backends.names import unknown
-from natten_jax.backends.select import resolve
-from natten_jax.doctor import battery, reference
+from natten_jax.element_types import SUPPORTED_DTYPES
+from natten_jax.ops.attention import attention
+from natten_jax.ops.neighborhood import na1d, na2d, na3d
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device, default_device, default_jax_device
 from natten_jax.plan.plan import BackendId
 from natten_jax.plan.request import Request
-from natten_jax.problem import OPERATORS, Problem
-from natten_jax.profiler.options import arrays_of
+from natten_jax.problem import OPERATORS, Operator, Problem, Shape, problem_of
 from natten_jax.version import __version__
+from natten_jax.windows import Axis
 
-#: Largest ``||result - reference|| / ||reference||``. What is wrong is wrong by far more: a key too many in a window of
-#: a hundred is a tenth. Kernels for 8-bit arrays round weights to three bits behind the leading one, too.
+#: Largest ``||result - reference|| / ||reference||``. Wrong results are wrong by far more: a key too many in a window
+#: of a hundred is a tenth. Kernels for 8-bit arrays also round weights to three bits behind the leading one.
 BOUNDS = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-5, "float64": 1e-12, "float8_e4m3fn": 5e-2}
-#: Runs of each problem: races show in some of them.
+#: Runs of each problem: some races show in a few runs only.
 RUNS = 3
-#: Seconds, and calls, that a time is the median of.
+#: Seconds, and least and most calls, for a median time.
 _TIMED_SECONDS, _TIMED_CALLS = 0.3, (3, 50)
 #: Heads of problems that are timed.
 _HEADS, _HEADS_OF_HOST = 16, 1
 
+_OPERATORS: Mapping[int, Callable[..., Any]] = {1: na1d, 2: na2d, 3: na3d}
+
+# Small problems of every feature are compared, larger ones are timed.
+_NEIGHBORHOOD = (
+    problem_of((301,), 64, heads=2),
+    problem_of((300,), 96, 8, is_causal=True, heads=4, heads_kv=2, head_dim=128),
+    problem_of((257,), 13, dilation=9, heads=1, head_dim=32),
+    problem_of((28, 30), 7, batch=2, heads=2, head_dim=32),
+    problem_of((25, 31), (9, 13), (4, 1), heads=2, head_dim=80),
+    problem_of((26, 33), (5, 7), 1, (5, 4), heads=2, additional_kv=11),
+    problem_of((8, 11, 13), (3, 5, 7), is_causal=(True, False, False), heads=2),
+    problem_of((6, 12, 16), (4, 6, 8), (2, 3, 4), heads=2, head_dim=128),
+    problem_of((20, 20), (11, 12), heads=1, head_dim=256, head_dim_v=64),
+)
+#: Windows with so many keys, in so many batch entries, that kernels for small windows use a ring.
+_NEIGHBORHOOD_OF_GPUS = (problem_of((11, 7, 13), (7, 6, 5), batch=64, heads=1),)
+_ATTENTION = (
+    problem_of((333,), operator="fmha", heads=2),
+    problem_of((300,), operator="fmha", is_causal=True, heads=4, heads_kv=1, head_dim=128),
+    problem_of((150,), operator="fmha", kv_layout=(77,), batch=2, heads=2, head_dim=32),
+    problem_of((64,), operator="fmha", kv_layout=(400,), heads=1, head_dim=256, head_dim_v=80),
+)
+_TIMED_NEIGHBORHOOD = (
+    problem_of((112, 112), 7, head_dim=32),
+    problem_of((64, 64), 25),
+    problem_of((8192,), 1024, is_causal=True, head_dim=128),
+    problem_of((8, 24, 40), (4, 12, 12), head_dim=128),
+)
+_TIMED_ATTENTION = (
+    problem_of((4096,), operator="fmha", head_dim=128),
+    problem_of((4096,), operator="fmha", is_causal=True),
+)
+
+#: Most batch entries with different numbers: others repeat these, and need no reference.
+_MOST_DIFFERENT = 2
+
+
+def problems(operator: Operator, dtypes: tuple[str, ...], *, is_gpu: bool = False) -> Iterator[Problem]:
+    """Problems to compare: all in the first element type, every third one in each other type.
+
+    Args:
+        operator: ``"fna"`` or ``"fmha"``.
+        dtypes: Element types of the backend, in the order of :func:`in_order`.
+        is_gpu: Whether to include problems that take hosts too long.
+    """
+    every = _NEIGHBORHOOD + _NEIGHBORHOOD_OF_GPUS * is_gpu if operator == "fna" else _ATTENTION
+    for number, dtype in enumerate(dtypes):
+        for problem in every if number == 0 else every[number % 3 :: 3]:
+            yield dataclasses.replace(problem, dtype=dtype)
+
+
+def in_order(dtypes: tuple[str, ...]) -> tuple[str, ...]:
+    """Sort element types, the common ones of models first."""
+    return tuple(sorted(dtypes, key=["bfloat16", "float16", "float32", *SUPPORTED_DTYPES].index))
+
+
+def shapes_of(problem: Problem) -> dict[str, Shape]:
+    """Shapes of the operands of the operator by name, and of the cotangent of its output."""
+    batch, queries, keys = problem.batch, problem.query_layout, problem.kv_layout
+    found: dict[str, Shape] = {"query": (batch, *queries, problem.heads, problem.head_dim)}
+    widths = {"key": problem.head_dim, "value": problem.head_dim_v}
+    found |= {name: (batch, *keys, problem.heads_kv, width) for name, width in widths.items()}
+    if problem.additional_kv:
+        added = batch, problem.additional_kv, problem.heads_kv
+        found |= {f"additional_{name}s": (*added, width) for name, width in widths.items()}
+    return {**found, "out_cotangent": (batch, *queries, problem.heads, problem.head_dim_v)}
+
+
+def different_entries(problem: Problem) -> int:
+    """Number of the first batch entries of :func:`arrays_of` that differ; others repeat these."""
+    return min(problem.batch, _MOST_DIFFERENT)
+
+
+def arrays_of(problem: Problem) -> dict[str, np.ndarray]:
+    """Random normal operands and cotangents of a problem, the same in every run."""
+    few = dataclasses.replace(problem, batch=different_entries(problem))
+    rng = np.random.default_rng(len(few.describe()))
+    dtype = jnp.dtype(problem.dtype)
+    found = {name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes_of(few).items()}
+    found["logsumexp_cotangent"] = rng.standard_normal(found["query"].shape[:-1], np.float32)
+    return {name: repeat_entries(array, problem) for name, array in found.items()}
+
+
+def operands_of(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays except the cotangents."""
+    return {name: array for name, array in arrays.items() if not name.endswith("cotangent")}
+
+
+def repeat_entries(array: np.ndarray, problem: Problem) -> np.ndarray:
+    """Repeat the different batch entries for the whole batch."""
+    entries = np.arange(problem.batch) % len(array)
+    return array if len(entries) == len(array) else array[entries]
+
+
+def reference(problem: Problem, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    """Compute output, logsumexp and the gradient of each operand in float64 on the host, by name.
+
+    Args:
+        problem: A problem whose windows stay inside the layout.
+        arrays: Its operands and cotangents, of any element type.
+    """
+    mask = np.ones((1, 1), bool)
+    for axis in problem.axes:
+        mask = np.kron(mask, _mask_of_axis(axis)).astype(bool)
+    mask = np.pad(mask, [(0, 0), (0, problem.additional_kv)], constant_values=True)
+    inputs = {name: array.astype(np.float64) for name, array in arrays.items()}
+    rows = inputs["query"].shape[:-1]
+    found = {"out": np.zeros((*rows, problem.head_dim_v)), "lse": np.zeros(rows)}
+    found |= {f"d_{name}": np.zeros(array.shape) for name, array in operands_of(inputs).items()}
+    for entry, head in np.ndindex(problem.batch, problem.heads):
+        kv_head = head // (problem.heads // problem.heads_kv)
+
+        def tokens(of: int, *names: str, entry: int = entry) -> np.ndarray:
+            parts = [inputs[name][entry, ..., of, :] for name in names if name in inputs]
+            return np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
+
+        keys, values = tokens(kv_head, "key", "additional_keys"), tokens(kv_head, "value", "additional_values")
+        query, out_cotangent = tokens(head, "query"), tokens(head, "out_cotangent")
+        logits = np.where(mask, problem.scale * query @ keys.T, -np.inf)
+        highest = logits.max(axis=1, keepdims=True)
+        exponentials = np.exp(logits - highest)
+        sums = exponentials.sum(axis=1, keepdims=True)
+        weights = exponentials / sums
+        out = weights @ values
+        delta = (out_cotangent * out).sum(axis=1) - inputs["logsumexp_cotangent"][entry, ..., head].reshape(-1)
+        of_logits = problem.scale * weights * (out_cotangent @ values.T - delta[:, None])
+
+        found["out"][entry, ..., head, :] = out.reshape(*problem.query_layout, -1)
+        found["lse"][entry, ..., head] = (highest + np.log(sums)).reshape(problem.query_layout)
+        found["d_query"][entry, ..., head, :] = (of_logits @ keys).reshape(*problem.query_layout, -1)
+        for name, gradient in (("key", of_logits.T @ query), ("value", weights.T @ out_cotangent)):
+            own, added = np.split(gradient, [len(gradient) - problem.additional_kv])
+            for of_name, part in ((f"d_{name}", own), (f"d_additional_{name}s", added)):
+                if of_name in found:
+                    view = found[of_name][entry, ..., kv_head, :]
+                    view += part.reshape(view.shape)  # sums over query heads that share a key head
+    return found
+
+
+def _mask_of_axis(axis: Axis) -> np.ndarray:
+    query, key, d = np.arange(axis.query_extent)[:, None], np.arange(axis.kv_extent), axis.dilation
+    group = query % d
+    first, end = axis.bounds(query // d, axis.lengths(group))
+    return np.asarray((key % d == group) & (first <= key // d) & (key // d < end))
+
 
 def id_of(name: str) -> BackendId:
-    """The backend of a name.
+    """Return the backend of a name.
 
     Raises:
-        ValueError: There is none; the message says which there are.
+        ValueError: There is none; the message lists all names.
     """
-    known = {str(id_): id_ for id_ in backends.ids()}
-    if name not in known:
-        operator = next((each for each in OPERATORS if name.endswith(each)), OPERATORS[0])
-        raise ValueError(unknown(name, operator, backends.registered()))
-    return known[name]
+    for id_ in backends.ids():
+        if str(id_) == name:
+            return id_
+    operator = next((each for each in OPERATORS if name.endswith(each)), OPERATORS[0])
+    raise ValueError(unknown(name, operator, backends.registered()))
 
 
 def check(id_: BackendId) -> int:
-    """Check a backend and print what came out.
-
-    Args:
-        id_: Which.
+    """Check a backend and print the outcome.
 
     Returns:
-        The exit status: 0 where every result is right, 1 where some are not or the backend cannot run here.
+        The exit status: 0 if every result is right, 1 if some are not or the backend cannot run here.
     """
     device = default_device()
-    session = _Session(id_, backends.of(id_), device, _baseline(id_, device))
-    reason = session.cannot_run()
-    if reason is not None:
+    session = _Session(id_, backends.of(id_), device)
+    if reason := session.cannot_run():
         print(f"{id_} cannot be checked here: {reason}", file=sys.stderr)
         return 1
-    _say(f"natten_jax {__version__}, jax {jax.__version__}, {default_jax_device().device_kind} ({device})")
-    _say(f"{id_}: errors relative to attention in float64, the largest of {RUNS} runs")
+    _print(f"natten_jax {__version__}, jax {jax.__version__}, {default_jax_device().device_kind} ({device})")
+    _print(f"{id_}: errors relative to attention in float64, the largest of {RUNS} runs")
     wrong = session.compare()
-    _say(f"{id_}: times of a call in milliseconds{f', beside {session.baseline}' if session.baseline else ''}")
+    _print(f"{id_}: times of a call in milliseconds{f', beside {session.baseline}' if session.baseline else ''}")
     session.time()
-    _say(f"{session.compared - wrong} of {session.compared} problems are right")
+    _print(f"{session.compared - wrong} of {session.compared} problems are right")
     for line in session.advice(wrong):
-        _say(line)
+        _print(line)
     return 1 if wrong or not session.compared else 0
 
 
@@ -85,76 +229,84 @@ class _Session:
     """A check.
 
     Attributes:
-        id_: What is checked.
-        backend: The same.
-        device: Where.
-        baseline: What else runs there; ``None`` where there is nothing else.
-        compared: Problems whose results were compared so far.
+        id_: The checked backend's identifier.
+        backend: The backend.
+        device: The device.
+        compared: Number of problems whose results were compared so far.
     """
 
     id_: BackendId
     backend: Backend
     device: Device
-    baseline: BackendId | None
     compared: int = 0
 
+    @functools.cached_property
+    def default(self) -> BackendId:
+        """The default backend on the device."""
+        return select.resolve(Request(next(self._problems())), self.device, "forward").backend
+
+    @property
+    def baseline(self) -> BackendId | None:
+        """The default backend, or plain JAX if the default is checked; ``None`` if plain JAX is checked."""
+        plain = BackendId(backends.registered()[-1].family, self.id_.operator)
+        return next((each for each in (self.default, plain) if each != self.id_), None)
+
     def cannot_run(self) -> str | None:
-        """Why no problem can run on the device; ``None`` where one can."""
+        """Return the reason why no problem can run on the device; ``None`` if one can."""
         reasons = [self._rejection(problem) for problem in self._problems()]
         return None if None in reasons else reasons[0]
 
     def compare(self) -> int:
-        """Print a line for each problem; how many are wrong."""
+        """Print a line for each problem, and return the number of wrong ones."""
         wrong = 0
         for problem in self._problems():
-            label = f"  {problem.describe()}, {_heads(problem)}, {problem.dtype}"
+            label = _label(problem)
             if reason := self._rejection(problem):
-                _say(f"{label}: left out: {reason}")
+                _print(f"{label}: left out: {reason}")
                 continue
             self.compared += 1
-            forward_alone = self._rejection(problem, "backward")
+            no_gradients = self._rejection(problem, "backward")
             try:
-                errors = _errors(problem, str(self.id_), with_gradients=forward_alone is None)
-            except Exception as error:  # whatever JAX, the compiler or the device has to say
+                errors = relative_errors(problem, str(self.id_), with_gradients=no_gradients is None)
+            except Exception as error:  # any error of JAX, the compiler or the device
                 wrong += 1
-                _say(f"{label}: FAILED: {type(error).__name__}: {' '.join(str(error).split())[:2000]}")
+                _print(f"{label}: {_failure(error, 2000)}")
                 continue
-            is_right = max(errors.values()) <= BOUNDS[problem.dtype]  # not so where a number is not finite
+            is_right = max(errors.values()) <= BOUNDS[problem.dtype]  # false if a number is not finite
             wrong += not is_right
             figures = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
-            gradients = f"; gradients are left out: {forward_alone}" if forward_alone else ""
-            _say(f"{label}: {'right' if is_right else 'WRONG'}: {figures}{gradients}")
+            gradients = f"; gradients are left out: {no_gradients}" if no_gradients else ""
+            _print(f"{label}: {'right' if is_right else 'WRONG'}: {figures}{gradients}")
         return wrong
 
     def time(self) -> None:
         """Print the times of each problem that is timed."""
         heads = _HEADS_OF_HOST if self.device.platform == "cpu" else _HEADS
-        for problem in battery.timed(self.id_.operator, self._dtypes()[0], heads):
-            label = f"  {problem.describe()}, {_heads(problem)}, {problem.dtype}"
+        for timed in _TIMED_NEIGHBORHOOD if self.id_.operator == "fna" else _TIMED_ATTENTION:
+            problem = dataclasses.replace(timed, dtype=self._dtypes()[0], heads=heads, heads_kv=heads)
             if reason := self._rejection(problem):
-                _say(f"{label}: left out: {reason}")
+                _print(f"{_label(problem)}: left out: {reason}")
                 continue
             figures = [self._figure(problem, pass_) for pass_ in PASSES if self._rejection(problem, pass_) is None]
-            _say(f"{label}: {'; '.join(figures)}")
+            _print(f"{_label(problem)}: {'; '.join(figures)}")
 
     def _figure(self, problem: Problem, pass_: Pass) -> str:
         what = "forward" if pass_ == "forward" else "with gradients"
-        own = _milliseconds(problem, str(self.id_), pass_)
-        if self.baseline is None or isinstance(own, str):
+        own, baseline = _milliseconds(problem, str(self.id_), pass_), self.baseline
+        if baseline is None or isinstance(own, str):
             return f"{what} {_shown(own)}"
-        other = _milliseconds(problem, str(self.baseline), pass_)
+        other = _milliseconds(problem, str(baseline), pass_)
         ratio = "" if isinstance(other, str) else f", {other / own:.2f} times as fast"
-        return f"{what} {_shown(own)} ({self.baseline} {_shown(other)}{ratio})"
+        return f"{what} {_shown(own)} ({baseline} {_shown(other)}{ratio})"
 
     def advice(self, wrong: int) -> Iterator[str]:
-        """What to do now."""
+        """The last lines: what to do next."""
         if wrong:
             yield f"Do not use {self.id_} on this device, and report what is printed above, please."
             return
-        family = self.backend.family
-        is_default = resolve(Request(next(self._problems())), self.device, "forward").backend == self.id_
+        is_default = self.default == self.id_
         if self.backend.is_by_name_only and not is_default:
-            setting = f"{select.VARIABLE}={family}"
+            setting = f"{select.VARIABLE}={self.backend.family}"
             yield f'backend="{self.id_}" runs it, and {setting} in the environment makes it the default.'
         elif is_default:
             yield f"{self.id_} runs here by default."
@@ -164,35 +316,26 @@ class _Session:
             yield "Nobody has sent a measurement of it so far: report what is printed above, please, times included."
 
     def _dtypes(self) -> tuple[str, ...]:
-        return battery.in_order(tuple(self.backend.dtypes))
+        return in_order(tuple(self.backend.dtypes))
 
     def _problems(self) -> Iterator[Problem]:
         dtypes = *self._dtypes(), *self.backend.float8_dtypes
-        return battery.problems(self.id_.operator, dtypes, is_gpu=self.device.platform == "cuda")
+        return problems(self.id_.operator, dtypes, is_gpu=self.device.platform == "cuda")
 
     def _rejection(self, problem: Problem, pass_: Pass = "forward") -> str | None:
         return self.backend.rejection(problem, self.device, pass_)
 
 
-def _baseline(id_: BackendId, device: Device) -> BackendId | None:
-    """What runs by default; plain JAX beside the default itself, and nothing beside plain JAX."""
-    problem = next(battery.problems(id_.operator, battery.in_order(tuple(backends.of(id_).dtypes))))
-    default = resolve(Request(problem), device, "forward").backend
-    plain = BackendId(backends.registered()[-1].family, id_.operator)
-    return next((each for each in (default, plain) if each != id_), None)
-
-
-def _errors(problem: Problem, backend: str, *, with_gradients: bool) -> dict[str, float]:
+def relative_errors(problem: Problem, backend: str, *, with_gradients: bool) -> dict[str, float]:
     """The largest error of each result, relative to its norm."""
-    arrays = battery.arrays_of(problem)
-    entries = battery.different_entries(problem)
-    own = reference.Arrays(*(None if each is None else each[:entries] for each in arrays))  # type: ignore[arg-type]
-    different = reference.results(dataclasses.replace(problem, batch=entries), own)
-    expected = {name: battery.repeated(each, problem) for name, each in different.items()}
-    with arrays_of(problem.element.short_name):
+    arrays, entries = arrays_of(problem), different_entries(problem)
+    few = {name: array[:entries] for name, array in arrays.items()}
+    different = reference(dataclasses.replace(problem, batch=entries), few)
+    with jax.enable_x64(problem.dtype == "float64"):
         run, arguments = _program(problem, backend, arrays, with_gradients)
         found = [{name: np.asarray(each, np.float64) for name, each in run(*arguments).items()} for _ in range(RUNS)]
-    return {name: max(_distance(each[name], expected[name]) for each in found) for name in expected if name in found[0]}
+    expected = {name: repeat_entries(different[name], problem) for name in different if name in found[0]}
+    return {name: max(_distance(each[name], array) for each in found) for name, array in expected.items()}
 
 
 def _distance(found: np.ndarray, expected: np.ndarray) -> float:
@@ -201,10 +344,14 @@ def _distance(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def _program(
-    problem: Problem, backend: str, arrays: reference.Arrays, with_gradients: bool
+    problem: Problem, backend: str, arrays: Mapping[str, np.ndarray], with_gradients: bool
 ) -> tuple[Callable[..., dict[str, Any]], tuple[Any, ...]]:
-    """A compiled function that gives results by name, and its arguments on the device."""
-    operator = battery.operator_of(problem, backend)
+    """A compiled function that returns results by name, and its arguments on the device."""
+    common: dict[str, Any] = {"backend": backend, "scale": problem.scale, "return_lse": True}
+    if problem.operator == "fmha":
+        operator = functools.partial(attention, is_causal=problem.is_causal[0], **common)
+    else:
+        operator = functools.partial(_OPERATORS[problem.rank], **problem.windows._asdict(), **common)
 
     def run(operands: dict[str, Any], cotangents: tuple[Any, Any]) -> dict[str, Any]:
         if not with_gradients:
@@ -213,15 +360,15 @@ def _program(
         (gradients,) = pullback(cotangents)
         return {"out": outputs[0], "lse": outputs[1], **{f"d_{name}": each for name, each in gradients.items()}}
 
-    cotangents = arrays.out_cotangent, arrays.logsumexp_cotangent.astype(problem.element.accumulator)
-    return jax.jit(run), jax.device_put((arrays.operands, cotangents))
+    cotangents = arrays["out_cotangent"], arrays["logsumexp_cotangent"].astype(problem.element.accumulator)
+    return jax.jit(run), jax.device_put((operands_of(arrays), cotangents))
 
 
 def _milliseconds(problem: Problem, backend: str, pass_: Pass) -> float | str:
-    """The median time of a call; why there is none."""
+    """The median time of a call, or the error that it raises."""
     try:
-        with arrays_of(problem.element.short_name):
-            run, arguments = _program(problem, backend, battery.arrays_of(problem), pass_ == "backward")
+        with jax.enable_x64(problem.dtype == "float64"):
+            run, arguments = _program(problem, backend, arrays_of(problem), pass_ == "backward")
             jax.block_until_ready(run(*arguments))
             times: list[float] = []
             least, most = _TIMED_CALLS
@@ -230,24 +377,24 @@ def _milliseconds(problem: Problem, backend: str, pass_: Pass) -> float | str:
                 jax.block_until_ready(run(*arguments))
                 times.append(time.perf_counter() - start)
     except Exception as error:  # as in a comparison
-        return f"FAILED: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return _failure(error, 300)
     return 1e3 * statistics.median(times)
+
+
+def _failure(error: Exception, length: int) -> str:
+    return f"FAILED: {type(error).__name__}: {' '.join(str(error).split())[:length]}"
 
 
 def _shown(figure: float | str) -> str:
     return figure if isinstance(figure, str) else f"{figure:.3g}"
 
 
-def _heads(problem: Problem) -> str:
-    """Heads and their widths, as few words as possible."""
-    heads = (
-        f"{problem.heads} heads" if problem.heads == problem.heads_kv else f"{problem.heads}/{problem.heads_kv} heads"
-    )
-    width = (
-        str(problem.head_dim) if problem.head_dim == problem.head_dim_v else f"{problem.head_dim}/{problem.head_dim_v}"
-    )
-    return f"{problem.batch} x {heads} of {width}"
+def _label(problem: Problem) -> str:
+    """Windows, batch size, heads and their widths, and element type."""
+    heads = "/".join(dict.fromkeys((str(problem.heads), str(problem.heads_kv))))
+    width = "/".join(dict.fromkeys((str(problem.head_dim), str(problem.head_dim_v))))
+    return f"  {problem.describe()}, {problem.batch} x {heads} heads of {width}, {problem.dtype}"
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, flush=True)

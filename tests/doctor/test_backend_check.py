@@ -18,7 +18,7 @@ from natten_jax.backends import select
 from natten_jax.backends.base import Platform
 from natten_jax.backends.flex.backend import FlexBackend
 from natten_jax.cost_model import small_windows
-from natten_jax.doctor import backend_check, battery, reference
+from natten_jax.doctor import backend_check
 from natten_jax.performance import PASSES
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan
@@ -27,7 +27,7 @@ from tests.support import oracle
 from tests.support.machine import Machine
 from tests.support.programs import run_command
 
-PROBLEMS = {problem.describe(): problem for problem in (*battery._NEIGHBORHOOD, *battery._ATTENTION)}
+PROBLEMS = {problem.describe(): problem for problem in (*backend_check._NEIGHBORHOOD, *backend_check._ATTENTION)}
 
 
 @pytest.fixture
@@ -40,14 +40,14 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
         ("_TIMED_NEIGHBORHOOD", (small,)),
         ("_TIMED_ATTENTION", (problem_of((20,), operator="fmha", head_dim=8),)),
     ):
-        monkeypatch.setattr(battery, name, problems)
+        monkeypatch.setattr(backend_check, name, problems)
     monkeypatch.setattr(backend_check, "_TIMED_SECONDS", 0.0)
 
 
 @pytest.fixture
 def _untimed(_short: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of these with its times, which are two programs more."""
-    monkeypatch.setattr(battery, "_TIMED_NEIGHBORHOOD", ())
+    monkeypatch.setattr(backend_check, "_TIMED_NEIGHBORHOOD", ())
 
 
 def checked(name: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
@@ -58,28 +58,30 @@ def checked(name: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[st
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_the_reference_is_right(name: str) -> None:
     problem = PROBLEMS[name]
-    arrays = battery.arrays_of(problem)
-    operands = oracle.Tensors(*(None if each is None else each.astype(np.float64) for each in arrays[:5]))
+    arrays = backend_check.arrays_of(problem)
+    operands = oracle.Tensors(
+        **{name: array.astype(np.float64) for name, array in backend_check.operands_of(arrays).items()}
+    )
     if problem.operator == "fmha":
         (axis,) = problem.axes
         mask = oracle.attention_mask(axis.query_extent, axis.kv_extent, axis.is_causal)
     else:
         windows = problem.kernel_size, problem.stride, problem.dilation, problem.is_causal
         mask = oracle.neighborhood_mask(problem.query_layout, *windows)
-    cotangents = arrays.out_cotangent, arrays.logsumexp_cotangent
+    cotangents = arrays["out_cotangent"], arrays["logsumexp_cotangent"]
     expected = oracle.reference(operands, mask, problem.scale, *cotangents)
-    found = reference.results(problem, arrays)
+    found = backend_check.reference(problem, arrays)
     wanted = {"out": expected.forward.out, "lse": expected.forward.lse}
-    wanted |= {f"d_{name}": getattr(expected.gradients, name) for name in arrays.operands}
+    wanted |= {f"d_{name}": getattr(expected.gradients, name) for name in backend_check.operands_of(arrays)}
     assert found.keys() == wanted.keys()
     for each, array in wanted.items():
         np.testing.assert_allclose(found[each], array, rtol=1e-11, atol=1e-12, err_msg=each)
 
 
 def test_a_problem_of_gpus_has_rings_in_all_kernels() -> None:
-    (problem,) = battery._NEIGHBORHOOD_OF_GPUS
-    assert problem in battery.problems("fna", ("bfloat16",), is_gpu=True)
-    assert problem not in battery.problems("fna", ("bfloat16",))
+    (problem,) = backend_check._NEIGHBORHOOD_OF_GPUS
+    assert problem in backend_check.problems("fna", ("bfloat16",), is_gpu=True)
+    assert problem not in backend_check.problems("fna", ("bfloat16",))
     problem = dataclasses.replace(problem, dtype="bfloat16")
     launches = []
     for pass_ in PASSES:
@@ -92,13 +94,13 @@ def test_a_problem_of_gpus_has_rings_in_all_kernels() -> None:
 
 def test_batch_entries_beyond_a_few_repeat_these() -> None:
     problem = problem_of((5, 6), 3, batch=5, heads=2, head_dim=8)
-    arrays = battery.arrays_of(problem)
-    assert battery.different_entries(problem) == 2
-    assert not np.array_equal(arrays.key[0], arrays.key[1])
-    for array in (arrays.query, arrays.value, arrays.out_cotangent, arrays.logsumexp_cotangent):
+    arrays = backend_check.arrays_of(problem)
+    assert backend_check.different_entries(problem) == 2
+    assert not np.array_equal(arrays["key"][0], arrays["key"][1])
+    for array in arrays.values():
         assert array.shape[0] == 5
         np.testing.assert_array_equal(array, array[[0, 1, 0, 1, 0]])
-    errors = backend_check._errors(problem, "cpu-fna", with_gradients=True)
+    errors = backend_check.relative_errors(problem, "cpu-fna", with_gradients=True)
     assert errors.keys() == {"out", "lse", "d_query", "d_key", "d_value"}
     assert max(errors.values()) < backend_check.BOUNDS[problem.dtype]
 
@@ -208,7 +210,7 @@ class Elsewhere(ByName):
 def test_what_a_backend_does_not_take_is_left_out(machine: Machine) -> None:
     machine.knows(Elsewhere())
     id_ = backend_check.id_of("mine-fna")
-    session = backend_check._Session(id_, Elsewhere(), Device("tpu"), None)
+    session = backend_check._Session(id_, Elsewhere(), Device("tpu"))
     assert "head_dim must be at most 8" in str(session.cannot_run())
 
 

@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from natten_jax.doctor import scratch_memory
-from natten_jax.doctor.__main__ import report_problem
+from natten_jax.doctor.__main__ import report_problem, scratch_bytes
 from natten_jax.performance import Performance
 from natten_jax.plan.devices import Device
 from natten_jax.problem import problem_of
@@ -49,16 +48,16 @@ def test_backward_scratch_is_one_float32_query_gradient_and_little_more(
     device = Device("cuda", (9, 0), is_present=False)
     _, plans = plans_of(f"{backend_family}-fna", problem, performance, device)
     rows = 2 * 12 * 10 * 4
-    held = scratch_memory.scratch_bytes(plans["backward"])
+    held = scratch_bytes(plans["backward"])
     # Beside it at most two numbers a row, and results of no additional tokens.
     assert rows * 64 * 4 <= held <= rows * (64 + 2) * 4 + 64
-    assert scratch_memory.scratch_bytes(plans["forward"]) <= 64
+    assert scratch_bytes(plans["forward"]) <= 64
 
 
 def test_small_windows_keep_four_numbers_for_each_query() -> None:
     problem = problem_of((12, 10), (3, 5), batch=2, heads=4, heads_kv=2)
     _, plans = plans_of("cutlass-fna", problem, device=Device("cuda", (9, 0), is_present=False))
-    assert scratch_memory.scratch_bytes(plans["backward"]) <= 2 * 12 * 10 * 4 * 4 * 4 + 64
+    assert scratch_bytes(plans["backward"]) <= 2 * 12 * 10 * 4 * 4 * 4 + 64
 
 
 def test_command_line() -> None:
@@ -81,12 +80,14 @@ def test_several_devices_and_how_operators_are_split_over_them() -> None:
 def test_a_mode_that_fails_is_named_with_its_reason() -> None:
     program = """
         import jax
-        from natten_jax.doctor import __main__ as doctor, mesh_check
+        from natten_jax.doctor import __main__ as doctor
 
-        def fail(array, devices):
-            raise NotImplementedError("no such mode")
+        def run_split(kind, array, devices):
+            if kind.name == "Explicit":
+                raise NotImplementedError("no such mode")
+            return jax.device_put(array, devices[0])
 
-        mesh_check.MODES = {"Auto": lambda array, devices: jax.device_put(array, devices[0]), "Explicit": fail}
+        doctor.MESH_AXES, doctor.run_split = doctor.MESH_AXES[:2], run_split
         print(doctor._mesh_line(jax.devices()))
     """
     output = output_of(run_python(program, devices=2))

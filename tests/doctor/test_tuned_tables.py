@@ -12,7 +12,6 @@ from natten_jax.autotuning import tables as tuned
 from natten_jax.autotuning.tables import TunedPass, TunedTable
 from natten_jax.backends.select import resolve
 from natten_jax.doctor import __main__ as doctor
-from natten_jax.doctor import tuned_tables
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId
 from natten_jax.plan.request import Request
@@ -42,15 +41,13 @@ def ship(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_hit_says_what_runs_and_how_much_faster(ship: Any) -> None:
     ship(passed())
-    line = tuned_tables.problem_line(REQUEST, GPU, "forward")
+    line = doctor.problem_line(REQUEST, GPU, "forward")
     q_tile, kv_tile = passed().plan.tiles
     assert line == (
         f"hit: cutlass-fna, query tile {q_tile}, key/value tile {kv_tile}; 1 ms, by default 1.5 ms (1.50 times as fast)"
     )
     ship(passed(seconds=1.5e-3, is_default=True))
-    assert tuned_tables.problem_line(REQUEST, GPU, "forward") == (
-        "hit: nothing was clearly faster than the default (1.5 ms)"
-    )
+    assert doctor.problem_line(REQUEST, GPU, "forward") == ("hit: nothing was clearly faster than the default (1.5 ms)")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +61,7 @@ def test_a_hit_says_what_runs_and_how_much_faster(ship: Any) -> None:
 )
 def test_a_miss_says_why(request_: Request, device: Device, reason: str, ship: Any) -> None:
     ship(passed())
-    line = tuned_tables.problem_line(request_, device, "forward")
+    line = doctor.problem_line(request_, device, "forward")
     assert re.match(f"miss: .*{reason}", line)
 
 
@@ -76,14 +73,14 @@ def test_what_a_build_cannot_run_and_what_is_switched_off_are_misses(
         passed(plan=gone),
         passed(plan=dataclasses.replace(passed().plan, problem=dataclasses.replace(PROBLEM, batch=3))),
     )
-    assert "this build cannot run what was found: there is no backend gone-fna" in tuned_tables.problem_line(
+    assert "this build cannot run what was found: there is no backend gone-fna" in doctor.problem_line(
         Request(gone.problem), GPU, "forward"
     )
-    line = tuned_tables.table_line(GPU)
+    line = doctor.table_line(GPU)
     assert line.startswith("hit: the table of NVIDIA H100 80GB HBM3 has 2 problems; 2 of their 2 passes run otherwise")
     assert "; 1 are left alone" in line
     monkeypatch.setenv(tuned.VARIABLE, "0")
-    for line in (tuned_tables.table_line(GPU), tuned_tables.problem_line(REQUEST, GPU, "forward")):
+    for line in (doctor.table_line(GPU), doctor.problem_line(REQUEST, GPU, "forward")):
         assert line == "miss: NATTEN_JAX_TUNED=0 leaves tables alone"
 
 
