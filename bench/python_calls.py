@@ -113,7 +113,7 @@ def main() -> int:
         return 0
     found = measure(options.only).by_stage
     total = sum(found.values(), collections.Counter())
-    decisions = total[os.path.join("backends", "select.py"), "_decide"]
+    decisions = total[os.path.join("backends", "select.py"), "decided"]
     stages = ", ".join(f"{stage} {found[stage].total()}" for stage in STAGES)
     print(f"{options.only}: {stages}, all {total.total()}; {decisions} decisions")
     for (file, name), count in total.most_common(options.most):

@@ -23,10 +23,11 @@ class ElementType:
     accumulator: str = "float32"
     output: str = ""
 
-    @property
-    def is_float8(self) -> bool:
-        """Whether it has 8 bits: such arrays have scales, an output of another type, and no gradients."""
-        return self.bytes == 1
+    #: Whether it has 8 bits: such arrays have scales, an output of another type, and no gradients.
+    is_float8: bool = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_float8", self.bytes == 1)
 
 
 #: By name.

@@ -124,12 +124,12 @@ class Performance:
 
     def tiles(self, pass_: Pass) -> TilePair | None:
         """The tile shapes that were asked for in a pass."""
-        query, key_value = [getattr(self, name) for name in tile_names(pass_)]
+        query, key_value = [getattr(self, name) for name in _TILE_NAMES[pass_]]
         return None if query is None or key_value is None else (query, key_value)
 
     def with_tiles(self, pass_: Pass, pair: TilePair | None) -> Performance:
         """The same with other tiles in a pass."""
-        changes: dict[str, Any] = dict(zip(tile_names(pass_), (None, None) if pair is None else pair, strict=True))
+        changes: dict[str, Any] = dict(zip(_TILE_NAMES[pass_], (None, None) if pair is None else pair, strict=True))
         return dataclasses.replace(self, **changes)
 
     def flattened(self) -> dict[str, Any]:
@@ -143,8 +143,13 @@ class Performance:
 
 def tile_names(pass_: Pass) -> tuple[str, str]:
     """The fields of a pass's query and key/value tile."""
-    prefix = "" if pass_ == "forward" else "backward_"
-    return f"{prefix}q_tile_shape", f"{prefix}kv_tile_shape"
+    return _TILE_NAMES[pass_]
+
+
+_TILE_NAMES: dict[Pass, tuple[str, str]] = {
+    "forward": ("q_tile_shape", "kv_tile_shape"),
+    "backward": ("backward_q_tile_shape", "backward_kv_tile_shape"),
+}
 
 
 #: The fields by the names of ``attention``, whose tiles have sizes instead of shapes.
@@ -189,7 +194,7 @@ def performance_of(rank: int, *, tile_suffix: str = "shape", **arguments: Unpack
 
 def _checked_tiles(rank: int, given: Any, tile_suffix: str) -> dict[str, Any]:
     tiles = {}
-    for fields in map(tile_names, PASSES):
+    for fields in _TILE_NAMES.values():
         names = [field.replace("shape", tile_suffix) for field in fields]
         pair = [getattr(given, field) for field in fields]
         if (pair[0] is None) != (pair[1] is None):

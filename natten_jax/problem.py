@@ -83,32 +83,32 @@ class Problem:
     @functools.cached_property
     def query_layout(self) -> Shape:
         """Global extents of the query tokens, one per dimension."""
-        return tuple(axis.query_extent for axis in self.axes)
+        return tuple([axis.query_extent for axis in self.axes])
 
     @functools.cached_property
     def kv_layout(self) -> Shape:
         """Global extents of the key/value tokens."""
-        return tuple(axis.kv_extent for axis in self.axes)
+        return tuple([axis.kv_extent for axis in self.axes])
 
     @functools.cached_property
     def kernel_size(self) -> Shape:
         """Window extents in tokens."""
-        return tuple(axis.kernel_size for axis in self.axes)
+        return tuple([axis.kernel_size for axis in self.axes])
 
     @functools.cached_property
     def stride(self) -> Shape:
         """Queries per dimension that share one window."""
-        return tuple(axis.stride for axis in self.axes)
+        return tuple([axis.stride for axis in self.axes])
 
     @functools.cached_property
     def dilation(self) -> Shape:
         """Distance between neighboring tokens of a window."""
-        return tuple(axis.dilation for axis in self.axes)
+        return tuple([axis.dilation for axis in self.axes])
 
     @functools.cached_property
     def is_causal(self) -> tuple[bool, ...]:
         """Per dimension, whether later keys are hidden."""
-        return tuple(axis.is_causal for axis in self.axes)
+        return tuple([axis.is_causal for axis in self.axes])
 
     @property
     def windows(self) -> WindowArguments:
@@ -119,7 +119,7 @@ class Problem:
     @functools.cached_property
     def edges(self) -> tuple[Edge, ...]:
         """Per dimension, what becomes of windows at the ends."""
-        return tuple(axis.edges for axis in self.axes)
+        return tuple([axis.edges for axis in self.axes])
 
     def with_axes(self, **facts: Sequence[int]) -> Problem:
         """The same with other facts of its axes: names of :class:`Axis`, one value per dimension."""
@@ -135,7 +135,7 @@ class Problem:
     @property
     def bias_shape(self) -> Shape:
         """A head's relative bias: along each dimension the offset of a key, from ``1 - kernel_size`` windows' steps."""
-        return tuple(2 * axis.kernel_size - 1 for axis in self.axes)
+        return tuple([2 * axis.kernel_size - 1 for axis in self.axes])
 
     @property
     def is_attention(self) -> bool:
@@ -148,8 +148,9 @@ class Problem:
             return False
         if self.relative_bias:
             return False
-        if any(axis.kernel_size != axis.kv_extent or axis.edges == "cut" for axis in self.axes):
-            return False
+        for axis in self.axes:
+            if axis.kernel_size != axis.kv_extent or axis.edges == "cut":
+                return False
         return not any(self.is_causal) or (self.rank == 1 and self.additional_kv == 0)
 
     @functools.cached_property
@@ -233,6 +234,34 @@ def problem_of(
     tokens = int_tuple("layout", tuple(layout), len(layout))
     kv_tokens = tokens if kv_layout is None else int_tuple("kv_layout", tuple(kv_layout), len(layout))
     axes = WindowArguments(kernel_size, stride, dilation, is_causal, **options).axes(tokens, kv_tokens)
+    return _problem_of_axes(
+        axes,
+        operator=operator,
+        batch=batch,
+        heads=heads,
+        heads_kv=heads_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=dtype,
+        scale=scale,
+        additional_kv=additional_kv,
+    )
+
+
+def _problem_of_axes(
+    axes: tuple[Axis, ...],
+    *,
+    operator: Operator,
+    batch: int,
+    heads: int,
+    heads_kv: int | None,
+    head_dim: int,
+    head_dim_v: int | None,
+    dtype: str,
+    scale: float | None,
+    additional_kv: int = 0,
+) -> Problem:
+    """:func:`problem_of`, given checked dimensions."""
     heads_kv = heads if heads_kv is None else heads_kv
     if dtype not in SUPPORTED_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(SUPPORTED_DTYPES)}, got {dtype!r}")

@@ -272,7 +272,7 @@ def fitted(kernel_size: Ints, layout: Sequence[int], dilation: Ints = 1) -> tupl
     sizes = int_tuple("kernel_size", kernel_size, len(extents), words=_WORDS)
     steps = int_tuple("dilation", dilation, len(extents))
     most = [max(extent // step, 1) for extent, step in zip(extents, steps, strict=True)]
-    return tuple(largest if size in _WORDS else min(size, largest) for size, largest in zip(sizes, most, strict=True))
+    return tuple([largest if size in _WORDS else min(size, largest) for size, largest in zip(sizes, most, strict=True)])
 
 
 #: The number that stands for the extent of a dimension.
@@ -330,10 +330,10 @@ class WindowArguments(NamedTuple):
         stride = int_tuple("stride", self.stride, rank)
         dilation = int_tuple("dilation", self.dilation, rank)
         is_causal = bool_tuple("is_causal", self.is_causal, rank)
-        if any(s > k and k not in _WORDS for s, k in zip(stride, kernel_size, strict=True)):
+        if [1 for s, k in zip(stride, kernel_size, strict=True) if s > k and k not in _WORDS]:
             raise ValueError(f"stride {stride} exceeds kernel_size {kernel_size}: stride <= kernel_size must hold")
         edges = choice_tuple("edges", self.edges, EDGES, rank)
-        if any(e == "wrap" and causal for e, causal in zip(edges, is_causal, strict=True)):
+        if ("wrap", True) in zip(edges, is_causal, strict=True):
             raise ValueError(
                 f"edges {edges} with is_causal {is_causal}: a dimension that wraps has no first token, so none is "
                 "later than another, and it cannot be causal"
@@ -349,9 +349,11 @@ class WindowArguments(NamedTuple):
         """
         given = self._replace(kernel_size=layout) if self.kernel_size is None else self
         checked = given.checked(len(layout))
-        sizes = checked.kernel_size
+        sizes: Any = checked.kernel_size
+        if WHOLE_EXTENT not in sizes:
+            return checked
         largest = fitted(WHOLE_EXTENT, layout, checked.dilation)
-        known = tuple(most if k in _WORDS else k for k, most in zip(sizes, largest, strict=True))  # type: ignore[arg-type]
+        known = tuple([most if k in _WORDS else k for k, most in zip(sizes, largest, strict=True)])  # type: ignore[arg-type]
         return checked if known == sizes else checked._replace(kernel_size=known).checked(len(layout))
 
     def clamped(self, layout: Sequence[int]) -> WindowArguments:
@@ -381,7 +383,7 @@ class WindowArguments(NamedTuple):
             TypeError: A value is of the wrong type.
         """
         windows = self.with_extents(kv_layout)
-        axes = tuple(Axis(*facts) for facts in zip(query_layout, kv_layout, *windows, strict=True))  # type: ignore[arg-type]
+        axes = [Axis(*facts) for facts in zip(query_layout, kv_layout, *windows, strict=True)]  # type: ignore[arg-type]
         for axis in axes:
             if axis.edges == "wrap" and axis.kv_extent % axis.dilation:
                 raise ValueError(
@@ -396,12 +398,12 @@ class WindowArguments(NamedTuple):
                     f"kernel_size {windows.kernel_size} with dilation {windows.dilation} exceeds the token layout "
                     f"{kv_layout}: {product} <= extent must hold in every dimension ({spread} > {axis.kv_extent})"
                 )
-        return tuple(_with_decisive_edges(axis) for axis in axes)
+        return tuple([_with_decisive_edges(axis) for axis in axes])
 
 
 def _with_decisive_edges(axis: Axis) -> Axis:
     """The same windows, whose edges are ``"shift"`` where they make no difference."""
-    makes_none = axis.kernel_size == 1 or axis.is_causal
+    makes_none = axis.edges != "shift" and (axis.kernel_size == 1 or axis.is_causal)
     return dataclasses.replace(axis, edges="shift") if makes_none else axis
 
 
@@ -412,7 +414,8 @@ def described(axes: Sequence[Axis]) -> Iterator[str]:
         short, separator = shorts.get(name, (name, ","))
         values = [getattr(axis, name) for axis in axes]
         if values != [default] * len(values):
-            yield f"{short}={separator.join(each if isinstance(each, str) else str(int(each)) for each in values)}"
+            texts = [each if isinstance(each, str) else str(int(each)) for each in values]
+            yield f"{short}={separator.join(texts)}"
 
 
 #: What the options are where they are left out, which is all that a backend has unless it says otherwise.

@@ -28,6 +28,7 @@ _ARRAYS = (np.ndarray, jax.Array)
 _TEXT = (str, bytes, bytearray, memoryview)  # sequences, but not of numbers
 _MOST_VALUES = 64  # of a sequence that a message shows
 _LONGEST = 160  # text of a value in a message
+_INT = frozenset((int,))
 #: That kernels take.
 LARGEST_INT = 2**63 - 1
 
@@ -73,12 +74,18 @@ def int_tuple(
         TypeError: It holds something else than ints, or is traced.
         ValueError: It has another length, or an int that is not positive or that no kernel can take.
     """
-    article = "an int or " if repeat else ""
-    values: tuple[int, ...] = _tuple_of(python_int, name, value, rank, article, "ints", repeat)
-    if any(each < 1 and each not in words for each in values):
+    values: tuple[int, ...]
+    if type(value) is int and repeat:
+        values = (value,) * rank
+    elif type(value) is tuple and len(value) == rank and _INT.issuperset(map(type, value)):
+        values = value
+    else:
+        article = "an int or " if repeat else ""
+        values = _tuple_of(python_int, name, value, rank, article, "ints", repeat)
+    if min(values, default=1) < 1 and any(each < 1 and each not in words for each in values):
         others = "".join(f", or {number} for {meaning}" for number, meaning in words.items())
         raise ValueError(f"{name} must be at least 1{others} in every dimension, got {shown(value)}")
-    if any(each > LARGEST_INT for each in values):
+    if max(values, default=1) > LARGEST_INT:
         raise ValueError(f"{name} must be less than 2**63 in every dimension, got {shown(value)}")
     return values
 
@@ -104,6 +111,8 @@ def bool_tuple(name: str, value: Any, rank: int) -> tuple[bool, ...]:
         TypeError: It holds something else than bools, or is traced.
         ValueError: It has another length.
     """
+    if type(value) is bool:
+        return (value,) * rank
     return _tuple_of(_python_bool, name, value, rank, "a bool or ", "bools", True)
 
 
@@ -114,6 +123,8 @@ def choice_tuple(name: str, value: Any, choices: Sequence[C], rank: int) -> tupl
         TypeError: It is no word and no sequence of words.
         ValueError: It has another length, or a word that is none of them.
     """
+    if type(value) is str and value in choices:
+        return (choices[choices.index(value)],) * rank
     words = " or ".join(map(repr, choices))
     values: Any = (value,) * rank if isinstance(value, str) else value
     if not isinstance(values, Sequence) or any(not isinstance(each, str) for each in values[:_MOST_VALUES]):

@@ -128,25 +128,18 @@ def with_columns(problem: Problem) -> Problem:
 
 @dataclasses.dataclass(frozen=True)
 class KeyBiasColumns:
-    """The columns of a call's keys; none where it has no bias, or the kernels add it.
+    """Columns of queries and keys that stand for biases of keys.
 
     Attributes:
         problem: The problem of the call.
-        are_there: Whether there are any.
     """
 
     problem: Problem
-    are_there: bool
-
-    @classmethod
-    def of(cls, problem: Problem, planned: Problem) -> KeyBiasColumns:
-        """Those of a call's problem, by its plan's."""
-        return cls(problem, problem.key_bias and not planned.key_bias)
 
     def added(self, operands: Operands) -> Operands:
         """What kernels get, but for the width of their heads."""
         inputs = operands.inputs
-        if not self.are_there or inputs.key_bias is None:
+        if inputs.key_bias is None:
             return operands
         scales = _Scales.of(self.problem, inputs.scale)
         query = scales.scaled(inputs.query)
@@ -164,8 +157,6 @@ class KeyBiasColumns:
 
     def result(self, found: _Result, operands: Operands) -> _Result:
         """The results of the call: a query all of whose keys are hidden has seen none."""
-        if not self.are_there:
-            return found
         scales = _Scales.of(self.problem, operands.inputs.scale)
         of_hidden = scales.of_hidden(self.problem)
         limit = _UNSEEN * of_hidden.reshape(of_hidden.shape[0], *(1,) * self.problem.rank, -1)
@@ -183,8 +174,6 @@ class KeyBiasColumns:
 
         Padding keeps the logsumexp that it has without biases, by which kernels know it.
         """
-        if not self.are_there:
-            return saved
         logsumexp, layouts = saved.logsumexp, operands.layouts
         is_unseen = jnp.isneginf(logsumexp)
         if layouts is not None:
@@ -194,7 +183,7 @@ class KeyBiasColumns:
     def gradients(self, found: Gradients, operands: Operands) -> Gradients:
         """The gradients of the call's inputs, of which query and key may still be wider."""
         inputs = operands.inputs
-        if not self.are_there or inputs.key_bias is None:
+        if inputs.key_bias is None:
             return found
         scales = _Scales.of(self.problem, inputs.scale)
         width = self.problem.head_dim

@@ -225,20 +225,17 @@ def vary_alike(arrays: _Tree) -> _Tree:
 
 def varying_like(carry: _Tree, arrays: Any) -> _Tree:
     """``carry``, varying over the manual mesh axes of ``arrays`` too, as ``jax.shard_map`` asks of a scan's carry."""
-    result: _Tree = jax.tree.map(functools.partial(_over, _varying(arrays)), carry)
+    axes: frozenset[str] = frozenset()
+    axes = axes.union(*[jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(arrays)])
+    if not axes:
+        return carry
+
+    def over_all(array: jax.Array) -> jax.Array:
+        missing = axes - jax.typeof(array).manual_axis_type.varying
+        return jax.lax.pcast(array, tuple(missing), to="varying") if missing else array
+
+    result: _Tree = jax.tree.map(over_all, carry)
     return result
-
-
-def _varying(arrays: Any) -> frozenset[str]:
-    """The manual mesh axes that any of the arrays varies over."""
-    axes = (jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(arrays))
-    return frozenset().union(*axes)
-
-
-def _over(axes: frozenset[str], array: jax.Array) -> jax.Array:
-    """``array``, varying over these manual mesh axes, too."""
-    missing = axes - jax.typeof(array).manual_axis_type.varying
-    return jax.lax.pcast(array, tuple(missing), to="varying") if missing else array
 
 
 def type_like(array: Any, shape: Sequence[int], dtype: Any) -> Any:

@@ -41,7 +41,7 @@ class Platform:
     def __str__(self) -> str:
         if self.compute_capability is None:
             return f"platform {self.name} only"
-        good = " or ".join(f"{major}.{minor}" for major, minor in (self.compute_capability, *self.others))
+        good = " or ".join([f"{major}.{minor}" for major, minor in (self.compute_capability, *self.others)])
         return f"NVIDIA GPUs of compute capability {good} {'only' if self.is_exact else 'or higher'}"
 
     def has(self, device: Device) -> bool:
@@ -246,10 +246,8 @@ class Backend(abc.ABC):
         if widths := [width for width in cls.head_widths if width >= widest]:
             head_dim = head_dim_v = widths[0]
         else:
-            head_dim, head_dim_v = (
-                -(-each // cls.head_step_of(problem)) * cls.head_step_of(problem)
-                for each in (problem.head_dim, problem.head_dim_v)
-            )
+            step = cls.head_step_of(problem)
+            head_dim, head_dim_v = -(-problem.head_dim // step) * step, -(-problem.head_dim_v // step) * step
         if (head_dim, head_dim_v) == (problem.head_dim, problem.head_dim_v):
             return problem
         return dataclasses.replace(problem, head_dim=head_dim, head_dim_v=head_dim_v)

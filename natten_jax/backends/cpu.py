@@ -148,12 +148,11 @@ def _outer_tile(problem: Problem, layout: Shape, tile: Shape) -> Shape:
     """
     extents = [t if s > t else -(-t // s) * s for t, s in zip(tile, problem.stride, strict=True)]
 
-    def items() -> int:
-        tiles = (d * -(-x // (t * d)) for x, t, d in zip(layout, extents, problem.dilation, strict=True))
-        return problem.batch * problem.heads_kv * math.prod(tiles)
-
-    while items() < _ENOUGH_ITEMS and math.prod(extents) >= 2 * _SMALLEST_TILE:
-        largest = max(range(problem.rank), key=lambda dim: (extents[dim], -dim))
+    while math.prod(extents) >= 2 * _SMALLEST_TILE:
+        tiles = [d * -(-x // (t * d)) for x, t, d in zip(layout, extents, problem.dilation, strict=True)]
+        if problem.batch * problem.heads_kv * math.prod(tiles) >= _ENOUGH_ITEMS:
+            break
+        largest = extents.index(max(extents))
         extents[largest] = -(-extents[largest] // 2)
     return tuple(extents)
 
@@ -163,6 +162,6 @@ def _inner_tile(problem: Problem, q_tile: Shape) -> Shape:
     windows = zip(problem.kernel_size, problem.stride, q_tile, problem.kv_layout, problem.dilation, strict=True)
     extents = [min(k + t + s - 2, -(-x // d)) for k, s, t, x, d in windows]
     while math.prod(extents) > _INNER_TOKENS:
-        largest = max(range(problem.rank), key=lambda dim: (extents[dim], -dim))
+        largest = extents.index(max(extents))
         extents[largest] = -(-extents[largest] // 2)
     return tuple(extents)

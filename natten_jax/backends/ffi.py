@@ -173,7 +173,7 @@ def _with_query_factor(problem: Problem, array: jax.Array) -> jax.Array:
 def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
     """The operands that every target starts with; arrays of nothing for those that the call lacks."""
     inputs = operands.inputs
-    query, key, value = (with_kernel_rank(array, problem.rank) for array in (inputs.query, inputs.key, inputs.value))
+    query, key, value = [with_kernel_rank(array, problem.rank) for array in (inputs.query, inputs.key, inputs.value)]
     if inputs.scale is None:
         query, scales = _with_query_factor(problem, query), jnp.zeros((0,), jnp.float32)
     else:

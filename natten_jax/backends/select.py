@@ -144,30 +144,26 @@ def resolve(request: Request, device: Device, pass_: Pass) -> Plan:
 def decided(request: Request, device: Device, pass_: Pass, registered: Sequence[Backend]) -> _Decision:
     """The decision, made once for a request, a device, a pass and the registered backends."""
     try:
-        return _decide(request, device, pass_, registered)
+        tuned = tables.measured(request, device, pass_)
+        if tuned is not None and not tuned.is_default and staleness(tuned.plan, device) is None:
+            request = tables.with_configuration(request, tuned.plan)
+        problem, requested = request.problem, request.backend
+        if requested is not None and pass_ == "backward":
+            reason = backends.find(requested, problem.operator).rejection(problem, device, pass_)
+            requested = requested if reason is None else None
+        candidates = _candidates(problem, device, pass_, requested)
+        pair = request.performance.tiles(pass_)
+        if requested is None and pair is None:
+            candidates = _fastest_first(candidates, problem, device, pass_)
+        for backend in candidates:
+            if pair is None or backend.offers(backend.widened(problem, device, pass_, pair), device, pass_, pair):
+                is_default = requested is None and backend.is_slow_fallback
+                lack = missing_kernels_of(registered, problem, device, pass_) if is_default else None
+                return _Decision(plan_with(backend, request, device, pass_), lack=lack)
+        assert pair is not None
+        return _Decision(None, _unknown_tiles(problem, pair, device, pass_, candidates[0]))
     except ValueError as error:
         return _Decision(None, str(error))
-
-
-def _decide(request: Request, device: Device, pass_: Pass, registered: Sequence[Backend]) -> _Decision:
-    tuned = tables.measured(request, device, pass_)
-    if tuned is not None and not tuned.is_default and staleness(tuned.plan, device) is None:
-        request = tables.with_configuration(request, tuned.plan)
-    problem, requested = request.problem, request.backend
-    if requested is not None and pass_ == "backward":
-        reason = backends.find(requested, problem.operator).rejection(problem, device, pass_)
-        requested = requested if reason is None else None
-    candidates = _candidates(problem, device, pass_, requested)
-    pair = request.performance.tiles(pass_)
-    if requested is None and pair is None:
-        candidates = _fastest_first(candidates, problem, device, pass_)
-    for backend in candidates:
-        if pair is None or backend.offers(backend.widened(problem, device, pass_, pair), device, pass_, pair):
-            is_default = requested is None and backend.is_slow_fallback
-            lack = missing_kernels_of(registered, problem, device, pass_) if is_default else None
-            return _Decision(plan_with(backend, request, device, pass_), lack=lack)
-    assert pair is not None
-    raise ValueError(_unknown_tiles(problem, pair, device, pass_, candidates[0]))
 
 
 def staleness(plan: Plan, device: Device) -> str | None:
@@ -234,7 +230,12 @@ def rejections(problem: Problem, device: Device, pass_: Pass) -> dict[BackendId,
 
 def runnable(problem: Problem, device: Device, pass_: Pass) -> list[Backend]:
     """The backends that can run this pass, best first."""
-    return [backend for backend in backends.registered() if backend.rejection(problem, device, pass_) is None]
+    return [
+        backend
+        for backend in backends.registered()
+        if (backend.platform is None or backend.platform.has(device))
+        and backend.rejection(problem, device, pass_) is None
+    ]
 
 
 def _candidates(problem: Problem, device: Device, pass_: Pass, requested: str | None) -> list[Backend]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +85,7 @@ class _PassComputation(Computation):
     kind: _PassSpec
     structure: Any
 
-    @property
+    @functools.cached_property
     def roles(self) -> Sequence[Role]:
         """Role of each argument, in call order."""
         return roles_of(*self._arguments(range(self.structure.num_leaves)))
@@ -149,8 +150,7 @@ class _PassComputation(Computation):
 
 def forward(request: Request, operands: Operands) -> Output:
     """Output and logsumexp."""
-    result: Output = _run(_FORWARD, request, operands)
-    return result
+    return Output(*_run(_FORWARD, request, operands))
 
 
 def plain_backend(request: Request) -> BackendId | None:
@@ -176,8 +176,7 @@ def forward_plain(request: Request, operands: Operands) -> Output | None:
 
 def forward_saving(request: Request, operands: Operands) -> Saved:
     """Output and logsumexp, and what the backward pass wants to know besides."""
-    result: Saved = _run(_FORWARD_SAVING, request, operands)
-    return result
+    return Saved(*_run(_FORWARD_SAVING, request, operands))
 
 
 def forward_continued(request: Request, operands: Operands, saved: Saved, seeing: QueryBox) -> Saved:
@@ -189,13 +188,13 @@ def forward_continued(request: Request, operands: Operands, saved: Saved, seeing
         saved: What earlier passes saved.
         seeing: The box.
     """
-    result: Saved = _run(_FORWARD_CONTINUED, request, operands, saved, seeing)
-    return result
+    return Saved(*_run(_FORWARD_CONTINUED, request, operands, saved, seeing))
 
 
 def backward(request: Request, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
     """The gradients of the differentiable operands."""
-    result: Gradients = _run(_BACKWARD, request, operands, saved, cotangents)
+    gradients = _run(_BACKWARD, request, operands, saved, cotangents)
+    result: Gradients = jax.tree.unflatten(jax.tree.structure(operands.inputs), gradients)
     return result
 
 
@@ -269,7 +268,7 @@ def _gradients_with_strips(plan: Plan, operands: Operands, saved: Saved, cotange
 
 def _compute_forward(plan: Plan, request: Request, device: Device, operands: Operands) -> Output:
     kernels = KernelOperands.of(plan, request, operands)
-    if strips.are_needed(plan, kernels.operands):
+    if "wrap" in plan.problem.edges and strips.are_needed(plan, kernels.operands):
         output = Output(*_saved_with_strips(plan, kernels.operands)[:2])
     else:
         output = backends.of(plan.backend).forward(plan, kernels.operands)
@@ -278,7 +277,7 @@ def _compute_forward(plan: Plan, request: Request, device: Device, operands: Ope
 
 def _compute_saved(plan: Plan, request: Request, device: Device, operands: Operands) -> Saved:
     kernels = KernelOperands.of(plan, request, operands)
-    if strips.are_needed(plan, kernels.operands):
+    if "wrap" in plan.problem.edges and strips.are_needed(plan, kernels.operands):
         saved = _saved_with_strips(plan, kernels.operands)
     else:
         saved = backends.of(plan.backend).forward_saving(plan, kernels.operands)
@@ -290,7 +289,7 @@ def _compute_continued(
 ) -> Saved:
     kernels = KernelOperands.of(plan, request, operands)
     operands, saved = kernels.operands, saved._replace(out=kernels.heads.widen_values(saved.out))
-    if strips.are_needed(plan, kernels.operands):
+    if "wrap" in plan.problem.edges and strips.are_needed(plan, kernels.operands):
         plan, operands = strips.on_line(plan, operands)
     return kernels.result(_continued(plan, operands, saved, seeing))
 
@@ -302,7 +301,7 @@ def _compute_gradients(
         saved = saved._replace(remainder=None)
     kernels = KernelOperands.of(plan, request, operands)
     of_kernels = kernels.saved(saved), cotangents._replace(out=kernels.heads.widen_values(cotangents.out))
-    if strips.are_needed(plan, kernels.operands):
+    if "wrap" in plan.problem.edges and strips.are_needed(plan, kernels.operands):
         found = _gradients_with_strips(plan, kernels.operands, *of_kernels)
     else:
         found = backends.of(plan.backend).backward(plan, kernels.operands, *of_kernels)
@@ -315,65 +314,46 @@ _FORWARD_CONTINUED = _PassSpec("forward", _saved_types, _compute_continued)
 _BACKWARD = _PassSpec("backward", _gradient_types, _compute_gradients)
 
 
-def _run(kind: _PassSpec, request: Request, *arguments: Any) -> Any:
+def _run(kind: _PassSpec, request: Request, *arguments: Any) -> list[jax.Array]:
     leaves, structure = jax.tree.flatten(arguments)
-    types = kind.types(request, *jax.tree.unflatten(structure, map(jax.typeof, leaves)))
-    arrays = primitive.bind(_PassComputation(kind, structure), request, leaves)
-    return jax.tree.unflatten(jax.tree.structure(types), arrays)
+    return primitive.bind(_PassComputation(kind, structure), request, leaves)
 
 
-_Result = TypeVar("_Result", Output, Saved)
-
-
+@functools.partial(jax.jit, static_argnums=0)
 def attend(request: Request, operands: Operands) -> Output:
-    """Run the operator; differentiable in every floating-point operand.
+    """Run the operator; differentiable in every floating-point operand. Equal calls of a program are traced once.
 
     Raises:
         ValueError: No backend can run the request on any device that the program may be lowered for.
     """
-    check_runs_somewhere(request)
-    if request.problem.element.is_float8:
-        operands = operands._replace(inputs=jax.tree.map(forward_only, operands.inputs))
-
-    return explicit.over_explicit_axes(_attend_locally, request, operands)
-
-
-def check_runs_somewhere(request: Request) -> None:
-    """Check that some device which the program may be lowered for can run the request.
-
-    Raises:
-        ValueError: None can; the message speaks of the default device.
-    """
     errors = []
-    for device in lowering_targets().values():
+    passes: list[Pass] = ["forward"] if request.performance.tiles("backward") is None else ["forward", "backward"]
+    targets = lowering_targets().values()
+    for device in targets:
         try:
-            resolve(request, device, "forward")
-            if request.performance.tiles("backward") is not None:
-                resolve(request, device, "backward")
+            for pass_ in passes:
+                resolve(request, device, pass_)
+            break
         except ValueError as error:
             errors.append(error)
-        else:
-            return
-    raise errors[0]
+    if len(errors) == len(targets):
+        raise errors[0]  # of the default device
+    if request.problem.element.is_float8:
+        operands = operands._replace(inputs=jax.tree.map(forward_only, operands.inputs))
+    if explicit.mesh_of(operands) is not None:
+        return explicit.over_explicit_axes(_attend_locally, request, operands)
+    return _attend_locally(request, vary_alike(operands))
 
 
 def _attend_locally(request: Request, operands: Operands) -> Output:
     """The operator on what a device has, or all that share its tokens in one ``jax.shard_map`` have."""
-    if not request.token_axes:
-        return _attend_to_all(request, operands)
-    if _exchanging_call_of(request) is not None:
-        return _attend_in_reverse(request, operands)
-    brought = exchange.brought(request.problem, request.token_axes, operands)
-    return _attend_to_all(_of_part(request), vary_alike(brought))
-
-
-def _attend_to_all(request: Request, operands: Operands) -> Output:
-    """The operator where all keys are there; plain JAX differentiates itself: forward mode and higher orders, too."""
-    output = forward_plain(request, operands)
-    return _attend_in_reverse(request, operands) if output is None else output
-
-
-def _attend_in_reverse(request: Request, operands: Operands) -> Output:
+    if request.token_axes and _exchanging_call_of(request) is None:
+        operands = vary_alike(exchange.brought(request.problem, request.token_axes, operands))
+        request = _of_part(request)
+    # Plain JAX differentiates itself: forward mode and higher orders, too.
+    output = None if request.token_axes else forward_plain(request, operands)
+    if output is not None:
+        return output
     return _attend(request, operands._replace(inputs=jax.tree.map(in_reverse_only, operands.inputs)))
 
 
@@ -403,8 +383,6 @@ def _exchanging_call_of(request: Request) -> _ExchangingCall | None:
     Which backend runs is decided later: this is for the one that would run here. Where another does, results are the
     same. Sinks are none of the operands: where a caller splits tokens, they follow the pass (``ops/sinks.py``).
     """
-    if not request.token_axes:
-        return None
     part = _of_part(request)
     for device in lowering_targets().values():
         try:
@@ -422,29 +400,31 @@ def _exchanging_call_of(request: Request) -> _ExchangingCall | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(request: Request, operands: Operands) -> Output:
-    return Output(*_run_forward(forward, request, operands)[:2])
-
-
-def _run_forward(
-    function: Callable[[Request, Operands], _Result], request: Request, operands: Operands
-) -> _Result | Saved:
-    call = _exchanging_call_of(request)
+    call = _exchanging_call_of(request) if request.token_axes else None
     if call is None:
-        return function(request, operands)
-    forward = overlap.ForwardPass(function, forward_saving, forward_continued)
-    return overlap.forward(forward, call.plans[0], call.request, call.exchange, operands)
+        return Output(*_run(_FORWARD, request, operands))
+    return Output(*_forward_exchanging(forward, call, operands)[:2])
+
+
+def _forward_exchanging(
+    function: Callable[[Request, Operands], Any], call: _ExchangingCall, operands: Operands
+) -> Output | Saved:
+    passes = overlap.ForwardPass(function, forward_saving, forward_continued)
+    result: Output | Saved = overlap.forward(passes, call.plans[0], call.request, call.exchange, operands)
+    return result
 
 
 def _attend_forward(request: Request, operands: Any) -> tuple[Output, tuple[Operands, Saved]]:
-    operands = jax.tree.map(lambda operand: operand.value, operands)
-    result = _run_forward(forward_saving, request, operands)
-    saved = Saved(*named(result))
+    operands = jax.tree.map(operator.attrgetter("value"), operands)
+    call = _exchanging_call_of(request) if request.token_axes else None
+    exchanged = None if call is None else _forward_exchanging(forward_saving, call, operands)
+    saved = Saved(*named(forward_saving(request, operands) if exchanged is None else exchanged))
     return Output(saved.out, saved.logsumexp), (operands, saved)
 
 
 def _attend_backward(request: Request, residuals: tuple[Operands, Saved], given: Output) -> tuple[Operands]:
     cotangents = _cotangents(given, residuals[1])
-    call = _exchanging_call_of(request)
+    call = _exchanging_call_of(request) if request.token_axes else None
     if call is None:
         gradients = backward(request, *residuals, cotangents)
     else:
@@ -454,7 +434,7 @@ def _attend_backward(request: Request, residuals: tuple[Operands, Saved], given:
 
 def _cotangents(given: Any, saved: Saved) -> Cotangents:
     """Those that JAX gives, which may say that they are zero."""
-    out, logsumexp = (None if isinstance(each, SymbolicZero) else each for each in given)
+    out, logsumexp = [None if isinstance(each, SymbolicZero) else each for each in given]
     if out is None:
         out, _ = vary_alike((jnp.zeros_like(saved.out), saved.out))
     return Cotangents(out, logsumexp)

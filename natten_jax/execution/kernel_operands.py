@@ -126,7 +126,7 @@ class KernelOperands(NamedTuple):
         given: The same, with biases of keys of each head where the kernels, or columns, have none that heads share.
         operands: The operands of the kernels.
         heads: Widths of heads.
-        columns: What stands for biases of keys.
+        columns: Columns of heads that stand for biases of keys, if the kernels add none.
         sinks: Those of a backend that takes none: one step behind the output.
         planned: The problem that they compute.
         out_dtype: Element type of the call's output.
@@ -136,7 +136,7 @@ class KernelOperands(NamedTuple):
     given: Operands
     operands: Operands
     heads: HeadWidths
-    columns: KeyBiasColumns
+    columns: KeyBiasColumns | None
     sinks: jax.Array | None
     planned: Problem
     out_dtype: str
@@ -145,37 +145,49 @@ class KernelOperands(NamedTuple):
     def of(cls, plan: Plan, request: Request, operands: Operands) -> KernelOperands:
         """Those of a call's arrays."""
         heads = HeadWidths.of(request.problem, plan.problem)
-        columns = KeyBiasColumns.of(dataclasses.replace(request.problem, dtype=plan.problem.dtype), plan.problem)
-        is_known = plan.problem.own_extents or backends.of(plan.backend).takes_layouts_of(plan.problem)
+        columns = None
+        if request.problem.key_bias and not plan.problem.key_bias:
+            columns = KeyBiasColumns(dataclasses.replace(request.problem, dtype=plan.problem.dtype))
         given = operands
-        if columns.are_there or not backends.of(plan.backend).takes_shared_key_bias:
+        backend = backends.of(plan.backend)
+        has_shared = operands.inputs.shared_key_bias is not None
+        if has_shared and (columns is not None or not backend.takes_shared_key_bias):
             given = operands._replace(inputs=of_each_head(operands.inputs))
-        if not backends.of(plan.backend).hides_keys:
+        if not backend.hides_keys:
             given = given._replace(inputs=with_hidden_keys_of_inputs(given.inputs))
-        sinks = None if backends.of(plan.backend).takes_sinks else given.inputs.sinks
+        sinks = None if backend.takes_sinks else given.inputs.sinks
         if sinks is not None:
             given = given._replace(inputs=given.inputs._replace(sinks=None))
-        placed = given if is_known else given.with_origins_alone()
-        of_kernels = heads.widen_operands(columns.added(converted(plan.problem, placed)))
+        is_known = given.layouts is None or plan.problem.own_extents or backend.takes_layouts_of(plan.problem)
+        of_kernels = converted(plan.problem, given if is_known else given.with_origins_alone())
+        if columns is not None:
+            of_kernels = columns.added(of_kernels)
+        of_kernels = heads.widen_operands(of_kernels)
         return cls(operands, given, of_kernels, heads, columns, sinks, plan.problem, request.problem.output_dtype)
 
     def result(self, found: _Result) -> _Result:
         """What the forward pass found, as the call has it."""
         out = scaled(self.planned, self.given, self.heads.narrow_values(found.out))
-        result = self.columns.result(found._replace(out=rounded(out, self.out_dtype)), self.given)
+        result = found._replace(out=rounded(out, self.out_dtype))
+        if self.columns is not None:
+            result = self.columns.result(result, self.given)
         return result if self.sinks is None else _with_sinks(result, self.sinks)
 
     def saved(self, saved: Saved) -> Saved:
         """What the backward pass gets of the forward pass."""
-        return self.columns.saved(saved._replace(out=self.heads.widen_values(saved.out)), self.given)
+        saved = saved._replace(out=self.heads.widen_values(saved.out))
+        return saved if self.columns is None else self.columns.saved(saved, self.given)
 
     def gradients(self, found: Gradients, saved: Saved, cotangents: Cotangents) -> Gradients:
         """The gradients of the call's inputs, given what the call's backward pass had besides."""
-        found = self.heads.narrow_gradients(self.columns.gradients(found, self.given))
+        if self.columns is not None:
+            found = self.columns.gradients(found, self.given)
+        found = self.heads.narrow_gradients(found)
         if self.sinks is not None:
             of_sinks = sinks_gradient(self.sinks, saved.logsumexp, delta(saved.out, *cotangents))
             found = found._replace(sinks=of_sinks.astype(self.sinks.dtype))
-        return with_shared_gradient(found, self.of_call.inputs)
+        inputs = self.of_call.inputs
+        return found if inputs.shared_key_bias is None else with_shared_gradient(found, inputs)
 
 
 def _with_sinks(found: _Result, sinks: jax.Array) -> _Result:

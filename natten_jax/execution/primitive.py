@@ -679,8 +679,9 @@ def _run_local(
     batch_dims = arguments[0].shape[: mapped + 1]
     batch = math.prod(batch_dims)
     own = request.of_part(batch, arguments[0].shape[-2], arguments[1].shape[-2])
-    expected = computation.results(own, arguments, batch_dims)
-    arrays = [_as_one_batch(*each, batch_dims) for each in zip(arguments, computation.roles, strict=True)]
+    arrays: Sequence[jax.Array] = arguments
+    if mapped:
+        arrays = [_as_one_batch(*each, batch_dims) for each in zip(arguments, computation.roles, strict=True)]
     run = functools.partial(_run_computation, device=device)
     if any(lines):
         exchange = Exchange.of(own.problem, lines)
@@ -688,12 +689,15 @@ def _run_local(
         results = computation.compute_exchanging(run, computation.plan(split, device), split, exchange, *arrays)
     else:
         results = run(computation, own, arrays)
+    if not mapped:
+        return results
+    expected = computation.results(own, arguments, batch_dims)
     return [_as_mapped(array, each.role, batch_dims) for array, each in zip(results, expected, strict=True)]
 
 
 def _as_one_batch(array: jax.Array, role: Role, batch_dims: Sequence[int]) -> jax.Array:
     """An argument whose mapped axes are a part of its batch; what batch entries share stays as it is without any."""
-    if role is Role.WHOLE or (role is Role.PER_HEAD_OF_ALL and len(batch_dims) == 1):
+    if role is Role.WHOLE:
         return array
     own = array.shape[len(batch_dims) :]
     if role is Role.PER_HEAD_OF_ALL:
@@ -703,8 +707,6 @@ def _as_one_batch(array: jax.Array, role: Role, batch_dims: Sequence[int]) -> ja
 
 def _as_mapped(array: jax.Array, role: Role, batch_dims: Sequence[int]) -> jax.Array:
     """A result, with mapped axes again; the gradient of what batch entries share is added up over them."""
-    if role is Role.PER_HEAD_OF_ALL and len(batch_dims) == 1:
-        return array
     array = array.reshape(*batch_dims, *array.shape[1:])
     return jnp.sum(array, axis=len(batch_dims) - 1, keepdims=True) if role is Role.PER_HEAD_OF_ALL else array
 

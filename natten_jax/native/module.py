@@ -69,13 +69,13 @@ def axis_rows(problem: Problem) -> Shape:
     missing = (Axis(1, 1, 1),) * (KERNEL_RANK - problem.rank)
     axes = (*missing, *problem.axes)
     rows = [(*_numbers_of(axis), _ENDS_OF_WINDOWS[axis.is_causal, axis.edges]) for axis in axes]
-    return tuple(fact for row in rows for fact in row)
+    return tuple([fact for row in rows for fact in row])
 
 
 def with_kernel_tiles(problem: Problem, pair: TilePair) -> TilePair:
     """Tiles of three token dimensions: leading ones have extent 1."""
-    q_tile, kv_tile = ((*(1,) * (KERNEL_RANK - problem.rank), *tile) for tile in pair)
-    return q_tile, kv_tile
+    ones = (1,) * (KERNEL_RANK - problem.rank)
+    return (*ones, *pair[0]), (*ones, *pair[1])
 
 
 def box_start(box: QueryBox) -> jax.Array:

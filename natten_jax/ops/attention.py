@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import jax
 from jax.typing import DTypeLike
 
 from natten_jax.arguments.arrays import Counts, Origin, Scale
 from natten_jax.arguments.names import explained
-from natten_jax.ops.calls import LogitTerms, attend_all
-from natten_jax.ops.canonicalize import ArrayLike, Biases
-from natten_jax.ops.float8 import Factor, Float8Arguments, straight_through
+from natten_jax.ops.calls import attend_all
+from natten_jax.ops.canonicalize import ArrayLike, LogitTerms
+from natten_jax.ops.float8 import Factor, Float8Arguments
 from natten_jax.ops.options import AttentionOptions
 from natten_jax.performance import ATTENTION_NAMES, AttentionPerformanceArguments
 
@@ -125,14 +125,14 @@ def attention(
         ValueError: A value, shape or dtype breaks a rule above, or no backend can run the problem.
         TypeError: An argument is of the wrong type.
     """
-    terms = LogitTerms(Biases(key_bias=key_bias), sinks)
-    float8 = Float8Arguments(query_scale, key_scale, value_scale, out_dtype, fp8)
-
-    def call(operands: Any, float8: Float8Arguments, return_lse: bool = True) -> Any:
-        query, key, value, scale, terms, query_origin, lengths = operands
-        return attend_all(
-            query, key, value, scale, is_causal, backend, return_lse, terms, performance, query_origin, lengths, float8
-        )
-
-    operands = query, key, value, scale, terms, query_origin, (query_lengths, kv_lengths)
-    return call(operands, float8, return_lse) if fp8 is None else straight_through(call, operands, float8, return_lse)
+    return attend_all(
+        (query, key, value),
+        is_causal,
+        query_origin,
+        (query_lengths, kv_lengths),
+        LogitTerms(scale, key_bias=key_bias, sinks=sinks),
+        Float8Arguments(query_scale, key_scale, value_scale, out_dtype, fp8),
+        backend,
+        performance,
+        return_lse,
+    )

@@ -1,4 +1,4 @@
-"""Warns of performance arguments that change nothing where a call runs."""
+"""The common part of ``na1d``, ``na2d``, ``na3d`` and ``attention``: check arguments, run the sub-calls, merge them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from typing import Any, NamedTuple
 import jax
 
 from natten_jax import backends
-from natten_jax.arguments.arrays import Counts, Origin, Scale, TokenAxes, checked_token_axes, number_or_array, per_head
+from natten_jax.arguments.arrays import Counts, Origin, TokenAxes, checked_token_axes, number_or_array, per_head
 from natten_jax.arguments.names import known_arguments
 from natten_jax.arguments.static import checked_once, flag, shown
 from natten_jax.arrays.operands import Inputs, Operands, Output
 from natten_jax.autotuning.tables import table_for
 from natten_jax.backends.base import Backend
 from natten_jax.backends.select import CHOICES, ignored, resolve
+from natten_jax.execution import custom_vjp
 from natten_jax.ops.canonicalize import (
     ArrayLike,
-    Biases,
     BoxArguments,
     FinerGrid,
+    LogitTerms,
     Placement,
     as_jax_array,
     attention_problem,
     checked_sinks,
-    described,
+    hint_of_heads_first,
     in_pass,
     neighborhood_problem,
     placement_of_sequences,
@@ -36,9 +37,9 @@ from natten_jax.ops.canonicalize import (
     with_biases,
     with_sinks,
 )
-from natten_jax.ops.float8 import NOTHING, Float8Arguments, in_8_bits
+from natten_jax.ops.float8 import NOTHING, Float8Arguments, in_8_bits, straight_through
 from natten_jax.ops.merge import merge_attentions
-from natten_jax.ops.sub_calls import KeySet, attend, check_agreement, run_sub_call, sub_calls_of
+from natten_jax.ops.sub_calls import KeySet, check_agreement, in_layout_of, operands_of, sub_calls_of
 from natten_jax.performance import ATTENTION_NAMES, PASSES, PERFORMANCE_NAMES, Performance, performance_of
 from natten_jax.plan.devices import Device, device_of, lowering_targets
 from natten_jax.plan.request import Request
@@ -108,59 +109,60 @@ def _level_of_caller() -> int:
     return level + 1
 
 
-class LogitTerms(NamedTuple):
-    """The arguments that say what the softmax has besides products of queries and keys."""
-
-    biases: Biases = Biases()
-    sinks: ArrayLike | None = None
-
-
 class ExecutionArguments(NamedTuple):
-    """The arguments that change nothing but how the result is computed."""
+    """The arguments that say how and on which devices the result is computed."""
 
     backend: str | None
     performance: Mapping[str, Any]
     attention_kwargs: Mapping[str, Any] | None
     try_fuse_additional_kv: bool | None
+    token_axes: TokenAxes | None
 
 
 def attend_windows(
     rank: int,
     arrays: Sequence[ArrayLike | None],
     window: WindowArguments,
-    clamp_window: bool,
-    scale: Scale | None,
-    token_axes: TokenAxes | None,
-    how: ExecutionArguments,
-    return_lse: bool,
     box: BoxArguments,
     terms: LogitTerms,
-    float8: Float8Arguments = NOTHING,
+    float8: Float8Arguments,
+    how: ExecutionArguments,
+    return_lse: bool,
+    *,
+    quantizes: bool = True,
 ) -> Any:
-    """``na{rank}d``; ``arrays`` are query, key, value, additional keys and additional values."""
+    """``na{rank}d``, whose arguments are in groups; ``quantizes`` is internal, of calls with ``fp8``."""
     return_lse = flag("return_lse", return_lse)
+    if quantizes and float8.fp8 is not None:
+
+        def quantized(operands: tuple[Any, BoxArguments, LogitTerms], float8: Float8Arguments) -> Any:
+            arrays, box, terms = operands
+            return attend_windows(rank, arrays, window, box, terms, float8, how, True, quantizes=False)
+
+        return straight_through(quantized, (arrays, box, terms), float8, return_lse)
     fuse = how.try_fuse_additional_kv
     if fuse is not None:
         fuse = flag("try_fuse_additional_kv", fuse, or_none=True)
-    inputs = _inputs(*arrays)
+    inputs = _as_jax_arrays(arrays)
     grid = FinerGrid.of(box.upsample, rank)
     if grid is not None:
         inputs = grid.folded(inputs)
-    number, factors = number_or_array(scale)
-    facts = rank, flag("clamp_window", clamp_window), 1.0 if factors is not None else number, *window
-    axes = checked_token_axes(token_axes, rank)
+    number, factors = number_or_array(terms.scale)
+    facts = rank, flag("clamp_window", box.clamp_window), 1.0 if factors is not None else number, *window
+    axes = checked_token_axes(how.token_axes, rank)
     is_box = box.query_origin is not None
-    _check_unsplit(axes, {"query_origin": box.query_origin, "extents": box.extents, "fp8": float8.fp8})
+    if axes:
+        _check_unsplit({"query_origin": box.query_origin, "extents": box.extents, "fp8": float8.fp8})
     problem, performance = _window_problem(
-        _described(inputs), facts, exchange.parts_of(axes) or None, (*how.performance.items(),), is_box
+        _described(inputs), facts, exchange.parts_of(axes) if axes else None, (*how.performance.items(),), is_box
     )
     place = placement_of_windows(inputs, box)
-    is_cropped = clamp_window and terms.biases.relative_bias is not None
+    is_cropped = box.clamp_window and terms.relative_bias is not None
     asked_size: Any = window.with_extents(problem.kv_layout).kernel_size if is_cropped else None
-    problem, inputs = with_biases(problem, inputs, terms.biases, window.edges, grid, asked_size)
+    problem, inputs = with_biases(problem, inputs, terms, window.edges, grid, asked_size)
     stated = problem = _placed(problem, place, box.extents is not None)
     inputs, rounding = _with_scale(inputs, factors, problem, grid), None
-    if problem.element.is_float8 or float8.are_given:
+    if problem.element.is_float8 or float8 != NOTHING:
         problem, inputs, rounding = in_8_bits(problem, inputs, float8, place, grid)
     request = Request(problem, performance, how.backend, _precision(), axes, tuned=table_for(is_box=is_box))
     calls = sub_calls_of(request, how.attention_kwargs, fuse)
@@ -169,14 +171,18 @@ def attend_windows(
     if len(calls) == 1:
         inputs, sinks = in_pass(calls[0].request, inputs, sinks)
     if how.attention_kwargs:
-        check_agreement(how.attention_kwargs, stated, scale, return_lse)
+        check_agreement(how.attention_kwargs, stated, terms.scale, return_lse)
     if how.performance or how.attention_kwargs:
         for call in calls:
             of_attention = () if call.kind is KeySet.WINDOWS else how.attention_kwargs or ()
             warn_of_ignored(call.request, inputs.query, of_attention)
-    keeps_tokens = place.is_whole and all(call.keeps_tokens for call in calls)
+    keeps_tokens = place.is_whole and {call.kind for call in calls} == {KeySet.WINDOWS}
     inputs = with_whole_dimensions(inputs, keeps_tokens=keeps_tokens)
-    outputs = [run_sub_call(call, inputs, place) for call in calls]
+    outputs = [custom_vjp.attend(*operands_of(call, inputs, place)) for call in calls]
+    outputs = [
+        output if call.kind is KeySet.WINDOWS else in_layout_of(inputs.query, output)
+        for call, output in zip(calls, outputs, strict=True)
+    ]
     output = outputs[0] if len(outputs) == 1 else Output(*merge_attentions(*zip(*outputs, strict=True)))
     output = with_sinks(output if rounding is None else rounding.of(output), sinks)
     if problem.own_extents and (len(outputs) > 1 or has_sinks):
@@ -194,14 +200,14 @@ _OF_WHOLE_LAYOUTS = {
 }
 
 
-def _check_unsplit(token_axes: TokenAxes | None, arguments: Mapping[str, Any]) -> None:
-    """Refuse what devices that share the tokens do not know.
+def _check_unsplit(arguments: Mapping[str, Any]) -> None:
+    """Reject arguments that are not supported for layouts that ``token_axes`` splits.
 
     Raises:
-        ValueError: One of these arguments, of a layout that ``token_axes`` splits.
+        ValueError: One is given.
     """
     for name, argument in arguments.items():
-        if token_axes and argument is not None:
+        if argument is not None:
             raise ValueError(f"{name} and token_axes were both given: {_OF_WHOLE_LAYOUTS[name]}")
 
 
@@ -222,23 +228,31 @@ def _placed(problem: Problem, place: Placement, own_extents: bool) -> Problem:
 
 
 def attend_all(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    scale: Scale | None,
+    arrays: Sequence[ArrayLike | None],
     is_causal: bool,
-    backend: str | None,
-    return_lse: bool,
+    query_origin: Origin | None,
+    lengths: tuple[Counts | None, Counts | None],
     terms: LogitTerms,
+    float8: Float8Arguments,
+    backend: str | None,
     performance: Mapping[str, Any],
-    query_origin: Origin | None = None,
-    lengths: tuple[Counts | None, Counts | None] = (None, None),
-    float8: Float8Arguments = NOTHING,
+    return_lse: bool,
+    *,
+    quantizes: bool = True,
 ) -> Any:
-    """``attention``; arguments as there, ``lengths`` of queries and of keys."""
+    """``attention``, likewise; ``lengths`` of queries and of keys."""
     return_lse = flag("return_lse", return_lse)
-    inputs = _inputs(query, key, value, None, None)
-    number, factors = number_or_array(scale)
+    if quantizes and float8.fp8 is not None:
+
+        def quantized(operands: tuple[Any, ...], float8: Float8Arguments) -> Any:
+            arrays, query_origin, lengths, terms = operands
+            return attend_all(
+                arrays, is_causal, query_origin, lengths, terms, float8, backend, performance, True, quantizes=False
+            )
+
+        return straight_through(quantized, (arrays, query_origin, lengths, terms), float8, return_lse)
+    inputs = _as_jax_arrays(arrays)
+    number, factors = number_or_array(terms.scale)
     static_scale = 1.0 if factors is not None else number
     is_box = query_origin is not None
     problem, asked = _attention_problem(_described(inputs), static_scale, is_causal, (*performance.items(),), is_box)
@@ -247,9 +261,9 @@ def attend_all(
     if backend is not None:
         backends.find(backend, "fmha")
     sinks = None if terms.sinks is None else checked_sinks(terms.sinks, inputs)
-    problem, inputs = with_biases(problem, inputs, terms.biases)
+    problem, inputs = with_biases(problem, inputs, terms)
     inputs, rounding = _with_scale(inputs, factors, problem), None
-    if problem.element.is_float8 or float8.are_given:
+    if problem.element.is_float8 or float8 != NOTHING:
         problem, inputs, rounding = in_8_bits(problem, inputs, float8, place)
     inputs = with_whole_dimensions(inputs, keeps_tokens=False)
     request = Request(problem, asked, backend, _precision(), tuned=table_for(is_box=is_box))
@@ -257,7 +271,7 @@ def attend_all(
     inputs, sinks = in_pass(request, inputs, sinks)
     if performance:
         warn_of_ignored(request, inputs.query)
-    output = attend(request, Operands(inputs, *place))
+    output = custom_vjp.attend(request, Operands(inputs, *place))
     output = with_sinks(output if rounding is None else rounding.of(output), sinks)
     if problem.own_extents and has_sinks:
         output = place.with_nothing_outside(output)
@@ -299,7 +313,11 @@ def _window_problem(
         windows = WindowArguments(*window)
         return neighborhood_problem(rank, inputs, windows, scale, parts, clamp_window=clamp_window, is_box=is_box)
 
-    problem = described(describe, _shaped(arrays))
+    inputs = _shaped(arrays)
+    try:
+        problem = describe(inputs)
+    except ValueError as error:
+        raise ValueError(f"{error}{hint_of_heads_first(describe, inputs)}") from None
     known = known_arguments(f"na{rank}d", dict(performance), PERFORMANCE_NAMES)
     return problem, performance_of(rank, **known)
 
@@ -313,7 +331,11 @@ def _attention_problem(
     def describe(inputs: Inputs) -> Problem:
         return attention_problem(inputs.query, inputs.key, inputs.value, scale, is_causal, is_box=is_box)
 
-    problem = described(describe, _shaped(arrays))
+    inputs = _shaped(arrays)
+    try:
+        problem = describe(inputs)
+    except ValueError as error:
+        raise ValueError(f"{error}{hint_of_heads_first(describe, inputs)}") from None
     known = known_arguments("attention", dict(performance), ATTENTION_NAMES)
     asked = {ATTENTION_NAMES[name]: each for name, each in known.items()}
     return problem, performance_of(1, tile_suffix="size", **asked)
@@ -324,8 +346,8 @@ def _precision() -> str | None:
     return None if precision is None else str(precision)
 
 
-def _inputs(*arrays: ArrayLike | None) -> Inputs:
-    """The array arguments, in the order of :class:`Inputs`."""
+def _as_jax_arrays(arrays: Sequence[ArrayLike | None]) -> Inputs:
+    """The first fields of :class:`Inputs`."""
     checked = [
         None if each is None and name in Inputs._field_defaults else as_jax_array(name, each)
         for name, each in zip(Inputs._fields, arrays, strict=False)

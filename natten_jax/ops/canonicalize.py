@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.arguments.arrays import Counts, Origin, checked_counts, checked_origin
+from natten_jax.arguments.arrays import Counts, Origin, Scale, checked_counts, checked_origin
 from natten_jax.arguments.static import Ints, array_of, check_extents, choice_tuple, int_tuple, one_bool, planned_batch
 from natten_jax.arrays.biases import in_accumulator, with_hidden_keys
 from natten_jax.arrays.boxes import is_real
@@ -20,45 +20,30 @@ from natten_jax.element_types import ELEMENT_TYPES, SUPPORTED_DTYPES
 from natten_jax.execution import custom_vjp
 from natten_jax.native.module import KERNEL_RANK
 from natten_jax.plan.request import Request
-from natten_jax.problem import Axis, Problem, problem_of
+from natten_jax.problem import Axis, Problem, _problem_of_axes
 from natten_jax.sharding.explicit import replicated, reshaped, split_like, split_like_heads, spread
 from natten_jax.windows import EDGES, Edges, WindowArguments
 
 
-def described(describe: Callable[[Inputs], Problem], inputs: Inputs) -> Problem:
-    """The problem that arrays describe.
+def hint_of_heads_first(describe: Callable[[Inputs], Problem], inputs: Inputs) -> str:
+    """What to add to a message if arrays that were rejected have heads in front of tokens, or ``""``.
 
-    Args:
-        describe: Makes it of the arrays.
-        inputs: Their shapes and element types.
-
-    Raises:
-        ValueError: As ``describe``, and the message asks that question where it helps.
+    They may if the arrays are right with the second dimension behind the tokens, and have fewer heads than tokens then.
     """
-    try:
-        return describe(inputs)
-    except ValueError as error:
-        if not _are_heads_first(describe, inputs):
-            raise
-        raise ValueError(
-            f"{error}. Do heads come first in these arrays? They come after the tokens: jnp.moveaxis(array, 1, -2)"
-        ) from None
-
-
-def _are_heads_first(describe: Callable[[Inputs], Problem], inputs: Inputs) -> bool:
-    """Whether the arrays would do with the second dimension behind the tokens, and had fewer heads than tokens then."""
 
     def moved(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         batch, heads, *tokens, width = array.shape
         return jax.ShapeDtypeStruct((batch, *tokens, heads, width), array.dtype)
 
     if any(each.ndim < 4 for each in jax.tree.leaves(inputs)):
-        return False
+        return ""
     try:
         problem = describe(jax.tree.map(moved, inputs))
     except (TypeError, ValueError):
-        return False
-    return problem.heads <= max(*problem.query_layout, *problem.kv_layout)
+        return ""
+    if problem.heads > max(*problem.query_layout, *problem.kv_layout):
+        return ""
+    return ". Do heads come first in these arrays? They come after the tokens: jnp.moveaxis(array, 1, -2)"
 
 
 #: An array that becomes a JAX array as ``jnp.asarray`` makes it.
@@ -130,10 +115,10 @@ def neighborhood_problem(
                 "query, key and value must share one token layout"
             )
     window.checked(rank)  # without a layout in the place of a kernel_size
-    tokens = [extent * each for extent, each in zip(layout, parts or (1,) * rank, strict=True)]
-    return problem_of(
-        tokens,
-        **(window.clamped(tokens) if clamp_window else window)._asdict(),
+    tokens = tuple([extent * each for extent, each in zip(layout, parts or (1,) * rank, strict=True)])
+    return _problem_of_axes(
+        (window.clamped(tokens) if clamp_window else window).axes(tokens, tokens),
+        operator="fna",
         scale=scale,
         additional_kv=_check_additional_kv(inputs),
         **_sizes(query, key, value),
@@ -156,11 +141,10 @@ def attention_problem(
             f"value has {value.shape[1]} tokens, but key has {key.shape[1]}: "
             "key and value must have the same sequence length"
         )
-    return problem_of(
-        _layout_of_box(query, key) if is_box else query.shape[1:2],
-        is_causal=one_bool("is_causal", is_causal),
+    layout = _layout_of_box(query, key) if is_box else query.shape[1:2]
+    return _problem_of_axes(
+        WindowArguments(is_causal=one_bool("is_causal", is_causal)).axes(layout, key.shape[1:2]),
         operator="fmha",
-        kv_layout=key.shape[1:2],
         scale=scale,
         **_sizes(query, key, value),
     )
@@ -260,22 +244,26 @@ def _check_additional_kv(inputs: Inputs) -> int:
     return int(keys.shape[1])
 
 
-class Biases(NamedTuple):
-    """The arguments of the operators.
+class LogitTerms(NamedTuple):
+    """The arguments that change logits, or the softmax of them.
 
     Attributes:
-        relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, or ``None``.
-        key_bias: ``[batch, *layout]`` or ``[batch, heads, *layout]``, or ``None``.
+        scale: A number, or an array without dimensions or ``[heads]``.
+        relative_bias: ``[heads, 2 * kernel_size - 1, ...]``.
+        key_bias: ``[batch, *layout]`` or ``[batch, heads, *layout]``.
+        sinks: ``[heads]``.
     """
 
+    scale: Scale | None = None
     relative_bias: ArrayLike | None = None
     key_bias: ArrayLike | None = None
+    sinks: ArrayLike | None = None
 
 
 def with_biases(
     problem: Problem,
     inputs: Inputs,
-    biases: Biases,
+    terms: LogitTerms,
     edges: Edges = "shift",
     grid: FinerGrid | None = None,
     kernel_size: Sequence[int] | None = None,
@@ -285,7 +273,7 @@ def with_biases(
     Args:
         problem: What is computed.
         inputs: The other arrays.
-        biases: The arguments.
+        terms: The arguments.
         edges: What becomes of windows at the ends, as the caller says.
         grid: That of the queries, where it is finer than the keys' and queries have become heads.
         kernel_size: The caller's windows, if the problem's are clamped. The relative bias has entries for these.
@@ -294,7 +282,9 @@ def with_biases(
         ValueError: A shape or an element type is wrong.
         TypeError: One is not an array.
     """
-    relative_bias, key_bias = biases
+    relative_bias, key_bias = terms.relative_bias, terms.key_bias
+    if relative_bias is None and key_bias is None:
+        return problem, inputs
     if relative_bias is not None and grid is not None:
         raise ValueError(
             "relative_bias and upsample were both given: queries between the tokens of keys have offsets that no entry "
@@ -305,8 +295,6 @@ def with_biases(
         problem = dataclasses.replace(problem, axes=axes_of_offsets(problem.axes, edges))
     if key_bias is not None:
         inputs = _with_key_bias(problem, inputs, key_bias, grid)
-    if relative_bias is None and key_bias is None:
-        return problem, inputs
     has = dataclasses.replace(problem, relative_bias=relative_bias is not None, key_bias=key_bias is not None)
     return has, inputs
 
@@ -423,6 +411,7 @@ class BoxArguments(NamedTuple):
     query_origin: Origin | None = None
     extents: Counts | None = None
     upsample: Ints = 1
+    clamp_window: bool = False
 
 
 class Placement(NamedTuple):
@@ -482,6 +471,8 @@ def _placement(
     inputs: Inputs, query_origin: Origin | None, of_queries: jax.Array | None, of_keys: jax.Array | None
 ) -> Placement:
     """Where queries lie that begin at an origin, in layouts of so many queries and keys."""
+    if query_origin is None and of_queries is None and of_keys is None:
+        return Placement()
     batch, *queries, _, _ = inputs.query.shape
     layout = inputs.key.shape[1:-2]
     room = [k - q for q, k in zip(queries, layout, strict=True)]

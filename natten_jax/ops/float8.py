@@ -241,11 +241,6 @@ class Float8Arguments(NamedTuple):
     out_dtype: DTypeLike | None = None
     fp8: str | None = None
 
-    @property
-    def are_given(self) -> bool:
-        """Whether there is any."""
-        return any(each is not None for each in self)
-
 
 NOTHING = Float8Arguments()
 

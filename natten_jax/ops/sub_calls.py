@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -139,11 +138,6 @@ class SubCall(NamedTuple):
     kind: KeySet
     request: Request
 
-    @property
-    def keeps_tokens(self) -> bool:
-        """Whether token dimensions can stay split over devices."""
-        return self.kind is KeySet.WINDOWS
-
 
 def sub_calls_of(
     request: Request, attention_kwargs: Mapping[str, Any] | None = None, try_fuse_additional_kv: bool | None = None
@@ -191,17 +185,11 @@ def _attention_performance(arguments: Mapping[str, Any]) -> Performance:
     return performance_of(1, tile_suffix="size", **{ATTENTION_NAMES[name]: each for name, each in arguments.items()})
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def attend(request: Request, operands: Operands) -> Output:
-    """The operator of a request, as a function of its own in a program: equal calls are traced once."""
-    return custom_vjp.attend(request, operands)
-
-
-def run_sub_call(call: SubCall, inputs: Inputs, place: Placement) -> Output:
-    """Its output and logsumexp, in the shapes that the whole call has.
+def operands_of(call: SubCall, inputs: Inputs, place: Placement) -> tuple[Request, Operands]:
+    """What a sub-call runs: a request without token axes where tokens are flattened, and its operands.
 
     Args:
-        call: What to run.
+        call: The sub-call.
         inputs: The inputs of the whole call: keys and values of the layout, and additional ones.
         place: Where they lie.
     """
@@ -209,23 +197,27 @@ def run_sub_call(call: SubCall, inputs: Inputs, place: Placement) -> Output:
     if call.kind is KeySet.WINDOWS:
         if not call.request.problem.additional_kv:
             inputs = inputs._replace(additional_keys=None, additional_values=None)
-        return attend(call.request, Operands(inputs, *place))
+        return call.request, Operands(inputs, *place)
     lines = exchange.lines_of(token_axes)
     if call.kind is KeySet.WHOLE_LAYOUT:
         inputs = exchange.with_all_keys(inputs, lines)
     if call.kind is KeySet.ADDITIONAL and place.layouts is not None:
         inputs = inputs._replace(query=place.without_padding(inputs.query))
-    query, flat = inputs.query, _with_one_token_dimension(inputs)
+    flat = _with_one_token_dimension(inputs)
     is_additional = call.kind is KeySet.ADDITIONAL
     tokens = _of_additional_keys(flat, inputs) if is_additional else _with_additional_keys(flat, inputs)
     # Where tokens are split, the layout of the queries is a part of the problem's.
-    origins = exchange.flat_origins(query.shape[1:-2], lines) if token_axes else None
+    origins = exchange.flat_origins(inputs.query.shape[1:-2], lines) if token_axes else None
     request = dataclasses.replace(call.request, token_axes=())
     operands = Operands(tokens, origins)
     if call.kind is KeySet.WHOLE_LAYOUT and any(request.problem.is_causal) and not place.is_whole:
         operands = operands._replace(**place._asdict())
-    output = attend(request, operands)
-    return Output(*(array.reshape(*query.shape[:-2], *array.shape[2:]) for array in output))
+    return request, operands
+
+
+def in_layout_of(query: jax.Array, output: Output) -> Output:
+    """Output and logsumexp of a sub-call, with the token dimensions of the query."""
+    return Output(*[array.reshape(*query.shape[:-2], *array.shape[2:]) for array in output])
 
 
 #: The inputs with a number or a vector for each key.

@@ -150,7 +150,10 @@ def lowering_targets() -> Mapping[str, Device]:
         first = default_device().platform
     except NoDeviceError:
         first = CPU.platform
-    return {platform: lowering_target(platform) for platform in dict.fromkeys((first, *PLATFORMS))}
+    return {
+        platform: lowering_target(platform) if platform == "cuda" else Device(platform)
+        for platform in dict.fromkeys((first, *PLATFORMS))
+    }
 
 
 def lowering_target(platform: str) -> Device:

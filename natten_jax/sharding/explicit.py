@@ -25,10 +25,8 @@ _Axes = tuple[str, ...]
 
 
 def over_explicit_axes(run: Run, request: Request, operands: Operands) -> Output:
-    """Run a call whose arrays may be split over explicit mesh axes."""
-    mesh = _mesh_of(operands)
-    if mesh is None:
-        return run(request, vary_alike(operands))
+    """Run a call whose arrays are split over explicit mesh axes."""
+    mesh = mesh_of(operands)
     leaves, structure = jax.tree.flatten(operands)
     roles = roles_of(operands)
     query, key, *_ = leaves
@@ -82,7 +80,7 @@ def with_whole_dimensions(inputs: Inputs, *, keeps_tokens: bool) -> Inputs:
         inputs: The inputs of a call.
         keeps_tokens: Whether token dimensions can stay split. If not, they are gathered likewise.
     """
-    mesh = _mesh_of(inputs)
+    mesh = mesh_of(inputs)
     if mesh is None:
         return inputs
     arrays: list[jax.Array | None] = []
@@ -104,13 +102,13 @@ def with_whole_dimensions(inputs: Inputs, *, keeps_tokens: bool) -> Inputs:
 
 def replicated(array: jax.Array) -> jax.Array:
     """The array, on every device as a whole where explicit mesh axes split it: for a few numbers."""
-    mesh = _mesh_of(array)
+    mesh = mesh_of(array)
     return array if mesh is None else _placed(array, NamedSharding(mesh, PartitionSpec()))
 
 
 def split_like(array: jax.Array, other: jax.Array) -> jax.Array:
     """The array, whose dimensions are 1 or those of another one, split over explicit mesh axes as that is."""
-    mesh = _mesh_of(other)
+    mesh = mesh_of(other)
     if mesh is None:
         return array
     axes = [None if n == 1 else axis for n, axis in zip(array.shape, _spec(other), strict=False)]
@@ -125,7 +123,7 @@ def reshaped(array: jax.Array, shape: Sequence[Any], sources: Sequence[int | Non
         shape: Its new shape.
         sources: For each new dimension the old one that its outermost part is; ``None`` for what is split off behind.
     """
-    mesh = _mesh_of(array)
+    mesh = mesh_of(array)
     if mesh is None:
         return array.reshape(shape)
     spec = _spec(array)
@@ -141,7 +139,7 @@ def spread(array: jax.Array, shape: Sequence[int], inputs: Inputs, role: Role) -
     """
     first = 0 if role.has_layout else len(shape) - array.ndim
     dimensions = range(first, first + array.ndim)
-    mesh = _mesh_of(inputs)
+    mesh = mesh_of(inputs)
     if mesh is None:
         return jax.lax.broadcast_in_dim(array, shape, dimensions)
     spec = _SplitAxes.of(inputs).spec(role, len(shape))
@@ -151,7 +149,7 @@ def spread(array: jax.Array, shape: Sequence[int], inputs: Inputs, role: Role) -
 
 def split_like_heads(of_heads: jax.Array, per_query: jax.Array) -> jax.Array:
     """An array ``[heads]``, split over explicit mesh axes as the heads of ``[..., heads]`` are."""
-    mesh = _mesh_of((of_heads, per_query))
+    mesh = mesh_of((of_heads, per_query))
     if mesh is None:
         return of_heads
     return _placed(of_heads, NamedSharding(mesh, PartitionSpec(_spec(per_query)[-1])))
@@ -168,7 +166,7 @@ def run_with_auto_axes(
         *arrays: Arguments: every array that the function uses.
         inside_manual: Also use automatic axes inside ``jax.shard_map``. JAX cannot differentiate some functions there.
     """
-    mesh = _mesh_of((like, arrays))
+    mesh = mesh_of((like, arrays))
     if mesh is None:
         return function(*arrays)
     is_nested = AxisType.Manual in mesh.axis_types  # a gradient then needs checkpoints, as in `over_explicit_axes`
@@ -187,16 +185,16 @@ def map_in_turn(function: Callable[[Any], Any], arrays: Sequence[jax.Array]) -> 
     run = functools.partial(jax.lax.map, function)
     if not names:
         return run(arrays)
-    mesh, spec = _mesh_of(arrays), PartitionSpec(names)
+    mesh, spec = mesh_of(arrays), PartitionSpec(names)
     placed = [_placed(array, NamedSharding(mesh, PartitionSpec(names, *_spec(array)[1:]))) for array in arrays]
     return jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=set(names))(placed)
 
 
-def _mesh_of(arrays: Any) -> Any:
+def mesh_of(arrays: Any) -> Any:
     """The mesh of the arrays, where it has explicit axes that split anything."""
     for array in jax.tree.leaves(arrays):
         mesh = jax.typeof(array).sharding.mesh
-        if any(mesh.shape[name] > 1 for name in _explicit_axes(mesh)):
+        if not mesh.empty and any(mesh.shape[name] > 1 for name in _explicit_axes(mesh)):
             return mesh
     return None
 

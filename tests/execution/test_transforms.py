@@ -354,13 +354,14 @@ def test_static_arguments_of_jit(family: Family) -> None:
 def test_equal_calls_are_traced_once(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the arguments are written; another problem is traced anew."""
     traced: list[Any] = []
-    attend = custom_vjp.attend
+    attend = custom_vjp._attend_locally
 
     def recorded(request: Any, operands: Any) -> Any:
         traced.append(request)
         return attend(request, operands)
 
-    monkeypatch.setattr(custom_vjp, "attend", recorded)
+    monkeypatch.setattr(custom_vjp, "_attend_locally", recorded)
+    jax.clear_caches()
     query, key, value, *_ = Case((6, 31), (3, 3)).operands(family.dtype, 0)
     spellings: tuple[Any, ...] = (3, (3, 3), [3, 3], np.int64(3), (np.int32(3), 3))
     for kernel_size in spellings:

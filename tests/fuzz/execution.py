@@ -17,7 +17,7 @@ from natten_jax import backends
 from natten_jax.arrays.biases import of_each_head
 from natten_jax.arrays.operands import Cotangents, Operands
 from natten_jax.arrays.operands import Inputs as InputArrays
-from natten_jax.ops.canonicalize import Biases, with_biases
+from natten_jax.ops.canonicalize import LogitTerms, with_biases
 from natten_jax.performance import Performance
 from natten_jax.problem import Problem
 from tests.support import oracle
@@ -171,7 +171,7 @@ def _direct(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: jax.Ar
 
     def with_terms(*terms: jax.Array | None) -> tuple[Problem, InputArrays]:
         edges: Any = problem.case.edges or "shift"
-        found, arrays = with_biases(described, InputArrays(*tensors[:6]), Biases(*terms), edges)
+        found, arrays = with_biases(described, InputArrays(*tensors[:6]), LogitTerms(None, *terms), edges)
         arrays = arrays._replace(relative_bias=of_entries(arrays.relative_bias))
         return found, arrays if takes_shared else of_each_head(arrays)
 

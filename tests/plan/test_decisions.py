@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 from typing import Any
 
 import jax
@@ -20,13 +21,14 @@ from tests.support.programs import output_of, run_python
 def decisions(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> collections.Counter[Any]:
     """How often each decision is made: by device, pass, and what of a layout it is for."""
     made: collections.Counter[Any] = collections.Counter()
-    decide = select._decide
+    decide = select.decided.__wrapped__
 
+    @functools.lru_cache
     def counted(request: Any, device: Any, pass_: Any, registered: Any) -> Any:
         made[device, pass_, request.parts] += 1
         return decide(request, device, pass_, registered)
 
-    monkeypatch.setattr(select, "_decide", counted)
+    monkeypatch.setattr(select, "decided", counted)
     return made
 
 
@@ -49,19 +51,20 @@ def test_each_pass_is_decided_once_for_a_device(
 
 def test_a_gradient_over_a_mesh_decides_once_for_the_layout_and_once_for_its_parts() -> None:
     program = """
-    import collections
+    import collections, functools
     import jax, jax.numpy as jnp
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
     import natten_jax
     from natten_jax.backends import select
 
-    made, decide = collections.Counter(), select._decide
+    made, decide = collections.Counter(), select.decided.__wrapped__
 
+    @functools.lru_cache
     def counted(request, device, pass_, registered):
         made[str(device), pass_, request.parts] += 1
         return decide(request, device, pass_, registered)
 
-    select._decide = counted
+    select.decided = counted
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec(None, "d"))
     function = jax.jit(jax.grad(lambda x: natten_jax.na2d(x, x, x, 5).sum()), in_shardings=sharding)
