@@ -21,7 +21,7 @@ CUTE_DEVICE float fast_products_per_logit(float scale) {
 
 /// A bias as a term of products.
 CUTE_DEVICE float bias_in_products(float bias, float products_per_logit) {
-  return added_product(bias, bias * products_per_logit);
+  return added_product(bias, clipped_logit(bias * products_per_logit));
 }
 
 }  // namespace natten_jax

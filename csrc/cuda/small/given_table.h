@@ -32,7 +32,9 @@ struct GivenTable {
   }
 
   /// A bias as a term of products, which kernels scale.
-  NATTEN_JAX_HOST_DEVICE static float product_of(float bias, float scale) { return added_product(bias, bias / scale); }
+  NATTEN_JAX_HOST_DEVICE static float product_of(float bias, float scale) {
+    return added_product(bias, clipped_logit(bias / scale));
+  }
 };
 
 }  // namespace natten_jax::small

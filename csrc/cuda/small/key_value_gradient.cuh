@@ -234,7 +234,10 @@ __global__ void __launch_bounds__(32 * resident_warps(Kernel::kKeyValueGradient,
     natten_jax_small_key_value_gradient(const __grid_constant__ BackwardParams p) {
   if constexpr (is_compiled(kHasBoxes)) {
     differentiate_keys<Element, kHeadDim, kHasBoxes, kIsOfOne, kFeature, Items>(p);
-    if constexpr (!Items::kOfEntries) add_up_sinks(p.sinks);
+    if constexpr (!Items::kOfEntries) {
+      extern __shared__ __align__(1024) char raw[];
+      add_up_sinks(p.sinks, reinterpret_cast<float*>(raw + p.region.shared.row_places));
+    }
   }
 }
 

@@ -82,10 +82,18 @@ struct RingBarriers {
     }
   }
 
-  /// Whether the lane arrives where its warp has read; all of them have to ask.
-  CUTE_DEVICE static bool arrives() {
+  /// Whether the lane arrives once its warp has read a buffer.
+  CUTE_DEVICE static bool is_arriving() { return kIsOfLanes || threadIdx.x % 32 == 0; }
+
+  /// Orders the reads of a warp before the arrival of one lane for all of them.
+  CUTE_DEVICE static void meet() {
     if constexpr (!kIsOfLanes) __syncwarp();
-    return kIsOfLanes || threadIdx.x % 32 == 0;
+  }
+
+  /// Both at once; all lanes have to call it.
+  CUTE_DEVICE static bool arrives() {
+    meet();
+    return is_arriving();
   }
 };
 

@@ -66,13 +66,13 @@ class RingKeyBiasLoader {
     }
   }
 
-  /// Converts them, which waits for the loads.
+  /// Converts the loaded biases, which waits for them.
   CUTE_DEVICE void convert() {
     CUTE_UNROLL
-    for (float& bias : bias_) bias = bias_in_products(bias, inverse_scale_);
+    for (int i = 0; i < kOfLane; ++i) converted_[i] = bias_in_products(bias_[i], inverse_scale_);
   }
 
-  /// Stores them at the address of a slab's biases.
+  /// Stores the converted biases at the address of a slab's biases.
   CUTE_DEVICE void store(std::uint32_t to) const {
     CUTE_UNROLL
     for (int i = 0; i < kOfLane; ++i) {
@@ -80,7 +80,7 @@ class RingKeyBiasLoader {
       if (key >= p_.shape.groups * p_.shape.group_blocks * kBlockKeys) break;
       // A lane reads two columns of each half of a block at once.
       const int word = key - column + column % kColumns / 2 * 4 + column / kColumns * 2 + column % 2;
-      store_word(to + 4 * word, __float_as_uint(bias_[i]));
+      store_word(to + 4 * word, __float_as_uint(converted_[i]));
     }
   }
 
@@ -96,7 +96,7 @@ class RingKeyBiasLoader {
   const float* of_first_key_;
   float inverse_scale_;
   int token_[kOfLane], behind_[kOfLane];  // of the slab that begins with the layout; negative: outside of all slabs
-  float bias_[kOfLane];
+  float bias_[kOfLane], converted_[kOfLane];
 };
 
 /// The biases of the lane's columns of a block, in products of both rows, given where they lie.

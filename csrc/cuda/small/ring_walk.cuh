@@ -71,12 +71,14 @@ CUTE_DEVICE void load_ring(const Params& p, const RingAlong& along, int warp, st
       }
       for (const int end = along.of_step(step).y; loaded < end; ++loaded) {
         std::uint64_t& full = barriers.full[place.slot];
-        if constexpr (kStores) biases.convert();
+        if constexpr (kStores) {
+          biases.convert();
+          biases.load(along.first_key(loaded + 1));
+        }
         wait(barriers.empty[place.slot], place.parity ^ 1);
         if constexpr (kStores) {
           biases.store(first_bias + place.slot * shape.groups * shape.group_blocks * kKeyBiasBytes);
           arrive_at(full);
-          biases.load(along.first_key(loaded + 1));
         }
         if (is_loader) {
           ClusterTransactionBarrier::arrive_and_expect_tx(&full, groups * (group_bytes + statistics_bytes));
@@ -136,6 +138,9 @@ struct RingReader {
   static constexpr bool kRowsAreKeys = Masks::kRowsAreKeys;
   static constexpr bool kHasKeyBias = kLanesStore<Params>;
   static constexpr int kTileArrays = ring_tile_arrays(Params::kKernel);
+  /// Whether a slab is released at the start of the next round, or at the end of its own. A 13x13 window on 128x128
+  /// tokens takes an H200 1.1% less time with it for heads of 64, and 2% more for heads of 32.
+  static constexpr bool kReleasesLate = kHeadDim == 64 && !kHasKeyBias;
   // Bytes of what is known of a column beside the arrays, and after how many columns' bytes a lane's begin: biases lie
   // in the order in which lanes read them.
   static constexpr int kColumnBytes = kHasKeyBias ? kKeyBiasBytes / kBlockKeys : kStatisticsBytes;
@@ -276,23 +281,44 @@ struct RingReader {
         parity ^= 1;
         RingPlace at = place;
         int of_slab = seen.x;
-        const auto leave_slab = [&] {
-          leave(of_slab, next.x, at.slot);
+        const auto add_slab = [&] {
+          wait_for(barriers.full[at.slot], at.parity);
+          own.add(of_slot(at.slot), masks.of_slab(along.first_key(of_slab)));
+        };
+        const auto pass_slab = [&] {
           at.advance(p.shape.slots);
           if (of_slab < next.x) place = at;
         };
         // A slab is released behind a branch: in the block that multiplies it, ptxas would arrive before products that
         // wait for loads from the slab. It moves none of them across a branch.
-        if (of_slab < seen.y) {
+        if constexpr (kReleasesLate) {
+          const int released = barriers.is_arriving() ? next.x : seen.x;  // by the lane: slabs before this one
+          bool was_last_use = false;
+          int last_slot = 0;
+          const auto release_last = [&] {
+            barriers.meet();
+            if (was_last_use) arrive_at(barriers.empty[last_slot]);
+          };
+          CUTE_NO_UNROLL
+          for (; of_slab < seen.y; ++of_slab) {
+            release_last();
+            add_slab();
+            was_last_use = of_slab < released;
+            last_slot = at.slot;
+            pass_slab();
+          }
+          release_last();
+        } else if (of_slab < seen.y) {
           CUTE_NO_UNROLL
           while (true) {
-            wait_for(barriers.full[at.slot], at.parity);
-            own.add(of_slot(at.slot), masks.of_slab(along.first_key(of_slab)));
+            add_slab();
             if (of_slab + 1 == seen.y) break;
-            leave_slab();
+            leave(of_slab, next.x, at.slot);
+            pass_slab();
             ++of_slab;
           }
-          leave_slab();
+          leave(of_slab, next.x, at.slot);
+          pass_slab();
         }
         slab = min(next.x, seen.y);
         own.finish(unit, step);

@@ -73,7 +73,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 constexpr int kMostSumThreads = 1024;
 
 __global__ void __launch_bounds__(kMostSumThreads) natten_jax_small_sinks_sums(const __grid_constant__ SinksParams p) {
-  add_up_sinks(p);
+  extern __shared__ float of_warps[];
+  add_up_sinks(p, of_warps);
 }
 
 }  // namespace

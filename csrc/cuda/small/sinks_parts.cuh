@@ -61,12 +61,16 @@ class ItemSink {
 /// Chunks of four parts that a thread has under way.
 constexpr int kQuadsAtOnce = 4;
 
-/// Adds parts up, where this is asked for: a CTA those of every few sinks. All threads call it, behind everything that
-/// uses shared memory. It is called, as its instructions would change where the compiler has room for those before.
-__device__ __noinline__ inline void add_up_sinks(const SinksParams& p) {
+/// Adds the parts of each sink, if the kernel is asked for their gradient: each CTA takes some of the sinks. All
+/// threads call it, after all other uses of shared memory. Not inlined, which would change the register allocation of
+/// the kernel before it.
+///
+/// Args:
+///   p: parameters.
+///   of_warps: shared memory for a sum of each warp. It must not hold barriers: they cannot be used as other memory
+///     until they are invalidated. If a CTA was preempted, an old barrier replaced a sum.
+__device__ __noinline__ inline void add_up_sinks(const SinksParams& p, float* of_warps) {
   if (p.gradient == nullptr) return;
-  extern __shared__ __align__(1024) char raw[];
-  float* const of_warps = reinterpret_cast<float*>(raw);
   const std::int64_t ctas = std::int64_t{gridDim.x} * gridDim.y;
   for (std::int64_t sink = std::int64_t{blockIdx.y} * gridDim.x + blockIdx.x; sink < p.count; sink += ctas) {
     wait_for_previous_kernel();

@@ -22,13 +22,18 @@ NATTEN_JAX_HOST_DEVICE inline float added_logit(float bias) {
 }
 
 /// Clips a number to the magnitude of kLargestLogit. The result is finite, even if the number is not.
+NATTEN_JAX_HOST_DEVICE inline float clipped_by_min_max(float x) {
+  return fminf(fmaxf(x, -kLargestLogit), kLargestLogit);
+}
+
+/// Likewise, in one instruction if the device has it.
 NATTEN_JAX_HOST_DEVICE inline float clipped_logit(float x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
   float result;  // both bounds in one instruction: the smaller magnitude, with the product of the signs
   asm("min.xorsign.abs.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(kLargestLogit));
   return result;
 #else
-  return fminf(fmaxf(x, -kLargestLogit), kLargestLogit);
+  return clipped_by_min_max(x);
 #endif
 }
 
@@ -36,10 +41,10 @@ NATTEN_JAX_HOST_DEVICE inline float clipped_logit(float x) {
 ///
 /// Args:
 ///   bias: the operand.
-///   product: the bias over the scale of the logits. It is clipped to a number whose sum with a product is finite, so
+///   clipped_product: the bias over the scale of the logits, clipped to a number whose sum with a product is finite, so
 ///     that it neither hides its key nor makes another bias NaN.
-NATTEN_JAX_HOST_DEVICE inline float added_product(float bias, float product) {
-  const float finite_or_nan = clipped_logit(product) + 0.f * bias;  // NaN unless the bias is finite
+NATTEN_JAX_HOST_DEVICE inline float added_product(float bias, float clipped_product) {
+  const float finite_or_nan = clipped_product + 0.f * bias;  // NaN unless the bias is finite
   return bias <= kHiddenLogit ? -INFINITY : finite_or_nan;
 }
 
