@@ -82,7 +82,7 @@ struct RingBarriers {
     }
   }
 
-  /// Whether the lane arrives once its warp has read a buffer.
+  /// True if the lane arrives once its warp has read a buffer.
   CUTE_DEVICE static bool is_arriving() { return kIsOfLanes || threadIdx.x % 32 == 0; }
 
   /// Orders the reads of a warp before the arrival of one lane for all of them.
