@@ -160,16 +160,16 @@ pictures: setup
 	PYTHONPATH=bench $(RUN) docs/pictures.py
 	PYTHONPATH=bench $(RUN) docs/kernel_pictures.py
 	PYTHONPATH=bench $(RUN) docs/tutorial_pictures.py
-	$(RUN) bench/plot_peers.py $(H200)/peers.json docs/images/speed.svg
-	$(RUN) bench/plot_small.py $(H200)/small.json docs/images/small_windows.svg
-	$(RUN) bench/plot.py $(H200)/forward.json docs/images/forward_speedups.svg
-	$(RUN) bench/plot.py $(H200)/backward.json docs/images/backward_speedups.svg
-	$(RUN) bench/plot.py $(H200)/causal_forward.json docs/images/causal_speedups.svg
-	$(if $(BESIDE),$(RUN) bench/plot_beside_cudnn.py $(BESIDE) sliding docs/images/sliding.svg)
-	$(if $(BESIDE),$(RUN) bench/plot_beside_cudnn.py $(BESIDE) video docs/images/frame_causal.svg)
-	$(RUN) bench/plot_halos.py bench/results/h200x2/timeline.json docs/images/halo_trace.svg
-	$(RUN) bench/plot_cpu.py bench/results/cpu/kernels.json docs/images/cpu.svg
-	$(RUN) bench/plot_fp8.py bench/results/cpu/fp8_accuracy.json docs/images/fp8.svg
+	$(RUN) bench/plot.py peers $(H200)/peers.json docs/images/speed.svg
+	$(RUN) bench/plot.py small $(H200)/small.json docs/images/small_windows.svg
+	$(RUN) bench/plot.py speedups $(H200)/forward.json docs/images/forward_speedups.svg
+	$(RUN) bench/plot.py speedups $(H200)/backward.json docs/images/backward_speedups.svg
+	$(RUN) bench/plot.py speedups $(H200)/causal_forward.json docs/images/causal_speedups.svg
+	$(if $(BESIDE),$(RUN) bench/plot.py sliding $(BESIDE) docs/images/sliding.svg)
+	$(if $(BESIDE),$(RUN) bench/plot.py video $(BESIDE) docs/images/frame_causal.svg)
+	$(RUN) bench/plot.py halos bench/results/h200x2/timeline.json docs/images/halo_trace.svg
+	$(RUN) bench/plot.py cpu bench/results/cpu/kernels.json docs/images/cpu.svg
+	$(RUN) bench/plot.py fp8 bench/results/cpu/fp8_accuracy.json docs/images/fp8.svg
 	$(RUN) bench/fmha_report.py bench/results/h100/fmha_scaling/fmha_scaling_results.json \
 		--plot docs/images/fmha_scaling.svg
 

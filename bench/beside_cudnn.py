@@ -8,7 +8,7 @@ everything that a side launches.
 Example:
     python bench/beside_cudnn.py --json bench/results/h100/beside_cudnn.json
     python bench/beside_cudnn.py --groups video --passes forward
-    python bench/plot_beside_cudnn.py bench/results/h100/beside_cudnn.json sliding docs/images/sliding.svg
+    python bench/plot.py sliding bench/results/h100/beside_cudnn.json docs/images/sliding.svg
 """
 
 from __future__ import annotations

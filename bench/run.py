@@ -154,7 +154,7 @@ def main() -> int:
     if options.plot:
         from plot import draw_speedups
 
-        draw_speedups(results, "cudnn", options.plot)
+        draw_speedups({"results": results}, options.plot)
     return int(any(OURS in result["failures"] for result in results.values()))
 
 

@@ -7,7 +7,7 @@ that a side launches, from profiler traces.
 Example:
     python bench/small.py --json bench/results/h200/small.json
     python bench/small.py --only "NAT s[34]" --passes forward --families none cutlass
-    python bench/plot_small.py bench/results/h200/small.json docs/images/small_windows.svg
+    python bench/plot.py small bench/results/h200/small.json docs/images/small_windows.svg
 """
 
 from __future__ import annotations

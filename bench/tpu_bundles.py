@@ -14,7 +14,7 @@ Example:
     pip install libtpu
     python bench/tpu_bundles.py --chip v5e --json bench/results/tpu/v5e.json
     python bench/tpu_bundles.py --chip v6e --only 1-D --sides natten_jax splash
-    python bench/plot_tpu_bundles.py bench/results/tpu docs/images/tpu_bundles.svg
+    python bench/plot.py tpu-bundles bench/results/tpu docs/images/tpu_bundles.svg
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import landscape
 import layouts
 import plot
-import plot_peers
 import run
 from benchmarks import BENCHMARKS, Benchmark
 from lib.implementations import IMPLEMENTATIONS
@@ -96,9 +95,9 @@ def test_additional_tokens_fused_and_merged() -> None:
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])
 def test_record_of_other_implementations_is_drawn(suffix: str, tmp_path: Path) -> None:
-    record = json.loads((Path(plot_peers.__file__).parent / "results" / "h200" / "peers.json").read_text())
+    record = json.loads((Path(plot.__file__).parent / "results" / "h200" / "peers.json").read_text())
     picture = tmp_path / "pictures" / f"speed.{suffix}"
-    plot_peers.draw(record, picture)
+    plot.draw_peers(record, picture)
     content = picture.read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n" if suffix == "png" else b"<?xml")
     if suffix == "svg":  # 0.7918 ms of cuDNN against 0.0621 of natten_jax
@@ -116,13 +115,13 @@ def test_command_line_saves_figures_and_a_picture(
     assert "xla" in capsys.readouterr().out
     saved = json.loads(files[0].read_text())
     assert set(saved["environment"]) >= {"device", "versions", "commit", "command"}
-    plot.draw_speedups(saved["results"], "xla", files[1])
+    plot.draw_speedups(saved, files[1], "xla")
     assert files[1].read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     with pytest.raises(ValueError, match="cudnn"):
-        plot.draw_speedups(saved["results"], "cudnn", files[1])
+        plot.draw_speedups(saved, files[1])
     files[1].unlink()
     del saved["results"]["small"]["sustained"]
-    plot.draw_speedups(saved["results"], "xla", files[1])
+    plot.draw_speedups(saved, files[1], "xla")
     assert files[1].exists()
 
 
@@ -214,3 +213,21 @@ def test_sides_of_layouts_agree() -> None:
         np.testing.assert_allclose(found[first], found[second], atol=2e-6)
     for row in layouts.ROWS:
         assert row.real == 1 or 0.49 < row.real < 0.51
+
+
+def test_kinds_of_records_are_drawn_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = Path(plot.__file__).parent / "results"
+    for number, arguments in enumerate((
+        ["cpu", "cpu/kernels.json"],
+        ["fp8", "cpu/fp8_accuracy.json"],
+        ["halos", "h200x2/timeline.json"],
+        ["small", "h200/small.json"],
+        ["speedups", "h200/forward.json", "--baseline", "cudnn"],
+        ["tpu-bundles", "tpu"],
+        ["video", "h100/beside_cudnn.json"],
+    )):  # fmt: skip
+        kind, record, *options = arguments
+        picture = tmp_path / f"{number}.svg"
+        monkeypatch.setattr(sys, "argv", ["plot.py", kind, str(results / record), str(picture), *options])
+        plot.main()
+        assert picture.read_bytes().startswith(b"<?xml")

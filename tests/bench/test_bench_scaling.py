@@ -15,7 +15,7 @@ BENCH = Path(__file__).parents[2] / "bench"
 sys.path.append(str(BENCH))
 
 import part_tiles  # noqa: E402
-import plot_scaling  # noqa: E402
+import plot  # noqa: E402
 from devices.predictions import relative_errors  # noqa: E402
 from devices.problems import curves  # noqa: E402
 from lib.implementations import ours  # noqa: E402
@@ -72,11 +72,11 @@ def test_measures_every_number_of_devices_and_says_which_cannot_share(tmp_path: 
     assert [weak[devices]["problem"].split()[1] for devices in weak] == ["2x8x16", "2x8x32", "2x8x64", "2x8x128"]
 
     picture = tmp_path / "pictures" / "scaling.svg"
-    plot_scaling.draw(record, picture)
+    plot.draw_scaling(record, picture)
     content = picture.read_text()
     assert all(text in content for text in ("strong scaling", "weak scaling", "width", "stride 6x8x8"))
     with pytest.raises(ValueError, match="no such figures"):
-        plot_scaling.draw(record, picture, ["sequence"])
+        plot.draw_scaling(record, picture, ["sequence"])
 
 
 def test_measures_a_training_step(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_predicts_without_measuring(tmp_path: Path) -> None:
     assert "skipped" in heads[16] and heads[8]["predicted"]["exposed milliseconds"] == 0
     assert points(record, "hopper forward, weak sequence")[8]["predicted"]["efficiency"] > 0.8
     picture = tmp_path / "scaling.svg"
-    plot_scaling.draw(record, picture)
+    plot.draw_scaling(record, picture)
     assert "nothing was measured" in picture.read_text()
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib")
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 import beside_cudnn
-import plot_beside_cudnn
+import plot
 import run
 from benchmarks import Benchmark
 from lib.implementations import IMPLEMENTATIONS, sliding_window
@@ -70,7 +70,7 @@ def test_record_is_written_and_drawn(
             peer = "xla-window" if group == "sliding" else "xla"
             assert set(row[pass_]["milliseconds"]) == {"natten_jax", peer}
         picture = tmp_path / f"{group}.svg"
-        plot_beside_cudnn.draw(record, group, picture)
+        plot.DRAWINGS[group](record, picture)
         assert next(iter(names)).encode() in picture.read_bytes()
 
 
