@@ -32,8 +32,7 @@ from natten_jax.execution import custom_vjp
 from natten_jax.halo import Halo, halos_of
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import default_device
-from natten_jax.plan.plan import BackendId
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import BackendId, Request
 
 WHOLE, PART = "tiles for the whole layout", "tiles for the part"
 

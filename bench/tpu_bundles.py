@@ -130,7 +130,7 @@ def _executions(row: Row, pass_: Pass) -> dict[str, Any]:
     from natten_jax.backends.pallas._tpu_call import call_of
     from natten_jax.backends.pallas.tpu import TpuBackend, alignment
     from natten_jax.backends.select import plan_with
-    from natten_jax.plan.request import Request
+    from natten_jax.plan.plan import Request
 
     found: dict[str, Any] = {}
     for each in PASSES[: 1 + PASSES.index(pass_)]:

@@ -12,8 +12,7 @@ from devices.problems import Curve
 from natten_jax.backends.select import resolve
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device
-from natten_jax.plan.plan import BackendId
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import BackendId, Request
 from natten_jax.simulator import SplitTime, calibration_for, predict_split
 
 #: What the time models were fitted on; none needs to be here.

@@ -17,7 +17,7 @@ from fmha.targets import LADDER_TILES, target_of
 from natten_jax.backends.select import resolve
 from natten_jax.native import module as native
 from natten_jax.plan.devices import Device, default_device
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Request
 from natten_jax.simulator import calibration_for
 
 _BENCH_TARGET = "natten_jax_bench_fmha_forward"

@@ -16,8 +16,7 @@ import jax
 
 from natten_jax.performance import PASSES, Pass, Performance
 from natten_jax.plan.devices import Device
-from natten_jax.plan.plan import Plan
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Plan, Request
 from natten_jax.problem import Problem
 
 #: Environment variable. If it is 0, the tables of the package are ignored.

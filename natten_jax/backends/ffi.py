@@ -101,6 +101,8 @@ def _of_key_values(change: Callable[[jax.Array], jax.Array], inputs: Inputs) -> 
     return found
 
 
+#: Scales from this one on are positive in float32, too.
+_LEAST_POSITIVE = float(np.finfo(np.float32).tiny)
 #: What kernels have for a scale of zero, whose queries are zero: so small that no sum of theirs overflows.
 _SCALE_OF_NOTHING = 2.0**-64
 
@@ -166,8 +168,9 @@ def _query_factor(problem: Problem) -> int:
 
 def _with_query_factor(problem: Problem, array: jax.Array) -> jax.Array:
     """A query, or its gradient, times the factor; zero keeps what is not finite, as a product of logits would."""
-    factor = _query_factor(problem)
-    return array if factor == 1 else array * jnp.asarray(factor, array.dtype)
+    if problem.scale >= _LEAST_POSITIVE or _query_factor(problem) == 1:
+        return array
+    return array * jnp.asarray(_query_factor(problem), array.dtype)
 
 
 def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:

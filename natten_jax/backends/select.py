@@ -20,8 +20,7 @@ from natten_jax.native import module
 from natten_jax.native import module as native
 from natten_jax.performance import PASSES, Pass, Performance, TilePair
 from natten_jax.plan.devices import Device
-from natten_jax.plan.plan import BackendId, Plan, tile_arguments
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import BackendId, Plan, Request, tile_arguments
 from natten_jax.problem import Problem
 
 #: The environment variable: families, as in ``"tpu"``, with commas between them.

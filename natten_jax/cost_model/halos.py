@@ -221,7 +221,7 @@ def predict_split(plan: Plan, parts: Sequence[int], calibration: Calibration) ->
         A video, split along its width over eight Hopper GPUs of a host:
 
         >>> from natten_jax.plan.devices import Device
-        >>> from natten_jax.plan.request import Request
+        >>> from natten_jax.plan.plan import Request
         >>> from natten_jax.backends.select import resolve
         >>> from natten_jax.simulator import calibration_for, predict_split, problem_of
         >>> video = problem_of((32, 48, 80), 24, 8, heads=24, head_dim=128, dtype="bfloat16")

@@ -32,8 +32,7 @@ from natten_jax.native import module as native
 from natten_jax.ops.neighborhood import na1d
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device, NoDeviceError, default_jax_device, local_devices
-from natten_jax.plan.plan import BackendId, Plan
-from natten_jax.plan.request import ConfigurationTable, Request
+from natten_jax.plan.plan import BackendId, ConfigurationTable, Plan, Request
 from natten_jax.problem import Operator, Problem, problem_of
 from natten_jax.profiler import arguments
 from natten_jax.profiler.options import Options

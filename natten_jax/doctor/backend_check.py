@@ -27,8 +27,7 @@ from natten_jax.ops.attention import attention
 from natten_jax.ops.neighborhood import na1d, na2d, na3d
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device, default_device, default_jax_device
-from natten_jax.plan.plan import BackendId
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import BackendId, Request
 from natten_jax.problem import OPERATORS, Operator, Problem, Shape, problem_of
 from natten_jax.version import __version__
 from natten_jax.windows import Axis

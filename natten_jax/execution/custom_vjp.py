@@ -48,8 +48,7 @@ from natten_jax.execution.primitive import (
 from natten_jax.execution.strips import continued, with_start_of
 from natten_jax.performance import Pass
 from natten_jax.plan.devices import Device, lowering_targets
-from natten_jax.plan.plan import BackendId, Plan
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import BackendId, Plan, Request
 from natten_jax.sharding import explicit
 from natten_jax.sharding.halos import exchange, overlap
 from natten_jax.sharding.halos.exchange import Exchange, lines_of

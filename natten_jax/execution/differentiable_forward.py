@@ -21,8 +21,7 @@ from natten_jax.backends.select import resolve
 from natten_jax.execution.kernel_operands import converted, scaled
 from natten_jax.execution.primitive import Computation, Derivative, Result
 from natten_jax.plan.devices import Device
-from natten_jax.plan.plan import BackendId, Plan
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import BackendId, Plan, Request
 
 
 @dataclasses.dataclass(frozen=True)

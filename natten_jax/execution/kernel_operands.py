@@ -14,8 +14,7 @@ from natten_jax.arrays.operands import Cotangents, Gradients, Inputs, Operands, 
 from natten_jax.backends.ffi import delta, sinks_gradient
 from natten_jax.element_types import ELEMENT_TYPES
 from natten_jax.execution.strips import merged
-from natten_jax.plan.plan import Plan
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Plan, Request
 from natten_jax.problem import Problem
 
 

@@ -30,8 +30,7 @@ from natten_jax import backends
 from natten_jax.arrays.operands import Role, type_like, vary_alike
 from natten_jax.plan import plan as plan_marks
 from natten_jax.plan.devices import PLATFORMS, Device, lowering_target
-from natten_jax.plan.plan import Plan
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Plan, Request
 from natten_jax.sharding import _jax_internals, auto
 from natten_jax.sharding.explicit import map_in_turn
 from natten_jax.sharding.halos.exchange import DeviceLine, Exchange
@@ -719,7 +718,8 @@ def _run_computation(
         run = functools.partial(_run_planned, computation, device=device)
         results = computation.results(request, arrays, arrays[0].shape[:1])
         return one_by_one(run, computation.roles, [each.role for each in results], request, arrays)
-    return _run_planned(computation, request, arrays, device=device)
+    found: list[jax.Array] = _function(computation=computation, plan=plan, request=request, device=device)(*arrays)
+    return found
 
 
 def _run_planned(

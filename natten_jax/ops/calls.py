@@ -42,7 +42,7 @@ from natten_jax.ops.merge import merge_attentions
 from natten_jax.ops.sub_calls import KeySet, check_agreement, in_layout_of, operands_of, sub_calls_of
 from natten_jax.performance import ATTENTION_NAMES, PASSES, PERFORMANCE_NAMES, Performance, performance_of
 from natten_jax.plan.devices import Device, device_of, lowering_targets
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Request
 from natten_jax.problem import Problem
 from natten_jax.sharding.explicit import with_whole_dimensions
 from natten_jax.sharding.halos import exchange

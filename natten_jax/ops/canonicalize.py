@@ -19,7 +19,7 @@ from natten_jax.arrays.operands import Inputs, Output, Role
 from natten_jax.element_types import ELEMENT_TYPES, SUPPORTED_DTYPES
 from natten_jax.execution import custom_vjp
 from natten_jax.native.module import KERNEL_RANK
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Request
 from natten_jax.problem import Axis, Problem, _problem_of_axes
 from natten_jax.sharding.explicit import replicated, reshaped, split_like, split_like_heads, spread
 from natten_jax.windows import EDGES, Edges, WindowArguments

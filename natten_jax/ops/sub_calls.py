@@ -20,7 +20,7 @@ from natten_jax.arrays.operands import Inputs, Operands, Output, Role, roles_of_
 from natten_jax.execution import custom_vjp
 from natten_jax.ops.canonicalize import Placement
 from natten_jax.performance import ATTENTION_NAMES, Performance, performance_of
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Request
 from natten_jax.problem import Problem, flattened, of_additional_tokens
 from natten_jax.sharding.halos import exchange
 

@@ -13,8 +13,7 @@ from natten_jax.cost_model.simulation import TpuChip, chip_of
 from natten_jax.ops.sub_calls import SubCall
 from natten_jax.performance import PASSES, KernelSchedule, Pass, TilePair
 from natten_jax.plan.devices import Device
-from natten_jax.plan.plan import BackendId
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import BackendId, Request
 from natten_jax.problem import Problem, Shape
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.report import Table, context, digits, format_time, print_lines, print_table, problem_line

@@ -24,8 +24,7 @@ from natten_jax.ops import neighborhood, sub_calls
 from natten_jax.ops.sub_calls import KeySet, SubCall
 from natten_jax.performance import Pass
 from natten_jax.plan.devices import Device, default_device, default_jax_device
-from natten_jax.plan.plan import BackendId, Plan
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import BackendId, Plan, Request
 from natten_jax.problem import Problem, Shape, problem_of
 from natten_jax.profiler import baselines
 from natten_jax.profiler.capture import Launch

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from natten_jax.arguments.arrays import axis_names
 from natten_jax.arrays.operands import Inputs, Operands, Output, Role, roles_of, roles_of_fields, vary_alike
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Request
 from natten_jax.sharding.auto import HeadSplit, warn_of_gather
 
 Run = Callable[[Request, Operands], Output]

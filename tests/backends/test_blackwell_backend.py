@@ -14,7 +14,7 @@ from natten_jax.backends.pallas.blackwell import BlackwellBackend
 from natten_jax.backends.select import resolve, runnable
 from natten_jax.performance import PASSES, Pass, Performance
 from natten_jax.plan.devices import Device
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Request
 from natten_jax.problem import problem_of
 from tests.support.machine import Machine
 

@@ -15,7 +15,7 @@ from natten_jax.arrays.operands import Inputs, Operands, Saved
 from natten_jax.execution import custom_vjp
 from natten_jax.halo import halo_of
 from natten_jax.performance import Performance
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Request
 from natten_jax.problem import Problem, problem_of
 from tests.support import oracle
 

@@ -17,8 +17,7 @@ from natten_jax.backends.pallas.blackwell import missing_in_jax
 from natten_jax.backends.select import CHOICES, heeded, ignored, plan_with
 from natten_jax.performance import ATTENTION_NAMES, PASSES, Pass, Performance
 from natten_jax.plan.devices import CPU, Device
-from natten_jax.plan.plan import Plan
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Plan, Request
 from natten_jax.problem import Problem, problem_of
 
 #: A value of each argument that asks for something.

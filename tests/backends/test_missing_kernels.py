@@ -23,7 +23,7 @@ from natten_jax.doctor.__main__ import report
 from natten_jax.native import module
 from natten_jax.native import module as native
 from natten_jax.plan.devices import Device
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Request
 from natten_jax.problem import problem_of
 from tests.support.machine import Machine
 

@@ -22,7 +22,7 @@ from natten_jax.backends.pallas.tpu import TpuBackend
 from natten_jax.backends.select import plan_with
 from natten_jax.performance import PASSES, Performance, TilePair
 from natten_jax.plan.devices import Device
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Request
 from natten_jax.problem import Problem, problem_of
 from tests.fuzz import interpreted
 from tests.support import oracle

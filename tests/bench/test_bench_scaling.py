@@ -23,7 +23,7 @@ from lib.implementations import ours  # noqa: E402
 from natten_jax.execution import custom_vjp  # noqa: E402
 from natten_jax.halo import halos_of  # noqa: E402
 from natten_jax.performance import PASSES  # noqa: E402
-from natten_jax.plan.request import Request  # noqa: E402
+from natten_jax.plan.plan import Request  # noqa: E402
 from tests.support.programs import output_of, run_python  # noqa: E402
 
 SCALING = """

@@ -17,7 +17,7 @@ from natten_jax.cost_model import tiles
 from natten_jax.cost_model.tiles import Placement
 from natten_jax.performance import PASSES
 from natten_jax.plan.devices import Device
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Request
 from natten_jax.profiler.__main__ import main
 from natten_jax.windows import EDGES, Axis
 

@@ -14,8 +14,7 @@ from natten_jax.backends.select import resolve
 from natten_jax.cost_model.halos import Range, Visits, visits
 from natten_jax.performance import PASSES, Pass, Performance
 from natten_jax.plan.devices import CPU, Device
-from natten_jax.plan.plan import Plan
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Plan, Request
 from natten_jax.simulator import calibration_for, predict_split, problem_of
 from natten_jax.windows import Axis
 from tests.sharding.test_halo import seen

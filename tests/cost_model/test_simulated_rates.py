@@ -19,7 +19,7 @@ from natten_jax.backends.select import resolve
 from natten_jax.cost_model import small_windows
 from natten_jax.performance import PASSES, Pass, TilePair, outer_and_inner
 from natten_jax.plan.devices import Device
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Request
 from natten_jax.problem import Problem
 from natten_jax.profiler.__main__ import main
 from tests.support import oracle

@@ -15,7 +15,7 @@ from natten_jax.native import module as native
 from natten_jax.native.module import axis_rows
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import ComputeCapability, Device
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Request
 from natten_jax.problem import Problem
 
 RING = "forward with a ring"

@@ -13,8 +13,7 @@ from natten_jax.autotuning.tables import TunedPass, TunedTable
 from natten_jax.backends.select import resolve
 from natten_jax.doctor import __main__ as doctor
 from natten_jax.plan.devices import Device
-from natten_jax.plan.plan import BackendId
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import BackendId, Request
 from natten_jax.problem import problem_of
 
 GPU = Device("cuda", (9, 0), is_present=False, product="NVIDIA H100 80GB HBM3")

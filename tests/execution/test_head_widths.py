@@ -8,7 +8,7 @@ from natten_jax import backends
 from natten_jax.backends.cpu import CpuBackend
 from natten_jax.backends.select import resolve
 from natten_jax.plan.devices import default_device
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Request
 from natten_jax.problem import problem_of
 from tests.support.families import family_named
 from tests.support.problems import Case, Trial, check_all

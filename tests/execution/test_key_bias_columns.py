@@ -15,7 +15,7 @@ from natten_jax.arrays.boxes import is_real
 from natten_jax.backends.cpu import CpuBackend
 from natten_jax.backends.select import resolve
 from natten_jax.plan.devices import default_device
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Request
 from natten_jax.problem import problem_of
 from tests.ops.test_added_logits import CASES as ADDED
 from tests.ops.test_added_logits import check

@@ -12,7 +12,7 @@ import pytest
 from natten_jax.arrays.operands import Inputs, Operands, Saved
 from natten_jax.execution import custom_vjp
 from natten_jax.execution.strips import merged
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Request
 from natten_jax.problem import problem_of
 from natten_jax.windows import Axis
 

@@ -20,7 +20,7 @@ from natten_jax.backends.cpu import CpuBackend
 from natten_jax.execution import strips
 from natten_jax.performance import PASSES, Pass, Performance
 from natten_jax.plan.devices import Device
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Request
 from natten_jax.problem import problem_of
 from natten_jax.windows import Axis
 from tests.support import oracle, strips_backend

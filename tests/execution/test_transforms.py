@@ -17,7 +17,7 @@ import natten_jax
 from natten_jax.arrays.operands import Inputs, Operands
 from natten_jax.execution import custom_vjp
 from natten_jax.ops.canonicalize import neighborhood_problem
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Request
 from natten_jax.windows import WindowArguments
 from tests.support import oracle
 from tests.support.families import BOUNDS, Family

@@ -21,7 +21,7 @@ from natten_jax.native import module as native
 from natten_jax.ops.canonicalize import neighborhood_problem
 from natten_jax.performance import MemoryUsagePreference
 from natten_jax.plan import devices
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Request
 from natten_jax.windows import WindowArguments
 
 pytestmark = pytest.mark.gpu

@@ -20,7 +20,7 @@ from natten_jax.arrays.operands import Inputs
 from natten_jax.backends.select import resolve
 from natten_jax.ops.canonicalize import neighborhood_problem
 from natten_jax.plan import devices
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Request
 from natten_jax.profiler.capture import capture
 from natten_jax.profiler.program import Program, compile_for_trace
 from natten_jax.windows import WindowArguments

@@ -17,7 +17,7 @@ import natten_jax
 from natten_jax import backends
 from natten_jax.backends.select import resolve
 from natten_jax.plan.devices import default_device
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Request
 from natten_jax.problem import problem_of
 from tests.support import oracle
 from tests.support.families import FAMILIES, Family

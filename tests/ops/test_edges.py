@@ -15,8 +15,7 @@ from natten_jax import attention, backends, na1d, na2d
 from natten_jax.backends import base, select
 from natten_jax.performance import PASSES
 from natten_jax.plan.devices import Device
-from natten_jax.plan.plan import BackendId
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import BackendId, Request
 from natten_jax.problem import problem_of
 from tests.support.families import Family
 from tests.support.problems import BOUNDS

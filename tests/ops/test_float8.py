@@ -16,7 +16,7 @@ from natten_jax.backends.select import resolve
 from natten_jax.fp8 import quantize
 from natten_jax.performance import Performance
 from natten_jax.plan.devices import Device
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Request
 from natten_jax.problem import problem_of
 from tests.support.families import BOUNDS, FAMILIES, Family
 from tests.support.float8 import factors_for, scaled

@@ -18,7 +18,7 @@ from natten_jax.execution import custom_vjp
 from natten_jax.native import module as native
 from natten_jax.ops.canonicalize import neighborhood_problem
 from natten_jax.plan.devices import default_device
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Request
 from natten_jax.problem import Problem
 from natten_jax.windows import WindowArguments
 from tests.support import oracle

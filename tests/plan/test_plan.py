@@ -17,8 +17,7 @@ from natten_jax.arrays.operands import Inputs, Operands
 from natten_jax.backends.select import resolve
 from natten_jax.performance import PASSES, KernelSchedule, Pass, Performance
 from natten_jax.plan.devices import CPU, Device
-from natten_jax.plan.plan import BackendId, Plan
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import BackendId, Plan, Request
 from natten_jax.problem import Problem, problem_of
 from natten_jax.profiler.program import Program
 from natten_jax.windows import Axis

@@ -21,8 +21,7 @@ from natten_jax.autotuning.tables import TunedPass, TunedTable
 from natten_jax.backends.select import resolve, staleness
 from natten_jax.native import module as native
 from natten_jax.plan.devices import Device
-from natten_jax.plan.plan import BackendId
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import BackendId, Request
 from natten_jax.problem import Problem, problem_of
 from natten_jax.profiler import tune as tuning
 from natten_jax.profiler.search import Effort

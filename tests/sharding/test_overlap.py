@@ -19,8 +19,7 @@ from natten_jax.cost_model import halos
 from natten_jax.cost_model.halos import NVLINK, overlap_that_pays
 from natten_jax.halo import bytes_received, halos_of
 from natten_jax.plan.devices import Device
-from natten_jax.plan.plan import Plan
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Plan, Request
 from natten_jax.problem import Problem, problem_of
 from natten_jax.simulator import calibration_for, predict_split, simulate
 from tests.support.programs import output_of, run_python

@@ -22,8 +22,7 @@ from natten_jax.backends.select import plan_with
 from natten_jax.execution.kernel_operands import HeadWidths
 from natten_jax.performance import Pass, Performance, TilePair
 from natten_jax.plan.devices import Device
-from natten_jax.plan.plan import Plan
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Plan, Request
 from natten_jax.problem import Problem
 from tests.support import oracle
 

@@ -7,8 +7,7 @@ from natten_jax.backends.base import Backend
 from natten_jax.backends.select import plan_with
 from natten_jax.performance import PASSES, Pass, Performance
 from natten_jax.plan.devices import Device, default_device
-from natten_jax.plan.plan import Plan
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Plan, Request
 from natten_jax.problem import Problem
 
 

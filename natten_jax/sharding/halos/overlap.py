@@ -19,8 +19,7 @@ from natten_jax.arrays.boxes import QueryBox, elements_of, words_of
 from natten_jax.arrays.operands import Cotangents, Gradients, Inputs, Operands, Output, Saved, roles_of_fields
 from natten_jax.cost_model.halos import overlap_that_pays
 from natten_jax.halo import Halo, travel_order
-from natten_jax.plan.plan import Plan
-from natten_jax.plan.request import Request
+from natten_jax.plan.plan import Plan, Request
 from natten_jax.problem import Problem
 from natten_jax.sharding.halos.exchange import (
     FIRST_TOKEN_AXIS,
