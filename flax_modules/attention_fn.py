@@ -245,7 +245,9 @@ class NeighborhoodModule:
 
     @classmethod
     def document(cls, template: str) -> None:
-        """Fill the docstring of a class with a rank into the template of its base class."""
+        """Fill in the template of a base class if this class defines its rank. Other subclasses are not changed."""
+        if "rank" not in vars(cls):
+            return
         rank = cls.rank
         common, _, arguments = inspect.cleandoc(NeighborhoodModule.__doc__ or "").partition("\n\nArguments:\n")
         arguments, _, raises = arguments.partition("\n\n")

@@ -117,24 +117,21 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
             value = getattr(self, name)
             canonical = common.frozen(value) if isinstance(value, Mapping) else hashable(value)
             object.__setattr__(self, name, canonical)
-        self._neighborhood()
+        self._checked()
         common.check_dropout(self.attn_drop, self.proj_drop)
         common.head_sizes(self.num_heads, self.num_kv_heads, self.in_features, self.qkv_features)
-        self._bias_shape()
         flag("sinks", self.sinks)
         if self.out_features is not None:
             common.check_positive(out_features=self.out_features)
         super().__post_init__()
 
     @linen.nowrap  # not a call for Flax to name, count or show
-    def _neighborhood(self) -> Neighborhood:
+    def _checked(self) -> tuple[Neighborhood, tuple[int, ...] | None]:
+        """Return the attention with its arguments, and the shape of the relative bias."""
         names = *WindowArguments._fields, *Performance.__annotations__, "clamp_window", "qk_scale"
         settings = {name: getattr(self, name) for name in names}
-        return common.neighborhood(type(self).__name__, self.rank, settings, "qk_scale")
-
-    @linen.nowrap
-    def _bias_shape(self) -> tuple[int, ...] | None:
-        return common.bias_shape(self.relative_bias, self.num_heads, self._neighborhood().window)
+        attend = common.neighborhood(type(self).__name__, self.rank, settings, "qk_scale")
+        return attend, common.bias_shape(self.relative_bias, self.num_heads, attend.window)
 
     @linen.compact
     @explained()
@@ -192,7 +189,7 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
             with jax.numpy_dtype_promotion("standard"):  # as Flax's own module requires
                 query, key = normalize(name="query_ln")(query), normalize(name="key_ln")(key)
         out_features = in_features if self.out_features is None else self.out_features
-        shape, table = self._bias_shape(), None
+        (attend, shape), table = self._checked(), None
         if shape is not None:
             draw = jax.nn.initializers.truncated_normal(common.BIAS_DEVIATION)
             table = self.param("rpb", draw, shape, self.param_dtype)
@@ -205,7 +202,7 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
             drop = functools.partial(Dropout(self.attn_drop), deterministic=flag, rng=key_of_weights)
         places = {"query_origin": query_origin, "extents": extents, "upsample": upsample}
         terms = {"relative_bias": table, "key_bias": key_bias, "sinks": sinks}
-        outputs = self._neighborhood()(query, key, value, drop, **places, **terms)
+        outputs = attend(query, key, value, drop, **places, **terms)
         outputs = project(out_features, axis=(-2, -1), name="out", **of_out)(outputs)
         if self.proj_drop > 0:
             outputs = Dropout(self.proj_drop)(outputs, deterministic=flag, rng=dropout_rng)

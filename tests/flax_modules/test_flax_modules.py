@@ -97,6 +97,15 @@ class TestArguments:
                 for name in names:
                     assert f"{name}:" in module.__doc__ or f"``{name}``" in module.__doc__
 
+    def test_subclasses_keep_their_docstrings(self):
+        class OfNnx(nnx.NeighborhoodAttention2D):
+            """Mine."""
+
+        class OfLinen(linen.NeighborhoodAttention2D):
+            """Mine."""
+
+        assert OfNnx.__doc__ == OfLinen.__doc__ == "Mine."
+
     @pytest.mark.parametrize("make", ["nnx", "linen"])
     @pytest.mark.parametrize(
         ("settings", "error", "message"),
