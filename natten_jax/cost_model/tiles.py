@@ -303,8 +303,12 @@ def part_counts(
     outer = 1
     judged: Any = np.ones((1, 1), np.int64)
     for axis, tile, (extents, numbers), rows in zip(problem.axes, outer_tile, extents_of_axes, boxes, strict=True):
-        found = _judged_tiles(axis, tile, extents, placement, pass_, rows)
-        outer, judged = outer * found.outer, judged * found.judged[numbers]
+        distinct = tuple(dict.fromkeys(rows))
+        found = _judged_tiles(axis, tile, extents, placement, pass_, distinct)
+        of_axis = found.judged[numbers]
+        if len(distinct) < len(rows):
+            of_axis = of_axis[:, _strictest(tuple(map(distinct.index, rows)))]
+        outer, judged = outer * found.outer, judged * of_axis
     seen, full, unmasked = _weights(row_groups, math.prod(inner_tiles[0]) == kernel.inner_tokens)
     inner = judged[:, 0]
     parts = PartCounts(inner, judged @ seen, judged @ full, inner - judged @ unmasked)
@@ -342,6 +346,22 @@ def _row_boxes(outer_tile: Shape, rows: int, row_groups: int) -> list[tuple[Rows
             is_line = is_line and box[-1][0] == box[-1][1]
         boxes.append(box)
     return list(zip(*boxes, strict=True))
+
+
+@functools.cache
+def _strictest(numbers: tuple[int, ...]) -> Any:
+    """For every product of a requirement per row group, its number among those of distinct row groups.
+
+    Of the requirements of row groups with the same rows, the strictest implies the others.
+
+    Args:
+        numbers: For every row group, the number of its rows among the distinct ones.
+    """
+    required = np.array(list(itertools.product((_ANY, _SEEN, _FULL), repeat=len(numbers))))
+    strictest = np.zeros((len(required), max(numbers) + 1), np.int64)
+    for group, number in enumerate(numbers):
+        strictest[:, number] = np.maximum(strictest[:, number], required[:, group])
+    return strictest @ 3 ** np.arange(max(numbers), -1, -1)
 
 
 @functools.cache
