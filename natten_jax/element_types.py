@@ -15,6 +15,7 @@ class ElementType:
         bytes: Bytes of an element.
         accumulator: Name of the type in which such numbers are added up, and which logsumexp and scales have.
         output: Name of the type of the output where the caller names none; "" is the type itself.
+        is_float8: Whether it has 8 bits: such arrays have scales, an output of another type, and no gradients.
     """
 
     name: str
@@ -22,12 +23,7 @@ class ElementType:
     bytes: int
     accumulator: str = "float32"
     output: str = ""
-
-    #: Whether it has 8 bits: such arrays have scales, an output of another type, and no gradients.
-    is_float8: bool = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "is_float8", self.bytes == 1)
+    is_float8: bool = False
 
 
 #: By name.
@@ -38,8 +34,8 @@ ELEMENT_TYPES = {
         ElementType("bfloat16", "bf16", 2),
         ElementType("float32", "fp32", 4),
         ElementType("float64", "fp64", 8, "float64"),
-        ElementType("float8_e4m3fn", "e4m3", 1, output="bfloat16"),
-        ElementType("float8_e5m2", "e5m2", 1, output="bfloat16"),
+        ElementType("float8_e4m3fn", "e4m3", 1, output="bfloat16", is_float8=True),
+        ElementType("float8_e5m2", "e5m2", 1, output="bfloat16", is_float8=True),
     )
 }
 #: Names of the element types that queries, keys and values may have.

@@ -1,4 +1,4 @@
-"""The scales of heads as kernels take them: positive numbers beside a query that has the sign."""
+"""Backends with native kernels, which take three token dimensions: operands, attributes and results of calls."""
 
 from __future__ import annotations
 
@@ -101,8 +101,6 @@ def _of_key_values(change: Callable[[jax.Array], jax.Array], inputs: Inputs) -> 
     return found
 
 
-#: Scales from this one on are positive in float32, too.
-_LEAST_POSITIVE = float(np.finfo(np.float32).tiny)
 #: What kernels have for a scale of zero, whose queries are zero: so small that no sum of theirs overflows.
 _SCALE_OF_NOTHING = 2.0**-64
 
@@ -161,16 +159,13 @@ def with_kernel_rank(array: jax.Array, rank: int) -> jax.Array:
     return array.reshape(array.shape[0], *(1,) * (KERNEL_RANK - rank), *array.shape[1:])
 
 
-def _query_factor(problem: Problem) -> int:
-    """The sign of the scale as kernels have it, in float32: they take positive ones, and the query this factor."""
-    return int(np.sign(np.float32(problem.scale)))
-
-
 def _with_query_factor(problem: Problem, array: jax.Array) -> jax.Array:
-    """A query, or its gradient, times the factor; zero keeps what is not finite, as a product of logits would."""
-    if problem.scale >= _LEAST_POSITIVE or _query_factor(problem) == 1:
-        return array
-    return array * jnp.asarray(_query_factor(problem), array.dtype)
+    """A query, or its gradient, times the sign of the scale in float32: kernels take positive scales.
+
+    A factor of zero keeps what is not finite, as a product of logits would.
+    """
+    factor = int(np.sign(np.float32(problem.scale)))
+    return array if factor == 1 else array * jnp.asarray(factor, array.dtype)
 
 
 def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
@@ -354,7 +349,7 @@ def _gradients_of(problem: Problem, operands: Operands, results: Sequence[jax.Ar
 
 def scale_of_kernels(problem: Problem) -> float:
     """What kernels multiply products with, where heads have no scales of their own."""
-    return abs(float(problem.scale)) if _query_factor(problem) else _SCALE_OF_NOTHING
+    return abs(float(problem.scale)) if np.float32(problem.scale) else _SCALE_OF_NOTHING
 
 
 def attributes(plan: Plan) -> dict[str, Shape | float]:

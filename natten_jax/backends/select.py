@@ -232,6 +232,7 @@ def runnable(problem: Problem, device: Device, pass_: Pass) -> list[Backend]:
     return [
         backend
         for backend in backends.registered()
+        # First, as `rejection` composes a message.
         if (backend.platform is None or backend.platform.has(device))
         and backend.rejection(problem, device, pass_) is None
     ]

@@ -265,9 +265,13 @@ def _gradients_with_strips(plan: Plan, operands: Operands, saved: Saved, cotange
     return found
 
 
+def _needs_strips(plan: Plan, operands: Operands) -> bool:
+    return "wrap" in plan.problem.edges and strips.are_needed(plan, operands)
+
+
 def _compute_forward(plan: Plan, request: Request, device: Device, operands: Operands) -> Output:
     kernels = KernelOperands.of(plan, request, operands)
-    if "wrap" in plan.problem.edges and strips.are_needed(plan, kernels.operands):
+    if _needs_strips(plan, kernels.operands):
         output = Output(*_saved_with_strips(plan, kernels.operands)[:2])
     else:
         output = backends.of(plan.backend).forward(plan, kernels.operands)
@@ -276,7 +280,7 @@ def _compute_forward(plan: Plan, request: Request, device: Device, operands: Ope
 
 def _compute_saved(plan: Plan, request: Request, device: Device, operands: Operands) -> Saved:
     kernels = KernelOperands.of(plan, request, operands)
-    if "wrap" in plan.problem.edges and strips.are_needed(plan, kernels.operands):
+    if _needs_strips(plan, kernels.operands):
         saved = _saved_with_strips(plan, kernels.operands)
     else:
         saved = backends.of(plan.backend).forward_saving(plan, kernels.operands)
@@ -288,7 +292,7 @@ def _compute_continued(
 ) -> Saved:
     kernels = KernelOperands.of(plan, request, operands)
     operands, saved = kernels.operands, saved._replace(out=kernels.heads.widen_values(saved.out))
-    if "wrap" in plan.problem.edges and strips.are_needed(plan, kernels.operands):
+    if _needs_strips(plan, kernels.operands):
         plan, operands = strips.on_line(plan, operands)
     return kernels.result(_continued(plan, operands, saved, seeing))
 
@@ -300,7 +304,7 @@ def _compute_gradients(
         saved = saved._replace(remainder=None)
     kernels = KernelOperands.of(plan, request, operands)
     of_kernels = kernels.saved(saved), cotangents._replace(out=kernels.heads.widen_values(cotangents.out))
-    if "wrap" in plan.problem.edges and strips.are_needed(plan, kernels.operands):
+    if _needs_strips(plan, kernels.operands):
         found = _gradients_with_strips(plan, kernels.operands, *of_kernels)
     else:
         found = backends.of(plan.backend).backward(plan, kernels.operands, *of_kernels)
@@ -325,23 +329,31 @@ def attend(request: Request, operands: Operands) -> Output:
     Raises:
         ValueError: No backend can run the request on any device that the program may be lowered for.
     """
-    errors = []
-    passes: list[Pass] = ["forward"] if request.performance.tiles("backward") is None else ["forward", "backward"]
-    targets = lowering_targets().values()
-    for device in targets:
-        try:
-            for pass_ in passes:
-                resolve(request, device, pass_)
-            break
-        except ValueError as error:
-            errors.append(error)
-    if len(errors) == len(targets):
-        raise errors[0]  # of the default device
+    _check_runs_somewhere(request)
     if request.problem.element.is_float8:
         operands = operands._replace(inputs=jax.tree.map(forward_only, operands.inputs))
     if explicit.mesh_of(operands) is not None:
         return explicit.over_explicit_axes(_attend_locally, request, operands)
     return _attend_locally(request, vary_alike(operands))
+
+
+def _check_runs_somewhere(request: Request) -> None:
+    """Check that some device which the program may be lowered for can run the request.
+
+    Raises:
+        ValueError: None can; the message is about the default device.
+    """
+    errors = []
+    for device in lowering_targets().values():
+        try:
+            resolve(request, device, "forward")
+            if request.performance.tiles("backward") is not None:
+                resolve(request, device, "backward")
+        except ValueError as error:
+            errors.append(error)
+        else:
+            return
+    raise errors[0]
 
 
 def _attend_locally(request: Request, operands: Operands) -> Output:
@@ -380,8 +392,11 @@ def _exchanging_call_of(request: Request) -> _ExchangingCall | None:
     """How both passes run where one computes meanwhile; ``None`` where both have their halos first, and share them.
 
     Which backend runs is decided later: this is for the one that would run here. Where another does, results are the
-    same. Sinks are none of the operands: where a caller splits tokens, they follow the pass (``ops/sinks.py``).
+    same. Sinks are not among the operands: if a caller splits tokens, they are added after the pass
+    (:func:`natten_jax.ops.canonicalize.in_pass`).
     """
+    if not request.token_axes:
+        return None
     part = _of_part(request)
     for device in lowering_targets().values():
         try:
@@ -399,7 +414,7 @@ def _exchanging_call_of(request: Request) -> _ExchangingCall | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(request: Request, operands: Operands) -> Output:
-    call = _exchanging_call_of(request) if request.token_axes else None
+    call = _exchanging_call_of(request)
     if call is None:
         return Output(*_run(_FORWARD, request, operands))
     return Output(*_forward_exchanging(forward, call, operands)[:2])
@@ -415,15 +430,15 @@ def _forward_exchanging(
 
 def _attend_forward(request: Request, operands: Any) -> tuple[Output, tuple[Operands, Saved]]:
     operands = jax.tree.map(operator.attrgetter("value"), operands)
-    call = _exchanging_call_of(request) if request.token_axes else None
-    exchanged = None if call is None else _forward_exchanging(forward_saving, call, operands)
-    saved = Saved(*named(forward_saving(request, operands) if exchanged is None else exchanged))
+    call = _exchanging_call_of(request)
+    found = forward_saving(request, operands) if call is None else _forward_exchanging(forward_saving, call, operands)
+    saved = Saved(*named(found))
     return Output(saved.out, saved.logsumexp), (operands, saved)
 
 
 def _attend_backward(request: Request, residuals: tuple[Operands, Saved], given: Output) -> tuple[Operands]:
     cotangents = _cotangents(given, residuals[1])
-    call = _exchanging_call_of(request) if request.token_axes else None
+    call = _exchanging_call_of(request)
     if call is None:
         gradients = backward(request, *residuals, cotangents)
     else:

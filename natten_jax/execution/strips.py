@@ -74,9 +74,9 @@ _FIRST_TOKEN_AXIS = 1  # behind the batch
 
 
 def are_needed(plan: Plan, operands: Operands) -> bool:
-    """Whether a plan's problem wraps, and its kernels know no such windows, or not where tokens are missing."""
+    """Whether the kernels of a plan that wraps know no such windows, or not where tokens are missing."""
     backend = backends.of(plan.backend)
-    if not backend.wraps_by_strips or "wrap" not in plan.problem.edges:
+    if not backend.wraps_by_strips:
         return False
     layouts = (array.shape[1:-2] for array in (operands.inputs.query, operands.inputs.key))
     are_at_hand = all(

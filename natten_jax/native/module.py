@@ -1,4 +1,8 @@
-"""Which CUDA the kernels were compiled with, beside the one that JAX's plugin is for."""
+"""The native library: loads it, registers its XLA FFI targets, calls them, and describes problems as kernels take them.
+
+Importing this module never fails. If the library cannot be used, ``load_error`` gives the reason, and the backends that
+need it reject every problem with that reason.
+"""
 
 from __future__ import annotations
 

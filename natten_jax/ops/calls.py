@@ -29,7 +29,7 @@ from natten_jax.ops.canonicalize import (
     as_jax_array,
     attention_problem,
     checked_sinks,
-    hint_of_heads_first,
+    described,
     in_pass,
     neighborhood_problem,
     placement_of_sequences,
@@ -313,11 +313,7 @@ def _window_problem(
         windows = WindowArguments(*window)
         return neighborhood_problem(rank, inputs, windows, scale, parts, clamp_window=clamp_window, is_box=is_box)
 
-    inputs = _shaped(arrays)
-    try:
-        problem = describe(inputs)
-    except ValueError as error:
-        raise ValueError(f"{error}{hint_of_heads_first(describe, inputs)}") from None
+    problem = described(describe, _shaped(arrays))
     known = known_arguments(f"na{rank}d", dict(performance), PERFORMANCE_NAMES)
     return problem, performance_of(rank, **known)
 
@@ -331,11 +327,7 @@ def _attention_problem(
     def describe(inputs: Inputs) -> Problem:
         return attention_problem(inputs.query, inputs.key, inputs.value, scale, is_causal, is_box=is_box)
 
-    inputs = _shaped(arrays)
-    try:
-        problem = describe(inputs)
-    except ValueError as error:
-        raise ValueError(f"{error}{hint_of_heads_first(describe, inputs)}") from None
+    problem = described(describe, _shaped(arrays))
     known = known_arguments("attention", dict(performance), ATTENTION_NAMES)
     asked = {ATTENTION_NAMES[name]: each for name, each in known.items()}
     return problem, performance_of(1, tile_suffix="size", **asked)

@@ -25,7 +25,23 @@ from natten_jax.sharding.explicit import replicated, reshaped, split_like, split
 from natten_jax.windows import EDGES, Edges, WindowArguments
 
 
-def hint_of_heads_first(describe: Callable[[Inputs], Problem], inputs: Inputs) -> str:
+def described(describe: Callable[[Inputs], Problem], inputs: Inputs) -> Problem:
+    """The problem that arrays describe.
+
+    Args:
+        describe: Makes it of the arrays.
+        inputs: Their shapes and element types.
+
+    Raises:
+        ValueError: As ``describe``; the message also asks whether heads come first, if that would explain it.
+    """
+    try:
+        return describe(inputs)
+    except ValueError as error:
+        raise ValueError(f"{error}{_hint_of_heads_first(describe, inputs)}") from None
+
+
+def _hint_of_heads_first(describe: Callable[[Inputs], Problem], inputs: Inputs) -> str:
     """What to add to a message if arrays that were rejected have heads in front of tokens, or ``""``.
 
     They may if the arrays are right with the second dimension behind the tokens, and have fewer heads than tokens then.

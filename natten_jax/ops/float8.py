@@ -1,4 +1,4 @@
-"""Calls that quantise their arrays, with the gradients of the call that does not: rounding counts as the identity."""
+"""Arrays of 8-bit floats: quantisation, the factors of a call, and gradients of calls that quantise their arrays."""
 
 from __future__ import annotations
 

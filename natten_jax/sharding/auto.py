@@ -1,4 +1,9 @@
-"""How query heads are split over devices, and which key/value heads each part of them needs."""
+"""Splits a pass over a mesh whose axes JAX leaves to XLA's partitioner (``AxisType.Auto``).
+
+The pass becomes a custom call with rules for how shardings propagate through it; the partitioner replaces it with the
+program of one device. Queries and outputs stay split over batch, heads and, for windows, tokens; no other dimension
+may be split. Query heads are split together with the key/value heads that they share.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""The devices that share a token dimension, and how arrays move along them."""
+"""Exchange of halos: the keys and values that neighbors hold, where token dimensions are split over devices.
+
+Queries stay on their device, and none is computed twice: a device receives the keys that its windows reach
+(:mod:`natten_jax.halo`), and attends at its place in the global layout. The transpose returns the gradients of these
+keys and values, and adds them.
+
+Inside ``jax.shard_map`` the exchange is one linear operation with a transpose of its own: JAX would derive the same,
+but copies whole arrays for every slab.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
-"""How halos of keys and values arrive at a device, slab by slab, while it computes.
+"""Passes that compute while halos of keys and values arrive, slab by slab, and the choice of the passes that do so.
 
-XLA starts an exchange as soon as its operands are there and waits for it where the first result is read. So all that
-has to be said is that a slab is cut before something runs, and read after it: optimization barriers say so, which on
-GPUs last until the program is scheduled.
+A device attends with all of its queries to the keys that it holds while others travel, and then to each slab of halos
+with the queries that see it, while the next slab travels. Each forward pass continues the one before: outputs are
+merged by their logsumexp. In backward passes the logsumexp covers all keys, and gradients add up.
+
+XLA starts an exchange once its operands exist, and waits for it where the first result is read. Optimization barriers
+keep the order: a slab is cut before a computation and read after it. On GPUs they last until the program is scheduled.
 """
 
 from __future__ import annotations
