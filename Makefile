@@ -1,7 +1,7 @@
 # Two commands for a new user: `make demo` and `make test`. Both need Python 3.11 or newer, g++ and make.
-# `make test-host` and `make test-gpu` are the halves of the latter. `VENV=` uses PYTHON's own packages instead of a
-# virtual environment, and installs nothing but natten_jax, without a network: the packages that pyproject.toml names
-# have to be there.
+# `make test-all` runs every test; `make test-host` and `make test-gpu` are its halves. With `VENV=`, the targets use
+# PYTHON's own packages instead of a virtual environment and install only natten_jax, without a network. The packages
+# that pyproject.toml names must be installed then.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(if $(VENV),$(VENV)/bin,)
@@ -20,7 +20,7 @@ BUILD_INPUTS := pyproject.toml setup.py $(shell find csrc -type f)
 PAGES = README.md CONTRIBUTING.md $(wildcard docs/*.md docs/notebooks/*.ipynb examples/*.md)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: board demo test test-host test-gpu test-tpu fuzz sanitize-gpu sanitize-host lint setup wheels bench-scaling docs pictures notebooks tables clean
+.PHONY: board demo test test-all test-core test-host test-gpu test-tpu fuzz sanitize-gpu sanitize-host lint setup wheels bench-scaling docs pictures notebooks tables clean
 
 # What the demo needs and no more, natten_jax, JAX and rich, unless everything is installed.
 DEMO := $(or $(wildcard $(INSTALLED)),$(if $(VENV),$(VENV)/.demo,$(INSTALLED)))
@@ -43,11 +43,17 @@ $(VENV)/.demo: $(BUILD_INPUTS)
 
 # A run of pytest is of one platform: of the host, or of the GPU.
 SEES_GPU = $(RUN) -c "import jax; jax.devices('cuda')" >/dev/null
-test: test-host
+test: test-core
+test-all: test-host
+test test-all:
 	@if $(SEES_GPU) 2>&1; then $(MAKE) --no-print-directory test-gpu; \
 	else echo "JAX sees no NVIDIA GPU: no test of its kernels ran"; fi
 
-# What runs on the host, whatever else there is: slow tests, too, which are first.
+# The tests of the package itself on the host: no wheels, examples, pages, benchmarks, fuzzer or repository tooling.
+test-core: setup
+	$(PYTEST) --no-loadscope-reorder -m 'not gpu' $(addprefix --ignore tests/,bench fuzz repository support tpu)
+
+# All tests that run on a host, slow ones first.
 test-host: setup
 	$(PYTEST) --no-loadscope-reorder --slow -m 'not gpu'
 

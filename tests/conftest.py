@@ -48,6 +48,8 @@ SELECTIONS: Mapping[str, Callable[[Family], bool]] = {
     "native_family": lambda family: family.target is not None,
     "pure_family": lambda family: family.backend.is_differentiable,
 }
+#: Parameters of a test that follow from its family.
+_OF_A_FAMILY = "pass_", "dtype", "other_dtype", "problem_indices", "other_problem_indices"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -113,13 +115,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrise the family and what comes with it; ``which`` are its passes."""
+    """Parametrise the family, of those on the platform of the run, and what comes with it; ``which`` are its passes."""
     family_name = next((name for name in SELECTIONS if name in metafunc.fixturenames), None)
     if family_name is None:
         return
+    of_gpu = _is_of_gpu(metafunc.config)
+    names = [name for name in (family_name, *_OF_A_FAMILY) if name in metafunc.fixturenames]
     values = []
-    names: list[str] = []
     for family in filter(SELECTIONS[family_name], FAMILIES):
+        if (family.needs_gpu and not of_gpu) or (of_gpu and _has_gpu() and not family.runs_on(default_device())):
+            continue
         problems = metafunc.config.getoption("problems") or family.problems
         choices: dict[str, Iterable[Any]] = {
             family_name: [family],
@@ -129,15 +134,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             "problem_indices": _parts(problems, family.at_once),
             "other_problem_indices": _parts(problems // 4, family.at_once),
         }
-        names = [name for name in choices if name in metafunc.fixturenames]
-        marks = []
-        if family.needs_gpu:
-            marks.append(pytest.mark.gpu)
-            if _is_of_gpu(metafunc.config) and _has_gpu() and not family.runs_on(default_device()):
-                marks.append(pytest.mark.skip(reason=f"{family.name} needs {family.backend.platform}"))
         for combination in itertools.product(*(choices[name] for name in names)):
             identifier = "-".join(map(_identifier, combination))
-            values.append(pytest.param(*combination, marks=marks, id=identifier))
+            values.append(pytest.param(*combination, marks=[pytest.mark.gpu] * family.needs_gpu, id=identifier))
     metafunc.parametrize(names, values)
 
 

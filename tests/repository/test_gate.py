@@ -128,10 +128,10 @@ def test_cuda_13_is_compiled_whole_and_cuda_12_as_a_sample_away_from_other_wheel
 def test_the_suite_runs_on_the_newest_python_and_a_core_on_the_oldest(tree: Path) -> None:
     done = run(tree, ".ci/run")
     text = (tree / "made").read_text()
-    for target in ("setup", "lint", "docs", "test", "fuzz"):
+    for target in ("setup", "lint", "docs", "test-all", "fuzz"):
         line = line_with(text, f"make {target} ")
         assert "PYTHON=/stand-in/python3.13 VENV=build/suite" in line
-    assert f"distributions={tree}/dist" in line_with(text, "make test ")
+    assert f"distributions={tree}/dist" in line_with(text, "make test-all ")
     line = line_with(done.stdout, "ran oldest")
     assert line.startswith("ran oldest build/oldest /stand-in/python3.11 0.10.0 dist/natten_jax-")
     for tests in line.split()[-4:]:
@@ -156,7 +156,7 @@ def test_a_step_that_fails_ends_the_gate(tree: Path, script: str) -> None:
     assert done.stdout.splitlines()[-1].endswith("  in all")
 
 
-@pytest.mark.parametrize("target", ["setup", "lint", "docs", "test", "fuzz", "wheels"])
+@pytest.mark.parametrize("target", ["setup", "lint", "docs", "test-all", "fuzz", "wheels"])
 def test_a_target_of_make_that_fails_ends_the_gate(tree: Path, target: str) -> None:
     stand_in(tree / "programs" / "make", f'{MAKE}\nif [ "$1" = {target} ]; then exit 6; fi')
     assert run(tree, ".ci/run").returncode == 6
@@ -247,7 +247,7 @@ def test_the_whole_suite_runs_on_an_old_python_if_there_is_no_other(tree: Path) 
     stand_in(tree / ".ci" / "find-python", 'test "$1" = 11; echo /stand-in/python3.11')
     done = run(tree, ".ci/run")
     assert done.returncode == 0, done.stderr
-    assert "PYTHON=/stand-in/python3.11 VENV=build/suite" in line_with((tree / "made").read_text(), "make test ")
+    assert "PYTHON=/stand-in/python3.11 VENV=build/suite" in line_with((tree / "made").read_text(), "make test-all ")
     newest, blackwell = done.stdout.splitlines()[-2:]
     assert newest.startswith("left out: tests with the newest JAX") and "/stand-in/python3.11" in newest
     assert blackwell.startswith("left out: the Blackwell kernels")
