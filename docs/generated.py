@@ -26,7 +26,7 @@ from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId
 from natten_jax.problem import OPERATORS, problem_of
-from natten_jax.profiler.options import ELEMENT_TYPES, RefusedFlag, profiler_parser
+from natten_jax.profiler.options import ELEMENT_TYPES, FOREIGN_FLAGS, profiler_parser
 
 DOCS = Path(__file__).parent
 PAGES = tuple(sorted(DOCS.glob("*.md")))
@@ -87,7 +87,7 @@ def _spellings(action: argparse.Action) -> list[str]:
 def _value(action: argparse.Action) -> str:
     if action.nargs == 0:
         return ""
-    if action.choices is not None:
+    if action.choices is not None and action.metavar is None:
         return _code(*action.choices)
     return f"`{action.metavar}{' ...' if action.nargs == '+' else ''}`"
 
@@ -114,10 +114,8 @@ def _element_types() -> str:
 
 
 def _foreign_flags() -> str:
-    refused = (action for action in profiler_parser()._actions if isinstance(action, RefusedFlag))
-    return _markdown(
-        ("option", "what is said"), ((_code(*each.option_strings), _with_code(each.advice)) for each in refused)
-    )
+    rows = ((_code(name), _with_code(advice)) for name, advice in FOREIGN_FLAGS.items())
+    return _markdown(("option", "what is said"), rows)
 
 
 # The backends --------------------------------------------------------------------------------------------------------

@@ -6,22 +6,24 @@ import dataclasses
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 
 from natten_jax.cost_model.simulation import TPU_CHIPS
-from natten_jax.ops.calls import IgnoredArgumentWarning
 from natten_jax.plan.devices import CPU, Device, NoDeviceError, default_device
 from natten_jax.plan.plan import BackendId
 from natten_jax.profiler import predict, report
-from natten_jax.profiler.arguments import parse, warn_about_ignored_flags
+from natten_jax.profiler.arguments import parse, with_names_of_flags
 from natten_jax.profiler.capture import CaptureError
-from natten_jax.profiler.cli import INTERRUPTED, PROGRAM, print_error, print_message, print_warning, run_program
+from natten_jax.profiler.cli import PROGRAM, print_message, print_warning, run_program
 from natten_jax.profiler.measure import compare, profile
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.search import Optimum, best_table, optimize, search_json
-from natten_jax.profiler.workload import KNOWN_FAMILIES, UnavailableBackend, check_available, request_of
+from natten_jax.profiler.workload import KNOWN_FAMILIES, UnavailableBackend, check_available
+
+#: Errors of the problem, the backend, the device or a file.
+_EXPECTED = (ValueError, MemoryError, OSError, CaptureError, NoDeviceError, jax.errors.JaxRuntimeError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,31 +33,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = parse(argv)
     with warnings.catch_warnings():
-        # The profiler warns about flags instead, before anything runs.
-        warnings.simplefilter("ignore", IgnoredArgumentWarning)
-        return run_program(PROGRAM, lambda: _run(options))
+        warnings.showwarning = lambda message, *_: print_warning(with_names_of_flags(str(message)))
+        return run_program(PROGRAM, lambda: _run(options), _EXPECTED)
 
 
 def _run(options: Options) -> int:
     try:
         return _predict(options) if options.dry_run or options.simulate else _measure(options)
-    except BrokenPipeError:
-        raise
     except UnavailableBackend as error:
-        print_error(error)
+        print_message(f"error: {error}")
         _show_where_it_runs(options)
-    except (MemoryError, OverflowError) as error:
-        print_error(_too_large(error))
-    except jax.errors.JaxRuntimeError as error:
-        print_error(_too_large(error) if "out of memory" in str(error).lower() else error)
-    except (ValueError, CaptureError, OSError, NoDeviceError) as error:
-        print_error(error)
-    return 1
-
-
-def _too_large(error: Exception) -> str:
-    reason = f": {error}" if str(error) else ""
-    return f"the problem is too large for this machine{reason}"
+        return 1
 
 
 def _target_device(options: Options) -> Device:
@@ -73,70 +61,41 @@ def _predict(options: Options) -> int:
     """List configurations or predict, without a measurement."""
     device = _target_device(options)
     check_available(options, device)
-    warn_about_ignored_flags(options, device)
     if options.dry_run:
-        runs = predict.print_dry_run(options, device)
-        if options.json is not None:
-            report.write_json(options.json, predict.dry_run_json(options, device))
-        return 0 if runs else 1
-    simulated = predict.simulate(options, device)
-    predict.print_simulation(simulated)
+        is_supported = predict.print_dry_run(options, device)
+        results = predict.dry_run_json(options, device) if options.json else {}
+    else:
+        simulated, is_supported = predict.simulate(options, device), True
+        predict.print_simulation(simulated)
+        results = predict.simulation_json(simulated)
     if options.json is not None:
-        report.write_json(options.json, predict.simulation_json(simulated))
-    return 0
+        report.write_json(options.json, results)
+    return 0 if is_supported else 1
 
 
 def _measure(options: Options) -> int:
-    if not options.optimize:
-        check_available(options, device := default_device())
-        warn_about_ignored_flags(options, device)
-        return _profile(options, None)
-    optimum = optimize(options)
-    options = dataclasses.replace(optimum.options, optimize=True)
-    if not optimum.is_complete:
-        return _report_interrupted(options, optimum)
-    report.print_table(best_table(optimum))
-    warn_about_ignored_flags(options, default_device())
-    try:
-        return _profile(options, optimum)
-    except KeyboardInterrupt:
-        return _report_interrupted(options, optimum)
-
-
-def _profile(options: Options, optimum: Optimum | None) -> int:
-    comparison = None if options.compare is None else compare(options, options.compare)
-    if comparison is None:
-        result = profile(options)
-        results, tables = report.to_json(result), {"result": result.rows}
-    else:
-        result = comparison.result
-        results = report.comparison_json(comparison)
-        tables = {"result": result.rows, comparison.name: comparison.baseline.rows}
+    optimum = optimize(options) if options.optimize else None
     if optimum is not None:
+        options = optimum.options
+        report.print_table(best_table(optimum))
+    comparison = None if options.compare is None else compare(options, options.compare)
+    result = profile(options) if comparison is None else comparison.result
+    results, tables = report.to_json(result), {"result": result.rows}
+    report.print_report(result)
+    if comparison is not None:
+        report.print_baseline(comparison)
+        results |= report.comparison_json(comparison)
+        tables[comparison.name] = comparison.baseline.rows
+    if optimum is not None:
+        report.print_lines(_search_lines(options, optimum))
         results |= search_json(optimum)
     if options.json is not None:
         report.write_json(options.json, results)
     if options.csv is not None:
         report.write_csv(options.csv, tables)
-    report.print_report(result)
-    if comparison is not None:
-        report.print_baseline(comparison)
-    if optimum is not None:
-        report.print_lines(_search_lines(options, optimum))
     if options.plot is not None:
         report.plot_rows(options.plot, tables, result.problem.describe())
     return 0
-
-
-def _report_interrupted(options: Options, optimum: Optimum) -> int:
-    """Report the best configuration and every trial of a search after Ctrl-C."""
-    print_message("interrupted; this is the best so far")
-    if options.json is not None:
-        results: dict[str, Any] = report.context(options, request_of(options).problem)
-        report.write_json(options.json, results | search_json(optimum))
-    report.print_table(best_table(optimum))
-    report.print_lines(_search_lines(options, optimum))
-    return INTERRUPTED
 
 
 def _search_lines(options: Options, optimum: Optimum) -> Iterator[str]:

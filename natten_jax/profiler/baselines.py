@@ -38,7 +38,7 @@ BASELINES: dict[str, Attention] = {
 }
 
 
-def check(name: str, flag: str, problem: Problem, device: Device, is_room: Callable[[int], bool]) -> None:
+def check(name: str, flag: str, problem: Problem, device: Device, memory: int) -> None:
     """Check that a baseline can run on the device.
 
     Args:
@@ -46,28 +46,27 @@ def check(name: str, flag: str, problem: Problem, device: Device, is_room: Calla
         flag: The command line flag that named it.
         problem: The self attention that it would compute.
         device: The device to run on.
-        is_room: Whether the device has memory for as many bytes.
+        memory: Memory of the device in bytes.
 
     Raises:
         ValueError: It cannot; the message says what can.
-        MemoryError: It has no room for the logits.
+        MemoryError: The logits are larger than the memory.
     """
-    nothing = "leave it out, compare with flex-fna, or take fewer tokens or heads"
-    logits = 4 * problem.batch * problem.heads * all_pairs(problem)  # bytes in float32, which XLA keeps
     if problem.element.is_float8:
         raise ValueError(f"the {name} baseline takes no arrays of 8 bits: use {flag} {name} --dtype bf16")
     is_half = problem.dtype == "float16"
-    if name != "xla":
-        if device.platform != "cuda":
-            # On the host, with gradients, or weights beside logits.
-            instead = f"use {flag} xla{' --dtype bf16' * is_half}" if is_room(2 * logits) else nothing
-            raise ValueError(f"the {name} baseline needs an NVIDIA GPU, and this is {device}: {instead}")
-    elif device.platform == "cpu" and is_half:
-        # jax.nn.dot_product_attention asks for a dot product algorithm that XLA has on GPUs only.
-        types = "use --dtype bf16 or --dtype fp32" if is_room(logits) else nothing
-        raise ValueError(f"the xla baseline cannot run fp16 on the CPU: {types}")
-    elif not is_room(logits):
-        raise MemoryError(f"the xla baseline's logits take {logits / 2**30:,.1f} GiB: {nothing}")
+    if name != "xla" and device.platform != "cuda":
+        other = f"use {flag} xla{' --dtype bf16' * is_half}"
+        raise ValueError(f"the {name} baseline needs an NVIDIA GPU, and this is {device}: {other}")
+    if name == "xla" and device.platform == "cpu" and is_half:
+        # jax.nn.dot_product_attention sets a dot product algorithm that XLA supports on GPUs only.
+        raise ValueError("the xla baseline cannot run fp16 on the CPU: use --dtype bf16 or --dtype fp32")
+    logits = 4 * problem.batch * problem.heads * all_pairs(problem)  # bytes in float32, which XLA keeps
+    if name == "xla" and logits > memory:
+        raise MemoryError(
+            f"the xla baseline's logits take {logits / 2**30:,.1f} GiB: "
+            "leave it out, compare with flex-fna, or take fewer tokens or heads"
+        )
 
 
 def refusal_to_split(name: str, devices: int, split: str, heads_kv: int) -> str | None:

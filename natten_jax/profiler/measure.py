@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
 import jax
 
+from natten_jax.cost_model.calibration import Calibration, calibration_for
 from natten_jax.cost_model.tiles import flops
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device, default_device
+from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem
 from natten_jax.profiler import symbols
 from natten_jax.profiler.capture import Devices, Event, busiest, capture_by_device
 from natten_jax.profiler.cli import Progress
 from natten_jax.profiler.options import Options, arrays_of
 from natten_jax.profiler.program import Program
-from natten_jax.profiler.workload import Workload, check_runs, compile_workload, passes
+from natten_jax.profiler.workload import Workload, check_runs, compile_workload, passes, request_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,27 +52,50 @@ class Result:
 
     Attributes:
         options: Options of the measurement.
-        problem: The problem. For a baseline, this is self attention.
-        backends: Names of backends by ``"forward"``, ``"backward"``, ``"additional_kv_forward"``, ...
-        tiles: Query and key/value tiles of the passes; empty for baselines.
+        plans: Plans by ``"forward"``, ``"backward"``, ``"additional_kv_forward"``, ...; empty for baselines.
         device: Kind of device.
         rows: Launches by name on the busiest device, in the order of the report.
-        totals: Device time of each iteration on the busiest device, in seconds.
-        flops: Floating-point operations per iteration on all devices, without masked pairs, by pass.
         device_times: Number of the device -> device time of each iteration, in seconds.
         busiest: Number of the device with the most device time.
     """
 
     options: Options
-    problem: Problem
-    backends: dict[str, str]
-    tiles: dict[Pass, TilePair]
+    plans: dict[str, Plan]
     device: Device
     rows: tuple[Row, ...]
-    totals: tuple[float, ...]
-    flops: dict[str, int]
-    device_times: dict[int, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+    device_times: dict[int, tuple[float, ...]]
     busiest: int = 0
+
+    @property
+    def problem(self) -> Problem:
+        """The problem. For a baseline, this is self attention."""
+        return request_of(self.options).problem
+
+    @property
+    def backends(self) -> dict[str, str]:
+        """Names of backends by the names of plans; for a baseline, its name by pass."""
+        if self.options.is_baseline:
+            return dict.fromkeys(passes(self.options), str(self.options.backend))
+        return {name: str(plan.backend) for name, plan in self.plans.items()}
+
+    @property
+    def tiles(self) -> dict[Pass, TilePair]:
+        """Query and key/value tiles of the passes over the tokens; empty for baselines."""
+        return {pass_: self.plans[pass_].tiles for pass_ in passes(self.options) if pass_ in self.plans}
+
+    @property
+    def flops(self) -> dict[str, int]:
+        """Floating-point operations per iteration on all devices, without masked pairs, by pass."""
+        return {pass_: flops(self.problem, pass_) for pass_ in passes(self.options)}
+
+    @property
+    def totals(self) -> tuple[float, ...]:
+        """Device time of each iteration on the busiest device, in seconds."""
+        return self.device_times[self.busiest]
+
+    def calibration(self, pass_: Pass) -> Calibration | None:
+        """Return the time model of the kernel of a pass."""
+        return calibration_for(self.plans[pass_].backend.family, self.device.compute_capability)
 
     @property
     def rows_total(self) -> float:
@@ -144,17 +170,17 @@ def _profile(every: Sequence[Options]) -> list[Result]:
     for options in every:
         check_runs(options, device)
     with arrays_of(first.dtype), Progress(len(every) * (first.warmup_steps + first.iterations)) as progress:
-        progress.stage("compiling")
+        progress.update("compiling")
         workloads: list[Workload] = []
         for number, options in enumerate(every):
             arguments = workloads[0].arguments if workloads else None
             workloads.append(compile_workload(options, f"profiled_{number}", arguments))
-        launches = [workload.launch.after(progress.advance) for workload in workloads]
-        progress.stage("warming up")
+        launches = [workload.launch.after(functools.partial(progress.update, done=1)) for workload in workloads]
+        progress.update("warming up")
         for _ in range(first.warmup_steps):
             for launch in launches:
                 jax.block_until_ready(launch.run())  # type: ignore[no-untyped-call]
-        progress.stage("measuring")
+        progress.update("measuring")
         captured = capture_by_device(
             launches, first.iterations, device.platform, with_memory=first.verbose, folder=first.trace_dir
         )
@@ -168,20 +194,10 @@ def seconds_of_iterations(iterations: Sequence[Sequence[Event]]) -> tuple[float,
 
 def _result(workload: Workload, devices: Devices) -> Result:
     times = {device: seconds_of_iterations(iterations) for device, iterations in devices.items()}
-    slowest, problem = busiest(devices), workload.problem
-    operator = "fmha" if problem.is_attention else "fna"
-    return Result(
-        workload.options,
-        problem,
-        workload.backends,
-        {pass_: plan.tiles for pass_, plan in workload.plans.items()},
-        workload.device,
-        summarize(devices[slowest], workload.program, operator, workload.device.platform),
-        times[slowest],
-        {pass_: flops(problem, pass_) for pass_ in passes(workload.options)},
-        times,
-        slowest,
-    )
+    slowest, options = busiest(devices), workload.options
+    operator = "fmha" if request_of(options).problem.is_attention else "fna"
+    rows = summarize(devices[slowest], workload.program, operator, workload.device.platform)
+    return Result(options, workload.plans, workload.device, rows, times, slowest)
 
 
 def summarize(iterations: Sequence[Sequence[Event]], program: Program, operator: str, platform: str) -> tuple[Row, ...]:

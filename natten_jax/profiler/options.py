@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import enum
-import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
@@ -20,7 +18,7 @@ from natten_jax.performance import KernelSchedule, MemoryUsagePreference, Perfor
 from natten_jax.plan.devices import ComputeCapability, Device
 from natten_jax.problem import Shape
 from natten_jax.profiler.baselines import BASELINES
-from natten_jax.profiler.cli import PROGRAM, Parser, at_least, boolean, compute_capability, flag, one_of
+from natten_jax.profiler.cli import PROGRAM, Parser, at_least, boolean, compute_capability, flag
 from natten_jax.version import __version__
 from natten_jax.windows import DOCUMENTATION, OPTION_DEFAULTS, WORDS, WindowArguments
 
@@ -157,13 +155,9 @@ def whole_windows(layout: Shape) -> WindowArguments:
 
 
 def element_type(text: str) -> str:
-    """Parse a short or full name of an element type; return the short name."""
+    """Return the short name of an element type from its short or full name; return any other text unchanged."""
     known = element_types.ELEMENT_TYPES.get(text)
-    short = text if known is None else known.short_name
-    if short not in ELEMENT_TYPES:
-        names = ", ".join(f"{short} ({name})" for short, name in ELEMENT_TYPES.items())
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is unknown; choose one of {names}")
-    return short
+    return text if known is None else known.short_name
 
 
 def arrays_of(short_name: str) -> contextlib.AbstractContextManager[object]:
@@ -172,7 +166,7 @@ def arrays_of(short_name: str) -> contextlib.AbstractContextManager[object]:
 
 
 #: Flags of NATTEN's profilers without a meaning here -> what to do instead.
-_FOREIGN_FLAGS = {
+FOREIGN_FLAGS = {
     "--no-compile": "every program is compiled by XLA",
     "--torch-compile": "every program is compiled by XLA: leave it out",
     **dict.fromkeys(
@@ -184,23 +178,11 @@ _FOREIGN_FLAGS = {
 
 _EXAMPLES = """\
 examples:
-  # Self attention over a video of 8 x 16 x 24 tokens, head dim 128
-  %(prog)s -i 8 16 24 -d 128
-
   # Neighborhood attention with a 2 x 4 x 3 window, forward and backward
   %(prog)s -i 8 16 24 -d 128 -w 2 4 3 --backprop
 
-  # Strided, causal in the first dimension, grouped query heads, beside cuDNN's self attention
-  %(prog)s -i 16 32 32 -n 8 --heads-kv 2 -w 8 16 16 -s 2 4 4 -c 1 0 0 --compare cudnn
-
-  # Which tiles does each backend offer on a Hopper GPU, and what do they come to?
+  # Tiles and predicted times on a Hopper GPU
   %(prog)s -i 30 48 80 -n 24 -d 128 -w 18 24 24 --dry-run --compute-capability 9.0
-
-  # How fast would it be there, and which stride would make it faster?
-  %(prog)s -i 30 48 80 -n 24 -d 128 -w 18 24 24 --simulate --compute-capability 9.0
-
-  # And an image on 64 of them, if its tokens are split over height and width?
-  %(prog)s -i 512 512 -w 64 --simulate --compute-capability 9.0 --devices 64 --split H,W
 
   # Search for the best tiles, schedules and backend, and save them for natten_jax.load_tuned
   %(prog)s -i 30 48 80 -n 24 -d 128 -w 18 24 24 --backprop --optimize --json tuned.json
@@ -227,29 +209,7 @@ def profiler_parser() -> Parser:
     _add_modes(parser.add_argument_group("configurations and prediction, without a measurement"))
     _add_search(parser.add_argument_group("search"))
     _add_measurement(parser.add_argument_group("measurement and output"))
-    for name, advice in _FOREIGN_FLAGS.items():
-        parser.add_argument(name, action=RefusedFlag, help=argparse.SUPPRESS, advice=advice)
     return parser
-
-
-@functools.cache
-def default_of(name: str) -> Any:
-    """Return the default of an argument."""
-    return profiler_parser().get_default(name)
-
-
-class RefusedFlag(argparse.Action):
-    """A flag of NATTEN that does not exist here. Its error recommends what to do instead (``advice``)."""
-
-    def __init__(self, option_strings: list[str], dest: str, advice: str, **options: Any) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, **options)
-        self.advice = advice
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None
-    ) -> NoReturn:
-        """Reject the flag."""
-        parser.error(f"{option_string} does not exist here: {self.advice}")
 
 
 def _value(group: Any, names: str, metavar: str, kind: Callable[[str], Any] | None, text: str, **options: Any) -> None:
@@ -264,26 +224,22 @@ def _per_dimension(group: Any, names: str, metavar: str, kind: Callable[[str], A
 
 def _window_option(group: Any, name: str, default: Any) -> None:
     """Add the flag of a window argument."""
+    words = WORDS.get(name)
     kinds: dict[type[Any], tuple[Callable[[str], Any], str]] = {
         bool: (boolean, "true, false, 1 or 0"),
-        str: (one_of(WORDS.get(name, ())), ", ".join(WORDS.get(name, ()))),
         int: (_positive, "a number"),
+        str: (str, ", ".join(words or ())),
     }
     kind, values = kinds[type(default)]
     meaning = re.split(r"[:;.]", DOCUMENTATION.get(name, name), maxsplit=1)[0]
-    meaning = meaning[:1].lower() + meaning[1:]
+    meaning = (meaning[:1].lower() + meaning[1:]).replace("``", "")
     text = f"{meaning}: {values}, per dimension or one for all (default: {str(default).lower()})"
-    _per_dimension(group, flag(name), name[0].upper(), kind, text.replace("``", ""))
+    _per_dimension(group, flag(name), name[0].upper(), kind, text, choices=words)
 
 
 def _switch(group: Any, name: str, text: str, **options: Any) -> None:
     """Add a flag without a value."""
     group.add_argument(name, help=text, **{"action": "store_true", **options})
-
-
-def _choice(group: Any, name: str, kinds: type[enum.StrEnum], text: str, default: str | None = None) -> None:
-    """Add a flag whose value is a member of an enumeration."""
-    group.add_argument(name, choices=[str(each) for each in kinds], default=default, help=text)
 
 
 # fmt: off
@@ -305,7 +261,7 @@ def _add_problem(group: Any) -> None:
         "true, false, 1 or 0 per dimension, or one for all (default: false)")
     for name, default in OPTION_DEFAULTS.items():
         _window_option(group, name, default)
-    _value(group, "--dtype", "TYPE", element_type, default="fp16",
+    _value(group, "--dtype", "TYPE", element_type, default="fp16", choices=list(ELEMENT_TYPES),
         text=f"element type, {', '.join(ELEMENT_TYPES)} or its full name such as float16; those of 8 bits have a "
         "forward pass alone (default: fp16)")
     _switch(group, "--backprop", "profile forward and backward pass")
@@ -323,16 +279,17 @@ def _add_configuration(group: Any) -> None:
         pass_ = "backward" if name.startswith("backward") else "forward"
         _per_dimension(group, flag(name), "T", _positive,
             f"{what} tile shape of the {pass_} pass (default: the backend's choice)")
-    _choice(group, "--schedule", KernelSchedule,
-        "kernel schedule, where the backend has several (default: the backend's choice)")
+    group.add_argument("--schedule", choices=[str(each) for each in KernelSchedule], default=None,
+        help="kernel schedule, where the backend has several (default: the backend's choice)")
     _switch(group, "--persistent", action=argparse.BooleanOptionalAction, default=True,
         text="persistent tile scheduling, where the backend has it (default: on)")
     _per_dimension(group, "--backward-kv-splits", "N", _positive,
         "key/value tiles of the backward pass that may run in parallel (default: the backend's choice)")
     _switch(group, "--backward-use-xla-reduction", "row sums of the backward pass by XLA")
     _switch(group, "--backward-deterministic", "gradients that are bitwise equal from run to run")
-    _choice(group, "--memory-usage-preference", MemoryUsagePreference, default=str(MemoryUsagePreference.DEFAULT),
-        text="scratch memory of the backward pass: 64 MiB, 1 GiB (default) or any, where the backend can trade it")
+    group.add_argument("--memory-usage-preference", choices=[str(each) for each in MemoryUsagePreference],
+        default=str(MemoryUsagePreference.DEFAULT),
+        help="scratch memory of the backward pass: 64 MiB, 1 GiB (default) or any, where the backend can trade it")
     _switch(group, "--compile", default=argparse.SUPPRESS,
         text="taken for NATTEN's sake: XLA compiles every program, this flag or not")
 

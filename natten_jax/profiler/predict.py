@@ -13,7 +13,7 @@ from natten_jax.cost_model.simulation import TpuChip, chip_of
 from natten_jax.ops.sub_calls import SubCall
 from natten_jax.performance import PASSES, KernelSchedule, Pass, TilePair
 from natten_jax.plan.devices import Device
-from natten_jax.plan.plan import BackendId, Request
+from natten_jax.plan.plan import BackendId
 from natten_jax.problem import Problem, Shape
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.report import Table, context, digits, format_time, print_lines, print_table, problem_line
@@ -40,12 +40,13 @@ _PAIRS_TO_DILATE = 16
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """Configurations of a backend for one pass.
+    """Configurations of a backend for one pass on a device.
 
     Attributes:
         backend: The backend.
         pass_: The pass.
         problem: The problem.
+        device: The device.
         pairs: Query and key/value tiles, best first.
         schedules: Kernel schedules, default first; empty if the backend has only one.
     """
@@ -53,23 +54,35 @@ class Listing:
     backend: BackendId
     pass_: Pass
     problem: Problem
+    device: Device
     pairs: tuple[TilePair, ...]
     schedules: tuple[str, ...]
 
-    def calibration(self, device: Device) -> simulator.Calibration | None:
-        """Return the time model on a device, or ``None``."""
-        return simulator.calibration_for(self.backend.family, device.compute_capability)
+    @property
+    def calibration(self) -> simulator.Calibration | None:
+        """Time model, or ``None``."""
+        return simulator.calibration_for(self.backend.family, self.device.compute_capability)
 
-    def simulate(self, pair: TilePair, device: Device) -> Simulation:
-        """Count the tiles of a pair, and predict its time if there is a time model."""
-        found = simulator.simulate(self.problem, pair, self.pass_, calibration=self.calibration(device))
-        chip = self.static_chip(device)
-        return found if chip is None else dataclasses.replace(found, seconds=chip.seconds(found))
-
-    def static_chip(self, device: Device) -> TpuChip | None:
-        """Return the TPU whose published rates predict the time, or ``None`` for a time model from measurements."""
+    @property
+    def static_chip(self) -> TpuChip | None:
+        """TPU whose published rates predict the time, or ``None`` for a time model from measurements."""
         platform = backends.of(self.backend).platform
-        return chip_of(device) if platform is not None and platform.name == "tpu" else None
+        return chip_of(self.device) if platform is not None and platform.name == "tpu" else None
+
+    @property
+    def remarks(self) -> list[str]:
+        """Remarks on predicted times."""
+        if self.static_chip is not None:
+            return [STATIC]
+        if self.calibration is None or self.calibration.is_measured:
+            return []
+        return [f"Predicted times of {self.backend.family}-*: from arithmetic, not measured."]
+
+    def simulate(self, pair: TilePair) -> Simulation:
+        """Count the tiles of a pair, and predict its time if there is a time model."""
+        found = simulator.simulate(self.problem, pair, self.pass_, calibration=self.calibration)
+        chip = self.static_chip
+        return found if chip is None else dataclasses.replace(found, seconds=chip.seconds(found))
 
 
 def main_sub_call(options: Options) -> SubCall:
@@ -85,14 +98,15 @@ def candidates(options: Options) -> tuple[Backend, ...]:
     return (backends.find(request.backend, request.problem.operator),)
 
 
-def listings(options: Options, problem: Problem, device: Device) -> Iterator[Listing]:
-    """Yield the configurations of every candidate that supports a problem on the device, by pass."""
-    for backend in candidates(options):
-        if backend.rejection(problem, device, "forward") is not None:
-            continue
-        for pass_ in PASSES:
-            if backend.rejection(problem, device, pass_) is None:
-                yield listing(backend, problem, device, pass_)
+def listings(options: Options, problem: Problem, device: Device) -> list[Listing]:
+    """Return the configurations of every candidate that supports a problem on the device, by pass."""
+    return [
+        listing(backend, problem, device, pass_)
+        for backend in candidates(options)
+        if backend.rejection(problem, device, "forward") is None
+        for pass_ in PASSES
+        if backend.rejection(problem, device, pass_) is None
+    ]
 
 
 def listing(backend: Backend, problem: Problem, device: Device, pass_: Pass) -> Listing:
@@ -100,19 +114,12 @@ def listing(backend: Backend, problem: Problem, device: Device, pass_: Pass) -> 
     schedules = tuple(map(str, backend.schedules.get(pass_, ())))
     id_ = BackendId(backend.family, problem.operator)
     pairs = backend.tile_pairs(backend.widened(problem, device, pass_), device, pass_)
-    return Listing(id_, pass_, problem, tuple(pairs), schedules)
+    return Listing(id_, pass_, problem, device, tuple(pairs), schedules)
 
 
 def tile_text(tile: tuple[int, ...]) -> str:
     """Return ``(4, 4, 8)``, or a number for one dimension."""
     return str(tile[0]) if len(tile) == 1 else f"({', '.join(map(str, tile))})"
-
-
-def _remarks(calibration: simulator.Calibration | None) -> list[str]:
-    """Return remarks on predicted times."""
-    if calibration is None or calibration.is_measured:
-        return []
-    return [f"Predicted times of {calibration.family}-*: from arithmetic, not measured."]
 
 
 # --dry-run.
@@ -122,12 +129,12 @@ def print_dry_run(options: Options, device: Device, file: TextIO | None = None) 
     """Print the tables; return if any backend supports the problem."""
     main, *windows = _listed_problems(options)
     print_lines([problem_line(options, request_of(options).problem), f"Device: {device}"], file)
-    runs = _print_tables(options, main, device, file)
+    is_supported = _print_tables(options, main, device, file)
     for problem in windows:
         line = "Windows (-w) smaller than the input have tiles with shapes, here in their order for windows as large:"
         print_lines(["", line], file)
         _print_tables(options, problem, device, file)
-    return runs
+    return is_supported
 
 
 def _listed_problems(options: Options) -> list[Problem]:
@@ -149,70 +156,72 @@ def _rejections(options: Options, problem: Problem, device: Device) -> dict[str,
 
 
 def _print_tables(options: Options, problem: Problem, device: Device, file: TextIO | None) -> bool:
-    found = list(listings(options, problem, device))
-    for name in dict.fromkeys(each.backend for each in found):
-        print_lines(["", f"Use case is compatible with backend {name}."], file)
-        for each in found:
-            if each.backend == name:
-                print_table(_table(each, options, device), file)
-                static = [STATIC] if each.static_chip(device) else []
-                print_lines([*static, *_remarks(each.calibration(device))], file)
-                if each.schedules:
-                    names = (f"{name} is KernelSchedule.{KernelSchedule(name).natten_name}" for name in each.schedules)
-                    print_lines([f"kernel_schedule: {', '.join(names)}"], file)
+    found = listings(options, problem, device)
+    printed: set[BackendId] = set()
+    for each in found:
+        if each.backend not in printed:
+            printed.add(each.backend)
+            print_lines(["", f"Use case is compatible with backend {each.backend}."], file)
+        print_table(_table(each, options), file)
+        print_lines(each.remarks, file)
+        if each.schedules:
+            names = (f"{name} is KernelSchedule.{KernelSchedule(name).natten_name}" for name in each.schedules)
+            print_lines([f"kernel_schedule: {', '.join(names)}"], file)
     if rejected := _rejections(options, problem, device):
         lines = (f"Use case is not compatible with backend {name}: {why}." for name, why in rejected.items())
         print_lines(["", *lines], file)
     return bool(found)
 
 
-def _table(listing: Listing, options: Options, device: Device) -> Table:
+def _table(listing: Listing, options: Options) -> Table:
     prefix, inner = ("", "KV/Q tile") if listing.pass_ == "forward" else ("backward_", "Q/KV tile")
     suffix = "size" if listing.problem.operator == "fmha" else "shape"
-    schedule = ("kernel_schedule",) if listing.schedules else ()
-    columns = (f"{prefix}q_tile_{suffix}", f"{prefix}kv_tile_{suffix}", *schedule)
-    columns += (inner, "no mask", "waste", "predicted")
-
-    def row(pair: TilePair) -> tuple[str, ...]:
-        simulation = listing.simulate(pair, device)
-        counts, schedules = simulation.counts, [", ".join(listing.schedules)] if listing.schedules else []
+    columns = [f"{prefix}q_tile_{suffix}", f"{prefix}kv_tile_{suffix}", inner, "no mask", "waste", "predicted"]
+    rows = []
+    for pair in listing.pairs[: options.max_configs or None]:
+        simulation = listing.simulate(pair)
+        counts = simulation.counts
         shares = digits(counts.inner_per_outer), f"{counts.full_share:.0%}", f"{counts.wasted_share:.0%}"
-        time = "-" if simulation.seconds is None else format_time(simulation.seconds)
-        return (*map(tile_text, pair), *schedules, *shares, time)
-
-    rows = [row(pair) for pair in listing.pairs[: options.max_configs or None]]
+        rows.append([*map(tile_text, pair), *shares, _time_text(simulation.seconds, "-")])
+    if listing.schedules:
+        columns.insert(2, "kernel_schedule")
+        for row in rows:
+            row.insert(2, ", ".join(listing.schedules))
     if len(rows) < len(listing.pairs):
-        rows.append(("...",) * len(columns))
+        rows.append(["..."] * len(columns))
     title = f"Backend: {listing.backend}\n{listing.pass_.capitalize()} pass configurations"
-    return Table(title, columns, tuple(rows))
+    return Table(title, tuple(columns), tuple(map(tuple, rows)))
+
+
+def _time_text(seconds: float | None, unknown: str) -> str:
+    return unknown if seconds is None else format_time(seconds)
 
 
 def dry_run_json(options: Options, device: Device) -> dict[str, Any]:
     """Return every configuration with its simulation as JSON values."""
     shares = ("full_share", "masked_share", "padding_share", "wasted_share")
-
-    def configuration(listing: Listing, pair: TilePair) -> dict[str, Any]:
-        simulation = listing.simulate(pair, device)
-        return {
-            "backend": str(listing.backend),
-            "pass": listing.pass_,
-            "q_tile_shape": pair[0],
-            "kv_tile_shape": pair[1],
-            "kernel_schedules": listing.schedules,
-            "inner_tiles_per_outer_tile": simulation.counts.inner_per_outer,
-            **{name: getattr(simulation.counts, name) for name in shares},
-            "predicted_seconds": simulation.seconds,
-            "is_static": listing.static_chip(device) is not None,
-        }
-
-    problems = _listed_problems(options)
-    found = [each for problem in problems for each in listings(options, problem, device)]
-    rejected = [_rejections(options, problem, device) for problem in problems]
+    configurations, rejections = [], dict[str, str]()
+    for problem in _listed_problems(options):
+        rejections |= _rejections(options, problem, device)
+        for each in listings(options, problem, device):
+            for pair, simulation in ((pair, each.simulate(pair)) for pair in each.pairs):
+                configuration = {
+                    "backend": str(each.backend),
+                    "pass": each.pass_,
+                    "q_tile_shape": pair[0],
+                    "kv_tile_shape": pair[1],
+                    "kernel_schedules": each.schedules,
+                    "inner_tiles_per_outer_tile": simulation.counts.inner_per_outer,
+                    **{name: getattr(simulation.counts, name) for name in shares},
+                    "predicted_seconds": simulation.seconds,
+                    "is_static": each.static_chip is not None,
+                }
+                configurations.append(configuration)
     return {
         **context(options, request_of(options).problem),
         "dry_run_device": dataclasses.asdict(device),
-        "configurations": [configuration(each, pair) for each in found for pair in each.pairs],
-        "rejections": {name: why for reasons in rejected for name, why in reasons.items()},
+        "configurations": configurations,
+        "rejections": rejections,
     }
 
 
@@ -226,20 +235,18 @@ class Simulated:
     Attributes:
         options: The options.
         device: Device of the prediction.
-        passes: Backend and simulation by pass.
+        passes: Listing of the backend, and simulation, by pass.
         split: Time on several devices by pass; ``None`` without a time model.
         recommendation: Stride without masks, or ``None`` if it is unnecessary or impossible.
         dilation: Dilation that is faster, or ``None``.
-        is_static: Times are from published rates of the chip, not from measurements.
     """
 
     options: Options
     device: Device
-    passes: dict[Pass, tuple[str, Simulation]]
+    passes: dict[Pass, tuple[Listing, Simulation]]
     split: dict[Pass, SplitTime | None]
     recommendation: Recommendation | None
     dilation: DilationRecommendation | None
-    is_static: bool = False
 
 
 def simulate(options: Options, device: Device) -> Simulated:
@@ -249,31 +256,28 @@ def simulate(options: Options, device: Device) -> Simulated:
         ValueError: No backend supports the problem on the device.
     """
     request = main_sub_call(options).request
-    simulated: dict[Pass, tuple[str, Simulation]] = {}
+    simulated: dict[Pass, tuple[Listing, Simulation]] = {}
     times: dict[Pass, SplitTime | None] = {}
-    of_device = dataclasses.replace(sub_calls_of_device(options)[0].request, parts=token_parts(options))
-    offered: dict[Pass, Listing] = {}
     for pass_ in passes(options):
         plan = select.resolve(request, device, pass_)
-        offered[pass_] = listing(backends.of(plan.backend), plan.problem, device, pass_)
-        simulated[pass_] = str(plan.backend), offered[pass_].simulate(plan.tiles, device)
+        offered = listing(backends.of(plan.backend), plan.problem, device, pass_)
+        simulated[pass_] = offered, offered.simulate(plan.tiles)
         if options.devices > 1:
-            times[pass_] = _split_time(options, of_device, device, pass_)
-    forward, recommendation, dilation = offered["forward"], None, None
+            times[pass_] = _split_time(options, device, pass_)
+    (forward, found), recommendation, dilation = simulated["forward"], None, None
     if not request.problem.is_attention:
         requested = request.performance.tiles("forward")
         pairs = [requested] if requested else forward.pairs
-        calibration = forward.calibration(device)
-        if not simulated["forward"][1].counts.is_fully_block_sparse:
-            recommendation = simulator.recommend_stride(request.problem, pairs, calibration=calibration)
+        if not found.counts.is_fully_block_sparse:
+            recommendation = simulator.recommend_stride(request.problem, pairs, calibration=forward.calibration)
         fastest = pairs[:_PAIRS_TO_DILATE]
-        dilation = simulator.recommend_dilation(request.problem, fastest, calibration=calibration)
-    is_static = forward.static_chip(device) is not None
-    return Simulated(options, device, simulated, times, recommendation, dilation, is_static)
+        dilation = simulator.recommend_dilation(request.problem, fastest, calibration=forward.calibration)
+    return Simulated(options, device, simulated, times, recommendation, dilation)
 
 
-def _split_time(options: Options, request: Request, device: Device, pass_: Pass) -> SplitTime | None:
+def _split_time(options: Options, device: Device, pass_: Pass) -> SplitTime | None:
     """Return the time of a pass on several devices, from the plan for one device's share of batch and heads."""
+    request = dataclasses.replace(sub_calls_of_device(options)[0].request, parts=token_parts(options))
     plan = select.resolve(request, device, pass_)
     calibration = simulator.calibration_for(plan.backend.family, device.compute_capability)
     if calibration is None:
@@ -291,32 +295,27 @@ def print_simulation(simulated: Simulated, file: TextIO | None = None) -> None:
     title = "Simulation" if len(columns) > 1 else "Simulation of the forward pass"
     print_table(Table(title, ("Quantity", *simulated.passes), tuple(rows)), file)
     line = problem_line(simulated.options, request_of(simulated.options).problem)
-    static = [STATIC] if simulated.is_static else []
-    families = dict.fromkeys(BackendId.parse(name).family for name, _ in simulated.passes.values())
-    models = [simulator.calibration_for(family, simulated.device.compute_capability) for family in families]
-    remarks = [remark for model in models for remark in _remarks(model)]
+    remarks = dict.fromkeys(remark for offered, _ in simulated.passes.values() for remark in offered.remarks)
     advice = *_split_lines(simulated), *_advice(simulated)
-    print_lines([line, f"Device: {simulated.device}", *static, *remarks, *advice], file)
+    print_lines([line, f"Device: {simulated.device}", *remarks, *advice], file)
 
 
 def simulation_json(simulated: Simulated) -> dict[str, Any]:
     """Return the simulation as JSON values."""
     options, stride, dilation = simulated.options, simulated.recommendation, simulated.dilation
+    split = {
+        pass_: None if time is None else {**dataclasses.asdict(time), "predicted_seconds": time.seconds}
+        for pass_, time in simulated.split.items()
+    }
     return {
         **context(options, request_of(options).problem),
         "simulated_device": dataclasses.asdict(simulated.device),
-        "is_static": simulated.is_static,
+        "is_static": simulated.passes["forward"][0].static_chip is not None,
         "passes": {
-            pass_: {"backend": name, **_values(simulation)} for pass_, (name, simulation) in simulated.passes.items()
+            pass_: {"backend": str(offered.backend), **_values(simulation)}
+            for pass_, (offered, simulation) in simulated.passes.items()
         },
-        "devices": {
-            "count": options.devices,
-            "split": options.split,
-            "passes": {
-                pass_: None if time is None else {**dataclasses.asdict(time), "predicted_seconds": time.seconds}
-                for pass_, time in simulated.split.items()
-            },
-        },
+        "devices": {"count": options.devices, "split": options.split, "passes": split},
         "recommendation": stride and {"stride": stride.stride, **_values(stride.simulation)},
         "dilation_recommendation": dilation and {"dilation": dilation.dilation, **_values(dilation.simulation)},
     }
@@ -333,10 +332,10 @@ def _values(simulation: Simulation) -> dict[str, Any]:
     }
 
 
-def _quantities(backend: str, simulation: Simulation) -> Iterator[tuple[str, str]]:
+def _quantities(offered: Listing, simulation: Simulation) -> Iterator[tuple[str, str]]:
     """Yield the rows of the table."""
     problem, counts = simulation.problem, simulation.counts
-    yield "backend", backend
+    yield "backend", str(offered.backend)
     yield "query tile", tile_text(simulation.pair[0])
     yield "key/value tile", tile_text(simulation.pair[1])
     yield "outer tiles, all heads", f"{problem.batch * problem.heads * counts.outer}"
@@ -350,7 +349,7 @@ def _quantities(backend: str, simulation: Simulation) -> Iterator[tuple[str, str
     yield "speedup over self attention: FLOP-wise", f"{digits(simulation.flop_bound)}X"
     yield "  for these tiles", f"{digits(simulation.tile_bound)}X"
     seconds = simulation.seconds
-    yield "predicted time", "not calibrated" if seconds is None else format_time(seconds)
+    yield "predicted time", _time_text(seconds, "not calibrated")
     yield "predicted TFLOP/s", "-" if seconds is None else digits(simulation.flops / seconds / 1e12)
 
 

@@ -12,21 +12,21 @@ import platform
 import statistics
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
+import jax
+
 from natten_jax import simulator
 from natten_jax.cost_model import small_windows
-from natten_jax.cost_model.calibration import Calibration
 from natten_jax.performance import PASSES, Pass, TilePair
 from natten_jax.plan.devices import NoDeviceError, default_jax_device
-from natten_jax.plan.plan import BackendId
 from natten_jax.problem import Problem
 from natten_jax.profiler.measure import Comparison, Result, Row
 from natten_jax.profiler.options import Options
-from natten_jax.profiler.workload import describe_split, sub_calls_of_device
+from natten_jax.profiler.workload import describe_split
 from natten_jax.version import __version__
 
 #: Largest width of tables and lines.
@@ -153,29 +153,23 @@ def result_table(result: Result, title: str = "Profiler results") -> Table:
 
 def rows_table(rows: tuple[Row, ...], title: str, *, cut: bool) -> Table:
     """Return the table of some rows; ``cut`` merges rows with the least time."""
-
-    def figures(part: Sequence[Row]) -> Cells:
-        return str(sum(row.calls for row in part)), format_time(sum(row.runtime for row in part))
-
-    return _named_table(rows, title, ("# calls", "Runtime"), cut, figures)
+    return _named_table(rows, title, ("# calls", "Runtime"), cut, 1)
 
 
 def shares_table(rows: tuple[Row, ...], title: str, *, cut: bool, steps: int | None) -> Table:
     """Return the table of a trace: shares of the time, and averages of a step if ``steps`` are counted."""
+    columns = ("# calls", "Runtime", "Share") if steps is None else ("# a step", "Per step", "Share")
+    return _named_table(rows, title, columns, cut, steps or 1)
+
+
+def _named_table(rows: tuple[Row, ...], title: str, columns: Cells, cut: bool, steps: int) -> Table:
     total = sum(row.runtime for row in rows)
 
     def figures(part: Sequence[Row]) -> Cells:
         calls, runtime = sum(row.calls for row in part), sum(row.runtime for row in part)
         share = f"{runtime / total:.1%}" if total else "-"
-        return f"{calls / (steps or 1):g}", format_time(runtime / (steps or 1)), share
+        return (f"{calls / steps:g}", format_time(runtime / steps), share)[: len(columns)]
 
-    columns = ("# calls", "Runtime", "Share") if steps is None else ("# a step", "Per step", "Share")
-    return _named_table(rows, title, columns, cut, figures)
-
-
-def _named_table(
-    rows: tuple[Row, ...], title: str, columns: Cells, cut: bool, figures: Callable[[Sequence[Row]], Cells]
-) -> Table:
     kept, rest = list(rows), list[Row]()
     if cut and len(kept) > _MOST_ROWS:
         # JSON has every row. Collectives stay.
@@ -193,17 +187,18 @@ def _summary(result: Result) -> Iterator[str]:
     """Yield the lines below the table."""
     options = result.options
     yield problem_line(options, result.problem)
-    devices = _device_name() if options.devices == 1 else f"{_device_name()}: {describe_split(options)}"
+    devices = _name(default_jax_device()) + (f": {describe_split(options)}" if options.devices > 1 else "")
     yield f"Backend: {_backends(result.backends)}, on {devices}"
-    for pass_, pair, problem, calibration in _tiled_passes(result):
-        simulation = simulator.simulate(problem, pair, pass_, calibration=calibration)
+    for pass_, pair in result.tiles.items():
+        problem = result.plans[pass_].problem
+        simulation = simulator.simulate(problem, pair, pass_, calibration=result.calibration(pass_))
         visits = "KV tiles per query tile" if pass_ == "forward" else "query tiles per KV tile"
-        line = (
+        predicted = "" if simulation.seconds is None else f"; {format_time(simulation.seconds)} predicted"
+        yield (
             f"Tiles ({pass_}): query ({', '.join(map(str, pair[0]))}), key/value ({', '.join(map(str, pair[1]))}); "
             f"{digits(simulation.counts.inner_per_outer)} {visits}, {simulation.counts.full_share:.0%} without a mask"
+            f"{predicted}"
         )
-        predicted = "" if simulation.seconds is None else f"; {format_time(simulation.seconds)} predicted"
-        yield line + predicted
     if options.devices > 1:
         medians = [statistics.median(times) for times in result.device_times.values()]
         shared = ", which share the processor" if result.device.platform == "cpu" else ""
@@ -235,14 +230,6 @@ def problem_line(options: Options, problem: Problem) -> str:
     )
 
 
-def _tiled_passes(result: Result) -> Iterator[tuple[Pass, TilePair, Problem, Calibration | None]]:
-    """Yield passes with tiles: pass, tiles, problem of each device, and time model of the kernel."""
-    for pass_, pair in result.tiles.items():
-        family = BackendId.parse(result.backends[pass_]).family
-        calibration = simulator.calibration_for(family, result.device.compute_capability)
-        yield pass_, pair, sub_calls_of_device(result.options)[0].request.problem, calibration
-
-
 def _backends(chosen: dict[str, str]) -> str:
     texts = []
     for part, suffix in (("", ""), ("additional_kv_", " for the additional KV")):
@@ -252,12 +239,6 @@ def _backends(chosen: dict[str, str]) -> str:
         elif names:
             texts.append(" and ".join(f"{name} ({pass_})" for pass_, name in names.items()) + suffix)
     return ", ".join(texts)
-
-
-def _device_name() -> str:
-    """Return the vendor's name of the default device."""
-    device = default_jax_device()
-    return device.device_kind if device.platform == "cpu" else f"{device.device_kind} ({device.platform})"
 
 
 # Files.
@@ -304,7 +285,7 @@ def to_json(result: Result) -> dict[str, Any]:
         **context(options, result.problem),
         **({"devices": devices} if options.devices > 1 else {}),
         "backends": result.backends,
-        "tiles": {each[0]: _tiles_json(*each) for each in _tiled_passes(result)},
+        "tiles": {pass_: _tiles_json(result, pass_, pair) for pass_, pair in result.tiles.items()},
         "rows": rows_json(result.rows),
         "iteration_times": times,
         "totals": {"rows": result.rows_total, "median": result.median, "min": min(times), "max": max(times)},
@@ -313,23 +294,21 @@ def to_json(result: Result) -> dict[str, Any]:
     }
 
 
-def _tiles_json(pass_: Pass, pair: TilePair, problem: Problem, model: Calibration | None) -> dict[str, Any]:
+def _tiles_json(result: Result, pass_: Pass, pair: TilePair) -> dict[str, Any]:
     """Return tile shapes, their sizes, and the number of thread blocks per multiprocessor, if known."""
-    is_known = model is not None and not small_windows.is_for(model, problem, pass_, pair)
-    kernel = model.kernel(problem, pair, pass_) if model is not None and is_known else None
-    return {
-        "query": pair[0],
-        "key_value": pair[1],
-        "tile_m": math.prod(pair[0]),
-        "tile_n": math.prod(pair[1]),
-        "occupancy": None if kernel is None else kernel.side_by_side,
-    }
+    occupancy, model, problem = None, result.calibration(pass_), result.plans[pass_].problem
+    if model is not None and not small_windows.is_for(model, problem, pass_, pair):
+        kernel = model.kernel(problem, pair, pass_)
+        occupancy = None if kernel is None else kernel.side_by_side
+    q_tile, kv_tile = pair
+    sizes = {"tile_m": math.prod(q_tile), "tile_n": math.prod(kv_tile)}
+    return {"query": q_tile, "key_value": kv_tile, **sizes, "occupancy": occupancy}
 
 
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
-    """Return a result and its baseline as JSON values."""
-    baseline, speedup, bound = to_json(comparison.baseline), comparison.speedup, comparison.flop_bound
-    return {**to_json(comparison.result), "baseline": baseline, "speedup": speedup, "flop_bound": bound}
+    """Return a baseline, and the speedup over it with its bound, as JSON values."""
+    baseline = to_json(comparison.baseline)
+    return {"baseline": baseline, "speedup": comparison.speedup, "flop_bound": comparison.flop_bound}
 
 
 def rows_json(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
@@ -357,13 +336,15 @@ def _device_json() -> dict[str, Any]:
     except NoDeviceError:
         return {"platform": None, "device": None}
     capability = getattr(device, "compute_capability", None)
-    described = {
-        "platform": "cuda" if device.platform == "gpu" else device.platform,
-        "name": _device_name(),
-        "compute_capability": capability,
-    }
+    platform_ = "cuda" if device.platform == "gpu" else device.platform
     architecture = "" if capability is None else f" (sm{capability.replace('.', '')})"
+    described = {"platform": platform_, "name": _name(device), "compute_capability": capability}
     return {"platform": f"{device.device_kind}{architecture}", "device": described}
+
+
+def _name(device: jax.Device) -> str:
+    """Return the vendor's name of a device."""
+    return device.device_kind if device.platform == "cpu" else f"{device.device_kind} ({device.platform})"
 
 
 def plot_rows(path: Path, tables: dict[str, tuple[Row, ...]], title: str) -> None:
@@ -378,7 +359,6 @@ def plot_rows(path: Path, tables: dict[str, tuple[Row, ...]], title: str) -> Non
         ValueError: matplotlib is not installed, or does not support the format.
     """
     try:
-        from matplotlib import rcParams
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
@@ -402,15 +382,7 @@ def plot_rows(path: Path, tables: dict[str, tuple[Row, ...]], title: str) -> Non
     axes.set_title(_without_formulas(title), fontsize="medium")
     axes.margins(x=0.25)
     figure.legend(fontsize="small", loc="outside lower center", ncols=3)
-    format_ = path.suffix.lstrip(".") or rcParams["savefig.format"]
-    if not path.suffix.lstrip("."):
-        path = path.with_name(f"{path.name.rstrip('.')}.{format_}")  # as Matplotlib names it
-    picture = io.BytesIO()
-    try:
-        figure.savefig(picture, format=format_)
-    except ValueError as error:
-        raise ValueError(f"--plot {str(path)!r}: {error}") from None
-    write_file(path, picture.getvalue())
+    figure.savefig(path)
 
 
 def _without_formulas(text: str) -> str:

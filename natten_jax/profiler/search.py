@@ -8,6 +8,7 @@ best forward and backward pass together.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -83,7 +84,6 @@ class Optimum:
         trials: Every measurement, in order.
         wall_seconds: Time of the search, including compilation.
         compile_seconds: Time of compilation.
-        is_complete: The search was not interrupted.
     """
 
     options: Options
@@ -92,7 +92,6 @@ class Optimum:
     trials: tuple[Trial, ...]
     wall_seconds: float
     compile_seconds: float
-    is_complete: bool = True
 
     @property
     def failures(self) -> list[Trial]:
@@ -103,7 +102,7 @@ class Optimum:
 def optimize(options: Options, effort: Effort = THOROUGH) -> Optimum:
     """Search for the fastest configuration on the default device.
 
-    Tiles, schedules and backends in the options are kept. Ctrl-C ends the search with the best configuration so far.
+    Tiles, schedules and backends in the options are kept.
 
     Args:
         options: The problem.
@@ -112,7 +111,6 @@ def optimize(options: Options, effort: Effort = THOROUGH) -> Optimum:
     Raises:
         ValueError: Every configuration failed.
         MemoryError: The problem is too large for the device.
-        KeyboardInterrupt: Ctrl-C before the first measurement.
     """
     device = default_device()
     check_available(options, device)
@@ -134,24 +132,6 @@ class _Search:
         self.trials: list[Trial] = []
 
     def run(self) -> Optimum:
-        try:
-            return self._run()
-        except KeyboardInterrupt:
-            ran, backprop = _fastest_first(self.trials), self._options.backprop
-            if not ran:
-                raise
-            # Without a trial of all passes, the fastest of the forward pass.
-            best = next((each for each in ran if each.options.backprop == backprop), ran[0])
-            chosen = dataclasses.replace(best.options, backprop=backprop)
-            return self._optimum(chosen, best.seconds, None, is_complete=False)
-
-    def _optimum(
-        self, chosen: Options, seconds: float, default_seconds: float | None, *, is_complete: bool = True
-    ) -> Optimum:
-        wall = time.perf_counter() - self._start
-        return Optimum(chosen, seconds, default_seconds, tuple(self.trials), wall, self._compile_seconds, is_complete)
-
-    def _run(self) -> Optimum:
         found = [self._best_of(rival) for rival in list(self._rivals())]
         best = min(filter(None, found), key=lambda each: each.seconds, default=None)
         plain = self._options
@@ -165,7 +145,9 @@ class _Search:
         chosen, seconds = best.options, best.seconds if final.error else final.seconds
         if default.seconds < seconds:
             chosen, seconds = with_choices(plain, self._compile(plain)), default.seconds
-        return self._optimum(chosen, seconds, None if default.error else default.seconds)
+        wall = time.perf_counter() - self._start
+        default_seconds = None if default.error else default.seconds
+        return Optimum(chosen, seconds, default_seconds, tuple(self.trials), wall, self._compile_seconds)
 
     def _rivals(self) -> Iterator[Options]:
         """Yield the options with each backend that is worth a search."""
@@ -179,7 +161,7 @@ class _Search:
         if len(named) < 2:
             yield from (options for _, options in named)
             return
-        self._progress.stage("trying backends")
+        self._progress.update("trying backends")
         fastest = math.inf
         for backend, options in named:  # in order of preference: the first is most likely the fastest
             if backend.is_slow_fallback and _SLOW < fastest < math.inf:
@@ -200,7 +182,7 @@ class _Search:
 
     def _search(self, options: Options, pass_: Pass) -> Trial | None:
         """Return the best configuration of a pass, with the other pass unchanged."""
-        self._progress.stage(f"{options.backend or options.fmha_backend}, {pass_}")
+        self._progress.update(f"{options.backend or options.fmha_backend}, {pass_}")
         offered = self._offered(options, pass_)
         if options.performance.tiles(pass_) is not None or offered is None:
             every = [options]
@@ -238,7 +220,7 @@ class _Search:
 
     def measure(self, every: Sequence[Options], runs: int, warmup_steps: int) -> list[Trial]:
         """Measure configurations in alternation. A configuration that fails does not end the search."""
-        self._progress.expect(len(every) * (1 + warmup_steps + runs))
+        self._progress.update(more_steps=len(every) * (1 + warmup_steps + runs))
         workloads, errors = dict[int, Workload](), dict[int, str]()
         for i, options in enumerate(every):
             try:
@@ -247,20 +229,16 @@ class _Search:
                 errors[i] = _one_line(error)
         try:
             seconds = self._seconds(workloads, runs)
-        except Exception:  # one program may spoil the trace of all
+        except Exception as error:
             seconds = {}
-            for i, workload in workloads.items():
-                try:
-                    seconds |= self._seconds({i: workload}, runs)
-                except Exception as error:
-                    errors[i] = _one_line(error)
+            errors |= dict.fromkeys(workloads, _one_line(error))
         trials = [Trial(options, seconds.get(i, math.inf), errors.get(i, "")) for i, options in enumerate(every)]
         self.trials += trials
         return trials
 
     def _seconds(self, workloads: Mapping[int, Workload], runs: int) -> dict[int, float]:
         """Return the median device time of each workload."""
-        launches = [each.launch.after(self._progress.advance) for each in workloads.values()]
+        launches = [each.launch.after(functools.partial(self._progress.update, done=1)) for each in workloads.values()]
         captured = capture_in_turns(launches, runs, self._device.platform) if launches else []
         medians = (statistics.median(seconds_of_iterations(iterations)) for iterations in captured)
         return dict(zip(workloads, medians, strict=True))
@@ -268,10 +246,10 @@ class _Search:
     def _warm(self, options: Options, warmup_steps: int) -> Workload:
         """Compile a configuration and run it."""
         workload = self._compile(options)
-        self._progress.advance()
+        self._progress.update(done=1)
         for _ in range(max(warmup_steps, 1)):
             jax.block_until_ready(workload.run())  # type: ignore[no-untyped-call]
-            self._progress.advance()
+            self._progress.update(done=1)
         return workload
 
     def _compile(self, options: Options) -> Workload:
@@ -300,7 +278,8 @@ def _fastest_first(trials: Sequence[Trial]) -> list[Trial]:
 
 def with_choices(options: Options, workload: Workload) -> Options:
     """Return the options with the backends, tiles and schedule that a compiled program chose."""
-    for pass_, plan in workload.plans.items():
+    for pass_ in passes(options) if workload.plans else ():
+        plan = workload.plans[pass_]
         if pass_ == "forward":
             options = with_backend(options, plan.backend)
             options = with_schedule(options, plan.performance.kernel_schedule)
@@ -353,7 +332,7 @@ def best_table(optimum: Optimum) -> Table:
 
 def search_json(optimum: Optimum) -> dict[str, Any]:
     """Return the best configuration and every trial as JSON values."""
-    facts = ("default_seconds", "wall_seconds", "compile_seconds", "is_complete")
+    facts = ("default_seconds", "wall_seconds", "compile_seconds")
     trials = [
         {
             **configuration(trial.options),

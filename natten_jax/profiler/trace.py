@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from natten_jax.plan.devices import NoDeviceError
 from natten_jax.profiler import capture, measure, report
 from natten_jax.profiler.capture import CaptureError, Event
 from natten_jax.profiler.cli import Parser, at_least, run_program
@@ -43,8 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows to a file")
     parser.add_argument("--csv", type=Path, metavar="PATH", help="write the rows to a file")
     options = parser.parse_args(argv)
-    parser.check_files(options, ("json", "csv"))
-    return run_program(parser.prog, lambda: _run(parser.prog, options))
+    return run_program(parser.prog, lambda: _run(options), (CaptureError, OSError, NoDeviceError))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,36 +65,25 @@ class TracedProgram:
         return sum(row.runtime for row in self.rows)
 
 
-def _run(program: str, options: argparse.Namespace) -> int:
-    try:
-        modules = programs_of(options.path, with_memory=options.memory)
-        if options.module is not None:
-            modules = {name: each for name, each in modules.items() if name == options.module}
-        if not modules:
-            raise CaptureError(
-                f"{str(options.path)!r} holds no device events{' of that program' * bool(options.module)}"
-            )
-        rows = merge_rows(each.rows for each in modules.values())
-        steps = options.steps
-        if steps is None and len(modules) == 1:
-            steps = next(iter(modules.values())).runs
-        if options.json is not None:
-            found = {
-                "modules": {name: report.rows_json(each.rows) for name, each in modules.items()},
-                "runs": {name: each.runs for name, each in modules.items()},
-                "steps": steps,
-            }
-            report.write_json(options.json, found)
-        if options.csv is not None:
-            report.write_csv(options.csv, {name: each.rows for name, each in modules.items()})
-    except (CaptureError, OSError) as error:
-        print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    print_table(report.shares_table(rows, "Trace", cut=not options.all, steps=steps))
+def _run(options: argparse.Namespace) -> None:
+    modules = programs_of(options.path, with_memory=options.memory)
+    if options.module is not None:
+        modules = {name: each for name, each in modules.items() if name == options.module}
+    if not modules:
+        raise CaptureError(f"{str(options.path)!r} holds no device events{' of that program' * bool(options.module)}")
+    tables = {name: each.rows for name, each in modules.items()}
+    runs = {name: each.runs for name, each in modules.items()}
+    (steps,) = runs.values() if options.steps is None and len(runs) == 1 else [options.steps]
+    if options.json is not None:
+        rows = {name: report.rows_json(each) for name, each in tables.items()}
+        report.write_json(options.json, {"modules": rows, "runs": runs, "steps": steps})
+    if options.csv is not None:
+        report.write_csv(options.csv, tables)
+    merged = merge_rows(tables.values())
+    print_table(report.shares_table(merged, "Trace", cut=not options.all, steps=steps))
     total = sum(each.seconds for each in modules.values())
     longest = sorted(modules.items(), key=lambda item: -item[1].seconds)[:_MOST_MODULES]
     print_lines(_module_line(name, each, total) for name, each in longest)
-    return 0
 
 
 def _module_line(name: str, traced: TracedProgram, total: float) -> str:

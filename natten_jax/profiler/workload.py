@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 import os
@@ -25,7 +24,7 @@ from natten_jax.ops.sub_calls import KeySet, SubCall
 from natten_jax.performance import Pass
 from natten_jax.plan.devices import Device, default_device, default_jax_device
 from natten_jax.plan.plan import BackendId, Plan, Request
-from natten_jax.problem import Problem, Shape, problem_of
+from natten_jax.problem import Shape, problem_of
 from natten_jax.profiler import baselines
 from natten_jax.profiler.capture import Launch
 from natten_jax.profiler.options import ELEMENT_TYPES, Options
@@ -41,8 +40,6 @@ KNOWN_FAMILIES: dict[str, Platform] = {
 SHARES = ("batch", "heads")
 DIMENSIONS = {1: ("T",), 2: ("H", "W"), 3: ("T", "H", "W")}
 
-_MOST_ELEMENTS = 2**63 - 1
-
 
 class UnavailableBackend(ValueError):
     """A backend that does not run on the device."""
@@ -57,9 +54,7 @@ class Workload:
 
     Attributes:
         options: Options of the program.
-        problem: The problem. For a baseline, this is self attention.
-        backends: Names of backends by ``"forward"``, ``"backward"``, ``"additional_kv_forward"``, ...
-        plans: Plans of the passes over the tokens; empty for baselines.
+        plans: Plans by ``"forward"``, ``"backward"``, ``"additional_kv_forward"``, ...; empty for baselines.
         device: Device that runs the program.
         compiled: The compiled program.
         arguments: Its inputs.
@@ -67,9 +62,7 @@ class Workload:
     """
 
     options: Options
-    problem: Problem
-    backends: dict[str, str]
-    plans: dict[Pass, Plan]
+    plans: dict[str, Plan]
     device: Device
     compiled: jax.stages.Compiled
     arguments: tuple[jax.Array, ...]
@@ -102,25 +95,16 @@ def compile_workload(
     """
     device = default_device()
     check_runs(options, device)
-    problem = request_of(options).problem
-    chosen: dict[str, str] = {}
-    plans: dict[Pass, Plan] = {}
-    if options.is_baseline:
-        chosen.update(dict.fromkeys(passes(options), str(options.backend)))
+    plans: dict[str, Plan] = {}
     for call in () if options.is_baseline else sub_calls_of_device(options):
-        for pass_ in passes(options):
-            plan = resolve(call.request, device, pass_)
-            is_additional = call.kind is KeySet.ADDITIONAL
-            chosen[f"additional_kv_{pass_}" if is_additional else pass_] = str(plan.backend)
-            if not is_additional:
-                plans[pass_] = plan
+        prefix = "additional_kv_" if call.kind is KeySet.ADDITIONAL else ""
+        plans |= {prefix + pass_: resolve(call.request, device, pass_) for pass_ in passes(options)}
     function = _function(options)
     function.__name__ = name
     # Inputs of another problem may end with additional tokens that this one lacks.
     arguments = make_inputs(options) if arguments is None else arguments[: len(input_shapes(options))]
     compiled = compile_for_trace(function, *arguments)
-    program = Program.from_compiled(compiled)
-    return Workload(options, problem, chosen, plans, device, compiled, arguments, program)
+    return Workload(options, plans, device, compiled, arguments, Program.from_compiled(compiled))
 
 
 def _function(options: Options) -> Callable[..., Any]:
@@ -202,7 +186,7 @@ def check_runs(options: Options, device: Device) -> None:
 
     Raises:
         UnavailableBackend: A named backend does not run on this device.
-        ValueError: The baseline does not run, or an array has too many elements.
+        ValueError: The baseline does not run.
         MemoryError: The problem is too large for the device.
     """
     check_available(options, device)
@@ -210,7 +194,7 @@ def check_runs(options: Options, device: Device) -> None:
     if options.is_baseline:
         name = str(options.backend)
         flag = "--compare" if name == options.compare else "--backend"
-        baselines.check(name, flag, request_of(options).problem, device, functools.partial(is_room, options))
+        baselines.check(name, flag, request_of(options).problem, device, memory(options))
 
 
 def check_available(options: Options, device: Device) -> None:
@@ -231,34 +215,29 @@ def check_fits(options: Options) -> None:
     """Check that the device has memory for inputs and results. XLA crashes on some sizes.
 
     Raises:
-        ValueError: An array has too many elements, or there are fewer devices.
+        ValueError: There are fewer devices.
         MemoryError: The arrays are larger than the memory.
     """
     needed = 0
     for array in _shapes(options):
-        if math.prod(array.shape) > _MOST_ELEMENTS:
-            raise ValueError(f"an array of shape {array.shape} has more elements than XLA can count: 2**63 - 1")
         shape = array.shape if options.devices == 1 else sharding_of(options, array.shape).shard_shape(array.shape)
         needed += math.prod(shape) * array.dtype.itemsize
     if options.backprop:
         needed *= 2  # the output's cotangent, and the gradient of every input
-    if not is_room(options, needed):
-        wanted, there = (f"{count / 2**30:,.1f} GiB" for count in (needed, _memory()[0]))
-        raise MemoryError(f"its operands and results take {wanted}, and {default_device()} has {there}")
+    available = memory(options)
+    if needed > available:
+        raise MemoryError(
+            "the problem is too large for this machine: its operands and results take "
+            f"{needed / 2**30:,.1f} GiB, and {default_device()} has {available / 2**30:,.1f} GiB"
+        )
 
 
-def is_room(options: Options, needed: int) -> bool:
-    """Return if each device has memory for a number of bytes."""
-    available, is_host = _memory()
-    return needed * (options.devices if is_host else 1) <= available
-
-
-def _memory() -> tuple[int, bool]:
-    """Return the memory of the default device in bytes, and if it is the memory of the host."""
+def memory(options: Options) -> int:
+    """Return the memory of each device in bytes. Devices of the host share its memory."""
     available = (default_jax_device().memory_stats() or {}).get("bytes_limit")
     if available is not None:
-        return available, False
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), True
+        return int(available)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // options.devices
 
 
 # Inputs.
@@ -348,12 +327,7 @@ def devices_of(options: Options) -> list[jax.Device]:
     """
     devices, wanted = jax.local_devices(backend=default_jax_device().platform), options.devices
     if wanted > len(devices):
-        advice = ""
-        if devices[0].platform == "cpu":
-            advice = (
-                f"; a CPU host has more with jax_num_cpu_devices (JAX_NUM_CPU_DEVICES={wanted}) or "
-                f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted}"
-            )
+        advice = f"; a CPU host has more with JAX_NUM_CPU_DEVICES={wanted}" if devices[0].platform == "cpu" else ""
         kind = devices[0].device_kind
         raise ValueError(f"--devices {wanted} is more than there are here: {len(devices)} ({kind}){advice}")
     return devices[:wanted]
@@ -393,16 +367,6 @@ def options_per_device(options: Options) -> Options:
         return dataclasses.replace(one, batch_size=options.batch_size // count)
     heads_kv = HeadSplit.of(options.heads, options.heads_kv, count, 1).needed.shape[1]
     return dataclasses.replace(one, heads=options.heads // count, heads_kv=heads_kv)
-
-
-def flags_per_device(options: Options) -> str:
-    """Return the flags of one device's share."""
-    one = options_per_device(options)
-    if splits_tokens(options):
-        return "with the same tiles as the whole problem on --devices 1"
-    if options.split == "batch":
-        return f"--batch-size {one.batch_size}"
-    return f"--heads {one.heads}" + (f" --heads-kv {one.heads_kv}" if one.heads_kv != one.heads else "")
 
 
 def describe_split(options: Options) -> str:

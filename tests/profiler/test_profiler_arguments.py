@@ -15,12 +15,7 @@ from natten_jax.profiler.__main__ import main
         ("", "required: -i/--input-size"),
         ("-i 2 2 2 2", "-i/--input-size takes 1 to 3 integers"),
         ("-i 0", "must be at least 1, got 0"),
-        ("-i x", "'x' is not an integer"),
-        (f"-i {2**63}", f"must be at most {2**63 - 1}, got {2**63}"),
-        (f"-i {'9' * 4000}", "must be at most 9223372036854775807, got 9999"),
-        (f"-i {'9' * 5000}", "is not an integer"),
-        (f"-i 8 --iterations {2**63}", "must be at most"),
-        (f"-i 8 --dry-run --compute-capability {'9' * 5000}", "is not a compute capability"),
+        ("-i x", "invalid integer value: 'x'"),
         ("-i 8 8 8 -w 4 4", "--window-size takes 3 value(s), or one for all"),
         ("-i 8 -s 1 1", "--stride takes 1 value(s)"),
         ("-i 8 -w 4 --dilation 1 2", "--dilation takes 1 value(s), or one for all"),
@@ -35,14 +30,14 @@ from natten_jax.profiler.__main__ import main
         ("-i 8 -w 4 --kv-tile 8", "--kv-tile=(8,) was given without --q-tile"),
         ("-i 8 -w 4 --backward-kv-tile 8", "--backward-kv-tile=(8,) was given without --backward-q-tile"),
         ("-i 8 8 -w 4 4 --q-tile 8 --kv-tile 8 8", "--q-tile takes 2 value(s)"),
-        ("-i 8 --backend nothing", "--backend nothing is unknown; choose one of"),
-        ("-i 8 --backend cpu-fmha", "name it with --fmha-backend"),
-        ("-i 8 --fmha-backend cpu", "--fmha-backend cpu is unknown (did you mean cpu-fmha?); choose one of"),
-        ("-i 8 --fmha-backend cpu-fna", "name it with --backend, or the attention backend cpu-fmha here"),
+        ("-i 8 --backend nothing", "--backend 'nothing' is unknown; choose None or one of"),
+        ("-i 8 --backend cpu-fmha", "is a backend of attention, and this is neighborhood attention"),
+        ("-i 8 --fmha-backend cpu", "--fmha-backend 'cpu' is unknown: did you mean 'cpu-fmha'?"),
+        ("-i 8 --fmha-backend cpu-fna", "is a backend of neighborhood attention, and this is attention"),
         ("-i 8 --backend xformers", "baseline of PyTorch; JAX's are cudnn"),
         ("-i 8 --backend fav2", "use --backend cudnn"),
         ("-i 8 --backend xla --add-kv 4", "--add-kv does not go with --backend xla"),
-        ("-i 8 --dtype fp17", "argument --dtype: 'fp17' is unknown; choose one of fp64 (float64), fp32"),
+        ("-i 8 --dtype fp17", "argument --dtype: invalid choice: 'fp17'"),
         (
             "-i 8 --dtype e4m3 --backprop",
             "--backprop does not go with --dtype e4m3: arrays of 8 bits have no gradients",
@@ -143,7 +138,7 @@ def test_baselines_ignore_windows_with_a_warning(capsys: pytest.CaptureFixture[s
         (False, False),
     )
     error = capsys.readouterr().err
-    assert "warning: --backend xla computes self attention only: --window-size, --stride, --causal ignored" in error
+    assert "warning: --backend xla computes self attention only: flags of windows" in error
 
 
 def test_every_performance_argument_has_a_flag() -> None:

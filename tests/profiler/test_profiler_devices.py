@@ -77,7 +77,7 @@ def test_a_problem_is_split_over_the_hosts_devices(tmp_path: Path) -> None:
     assert "= 1" in outputs[-1]
     *_, message = finished.stderr.splitlines()  # on a busy machine, after lines of progress
     assert "--devices 9 is more than there are here: 8 (cpu)" in message
-    assert "JAX_NUM_CPU_DEVICES=9" in message and "device_count=9" in message
+    assert "JAX_NUM_CPU_DEVICES=9" in message
     # The trace of one of them, read as any trace: it shows one device's part of three iterations.
     calls = {row.name.operation: row.calls for row in rows_by_module(tmp_path)["jit_profiled_0"]}
     assert [calls[name] for name in ("FnaForward", "FnaBackward", "all-reduce")] == [3, 3, 3]
@@ -97,16 +97,14 @@ def check_times(found: dict[str, Any], devices: int) -> None:
     ("arguments", "message"),
     [
         ("--devices 0", "must be at least 1, got 0"),
-        ("--devices two", "'two' is not an integer"),
+        ("--devices two", "invalid integer value: 'two'"),
         ("--split tokens", "--split takes batch, heads, H, W, or token dimensions with commas, as H,W; got tokens"),
         ("--split H,H --devices 2", "got H,H"),
         ("--split W --devices 16", "cannot share the tokens equally that --split W names: the input size is 6 8"),
         ("--devices 3", "--batch-size 8 is not a multiple of --devices 3"),
         ("--devices 3 --split heads", "--heads 8 is not a multiple of --devices 3"),
-        ("--devices 2 --optimize", "--optimize, which is about one device: ask it about what each device gets here, "
-         "--batch-size 4"),
-        ("--devices 4 --split heads --heads-kv 2 --optimize", "gets here, --heads 2 --heads-kv 1"),
-        ("--devices 8 --split heads --dry-run", "gets here, --heads 1 ("),
+        ("--devices 2 --optimize", "--devices 2 does not go with --optimize, which is about one device"),
+        ("--devices 8 --split heads --dry-run", "--devices 8 does not go with --dry-run"),
         ("--devices 2 --compare pallas", "--compare pallas does not go with --devices 2: XLA cannot split its kernel"),
         ("--devices 2 --backend pallas", "--backend pallas does not go with --devices 2: XLA cannot split its kernel"),
         ("--devices 4 --split heads --heads-kv 2 --compare cudnn", "and 2 cannot be split over 4 devices"),

@@ -1,23 +1,16 @@
-"""The profiler at its limits: problems too large for any machine, and Ctrl-C."""
+"""Problems that are too large for the machine."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import pytest
 
-import natten_jax
-from natten_jax.profiler import parse, predict, workload
+from natten_jax.profiler import parse, workload
 from natten_jax.profiler.__main__ import main
 from tests.support.programs import run_command
 
@@ -30,11 +23,8 @@ TOO_LARGE = "the problem is too large for this machine: its operands and results
         (f"-i {2**40} -w 3", TOO_LARGE),
         (f"-i {2**40} -w 3 --backend flex-fna", TOO_LARGE),
         (f"-i {2**40} -w 3 --compare xla", TOO_LARGE),
-        (f"-i {2**62} -w 3", "of shape (1, 4611686018427387904, 1, 64) has more elements than XLA can count"),
-        (f"-i 8 -n {2**62} --dtype fp32 --compare xla", "has more elements than XLA can count"),
-        (f"-i 8 --add-kv {2**62}", "has more elements than XLA can count"),
         (f"-i {2**40} -w 3 --optimize", TOO_LARGE),
-        (f"-i {2**62} -w 3 --optimize", "has more elements than XLA can count"),
+        (f"-i {2**62} -w 3", "the problem is too large for this machine"),
     ],
 )
 def test_problems_that_no_memory_holds_are_one_sentence(problem: str, message: str) -> None:
@@ -109,122 +99,3 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(
         "natten-jax-profiler: error: the problem is too large for this machine: "
         "its operands and results take 0.0 GiB, and cpu has 0.0 GiB"
     )
-
-
-@pytest.mark.parametrize("error", [MemoryError(), OverflowError("too large to convert")])
-def test_arithmetic_that_fails_is_a_sentence(
-    error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(predict, "print_dry_run", fail)
-    assert main(["-i", "8", "-w", "3", "--dry-run"]) == 1
-    complaint = capsys.readouterr().err
-    reason = f": {error}" if str(error) else ""
-    assert complaint == f"natten-jax-profiler: error: the problem is too large for this machine{reason}\n"
-
-
-# Ctrl-C.
-
-
-def interrupted(code: str, marker: Path, arguments: str) -> subprocess.CompletedProcess[str]:
-    """The profiler after a SIGINT, which it gets as soon as what ``code`` changed in it has made ``marker``."""
-    # A shell's background jobs, and what they start, would ignore the signal.
-    command = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    command += f"import pathlib, time; marker = pathlib.Path({str(marker)!r})\n{code}\n"
-    command += f"import runpy, sys; sys.argv[1:] = {arguments.split()!r}; "
-    command += "runpy.run_module('natten_jax.profiler', run_name='__main__', alter_sys=True)"
-    process = subprocess.Popen(
-        [sys.executable, "-c", command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )
-    while not marker.exists() and process.poll() is None:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=300)
-    return subprocess.CompletedProcess([], process.returncode, output, errors)
-
-
-#: Makes the marker once so many measurements are over, and then dawdles in the next one.
-DAWDLING_SEARCH = """
-from natten_jax.profiler.search import _Search
-measure = _Search.measure
-def dawdle(self, *arguments):
-    if len(self.trials) >= {trials}:
-        marker.touch()
-        for _ in range(3000): time.sleep(0.1)
-    return measure(self, *arguments)
-_Search.measure = dawdle
-"""
-SEARCH = "-i 8 12 -n 2 -d 16 -w 4 6 --dtype fp32 --optimize --warmup-steps 1 --iterations 2"
-
-
-@pytest.mark.parametrize("more", ["", "--backprop", "--backprop --backend cpu-fna"])
-def test_an_interrupted_search_keeps_the_best_so_far(more: str, tmp_path: Path) -> None:
-    path = tmp_path / "tuned.json"
-    code = DAWDLING_SEARCH.format(trials=3)
-    finished = interrupted(code, tmp_path / "marker", f"{SEARCH} {more} --json {path}")
-    assert finished.returncode == 130
-    assert finished.stderr.splitlines()[-1] == "natten-jax-profiler: interrupted; this is the best so far"
-    assert "Traceback" not in finished.stderr
-    for part in ("Best configuration", "measurements in", "natten_jax.load_tuned("):
-        assert part in finished.stdout
-    assert "Profiler results" not in finished.stdout
-    found = json.loads(path.read_text())
-    assert found["search"]["is_complete"] is False
-    trials = [trial for trial in found["search"]["trials"] if trial["seconds"] is not None]
-    passes = ["forward", "backward"] if "--backprop" in more else ["forward"]
-    candidates = [trial for trial in trials if trial["passes"] == passes] or trials
-    assert found["search"]["best_seconds"] == min(trial["seconds"] for trial in candidates)
-    assert found["arguments"]["backprop"] == ("--backprop" in more)
-    tuned = natten_jax.load_tuned(path)
-    best = min(candidates, key=lambda trial: trial["seconds"])
-    assert tuned.items() >= {name: best[name] for name in ("backend",) if name in best}.items()
-    x = jax.numpy.ones((1, 8, 12, 2, 16))
-    assert natten_jax.na2d(x, x, x, (4, 6), **tuned).shape == x.shape
-
-
-def test_a_search_that_is_interrupted_while_the_best_is_profiled_keeps_it(tmp_path: Path) -> None:
-    path = tmp_path / "tuned.json"
-    code = (
-        "from natten_jax.profiler import measure\n"
-        "def dawdle(*_):\n"
-        "    marker.touch()\n"
-        "    for _ in range(3000): time.sleep(0.1)\n"
-        "measure.profile = dawdle"
-    )
-    finished = interrupted(code, tmp_path / "marker", f"{SEARCH} --backend flex-fna --json {path}")
-    assert finished.returncode == 130, finished.stderr
-    found = json.loads(path.read_text())
-    assert found["search"]["is_complete"] is True
-    assert natten_jax.load_tuned(path)["backend"] == "flex-fna"
-
-
-def test_a_search_that_is_interrupted_before_anything_was_measured_says_so(tmp_path: Path) -> None:
-    path = tmp_path / "tuned.json"
-    finished = interrupted(DAWDLING_SEARCH.format(trials=0), tmp_path / "marker", f"{SEARCH} --json {path}")
-    assert (finished.returncode, finished.stdout) == (130, "")
-    assert finished.stderr == "natten-jax-profiler: interrupted\n"
-    assert not path.exists()
-
-
-#: Makes the marker when XLA starts to compile.
-MARKED_COMPILATION = """
-import jax
-compile = jax.stages.Lowered.compile
-def mark(self, *arguments, **options):
-    marker.touch()
-    return compile(self, *arguments, **options)
-jax.stages.Lowered.compile = mark
-"""
-
-
-def test_a_search_that_is_interrupted_while_it_compiles_ends_as_any_other(tmp_path: Path) -> None:
-    problem = "-i 96 96 -n 4 -w 24 24 --dtype fp32 --backprop --backend flex-fna --optimize"
-    finished = interrupted(MARKED_COMPILATION, tmp_path / "marker", problem)
-    assert (finished.returncode, finished.stdout) == (130, "")
-    assert finished.stderr == "natten-jax-profiler: interrupted\n"

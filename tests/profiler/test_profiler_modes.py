@@ -302,10 +302,10 @@ def test_turns_are_told_apart() -> None:
 
 def test_speedup_is_the_median_of_the_turns() -> None:
     result = profile(parse(f"-i 32 -d 8 -w 4 --backend flex-fna {FEW}".split()))
-    ours = dataclasses.replace(result, totals=(1.0, 2.0, 4.0), flops={"forward": 10})
-    theirs = dataclasses.replace(result, totals=(3.0, 2.0, 20.0), flops={"forward": 40})
+    ours = dataclasses.replace(result, device_times={0: (1.0, 2.0, 4.0)}, busiest=0)
+    theirs = dataclasses.replace(ours, options=result.options.for_baseline("xla"), device_times={0: (3.0, 2.0, 20.0)})
     comparison = Comparison(ours, theirs)
-    assert (comparison.speedup, comparison.flop_bound) == (3.0, 4.0)
+    assert (comparison.speedup, comparison.flop_bound) == (3.0, 8.0)
 
 
 # Usage errors of the modes.
@@ -324,7 +324,7 @@ def test_speedup_is_the_median_of_the_turns() -> None:
         ("--simulate --plot a.png --csv a.csv", "--csv, --plot would need a measurement"),
         ("--dry-run --backend xla", "which the baseline xla does not have"),
         ("--optimize --backend cudnn", "which the baseline cudnn does not have"),
-        ("--compare nothing", "--compare nothing is unknown"),
+        ("--compare nothing", "--compare 'nothing' is unknown"),
         ("--compare fav2", "use --compare cudnn"),
         ("--compare xla --backend xla", "--compare xla is what --backend runs already"),
         ("--max-configs -1", "must be at least 0"),
@@ -381,9 +381,7 @@ def test_progress_is_shown_on_terminals(
     shown = stream()
     monkeypatch.setattr(sys, "stderr", shown)
     with cli.Progress(2) as bar:
-        bar.stage("trying backends")
-        bar.advance()
-        bar.expect(1)
+        bar.update("trying backends", more_steps=1, done=1)
     assert ("trying backends" in shown.getvalue()) == is_shown
 
 

@@ -108,7 +108,7 @@ def fake_search(monkeypatch: pytest.MonkeyPatch, line: str, seconds: Any) -> tup
         if isinstance(duration, Exception):
             raise duration
         empty: Any = None
-        load = Workload(options, empty, {"forward": "cpu-fna"}, {}, Device("cpu"), empty, (), Program(name, {}))
+        load = Workload(options, {}, Device("cpu"), empty, (), Program(name, {}))
         monkeypatch.setattr(Workload, "run", lambda self: jnp.zeros(()))
         load.program.instructions["seconds"] = duration
         return load
@@ -200,7 +200,9 @@ def test_the_best_configuration_names_what_ran_by_default(backend: str, argument
         for pass_, pair in tiles.items()
     }
     empty: Any = None
-    ran = Workload(options, empty, {"forward": backend}, plans, HOPPER_GPU, empty, (), Program("ran", {}))
+    ran = Workload(
+        options, {str(pass_): plan for pass_, plan in plans.items()}, HOPPER_GPU, empty, (), Program("ran", {})
+    )
     table = best_table(Optimum(search.with_choices(options, ran), 1.0, 1.0, (), 1.0, 0.0))
     rows = {row[0]: row[1] for row in table.rows}
     assert rows.get("kernel_schedule") == schedule

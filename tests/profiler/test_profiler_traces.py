@@ -15,9 +15,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from natten_jax.performance import Pass, TilePair
+from natten_jax import backends
+from natten_jax.backends.select import plan_with
+from natten_jax.performance import TilePair
 from natten_jax.plan.devices import Device
-from natten_jax.profiler import Result, Row, capture, measure, parse, report, symbols, workload
+from natten_jax.plan.plan import Plan, Request
+from natten_jax.problem import problem_of
+from natten_jax.profiler import Result, Row, capture, measure, parse, report, symbols
 from natten_jax.profiler.capture import CaptureError, Event
 from natten_jax.profiler.program import Instruction, Program
 
@@ -147,11 +151,15 @@ def a_result(rows: int) -> Result:
     names = [symbols.Name("XLA", "elementwise", "-", f"{i} " + "long name of an operation " * 2) for i in range(rows)]
     listed = tuple(Row(name, 1, (1e-6 * (i + 1), 2e-6 * (i + 1)), ("x",)) for i, name in enumerate(names))
     totals = tuple(sum(row.runtimes[i] for row in listed) for i in range(2))
-    problem = workload.request_of(parse(["-i", "8", "-w", "3"])).problem
-    options, pair = parse(["-i", "8", "-w", "3"]), ((4,), (6,))
-    chosen = {"forward": "cpu-fna"}
-    tiles: dict[Pass, TilePair] = {"forward": pair}
-    return Result(options, problem, chosen, tiles, Device("cpu"), listed, totals, {"forward": 1000})
+    options = parse(["-i", "8", "-w", "3"])
+    return Result(options, {"forward": a_plan("cpu-fna", Device("cpu"))}, Device("cpu"), listed, {0: totals})
+
+
+def a_plan(backend: str, device: Device, pair: TilePair = ((4,), (6,))) -> Plan:
+    window = 3 if len(pair[0]) == 1 else 9
+    request = Request(problem_of((64,) * len(pair[0]), window))
+    plan = plan_with(backends.find(backend, "fna"), request, device, "forward")
+    return dataclasses.replace(plan, performance=plan.performance.with_tiles("forward", pair))
 
 
 @pytest.mark.parametrize("has_rich", [True, False])
@@ -192,11 +200,7 @@ def test_long_tables_are_cut_but_add_up() -> None:
 def test_results_name_tile_sizes_and_occupancy_where_it_is_known(
     backend: str, device: Device, occupancy: int | None
 ) -> None:
-    tiles: dict[Pass, TilePair] = {"forward": ((16, 8), (8, 8))}
-    problem = workload.request_of(parse(["-i", "64", "64", "-w", "9"])).problem
-    options = parse(["-i", "64", "64", "-w", "9", "--backend", "flex-fna"])
-    result = dataclasses.replace(
-        a_result(1), options=options, problem=problem, backends={"forward": backend}, tiles=tiles, device=device
-    )
+    plan = a_plan(backend, device, ((16, 8), (8, 8)))
+    result = dataclasses.replace(a_result(1), plans={"forward": plan}, device=device)
     found = report.to_json(result)["tiles"]["forward"]
     assert found == {"query": (16, 8), "key_value": (8, 8), "tile_m": 128, "tile_n": 64, "occupancy": occupancy}

@@ -17,7 +17,7 @@ import generated  # noqa: E402
 from natten_jax import backends  # noqa: E402
 from natten_jax.backends.select import CHOICES  # noqa: E402
 from natten_jax.native import module as native  # noqa: E402
-from natten_jax.profiler.options import profiler_parser  # noqa: E402
+from natten_jax.profiler.options import FOREIGN_FLAGS, profiler_parser  # noqa: E402
 
 pytestmark = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 
@@ -54,7 +54,7 @@ def test_every_option_has_a_row_with_its_default() -> None:
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `-")]
     listed = {option: row for row in rows for option in re.findall(r"`(-[-\w]+)`", row[0])}
     parser = profiler_parser()
-    every = {option for action in parser._actions for option in action.option_strings}
+    every = {option for action in parser._actions for option in action.option_strings} | FOREIGN_FLAGS.keys()
     assert set(listed) == every
     defaults = parser.parse_args(["-i", "8"])
     for action in parser._actions:
