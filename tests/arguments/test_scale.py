@@ -95,19 +95,6 @@ def test_float64_takes_every_finite_scale() -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu-fmha", "flex-fmha"])
-@pytest.mark.parametrize("scale", [LARGEST * (1 - 1e-6), -LARGEST * (1 - 1e-6), 1e38])
-def test_the_largest_scales_are_used_as_given(backend: str, scale: float) -> None:
-    # A normal number, as are its products with the keys and their differences: subnormal ones may count as 0.
-    tiny = 2.0**-125
-    query = jnp.array([tiny, 0.0]).reshape(1, 2, 1, 1)
-    numbers = np.array([1.0, 1.5, 2.0])
-    key = jnp.asarray(numbers, "float32").reshape(1, 3, 1, 1)
-    found = natten_jax.attention(query, key, key, scale, backend=backend)
-    weights = np.exp(np.outer([scale * tiny, 0.0], numbers))
-    np.testing.assert_allclose(found[0, :, 0, 0], weights @ numbers / weights.sum(axis=1), rtol=2e-6)
-
-
-@pytest.mark.parametrize("backend", ["cpu-fmha", "flex-fmha"])
 @pytest.mark.parametrize("scale", [0.0, -0.0, 1e-300, -1e-300])
 def test_scales_that_are_zero_in_float32_weigh_all_keys_alike(backend: str, scale: float) -> None:
     rng = np.random.default_rng(0)

@@ -1,9 +1,10 @@
-"""Arguments that take one value per dimension, and flags: what they may be held in, and what is refused."""
+"""Arguments that take one value per dimension, and flags: valid containers, errors, and checks made once."""
 
 from __future__ import annotations
 
 import array
 import functools
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -16,14 +17,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import natten_jax
+from natten_jax import attention, na2d
+from natten_jax.arguments.static import checked_once
 from natten_jax.arrays.operands import Inputs
 from natten_jax.ops.canonicalize import neighborhood_problem
-from natten_jax.performance import Performance, performance_of
 from natten_jax.windows import WindowArguments
 from tests.support.problems import OPERATORS
 
+# Arguments that take one value per dimension, and flags: what they may be held in, and what is refused.
+
+
 LAYOUT = (8, 9, 10)
+
 INTS = ("kernel_size", "stride", "dilation")
+
 TILES = ("q_tile_shape", "kv_tile_shape")
 
 
@@ -73,50 +80,19 @@ def test_integers_may_be_held_in_sequences_and_arrays(hold: Callable[..., Any], 
 
 @pytest.mark.parametrize("hold", [np.array, jnp.array, list, lambda v: [np.array(x) for x in v]])
 def test_booleans_may_be_held_in_sequences_and_arrays(hold: Callable[..., Any]) -> None:
-    expected = call(2, is_causal=(True, False))
-    np.testing.assert_array_equal(call(2, is_causal=hold((True, False))), expected)
+    np.testing.assert_array_equal(call(2, is_causal=hold((True, False))), call(2, is_causal=(True, False)))
 
 
 @pytest.mark.parametrize("array_of", [np.array, jnp.array, np.int64])
 def test_arrays_of_no_dimension_are_scalars(array_of: Callable[..., Any]) -> None:
-    expected = call(2, kernel_size=4, stride=2, dilation=2, backward_kv_splits=3)
     arguments = {"kernel_size": 4, "stride": 2, "dilation": 2, "backward_kv_splits": 3}
-    np.testing.assert_array_equal(call(2, **{k: array_of(v) for k, v in arguments.items()}), expected)
-
-
-@pytest.mark.parametrize("value", [np.array(True), jnp.array(True), np.True_])
-def test_boolean_arrays_of_no_dimension_are_scalars(value: Any) -> None:
-    np.testing.assert_array_equal(call(2, is_causal=value), call(2, is_causal=True))
+    held = {name: array_of(value) for name, value in arguments.items()}
+    flag: Any = array_of(True) if array_of is not np.int64 else np.True_
+    np.testing.assert_array_equal(call(2, **held, is_causal=flag), call(2, **arguments, is_causal=True))
     query = query_of(1)
-    np.testing.assert_array_equal(
-        natten_jax.attention(query, query, query, is_causal=value),
-        natten_jax.attention(query, query, query, is_causal=True),
-    )
-
-
-def test_one_tile_extent_is_no_tile_shape_in_two_dimensions() -> None:
-    for value in (16, np.array(16), jnp.array(16)):
-        refused(
-            TypeError,
-            ("q_tile_shape must be a sequence of 2 ints", "16"),
-            functools.partial(call, 2, q_tile_shape=value, kv_tile_shape=(4, 4)),
-        )
-
-
-def test_arrays_work_where_the_call_is_compiled_and_differentiated() -> None:
-    plain: dict[str, Any] = {"kernel_size": (3, 4), "stride": (1, 2), "is_causal": (True, False)}
-    arguments: dict[str, Any] = {
-        "kernel_size": np.array([3, 4]),
-        "stride": jnp.array([1, 2]),
-        "is_causal": np.array([True, False]),
-    }
-    query = query_of(2)
-
-    def loss(query: jax.Array) -> jax.Array:
-        return jnp.sum(natten_jax.na2d(query, query, query, **arguments) ** 2)
-
-    expected = jax.grad(lambda q: jnp.sum(natten_jax.na2d(q, q, q, **plain) ** 2))(query)
-    np.testing.assert_allclose(jax.jit(jax.grad(loss))(query), expected, rtol=1e-5, atol=1e-6)
+    attend: Any = functools.partial(natten_jax.attention, query, query, query)
+    out = attend(is_causal=flag, return_lse=np.False_)
+    np.testing.assert_array_equal(out, attend(is_causal=True))
 
 
 def test_arrays_and_tuples_of_equal_values_share_one_compiled_program() -> None:
@@ -142,16 +118,7 @@ def test_windows_are_canonical_whatever_they_are_held_in(values: list[int], dtyp
     assert hash(found) == hash(expected)
 
 
-def test_tiles_are_canonical() -> None:
-    config = performance_of(
-        2, q_tile_shape=np.array([4, 8]), kv_tile_shape=jnp.array([2, 4]), backward_kv_splits=[1, 2]
-    )
-    assert config == Performance(q_tile_shape=(4, 8), kv_tile_shape=(2, 4), backward_kv_splits=(1, 2))
-    assert hash(config) == hash(Performance(q_tile_shape=(4, 8), kv_tile_shape=(2, 4), backward_kv_splits=(1, 2)))
-
-
 # What is refused ----------------------------------------------------------------------------------------------------
-
 BYTES = {
     "bytes": b"\x03\x03",
     "bytearray": bytearray(b"\x03\x03"),
@@ -216,77 +183,45 @@ def test_arrays_that_are_no_booleans_per_dimension(value: Any, error: type[Excep
     refused(error, ("is_causal", *parts), lambda: call(2, is_causal=value))
 
 
-@pytest.mark.parametrize("name", [*INTS, "is_causal", "backward_kv_splits", "q_tile_shape"])
+@pytest.mark.parametrize("name", [*INTS, "is_causal", "backward_kv_splits", "q_tile_shape", "attention"])
 @pytest.mark.parametrize("in_a_tuple", [False, True])
 def test_traced_arrays_are_told_to_be_static(name: str, in_a_tuple: bool) -> None:
-    value = jnp.array([True, False]) if name == "is_causal" else jnp.array([3, 3])
+    argument = "is_causal" if name == "attention" else name
+    value = jnp.array([True, False]) if argument == "is_causal" else jnp.array([3, 3])
 
     def function(value: jax.Array) -> Any:
+        if name == "attention":
+            query = query_of(1)
+            return natten_jax.attention(query, query, query, is_causal=value[0])  # type: ignore[call-overload]
         tiles = {"kv_tile_shape": (4, 4)} if name == "q_tile_shape" else {}
         return call(2, **{**tiles, name: (value[0], value[1]) if in_a_tuple else value})
 
-    refused(
-        TypeError, (f"{name} must be static", "jax.jit", f"static_argnames={name!r}"), lambda: jax.jit(function)(value)
-    )
-
-
-def test_traced_causality_of_attention_is_told_to_be_static() -> None:
-    query = query_of(1)
-    function = jax.jit(lambda value: natten_jax.attention(query, query, query, is_causal=value))
-    refused(TypeError, ("is_causal must be static", "static_argnames='is_causal'"), lambda: function(True))
+    parts = f"{argument} must be static", "jax.jit", f"static_argnames={argument!r}"
+    refused(TypeError, parts, lambda: jax.jit(function)(value))
 
 
 # Flags --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("value", [1, 0, None, "yes", (True,), np.array([True])])
-@pytest.mark.parametrize("rank", [0, 1, 2, 3])
-def test_return_lse_is_a_bool(rank: int, value: Any) -> None:
-    if rank:
-        refused(TypeError, ("return_lse must be a bool", repr(value)), lambda: call(rank, return_lse=value))
-        # Where the window is the layout, too.
-        refused(TypeError, ("return_lse",), lambda: call(rank, kernel_size=LAYOUT[:rank], return_lse=value))
-    else:
-        query = query_of(1)
-        refused(
-            TypeError,
-            ("return_lse must be a bool", repr(value)),
-            lambda: natten_jax.attention(query, query, query, return_lse=value),
-        )
-
-
-@pytest.mark.parametrize("value", [1, 0, "yes", (True,), np.array([True])])
 @pytest.mark.parametrize("rank", [1, 2, 3])
-def test_try_fuse_additional_kv_is_a_bool_or_none(rank: int, value: Any) -> None:
+def test_flags_are_bools(rank: int, value: Any) -> None:
     extra = query_of(1)
+    attend: Any = functools.partial(natten_jax.attention, extra, extra, extra)
+    refused(TypeError, ("return_lse must be a bool", repr(value)), lambda: attend(return_lse=value))
+    # Also if the window is the layout.
     for others in ({}, {"additional_keys": extra, "additional_values": extra}, {"kernel_size": LAYOUT[:rank]}):
-        refused(
-            TypeError,
-            ("try_fuse_additional_kv must be None or a bool", repr(value)),
-            functools.partial(call, rank, **others, try_fuse_additional_kv=value),
-        )
+        operator = functools.partial(call, rank, **others)
+        refused(TypeError, ("return_lse must be a bool", repr(value)), functools.partial(operator, return_lse=value))
+        if value is not None:
+            parts = "try_fuse_additional_kv must be None or a bool", repr(value)
+            refused(TypeError, parts, functools.partial(operator, try_fuse_additional_kv=value))
 
 
 @pytest.mark.parametrize("value", [np.True_, np.False_])
 def test_numpy_booleans_are_flags(value: Any) -> None:
-    query = query_of(1)
     assert isinstance(call(1, return_lse=value, try_fuse_additional_kv=value), tuple) == bool(value)
-    assert isinstance(natten_jax.attention(query, query, query, return_lse=value), tuple) == bool(value)
-
-
-@pytest.mark.parametrize("name", ["kernel_schedule", "memory_usage_preference", "backend"])
-@pytest.mark.parametrize("value", [np.array(["a", "b"]), ["a"], {}, 7])
-def test_arguments_that_are_names_refuse_what_is_no_name(name: str, value: Any) -> None:
-    refused(
-        ValueError,
-        (name, "None or one of" if name != "memory_usage_preference" else "must be one of"),
-        lambda: call(1, **{name: value}),
-    )
 
 
 # Huge numbers -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("value", [2**40, 2**62, 2**63, 10**400, 10**5000], ids=["2^40", "2^62", "2^63", "400", "5000"])
 @pytest.mark.parametrize("name", INTS)
 def test_huge_integers_are_refused_by_name(name: str, value: int) -> None:
@@ -334,29 +269,18 @@ def test_long_values_are_refused_in_short(name: str, value: Any) -> None:
 @given(st.data())
 def test_windows_of_huge_layouts_are_checked_by_arithmetic(data: st.DataObject) -> None:
     extents = [data.draw(st.integers(2**31, 2**62)) for _ in range(3)]
-    kernel_size = tuple(data.draw(st.integers(1, extent)) for extent in extents)
-    dilation = tuple(
-        data.draw(st.integers(1, extent // size)) for extent, size in zip(extents, kernel_size, strict=True)
-    )
-    array = jax.ShapeDtypeStruct((2, *extents, 4, 8), jnp.float32)
-    problem = neighborhood_problem(
-        3,
-        Inputs(array, array, array),  # type: ignore[arg-type]
-        WindowArguments(kernel_size, kernel_size, dilation, True),  # type: ignore[arg-type]
-    )
-    assert (problem.kernel_size, problem.dilation) == (kernel_size, dilation)
+    size = tuple(data.draw(st.integers(1, extent)) for extent in extents)
+    dilation = tuple(data.draw(st.integers(1, extent // size)) for extent, size in zip(extents, size, strict=True))
+    array: Any = jax.ShapeDtypeStruct((2, *extents, 4, 8), jnp.float32)
+    inputs = Inputs(array, array, array)
+    problem = neighborhood_problem(3, inputs, WindowArguments(size, size, dilation, True))  # type: ignore[arg-type]
+    assert (problem.kernel_size, problem.dilation) == (size, dilation)
     wider = tuple(extent // d + 1 for extent, d in zip(extents, dilation, strict=True))
     with pytest.raises(ValueError, match=r"kernel_size .* exceeds the token layout"):
-        neighborhood_problem(
-            3,
-            Inputs(array, array, array),  # type: ignore[arg-type]
-            WindowArguments(wider, 1, dilation),  # type: ignore[arg-type]
-        )
+        neighborhood_problem(3, inputs, WindowArguments(wider, 1, dilation))  # type: ignore[arg-type]
 
 
 # Flax modules -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("array_of", [np.array, jnp.array, list])
 @pytest.mark.parametrize("flavour", ["nnx", "linen"])
 def test_flax_modules_take_arrays(array_of: Callable[..., Any], flavour: str) -> None:
@@ -415,3 +339,81 @@ def test_flax_modules_refuse_what_the_operators_refuse(value: Any) -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=r"^dilation must"):
             make()
+
+
+# Checks that are made once for equal arguments: what is kept, and what must not be taken for the same.
+
+
+X = jnp.zeros((1, 6, 7, 2, 8))
+
+
+def counted() -> tuple[Any, list[Any]]:
+    """A check, and the arguments that it was asked about."""
+    asked: list[Any] = []
+
+    @checked_once
+    def check(value: Any) -> str:
+        asked.append(value)
+        return f"{value!r}"
+
+    return check, asked
+
+
+@pytest.mark.parametrize("value", [3, 2.5, True, "pp", None, (1, 2), [1, (2, "a")], np.dtype("float32"), ()])
+def test_equal_arguments_are_checked_once(value: Any) -> None:
+    check, asked = counted()
+    assert check(value) == check(value) == f"{value!r}"
+    assert len(asked) == 1
+
+
+def test_arguments_of_other_types_are_others() -> None:
+    check, asked = counted()
+    alike = [1, 1.0, True, (1, 0), (1.0, 0), (True, 0), (1, False), ((1, 0),), ((True, 0),), ((1,), 0), ((True,), 0)]
+    assert [check(value) for value in alike * 2] == [f"{value!r}" for value in alike * 2]
+    assert len(asked) == len(alike)
+
+
+def test_what_can_change_is_checked_in_every_call() -> None:
+    check, asked = counted()
+    endless: list[Any] = []
+    endless.append(endless)
+    for value in (np.array([1]), jnp.ones(1), np.int64(3), {1: 2}, list(range(1000)), endless, range(3), object()):
+        check(value)
+        check(value)
+        assert len(asked) == 2, value
+        asked.clear()
+
+
+def test_memory_is_bounded() -> None:
+    check, asked = counted()
+    for value in itertools.chain(range(10_000), [0]):
+        check(value)
+    assert asked.count(0) == 2
+
+
+# The operators: after a call that is right, ones whose arguments compare equal to its.
+def test_arguments_that_compare_equal_are_still_refused() -> None:
+    right: dict[str, Any] = {"kernel_size": (3, 1), "stride": 1, "dilation": (1, 2), "is_causal": (True, False)}
+    wrong: dict[str, list[Any]] = {
+        "kernel_size": [(3.0, 1), (3, True)], "stride": [1.0, True], "dilation": [(True, 2)], "is_causal": [(1, 0)],
+        "backward_deterministic": [0],
+    }  # fmt: skip
+    na2d(X, X, X, **right)
+    x = X.reshape(1, 42, 2, 8)
+    attend: Any = functools.partial(attention, x, x, x)
+    attend(is_causal=True)
+    calls = [functools.partial(na2d, X, X, X, **{**right, name: each}) for name in wrong for each in wrong[name]]
+    calls += [functools.partial(attend, is_causal=1), functools.partial(attend, scale=True)]
+    names = [name for name in wrong for _ in wrong[name]] + ["is_causal", "scale"]
+    for refused_call, name in zip(calls, names, strict=True):
+        with pytest.raises(TypeError, match=name):
+            refused_call()
+
+
+def test_an_array_that_holds_the_window_may_change() -> None:
+    window = np.array([3, 3])
+    x = jax.random.normal(jax.random.key(0), X.shape)
+    before = na2d(x, x, x, window)
+    window[:] = 5
+    np.testing.assert_array_equal(na2d(x, x, x, window), na2d(x, x, x, (5, 5)))
+    np.testing.assert_array_equal(before, na2d(x, x, x, (3, 3)))

@@ -1,11 +1,12 @@
-"""Keyword arguments by other libraries' names, and misspelt ones: what was meant, or what to do instead."""
+"""Names of arguments: their order, other libraries' names and misspelt ones, and window options by name."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,46 @@ import numpy as np
 import pytest
 
 import natten_jax
-from natten_jax.arguments.names import explanation
+from natten_jax import plot, problem
+from natten_jax.arguments.names import SpelledOptions, explanation
 from natten_jax.performance import ATTENTION_NAMES, KernelSchedule
+from natten_jax.profiler.options import WINDOW_FLAGS, profiler_parser
+from natten_jax.windows import OPTION_DEFAULTS, Axis, WindowArguments
 from tests.support.problems import OPERATORS
+
+# Positional arguments stand where NATTEN has them: docs/coming-from-natten.md says up to which.
+
+
+OPERANDS = "query key value"
+
+WINDOWS = f"{OPERANDS} kernel_size stride dilation is_causal scale additional_keys additional_values"
+
+
+def positional_names(name: str) -> list[str]:
+    """The arguments that may be given by position."""
+    parameters = inspect.signature(getattr(natten_jax, name)).parameters.values()
+    return [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        *((f"na{rank}d", f"{WINDOWS} attention_kwargs backend") for rank in (1, 2, 3)),
+        ("attention", f"{OPERANDS} scale"),
+    ],
+)
+def test_positional_order(name: str, order: str) -> None:
+    assert positional_names(name) == order.split()
+    parameters = inspect.signature(getattr(natten_jax, name)).parameters.values()
+    assert {each.kind for each in parameters} <= {
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+        inspect.Parameter.VAR_KEYWORD,
+    }
+
+
+# Keyword arguments by other libraries' names, and misspelt ones: what was meant, or what to do instead.
+
 
 ARRAY = jnp.zeros((1, 8, 2, 8))
 
@@ -29,49 +67,29 @@ def refusal(call: Callable[[], Any]) -> str:
 #: A name, and what it is called in operators, in ``attention`` and in modules; ``None`` where there is no such thing.
 NAMES = [
     ("window_size", "kernel_size", None, "kernel_size"),
-    ("kernel", "kernel_size", None, "kernel_size"),
-    ("local_window_size", "kernel_size", None, "kernel_size"),
     ("kernal_size", "kernel_size", None, "kernel_size"),
-    ("windowsize", "kernel_size", None, "kernel_size"),
     ("causal", "is_causal", "is_causal", "is_causal"),
-    ("is_casual", "is_causal", "is_causal", "is_causal"),
     ("softmax_scale", "scale", "scale", "qk_scale"),
-    ("sm_scale", "scale", "scale", "qk_scale"),
     ("dropout", None, None, "proj_drop"),
-    ("dropout_p", None, None, "proj_drop"),
-    ("dilatoin", "dilation", None, "dilation"),
     ("deterministic_backward", None, None, None),
     ("kernel_schedul", "kernel_schedule", "kernel_schedule", "kernel_schedule"),
-    ("schedule", "kernel_schedule", "kernel_schedule", "kernel_schedule"),
-    ("q_tile", "q_tile_shape", "q_tile_size", "q_tile_shape"),
     ("kv_tile_size", "kv_tile_shape", None, "kv_tile_shape"),
     ("bakend", "backend", "backend", "backend"),
-    ("implementation", "backend", "backend", "backend"),
     ("memory_usage_preferance", *["memory_usage_preference"] * 3),
     ("mask", None, None, None),
-    ("attn_mask", None, None, None),
-    ("attention_mask", None, None, None),
     ("rel_pos_bias", "relative_bias", None, "relative_bias"),
-    ("key_padding_mask", "key_bias", "key_bias", None),
     ("attention_sinks", "sinks", "sinks", "sinks"),
-    ("attn_bias", None, None, None),
     ("softcap", None, None, None),
     ("heads", None, None, "num_heads"),
-    ("embed_dim", None, None, "in_features"),
-    ("use_bias", None, None, "qkv_bias"),
     ("additional_key", "additional_keys", None, None),
 ]
-#: Those that are explained where there is no such thing.
+
+#: Explanations of names that the function lacks.
 EXPLAINED = {
     "window_size": "attention sees all keys",
     "mask": "the window alone says which keys a query sees",
-    "attn_mask": "the window alone says which keys a query sees",
-    "attention_mask": "how to mask tokens",
     "rel_pos_bias": "only na1d, na2d and na3d have offsets",
-    "key_padding_mask": "the window alone says which keys a query sees",
-    "attn_bias": "relative_bias is added to logits by the offset of a key",
     "dropout": "attention weights are never formed",
-    "dropout_p": "attention weights are never formed",
     "softcap": "no soft cap",
     "heads": "the arrays have the heads",
 }
@@ -135,7 +153,9 @@ def test_calls_of_modules() -> None:
         assert not re.search(r"\b_[A-Za-z]", refusal(missing))
 
 
-def test_subclasses_of_linen_modules_are_explained_too() -> None:
+def test_subclasses_of_linen_modules_and_queries_of_configurations_are_explained_too() -> None:
+    query: Any = natten_jax.get_configs_for_cpu_fna
+    check(refusal(lambda: query(ARRAY, window_size=3)), "get_configs_for_cpu_fna", "window_size", "kernel_size")
     pytest.importorskip("flax")
     from natten_jax.flax_modules import linen
 
@@ -145,11 +165,6 @@ def test_subclasses_of_linen_modules_are_explained_too() -> None:
     assert Mine(num_heads=2, kernel_size=3, blur=1).blur == 1
     make: Any = Mine
     check(refusal(lambda: make(num_heads=2, window_size=3)), "Mine", "window_size", "kernel_size")
-
-
-def test_queries_of_configurations() -> None:
-    query: Any = natten_jax.get_configs_for_cpu_fna
-    check(refusal(lambda: query(ARRAY, window_size=3)), "get_configs_for_cpu_fna", "window_size", "kernel_size")
 
 
 @pytest.mark.parametrize("name", ["", "x" * 10**6, "zzz", "a b", "é"])
@@ -165,37 +180,6 @@ def test_known_names_mean_themselves() -> None:
         for name in known:
             found = re.search(r"did you mean '(\w+)'", explanation(name, known))
             assert found is None or found[1] == name
-
-
-MERGED = [jnp.ones((4, 2, 8))] * 2, [jnp.zeros((4, 2))] * 2
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"torch_compile": True},
-        {"torch_compile": False},
-        {"torch_compile": np.bool_(True), "use_autograd_fix": True},
-    ],
-)
-def test_merge_takes_natten_s_arguments(given: dict[str, Any]) -> None:
-    for found, expected in zip(
-        natten_jax.merge_attentions(*MERGED, **given), natten_jax.merge_attentions(*MERGED), strict=True
-    ):
-        np.testing.assert_array_equal(found, expected)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"torch_compile": 1}, "merge_attentions() takes torch_compile=True or False only, got 1"),
-        ({"use_autograd_fix": False}, "merge_attentions() takes use_autograd_fix=True only, got False: gradients"),
-        ({"backward_use_pt_reduction": False}, "merge_attentions() got an unexpected keyword argument"),
-        ({"scale": 1.0}, "merge_attentions() got an unexpected keyword argument 'scale'"),
-    ],
-)
-def test_merge_refuses_others(given: dict[str, Any], message: str) -> None:
-    assert refusal(lambda: natten_jax.merge_attentions(*MERGED, **given)).startswith(message)
 
 
 def test_schedules_have_natten_s_names() -> None:
@@ -214,10 +198,127 @@ def test_schedules_have_natten_s_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [[], {}, jnp.ones(3), np.ones(3), object(), 3, "fast"], ids=lambda value: type(value).__name__
+    "value", [[], {}, ["a"], np.ones(3), object(), 7, "fast"], ids=lambda value: type(value).__name__
 )
-@pytest.mark.parametrize("name", ["kernel_schedule", "memory_usage_preference"])
+@pytest.mark.parametrize("name", ["kernel_schedule", "memory_usage_preference", "backend"])
 def test_values_that_are_no_choice(name: str, value: Any) -> None:
     operator: Any = natten_jax.na1d
-    with pytest.raises(ValueError, match=rf"^{name} must be .*one of \(.*, got "):
+    with pytest.raises(ValueError, match=rf"^{name}.* one of "):
         operator(ARRAY, ARRAY, ARRAY, 3, **{name: value})
+
+
+def test_merge_takes_natten_s_arguments_and_refuses_others() -> None:
+    merge: Any = functools.partial(natten_jax.merge_attentions, [ARRAY, 3 * ARRAY + 1], [ARRAY[..., 0]] * 2)
+    for given in ({"torch_compile": True}, {"torch_compile": np.bool_(False), "use_autograd_fix": True}):
+        jax.tree.map(np.testing.assert_array_equal, merge(**given), merge())
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"torch_compile": 1}, "takes torch_compile=True or False only, got 1"),
+        ({"use_autograd_fix": False}, "takes use_autograd_fix=True only, got False: gradients"),
+        ({"backward_use_pt_reduction": False}, "got an unexpected keyword argument"),
+        ({"scale": 1.0}, "got an unexpected keyword argument 'scale'"),
+    ]
+    for given, message in refused:
+        assert refusal(functools.partial(merge, **given)).startswith(f"merge_attentions() {message}")
+
+
+# Window options are declared once, and are found wherever windows are described.
+
+
+FUNCTIONS: list[Callable[..., Any]] = [
+    natten_jax.na1d,
+    natten_jax.na2d,
+    natten_jax.na3d,
+    natten_jax.neighborhood_weights,
+    natten_jax.neighborhood_apply,
+    plot.plot_window,
+    plot.plot_windows,
+    plot.window_mask,
+    problem.problem_of,
+]
+
+
+class _Colors(TypedDict, total=False):
+    hue: str
+    depth: int
+
+
+class _Others(TypedDict, total=False):
+    speed: int
+
+
+class _All(_Colors, _Others, total=False):
+    pass
+
+
+COLORS = SpelledOptions(
+    _Colors, {"hue": "red", "depth": 3}, {"hue": "Its name,\n    or none.", "depth": "Bits."}, "size"
+)
+
+
+@COLORS.shown()
+def paint(size: int = 1, *, is_wet: bool = False, **options: Unpack[_Colors]) -> tuple[int, bool, dict[str, Any]]:
+    """Paint.
+
+    Args:
+        size: Of the brush.
+        {_Colors}
+        is_wet: Whether it is.
+    """
+    return size, is_wet, dict(options)
+
+
+@COLORS.shown(speed=_Others)
+def print_(*, size: int = 1, is_wet: bool = False, **options: Unpack[_All]) -> dict[str, Any]:
+    return dict(options)
+
+
+def test_options_are_shown_by_name() -> None:
+    assert str(inspect.signature(paint)) == (
+        "(size: 'int' = 1, *, hue: str = 'red', depth: int = 3, is_wet: 'bool' = False) "
+        "-> 'tuple[int, bool, dict[str, Any]]'"
+    )
+    assert list(inspect.signature(print_).parameters) == ["size", "hue", "depth", "is_wet", "speed"]
+    assert inspect.cleandoc(paint.__doc__ or "").split("\n")[2:] == [
+        "Args:",
+        "    size: Of the brush.",
+        "    hue: Its name,",
+        "        or none.",
+        "    depth: Bits.",
+        "    is_wet: Whether it is.",
+    ]
+    assert paint(2, hue="blue") == (2, False, {"hue": "blue"})
+
+
+def test_axes_and_arguments_end_with_the_options() -> None:
+    names = tuple(OPTION_DEFAULTS)
+    assert WindowArguments._fields[-len(names) :] == names
+    assert tuple(Axis.__dataclass_fields__)[2:] == WindowArguments._fields
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda each: each.__name__)
+def test_whatever_takes_windows_takes_all_of_their_arguments(function: Callable[..., Any]) -> None:
+    parameters = inspect.signature(function).parameters
+    assert set(WindowArguments._fields) <= parameters.keys()
+    for name, default in OPTION_DEFAULTS.items():
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameters[name].default == default
+        assert f"    {name}: " in (function.__doc__ or "")
+    with pytest.raises(TypeError, match=rf"{function.__name__}\(\) got an unexpected keyword argument 'edge'"):
+        function(edge="wrap")
+
+
+def test_modules_have_them() -> None:
+    pytest.importorskip("flax")
+    from natten_jax.flax_modules import attention_fn, linen, nnx
+
+    modules = (nnx.NeighborhoodAttention2D.__init__, linen.NeighborhoodAttention2D)
+    for function in (*modules, attention_fn.neighborhood_attention_fn):
+        parameters = inspect.signature(function).parameters
+        assert set(WindowArguments._fields) <= parameters.keys()
+        assert all(parameters[name].default == default for name, default in OPTION_DEFAULTS.items())
+
+
+def test_the_profiler_has_flags_for_them() -> None:
+    arguments = vars(profiler_parser().parse_args(["-i", "8"]))
+    assert set(WINDOW_FLAGS) <= arguments.keys()
+    assert OPTION_DEFAULTS.keys() <= set(WINDOW_FLAGS)
