@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from natten_jax.rotary import apply_rotary, rotary_angles
 from tests.support.families import Family
-from tests.support.operand_calls import OperandCall, failures_in, failures_of, total
+from tests.support.operand_calls import CALLS, OperandCall, failures_in, failures_of, total
 from tests.support.problems import QUICK_COMPILATION
 
 
@@ -39,18 +41,48 @@ def _executing() -> contextlib.ExitStack:
 
 @pytest.mark.parametrize("mode", TRACED)
 def test_every_operand_is_traced(family: Family, mode: str) -> None:
+    """Each call with its gradients; in the mode of ranks also mapped, and in plain JAX in forward mode."""
     modes, dtype, terms_dtype = TRACED[mode]
     dtype = dtype if dtype in family.dtypes else family.dtype
 
     def lower(call: OperandCall) -> None:
         arrays = jax.tree.map(jnp.asarray, call.arrays(dtype, terms_dtype))
-        lowered = jax.jit(call.value_and_gradients(family.name)).lower(arrays)
-        _, gradients = lowered.out_info
+        function = call.value_and_gradients(family.name)
+        _, gradients = jax.jit(function).lower(arrays).out_info
         for name, gradient in gradients.items():
             assert (gradient.shape, gradient.dtype) == (arrays[name].shape, arrays[name].dtype), name
+        if mode != "ranks":
+            return
+        stacked = jax.tree.map(lambda array: jnp.stack([array, array]), arrays)
+        jax.eval_shape(jax.vmap(function), stacked)
+        _, first, *_ = arrays
+        jax.eval_shape(
+            jax.vmap(function, ({**dict.fromkeys(arrays, 0), first: None},)), {**stacked, first: arrays[first]}
+        )
+        if family.backend.is_differentiable and call.is_differentiable and "fp8" not in call.options:
+            floats = {name: arrays[name] for name in gradients}
+            for derived in (call.loss(family.name), function):
+                derived_of_floats = lambda floats, f=derived: f({**arrays, **floats})  # noqa: E731
+                jax.eval_shape(lambda t, f=derived_of_floats: jax.jvp(f, (t,), (t,)), floats)
 
     with modes():
         assert not failures_of(family, lower)
+        if family.target is not None:
+            calls = (
+                OperandCall("na2d", CALLS["na2d"].operands, {"kernel_size": (3, 4), name: True})
+                for name in ("backward_use_xla_reduction", "backward_deterministic")
+            )
+            assert not failures_in(dict(enumerate(calls)), lower)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", TRACED)
+def test_rotations_are_traced(mode: str) -> None:
+    modes, dtype, _ = TRACED[mode]
+    tokens, angles = jnp.ones((2, 3, 4, 2, 8), dtype), rotary_angles((3, 4), head_dim=8)
+    with modes():
+        for interleaved in (True, False):
+            rotate = functools.partial(apply_rotary, interleaved=interleaved)
+            jax.eval_shape(jax.grad(lambda tokens, f=rotate: total(f(tokens, angles))), tokens)
 
 
 def test_no_tracer_leaks(family: Family) -> None:
@@ -78,6 +110,7 @@ def test_every_operand_is_run(family: Family) -> None:
 #: Arguments of modules, and of calls of modules.
 MODULES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "plain": ({"num_kv_heads": 2, "normalize_qk": True}, {}),
+    "dropout of outputs": ({"proj_drop": 0.5, "deterministic": False}, {}),
     "relative bias": ({"relative_bias": True}, {}),
     "clamped": ({"relative_bias": True, "clamp_window": True, "kernel_size": 9, "dilation": 1}, {}),
     "dropout of weights": ({"attn_drop": 0.5, "proj_drop": 0.5, "deterministic": False}, {}),

@@ -53,25 +53,6 @@ def tiles(shape: tuple[int, ...]) -> dict[str, Any]:
     return dict.fromkeys(names, shape)
 
 
-@pytest.mark.parametrize("capability", CALLS)
-def test_small_windows_take_one_call_for_each_pass(capability: tuple[int, int], lowered: Callable[..., str]) -> None:
-    def loss(query: jax.Array, key: jax.Array) -> jax.Array:
-        return natten_jax.na2d(query, key, key, 7, dilation=2).astype("float32").sum()
-
-    text = lowered(capability, jax.grad(loss, (0, 1)), array(8, 28, 28, 4, 32), array(8, 28, 28, 2, 32))
-    assert calls(text) == ["natten_jax_sm80_small_forward", "natten_jax_sm80_small_backward"]
-
-
-@pytest.mark.parametrize("capability", CALLS)
-def test_the_gradient_of_a_table_has_its_shape(capability: tuple[int, int], lowered: Callable[..., str]) -> None:
-    def loss(query: jax.Array, table: jax.Array) -> jax.Array:
-        return natten_jax.na2d(query, query, query, (3, 5), relative_bias=table).astype("float32").sum()
-
-    text = lowered(capability, jax.grad(loss, (0, 1)), array(2, 28, 28, 4, 32), array(4, 5, 9, dtype=jnp.float32))
-    assert calls(text) == ["natten_jax_sm80_small_forward", "natten_jax_sm80_small_backward"]
-    assert "-> (tensor<2x28x28x4x32xbf16>" in text and "tensor<4x5x9xf32>" in text
-
-
 @pytest.mark.parametrize("arguments", [{}, tiles((8, 8))], ids=["small windows", "large windows"])
 @pytest.mark.parametrize("capability", CALLS)
 def test_a_loss_of_the_output_alone_has_no_zeros_written(
@@ -91,11 +72,18 @@ def test_a_loss_of_the_output_alone_has_no_zeros_written(
 
 
 @pytest.mark.parametrize("capability", CALLS)
-def test_a_table_is_copied_for_no_batch_entry(capability: tuple[int, int], lowered: Callable[..., str]) -> None:
-    def loss(query: jax.Array, table: jax.Array) -> jax.Array:
-        return natten_jax.na2d(query, query, query, (3, 5), relative_bias=table).astype("float32").sum()
+def test_small_windows_take_one_call_and_one_table(capability: tuple[int, int], lowered: Callable[..., str]) -> None:
+    """A call for each pass, and no copies of the table for batch entries."""
 
-    text = lowered(capability, jax.grad(loss, (0, 1)), array(16, 28, 28, 4, 32), array(4, 5, 9, dtype=jnp.float32))
+    def loss(query: jax.Array, table: jax.Array | None) -> jax.Array:
+        out = natten_jax.na2d(query, query, query, (3, 5), dilation=2, relative_bias=table)
+        return out.astype("float32").sum()
+
+    query, table = array(16, 28, 28, 4, 32), array(4, 5, 9, dtype=jnp.float32)
+    plain = lowered(capability, jax.grad(functools.partial(loss, table=None)), query)
+    text = lowered(capability, jax.grad(loss, (0, 1)), query, table)
+    assert calls(plain) == calls(text) == ["natten_jax_sm80_small_forward", "natten_jax_sm80_small_backward"]
+    assert "-> (tensor<16x28x28x4x32xbf16>" in text and "tensor<4x5x9xf32>" in text
     assert "tensor<1x4x45xf32>" in text
     assert not re.search(r"(broadcast_in_dim|pad|reduce)[^\n]*tensor<16x4x\d+xf32>", text)
 
@@ -114,17 +102,7 @@ def test_a_gradient_is_three_kernels_calls(capability: tuple[int, int], lowered:
 
 
 @pytest.mark.parametrize("capability", CALLS)
-def test_narrow_heads_are_not_widened(capability: tuple[int, int], lowered: Callable[..., str]) -> None:
-    def loss(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        return natten_jax.na1d(query, key, value, 9, **tiles((64,))).astype("float32").sum()
-
-    text = lowered(capability, jax.grad(loss, (0, 1, 2)), *(array(2, 64, 4, width) for width in (40, 40, 24)))
-    assert calls(text) == CALLS[capability]
-    assert "stablehlo.pad" not in text
-
-
-@pytest.mark.parametrize("capability", CALLS)
-@pytest.mark.parametrize(("width", "width_v"), [(12, 12), (17, 4), (1, 250), (32, 20)])
+@pytest.mark.parametrize(("width", "width_v"), [(12, 12), (17, 4), (1, 250), (32, 20), (40, 24)])
 def test_heads_of_any_width_run_on_kernels(
     capability: tuple[int, int], width: int, width_v: int, lowered: Callable[..., str]
 ) -> None:
@@ -137,6 +115,7 @@ def test_heads_of_any_width_run_on_kernels(
     text = lowered(capability, jax.grad(loss, (0, 1, 2)), *arrays)
     assert calls(text) == CALLS[capability]
     wide, wide_v = (-(-each // 8) * 8 for each in (width, width_v))
+    assert ("stablehlo.pad" in text) == ((wide, wide_v) != (width, width_v))
     forward = next(line for line in text.splitlines() if f"@{CALLS[capability][0]}(" in line)
     assert f"2x1x1x64x4x{wide}xbf16" in forward
     assert f"2x1x1x64x4x{wide_v}xbf16" in forward
@@ -157,13 +136,35 @@ def test_equal_layers_share_their_program(capability: tuple[int, int], lowered: 
     assert sorted(calls(text)) == sorted(CALLS[capability])
 
 
-@pytest.mark.parametrize("options", [{"backend": "cutlass-fna"}, {"backend": "flex-fna"}, {}])
-def test_elements_choose_the_backend(options: dict[str, Any], lowered: Callable[..., str]) -> None:
-    def operator(x: jax.Array) -> jax.Array:
-        return natten_jax.na1d(x, x, x, 9, **options)
+@pytest.mark.parametrize(
+    ("capability", "dtype", "kernel_size", "has_extents", "backend", "expected"),
+    [
+        (HOPPER, "float32", 9, False, "cutlass-fna", ["sm80_forward"]),
+        (HOPPER, "float32", 9, False, "flex-fna", []),
+        (HOPPER, "float32", 9, False, None, ["sm80_forward"]),
+        (HOPPER, "bfloat16", 25, True, None, ["sm90_forward"]),
+        (HOPPER, "bfloat16", 7, True, None, ["sm80_small_forward"]),
+        (ADA, "bfloat16", 7, True, None, ["sm80_small_forward"]),
+        (HOPPER, "bfloat16", 20, True, "hopper-fna", ["sm90_forward"]),
+        (ADA, "bfloat16", 20, True, "cutlass-fna", ["sm80_forward"]),
+    ],
+)
+def test_elements_windows_and_padding_choose_the_kernel(
+    capability: tuple[int, int], dtype: str, kernel_size: int, has_extents: bool, backend: str | None,
+    expected: list[str], lowered: Callable[..., str],
+) -> None:  # fmt: skip
+    def loss(query: jax.Array, extents: jax.Array) -> jax.Array:
+        more: Any = {"extents": extents} if has_extents else {}
+        return natten_jax.na2d(query, query, query, kernel_size, backend=backend, **more).astype("float32").sum()
 
-    text = lowered(HOPPER, operator, array(2, 64, 4, 64, dtype=jnp.float32))
-    assert calls(text) == ([] if options.get("backend") == "flex-fna" else ["natten_jax_sm80_forward"])
+    shapes = array(4, 32, 40, 4, 64, dtype=dtype), array(4, 2, dtype=jnp.int32)
+    found = calls(lowered(capability, loss, *shapes))
+    assert found == [f"natten_jax_{name}" for name in expected]
+    if has_extents and backend is not None:  # one call for each pass, with the extents
+        text = lowered(capability, jax.grad(functools.partial(loss), 0), *shapes)
+        assert calls(text) == CALLS[capability]
+        for line in filter(lambda line: "custom_call @natten_jax" in line, text.splitlines()):
+            assert "tensor<4x3x3xi32>" in line or "delta" in line
 
 
 def test_batches_are_folded_into_one_call(lowered: Callable[..., str]) -> None:
@@ -212,32 +213,3 @@ def test_precision_is_that_of_the_call_not_of_the_compilation(
 
     text = lowered(HOPPER, jax.grad(loss), array(2, 64, 4, 64, dtype=jnp.float32))
     assert text.count(f"is_accurate = {is_accurate} : i64") == 2  # forward and backward
-
-
-@pytest.mark.parametrize("capability", CALLS)
-def test_padded_batches_take_one_call_for_each_pass(capability: tuple[int, int], lowered: Callable[..., str]) -> None:
-    family = "hopper" if capability == HOPPER else "cutlass"
-
-    def loss(query: jax.Array, key: jax.Array, extents: jax.Array) -> jax.Array:
-        out = natten_jax.na2d(query, key, key, 20, extents=extents, backend=f"{family}-fna", **tiles((8, 8)))
-        return out.astype("float32").sum()
-
-    shapes = array(4, 32, 40, 4, 64), array(4, 32, 40, 2, 64), array(4, 2, dtype=jnp.int32)
-    text = lowered(capability, jax.grad(loss, (0, 1)), *shapes)
-    assert calls(text) == CALLS[capability]
-    for line in filter(lambda line: "custom_call @natten_jax" in line, text.splitlines()):
-        assert "tensor<4x3x3xi32>" in line or "delta" in line
-
-
-@pytest.mark.parametrize(
-    ("capability", "kernel_size", "expected"),
-    [(HOPPER, 25, "sm90_forward"), (HOPPER, 7, "sm80_small_forward"), (ADA, 7, "sm80_small_forward")],
-)
-def test_padded_layouts_run_where_whole_ones_do(
-    capability: tuple[int, int], kernel_size: int, expected: str, lowered: Callable[..., str]
-) -> None:
-    def function(query: jax.Array, extents: jax.Array) -> jax.Array:
-        return natten_jax.na2d(query, query, query, kernel_size, extents=extents)
-
-    shapes = array(4, 32, 40, 4, 64), array(4, 2, dtype=jnp.int32)
-    assert calls(lowered(capability, function, *shapes)) == [f"natten_jax_{expected}"]

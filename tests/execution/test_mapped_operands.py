@@ -10,7 +10,7 @@ from tests.support.operand_calls import Arrays, OperandCall, failures_of
 from tests.support.problems import QUICK_COMPILATION
 
 #: Calls of plain JAX under test, because XLA takes long to compile all of them.
-_OF_PLAIN_JAX = "relative bias", "sinks", "extents", "weights", "weights, wrap", "mixed values", "merged"
+_OF_PLAIN_JAX = "origins of entries, every term", "extents", "weights", "weights, wrap", "mixed values", "merged"
 
 
 def _changed(array: np.ndarray) -> np.ndarray:

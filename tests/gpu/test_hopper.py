@@ -1,7 +1,4 @@
-"""What only an NVIDIA GPU shows of the Hopper kernels: command buffers, very large arrays, their names in traces.
-
-Their results are checked with those of every other family in ``test_operators.py``.
-"""
+"""The kernels for Hopper: calls, large arrays, gradients and 8-bit arrays."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,13 @@ from jax.profiler import ProfileData
 import natten_jax
 from tests.support import oracle
 from tests.support.families import BOUNDS
+from tests.support.float8 import factors_for, scaled
+from tests.support.problems import Case
+
+# What only an NVIDIA GPU shows of the Hopper kernels: command buffers, very large arrays, their names in traces.
+#
+# Their results are checked with those of every other family in ``test_operators.py``.
+
 
 pytestmark = pytest.mark.gpu
 
@@ -192,3 +197,232 @@ def test_profiler_names_the_kernels(arguments: str, operation: str, tmp_path: Pa
     assert attention["calls"] == 1
     assert 0 < attention["runtime"] < 1e-3
     assert operation in finished.stdout
+
+
+# What the gradients of the Hopper kernels have to be tested for beyond ``test_operators.py``.
+
+
+BACKEND = "hopper-fna"
+
+
+def arrays_of(
+    layout: tuple[int, ...], heads: int, heads_kv: int, head_dim: int, head_dim_v: int, batch: int = 2
+) -> list[jax.Array]:
+    """Query, key, value and an output cotangent."""
+    shapes = [(batch, *layout, n, d) for n, d in ((heads, head_dim), (heads_kv, head_dim), (heads_kv, head_dim_v))]
+    keys = jax.random.split(jax.random.key(sum(layout)), 4)
+    arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=False)]
+    cotangent = 0.05 * jax.random.normal(keys[3], (batch, *layout, heads, head_dim_v))
+    return [*arrays, cotangent.astype(jnp.bfloat16)]
+
+
+def differentiate(rank: int, **arguments: Any) -> Callable[[list[jax.Array]], list[np.ndarray]]:
+    """A compiled function of operands and an output cotangent that returns the gradients."""
+    operator = getattr(natten_jax, f"na{rank}d")
+
+    @jax.jit
+    def program(operands: list[jax.Array], cotangent: jax.Array) -> Any:
+        return jax.vjp(lambda *each: operator(*each, **arguments, backend=BACKEND), *operands)[1](cotangent)
+
+    return lambda arrays: [np.asarray(gradient, np.float64) for gradient in program(arrays[:-1], arrays[-1])]
+
+
+def gradients(arrays: list[jax.Array], **arguments: Any) -> list[np.ndarray]:
+    return differentiate(arrays[0].ndim - 3, **arguments)(arrays)
+
+
+def assert_gradients(results: list[np.ndarray], arrays: list[jax.Array], windows: dict[str, Any]) -> None:
+    """Compare gradients of a few batch entries with the oracle's."""
+    layout, head_dim = arrays[0].shape[1:-2], arrays[0].shape[-1]
+    filled = {"stride": 1, "dilation": 1, "is_causal": False, **windows}
+    per_axis = [
+        value if isinstance(value, tuple) else (value,) * len(layout)
+        for value in (filled[name] for name in ("kernel_size", "stride", "dilation", "is_causal"))
+    ]
+    query, key, value, cotangent = (np.asarray(array, np.float64) for array in arrays)
+    mask = oracle.neighborhood_mask(layout, *per_axis)
+    expected = oracle.reference(
+        oracle.Tensors(query, key, value, None, None), mask, head_dim**-0.5, cotangent, np.zeros(cotangent.shape[:-1])
+    ).gradients
+    for result, reference in zip(results, expected[:3], strict=True):
+        assert np.linalg.norm(result - reference) <= BOUNDS["bfloat16"] * np.linalg.norm(reference)
+
+
+@pytest.mark.parametrize(
+    ("layout", "windows", "q_tile", "kv_tile"),
+    [
+        ((301,), {"kernel_size": (70,), "stride": (9,)}, (64,), (128,)),
+        ((301,), {"kernel_size": (31,), "dilation": (4,), "is_causal": (True,)}, (50,), (90,)),
+        ((37, 29), {"kernel_size": (11, 7), "stride": (3, 2)}, (7, 9), (9, 13)),
+        ((23, 31), {"kernel_size": (5, 9), "dilation": (3, 2), "is_causal": (False, True)}, (16, 4), (8, 16)),
+        ((7, 11, 13), {"kernel_size": (3, 5, 7), "stride": (1, 2, 5)}, (2, 4, 8), (3, 5, 7)),
+        ((9, 10, 11), {"kernel_size": (4, 3, 2), "dilation": (2, 3, 4)}, (1, 3, 5), (2, 8, 8)),
+    ],
+)
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(128, 64), (8, 24), (40, 128), (64, 48), (192, 136), (64, 256)])
+def test_tiles_and_windows_that_do_not_divide_the_layout(
+    layout: tuple[int, ...],
+    windows: dict[str, Any],
+    q_tile: tuple[int, ...],
+    kv_tile: tuple[int, ...],
+    head_dim: int,
+    head_dim_v: int,
+) -> None:
+    if max(head_dim, head_dim_v) > 128:  # whose kernel takes half as many keys at once
+        kv_tile = (*kv_tile[:-1], kv_tile[-1] // 2)
+    arrays = arrays_of(layout, 4, 2, head_dim, head_dim_v)
+    results = gradients(arrays, **windows, backward_q_tile_shape=q_tile, backward_kv_tile_shape=kv_tile)
+    assert_gradients(results, arrays, windows)
+
+
+def test_batches_may_be_larger_than_a_grid_is_high() -> None:
+    arrays = arrays_of((8,), 2, 1, 64, 64, batch=65_537)  # CUDA's grids are at most 65,535 blocks high
+    results = gradients(arrays, kernel_size=(3,))
+    assert_gradients([each[-2:] for each in results], [each[-2:] for each in arrays], {"kernel_size": (3,)})
+
+
+def test_the_reduction_may_be_left_to_xla() -> None:
+    arrays = arrays_of((40, 24), 4, 4, 64, 64)
+    kernel, xla = (gradients(arrays, kernel_size=7, backward_use_xla_reduction=each) for each in (False, True))
+    for one, other in zip(kernel, xla, strict=True):
+        assert np.linalg.norm(one - other) <= 1e-3 * np.linalg.norm(one)
+
+
+@pytest.mark.parametrize(
+    ("layout", "windows"),
+    [
+        ((4096,), {"kernel_size": (4096,)}),
+        ((4096,), {"kernel_size": (4096,), "is_causal": (True,)}),
+        ((5000,), {"kernel_size": (777,), "dilation": (3,)}),
+        ((96, 80), {"kernel_size": (25, 19), "stride": (2, 3)}),
+        ((18, 20, 33), {"kernel_size": (7, 8, 9), "dilation": (2, 1, 3), "is_causal": (True, False, False)}),
+    ],
+)
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_gradients_are_the_same_in_every_run(
+    layout: tuple[int, ...], windows: dict[str, Any], is_deterministic: bool
+) -> None:
+    arrays = arrays_of(layout, 6, 3, 128, 72)
+    run = differentiate(len(layout), **windows, backward_deterministic=is_deterministic)
+    first = run(arrays)
+    for _ in range(19):
+        # Key and value gradients are in any case.
+        for one, other in list(zip(first, run(arrays), strict=True))[0 if is_deterministic else 1 :]:
+            np.testing.assert_array_equal(one, other)
+
+
+# The Hopper kernels for 8-bit arrays: against float64 of the numbers that the 8 bits are.
+
+
+E4M3 = "float8_e4m3fn"
+
+#: Relative error of a weight that is rounded to e4m3, and of sums of products: the matrix units keep 13 bits.
+OF_WEIGHTS, OF_SUMS = 2.0**-4, 2.0**-12
+
+FLOAT8_CASES = {
+    "1-D causal": Case((500,), (77,), dilation=(2,), is_causal=(True,), heads=4, heads_kv=2, head_dim=128, batch=2),
+    "2-D": Case((31, 40), (9, 13), stride=(2, 1), heads=2, head_dim=128, batch=2),
+    "2-D cut": Case((31, 40), (9, 13), edges=("cut", "shift"), heads=2, head_dim=96, batch=2),
+    "2-D around": Case((32, 40), (9, 13), edges=("wrap", "cut"), heads=2, head_dim=128, batch=1),
+    "3-D": Case((9, 12, 14), (5, 6, 7), stride=(1, 2, 2), heads=3, heads_kv=1, head_dim=128, batch=1),
+    "3-D dilated": Case((9, 12, 14), (3, 3, 4), dilation=(2, 2, 3), heads=2, head_dim=64, batch=1),
+    "additional": Case((20, 30), (7, 9), heads=4, heads_kv=2, head_dim=128, batch=2, additional=37, fused=True),
+    "narrow": Case((20, 30), (7, 9), heads=4, heads_kv=2, head_dim=24, head_dim_v=48, batch=2),
+    "wide": Case((20, 30), (7, 9), heads=2, head_dim=192, head_dim_v=208, batch=1),
+    "wider values": Case((20, 30), (7, 9), heads=2, head_dim=64, head_dim_v=256, batch=1, additional=10, fused=True),
+    "widest": Case((400,), queries=300, heads=2, head_dim=256, batch=1),
+    "attention": Case((333,), queries=201, is_causal=(True,), heads=4, heads_kv=2, head_dim=128, batch=2),
+}
+
+
+def check(case: Case, kind: str | None, seed: int, **arguments: Any) -> None:
+    """Compare output and logsumexp with the oracle's."""
+    operands = case.host_operands(E4M3, seed)
+    factors = {} if kind is None else factors_for(kind, case, seed)
+    wide = scaled(case, operands, factors) if factors else jax.tree.map(lambda each: each.astype(np.float64), operands)
+    backend = "hopper-fna" if case.queries is None else "hopper-fmha"
+    out, logsumexp = jax.jit(case.operator(backend, **factors, **arguments))(jax.tree.map(jnp.asarray, operands))
+    expected = oracle.forward(wide, case.mask(), case.actual_scale)
+    spread = oracle.spread(wide, case.mask(), case.actual_scale)
+    rounding = float(jnp.finfo(out.dtype).eps) / 2
+    largest = max(np.linalg.norm(each, axis=-1).max() for each in (wide.query, wide.key))
+    of_logits = OF_SUMS * case.actual_scale * largest**2
+    off = np.linalg.norm(np.asarray(out, np.float64) - expected.out)
+    assert off <= OF_WEIGHTS * np.linalg.norm(spread) + (rounding + of_logits) * np.linalg.norm(expected.out)
+    assert np.abs(np.asarray(logsumexp, np.float64) - expected.lse).max() <= of_logits
+
+
+@pytest.mark.parametrize("kind", [None, "tensor", "head"])
+@pytest.mark.parametrize("name", FLOAT8_CASES)
+def test_results_are_those_of_the_numbers(name: str, kind: str | None) -> None:
+    check(FLOAT8_CASES[name], kind, 0)
+
+
+@pytest.mark.parametrize("schedule", ["non", "coop", "pp"])
+def test_schedules(schedule: str) -> None:
+    check(FLOAT8_CASES["3-D"], "head", 1, kernel_schedule=schedule)
+
+
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float16"])
+def test_output_has_the_type_that_is_asked_for(out_dtype: str) -> None:
+    check(FLOAT8_CASES["2-D"], "head", 2, out_dtype=out_dtype)
+
+
+def drawn(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_sums_over_many_keys_lose_nothing(head_dim: int) -> None:
+    """Weights that are much the same and values of one sign: 13 bits would lose a third of such sums."""
+    keys = 131_072
+    query, key = ((0.5 * drawn(i, 1, n, 1, head_dim)).astype(E4M3) for i, n in enumerate((128, keys)))
+    value = jnp.ones((1, keys, 1, head_dim), E4M3)
+    out = natten_jax.attention(query, key, value, backend="hopper-fmha", out_dtype="float16")
+    np.testing.assert_allclose(np.asarray(out, np.float64), 1, atol=2e-3)
+
+
+def test_weights_do_not_saturate_where_logits_keep_rising() -> None:
+    """Each tile of keys has logits that are larger than those before, by less and by more than a factor of two."""
+    tokens = 2048
+    steps = jnp.linspace(0, 40, tokens).reshape(1, tokens, 1, 1)
+    query = jnp.ones((1, 128, 1, 64), E4M3)
+    key = jnp.broadcast_to(steps / 64, (1, tokens, 1, 64)).astype(E4M3)
+    value = drawn(0, 1, tokens, 1, 64).astype(E4M3)
+    for scale in (0.25, 1.0, 8.0):
+        out = natten_jax.attention(query, key, value, scale=scale, backend="hopper-fmha")
+        wide = oracle.Tensors(*(np.asarray(each, np.float64) for each in (query, key, value)))
+        mask = oracle.attention_mask(128, tokens, False)
+        expected, spread = oracle.forward(wide, mask, scale).out, oracle.spread(wide, mask, scale)
+        assert np.linalg.norm(np.asarray(out, np.float64) - expected) <= OF_WEIGHTS * np.linalg.norm(spread)
+
+
+def test_large_logits_leave_the_largest_alone() -> None:
+    query = (448 * jnp.sign(drawn(0, 1, 128, 2, 128))).astype(E4M3)
+    key = (448 * jnp.sign(drawn(1, 1, 300, 2, 128))).astype(E4M3)
+    value = drawn(2, 1, 300, 2, 128).astype(E4M3)
+    products = jnp.einsum("bqhd,bkhd->bhqk", *(each.astype(jnp.float32) for each in (query, key)))
+    best = jnp.argmax(products, axis=-1)[0]
+    is_alone = np.asarray(jnp.sum(products == products.max(-1, keepdims=True), axis=-1)[0] == 1)
+    expected = jnp.take_along_axis(value[0].astype(jnp.float32).swapaxes(0, 1), best[..., None], axis=1)
+    for scale in (1.0, 1e4):
+        out, logsumexp = natten_jax.attention(query, key, value, scale=scale, backend="hopper-fmha", return_lse=True)
+        found = np.asarray(out[0], np.float64).swapaxes(0, 1)
+        np.testing.assert_allclose(found[is_alone], np.asarray(expected, np.float64)[is_alone], rtol=0, atol=0)
+        assert np.isfinite(np.asarray(logsumexp)).all()
+
+
+def test_numbers_that_are_none_stay_where_they_are() -> None:
+    query, key, value = (drawn(i, 1, 256, 2, 128).astype(E4M3) for i in range(3))
+    key = key.at[0, 7, 0, 3].set(jnp.nan)
+    out = natten_jax.na1d(query, key, value, 31, backend="hopper-fna")
+    is_nan = np.all(np.isnan(np.asarray(out[0], np.float32)), axis=-1)
+    windows = oracle.neighborhood_mask((256,), (31,), (1,), (1,), (False,))
+    np.testing.assert_array_equal(is_nan[:, 0], windows[:, 7])
+    assert not is_nan[:, 1].any()
+
+
+def test_outputs_of_32_bits_are_refused() -> None:
+    query, key, value = (drawn(i, 1, 256, 2, 128).astype(E4M3) for i in range(3))
+    with pytest.raises(ValueError, match="have outputs of float16 or bfloat16, not float32"):
+        natten_jax.na1d(query, key, value, 31, backend="hopper-fna", out_dtype="float32")

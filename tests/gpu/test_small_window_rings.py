@@ -1,12 +1,11 @@
-"""The kernels for small windows with a ring: what they compute where they are chosen, and what is promised of bits.
-
-Random problems are those of ``python -m tests.fuzz --backend cutlass --direct --feature ring``.
-"""
+"""Kernels for small windows with a ring, without and with relative biases and biases of keys."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +14,352 @@ import pytest
 
 import natten_jax
 from natten_jax.cost_model import small_windows
-from natten_jax.performance import TilePair
+from natten_jax.performance import Pass, TilePair, tile_names
 from natten_jax.problem import Problem
 from natten_jax.simulator import problem_of
 from tests.support import oracle
+from tests.support.problems import OPERATORS
+
+# Small windows with a ring and a relative bias: results, and all gradients, of which those of queries have regions.
+#
+# Random problems are those of ``python -m tests.fuzz --backend cutlass --direct --feature relative_bias ring``.
+
 
 pytestmark = pytest.mark.gpu
 
-OPERATORS = {1: natten_jax.na1d, 2: natten_jax.na2d, 3: natten_jax.na3d}
+
+#: Layout, window, heads and their width; borders on all sides, most ragged ones.
+PROBLEMS: dict[str, tuple[tuple[int, ...], dict[str, Any], int, int]] = {
+    "13x13": ((37, 33), {"kernel_size": 13}, 8, 64),
+    "13x13, narrow": ((34, 41), {"kernel_size": 13}, 8, 32),
+    "strides": ((36, 38), {"kernel_size": (13, 12), "stride": (1, 3)}, 8, 64),
+    "causal": ((38, 35), {"kernel_size": (13, 13), "is_causal": (False, True)}, 8, 64),
+    "clips": ((8, 13, 12), {"kernel_size": (8, 7, 7)}, 6, 32),
+    "volume": ((11, 12, 10), {"kernel_size": 5}, 4, 32),
+}
+
 DEFAULTS: dict[str, Any] = {"stride": 1, "dilation": 1, "is_causal": False}
 
+DTYPES = [jnp.bfloat16, jnp.float16]
+
+#: Batch entries, which are all alike: what differs between them depends on when it was computed.
+COPIES = 40
+
+
+def windows_of(layout: tuple[int, ...], window: dict[str, Any]) -> dict[str, Any]:
+    """Every window argument, per dimension."""
+    every: dict[str, Any] = DEFAULTS | window
+    return {key: value if isinstance(value, tuple) else (value,) * len(layout) for key, value in every.items()}
+
+
+def window_of(name: str) -> dict[str, Any]:
+    return windows_of(*PROBLEMS[name][:2])
+
+
+def first_tiles(problem: Problem, pass_: Pass, is_wanted: Callable[[list[str]], bool]) -> TilePair:
+    """The fastest tiles of a pass with wanted kernels."""
+    for pair, _ in small_windows.ranked("cutlass", problem, pass_, (9, 0)):
+        found = small_windows.estimate("cutlass", problem, pass_, pair, (9, 0))
+        if found is not None and is_wanted([launch.kernel for launch in found.launches]):
+            return pair
+    raise AssertionError(f"no tiles of {problem} have a ring")
+
+
+def tiles_of_pass(pass_: Pass, pair: TilePair) -> dict[str, Any]:
+    return dict(zip(tile_names(pass_), pair, strict=True))
+
+
+def problem_of_copies(name: str, dtype: Any) -> Problem:
+    layout, _, heads, width = PROBLEMS[name]
+    sizes: dict[str, Any] = {"batch": COPIES, "heads": heads, "head_dim": width, "dtype": jnp.dtype(dtype).name}
+    return problem_of(layout, **window_of(name), **sizes)
+
+
+def ring_tiles(name: str, dtype: Any, pass_: Pass = "backward") -> TilePair:
+    """The fastest tiles with which a pass has a ring: in backward passes, key and value gradients have."""
+    problem = dataclasses.replace(problem_of_copies(name, dtype), relative_bias=True)
+    return first_tiles(problem, pass_, lambda kernels: kernels[-1].endswith("with a ring"))
+
+
+def drawn(name: str, dtype: Any, gain: float, has_tables_of_entries: bool = False) -> tuple[jax.Array, ...]:
+    """Query, key and value of one batch entry, a table, and the cotangent of the output."""
+    layout, _, heads, width = PROBLEMS[name]
+    shape = (1, *layout, heads, width)
+    query, key, value, cotangent = (jax.random.normal(jax.random.key(i), shape, jnp.float32) for i in range(4))
+    table = jax.random.normal(jax.random.key(4), (heads, *(2 * k - 1 for k in window_of(name)["kernel_size"])))
+    # Some offsets are hidden, but never all of those that a query sees.
+    table = table.at[1, 1].set(-jnp.inf)
+    halves = [array.astype(dtype) for array in (gain * query, key, value, cotangent)]
+    return (*halves[:3], table, halves[3])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def results(name: str, pair: TilePair, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Outputs and logsumexp of ``COPIES`` copies of a batch entry's query, key and value, and the table of all."""
+    query, key, value = (jnp.repeat(array, COPIES, 0) for array in arrays[:3])
+    function: Callable[..., tuple[jax.Array, ...]] = functools.partial(
+        OPERATORS[len(PROBLEMS[name][0])],
+        **window_of(name),
+        relative_bias=arrays[3],
+        backend="cutlass-fna",
+        **tiles_of_pass("forward", pair),
+        return_lse=True,
+    )
+    return function(query, key, value)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def gradients(name: str, pair: TilePair, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Gradients of ``COPIES`` copies of a batch entry's query, key and value, and the table that all have."""
+    *_, cotangent = arrays
+    query, key, value, cotangent = (jnp.repeat(array, COPIES, 0) for array in (*arrays[:3], cotangent))
+    function = functools.partial(
+        OPERATORS[len(PROBLEMS[name][0])],
+        **window_of(name),
+        backend="cutlass-fna",
+        **tiles_of_pass("backward", pair),
+    )
+    _, pullback = jax.vjp(lambda *of: function(*of[:3], relative_bias=of[3]), query, key, value, arrays[3])
+    found: tuple[jax.Array, ...] = pullback(cotangent)
+    return found
+
+
+@pytest.mark.parametrize("gain", [1.0, 40.0, 3000.0])  # beside large logits, sums are computed once more
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_results_with_a_relative_bias(name: str, dtype: Any, gain: float) -> None:
+    if gain > 100 and dtype == jnp.float16:
+        pytest.skip("float16 has no such numbers")
+    layout, _, heads, width = PROBLEMS[name]
+    arrays = drawn(name, dtype, gain)
+    out, logsumexp = results(name, ring_tiles(name, dtype, "forward"), *arrays[:4])
+    entries = oracle.relative_entries(layout, **window_of(name))
+    mask = oracle.neighborhood_mask(layout, **window_of(name))
+    bound = 1.8e-2 if dtype == jnp.bfloat16 else 3e-3
+    for head in range(heads):
+        own = slice(head, head + 1)
+        query, key, value = (np.asarray(arrays[i][..., own, :]) for i in range(3))
+        tensors = oracle.Tensors(query, key, value, relative_bias=np.asarray(arrays[3][own]))
+        exact = oracle.forward(tensors, mask, width**-0.5, entries)
+        of_head, of_rows = np.asarray(out[..., own, :]), np.asarray(logsumexp[..., own])
+        for found in (of_head, of_rows):
+            np.testing.assert_array_equal(found, np.broadcast_to(found[:1], found.shape))
+        assert np.linalg.norm(of_head[:1].astype(np.float64) - exact.out) <= bound * np.linalg.norm(exact.out)
+        assert np.linalg.norm(of_rows[:1].astype(np.float64) - exact.lse) <= 2e-6 * np.linalg.norm(exact.lse)
+
+
+@pytest.mark.parametrize("gain", [1.0, 40.0, 3000.0])  # beside large logits, gradients need what float32 leaves out
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_gradients_with_a_relative_bias(name: str, dtype: Any, gain: float) -> None:
+    if gain > 100 and dtype == jnp.float16:
+        pytest.skip("float16 has no such numbers")
+    layout, _, heads, width = PROBLEMS[name]
+    arrays = drawn(name, dtype, gain)
+    found = gradients(name, ring_tiles(name, dtype), *arrays)
+    entries = oracle.relative_entries(layout, **window_of(name))
+    mask = oracle.neighborhood_mask(layout, **window_of(name))
+    bound = 1.8e-2 if dtype == jnp.bfloat16 else 3e-3
+    if gain > 100:
+        # All but a few queries see one key, and have no gradient; those of the few are what rounded outputs leave of
+        # differences: float64 with outputs rounded to bfloat16 is up to 3.9e-2 off.
+        bound = 7e-2
+    for head in (1, heads - 1):
+        own = slice(head, head + 1)
+        query, key, value, upstream = (np.asarray(arrays[i][..., own, :]) for i in (0, 1, 2, 4))
+        tensors = oracle.Tensors(query, key, value, relative_bias=np.asarray(arrays[3][own]))
+        of_logsumexp = np.zeros(upstream.shape[:-1])
+        exact = oracle.reference(tensors, mask, width**-0.5, upstream, of_logsumexp, entries=entries).gradients
+        for gradient, expected in zip(found[:3], exact[:3], strict=True):
+            of_head = np.asarray(gradient[..., own, :])
+            np.testing.assert_array_equal(of_head, np.broadcast_to(of_head[:1], of_head.shape))
+            error = of_head[:1].astype(np.float64) - expected
+            assert np.linalg.norm(error) <= bound * np.linalg.norm(expected)
+        of_table = COPIES * np.asarray(exact.relative_bias)
+        error = np.asarray(found[3][own], np.float64) - of_table
+        assert np.linalg.norm(error) <= bound * np.linalg.norm(of_table)
+
+
+@pytest.mark.parametrize("name", ["13x13", "13x13, narrow", "clips", "volume"])
+@pytest.mark.parametrize("function", [results, gradients])
+def test_a_call_with_a_relative_bias_is_reproducible(function: Callable[..., Any], name: str) -> None:
+    arrays = drawn(name, jnp.bfloat16, 1.0)
+    pair = ring_tiles(name, jnp.bfloat16, "forward" if function is results else "backward")
+    first = function(name, pair, *arrays)
+    for _ in range(20):
+        jax.tree.map(np.testing.assert_array_equal, function(name, pair, *arrays), first)
+
+
+def test_heads_have_scales_sinks_and_tables_of_their_own() -> None:
+    """With tables and scales of batch entries, a call is as many calls of one entry each."""
+    name, dtype = "13x13, narrow", jnp.bfloat16
+    *arrays, table, cotangent = drawn(name, dtype, 1.0)
+    heads, width = PROBLEMS[name][2:]
+    batch = 4
+    shift = jnp.arange(COPIES * batch, dtype=jnp.float32)
+    tables = table + 0.01 * shift[::COPIES, None, None, None]
+    scales = width**-0.5 * jnp.linspace(0.5, 1.5, batch * heads).reshape(batch, heads)
+    sinks = jnp.linspace(-4.0, 4.0, heads)
+    forward_pair, pair = ring_tiles(name, dtype, "forward"), ring_tiles(name, dtype)
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, table: jax.Array, scale: jax.Array) -> jax.Array:
+        found = OPERATORS[2](
+            *(jnp.repeat(array, COPIES, 0) for array in (query, key, value)),
+            **window_of(name),
+            scale=scale,
+            relative_bias=table,
+            sinks=sinks,
+            backend="cutlass-fna",
+            **tiles_of_pass("forward", forward_pair),
+            **tiles_of_pass("backward", pair),
+        )
+        return jnp.sum(found.astype(jnp.float32) * cotangent.astype(jnp.float32))
+
+    differentiate = jax.grad(attend, (0, 1, 2, 3))
+    mapped = jax.jit(jax.vmap(differentiate, (None, None, None, 0, 0)))(*arrays, tables, scales)
+    for i in range(batch):
+        alone = jax.jit(differentiate)(*arrays, tables[i], scales[i])
+        for one, other in zip(mapped, alone, strict=True):
+            error = np.asarray(one[i], np.float64) - np.asarray(other, np.float64)
+            assert np.linalg.norm(error) <= 1e-3 * np.linalg.norm(np.asarray(other, np.float64))
+
+
+# Small windows with a ring and biases of keys: results_with_key_bias and all gradients.
+#
+# Random problems are those of ``python -m tests.fuzz --backend cutlass --direct --feature key_bias ring``.
+
+
+class Biased(NamedTuple):
+    """Operands of one batch entry, and the cotangents of its output and logsumexp."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    key_bias: jax.Array
+    cotangent: jax.Array
+    lse_cotangent: jax.Array
+
+
+def key_bias_tiles(name: str, dtype: Any, pass_: Pass) -> TilePair:
+    """The fastest tiles with which all kernels of a pass have a ring."""
+    problem = dataclasses.replace(problem_of_copies(name, dtype), key_bias=True)
+    return first_tiles(problem, pass_, lambda kernels: all("with a ring" in kernel for kernel in kernels))
+
+
+def drawn_with_key_bias(name: str, dtype: Any, gain: float, kind: str) -> Biased:
+    """A third of the keys is hidden, and all that some queries see; no gradient comes from the latter's logsumexp."""
+    layout, _, heads, width = PROBLEMS[name]
+    shape = (1, *layout, heads, width)
+    query, key, value, cotangent = (jax.random.normal(jax.random.key(i), shape, jnp.float32) for i in range(4))
+    bias = 2 * jax.random.normal(jax.random.key(4), (1, *((heads,) if kind == "heads" else ()), *layout))
+    bias = jnp.where(jax.random.bernoulli(jax.random.key(5), 1 / 3, bias.shape), -jnp.inf, bias)
+    corner = tuple(slice(0, k + 2) for k in window_of(name)["kernel_size"])
+    bias = bias.at[(..., *corner)].set(-jnp.inf)
+    of_logsumexp = jax.random.normal(jax.random.key(6), shape[:-1])
+    of_logsumexp = of_logsumexp.at[(0, *corner)].set(0.0)
+    query, key, value, cotangent = (array.astype(dtype) for array in (gain * query, key, value, cotangent))
+    return Biased(query, key, value, bias, cotangent, of_logsumexp)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def results_with_key_bias(
+    name: str, tiles: TilePair, backward_tiles: TilePair, arrays: Biased
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Outputs and logsumexp, and gradients, of ``COPIES`` copies of a batch entry."""
+    query, key, value, bias, *cotangents = (jnp.repeat(array, COPIES, 0) for array in arrays)
+    function = functools.partial(
+        OPERATORS[len(PROBLEMS[name][0])],
+        **window_of(name),
+        backend="cutlass-fna",
+        **tiles_of_pass("forward", tiles),
+        **tiles_of_pass("backward", backward_tiles),
+        return_lse=True,
+    )
+    found, pullback = jax.vjp(lambda *of: function(*of[:3], key_bias=of[3]), query, key, value, bias)
+    return tuple(found), pullback(tuple(cotangents))
+
+
+def tiles_of(name: str, dtype: Any) -> tuple[TilePair, TilePair]:
+    return key_bias_tiles(name, dtype, "forward"), key_bias_tiles(name, dtype, "backward")
+
+
+@pytest.mark.parametrize("gain", [1.0, 40.0, 3000.0])  # beside large logits, gradients need what float32 leaves out
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["tokens", "heads"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_biases_of_keys(name: str, kind: str, dtype: Any, gain: float) -> None:
+    if gain > 100 and dtype == jnp.float16:
+        pytest.skip("float16 has no such numbers")
+    layout, _, heads, width = PROBLEMS[name]
+    arrays = drawn_with_key_bias(name, dtype, gain, kind)
+    (out, logsumexp), found = results_with_key_bias(name, *tiles_of(name, dtype), arrays)
+    mask = oracle.neighborhood_mask(layout, **window_of(name))
+    bound = 1.8e-2 if dtype == jnp.bfloat16 else 3e-3
+    if gain > 100:
+        bound = 7e-2  # see test_gradients_with_a_relative_bias
+    of_all = np.zeros((1, *layout))
+    for head in range(heads) if kind == "tokens" else (1, heads - 1):
+        own = slice(head, head + 1)
+        query, key, value, upstream = (np.asarray(arrays[i][..., own, :]) for i in (0, 1, 2, 4))
+        bias = np.asarray(arrays.key_bias[:, own] if kind == "heads" else arrays.key_bias)
+        tensors = oracle.Tensors(query, key, value, key_bias=bias)
+        of_lse = np.asarray(arrays.lse_cotangent[..., own])
+        exact = oracle.reference(tensors, mask, width**-0.5, upstream, of_lse)
+        of_all += np.asarray(exact.gradients.key_bias).reshape(of_all.shape)
+        pairs = [
+            (out[..., own, :], exact.forward.out),
+            *zip((each[..., own, :] for each in found[:3]), exact.gradients[:3], strict=True),
+        ]
+        if kind == "heads":
+            pairs.append((found[3][:, own], exact.gradients.key_bias))
+        for of_head, expected in pairs:
+            values = np.asarray(of_head)
+            np.testing.assert_array_equal(values, np.broadcast_to(values[:1], values.shape))
+            error = values[:1].astype(np.float64) - expected
+            assert np.linalg.norm(error) <= bound * np.linalg.norm(expected)
+        of_rows = np.asarray(logsumexp[:1, ..., own], np.float64)
+        is_seen = np.isfinite(exact.forward.lse)
+        assert 0 < is_seen.sum() < is_seen.size
+        np.testing.assert_array_equal(of_rows[~is_seen], exact.forward.lse[~is_seen])
+        error = of_rows[is_seen] - exact.forward.lse[is_seen]
+        assert np.linalg.norm(error) <= 2e-6 * np.linalg.norm(exact.forward.lse[is_seen])
+    if kind == "tokens":
+        error = np.asarray(found[3][:1], np.float64) - of_all
+        assert np.linalg.norm(error) <= bound * np.linalg.norm(of_all)
+
+
+@pytest.mark.parametrize("name", ["13x13", "13x13, narrow", "clips", "volume"])
+def test_biases_of_keys_are_reproducible(name: str) -> None:
+    arrays, tiles = drawn_with_key_bias(name, jnp.bfloat16, 1.0, "heads"), tiles_of(name, jnp.bfloat16)
+    first = results_with_key_bias(name, *tiles, arrays)
+    for _ in range(20):
+        jax.tree.map(np.testing.assert_array_equal, results_with_key_bias(name, *tiles, arrays), first)
+
+
+def test_what_hides_nothing_changes_nothing() -> None:
+    """Biases of zero give the bits of a call without any."""
+    name = "13x13"
+    arrays = drawn_with_key_bias(name, jnp.bfloat16, 1.0, "tokens")
+    arrays = arrays._replace(key_bias=jnp.zeros_like(arrays.key_bias))
+    tiles = tiles_of(name, jnp.bfloat16)
+    (out, logsumexp), _ = results_with_key_bias(name, *tiles, arrays)
+    plain = OPERATORS[2](
+        *(jnp.repeat(array, COPIES, 0) for array in arrays[:3]),
+        **window_of(name),
+        backend="cutlass-fna",
+        **tiles_of_pass("forward", tiles[0]),
+        return_lse=True,
+    )
+    jax.tree.map(np.testing.assert_array_equal, (out, logsumexp), tuple(plain))
+
+
+# The kernels for small windows with a ring: what they compute where they are chosen, and what is promised of bits.
+#
+# Random problems are those of ``python -m tests.fuzz --backend cutlass --direct --feature ring``.
+
+
 #: Layout, window, heads of queries and of keys, their width; each has borders on all sides, most ragged ones.
-PROBLEMS: dict[str, tuple[tuple[int, ...], dict[str, Any], int, int, int]] = {
+PLAIN_PROBLEMS: dict[str, tuple[tuple[int, ...], dict[str, Any], int, int, int]] = {
     "13x13": ((61, 75), {"kernel_size": 13}, 8, 8, 64),
     "13x13, narrow": ((62, 77), {"kernel_size": 13}, 8, 8, 32),
     "strides": ((64, 50), {"kernel_size": (13, 12), "stride": (1, 3)}, 8, 8, 64),
@@ -37,26 +370,21 @@ PROBLEMS: dict[str, tuple[tuple[int, ...], dict[str, Any], int, int, int]] = {
     "causal volume": ((12, 21, 18), {"kernel_size": (5, 5, 4), "is_causal": (True, False, False)}, 4, 2, 64),
     "causal clips": ((15, 7, 11), {"kernel_size": (7, 3, 8), "is_causal": (True, False, False)}, 6, 3, 64),
 }
-DTYPES = [jnp.bfloat16, jnp.float16]
 
 
 def problem_named(name: str, batch: int, dtype: Any) -> Problem:
-    layout, window, heads, heads_kv, width = PROBLEMS[name]
+    layout, window, heads, heads_kv, width = PLAIN_PROBLEMS[name]
     sizes: dict[str, Any] = {"batch": batch, "heads": heads, "heads_kv": heads_kv, "head_dim": width}
     return problem_of(layout, **(DEFAULTS | window), dtype=jnp.dtype(dtype).name, **sizes)
 
 
-def ring_tiles(problem: Problem) -> TilePair:
+def plain_tiles(problem: Problem) -> TilePair:
     """The fastest tiles that have a ring."""
-    for pair, _ in small_windows.ranked("cutlass", problem, "forward", (9, 0)):
-        found = small_windows.estimate("cutlass", problem, "forward", pair, (9, 0))
-        if found is not None and found.launches[0].kernel == "forward with a ring":
-            return pair
-    raise AssertionError(f"no tiles of {problem} have a ring")
+    return first_tiles(problem, "forward", lambda kernels: kernels[0] == "forward with a ring")
 
 
-def drawn(name: str, batch: int, dtype: Any, gain: float = 1.0) -> list[jax.Array]:
-    layout, _, heads, heads_kv, width = PROBLEMS[name]
+def plain_arrays(name: str, batch: int, dtype: Any, gain: float = 1.0) -> list[jax.Array]:
+    layout, _, heads, heads_kv, width = PLAIN_PROBLEMS[name]
     shapes = [(batch, *layout, n, width) for n in (heads, heads_kv, heads_kv)]
     arrays = [jax.random.normal(jax.random.key(i), shape, jnp.float32) for i, shape in enumerate(shapes)]
     return [(array * factor).astype(dtype) for array, factor in zip(arrays, (gain, 1.0, 1.0), strict=True)]
@@ -64,14 +392,13 @@ def drawn(name: str, batch: int, dtype: Any, gain: float = 1.0) -> list[jax.Arra
 
 def attend(name: str, arrays: list[jax.Array], **terms: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Output and logsumexp; ``terms`` are operands of the operator beside the arrays."""
-    layout, window, *_ = PROBLEMS[name]
-    q_tile, kv_tile = ring_tiles(problem_named(name, arrays[0].shape[0], arrays[0].dtype))
+    layout, window, *_ = PLAIN_PROBLEMS[name]
+    pair = plain_tiles(problem_named(name, arrays[0].shape[0], arrays[0].dtype))
     function = functools.partial(
         OPERATORS[len(layout)],
         **window,
         backend="cutlass-fna",
-        q_tile_shape=q_tile,
-        kv_tile_shape=kv_tile,
+        **tiles_of_pass("forward", pair),
         return_lse=True,
     )
     found: tuple[jax.Array, jax.Array] = jax.jit(function)(*arrays, **terms)
@@ -79,20 +406,16 @@ def attend(name: str, arrays: list[jax.Array], **terms: jax.Array) -> tuple[jax.
 
 
 def mask_of(name: str) -> np.ndarray:
-    layout, window, *_ = PROBLEMS[name]
-    per_dimension = {
-        argument: value if isinstance(value, tuple) else (value,) * len(layout)
-        for argument, value in (DEFAULTS | window).items()
-    }
-    return oracle.neighborhood_mask(layout, **per_dimension)
+    layout, window, *_ = PLAIN_PROBLEMS[name]
+    return oracle.neighborhood_mask(layout, **windows_of(layout, window))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gain", [1.0, 40.0])  # the larger logits are computed once more, relative to the largest
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", PLAIN_PROBLEMS)
 def test_rings_are_exact_to_rounding(name: str, gain: float, dtype: Any) -> None:
-    _, _, heads, heads_kv, width = PROBLEMS[name]
-    arrays = drawn(name, 8, dtype, gain)
+    _, _, heads, heads_kv, width = PLAIN_PROBLEMS[name]
+    arrays = plain_arrays(name, 8, dtype, gain)
     out, logsumexp = attend(name, arrays)
     mask = mask_of(name)
     # Results of one batch entry and two heads are compared: no other one takes part in theirs.
@@ -113,8 +436,8 @@ def test_rings_are_exact_to_rounding(name: str, gain: float, dtype: Any) -> None
 @pytest.mark.parametrize("gain", [1.0, 40.0])
 @pytest.mark.parametrize("name", ["13x13", "clips"])
 def test_heads_have_scales_and_sinks_of_their_own(name: str, gain: float, dtype: Any) -> None:
-    _, _, heads, _, width = PROBLEMS[name]
-    arrays = drawn(name, 8, dtype, gain)
+    _, _, heads, _, width = PLAIN_PROBLEMS[name]
+    arrays = plain_arrays(name, 8, dtype, gain)
     scales = width**-0.5 * jnp.linspace(0.5, 1.5, heads)
     # Some weigh more than all keys, others next to nothing.
     sinks = jnp.linspace(-20.0, 20.0, heads) * gain
@@ -146,14 +469,13 @@ def gradient_tiles(problem: Problem) -> list[TilePair]:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def gradients(name: str, pair: TilePair, cotangent: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    layout, window, *_ = PROBLEMS[name]
+def plain_gradients(name: str, pair: TilePair, cotangent: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    layout, window, *_ = PLAIN_PROBLEMS[name]
     function = functools.partial(
         OPERATORS[len(layout)],
         **window,
         backend="cutlass-fna",
-        backward_q_tile_shape=pair[0],
-        backward_kv_tile_shape=pair[1],
+        **tiles_of_pass("backward", pair),
     )
     _, pullback = jax.vjp(function, *arrays)
     found: tuple[jax.Array, ...] = pullback(cotangent)
@@ -165,17 +487,19 @@ def cotangent_of(query: jax.Array) -> jax.Array:
 
 
 #: Those that are estimated to take a ring backwards.
-BACKWARD = [name for name in PROBLEMS if name != "causal clips"]
+BACKWARD = [name for name in PLAIN_PROBLEMS if name != "causal clips"]
 
 
-@pytest.mark.parametrize("gain", [1.0, 40.0, 3000.0])  # beside large logits, gradients need what float32 leaves out
+@pytest.mark.parametrize(
+    "gain", [1.0, 40.0, 3000.0]
+)  # beside large logits, plain_gradients need what float32 leaves out
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", BACKWARD)
 def test_gradients_are_exact_to_rounding(name: str, dtype: Any, gain: float) -> None:
     if gain > 100 and dtype == jnp.float16:
         pytest.skip("float16 has no such numbers")
-    _, _, heads, heads_kv, width = PROBLEMS[name]
-    arrays = drawn(name, 8, dtype, gain)
+    _, _, heads, heads_kv, width = PLAIN_PROBLEMS[name]
+    arrays = plain_arrays(name, 8, dtype, gain)
     cotangent = cotangent_of(arrays[0])
     # Gradients of one batch entry are compared, and in it of one head of keys with the query heads that share it.
     entry, group = slice(2, 3), heads // heads_kv
@@ -187,7 +511,7 @@ def test_gradients_are_exact_to_rounding(name: str, dtype: Any, gain: float) -> 
     exact = oracle.reference(operands, mask_of(name), width**-0.5, upstream, np.zeros(upstream.shape[:-1]))
     bound = 6e-3 if dtype == jnp.bfloat16 else 1e-3
     for pair in gradient_tiles(problem_named(name, 8, dtype)):
-        found = gradients(name, pair, cotangent, *arrays)
+        found = plain_gradients(name, pair, cotangent, *arrays)
         for gradient, own, expected in zip(found, own_of, exact.gradients[:3], strict=True):
             error = np.asarray(gradient[own], np.float64) - expected
             # Gradients of queries and keys are differences of what large logits leave of the softmax.
@@ -196,32 +520,32 @@ def test_gradients_are_exact_to_rounding(name: str, dtype: Any, gain: float) -> 
 
 @pytest.mark.parametrize("name", ["13x13", "13x13, narrow", "clips", "volume"])
 def test_gradients_are_reproducible(name: str) -> None:
-    arrays = drawn(name, 8, jnp.bfloat16)
+    arrays = plain_arrays(name, 8, jnp.bfloat16)
     cotangent = cotangent_of(arrays[0])
     for pair in gradient_tiles(problem_named(name, 8, jnp.bfloat16)):
-        first = gradients(name, pair, cotangent, *arrays)
+        first = plain_gradients(name, pair, cotangent, *arrays)
         for _ in range(20):
-            jax.tree.map(np.testing.assert_array_equal, gradients(name, pair, cotangent, *arrays), first)
+            jax.tree.map(np.testing.assert_array_equal, plain_gradients(name, pair, cotangent, *arrays), first)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["13x13", "13x13, narrow", "clips", "volume", "causal clips"])
 def test_rings_are_reproducible(name: str, dtype: Any) -> None:
-    arrays = drawn(name, 8, dtype)
+    arrays = plain_arrays(name, 8, dtype)
     first = attend(name, arrays)
     for _ in range(20):
         jax.tree.map(np.testing.assert_array_equal, attend(name, arrays), first)
 
 
 def test_rings_of_batch_entries_do_not_depend_on_others() -> None:
-    arrays = drawn("13x13", 8, jnp.bfloat16)
+    arrays = plain_arrays("13x13", 8, jnp.bfloat16)
     every = attend("13x13", arrays)
     some = attend("13x13", [array[3:7] for array in arrays])
     jax.tree.map(lambda found, of_all: np.testing.assert_array_equal(found, of_all[3:7]), some, every)
 
 
 def test_a_number_that_is_not_finite_stays_in_its_entry_and_head() -> None:
-    arrays = drawn("13x13", 8, jnp.bfloat16)
+    arrays = plain_arrays("13x13", 8, jnp.bfloat16)
     first = attend("13x13", arrays)
     spoiled = [arrays[0], *(array.at[2, ..., 3, :].set(jnp.nan) for array in arrays[1:])]
     for clean, found in zip(first, attend("13x13", spoiled), strict=True):

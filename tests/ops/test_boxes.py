@@ -12,41 +12,6 @@ import pytest
 
 import natten_jax
 from natten_jax import attention, na1d, na2d
-from tests.support.families import Family
-from tests.support.problems import Case, Trial, check_all
-
-BOXES = {
-    "1d": Case((29,), (7,), box=(5,), origins=((24,),), heads=2),
-    "own-places": Case((29,), (7,), box=(6,), origins=((0,), (23,), (11,)), batch=3, heads=4, heads_kv=2),
-    "one-query-causal": Case((40,), (9,), box=(1,), origins=((17,), (39,)), is_causal=(True,), batch=2),
-    "whole-causal-attention": Case((31,), (31,), box=(4,), origins=((9,), (27,)), is_causal=(True,), batch=2),
-    "whole-attention": Case((4, 5), (4, 5), box=(2, 3), origins=((2, 1),), additional=3),
-    "2d-strided-dilated": Case((13, 10), (3, 2), stride=(2, 1), dilation=(4, 3), box=(5, 9), origins=((6, 1),)),
-    "2d-additional-fused": Case(
-        (9, 8), (4, 3), box=(4, 5), origins=((1, 3), (5, 0)), batch=2, additional=4, fused=True, head_dim_v=24
-    ),
-    "2d-additional-merged": Case((9, 8), (4, 3), box=(4, 5), origins=((1, 3), (5, 0)), batch=2, additional=4),
-    "3d": Case((5, 7, 6), (3, 4, 5), (1, 3, 2), box=(2, 7, 3), origins=((3, 0, 2),), scales=(0.3, -0.5), heads=2),
-    "cut": Case((17,), (6,), stride=(2,), edges=("cut",), box=(7,), origins=((0,), (10,), (5,)), batch=3),
-    "wrap": Case((12, 9), (5, 4), dilation=(2, 1), edges=("wrap", "cut"), box=(5, 4), origins=((7, 0),)),
-    "wrap-own-places": Case((12,), (5,), edges=("wrap",), box=(4,), origins=((0,), (8,), (3,)), batch=3, heads=2),
-    "attention-causal": Case((33,), queries=6, origins=((20,),), is_causal=(True,), head_dim=16),
-    "attention-causal-own": Case((33,), queries=6, origins=((20,), (3,)), is_causal=(True,), batch=2, heads=2),
-}
-FINER = {
-    "1d": Case((13,), (5,), upsample=(3,), heads=2),
-    "2d": Case((5, 6), (3, 4), upsample=(2, 3), heads=4, heads_kv=2, batch=2, is_causal=(True, False)),
-    "2d-scales": Case((6, 6), (3, 3), dilation=(2, 1), upsample=(1, 2), heads=2, heads_kv=1, scales=(0.2, -0.4)),
-    "3d": Case((3, 4, 4), (2, 3, 3), stride=(1, 2, 1), upsample=(2, 1, 2), additional=2),
-    "wrap": Case((6, 8), (3, 4), edges=("cut", "wrap"), upsample=(2, 2)),
-    "whole": Case((4, 5), (4, 5), upsample=(2, 2), head_dim_v=16),
-    "of-a-box": Case((9, 8), (4, 3), box=(4, 5), origins=((1, 3), (5, 0)), batch=2, upsample=(2, 2)),
-}
-
-
-@pytest.mark.parametrize("cases", [BOXES, FINER], ids=["boxes", "finer"])
-def test_queries_elsewhere(cases: dict[str, Case], family: Family) -> None:
-    check_all([Trial(case, family.dtype) for case in cases.values()], family)
 
 
 def test_one_program_for_all_places() -> None:
@@ -80,32 +45,6 @@ def test_traced_places_are_moved_into_range() -> None:
 
     np.testing.assert_array_equal(at(jnp.array([-7])), at(jnp.array([0])))
     np.testing.assert_array_equal(at(jnp.array([50])), at(jnp.array([17])))
-
-
-def test_tiles_of_an_image_are_the_whole() -> None:
-    rng = np.random.default_rng(2)
-    query, key, value = (jnp.asarray(rng.standard_normal((1, 24, 30, 2, 8)), "float32") for _ in range(3))
-    whole = na2d(query, key, value, (5, 7), dilation=(2, 1))
-    tile = jax.jit(lambda part, origin: na2d(part, key, value, (5, 7), dilation=(2, 1), query_origin=origin))
-    for y in range(0, 24, 8):
-        for x in range(0, 30, 10):
-            found = tile(query[:, y : y + 8, x : x + 10], jnp.array([y, x]))
-            np.testing.assert_allclose(found, whole[:, y : y + 8, x : x + 10], atol=2e-6)
-
-
-@pytest.mark.parametrize("backend", ["cpu-fna", "flex-fna"])
-def test_places_under_vmap(backend: str) -> None:
-    rng = np.random.default_rng(3)
-    query, key = (jnp.asarray(rng.standard_normal((3, 2, n, 1, 8)), "float32") for n in (4, 20))
-    shared, own = jnp.array([[3], [0], [16]]), jnp.array([[[3], [0]], [[16], [5]], [[9], [9]]])
-    for places in (shared, own):
-
-        def attend(query: jax.Array, key: jax.Array, place: jax.Array) -> jax.Array:
-            return na1d(query, key, key, 6, query_origin=place, backend=backend)
-
-        found = jax.jit(jax.vmap(attend))(query, key, places)
-        for i in range(3):
-            np.testing.assert_allclose(found[i], attend(query[i], key[i], places[i]), atol=2e-6)
 
 
 _TOKENS, _FEW = jnp.ones((2, 6, 9, 4, 8)), jnp.ones((2, 3, 4, 4, 8))

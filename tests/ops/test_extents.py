@@ -11,66 +11,6 @@ import numpy as np
 import pytest
 
 from natten_jax import attention, na1d, na2d
-from tests.support.families import Family
-from tests.support.problems import Case, Trial, check_all
-
-EXTENTS = {
-    "1d": Case((29,), (7,), extents=((11,), (29,), (1,)), batch=3, heads=2),
-    "smaller-than-the-window": Case((20,), (9,), stride=(7,), extents=((4,), (6,)), batch=2),
-    "1d-causal-strided": Case((26,), (6,), stride=(4,), is_causal=(True,), extents=((19,), (3,)), batch=2),
-    "2d-dilated": Case((9, 13), (3, 4), dilation=(2, 3), extents=((7, 11), (1, 13), (9, 2)), batch=3),
-    "2d-gqa-additional": Case(
-        (8, 7), (3, 3), extents=((5, 7), (2, 3)), batch=2, heads=4, heads_kv=2, additional=5, fused=True
-    ),
-    "cut": Case(
-        (15, 9), (5, 4), stride=(2, 1), edges=("cut", "shift"), extents=((9, 9), (3, 2)), batch=2, additional=2
-    ),
-    "cut-many-tiles": Case((300,), (70,), edges=("cut",), extents=((220,), (93,)), batch=2),
-    "whole-windows": Case((6, 7), (6, 7), extents=((6, 5), (3, 7)), batch=2),
-    "whole-window-causal": Case((23,), (23,), is_causal=(True,), extents=((17,), (4,)), batch=2, head_dim_v=24),
-    "many-tiles": Case((300,), (190,), stride=(7,), extents=((220,), (93,)), batch=2),
-    "many-tiles-2d": Case(
-        (33, 35), (20, 27), stride=(4, 1), is_causal=(True, False), extents=((33, 28), (14, 30)), batch=2
-    ),
-    "3d-scales": Case(
-        (5, 6, 7),
-        (3, 4, 3),
-        (1, 3, 2),
-        extents=((2, 6, 5), (5, 3, 7)),
-        batch=2,
-        heads=2,
-        heads_kv=2,
-        scales=(0.4, -0.3),
-    ),
-    "of-a-box": Case(
-        (17,), (5,), box=(8,), origins=((2,), (9,)), extents=((13,), (12,)), batch=2, is_causal=(True,), additional=2
-    ),
-    "finer": Case((6, 5), (3, 3), extents=((4, 5), (6, 2)), batch=2, upsample=(2, 2), heads=2, heads_kv=2),
-    "one-entry": Case((6, 9), (3, 3), extents=((4, 5),)),
-}
-LENGTHS = {
-    "keys": Case((40,), queries=25, extents=((17,), (40,), (1,)), batch=3, heads=4, heads_kv=2),
-    "queries-and-keys": Case((40,), queries=25, extents=((17,), (33,)), query_lengths=(25, 8), batch=2),
-    "causal": Case((30,), queries=30, extents=((17,), (30,)), query_lengths=(17, 30), batch=2, is_causal=(True,)),
-    "causal-box": Case((30,), queries=6, origins=((11,), (20,)), extents=((14,), (26,)), batch=2, is_causal=(True,)),
-    "many-tiles": Case((600,), queries=500, extents=((410,), (90,)), query_lengths=(130, 444), batch=2),
-}
-
-
-def _runs(family: Family) -> None:
-    if not family.backend.takes_extents:
-        pytest.skip("takes no extents")
-
-
-@pytest.mark.parametrize("cases", [EXTENTS, LENGTHS], ids=["layouts", "sequences"])
-def test_padding_is_nothing(cases: dict[str, Case], family: Family) -> None:
-    _runs(family)
-    check_all([Trial(case, family.dtype) for case in cases.values()], family)
-
-
-def test_padding_in_other_element_types(family: Family, other_dtype: str) -> None:
-    _runs(family)
-    check_all([Trial(EXTENTS["2d-dilated"], other_dtype), Trial(LENGTHS["causal"], other_dtype)], family)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "flex"])
@@ -92,20 +32,6 @@ def test_one_program_for_all_extents(backend: str) -> None:
                 expected = na2d(real, real, real, (5, 3), clamp_window=True, backend=f"{backend}-fna")
                 np.testing.assert_allclose(found[entry, :height, :width], expected[0], atol=2e-6)
     assert len(traced) == 1
-
-
-@pytest.mark.parametrize("backend", ["cpu", "flex"])
-def test_extents_under_vmap(backend: str) -> None:
-    rng = np.random.default_rng(1)
-    tokens = jnp.asarray(rng.standard_normal((3, 2, 12, 1, 8)), "float32")
-    extents = jnp.asarray(rng.integers(1, 12, (3, 2, 1)), jnp.int32)
-
-    def padded(tokens: jax.Array, extents: jax.Array) -> jax.Array:
-        return na1d(tokens, tokens, tokens, 5, extents=extents, backend=f"{backend}-fna")
-
-    found = jax.jit(jax.vmap(padded))(tokens, extents)
-    for i in range(3):
-        np.testing.assert_allclose(found[i], padded(tokens[i], extents[i]), atol=2e-6)
 
 
 @pytest.mark.parametrize("backend", ["flex-fmha", "cpu-fmha"])

@@ -123,78 +123,8 @@ def test_large_logits_do_not_overflow(family: Family) -> None:
         assert np.isfinite(np.asarray(array, np.float32)).all()
 
 
-# Merging ------------------------------------------------------------------------------------------------------------
-
-
 #: Merged outputs have been rounded once before, and so has what comes back through them.
 MERGED = {dtype: bound if dtype == "float32" else 2 * bound for dtype, bound in BOUNDS.items()}
-
-
-def check_merge(lengths: list[int], backend: str | None, dtype: str) -> None:
-    """Merge attention over parts of the keys: the outputs and, through the logsumexp, the gradients."""
-    case = Case((sum(lengths),), queries=11, batch=2, heads=4, heads_kv=2, head_dim=16, head_dim_v=24)
-    edges = np.cumsum([0, *lengths])
-
-    def merged(operands: oracle.Tensors) -> tuple[Any, Any]:
-        results = [
-            natten_jax.attention(operands.query, key, value, backend=backend, return_lse=True)
-            for key, value in zip(
-                jnp.split(operands.key, edges[1:-1], axis=1),
-                jnp.split(operands.value, edges[1:-1], axis=1),
-                strict=True,
-            )
-        ]
-        return natten_jax.merge_attentions(*zip(*results, strict=True))
-
-    found = value_and_gradients(merged, case.operands(dtype, 0), case.cotangents(dtype, 0))
-    worst = errors(case, *found, seed=0)
-    assert max(worst.values()) <= MERGED[dtype], worst
-
-
-def test_merge_of_two_parts_is_attention_over_both(family: Family) -> None:
-    check_merge([7, 12], family.fmha, family.dtype)
-
-
-@pytest.mark.parametrize("parts", [3, 5, 8])
-def test_merge_of_many_parts_is_attention_over_all(parts: int) -> None:
-    check_merge([7, 1, 12, 4, 30, 2, 9, 5][:parts], None, "float32")
-
-
-def test_merge_ignores_empty_parts() -> None:
-    out = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 3, 1, 4)), jnp.float32)
-    empty = jnp.full((2, 3, 1), -jnp.inf)
-    lse = jnp.zeros((2, 3, 1))
-    merged, merged_lse = natten_jax.merge_attentions(list(out), [empty, lse, empty])
-    np.testing.assert_array_equal(merged, out[1])
-    np.testing.assert_array_equal(merged_lse, lse)
-
-
-def test_merge_of_empty_parts_is_empty_and_has_no_nan_in_its_gradient() -> None:
-    def total(outputs: Any, lses: Any) -> jax.Array:
-        merged, lse = natten_jax.merge_attentions(outputs, lses)
-        return merged.sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
-
-    outputs = [jnp.ones((1, 2, 1, 3))] * 2
-    lses = [jnp.asarray([[[-jnp.inf], [0.0]]]), jnp.asarray([[[-jnp.inf], [-jnp.inf]]])]
-    merged, lse = natten_jax.merge_attentions(outputs, lses)
-    np.testing.assert_array_equal(merged[0, :, 0, 0], [0, 1])
-    np.testing.assert_array_equal(lse[0, :, 0], [-np.inf, 0])
-    for gradient in jax.tree.leaves(jax.grad(total, argnums=(0, 1))(outputs, lses)):
-        assert np.isfinite(np.asarray(gradient)).all()
-
-
-@pytest.mark.parametrize("highest", [-2000.0, 2000.0])
-def test_merge_does_not_overflow(highest: float) -> None:
-    outputs = [jnp.zeros((1, 1, 1, 1)), jnp.ones((1, 1, 1, 1))]
-    merged, lse = natten_jax.merge_attentions(outputs, [jnp.full((1, 1, 1), highest)] * 2)
-    np.testing.assert_allclose(merged, 0.5)
-    np.testing.assert_allclose(lse, highest + math.log(2), rtol=1e-6)
-
-
-def test_merge_keeps_the_element_type_of_the_outputs() -> None:
-    outputs, lses = [jnp.ones((1, 2, 1, 3), jnp.bfloat16)] * 2, [jnp.zeros((1, 2, 1))] * 2
-    merged, lse = natten_jax.merge_attentions(tuple(outputs), tuple(lses))
-    assert merged.dtype == jnp.bfloat16 and lse.dtype == jnp.float32
 
 
 # Windows as large as the layout: attention --------------------------------------------------------------------------

@@ -1,0 +1,545 @@
+"""Scales, relative biases, biases of keys and sinks: their rules, derivatives of every kind, dtypes and meshes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import natten_jax
+from natten_jax import backends
+from natten_jax.backends.select import resolve
+from natten_jax.element_types import ELEMENT_TYPES
+from natten_jax.plan.devices import Device, default_device
+from natten_jax.plan.plan import Request
+from natten_jax.problem import problem_of
+from tests.support import oracle
+from tests.support.families import FAMILIES, Family
+from tests.support.machine import Machine
+from tests.support.problems import (
+    OPERATORS,
+    QUICK_COMPILATION,
+    Case,
+    element_types,
+    expected_of,
+    relative_error,
+    value_and_gradients,
+)
+from tests.support.programs import output_of, run_python
+
+LARGEST = float(np.finfo(np.float32).max) / np.log2(np.e)
+LAYOUT, HEADS, WIDTH = (6, 5), 2, 8
+WINDOW = (3, 4)
+#: Shapes of the operands.
+SHAPES = {
+    "relative_bias": (HEADS, *(2 * size - 1 for size in WINDOW)),
+    "key_bias": (2, *LAYOUT),
+    "key_bias of heads": (2, HEADS, *LAYOUT),
+    "sinks": (HEADS,),
+    "scale": (HEADS,),
+}
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def taking(name: str) -> tuple[Family, ...]:
+    """The families whose kernels add such a bias."""
+    return tuple(family for family in FAMILIES if name in family.backend.biases and not family.needs_gpu)
+
+
+BOTH = [pytest.param(family, id=family.name) for family in taking("relative_bias")]
+
+
+def test_plain_jax_and_host_kernels_add_both() -> None:
+    assert {"flex", "cpu"} <= {family.name for family in taking("relative_bias")} & {
+        family.name for family in taking("key_bias")
+    }
+
+
+# Scales that are arrays.
+
+
+def _arrays(family: Family, heads: int = 3) -> Any:
+    width = 8 * family.head_dim_step
+    rng = np.random.default_rng(0)
+    return tuple(jnp.asarray(rng.normal(size=(2, 12, heads, width)), family.dtype) for _ in range(3))
+
+
+@pytest.mark.parametrize("operator", ["fna", "fmha"])
+def test_steep_logits_are_as_accurate_as_with_a_number(family: Family, dtype: str, operator: str) -> None:
+    # Multiplying a 16-bit query by this scale, not a power of two, would round it: an error of 0.06 of the output.
+    number = 128**-0.5
+    plain = Case((48,), (21,), heads=2, heads_kv=2, head_dim=128).fitted(family)
+    if operator == "fmha":
+        plain = dataclasses.replace(plain, kernel_size=None, queries=40)
+    found = []
+    with element_types(dtype):
+        for case in (plain, dataclasses.replace(plain, scales=(number, number))):
+            query, key, *others = case.host_operands(dtype, 0)
+            operands = oracle.Tensors(4 * query, 4 * key, *others)
+            cotangents = case.host_cotangents(dtype, 0)
+            outputs, gradients = value_and_gradients(case.operator(getattr(family, operator)), operands, cotangents)
+            reference = dataclasses.replace(case, scale=number)
+            expected = expected_of(reference, operands._replace(scale=None), cotangents)
+            errors = [relative_error(outputs[0], expected.forward.out, expected.forward_magnitude.out)]
+            for name in ("query", "key", "value"):
+                parts = gradients, expected.gradients, expected.gradient_magnitude
+                errors.append(relative_error(*(getattr(part, name) for part in parts)))
+            found.append(errors)
+    of_number, of_operand = found
+    for one, other in zip(of_number, of_operand, strict=True):
+        assert other <= 1.05 * one + 1e-7
+
+
+@pytest.mark.parametrize("kind", ["jax", "numpy", "python"])
+def test_arrays_without_dimensions_whose_value_is_known_are_numbers(family: Family, kind: str) -> None:
+    arrays = _arrays(family)
+    scale = {"jax": jnp.float32(0.3), "numpy": np.array(np.float32(0.3)), "python": float(np.float32(0.3))}[kind]
+
+    def attend(scale: Any) -> Any:
+        return OPERATORS[1](*arrays, 5, scale=scale, backend=family.fna)
+
+    expected = attend(float(np.float32(0.3)))
+    np.testing.assert_array_equal(attend(scale), expected)
+    # The compiler computes constants with other roundings.
+    tolerance = 1e-6 if family.backend.is_plain_xla else 0
+    np.testing.assert_allclose(jax.jit(lambda: attend(scale))(), expected, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "scale", [jnp.float32(np.inf), np.array(np.nan), jnp.bfloat16(3.3e38), np.array([0.3, np.inf])]
+)
+def test_known_values_obey_the_rules_of_numbers(scale: Any) -> None:
+    query = jnp.ones((1, 6, 2, 8))
+    for call in (lambda: natten_jax.na1d(query, query, query, 3, scale=scale), lambda: _attention(query, scale=scale)):
+        with pytest.raises(ValueError, match=r"^scale(\[1\])? must be (finite|within)"):
+            call()
+
+
+def _attention(array: Any, **arguments: Any) -> Any:
+    return natten_jax.attention(array, array, array, **arguments)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 3e38])
+def test_a_traced_scale_that_no_number_could_be_gives_nan(native_family: Family, value: float) -> None:
+    arrays = _arrays(native_family, heads=2)
+
+    @jax.jit
+    def run(scale: jax.Array) -> Any:
+        def attend(*operands: jax.Array) -> Any:
+            return OPERATORS[1](*operands[:3], 5, scale=operands[3], backend=native_family.fna)
+
+        out, pullback = jax.vjp(attend, *arrays, scale)
+        return out, pullback(jnp.ones_like(out))
+
+    out, gradients = run(jnp.array([value, 0.3], "float32"))
+    expected, expected_gradients = run(jnp.array([0.3, 0.3], "float32"))
+    assert np.isnan(out[:, :, 0]).all()
+    np.testing.assert_array_equal(out[:, :, 1], expected[:, :, 1])
+    assert np.isnan(gradients[3][0])
+    np.testing.assert_allclose(gradients[3][1], expected_gradients[3][1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["cpu-fmha", "flex-fmha"])
+@pytest.mark.parametrize("scale", [LARGEST * (1 - 1e-6), -LARGEST * (1 - 1e-6), 1e38])
+@pytest.mark.parametrize("is_operand", [False, True])
+def test_the_largest_scales_are_used_as_given(backend: str, scale: float, is_operand: bool) -> None:
+    # A normal number, as are its products with the keys and their differences: subnormal ones may count as 0.
+    tiny = 2.0**-125
+    query = jnp.array([tiny, 0.0]).reshape(1, 2, 1, 1)
+    numbers = np.array([1.0, 1.5, 2.0])
+    key = jnp.asarray(numbers, "float32").reshape(1, 3, 1, 1)
+
+    def attend(query: Any, scale: Any) -> Any:
+        return natten_jax.attention(query, key, key, scale, backend=backend)
+
+    weights = np.exp(np.outer([float(np.float32(scale)) * tiny, 0.0], numbers))
+    expected = weights @ numbers / weights.sum(axis=1)
+    if not is_operand:
+        np.testing.assert_allclose(attend(query, scale)[0, :, 0, 0], expected, rtol=2e-6)
+        return
+    found, pullback = jax.vjp(attend, query, jnp.float32([scale]))
+    np.testing.assert_allclose(found[0, :, 0, 0], expected, rtol=2e-6)
+    assert all(np.isfinite(each).all() for each in pullback(jnp.ones_like(found)))
+
+
+# Identities.
+
+
+@given(seed=st.integers(0, 2**31 - 1), shift=st.floats(-50, 50, width=32))
+@settings(max_examples=15)
+def test_a_constant_table_changes_the_logsumexp_alone(seed: int, shift: float) -> None:
+    query, key, value = jax.random.normal(jax.random.key(seed), (3, 1, 9, 2, 8))
+    table = jnp.full((2, 5), shift)
+    out, lse = natten_jax.na1d(query, key, value, 3, return_lse=True)
+    shifted, shifted_lse = natten_jax.na1d(query, key, value, 3, relative_bias=table, return_lse=True)
+    np.testing.assert_allclose(shifted, out, atol=2e-5)
+    np.testing.assert_allclose(shifted_lse, lse + shift, atol=2e-5)
+
+
+@given(
+    logit=st.floats(-80, 80, width=32),
+    sink=st.one_of(st.floats(-200, 200, width=32), st.just(float("-inf"))),
+)
+def test_one_key_and_a_sink_are_a_sigmoid(logit: float, sink: float) -> None:
+    query, key = jnp.full((1, 1, 1, 1), logit), jnp.ones((1, 1, 1, 1))
+    out, logsumexp = natten_jax.attention(query, key, key, 1.0, sinks=jnp.float32([sink]), return_lse=True)
+    np.testing.assert_allclose(float(out.squeeze()), 1 / (1 + np.exp(np.float64(sink) - logit)), rtol=1e-4, atol=1e-37)
+    np.testing.assert_allclose(float(logsumexp.squeeze()), np.logaddexp(logit, sink), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("of", BOTH)
+def test_entries_of_minus_infinity_make_a_smaller_window(of: Family) -> None:
+    """A table whose outer entries hide is the mask of a narrower window, wherever windows are not shifted."""
+    query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 24, 2, 8))
+    table = jnp.full((2, 13), -jnp.inf).at[:, 5:8].set(0)
+
+    def attend(kernel_size: int, bias: Any = None) -> Any:
+        def loss(query: Any, key: Any, value: Any) -> Any:
+            out = natten_jax.na1d(query, key, value, kernel_size, relative_bias=bias, backend=of.fna)
+            return jnp.sum(jnp.sin(out[:, 3:-3]))
+
+        return jax.value_and_grad(loss, (0, 1, 2))(query, key, value)
+
+    found, expected = attend(7, table), attend(3)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+# Derivatives.
+
+
+@pytest.mark.parametrize("operator", ["fna", "fmha"])
+def test_derivatives_of_derivatives(pure_family: Family, operator: str) -> None:
+    windows: dict[str, Any] = {"kernel_size": (3,), "dilation": (2,), "relative_bias": True, "additional": 1}
+    case = Case((7,), key_bias="heads", hidden=0.3, sinks=True, scales=(0.7, 0.0), heads=2, heads_kv=1, head_dim=3)
+    case = dataclasses.replace(case, **(windows if operator == "fna" else {"queries": 6}), fused=operator == "fna")
+    with element_types("float64"):
+        operands = case.operands("float64", 0)
+        direction = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), a, 0), case.operands("float64", 1))
+        d_out, d_lse = case.host_cotangents("float64", 0)
+        run = case.operator(getattr(pure_family, operator))
+
+        def objective(operands: oracle.Tensors) -> Any:
+            out, lse = run(operands)
+            return jnp.sum(jnp.sin(out) * d_out) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0) ** 2 * d_lse)
+
+        def along(operands: oracle.Tensors) -> Any:
+            return _dot(jax.grad(objective)(operands), direction)
+
+        def products(operands: oracle.Tensors) -> Any:
+            tangents = (jax.jvp(each, (operands,), (direction,))[1] for each in (objective, jax.grad(objective)))
+            return *tangents, along(operands), jax.grad(along)(operands)
+
+        gradient = jax.jit(jax.grad(objective), compiler_options=QUICK_COMPILATION)
+        slope, found, expected_slope, over = jax.jit(products, compiler_options=QUICK_COMPILATION)(operands)
+        step = 1e-5
+        moved = [gradient(jax.tree.map(lambda a, d, s=sign: a + s * step * d, operands, direction)) for sign in (1, -1)]
+        expected = jax.tree.map(lambda one, other: (one - other) / (2 * step), *moved)
+    np.testing.assert_allclose(slope, expected_slope, rtol=1e-11)
+    for one, other, reversed_ in zip(*map(jax.tree.leaves, (found, expected, over)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(reversed_, one, rtol=1e-9, atol=1e-12)
+
+
+def _dot(one: Any, other: Any) -> Any:
+    return sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+
+
+@pytest.mark.parametrize("of", BOTH)
+def test_gradients_of_tables_are_reproducible(of: Family) -> None:
+    case = Case(
+        (300,), (190,), stride=(7,), relative_bias=True, key_bias="tokens", sinks=True, batch=3, heads=2, heads_kv=1
+    )
+    operands, (d_out, d_lse) = case.operands("float32", 0), case.cotangents("float32", 0)
+
+    @jax.jit
+    def gradients(operands: Any) -> Any:
+        return jax.vjp(case.operator(of.fna), operands)[1]((d_out, d_lse))[0]
+
+    first = jax.tree.leaves(gradients(operands))
+    for _ in range(5):
+        for one, other in zip(jax.tree.leaves(gradients(operands)), first, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_values_of_a_scale_share_a_program(family: Family) -> None:
+    arrays, traces = _arrays(family), []
+
+    @jax.jit
+    def attend(scale: jax.Array) -> jax.Array:
+        traces.append(scale)
+        return OPERATORS[1](*arrays, 5, scale=scale, backend=family.fna)
+
+    for value in (0.1, -2.0, 0.0):
+        attend(jnp.float32(value))
+    assert len(traces) == 1
+
+
+# Backends.
+
+
+def test_backends_without_a_bias_say_so_and_are_not_chosen() -> None:
+    problem = problem_of((8, 8), 3, dtype="float32")
+    device = default_device()
+    for backend in backends.registered():
+        for name in ("relative_bias", "key_bias"):
+            asked = dataclasses.replace(problem, relative_bias=name == "relative_bias", key_bias=name == "key_bias")
+            reason = backend.rejection(asked, device, "forward")
+            if name in backend.biases:
+                assert reason == backend.rejection(problem, device, "forward") or name in str(reason)
+            elif backend.rejection(problem, device, "forward") is None:
+                assert reason == f"it adds no {name} to logits"
+            chosen = resolve(Request(asked), device, "forward").backend.family
+            assert name in next(each for each in backends.registered() if each.family == chosen).biases
+
+
+def test_host_kernels_refuse_tables_too_large_to_count() -> None:
+    host = backends.find("cpu-fna", "fna")
+    device = default_device()
+    for extent, heads_kv, is_taken in ((2000, 1, True), (2800, 2, True), (2800, 1, False), (3000, 2, False)):
+        problem = problem_of((extent, extent), extent, heads=2, heads_kv=heads_kv, dtype="float32")
+        reason = host.rejection(dataclasses.replace(problem, relative_bias=True), device, "forward")
+        assert (reason is None) == is_taken
+        assert is_taken or f"not {2 // heads_kv * (2 * extent - 1) ** 2}" in str(reason)
+        assert host.rejection(problem, device, "forward") is None
+
+
+@pytest.mark.parametrize("kernel_size", [7, 63], ids=["small windows", "large windows"])
+def test_kernels_for_gpus_have_sinks_in_the_softmax(machine: Machine, kernel_size: int) -> None:
+    """No separate pass over the output adds them."""
+    machine.has(Device("cuda", (9, 0), is_present=False))
+    query = jax.ShapeDtypeStruct((2, 64, 64, 4, 32), "bfloat16")
+
+    def attend(query: Any, sinks: Any) -> Any:
+        return natten_jax.na2d(query, query, query, kernel_size, sinks=sinks)
+
+    exported = jax.export.export(jax.jit(attend), platforms=["cuda"], disabled_checks=natten_jax.EXPORT_CHECKS)(
+        query, jax.ShapeDtypeStruct((4,), "float32")
+    )
+    text = str(exported.mlir_module())
+    assert len(re.findall(r"custom_call @natten_jax_sm", text)) == 1
+    assert "2x64x64x4x32xf32" not in text
+
+
+# Arrays that are refused.
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_other_shapes_and_types_are_refused(rank: int) -> None:
+    layout, window = ((6,), (3,)) if rank < 2 else ((6, 5), (3, 2))
+    array = jnp.ones((2, *layout, 4, 8), jnp.bfloat16)
+    table = (4, *(2 * size - 1 for size in window))
+    tokens = (2, *layout)
+
+    def call(**operands: Any) -> Any:
+        return OPERATORS[rank](array, array, array, window, **operands) if rank else _attention(array, **operands)
+
+    shapes = {
+        "scale": ((4,), ((1,), (3,), (4, 1), (1, 4), (0,))),
+        "sinks": ((4,), ((), (1,), (3,), (1, 4), (4, 1))),
+        "key_bias": (tokens, ((), layout, (1, *layout), (2, 1, *layout), (*tokens, 4), (*tokens[:-1], 7))),
+        "relative_bias": (
+            table,
+            ((), table[1:], (2, *table[1:]), (1, *table), (*table[:-1], table[-1] + 1), (4, *layout)),
+        ),
+    }  # fmt: skip
+    if not rank:
+        del shapes["relative_bias"]
+    for name, (right, wrong) in shapes.items():
+        assert call(**{name: np.ones(right)}).dtype == call(**{name: jnp.ones(right, "bfloat16")}).dtype == array.dtype
+        for shape in wrong:
+            for run in (call, lambda **operands: jax.eval_shape(lambda each: call(**each), operands)):
+                with pytest.raises(ValueError, match=rf"^{name} has shape "):
+                    run(**{name: jnp.ones(shape)})
+        of_scale = name == "scale"
+        for dtype in ("bool", "complex64") if of_scale else ("int32", "uint8", "bool"):
+            rule = "scale must be" if of_scale else rf"{name} has dtype {dtype}, but .* are supported"
+            with pytest.raises(TypeError if of_scale else ValueError, match=f"^{rule}"):
+                call(**{name: jnp.zeros(right, dtype)})
+        with pytest.raises(
+            TypeError, match=rf"^{name} must be .*\[" if of_scale else rf"^{name} must be an array, got list"
+        ):
+            call(**{name: np.zeros(right).tolist()})
+    assert jax.eval_shape(lambda: call(key_bias=jnp.zeros((2, 4, *layout)))).shape == array.shape
+
+
+def test_queries_between_tokens_have_no_offsets() -> None:
+    key, query = jnp.ones((1, 6, 2, 8)), jnp.ones((1, 12, 2, 8))
+    with pytest.raises(ValueError, match=r"^relative_bias and upsample were both given"):
+        natten_jax.na1d(query, key, key, 3, upsample=2, relative_bias=jnp.zeros((2, 5)))
+
+
+# Element types of the operands.
+
+
+@pytest.fixture
+def _has_float64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def operand(name: str, dtype: str) -> jax.Array:
+    """Numbers that every dtype has, some of which hide keys."""
+    rng = np.random.default_rng(0)
+    numbers = rng.integers(-8, 8, SHAPES[name]) / 4
+    is_hidden = (rng.random(SHAPES[name]) < 0.2) & (name != "scale")
+    return jnp.asarray(np.where(is_hidden, -np.inf, numbers), dtype)
+
+
+def assert_nearly_equal(found: jax.Array, expected: jax.Array) -> None:
+    """XLA may fuse the same computation in other ways, with other roundings."""
+    tolerance = 8 * float(jnp.finfo(expected.dtype).eps)
+    one, other = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * np.abs(other).max())
+
+
+@pytest.mark.usefixtures("_has_float64")
+def test_every_dtype_is_converted_to_the_accumulator(family: Family) -> None:
+    lacking = {"relative_bias", "key_bias"} - set(family.backend.biases)
+    names = [name for name in SHAPES if name.split()[0] not in lacking]
+    groups = [[name] for name in names]
+    if not family.needs_gpu:  # kernels of GPUs may refuse several operands of one call
+        groups = [[name for name in names if name != "key_bias of heads"], ["key_bias of heads"][: "key_bias" in names]]
+    for group, query_dtype in itertools.product(filter(None, groups), family.dtypes):
+        if family.needs_gpu and group == ["relative_bias"] and ELEMENT_TYPES[query_dtype].bytes != 2:
+            continue
+        accumulator = ELEMENT_TYPES[query_dtype].accumulator
+        query = jax.random.normal(jax.random.key(0), (2, *LAYOUT, HEADS, WIDTH), query_dtype)
+
+        def results(arrays: Any, query: jax.Array = query) -> Any:
+            def loss(query: jax.Array, arrays: Any) -> jax.Array:
+                out = OPERATORS[2](query, query, query, WINDOW, backend=family.fna, **arrays)
+                return jnp.sum(jnp.sin(out.astype("float32")))
+
+            return jax.value_and_grad(loss, argnums=(0, 1))(query, arrays)
+
+        def programs(inputs: Any, results: Any = results) -> Any:
+            return [results(arrays) for arrays in inputs]
+
+        inputs = [{name.split()[0]: operand(name, dtype) for name in group} for dtype in (accumulator, *DTYPES)]
+        expected, *found = jax.jit(programs, compiler_options=QUICK_COMPILATION)(inputs)
+        total, (of_query, of_operands) = expected
+        assert np.isfinite(np.asarray(total))
+        assert all(each.dtype == accumulator and np.abs(np.asarray(each)).max() > 0 for each in of_operands.values())
+        for dtype, (other_total, (other_of_query, other_of_operands)) in zip(DTYPES, found, strict=True):
+            assert_nearly_equal(other_total, total)
+            assert_nearly_equal(other_of_query, of_query)
+            for name, other in other_of_operands.items():
+                assert other.dtype == dtype
+                assert_nearly_equal(other, of_operands[name].astype(dtype))
+
+
+def test_scales_may_be_integers() -> None:
+    query = jax.random.normal(jax.random.key(0), (1, 6, 2, 8))
+    expected = natten_jax.na1d(query, query, query, 3, scale=jnp.float32([1, 2]))
+    for scale in (np.array([1, 2]), jnp.array([1, 2])):
+        np.testing.assert_array_equal(natten_jax.na1d(query, query, query, 3, scale=scale), expected)
+
+
+@pytest.mark.usefixtures("_has_float64")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_the_mask_of_the_documentation(dtype: str) -> None:
+    """``jnp.where(valid, 0.0, -jnp.inf)`` is float64 where JAX has 64-bit numbers."""
+    query = jax.random.normal(jax.random.key(0), (2, 9, HEADS, WIDTH), dtype)
+    bias = jnp.where(jnp.ones((2, 9), bool).at[:, 7:].set(False), 0.0, -jnp.inf)
+    table, sinks = jnp.where(jnp.arange(5) > 0, 0.0, -jnp.inf) * jnp.ones((HEADS, 1)), jnp.zeros(HEADS)
+    assert bias.dtype == table.dtype == sinks.dtype == jnp.float64
+    out = natten_jax.na1d(query, query, query, 3, key_bias=bias, relative_bias=table, sinks=sinks)
+    assert out.dtype == dtype
+    assert (out[:, 8] == 0).all()
+    assert (out[:, :7] != 0).any(axis=-1).all()
+    assert natten_jax.attention(query, query, query, key_bias=bias, sinks=sinks).dtype == dtype
+    assert natten_jax.neighborhood_weights(query, query, 3, relative_bias=table).dtype == dtype
+
+
+@pytest.mark.usefixtures("_has_float64")
+def test_float64_operands_keep_their_digits() -> None:
+    query = jnp.zeros((1, 1, 1, WIDTH), "float64")
+    small = 1e-12
+    for name, array, expected in (
+        ("sinks", jnp.array([small]), np.logaddexp(0, small)),
+        ("key_bias", jnp.full((1, 1), small), small),
+    ):
+        lse = OPERATORS[1](query, query, query, 1, **{name: array}, backend="flex-fna", return_lse=True)[1]
+        np.testing.assert_allclose(lse.item(), expected, rtol=1e-15)
+
+
+@pytest.mark.usefixtures("_has_float64")
+@pytest.mark.parametrize("backend", ["cpu-fna", "flex-fna"])
+@pytest.mark.parametrize(("low", "is_hidden"), [(-2e38, False), (-1e300, False), (-1e308, True)])
+def test_the_rule_of_float64_biases_is_tested_before_conversion(backend: str, low: float, is_hidden: bool) -> None:
+    query = jnp.ones((1, 3, 1, WIDTH), "float32")
+    bias = jnp.full((1, 3), low, "float64")
+    out, lse = natten_jax.na1d(query, query, query, 3, key_bias=bias, backend=backend, return_lse=True)
+    np.testing.assert_array_equal(jnp.isneginf(lse), is_hidden)
+    np.testing.assert_allclose(out, 0 if is_hidden else 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "complex64", "float8_e4m3fn", "float8_e5m2"])
+def test_other_dtypes_are_refused(dtype: str) -> None:
+    query = jnp.ones((2, *LAYOUT, HEADS, WIDTH))
+    array = jnp.ones(SHAPES["relative_bias"], dtype)
+    for call in (lambda: natten_jax.na2d(query, query, query, WINDOW, relative_bias=array),
+                 lambda: natten_jax.neighborhood_weights(query, query, WINDOW, relative_bias=array)):  # fmt: skip
+        with pytest.raises(ValueError, match=rf"^relative_bias has dtype {dtype}, but .* are supported"):
+            call()
+
+
+# Meshes.
+
+
+_SPLIT = """
+import json, re, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import natten_jax
+
+kind = AxisType[sys.argv[1]]
+backend = sys.argv[2]
+mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind, kind))
+arrays = [jax.random.normal(jax.random.key(i), (4, 8, 12, 4, 8)) for i in range(3)]
+arrays += [jax.random.normal(jax.random.key(3), (4, 5, 5)), jax.random.normal(jax.random.key(4), (4, 8, 12))]
+arrays.append(jax.random.normal(jax.random.key(5), (4,)))
+
+def loss(query, key, value, table, bias, sinks):
+    out, lse = natten_jax.na2d(
+        query, key, value, 3, relative_bias=table, key_bias=bias, sinks=sinks, return_lse=True, backend=backend
+    )
+    return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
+
+gradients = jax.grad(loss, argnums=tuple(range(6)))
+expected = jax.jit(gradients)(*arrays)
+SPLITS = [("x", None, "y", "y"), ("x", None, "y", None), (None, None, ("x", "y"), ("x", "y"))]
+SPLITS += [("x", "y", None, None), (None, "x", "y", "y")]
+with jax.set_mesh(mesh):
+    for batch, tokens, heads, of_heads in SPLITS:
+        specs = [P(batch, tokens, None, heads, None)] * 3
+        specs += [P(of_heads), P(batch, tokens), P(of_heads)]
+        placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs)]
+        compiled = jax.jit(gradients).lower(*placed).compile()
+        found = compiled(*placed)
+        gathers = len(re.findall(r" all-gather(?:-start)?\\(", compiled.as_text()))
+        distances = [float(abs(a - b).max() / max(1, abs(b).max())) for a, b in zip(map(np.asarray, found), expected)]
+        print(json.dumps([of_heads == heads, gathers, distances]))
+"""
+
+
+@pytest.mark.parametrize("mode", ["Auto", "Explicit"])
+@pytest.mark.parametrize("of", BOTH)
+def test_operands_of_split_arrays_stay_split(mode: str, of: Family) -> None:
+    found = [json.loads(line) for line in output_of(run_python(_SPLIT, mode, of.fna, devices=4)).splitlines()]
+    assert len(found) == 5
+    for is_split_alike, gathers, distances in found:
+        assert max(distances) < 3e-5, distances
+        assert gathers == 0 or not is_split_alike

@@ -1,0 +1,42 @@
+"""Random problems with each feature of the operators, against the oracle: outputs, logsumexp and all gradients."""
+
+from __future__ import annotations
+
+import pytest
+
+from natten_jax.problem import Operator
+from tests.fuzz.execution import complaints
+from tests.fuzz.features import draw_with
+from tests.fuzz.problem import Fuzzed
+from tests.support.families import Family
+
+#: Features of every problem of a test (others are drawn at random), and the number of problems per family.
+FEATURES = {
+    ("query_origin",): 12,
+    ("extents",): 16,
+    ("query_origin", "extents"): 4,
+    ("upsample",): 6,
+    ("relative_bias",): 10,
+    ("key_bias",): 8,
+    ("sinks",): 6,
+    ("relative_bias", "key_bias", "sinks"): 6,
+    ("relative_bias", "edges"): 4,
+    ("key_bias", "extents"): 4,
+    ("key_bias", "query_origin"): 2,
+}
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=" ".join)
+def test_random_problems_with_a_feature(family: Family, features: tuple[str, ...]) -> None:
+    operators: tuple[Operator, ...] = ("fna", "fmha")
+    problems: list[Fuzzed] = []
+    # XLA takes long to compile plain JAX.
+    for number in range(FEATURES[features] if family.target else -(-FEATURES[features] // 4)):
+        try:
+            problems.append(draw_with(features, family, operators, 0, number, is_direct=False))
+        except ValueError as error:
+            pytest.skip(str(error))
+    for start in range(0, len(problems), family.at_once):
+        some = problems[start : start + family.at_once]
+        wrong = {repr(problem): what for problem, what in zip(some, complaints(some), strict=True) if what}
+        assert not wrong
