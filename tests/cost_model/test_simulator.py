@@ -1,4 +1,4 @@
-"""The simulator: its counts against walks over the dense mask, its known answers, its time model."""
+"""The simulator: its counts against walks over the dense mask, its known answers, its time model, its advice."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ import pytest
 
 from natten_jax import backends, simulator
 from natten_jax.arrays.operands import Inputs
+from natten_jax.cost_model import tiles
 from natten_jax.native import module as native
-from natten_jax.ops.canonicalize import neighborhood_problem
+from natten_jax.ops.canonicalize import attention_problem, neighborhood_problem
 from natten_jax.performance import TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem, problem_of
+from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.arguments import parse
 from natten_jax.profiler.predict import main_sub_call
 from natten_jax.simulator import Calibration, Kernel
@@ -30,8 +32,13 @@ from natten_jax.windows import WindowArguments
 from tests.support import oracle
 from tests.support.tile_walks import boxes, groups_of, walk
 
+# The simulator: its counts against walks over the dense mask, its known answers, its time model.
+
+
 PROBLEMS = 320
+
 MEASUREMENTS = Path(__file__).parents[2] / "bench" / "results" / "h200" / "calibration"
+
 HOPPER = Device("cuda", (9, 0), is_present=False)
 
 
@@ -52,12 +59,13 @@ def random_problem(generator: np.random.Generator) -> tuple[Problem, tuple[Any, 
         stride.append(int(generator.integers(1, kernel + 1)))
         dilation.append(step)
     causal = tuple(bool(flag) for flag in generator.integers(0, 2, rank))
-    tiles = tuple(tuple(int(extent) for extent in generator.integers(1, 7, rank)) for _ in range(2))
+    pair = tuple(tuple(int(extent) for extent in generator.integers(1, 7, rank)) for _ in range(2))
     problem = a_problem(
         tuple(layout), tuple(window), stride=tuple(stride), dilation=tuple(dilation), is_causal=causal,
+        batch=2, heads=6, heads_kv=3, head_dim_v=24,
         additional_kv=int(generator.integers(0, 2) * generator.integers(1, 9)),
     )  # fmt: skip
-    return problem, tiles  # type: ignore[return-value]
+    return problem, pair  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("placement", ["anchored", "aligned"])
@@ -72,6 +80,11 @@ def test_counts_agree_with_walks_over_the_mask(pass_: Any, placement: Any) -> No
         assert {name: getattr(counts, name) for name in expected} == expected, (problem, pair)
         assert counts.executed_pairs == counts.inner * math.prod(pair[0]) * math.prod(pair[1])
         assert counts.visible_pairs <= counts.hull_pairs <= counts.executed_pairs
+        pairs = tiles.visible_pairs(problem)
+        assert pairs == counts.visible_pairs + problem.additional_kv * math.prod(problem.query_layout)
+        widths = problem.head_dim + problem.head_dim_v
+        assert tiles.flops(problem, "forward") == 2 * problem.batch * problem.heads * widths * pairs
+        assert tiles.flops(problem, "backward") == 2.5 * tiles.flops(problem, "forward")
         shares = counts.masked_share + counts.padding_share + counts.visible_pairs / counts.visited_pairs
         assert shares == pytest.approx(1.0)
 
@@ -129,6 +142,7 @@ def test_parts_agree_with_walks_over_the_mask(pass_: Any) -> None:
         counts = simulator.count_tiles(plain, pair, pass_, kernel=kernel)
         found = counts.seen_parts, counts.full_parts, counts.partial
         assert found == walk_parts(plain, pair, pass_, kernel), (problem, pair)
+        assert counts.tiles == (counts.outer, counts.inner, counts.seen_parts / row_groups, counts.partial)
         assert counts.seen_parts - counts.full_parts <= row_groups * counts.partial
         assert counts.partial <= counts.inner - counts.full
         assert row_groups * counts.full <= counts.full_parts <= counts.seen_parts <= row_groups * counts.inner
@@ -140,36 +154,6 @@ def test_parts_agree_with_walks_over_the_mask(pass_: Any) -> None:
     assert skipped > 15
     assert split > 15
     assert unmasked > 3
-
-
-def test_row_groups_skip_and_mask_on_their_own() -> None:
-    # 4 x 2 queries, a row group of 2 x 2 each; windows of 3 x 3 around them reach over 6 x 4 keys.
-    kernel = Kernel(128, 8, 4, 1e-6, 1e-6, 0.0, row_groups=2)
-    problem = a_problem((40, 40), (3, 3))
-    counts = simulator.count_tiles(problem, ((4, 2), (2, 2)), kernel=kernel)
-    plain = simulator.count_tiles(problem, ((4, 2), (2, 2)))
-    assert counts.inner == plain.inner
-    assert (plain.row_groups, plain.seen_parts, plain.full_parts) == (1, plain.inner, plain.full)
-    # Each row group sees 2 x 2 of 3 x 2 tiles.
-    assert counts.seen_parts < 2 * counts.inner
-    more = simulator.count_tiles(dataclasses.replace(problem, additional_kv=10), ((4, 2), (2, 2)), kernel=kernel)
-    assert more.seen_parts - counts.seen_parts == 2 * 3 * counts.outer
-    assert more.full_parts - counts.full_parts == 2 * 2 * counts.outer
-
-
-def test_a_tile_that_one_row_group_masks_takes_the_time_of_a_mask() -> None:
-    kernel = Kernel(128, 8, 4, 1e-6, 1e-6, 0.0, row_groups=2)
-    counts = simulator.count_tiles(a_problem((40, 40), (6, 6)), ((4, 2), (2, 2)), kernel=kernel)
-    assert counts.full_parts > 2 * counts.full
-    assert counts.tiles == (counts.outer, counts.inner, counts.seen_parts / 2, counts.partial)
-
-
-def test_a_tile_that_one_row_group_skips_and_that_is_full_for_the_other_needs_no_mask() -> None:
-    kernel = Kernel(128, 8, 4, 1e-6, 1e-6, 0.0, row_groups=2)
-    counts = simulator.count_tiles(a_problem((40, 40), (8, 8), stride=(2, 2)), ((4, 2), (2, 2)), kernel=kernel)
-    assert counts.full < counts.inner
-    assert counts.partial == 0
-    assert counts.seen_parts == counts.full_parts < 2 * counts.inner
 
 
 def test_additional_tokens_are_tiles_of_their_own() -> None:
@@ -229,19 +213,6 @@ def test_known_fully_block_sparse_problems(layout: Any, window: Any, stride: Any
     assert counts.executed_pairs == counts.visible_pairs
     dense = problem.with_axes(stride=(1,) * len(layout))
     assert not simulator.count_tiles(dense, pair, placement=placement).is_fully_block_sparse
-
-
-def test_least_block_sparse_strides() -> None:
-    def least(layout: Any, window: Any, pair: Any, placement: Any, **others: Any) -> Any:
-        return simulator.least_block_sparse_stride(a_problem(layout, window, **others), pair, placement=placement)
-
-    assert least((32768,), (2048,), ((128,), (128,)), "aligned") == (256,)
-    assert least((32768,), (2048,), ((128,), (128,)), "anchored") == (128,)
-    assert least((256, 256), (80, 80), ((16, 8), (16, 8)), "aligned") == (16, 16)
-    assert least((256, 256), (80, 80), ((16, 8), (16, 8)), "anchored") == (16, 8)
-    assert least((30, 48, 80), (18, 24, 24), ((2, 8, 8), (2, 8, 8)), "aligned") == (2, 8, 8)
-    assert least((64,), (10,), ((8,), (4,)), "anchored") is None  # 10 is no multiple of 4
-    assert least((64,), (16,), ((8,), (4,)), "anchored", is_causal=(True,)) is None
 
 
 @pytest.mark.parametrize("placement", ["anchored", "aligned"])
@@ -446,3 +417,93 @@ def test_kernels_of_other_elements_have_times_of_their_own() -> None:
     assert wide is not None and small is not None
     assert not wide.dtypes and small.dtypes == ("float8_e4m3fn",) and wide.size == small.size
     assert model.kernel(dataclasses.replace(problem, dtype="float8_e5m2"), pair, "forward") is None
+
+
+# Floating-point operations of a problem, against its dense mask.
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(5, 9), (9, 5)])
+def test_flops_of_attention_between_sequences(queries: int, keys: int, is_causal: bool) -> None:
+    query = jax.ShapeDtypeStruct((1, queries, 1, 8), jnp.float32)
+    key = query.update(shape=(1, keys, 1, 8))
+    problem = attention_problem(query, key, key, None, is_causal)
+    assert tiles.visible_pairs(problem) == oracle.attention_mask(queries, keys, is_causal).sum()
+
+
+# Dilations that the simulator recommends: none is better, and each is worth it.
+
+
+HOPPER_FLAG = "--compute-capability 9.0"
+
+
+def problems() -> list[tuple[Problem, TilePair]]:
+    draw = np.random.default_rng(4)
+    found: list[tuple[Problem, TilePair]] = []
+    for _ in range(60):
+        rank = int(draw.integers(1, 4))
+        layout = draw.integers(4, {1: 90, 2: 24, 3: 12}[rank], rank)
+        kernel = [int(draw.integers(1, extent + 1)) for extent in layout]
+        stride = [int(draw.integers(1, min(each, 3) + 1)) for each in kernel]
+        tiles = tuple(tuple(int(each) for each in draw.integers(1, 7, rank)) for _ in range(2))
+        problem = simulator.problem_of(list(map(int, layout)), kernel, stride, is_causal=bool(draw.integers(0, 2)))
+        found.append((problem, (tiles[0], tiles[1])))
+    return found
+
+
+def test_no_dilation_is_better() -> None:
+    recommended = 0
+    for problem, pair in problems():
+        dilations = itertools.product(*(range(1, axis.kv_extent // axis.kernel_size + 1) for axis in problem.axes))
+        best = min(simulator.simulate(problem.with_axes(dilation=each), pair).executed_flops for each in dilations)
+        own = simulator.simulate(problem, pair).executed_flops
+        found = simulator.recommend_dilation(problem, [pair])
+        if found is None:
+            assert own <= 1.02 * best
+            continue
+        recommended += 1
+        assert found.simulation.problem == problem.with_axes(dilation=found.dilation)
+        assert 1.02 * found.simulation.executed_flops <= own
+        assert found.simulation.executed_flops <= 1.02 * best
+    assert 10 < recommended < 55
+
+
+def test_windows_that_fill_their_groups_need_no_mask() -> None:
+    found = simulator.recommend_dilation(simulator.problem_of((48, 96), 24), [((8, 8), (8, 8))])
+    assert found is not None
+    assert found.dilation == (2, 4)
+    assert found.simulation.counts.is_fully_block_sparse
+    assert found.simulation.executed_flops == found.simulation.flops
+
+
+def test_there_may_be_none() -> None:
+    pairs: list[TilePair] = [((8, 8), (8, 8))]
+    assert simulator.recommend_dilation(simulator.problem_of((24, 24), 24), pairs) is None  # windows are the layout
+    dilated = simulator.problem_of((48, 96), 24, dilation=(2, 4))
+    assert simulator.recommend_dilation(dilated, pairs) is None
+    assert simulator.recommend_dilation(dilated, []) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("-i 30 48 80 -n 24 -d 128 -w 18 24 24", "Dilation (1, 2, 2) is the smallest at nearly the best speed"),
+        ("-i 32768 -d 128 -w 2048", "Dilation 16 is the smallest at nearly the best speed, without any mask"),
+        ("-i 65536 -w 8", "No dilation that was tried makes the forward pass faster."),
+        ("-i 20 20", None),
+    ],
+)
+def test_the_command_line_says_it(
+    arguments: str, said: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "result.json"
+    assert main(f"{arguments} --simulate {HOPPER_FLAG} --json {path}".split()) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert said in output if said else "ilation" not in output
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    found = result["dilation_recommendation"]
+    if said is None or said.startswith("No"):
+        assert found is None
+        return
+    assert f"--dilation {' '.join(map(str, found['dilation']))};" in output
+    assert found["predicted_seconds"] < result["passes"]["forward"]["predicted_seconds"]

@@ -1,4 +1,4 @@
-"""What the simulator says is done in a time can be done in it: by the form of the kernels that runs, on that device."""
+"""Kernels for small windows: counts, the choice of rings, and times that the device can reach."""
 
 from __future__ import annotations
 
@@ -17,16 +17,22 @@ from natten_jax import backends, simulator
 from natten_jax.backends.base import Backend
 from natten_jax.backends.select import resolve
 from natten_jax.cost_model import small_windows
+from natten_jax.native import module as native
+from natten_jax.native.module import axis_rows
 from natten_jax.performance import PASSES, Pass, TilePair, outer_and_inner
-from natten_jax.plan.devices import Device
+from natten_jax.plan.devices import ComputeCapability, Device
 from natten_jax.plan.plan import Request
 from natten_jax.problem import Problem
 from natten_jax.profiler.__main__ import main
 from tests.support import oracle
 from tests.support.tile_walks import boxes, groups_of
 
+# Simulated rates never exceed the peaks of the device.
+
+
 PROBLEMS = 120
-HOPPER = Device("cuda", (9, 0), is_present=False)
+
+HOPPER_GPU = Device("cuda", (9, 0), is_present=False)
 
 
 class Peak(NamedTuple):
@@ -71,7 +77,7 @@ def listed(problem: Problem, draw: random.Random) -> Iterator[tuple[Backend, Pas
     """The best tiles of every backend and pass, and some others."""
     for backend in backends.registered():
         for pass_ in PASSES:
-            for device in (HOPPER, Device("cpu")):
+            for device in (HOPPER_GPU, Device("cpu")):
                 if backend.rejection(problem, device, pass_) is None:
                     pairs = list(backend.tile_pairs(problem, device, pass_))
                     for pair in (*pairs[:2], *draw.sample(pairs, min(2, len(pairs)))):
@@ -149,7 +155,7 @@ def test_small_windows_are_counted_as_their_warps_walk(pass_: Pass) -> None:
 def test_whole_layouts_are_counted_for_both_sides() -> None:
     problem = simulator.problem_of((7, 7), 3, batch=64, heads=4, head_dim=32, dtype="bfloat16")
     model = simulator.calibration_for("cutlass")
-    pair = backends.find("cutlass-fna", "fna").tile_pairs(problem, HOPPER, "backward")[0]
+    pair = backends.find("cutlass-fna", "fna").tile_pairs(problem, HOPPER_GPU, "backward")[0]
     estimate = small_windows.estimate("cutlass", problem, "backward", pair, (9, 0))
     assert estimate is not None
     assert [launch.kernel for launch in estimate.launches] == ["whole gradient"]
@@ -193,7 +199,7 @@ def test_parts_of_small_windows_take_their_share_of_the_time() -> None:
     problem = simulator.problem_of((56, 56), 7, batch=64, heads=2, head_dim=32)
     model = simulator.calibration_for("cutlass")
     assert model is not None
-    plan = resolve(Request(problem, backend="cutlass-fna"), HOPPER, "forward")
+    plan = resolve(Request(problem, backend="cutlass-fna"), HOPPER_GPU, "forward")
     whole = simulator.simulate(plan.problem, plan.tiles, calibration=model).seconds
     split = simulator.predict_split(plan, (2, 1), model)
     assert whole is not None and split is not None
@@ -211,3 +217,170 @@ def test_what_the_command_line_says_can_be(arguments: str, tmp_path: Path, capsy
         assert found["executed_flops"] < 500e12 * found["predicted_seconds"]
         counts = found["counts"]
         assert counts["visited_pairs"] - counts["hull_pairs"] < 0.3 * counts["visited_pairs"]
+
+
+# Choice between a ring of keys and a region, and the counts of a launch with a ring.
+
+
+RING = "forward with a ring"
+
+HOPPER = (9, 0)
+
+
+def problem_of(
+    layout: tuple[int, ...] = (128, 128), kernel_size: int | tuple[int, ...] = 13, **changes: Any
+) -> Problem:
+    window = {name: changes.pop(name) for name in ("stride", "dilation", "is_causal") if name in changes}
+    operands: dict[str, Any] = {
+        name: True for name in ("relative_bias", "key_bias", "own_origins", "own_extents") if changes.pop(name, 0)
+    }
+    sizes: dict[str, Any] = {"batch": 8, "heads": 8, "head_dim": 64, "dtype": "bfloat16"} | changes
+    return dataclasses.replace(simulator.problem_of(layout, kernel_size, **window, **sizes), **operands)
+
+
+def launches(problem: Problem, capability: ComputeCapability | None = HOPPER) -> dict[TilePair, small_windows.Launch]:
+    """The forward launch of every pair of tiles."""
+    ranked = small_windows.ranked("cutlass", problem, "forward", capability)
+    found = {pair: small_windows.estimate("cutlass", problem, "forward", pair, capability) for pair, _ in ranked}
+    return {pair: estimate.launches[0] for pair, estimate in found.items() if estimate is not None}
+
+
+@pytest.mark.parametrize(("kernel_size", "are_tiles_small"), [(13, True), (33, False)])
+def test_windows_larger_than_those_of_rings_have_other_kernels(kernel_size: int, are_tiles_small: bool) -> None:
+    """Estimates were fitted to windows of up to 400 keys."""
+    request = Request(problem_of((96, 96), kernel_size, batch=1, heads=4, head_dim=32))
+    plan = resolve(request, Device("cuda", HOPPER, is_present=False), "forward")
+    assert (sorted(map(math.prod, plan.tiles)) == [8, 16]) == are_tiles_small
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_windows_of_many_keys_have_a_ring(capability: ComputeCapability) -> None:
+    assert next(iter(launches(problem_of(), capability).values())).kernel == RING
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dilation": 2},
+        {"additional_kv": 3},
+        {"head_dim": 128},
+        {"head_dim": 56},
+        {"head_dim_v": 32},
+        {"layout": (16, 16), "batch": 1, "heads": 1},
+        {"layout": (2048, 8192), "batch": 1, "heads": 1},  # no dimension that is short enough to go along
+        {"kernel_size": 9},
+        {"layout": (4096,), "kernel_size": 128},
+        {"layout": (16, 4096), "kernel_size": (1, 128)},
+        {"own_origins": True},
+        {"own_extents": True},
+    ],
+    ids=str,
+)
+def test_what_the_form_does_not_take_has_none(changes: dict[str, Any]) -> None:
+    fastest = next(iter(launches(problem_of(**changes)).values()))
+    assert fastest.kernel == "forward"
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_estimates_of_sequences_do_not_jump_where_other_windows_have_rings(pass_: Pass, is_causal: bool) -> None:
+    found = []
+    for kernel_size in (99, 100):
+        problem = problem_of((16384,), kernel_size, is_causal=is_causal, batch=2, heads=16)
+        found.append(next(iter(small_windows.ranked("cutlass", problem, pass_, HOPPER)))[1])
+    assert found[1] == pytest.approx(found[0], rel=0.03)
+
+
+def test_biases_of_keys_come_beside_boxes() -> None:
+    biased = problem_of(key_bias=True)
+    assert next(iter(launches(biased).values())).kernel == RING
+    assert all(launch.kernel == "forward" for launch in launches(biased, (8, 0)).values())
+
+
+def test_parts_of_a_layout_take_the_tiles_of_regions() -> None:
+    # Rings need whole layouts; parts of a layout take the tiles that suit regions.
+    problem = problem_of()
+    whole, part, box = (
+        resolve(Request(each, backend="cutlass-fna", parts=parts), Device("cuda", HOPPER, is_present=False), "forward")
+        for each, parts in ((problem, ()), (problem, (2, 1)), (dataclasses.replace(problem, own_origins=True), ()))
+    )
+    assert launches(problem)[whole.tiles].kernel == RING
+    assert part.tiles == box.tiles != whole.tiles
+
+
+def test_products_are_those_of_the_blocks_that_warps_multiply() -> None:
+    # 4 x 4 queries see 4 groups of 4 columns, and 4 slabs of 4 rows.
+    problem = problem_of()
+    pair: TilePair = ((4, 4), (2, 4))
+    launch = launches(problem)[pair]
+    assert launch.kernel == RING
+    assert launch.pairs == 128 * 128 * 16 * 16
+    calibration = simulator.calibration_for("cutlass")
+    found = simulator.simulate(problem, pair, calibration=calibration)
+    assert found.counts.executed_pairs == launch.pairs
+    assert found.executed_flops == 2 * 2 * 8 * 8 * 64 * launch.pairs
+    # Each key is loaded once for a strip, and strips see no more than a window beyond their queries.
+    assert math.prod(problem.kv_layout) <= launch.regions * launch.columns < 4 * math.prod(problem.kv_layout)
+
+
+def backward_kernels(problem: Problem, capability: ComputeCapability | None = HOPPER) -> tuple[str, ...]:
+    """Kernels of the fastest pair of tiles."""
+    pair, _ = next(small_windows.ranked("cutlass", problem, "backward", capability))
+    estimate = small_windows.estimate("cutlass", problem, "backward", pair, capability)
+    assert estimate is not None
+    return tuple(launch.kernel for launch in estimate.launches)
+
+
+def test_key_and_value_gradients_have_a_ring_whose_tiles_are_its_own() -> None:
+    problem = problem_of(head_dim=32)
+    assert backward_kernels(problem)[1] == "key/value gradient with a ring"
+    rings = {
+        estimate.launches[1]
+        for pair, _ in small_windows.ranked("cutlass", problem, "backward", HOPPER)
+        if (estimate := small_windows.estimate("cutlass", problem, "backward", pair, HOPPER)) is not None
+    }
+    assert len({launch for launch in rings if "ring" in launch.kernel}) == 1
+    assert backward_kernels(problem, (8, 0))[1] == "key/value gradient with a ring"
+
+
+def test_a_relative_bias_leaves_query_gradients_to_regions() -> None:
+    problem = problem_of(head_dim=32, relative_bias=True)
+    assert next(iter(launches(problem).values())).kernel == RING
+    assert backward_kernels(problem) == ("query gradient", "key/value gradient with a ring")
+    # Elsewhere no ring is compiled for it.
+    assert all(launch.kernel == "forward" for launch in launches(problem, (8, 0)).values())
+    assert backward_kernels(problem, (8, 0)) == ("query gradient", "key/value gradient")
+
+
+@pytest.mark.parametrize("changes", [{"heads_kv": 2}, {"additional_kv": 3}, {"own_extents": True}], ids=str)
+def test_key_and_value_gradients_without_a_ring(changes: dict[str, Any]) -> None:
+    assert backward_kernels(problem_of(head_dim=32, **changes))[1] == "key/value gradient"
+
+
+def test_products_of_gradients_are_counted_for_both_kernels() -> None:
+    problem = problem_of(head_dim=32)
+    pair, _ = next(small_windows.ranked("cutlass", problem, "backward", HOPPER))
+    estimate = small_windows.estimate("cutlass", problem, "backward", pair, HOPPER)
+    assert estimate is not None
+    found = simulator.simulate(problem, pair, pass_="backward", calibration=simulator.calibration_for("cutlass"))
+    of_keys = estimate.launches[1].pairs
+    assert of_keys >= found.counts.visible_pairs
+    # Four products of a pair there, three where rows are queries.
+    assert found.executed_flops > 2 * 8 * 8 * 32 * (4 * of_keys + 3 * found.counts.visible_pairs)
+    assert found.executed_flops < 2 * 8 * 8 * 32 * 3 * (4 * of_keys)
+
+
+@pytest.mark.parametrize(("length", "has_ring"), [(2**16, True), (2**31 - 1, False)])
+def test_dimensions_whose_strips_nobody_would_count_have_no_ring(length: int, has_ring: bool) -> None:
+    """The query returns at once, although strips are counted one by one."""
+    problem = problem_of((64, length), (10, 10), batch=1, heads=1)
+    ring = native.gradient_ring_of_small_windows(
+        axis_rows(problem),
+        (1, 1, 1, 64, 64, 0),
+        shared_memory=227 << 10,
+        multiprocessors=132,
+        ring_has_boxes=True,
+        has_relative_bias=False,
+        has_key_bias=False,
+    )
+    assert (ring is not None) == has_ring
