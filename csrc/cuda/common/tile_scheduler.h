@@ -13,7 +13,7 @@
 //   backward, elsewhere   A CTA has a tile, or walks over several: `longest_first` in each dimension.
 //
 // The inner tiles of each, that is those of the other side that it sees, are a box. It is read from its first token on,
-// last dimension fastest (tile_walk.cuh). What the orders gained stands in docs/architecture.md.
+// last dimension fastest (tile_walk.cuh). docs/kernels.md says what the orders gained.
 #pragma once
 
 #include <cutlass/fast_math.h>

@@ -128,9 +128,13 @@ struct RingForward {
   /// first, its neighbor that of the second. `of_rows` is what these rows' sums of weighted values are multiplied with.
   CUTE_DEVICE void write_statistics(const RingUnit& unit, const int (&tokens)[2], float (&sums)[2],
                                     const float (&shifts)[2], float given_sink, float (&of_rows)[2]) const {
-    const float sink = added_logit(given_sink);  // here: a conversion in sink_of would wait for the load
-    // As one more weight: a merge with the finished row made forward passes 4% longer.
-    const bool has_sink = sink != -INFINITY && !add_sink_to_sums(sums, shifts, sink, factor, tokens);
+    float sink = -INFINITY;
+    bool has_sink = false;
+    if (given_sink != -INFINITY) {
+      sink = added_logit(given_sink);  // here: a conversion in sink_of would wait for the load
+      // As one more weight: a merge with the finished row made forward passes 4% longer.
+      has_sink = sink != -INFINITY && !add_sink_to_sums(sums, shifts, sink, factor, tokens);
+    }
     const bool is_second = threadIdx.x % 2 != 0;
     const int token = is_second ? tokens[1] : tokens[0];
     CUTE_UNROLL

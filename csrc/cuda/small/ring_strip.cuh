@@ -105,6 +105,15 @@ struct RingPlace {
       parity ^= 1;
     }
   }
+
+  /// Goes back by at most as many slabs as there are slots.
+  CUTE_DEVICE void retreat(int count, int slots) {
+    slot -= count;
+    if (slot < 0) {
+      slot += slots;
+      parity ^= 1;
+    }
+  }
 };
 
 /// Where a row of a tile lies in it.
