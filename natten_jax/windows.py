@@ -84,7 +84,7 @@ def window_bounds(window: Window, index: Index, length: Index, *, xp: ModuleType
         xp: Array namespace, ``numpy`` or ``jax.numpy``.
     """
     kernel_size, stride, is_causal, edges = window
-    group_start = _rounded_down(index, stride)
+    group_start = index if isinstance(stride, int) and stride == 1 else (index // stride) * stride
     if is_causal:
         leader = xp.minimum(group_start + stride - 1, length - 1)
         return xp.maximum(leader - kernel_size + 1, 0), xp.minimum(index + 1, length)
@@ -203,9 +203,10 @@ class Axis:
     def dilation_groups(self) -> Iterator[tuple[int, int, int]]:
         """How many dilation groups have how many queries and keys."""
         # The first groups have a token more than the others.
-        bounds = sorted({0, self.dilation, self.query_extent % self.dilation, self.kv_extent % self.dilation})
-        for first, end in itertools.pairwise(bounds):
-            yield end - first, *self.lengths(first)
+        extents, d = (self.query_extent, self.kv_extent), self.dilation
+        for first, end in itertools.pairwise(sorted({0, d, *[extent % d for extent in extents]})):
+            queries, keys = [-(-(extent - first) // d) for extent in extents]
+            yield end - first, queries, keys
 
     def bounds(
         self, index: Index, lengths: tuple[Index, Index], *, of_query: bool = True, xp: ModuleType = np

@@ -265,7 +265,7 @@ class CutlassBackend(NativeBackend):
             return "its kernels with a relative_bias take no additional tokens"
         if "wrap" in problem.edges:
             return "its kernels with a relative_bias have no windows with edges 'wrap'"
-        if not self._ranked(self.widened(problem, device, pass_), device, pass_):
+        if not _ranked_pairs(self.widened(problem, device, pass_), device, pass_):
             return "its kernels add a relative_bias where small windows of heads of at most " + (
                 f"{small_windows.largest_biased_head_dim()} fit into shared memory"
             )
@@ -288,7 +288,7 @@ class CutlassBackend(NativeBackend):
             return True
         if pair is not None:
             return self.offers(own, device, pass_, pair) or not self.offers(wider, device, pass_, pair)
-        return self._ranked(own, device, pass_)[0][1] <= self._ranked(wider, device, pass_)[0][1]
+        return _ranked_pairs(own, device, pass_)[0][1] <= _ranked_pairs(wider, device, pass_)[0][1]
 
     def wraps_in_kernels(self, plan: Plan) -> bool:
         """Whether a plan's kernels know windows that wrap: those for small windows do."""
@@ -301,11 +301,11 @@ class CutlassBackend(NativeBackend):
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Query and key/value tiles by estimated time, the fastest first."""
-        return [pair for pair, _ in self._ranked(problem, device, pass_)]
+        return [pair for pair, _ in _ranked_pairs(problem, device, pass_)]
 
     def predicted_seconds(self, problem: Problem, device: Device, pass_: Pass) -> float | None:
         """Predicted seconds of a pass with the recommended tiles; ``None`` where there is no model of them."""
-        ranked = self._ranked(problem, device, pass_)
+        ranked = _ranked_pairs(problem, device, pass_)
         return ranked[0][1] if ranked and problem.dtype != "float32" else None
 
     def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
@@ -317,9 +317,6 @@ class CutlassBackend(NativeBackend):
         if not _small_windows_take_biases(problem):
             return False
         return small_windows.estimate(self.family, problem, pass_, pair, device.compute_capability) is not None
-
-    def _ranked(self, problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[TilePair, float], ...]:
-        return _ranked_pairs(problem, pass_, _large_tile_sizes(problem, device, pass_), device.compute_capability)
 
     def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
         """Most tokens of the tiles that the kernels for these heads are compiled for."""
@@ -474,12 +471,11 @@ def _small_windows_take_biases(problem: Problem) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _ranked_pairs(
-    problem: Problem, pass_: Pass, sizes: tuple[tuple[int, int], ...], capability: ComputeCapability | None
-) -> tuple[tuple[TilePair, float], ...]:
+def _ranked_pairs(problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[TilePair, float], ...]:
+    sizes = _large_tile_sizes(problem, device, pass_)
     found: list[tuple[TilePair, float]] = []
     if _small_windows_take_biases(problem):
-        found += small_windows.ranked(CutlassBackend.family, problem, pass_, capability)
+        found += small_windows.ranked(CutlassBackend.family, problem, pass_, device.compute_capability)
     if _is_for_small_windows(problem):
         return tuple(found)
     if problem.dtype == "float32":

@@ -152,8 +152,10 @@ def decided(request: Request, device: Device, pass_: Pass, registered: Sequence[
             requested = requested if reason is None else None
         candidates = _candidates(problem, device, pass_, requested)
         pair = request.performance.tiles(pass_)
-        if requested is None and pair is None:
-            candidates = _fastest_first(candidates, problem, device, pass_)
+        kernels = [each for each in candidates if not each.is_slow_fallback]
+        if len(kernels) > 1 and pair is None:
+            times = [each.predicted_seconds(each.widened(problem, device, pass_), device, pass_) for each in kernels]
+            candidates = [_fastest(kernels, times)]
         for backend in candidates:
             if pair is None or backend.offers(backend.widened(problem, device, pass_, pair), device, pass_, pair):
                 is_default = requested is None and backend.is_slow_fallback
@@ -177,24 +179,17 @@ def staleness(plan: Plan, device: Device) -> str | None:
     return None if reason is None else f"{name}: {reason}"
 
 
-def _fastest_first(candidates: list[Backend], problem: Problem, device: Device, pass_: Pass) -> list[Backend]:
-    """The candidates in their order, behind the one that is clearly faster than the first by the cost model."""
+def _fastest(candidates: list[Backend], times: list[float | None]) -> Backend:
+    """Return the first candidate, or the fastest one if it is clearly faster than the first.
 
-    def seconds_of(backend: Backend) -> float | None:
-        return backend.predicted_seconds(backend.widened(problem, device, pass_), device, pass_)
-
-    first = seconds_of(candidates[0])
-    if first is None:
-        return candidates
-    times = {each.family: seconds_of(each) for each in candidates[1:]}
-    fastest, seconds = min(
-        ((family, time) for family, time in times.items() if time is not None),
-        key=lambda item: item[1],
-        default=(None, math.inf),
-    )
-    if seconds > _CLEARLY_FASTER * first:
-        return candidates
-    return sorted(candidates, key=lambda each: each.family != fastest)
+    Args:
+        candidates: The candidates, in order of preference.
+        times: Predicted seconds of each; ``None`` without a cost model.
+    """
+    first, seconds = times[0], [math.inf if time is None else time for time in times]
+    if first is None or min(seconds) > _CLEARLY_FASTER * first:
+        return candidates[0]
+    return candidates[seconds.index(min(seconds))]
 
 
 def plan_with(backend: Backend, request: Request, device: Device, pass_: Pass) -> Plan:
