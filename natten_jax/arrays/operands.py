@@ -238,12 +238,22 @@ def varying_like(carry: _Tree, arrays: Any) -> _Tree:
     return result
 
 
-def type_like(array: Any, shape: Sequence[int], dtype: Any) -> Any:
-    """Abstract type of a result that lives where ``array``, or an array of this abstract type, does.
+def types_like(array: Any, *types: tuple[Sequence[int], Any]) -> list[Any]:
+    """Abstract types of results that live where ``array``, or an array of this abstract type, does.
 
-    It varies over the same mesh axes inside ``jax.shard_map`` and lies on the same mesh. Like operands, results are not
+    They vary over the same mesh axes inside ``jax.shard_map`` and lie on the same mesh. Like operands, results are not
     sharded over explicit axes; the sharding that says so is as long as their shape.
+
+    Args:
+        array: The array.
+        *types: Shapes and element types.
     """
     like = array if isinstance(array, jax.core.ShapedArray) else jax.typeof(array)
-    sharding = like.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
-    return like.update(shape=tuple(shape), dtype=np.dtype(dtype), sharding=sharding)
+    return [
+        like.update(
+            shape=tuple(shape),
+            dtype=np.dtype(dtype),
+            sharding=like.sharding.update(spec=PartitionSpec(*[None] * len(shape))),
+        )
+        for shape, dtype in types
+    ]

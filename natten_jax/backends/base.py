@@ -110,7 +110,7 @@ class Backend(abc.ABC):
     #: Whether its kernels that add biases of keys take those that all heads share as they are.
     takes_shared_key_bias: ClassVar[bool] = False
     #: Kernels apply the rule of :mod:`natten_jax.arrays.biases` to float32 biases and sinks themselves. For other
-    #: backends ``KernelOperands.of`` and ``PlainForward.with_hidden_keys`` apply it before the call.
+    #: backends ``KernelOperands.of`` and ``custom_vjp`` apply it before the call.
     hides_keys: ClassVar[bool] = False
     #: Kernels add sinks in the softmax and return their gradients.
     takes_sinks: ClassVar[bool] = False
@@ -148,8 +148,8 @@ class Backend(abc.ABC):
             unknown = [value for axis in problem.axes if (value := getattr(axis, name)) not in has]
             if unknown:
                 return f"it has windows with {name} {' or '.join(map(repr, has))}, not {unknown[0]!r}"
-        for name in problem.biases:
-            if name not in self.biases:
+        for name in ("relative_bias", "key_bias"):
+            if getattr(problem, name) and name not in self.biases:
                 return f"it adds no {name} to logits"
         for axis in problem.axes if self.wraps_by_strips else ():
             tokens = axis.kv_extent // axis.dilation

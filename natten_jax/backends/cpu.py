@@ -146,10 +146,11 @@ def _outer_tile(problem: Problem, layout: Shape, tile: Shape) -> Shape:
 
     It does not depend on the number of threads, because results must not.
     """
-    extents = [t if s > t else -(-t // s) * s for t, s in zip(tile, problem.stride, strict=True)]
+    axes = problem.axes
+    extents = [t if axis.stride > t else -(-t // axis.stride) * axis.stride for t, axis in zip(tile, axes, strict=True)]
 
     while math.prod(extents) >= 2 * _SMALLEST_TILE:
-        tiles = [d * -(-x // (t * d)) for x, t, d in zip(layout, extents, problem.dilation, strict=True)]
+        tiles = [a.dilation * -(-x // (t * a.dilation)) for x, t, a in zip(layout, extents, axes, strict=True)]
         if problem.batch * problem.heads_kv * math.prod(tiles) >= _ENOUGH_ITEMS:
             break
         largest = extents.index(max(extents))
@@ -159,8 +160,10 @@ def _outer_tile(problem: Problem, layout: Shape, tile: Shape) -> Shape:
 
 def _inner_tile(problem: Problem, q_tile: Shape) -> Shape:
     """The keys that a tile of queries sees, cut evenly into parts of at most _INNER_TOKENS."""
-    windows = zip(problem.kernel_size, problem.stride, q_tile, problem.kv_layout, problem.dilation, strict=True)
-    extents = [min(k + t + s - 2, -(-x // d)) for k, s, t, x, d in windows]
+    extents = [
+        min(axis.kernel_size + t + axis.stride - 2, -(-axis.kv_extent // axis.dilation))
+        for axis, t in zip(problem.axes, q_tile, strict=True)
+    ]
     while math.prod(extents) > _INNER_TOKENS:
         largest = extents.index(max(extents))
         extents[largest] = -(-extents[largest] // 2)

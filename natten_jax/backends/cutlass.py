@@ -35,7 +35,8 @@ from natten_jax.backends.ffi import (
 )
 from natten_jax.cost_model import small_windows
 from natten_jax.cost_model.calibration import calibration_for
-from natten_jax.cost_model.simulation import rank_sizes
+from natten_jax.cost_model.simulation import rank
+from natten_jax.cost_model.tiles import shortened, tile_pairs_of_sizes
 from natten_jax.native import module as native
 from natten_jax.native.module import ResultType, axis_rows, with_kernel_tiles
 from natten_jax.performance import MemoryUsagePreference, Pass, Performance, TilePair
@@ -304,7 +305,7 @@ class CutlassBackend(NativeBackend):
         return [pair for pair, _ in _ranked_pairs(problem, device, pass_)]
 
     def predicted_seconds(self, problem: Problem, device: Device, pass_: Pass) -> float | None:
-        """Predicted seconds of a pass with the recommended tiles; ``None`` where there is no model of them."""
+        """Predicted seconds of a pass with the recommended tiles; ``None`` without a time model."""
         ranked = _ranked_pairs(problem, device, pass_)
         return ranked[0][1] if ranked and problem.dtype != "float32" else None
 
@@ -473,6 +474,7 @@ def _small_windows_take_biases(problem: Problem) -> bool:
 @functools.lru_cache(maxsize=256)
 def _ranked_pairs(problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[TilePair, float], ...]:
     sizes = _large_tile_sizes(problem, device, pass_)
+    pairs = [pair for size in sizes for pair in tile_pairs_of_sizes(*size, problem.rank)]
     found: list[tuple[TilePair, float]] = []
     if _small_windows_take_biases(problem):
         found += small_windows.ranked(CutlassBackend.family, problem, pass_, device.compute_capability)
@@ -484,5 +486,5 @@ def _ranked_pairs(problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[
             min(2 * each, _LIMITS["largest_head_dim"]) for each in (problem.head_dim, problem.head_dim_v)
         )
         problem = dataclasses.replace(problem, dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim_v)
-    found += rank_sizes(problem, pass_, sizes, calibration_for(CutlassBackend.family))
+    found += rank(shortened(problem), dict.fromkeys(pairs), pass_, calibration_for(CutlassBackend.family))
     return tuple(sorted(found, key=operator.itemgetter(1)))

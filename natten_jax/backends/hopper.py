@@ -31,7 +31,8 @@ from natten_jax.backends.ffi import (
     with_key_bias_gradient,
 )
 from natten_jax.cost_model.calibration import calibration_for
-from natten_jax.cost_model.simulation import rank_sizes
+from natten_jax.cost_model.simulation import rank
+from natten_jax.cost_model.tiles import shortened, tile_pairs_of_sizes
 from natten_jax.native import module as native
 from natten_jax.native.module import KERNEL_RANK, ResultType, axis_rows, box_start, continues, with_kernel_tiles
 from natten_jax.performance import KernelSchedule, Pass, TilePair, outer_and_inner
@@ -293,4 +294,5 @@ def _tile_tokens(problem: Problem, pass_: Pass) -> list[tuple[int, int]]:
 @functools.lru_cache(maxsize=256)
 def _ranked_pairs(problem: Problem, pass_: Pass) -> tuple[tuple[TilePair, float], ...]:
     times = calibration_for(HopperBackend.family)
-    return ranked_around(problem, pass_, rank_sizes(problem, pass_, _tile_tokens(problem, pass_), times))
+    pairs = [pair for size in _tile_tokens(problem, pass_) for pair in tile_pairs_of_sizes(*size, problem.rank)]
+    return ranked_around(problem, pass_, tuple(rank(shortened(problem), dict.fromkeys(pairs), pass_, times)))

@@ -18,8 +18,8 @@ from natten_jax.backends.base import Backend
 from natten_jax.cost_model.halos import retile_for_part
 from natten_jax.native import module
 from natten_jax.native import module as native
-from natten_jax.performance import PASSES, Pass, Performance, TilePair
-from natten_jax.plan.devices import Device
+from natten_jax.performance import Pass, Performance, TilePair
+from natten_jax.plan.devices import Device, lowering_targets
 from natten_jax.plan.plan import BackendId, Plan, Request, tile_arguments
 from natten_jax.problem import Problem
 
@@ -122,21 +122,62 @@ class _Decision(NamedTuple):
     lack: str | None = None
 
 
-def resolve(request: Request, device: Device, pass_: Pass) -> Plan:
-    """Decide how a pass runs on a device.
+@dataclasses.dataclass(frozen=True)
+class DeviceCall:
+    """A request, and a kind of device that runs it.
 
-    Where the requested family has no such backward pass, the best other one serves it. What was decided is kept: a call
-    and its gradient ask many times.
+    Attributes:
+        request: The request for what one such device has.
+        device: The device.
+    """
+
+    request: Request
+    device: Device
+
+    def plan(self, pass_: Pass) -> Plan:
+        """Decide how a pass runs.
+
+        If the requested family does not have this backward pass, the best other one runs it. Decisions are kept.
+
+        Raises:
+            ValueError: The requested backend cannot run the pass, or none can, or none that can offers the tiles.
+        """
+        plan, refusal, lack = decided(self.request, self.device, pass_, backends.registered())
+        if plan is None:
+            raise ValueError(refusal)
+        if lack is not None:
+            warn_once(lack)
+        return plan
+
+
+def resolve(request: Request, device: Device, pass_: Pass) -> Plan:
+    """Return the plan of a pass of a request on a device, as :meth:`DeviceCall.plan` decides."""
+    return DeviceCall(request, device).plan(pass_)
+
+
+def device_calls(request: Request) -> Iterator[DeviceCall]:
+    """Yield the request on each kind of device that a program may be lowered for, if it can run the forward pass.
+
+    The backward pass is considered as well if the request has tiles for it.
 
     Raises:
-        ValueError: The requested backend cannot run the pass, or none can, or none that can offers the tiles.
+        ValueError: No device can; the message is about the default device.
     """
-    plan, refusal, lack = decided(request, device, pass_, backends.registered())
-    if plan is None:
-        raise ValueError(refusal)
-    if lack is not None:
-        warn_once(lack)
-    return plan
+    error = None
+    is_supported = False
+    for device in lowering_targets().values():
+        call = DeviceCall(request, device)
+        try:
+            call.plan("forward")
+            if request.performance.backward_q_tile_shape is not None:
+                call.plan("backward")
+        except ValueError as refusal:
+            error = error or refusal
+        else:
+            is_supported = True
+            yield call
+    if error is not None and not is_supported:
+        raise error
 
 
 @functools.lru_cache(maxsize=4096)
@@ -150,12 +191,11 @@ def decided(request: Request, device: Device, pass_: Pass, registered: Sequence[
         if requested is not None and pass_ == "backward":
             reason = backends.find(requested, problem.operator).rejection(problem, device, pass_)
             requested = requested if reason is None else None
-        candidates = _candidates(problem, device, pass_, requested)
         pair = request.performance.tiles(pass_)
-        kernels = [each for each in candidates if not each.is_slow_fallback]
-        if len(kernels) > 1 and pair is None:
-            times = [each.predicted_seconds(each.widened(problem, device, pass_), device, pass_) for each in kernels]
-            candidates = [_fastest(kernels, times)]
+        candidates = _candidates(problem, device, pass_, requested, registered, with_fallback=pair is not None)
+        if len(candidates) > 1 and pair is None:
+            times = [each.predicted_seconds(each.widened(problem, device, pass_), device, pass_) for each in candidates]
+            candidates = [_fastest(candidates, times)]
         for backend in candidates:
             if pair is None or backend.offers(backend.widened(problem, device, pass_, pair), device, pass_, pair):
                 is_default = requested is None and backend.is_slow_fallback
@@ -194,21 +234,24 @@ def _fastest(candidates: list[Backend], times: list[float | None]) -> Backend:
 
 def plan_with(backend: Backend, request: Request, device: Device, pass_: Pass) -> Plan:
     """The plan of a pass with a backend that can run it: what was left open is the backend's choice."""
-    performance = request.performance
-    problem = backend.widened(request.problem, device, pass_, performance.tiles(pass_))
+    performance, pair = request.performance, request.performance.tiles(pass_)
+    problem = backend.widened(request.problem, device, pass_, pair)
     is_split = math.prod(request.parts) != 1
     # A part of the layout may begin anywhere in it, as a box with an origin of its own does.
     tiled = dataclasses.replace(problem, own_origins=True) if is_split else problem
-    for each in PASSES if backend.shares_tiles else (pass_,):
-        if performance.tiles(each) is None:
-            performance = performance.with_tiles(each, backend.tile_pairs(tiled, device, each)[0])
+    if pair is None:
+        performance = performance.with_tiles(pass_, backend.tile_pairs(tiled, device, pass_)[0])
+    if backend.shares_tiles:
+        other: Pass = "forward" if pass_ == "backward" else "backward"
+        if performance.tiles(other) is None:
+            performance = performance.with_tiles(other, backend.tile_pairs(tiled, device, other)[0])
     schedules = backend.schedules.get(pass_, ())
     schedule = (performance.kernel_schedule or str(schedules[0])) if schedules else None
     performance = dataclasses.replace(performance, kernel_schedule=schedule)
     plan = Plan(
         problem, pass_, BackendId(backend.family, problem.operator), device.platform, performance, request.precision
     )
-    if request.performance.tiles(pass_) is not None or not is_split:
+    if pair is not None or not is_split:
         return plan
     return retile_for_part(plan, request.parts, backend.tile_pairs(tiled, device, pass_))
 
@@ -224,28 +267,40 @@ def rejections(problem: Problem, device: Device, pass_: Pass) -> dict[BackendId,
 
 def runnable(problem: Problem, device: Device, pass_: Pass) -> list[Backend]:
     """The backends that can run this pass, best first."""
-    return [
-        backend
-        for backend in backends.registered()
-        # First, as `rejection` composes a message.
-        if (backend.platform is None or backend.platform.has(device))
-        and backend.rejection(problem, device, pass_) is None
-    ]
+    return [backend for backend in backends.registered() if backend.rejection(problem, device, pass_) is None]
 
 
-def _candidates(problem: Problem, device: Device, pass_: Pass, requested: str | None) -> list[Backend]:
+@functools.lru_cache(maxsize=64)
+def _for_device(device: Device, registered: Sequence[Backend]) -> tuple[Backend, ...]:
+    """The backends that are for a device, best first."""
+    return tuple([each for each in registered if each.platform is None or each.platform.has(device)])
+
+
+def _candidates(
+    problem: Problem,
+    device: Device,
+    pass_: Pass,
+    requested: str | None,
+    registered: Sequence[Backend],
+    *,
+    with_fallback: bool,
+) -> list[Backend]:
+    """The backends that can run a pass, best first; slow ones last, and only if asked for or if no other can."""
     if requested is not None:
         backend = backends.find(requested, problem.operator)
         reason = backend.rejection(problem, device, pass_)
         if reason is not None:
             raise ValueError(_refusal(requested, reason, problem, device, pass_))
         return [backend]
-    wanted = asked_for(backends.registered())
-    candidates = [
-        backend
-        for backend in runnable(problem, device, pass_)
-        if not backend.runs_only_by_name(problem) or backend.family in wanted
-    ]
+    wanted = asked_for(registered)
+    candidates: list[Backend] = []
+    for backend in _for_device(device, registered):
+        if candidates and backend.is_slow_fallback and not with_fallback:
+            continue
+        if backend.runs_only_by_name(problem) and backend.family not in wanted:
+            continue
+        if backend.rejection(problem, device, pass_) is None:
+            candidates.append(backend)
     if not candidates:
         reasons = "; ".join(f"{name}: {why}" for name, why in rejections(problem, device, pass_).items())
         raise ValueError(f"no backend can run the {pass_} pass of {problem.describe()} on {device}: {reasons}")

@@ -37,8 +37,6 @@ from natten_jax.cost_model.tiles import (
     flops,
     least_bytes,
     part_counts,
-    shortened,
-    tile_pairs_of_sizes,
 )
 from natten_jax.performance import Pass, TilePair, outer_and_inner
 from natten_jax.plan.devices import Device
@@ -170,23 +168,6 @@ def simulate(
     loaded = problem.batch * problem.heads * (counts.outer * outer + counts.inner * inner)
     loaded *= (problem.head_dim + problem.head_dim_v) * problem.element.bytes
     return Simulation(problem, pass_, pair, placement, counts, executed, loaded, seconds)
-
-
-def rank_sizes(
-    problem: Problem, pass_: Pass, sizes: Iterable[tuple[int, int]], calibration: Calibration | None
-) -> tuple[tuple[TilePair, float], ...]:
-    """Every query and key/value tile of the given numbers of tokens, with predicted seconds, the fastest first.
-
-    Dimensions of any length are ranked: see :func:`natten_jax.cost_model.tiles.shortened`.
-
-    Args:
-        problem: The problem that the tiles are for.
-        pass_: The pass.
-        sizes: Tokens of query and key/value tiles.
-        calibration: The time model; without one there are no pairs.
-    """
-    pairs = itertools.chain.from_iterable(tile_pairs_of_sizes(*size, problem.rank) for size in sizes)
-    return tuple(rank(shortened(problem), dict.fromkeys(pairs), pass_, calibration))
 
 
 def rank(

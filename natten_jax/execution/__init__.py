@@ -2,7 +2,6 @@
 
 - ``custom_vjp``: one differentiable operator over every backend, and the passes that it consists of.
 - ``primitive``: what one equation of a traced program computes, and the JAX primitive that it is.
-- ``differentiable_forward``: the forward pass in plain JAX and its derivative, as computations.
 - ``kernel_operands``: the arrays of a pass as its kernels take them, and results as the call has them.
 - ``strips``: keys behind the ends of dimensions that wrap, and the merge of passes over some of the keys.
 

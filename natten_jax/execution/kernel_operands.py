@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from natten_jax import backends
 from natten_jax.arrays.biases import KeyBiasColumns, of_each_head, with_hidden_keys_of_inputs, with_shared_gradient
 from natten_jax.arrays.operands import Cotangents, Gradients, Inputs, Operands, Output, Saved
+from natten_jax.backends.base import Backend
 from natten_jax.backends.ffi import delta, sinks_gradient
 from natten_jax.element_types import ELEMENT_TYPES
 from natten_jax.execution.strips import merged
-from natten_jax.plan.plan import Plan, Request
+from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem
 
 
@@ -54,64 +55,21 @@ def scaled(planned: Problem, operands: Operands, out: jax.Array) -> jax.Array:
     return out * factors.reshape(out.shape[0], *(1,) * (out.ndim - 3), -1, 1)
 
 
-def rounded(out: jax.Array, dtype: str) -> jax.Array:
-    """The output in the elements that the call asks for."""
-    return out if out.dtype == dtype else out.astype(dtype)
-
-
-class HeadWidths(NamedTuple):
-    """Widths of heads.
-
-    Attributes:
-        own: The widths of the call: those of query and key, and those of value and output.
-        kernels: The widths of the kernels, likewise; no smaller.
-    """
-
-    own: tuple[int, int]
-    kernels: tuple[int, int]
-
-    @classmethod
-    def of(cls, problem: Problem, planned: Problem) -> HeadWidths:
-        """Those of a call's problem and of its plan's."""
-        return cls((problem.head_dim, problem.head_dim_v), (planned.head_dim, planned.head_dim_v))
-
-    def widen_operands(self, operands: Operands) -> Operands:
-        """What kernels get."""
-        return operands._replace(inputs=self._changed(operands.inputs, self.kernels))
-
-    def widen_values(self, array: jax.Array) -> jax.Array:
-        """The output, or its cotangent, as kernels get it."""
-        return _of_width(array, self.kernels[1])
-
-    def narrow_values(self, array: jax.Array) -> jax.Array:
-        """The output of the call."""
-        return _of_width(array, self.own[1])
-
-    def narrow_gradients(self, gradients: Gradients) -> Gradients:
-        """The gradients of the call's inputs."""
-        return self._changed(gradients, self.own)
-
-    def _changed(self, inputs: Inputs, widths: tuple[int, int]) -> Inputs:
-        if self.own == self.kernels:
-            return inputs
-        of_keys, of_values = widths
-        return inputs._replace(
-            query=_of_width(inputs.query, of_keys),
-            key=_of_width(inputs.key, of_keys),
-            value=_of_width(inputs.value, of_values),
-            additional_keys=None if inputs.additional_keys is None else _of_width(inputs.additional_keys, of_keys),
-            additional_values=None
-            if inputs.additional_values is None
-            else _of_width(inputs.additional_values, of_values),
-        )
-
-
-def _of_width(array: jax.Array, width: int) -> jax.Array:
-    """The array, cut or filled up with zeros along its last dimension."""
-    more = width - array.shape[-1]
+def with_head_dim(array: jax.Array, head_dim: int) -> jax.Array:
+    """Cut the last dimension of an array, or pad it with zeros, to a width."""
+    more = head_dim - array.shape[-1]
     if more <= 0:
-        return array if more == 0 else array[..., :width]
+        return array if more == 0 else array[..., :head_dim]
     return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, more)])
+
+
+def with_heads_of(problem: Problem, inputs: Inputs) -> Inputs:
+    """Cut or pad the heads of inputs, or of their gradients, to the widths of a problem."""
+    of_keys, of_values = problem.head_dim, problem.head_dim_v
+    widths = {"query": of_keys, "key": of_keys, "value": of_values}
+    if inputs.additional_keys is not None:
+        widths |= {"additional_keys": of_keys, "additional_values": of_values}
+    return inputs._replace(**{name: with_head_dim(getattr(inputs, name), width) for name, width in widths.items()})
 
 
 _Result = TypeVar("_Result", Output, Saved)
@@ -121,34 +79,35 @@ class KernelOperands(NamedTuple):
     """Arrays of a pass, and the way there and back.
 
     Attributes:
+        backend: The backend that runs the pass.
         of_call: The operands of the call.
         given: The same, with biases of keys of each head where the kernels, or columns, have none that heads share.
         operands: The operands of the kernels.
-        heads: Widths of heads.
+        problem: The problem of the call.
+        planned: The problem that the kernels compute.
+        has_padding: Whether their heads are wider.
         columns: Columns of heads that stand for biases of keys, if the kernels add none.
         sinks: Those of a backend that takes none: one step behind the output.
-        planned: The problem that they compute.
-        out_dtype: Element type of the call's output.
     """
 
+    backend: Backend
     of_call: Operands
     given: Operands
     operands: Operands
-    heads: HeadWidths
+    problem: Problem
+    planned: Problem
+    has_padding: bool
     columns: KeyBiasColumns | None
     sinks: jax.Array | None
-    planned: Problem
-    out_dtype: str
 
     @classmethod
-    def of(cls, plan: Plan, request: Request, operands: Operands) -> KernelOperands:
-        """Those of a call's arrays."""
-        heads = HeadWidths.of(request.problem, plan.problem)
+    def of(cls, plan: Plan, problem: Problem, operands: Operands) -> KernelOperands:
+        """Convert the arrays of a call."""
+        backend, planned = backends.of(plan.backend), plan.problem
         columns = None
-        if request.problem.key_bias and not plan.problem.key_bias:
-            columns = KeyBiasColumns(dataclasses.replace(request.problem, dtype=plan.problem.dtype))
+        if problem.key_bias and not planned.key_bias:
+            columns = KeyBiasColumns(dataclasses.replace(problem, dtype=planned.dtype))
         given = operands
-        backend = backends.of(plan.backend)
         has_shared = operands.inputs.shared_key_bias is not None
         if has_shared and (columns is not None or not backend.takes_shared_key_bias):
             given = operands._replace(inputs=of_each_head(operands.inputs))
@@ -157,31 +116,39 @@ class KernelOperands(NamedTuple):
         sinks = None if backend.takes_sinks else given.inputs.sinks
         if sinks is not None:
             given = given._replace(inputs=given.inputs._replace(sinks=None))
-        is_known = given.layouts is None or plan.problem.own_extents or backend.takes_layouts_of(plan.problem)
-        of_kernels = converted(plan.problem, given if is_known else given.with_origins_alone())
+        is_known = given.layouts is None or planned.own_extents or backend.takes_layouts_of(planned)
+        of_kernels = converted(planned, given if is_known else given.with_origins_alone())
         if columns is not None:
             of_kernels = columns.added(of_kernels)
-        of_kernels = heads.widen_operands(of_kernels)
-        return cls(operands, given, of_kernels, heads, columns, sinks, plan.problem, request.problem.output_dtype)
+        has_padding = (problem.head_dim, problem.head_dim_v) != (planned.head_dim, planned.head_dim_v)
+        if has_padding:
+            of_kernels = of_kernels._replace(inputs=with_heads_of(planned, of_kernels.inputs))
+        return cls(backend, operands, given, of_kernels, problem, planned, has_padding, columns, sinks)
 
     def result(self, found: _Result) -> _Result:
-        """What the forward pass found, as the call has it."""
-        out = scaled(self.planned, self.given, self.heads.narrow_values(found.out))
-        result = found._replace(out=rounded(out, self.out_dtype))
+        """Convert results of the kernels to results of the call."""
+        out = with_head_dim(found.out, self.problem.head_dim_v) if self.has_padding else found.out
+        out = scaled(self.planned, self.given, out)
+        result = found._replace(out=out.astype(self.problem.output_dtype))
         if self.columns is not None:
             result = self.columns.result(result, self.given)
         return result if self.sinks is None else _with_sinks(result, self.sinks)
 
+    def values(self, array: jax.Array) -> jax.Array:
+        """The output of the call, or its cotangent, as kernels take it."""
+        return with_head_dim(array, self.planned.head_dim_v) if self.has_padding else array
+
     def saved(self, saved: Saved) -> Saved:
-        """What the backward pass gets of the forward pass."""
-        saved = saved._replace(out=self.heads.widen_values(saved.out))
+        """Convert saved results of the call for the kernels."""
+        saved = saved._replace(out=self.values(saved.out))
         return saved if self.columns is None else self.columns.saved(saved, self.given)
 
     def gradients(self, found: Gradients, saved: Saved, cotangents: Cotangents) -> Gradients:
         """The gradients of the call's inputs, given what the call's backward pass had besides."""
         if self.columns is not None:
             found = self.columns.gradients(found, self.given)
-        found = self.heads.narrow_gradients(found)
+        if self.has_padding:
+            found = with_heads_of(self.problem, found)
         if self.sinks is not None:
             of_sinks = sinks_gradient(self.sinks, saved.logsumexp, delta(saved.out, *cotangents))
             found = found._replace(sinks=of_sinks.astype(self.sinks.dtype))

@@ -11,12 +11,11 @@ kernels are.
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from natten_jax import backends
-from natten_jax.arrays.operands import Role, type_like, vary_alike
+from natten_jax.arrays.operands import Inputs, Role, roles_of, types_like, vary_alike
+from natten_jax.backends.select import DeviceCall
+from natten_jax.performance import Pass
 from natten_jax.plan import plan as plan_marks
 from natten_jax.plan.devices import PLATFORMS, Device, lowering_target
 from natten_jax.plan.plan import Plan, Request
@@ -132,30 +133,25 @@ def refuse(*_: Any, **__: Any) -> Any:
     raise NotImplementedError(REASON)
 
 
-def in_reverse_only(array: jax.Array) -> jax.Array:
-    """``array``, whose tangents may be transposed but not computed."""
-    result: jax.Array = _in_reverse_only_p.bind(array)
-    return result
-
-
-def _in_reverse_only_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    (primal,), (tangent,) = primals, tangents
-    return in_reverse_only(primal), tangent if isinstance(tangent, ad.Zero) else _tangent_p.bind(tangent)
-
-
 def _identity(name: str, jvp: Callable[..., Any]) -> Primitive:
-    """The identity with a derivative of its own.
+    """Return an identity primitive of several arrays with a special derivative.
 
     A primitive, not a custom_jvp, whose rule JAX would trace first and batch afterwards: so a gradient through jax.vmap
     has tangents of whole batches, and only forward mode batches tangents.
     """
     primitive = Primitive(name)
-    primitive.def_impl(lambda array: array)
-    primitive.def_abstract_eval(lambda array: array)
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *arrays: arrays)
+    primitive.def_abstract_eval(lambda *arrays: arrays)
     ad.primitive_jvps[primitive] = jvp
-    batching.defvectorized(primitive)
-    mlir.register_lowering(primitive, lambda _, array: [array])
+    batching.primitive_batchers[primitive] = lambda arrays, axes: (primitive.bind(*arrays), axes)
+    mlir.register_lowering(primitive, lambda _, *arrays: arrays)
     return primitive
+
+
+def _in_reverse_only_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    given = iter(_tangent_p.bind(*[each for each in tangents if not isinstance(each, ad.Zero)]))
+    return _in_reverse_only_p.bind(*primals), [each if isinstance(each, ad.Zero) else next(given) for each in tangents]
 
 
 _in_reverse_only_p = _identity("natten_jax_in_reverse_only", _in_reverse_only_jvp)
@@ -163,10 +159,9 @@ use_refusal(_in_reverse_only_p, refuse)
 
 # A linear function that has a transpose (the identity) and no value. Whatever comes of its value is refused here, in
 # front of the custom_vjp that takes it: what runs it, what compiles it, what maps it.
-_tangent_p = Primitive("natten_jax_tangent")
+_tangent_p = _identity("natten_jax_tangent", refuse)
 _tangent_p.def_impl(refuse)
-_tangent_p.def_abstract_eval(lambda tangent: tangent)
-ad.deflinear2(_tangent_p, lambda cotangent, _: [cotangent])
+ad.primitive_transposes[_tangent_p] = lambda cotangents, *_: cotangents
 batching.primitive_batchers[_tangent_p] = refuse
 mlir.register_lowering(_tangent_p, refuse)
 
@@ -177,18 +172,28 @@ REASON_OF_FLOAT8 = (
 )
 
 
-def forward_only(array: jax.Array) -> jax.Array:
-    """``array``, which is not differentiated."""
-    result: jax.Array = _forward_only_p.bind(array)
-    return result
-
-
-def _forward_only_jvp(primals: Sequence[Any], tangents: Sequence[Any], **_: Any) -> Any:
+def _refuse_float8(*_: Any, **__: Any) -> Any:
     raise NotImplementedError(REASON_OF_FLOAT8)
 
 
-_forward_only_p = _identity("natten_jax_forward_only", _forward_only_jvp)
-use_refusal(_forward_only_p, _forward_only_jvp)
+_forward_only_p = _identity("natten_jax_forward_only", _refuse_float8)
+use_refusal(_forward_only_p, _refuse_float8)
+
+
+def _applied(primitive: Primitive, arrays: Inputs) -> Inputs:
+    leaves, structure = jax.tree.flatten(arrays)
+    result: Inputs = jax.tree.unflatten(structure, primitive.bind(*leaves))
+    return result
+
+
+def in_reverse_only(arrays: Inputs) -> Inputs:
+    """Return the arrays, whose tangents may be transposed but not computed."""
+    return _applied(_in_reverse_only_p, arrays)
+
+
+def forward_only(arrays: Inputs) -> Inputs:
+    """Return the arrays, which are not differentiated."""
+    return _applied(_forward_only_p, arrays)
 
 
 class Result(NamedTuple):
@@ -199,268 +204,227 @@ class Result(NamedTuple):
 
 
 #: Runs a computation on one device.
-Run = Callable[["Computation", Request, Sequence[jax.Array]], list[jax.Array]]
+Run = Callable[["AnyComputation", Request, Sequence[jax.Array]], list[jax.Array]]
 
 
-class Computation(abc.ABC):
-    """A function of arrays, of which query and key are the first.
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """A pass, without its arguments.
 
-    Where it is traced, arrays begin with axes that ``jax.vmap`` maps, and then the batch: its *batch dimensions*.
+    Attributes:
+        pass_: The pass that it belongs to.
+        types: Abstract types of its results, from the request and the abstract types of its arguments.
+        compute: The results on a device, from the plan, the call on the device and the arguments.
+        exchange: The results where token dimensions are split, from a function that runs a pass on a device, the plan,
+            the request, an :class:`Exchange` and the arguments; ``None`` if halos arrive before the pass.
+        is_differentiable: True if JAX may differentiate the pass.
+        rule: Its derivative, which reads its results; ``None`` if JAX derives ``compute``.
     """
 
+    pass_: Pass
+    types: Callable[..., Any]
+    compute: Callable[..., Any]
+    exchange: Callable[..., Any] | None = None
+    is_differentiable: bool = False
+    rule: Callable[..., Any] | None = None
+
+    def __repr__(self) -> str:
+        return self.compute.__name__  # the same in every process
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """A pass on whatever backend a platform has for it: a function of arrays, of which query and key are the first.
+
+    Traced arrays begin with axes that ``jax.vmap`` maps, followed by the batch: the *batch dimensions*.
+
+    Attributes:
+        spec: The pass.
+        structure: The structure of the arguments of ``spec``, whose leaves are the arrays. Operands are the first.
+    """
+
+    spec: Spec
+    structure: Any
+
     @property
-    @abc.abstractmethod
+    def is_differentiable(self) -> bool:
+        """True if JAX may differentiate it."""
+        return self.spec.is_differentiable
+
+    @property
+    def rule(self) -> Callable[..., Any] | None:
+        """Its derivative; see :class:`Spec`."""
+        return self.spec.rule
+
+    @functools.cached_property
     def roles(self) -> Sequence[Role]:
         """Role of each argument, in call order."""
+        return roles_of(*self.structured(range(self.structure.num_leaves)))
 
-    @abc.abstractmethod
-    def plan(self, request: Request, device: Device) -> Plan:
-        """How it runs on a device."""
+    def plan(self, call: DeviceCall) -> Plan:
+        """Return the plan of the computation on a device."""
+        return call.plan(self.spec.pass_)
 
-    @abc.abstractmethod
-    def results(self, request: Request, arguments: Sequence[Any], batch_dims: Sequence[int]) -> list[Result]:
-        """What it returns for arguments (abstract types will do) with these batch dimensions."""
+    def results(self, request: Request, arguments: Sequence[Any]) -> list[Result]:
+        """Return roles and abstract types of the results for arguments, which may be abstract types."""
+        types = self.spec.types(request, *self.structured(arguments))
+        return [Result(*each) for each in zip(roles_of(types), jax.tree.leaves(types), strict=True)]
 
-    @abc.abstractmethod
-    def compute(self, plan: Plan, request: Request, device: Device, *arguments: jax.Array) -> list[jax.Array]:
+    def compute(self, plan: Plan, call: DeviceCall, *arguments: jax.Array) -> list[jax.Array]:
         """The results on a device, of arrays without mapped axes: the batch comes first.
 
         Args:
-            plan: That of the computation, or of a computation that is derived of it, which counts as another pass.
-            request: What is asked for, of the part that the device has.
-            device: The device.
+            plan: The plan of the computation, or of its derivative, which counts as another pass.
+            call: The part of the call that the device has.
             *arguments: The arrays.
         """
-
-    def compute_transposed(
-        self,
-        plan: Plan,
-        request: Request,
-        device: Device,
-        known: Sequence[jax.Array],
-        cotangents: Mapping[int, jax.Array],
-        linear: Mapping[int, jax.ShapeDtypeStruct],
-    ) -> list[jax.Array]:
-        """The cotangents of the arguments that the computation is linear in.
-
-        Args:
-            plan: As for :meth:`compute`.
-            request: Likewise.
-            device: Likewise.
-            known: All other arguments.
-            cotangents: The cotangents of the results, by position; others are zero.
-            linear: Types of the arguments, by position.
-        """
-        rest = [i for i in range(len(self.roles)) if i not in linear]
-
-        def results_of(*some: jax.Array) -> list[jax.Array]:
-            every = _merged([None] * len(self.roles), (*rest, *linear), (*known, *some))
-            results = self.compute(plan, request, device, *every)
-            return [results[i] for i in cotangents]
-
-        return list(jax.linear_transpose(results_of, *linear.values())(list(cotangents.values())))
-
-    @abc.abstractmethod
-    def with_origins(self) -> tuple[Computation, int]:
-        """The same for a part of the layout, and which of its arguments says where that lies (``Operands.origins``).
-
-        Only for a computation that has no such argument yet. Its other arguments are the same, in the same order.
-        """
-
-    def compute_exchanging(
-        self, run: Run, plan: Plan, request: Request, exchange: Exchange, *arguments: Any
-    ) -> list[Any]:
-        """The results where token dimensions are split: keys and values come from all devices that have them.
-
-        Args:
-            run: Runs a computation on one device, of its arguments.
-            plan: That of the computation.
-            request: What is asked for, of the part that the device has.
-            exchange: What brings the halos.
-            *arguments: What the device has.
-        """
-        layout = arguments[0].shape[1:-2]
-        part, position = self.with_origins()
-        extended = list(arguments)
-        with_halos = [i for i, role in enumerate(self.roles) if role.tokens == "keys"]
-        for i, array in zip(with_halos, exchange.extended([arguments[i] for i in with_halos]), strict=True):
-            extended[i] = array
-        extended.insert(position, exchange.origins())
-        roles = [each.role for each in part.results(request, extended, extended[0].shape[:1])]
-        return [
-            exchange.returned(array, layout) if role.tokens == "keys" else array
-            for array, role in zip(run(part, request, extended), roles, strict=True)
-        ]
-
-    def derivative(self, given: Sequence[int]) -> Derivative:
-        """What computes tangents, from those of the arguments at the positions ``given``.
-
-        Raises:
-            NotImplementedError: It has no derivative.
-        """
-        return Derivative(Jvp(self, tuple(given)), reads_results=False)
-
-
-class Derivative(NamedTuple):
-    """A computation that is linear in its last arguments.
-
-    Attributes:
-        computation: Its arguments are those of the computation that it is derived of, and their tangents. It returns
-            tangents of that one's results, or of the first of them: the others are constant.
-        reads_results: Whether the results of that computation come in between.
-    """
-
-    computation: Computation
-    reads_results: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Jvp(Computation):
-    """The tangents of a computation's results.
-
-    Attributes:
-        of: The computation.
-        given: The positions of the arguments that have tangents, which come behind all arguments of the computation.
-    """
-
-    of: Computation
-    given: tuple[int, ...]
-
-    @property
-    def roles(self) -> Sequence[Role]:
-        """Role of each argument, in call order."""
-        roles = self.of.roles
-        return [*roles, *(roles[i] for i in self.given)]
-
-    def plan(self, request: Request, device: Device) -> Plan:
-        """How it runs on a device."""
-        return dataclasses.replace(self.of.plan(request, device), pass_="backward")
-
-    def results(self, request: Request, arguments: Sequence[Any], batch_dims: Sequence[int]) -> list[Result]:
-        """What it returns."""
-        return self.of.results(request, arguments[: len(self.of.roles)], batch_dims)
-
-    def with_origins(self) -> tuple[Computation, int]:
-        """The same for a part of the layout, and which of its arguments says where that lies."""
-        of, position = self.of.with_origins()
-        return Jvp(of, tuple(i + (i >= position) for i in self.given)), position
-
-    def compute(self, plan: Plan, request: Request, device: Device, *arguments: jax.Array) -> list[jax.Array]:
-        """The tangents."""
-        count = len(self.of.roles)
-        primals, tangents = arguments[:count], arguments[count:]
-
-        def changed(*some: jax.Array) -> list[jax.Array]:
-            return self.of.compute(plan, request, device, *_merged(primals, self.given, some))
-
-        results: list[jax.Array] = jax.jvp(changed, [primals[i] for i in self.given], list(tangents))[1]
+        results: list[jax.Array] = jax.tree.leaves(self.spec.compute(plan, call, *self.structured(arguments)))
         return results
 
+    def with_origins(self) -> tuple[Computation, int]:
+        """Return the computation with an added argument ``Operands.origins``, and the position of that argument.
+
+        It is called only without such an argument.
+        """
+        operands, *others = self.structured(range(self.structure.num_leaves))
+        position = len(jax.tree.leaves(operands))
+        structure = jax.tree.structure((operands._replace(origins=position), *others))
+        return dataclasses.replace(self, structure=structure), position
+
+    def structured(self, leaves: Any) -> Any:
+        """The arguments of ``spec``, from their leaves."""
+        return jax.tree.unflatten(self.structure, leaves)
+
 
 @dataclasses.dataclass(frozen=True)
-class Transpose(Computation):
-    """The transpose of a computation that is linear in some arguments.
+class Derivative:
+    """Tangents of a computation's results, or cotangents of its arguments: a computation again.
+
+    The arguments are the computation's arguments, its results if it has a rule, and the given tangents or cotangents.
+    All other tangents or cotangents are zero.
 
     Attributes:
         of: The computation.
-        linear: The positions of these arguments. All others are the first arguments of the transpose.
-        shapes: Their shapes, without batch dimensions, and the names of their element types.
-        read: The positions of the results whose cotangents are the other arguments of the transpose. Other cotangents
-            are zero.
-        read_roles: What these results are.
+        result_roles: Roles of its results.
+        positions: The arguments that have tangents, or whose cotangents are computed.
+        read: The results whose cotangents are given; ``None`` to compute tangents.
     """
 
-    of: Computation
-    linear: tuple[int, ...]
-    shapes: tuple[tuple[tuple[int, ...], str], ...]
-    read: tuple[int, ...]
-    read_roles: tuple[Role, ...]
+    of: AnyComputation
+    result_roles: tuple[Role, ...]
+    positions: tuple[int, ...]
+    read: tuple[int, ...] | None = None
+    is_differentiable: ClassVar[bool] = True
+    rule: ClassVar[None] = None
 
-    @property
+    @functools.cached_property
     def roles(self) -> Sequence[Role]:
         """Role of each argument, in call order."""
-        return [*(role for i, role in enumerate(self.of.roles) if i not in self.linear), *self.read_roles]
+        roles, results = self.of.roles, self.result_roles
+        known = [*roles, *results] if self.of.rule else [*roles]
+        given = [roles[i] for i in self.positions] if self.read is None else [results[i] for i in self.read]
+        return [*known, *given]
 
-    def plan(self, request: Request, device: Device) -> Plan:
-        """How it runs on a device."""
-        return dataclasses.replace(self.of.plan(request, device), pass_="backward")
+    @property
+    def first_given(self) -> int:
+        """Position of the first tangent or cotangent among the arguments."""
+        return len(self.roles) - len(self.positions if self.read is None else self.read)
 
-    def results(self, request: Request, arguments: Sequence[Any], batch_dims: Sequence[int]) -> list[Result]:
-        """What it returns."""
-        return [
-            Result(role, type_like(arguments[0], (*_leading(role, batch_dims), *shape), dtype))
-            for role, shape, dtype in self._linear_types(arguments)
-        ]
+    def plan(self, call: DeviceCall) -> Plan:
+        """Return the plan of the computation on a device."""
+        return dataclasses.replace(self.of.plan(call), pass_="backward")
 
-    def with_origins(self) -> tuple[Computation, int]:
-        """The same for a part of the layout, and which of its arguments says where that lies."""
+    def results(self, request: Request, arguments: Sequence[Any]) -> list[Result]:
+        """Return roles and abstract types of the results for arguments, which may be abstract types."""
+        roles = self.of.roles
+        if self.read is None:
+            # A rule has tangents of output and logsumexp. Residuals are constants.
+            return self.of.results(request, arguments[: len(roles)])[: 2 if self.of.rule else None]
+        types = types_like(arguments[0], *[(arguments[i].shape, arguments[i].dtype) for i in self.positions])
+        return [Result(roles[i], each) for i, each in zip(self.positions, types, strict=True)]
+
+    def compute(self, plan: Plan, call: DeviceCall, *arguments: jax.Array) -> list[jax.Array]:
+        """The tangents or cotangents."""
+        count, first = len(self.of.roles), self.first_given
+        primals, results, given = arguments[:count], arguments[count:first], list(arguments[first:])
+        if isinstance(self.of, Computation) and self.of.rule:
+            return list(self.of.rule(plan, self.of.structure, primals, results, self.positions, self.read, given))
+
+        def results_of(*some: jax.Array) -> list[jax.Array]:
+            every = dict(enumerate(primals)) | dict(zip(self.positions, some, strict=True))
+            found = self.of.compute(plan, call, *every.values())
+            return found if self.read is None else [found[i] for i in self.read]
+
+        values = [primals[i] for i in self.positions]
+        if self.read is None:
+            return list(jax.jvp(results_of, values, given)[1])
+        return list(jax.vjp(results_of, *values)[1](given))
+
+    def with_origins(self) -> tuple[Derivative, int]:
+        """As for :class:`Computation`."""
         of, position = self.of.with_origins()
-        linear = tuple(i + (i >= position) for i in self.linear)
-        return dataclasses.replace(self, of=of, linear=linear), position - sum(i < position for i in linear)
-
-    def compute(self, plan: Plan, request: Request, device: Device, *arguments: jax.Array) -> list[jax.Array]:
-        """The cotangents."""
-        count = len(self.of.roles) - len(self.linear)
-        known, cotangents = arguments[:count], arguments[count:]
-        # Tables are one, or one for each batch entry, as those are that they change.
-        batches = {role: array.shape[0] for role, array in zip(self.roles, known, strict=False)}
-        types = [
-            jax.ShapeDtypeStruct((batches.get(role, known[0].shape[0]), *shape), np.dtype(dtype))
-            for role, shape, dtype in self._linear_types(arguments)
-        ]
-        by_result = dict(zip(self.read, cotangents, strict=True))
-        by_argument = dict(zip(self.linear, types, strict=True))
-        return self.of.compute_transposed(plan, request, device, known, by_result, by_argument)
-
-    def _linear_types(self, arguments: Sequence[Any]) -> Iterable[tuple[Role, tuple[int, ...], str]]:
-        """With as many tokens and heads as query and key have: a device's may be fewer."""
-        query, key = arguments[:2]
-        for position, (shape, dtype) in zip(self.linear, self.shapes, strict=True):
-            role = self.of.roles[position]
-            like = key if role.tokens == "keys" else query
-            heads = (key if role.is_key_value else query).shape[-2]
-            axis = len(shape) + role.heads_axis
-            layout = like.shape[like.ndim - 2 - axis : -2] if role.has_layout else shape[:axis]
-            yield role, (*layout, *((heads, *shape[axis + 1 :]) if role.heads_axis else ())), dtype
+        return dataclasses.replace(self, of=of, positions=tuple(i + (i >= position) for i in self.positions)), position
 
 
-def _leading(role: Role, batch_dims: Sequence[int]) -> Sequence[int]:
-    """The dimensions that an array begins with."""
-    return (*batch_dims[:-1], 1) if role is Role.PER_HEAD_OF_ALL else batch_dims
+AnyComputation = Computation | Derivative
 
 
-def _merged(arrays: Sequence[Any], positions: Sequence[int], replaced: Sequence[Any]) -> list[Any]:
-    result = list(arrays)
-    for position, array in zip(positions, replaced, strict=True):
-        result[position] = array
-    return result
+def _compute_exchanging(
+    computation: AnyComputation, run: Run, call: DeviceCall, exchange: Exchange, arguments: Sequence[Any]
+) -> list[Any]:
+    """The results where token dimensions are split: keys and values come from all devices that have them.
+
+    Args:
+        computation: The computation.
+        run: Runs a computation on one device.
+        call: The part of the call that the device has.
+        exchange: The exchange of halos.
+        arguments: The device's arrays.
+    """
+    if isinstance(computation, Computation) and computation.spec.exchange is not None:
+
+        def run_part(spec: Spec, request: Request, *arguments: Any) -> Any:
+            leaves, structure = jax.tree.flatten(arguments)
+            results = jax.tree.structure(spec.types(request, *arguments))
+            return jax.tree.unflatten(results, run(Computation(spec, structure), request, leaves))
+
+        plan, every = computation.plan(call), computation.structured(arguments)
+        found: list[Any] = jax.tree.leaves(computation.spec.exchange(run_part, plan, call.request, exchange, *every))
+        return found
+    layout = arguments[0].shape[1:-2]
+    part, position = computation.with_origins()
+    extended = list(arguments)
+    with_halos = [i for i, role in enumerate(computation.roles) if role.tokens == "keys"]
+    for i, array in zip(with_halos, exchange.extended([arguments[i] for i in with_halos]), strict=True):
+        extended[i] = array
+    extended.insert(position, exchange.origins())
+    results = zip(run(part, call.request, extended), _result_roles(part, call.request, extended), strict=True)
+    return [exchange.returned(array, layout) if role.tokens == "keys" else array for array, role in results]
 
 
-#: Runs a computation of a request on arrays.
-RunEntry = Callable[[Request, Sequence[jax.Array]], list[jax.Array]]
+def _result_roles(computation: AnyComputation, request: Request, arguments: Sequence[Any]) -> tuple[Role, ...]:
+    return tuple([each.role for each in computation.results(request, arguments)])
 
 
-def one_by_one(
-    run: RunEntry, roles: Sequence[Role], of_results: Sequence[Role], request: Request, arrays: Sequence[jax.Array]
+def _one_by_one(
+    run: Callable[[Sequence[jax.Array]], list[jax.Array]],
+    roles: Sequence[Role],
+    result_roles: Sequence[Role],
+    arrays: Sequence[jax.Array],
 ) -> list[jax.Array]:
     """The results of ``run`` on one entry of the batch after the other.
 
     Args:
-        run: Runs the computation.
+        run: Runs the computation on a batch of one entry.
         roles: The roles of the arrays.
-        of_results: The roles of the results.
-        request: What is asked for, of the whole batch.
+        result_roles: The roles of the results.
         arrays: The arrays; those that are not the same for the whole batch begin with it.
     """
-    of_entry = request.of_part(1, arrays[0].shape[-2], arrays[1].shape[-2])
-    batch = arrays[0].shape[0]
-    if isinstance(batch, int) and batch == 1:
-        return run(of_entry, arrays)
 
     def run_one(entry: list[jax.Array]) -> list[jax.Array]:
         own = iter(entry)
         every = [array if is_same else next(own)[None] for is_same, array in zip(are_same, arrays, strict=True)]
-        return [result[0] for result in run(of_entry, every)]
+        return [result[0] for result in run(every)]
 
     # There may be one table for all entries, or one for each.
     are_same = [
@@ -471,7 +435,7 @@ def one_by_one(
     is_shared = any(role is Role.PER_HEAD_OF_ALL for role, is_same in zip(roles, are_same, strict=True) if is_same)
     return [
         result.sum(axis=0, keepdims=True) if role is Role.PER_HEAD_OF_ALL and is_shared else result
-        for role, result in zip(of_results, results, strict=True)
+        for role, result in zip(result_roles, results, strict=True)
     ]
 
 
@@ -506,7 +470,7 @@ _pass_p.multiple_results = True
 
 
 def bind(
-    computation: Computation, request: Request, arguments: Sequence[jax.Array], mapped: int = 0
+    computation: AnyComputation, request: Request, arguments: Sequence[jax.Array], mapped: int = 0
 ) -> list[jax.Array]:
     """Run a computation on arrays that begin with axes which ``jax.vmap`` maps, and then the batch.
 
@@ -524,14 +488,14 @@ def bind(
 
 
 @_pass_p.def_abstract_eval
-def _types(*arguments: Any, computation: Computation, request: Request, mapped: int) -> list[Any]:
-    return [each.type for each in computation.results(request, arguments, arguments[0].shape[: mapped + 1])]
+def _types(*arguments: Any, computation: AnyComputation, request: Request, mapped: int) -> list[Any]:
+    return [each.type for each in computation.results(request, arguments)]
 
 
 @_pass_p.def_impl
-def _run_now(*arguments: Any, computation: Computation, request: Request, **parameters: Any) -> Any:
-    """Run a computation whose arguments are known: as a program of its own, even where JAX compiles nothing else."""
-    # What is not compiled here would come back to where it is called from.
+def _run_now(*arguments: Any, computation: AnyComputation, request: Request, **parameters: Any) -> Any:
+    """Run a computation on concrete arguments, as a separate program, even if JAX compiles nothing else."""
+    # Without compilation, JAX would call this function again.
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
         results = _compiled(computation=computation, request=request, **parameters)(*arguments)
     check(results, f"{request.problem.describe()} of natten_jax")
@@ -547,7 +511,7 @@ def _map(
     arguments: Sequence[jax.Array],
     axes: Sequence[int | None],
     *,
-    computation: Computation,
+    computation: AnyComputation,
     request: Request,
     mapped: int,
 ) -> Any:
@@ -571,58 +535,72 @@ def _map(
 
 
 def _differentiate(
-    primals: Sequence[jax.Array], tangents: Sequence[Any], *, computation: Computation, **parameters: Any
+    primals: Sequence[jax.Array],
+    tangents: Sequence[Any],
+    *,
+    computation: AnyComputation,
+    request: Request,
+    mapped: int,
 ) -> tuple[Any, Any]:
     """Results and their tangents."""
-    given = [i for i, each in enumerate(tangents) if not isinstance(each, ad.Zero)]
-    derivative = computation.derivative(given)
-    results = bind(computation, arguments=primals, **parameters)
-    if derivative.reads_results:
+    if not computation.is_differentiable:
+        refuse()
+    given = {i: each for i, each in enumerate(tangents) if not isinstance(each, ad.Zero)}
+    results = bind(computation, request, primals, mapped)
+    known = list(primals)
+    if computation.rule:
         results = named(results)
-    known = [*primals, *results] if derivative.reads_results else primals
-    changes = bind(derivative.computation, arguments=[*known, *(tangents[i] for i in given)], **parameters)
+        known += results
+    derivative = Derivative(computation, _result_roles(computation, request, primals), tuple(given))
+    changes = bind(derivative, request, [*known, *given.values()], mapped)
     constant = [ad.Zero(jax.typeof(each)) for each in results[len(changes) :]]
     return results, [*changes, *constant]
 
 
 def _transpose(
-    cotangents: Sequence[Any], *arguments: Any, computation: Computation, request: Request, mapped: int
+    cotangents: Sequence[Any], *arguments: Any, computation: AnyComputation, request: Request, mapped: int
 ) -> list[jax.Array | None]:
-    """Cotangents of the arguments that the computation is linear in: those that have no value."""
+    """Return cotangents of the linear arguments.
+
+    A linear function has the same derivative everywhere, so that zeros stand for these arguments.
+    """
     linear = [i for i, each in enumerate(arguments) if ad.is_undefined_primal(each)]
-    if linear[0] < 2:  # a computation tells by query and key what it has of batch and heads
+    if linear[0] < 2:  # no computation is linear in query or key
         refuse()
-    read = [i for i, each in enumerate(cotangents) if not isinstance(each, ad.Zero)]
-    known = [each for each in arguments if not ad.is_undefined_primal(each)]
-    avals = [arguments[i].aval for i in linear]
-    results = computation.results(
-        request, [getattr(each, "aval", each) for each in arguments], known[0].shape[: mapped + 1]
-    )
-    transposed = Transpose(
-        computation,
-        tuple(linear),
-        tuple((aval.shape[mapped + 1 :], aval.dtype.name) for aval in avals),
-        tuple(read),
-        tuple(results[i].role for i in read),
-    )
-    found = bind(transposed, request, [*known, *(cotangents[i] for i in read)], mapped)
+    known: list[Any] = [
+        jnp.zeros(each.aval.shape, each.aval.dtype) if ad.is_undefined_primal(each) else each for each in arguments
+    ]
+    given = {i: each for i, each in enumerate(cotangents) if not isinstance(each, ad.Zero)}
+    if isinstance(computation, Derivative) and computation.read is None and linear[0] >= computation.first_given:
+        first = computation.first_given
+        positions = tuple([computation.positions[i - first] for i in linear])
+        derivative = dataclasses.replace(computation, positions=positions, read=tuple(given))
+        known = known[:first]
+    else:
+        roles = _result_roles(computation, request, known)
+        if computation.rule:
+            known += bind(computation, request, known, mapped)
+        derivative = Derivative(computation, roles, tuple(linear), tuple(given))
+    found = bind(derivative, request, [*known, *given.values()], mapped)
     by_position = dict(zip(linear, found, strict=True))
     return [by_position.get(i) for i in range(len(arguments))]
 
 
 def _lower_for(platform: str | None) -> None:
     def lower(
-        ctx: mlir.LoweringRuleContext, *values: Any, computation: Computation, request: Request, mapped: int
+        ctx: mlir.LoweringRuleContext,
+        *values: Any,
+        computation: AnyComputation,
+        request: Request,
+        mapped: int,
     ) -> Any:
-        device = lowering_target(platform or _platform_of(ctx))
-        local = functools.partial(_run_local, computation=computation, request=request, mapped=mapped, device=device)
+        call = DeviceCall(request, lowering_target(platform or _platform_of(ctx)))
+        local = functools.partial(_run_local, computation=computation, call=call, mapped=mapped)
         if auto.is_needed(ctx):
-            plan = computation.plan(request, device)
+            plan = computation.plan(call)
             if not _is_left_to_xla(ctx, plan):
                 identity = f"{plan.payload()} {computation} {mapped}"
-                arguments: Sequence[Any] = ctx.avals_in
-                results = computation.results(request, arguments, arguments[0].shape[: mapped + 1])
-                roles = computation.roles, [each.role for each in results]
+                roles = computation.roles, _result_roles(computation, request, ctx.avals_in)
                 with plan_marks.of_plan(plan):
                     return auto.Partitioned(
                         ctx, identity, local, *roles, mapped + 1, splits_tokens=_splits_tokens(computation, request)
@@ -652,17 +630,16 @@ def _is_left_to_xla(ctx: mlir.LoweringRuleContext, plan: Plan) -> bool:
     return is_plain and (plan.platform == "tpu" or _jax_internals.is_exported(ctx))
 
 
-def _splits_tokens(computation: Computation, request: Request) -> bool:
-    """Whether a mesh may split token dimensions: those of whole layouts, which windows relate."""
+def _splits_tokens(computation: AnyComputation, request: Request) -> bool:
+    """Return True if a mesh may split token dimensions: windows over whole layouts."""
     return request.problem.operator == "fna" and not {Role.WHOLE, Role.PER_ENTRY}.intersection(computation.roles)
 
 
 def _run_local(
     *arguments: jax.Array,
-    computation: Computation,
-    request: Request,
+    computation: AnyComputation,
+    call: DeviceCall,
     mapped: int,
-    device: Device,
     lines: Sequence[DeviceLine | None] = (),
 ) -> list[jax.Array]:
     """Run a computation on all that one device has, mapped axes and batch as one.
@@ -670,28 +647,27 @@ def _run_local(
     Args:
         *arguments: What the device has.
         computation: What to compute.
-        request: The whole call.
+        call: The whole call.
         mapped: How many axes ``jax.vmap`` maps.
-        device: What this runs on.
         lines: The devices that share each token dimension with this one; nothing where none is split.
     """
     batch_dims = arguments[0].shape[: mapped + 1]
-    batch = math.prod(batch_dims)
-    own = request.of_part(batch, arguments[0].shape[-2], arguments[1].shape[-2])
+    own = call.request.of_part(math.prod(batch_dims), arguments[0].shape[-2], arguments[1].shape[-2])
+    call = DeviceCall(own, call.device)
     arrays: Sequence[jax.Array] = arguments
     if mapped:
         arrays = [_as_one_batch(*each, batch_dims) for each in zip(arguments, computation.roles, strict=True)]
-    run = functools.partial(_run_computation, device=device)
     if any(lines):
         exchange = Exchange.of(own.problem, lines)
-        split = dataclasses.replace(own, parts=exchange.parts)
-        results = computation.compute_exchanging(run, computation.plan(split, device), split, exchange, *arrays)
+        call = DeviceCall(dataclasses.replace(own, parts=exchange.parts), call.device)
+        run = functools.partial(_run_computation, device=call.device)
+        results = _compute_exchanging(computation, run, call, exchange, arrays)
     else:
-        results = run(computation, own, arrays)
+        results = _run_computation(computation, own, arrays, device=call.device)
     if not mapped:
         return results
-    expected = computation.results(own, arguments, batch_dims)
-    return [_as_mapped(array, each.role, batch_dims) for array, each in zip(results, expected, strict=True)]
+    roles = _result_roles(computation, own, arguments)
+    return [_as_mapped(array, role, batch_dims) for array, role in zip(results, roles, strict=True)]
 
 
 def _as_one_batch(array: jax.Array, role: Role, batch_dims: Sequence[int]) -> jax.Array:
@@ -711,34 +687,29 @@ def _as_mapped(array: jax.Array, role: Role, batch_dims: Sequence[int]) -> jax.A
 
 
 def _run_computation(
-    computation: Computation, request: Request, arrays: Sequence[jax.Array], *, device: Device
+    computation: AnyComputation, request: Request, arrays: Sequence[jax.Array], *, device: Device
 ) -> list[jax.Array]:
-    plan = computation.plan(request, device)
-    if Role.PER_ENTRY in computation.roles and not backends.of(plan.backend).takes_layouts_of(plan.problem):
-        run = functools.partial(_run_planned, computation, device=device)
-        results = computation.results(request, arrays, arrays[0].shape[:1])
-        return one_by_one(run, computation.roles, [each.role for each in results], request, arrays)
-    found: list[jax.Array] = _function(computation=computation, plan=plan, request=request, device=device)(*arrays)
+    """Run a computation on a device; one batch entry after the other if its kernels take layouts of one entry only."""
+    call = DeviceCall(request, device)
+    plan, batch = computation.plan(call), arrays[0].shape[0]
+    is_one = isinstance(batch, int) and batch == 1
+    roles = computation.roles
+    if Role.PER_ENTRY in roles and not is_one and not backends.of(plan.backend).takes_layouts_of(plan.problem):
+        entry = request.of_part(1, arrays[0].shape[-2], arrays[1].shape[-2])
+        run = functools.partial(_run_computation, computation, entry, device=device)
+        return _one_by_one(run, roles, _result_roles(computation, request, arrays), arrays)
+    found: list[jax.Array] = _function(computation, plan, call)(*arrays)
     return found
 
 
-def _run_planned(
-    computation: Computation, request: Request, arrays: Sequence[jax.Array], *, device: Device
-) -> list[jax.Array]:
-    plan = computation.plan(request, device)
-    results: list[jax.Array] = _function(computation=computation, plan=plan, request=request, device=device)(*arrays)
-    return results
-
-
 @functools.lru_cache(maxsize=4096)
-def _function(*, computation: Computation, plan: Plan, request: Request, device: Device) -> Callable[..., Any]:
-    """One function for equal computations: a program with many equal layers holds it once."""
+def _function(computation: AnyComputation, plan: Plan, call: DeviceCall) -> Callable[..., Any]:
+    """Return one function for equal computations: a program with many equal layers contains it once."""
 
     def run_pass(*arguments: Any) -> Any:
-        backend = backends.of(plan.backend)
-        marks = plan_marks.of_plan(plan, on_all=not backend.carries_plan)
+        marks = plan_marks.of_plan(plan, on_all=not backends.of(plan.backend).carries_plan)
         with marks, jax.default_matmul_precision(plan.precision):
-            return computation.compute(plan, request, device, *arguments)
+            return computation.compute(plan, call, *arguments)
 
     return jax.jit(run_pass)
 

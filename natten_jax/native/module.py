@@ -27,7 +27,7 @@ import numpy as np
 
 from natten_jax import source_tree
 from natten_jax.arrays.boxes import QueryBox, apart
-from natten_jax.arrays.operands import type_like, vary_alike
+from natten_jax.arrays.operands import types_like, varying_like
 from natten_jax.performance import TilePair
 from natten_jax.plan import plan
 from natten_jax.problem import Problem, Shape
@@ -123,8 +123,8 @@ def call(
         *operands: Arrays, in the target's order.
         **attributes: Integers are passed as int64, sequences of them as int64 arrays, floats as float32.
     """
-    arrays = vary_alike(operands)
-    types = [type_like(arrays[0], result.shape, result.dtype) for result in results]
+    arrays = varying_like(operands, operands)
+    types = types_like(arrays[0], *[(result.shape, result.dtype) for result in results])
     in_place = {result.replaces: i for i, result in enumerate(results) if result.replaces is not None}
     values = {
         name: value

@@ -111,9 +111,13 @@ class Plan:
     @property
     def tiles(self) -> TilePair:
         """Query and key/value tile."""
-        pair = self.performance.tiles(self.pass_)
-        assert pair is not None, "a plan has tiles"
-        return pair
+        asked = self.performance
+        if self.pass_ == "forward":
+            query, key_value = asked.q_tile_shape, asked.kv_tile_shape
+        else:
+            query, key_value = asked.backward_q_tile_shape, asked.backward_kv_tile_shape
+        assert query is not None and key_value is not None, "a plan has tiles"
+        return query, key_value
 
     @property
     def kernel_schedule(self) -> KernelSchedule | None:
@@ -190,9 +194,9 @@ NAME_ATTRIBUTE, PLAN_ATTRIBUTE = "natten_jax", "natten_jax_plan"
 _payload: contextvars.ContextVar[str | None] = contextvars.ContextVar("natten_jax_payload", default=None)
 
 
-def name_of(plan: Plan) -> str:
-    """The short name of a plan: the same in every process."""
-    return hashlib.sha256(plan.payload().encode()).hexdigest()[:12]
+def name_of(payload: str) -> str:
+    """Return the short name of a plan, from its payload: the same in every process."""
+    return hashlib.sha256(payload.encode()).hexdigest()[:12]
 
 
 @contextlib.contextmanager
@@ -206,7 +210,7 @@ def of_plan(plan: Plan, *, on_all: bool = False) -> Iterator[None]:
     payload = plan.payload()
     token = _payload.set(payload)
     try:
-        with set_xla_metadata(**{NAME_ATTRIBUTE: name_of(plan)}, **({PLAN_ATTRIBUTE: payload} if on_all else {})):
+        with set_xla_metadata(**{NAME_ATTRIBUTE: name_of(payload)}, **({PLAN_ATTRIBUTE: payload} if on_all else {})):
             yield
     finally:
         _payload.reset(token)

@@ -210,8 +210,8 @@ def test_saved_results_spare_the_second_forward_pass(family: Family, keeps_resul
 
     if family.target is None:
         jaxpr = str(jax.make_jaxpr(jax.grad(layers))(operands.query))
-        assert jaxpr.count("computation=PlainForward") == forwards
-        assert jaxpr.count("computation=Transpose") == 1
+        assert jaxpr.count("computation=Computation(spec=_compute_plain") == forwards
+        assert jaxpr.count("computation=Derivative") == 1
         return
     program = quick(jax.value_and_grad(layers)).lower(operands.query).compile().as_text()
     kernels = re.findall(rf'custom_call_target="{family.target}_(forward|backward)"', program or "")
@@ -244,9 +244,9 @@ def test_equal_calls_are_traced_once(family: Family, monkeypatch: pytest.MonkeyP
     traced: list[Any] = []
     attend = custom_vjp._attend_locally
 
-    def recorded(request: Any, operands: Any) -> Any:
-        traced.append(request)
-        return attend(request, operands)
+    def recorded(*arguments: Any) -> Any:
+        traced.append(arguments)
+        return attend(*arguments)
 
     monkeypatch.setattr(custom_vjp, "_attend_locally", recorded)
     jax.clear_caches()

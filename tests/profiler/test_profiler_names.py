@@ -198,7 +198,7 @@ def test_program_of_custom_calls() -> None:
         scopes = field(7, field(2, b"jit(f)/a;jit(f)/b"))
         return field(1, name) + field(2, b"custom-call") + field(28, b"natten_jax_cpu_forward") + scopes + attributes
 
-    name, payload = attribute(NAME_ATTRIBUTE, name_of(plan)), attribute(PLAN_ATTRIBUTE, plan.payload())
+    name, payload = attribute(NAME_ATTRIBUTE, name_of(plan.payload())), attribute(PLAN_ATTRIBUTE, plan.payload())
     foreign = attribute(NAME_ATTRIBUTE, "0") + attribute(PLAN_ATTRIBUTE, "{}")
     calls = {b"call.0": field(68, name + payload), b"call.1": field(68, name), b"call.2": field(68, payload)}
     calls |= {b"call.3": field(68, foreign), b"call.4": b""}

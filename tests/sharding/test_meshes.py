@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from natten_jax.arrays.operands import type_like
+from natten_jax.arrays.operands import types_like
 from tests.support.families import Family
 from tests.support.programs import run_python
 
@@ -161,7 +161,7 @@ def test_types_of_results_have_shardings_of_their_own_length(
     with jax.set_mesh(mesh):
         array = jnp.ones((2, 3, 4))
         monkeypatch.setattr(core, "_make_lengths_same", refused)
-        found = type_like(array, shape, "bfloat16")
+        (found,) = types_like(array, (shape, "bfloat16"))
     assert (found.shape, found.dtype) == (shape, jnp.bfloat16)
     assert found.sharding.spec == jax.sharding.PartitionSpec(*(None,) * len(shape))
     assert found.sharding.mesh == mesh.abstract_mesh

@@ -19,7 +19,7 @@ import pytest
 from natten_jax.arrays.operands import Cotangents, Gradients, Inputs, Operands, Saved
 from natten_jax.backends.pallas.blackwell import BlackwellBackend, missing_in_jax
 from natten_jax.backends.select import plan_with
-from natten_jax.execution.kernel_operands import HeadWidths
+from natten_jax.execution.kernel_operands import with_head_dim, with_heads_of
 from natten_jax.performance import Pass, Performance, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan, Request
@@ -57,18 +57,17 @@ def plan_of(problem: Problem, tiles: TilePair | None = None, pass_: Pass = "forw
 
 def run(plan: Plan, problem: Problem, operands: Operands) -> Saved:
     """The forward pass of a problem whose heads may have to be filled up."""
-    widths = HeadWidths.of(problem, plan.problem)
-    saved = BlackwellBackend().forward_saving(plan, widths.widen_operands(operands))
-    return saved._replace(out=widths.narrow_values(saved.out))
+    operands = operands._replace(inputs=with_heads_of(plan.problem, operands.inputs))
+    saved = BlackwellBackend().forward_saving(plan, operands)
+    return saved._replace(out=with_head_dim(saved.out, problem.head_dim_v))
 
 
 def run_backward(plan: Plan, problem: Problem, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
     """The backward pass, likewise."""
-    widths = HeadWidths.of(problem, plan.problem)
-    saved = saved._replace(out=widths.widen_values(saved.out))
-    cotangents = cotangents._replace(out=widths.widen_values(cotangents.out))
-    gradients = BlackwellBackend().backward(plan, widths.widen_operands(operands), saved, cotangents)
-    return widths.narrow_gradients(gradients)
+    operands = operands._replace(inputs=with_heads_of(plan.problem, operands.inputs))
+    saved = saved._replace(out=with_head_dim(saved.out, plan.problem.head_dim_v))
+    cotangents = cotangents._replace(out=with_head_dim(cotangents.out, plan.problem.head_dim_v))
+    return with_heads_of(problem, BlackwellBackend().backward(plan, operands, saved, cotangents))
 
 
 @dataclasses.dataclass(frozen=True)

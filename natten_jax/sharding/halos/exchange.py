@@ -21,7 +21,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from natten_jax.arrays.operands import Inputs, Operands, roles_of_fields, type_like, vary_alike
+from natten_jax.arrays.operands import Inputs, Operands, roles_of_fields, types_like, vary_alike
 from natten_jax.halo import Halo, halos_of
 from natten_jax.problem import Problem
 
@@ -174,7 +174,7 @@ def _along(room: tuple[int, int, int], axis: int, ndim: int) -> list[tuple[int, 
 def returned(array: jax.Array, halo: Halo, line: DeviceLine, axis: int, tokens: int) -> jax.Array:
     """The transpose of :func:`extended`, of one array."""
     if halo.is_gathered:
-        own = type_like(array, (*array.shape[:axis], tokens, *array.shape[axis + 1 :]), array.dtype)
+        (own,) = types_like(array, ((*array.shape[:axis], tokens, *array.shape[axis + 1 :]), array.dtype))
         (gathered,) = jax.linear_transpose(lambda own: line.gathered(own, axis), own)(array)
         return gathered  # type: ignore[no-any-return]
     own = jax.lax.slice_in_dim(array, halo.before, halo.before + tokens, axis=axis)
@@ -365,7 +365,8 @@ def brought(problem: Problem, token_axes: TokenAxes, operands: Operands) -> Oper
 def _types(*arrays: Any, problem: Problem, token_axes: TokenAxes, returns: bool) -> list[Any]:
     halos = [halo.evened() for halo in halos_of(problem, parts_of(token_axes))]
     layout = tuple(_held(halo) if not returns else halo.part for halo in halos)
-    return [type_like(each, (each.shape[0], *layout, *each.shape[1 + len(layout) :]), each.dtype) for each in arrays]
+    shapes = [(each.shape[0], *layout, *each.shape[1 + len(layout) :]) for each in arrays]
+    return [types_like(each, (shape, each.dtype))[0] for each, shape in zip(arrays, shapes, strict=True)]
 
 
 def _held(halo: Halo) -> int:
