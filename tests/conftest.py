@@ -48,6 +48,8 @@ SELECTIONS: Mapping[str, Callable[[Family], bool]] = {
     "native_family": lambda family: family.target is not None,
     "pure_family": lambda family: family.backend.is_differentiable,
 }
+#: Number of host devices in a test process, for tests of meshes. Programs started by tests have one by default.
+DEVICES = 8
 #: Parameters of a test that follow from its family.
 _OF_A_FAMILY = "pass_", "dtype", "other_dtype", "problem_indices", "other_problem_indices"
 
@@ -73,6 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
         share_contexts()
         os.environ["JAX_PLATFORMS"] = "cpu"  # for workers, and for programs that tests start
         jax.config.update("jax_platforms", "cpu")  # JAX has read the environment by now
+        jax.config.update("jax_num_cpu_devices", DEVICES)
     if not hasattr(config, "workerinput"):  # workers inherit what follows
         if not _is_of_gpu(config):
             # Asked for together, and so by one process that imports JAX.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import re
@@ -14,14 +13,9 @@ import pytest
 
 from tests.support.documented_installs import WAYS
 from tests.support.pages import FILES, NOTEBOOKS, PAGES, program_of
-from tests.support.programs import OF_EXAMPLES, PACKAGE, run_python
+from tests.support.programs import PACKAGE, run_python
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_no_page_is_missed() -> None:
-    guides = {"tutorial", "windows", "flax", "coming-from-natten", "performance", "simulator", "scaling", "export"}
-    assert {page.stem for page in PAGES} >= {"README", "index", "numerics"} | guides
 
 
 def test_every_page_is_in_the_sites_table() -> None:
@@ -59,7 +53,7 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (tmp_path / name).write_text(content)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
-    result = run_python(program_of(page), devices=None, modules=OF_EXAMPLES)  # a page that needs several says so
+    result = run_python(program_of(page), devices=None)  # a page that needs several says so
     assert result.returncode == 0, f"{page.name}: {result.stderr}"
 
 
@@ -106,34 +100,6 @@ def test_pages_type_check(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-PICTURES = sorted((ROOT / "docs" / "images").glob("*.svg"))
-#: Pixels that a page on a telephone of 400 leaves for a picture.
-TELEPHONE = 368
-
-
-@pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.stem)
-def test_pictures_can_be_read_on_telephones_and_on_dark_pages(picture: Path) -> None:
-    text = picture.read_text()
-    width = float(re.findall(r'viewBox="0 0 ([\d.]+)', text)[0])
-    sizes = [float(size) for size in re.findall(r"font(?:-size)?: ([\d.]+)px", text)]
-    assert all(size * TELEPHONE / width >= 9 for size in sizes)
-    assert "<image" not in text
-    if sizes:  # the colour of text is the theme's, and nothing is painted behind it
-        assert "prefers-color-scheme:dark" in text
-        assert not re.search(r'id="patch_1">\s*<path[^>]*fill: #', text)
-
-
-OUTPUT = "text", "none"
-
-
-@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))], ids=lambda page: page.name)
-def test_code_is_as_wide_as_a_page_shows(page: Path) -> None:
-    blocks = re.findall(r"^( *)```([^\n]*)\n(.*?)^\1```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    for _, language, block in blocks:
-        if not block.startswith("$ "):  # a sample's message is a line, however long
-            assert max(map(len, block.splitlines()), default=0) <= (100 if language in OUTPUT else 88), block
-
-
 def test_every_variable_of_the_environment_has_a_place_on_the_page_of_installation() -> None:
     sources = [ROOT / "setup.py", *PACKAGE.rglob("*.py")]
     read = {name for path in sources for name in re.findall(r"""["'](NATTEN_JAX_[A-Z_]+)["']""", path.read_text())}
@@ -142,21 +108,12 @@ def test_every_variable_of_the_environment_has_a_place_on_the_page_of_installati
     assert not [name for name in sorted(read) if f"`{name}" not in page]
 
 
-def test_pages_of_the_profiler_can_be_read_in_one_go() -> None:
-    for page in (*ROOT.glob("docs/profiler*.md"), ROOT / "docs" / "simulator.md"):
-        assert len(page.read_text().splitlines()) <= 250, page.name
-
-
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebooks_are_kept_with_their_pictures(notebook: Path) -> None:
+def test_notebooks_are_kept_with_their_results(notebook: Path) -> None:
     cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
     assert all(cell["execution_count"] for cell in cells)
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
-    pictures = [base64.b64decode(picture) for each in outputs if (picture := each.get("data", {}).get("image/png"))]
-    assert len(pictures) >= 2
-    # A page on a telephone shows them with 368 pixels: letters of 10 points, which have 13.9, then have 9.
-    assert all(int.from_bytes(picture[16:20]) <= 560 for picture in pictures)
     program = "\n".join("".join(cell["source"]) for cell in cells)
     assert "pip install" in program
     # They run where Python alone is installed, too.

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.support.programs import OF_EXAMPLES, run_command
+from tests.support.programs import run_command
 
 nnx = pytest.importorskip("flax.nnx")
 for package in ("matplotlib", "optax", "rich", "sklearn"):
@@ -26,7 +26,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return run_command([EXAMPLES / name, *arguments], {**os.environ, **environment}, modules=OF_EXAMPLES)
+    return run_command([EXAMPLES / name, *arguments], {**os.environ, **environment})
 
 
 def output_of(name: str, *arguments: str, **environment: str) -> str:

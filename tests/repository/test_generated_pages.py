@@ -43,12 +43,6 @@ def test_samples_are_what_is_printed(name: str, match: re.Match[str]) -> None:
     assert generated.generated(match[0]) == match[0], f"{name}; make tables writes it"
 
 
-def test_no_kind_of_sample_is_missed() -> None:
-    commands = [match["asked"] or match["failing"] for _, match in SAMPLES]
-    for part in ("--dry-run", "--simulate", "--backend blackwell-fna"):
-        assert any(part in command for command in commands)
-
-
 def test_every_option_has_a_row_with_its_default() -> None:
     page = (DOCS / "profiler-options.md").read_text(encoding="utf-8")
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `-")]
@@ -71,16 +65,3 @@ def test_the_page_of_backends_names_each_and_all_that_it_may_ignore() -> None:
         assert f"\n| `{argument}` |" in page
     for backend in backends.registered():
         assert re.search(rf"^\*\*`{backend.family}-\*`\*\* are", page, re.MULTILINE), backend.family
-
-
-def test_a_sample_that_is_not_what_is_printed_is_seen() -> None:
-    _, match = next(each for each in SAMPLES if each[1]["failing"])
-    wrong = match[0].replace("runs on", "is on")
-    assert wrong != match[0] and generated.generated(wrong) == match[0]
-
-
-def test_a_table_that_is_of_another_version_is_seen() -> None:
-    text = (DOCS / "backends.md").read_text(encoding="utf-8")
-    wrong = text.replace("multiples of 8", "multiples of 7")
-    tables = re.sub(generated._SAMPLE, "", wrong)
-    assert wrong != text and generated.generated(tables) == re.sub(generated._SAMPLE, "", text)

@@ -114,7 +114,3 @@ def test_every_package_says_what_its_modules_are() -> None:
         names = sorted(each.stem for each in (*modules, *packages))
         unsaid += [f"{package}.{name}" for name in names if not re.search(rf"\b{name}\b", said)]
     assert not unsaid, unsaid
-
-
-def test_every_level_has_modules() -> None:
-    assert {_room(module) for module in _graph()} == set(_LEVEL_OF)

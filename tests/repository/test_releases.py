@@ -7,7 +7,6 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
 import yaml
 from packaging.version import Version
 
@@ -50,22 +49,6 @@ def test_the_citation_is_of_the_newest_release() -> None:
     assert not {"license", "url", "repository-code", "doi"} & set(citation)
 
 
-def test_bibtex_says_what_the_citation_says() -> None:
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    entries = re.findall(r"^@\w+\{(.*?)^\}$", (ROOT / "docs" / "citing.md").read_text(), re.MULTILINE | re.DOTALL)
-    fields = [dict(re.findall(r"^  (\w+) += \{+(.*?)\}+,?$", entry, re.MULTILINE | re.DOTALL)) for entry in entries]
-    software, papers = fields[0], fields[1:]
-    assert software["author"] == citation["authors"][0]["name"]
-    assert (software["title"], software["version"]) == (citation["title"], citation["version"])
-    assert software["year"] == str(citation["date-released"].year)
-    for paper, said in zip(papers, citation["references"], strict=True):
-        assert " ".join(paper["title"].replace("$", "").split()) == said["title"]
-        assert paper["year"] == str(said["year"])
-        assert paper.get("booktitle", paper.get("journal")) == said.get("collection-title", said.get("journal"))
-        names = [f"{author['family-names']}, {author['given-names']}" for author in said["authors"]]
-        assert re.split(r" and\s+", paper["author"]) == names
-
-
 def test_pages_name_wheels_of_this_version() -> None:
     named = {name for path in TEXTS for name in re.findall(r"(\d[\w.]*)\+cu1\d", path.read_text())}
     assert named == {__version__}
@@ -81,17 +64,3 @@ def test_nobody_is_told_to_install_from_an_index_what_is_on_none() -> None:
         if re.search(r"pip install\b.*?[ '\"\\]natten_jax(?![-/\w])", line) and "--find-links" not in line
     ]
     assert not wrong
-
-
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.stem
-)
-def test_forms_of_issues_are_complete(path: Path) -> None:
-    form = yaml.safe_load(path.read_text())
-    if path.stem == "config":
-        assert "contact_links" not in form  # they would be addresses
-        return
-    assert form["name"] and form["description"] and form["body"]
-    names = [field["id"] for field in form["body"]]
-    assert len(set(names)) == len(names)
-    assert all(field["attributes"]["label"] for field in form["body"])

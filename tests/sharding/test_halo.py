@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
+import contextlib
+import functools
+import math
+import random
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import hypothesis
 import hypothesis.strategies as st
@@ -14,10 +19,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from natten_jax import na1d, na2d
-from natten_jax.halo import Halo, bytes_received, halo_of
+from natten_jax.halo import Halo, bytes_received, halo_of, halos_of
 from natten_jax.problem import problem_of
-from natten_jax.windows import EDGES, Axis, group_length, window_bounds
-from tests.support.programs import output_of, run_python
+from natten_jax.sharding.halos import overlap
+from natten_jax.windows import EDGES, Axis, WindowArguments, group_length, window_bounds
+from tests.support.meshes import assert_close, mesh_of, put
+from tests.support.problems import OPERATORS, QUICK_COMPILATION
 
 
 @st.composite
@@ -103,6 +110,148 @@ def test_parts_that_are_not_equal_are_refused_with_what_would_be() -> None:
         halo_of(Axis(30, 30, 3), 4)
 
 
+SetGains = Callable[[Callable[..., bool]], None]
+NAMES = ("x", "y", "z")
+PARTS: dict[int, list[tuple[int, ...]]] = {
+    1: [(8,), (4,), (2,)],
+    2: [(4, 2), (2, 2), (2, 4), (8, 1), (1, 4)],
+    3: [(2, 2, 2), (1, 2, 4), (2, 1, 2), (1, 1, 2)],
+}
+MOST_TOKENS = {1: 12, 2: 6, 3: 4}  # of a part, per dimension
+HEAD_DIM = 8
+_MOVED = re.compile(
+    r"= (?:\()?\w+\[([\d,]*)\][^=]*? (collective-permute|all-gather|all-to-all|all-reduce)(?:-start)?\("
+)
+
+
+class Split(NamedTuple):
+    """A problem and the parts of its token dimensions."""
+
+    parts: tuple[int, ...]
+    layout: tuple[int, ...]
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    is_causal: tuple[bool, ...]
+    edges: tuple[str, ...]
+    batch: int
+    heads: int
+    heads_kv: int
+    additional: int
+    tile: tuple[int, ...]
+
+    @classmethod
+    def draw(cls, source: random.Random) -> Split:
+        """Three of four have halos; windows as large as the layout are attention, whose tokens are gathered."""
+        has_halos = source.random() < 0.75
+        while True:
+            drawn = cls._draw(source)
+            if not drawn.problem.is_attention and (drawn.calls > 1 or not has_halos):
+                return drawn
+
+    @classmethod
+    def _draw(cls, source: random.Random) -> Split:
+        rank = source.choice([1, 1, 2, 2, 3])
+        parts = source.choice(PARTS[rank])
+        layout = [source.randint(1, MOST_TOKENS[rank]) * each for each in parts]
+        dilation = [source.randint(1, max(1, min(3, extent // 2))) for extent in layout]
+        # Half of all windows are small: only the next part sends them halos.
+        most = [max(1, extent // d) for extent, d in zip(layout, dilation, strict=True)]
+        kernel = [source.randint(1, min(each, source.choice([4, each]))) for each in most]
+        stride = [source.randint(1, each) for each in kernel]
+        causal = [source.random() < 0.3 for _ in kernel]
+        edges = [
+            "shift" if each else source.choice(["shift", "shift", "cut", "wrap" if extent % d == 0 else "cut"])
+            for each, extent, d in zip(causal, layout, dilation, strict=True)
+        ]
+        heads, heads_kv = source.choice([(1, 1), (2, 2), (2, 1)])
+        batch, additional = source.choice([1, 2]), source.choice([0, 0, 3])
+        return cls(
+            parts,
+            tuple(layout),
+            tuple(kernel),
+            tuple(stride),
+            tuple(dilation),
+            tuple(causal),
+            tuple(edges),
+            batch,
+            heads,
+            heads_kv,
+            additional,
+            tuple(source.choice([1, 1, 2]) for _ in kernel),
+        )
+
+    @property
+    def problem(self) -> Any:
+        return problem_of(self.layout, **self._window)
+
+    @property
+    def _window(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in WindowArguments._fields}
+
+    @property
+    def is_gathered(self) -> bool:
+        """True if some dimension's parts need all keys."""
+        return any(halo.is_gathered for halo in halos_of(self.problem, self.parts))
+
+    @property
+    def calls(self) -> int:
+        """Kernels of a forward pass that computes while halos travel: with a device's own keys, then with each slab."""
+        halos = halos_of(self.problem, self.parts)
+        if self.is_gathered:
+            return 1
+        # Each of two devices has one halo, though the program is the same for both; but two in a ring.
+        return 1 + sum(
+            1 if halo.parts == 2 and not halo.wraps else len(halo.slabs(halo.before)) + len(halo.slabs(halo.after))
+            for halo in halos
+            if halo.received
+        )
+
+    def elements_sent(self) -> int:
+        """Elements of keys and values that the slabs of exact halos hold, dimension after dimension."""
+        extents = [extent // each for extent, each in zip(self.layout, self.parts, strict=True)]
+        total = 0
+        for i, halo in enumerate(halos_of(self.problem, self.parts)):
+            if halo.parts > 1:
+                slabs = [halo.before, halo.after]
+                sent, received = sum(slabs), sum(slabs)
+                if halo.parts == 2 and all(slabs) and not halo.wraps:
+                    # Each of two devices sends in one direction only, and they change places.
+                    sent, received = max(slabs), 2 * max(slabs)
+                total += sent * math.prod(extents[:i] + extents[i + 1 :])
+                extents[i] += received
+        return total * self.batch * self.heads_kv * 2 * HEAD_DIM
+
+    def arrays(self) -> list[jax.Array]:
+        """Cotangents of output and logsumexp, query, key, value and additional keys and values."""
+        generator = np.random.default_rng(0)
+        query = (self.batch, *self.layout, self.heads, HEAD_DIM)
+        key = (self.batch, *self.layout, self.heads_kv, HEAD_DIM)
+        more = [(self.batch, self.additional, self.heads_kv, HEAD_DIM)] * 2 if self.additional else []
+        shapes = [query, query[:-1], query, key, key, *more]
+        return [jnp.asarray(generator.standard_normal(shape), "float32") for shape in shapes]
+
+    def function(self, backend: str, token_axes: Any = None) -> Callable[..., Any]:
+        def attend(query: Any, key: Any, value: Any, *more: Any) -> Any:
+            keys, values = more or (None, None)
+            return OPERATORS[len(self.layout)](
+                query, key, value, **self._window,
+                additional_keys=keys, additional_values=values, backend=backend, return_lse=True,
+                q_tile_shape=self.tile, kv_tile_shape=self.tile, token_axes=token_axes,
+                backward_q_tile_shape=self.tile, backward_kv_tile_shape=self.tile,
+            )  # fmt: skip
+
+        return attend
+
+
+def with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(out_cotangent: Any, lse_cotangent: Any, *arrays: Any) -> Any:
+        results, vjp = jax.vjp(function, *arrays)
+        return (*results, *vjp((out_cotangent, lse_cotangent)))
+
+    return run
+
+
 MODES = ("Auto", "Explicit", "Manual")
 
 
@@ -110,56 +259,80 @@ MODES = ("Auto", "Explicit", "Manual")
     ("mode", "backend", "count"),
     [(mode, "cpu-fna", 4) for mode in MODES] + [("Auto", "flex-fna", 2), ("Explicit", "flex-fna", 2)],
 )
-def test_tokens_stay_split(mode: str, backend: str, count: int) -> None:
-    program = "from tests.support import halos; halos.main()"
-    output = output_of(run_python(program, mode, backend, str(len(mode)), str(count), devices=8, timeout=900))
-    rows = list(map(json.loads, output.splitlines()))
-    assert len(rows) == count
-    for row in rows:
-        check_row(row)
+def test_tokens_stay_split(
+    mode: str, backend: str, count: int, set_gains: SetGains, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random problems over up to eight devices.
+
+    Two of three problems overlap the halo exchange with compute, unless tokens are gathered. In one of these, keys and
+    values are sent together, as large arrays are.
+    """
+    source = random.Random(len(mode))
+    for number in range(count):
+        overlaps = number % 3 != 1
+        monkeypatch.setattr(overlap, "_COMBINED_BYTES", 0 if number % 3 == 2 else 1 << 40)
+        set_gains(lambda *_, overlaps=overlaps: overlaps)
+        check(mode, backend, Split.draw(source), overlaps)
 
 
-RING = """
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
-from natten_jax import na2d
-from tests.support.problems import QUICK_COMPILATION
+def check(mode: str, backend: str, split: Split, overlaps: bool) -> None:
+    """Compare a problem on several devices with one, and count what is sent, and the calls of kernels."""
+    arrays, names = split.arrays(), NAMES[: len(split.parts)]
+    mesh = mesh_of("Explicit" if mode == "Explicit" else "Auto", **dict(zip(names, split.parts, strict=True)))
+    tokens = P(None, *names)
+    specs = [tokens] * 5 + [P()] * (len(arrays) - 5)
+    placed = [put(array, mesh, *spec) for array, spec in zip(arrays, specs, strict=True)]
+    function = split.function(backend)
+    expected = jax.jit(with_gradients(function), compiler_options=QUICK_COMPILATION)(*arrays)
+    if mode == "Manual":
+        local = split.function(backend, names)
+        function = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs[2:]), out_specs=(tokens, tokens))
+    with jax.set_mesh(mesh) if mode == "Explicit" else contextlib.nullcontext():
+        lowered = jax.jit(with_gradients(function)).lower(*placed)
+        compiled = lowered.compile(compiler_options=QUICK_COMPILATION)
+        forward = jax.jit(function).lower(*placed[2:]).compile(compiler_options=QUICK_COMPILATION).as_text() or ""
+        found = compiled(*placed)
 
-inputs = [jax.random.normal(jax.random.key(i), (1, 6, 32, 2, 8)) for i in range(3)]
+    assert max(map(distance, found, expected)) <= 2e-6, split
+    if calls := forward.count('custom_call_target="natten_jax'):  # none in plain JAX
+        assert calls == (split.calls if overlaps else 1), split
+        # XLA of JAX 0.11 ends the process where their indices are empty.
+        assert "stablehlo.scatter" not in lowered.as_text(), split
+    for result, operand in zip(found, (placed[i] for i in (2, 1, 2, 3, 4)), strict=False):
+        assert result.sharding.is_equivalent_to(operand.sharding, result.ndim), split
+    moved = [(kind, math.prod(map(int, shape.split(",")))) for shape, kind in _MOVED.findall(forward)]
+    allowed = {"collective-permute", "all-gather"} if split.is_gathered else {"collective-permute"}
+    assert {kind for kind, _ in moved} <= allowed, split
+    # Gradients of additional tokens, which all devices have, are summed; gradients of gathered tokens are scattered.
+    assert {kind for _, kind in _MOVED.findall(compiled.as_text() or "")} <= allowed | {"all-reduce"}, split
+    if not split.is_gathered:
+        sent = sum(elements for kind, elements in moved if kind == "collective-permute")
+        assert sent <= split.elements_sent(), split
 
-def loss(*inputs):
-    out = na2d(*inputs, (3, 5), dilation=(1, 2), edges=("cut", "wrap"), backend="cpu-fna")
-    return jnp.sum(jnp.sin(out)), out
 
-gradients = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True), compiler_options=QUICK_COMPILATION)
-expected = gradients(*inputs)
-for devices in (2, 4, 8):
-    mesh = jax.make_mesh((devices,), ("x",), devices=jax.devices()[:devices])
-    split = [jax.device_put(each, NamedSharding(mesh, P(None, None, "x"))) for each in inputs]
-    compiled = gradients.lower(*split).compile()
-    assert "collective-permute" in compiled.as_text() and "all-gather" not in compiled.as_text(), devices
-    for found, reference in zip(*map(jax.tree.leaves, (compiled(*split), expected)), strict=True):
-        assert len(found.sharding.device_set) == devices
-        np.testing.assert_allclose(found, reference, atol=2e-6)
-"""
+def distance(found: jax.Array, expected: jax.Array) -> float:
+    """Error relative to the largest value, or to the terms, of order 1, if these cancel."""
+    magnitude = max(float(jnp.max(jnp.abs(expected))), 0.1)
+    return float(np.max(np.abs(np.asarray(found) - np.asarray(expected)))) / magnitude
 
 
 def test_windows_that_wrap_are_the_same_over_two_four_and_eight_devices() -> None:
-    assert output_of(run_python(RING, devices=8)) == ""
+    inputs = [jax.random.normal(jax.random.key(i), (1, 6, 32, 2, 8)) for i in range(3)]
 
+    def loss(query: Any, key: Any, value: Any) -> Any:
+        out = na2d(query, key, value, (3, 5), dilation=(1, 2), edges=("cut", "wrap"), backend="cpu-fna")
+        return jnp.sum(jnp.sin(out)), out
 
-def check_row(row: dict[str, Any]) -> None:
-    assert row["error"] <= 2e-6, row
-    if row["calls"]:  # plain JAX has none
-        assert row["calls"] == row["expected calls"], row
-        assert not row["scatters"], row  # XLA of JAX 0.11 ends the process where their indices are empty
-    assert row["is split"], row
-    allowed = {"collective-permute", "all-gather"} if row["is_gathered"] else {"collective-permute"}
-    assert set(row["forward"]) <= allowed, row
-    # Gradients of additional tokens, which all devices have, are summed; those of what was gathered are scattered.
-    assert set(row["all"]) <= allowed | {"all-reduce"}, row
-    if not row["is_gathered"]:
-        assert row["sent"] <= row["expected to be sent"], row
+    gradients = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True), compiler_options=QUICK_COMPILATION)
+    expected = gradients(*inputs)
+    for devices in (2, 4, 8):
+        split = put(inputs, mesh_of("Auto", x=devices), None, None, "x")
+        compiled = gradients.lower(*split).compile()
+        text = compiled.as_text() or ""
+        assert "collective-permute" in text and "all-gather" not in text, devices
+        found = compiled(*split)
+        assert all(len(each.sharding.device_set) == devices for each in jax.tree.leaves(found))
+        assert_close(found, expected, atol=2e-6)
 
 
 def test_token_axes_that_make_no_sense_are_refused() -> None:
@@ -192,32 +365,20 @@ def test_one_device_along_an_axis_exchanges_nothing() -> None:
     np.testing.assert_array_equal(compiled(tokens), jax.jit(lambda array: na1d(array, array, array, 5))(tokens))
 
 
-SEPARATE_ADDITIONAL = """
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from natten_jax import na1d
-
-generator = np.random.default_rng(0)
-tokens, more = (jnp.asarray(generator.standard_normal((1, extent, 2, 8)), "float32") for extent in (16, 3))
-
-def attend(tokens, more, token_axes=None):
-    return na1d(
-        tokens, tokens, tokens, 3, additional_keys=more, additional_values=more, backend="cpu-fna",
-        try_fuse_additional_kv=False, token_axes=token_axes,
-    )
-
-expected = attend(tokens, more)
-for kind in (AxisType.Auto, AxisType.Explicit):
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
-    split = jax.device_put(tokens, NamedSharding(mesh, P(None, "x")))
-    np.testing.assert_allclose(jax.jit(attend)(split, more), expected, atol=1e-6)
-mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
-manual = jax.shard_map(
-    lambda *arrays: attend(*arrays, token_axes=("x",)), mesh=mesh, in_specs=(P(None, "x"), P()), out_specs=P(None, "x")
-)
-np.testing.assert_allclose(jax.jit(manual)(tokens, more), expected, atol=1e-6)
-"""
-
-
 def test_additional_tokens_in_a_call_of_their_own() -> None:
-    output_of(run_python(SEPARATE_ADDITIONAL, devices=4))
+    generator = np.random.default_rng(0)
+    tokens, more = (jnp.asarray(generator.standard_normal((1, extent, 2, 8)), "float32") for extent in (16, 3))
+
+    def attend(tokens: Any, more: Any, token_axes: Any = None) -> Any:
+        return na1d(
+            tokens, tokens, tokens, 3, additional_keys=more, additional_values=more, backend="cpu-fna",
+            try_fuse_additional_kv=False, token_axes=token_axes,
+        )  # fmt: skip
+
+    expected = attend(tokens, more)
+    for kind in ("Auto", "Explicit"):
+        assert_close(jax.jit(attend)(put(tokens, mesh_of(kind, x=4), None, "x"), more), expected, atol=1e-6)
+    local = functools.partial(attend, token_axes=("x",))
+    spec = P(None, "x")
+    manual = jax.shard_map(local, mesh=mesh_of("Auto", x=4), in_specs=(spec, P()), out_specs=spec)
+    assert_close(jax.jit(manual)(tokens, more), expected, atol=1e-6)

@@ -12,12 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from natten_jax.sharding import _jax_internals
-from natten_jax.sharding.auto import device_tiles
-from tests.support.programs import output_of, run_python
+from natten_jax.sharding.auto import device_tiles, sharding_like
+from tests.support.meshes import mesh_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,14 +60,8 @@ def test_the_primitive_of_checkpoint_name_is_known() -> None:
 
 
 def test_devices_are_numbered_by_their_place_along_manual_axes() -> None:
-    program = """
-    import jax, jax.numpy as jnp
-    from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-    from natten_jax.sharding import _jax_internals
-    from tests.sharding.test_jax_internals import asked_while_lowering
-
-    primitive, answers = asked_while_lowering(lambda ctx: _jax_internals.device_numbers(ctx).tolist())
-    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    primitive, answers = asked_while_lowering(lambda ctx: np.asarray(_jax_internals.device_numbers(ctx)).tolist())
+    mesh = mesh_of("Auto", a=2, b=2)
     x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
     jax.jit(primitive.bind).lower(x)
     jax.jit(lambda x: primitive.bind(x) + 1, in_shardings=NamedSharding(mesh, P("a", "b"))).lower(x)
@@ -73,54 +70,39 @@ def test_devices_are_numbered_by_their_place_along_manual_axes() -> None:
             primitive.bind, mesh=mesh, axis_names={manual}, in_specs=P(manual), out_specs=P(manual), check_vma=False
         )
         jax.jit(inside).lower(x)
-    print(*answers, sep=";")
-    """
-    found = output_of(run_python(program, devices=4)).strip()
-    assert found == "[[0]];[[0, 1, 2, 3]];[[0, 1], [2, 3]];[[0, 2], [1, 3]]"
+    assert answers == [[[0]], [[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0, 2], [1, 3]]]
 
 
 def test_the_partitioners_callback_is_found_by_another_name_and_its_shardings_are_read_and_written() -> None:
-    program = """
-    import jax, jax.numpy as jnp
-    from jax.experimental.custom_partitioning import custom_partitioning
-    from jax.interpreters import mlir
-    from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
-    from jax.extend.core import Primitive
-    from natten_jax.sharding import _jax_internals
-    from natten_jax.sharding.auto import device_tiles, sharding_like
+    asked = []
 
-    def partition(mesh, arguments, result):
+    def partition(mesh: Any, arguments: Any, result: Any) -> Any:
         (argument,) = arguments
         hlo = _jax_internals.hlo_sharding_of(argument.sharding, 2)
-        devices = _jax_internals.devices_of(argument.sharding)
-        print(list(devices), device_tiles(hlo, 2, 4).reshape(2, 2).tolist())
-        again = _jax_internals.sharding_of(sharding_like(hlo, device_tiles(hlo, 2, 4)), argument.sharding)
+        tiles = device_tiles(hlo, 2, 4)
+        asked.append((list(_jax_internals.devices_of(argument.sharding)), tiles.reshape(2, 2).tolist()))
+        again = _jax_internals.sharding_of(sharding_like(hlo, tiles), argument.sharding)
         assert type(again) is type(argument.sharding)
         return AbstractMesh((4,), ("d",)), lambda x: x + 1, again, (again,)
 
-    @custom_partitioning
-    def add(x):
-        return x
+    add = custom_partitioning(lambda x: x)
     add.def_partition(partition=partition, sharding_rule="i j -> i j", decode_shardings=False)
-
     primitive = Primitive("named")
     primitive.def_abstract_eval(lambda x: x)
 
-    def lower(ctx, x):
+    def lower(ctx: mlir.LoweringRuleContext, x: Any) -> Any:
         results = mlir.lower_fun(add, multiple_results=False)(_jax_internals.with_numbered_devices(ctx, 4), x)
         (result,) = jax.tree.leaves(results)
         _jax_internals.name_partitioner_callback(result.owner, "a name of ours")
         return results
-    mlir.register_lowering(primitive, lower)
 
-    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    mlir.register_lowering(primitive, lower)
+    mesh = mesh_of("Auto", a=2, b=2)
     x = jax.device_put(jnp.zeros((4, 4)), NamedSharding(mesh, P("a", "b")))
     lowered = jax.jit(primitive.bind).lower(x)
     assert "a name of ours" in lowered.as_text()
-    print(lowered.compile()(x).sum())
-    """
-    found = output_of(run_python(program, devices=4)).split("\n")
-    assert found[:2] == ["[0, 1, 2, 3] [[0, 1], [2, 3]]", "16.0"]
+    assert lowered.compile()(x).sum() == 16
+    assert asked == [([0, 1, 2, 3], [[0, 1], [2, 3]])]
 
 
 @pytest.mark.parametrize("ndim", [1, 3])

@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from tests.support.programs import output_of, run_python
-
-_PROGRAM = """
-import sys
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from tests.support.operand_calls import CALLS
+from natten_jax import neighborhood_apply, neighborhood_weights
+from tests.support.meshes import assert_close, mesh_of, put
+from tests.support.operand_calls import CALLS, total
 from tests.support.problems import QUICK_COMPILATION
 
-kind, family, *names = AxisType[sys.argv[1]], *sys.argv[2:]
-mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=(kind,) * 3)
-SPLITS = {"b": "x", "h": "y"}, {"h": "x", "t": "z"}
-
-def placed(operand, array, split):
-    axes, used = [], set()
-    for letter, extent in zip(operand.axes, array.shape, strict=True):
-        axis = split.get(letter)
-        axis = None if axis in used or extent % 2 else axis
-        used.add(axis)
-        axes.append(axis)
-    return jax.device_put(array, NamedSharding(mesh, P(*axes)))
-
-for name in names:
-    call = CALLS[name]
-    arrays = {each: jnp.asarray(array) for each, array in call.arrays("float32").items()}
-    function = jax.jit(call.value_and_gradients(family), compiler_options=QUICK_COMPILATION)
-    expected = jax.tree.leaves(function(arrays))
-    with jax.set_mesh(mesh):
-        for split in SPLITS:
-            found = function({each: placed(call.operands[each], array, split) for each, array in arrays.items()})
-            for one, other in zip(jax.tree.leaves(found), expected, strict=True):
-                np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5, err_msg=name)
-print("right")
-"""
+SPLITS: tuple[dict[str, str], ...] = ({"b": "x", "h": "y"}, {"h": "x", "t": "z"})
 _OF_PLAIN_JAX = "weights", "weights, wrap", "mixed values", "merged"
 _OF_BACKENDS = (
     "relative bias of clamped windows",
@@ -52,111 +31,98 @@ _OF_BACKENDS = (
 )
 
 
+def quick(function: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.jit(function, compiler_options=QUICK_COMPILATION)
+
+
+def axes_of(operand: Any, array: jax.Array, split: dict[str, str]) -> list[str | None]:
+    """The mesh axes of an operand's dimensions of even extent, each axis once."""
+    axes: list[str | None] = []
+    for letter, extent in zip(operand.axes, array.shape, strict=True):
+        axis = split.get(letter)
+        axes.append(None if axis in axes or extent % 2 else axis)
+    return axes
+
+
+def arrays_of(call: Any) -> dict[str, jax.Array]:
+    return {each: jnp.asarray(array) for each, array in call.arrays("float32").items()}
+
+
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
-@pytest.mark.parametrize(("backends", "names"), [("flex", _OF_PLAIN_JAX), ("cpu", _OF_BACKENDS)])
-def test_split_operands(kind: str, backends: str, names: tuple[str, ...]) -> None:
-    printed = output_of(run_python(_PROGRAM, kind, backends, *names, devices=8))
-    assert printed.splitlines()[-1] == "right"
+@pytest.mark.parametrize(
+    ("backend", "name"), [*(("flex", name) for name in _OF_PLAIN_JAX), *(("cpu", name) for name in _OF_BACKENDS)]
+)
+def test_split_operands(kind: str, backend: str, name: str) -> None:
+    mesh, call = mesh_of(kind, x=2, y=2, z=2), CALLS[name]
+    arrays, function = arrays_of(call), quick(call.value_and_gradients(backend))
+    expected = function(arrays)
+    with jax.set_mesh(mesh):
+        for split in SPLITS:
+            placed = {
+                each: put(array, mesh, *axes_of(call.operands[each], array, split)) for each, array in arrays.items()
+            }
+            assert_close(function(placed), expected, rtol=2e-4, note=str(split))
 
 
-_NESTED = """
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from natten_jax import neighborhood_apply, neighborhood_weights
-
-mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
-query = jax.random.normal(jax.random.key(0), (4, 9, 2, 8))
-table = jax.random.normal(jax.random.key(1), (2, 5))
-
-def weights(query, table):
+def weights(query: Any, table: Any) -> Any:
     return neighborhood_weights(query, 2 * query, 3, relative_bias=table)
 
-def applied(query, table):
+
+def applied(query: Any, table: Any) -> Any:
     return neighborhood_apply(query[..., :3], query, 3)
 
-def gradients(function):
-    return jax.grad(lambda *arrays: jnp.sum(jnp.cos(function(*arrays))), (0, 1))
 
-for function in weights, applied:
+@pytest.mark.parametrize("function", [weights, applied])
+def test_gradients_of_weights_inside_shard_map_over_some_axes(function: Callable[..., Any]) -> None:
+    def gradients(function: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.grad(lambda *arrays: jnp.sum(jnp.cos(function(*arrays))), (0, 1))
+
+    mesh = mesh_of("Explicit", x=2, y=2)
+    query = jax.random.normal(jax.random.key(0), (4, 9, 2, 8))
+    table = jax.random.normal(jax.random.key(1), (2, 5))
     expected = gradients(function)(query, table)
     with jax.set_mesh(mesh):
         split = jax.shard_map(function, in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"})
-        placed = [jax.device_put(query, NamedSharding(mesh, P("x", None, "y")))]
-        placed.append(jax.device_put(table, NamedSharding(mesh, P("y"))))
-        found = jax.jit(gradients(split))(*placed)
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)
-print("right")
-"""
+        found = jax.jit(gradients(split))(put(query, mesh, "x", None, "y"), put(table, mesh, "y"))
+    assert_close(found, expected, rtol=2e-4)
 
 
-def test_gradients_of_weights_inside_shard_map_over_some_axes() -> None:
-    assert output_of(run_python(_NESTED, devices=4)).splitlines()[-1] == "right"
+@pytest.mark.parametrize("name", ["origin", "extents", "attention, lengths", "additional, every term"])
+def test_vmap_and_shard_map_on_explicit_meshes(name: str) -> None:
+    """Mapped axes that the mesh splits, gradients inside ``shard_map``, and ``vmap`` of ``shard_map``."""
+    mesh, call = mesh_of("Explicit", x=2, y=2), CALLS[name]
+    split = {"b": "x", "h": "y"}
 
+    def spec(each: str, *axes: str) -> P:
+        return P(*(split[letter] if split.get(letter) in axes else None for letter in call.operands[each].axes))
 
-_SHARDED_MAPS = """
-import sys
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from tests.support.operand_calls import CALLS, total
-from tests.support.problems import QUICK_COMPILATION
-
-family, *names = sys.argv[1:]
-mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
-split = {"b": "x", "h": "y"}
-
-def spec(operand, *axes):
-    return P(*(split[letter] if split.get(letter) in axes else None for letter in operand.axes))
-
-def compare(found, expected, note):
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5, err_msg=note)
-
-for name in names:
-    call = CALLS[name]
-    arrays = {each: jnp.asarray(array) for each, array in call.arrays("float32").items()}
-    function = call.value_and_gradients(family)
-    expected = jax.jit(function, compiler_options=QUICK_COMPILATION)(arrays)
+    arrays, function = arrays_of(call), call.value_and_gradients("cpu")
+    expected = quick(function)(arrays)
     twice = jax.tree.map(lambda array: np.stack([array, array]), expected)
     with jax.set_mesh(mesh):
-        def placed(each, array, *axes):
-            return jax.device_put(array, NamedSharding(mesh, spec(call.operands[each], *axes)))
-
-        whole = {each: placed(each, array, "y") for each, array in arrays.items()}
-        stacked = {
-            each: jax.device_put(np.stack([array, array]), NamedSharding(mesh, P("x", *spec(call.operands[each], "y"))))
-            for each, array in arrays.items()
-        }
+        whole = {each: put(array, mesh, *spec(each, "y")) for each, array in arrays.items()}
+        stacked = {each: put(np.stack([array, array]), mesh, "x", *spec(each, "y")) for each, array in arrays.items()}
         for mapped in [*([each] for each in arrays), list(arrays)]:  # the mesh splits the mapped axis
             run = jax.vmap(function, ({each: 0 if each in mapped else None for each in arrays},))
             given = {each: (stacked if each in mapped else whole)[each] for each in arrays}
-            compare(jax.jit(run, compiler_options=QUICK_COMPILATION)(given), twice, f"{name} {mapped}")
+            assert_close(quick(run)(given), twice, rtol=2e-4, note=str(mapped))
 
-        def local(arrays):
+        def local(arrays: Any) -> Any:
             value, gradients = function(arrays)
             return jax.lax.psum(value, "x"), gradients
 
-        in_specs = {each: spec(operand, "x") for each, operand in call.operands.items()}
+        in_specs = {each: spec(each, "x") for each in arrays}
         floats = {each: in_specs[each] for each in expected[1]}
         inside = jax.shard_map(local, in_specs=(in_specs,), out_specs=(P(), floats), axis_names={"x"})
-        results = jax.eval_shape(call.run(family), arrays)
-        out_specs = jax.tree.map(lambda _: P("x"), results)
-        run = jax.shard_map(call.run(family), in_specs=(in_specs,), out_specs=out_specs, axis_names={"x"})
+        out_specs = jax.tree.map(lambda _: P("x"), jax.eval_shape(call.run("cpu"), arrays))
+        forward = jax.shard_map(call.run("cpu"), in_specs=(in_specs,), out_specs=out_specs, axis_names={"x"})
 
-        def outside(arrays):
+        def outside(arrays: Any) -> Any:
             both = {each: jnp.stack([array, array]) for each, array in arrays.items()}
-            loss = jax.value_and_grad(lambda floats: total(jax.vmap(run)(both | floats)) / 2)
+            loss = jax.value_and_grad(lambda floats: total(jax.vmap(forward)(both | floats)) / 2)
             value, gradients = loss({each: both[each] for each in floats})
             return value, jax.tree.map(lambda gradient: gradient.sum(0), gradients)
 
-        given = {each: placed(each, array, "x", "y") for each, array in arrays.items()}
-        for run_sharded in inside, outside:
-            compare(jax.jit(run_sharded, compiler_options=QUICK_COMPILATION)(given), expected, f"{name} {run_sharded}")
-print("right")
-"""
-
-
-def test_vmap_and_shard_map_on_explicit_meshes() -> None:
-    """Mapped axes that the mesh splits, gradients inside ``shard_map``, and ``vmap`` of ``shard_map``."""
-    names = "origin", "extents", "attention, lengths", "additional, every term"
-    assert output_of(run_python(_SHARDED_MAPS, "cpu", *names, devices=4)).splitlines()[-1] == "right"
+        given = {each: put(array, mesh, *spec(each, "x", "y")) for each, array in arrays.items()}
+        assert_close(quick(inside)(given), expected, rtol=2e-4, note="gradients inside shard_map")
+        assert_close(quick(outside)(given), expected, rtol=2e-4, note="vmap of shard_map")

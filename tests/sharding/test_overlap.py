@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from natten_jax import na2d
 from natten_jax.backends.select import resolve
-from natten_jax.cost_model import halos
 from natten_jax.cost_model.halos import NVLINK, overlap_that_pays
 from natten_jax.halo import bytes_received, halos_of
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan, Request
 from natten_jax.problem import Problem, problem_of
 from natten_jax.simulator import calibration_for, predict_split, simulate
+from tests.support.meshes import mesh_of
 from tests.support.programs import output_of, run_python
 
+SetGains = Callable[[Callable[..., bool]], None]
 H200 = Device("cuda", (9, 0), is_present=False)
 
 
@@ -60,15 +62,6 @@ def test_the_link_is_what_was_measured() -> None:
         assert NVLINK.seconds(int(received)) == pytest.approx(seconds, rel=0.22)
 
 
-@pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compute while halos travel wherever that is possible."""
-    monkeypatch.setattr(halos, "gains", lambda *_: True)
-    halos.overlap_that_pays.cache_clear()
-    yield
-    halos.overlap_that_pays.cache_clear()
-
-
 def equations(jaxpr: Any) -> Iterator[Any]:
     """Equations of a traced function and of those that it calls, but not of kernels."""
     for equation in jaxpr.eqns:
@@ -80,8 +73,8 @@ def equations(jaxpr: Any) -> Iterator[Any]:
             yield from equations(each)
 
 
-def traced(pass_: str, devices: int, rows: int = 16) -> Any:
-    """A pass whose rows are split. What was traced before is not traced again, whatever pays now."""
+def traced(pass_: str, devices: int) -> Any:
+    """A pass whose rows are split."""
     mesh = jax.sharding.AbstractMesh((devices,), ("x",), axis_types=(AxisType.Auto,))
 
     def attend(*arrays: jax.Array) -> jax.Array:
@@ -97,13 +90,13 @@ def traced(pass_: str, devices: int, rows: int = 16) -> Any:
     spec = P(None, "x")
     local = attend if pass_ == "forward" else gradients
     split = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec if pass_ == "forward" else (spec,) * 3)
-    tokens = jax.ShapeDtypeStruct((1, rows, 4, 1, 8), jnp.float32)
+    tokens = jax.ShapeDtypeStruct((1, 16, 4, 1, 8), jnp.float32)
     return jax.jit(split).trace(tokens, tokens, tokens)
 
 
-@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
-def test_halos_travel_while_kernels_run(pass_: str) -> None:
+def test_halos_travel_while_kernels_run(pass_: str, set_gains: SetGains) -> None:
+    set_gains(lambda *_: True)
     program = list(equations(traced(pass_, 4).jaxpr))
     names = [each.primitive.name for each in program]
     passes = [i for i, name in enumerate(names) if name == "natten_jax_pass"]
@@ -141,13 +134,11 @@ def test_halos_travel_while_kernels_run(pass_: str) -> None:
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
-def test_two_devices_change_places(pass_: str, overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One exchange for what each sends the other: an exchange in each direction would leave half of a link idle."""
-    monkeypatch.setattr(halos, "gains", lambda *_: overlaps)
-    halos.overlap_that_pays.cache_clear()
-    program = traced(pass_, 2, rows=24 if overlaps else 32).lower(lowering_platforms=("cpu",)).as_text()
+def test_two_devices_change_places(pass_: str, overlaps: bool, set_gains: SetGains) -> None:
+    """Two devices swap slabs in one exchange: an exchange per direction would leave half of a link idle."""
+    set_gains(lambda *_: overlaps)
+    program = traced(pass_, 2).lower(lowering_platforms=("cpu",)).as_text()
     moves = re.findall(r"collective_permute.*?source_target_pairs = dense<(.*?)> :", program)
-    halos.overlap_that_pays.cache_clear()
     # Slabs of keys and values; backwards of their gradients, and again where they were not kept with their halos.
     assert len(moves) == (2 if pass_ == "forward" else 6 if overlaps else 4)
     assert set(moves) == {"[[0, 1], [1, 0]]"}
@@ -182,34 +173,41 @@ def test_bytes_that_are_received() -> None:
     assert bytes_received(video, (1, 4, 4)) == 30 * (halo * 20 + (12 + halo) * halo) * token
 
 
+TILES = "q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape"
+
+
+def gradients(*arrays: Any, size: int, tile: int, token_axes: Any = None) -> Any:
+    query, key, value, cotangent = arrays
+    tiles: dict[str, Any] = dict.fromkeys(TILES, (tile, tile))
+    attend = functools.partial(na2d, kernel_size=size, backend="cpu-fna", token_axes=token_axes, **tiles)
+    return jax.vjp(attend, query, key, value)[1](cotangent)
+
+
 MEMORY = """
-import json, os
-# What may run at once is not ordered for that, as JAX 0.12 orders it, but to take little memory.
+import functools, json, os
+# By default JAX 0.12 orders operations for concurrency, and not for little memory.
 os.environ["XLA_FLAGS"] += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
-import jax, jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from natten_jax import na2d
+import jax
+from jax.sharding import NamedSharding, PartitionSpec as P
 from natten_jax.cost_model import halos
+from tests.sharding.test_overlap import gradients
+from tests.support.meshes import mesh_of
+from tests.support.programs import output_of, run_python
 
-mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
-sharding = NamedSharding(mesh, P(None, "x"))
-tokens = jax.ShapeDtypeStruct((1, 256, 64, 2, 32), jnp.float32, sharding=sharding)
-tiles = {f"{name}_tile_shape": (8, 8) for name in ("q", "kv", "backward_q", "backward_kv")}
-
-def gradients(query, key, value, cotangent):
-    return jax.vjp(lambda *arrays: na2d(*arrays, 13, backend="cpu-fna", **tiles), query, key, value)[1](cotangent)
-
+sharding = NamedSharding(mesh_of("Auto", x=4), P(None, "x"))
+tokens = jax.ShapeDtypeStruct((1, 256, 64, 2, 32), "float32", sharding=sharding)
 for overlaps in (False, True):
     halos.gains = lambda *_: overlaps
     halos.overlap_that_pays.cache_clear()
     jax.clear_caches()
-    found = jax.jit(gradients).lower(*[tokens] * 4).compile().memory_analysis()
+    lowered = jax.jit(functools.partial(gradients, size=13, tile=8)).lower(*[tokens] * 4)
+    found = lowered.compile().memory_analysis()
     print(json.dumps([found.argument_size_in_bytes, found.output_size_in_bytes, found.temp_size_in_bytes]))
 """
 
 
 def test_memory_is_that_of_a_part_and_its_halos() -> None:
-    together, apart = map(json.loads, output_of(run_python(MEMORY, devices=4, quick=False, fresh=True)).splitlines())
+    together, apart = map(json.loads, output_of(run_python(MEMORY, devices=4, quick=False)).splitlines())
     own = 256 * 64 * 2 * 32 * 4 // 4  # bytes of a part of one array
     problem = problem_of((256, 64), 13, heads=2, head_dim=32, dtype="float32")
     halos = bytes_received(problem, (4, 1))
@@ -221,44 +219,17 @@ def test_memory_is_that_of_a_part_and_its_halos() -> None:
     assert between < 0.6 * together[2]
 
 
-PASSES_OF_ROUTES = """
-import json, re
-import jax, jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from natten_jax import na2d
-from natten_jax.cost_model import halos
-
-mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
-tokens = jax.ShapeDtypeStruct((1, 16, 4, 1, 8), jnp.float32, sharding=NamedSharding(mesh, P(None, "x")))
-names = "q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape"
-
-def gradients(arrays, **options):
-    attend = lambda *arrays: na2d(*arrays, 3, backend="cpu-fna", **dict.fromkeys(names, (1, 1)), **options)
-    return jax.vjp(attend, *arrays)[1](arrays[0])
-
-def manual(arrays):
-    local = lambda arrays: gradients(arrays, token_axes=("x", None))
-    return jax.shard_map(local, mesh=mesh, in_specs=P(None, "x"), out_specs=P(None, "x"))(arrays)
-
-found = []
-for overlapping in ("forward", "backward"):
-    halos.gains = lambda plan, *_: plan.pass_ == overlapping
-    halos.overlap_that_pays.cache_clear()
-    for route in (gradients, manual):
-        jax.clear_caches()
-        text = jax.jit(route).lower([tokens] * 3).compile().as_text()
-        counts = [len(re.findall(rf'custom_call_target="natten_jax_cpu_{p}"', text)) for p in ("forward", "backward")]
-        found.append([overlapping, route.__name__, *counts])
-print(json.dumps(found))
-"""
-
-
-def test_each_pass_gets_its_halos_as_is_best_for_it() -> None:
-    """A pass that computes meanwhile runs with its own keys and with two slabs; one that does not runs once."""
-    found = json.loads(output_of(run_python(PASSES_OF_ROUTES, devices=4)))
-    assert found == [
-        ["forward", "gradients", 3, 1],
-        ["forward", "manual", 3, 1],
-        ["backward", "gradients", 1, 3],
-        ["backward", "manual", 1, 3],
-    ]
+@pytest.mark.parametrize("is_manual", [False, True])
+@pytest.mark.parametrize(("overlapping", "counts"), [("forward", [3, 1]), ("backward", [1, 3])])
+def test_each_pass_gets_its_halos_as_is_best_for_it(
+    overlapping: str, counts: list[int], is_manual: bool, set_gains: SetGains
+) -> None:
+    """A pass that overlaps runs its kernel with its own keys and with two slabs; another pass runs its kernel once."""
+    set_gains(lambda plan, *_: plan.pass_ == overlapping)
+    mesh, spec = mesh_of("Auto", x=4), P(None, "x")
+    run = functools.partial(gradients, size=3, tile=1, token_axes=("x", None) if is_manual else None)
+    split = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec) if is_manual else run
+    tokens = jax.ShapeDtypeStruct((1, 16, 4, 1, 8), jnp.float32, sharding=NamedSharding(mesh, spec))
+    text = jax.jit(split).lower(*[tokens] * 4).compile().as_text() or ""
+    targets = re.findall(r'custom_call_target="natten_jax_cpu_(\w+)"', text)
+    assert [targets.count("forward"), targets.count("backward")] == counts

@@ -2,69 +2,245 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
+import contextlib
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 
-from tests.support import sharded
-from tests.support.programs import output_of, run_python
+import natten_jax
+from natten_jax.native import module as native
+from tests.support.meshes import put
+from tests.support.problems import QUICK_COMPILATION
 
-PROGRAM = "from tests.support import sharded; sharded.main()"
 OPERATORS = ("cpu-fna", "cpu-fmha", "flex-fna", "flex-fmha", "merge")
 #: Attention goes the same way as neighborhood attention.
 ATTENTION_MODES = ("Auto", "Explicit", "Auto+Manual")
 #: Whose heads are split further than key/value heads can be: gradients of copies are summed over devices.
 REDUCING = ("groups that are split", "groups across parts", "one key/value head")
+COLLECTIVES = ("all-gather", "all-to-all", "collective-permute", "all-reduce", "reduce-scatter")
+BATCH = 8
+TYPES = {
+    "Auto": (AxisType.Auto, AxisType.Auto),
+    "Explicit": (AxisType.Explicit, AxisType.Explicit),
+    "Manual": (AxisType.Auto, AxisType.Auto),
+    "Auto+Manual": (AxisType.Auto, AxisType.Auto),
+    "Explicit+Auto": (AxisType.Explicit, AxisType.Auto),
+    "Auto+Explicit": (AxisType.Auto, AxisType.Explicit),
+}
 
 
-def modes_of(what: str) -> list[str]:
-    """The modes that an operator is tried in."""
-    return [mode for mode in sharded.TYPES if mode in ATTENTION_MODES or not what.endswith("fmha")]
+class Split(NamedTuple):
+    """Mesh axes of a call's dimensions: ``x`` has four devices, ``y`` two."""
+
+    batch: Any
+    heads: Any
+    num_heads: int
+    heads_kv: int
+    heads_kv_axes: Any = None
+
+    def query(self) -> P:
+        return P(self.batch, None, self.heads, None)
+
+    def key(self) -> P:
+        return P(self.batch, None, self.heads_kv_axes, None)
 
 
-#: A process tries some modes of an operator: starting it takes as long as a mode, and one device's results serve all.
-RUNS = [(what, tuple(modes_of(what)[i : i + 3])) for what in OPERATORS for i in range(0, len(modes_of(what)), 3)]
+SPLITS = {
+    "batch": Split("x", None, 2, 2),
+    "batch over both axes": Split(("x", "y"), None, 2, 1),
+    "heads": Split(None, "x", 4, 4, "x"),
+    "both": Split("x", "y", 4, 4, "y"),
+    "both, axes exchanged": Split("y", "x", 4, 4, "x"),
+    "groups": Split("x", "y", 8, 2, "y"),
+    "groups that are split": Split("y", "x", 8, 2),
+    "groups across parts": Split(None, ("x", "y"), 24, 12),
+    "one key/value head": Split("y", "x", 4, 1),
+    "nothing": Split(None, None, 4, 2),
+}
+#: Splits of plain JAX, which XLA compiles slowly, and the splits for all functions.
+FEW = ("both", "groups", "groups that are split")
+THOROUGH = ("both", "groups that are split")
+THOROUGH_MODES = ("Auto", "Explicit", "Manual", "Auto+Manual")
+#: Functions that return gradients of query, key and value.
+GRADIENTS = ("gradient", "vmap", "remat")
 
 
-@pytest.mark.parametrize(("what", "modes"), [pytest.param(*run, id=f"{run[0]}-{'-'.join(run[1])}") for run in RUNS])
-def test_batch_and_heads_stay_split(what: str, modes: tuple[str, ...]) -> None:
-    """Forward pass, gradients, logsumexp's gradient, vmap, remat and scan."""
-    output = output_of(run_python(PROGRAM, what, *modes, devices=8, timeout=600))
-    rows = list(map(json.loads, output.splitlines()))
-    assert {each["mode"] for each in rows} == set(modes)
-    for mode in modes:
-        check(mode, what, {each["split"]: each for each in rows if each["mode"] == mode})
+def splits_of(mode: str, what: str) -> list[str]:
+    """The splits that a mode has."""
+    if what.startswith("flex"):
+        return [name for name in splits_of(mode, what.replace("flex", "cpu")) if name in FEW]
+    if what == "merge":
+        return ["both", "one key/value head", "nothing"] if "Manual" not in mode else ["both", "nothing"]
+    if "Manual" in mode:  # callers split key/value heads as query heads
+        return [name for name, split in SPLITS.items() if split.heads in (None, split.heads_kv_axes)]
+    if mode == "Auto+Explicit":  # the types of arrays say how explicit axes split them, before automatic ones
+        return [name for name, split in SPLITS.items() if not isinstance(split.batch or split.heads, tuple)]
+    return list(SPLITS)
 
 
-def check(mode: str, what: str, found: dict[str, dict[str, Any]]) -> None:
-    """Check what was found of the splits of a mode."""
-    assert list(found) == sharded.splits_of(mode, what), mode
-    for name, each in found.items():
-        split = sharded.SPLITS[name]
-        allowed = {"all-reduce"} if name in REDUCING and what != "merge" else set()
-        assert set(each["collectives"]) <= allowed, (mode, name, each["collectives"])
-        for kind, results in each["results"].items():
-            for position, result in enumerate(results):
-                is_bitwise = kind in ("forward", "scan") and what.startswith("cpu")
-                assert result["distance"] <= (0 if is_bitwise else 2e-5), (mode, name, kind, result)
-                of_key = kind in sharded.GRADIENTS and position > 0
-                if of_key and what == "merge":
-                    continue  # zeros: only the query is merged
-                assert result["shard"] == shard_of(split, result["shape"], kind == "vmap", of_key), (mode, name, kind)
+def operator_of(what: str, backend: str) -> Callable[..., Any]:
+    """A function of ``[batch, tokens, heads, head_dim]`` arrays that returns output and logsumexp."""
+    if what == "merge":
+        return lambda q, k, v: natten_jax.merge_attentions([q, 2 * q], [q[..., 0], q[..., 1]])
+    if what.endswith("fmha"):
+        # By default they are chosen by the size of the batch.
+        tiles = {"q_tile_size": 16, "kv_tile_size": 16} if what.startswith("cpu") else {}
+        return functools.partial(natten_jax.attention, backend=backend, return_lse=True, **tiles)
+    if what.startswith("flex"):
+        return lambda q, k, v: natten_jax.na1d(q, k, v, 5, stride=2, backend=backend, return_lse=True)
+
+    def neighborhood(query: Any, key: Any, value: Any) -> Any:
+        q, k, v = (array.reshape(array.shape[0], 5, 6, *array.shape[2:]) for array in (query, key, value))
+        out, lse = natten_jax.na2d(
+            q, k, v, (3, 4), stride=(1, 2), is_causal=(True, False), additional_keys=key[:, :3],
+            additional_values=value[:, :3], backend=backend, return_lse=True,
+            q_tile_shape=(2, 4), kv_tile_shape=(4, 6),
+        )  # fmt: skip
+        return out.reshape(*query.shape[:-1], -1), lse.reshape(query.shape[:-1])
+
+    return neighborhood
 
 
-def shard_of(split: sharded.Split, shape: list[int], is_mapped: bool, of_key: bool) -> list[int]:
-    """What a device has of a result."""
+def functions(operator: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """Functions of an operator, by name."""
 
-    def parts(axes: object) -> int:
-        sizes = {"x": 4, "y": 2}
-        product = 1
-        for name in axes if isinstance(axes, tuple) else (axes,):
-            product *= sizes.get(name, 1)
-        return product
+    def loss(query: Any, key: Any, value: Any) -> Any:
+        out, lse = operator(query, key, value)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
 
+    gradient = jax.grad(loss, argnums=(0, 1, 2))
+
+    def scanned(query: Any, key: Any, value: Any) -> Any:
+        return jax.lax.scan(lambda carry, _: (operator(carry, key, value)[0], None), query, length=2)[0]
+
+    def mapped(*arrays: Any) -> Any:
+        return jax.vmap(gradient)(*(jnp.stack([array, array + 1]) for array in arrays))
+
+    return {
+        "forward": operator,
+        "gradient": gradient,
+        "vmap": mapped,
+        "remat": jax.grad(jax.checkpoint(loss), argnums=(0, 1, 2)),
+        "scan": scanned,
+    }
+
+
+def arrays_of(split: Split) -> list[jax.Array]:
+    generator = np.random.default_rng(0)
+    shapes = [(BATCH, 30, heads, 8) for heads in (split.num_heads, split.heads_kv, split.heads_kv)]
+    return [jnp.asarray(generator.standard_normal(shape), "float32") for shape in shapes]
+
+
+def collectives(compiled: jax.stages.Compiled) -> set[str]:
+    """The kinds of collectives in a program."""
+    text = compiled.as_text() or ""
+    return {kind for kind in COLLECTIVES if re.search(rf" {kind}(?:-start)?\(", text)}
+
+
+class Done(NamedTuple):
+    """Functions that one program computes."""
+
+    what: str
+    kinds: tuple[str, ...]
+
+    @classmethod
+    def of(cls, mode: str, name: str, what: str) -> Done:
+        is_quick = not what.startswith("flex") or (name in THOROUGH and what == "flex-fna" and mode in THOROUGH_MODES)
+        return cls(what, ("forward", "gradient", "vmap", "remat", "scan") if is_quick else ("forward", "gradient"))
+
+    def by(self, backend: str) -> Callable[..., dict[str, Any]]:
+        """All of it, in one function."""
+        each = functions(operator_of(self.what, backend))
+        return lambda *arrays: {kind: each[kind](*arrays) for kind in self.kinds}
+
+
+def within_shard_map(mode: str, mesh: Any, split: Split, done: Done) -> Callable[..., Any]:
+    """The function as users write it who split arrays themselves."""
+    names = {"x"} if mode == "Auto+Manual" else {"x", "y"}
+
+    def manual(axis: Any) -> Any:
+        kept = tuple(name for name in (axis if isinstance(axis, tuple) else (axis,)) if name in names)
+        return kept or None
+
+    query, key = (P(*map(manual, spec)) for spec in (split.query(), split.key()))
+    function = done.by(done.what)
+    shapes = jax.eval_shape(function, *arrays_of(split))
+
+    def out(kind: str, position: int, shape: Any) -> P:
+        of_key = kind in GRADIENTS and position > 0
+        mapped = (None,) if kind == "vmap" else ()
+        return P(*(*mapped, *(key if of_key else query))[: shape.ndim])
+
+    specs = {
+        kind: jax.tree.unflatten(
+            jax.tree.structure(shape), [out(kind, i, each) for i, each in enumerate(jax.tree.leaves(shape))]
+        )
+        for kind, shape in shapes.items()
+    }
+    return jax.shard_map(function, mesh=mesh, in_specs=(query, key, key), out_specs=specs, axis_names=names)
+
+
+@functools.cache
+def of_one_device(name: str, done: Done) -> Any:
+    """The results of one device, in every mode."""
+    # Kernels are another implementation; without them plain JAX is compared with itself on one device.
+    reference = done.what if native.path() is None else done.what.replace("flex", "cpu")
+    return jax.jit(done.by(reference), compiler_options=QUICK_COMPILATION)(*arrays_of(SPLITS[name]))
+
+
+SIZES = {"x": 4, "y": 2}
+
+
+def shard_of(split: Split, shape: tuple[int, ...], is_mapped: bool, of_key: bool) -> tuple[int, ...]:
+    """The shape of a result on a device."""
     shard = list(shape)
-    shard[int(is_mapped)] //= parts(split.batch)
-    shard[int(is_mapped) + 2] //= parts(split.heads_kv_axes if of_key else split.heads)
-    return shard
+    for dimension, axes in ((0, split.batch), (2, split.heads_kv_axes if of_key else split.heads)):
+        for name in axes if isinstance(axes, tuple) else (axes,):
+            shard[int(is_mapped) + dimension] //= SIZES.get(name, 1)
+    return tuple(shard)
+
+
+def check(mode: str, mesh: Mesh, name: str, what: str) -> None:
+    """Compare everything that is done with an operator on one split with the results of one device."""
+    split, done = SPLITS[name], Done.of(mode, name, what)
+    specs = [split.query(), split.key(), split.key()]
+    placed = [put(array, mesh, *spec) for array, spec in zip(arrays_of(split), specs, strict=True)]
+    function = within_shard_map(mode, mesh, split, done) if "Manual" in mode else done.by(what)
+    compiled = jax.jit(function).lower(*placed).compile(compiler_options=QUICK_COMPILATION)
+    allowed = {"all-reduce"} if name in REDUCING and what != "merge" else set()
+    assert collectives(compiled) <= allowed, (mode, name)
+    found, expected = compiled(*placed), of_one_device(name, done)
+    for kind in found:
+        pairs = zip(jax.tree.leaves(found[kind]), jax.tree.leaves(expected[kind]), strict=True)
+        for position, (one, other) in enumerate(pairs):
+            is_bitwise = kind in ("forward", "scan") and what.startswith("cpu")
+            note = f"{mode} {name} {kind} {position}"
+            np.testing.assert_allclose(one, other, rtol=0, atol=0 if is_bitwise else 2e-5, err_msg=note)
+            of_key = kind in GRADIENTS and position > 0
+            if not (of_key and what == "merge"):  # zeros: only the query is merged
+                assert one.sharding.shard_shape(one.shape) == shard_of(split, one.shape, kind == "vmap", of_key), note
+
+
+@pytest.mark.parametrize(
+    ("what", "mode"),
+    [
+        pytest.param(what, mode, id=f"{what}-{mode}")
+        for what in OPERATORS
+        for mode in TYPES
+        if mode in ATTENTION_MODES or not what.endswith("fmha")
+    ],
+)
+def test_batch_and_heads_stay_split(what: str, mode: str) -> None:
+    """Forward pass, gradients, logsumexp's gradient, vmap, remat and scan."""
+    mesh = jax.make_mesh(tuple(SIZES.values()), tuple(SIZES), axis_types=TYPES[mode])
+    for name in splits_of(mode, what):
+        with jax.set_mesh(mesh) if "Explicit" in mode or name == "nothing" else contextlib.nullcontext():
+            check(mode, mesh, name, what)

@@ -1,24 +1,44 @@
-"""Programs that tests run in a fresh interpreter: other devices, other modules, crashes, peak memory."""
+"""Programs that tests run in separate processes: for other devices, other modules, crashes or peak memory."""
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
+import types
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import natten_jax
 from tests.support.compilation import users_environment
-from tests.support.warm_programs import run_warm
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(natten_jax.__file__).parent
-#: What examples and pages import: two seconds of processor time, once for all of them.
-OF_EXAMPLES = "flax.nnx", "matplotlib.figure", "optax", "sklearn.datasets"
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
+#: Processes are forks of a server that has imported these modules. An import takes seconds, a fork a tenth of a second.
+_PRELOADED = (
+    "natten_jax.doctor.__main__",
+    "natten_jax.profiler.__main__",
+    "flax.nnx",
+    "matplotlib.figure",
+    "optax",
+    "sklearn.datasets",
+    "tests.support.programs",
+)
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(list(_PRELOADED))
+#: Environment variables that are read after these imports. If another variable differs, a new interpreter is started.
+_READ_LATE = "XLA_FLAGS", "PYTEST_CURRENT_TEST", "PYTHONPATH", "COLUMNS", "MPLBACKEND"
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # forks would lack the threads that NumPy starts otherwise
+_ENVIRONMENT = dict(os.environ)
+warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)  # by JAX, about threads
 
 
 def run_python(
@@ -29,7 +49,6 @@ def run_python(
     paths: tuple[Path, ...] = (PACKAGE.parent, ROOT),
     environment: Mapping[str, str] | None = None,
     timeout: float = 300,
-    modules: Sequence[str] = (),
     fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program on the host's devices, in a process of its own.
@@ -42,12 +61,11 @@ def run_python(
         paths: Where it finds modules before the environment's own.
         environment: More environment variables.
         timeout: In seconds.
-        modules: What is imported besides before it begins.
         fresh: Whether nothing is imported when it begins, for programs that are about imports or memory.
     """
     command = "-c", textwrap.dedent(source), *arguments
     variables = _environment(devices, paths, quick) | dict(environment or {})
-    return run_command(command, variables, timeout, modules=modules, fresh=fresh)
+    return run_command(command, variables, timeout, fresh=fresh)
 
 
 def run_command(
@@ -55,10 +73,8 @@ def run_command(
     environment: Mapping[str, str],
     timeout: float = 300,
     folder: Path | None = None,
-    modules: Sequence[str] = (),
     *,
     fresh: bool = False,
-    encoding: str = "utf-8",
 ) -> subprocess.CompletedProcess[str]:
     """What ``python COMMAND...`` does.
 
@@ -67,19 +83,54 @@ def run_command(
         environment: All environment variables.
         timeout: In seconds.
         folder: Where it runs, if not here.
-        modules: As for :func:`run_python`.
         fresh: As for :func:`run_python`.
-        encoding: In which it prints.
     """
-    if fresh:
-        every = [sys.executable, *map(str, command)]
-        done = subprocess.run(
-            every, capture_output=True, env=dict(environment), cwd=folder, timeout=timeout, check=False
+    words = list(map(str, command))
+    if fresh or _started_with(environment) != _started_with(_ENVIRONMENT):
+        line, variables = [sys.executable, *words], dict(environment)
+        return subprocess.run(
+            line, capture_output=True, text=True, env=variables, cwd=folder, timeout=timeout, check=False
         )
+    with tempfile.TemporaryDirectory() as directory:
+        files = [Path(directory, name) for name in ("output", "errors")]
+        request = words, dict(environment), str(folder or Path.cwd()), list(map(str, files))
+        process = _FORKS.Process(target=_run, args=request)
+        with contextlib.chdir(ROOT):  # the server imports modules from here
+            process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(words, timeout, *(file.read_bytes() for file in files))
+        return subprocess.CompletedProcess(words, process.exitcode, *(file.read_text() for file in files))
+
+
+def _started_with(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in _READ_LATE}
+
+
+def _run(words: list[str], environment: Mapping[str, str], folder: str, files: list[str]) -> None:
+    """Run a program in this process, as ``python WORDS...`` would."""
+    for number, path in enumerate(files, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    kind, *arguments = words
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    if kind == "-m":
+        module, *_ = sys.argv = arguments
+        sys.path[:0] = [folder, *paths]
+        sys.modules.pop(f"{module}.__main__", None)  # imported with the others, but not run
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        source, *sys.argv[1:] = arguments
+        sys.argv[0], sys.path[:0] = kind, ["", *paths]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(source, "<string>", "exec"), vars(main))
     else:
-        done = run_warm(command, environment, timeout, folder, modules)
-    output, errors = (stream.decode(encoding) for stream in (done.stdout, done.stderr))
-    return subprocess.CompletedProcess(done.args, done.returncode, output, errors)
+        sys.argv, sys.path[:0] = words, [str(Path(kind).parent), *paths]
+        runpy.run_path(kind, run_name="__main__")
 
 
 def run_processes(source: str, arguments: Sequence[Sequence[str]], directory: Path, timeout: float = 300) -> list[str]:
