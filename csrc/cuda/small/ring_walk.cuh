@@ -142,6 +142,9 @@ struct RingReader {
   /// tokens, this changes the time on an H200 by -1.1% with heads of 64 and +2% with heads of 32. With biases of keys
   /// and heads of 64 it is -0.4% in the forward pass, but +1.5% in the backward pass.
   static constexpr bool kReleasesLate = kHeadDim == 64 && !kHasKeyBias;
+  /// Heads of 32 leave no register to spare: what can be computed again is not kept. Heads of 64 have fewer warps,
+  /// which wait for the end of each step, and more registers.
+  static constexpr bool kHasSpareRegisters = kHeadDim == 64;
   // Bytes of what is known of a column beside the arrays, and after how many columns' bytes a lane's begin: biases lie
   // in the order in which lanes read them.
   static constexpr int kColumnBytes = kHasKeyBias ? kKeyBiasBytes / kBlockKeys : kStatisticsBytes;
@@ -269,21 +272,32 @@ struct RingReader {
       int step = unit.step + own_turn - turn, slab = along.of_step(unit.step).x;
       if (step < unit.step) step += turns;
       turn = (turn + unit.end - unit.step) % turns;
+      [[maybe_unused]] const int end = along.of_step(unit.end - 1).y;
       int2 next = along.of_step(min(step, unit.end - 1));
       CUTE_NO_UNROLL
       for (; step < unit.end; step += turns) {
         const int2 seen = next;
-        next = along.of_step(min(step + turns, unit.end - 1));
-        if (step + turns >= unit.end) next.x = next.y;  // the unit's last step leaves all slabs
+        // The unit's last step leaves all slabs.
+        if constexpr (kHasSpareRegisters) {
+          next = step + turns < unit.end ? along.of_step(step + turns) : make_int2(end, end);
+        } else {
+          next = along.of_step(min(step + turns, unit.end - 1));
+          if (step + turns >= unit.end) next.x = next.y;
+        }
         masks.enter_step(p, along, step);
         skip(slab, seen.x);
         if constexpr (kTileArrays > 0) wait_for(barriers.has_tile[ring_warp()], parity);
         own.start(unit, step, seen);
         parity ^= 1;
+        std::conditional_t<kHasSpareRegisters, RingPlace, RingPlace&> at = place;
         int of_slab = seen.x;
         const auto add_slab = [&] {
-          wait_for(barriers.full[place.slot], place.parity);
-          own.add(of_slot(place.slot), masks.of_slab(along.first_key(of_slab)));
+          wait_for(barriers.full[at.slot], at.parity);
+          own.add(of_slot(at.slot), masks.of_slab(along.first_key(of_slab)));
+        };
+        const auto pass_slab = [&] {
+          at.advance(p.shape.slots);
+          if (kHasSpareRegisters && of_slab < next.x) place = at;
         };
         // A slab is released behind a branch: in the block that multiplies it, ptxas would arrive before products that
         // wait for loads from the slab. It moves none of them across a branch.
@@ -300,8 +314,8 @@ struct RingReader {
             release_last();
             add_slab();
             was_last_use = of_slab < released;
-            last_slot = place.slot;
-            place.advance(p.shape.slots);
+            last_slot = at.slot;
+            pass_slab();
           }
           release_last();
         } else if (of_slab < seen.y) {
@@ -309,18 +323,18 @@ struct RingReader {
           while (true) {
             add_slab();
             if (of_slab + 1 == seen.y) break;
-            leave(of_slab, next.x, place.slot);
-            place.advance(p.shape.slots);
+            leave(of_slab, next.x, at.slot);
+            pass_slab();
             ++of_slab;
           }
-          leave(of_slab, next.x, place.slot);
-          place.advance(p.shape.slots);
+          leave(of_slab, next.x, at.slot);
+          pass_slab();
         }
         slab = min(next.x, seen.y);
-        place.retreat(seen.y - slab, p.shape.slots);
+        if constexpr (!kHasSpareRegisters) place.retreat(seen.y - slab, p.shape.slots);
         own.finish(unit, step);
       }
-      skip(slab, along.of_step(unit.end - 1).y);
+      skip(slab, kHasSpareRegisters ? end : along.of_step(unit.end - 1).y);
       own.leave_unit(unit);
     }
   }
