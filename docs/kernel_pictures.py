@@ -1,4 +1,4 @@
-"""Draws the pictures of the kernels in docs/architecture.md: ``make pictures``."""
+"""Draws the pictures of the kernels in the kernel notes: ``make pictures``."""
 
 from __future__ import annotations
 
