@@ -1,4 +1,4 @@
-"""Draws the pictures of the kernels in the kernel notes: ``make pictures``."""
+"""Draws the pictures of docs/architecture.md and of the kernel notes: ``make pictures``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ ON_COLORS = "#12324f"  # text on them, in every theme
 KIB = 1024
 
 
-def block(ax: Any, start: float, row: float, length: float, text: str, color: str, height: float = 0.8) -> None:
+def block(
+    ax: Any, start: float, row: float, length: float, text: str, color: str, height: float = 0.8, **font: Any
+) -> None:
     """A box with a text in it."""
     ax.add_patch(Rectangle((start, row - height / 2), length, height, facecolor=color, edgecolor="none"))
     ink = "#fdfdfd" if color == MATRIX else ON_COLORS
-    ax.text(start + length / 2, row, text, ha="center", va="center", color=ink)
+    ax.text(start + length / 2, row, text, ha="center", va="center", color=ink, **font)
 
 
 def bare(ax: Any, title: str) -> None:
@@ -183,8 +185,37 @@ def ring(step: int) -> Draw:
     return draw
 
 
+ROAD = (
+    ("while JAX traces", ("na2d", "attend_windows", "attend", "_attend_locally", "bind")),
+    ("while JAX lowers", ("_run_local", "DeviceCall.plan", "_compute_forward", "call_forward", "call")),
+    ("when the program runs", ("FFI handler", "launcher", "kernel")),
+)
+ROLES = (
+    ("public function", "canonicalization", "one sub-call", "custom_vjp", "primitive"),
+    ("one device", "plan", "operands", "backend", "ffi_call"),
+    ("checks again", "grid, tensor maps", "arithmetic"),
+)
+
+
+def road(ax: Any) -> None:
+    """The functions that a call runs, a row for each stage."""
+    width, step = 3.4, 4.0
+    ax.set(xlim=(-width / 2 - 0.2, 4 * step + width / 2 + 0.2), ylim=(-0.7, 5.1))
+    bare(ax, "")
+    for row, ((stage, functions), roles) in enumerate(zip(ROAD, ROLES, strict=True)):
+        y = 4 - 2 * row
+        ax.text(-width / 2, y + 0.8, stage, ha="left", va="center", color=INK, fontsize="small")
+        for column, (function, role) in enumerate(zip(functions, roles, strict=True)):
+            color = LOAD if row < 2 else LIGHT_BLUE
+            block(ax, column * step - width / 2, y, width, f"{function}\n{role}", color, 1.0, fontsize="x-small")
+            if column + 1 < len(functions):
+                arrow = {"arrowstyle": "->", "color": INK, "linewidth": 1}
+                ax.annotate("", ((column + 1) * step - width / 2, y), (column * step + width / 2, y), arrowprops=arrow)
+
+
 def main() -> None:
     """Draw all pictures."""
+    picture("road", 2.6, road)
     picture("kernel_forward", 3.0, timeline)
     picture("kernel_backward", 3.6, shared_memory)
     picture("kernel_small_windows", 2.2, *map(small_windows, range(3)))
