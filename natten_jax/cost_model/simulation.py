@@ -85,8 +85,7 @@ class Simulation:
         pass_: The pass.
         pair: Query and key/value tile.
         placement: Where inner tiles start.
-        counts: Tiles and pairs per batch element and head. If the kernels compute gradients of queries apart, the
-            counts are those of the gradients of keys and values.
+        counts: Tiles and pairs per batch element and head.
         executed_flops: Floating-point operations that are computed, also on masked pairs and padding, and repeated
             ones.
         tile_bytes: Bytes of all outer and inner tiles: what is loaded, mostly from the device's cache.
@@ -150,17 +149,15 @@ def simulate(
     Raises:
         ValueError: A tile or the placement is not valid, or a dimension has more than ``2**20`` tiles.
     """
-    kernel = None
-    if calibration is not None and small_windows.is_for(calibration, problem, pass_, pair):
-        # No other kernel takes such tiles.
-        estimate = small_windows.estimate(calibration.family, problem, pass_, pair, calibration.compute_capability)
-        if estimate is not None and placement == "anchored":
-            found = small_windows.executed(problem, pass_, pair, estimate.launches)
-            return Simulation(problem, pass_, pair, placement, *found, estimate.seconds)
-    elif calibration is not None:
+    kernel = seconds = None
+    if calibration is None:
+        pass
+    elif small_windows.is_for(calibration, problem, pass_, pair):  # no other kernel takes such tiles
+        of_pair = small_windows.estimate(calibration.family, problem, pass_, pair, calibration.compute_capability)
+        seconds = None if of_pair is None else of_pair.seconds
+    else:
         kernel = calibration.kernel(problem, pair, pass_)
     counts = count_tiles(problem, pair, pass_, placement=placement, kernel=kernel)
-    seconds = None
     if calibration is not None and kernel is not None:
         seconds = float(predict(problem, counts.tiles, pass_, kernel, calibration))
     executed = flops(problem, pass_) * counts.executed_pairs // counts.visible_pairs

@@ -1,4 +1,4 @@
-"""Kernels for small windows, a form of the ``cutlass`` kernels: predicted times, and counts of their tiles.
+"""Kernels for small windows, a form of the ``cutlass`` kernels: predicted times.
 
 A pair of tiles selects the form by its sizes: 16 query tokens and 8 key/value tokens, and the reverse in the backward
 pass, whose gradients are always reproducible.
@@ -22,19 +22,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from natten_jax.cost_model.calibration import Calibration, calibration_for
-from natten_jax.cost_model.tiles import (
-    AxisCounts,
-    PartCounts,
-    TileCounts,
-    axis_counts,
-    least_bytes,
-    shortened,
-    tile_counts,
-    tile_pairs_of_sizes,
-)
+from natten_jax.cost_model.tiles import least_bytes, shortened, tile_pairs_of_sizes
 from natten_jax.native import module as native
-from natten_jax.native.module import KERNEL_RANK, axis_rows, with_kernel_tiles
-from natten_jax.performance import Pass, TilePair, outer_and_inner
+from natten_jax.native.module import axis_rows, with_kernel_tiles
+from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import ComputeCapability
 from natten_jax.problem import Problem
 
@@ -48,13 +39,6 @@ _HAS_TMA = _RING_HAS_TMA = (9, 0)
 #: others have the least.
 _SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
 _LEAST_SHARED_KIB = 99
-
-#: Groups of columns that are computed at a time.
-_AT_ONCE = 2
-
-#: Products of a pair of a row and a column that a launch computes, over ``head_dim`` and over ``head_dim_v``, also for
-#: gradients of additional keys and values.
-_PRODUCTS = {"forward": (1, 1), "query gradient": (2, 1), "key/value gradient": (2, 2)}
 
 
 def tile_tokens(problem: Problem, pass_: Pass) -> tuple[int, int] | None:
@@ -92,19 +76,11 @@ class Launch(NamedTuple):
     Attributes:
         kernel: ``"forward"``, ``"query gradient"``, ``"key/value gradient"``, or ``"whole gradient"``, which is both;
             all but the last also ``"... with a ring"``.
-        line: The token dimension in which a warp computes groups of columns in pairs; negative in a missing one.
-        regions: Regions of a batch entry and head: what its blocks own, or with a ring strips of the layout.
-        columns: Most columns that a region loads.
-        tiles: Tiles of rows in a region.
         pairs: Pairs of a row and a column that a launch with a ring multiplies for a batch entry and head; zero for
             other launches.
     """
 
     kernel: str
-    line: int
-    regions: int
-    columns: int
-    tiles: int
     pairs: int
 
 
@@ -151,10 +127,8 @@ def estimate(
         if ring is not None and launch["kernel"] == "key/value gradient" and ring["seconds"] < launch["seconds"]:
             total += ring["seconds"] - launch["seconds"]
             launches[i] = ring
-    missing = KERNEL_RANK - problem.rank
-    with_lines = ({**each, "line": each["line_dimension"] - missing} for each in launches)
-    kept = [Launch(*(each[name] for name in Launch._fields)) for each in with_lines]
-    return Estimate(tuple(kept), total, max(total, common.moving))
+    kept = tuple([Launch(each["kernel"], each["pairs"]) for each in launches])
+    return Estimate(kept, total, max(total, common.moving))
 
 
 class _Common(NamedTuple):
@@ -227,112 +201,3 @@ def ranked(
     rows = 0 if pass_ == "forward" else 1
     taken.sort(key=lambda each: (each[1].work, max(each[0][rows])))
     yield from ((pair, found.seconds) for pair, found in taken)
-
-
-class Executed(NamedTuple):
-    """Work of a pass.
-
-    Attributes:
-        counts: The counts of the launch whose rows are queries in the forward, keys in the backward pass.
-        flops: Floating-point operations of all launches, over all batch elements and heads.
-        bytes: Rows and columns that all launches load: a region's columns once for all of its tiles.
-    """
-
-    counts: TileCounts
-    flops: int
-    bytes: int
-
-
-def executed(problem: Problem, pass_: Pass, pair: TilePair, launches: tuple[Launch, ...]) -> Executed:
-    """Count a pass.
-
-    Args:
-        problem: The problem.
-        pass_: The pass.
-        pair: Query and key/value tile, of the form's size.
-        launches: The launches of :func:`estimate`.
-
-    Raises:
-        ValueError: A dimension has more than ``2**20`` tiles.
-    """
-    tile_pairs = math.prod(map(math.prod, pair))
-    sides: list[tuple[str, AxisCounts]] = []
-    loaded_tokens = 0
-    for launch in launches:
-        kernel = launch.kernel.removesuffix(" with a ring")
-        for each in ("query gradient", "key/value gradient") if kernel == "whole gradient" else (kernel,):
-            side = _side(problem, pass_, pair, each, launch.line)
-            sides.append((each, _with_ring(side, pair, each, launch) if launch.pairs else side))
-        loaded_tokens += _loaded_tokens(problem, pass_, pair, launch)
-    if pass_ == "backward" and problem.additional_kv:
-        additional = _additional_side(problem, pair)
-        sides.append(("key/value gradient", additional))
-        loaded_tokens += additional.inner * math.prod(pair[0]) + problem.additional_kv
-    items = problem.batch * problem.heads
-    products = sum(
-        side.inner * (of_keys * problem.head_dim + of_values * problem.head_dim_v)
-        for kernel, side in sides
-        for of_keys, of_values in (_PRODUCTS[kernel],)
-    )
-    counted = [side for kernel, side in sides if kernel != "query gradient"]
-    outer, inner, full, _, hull = (sum(values) for values in zip(*counted, strict=True))
-    most = max(side.most_inner for side in counted)
-    total = AxisCounts(outer, inner, full, most, hull)
-    counts = tile_counts(problem, total, PartCounts(inner, inner, full, inner - full), 1, tile_pairs)
-    width = problem.head_dim + problem.head_dim_v
-    return Executed(counts, 2 * items * products * tile_pairs, items * loaded_tokens * width * problem.element.bytes)
-
-
-def _side(problem: Problem, pass_: Pass, pair: TilePair, kernel: str, line: int) -> AxisCounts:
-    rows_are: Pass = "backward" if kernel == "key/value gradient" else "forward"
-    rows, columns = outer_and_inner(pair, pass_)
-    # A pair is a group that is twice as long; half of it is padding if the line is a missing dimension of one token.
-    pairs = tuple(extent * (_AT_ONCE if d == line else 1) for d, extent in enumerate(columns))
-    axes = problem.axes
-    by_pairs = [axis_counts(*each, "anchored", rows_are) for each in zip(axes, rows, pairs, strict=True)]
-    outer, inner, _, most, hull = (math.prod(values) for values in zip(*by_pairs, strict=True))
-    by_groups = (axis_counts(*each, "anchored", rows_are) for each in zip(axes, rows, columns, strict=True))
-    side = AxisCounts(outer, _AT_ONCE * inner, math.prod(each.full for each in by_groups), _AT_ONCE * most, hull)
-    if rows_are == "backward" or not problem.additional_kv:
-        return side
-    group = math.prod(columns)
-    more, full = _AT_ONCE * -(-problem.additional_kv // (_AT_ONCE * group)), problem.additional_kv // group
-    pairs_of_additional = math.prod(problem.query_layout) * problem.additional_kv
-    return side.plus(AxisCounts(0, outer * more, outer * full, more, pairs_of_additional), pass_="forward")
-
-
-def _with_ring(side: AxisCounts, pair: TilePair, kernel: str, launch: Launch) -> AxisCounts:
-    """Tiles of a launch with a ring, whose warps multiply all blocks of a slab that some tile sees.
-
-    Tiles of gradients have shapes of their own, and are counted in as many rows and columns as the pair has.
-    """
-    inner = launch.pairs // math.prod(map(math.prod, pair))
-    outer = launch.regions * launch.tiles if kernel == "key/value gradient" else side.outer
-    return side._replace(outer=outer, inner=inner, most_inner=max(side.most_inner, -(-inner // outer)))
-
-
-def _additional_side(problem: Problem, pair: TilePair) -> AxisCounts:
-    """Gradients of additional tokens, whose tiles loop over all queries that share a head of them, in parts."""
-    group, rows = map(math.prod, pair)
-    queries = math.prod(problem.query_layout)
-    shared = problem.heads // problem.heads_kv
-    columns, parts = queries * shared, native.additional_parts(queries * shared, problem.additional_kv)
-    of_part = _AT_ONCE * group * -(-columns // (parts * _AT_ONCE * group))
-    wider = max(problem.head_dim, problem.head_dim_v)
-    widths = zip(_LIMITS["head_dims"], _LIMITS["additional_queries_at_once"], strict=True)
-    at_once = next(count for head_dim, count in widths if wider <= head_dim)
-    steps = columns // of_part * -(-of_part // at_once) + -(-(columns % of_part) // at_once)
-    # Steps of one query head, rounded up.
-    inner = -(-steps * (at_once // group) // shared)
-    tiles, full_tiles = -(-problem.additional_kv // rows), problem.additional_kv // rows
-    full = full_tiles * (queries // group)
-    return AxisCounts(tiles, tiles * inner, full, inner, queries * problem.additional_kv)
-
-
-def _loaded_tokens(problem: Problem, pass_: Pass, pair: TilePair, launch: Launch) -> int:
-    """Rows and columns that a launch loads for a batch element and head, of two arrays each."""
-    if launch.kernel == "whole gradient":
-        return 2 * launch.regions * launch.columns  # its rows are among the columns of the other side
-    rows, _ = outer_and_inner(pair, pass_)
-    additional = 0 if launch.kernel == "key/value gradient" else problem.additional_kv
-    return launch.regions * (launch.columns + launch.tiles * math.prod(rows) + additional)

@@ -504,27 +504,21 @@ def count_tiles(
     if problem.additional_kv:
         counts = counts.plus(_additional_counts(problem, counts.outer, inner_tile, kernel, pass_), pass_)
     _, parts = part_counts(problem, outer_tile, (inner_tile,), placement, pass_, kernel)
-    of_pair = PartCounts(*(int(each[0]) for each in parts))
-    return tile_counts(problem, counts, of_pair, kernel.row_groups, kernel.outer_tokens * kernel.inner_tokens)
-
-
-def tile_counts(
-    problem: Problem, counts: AxisCounts, parts: PartCounts, row_groups: int, tile_pairs: int
-) -> TileCounts:
-    """Return the counts of tiles that a kernel executes with so many pairs of tokens each."""
+    inner, seen, full, partial = (int(each[0]) for each in parts)
+    tile_pairs = kernel.outer_tokens * kernel.inner_tokens
     return TileCounts(
         outer=counts.outer,
-        inner=parts.inner,
+        inner=inner,
         full=counts.full,
         most_inner=counts.most_inner,
-        row_groups=row_groups,
-        seen_parts=parts.seen,
-        full_parts=parts.full,
-        partial=parts.partial,
+        row_groups=kernel.row_groups,
+        seen_parts=seen,
+        full_parts=full,
+        partial=partial,
         visible_pairs=visible_pairs(problem),
         hull_pairs=counts.hull_pairs,
-        visited_pairs=parts.inner * tile_pairs,
-        executed_pairs=parts.seen * tile_pairs // row_groups,
+        visited_pairs=inner * tile_pairs,
+        executed_pairs=seen * tile_pairs // kernel.row_groups,
     )
 
 

@@ -8,18 +8,14 @@ backend computes on this device what attention in float64 does, and how fast it 
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import sys
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from natten_jax import backends, source_tree
 from natten_jax.arrays.operands import Cotangents, Inputs, Operands, Output, Saved
@@ -29,18 +25,15 @@ from natten_jax.backends.base import Backend
 from natten_jax.doctor import backend_check
 from natten_jax.element_types import SUPPORTED_DTYPES, WIDE_DTYPES
 from natten_jax.native import module as native
-from natten_jax.ops.neighborhood import na1d
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device, NoDeviceError, default_jax_device, local_devices
 from natten_jax.plan.plan import BackendId, ConfigurationTable, Plan, Request
 from natten_jax.problem import Operator, Problem, problem_of
 from natten_jax.profiler import arguments
+from natten_jax.profiler.cli import run_program
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.workload import passes, sub_calls_of
 from natten_jax.version import __version__
-
-#: Types of mesh axes over which a call is split.
-MESH_AXES = AxisType.Auto, AxisType.Explicit, AxisType.Manual
 
 
 def main() -> int:
@@ -49,28 +42,20 @@ def main() -> int:
     parser.add_argument("--problem", nargs=argparse.REMAINDER, metavar="FLAG", help="the profiler's flags")
     parser.add_argument("--check", metavar="NAME", help="compare a backend with float64 on this device, and time it")
     given = parser.parse_args()
-    try:
-        if given.check is not None:
-            try:
-                id_ = backend_check.id_of(given.check)
-            except ValueError as error:
-                parser.error(f"--check: {error}")
-            return backend_check.check(id_)
-        # A dry run accepts problems of other devices.
-        is_problem = given.problem is not None
-        for line in report_problem(arguments.parse([*given.problem, "--dry-run"])) if is_problem else report():
+    if given.check is not None:
+        try:
+            id_ = backend_check.id_of(given.check)
+        except ValueError as error:
+            parser.error(f"--check: {error}")
+        return run_program(parser.prog, lambda: backend_check.check(id_))
+    # A dry run accepts problems of other devices.
+    options = None if given.problem is None else arguments.parse([*given.problem, "--dry-run"])
+
+    def run() -> None:
+        for line in report() if options is None else report_problem(options):
             print(line)
-        sys.stdout.flush()
-    except NoDeviceError as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # the reader of the output has exited, as ``head`` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python prints an error at exit
-        return 1
-    except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted", file=sys.stderr)
-        return 130  # as in shells: 128 plus the number of the signal
-    return 0
+
+    return run_program(parser.prog, run)
 
 
 def report() -> Iterator[str]:
@@ -109,52 +94,6 @@ def _device_lines() -> Iterator[str]:
         capability = getattr(device, "compute_capability", None)
         detail = f", compute capability {capability}" if capability else ""
         yield f"  {device.id}: {device.device_kind} ({device.platform}{detail})"
-    if len(jax.local_devices()) > 1:
-        yield _mesh_line(jax.local_devices())
-
-
-def _mesh_line(devices: Sequence[jax.Device]) -> str:
-    """Describe for which kinds of mesh axes a small call is split over two devices."""
-    works, fails = [], []
-    for kind in MESH_AXES:
-        try:
-            check_split(kind, devices[:2])
-            works.append(kind.name)
-        except Exception as error:  # any error of JAX, the partitioner or a device
-            reason = textwrap.shorten(str(error), 100, placeholder=" ...") or type(error).__name__
-            fails.append(f"; not {kind.name}: {reason}")
-    split = f"operators are split over mesh axes of type {', '.join(works)}" if works else "no operator is split"
-    return f"  {len(devices)} devices: {split} with JAX {jax.__version__}{''.join(fails)}. See docs/scaling.md"
-
-
-def check_split(kind: AxisType, devices: Sequence[jax.Device]) -> None:
-    """Split a small call over devices along mesh axes of a type.
-
-    Raises:
-        ValueError: Each device computes everything, or the result differs from one device's.
-    """
-    array = jax.random.normal(jax.random.key(0), (len(devices), 8, 1, 8), jnp.float32)
-    found = run_split(kind, array, devices)
-    if found.sharding.shard_shape(found.shape)[0] != 1:
-        raise ValueError("every device computes the whole batch")
-    if not np.allclose(np.asarray(found), np.asarray(_attend(array)), atol=1e-2):
-        raise ValueError("the values are not those of one device")
-
-
-def run_split(kind: AxisType, array: jax.Array, devices: Sequence[jax.Device]) -> jax.Array:
-    """Run an operator on an array whose batch is split over devices."""
-    is_manual, spec = kind == AxisType.Manual, PartitionSpec("d")
-    mesh = Mesh(np.asarray(devices), ("d",), axis_types=(AxisType.Auto if is_manual else kind,))
-    split = jax.device_put(array, NamedSharding(mesh, spec))
-    if is_manual:
-        return jax.jit(jax.shard_map(_attend, mesh=mesh, in_specs=spec, out_specs=spec))(split)
-    with jax.set_mesh(mesh):
-        return jax.jit(_attend)(split)
-
-
-def _attend(array: jax.Array) -> jax.Array:
-    output: jax.Array = na1d(array, array, array, 3)
-    return output
 
 
 def _missing_kernels_lines() -> Iterator[str]:

@@ -21,7 +21,6 @@ import numpy as np
 from natten_jax import backends
 from natten_jax.backends import select
 from natten_jax.backends.base import Backend
-from natten_jax.backends.names import unknown
 from natten_jax.element_types import SUPPORTED_DTYPES
 from natten_jax.ops.attention import attention
 from natten_jax.ops.neighborhood import na1d, na2d, na3d
@@ -194,11 +193,8 @@ def id_of(name: str) -> BackendId:
     Raises:
         ValueError: There is none; the message lists all names.
     """
-    for id_ in backends.ids():
-        if str(id_) == name:
-            return id_
     operator = next((each for each in OPERATORS if name.endswith(each)), OPERATORS[0])
-    raise ValueError(unknown(name, operator, backends.registered()))
+    return BackendId(backends.find(name, operator).family, operator)
 
 
 def check(id_: BackendId) -> int:

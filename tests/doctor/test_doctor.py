@@ -12,7 +12,7 @@ from natten_jax.plan.devices import Device
 from natten_jax.problem import problem_of
 from natten_jax.profiler import arguments
 from tests.support.plans import plans_of
-from tests.support.programs import output_of, run_command, run_python
+from tests.support.programs import run_command
 
 FLAGS = ["-i", "12", "10", "-n", "4", "--heads-kv", "2", "-d", "64", "-w", "3", "5", "--backprop"]
 
@@ -67,31 +67,3 @@ def test_command_line() -> None:
     assert done.stdout.splitlines()[1:2] == ["  forward"]
     wrong = run_command([*command, "-w", "13"], os.environ)
     assert wrong.returncode == 2 and "window" in wrong.stderr
-
-
-def test_several_devices_and_how_operators_are_split_over_them() -> None:
-    program = "from natten_jax.doctor import __main__ as doctor; print(*doctor.report(), sep=chr(10))"
-    (line,) = (line for line in output_of(run_python(program, devices=8)).splitlines() if "scaling.md" in line)
-    assert "8 devices: operators are split over mesh axes of type Auto, Explicit, Manual with JAX" in line
-    assert "not" not in line
-    assert "scaling.md" not in output_of(run_python(program))
-
-
-def test_a_mode_that_fails_is_named_with_its_reason() -> None:
-    program = """
-        import jax
-        from natten_jax.doctor import __main__ as doctor
-
-        def run_split(kind, array, devices):
-            if kind.name == "Explicit":
-                raise NotImplementedError("no such mode")
-            return jax.device_put(array, devices[0])
-
-        doctor.MESH_AXES, doctor.run_split = doctor.MESH_AXES[:2], run_split
-        print(doctor._mesh_line(jax.devices()))
-    """
-    output = output_of(run_python(program, devices=2))
-    assert "2 devices: no operator is split" in output
-    assert (
-        "; not Auto: every device computes the whole batch; not Explicit: no such mode. See docs/scaling.md" in output
-    )
