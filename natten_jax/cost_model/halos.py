@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,13 +91,10 @@ class Visits(NamedTuple):
     outer: int
     inner: int
 
-    def __mul__(self, other: object) -> Visits:
-        """Visits of both dimensions."""
-        assert isinstance(other, Visits)
-        return Visits(self.outer * other.outer, self.inner * other.inner)
 
-
-_ONE_VISIT = Visits(1, 1)
+def _product(found: Iterable[Visits]) -> Visits:
+    """Return the visits of several dimensions from those of each dimension."""
+    return Visits(*map(math.prod, zip(*found, strict=True)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -132,22 +129,14 @@ def visits(axis: Axis, pass_: Pass, tile: tuple[int, int], queries: Range, keys:
 
 def visits_at_once(plan: Plan, halos: Sequence[Halo]) -> Visits:
     """Count tiles of a call with own keys and all halos, on the device that visits most."""
-    found = Visits(1, 1)
+    found = []
     for axis, halo, tile in zip(plan.problem.axes, halos, zip(*plan.tiles, strict=True), strict=True):
         of_parts = [
             visits(axis, plan.pass_, tile, (first, first + halo.part), halo.held(first))
             for first in _starts_of_some_parts(halo)
         ]
-        found *= max(of_parts, key=lambda each: each.inner)
-    return found
-
-
-class _DimensionVisits(NamedTuple):
-    """Visits of a device along a split dimension: with its own keys, with each slab, and with all of these joined."""
-
-    own: Visits
-    of_slabs: list[Visits]
-    joined: Visits
+        found.append(max(of_parts, key=lambda each: each.inner))
+    return _product(found)
 
 
 def visits_by_keys(plan: Plan, halos: Sequence[Halo]) -> list[Visits]:
@@ -155,31 +144,28 @@ def visits_by_keys(plan: Plan, halos: Sequence[Halo]) -> list[Visits]:
 
     The counts are those of the device that visits most.
     """
-    dimensions = []
+    dimensions = []  # of a device with its own keys, with all keys, and with the keys of each slab
     for axis, halo, tile in zip(plan.problem.axes, halos, zip(*plan.tiles, strict=True), strict=True):
         of_parts = []
         for first in _starts_of_some_parts(halo):
             last = first + halo.part
-            of_slabs = []
+            ranges = []
             for slab in halo.seen_slabs(axis):
                 is_front = first > 0 if slab.is_front is None else slab.is_front
                 query, key = (first + start for start in slab.starts(halo.part, is_front))
-                of_slabs.append(visits(axis, plan.pass_, tile, (query, query + slab.queries), (key, key + slab.keys)))
+                ranges.append(((query, query + slab.queries), (key, key + slab.keys)))
             before, after = halo.before, halo.after
             if halo.changes_places:
                 before, after = (before, 0) if first > 0 else (0, after)
-            own, joined = (
-                visits(axis, plan.pass_, tile, (first, last), keys)
-                for keys in ((first, last), (first - before, last + after))
-            )
-            of_parts.append(_DimensionVisits(own, of_slabs, joined))
-        dimensions.append(max(of_parts, key=lambda each: each.own.inner + sum(slab.inner for slab in each.of_slabs)))
-    across = [each.own for each in dimensions]
-    calls = [math.prod(across, start=Visits(1, 1))]
+            ranges = [((first, last), (first, last)), ((first, last), (first - before, last + after)), *ranges]
+            of_parts.append([visits(axis, plan.pass_, tile, *each) for each in ranges])
+        dimensions.append(max(of_parts, key=lambda each: sum(call.inner for call in (each[0], *each[2:]))))
+    across = [own for own, *_ in dimensions]
+    calls = [_product(across)]
     for i in travel_order(halos):
-        others = math.prod(across[:i] + across[i + 1 :], start=Visits(1, 1))
-        calls += [slab * others for slab in dimensions[i].of_slabs]
-        across[i] = dimensions[i].joined
+        _, joined, *of_slabs = dimensions[i]
+        calls += [_product([*across[:i], slab, *across[i + 1 :]]) for slab in of_slabs]
+        across[i] = joined
     return calls
 
 
@@ -299,15 +285,6 @@ def _slab_bytes(problem: Problem, halos: Sequence[Halo]) -> int:
     return bytes_received(problem, [halo.parts for halo in halos])
 
 
-def _seconds_between_calls(plan: Plan) -> float:
-    """Seconds of small kernels before and after a further call, whatever they copy.
-
-    A call that continues another needs two or three that compute where it is; other calls need six or more, which cut
-    queries and merge results.
-    """
-    return 5e-6 if _is_continued(plan) else 2e-5
-
-
 def _copies(plan: Plan) -> int:
     """Number of additional reads and writes of a query that sees a halo, or of its output.
 
@@ -330,7 +307,9 @@ def _split_time(
     kernels = _kernel_seconds(plan, halos, strategy, calibration)
     if kernels is None:
         return None
-    between = calibration.launch_of(plan.pass_) + _seconds_between_calls(plan)
+    # Small kernels before and after a further call: two or three that compute where a call continues another,
+    # otherwise six or more, which cut queries and merge results.
+    between = calibration.launch_of(plan.pass_) + (5e-6 if _is_continued(plan) else 2e-5)
     compute = kernels + (len(strategy.calls) - 1) * between + strategy.moved * calibration.byte
 
     received = _slab_bytes(plan.problem, halos)

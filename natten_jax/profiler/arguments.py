@@ -12,7 +12,7 @@ from typing import Any
 from natten_jax import backends
 from natten_jax.performance import Performance, performance_of
 from natten_jax.problem import Operator
-from natten_jax.profiler.baselines import BASELINES, refusal_to_split
+from natten_jax.profiler.baselines import BASELINES, can_be_split
 from natten_jax.profiler.cli import flag, print_warning
 from natten_jax.profiler.options import (
     FOREIGN_FLAGS,
@@ -184,5 +184,7 @@ def _check_split(options: Options) -> None:
         if getattr(options, each):
             raise ValueError(f"--devices {count} does not go with {flag(each)}, which is about one device")
     for option, other in (("--backend", options.backend), ("--compare", options.compare)):
-        if other in BASELINES and (refusal := refusal_to_split(str(other), count, options.split, options.heads_kv)):
-            raise ValueError(f"{option} {other} does not go with --devices {count}: {refusal}; use {option} xla")
+        if other in BASELINES and not can_be_split(str(other), count, options.split, options.heads_kv):
+            raise ValueError(
+                f"{option} {other} does not go with --devices {count} and --split {options.split}; use {option} xla"
+            )

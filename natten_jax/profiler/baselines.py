@@ -69,17 +69,11 @@ def check(name: str, flag: str, problem: Problem, device: Device, memory: int) -
         )
 
 
-def refusal_to_split(name: str, devices: int, split: str, heads_kv: int) -> str | None:
-    """Why a baseline cannot be split over devices; ``None`` where it can be."""
+def can_be_split(name: str, devices: int, split: str, heads_kv: int) -> bool:
+    """Return if XLA can split a baseline over devices."""
     if devices == 1 or name == "xla":
-        return None
-    if name == "cudnn":
-        if split == "batch" or (split == "heads" and heads_kv % devices == 0):
-            return None
-        if split != "heads":
-            return "its kernel wants all tokens, which every device would gather"
-        return f"it takes key/value heads split as query heads, and {heads_kv} cannot be split over {devices} devices"
-    return "XLA cannot split its kernel, and every device would compute everything"
+        return True
+    return name == "cudnn" and (split == "batch" or (split == "heads" and heads_kv % devices == 0))
 
 
 def attend(name: str, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:

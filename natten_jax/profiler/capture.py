@@ -92,15 +92,6 @@ class Launch:
     run: Callable[[], Any]
     program: Program
 
-    def after(self, step: Callable[[], None]) -> Launch:
-        """Return a launch that calls ``step`` before each run."""
-
-        def run() -> Any:
-            step()
-            return self.run()
-
-        return Launch(run, self.program)
-
 
 # Run.
 

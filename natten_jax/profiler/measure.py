@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -169,17 +168,18 @@ def _profile(every: Sequence[Options]) -> list[Result]:
     first, device = every[0], default_device()
     for options in every:
         check_runs(options, device)
-    with arrays_of(first.dtype), Progress(len(every) * (first.warmup_steps + first.iterations)) as progress:
+    with arrays_of(first.dtype), Progress(len(every) * first.warmup_steps) as progress:
         progress.update("compiling")
         workloads: list[Workload] = []
         for number, options in enumerate(every):
             arguments = workloads[0].arguments if workloads else None
             workloads.append(compile_workload(options, f"profiled_{number}", arguments))
-        launches = [workload.launch.after(functools.partial(progress.update, done=1)) for workload in workloads]
+        launches = [workload.launch for workload in workloads]
         progress.update("warming up")
         for _ in range(first.warmup_steps):
             for launch in launches:
                 jax.block_until_ready(launch.run())  # type: ignore[no-untyped-call]
+                progress.update(done=1)
         progress.update("measuring")
         captured = capture_by_device(
             launches, first.iterations, device.platform, with_memory=first.verbose, folder=first.trace_dir

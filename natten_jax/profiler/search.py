@@ -8,7 +8,6 @@ best forward and backward pass together.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import statistics
 import time
@@ -238,8 +237,9 @@ class _Search:
 
     def _seconds(self, workloads: Mapping[int, Workload], runs: int) -> dict[int, float]:
         """Return the median device time of each workload."""
-        launches = [each.launch.after(functools.partial(self._progress.update, done=1)) for each in workloads.values()]
+        launches = [each.launch for each in workloads.values()]
         captured = capture_in_turns(launches, runs, self._device.platform) if launches else []
+        self._progress.update(done=len(launches) * runs)
         medians = (statistics.median(seconds_of_iterations(iterations)) for iterations in captured)
         return dict(zip(workloads, medians, strict=True))
 

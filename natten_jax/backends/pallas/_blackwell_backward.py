@@ -33,7 +33,6 @@ from natten_jax.backends.pallas._common import (
     STATISTICS,
     Scalar,
     divided,
-    finite_scale,
     saved_statistics,
     unravel,
 )
@@ -55,8 +54,7 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangen
     query, *keys = call.laid_out(inputs)
     arrays = [query, call.queries.laid_out(cotangents.out.astype(inputs.query.dtype)), *keys]
     statistics = call.in_items(saved_statistics(saved, cotangents), NO_KEY_SEEN)
-    scale = finite_scale(plan.problem.scale, inputs.scale)
-    scale = jnp.broadcast_to(scale, (call.queries.batch, call.queries.heads))
+    scale = call.scales(inputs)
     boxes, bounds, logit_scales = call.box_tables, call.bounds(), scale.reshape(-1) * LOG2_E
     sums_type = jax.ShapeDtypeStruct((call.items, HALVES, ROWS), jnp.float32)
     common = arrays, bounds, statistics, logit_scales
@@ -325,11 +323,7 @@ class BackwardBlock:
     def drain(self, state: Sequence[Scalar]) -> None:
         """Wait for the last products and copies."""
         items, loaded = state
-
-        def finish(number: Scalar, none: None) -> None:
-            gpu.wait(self.memory.other_is_out.at[self._slot(number)])
-
-        jax.lax.fori_loop(jnp.maximum(loaded - self.slots, 0), loaded, finish, None)
+        gpu.drain([self.memory.other_is_out], loaded, self.slots)
         gpu.wait_if(items > 0, self.memory.owned_is_out)
 
     def multiply(self, number: Scalar, before: Scalar) -> Scalar:
@@ -344,12 +338,11 @@ class BackwardBlock:
 
         def finish(number: Scalar) -> None:
             slot = self._slot(before + number)
+            products = [(memory.gradients, memory.key)]
             if self.owns_keys:
-                of_keys, of_values = memory.sums
-                self._add(of_keys, memory.gradients.T, memory.query.at[slot], number > 0)
-                self._add(of_values, memory.weights.T, memory.out_gradient.at[slot], number > 0)
-            else:
-                self._add(memory.sums[0], memory.gradients, memory.key.at[slot], number > 0)
+                products = [(memory.gradients.T, memory.query), (memory.weights.T, memory.out_gradient)]
+            for sums, (matrix, tiles) in zip(memory.sums, products, strict=True):
+                gpu.add_product(self.call.queries, sums, matrix, tiles.at[slot], number > 0)
             plgpu.tcgen05_commit_arrive(memory.gradients_are_out)
             plgpu.tcgen05_commit_arrive(memory.other_is_out.at[slot])
 
@@ -376,16 +369,8 @@ class BackwardBlock:
             (memory.logits, memory.query, memory.key),
             (memory.products, memory.out_gradient, memory.value),
         ):
-            for block in range(self.call.queries.blocks):
-                left, right = of_queries.at[query_slot, block], of_keys.at[key_slot, block].T
-                plgpu.tcgen05_mma(result, left, right, accumulate=block > 0)
+            gpu.multiply_tiles(self.call.queries, result, of_queries.at[query_slot], of_keys.at[key_slot])
         plgpu.tcgen05_commit_arrive(memory.logits_are_in)
-
-    def _add(self, sums: Any, matrix: Any, tile: Any, accumulate: Scalar) -> None:
-        """Add the product of a matrix with a tile to sums."""
-        width = self.call.queries.block
-        for block in range(self.call.queries.blocks):
-            plgpu.tcgen05_mma(sums.at[:, pl.ds(block * width, width)], matrix, tile.at[block], accumulate=accumulate)
 
     def weigh(self, half: int, number: Scalar) -> None:
         """Compute weights and gradients of an item's logits, and write the results."""

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
-from natten_jax.arrays.operands import Operands
-from natten_jax.backends.pallas._common import Layout, Scalar, StaticCall, unravel, visits_of
+from natten_jax.arrays.operands import Inputs, Operands
+from natten_jax.backends.pallas._common import Layout, Scalar, StaticCall, finite_scale, unravel, visits_of
 from natten_jax.native.module import KERNEL_RANK, with_kernel_tiles
 from natten_jax.plan.plan import Plan
 
@@ -119,6 +119,11 @@ class Call(StaticCall):
     columns = "start", "count", "core_first", "core_end", "key_group"
     queries: Lines
     keys: Lines
+
+    def scales(self, inputs: Inputs) -> jax.Array:
+        """Return factors of the logits, float32 ``[batch, heads]``."""
+        scale = finite_scale(self.plan.problem.scale, inputs.scale)
+        return jnp.broadcast_to(scale, (self.queries.batch, self.queries.heads))
 
     @property
     def q_tile(self) -> tuple[int, ...]:

@@ -144,12 +144,7 @@ class ForwardBlock:
     def drain(self, state: Sequence[Scalar]) -> None:
         """Wait for the last products and copies."""
         items, loaded = state
-
-        def finish(box: Scalar, none: None) -> None:
-            for is_out in (self.memory.key_is_out, self.memory.value_is_out):
-                gpu.wait(is_out.at[_slot(box)])
-
-        jax.lax.fori_loop(jnp.maximum(loaded - STAGES, 0), loaded, finish, None)
+        gpu.drain((self.memory.key_is_out, self.memory.value_is_out), loaded, STAGES)
         for half in range(self.call.halves):
             gpu.wait_if(items > 0, self.memory.query_is_out.at[half])
 
@@ -180,7 +175,8 @@ class ForwardBlock:
             pl.when(goes_on)(lambda: gpu.wait(memory.key_is_in.at[next_slot]))
             for half in range(call.halves):
                 gpu.wait(memory.weights_are_in.at[half])
-                self._multiply_values(half, slot, box > 0)
+                weights, value = memory.logits[half][1], memory.value.at[slot]
+                gpu.add_product(call.queries, memory.mixed[half], weights, value, box > 0)
                 pl.when(goes_on)(functools.partial(self._replace_weights, half, next_slot))
             plgpu.tcgen05_commit_arrive(memory.value_is_out.at[slot])
             pl.when(goes_on)(lambda: plgpu.tcgen05_commit_arrive(memory.key_is_out.at[next_slot]))
@@ -194,17 +190,9 @@ class ForwardBlock:
     def _multiply_keys(self, half: int, slot: Scalar) -> None:
         """Multiply the queries of a half with keys."""
         memory = self.memory
-        for block in range(self.call.queries.blocks):
-            query, key = memory.query.at[half, block], memory.key.at[slot, block].T
-            plgpu.tcgen05_mma(memory.logits[half][0], query, key, accumulate=block > 0)
+        query, key = memory.query.at[half], memory.key.at[slot]
+        gpu.multiply_tiles(self.call.queries, memory.logits[half][0], query, key)
         plgpu.tcgen05_commit_arrive(memory.logits_are_in.at[half])
-
-    def _multiply_values(self, half: int, slot: Scalar, accumulate: Scalar) -> None:
-        """Multiply the weights of a half with values."""
-        memory, width = self.memory, self.call.queries.block
-        for block in range(self.call.queries.blocks):
-            sums, value = memory.mixed[half].at[:, pl.ds(block * width, width)], memory.value.at[slot, block]
-            plgpu.tcgen05_mma(sums, memory.logits[half][1], value, accumulate=accumulate)
 
     def _replace_weights(self, half: int, slot: Scalar) -> None:
         """Compute the logits of the next box when the product with the weights in their place is done."""

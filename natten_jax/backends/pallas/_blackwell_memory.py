@@ -142,6 +142,32 @@ def wait_until_free(barrier: Any, number: Any, slots: int) -> None:
     wait_if(number >= slots, barrier)
 
 
+def drain(free: Sequence[Any], loaded: Scalar, slots: int) -> None:
+    """Wait until the last tiles of a ring are free, given barriers of its slots and the number of tiles so far."""
+
+    def finish(number: Scalar, none: None) -> None:
+        for barrier in free:
+            wait(barrier.at[jax.lax.rem(number, slots)])
+
+    jax.lax.fori_loop(jnp.maximum(loaded - slots, 0), loaded, finish, None)
+
+
+# Products ------------------------------------------------------------------------------------------------------------
+
+
+def multiply_tiles(lines: Lines, result: Any, left: Any, right: Any) -> None:
+    """Multiply the rows of two tiles in shared memory, ``[blocks, tokens, block]`` each."""
+    for block in range(lines.blocks):
+        plgpu.tcgen05_mma(result, left.at[block], right.at[block].T, accumulate=block > 0)
+
+
+def add_product(lines: Lines, sums: Any, matrix: Any, tile: Any, accumulate: Scalar) -> None:
+    """Add the product of a matrix with a tile in shared memory, ``[blocks, tokens, block]``, to sums."""
+    for block in range(lines.blocks):
+        columns = sums.at[:, pl.ds(block * lines.block, lines.block)]
+        plgpu.tcgen05_mma(columns, matrix, tile.at[block], accumulate=accumulate)
+
+
 # Copies --------------------------------------------------------------------------------------------------------------
 
 

@@ -11,12 +11,11 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
 from natten_jax.backends.base import Platform
 from natten_jax.backends.pallas._blackwell_call import PIECE, call_of
-from natten_jax.backends.pallas._common import PallasBackend, finite_scale, logsumexp_and_remainder
+from natten_jax.backends.pallas._common import PallasBackend, logsumexp_and_remainder
 from natten_jax.cost_model.calibration import calibration_for
 from natten_jax.cost_model.simulation import rank
 from natten_jax.cost_model.tiles import shortened, tile_pairs_of_sizes
@@ -64,9 +63,7 @@ class BlackwellBackend(PallasBackend):
         from natten_jax.backends.pallas._blackwell_forward import forward
 
         call, inputs = call_of(plan, operands), operands.inputs
-        scale = finite_scale(plan.problem.scale, inputs.scale)
-        scales = jnp.broadcast_to(scale, (call.queries.batch, call.queries.heads)).reshape(-1)
-        out, statistics = forward(call, *call.laid_out(inputs), scales)
+        out, statistics = forward(call, *call.laid_out(inputs), call.scales(inputs).reshape(-1))
         return Saved(call.queries.restored(out), *logsumexp_and_remainder(*call.of_items(statistics)))
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:

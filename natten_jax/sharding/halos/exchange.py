@@ -79,42 +79,12 @@ def _line_of(names: tuple[str, ...]) -> DeviceLine:
     return DeviceLine(parts, jax.lax.axis_index(names), permuted, gathered)
 
 
-class _Shift(NamedTuple):
-    """What becomes a halo of the part so many places further to the back, or to the front, if negative.
-
-    Attributes:
-        hops: How many places.
-        edge: Where its tokens begin in the part that has them.
-        start: Where they begin in a part with its halos, one after the other.
-        tokens: How many.
-    """
-
-    hops: int
-    edge: int
-    start: int
-    tokens: int
-
-
-def _shifts(halo: Halo) -> list[_Shift]:
-    """By hops to the back, then by hops to the front."""
-    shifts: list[_Shift] = []
-    start = halo.before
-    for hops, tokens in enumerate(halo.slabs(halo.before), 1):
-        start -= tokens
-        shifts.append(_Shift(hops, halo.part - tokens, start, tokens))
-    start = halo.before + halo.part
-    for hops, tokens in enumerate(halo.slabs(halo.after), 1):
-        shifts.append(_Shift(-hops, 0, start, tokens))
-        start += tokens
-    return shifts
-
-
 class _Move(NamedTuple):
-    """How tokens become a halo.
+    """How tokens become a halo of another part.
 
     Attributes:
-        edge: As of a shift; which of two depends on the device where two change places.
-        start: Likewise.
+        edge: Where they begin in the part that has them; depends on the device where two devices exchange halos.
+        start: Where they begin in the other part with its halos, one after the other; depends on the device likewise.
         tokens: How many.
         there: Brings an array there.
         back: Brings it back.
@@ -128,22 +98,28 @@ class _Move(NamedTuple):
 
 
 def _moves(halo: Halo, line: DeviceLine) -> list[_Move]:
+    """Return the moves to parts further back, the nearest first, and then those to parts further in front."""
     if halo.changes_places:
         is_front = line.place == 0
         edge = jnp.where(is_front, halo.part - halo.before, 0)
         behind = jnp.where(is_front, halo.before + halo.part, 0)
         swapped = functools.partial(_swapped, line=line)
         return [_Move(edge, behind, halo.before, swapped, swapped)]
-    return [
-        _Move(
-            shift.edge,
-            shift.start,
-            shift.tokens,
-            functools.partial(line.shifted, hops=shift.hops, is_ring=halo.wraps),
-            functools.partial(line.shifted, hops=-shift.hops, is_ring=halo.wraps),
-        )
-        for shift in _shifts(halo)
-    ]
+
+    def move(hops: int, edge: int, start: int, tokens: int) -> _Move:
+        there, back = (functools.partial(line.shifted, hops=sign * hops, is_ring=halo.wraps) for sign in (1, -1))
+        return _Move(edge, start, tokens, there, back)
+
+    moves: list[_Move] = []
+    start = halo.before
+    for hops, tokens in enumerate(halo.slabs(halo.before), 1):
+        start -= tokens
+        moves.append(move(hops, halo.part - tokens, start, tokens))
+    start = halo.before + halo.part
+    for hops, tokens in enumerate(halo.slabs(halo.after), 1):
+        moves.append(move(-hops, 0, start, tokens))
+        start += tokens
+    return moves
 
 
 def extended(arrays: Sequence[jax.Array], halo: Halo, line: DeviceLine, axis: int) -> list[jax.Array]:
