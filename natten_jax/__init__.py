@@ -16,6 +16,7 @@ from natten_jax.execution import primitive as _checkpoint_names
 from natten_jax.ops import config_queries as _config_queries
 from natten_jax.ops.attention import attention
 from natten_jax.ops.calls import IgnoredArgumentWarning
+from natten_jax.ops.config_queries import configs
 from natten_jax.ops.merge import merge_attentions
 from natten_jax.ops.neighborhood import na1d, na2d, na3d
 from natten_jax.ops.neighborhood_weights import neighborhood_apply, neighborhood_weights
@@ -42,6 +43,7 @@ __all__ = [
     "MissingKernelsWarning",
     "__version__",
     "attention",
+    "configs",
     "load_tuned",
     "merge_attentions",
     "na1d",

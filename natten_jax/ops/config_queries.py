@@ -1,9 +1,10 @@
-"""Queries for the tile shapes that a backend offers: ``get_[bwd_]configs_for_<family>_<fna|fmha>``.
+"""Queries for the tile shapes that a backend offers: ``configs``, and ``get_[bwd_]configs_for_<family>_<fna|fmha>``.
 
-There is one for each pass and operator of every registered backend. Each takes one array of query, key or value, or all
-three, in the layout that the operator takes, as arrays or as ``jax.ShapeDtypeStruct``. The first configuration is the
-recommended one; the list is empty where the backend cannot run the arrays. Neighborhood attention queries also take the
-window arguments, which the recommendation depends on; without them the window is the whole layout.
+The latter have NATTEN's names: one for each pass and operator of every registered backend. Each takes one array of
+query, key or value, or all three, in the layout that the operator takes, as arrays or as ``jax.ShapeDtypeStruct``. The
+first configuration is the recommended one; the list is empty if the backend cannot run the arrays. Neighborhood
+attention queries also take the window arguments, on which the recommendation depends; without them the window is the
+whole layout.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 from natten_jax import backends
 from natten_jax.arguments.names import unexpected
+from natten_jax.arguments.static import Bools, Ints
 from natten_jax.arrays.operands import Inputs
 from natten_jax.backends.base import Backend
+from natten_jax.backends.select import resolve
 from natten_jax.ops.canonicalize import attention_problem, neighborhood_problem
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device, NoDeviceError, compute_capability_of, default_device
-from natten_jax.plan.plan import BackendId
+from natten_jax.plan.plan import BackendId, Request, tile_arguments
 from natten_jax.problem import OPERATORS, Operator, Problem
-from natten_jax.windows import WindowArguments
+from natten_jax.windows import WindowArguments, WindowOptions
 
 CapabilityLike = str | float | Sequence[int]
 
@@ -41,6 +44,75 @@ class ConfigQuery(Protocol):
     def __call__(
         self, query: Any = None, key: Any = None, value: Any = None, /, **problem: Any
     ) -> list[tuple[Any, Any]]: ...
+
+
+def configs(
+    query: Any,
+    key: Any = None,
+    value: Any = None,
+    kernel_size: Ints | None = None,
+    stride: Ints | None = None,
+    dilation: Ints | None = None,
+    is_causal: Bools | None = None,
+    *,
+    backend: str | None = None,
+    pass_: Pass = "forward",
+    compute_capability: CapabilityLike | None = None,
+    **window: Unpack[WindowOptions],
+) -> list[dict[str, Any]]:
+    """Return the configurations that a backend offers for a call, the recommended one first.
+
+    Each is a dictionary of keyword arguments for the operator: ``na1d``, ``na2d`` or ``na3d`` with a ``kernel_size``,
+    and ``attention`` without one.
+
+    Example:
+        >>> import functools
+        >>> import jax, natten_jax
+        >>> tokens = jax.ShapeDtypeStruct((1, 32, 32, 4, 64), "float32")
+        >>> best, *others = natten_jax.configs(tokens, kernel_size=7, backend="flex-fna")
+        >>> sorted(best)
+        ['backend', 'kv_tile_shape', 'q_tile_shape']
+        >>> attend = functools.partial(natten_jax.na2d, kernel_size=7, **best)
+
+    Args:
+        query: The query ``[batch, *layout, heads, head_dim]``, or a ``jax.ShapeDtypeStruct``.
+        key: The key, if its shape differs from the query's.
+        value: The value, if its shape differs from the query's.
+        kernel_size: Window extents in tokens, as in the operator. ``None`` asks for ``attention``.
+        stride: Queries that share one window, per dimension.
+        dilation: Distance between neighboring tokens of a window, per dimension.
+        is_causal: Whether later keys are hidden, per dimension. The only one of these that ``attention`` takes.
+        backend: Name of the backend. By default the one that would run the call.
+        pass_: ``"forward"`` or ``"backward"``.
+        compute_capability: Answer for a GPU of this compute capability, ``"9.0"``, ``(9, 0)`` or ``9.0``, instead of
+            for the default device.
+        **window: ``edges``, as in the operator.
+
+    Returns:
+        Keyword arguments: the tiles of the pass, its ``kernel_schedule`` if the backend has several, and the backend.
+
+    Raises:
+        ValueError: The arrays and arguments describe no problem, the backend cannot run it, or ``pass_`` or the compute
+            capability has no meaning.
+        TypeError: An argument is of the wrong type.
+    """
+    if pass_ not in PASSES:
+        raise ValueError(f"pass_ must be one of {', '.join(map(repr, PASSES))}, got {pass_!r}")
+    operator: Operator = "fmha" if kernel_size is None else "fna"
+    given = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation, "is_causal": is_causal, **window}
+    facts = {name: value for name, value in given.items() if value is not None}
+    problem, device = _asked("configs", operator, (query, key, value), None, compute_capability, facts)
+    plan = resolve(Request(problem, backend=backend), device, pass_)
+    chosen = backends.of(plan.backend)
+    found = _query(chosen, operator, pass_)(query, key, value, compute_capability=compute_capability, **facts)
+    schedules = chosen.schedules.get(pass_)
+    q_tile, kv_tile = tile_arguments(operator, pass_)
+    result = []
+    for each in found:
+        pair, schedule = each if schedules else (each, None)
+        of_schedule = {"kernel_schedule": schedule} if schedules else {}
+        result.append({q_tile: pair[0], kv_tile: pair[1], **of_schedule, "backend": str(plan.backend)})
+    return result
 
 
 def target_device(compute_capability: CapabilityLike | None) -> Device:

@@ -9,11 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import natten_jax
 from natten_jax import backends, simulator
-from natten_jax.performance import PASSES
+from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device, default_device
 from tests.support.families import Family, tile_pair
 from tests.support.problems import Case, Trial, check, check_all, element_types
@@ -215,3 +216,45 @@ def test_portable_tiles_of_256_queries_need_a_large_shared_memory(capability: tu
         pairs = backend.tile_pairs(problem, device, "forward")
         assert max(math.prod(q_tile) for q_tile, _ in pairs) == expected
         assert backend.offers(problem, device, "forward", ((16, 16), (8, 8))) == (expected == 256)
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("arguments", [{"kernel_size": 3}, {"kernel_size": (3, 5), "stride": (1, 2)}, {}], ids=str)
+def test_configs_are_arguments_of_the_operator(arguments: dict[str, Any], pass_: Pass) -> None:
+    rank, operator = (2, natten_jax.na2d) if arguments else (1, natten_jax.attention)
+    array = jax.random.normal(jax.random.key(0), SHAPES[rank])
+
+    def loss(x: jax.Array, **configuration: Any) -> jax.Array:
+        return (operator(x, x, x, **arguments, **configuration) ** 2).sum()
+
+    found = natten_jax.configs(array, **arguments, pass_=pass_)
+    assert len(found) > 1
+    expected = jax.grad(loss)(array)
+    for configuration in found[:2]:
+        np.testing.assert_allclose(jax.grad(loss)(array, **configuration), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+def test_configs_are_those_of_the_backend_that_runs_the_call(pass_: Pass) -> None:
+    tokens = jax.ShapeDtypeStruct((1, 256, 256, 4, 128), "bfloat16")
+    found = natten_jax.configs(tokens, kernel_size=33, pass_=pass_, compute_capability="9.0")
+    assert {each["backend"] for each in found} == {"hopper-fna"}
+    assert all(("kernel_schedule" in each) == (pass_ == "forward") for each in found)
+    portable = natten_jax.configs(tokens, kernel_size=33, pass_=pass_, compute_capability="8.0")
+    assert {each["backend"] for each in portable} == {"cutlass-fna"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"kernel_size": 3, "pass_": "fwd"}, ValueError, "pass_ must be one of 'forward', 'backward', got 'fwd'"),
+        ({"kernel_size": 3, "backend": "hopper-fna"}, ValueError, "backend='hopper-fna' cannot run"),
+        ({"kernel_size": 3, "window": 1}, TypeError, r"configs\(\) got an unexpected keyword argument 'window'"),
+        ({}, ValueError, "attention takes 4-dimensional arrays"),
+        ({"stride": 2}, TypeError, r"configs\(\) got an unexpected keyword argument 'stride'"),
+    ],
+    ids=str,
+)
+def test_configs_say_what_is_wrong(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        natten_jax.configs(jnp.zeros(SHAPES[2]), **arguments)
