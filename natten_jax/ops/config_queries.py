@@ -81,8 +81,8 @@ def configs(
         kernel_size: Window extents in tokens, as in the operator. ``None`` asks for ``attention``.
         stride: Queries that share one window, per dimension.
         dilation: Distance between neighboring tokens of a window, per dimension.
-        is_causal: Whether later keys are hidden, per dimension. The only one of these that ``attention`` takes.
-        backend: Name of the backend. By default the one that would run the call.
+        is_causal: Whether later keys are hidden, per dimension. ``attention`` takes this and no other window argument.
+        backend: Name of the backend. The default is the backend that would run the call.
         pass_: ``"forward"`` or ``"backward"``.
         compute_capability: Answer for a GPU of this compute capability, ``"9.0"``, ``(9, 0)`` or ``9.0``, instead of
             for the default device.
@@ -92,8 +92,8 @@ def configs(
         Keyword arguments: the tiles of the pass, its ``kernel_schedule`` if the backend has several, and the backend.
 
     Raises:
-        ValueError: The arrays and arguments describe no problem, the backend cannot run it, or ``pass_`` or the compute
-            capability has no meaning.
+        ValueError: The arguments do not describe a problem of the operator, the backend cannot run it, or ``pass_`` or
+            ``compute_capability`` is not one of the allowed values.
         TypeError: An argument is of the wrong type.
     """
     if pass_ not in PASSES:
