@@ -145,12 +145,12 @@ wheels:
 bench-scaling: export NATTEN_JAX_BENCH = 1
 bench-scaling: setup
 	@$(RUN) bench/fmha_ladder.py || $(INSTALL)
-	$(RUN) bench/fmha_scaling.py --output-dir build/fmha_scaling
+	$(RUN) bench/run.py fmha_scaling --output-dir build/fmha_scaling
 
 # A fixed list of problems on the device at hand, beside the implementations that are installed, and a page of that and of
 # every earlier record: build/board/index.html.
 board: setup
-	$(RUN) bench/board.py
+	$(RUN) bench/run.py board
 
 # The documentation site; warnings are errors. The second command installs what Sphinx needs, and leaves natten_jax as it is.
 docs: setup
@@ -176,7 +176,7 @@ pictures: setup
 	$(RUN) bench/plot.py halos bench/results/h200x2/timeline.json docs/images/halo_trace.svg
 	$(RUN) bench/plot.py cpu bench/results/cpu/kernels.json docs/images/cpu.svg
 	$(RUN) bench/plot.py fp8 bench/results/cpu/fp8_accuracy.json docs/images/fp8.svg
-	$(RUN) bench/fmha_report.py bench/results/h100/fmha_scaling/fmha_scaling_results.json \
+	$(RUN) bench/run.py fmha_report bench/results/h100/fmha_scaling/fmha_scaling_results.json \
 		--plot docs/images/fmha_scaling.svg
 
 # The results that notebooks are kept with. The site runs them again.

@@ -6,8 +6,8 @@ same tokens without one. Both sides run in turns in one process, after a short p
 everything that a side launches.
 
 Example:
-    python bench/beside_cudnn.py --json bench/results/h100/beside_cudnn.json
-    python bench/beside_cudnn.py --groups video --passes forward
+    python bench/run.py beside_cudnn --json bench/results/h100/beside_cudnn.json
+    python bench/run.py beside_cudnn --groups video --passes forward
     python bench/plot.py sliding bench/results/h100/beside_cudnn.json docs/images/sliding.svg
 """
 
@@ -24,7 +24,7 @@ from benchmarks import Benchmark
 from lib import command
 from lib.record import save
 from lib.timing import Runner, ratio, take_turns
-from run import OURS, prepare
+from peers import OURS, prepare
 
 from natten_jax.cost_model.tiles import flops
 from natten_jax.performance import PASSES, Pass

@@ -5,8 +5,8 @@ times are the device time of everything that a side launches, from profiler trac
 gradients of biases and sinks.
 
 Example:
-    python bench/biases.py --json bench/results/h200/biases.json
-    python bench/biases.py --only "NAT s[34]" --passes forward --sides plain relative_bias
+    python bench/run.py biases --json bench/results/h200/biases.json
+    python bench/run.py biases --only "NAT s[34]" --passes forward --sides plain relative_bias
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ checked against natten_jax; others compute attention of the same tokens without 
 goes into one JSON, and onto one page together with every record in ``bench/results``.
 
 Example:
-    python bench/board.py
-    python bench/board.py --json bench/results/h100/board.json --problems video image
-    python bench/board.py --page-only
+    python bench/run.py board
+    python bench/run.py board --json bench/results/h100/board.json --problems video image
+    python bench/run.py board --page-only
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lib.peers import OURS, PEERS
 from lib.record import save
 from lib.sides import Side, difference
 from lib.timing import ratio
-from run import draw
+from peers import draw
 
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import default_device

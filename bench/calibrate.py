@@ -2,8 +2,8 @@
 
 Two steps, the first on the GPU, the second anywhere:
 
-    python bench/calibrate.py measure --passes forward backward --json bench/results/h200/calibration/hopper.json
-    python bench/calibrate.py fit bench/results/h200/calibration/hopper.json \
+    python bench/run.py calibrate measure --passes forward backward --json bench/results/h200/calibration/hopper.json
+    python bench/run.py calibrate fit bench/results/h200/calibration/hopper.json \
         --out natten_jax/cost_model/calibrations/hopper-9.0.json
 
 With ``--dtype``, both are of the kernels for other elements than 16 bits; what a model has for all stays as it is.

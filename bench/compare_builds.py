@@ -6,8 +6,8 @@ time of 3 launches, after one that is not timed. A ratio above 1 means that the 
 the turns' ratios, and the ratio of the two shortest times.
 
 Example:
-    python bench/compare_builds.py ../before . --problems 2d-w40 causal-4096 --small "NAT s1" --families none cutlass
-    python bench/compare_builds.py ../before . --small "NAT s1" --sides key_bias sinks
+    python bench/run.py compare_builds ../before . --problems 2d-w40 --small "NAT s1" --families none cutlass
+    python bench/run.py compare_builds ../before . --small "NAT s1" --sides key_bias sinks
 """
 
 from __future__ import annotations

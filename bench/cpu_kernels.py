@@ -1,7 +1,7 @@
 """Times the host kernels against the flex backend and dense masked attention in XLA, interleaved in one process.
 
 Example:
-    python bench/cpu_kernels.py --repeats 10 --json cpu_kernels.json
+    python bench/run.py cpu_kernels --repeats 10 --json cpu_kernels.json
 """
 
 from __future__ import annotations

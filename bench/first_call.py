@@ -1,6 +1,6 @@
 """What a first call costs on the host: tracing and compiling operators of new shapes on a CPU.
 
-    python bench/first_call.py
+    python bench/run.py first_call
 
 prints medians of several processes as JSON. Every shape is new to its process, as in a model whose layers all differ.
 """

@@ -1,7 +1,7 @@
 """What ``fmha_scaling.py`` makes of its figures: the report in Markdown, and a plot.
 
 Example:
-    python bench/fmha_report.py bench/results/h200/fmha_scaling/fmha_scaling_results.json
+    python bench/run.py fmha_report bench/results/h200/fmha_scaling/fmha_scaling_results.json
 """
 
 from __future__ import annotations

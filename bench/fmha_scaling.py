@@ -10,7 +10,7 @@ exists there: dense XLA, flex-fmha, cpu-fmha. Without arguments the problem is w
 on a GPU 4 batch entries, 32 heads, head_dim 128, float16, 1024 to 16384 tokens, causal.
 
 Example:
-    python bench/fmha_scaling.py --seq-lens 256 512 --output-dir results
+    python bench/run.py fmha_scaling --seq-lens 256 512 --output-dir results
 """
 
 from __future__ import annotations

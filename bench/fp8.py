@@ -6,8 +6,8 @@ kernel with arrays that were quantised before and factors for each head, "unorde
 of 8-bit arrays is dense, has one factor for each array, and an output of 8 bits.
 
 Example:
-    python bench/fp8.py --json bench/results/h200/fp8.json
-    python bench/fp8.py --problems "dense 1x32768" --modes cold --sides bfloat16 cudnn
+    python bench/run.py fp8 --json bench/results/h200/fp8.json
+    python bench/run.py fp8 --problems "dense 1x32768" --modes cold --sides bfloat16 cudnn
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ operands would: weights relative to the largest of their query, times 448, in e4
 and cuDNN's, which has one factor for each array, compute on a GPU.
 
 Example:
-    python bench/fp8_accuracy.py --json bench/results/cpu/fp8_accuracy.json
-    python bench/fp8_accuracy.py --kernels --json bench/results/h200/fp8_accuracy.json
+    python bench/run.py fp8_accuracy --json bench/results/cpu/fp8_accuracy.json
+    python bench/run.py fp8_accuracy --kernels --json bench/results/h200/fp8_accuracy.json
 """
 
 from __future__ import annotations

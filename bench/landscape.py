@@ -5,8 +5,8 @@ everywhere. What stands out is compared with what the time model says of the sam
 reason is how many rounds of tiles the device takes; where it does not, there is something to find.
 
 Example:
-    python bench/landscape.py --json bench/results/h100/landscape.json
-    python bench/landscape.py --ranks 2 --heads 4 8 --passes backward
+    python bench/run.py landscape --json bench/results/h100/landscape.json
+    python bench/run.py landscape --ranks 2 --heads 4 8 --passes backward
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lib import command
 from lib.implementations import ours
 from lib.record import save
 from lib.timing import Runner, compile_backward, compile_runner
-from run import draw
+from peers import draw
 
 from natten_jax import backends
 from natten_jax.performance import PASSES, Pass

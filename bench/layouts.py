@@ -8,8 +8,8 @@ kernels, and counts as if it did not: of batches that are padded, a call's part 
 measured, too, by the host's clock.
 
 Example:
-    python bench/layouts.py --json bench/results/h200/layouts.json
-    python bench/layouts.py --only "padded" --passes forward
+    python bench/run.py layouts --json bench/results/h200/layouts.json
+    python bench/run.py layouts --only "padded" --passes forward
 """
 
 from __future__ import annotations

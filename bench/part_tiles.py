@@ -4,8 +4,8 @@ the fastest for the whole layout, and with those for a part.
 The device has a part in the middle, and its halos already; nothing is exchanged. Both choices of tiles take turns.
 
 Example:
-    python bench/part_tiles.py --json bench/results/h200/part_tiles.json
-    python bench/part_tiles.py --devices 8 --splits width-s6x8x8
+    python bench/run.py part_tiles --json bench/results/h200/part_tiles.json
+    python bench/run.py part_tiles --devices 8 --splits width-s6x8x8
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ _BASELINE_NAMES = {"cudnn": "cuDNN", "xla": "XLA", "mosaic": "JAX's Mosaic kerne
 
 
 def draw_speedups(record: Mapping[str, Any], path: Path, baseline: str = "cudnn") -> None:
-    """Draw run.py: a dot for each mode of each problem that natten_jax and the baseline ran."""
+    """Draw a record of peers: a dot for each mode of each problem that natten_jax and the baseline ran."""
     results = record["results"]
     rows = [name for name, each in results.items() if any(_speedups_by_mode(each, baseline))]
     if not rows:

@@ -7,7 +7,7 @@ Between two launches that depend on each other the device is idle for a few micr
 time. The trace tells how long: its span is the time from the first kernel's start to the last one's end.
 
 Example:
-    python bench/profiler_agreement.py --json bench/results/h200/profiler_agreement.json
+    python bench/run.py profiler_agreement --json bench/results/h200/profiler_agreement.json
 """
 
 from __future__ import annotations

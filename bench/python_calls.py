@@ -5,8 +5,8 @@ depend on how busy a machine is; on the version of Python they do, as 3.12 count
 choices of a backend for a pass.
 
 Example:
-    python bench/python_calls.py
-    python bench/python_calls.py --only "gradient over a mesh" --most 20
+    python bench/run.py python_calls
+    python bench/run.py python_calls --only "gradient over a mesh" --most 20
 """
 
 from __future__ import annotations

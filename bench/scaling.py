@@ -6,10 +6,10 @@ All numbers of devices take turns in one process; a speed-up is the median of th
 made, and saved, before anything is measured.
 
 Example:
-    python bench/scaling.py --devices 8 --json scaling.json
-    python bench/scaling.py --devices 2 --rows strong --splits width-s1x1x1 sequence --json scaling.json
-    python bench/scaling.py --devices 256 --predict-only --json predicted.json
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python bench/scaling.py --devices 8 --small --families cpu \
+    python bench/run.py scaling --devices 8 --json scaling.json
+    python bench/run.py scaling --devices 2 --rows strong --splits width-s1x1x1 sequence --json scaling.json
+    python bench/run.py scaling --devices 256 --predict-only --json predicted.json
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python bench/run.py scaling --devices 8 --small --families cpu \
         --turns 1 --calls 1 --pause 0 --splits width-s6x8x8 heads
 """
 

@@ -9,9 +9,9 @@ and on GPUs one whose halos are copied from memory to memory; a trace says how l
 is hidden behind kernels.
 
 Example:
-    python bench/several_devices.py --json results.json
-    python bench/several_devices.py --splits heads --families hopper --modes Explicit --passes forward
-    python bench/several_devices.py --splits width-s1x1x1 height-s6x8x8 sequence --families hopper --modes Auto \
+    python bench/run.py several_devices --json results.json
+    python bench/run.py several_devices --splits heads --families hopper --modes Explicit --passes forward
+    python bench/run.py several_devices --splits width-s1x1x1 height-s6x8x8 sequence --families hopper --modes Auto \
         --no-training
 """
 

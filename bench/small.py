@@ -5,8 +5,8 @@ one process, each after the second-level cache was filled with something else; t
 that a side launches, from profiler traces.
 
 Example:
-    python bench/small.py --json bench/results/h200/small.json
-    python bench/small.py --only "NAT s[34]" --passes forward --families none cutlass
+    python bench/run.py small --json bench/results/h200/small.json
+    python bench/run.py small --only "NAT s[34]" --passes forward --families none cutlass
     python bench/plot.py small bench/results/h200/small.json docs/images/small_windows.svg
 """
 

@@ -12,8 +12,8 @@ programs can be compared by them; they are no times: what a core waits for, copi
 
 Example:
     pip install libtpu
-    python bench/tpu_bundles.py --chip v5e --json bench/results/tpu/v5e.json
-    python bench/tpu_bundles.py --chip v6e --only 1-D --sides natten_jax splash
+    python bench/run.py tpu_bundles --chip v5e --json bench/results/tpu/v5e.json
+    python bench/run.py tpu_bundles --chip v6e --only 1-D --sides natten_jax splash
     python bench/plot.py tpu-bundles bench/results/tpu docs/images/tpu_bundles.svg
 """
 

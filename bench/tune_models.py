@@ -6,8 +6,8 @@ default by more than 2%, measured in alternation, is kept. The device's file is 
 several short runs make one table.
 
 Example:
-    python bench/tune_models.py --limit 150
-    python bench/tune_models.py --models Wan HDiT --again --out build/tuned
+    python bench/run.py tune_models --limit 150
+    python bench/run.py tune_models --models Wan HDiT --again --out build/tuned
 """
 
 from __future__ import annotations

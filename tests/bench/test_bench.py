@@ -18,8 +18,8 @@ sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 import landscape
 import layouts
+import peers
 import plot
-import run
 from benchmarks import BENCHMARKS, Benchmark
 from lib.implementations import IMPLEMENTATIONS
 
@@ -38,7 +38,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_named_problems_are_legal(name: str) -> None:
     benchmark = BENCHMARKS[name]
-    cotangent, *arrays = jax.eval_shape(lambda: run.draw(benchmark))
+    cotangent, *arrays = jax.eval_shape(lambda: peers.draw(benchmark))
     output = jax.eval_shape(IMPLEMENTATIONS["natten_jax"](benchmark), *arrays)
     assert output.shape == cotangent.shape == benchmark.shape
 
@@ -46,13 +46,13 @@ def test_named_problems_are_legal(name: str) -> None:
 def test_dilated_problems_do_the_work_of_their_dense_partners() -> None:
     for name in ("2d-w40-d2", "2d-w16-d16"):
         dilated, dense = (BENCHMARKS[each].problem for each in (name, name.rpartition("-")[0]))
-        assert run.flops(dilated, "forward") == run.flops(dense, "forward")
+        assert peers.flops(dilated, "forward") == peers.flops(dense, "forward")
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_implementations_of_attention_agree(is_causal: bool) -> None:
     benchmark = dataclasses.replace(WHOLE, is_causal=is_causal)
-    _, *arrays = run.draw(benchmark)
+    _, *arrays = peers.draw(benchmark)
     ours, other = (IMPLEMENTATIONS[name](benchmark)(*arrays) for name in ("natten_jax", "xla"))
     np.testing.assert_allclose(ours, other, atol=2e-6)
 
@@ -60,7 +60,7 @@ def test_implementations_of_attention_agree(is_causal: bool) -> None:
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_measures_every_side_and_says_which_did_not_run(pass_: str) -> None:
     names = ("natten_jax", "xla", "cudnn")
-    (result,) = run.measure(WHOLE, turns=2, pass_=pass_, names=names)  # type: ignore[arg-type]
+    (result,) = peers.measure(WHOLE, turns=2, pass_=pass_, names=names)  # type: ignore[arg-type]
     assert list(result["failures"]) == ["cudnn"]
     for mode in ("cold", "sustained"):
         assert set(result[mode]["milliseconds"]) == {"natten_jax", "xla"}
@@ -70,9 +70,9 @@ def test_measures_every_side_and_says_which_did_not_run(pass_: str) -> None:
 
 
 def test_backward_pass_is_the_gradient_without_its_forward_pass() -> None:
-    cotangent, *arrays = run.draw(IMAGE)
+    cotangent, *arrays = peers.draw(IMAGE)
     function = IMPLEMENTATIONS["natten_jax"](IMAGE)
-    runner = run.compile_backward(function, cotangent, *arrays)
+    runner = peers.compile_backward(function, cotangent, *arrays)
     results = runner.compiled(*runner.arguments)
     for result, expected in zip(results, jax.vjp(function, *arrays)[1](cotangent), strict=True):
         np.testing.assert_allclose(result, expected, atol=1e-6)
@@ -81,14 +81,14 @@ def test_backward_pass_is_the_gradient_without_its_forward_pass() -> None:
 
 
 def test_element_types_take_turns() -> None:
-    first, second = run.measure(IMAGE, 1, dtypes=("float32", "bfloat16"), names=("natten_jax",))
+    first, second = peers.measure(IMAGE, 1, dtypes=("float32", "bfloat16"), names=("natten_jax",))
     assert (first["dtype"], second["dtype"]) == ("float32", "bfloat16")
     assert "rate_over_float32" not in first["cold"]
     assert second["sustained"]["rate_over_float32"] > 0
 
 
 def test_additional_tokens_fused_and_merged() -> None:
-    (result,) = run.measure(dataclasses.replace(IMAGE, additional_kv=5), turns=1)
+    (result,) = peers.measure(dataclasses.replace(IMAGE, additional_kv=5), turns=1)
     assert set(result["cold"]["milliseconds"]) == {"natten_jax", "natten_jax-merged"}
     assert result["failures"] == {}
 
@@ -110,8 +110,8 @@ def test_command_line_saves_figures_and_a_picture(
     monkeypatch.setitem(BENCHMARKS, "small", WHOLE)
     files = tmp_path / "results" / "small.json", tmp_path / "pictures" / "small.png"
     arguments = ["--problems", "small", "--turns", "1", "--implementations", "natten_jax", "xla"]
-    monkeypatch.setattr(sys, "argv", ["run.py", *arguments, "--json", str(files[0])])
-    assert run.main() == 0
+    monkeypatch.setattr(sys, "argv", ["peers.py", *arguments, "--json", str(files[0])])
+    assert peers.main() == 0
     assert "xla" in capsys.readouterr().out
     saved = json.loads(files[0].read_text())
     assert set(saved["environment"]) >= {"device", "versions", "commit", "command"}
@@ -128,9 +128,9 @@ def test_command_line_saves_figures_and_a_picture(
 def test_exit_status_tells_that_natten_jax_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BENCHMARKS, "small", WHOLE)
     monkeypatch.setattr(
-        sys, "argv", ["run.py", "--problems", "small", "--implementations", "natten_jax", "--backend", "hopper"]
+        sys, "argv", ["peers.py", "--problems", "small", "--implementations", "natten_jax", "--backend", "hopper"]
     )
-    assert run.main() == 1
+    assert peers.main() == 1
 
 
 SEVERAL_DEVICES = """
@@ -154,7 +154,7 @@ def test_several_devices_do_what_one_does_without_collectives(tmp_path: Path) ->
     pytest.importorskip("optax")
     pytest.importorskip("sklearn")
     file = tmp_path / "figures.json"
-    source = SEVERAL_DEVICES.format(bench=str(Path(run.__file__).parent), file=str(file))
+    source = SEVERAL_DEVICES.format(bench=str(Path(peers.__file__).parent), file=str(file))
     output = output_of(run_python(source, devices=2))
     saved = json.loads(file.read_text())
     assert set(saved["environment"]) >= {"device", "versions", "commit", "command"}
@@ -189,7 +189,7 @@ def test_landscape_finds_the_point_that_stands_out(
 
 
 def test_builds_are_compared_in_turns(tmp_path: Path) -> None:
-    root = Path(run.__file__).parents[1]
+    root = Path(peers.__file__).parents[1]
     record = tmp_path / "record.json"
     arguments = ["--small", "tiny 1-D", "no such row", "--turns", "2", "--json", str(record)]
     command = [sys.executable, str(root / "bench" / "compare_builds.py"), str(root), str(root), *arguments]
@@ -231,3 +231,20 @@ def test_kinds_of_records_are_drawn_from_the_command_line(tmp_path: Path, monkey
         monkeypatch.setattr(sys, "argv", ["plot.py", kind, str(results / record), str(picture), *options])
         plot.main()
         assert picture.read_bytes().startswith(b"<?xml")
+
+
+def test_the_runner_lists_its_suites_and_runs_one() -> None:
+    root = Path(peers.__file__).parents[1]
+    runner = [sys.executable, str(root / "bench" / "run.py")]
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*runner, *arguments], capture_output=True, text=True, timeout=300)
+
+    listing = run().stdout
+    for path in sorted((root / "bench").glob("*.py")):
+        is_suite = path.stem not in {"run", "plot", "fmha_ladder"} and 'if __name__ == "__main__"' in path.read_text()
+        assert (f"\n  {path.stem} " in listing) == is_suite, path.stem
+    assert "--turns" in run("peers", "--help").stdout
+    unknown = run("pears")
+    assert unknown.returncode == 1
+    assert "no suite 'pears'; the suites are peers" in unknown.stderr

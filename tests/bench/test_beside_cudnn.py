@@ -15,8 +15,8 @@ pytest.importorskip("matplotlib")
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 import beside_cudnn
+import peers
 import plot
-import run
 from benchmarks import Benchmark
 from lib.implementations import IMPLEMENTATIONS, sliding_window
 
@@ -26,7 +26,7 @@ GROUPS = {"sliding": {"sequence": SEQUENCE}, "video": {"video": VIDEO}}
 
 
 def test_windows_over_sequences_are_the_same_on_both_sides() -> None:
-    _, *arrays = run.draw(SEQUENCE)
+    _, *arrays = peers.draw(SEQUENCE)
     ours, other = (IMPLEMENTATIONS[name](SEQUENCE)(*arrays) for name in ("natten_jax", "xla-window"))
     np.testing.assert_allclose(ours, other, atol=2e-6)
 
@@ -42,7 +42,7 @@ def test_windows_that_jax_lacks_are_refused(change: dict[str, object]) -> None:
 @pytest.mark.parametrize("group", beside_cudnn.GROUPS)
 def test_problems_are_legal_and_no_window_is_larger_than_its_layout(group: str) -> None:
     for benchmark in beside_cudnn.GROUPS[group].values():
-        _, *arrays = jax.eval_shape(lambda benchmark=benchmark: run.draw(benchmark))
+        _, *arrays = jax.eval_shape(lambda benchmark=benchmark: peers.draw(benchmark))
         output = jax.eval_shape(IMPLEMENTATIONS["natten_jax"](benchmark), *arrays)
         assert output.shape == benchmark.shape
         assert benchmark.problem.is_causal[0] and not any(benchmark.problem.is_causal[1:])

@@ -26,7 +26,7 @@ from lib import peers, torch_sides
 from lib.board_page import page
 from lib.history import Record, records
 from lib.sides import difference, jax_side
-from run import draw
+from peers import draw
 
 BENCH = Path(board.__file__).parent
 WINDOWS = {
