@@ -69,7 +69,7 @@ _ENDS_OF_WINDOWS = {(False, "shift"): 0, (True, "shift"): 1, (False, "cut"): 2, 
 
 
 def axis_rows(problem: Problem) -> Shape:
-    """A row for each token dimension: its facts in the order that csrc/ffi/decode.cpp names them in."""
+    """A row for each token dimension: its facts in the order of csrc/include/natten_jax/axis_fields.h."""
     missing = (Axis(1, 1, 1),) * (KERNEL_RANK - problem.rank)
     axes = (*missing, *problem.axes)
     rows = [(*_numbers_of(axis), _ENDS_OF_WINDOWS[axis.is_causal, axis.edges]) for axis in axes]
