@@ -15,9 +15,11 @@ from __future__ import annotations
 import collections
 import functools
 import gc
+import hashlib
 import itertools
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,13 @@ from typing import Any
 import hypothesis
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
+import natten_jax
 from natten_jax.performance import PASSES
 from natten_jax.plan.devices import default_device
 from tests.support.compilation import QUICK_HOST_OPTIONS, flags_of, known
 from tests.support.families import FAMILIES, Family
-from tests.support.lowering import share_contexts
 from tests.support.machine import Machine
 from tests.support.resources import COMPILER_FLAG, limits
 
@@ -72,17 +75,53 @@ def pytest_configure(config: pytest.Config) -> None:
     # What JAX has traced stays: looking through it ever again takes a tenth of a run.
     gc.set_threshold(200_000, 20, 100)
     if not _is_of_gpu(config):
-        share_contexts()
         os.environ["JAX_PLATFORMS"] = "cpu"  # for workers, and for programs that tests start
         jax.config.update("jax_platforms", "cpu")  # JAX has read the environment by now
         jax.config.update("jax_num_cpu_devices", DEVICES)
     if not hasattr(config, "workerinput"):  # workers inherit what follows
         if not _is_of_gpu(config):
+            _store_programs()
             # Asked for together, and so by one process that imports JAX.
             flags = os.environ.get("XLA_FLAGS", ""), *known([*flags_of(QUICK_HOST_OPTIONS), COMPILER_FLAG])
             os.environ["XLA_FLAGS"] = " ".join(flags).strip()
         processes = getattr(config.option, "numprocesses", None) or 1
         os.environ.update(limits(os.environ, len(os.sched_getaffinity(0)), processes))
+
+
+def _store_programs() -> None:
+    """Keep the programs that XLA compiles in ``build/compiled``, for all test processes and for the next run.
+
+    A change of the package deletes them: the key of a program does not cover the callbacks that split calls over
+    devices. It covers metadata, which the profiler reads.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    folders = Path(natten_jax.__file__).parent, Path(__file__).parent / "support"
+    sources = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    folder = Path(__file__).parents[1] / "build" / "compiled"
+    for outdated in [each for each in folder.glob("*") if each.name != digest]:
+        shutil.rmtree(outdated, ignore_errors=True)
+    options: dict[str, Any] = {
+        "jax_compilation_cache_dir": str(folder / digest),
+        "jax_compilation_cache_include_metadata_in_key": True,
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in options.items():
+        os.environ[name.upper()] = str(value)
+        jax.config.update(name, value)
+
+
+@pytest.fixture
+def without_stored_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile every program in this process, and in the programs that the test starts."""
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "0")
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 @functools.cache

@@ -42,6 +42,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e6
 LARGEST = 400  # MB; the operands, results and gradients together are 64, all logits would be 16384
 
 
+@pytest.mark.usefixtures("without_stored_programs")
 def test_peak_of_both_passes(family: Family) -> None:
     if family.needs_gpu:
         pytest.skip("this is about the host's memory")

@@ -49,6 +49,7 @@ def test_each_pass_is_decided_once_for_a_device(
     assert {pass_ for device, pass_, _ in decisions if device.platform == "cpu"} >= {"forward"}
 
 
+@pytest.mark.usefixtures("without_stored_programs")
 def test_a_gradient_over_a_mesh_decides_once_for_the_layout_and_once_for_its_parts() -> None:
     program = """
     import collections, functools

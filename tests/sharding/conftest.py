@@ -11,7 +11,9 @@ from natten_jax.cost_model import halos
 
 
 @pytest.fixture
-def set_gains(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[..., bool]], None]]:
+def set_gains(
+    without_stored_programs: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[Callable[..., bool]], None]]:
     """A function that sets which passes gain if they compute while halos travel."""
 
     def forget() -> None:

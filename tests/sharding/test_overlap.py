@@ -206,6 +206,7 @@ for overlaps in (False, True):
 """
 
 
+@pytest.mark.usefixtures("without_stored_programs")
 def test_memory_is_that_of_a_part_and_its_halos() -> None:
     together, apart = map(json.loads, output_of(run_python(MEMORY, devices=4, quick=False)).splitlines())
     own = 256 * 64 * 2 * 32 * 4 // 4  # bytes of a part of one array

@@ -34,6 +34,7 @@ def drawn() -> list[jax.Array]:
     return [jnp.asarray(generator.standard_normal((8, 8, 6, 4, 8)), "float32") for _ in range(3)]
 
 
+@pytest.mark.usefixtures("without_stored_programs")
 @pytest.mark.parametrize("mode", ["Auto", "Explicit"])
 def test_what_cannot_stay_split_is_gathered_with_a_warning(mode: str) -> None:
     mesh, arrays = mesh_of(mode, x=4, y=2), drawn()
