@@ -82,7 +82,7 @@ def _roles_of(structure: Any) -> Sequence[Role]:
 
 @functools.cache
 def roles_of_fields(kind: type) -> tuple[Role, ...]:
-    """Roles of a tuple's fields, which stand with their types; in place of a tuple in it those of its fields."""
+    """Return the role of each field from its annotation; nested tuples are expanded."""
     found: list[Role] = []
     for hint in get_type_hints(kind, include_extras=True).values():
         roles = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Role)]
@@ -170,7 +170,7 @@ class Output(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """Those of output and logsumexp, where ``None`` stands for zeros: a call rarely differentiates its logsumexp."""
+    """Cotangents of output and logsumexp; ``None`` means zeros, because a call rarely differentiates its logsumexp."""
 
     out: Annotated[jax.Array, Role.QUERY, "batch *queries heads head_dim_v"]
     logsumexp: Annotated[jax.Array | None, Role.PER_QUERY, "batch *queries heads"] = None

@@ -181,7 +181,7 @@ def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
     if additional_keys is None or additional_values is None:
         additional_keys = jnp.zeros((key.shape[0], 0, *key.shape[-2:]), key.dtype)
         additional_values = jnp.zeros((value.shape[0], 0, *value.shape[-2:]), value.dtype)
-    # Zeros would be a kernel of their own in front of each call.
+    # An empty array, because filling one with zeros would launch another kernel.
     origins = jnp.zeros((0, KERNEL_RANK), jnp.int32) if operands.origins is None else operands.origins
     return [query, key, value, additional_keys, additional_values, origins, scales]
 
@@ -295,7 +295,7 @@ def saved_remainder(problem: Problem, saved: Saved) -> jax.Array:
 
 
 def delta(out: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Array | None) -> jax.Array:
-    """What the gradients of a query's weights are reduced by: float32, one value per query and head."""
+    """Return ``sum(out * d_out) - d_logsumexp`` in float32, one value per query and head."""
     products = jnp.sum(out_cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     return products if logsumexp_cotangent is None else products - logsumexp_cotangent
 

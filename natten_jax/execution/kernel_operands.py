@@ -81,13 +81,13 @@ class KernelOperands(NamedTuple):
     Attributes:
         backend: The backend that runs the pass.
         of_call: The operands of the call.
-        given: The same, with biases of keys of each head where the kernels, or columns, have none that heads share.
+        given: The same, with key biases expanded to all heads if the kernels do not share them among heads.
         operands: The operands of the kernels.
         problem: The problem of the call.
         planned: The problem that the kernels compute.
         has_padding: Whether their heads are wider.
         columns: Columns of heads that stand for biases of keys, if the kernels add none.
-        sinks: Those of a backend that takes none: one step behind the output.
+        sinks: Sinks that are applied to the output, because the backend takes none.
     """
 
     backend: Backend

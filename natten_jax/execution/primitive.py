@@ -157,8 +157,8 @@ def _in_reverse_only_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tup
 _in_reverse_only_p = _identity("natten_jax_in_reverse_only", _in_reverse_only_jvp)
 use_refusal(_in_reverse_only_p, refuse)
 
-# A linear function that has a transpose (the identity) and no value. Whatever comes of its value is refused here, in
-# front of the custom_vjp that takes it: what runs it, what compiles it, what maps it.
+# Passes cotangents through unchanged. Evaluating it, compiling it or mapping it raises an error: these ask for forward
+# mode, which the custom_vjp behind it does not have.
 _tangent_p = _identity("natten_jax_tangent", refuse)
 _tangent_p.def_impl(refuse)
 ad.primitive_transposes[_tangent_p] = lambda cotangents, *_: cotangents
@@ -480,7 +480,7 @@ def bind(
         arguments: Query, key and whatever else the computation wants.
         mapped: How many mapped axes there are.
     """
-    if 0 in arguments[0].shape[: mapped + 1]:  # kernels and counts are for something
+    if 0 in arguments[0].shape[: mapped + 1]:  # kernels reject empty batches
         types = _types(*map(jax.typeof, arguments), computation=computation, request=request, mapped=mapped)
         return [vary_alike([jnp.zeros(each.shape, each.dtype), arguments[0]])[0] for each in types]
     results: list[jax.Array] = _pass_p.bind(*arguments, computation=computation, request=request, mapped=mapped)

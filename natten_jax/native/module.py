@@ -134,7 +134,7 @@ def call(
         else np.asarray(value, np.int64)
         for name, value in attributes.items()
     }
-    # One call of a pass is told of the problem; others prepare arrays for it.
+    # Only the main call of a pass has attributes. Its metadata carry the plan.
     with plan.carrying_plan() if attributes else contextlib.nullcontext():
         native_call = jax.ffi.ffi_call(target, types, input_output_aliases=in_place)
         return list(apart(native_call(*apart(arrays), **values)) if in_place else native_call(*arrays, **values))
