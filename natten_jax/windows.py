@@ -285,14 +285,10 @@ class WindowOptions(TypedDict, total=False):
     """The window arguments that NATTEN does not have: whatever takes windows takes them by keyword.
 
     They are facts of an :class:`Axis` and of :class:`WindowArguments`, which says what they mean, and the last ones of
-    both. What is declared there reaches the operators, the modules, pictures, configurations and the profiler.
+    both. What is declared there reaches the operators, the modules, pictures and configurations.
     """
 
     edges: Edges
-
-
-#: The words of the options that take words, the default first.
-WORDS: Mapping[str, tuple[str, ...]] = MappingProxyType({"edges": EDGES})
 
 
 class WindowArguments(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from natten_jax.problem import Shape
 from natten_jax.profiler.baselines import BASELINES
 from natten_jax.profiler.cli import PROGRAM, Parser, at_least, boolean, compute_capability, flag
 from natten_jax.version import __version__
-from natten_jax.windows import DOCUMENTATION, OPTION_DEFAULTS, WORDS, WindowArguments
+from natten_jax.windows import EDGES, WindowArguments
 
 _NATTEN_NAMES = {"kernel_size": "window_size", "is_causal": "causal"}
 #: Flags of the window arguments, in the order of :class:`WindowArguments`.
@@ -222,21 +221,6 @@ def _per_dimension(group: Any, names: str, metavar: str, kind: Callable[[str], A
     _value(group, names, metavar, kind, text, nargs="+", **options)
 
 
-def _window_option(group: Any, name: str, default: Any) -> None:
-    """Add the flag of a window argument."""
-    words = WORDS.get(name)
-    kinds: dict[type[Any], tuple[Callable[[str], Any], str]] = {
-        bool: (boolean, "true, false, 1 or 0"),
-        int: (_positive, "a number"),
-        str: (str, ", ".join(words or ())),
-    }
-    kind, values = kinds[type(default)]
-    meaning = re.split(r"[:;.]", DOCUMENTATION.get(name, name), maxsplit=1)[0]
-    meaning = (meaning[:1].lower() + meaning[1:]).replace("``", "")
-    text = f"{meaning}: {values}, per dimension or one for all (default: {str(default).lower()})"
-    _per_dimension(group, flag(name), name[0].upper(), kind, text, choices=words)
-
-
 def _switch(group: Any, name: str, text: str, **options: Any) -> None:
     """Add a flag without a value."""
     group.add_argument(name, help=text, **{"action": "store_true", **options})
@@ -259,8 +243,9 @@ def _add_problem(group: Any) -> None:
         "distance between neighboring tokens of a window, per dimension or one for all (default: 1)")
     _per_dimension(group, "-c --causal", "C", boolean,
         "true, false, 1 or 0 per dimension, or one for all (default: false)")
-    for name, default in OPTION_DEFAULTS.items():
-        _window_option(group, name, default)
+    _per_dimension(group, "--edges", "E", str, choices=EDGES,
+        text=f"what becomes of a window that reaches over the ends: {', '.join(EDGES)}, per dimension or one for all "
+        f"(default: {EDGES[0]})")
     _value(group, "--dtype", "TYPE", element_type, default="fp16", choices=list(ELEMENT_TYPES),
         text=f"element type, {', '.join(ELEMENT_TYPES)} or its full name such as float16; those of 8 bits have a "
         "forward pass alone (default: fp16)")
