@@ -8,11 +8,9 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from natten_jax.backends import flex
@@ -122,35 +120,3 @@ def test_plain_jax_works_on_arrays_of_their_shapes(monkeypatch: pytest.MonkeyPat
     jax.jit(operator).lower(operands)
     assert len(watched.known) > 30
     assert watched.called == watched.known
-
-
-class Pair(NamedTuple):
-    first: Annotated[jax.Array, "batch *layout 2"]
-    second: Annotated[jax.Array | None, "batch"]
-
-
-def paired(pair: Pair, more: Annotated[jax.Array, "_ *layout"] | None = None) -> Annotated[jax.Array, "batch ..."]:
-    return pair.first if more is None else more
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "more", "message"),
-    [
-        ((3, 4, 5, 2), (3,), None, None),
-        ((3, 2), None, (3,), None),
-        ((3, 4, 5, 2), (3,), (3, 4, 5), None),
-        ((3, 4, 5, 1), (3,), None, "first 'batch .layout 2': it is"),
-        ((3, 4, 2), (4,), None, "batch is"),
-        ((3, 4, 2), (3, 1), None, "second 'batch': it is"),
-        ((3, 4, 5, 2), (3,), (3, 5, 4), "layout is"),
-        ((3, 4, 2), (3,), (1, 4), "returns 'batch ...'"),
-    ],
-)
-def test_other_shapes_are_seen(first: Any, second: Any, more: Any, message: str | None) -> None:
-    arrays = [None if shape is None else jnp.asarray(np.zeros(shape)) for shape in (first, second, more)]
-    call = functools.partial(checked(paired), Pair(arrays[0], arrays[1]), arrays[2])  # type: ignore[arg-type]
-    if message is None:
-        call()
-    else:
-        with pytest.raises(AssertionError, match=message):
-            call()

@@ -1,1 +1,6 @@
 """The benchmarks."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))

@@ -1,31 +1,44 @@
-"""The benchmarks run where there is no GPU, too: on small problems, with what exists there."""
+"""The benchmarks, on small problems of the host: measurements, records, predictions and pictures."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-import jax
-import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib")
-sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
+import beside_cudnn
+import jax
 import landscape
 import layouts
+import numpy as np
+import part_tiles
 import peers
 import plot
+import scaling
+import several_devices
 from benchmarks import BENCHMARKS, Benchmark
-from lib.implementations import IMPLEMENTATIONS
+from devices.predictions import relative_errors
+from devices.problems import curves
+from lib.implementations import IMPLEMENTATIONS, ours, sliding_window
 
-from tests.support.programs import output_of, run_python
+from natten_jax.execution import custom_vjp
+from natten_jax.halo import halos_of
+from natten_jax.performance import PASSES
+from natten_jax.plan.plan import Request
+from tests.support.programs import output_of, run_command
 
 IMAGE = Benchmark((8, 8), 2, 16, kernel_size=(3, 3), dtype="float32")
+
 WHOLE = Benchmark((64,), 2, 16, dtype="float32")
 
 
@@ -109,11 +122,8 @@ def test_command_line_saves_figures_and_a_picture(
 ) -> None:
     monkeypatch.setitem(BENCHMARKS, "small", WHOLE)
     files = tmp_path / "results" / "small.json", tmp_path / "pictures" / "small.png"
-    arguments = ["--problems", "small", "--turns", "1", "--implementations", "natten_jax", "xla"]
-    monkeypatch.setattr(sys, "argv", ["peers.py", *arguments, "--json", str(files[0])])
-    assert peers.main() == 0
+    saved = record_of(peers, files[0], "--problems small --turns 1 --implementations natten_jax xla")
     assert "xla" in capsys.readouterr().out
-    saved = json.loads(files[0].read_text())
     assert set(saved["environment"]) >= {"device", "versions", "commit", "command"}
     plot.draw_speedups(saved, files[1], "xla")
     assert files[1].read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -133,30 +143,28 @@ def test_exit_status_tells_that_natten_jax_did_not_run(monkeypatch: pytest.Monke
     assert peers.main() == 1
 
 
-SEVERAL_DEVICES = """
-import dataclasses, sys
-sys.path.append({bench!r})
-import several_devices
-from benchmarks import BENCHMARKS
-
-video = BENCHMARKS["3d-s16x8x8"]
-BENCHMARKS["3d-s16x8x8"] = dataclasses.replace(
-    video, layout=(2, 4, 4), head_dim=8, kernel_size=(2, 2, 2), stride=(1, 2, 2), dtype="float32"
-)
-several_devices.STEP = "--tokens 2 4 4 --depth 1 --heads 2 --head-dim 8 --window 2 3 3 --batch-size 4"
-flags = "--families cpu --turns 1 --calls 2 --seconds 0 --pause 0 --modes Auto --splits batch width-s1x1x1 --json"
-sys.argv = ["several_devices.py", *flags.split(), {file!r}]
-sys.exit(several_devices.main())
-"""
+def record_of(program: ModuleType, file: Path, arguments: str) -> dict[str, Any]:
+    """The record that a program writes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [f"{program.__name__}.py", *arguments.split(), "--json", str(file)])
+        assert program.main() == 0
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
 
 
-def test_several_devices_do_what_one_does_without_collectives(tmp_path: Path) -> None:
+def test_several_devices_do_what_one_does_without_collectives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("optax")
     pytest.importorskip("sklearn")
-    file = tmp_path / "figures.json"
-    source = SEVERAL_DEVICES.format(bench=str(Path(peers.__file__).parent), file=str(file))
-    output = output_of(run_python(source, devices=2))
-    saved = json.loads(file.read_text())
+    video: dict[str, Any] = {"layout": (2, 4, 4), "head_dim": 8, "kernel_size": (2, 2, 2), "stride": (1, 2, 2)}
+    name = "3d-s16x8x8"
+    monkeypatch.setitem(BENCHMARKS, name, dataclasses.replace(BENCHMARKS[name], **video, dtype="float32"))
+    step = "--tokens 2 4 4 --depth 1 --heads 2 --head-dim 8 --window 2 3 3 --batch-size 4"
+    monkeypatch.setattr(several_devices, "STEP", step)
+    flags = "--families cpu --turns 1 --calls 2 --seconds 0 --pause 0 --modes Auto --splits batch width-s1x1x1"
+    saved = record_of(several_devices, tmp_path / "figures.json", f"{flags} --devices 2")
+    output = capsys.readouterr().out
     assert set(saved["environment"]) >= {"device", "versions", "commit", "command"}
     assert len(saved["results"]) == 2 * 2 + 2  # splits and passes; two ways to train
     for name, figures in saved["results"].items():
@@ -192,15 +200,14 @@ def test_builds_are_compared_in_turns(tmp_path: Path) -> None:
     root = Path(peers.__file__).parents[1]
     record = tmp_path / "record.json"
     arguments = ["--small", "tiny 1-D", "no such row", "--turns", "2", "--json", str(record)]
-    command = [sys.executable, str(root / "bench" / "compare_builds.py"), str(root), str(root), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    output = output_of(run_command([root / "bench" / "compare_builds.py", root, root, *arguments], os.environ))
     rows = json.loads(record.read_text())
     assert [row.get("pass") for row in rows] == ["forward", "backward", None]
     for row in rows[:2]:
         before, after = row["seconds"]
         assert len(before) == len(after) == 2 and min(*before, *after) > 0
         assert row["ratio"] == pytest.approx(np.median(np.divide(after, before)))
-    assert rows[2]["error"] and "no such row" in result.stdout
+    assert rows[2]["error"] and "no such row" in output
 
 
 def test_sides_of_layouts_agree() -> None:
@@ -235,10 +242,9 @@ def test_kinds_of_records_are_drawn_from_the_command_line(tmp_path: Path, monkey
 
 def test_the_runner_lists_its_suites_and_runs_one() -> None:
     root = Path(peers.__file__).parents[1]
-    runner = [sys.executable, str(root / "bench" / "run.py")]
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*runner, *arguments], capture_output=True, text=True, timeout=300)
+        return run_command([root / "bench" / "run.py", *arguments], os.environ)
 
     listing = run().stdout
     for path in sorted((root / "bench").glob("*.py")):
@@ -248,3 +254,171 @@ def test_the_runner_lists_its_suites_and_runs_one() -> None:
     unknown = run("pears")
     assert unknown.returncode == 1
     assert "no suite 'pears'; the suites are peers" in unknown.stderr
+
+
+SEQUENCE = Benchmark((24,), 4, 16, (5,), is_causal=True, dtype="float32", heads_kv=2)
+
+VIDEO = Benchmark((4, 3, 5), 2, 16, (4, 3, 5), causal=(True, False, False), dtype="float32")
+
+GROUPS = {"sliding": {"sequence": SEQUENCE}, "video": {"video": VIDEO}}
+
+
+def test_windows_over_sequences_are_the_same_on_both_sides() -> None:
+    _, *arrays = peers.draw(SEQUENCE)
+    ours, other = (IMPLEMENTATIONS[name](SEQUENCE)(*arrays) for name in ("natten_jax", "xla-window"))
+    np.testing.assert_allclose(ours, other, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "change", [{"is_causal": False}, {"kernel_size": None}, {"stride": (2,)}, {"dilation": (2,)}, {"additional_kv": 3}]
+)
+def test_windows_that_jax_lacks_are_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"jax\.nn has"):
+        sliding_window(dataclasses.replace(SEQUENCE, **change), "xla")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("group", beside_cudnn.GROUPS)
+def test_problems_are_legal_and_no_window_is_larger_than_its_layout(group: str) -> None:
+    for benchmark in beside_cudnn.GROUPS[group].values():
+        _, *arrays = jax.eval_shape(lambda benchmark=benchmark: peers.draw(benchmark))
+        output = jax.eval_shape(IMPLEMENTATIONS["natten_jax"](benchmark), *arrays)
+        assert output.shape == benchmark.shape
+        assert benchmark.problem.is_causal[0] and not any(benchmark.problem.is_causal[1:])
+
+
+def test_share_of_pairs_is_what_the_mask_leaves() -> None:
+    figures = beside_cudnn.measure("video", VIDEO, "forward", 1, "xla")
+    assert figures["share_of_pairs"] == pytest.approx((1 + 2 + 3 + 4) / 16)
+
+
+def test_record_is_written_and_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(beside_cudnn, "GROUPS", GROUPS)
+    monkeypatch.setattr(beside_cudnn, "PAUSE", 0.01)
+    record = record_of(beside_cudnn, tmp_path / "record.json", "--library xla --turns 1")
+    assert "x" in capsys.readouterr().out
+    for group, names in GROUPS.items():
+        (row,) = record["results"][group].values()
+        for pass_ in ("forward", "backward"):
+            assert row[pass_]["failures"] == {} and row[pass_]["speedup"] > 0
+            peer = "xla-window" if group == "sliding" else "xla"
+            assert set(row[pass_]["milliseconds"]) == {"natten_jax", peer}
+        picture = tmp_path / f"{group}.svg"
+        plot.DRAWINGS[group](record, picture)
+        assert next(iter(names)).encode() in picture.read_bytes()
+
+
+def test_what_did_not_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside_cudnn, "PAUSE", 0.01)
+    figures = beside_cudnn.measure("sliding", SEQUENCE, "forward", 1, "cudnn")
+    assert set(figures["failures"]) == {"cudnn-window"} and "speedup" not in figures
+    assert "cudnn-window did not run" in beside_cudnn.line("sequence", "forward", figures)
+
+
+# The benchmark of 1, 2, 4, ... devices: what it records of the host's, what it predicts of GPUs, and its picture.
+
+
+MEASURE = "--small --families cpu --turns 1 --calls 1 --seconds 0 --pause 0 --passes forward+backward"
+
+
+def points(record: dict[str, Any], row: str) -> dict[int, dict[str, Any]]:
+    return {point["devices"]: point for point in record["results"][row]["points"]}
+
+
+def test_measures_every_number_of_devices_and_says_which_cannot_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    splits = "--devices 16 --rows strong weak --splits width-s6x8x8 time-s1x1x1 heads"
+    record = record_of(scaling, tmp_path / "figures.json", f"{MEASURE} {splits}")
+    output = capsys.readouterr().out
+    assert set(record["environment"]) >= {"device", "versions", "commit", "command"}
+    prefix = "cpu forward+backward, "
+    rows = "strong heads", "strong time-s1x1x1", "strong width-s6x8x8", "weak width-s6x8x8", "weak heads"
+    assert list(record["results"]) == [prefix + row for row in rows]
+    for row in record["results"]:
+        assert row in output
+        by_devices = points(record, row)
+        assert list(by_devices) == [1, 2, 4, 8]  # sixteen there are not
+        for devices, point in by_devices.items():
+            if "time" in row and devices > 2:
+                assert f"{devices} devices cannot share" in point["skipped"] and "measured" not in point
+                continue
+            measured = point["measured"]
+            assert point["predicted"] is None and "relative error" not in point
+            assert measured["milliseconds"] > 0
+            assert measured["efficiency"] == pytest.approx(measured["speedup"] / devices)
+            assert measured["difference"] < 1e-5
+            exchanges = devices > 1 and "heads" not in row
+            assert bool(measured["collectives"]) == exchanges
+        assert by_devices[1]["measured"]["speedup"] == 1
+    weak = points(record, f"{prefix}weak width-s6x8x8")
+    assert [weak[devices]["problem"].split()[1] for devices in weak] == ["2x8x16", "2x8x32", "2x8x64", "2x8x128"]
+
+    picture = tmp_path / "pictures" / "scaling.svg"
+    plot.draw_scaling(record, picture)
+    content = picture.read_text()
+    assert all(text in content for text in ("strong scaling", "weak scaling", "width", "stride 6x8x8"))
+    with pytest.raises(ValueError, match="no such figures"):
+        plot.draw_scaling(record, picture, ["sequence"])
+
+
+def test_measures_a_training_step(tmp_path: Path) -> None:
+    pytest.importorskip("optax")
+    pytest.importorskip("sklearn")
+    record = record_of(scaling, tmp_path / "figures.json", f"{MEASURE} --devices 2 --rows training")
+    by_devices = points(record, "training step, strong batch")
+    assert list(by_devices) == [1, 2]
+    assert all(point["measured"]["difference"] < 1e-5 for point in by_devices.values())
+
+
+def test_predicts_without_measuring(tmp_path: Path) -> None:
+    record = record_of(scaling, tmp_path / "figures.json", "--devices 16 --predict-only")
+    assert len(record["results"]) == 2 * (11 + 5)  # passes, and splits of both kinds
+    for row in record["results"]:
+        for devices, point in points(record, row).items():
+            assert "measured" not in point
+            if "skipped" not in point:
+                predicted = point["predicted"]
+                assert predicted["milliseconds"] > 0
+                assert 0 < predicted["speedup"] < 1.2 * devices
+                assert 0 <= predicted["exposed milliseconds"] < predicted["milliseconds"]
+    heads = points(record, "hopper forward, strong heads")
+    assert "skipped" in heads[16] and heads[8]["predicted"]["exposed milliseconds"] == 0
+    assert points(record, "hopper forward, weak sequence")[8]["predicted"]["efficiency"] > 0.8
+    picture = tmp_path / "scaling.svg"
+    plot.draw_scaling(record, picture)
+    assert "nothing was measured" in picture.read_text()
+
+
+def test_errors_of_predictions() -> None:
+    predicted, measured = {"milliseconds": 12.0, "efficiency": 0.9}, {"milliseconds": 10.0, "efficiency": 1.0}
+    assert relative_errors(predicted, measured) == pytest.approx({"milliseconds": 0.2, "efficiency": -0.1})
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("name", ["width-s1x1x1", "width-s6x8x8", "height-s16x8x8", "sequence"])
+def test_a_part_alone_computes_what_it_would_among_others(name: str, devices: int) -> None:
+    (curve,) = (each for each in curves("strong", is_small=True) if each.name == name)
+    benchmark = curve.on_one.benchmark
+    problem, parts = curve.share(devices), curve.parts(devices)
+    halos = [halo.evened() for halo in halos_of(problem, parts)]
+    operands, cotangent = part_tiles.draw(curve, halos)
+    found = custom_vjp.forward(Request(problem, backend="cpu-fna", parts=parts), operands)
+    keys = jax.random.split(jax.random.key(0), 4)
+    arrays = [jax.random.normal(key, benchmark.shape, benchmark.dtype) for key in keys]
+    starts = [halo.parts // 2 * halo.part for halo in halos]
+    lengths = [halo.part for halo in halos]
+    expected = part_tiles.cut(ours(benchmark, "cpu")(*arrays[1:]), starts, lengths)
+    assert part_tiles.difference(found.out, expected) < 1e-6
+    assert (cotangent == part_tiles.cut(arrays[0], starts, lengths)).all()
+
+
+def test_a_part_with_the_tiles_of_the_whole_is_not_timed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    flags = "--family cpu --splits width-s6x8x8 --devices 4"
+    rows = record_of(part_tiles, tmp_path / "tiles.json", flags)["results"]
+    assert list(rows) == [f"cpu {pass_}, width-s6x8x8 over 4" for pass_ in PASSES]
+    output = capsys.readouterr().out
+    for name, row in rows.items():
+        assert name in output
+        assert len({json.dumps(tiles) for tiles in row["tiles"].values()}) == 1 and "speedup" not in row

@@ -14,18 +14,13 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from natten_jax.native import module as native
-from natten_jax.plan.devices import Device
-
 pytest.importorskip("matplotlib")
-BENCH = Path(__file__).parents[2] / "bench"
-sys.path.append(str(BENCH))
 
-import fmha_scaling  # noqa: E402
-from benchmarks import Benchmark  # noqa: E402
-from fmha import ladder as fmha_ladder  # noqa: E402
-from fmha.insights import gains, insights, priorities  # noqa: E402
-from fmha.ladder import (  # noqa: E402
+import fmha_scaling
+from benchmarks import Benchmark
+from fmha import ladder as fmha_ladder
+from fmha.insights import gains, insights, priorities
+from fmha.ladder import (
     BOUNDS,
     CPU_LADDER,
     GPU_LADDER,
@@ -35,14 +30,17 @@ from fmha.ladder import (  # noqa: E402
     lacks_kernels,
     tiles_of,
 )
-from fmha.platforms import measured_table, work_table  # noqa: E402
-from fmha.results import LengthResult, StepResult, read  # noqa: E402
-from fmha.tables import impact_table, summary_table  # noqa: E402
-from fmha.targets import LADDER_TILES, TARGETS, target_of  # noqa: E402
-from fmha_report import draw, markdown  # noqa: E402
+from fmha.platforms import measured_table, work_table
+from fmha.results import LengthResult, StepResult, read
+from fmha.tables import impact_table, summary_table
+from fmha.targets import LADDER_TILES, TARGETS, target_of
+from fmha_report import draw, markdown
 
-from tests.support.programs import output_of, run_command  # noqa: E402
+from natten_jax.native import module as native
+from natten_jax.plan.devices import Device
+from tests.support.programs import output_of, run_command
 
+BENCH = Path(__file__).parents[2] / "bench"
 SMALL = Benchmark((96,), 2, 16, is_causal=True, dtype="float32")
 
 

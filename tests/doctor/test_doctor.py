@@ -1,18 +1,29 @@
-"""``python -m natten_jax.doctor --problem``."""
+"""The doctor: problems, tables that were measured elsewhere, and processes without a device."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from natten_jax.autotuning import tables as tuned
+from natten_jax.autotuning.tables import TunedPass, TunedTable
+from natten_jax.backends.select import resolve
+from natten_jax.doctor import __main__ as doctor
 from natten_jax.doctor.__main__ import report_problem, scratch_bytes
 from natten_jax.performance import Performance
 from natten_jax.plan.devices import Device
+from natten_jax.plan.plan import BackendId, Request
 from natten_jax.problem import problem_of
 from natten_jax.profiler import arguments
 from tests.support.plans import plans_of
-from tests.support.programs import run_command
+from tests.support.programs import PACKAGE, output_of, run_command, run_python
 
 FLAGS = ["-i", "12", "10", "-n", "4", "--heads-kv", "2", "-d", "64", "-w", "3", "5", "--backprop"]
 
@@ -67,3 +78,181 @@ def test_command_line() -> None:
     assert done.stdout.splitlines()[1:2] == ["  forward"]
     wrong = run_command([*command, "-w", "13"], os.environ)
     assert wrong.returncode == 2 and "window" in wrong.stderr
+
+
+GPU = Device("cuda", (9, 0), is_present=False, product="NVIDIA H100 80GB HBM3")
+
+PROBLEM = problem_of((64, 64), (7, 7), heads=4, head_dim=64)
+
+REQUEST = Request(PROBLEM)
+
+
+def passed(**facts: Any) -> TunedPass:
+    """The portable backend's plan of the forward pass."""
+    plan = resolve(Request(PROBLEM, backend="cutlass-fna"), GPU, "forward")
+    return dataclasses.replace(TunedPass(plan, 1e-3, 1.5e-3, False), **facts)
+
+
+@pytest.fixture
+def ship(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts a table of the GPU into the package."""
+    monkeypatch.delenv(tuned.VARIABLE, raising=False)
+
+    def put(*passes: TunedPass) -> None:
+        monkeypatch.setattr(tuned, "shipped_tables", lambda: {GPU.product: TunedTable(GPU.kind, passes)})
+
+    return put
+
+
+def test_a_hit_says_what_runs_and_how_much_faster(ship: Any) -> None:
+    ship(passed())
+    line = doctor.problem_line(REQUEST, GPU, "forward")
+    q_tile, kv_tile = passed().plan.tiles
+    assert line == (
+        f"hit: cutlass-fna, query tile {q_tile}, key/value tile {kv_tile}; 1 ms, by default 1.5 ms (1.50 times as fast)"
+    )
+    ship(passed(seconds=1.5e-3, is_default=True))
+    assert doctor.problem_line(REQUEST, GPU, "forward") == ("hit: nothing was clearly faster than the default (1.5 ms)")
+
+
+@pytest.mark.parametrize(
+    ("request_", "device", "reason"),
+    [
+        (REQUEST, Device("cuda", (9, 0)), r"no table is for cuda \(compute capability 9.0\); .* NVIDIA H100 80GB HBM3"),
+        (REQUEST, dataclasses.replace(GPU, product="NVIDIA H200"), "no table is for NVIDIA H200; .* NVIDIA H100 80GB"),
+        (Request(dataclasses.replace(PROBLEM, batch=2)), GPU, "has no such problem"),
+        (Request(PROBLEM, backend="flex-fna"), GPU, "names a configuration of its own"),
+    ],
+)
+def test_a_miss_says_why(request_: Request, device: Device, reason: str, ship: Any) -> None:
+    ship(passed())
+    line = doctor.problem_line(request_, device, "forward")
+    assert re.match(f"miss: .*{reason}", line)
+
+
+def test_what_a_build_cannot_run_and_what_is_switched_off_are_misses(
+    ship: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = dataclasses.replace(passed().plan, backend=BackendId("gone", "fna"))
+    ship(
+        passed(plan=gone),
+        passed(plan=dataclasses.replace(passed().plan, problem=dataclasses.replace(PROBLEM, batch=3))),
+    )
+    assert "this build cannot run what was found: there is no backend gone-fna" in doctor.problem_line(
+        Request(gone.problem), GPU, "forward"
+    )
+    line = doctor.table_line(GPU)
+    assert line.startswith("hit: the table of NVIDIA H100 80GB HBM3 has 2 problems; 2 of their 2 passes run otherwise")
+    assert "; 1 are left alone" in line
+    monkeypatch.setenv(tuned.VARIABLE, "0")
+    for line in (doctor.table_line(GPU), doctor.problem_line(REQUEST, GPU, "forward")):
+        assert line == "miss: NATTEN_JAX_TUNED=0 leaves tables alone"
+
+
+def test_the_report_has_a_line_for_each_device_and_for_each_pass() -> None:
+    report = list(doctor.report())
+    (number,) = (number for number, line in enumerate(report) if line == "Tuned configurations on cpu")
+    assert report[number + 1].startswith("  miss: no table is for cpu")
+    options = doctor.arguments.parse(["-i", "12", "-w", "3", "--backprop", "--dry-run"])
+    lines = [line for line in doctor.report_problem(options) if line.startswith("    tuned ")]
+    assert len(lines) == 2
+
+
+BENCH = PACKAGE.parent / "bench"
+
+#: Platforms that JAX does not find without a plugin and hardware.
+PLATFORMS = ["cuda", "nonsense"]
+
+REASONS = {"cuda": "cuda", "nonsense": "'nonsense' is not in the list of known backends"}
+
+
+def run_without(platform: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "JAX_PLATFORMS": platform, "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = str(PACKAGE.parent)
+    return run_command(arguments, environment)
+
+
+def sentences(text: str) -> str:
+    assert "Traceback" not in text
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_the_doctor_reports(platform: str) -> None:
+    found = run_without(platform, "-m", "natten_jax.doctor")
+    report = sentences(output_of(found))
+    assert "none: JAX has no device: " in report and REASONS[platform] in report
+    assert "cpu-fna runs float16" in report
+    assert not found.stderr
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("flags", [[], ["--compute-capability", "9.0"]])
+def test_the_doctor_answers_for_a_problem(platform: str, flags: list[str]) -> None:
+    report = sentences(
+        output_of(run_without(platform, "-m", "natten_jax.doctor", "--problem", "-i", "64", "-w", "8", *flags))
+    )
+    assert ("JAX has no device: " in report) == (not flags)
+    assert "query tile" in report
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("flags", [[], ["--compute-capability", "9.0"]])
+@pytest.mark.parametrize("mode", ["--dry-run", "--simulate"])
+def test_the_profiler_answers(platform: str, mode: str, flags: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    command = ["-m", "natten_jax.profiler", "-i", "64", "-w", "8", mode, *flags, "--json", str(path)]
+    found = run_without(platform, *command)
+    assert "tile" in output_of(found)
+    said = sentences(found.stderr)
+    if flags:
+        assert not said
+    else:
+        assert said.startswith("natten-jax-profiler: warning: JAX has no device: ") and REASONS[platform] in said
+    assert json.loads(path.read_text(encoding="utf-8"))["device"] is None
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("flags", [[], ["--optimize"], ["--compare", "xla"], ["--devices", "2", "-b", "2"]])
+def test_what_needs_a_device_says_so(platform: str, flags: list[str]) -> None:
+    found = run_without(platform, "-m", "natten_jax.profiler", "-i", "64", "-w", "8", *flags)
+    assert found.returncode == 1
+    said = sentences(found.stderr)
+    assert said.startswith("natten-jax-profiler: error: JAX has no device: ") and REASONS[platform] in said
+    assert len(found.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("script", ["run.py", "fmha_scaling.py", "scaling.py", "several_devices.py"])
+def test_benchmarks_say_so(script: str) -> None:
+    for flags, status in (([], 1), (["--help"], 0)):
+        found = run_without("cuda", str(BENCH / script), *flags)
+        assert found.returncode == status
+        said = sentences(found.stderr)
+        assert said.startswith(f"bench/{script}: error: JAX has no device: ") if status else not said
+
+
+def test_questions_and_traces_need_none() -> None:
+    program = """
+    import jax
+    import natten_jax
+    from natten_jax.plan.devices import CPU, Device, NoDeviceError, default_device, local_devices, lowering_targets
+
+    query = jax.ShapeDtypeStruct((1, 64, 2, 64), "float16")
+    assert natten_jax.get_configs_for_cutlass_fna(query, compute_capability="9.0")
+    assert jax.eval_shape(lambda x: natten_jax.na1d(x, x, x, 8), query).shape == query.shape
+    assert lowering_targets()["cuda"] == Device("cuda") and local_devices() == (CPU,)
+    assert next(iter(lowering_targets())) == "cpu"
+    for ask in (default_device, lambda: natten_jax.get_configs_for_cpu_fna(query)):
+        try:
+            ask()
+        except NoDeviceError as error:
+            assert str(error).startswith("JAX has no device: "), error
+        else:
+            raise AssertionError("there is no device")
+    # Nothing of it is kept: what JAX is told later counts.
+    jax.config.update("jax_platforms", "cpu")
+    assert default_device() == CPU and natten_jax.get_configs_for_cpu_fna(query)
+    print(natten_jax.na1d(*3 * (jax.numpy.ones((1, 8, 1, 8)),), 3).sum())
+    """
+    environment = {"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": ""}
+    assert output_of(run_python(program, environment=environment)).split() == ["64.0"]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from natten_jax import backends, na1d
+from natten_jax import backends, na1d, na2d
 from natten_jax.arrays.boxes import is_real
 from natten_jax.backends.cpu import CpuBackend
 from natten_jax.backends.select import resolve
@@ -22,8 +22,8 @@ from tests.ops.test_added_logits import check
 from tests.support import columns_backend
 from tests.support.cases import random_case
 from tests.support.families import Family
+from tests.support.meshes import assert_close, mesh_of, put
 from tests.support.problems import Case, Trial, check_all
-from tests.support.programs import output_of, run_python
 
 FAMILY = Family.of(columns_backend.BACKEND)
 
@@ -216,36 +216,20 @@ def test_low_biases_of_all_keys_hide_none(dtype: str, low: float) -> None:
     np.testing.assert_allclose(np.asarray(pullback(jnp.ones_like(out))[0][:, 5], np.float32), 1, atol=0.01)
 
 
-_SPLIT = """
-import sys
-import jax, jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-import natten_jax
-from natten_jax import backends
-from tests.support import columns_backend
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_halos_bring_biases(kind: str) -> None:
+    mesh = mesh_of(kind, x=2, y=2)
+    arrays = [jax.random.normal(jax.random.key(i), (2, 8, 12, heads, 8)) for i, heads in enumerate((4, 2, 2))]
+    bias = jnp.where(jax.random.uniform(jax.random.key(3), (2, 4, 8, 12)) < 0.7, 1.5, -jnp.inf)
 
-backends.register(columns_backend.BACKEND)
-kind = AxisType[sys.argv[1]]
-mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind, kind))
-arrays = [jax.random.normal(jax.random.key(i), (2, 8, 12, heads, 8)) for i, heads in enumerate((4, 2, 2))]
-bias = jnp.where(jax.random.uniform(jax.random.key(3), (2, 4, 8, 12)) < 0.7, 1.5, -jnp.inf)
+    def gradients(backend: str, *arrays: Any) -> Any:
+        def loss(query: Any, key: Any, value: Any, bias: Any) -> Any:
+            out, lse = na2d(query, key, value, 5, key_bias=bias, return_lse=True, backend=backend)
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(jnp.isfinite(lse), jnp.cos(lse), 0))
 
-def loss(backend, *arrays):
-    *arrays, bias = arrays
-    out, lse = natten_jax.na2d(*arrays, 5, key_bias=bias, return_lse=True, backend=backend)
-    return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(jnp.isfinite(lse), jnp.cos(lse), 0))
+        return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*arrays)
 
-expected = jax.jit(jax.grad(lambda *arrays: loss("flex-fna", *arrays), (0, 1, 2, 3)))(*arrays, bias)
-gradients = jax.jit(jax.grad(lambda *arrays: loss("columns-fna", *arrays), (0, 1, 2, 3)))
-with jax.set_mesh(mesh):
-    spec = P(None, "x", "y", None, None)
-    placed = [jax.device_put(array, NamedSharding(mesh, spec)) for array in arrays]
-    placed.append(jax.device_put(bias, NamedSharding(mesh, P(None, None, "x", "y"))))
-    found = gradients(*placed)
-print(max(float(abs(jax.device_get(a) - jax.device_get(b)).max()) for a, b in zip(found, expected)))
-"""
-
-
-@pytest.mark.parametrize("mode", ["Auto", "Explicit"])
-def test_halos_bring_biases(mode: str) -> None:
-    assert float(output_of(run_python(_SPLIT, mode, devices=4))) < 3e-5
+    expected = gradients("flex-fna", *arrays, bias)
+    with jax.set_mesh(mesh):
+        placed = [put(array, mesh, None, "x", "y") for array in arrays]
+        assert_close(gradients(FAMILY.fna, *placed, put(bias, mesh, None, None, "x", "y")), expected, atol=3e-5)

@@ -1,4 +1,4 @@
-"""Programs for GPUs that are not here: lowered, not run."""
+"""Programs: lowered for GPUs that are not here, their size, and the memory that they take."""
 
 from __future__ import annotations
 
@@ -12,12 +12,26 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import natten_jax
+from natten_jax import na2d, simulator
+from natten_jax.backends import cpu, cutlass
+from natten_jax.performance import Performance
 from natten_jax.plan.devices import Device
+from natten_jax.plan.plan import NAME_ATTRIBUTE, PLAN_ATTRIBUTE, Plan
+from natten_jax.profiler.program import Program
+from tests.support.compilation import as_users_do
+from tests.support.families import Family
 from tests.support.machine import Machine
+from tests.support.programs import output_of, run_python
+
+# Programs for GPUs that are not here: lowered, not run.
+
 
 HOPPER, ADA = (9, 0), (8, 9)
+
 CALLS = {
     HOPPER: ["natten_jax_sm90_forward", "natten_jax_sm90_backward_statistics", "natten_jax_sm90_backward"],
     ADA: ["natten_jax_sm80_forward", "natten_jax_sm80_delta", "natten_jax_sm80_backward"],
@@ -213,3 +227,140 @@ def test_precision_is_that_of_the_call_not_of_the_compilation(
 
     text = lowered(HOPPER, jax.grad(loss), array(2, 64, 4, 64, dtype=jnp.float32))
     assert text.count(f"is_accurate = {is_accurate} : i64") == 2  # forward and backward
+
+
+# Size of a layer in a compiled program, and its plans.
+
+
+def layers(count: int, backend: str, layout: tuple[int, int] = (16, 24), dtype: str = "float32") -> jax.stages.Lowered:
+    """A program of equal layers and their gradients."""
+    tokens = jax.ShapeDtypeStruct((1, *layout, 2, 16), dtype)
+
+    def run(query: jax.Array, key: jax.Array) -> jax.Array:
+        for _ in range(count):
+            query = na2d(query, key, key, kernel_size=5, backend=backend)
+        return jnp.sum(query.astype("float32"))
+
+    return jax.jit(jax.grad(run, argnums=(0, 1))).lower(tokens, tokens)
+
+
+def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compile as for users, without optimising the machine code, which these tests do not read."""
+    options: dict[str, Any] = {**as_users_do(), "xla_backend_optimization_level": 0}
+    return lowered.compile(compiler_options=options)
+
+
+def instructions(text: str) -> int:
+    return len(re.findall(r"^\s+(?:ROOT )?%?[\w.-]+ = ", text, re.MULTILINE))
+
+
+def test_a_plan_stands_once_in_each_pass(family: Family) -> None:
+    """Equal layers share their passes in what is traced; what is compiled has a pass for each."""
+    lowered = layers(3, family.fna, dtype=family.dtype)
+    assert lowered.as_text().count(f"{PLAN_ATTRIBUTE} =") == 2
+    program = compiled(lowered)
+    text = program.as_text()
+    assert text is not None
+    names = set(re.findall(rf'{NAME_ATTRIBUTE}="([0-9a-f]+)"', text))
+    assert len(names) == 2
+    plans = [each.plan for each in Program.from_compiled(program).instructions.values() if each.plan is not None]
+    assert {plan.pass_ for plan in plans} == {"forward", "backward"}
+    assert all(str(plan.backend) == family.fna for plan in plans)
+
+
+def test_loops_of_a_pass_are_marked(pure_family: Family) -> None:
+    program = Program.from_compiled(compiled(layers(1, pure_family.fna))).instructions.values()
+    loops = [each for each in program if each.opcode == "while"]
+    assert loops and all(each.plan is not None for each in loops)
+
+
+@pytest.mark.parametrize("layout", [(16, 24), (128, 256)])
+def test_a_layer_in_plain_jax_is_small(layout: tuple[int, int]) -> None:
+    """XLA takes about 0.2 milliseconds to compile an instruction, and 24 layers with gradients are to take seconds."""
+    one, two = (compiled(layers(count, "flex-fna", layout)).as_text() for count in (1, 2))
+    assert one is not None and two is not None
+    assert instructions(two) - instructions(one) < 1600
+
+
+# Memory: nothing grows with the number of pairs, and preferences bound scratch memory.
+
+
+PROGRAM = """
+import resource, sys
+import jax, jax.numpy as jnp
+import natten_jax
+
+backend = sys.argv[1]
+query, key, value, cotangent = (
+    jax.random.normal(jax.random.key(i), (1, 256, 256, 1, 32), jnp.float32) for i in range(4)
+)
+jax.block_until_ready((query, key, value, cotangent))
+
+@jax.jit
+def both(query, key, value, cotangent):
+    out, pullback = jax.vjp(lambda *a: natten_jax.na2d(*a, kernel_size=7, backend=backend), query, key, value)
+    return out, pullback(cotangent)
+
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+jax.block_until_ready(both(query, key, value, cotangent))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e6)
+"""
+
+LARGEST = 400  # MB; the operands, results and gradients together are 64, all logits would be 16384
+
+
+@pytest.mark.usefixtures("without_stored_programs")
+def test_peak_of_both_passes(family: Family) -> None:
+    if family.needs_gpu:
+        pytest.skip("this is about the host's memory")
+    megabytes = float(output_of(run_python(PROGRAM, family.fna, quick=False, fresh=True)))
+    assert megabytes < LARGEST
+
+
+LIMITS = {"strict": 64 << 20, "default": 1 << 30, "unrestricted": math.inf}
+
+
+@given(
+    preference=st.sampled_from(sorted(LIMITS)),
+    batch=st.integers(1, 9),
+    heads_kv=st.integers(1, 24),
+    group=st.integers(1, 4),
+    tokens=st.integers(1, 200_000),
+    head_dim=st.sampled_from([8, 64, 128, 256]),
+)
+def test_query_gradients_are_summed_up_within_the_preference(
+    preference: str, batch: int, heads_kv: int, group: int, tokens: int, head_dim: int
+) -> None:
+    heads = heads_kv * group
+    problem = simulator.problem_of((tokens,), 1, batch=batch, heads=heads, heads_kv=heads_kv, head_dim=head_dim)
+    query: Any = jax.ShapeDtypeStruct((batch, 1, 1, tokens, heads, head_dim), jnp.bfloat16)
+    elements = cutlass.scratch_elements(problem, query, Performance(memory_usage_preference=preference))
+    of_head, limit = tokens * group * head_dim, LIMITS[preference]
+    assert elements % of_head == 0
+    at_once = elements // of_head
+    # Some heads of a batch entry, or all of some entries: no fewer than fit, no more than there are.
+    assert 1 <= at_once <= batch * heads_kv and (at_once < heads_kv or at_once % heads_kv == 0)
+    assert at_once == 1 or 4 * elements <= limit
+    if 4 * batch * heads_kv * of_head <= limit:
+        assert at_once == batch * heads_kv
+    if at_once < heads_kv:  # one turn less would not do
+        turns = math.ceil(heads_kv / at_once)
+        assert 4 * of_head * math.ceil(heads_kv / (turns - 1)) > limit
+
+
+@pytest.mark.parametrize("preference", [None, "strict", "unrestricted"])
+def test_preference_reaches_the_backend(preference: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    backward = cpu.CpuBackend.backward
+
+    def record(self: cpu.CpuBackend, plan: Plan, *arguments: Any) -> Any:
+        seen.append(plan.performance.memory_usage_preference)
+        return backward(self, plan, *arguments)
+
+    monkeypatch.setattr(cpu.CpuBackend, "backward", record)
+    chosen: dict[str, Any] = {} if preference is None else {"memory_usage_preference": preference}
+    array = jnp.ones((1, 12, 2, 8))
+    for kernel_size in (5, 12):  # neighborhood attention, and attention over the whole layout
+        jax.grad(lambda x, k=kernel_size: natten_jax.na1d(x, x, x, k, **chosen).sum())(array)
+    jax.grad(lambda x: natten_jax.attention(x, x, x, **chosen).sum())(array)
+    assert seen and set(seen) == {preference or "default"}

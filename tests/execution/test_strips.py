@@ -50,11 +50,18 @@ def kernels_know_no_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_registered", [*others, FAMILY.backend, last])
 
 
-def test_results_are_those_of_the_definition() -> None:
+@pytest.mark.parametrize("has_biases", [False, True])
+def test_results_are_those_of_the_definition(has_biases: bool) -> None:
     cases = [case for case in feature_cases().values() if "wrap" in (case.edges or ())]
     cases += [random_case(seed, tokens=60) for seed in range(150)]
-    cases = [case.with_edges_of(FAMILY) for case in cases]
-    trials = [Trial(case, "float32", i) for i, case in enumerate(cases) if "wrap" in (case.edges or ())]
+    trials = []
+    for seed, case in enumerate(cases):
+        if has_biases:
+            kind, hidden = ("tokens", "heads")[seed % 2], (0.0, 0.4, 0.9)[seed % 3]
+            case = dataclasses.replace(case, relative_bias=False, key_bias=kind, hidden=hidden)
+        case = case.with_edges_of(FAMILY)
+        if "wrap" in (case.edges or ()):
+            trials.append(Trial(case, "float32", seed))
     assert len(trials) > 20
     check_all(trials, FAMILY)
 
@@ -68,19 +75,6 @@ def test_strips_are_traced_in_every_mode(mode: str) -> None:
     with jax.numpy_rank_promotion("raise") if mode == "ranks" else jax.enable_x64(True):
         gradients = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*arrays).out_info
     assert [gradient.shape for gradient in gradients] == [array.shape for array in arrays]
-
-
-def test_strips_have_the_biases_of_their_keys() -> None:
-    cases = [case for case in feature_cases().values() if "wrap" in (case.edges or ())]
-    cases += [random_case(seed, tokens=60) for seed in range(150)]
-    trials = []
-    for seed, case in enumerate(cases):
-        kind, hidden = ("tokens", "heads")[seed % 2], (0.0, 0.4, 0.9)[seed % 3]
-        case = dataclasses.replace(case, relative_bias=False, key_bias=kind, hidden=hidden).with_edges_of(FAMILY)
-        if "wrap" in (case.edges or ()):
-            trials.append(Trial(case, "float32", seed))
-    assert len(trials) > 20
-    check_all(trials, FAMILY)
 
 
 @st.composite

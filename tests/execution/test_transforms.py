@@ -12,13 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import natten_jax
 from natten_jax.execution import custom_vjp
 from tests.support import oracle
 from tests.support.families import BOUNDS, Family
+from tests.support.meshes import assert_close as assert_near
+from tests.support.meshes import mesh_of, put
 from tests.support.problems import QUICK_COMPILATION, Case, errors, relative_error
-from tests.support.programs import output_of, run_python
 
 CASE = Case((5, 6), (3, 4), stride=(2, 1), is_causal=(False, True), heads=2, additional=2, fused=True, head_dim=8)
 CASE = dataclasses.replace(CASE, scales=(0.4, -0.7))  # of the heads
@@ -263,73 +265,45 @@ def test_equal_calls_are_traced_once(family: Family, monkeypatch: pytest.MonkeyP
 
 # Several devices ----------------------------------------------------------------------------------------------------
 
-PREAMBLE = """
-import sys
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from tests.support import oracle
-from tests.support.problems import Case
-backend = sys.argv[1]
-case = Case((6, 7), (3, 4), stride=(2, 1), batch=4, heads=4, heads_kv=2, head_dim=8, additional=3, fused=True)
-operands = case.operands(sys.argv[2], 0)
-cotangents = case.cotangents(sys.argv[2], 0)
-function = case.operator(backend)
-
-def both(operands, cotangents):
-    outputs, pullback = jax.vjp(function, operands)
-    return outputs, pullback(cotangents)[0]
-
-def assert_close(found, expected):
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
-
-grid, tokens = P("batch", None, None, "heads"), P("batch", None, "heads")
-specs = oracle.Tensors(grid, grid, grid, tokens, tokens)
-expected = jax.jit(both)(operands, cotangents)
-"""
+SPLIT = Case((6, 7), (3, 4), stride=(2, 1), batch=4, heads=4, heads_kv=2, head_dim=8, additional=3, fused=True)
 
 
-def test_shard_map_over_batch_and_heads(family: Family) -> None:
-    source = """
-    mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(AxisType.Auto,) * 2)
-    sharded = jax.shard_map(both, mesh=mesh, in_specs=(specs, (grid, grid)), out_specs=((grid, grid), specs))
-    assert_close(jax.jit(sharded)(operands, cotangents), expected)
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_shard_map_over_batch_and_heads(family: Family, kind: str) -> None:
+    if family.needs_gpu:
+        pytest.skip("the devices of this test are parts of the host")
+    mesh = mesh_of(kind, batch=2, heads=2)
+    grid, tokens = P("batch", None, None, "heads"), P("batch", None, "heads")
+    specs = oracle.Tensors(grid, grid, grid, tokens, tokens)
+    operands, cotangents = SPLIT.operands(family.dtype, 0), SPLIT.cotangents(family.dtype, 0)
+    function = SPLIT.operator(family.fna)
+
+    def both(operands: oracle.Tensors, cotangents: Any) -> Any:
+        outputs, pullback = jax.vjp(function, operands)
+        return outputs, pullback(cotangents)[0]
+
+    expected = quick(both)(operands, cotangents)
+    with jax.set_mesh(mesh):
+        sharded = jax.shard_map(both, in_specs=(specs, (grid, grid)), out_specs=((grid, grid), specs))
+        placed = jax.tree.map(lambda array, spec: put(array, mesh, *spec), operands, specs)
+        found = quick(sharded)(placed, put(cotangents, mesh, *grid))
+        assert_near(found, expected, atol=2e-5)
+        if kind == "Explicit":
+            assert_near(function(placed), expected[0], atol=2e-5)
+            return
 
     # The gradient of a whole program, taken outside; and operands that all shards share.
     shared = specs._replace(additional_keys=P(None, None, "heads"), additional_values=P(None, None, "heads"))
-    common = operands._replace(
-        additional_keys=operands.additional_keys[:1], additional_values=operands.additional_values[:1]
-    )
-    def spread(operands):
-        n = operands.query.shape[0]
-        return operands._replace(
-            additional_keys=jnp.broadcast_to(operands.additional_keys, (n, *operands.additional_keys.shape[1:])),
-            additional_values=jnp.broadcast_to(operands.additional_values, (n, *operands.additional_values.shape[1:])),
-        )
-    def local(operands):
-        out, lse = function(spread(operands))
-        return jax.lax.psum(jnp.sum(jnp.sin(out)) + jnp.sum(lse), ("batch", "heads"))
-    def alone(operands):
-        out, lse = function(spread(operands))
+    names = "additional_keys", "additional_values"
+    common = operands._replace(**{name: getattr(operands, name)[:1] for name in names})
+
+    def total(operands: oracle.Tensors) -> jax.Array:
+        more = {name: jnp.repeat(getattr(operands, name), operands.query.shape[0], axis=0) for name in names}
+        out, lse = function(operands._replace(**more))
         return jnp.sum(jnp.sin(out)) + jnp.sum(lse)
-    total = jax.shard_map(local, mesh=mesh, in_specs=(shared,), out_specs=P())
-    assert_close(jax.jit(jax.value_and_grad(total))(common), jax.jit(jax.value_and_grad(alone))(common))
-    """
-    if family.needs_gpu:
-        pytest.skip("the devices of this test are parts of the host")
-    output_of(run_python(PREAMBLE + "\nif True:\n" + source, family.fna, family.dtype, devices=4))
 
+    def local(operands: oracle.Tensors) -> jax.Array:
+        return jax.lax.psum(total(operands), ("batch", "heads"))
 
-def test_arrays_split_by_their_types_in_and_out_of_shard_map(family: Family) -> None:
-    source = """
-    mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(AxisType.Explicit,) * 2)
-    with jax.set_mesh(mesh):
-        placed = jax.tree.map(lambda array, spec: jax.device_put(array, NamedSharding(mesh, spec)), operands, specs)
-        assert_close(function(placed), expected[0])
-        sharded = jax.shard_map(both, in_specs=(specs, (grid, grid)), out_specs=((grid, grid), specs))
-        put = lambda a: jax.device_put(a, NamedSharding(mesh, grid))
-        assert_close(jax.jit(sharded)(placed, jax.tree.map(put, cotangents)), expected)
-    """
-    if family.needs_gpu:
-        pytest.skip("the devices of this test are parts of the host")
-    output_of(run_python(PREAMBLE + "\nif True:\n" + source, family.fna, family.dtype, devices=4))
+    split = jax.shard_map(local, mesh=mesh, in_specs=(shared,), out_specs=P())
+    assert_near(quick(jax.value_and_grad(split))(common), quick(jax.value_and_grad(total))(common), atol=1e-4)

@@ -137,6 +137,12 @@ class TestArguments:
             ({"q_tile_shape": (4, 4)}, ValueError, "without kv_tile_shape"),
             ({"kernel_schedule": "fast"}, ValueError, "kernel_schedule must be"),
             ({"q_tile": (4, 4)}, TypeError, "q_tile"),
+            ({"dilation": range(10**15)}, ValueError, "^dilation must"),
+            ({"dilation": b"33"}, TypeError, "^dilation must"),
+            ({"fp8": "int8"}, ValueError, "fp8 must be one of e4m3"),
+            ({"sinks": jnp.zeros(HEADS)}, TypeError, "sinks must be"),
+            ({"relative_bias": 2}, TypeError, "relative_bias must be"),
+            ({"kernel_size": -1, "relative_bias": True}, ValueError, r"relative_bias=True with kernel_size \(-1, -1\)"),
         ],
     )
     def test_are_checked_at_construction(self, make, settings, error, message):
@@ -157,41 +163,27 @@ class TestArguments:
         assert result.returncode != 0
         assert "natten_jax.flax_modules needs Flax: pip install 'flax>=0.12.2'" in result.stderr
 
-    @pytest.mark.parametrize("shape", [(16,), (8, 16)])
-    def test_inputs_of_too_few_dimensions(self, shape):
-        inputs = jnp.zeros(shape)
-        for call in (
-            lambda: nnx_module(2)(inputs),
-            lambda: LINEN[2](num_heads=HEADS, kernel_size=3).init(jax.random.key(0), inputs),
-        ):
-            with pytest.raises(ValueError, match=r"inputs has shape .* NeighborhoodAttention2D takes arrays of"):
-                call()
-
-    def test_inputs_of_other_features(self):
-        inputs = jnp.zeros((2, 6, 8, 12))
-        for call in (
-            lambda: nnx_module(2)(inputs),
-            lambda: LINEN[2](num_heads=HEADS, kernel_size=3, in_features=FEATURES).init(jax.random.key(0), inputs),
-        ):
-            with pytest.raises(ValueError, match=r"inputs has 12 features .* in_features is 16"):
-                call()
-
-    def test_inputs_smaller_than_the_window(self):
-        with pytest.raises(ValueError, match="exceeds the token layout"):
-            nnx_module(2)(jnp.zeros((2, 3, 3, FEATURES)))
-
-    def test_scale_too_large_for_the_inputs(self):
-        inputs = inputs_of(2)
-        for call in (
-            lambda: nnx_module(2, qk_scale=1e39)(inputs),
-            lambda: LINEN[2](num_heads=HEADS, kernel_size=3, qk_scale=1e39).init(jax.random.key(0), inputs),
-        ):
-            with pytest.raises(ValueError, match=r"^qk_scale must be within .* float32 .*\(qk_scale \* log2\(e\)"):
-                call()
-
-    def test_linen_infers_in_features(self):
-        with pytest.raises(ValueError, match="in_features 18 is not a multiple"):
-            LINEN[2](num_heads=HEADS, kernel_size=3).init(jax.random.key(0), jnp.zeros((2, 6, 8, 18)))
+    @pytest.mark.parametrize("flavour", ["nnx", "linen"])
+    @pytest.mark.parametrize(
+        ("settings", "shape", "message"),
+        [
+            ({}, (16,), "inputs has shape .* NeighborhoodAttention2D takes arrays of"),
+            ({}, (8, 16), "inputs has shape .* NeighborhoodAttention2D takes arrays of"),
+            ({"in_features": FEATURES}, (2, 6, 8, 12), "inputs has 12 features .* in_features is 16"),
+            ({}, (2, 2, 2, FEATURES), "exceeds the token layout"),
+            ({"qk_scale": 1e39}, (2, 6, 8, FEATURES), r"^qk_scale must be within .* float32 .*\(qk_scale \* log2\(e\)"),
+            ({"is_linen": True}, (2, 6, 8, 18), "in_features 18 is not a multiple"),  # which are inferred
+        ],
+    )
+    def test_inputs_are_checked(self, flavour, settings, shape, message):
+        inputs, settings = jnp.zeros(shape), dict(settings)
+        with pytest.raises(ValueError, match=message):
+            if flavour == "linen" or settings.pop("is_linen", False):
+                settings.pop("is_linen", None)
+                LINEN[2](num_heads=HEADS, kernel_size=3, **settings).init(jax.random.key(0), inputs)
+            else:
+                settings.pop("in_features", None)
+                nnx_module(2, **settings)(inputs)
 
 
 class TestModules:
@@ -437,6 +429,8 @@ class TestDropoutOfWeights:
             layer(inputs, key, deterministic=False, extents=jnp.ones((2, 2), int))
         with pytest.raises(ValueError, match="attn_drop was given with inputs_kv of another layout"):
             layer(jnp.repeat(inputs, 2, axis=1), key, deterministic=False, inputs_kv=inputs, upsample=(2, 1))
+        with pytest.raises(ValueError, match="attn_drop was given with key_bias"):
+            layer(inputs, key, deterministic=False, key_bias=jnp.zeros(inputs.shape[:-1]))
         with pytest.raises(ValueError, match="attn_drop was given with clamp_window"):
             self.module(flavour, 0.5, clamp_window=True)(inputs, key, deterministic=False)
 

@@ -18,8 +18,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from natten_jax.flax_modules import convert
 
 from tests.flax_modules.test_flax_convert import natten_weights
-from tests.support.flax_layers import FEATURES, HEADS, LINEN, WINDOWS, inputs_of, nnx_module, params_of
-from tests.support.programs import output_of, run_python
+from tests.support import sharded_training
+from tests.support.flax_layers import FEATURES, HEADS, LINEN, NNX, WINDOWS, inputs_of, nnx_module, params_of
+from tests.support.meshes import assert_close, mesh_of, put
+from tests.support.problems import QUICK_COMPILATION
 
 #: Mesh axes of parameters of which heads are split.
 KERNEL, BIAS, OUT_KERNEL = (None, "model", None), ("model", None), ("model", None, None)
@@ -29,35 +31,6 @@ METADATA = {
     "out_kernel_metadata": {"out_sharding": OUT_KERNEL},
     "out_bias_metadata": {},
 }
-
-TRAINING = """
-import sys
-import jax, numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from tests.support import sharded_training
-
-flavour, axis_type = sys.argv[1:]
-train = getattr(sharded_training, f"train_{flavour}")
-mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(getattr(AxisType, axis_type),) * 2)
-found = train(mesh)
-expected = train()
-
-np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
-assert found.params.keys() == expected.params.keys()
-for name, array in found.params.items():
-    np.testing.assert_allclose(array, expected.params[name], rtol=1e-4, atol=1e-5, err_msg=name)
-
-over_heads = {"query": P(None, "model"), "out": P("model"), "expand": P(None, "model"), "contract": P("model")}
-of_biases = {"query": P("model"), "expand": P("model")}
-for name, array in found.params.items():
-    layer, kind = name.split(".")[-2:]
-    specs = over_heads if kind == "kernel" else of_biases
-    is_split_kv = layer in ("key", "value") and "0" in name  # of the first block
-    spec = specs.get("query" if is_split_kv else layer, P())
-    assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim), (name, array.sharding, spec)
-assert found.collectives() == {"all-reduce"}, found.collectives()
-print("done")
-"""
 
 
 def one_device_mesh() -> jax.sharding.Mesh:
@@ -80,61 +53,54 @@ def annotated(rank: int, **overrides):
     return LINEN[rank](num_heads=HEADS, **{**WINDOWS[rank], **settings, **overrides})
 
 
-class TestTraining:
+@pytest.mark.parametrize(("flavour", "kind"), [("nnx", "Auto"), ("linen", "Auto"), ("nnx", "Explicit")])
+def test_training(flavour: str, kind: str) -> None:
     """Heads over one mesh axis, the batch over another: one device's results, and nothing is gathered."""
+    train = getattr(sharded_training, f"train_{flavour}")
+    mesh = mesh_of(kind, data=4, model=2)
+    found, expected = train(mesh), train()
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
+    assert found.params.keys() == expected.params.keys()
+    over_heads = {"query": (None, "model"), "out": ("model",), "expand": (None, "model"), "contract": ("model",)}
+    of_biases = {"query": ("model",), "expand": ("model",)}
+    for name, array in found.params.items():
+        np.testing.assert_allclose(array, expected.params[name], rtol=1e-4, atol=1e-5, err_msg=name)
+        _, layer, kind_of_parameter = name.rsplit(".", 2)
+        axes = over_heads if kind_of_parameter == "kernel" else of_biases
+        is_split_kv = layer in ("key", "value") and "0" in name  # of the first block
+        spec = PartitionSpec(*axes.get("query" if is_split_kv else layer, ()))
+        assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim), (name, array.sharding, spec)
+    assert found.collectives() == {"all-reduce"}
 
-    def test_nnx(self):
-        assert output_of(run_python(TRAINING, "nnx", "Auto", devices=8)).endswith("done\n")
 
-    def test_linen(self):
-        assert output_of(run_python(TRAINING, "linen", "Auto", devices=8)).endswith("done\n")
+@pytest.mark.parametrize("flavour", ["linen", "nnx"])
+def test_dropout_on_meshes_drops_what_it_drops_on_one_device(flavour: str) -> None:
+    settings: Any = {"attn_drop": 0.5, "proj_drop": 0.5, "relative_bias": True, "deterministic": False}
+    settings |= {"kernel_size": 3, "num_heads": HEADS}
+    inputs, streams = inputs_of(2), {"dropout": jax.random.key(1)}
+    linen = LINEN[2](**settings)
+    if flavour == "linen":
+        params: Any = linen.init({"params": jax.random.key(0), "dropout": jax.random.key(2)}, inputs)
+    else:
+        module = NNX[2](FEATURES, rngs=flax_nnx.Rngs(0), **settings)
+        parts: Any = flax_nnx.split(module, flax_nnx.Param, ...)
+        graph, params, rest = parts
 
-    def test_nnx_over_explicit_axes(self):
-        assert output_of(run_python(TRAINING, "nnx", "Explicit", devices=8)).endswith("done\n")
-
-
-DROPOUT = """
-import jax, jax.numpy as jnp, numpy as np
-from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from tests.support import flax_layers as layers
-from tests.support.problems import QUICK_COMPILATION
-
-settings = {"attn_drop": 0.5, "proj_drop": 0.5, "relative_bias": True, "deterministic": False}
-settings = {"kernel_size": 3, "num_heads": layers.HEADS, **settings}
-inputs = layers.inputs_of(2)
-linen = layers.LINEN[2](**settings)
-variables = linen.init({"params": jax.random.key(0), "dropout": jax.random.key(2)}, inputs)
-graph, params, rest = nnx.split(layers.NNX[2](layers.FEATURES, rngs=nnx.Rngs(0), **settings), nnx.Param, ...)
-streams = {"dropout": jax.random.key(1)}
-
-def of_linen(variables, inputs):
-    return linen.apply(variables, inputs, rngs=streams)
-
-def of_nnx(params, inputs):
-    return nnx.merge(graph, params, rest)(inputs, rngs=nnx.Rngs(**streams))
-
-for module, params in (of_linen, variables), (of_nnx, params):
-    def loss(params, inputs):
-        outputs = module(params, inputs)
+    def loss(params: Any, inputs: jax.Array) -> Any:
+        if flavour == "linen":
+            outputs: Any = linen.apply(params, inputs, rngs=streams)
+        else:
+            outputs = flax_nnx.merge(graph, params, rest)(inputs, rngs=flax_nnx.Rngs(**streams))
         return jnp.sum(jnp.sin(outputs)), outputs
 
     run = jax.jit(jax.grad(loss, (0, 1), has_aux=True), compiler_options=QUICK_COMPILATION)
     expected = run(params, inputs)
-    for kind in AxisType.Explicit, AxisType.Auto:
-        mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,))
+    for kind in ("Explicit", "Auto"):
+        mesh = mesh_of(kind, x=2)
         with jax.set_mesh(mesh):
-            placed = jax.device_put((params, inputs), (NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))))
-            found = run(*placed)
-        assert found[1].sharding.is_equivalent_to(NamedSharding(mesh, P("x")), found[1].ndim)
-        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5, err_msg=str(kind))
-print("done")
-"""
-
-
-def test_dropout_on_meshes_drops_what_it_drops_on_one_device() -> None:
-    assert output_of(run_python(DROPOUT, devices=2)).endswith("done\n")
+            found = run(put(params, mesh), put(inputs, mesh, "x"))
+        assert found[1].sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec("x")), found[1].ndim)
+        assert_close(found, expected, rtol=2e-4, note=kind)
 
 
 class TestNnx:

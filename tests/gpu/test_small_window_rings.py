@@ -20,9 +20,10 @@ from natten_jax.simulator import problem_of
 from tests.support import oracle
 from tests.support.problems import OPERATORS
 
-# Small windows with a ring and a relative bias: results, and all gradients, of which those of queries have regions.
+# Small windows with a ring and a bias: results and all gradients.
 #
-# Random problems are those of ``python -m tests.fuzz --backend cutlass --direct --feature relative_bias ring``.
+# For random problems run ``python -m tests.fuzz --backend cutlass --direct --feature relative_bias ring``, or
+# ``key_bias ring``.
 
 
 pytestmark = pytest.mark.gpu
@@ -41,6 +42,9 @@ PROBLEMS: dict[str, tuple[tuple[int, ...], dict[str, Any], int, int]] = {
 DEFAULTS: dict[str, Any] = {"stride": 1, "dilation": 1, "is_causal": False}
 
 DTYPES = [jnp.bfloat16, jnp.float16]
+
+#: Tables of relative biases, and biases of keys.
+KINDS = ["table", "tokens", "heads"]
 
 #: Batch entries, which are all alike: what differs between them depends on when it was computed.
 COPIES = 40
@@ -75,132 +79,148 @@ def problem_of_copies(name: str, dtype: Any) -> Problem:
     return problem_of(layout, **window_of(name), **sizes)
 
 
-def ring_tiles(name: str, dtype: Any, pass_: Pass = "backward") -> TilePair:
-    """The fastest tiles with which a pass has a ring: in backward passes, key and value gradients have."""
-    problem = dataclasses.replace(problem_of_copies(name, dtype), relative_bias=True)
-    return first_tiles(problem, pass_, lambda kernels: kernels[-1].endswith("with a ring"))
+def tiles_of(name: str, dtype: Any, kind: str) -> tuple[TilePair, TilePair]:
+    """The fastest tiles of both passes with rings, except in query gradients beside tables."""
+    is_table = kind == "table"
+    problem = dataclasses.replace(problem_of_copies(name, dtype), relative_bias=is_table, key_bias=not is_table)
+
+    def has_rings(kernels: list[str]) -> bool:
+        return all("with a ring" in kernel for kernel in (kernels[-1:] if is_table else kernels))
+
+    return first_tiles(problem, "forward", has_rings), first_tiles(problem, "backward", has_rings)
 
 
-def drawn(name: str, dtype: Any, gain: float, has_tables_of_entries: bool = False) -> tuple[jax.Array, ...]:
-    """Query, key and value of one batch entry, a table, and the cotangent of the output."""
+class Biased(NamedTuple):
+    """Operands of one batch entry, and the cotangents of its output and logsumexp."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: jax.Array
+    cotangent: jax.Array
+    lse_cotangent: jax.Array
+
+
+def drawn(name: str, dtype: Any, gain: float, kind: str) -> Biased:
+    """Draw a batch entry with one kind of bias.
+
+    A table hides some offsets, but never every key of a query. A bias of keys hides a third of them, and every key of
+    some queries, whose logsumexp has no cotangent.
+    """
     layout, _, heads, width = PROBLEMS[name]
+    kernel_size = window_of(name)["kernel_size"]
     shape = (1, *layout, heads, width)
     query, key, value, cotangent = (jax.random.normal(jax.random.key(i), shape, jnp.float32) for i in range(4))
-    table = jax.random.normal(jax.random.key(4), (heads, *(2 * k - 1 for k in window_of(name)["kernel_size"])))
-    # Some offsets are hidden, but never all of those that a query sees.
-    table = table.at[1, 1].set(-jnp.inf)
-    halves = [array.astype(dtype) for array in (gain * query, key, value, cotangent)]
-    return (*halves[:3], table, halves[3])
+    of_logsumexp = jax.random.normal(jax.random.key(6), shape[:-1])
+    if kind == "table":
+        bias = jax.random.normal(jax.random.key(4), (heads, *(2 * k - 1 for k in kernel_size)))
+        bias = bias.at[1, 1].set(-jnp.inf)
+    else:
+        bias = 2 * jax.random.normal(jax.random.key(4), (1, *((heads,) if kind == "heads" else ()), *layout))
+        bias = jnp.where(jax.random.bernoulli(jax.random.key(5), 1 / 3, bias.shape), -jnp.inf, bias)
+        corner = tuple(slice(0, k + 2) for k in kernel_size)
+        bias = bias.at[(..., *corner)].set(-jnp.inf)
+        of_logsumexp = of_logsumexp.at[(0, *corner)].set(0.0)
+    query, key, value, cotangent = (array.astype(dtype) for array in (gain * query, key, value, cotangent))
+    return Biased(query, key, value, bias, cotangent, of_logsumexp)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def results(name: str, pair: TilePair, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Outputs and logsumexp of ``COPIES`` copies of a batch entry's query, key and value, and the table of all."""
-    query, key, value = (jnp.repeat(array, COPIES, 0) for array in arrays[:3])
-    function: Callable[..., tuple[jax.Array, ...]] = functools.partial(
-        OPERATORS[len(PROBLEMS[name][0])],
-        **window_of(name),
-        relative_bias=arrays[3],
-        backend="cutlass-fna",
-        **tiles_of_pass("forward", pair),
-        return_lse=True,
-    )
-    return function(query, key, value)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def gradients(name: str, pair: TilePair, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Gradients of ``COPIES`` copies of a batch entry's query, key and value, and the table that all have."""
-    *_, cotangent = arrays
-    query, key, value, cotangent = (jnp.repeat(array, COPIES, 0) for array in (*arrays[:3], cotangent))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def both_passes(
+    name: str, kind: str, tiles: tuple[TilePair, TilePair], arrays: Biased
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Outputs and logsumexp, and gradients, of ``COPIES`` copies of a batch entry, and the table that all have."""
+    query, key, value, bias, *cotangents = (jnp.repeat(array, COPIES, 0) for array in arrays)
+    operand, bias = ("relative_bias", arrays.bias) if kind == "table" else ("key_bias", bias)
     function = functools.partial(
         OPERATORS[len(PROBLEMS[name][0])],
         **window_of(name),
         backend="cutlass-fna",
-        **tiles_of_pass("backward", pair),
+        **tiles_of_pass("forward", tiles[0]),
+        **tiles_of_pass("backward", tiles[1]),
+        return_lse=True,
     )
-    _, pullback = jax.vjp(lambda *of: function(*of[:3], relative_bias=of[3]), query, key, value, arrays[3])
-    found: tuple[jax.Array, ...] = pullback(cotangent)
-    return found
+    found, pullback = jax.vjp(lambda *of: function(*of[:3], **{operand: of[3]}), query, key, value, bias)
+    return tuple(found), pullback(tuple(cotangents))
 
 
-@pytest.mark.parametrize("gain", [1.0, 40.0, 3000.0])  # beside large logits, sums are computed once more
+@pytest.mark.parametrize("gain", [1.0, 40.0, 3000.0])  # large logits need more digits than float32 has
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_results_with_a_relative_bias(name: str, dtype: Any, gain: float) -> None:
+def test_biases(name: str, kind: str, dtype: Any, gain: float) -> None:
     if gain > 100 and dtype == jnp.float16:
         pytest.skip("float16 has no such numbers")
     layout, _, heads, width = PROBLEMS[name]
-    arrays = drawn(name, dtype, gain)
-    out, logsumexp = results(name, ring_tiles(name, dtype, "forward"), *arrays[:4])
-    entries = oracle.relative_entries(layout, **window_of(name))
+    arrays = drawn(name, dtype, gain, kind)
+    (out, logsumexp), (*found, of_bias) = both_passes(name, kind, tiles_of(name, dtype, kind), arrays)
+    entries = oracle.relative_entries(layout, **window_of(name)) if kind == "table" else None
     mask = oracle.neighborhood_mask(layout, **window_of(name))
-    bound = 1.8e-2 if dtype == jnp.bfloat16 else 3e-3
-    for head in range(heads):
-        own = slice(head, head + 1)
-        query, key, value = (np.asarray(arrays[i][..., own, :]) for i in range(3))
-        tensors = oracle.Tensors(query, key, value, relative_bias=np.asarray(arrays[3][own]))
-        exact = oracle.forward(tensors, mask, width**-0.5, entries)
-        of_head, of_rows = np.asarray(out[..., own, :]), np.asarray(logsumexp[..., own])
-        for found in (of_head, of_rows):
-            np.testing.assert_array_equal(found, np.broadcast_to(found[:1], found.shape))
-        assert np.linalg.norm(of_head[:1].astype(np.float64) - exact.out) <= bound * np.linalg.norm(exact.out)
-        assert np.linalg.norm(of_rows[:1].astype(np.float64) - exact.lse) <= 2e-6 * np.linalg.norm(exact.lse)
-
-
-@pytest.mark.parametrize("gain", [1.0, 40.0, 3000.0])  # beside large logits, gradients need what float32 leaves out
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_gradients_with_a_relative_bias(name: str, dtype: Any, gain: float) -> None:
-    if gain > 100 and dtype == jnp.float16:
-        pytest.skip("float16 has no such numbers")
-    layout, _, heads, width = PROBLEMS[name]
-    arrays = drawn(name, dtype, gain)
-    found = gradients(name, ring_tiles(name, dtype), *arrays)
-    entries = oracle.relative_entries(layout, **window_of(name))
-    mask = oracle.neighborhood_mask(layout, **window_of(name))
-    bound = 1.8e-2 if dtype == jnp.bfloat16 else 3e-3
+    of_out = of_gradients = 1.8e-2 if dtype == jnp.bfloat16 else 3e-3
     if gain > 100:
         # All but a few queries see one key, and have no gradient; those of the few are what rounded outputs leave of
         # differences: float64 with outputs rounded to bfloat16 is up to 3.9e-2 off.
-        bound = 7e-2
-    for head in (1, heads - 1):
+        of_gradients = 7e-2
+        of_out = of_out if kind == "table" else of_gradients
+    of_all = np.zeros((1, *layout))
+
+    def assert_close(values: np.ndarray, expected: np.ndarray, bound: float) -> None:
+        error = values.astype(np.float64) - expected
+        assert np.linalg.norm(error) <= bound * np.linalg.norm(expected)
+
+    for head in range(heads):
         own = slice(head, head + 1)
         query, key, value, upstream = (np.asarray(arrays[i][..., own, :]) for i in (0, 1, 2, 4))
-        tensors = oracle.Tensors(query, key, value, relative_bias=np.asarray(arrays[3][own]))
-        of_logsumexp = np.zeros(upstream.shape[:-1])
-        exact = oracle.reference(tensors, mask, width**-0.5, upstream, of_logsumexp, entries=entries).gradients
-        for gradient, expected in zip(found[:3], exact[:3], strict=True):
-            of_head = np.asarray(gradient[..., own, :])
-            np.testing.assert_array_equal(of_head, np.broadcast_to(of_head[:1], of_head.shape))
-            error = of_head[:1].astype(np.float64) - expected
-            assert np.linalg.norm(error) <= bound * np.linalg.norm(expected)
-        of_table = COPIES * np.asarray(exact.relative_bias)
-        error = np.asarray(found[3][own], np.float64) - of_table
-        assert np.linalg.norm(error) <= bound * np.linalg.norm(of_table)
+        bias = np.asarray({"table": arrays.bias[own], "heads": arrays.bias[:, own], "tokens": arrays.bias}[kind])
+        biases = {"relative_bias" if kind == "table" else "key_bias": bias}
+        of_lse = np.asarray(arrays.lse_cotangent[..., own])
+        exact = oracle.reference(
+            oracle.Tensors(query, key, value, **biases), mask, width**-0.5, upstream, of_lse, entries=entries
+        )
+        compared = [(out[..., own, :], exact.forward.out, of_out)]
+        compared += [
+            (each[..., own, :], expected, of_gradients)
+            for each, expected in zip(found, exact.gradients[:3], strict=True)
+        ]
+        if kind == "heads":
+            compared.append((of_bias[:, own], np.asarray(exact.gradients.key_bias), of_gradients))
+        elif kind == "table":
+            assert_close(np.asarray(of_bias[own]), COPIES * np.asarray(exact.gradients.relative_bias), of_gradients)
+        else:
+            of_all += np.asarray(exact.gradients.key_bias).reshape(of_all.shape)
+        of_rows = np.asarray(logsumexp[..., own])
+        for values in (of_rows, *(np.asarray(each) for each, _, _ in compared)):
+            np.testing.assert_array_equal(values, np.broadcast_to(values[:1], values.shape))
+        for each, expected, bound in compared:
+            assert_close(np.asarray(each[:1]), expected, bound)
+        is_seen = np.isfinite(exact.forward.lse)
+        assert is_seen.all() if kind == "table" else 0 < is_seen.sum() < is_seen.size
+        np.testing.assert_array_equal(of_rows[:1][~is_seen], exact.forward.lse[~is_seen])
+        assert_close(of_rows[:1][is_seen], exact.forward.lse[is_seen], 2e-6)
+    if kind == "tokens":
+        assert_close(np.asarray(of_bias[:1]), of_all, of_gradients)
 
 
+@pytest.mark.parametrize("kind", ["table", "heads"])
 @pytest.mark.parametrize("name", ["13x13", "13x13, narrow", "clips", "volume"])
-@pytest.mark.parametrize("function", [results, gradients])
-def test_a_call_with_a_relative_bias_is_reproducible(function: Callable[..., Any], name: str) -> None:
-    arrays = drawn(name, jnp.bfloat16, 1.0)
-    pair = ring_tiles(name, jnp.bfloat16, "forward" if function is results else "backward")
-    first = function(name, pair, *arrays)
+def test_a_call_with_a_bias_is_reproducible(name: str, kind: str) -> None:
+    arrays, tiles = drawn(name, jnp.bfloat16, 1.0, kind), tiles_of(name, jnp.bfloat16, kind)
+    first = both_passes(name, kind, tiles, arrays)
     for _ in range(20):
-        jax.tree.map(np.testing.assert_array_equal, function(name, pair, *arrays), first)
+        jax.tree.map(np.testing.assert_array_equal, both_passes(name, kind, tiles, arrays), first)
 
 
 def test_heads_have_scales_sinks_and_tables_of_their_own() -> None:
     """With tables and scales of batch entries, a call is as many calls of one entry each."""
     name, dtype = "13x13, narrow", jnp.bfloat16
-    *arrays, table, cotangent = drawn(name, dtype, 1.0)
+    *arrays, table, cotangent, _ = drawn(name, dtype, 1.0, "table")
     heads, width = PROBLEMS[name][2:]
     batch = 4
     shift = jnp.arange(COPIES * batch, dtype=jnp.float32)
     tables = table + 0.01 * shift[::COPIES, None, None, None]
     scales = width**-0.5 * jnp.linspace(0.5, 1.5, batch * heads).reshape(batch, heads)
     sinks = jnp.linspace(-4.0, 4.0, heads)
-    forward_pair, pair = ring_tiles(name, dtype, "forward"), ring_tiles(name, dtype)
+    forward_pair, pair = tiles_of(name, dtype, "table")
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, table: jax.Array, scale: jax.Array) -> jax.Array:
         found = OPERATORS[2](
@@ -224,125 +244,13 @@ def test_heads_have_scales_sinks_and_tables_of_their_own() -> None:
             assert np.linalg.norm(error) <= 1e-3 * np.linalg.norm(np.asarray(other, np.float64))
 
 
-# Small windows with a ring and biases of keys: results_with_key_bias and all gradients.
-#
-# Random problems are those of ``python -m tests.fuzz --backend cutlass --direct --feature key_bias ring``.
-
-
-class Biased(NamedTuple):
-    """Operands of one batch entry, and the cotangents of its output and logsumexp."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    key_bias: jax.Array
-    cotangent: jax.Array
-    lse_cotangent: jax.Array
-
-
-def key_bias_tiles(name: str, dtype: Any, pass_: Pass) -> TilePair:
-    """The fastest tiles with which all kernels of a pass have a ring."""
-    problem = dataclasses.replace(problem_of_copies(name, dtype), key_bias=True)
-    return first_tiles(problem, pass_, lambda kernels: all("with a ring" in kernel for kernel in kernels))
-
-
-def drawn_with_key_bias(name: str, dtype: Any, gain: float, kind: str) -> Biased:
-    """A third of the keys is hidden, and all that some queries see; no gradient comes from the latter's logsumexp."""
-    layout, _, heads, width = PROBLEMS[name]
-    shape = (1, *layout, heads, width)
-    query, key, value, cotangent = (jax.random.normal(jax.random.key(i), shape, jnp.float32) for i in range(4))
-    bias = 2 * jax.random.normal(jax.random.key(4), (1, *((heads,) if kind == "heads" else ()), *layout))
-    bias = jnp.where(jax.random.bernoulli(jax.random.key(5), 1 / 3, bias.shape), -jnp.inf, bias)
-    corner = tuple(slice(0, k + 2) for k in window_of(name)["kernel_size"])
-    bias = bias.at[(..., *corner)].set(-jnp.inf)
-    of_logsumexp = jax.random.normal(jax.random.key(6), shape[:-1])
-    of_logsumexp = of_logsumexp.at[(0, *corner)].set(0.0)
-    query, key, value, cotangent = (array.astype(dtype) for array in (gain * query, key, value, cotangent))
-    return Biased(query, key, value, bias, cotangent, of_logsumexp)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def results_with_key_bias(
-    name: str, tiles: TilePair, backward_tiles: TilePair, arrays: Biased
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Outputs and logsumexp, and gradients, of ``COPIES`` copies of a batch entry."""
-    query, key, value, bias, *cotangents = (jnp.repeat(array, COPIES, 0) for array in arrays)
-    function = functools.partial(
-        OPERATORS[len(PROBLEMS[name][0])],
-        **window_of(name),
-        backend="cutlass-fna",
-        **tiles_of_pass("forward", tiles),
-        **tiles_of_pass("backward", backward_tiles),
-        return_lse=True,
-    )
-    found, pullback = jax.vjp(lambda *of: function(*of[:3], key_bias=of[3]), query, key, value, bias)
-    return tuple(found), pullback(tuple(cotangents))
-
-
-def tiles_of(name: str, dtype: Any) -> tuple[TilePair, TilePair]:
-    return key_bias_tiles(name, dtype, "forward"), key_bias_tiles(name, dtype, "backward")
-
-
-@pytest.mark.parametrize("gain", [1.0, 40.0, 3000.0])  # beside large logits, gradients need what float32 leaves out
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["tokens", "heads"])
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_biases_of_keys(name: str, kind: str, dtype: Any, gain: float) -> None:
-    if gain > 100 and dtype == jnp.float16:
-        pytest.skip("float16 has no such numbers")
-    layout, _, heads, width = PROBLEMS[name]
-    arrays = drawn_with_key_bias(name, dtype, gain, kind)
-    (out, logsumexp), found = results_with_key_bias(name, *tiles_of(name, dtype), arrays)
-    mask = oracle.neighborhood_mask(layout, **window_of(name))
-    bound = 1.8e-2 if dtype == jnp.bfloat16 else 3e-3
-    if gain > 100:
-        bound = 7e-2  # see test_gradients_with_a_relative_bias
-    of_all = np.zeros((1, *layout))
-    for head in range(heads) if kind == "tokens" else (1, heads - 1):
-        own = slice(head, head + 1)
-        query, key, value, upstream = (np.asarray(arrays[i][..., own, :]) for i in (0, 1, 2, 4))
-        bias = np.asarray(arrays.key_bias[:, own] if kind == "heads" else arrays.key_bias)
-        tensors = oracle.Tensors(query, key, value, key_bias=bias)
-        of_lse = np.asarray(arrays.lse_cotangent[..., own])
-        exact = oracle.reference(tensors, mask, width**-0.5, upstream, of_lse)
-        of_all += np.asarray(exact.gradients.key_bias).reshape(of_all.shape)
-        pairs = [
-            (out[..., own, :], exact.forward.out),
-            *zip((each[..., own, :] for each in found[:3]), exact.gradients[:3], strict=True),
-        ]
-        if kind == "heads":
-            pairs.append((found[3][:, own], exact.gradients.key_bias))
-        for of_head, expected in pairs:
-            values = np.asarray(of_head)
-            np.testing.assert_array_equal(values, np.broadcast_to(values[:1], values.shape))
-            error = values[:1].astype(np.float64) - expected
-            assert np.linalg.norm(error) <= bound * np.linalg.norm(expected)
-        of_rows = np.asarray(logsumexp[:1, ..., own], np.float64)
-        is_seen = np.isfinite(exact.forward.lse)
-        assert 0 < is_seen.sum() < is_seen.size
-        np.testing.assert_array_equal(of_rows[~is_seen], exact.forward.lse[~is_seen])
-        error = of_rows[is_seen] - exact.forward.lse[is_seen]
-        assert np.linalg.norm(error) <= 2e-6 * np.linalg.norm(exact.forward.lse[is_seen])
-    if kind == "tokens":
-        error = np.asarray(found[3][:1], np.float64) - of_all
-        assert np.linalg.norm(error) <= bound * np.linalg.norm(of_all)
-
-
-@pytest.mark.parametrize("name", ["13x13", "13x13, narrow", "clips", "volume"])
-def test_biases_of_keys_are_reproducible(name: str) -> None:
-    arrays, tiles = drawn_with_key_bias(name, jnp.bfloat16, 1.0, "heads"), tiles_of(name, jnp.bfloat16)
-    first = results_with_key_bias(name, *tiles, arrays)
-    for _ in range(20):
-        jax.tree.map(np.testing.assert_array_equal, results_with_key_bias(name, *tiles, arrays), first)
-
-
 def test_what_hides_nothing_changes_nothing() -> None:
     """Biases of zero give the bits of a call without any."""
     name = "13x13"
-    arrays = drawn_with_key_bias(name, jnp.bfloat16, 1.0, "tokens")
-    arrays = arrays._replace(key_bias=jnp.zeros_like(arrays.key_bias))
-    tiles = tiles_of(name, jnp.bfloat16)
-    (out, logsumexp), _ = results_with_key_bias(name, *tiles, arrays)
+    arrays = drawn(name, jnp.bfloat16, 1.0, "tokens")
+    arrays = arrays._replace(bias=jnp.zeros_like(arrays.bias))
+    tiles = tiles_of(name, jnp.bfloat16, "tokens")
+    (out, logsumexp), _ = both_passes(name, "tokens", tiles, arrays)
     plain = OPERATORS[2](
         *(jnp.repeat(array, COPIES, 0) for array in arrays[:3]),
         **window_of(name),
@@ -355,7 +263,7 @@ def test_what_hides_nothing_changes_nothing() -> None:
 
 # The kernels for small windows with a ring: what they compute where they are chosen, and what is promised of bits.
 #
-# Random problems are those of ``python -m tests.fuzz --backend cutlass --direct --feature ring``.
+# For random problems run ``python -m tests.fuzz --backend cutlass --direct --feature ring``.
 
 
 #: Layout, window, heads of queries and of keys, their width; each has borders on all sides, most ragged ones.
@@ -490,9 +398,7 @@ def cotangent_of(query: jax.Array) -> jax.Array:
 BACKWARD = [name for name in PLAIN_PROBLEMS if name != "causal clips"]
 
 
-@pytest.mark.parametrize(
-    "gain", [1.0, 40.0, 3000.0]
-)  # beside large logits, plain_gradients need what float32 leaves out
+@pytest.mark.parametrize("gain", [1.0, 40.0, 3000.0])  # large logits need more digits than float32 has
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", BACKWARD)
 def test_gradients_are_exact_to_rounding(name: str, dtype: Any, gain: float) -> None:

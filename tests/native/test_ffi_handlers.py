@@ -97,25 +97,6 @@ def test_every_target_of_the_build_is_tested_here() -> None:
     assert targets <= known, targets - known
 
 
-def test_every_malformed_call_is_in_one_group() -> None:
-    assert sorted(name for _, names in GROUPS.values() for name in names) == sorted(CASES)
-
-
-def test_complaints_about_malformed_calls() -> None:
-    accepts, refuses = "cpu_forward-huge-window", "cpu_forward-scale-nan"
-    message = "XlaRuntimeError: natten_jax: scale is nan"
-    assert complaint(accepts, "ran") is None
-    assert complaint(refuses, message) is None
-    for name, outcome in (
-        (accepts, "crashed with status -11: "),
-        (accepts, "did not end"),
-        (accepts, f"XlaRuntimeError: {DEVICE_ERROR}_ILLEGAL_ADDRESS"),
-        (refuses, "ran"),
-        (refuses, "XlaRuntimeError: natten_jax: something else"),
-    ):
-        assert name in (complaint(name, outcome) or "")
-
-
 def of_operators(call: Call) -> dict[str, Any]:
     """The biases of a call as operators take them; those that it has."""
     table, keys = (call.operands.get(name, np.zeros(0)) for name in BIASES)

@@ -46,7 +46,7 @@ def test_hopper_tiles(head_dim: int, forward: tuple[int, int], backward: tuple[i
         assert most_tokens("hopper", head_dim, pass_, "bfloat16", HOPPER) == expected
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "queries"),
     [("bfloat16", 64, 128), ("bfloat16", 72, None), ("float16", 128, None), ("bfloat16", 136, 64), ("float32", 64, 128),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ import pytest
 import natten_jax
 from natten_jax import backends, simulator
 from natten_jax.performance import PASSES, Pass
-from natten_jax.plan.devices import Device, default_device
+from natten_jax.plan.devices import default_device
 from tests.support.families import Family, tile_pair
 from tests.support.problems import Case, Trial, check, check_all, element_types
 
@@ -182,40 +181,6 @@ def test_every_listed_tile_size_of_attention_runs_and_is_right(family: Family) -
     query, key = (jax.ShapeDtypeStruct((1, n, 1, 8), family.dtype) for n in (150, 70))
     pairs = every_pair(family, "fmha", query, key, key, is_causal=True)
     check_all([Trial(case, family.dtype, arguments=tiles) for tiles in pairs], family)
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("head_dim", [8, 128, 136, 256])
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_portable_kernels_fit_every_gpu_since_ampere(
-    capability: tuple[int, int], dtype: str, head_dim: int, direction: Any
-) -> None:
-    backend = backends.find("cutlass-fna", "fna")
-    device = Device("cuda", capability, is_present=False)
-    problem = simulator.problem_of((40, 50), 9, head_dim=head_dim, dtype=dtype)
-    assert backend.rejection(problem, device, direction) is None
-    assert backend.tile_pairs(problem, device, direction)
-
-
-@pytest.mark.parametrize(
-    ("capability", "most"), [((8, 0), 128), ((8, 6), 128), ((9, 0), 256), ((10, 0), 256), ((12, 0), 128)]
-)
-def test_portable_tiles_of_256_queries_need_a_large_shared_memory(capability: tuple[int, int], most: int) -> None:
-    backend = backends.find("cutlass-fna", "fna")
-    device = Device("cuda", capability, is_present=False)
-    for head_dim, dtype, expected in (
-        (72, "float16", most),
-        (128, "bfloat16", most),
-        (64, "bfloat16", 128),
-        (136, "bfloat16", 64),
-        (64, "float32", 128),
-        (128, "float32", 64),
-    ):
-        problem = simulator.problem_of((40, 50), 9, head_dim=head_dim, dtype=dtype)
-        pairs = backend.tile_pairs(problem, device, "forward")
-        assert max(math.prod(q_tile) for q_tile, _ in pairs) == expected
-        assert backend.offers(problem, device, "forward", ((16, 16), (8, 8))) == (expected == 256)
 
 
 @pytest.mark.parametrize("pass_", PASSES)

@@ -21,14 +21,10 @@ from tests.support.problems import Case, Trial, check_all
 
 #: What is asked for, and the same problem with windows that fit, worked out by hand.
 _FITTED: dict[str, tuple[dict[str, Any], Case]] = {
-    "whole-1d": ({"kernel_size": -1}, Case((13,), (13,))),
-    "whole-causal": ({"kernel_size": -1, "is_causal": True}, Case((13,), (13,), is_causal=(True,))),
     "whole-dilated": (
         {"kernel_size": -1, "dilation": 3, "stride": 2},
         Case((14,), (4,), stride=(2,), dilation=(3,)),
     ),
-    "whole-in-one-of-two": ({"kernel_size": (3, -1)}, Case((7, 5), (3, 5), heads=2)),
-    "clamped-1d": ({"kernel_size": 32, "clamp_window": True}, Case((9,), (9,))),
     "clamped-strided": (
         {"kernel_size": (8, 3), "stride": (6, 2), "clamp_window": True},
         Case((4, 9), (4, 3), stride=(4, 2), additional=3),
@@ -37,15 +33,10 @@ _FITTED: dict[str, tuple[dict[str, Any], Case]] = {
         {"kernel_size": 7, "dilation": (2, 1), "stride": (5, 1), "clamp_window": True},
         Case((9, 8), (4, 7), stride=(4, 1), dilation=(2, 1)),
     ),
-    "clamped-to-the-token-itself": (
-        {"kernel_size": (5, 3), "dilation": (8, 1), "clamp_window": True},
-        Case((3, 6), (1, 3)),
-    ),
     "clamped-3d-causal": (
         {"kernel_size": (9, 3, -1), "is_causal": (True, False, False), "clamp_window": True},
         Case((4, 5, 3), (4, 3, 3), is_causal=(True, False, False)),
     ),
-    "clamped-nothing-to-do": ({"kernel_size": 5, "clamp_window": True}, Case((17,), (5,))),
 }
 
 
@@ -69,7 +60,6 @@ CLAMPED_WITH_TABLES: dict[str, tuple[dict[str, Any], Case]] = {
         Case((20, 11), (7, 5), dilation=(2, 2), heads=3, table_size=(7, 7), sinks=True, key_bias="heads"),
     ),
     "causal": ({"kernel_size": 9, "is_causal": True}, Case((6,), (6,), is_causal=(True,), table_size=(9,), heads=2)),
-    "one token": ({"kernel_size": 5, "dilation": 8}, Case((3,), (1,), table_size=(5,), heads=2)),
     "strided": (
         {"kernel_size": (9, 6), "stride": (7, 3), "dilation": (1, 3), "is_causal": (False, True)},
         Case((5, 13), (5, 4), stride=(5, 3), dilation=(1, 3), is_causal=(False, True), table_size=(9, 6), batch=2),
@@ -82,10 +72,6 @@ CLAMPED_WITH_TABLES: dict[str, tuple[dict[str, Any], Case]] = {
         {"kernel_size": (9, 8), "dilation": (1, 2), "edges": "wrap"},
         Case((6, 10), (6, 5), dilation=(1, 2), edges=("wrap", "wrap"), table_size=(9, 8), heads=2),
     ),
-    "of three dimensions": (
-        {"kernel_size": (7, 3, -1), "dilation": (1, 2, 1), "stride": (1, 2, 1)},
-        Case((4, 5, 3), (4, 2, 3), stride=(1, 2, 1), dilation=(1, 2, 1), table_size=(7, 3, 3), additional=2),
-    ),
     "entries of their own extents": (
         {"kernel_size": (9, 5), "dilation": (1, 3)},
         Case(
@@ -96,7 +82,6 @@ CLAMPED_WITH_TABLES: dict[str, tuple[dict[str, Any], Case]] = {
         {"kernel_size": (9, 3)},
         Case((6, 9), (6, 3), batch=2, box=(3, 4), origins=((2, 3), (0, 5)), table_size=(9, 3), heads=2),
     ),
-    "nothing is clamped": ({"kernel_size": 3}, Case((8,), (3,), table_size=(3,), heads=2)),
 }
 
 

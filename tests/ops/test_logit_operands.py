@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -27,16 +26,17 @@ from natten_jax.problem import problem_of
 from tests.support import oracle
 from tests.support.families import FAMILIES, Family
 from tests.support.machine import Machine
+from tests.support.meshes import assert_close, mesh_of, put
 from tests.support.problems import (
     OPERATORS,
     QUICK_COMPILATION,
     Case,
+    check_gradient_repeats,
     element_types,
     expected_of,
     relative_error,
     value_and_gradients,
 )
-from tests.support.programs import output_of, run_python
 
 LARGEST = float(np.finfo(np.float32).max) / np.log2(np.e)
 LAYOUT, HEADS, WIDTH = (6, 5), 2, 8
@@ -261,16 +261,8 @@ def test_gradients_of_tables_are_reproducible(of: Family) -> None:
     case = Case(
         (300,), (190,), stride=(7,), relative_bias=True, key_bias="tokens", sinks=True, batch=3, heads=2, heads_kv=1
     )
-    operands, (d_out, d_lse) = case.operands("float32", 0), case.cotangents("float32", 0)
-
-    @jax.jit
-    def gradients(operands: Any) -> Any:
-        return jax.vjp(case.operator(of.fna), operands)[1]((d_out, d_lse))[0]
-
-    first = jax.tree.leaves(gradients(operands))
-    for _ in range(5):
-        for one, other in zip(jax.tree.leaves(gradients(operands)), first, strict=True):
-            np.testing.assert_array_equal(one, other)
+    for name in ("relative_bias", "key_bias", "sinks"):
+        check_gradient_repeats(case, of.fna, name)
 
 
 def test_values_of_a_scale_share_a_program(family: Family) -> None:
@@ -499,47 +491,27 @@ def test_other_dtypes_are_refused(dtype: str) -> None:
 # Meshes.
 
 
-_SPLIT = """
-import json, re, sys
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-import natten_jax
-
-kind = AxisType[sys.argv[1]]
-backend = sys.argv[2]
-mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind, kind))
-arrays = [jax.random.normal(jax.random.key(i), (4, 8, 12, 4, 8)) for i in range(3)]
-arrays += [jax.random.normal(jax.random.key(3), (4, 5, 5)), jax.random.normal(jax.random.key(4), (4, 8, 12))]
-arrays.append(jax.random.normal(jax.random.key(5), (4,)))
-
-def loss(query, key, value, table, bias, sinks):
-    out, lse = natten_jax.na2d(
-        query, key, value, 3, relative_bias=table, key_bias=bias, sinks=sinks, return_lse=True, backend=backend
-    )
-    return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
-
-gradients = jax.grad(loss, argnums=tuple(range(6)))
-expected = jax.jit(gradients)(*arrays)
-SPLITS = [("x", None, "y", "y"), ("x", None, "y", None), (None, None, ("x", "y"), ("x", "y"))]
-SPLITS += [("x", "y", None, None), (None, "x", "y", "y")]
-with jax.set_mesh(mesh):
-    for batch, tokens, heads, of_heads in SPLITS:
-        specs = [P(batch, tokens, None, heads, None)] * 3
-        specs += [P(of_heads), P(batch, tokens), P(of_heads)]
-        placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs)]
-        compiled = jax.jit(gradients).lower(*placed).compile()
-        found = compiled(*placed)
-        gathers = len(re.findall(r" all-gather(?:-start)?\\(", compiled.as_text()))
-        distances = [float(abs(a - b).max() / max(1, abs(b).max())) for a, b in zip(map(np.asarray, found), expected)]
-        print(json.dumps([of_heads == heads, gathers, distances]))
-"""
-
-
-@pytest.mark.parametrize("mode", ["Auto", "Explicit"])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("of", BOTH)
-def test_operands_of_split_arrays_stay_split(mode: str, of: Family) -> None:
-    found = [json.loads(line) for line in output_of(run_python(_SPLIT, mode, of.fna, devices=4)).splitlines()]
-    assert len(found) == 5
-    for is_split_alike, gathers, distances in found:
-        assert max(distances) < 3e-5, distances
-        assert gathers == 0 or not is_split_alike
+def test_operands_of_split_arrays_stay_split(kind: str, of: Family) -> None:
+    mesh = mesh_of(kind, x=2, y=2)
+    shapes = *[(4, 8, 12, 4, 8)] * 3, (4, 5, 5), (4, 8, 12), (4,)
+    arrays = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+
+    def loss(query: Any, key: Any, value: Any, table: Any, bias: Any, sinks: Any) -> Any:
+        terms = {"relative_bias": table, "key_bias": bias, "sinks": sinks}
+        out, lse = natten_jax.na2d(query, key, value, 3, **terms, return_lse=True, backend=of.fna)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
+
+    gradients = jax.jit(jax.grad(loss, argnums=tuple(range(6))))
+    expected = gradients(*arrays)
+    with jax.set_mesh(mesh):
+        for batch, tokens, heads, of_heads in (
+            ("x", None, "y", "y"), ("x", None, "y", None), (None, None, ("x", "y"), ("x", "y")),
+            ("x", "y", None, None), (None, "x", "y", "y"),
+        ):  # fmt: skip
+            axes: Any = *[(batch, tokens, None, heads, None)] * 3, (of_heads,), (batch, tokens), (of_heads,)
+            placed = [put(array, mesh, *each) for array, each in zip(arrays, axes, strict=True)]
+            compiled = gradients.lower(*placed).compile()
+            assert_close(compiled(*placed), expected)
+            assert of_heads != heads or not re.findall(r" all-gather(?:-start)?\(", compiled.as_text() or "")

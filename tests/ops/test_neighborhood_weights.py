@@ -152,16 +152,6 @@ def test_half_precision_and_float64() -> None:
         assert neighborhood_weights(wide, wide, 3).dtype == jnp.float64
 
 
-def test_vmap() -> None:
-    arrays = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 1, 9, 2, 4)), jnp.float32)
-
-    def attend(query: jax.Array, key: jax.Array) -> jax.Array:
-        return neighborhood_apply(neighborhood_weights(query, key, 3), key, 3)
-
-    mapped = jax.vmap(attend)(arrays[0], arrays[1])
-    np.testing.assert_allclose(mapped, jnp.stack([attend(*each) for each in zip(*arrays, strict=True)]), rtol=1e-6)
-
-
 TOKENS = jnp.ones((2, 12, 4, 8))
 
 

@@ -23,6 +23,7 @@ from natten_jax.problem import Problem
 from natten_jax.windows import WindowArguments
 from tests.support import oracle
 from tests.support.cases import attention_cases, feature_cases, random_case, random_tiles
+from tests.support.compilation import as_users_do
 from tests.support.families import FAMILIES, Family, tile_pair
 from tests.support.problems import (
     BOUNDS,
@@ -40,17 +41,13 @@ from tests.support.problems import (
 Record = Callable[[str, object], None]
 
 FEATURES = feature_cases()
+
 ATTENTION = attention_cases()
 
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_feature(family: Family, name: str, record_property: Record) -> None:
     check(FEATURES[name], family, family.dtype, record=record_property)
-
-
-@pytest.mark.parametrize("name", ["window-even", "3d-dilated", "gqa", "additional-fused"])
-def test_feature_in_other_element_types(family: Family, other_dtype: str, name: str, record_property: Record) -> None:
-    check(FEATURES[name], family, other_dtype, record=record_property)
 
 
 def random_trial(family: Family, dtype: str, seed: int) -> Trial:
@@ -115,20 +112,10 @@ def test_queries_see_exactly_their_neighborhood(family: Family, name: str) -> No
     np.testing.assert_allclose(np.asarray(lse).reshape(-1), np.log(counts), rtol=1e-6, atol=1e-6)
 
 
-def test_large_logits_do_not_overflow(family: Family) -> None:
-    case = Case((12,), (5,), scale=300.0)
-    operands = case.operands(family.dtype, 0)
-    outputs, gradients = value_and_gradients(case.operator(family.fna), operands, case.cotangents(family.dtype, 0))
-    for array in (*outputs, *(g for g in gradients if g is not None)):
-        assert np.isfinite(np.asarray(array, np.float32)).all()
-
-
 #: Merged outputs have been rounded once before, and so has what comes back through them.
 MERGED = {dtype: bound if dtype == "float32" else 2 * bound for dtype, bound in BOUNDS.items()}
 
-
 # Windows as large as the layout: attention --------------------------------------------------------------------------
-
 WHOLE_LAYOUT = {
     "1d": Case((21,), (21,), stride=(4,), batch=2, heads=2),
     "1d-causal": Case((21,), (21,), stride=(5,), is_causal=(True,)),
@@ -194,8 +181,6 @@ def test_tiles_of_a_whole_layout_reach_attention(family: Family) -> None:
 
 
 # Backend choice -----------------------------------------------------------------------------------------------------
-
-
 def lowered(function: Callable[..., Any], case: Case, dtype: str) -> str:
     """The program of a forward call, as text."""
     return jax.jit(function).lower(case.operands(dtype, 0)).as_text()
@@ -221,17 +206,12 @@ def test_named_backend_is_the_one_that_runs(family: Family) -> None:
 
 
 # Parts of a larger layout -------------------------------------------------------------------------------------------
-
-
 def part_problems() -> dict[str, tuple[Case, tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]]:
     """Cases with a range of queries and a range of keys that holds all that those see, per dimension."""
     return {
         "middle": (Case((40,), (7,), heads=2), ((10, 25),), ((7, 28),)),
-        "first": (Case((40,), (7,)), ((0, 10),), ((0, 14),)),
         "last": (Case((40,), (8,), stride=(4,)), ((28, 40),), ((20, 40),)),
-        "exact-halo": (Case((64,), (9,), stride=(4,)), ((16, 32),), ((14, 35),)),
         "causal": (Case((40,), (9,), stride=(2,), is_causal=(True,)), ((16, 30),), ((8, 30),)),
-        "dilation": (Case((48,), (5,), stride=(2,), dilation=(3,)), ((18, 36),), ((6, 48),)),
         "dilation-not-divisible": (Case((50,), (5,), dilation=(4,)), ((24, 50),), ((12, 50),)),
         "2d": (Case((12, 20), (3, 6), batch=2, heads=4, heads_kv=2), ((4, 8), (10, 20)), ((2, 10), (6, 20))),
         "3d-dilated": (
@@ -240,7 +220,6 @@ def part_problems() -> dict[str, tuple[Case, tuple[tuple[int, int], ...], tuple[
             ((0, 4), (2, 8), (4, 16)),
         ),
         "additional": (Case((30,), (5,), additional=6, fused=True), ((10, 20),), ((8, 22),)),
-        "whole": (Case((15, 6), (3, 3)), ((0, 15), (0, 6)), ((0, 15), (0, 6))),
     }
 
 
@@ -341,7 +320,40 @@ def test_parts_of_the_keys_merge_to_the_whole(family: Family) -> None:
     assert max(worst.values()) <= MERGED[family.dtype], worst
 
 
-def test_parameters_of_parts_are_those_of_the_whole_problem() -> None:
-    case, _, _ = PARTS["3d-dilated"]
-    _, problem = part_request(case, case.operands("float32", 0), None)
-    assert (problem.query_layout, problem.kv_layout) == (case.layout, case.layout)
+RUNS = 20
+
+
+@pytest.mark.parametrize(
+    ("layout", "windows", "additional_kv"),
+    [
+        ((700,), {"kernel_size": (700,)}, 0),
+        ((700,), {"kernel_size": (150,), "stride": (5,), "dilation": (3,)}, 150),
+        ((20, 26), {"kernel_size": (7, 6), "dilation": (2, 1), "is_causal": (False, True)}, 0),
+        ((8, 10, 12), {"kernel_size": (4, 3, 5), "stride": (2, 1, 1)}, 40),
+    ],
+)
+def test_gradients_are_equal_in_every_run(
+    family: Family, layout: tuple[int, ...], windows: dict[str, Any], additional_kv: int
+) -> None:
+    operator = getattr(natten_jax, f"na{len(layout)}d")
+    names = ["query", "key", "value"] + ["additional_keys", "additional_values"] * (additional_kv > 0)
+    width = 64 if family.needs_gpu else 16  # on the host all of a run's time goes into products
+    shapes = [(2, *layout, 4, width), *[(2, *layout, 2, width)] * 2, *[(2, additional_kv, 2, width)] * 2]
+    keys = jax.random.split(jax.random.key(3), len(names) + 1)
+    operands = [
+        jax.random.normal(key, shape, jnp.float32).astype(family.dtype)
+        for key, shape in zip(keys, shapes[: len(names)], strict=False)
+    ]
+    cotangent = jax.random.normal(keys[-1], shapes[0], jnp.float32).astype(family.dtype)
+
+    @functools.partial(jax.jit, compiler_options=as_users_do())
+    def gradients(operands: list[jax.Array]) -> Any:
+        def run(*each: jax.Array) -> jax.Array:
+            arrays = dict(zip(names, each, strict=True))
+            return operator(**arrays, **windows, backend=family.fna, backward_deterministic=True)
+
+        return jax.vjp(run, *operands)[1](cotangent)
+
+    first = jax.tree.map(np.asarray, gradients(operands))
+    for _ in range(RUNS - 1):
+        jax.tree.map(np.testing.assert_array_equal, first, jax.tree.map(np.asarray, gradients(operands)))

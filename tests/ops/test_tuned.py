@@ -16,15 +16,9 @@ import natten_jax
 PAIR = {"q_tile_shape": [4, 8], "kv_tile_shape": [8, 4]}
 NO_JSON = {
     "empty": b"",
-    "blank": b"  \n",
     "cut": b'{"best_configuration": {"backend": "cpu-',
-    "text": b"best_configuration",
     "not-utf-8": b'{"best_configuration": {"backend": "\xff\xfe"}}',
-    "utf-16": '{"best_configuration": {}}'.encode("utf-16"),
-    "nul": b"\0" * 64,
     "deep-lists": b"[" * 200_000,
-    "deep-objects": b'{"a":' * 200_000,
-    "deep-inside": b'{"best_configuration": {"q_tile_shape": ' + b"[" * 100_000 + b"]" * 100_000 + b"}}",
     "huge-integer": b'{"best_configuration": {"q_tile_shape": [' + b"9" * 10_000 + b"]}}",
 }
 NO_CONFIGURATION = {
@@ -33,30 +27,19 @@ NO_CONFIGURATION = {
 WRONG: list[Any] = [
     # A configuration, the field that is wrong, and what the message shows.
     (None, "best_configuration", "None"),
-    ([], "best_configuration", "[]"),
     ("cpu-fna", "best_configuration", "'cpu-fna'"),
     ({"scale": 2}, "best_configuration.scale", "unknown"),
-    ({"": 2}, "best_configuration.", "unknown"),
     *(
         ({**PAIR, "q_tile_shape": value}, "best_configuration.q_tile_shape", shown)
         for value, shown in (
             (64, "64"),
-            ("48", "'48'"),
-            (True, "True"),
-            ({"0": 4, "1": 8}, "{'0': 4, '1': 8}"),
             ([4.0, 8], "[4.0, 8]"),
-            (["4", "8"], "['4', '8']"),
             ([True, 8], "[True, 8]"),
-            ([None, 8], "[None, 8]"),
-            ([[4], 8], "[[4], 8]"),
             ([0, 8], "[0, 8]"),
-            ([4, -8], "[4, -8]"),
             ([], "[]"),
-            ([4] * 4, "[4, 4, 4, 4]"),
             ([2**63, 1], "2**63"),
         )
     ),
-    ({"q_tile_shape": [4, 8]}, "best_configuration.q_tile_shape", "kv_tile_shape"),
     ({"q_tile_shape": [4, 8], "kv_tile_shape": None}, "best_configuration.q_tile_shape", "kv_tile_shape"),
     ({"backward_kv_tile_shape": [4]}, "best_configuration.backward_kv_tile_shape", "backward_q_tile_shape"),
     ({**PAIR, "kv_tile_shape": [4]}, "best_configuration.kv_tile_shape", "[4]"),
@@ -70,12 +53,8 @@ WRONG: list[Any] = [
         for value, shown in ((3, "3"), ("turbo-fna", "'turbo-fna'"), ("cpu-fmha", "'cpu-fmha'"), (["cpu-fna"], "['cpu"))
     ),
     ({"kernel_schedule": "fast"}, "best_configuration.kernel_schedule", "'fast'"),
-    ({"kernel_schedule": 1}, "best_configuration.kernel_schedule", "1"),
-    ({"kernel_schedule": ["coop"]}, "best_configuration.kernel_schedule", "['coop']"),
     ({"run_persistent_kernel": 1}, "best_configuration.run_persistent_kernel", "1"),
-    ({"run_persistent_kernel": "true"}, "best_configuration.run_persistent_kernel", "'true'"),
     ({"attention_kwargs": "cpu-fmha"}, "best_configuration.attention_kwargs", "'cpu-fmha'"),
-    ({"attention_kwargs": ["backend"]}, "best_configuration.attention_kwargs", "['backend']"),
     ({"attention_kwargs": {"backend": "cpu-fna"}}, "best_configuration.attention_kwargs", "backend='cpu-fna'"),
     ({"attention_kwargs": {"scale": 1}}, "best_configuration.attention_kwargs", "'scale'"),
     ({"attention_kwargs": {"q_tile_size": 4}}, "best_configuration.attention_kwargs", "kv_tile_size"),

@@ -1,26 +1,37 @@
-"""Plans: decided once, carried by the compiled program, and read back from its text."""
+"""Plans: decided once, carried by the compiled program, and the default device."""
 
 from __future__ import annotations
 
+import collections
+import functools
 import json
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 
 import natten_jax
 from natten_jax import backends
 from natten_jax.arrays.operands import Inputs, Operands
+from natten_jax.backends import select
 from natten_jax.backends.select import resolve
 from natten_jax.performance import PASSES, KernelSchedule, Pass, Performance
-from natten_jax.plan.devices import CPU, Device
+from natten_jax.plan import devices
+from natten_jax.plan.devices import CPU, Device, default_device, default_jax_device, local_devices, lowering_targets
 from natten_jax.plan.plan import BackendId, Plan, Request
 from natten_jax.problem import Problem, problem_of
 from natten_jax.profiler.program import Program
 from natten_jax.windows import Axis
+from tests.support.machine import Machine
+from tests.support.meshes import mesh_of
+
+# Plans: decided once, carried by the compiled program, and read back from its text.
+
 
 HOPPER = Device("cuda", (9, 0), is_present=False)
 
@@ -33,7 +44,9 @@ axes = st.builds(
     dilation=st.integers(1, 9),
     is_causal=st.booleans(),
 )
+
 shapes = st.none() | st.lists(st.integers(1, 512), min_size=1, max_size=3).map(tuple)
+
 plans = st.builds(
     Plan,
     problem=st.builds(
@@ -145,3 +158,128 @@ def test_backends_read_precision_from_the_plan_alone(backend: str) -> None:
         with jax.default_matmul_precision(around):
             programs.append(str(jax.make_jaxpr(run)(Operands(Inputs(array, array, array)))))
     assert programs[0] == programs[1]
+
+
+# Each pass is decided once per call and gradient.
+
+
+@pytest.fixture
+def decisions(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> collections.Counter[Any]:
+    """Count decisions by device, pass and parts of the layout."""
+    made: collections.Counter[Any] = collections.Counter()
+    decide = select.decided.__wrapped__
+
+    @functools.lru_cache
+    def counted(request: Any, device: Any, pass_: Any, registered: Any) -> Any:
+        made[device, pass_, request.parts] += 1
+        return decide(request, device, pass_, registered)
+
+    monkeypatch.setattr(select, "decided", counted)
+    return made
+
+
+def loss(x: jax.Array, **arguments: Any) -> jax.Array:
+    return natten_jax.na2d(x, x, x, 5, **arguments).sum()
+
+
+@pytest.mark.parametrize("name", [None, "flex-fna"])
+@pytest.mark.parametrize("times", [1, 3])
+def test_each_pass_is_decided_once_for_a_device(
+    name: str | None, times: int, decisions: collections.Counter[Any]
+) -> None:
+    def layers(x: jax.Array) -> jax.Array:
+        return jnp.stack([loss(x, backend=name) for _ in range(times)]).sum()
+
+    jax.jit(jax.grad(layers)).lower(jax.ShapeDtypeStruct((2, 16, 16, 2, 8), jnp.float32))
+    assert set(decisions.values()) == {1}
+    assert {pass_ for device, pass_, _ in decisions if device.platform == "cpu"} >= {"forward"}
+
+
+@pytest.mark.usefixtures("without_stored_programs")
+def test_a_gradient_over_a_mesh_decides_once_for_the_layout_and_once_for_its_parts(
+    decisions: collections.Counter[Any],
+) -> None:
+    sharding = NamedSharding(mesh_of("Auto", d=2), PartitionSpec(None, "d"))
+    function = jax.jit(jax.grad(loss), in_shardings=sharding)
+    function.lower(jax.ShapeDtypeStruct((2, 16, 16, 2, 8), jnp.float32)).compile()
+    assert decisions == {(CPU, pass_, parts): 1 for pass_ in PASSES for parts in ((), (2, 1))}
+
+
+def test_what_is_refused_is_refused_each_time(decisions: collections.Counter[Any]) -> None:
+    x = jax.ShapeDtypeStruct((2, 16, 16, 2, 8), jnp.float32)
+    said = []
+    for _ in range(3):
+        with pytest.raises(ValueError, match="hopper-fna") as caught:
+            jax.eval_shape(lambda x: loss(x, backend="hopper-fna"), x)
+        said.append(str(caught.value))
+    assert len(set(said)) == 1 and set(decisions.values()) == {1}
+
+
+# The default device comes from JAX.
+
+
+HOPPER_DEVICE = Device("cuda", (9, 0))
+
+
+class FakeGpu(NamedTuple):
+    """Attributes of JAX's device that this package reads."""
+
+    platform: str = "gpu"
+    compute_capability: str = "9.0"
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process whose first platform is a GPU, and the second is the host."""
+    (host, *_) = jax.local_devices(backend="cpu")
+    by_platform: dict[str | None, list[Any]] = {None: [FakeGpu()], "gpu": [FakeGpu()], "cuda": [FakeGpu()]}
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: by_platform.get(backend, [host]))
+    monkeypatch.setattr(jax, "devices", jax.local_devices)
+    cached = devices._cuda_device, devices._cuda_devices
+    for each in cached:
+        each.cache_clear()
+    yield
+    for each in cached:
+        each.cache_clear()
+
+
+def test_the_first_platform_is_the_default(fake_gpu: None) -> None:
+    assert default_jax_device() == FakeGpu()
+    assert default_device() == HOPPER_DEVICE
+    assert local_devices() == (HOPPER_DEVICE, CPU)
+    assert [*lowering_targets().items()][:2] == [("cuda", HOPPER_DEVICE), ("cpu", CPU)]
+
+
+@pytest.mark.parametrize("chosen", ["cpu", "device"])
+def test_another_default_is_respected(fake_gpu: None, chosen: str) -> None:
+    (host, *_) = jax.local_devices(backend="cpu")
+    with jax.default_device("cpu" if chosen == "cpu" else host):
+        assert default_jax_device() == host
+        assert default_device() == CPU
+        assert local_devices() == (CPU, HOPPER_DEVICE)  # where arrays may lie all the same
+        assert [*lowering_targets().values()][:2] == [CPU, HOPPER_DEVICE]
+    assert default_device() == HOPPER_DEVICE
+
+
+def test_what_is_refused_is_refused_for_the_default_device(fake_gpu: None) -> None:
+    x = jax.ShapeDtypeStruct((1, 12, 2, 12), jnp.float16)  # heads that hopper does not take on a GPU, either
+
+    def run(x: jax.Array) -> jax.Array:
+        return natten_jax.na1d(x, x, x, 3, backend="hopper-fna")
+
+    with jax.default_device("cpu"), pytest.raises(ValueError, match=r"on cpu: it runs on .*, not on cpu"):
+        jax.eval_shape(run, x)
+    array = jax.ShapeDtypeStruct((1, 40, 4, 16), jnp.float32)
+    with jax.default_device("cpu"):
+        assert natten_jax.get_configs_for_cpu_fna(array)
+    assert not natten_jax.get_configs_for_cpu_fna(array)
+
+
+@pytest.mark.gpu
+def test_host_kernels_run_where_a_gpu_is_the_first_platform() -> None:
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        x = jnp.ones((1, 12, 2, 8))
+        assert jnp.allclose(natten_jax.na1d(x, x, x, 3, backend="cpu-fna"), 1.0)
+        with pytest.raises(ValueError, match="on cpu: "):
+            natten_jax.na1d(x, x, x, 3, backend="hopper-fna")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +22,33 @@ from natten_jax.profiler import options as profiler_options
 from natten_jax.profiler import parse, workload
 from natten_jax.profiler.__main__ import main
 from tests.support.compilation import users_environment
-from tests.support.programs import run_command
+from tests.support.programs import output_of, run_command
 
 SEEDS_EXAMPLE = "-i 8 16 24 -d 128 -w 2 4 3"
 FEW = "--warmup-steps 1 --iterations 3"
 
 
-def profiler(
-    arguments: str, platform: str | None = "cpu", *, is_quick: bool = True
-) -> subprocess.CompletedProcess[str]:
-    """Run the command line program as a user would; compiled as for a user only where not ``is_quick``."""
-    environment = dict(os.environ) if is_quick else users_environment()
-    environment |= {} if platform is None else {"JAX_PLATFORMS": platform}
-    return run_command(["-m", "natten_jax.profiler", *arguments.split()], environment)
+Profiled = Callable[[str], tuple[str, dict[str, Any]]]
 
 
-def profile_to_json(
-    arguments: str, folder: Path, platform: str | None = "cpu", *, is_quick: bool = True
-) -> tuple[str, dict[str, Any]]:
-    path = folder / "result.json"
-    finished = profiler(f"{arguments} --json {path}", platform, is_quick=is_quick)
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout, json.loads(path.read_text())
+@pytest.fixture
+def profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Profiled:
+    """Run the program; its output and the JSON that it saves."""
+
+    def run(arguments: str) -> tuple[str, dict[str, Any]]:
+        path = tmp_path / "result.json"
+        assert main(f"{arguments} --json {path}".split()) == 0
+        return capsys.readouterr().out, json.loads(path.read_text())
+
+    return run
 
 
 def operations(result: dict[str, Any]) -> dict[str, int]:
     return {row["operation"]: row["calls"] for row in result["rows"]}
 
 
-def test_seeds_example(tmp_path: Path) -> None:
-    output, result = profile_to_json(f"{SEEDS_EXAMPLE} {FEW}", tmp_path)
+def test_seeds_example(profiled: Profiled) -> None:
+    output, result = profiled(f"{SEEDS_EXAMPLE} {FEW}")
     assert "Profiler results" in output
     assert "Total" in output
     assert "na3d 8x16x24 k=2x4x3" in output
@@ -80,12 +77,12 @@ def test_seeds_example(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(native.path() is None, reason="the native module is not built")
-def test_backprop_with_additional_tokens_names_every_kernel(tmp_path: Path) -> None:
+def test_backprop_with_additional_tokens_names_every_kernel(profiled: Profiled) -> None:
     arguments = f"-i 12 16 -n 2 --heads-kv 1 -w 5 4 -s 1 2 -c 1 0 --add-kv 6 --backprop --backend cpu-fna {FEW}"
-    _, fused = profile_to_json(arguments, tmp_path)
+    _, fused = profiled(arguments)
     assert {name for name in operations(fused) if name.startswith(("Fna", "Fmha"))} == {"FnaForward", "FnaBackward"}
     assert fused["backends"] == {"forward": "cpu-fna", "backward": "cpu-fna"}
-    output, result = profile_to_json(f"{arguments} --fmha-backend cpu-fmha", tmp_path)
+    output, result = profiled(f"{arguments} --fmha-backend cpu-fmha")
     kernels = {name: calls for name, calls in operations(result).items() if name.startswith(("Fna", "Fmha"))}
     assert kernels == dict.fromkeys(("FnaForward", "FnaBackward", "FmhaForward", "FmhaBackward"), 1)
     assert [row["operation"] for row in result["rows"]][:4] == list(kernels)
@@ -94,8 +91,8 @@ def test_backprop_with_additional_tokens_names_every_kernel(tmp_path: Path) -> N
     assert result["flops"]["total"] == 3.5 * result["flops"]["forward"]
 
 
-def test_self_attention_takes_the_fast_path_with_the_named_backend(tmp_path: Path) -> None:
-    output, result = profile_to_json(f"-i 8 8 --fmha-backend flex-fmha {FEW}", tmp_path)
+def test_self_attention_takes_the_fast_path_with_the_named_backend(profiled: Profiled) -> None:
+    output, result = profiled(f"-i 8 8 --fmha-backend flex-fmha {FEW}")
     assert result["backends"] == {"forward": "flex-fmha"}
     assert {row["framework"] for row in result["rows"]} == {"XLA"}
     assert "Problem: self attention" in output
@@ -103,7 +100,10 @@ def test_self_attention_takes_the_fast_path_with_the_named_backend(tmp_path: Pat
 
 def test_xla_baseline(tmp_path: Path) -> None:
     arguments = f"-i 8 16 -n 4 --heads-kv 2 --dtype fp32 --backend xla --backprop {FEW}"
-    output, result = profile_to_json(arguments, tmp_path, is_quick=False)
+    path = tmp_path / "result.json"
+    command = ["-m", "natten_jax.profiler", *arguments.split(), "--json", str(path)]
+    output = output_of(run_command(command, {**users_environment(), "JAX_PLATFORMS": "cpu"}))
+    result = json.loads(path.read_text())
     assert result["backends"] == {"forward": "xla", "backward": "xla"}
     assert {row["framework"] for row in result["rows"]} == {"XLA"}
     products = [row["operation"] for row in result["rows"] if row["category"] == "gemm"]
@@ -132,28 +132,23 @@ def test_what_cannot_run_is_one_sentence(
 
 
 def test_what_cannot_run_fails_without_a_traceback() -> None:
-    finished = profiler("-i 64 --q-tile 1000000 --kv-tile 1000000 --backend flex-fna -w 8")
+    command = "-m natten_jax.profiler -i 64 --q-tile 1000000 --kv-tile 1000000 --backend flex-fna -w 8"
+    finished = run_command(command.split(), {**os.environ, "JAX_PLATFORMS": "cpu"})
     assert finished.returncode == 1
     assert "Traceback" not in finished.stderr
     assert "flex-fna does not offer q_tile_shape=(1000000,)" in finished.stderr
 
 
-def test_usage_error_of_the_program() -> None:
-    finished = profiler("-i 8 -w 9")
-    assert (finished.returncode, finished.stdout) == (2, "")
-    assert "--window-size (9,) with --dilation (1,) exceeds --input-size (8,)" in finished.stderr
-
-
-def test_one_extent_for_all_dimensions_and_full_names_of_element_types(tmp_path: Path) -> None:
+def test_one_extent_for_all_dimensions_and_full_names_of_element_types(profiled: Profiled) -> None:
     arguments = f"-i 8 10 -w 3 -s 2 --dilation 2 --dtype bfloat16 --compile --backend flex-fna {FEW}"
-    output, result = profile_to_json(arguments, tmp_path)
+    output, result = profiled(arguments)
     assert "k=3x3 s=2x2 d=2x2" in output
     assert "bf16, forward" in " ".join(output.split())
     assert (result["problem"]["dtype"], result["arguments"]["dtype"]) == ("bfloat16", "bf16")
 
 
-def test_float64_is_computed_in_float64(tmp_path: Path) -> None:
-    output, result = profile_to_json(f"-i 16 -w 4 --dtype float64 --backprop {FEW}", tmp_path)
+def test_float64_is_computed_in_float64(profiled: Profiled) -> None:
+    output, result = profiled(f"-i 16 -w 4 --dtype float64 --backprop {FEW}")
     assert "fp64, forward and backward" in " ".join(output.split())
     assert result["backends"] == {"forward": "flex-fna", "backward": "flex-fna"}
     options = parse(["-i", "16", "--dtype", "fp64", "--backend", "flex-fna", "-w", "4"])
@@ -188,9 +183,9 @@ def test_problem_of_self_attention() -> None:
 
 
 @pytest.mark.gpu
-def test_cudnn_baseline_on_a_gpu(tmp_path: Path) -> None:
+def test_cudnn_baseline_on_a_gpu(profiled: Profiled) -> None:
     arguments = "-i 2048 -n 4 -d 128 --backend cudnn --backprop --iterations 5"
-    output, result = profile_to_json(arguments, tmp_path, platform=None)
+    output, result = profiled(arguments)
     assert "FmhaForward" in output
     assert operations(result)["FmhaForward"] == 1
     assert operations(result)["FmhaBackward"] == 1

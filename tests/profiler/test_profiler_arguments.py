@@ -8,6 +8,9 @@ from natten_jax.performance import Performance
 from natten_jax.profiler import arguments, parse
 from natten_jax.profiler.__main__ import main
 
+#: A problem for several devices.
+PROBLEM = "-i 6 8 -b 8 -n 8 -d 16 --dtype fp32"
+
 
 @pytest.mark.parametrize(
     ("command", "message"),
@@ -49,6 +52,52 @@ from natten_jax.profiler.__main__ import main
         ("-i 8 --warmup-steps -1", "must be at least 0, got -1"),
         ("-i 8 --json no/such/folder/out.json", "the folder 'no/such/folder' does not exist"),
         ("-i 8 --nonsense", "unrecognized arguments: --nonsense"),
+        # Modes.
+        ("-i 8 --dry-run --optimize", "--dry-run and --optimize exclude each other"),
+        ("-i 8 --dry-run --simulate", "--dry-run and --simulate exclude each other"),
+        ("-i 8 --simulate --optimize", "--simulate and --optimize exclude each other"),
+        ("-i 8 --compute-capability 9.0", "--compute-capability is for --dry-run and --simulate"),
+        ("-i 8 --dry-run --compute-capability nine", "'nine' is not a compute capability such as 9.0"),
+        ("-i 8 --dry-run --compute-capability 9.75", "'9.75' is not a compute capability"),
+        ("-i 8 --dry-run --compare xla", "--compare would need a measurement"),
+        ("-i 8 --simulate --plot a.png --csv a.csv", "--csv, --plot would need a measurement"),
+        ("-i 8 --dry-run --backend xla", "which the baseline xla does not have"),
+        ("-i 8 --optimize --backend cudnn", "which the baseline cudnn does not have"),
+        ("-i 8 --compare nothing", "--compare 'nothing' is unknown"),
+        ("-i 8 --compare fav2", "use --compare cudnn"),
+        ("-i 8 --compare xla --backend xla", "--compare xla is what --backend runs already"),
+        ("-i 8 --max-configs -1", "must be at least 0"),
+        ("-i 8 --optimize --optimize-warmup-steps -1", "must be at least 0"),
+        ("-i 8 --backward-q-tile 8 --backward-kv-tile 8", "runs with --backprop only"),
+        ("-i 8 --plot no/such/folder/a.png", "the folder 'no/such/folder' does not exist"),
+        # Several devices.
+        (f"{PROBLEM} --devices 0", "must be at least 1, got 0"),
+        (f"{PROBLEM} --devices two", "invalid integer value: 'two'"),
+        (
+            f"{PROBLEM} --split tokens",
+            "--split takes batch, heads, H, W, or token dimensions with commas, as H,W; got tokens",
+        ),
+        (f"{PROBLEM} --split H,H --devices 2", "got H,H"),
+        (
+            f"{PROBLEM} --split W --devices 16",
+            "cannot share the tokens equally that --split W names: the input size is 6 8",
+        ),
+        (f"{PROBLEM} --devices 3", "--batch-size 8 is not a multiple of --devices 3"),
+        (f"{PROBLEM} --devices 3 --split heads", "--heads 8 is not a multiple of --devices 3"),
+        (f"{PROBLEM} --devices 2 --optimize", "--devices 2 does not go with --optimize, which is about one device"),
+        (f"{PROBLEM} --devices 8 --split heads --dry-run", "--devices 8 does not go with --dry-run"),
+        (f"{PROBLEM} --devices 2 --compare pallas", "--compare pallas does not go with --devices 2"),
+        (f"{PROBLEM} --devices 2 --backend pallas", "--backend pallas does not go with --devices 2"),
+        (
+            f"{PROBLEM} --devices 4 --split heads --heads-kv 2 --compare cudnn",
+            "--devices 4 and --split heads; use --compare xla",
+        ),
+        # TPUs, and the backward pass.
+        ("-i 32 --device v5e", "--device is for --dry-run and --simulate"),
+        ("-i 32 --device v5e --simulate --compute-capability 9.0", "exclude each other"),
+        ("-i 32 --device v9 --dry-run", "invalid choice: 'v9'"),
+        ("-i 64 64 -w 9 --backward-deterministic", "is for the backward pass, which runs with --backprop only"),
+        ("-i 64 64 -w 9 --backward-kv-splits 3", "is for the backward pass, which runs with --backprop only"),
     ],
 )
 def test_usage_errors(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,11 +196,3 @@ def test_every_performance_argument_has_a_flag() -> None:
     assert parse(line.split()).performance == Performance(
         (8, 8), (8, 16), None, None, (2, 2), True, True, "strict", False, "coop"
     )
-
-
-@pytest.mark.parametrize("flag", ["--backward-deterministic", "--backward-kv-splits 3", "--backward-q-tile 8 8 "])
-def test_flags_of_the_backward_pass_want_one(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    both = "--backward-kv-tile 8 8" if "tile" in flag else ""
-    with pytest.raises(SystemExit):
-        parse(f"-i 64 64 -w 9 {flag} {both}".split())
-    assert "is for the backward pass, which runs with --backprop only" in capsys.readouterr().err

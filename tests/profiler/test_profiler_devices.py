@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from natten_jax.native import module as native
@@ -18,7 +20,7 @@ from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.capture import CaptureError, Event
 from natten_jax.profiler.program import Instruction, Program
 from natten_jax.profiler.workload import options_per_device
-from tests.support.programs import output_of, run_python
+from tests.support.meshes import mesh_of, put
 from tests.support.traces import rows_by_module
 
 needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
@@ -39,25 +41,17 @@ RUNS: tuple[tuple[str, tuple[int, int, int], Iterable[str]], ...] = (
 #: Number of the one whose trace is kept.
 TRACED = 2
 
-_DRIVER = """
-import sys
-from natten_jax.profiler.__main__ import main
-for line in sys.argv[1].splitlines():
-    print(f"$ {line}", flush=True)
-    print(f"= {main(line.split())}", flush=True)
-"""
-
 
 @needs_native
-def test_a_problem_is_split_over_the_hosts_devices(tmp_path: Path) -> None:
+def test_a_problem_is_split_over_the_hosts_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [f"{PROBLEM} {flags} --json {tmp_path / str(i)}.json" for i, (flags, _, _) in enumerate(RUNS)]
     lines[TRACED] += f" --trace-dir {tmp_path}"
-    lines.append(f"{PROBLEM} -b 9 --devices 9")
-    finished = run_python(_DRIVER, "\n".join(lines), devices=8)
-    outputs = output_of(finished).split("$ ")[1:]
-    for i, ((flags, share, collectives), output) in enumerate(zip(RUNS, outputs, strict=False)):
-        assert output.rstrip().endswith("= 0"), output
-        assert all(len(row) <= 100 for row in output.splitlines()[1:])
+    outputs = []
+    for line in lines:
+        assert main(line.split()) == 0, line
+        outputs.append(capsys.readouterr().out)
+    for i, ((flags, share, collectives), output) in enumerate(zip(RUNS, outputs, strict=True)):
+        assert all(len(row) <= 100 for row in output.splitlines())
         options = parse([*PROBLEM.split(), *flags.split()])
         each = options_per_device(options)
         assert (each.batch_size, each.heads, each.heads_kv) == share
@@ -74,8 +68,8 @@ def test_a_problem_is_split_over_the_hosts_devices(tmp_path: Path) -> None:
         assert set(kernels.values()) <= {1}
         if "flex" not in flags:
             assert set(kernels) == {"FnaForward", "FnaBackward"} if options.backprop else {"FnaForward"}
-    assert "= 1" in outputs[-1]
-    *_, message = finished.stderr.splitlines()  # on a busy machine, after lines of progress
+    assert main(f"{PROBLEM} -b 9 --devices 9".split()) == 1
+    message = capsys.readouterr().err.splitlines()[-1]
     assert "--devices 9 is more than there are here: 8 (cpu)" in message
     assert "JAX_NUM_CPU_DEVICES=9" in message
     # The trace of one of them, read as any trace: it shows one device's part of three iterations.
@@ -91,54 +85,6 @@ def check_times(found: dict[str, Any], devices: int) -> None:
     assert found["iteration_times"] == times[busiest]
     rows = [math.fsum(runtimes) for runtimes in zip(*(row["runtimes"] for row in found["rows"]), strict=True)]
     assert rows == pytest.approx(found["iteration_times"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--devices 0", "must be at least 1, got 0"),
-        ("--devices two", "invalid integer value: 'two'"),
-        ("--split tokens", "--split takes batch, heads, H, W, or token dimensions with commas, as H,W; got tokens"),
-        ("--split H,H --devices 2", "got H,H"),
-        ("--split W --devices 16", "cannot share the tokens equally that --split W names: the input size is 6 8"),
-        ("--devices 3", "--batch-size 8 is not a multiple of --devices 3"),
-        ("--devices 3 --split heads", "--heads 8 is not a multiple of --devices 3"),
-        ("--devices 2 --optimize", "--devices 2 does not go with --optimize, which is about one device"),
-        ("--devices 8 --split heads --dry-run", "--devices 8 does not go with --dry-run"),
-        ("--devices 2 --compare pallas", "--compare pallas does not go with --devices 2"),
-        ("--devices 2 --backend pallas", "--backend pallas does not go with --devices 2"),
-        ("--devices 4 --split heads --heads-kv 2 --compare cudnn", "--devices 4 and --split heads; use --compare xla"),
-    ],
-)  # fmt: skip
-def test_usage_errors(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main([*PROBLEM.split(), *arguments.split()])
-    error = capsys.readouterr().err
-    assert exit_.value.code == 2
-    assert message in error.splitlines()[-1]
-
-
-def test_more_devices_than_there_are_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(f"{PROBLEM} -b 99 --devices 99".split()) == 1
-    error = capsys.readouterr().err
-    assert "--devices 99 is more than there are here" in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("heads", "heads_kv", "devices", "share"),
-    [
-        (8, 8, 4, (2, 2)),
-        (8, 4, 4, (2, 1)),
-        (8, 2, 4, (2, 1)),
-        (8, 2, 8, (1, 1)),
-        (8, 1, 2, (4, 1)),
-        (24, 12, 8, (3, 3)),
-    ],
-)
-def test_heads_of_each_device(heads: int, heads_kv: int, devices: int, share: tuple[int, int]) -> None:
-    options = parse(f"-i 8 -n {heads} --heads-kv {heads_kv} --devices {devices} --split heads".split())
-    each = options_per_device(options)
-    assert (each.heads, each.heads_kv) == share
 
 
 # Traces.
@@ -204,21 +150,11 @@ def test_the_busiest_device_is_that_of_the_longest_median() -> None:
     assert capture.busiest({0: iterations(1, 1, 90), 3: iterations(2, 2, 2), 7: iterations(9, 1, 1)}) == 3
 
 
-_DEVICES_OF_PROGRAMS = """
-import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
-from natten_jax.profiler.program import Program
-
-sharding = NamedSharding(jax.make_mesh((4,), ("d",), devices=jax.devices()[:4]), PartitionSpec("d"))
-split = jax.device_put(jnp.ones((8, 8)), sharding)
-for function, array in ((jax.jit(jnp.sin), jnp.ones(8)), (jax.jit(jnp.sin), split), (jax.pmap(jnp.sin), jnp.ones(8))):
-    print(Program.from_compiled(function.lower(array).compile()).devices)
-"""
-
-
 def test_programs_say_over_how_many_devices_they_run() -> None:
-    assert output_of(run_python(_DEVICES_OF_PROGRAMS, devices=8)).split() == ["1", "4", "8"]
+    split = put(jnp.ones((8, 8)), mesh_of("Auto", d=4), "d")
+    functions = (jax.jit(jnp.sin), jnp.ones(8)), (jax.jit(jnp.sin), split), (jax.pmap(jnp.sin), jnp.ones(8))
+    compiled = [function.lower(array).compile() for function, array in functions]
+    assert [Program.from_compiled(each).devices for each in compiled] == [1, 4, 8]
 
 
 @pytest.mark.parametrize(

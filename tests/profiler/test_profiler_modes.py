@@ -1,4 +1,4 @@
-"""The profiler's other jobs: listing, predicting, comparing, and reading any trace."""
+"""Listing, predicting and comparing, of GPUs, TPUs and baselines."""
 
 from __future__ import annotations
 
@@ -6,25 +6,38 @@ import csv
 import dataclasses
 import io
 import json
-import os
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from natten_jax import simulator
+from natten_jax.cost_model.simulation import TPU_CHIPS, chip_of
 from natten_jax.native import module as native
-from natten_jax.profiler import cli, parse, report, workload
+from natten_jax.plan.devices import Device
+from natten_jax.problem import problem_of
+from natten_jax.profiler import baselines, cli, parse, report, workload
 from natten_jax.profiler import trace as trace_program
 from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.capture import capture_in_turns
 from natten_jax.profiler.measure import Comparison, profile
-from tests.support.programs import run_command
+from natten_jax.profiler.predict import STATIC
 from tests.support.traces import rows_by_module
 
+# The profiler's other jobs: listing, predicting, comparing, and reading any trace.
+
+
 needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
+
 FEW = "--warmup-steps 1 --iterations 2"
+
 HOPPER = "--compute-capability 9.0"
+
 VIDEO = "-i 30 48 80 -n 24 -d 128 -w 18 24 24"
 
 #: The documentation's command lines, with layouts small enough for a CPU and without the names of GPU backends.
@@ -47,49 +60,42 @@ EXAMPLES = (
     "--q-tile 4 8 8 --kv-tile 2 8 8 -n 2 -d 128 -i 6 8 8 -w 4 4 4 -s 4 2 2",
 )
 
-# One interpreter for all command lines: they differ in what they do, not in how Python starts.
-_DRIVER = """
-import sys
-from natten_jax.profiler.__main__ import main
-for line in sys.argv[1].splitlines():
-    print(f"$ {line}", flush=True)
-    print(f"= {main(line.split())}", flush=True)
-"""
 
-
-def test_documented_command_lines() -> None:
-    lines = [line if "--dry-run" in line else f"{line} {FEW}" for line in EXAMPLES]
-    finished = run_command(["-c", _DRIVER, "\n".join(lines)], os.environ)
-    assert finished.returncode == 0, finished.stderr
-    outputs = finished.stdout.split("$ ")[1:]
-    assert len(outputs) == len(lines)
-    for line, output in zip(lines, outputs, strict=True):
-        assert output.rstrip().endswith("= 0"), f"{line}\n{output}"
-        assert all(len(row) <= 100 for row in output.splitlines()[1:])
-        assert "\x1b" not in output
-        if "--dry-run" in line:
-            assert "Use case is compatible with backend cpu-fmha." in output
-            assert "Forward pass configurations" in output
-        else:
-            assert "Profiler results" in output
-            assert ("Fna" if " -w " in line else "Fmha") + "Forward" in output or native.path() is None
-            assert ("Backward" in output) == ("--backprop" in line)
-        assert ("Best configuration" in output) == ("--optimize" in line)
+@pytest.mark.parametrize("line", EXAMPLES)
+def test_documented_command_lines(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main((line if "--dry-run" in line else f"{line} {FEW}").split()) == 0
+    output = capsys.readouterr().out
+    assert all(len(row) <= 100 for row in output.splitlines())
+    assert "\x1b" not in output
+    if "--dry-run" in line:
+        assert "Use case is compatible with backend cpu-fmha." in output
+        assert "Forward pass configurations" in output
+    else:
+        assert "Profiler results" in output
+        assert ("Fna" if " -w " in line else "Fmha") + "Forward" in output or native.path() is None
+        assert ("Backward" in output) == ("--backprop" in line)
+    assert ("Best configuration" in output) == ("--optimize" in line)
 
 
 @pytest.mark.parametrize(
-    ("backend", "capability"), [("blackwell-fna", "10.0"), ("hopper-fna", "9.0"), ("cutlass-fna", "8.0")]
+    ("backend", "flag", "reason"),
+    [
+        ("blackwell-fna", "--compute-capability 10.0", "compute capability 10.0"),
+        ("hopper-fna", "--compute-capability 9.0", "compute capability 9.0"),
+        ("cutlass-fna", "--compute-capability 8.0", "compute capability 8.0"),
+        ("tpu-fna", "--device v4", "runs on platform tpu only, and this is cpu"),
+    ],
 )
-def test_a_backend_for_another_gpu_says_so_and_shows_the_dry_run(
-    backend: str, capability: str, capsys: pytest.CaptureFixture[str]
+def test_a_backend_for_another_device_says_so_and_shows_the_dry_run(
+    backend: str, flag: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(f"--backend {backend} -n 24 -d 128 -i 256 256 -w 80 80".split()) == 1
+    assert main(f"--backend {backend} -n 24 -d 128 -i 256 256 -w 80 80 --max-configs 2".split()) == 1
     captured = capsys.readouterr()
     assert captured.err.startswith(f"natten-jax-profiler: error: {backend} ")
     assert captured.err.count("\n") == 1
-    assert f"compute capability {capability}" in captured.err
-    assert f"A dry run with --compute-capability {capability} shows:" in captured.out
-    assert f"(compute capability {capability})" in captured.out
+    assert reason in captured.err
+    assert f"A dry run with {flag} shows:" in captured.out
+    assert reason in captured.out or f"compatible with backend {backend}" in captured.out
     assert "Use case is compatible with backend flex-fna." in captured.out
 
 
@@ -162,8 +168,6 @@ def test_a_dry_run_says_which_schedule_is_which(capsys: pytest.CaptureFixture[st
 
 
 # Listing.
-
-
 def test_dry_run_lists_tiles_best_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "dry.json"
     assert main(f"{VIDEO} --dry-run --compute-capability 9.0 --max-configs 3 --json {path}".split()) == 0
@@ -226,8 +230,6 @@ def test_dry_run_without_any_backend_fails(capsys: pytest.CaptureFixture[str]) -
 
 
 # Predicting.
-
-
 def test_simulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "simulated.json"
     assert main(f"{VIDEO} --simulate --compute-capability 9.0 --json {path}".split()) == 0
@@ -255,8 +257,6 @@ def test_simulation_with_tiles_of_both_passes_without_a_calibration(capsys: pyte
 
 
 # Comparing, and files.
-
-
 @needs_native
 def test_comparison_and_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
@@ -308,43 +308,7 @@ def test_speedup_is_the_median_of_the_turns() -> None:
     assert (comparison.speedup, comparison.flop_bound) == (3.0, 8.0)
 
 
-# Usage errors of the modes.
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--dry-run --optimize", "--dry-run and --optimize exclude each other"),
-        ("--dry-run --simulate", "--dry-run and --simulate exclude each other"),
-        ("--simulate --optimize", "--simulate and --optimize exclude each other"),
-        ("--compute-capability 9.0", "--compute-capability is for --dry-run and --simulate"),
-        ("--dry-run --compute-capability nine", "'nine' is not a compute capability such as 9.0"),
-        ("--dry-run --compute-capability 9.75", "'9.75' is not a compute capability"),
-        ("--dry-run --compare xla", "--compare would need a measurement"),
-        ("--simulate --plot a.png --csv a.csv", "--csv, --plot would need a measurement"),
-        ("--dry-run --backend xla", "which the baseline xla does not have"),
-        ("--optimize --backend cudnn", "which the baseline cudnn does not have"),
-        ("--compare nothing", "--compare 'nothing' is unknown"),
-        ("--compare fav2", "use --compare cudnn"),
-        ("--compare xla --backend xla", "--compare xla is what --backend runs already"),
-        ("--max-configs -1", "must be at least 0"),
-        ("--optimize --optimize-warmup-steps -1", "must be at least 0"),
-        ("--backward-q-tile 8 --backward-kv-tile 8", "runs with --backprop only"),
-        ("--plot no/such/folder/a.png", "the folder 'no/such/folder' does not exist"),
-    ],
-)
-def test_usage_errors_of_the_modes(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(["-i", "8", *arguments.split()])
-    assert exit_.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
 # Tables.
-
-
 def test_tables_fit_with_and_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = (("a" * 70, "x" * 30, "1"), ("[bold]b[/]", "y", "2"))
     table = report.Table("Title", ("First", "Second", "#"), rows, ("", "Total", "3"), folded=0)
@@ -391,3 +355,99 @@ def test_lines_are_wrapped() -> None:
     lines = file.getvalue().splitlines()
     assert all(len(line) <= 100 for line in lines)
     assert lines[-2:] == ["", "natten-jax"]
+
+
+# Configurations and static times of TPUs, on a machine without a TPU.
+
+
+IMAGE = ["-i", "32", "32", "-w", "7", "-d", "64", "--dtype", "bf16", "--max-configs", "2"]
+
+
+@pytest.mark.parametrize("chip", TPU_CHIPS)
+def test_configurations_of_a_chip_that_is_not_there(chip: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*IMAGE, "--dry-run", "--device", chip]) == 0
+    printed = capsys.readouterr().out
+    assert f"Device: tpu ({TPU_CHIPS[chip].product})" in printed
+    assert "compatible with backend tpu-fna" in printed and "compatible with backend flex-fna" in printed
+    assert "not compatible with backend cpu-fna: it runs on platform cpu only" in printed
+    # The sentence appears once per pass of the kernels; plain JAX lacks times.
+    assert printed.count(STATIC) == 2
+
+
+def test_a_static_time_says_that_it_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "simulated.json"
+    arguments = [*IMAGE[:-2], "--simulate", "--device", "v5e", "--backprop", "--json", str(file)]
+    assert main([*arguments, "--backend", "tpu-fna"]) == 0
+    assert STATIC in capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert found["is_static"] and found["simulated_device"]["product"] == "TPU v5 lite"
+    assert 0 < found["passes"]["forward"]["predicted_seconds"] < found["passes"]["backward"]["predicted_seconds"]
+    # The default there is plain JAX, which lacks a time model.
+    assert main(arguments) == 0
+    assert STATIC not in capsys.readouterr().out
+    assert not json.loads(file.read_text())["is_static"]
+
+
+def test_the_static_model_is_the_slowest_of_products_softmax_and_memory() -> None:
+    chip = TPU_CHIPS["v5e"]
+    wide = problem_of((4096,), 512, heads=2, head_dim=256)
+    found = simulator.simulate(wide, ((512,), (512,)))
+    pairs = 2 * found.counts.executed_pairs
+    assert chip.seconds(found) == pytest.approx(2 * pairs * 512 / 197e12)
+    narrow = problem_of((4096,), 512, heads=2, head_dim=32)  # heads of 32 and of 128 take the same time
+    found = simulator.simulate(narrow, ((512,), (512,)))
+    assert chip.seconds(found) == pytest.approx(max(2 * pairs * 256 / 197e12, pairs / 1024 * 2.5 / 1.5e9))
+    few = simulator.simulate(problem_of((4096,), 2, head_dim=128), ((16,), (16,)))
+    assert chip.seconds(few) == pytest.approx(few.tile_bytes / 0.82e12)
+    in_float32 = problem_of((4096,), 512, heads=2, head_dim=256, dtype="float32")
+    assert chip.seconds(simulator.simulate(in_float32, ((512,), (512,)))) == pytest.approx(6 * 2 * pairs * 512 / 197e12)
+
+
+def test_chips_are_known_by_what_jax_calls_them() -> None:
+    assert chip_of(Device("tpu", product="TPU v6 lite")) is TPU_CHIPS["v6e"]
+    assert chip_of(Device("tpu")) is None and chip_of(Device("cuda", product="TPU v4")) is None
+
+
+# The profiler's baseline from tokamax, which tests do not install: a stand-in for the package.
+
+
+SHAPE = (2, 4, 3, 6, 8)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, attend: Any) -> None:
+    """Let ``import tokamax`` find a module with this attention."""
+    module = types.ModuleType("tokamax")
+    module.__dict__["dot_product_attention"] = attend
+    monkeypatch.setitem(sys.modules, "tokamax", module)
+
+
+def test_pallas_is_the_attention_of_tokamax_over_flat_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, *, implementation: str) -> jax.Array:
+        called.append(implementation)
+        return jax.nn.dot_product_attention(query, key, value)
+
+    install(monkeypatch, attend)
+    query = jax.random.normal(jax.random.key(0), SHAPE)
+    key, value = (jax.random.normal(jax.random.key(seed), (*SHAPE[:3], 2, SHAPE[4])) for seed in (1, 2))
+    found = baselines.attend("pallas", query, key, value)
+    assert called == ["mosaic"]
+    np.testing.assert_allclose(found, baselines.attend("xla", query, key, value), atol=1e-6)
+
+
+def test_pallas_says_which_package_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokamax", None)
+    x = jnp.ones(SHAPE)
+    with pytest.raises(ValueError, match=r"needs the package tokamax, on Python 3\.12 or later"):
+        baselines.attend("pallas", x, x, x)
+
+
+def test_pallas_says_what_tokamax_has_no_kernel_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(*arrays: jax.Array, implementation: str) -> jax.Array:
+        raise NotImplementedError("only NVIDIA GPUs of compute capability 9.0")
+
+    install(monkeypatch, attend)
+    x = jnp.ones(SHAPE)
+    with pytest.raises(ValueError, match=r"tokamax has no Pallas kernel .*: only NVIDIA GPUs"):
+        baselines.attend("pallas", x, x, x)

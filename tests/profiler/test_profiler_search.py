@@ -1,9 +1,10 @@
-"""``--optimize``, and its results as arguments of the operators and the modules."""
+"""Search and tuning: --optimize, tune, and configurations that were saved."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,21 +16,32 @@ import pytest
 
 import natten_jax
 from natten_jax import backends, simulator
-from natten_jax.backends.select import plan_with
+from natten_jax.autotuning import tables
+from natten_jax.autotuning.configurations import Tuned
+from natten_jax.autotuning.tables import TunedPass, TunedTable
+from natten_jax.backends.select import plan_with, resolve, staleness
 from natten_jax.native import module as native
 from natten_jax.performance import PASSES, Pass, TilePair
 from natten_jax.plan.devices import Device
-from natten_jax.plan.plan import BackendId
+from natten_jax.plan.plan import BackendId, Request
+from natten_jax.problem import Problem, problem_of
 from natten_jax.profiler import parse, predict, search
+from natten_jax.profiler import tune as tuning
 from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.capture import Event
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.program import Program
-from natten_jax.profiler.search import Optimum, best_table, optimize
+from natten_jax.profiler.search import Effort, Optimum, best_table, optimize
+from natten_jax.profiler.tune import plans_of
 from natten_jax.profiler.workload import Workload, request_of
 
+# ``--optimize``, and its results as arguments of the operators and the modules.
+
+
 needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
+
 FEW = "--warmup-steps 1 --iterations 2"
+
 HOPPER_GPU = Device("cuda", (9, 0), is_present=False)
 
 
@@ -216,17 +228,246 @@ def test_search_without_anything_that_runs_is_an_error(monkeypatch: pytest.Monke
         fake_search(monkeypatch, "-i 64 -w 8 --optimize", lambda options: RuntimeError("broken"))
 
 
+# ``natten_jax.tune``: what it finds and saves, what a block does, and tables that are shipped.
+
+
+CPU = Device("cpu")
+
+LITTLE_EFFORT = Effort(screened=3, finalists=1, seconds=0.1)
+
+PROBLEM = problem_of((8, 12), (4, 6), heads=2, head_dim=16, dtype="float32")
+
+
+def other_plan(problem: Problem) -> Any:
+    """A plan of the forward pass that is not the default: the last tiles in the backend's order."""
+    default = resolve(Request(problem), CPU, "forward")
+    pair = backends.of(default.backend).tile_pairs(problem, CPU, "forward")[-1]
+    assert pair != default.tiles
+    return dataclasses.replace(default, performance=default.performance.with_tiles("forward", pair))
+
+
+def table_of(plan: Any, device: str = "cpu", **facts: Any) -> TunedTable:
+    return TunedTable(device, (TunedPass(plan, 1.0, 2.0, facts.get("is_default", False)),))
+
+
+def loss(tokens: jax.Array) -> jax.Array:
+    once = natten_jax.na2d(tokens, tokens, tokens, (4, 6))
+    flat = natten_jax.na2d(once, once, once, (4, 6))[:, 0]
+    return jnp.sum(natten_jax.attention(flat, flat, flat) ** 2)
+
+
+def test_every_operator_of_a_program_is_found_once() -> None:
+    tokens = jax.ShapeDtypeStruct((1, 8, 12, 2, 16), jnp.float32)
+    for function in (jax.grad(loss), jax.jit(jax.grad(loss))):
+        tasks = tuning.tasks_of(plans_of(function, tokens))
+        assert sorted(each.problem.describe() for each in tasks) == ["attention 12 k=12", "na2d 8x12 k=4x6"]
+        assert all(each.backprop for each in tasks)
+    assert not any(each.backprop for each in tuning.tasks_of(plans_of(loss, tokens)))
+
+
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("keywords", "reason"),
     [
-        ("{", "is no JSON"),
-        ("[]", "holds no tuned configuration"),
-        ('{"rows": []}', "--optimize --json PATH"),
-        ('{"best_configuration": {"scale": 2}}', "unknown arguments scale"),
+        ({"edges": "wrap"}, None),
+        ({"edges": ("cut", "shift"), "stride": (2, 1), "dilation": (1, 2), "is_causal": (False, True)}, None),
+        ({"extents": jnp.array([[7, 9]])}, "layouts of their own"),
+        ({"relative_bias": jnp.ones((2, 5, 9))}, "would be measured in its place"),
     ],
 )
-def test_files_that_are_no_search_results(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
+def test_what_is_measured_is_what_is_called(keywords: dict[str, Any], reason: str | None) -> None:
+    keys = jax.ShapeDtypeStruct((1, 8, 12, 2, 16), jnp.float32)
+
+    def attend(tokens: jax.Array) -> jax.Array:
+        return natten_jax.na2d(tokens, tokens, tokens, (3, 5), **keywords)
+
+    (task,) = tuning.tasks_of(plans_of(attend, keys))
+    if reason is None:
+        assert task.obstacle is None and task.planned_problem == task.problem  # what is searched and timed
+    else:
+        assert reason in str(task.obstacle)
+
+
+@needs_native
+def test_what_is_saved_is_loaded_and_changes_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("natten_jax.profiler.search.THOROUGH", LITTLE_EFFORT)
+    tokens = jax.random.normal(jax.random.key(0), (1, 8, 12, 2, 16))
+
+    def attend(array: jax.Array) -> jax.Array:
+        return natten_jax.na2d(array, array, array, (4, 6))
+
+    path = tmp_path / "tuned.json"
+    tuned = natten_jax.tune(attend, tokens, save=path)
+    (found,) = tuned.passes
+    assert found.plan.pass_ == "forward" and found.seconds <= found.default_seconds
+    loaded = natten_jax.load_tuned(path)
+    assert loaded.table == tuned.table and dict(loaded) == dict(tuned)
+    with loaded:
+        np.testing.assert_allclose(jax.jit(attend)(tokens), attend(tokens), rtol=1e-4, atol=1e-5)
+
+
+@needs_native
+def test_a_block_runs_what_its_table_says_and_only_inside() -> None:
+    plan = other_plan(PROBLEM)
+    tokens = jnp.ones((1, 8, 12, 2, 16))
+    function = jax.jit(lambda array: natten_jax.na2d(array, array, array, (4, 6), scale=0.5))
+
+    def tiles() -> Any:
+        (found,) = plans_of(function, tokens)
+        return found.tiles
+
+    before = tiles()
+    function(tokens)
+    with Tuned(table_of(plan)):
+        assert tiles() == plan.tiles != before  # also of a function that was compiled before
+    assert tiles() == before
+
+
+@needs_native
+def test_boxes_of_a_layout_are_no_problem_of_a_table() -> None:
+    plan = other_plan(PROBLEM)
+    tokens, box = jnp.ones((1, 8, 12, 2, 16)), jnp.ones((1, 4, 12, 2, 16))
+
+    def attend(query: jax.Array, **where: Any) -> Any:
+        function = jax.jit(lambda query: natten_jax.na2d(query, tokens, tokens, (4, 6), **where))
+        (found,) = plans_of(function, query)
+        return found.tiles
+
+    untouched = attend(box, query_origin=(2, 0))
+    with Tuned(table_of(plan)):
+        assert attend(tokens) == plan.tiles
+        assert attend(box, query_origin=(2, 0)) == untouched != plan.tiles
+
+
+@needs_native
+@pytest.mark.parametrize("change", ["backend", "tiles", "batch", "device", "default", "parts"])
+def test_what_a_call_says_itself_holds(change: str) -> None:
+    table = table_of(other_plan(PROBLEM), "cuda" if change == "device" else "cpu", is_default=change == "default")
+    request = Request(PROBLEM, tuned=table)
+    if change == "backend":
+        request = dataclasses.replace(request, backend="flex-fna")
+    if change == "tiles":
+        own = resolve(Request(PROBLEM), CPU, "forward").performance
+        request = dataclasses.replace(request, performance=own)
+    if change == "batch":
+        request = dataclasses.replace(request, problem=dataclasses.replace(PROBLEM, batch=2))
+    if change == "parts":
+        request = dataclasses.replace(request, parts=(2, 1))
+    plain = resolve(dataclasses.replace(request, tuned=None), CPU, "forward")
+    assert resolve(request, CPU, "forward") == plain
+
+
+@needs_native
+@pytest.mark.parametrize(("name", "reason"), [("gone", "there is no backend gone-fna"), ("cutlass", "cutlass-fna: ")])
+def test_tables_of_another_build_are_left_alone(name: str, reason: str) -> None:
+    stale = dataclasses.replace(other_plan(PROBLEM), backend=BackendId(name, "fna"))
+    assert str(staleness(stale, CPU)).startswith(reason)
+    default = resolve(Request(PROBLEM), CPU, "forward")
+    assert resolve(Request(PROBLEM, tuned=table_of(stale)), CPU, "forward") == default
+
+
+@needs_native
+def test_shipped_tables_are_found_by_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Device("cpu", product="NVIDIA H100 80GB HBM3")
+    plan = other_plan(PROBLEM)
+    monkeypatch.setattr(tables, "shipped_tables", lambda: {"NVIDIA H100 80GB HBM3": table_of(plan, gpu.kind)})
+    assert resolve(Request(PROBLEM), gpu, "forward").tiles == plan.tiles
+    assert resolve(Request(PROBLEM), Device("cpu", product="NVIDIA H200"), "forward").tiles != plan.tiles
+    monkeypatch.setenv(tables.VARIABLE, "0")
+    assert tables.measured(Request(PROBLEM), gpu, "forward") is None
+
+
+def test_every_pass_of_a_shipped_table_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(tables.VARIABLE, raising=False)
+    for product in tables.shipped_tables():
+        device = Device("cuda", product=product)
+        table = tables.shipped(device)
+        assert table is not None and table.device == product
+        for each in table.passes:
+            problem = dataclasses.replace(each.plan.problem, scale=0.25)  # which does not matter
+            assert tables.measured(Request(problem), device, each.plan.pass_) is each
+            assert each.seconds <= each.default_seconds
+
+
+def test_functions_without_an_operator_and_other_objects_are_refused() -> None:
+    with pytest.raises(ValueError, match="calls no operator of natten_jax"):
+        natten_jax.tune(jnp.sin, jnp.ones(3))
+    with pytest.raises(TypeError, match="function must be callable, got int"):
+        natten_jax.tune(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"device": 3}, "device must be a str"),
+        ({"tuned": {}}, "tuned must be a list"),
+        ({"tuned": [3]}, r"tuned\[0\]: it is no object"),
+        ({"tuned": [{"seconds": "fast"}]}, r"tuned\[0\]: seconds must be a float"),
+        ([], "holds no tuned configuration.*--optimize --json PATH"),
+        ({"rows": []}, "holds no tuned configuration"),
+    ],
+)
+def test_malformed_tables(content: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    is_table = isinstance(content, dict) and "rows" not in content
+    path.write_text(json.dumps({"device": "cpu", "tuned": [], **content} if is_table else content))
+    with pytest.raises(ValueError, match=rf"^path='{path}'.*{message}"):
         natten_jax.load_tuned(path)
+
+
+def test_model_problems_are_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    import models
+
+    labels = [each.label for each in models.MODEL_PROBLEMS]
+    assert len(set(labels)) == len(labels)
+    assert len({each.benchmark.problem for each in models.MODEL_PROBLEMS}) == len(labels)
+    sys.modules.pop("models")
+
+
+@pytest.mark.parametrize(
+    ("fast", "slow", "is_clear"),
+    [
+        ((1.0,) * 8, (1.05,) * 8, True),
+        ((1.0,) * 8, (1.01,) * 8, False),
+        ((1.0,) * 8, (0.9,) * 8, False),
+        ((0.8, 0.9, 0.9, 1.0, 1.0, 1.1, 1.2, 1.3), (0.9, 0.9, 1.0, 1.1, 1.1, 1.1, 1.2, 1.3), False),  # noise
+    ],
+)
+def test_what_is_faster_by_no_more_than_noise_is_not_kept(
+    fast: tuple[float, ...], slow: tuple[float, ...], is_clear: bool
+) -> None:
+    assert tuning.is_clearly_faster(fast, slow) == is_clear
+
+
+@needs_native
+def test_tables_of_models_are_written_as_problems_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    import benchmarks
+    import models
+    import tune_models
+
+    small = [
+        models.ModelProblem("Small", str(extent), "", benchmarks.Benchmark((extent,), 1, 16, (5,), dtype="float32"))
+        for extent in (32, 48)
+    ]
+    monkeypatch.setattr(tune_models, "MODEL_PROBLEMS", small)
+    monkeypatch.setattr(tune_models, "EFFORT", LITTLE_EFFORT)
+
+    def run(*arguments: str) -> tuple[str, TunedTable]:
+        monkeypatch.setattr(sys, "argv", ["tune_models.py", "--forward-only", "--out", str(tmp_path), *arguments])
+        assert tune_models.main() == 0
+        return capsys.readouterr().out, TunedTable.from_text((tmp_path / "cpu.json").read_text(encoding="utf-8"))
+
+    out, table = run("--limit", "0.001")  # what has begun is finished
+    assert "1 problems are left" in out and [each.label for each in table.passes] == ["Small, 32"]
+    out, table = run()
+    assert "1 problems to measure, 1 passes in the table" in out
+    assert [each.label for each in table.passes] == ["Small, 32", "Small, 48"]
+    for each in table.passes:
+        assert each.plan.problem.dtype == "float32" and 0 < each.seconds <= each.default_seconds
+        request = Request(each.plan.problem, tuned=table)
+        assert resolve(request, CPU, "forward").tiles == each.plan.tiles
+    for name in ("benchmarks", "models", "tune_models"):
+        sys.modules.pop(name)

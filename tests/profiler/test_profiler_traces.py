@@ -1,29 +1,43 @@
-"""What the profiler makes of traces, and the tables it prints of them."""
+"""Traces: events, iterations, devices, programs and files, and the tables that the profiler prints of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
+import json
+import os
+import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.profiler import ProfileData
 
+import natten_jax
 from natten_jax import backends
 from natten_jax.backends.select import plan_with
+from natten_jax.native import module as native
 from natten_jax.performance import TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan, Request
 from natten_jax.problem import problem_of
 from natten_jax.profiler import Result, Row, capture, measure, parse, report, symbols
-from natten_jax.profiler.capture import CaptureError, Event
-from natten_jax.profiler.program import Instruction, Program
+from natten_jax.profiler import trace as trace_program
+from natten_jax.profiler.capture import CaptureError, Event, Launch
+from natten_jax.profiler.program import Instruction, Program, programs_in_trace
+from natten_jax.profiler.report import format_time
+from tests.support.compilation import users_environment
+from tests.support.programs import run_command
+from tests.support.protobuf import encoded, field
+from tests.support.traces import rows_by_module
 
 
 def test_overlapping_steps_share_the_time_and_containers_get_the_rest() -> None:
@@ -128,8 +142,6 @@ def test_rows_take_the_median_of_the_iterations() -> None:
 
 
 # Reports.
-
-
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
@@ -204,3 +216,273 @@ def test_results_name_tile_sizes_and_occupancy_where_it_is_known(
     result = dataclasses.replace(a_result(1), plans={"forward": plan}, device=device)
     found = report.to_json(result)["tiles"]["forward"]
     assert found == {"query": (16, 8), "key_value": (8, 8), "tile_m": 128, "tile_n": 64, "occupancy": occupancy}
+
+
+# ``python -m natten_jax.profiler.trace``: readable names for a trace of any program.
+
+
+needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
+
+
+def run_program(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return run_command(arguments, {**users_environment(), "JAX_PLATFORMS": "cpu"})
+
+
+def test_programs_are_read_from_any_trace(tmp_path: Path) -> None:
+    @jax.jit
+    def step(x: jax.Array) -> jax.Array:
+        with jax.named_scope("outer"):
+            return jnp.sum(jnp.tanh(x @ x) * 2)
+
+    x = jnp.ones((64, 64))
+    traced(tmp_path, [step], x)
+    (file,) = tmp_path.glob("**/*.xplane.pb")
+    (found,) = (program for program in programs_in_trace(file.read_bytes()).values() if program.module == "jit_step")
+    expected = Program.from_compiled(step.lower(x).compile())
+    assert found.instructions.keys() == expected.instructions.keys()
+    for name, instruction in expected.instructions.items():
+        assert found.instruction(name).opcode == instruction.opcode
+        assert found.instruction(name).fused == instruction.fused
+        assert found.instruction(name).scope == instruction.scope
+
+    output = run_program("-m", "natten_jax.profiler.trace", tmp_path)
+    assert output.returncode == 0, output.stderr
+    assert "jit_step" in output.stdout
+    assert "gemm" in output.stdout
+
+
+@needs_native
+def test_programs_of_a_trace_are_told_apart_by_name(tmp_path: Path) -> None:
+    """Several programs with kernels or loops, some with equal names.
+
+    On a CPU, events and the programs inside a trace have different numbers.
+    """
+
+    def named(name: str, function: Any) -> Any:
+        function.__name__ = name
+        return jax.jit(function)
+
+    def attend(i: int) -> Any:
+        return named(f"attend_{i}", lambda x: natten_jax.na1d(x, x, x, 8 + i, backend="cpu-fna"))
+
+    def loop(i: int) -> Any:
+        square = lambda x: x[0, :, 0, :] @ x[0, :, 0, :].T  # noqa: E731
+        return named("loop", lambda x: jax.lax.fori_loop(0, 3, lambda _, y: jnp.sin(y) @ y + i, square(x)))
+
+    traced(tmp_path, [make(i) for i in range(4) for make in (attend, loop)], jnp.ones((1, 32, 2, 16)))
+    modules = rows_by_module(tmp_path)
+    for i in range(4):
+        assert [row.name.operation for row in modules[f"jit_attend_{i}"]] == ["FnaForward"]
+    loops = {row.name.operation: row for row in modules["jit_loop"]}
+    assert loops["while"].calls == 4
+    assert loops["sin"].calls == 12
+    assert not any("wrapped" in operation for operation in loops)
+
+
+def traced(folder: Path, functions: list[Any], x: jax.Array) -> None:
+    """Compile each function, then trace a call."""
+    jax.block_until_ready([function(x) for function in functions])
+    with jax.profiler.trace(str(folder)):
+        for function in functions:
+            jax.block_until_ready(function(x))
+
+
+def _is_printed(cell: str, seconds: float) -> bool:
+    """Return True if a cell is a time; its last digit may be rounded up or down, since sums depend on their order."""
+    number, unit = re.fullmatch(r"([\d.]+)(us|ms|s)", format_time(seconds)).groups()  # type: ignore[union-attr]
+    return cell.endswith(unit) and abs(float(cell.removesuffix(unit)) - float(number)) < 0.0015
+
+
+def test_shares_add_up_and_averages_are_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    @jax.jit
+    def step(x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ x) * 2
+
+    @jax.jit
+    def other(x: jax.Array) -> jax.Array:
+        return x @ x
+
+    traced(tmp_path, [step] * 5 + [other], jnp.ones((256, 256)))
+    found = trace_program.programs_of(tmp_path)
+    assert {name: each.runs for name, each in found.items()} == {"jit_step": 5, "jit_other": 1}
+
+    def table(*flags: str) -> tuple[list[list[str]], str]:
+        assert trace_program.main([str(tmp_path), *flags]) == 0
+        output = capsys.readouterr().out
+        rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if "│" in line]
+        return rows, output
+
+    pytest.importorskip("rich")
+    rows, output = table("--module", "jit_step")
+    assert "Per step" in output and "# a step" in output
+    assert re.search(r"^jit_step: \S+, 100\.0%; 5 runs of \S+$", output, re.MULTILINE)
+    shares = [float(row[6].rstrip("%")) for row in rows]
+    assert sum(shares[:-1]) == pytest.approx(100, abs=0.1 * len(rows)) and shares[-1] == 100
+    in_steps = {row[3]: float(row[4]) for row in rows[:-1]}
+    assert in_steps and set(in_steps.values()) == {1}
+    seconds = found["jit_step"].seconds
+    assert _is_printed(rows[-1][5], seconds / 5)
+
+    _, output = table()  # of several programs: how many steps they are together is not known
+    assert "Per step" not in output and "Share" in output
+    assert re.search(r"^jit_other: .*; 1 run of \S+$", output, re.MULTILINE)
+    rows, output = table("--steps", "2", "--json", str(tmp_path / "trace.json"))
+    together = sum(each.seconds for each in found.values())
+    assert _is_printed(rows[-1][5], together / 2)
+    saved = json.loads((tmp_path / "trace.json").read_text())
+    assert saved["steps"] == 2 and saved["runs"] == {"jit_step": 5, "jit_other": 1}
+
+
+def test_traces_that_do_not_say_how_often_a_program_ran() -> None:
+    told = [Event("kernel", "fusion", "", 0.0, 1e6, run=run) for run in (1, 1, 2)]
+    assert trace_program._count_runs(told) == 2
+    assert trace_program._count_runs([*told, Event("kernel", "fusion", "", 0.0, 1e6)]) is None
+
+
+# Traces of TPUs in the form that is documented of them, with kernels of this package, loops and another program.
+
+
+#: Microseconds: what ran on a device, one instruction after the other, loops around what is in them.
+OPERATIONS = (
+    ("%copy.1 = bf16[8,64,32]{2,1,0} copy(bf16[64,8,32]{2,1,0} %x)", 0, 10),
+    ("%natten_jax_tpu_forward.1 = (bf16[8,64,32], f32[8,2,64]) custom-call(%copy.1)", 10, 40),
+    ("%natten_jax_tpu_query_gradient.1 = f32[8,64,32] custom-call(%copy.1)", 50, 30),
+    ("%natten_jax_tpu_key_gradients.1 = (f32[8,64,32], f32[8,64,32]) custom-call(%copy.1)", 80, 50),
+    ("%while.2 = (s32[], f32[4]) while(%tuple)", 130, 20),
+    ("%add_fusion = f32[4] fusion(%y), kind=kLoop", 135, 5),
+    ("%add_fusion = f32[4] fusion(%y), kind=kLoop", 142, 5),
+)
+
+OTHER = (("%convolution.3 = f32[8,8] convolution(%a, %b)", 20, 7),)
+
+RUNS = ((1000, "jit_step(77)", 5, OPERATIONS), (1200, "jit_other(78)", 6, OTHER), (1300, "jit_step(77)", 7, OPERATIONS))
+
+
+def text_of(devices: int) -> str:
+    """The trace, as protocol buffers are written."""
+    names: dict[str, int] = {}
+
+    def event(name: str, start: float, duration: float, *stats: str) -> str:
+        number = names.setdefault(name, len(names) + 1)
+        picoseconds = f"offset_ps: {int(start * 1e6)} duration_ps: {int(duration * 1e6)}"
+        return f"events {{ metadata_id: {number} {picoseconds} {' '.join(stats)} }}"
+
+    def line(name: str, *of_line: str) -> str:
+        return f'lines {{ name: "{name}" timestamp_ns: 0 {" ".join(of_line)} }}'
+
+    modules = [event(name, at, 200, f"stats {{ metadata_id: 1 int64_value: {run} }}") for at, name, run, _ in RUNS]
+    operations = [event(name, at + start, length) for at, *_, inside in RUNS for name, start, length in inside]
+    copies = [event("%copy-start.9", 1001, 900)]
+    lines = " ".join(
+        line(name, *of_line)
+        for name, of_line in (("XLA Modules", modules), ("XLA Ops", operations), ("Async XLA Ops", copies))
+    )
+    metadata = " ".join(
+        f'event_metadata {{ key: {number} value {{ id: {number} name: "{name}" }} }}' for name, number in names.items()
+    )
+    metadata += ' stat_metadata { key: 1 value { id: 1 name: "run_id" } }'
+    planes = [f'planes {{ name: "/device:TPU:{device}" {lines} {metadata} }}' for device in range(devices)]
+    return " ".join([*planes, 'planes { name: "/host:CPU" }'])
+
+
+@pytest.fixture
+def trace_path(tmp_path: Path) -> Path:
+    path = tmp_path / "host.xplane.pb"
+    path.write_bytes(ProfileData.text_proto_to_serialized_xspace(text_of(devices=2)))
+    return path
+
+
+def test_kernels_have_readable_names_and_loops_only_their_own_time(trace_path: Path) -> None:
+    found = trace_program.programs_of(trace_path)
+    assert {name: each.runs for name, each in found.items()} == {"jit_step": 2, "jit_other": 1}
+    rows = {row.name.operation: row for row in found["jit_step"].rows}
+    attention = {name: row for name, row in rows.items() if row.name.category == "attention"}
+    assert {name: (row.name.framework, row.calls) for name, row in attention.items()} == {
+        "FnaForward": ("natten_jax-tpu", 2),
+        "FnaBackward": ("natten_jax-tpu", 4),
+    }
+    seconds = {name: row.runtime for name, row in rows.items()}
+    assert seconds["FnaForward"] == pytest.approx(80e-6) and seconds["FnaBackward"] == pytest.approx(160e-6)
+    assert seconds["while"] == pytest.approx(20e-6) and seconds["add_fusion"] == pytest.approx(20e-6)
+    # Asynchronous copies do not count as time of the program.
+    assert found["jit_step"].seconds == pytest.approx(2 * 150e-6)
+    (product,) = found["jit_other"].rows
+    assert product.name.category == "gemm"
+
+
+def test_runs_of_a_program_are_iterations_of_each_device(trace_path: Path) -> None:
+    events = [each for each in capture.tpu_events(capture.read_trace(trace_path)) if each.module == "jit_step"]
+    devices = capture.by_device(events)
+    assert list(devices) == [0, 1]
+    for of_device in devices.values():
+        parts = capture.split(of_device, 2)
+        assert parts is not None and [len(part) for part in parts] == [len(OPERATIONS)] * 2
+        assert {each.number for part in parts for each in part} == {77}
+
+
+def test_the_program_prints_them(trace_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert trace_program.main([str(trace_path.parent), "--module", "jit_step"]) == 0
+    printed = capsys.readouterr().out
+    assert "FnaForward" in printed and "natten_jax-tpu" in printed and "2 runs of 150.000us" in printed
+
+
+# Trace files: the programs in them, errors about broken files, and the search for files.
+
+
+def trace_with_program(hlo: bytes, stat: bytes = b"Hlo Proto") -> bytes:
+    """Return a trace with a program, or with other bytes in a stat of another name."""
+    named = field(5, field(1, 4) + field(2, field(1, 4) + field(2, stat)))
+    event = field(4, field(1, 9) + field(2, field(5, field(1, 4) + field(6, hlo))))
+    return field(1, field(2, b"/host:metadata") + named + event)
+
+
+def test_fusions_call_computations_by_packed_numbers() -> None:
+    fusion = field(1, b"fusion.1") + field(2, b"fusion") + field(38, encoded(300))
+    inner = field(2, field(1, b"tanh.1") + field(2, b"tanh")) + field(5, 300)
+    module = field(1, b"jit_step") + field(3, inner) + field(3, field(2, fusion) + field(5, 1))
+    (program,) = programs_in_trace(trace_with_program(field(1, module))).values()
+    assert program.module == "jit_step"
+    assert program.instruction("fusion.1").fused == {"tanh"}
+
+
+def test_other_stats_are_not_read_as_programs() -> None:
+    assert programs_in_trace(trace_with_program(b"\x80", b"Some data")) == {}
+
+
+def test_broken_and_missing_traces_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert trace_program.main([str(tmp_path)]) == 1
+    assert "there is no trace" in capsys.readouterr().err
+    broken = tmp_path / "a.xplane.pb"
+    broken.write_bytes(b"\x0a\xff\xff\xff\xff\x0f\x01\x02" * 5)
+    assert trace_program.main([str(broken)]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"the trace {str(broken)!r} is truncated or corrupt" in error
+
+
+def test_traces_are_searched_only_in_folders_of_the_profiler(tmp_path: Path) -> None:
+    for place in ("deep/er", "plugins/profile/run/more", "plugins/other"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "a.xplane.pb").write_bytes(b"")
+    with pytest.raises(CaptureError, match="there is no trace"):
+        capture.trace_file(tmp_path)
+    for age, run in ((0, "new"), (100, "old")):
+        file = tmp_path / "plugins" / "profile" / run / "host.xplane.pb"
+        file.parent.mkdir()
+        file.write_bytes(b"")
+        os.utime(file, (time.time() - age,) * 2)
+    assert capture.trace_file(tmp_path).parent.name == "new"
+    assert capture.trace_file(tmp_path / "plugins" / "profile" / "old").parent.name == "old"
+
+
+def test_captures_keep_their_trace_in_a_folder_with_older_ones(tmp_path: Path) -> None:
+    step = jax.jit(lambda x: jnp.tanh(x) @ x).lower(jnp.ones((16, 16))).compile()
+    launch = Launch(lambda: step(jnp.ones((16, 16))), Program.from_compiled(step))
+    old = tmp_path / "plugins" / "profile" / "1999_12_31_23_59_59" / "host.xplane.pb"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(b"")
+    os.utime(old, (0, 0))
+    (iterations,) = capture.capture_in_turns([launch], 2, "cpu", folder=tmp_path)
+    assert len(iterations) == 2
+    kept = {file.parent for file in (tmp_path / "plugins" / "profile").glob("*/*.xplane.pb")}
+    assert len(kept) == 2

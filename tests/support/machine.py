@@ -15,7 +15,7 @@ from natten_jax.plan.devices import Device
 
 
 class FakeDevice(NamedTuple):
-    """What this package reads of JAX's object."""
+    """Attributes of JAX's device that this package reads."""
 
     platform: str
 

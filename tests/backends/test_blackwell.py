@@ -1,9 +1,13 @@
-"""The Blackwell kernels in JAX's interpreter, which finds races and fills memory with NaN, and lowered for GPUs."""
+"""The Blackwell backend: its choice, its kernels in JAX's interpreter, and their machine code."""
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,14 +17,18 @@ import pytest
 
 import natten_jax
 from natten_jax.arrays.operands import Cotangents, Operands
+from natten_jax.backends import find, registered, select
 from natten_jax.backends.pallas._blackwell_call import Lines, call_of
 from natten_jax.backends.pallas._common import Visits
-from natten_jax.performance import TilePair
+from natten_jax.backends.pallas.blackwell import BlackwellBackend
+from natten_jax.backends.select import resolve, runnable
+from natten_jax.performance import PASSES, Pass, Performance, TilePair
 from natten_jax.plan.devices import Device
+from natten_jax.plan.plan import Request
 from natten_jax.problem import Problem, problem_of
 from natten_jax.windows import Axis
 from tests.fuzz.interpreted_blackwell import complaints, differences, draw
-from tests.support import oracle
+from tests.support import machine_code, oracle
 from tests.support.interpreted_blackwell import (
     Drawn,
     interpreting,
@@ -31,7 +39,124 @@ from tests.support.interpreted_blackwell import (
     run_backward,
 )
 from tests.support.machine import Machine
-from tests.support.machine_code import KERNELS
+from tests.support.machine_code import KERNELS, compiled, ignored, missing
+
+B200, B300 = (Device("cuda", (10, minor), is_present=False) for minor in (0, 3))
+
+IMAGE = problem_of((256, 256), 80, 16, heads=24, head_dim=128)
+
+
+def families(**performance: Any) -> list[str]:
+    """Families that run the two passes."""
+    request = Request(IMAGE, **performance)
+    return [resolve(request, B200, pass_).backend.family for pass_ in PASSES]
+
+
+@pytest.mark.parametrize("device", [B200, B300], ids=str)
+@pytest.mark.parametrize("pass_", PASSES)
+def test_its_gpus_are_two(device: Device, pass_: Pass) -> None:
+    assert find("blackwell-fna", "fna").rejection(IMAGE, device, pass_) is None
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (11, 0), (12, 0)])
+def test_other_gpus_refuse_it_in_a_sentence(capability: tuple[int, int]) -> None:
+    device = Device("cuda", capability, is_present=False)
+    reason = find("blackwell-fna", "fna").rejection(IMAGE, device, "forward")
+    assert reason == f"it runs on NVIDIA GPUs of compute capability 10.0 or 10.3 only, not on {device}"
+
+
+def test_the_default_is_the_portable_kernels(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
+    assert "blackwell" not in families()
+    assert families(backend="blackwell-fna") == ["blackwell", "blackwell"]
+    machine.forget()
+    monkeypatch.setenv(select.VARIABLE, "blackwell")
+    assert families() == ["blackwell", "blackwell"]
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+def test_it_can_run_both_passes(pass_: Pass) -> None:
+    assert [backend.family for backend in runnable(IMAGE, B200, pass_)].count("blackwell") == 1
+
+
+@pytest.mark.parametrize(
+    ("facts", "part"),
+    [
+        ({"dtype": "float32"}, "float16, bfloat16"),
+        ({"head_dim": 136}, "at most 128"),
+        ({"head_dim_v": 192}, "at most 128"),
+        ({"edges": "wrap"}, "edges"),
+    ],
+)
+def test_what_it_does_not_take(facts: dict[str, Any], part: str) -> None:
+    reason = find("blackwell-fna", "fna").rejection(problem_of((64, 64), 7, **facts), B200, "forward")
+    assert reason is not None and part in reason
+
+
+@pytest.mark.parametrize(
+    ("widths", "width"), [((8, 8), 32), ((32, 8), 32), ((40, 64), 64), ((64, 72), 128), ((128, 1), 128)]
+)
+def test_heads_are_filled_up_to_one_width(widths: tuple[int, int], width: int) -> None:
+    problem = BlackwellBackend.with_wide_heads(problem_of((64,), 7, head_dim=widths[0], head_dim_v=widths[1]))
+    assert (problem.head_dim, problem.head_dim_v) == (width, width)
+
+
+def test_queries_of_natten_list_tiles_that_are_taken() -> None:
+    tokens = jax.ShapeDtypeStruct((1, 30, 48, 80, 24, 128), jnp.bfloat16)
+    configurations = natten_jax.get_configs_for_cutlass_blackwell_fna(
+        tokens, kernel_size=(18, 24, 24), stride=(16, 8, 8), compute_capability="10.0"
+    )
+    assert ((4, 8, 8), (2, 8, 8)) in configurations
+    backend = BlackwellBackend()
+    for q_tile, kv_tile in configurations:
+        assert backend.offers(problem_of((30, 48, 80), 18), B200, "forward", (q_tile, kv_tile))
+    sizes = natten_jax.get_configs_for_cutlass_blackwell_fmha(
+        jax.ShapeDtypeStruct((1, 4096, 24, 128), jnp.float16), compute_capability=(10, 3)
+    )
+    assert sorted(sizes) == [(128, 128), (256, 128)]
+    of_gradients = natten_jax.get_bwd_configs_for_cutlass_blackwell_fna(
+        tokens, kernel_size=(18, 24, 24), stride=(16, 8, 8), compute_capability="10.0"
+    )
+    assert ((2, 8, 8), (2, 8, 8)) in of_gradients
+    for pair in of_gradients:
+        assert backend.offers(problem_of((30, 48, 80), 18), B200, "backward", pair)
+
+
+def test_tiles_of_two_halves_are_the_forward_passs_alone() -> None:
+    pair = (16, 16), (16, 8)
+    backend = BlackwellBackend()
+    assert backend.offers(IMAGE, B200, "forward", pair) and not backend.offers(IMAGE, B200, "backward", pair)
+
+
+@pytest.mark.parametrize("pair", [((16, 16), (16, 4)), ((16, 8), (12, 8)), ((64, 4), (16, 8)), ((8, 8), (16, 8))])
+def test_other_tiles_are_refused_with_some_that_are_not(pair: Any) -> None:
+    request = Request(IMAGE, Performance(q_tile_shape=pair[0], kv_tile_shape=pair[1]), "blackwell-fna")
+    with pytest.raises(ValueError, match=r"natten_jax\.get_configs_for_cutlass_blackwell_fna lists them"):
+        resolve(request, B200, "forward")
+
+
+def test_a_gpu_without_portable_kernels_still_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends that run only by name do not count as kernels of the default."""
+    here = Device("cuda", (10, 0))
+    for backend in registered():
+        if backend.targets:
+            monkeypatch.setattr(
+                type(backend),
+                "rejection",
+                lambda self, problem, device, pass_: "no code" if device.is_present else None,
+            )
+    reason = select.missing_kernels_of(registered(), IMAGE, here, "forward")
+    assert reason is not None and reason.startswith("no code. ")
+
+
+def test_older_jax_is_said_to_be_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("natten_jax.backends.pallas.blackwell.missing_in_jax", lambda: "it is old")
+    here = Device("cuda", (10, 0))
+    assert find("blackwell-fna", "fna").rejection(IMAGE, here, "forward") == "it is old"
+    assert find("blackwell-fna", "fna").rejection(IMAGE, B200, "forward") is None
+
+
+# The Blackwell kernels in JAX's interpreter, which finds races and fills memory with NaN, and lowered for GPUs.
+
 
 PROBLEMS: dict[str, tuple[Problem, TilePair, TilePair]] = {
     "three dimensions, two halves": (
@@ -45,9 +170,12 @@ PROBLEMS: dict[str, tuple[Problem, TilePair, TilePair]] = {
         ((128,), (128,)),
     ),
 }
+
 SMALL = problem_of((300,), 150, head_dim=32, dtype="float16"), ((256,), (128,)), ((128,), (128,))
+
 A_RACE = r"RACE DETECTED|last written through alias group"
-#: Which of them the interpreter finds first is a matter of which thread comes first.
+
+#: The interpreter reports either, depending on the order of threads.
 A_MISSING_WAIT = rf"{A_RACE}|Barrier completed phase \d+, but no threads observed phase \d+"
 
 
@@ -208,3 +336,56 @@ def test_numbers_of_queries_come_back_from_items() -> None:
     assert in_items.shape == (call.items, 2, 128)
     assert (in_items == 7).sum() == in_items.size - numbers.size
     np.testing.assert_array_equal(np.stack(call.of_items(in_items)), numbers.astype(np.float32))
+
+
+# The Blackwell kernels compile to machine code for ``sm_100a``, without a GPU.
+
+
+#: A kernel that reduces its registers without a number of blocks per multiprocessor.
+SETMAXNREG = """
+.version 8.8
+.target sm_100a
+.address_size 64
+.visible .entry kernel()
+.maxntid 384{bound}
+{{
+  setmaxnreg.dec.sync.aligned.u32 24;
+  ret;
+}}
+"""
+
+
+@pytest.mark.skipif(shutil.which("ptxas") is None, reason="there is no ptxas")
+@pytest.mark.parametrize(("bound", "is_ignored"), [("", True), ("\n.minnctapersm 1", False)])
+def test_a_directive_that_ptxas_ignores_is_found_in_what_it_prints(
+    bound: str, is_ignored: bool, tmp_path: Path
+) -> None:
+    source = tmp_path / "kernel.ptx"
+    source.write_text(SETMAXNREG.format(bound=bound))
+    command = [
+        "ptxas",
+        "--verbose",
+        "--gpu-name",
+        "sm_100a",
+        "--output-file",
+        str(tmp_path / "kernel.cubin"),
+        str(source),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert [("setmaxnreg" in line) for line in ignored(done.stderr)] == [True] * is_ignored
+
+
+@needs_interpreter
+@pytest.mark.slow
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.parametrize("number", range(len(machine_code.PROBLEMS)))
+def test_kernels_are_assembled_and_keep_to_their_registers(number: int, tmp_path: Path) -> None:
+    for name, (ptx, said) in compiled(tmp_path, number).items():
+        for instruction in ("tcgen05.mma", "tcgen05.ld", "tcgen05.st", "cp.async.bulk.tensor", "setmaxnreg"):
+            # Gradients of logits that are transposed are written to shared memory.
+            assert instruction in ptx or (name, instruction) == (KERNELS[2], "tcgen05.st")
+        assert name in said and "for 'sm_100a'" in said
+        assert "error" not in said
+        assert ignored(said) == []
+        spilled = re.search(r"(\d+) bytes spill stores", said)
+        assert spilled is not None and int(spilled[1]) <= 128

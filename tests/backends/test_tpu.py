@@ -1,4 +1,4 @@
-"""The TPU kernels in Pallas's interpreter, which finds races and fills fresh memory with NaN."""
+"""The TPU backend: its choice, and its kernels in Pallas's interpreter."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import natten_jax
 from natten_jax import backends, na2d
 from natten_jax.arrays.operands import Cotangents, Inputs, Operands
+from natten_jax.backends import select
 from natten_jax.backends.pallas import _tpu_call
 from natten_jax.backends.pallas._tpu_call import pack_size
 from natten_jax.backends.pallas.tpu import TpuBackend
@@ -25,10 +29,161 @@ from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Request
 from natten_jax.problem import Problem, problem_of
 from tests.fuzz import interpreted
+from tests.ops.test_added_logits import CASES as ADDED
+from tests.ops.test_added_logits import check
 from tests.support import oracle
 from tests.support.families import BOUNDS, Family
 from tests.support.interpreted_tpu import FINDING_RACES, InterpretedTpuBackend, raising_races, register
+from tests.support.machine import Machine
+from tests.support.meshes import mesh_of, put
 from tests.support.problems import Case, Trial, check_all
+
+ARRAY = jax.ShapeDtypeStruct((1, 32, 2, 16), jnp.float32)
+
+NAMES = "natten_jax_tpu_forward", "natten_jax_tpu_query_gradient", "natten_jax_tpu_key_gradients"
+
+
+def exported(*platforms: str, x: Any = ARRAY, **arguments: Any) -> str:
+    def gradient(x: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: natten_jax.na1d(x, x, x, 5, **arguments).sum())(x)
+
+    checks = natten_jax.EXPORT_CHECKS
+    return str(jax.export.export(jax.jit(gradient), platforms=platforms, disabled_checks=checks)(x).mlir_module())
+
+
+def kernels(text: str) -> list[bool]:
+    return [name in text for name in NAMES]
+
+
+def test_a_name_is_lowered_to_the_kernels_on_any_machine() -> None:
+    assert kernels(exported("tpu", backend="tpu-fna")) == [True] * 3
+
+
+def test_the_batch_size_may_be_a_symbol_but_for_scales_of_heads() -> None:
+    (batch,) = jax.export.symbolic_shape("batch")
+    x = jax.ShapeDtypeStruct((batch, *ARRAY.shape[1:]), ARRAY.dtype)
+    assert kernels(exported("tpu", x=x, backend="tpu-fna")) == [True] * 3
+    scales = jnp.ones(2)
+    assert kernels(exported("tpu", backend="tpu-fna", scale=scales)) == [True] * 3
+    with pytest.raises(ValueError, match=r"^scale is an array, and the batch size is batch: "):
+        exported("tpu", x=x, backend="tpu-fna", scale=scales)
+
+
+def test_the_default_is_plain_jax_unless_the_environment_asks(
+    monkeypatch: pytest.MonkeyPatch, machine: Machine
+) -> None:
+    assert kernels(exported("tpu")) == [False] * 3
+    machine.forget()
+    monkeypatch.setenv(select.VARIABLE, " tpu,")
+    assert kernels(exported("tpu")) == [True] * 3
+    assert kernels(exported("cpu")) == [False] * 3
+
+
+def test_what_the_kernels_do_not_take_stays_plain_jax(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
+    machine.has(Device("tpu"))
+    monkeypatch.setenv(select.VARIABLE, "tpu")
+    for shape, dtype in (((1, 32, 2, 264), "float32"), ((1, 32, 2, 16), "float16")):
+        x = jax.ShapeDtypeStruct(shape, dtype)
+        assert kernels(exported("tpu", x=x)) == [False] * 3
+        with pytest.raises(ValueError, match=r"'tpu-fna' cannot run the forward pass .* Backends that can: flex-fna"):
+            exported("tpu", x=x, backend="tpu-fna")
+
+
+@pytest.mark.parametrize("value", ["tpux", "flex", "tpu;hopper"])
+def test_the_environment_can_name_no_other_family(
+    value: str, monkeypatch: pytest.MonkeyPatch, machine: Machine
+) -> None:
+    machine.forget()
+    monkeypatch.setenv(select.VARIABLE, value)
+    with pytest.raises(
+        ValueError, match=rf"NATTEN_JAX_BY_DEFAULT must name families .* \(blackwell, tpu\), not '{value}'"
+    ):
+        x = jnp.zeros(ARRAY.shape)
+        natten_jax.na1d(x, x, x, 5)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "rocm"])
+def test_other_devices_refuse_the_name(platform: str) -> None:
+    with pytest.raises(ValueError, match=rf"'tpu-fna' cannot run .*: it runs on platform tpu only, not on {platform}"):
+        exported(platform, backend="tpu-fna")
+
+
+def test_additional_tokens_are_a_second_call_of_the_family() -> None:
+    tokens = jnp.ones((1, 3, 2, 16))
+    text = exported("tpu", backend="tpu-fna", additional_keys=tokens, additional_values=tokens)
+    assert kernels(text) == [True] * 3
+    assert "tpu-fna" in text and "tpu-fmha" in text
+
+
+def test_queries_list_tiles_that_are_taken(machine: Machine) -> None:
+    machine.has(Device("tpu"))
+    x = jax.ShapeDtypeStruct((1, 40, 40, 2, 64), jnp.bfloat16)
+    forward, *_ = natten_jax.get_configs_for_tpu_fna(x, x, x)
+    backward, *_ = natten_jax.get_bwd_configs_for_tpu_fna(x, x, x)
+    names = "q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape"
+    tiles: dict[str, Any] = dict(zip(names, (*forward, *backward), strict=True))
+
+    def attend(x: jax.Array, **tiles: Any) -> jax.Array:
+        return natten_jax.na2d(x, x, x, 7, backend="tpu-fna", **tiles)
+
+    assert jax.eval_shape(lambda x: attend(x, **tiles), x).shape == x.shape
+    with pytest.raises(ValueError, match="get_configs_for_tpu_fna lists them"):
+        jax.eval_shape(lambda x: attend(x, q_tile_shape=(8, 8), kv_tile_shape=(8, 17)), x)
+
+
+def test_meshes_are_split_where_the_compiler_for_tpus_can() -> None:
+    """Types name the split, or the caller does: gradients over two devices of the host, exported for TPUs."""
+    tokens = PartitionSpec(None, "d")
+
+    def gradient(**arguments: Any) -> Any:
+        return jax.grad(lambda x: natten_jax.na1d(x, x, x, 5, backend="tpu-fna", **arguments).sum())
+
+    def text_of(function: Any, mesh: Mesh) -> str:
+        x = jax.ShapeDtypeStruct((2, 32, 2, 16), "float32", sharding=NamedSharding(mesh, tokens))
+        with jax.set_mesh(mesh):
+            checks = natten_jax.EXPORT_CHECKS
+            found = jax.export.export(jax.jit(function), platforms=["tpu"], disabled_checks=checks)(x)
+        assert found.nr_devices == 2 and found.platforms == ("tpu",)
+        return str(found.mlir_module())
+
+    mesh = mesh_of("Auto", d=2)
+    manual = jax.shard_map(gradient(token_axes=("d",)), mesh=mesh, in_specs=tokens, out_specs=tokens)
+    for text in (text_of(gradient(), mesh_of("Explicit", d=2)), text_of(manual, mesh)):
+        assert kernels(text) == [True] * 3 and "collective_permute" in text
+    x = put(np.zeros((2, 32, 2, 16), "float32"), mesh, None, "d")
+    with pytest.raises(
+        ValueError, match=r"^tpu-fna cannot be split over mesh axes of type Auto: the compiler for TPUs"
+    ):
+        jax.jit(gradient()).trace(x).lower(lowering_platforms=("tpu",))
+
+
+FAMILY = Family.of(InterpretedTpuBackend())
+
+WINDOWS = {
+    "cut, stride and dilation": Case((31, 24), (5, 6), stride=(1, 3), dilation=(3, 2), edges=("cut", "shift")),
+    "wrap in both": Case((12, 16), (5, 4), dilation=(1, 2), edges=("wrap", "wrap"), additional=3),
+    "boxes": Case((40,), (9,), batch=3, box=(6,), origins=((0,), (17,), (34,)), is_causal=(True,)),
+    "box of a layout that cuts": Case((24,), (7,), edges=("cut",), box=(8,), origins=((14,),)),
+    "upsampled": Case((13, 9), (4, 3), upsample=(2, 3)),
+    "queries of attention": Case((50,), queries=12, origins=((31,),), is_causal=(True,)),
+}
+
+
+@pytest.mark.usefixtures("_known")
+@pytest.mark.parametrize("name", WINDOWS)
+def test_results_are_those_of_the_definition(name: str) -> None:
+    check_all([Trial(WINDOWS[name], "float32", len(name))], FAMILY)
+
+
+@pytest.mark.usefixtures("_known")
+@pytest.mark.parametrize("name", ["shared", "merged"])
+def test_one_rule_for_biases_that_hide_keys(name: str) -> None:
+    # Heads that share a register of lanes share what is not finite, so there is one head of keys.
+    check(FAMILY, dataclasses.replace(ADDED[name], heads_kv=1), "float32", without=("0.49 min",))
+
+
+# The TPU kernels in Pallas's interpreter, which finds races and fills fresh memory with NaN.
+
 
 TPU = Device("tpu", is_present=False)
 
@@ -142,8 +297,7 @@ def test_biases_of_keys() -> None:
         Case((24,), (5,), key_bias="tokens", hidden=0.4, heads=2, heads_kv=1, batch=2),
         Case((4, 9), (3, 4), key_bias="heads", hidden=0.6, heads=2, heads_kv=2, scales=(0.0, -0.5), additional=2),
     ]
-    family = Family.of(InterpretedTpuBackend())
-    check_all([Trial(case, dtype) for case in cases for dtype in family.dtypes], family)
+    check_all([Trial(case, dtype) for case in cases for dtype in FAMILY.dtypes], FAMILY)
 
 
 @pytest.mark.usefixtures("_known")
@@ -155,7 +309,7 @@ def test_packs_of_narrow_heads(dtype: str) -> None:
     three = Case((41,), (9,), dilation=(2,), is_causal=(True,), head_dim=24, head_dim_v=16).with_heads(3, 3)
     large = Case((24, 64), (21, 50), is_causal=(False, True), scales=(0.3, -0.2)).with_heads(2, 2)
     cases = [dataclasses.replace(eight, head_dim=32), three, dataclasses.replace(large, head_dim=32)]
-    check_all([Trial(case, dtype, seed) for seed, case in enumerate(cases)], Family.of(InterpretedTpuBackend()))
+    check_all([Trial(case, dtype, seed) for seed, case in enumerate(cases)], FAMILY)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,160 @@
+"""C++ programs and the build: checks of handlers, denormals, small windows, and options of linkers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import jax
+import pytest
+
+from tests.support.native_programs import COMPILER, ROOT, output_of
+
+# Native handlers trust nothing: what XLA never hands over, and arrays that are larger than the suite's machines.
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Output lines of a program that calls the checks."""
+    sources = [f"ffi/{name}.cpp" for name in ("decode", "handler_support")]
+    folder = tmp_path_factory.mktemp("native")
+    return output_of("native_checks", sources, folder, includes=[jax.ffi.include_dir()]).splitlines()
+
+
+def test_arrays_begin_at_multiples_of_what_kernels_copy_at_a_time(answers: list[str]) -> None:
+    rule = "past a multiple of 16 bytes, but must begin at such a multiple"
+    assert answers[:6] == [
+        "accepted",
+        f"natten_jax: query begins 2 bytes {rule}",
+        f"natten_jax: key begins 8 bytes {rule}",
+        f"natten_jax: value begins 4 bytes {rule}",
+        "accepted",
+        f"natten_jax: result dkey begins 2 bytes {rule}",
+    ]
+
+
+def test_numbers_of_32_bits_hold_what_kernels_of_small_windows_count_in_them(answers: list[str]) -> None:
+    token = "query has 8388608 heads, with which a token has 2^31 bytes or more"
+    assert answers[6:] == [
+        *("accepted", "accepted"),
+        *(token, "accepted"),
+        *("accepted", "query has 2^31 heads of all its tokens or more"),
+        *("accepted", "additional_keys has 2^31 heads of all its tokens or more"),
+    ]
+
+
+# Shared memory of kernels for small windows is large enough for layouts of any length.
+
+
+def test_boxes_and_tables_have_room_for_layouts_of_all_lengths(tmp_path: Path) -> None:
+    """Keys that have both ends of a short layout near are seen by more queries than any others."""
+    sources = [f"cuda/small/{name}.cpp" for name in ("region", "region_shape", "region_time", "ring_shape")]
+    regions, *too_small = map(int, output_of("region_boxes", sources, tmp_path, options=["-O1"]).split())
+    assert regions > 1000
+    assert too_small == [0, 0]
+
+
+# CTAs with a ring share strips that take longer than others.
+
+
+def test_no_cta_has_many_of_the_strips_that_take_longest(tmp_path: Path) -> None:
+    """Keys next to a border are seen by more queries than others: with 8 strips and 132 CTAs, some had two of them."""
+    sources = [f"cuda/small/{name}.cpp" for name in ("ring_balance", "ring_shape")]
+    output = output_of("ring_turns", sources, tmp_path, options=["-O1"])
+    layouts = [tuple(map(int, line.split())) for line in output.splitlines()]
+    assert len(layouts) == 6
+    for average, most, most_without, wrong in layouts:
+        assert wrong == 0
+        assert most <= most_without
+        assert most <= average + 1
+    assert any(most < most_without for _, most, most_without, _ in layouts)
+
+
+# Host kernels flush denormals on every thread that takes part, and leave each thread as it was.
+
+
+#: By the machine that is compiled for: the compiler, how it links what runs here, and what runs that.
+TOOLCHAINS = {
+    "this": ([COMPILER], []),
+    "aarch64": (["aarch64-linux-gnu-g++", "-static"], ["qemu-aarch64"]),
+}
+
+
+@pytest.mark.parametrize("machine", TOOLCHAINS)
+def test_denormals_are_zero_in_kernels_and_nowhere_else(machine: str, tmp_path: Path) -> None:
+    compiler, runner = TOOLCHAINS[machine]
+    missing = [tool for tool in (compiler[0], *runner) if shutil.which(tool) is None]
+    if machine != "this" and missing:
+        pytest.skip(f"not on the path: {', '.join(missing)}")
+    program = tmp_path / "denormals"
+    sources = ROOT / "tests/native/denormals.cpp", ROOT / "csrc/cpu/executor.cpp"
+    command = [*compiler, "-std=c++17", "-O2", "-pthread", f"-I{ROOT / 'csrc'}", *map(str, sources), "-o", str(program)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    found = subprocess.run([*runner, str(program)], check=True, capture_output=True, text=True, timeout=120)
+    assert found.stdout.splitlines() == ["zero zero kept kept"] * 2
+
+
+#: In place of pybind11, which only builds have.
+PYBIND11 = "function(pybind11_add_module name)\n  add_library(${name} MODULE ${ARGN})\nendfunction()\n"
+
+#: Options of GNU's linker and libraries.
+GNU = ("-Wl,-z", "version-script", "gc-sections", "exclude-libs", "-static-libstdc++", "-static-libgcc", "$ORIGIN")
+
+#: Settings that CMake detects on a Mac.
+ASKED = "".join(f"set(CMAKE_SHARED_LIBRARY_RUNTIME_{language}_FLAG -Wl,-rpath,)\n" for language in ("C", "CXX"))
+
+#: No program for macOS can be linked here, and none is changed afterwards.
+MACOS = {
+    "CMAKE_SYSTEM_NAME": "Darwin",
+    "CMAKE_SYSTEM_PROCESSOR": "arm64",
+    "CMAKE_TRY_COMPILE_TARGET_TYPE": "STATIC_LIBRARY",
+    "CMAKE_INSTALL_NAME_TOOL": "/bin/true",
+}
+
+
+def link_commands(folder: Path, **system: str) -> dict[str, str]:
+    """Link commands of the libraries on this or another system."""
+    programs = str(Path(sys.executable).parent)
+    cmake = shutil.which("cmake", path=os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]))
+    if cmake is None:
+        pytest.skip("cmake is not installed")
+    (folder / "pybind11Config.cmake").write_text(PYBIND11)
+    definitions = {
+        **system,
+        "CMAKE_CXX_COMPILER": COMPILER,
+        "NATTEN_JAX_FFI_INCLUDE_DIR": jax.ffi.include_dir(),
+        "Python_EXECUTABLE": sys.executable,
+        "Python_INCLUDE_DIR": sysconfig.get_path("include"),
+        "pybind11_DIR": str(folder),
+    }
+    command = [cmake, "-G", "Unix Makefiles", f"-S{ROOT / 'csrc'}", f"-B{folder / 'build'}"]
+    subprocess.run(
+        [*command, *(f"-D{name}={value}" for name, value in definitions.items())],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    targets = ("natten_jax", "_native")
+    return {name: (folder / "build/CMakeFiles" / f"{name}.dir" / "link.txt").read_text() for name in targets}
+
+
+def test_apples_linker_is_given_none_of_gnus_options(tmp_path: Path) -> None:
+    asked = tmp_path / "asked.cmake"
+    asked.write_text(ASKED)
+    commands = link_commands(tmp_path, **MACOS, CMAKE_PROJECT_INCLUDE=str(asked))
+    assert [option for command in commands.values() for option in GNU if option in command] == []
+    assert "-dead_strip" in commands["natten_jax"]
+    assert "-install_name @rpath/libnatten_jax.so" in commands["natten_jax"]
+    assert "-rpath,@loader_path" in commands["_native"]
+    installed = (tmp_path / "build" / "cmake_install.cmake").read_text()
+    assert "libnatten_jax.so" in installed and ".dylib" not in installed
+
+
+def test_the_same_is_said_to_gnus_linker(tmp_path: Path) -> None:
+    """Control for the test above."""
+    commands = link_commands(tmp_path)
+    assert [option for option in GNU if option not in commands["natten_jax"] + commands["_native"]] == []

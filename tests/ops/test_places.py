@@ -1,0 +1,196 @@
+"""Boxes of queries, finer and padded layouts, and windows that are fitted to the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import natten_jax
+from natten_jax import attention, na1d, na2d
+
+# Queries that are a box of the layout of the keys, on a finer grid than keys, and layouts that are padded.
+
+
+def test_one_program_for_all_places() -> None:
+    rng = np.random.default_rng(0)
+    query, key = (jnp.asarray(rng.standard_normal((2, 60, 2, 8)), "float32") for _ in range(2))
+    whole = np.asarray(na1d(query, key, key, 9, is_causal=True))
+    traced = []
+
+    @jax.jit
+    def decode(query: jax.Array, position: jax.Array) -> jax.Array:
+        traced.append(position)
+        return na1d(query, key, key, 9, is_causal=True, query_origin=position)
+
+    for position in range(60):
+        token = query[:, position : position + 1]
+        np.testing.assert_allclose(decode(token, jnp.array([position])), whole[:, position : position + 1], atol=2e-6)
+    assert len(traced) == 1
+    for first, second in np.random.default_rng(1).integers(0, 60, (40, 2)):
+        token = jnp.stack([query[0, first], query[1, second]])[:, None]
+        found = decode(token, jnp.array([[first], [second]], jnp.int32))
+        np.testing.assert_allclose(found[:, 0], [whole[0, first], whole[1, second]], atol=2e-6)
+    assert len(traced) == 2  # one shared place, and places per entry
+
+
+_TOKENS, _FEW = jnp.ones((2, 6, 9, 4, 8)), jnp.ones((2, 3, 4, 4, 8))
+
+_LINE, _PART = jnp.ones((2, 9, 4, 8)), jnp.ones((2, 4, 4, 8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"query_origin": (4, 0)}, ValueError, ("query_origin", "between 0 and (3, 5)", "[4, 0]")),
+        ({"query_origin": (0, -1)}, ValueError, ("query_origin", "at least 0", "(0, -1)")),
+        ({"query_origin": 2}, TypeError, ("query_origin", "sequence of 2 ints", "2")),
+        ({"query_origin": (1, 2, 3)}, ValueError, ("query_origin", "2 value", "(1, 2, 3)")),
+        ({"query_origin": (1.0, 2)}, TypeError, ("query_origin", "ints", "(1.0, 2)")),
+        ({"query_origin": np.array([[0, 0], [3, 6]])}, ValueError, ("query_origin", "between 0 and (3, 5)", "6")),
+        ({"query_origin": jnp.zeros((3, 2), int)}, ValueError, ("query_origin", "(3, 2)", "(2, 2)")),
+        ({"query_origin": jnp.zeros((2,))}, TypeError, ("query_origin", "integers", "float32")),
+        ({}, ValueError, ("key has token layout (6, 9)", "query has (3, 4)")),
+        ({"upsample": 0}, ValueError, ("upsample", "at least 1", "0")),
+        ({"upsample": 2}, ValueError, ("query has token layout (3, 4)", "upsample (2, 2)")),
+        ({"extents": (3, 4)}, TypeError, ("extents", "int32 array", "(3, 4)")),
+        ({"extents": jnp.ones((2, 2))}, TypeError, ("extents", "integers", "float32")),
+        ({"extents": jnp.ones((2,), int)}, ValueError, ("extents", "(2,)", "(2, 2)")),
+        ({"extents": np.array([[3, 4], [7, 9]])}, ValueError, ("extents", "(6, 9)", "7")),
+        ({"extents": np.array([[3, 4], [-1, 9]])}, ValueError, ("extents", "between 0", "-1")),
+    ],
+    ids=str,
+)
+def test_wrong_places(arguments: dict[str, Any], error: type[Exception], words: Sequence[str]) -> None:
+    with pytest.raises(error) as caught:
+        na2d(_TOKENS if "extents" in arguments else _FEW, _TOKENS, _TOKENS, 3, **arguments)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_wrong_boxes() -> None:
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec(None, "x")
+    with pytest.raises(ValueError, match="query_origin and token_axes were both given"):
+        jax.shard_map(
+            lambda few, all_: na1d(few, all_, all_, 3, query_origin=0, token_axes=("x",)),
+            mesh=mesh,
+            in_specs=(spec, spec),
+            out_specs=spec,
+        )(_PART, _LINE)
+    with pytest.raises(
+        ValueError, match=r"query has token layout \(6, 9\), which is larger than that of key, \(3, 4\)"
+    ):
+        na2d(_TOKENS, _FEW, _FEW, 3, query_origin=(0, 0))
+    with pytest.raises(ValueError, match=r"between 0 and \(5,\)"):
+        attention(_PART, _LINE, _LINE, query_origin=6)
+    with pytest.raises(TypeError, match="query_origin must be one array where it is traced"):
+        jax.jit(lambda x: na2d(_FEW, _TOKENS, _TOKENS, 3, query_origin=(x, 0)))(1)
+    with pytest.raises(ValueError, match="query has 1 heads, which is not a multiple of the 2 heads"):
+        na1d(jnp.ones((1, 8, 1, 8)), jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 2, 8)), 3, upsample=2)
+
+
+def test_keys_are_not_copied_for_finer_queries() -> None:
+    """Keys are not repeated to the number of queries in the compiled program."""
+    query, key = jnp.ones((1, 32, 36, 4, 8)), jnp.ones((1, 16, 12, 2, 8))
+    attend = jax.jit(lambda query, key: natten_jax.na2d(query, key, key, 3, upsample=(2, 3), backend="cpu-fna"))
+    text = attend.lower(query, key).compile().as_text() or ""
+    assert "16,12,24,8]" in text  # queries of a cell are heads of it
+    assert "32,36,2,8]" not in text
+
+
+# Layouts that are padded: what is real of each batch entry, whatever the padding holds.
+
+
+@pytest.mark.parametrize("backend", ["cpu", "flex"])
+def test_one_program_for_all_extents(backend: str) -> None:
+    rng = np.random.default_rng(0)
+    tokens = jnp.asarray(rng.standard_normal((2, 12, 10, 1, 8)), "float32")
+    traced = []
+
+    @jax.jit
+    def padded(tokens: jax.Array, extents: jax.Array) -> jax.Array:
+        traced.append(extents)
+        return na2d(tokens, tokens, tokens, (5, 3), extents=extents, backend=f"{backend}-fna")
+
+    for number, extents in enumerate(rng.integers(1, (12, 10), (100, 2, 2), endpoint=True)):
+        found = padded(tokens, jnp.asarray(extents, jnp.int32))
+        if number % 25 == 0:
+            for entry, (height, width) in enumerate(extents):
+                real = tokens[entry : entry + 1, :height, :width]
+                expected = na2d(real, real, real, (5, 3), clamp_window=True, backend=f"{backend}-fna")
+                np.testing.assert_allclose(found[entry, :height, :width], expected[0], atol=2e-6)
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize("backend", ["flex-fmha", "cpu-fmha"])
+def test_padded_attention_of_more_queries_than_keys(backend: str) -> None:
+    query = jax.random.normal(jax.random.key(0), (1, 90, 1, 8))
+    key, value = jax.random.normal(jax.random.key(1), (2, 1, 3, 1, 8))
+
+    def gradients(**lengths: Any) -> Any:
+        def loss(*arrays: jax.Array) -> jax.Array:
+            return jnp.sum(attention(*arrays, backend=backend, **lengths) ** 2)
+
+        return jax.grad(loss, (0, 1, 2))(query, key, value)
+
+    for one, other in zip(gradients(kv_lengths=jnp.array([3])), gradients(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_entries_without_a_token() -> None:
+    tokens = jnp.ones((2, 6, 2, 8))
+    for backend in ("cpu", "flex"):
+
+        def both(tokens: jax.Array, extents: jax.Array, name: str = f"{backend}-fna") -> Any:
+            return na1d(tokens, tokens, tokens, 3, extents=extents, backend=name, return_lse=True)
+
+        out, lse = both(tokens, jnp.array([[0], [6]]))
+        assert (out[0] == 0).all()
+        assert (lse[0] == -jnp.inf).all()
+        gradient = jax.grad(lambda tokens: both(tokens, jnp.array([[0], [6]]))[0].sum())(tokens)
+        assert (gradient[0] == 0).all()
+        assert jnp.isfinite(gradient).all()
+        out, lse = attention(
+            tokens, tokens, tokens, kv_lengths=jnp.array([0, 6]), backend=f"{backend}-fmha", return_lse=True
+        )
+        assert (out[0] == 0).all()
+        assert (lse[0] == -jnp.inf).all()
+
+
+def test_traced_extents_and_places_are_moved_into_range() -> None:
+    tokens = jax.random.normal(jax.random.key(0), (2, 7, 1, 8))
+    padded = jax.jit(lambda extents: na1d(tokens, tokens, tokens, 3, extents=extents))
+    np.testing.assert_array_equal(padded(jnp.array([[-3], [20]])), padded(jnp.array([[0], [7]])))
+    at = jax.jit(lambda position: na1d(tokens[:, :3], tokens, tokens, 3, query_origin=position))
+    np.testing.assert_array_equal(at(jnp.array([-7])), at(jnp.array([0])))
+    np.testing.assert_array_equal(at(jnp.array([50])), at(jnp.array([4])))
+
+
+def test_higher_derivatives_of_padded_layouts() -> None:
+    tokens = jnp.where(jnp.arange(9)[None, :, None, None] < 5, 0.3, jnp.nan) * jnp.ones((1, 9, 1, 4))
+    real = jax.random.normal(jax.random.key(1), (1, 5, 1, 4))
+    tokens = tokens.at[:, :5].set(real)
+
+    def padded(tokens: jax.Array) -> jax.Array:
+        return jnp.sum(na1d(tokens, tokens, tokens, 3, extents=jnp.array([[5]]), backend="flex-fna") ** 2)
+
+    def cropped(tokens: jax.Array) -> jax.Array:
+        return jnp.sum(na1d(tokens, tokens, tokens, 3, backend="flex-fna") ** 2)
+
+    direction = jax.random.normal(jax.random.key(2), (1, 9, 1, 4))
+    found = jax.jvp(jax.grad(padded), (tokens,), (direction,))[1]
+    expected = jax.jvp(jax.grad(cropped), (real,), (direction[:, :5],))[1]
+    np.testing.assert_allclose(found[:, :5], expected, atol=1e-5)
+    assert (found[:, 5:] == 0).all()
+
+
+def test_wrong_lengths() -> None:
+    with pytest.raises(ValueError, match=r"query_lengths has shape \(3,\), but must have \(2,\)"):
+        attention(_LINE, _LINE, _LINE, query_lengths=jnp.ones(3, int))
+    with pytest.raises(ValueError, match=r"kv_lengths must lie between 0 and the token layout \(9,\)"):
+        attention(_LINE, _LINE, _LINE, kv_lengths=np.array([3, 10]))
