@@ -38,7 +38,7 @@ _NAMES = ("Framework", "Kernel category", "Arch", "Operation")
 #: Rows of a table, unless all are asked for.
 _MOST_ROWS = 20
 
-#: Share of the total below which rows of a chart are merged.
+#: Share of the total below which rows of a chart have no color and no entry in the legend.
 _SMALL = 0.01
 
 Cells = tuple[str, ...]
@@ -367,15 +367,13 @@ def plot_rows(path: Path, tables: dict[str, tuple[Row, ...]], title: str) -> Non
     colors: dict[str, str] = {}
     for position, (name, rows) in enumerate(tables.items()):
         left, total = 0.0, sum(row.runtime for row in rows)
-        shown = [(f"{row.name.operation} ({row.name.framework})", row.runtime) for row in rows]
-        small = [runtime for _, runtime in shown if runtime < _SMALL * total]
-        shown = [each for each in shown if each[1] >= _SMALL * total] + [("others", sum(small))]
-        for label, runtime in shown:
-            is_new = label not in colors and runtime > 0
-            color = colors.setdefault(label, f"C{len(colors) % 10}") if runtime > 0 else "none"
-            text = _without_formulas(label) if is_new else None
-            axes.barh(position, 1e3 * runtime, left=1e3 * left, color=color, label=text)
-            left += runtime
+        for row in rows:
+            label = f"{row.name.operation} ({row.name.framework})"
+            has_entry = label not in colors and row.runtime >= _SMALL * total
+            color = colors.setdefault(label, f"C{len(colors) % 10}") if row.runtime >= _SMALL * total else "gray"
+            text = _without_formulas(label) if has_entry else None
+            axes.barh(position, 1e3 * row.runtime, left=1e3 * left, color=color, label=text)
+            left += row.runtime
         axes.text(1e3 * left, position, f" {_without_formulas(name)}: {format_time(left)}", va="center")
     axes.set_yticks([])
     axes.set_xlabel("milliseconds")
