@@ -13,7 +13,7 @@ PYTEST := $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup --duration
 JAX ?=
 # Written once what is installed is what lies in the tree.
 INSTALLED := $(if $(VENV),$(VENV)/.installed,build/.installed)
-INSTALL := $(RUN) -m pip install --quiet $(if $(VENV),--editable '.[test]' $(if $(JAX),'jax==$(JAX)'),--no-index --no-build-isolation --no-deps --editable .)
+INSTALL := $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check $(if $(VENV),--editable '.[test]' $(if $(JAX),'jax==$(JAX)'),--no-index --no-build-isolation --no-deps --editable .)
 # What the installed build depends on: the native sources and the metadata, not the Python files (editable install).
 BUILD_INPUTS := pyproject.toml setup.py $(shell find csrc -type f)
 # Code in them has the columns that fit a page of the site.
@@ -102,7 +102,7 @@ sanitize-host: export JAX_PLATFORMS = cpu
 sanitize-host: setup
 	rm -f $(INSTALLED) build/sanitizer.*
 	NATTEN_JAX_SANITIZE=address,undefined NATTEN_JAX_CUDA=0 $(INSTALL)
-	$(UNDER_SANITIZERS) $(PYTEST) -k 'cpu or handlers or parts' \
+	$(UNDER_SANITIZERS) $(PYTEST) --slow -k 'cpu or handlers or parts' \
 		tests/native/test_ffi_handlers.py tests/sharding/test_parts.py tests/native/test_limits.py tests/ops/test_extremes.py tests/ops/test_operators.py
 	$(UNDER_SANITIZERS) $(RUN) -m tests.fuzz --backend cpu --minutes 5 --workers $(WORKERS)
 	$(UNDER_SANITIZERS) $(RUN) -m tests.fuzz --backend cpu --direct --minutes 5 --workers $(WORKERS)
@@ -124,7 +124,6 @@ build/.installed: $(BUILD_INPUTS)
 
 $(VENV)/.installed: $(BUILD_INPUTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(INSTALL)
 	touch $@
 

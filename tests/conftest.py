@@ -37,10 +37,10 @@ from tests.support.families import FAMILIES, Family
 from tests.support.machine import Machine
 from tests.support.resources import COMPILER_FLAG, limits
 
-hypothesis.settings.register_profile(
-    "deterministic", derandomize=True, deadline=None, database=None, print_blob=True, max_examples=200
-)
-hypothesis.settings.load_profile("deterministic")
+for name, examples in (("core", 25), ("all", 200)):
+    hypothesis.settings.register_profile(
+        name, derandomize=True, deadline=None, database=None, print_blob=True, max_examples=examples
+    )
 
 # Where the tests are without the clone, those of what only the clone has are left out: pages, build script, benchmarks.
 _OF_THE_CLONE = ["bench", "repository", "profiler/test_profiler_advice.py"]
@@ -61,7 +61,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of this suite."""
     parser.addoption("--problems", type=int, help="random problems per backend family, instead of its default")
     parser.addoption("--all-compiled", action="store_true", help="compile every problem for TPUs, not just a few")
-    parser.addoption("--slow", action="store_true", help="also run tests marked slow: they build and install a wheel")
+    parser.addoption(
+        "--slow",
+        action="store_true",
+        help="also run tests marked slow, and on the host all random problems and element types instead of a core",
+    )
 
 
 def _is_of_gpu(config: pytest.Config) -> bool:
@@ -69,8 +73,14 @@ def _is_of_gpu(config: pytest.Config) -> bool:
     return re.search(r"(?<!\bnot )\bgpu\b", config.option.markexpr) is not None
 
 
+def _is_core(config: pytest.Config) -> bool:
+    """True if the run is for the host and has only a part of the parameters."""
+    return not (config.getoption("slow") or _is_of_gpu(config))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the platform; limit what this process and the workers that it is about to start take of the machine."""
+    hypothesis.settings.load_profile("core" if _is_core(config) else "all")
     os.environ["PYTHONFAULTHANDLER"] = "1"  # a program that a test starts says where it crashed
     # What JAX has traced stays: looking through it ever again takes a tenth of a run.
     gc.set_threshold(200_000, 20, 100)
@@ -167,14 +177,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for family in filter(SELECTIONS[family_name], FAMILIES):
         if (family.needs_gpu and not of_gpu) or (of_gpu and _has_gpu() and not family.runs_on(default_device())):
             continue
-        problems = metafunc.config.getoption("problems") or family.problems
+        is_core = _is_core(metafunc.config)
+        problems = metafunc.config.getoption("problems") or family.problems // (4 if is_core else 1)
+        dtypes = family.dtypes[: 2 if is_core else None]
         choices: dict[str, Iterable[Any]] = {
             family_name: [family],
             "pass_": PASSES,
-            "dtype": family.dtypes,
-            "other_dtype": family.dtypes[1:],
+            "dtype": dtypes,
+            "other_dtype": dtypes[1:],
             "problem_indices": _parts(problems, family.at_once),
-            "other_problem_indices": _parts(problems // 4, family.at_once),
+            "other_problem_indices": _parts(max(1, problems // 4), family.at_once),
         }
         for combination in itertools.product(*(choices[name] for name in names)):
             identifier = "-".join(map(_identifier, combination))

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.documented_installs import WAYS
 from tests.support.pages import FILES, NOTEBOOKS, PAGES, program_of
 from tests.support.programs import PACKAGE, run_python
 
@@ -55,16 +54,6 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("MPLBACKEND", "Agg")
     result = run_python(program_of(page), devices=None)  # a page that needs several says so
     assert result.returncode == 0, f"{page.name}: {result.stderr}"
-
-
-def test_a_way_to_install_runs_the_pages_whose_imports_it_brings() -> None:
-    page, notebook = (program_of(ROOT / "docs" / name) for name in ("index.md", "notebooks/digits.ipynb"))
-    assert WAYS["sources-no-extras"].has(page) and not WAYS["sources-flax"].has(notebook)
-    assert all(way.has(notebook) for way in WAYS.values() if "bench" in way.extras)
-    compile(notebook, "notebook", "exec")  # whose installing cell is IPython's
-    lines = "".join((ROOT / "docs" / name).read_text() for name in ("installation.md", "platforms.md"))
-    for variable in {name for way in WAYS.values() for name in way.variables}:
-        assert variable in lines
 
 
 def test_pages_type_check(tmp_path: Path) -> None:

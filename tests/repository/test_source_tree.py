@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support.pages import program_of
-
 ROOT = Path(__file__).parents[2]
 LIBRARIES = tuple((ROOT / "natten_jax").glob("*.so"))
 
@@ -197,14 +195,6 @@ def test_the_doctor_has_nothing_to_complain_of_in_the_clone(clone: Path, install
         assert complaint not in report
 
 
-def test_the_readme_runs_at_full_speed_in_the_clone(clone: Path, installed: Environment) -> None:
-    pytest.importorskip("flax")
-    program = (
-        "import warnings; warnings.simplefilter('error', UserWarning); " + program_of(clone / "README.md").lstrip()
-    )
-    installed.run(clone, "-c", program)
-
-
 def test_an_editable_install_works_everywhere_in_its_clone(tmp_path: Path) -> None:
     clone = clone_into(tmp_path / "natten_jax", is_built=True)
     environment = Environment(tmp_path / "environment")
@@ -213,12 +203,6 @@ def test_an_editable_install_works_everywhere_in_its_clone(tmp_path: Path) -> No
     for package, flax_modules, library, error in states(environment.python, folders, tmp_path):
         assert (package, flax_modules, error) == (clone, clone / "flax_modules", "None")
         assert Path(library).parent == clone / "natten_jax"
-
-
-def test_this_environment_works_everywhere_in_its_clone(tmp_path: Path) -> None:
-    for found in states(sys.executable, [ROOT, ROOT / "tests", ROOT / "bench"], tmp_path):
-        assert found.error == "None"
-        assert (found.package, found.flax_modules) == (ROOT, ROOT / "flax_modules")
 
 
 @pytest.mark.parametrize("is_editable", [False, True])
@@ -238,16 +222,6 @@ def test_a_library_of_other_native_sources_is_refused_with_the_remedy(is_editabl
     assert f"{clone} is a clone without a built library" in error
     assert f"the natten_jax installed in {lender} was built from another csrc" in error
     assert f"Run `pip install .` in {clone}" in report and "einstall natten" not in report
-
-
-def test_python_files_may_change_without_another_install(tmp_path: Path) -> None:
-    clone = clone_into(tmp_path / "changed")
-    with (clone / "natten_jax" / "version.py").open("a") as source:
-        source.write('__version__ = "9.9"\n')
-    environment = Environment(tmp_path / "environment")
-    environment.install()
-    assert environment.run(clone, "-c", "import natten_jax; print(natten_jax.__version__)") == "9.9\n"
-    assert state(environment, clone)[3] == "None"
 
 
 def test_a_clone_of_which_nothing_was_installed_says_so(clone: Path, tmp_path: Path) -> None:

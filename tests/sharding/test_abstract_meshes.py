@@ -22,7 +22,8 @@ Function = Callable[..., Any]
 A, E = AxisType.Auto, AxisType.Explicit
 GRID, TOKENS = P("x", None, None, "y"), P(None, "x", None, "y")
 SHAPE = (8, 8, 6, 4, 8)
-every_backend = pytest.mark.parametrize("backend", ["cpu-fna", "flex-fna", None])
+FLEX = pytest.param("flex-fna", marks=pytest.mark.slow)
+every_backend = pytest.mark.parametrize("backend", ["cpu-fna", FLEX, None])
 compare = functools.partial(assert_close, atol=3e-5)
 
 
@@ -158,7 +159,7 @@ TRANSFORMS: dict[str, Callable[[Function], Function]] = {
 JVP = {"jvp of grad": lambda f: lambda *a: jax.jvp(gradient(f), a, a)[1]}
 
 
-@pytest.mark.parametrize("backend", ["cpu-fna", "flex-fna"])
+@pytest.mark.parametrize("backend", ["cpu-fna", FLEX])
 def test_transformed_around_shard_map_on_explicit_meshes(backend: str) -> None:
     arrays, attend = drawn(), operator(backend)
     for types, axes in (((E, E), "xy"), ((E, E), "x"), ((A, E), "x"), ((E, A), "x")):

@@ -35,7 +35,10 @@ def moved(function: Function) -> Function:
     return lambda *arrays: jax.jvp(jax.vmap(function), arrays[:3], arrays[3:])
 
 
-@pytest.mark.parametrize(("backend", "overlaps"), [("cpu-fna", False), ("cpu-fna", True), ("flex-fna", False)])
+@pytest.mark.parametrize(
+    ("backend", "overlaps"),
+    [("cpu-fna", False), ("cpu-fna", True), pytest.param("flex-fna", False, marks=pytest.mark.slow)],
+)
 def test_mapped_calls_whose_tokens_are_split(
     backend: str, overlaps: bool, set_gains: Callable[[Callable[..., bool]], None]
 ) -> None:

@@ -87,7 +87,14 @@ def test_gradients_of_weights_inside_shard_map_over_some_axes(function: Callable
     assert_close(found, expected, rtol=2e-4)
 
 
-@pytest.mark.parametrize("name", ["origin", "extents", "attention, lengths", "additional, every term"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "origin",
+        "extents",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("attention, lengths", "additional, every term")),
+    ],
+)
 def test_vmap_and_shard_map_on_explicit_meshes(name: str) -> None:
     """Mapped axes that the mesh splits, gradients inside ``shard_map``, and ``vmap`` of ``shard_map``."""
     mesh, call = mesh_of("Explicit", x=2, y=2), CALLS[name]

@@ -46,6 +46,7 @@ def free_address() -> str:
         return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
+@pytest.mark.slow
 def test_a_batch_over_processes(tmp_path: Path) -> None:
     address = free_address()
     paths = [tmp_path / f"{index}.npz" for index in range(PROCESSES)]

@@ -229,10 +229,19 @@ def check(mode: str, mesh: Mesh, name: str, what: str) -> None:
                 assert one.sharding.shard_shape(one.shape) == shard_of(split, one.shape, kind == "vmap", of_key), note
 
 
+def is_core(what: str, mode: str) -> bool:
+    """False for the combinations that only a run of all tests has."""
+    return (
+        mode in ("Auto", "Explicit", "Auto+Manual")
+        and not what.endswith("fmha")
+        and (mode, what) != ("Auto+Manual", "flex-fna")
+    )
+
+
 @pytest.mark.parametrize(
     ("what", "mode"),
     [
-        pytest.param(what, mode, id=f"{what}-{mode}")
+        pytest.param(what, mode, marks=[] if is_core(what, mode) else pytest.mark.slow, id=f"{what}-{mode}")
         for what in OPERATORS
         for mode in TYPES
         if mode in ATTENTION_MODES or not what.endswith("fmha")
