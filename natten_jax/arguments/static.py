@@ -270,7 +270,8 @@ def _key(value: Any, depth: int) -> Hashable:
         kinds = tuple(map(type, value))
         if _NUMBERS_AND_TEXT.issuperset(kinds):
             return kinds, tuple(value)
-        return tuple([_key(each, depth - 1) for each in value])
+        plain = map(_NUMBERS_AND_TEXT.__contains__, kinds)
+        return kinds, tuple([e if is_plain else _key(e, depth - 1) for e, is_plain in zip(value, plain, strict=True)])
     if isinstance(value, np.dtype):
         return value
     raise _NotKept
