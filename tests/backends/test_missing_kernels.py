@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -26,6 +25,7 @@ from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Request
 from natten_jax.problem import problem_of
 from tests.support.machine import Machine
+from tests.support.programs import output_of, run_command
 
 HOPPER = Device("cuda", (9, 0))
 AMPERE = Device("cuda", (8, 6))
@@ -172,10 +172,7 @@ def test_a_process_without_the_library_warns_on_use_and_not_on_import(filters: l
         f"{BLOCKED}import natten_jax, jax.numpy as jnp\nprint('imported', file=sys.stderr)\n"
         "x = jnp.ones((1, 64, 1, 8))\nfor size in (2, 4, 8): natten_jax.na1d(x, x, x, size)"
     )
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    finished = subprocess.run(
-        [sys.executable, *filters, "-c", code], capture_output=True, text=True, env=environment, timeout=300, check=True
-    )
+    finished = run_command([*filters, "-c", code], os.environ, fresh=True)
     before, after = finished.stderr.split("imported\n")
     assert "MissingKernelsWarning" not in before
     assert after.count("MissingKernelsWarning: attention runs on the slow portable backend") == (not filters)
@@ -183,12 +180,9 @@ def test_a_process_without_the_library_warns_on_use_and_not_on_import(filters: l
 
 def test_the_doctor_of_a_process_without_the_library() -> None:
     code = f"{BLOCKED}import runpy; runpy.run_module('natten_jax.doctor', run_name='__main__')"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    finished = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300, check=True
-    )
-    assert "\nMissing kernels\n  cpu: the native module natten_jax._native cannot be loaded" in finished.stdout
-    assert f". {REMEDY}\n" in finished.stdout
+    output = output_of(run_command(["-c", code], os.environ, fresh=True))
+    assert "\nMissing kernels\n  cpu: the native module natten_jax._native cannot be loaded" in output
+    assert f". {REMEDY}\n" in output
 
 
 @pytest.fixture

@@ -350,44 +350,41 @@ class TestLinen:
 
 
 class TestDropout:
-    def test_nnx(self):
+    @pytest.mark.parametrize("flavour", ["nnx", "linen"])
+    def test_drops_outputs(self, flavour):
         module, inputs = nnx_module(1, proj_drop=0.5), inputs_of(1)
         plain = nnx_module(1)(inputs)
+
+        def of_linen(**settings) -> Any:
+            twin = LINEN[1](num_heads=HEADS, **WINDOWS[1], proj_drop=0.5, **settings)
+            return functools.partial(twin.apply, {"params": params_of(module)}, inputs)
+
+        if flavour == "nnx":
+            call = functools.partial(module, inputs)
+            seeded = [call(deterministic=False, rngs=flax_nnx.Rngs(dropout=seed)) for seed in (3, 3, 4)]
+            dropped = call(deterministic=False)
+            assert (call(deterministic=False) != dropped).any()
+        else:
+            call = of_linen()
+            seeded = [call(deterministic=False, dropout_rng=jax.random.key(seed)) for seed in (0, 0, 1)]
+            dropped = call(deterministic=False, rngs={"dropout": jax.random.key(1)})
+            # The call takes precedence over the construction.
+            np.testing.assert_array_equal(of_linen(deterministic=False)(deterministic=True), call(deterministic=True))
         with pytest.raises(ValueError, match="deterministic"):
-            module(inputs)
-        np.testing.assert_array_equal(module(inputs, deterministic=True), plain)
-        dropped = module(inputs, deterministic=False)
+            call()
+        np.testing.assert_allclose(call(deterministic=True), plain, rtol=1e-6, atol=1e-6)
         kept = dropped != 0
         assert 0.3 < kept.mean() < 0.7
         np.testing.assert_allclose(dropped[kept], 2 * plain[kept], rtol=1e-6)
-        assert (module(inputs, deterministic=False) != dropped).any()
-        one, other = (module(inputs, deterministic=False, rngs=flax_nnx.Rngs(dropout=3)) for _ in range(2))
-        np.testing.assert_array_equal(one, other)
+        np.testing.assert_array_equal(seeded[0], seeded[1])
+        assert (seeded[0] != seeded[2]).any()
+
+    def test_modes_of_nnx(self):
+        module, inputs = nnx_module(1, proj_drop=0.5), inputs_of(1)
         module.eval()
-        np.testing.assert_array_equal(module(inputs), plain)
+        np.testing.assert_array_equal(module(inputs), nnx_module(1)(inputs))
         module.train()
         assert (module(inputs) == 0).any()
-
-    def test_linen(self):
-        inputs = inputs_of(1)
-        module = LINEN[1](num_heads=HEADS, **WINDOWS[1], proj_drop=0.5)
-        variables = module.init(jax.random.key(0), inputs, deterministic=True)
-        plain = LINEN[1](num_heads=HEADS, **WINDOWS[1]).apply(variables, inputs)
-        with pytest.raises(ValueError, match="deterministic"):
-            module.apply(variables, inputs)
-        np.testing.assert_array_equal(module.apply(variables, inputs, deterministic=True), plain)
-        dropped = module.apply(variables, inputs, deterministic=False, rngs={"dropout": jax.random.key(1)})
-        kept = dropped != 0
-        assert 0.3 < kept.mean() < 0.7
-        np.testing.assert_allclose(dropped[kept], 2 * plain[kept], rtol=1e-6)
-        by_key = [
-            module.apply(variables, inputs, deterministic=False, dropout_rng=jax.random.key(seed)) for seed in (0, 0, 1)
-        ]
-        np.testing.assert_array_equal(by_key[0], by_key[1])
-        assert (by_key[0] != by_key[2]).any()
-        # The call takes precedence over the construction.
-        fixed = LINEN[1](num_heads=HEADS, **WINDOWS[1], proj_drop=0.5, deterministic=False)
-        np.testing.assert_array_equal(fixed.apply(variables, inputs, deterministic=True), plain)
 
 
 @pytest.mark.parametrize("flavour", ["nnx", "linen"])

@@ -21,9 +21,9 @@ from jax.profiler import ProfileData
 
 import natten_jax
 from tests.support import oracle
-from tests.support.families import BOUNDS
+from tests.support.families import BOUNDS, family_named
 from tests.support.float8 import factors_for, scaled
-from tests.support.problems import Case
+from tests.support.problems import Case, Trial, check_all
 
 # What only an NVIDIA GPU shows of the Hopper kernels: command buffers, very large arrays, their names in traces.
 #
@@ -148,34 +148,14 @@ def test_arrays_of_more_than_2_31_elements(problem: tuple[Any, ...]) -> None:
     assert finished.returncode == 0, finished.stderr
 
 
-@pytest.mark.parametrize("additional_kv", [1, 48, 97, 128, 300])
+@pytest.mark.parametrize("additional", [1, 48, 97, 128, 300])
 @pytest.mark.parametrize(
     ("head_dim", "q_tile", "kv_tile"), [(64, 192, 128), (64, 192, 48), (128, 128, 96), (128, 64, 48)]
 )
-def test_additional_tokens_end_within_tiles(additional_kv: int, head_dim: int, q_tile: int, kv_tile: int) -> None:
-    arrays = [draw(i, 1, n, 2, head_dim) for i, n in enumerate((250, 250, 250, additional_kv, additional_kv))]
-
-    @jax.jit
-    def program(query: jax.Array, key: jax.Array, value: jax.Array, keys: jax.Array, values: jax.Array) -> Any:
-        return natten_jax.na1d(
-            query,
-            key,
-            value,
-            70,
-            additional_keys=keys,
-            additional_values=values,
-            q_tile_shape=(q_tile,),
-            kv_tile_shape=(kv_tile,),
-            backend="hopper-fna",
-            return_lse=True,
-        )
-
-    operands = oracle.Tensors(*(np.asarray(array, np.float64) for array in arrays))
-    mask = oracle.neighborhood_mask((250,), (70,), (1,), (1,), (False,))
-    expected = oracle.forward(operands, mask, head_dim**-0.5)
-    for result, reference in zip(program(*arrays), expected, strict=True):
-        distance = np.linalg.norm(np.asarray(result, np.float64) - reference)
-        assert distance <= BOUNDS["bfloat16"] * np.linalg.norm(reference)
+def test_additional_tokens_end_within_tiles(additional: int, head_dim: int, q_tile: int, kv_tile: int) -> None:
+    case = Case((250,), (70,), heads=2, heads_kv=2, head_dim=head_dim, additional=additional, fused=True)
+    tiles = {"q_tile_shape": (q_tile,), "kv_tile_shape": (kv_tile,)}
+    check_all([Trial(case, "bfloat16", arguments=tiles)], family_named("hopper"))
 
 
 @pytest.mark.parametrize(
@@ -231,23 +211,6 @@ def gradients(arrays: list[jax.Array], **arguments: Any) -> list[np.ndarray]:
     return differentiate(arrays[0].ndim - 3, **arguments)(arrays)
 
 
-def assert_gradients(results: list[np.ndarray], arrays: list[jax.Array], windows: dict[str, Any]) -> None:
-    """Compare gradients of a few batch entries with the oracle's."""
-    layout, head_dim = arrays[0].shape[1:-2], arrays[0].shape[-1]
-    filled = {"stride": 1, "dilation": 1, "is_causal": False, **windows}
-    per_axis = [
-        value if isinstance(value, tuple) else (value,) * len(layout)
-        for value in (filled[name] for name in ("kernel_size", "stride", "dilation", "is_causal"))
-    ]
-    query, key, value, cotangent = (np.asarray(array, np.float64) for array in arrays)
-    mask = oracle.neighborhood_mask(layout, *per_axis)
-    expected = oracle.reference(
-        oracle.Tensors(query, key, value, None, None), mask, head_dim**-0.5, cotangent, np.zeros(cotangent.shape[:-1])
-    ).gradients
-    for result, reference in zip(results, expected[:3], strict=True):
-        assert np.linalg.norm(result - reference) <= BOUNDS["bfloat16"] * np.linalg.norm(reference)
-
-
 @pytest.mark.parametrize(
     ("layout", "windows", "q_tile", "kv_tile"),
     [
@@ -270,15 +233,20 @@ def test_tiles_and_windows_that_do_not_divide_the_layout(
 ) -> None:
     if max(head_dim, head_dim_v) > 128:  # whose kernel takes half as many keys at once
         kv_tile = (*kv_tile[:-1], kv_tile[-1] // 2)
-    arrays = arrays_of(layout, 4, 2, head_dim, head_dim_v)
-    results = gradients(arrays, **windows, backward_q_tile_shape=q_tile, backward_kv_tile_shape=kv_tile)
-    assert_gradients(results, arrays, windows)
+    case = Case(layout, **windows, heads=4, heads_kv=2, head_dim=head_dim, head_dim_v=head_dim_v, batch=2)
+    tiles = {"backward_q_tile_shape": q_tile, "backward_kv_tile_shape": kv_tile}
+    check_all([Trial(case, "bfloat16", arguments=tiles)], family_named("hopper"))
 
 
 def test_batches_may_be_larger_than_a_grid_is_high() -> None:
     arrays = arrays_of((8,), 2, 1, 64, 64, batch=65_537)  # CUDA's grids are at most 65,535 blocks high
-    results = gradients(arrays, kernel_size=(3,))
-    assert_gradients([each[-2:] for each in results], [each[-2:] for each in arrays], {"kernel_size": (3,)})
+    found = [each[-2:] for each in gradients(arrays, kernel_size=(3,))]
+    query, key, value, cotangent = (np.asarray(each[-2:], np.float64) for each in arrays)
+    mask = oracle.neighborhood_mask((8,), (3,), (1,), (1,), (False,))
+    operands, of_logsumexp = oracle.Tensors(query, key, value), np.zeros(cotangent.shape[:-1])
+    expected = oracle.reference(operands, mask, 64**-0.5, cotangent, of_logsumexp).gradients
+    for result, reference in zip(found, expected[:3], strict=True):
+        assert np.linalg.norm(result - reference) <= BOUNDS["bfloat16"] * np.linalg.norm(reference)
 
 
 def test_the_reduction_may_be_left_to_xla() -> None:
