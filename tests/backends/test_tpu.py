@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,21 +17,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import natten_jax
 from natten_jax import backends, na2d
-from natten_jax.arrays.operands import Cotangents, Inputs, Operands
 from natten_jax.backends import select
 from natten_jax.backends.pallas import _tpu_call
 from natten_jax.backends.pallas._tpu_call import pack_size
-from natten_jax.backends.pallas.tpu import TpuBackend
-from natten_jax.backends.select import plan_with
-from natten_jax.performance import PASSES, Performance, TilePair
+from natten_jax.performance import PASSES, tile_names
 from natten_jax.plan.devices import Device
-from natten_jax.plan.plan import Request
-from natten_jax.problem import Problem, problem_of
 from tests.fuzz import interpreted
+from tests.fuzz.problem import Fuzzed
 from tests.ops.test_added_logits import CASES as ADDED
 from tests.ops.test_added_logits import check
-from tests.support import oracle
-from tests.support.families import BOUNDS, Family
+from tests.support.families import Family
 from tests.support.interpreted_tpu import FINDING_RACES, InterpretedTpuBackend, raising_races, register
 from tests.support.machine import Machine
 from tests.support.meshes import mesh_of, put
@@ -185,76 +179,18 @@ def test_one_rule_for_biases_that_hide_keys(name: str) -> None:
 # The TPU kernels in Pallas's interpreter, which finds races and fills fresh memory with NaN.
 
 
-TPU = Device("tpu", is_present=False)
+def direct(case: Case, dtype: str, q_tile: tuple[int, ...], kv_tile: tuple[int, ...]) -> Fuzzed:
+    """A call of the kernels with the same tiles in both passes."""
+    tiles = {name: tile for pass_ in PASSES for name, tile in zip(tile_names(pass_), (q_tile, kv_tile), strict=True)}
+    return Fuzzed(FAMILY.name, case, dtype, 0, is_direct=True, tiles=tiles)
 
-PROBLEMS: dict[str, tuple[Problem, TilePair]] = {
-    "three dimensions": (
-        problem_of((3, 4, 18), (2, 3, 4), (1, 2, 3), 1, (True, False, False), head_dim=16, head_dim_v=24),
-        ((3, 2, 16), (2, 3, 16)),
-    ),
-    "attention": (
-        problem_of((20,), operator="fmha", kv_layout=(25,), head_dim=8, dtype="float32", scale=-0.3),
-        ((8,), (16,)),
-    ),
+
+VOLUME = Case((3, 4, 18), (2, 3, 4), stride=(1, 2, 3), is_causal=(True, False, False), head_dim=16, head_dim_v=24)
+
+PROBLEMS = {
+    "three dimensions": direct(VOLUME, "bfloat16", (3, 2, 16), (2, 3, 16)),
+    "attention": direct(Case((25,), queries=20, scale=-0.3), "float32", (8,), (16,)),
 }
-
-
-@pytest.fixture
-def _interpreted() -> Iterator[None]:
-    with pltpu.force_tpu_interpret_mode(FINDING_RACES), raising_races():
-        yield
-
-
-def mask_of(problem: Problem) -> np.ndarray:
-    """Which keys each query sees."""
-    if problem.operator == "fmha":
-        (axis,) = problem.axes
-        return oracle.attention_mask(axis.query_extent, axis.kv_extent, axis.is_causal)
-    return oracle.neighborhood_mask(
-        problem.query_layout, problem.kernel_size, problem.stride, problem.dilation, problem.is_causal
-    )
-
-
-def distance(found: object, expected: np.ndarray) -> float:
-    """How far a result is from what was expected, relative to the norm of that."""
-    return float(np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected))
-
-
-@pytest.mark.usefixtures("_interpreted")
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_results_and_gradients(name: str) -> None:
-    problem, tiles = PROBLEMS[name]
-    performance = Performance()
-    for pass_ in PASSES:
-        performance = performance.with_tiles(pass_, tiles)
-    backend, request = TpuBackend(), Request(problem, performance)
-    plans = {pass_: plan_with(backend, request, TPU, pass_) for pass_ in PASSES}
-    rng = np.random.default_rng(len(name))
-
-    def draw(*shape: int) -> jnp.ndarray:
-        return jnp.asarray(rng.standard_normal((1, *shape)), problem.dtype)
-
-    query, out_cotangent = (
-        draw(*problem.query_layout, problem.heads, width) for width in (problem.head_dim, problem.head_dim_v)
-    )
-    key, value = (draw(*problem.kv_layout, problem.heads_kv, width) for width in (problem.head_dim, problem.head_dim_v))
-    lse_cotangent = draw(*problem.query_layout, problem.heads).astype(jnp.float32)
-    operands = Operands(Inputs(query, key, value))
-    saved = backend.forward_saving(plans["forward"], operands)
-    gradients = backend.backward(plans["backward"], operands, saved, Cotangents(out_cotangent, lse_cotangent))
-
-    in_float64 = oracle.Tensors(*(np.asarray(array, np.float64) for array in (query, key, value)))
-    cotangents = (np.asarray(array, np.float64) for array in (out_cotangent, lse_cotangent))
-    expected = oracle.reference(in_float64, mask_of(problem), problem.scale, *cotangents)
-    found = {
-        "out": distance(saved.out, expected.forward.out),
-        "lse": distance(saved.logsumexp, expected.forward.lse),
-        **{
-            f"d_{field}": distance(getattr(gradients, field), getattr(expected.gradients, field))
-            for field in ("query", "key", "value")
-        },
-    }
-    assert all(error <= BOUNDS[problem.dtype] for error in found.values()), found
 
 
 @pytest.fixture
@@ -264,10 +200,10 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_known")
-@pytest.mark.parametrize("number", range(3))
-def test_random_problems(number: int) -> None:
-    """A part of what ``python -m tests.fuzz.interpreted`` runs."""
-    problem = interpreted.draw(0, number)
+@pytest.mark.parametrize("which", [*PROBLEMS, 0, 1, 2])
+def test_results_and_gradients_without_races(which: str | int) -> None:
+    """The random problems are a part of what ``python -m tests.fuzz.interpreted`` runs."""
+    problem = PROBLEMS[which] if isinstance(which, str) else interpreted.draw(0, which)
     assert not interpreted.complaints(problem), problem
 
 

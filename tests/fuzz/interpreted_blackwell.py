@@ -255,7 +255,7 @@ def complaints(fuzzed: Fuzzed) -> list[str]:
             saved = jax.tree.map(np.asarray, _attended(fuzzed, calls))
             gradients = jax.tree.map(np.asarray, _gradients(fuzzed, calls, saved, cotangents))
     except Exception as error:  # whatever the interpreter has to say
-        return [f"{type(error).__name__}: {error}"[:2000]]
+        return [f"{type(error).__name__}: {str(error)[-2000:]}"]
     is_large = fuzzed.factor != 1 or fuzzed.additional > 0
     share = CANCELLATION_OF_SCALED_INPUTS if is_large else CANCELLATION
     return differences(fuzzed.problem, saved, gradients, cotangents, exact, _mask(fuzzed), share)
