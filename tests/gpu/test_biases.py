@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,9 +15,9 @@ from natten_jax.performance import PASSES, tile_names
 from natten_jax.plan import devices
 from natten_jax.problem import problem_of
 from tests.execution.test_key_bias_columns import CASES
-from tests.fuzz.problem import Fuzzed
+from tests.fuzz.execution import complaints
+from tests.fuzz.features import draw_with
 from tests.ops.test_fitted_windows import CLAMPED_WITH_TABLES
-from tests.support.cases import random_case
 from tests.support.families import FAMILIES, Family, family_named
 from tests.support.problems import Case, Trial, check_all, check_gradient_repeats
 
@@ -34,8 +33,8 @@ _OF_EACH_TYPE = [pytest.param(family, dtype, id=f"{family.name}-{dtype}") for fa
 
 _HALVES = ("bfloat16", "float16")
 
-#: Heads as wide as kernels with forms of their own.
-_WIDTHS = (24, 32, 64, 128)
+#: Random problems of each kind of bias, and of one program.
+_RANDOM_PROBLEMS, _AT_ONCE = 96, 32
 
 #: Logits that have a bias are larger, and so the errors of weights: how many times the bound they may be.
 _SLACK = 1.5
@@ -46,20 +45,16 @@ def test_biases_of_keys(of: Family, dtype: str) -> None:
     check_all([Trial(case.fitted(of), dtype) for case in CASES.values()], of, slack=_SLACK)
 
 
-@pytest.mark.parametrize(("of", "dtype"), _OF_EACH_TYPE)
-def test_biases_of_keys_of_random_problems(of: Family, dtype: str) -> None:
-    rng = np.random.default_rng(0)
-    trials = []
-    for seed in range(200, 224):
-        case = dataclasses.replace(
-            random_case(seed, tokens=200),
-            key_bias=str(rng.choice(["tokens", "heads"])),
-            hidden=float(rng.choice([0.0, 0.3, 0.7])),
-            sinks=bool(rng.random() < 0.3),
-            head_dim=int(rng.choice(_WIDTHS)),
-        )
-        trials.append(Trial(case.fitted(of).with_edges_of(of), dtype, seed))
-    check_all(trials, of, slack=_SLACK)
+@pytest.mark.parametrize(
+    ("name", "feature"), [("hopper", "key_bias"), ("cutlass", "key_bias"), ("cutlass", "relative_bias")]
+)
+def test_biases_of_random_problems(name: str, feature: str) -> None:
+    """Direct calls of kernels with random tiles, as ``python -m tests.fuzz --direct --feature`` draws them."""
+    for start in range(0, _RANDOM_PROBLEMS, _AT_ONCE):
+        numbers = range(start, start + _AT_ONCE)
+        problems = [draw_with((feature,), family_named(name), ("fna",), 0, i, is_direct=True) for i in numbers]
+        wrong = {repr(problem): what for problem, what in zip(problems, complaints(problems), strict=True) if what}
+        assert not wrong
 
 
 def test_tables_of_clamped_windows() -> None:
@@ -291,32 +286,6 @@ def test_hidden_keys_count_for_nothing(of: Family, dtype: str) -> None:
         assert (np.asarray(gradient[:, 8, 12], np.float32) == 0).all()
         assert np.isfinite(np.asarray(gradient, np.float32)).all()
     assert (np.asarray(of_bias)[np.asarray(is_hidden)] == 0).all()
-
-
-def _drawn(seed: int, case: Case) -> Iterator[Trial]:
-    """The problem in both element types with random tiles of the kernels' forms; none where they do not take it."""
-    rng = np.random.default_rng(seed)
-    for dtype in _HALVES:
-        problem = dataclasses.replace(Fuzzed("cutlass", case, dtype, seed).description(), relative_bias=True)
-        backend, device = cutlass().backend, devices.default_device()
-        if any(backend.rejection(problem, device, pass_) is not None for pass_ in PASSES):
-            return
-        tiles: dict[str, Any] = {}
-        for pass_ in PASSES:
-            pairs = backend.tile_pairs(backend.widened(problem, device, pass_), device, pass_)
-            tiles |= dict(zip(tile_names(pass_), pairs[int(rng.integers(len(pairs)))], strict=True))
-        yield Trial(case, dtype, seed, tiles)
-
-
-def test_relative_biases_of_random_problems() -> None:
-    trials: list[Trial] = []
-    for seed in range(300, 420):
-        case = dataclasses.replace(
-            random_case(seed, tokens=400), relative_bias=True, additional=0, head_dim=int(_WIDTHS[seed % 3])
-        ).with_edges_of(cutlass(), is_direct=True)
-        trials += _drawn(seed, case)
-    assert len(trials) > 100
-    check_all(trials, cutlass(), slack=_SLACK)
 
 
 def test_gradients_of_tables_are_reproducible() -> None:
