@@ -32,10 +32,10 @@ from jax.experimental.compilation_cache import compilation_cache
 import natten_jax
 from natten_jax.performance import PASSES
 from natten_jax.plan.devices import default_device
-from tests.support.compilation import QUICK_HOST_OPTIONS, flags_of, known
+from tests.support.compilation import QUICK_HOST_OPTIONS, flags_of
 from tests.support.families import FAMILIES, Family
 from tests.support.machine import Machine
-from tests.support.resources import COMPILER_FLAG, limits
+from tests.support.resources import COMPILER_FLAG, known, limits
 
 for name, examples in (("core", 25), ("all", 200)):
     hypothesis.settings.register_profile(
@@ -87,7 +87,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # workers inherit what follows
         if not _is_of_gpu(config):
             _store_programs()
-            # Asked for together, and so by one process that imports JAX.
             flags = os.environ.get("XLA_FLAGS", ""), *known([*flags_of(QUICK_HOST_OPTIONS), COMPILER_FLAG])
             os.environ["XLA_FLAGS"] = " ".join(flags).strip()
         processes = getattr(config.option, "numprocesses", None) or 1

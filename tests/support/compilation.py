@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-
-from tests.support.resources import is_known
 
 #: Both passes of plain JAX in two dimensions: 5.5 to 6.9 s of processor time with XLA's own choices, 4.3 to 4.8 without
 #: optimisation, 2.1 to 2.3 if XLA also emits a fusion of operations without MLIR, and 1.4 to 1.8 if all code is one
@@ -29,11 +27,6 @@ XLAS_OWN_OPTIONS: Mapping[str, Any] = {
 def flags_of(options: Mapping[str, Any]) -> list[str]:
     """Compiler options as ``XLA_FLAGS`` has them."""
     return [f"--{name}={str(value).lower()}" for name, value in options.items()]
-
-
-def known(flags: Sequence[str]) -> list[str]:
-    """Those flags that the installed jaxlib has: they come and go, and one that it lacks would end the process."""
-    return list(flags) if is_known(" ".join(flags)) else [flag for flag in flags if is_known(flag)]
 
 
 def without_quick_host_code(flags: str) -> str:

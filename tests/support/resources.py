@@ -5,11 +5,11 @@ Without this each of a dozen processes would start threads for all processors, a
 
 from __future__ import annotations
 
-import functools
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 #: Keeps a compilation for a GPU on one thread. A flag that this release of jaxlib does not know would end the process.
 COMPILER_FLAG = "--xla_gpu_force_compilation_parallelism=1"
@@ -36,17 +36,20 @@ def limits(environment: Mapping[str, str], processors: int, processes: int) -> d
         wanted |= {"PJRT_NPROC": threads, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     missing = {name: value for name, value in wanted.items() if name not in environment}
     flags = environment.get("XLA_FLAGS", "")
-    if processes > 1 and COMPILER_FLAG.partition("=")[0] not in flags and is_known(COMPILER_FLAG):
+    if processes > 1 and COMPILER_FLAG.partition("=")[0] not in flags and known([COMPILER_FLAG]):
         missing["XLA_FLAGS"] = f"{flags} {COMPILER_FLAG}".strip()
     return missing
 
 
-@functools.cache
-def is_known(flag: str) -> bool:
-    """Whether the installed jaxlib knows a flag of XLA."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flag}
+def known(flags: Sequence[str]) -> list[str]:
+    """The flags of XLA that the installed jaxlib has. A process with others ends at once, and prints them."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
     program = [sys.executable, "-c", "import jax; jax.devices()"]
     try:
-        return subprocess.run(program, env=environment, capture_output=True, check=False).returncode == 0
-    except OSError:  # an interpreter of another machine, which is emulated, starts no processes of its own
-        return False
+        started = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    except OSError:  # an emulated interpreter of another machine starts no processes
+        return []
+    unknown = re.search(r"Unknown flags? in XLA_FLAGS: (.*)", started.stderr)
+    if started.returncode and unknown is None:
+        return []
+    return [flag for flag in flags if unknown is None or flag not in unknown[1].split()]
