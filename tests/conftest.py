@@ -96,8 +96,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def _store_programs() -> None:
     """Keep the programs that XLA compiles in ``build/compiled``, for all test processes and for the next run.
 
-    A change of the package deletes them: the key of a program does not cover the callbacks that split calls over
-    devices. It covers metadata, which the profiler reads.
+    After a change of the package all are compiled again: the key of a program does not cover the callbacks that split
+    calls over devices. It covers metadata, which the profiler reads.
     """
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
@@ -105,7 +105,8 @@ def _store_programs() -> None:
     sources = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
     folder = Path(__file__).parents[1] / "build" / "compiled"
-    for outdated in [each for each in folder.glob("*") if each.name != digest]:
+    others = sorted((each for each in folder.glob("*") if each.name != digest), key=lambda each: each.stat().st_mtime)
+    for outdated in others[:-2]:  # another run may still use a later one
         shutil.rmtree(outdated, ignore_errors=True)
     options: dict[str, Any] = {
         "jax_compilation_cache_dir": str(folder / digest),
