@@ -83,7 +83,7 @@ def test_export_for_several_platforms_chooses_a_backend_for_each() -> None:
 
 CASES = {
     "1d": Case((11,), (4,), stride=(3,), dilation=(2,), is_causal=(True,), heads=4, heads_kv=2, head_dim_v=16),
-    "2d": Case((5, 6), (3, 4), stride=(1, 2), heads=2, additional=3, fused=True, scales=(0.3, -0.4), heads_kv=2),
+    "2d": Case((5, 6), (3, 4), stride=(1, 2), heads=2, additional=3, fused=True),
     "3d": Case((2, 3, 4), (2, 3, 3)),
     "merged": Case((9,), (4,), additional=3),
     "attention": Case((9,), queries=7, heads=4, heads_kv=2),
