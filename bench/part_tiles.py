@@ -47,14 +47,18 @@ def measure(curve: Curve, devices: int, pass_: Pass, options: argparse.Namespace
     if tiles[WHOLE] == tiles[PART]:
         return row
     operands, cotangent = draw(curve, [halo.evened() for halo in halos_of(problem, parts)])
-    saved = jax.jit(lambda operands: custom_vjp.forward_saving(whole, operands))(operands)
+    saved = jax.jit(lambda operands: custom_vjp.run(custom_vjp.SAVING, whole, operands))(operands)
     cotangents = Output(cotangent, jnp.zeros_like(saved.logsumexp))
 
     def compiled(request: Request) -> tuple[jax.stages.Compiled, Sequence[Any]]:
         if pass_ == "forward":
-            return jax.jit(lambda operands: custom_vjp.forward(request, operands)).lower(operands).compile(), [operands]
+            return jax.jit(lambda operands: custom_vjp.run(custom_vjp.FORWARD, request, operands)).lower(
+                operands
+            ).compile(), [operands]
         arguments = operands, saved, cotangents
-        return jax.jit(lambda *each: custom_vjp.backward(request, *each)).lower(*arguments).compile(), arguments
+        return jax.jit(lambda *each: custom_vjp.run(custom_vjp.BACKWARD, request, *each)).lower(
+            *arguments
+        ).compile(), arguments
 
     programs = {name: compiled(request) for name, request in requests.items()}
     results = [program(*arguments) for program, arguments in programs.values()]

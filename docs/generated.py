@@ -19,7 +19,7 @@ from pathlib import Path
 
 from natten_jax import backends
 from natten_jax.autotuning.tables import TunedPass, TunedTable
-from natten_jax.backends.base import Backend
+from natten_jax.backends.base import Backend, heads_rejection
 from natten_jax.backends.select import CHOICES, heeded
 from natten_jax.ops.config_queries import query_names
 from natten_jax.performance import PASSES, Pass
@@ -127,19 +127,20 @@ def _names(backend: Backend) -> str:
 
 def _devices() -> str:
     def row(backend: Backend) -> Sequence[str]:
-        devices = "every device of XLA" if backend.platform is None else str(backend.platform)
+        has = backend.capabilities
+        devices = "every device of XLA" if has.platform is None else str(has.platform)
         devices = {"platform cpu only": "CPUs", "platform tpu only": "TPUs"}.get(devices, devices)
-        devices += " (by name alone)" if backend.is_by_name_only else ""
-        step, most = backend.head_dim_step, backend.largest_head_dim
+        devices += " (by name alone)" if has.is_by_name_only else ""
+        step, most = has.head_dim_step, has.largest_head_dim
         others = f"; others than multiples of {step} are filled up with zeros" if step > 1 else ""
-        if backend.head_widths:
-            others = f"; others than {', '.join(map(str, backend.head_widths))} are filled up with zeros"
+        if has.head_widths:
+            others = f"; others than {', '.join(map(str, has.head_widths))} are filled up with zeros"
         widths = "any" if most is None else f"up to {most}{others}"
-        passes = "any derivative, forward mode included" if backend.is_differentiable else ", ".join(backend.passes)
-        small = "" if backend.converts_float8_to is None else "; 8-bit ones, converted, forward alone"
-        if backend.float8_dtypes:
-            small = f"; {', '.join(backend.float8_dtypes)} by name, forward alone"
-        types = ", ".join(backend.dtypes) + small
+        passes = "any derivative, forward mode included" if has.is_plain_jax else ", ".join(PASSES)
+        small = "" if has.converts_float8_to is None else "; 8-bit ones, converted, forward alone"
+        if has.float8_dtypes:
+            small = f"; {', '.join(has.float8_dtypes)} by name, forward alone"
+        types = ", ".join(has.dtypes) + small
         return _names(backend), devices, types, widths, passes, _schedules(backend)
 
     header = ("backend", "devices", "element types", "`head_dim`, `head_dim_v`", "passes", "`kernel_schedule`")
@@ -147,7 +148,7 @@ def _devices() -> str:
 
 
 def _schedules(backend: Backend) -> str:
-    return ", ".join(f"`{schedule}`" for schedule in backend.schedules.get("forward", ())) or "none"
+    return ", ".join(f"`{schedule}`" for schedule in backend.capabilities.schedules.get("forward", ())) or "none"
 
 
 _CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
@@ -164,31 +165,28 @@ def _tiles() -> str:
         for cells, devices in alike.items():
             capabilities = (".".join(map(str, device.compute_capability or ())) for device in devices)
             name = _names(backend) + (f" on {', '.join(capabilities)}" if len(alike) > 1 else "")
-            rows += [
-                (name, pass_, *of_pass) for pass_, of_pass in zip(PASSES, cells, strict=True) if pass_ in backend.passes
-            ]
+            rows += [(name, pass_, *of_pass) for pass_, of_pass in zip(PASSES, cells, strict=True)]
     return _markdown(("backend", "pass", *(f"heads of {width}" for width in _HEAD_DIMS)), rows)
 
 
 def _devices_of(backend: Backend) -> list[Device]:
     gpus = [Device("cuda", capability, is_present=False) for capability in _CAPABILITIES]
-    platform = backend.platform
+    platform = backend.capabilities.platform
     return [gpu for gpu in gpus if platform is not None and platform.has(gpu)] or [Device("cpu")]
 
 
 def _largest(backend: Backend, device: Device, pass_: Pass, head_dim: int) -> str:
     problem = problem_of((64, 64), 33, head_dim=head_dim, dtype="bfloat16")
-    if backend.heads_rejection(problem) is not None:
+    if heads_rejection(backend.capabilities, problem) is not None:
         return "none"
-    return " and ".join(map(str, backend.largest_tiles(problem, device, pass_)))
+    return " and ".join(map(str, backend.capabilities.largest_tiles(problem, device, pass_)))
 
 
 def _heeded() -> str:
     def row(name: str) -> Sequence[str]:
         parts: dict[bool, list[Backend]] = {True: [], False: []}
         for backend in backends.registered():
-            if CHOICES[name].pass_ in backend.passes:
-                parts[name in heeded(backend)].append(backend)
+            parts[name in heeded(backend)].append(backend)
         having, others = (", ".join(map(_names, part)) for part in parts.values())
         reason = f"{others}: {CHOICES[name].lacking}" if others else "none"
         return _code(name), CHOICES[name].pass_, having, reason
@@ -198,7 +196,9 @@ def _heeded() -> str:
 
 def _queries() -> str:
     def row(backend: Backend) -> Sequence[str]:
-        names = (f"get_{infix}configs_for_{backend.query_family or backend.family}" for infix in ("", "bwd_"))
+        names = (
+            f"get_{infix}configs_for_{backend.capabilities.query_family or backend.family}" for infix in ("", "bwd_")
+        )
         return _code(*(BackendId(backend.family, each) for each in OPERATORS)), _code(*(f"{name}_*" for name in names))
 
     return _markdown(("backends", "queries, `fna` or `fmha` for `*`"), map(row, backends.registered()))

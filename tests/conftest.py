@@ -49,7 +49,7 @@ collect_ignore = [] if (Path(__file__).parents[1] / "README.md").exists() else _
 SELECTIONS: Mapping[str, Callable[[Family], bool]] = {
     "family": lambda family: True,
     "native_family": lambda family: family.target is not None,
-    "pure_family": lambda family: family.backend.is_differentiable,
+    "pure_family": lambda family: family.capabilities.is_plain_jax,
 }
 #: Number of host devices in a test process, for tests of meshes. Programs started by tests have one by default.
 DEVICES = 8
@@ -61,11 +61,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of this suite."""
     parser.addoption("--problems", type=int, help="random problems per backend family, instead of its default")
     parser.addoption("--all-compiled", action="store_true", help="compile every problem for TPUs, not just a few")
-    parser.addoption("--slow", action="store_true", help="also run tests marked slow")
     parser.addoption(
-        "--core",
+        "--slow",
         action="store_true",
-        help="a quarter of the random problems, two element types of a family, and a third of the tests of plain JAX",
+        help="also run tests marked slow, and on the host all random problems and element types instead of a core",
     )
 
 
@@ -74,9 +73,14 @@ def _is_of_gpu(config: pytest.Config) -> bool:
     return re.search(r"(?<!\bnot )\bgpu\b", config.option.markexpr) is not None
 
 
+def _is_core(config: pytest.Config) -> bool:
+    """True if the run is for the host and has only a part of the parameters."""
+    return not (config.getoption("slow") or _is_of_gpu(config))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the platform; limit what this process and the workers that it is about to start take of the machine."""
-    hypothesis.settings.load_profile("core" if config.getoption("core") else "all")
+    hypothesis.settings.load_profile("core" if _is_core(config) else "all")
     os.environ["PYTHONFAULTHANDLER"] = "1"  # a program that a test starts says where it crashed
     # What JAX has traced stays: looking through it ever again takes a tenth of a run.
     gc.set_threshold(200_000, 20, 100)
@@ -143,8 +147,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Slow ones come first, or else the last worker would still be at one when all others are done.
     """
-    if config.getoption("core"):
-        _keep_a_third_of_plain_jax(config, items)
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
         is_of_gpu = item.get_closest_marker("gpu") is not None
@@ -154,19 +156,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="there is no NVIDIA GPU"))
         if item.get_closest_marker("slow") and not config.getoption("slow"):
             item.add_marker(pytest.mark.skip(reason="needs --slow"))
-
-
-def _keep_a_third_of_plain_jax(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect two of three parameters of each test of plain JAX, whose programs take most of a run to compile."""
-    counts: collections.Counter[str] = collections.Counter()
-    kept: list[pytest.Item] = []
-    left_out: list[pytest.Item] = []
-    for item in items:
-        function, _, parameters = item.nodeid.partition("[")
-        (left_out if "flex" in parameters and counts[function] % 3 else kept).append(item)
-        counts[function] += "flex" in parameters
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = kept
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist may be missing
@@ -188,7 +177,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for family in filter(SELECTIONS[family_name], FAMILIES):
         if (family.needs_gpu and not of_gpu) or (of_gpu and _has_gpu() and not family.runs_on(default_device())):
             continue
-        is_core = metafunc.config.getoption("core")
+        is_core = _is_core(metafunc.config)
         problems = metafunc.config.getoption("problems") or family.problems // (4 if is_core else 1)
         dtypes = family.dtypes[: 2 if is_core else None]
         choices: dict[str, Iterable[Any]] = {

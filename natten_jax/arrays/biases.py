@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from natten_jax.arrays.boxes import is_real, without_padding
-from natten_jax.arrays.operands import Gradients, Inputs, Operands, Output, Saved
+from natten_jax.arrays.operands import Gradients, Inputs, Operands, Saved
 from natten_jax.problem import Problem
 
 #: Fields of :class:`Inputs` that are added to logits.
@@ -74,8 +74,6 @@ def gradient_of_shared_table(of_entries: jax.Array, table: jax.Array) -> jax.Arr
     """The gradient of a table ``[1 or batch, heads, entries]``, from those of batch entries."""
     return jnp.sum(of_entries, axis=0, keepdims=True) if table.shape[0] == 1 else of_entries
 
-
-_Result = TypeVar("_Result", Output, Saved)
 
 #: Numbers whose sum is a bias.
 _TERMS = 3
@@ -155,7 +153,7 @@ class KeyBiasColumns:
         )
         return operands._replace(inputs=inputs)
 
-    def result(self, found: _Result, operands: Operands) -> _Result:
+    def result(self, found: Saved, operands: Operands) -> Saved:
         """The results of the call: a query all of whose keys are hidden has seen none."""
         scales = _Scales.of(self.problem, operands.inputs.scale)
         of_hidden = scales.of_hidden(self.problem)
@@ -165,7 +163,7 @@ class KeyBiasColumns:
             out=jnp.where(is_unseen[..., None], 0, found.out),
             logsumexp=jnp.where(is_unseen, -jnp.inf, found.logsumexp),
         )
-        if isinstance(found, Saved) and found.remainder is not None:
+        if found.remainder is not None:
             found = found._replace(remainder=jnp.where(is_unseen, 0, found.remainder))
         return found
 

@@ -90,5 +90,7 @@ def counterpart(name: str | None) -> str | None:
 
 def export_targets() -> tuple[str, ...]:
     """Every custom call that some backend makes."""
-    every = (target for backend in _registered for targets in backend.targets.values() for target in targets)
+    every = (
+        target for backend in _registered for targets in backend.capabilities.targets.values() for target in targets
+    )
     return tuple(dict.fromkeys(every))

@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Collection
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from natten_jax.arrays.biases import gradient_of_shared_table, table_of_each_entry
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
-from natten_jax.backends.base import Platform
+from natten_jax.backends.base import Capabilities, Platform
 from natten_jax.backends.ffi import (
     NativeBackend,
     attributes,
@@ -43,15 +41,19 @@ class CpuBackend(NativeBackend):
     """Attention on the host, forward and backward, for every window."""
 
     family = "cpu"
-    platform = Platform("cpu")
-    dtypes = ("float32", "float16", "bfloat16")
-    converts_float8_to = "float32"  # whose output is rounded once
-    edges = EDGES
-    targets: ClassVar = {"forward": (_FORWARD,), "backward": (_BACKWARD,)}
-    heeds = ("backward_deterministic",)  # in every run
-    takes_own_layouts = True
-    takes_extents = True
-    biases: ClassVar[Collection[str]] = ("relative_bias", "key_bias")
+    capabilities = Capabilities(
+        platform=Platform("cpu"),
+        dtypes=("float32", "float16", "bfloat16"),
+        largest_tiles=lambda *_: (_LARGEST_TILE, _LARGEST_TILE),
+        converts_float8_to="float32",  # whose output is rounded once
+        edges=EDGES,
+        targets={"forward": (_FORWARD,), "backward": (_BACKWARD,)},
+        heeds=("backward_deterministic",),  # in every run
+        takes_own_layouts=True,
+        takes_extents=True,
+        biases=("relative_bias", "key_bias"),
+        takes_sinks=True,
+    )
 
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
         """Why this backend cannot run a pass of the problem on the device; ``None`` where it can."""
@@ -69,10 +71,6 @@ class CpuBackend(NativeBackend):
         default = _default_pair(problem, pass_)
         q_tiles, kv_tiles = _CANDIDATES[problem.rank]
         return list(dict.fromkeys([default, *itertools.product(q_tiles, kv_tiles)]))
-
-    def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
-        """Most tokens of a tile."""
-        return _LARGEST_TILE, _LARGEST_TILE
 
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
         """Call the kernel."""

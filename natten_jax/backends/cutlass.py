@@ -6,8 +6,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from natten_jax.arguments.static import least_batch
 from natten_jax.arrays.biases import with_columns
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
-from natten_jax.backends.base import Platform
+from natten_jax.backends.base import Capabilities, Form, Platform, check_heads, heads_rejection, with_wide_heads
 from natten_jax.backends.ffi import (
     NativeBackend,
     attributes,
@@ -224,29 +223,62 @@ _TF32_PRECISIONS = (
 )
 
 
+def _needs_columns(problem: Problem) -> bool:
+    """Return True if no kernel adds biases of keys: with a relative bias, and to logits of 32-bit elements."""
+    return problem.relative_bias or problem.element.bytes != 2
+
+
+def _shared_memory(device: Device) -> int:
+    """Bytes that a block may have on a device, as far as kernels count on it."""
+    capability = device.compute_capability
+    if capability is None or capability[0] not in _LIMITS["wide_form_capabilities"]:
+        return _LIMITS["least_shared_memory"]
+    return max(form["shared_memory"] for form in (*_LIMITS["forward"], *_LIMITS["backward"]))
+
+
+def _largest_tiles(problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
+    """Most queries and keys of a tile that the narrowest kernel for these heads takes on a device."""
+    check_heads(CutlassBackend, problem)
+    wider, size = max(problem.head_dim, problem.head_dim_v), problem.element.bytes
+    forms = [form for form in _LIMITS[pass_] if form["element_bytes"] == size and form["head_dim"] >= wider]
+    narrowest = min(form["head_dim"] for form in forms)
+    able = [
+        (form["q_tile_tokens"], form["kv_tile_tokens"])
+        for form in forms
+        if form["head_dim"] == narrowest and form["shared_memory"] <= _shared_memory(device)
+    ]
+    return max(queries for queries, _ in able), max(keys for _, keys in able)
+
+
 class CutlassBackend(NativeBackend):
     """Attention on any NVIDIA GPU since Ampere."""
 
     family = "cutlass"
-    platform = Platform("cuda", (8, 0))
-    dtypes = ("float32", "float16", "bfloat16")
-    edges = EDGES
-    wraps_by_strips = True
-    biases = ("relative_bias", "key_bias")
-    takes_shared_key_bias = True
-    takes_own_layouts = True
-    takes_extents = True
-    head_dim_step = _LIMITS.get("head_dim_step", 1)
-    largest_head_dim = _LIMITS.get("largest_head_dim")
-    targets: ClassVar = {
-        "forward": (_FORWARD, _SMALL_FORWARD),
-        "backward": (_BACKWARD, _DELTA, _SMALL_BACKWARD),
-    }
-    heeds = (
-        "backward_kv_splits",
-        "backward_use_xla_reduction",
-        "backward_deterministic",
-        "memory_usage_preference",
+    capabilities = Capabilities(
+        platform=Platform("cuda", (8, 0)),
+        dtypes=("float32", "float16", "bfloat16"),
+        largest_tiles=_largest_tiles,
+        edges=EDGES,
+        wraps_by_strips=True,
+        biases=("relative_bias", "key_bias"),
+        needs_columns=_needs_columns,
+        takes_shared_key_bias=True,
+        takes_sinks=True,
+        takes_own_layouts=True,
+        takes_extents=True,
+        excludes_layouts=("relative_bias",),
+        head_dim_step=_LIMITS.get("head_dim_step", 1),
+        largest_head_dim=_LIMITS.get("largest_head_dim"),
+        targets={
+            "forward": (_FORWARD, _SMALL_FORWARD),
+            "backward": (_BACKWARD, _DELTA, _SMALL_BACKWARD),
+        },
+        heeds=(
+            "backward_kv_splits",
+            "backward_use_xla_reduction",
+            "backward_deterministic",
+            "memory_usage_preference",
+        ),
     )
 
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
@@ -272,33 +304,23 @@ class CutlassBackend(NativeBackend):
             )
         return None
 
-    @classmethod
-    def needs_columns(cls, problem: Problem) -> bool:
-        """Whether none of its kernels adds biases of keys: beside a relative bias, and to logits of 32-bit elements."""
-        return problem.relative_bias or problem.element.bytes != 2
+    def widened(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair | None = None) -> Problem:
+        """Return the problem of the kernels.
 
-    def adds_key_bias(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair | None = None) -> bool:
-        """Whether the kernels of a pass add biases of keys themselves.
-
-        Where those for small windows do not, columns for these may be faster than kernels for large windows.
+        If kernels for small windows do not add biases of keys, columns for these may be faster than kernels for large
+        windows.
         """
-        if self.needs_columns(problem):
-            return False
-        own, wider = self.with_wide_heads(problem), self.with_wide_heads(with_columns(problem))
-        if self.heads_rejection(wider) is not None:
-            return True
+        found = super().widened(problem, device, pass_, pair)
+        if not found.key_bias:
+            return found
+        wider = with_wide_heads(self.capabilities, with_columns(problem))
+        if heads_rejection(self.capabilities, wider) is not None:
+            return found
         if pair is not None:
-            return self.offers(own, device, pass_, pair) or not self.offers(wider, device, pass_, pair)
-        return _ranked_pairs(own, device, pass_)[0][1] <= _ranked_pairs(wider, device, pass_)[0][1]
-
-    def wraps_in_kernels(self, plan: Plan) -> bool:
-        """Whether a plan's kernels know windows that wrap: those for small windows do."""
-        return small_windows.is_chosen(plan.problem, plan.pass_, plan.tiles)
-
-    @classmethod
-    def layouts_rejection(cls, problem: Problem) -> str | None:
-        """Why the kernels take no layouts of batch entries."""
-        return "its kernels take a relative_bias or extents, not both" if problem.relative_bias else None
+            is_own = self.offers(found, device, pass_, pair) or not self.offers(wider, device, pass_, pair)
+        else:
+            is_own = _ranked_pairs(found, device, pass_)[0][1] <= _ranked_pairs(wider, device, pass_)[0][1]
+        return found if is_own else wider
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Query and key/value tiles by estimated time, the fastest first."""
@@ -319,20 +341,17 @@ class CutlassBackend(NativeBackend):
             return False
         return small_windows.estimate(self.family, problem, pass_, pair, device.compute_capability) is not None
 
-    def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
-        """Most tokens of the tiles that the kernels for these heads are compiled for."""
-        return _largest_tiles(problem, device, pass_)
-
-    def unused_in(self, plan: Plan) -> Mapping[str, str]:
-        """What the plan's form of the kernels has no use for."""
-        if plan.pass_ == "backward" and small_windows.is_chosen(plan.problem, plan.pass_, plan.tiles):
-            return _UNUSED_BY_SMALL_WINDOWS
+    def form(self, plan: Plan) -> Form:
+        """Return features of the kernels of a plan. Kernels for small windows support windows that wrap."""
+        is_small = small_windows.is_chosen(plan.problem, plan.pass_, plan.tiles)
+        if plan.pass_ == "backward" and is_small:
+            return Form(wraps=True, unused=_UNUSED_BY_SMALL_WINDOWS)
         unused = {}
         if plan.performance.backward_deterministic:
             unused["backward_kv_splits"] = "has one split with backward_deterministic=True"
         if plan.problem.dtype == "float32":
             unused["memory_usage_preference"] = "sums up float32 gradients in place, without scratch memory"
-        return unused
+        return Form(wraps=is_small, unused=unused)
 
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
         """Call the kernel."""
@@ -427,31 +446,9 @@ def _missing_code(capability: ComputeCapability) -> str | None:
     )
 
 
-def _shared_memory(device: Device) -> int:
-    """Bytes that a block may have on a device, as far as kernels count on it."""
-    capability = device.compute_capability
-    if capability is None or capability[0] not in _LIMITS["wide_form_capabilities"]:
-        return _LIMITS["least_shared_memory"]
-    return max(form["shared_memory"] for form in (*_LIMITS["forward"], *_LIMITS["backward"]))
-
-
-def _largest_tiles(problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
-    """Most queries and keys of a tile that the narrowest kernel for these heads takes on a device."""
-    CutlassBackend.check_heads(problem)
-    wider, size = max(problem.head_dim, problem.head_dim_v), problem.element.bytes
-    forms = [form for form in _LIMITS[pass_] if form["element_bytes"] == size and form["head_dim"] >= wider]
-    narrowest = min(form["head_dim"] for form in forms)
-    able = [
-        (form["q_tile_tokens"], form["kv_tile_tokens"])
-        for form in forms
-        if form["head_dim"] == narrowest and form["shared_memory"] <= _shared_memory(device)
-    ]
-    return max(queries for queries, _ in able), max(keys for _, keys in able)
-
-
 def _large_tile_sizes(problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[int, int], ...]:
     """Queries and keys of the tiles that are ranked, of kernels for large windows."""
-    CutlassBackend.check_heads(problem)
+    check_heads(CutlassBackend, problem)
     if pass_ == "backward":
         return (64, 128), (64, 64), (128, 128), (128, 64)
     most, keys = _largest_tiles(problem, device, pass_)
@@ -462,8 +459,8 @@ def _large_tile_sizes(problem: Problem, device: Device, pass_: Pass) -> tuple[tu
 
 
 def _is_for_small_windows(problem: Problem) -> bool:
-    """Whether no other kernels add what a problem adds to logits."""
-    return problem.relative_bias or (problem.key_bias and CutlassBackend.needs_columns(problem))
+    """Return True if only kernels for small windows add the biases of a problem."""
+    return problem.relative_bias or (problem.key_bias and _needs_columns(problem))
 
 
 def _small_windows_take_biases(problem: Problem) -> bool:

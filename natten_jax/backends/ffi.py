@@ -13,8 +13,8 @@ import numpy as np
 
 from natten_jax.arguments.arrays import LARGEST
 from natten_jax.arrays.boxes import without_padding
-from natten_jax.arrays.operands import Cotangents, Gradients, Inputs, Operands, Output, Saved, roles_of
-from natten_jax.backends.base import Backend
+from natten_jax.arrays.operands import Cotangents, Gradients, Inputs, Operands, Saved, roles_of
+from natten_jax.backends.base import Backend, Earlier
 from natten_jax.native import module as native
 from natten_jax.native.module import KERNEL_RANK, ResultType, axis_rows, with_kernel_tiles
 from natten_jax.plan.plan import Plan
@@ -108,9 +108,6 @@ _SCALE_OF_NOTHING = 2.0**-64
 class NativeBackend(Backend):
     """A backend whose forward pass is one custom call, whose first results are output, logsumexp and remainder."""
 
-    takes_sinks = True
-    hides_keys = True
-
     @abc.abstractmethod
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
         """Call the kernel.
@@ -121,15 +118,15 @@ class NativeBackend(Backend):
             types: The types of its first results.
         """
 
-    def forward(self, plan: Plan, operands: Operands) -> Output:
-        """Compute output and logsumexp."""
-        return _output_of(operands, self.call_forward(plan, operands, _output_types(plan, operands, saves=False)))
-
-    def forward_saving(self, plan: Plan, operands: Operands) -> Saved:
-        """Compute them for a backward pass, with the remainder."""
-        results = self.call_forward(plan, operands, _output_types(plan, operands, saves=True))
-        output = _output_of(operands, results)
-        return Saved(*output, results[2].reshape(output.logsumexp.shape))
+    def forward(self, plan: Plan, operands: Operands, *, saves: bool = False, earlier: Earlier | None = None) -> Saved:
+        """Compute output and logsumexp, and the remainder for a backward pass."""
+        *per_query, _ = operands.inputs.query.shape
+        out, logsumexp, remainder, *_ = self.call_forward(plan, operands, _output_types(plan, operands, saves=saves))
+        return Saved(
+            out.reshape(*per_query, operands.inputs.value.shape[-1]),
+            logsumexp.reshape(per_query),
+            remainder.reshape(per_query) if saves else None,
+        )
 
     @abc.abstractmethod
     def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
@@ -279,12 +276,6 @@ def _output_types(plan: Plan, operands: Operands, *, saves: bool) -> list[Result
         ResultType(per_query, jnp.float32),
         ResultType(per_query if saves else (0,), jnp.float32),
     ]
-
-
-def _output_of(operands: Operands, results: Sequence[jax.Array]) -> Output:
-    """A forward target's output and logsumexp in the shapes of the operands."""
-    *per_query, _ = operands.inputs.query.shape
-    return Output(results[0].reshape(*per_query, operands.inputs.value.shape[-1]), results[1].reshape(per_query))
 
 
 def saved_remainder(problem: Problem, saved: Saved) -> jax.Array:

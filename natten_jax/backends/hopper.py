@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.arrays.boxes import QueryBox
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
-from natten_jax.backends.base import Platform
+from natten_jax.backends.base import Capabilities, Earlier, Form, Platform, check_heads
 from natten_jax.backends.ffi import (
     NativeBackend,
     attributes,
@@ -155,27 +152,47 @@ _KERNELS = "sm90"
 _LIMITS = native.limits(_KERNELS)
 
 
+def _tile_tokens(problem: Problem, pass_: Pass) -> list[tuple[int, int]]:
+    """Queries and keys of the tiles that the narrowest kernels for these heads are compiled for."""
+    check_heads(HopperBackend, problem)
+    wider = max(problem.head_dim, problem.head_dim_v)
+    table = _LIMITS["float8_forward" if problem.element.is_float8 else pass_]
+    forms = [form for form in table if form["head_dim"] >= wider]
+    narrowest = min(form["head_dim"] for form in forms)
+    return [(form["q_tile_tokens"], form["kv_tile_tokens"]) for form in forms if form["head_dim"] == narrowest]
+
+
+def _largest_tiles(problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
+    query, key_value = (max(tokens) for tokens in zip(*_tile_tokens(problem, pass_), strict=True))
+    return query, key_value
+
+
 class HopperBackend(NativeBackend):
     """Attention on Hopper GPUs."""
 
     family = "hopper"
-    query_family = "cutlass_hopper"
-    platform = Platform("cuda", (9, 0), is_exact=True)
-    dtypes = ("float16", "bfloat16")
-    float8_dtypes = ("float8_e4m3fn",)
-    edges = EDGES
-    wraps_by_strips = True
-    biases = ("key_bias",)
-    takes_shared_key_bias = True
-    takes_own_layouts = True
-    takes_extents = True
-    head_dim_step = _LIMITS.get("head_dim_step", 1)
-    largest_head_dim = _LIMITS.get("largest_head_dim")
-    targets: ClassVar = {"forward": (_FORWARD, _FORWARD_CONTINUED, _FORWARD_FLOAT8), "backward": TARGETS}
-    schedules: ClassVar = {
-        "forward": (KernelSchedule.PING_PONG, KernelSchedule.COOPERATIVE, KernelSchedule.NON_PERSISTENT)
-    }
-    heeds = ("run_persistent_kernel", "backward_use_xla_reduction", "backward_deterministic")
+    capabilities = Capabilities(
+        query_family="cutlass_hopper",
+        platform=Platform("cuda", (9, 0), is_exact=True),
+        dtypes=("float16", "bfloat16"),
+        largest_tiles=_largest_tiles,
+        float8_dtypes=("float8_e4m3fn",),
+        is_by_name_only_for_float8=True,
+        edges=EDGES,
+        wraps_by_strips=True,
+        biases=("key_bias",),
+        takes_shared_key_bias=True,
+        takes_sinks=True,
+        takes_own_layouts=True,
+        takes_extents=True,
+        excludes_layouts=("float8",),
+        head_dim_step=_LIMITS.get("head_dim_step", 1),
+        float8_head_dim_step=_LIMITS.get("float8_head_dim_step"),  # rows are multiples of 16 bytes
+        largest_head_dim=_LIMITS.get("largest_head_dim"),
+        targets={"forward": (_FORWARD, _FORWARD_CONTINUED, _FORWARD_FLOAT8), "backward": TARGETS},
+        schedules={"forward": (KernelSchedule.PING_PONG, KernelSchedule.COOPERATIVE, KernelSchedule.NON_PERSISTENT)},
+        heeds=("run_persistent_kernel", "backward_use_xla_reduction", "backward_deterministic"),
+    )
 
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
         """Why this backend cannot run a pass of the problem on the device; ``None`` where it can."""
@@ -186,29 +203,10 @@ class HopperBackend(NativeBackend):
             return "its kernels for 8-bit arrays add no key_bias"
         if problem.block_scales:
             return "its kernels for 8-bit arrays take factors of heads, not of blocks"
-        if problem.output_dtype not in self.dtypes:
-            return (
-                f"its kernels for 8-bit arrays have outputs of {' or '.join(self.dtypes)}, not {problem.output_dtype}"
-            )
+        dtypes = self.capabilities.dtypes
+        if problem.output_dtype not in dtypes:
+            return f"its kernels for 8-bit arrays have outputs of {' or '.join(dtypes)}, not {problem.output_dtype}"
         return None
-
-    def runs_only_by_name(self, problem: Problem) -> bool:
-        """Whether only calls that name it run it for this problem: for 8-bit arrays."""
-        return problem.element.is_float8
-
-    def wraps_in_kernels(self, plan: Plan) -> bool:
-        """Whether a plan's kernels know windows that wrap; tiles that take turns go around no seam."""
-        return plan.pass_ == "forward" or not plan.performance.backward_deterministic
-
-    @classmethod
-    def head_step_of(cls, problem: Problem) -> int:
-        """What the head dimensions of the problem's kernels are multiples of: rows are multiples of 16 bytes."""
-        return int(_LIMITS["float8_head_dim_step"]) if problem.element.is_float8 else cls.head_dim_step
-
-    @classmethod
-    def layouts_rejection(cls, problem: Problem) -> str | None:
-        """Why the kernels take no layouts of batch entries."""
-        return "its kernels take 8-bit elements or extents, not both" if problem.element.is_float8 else None
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Query and key/value tiles by estimated time, the fastest first."""
@@ -219,17 +217,33 @@ class HopperBackend(NativeBackend):
         ranked = _ranked_pairs(problem, pass_)
         return ranked[0][1] if ranked else None
 
-    def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
-        """Most tokens of the tiles that the kernels for these heads are compiled for."""
-        query, key_value = (max(tokens) for tokens in zip(*_tile_tokens(problem, pass_), strict=True))
-        return query, key_value
+    def form(self, plan: Plan) -> Form:
+        """Return what the kernels of a plan support."""
+        problem, is_forward = plan.problem, plan.pass_ == "forward"
+        unused = {}
+        if is_forward and problem.key_bias and plan.kernel_schedule is KernelSchedule.COOPERATIVE:
+            unused = {"kernel_schedule": "issues products in turns with a key_bias, as with kernel_schedule='pp'"}
+        # Backward tiles that take turns go around no seam.
+        wraps = is_forward or not plan.performance.backward_deterministic
+        is_plain = is_forward and not problem.element.is_float8 and not problem.key_bias
+        return Form(wraps, is_plain and continues(_KERNELS, problem), unused)
 
-    def unused_in(self, plan: Plan) -> Mapping[str, str]:
-        """What the plan's kernels have no use for."""
-        is_other = plan.pass_ == "forward" and plan.kernel_schedule is KernelSchedule.COOPERATIVE
-        if not (is_other and plan.problem.key_bias):
-            return {}
-        return {"kernel_schedule": "issues products in turns with a key_bias, as with kernel_schedule='pp'"}
+    def forward(self, plan: Plan, operands: Operands, *, saves: bool = False, earlier: Earlier | None = None) -> Saved:
+        """Compute output and logsumexp; if other passes are continued, in place of their results."""
+        if earlier is None:
+            return super().forward(plan, operands, saves=saves)
+        problem, (saved, seeing) = plan.problem, earlier
+        given = [with_kernel_rank(array, problem.rank) for array in saved if array is not None]
+        arrays = [*forward_operands(problem, operands), box_start(seeing)]
+        results = native.call(
+            _FORWARD_CONTINUED,
+            [*(ResultType(each.shape, each.dtype, len(arrays) + i) for i, each in enumerate(given)), _SCRATCH],
+            *arrays,
+            *given,
+            queries=(*(1,) * (KERNEL_RANK - problem.rank), *seeing.extents),
+            **_forward_attributes(plan),
+        )
+        return jax.tree.map(lambda old, new: new.reshape(old.shape), saved, Saved(*results[:3]))
 
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
         """Call the kernel."""
@@ -241,23 +255,6 @@ class HopperBackend(NativeBackend):
             arrays = [*arrays, layouts_operand(operands), key_bias_operand(plan.problem, operands)]
             types = [*types, entry_maps(operands, _ENTRY_MAPS)]
         return native.call(target, types, *arrays, **_forward_attributes(plan))
-
-    def forward_continued(self, plan: Plan, operands: Operands, saved: Saved, seeing: QueryBox) -> Saved | None:
-        """Compute what is saved of more keys, in the place of what was saved of others."""
-        problem = plan.problem
-        if problem.element.is_float8 or problem.key_bias or not continues(_KERNELS, problem):
-            return None
-        earlier = [with_kernel_rank(array, problem.rank) for array in saved if array is not None]
-        arrays = [*forward_operands(problem, operands), box_start(seeing)]
-        results = native.call(
-            _FORWARD_CONTINUED,
-            [*(ResultType(each.shape, each.dtype, len(arrays) + i) for i, each in enumerate(earlier)), _SCRATCH],
-            *arrays,
-            *earlier,
-            queries=(*(1,) * (KERNEL_RANK - problem.rank), *seeing.extents),
-            **_forward_attributes(plan),
-        )
-        return jax.tree.map(lambda old, new: new.reshape(old.shape), saved, Saved(*results[:3]))
 
     def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Call the kernels."""
@@ -279,16 +276,6 @@ def _forward_attributes(plan: Plan) -> dict[str, Shape | float]:
         "is_ping_pong": int(schedule is KernelSchedule.PING_PONG or plan.problem.key_bias),
         "is_persistent": int(is_persistent),
     }
-
-
-def _tile_tokens(problem: Problem, pass_: Pass) -> list[tuple[int, int]]:
-    """Queries and keys of the tiles that the narrowest kernels for these heads are compiled for."""
-    HopperBackend.check_heads(problem)
-    wider = max(problem.head_dim, problem.head_dim_v)
-    table = _LIMITS["float8_forward" if problem.element.is_float8 else pass_]
-    forms = [form for form in table if form["head_dim"] >= wider]
-    narrowest = min(form["head_dim"] for form in forms)
-    return [(form["q_tile_tokens"], form["kv_tile_tokens"]) for form in forms if form["head_dim"] == narrowest]
 
 
 @functools.lru_cache(maxsize=256)

@@ -37,13 +37,19 @@ def asked_for(registered: Iterable[Backend]) -> frozenset[str]:
         ValueError: The variable names something else.
     """
     families = {family.strip() for family in os.environ.get(VARIABLE, "").split(",")} - {""}
-    known = [backend.family for backend in registered if backend.is_by_name_only]
+    known = [backend.family for backend in registered if backend.capabilities.is_by_name_only]
     if unknown := sorted(families.difference(known)):
         raise ValueError(
             f"the environment variable {VARIABLE} must name families that otherwise run only by name "
             f"({', '.join(known) or 'there are none'}), not {', '.join(map(repr, unknown))}"
         )
     return frozenset(families)
+
+
+def _runs_only_by_name(backend: Backend, problem: Problem) -> bool:
+    """Return True if only calls that name a backend run it, unless the environment selects it by default."""
+    has = backend.capabilities
+    return has.is_by_name_only or (has.is_by_name_only_for_float8 and problem.element.is_float8)
 
 
 #: Values of ``sys.platform`` where kernels can be compiled.
@@ -70,7 +76,7 @@ def missing_kernels_of(backends: Iterable[Backend], problem: Problem, device: De
     reasons = {backend.family: backend.rejection(problem, device, pass_) for backend in backends}
     for backend in backends:
         reason = reasons[backend.family]
-        if backend.is_slow_fallback or backend.runs_only_by_name(problem):
+        if backend.capabilities.is_slow_fallback or _runs_only_by_name(backend, problem):
             continue
         if reason is None:
             return None
@@ -198,7 +204,7 @@ def decided(request: Request, device: Device, pass_: Pass, registered: Sequence[
             candidates = [_fastest(candidates, times)]
         for backend in candidates:
             if pair is None or backend.offers(backend.widened(problem, device, pass_, pair), device, pass_, pair):
-                is_default = requested is None and backend.is_slow_fallback
+                is_default = requested is None and backend.capabilities.is_slow_fallback
                 lack = missing_kernels_of(registered, problem, device, pass_) if is_default else None
                 return _Decision(plan_with(backend, request, device, pass_), lack=lack)
         assert pair is not None
@@ -241,11 +247,11 @@ def plan_with(backend: Backend, request: Request, device: Device, pass_: Pass) -
     tiled = dataclasses.replace(problem, own_origins=True) if is_split else problem
     if pair is None:
         performance = performance.with_tiles(pass_, backend.tile_pairs(tiled, device, pass_)[0])
-    if backend.shares_tiles:
+    if backend.capabilities.is_plain_jax:  # its passes are derived from one another
         other: Pass = "forward" if pass_ == "backward" else "backward"
         if performance.tiles(other) is None:
             performance = performance.with_tiles(other, backend.tile_pairs(tiled, device, other)[0])
-    schedules = backend.schedules.get(pass_, ())
+    schedules = backend.capabilities.schedules.get(pass_, ())
     schedule = (performance.kernel_schedule or str(schedules[0])) if schedules else None
     performance = dataclasses.replace(performance, kernel_schedule=schedule)
     plan = Plan(
@@ -273,7 +279,8 @@ def runnable(problem: Problem, device: Device, pass_: Pass) -> list[Backend]:
 @functools.lru_cache(maxsize=64)
 def _for_device(device: Device, registered: Sequence[Backend]) -> tuple[Backend, ...]:
     """The backends that are for a device, best first."""
-    return tuple([each for each in registered if each.platform is None or each.platform.has(device)])
+    platforms = [(each, each.capabilities.platform) for each in registered]
+    return tuple([each for each, platform in platforms if platform is None or platform.has(device)])
 
 
 def _candidates(
@@ -295,9 +302,9 @@ def _candidates(
     wanted = asked_for(registered)
     candidates: list[Backend] = []
     for backend in _for_device(device, registered):
-        if candidates and backend.is_slow_fallback and not with_fallback:
+        if candidates and backend.capabilities.is_slow_fallback and not with_fallback:
             continue
-        if backend.runs_only_by_name(problem) and backend.family not in wanted:
+        if _runs_only_by_name(backend, problem) and backend.family not in wanted:
             continue
         if backend.rejection(problem, device, pass_) is None:
             candidates.append(backend)
@@ -317,7 +324,7 @@ def _refusal(requested: str, reason: str, problem: Problem, device: Device, pass
 
 def _unknown_tiles(problem: Problem, pair: TilePair, device: Device, pass_: Pass, backend: Backend) -> str:
     infix = "" if pass_ == "forward" else "bwd_"
-    query_function = f"get_{infix}configs_for_{backend.query_family or backend.family}_{problem.operator}"
+    query_function = f"get_{infix}configs_for_{backend.capabilities.query_family or backend.family}_{problem.operator}"
     is_flat = problem.operator == "fmha"
 
     def text(tile: tuple[int, ...]) -> str:
@@ -364,7 +371,7 @@ CHOICES: Mapping[str, Choice] = MappingProxyType(
 
 def heeded(backend: Backend) -> frozenset[str]:
     """The names of the performance arguments that change how a backend runs, or whose promise it keeps."""
-    return frozenset(backend.heeds) | ({"kernel_schedule"} if backend.schedules else set())
+    return frozenset(backend.capabilities.heeds) | ({"kernel_schedule"} if backend.capabilities.schedules else set())
 
 
 def ignored(plan: Plan, asked: Performance) -> dict[str, str]:
@@ -382,7 +389,7 @@ def ignored(plan: Plan, asked: Performance) -> dict[str, str]:
 
 def _ignored(plan: Plan, asked: Performance) -> Iterator[tuple[str, str]]:
     backend = backends.of(plan.backend)
-    known, unused = heeded(backend), backend.unused_in(plan)
+    known, unused = heeded(backend), backend.form(plan).unused
     for name, choice in CHOICES.items():
         if choice.pass_ != plan.pass_ or getattr(asked, name) == getattr(_DEFAULTS, name):
             continue

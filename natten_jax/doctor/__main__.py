@@ -126,7 +126,7 @@ def _plan(backend: Backend, request: Request, device: Device, pass_: Pass) -> st
         return f"no: {reason}"
     plan = select.plan_with(backend, Request(request.problem), device, pass_)
     q_tile, kv_tile = plan.tiles
-    held = "as XLA plans it" if backend.is_plain_xla else f"{scratch_bytes(plan):,} bytes"
+    held = "as XLA plans it" if backend.capabilities.is_plain_jax else f"{scratch_bytes(plan):,} bytes"
     return f"query tile {q_tile}, key/value tile {kv_tile}, scratch memory {held}"
 
 
@@ -186,7 +186,7 @@ def scratch_bytes(plan: Plan) -> int:
 
     def run(operands: Operands, output: Output) -> Any:
         if plan.pass_ == "forward":
-            return backend.forward(plan, operands)
+            return backend.forward(plan, operands)[:2]
         return backend.backward(plan, operands, Saved(*output, output.logsumexp), Cotangents(*output))
 
     dtype, shapes = jnp.dtype(plan.problem.dtype), backend_check.shapes_of(plan.problem)

@@ -300,21 +300,21 @@ class _Session:
             yield f"Do not use {self.id_} on this device, and report what is printed above, please."
             return
         is_default = self.default == self.id_
-        if self.backend.is_by_name_only and not is_default:
+        if self.backend.capabilities.is_by_name_only and not is_default:
             setting = f"{select.VARIABLE}={self.backend.family}"
             yield f'backend="{self.id_}" runs it, and {setting} in the environment makes it the default.'
         elif is_default:
             yield f"{self.id_} runs here by default."
         else:
             yield f'backend="{self.id_}" runs it; calls without a name run {self.baseline}.'
-        if self.backend.is_by_name_only:
+        if self.backend.capabilities.is_by_name_only:
             yield "Nobody has sent a measurement of it so far: report what is printed above, please, times included."
 
     def _dtypes(self) -> tuple[str, ...]:
-        return in_order(tuple(self.backend.dtypes))
+        return in_order(tuple(self.backend.capabilities.dtypes))
 
     def _problems(self) -> Iterator[Problem]:
-        dtypes = *self._dtypes(), *self.backend.float8_dtypes
+        dtypes = *self._dtypes(), *self.backend.capabilities.float8_dtypes
         return problems(self.id_.operator, dtypes, is_gpu=self.device.platform == "cuda")
 
     def _rejection(self, problem: Problem, pass_: Pass = "forward") -> str | None:

@@ -29,7 +29,7 @@ from natten_jax.arrays.operands import (
     types_like,
     vary_alike,
 )
-from natten_jax.backends.base import PureJaxBackend
+from natten_jax.backends.base import Backend, Earlier, PureJaxBackend
 from natten_jax.backends.select import DeviceCall, device_calls
 from natten_jax.execution import primitive, strips
 from natten_jax.execution.kernel_operands import KernelOperands, converted, scaled
@@ -40,29 +40,24 @@ from natten_jax.execution.primitive import (
     in_reverse_only,
     named,
 )
-from natten_jax.execution.strips import continued, with_start_of
+from natten_jax.execution.strips import with_start_of
 from natten_jax.plan.plan import Plan, Request
 from natten_jax.sharding import explicit
 from natten_jax.sharding.halos import exchange, overlap
 from natten_jax.sharding.halos.exchange import Exchange, lines_of
 
 
-def _plain(plan: Plan) -> PureJaxBackend:
-    backend = backends.of(plan.backend)
-    assert isinstance(backend, PureJaxBackend)
-    return backend
-
-
 def _with_hidden_keys(plan: Plan, operands: Operands) -> Operands:
     """Apply :func:`with_hidden_keys_of_inputs` unless the backend hides keys itself; all derivatives of it are 0."""
-    if backends.of(plan.backend).hides_keys:
+    if backends.of(plan.backend).capabilities.takes_sinks:
         return operands
     return operands._replace(inputs=with_hidden_keys_of_inputs(operands.inputs))
 
 
 def _compute_plain(plan: Plan, call: DeviceCall, operands: Operands) -> Differentiable:
-    operands = _with_hidden_keys(plan, operands)
-    found = _plain(plan).forward_differentiable(plan, converted(plan.problem, operands))
+    operands, backend = _with_hidden_keys(plan, operands), backends.of(plan.backend)
+    assert isinstance(backend, PureJaxBackend)
+    found = backend.forward_differentiable(plan, converted(plan.problem, operands))
     return found._replace(out=scaled(plan.problem, operands, found.out))
 
 
@@ -87,7 +82,8 @@ def _derive_plain(
         given: The tangents or cotangents.
     """
     operands = _with_hidden_keys(plan, *jax.tree.unflatten(structure, primals))
-    backend, found = _plain(plan), Differentiable(*results)
+    found = Differentiable(*results)
+    backend: Any = backends.of(plan.backend)  # with residuals it has a derivative
     by_position = dict(zip(positions if read is None else read, given, strict=True))
     if read is None:
         every = [by_position[i] if i in by_position else jnp.zeros_like(array) for i, array in enumerate(primals)]
@@ -103,17 +99,11 @@ def _derive_plain(
 def _plain_types(request: Request, operands: Any) -> Differentiable:
     assert request.backend is not None
     backend = backends.find(request.backend, request.problem.operator)
-    assert isinstance(backend, PureJaxBackend)
-    query, width = operands.inputs.query, backend.residual_width
+    query, width = operands.inputs.query, backend.capabilities.residual_width
     per_query, dtype = query.shape[:-1], request.problem.element.accumulator
     shapes = (*per_query, request.problem.head_dim_v), per_query, (*per_query, width)
     out, logsumexp, residuals = types_like(query, *[(shape, dtype) for shape in shapes])
     return Differentiable(out, logsumexp, residuals if width else None)
-
-
-def forward(request: Request, operands: Operands) -> Output:
-    """Output and logsumexp."""
-    return Output(*_run(_FORWARD, request, operands))
 
 
 def plain_backend(request: Request) -> PureJaxBackend | None:
@@ -136,34 +126,10 @@ def _forward_plain(backend: PureJaxBackend, request: Request, operands: Operands
     operands = operands._replace(inputs=of_each_head(operands.inputs))
     request = dataclasses.replace(request, backend=f"{backend.family}-{request.problem.operator}")
     leaves, structure = jax.tree.flatten((operands,))
-    rule = _derive_plain if backend.residual_width else None
-    spec = Spec("forward", _plain_types, _compute_plain, is_differentiable=True, rule=rule)
+    rule = _derive_plain if backend.capabilities.residual_width else None
+    spec = Spec("plain forward", "forward", _plain_types, _compute_plain, is_differentiable=True, rule=rule)
     out, logsumexp, *_ = primitive.bind(Computation(spec, structure), request, leaves)
     return Output(out.astype(request.problem.output_dtype), logsumexp)
-
-
-def forward_saving(request: Request, operands: Operands) -> Saved:
-    """Return output, logsumexp and remainder, which the backward pass reads."""
-    return Saved(*_run(_SAVING, request, operands))
-
-
-def forward_continued(request: Request, operands: Operands, saved: Saved, seeing: QueryBox) -> Saved:
-    """What is saved of attention to these keys, too, after a pass on others.
-
-    Args:
-        request: The call.
-        operands: The operands of all queries, and of keys that only queries of the box see.
-        saved: What earlier passes saved.
-        seeing: The box.
-    """
-    return Saved(*_run(_CONTINUED, request, operands, saved, seeing))
-
-
-def backward(request: Request, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
-    """The gradients of the differentiable operands."""
-    gradients = _run(_BACKWARD, request, operands, saved, cotangents)
-    result: Gradients = jax.tree.unflatten(jax.tree.structure(operands.inputs), gradients)
-    return result
 
 
 def fuses_additional_kv(request: Request) -> bool:
@@ -171,7 +137,7 @@ def fuses_additional_kv(request: Request) -> bool:
     if request.problem.own_extents:  # every query sees additional tokens, but padding is none
         return False
     plans = (call.plan("forward") for call in device_calls(request))
-    return all(backends.of(plan.backend).fuses_additional_kv for plan in plans)
+    return all(backends.of(plan.backend).capabilities.fuses_additional_kv for plan in plans)
 
 
 def _output_types(request: Request, operands: Any) -> Output:
@@ -193,26 +159,25 @@ def _gradient_types(request: Request, operands: Any, saved: Any, cotangents: Any
     return result
 
 
-def _saved_with_strips(plan: Plan, operands: Operands) -> Saved:
-    """What is saved where keys behind the ends of dimensions that wrap are strips of their own."""
-    backend = backends.of(plan.backend)
-    saved = backend.forward_saving(*strips.without_strips(plan, operands))
+def _saved_with_strips(backend: Backend, plan: Plan, operands: Operands) -> Saved:
+    """Compute a forward pass with wrapped keys in strips."""
+    without_strips, own = strips.without_strips(plan, operands)
+    saved = backend.forward(without_strips, own, saves=True)
     for strip in strips.strips_of(plan, operands):
-        saved = _continued(*strip.placed(plan, operands), saved, strip.seeing)
+        saved = _continued(backend, *strip.placed(plan, operands), Earlier(saved, strip.seeing))
     return saved
 
 
-def _continued(plan: Plan, operands: Operands, saved: Saved, seeing: QueryBox) -> Saved:
-    backend = backends.of(plan.backend)
-    found = backend.forward_continued(plan, operands, saved, seeing)
-    return (
-        continued(functools.partial(backend.forward_saving, plan), operands, saved, seeing) if found is None else found
-    )
+def _continued(backend: Backend, plan: Plan, operands: Operands, earlier: Earlier) -> Saved:
+    if backend.form(plan).continues:
+        return backend.forward(plan, operands, saves=True, earlier=earlier)
+    return strips.continued(functools.partial(backend.forward, plan, saves=True), operands, *earlier)
 
 
-def _gradients_with_strips(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
-    """The gradients, likewise: those by some of the keys add up."""
-    backend = backends.of(plan.backend)
+def _gradients_with_strips(
+    backend: Backend, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents
+) -> Gradients:
+    """Compute gradients with wrapped keys in strips: sums of gradients over sets of keys."""
     found = backend.backward(*strips.without_strips(plan, operands), saved, cotangents)
     for strip in strips.strips_of(plan, operands):
         part_plan, part = strip.placed(plan, operands)
@@ -232,22 +197,13 @@ def _needs_strips(plan: Plan, operands: Operands) -> bool:
     return "wrap" in plan.problem.edges and strips.are_needed(plan, operands)
 
 
-def _compute_forward(plan: Plan, call: DeviceCall, operands: Operands) -> Output:
+def _compute_forward(saves: bool, plan: Plan, call: DeviceCall, operands: Operands) -> Saved:
     kernels = KernelOperands.of(plan, call.request.problem, operands)
     if _needs_strips(plan, kernels.operands):
-        output = Output(*_saved_with_strips(plan, kernels.operands)[:2])
+        saved = _saved_with_strips(kernels.backend, plan, kernels.operands)
     else:
-        output = kernels.backend.forward(plan, kernels.operands)
-    return kernels.result(output)
-
-
-def _compute_saved(plan: Plan, call: DeviceCall, operands: Operands) -> Saved:
-    kernels = KernelOperands.of(plan, call.request.problem, operands)
-    if _needs_strips(plan, kernels.operands):
-        saved = _saved_with_strips(plan, kernels.operands)
-    else:
-        saved = kernels.backend.forward_saving(plan, kernels.operands)
-    return kernels.result(saved)
+        saved = kernels.backend.forward(plan, kernels.operands, saves=saves)
+    return kernels.result(saved if saves else saved._replace(remainder=None))
 
 
 def _compute_continued(plan: Plan, call: DeviceCall, operands: Operands, saved: Saved, seeing: QueryBox) -> Saved:
@@ -255,7 +211,7 @@ def _compute_continued(plan: Plan, call: DeviceCall, operands: Operands, saved: 
     operands, saved = kernels.operands, saved._replace(out=kernels.values(saved.out))
     if _needs_strips(plan, kernels.operands):
         plan, operands = strips.on_line(plan, operands)
-    return kernels.result(_continued(plan, operands, saved, seeing))
+    return kernels.result(_continued(kernels.backend, plan, operands, Earlier(saved, seeing)))
 
 
 def _compute_gradients(
@@ -266,41 +222,58 @@ def _compute_gradients(
     kernels = KernelOperands.of(plan, call.request.problem, operands)
     of_kernels = kernels.saved(saved), cotangents._replace(out=kernels.values(cotangents.out))
     if _needs_strips(plan, kernels.operands):
-        found = _gradients_with_strips(plan, kernels.operands, *of_kernels)
+        found = _gradients_with_strips(kernels.backend, plan, kernels.operands, *of_kernels)
     else:
         found = kernels.backend.backward(plan, kernels.operands, *of_kernels)
     return kernels.gradients(found, saved, cotangents)
 
 
-def _forward_and_halos(
-    run: Callable[..., Any], plan: Plan, request: Request, halos: Exchange, operands: Operands
-) -> Output:
-    passes = overlap.ForwardPass(*(functools.partial(run, spec) for spec in (_FORWARD, _SAVING, _CONTINUED)))
-    return Output(*overlap.forward(passes, plan, request, halos, operands)[:2])
+def _exchange_forward(
+    run_part: Callable[..., Any], spec: Spec, plan: Plan, request: Request, halos: Exchange, operands: Operands
+) -> Any:
+    passes = overlap.ForwardPass(*(functools.partial(run_part, each) for each in (spec, SAVING, CONTINUED)))
+    found = overlap.forward(passes, plan, request, halos, operands)
+    return found if spec is SAVING else Output(*found[:2])
 
 
-def _saved_and_halos(
-    run: Callable[..., Any], plan: Plan, request: Request, halos: Exchange, operands: Operands
-) -> Saved:
-    passes = overlap.ForwardPass(*(functools.partial(run, spec) for spec in (_SAVING, _SAVING, _CONTINUED)))
-    return overlap.forward(passes, plan, request, halos, operands)
-
-
-def _gradients_and_halos(
-    run: Callable[..., Any], plan: Plan, request: Request, halos: Exchange, *arguments: Any
+def _exchange_backward(
+    run_part: Callable[..., Any], spec: Spec, plan: Plan, request: Request, halos: Exchange, *arguments: Any
 ) -> Gradients:
-    return overlap.backward(functools.partial(run, _BACKWARD), plan, request, halos, *arguments)
+    return overlap.backward(functools.partial(run_part, spec), plan, request, halos, *arguments)
 
 
-_FORWARD = Spec("forward", _output_types, _compute_forward, _forward_and_halos)
-_SAVING = Spec("forward", _saved_types, _compute_saved, _saved_and_halos)
-_CONTINUED = Spec("forward", _saved_types, _compute_continued)
-_BACKWARD = Spec("backward", _gradient_types, _compute_gradients, _gradients_and_halos)
+FORWARD = Spec("forward", "forward", _output_types, functools.partial(_compute_forward, False), _exchange_forward)
+SAVING = Spec("forward saving", "forward", _saved_types, functools.partial(_compute_forward, True), _exchange_forward)
+CONTINUED = Spec("forward continued", "forward", _saved_types, _compute_continued)
+BACKWARD = Spec("backward", "backward", _gradient_types, _compute_gradients, _exchange_backward)
 
 
-def _run(spec: Spec, request: Request, *arguments: Any) -> list[jax.Array]:
-    leaves, structure = jax.tree.flatten(arguments)
-    return primitive.bind(Computation(spec, structure), request, leaves)
+#: The plans of the forward and the backward pass.
+_Plans = tuple[Plan, Plan]
+
+
+def run(spec: Spec, request: Request, operands: Operands, *others: Any, plans: _Plans | None = None) -> Any:
+    """Run a pass on whatever backend a platform has for it.
+
+    Args:
+        spec: The pass: ``FORWARD``, ``SAVING``, ``CONTINUED`` or ``BACKWARD``.
+        request: The call.
+        operands: Its arrays.
+        *others: Further arguments of the pass.
+        plans: The plans of both passes if each exchanges its halos.
+
+    Returns:
+        :class:`Output`, :class:`Saved` or :class:`Gradients`.
+    """
+    if plans is not None:
+        assert spec.exchange is not None
+        halos, plan = Exchange.of(request.problem, lines_of(request.token_axes)), plans[spec.pass_ == "backward"]
+        return spec.exchange(run, spec, plan, _of_part(request), halos, operands, *others)
+    leaves, structure = jax.tree.flatten((operands, *others))
+    results = primitive.bind(Computation(spec, structure), request, leaves)
+    if spec is BACKWARD:
+        return jax.tree.unflatten(jax.tree.structure(operands.inputs), results)
+    return Output(*results) if spec is FORWARD else Saved(*results)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -346,16 +319,12 @@ def _of_part(request: Request) -> Request:
     return dataclasses.replace(request, token_axes=(), parts=exchange.parts_of(request.token_axes))
 
 
-#: The plans of the forward and the backward pass.
-_Plans = tuple[Plan, Plan]
-
-
 def _overlapping_plans(request: Request) -> _Plans | None:
     """Return plans of both passes if a pass computes while its halos travel: each pass then exchanges halos.
 
     ``None`` means that halos arrive first, once for both passes. Plans are made for the default device; results do not
-    depend on the choice. Sinks are not among the operands: if a caller splits tokens,
-    they are added after the pass (:func:`natten_jax.ops.canonicalize.in_pass`).
+    depend on the choice. Sinks are not among the operands: if a caller splits tokens, they are
+    added after the pass (:func:`natten_jax.ops.canonicalize.in_pass`).
     """
     part = _of_part(request)
     for call in device_calls(part):
@@ -363,7 +332,7 @@ def _overlapping_plans(request: Request) -> _Plans | None:
             plans = call.plan("forward"), call.plan("backward")
         except ValueError:
             continue
-        if any(backends.of(plan.backend).is_differentiable for plan in plans):
+        if any(backends.of(plan.backend).capabilities.is_plain_jax for plan in plans):
             return None  # JAX differentiates it, exchange and all
         halos = Exchange.of(request.problem, lines_of(request.token_axes))
         return plans if any(overlap.computes_meanwhile(plan, part, halos) for plan in plans) else None
@@ -372,43 +341,25 @@ def _overlapping_plans(request: Request) -> _Plans | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(request: Request, plans: _Plans | None, operands: Operands) -> Output:
-    if plans is None:
-        return Output(*_run(_FORWARD, request, operands))
-    return Output(*_forward_exchanging(forward, request, plans, operands)[:2])
-
-
-def _forward_exchanging(
-    run: Callable[[Request, Operands], Any], request: Request, plans: _Plans, operands: Operands
-) -> Any:
-    halos = Exchange.of(request.problem, lines_of(request.token_axes))
-    passes = overlap.ForwardPass(run, forward_saving, forward_continued)
-    return overlap.forward(passes, plans[0], _of_part(request), halos, operands)
+    result: Output = run(FORWARD, request, operands, plans=plans)
+    return result
 
 
 def _attend_forward(request: Request, plans: _Plans | None, operands: Any) -> tuple[Output, tuple[Operands, Saved]]:
     operands = jax.tree.map(operator.attrgetter("value"), operands)
-    if plans is None:
-        found = _run(_SAVING, request, operands)
-    else:
-        found = _forward_exchanging(forward_saving, request, plans, operands)
-    saved = Saved(*named(found))
+    saved = Saved(*named(run(SAVING, request, operands, plans=plans)))
     return Output(saved.out, saved.logsumexp), (operands, saved)
 
 
 def _attend_backward(
     request: Request, plans: _Plans | None, residuals: tuple[Operands, Saved], given: Any
 ) -> tuple[Operands]:
-    saved = residuals[1]
+    operands, saved = residuals
     # JAX may say that a cotangent is zero.
     out, logsumexp = [None if isinstance(each, SymbolicZero) else each for each in given]
     if out is None:
         out, _ = vary_alike((jnp.zeros_like(saved.out), saved.out))
-    cotangents = Cotangents(out, logsumexp)
-    if plans is None:
-        gradients = backward(request, *residuals, cotangents)
-    else:
-        halos = Exchange.of(request.problem, lines_of(request.token_axes))
-        gradients = overlap.backward(backward, plans[1], _of_part(request), halos, *residuals, cotangents)
+    gradients = run(BACKWARD, request, operands, saved, Cotangents(out, logsumexp), plans=plans)
     return (Operands(gradients),)  # origins are integers, without gradients
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from natten_jax import backends
 from natten_jax.arrays.biases import KeyBiasColumns, of_each_head, with_hidden_keys_of_inputs, with_shared_gradient
-from natten_jax.arrays.operands import Cotangents, Gradients, Inputs, Operands, Output, Saved
-from natten_jax.backends.base import Backend
+from natten_jax.arrays.operands import Cotangents, Gradients, Inputs, Operands, Saved
+from natten_jax.backends.base import Backend, takes_layouts_of
 from natten_jax.backends.ffi import delta, sinks_gradient
 from natten_jax.element_types import ELEMENT_TYPES
 from natten_jax.execution.strips import merged
@@ -72,9 +72,6 @@ def with_heads_of(problem: Problem, inputs: Inputs) -> Inputs:
     return inputs._replace(**{name: with_head_dim(getattr(inputs, name), width) for name, width in widths.items()})
 
 
-_Result = TypeVar("_Result", Output, Saved)
-
-
 class KernelOperands(NamedTuple):
     """Arrays of a pass, and the way there and back.
 
@@ -104,19 +101,20 @@ class KernelOperands(NamedTuple):
     def of(cls, plan: Plan, problem: Problem, operands: Operands) -> KernelOperands:
         """Convert the arrays of a call."""
         backend, planned = backends.of(plan.backend), plan.problem
+        has = backend.capabilities
         columns = None
         if problem.key_bias and not planned.key_bias:
             columns = KeyBiasColumns(dataclasses.replace(problem, dtype=planned.dtype))
         given = operands
         has_shared = operands.inputs.shared_key_bias is not None
-        if has_shared and (columns is not None or not backend.takes_shared_key_bias):
+        if has_shared and (columns is not None or not has.takes_shared_key_bias):
             given = operands._replace(inputs=of_each_head(operands.inputs))
-        if not backend.hides_keys:
+        if not has.takes_sinks:
             given = given._replace(inputs=with_hidden_keys_of_inputs(given.inputs))
-        sinks = None if backend.takes_sinks else given.inputs.sinks
+        sinks = None if has.takes_sinks else given.inputs.sinks
         if sinks is not None:
             given = given._replace(inputs=given.inputs._replace(sinks=None))
-        is_known = given.layouts is None or planned.own_extents or backend.takes_layouts_of(planned)
+        is_known = given.layouts is None or planned.own_extents or takes_layouts_of(has, planned)
         of_kernels = converted(planned, given if is_known else given.with_origins_alone())
         if columns is not None:
             of_kernels = columns.added(of_kernels)
@@ -125,7 +123,7 @@ class KernelOperands(NamedTuple):
             of_kernels = of_kernels._replace(inputs=with_heads_of(planned, of_kernels.inputs))
         return cls(backend, operands, given, of_kernels, problem, planned, has_padding, columns, sinks)
 
-    def result(self, found: _Result) -> _Result:
+    def result(self, found: Saved) -> Saved:
         """Convert results of the kernels to results of the call."""
         out = with_head_dim(found.out, self.problem.head_dim_v) if self.has_padding else found.out
         out = scaled(self.planned, self.given, out)
@@ -156,10 +154,10 @@ class KernelOperands(NamedTuple):
         return found if inputs.shared_key_bias is None else with_shared_gradient(found, inputs)
 
 
-def _with_sinks(found: _Result, sinks: jax.Array) -> _Result:
-    """The results of a softmax that has sinks, too: these are a set of keys without values."""
-    own = found if isinstance(found, Saved) else Saved(*found, jnp.zeros_like(found.logsumexp))
-    _, *tokens, heads = own.logsumexp.shape
-    of_sinks = jnp.broadcast_to(sinks.reshape(sinks.shape[0], *(1,) * len(tokens), heads), own.logsumexp.shape)
-    both = merged(own, Saved(jnp.zeros_like(own.out), of_sinks, jnp.zeros_like(of_sinks)))
-    return both if isinstance(found, Saved) else Output(*both[:2])  # type: ignore[return-value]
+def _with_sinks(found: Saved, sinks: jax.Array) -> Saved:
+    """Add sinks to a softmax: they are a set of keys without values."""
+    zeros = jnp.zeros_like(found.logsumexp)
+    own = found if found.remainder is not None else found._replace(remainder=zeros)
+    of_sinks = jnp.broadcast_to(sinks.reshape(sinks.shape[0], *(1,) * (zeros.ndim - 2), -1), zeros.shape)
+    both = merged(own, Saved(jnp.zeros_like(own.out), of_sinks, zeros))
+    return both if found.remainder is not None else both._replace(remainder=None)

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from jax.interpreters import ad, batching, mlir
 
 from natten_jax import backends
 from natten_jax.arrays.operands import Inputs, Role, roles_of, types_like, vary_alike
+from natten_jax.backends.base import takes_layouts_of
 from natten_jax.backends.select import DeviceCall
 from natten_jax.performance import Pass
 from natten_jax.plan import plan as plan_marks
@@ -37,10 +38,9 @@ from natten_jax.sharding.explicit import map_in_turn
 from natten_jax.sharding.halos.exchange import DeviceLine, Exchange
 
 _Array = Any
+_RULES: dict[Primitive, Callable[..., Any]] = jet.jet_rules
 #: For each result the array, followed by its derivatives of order 1, 2, ...
 _Derivatives = list[list[jax.Array]]
-
-_RULES: dict[Primitive, Callable[..., Any]] = jet.jet_rules
 
 
 def use_nested_jvp(primitive: Primitive) -> None:
@@ -64,17 +64,6 @@ def use_nested_jvp(primitive: Primitive) -> None:
         return [first for first, *_ in coefficients], [rest for _, *rest in coefficients]
 
     _RULES[primitive] = compute_coefficients
-
-
-def use_linearity(primitive: Primitive) -> None:
-    """Register a rule for a primitive that is linear in all of its arguments, unless it has a rule."""
-    if primitive not in _RULES:
-        jet.deflinear(primitive)
-
-
-def use_refusal(primitive: Primitive, refuse: Callable[..., Any]) -> None:
-    """Register a rule that calls ``refuse``, which raises."""
-    _RULES[primitive] = refuse
 
 
 def _evaluate_polynomial(time: jax.Array, first: _Array, rest: Sequence[_Array]) -> _Array:
@@ -155,7 +144,7 @@ def _in_reverse_only_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tup
 
 
 _in_reverse_only_p = _identity("natten_jax_in_reverse_only", _in_reverse_only_jvp)
-use_refusal(_in_reverse_only_p, refuse)
+_RULES[_in_reverse_only_p] = refuse
 
 # Passes cotangents through unchanged. Evaluating it, compiling it or mapping it raises an error: these ask for forward
 # mode, which the custom_vjp behind it does not have.
@@ -177,7 +166,7 @@ def _refuse_float8(*_: Any, **__: Any) -> Any:
 
 
 _forward_only_p = _identity("natten_jax_forward_only", _refuse_float8)
-use_refusal(_forward_only_p, _refuse_float8)
+_RULES[_forward_only_p] = _refuse_float8
 
 
 def _applied(primitive: Primitive, arrays: Inputs) -> Inputs:
@@ -196,13 +185,6 @@ def forward_only(arrays: Inputs) -> Inputs:
     return _applied(_forward_only_p, arrays)
 
 
-class Result(NamedTuple):
-    """What a result is, and its abstract type."""
-
-    role: Role
-    type: Any
-
-
 #: Runs a computation on one device.
 Run = Callable[["AnyComputation", Request, Sequence[jax.Array]], list[jax.Array]]
 
@@ -212,15 +194,17 @@ class Spec:
     """A pass, without its arguments.
 
     Attributes:
+        name: Name in traced programs.
         pass_: The pass that it belongs to.
         types: Abstract types of its results, from the request and the abstract types of its arguments.
         compute: The results on a device, from the plan, the call on the device and the arguments.
-        exchange: The results where token dimensions are split, from a function that runs a pass on a device, the plan,
-            the request, an :class:`Exchange` and the arguments; ``None`` if halos arrive before the pass.
+        exchange: The results if token dimensions are split, from a function that runs a pass on a device, the pass, the
+            plan, the request, an :class:`Exchange` and the arguments; ``None`` if halos arrive before the pass.
         is_differentiable: True if JAX may differentiate the pass.
         rule: Its derivative, which reads its results; ``None`` if JAX derives ``compute``.
     """
 
+    name: str
     pass_: Pass
     types: Callable[..., Any]
     compute: Callable[..., Any]
@@ -229,7 +213,7 @@ class Spec:
     rule: Callable[..., Any] | None = None
 
     def __repr__(self) -> str:
-        return self.compute.__name__  # the same in every process
+        return self.name  # the same in every process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,10 +249,10 @@ class Computation:
         """Return the plan of the computation on a device."""
         return call.plan(self.spec.pass_)
 
-    def results(self, request: Request, arguments: Sequence[Any]) -> list[Result]:
+    def results(self, request: Request, arguments: Sequence[Any]) -> tuple[Sequence[Role], list[Any]]:
         """Return roles and abstract types of the results for arguments, which may be abstract types."""
         types = self.spec.types(request, *self.structured(arguments))
-        return [Result(*each) for each in zip(roles_of(types), jax.tree.leaves(types), strict=True)]
+        return roles_of(types), jax.tree.leaves(types)
 
     def compute(self, plan: Plan, call: DeviceCall, *arguments: jax.Array) -> list[jax.Array]:
         """The results on a device, of arrays without mapped axes: the batch comes first.
@@ -334,14 +318,15 @@ class Derivative:
         """Return the plan of the computation on a device."""
         return dataclasses.replace(self.of.plan(call), pass_="backward")
 
-    def results(self, request: Request, arguments: Sequence[Any]) -> list[Result]:
+    def results(self, request: Request, arguments: Sequence[Any]) -> tuple[Sequence[Role], list[Any]]:
         """Return roles and abstract types of the results for arguments, which may be abstract types."""
-        roles = self.of.roles
         if self.read is None:
+            roles, types = self.of.results(request, arguments[: len(self.of.roles)])
             # A rule has tangents of output and logsumexp. Residuals are constants.
-            return self.of.results(request, arguments[: len(roles)])[: 2 if self.of.rule else None]
-        types = types_like(arguments[0], *[(arguments[i].shape, arguments[i].dtype) for i in self.positions])
-        return [Result(roles[i], each) for i, each in zip(self.positions, types, strict=True)]
+            return (roles[:2], types[:2]) if self.of.rule else (roles, types)
+        primals = [arguments[i] for i in self.positions]
+        types = types_like(arguments[0], *[(primal.shape, primal.dtype) for primal in primals])
+        return [self.of.roles[i] for i in self.positions], types
 
     def compute(self, plan: Plan, call: DeviceCall, *arguments: jax.Array) -> list[jax.Array]:
         """The tangents or cotangents."""
@@ -385,12 +370,14 @@ def _compute_exchanging(
 
         def run_part(spec: Spec, request: Request, *arguments: Any) -> Any:
             leaves, structure = jax.tree.flatten(arguments)
-            results = jax.tree.structure(spec.types(request, *arguments))
-            return jax.tree.unflatten(results, run(Computation(spec, structure), request, leaves))
+            types = jax.tree.structure(spec.types(request, *arguments))
+            return jax.tree.unflatten(types, run(Computation(spec, structure), request, leaves))
 
-        plan, every = computation.plan(call), computation.structured(arguments)
-        found: list[Any] = jax.tree.leaves(computation.spec.exchange(run_part, plan, call.request, exchange, *every))
-        return found
+        spec, known = computation.spec, (computation.plan(call), call.request, exchange)
+        results: list[Any] = jax.tree.leaves(
+            computation.spec.exchange(run_part, spec, *known, *computation.structured(arguments))
+        )
+        return results
     layout = arguments[0].shape[1:-2]
     part, position = computation.with_origins()
     extended = list(arguments)
@@ -398,12 +385,8 @@ def _compute_exchanging(
     for i, array in zip(with_halos, exchange.extended([arguments[i] for i in with_halos]), strict=True):
         extended[i] = array
     extended.insert(position, exchange.origins())
-    results = zip(run(part, call.request, extended), _result_roles(part, call.request, extended), strict=True)
-    return [exchange.returned(array, layout) if role.tokens == "keys" else array for array, role in results]
-
-
-def _result_roles(computation: AnyComputation, request: Request, arguments: Sequence[Any]) -> tuple[Role, ...]:
-    return tuple([each.role for each in computation.results(request, arguments)])
+    pairs = zip(run(part, call.request, extended), part.results(call.request, extended)[0], strict=True)
+    return [exchange.returned(array, layout) if role.tokens == "keys" else array for array, role in pairs]
 
 
 def _one_by_one(
@@ -456,12 +439,9 @@ def check(results: Iterable[jax.Array], what: str) -> None:
         FloatingPointError: One of them holds a value that is not wanted.
     """
     for option, (name, is_invalid) in _CHECKS.items():
-        if not getattr(jax.config, option):
-            continue
-        for array in results:
-            if not np.issubdtype(array.dtype, np.integer) and any(
-                np.any(is_invalid(np.asarray(shard.data))) for shard in array.addressable_shards
-            ):
+        if getattr(jax.config, option):
+            parts = [part.data for array in results for part in array.addressable_shards]
+            if any(np.any(is_invalid(np.asarray(part))) for part in parts if part.dtype.kind != "i"):
                 raise FloatingPointError(f"invalid value ({name}) encountered in {what}")
 
 
@@ -489,7 +469,7 @@ def bind(
 
 @_pass_p.def_abstract_eval
 def _types(*arguments: Any, computation: AnyComputation, request: Request, mapped: int) -> list[Any]:
-    return [each.type for each in computation.results(request, arguments)]
+    return computation.results(request, arguments)[1]
 
 
 @_pass_p.def_impl
@@ -551,7 +531,7 @@ def _differentiate(
     if computation.rule:
         results = named(results)
         known += results
-    derivative = Derivative(computation, _result_roles(computation, request, primals), tuple(given))
+    derivative = Derivative(computation, tuple(computation.results(request, primals)[0]), tuple(given))
     changes = bind(derivative, request, [*known, *given.values()], mapped)
     constant = [ad.Zero(jax.typeof(each)) for each in results[len(changes) :]]
     return results, [*changes, *constant]
@@ -577,7 +557,7 @@ def _transpose(
         derivative = dataclasses.replace(computation, positions=positions, read=tuple(given))
         known = known[:first]
     else:
-        roles = _result_roles(computation, request, known)
+        roles = tuple(computation.results(request, known)[0])
         if computation.rule:
             known += bind(computation, request, known, mapped)
         derivative = Derivative(computation, roles, tuple(linear), tuple(given))
@@ -600,7 +580,7 @@ def _lower_for(platform: str | None) -> None:
             plan = computation.plan(call)
             if not _is_left_to_xla(ctx, plan):
                 identity = f"{plan.payload()} {computation} {mapped}"
-                roles = computation.roles, _result_roles(computation, request, ctx.avals_in)
+                roles = computation.roles, computation.results(request, ctx.avals_in)[0]
                 with plan_marks.of_plan(plan):
                     return auto.Partitioned(
                         ctx, identity, local, *roles, mapped + 1, splits_tokens=_splits_tokens(computation, request)
@@ -624,7 +604,7 @@ def _is_left_to_xla(ctx: mlir.LoweringRuleContext, plan: Plan) -> bool:
     Raises:
         ValueError: The compiler for TPUs would have to split a kernel.
     """
-    is_plain = backends.of(plan.backend).is_plain_xla
+    is_plain = backends.of(plan.backend).capabilities.is_plain_jax
     if plan.platform == "tpu" and not is_plain:
         raise ValueError(f"{plan.backend} cannot be split over mesh axes of type Auto: {auto.NO_TPU}")
     return is_plain and (plan.platform == "tpu" or _jax_internals.is_exported(ctx))
@@ -666,7 +646,7 @@ def _run_local(
         results = _run_computation(computation, own, arrays, device=call.device)
     if not mapped:
         return results
-    roles = _result_roles(computation, own, arguments)
+    roles = computation.results(own, arguments)[0]
     return [_as_mapped(array, role, batch_dims) for array, role in zip(results, roles, strict=True)]
 
 
@@ -694,10 +674,11 @@ def _run_computation(
     plan, batch = computation.plan(call), arrays[0].shape[0]
     is_one = isinstance(batch, int) and batch == 1
     roles = computation.roles
-    if Role.PER_ENTRY in roles and not is_one and not backends.of(plan.backend).takes_layouts_of(plan.problem):
+    has = backends.of(plan.backend).capabilities
+    if Role.PER_ENTRY in roles and not is_one and not takes_layouts_of(has, plan.problem):
         entry = request.of_part(1, arrays[0].shape[-2], arrays[1].shape[-2])
         run = functools.partial(_run_computation, computation, entry, device=device)
-        return _one_by_one(run, roles, _result_roles(computation, request, arrays), arrays)
+        return _one_by_one(run, roles, computation.results(request, arrays)[0], arrays)
     found: list[jax.Array] = _function(computation, plan, call)(*arrays)
     return found
 
@@ -707,7 +688,7 @@ def _function(computation: AnyComputation, plan: Plan, call: DeviceCall) -> Call
     """Return one function for equal computations: a program with many equal layers contains it once."""
 
     def run_pass(*arguments: Any) -> Any:
-        marks = plan_marks.of_plan(plan, on_all=not backends.of(plan.backend).carries_plan)
+        marks = plan_marks.of_plan(plan, on_all=not backends.of(plan.backend).capabilities.carries_plan)
         with marks, jax.default_matmul_precision(plan.precision):
             return computation.compute(plan, call, *arguments)
 
@@ -721,4 +702,5 @@ ad.primitive_jvps[_pass_p] = _differentiate
 ad.primitive_transposes[_pass_p] = _transpose
 batching.primitive_batchers[_pass_p] = _map
 use_nested_jvp(_pass_p)
-use_linearity(_jax_internals.CHECKPOINT_NAME)
+if _jax_internals.CHECKPOINT_NAME not in _RULES:
+    jet.deflinear(_jax_internals.CHECKPOINT_NAME)

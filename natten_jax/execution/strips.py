@@ -76,7 +76,7 @@ _FIRST_TOKEN_AXIS = 1  # behind the batch
 def are_needed(plan: Plan, operands: Operands) -> bool:
     """Whether the kernels of a plan that wraps know no such windows, or not where tokens are missing."""
     backend = backends.of(plan.backend)
-    if not backend.wraps_by_strips:
+    if not backend.capabilities.wraps_by_strips:
         return False
     layouts = (array.shape[1:-2] for array in (operands.inputs.query, operands.inputs.key))
     are_at_hand = all(
@@ -84,7 +84,7 @@ def are_needed(plan: Plan, operands: Operands) -> bool:
         for axis, queries, keys in zip(plan.problem.axes, *layouts, strict=True)
         if axis.edges == "wrap"
     )
-    return not (are_at_hand and backend.wraps_in_kernels(plan))
+    return not (are_at_hand and backend.form(plan).wraps)
 
 
 def without_strips(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:

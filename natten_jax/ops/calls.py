@@ -18,7 +18,7 @@ from natten_jax.arguments.static import checked_once, flag, shown
 from natten_jax.arrays.operands import Inputs, Operands, Output
 from natten_jax.autotuning.tables import table_for
 from natten_jax.backends.base import Backend
-from natten_jax.backends.select import CHOICES, ignored, resolve
+from natten_jax.backends.select import CHOICES, DeviceCall, ignored
 from natten_jax.execution import custom_vjp
 from natten_jax.ops.canonicalize import (
     ArrayLike,
@@ -84,7 +84,7 @@ def _ignored(request: Request, device: Device, registered: tuple[Backend, ...]) 
     """Names of arguments and sentences, for the device or else the first other one that can run the request."""
     for each in dict.fromkeys((device, *lowering_targets().values())):
         try:
-            plans = [resolve(request, each, pass_) for pass_ in PASSES]
+            plans = [DeviceCall(request, each).plan(pass_) for pass_ in PASSES]
         except ValueError:
             continue
         asked = request.performance

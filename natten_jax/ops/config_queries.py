@@ -105,7 +105,7 @@ def configs(
     plan = resolve(Request(problem, backend=backend), device, pass_)
     chosen = backends.of(plan.backend)
     found = _query(chosen, operator, pass_)(query, key, value, compute_capability=compute_capability, **facts)
-    schedules = chosen.schedules.get(pass_)
+    schedules = chosen.capabilities.schedules.get(pass_)
     q_tile, kv_tile = tile_arguments(operator, pass_)
     result = []
     for each in found:
@@ -153,7 +153,7 @@ def query_named(name: str) -> ConfigQuery:
 
 
 def _prefix(backend: Backend) -> str:
-    return backend.query_family or backend.family
+    return backend.capabilities.query_family or backend.family
 
 
 def _query_name(prefix: str, operator: Operator, pass_: Pass) -> str:
@@ -180,7 +180,7 @@ def _query(backend: Backend, operator: Operator, pass_: Pass) -> ConfigQuery:
         pairs: Iterable[Any] = backend.tile_pairs(backend.widened(problem, device, pass_), device, pass_)
         if operator == "fmha":
             pairs = ((q_tile[0], kv_tile[0]) for q_tile, kv_tile in pairs)
-        schedules = backend.schedules.get(pass_, ())
+        schedules = backend.capabilities.schedules.get(pass_, ())
         return [(pair, schedule) for pair in pairs for schedule in schedules] if schedules else list(pairs)
 
     get_configs.__name__ = get_configs.__qualname__ = name
@@ -225,7 +225,7 @@ _EXAMPLE_SHAPES = {"fna": "(1, 256, 256, 24, 128)", "fmha": "(1, 4096, 24, 128)"
 
 def _document(backend: Backend, operator: Operator, pass_: Pass) -> str:
     tiles = "shapes" if operator == "fna" else "sizes"
-    schedules = ", each with a kernel schedule" if backend.schedules.get(pass_) else ""
+    schedules = ", each with a kernel schedule" if backend.capabilities.schedules.get(pass_) else ""
     *others, last = (f"``{name}``" for name in WindowArguments._fields)
     window = f"{', '.join(others)} and {last}" if operator == "fna" else "``is_causal``"
     whole = " Without a ``kernel_size``, tiles are ranked for windows as large as the layout." * (operator == "fna")

@@ -66,7 +66,7 @@ class Listing:
     @property
     def static_chip(self) -> TpuChip | None:
         """TPU whose published rates predict the time, or ``None`` for a time model from measurements."""
-        platform = backends.of(self.backend).platform
+        platform = backends.of(self.backend).capabilities.platform
         return chip_of(self.device) if platform is not None and platform.name == "tpu" else None
 
     @property
@@ -111,7 +111,7 @@ def listings(options: Options, problem: Problem, device: Device) -> list[Listing
 
 def listing(backend: Backend, problem: Problem, device: Device, pass_: Pass) -> Listing:
     """Return the configurations of one backend for one pass."""
-    schedules = tuple(map(str, backend.schedules.get(pass_, ())))
+    schedules = tuple(map(str, backend.capabilities.schedules.get(pass_, ())))
     id_ = BackendId(backend.family, problem.operator)
     pairs = backend.tile_pairs(backend.widened(problem, device, pass_), device, pass_)
     return Listing(id_, pass_, problem, device, tuple(pairs), schedules)

@@ -163,7 +163,7 @@ class _Search:
         self._progress.update("trying backends")
         fastest = math.inf
         for backend, options in named:  # in order of preference: the first is most likely the fastest
-            if backend.is_slow_fallback and _SLOW < fastest < math.inf:
+            if backend.capabilities.is_slow_fallback and _SLOW < fastest < math.inf:
                 continue
             (trial,) = self.measure([options], 1, 0)
             fastest = min(fastest, trial.seconds)

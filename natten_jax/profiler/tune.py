@@ -217,6 +217,6 @@ def _runs(task: Task, device: Device, every: Sequence[Sequence[Plan]]) -> list[T
 def _without_other_tiles(plan: Plan) -> Plan:
     """Return the plan without tiles of the other pass, unless its backend has the same tiles in both."""
     (other,) = [pass_ for pass_ in PASSES if pass_ != plan.pass_]
-    if backends.of(plan.backend).shares_tiles:
+    if backends.of(plan.backend).capabilities.is_plain_jax:
         return plan
     return dataclasses.replace(plan, performance=plan.performance.with_tiles(other, None))

@@ -33,7 +33,9 @@ from natten_jax.sharding.auto import HeadSplit
 
 #: Families of backends that run only on some devices.
 KNOWN_FAMILIES: dict[str, Platform] = {
-    backend.family: backend.platform for backend in backends.registered() if backend.platform is not None
+    backend.family: backend.capabilities.platform
+    for backend in backends.registered()
+    if backend.capabilities.platform is not None
 }
 
 #: Values of --split that divide whole problems, and names of token dimensions by rank.

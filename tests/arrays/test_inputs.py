@@ -67,7 +67,7 @@ def test_nothing_is_traced_for_absent_platforms(monkeypatch: pytest.MonkeyPatch)
         raise AssertionError("the portable backend was traced")
 
     monkeypatch.setattr(FlexBackend, "forward", fail)
-    monkeypatch.setattr(FlexBackend, "forward_saving", fail)
+    monkeypatch.setattr(FlexBackend, "forward_differentiable", fail)
     monkeypatch.setattr(FlexBackend, "backward", fail)
     x = draw(0, 1, 7, 9, 2, 8)
     jax.jit(jax.grad(lambda x: natten_jax.na2d(x, x, x, 5).sum()))(x)

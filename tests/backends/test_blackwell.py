@@ -94,7 +94,9 @@ def test_what_it_does_not_take(facts: dict[str, Any], part: str) -> None:
     ("widths", "width"), [((8, 8), 32), ((32, 8), 32), ((40, 64), 64), ((64, 72), 128), ((128, 1), 128)]
 )
 def test_heads_are_filled_up_to_one_width(widths: tuple[int, int], width: int) -> None:
-    problem = BlackwellBackend.with_wide_heads(problem_of((64,), 7, head_dim=widths[0], head_dim_v=widths[1]))
+    problem = BlackwellBackend().widened(
+        problem_of((64,), 7, head_dim=widths[0], head_dim_v=widths[1]), B200, "forward"
+    )
     assert (problem.head_dim, problem.head_dim_v) == (width, width)
 
 
@@ -136,7 +138,7 @@ def test_a_gpu_without_portable_kernels_still_hears_of_it(monkeypatch: pytest.Mo
     """Backends that run only by name do not count as kernels of the default."""
     here = Device("cuda", (10, 0))
     for backend in registered():
-        if backend.targets:
+        if backend.capabilities.targets:
             monkeypatch.setattr(
                 type(backend),
                 "rejection",

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import natten_jax
 from natten_jax import backends
 from natten_jax.arrays.operands import Operands, Output
-from natten_jax.backends.base import Platform, PureJaxBackend
+from natten_jax.backends.base import Capabilities, Platform, PureJaxBackend
 from natten_jax.ops.config_queries import target_device
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device, default_device, parse_compute_capability
@@ -169,20 +169,22 @@ class ConstantBackend(PureJaxBackend):
     """A backend that is for one platform, and which computes next to nothing: its plan is seen in programs' text."""
 
     family = "constant"
-    dtypes = ("float32",)
-    is_slow_fallback = False
 
-    def __init__(self, platform: str) -> None:
-        self.platform = Platform(platform)  # type: ignore[misc]
+    def __init__(self, platform: str, *, fuses_additional_kv: bool = True) -> None:
+        self.capabilities = Capabilities(  # type: ignore[misc]
+            ("float32",),
+            lambda *_: (1, 1),
+            Platform(platform),
+            carries_plan=False,
+            fuses_additional_kv=fuses_additional_kv,
+            is_plain_jax=True,
+        )
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         tile = (1,) * problem.rank
         return [(tile, tile)]
 
-    def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
-        return 1, 1
-
-    def forward(self, plan: Plan, operands: Operands) -> Output:
+    def attend(self, plan: Plan, operands: Operands) -> Output:
         query, value = operands.inputs.query, operands.inputs.value
         return Output(query + value.sum(), query.sum(-1))
 
@@ -245,10 +247,7 @@ def test_it_is_what_its_own_machine_runs(platform: str, machine: Machine) -> Non
 
 @pytest.mark.parametrize("fuses", [True, False])
 def test_a_backend_may_leave_additional_tokens_to_another_call(fuses: bool, machine: Machine) -> None:
-    class Backend(ConstantBackend):
-        fuses_additional_kv = fuses
-
-    machine.knows(Backend("tpu"))
+    machine.knows(ConstantBackend("tpu", fuses_additional_kv=fuses))
     tokens = jnp.ones((1, 3, 2, 8))
 
     def with_additional(x: jax.Array) -> jax.Array:

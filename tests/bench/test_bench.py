@@ -404,7 +404,7 @@ def test_a_part_alone_computes_what_it_would_among_others(name: str, devices: in
     problem, parts = curve.share(devices), curve.parts(devices)
     halos = [halo.evened() for halo in halos_of(problem, parts)]
     operands, cotangent = part_tiles.draw(curve, halos)
-    found = custom_vjp.forward(Request(problem, backend="cpu-fna", parts=parts), operands)
+    found = custom_vjp.run(custom_vjp.FORWARD, Request(problem, backend="cpu-fna", parts=parts), operands)
     keys = jax.random.split(jax.random.key(0), 4)
     arrays = [jax.random.normal(key, benchmark.shape, benchmark.dtype) for key in keys]
     starts = [halo.parts // 2 * halo.part for halo in halos]

@@ -129,14 +129,13 @@ class ByName(FlexBackend):
     """A right one, that nobody gets without naming it."""
 
     family = "mine"
-    is_by_name_only = True
-    is_slow_fallback = False
+    capabilities = dataclasses.replace(FlexBackend.capabilities, is_by_name_only=True, is_slow_fallback=False)
 
 
 class Short(ByName):
     """One that takes 8-bit arrays, forward alone."""
 
-    float8_dtypes = ("float8_e4m3fn",)
+    capabilities = dataclasses.replace(ByName.capabilities, float8_dtypes=("float8_e4m3fn",))
 
 
 @pytest.mark.usefixtures("_untimed")
@@ -203,8 +202,7 @@ def test_a_wrong_one(backend: Any, what: str, machine: Machine, capsys: pytest.C
 class Elsewhere(ByName):
     """One for other devices, and not for all that is asked of it there."""
 
-    platform = Platform("tpu")
-    largest_head_dim = 8
+    capabilities = dataclasses.replace(ByName.capabilities, platform=Platform("tpu"), largest_head_dim=8)
 
 
 def test_what_a_backend_does_not_take_is_left_out(machine: Machine) -> None:

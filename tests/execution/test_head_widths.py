@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from natten_jax import backends
@@ -25,7 +27,7 @@ CASES = [
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_zeros_behind_heads_change_nothing(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Before what was decided for equal problems is asked for.
-    monkeypatch.setattr(CpuBackend, "head_dim_step", 8)
+    monkeypatch.setattr(CpuBackend, "capabilities", dataclasses.replace(CpuBackend.capabilities, head_dim_step=8))
     backends.select.decided.cache_clear()
     problem = problem_of((23,), 5, head_dim=12, head_dim_v=20, dtype=dtype)
     plan = resolve(Request(problem, backend="cpu-fna"), default_device(), "forward")

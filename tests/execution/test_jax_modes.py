@@ -63,7 +63,7 @@ def test_every_operand_is_traced(family: Family, mode: str) -> None:
         jax.eval_shape(
             jax.vmap(function, ({**dict.fromkeys(arrays, 0), first: None},)), {**stacked, first: arrays[first]}
         )
-        if family.backend.is_differentiable and call.is_differentiable and "fp8" not in call.options:
+        if family.capabilities.is_plain_jax and call.is_differentiable and "fp8" not in call.options:
             floats = {name: arrays[name] for name in gradients}
             for derived in (call.loss(family.name), function):
                 derived_of_floats = lambda floats, f=derived: f({**arrays, **floats})  # noqa: E731
@@ -216,7 +216,7 @@ def test_vmap_over_every_operand(family: Family) -> None:
                 one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
                 np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance / 10, err_msg=name)
 
-    assert not failures_of(family, check, _OF_PLAIN_JAX if family.backend.is_differentiable else ())
+    assert not failures_of(family, check, _OF_PLAIN_JAX if family.capabilities.is_plain_jax else ())
 
 
 # The operators where JAX compiles nothing, or looks for values that are not numbers.

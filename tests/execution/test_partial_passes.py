@@ -32,7 +32,7 @@ def saved(backend: str, query: jax.Array, key: jax.Array, value: jax.Array) -> S
     problem = problem_of((TOKENS,), TOKENS, heads=HEADS, head_dim=WIDTH, dtype=query.dtype.name)
     keys = key.shape[1]
     problem = dataclasses.replace(problem, axes=(Axis(TOKENS, keys, keys),))
-    return custom_vjp.forward_saving(Request(problem, backend=backend), Operands(Inputs(query, key, value)))
+    return custom_vjp.run(custom_vjp.SAVING, Request(problem, backend=backend), Operands(Inputs(query, key, value)))
 
 
 def base2(each: Saved) -> np.ndarray:
@@ -167,7 +167,7 @@ class Part:
             held = tokens(key, first_key, keys), tokens(value, first_key, keys)
             return Operands(Inputs(tokens(query, first, halo.part), *held), jnp.asarray(origins))
 
-        saved = custom_vjp.forward_saving(request, operands(first, halo.part))
+        saved = custom_vjp.run(custom_vjp.SAVING, request, operands(first, halo.part))
         for slab in halo.seen_slabs(self.problem.axes[self.dimension]):
             assert slab.is_front is not None or self.parts == 2
             is_front = self.place != 0 if slab.is_front is None else slab.is_front
@@ -175,7 +175,7 @@ class Part:
             starts, extents = [0] * len(layout), list(layout)
             starts[self.dimension], extents[self.dimension] = first_query, slab.queries
             seeing = QueryBox(jnp.asarray(starts, jnp.int32), tuple(extents))
-            saved = custom_vjp.forward_continued(request, operands(first + first_key, slab.keys), saved, seeing)
+            saved = custom_vjp.run(custom_vjp.CONTINUED, request, operands(first + first_key, slab.keys), saved, seeing)
         return saved
 
     def expected(self, *arrays: jax.Array) -> oracle.Forward:

@@ -181,7 +181,7 @@ def _direct(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: jax.Ar
             return shared
         return jnp.broadcast_to(shared, (problem.batch, *shared.shape[1:]))
 
-    takes_shared = backends.find(problem.backend, problem.operator).takes_shared_key_bias
+    takes_shared = backends.find(problem.backend, problem.operator).capabilities.takes_shared_key_bias
     terms = tensors.relative_bias, tensors.key_bias
     described, arrays = with_terms(*terms)
     _, of_terms = jax.vjp(lambda *terms: with_terms(*terms)[1][6:9], *terms)
@@ -190,7 +190,7 @@ def _direct(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: jax.Ar
     if sinks is not None:
         arrays = arrays._replace(sinks=of_entries(sinks[None, :, None]))
     operands = Operands(arrays, None if origins is None else jnp.asarray(origins))
-    saved = backend.forward_saving(plans["forward"], operands)
+    saved = backend.forward(plans["forward"], operands, saves=True)
     gradients = backend.backward(plans["backward"], operands, saved, Cotangents(*cotangents))
     if factors is not None and gradients.scale is not None:
         gradients = gradients._replace(scale=gradients.scale.sum(axis=tuple(range(2 - factors.ndim))))

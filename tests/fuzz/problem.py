@@ -162,7 +162,8 @@ class Fuzzed:
             return False
         backend, described = backends.find(self.backend, self.operator), self.description()
         return not all(
-            backend.adds_key_bias(described, devices.default_device(), pass_, self._tiles_of(pass_)) for pass_ in PASSES
+            backend.widened(described, devices.default_device(), pass_, self._tiles_of(pass_)).key_bias
+            for pass_ in PASSES
         )
 
     def _tiles_of(self, pass_: Pass) -> TilePair | None:
@@ -339,7 +340,7 @@ def draw_where(
     case = _with_logit_terms(np.random.default_rng([seed, number, 1]), case, family)
     if has_many_keys and of_many_keys.random() > BIASED_BESIDE_MANY_KEYS:
         case = dataclasses.replace(case, **_NO_BIASES)
-    if is_direct and not family.backend.takes_sinks:  # these are the operators' own
+    if is_direct and not family.capabilities.takes_sinks:  # these are the operators' own
         case = dataclasses.replace(case, sinks=False)
     if is_direct and case.additional:
         case = dataclasses.replace(case, fused=True)
@@ -415,7 +416,7 @@ def _in_8_bits(rng: np.random.Generator, problem: Fuzzed, family: Family) -> Fuz
 
 def _with_logit_terms(rng: np.random.Generator, case: Case, family: Family) -> Case:
     """The problem, perhaps with biases that the family adds to logits, and with sinks, which all have."""
-    biases = family.backend.biases
+    biases = family.capabilities.biases
     return dataclasses.replace(
         case,
         relative_bias=bool(rng.random() < 0.4) and case.queries is None and "relative_bias" in biases,
@@ -444,7 +445,9 @@ def _with_terms_of(problem: Fuzzed, family: Family) -> Fuzzed:
             return changed
         if any(backend.rejection(described, device, pass_) is not None for pass_ in PASSES):
             continue
-        has_columns = described.key_bias and not all(backend.adds_key_bias(described, device, each) for each in PASSES)
+        has_columns = described.key_bias and not all(
+            backend.widened(described, device, each).key_bias for each in PASSES
+        )
         if not (problem.is_direct and has_columns):
             return changed
     raise AssertionError
@@ -486,7 +489,7 @@ def _goes_around_directly(problem: Fuzzed) -> bool:
 def _is_known_to_kernels(problem: Fuzzed) -> bool:
     """Whether the kernels of both passes know windows that wrap, with the tiles of the problem."""
     backend, plans = plans_of(problem.backend, problem.description(), Performance(**problem.tiles))
-    return all(backend.wraps_in_kernels(plan) for plan in plans.values())
+    return all(backend.form(plan).wraps for plan in plans.values())
 
 
 def _with_any_tiles(problem: Fuzzed, rng: np.random.Generator) -> Fuzzed:

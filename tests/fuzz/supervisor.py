@@ -204,7 +204,7 @@ def _environment(options: Options) -> dict[str, str]:
     environment = {**os.environ, **limits(os.environ, len(os.sched_getaffinity(0)), options.workers)}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     family = family_named(options.family)
-    if not family.needs_gpu and family.backend.platform is not None:
+    if not family.needs_gpu and family.capabilities.platform is not None:
         environment["JAX_PLATFORMS"] = "cpu"
     return environment
 

@@ -89,21 +89,21 @@ def test_command_refuses_senseless_arguments(
 KILLS = f"""
 import os
 import natten_jax.backends.cpu as cpu
-forward = cpu.CpuBackend.forward_saving
-def fatal(self, plan, operands):
+forward = cpu.CpuBackend.forward
+def fatal(self, plan, operands, **options):
     if any(plan.problem.is_causal):
         os.kill(os.getpid(), {int(signal.SIGKILL)})
-    return forward(self, plan, operands)
-cpu.CpuBackend.forward_saving = fatal
+    return forward(self, plan, operands, **options)
+cpu.CpuBackend.forward = fatal
 """
 LOSES_THE_DEVICE = """
 import jax
 import natten_jax.backends.cpu as cpu
-forward, jit = cpu.CpuBackend.forward_saving, jax.jit
+forward, jit = cpu.CpuBackend.forward, jax.jit
 is_lost = False
-def losing(self, plan, operands):
+def losing(self, plan, operands, **options):
     global is_lost
-    saved = forward(self, plan, operands)
+    saved = forward(self, plan, operands, **options)
     if not any(plan.problem.is_causal):
         return saved
     is_lost = is_lost or LOSES
@@ -112,7 +112,7 @@ def computing(*arguments, **options):
     if is_lost:
         raise jax.errors.JaxRuntimeError("an illegal memory access was encountered")
     return jit(*arguments, **options)
-cpu.CpuBackend.forward_saving, jax.jit = losing, computing
+cpu.CpuBackend.forward, jax.jit = losing, computing
 """
 
 
@@ -143,17 +143,17 @@ def test_command_survives_and_names_the_problem(program: str, what: str, tmp_pat
 def test_planted_defect_is_found_made_simpler_and_written_down(
     is_direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = cpu.CpuBackend.forward_saving
+    forward = cpu.CpuBackend.forward
 
-    def wrong(self: cpu.CpuBackend, plan: Plan, operands: Any) -> Saved:
-        saved = forward(self, plan, operands)
+    def wrong(self: cpu.CpuBackend, plan: Plan, operands: Any, **options: Any) -> Saved:
+        saved = forward(self, plan, operands, **options)
         # Only where a dimension is dilated: the last query's output is its neighbor's.
         return saved if max(plan.problem.dilation) == 1 else saved._replace(out=jnp.roll(saved.out, 1, axis=1))
 
     options = options_of("--seed", "1", "--problems", "12", "--at-once", "12", *(["--direct"] if is_direct else []))
     numbered = problems_of(options, 0)
     assert run_batch(options, numbered) == []
-    monkeypatch.setattr(cpu.CpuBackend, "forward_saving", wrong)
+    monkeypatch.setattr(cpu.CpuBackend, "forward", wrong)
     failures = run_batch(options, numbered, most_simplified=1)
     dilated = {number for number, problem in numbered if max(problem.case.dilation or (1,)) > 1}
     assert failures and {failure["number"] for failure in failures} <= dilated
@@ -162,9 +162,15 @@ def test_planted_defect_is_found_made_simpler_and_written_down(
     found: dict[str, Any] = {}
     exec(failures[0]["program"], found)
     simple, original = found["problem"], dict(numbered)[failures[0]["number"]]
-    assert complaints([simple])[0]
+    assert complaints([_ours(simple)])[0]
     assert max(simple.case.dilation) > 1 and simple.case.heads == 1 and not simple.tiles
     assert np.prod(simple.case.layout) <= np.prod(original.case.layout)
+
+
+def _ours(problem: Any) -> Fuzzed:
+    """A problem of the package ``tests.fuzz`` as one of ``fuzz``, which is the same."""
+    case = Case(**vars(problem.case))
+    return Fuzzed(**{**vars(problem), "case": case})
 
 
 def test_results_lie_where_their_memory_was_full_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +311,7 @@ def test_kernels_that_know_windows_that_wrap_are_given_such(monkeypatch: pytest.
     for number in range(2):
         problem = draw_with(["wrap"], family, ("fna",), 0, number, is_direct=True)
         _, plans = plans_of(problem.backend, problem.description(), Performance(**problem.tiles))
-        assert all(family.backend.wraps_in_kernels(plan) for plan in plans.values())
+        assert all(family.backend.form(plan).wraps for plan in plans.values())
     drawn = [draw(family, ("fna",), 1, number, is_direct=True) for number in range(40)]
     assert any("cut" in (each.case.edges or ()) for each in drawn)
 
@@ -429,6 +435,20 @@ def test_problems_are_those_of_the_seed_and_all_features_are_drawn() -> None:
         assert 5 <= sum(values) < len(values)
 
 
+def test_boxes_padding_and_finer_grids_are_drawn() -> None:
+    """In calls of the operators: passes alone are given parts instead."""
+    cases = [draw(CPU, ("fna", "fmha"), 3, number, is_direct=False).case for number in range(150)]
+    for is_drawn in (
+        [case.origins is not None and len(case.origins) == 1 for case in cases],
+        [case.origins is not None and len(case.origins) > 1 for case in cases],
+        [case.extents is not None for case in cases],
+        [case.query_lengths is not None for case in cases],
+        [case.upsample is not None for case in cases],
+        [case.extents is not None and case.origins is not None for case in cases],
+    ):
+        assert 2 <= sum(is_drawn) < 100
+
+
 def test_simplest_problem_keeps_what_makes_it_fail() -> None:
     case = Case((20, 30), (4, 5), stride=(2, 2), is_causal=(True, False), heads=4, heads_kv=2, head_dim=64, batch=2)
     problem = Fuzzed(
@@ -441,22 +461,13 @@ def test_simplest_problem_keeps_what_makes_it_fail() -> None:
     )
 
 
-def test_what_operators_alone_have_and_biases_of_parts_are_drawn() -> None:
+def test_arrays_of_8_bits_and_biases_of_parts_are_drawn() -> None:
     problems = [draw(CPU, ("fna", "fmha"), 3, number, is_direct=False) for number in range(200)]
     small = [problem for problem in problems if problem.is_float8]
     assert 15 < len(small) < 80 and {problem.dtype for problem in small} == set(FLOAT8)
     assert {problem.factors for problem in small} == {None, *OF_HEADS, *OF_BLOCKS}
     assert all(problem.factors is None for problem in problems if not problem.is_float8)
-    cases = [problem.case for problem in problems[:150]]
-    for is_drawn in (
-        [case.origins is not None and len(case.origins) == 1 for case in cases],
-        [case.origins is not None and len(case.origins) > 1 for case in cases],
-        [case.extents is not None for case in cases],
-        [case.query_lengths is not None for case in cases],
-        [case.upsample is not None for case in cases],
-        [case.extents is not None and case.origins is not None for case in cases],
-    ):
-        assert 2 <= sum(is_drawn) < 100
+    cases = [problem.case for problem in problems[:100]]
     assert {case.key_bias for case in cases} == {None, "tokens", "heads"}
     assert {case.relative_bias for case in cases} == {case.sinks for case in cases} == {True, False}
     assert {case.key_bias and case.hidden for case in cases} == {None, 0.0, 0.2, 0.8}

@@ -18,6 +18,7 @@ import pytest
 import natten_jax
 from natten_jax.arrays.boxes import QueryBox
 from natten_jax.arrays.operands import Cotangents, Inputs, Operands
+from natten_jax.backends.base import Earlier
 from natten_jax.backends.ffi import attributes
 from natten_jax.native import module as native
 from natten_jax.performance import Performance
@@ -189,12 +190,11 @@ def test_real_calls_are_those_tested_here(target: Target) -> None:
     backend, plans = plans_of(target.backend, problem, performance, None if "cpu" in target.backend else gpu)
 
     def both_passes(operands: Operands) -> Any:
-        saved = backend.forward_saving(plans["forward"], operands)
+        saved = backend.forward(plans["forward"], operands, saves=True)
         if target.replaces:
             seeing = QueryBox(jnp.zeros(3, jnp.int32), good.operands["query"].shape[1:4])
-            continued = backend.forward_continued(plans["forward"], operands, saved, seeing)
-            assert continued is not None
-            saved = continued
+            assert backend.form(plans["forward"]).continues
+            saved = backend.forward(plans["forward"], operands, saves=True, earlier=Earlier(saved, seeing))
         return backend.backward(plans["backward"], operands, saved, Cotangents(*saved[:2]))
 
     *inputs, origins, _ = (expected.operands[name] for name in PROBLEM_OPERANDS)

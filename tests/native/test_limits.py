@@ -90,7 +90,7 @@ def test_heads_without_kernels_have_no_tiles(name: str, head_dims: tuple[int, in
     rule = rf"{name} has no tiles for these heads: head_dim(_v)? must be at most 256, not {max(head_dims)}"
     for pass_ in PASSES:
         with pytest.raises(ValueError, match=rule):
-            backend.largest_tiles(problem, HOPPER, pass_)
+            backend.capabilities.largest_tiles(problem, HOPPER, pass_)
         with pytest.raises(ValueError, match=rule):
             backend.tile_pairs(problem, HOPPER, pass_)
         with pytest.raises(ValueError, match=rule):

@@ -63,7 +63,7 @@ SPOILED = [
 
 def problem_of(family: Family, case: Case, dtype: str) -> Fuzzed | None:
     """Return the problem with the biases that the family supports, or ``None``."""
-    biases = family.backend.biases
+    biases = family.capabilities.biases
     key_bias = case.key_bias if "key_bias" in biases else None
     case = dataclasses.replace(case.with_edges_of(family), key_bias=key_bias)
     problem = Fuzzed(family.name, case, dtype, 3)

@@ -85,7 +85,7 @@ def test_query_for_another_device(family: Family, compute_capability: Any) -> No
         function = family.query(operator, "forward")
         found = function(jnp.zeros(SHAPES[1], family.dtype), compute_capability=compute_capability)
         if not family.needs_gpu:
-            assert bool(found) == (family.backend.platform is None)
+            assert bool(found) == (family.capabilities.platform is None)
 
 
 @pytest.mark.parametrize(

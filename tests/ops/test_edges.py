@@ -48,7 +48,7 @@ def padded(query: jax.Array, key: jax.Array, value: jax.Array, *, mode: str = "c
 
 @pytest.mark.parametrize(("edges", "mode"), [("cut", "constant"), ("wrap", "wrap")])
 def test_edges_are_those_of_padded_keys(family: Family, edges: Any, mode: str) -> None:
-    if edges not in family.backend.edges:
+    if edges not in family.capabilities.edges:
         pytest.skip(f"{family.name} has no such windows")
     arrays = tokens(family.dtype)
 
@@ -90,7 +90,7 @@ def test_problems_are_described() -> None:
 @pytest.mark.parametrize("edges", ["cut", "wrap"])
 def test_keys_and_values_are_not_copied(edges: Any, native_family: Family) -> None:
     """The program is that of shifted windows, with another number in the attributes of its calls."""
-    if edges not in native_family.backend.edges or native_family.needs_gpu:
+    if edges not in native_family.capabilities.edges or native_family.needs_gpu:
         pytest.skip("kernels of the host alone are lowered here")
     arrays = tokens(native_family.dtype)
 
@@ -112,10 +112,12 @@ def test_backends_say_which_edges_they_have() -> None:
     for backend in backends.registered():
         for pass_ in PASSES:
             reason = backend.rejection(problem, device, pass_)
-            if "wrap" not in backend.edges and (backend.platform is None or backend.platform.has(device)):
+            if "wrap" not in backend.capabilities.edges and (
+                backend.capabilities.platform is None or backend.capabilities.platform.has(device)
+            ):
                 assert reason == "it has windows with edges 'shift', not 'wrap'" or "'cut'" in str(reason)
     plan = select.resolve(Request(problem), device, "forward")
-    assert "wrap" in backends.of(plan.backend).edges
+    assert "wrap" in backends.of(plan.backend).capabilities.edges
 
 
 def test_a_backend_refuses_options_of_windows_that_it_does_not_speak_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 import natten_jax
 from natten_jax import backends
-from natten_jax.backends.base import PureJaxBackend
+from natten_jax.backends.base import Capabilities, PureJaxBackend
 from natten_jax.native import module as native
 from natten_jax.plan import devices
 from tests.support.families import FAMILIES, INTERPRETED, Family, tile_pair
@@ -291,6 +291,7 @@ class RefusingBackend(PureJaxBackend):
     """A backend that runs nothing."""
 
     family = ""
+    capabilities = Capabilities(("float32",), lambda *_: (1, 1), is_plain_jax=True)
 
     def __init__(self, family: str, reason: str) -> None:
         self.family, self.reason = family, reason  # type: ignore[misc]
@@ -301,10 +302,7 @@ class RefusingBackend(PureJaxBackend):
     def tile_pairs(self, *_: Any) -> list[Any]:
         return []
 
-    def largest_tiles(self, *_: Any) -> tuple[int, int]:
-        return 1, 1
-
-    def forward(self, *_: Any) -> Any:
+    def attend(self, *_: Any) -> Any:
         raise AssertionError("must not run")
 
 

@@ -42,7 +42,7 @@ TAKING = pytest.mark.parametrize(
     [
         pytest.param(family, id=family.name)
         for family in FAMILIES
-        if family.backend.converts_float8_to is not None and not family.needs_gpu
+        if family.capabilities.converts_float8_to is not None and not family.needs_gpu
     ],
 )
 

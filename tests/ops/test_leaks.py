@@ -88,7 +88,7 @@ def test_what_is_not_finite_stays_in_its_entry(native_family: Family, dtype: str
 @pytest.mark.parametrize("name", ["narrow-heads", "dilated"])
 def test_what_is_not_finite_stays_in_its_entry_of_operators(family: Family, name: str) -> None:
     problems = problems_of(family, family.dtype, [name], is_direct=False)
-    if family.backend.is_plain_xla:
+    if family.capabilities.is_plain_jax:
         problems = problems[1:4]
     found = [complaint for complaint in complaints(problems) if complaint]
     assert not found

@@ -54,7 +54,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 def taking(name: str) -> tuple[Family, ...]:
     """The families whose kernels add such a bias."""
-    return tuple(family for family in FAMILIES if name in family.backend.biases and not family.needs_gpu)
+    return tuple(family for family in FAMILIES if name in family.capabilities.biases and not family.needs_gpu)
 
 
 BOTH = [pytest.param(family, id=family.name) for family in taking("relative_bias")]
@@ -112,7 +112,7 @@ def test_arrays_without_dimensions_whose_value_is_known_are_numbers(family: Fami
     expected = attend(float(np.float32(0.3)))
     np.testing.assert_array_equal(attend(scale), expected)
     # The compiler computes constants with other roundings.
-    tolerance = 1e-6 if family.backend.is_plain_xla else 0
+    tolerance = 1e-6 if family.capabilities.is_plain_jax else 0
     np.testing.assert_allclose(jax.jit(lambda: attend(scale))(), expected, atol=tolerance)
 
 
@@ -288,12 +288,12 @@ def test_backends_without_a_bias_say_so_and_are_not_chosen() -> None:
         for name in ("relative_bias", "key_bias"):
             asked = dataclasses.replace(problem, relative_bias=name == "relative_bias", key_bias=name == "key_bias")
             reason = backend.rejection(asked, device, "forward")
-            if name in backend.biases:
+            if name in backend.capabilities.biases:
                 assert reason == backend.rejection(problem, device, "forward") or name in str(reason)
             elif backend.rejection(problem, device, "forward") is None:
                 assert reason == f"it adds no {name} to logits"
             chosen = resolve(Request(asked), device, "forward").backend.family
-            assert name in next(each for each in backends.registered() if each.family == chosen).biases
+            assert name in next(each for each in backends.registered() if each.family == chosen).capabilities.biases
 
 
 def test_host_kernels_refuse_tables_too_large_to_count() -> None:
@@ -398,7 +398,7 @@ def assert_nearly_equal(found: jax.Array, expected: jax.Array) -> None:
 
 @pytest.mark.usefixtures("_has_float64")
 def test_every_dtype_is_converted_to_the_accumulator(family: Family) -> None:
-    lacking = {"relative_bias", "key_bias"} - set(family.backend.biases)
+    lacking = {"relative_bias", "key_bias"} - set(family.capabilities.biases)
     names = [name for name in SHAPES if name.split()[0] not in lacking]
     groups = [[name] for name in names]
     if not family.needs_gpu:  # kernels of GPUs may refuse several operands of one call

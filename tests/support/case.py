@@ -169,11 +169,11 @@ class Case:
         if self.edges is None:
             return self
         backend = family.backend
-        edges = [edge if edge in backend.edges else "shift" for edge in self.edges]
+        edges = [edge if edge in backend.capabilities.edges else "shift" for edge in self.edges]
         for i, (edge, extent) in enumerate(zip(edges, self.layout, strict=True)):
             tokens = extent // self.window_arguments["dilation"][i]
             is_ragged = tokens % self.window_arguments["stride"][i] != 0
-            if edge == "wrap" and backend.wraps_by_strips and (is_direct or is_ragged):
+            if edge == "wrap" and backend.capabilities.wraps_by_strips and (is_direct or is_ragged):
                 edges[i] = "cut"
         return dataclasses.replace(self, edges=tuple(edges))
 

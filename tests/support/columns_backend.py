@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from natten_jax.backends.cpu import CpuBackend
 
 LARGEST_HEAD_DIM = 64
@@ -11,11 +13,13 @@ class ColumnsBackend(CpuBackend):
     """Takes heads whose width is a multiple of 8, and biases of keys as columns of them."""
 
     family = "columns"
-    wraps_by_strips = True
-    biases = ("relative_bias", "key_bias")
-    key_bias_by_columns = True
-    head_dim_step = 8
-    largest_head_dim = LARGEST_HEAD_DIM
+    capabilities = dataclasses.replace(
+        CpuBackend.capabilities,
+        wraps_by_strips=True,
+        needs_columns=lambda _: True,
+        head_dim_step=8,
+        largest_head_dim=LARGEST_HEAD_DIM,
+    )
 
 
 BACKEND = ColumnsBackend()

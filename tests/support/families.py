@@ -9,7 +9,7 @@ from typing import Any
 
 import natten_jax
 from natten_jax import backends
-from natten_jax.backends.base import Backend
+from natten_jax.backends.base import Backend, Capabilities
 from natten_jax.performance import KernelSchedule
 from natten_jax.plan.devices import Device
 
@@ -47,10 +47,15 @@ class Family:
     def of(cls, backend: Backend) -> Family:
         """What is to be tested of a backend."""
         # Half the bits are faster to test on GPUs that have faster kernels for them.
-        first = "bfloat16" if "float32" not in backend.dtypes else "float32"
-        dtypes = first, *(dtype for dtype in backend.dtypes if dtype != first)
-        on_host = backend.platform is not None and backend.platform.name == "cpu"
-        return cls(backend, dtypes, *((100, 20 if on_host else 5) if backend.targets else (12, 1)))
+        first = "bfloat16" if "float32" not in backend.capabilities.dtypes else "float32"
+        dtypes = first, *(dtype for dtype in backend.capabilities.dtypes if dtype != first)
+        on_host = backend.capabilities.platform is not None and backend.capabilities.platform.name == "cpu"
+        return cls(backend, dtypes, *((100, 20 if on_host else 5) if backend.capabilities.targets else (12, 1)))
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The capabilities of the backend."""
+        return self.backend.capabilities
 
     @property
     def name(self) -> str:
@@ -60,32 +65,32 @@ class Family:
     @property
     def needs_gpu(self) -> bool:
         """Whether its tests are marked ``gpu``."""
-        return self.backend.platform is not None and self.backend.platform.name != "cpu"
+        return self.capabilities.platform is not None and self.capabilities.platform.name != "cpu"
 
     def runs_on(self, device: Device) -> bool:
         """Whether it has kernels for a device, or is plain JAX, which runs on all."""
-        return self.backend.platform is None or self.backend.platform.has(device)
+        return self.capabilities.platform is None or self.capabilities.platform.has(device)
 
     @property
     def target(self) -> str | None:
         """Prefix of the custom calls of this library that it compiles to, or ``None`` where there are none."""
-        targets = self.backend.targets.get("forward", ())
+        targets = self.capabilities.targets.get("forward", ())
         return targets[0].removesuffix("_forward") if targets else None
 
     @property
     def head_dim_step(self) -> int:
         """Head dimensions are multiples of this."""
-        return self.backend.head_dim_step
+        return self.capabilities.head_dim_step
 
     @property
     def float8_dtypes(self) -> tuple[str, ...]:
         """The 8-bit element types that it takes, converted or not."""
-        return FLOAT8 if self.backend.converts_float8_to is not None else tuple(self.backend.float8_dtypes)
+        return FLOAT8 if self.capabilities.converts_float8_to is not None else tuple(self.capabilities.float8_dtypes)
 
     @property
     def rounds_weights(self) -> bool:
         """Whether the weights of 8-bit arrays have 8 bits, too, as those of matrix units have."""
-        return self.backend.converts_float8_to is None
+        return self.capabilities.converts_float8_to is None
 
     @property
     def dtype(self) -> str:
@@ -95,7 +100,7 @@ class Family:
     def query(self, operator: str, pass_: str) -> Callable[..., Any]:
         """The function that lists the tiles of a pass of ``"fna"`` or ``"fmha"``."""
         infix = "bwd_" if pass_ == "backward" else ""
-        return getattr(natten_jax, f"get_{infix}configs_for_{self.backend.query_family or self.name}_{operator}")
+        return getattr(natten_jax, f"get_{infix}configs_for_{self.capabilities.query_family or self.name}_{operator}")
 
     @property
     def fna(self) -> str:

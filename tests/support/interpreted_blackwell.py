@@ -58,7 +58,7 @@ def plan_of(problem: Problem, tiles: TilePair | None = None, pass_: Pass = "forw
 def run(plan: Plan, problem: Problem, operands: Operands) -> Saved:
     """The forward pass of a problem whose heads may have to be filled up."""
     operands = operands._replace(inputs=with_heads_of(plan.problem, operands.inputs))
-    saved = BlackwellBackend().forward_saving(plan, operands)
+    saved = BlackwellBackend().forward(plan, operands, saves=True)
     return saved._replace(out=with_head_dim(saved.out, problem.head_dim_v))
 
 

@@ -7,6 +7,7 @@ interpreter, which finds races, cannot be compiled into programs of operators: `
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import unittest.mock
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from natten_jax import backends
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
-from natten_jax.backends.base import Platform
+from natten_jax.backends.base import Earlier, Platform
 from natten_jax.backends.pallas._tpu_call import Call
 from natten_jax.backends.pallas._tpu_grid import Chunk, matrix
 from natten_jax.backends.pallas.tpu import TpuBackend
@@ -32,12 +33,12 @@ class InterpretedTpuBackend(TpuBackend):
     """The same kernels, on a host."""
 
     family = "interpreted"
-    platform = Platform("cpu")
+    capabilities = dataclasses.replace(TpuBackend.capabilities, platform=Platform("cpu"))
     interpreter = _BY_XLA
 
-    def forward_saving(self, plan: Plan, operands: Operands) -> Saved:
+    def forward(self, plan: Plan, operands: Operands, *, saves: bool = False, earlier: Earlier | None = None) -> Saved:
         with pltpu.force_tpu_interpret_mode(self.interpreter):
-            return super().forward_saving(plan, operands)
+            return super().forward(plan, operands, saves=True)
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         with pltpu.force_tpu_interpret_mode(self.interpreter):

@@ -22,6 +22,7 @@ import numpy as np
 
 from natten_jax.arrays.boxes import QueryBox
 from natten_jax.arrays.operands import Cotangents, Inputs, Operands, Saved
+from natten_jax.backends.base import Earlier
 from natten_jax.performance import KernelSchedule, Performance
 from natten_jax.problem import problem_of
 from tests.support.families import BOUNDS
@@ -115,12 +116,14 @@ def run(family: str, form: Form) -> None:
 
     @jax.jit
     def forward(operands: Operands) -> Saved:
-        return backend.forward_saving(plans["forward"], operands)
+        return backend.forward(plans["forward"], operands, saves=True)
 
     @jax.jit
     def continued(operands: Operands, saved: Saved) -> Saved | None:
-        seeing = QueryBox(jnp.zeros(2, jnp.int32), form.layout)
-        return backend.forward_continued(plans["forward"], operands, saved, seeing)
+        if not backend.form(plans["forward"]).continues:
+            return None
+        earlier = Earlier(saved, QueryBox(jnp.zeros(2, jnp.int32), form.layout))
+        return backend.forward(plans["forward"], operands, saves=True, earlier=earlier)
 
     @jax.jit
     def backward(operands: Operands, saved: Saved) -> Any:

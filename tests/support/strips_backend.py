@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from natten_jax.backends.cpu import CpuBackend
 
 
@@ -9,7 +11,7 @@ class StripsBackend(CpuBackend):
     """Takes windows that are shifted or cut, and any that wrap in strips."""
 
     family = "strips"
-    wraps_by_strips = True
+    capabilities = dataclasses.replace(CpuBackend.capabilities, wraps_by_strips=True)
 
 
 BACKEND = StripsBackend()

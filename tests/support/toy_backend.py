@@ -6,19 +6,19 @@ import numpy as np
 
 from natten_jax import backends, windows
 from natten_jax.arrays.operands import Operands, Output
-from natten_jax.backends.base import PureJaxBackend
+from natten_jax.backends.base import Capabilities, PureJaxBackend
 
 
 class ToyBackend(PureJaxBackend):
-    family, dtypes = "toy", ("float32", "float16")
+    family = "toy"
+    capabilities = Capabilities(
+        ("float32", "float16"), lambda *_: (1, 1), carries_plan=False, is_plain_jax=True, is_slow_fallback=True
+    )
 
     def tile_pairs(self, problem, device, pass_):
         return [((1,) * problem.rank, (1,) * problem.rank)]
 
-    def largest_tiles(self, problem, device, pass_):
-        return 1, 1
-
-    def forward(self, plan, operands: Operands) -> Output:
+    def attend(self, plan, operands: Operands) -> Output:
         problem, inputs = plan.problem, operands.inputs
         (batch, *queries, heads, _), keys = inputs.query.shape, inputs.key.shape[1:-2]
         # NumPy makes the mask of a whole layout: that leaves nothing of it to trace and to compile.

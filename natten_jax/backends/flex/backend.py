@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from natten_jax.arrays.boxes import without_padding
 from natten_jax.arrays.operands import Cotangents, Differentiable, Gradients, Operands, Output, Saved
-from natten_jax.backends.base import PureJaxBackend
+from natten_jax.backends.base import Capabilities, PureJaxBackend
 from natten_jax.backends.flex.operands import TILE_PAIRS
 from natten_jax.backends.flex.softmax import Products, Rows, rows_of
 from natten_jax.backends.flex.sweeps import gradients_of, softmax_of, tangents_of
@@ -35,24 +35,24 @@ class FlexBackend(PureJaxBackend):
     """Blockwise attention in plain JAX; see :class:`natten_jax.backends.base.Backend`."""
 
     family = "flex"
-    dtypes = ("float32", "float16", "bfloat16", "float64")
-    converts_float8_to = "bfloat16"
-    edges = EDGES
-    carries_plan = True
-    takes_extents = True
-    residual_width = len(Rows._fields)
-    heeds = ("backward_deterministic",)  # in every run
-    biases = ("relative_bias", "key_bias")
+    capabilities = Capabilities(
+        dtypes=("float32", "float16", "bfloat16", "float64"),
+        largest_tiles=lambda *_: (_LARGEST_TILE, _LARGEST_TILE),
+        converts_float8_to="bfloat16",
+        edges=EDGES,
+        takes_extents=True,
+        heeds=("backward_deterministic",),  # in every run
+        biases=("relative_bias", "key_bias"),
+        is_plain_jax=True,
+        is_slow_fallback=True,
+        residual_width=len(Rows._fields),
+    )
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Query and key/value tile shapes of a pass, the recommended pair first."""
         return list(TILE_PAIRS[problem.rank])
 
-    def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
-        """A bound on a tile's tokens, within which any is accepted."""
-        return _LARGEST_TILE, _LARGEST_TILE
-
-    def forward(self, plan: Plan, operands: Operands) -> Output:
+    def attend(self, plan: Plan, operands: Operands) -> Output:
         """Compute output and logsumexp."""
         out, logsumexp, _ = self.forward_differentiable(plan, operands)
         return Output(out.astype(plan.problem.output_dtype), logsumexp)

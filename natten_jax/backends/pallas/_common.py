@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.arrays.operands import Cotangents, Inputs, Operands, Output, Saved
+from natten_jax.arrays.operands import Cotangents, Inputs, Operands, Saved
 from natten_jax.arrays.remainders import LOG2_E, base2, base2_parts, pack_remainder
-from natten_jax.backends.base import Backend
 from natten_jax.backends.ffi import delta
 from natten_jax.native.module import KERNEL_RANK, with_kernel_tiles
 from natten_jax.plan.plan import Plan
@@ -35,18 +34,6 @@ SMALLEST_MAXIMUM = -2.9e38
 NO_KEY_SEEN = 1e30
 #: Statistics of a query that the backward pass reads: logsumexp, remainder, delta.
 STATISTICS = 3
-
-
-class PallasBackend(Backend):
-    """A backend of Pallas kernels, which have been interpreted and compiled, and never run on their hardware."""
-
-    is_by_name_only = True  # until the kernels have been measured
-    carries_plan = False
-    fuses_additional_kv = False
-
-    def forward(self, plan: Plan, operands: Operands) -> Output:
-        """Compute output and logsumexp."""
-        return Output(*self.forward_saving(plan, operands)[:2])
 
 
 # Visits --------------------------------------------------------------------------------------------------------------

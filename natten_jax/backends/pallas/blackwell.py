@@ -13,9 +13,9 @@ import math
 import jax
 
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
-from natten_jax.backends.base import Platform
+from natten_jax.backends.base import Backend, Capabilities, Earlier, Platform
 from natten_jax.backends.pallas._blackwell_call import PIECE, call_of
-from natten_jax.backends.pallas._common import PallasBackend, logsumexp_and_remainder
+from natten_jax.backends.pallas._common import logsumexp_and_remainder
 from natten_jax.cost_model.calibration import calibration_for
 from natten_jax.cost_model.simulation import rank
 from natten_jax.cost_model.tiles import shortened, tile_pairs_of_sizes
@@ -28,17 +28,23 @@ from natten_jax.problem import Problem
 OLDEST_JAX = 0, 12
 
 
-class BlackwellBackend(PallasBackend):
+class BlackwellBackend(Backend):
     """Neighborhood attention on data-center Blackwell GPUs; see :class:`natten_jax.backends.base.Backend`."""
 
     family = "blackwell"
-    query_family = "cutlass_blackwell"
-    platform = Platform("cuda", (10, 0), is_exact=True, others=((10, 3),))
-    dtypes = ("float16", "bfloat16")
-    head_widths = (32, 64, 128)
-    largest_head_dim = 128
-    edges = ("shift", "cut")
-    heeds = ("run_persistent_kernel", "backward_deterministic")  # every run is deterministic
+    capabilities = Capabilities(
+        query_family="cutlass_blackwell",
+        platform=Platform("cuda", (10, 0), is_exact=True, others=((10, 3),)),
+        is_by_name_only=True,  # until the kernels have been measured
+        dtypes=("float16", "bfloat16"),
+        largest_tiles=lambda problem, device, pass_: max(tile_sizes(pass_)),
+        head_widths=(32, 64, 128),
+        largest_head_dim=128,
+        edges=("shift", "cut"),
+        heeds=("run_persistent_kernel", "backward_deterministic"),  # every run is deterministic
+        carries_plan=False,
+        fuses_additional_kv=False,
+    )
 
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
         """Why the kernels cannot run a pass; JAX may be too old to compile them."""
@@ -49,15 +55,11 @@ class BlackwellBackend(PallasBackend):
         """Query and key/value tile shapes of a pass, the recommended pair first."""
         return [pair for pair, _ in _ranked(self.family, problem, pass_)]
 
-    def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
-        """Most tokens of a tile."""
-        return max(tile_sizes(pass_))
-
     def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
         """Whether the kernels accept a pair, listed or not."""
         return super().offers(problem, device, pass_, pair) and are_supported(pair, pass_)
 
-    def forward_saving(self, plan: Plan, operands: Operands) -> Saved:
+    def forward(self, plan: Plan, operands: Operands, *, saves: bool = False, earlier: Earlier | None = None) -> Saved:
         """Compute output, logsumexp and remainder."""
         _check_jax(self.family)
         from natten_jax.backends.pallas._blackwell_forward import forward

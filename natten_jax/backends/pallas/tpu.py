@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
-from natten_jax.backends.base import Platform
+from natten_jax.backends.base import Backend, Capabilities, Earlier, Platform
 from natten_jax.backends.pallas import _common as common
 from natten_jax.backends.pallas._tpu_call import LANES, MOST_LOGITS, Chunks, call_of, pack_size, packs_of_program
 from natten_jax.performance import Pass, TilePair
@@ -50,34 +50,41 @@ _FORWARD, _QUERY_GRADIENT, _KEY_GRADIENTS = 2, 3, 4
 _LISTED = 6
 
 
-class TpuBackend(common.PallasBackend):
+def _largest_tiles(problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
+    # A tile has a row per token and head of a pack.
+    tile = LARGEST_TILE // pack_size(problem.heads, problem.heads_kv, (problem.head_dim, problem.head_dim_v))
+    return tile, LARGEST_BOX if pass_ == "forward" else tile
+
+
+class TpuBackend(Backend):
     """Neighborhood attention on TPUs; see :class:`natten_jax.backends.base.Backend`."""
 
     family = "tpu"
-    platform = Platform("tpu")
-    dtypes = ("bfloat16", "float32")
-    edges = EDGES
-    wraps_by_strips = True
-    head_dim_step = 8
-    largest_head_dim = 256
-    biases = ("key_bias",)
-    key_bias_by_columns = True
-    heeds = ("backward_deterministic",)  # every run is deterministic
+    capabilities = Capabilities(
+        platform=Platform("tpu"),
+        is_by_name_only=True,  # until the kernels have been measured
+        dtypes=("bfloat16", "float32"),
+        largest_tiles=_largest_tiles,
+        edges=EDGES,
+        wraps_by_strips=True,
+        head_dim_step=8,
+        largest_head_dim=256,
+        biases=("key_bias",),
+        needs_columns=lambda _: True,
+        heeds=("backward_deterministic",),  # every run is deterministic
+        carries_plan=False,
+        fuses_additional_kv=False,
+    )
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Query and key/value tile shapes of a pass, the recommended pair first."""
         return recommended(problem, pass_)
 
-    def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
-        """Most tokens of a tile, which has a row per token and head of a pack."""
-        tile = LARGEST_TILE // pack_size(problem.heads, problem.heads_kv, (problem.head_dim, problem.head_dim_v))
-        return tile, LARGEST_BOX if pass_ == "forward" else tile
-
     def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
         """Whether the kernels accept this pair: the last extents fill whole registers."""
         return super().offers(problem, device, pass_, pair) and all(tile[-1] % alignment(problem) == 0 for tile in pair)
 
-    def forward_saving(self, plan: Plan, operands: Operands) -> Saved:
+    def forward(self, plan: Plan, operands: Operands, *, saves: bool = False, earlier: Earlier | None = None) -> Saved:
         """Compute output, logsumexp and remainder."""
         from natten_jax.backends.pallas._tpu_kernels import forward
 
