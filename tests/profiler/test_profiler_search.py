@@ -256,7 +256,11 @@ def loss(tokens: jax.Array) -> jax.Array:
     return jnp.sum(natten_jax.attention(flat, flat, flat) ** 2)
 
 
-def test_every_operator_of_a_program_is_found_once() -> None:
+@pytest.mark.parametrize("devices", [1, 8])
+def test_every_operator_of_a_program_is_found_once(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several devices may share a program, which has to be compiled then."""
+    present = jax.local_devices()
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: present[:devices])
     tokens = jax.ShapeDtypeStruct((1, 8, 12, 2, 16), jnp.float32)
     for function in (jax.grad(loss), jax.jit(jax.grad(loss))):
         tasks = tuning.tasks_of(plans_of(function, tokens))
