@@ -159,6 +159,7 @@ WINDOWS = {
     "boxes": Case((40,), (9,), batch=3, box=(6,), origins=((0,), (17,), (34,)), is_causal=(True,)),
     "box of a layout that cuts": Case((24,), (7,), edges=("cut",), box=(8,), origins=((14,),)),
     "upsampled": Case((13, 9), (4, 3), upsample=(2, 3)),
+    "sinks": Case((25,), (6,), heads=4, heads_kv=2, sinks=True),
     "queries of attention": Case((50,), queries=12, origins=((31,),), is_causal=(True,)),
 }
 
