@@ -89,6 +89,7 @@ def test_rotations_are_traced(mode: str) -> None:
             jax.eval_shape(jax.grad(lambda tokens, f=rotate: total(f(tokens, angles))), tokens)
 
 
+@pytest.mark.slow
 def test_no_tracer_leaks(family: Family) -> None:
     def trace(call: OperandCall) -> None:
         arrays = jax.tree.map(jnp.asarray, call.arrays(family.dtype))
@@ -99,6 +100,7 @@ def test_no_tracer_leaks(family: Family) -> None:
         assert not failures_of(family, trace, ("extents, every term", "attention, lengths", "weights"))
 
 
+@pytest.mark.slow
 def test_every_operand_is_run(family: Family) -> None:
     def run(call: OperandCall) -> None:
         arrays = jax.tree.map(jax.device_put, call.arrays(family.dtype))
@@ -186,6 +188,7 @@ def _changed(array: np.ndarray) -> np.ndarray:
     return np.maximum(array - 1, 0) if array.dtype == np.int32 else np.asarray(-0.5 * array, array.dtype)
 
 
+@pytest.mark.slow
 def test_vmap_over_every_operand(family: Family) -> None:
     """Map each operand by its last axis, then all operands together."""
 
