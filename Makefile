@@ -49,9 +49,9 @@ test test-all:
 	@if $(SEES_GPU) 2>&1; then $(MAKE) --no-print-directory test-gpu; \
 	else echo "JAX sees no NVIDIA GPU: no test of its kernels ran"; fi
 
-# The tests of the package itself on the host: no wheels, examples, pages, benchmarks, fuzzer or repository tooling.
+# A sample of the tests of the package itself on the host: no wheels, examples, pages, benchmarks, fuzzer or tooling.
 test-core: setup
-	$(PYTEST) --no-loadscope-reorder -m 'not gpu' $(addprefix --ignore tests/,bench fuzz repository support tpu)
+	$(PYTEST) --core --no-loadscope-reorder -m 'not gpu' $(addprefix --ignore tests/,bench fuzz repository support tpu)
 
 # All tests that run on a host, slow ones first.
 test-host: setup
@@ -102,7 +102,7 @@ sanitize-host: export JAX_PLATFORMS = cpu
 sanitize-host: setup
 	rm -f $(INSTALLED) build/sanitizer.*
 	NATTEN_JAX_SANITIZE=address,undefined NATTEN_JAX_CUDA=0 $(INSTALL)
-	$(UNDER_SANITIZERS) $(PYTEST) --slow -k 'cpu or handlers or parts' \
+	$(UNDER_SANITIZERS) $(PYTEST) -k 'cpu or handlers or parts' \
 		tests/native/test_ffi_handlers.py tests/sharding/test_parts.py tests/native/test_limits.py tests/ops/test_extremes.py tests/ops/test_operators.py
 	$(UNDER_SANITIZERS) $(RUN) -m tests.fuzz --backend cpu --minutes 5 --workers $(WORKERS)
 	$(UNDER_SANITIZERS) $(RUN) -m tests.fuzz --backend cpu --direct --minutes 5 --workers $(WORKERS)

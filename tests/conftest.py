@@ -61,10 +61,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of this suite."""
     parser.addoption("--problems", type=int, help="random problems per backend family, instead of its default")
     parser.addoption("--all-compiled", action="store_true", help="compile every problem for TPUs, not just a few")
+    parser.addoption("--slow", action="store_true", help="also run tests marked slow")
     parser.addoption(
-        "--slow",
+        "--core",
         action="store_true",
-        help="also run tests marked slow, and on the host all random problems and element types instead of a core",
+        help="a quarter of the random problems, two element types of a family, and a third of the tests of plain JAX",
     )
 
 
@@ -73,14 +74,9 @@ def _is_of_gpu(config: pytest.Config) -> bool:
     return re.search(r"(?<!\bnot )\bgpu\b", config.option.markexpr) is not None
 
 
-def _is_core(config: pytest.Config) -> bool:
-    """True if the run is for the host and has only a part of the parameters."""
-    return not (config.getoption("slow") or _is_of_gpu(config))
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the platform; limit what this process and the workers that it is about to start take of the machine."""
-    hypothesis.settings.load_profile("core" if _is_core(config) else "all")
+    hypothesis.settings.load_profile("core" if config.getoption("core") else "all")
     os.environ["PYTHONFAULTHANDLER"] = "1"  # a program that a test starts says where it crashed
     # What JAX has traced stays: looking through it ever again takes a tenth of a run.
     gc.set_threshold(200_000, 20, 100)
@@ -147,6 +143,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Slow ones come first, or else the last worker would still be at one when all others are done.
     """
+    if config.getoption("core"):
+        _keep_a_third_of_plain_jax(config, items)
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
         is_of_gpu = item.get_closest_marker("gpu") is not None
@@ -156,6 +154,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="there is no NVIDIA GPU"))
         if item.get_closest_marker("slow") and not config.getoption("slow"):
             item.add_marker(pytest.mark.skip(reason="needs --slow"))
+
+
+def _keep_a_third_of_plain_jax(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect two of three parameters of each test of plain JAX, whose programs take most of a run to compile."""
+    counts: collections.Counter[str] = collections.Counter()
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        function, _, parameters = item.nodeid.partition("[")
+        (left_out if "flex" in parameters and counts[function] % 3 else kept).append(item)
+        counts[function] += "flex" in parameters
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist may be missing
@@ -177,7 +188,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for family in filter(SELECTIONS[family_name], FAMILIES):
         if (family.needs_gpu and not of_gpu) or (of_gpu and _has_gpu() and not family.runs_on(default_device())):
             continue
-        is_core = _is_core(metafunc.config)
+        is_core = metafunc.config.getoption("core")
         problems = metafunc.config.getoption("problems") or family.problems // (4 if is_core else 1)
         dtypes = family.dtypes[: 2 if is_core else None]
         choices: dict[str, Iterable[Any]] = {

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import venv
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,40 +93,6 @@ STATE = textwrap.dedent("""
 """)
 
 
-#: The same in several folders: in forks, as most of a start would be imports of JAX and Flax.
-STATES = f"""
-import importlib.util, os, sys
-import jax
-if importlib.util.find_spec("flax"):
-    import flax.linen, flax.nnx
-for folder in sys.argv[1:]:
-    process = os.fork()
-    if process == 0:
-        os.chdir(folder)
-        exec({STATE!r})
-        sys.stdout.flush()
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
-"""
-
-
-#: The same, and then what the doctor says: in forks again.
-STATE_AND_DOCTOR = f"""
-import os, runpy, sys
-import jax
-for is_doctor in (False, True):
-    process = os.fork()
-    if process == 0:
-        if not is_doctor:
-            exec({STATE!r})
-            sys.exit()
-        sys.argv = ["doctor"]
-        runpy.run_module("natten_jax.doctor", run_name="__main__", alter_sys=True)
-        sys.exit()
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
-"""
-
-
 class State(NamedTuple):
     """Where the package and the modules for Flax come from, the native module, and why there is none."""
 
@@ -142,22 +107,14 @@ class State(NamedTuple):
         return cls(Path(package).parents[1], Path(flax_modules).parent, library, error)
 
 
-def states(python: str | Path, folders: Sequence[Path], start: Path) -> list[State]:
-    """What programs find in folders, whose interpreter has started in another."""
-    lines = run(python, start, "-c", STATES, *map(str, folders)).splitlines()
-    assert len(lines) == 4 * len(folders)
-    return [State.printed(*lines[i : i + 4]) for i in range(0, len(lines), 4)]
-
-
 def state(environment: Environment, folder: Path) -> State:
     """What a program finds that was started in a folder."""
     return State.printed(*environment.run(folder, "-c", STATE).splitlines())
 
 
 def state_and_report(environment: Environment, folder: Path) -> tuple[State, str]:
-    """What a program finds that was started in a folder, and what the doctor prints there."""
-    lines = environment.run(folder, "-c", STATE_AND_DOCTOR).splitlines()
-    return State.printed(*lines[:4]), "\n".join(lines[4:])
+    """The state in a folder, and the output of the doctor there."""
+    return state(environment, folder), environment.run(folder, "-m", "natten_jax.doctor")
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +131,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     return environment
 
 
-def test_an_install_works_everywhere_in_its_clone(clone: Path, installed: Environment, tmp_path: Path) -> None:
-    inside, *others = states(installed.python, [clone, clone / "tests", clone / "bench"], tmp_path)
+def test_an_install_works_everywhere_in_its_clone(clone: Path, installed: Environment) -> None:
+    inside, *others = (state(installed, folder) for folder in (clone, clone / "tests"))
     for found in (inside, *others):
         assert found.error == "None"
         assert Path(found.library).parent == installed.packages / "natten_jax"
@@ -199,8 +156,8 @@ def test_an_editable_install_works_everywhere_in_its_clone(tmp_path: Path) -> No
     clone = clone_into(tmp_path / "natten_jax", is_built=True)
     environment = Environment(tmp_path / "environment")
     environment.install_editable(clone)
-    folders = clone, clone / "tests", clone / "bench", environment.packages
-    for package, flax_modules, library, error in states(environment.python, folders, tmp_path):
+    for folder in (clone, clone / "tests", environment.packages):
+        package, flax_modules, library, error = state(environment, folder)
         assert (package, flax_modules, error) == (clone, clone / "flax_modules", "None")
         assert Path(library).parent == clone / "natten_jax"
 
