@@ -73,6 +73,7 @@ def test_devices_are_numbered_by_their_place_along_manual_axes() -> None:
     assert answers == [[[0]], [[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0, 2], [1, 3]]]
 
 
+@pytest.mark.usefixtures("without_stored_programs")
 def test_the_partitioners_callback_is_found_by_another_name_and_its_shardings_are_read_and_written() -> None:
     asked = []
 
