@@ -262,8 +262,6 @@ def checked_once(check: Callable[[*Arguments], Result]) -> Callable[[*Arguments]
 
 def _key(value: Any, depth: int) -> Hashable:
     kind = type(value)
-    if kind in _NUMBERS_AND_TEXT:
-        return kind, value
     if kind is tuple or kind is list:
         if depth == 0 or len(value) > _MOST_VALUES:
             raise _NotKept

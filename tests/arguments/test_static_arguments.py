@@ -56,8 +56,6 @@ HOLDERS: dict[str, Callable[[tuple[int, ...]], Any]] = {
     "list": list,
     "numpy": np.array,
     "numpy-int8": lambda values: np.array(values, np.int8),
-    "numpy-uint64": lambda values: np.array(values, np.uint64),
-    "numpy-strided": lambda values: np.repeat(values, 2)[::2],
     "jax": jnp.array,
     "numpy-scalars": lambda values: tuple(map(np.int32, values)),
     "numpy-0d": lambda values: [np.array(value) for value in values],

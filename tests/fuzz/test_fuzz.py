@@ -162,15 +162,9 @@ def test_planted_defect_is_found_made_simpler_and_written_down(
     found: dict[str, Any] = {}
     exec(failures[0]["program"], found)
     simple, original = found["problem"], dict(numbered)[failures[0]["number"]]
-    assert complaints([_ours(simple)])[0]
+    assert complaints([simple])[0]
     assert max(simple.case.dilation) > 1 and simple.case.heads == 1 and not simple.tiles
     assert np.prod(simple.case.layout) <= np.prod(original.case.layout)
-
-
-def _ours(problem: Any) -> Fuzzed:
-    """A problem of the package ``tests.fuzz`` as one of ``fuzz``, which is the same."""
-    case = Case(**vars(problem.case))
-    return Fuzzed(**{**vars(problem), "case": case})
 
 
 def test_results_lie_where_their_memory_was_full_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,20 +429,6 @@ def test_problems_are_those_of_the_seed_and_all_features_are_drawn() -> None:
         assert 5 <= sum(values) < len(values)
 
 
-def test_boxes_padding_and_finer_grids_are_drawn() -> None:
-    """In calls of the operators: passes alone are given parts instead."""
-    cases = [draw(CPU, ("fna", "fmha"), 3, number, is_direct=False).case for number in range(150)]
-    for is_drawn in (
-        [case.origins is not None and len(case.origins) == 1 for case in cases],
-        [case.origins is not None and len(case.origins) > 1 for case in cases],
-        [case.extents is not None for case in cases],
-        [case.query_lengths is not None for case in cases],
-        [case.upsample is not None for case in cases],
-        [case.extents is not None and case.origins is not None for case in cases],
-    ):
-        assert 2 <= sum(is_drawn) < 100
-
-
 def test_simplest_problem_keeps_what_makes_it_fail() -> None:
     case = Case((20, 30), (4, 5), stride=(2, 2), is_causal=(True, False), heads=4, heads_kv=2, head_dim=64, batch=2)
     problem = Fuzzed(
@@ -461,13 +441,22 @@ def test_simplest_problem_keeps_what_makes_it_fail() -> None:
     )
 
 
-def test_arrays_of_8_bits_and_biases_of_parts_are_drawn() -> None:
+def test_what_operators_alone_have_and_biases_of_parts_are_drawn() -> None:
     problems = [draw(CPU, ("fna", "fmha"), 3, number, is_direct=False) for number in range(200)]
     small = [problem for problem in problems if problem.is_float8]
     assert 15 < len(small) < 80 and {problem.dtype for problem in small} == set(FLOAT8)
     assert {problem.factors for problem in small} == {None, *OF_HEADS, *OF_BLOCKS}
     assert all(problem.factors is None for problem in problems if not problem.is_float8)
-    cases = [problem.case for problem in problems[:100]]
+    cases = [problem.case for problem in problems[:150]]
+    for is_drawn in (
+        [case.origins is not None and len(case.origins) == 1 for case in cases],
+        [case.origins is not None and len(case.origins) > 1 for case in cases],
+        [case.extents is not None for case in cases],
+        [case.query_lengths is not None for case in cases],
+        [case.upsample is not None for case in cases],
+        [case.extents is not None and case.origins is not None for case in cases],
+    ):
+        assert 2 <= sum(is_drawn) < 100
     assert {case.key_bias for case in cases} == {None, "tokens", "heads"}
     assert {case.relative_bias for case in cases} == {case.sinks for case in cases} == {True, False}
     assert {case.key_bias and case.hidden for case in cases} == {None, 0.0, 0.2, 0.8}
