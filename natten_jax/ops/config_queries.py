@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, Unpack
+from typing import Any, Protocol
 
 from natten_jax import backends
 from natten_jax.arguments.names import unexpected
@@ -25,7 +25,7 @@ from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device, NoDeviceError, compute_capability_of, default_device
 from natten_jax.plan.plan import BackendId, Request, tile_arguments
 from natten_jax.problem import OPERATORS, Operator, Problem
-from natten_jax.windows import WindowArguments, WindowOptions
+from natten_jax.windows import Edges, WindowArguments
 
 CapabilityLike = str | float | Sequence[int]
 
@@ -58,7 +58,7 @@ def configs(
     backend: str | None = None,
     pass_: Pass = "forward",
     compute_capability: CapabilityLike | None = None,
-    **window: Unpack[WindowOptions],
+    edges: Edges | None = None,
 ) -> list[dict[str, Any]]:
     """Return the configurations that a backend offers for a call, the recommended one first.
 
@@ -86,7 +86,7 @@ def configs(
         pass_: ``"forward"`` or ``"backward"``.
         compute_capability: Answer for a GPU of this compute capability, ``"9.0"``, ``(9, 0)`` or ``9.0``, instead of
             for the default device.
-        **window: ``edges``, as in the operator.
+        edges: What happens to windows that reach over an end of the layout, as in the operator.
 
     Returns:
         Keyword arguments: the tiles of the pass, its ``kernel_schedule`` if the backend has several, and the backend.
@@ -99,7 +99,7 @@ def configs(
     if pass_ not in PASSES:
         raise ValueError(f"pass_ must be one of {', '.join(map(repr, PASSES))}, got {pass_!r}")
     operator: Operator = "fmha" if kernel_size is None else "fna"
-    given = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation, "is_causal": is_causal, **window}
+    given = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation, "is_causal": is_causal, "edges": edges}
     facts = {name: value for name, value in given.items() if value is not None}
     problem, device = _asked("configs", operator, (query, key, value), None, compute_capability, facts)
     plan = resolve(Request(problem, backend=backend), device, pass_)
