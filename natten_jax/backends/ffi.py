@@ -339,7 +339,7 @@ def _gradients_of(problem: Problem, operands: Operands, results: Sequence[jax.Ar
 
 
 def scale_of_kernels(problem: Problem) -> float:
-    """What kernels multiply products with, where heads have no scales of their own."""
+    """Return the factor of products in kernels, for calls with one scale for all heads."""
     return abs(float(problem.scale)) if np.float32(problem.scale) else _SCALE_OF_NOTHING
 
 

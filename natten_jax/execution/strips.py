@@ -74,7 +74,7 @@ _FIRST_TOKEN_AXIS = 1  # behind the batch
 
 
 def are_needed(plan: Plan, operands: Operands) -> bool:
-    """Whether the kernels of a plan that wraps know no such windows, or not where tokens are missing."""
+    """Return True if the plan wraps and its kernels cannot wrap, or cannot do so in a part of the layout."""
     backend = backends.of(plan.backend)
     if not backend.capabilities.wraps_by_strips:
         return False
