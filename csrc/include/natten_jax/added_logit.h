@@ -44,8 +44,9 @@ NATTEN_JAX_HOST_DEVICE inline float clipped_logit(float x) {
 ///   clipped_product: the bias over the scale of the logits, clipped to a number whose sum with a product is finite, so
 ///     that it neither hides its key nor makes another bias NaN.
 NATTEN_JAX_HOST_DEVICE inline float added_product(float bias, float clipped_product) {
-  const float finite_or_nan = clipped_product + 0.f * bias;  // NaN unless the bias is finite
-  return bias <= kHiddenLogit ? -INFINITY : finite_or_nan;
+  // Added times zero, a bias makes the sum NaN unless it is finite.
+  const float factor_of_bias = bias <= kHiddenLogit ? INFINITY : 0.f;
+  return factor_of_bias * bias + clipped_product;
 }
 
 }  // namespace natten_jax
