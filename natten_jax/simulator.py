@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeVar
 from natten_jax.cost_model.calibration import Calibration, Kernel, calibration_for
 from natten_jax.cost_model.halos import Link, SplitTime, link_between, predict_split
 from natten_jax.cost_model.simulation import Simulation, predict, rank, simulate
-from natten_jax.cost_model.tiles import Placement, TileCounts, axis_counts, check_tiles, count_tiles
+from natten_jax.cost_model.tiles import Placement, TileCounts, check_tiles, count_tiles, judged_tiles
 from natten_jax.performance import TilePair
 from natten_jax.problem import Problem, Shape, problem_of
 from natten_jax.windows import Axis
@@ -96,13 +96,20 @@ def least_block_sparse_stride(problem: Problem, pair: TilePair, *, placement: Pl
         if largest > _MOST_STRIDES:
             raise ValueError(f"{largest} strides are too many to try for a window of {axis.kernel_size} tokens")
         for stride in range(1, largest + 1):
-            counts = axis_counts(dataclasses.replace(axis, stride=stride), q_tile, kv_tile, placement, "forward")
-            if counts.inner == counts.full:
+            inner, full = _inner_tiles(dataclasses.replace(axis, stride=stride), q_tile, kv_tile, placement)
+            if inner == full:
                 strides.append(stride)
                 break
         else:
             return None
     return tuple(strides)
+
+
+def _inner_tiles(axis: Axis, q_tile: int, kv_tile: int, placement: Placement) -> tuple[int, int]:
+    """Return the key/value tiles that the query tiles of a dimension visit, and those of them that need no mask."""
+    found = judged_tiles(axis, q_tile, (kv_tile,), placement, "forward", ((0, q_tile - 1),))
+    inner, _, full = map(int, found.judged[0])
+    return inner, full
 
 
 def _largest_stride_to_try(axis: Axis, q_tile: int, kv_tile: int, placement: Placement) -> int:
@@ -233,8 +240,8 @@ def _dilation_with_fewest_tiles(axis: Axis, q_tile: int, kv_tile: int, placement
     visited = {}
     for dilation in _dilations_to_try(axis):
         with contextlib.suppress(ValueError):  # as above
-            counts = axis_counts(dataclasses.replace(axis, dilation=dilation), q_tile, kv_tile, placement, "forward")
-            visited[dilation] = counts.inner, counts.inner - counts.full, dilation
+            inner, full = _inner_tiles(dataclasses.replace(axis, dilation=dilation), q_tile, kv_tile, placement)
+            visited[dilation] = inner, inner - full, dilation
     return min(visited, key=visited.__getitem__)
 
 

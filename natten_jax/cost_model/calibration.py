@@ -10,7 +10,7 @@ import functools
 import json
 import math
 from collections.abc import Sequence
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,8 @@ from natten_jax.native.module import continues
 from natten_jax.performance import Pass, TilePair, outer_and_inner
 from natten_jax.plan.devices import ComputeCapability
 from natten_jax.problem import Problem
+
+_FOLDER = Path(__file__).with_name("calibrations")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,17 +150,14 @@ def calibration_for(family: str, compute_capability: ComputeCapability | None = 
     Returns:
         The model, or ``None`` if no device of that compute capability was calibrated.
     """
-    folder = resources.files("natten_jax.cost_model").joinpath("calibrations")
-    for file in sorted(folder.iterdir(), key=lambda file: file.name):
-        if not file.name.startswith(f"{family}-") or not file.name.endswith(".json"):
-            continue
-        model = json.loads(file.read_text(encoding="utf-8"))
-        major, minor = model["compute_capability"]
-        if compute_capability in (None, (major, minor)):
-            kernels = {pass_: tuple(map(_kernel, of_pass)) for pass_, of_pass in model["kernels"].items()}
-            return Calibration(**{**model, "compute_capability": (major, minor), "kernels": kernels})
-    return None
-
-
-def _kernel(fields: dict[str, Any]) -> Kernel:
-    return Kernel(**{**fields, "dtypes": tuple(fields.get("dtypes", ()))})
+    version = "*" if compute_capability is None else f"{compute_capability[0]}.{compute_capability[1]}"
+    file = min(_FOLDER.glob(f"{family}-{version}.json"), default=None)
+    if file is None:
+        return None
+    model: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    major, minor = model["compute_capability"]
+    kernels = {
+        pass_: tuple([Kernel(**{**fields, "dtypes": tuple(fields.get("dtypes", ()))}) for fields in of_pass])
+        for pass_, of_pass in model["kernels"].items()
+    }
+    return Calibration(**{**model, "compute_capability": (major, minor), "kernels": kernels})

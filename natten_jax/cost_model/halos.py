@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,6 +97,11 @@ def _product(found: Iterable[Visits]) -> Visits:
     return Visits(*map(math.prod, zip(*found, strict=True)))
 
 
+def _dimensions(plan: Plan, halos: Sequence[Halo]) -> Iterator[tuple[Axis, Halo, tuple[int, int]]]:
+    """Yield each dimension with its halo, and its extents of the query and key/value tile."""
+    return zip(plan.problem.axes, halos, zip(*plan.tiles, strict=True), strict=True)
+
+
 @functools.lru_cache(maxsize=4096)
 def visits(axis: Axis, pass_: Pass, tile: tuple[int, int], queries: Range, keys: Range) -> Visits:
     """Count tiles along a dimension; if it is dilated, in all groups, as if all groups had one length.
@@ -130,12 +135,9 @@ def visits(axis: Axis, pass_: Pass, tile: tuple[int, int], queries: Range, keys:
 def visits_at_once(plan: Plan, halos: Sequence[Halo]) -> Visits:
     """Count tiles of a call with own keys and all halos, on the device that visits most."""
     found = []
-    for axis, halo, tile in zip(plan.problem.axes, halos, zip(*plan.tiles, strict=True), strict=True):
-        of_parts = [
-            visits(axis, plan.pass_, tile, (first, first + halo.part), halo.held(first))
-            for first in _starts_of_some_parts(halo)
-        ]
-        found.append(max(of_parts, key=lambda each: each.inner))
+    for axis, halo, tile in _dimensions(plan, halos):
+        ranges = [((first, first + halo.part), halo.held(first)) for first in _starts_of_some_parts(halo)]
+        found.append(max((visits(axis, plan.pass_, tile, *each) for each in ranges), key=lambda each: each.inner))
     return _product(found)
 
 
@@ -145,19 +147,18 @@ def visits_by_keys(plan: Plan, halos: Sequence[Halo]) -> list[Visits]:
     The counts are those of the device that visits most.
     """
     dimensions = []  # of a device with its own keys, with all keys, and with the keys of each slab
-    for axis, halo, tile in zip(plan.problem.axes, halos, zip(*plan.tiles, strict=True), strict=True):
+    for axis, halo, tile in _dimensions(plan, halos):
         of_parts = []
         for first in _starts_of_some_parts(halo):
-            last = first + halo.part
-            ranges = []
+            before, after = halo.before, halo.after
+            if halo.changes_places:
+                before, after = (before, 0) if first > 0 else (0, after)
+            own = first, first + halo.part
+            ranges = [(own, own), (own, (own[0] - before, own[1] + after))]
             for slab in halo.seen_slabs(axis):
                 is_front = first > 0 if slab.is_front is None else slab.is_front
                 query, key = (first + start for start in slab.starts(halo.part, is_front))
                 ranges.append(((query, query + slab.queries), (key, key + slab.keys)))
-            before, after = halo.before, halo.after
-            if halo.changes_places:
-                before, after = (before, 0) if first > 0 else (0, after)
-            ranges = [((first, last), (first, last)), ((first, last), (first - before, last + after)), *ranges]
             of_parts.append([visits(axis, plan.pass_, tile, *each) for each in ranges])
         dimensions.append(max(of_parts, key=lambda each: sum(call.inner for call in (each[0], *each[2:]))))
     across = [own for own, *_ in dimensions]
@@ -336,10 +337,8 @@ def _kernel_seconds(
     inner_share = sum(call.inner for call in strategy.calls) / one.inner
     if small_windows.is_for(calibration, problem, pass_, plan.tiles):
         as_parts = dataclasses.replace(problem, own_origins=True)  # which have no rings
-        estimate = small_windows.estimate(
-            calibration.family, as_parts, pass_, plan.tiles, calibration.compute_capability
-        )
-        return None if estimate is None else estimate.seconds * inner_share
+        seconds = small_windows.seconds(calibration, as_parts, pass_, plan.tiles)
+        return None if seconds is None else seconds * inner_share
     kernel = calibration.kernel(problem, plan.tiles, pass_)
     if kernel is None:
         return None
@@ -407,13 +406,13 @@ def retile_for_part(plan: Plan, parts: tuple[int, ...], pairs: Sequence[TilePair
 @functools.lru_cache(maxsize=1024)
 def _fastest(plan: Plan, parts: tuple[int, ...], pairs: tuple[TilePair, ...]) -> Plan:
     calibration = calibration_for(plan.backend.family)
-    whole = None if calibration is None else predict_split(plan, parts, calibration)
-    if calibration is None or whole is None:
+    if calibration is None:
         return plan
-    times = {}
-    for pair in pairs:
-        other = dataclasses.replace(plan, performance=plan.performance.with_tiles(plan.pass_, pair))
-        split = predict_split(other, parts, calibration)
-        times[other] = math.inf if split is None else split.seconds
-    fastest = min(times, key=times.__getitem__)
-    return fastest if times[fastest] < _CLEARLY_FASTER * whole.seconds else plan
+
+    def seconds(plan: Plan) -> float:
+        split = predict_split(plan, parts, calibration)
+        return math.inf if split is None else split.seconds
+
+    others = [dataclasses.replace(plan, performance=plan.performance.with_tiles(plan.pass_, pair)) for pair in pairs]
+    fastest = min(others, key=seconds)
+    return fastest if seconds(fastest) < _CLEARLY_FASTER * seconds(plan) < math.inf else plan

@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -150,12 +149,9 @@ def simulate(
         ValueError: A tile or the placement is not valid, or a dimension has more than ``2**20`` tiles.
     """
     kernel = seconds = None
-    if calibration is None:
-        pass
-    elif small_windows.is_for(calibration, problem, pass_, pair):  # no other kernel takes such tiles
-        of_pair = small_windows.estimate(calibration.family, problem, pass_, pair, calibration.compute_capability)
-        seconds = None if of_pair is None else of_pair.seconds
-    else:
+    if calibration is not None and small_windows.is_for(calibration, problem, pass_, pair):
+        seconds = small_windows.seconds(calibration, problem, pass_, pair)  # no other kernel takes such tiles
+    elif calibration is not None:
         kernel = calibration.kernel(problem, pair, pass_)
     counts = count_tiles(problem, pair, pass_, placement=placement, kernel=kernel)
     if calibration is not None and kernel is not None:
@@ -191,46 +187,26 @@ def rank(
     """
     if calibration is None:
         return []
-    small = small_windows.tokens_for(calibration, problem, pass_)
-    # One kernel executes all tiles of one size.
-    of_sizes: dict[tuple[int, int], list[TilePair]] = collections.defaultdict(list)
+    # One kernel executes all tiles of one size. All inner tiles of one outer tile are counted together: in three
+    # dimensions there are thousands of pairs.
+    groups: dict[tuple[Shape, int], list[TilePair]] = collections.defaultdict(list)
     for pair in pairs:
-        of_sizes[math.prod(pair[0]), math.prod(pair[1])].append(pair)
+        outer, inner = outer_and_inner(pair, pass_)
+        groups[outer, math.prod(inner)].append(pair)
     timed: list[tuple[TilePair, float]] = []
-    for size, found in of_sizes.items():
-        if size == small:
-            for pair in found:
-                of_pair = small_windows.estimate(
-                    calibration.family, problem, pass_, pair, calibration.compute_capability
-                )
-                timed += [] if of_pair is None else [(pair, of_pair.seconds)]
+    for (outer_tile, _), found in groups.items():
+        if small_windows.is_for(calibration, problem, pass_, found[0]):
+            estimates = ((pair, small_windows.seconds(calibration, problem, pass_, pair)) for pair in found)
+            timed += [(pair, seconds) for pair, seconds in estimates if seconds is not None]
         elif (kernel := calibration.kernel(problem, found[0], pass_)) is not None:
-            timed += _timed(problem, found, pass_, kernel, calibration)
+            inner_tiles = tuple([outer_and_inner(pair, pass_)[1] for pair in found])
+            parts = part_counts(problem, outer_tile, inner_tiles, "anchored", pass_, kernel)
+            tiles = TimedTiles(parts.outer, parts.inner, parts.seen / kernel.row_groups, parts.partial)
+            timed += zip(found, predict(problem, tiles, pass_, kernel, calibration).tolist(), strict=True)
     # Among equals, tiles that are long in the leading dimensions: on an H200 (16, 8) took 5% less time than (8, 16).
     timed.sort(reverse=True)
     timed.sort(key=operator.itemgetter(1))
     return timed
-
-
-def _timed(
-    problem: Problem, pairs: Sequence[TilePair], pass_: Pass, kernel: Kernel, calibration: Calibration
-) -> list[tuple[TilePair, float]]:
-    """Pairs of tiles of one size, with predicted seconds.
-
-    All inner tiles of one outer tile are counted together: in three dimensions there are thousands of pairs.
-    """
-    by_outer: dict[Shape, list[TilePair]] = collections.defaultdict(list)
-    outer_side, inner_side = (0, 1) if pass_ == "forward" else (1, 0)
-    for pair in pairs:
-        by_outer[pair[outer_side]].append(pair)
-    tiles = []
-    for outer_tile, found in by_outer.items():
-        inner_tiles = tuple([pair[inner_side] for pair in found])
-        outer, parts = part_counts(problem, outer_tile, inner_tiles, "anchored", pass_, kernel)
-        tiles.append((np.full(len(found), outer), parts.inner, parts.seen / kernel.row_groups, parts.partial))
-    counts = TimedTiles(*map(np.concatenate, zip(*tiles, strict=True)))
-    seconds = predict(problem, counts, pass_, kernel, calibration).tolist()
-    return list(zip(itertools.chain.from_iterable(by_outer.values()), seconds, strict=True))
 
 
 _LANES = 128

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from natten_jax.cost_model.calibration import Calibration, calibration_for
@@ -50,11 +50,6 @@ def tile_tokens(problem: Problem, pass_: Pass) -> tuple[int, int] | None:
     return tokens if pass_ == "forward" else tokens[::-1]
 
 
-def tokens_for(calibration: Calibration, problem: Problem, pass_: Pass) -> tuple[int, int] | None:
-    """Tokens of tiles as for :func:`tile_tokens`; ``None`` also if a calibration's backend lacks the form."""
-    return tile_tokens(problem, pass_) if _FORM in calibration.limits else None
-
-
 def largest_biased_head_dim() -> int:
     """The widest heads of kernels with a relative bias."""
     return int(_LIMITS["largest_biased_head_dim"])
@@ -67,7 +62,7 @@ def is_chosen(problem: Problem, pass_: Pass, pair: TilePair) -> bool:
 
 def is_for(calibration: Calibration, problem: Problem, pass_: Pass, pair: TilePair) -> bool:
     """Whether a pair of tiles selects the form in a calibration's backend."""
-    return tuple(map(math.prod, pair)) == tokens_for(calibration, problem, pass_)
+    return _FORM in calibration.limits and is_chosen(problem, pass_, pair)
 
 
 class Launch(NamedTuple):
@@ -115,60 +110,40 @@ def estimate(
         The estimate; ``None`` if the form does not support the tiles: the keys that a warp's queries see do not fit
         into shared memory.
     """
-    common = _common_facts(family, problem, pass_, compute_capability)
-    if common is None or tuple(map(math.prod, pair)) != common.tokens:
+    calibration = calibration_for(family)
+    if calibration is None or not is_chosen(problem, pass_, pair):
         return None
-    tiles = with_kernel_tiles(problem, pair)
-    found = native.estimate_of_small_windows(common.axes, common.sizes, *tiles, **common.options)
+    native_estimate, ring = _native_estimate(problem, pass_, compute_capability, calibration.multiprocessors)
+    found = native_estimate(*with_kernel_tiles(problem, pair))
     if found is None:
         return None
-    launches, total, ring = list(found["launches"]), found["seconds"], common.ring
+    launches, work = list(found["launches"]), found["seconds"]
     for i, launch in enumerate(launches):
         if ring is not None and launch["kernel"] == "key/value gradient" and ring["seconds"] < launch["seconds"]:
-            total += ring["seconds"] - launch["seconds"]
+            work += ring["seconds"] - launch["seconds"]
             launches[i] = ring
     kept = tuple([Launch(each["kernel"], each["pairs"]) for each in launches])
-    return Estimate(kept, total, max(total, common.moving))
-
-
-class _Common(NamedTuple):
-    """Arguments of estimates that do not depend on the tiles.
-
-    Attributes:
-        tokens: Tokens of query and key/value tiles.
-        axes: Axes as native code takes them.
-        sizes: Batch size, heads and widths as native code takes them.
-        options: Keyword arguments of the native estimate.
-        ring: The launch for key and value gradients with tiles of its own; ``None`` if there is none.
-        moving: Seconds that inputs and results take to be moved.
-    """
-
-    tokens: tuple[int, int]
-    axes: tuple[int, ...]
-    sizes: tuple[int, ...]
-    options: Mapping[str, Any]
-    ring: Mapping[str, Any] | None
-    moving: float
+    return Estimate(kept, work, max(work, calibration.byte * least_bytes(problem, pass_)))
 
 
 @functools.lru_cache(maxsize=256)
-def _common_facts(
-    family: str, problem: Problem, pass_: Pass, compute_capability: ComputeCapability | None
-) -> _Common | None:
-    calibration, tokens = calibration_for(family), tile_tokens(problem, pass_)
-    if calibration is None or tokens is None:
-        return None
-    heads, widths = (problem.heads, problem.heads_kv), (problem.head_dim, problem.head_dim_v)
-    axes, sizes = axis_rows(problem), (problem.batch, *heads, *widths, problem.additional_kv)
-    shared_kib = _SHARED_KIB.get(compute_capability or (0, 0), _LEAST_SHARED_KIB)
+def _native_estimate(
+    problem: Problem, pass_: Pass, compute_capability: ComputeCapability | None, multiprocessors: int
+) -> tuple[Callable[..., Any], Mapping[str, Any] | None]:
+    """Return the native estimate as a function of the tiles of the kernel.
+
+    Also return the launch for key and value gradients with tiles of its own, or ``None`` if there is none.
+    """
+    sizes = problem.batch, problem.heads, problem.heads_kv, problem.head_dim, problem.head_dim_v, problem.additional_kv
+    axes, has_ring = axis_rows(problem), not problem.own_layouts
     options: dict[str, Any] = {
-        "shared_memory": 1024 * shared_kib,
-        "multiprocessors": calibration.multiprocessors,
+        "shared_memory": 1024 * _SHARED_KIB.get(compute_capability or (0, 0), _LEAST_SHARED_KIB),
+        "multiprocessors": multiprocessors,
         "ring_has_boxes": compute_capability == _RING_HAS_TMA,
         "has_relative_bias": problem.relative_bias,
         "has_key_bias": problem.key_bias,
     }
-    has_ring, ring = not problem.own_layouts, None
+    ring = None
     if has_ring and pass_ == "backward":
         ring = native.gradient_ring_of_small_windows(axes, sizes, **options)
     options |= {
@@ -176,7 +151,13 @@ def _common_facts(
         "has_boxes": compute_capability is not None and compute_capability >= _HAS_TMA,
         "has_ring": has_ring,
     }
-    return _Common(tokens, axes, sizes, options, ring, calibration.byte * least_bytes(problem, pass_))
+    return functools.partial(native.estimate_of_small_windows, axes, sizes, **options), ring
+
+
+def seconds(calibration: Calibration, problem: Problem, pass_: Pass, pair: TilePair) -> float | None:
+    """Return the seconds of :func:`estimate` on a calibration's device; ``None`` if the form does not support them."""
+    found = estimate(calibration.family, problem, pass_, pair, calibration.compute_capability)
+    return None if found is None else found.seconds
 
 
 def ranked(

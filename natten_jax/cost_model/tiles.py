@@ -157,33 +157,7 @@ def least_bytes(problem: Problem, pass_: Pass) -> int:
     return (once if pass_ == "forward" else 2 * once) + logsumexp
 
 
-class AxisCounts(NamedTuple):
-    """Counts of one dimension, over all dilation groups; the fields are those of :class:`TileCounts`."""
-
-    outer: int
-    inner: int
-    full: int
-    most_inner: int
-    hull_pairs: int
-
-    def plus(self, more: AxisCounts, pass_: Pass) -> AxisCounts:
-        """Add tiles: in the forward pass for the same outer tiles, in the backward pass with other outer tiles."""
-        sums = AxisCounts(*map(sum, zip(self, more, strict=True)))
-        return sums if pass_ == "forward" else sums._replace(most_inner=max(self.most_inner, more.most_inner))
-
-
-def axis_counts(axis: Axis, outer_tile: int, inner_tile: int, placement: Placement, pass_: Pass) -> AxisCounts:
-    """Count the tiles of one dimension.
-
-    Raises:
-        ValueError: The dimension has too many tiles.
-    """
-    found = _judged_tiles(axis, outer_tile, (inner_tile,), placement, pass_, ((0, outer_tile - 1),))
-    inner, _, full = map(int, found.judged[0])
-    return AxisCounts(found.outer, inner, full, found.most_inner, found.hull_pairs)
-
-
-class _JudgedTiles(NamedTuple):
+class JudgedTiles(NamedTuple):
     """Tiles of one dimension, over all dilation groups.
 
     Attributes:
@@ -201,14 +175,14 @@ class _JudgedTiles(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _judged_tiles(
+def judged_tiles(
     axis: Axis,
     outer_tile: int,
     inner_tiles: tuple[int, ...],
     placement: Placement,
     pass_: Pass,
     rows: tuple[Rows, ...],
-) -> _JudgedTiles:
+) -> JudgedTiles:
     """Count the tiles of one dimension by what row groups, whose ``rows`` are given, do with them.
 
     Raises:
@@ -216,27 +190,27 @@ def _judged_tiles(
     """
     judged: Any = np.zeros((3 ** len(rows), len(inner_tiles)), object)
     outer = most = hull_pairs = 0
-    for groups, *lengths in axis.dilation_groups():
-        tokens, others = lengths if pass_ == "forward" else lengths[::-1]
+    for groups, queries, keys in axis.dilation_groups():
+        tokens, others = (queries, keys) if pass_ == "forward" else (keys, queries)
         tile = min(outer_tile, tokens)
-        extents = np.array([min(each, others + 1) for each in inner_tiles])[:, np.newaxis]
         check_countable(tokens, tile)
         check_countable(others, min(inner_tiles))
         tiles = -(-tokens // tile)
         outer += groups * tiles
+        extents = np.minimum(inner_tiles, others + 1)[:, np.newaxis]
         offsets = np.array([0, tile - 1, *itertools.chain(*rows)])[:, np.newaxis]
         for numbers in _chunks(tiles):
             first = numbers * tile
             last = np.minimum(first + tile, tokens) - 1
             index = np.minimum(first + offsets, last)  # rows past the last token count as the last token
-            begin, end = axis.bounds(index, (lengths[0], lengths[1]), of_query=pass_ == "forward")
+            begin, end = axis.bounds(index, (queries, keys), of_query=pass_ == "forward")
             counts = _count_judged(begin, np.minimum(end, others), end, extents, placement)
             judged += groups * counts.sum(axis=-1).astype(object)
             most = max(most, int(counts[0].max()))
             hull = np.maximum(end[1] - begin[0], 0)
             hull_pairs += groups * int((hull * (last - first + 1)).sum())
     judged = judged.T if judged.max() >= _SMALL_ENTRY else judged.T.astype(np.int64)
-    return _JudgedTiles(outer, judged, most, hull_pairs)
+    return JudgedTiles(outer, judged, most, hull_pairs)
 
 
 def _count_judged(begin: Any, core_end: Any, end: Any, extents: Any, placement: Placement) -> Any:
@@ -273,16 +247,22 @@ class PartCounts(NamedTuple):
     """Work of row groups on inner tiles: numbers, or arrays with an entry for every shape of inner tiles.
 
     Attributes:
+        outer: Outer tiles.
         inner: Inner tiles, all together.
         seen: Their parts that are not skipped.
         full: Parts that are seen and need no mask.
         partial: Inner tiles that some row group masks.
+        most_inner: Inner tiles of the outer tile that has the most of them, whatever their shape.
+        hull_pairs: Pairs of an outer tile's tokens and of its hull's.
     """
 
+    outer: Any
     inner: Any
     seen: Any
     full: Any
     partial: Any
+    most_inner: Any
+    hull_pairs: Any
 
 
 def part_counts(
@@ -292,86 +272,105 @@ def part_counts(
     placement: Placement,
     pass_: Pass,
     kernel: Kernel,
-) -> tuple[int, PartCounts]:
-    """Count outer tiles, and the work of a kernel's row groups on inner tiles of several shapes of one size.
+) -> PartCounts:
+    """Count the work of a kernel's row groups on inner tiles of several shapes of one size.
 
     An inner tile that does not fill the kernel's is masked where it ends.
     """
     row_groups = kernel.row_groups
     boxes = _row_boxes(outer_tile, kernel.outer_tokens // row_groups, row_groups)
     extents_of_axes = _distinct_extents(inner_tiles)
-    outer = 1
+    outer = most_inner = hull_pairs = 1
     judged: Any = np.ones((1, 1), np.int64)
     for axis, tile, (extents, numbers), rows in zip(problem.axes, outer_tile, extents_of_axes, boxes, strict=True):
         distinct = tuple(dict.fromkeys(rows))
-        found = _judged_tiles(axis, tile, extents, placement, pass_, distinct)
-        of_axis = found.judged[numbers]
-        if len(distinct) < len(rows):
-            of_axis = of_axis[:, _strictest(tuple(map(distinct.index, rows)))]
-        outer, judged = outer * found.outer, judged * of_axis
-    seen, full, unmasked = _weights(row_groups, math.prod(inner_tiles[0]) == kernel.inner_tokens)
-    inner = judged[:, 0]
-    parts = PartCounts(inner, judged @ seen, judged @ full, inner - judged @ unmasked)
+        found = judged_tiles(axis, tile, extents, placement, pass_, distinct)
+        judged = judged * found.judged[numbers][:, _strictest(tuple(map(distinct.index, rows)))]
+        outer *= found.outer
+        most_inner *= found.most_inner
+        hull_pairs *= found.hull_pairs
+    weights = _weights(row_groups, math.prod(inner_tiles[0]) == kernel.inner_tokens)
+    inner, seen, full, partial = (judged @ weights).T
+    parts = PartCounts(outer, inner, seen, full, partial, most_inner, hull_pairs)
     if not problem.additional_kv:
-        return outer, parts
-    # Every row group sees all additional tokens.
-    more = [_additional_counts(problem, outer, inner_tile, kernel, pass_) for inner_tile in inner_tiles]
-    inner, full = np.array([(each.inner, each.full) for each in more], object).T
-    added = inner, row_groups * inner, row_groups * full, inner - full
-    return outer + more[0].outer, PartCounts(*map(operator.add, parts, added))
+        return parts
+    added = PartCounts(*np.array([_added_parts(problem, outer, each, kernel, pass_) for each in inner_tiles], object).T)
+    total = PartCounts(*map(operator.add, parts, added))
+    if pass_ == "forward":  # they are inner tiles of the same outer tiles
+        return total
+    return total._replace(most_inner=np.maximum(parts.most_inner, added.most_inner))
+
+
+def _added_parts(problem: Problem, outer: int, inner_tile: Shape, kernel: Kernel, pass_: Pass) -> PartCounts:
+    """Count additional tokens, which are inner tiles of ``outer`` tiles, or outer tiles of their own."""
+    tokens = kernel.inner_tokens if pass_ == "forward" else kernel.outer_tokens
+    full_tiles, rest = divmod(problem.additional_kv, tokens)
+    tiles = full_tiles + bool(rest)
+    if pass_ == "forward":
+        own, most_inner, inner, full = 0, tiles, outer * tiles, outer * full_tiles
+    else:
+        # Every tile of them reads the query layout from its first token on, whatever the dilation.
+        extents = list(zip(problem.query_layout, inner_tile, strict=True))
+        own, most_inner = tiles, math.prod(-(-extent // tile) for extent, tile in extents)
+        fills = math.prod(inner_tile) == kernel.inner_tokens
+        inner, full = tiles * most_inner, full_tiles * math.prod(extent // tile for extent, tile in extents) * fills
+    hull_pairs, row_groups = math.prod(problem.query_layout) * problem.additional_kv, kernel.row_groups
+    return PartCounts(own, inner, row_groups * inner, row_groups * full, inner - full, most_inner, hull_pairs)
 
 
 @functools.lru_cache(maxsize=1 << 10)
 def _distinct_extents(inner_tiles: tuple[Shape, ...]) -> list[tuple[tuple[int, ...], Any]]:
-    """Distinct extents of the tiles in each dimension, and the number of each tile's extent among these."""
+    """Return the distinct extents of the tiles in each dimension, and the number of each tile's extent among these."""
     found = [np.unique(extents, return_inverse=True) for extents in zip(*inner_tiles, strict=True)]
     return [(tuple(values.tolist()), numbers) for values, numbers in found]
 
 
 @functools.lru_cache(maxsize=1 << 10)
 def _row_boxes(outer_tile: Shape, rows: int, row_groups: int) -> list[tuple[Rows, ...]]:
-    """For every dimension, the smallest boxes of the outer tile that hold the rows of each row group.
+    """Return, by dimension, the smallest boxes of the outer tile that hold the rows of each row group.
 
     Rows past the end of the tile count as its last row.
     """
-    tokens = math.prod(outer_tile)
+    end = math.prod(outer_tile) - 1
+    rows_of_groups = [(min(rows * group, end), min(rows * (group + 1) - 1, end)) for group in range(row_groups)]
     boxes = []
-    for group in range(row_groups):
-        first, last = min(rows * group, tokens - 1), min(rows * (group + 1), tokens) - 1
-        box: list[Rows] = []
-        is_line = True  # first and last row agree in the dimensions before
-        for dim, extent in enumerate(outer_tile):
-            step = math.prod(outer_tile[dim + 1 :])  # rows to the next token of the dimension
-            box.append((first // step % extent, last // step % extent) if is_line else (0, extent - 1))
-            is_line = is_line and box[-1][0] == box[-1][1]
-        boxes.append(box)
-    return list(zip(*boxes, strict=True))
+    for dim, extent in enumerate(outer_tile):
+        step = math.prod(outer_tile[dim + 1 :])  # rows to the next token of the dimension
+        tokens = [(first // step, last // step) for first, last in rows_of_groups]
+        is_line = [first // extent == last // extent for first, last in tokens]  # in the dimensions before
+        pairs = zip(tokens, is_line, strict=True)
+        boxes.append(tuple([(a % extent, b % extent) if line else (0, extent - 1) for (a, b), line in pairs]))
+    return boxes
+
+
+def _requirements(row_groups: int) -> Any:
+    """Return all combinations of a requirement per row group: ``[3 ** row_groups, row_groups]``."""
+    return np.array(list(itertools.product((_ANY, _SEEN, _FULL), repeat=row_groups)))
 
 
 @functools.cache
 def _strictest(numbers: tuple[int, ...]) -> Any:
-    """For every product of a requirement per row group, its number among those of distinct row groups.
+    """Return, for every combination of requirements, its number among those of distinct row groups.
 
     Of the requirements of row groups with the same rows, the strictest implies the others.
 
     Args:
         numbers: For every row group, the number of its rows among the distinct ones.
     """
-    required = np.array(list(itertools.product((_ANY, _SEEN, _FULL), repeat=len(numbers))))
-    strictest = np.zeros((len(required), max(numbers) + 1), np.int64)
-    for group, number in enumerate(numbers):
-        strictest[:, number] = np.maximum(strictest[:, number], required[:, group])
-    return strictest @ 3 ** np.arange(max(numbers), -1, -1)
+    required, distinct = _requirements(len(numbers)), range(max(numbers) + 1)
+    strictest = [required[:, np.equal(numbers, number)].max(axis=1) for number in distinct]
+    return np.ravel_multi_index(strictest, (3,) * len(strictest))
 
 
 @functools.cache
-def _weights(row_groups: int, fills: bool) -> tuple[Any, Any, Any]:
-    """Weights of ``judged`` in sums: seen parts, full parts, tiles that no row group masks."""
-    required = np.array(list(itertools.product((_ANY, _SEEN, _FULL), repeat=row_groups)))
+def _weights(row_groups: int, fills: bool) -> Any:
+    """Return weights of ``judged`` in the sums of :class:`PartCounts`, from ``inner`` on: ``[3 ** row_groups, 4]``."""
+    required = _requirements(row_groups)
     is_single = np.count_nonzero(required != _ANY, axis=1) == 1
     seen, full = (is_single & np.any(required == each, axis=1) for each in (_SEEN, _FULL))
+    inner = np.all(required == _ANY, axis=1).astype(np.int64)
     unmasked = np.prod(np.choose(required, (1, -1, int(fills))), axis=1)
-    return seen.astype(np.int64), (full & fills).astype(np.int64), unmasked
+    return np.stack([inner, seen, full & fills, inner - unmasked], axis=1)
 
 
 class TimedTiles(NamedTuple):
@@ -497,28 +496,25 @@ def count_tiles(
     check_tiles(problem, pair, placement)
     outer_tile, inner_tile = outer_and_inner(pair, pass_)
     kernel = kernel or Kernel(0, math.prod(outer_tile), math.prod(inner_tile), 0.0, 0.0, 0.0)
-    axes = zip(problem.axes, outer_tile, inner_tile, strict=True)
-    counts = AxisCounts(*map(math.prod, zip(*(axis_counts(*each, placement, pass_) for each in axes), strict=True)))
-    if math.prod(inner_tile) != kernel.inner_tokens:
-        counts = counts._replace(full=0)
-    if problem.additional_kv:
-        counts = counts.plus(_additional_counts(problem, counts.outer, inner_tile, kernel, pass_), pass_)
-    _, parts = part_counts(problem, outer_tile, (inner_tile,), placement, pass_, kernel)
-    inner, seen, full, partial = (int(each[0]) for each in parts)
+    whole, parts = (
+        part_counts(problem, outer_tile, (inner_tile,), placement, pass_, each)
+        for each in (dataclasses.replace(kernel, row_groups=1), kernel)
+    )
+    parts = PartCounts(*(int(np.ravel(each)[0]) for each in parts))
     tile_pairs = kernel.outer_tokens * kernel.inner_tokens
     return TileCounts(
-        outer=counts.outer,
-        inner=inner,
-        full=counts.full,
-        most_inner=counts.most_inner,
+        outer=parts.outer,
+        inner=parts.inner,
+        full=int(whole.full[0]),
+        most_inner=parts.most_inner,
         row_groups=kernel.row_groups,
-        seen_parts=seen,
-        full_parts=full,
-        partial=partial,
+        seen_parts=parts.seen,
+        full_parts=parts.full,
+        partial=parts.partial,
         visible_pairs=visible_pairs(problem),
-        hull_pairs=counts.hull_pairs,
-        visited_pairs=inner * tile_pairs,
-        executed_pairs=seen * tile_pairs // kernel.row_groups,
+        hull_pairs=parts.hull_pairs,
+        visited_pairs=parts.inner * tile_pairs,
+        executed_pairs=parts.seen * tile_pairs // kernel.row_groups,
     )
 
 
@@ -537,21 +533,6 @@ def check_tiles(problem: Problem, pair: TilePair, placement: Placement) -> None:
             )
 
 
-def _additional_counts(problem: Problem, outer: int, inner_tile: Shape, kernel: Kernel, pass_: Pass) -> AxisCounts:
-    """Count the tiles of additional tokens, which are inner tiles of ``outer`` tiles, or outer tiles of their own."""
-    tokens = kernel.inner_tokens if pass_ == "forward" else kernel.outer_tokens
-    full, rest = divmod(problem.additional_kv, tokens)
-    tiles, hull_pairs = full + bool(rest), math.prod(problem.query_layout) * problem.additional_kv
-    if pass_ == "forward":
-        return AxisCounts(0, outer * tiles, outer * full, tiles, hull_pairs)
-    # Every tile of them reads the query layout from its first token on, whatever the dilation.
-    extents = list(zip(problem.query_layout, inner_tile, strict=True))
-    inner = math.prod(-(-extent // tile) for extent, tile in extents)
-    fills = math.prod(inner_tile) == kernel.inner_tokens
-    inner_full = math.prod(extent // tile for extent, tile in extents) if fills else 0
-    return AxisCounts(tiles, tiles * inner, full * inner_full, inner, hull_pairs)
-
-
 def tile_pairs_of_sizes(q_size: int, kv_size: int, rank: int) -> Iterator[TilePair]:
     """Return every query and key/value tile of the given numbers of tokens."""
     return itertools.product(_factorisations(q_size, rank), _factorisations(kv_size, rank))
@@ -559,11 +540,5 @@ def tile_pairs_of_sizes(q_size: int, kv_size: int, rank: int) -> Iterator[TilePa
 
 @functools.cache
 def _factorisations(size: int, rank: int) -> list[Shape]:
-    if rank == 1:
-        return [(size,)]
-    return [
-        (first, *rest)
-        for first in range(1, size + 1)
-        if size % first == 0
-        for rest in _factorisations(size // first, rank - 1)
-    ]
+    divisors = [each for each in range(1, size + 1) if size % each == 0]
+    return [shape for shape in itertools.product(divisors, repeat=rank) if math.prod(shape) == size]

@@ -49,13 +49,12 @@ def random_axis(generator: np.random.Generator) -> tuple[Axis, int, int]:
 
 def figures(axis: Axis, outer: int, inner: int, rows: Any) -> list[Any]:
     """All counts of one dimension."""
-    tiles._judged_tiles.cache_clear()
+    tiles.judged_tiles.cache_clear()
     tiles._visible_pairs_of_axis.cache_clear()
     found: list[Any] = [tiles._visible_pairs_of_axis(axis)]
     placements: tuple[Placement, ...] = ("anchored", "aligned")
     for pass_, placement in itertools.product(PASSES, placements):
-        found.append(tiles.axis_counts(axis, outer, inner, placement, pass_))
-        judged = tiles._judged_tiles(axis, outer, (inner, 2 * inner), placement, pass_, rows)
+        judged = tiles.judged_tiles(axis, outer, (inner, 2 * inner), placement, pass_, rows)
         found.append((judged.judged.tolist(), *judged[2:]))
     return found
 
