@@ -36,10 +36,9 @@ from natten_jax.performance import PASSES, Pass, TilePair
 from natten_jax.plan.devices import default_device
 from natten_jax.problem import Problem
 from natten_jax.profiler import capture, search
-from natten_jax.profiler.arguments import parse
+from natten_jax.profiler.arguments import ELEMENT_TYPES, parse
 from natten_jax.profiler.capture import Event
-from natten_jax.profiler.options import ELEMENT_TYPES
-from natten_jax.profiler.predict import Listing, listings, main_sub_call
+from natten_jax.profiler.predict import Listing, listings
 from natten_jax.profiler.program import Program
 from natten_jax.profiler.report import write_file
 from natten_jax.profiler.workload import Workload, compile_workload
@@ -92,7 +91,7 @@ def measure(
         for line in SETS[name]:
             records: list[dict[str, Any]] = []
             options = parse([*line.split(), "--dtype", dtype, "--backend", f"{family}-fna", *flags])
-            problem = main_sub_call(options).request.problem
+            problem = options.main_request.problem
             found = [each for each in listings(options, problem, device) if each.pass_ == pass_]
             if not found:
                 print(f"{line:60} no {pass_} pass")
@@ -103,7 +102,7 @@ def measure(
             else:
                 # Small windows are not for the other kernels.
                 chosen_pairs = chosen(offered, other_ranks, None if name in FORM_SETS else model)
-            pairs = [[(1,) * (options.rank - len(tile)) + tile for tile in pair] for pair in chosen_pairs]
+            pairs = [[(1,) * (options.problem.rank - len(tile)) + tile for tile in pair] for pair in chosen_pairs]
             workloads: list[Workload] = []
             for q_tile, kv_tile in pairs:
                 arguments = workloads[0].arguments if workloads else None
@@ -189,7 +188,7 @@ def samples(records: list[dict[str, Any]], model: Calibration) -> list[Sample]:
         pass_ = record["pass"]
         dtype = record.get("dtype", "bf16")
         options = parse([*record["arguments"].split(), "--dtype", dtype, "--backend", f"{model.family}-fna"])
-        problem = main_sub_call(options).request.problem
+        problem = options.main_request.problem
         pair = tuple(record["q_tile"][-problem.rank :]), tuple(record["kv_tile"][-problem.rank :])
         is_small = record["set"] in FORM_SETS
         kernel = None if is_small else model.kernel(problem, pair, pass_)

@@ -70,8 +70,8 @@ def attend(options: Options, query: jax.Array, key: jax.Array, value: jax.Array)
     """What the profiler runs."""
     if options.is_baseline:
         return baselines.attend(str(options.backend), query, key, value)
-    operator = getattr(natten_jax, f"na{options.rank}d")
-    return operator(query, key, value, **options.window._asdict())
+    operator = getattr(natten_jax, f"na{options.problem.rank}d")
+    return operator(query, key, value, **options.problem.windows._asdict())
 
 
 def wall_seconds(function: Callable[..., Any], arrays: tuple[jax.Array, ...]) -> float:

@@ -64,7 +64,7 @@ def window_mask(
         TypeError: An argument is of the wrong type.
     """
     axes = problem_of(layout, kernel_size, stride, dilation, is_causal, **options).axes
-    lines = [_line_masks(axis)[each] for axis, each in zip(axes, _coordinates(query, axes), strict=True)]
+    lines = [axis_mask(axis)[each] for axis, each in zip(axes, _coordinates(query, axes), strict=True)]
     return functools.reduce(np.logical_and.outer, lines)
 
 
@@ -117,7 +117,7 @@ def plot_window(
     at = _coordinates(query, axes)
     sharing = functools.reduce(
         np.logical_and.outer,
-        [(masks == masks[each]).all(1) for masks, each in zip(map(_line_masks, axes), at, strict=True)],
+        [(masks == masks[each]).all(1) for masks, each in zip(map(axis_mask, axes), at, strict=True)],
     )
     seen = _slices(window_mask(layout, at, kernel_size, stride, dilation, is_causal, **options))
     ax = _draw_cells(ax, seen)
@@ -169,7 +169,7 @@ def plot_windows(
         ImportError: Matplotlib is not installed.
     """
     (axis,) = problem_of((extent,), kernel_size, stride, dilation, is_causal, **options).axes
-    seen = _line_masks(axis)
+    seen = axis_mask(axis)
     ax = _draw_cells(ax, (seen, np.ones_like(seen)))
     itself = np.arange(extent)
     ax.add_patch(_cells(np.stack([itself, itself], axis=1), "none", edge=_QUERY))
@@ -190,14 +190,14 @@ def _coordinates(query: Sequence[int], axes: Sequence[Axis]) -> tuple[int, ...]:
     return found
 
 
-def _line_masks(axis: Axis) -> np.ndarray:
-    """Visibility ``[queries, keys]`` in one dimension."""
-    tokens = np.arange(axis.kv_extent)
-    first, end = axis.reach(tokens)
+def axis_mask(axis: Axis) -> np.ndarray:
+    """Return the visibility ``[queries, keys]`` in one dimension."""
+    queries, tokens = np.arange(axis.query_extent)[:, np.newaxis], np.arange(axis.kv_extent)
+    first, end = axis.reach(queries)
     # Behind the ends are the tokens of the other end, where the dimension wraps.
     rounds = (-axis.kv_extent, 0, axis.kv_extent) if axis.edges == "wrap" else (0,)
-    is_inside = [(first[:, None] <= tokens + each) & (tokens + each < end[:, None]) for each in rounds]
-    return np.logical_or.reduce(is_inside) & ((tokens[:, None] - tokens) % axis.dilation == 0)
+    is_inside = [(first <= tokens + each) & (tokens + each < end) for each in rounds]
+    return np.logical_or.reduce(is_inside) & ((queries - tokens) % axis.dilation == 0)
 
 
 def _slices(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

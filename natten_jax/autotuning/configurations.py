@@ -8,14 +8,13 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from natten_jax import backends
 from natten_jax.arguments.static import shown
 from natten_jax.autotuning.tables import TunedPass, TunedTable, in_force, tuned_problem
 from natten_jax.ops.sub_calls import checked_attention_kwargs
-from natten_jax.performance import ATTENTION_NAMES, PASSES, Performance, performance_of, tile_names
+from natten_jax.performance import ATTENTION_NAMES, PASSES, performance_of, tile_names
 from natten_jax.plan.devices import local_devices
 from natten_jax.plan.plan import Plan
 
@@ -64,9 +63,7 @@ class Tuned(Mapping[str, Any]):
         self._entered.append(stack)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._entered.pop().close()
 
     def __getitem__(self, name: str) -> Any:
@@ -116,23 +113,15 @@ def _described(tuned: TunedPass) -> str:
 
 
 def _arguments_of(plans: list[Plan]) -> dict[str, Any]:
-    """Performance arguments of the operator that runs a problem as these plans of its passes say."""
-    if not plans:
-        return {}
-    performance = Performance()
+    """Return the performance arguments with which an operator runs the passes of a problem as these plans say."""
+    arguments: dict[str, Any] = {}
     for plan in plans:
-        performance = performance.with_tiles(plan.pass_, plan.tiles)
-    forward = next((plan for plan in plans if plan.pass_ == "forward"), None)
-    arguments: dict[str, Any] = {} if forward is None else {"backend": str(forward.backend)}
-    schedule = None if forward is None else forward.performance.kernel_schedule
-    defaults = Performance()
-    for name in _TILES:
-        value = getattr(performance, name)
-        if value != getattr(defaults, name):
-            arguments[name] = value
-    if schedule is not None:
-        arguments["kernel_schedule"] = schedule
-    if plans[0].problem.operator == "fna":
+        arguments |= zip(tile_names(plan.pass_), plan.tiles, strict=True)
+        if plan.pass_ == "forward":
+            arguments["backend"] = str(plan.backend)
+            if plan.performance.kernel_schedule is not None:
+                arguments["kernel_schedule"] = plan.performance.kernel_schedule
+    if not plans or plans[0].problem.operator == "fna":
         return arguments
     by_field = {field: name for name, field in ATTENTION_NAMES.items()}
     return {
@@ -196,9 +185,7 @@ def _content(path: str | os.PathLike[str]) -> Any:
     content = Path(path).read_bytes()
     try:
         return json.loads(content.decode("utf-8"))
-    except RecursionError:
-        raise ValueError(f"path={where!r} is no JSON of this package: it is nested too deeply") from None
-    except ValueError as error:  # no UTF-8, no JSON, or an integer without an end
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, an integer without an end, or nested too deeply
         raise ValueError(f"path={where!r} is no JSON: {error}") from None
 
 

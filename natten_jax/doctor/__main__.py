@@ -32,7 +32,6 @@ from natten_jax.problem import Operator, Problem, problem_of
 from natten_jax.profiler import arguments
 from natten_jax.profiler.cli import run_program
 from natten_jax.profiler.options import Options
-from natten_jax.profiler.workload import passes, sub_calls_of
 from natten_jax.version import __version__
 
 
@@ -110,10 +109,10 @@ def report_problem(options: Options) -> Iterator[str]:
     if asked_about is None and (reason := _no_device()):
         yield f"{reason}. This is about the host; --compute-capability X.Y asks about an NVIDIA GPU"
     for device in local_devices() if asked_about is None else [asked_about]:
-        for call in sub_calls_of(options):
+        for call in options.sub_calls:
             problem = call.request.problem
             yield f"{problem.describe()}, {problem.dtype}, on {device}"
-            for pass_ in passes(options):
+            for pass_ in options.passes:
                 yield f"  {pass_}"
                 for backend in backends.registered():
                     name = str(BackendId(backend.family, problem.operator))
@@ -201,15 +200,13 @@ def scratch_bytes(plan: Plan) -> int:
 
 
 def _written(jaxpr: Any) -> Iterator[Any]:
-    """Result types of the custom calls of a traced function and of the functions that it calls."""
+    """Yield result types of the custom calls of a traced function and of the functions that it calls."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "ffi_call":
             yield from (variable.aval for variable in equation.outvars)
         for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda value: hasattr(value, "eqns")):
-            if hasattr(inner, "eqns"):
-                yield from _written(inner)
-            elif hasattr(getattr(inner, "jaxpr", None), "eqns"):
-                yield from _written(inner.jaxpr)
+            if hasattr(called := getattr(inner, "jaxpr", inner), "eqns"):
+                yield from _written(called)
 
 
 def _version(name: str) -> str:

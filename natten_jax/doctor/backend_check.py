@@ -27,9 +27,9 @@ from natten_jax.ops.neighborhood import na1d, na2d, na3d
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device, default_device, default_jax_device
 from natten_jax.plan.plan import BackendId, Request
+from natten_jax.plot import axis_mask
 from natten_jax.problem import OPERATORS, Operator, Problem, Shape, problem_of
 from natten_jax.version import __version__
-from natten_jax.windows import Axis
 
 #: Largest ``||result - reference|| / ||reference||``. Wrong results are wrong by far more: a key too many in a window
 #: of a hundred is a tenth. Kernels for 8-bit arrays also round weights to three bits behind the leading one.
@@ -142,49 +142,40 @@ def reference(problem: Problem, arrays: Mapping[str, np.ndarray]) -> Mapping[str
         problem: A problem whose windows stay inside the layout.
         arrays: Its operands and cotangents, of any element type.
     """
-    mask = np.ones((1, 1), bool)
-    for axis in problem.axes:
-        mask = np.kron(mask, _mask_of_axis(axis)).astype(bool)
+    mask = functools.reduce(np.kron, map(axis_mask, problem.axes))
     mask = np.pad(mask, [(0, 0), (0, problem.additional_kv)], constant_values=True)
     inputs = {name: array.astype(np.float64) for name, array in arrays.items()}
-    rows = inputs["query"].shape[:-1]
-    found = {"out": np.zeros((*rows, problem.head_dim_v)), "lse": np.zeros(rows)}
-    found |= {f"d_{name}": np.zeros(array.shape) for name, array in operands_of(inputs).items()}
-    for entry, head in np.ndindex(problem.batch, problem.heads):
-        kv_head = head // (problem.heads // problem.heads_kv)
+    group = problem.heads // problem.heads_kv
 
-        def tokens(of: int, *names: str, entry: int = entry) -> np.ndarray:
-            parts = [inputs[name][entry, ..., of, :] for name in names if name in inputs]
-            return np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
+    def tokens(*names: str) -> np.ndarray:
+        """Return ``[batch, heads, tokens, width]``."""
+        parts = [inputs[name] for name in names if name in inputs]
+        flat = [part.reshape(problem.batch, -1, *part.shape[-2:]) for part in parts]
+        return np.concatenate(flat, axis=1).swapaxes(1, 2)
 
-        keys, values = tokens(kv_head, "key", "additional_keys"), tokens(kv_head, "value", "additional_values")
-        query, out_cotangent = tokens(head, "query"), tokens(head, "out_cotangent")
-        logits = np.where(mask, problem.scale * query @ keys.T, -np.inf)
-        highest = logits.max(axis=1, keepdims=True)
-        exponentials = np.exp(logits - highest)
-        sums = exponentials.sum(axis=1, keepdims=True)
-        weights = exponentials / sums
-        out = weights @ values
-        delta = (out_cotangent * out).sum(axis=1) - inputs["logsumexp_cotangent"][entry, ..., head].reshape(-1)
-        of_logits = problem.scale * weights * (out_cotangent @ values.T - delta[:, None])
-
-        found["out"][entry, ..., head, :] = out.reshape(*problem.query_layout, -1)
-        found["lse"][entry, ..., head] = (highest + np.log(sums)).reshape(problem.query_layout)
-        found["d_query"][entry, ..., head, :] = (of_logits @ keys).reshape(*problem.query_layout, -1)
-        for name, gradient in (("key", of_logits.T @ query), ("value", weights.T @ out_cotangent)):
-            own, added = np.split(gradient, [len(gradient) - problem.additional_kv])
-            for of_name, part in ((f"d_{name}", own), (f"d_additional_{name}s", added)):
-                if of_name in found:
-                    view = found[of_name][entry, ..., kv_head, :]
-                    view += part.reshape(view.shape)  # sums over query heads that share a key head
-    return found
-
-
-def _mask_of_axis(axis: Axis) -> np.ndarray:
-    query, key, d = np.arange(axis.query_extent)[:, None], np.arange(axis.kv_extent), axis.dilation
-    group = query % d
-    first, end = axis.bounds(query // d, axis.lengths(group))
-    return np.asarray((key % d == group) & (first <= key // d) & (key // d < end))
+    keys, values = (np.repeat(tokens(name, f"additional_{name}s"), group, axis=1) for name in ("key", "value"))
+    query, out_cotangent = tokens("query"), tokens("out_cotangent")
+    logits = np.where(mask, problem.scale * query @ keys.swapaxes(2, 3), -np.inf)
+    highest = logits.max(axis=-1, keepdims=True)
+    exponentials = np.exp(logits - highest)
+    sums = exponentials.sum(axis=-1, keepdims=True)
+    weights = exponentials / sums
+    out = weights @ values
+    lse_cotangent = inputs["logsumexp_cotangent"].reshape(problem.batch, -1, problem.heads, 1).swapaxes(1, 2)
+    delta = (out_cotangent * out).sum(axis=-1, keepdims=True) - lse_cotangent
+    of_logits = problem.scale * weights * (out_cotangent @ values.swapaxes(2, 3) - delta)
+    found = {"out": out, "lse": highest + np.log(sums), "d_query": of_logits @ keys}
+    for name, of_heads in (
+        ("key", of_logits.swapaxes(2, 3) @ query),
+        ("value", weights.swapaxes(2, 3) @ out_cotangent),
+    ):
+        # Query heads that share a key/value head add up.
+        gradient = of_heads.reshape(problem.batch, problem.heads_kv, group, *of_heads.shape[2:]).sum(axis=2)
+        own = gradient.shape[2] - problem.additional_kv
+        found[f"d_{name}"], found[f"d_additional_{name}s"] = np.split(gradient, [own], axis=2)
+    shapes = {"out": inputs["out_cotangent"].shape, "lse": inputs["logsumexp_cotangent"].shape}
+    shapes |= {f"d_{name}": array.shape for name, array in operands_of(inputs).items()}
+    return {name: found[name].swapaxes(1, 2).reshape(shape) for name, shape in shapes.items()}
 
 
 def id_of(name: str) -> BackendId:
@@ -203,20 +194,13 @@ def check(id_: BackendId) -> int:
     Returns:
         The exit status: 0 if every result is right, 1 if some are not or the backend cannot run here.
     """
-    device = default_device()
-    session = _Session(id_, backends.of(id_), device)
+    session = _Session(id_, backends.of(id_), default_device())
     if reason := session.cannot_run():
         print(f"{id_} cannot be checked here: {reason}", file=sys.stderr)
         return 1
-    _print(f"natten_jax {__version__}, jax {jax.__version__}, {default_jax_device().device_kind} ({device})")
-    _print(f"{id_}: errors relative to attention in float64, the largest of {RUNS} runs")
-    wrong = session.compare()
-    _print(f"{id_}: times of a call in milliseconds{f', beside {session.baseline}' if session.baseline else ''}")
-    session.time()
-    _print(f"{session.compared - wrong} of {session.compared} problems are right")
-    for line in session.advice(wrong):
-        _print(line)
-    return 1 if wrong or not session.compared else 0
+    for line in session.lines():
+        print(line, flush=True)
+    return 1 if session.wrong or not session.compared else 0
 
 
 @dataclasses.dataclass
@@ -228,12 +212,14 @@ class _Session:
         backend: The backend.
         device: The device.
         compared: Number of problems whose results were compared so far.
+        wrong: Number of those whose results are wrong.
     """
 
     id_: BackendId
     backend: Backend
     device: Device
     compared: int = 0
+    wrong: int = 0
 
     @functools.cached_property
     def default(self) -> BackendId:
@@ -251,63 +237,66 @@ class _Session:
         reasons = [self._rejection(problem) for problem in self._problems()]
         return None if None in reasons else reasons[0]
 
-    def compare(self) -> int:
-        """Print a line for each problem, and return the number of wrong ones."""
-        wrong = 0
+    def lines(self) -> Iterator[str]:
+        """Check, and yield the lines of the outcome."""
+        yield f"natten_jax {__version__}, jax {jax.__version__}, {default_jax_device().device_kind} ({self.device})"
+        yield f"{self.id_}: errors relative to attention in float64, the largest of {RUNS} runs"
         for problem in self._problems():
-            label = _label(problem)
-            if reason := self._rejection(problem):
-                _print(f"{label}: left out: {reason}")
-                continue
-            self.compared += 1
-            no_gradients = self._rejection(problem, "backward")
-            try:
-                errors = relative_errors(problem, str(self.id_), with_gradients=no_gradients is None)
-            except Exception as error:  # any error of JAX, the compiler or the device
-                wrong += 1
-                _print(f"{label}: {_failure(error, 2000)}")
-                continue
-            is_right = max(errors.values()) <= BOUNDS[problem.dtype]  # false if a number is not finite
-            wrong += not is_right
-            figures = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
-            gradients = f"; gradients are left out: {no_gradients}" if no_gradients else ""
-            _print(f"{label}: {'right' if is_right else 'WRONG'}: {figures}{gradients}")
-        return wrong
-
-    def time(self) -> None:
-        """Print the times of each problem that is timed."""
+            yield f"{_label(problem)}: {self._comparison(problem)}"
+        yield f"{self.id_}: times of a call in milliseconds{f', beside {self.baseline}' if self.baseline else ''}"
         heads = _HEADS_OF_HOST if self.device.platform == "cpu" else _HEADS
         for timed in _TIMED_NEIGHBORHOOD if self.id_.operator == "fna" else _TIMED_ATTENTION:
             problem = dataclasses.replace(timed, dtype=self._dtypes()[0], heads=heads, heads_kv=heads)
-            if reason := self._rejection(problem):
-                _print(f"{_label(problem)}: left out: {reason}")
-                continue
-            figures = [self._figure(problem, pass_) for pass_ in PASSES if self._rejection(problem, pass_) is None]
-            _print(f"{_label(problem)}: {'; '.join(figures)}")
+            yield f"{_label(problem)}: {self._times(problem)}"
+        yield f"{self.compared - self.wrong} of {self.compared} problems are right"
+        yield from self._advice()
 
-    def _figure(self, problem: Problem, pass_: Pass) -> str:
-        what = "forward" if pass_ == "forward" else "with gradients"
+    def _comparison(self, problem: Problem) -> str:
+        """Compare the results of a problem."""
+        if reason := self._rejection(problem):
+            return f"left out: {reason}"
+        self.compared += 1
+        no_gradients = self._rejection(problem, "backward")
+        try:
+            errors = relative_errors(problem, str(self.id_), with_gradients=no_gradients is None)
+        except Exception as error:  # any error of JAX, the compiler or the device
+            self.wrong += 1
+            return _failure(error, 2000)
+        is_right = max(errors.values()) <= BOUNDS[problem.dtype]  # false if a number is not finite
+        self.wrong += not is_right
+        figures = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+        gradients = f"; gradients are left out: {no_gradients}" if no_gradients else ""
+        return f"{'right' if is_right else 'WRONG'}: {figures}{gradients}"
+
+    def _times(self, problem: Problem) -> str:
+        """Measure the passes of a problem."""
+        if reason := self._rejection(problem):
+            return f"left out: {reason}"
+        return "; ".join(self._time(problem, pass_) for pass_ in PASSES if self._rejection(problem, pass_) is None)
+
+    def _time(self, problem: Problem, pass_: Pass) -> str:
         own, baseline = _milliseconds(problem, str(self.id_), pass_), self.baseline
+        text = f"{'forward' if pass_ == 'forward' else 'with gradients'} {_shown(own)}"
         if baseline is None or isinstance(own, str):
-            return f"{what} {_shown(own)}"
+            return text
         other = _milliseconds(problem, str(baseline), pass_)
         ratio = "" if isinstance(other, str) else f", {other / own:.2f} times as fast"
-        return f"{what} {_shown(own)} ({baseline} {_shown(other)}{ratio})"
+        return f"{text} ({baseline} {_shown(other)}{ratio})"
 
-    def advice(self, wrong: int) -> Iterator[str]:
-        """The last lines: what to do next."""
-        if wrong:
+    def _advice(self) -> Iterator[str]:
+        """Yield the last lines: what to do next."""
+        if self.wrong:
             yield f"Do not use {self.id_} on this device, and report what is printed above, please."
             return
-        is_default = self.default == self.id_
-        if self.backend.capabilities.is_by_name_only and not is_default:
+        is_by_name_only = self.backend.capabilities.is_by_name_only
+        if self.default == self.id_:
+            yield f"{self.id_} runs here by default."
+        elif is_by_name_only:
             setting = f"{select.VARIABLE}={self.backend.family}"
             yield f'backend="{self.id_}" runs it, and {setting} in the environment makes it the default.'
-        elif is_default:
-            yield f"{self.id_} runs here by default."
         else:
             yield f'backend="{self.id_}" runs it; calls without a name run {self.baseline}.'
-        if self.backend.capabilities.is_by_name_only:
+        if is_by_name_only:
             yield "Nobody has sent a measurement of it so far: report what is printed above, please, times included."
 
     def _dtypes(self) -> tuple[str, ...]:
@@ -385,11 +374,7 @@ def _shown(figure: float | str) -> str:
 
 
 def _label(problem: Problem) -> str:
-    """Windows, batch size, heads and their widths, and element type."""
+    """Return windows, batch size, heads and their widths, and element type."""
     heads = "/".join(dict.fromkeys((str(problem.heads), str(problem.heads_kv))))
     width = "/".join(dict.fromkeys((str(problem.head_dim), str(problem.head_dim_v))))
     return f"  {problem.describe()}, {problem.batch} x {heads} heads of {width}, {problem.dtype}"
-
-
-def _print(text: str) -> None:
-    print(text, flush=True)

@@ -1,6 +1,6 @@
 """Measure the operators on this machine: ``python -m natten_jax.profiler --help``.
 
-- ``options``: options and their flags; ``arguments``: the command line, parsed and checked.
+- ``options``: the problem and how to profile it; ``arguments``: the command line that describes them.
 - ``cli``: shared by the command line programs, such as messages and the exit status.
 - ``workload``: the program that the options describe, compiled; ``baselines``: self attention of other libraries.
 - ``capture``: run programs under JAX's profiler, and read traces.

@@ -12,7 +12,6 @@ import jax
 
 from natten_jax.cost_model.simulation import TPU_CHIPS
 from natten_jax.plan.devices import CPU, Device, NoDeviceError, default_device
-from natten_jax.plan.plan import BackendId
 from natten_jax.profiler import predict, report
 from natten_jax.profiler.arguments import parse, with_names_of_flags
 from natten_jax.profiler.capture import CaptureError
@@ -20,7 +19,7 @@ from natten_jax.profiler.cli import PROGRAM, print_message, print_warning, run_p
 from natten_jax.profiler.measure import compare, profile
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.search import Optimum, best_table, optimize, search_json
-from natten_jax.profiler.workload import KNOWN_FAMILIES, UnavailableBackend, check_available
+from natten_jax.profiler.workload import UnavailableBackend, check_available, platform_of
 
 #: Errors of the problem, the backend, the device or a file.
 _EXPECTED = (ValueError, MemoryError, OSError, CaptureError, NoDeviceError, jax.errors.JaxRuntimeError)
@@ -111,23 +110,18 @@ def _search_lines(options: Options, optimum: Optimum) -> Iterator[str]:
     if optimum.failures:
         yield f"{len(optimum.failures)} measurement(s) failed, the first: {optimum.failures[0].error}"
     if options.json is not None:
-        yield f"Use it: na{options.rank}d(..., **natten_jax.load_tuned({str(options.json)!r}))"
+        yield f"Use it: na{options.problem.rank}d(..., **natten_jax.load_tuned({str(options.json)!r}))"
 
 
 def _show_where_it_runs(options: Options) -> None:
     """Print a dry run for a device that the named backend runs on."""
-    family = BackendId.parse(str(options.backend or options.fmha_backend)).family
-    capability = KNOWN_FAMILIES[family].compute_capability
-    anywhere = dataclasses.replace(options, backend=None, fmha_backend=None)
-    if capability is None:  # a backend for TPUs
-        anywhere = dataclasses.replace(anywhere, device=next(iter(TPU_CHIPS)), compute_capability=None)
-        asked = f"--device {anywhere.device}"
-    else:
-        anywhere = dataclasses.replace(anywhere, device=None, compute_capability=capability)
-        asked = f"--compute-capability {capability[0]}.{capability[1]}"
-    assert anywhere.asked_about is not None
+    platform = platform_of(str(options.backend or options.fmha_backend))
+    capability = None if platform is None else platform.compute_capability
+    chip = next(iter(TPU_CHIPS)) if capability is None else None
+    anywhere = dataclasses.replace(options, backend=None, fmha_backend=None, compute_capability=capability, device=chip)
+    asked = f"--device {chip}" if capability is None else f"--compute-capability {'.'.join(map(str, capability))}"
     report.print_lines([f"A dry run with {asked} shows:"])
-    predict.print_dry_run(anywhere, anywhere.asked_about)
+    predict.print_dry_run(anywhere, _target_device(anywhere))
 
 
 def program() -> NoReturn:

@@ -20,7 +20,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,9 @@ _TRACES, _RUNS = "*.xplane.pb", "plugins/profile/*"
 #: Prefixes of events that fill or copy memory.
 _MEMORY = ("memset", "memcpy")
 
-_GPU_PLANE = re.compile(r"/device:GPU:(\d+)")
-_TPU_PLANE = re.compile(r"/device:TPU:(\d+)")
+#: Stats that contain the module, the program number and the run of an event.
+_MODULE_STATS = ("hlo_module", "program_id", "run_id")
+
 #: An instruction, with or without its operands, and a module with the number of its program.
 _INSTRUCTION, _MODULE = re.compile(r"%?([\w.\-]+)"), re.compile(r"(.*?)(?:\((\d+)\))?$")
 
@@ -97,19 +98,12 @@ class Launch:
 
 
 def capture(run: Callable[[], Any], iterations: int, program: Program, platform: str) -> list[list[Event]]:
-    """Return the events of every iteration, on the device with the most device time.
-
-    Args:
-        run: Run the compiled program once, without waiting for the results.
-        iterations: Number of runs.
-        program: The compiled program. Events of other programs are ignored.
-        platform: ``"cpu"``, ``"cuda"`` or ``"tpu"``.
+    """Return :func:`capture_in_turns` of one program.
 
     Raises:
         CaptureError: The trace stayed empty or could not be attributed to iterations.
     """
-    (iterations_of_launch,) = capture_in_turns([Launch(run, program)], iterations, platform)
-    return iterations_of_launch
+    return capture_in_turns([Launch(run, program)], iterations, platform)[0]
 
 
 def capture_in_turns(
@@ -227,13 +221,17 @@ def device_events(profile: ProfileData, platform: str, with_memory: bool = False
         return tpu_events(profile) if platform == "tpu" else gpu_events(profile, with_memory)
 
 
+def _device_planes(profile: ProfileData, kind: str) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the plane of each device of a kind, ``"GPU"`` or ``"TPU"``."""
+    for plane in profile.planes:
+        if match := re.fullmatch(rf"/device:{kind}:(\d+)", plane.name):
+            yield int(match[1]), plane
+
+
 def gpu_events(profile: ProfileData, with_memory: bool = False) -> list[Event]:
     """Return the launches on GPUs; ``with_memory`` includes fills and copies of memory."""
     events = []
-    for plane in profile.planes:
-        match = _GPU_PLANE.match(plane.name)
-        if match is None:
-            continue
+    for device, plane in _device_planes(profile, "GPU"):
         for line in plane.lines:
             if not line.name.startswith("Stream"):
                 continue  # lines such as "XLA Ops" repeat the streams' events in other groupings
@@ -247,9 +245,9 @@ def gpu_events(profile: ProfileData, with_memory: bool = False) -> list[Event]:
                     continue
                 # A kernel may start early and wait for the previous one in its stream, which gets that time.
                 own, done = event.end_ns - max(event.start_ns, done), max(event.end_ns, done)
-                scope = str(stats.get("name") or "")
-                launched = Event(event.name, instruction, scope, event.start_ns, max(own, 0.0), int(match[1]))
-                events.append(_with_run(launched, stats))
+                scope, start = str(stats.get("name") or ""), event.start_ns
+                run = map(stats.get, _MODULE_STATS)
+                events.append(Event(event.name, instruction, scope, start, max(own, 0.0), device, *run))
     return events
 
 
@@ -257,9 +255,7 @@ def cpu_events(profile: ProfileData) -> list[Event]:
     """Return the steps of XLA's runtime on the CPU."""
     steps, ends = [], {}
     for plane in profile.planes:
-        if not plane.name.startswith("/host:CPU"):
-            continue
-        for line in plane.lines:
+        for line in plane.lines if plane.name.startswith("/host:CPU") else ():
             for event in line.events:
                 stats = dict(event.stats)
                 if event.name.startswith("end: "):
@@ -269,23 +265,15 @@ def cpu_events(profile: ProfileData) -> list[Event]:
     events = []
     for name, start, end, stats in steps:
         duration, device = ends.get(stats.get("_p"), end) - start, int(stats.get("device_ordinal", 0))
-        events.append(_with_run(Event(name, str(stats["hlo_op"]), "", start, duration, device), stats))
+        run = map(stats.get, _MODULE_STATS)
+        events.append(Event(name, str(stats["hlo_op"]), "", start, duration, device, *run))
     return events
-
-
-def _with_run(event: Event, stats: dict[str, Any]) -> Event:
-    """Return the event with its program and run."""
-    module, number, run = (stats.get(name) for name in ("hlo_module", "program_id", "run_id"))
-    return dataclasses.replace(event, module=module, number=number, run=run)
 
 
 def tpu_events(profile: ProfileData) -> list[Event]:
     """Return the launches on TPUs."""
     events = []
-    for plane in profile.planes:
-        match = _TPU_PLANE.fullmatch(plane.name)
-        if match is None:
-            continue
+    for device, plane in _device_planes(profile, "TPU"):
         lines = {line.name: sorted(line.events, key=lambda each: each.start_ns) for line in plane.lines}
         runs = lines.get("XLA Modules", [])
         starts = [run.start_ns for run in runs]
@@ -293,13 +281,12 @@ def tpu_events(profile: ProfileData) -> list[Event]:
         for event in lines.get("XLA Ops", []):
             instruction = _INSTRUCTION.match(event.name)
             name = event.name if instruction is None else instruction[1]
-            launched = Event(name, name, "", event.start_ns, event.duration_ns, int(match[1]))
+            run: tuple[Any, ...] = ()
             at = bisect.bisect_right(starts, event.start_ns) - 1
             if at >= 0 and (module := _MODULE.match(runs[at].name)):
-                run = dict(runs[at].stats).get("run_id", at)
                 number = None if module[2] is None else int(module[2])
-                launched = dataclasses.replace(launched, module=module[1], number=number, run=run)
-            nested.append(launched)
+                run = module[1], number, dict(runs[at].stats).get("run_id", at)
+            nested.append(Event(name, name, "", event.start_ns, event.duration_ns, device, *run))
         events += without_overlap(nested, lambda _: True)
     return events
 
@@ -358,11 +345,9 @@ def without_overlap(events: Sequence[Event], is_container: Callable[[str], bool]
         events: Events in order of their starts.
         is_container: Return if an instruction contains others.
     """
+    intervals = [(event.start, event.start + event.duration) for event in events]
     marks = sorted(
-        (time_, is_start, i)
-        for i, event in enumerate(events)
-        if event.duration > 0
-        for time_, is_start in ((event.start, True), (event.start + event.duration, False))
+        (time_, end > time_, i) for i, (start, end) in enumerate(intervals) if end > start for time_ in (start, end)
     )
     containers = [is_container(event.instruction) for event in events]
     durations = [0.0] * len(events)

@@ -6,8 +6,8 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import NoReturn, Protocol
 
 from natten_jax.plan.devices import ComputeCapability, NoDeviceError, parse_compute_capability
 
@@ -94,30 +94,27 @@ def run_program(
         return 130  # as in shells: 128 plus the number of the signal
 
 
-class Progress:
-    """A progress bar on standard error, if that is a terminal and rich is installed."""
+class Update(Protocol):
+    """Show a description of the current steps, add steps, or count finished steps."""
 
-    def __init__(self, steps: int) -> None:
-        self._bar: Any = None
-        self._steps = steps
-        with contextlib.suppress(ImportError):
-            from rich.console import Console
-            from rich.progress import Progress as Bar
+    def __call__(self, stage: str | None = None, *, more_steps: int = 0, done: int = 0) -> None: ...
 
-            self._bar = Bar(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-            self._task = self._bar.add_task("", total=steps)
 
-    def __enter__(self) -> Progress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
+@contextlib.contextmanager
+def progress(steps: int) -> Iterator[Update]:
+    """Show a progress bar on standard error, if that is a terminal and rich is installed."""
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        yield lambda *_, **__: None
+        return
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("", total=steps)
 
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        def update(stage: str | None = None, *, more_steps: int = 0, done: int = 0) -> None:
+            nonlocal steps
+            steps += more_steps
+            bar.update(task, description=stage, total=steps, advance=done)
 
-    def update(self, stage: str | None = None, *, more_steps: int = 0, done: int = 0) -> None:
-        """Show a description of the current steps, add steps, or count finished steps."""
-        self._steps += more_steps
-        if self._bar is not None:
-            self._bar.update(self._task, description=stage, total=self._steps, advance=done)
+        yield update

@@ -17,10 +17,10 @@ from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem
 from natten_jax.profiler import symbols
 from natten_jax.profiler.capture import Devices, Event, busiest, capture_by_device
-from natten_jax.profiler.cli import Progress
+from natten_jax.profiler.cli import progress
 from natten_jax.profiler.options import Options, arrays_of
 from natten_jax.profiler.program import Program
-from natten_jax.profiler.workload import Workload, check_runs, compile_workload, passes, request_of
+from natten_jax.profiler.workload import Workload, check_runs, compile_workload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,24 +68,24 @@ class Result:
     @property
     def problem(self) -> Problem:
         """The problem. For a baseline, this is self attention."""
-        return request_of(self.options).problem
+        return self.options.problem
 
     @property
     def backends(self) -> dict[str, str]:
         """Names of backends by the names of plans; for a baseline, its name by pass."""
         if self.options.is_baseline:
-            return dict.fromkeys(passes(self.options), str(self.options.backend))
+            return dict.fromkeys(self.options.passes, str(self.options.backend))
         return {name: str(plan.backend) for name, plan in self.plans.items()}
 
     @property
     def tiles(self) -> dict[Pass, TilePair]:
         """Query and key/value tiles of the passes over the tokens; empty for baselines."""
-        return {pass_: self.plans[pass_].tiles for pass_ in passes(self.options) if pass_ in self.plans}
+        return {pass_: self.plans[pass_].tiles for pass_ in self.options.passes if pass_ in self.plans}
 
     @property
     def flops(self) -> dict[str, int]:
         """Floating-point operations per iteration on all devices, without masked pairs, by pass."""
-        return {pass_: flops(self.problem, pass_) for pass_ in passes(self.options)}
+        return {pass_: flops(self.problem, pass_) for pass_ in self.options.passes}
 
     @property
     def totals(self) -> tuple[float, ...]:
@@ -168,19 +168,19 @@ def _profile(every: Sequence[Options]) -> list[Result]:
     first, device = every[0], default_device()
     for options in every:
         check_runs(options, device)
-    with arrays_of(first.dtype), Progress(len(every) * first.warmup_steps) as progress:
-        progress.update("compiling")
+    with arrays_of(first.problem), progress(len(every) * first.warmup_steps) as update:
+        update("compiling")
         workloads: list[Workload] = []
         for number, options in enumerate(every):
             arguments = workloads[0].arguments if workloads else None
             workloads.append(compile_workload(options, f"profiled_{number}", arguments))
         launches = [workload.launch for workload in workloads]
-        progress.update("warming up")
+        update("warming up")
         for _ in range(first.warmup_steps):
             for launch in launches:
                 jax.block_until_ready(launch.run())  # type: ignore[no-untyped-call]
-                progress.update(done=1)
-        progress.update("measuring")
+                update(done=1)
+        update("measuring")
         captured = capture_by_device(
             launches, first.iterations, device.platform, with_memory=first.verbose, folder=first.trace_dir
         )
@@ -195,7 +195,7 @@ def seconds_of_iterations(iterations: Sequence[Sequence[Event]]) -> tuple[float,
 def _result(workload: Workload, devices: Devices) -> Result:
     times = {device: seconds_of_iterations(iterations) for device, iterations in devices.items()}
     slowest, options = busiest(devices), workload.options
-    operator = "fmha" if request_of(options).problem.is_attention else "fna"
+    operator = "fmha" if options.problem.is_attention else "fna"
     rows = summarize(devices[slowest], workload.program, operator, workload.device.platform)
     return Result(options, workload.plans, workload.device, rows, times, slowest)
 

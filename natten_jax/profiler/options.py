@@ -1,48 +1,45 @@
-"""Options of the profiler, and the flags that set them."""
+"""Options of the profiler: a problem, its split over devices, and how to measure it."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
-from collections.abc import Callable
+import itertools
+import math
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from natten_jax import backends, element_types
+from natten_jax.autotuning.tables import table_for
 from natten_jax.cost_model.simulation import TPU_CHIPS
-from natten_jax.performance import KernelSchedule, MemoryUsagePreference, Performance
+from natten_jax.halo import bytes_received
+from natten_jax.ops.sub_calls import SubCall, sub_calls_of
+from natten_jax.performance import Pass, Performance
 from natten_jax.plan.devices import ComputeCapability, Device
-from natten_jax.problem import Shape
+from natten_jax.plan.plan import Request
+from natten_jax.problem import Problem, Shape
 from natten_jax.profiler.baselines import BASELINES
-from natten_jax.profiler.cli import PROGRAM, Parser, at_least, boolean, compute_capability, flag
-from natten_jax.version import __version__
-from natten_jax.windows import EDGES, WindowArguments
+from natten_jax.sharding.auto import HeadSplit
+from natten_jax.windows import Axis, WindowArguments
+
+#: Flags of a problem -> names of its fields.
+PROBLEM_FLAGS = {
+    "batch_size": "batch",
+    "heads": "heads",
+    "heads_kv": "heads_kv",
+    "dim": "head_dim",
+    "dim_value": "head_dim_v",
+    "add_kv": "additional_kv",
+}
 
 _NATTEN_NAMES = {"kernel_size": "window_size", "is_causal": "causal"}
 #: Flags of the window arguments, in the order of :class:`WindowArguments`.
 WINDOW_FLAGS = tuple(_NATTEN_NAMES.get(name, name) for name in WindowArguments._fields)
 
-#: Flags of tile shapes.
-TILE_FLAGS = ("q_tile", "kv_tile", "backward_q_tile", "backward_kv_tile")
-
-_SHORT_NAMES = {
-    **{f"{name}_shape": name for name in TILE_FLAGS},
-    "run_persistent_kernel": "persistent",
-    "kernel_schedule": "schedule",
-}
-#: Flags of the performance arguments -> names of the operators' arguments.
-PERFORMANCE_FLAGS = {_SHORT_NAMES.get(field.name, field.name): field.name for field in dataclasses.fields(Performance)}
-
-#: Short names of element types, as in reports -> full names, widest type first.
-ELEMENT_TYPES = {
-    each.short_name: each.name
-    for each in sorted(element_types.ELEMENT_TYPES.values(), key=lambda each: each.bytes, reverse=True)
-}
-
-_natural, _positive = at_least(0), at_least(1)
+#: Values of --split that divide whole problems, and names of token dimensions by rank.
+SHARES = ("batch", "heads")
+DIMENSIONS = {1: ("T",), 2: ("H", "W"), 3: ("T", "H", "W")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,16 +47,8 @@ class Options:
     """A problem and how to profile it, checked and with defaults filled in.
 
     Attributes:
-        input_size: Token layout.
-        batch_size: Batch size.
-        heads: Query heads.
-        heads_kv: Key/value heads.
-        dim: Head dim of query and key.
-        dim_value: Head dim of value and output.
-        window: Window arguments, per dimension. Windows as large as the layout are self attention.
-        dtype: Short name of the element type.
+        problem: The problem. Windows as large as the layout are self attention.
         backprop: Run the backward pass after the forward pass.
-        add_kv: Additional key/value tokens.
         backend: Backend or baseline. Default: the operator's choice.
         fmha_backend: Backend of the attention sub-calls. Default: the operator's choice.
         devices: Devices that the problem is split over.
@@ -82,16 +71,8 @@ class Options:
         trace_dir: Folder for the trace.
     """
 
-    input_size: Shape
-    batch_size: int
-    heads: int
-    heads_kv: int
-    dim: int
-    dim_value: int
-    window: WindowArguments
-    dtype: str
+    problem: Problem
     backprop: bool
-    add_kv: int
     backend: str | None
     fmha_backend: str | None
     devices: int
@@ -113,15 +94,42 @@ class Options:
     plot: Path | None
     trace_dir: Path | None
 
-    @property
-    def rank(self) -> int:
-        """Number of token dimensions."""
-        return len(self.input_size)
-
     def as_given(self) -> dict[str, Any]:
         """Return the values by names of flags."""
-        values = dataclasses.asdict(self)
-        return {**values, **dict(zip(WINDOW_FLAGS, values.pop("window"), strict=True))}
+        problem, values = self.problem, dataclasses.asdict(self)
+        del values["problem"]
+        flags = {"input_size": problem.query_layout, "dtype": problem.element.short_name}
+        windows = zip(WINDOW_FLAGS, problem.windows, strict=True)
+        return {
+            **flags,
+            **{name: getattr(problem, field) for name, field in PROBLEM_FLAGS.items()},
+            **dict(windows),
+            **values,
+        }
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """Passes to profile."""
+        return ("forward", "backward") if self.backprop else ("forward",)
+
+    @property
+    def attention_kwargs(self) -> dict[str, Any] | None:
+        """The operators' argument of this name."""
+        return None if self.fmha_backend is None else {"backend": self.fmha_backend}
+
+    @property
+    def sub_calls(self) -> tuple[SubCall, ...]:
+        """Attention calls that the operator makes, the one over the tokens first."""
+        backend = None if self.is_baseline else self.backend
+        request = Request(self.problem, self.performance, backend, tuned=table_for())
+        return sub_calls_of(request, self.attention_kwargs)
+
+    @property
+    def main_request(self) -> Request:
+        """Request of the attention call over the tokens."""
+        return self.sub_calls[0].request
+
+    # Devices and backends.
 
     @property
     def asked_about(self) -> Device | None:
@@ -142,176 +150,76 @@ class Options:
         # Tiles and backends were chosen for one backend; another one has its own.
         performance = self.performance.with_tiles("forward", None).with_tiles("backward", None)
         performance = dataclasses.replace(performance, kernel_schedule=None)
-        other = dataclasses.replace(self, backend=name, fmha_backend=None, performance=performance)
-        if name not in BASELINES:
-            return other
-        return dataclasses.replace(other, add_kv=0, window=whole_windows(self.input_size))
+        problem = self.problem
+        if name in BASELINES:
+            whole = tuple(Axis(extent, extent, extent) for extent in problem.query_layout)
+            problem = dataclasses.replace(problem, axes=whole, additional_kv=0)
+        return dataclasses.replace(self, problem=problem, backend=name, fmha_backend=None, performance=performance)
+
+    # Several devices.
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Token dimensions are split."""
+        return self.split not in SHARES
+
+    def token_parts(self) -> Shape:
+        """Return the number of parts per token dimension, such that a device receives the fewest bytes.
+
+        Raises:
+            ValueError: ``--split`` has an unknown name, or the dimensions cannot be cut into equal parts.
+        """
+        problem = self.problem
+        if not self.splits_tokens:
+            return (1,) * problem.rank
+        names, wanted = DIMENSIONS[problem.rank], self.split.split(",")
+        if not set(wanted) <= set(names) or len(set(wanted)) < len(wanted):
+            known = ", ".join((*SHARES, *names))
+            several = f", or token dimensions with commas, as {','.join(names)}" if problem.rank > 1 else ""
+            raise ValueError(f"--split takes {known}{several}; got {self.split}")
+        counts = [
+            [n for n in range(1, self.devices + 1) if extent % n == self.devices % n == 0] if name in wanted else [1]
+            for name, extent in zip(names, problem.query_layout, strict=True)
+        ]
+        every = [parts for parts in itertools.product(*counts) if math.prod(parts) == self.devices]
+        if not every:
+            size = " ".join(map(str, problem.query_layout))
+            raise ValueError(
+                f"--devices {self.devices} cannot share the tokens equally that --split {self.split} names: "
+                f"the input size is {size}"
+            )
+        return min(every, key=lambda parts: bytes_received(problem, parts))
+
+    def per_device(self) -> Problem:
+        """Return one device's share of the batch, or of the query heads with their key/value heads.
+
+        If tokens are split, this is the whole problem.
+        """
+        problem = self.problem
+        if self.split == "batch":
+            return dataclasses.replace(problem, batch=problem.batch // self.devices)
+        if self.split == "heads":
+            heads_kv = HeadSplit.of(problem.heads, problem.heads_kv, self.devices, 1).needed.shape[1]
+            return dataclasses.replace(problem, heads=problem.heads // self.devices, heads_kv=heads_kv)
+        return problem
+
+    def sub_calls_per_device(self) -> tuple[SubCall, ...]:
+        """Return the attention calls of each device, on its share of the problem."""
+        one = self.per_device()
+        return tuple(
+            each._replace(request=each.request.of_part(one.batch, one.heads, one.heads_kv)) for each in self.sub_calls
+        )
+
+    def describe_split(self) -> str:
+        """Return text such as ``8 devices, split over batch``."""
+        text = f"{self.devices} devices, split over {self.split}"
+        if self.splits_tokens:
+            parts = zip(DIMENSIONS[self.problem.rank], self.token_parts(), strict=True)
+            return f"{text} ({', '.join(f'{name} in {count}' for name, count in parts)})"
+        is_whole = self.split == "batch" or self.problem.heads_kv % self.devices == 0
+        return text if is_whole else f"{text} (key/value heads on every device)"
 
 
-def whole_windows(layout: Shape) -> WindowArguments:
-    """Return windows as large as the layout, which are self attention."""
-    return WindowArguments(layout).checked(len(layout))
-
-
-def element_type(text: str) -> str:
-    """Return the short name of an element type from its short or full name; return any other text unchanged."""
-    known = element_types.ELEMENT_TYPES.get(text)
-    return text if known is None else known.short_name
-
-
-def arrays_of(short_name: str) -> contextlib.AbstractContextManager[object]:
-    """Enable 64-bit arrays in JAX if the element type is ``"fp64"``."""
-    return jax.enable_x64(True) if short_name == "fp64" else contextlib.nullcontext()
-
-
-#: Flags of NATTEN's profilers without a meaning here -> what to do instead.
-FOREIGN_FLAGS = {
-    "--no-compile": "every program is compiled by XLA",
-    "--torch-compile": "every program is compiled by XLA: leave it out",
-    **dict.fromkeys(
-        ("--fuse-add-kv", "--fuse-additional-kv", "--try-fuse-additional-kv"),
-        "additional tokens go into the kernel wherever it takes them: leave it out, or name an --fmha-backend to keep "
-        "them apart",
-    ),
-}
-
-_EXAMPLES = """\
-examples:
-  # Neighborhood attention with a 2 x 4 x 3 window, forward and backward
-  %(prog)s -i 8 16 24 -d 128 -w 2 4 3 --backprop
-
-  # Tiles and predicted times on a Hopper GPU
-  %(prog)s -i 30 48 80 -n 24 -d 128 -w 18 24 24 --dry-run --compute-capability 9.0
-
-  # Search for the best tiles, schedules and backend, and save them for natten_jax.load_tuned
-  %(prog)s -i 30 48 80 -n 24 -d 128 -w 18 24 24 --backprop --optimize --json tuned.json
-
-a trace that JAX's profiler wrote is read by
-  python -m natten_jax.profiler.trace PATH
-"""
-
-
-def profiler_parser() -> Parser:
-    """Return the parser of the profiler's flags."""
-    parser = Parser(
-        prog=PROGRAM,
-        description="Measure what neighborhood attention launches on this machine's default JAX device, list and\n"
-        "search its configurations, or predict its time for a GPU that is not there.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"natten_jax {__version__}")
-    _add_problem(parser.add_argument_group("problem"))
-    _add_configuration(parser.add_argument_group("backend and configuration"))
-    _add_split(parser.add_argument_group("several devices"))
-    _add_modes(parser.add_argument_group("configurations and prediction, without a measurement"))
-    _add_search(parser.add_argument_group("search"))
-    _add_measurement(parser.add_argument_group("measurement and output"))
-    return parser
-
-
-def _value(group: Any, names: str, metavar: str, kind: Callable[[str], Any] | None, text: str, **options: Any) -> None:
-    """Add a flag with a value."""
-    group.add_argument(*names.split(), metavar=metavar, type=kind, help=text, **options)
-
-
-def _per_dimension(group: Any, names: str, metavar: str, kind: Callable[[str], Any], text: str, **options: Any) -> None:
-    """Add a flag with a value per token dimension."""
-    _value(group, names, metavar, kind, text, nargs="+", **options)
-
-
-def _switch(group: Any, name: str, text: str, **options: Any) -> None:
-    """Add a flag without a value."""
-    group.add_argument(name, help=text, **{"action": "store_true", **options})
-
-
-# fmt: off
-def _add_problem(group: Any) -> None:
-    _per_dimension(group, "-i --input-size", "X", _positive, required=True,
-        text="token layout, 1 to 3 integers: sequence length; height width; depth height width (required)")
-    _value(group, "-b --batch-size", "B", _positive, "batch size (default: 1)", default=1)
-    _value(group, "-n --heads", "H", _positive, "query heads (default: 1)", default=1)
-    _value(group, "--heads-kv", "H", _positive, "key/value heads, a divisor of --heads (default: --heads)")
-    _value(group, "-d --dim", "D", _positive, "head dim of query and key (default: 64)", default=64)
-    _value(group, "--dim-value", "D", _positive, "head dim of value and output (default: --dim)")
-    _per_dimension(group, "-w --window-size", "W", _positive,
-        "window per dimension, or one for all (default: the input size, which is self attention)")
-    _per_dimension(group, "-s --stride", "S", _positive,
-        "queries that share a window, per dimension or one for all (default: 1)")
-    _per_dimension(group, "--dilation", "N", _positive,
-        "distance between neighboring tokens of a window, per dimension or one for all (default: 1)")
-    _per_dimension(group, "-c --causal", "C", boolean,
-        "true, false, 1 or 0 per dimension, or one for all (default: false)")
-    _per_dimension(group, "--edges", "E", str, choices=EDGES,
-        text=f"what becomes of a window that reaches over the ends: {', '.join(EDGES)}, per dimension or one for all "
-        f"(default: {EDGES[0]})")
-    _value(group, "--dtype", "TYPE", element_type, default="fp16", choices=list(ELEMENT_TYPES),
-        text=f"element type, {', '.join(ELEMENT_TYPES)} or its full name such as float16; those of 8 bits have a "
-        "forward pass alone (default: fp16)")
-    _switch(group, "--backprop", "profile forward and backward pass")
-    _value(group, "--add-kv", "N", _natural, "additional key/value tokens (default: 0)", default=0)
-
-
-def _add_configuration(group: Any) -> None:
-    _value(group, "--backend", "NAME", None,
-        f"{', '.join(backends.names('fna'))} (default: the best that runs the problem), or a baseline "
-        f"that computes self attention: {', '.join(BASELINES)}")
-    _value(group, "--fmha-backend", "NAME", None,
-        f"{', '.join(backends.names('fmha'))}: runs self attention and additional key/value tokens (default: the "
-        "best that runs the problem)")
-    for name, what in zip(TILE_FLAGS, ("query", "key/value") * 2, strict=True):
-        pass_ = "backward" if name.startswith("backward") else "forward"
-        _per_dimension(group, flag(name), "T", _positive,
-            f"{what} tile shape of the {pass_} pass (default: the backend's choice)")
-    group.add_argument("--schedule", choices=[str(each) for each in KernelSchedule], default=None,
-        help="kernel schedule, where the backend has several (default: the backend's choice)")
-    _switch(group, "--persistent", action=argparse.BooleanOptionalAction, default=True,
-        text="persistent tile scheduling, where the backend has it (default: on)")
-    _per_dimension(group, "--backward-kv-splits", "N", _positive,
-        "key/value tiles of the backward pass that may run in parallel (default: the backend's choice)")
-    _switch(group, "--backward-use-xla-reduction", "row sums of the backward pass by XLA")
-    _switch(group, "--backward-deterministic", "gradients that are bitwise equal from run to run")
-    group.add_argument("--memory-usage-preference", choices=[str(each) for each in MemoryUsagePreference],
-        default=str(MemoryUsagePreference.DEFAULT),
-        help="scratch memory of the backward pass: 64 MiB, 1 GiB (default) or any, where the backend can trade it")
-    _switch(group, "--compile", default=argparse.SUPPRESS,
-        text="taken for NATTEN's sake: XLA compiles every program, this flag or not")
-
-
-def _add_split(group: Any) -> None:
-    _value(group, "--devices", "N", _positive, default=1,
-        text="split the problem over the first N devices, and report what they exchange (default: 1)")
-    _value(group, "--split", "WHAT", None, default="batch",
-        text="what each device gets a share of: batch, heads, or the tokens of T, H, W or of several, as in T,W; a "
-        "sequence is T, an image H and W (default: batch)")
-
-
-def _add_modes(group: Any) -> None:
-    _switch(group, "--dry-run", "list the backends that can run the problem and their tiles, best first")
-    _value(group, "--max-configs", "N", _natural, "rows of each list; 0: all (default: 10)", default=10)
-    _switch(group, "--simulate", "predict the time, explain it, and recommend a stride and a dilation")
-    _value(group, "--compute-capability", "X.Y", compute_capability,
-        "answer for an NVIDIA GPU of this compute capability (default: the device at hand)")
-    group.add_argument("--device", choices=list(TPU_CHIPS), default=None,
-        help="answer for this kind of TPU; times are static, not measured")
-
-
-def _add_search(group: Any) -> None:
-    _switch(group, "--optimize",
-        "measure the most promising tiles, schedules and, if none is named, backends; then profile the best")
-    _value(group, "--optimize-warmup-steps", "N", _natural, default=5,
-        text="runs of the finalists before their measurement (default: 5)")
-
-
-def _add_measurement(group: Any) -> None:
-    _value(group, "--warmup-steps", "N", _natural, "runs before the measurement (default: 10)", default=10)
-    _value(group, "--iterations", "N", _positive, "measured runs (default: 20)", default=20)
-    _value(group, "--compare", "NAME", None,
-        "measure a baseline or another backend in turns with it and print the speedup")
-    _switch(group, "--verbose", "rows for filling and copying memory (GPU), and all rows of a long table")
-    _value(group, "--json", "PATH", Path, "write the full results to a file")
-    _value(group, "--csv", "PATH", Path, "write the table to a file")
-    _value(group, "--plot", "PATH", Path, "draw the table as bars (needs matplotlib)")
-    _value(group, "--trace-dir", "PATH", Path, "keep the trace, for XProf or Perfetto")
-# fmt: on
+def arrays_of(problem: Problem) -> contextlib.AbstractContextManager[object]:
+    """Enable 64-bit arrays in JAX if the problem has them."""
+    return jax.enable_x64(True) if problem.dtype == "float64" else contextlib.nullcontext()

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any
 
 from natten_jax import backends, simulator
 from natten_jax.backends import select
 from natten_jax.backends.base import Backend
 from natten_jax.cost_model.simulation import TpuChip, chip_of
-from natten_jax.ops.sub_calls import SubCall
 from natten_jax.performance import PASSES, KernelSchedule, Pass, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId
-from natten_jax.problem import Problem, Shape
+from natten_jax.problem import Problem
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.report import Table, context, digits, format_time, print_lines, print_table, problem_line
-from natten_jax.profiler.workload import (
-    describe_split,
-    passes,
-    request_of,
-    splits_tokens,
-    sub_calls_of,
-    sub_calls_of_device,
-    token_parts,
-)
 from natten_jax.simulator import DilationRecommendation, Recommendation, Simulation, SplitTime
 
 #: Note on predicted times of TPUs.
@@ -85,14 +75,9 @@ class Listing:
         return found if chip is None else dataclasses.replace(found, seconds=chip.seconds(found))
 
 
-def main_sub_call(options: Options) -> SubCall:
-    """Return the attention call over the tokens."""
-    return sub_calls_of(options)[0]
-
-
 def candidates(options: Options) -> tuple[Backend, ...]:
     """Return the named backend, or all backends."""
-    request = main_sub_call(options).request
+    request = options.main_request
     if request.backend is None:
         return backends.registered()
     return (backends.find(request.backend, request.problem.operator),)
@@ -125,15 +110,15 @@ def tile_text(tile: tuple[int, ...]) -> str:
 # --dry-run.
 
 
-def print_dry_run(options: Options, device: Device, file: TextIO | None = None) -> bool:
+def print_dry_run(options: Options, device: Device) -> bool:
     """Print the tables; return if any backend supports the problem."""
     main, *windows = _listed_problems(options)
-    print_lines([problem_line(options, request_of(options).problem), f"Device: {device}"], file)
-    is_supported = _print_tables(options, main, device, file)
+    print_lines([problem_line(options), f"Device: {device}"])
+    is_supported = _print_tables(options, main, device)
     for problem in windows:
         line = "Windows (-w) smaller than the input have tiles with shapes, here in their order for windows as large:"
-        print_lines(["", line], file)
-        _print_tables(options, problem, device, file)
+        print_lines(["", line])
+        _print_tables(options, problem, device)
     return is_supported
 
 
@@ -143,9 +128,9 @@ def _listed_problems(options: Options) -> list[Problem]:
     Attention backends run self attention, and their tiles have one dimension. Users who are about to choose a window
     need tiles with shapes.
     """
-    listed, problem = [main_sub_call(options).request.problem], request_of(options).problem
+    main, problem = options.main_request.problem, options.problem
     is_about_attention = options.fmha_backend is not None and options.backend is None
-    return [*listed, problem] if problem.is_attention and not is_about_attention else listed
+    return [main, problem] if problem.is_attention and not is_about_attention else [main]
 
 
 def _rejections(options: Options, problem: Problem, device: Device) -> dict[str, str]:
@@ -155,21 +140,19 @@ def _rejections(options: Options, problem: Problem, device: Device) -> dict[str,
     return {str(id_): reason for id_, reason in reasons.items() if id_.family in families}
 
 
-def _print_tables(options: Options, problem: Problem, device: Device, file: TextIO | None) -> bool:
+def _print_tables(options: Options, problem: Problem, device: Device) -> bool:
     found = listings(options, problem, device)
-    printed: set[BackendId] = set()
     for each in found:
-        if each.backend not in printed:
-            printed.add(each.backend)
-            print_lines(["", f"Use case is compatible with backend {each.backend}."], file)
-        print_table(_table(each, options), file)
-        print_lines(each.remarks, file)
+        if each.pass_ == "forward":
+            print_lines(["", f"Use case is compatible with backend {each.backend}."])
+        print_table(_table(each, options))
+        print_lines(each.remarks)
         if each.schedules:
             names = (f"{name} is KernelSchedule.{KernelSchedule(name).natten_name}" for name in each.schedules)
-            print_lines([f"kernel_schedule: {', '.join(names)}"], file)
+            print_lines([f"kernel_schedule: {', '.join(names)}"])
     if rejected := _rejections(options, problem, device):
         lines = (f"Use case is not compatible with backend {name}: {why}." for name, why in rejected.items())
-        print_lines(["", *lines], file)
+        print_lines(["", *lines])
     return bool(found)
 
 
@@ -218,7 +201,7 @@ def dry_run_json(options: Options, device: Device) -> dict[str, Any]:
                 }
                 configurations.append(configuration)
     return {
-        **context(options, request_of(options).problem),
+        **context(options),
         "dry_run_device": dataclasses.asdict(device),
         "configurations": configurations,
         "rejections": rejections,
@@ -255,49 +238,46 @@ def simulate(options: Options, device: Device) -> Simulated:
     Raises:
         ValueError: No backend supports the problem on the device.
     """
-    request = main_sub_call(options).request
+    request = options.main_request
     simulated: dict[Pass, tuple[Listing, Simulation]] = {}
-    times: dict[Pass, SplitTime | None] = {}
-    for pass_ in passes(options):
+    for pass_ in options.passes:
         plan = select.resolve(request, device, pass_)
         offered = listing(backends.of(plan.backend), plan.problem, device, pass_)
         simulated[pass_] = offered, offered.simulate(plan.tiles)
-        if options.devices > 1:
-            times[pass_] = _split_time(options, device, pass_)
+    split = {pass_: _split_time(options, device, pass_) for pass_ in options.passes if options.devices > 1}
     (forward, found), recommendation, dilation = simulated["forward"], None, None
     if not request.problem.is_attention:
-        requested = request.performance.tiles("forward")
-        pairs = [requested] if requested else forward.pairs
+        requested, model = request.performance.tiles("forward"), forward.calibration
+        pairs = (requested,) if requested else forward.pairs
         if not found.counts.is_fully_block_sparse:
-            recommendation = simulator.recommend_stride(request.problem, pairs, calibration=forward.calibration)
-        fastest = pairs[:_PAIRS_TO_DILATE]
-        dilation = simulator.recommend_dilation(request.problem, fastest, calibration=forward.calibration)
-    return Simulated(options, device, simulated, times, recommendation, dilation)
+            recommendation = simulator.recommend_stride(request.problem, pairs, calibration=model)
+        dilation = simulator.recommend_dilation(request.problem, pairs[:_PAIRS_TO_DILATE], calibration=model)
+    return Simulated(options, device, simulated, split, recommendation, dilation)
 
 
 def _split_time(options: Options, device: Device, pass_: Pass) -> SplitTime | None:
     """Return the time of a pass on several devices, from the plan for one device's share of batch and heads."""
-    request = dataclasses.replace(sub_calls_of_device(options)[0].request, parts=token_parts(options))
+    request = dataclasses.replace(options.sub_calls_per_device()[0].request, parts=options.token_parts())
     plan = select.resolve(request, device, pass_)
     calibration = simulator.calibration_for(plan.backend.family, device.compute_capability)
     if calibration is None:
         return None
-    if splits_tokens(options):
+    if options.splits_tokens:
         return simulator.predict_split(plan, request.parts, calibration)
     seconds = simulator.simulate(plan.problem, plan.tiles, plan.pass_, calibration=calibration).seconds
     return None if seconds is None else SplitTime(options.devices, plan.tiles, 0, seconds, 0.0, 0.0)
 
 
-def print_simulation(simulated: Simulated, file: TextIO | None = None) -> None:
+def print_simulation(simulated: Simulated) -> None:
     """Print the table and the recommendations."""
     columns = [dict(_quantities(*each)) for each in simulated.passes.values()]
     rows = [(quantity, *(column[quantity] for column in columns)) for quantity in columns[0]]
     title = "Simulation" if len(columns) > 1 else "Simulation of the forward pass"
-    print_table(Table(title, ("Quantity", *simulated.passes), tuple(rows)), file)
-    line = problem_line(simulated.options, request_of(simulated.options).problem)
+    print_table(Table(title, ("Quantity", *simulated.passes), tuple(rows)))
+    line = problem_line(simulated.options)
     remarks = dict.fromkeys(remark for offered, _ in simulated.passes.values() for remark in offered.remarks)
     advice = *_split_lines(simulated), *_advice(simulated)
-    print_lines([line, f"Device: {simulated.device}", *remarks, *advice], file)
+    print_lines([line, f"Device: {simulated.device}", *remarks, *advice])
 
 
 def simulation_json(simulated: Simulated) -> dict[str, Any]:
@@ -308,7 +288,7 @@ def simulation_json(simulated: Simulated) -> dict[str, Any]:
         for pass_, time in simulated.split.items()
     }
     return {
-        **context(options, request_of(options).problem),
+        **context(options),
         "simulated_device": dataclasses.asdict(simulated.device),
         "is_static": simulated.passes["forward"][0].static_chip is not None,
         "passes": {
@@ -357,7 +337,7 @@ def _split_lines(simulated: Simulated) -> Iterator[str]:
     """Yield the lines about several devices, by pass."""
     for pass_, time in simulated.split.items():
         on_one = simulated.passes[pass_][1]
-        line = f"On {describe_split(simulated.options)}: the {pass_} pass"
+        line = f"On {simulated.options.describe_split()}: the {pass_} pass"
         if time is None or on_one.seconds is None:
             yield f"{line} was not calibrated."
             continue
@@ -383,18 +363,20 @@ def _advice(simulated: Simulated) -> Iterator[str]:
         yield "No tile of the forward pass needs a mask: the mask is fully block-sparse."
     elif stride is not None:
         why = "that makes the mask fully block-sparse at nearly the best speed"
-        yield _recommended("stride", "-s", stride.stride, why, stride.simulation, forward)
+        yield _recommended("stride", "-s", stride, why, forward)
     elif not forward.problem.is_attention:
         yield "No stride makes the mask fully block-sparse for tiles that this backend offers."
     if dilation is not None:
         mask = ", without any mask" if dilation.simulation.counts.is_fully_block_sparse else ""
-        why = f"at nearly the best speed{mask}"
-        yield _recommended("dilation", "--dilation", dilation.dilation, why, dilation.simulation, forward)
+        yield _recommended("dilation", "--dilation", dilation, f"at nearly the best speed{mask}", forward)
     elif not forward.problem.is_attention:
         yield "No dilation that was tried makes the forward pass faster."
 
 
-def _recommended(name: str, flag: str, value: Shape, why: str, simulation: Simulation, forward: Simulation) -> str:
+def _recommended(
+    name: str, flag: str, found: Recommendation | DilationRecommendation, why: str, forward: Simulation
+) -> str:
+    value, simulation = found
     if simulation.seconds is None or forward.seconds is None:
         gain = f"{1 - simulation.executed_flops / forward.executed_flops:.0%} fewer operations"
     else:

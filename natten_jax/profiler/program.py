@@ -37,8 +37,8 @@ _HLO_MODULE = 1
 # Instructions that only run other instructions.
 _CONTAINERS = ("while", "conditional", "call", "async-start", "async-done")
 
-# Kinds of fields in the wire format.
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+# Kinds of fields in the wire format: integers, and those of a fixed size in bytes. Others begin with their size.
+_VARINT, _SIZES = 0, {1: 8, 5: 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,18 +89,17 @@ class Program:
             computation.number(_COMPUTATION_ID): list(computation.messages(_COMPUTATION_INSTRUCTIONS))
             for computation in module.messages(_MODULE_COMPUTATIONS)
         }
-        opcodes = {number: {each.text(_OPCODE) for each in inside} for number, inside in computations.items()}
         every = [(each, _attributes(each)) for inside in computations.values() for each in inside]
         plans = _marked_plans(attributes for _, attributes in every)
         instructions = {}
         for each, attributes in every:
             opcode, fused = each.text(_OPCODE), set[str]()
             if opcode in ("fusion", "async-start"):
-                fused.update(*(opcodes.get(number, ()) for number in each.numbers(_CALLED)))
+                called = (computations.get(number, []) for number in each.numbers(_CALLED))
+                fused = {inner.text(_OPCODE) for inside in called for inner in inside} - {"parameter", "constant"}
             # Merged instructions have several scopes.
             scope = next((data.text(_OP_NAME).partition(";")[0] for data in each.messages(_METADATA)), "")
             plan = plans.get(attributes.get(NAME_ATTRIBUTE, ""))
-            fused -= {"parameter", "constant"}
             instructions[each.text(_NAME)] = Instruction(opcode, scope, each.text(_TARGET), plan, frozenset(fused))
         return cls(module.text(_MODULE_NAME), instructions, devices)
 
@@ -149,7 +148,7 @@ def programs_in_trace(trace: bytes) -> dict[int, Program]:
                 for stat in event.messages(_EVENT_STATS):
                     if stat.number(_STAT_METADATA) in hlo_stats:  # other stats are not messages
                         for hlo in stat.messages(_STAT_BYTES):
-                            for module in hlo.every(_HLO_MODULE):
+                            for module in hlo.values(_HLO_MODULE):
                                 found[entry.number(_MAP_KEY)] = Program.from_proto(module)
     return found
 
@@ -178,48 +177,44 @@ class _Message:
     """A serialized protocol buffer, read by numbers of fields."""
 
     def __init__(self, data: bytes) -> None:
-        self._numbers: dict[int, list[int]] = defaultdict(list)
-        self._bytes: dict[int, list[bytes]] = defaultdict(list)
+        self._fields: dict[int, list[Any]] = defaultdict(list)
         position = 0
         while position < len(data):
             key, position = _varint(data, position)
-            field, kind = key >> 3, key & 7
+            kind, values = key & 7, self._fields[key >> 3]
+            number, position = (_SIZES[kind], position) if kind in _SIZES else _varint(data, position)
             if kind == _VARINT:
-                number, position = _varint(data, position)
-                self._numbers[field].append(number)
-                continue
-            if kind == _BYTES:
-                size, position = _varint(data, position)
-            else:
-                size = {_FIXED64: 8, _FIXED32: 4}[kind]
-            self._bytes[field].append(data[position : position + size])
-            position += size
+                values.append(number)
+            else:  # so many bytes
+                values.append(data[position : position + number])
+                position += number
 
-    def every(self, field: int) -> list[bytes]:
-        """Return the bytes in a repeated field."""
-        return self._bytes.get(field, [])
+    def values(self, field: int) -> list[Any]:
+        """Return the integers or bytes in a repeated field."""
+        return self._fields.get(field, [])
 
     def messages(self, field: int) -> Iterator[_Message]:
         """Return the messages in a field."""
-        return map(_Message, self.every(field))
+        return map(_Message, self.values(field))
 
     def text(self, field: int) -> str:
         """Return the text in a field; empty by default."""
-        return self._bytes.get(field, [b""])[0].decode(errors="replace")
+        return b"".join(self.values(field)[:1]).decode(errors="replace")
+
+    def numbers(self, field: int) -> Iterator[int]:
+        """Yield the integers in a repeated field, packed into bytes or not."""
+        for value in self.values(field):
+            if isinstance(value, int):
+                yield value
+                continue
+            position = 0
+            while position < len(value):
+                number, position = _varint(value, position)
+                yield number
 
     def number(self, field: int) -> int:
         """Return the integer in a field; 0 by default."""
-        return self._numbers.get(field, [0])[0]
-
-    def numbers(self, field: int) -> list[int]:
-        """Return the integers in a repeated field, packed into bytes or not."""
-        numbers = list(self._numbers.get(field, ()))
-        for packed in self.every(field):
-            position = 0
-            while position < len(packed):
-                number, position = _varint(packed, position)
-                numbers.append(number)
-        return numbers
+        return next(self.numbers(field), 0)
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:

@@ -10,7 +10,6 @@ import math
 import os
 import platform
 import statistics
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
@@ -23,25 +22,23 @@ from natten_jax import simulator
 from natten_jax.cost_model import small_windows
 from natten_jax.performance import PASSES, Pass, TilePair
 from natten_jax.plan.devices import NoDeviceError, default_jax_device
-from natten_jax.problem import Problem
 from natten_jax.profiler.measure import Comparison, Result, Row
 from natten_jax.profiler.options import Options
-from natten_jax.profiler.workload import describe_split
 from natten_jax.version import __version__
+
+Cells = tuple[str, ...]
 
 #: Largest width of tables and lines.
 WIDTH = 100
 
-#: Columns of a row's name.
-_NAMES = ("Framework", "Kernel category", "Arch", "Operation")
+#: Columns of a row's name, and of its figures.
+_NAMES, _COLUMNS = ("Framework", "Kernel category", "Arch", "Operation"), ("# calls", "Runtime")
 
 #: Rows of a table, unless all are asked for.
 _MOST_ROWS = 20
 
 #: Share of the total below which rows of a chart have no color and no entry in the legend.
 _SMALL = 0.01
-
-Cells = tuple[str, ...]
 
 
 # Tables and lines.
@@ -82,7 +79,6 @@ def digits(value: float) -> str:
 
 def print_table(table: Table, file: TextIO | None = None) -> None:
     """Print a table with rich, or in aligned columns if rich is not installed."""
-    file = sys.stdout if file is None else file
     try:
         from rich.console import Console
         from rich.table import Table as RichTable
@@ -131,17 +127,17 @@ def print_report(result: Result, file: TextIO | None = None) -> None:
     print_lines(_summary(result), file)
 
 
-def print_baseline(comparison: Comparison, file: TextIO | None = None) -> None:
+def print_baseline(comparison: Comparison) -> None:
     """Print the baseline's table, and the speedup with its bound."""
     baseline, bound = comparison.baseline, comparison.flop_bound
-    print_table(result_table(baseline, f"Baseline: {comparison.name}"), file)
+    print_table(result_table(baseline, f"Baseline: {comparison.name}"))
     lines = [
         f"Speedup over {comparison.name}: {digits(comparison.speedup)}X (medians {format_time(baseline.median)} / "
         f"{format_time(comparison.result.median)}, measured in turns)"
     ]
     if baseline.options.is_baseline:
         lines.append(f"FLOP-wise speedup (upper bound) with {1 - 1 / bound:.2%} sparsity: {digits(bound)}X")
-    print_lines(lines, file)
+    print_lines(lines)
 
 
 def result_table(result: Result, title: str = "Profiler results") -> Table:
@@ -151,18 +147,16 @@ def result_table(result: Result, title: str = "Profiler results") -> Table:
     return rows_table(result.rows, title + which, cut=not result.options.verbose)
 
 
-def rows_table(rows: tuple[Row, ...], title: str, *, cut: bool) -> Table:
-    """Return the table of some rows; ``cut`` merges rows with the least time."""
-    return _named_table(rows, title, ("# calls", "Runtime"), cut, 1)
+def rows_table(rows: Sequence[Row], title: str, *, cut: bool, columns: Cells = _COLUMNS, steps: int = 1) -> Table:
+    """Return the table of some rows.
 
-
-def shares_table(rows: tuple[Row, ...], title: str, *, cut: bool, steps: int | None) -> Table:
-    """Return the table of a trace: shares of the time, and averages of a step if ``steps`` are counted."""
-    columns = ("# calls", "Runtime", "Share") if steps is None else ("# a step", "Per step", "Share")
-    return _named_table(rows, title, columns, cut, steps or 1)
-
-
-def _named_table(rows: tuple[Row, ...], title: str, columns: Cells, cut: bool, steps: int) -> Table:
+    Args:
+        rows: The rows.
+        title: Line above the table.
+        cut: Merge the rows with the least time if there are many.
+        columns: Names of the columns of calls, of times and, if there is a third one, of shares of the time.
+        steps: Calls and times are averages of a step.
+    """
     total = sum(row.runtime for row in rows)
 
     def figures(part: Sequence[Row]) -> Cells:
@@ -186,8 +180,8 @@ def _named_table(rows: tuple[Row, ...], title: str, columns: Cells, cut: bool, s
 def _summary(result: Result) -> Iterator[str]:
     """Yield the lines below the table."""
     options = result.options
-    yield problem_line(options, result.problem)
-    devices = _name(default_jax_device()) + (f": {describe_split(options)}" if options.devices > 1 else "")
+    yield problem_line(options)
+    devices = _name(default_jax_device()) + (f": {options.describe_split()}" if options.devices > 1 else "")
     yield f"Backend: {_backends(result.backends)}, on {devices}"
     for pass_, pair in result.tiles.items():
         problem = result.plans[pass_].problem
@@ -218,15 +212,15 @@ def _summary(result: Result) -> Iterator[str]:
     yield f"{digits(result.tflops)} TFLOP/s ({digits(sum(result.flops.values()) / 1e9)} GFLOP that the mask leaves)"
 
 
-def problem_line(options: Options, problem: Problem) -> str:
-    """Return a line that describes a problem."""
-    heads = f"{problem.heads}" if problem.heads == problem.heads_kv else f"{problem.heads}/{problem.heads_kv}"
-    dims = f"{problem.head_dim}"
-    if problem.head_dim_v != problem.head_dim:
-        dims += f"/{problem.head_dim_v}"
+def problem_line(options: Options) -> str:
+    """Return a line that describes the problem of the options."""
+    problem = options.problem
+    heads = "/".join(map(str, dict.fromkeys((problem.heads, problem.heads_kv))))
+    dims = "/".join(map(str, dict.fromkeys((problem.head_dim, problem.head_dim_v))))
     name = "self attention" if problem.kernel_size == problem.query_layout else "neighborhood attention"
-    return f"Problem: {name}, {problem.describe()}, batch {problem.batch}, heads {heads}, head dim {dims}, " + (
-        f"{options.dtype}, {'forward and backward' if options.backprop else 'forward'}"
+    return (
+        f"Problem: {name}, {problem.describe()}, batch {problem.batch}, heads {heads}, head dim {dims}, "
+        f"{problem.element.short_name}, {' and '.join(options.passes)}"
     )
 
 
@@ -282,7 +276,7 @@ def to_json(result: Result) -> dict[str, Any]:
         "iteration_times": {str(device): times for device, times in result.device_times.items()},
     }
     return {
-        **context(options, result.problem),
+        **context(options),
         **({"devices": devices} if options.devices > 1 else {}),
         "backends": result.backends,
         "tiles": {pass_: _tiles_json(result, pass_, pair) for pass_, pair in result.tiles.items()},
@@ -317,12 +311,12 @@ def rows_json(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
     return [{**dataclasses.asdict(row.name), **{name: getattr(row, name) for name in names}} for row in rows]
 
 
-def context(options: Options, problem: Problem) -> dict[str, Any]:
+def context(options: Options) -> dict[str, Any]:
     """Return the JSON values of every result file: problem, flags, versions and device."""
     arguments = options.as_given()
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
     return {
-        "problem": dataclasses.asdict(problem),
+        "problem": dataclasses.asdict(options.problem),
         "arguments": {name: str(value) if isinstance(value, Path) else value for name, value in arguments.items()},
         "versions": {"natten_jax": __version__, **versions, "python": platform.python_version()},
         **_device_json(),
@@ -336,9 +330,9 @@ def _device_json() -> dict[str, Any]:
     except NoDeviceError:
         return {"platform": None, "device": None}
     capability = getattr(device, "compute_capability", None)
-    platform_ = "cuda" if device.platform == "gpu" else device.platform
     architecture = "" if capability is None else f" (sm{capability.replace('.', '')})"
-    described = {"platform": platform_, "name": _name(device), "compute_capability": capability}
+    name = "cuda" if device.platform == "gpu" else device.platform
+    described = {"platform": name, "name": _name(device), "compute_capability": capability}
     return {"platform": f"{device.device_kind}{architecture}", "device": described}
 
 

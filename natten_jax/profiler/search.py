@@ -7,11 +7,12 @@ best forward and backward pass together.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,12 +23,12 @@ from natten_jax.performance import Pass, Performance, TilePair
 from natten_jax.plan.devices import Device, default_device
 from natten_jax.plan.plan import BackendId
 from natten_jax.profiler.capture import capture_in_turns
-from natten_jax.profiler.cli import Progress
+from natten_jax.profiler.cli import Update, progress
 from natten_jax.profiler.measure import seconds_of_iterations
 from natten_jax.profiler.options import Options, arrays_of
-from natten_jax.profiler.predict import Listing, candidates, listing, main_sub_call, tile_text
+from natten_jax.profiler.predict import candidates, listing, tile_text
 from natten_jax.profiler.report import Table
-from natten_jax.profiler.workload import Workload, check_available, check_fits, compile_workload, passes
+from natten_jax.profiler.workload import Workload, check_available, check_fits, compile_workload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,20 +115,16 @@ def optimize(options: Options, effort: Effort = THOROUGH) -> Optimum:
     device = default_device()
     check_available(options, device)
     check_fits(options)
-    with arrays_of(options.dtype), Progress(0) as progress:
-        return _Search(options, device, progress, effort).run()
+    with arrays_of(options.problem), progress(0) as update:
+        return _Search(options, device, update, effort).run()
 
 
 class _Search:
-    def __init__(self, options: Options, device: Device, progress: Progress, effort: Effort) -> None:
-        self._options = options
-        self._effort = effort
-        self._device = device
-        self._progress = progress
+    def __init__(self, options: Options, device: Device, update: Update, effort: Effort) -> None:
+        self._options, self._device, self._update, self._effort = options, device, update, effort
         self._start = time.perf_counter()
-        self._compile_seconds = 0.0
+        self._compile_seconds, self._compiled = 0.0, 0
         self._arguments: dict[bool, tuple[jax.Array, ...]] = {}
-        self._compiled = 0
         self.trials: list[Trial] = []
 
     def run(self) -> Optimum:
@@ -150,24 +147,21 @@ class _Search:
 
     def _rivals(self) -> Iterator[Options]:
         """Yield the options with each backend that is worth a search."""
-        problem = main_sub_call(self._options).request.problem
-        named = []
-        for backend in candidates(self._options):
+        problem = self._options.main_request.problem
+        named = [
+            (backend, with_backend(self._options, BackendId(backend.family, problem.operator)))
+            for backend in candidates(self._options)
             # Without a backward pass as well: another backend may compute the gradients.
-            if backend.rejection(problem, self._device, "forward") is None:
-                id_ = BackendId(backend.family, problem.operator)
-                named.append((backend, with_backend(self._options, id_)))
-        if len(named) < 2:
-            yield from (options for _, options in named)
-            return
-        self._progress.update("trying backends")
+            if backend.rejection(problem, self._device, "forward") is None
+        ]
+        self._update("trying backends")
         fastest = math.inf
         for backend, options in named:  # in order of preference: the first is most likely the fastest
             if backend.capabilities.is_slow_fallback and _SLOW < fastest < math.inf:
                 continue
-            (trial,) = self.measure([options], 1, 0)
-            fastest = min(fastest, trial.seconds)
-            if not trial.error and trial.seconds <= _HOPELESS * fastest:
+            seconds = self.measure([options], 1, 0)[0].seconds if len(named) > 1 else 0.0
+            fastest = min(fastest, seconds)
+            if seconds < math.inf and seconds <= _HOPELESS * fastest:
                 yield options
 
     def _best_of(self, options: Options) -> Trial | None:
@@ -181,31 +175,26 @@ class _Search:
 
     def _search(self, options: Options, pass_: Pass) -> Trial | None:
         """Return the best configuration of a pass, with the other pass unchanged."""
-        self._progress.update(f"{options.backend or options.fmha_backend}, {pass_}")
-        offered = self._offered(options, pass_)
-        if options.performance.tiles(pass_) is not None or offered is None:
-            every = [options]
-        else:
-            every = [with_tiles(options, pair, pass_) for pair in offered.pairs[: self._effort.screened]]
+        self._update(f"{options.backend or options.fmha_backend}, {pass_}")
+        every, schedules = [options], tuple[str, ...]()
+        with contextlib.suppress(ValueError):  # no backend runs the pass
+            plan = resolve(options.main_request, self._device, pass_)
+            offered = listing(backends.of(plan.backend), plan.problem, self._device, pass_)
+            schedules = offered.schedules if options.performance.kernel_schedule is None else ()
+            if options.performance.tiles(pass_) is None:
+                every = [with_tiles(options, pair, pass_) for pair in offered.pairs[: self._effort.screened]]
         screened = _fastest_first(self._screen(every))
         finalists = [each.options for each in screened[: self._effort.finalists]]
-        if offered is not None and offered.schedules and options.performance.kernel_schedule is None:
+        if schedules:
             finalists = [
                 with_schedule(each, schedule)
                 for i, each in enumerate(finalists)
-                for schedule in offered.schedules[: None if i < 2 else 1]
+                for schedule in schedules[: None if i < 2 else 1]
             ]
         if len(finalists) < 2:
             return dataclasses.replace(screened[0], options=finalists[0]) if finalists else None
         last = _fastest_first(self.measure(finalists, _FINAL_RUNS, options.optimize_warmup_steps))
         return last[0] if last else None
-
-    def _offered(self, options: Options, pass_: Pass) -> Listing | None:
-        try:
-            plan = resolve(main_sub_call(options).request, self._device, pass_)
-        except ValueError:
-            return None
-        return listing(backends.of(plan.backend), plan.problem, self._device, pass_)
 
     def _screen(self, every: Sequence[Options]) -> list[Trial]:
         """Measure configurations briefly, until the time is over."""
@@ -219,38 +208,28 @@ class _Search:
 
     def measure(self, every: Sequence[Options], runs: int, warmup_steps: int) -> list[Trial]:
         """Measure configurations in alternation. A configuration that fails does not end the search."""
-        self._progress.update(more_steps=len(every) * (1 + warmup_steps + runs))
-        workloads, errors = dict[int, Workload](), dict[int, str]()
+        self._update(more_steps=len(every) * (1 + runs))
+        workloads, errors, seconds = dict[int, Workload](), dict[int, str](), dict[int, float]()
         for i, options in enumerate(every):
             try:
-                workloads[i] = self._warm(options, warmup_steps)
+                workloads[i] = self._compile(options)
+                for _ in range(max(warmup_steps, 1)):
+                    jax.block_until_ready(workloads[i].run())  # type: ignore[no-untyped-call]
             except Exception as error:
+                workloads.pop(i, None)
                 errors[i] = _one_line(error)
+            self._update(done=1)
         try:
-            seconds = self._seconds(workloads, runs)
+            launches = [each.launch for each in workloads.values()]
+            captured = capture_in_turns(launches, runs, self._device.platform) if launches else []
+            medians = (statistics.median(seconds_of_iterations(iterations)) for iterations in captured)
+            seconds = dict(zip(workloads, medians, strict=True))
         except Exception as error:
-            seconds = {}
             errors |= dict.fromkeys(workloads, _one_line(error))
+        self._update(done=len(every) * runs)
         trials = [Trial(options, seconds.get(i, math.inf), errors.get(i, "")) for i, options in enumerate(every)]
         self.trials += trials
         return trials
-
-    def _seconds(self, workloads: Mapping[int, Workload], runs: int) -> dict[int, float]:
-        """Return the median device time of each workload."""
-        launches = [each.launch for each in workloads.values()]
-        captured = capture_in_turns(launches, runs, self._device.platform) if launches else []
-        self._progress.update(done=len(launches) * runs)
-        medians = (statistics.median(seconds_of_iterations(iterations)) for iterations in captured)
-        return dict(zip(workloads, medians, strict=True))
-
-    def _warm(self, options: Options, warmup_steps: int) -> Workload:
-        """Compile a configuration and run it."""
-        workload = self._compile(options)
-        self._progress.update(done=1)
-        for _ in range(max(warmup_steps, 1)):
-            jax.block_until_ready(workload.run())  # type: ignore[no-untyped-call]
-            self._progress.update(done=1)
-        return workload
 
     def _compile(self, options: Options) -> Workload:
         start = time.perf_counter()
@@ -278,7 +257,7 @@ def _fastest_first(trials: Sequence[Trial]) -> list[Trial]:
 
 def with_choices(options: Options, workload: Workload) -> Options:
     """Return the options with the backends, tiles and schedule that a compiled program chose."""
-    for pass_ in passes(options) if workload.plans else ():
+    for pass_ in options.passes if workload.plans else ():
         plan = workload.plans[pass_]
         if pass_ == "forward":
             options = with_backend(options, plan.backend)
@@ -293,14 +272,14 @@ def with_backend(options: Options, id_: BackendId) -> Options:
     if id_.operator == "fmha":
         return dataclasses.replace(options, backend=None, fmha_backend=name)
     # A named backend for additional tokens would keep them out of a kernel that fuses them.
-    counterpart = None if options.add_kv else backends.counterpart(name)
+    counterpart = None if options.problem.additional_kv else backends.counterpart(name)
     return dataclasses.replace(options, backend=name, fmha_backend=options.fmha_backend or counterpart)
 
 
 def with_tiles(options: Options, pair: TilePair, pass_: Pass) -> Options:
     """Return the options with tiles of a pass."""
     # Tiles of attention have one dimension; the operators multiply the dimensions of theirs.
-    q_tile, kv_tile = ((1,) * (options.rank - len(tile)) + tile for tile in pair)
+    q_tile, kv_tile = ((1,) * (options.problem.rank - len(tile)) + tile for tile in pair)
     return dataclasses.replace(options, performance=options.performance.with_tiles(pass_, (q_tile, kv_tile)))
 
 
@@ -332,16 +311,15 @@ def best_table(optimum: Optimum) -> Table:
 
 def search_json(optimum: Optimum) -> dict[str, Any]:
     """Return the best configuration and every trial as JSON values."""
-    facts = ("default_seconds", "wall_seconds", "compile_seconds")
     trials = [
         {
             **configuration(trial.options),
-            "passes": passes(trial.options),
+            "passes": trial.options.passes,
             "seconds": None if trial.error else trial.seconds,
             "error": trial.error,
         }
         for trial in optimum.trials
     ]
-    facts_json = {name: getattr(optimum, name) for name in facts}
-    search = {"best_seconds": optimum.seconds, **facts_json, "trials": trials}
+    facts = {name: getattr(optimum, name) for name in ("default_seconds", "wall_seconds", "compile_seconds")}
+    search = {"best_seconds": optimum.seconds, **facts, "trials": trials}
     return {"best_configuration": configuration(optimum.options), "search": search}

@@ -9,14 +9,8 @@ from natten_jax.profiler.program import Instruction
 
 #: Order of the rows of a report, before all other operations.
 KNOWN_OPERATIONS = (
-    "FnaForward",
-    "FnaBackward",
-    "FmhaForward",
-    "FmhaBackward",
-    "Reduction",
-    "TokenPermute",
-    "Elementwise",
-    "Convert",
+    *("FnaForward", "FnaBackward", "FmhaForward", "FmhaBackward"),
+    *("Reduction", "TokenPermute", "Elementwise", "Convert"),
 )
 
 _LONGEST = 45
@@ -33,85 +27,68 @@ class Name:
     operation: str
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rule:
-    """Name of the launches whose custom call and symbol match.
-
-    Attributes:
-        caller: Regular expression for the lower-case target of the custom call. Kernels without a custom call, and
-            kernels of this package, match by their symbol without template arguments. ``""`` matches every launch.
-        pattern: Regular expression for the lower-case symbol.
-        framework: Library of the kernel, or ``"-"``.
-        category: Kind of work, or ``"-"``.
-        operation: Readable name. ``""`` is the cleaned symbol, ``{operator}`` is ``Fna`` or ``Fmha``.
-    """
-
-    caller: str
-    pattern: str
-    framework: str
-    category: str
-    operation: str = ""
-
-
 # These match in a kernel's name before its template arguments.
 _DELTA = r"^[^<(]*(delta|statistics|dot_do_o|do_dot_o|sum_odo|reduc)"
 _PERMUTE, _CONVERT, _ELEMENTWISE = r"^[^<(]*permute", r"^[^<(]*(convert|cast)", r"^[^<(]*(elementwise|clear|fill|scale)"
-_HOST, _TPU, _DEVICE, _CUDNN = (
-    r"natten_jax_cpu",
-    r"natten_jax_tpu_",
-    r"natten_jax",
-    r"^__cudnn\$(fmha|fused.*attention)",
-)
+_HOST, _TPU, _DEVICE = "natten_jax_cpu", "natten_jax_tpu_", "natten_jax"
+_CUDNN = r"^__cudnn\$(fmha|fused.*attention)"
 _PALLAS = r"^mosaic_gpu|^tpu_custom_call|^triton_kernel_call|^__gpu\$xla\.gpu\.triton"
 _MHA_FORWARD, _MHA_BACKWARD = r"mha_forward|attention_forward", r"mha_backward|attention_backward"
 
-# The first match is used. Custom calls come before symbols: kernels of a known custom call may have any symbol. Kernels
-# of this package serve both operators.
+# Names of launches by their custom call and symbol. The first match is used. Custom calls come before symbols: kernels
+# of a known custom call may have any symbol. Kernels of this package serve both operators. The columns are:
+# - a regular expression for the lower-case target of the custom call. Kernels without a custom call, and kernels of
+#   this package, match by their symbol without template arguments. "" matches every launch.
+# - a regular expression for the lower-case symbol.
+# - the library of the kernel, or "-".
+# - the kind of work, or "-".
+# - the readable name. "" is the cleaned symbol, "{operator}" is Fna or Fmha.
 _RULES = (
-    _Rule("", r"^memset", "CUDA", "copy", "Memset"),
-    _Rule("", r"^memcpy", "CUDA", "copy", "Memcpy"),
+    ("", r"^memset", "CUDA", "copy", "Memset"),
+    ("", r"^memcpy", "CUDA", "copy", "Memcpy"),
     # Custom calls: this package's, cuDNN's, cuBLAS's, Pallas's.
-    _Rule(_HOST + r".*forward", "", "natten_jax-cpu", "attention", "{operator}Forward"),
-    _Rule(_HOST + r".*backward", "", "natten_jax-cpu", "attention", "{operator}Backward"),
-    _Rule(_TPU + "forward", "", "natten_jax-tpu", "attention", "{operator}Forward"),
-    _Rule(_TPU + r"\w*gradient", "", "natten_jax-tpu", "attention", "{operator}Backward"),
-    _Rule(_DEVICE, _DELTA, "CUTLASS", "reduction", "Reduction"),
-    _Rule(_DEVICE, _PERMUTE, "CUTLASS", "token permute", "TokenPermute"),
-    _Rule(_DEVICE, _CONVERT, "CUTLASS", "elementwise", "Convert"),
-    _Rule(_DEVICE, _ELEMENTWISE, "CUTLASS", "elementwise", "Elementwise"),
-    _Rule(_DEVICE + r".*fmha_forward", "", "CUTLASS", "attention", "FmhaForward"),
-    _Rule(_DEVICE + r".*fmha_backward", "", "CUTLASS", "attention", "FmhaBackward"),
-    _Rule(_DEVICE + r".*forward", "", "CUTLASS", "attention", "{operator}Forward"),
-    _Rule(_DEVICE + r".*backward", "", "CUTLASS", "attention", "{operator}Backward"),
-    _Rule(_CUDNN, _DELTA, "cuDNN", "reduction", "Reduction"),
-    _Rule(_CUDNN, _CONVERT, "cuDNN", "elementwise", "Convert"),
-    _Rule(_CUDNN + r".*backward", "", "cuDNN", "attention", "FmhaBackward"),
-    _Rule(_CUDNN, "", "cuDNN", "attention", "FmhaForward"),
-    _Rule(r"^__cublas", "", "cuBLAS", "gemm"),
-    _Rule(_PALLAS, r"mha_preprocess", "Pallas", "reduction", "Reduction"),
-    _Rule(_PALLAS, _MHA_BACKWARD, "Pallas", "attention", "FmhaBackward"),
-    _Rule(_PALLAS, _MHA_FORWARD, "Pallas", "attention", "FmhaForward"),
-    _Rule(_PALLAS, r"softmax", "Pallas", "softmax"),
-    _Rule(_PALLAS, "", "Pallas", "-"),
+    (_HOST + r".*forward", "", "natten_jax-cpu", "attention", "{operator}Forward"),
+    (_HOST + r".*backward", "", "natten_jax-cpu", "attention", "{operator}Backward"),
+    (_TPU + "forward", "", "natten_jax-tpu", "attention", "{operator}Forward"),
+    (_TPU + r"\w*gradient", "", "natten_jax-tpu", "attention", "{operator}Backward"),
+    (_DEVICE, _DELTA, "CUTLASS", "reduction", "Reduction"),
+    (_DEVICE, _PERMUTE, "CUTLASS", "token permute", "TokenPermute"),
+    (_DEVICE, _CONVERT, "CUTLASS", "elementwise", "Convert"),
+    (_DEVICE, _ELEMENTWISE, "CUTLASS", "elementwise", "Elementwise"),
+    (_DEVICE + r".*fmha_forward", "", "CUTLASS", "attention", "FmhaForward"),
+    (_DEVICE + r".*fmha_backward", "", "CUTLASS", "attention", "FmhaBackward"),
+    (_DEVICE + r".*forward", "", "CUTLASS", "attention", "{operator}Forward"),
+    (_DEVICE + r".*backward", "", "CUTLASS", "attention", "{operator}Backward"),
+    (_CUDNN, _DELTA, "cuDNN", "reduction", "Reduction"),
+    (_CUDNN, _CONVERT, "cuDNN", "elementwise", "Convert"),
+    (_CUDNN + r".*backward", "", "cuDNN", "attention", "FmhaBackward"),
+    (_CUDNN, "", "cuDNN", "attention", "FmhaForward"),
+    (r"^__cublas", "", "cuBLAS", "gemm", ""),
+    (_PALLAS, r"mha_preprocess", "Pallas", "reduction", "Reduction"),
+    (_PALLAS, _MHA_BACKWARD, "Pallas", "attention", "FmhaBackward"),
+    (_PALLAS, _MHA_FORWARD, "Pallas", "attention", "FmhaForward"),
+    (_PALLAS, r"softmax", "Pallas", "softmax", ""),
+    (_PALLAS, "", "Pallas", "-", ""),
     # Symbols, for launches without a custom call.
-    _Rule("", r"cudnn.*(dot_do_o|do_dot_o|sum_odo|reduc)", "cuDNN", "reduction", "Reduction"),
-    _Rule("", r"cudnn.*convert", "cuDNN", "elementwise", "Convert"),
-    _Rule("", r"(cudnn|^sm\d+).*(sdpa|flash|fmha|mha).*bprop", "cuDNN", "attention", "FmhaBackward"),
-    _Rule("", r"(cudnn|^sm\d+).*(sdpa|flash_fprop|fmha|mha)", "cuDNN", "attention", "FmhaForward"),
-    _Rule("", r"cudnn", "cuDNN", "-"),
-    _Rule("", r"mha_preprocess_backward", "Pallas", "reduction", "Reduction"),
-    _Rule("", _MHA_BACKWARD, "Pallas", "attention", "FmhaBackward"),
-    _Rule("", r"mha_forward", "Pallas", "attention", "FmhaForward"),
-    _Rule("", r"nvjet|cublas|xmma_gemm|gemmsn|gemvnsp|gemv2|splitkreduce", "cuBLAS", "gemm"),
-    _Rule("", r"(cutlass|cute|flash).*(fmha|flash|attention).*(bwd|backward)", "CUTLASS", "attention", "FmhaBackward"),
-    _Rule("", r"(cutlass|cute|flash).*(fmha|flash|attention)", "CUTLASS", "attention", "FmhaForward"),
-    _Rule("", r"(cutlass|cute).*(gemm|tensorop|wgmma)", "CUTLASS", "gemm"),
-    _Rule("", r"cutlass|cute::", "CUTLASS", "-"),
-    _Rule("", r"triton_softmax|softmax.*triton", "Triton", "softmax"),
-    _Rule("", r"^gemm_fusion|triton_gemm", "Triton", "gemm"),
-    _Rule("", r"triton", "Triton", "-"),
-    _Rule("", r"mosaic|pallas", "Pallas", "-"),
+    ("", r"cudnn.*(dot_do_o|do_dot_o|sum_odo|reduc)", "cuDNN", "reduction", "Reduction"),
+    ("", r"cudnn.*convert", "cuDNN", "elementwise", "Convert"),
+    ("", r"(cudnn|^sm\d+).*(sdpa|flash|fmha|mha).*bprop", "cuDNN", "attention", "FmhaBackward"),
+    ("", r"(cudnn|^sm\d+).*(sdpa|flash_fprop|fmha|mha)", "cuDNN", "attention", "FmhaForward"),
+    ("", r"cudnn", "cuDNN", "-", ""),
+    ("", r"mha_preprocess_backward", "Pallas", "reduction", "Reduction"),
+    ("", _MHA_BACKWARD, "Pallas", "attention", "FmhaBackward"),
+    ("", r"mha_forward", "Pallas", "attention", "FmhaForward"),
+    ("", r"nvjet|cublas|xmma_gemm|gemmsn|gemvnsp|gemv2|splitkreduce", "cuBLAS", "gemm", ""),
+    ("", r"(cutlass|cute|flash).*(fmha|flash|attention).*(bwd|backward)", "CUTLASS", "attention", "FmhaBackward"),
+    ("", r"(cutlass|cute|flash).*(fmha|flash|attention)", "CUTLASS", "attention", "FmhaForward"),
+    ("", r"(cutlass|cute).*(gemm|tensorop|wgmma)", "CUTLASS", "gemm", ""),
+    ("", r"cutlass|cute::", "CUTLASS", "-", ""),
+    ("", r"triton_softmax|softmax.*triton", "Triton", "softmax", ""),
+    ("", r"^gemm_fusion|triton_gemm", "Triton", "gemm", ""),
+    ("", r"triton", "Triton", "-", ""),
+    ("", r"mosaic|pallas", "Pallas", "-", ""),
 )
+
 
 # fmt: off
 _COPYING = frozenset((
@@ -141,15 +118,16 @@ def name(symbol: str, instruction: Instruction, operator: str, scope: str = "") 
     caller = own if "natten_jax" in own or not target else target
     if kind := kind_of_collective(symbol, instruction):
         return Name("NCCL" if _NCCL.search(symbol) else "XLA", "collective", "-", kind)
-    for rule in _RULES:
-        if re.search(rule.caller, caller) and re.search(rule.pattern, lowered):
-            family = operator if instruction.plan is None else instruction.plan.backend.operator
-            operation = rule.operation.format(operator=family.capitalize())
+    for caller_pattern, pattern, framework, category, operation in _RULES:
+        if re.search(caller_pattern, caller) and re.search(pattern, lowered):
+            if instruction.plan is not None:
+                operator = instruction.plan.backend.operator
+            operation = operation.format(operator=operator.capitalize())
             if not operation:
                 is_fusion = instruction.opcode == "fusion" or "fusion" in lowered
                 operation = clean(_without_number(symbol) if is_fusion else symbol)
-            arch = _arch(lowered if _arch(lowered) != "-" else target) if rule.category == "attention" else "-"
-            return Name(rule.framework, rule.category, arch, operation)
+            arch = _arch(lowered if _arch(lowered) != "-" else target) if category == "attention" else "-"
+            return Name(framework, category, arch, operation)
     if instruction.opcode == "custom-call":
         return Name("-", "-", "-", clean(instruction.target or symbol))
     if not instruction.opcode and re.search(r"[<(:]|^_Z", symbol):
@@ -241,19 +219,11 @@ def _arch(lowered: str) -> str:
     return next((arch for family, arch in _ARCHITECTURES.items() if family in lowered), "-")
 
 
-# Opcodes of collectives. An opcode precedes its suffixes.
-_COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "ragged-all-to-all",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "reduce-scatter",
+# Asynchronous instructions have a start and an end. An opcode precedes its suffixes. Numbers make names unique.
+_COLLECTIVE_INSTRUCTION = re.compile(
+    r"(all-gather|all-reduce|ragged-all-to-all|all-to-all|collective-broadcast|collective-permute|reduce-scatter)"
+    r"(-start|-update|-done)?([._]\d+)*"
 )
-
-# Asynchronous instructions have a start and an end. Numbers make names unique.
-_COLLECTIVE_INSTRUCTION = re.compile(rf"({'|'.join(_COLLECTIVES)})(-start|-update|-done)?([._]\d+)*")
 
 _NCCL = re.compile(r"\bnccl(?:Dev)?Kernel_(\w+)", re.IGNORECASE)
 # Prefixes of NCCL's kernels. Permutations and all-to-all are send and receive.

@@ -30,19 +30,18 @@ _MOST_MODULES = 10
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the trace and print its table; return the exit status."""
     parser = Parser(prog="python -m natten_jax.profiler.trace", description=__doc__, allow_abbrev=False)
-    parser.add_argument("path", type=Path, help="a *.xplane.pb file, or a folder in which the newest one is read")
-    parser.add_argument("--module", metavar="NAME", help="only this program, such as jit_step")
-    parser.add_argument(
-        "--steps",
-        type=at_least(1),
-        metavar="N",
+    # fmt: off
+    add = parser.add_argument
+    add("path", type=Path, help="a *.xplane.pb file, or a folder in which the newest one is read")
+    add("--module", metavar="NAME", help="only this program, such as jit_step")
+    add("--steps", type=at_least(1), metavar="N",
         help="how many steps the averages are of; by default the runs of the program, where there is one and the trace "
-        "says how often it ran, as traces of CPUs do",
-    )
-    parser.add_argument("--memory", action="store_true", help="count filling and copying memory on GPUs, too")
-    parser.add_argument("--all", action="store_true", help="all rows of a long table")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows to a file")
-    parser.add_argument("--csv", type=Path, metavar="PATH", help="write the rows to a file")
+        "says how often it ran, as traces of CPUs do")
+    add("--memory", action="store_true", help="count filling and copying memory on GPUs, too")
+    add("--all", action="store_true", help="all rows of a long table")
+    add("--json", type=Path, metavar="PATH", help="write the rows to a file")
+    add("--csv", type=Path, metavar="PATH", help="write the rows to a file")
+    # fmt: on
     options = parser.parse_args(argv)
     return run_program(parser.prog, lambda: _run(options), (CaptureError, OSError, NoDeviceError))
 
@@ -79,8 +78,9 @@ def _run(options: argparse.Namespace) -> None:
         report.write_json(options.json, {"modules": rows, "runs": runs, "steps": steps})
     if options.csv is not None:
         report.write_csv(options.csv, tables)
-    merged = merge_rows(tables.values())
-    print_table(report.shares_table(merged, "Trace", cut=not options.all, steps=steps))
+    merged = merge_rows(row for rows in tables.values() for row in rows)
+    columns = ("# calls", "Runtime", "Share") if steps is None else ("# a step", "Per step", "Share")
+    print_table(report.rows_table(merged, "Trace", cut=not options.all, columns=columns, steps=steps or 1))
     total = sum(each.seconds for each in modules.values())
     longest = sorted(modules.items(), key=lambda item: -item[1].seconds)[:_MOST_MODULES]
     print_lines(_module_line(name, each, total) for name, each in longest)
@@ -111,30 +111,27 @@ def programs_of(path: Path, *, with_memory: bool = False) -> dict[str, TracedPro
     for platform in ("cuda", "tpu", "cpu"):
         if events := capture.device_events(profile, platform, with_memory):
             break
-    found: dict[str, list[TracedProgram]] = defaultdict(list)
+    rows, runs = defaultdict[str, list[Row]](list), defaultdict[str, list[int | None]](list)
     groups = capture.grouped(events, lambda each: ((each.module or "-").partition("(")[0], each.number))
     for (module, number), of_module in groups.items():
         program = _program_of(of_module, module, number, programs)
         if platform == "cpu":
-            runs = capture.grouped(of_module, lambda each: (each.device, each.run)).values()
-            of_module = [event for run in runs for event in capture.without_overlap(run, program.is_container)]
+            of_runs = capture.grouped(of_module, lambda each: (each.device, each.run)).values()
+            of_module = [event for of_run in of_runs for event in capture.without_overlap(of_run, program.is_container)]
         devices = {device: [of_device] for device, of_device in capture.by_device(of_module).items()}
         (launched,) = devices[capture.busiest(devices)]
-        rows = measure.summarize([launched], program, "fna", platform)
-        found[module].append(TracedProgram(rows, _count_runs(launched)))
-    return {module: _merge_programs(parts) for module, parts in found.items()}
+        rows[module] += measure.summarize([launched], program, "fna", platform)
+        runs[module].append(_count_runs(launched))
+    return {
+        module: TracedProgram(merge_rows(rows[module]), None if None in counts else sum(filter(None, counts)))
+        for module, counts in runs.items()
+    }
 
 
 def _count_runs(events: Sequence[Event]) -> int | None:
     """Return the number of runs that the events belong to, or ``None``."""
     runs = {event.run for event in events}
     return None if None in runs else len(runs)
-
-
-def _merge_programs(parts: Sequence[TracedProgram]) -> TracedProgram:
-    """Merge programs with the same name."""
-    runs = [part.runs for part in parts if part.runs is not None]
-    return TracedProgram(merge_rows(part.rows for part in parts), sum(runs) if len(runs) == len(parts) else None)
 
 
 def _program_of(launched: Sequence[Event], module: str, number: int | None, programs: Mapping[int, Program]) -> Program:
@@ -148,20 +145,21 @@ def _program_of(launched: Sequence[Event], module: str, number: int | None, prog
     return Program(module, {}) if best is None else best[1]
 
 
-def merge_rows(tables: Iterable[tuple[Row, ...]]) -> tuple[Row, ...]:
+def merge_rows(rows: Iterable[Row]) -> tuple[Row, ...]:
     """Merge rows with the same name."""
-    by_name: dict[Name, Row] = {}
-    for row in (row for rows in tables for row in rows):
-        other = by_name.get(row.name)
-        if other is not None:
-            row = dataclasses.replace(
-                row,
-                calls=row.calls + other.calls,
-                runtimes=(row.runtime + other.runtime,),
-                symbols=tuple(dict.fromkeys((*other.symbols, *row.symbols))),
-            )
-        by_name[row.name] = row
-    return tuple(sorted(by_name.values(), key=lambda row: (order(row.name), -row.runtime)))
+    by_name: dict[Name, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_name[row.name].append(row)
+    merged = [
+        Row(
+            name,
+            sum(row.calls for row in same),
+            (sum(row.runtime for row in same),),
+            tuple(dict.fromkeys(symbol for row in same for symbol in row.symbols)),
+        )
+        for name, same in by_name.items()
+    ]
+    return tuple(sorted(merged, key=lambda row: (order(row.name), -row.runtime)))
 
 
 if __name__ == "__main__":

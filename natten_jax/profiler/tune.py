@@ -16,14 +16,14 @@ from natten_jax.backends.select import resolve
 from natten_jax.performance import PASSES, Pass, Performance
 from natten_jax.plan.devices import Device, default_device
 from natten_jax.plan.plan import Plan
-from natten_jax.problem import Problem
+from natten_jax.problem import Problem, problem_of
 from natten_jax.profiler.arguments import parse
 from natten_jax.profiler.capture import CaptureError, capture_in_turns
 from natten_jax.profiler.measure import seconds_of_iterations
-from natten_jax.profiler.options import Options, arrays_of, element_type
+from natten_jax.profiler.options import PROBLEM_FLAGS, Options, arrays_of
 from natten_jax.profiler.program import Program
 from natten_jax.profiler.search import THOROUGH, Effort, optimize
-from natten_jax.profiler.workload import Workload, compile_workload, passes, sub_calls_of
+from natten_jax.profiler.workload import Workload, compile_workload
 
 #: Least speedup of a configuration over the default.
 _CLEARLY = 1.02
@@ -94,27 +94,16 @@ class Task:
     @property
     def planned_problem(self) -> Problem:
         """Problem that backends get. Windows as large as the layout are attention."""
-        return tuned_problem(sub_calls_of(self.options)[0].request.problem)
+        return tuned_problem(self.options.main_request.problem)
 
     @property
     def options(self) -> Options:
         """Options of the profiler."""
         problem = self.problem
-        options = parse(["-i", *map(str, problem.query_layout)])
-        return dataclasses.replace(
-            options,
-            batch_size=problem.batch,
-            heads=problem.heads,
-            heads_kv=problem.heads_kv,
-            dim=problem.head_dim,
-            dim_value=problem.head_dim_v,
-            window=problem.windows,
-            dtype=element_type(problem.dtype),
-            backprop=self.backprop,
-            add_kv=problem.additional_kv,
-            performance=self.performance,
-            optimize=True,
-        )
+        sizes: dict[str, Any] = {field: getattr(problem, field) for field in PROBLEM_FLAGS.values()}
+        measured = problem_of(problem.query_layout, **problem.windows._asdict(), dtype=problem.dtype, **sizes)
+        how: dict[str, Any] = {"backprop": self.backprop, "performance": self.performance, "optimize": True}
+        return dataclasses.replace(parse(["-i", "1"]), problem=measured, **how)
 
 
 def tasks_of(plans: Iterable[Plan]) -> list[Task]:
@@ -188,20 +177,15 @@ def tuned_passes(task: Task, effort: Effort = THOROUGH) -> tuple[TunedPass, ...]
 
 def _plans(task: Task, options: Options, device: Device) -> dict[Pass, Plan]:
     """Return the plans of the passes with these options."""
-    request = sub_calls_of(options)[0].request
-    request = dataclasses.replace(
-        request,
-        problem=tuned_problem(request.problem),
-        precision=task.precision,
-        tuned=TunedTable(device.kind),
-    )
-    return {pass_: resolve(request, device, pass_) for pass_ in passes(options)}
+    request = dataclasses.replace(options.main_request, precision=task.precision, tuned=TunedTable(device.kind))
+    request = dataclasses.replace(request, problem=tuned_problem(request.problem))
+    return {pass_: resolve(request, device, pass_) for pass_ in options.passes}
 
 
 def _runs(task: Task, device: Device, every: Sequence[Sequence[Plan]]) -> list[Times]:
     """Measure a task with each of several lists of plans, in alternation."""
     options, workloads = task.options, list[Workload]()
-    with arrays_of(options.dtype), jax.default_matmul_precision(task.precision):
+    with arrays_of(options.problem), jax.default_matmul_precision(task.precision):
         for number, plans in enumerate(every):
             tuned = (TunedPass(_without_other_tiles(plan), 0.0, 0.0, False) for plan in plans)
             with in_force(TunedTable(device.kind, tuple(tuned))):

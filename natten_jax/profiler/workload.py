@@ -1,9 +1,8 @@
-"""The program that the options describe: its problem, inputs, shards on several devices, and plans; compiled."""
+"""The program that the options describe, compiled: its plans, and its inputs, sharded over the devices."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import os
 from collections.abc import Callable
@@ -15,32 +14,17 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from natten_jax import backends
-from natten_jax.autotuning.tables import table_for
 from natten_jax.backends.base import Platform
 from natten_jax.backends.select import resolve
-from natten_jax.halo import bytes_received
-from natten_jax.ops import neighborhood, sub_calls
-from natten_jax.ops.sub_calls import KeySet, SubCall
-from natten_jax.performance import Pass
+from natten_jax.ops import neighborhood
+from natten_jax.ops.sub_calls import KeySet
 from natten_jax.plan.devices import Device, default_device, default_jax_device
-from natten_jax.plan.plan import BackendId, Plan, Request
-from natten_jax.problem import Shape, problem_of
+from natten_jax.plan.plan import BackendId, Plan
+from natten_jax.problem import Shape
 from natten_jax.profiler import baselines
 from natten_jax.profiler.capture import Launch
-from natten_jax.profiler.options import ELEMENT_TYPES, Options
+from natten_jax.profiler.options import DIMENSIONS, Options
 from natten_jax.profiler.program import Program, compile_for_trace
-from natten_jax.sharding.auto import HeadSplit
-
-#: Families of backends that run only on some devices.
-KNOWN_FAMILIES: dict[str, Platform] = {
-    backend.family: backend.capabilities.platform
-    for backend in backends.registered()
-    if backend.capabilities.platform is not None
-}
-
-#: Values of --split that divide whole problems, and names of token dimensions by rank.
-SHARES = ("batch", "heads")
-DIMENSIONS = {1: ("T",), 2: ("H", "W"), 3: ("T", "H", "W")}
 
 
 class UnavailableBackend(ValueError):
@@ -98,9 +82,9 @@ def compile_workload(
     device = default_device()
     check_runs(options, device)
     plans: dict[str, Plan] = {}
-    for call in () if options.is_baseline else sub_calls_of_device(options):
+    for call in () if options.is_baseline else options.sub_calls_per_device():
         prefix = "additional_kv_" if call.kind is KeySet.ADDITIONAL else ""
-        plans |= {prefix + pass_: resolve(call.request, device, pass_) for pass_ in passes(options)}
+        plans |= {prefix + pass_: resolve(call.request, device, pass_) for pass_ in options.passes}
     function = _function(options)
     function.__name__ = name
     # Inputs of another problem may end with additional tokens that this one lacks.
@@ -115,15 +99,15 @@ def _function(options: Options) -> Callable[..., Any]:
     def forward(query: jax.Array, key: jax.Array, value: jax.Array, *additional: jax.Array) -> Any:
         if options.is_baseline:
             return baselines.attend(str(options.backend), query, key, value)
-        operator: Callable[..., Any] = getattr(neighborhood, f"na{options.rank}d")
+        operator: Callable[..., Any] = getattr(neighborhood, f"na{options.problem.rank}d")
         return operator(
             query,
             key,
             value,
-            **options.window._asdict(),
+            **options.problem.windows._asdict(),
             additional_keys=additional[0] if additional else None,
             additional_values=additional[1] if additional else None,
-            attention_kwargs=attention_kwargs(options),
+            attention_kwargs=options.attention_kwargs,
             backend=options.backend,
             **dataclasses.asdict(options.performance),
         )
@@ -133,51 +117,6 @@ def _function(options: Options) -> Callable[..., Any]:
         return output, gradients(cotangent)
 
     return forward_and_backward if options.backprop else forward
-
-
-def passes(options: Options) -> tuple[Pass, ...]:
-    """Return the passes to profile."""
-    return ("forward", "backward") if options.backprop else ("forward",)
-
-
-def request_of(options: Options) -> Request:
-    """Return the request to the operators.
-
-    Raises:
-        ValueError: The operators do not support the problem.
-    """
-    problem = problem_of(
-        options.input_size,
-        **options.window._asdict(),
-        batch=options.batch_size,
-        heads=options.heads,
-        heads_kv=options.heads_kv,
-        head_dim=options.dim,
-        head_dim_v=options.dim_value,
-        dtype=ELEMENT_TYPES[options.dtype],
-        additional_kv=options.add_kv,
-    )
-    backend = None if options.is_baseline else options.backend
-    return Request(problem, options.performance, backend, tuned=table_for())
-
-
-def attention_kwargs(options: Options) -> dict[str, Any] | None:
-    """Return the operators' argument of this name."""
-    return None if options.fmha_backend is None else {"backend": options.fmha_backend}
-
-
-def sub_calls_of(options: Options) -> tuple[SubCall, ...]:
-    """Return the attention calls that the operator makes."""
-    return sub_calls.sub_calls_of(request_of(options), attention_kwargs(options))
-
-
-def sub_calls_of_device(options: Options) -> tuple[SubCall, ...]:
-    """Return the attention calls of each device, on its share of the problem."""
-    every = sub_calls_of(options)
-    if options.devices == 1:
-        return every
-    one = request_of(options_per_device(options)).problem
-    return tuple(each._replace(request=each.request.of_part(one.batch, one.heads, one.heads_kv)) for each in every)
 
 
 # Checks before compilation.
@@ -196,7 +135,7 @@ def check_runs(options: Options, device: Device) -> None:
     if options.is_baseline:
         name = str(options.backend)
         flag = "--compare" if name == options.compare else "--backend"
-        baselines.check(name, flag, request_of(options).problem, device, memory(options))
+        baselines.check(name, flag, options.problem, device, memory(options))
 
 
 def check_available(options: Options, device: Device) -> None:
@@ -206,11 +145,14 @@ def check_available(options: Options, device: Device) -> None:
         UnavailableBackend: A backend does not. The message contains the devices that it runs on.
     """
     for name in (options.backend, options.fmha_backend):
-        if name is None or name in baselines.BASELINES:
-            continue
-        platform = KNOWN_FAMILIES.get(BackendId.parse(name).family)
+        platform = None if name is None else platform_of(name)
         if platform is not None and not platform.has(device):
             raise UnavailableBackend(f"{name} runs on {platform}, and this is {device}")
+
+
+def platform_of(name: str) -> Platform | None:
+    """Return the devices that a backend runs on; ``None`` for all devices, and for baselines."""
+    return None if name in baselines.BASELINES else backends.of(BackendId.parse(name)).capabilities.platform
 
 
 def check_fits(options: Options) -> None:
@@ -253,15 +195,17 @@ def input_shapes(options: Options) -> list[Any]:
 def _shapes(options: Options) -> list[Any]:
     """Return shapes and types of output, query, key, value and additional keys and values."""
 
-    def array(layout: tuple[int, ...], heads: int, dim: int) -> jax.ShapeDtypeStruct:
-        shape = options.batch_size, *layout, heads, dim
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(ELEMENT_TYPES[options.dtype]))  # type: ignore[no-untyped-call]
+    problem = options.problem
 
-    dims = options.dim, options.dim_value
-    arrays = [array(options.input_size, options.heads, dim) for dim in (options.dim_value, options.dim)]
-    arrays += [array(options.input_size, options.heads_kv, dim) for dim in dims]
-    if options.add_kv:
-        arrays += [array((options.add_kv,), options.heads_kv, dim) for dim in dims]
+    def array(layout: Shape, heads: int, dim: int) -> jax.ShapeDtypeStruct:
+        shape = problem.batch, *layout, heads, dim
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(problem.dtype))  # type: ignore[no-untyped-call]
+
+    dims = problem.head_dim, problem.head_dim_v
+    arrays = [array(problem.query_layout, problem.heads, dim) for dim in reversed(dims)]
+    arrays += [array(problem.query_layout, problem.heads_kv, dim) for dim in dims]
+    if problem.additional_kv:
+        arrays += [array((problem.additional_kv,), problem.heads_kv, dim) for dim in dims]
     return arrays
 
 
@@ -285,40 +229,6 @@ def make_inputs(options: Options) -> tuple[jax.Array, ...]:
 
 
 # Several devices.
-
-
-def splits_tokens(options: Options) -> bool:
-    """Return if token dimensions are split."""
-    return options.split not in SHARES
-
-
-def token_parts(options: Options) -> Shape:
-    """Return the number of parts per token dimension, such that a device receives the fewest bytes.
-
-    Raises:
-        ValueError: ``--split`` has an unknown name, or the dimensions cannot be cut into equal parts.
-    """
-    if not splits_tokens(options):
-        return (1,) * options.rank
-    names = DIMENSIONS[options.rank]
-    wanted = options.split.split(",")
-    if not set(wanted) <= set(names) or len(set(wanted)) < len(wanted):
-        known = ", ".join((*SHARES, *names))
-        several = f", or token dimensions with commas, as {','.join(names)}" if options.rank > 1 else ""
-        raise ValueError(f"--split takes {known}{several}; got {options.split}")
-    counts = [
-        [n for n in range(1, options.devices + 1) if extent % n == options.devices % n == 0] if name in wanted else [1]
-        for name, extent in zip(names, options.input_size, strict=True)
-    ]
-    every = [parts for parts in itertools.product(*counts) if math.prod(parts) == options.devices]
-    if not every:
-        size = " ".join(map(str, options.input_size))
-        raise ValueError(
-            f"--devices {options.devices} cannot share the tokens equally that --split {options.split} names: "
-            f"the input size is {size}"
-        )
-    problem = problem_of(options.input_size, **options.window._asdict())  # halos depend only on these arguments
-    return min(every, key=lambda parts: bytes_received(problem, parts))
 
 
 def devices_of(options: Options) -> list[jax.Device]:
@@ -345,38 +255,12 @@ def sharding_of(options: Options, shape: Shape) -> NamedSharding:
         ValueError: There are fewer devices.
     """
     axes: tuple[str | None, ...]
-    if splits_tokens(options):
-        parts, names = token_parts(options), DIMENSIONS[options.rank]
-        axes = (None, *names) if tuple(shape[1 : 1 + options.rank]) == tuple(options.input_size) else ()
+    if options.splits_tokens:
+        parts, names = options.token_parts(), DIMENSIONS[options.problem.rank]
+        axes = (None, *names) if shape[1:-2] == options.problem.query_layout else ()
     else:
         parts, names = (options.devices,), ("devices",)
         axis = 0 if options.split == "batch" else len(shape) - 2
         axes = (*(None,) * axis, "devices") if shape[axis] % options.devices == 0 else ()
     mesh = Mesh(np.asarray(devices_of(options)).reshape(parts), names, axis_types=(AxisType.Auto,) * len(names))
     return NamedSharding(mesh, PartitionSpec(*axes))
-
-
-def options_per_device(options: Options) -> Options:
-    """Return the options of one device's share of the batch, or of the query heads with their key/value heads.
-
-    If tokens are split, these are the options of the whole problem on one device.
-    """
-    count = options.devices
-    one = dataclasses.replace(options, devices=1)
-    if splits_tokens(options):
-        return one
-    if options.split == "batch":
-        return dataclasses.replace(one, batch_size=options.batch_size // count)
-    heads_kv = HeadSplit.of(options.heads, options.heads_kv, count, 1).needed.shape[1]
-    return dataclasses.replace(one, heads=options.heads // count, heads_kv=heads_kv)
-
-
-def describe_split(options: Options) -> str:
-    """Return text such as ``8 devices, split over batch``."""
-    if splits_tokens(options):
-        parts = zip(DIMENSIONS[options.rank], token_parts(options), strict=True)
-        each = ", ".join(f"{name} in {count}" for name, count in parts)
-        return f"{options.devices} devices, split over {options.split} ({each})"
-    is_whole = options.split == "batch" or options.heads_kv % options.devices == 0
-    copies = "" if is_whole else " (key/value heads on every device)"
-    return f"{options.devices} devices, split over {options.split}{copies}"

@@ -17,7 +17,8 @@ import natten_jax
 from natten_jax import plot, problem
 from natten_jax.arguments.names import SpelledOptions, explanation
 from natten_jax.performance import ATTENTION_NAMES, KernelSchedule
-from natten_jax.profiler.options import WINDOW_FLAGS, profiler_parser
+from natten_jax.profiler.arguments import profiler_parser
+from natten_jax.profiler.options import WINDOW_FLAGS
 from natten_jax.windows import OPTION_DEFAULTS, Axis, WindowArguments
 from tests.support.problems import OPERATORS
 

@@ -26,7 +26,6 @@ from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem, problem_of
 from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.arguments import parse
-from natten_jax.profiler.predict import main_sub_call
 from natten_jax.simulator import Calibration, Kernel
 from natten_jax.windows import WindowArguments
 from tests.support import oracle
@@ -333,7 +332,7 @@ def test_the_model_picks_tiles_that_were_measured_to_be_fast(calibrated: str) ->
     problems: dict[Any, dict[TilePair, float]] = collections.defaultdict(dict)
     for record in json.loads(file.read_text())["records"]:
         options = parse([*record["arguments"].split(), "--dtype", "bf16", "--backend", f"{calibrated}-fna"])
-        problem = main_sub_call(options).request.problem
+        problem = options.main_request.problem
         pair = tuple(record["q_tile"][-problem.rank :]), tuple(record["kv_tile"][-problem.rank :])
         seconds = problems[problem, record["pass"]]
         seconds[pair] = min(record["seconds"], seconds.get(pair, math.inf))

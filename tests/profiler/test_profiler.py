@@ -152,7 +152,7 @@ def test_float64_is_computed_in_float64(profiled: Profiled) -> None:
     assert "fp64, forward and backward" in " ".join(output.split())
     assert result["backends"] == {"forward": "flex-fna", "backward": "flex-fna"}
     options = parse(["-i", "16", "--dtype", "fp64", "--backend", "flex-fna", "-w", "4"])
-    with profiler_options.arrays_of(options.dtype):
+    with profiler_options.arrays_of(options.problem):
         loaded = workload.compile_workload(options)
     assert {array.dtype.name for array in loaded.arguments} == {loaded.run().dtype.name} == {"float64"}
 
@@ -177,7 +177,7 @@ def test_inputs_are_random() -> None:
 
 
 def test_problem_of_self_attention() -> None:
-    problem: Problem = workload.request_of(parse(["-i", "8", "8"])).problem
+    problem: Problem = parse(["-i", "8", "8"]).problem
     assert problem.is_attention
     assert tiles.visible_pairs(problem) == 64 * 64
 

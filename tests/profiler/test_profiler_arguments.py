@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from natten_jax.performance import Performance
+from natten_jax.problem import problem_of
 from natten_jax.profiler import arguments, parse
 from natten_jax.profiler.__main__ import main
 
@@ -124,14 +125,12 @@ def test_help_has_groups_and_examples(capsys: pytest.CaptureFixture[str], monkey
 
 def test_defaults() -> None:
     options = parse(["-i", "8", "16"])
-    assert (options.batch_size, options.heads, options.heads_kv, options.dim, options.dim_value) == (1, 1, 1, 64, 64)
-    assert options.window[:3] == ((8, 16), (1, 1), (1, 1))
-    assert options.window.is_causal == (False, False)
-    assert (options.dtype, options.backprop, options.add_kv) == ("fp16", False, 0)
+    assert options.problem == problem_of((8, 16), (8, 16), dtype="float16")
+    assert not options.backprop
     assert options.performance == Performance()
     assert (options.warmup_steps, options.iterations) == (10, 20)
-    assert parse(["-i", "8", "-n", "4", "-d", "32"]).heads_kv == 4
-    assert parse(["-i", "8", "-n", "4", "-d", "32"]).dim_value == 32
+    assert parse(["-i", "8", "-n", "4", "-d", "32"]).problem.heads_kv == 4
+    assert parse(["-i", "8", "-n", "4", "-d", "32"]).problem.head_dim_v == 32
 
 
 @pytest.mark.parametrize(
@@ -139,7 +138,7 @@ def test_defaults() -> None:
     [("true 0", (True, False)), ("False 1", (False, True)), ("1", (True, True)), ("False", (False, False))],
 )
 def test_causal(given: str, expected: tuple[bool, ...]) -> None:
-    assert parse(["-i", "8", "8", "-c", *given.split()]).window.is_causal == expected
+    assert parse(["-i", "8", "8", "-c", *given.split()]).problem.is_causal == expected
 
 
 @pytest.mark.parametrize("flag", ["-w", "-s", "--dilation"])
@@ -160,7 +159,8 @@ def test_one_extent_is_for_all_dimensions(flag: str) -> None:
     ],
 )
 def test_element_types_have_one_spelling_in_results(full: str, short: str) -> None:
-    assert parse(["-i", "8", "--dtype", full]).dtype == parse(["-i", "8", "--dtype", short]).dtype == short
+    given, shorter = (parse(["-i", "8", "--dtype", name]) for name in (full, short))
+    assert given == shorter and given.as_given()["dtype"] == short
 
 
 def test_flags_of_natten_that_change_nothing_are_taken() -> None:
@@ -170,10 +170,10 @@ def test_flags_of_natten_that_change_nothing_are_taken() -> None:
 def test_every_rule_of_the_operators_is_one_of_the_command_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise ValueError("kernel_size must be prime, and stride, dilation and is_causal odd")
 
-    monkeypatch.setattr(arguments, "request_of", refuse)
+    monkeypatch.setattr(arguments, "problem_of", refuse)
     with pytest.raises(SystemExit):
         parse(["-i", "8"])
     assert "--window-size must be prime, and --stride, --dilation and --causal odd" in capsys.readouterr().err
@@ -181,7 +181,7 @@ def test_every_rule_of_the_operators_is_one_of_the_command_line(
 
 def test_baselines_ignore_windows_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     options = parse(["-i", "8", "8", "-w", "3", "3", "-s", "2", "2", "-c", "1", "--backend", "xla"])
-    assert (options.window.kernel_size, options.window.stride, options.window.is_causal) == (
+    assert (options.problem.kernel_size, options.problem.stride, options.problem.is_causal) == (
         (8, 8),
         (1, 1),
         (False, False),

@@ -19,7 +19,6 @@ from natten_jax.profiler import Row, capture, parse, report, symbols
 from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.capture import CaptureError, Event
 from natten_jax.profiler.program import Instruction, Program
-from natten_jax.profiler.workload import options_per_device
 from tests.support.meshes import mesh_of, put
 from tests.support.traces import rows_by_module
 
@@ -53,8 +52,8 @@ def test_a_problem_is_split_over_the_hosts_devices(tmp_path: Path, capsys: pytes
     for i, ((flags, share, collectives), output) in enumerate(zip(RUNS, outputs, strict=True)):
         assert all(len(row) <= 100 for row in output.splitlines())
         options = parse([*PROBLEM.split(), *flags.split()])
-        each = options_per_device(options)
-        assert (each.batch_size, each.heads, each.heads_kv) == share
+        each = options.per_device()
+        assert (each.batch, each.heads, each.heads_kv) == share
         found = json.loads((tmp_path / f"{i}.json").read_text())
         assert (found["devices"]["count"], found["devices"]["split"]) == (options.devices, options.split)
         assert f"{options.devices} devices, split over {options.split}" in output

@@ -344,8 +344,8 @@ def test_progress_is_shown_on_terminals(
     monkeypatch.setenv("TERM", "xterm")
     shown = stream()
     monkeypatch.setattr(sys, "stderr", shown)
-    with cli.Progress(2) as bar:
-        bar.update("trying backends", more_steps=1, done=1)
+    with cli.progress(2) as update:
+        update("trying backends", more_steps=1, done=1)
     assert ("trying backends" in shown.getvalue()) == is_shown
 
 

@@ -33,7 +33,7 @@ from natten_jax.profiler.options import Options
 from natten_jax.profiler.program import Program
 from natten_jax.profiler.search import Effort, Optimum, best_table, optimize
 from natten_jax.profiler.tune import plans_of
-from natten_jax.profiler.workload import Workload, request_of
+from natten_jax.profiler.workload import Workload
 
 # ``--optimize``, and its results as arguments of the operators and the modules.
 
@@ -160,7 +160,7 @@ def test_without_a_calibration_the_backends_own_order_is_searched(monkeypatch: p
     line = "-i 48 64 -w 8 9 --backprop --backend cpu-fna --optimize"
     assert simulator.calibration_for("cpu", None) is None
     options = parse(line.split())
-    problem = predict.main_sub_call(options).request.problem
+    problem = options.main_request.problem
     offered = {each.pass_: each.pairs for each in predict.listings(options, problem, Device("cpu"))}
     compiled = fake_search(monkeypatch, line, lambda options: 1e-3)[1]
     forward = [q_tile for _, q_tile, backward_q_tile, _ in compiled if backward_q_tile is None]
@@ -199,7 +199,7 @@ def test_search_keeps_what_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_best_configuration_names_what_ran_by_default(backend: str, arguments: str, schedule: str | None) -> None:
     options = parse(f"-i 64 64 -w 8 8 --backprop --optimize {arguments}".split())
     tiles: dict[Pass, TilePair] = {"forward": ((16, 8), (8, 16)), "backward": ((8, 8), (16, 8))}
-    request = request_of(options)
+    request = options.main_request
     operator = BackendId.parse(backend).operator
     request = dataclasses.replace(request, problem=dataclasses.replace(request.problem, operator=operator))
     plans = {
