@@ -194,7 +194,7 @@ def axis_mask(axis: Axis) -> np.ndarray:
     """Return the visibility ``[queries, keys]`` in one dimension."""
     queries, tokens = np.arange(axis.query_extent)[:, np.newaxis], np.arange(axis.kv_extent)
     first, end = axis.reach(queries)
-    # Behind the ends are the tokens of the other end, where the dimension wraps.
+    # In a dimension that wraps, the tokens of the other end follow.
     rounds = (-axis.kv_extent, 0, axis.kv_extent) if axis.edges == "wrap" else (0,)
     is_inside = [(first <= tokens + each) & (tokens + each < end) for each in rounds]
     return np.logical_or.reduce(is_inside) & ((queries - tokens) % axis.dilation == 0)

@@ -106,7 +106,7 @@ def least_block_sparse_stride(problem: Problem, pair: TilePair, *, placement: Pl
 
 
 def _inner_tiles(axis: Axis, q_tile: int, kv_tile: int, placement: Placement) -> tuple[int, int]:
-    """Return the key/value tiles that the query tiles of a dimension visit, and those of them that need no mask."""
+    """Count the key/value tiles that the query tiles of a dimension visit: all tiles, and tiles without a mask."""
     found = judged_tiles(axis, q_tile, (kv_tile,), placement, "forward", ((0, q_tile - 1),))
     inner, _, full = map(int, found.judged[0])
     return inner, full

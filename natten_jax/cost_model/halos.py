@@ -336,7 +336,7 @@ def _kernel_seconds(
     one = visits_at_once(plan, [Halo(axis.kv_extent, 1, 0, 0) for axis in problem.axes])  # a device with all tokens
     inner_share = sum(call.inner for call in strategy.calls) / one.inner
     if small_windows.is_for(calibration, problem, pass_, plan.tiles):
-        as_parts = dataclasses.replace(problem, own_origins=True)  # which have no rings
+        as_parts = dataclasses.replace(problem, own_origins=True)  # without rings
         seconds = small_windows.seconds(calibration, as_parts, pass_, plan.tiles)
         return None if seconds is None else seconds * inner_share
     kernel = calibration.kernel(problem, plan.tiles, pass_)

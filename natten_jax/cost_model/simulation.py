@@ -187,8 +187,8 @@ def rank(
     """
     if calibration is None:
         return []
-    # One kernel executes all tiles of one size. All inner tiles of one outer tile are counted together: in three
-    # dimensions there are thousands of pairs.
+    # All tiles of one size run in one kernel. Inner tiles of one outer tile are counted together: in three dimensions
+    # there are thousands of pairs.
     groups: dict[tuple[Shape, int], list[TilePair]] = collections.defaultdict(list)
     for pair in pairs:
         outer, inner = outer_and_inner(pair, pass_)

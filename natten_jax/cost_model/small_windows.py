@@ -132,7 +132,7 @@ def _native_estimate(
 ) -> tuple[Callable[..., Any], Mapping[str, Any] | None]:
     """Return the native estimate as a function of the tiles of the kernel.
 
-    Also return the launch for key and value gradients with tiles of its own, or ``None`` if there is none.
+    The second value is the launch for key and value gradients that chooses its tiles; ``None`` without a ring.
     """
     sizes = problem.batch, problem.heads, problem.heads_kv, problem.head_dim, problem.head_dim_v, problem.additional_kv
     axes, has_ring = axis_rows(problem), not problem.own_layouts

@@ -275,7 +275,7 @@ def part_counts(
 ) -> PartCounts:
     """Count the work of a kernel's row groups on inner tiles of several shapes of one size.
 
-    An inner tile that does not fill the kernel's is masked where it ends.
+    The kernel masks the end of an inner tile that is smaller than its own.
     """
     row_groups = kernel.row_groups
     boxes = _row_boxes(outer_tile, kernel.outer_tokens // row_groups, row_groups)
@@ -302,7 +302,7 @@ def part_counts(
 
 
 def _added_parts(problem: Problem, outer: int, inner_tile: Shape, kernel: Kernel, pass_: Pass) -> PartCounts:
-    """Count additional tokens, which are inner tiles of ``outer`` tiles, or outer tiles of their own."""
+    """Count tiles of additional tokens: more inner tiles of ``outer`` tiles, or more outer tiles."""
     tokens = kernel.inner_tokens if pass_ == "forward" else kernel.outer_tokens
     full_tiles, rest = divmod(problem.additional_kv, tokens)
     tiles = full_tiles + bool(rest)
@@ -350,7 +350,7 @@ def _requirements(row_groups: int) -> Any:
 
 @functools.cache
 def _strictest(numbers: tuple[int, ...]) -> Any:
-    """Return, for every combination of requirements, its number among those of distinct row groups.
+    """Map combinations of requirements to combinations for distinct row groups, both by number.
 
     Of the requirements of row groups with the same rows, the strictest implies the others.
 

@@ -37,7 +37,7 @@ _HLO_MODULE = 1
 # Instructions that only run other instructions.
 _CONTAINERS = ("while", "conditional", "call", "async-start", "async-done")
 
-# Kinds of fields in the wire format: integers, and those of a fixed size in bytes. Others begin with their size.
+# Kinds of fields in the wire format: integers, and bytes of a fixed size. Other bytes begin with their size.
 _VARINT, _SIZES = 0, {1: 8, 5: 4}
 
 
@@ -185,7 +185,7 @@ class _Message:
             number, position = (_SIZES[kind], position) if kind in _SIZES else _varint(data, position)
             if kind == _VARINT:
                 values.append(number)
-            else:  # so many bytes
+            else:  # a number of bytes
                 values.append(data[position : position + number])
                 position += number
 
