@@ -186,7 +186,7 @@ def ring(step: int) -> Draw:
 
 
 ROAD = (
-    ("while JAX traces", ("na2d", "attend_windows", "attend", "_attend_locally", "bind")),
+    ("while JAX traces", ("na2d", "run_operator", "attend", "_attend_on_device", "bind")),
     ("while JAX lowers", ("_run_local", "DeviceCall.plan", "_compute_forward", "call_forward", "call")),
     ("when the program runs", ("FFI handler", "launcher", "kernel")),
 )

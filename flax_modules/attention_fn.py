@@ -24,7 +24,7 @@ from natten_jax.ops.neighborhood import na1d, na2d, na3d
 from natten_jax.ops.neighborhood_weights import neighborhood_apply, neighborhood_weights
 from natten_jax.ops.sub_calls import checked_attention_kwargs
 from natten_jax.performance import PERFORMANCE_NAMES, PerformanceArguments, performance_of
-from natten_jax.windows import DOCUMENTED_ARGUMENTS, WINDOW_OPTIONS, WindowArguments, WindowOptions
+from natten_jax.windows import Edges, WindowArguments
 
 __all__ = ["NeighborhoodAttentionFn", "neighborhood_attention_fn"]
 
@@ -51,10 +51,6 @@ class Performance(PerformanceArguments, total=False):
     attention_kwargs: Mapping[str, Any] | None
     backend: str | None
     fp8: str | None
-
-
-class Options(WindowOptions, Performance, total=False):
-    """Keyword arguments that modules pass to the operators."""
 
 
 # Attention with fixed arguments --------------------------------------------------------------------------------------
@@ -196,17 +192,22 @@ class NeighborhoodModule:
     """Common parts of the modules for ``flax.nnx`` and ``flax.linen``, and of their documentation.
 
     Maps ``[*batch, {layout}, in_features]`` to ``[*batch, {layout}, out_features]``, with any number of batch
-    dimensions, none included{flattened}.
+    dimensions, none included. Flattened tokens ``[batch, tokens, in_features]`` of an image need their layout back.
 
     The parameters are named and shaped like those of Flax's ``MultiHeadAttention``: ``query``, ``key`` and ``value``
     have kernels ``[in_features, heads, head_dim]`` and biases ``[heads, head_dim]``, ``out`` has
     ``[num_heads, head_dim, out_features]`` and ``[out_features]``; with ``normalize_qk``, ``query_ln`` and ``key_ln``
     have scales ``[head_dim]``; with ``relative_bias``, ``rpb`` is ``[heads, 2 * kernel_size - 1, ...]``; with
-    ``sinks``, ``sinks`` is ``[heads]``. Window arguments take {per_dimension}.
+    ``sinks``, ``sinks`` is ``[heads]``. Window arguments take one value per token dimension, or one for all.
 
     Arguments:
         num_heads: Query heads.
-        {window_arguments}
+        kernel_size: Window extent in tokens; -1 is the whole extent (with dilation, the largest window that fits).
+        stride: Queries that share a window; at most ``kernel_size``.
+        dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
+        is_causal: Whether later keys are hidden.
+        edges: What becomes of a window that reaches over the ends: ``"shift"`` moves it inside, ``"cut"`` leaves it the
+            keys that exist, ``"wrap"`` goes on at the other end, of an extent that ``dilation`` divides.
         clamp_window: Clamp windows larger than the layout to the largest that fit.
         qkv_bias: Give the query, key and value projections a bias; the output projection always has a bias.
         qk_scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``.
@@ -256,11 +257,6 @@ class NeighborhoodModule:
             "common": common.partition("\n\n")[2],
             "arguments": arguments.strip(),
             "raises": raises,
-            "window_arguments": DOCUMENTED_ARGUMENTS,
-            "per_dimension": "one value" if rank == 1 else f"{rank} values, or one for all dimensions",
-            "flattened": ""
-            if rank == 1
-            else ": flattened tokens ``[batch, tokens, in_features]`` need their layout back",
             "shape": str((1, *(4,) * rank, 32)),
             "layout": _LAYOUTS[rank],
             "tokens": _TOKENS[rank],
@@ -374,7 +370,6 @@ def _check_input(inputs: jax.Array, rank: int, in_features: int | None, name: st
 
 
 @explained(Performance.__annotations__)
-@WINDOW_OPTIONS.shown(performance=Performance)
 def neighborhood_attention_fn(
     kernel_size: Ints,
     stride: Ints = 1,
@@ -382,8 +377,9 @@ def neighborhood_attention_fn(
     is_causal: Bools = False,
     scale: float | None = None,
     *,
+    edges: Edges = "shift",
     clamp_window: bool = False,
-    **options: Unpack[Options],
+    **performance: Unpack[Performance],
 ) -> NeighborhoodAttentionFn:
     """Make an ``attention_fn`` for ``flax.nnx`` and ``flax.linen``.
 
@@ -408,7 +404,8 @@ def neighborhood_attention_fn(
         dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
         is_causal: Whether later keys are hidden.
         scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``, which is what Flax does.
-        {WindowOptions}
+        edges: What becomes of a window that reaches over the ends: ``"shift"`` moves it inside, ``"cut"`` leaves it the
+            keys that exist, ``"wrap"`` goes on at the other end, of an extent that ``dilation`` divides.
         clamp_window: Whether windows that are larger than the layout become the largest that fit.
         **performance: ``backend``, ``fp8`` and the other performance arguments of :func:`natten_jax.na1d`.
 
@@ -419,8 +416,8 @@ def neighborhood_attention_fn(
         ValueError: A value breaks a rule above, or ``backend`` is unknown.
         TypeError: An argument is of the wrong type.
     """
-    window = WindowArguments(kernel_size, stride, dilation, is_causal).taking(options)
-    settings = {**window._asdict(), "scale": scale, "clamp_window": clamp_window, **options}
+    window = WindowArguments(kernel_size, stride, dilation, is_causal, edges)
+    settings = {**window._asdict(), "scale": scale, "clamp_window": clamp_window, **performance}
     return NeighborhoodAttentionFn(frozen(settings))
 
 
@@ -501,7 +498,8 @@ class NeighborhoodAttentionFn:
         unsupported |= {"attn_weights_value_einsum": attn_weights_value_einsum}
         for name, argument in unsupported.items():
             if argument is not None:
-                raise ValueError(f"{name} must be None, got {_brief(argument)}: {_REASONS.get(name, _NO_EINSUM)}")
+                kind = f"an array of shape {argument.shape}" if hasattr(argument, "shape") else type(argument).__name__
+                raise ValueError(f"{name} must be None, got {kind}: {_REASONS.get(name, _NO_EINSUM)}")
         if dropout_rate > 0 and not deterministic:
             raise ValueError(
                 f"dropout_rate must be 0 unless deterministic, got {dropout_rate}: neighborhood attention has no "
@@ -531,8 +529,3 @@ _REASONS = {
     "input_positions": "rotate query and key in a function around this one",
 }
 _NO_EINSUM = "the products are computed inside the operator"
-
-
-def _brief(argument: Any) -> str:
-    shape = getattr(argument, "shape", None)
-    return type(argument).__name__ if shape is None else f"an array of shape {shape}"

@@ -151,16 +151,14 @@ def _split(state_dict: Mapping[str, Any], num_heads: int, prefix: str) -> _Weigh
     check_positive(num_heads=num_heads)
     # Hugging Face's port: a module inside of the attention has the projections, another one beside it the output's.
     inner = next((own for own in (prefix, f"{prefix}self.") if f"{own}query.weight" in state_dict), None)
-    joint = inner is None
     if inner is None:
-        inner, weights = prefix, _joint(state_dict, prefix)
+        inner, source, weights = prefix, f"{prefix}qkv.weight", _joint(state_dict, prefix)
     else:
+        source = f"{inner}query.weight"
         weights = [_pair(state_dict, inner, name) for name in ("query", "key", "value")]
-    first = weights[0][0]
-    features = first.shape[-1]
+    features = weights[0][0].shape[-1]
     if features % num_heads:
-        of = f"{inner}{'qkv' if joint else 'query'}.weight"
-        raise ValueError(f"num_heads {num_heads} does not divide the {features} features of {of}")
+        raise ValueError(f"num_heads {num_heads} does not divide the {features} features of {source}")
     head = num_heads, features // num_heads
     projections: dict[str, dict[str, FloatArray]] = {}
     for name, (weight, bias) in zip(("query", "key", "value"), weights, strict=True):
@@ -170,7 +168,6 @@ def _split(state_dict: Mapping[str, Any], num_heads: int, prefix: str) -> _Weigh
             projections[name]["bias"] = bias.reshape(head)
     outer = inner.removesuffix("self.")
     at, out = (outer, "output.dense") if f"{outer}output.dense.weight" in state_dict else (prefix, "proj")
-    source = f"{inner}{'qkv' if joint else 'query'}.weight"
     projections["out"] = {
         "kernel": _tensor(state_dict, at, f"{out}.weight", (features, features), source).T.reshape(*head, features),
         "bias": _tensor(state_dict, at, f"{out}.bias", (features,), source),

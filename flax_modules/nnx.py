@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec
 from natten_jax.arguments.arrays import Counts, Origin
 from natten_jax.arguments.names import explained
 from natten_jax.arguments.static import Bools, Ints, flag, shown
-from natten_jax.windows import WINDOW_OPTIONS
+from natten_jax.windows import Edges, WindowArguments
 
 from . import attention_fn as common
-from .attention_fn import NeighborhoodModule, Options, Performance
+from .attention_fn import NeighborhoodModule, Performance
 
 __all__ = ["NeighborhoodAttention1D", "NeighborhoodAttention2D", "NeighborhoodAttention3D"]
 
@@ -58,7 +58,6 @@ class NeighborhoodAttention(NeighborhoodModule, nnx.Module):
         cls.document(NeighborhoodAttention.__doc__ or "")
 
     @explained(Performance.__annotations__)
-    @WINDOW_OPTIONS.shown(performance=Performance)
     def __init__(
         self,
         in_features: int,
@@ -68,6 +67,7 @@ class NeighborhoodAttention(NeighborhoodModule, nnx.Module):
         stride: Ints = 1,
         dilation: Ints = 1,
         is_causal: Bools = False,
+        edges: Edges = "shift",
         clamp_window: bool = False,
         relative_bias: bool = False,
         sinks: bool = False,
@@ -96,7 +96,7 @@ class NeighborhoodAttention(NeighborhoodModule, nnx.Module):
         kv_bias_metadata: Mapping[str, Any] | None = None,
         out_bias_metadata: Mapping[str, Any] | None = None,
         rngs: nnx.Rngs,
-        **options: Unpack[Options],
+        **performance: Unpack[Performance],
     ) -> None:
         common.check_dropout(attn_drop, proj_drop)
         self.in_features = in_features
@@ -104,8 +104,8 @@ class NeighborhoodAttention(NeighborhoodModule, nnx.Module):
         sizes = common.head_sizes(num_heads, num_kv_heads, in_features, qkv_features)
         self.num_heads, self.num_kv_heads, self.head_dim = sizes
         common.check_positive(out_features=self.out_features)
-        window = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation, "is_causal": is_causal}
-        settings = {**window, "clamp_window": clamp_window, "qk_scale": qk_scale, **options}
+        window = WindowArguments(kernel_size, stride, dilation, is_causal, edges)._asdict()
+        settings = {**window, "clamp_window": clamp_window, "qk_scale": qk_scale, **performance}
         self.neighborhood = common.neighborhood(type(self).__name__, self.rank, settings, "qk_scale")
         typed: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         project: Any = functools.partial(nnx.LinearGeneral, precision=precision, **typed)

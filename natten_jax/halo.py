@@ -207,12 +207,8 @@ def bytes_received(problem: Problem, parts: Sequence[int]) -> int:
     halos = halos_of(problem, parts)
     own = math.prod(halo.part for halo in halos)
     held = math.prod(halo.part + halo.received for halo in halos)
-    return (held - own) * key_value_bytes(problem)
-
-
-def key_value_bytes(problem: Problem) -> int:
-    """Bytes of a token's key and value, over batch and heads."""
-    return problem.batch * problem.heads_kv * (problem.head_dim + problem.head_dim_v) * problem.element.bytes
+    per_token = problem.batch * problem.heads_kv * (problem.head_dim + problem.head_dim_v) * problem.element.bytes
+    return (held - own) * per_token
 
 
 def _indivisible(extent: int, parts: int) -> str:

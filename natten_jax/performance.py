@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, TypedDict, Unpack
 
 from natten_jax.arguments.static import LARGEST_INT, Ints, flag, int_tuple, shown
@@ -190,6 +191,11 @@ def performance_of(rank: int, *, tile_suffix: str = "shape", **arguments: Unpack
         if given.kernel_schedule is None
         else _one_of("kernel_schedule", given.kernel_schedule, KernelSchedule, "None or "),
     )
+
+
+def attention_performance(arguments: Mapping[str, Any]) -> Performance:
+    """Check the performance arguments of ``attention``, by its names; raises as :func:`performance_of`."""
+    return performance_of(1, tile_suffix="size", **{ATTENTION_NAMES[name]: each for name, each in arguments.items()})
 
 
 def _checked_tiles(rank: int, given: Any, tile_suffix: str) -> dict[str, Any]:

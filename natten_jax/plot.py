@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from natten_jax.arguments.names import explained
 from natten_jax.arguments.static import Bools, Ints, python_int, shown
 from natten_jax.problem import problem_of
-from natten_jax.windows import WINDOW_OPTIONS, Axis, WindowArguments, WindowOptions
+from natten_jax.windows import Axis, Edges, WindowArguments
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +28,6 @@ _CELL = 0.94  # of the distance between cells
 
 
 @explained()
-@WINDOW_OPTIONS.shown()
 def window_mask(
     layout: Sequence[int],
     query: Sequence[int],
@@ -36,7 +35,8 @@ def window_mask(
     stride: Ints = 1,
     dilation: Ints = 1,
     is_causal: Bools = False,
-    **options: Unpack[WindowOptions],
+    *,
+    edges: Edges = "shift",
 ) -> np.ndarray:
     """The keys that one query sees.
 
@@ -54,7 +54,8 @@ def window_mask(
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
         is_causal: Whether later keys are hidden.
-        {WindowOptions}
+        edges: What becomes of a window that reaches over the ends: ``"shift"`` moves it inside, ``"cut"`` leaves it the
+            keys that exist, ``"wrap"`` goes on at the other end, of an extent that ``dilation`` divides.
 
     Returns:
         Booleans of the layout's shape.
@@ -63,13 +64,12 @@ def window_mask(
         ValueError: A value breaks a rule of the operators, or the query is outside of the layout.
         TypeError: An argument is of the wrong type.
     """
-    axes = problem_of(layout, kernel_size, stride, dilation, is_causal, **options).axes
+    axes = problem_of(layout, kernel_size, stride, dilation, is_causal, edges=edges).axes
     lines = [axis_mask(axis)[each] for axis, each in zip(axes, _coordinates(query, axes), strict=True)]
     return functools.reduce(np.logical_and.outer, lines)
 
 
 @explained()
-@WINDOW_OPTIONS.shown()
 def plot_window(
     layout: Sequence[int],
     query: Sequence[int],
@@ -78,9 +78,9 @@ def plot_window(
     dilation: Ints = 1,
     is_causal: Bools = False,
     *,
+    edges: Edges = "shift",
     ax: Axes | None = None,
     title: str | None = None,
-    **options: Unpack[WindowOptions],
 ) -> Axes:
     """Draw the keys that one query sees, and the queries that share its window.
 
@@ -99,7 +99,8 @@ def plot_window(
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
         is_causal: Whether later keys are hidden.
-        {WindowOptions}
+        edges: What becomes of a window that reaches over the ends: ``"shift"`` moves it inside, ``"cut"`` leaves it the
+            keys that exist, ``"wrap"`` goes on at the other end, of an extent that ``dilation`` divides.
         ax: Matplotlib axes to draw on; ``None`` makes a figure.
         title: Text above; ``None`` says what the window is.
 
@@ -111,7 +112,7 @@ def plot_window(
         TypeError: An argument is of the wrong type.
         ImportError: Matplotlib is not installed.
     """
-    axes = problem_of(layout, kernel_size, stride, dilation, is_causal, **options).axes
+    axes = problem_of(layout, kernel_size, stride, dilation, is_causal, edges=edges).axes
     if len(axes) > 3:
         raise ValueError(f"layout must have one to three dimensions to be drawn, got {shown(layout)}")
     at = _coordinates(query, axes)
@@ -119,7 +120,7 @@ def plot_window(
         np.logical_and.outer,
         [(masks == masks[each]).all(1) for masks, each in zip(map(axis_mask, axes), at, strict=True)],
     )
-    seen = _slices(window_mask(layout, at, kernel_size, stride, dilation, is_causal, **options))
+    seen = _slices(window_mask(layout, at, kernel_size, stride, dilation, is_causal, edges=edges))
     ax = _draw_cells(ax, seen)
     is_query = np.zeros(sharing.shape, bool)
     is_query[at] = True
@@ -132,7 +133,6 @@ def plot_window(
 
 
 @explained()
-@WINDOW_OPTIONS.shown()
 def plot_windows(
     extent: int,
     kernel_size: int,
@@ -140,9 +140,9 @@ def plot_windows(
     dilation: int = 1,
     is_causal: bool = False,
     *,
+    edges: Edges = "shift",
     ax: Axes | None = None,
     title: str | None = None,
-    **options: Unpack[WindowOptions],
 ) -> Axes:
     """Draw all windows of one dimension: a row for every query, a column for every key.
 
@@ -156,7 +156,8 @@ def plot_windows(
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
         is_causal: Whether later keys are hidden.
-        {WindowOptions}
+        edges: What becomes of a window that reaches over the ends: ``"shift"`` moves it inside, ``"cut"`` leaves it the
+            keys that exist, ``"wrap"`` goes on at the other end, of an extent that ``dilation`` divides.
         ax: Matplotlib axes to draw on; ``None`` makes a figure.
         title: Text above; ``None`` says what the windows are.
 
@@ -168,7 +169,7 @@ def plot_windows(
         TypeError: An argument is of the wrong type.
         ImportError: Matplotlib is not installed.
     """
-    (axis,) = problem_of((extent,), kernel_size, stride, dilation, is_causal, **options).axes
+    (axis,) = problem_of((extent,), kernel_size, stride, dilation, is_causal, edges=edges).axes
     seen = axis_mask(axis)
     ax = _draw_cells(ax, (seen, np.ones_like(seen)))
     itself = np.arange(extent)

@@ -11,14 +11,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Literal, Unpack
+from typing import Literal
 
 from natten_jax.arguments.arrays import scale_or_default
 from natten_jax.arguments.names import explained
 from natten_jax.arguments.static import Bools, Ints, int_tuple
 from natten_jax.element_types import ELEMENT_TYPES, SUPPORTED_DTYPES, ElementType
-from natten_jax.windows import WINDOW_OPTIONS, Edge, WindowArguments, WindowOptions, described
-from natten_jax.windows import Axis as Axis  # problems are made of them: users find both here
+from natten_jax.windows import Axis as Axis  # public here, too, as a field of problems
+from natten_jax.windows import Edge, Edges, WindowArguments, describe_axes
 
 Shape = tuple[int, ...]
 Operator = Literal["fna", "fmha"]
@@ -69,6 +69,21 @@ class Problem:
     key_bias: bool = False
     out_dtype: str | None = None
     block_scales: bool = False
+
+    def checked(self) -> Problem:
+        """Return this problem after checks of the element type and the heads.
+
+        Raises:
+            ValueError: The element type or the number of heads is not supported.
+        """
+        if self.dtype not in SUPPORTED_DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(SUPPORTED_DTYPES)}, got {self.dtype!r}")
+        if self.heads % self.heads_kv:
+            raise ValueError(
+                f"query has {self.heads} heads, which is not a multiple of the {self.heads_kv} heads of key and value "
+                "(heads_kv)"
+            )
+        return self
 
     @property
     def own_layouts(self) -> bool:
@@ -171,7 +186,7 @@ class Problem:
     def describe(self) -> str:
         """One line for traces and messages."""
         name = "attention" if self.operator == "fmha" else f"na{self.rank}d"
-        parts = [f"{name} {'x'.join(map(str, self.query_layout))}", *described(self.axes)]
+        parts = [f"{name} {'x'.join(map(str, self.query_layout))}", *describe_axes(self.axes)]
         if self.additional_kv:
             parts.append(f"add_kv={self.additional_kv}")
         if self.own_layouts:
@@ -181,7 +196,6 @@ class Problem:
 
 
 @explained()
-@WINDOW_OPTIONS.shown()
 def problem_of(
     layout: Sequence[int],
     kernel_size: Ints | None = None,
@@ -189,6 +203,7 @@ def problem_of(
     dilation: Ints = 1,
     is_causal: Bools = False,
     *,
+    edges: Edges = "shift",
     operator: Operator = "fna",
     kv_layout: Sequence[int] | None = None,
     batch: int = 1,
@@ -199,7 +214,6 @@ def problem_of(
     dtype: str = "bfloat16",
     scale: float | None = None,
     additional_kv: int = 0,
-    **options: Unpack[WindowOptions],
 ) -> Problem:
     """Describe a problem without arrays; arguments as in :func:`natten_jax.na1d` and its like.
 
@@ -215,7 +229,8 @@ def problem_of(
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
         is_causal: Whether later keys are hidden.
-        {WindowOptions}
+        edges: What becomes of a window that reaches over the ends: ``"shift"`` moves it inside, ``"cut"`` leaves it the
+            keys that exist, ``"wrap"`` goes on at the other end, of an extent that ``dilation`` divides.
         operator: ``"fna"``, or ``"fmha"`` for ``attention``.
         kv_layout: Key/value tokens per dimension; ``None`` is ``layout``, from which only ``attention``'s may differ.
         batch: Batch size.
@@ -233,54 +248,18 @@ def problem_of(
     """
     tokens = int_tuple("layout", tuple(layout), len(layout))
     kv_tokens = tokens if kv_layout is None else int_tuple("kv_layout", tuple(kv_layout), len(layout))
-    axes = WindowArguments(kernel_size, stride, dilation, is_causal, **options).axes(tokens, kv_tokens)
-    return _problem_of_axes(
-        axes,
-        operator=operator,
-        batch=batch,
-        heads=heads,
-        heads_kv=heads_kv,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        dtype=dtype,
-        scale=scale,
-        additional_kv=additional_kv,
-    )
-
-
-def _problem_of_axes(
-    axes: tuple[Axis, ...],
-    *,
-    operator: Operator,
-    batch: int,
-    heads: int,
-    heads_kv: int | None,
-    head_dim: int,
-    head_dim_v: int | None,
-    dtype: str,
-    scale: float | None,
-    additional_kv: int = 0,
-) -> Problem:
-    """:func:`problem_of`, given checked dimensions."""
-    heads_kv = heads if heads_kv is None else heads_kv
-    if dtype not in SUPPORTED_DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(SUPPORTED_DTYPES)}, got {dtype!r}")
-    if heads % heads_kv:
-        raise ValueError(
-            f"query has {heads} heads, which is not a multiple of the {heads_kv} heads of key and value (heads_kv)"
-        )
     return Problem(
         operator=operator,
         batch=batch,
-        axes=axes,
+        axes=WindowArguments(kernel_size, stride, dilation, is_causal, edges).axes(tokens, kv_tokens),
         heads=heads,
-        heads_kv=heads_kv,
+        heads_kv=heads if heads_kv is None else heads_kv,
         head_dim=head_dim,
         head_dim_v=head_dim if head_dim_v is None else head_dim_v,
         dtype=dtype,
         scale=scale_or_default(scale, head_dim, dtype),
         additional_kv=additional_kv,
-    )
+    ).checked()
 
 
 def flattened(problem: Problem) -> Problem:

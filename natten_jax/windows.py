@@ -13,17 +13,13 @@ The functions accept Python ints, NumPy arrays and (with ``xp=jax.numpy``) trace
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
-import re
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType, ModuleType
-from typing import Any, Literal, NamedTuple, TypedDict, get_args
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from natten_jax.arguments.names import SpelledOptions
 from natten_jax.arguments.static import Bools, Ints, bool_tuple, choice_tuple, int_tuple
 
 Index = Any  # int, numpy.ndarray or jax.Array: the arithmetic below is the same for all three
@@ -182,13 +178,9 @@ class Axis:
 
     @property
     def facts(self) -> tuple[int | str, ...]:
-        """What makes an equal one, as it is written down: without the last ones that are the default of an option."""
+        """The constructor's arguments, for serialisation; without the default of ``edges``."""
         facts = dataclasses.astuple(self)
-        for default in reversed([*OPTION_DEFAULTS.values()]):
-            if facts[-1] != default:
-                break
-            facts = facts[:-1]
-        return facts
+        return facts[:-1] if self.edges == "shift" else facts
 
     @property
     def window(self) -> Window:
@@ -281,16 +273,6 @@ WHOLE_EXTENT = -1
 _WORDS = {WHOLE_EXTENT: "the whole extent"}
 
 
-class WindowOptions(TypedDict, total=False):
-    """The window arguments that NATTEN does not have: whatever takes windows takes them by keyword.
-
-    They are facts of an :class:`Axis` and of :class:`WindowArguments`, which says what they mean, and the last ones of
-    both. What is declared there reaches the operators, the modules, pictures and configurations.
-    """
-
-    edges: Edges
-
-
 class WindowArguments(NamedTuple):
     """The window arguments of the operators: one value for all token dimensions, or one for each.
 
@@ -310,11 +292,6 @@ class WindowArguments(NamedTuple):
     dilation: Ints = 1
     is_causal: Bools = False
     edges: Edges = "shift"
-
-    def taking(self, options: Any) -> WindowArguments:
-        """The same with the window options of a function's keyword arguments, which are taken out of these."""
-        given = {name: options.pop(name) for name in OPTION_DEFAULTS if name in options}
-        return self._replace(**given) if given else self
 
     def checked(self, rank: int) -> WindowArguments:
         """The same with a value for each dimension, checked as far as that is possible without a layout.
@@ -404,7 +381,7 @@ def _with_decisive_edges(axis: Axis) -> Axis:
     return dataclasses.replace(axis, edges="shift") if makes_none else axis
 
 
-def described(axes: Sequence[Axis]) -> Iterator[str]:
+def describe_axes(axes: Sequence[Axis]) -> Iterator[str]:
     """The facts of windows that are not the default, in short."""
     shorts = {"kernel_size": ("k", "x"), "stride": ("s", "x"), "dilation": ("d", "x"), "is_causal": ("causal", "")}
     for name, default in WindowArguments()._asdict().items():
@@ -413,18 +390,3 @@ def described(axes: Sequence[Axis]) -> Iterator[str]:
         if values != [default] * len(values):
             texts = [each if isinstance(each, str) else str(int(each)) for each in values]
             yield f"{short}={separator.join(texts)}"
-
-
-#: What the options are where they are left out, which is all that a backend has unless it says otherwise.
-OPTION_DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {name: WindowArguments._field_defaults[name] for name in WindowOptions.__annotations__}
-)
-_ATTRIBUTES = inspect.cleandoc(WindowArguments.__doc__ or "").partition("Attributes:\n")[2]
-#: The documentation of the arguments, as it stands among the arguments of a function that takes them.
-DOCUMENTED_ARGUMENTS = _ATTRIBUTES.strip()
-#: That of each one.
-DOCUMENTATION: Mapping[str, str] = MappingProxyType(
-    dict(re.findall(r"^(\w+): (.*(?:\n .*)*)", textwrap.dedent(_ATTRIBUTES), re.MULTILINE))
-)
-#: The options, for functions that take ``**options: Unpack[WindowOptions]``.
-WINDOW_OPTIONS = SpelledOptions(WindowOptions, OPTION_DEFAULTS, DOCUMENTATION, behind="is_causal")

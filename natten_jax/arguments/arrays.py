@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.arguments.static import Ints, array_of, offset_tuple, shown
+from natten_jax.arguments.static import Ints, array_of, int_tuple, shown
 from natten_jax.element_types import ELEMENT_TYPES
 
 #: What the operators take as ``query_origin``: Python's ints are known, and an array of JAX's is read when it runs.
@@ -43,19 +43,21 @@ def checked_origin(query_origin: Any, batch: int, room: Sequence[int]) -> jax.Ar
             raise TypeError(
                 f"query_origin must be one array where it is traced, got {shown(query_origin)}: jnp.stack it"
             )
-        return jnp.asarray(_in_room(np.array(offset_tuple("query_origin", given, rank)), room), jnp.int32)
-    shapes = (rank,), (batch, rank)
-    if rank == 1 and given.ndim == 0:
+        given = np.array(int_tuple("query_origin", given, rank, repeat=rank == 1, least=0))
+    elif rank == 1 and given.ndim == 0:
         given = given.reshape(1)
     _check_integers("query_origin", given)
-    if given.shape not in shapes:
+    if given.shape not in ((rank,), (batch, rank)):
         raise ValueError(
-            f"query_origin has shape {given.shape}, but must have {shapes[0]} or {shapes[1]}: a number for each token "
-            "dimension, or that for each entry of the batch"
+            f"query_origin has shape {given.shape}, but must have {(rank,)} or {(batch, rank)}: a number for each "
+            "token dimension, or that for each entry of the batch"
         )
-    if isinstance(given, np.ndarray):
-        return jnp.asarray(_in_room(given, room), jnp.int32)
-    return _clipped(given, room)
+    return _in_range(
+        given,
+        room,
+        f"query_origin must lie between 0 and {tuple(room)}, so that the box of queries lies inside of the token "
+        "layout of the keys",
+    )
 
 
 def checked_counts(name: str, counts: Any, batch: int, layout: Sequence[int], *, is_length: bool) -> jax.Array | None:
@@ -83,32 +85,22 @@ def checked_counts(name: str, counts: Any, batch: int, layout: Sequence[int], *,
     shape = (batch,) if is_length else (batch, len(layout))
     if given.shape != shape:
         raise ValueError(f"{name} has shape {given.shape}, but must have {shape}: how many tokens each entry has")
-    given = given.reshape(batch, len(layout))
-    if isinstance(given, np.ndarray):
-        if ((given < 0) | (given > np.array(layout))).any():
-            raise ValueError(f"{name} must lie between 0 and the token layout {tuple(layout)}, got {shown(counts)}")
-        return jnp.asarray(given, jnp.int32)
-    return _clipped(given, layout)
+    rule = f"{name} must lie between 0 and the token layout {tuple(layout)}"
+    return _in_range(given.reshape(batch, len(layout)), layout, rule)
 
 
-def _clipped(numbers: jax.Array, most: Sequence[int]) -> jax.Array:
-    """The numbers ``[..., rank]``, moved into the range from 0 to ``most``, as int32."""
-    bounds = jnp.broadcast_to(jnp.asarray(most, numbers.dtype), numbers.shape)
-    return jnp.clip(numbers, 0, bounds).astype(jnp.int32)
+def _in_range(given: jax.Array | np.ndarray[Any, Any], most: Sequence[int], rule: str) -> jax.Array:
+    """Numbers ``[..., rank]`` from 0 to ``most``, as int32: JAX arrays are clipped, others are checked."""
+    if isinstance(given, jax.Array):
+        return jnp.clip(given, 0, jnp.broadcast_to(jnp.asarray(most, given.dtype), given.shape)).astype(jnp.int32)
+    if ((given < 0) | (given > np.array(most))).any():
+        raise ValueError(f"{rule}, got {shown(given.tolist())}")
+    return jnp.asarray(given, jnp.int32)
 
 
 def _check_integers(name: str, array: Any) -> None:
     if not isinstance(array.dtype, np.dtype) or not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name} must hold integers (int32), got dtype {array.dtype}")
-
-
-def _in_room(origin: np.ndarray[Any, Any], room: Sequence[int]) -> np.ndarray[Any, Any]:
-    if ((origin < 0) | (origin > np.array(room))).any():
-        raise ValueError(
-            f"query_origin must lie between 0 and {tuple(room)}, so that the box of queries lies inside of the token "
-            f"layout of the keys, got {shown(origin.tolist())}"
-        )
-    return origin
 
 
 #: A number, or an array of them: without dimensions, or one for each query head.
@@ -140,9 +132,8 @@ def checked_scale(
     if scale is None:
         return None
     number, array = number_or_array(scale)
-    if array is not None:
-        number = array
-    if isinstance(number, (bool, np.complexfloating)) or not isinstance(number, (numbers.Real, np.number)):
+    is_real = isinstance(number, (numbers.Real, np.number)) and not isinstance(number, (bool, np.complexfloating))
+    if array is not None or not is_real:
         raise TypeError(f"{name} must be {_NUMBER_OR_ARRAY if takes_arrays else _NUMBER}, got {shown(scale)}")
     try:
         factor = float(number)

@@ -1,4 +1,4 @@
-"""Keyword arguments by name: unknown names are explained, and shared options appear in signatures."""
+"""Keyword arguments by name: errors for unknown names suggest what was meant, also for names of other libraries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar, cast, get_type_hints
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -133,17 +133,18 @@ class Meaning(NamedTuple):
     """What an argument of other libraries means here.
 
     Attributes:
-        here: What it is called here: the first that a function has.
-        remark: What to know of that.
-        instead: What to do where a function has none of these; the same if it is left out.
+        here: Its names here, separated by spaces: the message suggests the first that the function has.
+        remark: What the message says of that argument.
+        instead: What the message says if the function has none of these arguments; the remark if it is empty.
     """
 
-    here: tuple[str, ...]
+    here: str
     remark: str
     instead: str = ""
 
 
 _HAVE_WINDOWS = "attention sees all keys; na1d, na2d and na3d have windows of kernel_size tokens"
+_ALL_TOKENS = "it counts all tokens of a window, left + 1 + right, and windows are shifted at edges, not cut"
 _NO_MASK = (
     "the window alone says which keys a query sees, and key_bias which keys there are; "
     "docs/numerics.md shows how to mask tokens"
@@ -157,134 +158,100 @@ _ONE_LENGTH = "the sequences of a batch have one length; docs/coming-from-natten
 _OF_ARRAYS = "the arrays have it"
 _FEWER_HEADS = "key and value may have fewer heads (GQA, MQA)"
 _HEADS = "the arrays have the heads: key and value may have fewer than query (GQA, MQA), as they are"
+_FACTOR = "it is the factor of the logits, head_dim ** -0.5 by default"
 
-_MEANINGS: tuple[tuple[str, Meaning], ...] = (
-    (
-        "window_size window window_shape window_sizes win_size kernel kernel_shape kernel_sizes ksize "
-        "neighborhood_size neighbourhood_size",
-        Meaning(("kernel_size",), "it counts all tokens of a window, in each dimension or one for all", _HAVE_WINDOWS),
+#: Meanings by the names that arguments have in other libraries.
+_MEANINGS = {
+    "window_size window window_shape window_sizes win_size kernel kernel_shape kernel_sizes ksize": Meaning(
+        "kernel_size", "it counts all tokens of a window, in each dimension or one for all", _HAVE_WINDOWS
     ),
-    (
-        "local_window_size sliding_window sliding_window_size left_window_size right_window_size window_left "
-        "window_right",
-        Meaning(
-            ("kernel_size",),
-            "it counts all tokens of a window, left + 1 + right, and windows are shifted at edges, not cut",
-            _HAVE_WINDOWS,
-        ),
+    "neighborhood_size neighbourhood_size": Meaning(
+        "kernel_size", "it counts all tokens of a window, in each dimension or one for all", _HAVE_WINDOWS
     ),
-    (
-        "causal is_causal_mask causal_mask use_causal_mask use_causal causality",
-        Meaning(("is_causal",), "it hides later keys", "is_causal of the operator does that"),
+    "local_window_size sliding_window sliding_window_size": Meaning("kernel_size", _ALL_TOKENS, _HAVE_WINDOWS),
+    "left_window_size right_window_size window_left window_right": Meaning("kernel_size", _ALL_TOKENS, _HAVE_WINDOWS),
+    "kernel_size stride dilation": Meaning("", _HAVE_WINDOWS),
+    "strides": Meaning("stride", "it counts queries that share a window"),
+    "dilations dilation_rate dilate": Meaning("dilation", "it is the distance between neighbors in a window"),
+    "causal is_causal_mask causal_mask use_causal_mask use_causal causality": Meaning(
+        "is_causal", "it hides later keys", "is_causal of the operator does that"
     ),
-    (
-        "mask masks attn_mask attention_mask block_mask mask_mod score_mod segment_ids q_segment_ids kv_segment_ids",
-        Meaning((), _NO_MASK),
+    "mask masks attn_mask attention_mask block_mask mask_mod score_mod": Meaning("", _NO_MASK),
+    "segment_ids q_segment_ids kv_segment_ids": Meaning("", _NO_MASK),
+    "padding_mask key_padding_mask key_mask": Meaning("key_bias", "-inf hides a key", _NO_MASK),
+    "rel_pos_bias relative_position_bias relative_pos_bias rpb rel_pos rel_bias position_bias pos_bias": Meaning(
+        "relative_bias", "it is added to the scaled logits, an entry for each offset", _NO_OFFSETS
     ),
-    ("padding_mask key_padding_mask key_mask", Meaning(("key_bias",), "-inf hides a key", _NO_MASK)),
-    (
-        "rel_pos_bias relative_position_bias relative_pos_bias rpb rel_pos rel_bias position_bias pos_bias",
-        Meaning(("relative_bias",), "it is added to the scaled logits, an entry for each offset", _NO_OFFSETS),
+    "attn_bias attention_bias logits_bias alibi alibi_slopes": Meaning(
+        "", "relative_bias is added to logits by the offset of a key, key_bias by the key, and no other bias"
     ),
-    (
-        "attn_bias attention_bias logits_bias alibi alibi_slopes",
-        Meaning((), "relative_bias is added to logits by the offset of a key, key_bias by the key, and no other bias"),
+    "bias use_bias": Meaning(
+        "qkv_bias", "projections have biases of their own", "relative_bias and key_bias are added to logits"
     ),
-    (
-        "bias use_bias",
-        Meaning(
-            ("qkv_bias",), "projections have biases of their own", "relative_bias and key_bias are added to logits"
-        ),
+    "scale softmax_scale sm_scale qk_scale scaling scale_factor scale_qk attn_scale attention_scale": Meaning(
+        "scale qk_scale", _FACTOR
     ),
-    (
-        "scale softmax_scale sm_scale qk_scale scaling scale_factor scale_qk attn_scale attention_scale logit_scale "
-        "logits_scale",
-        Meaning(("scale", "qk_scale"), "it is the factor of the logits, head_dim ** -0.5 by default"),
+    "logit_scale logits_scale": Meaning("scale qk_scale", _FACTOR),
+    "dropout dropout_p dropout_rate dropout_prob drop drop_rate": Meaning("proj_drop", _NO_WEIGHTS),
+    "attn_drop attn_dropout attention_dropout attn_pdrop attn_drop_rate attention_dropout_rate": Meaning(
+        "proj_drop", _NO_WEIGHTS
     ),
-    (
-        "dropout dropout_p dropout_rate dropout_prob attn_drop attn_dropout attention_dropout attn_pdrop drop "
-        "drop_rate attn_drop_rate attention_dropout_rate",
-        Meaning(("proj_drop",), _NO_WEIGHTS),
+    "dropout_rng dropout_key dropout_seed broadcast_dropout": Meaning("", _NO_WEIGHTS),
+    "return_weights return_attn_weights need_weights return_attention return_attn_probs output_attentions": Meaning(
+        "", "attention weights are never formed; neighborhood_weights forms them, return_lse is the logsumexp"
     ),
-    ("dropout_rng dropout_key dropout_seed broadcast_dropout", Meaning((), _NO_WEIGHTS)),
-    (
-        "return_weights return_attn_weights need_weights return_attention return_attn_probs output_attentions",
-        Meaning((), "attention weights are never formed; neighborhood_weights forms them, return_lse is the logsumexp"),
+    "return_logsumexp return_softmax_lse return_residual return_residuals need_lse lse": Meaning(
+        "return_lse", "it returns the logsumexp, too", "modules return outputs alone"
     ),
-    (
-        "return_logsumexp return_softmax_lse return_residual return_residuals need_lse lse",
-        Meaning(("return_lse",), "it returns the logsumexp, too", "modules return outputs alone"),
+    "softcap soft_cap logit_cap logit_soft_cap logits_soft_cap attn_logits_soft_cap": Meaning(
+        "", "logits have no soft cap"
     ),
-    (
-        "softcap soft_cap logit_cap logit_soft_cap logits_soft_cap attn_logits_soft_cap",
-        Meaning((), "logits have no soft cap"),
+    "sink sinks attention_sink attention_sinks": Meaning(
+        "sinks", "each head has one, a logit that no value stands behind"
     ),
-    (
-        "sink sinks attention_sink attention_sinks",
-        Meaning(("sinks",), "each head has one, a logit that no value stands behind"),
+    "registers extra_keys": Meaning("additional_keys", "with additional_values they are tokens that every query sees"),
+    "seqlens_Q seqlens_KV cumulative_seqlen_Q cumulative_seqlen_KV max_seqlen_Q max_seqlen_KV": Meaning(
+        "", _ONE_LENGTH
     ),
-    (
-        "registers extra_keys",
-        Meaning(("additional_keys",), "with additional_values they are tokens that every query sees"),
+    "cu_seqlens cu_seqlens_q cu_seqlens_k query_seq_lengths key_value_seq_lengths": Meaning("", _ONE_LENGTH),
+    "max_seqlen_k seq_lens seqlens": Meaning("", _ONE_LENGTH),
+    "num_heads n_heads heads nhead num_attention_heads": Meaning("num_heads", _FEWER_HEADS, _HEADS),
+    "num_kv_heads kv_heads n_kv_heads num_key_value_heads": Meaning("num_kv_heads", _FEWER_HEADS, _HEADS),
+    "enable_gqa num_groups num_query_groups": Meaning("", _HEADS),
+    "dim embed_dim d_model features hidden_size in_channels channels input_dim": Meaning(
+        "in_features", "it counts the features of a token", _OF_ARRAYS
     ),
-    (
-        "seqlens_Q seqlens_KV cumulative_seqlen_Q cumulative_seqlen_KV max_seqlen_Q max_seqlen_KV cu_seqlens "
-        "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k query_seq_lengths key_value_seq_lengths seq_lens seqlens",
-        Meaning((), _ONE_LENGTH),
+    "out_dim dim_out out_channels output_dim": Meaning("out_features", "it counts the features of a token", _OF_ARRAYS),
+    "head_dim dim_head head_size": Meaning(
+        "qkv_features", "it is the width of all query heads together, num_heads * head_dim", _OF_ARRAYS
     ),
-    ("num_heads n_heads heads nhead num_attention_heads", Meaning(("num_heads",), _FEWER_HEADS, _HEADS)),
-    ("num_kv_heads kv_heads n_kv_heads num_key_value_heads", Meaning(("num_kv_heads",), _FEWER_HEADS, _HEADS)),
-    ("enable_gqa num_groups num_query_groups", Meaning((), _HEADS)),
-    (
-        "dim embed_dim d_model features hidden_size in_channels channels input_dim",
-        Meaning(("in_features",), "it counts the features of a token", _OF_ARRAYS),
+    "qk_norm qk_layernorm normalize_query_key": Meaning("normalize_qk", "it normalizes queries and keys"),
+    "decode use_cache cache": Meaning("", "there is no cache of keys and values"),
+    "rng key_rng seed": Meaning("rngs", "it takes flax.nnx.Rngs"),
+    "q queries": Meaning("query", "it is the first argument"),
+    "k keys": Meaning("key", "it is the second argument"),
+    "v values": Meaning("value", "it is the third argument"),
+    "implementation impl kernel_backend attn_implementation": Meaning("backend", "None takes the best there is"),
+    "deterministic use_deterministic_algorithms": Meaning(
+        "backward_deterministic", "it makes gradients equal from run to run"
     ),
-    (
-        "out_dim dim_out out_channels output_dim",
-        Meaning(("out_features",), "it counts the features of a token", _OF_ARRAYS),
+    "schedule kernel_type": Meaning("kernel_schedule", 'it takes "non", "coop" or "pp"'),
+    "persistent use_persistent_kernel persistent_kernel": Meaning("run_persistent_kernel", "it is True by default"),
+    "kv_splits num_splits num_kv_splits": Meaning("backward_kv_splits", "it is about the backward pass"),
+    "memory_preference": Meaning("memory_usage_preference", "it is about the backward pass"),
+    "q_tile q_tile_shape q_tile_size block_q block_size_q block_m": Meaning(
+        "q_tile_shape q_tile_size", "tiles are asked for in pairs"
     ),
-    (
-        "head_dim dim_head head_size",
-        Meaning(("qkv_features",), "it is the width of all query heads together, num_heads * head_dim", _OF_ARRAYS),
+    "kv_tile kv_tile_shape kv_tile_size block_k block_kv block_size_k block_size_kv block_n": Meaning(
+        "kv_tile_shape kv_tile_size", "tiles are asked for in pairs"
     ),
-    ("qk_norm qk_layernorm normalize_query_key", Meaning(("normalize_qk",), "it normalizes queries and keys")),
-    ("decode use_cache cache", Meaning((), "there is no cache of keys and values")),
-    ("rng key_rng seed", Meaning(("rngs",), "it takes flax.nnx.Rngs")),
-    ("q queries", Meaning(("query",), "it is the first argument")),
-    ("k keys", Meaning(("key",), "it is the second argument")),
-    ("v values", Meaning(("value",), "it is the third argument")),
-    ("dilations dilation_rate dilate", Meaning(("dilation",), "it is the distance between neighbors in a window")),
-    ("strides", Meaning(("stride",), "it counts queries that share a window")),
-    ("implementation impl kernel_backend attn_implementation", Meaning(("backend",), "None takes the best there is")),
-    (
-        "deterministic use_deterministic_algorithms",
-        Meaning(("backward_deterministic",), "it makes gradients equal from run to run"),
-    ),
-    ("schedule kernel_type", Meaning(("kernel_schedule",), 'it takes "non", "coop" or "pp"')),
-    (
-        "persistent use_persistent_kernel persistent_kernel",
-        Meaning(("run_persistent_kernel",), "it is True by default"),
-    ),
-    ("kv_splits num_splits num_kv_splits", Meaning(("backward_kv_splits",), "it is about the backward pass")),
-    ("memory_preference", Meaning(("memory_usage_preference",), "it is about the backward pass")),
-    (
-        "q_tile q_tile_shape q_tile_size block_q block_size_q block_m",
-        Meaning(("q_tile_shape", "q_tile_size"), "tiles are asked for in pairs"),
-    ),
-    (
-        "kv_tile kv_tile_shape kv_tile_size block_k block_kv block_size_k block_size_kv block_n",
-        Meaning(("kv_tile_shape", "kv_tile_size"), "tiles are asked for in pairs"),
-    ),
-    ("compile", Meaning((), "jax.jit compiles every call")),
-    ("precision", Meaning((), "jax.default_matmul_precision holds for the operators")),
-    ("kernel_size stride dilation", Meaning((), _HAVE_WINDOWS)),
-    ("attention_kwargs", Meaning((), "they are this function's own arguments: give them as such")),
-    ("token_axes axis_name", Meaning(("token_axes",), "only na1d, na2d and na3d exchange tokens between devices")),
-)
+    "compile": Meaning("", "jax.jit compiles every call"),
+    "precision": Meaning("", "jax.default_matmul_precision holds for the operators"),
+    "attention_kwargs": Meaning("", "they are this function's own arguments: give them as such"),
+    "token_axes axis_name": Meaning("token_axes", "only na1d, na2d and na3d exchange tokens between devices"),
+}
 
-_BY_NAME: Mapping[str, Meaning] = MappingProxyType(
-    {name.lower(): meaning for names, meaning in _MEANINGS for name in names.split()}
-)
+_BY_NAME = {name.lower(): meaning for names, meaning in _MEANINGS.items() for name in names.split()}
 
 
 def explanation(name: str, known: Collection[str]) -> str:
@@ -301,7 +268,7 @@ def explanation(name: str, known: Collection[str]) -> str:
     if meaning is None:
         meant = next(_nearest(name, known), None) if isinstance(name, str) else None
         return "" if meant is None else f": did you mean {meant!r}?"
-    meant = next((each for each in meaning.here if each in known), None)
+    meant = next((each for each in meaning.here.split() if each in known), None)
     if meant is None:
         return f": {meaning.instead or meaning.remark}"
     return f": did you mean {meant!r}? {meaning.remark[0].upper()}{meaning.remark[1:]}"
@@ -313,60 +280,4 @@ def _nearest(name: str, known: Collection[str]) -> Iterator[str]:
     yield from difflib.get_close_matches(written, sorted(known), 1, cutoff=0.75)
     # A misspelt name of another library is near to that one's.
     for other in difflib.get_close_matches(written, sorted(_BY_NAME), 1, cutoff=0.85):
-        yield from (each for each in _BY_NAME[other].here if each in known)
-
-
-class SpelledOptions(NamedTuple):
-    """Options that functions take as ``**options``.
-
-    Attributes:
-        declared: A ``TypedDict`` of them.
-        defaults: What each is where it is left out.
-        documentation: What each means; what else is in there does not matter.
-        behind: The parameter that they stand behind where that is given by keyword; else they are the first that are.
-    """
-
-    declared: type[Any]
-    defaults: Mapping[str, Any]
-    documentation: Mapping[str, str]
-    behind: str
-
-    @property
-    def marker(self) -> str:
-        """The line of a docstring that their documentation replaces."""
-        return f"{{{self.declared.__name__}}}"
-
-    def shown(self, **others: type[Any]) -> Callable[[Function], Function]:
-        """A decorator: the function's signature and documentation have the options by name.
-
-        Args:
-            **others: What is left of the function's ``**options``, as its signature has it: a name and a ``TypedDict``.
-        """
-
-        def decorate(function: Function) -> Function:
-            function.__signature__ = self._signature(function, others)  # type: ignore[attr-defined]
-            lines = (function.__doc__ or "").split("\n")  # none with python -OO
-            function.__doc__ = "\n".join(line for each in lines for line in self._documented(each)) or None
-            return function
-
-        return decorate
-
-    def _signature(self, function: Callable[..., Any], others: Mapping[str, type[Any]]) -> inspect.Signature:
-        signature, kind = inspect.signature(function), inspect.Parameter
-        *given, _ = signature.parameters.values()
-        by_keyword = [i for i, each in enumerate(given) if each.kind is kind.KEYWORD_ONLY]
-        after = [i + 1 for i in by_keyword if given[i].name == self.behind]
-        place = (after or by_keyword or [len(given)])[0]
-        own = [
-            kind(name, kind.KEYWORD_ONLY, default=self.defaults[name], annotation=annotation)
-            for name, annotation in get_type_hints(self.declared).items()
-        ]
-        rest = [kind(name, kind.VAR_KEYWORD, annotation=f"Unpack[{each.__name__}]") for name, each in others.items()]
-        return signature.replace(parameters=[*given[:place], *own, *given[place:], *rest])
-
-    def _documented(self, line: str) -> list[str]:
-        if line.strip() != self.marker:
-            return [line]
-        indent = line[: len(line) - len(line.lstrip())]
-        texts = (f"{name}: {self.documentation.get(name, '')}" for name in self.declared.__annotations__)
-        return [indent + each for text in texts for each in text.split("\n")]
+        yield from (each for each in _BY_NAME[other].here.split() if each in known)

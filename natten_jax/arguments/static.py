@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import numbers
-from collections.abc import Callable, Hashable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from types import MappingProxyType
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -59,20 +59,27 @@ def check_static(name: str, value: Any) -> None:
 
 
 def int_tuple(
-    name: str, value: Any, rank: int, *, repeat: bool = True, words: Mapping[int, str] = MappingProxyType({})
+    name: str,
+    value: Any,
+    rank: int,
+    *,
+    repeat: bool = True,
+    least: int = 1,
+    words: Mapping[int, str] = MappingProxyType({}),
 ) -> tuple[int, ...]:
-    """``value`` as ``rank`` positive Python ints; a single int is repeated where ``repeat`` allows it.
+    """``value`` as ``rank`` Python ints that are at least ``least``; a single int is repeated if ``repeat`` allows it.
 
     Args:
         name: The name of the argument.
         value: The argument.
-        rank: How many there are.
-        repeat: Whether it may be a single one.
-        words: Other numbers that it may hold, and what they stand for.
+        rank: Number of ints.
+        repeat: True if a single int is allowed.
+        least: The smallest number allowed.
+        words: Further numbers that are allowed, and their meanings.
 
     Raises:
-        TypeError: It holds something else than ints, or is traced.
-        ValueError: It has another length, or an int that is not positive or that no kernel can take.
+        TypeError: It is traced, or not all values are ints.
+        ValueError: It has another length, or an int that is too small or that no kernel can take.
     """
     values: tuple[int, ...]
     if type(value) is int and repeat:
@@ -82,25 +89,11 @@ def int_tuple(
     else:
         article = "an int or " if repeat else ""
         values = _tuple_of(python_int, name, value, rank, article, "ints", repeat)
-    if min(values, default=1) < 1 and any(each < 1 and each not in words for each in values):
+    if min(values, default=least) < least and any(each < least and each not in words for each in values):
         others = "".join(f", or {number} for {meaning}" for number, meaning in words.items())
-        raise ValueError(f"{name} must be at least 1{others} in every dimension, got {shown(value)}")
+        raise ValueError(f"{name} must be at least {least}{others} in every dimension, got {shown(value)}")
     if max(values, default=1) > LARGEST_INT:
         raise ValueError(f"{name} must be less than 2**63 in every dimension, got {shown(value)}")
-    return values
-
-
-def offset_tuple(name: str, value: Any, rank: int) -> tuple[int, ...]:
-    """``value`` as ``rank`` Python ints that are at least 0; where there is one dimension, it may be a single int.
-
-    Raises:
-        TypeError: It holds something else than ints, or is traced.
-        ValueError: It has another length, or an int that is negative or that no kernel can take.
-    """
-    article = "an int or " if rank == 1 else ""
-    values: tuple[int, ...] = _tuple_of(python_int, name, value, rank, article, "ints", rank == 1)
-    if any(not 0 <= each <= LARGEST_INT for each in values):
-        raise ValueError(f"{name} must be at least 0 in every dimension, got {shown(value)}")
     return values
 
 
@@ -223,56 +216,33 @@ def _with_dtype(value: Any) -> str:
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 
-_NUMBERS_AND_TEXT = frozenset((type(None), bool, int, float, str))
-_MOST_RESULTS = 4096
-_DEEPEST = 4  # sequences within sequences; some have no end
-
-
-class _NotKept(Exception):
-    """An argument may change, or compares with others in its own way."""
+#: Types of immutable values, whose results are kept.
+_KEPT = (bool, int, float, str, np.dtype)
 
 
 def checked_once(check: Callable[[*Arguments], Result]) -> Callable[[*Arguments], Result]:
-    """A function of its arguments alone that does not check equal ones again.
+    """Do not check equal arguments again.
 
-    Results are kept for Python's own numbers, text and ``None``, for element types, and for tuples and lists of these.
-    Others are checked in every call, and so are those that were refused.
+    Results are kept for numbers, text, ``None``, element types, and tuples and lists of these. Any others are
+    checked in every call, and so are arguments that were rejected.
 
     Args:
-        check: Returns something that nobody changes.
+        check: A pure function, whose result is immutable.
     """
-    results: dict[Hashable, Result] = {}
+
+    @functools.lru_cache(maxsize=4096)
+    def check_leaves(structure: Any, leaves: tuple[Any, ...], types: tuple[type, ...]) -> Result:
+        del types  # 1 and True are equal
+        return check(*jax.tree.unflatten(structure, leaves))
 
     @functools.wraps(check)
     def result_of(*arguments: *Arguments) -> Result:
-        try:
-            key = _key(arguments, _DEEPEST)
-        except _NotKept:
+        leaves, structure = jax.tree.flatten(arguments)
+        if [leaf for leaf in leaves if not isinstance(leaf, _KEPT)]:
             return check(*arguments)
-        if key not in results:
-            found = check(*arguments)
-            if len(results) >= _MOST_RESULTS:
-                results.clear()
-            results[key] = found
-            return found
-        return results[key]
+        return check_leaves(structure, tuple(leaves), tuple(map(type, leaves)))
 
     return result_of
-
-
-def _key(value: Any, depth: int) -> Hashable:
-    kind = type(value)
-    if kind is tuple or kind is list:
-        if depth == 0 or len(value) > _MOST_VALUES:
-            raise _NotKept
-        kinds = tuple(map(type, value))
-        if _NUMBERS_AND_TEXT.issuperset(kinds):
-            return kinds, tuple(value)
-        plain = map(_NUMBERS_AND_TEXT.__contains__, kinds)
-        return kinds, tuple([e if is_plain else _key(e, depth - 1) for e, is_plain in zip(value, plain, strict=True)])
-    if isinstance(value, np.dtype):
-        return value
-    raise _NotKept
 
 
 #: Stands for any batch: neither one of a single entry is cut badly, nor do steps for hundreds take much memory.

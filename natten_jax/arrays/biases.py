@@ -160,8 +160,7 @@ class KeyBiasColumns:
         limit = _UNSEEN * of_hidden.reshape(of_hidden.shape[0], *(1,) * self.problem.rank, -1)
         is_unseen = found.logsumexp < -limit
         found = found._replace(
-            out=jnp.where(is_unseen[..., None], 0, found.out),
-            logsumexp=jnp.where(is_unseen, -jnp.inf, found.logsumexp),
+            out=jnp.where(is_unseen[..., None], 0, found.out), logsumexp=jnp.where(is_unseen, -jnp.inf, found.logsumexp)
         )
         if found.remainder is not None:
             found = found._replace(remainder=jnp.where(is_unseen, 0, found.remainder))

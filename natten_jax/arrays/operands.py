@@ -132,6 +132,12 @@ class Inputs(NamedTuple):
 Gradients = Inputs
 
 
+def key_arrays(inputs: Inputs) -> dict[str, jax.Array]:
+    """The inputs, or gradients of them, that have a number or a vector for each key, by name."""
+    fields = zip(Inputs._fields, roles_of_fields(Inputs), inputs, strict=True)
+    return {name: array for name, role, array in fields if role.tokens == "keys" and array is not None}
+
+
 class Operands(NamedTuple):
     """The arrays of a pass.
 

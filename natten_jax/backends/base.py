@@ -19,7 +19,7 @@ from natten_jax.performance import KernelSchedule, Pass, TilePair
 from natten_jax.plan.devices import ComputeCapability, Device
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem
-from natten_jax.windows import OPTION_DEFAULTS, Edge
+from natten_jax.windows import Edge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +80,7 @@ class Capabilities:
         heeds: Performance arguments that it uses, or whose promise it keeps, except for tiles and ``kernel_schedule``.
         carries_plan: True if one operation carries the plan of the pass (:func:`natten_jax.plan.plan.carrying_plan`),
             as a custom call does. Otherwise all operations carry it.
-        edges: Supported values of the window option ``edges``. A field with its name is read for each window option;
-            without the field, only the default value is supported.
+        edges: Supported values of the window option ``edges``.
         wraps_by_strips: True if some of its kernels do not support windows that wrap (:attr:`Form.wraps`): wrapped keys
             are then separate calls.
         takes_own_layouts: True if kernels support a layout for each batch entry (:func:`takes_layouts_of`).
@@ -244,11 +243,9 @@ class Backend(abc.ABC):
         reason = heads_rejection(has, problem)
         if reason is not None:
             return reason
-        for name, default in OPTION_DEFAULTS.items():
-            supported = getattr(has, name, (default,))
-            unknown = [value for axis in problem.axes if (value := getattr(axis, name)) not in supported]
-            if unknown:
-                return f"it has windows with {name} {' or '.join(map(repr, supported))}, not {unknown[0]!r}"
+        unknown = [edge for edge in problem.edges if edge not in has.edges]
+        if unknown:
+            return f"it has windows with edges {' or '.join(map(repr, has.edges))}, not {unknown[0]!r}"
         for name in ("relative_bias", "key_bias"):
             if getattr(problem, name) and name not in has.biases:
                 return f"it adds no {name} to logits"

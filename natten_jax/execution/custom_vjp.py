@@ -26,6 +26,7 @@ from natten_jax.arrays.operands import (
     Operands,
     Output,
     Saved,
+    key_arrays,
     types_like,
     vary_alike,
 )
@@ -33,13 +34,7 @@ from natten_jax.backends.base import Backend, Earlier, PureJaxBackend
 from natten_jax.backends.select import DeviceCall, device_calls
 from natten_jax.execution import primitive, strips
 from natten_jax.execution.kernel_operands import KernelOperands, converted, scaled
-from natten_jax.execution.primitive import (
-    Computation,
-    Spec,
-    forward_only,
-    in_reverse_only,
-    named,
-)
+from natten_jax.execution.primitive import Computation, Spec, forward_only, in_reverse_only, named
 from natten_jax.execution.strips import with_start_of
 from natten_jax.plan.plan import Plan, Request
 from natten_jax.sharding import explicit
@@ -228,24 +223,34 @@ def _compute_gradients(
     return kernels.gradients(found, saved, cotangents)
 
 
-def _exchange_forward(
-    run_part: Callable[..., Any], spec: Spec, plan: Plan, request: Request, halos: Exchange, operands: Operands
+def _exchange(
+    run_part: Callable[..., Any],
+    spec: Spec,
+    plan: Plan,
+    request: Request,
+    halos: Exchange,
+    operands: Operands,
+    *others: Any,
 ) -> Any:
-    passes = overlap.ForwardPass(*(functools.partial(run_part, each) for each in (spec, SAVING, CONTINUED)))
-    found = overlap.forward(passes, plan, request, halos, operands)
-    return found if spec is SAVING else Output(*found[:2])
+    """Run a pass while its halos travel if that pays, or else after they have arrived."""
+    run = functools.partial(run_part, spec)
+    if overlap.computes_meanwhile(plan, request, halos, has_sinks=operands.inputs.sinks is not None):
+        if spec is BACKWARD:
+            return overlap.backward(run, request, halos, operands, *others)
+        saving, continued = functools.partial(run_part, SAVING), functools.partial(run_part, CONTINUED)
+        saved = overlap.forward(saving, continued, request, halos, operands)
+        return saved if spec is SAVING else Output(saved.out, saved.logsumexp)
+    found = run(request, halos.brought(operands), *others)
+    if spec is not BACKWARD:
+        return found
+    layout = operands.inputs.key.shape[1:-2]
+    return found._replace(**{name: halos.returned(array, layout) for name, array in key_arrays(found).items()})
 
 
-def _exchange_backward(
-    run_part: Callable[..., Any], spec: Spec, plan: Plan, request: Request, halos: Exchange, *arguments: Any
-) -> Gradients:
-    return overlap.backward(functools.partial(run_part, spec), plan, request, halos, *arguments)
-
-
-FORWARD = Spec("forward", "forward", _output_types, functools.partial(_compute_forward, False), _exchange_forward)
-SAVING = Spec("forward saving", "forward", _saved_types, functools.partial(_compute_forward, True), _exchange_forward)
+FORWARD = Spec("forward", "forward", _output_types, functools.partial(_compute_forward, False), _exchange)
+SAVING = Spec("forward saving", "forward", _saved_types, functools.partial(_compute_forward, True), _exchange)
 CONTINUED = Spec("forward continued", "forward", _saved_types, _compute_continued)
-BACKWARD = Spec("backward", "backward", _gradient_types, _compute_gradients, _exchange_backward)
+BACKWARD = Spec("backward", "backward", _gradient_types, _compute_gradients, _exchange)
 
 
 #: The plans of the forward and the backward pass.
@@ -287,11 +292,11 @@ def attend(request: Request, operands: Operands) -> Output:
         operands = operands._replace(inputs=forward_only(operands.inputs))
     plain = plain_backend(_of_part(request))
     if explicit.mesh_of(operands) is not None:
-        return explicit.over_explicit_axes(functools.partial(_attend_locally, plain), request, operands)
-    return _attend_locally(plain, request, vary_alike(operands))
+        return explicit.over_explicit_axes(functools.partial(_attend_on_device, plain), request, operands)
+    return _attend_on_device(plain, request, vary_alike(operands))
 
 
-def _attend_locally(plain: PureJaxBackend | None, request: Request, operands: Operands) -> Output:
+def _attend_on_device(plain: PureJaxBackend | None, request: Request, operands: Operands) -> Output:
     """The operator on what a device has, or all that share its tokens in one ``jax.shard_map`` have.
 
     Args:
@@ -309,7 +314,7 @@ def _attend_locally(plain: PureJaxBackend | None, request: Request, operands: Op
     if plain is not None and plans is None and operands.inputs.sinks is None:
         return _forward_plain(plain, part, operands)
     operands = operands._replace(inputs=in_reverse_only(operands.inputs))
-    return _attend(part if plans is None else request, plans, operands)
+    return _attend_with_kernels(part if plans is None else request, plans, operands)
 
 
 def _of_part(request: Request) -> Request:
@@ -340,7 +345,7 @@ def _overlapping_plans(request: Request) -> _Plans | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(request: Request, plans: _Plans | None, operands: Operands) -> Output:
+def _attend_with_kernels(request: Request, plans: _Plans | None, operands: Operands) -> Output:
     result: Output = run(FORWARD, request, operands, plans=plans)
     return result
 
@@ -363,5 +368,5 @@ def _attend_backward(
     return (Operands(gradients),)  # origins are integers, without gradients
 
 
-# A loss that reads the output alone has no cotangent of the logsumexp: zeros would be written and read.
-_attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
+# Without symbolic zeros, a loss of the output would write and read zeros as the cotangent of the logsumexp.
+_attend_with_kernels.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)

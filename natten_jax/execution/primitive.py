@@ -31,7 +31,7 @@ from natten_jax.backends.base import takes_layouts_of
 from natten_jax.backends.select import DeviceCall
 from natten_jax.performance import Pass
 from natten_jax.plan import plan as plan_marks
-from natten_jax.plan.devices import PLATFORMS, Device, lowering_target
+from natten_jax.plan.devices import PLATFORMS, lowering_target
 from natten_jax.plan.plan import Plan, Request
 from natten_jax.sharding import _jax_internals, auto
 from natten_jax.sharding.explicit import map_in_turn
@@ -89,12 +89,7 @@ def _with_next_derivative(function: Callable[[jax.Array], _Derivatives]) -> Call
 
 def _divide_by_factorials(derivatives: Sequence[jax.Array]) -> list[jax.Array]:
     """Convert derivatives of order 0, 1, 2, ... to Taylor coefficients."""
-    factorial = 1.0
-    coefficients = []
-    for order, derivative in enumerate(derivatives):
-        factorial *= max(order, 1)
-        coefficients.append(derivative / jnp.asarray(factorial, derivative.dtype))
-    return coefficients
+    return [each / jnp.asarray(math.factorial(order), each.dtype) for order, each in enumerate(derivatives)]
 
 
 #: Names of the saved output, and of the logsumexp and whatever else is saved of each row.
@@ -111,15 +106,19 @@ REASON = (
     "native kernels have first derivatives in reverse mode only (jax.grad, jax.vjp): forward mode and higher "
     'derivatives take backend="flex-fna", or for attention "flex-fmha"'
 )
+REASON_OF_FLOAT8 = (
+    "8-bit arrays have no gradients: give the operators wider arrays and fp8, which quantises them and has the "
+    "gradients of the call without it"
+)
 
 
-def refuse(*_: Any, **__: Any) -> Any:
-    """A rule of a primitive that has none.
+def refuse(*_: Any, reason: str = REASON, **__: Any) -> Any:
+    """Reject a transformation that a primitive does not support.
 
     Raises:
         NotImplementedError: Always.
     """
-    raise NotImplementedError(REASON)
+    raise NotImplementedError(reason)
 
 
 def _identity(name: str, jvp: Callable[..., Any]) -> Primitive:
@@ -154,17 +153,7 @@ ad.primitive_transposes[_tangent_p] = lambda cotangents, *_: cotangents
 batching.primitive_batchers[_tangent_p] = refuse
 mlir.register_lowering(_tangent_p, refuse)
 
-
-REASON_OF_FLOAT8 = (
-    "8-bit arrays have no gradients: give the operators wider arrays and fp8, which quantises them and has the "
-    "gradients of the call without it"
-)
-
-
-def _refuse_float8(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError(REASON_OF_FLOAT8)
-
-
+_refuse_float8 = functools.partial(refuse, reason=REASON_OF_FLOAT8)
 _forward_only_p = _identity("natten_jax_forward_only", _refuse_float8)
 _RULES[_forward_only_p] = _refuse_float8
 
@@ -183,10 +172,6 @@ def in_reverse_only(arrays: Inputs) -> Inputs:
 def forward_only(arrays: Inputs) -> Inputs:
     """Return the arrays, which are not differentiated."""
     return _applied(_forward_only_p, arrays)
-
-
-#: Runs a computation on one device.
-Run = Callable[["AnyComputation", Request, Sequence[jax.Array]], list[jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,13 +340,12 @@ AnyComputation = Computation | Derivative
 
 
 def _compute_exchanging(
-    computation: AnyComputation, run: Run, call: DeviceCall, exchange: Exchange, arguments: Sequence[Any]
+    computation: AnyComputation, call: DeviceCall, exchange: Exchange, arguments: Sequence[Any]
 ) -> list[Any]:
-    """The results where token dimensions are split: keys and values come from all devices that have them.
+    """The results if token dimensions are split: keys and values come from all devices that have them.
 
     Args:
         computation: The computation.
-        run: Runs a computation on one device.
         call: The part of the call that the device has.
         exchange: The exchange of halos.
         arguments: The device's arrays.
@@ -371,12 +355,12 @@ def _compute_exchanging(
         def run_part(spec: Spec, request: Request, *arguments: Any) -> Any:
             leaves, structure = jax.tree.flatten(arguments)
             types = jax.tree.structure(spec.types(request, *arguments))
-            return jax.tree.unflatten(types, run(Computation(spec, structure), request, leaves))
+            part = DeviceCall(request, call.device)
+            return jax.tree.unflatten(types, _run_computation(Computation(spec, structure), part, leaves))
 
         spec, known = computation.spec, (computation.plan(call), call.request, exchange)
-        results: list[Any] = jax.tree.leaves(
-            computation.spec.exchange(run_part, spec, *known, *computation.structured(arguments))
-        )
+        found = computation.spec.exchange(run_part, spec, *known, *computation.structured(arguments))
+        results: list[Any] = jax.tree.leaves(found)
         return results
     layout = arguments[0].shape[1:-2]
     part, position = computation.with_origins()
@@ -385,40 +369,31 @@ def _compute_exchanging(
     for i, array in zip(with_halos, exchange.extended([arguments[i] for i in with_halos]), strict=True):
         extended[i] = array
     extended.insert(position, exchange.origins())
-    pairs = zip(run(part, call.request, extended), part.results(call.request, extended)[0], strict=True)
+    pairs = zip(_run_computation(part, call, extended), part.results(call.request, extended)[0], strict=True)
     return [exchange.returned(array, layout) if role.tokens == "keys" else array for array, role in pairs]
 
 
-def _one_by_one(
-    run: Callable[[Sequence[jax.Array]], list[jax.Array]],
-    roles: Sequence[Role],
-    result_roles: Sequence[Role],
-    arrays: Sequence[jax.Array],
-) -> list[jax.Array]:
-    """The results of ``run`` on one entry of the batch after the other.
-
-    Args:
-        run: Runs the computation on a batch of one entry.
-        roles: The roles of the arrays.
-        result_roles: The roles of the results.
-        arrays: The arrays; those that are not the same for the whole batch begin with it.
-    """
+def _run_entries(computation: AnyComputation, call: DeviceCall, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Run a computation on one batch entry after the other."""
+    request = call.request.of_part(1, arrays[0].shape[-2], arrays[1].shape[-2])
+    entry_call = DeviceCall(request, call.device)
 
     def run_one(entry: list[jax.Array]) -> list[jax.Array]:
         own = iter(entry)
         every = [array if is_same else next(own)[None] for is_same, array in zip(are_same, arrays, strict=True)]
-        return [result[0] for result in run(every)]
+        return [result[0] for result in _run_computation(computation, entry_call, every)]
 
     # There may be one table for all entries, or one for each.
     are_same = [
         role is Role.WHOLE or (role is Role.PER_HEAD_OF_ALL and array.shape[0] == 1)
-        for role, array in zip(roles, arrays, strict=True)
+        for role, array in zip(computation.roles, arrays, strict=True)
     ]
     results = jax.lax.map(run_one, [array for is_same, array in zip(are_same, arrays, strict=True) if not is_same])
-    is_shared = any(role is Role.PER_HEAD_OF_ALL for role, is_same in zip(roles, are_same, strict=True) if is_same)
+    has_one_table = (Role.PER_HEAD_OF_ALL, True) in zip(computation.roles, are_same, strict=True)
+    roles, _ = computation.results(call.request, arrays)
     return [
-        result.sum(axis=0, keepdims=True) if role is Role.PER_HEAD_OF_ALL and is_shared else result
-        for role, result in zip(result_roles, results, strict=True)
+        result.sum(axis=0, keepdims=True) if role is Role.PER_HEAD_OF_ALL and has_one_table else result
+        for role, result in zip(roles, results, strict=True)
     ]
 
 
@@ -515,12 +490,7 @@ def _map(
 
 
 def _differentiate(
-    primals: Sequence[jax.Array],
-    tangents: Sequence[Any],
-    *,
-    computation: AnyComputation,
-    request: Request,
-    mapped: int,
+    primals: Sequence[jax.Array], tangents: Sequence[Any], *, computation: AnyComputation, request: Request, mapped: int
 ) -> tuple[Any, Any]:
     """Results and their tangents."""
     if not computation.is_differentiable:
@@ -568,11 +538,7 @@ def _transpose(
 
 def _lower_for(platform: str | None) -> None:
     def lower(
-        ctx: mlir.LoweringRuleContext,
-        *values: Any,
-        computation: AnyComputation,
-        request: Request,
-        mapped: int,
+        ctx: mlir.LoweringRuleContext, *values: Any, computation: AnyComputation, request: Request, mapped: int
     ) -> Any:
         call = DeviceCall(request, lowering_target(platform or _platform_of(ctx)))
         local = functools.partial(_run_local, computation=computation, call=call, mapped=mapped)
@@ -581,10 +547,11 @@ def _lower_for(platform: str | None) -> None:
             if not _is_left_to_xla(ctx, plan):
                 identity = f"{plan.payload()} {computation} {mapped}"
                 roles = computation.roles, computation.results(request, ctx.avals_in)[0]
+                # A mesh may split token dimensions of windows over whole layouts.
+                has_places = not {Role.WHOLE, Role.PER_ENTRY}.isdisjoint(computation.roles)
+                splits_tokens = request.problem.operator == "fna" and not has_places
                 with plan_marks.of_plan(plan):
-                    return auto.Partitioned(
-                        ctx, identity, local, *roles, mapped + 1, splits_tokens=_splits_tokens(computation, request)
-                    ).lower(values)
+                    return auto.Partitioned(ctx, identity, local, *roles, mapped + 1, splits_tokens).lower(values)
         return auto.lower_for_one(local, ctx, values)
 
     mlir.register_lowering(_pass_p, lower, platform=platform)
@@ -610,11 +577,6 @@ def _is_left_to_xla(ctx: mlir.LoweringRuleContext, plan: Plan) -> bool:
     return is_plain and (plan.platform == "tpu" or _jax_internals.is_exported(ctx))
 
 
-def _splits_tokens(computation: AnyComputation, request: Request) -> bool:
-    """Return True if a mesh may split token dimensions: windows over whole layouts."""
-    return request.problem.operator == "fna" and not {Role.WHOLE, Role.PER_ENTRY}.intersection(computation.roles)
-
-
 def _run_local(
     *arguments: jax.Array,
     computation: AnyComputation,
@@ -633,20 +595,18 @@ def _run_local(
     """
     batch_dims = arguments[0].shape[: mapped + 1]
     own = call.request.of_part(math.prod(batch_dims), arguments[0].shape[-2], arguments[1].shape[-2])
-    call = DeviceCall(own, call.device)
     arrays: Sequence[jax.Array] = arguments
     if mapped:
         arrays = [_as_one_batch(*each, batch_dims) for each in zip(arguments, computation.roles, strict=True)]
     if any(lines):
         exchange = Exchange.of(own.problem, lines)
-        call = DeviceCall(dataclasses.replace(own, parts=exchange.parts), call.device)
-        run = functools.partial(_run_computation, device=call.device)
-        results = _compute_exchanging(computation, run, call, exchange, arrays)
+        part = DeviceCall(dataclasses.replace(own, parts=exchange.parts), call.device)
+        results = _compute_exchanging(computation, part, exchange, arrays)
     else:
-        results = _run_computation(computation, own, arrays, device=call.device)
+        results = _run_computation(computation, DeviceCall(own, call.device), arrays)
     if not mapped:
         return results
-    roles = computation.results(own, arguments)[0]
+    roles, _ = computation.results(own, arguments)
     return [_as_mapped(array, role, batch_dims) for array, role in zip(results, roles, strict=True)]
 
 
@@ -666,19 +626,13 @@ def _as_mapped(array: jax.Array, role: Role, batch_dims: Sequence[int]) -> jax.A
     return jnp.sum(array, axis=len(batch_dims) - 1, keepdims=True) if role is Role.PER_HEAD_OF_ALL else array
 
 
-def _run_computation(
-    computation: AnyComputation, request: Request, arrays: Sequence[jax.Array], *, device: Device
-) -> list[jax.Array]:
+def _run_computation(computation: AnyComputation, call: DeviceCall, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Run a computation on a device; one batch entry after the other if its kernels take layouts of one entry only."""
-    call = DeviceCall(request, device)
     plan, batch = computation.plan(call), arrays[0].shape[0]
     is_one = isinstance(batch, int) and batch == 1
-    roles = computation.roles
     has = backends.of(plan.backend).capabilities
-    if Role.PER_ENTRY in roles and not is_one and not takes_layouts_of(has, plan.problem):
-        entry = request.of_part(1, arrays[0].shape[-2], arrays[1].shape[-2])
-        run = functools.partial(_run_computation, computation, entry, device=device)
-        return _one_by_one(run, roles, computation.results(request, arrays)[0], arrays)
+    if Role.PER_ENTRY in computation.roles and not is_one and not takes_layouts_of(has, plan.problem):
+        return _run_entries(computation, call, arrays)
     found: list[jax.Array] = _function(computation, plan, call)(*arrays)
     return found
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 
 from natten_jax import backends
 from natten_jax.arrays.boxes import QueryBox, apart
-from natten_jax.arrays.operands import Gradients, Inputs, Operands, Saved
+from natten_jax.arrays.operands import Gradients, Operands, Saved, key_arrays
 from natten_jax.arrays.remainders import base2, pack_remainder, unpack_remainder
 from natten_jax.native.module import KERNEL_RANK, box_start
 from natten_jax.plan.plan import Plan
@@ -117,12 +117,6 @@ def on_line(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
     return dataclasses.replace(plan, problem=problem), operands._replace(origins=origins + shift)
 
 
-def _of_keys(inputs: Inputs) -> dict[str, Any]:
-    """What inputs, or their gradients, have of each key, by name: ``[batch, *keys, ...]``."""
-    named = {name: getattr(inputs, name) for name in ("key", "value", "key_bias", "shared_key_bias")}
-    return {name: array for name, array in named.items() if array is not None}
-
-
 class Side(NamedTuple):
     """What lies behind one end of a dimension that wraps.
 
@@ -181,24 +175,18 @@ class Strip:
         """Its keys or values."""
         first, keys, *_ = self.side
         array = jax.lax.slice_in_dim(array, first, first + keys, axis=_FIRST_TOKEN_AXIS + self.dimension)
+        widths = [(0, 0)] * array.ndim
         for i in self._before():
-            along = _FIRST_TOKEN_AXIS + i
-            of_sides = [
-                jax.lax.slice_in_dim(array, each.first, each.first + each.keys, axis=along)
-                for each in sides_of(self.axes[i])
-            ]
-            in_front, at_back = self._by_place(i, of_sides)
-            array = jnp.concatenate([*in_front, array, *at_back], axis=along)
-        return array
+            widths[_FIRST_TOKEN_AXIS + i] = _padding(self.axes[i])
+        return jnp.pad(array, widths, mode="wrap")
 
     def added(self, total: jax.Array, gradient: jax.Array) -> jax.Array:
         """The gradient of all keys or values with that of its own; the transpose of :meth:`taken`."""
         for i in reversed(self._before()):
             along, extent = _FIRST_TOKEN_AXIS + i, self.axes[i].kv_extent
-            sides = sides_of(self.axes[i])
-            in_front = -min(0, *(each.origin for each in sides))
+            in_front, _ = _padding(self.axes[i])
             own = jax.lax.slice_in_dim(gradient, in_front, in_front + extent, axis=along)
-            for each in sides:
+            for each in sides_of(self.axes[i]):
                 begin = in_front + each.origin
                 part = jax.lax.slice_in_dim(gradient, begin, begin + each.keys, axis=along)
                 own = _with_added(own, part, each.first, along)
@@ -209,7 +197,7 @@ class Strip:
         """A pass on it, of all queries, without additional tokens and sinks, which another one has."""
         inputs = operands.inputs
         inputs = inputs._replace(
-            **{name: self.taken(array) for name, array in _of_keys(inputs).items()},
+            **{name: self.taken(array) for name, array in key_arrays(inputs).items()},
             additional_keys=None,
             additional_values=None,
             sinks=None,
@@ -217,7 +205,7 @@ class Strip:
         origin = [0] * len(self.axes)
         origin[self.dimension] = self.side.origin
         for i in self._before():
-            origin[i] = min(0, *(each.origin for each in sides_of(self.axes[i])))
+            origin[i] = -_padding(self.axes[i])[0]
         shift = np.array([[0] * KERNEL_RANK, [0] * (KERNEL_RANK - len(origin)) + origin], np.int32)
         plan = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, additional_kv=0))
         plan, placed = on_line(plan, operands._replace(inputs=inputs))
@@ -225,16 +213,19 @@ class Strip:
         return plan, placed._replace(origins=placed.origins + shift)
 
     def with_added(self, total: Gradients, gradients: Gradients) -> Gradients:
-        """The gradients of all keys, values and biases of keys with those of its own."""
-        own = _of_keys(gradients)
-        return total._replace(**{name: self.added(array, own[name]) for name, array in _of_keys(total).items()})
+        """Add the gradients of the strip's keys, values and biases to the gradients of all keys."""
+        own = key_arrays(gradients)
+        return total._replace(**{name: self.added(array, own[name]) for name, array in key_arrays(total).items()})
 
     def _before(self) -> list[int]:
         return [i for i in range(self.dimension) if self.are_whole[i] and sides_of(self.axes[i])]
 
-    def _by_place(self, dimension: int, arrays: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-        pairs = list(zip(sides_of(self.axes[dimension]), arrays, strict=True))
-        return [each for side, each in pairs if side.origin < 0], [each for side, each in pairs if side.origin > 0]
+
+def _padding(axis: Axis) -> tuple[int, int]:
+    """Keys in front of a dimension that wraps, and after it, that its windows see."""
+    keys = [(side.keys, 0) if side.origin < 0 else (0, side.keys) for side in sides_of(axis)]
+    before, after = np.sum(keys, axis=0, dtype=int).tolist()
+    return before, after
 
 
 def strips_of(plan: Plan, operands: Operands) -> Iterator[Strip]:

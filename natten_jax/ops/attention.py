@@ -9,11 +9,12 @@ from jax.typing import DTypeLike
 
 from natten_jax.arguments.arrays import Counts, Origin, Scale
 from natten_jax.arguments.names import explained
-from natten_jax.ops.calls import attend_all
-from natten_jax.ops.canonicalize import ArrayLike, LogitTerms
+from natten_jax.ops.calls import ExecutionArguments, run_operator
+from natten_jax.ops.canonicalize import ArrayLike, BoxArguments, LogitTerms
 from natten_jax.ops.float8 import Factor, Float8Arguments
 from natten_jax.ops.options import AttentionOptions
 from natten_jax.performance import ATTENTION_NAMES, AttentionPerformanceArguments
+from natten_jax.windows import WindowArguments
 
 #: Output and logsumexp.
 Pair = tuple[jax.Array, jax.Array]
@@ -125,14 +126,14 @@ def attention(
         ValueError: A value, shape or dtype breaks a rule above, or no backend can run the problem.
         TypeError: An argument is of the wrong type.
     """
-    return attend_all(
+    return run_operator(
+        "fmha",
+        1,
         (query, key, value),
-        is_causal,
-        query_origin,
-        (query_lengths, kv_lengths),
+        WindowArguments(is_causal=is_causal),
+        BoxArguments(query_origin, query_lengths=query_lengths, kv_lengths=kv_lengths),
         LogitTerms(scale, key_bias=key_bias, sinks=sinks),
         Float8Arguments(query_scale, key_scale, value_scale, out_dtype, fp8),
-        backend,
-        performance,
+        ExecutionArguments(backend, performance),
         return_lse,
     )

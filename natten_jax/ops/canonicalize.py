@@ -11,8 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.arguments.arrays import Counts, Origin, Scale, checked_counts, checked_origin
-from natten_jax.arguments.static import Ints, array_of, check_extents, choice_tuple, int_tuple, one_bool, planned_batch
+from natten_jax.arguments.arrays import Counts, Origin, Scale, checked_counts, checked_origin, scale_or_default
+from natten_jax.arguments.static import (
+    Bools,
+    Ints,
+    array_of,
+    check_extents,
+    choice_tuple,
+    int_tuple,
+    one_bool,
+    planned_batch,
+)
 from natten_jax.arrays.biases import in_accumulator, with_hidden_keys
 from natten_jax.arrays.boxes import is_real
 from natten_jax.arrays.operands import Inputs, Output, Role
@@ -20,31 +29,16 @@ from natten_jax.element_types import ELEMENT_TYPES, SUPPORTED_DTYPES
 from natten_jax.execution import custom_vjp
 from natten_jax.native.module import KERNEL_RANK
 from natten_jax.plan.plan import Request
-from natten_jax.problem import Axis, Problem, _problem_of_axes
-from natten_jax.sharding.explicit import replicated, reshaped, split_like, split_like_heads, spread
+from natten_jax.problem import Axis, Operator, Problem
+from natten_jax.sharding.explicit import replicated, reshaped, split_like, spread
 from natten_jax.windows import EDGES, Edges, WindowArguments
 
 
-def described(describe: Callable[[Inputs], Problem], inputs: Inputs) -> Problem:
-    """The problem that arrays describe.
+def hint_of_heads_first(describe: Callable[[Inputs], Problem], inputs: Inputs) -> str:
+    """Return the end of a message if rejected arrays seem to have heads before tokens, otherwise ``""``.
 
-    Args:
-        describe: Makes it of the arrays.
-        inputs: Their shapes and element types.
-
-    Raises:
-        ValueError: As ``describe``; the message also asks whether heads come first, if that would explain it.
-    """
-    try:
-        return describe(inputs)
-    except ValueError as error:
-        raise ValueError(f"{error}{_hint_of_heads_first(describe, inputs)}") from None
-
-
-def _hint_of_heads_first(describe: Callable[[Inputs], Problem], inputs: Inputs) -> str:
-    """What to add to a message if arrays that were rejected have heads in front of tokens, or ``""``.
-
-    They may if the arrays are right with the second dimension behind the tokens, and have fewer heads than tokens then.
+    They seem to if ``describe`` accepts them with the second dimension after the tokens, and they then have fewer heads
+    than tokens.
     """
 
     def moved(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -132,13 +126,8 @@ def neighborhood_problem(
             )
     window.checked(rank)  # without a layout in the place of a kernel_size
     tokens = tuple([extent * each for extent, each in zip(layout, parts or (1,) * rank, strict=True)])
-    return _problem_of_axes(
-        (window.clamped(tokens) if clamp_window else window).axes(tokens, tokens),
-        operator="fna",
-        scale=scale,
-        additional_kv=_check_additional_kv(inputs),
-        **_sizes(query, key, value),
-    )
+    axes = (window.clamped(tokens) if clamp_window else window).axes(tokens, tokens)
+    return _problem("fna", axes, query, key, value, scale, _check_additional_kv(inputs))
 
 
 def attention_problem(
@@ -146,7 +135,7 @@ def attention_problem(
     key: Shaped,
     value: Shaped,
     scale: float | None,
-    is_causal: bool | np.ndarray[Any, Any] | jax.Array,
+    is_causal: Bools,
     *,
     is_box: bool = False,
 ) -> Problem:
@@ -158,12 +147,25 @@ def attention_problem(
             "key and value must have the same sequence length"
         )
     layout = _layout_of_box(query, key) if is_box else query.shape[1:2]
-    return _problem_of_axes(
-        WindowArguments(is_causal=one_bool("is_causal", is_causal)).axes(layout, key.shape[1:2]),
-        operator="fmha",
-        scale=scale,
-        **_sizes(query, key, value),
-    )
+    axes = WindowArguments(is_causal=one_bool("is_causal", is_causal)).axes(layout, key.shape[1:2])
+    return _problem("fmha", axes, query, key, value, scale)
+
+
+def _problem(
+    operator: Operator,
+    axes: tuple[Axis, ...],
+    query: Shaped,
+    key: Shaped,
+    value: Shaped,
+    scale: float | None,
+    additional_kv: int = 0,
+) -> Problem:
+    batch, *_, heads, head_dim = query.shape
+    heads_kv, head_dim_v = value.shape[-2:]
+    dtype = query.dtype.name
+    scale = scale_or_default(scale, head_dim, dtype)
+    sizes = planned_batch(batch), axes, heads, heads_kv, head_dim, head_dim_v
+    return Problem(operator, *sizes, dtype, scale, additional_kv).checked()
 
 
 def check_array(name: str, array: Any) -> None:
@@ -191,17 +193,6 @@ def _layout_of_box(query: Shaped, key: Shaped) -> tuple[int, ...]:
             "query_origin the queries are a box of the layout of the keys"
         )
     return layout
-
-
-def _sizes(query: Shaped, key: Shaped, value: Shaped) -> dict[str, Any]:
-    return {
-        "batch": planned_batch(query.shape[0]),
-        "heads": query.shape[-2],
-        "heads_kv": key.shape[-2],
-        "head_dim": query.shape[-1],
-        "head_dim_v": value.shape[-1],
-        "dtype": query.dtype.name,
-    }
 
 
 def _check_arrays(query: Shaped, key: Shaped, value: Shaped, ndim: int, function: str) -> None:
@@ -307,7 +298,8 @@ def with_biases(
             "is of"
         )
     if relative_bias is not None:
-        inputs = inputs._replace(relative_bias=_of_offsets(problem, relative_bias, kernel_size))
+        table = checked_table(problem, relative_bias, kernel_size)
+        inputs = inputs._replace(relative_bias=table.reshape(problem.heads, -1)[None])
         problem = dataclasses.replace(problem, axes=axes_of_offsets(problem.axes, edges))
     if key_bias is not None:
         inputs = _with_key_bias(problem, inputs, key_bias, grid)
@@ -321,10 +313,6 @@ def axes_of_offsets(axes: Sequence[Axis], edges: Edges) -> tuple[Axis, ...]:
         dataclasses.replace(axis, edges="wrap") if edge == "wrap" and axis.kernel_size > 1 else axis
         for axis, edge in zip(axes, choice_tuple("edges", edges, EDGES, len(axes)), strict=True)
     )
-
-
-def _of_offsets(problem: Problem, relative_bias: ArrayLike, kernel_size: Sequence[int] | None) -> jax.Array:
-    return checked_table(problem, relative_bias, kernel_size).reshape(problem.heads, -1)[None]
 
 
 def checked_table(problem: Problem, relative_bias: ArrayLike, kernel_size: Sequence[int] | None = None) -> jax.Array:
@@ -402,8 +390,11 @@ def in_pass(request: Request, inputs: Inputs, sinks: jax.Array | None) -> tuple[
 
 
 def with_sinks(output: Output, sinks: jax.Array | None) -> Output:
-    """Output and logsumexp of a softmax that has the sinks in its denominator; ``None`` where there are none."""
-    return output if sinks is None else _with_sinks(output, split_like_heads(sinks, output.logsumexp))
+    """Output and logsumexp of a softmax that has the sinks in its denominator; ``None`` leaves them as they are."""
+    if sinks is None:
+        return output
+    sinks = jnp.expand_dims(sinks, range(output.logsumexp.ndim - 1))
+    return _with_sinks(output, split_like(sinks, output.logsumexp))
 
 
 @jax.jit
@@ -411,7 +402,6 @@ def _with_sinks(output: Output, sinks: jax.Array) -> Any:
     accumulator = ELEMENT_TYPES[output.out.dtype.name].accumulator
     sinks = with_hidden_keys(in_accumulator(sinks, accumulator))
     sinks = jnp.where(sinks == jnp.inf, sinks - jnp.inf, sinks)  # as exp(inf - inf), the weight of the sink
-    sinks = jnp.expand_dims(sinks, range(output.logsumexp.ndim - 1))
     # A query that sees no key has a logsumexp of -inf, whose derivatives would be no numbers.
     is_empty = jnp.isneginf(output.logsumexp)
     keys = jnp.where(is_empty, 0, output.logsumexp)
@@ -422,12 +412,19 @@ def _with_sinks(output: Output, sinks: jax.Array) -> Any:
 
 
 class BoxArguments(NamedTuple):
-    """The arguments of neighborhood attention that say where tokens lie."""
+    """Arguments about where tokens lie; only ``attention`` has lengths."""
 
     query_origin: Origin | None = None
     extents: Counts | None = None
     upsample: Ints = 1
     clamp_window: bool = False
+    query_lengths: Counts | None = None
+    kv_lengths: Counts | None = None
+
+    @property
+    def has_extents(self) -> bool:
+        """True if some tokens may be padding."""
+        return self.extents is not None or self.query_lengths is not None or self.kv_lengths is not None
 
 
 class Placement(NamedTuple):
@@ -457,45 +454,25 @@ class Placement(NamedTuple):
         )
 
 
-def placement_of_windows(inputs: Inputs, box: BoxArguments) -> Placement:
-    """Where a call of neighborhood attention has its tokens.
+def placement_of(inputs: Inputs, box: BoxArguments) -> Placement:
+    """Check the arguments about where the tokens of a call lie.
 
     Raises:
         ValueError: A number is out of range, or an argument has another shape.
-        TypeError: An argument holds something else than integers.
+        TypeError: An argument does not hold integers.
     """
-    layout = inputs.key.shape[1:-2]
-    extents = checked_counts("extents", box.extents, inputs.query.shape[0], layout, is_length=False)
-    return _placement(inputs, box.query_origin, extents, extents)
-
-
-def placement_of_sequences(
-    inputs: Inputs, query_origin: Origin | None, query_lengths: Counts | None, kv_lengths: Counts | None
-) -> Placement:
-    """Where a call of attention has its tokens; raises as :func:`placement_of_windows`."""
-    batch, tokens, *_ = inputs.query.shape
-    of_queries = checked_counts("query_lengths", query_lengths, batch, (tokens,), is_length=True)
-    of_keys = checked_counts("kv_lengths", kv_lengths, batch, inputs.key.shape[1:2], is_length=True)
-    if of_queries is not None and query_origin is not None:
-        origin = checked_origin(query_origin, batch, (inputs.key.shape[1] - tokens,))
-        assert origin is not None
-        of_queries = of_queries + origin
-    return _placement(inputs, query_origin, of_queries, of_keys)
-
-
-def _placement(
-    inputs: Inputs, query_origin: Origin | None, of_queries: jax.Array | None, of_keys: jax.Array | None
-) -> Placement:
-    """Where queries lie that begin at an origin, in layouts of so many queries and keys."""
-    if query_origin is None and of_queries is None and of_keys is None:
+    if box.query_origin is None and not box.has_extents:
         return Placement()
     batch, *queries, _, _ = inputs.query.shape
     layout = inputs.key.shape[1:-2]
-    room = [k - q for q, k in zip(queries, layout, strict=True)]
-    origin, of_queries, of_keys = (
-        None if each is None else replicated(each)
-        for each in (checked_origin(query_origin, batch, room), of_queries, of_keys)
-    )
+    of_queries = of_keys = checked_counts("extents", box.extents, batch, layout, is_length=False)
+    if box.extents is None:
+        of_queries = checked_counts("query_lengths", box.query_lengths, batch, queries, is_length=True)
+        of_keys = checked_counts("kv_lengths", box.kv_lengths, batch, layout, is_length=True)
+    origin = checked_origin(box.query_origin, batch, [k - q for q, k in zip(queries, layout, strict=True)])
+    if box.extents is None and of_queries is not None and origin is not None:
+        of_queries = of_queries + origin
+    origin, of_queries, of_keys = (None if each is None else replicated(each) for each in (origin, of_queries, of_keys))
     # JAX cannot stack arrays that jax.vmap maps with others while a mesh shards the mapped axis: pad and add them.
     missing = KERNEL_RANK - len(layout)
     if of_queries is None and of_keys is None and (origin is None or origin.ndim == 1):

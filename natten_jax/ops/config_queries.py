@@ -10,9 +10,10 @@ whole layout.
 from __future__ import annotations
 
 import functools
+import inspect
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from natten_jax import backends
 from natten_jax.arguments.names import unexpected
@@ -32,18 +33,10 @@ CapabilityLike = str | float | Sequence[int]
 _NAME = re.compile(r"get_(bwd_)?configs_for_(\w+)_(fna|fmha)")
 
 
-class ConfigQuery(Protocol):
-    """A query: pairs of query and key/value tile, the recommended first.
-
-    Tiles are shapes for neighborhood attention and sizes for attention. Where the backend has kernel schedules, each
-    configuration is a pair of such a pair and a :class:`natten_jax.KernelSchedule`.
-    """
-
-    __name__: str
-
-    def __call__(
-        self, query: Any = None, key: Any = None, value: Any = None, /, **problem: Any
-    ) -> list[tuple[Any, Any]]: ...
+#: A query: it returns pairs of query and key/value tile, the recommended first. Tiles are shapes for neighborhood
+#: attention and sizes for attention. If the backend has kernel schedules, each item is a pair of such a pair and a
+#: :class:`natten_jax.KernelSchedule`.
+ConfigQuery = Callable[..., list[tuple[Any, Any]]]
 
 
 def configs(
@@ -101,18 +94,26 @@ def configs(
     operator: Operator = "fmha" if kernel_size is None else "fna"
     given = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation, "is_causal": is_causal, "edges": edges}
     facts = {name: value for name, value in given.items() if value is not None}
-    problem, device = _asked("configs", operator, (query, key, value), None, compute_capability, facts)
-    plan = resolve(Request(problem, backend=backend), device, pass_)
-    chosen = backends.of(plan.backend)
-    found = _query(chosen, operator, pass_)(query, key, value, compute_capability=compute_capability, **facts)
-    schedules = chosen.capabilities.schedules.get(pass_)
-    q_tile, kv_tile = tile_arguments(operator, pass_)
+    device = target_device(compute_capability)
+    problem = _describe("configs", operator, (query, key, value), facts)
+    name = resolve(Request(problem, backend=backend), device, pass_).backend
     result = []
-    for each in found:
-        pair, schedule = each if schedules else (each, None)
-        of_schedule = {"kernel_schedule": schedule} if schedules else {}
-        result.append({q_tile: pair[0], kv_tile: pair[1], **of_schedule, "backend": str(plan.backend)})
+    for tiles, schedule in _offered(backends.of(name), problem, device, pass_):
+        arguments = dict(zip(tile_arguments(operator, pass_), tiles, strict=True))
+        arguments |= {} if schedule is None else {"kernel_schedule": schedule}
+        result.append({**arguments, "backend": str(name)})
     return result
+
+
+def _offered(backend: Backend, problem: Problem, device: Device, pass_: Pass) -> list[tuple[Any, Any]]:
+    """Pairs of tiles, each with every schedule that the backend has; none if it rejects the problem."""
+    if backend.rejection(problem, device, pass_) is not None:
+        return []
+    pairs: Iterable[Any] = backend.tile_pairs(backend.widened(problem, device, pass_), device, pass_)
+    if problem.operator == "fmha":
+        pairs = ((q_tile[0], kv_tile[0]) for q_tile, kv_tile in pairs)
+    schedules = backend.capabilities.schedules.get(pass_, ())
+    return [(pair, schedule) for pair in pairs for schedule in schedules or (None,)]
 
 
 def target_device(compute_capability: CapabilityLike | None) -> Device:
@@ -174,85 +175,60 @@ def _query(backend: Backend, operator: Operator, pass_: Pass) -> ConfigQuery:
         compute_capability: CapabilityLike | None = None,
         **window: Any,
     ) -> list[tuple[Any, Any]]:
-        problem, device = _asked(name, operator, (query, key, value), input_tensor, compute_capability, window)
-        if backend.rejection(problem, device, pass_) is not None:
-            return []
-        pairs: Iterable[Any] = backend.tile_pairs(backend.widened(problem, device, pass_), device, pass_)
-        if operator == "fmha":
-            pairs = ((q_tile[0], kv_tile[0]) for q_tile, kv_tile in pairs)
-        schedules = backend.capabilities.schedules.get(pass_, ())
-        return [(pair, schedule) for pair in pairs for schedule in schedules] if schedules else list(pairs)
+        """Query and key/value tiles of the {pass_} pass of {backend}, best first.
 
+        Example:
+            >>> import jax, natten_jax
+            >>> tokens = jax.ShapeDtypeStruct({shape}, "bfloat16")
+            >>> configurations = natten_jax.{name}(tokens{example})
+
+        Args:
+            query: An array of the operator's query, key or value, or a ``jax.ShapeDtypeStruct``.
+            key: The key if it differs from ``query``.
+            value: The value if it differs from ``query``.
+            input_tensor: NATTEN's name of ``query``.
+            compute_capability: Answer for a GPU of this compute capability, ``"9.0"``, ``(9, 0)`` or ``9.0``, instead
+                of for the default device.
+            **window: {window} as in the operator.
+
+        Returns:
+            Pairs of query and key/value tile {tiles}{schedules}; empty if the backend cannot run the arrays.
+
+        Raises:
+            ValueError: The arrays and arguments describe no problem of the operator, or no compute capability.
+            TypeError: An argument is of the wrong type.
+        """
+        if input_tensor is not None and query is not None:
+            raise TypeError("input_tensor is NATTEN's word for query: give one of them")
+        device = target_device(compute_capability)
+        problem = _describe(name, operator, (input_tensor if query is None else query, key, value), window)
+        found = _offered(backend, problem, device, pass_)
+        return [tiles if schedule is None else (tiles, schedule) for tiles, schedule in found]
+
+    names = [f"``{each}``" for each in WindowArguments._fields]
+    facts = {"name": name, "pass_": pass_, "backend": BackendId(backend.family, operator)}
+    facts["schedules"] = ", each with a kernel schedule" if backend.capabilities.schedules.get(pass_) else ""
+    if operator == "fna":
+        facts |= {"shape": "(1, 256, 256, 24, 128)", "example": ", kernel_size=80", "tiles": "shapes"}
+        facts["window"] = f"{', '.join(names[:-1])} and {names[-1]} (by default windows as large as the layout)"
+    else:
+        facts |= {"shape": "(1, 4096, 24, 128)", "example": "", "tiles": "sizes", "window": "``is_causal``"}
     get_configs.__name__ = get_configs.__qualname__ = name
-    get_configs.__doc__ = _document(backend, operator, pass_)
+    get_configs.__doc__ = inspect.cleandoc(get_configs.__doc__ or "").format(**facts)
     return get_configs
 
 
-def _asked(
-    name: str,
-    operator: Operator,
-    arrays: tuple[Any, Any, Any],
-    input_tensor: Any,
-    compute_capability: CapabilityLike | None,
-    window: dict[str, Any],
-) -> tuple[Problem, Device]:
-    """What a query is about, and for which device."""
-    query, key, value = arrays
-    if input_tensor is not None and query is not None:
-        raise TypeError("input_tensor is NATTEN's word for query: give one of them")
-    query = input_tensor if query is None else query
-    device = target_device(compute_capability)
-    key, value = query if key is None else key, query if value is None else value
-    return _problem(operator, query, key, value, window, name), device
-
-
-def _problem(operator: Operator, query: Any, key: Any, value: Any, window: dict[str, Any], function: str) -> Problem:
+def _describe(function: str, operator: Operator, arrays: tuple[Any, Any, Any], window: dict[str, Any]) -> Problem:
+    """Return the problem of arrays and window arguments; key and value are like the query if they are ``None``."""
+    query, key, value = (arrays[0] if each is None else each for each in arrays)
     allowed = ("is_causal",) if operator == "fmha" else WindowArguments._fields
     for name in window:
         if name not in allowed:
             raise TypeError(unexpected(function, name, allowed))
     if operator == "fmha":
         return attention_problem(query, key, value, None, window.get("is_causal", False))
-    shape = getattr(query, "shape", ())  # what is no array is refused below
+    shape = getattr(query, "shape", ())  # anything without a shape is rejected below
     windows = WindowArguments(**window)
     if windows.kernel_size is None:
         windows = windows._replace(kernel_size=shape[1:-2])
     return neighborhood_problem(max(1, min(3, len(shape) - 3)), Inputs(query, key, value), windows)
-
-
-_EXAMPLE_SHAPES = {"fna": "(1, 256, 256, 24, 128)", "fmha": "(1, 4096, 24, 128)"}
-
-
-def _document(backend: Backend, operator: Operator, pass_: Pass) -> str:
-    tiles = "shapes" if operator == "fna" else "sizes"
-    schedules = ", each with a kernel schedule" if backend.capabilities.schedules.get(pass_) else ""
-    *others, last = (f"``{name}``" for name in WindowArguments._fields)
-    window = f"{', '.join(others)} and {last}" if operator == "fna" else "``is_causal``"
-    whole = " Without a ``kernel_size``, tiles are ranked for windows as large as the layout." * (operator == "fna")
-    name = BackendId(backend.family, operator)
-    shape = _EXAMPLE_SHAPES[operator]
-    kernel_size = ", kernel_size=80" if operator == "fna" else ""
-    query = _query_name(_prefix(backend), operator, pass_)
-    return f"""Query and key/value tile {tiles} of the {pass_} pass of {name}, best first.
-
-Example:
-    >>> import jax, natten_jax
-    >>> tokens = jax.ShapeDtypeStruct({shape}, "bfloat16")
-    >>> configurations = natten_jax.{query}(tokens{kernel_size})
-
-Args:
-    query: An array of the operator's query, key or value, or a ``jax.ShapeDtypeStruct``.
-    key: The key where it differs from ``query``.
-    value: The value where it differs from ``query``.
-    input_tensor: NATTEN's word for ``query``.
-    compute_capability: Answer for a GPU of this compute capability, ``"9.0"``, ``(9, 0)`` or ``9.0``, instead of
-        for the default device.
-    **window: {window} as in the operator.{whole}
-
-Returns:
-    Pairs of query and key/value tile {tiles}{schedules}; empty where the backend cannot run the arrays.
-
-Raises:
-    ValueError: The arrays and arguments describe no problem of the operator, or no compute capability.
-    TypeError: An argument is of the wrong type.
-"""

@@ -101,22 +101,24 @@ def quantize(
     if block_shape is not None and scale != "block":
         raise ValueError(f'block_shape={shown(block_shape)} is for scale="block", but scale is {scale!r}')
     rank = array.ndim - 3
-    block = _block_of(block_shape, rank) if scale == "block" else None
     element_type = float8_name("dtype", dtype)
+    if block_shape is None:
+        block = BLOCKS.get(rank, (1,) * (rank - 1) + (128,))
+    else:
+        block = int_tuple("block_shape", block_shape, rank)
     numbers, mean = array.astype(jnp.float32), None
     if flag("subtract_mean", subtract_mean):
         mean = mean_of_tokens(numbers)
         numbers, mean = numbers - mean, mean.reshape(array.shape[0], *array.shape[-2:])
     if flag("rotate", rotate):
         numbers = rotated(numbers)
-    if block is not None:
-        factors = _factors_of(_largest_of_blocks(numbers, block), element_type)
-        return Quantized(_rounded(numbers, of_tokens(factors, array.shape), element_type), factors, mean)
-    if scale == "tensor":
-        factors = _factors_of(jnp.max(jnp.abs(numbers)), element_type)
-        return Quantized(_rounded(numbers, factors, element_type), factors, mean)
-    (rounded,), factors = quantized_heads([numbers], element_type)
-    return Quantized(rounded, factors, mean)
+    if scale == "head":
+        (rounded,), factors = quantized_heads([numbers], element_type)
+        return Quantized(rounded, factors, mean)
+    is_block = scale == "block"
+    factors = _factors_of(_largest_of_blocks(numbers, block) if is_block else jnp.max(jnp.abs(numbers)), element_type)
+    per_token = of_tokens(factors, array.shape) if is_block else factors
+    return Quantized(_rounded(numbers, per_token, element_type), factors, mean)
 
 
 def quantized_heads(arrays: Sequence[jax.Array], element_type: str) -> tuple[list[jax.Array], jax.Array]:
@@ -198,12 +200,6 @@ def of_tokens(factors: jax.Array, shape: Sequence[int]) -> jax.Array:
     return factors[..., None]
 
 
-def _block_of(block_shape: Ints | None, rank: int) -> tuple[int, ...]:
-    if block_shape is None:
-        return BLOCKS.get(rank, (1,) * (rank - 1) + (128,))
-    return int_tuple("block_shape", block_shape, rank)
-
-
 def _largest_of_blocks(numbers: jax.Array, block: tuple[int, ...]) -> jax.Array:
     """The largest size of a number, ``[batch, *blocks, heads]``."""
     largest = jnp.max(jnp.abs(numbers), axis=-1)
@@ -245,25 +241,6 @@ class Float8Arguments(NamedTuple):
 NOTHING = Float8Arguments()
 
 
-class Rounding(NamedTuple):
-    """What is left to do with output and logsumexp.
-
-    Attributes:
-        dtype: Element type of the output.
-        of_logsumexp: What is added to the logsumexp, ``[batch, *layout, heads]``; ``None`` where that is nothing.
-    """
-
-    dtype: str
-    of_logsumexp: jax.Array | None = None
-
-    def of(self, output: Output) -> Output:
-        """The call's output and logsumexp."""
-        out, logsumexp = output
-        if self.of_logsumexp is not None:
-            logsumexp = logsumexp + self.of_logsumexp
-        return Output(out.astype(self.dtype), logsumexp)
-
-
 class _Factors(NamedTuple):
     """Factors of the arrays: ``[batch, heads]``, or of blocks, ``[batch, *blocks, heads_kv]``; ``None`` where 1."""
 
@@ -274,21 +251,21 @@ class _Factors(NamedTuple):
 
 def in_8_bits(
     problem: Problem, inputs: Inputs, arguments: Float8Arguments, place: Placement, grid: FinerGrid | None = None
-) -> tuple[Problem, Inputs, Rounding | None]:
-    """The problem and the arrays that backends get, and what is left to do with the output.
+) -> tuple[Problem, Inputs, Callable[[Output], Output] | None]:
+    """The problem and the arrays that backends get, and a function of their output that finishes it.
 
-    Factors that the keys of a head share are factors of its logits, and those of values are factors of its output;
-    others go with keys and values.
+    A factor that all keys of a head share becomes a factor of its logits, and a factor of all values a factor of its
+    output; factors of blocks go with keys and values.
 
     Args:
-        problem: What is computed.
+        problem: The problem.
         inputs: The arrays.
         arguments: The arguments.
-        place: Where tokens lie.
-        grid: That of the queries, where it is finer than the keys' and queries have become heads.
+        place: The places of the tokens.
+        grid: The grid of the queries if it is finer than the keys' grid; queries have become heads.
 
     Raises:
-        ValueError: A shape, value or element type is wrong, or an argument is none for these arrays.
+        ValueError: A shape, value or element type is wrong, or an argument does not suit these arrays.
         TypeError: A factor is neither a number nor an array.
     """
     dtype = _output_dtype(problem, arguments)
@@ -321,7 +298,12 @@ def in_8_bits(
     problem = dataclasses.replace(
         problem, out_dtype=None if dtype == problem.element.output else dtype, block_scales=bool(of_keys)
     )
-    return problem, inputs._replace(**of_keys), Rounding(dtype, shift)
+
+    def finished(output: Output) -> Output:
+        logsumexp = output.logsumexp if shift is None else output.logsumexp + shift
+        return Output(output.out.astype(dtype), logsumexp)
+
+    return problem, inputs._replace(**of_keys), finished
 
 
 def _quantized(
@@ -459,7 +441,6 @@ def straight_through(call: Call, operands: Any, arguments: Float8Arguments, retu
         arguments: The arguments of the call; of the one whose gradients are taken there are none.
         return_lse: The operators' argument.
     """
-    return_lse = flag("return_lse", return_lse)
     leaves, structure = jax.tree.flatten(operands)
     leaves = [array_of(leaf) for leaf in leaves]
     arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))}

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from natten_jax.arguments.arrays import Counts, Origin, Scale, TokenAxes
 from natten_jax.arguments.names import explained
 from natten_jax.arguments.static import Bools, Ints
-from natten_jax.ops.calls import ExecutionArguments, attend_windows
+from natten_jax.ops.calls import ExecutionArguments, run_operator
 from natten_jax.ops.canonicalize import ArrayLike, BoxArguments, LogitTerms
 from natten_jax.ops.float8 import Factor, Float8Arguments
 from natten_jax.ops.options import NeighborhoodOptions
@@ -129,8 +129,20 @@ def na2d(
 
     Each query attends to the ``kernel_size`` window of keys around it; at the edges the window is shifted, unless
     ``edges`` says otherwise. ``stride`` queries share one window, ``dilation`` spreads it, and ``is_causal`` hides
-    later keys. :mod:`natten_jax.windows` is the exact definition. Arguments that speak of a dimension take
-    2 values, or one for all dimensions; sequences may be NumPy's arrays, or JAX's where they are not traced.
+    later keys. :mod:`natten_jax.windows` is the exact definition. Arguments about dimensions take
+    2 values, or one for all dimensions; sequences may be NumPy arrays, or JAX arrays that are not traced.
+
+    Arguments by subject, each with its guide:
+
+    - windows (:doc:`/windows`): ``kernel_size``, ``stride``, ``dilation``, ``is_causal``, ``edges``, ``clamp_window``;
+    - layout (:doc:`/boxes`): ``query_origin``, ``extents``, ``upsample``;
+    - logits (:doc:`/biases`): ``scale``, ``relative_bias``, ``key_bias``, ``sinks``; and more keys:
+      ``additional_keys``, ``additional_values``;
+    - result (:doc:`/numerics`): ``return_lse``; 8-bit arrays (:doc:`/fp8`): ``out_dtype``, ``fp8``, ``query_scale``,
+      ``key_scale``, ``value_scale``;
+    - devices (:doc:`/scaling`): ``token_axes``;
+    - speed (:doc:`/performance`, :doc:`/backends`): ``backend``, ``attention_kwargs``, ``try_fuse_additional_kv`` and
+      ``performance``.
 
     Example:
         A 3 x 5 window around every pixel, spread to every second pixel.
@@ -152,52 +164,52 @@ def na2d(
         is_causal: Whether later keys are hidden.
         edges: What becomes of a window that reaches over the ends: ``"shift"`` moves it inside, ``"cut"`` leaves it the
             keys that exist, ``"wrap"`` goes on at the other end, of an extent that ``dilation`` divides.
+        clamp_window: Take the largest windows that fit, instead of an error, if they are larger than the
+            layout (:func:`natten_jax.windows.fitted`); then ``stride`` shrinks with them.
+        query_origin: Offset of the queries in the layout of the keys, of which they may be a smaller box: an
+            int for each token dimension, or an int32 array ``[rank]`` or ``[batch, rank]``. JAX arrays may be
+            traced, so that one program serves all offsets, and are moved into range as
+            :func:`jax.lax.dynamic_slice` does.
+        extents: int32 ``[batch, rank]``: how many tokens of the layout are real, from the first on; moved into
+            range likewise. Windows are those of a layout that ends there, the largest that fit. Padding gets an
+            output of 0, a logsumexp of ``-inf`` and gradients of 0, whatever it holds.
+        upsample: Queries per key along each token dimension: query ``i`` has the window of key
+            ``i // upsample``, and the layout of the queries is this multiple of that of the keys.
         scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``. A number is finite, and so is its product
             with ``log2(e)`` in float32 (for float64 inputs only the factor itself, in float64). Or an array,
             without dimensions or ``[heads]``, that kernels read in float32, so that it can be learned: a traced
             value that a number could not be gives NaN. An array without dimensions whose value is known is a
             number.
-        additional_keys: ``[batch, n, heads_kv, head_dim]``, tokens that every query sees.
-        additional_values: ``[batch, n, heads_kv, head_dim_v]``.
-        attention_kwargs: Performance arguments of :func:`attention`, where that runs: for windows as large as
-            the layout, and for additional keys and values. They are checked in any case.
-        backend: ``"cpu-fna"``, ``"flex-fna"``, ... or ``None`` for the best that can run the problem.
-        query_origin: Where the queries begin in the layout of the keys, of which they may then be a smaller box: an
-            int for each token dimension, or an int32 array ``[rank]`` or ``[batch, rank]``. Arrays of JAX's may be
-            traced, so that one program serves all places, and are moved into range as
-            :func:`jax.lax.dynamic_slice` does.
-        extents: int32 ``[batch, rank]``: how many tokens of the layout are real, from the first on; moved into
-            range likewise. Windows are those of a layout that ends there, the largest that fit. Padding gets an
-            output of 0, a logsumexp of ``-inf`` and gradients of 0, whatever it holds.
-        upsample: How many queries there are along each token dimension for a key: query ``i`` has the window of key
-            ``i // upsample``, and the layout of the queries is this multiple of that of the keys.
-        clamp_window: Take the largest windows that fit, instead of an error, where they are larger than the
-            layout (:func:`natten_jax.windows.fitted`); then ``stride`` shrinks with them.
-        try_fuse_additional_kv: Process additional tokens in the same kernel where the backend can, instead of
-            in a second attention whose result is merged. ``None`` does so unless ``attention_kwargs`` speaks of
-            that attention: one kernel was the faster way on every backend (``bench/``).
-        return_lse: Return the logsumexp, too.
-        token_axes: Inside ``jax.shard_map``: for each token dimension the manual mesh axis that it is split over,
-            several, the first one slowest, or ``None``. Neighbors then exchange the keys that windows reach, and
-            the result is that of the whole layout (``docs/scaling.md``).
         relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, in a floating point dtype: added to the scaled
             logit of a query and a key that lies ``offset`` neighbors (steps of the dilation) after it is the entry
             ``offset + kernel_size - 1``, dimension by dimension; nothing to those of additional keys.
         key_bias: ``[batch, height, width]`` or ``[batch, heads, height, width]``, in a floating point dtype: added to
             every scaled logit of a key. ``-inf``, and any number up to ``0.5 * finfo(dtype).min``, hides the key. A
             query without visible keys gets an output of 0, a logsumexp of ``-inf`` and gradients of 0.
-        sinks: ``[heads]``, in a floating point dtype: a logit of each query head that the softmax has besides
-            those of the keys, and that no value stands behind.
-        query_scale: Factors of an 8-bit query (``docs/fp8.md``): a positive number, or a float32 array without
+        sinks: ``[heads]``, in a floating point dtype: per query head, an extra logit in the softmax denominator,
+            without a value.
+        additional_keys: ``[batch, n, heads_kv, head_dim]``, tokens that every query sees.
+        additional_values: ``[batch, n, heads_kv, head_dim_v]``.
+        return_lse: Return the logsumexp, too.
+        query_scale: Factors of an 8-bit query: a positive number, or a float32 array without
             dimensions, ``[batch, heads]`` or ``[batch, heads_kv]``.
         key_scale: Factors of the key: a number or an array without dimensions or ``[batch, heads_kv]``; or
-            ``[batch, *blocks, heads_kv]``, one for each block of tokens. Of so many blocks of a dimension all but
+            ``[batch, *blocks, heads_kv]``, one for each block of tokens. All blocks of a dimension except
             the last have ``ceil(extent / blocks)`` tokens.
         value_scale: Factors of the value, as ``key_scale``.
-        out_dtype: Element type of the output of 8-bit arrays: ``"bfloat16"``, which ``None`` is, too,
+        out_dtype: Element type of the output of 8-bit arrays: ``"bfloat16"`` (the default),
             ``"float16"`` or ``"float32"``.
         fp8: ``"e4m3"`` or ``"e5m2"``: the call quantises wider arrays itself, and has the gradients of the call
             that does not.
+        token_axes: Inside ``jax.shard_map``: for each token dimension the manual mesh axis that it is split over,
+            several, the first one slowest, or ``None``. Neighbors then exchange the keys that windows reach, and
+            the result is that of the whole layout.
+        backend: ``"cpu-fna"``, ``"flex-fna"``, ... or ``None`` for the best that can run the problem.
+        attention_kwargs: Performance arguments of :func:`attention`, where that runs: for windows as large as
+            the layout, and for additional keys and values. They are checked in any case.
+        try_fuse_additional_kv: Process additional tokens in the same kernel where the backend can, instead of
+            in a second attention whose result is merged. ``None`` does so unless ``attention_kwargs`` are given for
+            that attention: one kernel was the faster way on every backend (``bench/``).
         **performance: :class:`natten_jax.performance.PerformanceArguments`: tiles, schedules, memory,
             determinism.
 
@@ -210,7 +222,8 @@ def na2d(
         ValueError: A value, shape or dtype breaks a rule above, or no backend can run the problem.
         TypeError: An argument is of the wrong type.
     """
-    return attend_windows(
+    return run_operator(
+        "fna",
         2,
         (query, key, value, additional_keys, additional_values),
         WindowArguments(kernel_size, stride, dilation, is_causal, edges),
@@ -223,15 +236,14 @@ def na2d(
 
 
 def _documented_as_na2d(layout: str, values: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator: the documentation of :func:`na2d` behind the example, with other token dimensions."""
+    """Return a decorator that adds the documentation of :func:`na2d` for other token dimensions around the example."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         own, shared = inspect.getdoc(function), inspect.getdoc(na2d)
         if own and shared:  # neither with python -OO
-            summary, _, example = own.partition("\n\n")
-            _, description, _, *rest = shared.split("\n\n")
-            sections = "\n\n".join(rest[rest.index(next(each for each in rest if each.startswith("Args:"))) :])
-            text = "\n\n".join((summary, description, example, sections))
+            summary, example = own.split("\n\n", 1)
+            description = shared[shared.index("\n\n") : shared.index("Example:")]
+            text = f"{summary}{description}{example}\n\n{shared[shared.index('Args:') :]}"
             text = text.replace("2 values, or one for all dimensions", values).replace("height, width", layout)
             function.__doc__ = text
         return function
@@ -284,7 +296,8 @@ def na1d(
         >>> na1d(tokens, tokens, tokens, kernel_size=8, is_causal=True).shape
         (2, 32, 4, 16)
     """
-    return attend_windows(
+    return run_operator(
+        "fna",
         1,
         (query, key, value, additional_keys, additional_values),
         WindowArguments(kernel_size, stride, dilation, is_causal, edges),
@@ -341,7 +354,8 @@ def na3d(
         >>> na3d(voxels, voxels, voxels, kernel_size=(2, 3, 4), stride=2).shape
         (1, 4, 6, 8, 2, 16)
     """
-    return attend_windows(
+    return run_operator(
+        "fna",
         3,
         (query, key, value, additional_keys, additional_values),
         WindowArguments(kernel_size, stride, dilation, is_causal, edges),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Unpack
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,10 @@ from natten_jax.arrays.operands import Inputs, varying_like
 from natten_jax.element_types import ELEMENT_TYPES, WIDE_DTYPES
 from natten_jax.ops.canonicalize import ArrayLike, as_jax_array, axes_of_offsets, checked_table, neighborhood_problem
 from natten_jax.sharding.explicit import run_with_auto_axes
-from natten_jax.windows import WINDOW_OPTIONS, Axis, WindowArguments, WindowOptions
+from natten_jax.windows import Axis, Edges, WindowArguments
 
 
 @explained()
-@WINDOW_OPTIONS.shown()
 def neighborhood_weights(
     query: ArrayLike,
     key: ArrayLike,
@@ -32,9 +31,9 @@ def neighborhood_weights(
     is_causal: Bools = False,
     scale: Scale | None = None,
     *,
+    edges: Edges = "shift",
     relative_bias: ArrayLike | None = None,
     return_logits: bool = False,
-    **options: Unpack[WindowOptions],
 ) -> jax.Array:
     """The softmax weights with which each query of :func:`natten_jax.na1d` and its like sees the keys of its window.
 
@@ -60,7 +59,8 @@ def neighborhood_weights(
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
         is_causal: Whether later keys are hidden.
-        {WindowOptions}
+        edges: What becomes of a window that reaches over the ends: ``"shift"`` moves it inside, ``"cut"`` leaves it the
+            keys that exist, ``"wrap"`` goes on at the other end, of an extent that ``dilation`` divides.
         scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``; or an array, without dimensions or ``[heads]``.
         relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, in a floating point dtype: added to the scaled
             logits, as in the operators. Numbers up to ``0.5 * finfo(dtype).min`` hide keys.
@@ -81,7 +81,7 @@ def neighborhood_weights(
     rank = _rank("query", query, "[batch, *layout, heads, head_dim]")
     number, factors = number_or_array(scale)
     inputs = Inputs(query, key, key)
-    window = WindowArguments(kernel_size, stride, dilation, is_causal, **options)
+    window = WindowArguments(kernel_size, stride, dilation, is_causal, edges)
     problem = neighborhood_problem(rank, inputs, window, number if factors is None else 1.0)
     factor: float | jax.Array = problem.scale
     if factors is not None:
@@ -120,7 +120,6 @@ def neighborhood_weights(
 
 
 @explained()
-@WINDOW_OPTIONS.shown()
 def neighborhood_apply(
     weights: ArrayLike,
     value: ArrayLike,
@@ -128,7 +127,8 @@ def neighborhood_apply(
     stride: Ints = 1,
     dilation: Ints = 1,
     is_causal: Bools = False,
-    **options: Unpack[WindowOptions],
+    *,
+    edges: Edges = "shift",
 ) -> jax.Array:
     """Mix the values of each query's window with weights, as :func:`neighborhood_weights` returns them, or others.
 
@@ -149,7 +149,8 @@ def neighborhood_apply(
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
         is_causal: Whether later keys are hidden.
-        {WindowOptions}
+        edges: What becomes of a window that reaches over the ends: ``"shift"`` moves it inside, ``"cut"`` leaves it the
+            keys that exist, ``"wrap"`` goes on at the other end, of an extent that ``dilation`` divides.
 
     Returns:
         ``[batch, *layout, heads, head_dim_v]`` in the dtype of the values.
@@ -163,7 +164,7 @@ def neighborhood_apply(
     batch, *layout, heads_kv, width = value.shape
     if value.dtype.name not in WIDE_DTYPES:
         raise ValueError(f"value has dtype {value.dtype.name}; supported are {', '.join(WIDE_DTYPES)}")
-    window = WindowArguments(kernel_size, stride, dilation, is_causal, **options).checked(rank)
+    window = WindowArguments(kernel_size, stride, dilation, is_causal, edges).checked(rank)
     axes = window.axes(layout, layout)
     shape = (batch, *layout, math.prod(axis.kernel_size for axis in axes))
     given = weights.shape

@@ -1,4 +1,4 @@
-"""The keyword arguments of the operators, for overloads that differ in the type of their results alone."""
+"""Keyword arguments of the operators except ``return_lse``, for the overloads, which differ in it and in the result."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from natten_jax.arguments.static import Ints
 from natten_jax.ops.canonicalize import ArrayLike
 from natten_jax.ops.float8 import Factor
 from natten_jax.performance import AttentionPerformanceArguments, PerformanceArguments
-from natten_jax.windows import WindowOptions
+from natten_jax.windows import Edges
 
 
 class _Options(TypedDict, total=False):
-    """Those of all operators."""
+    """Keyword arguments of all operators."""
 
     query_origin: Origin | None
     key_bias: ArrayLike | None
@@ -28,7 +28,7 @@ class _Options(TypedDict, total=False):
 
 
 class AttentionOptions(_Options, AttentionPerformanceArguments, total=False):
-    """Those of ``attention``, without ``return_lse``, by which the types of results differ."""
+    """Keyword arguments of ``attention`` except ``return_lse``."""
 
     is_causal: bool
     query_lengths: Counts | None
@@ -36,13 +36,10 @@ class AttentionOptions(_Options, AttentionPerformanceArguments, total=False):
     backend: str | None
 
 
-class OptionsOfOthers(WindowOptions, PerformanceArguments, total=False):
-    """Those of neighborhood attention that are declared where windows and performance are."""
+class NeighborhoodOptions(_Options, PerformanceArguments, total=False):
+    """Keyword arguments of ``na1d``, ``na2d`` and ``na3d`` except ``return_lse``."""
 
-
-class NeighborhoodOptions(_Options, OptionsOfOthers, total=False):
-    """Those of ``na1d``, ``na2d`` and ``na3d``, without ``return_lse``."""
-
+    edges: Edges
     extents: Counts | None
     upsample: Ints
     clamp_window: bool

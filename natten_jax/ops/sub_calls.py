@@ -16,10 +16,10 @@ from natten_jax import backends
 from natten_jax.arguments.arrays import checked_scale
 from natten_jax.arguments.names import OF_OPERATORS, check_neutral, explanation
 from natten_jax.arguments.static import array_of, flag, hashable, one_bool, shown
-from natten_jax.arrays.operands import Inputs, Operands, Output, Role, roles_of_fields
+from natten_jax.arrays.operands import Inputs, Operands, Output, Role, key_arrays, roles_of_fields
 from natten_jax.execution import custom_vjp
 from natten_jax.ops.canonicalize import Placement
-from natten_jax.performance import ATTENTION_NAMES, Performance, performance_of
+from natten_jax.performance import ATTENTION_NAMES, attention_performance
 from natten_jax.plan.plan import Request
 from natten_jax.problem import Problem, flattened, of_additional_tokens
 from natten_jax.sharding.halos import exchange
@@ -44,19 +44,27 @@ def checked_attention_kwargs(attention_kwargs: Mapping[str, Any] | None, others:
     if not isinstance(attention_kwargs, Mapping):
         raise TypeError(f"attention_kwargs must be a mapping or None, got {shown(attention_kwargs)}")
     own = {}
+    known = (*ATTENTION_NAMES, "backend")
     for name, value in attention_kwargs.items():
         if name in OF_OPERATORS:
             check_neutral(f"attention_kwargs takes {name}", OF_OPERATORS[name], value)
-        elif name not in _OF_THE_CALL:
+        elif name in known:
             own[name] = value
-    _check_names(own)
+        elif name not in _OF_THE_CALL:
+            allowed = ", ".join(sorted([*known, *OF_OPERATORS, *_OF_THE_CALL]))
+            meant = explanation(name, (*known, *_OF_THE_CALL))
+            raise TypeError(f"attention_kwargs has {shown(name)}{meant} (it may hold {allowed})")
     arguments = {**others, **own}
     backend = arguments.pop("backend", None)
+    scale = array_of(attention_kwargs.get("scale"))
     try:
         if backend is not None:
             backends.find(backend, "fmha")
-        performance_of(1, tile_suffix="size", **{ATTENTION_NAMES[name]: each for name, each in arguments.items()})
-        _check_types(attention_kwargs)
+        attention_performance(arguments)
+        one_bool("is_causal", attention_kwargs.get("is_causal", False))
+        flag("return_lse", attention_kwargs.get("return_lse", False))
+        if not isinstance(scale, (jax.Array, np.ndarray)):
+            checked_scale(scale)
     except (TypeError, ValueError) as error:
         raise type(error)(f"attention_kwargs: {error}") from None
     return {name: hashable(value) for name, value in own.items()}
@@ -95,28 +103,11 @@ def _is_same(own: Any, scale: Any) -> bool:
     """Whether two scales are known to be equal."""
     if own is scale:
         return True
-    own, scale = array_of(own), array_of(scale)
-    arrays = [None if isinstance(each, jax.core.Tracer) else np.asarray(each, np.float64) for each in (own, scale)]
-    return arrays[0] is not None and arrays[1] is not None and np.array_equal(arrays[0], arrays[1])
-
-
-def _check_names(arguments: Mapping[Any, Any]) -> None:
-    known = (*ATTENTION_NAMES, "backend")
-    for name in arguments:
-        if name not in known:
-            allowed = ", ".join(sorted([*known, *OF_OPERATORS, *_OF_THE_CALL]))
-            meant = explanation(name, (*known, *_OF_THE_CALL))
-            raise TypeError(f"attention_kwargs has {shown(name)}{meant} (it may hold {allowed})")
-
-
-def _check_types(arguments: Mapping[str, Any]) -> None:
-    if "is_causal" in arguments:
-        one_bool("is_causal", arguments["is_causal"])
-    if "return_lse" in arguments:
-        flag("return_lse", arguments["return_lse"])
-    scale = array_of(arguments.get("scale"))
-    if not isinstance(scale, (jax.Array, np.ndarray)):
-        checked_scale(scale)
+    scales = array_of(own), array_of(scale)
+    if any(isinstance(each, jax.core.Tracer) for each in scales):
+        return False
+    first, second = [np.asarray(each, np.float64) for each in scales]
+    return np.array_equal(first, second)
 
 
 class KeySet(enum.Enum):
@@ -139,10 +130,10 @@ class SubCall(NamedTuple):
     request: Request
 
 
-def sub_calls_of(
+def split_call(
     request: Request, attention_kwargs: Mapping[str, Any] | None = None, try_fuse_additional_kv: bool | None = None
 ) -> tuple[SubCall, ...]:
-    """The attention calls of a call of ``na1d``, ``na2d`` or ``na3d``.
+    """Return the attention calls that a call of an operator consists of.
 
     Args:
         request: The call.
@@ -154,44 +145,37 @@ def sub_calls_of(
         TypeError: ``attention_kwargs`` holds a wrong type.
     """
     problem = request.problem
+    if problem.operator == "fmha":
+        if request.backend is not None:
+            backends.find(request.backend, "fmha")
+        return (SubCall(KeySet.WINDOWS, request),)
     counterpart = backends.counterpart(request.backend)
     if attention_kwargs is None and not problem.additional_kv and not problem.is_attention:
         return (SubCall(KeySet.WINDOWS, request),)
     # Whatever runs the whole layout is told the call's own performance arguments, too.
     inherited = request.performance.flattened() if problem.is_attention else {}
     own = checked_attention_kwargs(attention_kwargs, inherited)
-    speaks_of_it = bool(own)
+    is_given = bool(own)
     backend = own.pop("backend", counterpart)
-    performance = _attention_performance({**inherited, **own})
+    attention = dataclasses.replace(request, performance=attention_performance({**inherited, **own}), backend=backend)
     if problem.is_attention:
-        return (
-            SubCall(
-                KeySet.WHOLE_LAYOUT,
-                dataclasses.replace(request, problem=flattened(problem), performance=performance, backend=backend),
-            ),
-        )
+        return (SubCall(KeySet.WHOLE_LAYOUT, dataclasses.replace(attention, problem=flattened(problem))),)
     if try_fuse_additional_kv is None:
-        try_fuse_additional_kv = not speaks_of_it
+        try_fuse_additional_kv = not is_given
     if not problem.additional_kv or (try_fuse_additional_kv and custom_vjp.fuses_additional_kv(request)):
         return (SubCall(KeySet.WINDOWS, request),)
     windows = dataclasses.replace(request, problem=dataclasses.replace(problem, additional_kv=0))
-    additional = dataclasses.replace(
-        request, problem=of_additional_tokens(problem), performance=performance, backend=backend
-    )
+    additional = dataclasses.replace(attention, problem=of_additional_tokens(problem))
     return SubCall(KeySet.WINDOWS, windows), SubCall(KeySet.ADDITIONAL, additional)
 
 
-def _attention_performance(arguments: Mapping[str, Any]) -> Performance:
-    return performance_of(1, tile_suffix="size", **{ATTENTION_NAMES[name]: each for name, each in arguments.items()})
-
-
-def operands_of(call: SubCall, inputs: Inputs, place: Placement) -> tuple[Request, Operands]:
-    """What a sub-call runs: a request without token axes where tokens are flattened, and its operands.
+def sub_call_operands(call: SubCall, inputs: Inputs, place: Placement) -> tuple[Request, Operands]:
+    """Return the request and the operands of a sub-call; the request has no token axes if tokens are flattened.
 
     Args:
         call: The sub-call.
         inputs: The inputs of the whole call: keys and values of the layout, and additional ones.
-        place: Where they lie.
+        place: The places of the tokens.
     """
     token_axes = call.request.token_axes
     if call.kind is KeySet.WINDOWS:
@@ -220,32 +204,24 @@ def in_layout_of(query: jax.Array, output: Output) -> Output:
     return Output(*[array.reshape(*query.shape[:-2], *array.shape[2:]) for array in output])
 
 
-#: The inputs with a number or a vector for each key.
-_OF_KEYS = [name for name, role in zip(Inputs._fields, roles_of_fields(Inputs), strict=True) if role.tokens == "keys"]
-
-
 def _of_additional_keys(flat: Inputs, inputs: Inputs) -> Inputs:
-    """Flattened queries with the additional tokens for keys; nothing that speaks of the layout's keys is left."""
-    of_keys: dict[str, Any] = {
-        **dict.fromkeys(_OF_KEYS),
-        "key": inputs.additional_keys,
-        "value": inputs.additional_values,
-    }
-    return flat._replace(**of_keys)
+    """Flattened queries with the additional tokens as keys, without arrays of the layout's keys."""
+    arrays: dict[str, Any] = dict.fromkeys(key_arrays(flat))
+    arrays |= {"key": inputs.additional_keys, "value": inputs.additional_values}
+    return flat._replace(**arrays)
 
 
 def _with_additional_keys(flat: Inputs, inputs: Inputs) -> Inputs:
-    """Flattened tokens with the additional ones behind the layout's keys; other numbers of these are 0."""
-    if inputs.additional_keys is None:
+    """Flattened tokens with the additional ones after the layout's keys; other numbers of these are 0."""
+    if inputs.additional_keys is None or inputs.additional_values is None:
         return flat
     additional = {"key": inputs.additional_keys, "value": inputs.additional_values}
     count = inputs.additional_keys.shape[1]
     joined: dict[str, jax.Array] = {}
-    for name in _OF_KEYS:
-        array, more = getattr(flat, name), additional.get(name)
-        if more is not None:
-            joined[name] = jnp.concatenate([array, more], axis=1)
-        elif array is not None:
+    for name, array in key_arrays(flat).items():
+        if name in additional:
+            joined[name] = jnp.concatenate([array, additional[name]], axis=1)
+        else:
             joined[name] = jnp.pad(array, [(0, count if axis == 1 else 0) for axis in range(array.ndim)])
     return flat._replace(**joined)
 

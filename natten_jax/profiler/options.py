@@ -14,7 +14,7 @@ import jax
 from natten_jax.autotuning.tables import table_for
 from natten_jax.cost_model.simulation import TPU_CHIPS
 from natten_jax.halo import bytes_received
-from natten_jax.ops.sub_calls import SubCall, sub_calls_of
+from natten_jax.ops.sub_calls import SubCall, split_call
 from natten_jax.performance import Pass, Performance
 from natten_jax.plan.devices import ComputeCapability, Device
 from natten_jax.plan.plan import Request
@@ -122,7 +122,7 @@ class Options:
         """Attention calls that the operator makes, the one over the tokens first."""
         backend = None if self.is_baseline else self.backend
         request = Request(self.problem, self.performance, backend, tuned=table_for())
-        return sub_calls_of(request, self.attention_kwargs)
+        return split_call(request, self.attention_kwargs)
 
     @property
     def main_request(self) -> Request:

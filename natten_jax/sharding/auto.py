@@ -269,10 +269,11 @@ def lower_for_one(function: Callable[..., Any], ctx: mlir.LoweringRuleContext, v
         return mlir.lower_fun(function, multiple_results=True)(ctx.replace(avals_in=avals), *values)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Partitioned:
     """A pass that is split.
 
-    Args:
+    Attributes:
         ctx: The context of the pass, where it is lowered.
         identity: Says what each device computes, as text: equal for equal passes, in every process.
         local: What each device computes.
@@ -282,27 +283,20 @@ class Partitioned:
         splits_tokens: Whether token dimensions may be split, and are the same for queries and keys.
     """
 
-    def __init__(
-        self,
-        ctx: mlir.LoweringRuleContext,
-        identity: str,
-        local: Local,
-        inputs: Sequence[Role],
-        outputs: Sequence[Role],
-        batch_axes: int,
-        *,
-        splits_tokens: bool,
-    ) -> None:
-        self._ctx = ctx
-        self._identity = identity
-        numbers = _jax_internals.device_numbers(ctx)
+    ctx: mlir.LoweringRuleContext
+    identity: str
+    local: Local
+    inputs: Sequence[Role]
+    outputs: Sequence[Role]
+    batch_axes: int
+    splits_tokens: bool
+
+    @functools.cached_property
+    def devices(self) -> np.ndarray:
+        """The program's device numbers; see :func:`natten_jax.sharding._jax_internals.device_numbers`."""
+        numbers = _jax_internals.device_numbers(self.ctx)
         assert numbers is not None
-        self._devices = numbers
-        self._local = local
-        self._inputs = inputs
-        self._outputs = outputs
-        self._batch_axes = batch_axes
-        self._splits_tokens = splits_tokens
+        return numbers
 
     def lower(self, values: Sequence[Any]) -> Any:
         """The custom call, of these arguments.
@@ -310,7 +304,7 @@ class Partitioned:
         Raises:
             NotImplementedError: The program is being exported.
         """
-        ctx = self._ctx
+        ctx = self.ctx
         if _jax_internals.is_exported(ctx):
             raise NotImplementedError(NO_EXPORT)
         arguments: Sequence[Any] = ctx.avals_in
@@ -323,11 +317,11 @@ class Partitioned:
 
         rule = self._rule(arguments, types)
         whole.def_partition(partition=self._partition, sharding_rule=rule, decode_shardings=False)
-        results = lower_for_one(whole, _jax_internals.with_numbered_devices(ctx, self._devices.size), values)
+        results = lower_for_one(whole, _jax_internals.with_numbered_devices(ctx, self.devices.size), values)
         # A name with all that the callback depends on: with an address in memory, the next process would not find the
         # program in the persistent compilation cache, and without any name it would find another pass's.
         platforms = _jax_internals.platforms_of(ctx)
-        name = f"natten_jax {__version__} {self._identity} {platforms} {self._devices.tolist()}"
+        name = f"natten_jax {__version__} {self.identity} {platforms} {self.devices.tolist()}"
         _jax_internals.name_partitioner_callback(results[0].owner, name)
         return results
 
@@ -338,8 +332,8 @@ class Partitioned:
         mesh may split them into more parts than key/value heads can be, both are split on their own.
         """
         heads, heads_kv = arguments[0].shape[-2], arguments[1].shape[-2]
-        devices = self._devices.shape[1]
-        # The partitioner splits by parts of mesh axes, too: into any number that divides the devices.
+        devices = self.devices.shape[1]
+        # The partitioner also splits by parts of mesh axes: into any number that divides the devices.
         parts = [n for n in range(1, devices + 1) if devices % n == 0]
         fresh = map("other{}".format, itertools.count())
         sizes: dict[str, Any] = {}
@@ -353,20 +347,20 @@ class Partitioned:
         def mapping(role: Role, shape: Sequence[int]) -> Any:
             if role is Role.WHOLE:
                 return tuple([next(fresh) for _ in shape])
-            factors: list[Any] = [f"batch{i}" for i in range(self._batch_axes)]
-            factors += [next(fresh) for _ in shape[self._batch_axes :]]
+            factors: list[Any] = [f"batch{i}" for i in range(self.batch_axes)]
+            factors += [next(fresh) for _ in shape[self.batch_axes :]]
             if role is Role.PER_HEAD_OF_ALL:
-                factors[self._batch_axes - 1] = next(fresh)
-            if role.has_layout and self._splits_tokens:
-                tokens = range(self._batch_axes, len(shape) + role.heads_axis)
+                factors[self.batch_axes - 1] = next(fresh)
+            if role.has_layout and self.splits_tokens:
+                tokens = range(self.batch_axes, len(shape) + role.heads_axis)
                 factors[tokens.start : tokens.stop] = [f"tokens{axis}" for axis in tokens]
             if role.heads_axis:
                 factors[len(shape) + role.heads_axis] = "heads" if role.is_key_value else query_heads
             return tuple(factors)
 
         return SdyShardingRule(
-            tuple(mapping(role, each.shape) for role, each in zip(self._inputs, arguments, strict=True)),
-            tuple(mapping(role, each.shape) for role, each in zip(self._outputs, results, strict=True)),
+            tuple(mapping(role, each.shape) for role, each in zip(self.inputs, arguments, strict=True)),
+            tuple(mapping(role, each.shape) for role, each in zip(self.outputs, results, strict=True)),
             **sizes,
         )
 
@@ -376,15 +370,9 @@ class Partitioned:
         hlo = _jax_internals.hlo_sharding_of(query.sharding, len(query.shape))
         kv_parts = self._tiles(key).shape[len(key.shape) - 2]
         tiles = self._tiles(query)
-        numbers = self._devices if tiles.size == self._devices.shape[1] else self._devices.reshape(1, -1)
+        numbers = self.devices if tiles.size == self.devices.shape[1] else self.devices.reshape(1, -1)
         layout = Layout.of_query(
-            tiles,
-            numbers,
-            query.shape,
-            self._batch_axes,
-            key.shape[-2],
-            kv_parts,
-            splits_tokens=self._splits_tokens,
+            tiles, numbers, query.shape, self.batch_axes, key.shape[-2], kv_parts, splits_tokens=self.splits_tokens
         )
         self._warn_of_gathers(arguments, layout)
 
@@ -394,32 +382,36 @@ class Partitioned:
                 for role, array in zip(roles, arrays, strict=True)
             ]
 
-        mesh = AbstractMesh((self._devices.size,), (_DEVICES,))
+        mesh = AbstractMesh((self.devices.size,), (_DEVICES,))
         local = functools.partial(self._run, layout)
-        return mesh, local, shardings(self._outputs, results), tuple(shardings(self._inputs, arguments))
+        return mesh, local, shardings(self.outputs, results), tuple(shardings(self.inputs, arguments))
 
     def _run(self, layout: Layout, *leaves: jax.Array) -> list[jax.Array]:
         """What a device computes."""
         split = layout.heads
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
             lines = [_line_of(layout, dimension) for dimension in range(len(layout.token_parts))]
-            local = functools.partial(self._local, lines=lines) if any(lines) else self._local
+            local = functools.partial(self.local, lines=lines) if any(lines) else self.local
             if split.takes:
                 part = jnp.asarray(layout.head_parts())[jax.lax.axis_index(_DEVICES)]
-                results = split.run_on_taken(local, leaves, self._inputs, self._outputs, part)
+                results = split.run_on_taken(local, leaves, self.inputs, self.outputs, part)
             else:
                 results = local(*leaves)
-            return [_sum(result, layout.groups(role)) for role, result in zip(self._outputs, results, strict=True)]
+            groups = [layout.groups(role) for role in self.outputs]
+            return [
+                jax.lax.psum(result, _DEVICES, axis_index_groups=group.tolist()) if group.shape[-1] > 1 else result
+                for result, group in zip(results, groups, strict=True)
+            ]
 
     def _tiles(self, array: Any) -> np.ndarray:
         ndim = len(array.shape)
-        return device_tiles(_jax_internals.hlo_sharding_of(array.sharding, ndim), ndim, self._devices.shape[1])
+        return device_tiles(_jax_internals.hlo_sharding_of(array.sharding, ndim), ndim, self.devices.shape[1])
 
     def _warn_of_gathers(self, arguments: Sequence[Any], layout: Layout) -> None:
-        for name, role, array in zip(("query", "key", "value"), self._inputs, arguments, strict=False):
+        for name, role, array in zip(("query", "key", "value"), self.inputs, arguments, strict=False):
             ndim, tiles = len(array.shape), self._tiles(array)
             kept = layout.tiles_of(role, ndim).shape
-            for axis in range(self._batch_axes, ndim):
+            for axis in range(self.batch_axes, ndim):
                 if axis != ndim + role.heads_axis and tiles.shape[axis] > kept[axis]:
                     warn_of_gather(name, axis, ndim, f"{tiles.shape[axis]} devices")
 
@@ -442,14 +434,6 @@ def _line_of(layout: Layout, dimension: int) -> DeviceLine | None:
         return jax.lax.all_gather(array, _DEVICES, axis=axis, tiled=True, axis_index_groups=groups)
 
     return DeviceLine(parts, jnp.asarray(places)[jax.lax.axis_index(_DEVICES)], permuted, gathered)
-
-
-def _sum(array: jax.Array, groups: np.ndarray) -> jax.Array:
-    """The sum over each group of devices."""
-    if groups.shape[-1] == 1:
-        return array
-    result: jax.Array = jax.lax.psum(array, _DEVICES, axis_index_groups=groups.tolist())
-    return result
 
 
 def warn_of_gather(name: str, axis: int, ndim: int, over: str) -> None:

@@ -147,14 +147,6 @@ def spread(array: jax.Array, shape: Sequence[int], inputs: Inputs, role: Role) -
     return jax.lax.broadcast_in_dim(_placed(array, own), shape, dimensions, out_sharding=NamedSharding(mesh, spec))
 
 
-def split_like_heads(of_heads: jax.Array, per_query: jax.Array) -> jax.Array:
-    """An array ``[heads]``, split over explicit mesh axes as the heads of ``[..., heads]`` are."""
-    mesh = mesh_of((of_heads, per_query))
-    if mesh is None:
-        return of_heads
-    return _placed(of_heads, NamedSharding(mesh, PartitionSpec(_spec(per_query)[-1])))
-
-
 def run_with_auto_axes(
     function: Callable[..., jax.Array], like: jax.Array, *arrays: Any, inside_manual: bool = True
 ) -> jax.Array:
@@ -226,31 +218,23 @@ class _SplitAxes:
 
     @classmethod
     def of(cls, inputs: Inputs) -> _SplitAxes:
-        """Those that the types of the arrays name."""
-        batch, *tokens, heads = _split_axes(inputs)
+        """Read the axes from the types of the arrays: the query's, or the next array's where the query has none."""
+        specs = [_spec(array)[:-1] for array in (inputs.query, inputs.key, inputs.value)]
+        axes: list[_Axes] = [axis_names(entry) for entry in specs[0]]
+        for spec in specs[1:]:
+            for i, entry in enumerate(spec):
+                others = {name for own in axes for name in own}
+                axes[i] = axes[i] or tuple(name for name in axis_names(entry) if name not in others)
+        batch, *tokens, heads = axes
         return cls(batch, tokens, heads, axis_names(_spec(inputs.key)[-2]) == heads)
 
     def spec(self, role: Role, ndim: int) -> PartitionSpec:
         """How they split an array of so many dimensions."""
         if role is Role.WHOLE:
             return PartitionSpec()
-        if role is Role.PER_ENTRY:
-            return PartitionSpec(self.batch or None)
-        if not role.heads_axis:
-            return PartitionSpec(*(names or None for names in (self.batch, *self.tokens)))
-        layout = self.tokens if role.has_layout else [()] * (ndim + role.heads_axis - 1)
-        heads = self.heads if self.are_heads_kv_split or not role.is_key_value else ()
-        trailing = [()] * (-role.heads_axis - 1)
-        batch = () if role is Role.PER_HEAD_OF_ALL else self.batch
-        return PartitionSpec(*(names or None for names in (batch, *layout, heads, *trailing)))
-
-
-def _split_axes(inputs: Inputs) -> list[_Axes]:
-    """The mesh axes that split batch, tokens and heads: the query's, or else the next array's."""
-    specs = [_spec(array)[:-1] for array in (inputs.query, inputs.key, inputs.value)]
-    axes: list[_Axes] = [axis_names(entry) for entry in specs[0]]
-    for spec in specs[1:]:
-        for i, entry in enumerate(spec):
-            others = {name for own in axes for name in own}
-            axes[i] = axes[i] or tuple(name for name in axis_names(entry) if name not in others)
-    return axes
+        axes = [() if role is Role.PER_HEAD_OF_ALL else self.batch, *(self.tokens if role.has_layout else ())]
+        if role.heads_axis:
+            axes += [()] * (ndim + role.heads_axis - len(axes))
+            axes += [self.heads if self.are_heads_kv_split or not role.is_key_value else ()]
+            axes += [()] * (ndim - len(axes))
+        return PartitionSpec(*(names or None for names in axes))

@@ -97,7 +97,7 @@ def test_arrays_and_tuples_of_equal_values_share_one_compiled_program() -> None:
     jax.clear_caches()
     call(1, kernel_size=(5,))
     with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(natten_jax.execution.custom_vjp, "_attend_locally", lambda *_: pytest.fail("traced again"))
+        patch.setattr(natten_jax.execution.custom_vjp, "_attend_on_device", lambda *_: pytest.fail("traced again"))
         call(1, kernel_size=np.array([5]))
         call(1, kernel_size=jnp.array(5))
 
@@ -358,9 +358,7 @@ def test_arguments_of_other_types_are_others() -> None:
 
 def test_what_can_change_is_checked_in_every_call() -> None:
     check, asked = counted()
-    endless: list[Any] = []
-    endless.append(endless)
-    for value in (np.array([1]), jnp.ones(1), np.int64(3), {1: 2}, list(range(1000)), endless, range(3), object()):
+    for value in (np.array([1]), jnp.ones(1), np.int64(3), (1, np.array([1])), range(3), object()):
         check(value)
         check(value)
         assert len(asked) == 2, value

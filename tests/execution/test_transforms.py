@@ -244,13 +244,13 @@ def test_static_arguments_of_jit(family: Family) -> None:
 def test_equal_calls_are_traced_once(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the arguments are written; another problem is traced anew."""
     traced: list[Any] = []
-    attend = custom_vjp._attend_locally
+    attend = custom_vjp._attend_on_device
 
     def recorded(*arguments: Any) -> Any:
         traced.append(arguments)
         return attend(*arguments)
 
-    monkeypatch.setattr(custom_vjp, "_attend_locally", recorded)
+    monkeypatch.setattr(custom_vjp, "_attend_on_device", recorded)
     jax.clear_caches()
     query, key, value, *_ = Case((6, 31), (3, 3)).operands(family.dtype, 0)
     spellings: tuple[Any, ...] = (3, (3, 3), [3, 3], np.int64(3), (np.int32(3), 3))

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from natten_jax import attention, backends, na1d, na2d
-from natten_jax.backends import base, select
+from natten_jax.backends import select
 from natten_jax.performance import PASSES
 from natten_jax.plan.devices import Device
-from natten_jax.plan.plan import BackendId, Request
+from natten_jax.plan.plan import Request
 from natten_jax.problem import problem_of
 from tests.support.families import Family
 from tests.support.problems import BOUNDS
@@ -118,15 +118,6 @@ def test_backends_say_which_edges_they_have() -> None:
                 assert reason == "it has windows with edges 'shift', not 'wrap'" or "'cut'" in str(reason)
     plan = select.resolve(Request(problem), device, "forward")
     assert "wrap" in backends.of(plan.backend).capabilities.edges
-
-
-def test_a_backend_refuses_options_of_windows_that_it_does_not_speak_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "OPTION_DEFAULTS", {"edges": "shift", "is_causal": False})
-    problem, device = problem_of((64, 64), (5, 5), is_causal=(False, True)), Device("cpu")
-    for name in ("cpu", "flex"):
-        backend = backends.of(BackendId(name, "fna"))
-        assert backend.rejection(problem, device, "forward") == "it has windows with is_causal False, not True"
-        assert backend.rejection(problem.with_axes(is_causal=(False, False)), device, "forward") is None
 
 
 @pytest.mark.parametrize("edges", ["cut", "wrap"])

@@ -21,7 +21,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from natten_jax.arrays.operands import Inputs, Operands, roles_of_fields, types_like, vary_alike
+from natten_jax.arrays.operands import Inputs, Operands, key_arrays, types_like, vary_alike
 from natten_jax.halo import Halo, halos_of
 from natten_jax.problem import Problem
 
@@ -79,12 +79,12 @@ def _line_of(names: tuple[str, ...]) -> DeviceLine:
     return DeviceLine(parts, jax.lax.axis_index(names), permuted, gathered)
 
 
-class _Move(NamedTuple):
-    """How tokens become a halo of another part.
+class Move(NamedTuple):
+    """The exchange of a slab: tokens that become a halo of another part.
 
     Attributes:
-        edge: Where they begin in the part that has them; depends on the device where two devices exchange halos.
-        start: Where they begin in the other part with its halos, one after the other; depends on the device likewise.
+        edge: Offset of the tokens in their part; if two devices exchange halos, it depends on the device.
+        start: Offset in the other part with its halos; it depends on the device likewise.
         tokens: How many.
         there: Brings an array there.
         back: Brings it back.
@@ -97,20 +97,27 @@ class _Move(NamedTuple):
     back: Callable[[jax.Array], jax.Array]
 
 
-def _moves(halo: Halo, line: DeviceLine) -> list[_Move]:
-    """Return the moves to parts further back, the nearest first, and then those to parts further in front."""
+def moves_of(halo: Halo, line: DeviceLine) -> list[Move]:
+    """Return the moves to parts further back, the nearest first, and then those to parts further in front.
+
+    They are the slabs of a part's halos in the order of :meth:`natten_jax.halo.Halo.seen_slabs`.
+    """
     if halo.changes_places:
         is_front = line.place == 0
         edge = jnp.where(is_front, halo.part - halo.before, 0)
         behind = jnp.where(is_front, halo.before + halo.part, 0)
-        swapped = functools.partial(_swapped, line=line)
-        return [_Move(edge, behind, halo.before, swapped, swapped)]
+        # Each sends in one direction only: two exchanges, one after the other, would use half of the link.
 
-    def move(hops: int, edge: int, start: int, tokens: int) -> _Move:
+        def swapped(array: jax.Array) -> jax.Array:
+            return line.permuted(array, [(0, 1), (1, 0)])
+
+        return [Move(edge, behind, halo.before, swapped, swapped)]
+
+    def move(hops: int, edge: int, start: int, tokens: int) -> Move:
         there, back = (functools.partial(line.shifted, hops=sign * hops, is_ring=halo.wraps) for sign in (1, -1))
-        return _Move(edge, start, tokens, there, back)
+        return Move(edge, start, tokens, there, back)
 
-    moves: list[_Move] = []
+    moves: list[Move] = []
     start = halo.before
     for hops, tokens in enumerate(halo.slabs(halo.before), 1):
         start -= tokens
@@ -129,7 +136,7 @@ def extended(arrays: Sequence[jax.Array], halo: Halo, line: DeviceLine, axis: in
     # Own tokens are copied to where there is room for halos while these travel. Those of an array set out when the one
     # before is copied: that takes about as long, and exchanges take turns.
     room = halo.before, halo.after, 0
-    moves = _moves(halo, line)
+    moves = moves_of(halo, line)
     copied: list[jax.Array] = []
     arrived: list[list[jax.Array]] = []
     for array in arrays:
@@ -154,27 +161,13 @@ def returned(array: jax.Array, halo: Halo, line: DeviceLine, axis: int, tokens: 
         (gathered,) = jax.linear_transpose(lambda own: line.gathered(own, axis), own)(array)
         return gathered  # type: ignore[no-any-return]
     own = jax.lax.slice_in_dim(array, halo.before, halo.before + tokens, axis=axis)
-    moves = _moves(halo, line)
+    moves = moves_of(halo, line)
     slabs = [jax.lax.dynamic_slice_in_dim(array, each.start, each.tokens, axis) for each in moves]
-    return _with_edges(own, slabs, moves, axis)
+    return with_edges(own, slabs, moves, axis)
 
 
-def returned_to_neighbors(
-    own: jax.Array, slabs: Sequence[jax.Array], halo: Halo, line: DeviceLine, axis: int
-) -> jax.Array:
-    """A part's own tokens, with what all devices have of them in their halos added.
-
-    Args:
-        own: A part's own.
-        slabs: The slabs of its halos, in the order of :meth:`natten_jax.halo.Halo.seen_slabs`.
-        halo: Along the dimension.
-        line: The devices that share it.
-        axis: The dimension.
-    """
-    return _with_edges(own, slabs, _moves(halo, line), axis)
-
-
-def _with_edges(own: jax.Array, slabs: Sequence[jax.Array], moves: Sequence[_Move], axis: int) -> jax.Array:
+def with_edges(own: jax.Array, slabs: Sequence[jax.Array], moves: Sequence[Move], axis: int) -> jax.Array:
+    """Add to a part's own tokens along an axis what all devices have of them in their halos."""
     for move, slab in zip(moves, slabs, strict=True):
         edge = unknown(move.edge)
         sum_ = move.back(slab) + jax.lax.dynamic_slice_in_dim(own, edge, move.tokens, axis)
@@ -189,24 +182,6 @@ def unknown(start: Any) -> jax.Array:
     it is, and copies the whole array if it does: 81 instead of 7 microseconds for 8 of 134 MB on an H200.
     """
     return jax.lax.optimization_barrier(jnp.asarray(start, jnp.int32))
-
-
-def _swapped(array: jax.Array, line: DeviceLine) -> jax.Array:
-    """What the other one of two devices has.
-
-    Each sends in one direction only: as two exchanges, one after the other, they would use half of what connects them.
-    """
-    return line.permuted(array, [(0, 1), (1, 0)])
-
-
-def edge_for_neighbor(number: int, halo: Halo, line: DeviceLine) -> jax.Array:
-    """Where a slab begins in the part that sends it, of those that :meth:`natten_jax.halo.Halo.seen_slabs` has."""
-    return jnp.asarray(_moves(halo, line)[number].edge, jnp.int32)
-
-
-def received_from_neighbor(sent: jax.Array, number: int, halo: Halo, line: DeviceLine) -> jax.Array:
-    """That slab of this part's halos."""
-    return _moves(halo, line)[number].there(sent)
 
 
 FIRST_TOKEN_AXIS = 1  # behind the batch
@@ -240,7 +215,7 @@ class Exchange:
 
     def brought(self, operands: Operands) -> Operands:
         """A device's operands, with all keys that its windows reach, and where they lie in the global layout."""
-        held = of_keys(operands.inputs)
+        held = key_arrays(operands.inputs)
         extended = dict(zip(held, self.extended([*held.values()]), strict=True))
         return Operands(operands.inputs._replace(**extended), self.origins())
 
@@ -290,15 +265,9 @@ class Exchange:
         return jnp.stack([*pad, *rows[0], *pad, *rows[1]]).reshape(2, 3)
 
 
-def of_keys(inputs: Inputs) -> dict[str, jax.Array]:
-    """The inputs that have a number, or several, for each key."""
-    fields = zip(Inputs._fields, roles_of_fields(Inputs), inputs, strict=True)
-    return {name: array for name, role, array in fields if role.tokens == "keys" and array is not None}
-
-
 def with_all_keys(inputs: Inputs, lines: Sequence[DeviceLine | None]) -> Inputs:
     """A device's queries and everyone's keys and values."""
-    held = of_keys(inputs)
+    held = key_arrays(inputs)
     for i, line in enumerate(lines):
         if line is not None:
             held = {name: line.gathered(array, FIRST_TOKEN_AXIS + i) for name, array in held.items()}
@@ -323,14 +292,14 @@ _halos_p.multiple_results = True
 
 
 def brought(problem: Problem, token_axes: TokenAxes, operands: Operands) -> Operands:
-    """A device's operands, with all keys that its windows reach, and where they lie in the global layout.
+    """A device's operands with all keys that its windows reach, and their origins.
 
     Args:
         problem: The call, whose layout is the global one.
         token_axes: The manual mesh axes that each token dimension is split over.
         operands: What the device has.
     """
-    held = of_keys(operands.inputs)
+    held = key_arrays(operands.inputs)
     arrays = vary_alike([*held.values()])
     extended = _halos_p.bind(*arrays, problem=problem, token_axes=token_axes, returns=False)
     origins = Exchange.of(problem, lines_of(token_axes)).origins()
@@ -340,15 +309,10 @@ def brought(problem: Problem, token_axes: TokenAxes, operands: Operands) -> Oper
 @_halos_p.def_abstract_eval
 def _types(*arrays: Any, problem: Problem, token_axes: TokenAxes, returns: bool) -> list[Any]:
     halos = [halo.evened() for halo in halos_of(problem, parts_of(token_axes))]
-    layout = tuple(_held(halo) if not returns else halo.part for halo in halos)
+    ranges = [(0, halo.part) if returns else halo.held(0) for halo in halos]
+    layout = [end - first for first, end in ranges]
     shapes = [(each.shape[0], *layout, *each.shape[1 + len(layout) :]) for each in arrays]
     return [types_like(each, (shape, each.dtype))[0] for each, shape in zip(arrays, shapes, strict=True)]
-
-
-def _held(halo: Halo) -> int:
-    """Tokens of a part with its halos."""
-    first, end = halo.held(0)
-    return end - first
 
 
 def _exchanged(*arrays: jax.Array, problem: Problem, token_axes: TokenAxes, returns: bool) -> list[jax.Array]:

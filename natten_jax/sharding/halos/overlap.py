@@ -13,27 +13,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from natten_jax.arrays.boxes import QueryBox, elements_of, words_of
-from natten_jax.arrays.operands import Cotangents, Gradients, Inputs, Operands, Output, Saved, roles_of_fields
+from natten_jax.arrays.operands import Cotangents, Gradients, Inputs, Operands, Saved, roles_of_fields
 from natten_jax.cost_model.halos import overlap_that_pays
 from natten_jax.halo import Halo, travel_order
 from natten_jax.plan.plan import Plan, Request
 from natten_jax.problem import Problem
-from natten_jax.sharding.halos.exchange import (
-    FIRST_TOKEN_AXIS,
-    DeviceLine,
-    Exchange,
-    edge_for_neighbor,
-    of_keys,
-    received_from_neighbor,
-    returned_to_neighbors,
-    unknown,
-)
+from natten_jax.sharding.halos.exchange import FIRST_TOKEN_AXIS, DeviceLine, Exchange, moves_of, unknown, with_edges
 
 _Tree = TypeVar("_Tree")
 
@@ -111,9 +102,9 @@ class HaloPipeline:
         if self._next == len(self.slabs):
             return arrays, None
         slab = self.slabs[self._next]
-        route = _along(self._exchange, slab.dimension)
+        move = moves_of(*_along(self._exchange, slab.dimension))[slab.number]
         sent, seeing, arrays = jax.lax.optimization_barrier((self._sent(slab), slab.seeing, arrays))
-        self._arriving = [received_from_neighbor(array, slab.number, *route) for array in sent]
+        self._arriving = [move.there(array) for array in sent]
         return arrays, seeing
 
     def finished_after(self, result: _Tree) -> tuple[list[jax.Array], _Tree]:
@@ -131,7 +122,7 @@ class HaloPipeline:
         if self._next == len(self.slabs):
             return None
         slab = self.slabs[self._next]
-        return edge_for_neighbor(slab.number, *_along(self._exchange, slab.dimension))
+        return jnp.asarray(moves_of(*_along(self._exchange, slab.dimension))[slab.number].edge, jnp.int32)
 
     def _sent(self, slab: Slab) -> list[jax.Array]:
         """What another device needs: of keys and of values, or of both together."""
@@ -187,14 +178,13 @@ def returned(exchange: Exchange, slabs: Sequence[Slab], array: jax.Array, gradie
     (dimension, *others) = travel_order(exchange.halos)
     if not others:
         own, *of_halos = gradients
-        return returned_to_neighbors(own, of_halos, *_along(exchange, dimension), FIRST_TOKEN_AXIS + dimension)
+        return with_edges(own, of_halos, moves_of(*_along(exchange, dimension)), FIRST_TOKEN_AXIS + dimension)
 
     def exchanged(own: jax.Array) -> list[jax.Array]:
         patchwork, found = _Patchwork(own), [own]
         for each in slabs:
-            route = _along(exchange, each.dimension)
-            sent = patchwork.sent(each, edge_for_neighbor(each.number, *route), exchange)
-            found.append(received_from_neighbor(sent, each.number, *route))
+            move = moves_of(*_along(exchange, each.dimension))[each.number]
+            found.append(move.there(patchwork.sent(each, jnp.asarray(move.edge, jnp.int32), exchange)))
             patchwork = patchwork.with_slab(each.dimension, found[-1])
         return found
 
@@ -240,7 +230,17 @@ RunBackward = Callable[[Request, Operands, Saved, Cotangents], Gradients]
 ContinueForward = Callable[[Request, Operands, Saved, QueryBox], Saved]
 
 
-def _forward_meanwhile(
+def computes_meanwhile(plan: Plan, request: Request, exchange: Exchange, *, has_sinks: bool = False) -> bool:
+    """Return True if a pass computes while halos travel.
+
+    A pass with a key bias or sinks does not, and neither does a pass on 8-bit arrays, whose outputs are not merged.
+    """
+    if has_sinks or request.problem.key_bias or request.problem.element.is_float8:
+        return False
+    return overlap_that_pays(plan, tuple(exchange.halos)) is not None
+
+
+def forward(
     run: RunForward, run_on: ContinueForward, request: Request, exchange: Exchange, operands: Operands
 ) -> Saved:
     """A forward pass of all queries that a device has: with its own keys while halos travel, then with these.
@@ -267,7 +267,7 @@ def _forward_meanwhile(
     return found
 
 
-def _backward_meanwhile(
+def backward(
     run: RunBackward, request: Request, exchange: Exchange, operands: Operands, saved: Saved, cotangents: Cotangents
 ) -> Gradients:
     """The gradients of all that a device has: by its own keys while halos travel, then by these.
@@ -332,69 +332,3 @@ def _of_halo(
     inputs = inputs._replace(query=query, key=key, value=value, additional_keys=None, additional_values=None)
     problem = dataclasses.replace(request.problem, additional_kv=0)
     return dataclasses.replace(request, problem=problem), Operands(inputs, origins)
-
-
-_Result = TypeVar("_Result", Output, Saved)
-
-
-def computes_meanwhile(plan: Plan, request: Request, exchange: Exchange, *, has_sinks: bool = False) -> bool:
-    """Whether a pass computes while halos travel.
-
-    Those with biases of keys do not, nor are outputs of 8-bit arrays merged; and where there are sinks, a single pass
-    on all keys has them.
-    """
-    if has_sinks or request.problem.key_bias or request.problem.element.is_float8:
-        return False
-    return overlap_that_pays(plan, tuple(exchange.halos)) is not None
-
-
-@dataclasses.dataclass(frozen=True)
-class ForwardPass(Generic[_Result]):
-    """The ways to run a forward pass.
-
-    Attributes:
-        on_all: On all keys; returns what is wanted of the call.
-        on_some: On some of the keys; returns what others are merged with.
-        continued: On more keys after that.
-    """
-
-    on_all: Callable[[Request, Operands], _Result]
-    on_some: RunForward
-    continued: ContinueForward
-
-
-def forward(
-    run: ForwardPass[_Result], plan: Plan, request: Request, exchange: Exchange, operands: Operands
-) -> _Result | Saved:
-    """A forward pass of all queries that a device has.
-
-    Args:
-        run: Runs it.
-        plan: The plan of the pass, whose problem has the global layout.
-        request: The whole call, with the device's batch and heads.
-        exchange: What brings the halos.
-        operands: What the device has, without origins.
-
-    Returns:
-        What ``run.on_all`` does, or what is saved.
-    """
-    if computes_meanwhile(plan, request, exchange, has_sinks=operands.inputs.sinks is not None):
-        return _forward_meanwhile(run.on_some, run.continued, request, exchange, operands)
-    return run.on_all(request, exchange.brought(operands))
-
-
-def backward(
-    run: RunBackward,
-    plan: Plan,
-    request: Request,
-    exchange: Exchange,
-    operands: Operands,
-    saved: Saved,
-    cotangents: Cotangents,
-) -> Gradients:
-    """The gradients of all that a device has; arguments as for :func:`forward`, and what it saved."""
-    if computes_meanwhile(plan, request, exchange, has_sinks=operands.inputs.sinks is not None):
-        return _backward_meanwhile(run, request, exchange, operands, saved, cotangents)
-    layout = operands.inputs.key.shape[FIRST_TOKEN_AXIS:-2]
-    found = run(request, exchange.brought(operands), saved, cotangents)
-    return found._replace(**{name: exchange.returned(array, layout) for name, array in of_keys(found).items()})
