@@ -16,14 +16,14 @@ from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 
 from natten_jax import backends
 from natten_jax.arguments.arrays import checked_scale
-from natten_jax.arguments.names import explained, known_arguments
+from natten_jax.arguments.names import explained, without_neutral
 from natten_jax.arguments.static import Bools, Ints, array_of, flag, hashable, shown
 from natten_jax.ops.canonicalize import check_array
 from natten_jax.ops.float8 import float8_name
 from natten_jax.ops.neighborhood import na1d, na2d, na3d
 from natten_jax.ops.neighborhood_weights import neighborhood_apply, neighborhood_weights
 from natten_jax.ops.sub_calls import checked_attention_kwargs
-from natten_jax.performance import PERFORMANCE_NAMES, PerformanceArguments, performance_of
+from natten_jax.performance import PerformanceArguments, performance_of
 from natten_jax.windows import Edges, WindowArguments
 
 __all__ = ["NeighborhoodAttentionFn", "neighborhood_attention_fn"]
@@ -171,7 +171,7 @@ def neighborhood(module: str, rank: int, settings: Mapping[str, Any], scale_name
         float8_name("fp8", fp8)
     if backend is not None:
         backends.find(backend, "fna")
-    config = performance_of(rank, **known_arguments(module, others, PERFORMANCE_NAMES))
+    config = performance_of(rank, **without_neutral(module, others))
     if attention_kwargs is not None:
         checked_attention_kwargs(attention_kwargs, config.flattened())
     options = {"backend": backend, "attention_kwargs": attention_kwargs, "fp8": fp8}

@@ -178,19 +178,13 @@ def performance_of(rank: int, *, tile_suffix: str = "shape", **arguments: Unpack
     """
     given = Performance(**arguments)  # type: ignore[arg-type]  # canonical below
     checked: dict[str, Any] = {name: flag(name, getattr(given, name)) for name in _FLAGS}
-    return Performance(
-        **checked,
-        **_checked_tiles(rank, given, tile_suffix),
-        backward_kv_splits=None
-        if given.backward_kv_splits is None
-        else int_tuple("backward_kv_splits", given.backward_kv_splits, rank),
-        memory_usage_preference=_one_of(
-            "memory_usage_preference", given.memory_usage_preference, MemoryUsagePreference
-        ),
-        kernel_schedule=None
-        if given.kernel_schedule is None
-        else _one_of("kernel_schedule", given.kernel_schedule, KernelSchedule, "None or "),
-    )
+    checked |= _checked_tiles(rank, given, tile_suffix)
+    if given.backward_kv_splits is not None:
+        checked["backward_kv_splits"] = int_tuple("backward_kv_splits", given.backward_kv_splits, rank)
+    if given.kernel_schedule is not None:
+        checked["kernel_schedule"] = _one_of("kernel_schedule", given.kernel_schedule, KernelSchedule, "None or ")
+    preference = _one_of("memory_usage_preference", given.memory_usage_preference, MemoryUsagePreference)
+    return Performance(**checked, memory_usage_preference=preference)
 
 
 def attention_performance(arguments: Mapping[str, Any]) -> Performance:
@@ -216,10 +210,7 @@ def _checked_tiles(rank: int, given: Any, tile_suffix: str) -> dict[str, Any]:
 def _one_of(name: str, value: Any, choices: type[enum.StrEnum], or_none: str = "") -> str:
     allowed = tuple(map(str, choices))
     if not isinstance(value, str) or value not in allowed:
-        meant = (
-            f": did you mean {choices[value].value!r}?"
-            if isinstance(value, str) and value in choices.__members__
-            else ""
-        )
+        is_name = isinstance(value, str) and value in choices.__members__
+        meant = f": did you mean {choices[value].value!r}?" if is_name else ""
         raise ValueError(f"{name} must be {or_none}one of {allowed}, got {shown(value)}{meant}")
     return str(value)

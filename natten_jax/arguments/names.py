@@ -75,28 +75,22 @@ def explained(
     return decorate
 
 
-def known_arguments(
-    function: str, arguments: Mapping[str, Any], names: Iterable[str], of_natten: Mapping[str, Neutral] = OF_OPERATORS
+def without_neutral(
+    function: str, arguments: Mapping[str, Any], of_natten: Mapping[str, Neutral] = OF_OPERATORS
 ) -> dict[str, Any]:
-    """The keyword arguments that a function knows, without those of NATTEN that change nothing.
+    """Remove the arguments of NATTEN that change nothing.
 
     Args:
         function: Name of the function, for messages.
-        arguments: What it was given.
-        names: What it knows.
-        of_natten: Arguments of NATTEN that it takes.
+        arguments: The arguments of a call.
+        of_natten: Arguments of NATTEN that the function accepts.
 
     Raises:
-        TypeError: It was given something else.
+        TypeError: One of these has a value that would change something.
     """
-    known = set(names)
-    for name, value in arguments.items():
-        if name in known:
-            continue
-        if name not in of_natten:
-            raise TypeError(unexpected(function, name, known))
-        check_neutral(f"{function}() takes {name}", of_natten[name], value)
-    return {name: value for name, value in arguments.items() if name in known}
+    for name in of_natten.keys() & arguments.keys():
+        check_neutral(f"{function}() takes {name}", of_natten[name], arguments[name])
+    return {name: value for name, value in arguments.items() if name not in of_natten}
 
 
 def check_neutral(what: str, neutral: Neutral, value: Any) -> None:

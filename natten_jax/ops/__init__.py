@@ -1,7 +1,6 @@
 """The public operators: signatures, documentation, checks, and the calls that follow from them.
 
 - ``neighborhood``, ``attention``, ``merge``: the functions that users call.
-- ``options``: their keyword arguments, as overloads have them.
 - ``calls``: from their arguments to operators and back.
 - ``canonicalize``: checks of arrays: inputs, biases, sinks, boxes of queries.
 - ``sub_calls``: the attention calls that a call consists of, one or two, and their arrays.

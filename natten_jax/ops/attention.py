@@ -9,10 +9,9 @@ from jax.typing import DTypeLike
 
 from natten_jax.arguments.arrays import Counts, Origin, Scale
 from natten_jax.arguments.names import explained
-from natten_jax.ops.calls import ExecutionArguments, run_operator
+from natten_jax.ops.calls import AttentionOptions, ExecutionArguments, run_operator
 from natten_jax.ops.canonicalize import ArrayLike, BoxArguments, LogitTerms
 from natten_jax.ops.float8 import Factor, Float8Arguments
-from natten_jax.ops.options import AttentionOptions
 from natten_jax.performance import ATTENTION_NAMES, AttentionPerformanceArguments
 from natten_jax.windows import WindowArguments
 

@@ -7,14 +7,15 @@ import functools
 import sys
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import jax
+from jax.typing import DTypeLike
 
 from natten_jax import backends
-from natten_jax.arguments.arrays import TokenAxes, checked_token_axes, number_or_array, per_head
-from natten_jax.arguments.names import known_arguments
-from natten_jax.arguments.static import checked_once, flag, shown
+from natten_jax.arguments.arrays import Counts, Origin, TokenAxes, checked_token_axes, number_or_array, per_head
+from natten_jax.arguments.names import without_neutral
+from natten_jax.arguments.static import Ints, checked_once, flag, shown
 from natten_jax.arrays.operands import Inputs, Output
 from natten_jax.autotuning.tables import table_for
 from natten_jax.backends.base import Backend
@@ -35,14 +36,14 @@ from natten_jax.ops.canonicalize import (
     with_biases,
     with_sinks,
 )
-from natten_jax.ops.float8 import NOTHING, Float8Arguments, in_8_bits, straight_through
+from natten_jax.ops.float8 import NOTHING, Factor, Float8Arguments, in_8_bits, straight_through
 from natten_jax.ops.merge import merge_attentions
 from natten_jax.ops.sub_calls import KeySet, check_agreement, in_layout_of, split_call, sub_call_operands
 from natten_jax.performance import (
-    ATTENTION_NAMES,
     PASSES,
-    PERFORMANCE_NAMES,
+    AttentionPerformanceArguments,
     Performance,
+    PerformanceArguments,
     attention_performance,
     performance_of,
 )
@@ -51,10 +52,47 @@ from natten_jax.plan.plan import Request
 from natten_jax.problem import Operator, Problem
 from natten_jax.sharding.explicit import with_whole_dimensions
 from natten_jax.sharding.halos import exchange
-from natten_jax.windows import WindowArguments
+from natten_jax.windows import Edges, WindowArguments
 
 #: Packages whose frames are between a user's line and the operators.
 _BETWEEN = ("natten_jax", "jax", "flax")
+
+
+# Keyword arguments of the operators except ``return_lse``, for overloads: the type of the result depends on it.
+
+
+class _Options(TypedDict, total=False):
+    """Keyword arguments of all operators."""
+
+    query_origin: Origin | None
+    key_bias: ArrayLike | None
+    sinks: ArrayLike | None
+    query_scale: Factor | None
+    key_scale: Factor | None
+    value_scale: Factor | None
+    out_dtype: DTypeLike | None
+    fp8: str | None
+
+
+class AttentionOptions(_Options, AttentionPerformanceArguments, total=False):
+    """Keyword arguments of ``attention`` except ``return_lse``."""
+
+    is_causal: bool
+    query_lengths: Counts | None
+    kv_lengths: Counts | None
+    backend: str | None
+
+
+class NeighborhoodOptions(_Options, PerformanceArguments, total=False):
+    """Keyword arguments of ``na1d``, ``na2d`` and ``na3d`` except ``return_lse``."""
+
+    edges: Edges
+    extents: Counts | None
+    upsample: Ints
+    clamp_window: bool
+    try_fuse_additional_kv: bool | None
+    token_axes: TokenAxes | None
+    relative_bias: ArrayLike | None
 
 
 class IgnoredArgumentWarning(UserWarning):
@@ -282,8 +320,8 @@ def _describe_call(
     except ValueError as error:
         raise ValueError(f"{error}{hint_of_heads_first(describe, inputs)}") from None
     if operator == "fmha":
-        return problem, attention_performance(known_arguments("attention", dict(performance), ATTENTION_NAMES))
-    return problem, performance_of(rank, **known_arguments(f"na{rank}d", dict(performance), PERFORMANCE_NAMES))
+        return problem, attention_performance(without_neutral("attention", dict(performance)))
+    return problem, performance_of(rank, **without_neutral(f"na{rank}d", dict(performance)))
 
 
 def _as_jax_arrays(arrays: Sequence[ArrayLike | None]) -> Inputs:

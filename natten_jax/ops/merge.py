@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.arguments.names import OF_MERGE, explained, known_arguments
+from natten_jax.arguments.names import OF_MERGE, explained, without_neutral
 from natten_jax.arguments.static import array_of, shown
 from natten_jax.element_types import ELEMENT_TYPES, WIDE_DTYPES
 from natten_jax.ops.canonicalize import check_array
@@ -47,7 +47,7 @@ def merge_attentions(
         ValueError: Fewer than two parts, shapes that disagree, or element types that are no supported floats.
         TypeError: An argument is no sequence of arrays.
     """
-    known_arguments("merge_attentions", natten_arguments, (), OF_MERGE)
+    without_neutral("merge_attentions", natten_arguments, OF_MERGE)
     outputs, lse_tensors = _parts("outputs", outputs), _parts("lse_tensors", lse_tensors)
     if len(outputs) < 2:
         raise ValueError(f"outputs has {len(outputs)} part(s): merge_attentions takes at least two")

@@ -12,10 +12,9 @@ from jax.typing import DTypeLike
 from natten_jax.arguments.arrays import Counts, Origin, Scale, TokenAxes
 from natten_jax.arguments.names import explained
 from natten_jax.arguments.static import Bools, Ints
-from natten_jax.ops.calls import ExecutionArguments, run_operator
+from natten_jax.ops.calls import ExecutionArguments, NeighborhoodOptions, run_operator
 from natten_jax.ops.canonicalize import ArrayLike, BoxArguments, LogitTerms
 from natten_jax.ops.float8 import Factor, Float8Arguments
-from natten_jax.ops.options import NeighborhoodOptions
 from natten_jax.performance import PERFORMANCE_NAMES, PerformanceArguments
 from natten_jax.windows import Edges, WindowArguments
 
