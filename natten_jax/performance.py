@@ -158,9 +158,6 @@ ATTENTION_NAMES = {
     field.name.replace("_tile_shape", "_tile_size"): field.name for field in dataclasses.fields(Performance)
 }
 
-#: The names that ``na1d``, ``na2d`` and ``na3d`` have for them.
-PERFORMANCE_NAMES = tuple(ATTENTION_NAMES.values())
-
 _FLAGS = [field.name for field in dataclasses.fields(Performance) if isinstance(field.default, bool)]
 
 

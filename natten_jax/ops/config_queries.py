@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -29,8 +29,6 @@ from natten_jax.problem import OPERATORS, Operator, Problem
 from natten_jax.windows import Edges, WindowArguments
 
 CapabilityLike = str | float | Sequence[int]
-
-_NAME = re.compile(r"get_(bwd_)?configs_for_(\w+)_(fna|fmha)")
 
 
 #: A query: it returns pairs of query and key/value tile, the recommended first. Tiles are shapes for neighborhood
@@ -132,8 +130,7 @@ def target_device(compute_capability: CapabilityLike | None) -> Device:
 
 def query_names() -> list[str]:
     """The names of all queries."""
-    prefixes = [_prefix(backend) for backend in backends.registered()]
-    return [_query_name(prefix, operator, pass_) for prefix in prefixes for pass_ in PASSES for operator in OPERATORS]
+    return list(_queries())
 
 
 def query_named(name: str) -> ConfigQuery:
@@ -142,30 +139,25 @@ def query_named(name: str) -> ConfigQuery:
     Raises:
         LookupError: There is none.
     """
-    match = _NAME.fullmatch(name)
-    if match is not None:
-        infix, prefix, suffix = match.groups()
-        operator: Operator = "fna" if suffix == "fna" else "fmha"
-        pass_: Pass = "backward" if infix else "forward"
-        for backend in backends.registered():
-            if prefix == _prefix(backend):
-                return _query(backend, operator, pass_)
-    raise LookupError(f"no configuration query is called {name!r}; there are {', '.join(query_names())}")
+    queries = _queries()
+    if name not in queries:
+        raise LookupError(f"no configuration query is called {name!r}; there are {', '.join(queries)}")
+    return _query(name, *queries[name])
 
 
-def _prefix(backend: Backend) -> str:
-    return backend.capabilities.query_family or backend.family
-
-
-def _query_name(prefix: str, operator: Operator, pass_: Pass) -> str:
-    infix = "" if pass_ == "forward" else "bwd_"
-    return f"get_{infix}configs_for_{prefix}_{operator}"
+def _queries() -> dict[str, tuple[Backend, Operator, Pass]]:
+    """Backend, operator and pass of each query, by name."""
+    found: dict[str, tuple[Backend, Operator, Pass]] = {}
+    for backend in backends.registered():
+        family = backend.capabilities.query_family or backend.family
+        for pass_, operator in itertools.product(PASSES, OPERATORS):
+            infix = "" if pass_ == "forward" else "bwd_"
+            found[f"get_{infix}configs_for_{family}_{operator}"] = backend, operator, pass_
+    return found
 
 
 @functools.cache
-def _query(backend: Backend, operator: Operator, pass_: Pass) -> ConfigQuery:
-    name = _query_name(_prefix(backend), operator, pass_)
-
+def _query(name: str, backend: Backend, operator: Operator, pass_: Pass) -> ConfigQuery:
     def get_configs(
         query: Any = None,
         key: Any = None,

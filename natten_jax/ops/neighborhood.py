@@ -15,7 +15,7 @@ from natten_jax.arguments.static import Bools, Ints
 from natten_jax.ops.calls import ExecutionArguments, NeighborhoodOptions, run_operator
 from natten_jax.ops.canonicalize import ArrayLike, BoxArguments, LogitTerms
 from natten_jax.ops.float8 import Factor, Float8Arguments
-from natten_jax.performance import PERFORMANCE_NAMES, PerformanceArguments
+from natten_jax.performance import PerformanceArguments
 from natten_jax.windows import Edges, WindowArguments
 
 #: Output and logsumexp.
@@ -88,7 +88,7 @@ class NeighborhoodAttention(Protocol):
 
 def _operator(function: Callable[..., Any]) -> NeighborhoodAttention:
     """Explain unknown keyword arguments before Python reports missing ones, and type the result by ``return_lse``."""
-    return cast(NeighborhoodAttention, explained(PERFORMANCE_NAMES)(function))
+    return cast(NeighborhoodAttention, explained(PerformanceArguments.__annotations__)(function))
 
 
 @_operator
