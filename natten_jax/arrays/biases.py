@@ -58,7 +58,7 @@ def of_each_head(inputs: Inputs) -> Inputs:
 
 def with_shared_gradient(found: Gradients, inputs: Inputs) -> Gradients:
     """The gradients of such inputs, from those that have biases of each head."""
-    if inputs.shared_key_bias is None or found.key_bias is None:
+    if found.key_bias is None:
         return found
     return found._replace(key_bias=None, shared_key_bias=jnp.sum(found.key_bias, axis=(-2, -1)))
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from natten_jax import backends
-from natten_jax.arrays.biases import of_each_head, with_hidden_keys_of_inputs
+from natten_jax.arrays.biases import of_each_head
 from natten_jax.arrays.boxes import QueryBox
 from natten_jax.arrays.operands import (
     Cotangents,
@@ -33,7 +33,7 @@ from natten_jax.arrays.operands import (
 from natten_jax.backends.base import Backend, Earlier, PureJaxBackend
 from natten_jax.backends.select import DeviceCall, device_calls
 from natten_jax.execution import primitive, strips
-from natten_jax.execution.kernel_operands import KernelOperands, converted, scaled
+from natten_jax.execution.kernel_operands import KernelOperands, converted, scaled, with_hidden_keys_of_call
 from natten_jax.execution.primitive import Computation, Spec, forward_only, in_reverse_only, named
 from natten_jax.execution.strips import with_start_of
 from natten_jax.plan.plan import Plan, Request
@@ -42,15 +42,8 @@ from natten_jax.sharding.halos import exchange, overlap
 from natten_jax.sharding.halos.exchange import Exchange, lines_of
 
 
-def _with_hidden_keys(plan: Plan, operands: Operands) -> Operands:
-    """Apply :func:`with_hidden_keys_of_inputs` unless the backend hides keys itself; all derivatives of it are 0."""
-    if backends.of(plan.backend).capabilities.takes_sinks:
-        return operands
-    return operands._replace(inputs=with_hidden_keys_of_inputs(operands.inputs))
-
-
 def _compute_plain(plan: Plan, call: DeviceCall, operands: Operands) -> Differentiable:
-    operands, backend = _with_hidden_keys(plan, operands), backends.of(plan.backend)
+    operands, backend = with_hidden_keys_of_call(plan, operands), backends.of(plan.backend)
     assert isinstance(backend, PureJaxBackend)
     found = backend.forward_differentiable(plan, converted(plan.problem, operands))
     return found._replace(out=scaled(plan.problem, operands, found.out))
@@ -76,7 +69,7 @@ def _derive_plain(
         read: The results whose cotangents are given; ``None`` to compute tangents.
         given: The tangents or cotangents.
     """
-    operands = _with_hidden_keys(plan, *jax.tree.unflatten(structure, primals))
+    operands = with_hidden_keys_of_call(plan, *jax.tree.unflatten(structure, primals))
     found = Differentiable(*results)
     backend: Any = backends.of(plan.backend)  # with residuals it has a derivative
     by_position = dict(zip(positions if read is None else read, given, strict=True))
@@ -243,8 +236,7 @@ def _exchange(
     found = run(request, halos.brought(operands), *others)
     if spec is not BACKWARD:
         return found
-    layout = operands.inputs.key.shape[1:-2]
-    return found._replace(**{name: halos.returned(array, layout) for name, array in key_arrays(found).items()})
+    return found._replace(**{name: halos.returned(array) for name, array in key_arrays(found).items()})
 
 
 FORWARD = Spec("forward", "forward", _output_types, functools.partial(_compute_forward, False), _exchange)

@@ -19,6 +19,13 @@ from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem
 
 
+def with_hidden_keys_of_call(plan: Plan, operands: Operands) -> Operands:
+    """Apply :func:`with_hidden_keys_of_inputs` unless the backend hides keys itself; all derivatives of it are 0."""
+    if backends.of(plan.backend).capabilities.takes_sinks:
+        return operands
+    return operands._replace(inputs=with_hidden_keys_of_inputs(operands.inputs))
+
+
 def converted(planned: Problem, operands: Operands) -> Operands:
     """The operands in the elements of the plan's problem, which have every number of 8 bits.
 
@@ -65,11 +72,11 @@ def with_head_dim(array: jax.Array, head_dim: int) -> jax.Array:
 
 def with_heads_of(problem: Problem, inputs: Inputs) -> Inputs:
     """Cut or pad the heads of inputs, or of their gradients, to the widths of a problem."""
-    of_keys, of_values = problem.head_dim, problem.head_dim_v
-    widths = {"query": of_keys, "key": of_keys, "value": of_values}
-    if inputs.additional_keys is not None:
-        widths |= {"additional_keys": of_keys, "additional_values": of_values}
-    return inputs._replace(**{name: with_head_dim(getattr(inputs, name), width) for name, width in widths.items()})
+    widths = dict.fromkeys(("query", "key", "additional_keys"), problem.head_dim)
+    widths |= dict.fromkeys(("value", "additional_values"), problem.head_dim_v)
+    arrays = [(name, getattr(inputs, name), width) for name, width in widths.items()]
+    others = [each for each in arrays if each[1] is not None and each[1].shape[-1] != each[2]]
+    return inputs._replace(**{name: with_head_dim(array, width) for name, array, width in others})
 
 
 class KernelOperands(NamedTuple):
@@ -82,7 +89,6 @@ class KernelOperands(NamedTuple):
         operands: The operands of the kernels.
         problem: The problem of the call.
         planned: The problem that the kernels compute.
-        has_padding: Whether their heads are wider.
         columns: Columns of heads that stand for biases of keys, if the kernels add none.
         sinks: Sinks that are applied to the output, because the backend takes none.
     """
@@ -93,7 +99,6 @@ class KernelOperands(NamedTuple):
     operands: Operands
     problem: Problem
     planned: Problem
-    has_padding: bool
     columns: KeyBiasColumns | None
     sinks: jax.Array | None
 
@@ -109,8 +114,7 @@ class KernelOperands(NamedTuple):
         has_shared = operands.inputs.shared_key_bias is not None
         if has_shared and (columns is not None or not has.takes_shared_key_bias):
             given = operands._replace(inputs=of_each_head(operands.inputs))
-        if not has.takes_sinks:
-            given = given._replace(inputs=with_hidden_keys_of_inputs(given.inputs))
+        given = with_hidden_keys_of_call(plan, given)
         sinks = None if has.takes_sinks else given.inputs.sinks
         if sinks is not None:
             given = given._replace(inputs=given.inputs._replace(sinks=None))
@@ -118,15 +122,12 @@ class KernelOperands(NamedTuple):
         of_kernels = converted(planned, given if is_known else given.with_origins_alone())
         if columns is not None:
             of_kernels = columns.added(of_kernels)
-        has_padding = (problem.head_dim, problem.head_dim_v) != (planned.head_dim, planned.head_dim_v)
-        if has_padding:
-            of_kernels = of_kernels._replace(inputs=with_heads_of(planned, of_kernels.inputs))
-        return cls(backend, operands, given, of_kernels, problem, planned, has_padding, columns, sinks)
+        of_kernels = of_kernels._replace(inputs=with_heads_of(planned, of_kernels.inputs))
+        return cls(backend, operands, given, of_kernels, problem, planned, columns, sinks)
 
     def result(self, found: Saved) -> Saved:
         """Convert results of the kernels to results of the call."""
-        out = with_head_dim(found.out, self.problem.head_dim_v) if self.has_padding else found.out
-        out = scaled(self.planned, self.given, out)
+        out = scaled(self.planned, self.given, with_head_dim(found.out, self.problem.head_dim_v))
         result = found._replace(out=out.astype(self.problem.output_dtype))
         if self.columns is not None:
             result = self.columns.result(result, self.given)
@@ -134,7 +135,7 @@ class KernelOperands(NamedTuple):
 
     def values(self, array: jax.Array) -> jax.Array:
         """The output of the call, or its cotangent, as kernels take it."""
-        return with_head_dim(array, self.planned.head_dim_v) if self.has_padding else array
+        return with_head_dim(array, self.planned.head_dim_v)
 
     def saved(self, saved: Saved) -> Saved:
         """Convert saved results of the call for the kernels."""
@@ -145,8 +146,7 @@ class KernelOperands(NamedTuple):
         """The gradients of the call's inputs, given what the call's backward pass had besides."""
         if self.columns is not None:
             found = self.columns.gradients(found, self.given)
-        if self.has_padding:
-            found = with_heads_of(self.problem, found)
+        found = with_heads_of(self.problem, found)
         if self.sinks is not None:
             of_sinks = sinks_gradient(self.sinks, saved.logsumexp, delta(saved.out, *cotangents))
             found = found._replace(sinks=of_sinks.astype(self.sinks.dtype))

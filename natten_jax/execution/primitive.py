@@ -362,7 +362,6 @@ def _compute_exchanging(
         found = computation.spec.exchange(run_part, spec, *known, *computation.structured(arguments))
         results: list[Any] = jax.tree.leaves(found)
         return results
-    layout = arguments[0].shape[1:-2]
     part, position = computation.with_origins()
     extended = list(arguments)
     with_halos = [i for i, role in enumerate(computation.roles) if role.tokens == "keys"]
@@ -370,7 +369,7 @@ def _compute_exchanging(
         extended[i] = array
     extended.insert(position, exchange.origins())
     pairs = zip(_run_computation(part, call, extended), part.results(call.request, extended)[0], strict=True)
-    return [exchange.returned(array, layout) if role.tokens == "keys" else array for array, role in pairs]
+    return [exchange.returned(array) if role.tokens == "keys" else array for array, role in pairs]
 
 
 def _run_entries(computation: AnyComputation, call: DeviceCall, arrays: Sequence[jax.Array]) -> list[jax.Array]:

@@ -154,13 +154,13 @@ def _along(room: tuple[int, int, int], axis: int, ndim: int) -> list[tuple[int, 
     return [room if i == axis else (0, 0, 0) for i in range(ndim)]
 
 
-def returned(array: jax.Array, halo: Halo, line: DeviceLine, axis: int, tokens: int) -> jax.Array:
+def returned(array: jax.Array, halo: Halo, line: DeviceLine, axis: int) -> jax.Array:
     """The transpose of :func:`extended`, of one array."""
     if halo.is_gathered:
-        (own,) = types_like(array, ((*array.shape[:axis], tokens, *array.shape[axis + 1 :]), array.dtype))
+        (own,) = types_like(array, ((*array.shape[:axis], halo.part, *array.shape[axis + 1 :]), array.dtype))
         (gathered,) = jax.linear_transpose(lambda own: line.gathered(own, axis), own)(array)
         return gathered  # type: ignore[no-any-return]
-    own = jax.lax.slice_in_dim(array, halo.before, halo.before + tokens, axis=axis)
+    own = jax.lax.slice_in_dim(array, halo.before, halo.before + halo.part, axis=axis)
     moves = moves_of(halo, line)
     slabs = [jax.lax.dynamic_slice_in_dim(array, each.start, each.tokens, axis) for each in moves]
     return with_edges(own, slabs, moves, axis)
@@ -228,15 +228,10 @@ class Exchange:
             arrays = extended(arrays, halo, line, axis)
         return list(arrays)
 
-    def returned(self, array: jax.Array, layout: Sequence[int]) -> jax.Array:
-        """The transpose: what belongs to others goes to them, and is added there.
-
-        Args:
-            array: An array of the extended keys.
-            layout: Tokens that this device has itself.
-        """
+    def returned(self, array: jax.Array) -> jax.Array:
+        """The transpose, of an array of the extended keys: halos go back to their devices, and are added there."""
         for axis, halo, line in reversed(self._split_axes()):
-            array = returned(array, halo, line, axis, layout[axis - FIRST_TOKEN_AXIS])
+            array = returned(array, halo, line, axis)
         return array
 
     def _split_axes(self) -> list[tuple[int, Halo, DeviceLine]]:
@@ -317,10 +312,7 @@ def _types(*arrays: Any, problem: Problem, token_axes: TokenAxes, returns: bool)
 
 def _exchanged(*arrays: jax.Array, problem: Problem, token_axes: TokenAxes, returns: bool) -> list[jax.Array]:
     exchange = Exchange.of(problem, lines_of(token_axes))
-    if not returns:
-        return exchange.extended(arrays)
-    layout = [halo.part for halo in exchange.halos]
-    return [exchange.returned(array, layout) for array in arrays]
+    return [*map(exchange.returned, arrays)] if returns else exchange.extended(arrays)
 
 
 @_halos_p.def_impl
