@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 import numbers
@@ -104,10 +105,10 @@ class Neighborhood:
             query, key, value = (array.reshape(math.prod(batch), *array.shape[len(batch) :]) for array in arrays)
             for name, rank in (("query_origin", 1), ("extents", 1), ("key_bias", None)):
                 terms[name] = _with_one_batch_dimension(terms.get(name), batch, rank)
-        attend: Callable[..., jax.Array] = _OPERATORS[self.rank] if drop is None else _dropping(drop)
+        attend: Any = _OPERATORS[self.rank] if drop is None else functools.partial(_attend_dropping, drop)
         fixed = {**self.window._asdict(), **self.performance, "clamp_window": self.clamp_window, "scale": self.scale}
         try:
-            output = attend(query, key, value, **fixed, **terms)
+            output: jax.Array = attend(query, key, value, **fixed, **terms)
         except ValueError as error:
             if batch or self.rank == 1:
                 raise
@@ -124,29 +125,27 @@ def _with_one_batch_dimension(array: Any, batch: tuple[int, ...], rank: int | No
     return array.reshape(math.prod(batch), *others)
 
 
-def _dropping(drop: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
-    """Return neighborhood attention with dropout of weights, with the arguments of an operator."""
-
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array, **others: Any) -> jax.Array:
-        names = "query_origin", "extents", "clamp_window", "fp8"
-        given = [name for name in names if not (others.get(name) is None or others.get(name) is False)]
-        if given or query.shape[:-2] != key.shape[:-2]:
-            beside = ", ".join(given) or "inputs_kv of another layout"
-            raise ValueError(f"attn_drop was given with {beside}: weights are dropped of whole layouts only")
-        for name in ("key_bias", "sinks"):
-            if others.get(name) is not None:
-                raise ValueError(f"attn_drop was given with {name}: weights that are dropped have no {name}")
-        warnings.warn(
-            "attn_drop: attention weights are formed as an array, which is slower than the operators and takes "
-            "prod(kernel_size) numbers for each query and head; where dropout is off, the operators run",
-            AttentionDropoutWarning,
-            stacklevel=2,
-        )
-        window: dict[str, Any] = {name: others[name] for name in WindowArguments._fields}
-        terms: dict[str, Any] = {name: others.get(name) for name in ("scale", "relative_bias")}
-        return neighborhood_apply(drop(neighborhood_weights(query, key, **window, **terms)), value, **window)
-
-    return attend
+def _attend_dropping(
+    drop: Callable[[jax.Array], jax.Array], query: jax.Array, key: jax.Array, value: jax.Array, **others: Any
+) -> jax.Array:
+    """Run neighborhood attention with dropout of weights, with the arguments of an operator after ``drop``."""
+    names = "query_origin", "extents", "clamp_window", "fp8"
+    given = [name for name in names if not (others.get(name) is None or others.get(name) is False)]
+    if given or query.shape[:-2] != key.shape[:-2]:
+        beside = ", ".join(given) or "inputs_kv of another layout"
+        raise ValueError(f"attn_drop was given with {beside}: weights are dropped of whole layouts only")
+    for name in ("key_bias", "sinks"):
+        if others.get(name) is not None:
+            raise ValueError(f"attn_drop was given with {name}: weights that are dropped have no {name}")
+    warnings.warn(
+        "attn_drop: attention weights are formed as an array, which is slower than the operators and takes "
+        "prod(kernel_size) numbers for each query and head; where dropout is off, the operators run",
+        AttentionDropoutWarning,
+        stacklevel=2,
+    )
+    window: dict[str, Any] = {name: others[name] for name in WindowArguments._fields}
+    terms: dict[str, Any] = {name: others.get(name) for name in ("scale", "relative_bias")}
+    return neighborhood_apply(drop(neighborhood_weights(query, key, **window, **terms)), value, **window)
 
 
 def neighborhood(module: str, rank: int, settings: Mapping[str, Any], scale_name: str = "scale") -> Neighborhood:

@@ -170,20 +170,17 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
         sizes = common.head_sizes(self.num_heads, self.num_kv_heads, in_features, self.qkv_features)
         num_heads, num_kv_heads, head_dim = sizes
         typed: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
-        project: Any = functools.partial(linen.DenseGeneral, precision=self.precision, **typed)
-
         common_init = {"kernel_init": self.kernel_init, "bias_init": self.bias_init}
 
-        def initializers(*given: Initializer | None) -> dict[str, Any]:
-            chosen = common.settings_of(common_init, *given)
-            return {name: _annotating(initializer) for name, initializer in chosen.items()}
+        def project(features: Any, name: str, *initializers: Initializer | None, **others: Any) -> linen.DenseGeneral:
+            chosen = common.settings_of(common_init, *initializers)
+            annotating: Any = {name: _annotating(initializer) for name, initializer in chosen.items()}
+            return linen.DenseGeneral(features, name=name, precision=self.precision, **typed, **annotating, **others)
 
-        of_query = initializers(None, None) | {"use_bias": self.qkv_bias}
-        of_kv = initializers(self.kv_kernel_init, self.kv_bias_init) | {"use_bias": self.qkv_bias}
-        of_out = initializers(self.out_kernel_init, self.out_bias_init)
-        query = project((num_heads, head_dim), name="query", **of_query)(inputs)
-        key = project((num_kv_heads, head_dim), name="key", **of_kv)(others)
-        value = project((num_kv_heads, head_dim), name="value", **of_kv)(others)
+        of_kv = self.kv_kernel_init, self.kv_bias_init
+        query = project((num_heads, head_dim), "query", None, None, use_bias=self.qkv_bias)(inputs)
+        key = project((num_kv_heads, head_dim), "key", *of_kv, use_bias=self.qkv_bias)(others)
+        value = project((num_kv_heads, head_dim), "value", *of_kv, use_bias=self.qkv_bias)(others)
         if self.normalize_qk:
             normalize = functools.partial(linen.LayerNorm, use_bias=False, **typed)
             with jax.numpy_dtype_promotion("standard"):  # as Flax's own module requires
@@ -203,7 +200,7 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
         places = {"query_origin": query_origin, "extents": extents, "upsample": upsample}
         terms = {"relative_bias": table, "key_bias": key_bias, "sinks": sinks}
         outputs = attend(query, key, value, drop, **places, **terms)
-        outputs = project(out_features, axis=(-2, -1), name="out", **of_out)(outputs)
+        outputs = project(out_features, "out", self.out_kernel_init, self.out_bias_init, axis=(-2, -1))(outputs)
         if self.proj_drop > 0:
             outputs = Dropout(self.proj_drop)(outputs, deterministic=flag, rng=dropout_rng)
         return outputs

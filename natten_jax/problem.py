@@ -17,7 +17,7 @@ from natten_jax.arguments.arrays import scale_or_default
 from natten_jax.arguments.names import explained
 from natten_jax.arguments.static import Bools, Ints, int_tuple
 from natten_jax.element_types import ELEMENT_TYPES, SUPPORTED_DTYPES, ElementType
-from natten_jax.windows import Axis as Axis  # public here, too, as a field of problems
+from natten_jax.windows import Axis as Axis  # public here as the type of a field
 from natten_jax.windows import Edge, Edges, WindowArguments, describe_axes
 
 Shape = tuple[int, ...]

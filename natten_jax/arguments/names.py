@@ -86,7 +86,7 @@ def without_neutral(
         of_natten: Arguments of NATTEN that the function accepts.
 
     Raises:
-        TypeError: One of these has a value that would change something.
+        TypeError: An argument of NATTEN has a value that would change something.
     """
     for name in of_natten.keys() & arguments.keys():
         check_neutral(f"{function}() takes {name}", of_natten[name], arguments[name])

@@ -57,7 +57,7 @@ def of_each_head(inputs: Inputs) -> Inputs:
 
 
 def with_shared_gradient(found: Gradients, inputs: Inputs) -> Gradients:
-    """The gradients of such inputs, from those that have biases of each head."""
+    """Sum the gradient of a key bias over the heads that share it."""
     if found.key_bias is None:
         return found
     return found._replace(key_bias=None, shared_key_bias=jnp.sum(found.key_bias, axis=(-2, -1)))

@@ -43,27 +43,24 @@ _RULES: dict[Primitive, Callable[..., Any]] = jet.jet_rules
 _Derivatives = list[list[jax.Array]]
 
 
-def use_nested_jvp(primitive: Primitive) -> None:
-    """Register a rule that computes the coefficients of a primitive with several results by nested ``jax.jvp``.
+def _compute_coefficients(
+    primals: Sequence[_Array], series: Sequence[Sequence[_Array]], **parameters: Any
+) -> tuple[list[jax.Array], list[list[jax.Array]]]:
+    """The rule of ``jet`` for a pass: Taylor coefficients by nested ``jax.jvp``.
 
     Each order takes twice the time of the order below it.
     """
 
-    def compute_coefficients(
-        primals: Sequence[_Array], series: Sequence[Sequence[_Array]], **parameters: Any
-    ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-        def evaluate(time: jax.Array) -> _Derivatives:
-            arguments = [_evaluate_polynomial(time, *each) for each in zip(primals, series, strict=True)]
-            return [[result] for result in primitive.bind(*arguments, **parameters)]
+    def evaluate(time: jax.Array) -> _Derivatives:
+        arguments = [_evaluate_polynomial(time, *each) for each in zip(primals, series, strict=True)]
+        return [[result] for result in _pass_p.bind(*arguments, **parameters)]
 
-        function: Callable[[jax.Array], _Derivatives] = evaluate
-        for _ in series[0]:
-            function = _with_next_derivative(function)
-        results = function(jnp.zeros((), jnp.float32))
-        coefficients = [_divide_by_factorials(derivatives) for derivatives in results]
-        return [first for first, *_ in coefficients], [rest for _, *rest in coefficients]
-
-    _RULES[primitive] = compute_coefficients
+    function: Callable[[jax.Array], _Derivatives] = evaluate
+    for _ in series[0]:
+        function = _with_next_derivative(function)
+    results = function(jnp.zeros((), jnp.float32))
+    coefficients = [_divide_by_factorials(derivatives) for derivatives in results]
+    return [first for first, *_ in coefficients], [rest for _, *rest in coefficients]
 
 
 def _evaluate_polynomial(time: jax.Array, first: _Array, rest: Sequence[_Array]) -> _Array:
@@ -570,10 +567,10 @@ def _is_left_to_xla(ctx: mlir.LoweringRuleContext, plan: Plan) -> bool:
     Raises:
         ValueError: The compiler for TPUs would have to split a kernel.
     """
-    is_plain = backends.of(plan.backend).capabilities.is_plain_jax
-    if plan.platform == "tpu" and not is_plain:
+    is_plain_jax = backends.of(plan.backend).capabilities.is_plain_jax
+    if plan.platform == "tpu" and not is_plain_jax:
         raise ValueError(f"{plan.backend} cannot be split over mesh axes of type Auto: {auto.NO_TPU}")
-    return is_plain and (plan.platform == "tpu" or _jax_internals.is_exported(ctx))
+    return is_plain_jax and (plan.platform == "tpu" or _jax_internals.is_exported(ctx))
 
 
 def _run_local(
@@ -654,6 +651,6 @@ for each in (*PLATFORMS, None):
 ad.primitive_jvps[_pass_p] = _differentiate
 ad.primitive_transposes[_pass_p] = _transpose
 batching.primitive_batchers[_pass_p] = _map
-use_nested_jvp(_pass_p)
+_RULES[_pass_p] = _compute_coefficients
 if _jax_internals.CHECKPOINT_NAME not in _RULES:
     jet.deflinear(_jax_internals.CHECKPOINT_NAME)

@@ -218,7 +218,7 @@ class _SplitAxes:
 
     @classmethod
     def of(cls, inputs: Inputs) -> _SplitAxes:
-        """Read the axes from the types of the arrays: the query's, or the next array's where the query has none."""
+        """Read the axes from the types of the arrays: each axis is the query's, or otherwise the next array's."""
         specs = [_spec(array)[:-1] for array in (inputs.query, inputs.key, inputs.value)]
         axes: list[_Axes] = [axis_names(entry) for entry in specs[0]]
         for spec in specs[1:]:
