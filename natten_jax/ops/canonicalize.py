@@ -30,7 +30,7 @@ from natten_jax.execution import custom_vjp
 from natten_jax.native.module import KERNEL_RANK
 from natten_jax.plan.plan import Request
 from natten_jax.problem import Axis, Operator, Problem
-from natten_jax.sharding.explicit import replicated, reshaped, split_like, spread
+from natten_jax.sharding.explicit import replicated, reshaped, split_as, split_like
 from natten_jax.windows import EDGES, Edges, WindowArguments
 
 
@@ -358,7 +358,7 @@ def _with_key_bias(problem: Problem, inputs: Inputs, key_bias: ArrayLike, grid: 
     if bias.ndim == len(of_all):
         return inputs._replace(shared_key_bias=bias)
     bias = jnp.moveaxis(bias if grid is None else grid.scales(bias), 1, -1)
-    return inputs._replace(key_bias=spread(bias, (*of_all, problem.heads, 1), inputs, Role.PER_KEY))
+    return inputs._replace(key_bias=split_as(bias[..., None], inputs, Role.PER_KEY))
 
 
 def checked_sinks(sinks: ArrayLike, inputs: Inputs, grid: FinerGrid | None = None) -> jax.Array:

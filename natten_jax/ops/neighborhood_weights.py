@@ -83,15 +83,15 @@ def neighborhood_weights(
     inputs = Inputs(query, key, key)
     window = WindowArguments(kernel_size, stride, dilation, is_causal, edges)
     problem = neighborhood_problem(rank, inputs, window, number if factors is None else 1.0)
-    factor: float | jax.Array = problem.scale
+    accumulator = problem.element.accumulator
+    factor = jnp.asarray(problem.scale, accumulator)
     if factors is not None:
         factor = jnp.expand_dims(per_head(factors, 1, problem.heads, problem.dtype), range(1, rank + 1))
         factor = jnp.where(jnp.isfinite(factor), factor, jnp.nan)  # an infinite scale hides no key
-    accumulator = problem.element.accumulator
     table = None if relative_bias is None else with_hidden_keys(checked_table(problem, relative_bias))
     of_offsets = axes_of_offsets(problem.axes, window.edges)
 
-    def weights_of(query: jax.Array, key: jax.Array, factor: float | jax.Array, table: jax.Array | None) -> jax.Array:
+    def weights_of(query: jax.Array, key: jax.Array, factor: jax.Array, table: jax.Array | None) -> jax.Array:
         grouped = _grouped(query, problem.heads_kv).astype(accumulator)
 
         @jax.checkpoint  # otherwise a copy of the keys would be kept for each place
@@ -113,8 +113,6 @@ def neighborhood_weights(
         weights = jax.nn.softmax(jnp.where(is_unseen, 0, logits), axis=-1)
         return jnp.where(is_unseen, 0, weights).astype(query.dtype)
 
-    if isinstance(factor, float):
-        factor = jnp.asarray(factor, accumulator)
     query, key = jnp.asarray(query), jnp.asarray(key)
     return run_with_auto_axes(weights_of, query, query, key, factor, table, inside_manual=False)
 

@@ -79,12 +79,11 @@ class HeadSplit:
         Results for key/value heads have all of them again, zeros where the part does not need them.
         """
         taken = jnp.asarray(self.needed)[part]
-        results = run(
-            *(
-                jnp.take(array, taken, axis=array.ndim - 2) if role.is_key_value else array
-                for array, role in zip(arrays, inputs, strict=True)
-            )
-        )
+        parts = [
+            jnp.take(array, taken, axis=array.ndim - 2) if role.is_key_value else array
+            for array, role in zip(arrays, inputs, strict=True)
+        ]
+        results = run(*parts)
         return [
             jnp.zeros((*result.shape[:-2], self.heads_kv, result.shape[-1]), result.dtype).at[..., taken, :].add(result)
             if role.is_key_value

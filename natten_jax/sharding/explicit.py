@@ -132,19 +132,12 @@ def reshaped(array: jax.Array, shape: Sequence[Any], sources: Sequence[int | Non
     return result
 
 
-def spread(array: jax.Array, shape: Sequence[int], inputs: Inputs, role: Role) -> jax.Array:
-    """``array`` repeated to a shape: along dimensions behind its own where it begins with the batch, or else in front.
-
-    Explicit mesh axes split the result as an input of that role, so that its gradient is added up and not gathered.
-    """
-    first = 0 if role.has_layout else len(shape) - array.ndim
-    dimensions = range(first, first + array.ndim)
+def split_as(array: jax.Array, inputs: Inputs, role: Role) -> jax.Array:
+    """The array, split over explicit mesh axes as an input of that role: its gradient is summed and not gathered."""
     mesh = mesh_of(inputs)
     if mesh is None:
-        return jax.lax.broadcast_in_dim(array, shape, dimensions)
-    spec = _SplitAxes.of(inputs).spec(role, len(shape))
-    own = NamedSharding(mesh, PartitionSpec(*(spec[i] for i in dimensions)))
-    return jax.lax.broadcast_in_dim(_placed(array, own), shape, dimensions, out_sharding=NamedSharding(mesh, spec))
+        return array
+    return _placed(array, NamedSharding(mesh, _SplitAxes.of(inputs).spec(role, array.ndim)))
 
 
 def run_with_auto_axes(
