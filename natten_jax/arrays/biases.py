@@ -137,8 +137,7 @@ class KeyBiasColumns:
     def added(self, operands: Operands) -> Operands:
         """What kernels get, but for the width of their heads."""
         inputs = operands.inputs
-        if inputs.key_bias is None:
-            return operands
+        assert inputs.key_bias is not None
         scales = _Scales.of(self.problem, inputs.scale)
         query = scales.scaled(inputs.query)
         columns = jnp.broadcast_to(self._of_queries(scales), (*query.shape[:-1], columns_of(self.problem)))
@@ -159,12 +158,9 @@ class KeyBiasColumns:
         of_hidden = scales.of_hidden(self.problem)
         limit = _UNSEEN * of_hidden.reshape(of_hidden.shape[0], *(1,) * self.problem.rank, -1)
         is_unseen = found.logsumexp < -limit
-        found = found._replace(
-            out=jnp.where(is_unseen[..., None], 0, found.out), logsumexp=jnp.where(is_unseen, -jnp.inf, found.logsumexp)
-        )
-        if found.remainder is not None:
-            found = found._replace(remainder=jnp.where(is_unseen, 0, found.remainder))
-        return found
+        out, logsumexp, remainder = found
+        out, logsumexp = jnp.where(is_unseen[..., None], 0, out), jnp.where(is_unseen, -jnp.inf, logsumexp)
+        return Saved(out, logsumexp, None if remainder is None else jnp.where(is_unseen, 0, remainder))
 
     def saved(self, saved: Saved, operands: Operands) -> Saved:
         """What kernels get for the backward pass: beside any number, weights of hidden keys underflow.
@@ -180,8 +176,7 @@ class KeyBiasColumns:
     def gradients(self, found: Gradients, operands: Operands) -> Gradients:
         """The gradients of the call's inputs, of which query and key may still be wider."""
         inputs = operands.inputs
-        if inputs.key_bias is None:
-            return found
+        assert inputs.key_bias is not None
         scales = _Scales.of(self.problem, inputs.scale)
         width = self.problem.head_dim
         first_terms = found.key[..., width : width + columns_of(self.problem) : _TERMS].astype(scales.bias.dtype)
