@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 from collections.abc import Iterator
@@ -175,13 +176,11 @@ def test_jax_and_numpy_agree(length: int) -> None:
 # The same arithmetic in C++ -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
+@functools.cache
 def compiled() -> Any:
     """The native module."""
     assert native.load_error is None, native.load_error
-    _native: Any = importlib.import_module("natten_jax._native")
-
-    return _native
+    return importlib.import_module("natten_jax._native")
 
 
 def native_facts(window: Window) -> tuple[int, int, int]:
@@ -189,58 +188,52 @@ def native_facts(window: Window) -> tuple[int, int, int]:
     return window.kernel_size, window.stride, 1 if window.is_causal else {"shift": 0, "cut": 2, "wrap": 3}[window.edges]
 
 
-def same_window(compiled: Any, window: Window, index: int, length: int) -> None:
+def same_window(window: Window, index: int, length: int) -> None:
     """Compare the window of a query with that of the native twin."""
     expected = tuple(map(int, windows.window_bounds(window, index, length)))
-    assert tuple(compiled.window_bounds(index, length, *native_facts(window))) == expected, (window, index, length)
+    assert tuple(compiled().window_bounds(index, length, *native_facts(window))) == expected, (window, index, length)
 
 
-def same_inverse_window(compiled: Any, window: Window, index: int, queries: int, keys: int) -> None:
+def same_inverse_window(window: Window, index: int, queries: int, keys: int) -> None:
     """Compare the queries that see a key with those of the native twin."""
     expected = tuple(map(int, windows.inverse_window_bounds(window, index, queries, keys)))
-    found = tuple(compiled.inverse_window_bounds(index, queries, keys, *native_facts(window)))
+    found = tuple(compiled().inverse_window_bounds(index, queries, keys, *native_facts(window)))
     assert found == expected, (window, index, queries, keys)
 
 
 @pytest.mark.parametrize("length", range(1, LARGEST + 1))
-def test_native_windows_equal_python(compiled: Any, length: int) -> None:
+def test_native_windows_equal_python(length: int) -> None:
     index = np.arange(length)
     for window in parameters(length):
         bounds = np.stack(windows.window_bounds(window, index, length), axis=1).tolist()
-        assert [list(compiled.window_bounds(i, length, *native_facts(window))) for i in range(length)] == bounds
+        assert [list(compiled().window_bounds(i, length, *native_facts(window))) for i in range(length)] == bounds
         bounds = np.stack(windows.inverse_window_bounds(window, index, length, length), axis=1).tolist()
         assert [
-            list(compiled.inverse_window_bounds(i, length, length, *native_facts(window))) for i in range(length)
+            list(compiled().inverse_window_bounds(i, length, length, *native_facts(window))) for i in range(length)
         ] == bounds
         for i in (-length, -1, length, 2 * length - 1) if window.edges == "wrap" else ():
-            same_inverse_window(compiled, window, i, length, length)
+            same_inverse_window(window, i, length, length)
 
 
-def test_native_windows_of_different_lengths_equal_python(compiled: Any) -> None:
+def test_native_windows_of_different_lengths_equal_python() -> None:
     for queries, keys, is_causal in itertools.product(range(1, 10), range(1, 10), (False, True)):
         for stride in range(1, keys + 1):
             window = Window(keys, stride, is_causal)
             for i in range(queries):
-                same_window(compiled, window, i, keys)
+                same_window(window, i, keys)
             for j in range(keys):
-                same_inverse_window(compiled, window, j, queries, keys)
+                same_inverse_window(window, j, queries, keys)
 
 
 @given(lines(2**40))
 def test_native_windows_of_long_lines_equal_python(line: tuple[Window, int, int]) -> None:
-    assert native.load_error is None, native.load_error
-    _native: Any = importlib.import_module("natten_jax._native")
-
     window, index, length = line
-    same_window(_native, window, index, length)
-    same_inverse_window(_native, window, index, length, length)
+    same_window(window, index, length)
+    same_inverse_window(window, index, length, length)
 
 
 @given(st.integers(1, 2**40), st.integers(1, 2**40), st.data())
 def test_native_group_length_equals_python(extent: int, dilation: int, data: st.DataObject) -> None:
-    assert native.load_error is None, native.load_error
-    _native: Any = importlib.import_module("natten_jax._native")
-
     group = data.draw(st.integers(0, min(extent, dilation) - 1))
     expected = windows.group_length(extent, dilation, group)
-    assert _native.group_length(extent, dilation, group) == expected, (extent, dilation, group)
+    assert compiled().group_length(extent, dilation, group) == expected, (extent, dilation, group)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,28 +14,25 @@ import numpy as np
 import pytest
 
 import natten_jax
-from natten_jax.arrays.operands import Cotangents, Operands
+from natten_jax.arrays.operands import Inputs, Operands
 from natten_jax.backends import find, registered, select
 from natten_jax.backends.pallas._blackwell_call import Lines, call_of
 from natten_jax.backends.pallas._common import Visits
 from natten_jax.backends.pallas.blackwell import BlackwellBackend
 from natten_jax.backends.select import resolve, runnable
-from natten_jax.performance import PASSES, Pass, Performance, TilePair
+from natten_jax.performance import PASSES, Pass, Performance
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Request
-from natten_jax.problem import Problem, problem_of
+from natten_jax.problem import problem_of
 from natten_jax.windows import Axis
-from tests.fuzz.interpreted_blackwell import Fuzzed, complaints, draw
+from tests.fuzz.execution import both_passes
+from tests.fuzz.interpreted_blackwell import KERNELS as INTERPRETED
 from tests.support import machine_code
-from tests.support.interpreted_blackwell import (
-    Drawn,
-    needs_interpreter,
-    plan_of,
-    run,
-    run_backward,
-)
+from tests.support.interpreted_blackwell import needs_interpreter
 from tests.support.machine import Machine
-from tests.support.machine_code import KERNELS, compiled, ignored, missing
+from tests.support.machine_code import KERNELS, compiled, direct, ignored, missing
+from tests.support.plans import plans_of
+from tests.support.problems import Case
 
 B200, B300 = (Device("cuda", (10, minor), is_present=False) for minor in (0, 3))
 
@@ -158,25 +153,15 @@ def test_older_jax_is_said_to_be_too_old(monkeypatch: pytest.MonkeyPatch) -> Non
 # The Blackwell kernels in JAX's interpreter, which finds races and fills memory with NaN, and lowered for GPUs.
 
 
-def fuzzed(problem: Problem, tiles: TilePair, backward_tiles: TilePair) -> Fuzzed:
-    """The problem on one block for each multiprocessor."""
-    return Fuzzed(problem, tiles, backward_tiles, seed=1, blocks=148)
-
-
+VOLUME = Case((4, 5, 12), (2, 3, 4), (1, 2, 3), is_causal=(True, False, False), head_dim=64)
 PROBLEMS = {
-    "three dimensions, two halves": fuzzed(
-        problem_of((4, 5, 12), (2, 3, 4), (1, 2, 3), 1, (True, False, False), head_dim=40, dtype="float16"),
-        ((4, 8, 8), (2, 8, 8)),
-        ((2, 8, 8), (4, 4, 8)),
-    ),
-    "attention": fuzzed(
-        problem_of((70,), operator="fmha", kv_layout=(300,), heads=2, heads_kv=1, head_dim=128, scale=-0.1),
-        ((128,), (128,)),
-        ((128,), (128,)),
+    "three dimensions, two halves": direct(VOLUME, "float16", ((4, 8, 8), (2, 8, 8)), ((2, 8, 8), (4, 4, 8))),
+    "attention": direct(
+        Case((300,), queries=70, heads=2, head_dim=128, scale=-0.1), "bfloat16", ((128,), (128,)), ((128,), (128,))
     ),
 }
 
-SMALL = fuzzed(problem_of((300,), 150, head_dim=32, dtype="float16"), ((256,), (128,)), ((128,), (128,)))
+SMALL = direct(Case((300,), (150,), head_dim=32), "float16", ((256,), (128,)), ((128,), (128,)))
 
 A_RACE = r"RACE DETECTED|last written through alias group"
 
@@ -188,21 +173,8 @@ A_MISSING_WAIT = rf"{A_RACE}|Barrier completed phase \d+, but no threads observe
 @pytest.mark.parametrize("which", [*PROBLEMS, 5])
 def test_results_and_gradients_without_races(which: str | int) -> None:
     """The random problem is a part of what ``python -m tests.fuzz.interpreted_blackwell`` runs."""
-    problem = PROBLEMS[which] if isinstance(which, str) else draw(0, which)
-    assert not complaints(problem), problem
-
-
-def replace_for(caller: str, name: str, replacement: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace a function of ``_blackwell_memory`` in calls by one method, given by its qualified name."""
-    from natten_jax.backends.pallas import _blackwell_memory as gpu
-
-    original = getattr(gpu, name)
-
-    def called(*arguments: Any) -> Any:
-        is_replaced = sys._getframe(1).f_code.co_qualname.startswith(caller)
-        return (replacement if is_replaced else original)(*arguments)
-
-    monkeypatch.setattr(gpu, name, called)
+    problem = PROBLEMS[which] if isinstance(which, str) else INTERPRETED.draw(0, which)
+    assert not INTERPRETED.complaints(problem), problem
 
 
 @needs_interpreter
@@ -212,50 +184,23 @@ def replace_for(caller: str, name: str, replacement: Any, monkeypatch: pytest.Mo
 )
 def test_a_missing_wait_is_seen(caller: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The warp that issues products waits for copies, and the warps that read logits wait for products."""
-    replace_for(caller, "wait", lambda barrier: None, monkeypatch)
-    assert re.search(A_MISSING_WAIT, complaints(SMALL)[0])
+    from natten_jax.backends.pallas import _blackwell_memory as gpu
 
+    wait = gpu.wait
 
-@needs_interpreter
-def test_gradients_of_logits_that_are_overwritten_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While products still read those of the pair before."""
-    replace_for("BackwardBlock._wait_for_place", "wait_if", lambda condition, barrier: None, monkeypatch)
-    assert re.search("RACE DETECTED", complaints(SMALL)[0])
+    def waiting(barrier: Any) -> None:
+        if not sys._getframe(1).f_code.co_qualname.startswith(caller):
+            wait(barrier)
 
-
-@needs_interpreter
-@pytest.mark.parametrize("caller", ["ForwardBlock", "BackwardBlock"])
-def test_a_wrong_phase_is_seen(caller: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tile is copied to a slot a phase too early: while products still read the slot."""
-    from natten_jax.backends.pallas._blackwell_memory import wait_until_free
-
-    def wait_too_late(barrier: Any, number: Any, slots: int) -> None:
-        wait_until_free(barrier, number, slots + 1)
-
-    replace_for(caller, "wait_until_free", wait_too_late, monkeypatch)
-    assert re.search("RACE DETECTED", complaints(SMALL)[0])
-
-
-@needs_interpreter
-@pytest.mark.parametrize("caller", ["ForwardBlock", "BackwardBlock"])
-def test_a_forgotten_mask_is_seen(caller: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_for(caller, "mask", lambda boxes, logits, *_: logits, monkeypatch)
-    assert complaints(SMALL)
+    monkeypatch.setattr(gpu, "wait", waiting)
+    assert re.search(A_MISSING_WAIT, INTERPRETED.complaints(SMALL)[0])
 
 
 @needs_interpreter
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_kernels_are_lowered_for_gpus_that_are_not_there(name: str) -> None:
     """To a Mosaic module, layouts of registers and memory included; machine code is another step."""
-    problem = PROBLEMS[name].problem
-    plans = plan_of(problem, PROBLEMS[name].tiles), plan_of(problem, PROBLEMS[name].backward_tiles, "backward")
-    drawn = Drawn.of(problem, np.random.default_rng(0))
-
-    def attend(operands: Operands, cotangents: Cotangents) -> Any:
-        saved = run(plans[0], problem, operands)
-        return run_backward(plans[1], problem, operands, saved, cotangents)
-
-    traced = jax.jit(attend).trace(Operands(drawn.inputs), drawn.cotangents)
+    traced = jax.jit(both_passes(PROBLEMS[name])).trace(PROBLEMS[name].inputs(), None)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     for part in (*KERNELS, "tcgen05.mma", "cp.async.bulk.tensor"):
         assert part in text
@@ -310,11 +255,10 @@ def test_tiles_of_queries_that_see_a_tile_of_keys(queries: int) -> None:
 
 
 def test_numbers_of_queries_come_back_from_items() -> None:
-    problem = PROBLEMS["three dimensions, two halves"].problem
-    call = call_of(
-        plan_of(problem, ((2, 8, 8), (4, 4, 8)), "backward"),
-        Operands(Drawn.of(problem, np.random.default_rng(0)).inputs),
-    )
+    fuzzed = PROBLEMS["three dimensions, two halves"]
+    _, plans = plans_of(fuzzed.backend, fuzzed.description(), Performance(**fuzzed.tiles))
+    call = call_of(plans["backward"], Operands(Inputs(*map(jnp.asarray, fuzzed.inputs()[0][:3]))))
+    problem = plans["backward"].problem
     numbers = np.random.default_rng(0).standard_normal((2, problem.batch, *problem.query_layout, problem.heads))
     in_items = call.in_items([jnp.asarray(each, jnp.float32) for each in numbers], 7.0)
     assert in_items.shape == (call.items, 2, 128)
@@ -323,40 +267,6 @@ def test_numbers_of_queries_come_back_from_items() -> None:
 
 
 # The Blackwell kernels compile to machine code for ``sm_100a``, without a GPU.
-
-
-#: A kernel that reduces its registers without a number of blocks per multiprocessor.
-SETMAXNREG = """
-.version 8.8
-.target sm_100a
-.address_size 64
-.visible .entry kernel()
-.maxntid 384{bound}
-{{
-  setmaxnreg.dec.sync.aligned.u32 24;
-  ret;
-}}
-"""
-
-
-@pytest.mark.skipif(shutil.which("ptxas") is None, reason="there is no ptxas")
-@pytest.mark.parametrize(("bound", "is_ignored"), [("", True), ("\n.minnctapersm 1", False)])
-def test_a_directive_that_ptxas_ignores_is_found_in_what_it_prints(
-    bound: str, is_ignored: bool, tmp_path: Path
-) -> None:
-    source = tmp_path / "kernel.ptx"
-    source.write_text(SETMAXNREG.format(bound=bound))
-    command = [
-        "ptxas",
-        "--verbose",
-        "--gpu-name",
-        "sm_100a",
-        "--output-file",
-        str(tmp_path / "kernel.cubin"),
-        str(source),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert [("setmaxnreg" in line) for line in ignored(done.stderr)] == [True] * is_ignored
 
 
 @needs_interpreter

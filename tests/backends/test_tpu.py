@@ -22,12 +22,11 @@ from natten_jax.backends.pallas import _tpu_call
 from natten_jax.backends.pallas._tpu_call import pack_size
 from natten_jax.performance import PASSES, tile_names
 from natten_jax.plan.devices import Device
-from tests.fuzz import interpreted
+from tests.fuzz.interpreted import KERNELS
 from tests.fuzz.problem import Fuzzed
 from tests.ops.test_added_logits import CASES as ADDED
 from tests.ops.test_added_logits import check
-from tests.support.families import Family
-from tests.support.interpreted_tpu import FINDING_RACES, InterpretedTpuBackend, raising_races, register
+from tests.support.interpreted_tpu import FINDING_RACES, raising_races, register
 from tests.support.machine import Machine
 from tests.support.meshes import mesh_of, put
 from tests.support.problems import Case, Trial, check_all
@@ -151,7 +150,7 @@ def test_meshes_are_split_where_the_compiler_for_tpus_can() -> None:
         jax.jit(gradient()).trace(x).lower(lowering_platforms=("tpu",))
 
 
-FAMILY = Family.of(InterpretedTpuBackend())
+FAMILY = KERNELS.family
 
 WINDOWS = {
     "cut, stride and dilation": Case((31, 24), (5, 6), stride=(1, 3), dilation=(3, 2), edges=("cut", "shift")),
@@ -204,8 +203,8 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("which", [*PROBLEMS, 0, 1, 2])
 def test_results_and_gradients_without_races(which: str | int) -> None:
     """The random problems are a part of what ``python -m tests.fuzz.interpreted`` runs."""
-    problem = PROBLEMS[which] if isinstance(which, str) else interpreted.draw(0, which)
-    assert not interpreted.complaints(problem), problem
+    problem = PROBLEMS[which] if isinstance(which, str) else KERNELS.draw(0, which)
+    assert not KERNELS.complaints(problem), problem
 
 
 def test_races_are_found() -> None:
@@ -264,12 +263,6 @@ def test_packs_of_narrow_heads(dtype: str) -> None:
 )
 def test_which_heads_are_packed(heads: tuple[int, int], widths: tuple[int, int], pack: int) -> None:
     assert pack_size(*heads, widths) == pack
-
-
-@pytest.mark.usefixtures("_known")
-def test_a_forgotten_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("natten_jax.backends.pallas._tpu_grid.sees_all", lambda *_: jnp.bool_(True))
-    assert interpreted.complaints(interpreted.draw(0, 0))
 
 
 @pytest.mark.usefixtures("_known")

@@ -61,13 +61,12 @@ def test_training(flavour: str, kind: str) -> None:
     found, expected = train(mesh), train()
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
     assert found.params.keys() == expected.params.keys()
-    over_heads = {"query": (None, "model"), "out": ("model",), "expand": (None, "model"), "contract": ("model",)}
-    of_biases = {"query": ("model",), "expand": ("model",)}
+    over_heads, of_biases = {"query": (None, "model"), "out": ("model",)}, {"query": ("model",)}
     for name, array in found.params.items():
         np.testing.assert_allclose(array, expected.params[name], rtol=1e-4, atol=1e-5, err_msg=name)
         _, layer, kind_of_parameter = name.rsplit(".", 2)
         axes = over_heads if kind_of_parameter == "kernel" else of_biases
-        is_split_kv = layer in ("key", "value") and "0" in name  # of the first block
+        is_split_kv = layer in ("key", "value") and "0" in name  # of the first layer
         spec = PartitionSpec(*axes.get("query" if is_split_kv else layer, ()))
         assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim), (name, array.sharding, spec)
     assert found.collectives() == {"all-reduce"}

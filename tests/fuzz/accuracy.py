@@ -87,7 +87,9 @@ def excesses(
     """The results that are too far from the oracle's, or not numbers."""
     operands, expected = expectation
     scale = problem.case.actual_scale if operands.scale is None else operands.scale
-    steepness = float(np.abs(scale).max()) * _steepest(operands) + sum(map(_largest_added, operands[6:8]))
+    steepness = float(np.abs(scale).max()) * _steepest(operands) + sum(
+        _largest(each, oracle.TIED) for each in operands[6:8]
+    )
     found = []
     for name, result, reference, magnitude in (
         ("out", outputs[0], expected.forward.out, expected.forward_magnitude.out),
@@ -172,10 +174,10 @@ def _excess(
         if name == "out":
             spread = oracle.spread(operands, problem.mask(), problem.case.actual_scale)
             allowed += OF_E4M3_WEIGHTS * float(np.linalg.norm(spread))
-    if needs_gpu and name.startswith("d_") and _largest_bias(operands) >= LARGE_LOGIT:
+    if needs_gpu and name.startswith("d_") and max(map(_largest, operands[6:])) >= LARGE_LOGIT:
         allowed += SLACK * OF_WEIGHTS_OF_LARGE_LOGITS * terms
     # Numbers below the smallest of a type become zero in results, weights and gradients.
-    largest = max(*map(_largest, operands[:6]), *map(_largest_added, operands[6:]))
+    largest = max(*map(_largest, operands[:6]), *(_largest(each, oracle.TIED) for each in operands[6:]))
     tokens = max(operands.query[0, ..., 0, 0].size, operands.key[0, ..., 0, 0].size)
     smallest = SMALLEST.get(problem.dtype, SMALLEST_FLOAT32)
     allowed += smallest * result.size**0.5 * (1 + largest * tokens**0.5)
@@ -215,26 +217,12 @@ def _as_columns_of_float16(problem: Fuzzed, operands: oracle.Tensors) -> oracle.
     )
 
 
-def _largest_bias(operands: oracle.Tensors) -> float:
-    """The largest magnitude in the biases and sinks, except numbers that hide keys."""
-    added = operands.relative_bias, operands.key_bias, operands.sinks
-    return max((_largest(oracle.with_hidden(array)) for array in added if array is not None), default=0.0)
-
-
-def _largest(array: np.ndarray | None) -> float:
-    """The largest magnitude that is finite."""
-    if array is None:
-        return 0.0
-    magnitudes = np.abs(array.astype(np.float64))
-    return float(magnitudes[np.isfinite(magnitudes)].max(initial=0))
-
-
-def _largest_added(array: np.ndarray | None) -> float:
-    """Return the largest magnitude of an added operand, except numbers that hide keys or make logits tie."""
+def _largest(array: np.ndarray | None, below: float = math.inf) -> float:
+    """The largest magnitude below a limit, except numbers that hide keys."""
     if array is None:
         return 0.0
     magnitudes = np.abs(oracle.with_hidden(array))
-    return float(magnitudes[magnitudes < oracle.TIED].max(initial=0))
+    return float(magnitudes[magnitudes < below].max(initial=0))
 
 
 def _steepest(operands: oracle.Tensors) -> float:

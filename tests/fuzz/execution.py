@@ -54,17 +54,15 @@ def complaints(problems: Sequence[Fuzzed]) -> list[list[str]]:
     return [
         [str(excess) for excess in excesses(problem, expected[inputs_of(problem)], *result)]
         if problem.is_compared_with_oracle
-        else _complaints_of_spoiled(problem, result, with_spoiled)
+        else complaints_of_spoiled(problem, result, with_spoiled)
         for problem, result, with_spoiled in zip(problems, results, spoiled, strict=True)
     ]
 
 
-def _complaints_of_spoiled(problem: Fuzzed, result: Results, spoiled: Results) -> list[str]:
+def complaints_of_spoiled(problem: Fuzzed, result: Any, spoiled: Any) -> list[str]:
     """List the errors in the results of a problem with non-finite inputs, compared with a run with finite inputs."""
-    if problem.spoiled is not None:
-        return problem.spoiled.leaks(result, spoiled, problem.is_reproducible)
-    assert problem.spoiled_bias is not None
-    return problem.spoiled_bias.complaints(
+    assert problem.spoiled is not None
+    return problem.spoiled.complaints(
         problem.inputs()[0],
         problem.broken_rows(),
         result,
@@ -144,7 +142,6 @@ def inputs_of(problem: Fuzzed) -> tuple[Any, ...]:
     return (
         problem.case, problem.dtype, problem.seed, problem.query_factor, problem.value_factor,
         problem.queries, problem.keys, problem.spoiled, problem.factors, problem.copies,
-        problem.spoiled_bias,
     )  # fmt: skip
 
 

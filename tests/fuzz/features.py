@@ -69,7 +69,7 @@ FEATURES: Mapping[str, Callable[[Fuzzed], bool]] = {
     "key_bias": lambda problem: problem.case.key_bias is not None,
     "sinks": lambda problem: problem.case.sinks,
     "float8": lambda problem: problem.is_float8,
-    SPOILED_BIAS: lambda problem: problem.spoiled_bias is not None,
+    SPOILED_BIAS: lambda problem: problem.spoiled is not None and problem.spoiled.is_added,
     **{name: functools.partial(has_ring, kernel=kernel) for name, kernel in RINGS.items()},
 }
 
@@ -86,7 +86,8 @@ def draw_with(
         return draw(family, operators, seed, number, is_direct)
 
     def is_wanted(problem: Fuzzed) -> bool:
-        return problem.spoiled is None and all(FEATURES[feature](problem) for feature in features)
+        is_whole = problem.spoiled is None or problem.spoiled.is_added
+        return is_whole and all(FEATURES[feature](problem) for feature in features)
 
     share_of_many_keys = MANY_KEYS if RINGS.keys().isdisjoint(features) else 1.0
     share_of_spoiled_biases = 1.0 if SPOILED_BIAS in features else SPOILED_BIASES

@@ -1,53 +1,138 @@
-"""The command line of programs that run random problems in an interpreter of Pallas, one after the other."""
+"""Random problems on kernels in an interpreter of Pallas, one after the other; small ones: interpreting is slow."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any
 
 import jax
+import numpy as np
 
-_Problem = TypeVar("_Problem")
+from natten_jax.arrays.operands import Inputs, Operands
+from natten_jax.performance import PASSES, Performance
+from natten_jax.plan.plan import Plan
+from tests.support.cases import random_case
+from tests.support.families import Family
+from tests.support.plans import plans_of
+from tests.support.problems import QUICK_COMPILATION
+
+from .accuracy import excesses, expectation
+from .execution import both_passes
+from .problem import Fuzzed, _factor, _range
+
+#: Tiles that are drawn for a problem before another problem is.
+_TILES = 8
 
 
-def run_problems(
-    module: str,
-    description: str | None,
-    draw: Callable[[int, int], _Problem],
-    complaints: Callable[[_Problem], list[str]],
-    what: str,
-    arguments: Sequence[str] | None,
-) -> int:
-    """Run problems; the exit status.
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """Kernels in an interpreter, called directly.
 
-    Args:
-        module: What ``python -m`` is given.
-        description: The description of the program.
-        draw: The problem with a number in the sequence that a seed stands for.
-        complaints: What is wrong with its results.
-        what: What the last line counts.
-        arguments: The arguments of the command line; ``None`` is the process's.
+    Attributes:
+        family: Their family.
+        tokens: The most tokens of a problem.
+        draw_heads: Draws query heads, key/value heads, and their two widths.
+        draw_tiles: Draws tiles of both passes, and other fields of ``Performance``.
+        size: The number of programs of a plan with given operands, relative to the most that is interpreted.
+        interpreting: The context in which a problem runs.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
-    parser.add_argument("--problems", type=int, default=10**9, help="stop after so many")
-    parser.add_argument("--minutes", type=float, default=1.0, help="how long (default 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sequence of problems")
-    parser.add_argument("--first", type=int, default=0, help="number of the first problem")
-    options = parser.parse_args(arguments)
-    end = time.monotonic() + 60 * options.minutes
-    done = bad = 0
-    for number in range(options.first, options.first + options.problems):
-        if time.monotonic() > end:
-            break
-        problem = draw(options.seed, number)
-        found = complaints(problem)
-        done, bad = done + 1, bad + bool(found)
-        if found:
-            print(f"problem {number}: {'; '.join(found)}\n  {problem}", flush=True)
-        if done % 10 == 0:
-            print(f"{done} problems, {bad} bad", flush=True)
-        jax.clear_caches()
-    print(f"{done} {what}, {bad} bad")
-    return 1 if bad else 0
+
+    family: Family
+    tokens: int
+    draw_heads: Callable[[np.random.Generator], tuple[int, int, Sequence[int]]]
+    draw_tiles: Callable[[Fuzzed, np.random.Generator], dict[str, Any]]
+    size: Callable[[Plan, Operands], float]
+    interpreting: Callable[[Fuzzed], contextlib.AbstractContextManager[None]]
+
+    def draw(self, seed: int, number: int) -> Fuzzed:
+        """The problem with a number in the sequence that a seed stands for."""
+        rng = np.random.default_rng([seed, number])
+        while True:
+            problem = self._drawn(rng)
+            for _ in range(_TILES):
+                tiled = dataclasses.replace(problem, tiles=self.draw_tiles(problem, rng))
+                if self._size(tiled) <= 1:
+                    return tiled
+
+    def _drawn(self, rng: np.random.Generator) -> Fuzzed:
+        case = random_case(int(rng.integers(2**31)), tokens=self.tokens)
+        heads, heads_kv, (width, width_v) = self.draw_heads(rng)
+        case = dataclasses.replace(
+            case.with_heads(heads, heads_kv),
+            batch=1 if heads_kv > 1 and rng.random() < 0.7 else int(rng.integers(1, 3)),
+            additional=0,
+            fused=False,
+            head_dim=width,
+            head_dim_v=width_v,
+            scale=None if case.scale is None else float(np.copysign(width**-0.5, case.scale)),
+        )
+        if rng.random() < 0.2:
+            queries, keys = (int(n) for n in rng.integers(1, self.tokens, 2))
+            plain: dict[str, Any] = dict.fromkeys(("kernel_size", "stride", "dilation", "edges"))
+            plain |= {"layout": (keys,), "queries": queries, "is_causal": (bool(rng.random() < 0.5),)}
+            case = dataclasses.replace(case, **plain)
+        case = case.with_edges_of(self.family, is_direct=True)
+        problem = Fuzzed(
+            family=self.family.name,
+            case=case,
+            dtype=str(rng.choice(self.family.dtypes)),
+            seed=int(rng.integers(2**31)),
+            query_factor=_factor(rng),
+            value_factor=_factor(rng),
+            is_direct=True,
+        )
+        if case.queries is None and rng.random() < 0.25:
+            of_queries, of_keys = (tuple(_range(rng, extent) for extent in case.layout) for _ in range(2))
+            problem = dataclasses.replace(problem, queries=of_queries, keys=of_keys)
+        return problem
+
+    def _size(self, problem: Fuzzed) -> float:
+        inputs = Inputs(*problem.inputs()[0][:3])
+        _, plans = plans_of(problem.backend, problem.description(), Performance(**problem.tiles))
+        found: list[float] = []
+
+        def count(origins: Any) -> None:
+            found.extend(self.size(plans[pass_], Operands(inputs, origins)) for pass_ in PASSES)
+
+        jax.eval_shape(count, problem.origins())  # tables of parts of layouts would be computed
+        return max(found)
+
+    def complaints(self, problem: Fuzzed) -> list[str]:
+        """Errors in the results of a problem, or the exception that running it raised."""
+        try:
+            with self.interpreting(problem):
+                arguments = jax.tree.map(jax.numpy.asarray, problem.inputs())
+                # Compile all operations together, quickly: compiling each would be most of a problem's time.
+                compiled = jax.jit(both_passes(problem), compiler_options=QUICK_COMPILATION)
+                outputs, gradients = jax.tree.map(np.asarray, compiled(arguments, problem.origins()))
+        except Exception as error:  # whatever the interpreter has to say
+            return [f"{type(error).__name__}: {str(error)[-2000:]}"]
+        return [str(excess) for excess in excesses(problem, expectation(problem), outputs, gradients)]
+
+    def main(self, module: str, description: str | None, arguments: Sequence[str] | None = None) -> int:
+        """Run problems as the command line of ``python -m module`` says; the exit status."""
+        parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
+        parser.add_argument("--problems", type=int, default=10**9, help="stop after so many")
+        parser.add_argument("--minutes", type=float, default=1.0, help="how long (default 1)")
+        parser.add_argument("--seed", type=int, default=0, help="of the sequence of problems")
+        parser.add_argument("--first", type=int, default=0, help="number of the first problem")
+        options = parser.parse_args(arguments)
+        end = time.monotonic() + 60 * options.minutes
+        done = bad = 0
+        for number in range(options.first, options.first + options.problems):
+            if time.monotonic() > end:
+                break
+            problem = self.draw(options.seed, number)
+            found = self.complaints(problem)
+            done, bad = done + 1, bad + bool(found)
+            if found:
+                print(f"problem {number}: {'; '.join(found)}\n  {problem}", flush=True)
+            if done % 10 == 0:
+                print(f"{done} problems, {bad} bad", flush=True)
+            jax.clear_caches()
+        print(f"{done} problems with their gradients, {bad} bad")
+        return 1 if bad else 0

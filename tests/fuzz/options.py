@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 from natten_jax.problem import OPERATORS, Operator
@@ -56,21 +55,23 @@ def parse(arguments: list[str] | None = None) -> Options:
     families = [family.name for family in FAMILIES]
     names = [*families, *(f"{name}-{operator}" for name in families for operator in OPERATORS)]
     parser.add_argument("--backend", required=True, choices=names, metavar="NAME", help=f"one of {', '.join(names)}")
-    parser.add_argument(
-        "--minutes", type=_positive(float), help=f"how long (default {DEFAULT_MINUTES:g}, or --problems)"
-    )
-    parser.add_argument("--problems", type=_positive(int), help="stop after so many problems")
+    parser.add_argument("--minutes", type=float, help=f"how long (default {DEFAULT_MINUTES:g}, or --problems)")
+    parser.add_argument("--problems", type=int, help="stop after so many problems")
     parser.add_argument("--seed", type=int, default=0, help="of the sequence of problems (default 0)")
-    parser.add_argument("--workers", type=_positive(int), default=1, help="parallel processes (default 1)")
+    parser.add_argument("--workers", type=int, default=1, help="parallel processes (default 1)")
     parser.add_argument("--direct", action="store_true", help="call the kernels themselves, with any tiles and origins")
     parser.add_argument(
         "--feature", nargs="+", default=[], choices=FEATURES, help="what every problem has; others are drawn beside it"
     )
-    parser.add_argument("--at-once", type=_positive(int), help="problems in one compiled program")
+    parser.add_argument("--at-once", type=int, help="problems in one compiled program")
     parser.add_argument("--output-dir", type=Path, default=Path("build/fuzz"), help="for programs that show a failure")
     found = parser.parse_args(arguments)
     name, _, chosen = found.backend.partition("-")
     family = family_named(name)
+    for option in ("minutes", "problems", "workers", "at_once"):
+        value = getattr(found, option)
+        if value is not None and not value > 0:
+            parser.error(f"--{option.replace('_', '-')} must be positive, got {value}")
     if found.seed < 0:
         parser.error(f"--seed must not be negative, got {found.seed}")
     if found.direct and family.target is None:
@@ -90,14 +91,3 @@ def parse(arguments: list[str] | None = None) -> Options:
         output=found.output_dir,
         features=tuple(found.feature),
     )
-
-
-def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
-    def convert(text: str) -> float:
-        value = kind(text)
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"must be positive, got {text}")
-        return value
-
-    convert.__name__ = kind.__name__
-    return convert

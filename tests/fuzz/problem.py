@@ -29,11 +29,8 @@ from tests.support.problems import Case
 
 from .places import placed
 from .rings import ring_pairs, with_many_keys
-from .spoiled import Inputs, Spoiled
-from .spoiled_bias import NAMES as ADDED
-from .spoiled_bias import TIED, SpoiledBias
+from .spoiled import ADDED, NAMES, TIED, Inputs, Spoiled
 
-#: Element types of 8 bits.
 Ranges = tuple[tuple[int, int], ...]
 
 _NO_BIASES: dict[str, Any] = {"relative_bias": False, "key_bias": None}
@@ -73,11 +70,9 @@ class Fuzzed:
         is_direct: Whether the backend's own two passes are called, without the public operator.
         queries: The range of queries in each dimension that is computed, where that is only a part; direct calls only.
         keys: The range of keys that takes part.
-        spoiled: Numbers of the inputs that are not finite: what does not depend on them is compared with that of a run
-            with zeros in their place.
+        spoiled: Numbers of the inputs that are not finite or very low.
         factors: What the factors of 8-bit arrays belong to; ``None`` where there are none.
         copies: How often the batch of the case is repeated: kernels have more to do, and the oracle has not.
-        spoiled_bias: Numbers of operands that are added to logits, or of scales, that hide keys or are not finite.
     """
 
     family: str
@@ -93,7 +88,6 @@ class Fuzzed:
     spoiled: Spoiled | None = None
     factors: str | None = None
     copies: int = 1
-    spoiled_bias: SpoiledBias | None = None
 
     @property
     def batch(self) -> int:
@@ -135,25 +129,14 @@ class Fuzzed:
         return self._copied(self.inputs_of_case())
 
     def inputs_of_case(self) -> Inputs:
-        """The same of the case's own batch."""
-        inputs = self._finite_inputs()
-        if self.has_broken_bias:
-            assert self.spoiled_bias is not None
-            return self.spoiled_bias.apply(inputs[0], as_drawn=False), inputs[1]
-        return inputs if self.spoiled is None else self.spoiled.apply(inputs, 0)
+        """Inputs of the case's own batch."""
+        inputs = self._drawn_inputs()
+        return inputs if self.spoiled is None else self.spoiled.apply(inputs, as_drawn=self.is_compared_with_oracle)
 
     def spoiled_inputs(self) -> Inputs:
-        """The same with the numbers that are not finite."""
-        inputs = self._finite_inputs()
-        if self.has_broken_bias:
-            assert self.spoiled_bias is not None
-            return self.spoiled_bias.apply(inputs[0]), inputs[1]
-        return self._copied(inputs if self.spoiled is None else self.spoiled.apply(inputs, float(self.spoiled.number)))
-
-    @property
-    def has_broken_bias(self) -> bool:
-        """Return True if a NaN or an infinity in an added operand must show in the results."""
-        return self.spoiled_bias is not None and self.spoiled_bias.is_broken
+        """Inputs with the numbers that are not finite."""
+        inputs = self._drawn_inputs()
+        return self._copied(inputs if self.spoiled is None else self.spoiled.apply(inputs))
 
     @property
     def has_columns(self) -> bool:
@@ -173,7 +156,7 @@ class Fuzzed:
     @property
     def is_compared_with_oracle(self) -> bool:
         """Return True if results are compared with the oracle, not with a second run."""
-        return self.spoiled is None and not self.has_broken_bias
+        return self.spoiled is None or not self.spoiled.is_broken
 
     def _copied(self, inputs: Inputs) -> Inputs:
         if self.copies == 1:
@@ -187,7 +170,7 @@ class Fuzzed:
         of_entries = {name: copied(array) for name, array in given.items() if array is not None}
         return operands._replace(**of_entries), (copied(d_out), copied(d_lse))
 
-    def _finite_inputs(self) -> Inputs:
+    def _drawn_inputs(self) -> Inputs:
         query, key, value, keys, values, scale, table, key_bias, sinks = self.case.host_operands(self.dtype, self.seed)
         d_out, d_lse = self.case.host_cotangents(self.dtype, self.seed)
         own, halo = _slices(self.queries), _slices(self.keys)
@@ -206,25 +189,23 @@ class Fuzzed:
             key_bias if key_bias is None or self.keys is None else key_bias[(..., *halo[1:])],
             sinks,
         )
-        if self.spoiled_bias is not None and not self.has_broken_bias:
-            operands = self.spoiled_bias.apply(operands)
         return operands, (d_out[own], d_lse[own])
 
     def broken_rows(self) -> np.ndarray:
         """The queries that see a number that is not finite in what is added to logits, ``[batch, *queries, heads]``."""
-        assert self.spoiled_bias is not None
-        operands = self.spoiled_bias.apply(self._finite_inputs()[0])
+        assert self.spoiled is not None
+        operands, _ = self.spoiled.apply(self._drawn_inputs())
         shape = operands.query.shape[:-1]
+        spoiled = getattr(operands, self.spoiled.name, None)
+        if not self.spoiled.is_added or spoiled is None:  # removed by the simplification
+            return np.zeros(shape, bool)
         case, mask = self.case, self.mask()
         sees = np.broadcast_to(mask.any(-1) | (case.additional > 0), (shape[0], math.prod(shape[1:-1])))
         if case.is_padded:
             sees = sees & case.real_queries().reshape(sees.shape)
         sees = sees.reshape(*shape[:-1], 1)
-        if getattr(operands, self.spoiled_bias.name) is None:  # removed by the simplification
-            return np.zeros(shape, bool)
-        if self.spoiled_bias.name in ("scale", "sinks"):
-            numbers = np.asarray(getattr(operands, self.spoiled_bias.name)).astype(np.float64)
-            return np.asarray(sees & np.broadcast_to(~np.isfinite(numbers), shape))
+        if self.spoiled.name in ("scale", "sinks"):
+            return np.asarray(sees & np.broadcast_to(~np.isfinite(spoiled.astype(np.float64)), shape))
         if case.is_padded:
             operands = case.padded_with(0, operands)
         with np.errstate(invalid="ignore"):
@@ -289,10 +270,7 @@ class Fuzzed:
                 case.scale,
             )
         return dataclasses.replace(
-            problem,
-            relative_bias=case.relative_bias,
-            key_bias=case.key_bias is not None,
-            own_extents=case.is_padded,
+            problem, relative_bias=case.relative_bias, key_bias=case.key_bias is not None, own_extents=case.is_padded
         )
 
 
@@ -363,7 +341,7 @@ def draw_where(
     if has_many_keys:
         of_half = [dtype for dtype in family.dtypes if dtype in ("float16", "bfloat16")]
         problem = dataclasses.replace(problem, dtype=str(of_many_keys.choice(of_half)))
-    problem = _with_terms_of(problem, family)
+    problem = with_supported_terms(problem, family)
     if not is_direct and spoiled is None and rng.random() < 0.4:
         problem = dataclasses.replace(problem, case=placed(rng, problem.case, family), copies=1)
     # Parts of a dimension that wraps have the tokens of their neighbors beside theirs, not where these are.
@@ -391,14 +369,14 @@ def _with_spoiled_bias(rng: np.random.Generator, problem: Fuzzed, share: float) 
     names = [name for name, is_there in zip(ADDED, are_there, strict=True) if is_there]
     if problem.is_float8 or not names or rng.random() > share:
         return problem
-    spoiled = SpoiledBias.draw(rng, names)
+    spoiled = Spoiled.draw(rng, names)
     if problem.is_direct and spoiled.name == "sinks":  # passes have them in float32
         spoiled = dataclasses.replace(spoiled, is_narrow=False)
     if spoiled.number in TIED:
         # So that products are smaller than half a unit in the last place of the bias.
         case = dataclasses.replace(case, scale=None, scales=None)
         problem = dataclasses.replace(problem, case=case, query_factor=min(problem.query_factor, 1.0))
-    return dataclasses.replace(problem, copies=1, spoiled_bias=spoiled)
+    return dataclasses.replace(problem, copies=1, spoiled=spoiled)
 
 
 def _in_8_bits(rng: np.random.Generator, problem: Fuzzed, family: Family) -> Fuzzed:
@@ -434,7 +412,7 @@ def _with_many_entries(rng: np.random.Generator, case: Case, family: Family) -> 
     return dataclasses.replace(case, batch=int(rng.integers(*MANY_ITEMS)) // case.heads)
 
 
-def _with_terms_of(problem: Fuzzed, family: Family) -> Fuzzed:
+def with_supported_terms(problem: Fuzzed, family: Family) -> Fuzzed:
     """The problem without the biases that the backend does not add to its logits, or its kernels do not."""
     backend, case, device = backends.find(problem.backend, problem.operator), problem.case, devices.default_device()
     without: tuple[dict[str, Any], ...] = {}, {"relative_bias": False}, {"key_bias": None}, _NO_BIASES
@@ -465,7 +443,7 @@ def _spoiled(rng: np.random.Generator, case: Case, needs_gpu: bool) -> tuple[Cas
     if rng.random() < 0.5:
         head_dim, head_dim_v = (int(n) for n in rng.choice((8, 32, *WIDE_HEADS), 2))
         case = dataclasses.replace(case, head_dim=head_dim, head_dim_v=head_dim_v)
-    return case, Spoiled.draw(rng, case.additional > 0)
+    return case, Spoiled.draw(rng, [name for name in NAMES if case.additional or not name.startswith("additional")])
 
 
 def variants(problem: Fuzzed, count: int) -> list[Fuzzed]:

@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from natten_jax.performance import PASSES, tile_names
+from tests.support.problems import Case
+
 from .execution import complaints
 from .problem import Fuzzed
 
@@ -18,7 +21,6 @@ Problem {number} of seed {seed}, made simpler where it still failed. Run it in t
 from tests.fuzz.execution import complaints
 from tests.fuzz.problem import Case, Fuzzed
 from tests.fuzz.spoiled import Spoiled
-from tests.fuzz.spoiled_bias import SpoiledBias
 
 problem = {problem}
 print("\\n".join(complaints([problem])[0]) or "nothing is wrong")
@@ -36,94 +38,65 @@ def simplest(
 ) -> Fuzzed:
     """The simplest problem that simplifying step by step leads to and that still fails."""
     end = time.monotonic() + seconds
-    is_simpler = True
-    while is_simpler:
-        is_simpler = False
-        for candidate in _simpler(problem):
-            if time.monotonic() > end:
-                return problem
-            if fails(candidate):
-                problem, is_simpler = candidate, True
-                break
+    candidates = _simpler(problem)
+    while time.monotonic() < end and (candidate := next(candidates, None)) is not None:
+        if candidate != problem and fails(candidate):
+            problem, candidates = candidate, _simpler(candidate)
     return problem
+
+
+#: Fields of a case that take their defaults together, of the largest steps first.
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Case)}
+_PLACES = ("box", "origins", "extents", "query_lengths", "upsample")
+_STEPS = (
+    *(("additional", "fused"), ("relative_bias",), ("key_bias",), ("hidden",), ("sinks",), ("batch",), ("scales",)),
+    *(("scale",), ("head_dim_v",), ("head_dim",), ("edges",), ("is_causal",), ("dilation",), ("stride",)),
+)
 
 
 def _simpler(problem: Fuzzed) -> Iterator[Fuzzed]:
     """Problems one step simpler, the largest steps first."""
-    changes: dict[str, Any]
-    for changes in (
-        {"queries": None, "keys": None},
-        {"query_factor": 1.0},
-        {"value_factor": 1.0},
-        {"tiles": {}},
-        {"factors": None},
-        {"copies": 1},
-        {"copies": (problem.copies + 1) // 2},
-    ):
-        yield from _changed(problem, changes)
+
+    def changed(**changes: Any) -> Fuzzed:
+        return dataclasses.replace(problem, **changes)
+
+    yield changed(queries=None, keys=None)
+    yield from (changed(query_factor=1.0), changed(value_factor=1.0), changed(tiles={}), changed(factors=None))
+    yield from (changed(copies=1), changed(copies=(problem.copies + 1) // 2))
     if problem.spoiled is not None:
-        for changes in ({"extent": "number"}, {"batch": 0}, {"head": 0}, {"place": (0, 0)}):
-            yield from _changed(problem, {"spoiled": dataclasses.replace(problem.spoiled, **changes)})
-    if problem.spoiled_bias is not None:
-        if problem.spoiled_bias.extent != "number":
-            for fewer in ("number", "head"):
-                smaller = dataclasses.replace(problem.spoiled_bias, extent=fewer)
-                yield from _changed(problem, {"spoiled_bias": smaller})
+        for extent in ("number", "head") if problem.spoiled.extent != "number" else ():
+            yield changed(spoiled=dataclasses.replace(problem.spoiled, extent=extent))
         for field in ("batch", "head", "place"):
             first: dict[str, Any] = {field: 0}
-            yield from _changed(problem, {"spoiled_bias": dataclasses.replace(problem.spoiled_bias, **first)})
-    for name in problem.tiles:
-        partner = name.replace("kv_tile", "q_tile") if "kv_tile" in name else name.replace("q_tile", "kv_tile")
-        other_tiles = {key: value for key, value in problem.tiles.items() if key not in (name, partner)}
-        yield from _changed(problem, {"tiles": other_tiles})
-    if problem.queries is not None:
-        return  # the ranges would have to follow the layout
-    case = problem.case
-    rank = case.rank
-    if case.is_placed:
-        unplaced: tuple[dict[str, Any], ...] = (
-            {"box": None, "origins": None, "extents": None, "query_lengths": None, "upsample": None},
-            {"extents": None, "query_lengths": None},
-            {"box": None, "origins": None},
-            {"upsample": None},
-        )
-        for changes in unplaced:
-            yield from _changed(problem, {"case": dataclasses.replace(case, **changes)})
-        return  # places would have to follow the layout and the batch
-    steps: list[dict[str, Any]] = [
-        {"additional": 0, "fused": False},
-        {"relative_bias": False},
-        {"key_bias": None},
-        {"key_bias": case.key_bias and "tokens", "hidden": 0.0},
-        {"sinks": False},
-        *({"batch": batch} for batch in (1, 2, case.batch // 2) if 0 < batch < case.batch),
-        {"scales": None},
-        {"scale": None},
-        {"head_dim_v": None},
-        {"head_dim": min(case.head_dim, 8)},
-        {"edges": None},
-        {"relative_bias": False},
-        {"key_bias": None},
-        {"sinks": False},
-        {"is_causal": (False,) * rank},
-    ]
-    if case.queries is None:
-        steps += [{"dilation": (1,) * rank}, {"stride": (1,) * rank}]
-        for i in range(rank):
-            least = case.window_arguments["kernel_size"][i] * case.window_arguments["dilation"][i]
-            for extent in (least, (case.layout[i] + least) // 2, case.layout[i] - 1):
-                if least <= extent < case.layout[i]:
-                    steps.append({"layout": (*case.layout[:i], extent, *case.layout[i + 1 :])})
-    else:
-        steps += [{"queries": case.queries // 2}] if case.queries > 1 else []
-        steps += [{"layout": (case.layout[0] // 2,)}] if case.layout[0] > 1 else []
+            yield changed(spoiled=dataclasses.replace(problem.spoiled, **first))
+    for names in (*map(tile_names, PASSES), *((name,) for name in problem.tiles if "_tile_" not in name)):
+        yield changed(tiles={name: value for name, value in problem.tiles.items() if name not in names})
+    if problem.queries is None:  # otherwise the ranges would have to follow the layout
+        yield from (changed(case=case) for case in _simpler_cases(problem.case))
+
+
+def _simpler_cases(case: Case) -> Iterator[Case]:
+    def changed(**changes: Any) -> Case:
+        return dataclasses.replace(case, **changes)
+
+    def without(*fields: str) -> Case:
+        return changed(**{field: _DEFAULTS[field] for field in fields})
+
+    if case.is_placed:  # places would have to follow the layout and the batch
+        yield from (without(*_PLACES), without("extents", "query_lengths"), without("box", "origins"))
+        yield without("upsample")
+        return
     for heads, heads_kv in ((case.heads_kv, case.heads_kv), (case.heads // case.heads_kv, 1), (1, 1)):
-        yield from _changed(problem, {"case": case.with_heads(heads, heads_kv)})
-    for step in steps:
-        yield from _changed(problem, {"case": dataclasses.replace(case, **step)})
-
-
-def _changed(problem: Fuzzed, changes: dict[str, Any]) -> Iterator[Fuzzed]:
-    changed = dataclasses.replace(problem, **changes)
-    if changed != problem:
-        yield changed
+        yield case.with_heads(heads, heads_kv)
+    yield from (without(*fields) for fields in _STEPS)
+    if case.key_bias is not None:
+        yield changed(key_bias="tokens")
+    for i, extent in enumerate(case.layout):
+        least = (
+            case.window_arguments["kernel_size"][i] * case.window_arguments["dilation"][i] if not case.queries else 1
+        )
+        for fewer in (least, (extent + least) // 2, extent - 1):
+            if least <= fewer < extent:
+                yield changed(layout=(*case.layout[:i], fewer, *case.layout[i + 1 :]))
+    if case.queries is not None and case.queries > 1:
+        yield changed(queries=case.queries // 2)

@@ -1,133 +1,210 @@
-"""Inputs with numbers that are not finite, and what must be the same with them and without.
+"""Numbers of one operand that are not finite, or very low, and what they may change in the results.
 
-Numbers of one batch entry and head are replaced. What does not depend on these has to be the same to the last bit as
-with zeros in their place: the device keeps tiles of one entry where it loads those of the next one.
+NaN and infinity in tokens of one batch entry and head may only change results that depend on them: the device loads
+tiles of several entries into the same memory. In an operand that is added to logits, or in a scale, they must also
+show in the results of every query that sees such a key. A number that hides its keys, or is as low as all others of
+such an operand, leaves a problem that the oracle can compute.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from tests.support import oracle
 
 Inputs = tuple[oracle.Tensors, tuple[np.ndarray, np.ndarray]]
 
-#: What may be replaced: operands of tokens, and cotangents of output and logsumexp.
+#: Arrays of tokens: operands, and cotangents of output and logsumexp; names of arrays with heads of queries.
 NAMES = (*oracle.Tensors._fields[:5], "d_out", "d_lse")
-NUMBERS = ("nan", "inf", "-inf")
-EXTENTS = ("number", "token", "entry")
-#: Arrays that one head of queries has; the others belong to a head of keys.
 OF_QUERIES = ("query", "d_out", "d_lse")
-#: What sums that are added up in another order in each run are compared by, of the largest of them.
+#: Operands that are added to logits, and scales.
+ADDED = ("relative_bias", "key_bias", "sinks", "scale")
+NUMBERS = ("nan", "inf", "-inf")
+BROKEN = ("nan", "inf")
+#: Added numbers that hide keys: -inf, the lowest number of the operand's element type, and one just above half of that.
+HIDING = ("-inf", "min", "0.51 min")
+#: Numbers for a whole added operand. They are so low that float32 logits lose their products and tie.
+TIED = ("-1e9", "-1e30", "0.49 min")
+EXTENTS = ("number", "row", "head")
+EXTENTS_OF_ADDED = (*EXTENTS, "entry", "all")
+#: Bound of differences between sums without a fixed order, relative to the largest sum.
 TOLERANCE = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
 class Spoiled:
-    """Which numbers of a problem's inputs are not finite.
+    """Replacement of numbers in an array.
 
     Attributes:
-        name: One of ``NAMES``.
-        number: What they are, one of ``NUMBERS``.
-        extent: How many: one number, a token's, or all of the entry's.
-        batch: Batch entry, of which there may be fewer: they are counted around.
-        head: Head, likewise.
-        place: Token and element, likewise.
+        name: The array, from ``NAMES`` or ``ADDED``.
+        number: Replacement, from ``NUMBERS``; in added operands, from ``BROKEN``, ``HIDING`` or ``TIED``.
+        extent: A number, a row of the last dimension (a token), a head (of an entry), a batch entry, or the operand.
+        batch: Batch entry, modulo their number.
+        head: Head, modulo their number.
+        place: Place in the dimensions behind these, modulo their size.
+        is_narrow: Convert the operand to the element type of the query.
     """
 
     name: str
     number: str
     extent: str
-    batch: int
-    head: int
-    place: tuple[int, int]
+    batch: int = 0
+    head: int = 0
+    place: int = 0
+    is_narrow: bool = False
 
     @classmethod
-    def draw(cls, rng: np.random.Generator, has_additional: bool) -> Spoiled:
-        """Any."""
-        names = [name for name in NAMES if has_additional or not name.startswith("additional")]
-        name, number, extent = (str(rng.choice(choices)) for choices in (names, NUMBERS, EXTENTS))
-        batch, head, token, element = (int(n) for n in rng.integers(2**16, size=4))
-        return cls(name, number, extent, batch, head, (token, element))
+    def draw(cls, rng: np.random.Generator, names: Sequence[str]) -> Spoiled:
+        """Draw a replacement in a named array."""
+        name = str(rng.choice(names))
+        is_added = name in ADDED
+        numbers = (*BROKEN, *HIDING, *TIED) if is_added and name != "scale" else NUMBERS
+        number = str(rng.choice(numbers))
+        extent = "all" if number in TIED else str(rng.choice(EXTENTS_OF_ADDED if is_added else EXTENTS))
+        batch, head, place = (int(n) for n in rng.integers(2**16, size=3))
+        is_narrow = is_added and name != "scale" and bool(rng.random() < 0.4)
+        return cls(name, number, extent, batch, head, place, is_narrow)
 
-    def apply(self, inputs: Inputs, number: float) -> Inputs:
-        """The inputs with these numbers replaced by another one."""
+    @property
+    def is_added(self) -> bool:
+        """True if the array is added to logits, or a scale."""
+        return self.name in ADDED
+
+    @property
+    def is_broken(self) -> bool:
+        """True if results with the numbers are not finite, and are compared with a second run."""
+        return not self.is_added or self.number in BROKEN or self.name == "scale"
+
+    def apply(self, inputs: Inputs, *, as_drawn: bool = True) -> Inputs:
+        """Return the inputs with the replacement, or with an ordinary number instead of it."""
         operands, (d_out, d_lse) = inputs
-        named = {**operands._asdict(), "d_out": d_out, "d_lse": d_lse}
-        original = named.get(self.name)
-        if original is None:
+        named: dict[str, Any] = {**operands._asdict(), "d_out": d_out, "d_lse": d_lse}
+        if named[self.name] is None:
             return inputs
-        array = np.array(original)
-        tokens = _by_tokens(array, self.name == "d_lse")[self.batch % len(array)]
-        tokens = tokens[:, self.head % tokens.shape[1]]
-        token, element = (n % extent for n, extent in zip(self.place, tokens.shape, strict=True))
-        tokens[{"number": (token, element), "token": (token,), "entry": ()}[self.extent]] = number
-        named[self.name] = array
-        d_out, d_lse = named.pop("d_out"), named.pop("d_lse")
-        return oracle.Tensors(**named), (d_out, d_lse)
+        array = np.array(named[self.name])
+        array = named[self.name] = array.astype(operands.query.dtype) if self.is_narrow else array
+        heads_first = array if self.is_added else np.moveaxis(array, -1 if self.name == "d_lse" else -2, 1)
+        ordinary = 0.5 if self.is_added else 0
+        heads_first[self._index(heads_first.shape, operands)] = self._number(array.dtype) if as_drawn else ordinary
+        cotangents = named.pop("d_out"), named.pop("d_lse")
+        return oracle.Tensors(**named), cotangents
 
-    def leaks(self, without: Any, spoiled: Any, is_reproducible: bool) -> list[str]:
-        """What differs that does not depend on the numbers.
+    def complaints(
+        self,
+        operands: oracle.Tensors,
+        is_broken_row: np.ndarray,
+        without: Any,
+        spoiled: Any,
+        *,
+        is_reproducible: bool,
+        has_columns: bool = False,
+    ) -> list[str]:
+        """List results that are finite but must not be, and results that differ but must not.
 
         Args:
-            without: Results with zeros in place of the numbers: output and logsumexp, gradients.
-            spoiled: Results with the numbers.
-            is_reproducible: Whether query gradients are the same in every run.
+            operands: The operands.
+            is_broken_row: bool ``[batch, *queries, heads]``. Queries whose results must not be finite.
+            without: Results with an ordinary number: output and logsumexp, gradients.
+            spoiled: Results with the number.
+            is_reproducible: Query gradients are equal in every run.
+            has_columns: Biases of keys are extra head dimensions, which query heads share.
         """
         found = []
-        for name, of_zeros, result in zip(
-            ("out", "lse", *(f"d_{field}" for field in oracle.Tensors._fields)),
-            (*without[0], *without[1]),
-            (*spoiled[0], *spoiled[1]),
-            strict=True,
-        ):
-            if result is None or name == "d_scale":  # a sum over all entries
+        for name, result in (("out", spoiled[0][0]), ("lse", spoiled[0][1]), ("d_query", spoiled[1].query)):
+            rows = np.zeros(0) if result is None else np.asarray(result).astype(np.float64)[is_broken_row]
+            if count := int(np.isfinite(rows).sum()):
+                found.append(f"{self.number} in {self.name}: {count} of {rows.size} numbers of {name} are finite")
+        reached = self._reached(operands)
+        of_groups = _of_groups(reached, operands) if has_columns else reached
+        names = ("out", "lse", *(f"d_{field}" for field in oracle.Tensors._fields))
+        for name, *pair in zip(names, (*without[0], *without[1]), (*spoiled[0], *spoiled[1]), strict=True):
+            if pair[1] is None or (name == "d_scale" and not self.is_added):  # a sum over all entries
                 continue
-            pair = [_by_tokens(np.asarray(array), name == "lse") for array in (of_zeros, result)]
-            safe = self._safe(name, pair[0].shape[0], pair[0].shape[2], without)
-            own, other = (array.transpose(0, 2, 1, 3)[safe] for array in pair)
-            differ = different_numbers(name, own, other, is_reproducible)
+            # Gradients of biases in columns are gradients of keys, which query heads share.
+            is_of_groups = name == "d_key_bias" or self.name == "key_bias"
+            safe = ~(of_groups if is_of_groups else reached)
+            if self.name in ("d_out", "d_lse") and name in ("out", "lse"):
+                safe = np.ones_like(safe)
+            one, other = (_by_heads(name, np.asarray(array), safe, _has_heads(operands)) for array in pair)
+            differ = _different_numbers(name, one, other, is_reproducible)
             if differ.any():
-                broken = int((~np.isfinite(other.astype(np.float64))).sum())
                 found.append(
-                    f"{self.number} in {self.name} reaches {name} of other entries: "
-                    f"{int(differ.sum())} of {differ.size} numbers differ, {broken} are not finite"
+                    f"{self.number} in {self.name} reaches {name} of other entries or heads: "
+                    f"{int(differ.sum())} of {differ.size} numbers differ"
                 )
         return found
 
-    def _safe(self, result: str, batch: int, heads: int, results: Any) -> np.ndarray:
-        """Which entries of a result, ``[batch, heads]``, do not depend on the numbers."""
-        safe = np.ones((batch, heads), bool)
-        if self.name in ("d_out", "d_lse") and result in ("out", "lse"):
-            return safe
-        query_heads, kv_heads = (results[1][i].shape[-2] for i in (0, 1))
-        own = self.head % (query_heads if self.name in OF_QUERIES else kv_heads)
-        group = query_heads // kv_heads
-        is_query_result = result in ("out", "lse", "d_query")
-        if self.name in OF_QUERIES:
-            reached = slice(own, own + 1) if is_query_result else slice(own // group, own // group + 1)
+    def _number(self, dtype: Any) -> Any:
+        factor, _, is_of_lowest = self.number.partition(" ")
+        if self.number.endswith("min"):
+            lowest = float(ml_dtypes.finfo(dtype).min)
+            return np.asarray((float(factor) if is_of_lowest else 1.0) * lowest, dtype)
+        with np.errstate(over="ignore"):
+            return np.asarray(float(self.number), np.float64).astype(dtype)
+
+    def _index(self, shape: tuple[int, ...], operands: oracle.Tensors) -> tuple[Any, ...]:
+        has_entries = not self.is_added or self.name == "key_bias"
+        has_heads = len(shape) > 0 and (self.name != "key_bias" or _has_heads(operands))
+        leading = [self.batch % shape[0]] if has_entries else []
+        if self.extent == "all" or (self.extent == "entry" and not has_entries):
+            return ()
+        if self.extent == "entry":
+            return tuple(leading)
+        if has_heads:
+            leading.append(self.head % shape[len(leading)])
+        places = shape[len(leading) :]
+        if self.extent == "head" or not places:
+            return tuple(leading)
+        tokens = np.unravel_index(self.place % int(np.prod(places)), places)
+        return (*leading, *tokens[: -1 if self.extent == "row" else None])
+
+    def _reached(self, operands: oracle.Tensors) -> np.ndarray:
+        """Return the batch entries and query heads whose results may differ, bool ``[batch, heads]``."""
+        batch, heads = operands.query.shape[0], operands.query.shape[-2]
+        reached = np.zeros((batch, heads), bool)
+        if not self.is_added:
+            of_array = heads if self.name in OF_QUERIES else operands.key.shape[-2]
+            by_head = reached.reshape(batch, of_array, -1)
+            by_head[self.batch % batch, self.head % of_array] = True
+        elif self.name == "key_bias":
+            assert operands.key_bias is not None
+            reached[self._index(operands.key_bias.shape, operands)[: 1 + _has_heads(operands)]] = True
         else:
-            reached = slice(own * group, (own + 1) * group) if is_query_result else slice(own, own + 1)
-        safe[self.batch % batch, reached] = False
-        return safe
+            index = self._index(np.shape(getattr(operands, self.name)), operands)
+            reached[:, index[0] if index else slice(None)] = True
+        return reached
 
 
-def different_numbers(name: str, one: np.ndarray, other: np.ndarray, is_reproducible: bool) -> np.ndarray:
+def _of_groups(reached: np.ndarray, operands: oracle.Tensors) -> np.ndarray:
+    """Extend ``[batch, heads]`` to all query heads that share keys."""
+    groups = reached.reshape(len(reached), operands.key.shape[-2], -1)
+    return np.broadcast_to(groups.any(-1, keepdims=True), groups.shape).reshape(reached.shape)
+
+
+def _has_heads(operands: oracle.Tensors) -> bool:
+    """Return True if the bias of keys has a dimension of heads."""
+    return operands.key_bias is not None and operands.key_bias.ndim == operands.key.ndim - 1
+
+
+def _by_heads(name: str, array: np.ndarray, safe: np.ndarray, has_heads: bool) -> np.ndarray:
+    """Return the numbers of a result that belong to batch entries and heads that are ``safe``, ``[batch, heads]``."""
+    if name in ("d_relative_bias", "d_sinks", "d_scale"):
+        return array[safe.all(0)] if array.ndim else np.zeros(0, array.dtype)
+    if name == "d_key_bias":
+        return array[safe] if has_heads else array[safe.all(1)]
+    heads_first = np.moveaxis(array, -1 if name == "lse" else -2, 1)
+    return heads_first[safe.reshape(len(safe), heads_first.shape[1], -1).all(-1)]
+
+
+def _different_numbers(name: str, one: np.ndarray, other: np.ndarray, is_reproducible: bool) -> np.ndarray:
     """Return where two results differ: in any bit, or, of sums without a fixed order, by more than ``TOLERANCE``."""
     if name in ("d_query", "d_scale") and not is_reproducible:
         one, other = one.astype(np.float64), other.astype(np.float64)
         return np.asarray(~(np.abs(one - other) <= TOLERANCE * np.abs(one).max(initial=0)))
-    return np.asarray(_bits(one) != _bits(other))
-
-
-def _by_tokens(array: np.ndarray, is_statistic: bool) -> np.ndarray:
-    """A view ``[batch, tokens, heads, width]``."""
-    array = array[..., None] if is_statistic else array
-    return array.reshape(array.shape[0], -1, *array.shape[-2:])
-
-
-def _bits(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).view({2: np.uint16, 4: np.uint32, 8: np.uint64}[array.dtype.itemsize])
+    unsigned = f"u{one.dtype.itemsize}"
+    return np.asarray(np.ascontiguousarray(one).view(unsigned) != np.ascontiguousarray(other).view(unsigned))

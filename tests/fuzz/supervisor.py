@@ -1,53 +1,82 @@
-"""The processes that fuzz: started, listened to, and replaced when a kernel takes one down."""
+"""The fuzzing session: worker processes run the problems and are replaced if a kernel takes them down."""
 
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
-import json
+import itertools
+import multiprocessing
 import os
-import queue
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from pathlib import Path
-from typing import Any, TextIO
+from collections.abc import Callable
+from typing import Any
 
 from tests.support.families import family_named
 from tests.support.resources import limits
 
+from .execution import complaints
 from .options import Options
+from .problem import Fuzzed
+from .reproducer import program_of, simplest
+from .session import problems_of, rejection
 
-ROOT = Path(__file__).parents[2]
 PROGRESS_SECONDS = 10
-#: Longer than any batch takes to compile, run and make simpler.
+#: Longer than any batch takes to compile and run, or a problem to be made simpler.
 SILENCE_SECONDS = 300
+#: Failures of a worker that are made simpler; later ones are reported as they are.
+MOST_SIMPLIFIED = 3
+_SPAWN = multiprocessing.get_context("spawn")
 
 
 class Rejected(Exception):
     """The backend cannot run here."""
 
 
-@dataclasses.dataclass
-class Worker:
-    """A process, which batch it is at, that batch's problems as failures, and when it was last heard of."""
+class Died(Exception):
+    """A worker process did not survive a call."""
 
-    index: int
-    process: subprocess.Popen[str]
-    errors: TextIO
-    batch: int | None = None
-    suspects: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    heard: float = dataclasses.field(default_factory=time.monotonic)
+
+class Worker:
+    """A process that calls functions; a call that raises ends it."""
+
+    def __init__(self) -> None:
+        self._connection, theirs = _SPAWN.Pipe()
+        self.process = _SPAWN.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function in the process.
+
+        Raises:
+            Died: The process ended or did not answer in time.
+        """
+        what = "the process did not end"
+        try:
+            self._connection.send((function, arguments))
+            if self._connection.poll(SILENCE_SECONDS):
+                return self._connection.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            what = f"the process ended with status {self.process.exitcode}"
+        self.process.kill()
+        raise Died(what)
+
+
+def _serve(connection: Any) -> None:
+    while True:
+        function, arguments = connection.recv()
+        connection.send(function(*arguments))
 
 
 @dataclasses.dataclass
 class Totals:
-    """What has been found so far; and how many problems of batches that ended each kernel with a ring has run."""
+    """Count of problems that ran, numbers of problems that failed, and counts by kernel with a ring."""
 
     problems: int = 0
-    failures: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    failures: list[int] = dataclasses.field(default_factory=list)
     kernels: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
 
@@ -60,10 +89,10 @@ class Supervisor:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._lines: queue.Queue[tuple[Worker, str | None]] = queue.Queue()
         self._totals = Totals()
-        self._environment = _environment(options)
-        self._start = time.monotonic()
+        self._start = self._reported = time.monotonic()
+        self._lock = threading.Lock()
+        self._is_over = False
 
     def run(self) -> Totals:
         """Fuzz until the problems or the time are used up.
@@ -71,144 +100,86 @@ class Supervisor:
         Raises:
             Rejected: The backend cannot run here.
         """
-        workers = {index: self._started(index, index) for index in range(self._options.workers)}
-        reported = time.monotonic()
-        try:
-            while workers:
-                try:
-                    worker, line = self._lines.get(timeout=1)
-                except queue.Empty:
-                    self._end_silent(workers)
-                else:
-                    if line is not None:
-                        self._hear(worker, json.loads(line))
-                    else:
-                        successor = self._after_end(worker)
-                        if successor is None:
-                            del workers[worker.index]
-                        else:
-                            workers[worker.index] = successor
-                if time.monotonic() - reported > PROGRESS_SECONDS:
-                    reported = time.monotonic()
-                    counts = f"{self._totals.problems} problems, {len(self._totals.failures)} bad"
-                    self._say(f"{counts}, {self._seconds():.0f} s")
-        finally:
-            for worker in workers.values():
-                worker.process.kill()
+        os.environ.update(_environment(self._options))
+        workers = range(self._options.workers)
+        with concurrent.futures.ThreadPoolExecutor(len(workers)) as threads:
+            try:
+                list(threads.map(self._run_batches, workers))
+            finally:
+                self._is_over = True
+                for process in _SPAWN.active_children():
+                    process.kill()
         return self._totals
 
-    def _started(self, index: int, first: int) -> Worker:
-        left = None if self._options.minutes is None else 60 * self._options.minutes - self._seconds()
-        process, errors = self._python(f"session.main(options, {first}, {self._options.workers}, {left})")
-        worker = Worker(index, process, errors)
-        threading.Thread(target=self._listen, args=(worker,), daemon=True).start()
-        return worker
-
-    def _python(self, statement: str) -> tuple[subprocess.Popen[str], TextIO]:
-        """A process that runs a statement of this package."""
-        program = (
-            "from pathlib import PosixPath; from tests.fuzz import session; "
-            f"from tests.fuzz.options import Options; options = {self._options!r}; {statement}"
-        )
-        errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # lives as long as the process
-        process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            cwd=ROOT,
-            env=self._environment,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            encoding="utf-8",
-            errors="backslashreplace",
-        )
-        return process, errors
-
-    def _listen(self, worker: Worker) -> None:
-        assert worker.process.stdout is not None
-        for line in worker.process.stdout:
-            if line.startswith("{"):
-                self._lines.put((worker, line))
-        worker.process.wait()
-        self._lines.put((worker, None))
-
-    def _hear(self, worker: Worker, message: dict[str, Any]) -> None:
-        worker.heard = time.monotonic()
-        if "rejection" in message:
-            raise Rejected(message["rejection"])
-        if "began" in message:
-            worker.batch, worker.suspects = message["began"], message["suspects"]
-            return
-        worker.batch = None
-        self._totals.problems += message["problems"]
-        self._totals.kernels.update(message["kernels"])
-        for failure in message["failures"]:
-            self._report(failure)
-
-    def _after_end(self, worker: Worker) -> Worker | None:
-        """Find out why a worker ended; its successor, if it was before its time."""
-        status = worker.process.returncode
-        tail = _tail(worker.errors)
-        if worker.batch is None:
-            if status != 0:
-                raise RuntimeError(f"a fuzzing process ended with status {status}:\n{tail}")
-            return None
-        self._blame(worker, worker.batch, f"the process ended with status {status}", tail)
-        return self._started(worker.index, worker.batch + self._options.workers)
-
-    def _blame(self, worker: Worker, batch: int, what: str, tail: str) -> None:
-        """Run each problem of a batch that took its process down in a process of its own."""
-        self._totals.problems += len(worker.suspects)
-        found: list[dict[str, Any]] = []
-        for position, suspect in enumerate(worker.suspects):
-            process, errors = self._python(f"session.alone(options, {batch}, {position})")
+    def _run_batches(self, index: int) -> None:
+        """Run batches ``index``, ``index + workers``, ... in a worker."""
+        options, worker, simplified = self._options, Worker(), 0
+        if (reason := worker.call(rejection, options)) is not None:
+            raise Rejected(reason)
+        end = time.monotonic() + 60 * (float("inf") if options.minutes is None else options.minutes)
+        for batch in itertools.count(index, options.workers):
+            is_last = options.problems is not None and batch * options.at_once >= options.problems
+            if is_last or time.monotonic() > end:
+                return
+            numbered, kernels = worker.call(problems_of, options, batch)
+            problems = [problem for _, problem in numbered]
             try:
-                output, _ = process.communicate(timeout=SILENCE_SECONDS)
-                ending = f"the process ended with status {process.returncode}"
-            except subprocess.TimeoutExpired:
-                process.kill()
-                output, ending = process.communicate()[0], "the process did not end"
-            lines = [line for line in output.splitlines() if line.startswith("{")]
-            failures = json.loads(lines[-1])["failures"] if lines else []
-            if not failures and (process.returncode != 0 or not lines):
-                failures = [{**suspect, "what": [ending, _tail(errors)]}]
-            found += failures
-        if not found:
-            found = [{**worker.suspects[0], "what": [what, "each problem of the batch runs alone", tail]}]
-        for failure in found:
-            self._report(failure)
+                found = worker.call(complaints, problems)
+            except Died as error:
+                if self._is_over:
+                    return
+                found, worker = _complaints_alone(problems, str(error))
+            for (number, problem), what in zip(numbered, found, strict=True):
+                if what and simplified < MOST_SIMPLIFIED:
+                    simplified += 1
+                    try:
+                        problem = worker.call(simplest, problem)
+                    except Died:
+                        worker = Worker()
+                if what:
+                    self._report(number, problem, what)
+            with self._lock:
+                self._totals.problems += len(numbered)
+                self._totals.kernels.update(kernels)
+                self._say_progress()
 
-    def _end_silent(self, workers: dict[int, Worker]) -> None:
-        for worker in workers.values():
-            if time.monotonic() - worker.heard > SILENCE_SECONDS:
-                worker.process.kill()
-
-    def _report(self, failure: dict[str, Any]) -> None:
-        self._totals.failures.append(failure)
+    def _report(self, number: int, problem: Fuzzed, what: list[str]) -> None:
+        program = program_of(problem, "; ".join(what), self._options.seed, number)
         folder = self._options.output
         folder.mkdir(parents=True, exist_ok=True)
         direct = "-direct" if self._options.is_direct else ""
-        path = folder / f"{self._options.family}{direct}-{self._options.seed}-{failure['number']}.py"
-        path.write_text(failure["program"], encoding="utf-8")
-        self._say(f"BAD problem {failure['number']}: {'; '.join(failure['what'])}")
-        self._say(f"  {failure['problem']}")
-        self._say(f"--- {path}\n{failure['program']}---")
+        path = folder / f"{self._options.family}{direct}-{self._options.seed}-{number}.py"
+        path.write_text(program, encoding="utf-8")
+        with self._lock:
+            self._totals.failures.append(number)
+            print(f"BAD problem {number}: {'; '.join(what)}\n--- {path}\n{program}---", flush=True)
 
-    def _seconds(self) -> float:
-        return time.monotonic() - self._start
+    def _say_progress(self) -> None:
+        now = time.monotonic()
+        if now - self._reported > PROGRESS_SECONDS:
+            self._reported = now
+            counts = f"{self._totals.problems} problems, {len(self._totals.failures)} bad"
+            print(f"{counts}, {now - self._start:.0f} s", flush=True)
 
-    def _say(self, text: str) -> None:
-        print(text, flush=True)
+
+def _complaints_alone(problems: list[Fuzzed], ending: str) -> tuple[list[list[str]], Worker]:
+    """Run the problems of a batch one by one after it ended its process; also return the last worker."""
+    found, worker = [], Worker()
+    for problem in problems:
+        try:
+            found += worker.call(complaints, [problem])
+        except Died as error:
+            found.append([str(error)])
+            worker = Worker()
+    if not any(found):
+        found[0] = [ending, "each problem of the batch runs alone"]
+    return found, worker
 
 
 def _environment(options: Options) -> dict[str, str]:
-    """Variables of the processes."""
-    environment = {**os.environ, **limits(os.environ, len(os.sched_getaffinity(0)), options.workers)}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    """Environment variables of the processes."""
     family = family_named(options.family)
+    environment = limits(os.environ, len(os.sched_getaffinity(0)), options.workers)
     if not family.needs_gpu and family.capabilities.platform is not None:
         environment["JAX_PLATFORMS"] = "cpu"
     return environment
-
-
-def _tail(errors: TextIO) -> str:
-    errors.seek(0)
-    return errors.read()[-2000:]

@@ -19,7 +19,7 @@ from tests.fuzz.execution import complaints
 from tests.fuzz.features import draw_with
 from tests.ops.test_fitted_windows import CLAMPED_WITH_TABLES
 from tests.support.families import FAMILIES, Family, family_named
-from tests.support.problems import Case, Trial, check_all, check_gradient_repeats
+from tests.support.problems import Case, Trial, check_all, check_gradients_repeat
 
 # What kernels for NVIDIA GPUs add to logits, against the oracle: biases of keys, in the kernels or as columns of wider
 # heads, and relative biases.
@@ -169,7 +169,7 @@ def test_biases_of_keys_where_blocks_compute_many_query_tiles(of: Family) -> Non
 def test_gradients_of_biases_of_keys_are_reproducible_with_large_windows(of: Family) -> None:
     """Whatever others are: each is one block's sum."""
     for name in ("heads of 64", "heads of 80", "heads of 256"):
-        check_gradient_repeats(LARGE_WINDOWS[name], of.fna, "key_bias")
+        check_gradients_repeat(LARGE_WINDOWS[name], of.fna, ("key_bias",))
 
 
 SMALL_WINDOWS = {
@@ -261,12 +261,12 @@ def test_biases_of_keys_in_kernels_for_small_windows(dtype: str) -> None:
 @pytest.mark.parametrize("kind", ["tokens", "heads"])
 def test_gradients_of_biases_of_keys_are_reproducible(kind: str) -> None:
     for name in ("regular", "whole layout", "wide", "grouped heads"):
-        _check_reproducible(dataclasses.replace(SMALL_WINDOWS[name], relative_bias=False, key_bias=kind, hidden=0.2))
+        case = dataclasses.replace(SMALL_WINDOWS[name], relative_bias=False, key_bias=kind, hidden=0.2)
+        check_gradients_repeat(case, "cutlass-fna")
 
 
 @pytest.mark.parametrize(
-    ("of", "dtype"),
-    [pytest.param(of, dtype, id=f"{of.name}-{dtype}") for of in _GPU for dtype in _HALVES],
+    ("of", "dtype"), [pytest.param(of, dtype, id=f"{of.name}-{dtype}") for of in _GPU for dtype in _HALVES]
 )
 def test_hidden_keys_count_for_nothing(of: Family, dtype: str) -> None:
     """What they hold may be anything; queries that see no others have nothing."""
@@ -290,20 +290,7 @@ def test_hidden_keys_count_for_nothing(of: Family, dtype: str) -> None:
 
 def test_gradients_of_tables_are_reproducible() -> None:
     for name in ("regular", "whole layout", "wide", "grouped heads", "many whole layouts", "many whole groups"):
-        _check_reproducible(SMALL_WINDOWS[name])
-
-
-def _check_reproducible(case: Case) -> None:
-    operands, cotangents = case.operands("bfloat16", 0), case.cotangents("bfloat16", 0)
-
-    @jax.jit
-    def gradients(operands: Any) -> Any:
-        return jax.vjp(case.operator("cutlass-fna"), operands)[1](cotangents)[0]
-
-    first = jax.tree.leaves(gradients(operands))
-    for _ in range(20):
-        for one, other in zip(jax.tree.leaves(gradients(operands)), first, strict=True):
-            np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+        check_gradients_repeat(SMALL_WINDOWS[name], "cutlass-fna")
 
 
 @pytest.mark.parametrize(
@@ -413,7 +400,7 @@ def test_gradients_of_sinks(dtype: str) -> None:
 
 def test_gradients_of_sinks_are_reproducible() -> None:
     for name in ("regions", "many entries", "many whole layouts", "groups that are not full", "layouts", "ring"):
-        check_gradient_repeats(_with_sinks(SINK_CASES[name]), "cutlass-fna", "sinks")
+        check_gradients_repeat(_with_sinks(SINK_CASES[name]), "cutlass-fna", ("sinks",))
 
 
 @pytest.mark.parametrize("layout", [(7, 7), (28, 30)], ids=["whole", "regions"])

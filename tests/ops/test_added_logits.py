@@ -17,12 +17,10 @@ import numpy as np
 import pytest
 
 import natten_jax
-from natten_jax import backends
-from natten_jax.performance import PASSES
-from natten_jax.plan import devices
 from tests.fuzz.accuracy import excesses, expectation
-from tests.fuzz.problem import Fuzzed
-from tests.fuzz.spoiled_bias import BROKEN, HIDING, TIED, SpoiledBias
+from tests.fuzz.execution import complaints_of_spoiled
+from tests.fuzz.problem import Fuzzed, with_supported_terms
+from tests.fuzz.spoiled import BROKEN, HIDING, TIED, Spoiled
 from tests.support import oracle
 from tests.support.families import Family
 from tests.support.problems import QUICK_COMPILATION, Case
@@ -61,25 +59,12 @@ SPOILED = [
 ]
 
 
-def problem_of(family: Family, case: Case, dtype: str) -> Fuzzed | None:
-    """Return the problem with the biases that the family supports, or ``None``."""
-    biases = family.capabilities.biases
-    key_bias = case.key_bias if "key_bias" in biases else None
-    case = dataclasses.replace(case.with_edges_of(family), key_bias=key_bias)
-    problem = Fuzzed(family.name, case, dtype, 3)
-    backend = backends.find(problem.backend, problem.operator)
-    device = devices.default_device()
-    for changes in ({}, {"relative_bias": False}, {"key_bias": None}):
-        changed = dataclasses.replace(problem, case=dataclasses.replace(case, **changes))
-        is_taken = set(changed.description().biases) <= set(biases) and all(
-            backend.rejection(changed.description(), device, pass_) is None for pass_ in PASSES
-        )
-        if is_taken:
-            return changed
-    return None
+def problem_of(family: Family, case: Case, dtype: str) -> Fuzzed:
+    """Return the problem with the biases that the family supports."""
+    return with_supported_terms(Fuzzed(family.name, case.with_edges_of(family), dtype, 3), family)
 
 
-def complaints_of(problem: Fuzzed, spoiled: list[SpoiledBias]) -> list[str]:
+def complaints_of(problem: Fuzzed, spoiled: list[Spoiled]) -> list[str]:
     """List the errors in the results of a problem with spoiled numbers. They run in a single program."""
 
     @functools.partial(jax.jit, compiler_options=QUICK_COMPILATION)
@@ -92,17 +77,10 @@ def complaints_of(problem: Fuzzed, spoiled: list[SpoiledBias]) -> list[str]:
 
     found = []
     for each in spoiled:
-        with_numbers = dataclasses.replace(problem, spoiled_bias=each)
+        with_numbers = dataclasses.replace(problem, spoiled=each)
         without = results_of(with_numbers.inputs())
         if each.is_broken:
-            what = each.complaints(
-                with_numbers.inputs()[0],
-                with_numbers.broken_rows(),
-                without,
-                results_of(with_numbers.spoiled_inputs()),
-                is_reproducible=problem.is_reproducible,
-                has_columns=problem.has_columns,
-            )
+            what = complaints_of_spoiled(with_numbers, without, results_of(with_numbers.spoiled_inputs()))
         else:
             what = [str(excess) for excess in excesses(with_numbers, expectation(with_numbers), *without)]
         found += [f"{each}: {complaint}" for complaint in what]
@@ -112,11 +90,9 @@ def complaints_of(problem: Fuzzed, spoiled: list[SpoiledBias]) -> list[str]:
 def check(family: Family, case: Case, dtype: str, *, is_narrow: bool = False, without: Collection[str] = ()) -> None:
     """Check every number in every operand of a problem, without some numbers."""
     problem = problem_of(family, case, dtype)
-    if problem is None:
-        pytest.skip(f"{family.name} adds no such bias")
     operands, _ = problem.inputs()
     spoiled = [
-        SpoiledBias(*each, batch=1, head=1, place=5, is_narrow=is_narrow and each[0] != "scale")
+        Spoiled(*each, batch=1, head=1, place=5, is_narrow=is_narrow and each[0] != "scale")
         for each in SPOILED
         if getattr(operands, each[0]) is not None and each[1] not in without
     ]
@@ -148,7 +124,7 @@ def test_sums_of_finite_biases_hide_nothing(family: Family) -> None:
     """Each operand is compared with the limit, not the sum of two, which may overflow."""
     case = dataclasses.replace(CASES["all"], sinks=False)
     problem = problem_of(family, case, family.dtype)
-    if problem is None or len(problem.description().biases) < 2:
+    if len(problem.description().biases) < 2:
         pytest.skip(f"{family.name} does not add both biases")
     operands, cotangents = problem.inputs()
     assert operands.relative_bias is not None and operands.key_bias is not None

@@ -64,7 +64,7 @@ def problems_of(family: Family, dtype: str, names: list[str], is_direct: bool) -
                     is_direct=is_direct,
                     queries=((0, 2), (2, 13)) if name == "groups-without-keys" else None,
                     keys=((1, 2), (1, 11)) if name == "groups-without-keys" else None,
-                    spoiled=Spoiled(array, NUMBERS[i % 3], EXTENTS[i % 2], i, i, (7 * i, 5 * i)),
+                    spoiled=Spoiled(array, NUMBERS[i % 3], EXTENTS[i % 2], i, i, 12 * i),
                 )
             )
     return found
@@ -106,7 +106,7 @@ def test_other_entries_are_found_by_the_same_products(pure_family: Family) -> No
             pure_family.dtype,
             seed=3,
             tiles=tiles,
-            spoiled=Spoiled(array, number, "number", 1, 0, (5, 2)),
+            spoiled=Spoiled(array, number, "number", 1, 0, 5 * 48 + 2),
         )
         for array, number in itertools.product(("query", "key"), ("inf", "nan"))
     ]
@@ -135,8 +135,9 @@ def test_what_depends_on_a_number_may_differ_and_nothing_else() -> None:
         out, lse = (array.copy() for array in outputs)
         arrays: dict[str, Any] = {"out": out, "lse": lse, **{f"d_{field}": array for field, array in changed.items()}}
         arrays[result][batch, 2, head] += 1e-9
-        spoiled = Spoiled(name, "nan", "number", 1, 3, (0, 0))
-        return spoiled.leaks((outputs, tensors), ((out, lse), oracle.Tensors(**changed)), is_reproducible=True)
+        spoiled = Spoiled(name, "nan", "number", 1, 3)
+        no_rows, results = np.zeros(lse.shape, bool), ((out, lse), oracle.Tensors(**changed))
+        return spoiled.complaints(tensors, no_rows, (outputs, tensors), results, is_reproducible=True)
 
     for name, result, reached in (
         ("query", "out", {3}),

@@ -31,7 +31,7 @@ from tests.support.problems import (
     OPERATORS,
     QUICK_COMPILATION,
     Case,
-    check_gradient_repeats,
+    check_gradients_repeat,
     element_types,
     expected_of,
     relative_error,
@@ -261,8 +261,7 @@ def test_gradients_of_tables_are_reproducible(of: Family) -> None:
     case = Case(
         (300,), (190,), stride=(7,), relative_bias=True, key_bias="tokens", sinks=True, batch=3, heads=2, heads_kv=1
     )
-    for name in ("relative_bias", "key_bias", "sinks"):
-        check_gradient_repeats(case, of.fna, name)
+    check_gradients_repeat(case, of.fna, ("relative_bias", "key_bias", "sinks"))
 
 
 def test_values_of_a_scale_share_a_program(family: Family) -> None:

@@ -32,7 +32,7 @@ assert jax.process_count() == int(processes) and jax.local_device_count() == int
 from tests.support.sharded_training import placed_by_processes, train_nnx
 
 mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-trained = train_nnx(mesh, placed_by_processes(mesh), blocks=1)
+trained = train_nnx(mesh, placed_by_processes(mesh), layers=1)
 assert trained.collectives() == {"all-reduce"}, trained.collectives()
 params = {name: np.asarray(array) for name, array in trained.params.items()}  # all of each is on every device
 np.savez(path, losses=trained.losses, **params)
@@ -51,11 +51,9 @@ def test_a_batch_over_processes(tmp_path: Path) -> None:
     address = free_address()
     paths = [tmp_path / f"{index}.npz" for index in range(PROCESSES)]
     run_processes(
-        TRAINING,
-        [(address, str(PROCESSES), str(i), str(DEVICES_EACH), str(path)) for i, path in enumerate(paths)],
-        tmp_path,
+        TRAINING, [(address, str(PROCESSES), str(i), str(DEVICES_EACH), str(path)) for i, path in enumerate(paths)]
     )
-    expected = train_nnx(blocks=1)
+    expected = train_nnx(layers=1)
     for path in paths:
         with np.load(path) as found:
             assert set(found) == {"losses", *expected.params}

@@ -187,12 +187,12 @@ class Case:
 
     def _mask_of_entry(self, number: int, origin: Shape, extents: Shape) -> np.ndarray:
         if self.queries is None:
-            return oracle.placed_mask(
+            return oracle.neighborhood_mask(
                 self.layout,
                 **self.window_arguments,
                 queries=self.query_layout,
                 origin=origin,
-                upsample=self.upsample or (1,) * self.rank,
+                upsample=self.upsample,
                 extents=extents,
             )
         mask = oracle.attention_mask(origin[0] + self.queries, self.layout[0], self.causal[0])[origin[0] :]

@@ -36,36 +36,28 @@ def factors_for(kind: str, case: Case, seed: int) -> dict[str, np.ndarray]:
 
 
 def times_factors(array: np.ndarray, factors: np.ndarray, heads: int) -> np.ndarray:
-    """An array in float64 with the size that its factors give it, written out token by token for blocks."""
-    array, factors = array.astype(np.float64), factors.astype(np.float64)
-    if factors.ndim == 0:
-        return array * factors
-    result = array.copy()
-    per_head = heads // factors.shape[-1]
-    for index in np.ndindex(array.shape[:-1]):
-        batch, *tokens, head = index
-        blocks = [
-            token // math.ceil(extent / count)
-            for token, extent, count in zip(tokens, array.shape[1:-2], factors.shape[1:-1], strict=False)
-        ] * (factors.ndim > 2)
-        result[index] *= factors[(batch, *blocks, head // per_head)]
-    return result
+    """An array ``[batch, *tokens, heads, width]`` in float64 with the size that its factors give it.
+
+    Factors are a scalar, ``[batch, heads]`` or ``[batch, *blocks, heads]``, of fewer heads if heads share them.
+    """
+    factors = factors.astype(np.float64)
+    if factors.ndim:
+        factors = factors.repeat(heads // factors.shape[-1], axis=-1)
+    if factors.ndim == 2:
+        factors = factors.reshape(len(factors), *(1,) * (array.ndim - 3), heads)
+    elif factors.ndim > 2:
+        for axis, extent in enumerate(array.shape[1:-2], 1):
+            factors = factors.repeat(math.ceil(extent / factors.shape[axis]), axis).take(range(extent), axis)
+    return array.astype(np.float64) * factors[..., None]
 
 
 def scaled(case: Case, operands: oracle.Tensors, factors: dict[str, np.ndarray]) -> oracle.Tensors:
     """The operands in float64, each with the sizes that its factors give it."""
-    query, key, value = (
-        times_factors(array, factors[f"{name}_scale"], heads)
-        for name, array, heads in (
-            ("query", operands.query, case.heads),
-            ("key", operands.key, case.heads_kv),
-            ("value", operands.value, case.heads_kv),
-        )
-    )
-    found = operands._replace(query=query, key=key, value=value)
-    if operands.additional_keys is None or operands.additional_values is None:
-        return found
-    return found._replace(
-        additional_keys=times_factors(operands.additional_keys, factors["key_scale"], case.heads_kv),
-        additional_values=times_factors(operands.additional_values, factors["value_scale"], case.heads_kv),
-    )
+    of = {"query": "query_scale", "key": "key_scale", "value": "value_scale"}
+    of |= {"additional_keys": "key_scale", "additional_values": "value_scale"}
+    wide = {
+        name: times_factors(array, factors[of[name]], case.heads if name == "query" else case.heads_kv)
+        for name, array in operands._asdict().items()
+        if name in of and array is not None
+    }
+    return operands._replace(**wide)

@@ -11,6 +11,7 @@ Example:
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import sys
 from collections.abc import Iterator
@@ -24,9 +25,10 @@ from natten_jax.arrays.boxes import QueryBox
 from natten_jax.arrays.operands import Cotangents, Inputs, Operands, Saved
 from natten_jax.backends.base import Earlier
 from natten_jax.performance import KernelSchedule, Performance
-from natten_jax.problem import problem_of
+from tests.fuzz.problem import Fuzzed
 from tests.support.families import BOUNDS
 from tests.support.plans import plans_of
+from tests.support.problems import Case
 
 LAYOUT = (24, 28)
 WHOLE_LAYOUT, LARGE_LAYOUT = (14, 18), (40, 28)
@@ -89,30 +91,12 @@ FORMS = {"hopper": hopper_forms, "cutlass": cutlass_forms}
 
 def run(family: str, form: Form) -> None:
     """Run both passes of a form."""
-    problem = problem_of(
-        form.layout,
-        (7, 9),
-        (2, 1),
-        (1, 2),
-        (True, False),
-        heads=2,
-        heads_kv=form.heads_kv,
-        head_dim=form.head_dim,
-        dtype=form.dtype,
-        additional_kv=form.additional_kv,
-    )
+    case = Case(form.layout, (7, 9), (2, 1), (1, 2), is_causal=(True, False), heads=2, heads_kv=form.heads_kv)
+    case = dataclasses.replace(case, head_dim=form.head_dim, additional=form.additional_kv)
+    problem = Fuzzed(family, case, form.dtype, 0).description()
     backend, plans = plans_of(f"{family}-fna", problem, form.performance, precision=form.precision)
-    rng = np.random.default_rng(0)
-
-    def array(*shape: int, dtype: str = form.dtype) -> Any:
-        return jnp.asarray(rng.standard_normal((1, *shape)), dtype)
-
-    query, cotangent = (array(*form.layout, 2, form.head_dim) for _ in range(2))
-    key, value = (array(*form.layout, form.heads_kv, form.head_dim) for _ in range(2))
-    keys, values = (
-        array(form.additional_kv, form.heads_kv, form.head_dim) if form.additional_kv else None for _ in range(2)
-    )
-    logsumexp_cotangent = array(*form.layout, 2, dtype="float32")
+    query, key, value, keys, values, *_ = case.operands(form.dtype, 0)
+    cotangents = Cotangents(*case.cotangents(form.dtype, 0))
 
     @jax.jit
     def forward(operands: Operands) -> Saved:
@@ -127,7 +111,7 @@ def run(family: str, form: Form) -> None:
 
     @jax.jit
     def backward(operands: Operands, saved: Saved) -> Any:
-        return backend.backward(plans["backward"], operands, saved, Cotangents(cotangent, logsumexp_cotangent))
+        return backend.backward(plans["backward"], operands, saved, cotangents)
 
     bound = BOUNDS["float16" if form.precision == "tensorfloat32" else form.dtype]  # TF32 has float16's significand
     of_one_scale: list[Any] = []

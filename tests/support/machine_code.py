@@ -17,17 +17,38 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from natten_jax.performance import TilePair, tile_names
+from tests.fuzz.execution import both_passes
+from tests.fuzz.problem import Fuzzed
+from tests.support.problems import Case
+
 KERNELS = "natten_jax_blackwell_forward", "natten_jax_blackwell_query_gradient", "natten_jax_blackwell_key_gradients"
-#: Arguments of problems of each rank and width of heads, tiles of both passes, and a scale where it is an array.
-PROBLEMS: tuple[tuple[Any, ...], ...] = (
-    ((4096,), (1000, 1, 2, True), {"head_dim": 32, "heads": 2, "heads_kv": 1}, ((256,), (128,)), ((128,), (128,)), 0.1),
-    ((64, 64), (33,), {"head_dim": 128, "heads": 2}, ((16, 16), (16, 8)), ((16, 8), (16, 8))),
-    (
-        (8, 32, 32),
-        ((4, 8, 8), 1, 1, (True, False, False)),
-        {"dtype": "float16"},
+
+
+def direct(case: Case, dtype: str, tiles: TilePair, backward_tiles: TilePair) -> Fuzzed:
+    """A call of the Blackwell kernels themselves, with a seed of 148 blocks."""
+    named = zip((*tile_names("forward"), *tile_names("backward")), (*tiles, *backward_tiles), strict=True)
+    return Fuzzed("blackwell", case, dtype, 4, tiles=dict(named), is_direct=True)
+
+
+#: A problem of each rank and width of heads; the scale of one is an array.
+PROBLEMS = (
+    direct(
+        Case((4096,), (1000,), (1,), (2,), is_causal=(True,), heads=2, head_dim=32, scales=(0.1, 0.1)),
+        "bfloat16",
+        ((256,), (128,)),
+        ((128,), (128,)),
+    ),
+    direct(
+        Case((64, 64), (33, 33), heads=2, heads_kv=2, head_dim=128), "bfloat16", ((16, 16), (16, 8)), ((16, 8), (16, 8))
+    ),
+    direct(
+        Case((8, 32, 32), (4, 8, 8), is_causal=(True, False, False), head_dim=64),
+        "float16",
         ((4, 8, 8), (2, 8, 8)),
-        ((2, 8, 8),) * 2,
+        ((2, 8, 8), (2, 8, 8)),
     ),
 )
 DRIVER = r"""
@@ -83,29 +104,10 @@ def _text(folder: Path, name: str, kind: str) -> str:
 
 
 def _compile(number: int) -> None:
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
     from jax._src.lib.mlir import ir
 
-    from natten_jax.arrays.operands import Operands, Saved
-    from natten_jax.problem import problem_of
-    from tests.support.interpreted_blackwell import Drawn, plan_of, run, run_backward
-
-    layout, windows, facts, tiles, backward_tiles, *scales = PROBLEMS[number]
-    problem = problem_of(layout, *windows, **facts)
-    drawn = Drawn.of(problem, np.random.default_rng(0))
-    inputs = drawn.inputs
-    if scales:
-        inputs = inputs._replace(scale=jnp.full((problem.batch, problem.heads), scales[0], jnp.float32))
-    plans = plan_of(problem, tiles), plan_of(problem, backward_tiles, "backward")
-
-    def both(operands: Operands, cotangents: Any) -> Any:
-        saved = run(plans[0], problem, operands)
-        return run_backward(plans[1], problem, operands, Saved(*saved), cotangents)
-
-    lowered = jax.jit(both).trace(Operands(inputs), drawn.cotangents)
-    module: Any = lowered.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+    traced = jax.jit(both_passes(PROBLEMS[number])).trace(PROBLEMS[number].inputs(), None)
+    module: Any = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
     location = importlib.util.find_spec("jax_plugins.xla_cuda13")
     assert location is not None and location.submodule_search_locations is not None
     plugin = ctypes.CDLL(str(Path(location.submodule_search_locations[0]) / "xla_cuda_plugin.so"))

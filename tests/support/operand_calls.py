@@ -125,136 +125,94 @@ def _windows(queries: tuple[int, ...] = LAYOUT, keys: tuple[int, ...] = LAYOUT, 
     }
 
 
-def _sequences(**more: Operand) -> dict[str, Operand]:
-    return _windows((TOKENS,), (TOKENS_KV,), **more)
-
-
 _TABLE = Operand((HEADS, 5, 7), "h--")
 _KEY_BIAS = Operand((BATCH, *LAYOUT), "btt")
 _KEY_BIAS_OF_HEADS = Operand((BATCH, HEADS, *LAYOUT), "bhtt")
 _SINKS = Operand((HEADS,), "h")
 _SCALES = Operand((HEADS,), "h")
 _SCALE = Operand((), "")
+_TERMS_OF_HEADS = {"relative_bias": _TABLE, "key_bias": _KEY_BIAS_OF_HEADS, "sinks": _SINKS, "scale": _SCALES}
 _EXTENTS = Operand((BATCH, 2), "b-", ((4, 6), (2, 5)))
 _ORIGIN = Operand((2,), "-", (1, 2))
 _ORIGINS = Operand((BATCH, 2), "b-", ((1, 2), (0, 0)))
-_ADDITIONAL = {
-    "additional_keys": Operand((BATCH, 3, HEADS_KV, WIDTH), "b-h-"),
-    "additional_values": Operand((BATCH, 3, HEADS_KV, WIDTH), "b-h-"),
-}
+_ADDITIONAL = dict.fromkeys(("additional_keys", "additional_values"), Operand((BATCH, 3, HEADS_KV, WIDTH), "b-h-"))
 _BOX = (3, 4)
-_W: dict[str, Any] = {"kernel_size": WINDOW}
-_MERGED: dict[str, Any] = {**_W, "try_fuse_additional_kv": False}
-_FUSED: dict[str, Any] = {**_W, "try_fuse_additional_kv": True}
+_FUSED: dict[str, Any] = {"try_fuse_additional_kv": True}
+_MERGED: dict[str, Any] = {"try_fuse_additional_kv": False}
+_CAUSAL: dict[str, Any] = {"is_causal": True}
 
+
+def _na2d(queries: tuple[int, ...] = LAYOUT, options: Mapping[str, Any] = {}, /, **more: Operand) -> OperandCall:
+    return OperandCall("na2d", _windows(queries, LAYOUT, **more), {"kernel_size": WINDOW, **options})
+
+
+def _attention(options: Mapping[str, Any] = {}, /, **more: Operand) -> OperandCall:
+    return OperandCall("attention", _windows((TOKENS,), (TOKENS_KV,), **more), options)
+
+
+def _weights(options: Mapping[str, Any], /, **more: Operand) -> OperandCall:
+    operands = {name: each for name, each in _windows(LAYOUT, LAYOUT, **more).items() if name != "value"}
+    return OperandCall("neighborhood_weights", operands, {"kernel_size": WINDOW, **options})
+
+
+def _lengths(*values: int) -> Operand:
+    return Operand((BATCH,), "b", values)
+
+
+_OUT, _LSE = Operand((BATCH, *LAYOUT, HEADS, WIDTH), "btth-"), Operand((BATCH, *LAYOUT, HEADS), "btth")
 CALLS: Mapping[str, OperandCall] = {
     "na1d": OperandCall(
         "na1d", _windows((9,), (9,)), {"kernel_size": 3, "stride": 2, "dilation": 2, "is_causal": True}
     ),
-    "na2d": OperandCall("na2d", _windows(), {**_W, "stride": (1, 2)}),
+    "na2d": _na2d(LAYOUT, {"stride": (1, 2)}),
     "na3d": OperandCall("na3d", _windows((2, 3, 4), (2, 3, 4)), {"kernel_size": (2, 3, 2)}),
-    "whole layout": OperandCall("na2d", _windows(), {"kernel_size": -1}),
-    "cut": OperandCall("na2d", _windows(), {**_W, "edges": "cut"}),
-    "wrap": OperandCall("na2d", _windows(), {**_W, "edges": "wrap"}),
-    "relative bias": OperandCall("na2d", _windows(relative_bias=_TABLE), _W),
-    "relative bias of clamped windows": OperandCall(
-        "na2d",
-        _windows(relative_bias=Operand((HEADS, 13, 7), "h--")),
+    "whole layout": _na2d(LAYOUT, {"kernel_size": -1}),
+    "cut": _na2d(LAYOUT, {"edges": "cut"}),
+    "wrap": _na2d(LAYOUT, {"edges": "wrap"}),
+    "relative bias": _na2d(relative_bias=_TABLE),
+    "relative bias of clamped windows": _na2d(
+        LAYOUT,
         {"kernel_size": (7, 4), "dilation": (2, 1), "clamp_window": True},
+        relative_bias=Operand((HEADS, 13, 7), "h--"),
     ),
-    "relative bias, wrap": OperandCall("na2d", _windows(relative_bias=_TABLE), {**_W, "edges": "wrap"}),
-    "key bias": OperandCall("na2d", _windows(key_bias=_KEY_BIAS), _W),
-    "key bias of heads": OperandCall("na2d", _windows(key_bias=_KEY_BIAS_OF_HEADS), _W),
-    "sinks": OperandCall("na2d", _windows(sinks=_SINKS), _W),
-    "scale": OperandCall("na2d", _windows(scale=_SCALE), _W),
-    "scales of heads": OperandCall("na2d", _windows(scale=_SCALES), _W),
-    "extents": OperandCall("na2d", _windows(extents=_EXTENTS), _W),
-    "origin": OperandCall("na2d", _windows(_BOX, query_origin=_ORIGIN), _W),
-    "origins of entries": OperandCall("na2d", _windows(_BOX, query_origin=_ORIGINS), _W),
-    "upsample": OperandCall("na2d", _windows((8, 6), sinks=_SINKS), {**_W, "upsample": (2, 1)}),
-    "upsample, key bias of heads": OperandCall(
-        "na2d", _windows((8, 6), key_bias=_KEY_BIAS_OF_HEADS, scale=_SCALES), {**_W, "upsample": (2, 1)}
+    "relative bias, wrap": _na2d(LAYOUT, {"edges": "wrap"}, relative_bias=_TABLE),
+    "key bias": _na2d(key_bias=_KEY_BIAS),
+    "key bias of heads": _na2d(key_bias=_KEY_BIAS_OF_HEADS),
+    "sinks": _na2d(sinks=_SINKS),
+    "scale": _na2d(scale=_SCALE),
+    "scales of heads": _na2d(scale=_SCALES),
+    "extents": _na2d(extents=_EXTENTS),
+    "origin": _na2d(_BOX, query_origin=_ORIGIN),
+    "origins of entries": _na2d(_BOX, query_origin=_ORIGINS),
+    "upsample": _na2d((8, 6), {"upsample": (2, 1)}, sinks=_SINKS),
+    "upsample, key bias of heads": _na2d((8, 6), {"upsample": (2, 1)}, key_bias=_KEY_BIAS_OF_HEADS, scale=_SCALES),
+    "additional, fused": _na2d(LAYOUT, _FUSED, **_ADDITIONAL),
+    "additional, merged": _na2d(LAYOUT, _MERGED, **_ADDITIONAL),
+    "additional, every term": _na2d(LAYOUT, _MERGED, **_ADDITIONAL, **_TERMS_OF_HEADS | {"key_bias": _KEY_BIAS}),
+    "extents, every term": _na2d(LAYOUT, _FUSED, **_ADDITIONAL, extents=_EXTENTS, **_TERMS_OF_HEADS),
+    "origins of entries, every term": _na2d(_BOX, query_origin=_ORIGINS, **_TERMS_OF_HEADS),
+    "fp8": _na2d(LAYOUT, {"fp8": "e4m3"}, relative_bias=_TABLE, sinks=_SINKS),
+    "fp8, extents": _na2d(LAYOUT, {"fp8": "e5m2"}, key_bias=_KEY_BIAS, extents=_EXTENTS),
+    "attention": _attention(_CAUSAL),
+    "attention, origin": _attention(_CAUSAL, query_origin=Operand((1,), "-", (2,))),
+    "attention, lengths": _attention(
+        query_lengths=_lengths(6, 4), kv_lengths=_lengths(8, 5), sinks=_SINKS, scale=_SCALES
     ),
-    "additional, fused": OperandCall("na2d", _windows(LAYOUT, LAYOUT, **_ADDITIONAL), _FUSED),
-    "additional, merged": OperandCall("na2d", _windows(LAYOUT, LAYOUT, **_ADDITIONAL), _MERGED),
-    "additional, every term": OperandCall(
-        "na2d",
-        _windows(LAYOUT, LAYOUT, **_ADDITIONAL, relative_bias=_TABLE, key_bias=_KEY_BIAS, sinks=_SINKS, scale=_SCALES),
-        _MERGED,
+    "attention, lengths of keys": _attention(kv_lengths=_lengths(3, 8)),
+    "attention, lengths and origins": _attention(
+        _CAUSAL, query_origin=Operand((BATCH, 1), "b-", ((2,), (0,))), query_lengths=_lengths(3, 6)
     ),
-    "extents, every term": OperandCall(
-        "na2d",
-        _windows(
-            LAYOUT,
-            LAYOUT,
-            **_ADDITIONAL,
-            extents=_EXTENTS,
-            relative_bias=_TABLE,
-            key_bias=_KEY_BIAS_OF_HEADS,
-            sinks=_SINKS,
-            scale=_SCALES,
-        ),
-        _FUSED,
-    ),
-    "origins of entries, every term": OperandCall(
-        "na2d",
-        _windows(
-            _BOX, query_origin=_ORIGINS, relative_bias=_TABLE, key_bias=_KEY_BIAS_OF_HEADS, sinks=_SINKS, scale=_SCALES
-        ),
-        _W,
-    ),
-    "fp8": OperandCall("na2d", _windows(relative_bias=_TABLE, sinks=_SINKS), {**_W, "fp8": "e4m3"}),
-    "fp8, extents": OperandCall("na2d", _windows(key_bias=_KEY_BIAS, extents=_EXTENTS), {**_W, "fp8": "e5m2"}),
-    "attention": OperandCall("attention", _sequences(), {"is_causal": True}),
-    "attention, origin": OperandCall(
-        "attention", _sequences(query_origin=Operand((1,), "-", (2,))), {"is_causal": True}
-    ),
-    "attention, lengths": OperandCall(
-        "attention",
-        _sequences(
-            query_lengths=Operand((BATCH,), "b", (6, 4)),
-            kv_lengths=Operand((BATCH,), "b", (8, 5)),
-            sinks=_SINKS,
-            scale=_SCALES,
-        ),
-    ),
-    "attention, lengths of keys": OperandCall("attention", _sequences(kv_lengths=Operand((BATCH,), "b", (3, 8)))),
-    "attention, lengths and origins": OperandCall(
-        "attention",
-        _sequences(query_origin=Operand((BATCH, 1), "b-", ((2,), (0,))), query_lengths=Operand((BATCH,), "b", (3, 6))),
-        {"is_causal": True},
-    ),
-    "attention, key bias": OperandCall(
-        "attention", _sequences(key_bias=Operand((BATCH, TOKENS_KV), "bt"), sinks=_SINKS)
-    ),
-    "attention, key bias of heads": OperandCall(
-        "attention", _sequences(key_bias=Operand((BATCH, HEADS, TOKENS_KV), "bht"), scale=_SCALE)
-    ),
-    "attention, fp8": OperandCall("attention", _sequences(sinks=_SINKS), {"fp8": "e4m3"}),
-    "weights": OperandCall(
-        "neighborhood_weights",
-        {name: each for name, each in _windows(relative_bias=_TABLE, scale=_SCALES).items() if name != "value"},
-        {**_W, "stride": (2, 1)},
-    ),
-    "weights, wrap": OperandCall(
-        "neighborhood_weights",
-        {name: each for name, each in _windows(scale=_SCALE).items() if name != "value"},
-        {**_W, "edges": ("wrap", "cut")},
-    ),
+    "attention, key bias": _attention(key_bias=Operand((BATCH, TOKENS_KV), "bt"), sinks=_SINKS),
+    "attention, key bias of heads": _attention(key_bias=Operand((BATCH, HEADS, TOKENS_KV), "bht"), scale=_SCALE),
+    "attention, fp8": _attention({"fp8": "e4m3"}, sinks=_SINKS),
+    "weights": _weights({"stride": (2, 1)}, relative_bias=_TABLE, scale=_SCALES),
+    "weights, wrap": _weights({"edges": ("wrap", "cut")}, scale=_SCALE),
     "mixed values": OperandCall(
         "neighborhood_apply",
         {"weights": Operand((BATCH, *LAYOUT, HEADS, 12), "btth-"), "value": _windows()["value"]},
-        {**_W, "is_causal": (True, False)},
+        {"kernel_size": WINDOW, "is_causal": (True, False)},
     ),
-    "merged": OperandCall(
-        "merge_attentions",
-        {
-            "one": Operand((BATCH, *LAYOUT, HEADS, WIDTH), "btth-"),
-            "other": Operand((BATCH, *LAYOUT, HEADS, WIDTH), "btth-"),
-            "one_lse": Operand((BATCH, *LAYOUT, HEADS), "btth"),
-            "other_lse": Operand((BATCH, *LAYOUT, HEADS), "btth"),
-        },
-    ),
+    "merged": OperandCall("merge_attentions", {"one": _OUT, "other": _OUT, "one_lse": _LSE, "other_lse": _LSE}),
 }
 
 

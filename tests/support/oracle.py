@@ -72,36 +72,22 @@ def neighborhood_mask(
     dilation: Sequence[int],
     is_causal: Sequence[bool],
     edges: Sequence[str] | None = None,
-) -> Array:
-    """Visibility ``[query tokens, key tokens]`` over flattened tokens, the last dimension fastest."""
-    mask = np.ones((1, 1), bool)
-    edges = edges or ("shift",) * len(layout)
-    for dimension in zip(layout, kernel_size, stride, dilation, is_causal, edges, strict=True):
-        mask = np.kron(mask, line_mask(*dimension)).astype(bool)
-    return mask
-
-
-def placed_mask(
-    layout: Sequence[int],
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    is_causal: Sequence[bool],
-    edges: Sequence[str] | None = None,
     *,
-    queries: Sequence[int],
-    origin: Sequence[int],
-    upsample: Sequence[int],
-    extents: Sequence[int],
+    queries: Sequence[int] | None = None,
+    origin: Sequence[int] | None = None,
+    upsample: Sequence[int] | None = None,
+    extents: Sequence[int] | None = None,
 ) -> Array:
-    """Visibility of a box of so many queries that begins at an origin, in a layout of which ``extents`` are real.
+    """Visibility ``[query tokens, key tokens]`` over flattened tokens, the last dimension fastest.
 
-    Windows that do not fit what is real are as large as fits. Along each dimension ``upsample`` queries are at a token.
+    Queries may be a box that begins at ``origin``, with ``upsample`` of them at each token along a dimension. Of the
+    layout ``extents`` may be real: windows that do not fit these are as large as fits.
     """
-    mask = np.ones((1, 1), bool)
+    mask, ones = np.ones((1, 1), bool), (1,) * len(layout)
     windows = zip(kernel_size, stride, dilation, is_causal, edges or ("shift",) * len(layout), strict=True)
-    dimensions = zip(layout, windows, queries, origin, upsample, extents, strict=True)
-    for extent, (kernel, steps, distance, causal, edge), count, first, finer, real in dimensions:
+    places = zip(queries or layout, origin or (0,) * len(layout), upsample or ones, extents or layout, strict=True)
+    for extent, window, (count, first, finer, real) in zip(layout, windows, places, strict=True):
+        kernel, steps, distance, causal, edge = window
         size = max(1, min(kernel, real // distance))
         line = np.zeros((extent, extent), bool)
         line[:real, :real] = line_mask(real, size, min(steps, size), distance, causal, edge)
@@ -243,52 +229,53 @@ def reference(
     flat, factors = _flatten(operands, mask, entries, is_real), _factors(operands, scale)
     weights, lse = _softmax(flat, factors)
     out = weights @ flat.value
-    d_out = _heads_first(out_cotangent)
-    d_lse = _heads_first(lse_cotangent[..., None])
+    d_out, d_lse = _heads_first(out_cotangent), _heads_first(lse_cotangent[..., None])
     delta = (d_out * out).sum(-1, keepdims=True) - d_lse
+    of_sinks = np.exp(flat.sinks - np.where(np.isfinite(lse), lse, np.inf)[..., None])
+    gradients = _backward(flat, factors, weights, d_out, delta, of_sinks)
+
+    sizes = flat._replace(query=np.abs(flat.query), key=np.abs(flat.key), value=np.abs(flat.value))
+    out_size, d_out_size = weights @ sizes.value, np.abs(d_out)
+    lse_size = np.abs(factors) * (sizes.query * (weights @ sizes.key)).sum(-1, keepdims=True)
+    if flat.bias.any():
+        lse_size += (weights * np.abs(np.where(np.isfinite(flat.bias), flat.bias, 0))).sum(-1, keepdims=True)
+    lse_size += np.abs(np.where(np.isfinite(lse), lse, 0))[..., None]
+    delta_size = (d_out_size * out_size).sum(-1, keepdims=True) + np.abs(d_lse)
+    gradient_sizes = _backward(sizes, np.abs(factors), weights, d_out_size, -delta_size, of_sinks)
+    return Reference(
+        Forward(_heads_last(out, operands), _heads_last(lse[..., None], operands)[..., 0]),
+        _unflatten(gradients, operands, entries),
+        Forward(_heads_last(out_size, operands), _heads_last(lse_size, operands)[..., 0]),
+        _unflatten(gradient_sizes, operands, entries),
+    )
+
+
+class _FlatGradients(NamedTuple):
+    query: Array
+    key: Array
+    value: Array
+    scale: Array  # what each feature of a query adds to it
+    logits: Array
+    sinks: Array  # what each query adds to it
+
+
+def _backward(
+    flat: _Flat, factors: Array, weights: Array, d_out: Array, delta: Array, of_sinks: Array
+) -> _FlatGradients:
+    """Gradients of each query head; or of magnitudes, with a negative delta, the magnitudes of their terms."""
     # Arrays of a number for each pair of tokens are by far the largest: each is read and written as seldom as can be.
     d_logits = d_out @ flat.value.swapaxes(-1, -2)
     d_logits -= delta
     d_logits *= weights
     of_keys = d_logits @ flat.key
-
-    size = np.abs
-    query_size, key_size, value_size, factors_size = map(size, (flat.query, flat.key, flat.value, factors))
-    out_size = weights @ value_size
-    delta_size = (size(d_out) * out_size).sum(-1, keepdims=True) + size(d_lse)
-    d_logits_size = size(d_out) @ value_size.swapaxes(-1, -2)
-    d_logits_size += delta_size
-    d_logits_size *= weights
-    of_keys_size = d_logits_size @ key_size
-    lse_size = factors_size * (query_size * (weights @ key_size)).sum(-1, keepdims=True)
-    if flat.bias.any():
-        lse_size += (weights * size(np.where(np.isfinite(flat.bias), flat.bias, 0))).sum(-1, keepdims=True)
-    lse_size += size(np.where(np.isfinite(lse), lse, 0))[..., None]
-    of_sinks = np.exp(flat.sinks - np.where(np.isfinite(lse), lse, np.inf)[..., None])
-
-    of_bias = _of_biases(d_logits, -of_sinks * delta, operands, entries)
-    of_bias_size = _of_biases(d_logits_size, of_sinks * delta_size, operands, entries)
-    return Reference(
-        Forward(_heads_last(out, operands), _heads_last(lse[..., None], operands)[..., 0]),
-        _unflatten(
-            Tensors(
-                factors * of_keys,
-                factors * (d_logits.swapaxes(-1, -2) @ flat.query),
-                weights.swapaxes(-1, -2) @ d_out,
-                scale=flat.query * of_keys,
-            ),
-            operands,
-        )._replace(**of_bias),
-        Forward(_heads_last(out_size, operands), _heads_last(lse_size, operands)[..., 0]),
-        _unflatten(
-            Tensors(
-                factors_size * of_keys_size,
-                factors_size * (d_logits_size.swapaxes(-1, -2) @ query_size),
-                weights.swapaxes(-1, -2) @ size(d_out),
-                scale=query_size * of_keys_size,
-            ),
-            operands,
-        )._replace(**of_bias_size),
+    of_queries, of_weights = (matrix.swapaxes(-1, -2) for matrix in (d_logits, weights))
+    return _FlatGradients(
+        factors * of_keys,
+        factors * (of_queries @ flat.query),
+        of_weights @ d_out,
+        flat.query * of_keys,
+        d_logits,
+        -of_sinks * delta,
     )
 
 
@@ -385,31 +372,28 @@ def _by_head(operands: Tensors) -> Array:
     return with_hidden(operands.key_bias).reshape(operands.key.shape[0], heads, -1)
 
 
-def _of_biases(d_logits: Array, d_sinks: Array, operands: Tensors, entries: Array | None) -> dict[str, Array]:
-    """The gradients of what is added to logits, from one for each logit; and of sinks, from one for each query."""
+def _of_biases(gradients: _FlatGradients, operands: Tensors, entries: Array | None) -> dict[str, Array]:
+    """The gradients of what is added to logits, and of sinks."""
     found: dict[str, Array] = {}
     if operands.relative_bias is not None:
         assert entries is not None
         shape = operands.relative_bias.shape
-        of_tokens = d_logits[..., : entries.shape[-1]]
+        of_tokens = gradients.logits[..., : entries.shape[-1]]
         of_tokens = of_tokens.sum(0, keepdims=True) if entries.ndim == 2 else of_tokens
         by_head = of_tokens.swapaxes(0, 1).reshape(shape[0], -1)
         tables = [np.bincount(entries.ravel(), each, int(np.prod(shape[1:]))) for each in by_head]
         found["relative_bias"] = np.stack(tables).reshape(shape)
     if operands.key_bias is not None:
-        by_key = d_logits.sum(2)[..., : int(np.prod(operands.key.shape[1:-2]))]
+        by_key = gradients.logits.sum(2)[..., : int(np.prod(operands.key.shape[1:-2]))]
         has_heads = operands.key_bias.ndim == operands.key.ndim - 1
         found["key_bias"] = (by_key if has_heads else by_key.sum(1)).reshape(operands.key_bias.shape)
     if operands.sinks is not None:
-        found["sinks"] = d_sinks.sum((0, 2, 3))
+        found["sinks"] = gradients.sinks.sum((0, 2, 3))
     return found
 
 
-def _unflatten(gradients: Tensors, operands: Tensors) -> Tensors:
-    """Sum over the query heads that share a key/value head, and part tokens from additional ones.
-
-    The gradient of the scale comes as what each feature of a query adds to it.
-    """
+def _unflatten(gradients: _FlatGradients, operands: Tensors, entries: Array | None) -> Tensors:
+    """Sum over the query heads that share a key/value head, and part tokens from additional ones."""
     heads_kv = operands.key.shape[-2]
 
     def of_source(gradient: Array, source: Array, additional: Array | None) -> tuple[Array, Array | None]:
@@ -421,7 +405,8 @@ def _unflatten(gradients: Tensors, operands: Tensors) -> Tensors:
     key, additional_keys = of_source(gradients.key, operands.key, operands.additional_keys)
     value, additional_values = of_source(gradients.value, operands.value, operands.additional_values)
     scale = None
-    if operands.scale is not None and gradients.scale is not None:
+    if operands.scale is not None:
         of_heads = gradients.scale.sum((0, 2, 3))
         scale = of_heads if np.ndim(operands.scale) else of_heads.sum()
-    return Tensors(_heads_last(gradients.query, operands), key, value, additional_keys, additional_values, scale)
+    query, biases = _heads_last(gradients.query, operands), _of_biases(gradients, operands, entries)
+    return Tensors(query, key, value, additional_keys, additional_values, scale, **biases)

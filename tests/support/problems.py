@@ -232,19 +232,25 @@ def _failures(
     return failures
 
 
-def check_gradient_repeats(case: Case, backend: str, name: str) -> None:
-    """Check that 20 more runs find the same gradient of an operand in bfloat16, bit for bit."""
-    operands, cotangents = case.operands("bfloat16", 0), case.cotangents("bfloat16", 0)
+def check_gradients_repeat(
+    case: Case,
+    backend: str,
+    names: Sequence[str] = oracle.Tensors._fields,
+    dtype: str = "bfloat16",
+    **arguments: Any,
+) -> None:
+    """Check that 20 more runs find the same gradients of operands, bit for bit."""
+    operands, cotangents = case.operands(dtype, 0), case.cotangents(dtype, 0)
 
     @jax.jit
-    def gradient(operands: oracle.Tensors) -> jax.Array:
-        found: jax.Array = getattr(jax.vjp(case.operator(backend), operands)[1](cotangents)[0], name)
-        return found
+    def gradients(operands: oracle.Tensors) -> dict[str, jax.Array]:
+        found = jax.vjp(case.operator(backend, **arguments), operands)[1](cotangents)[0]._asdict()
+        return {name: found[name] for name in names if found[name] is not None}
 
-    first = np.asarray(gradient(operands))
-    assert np.abs(first).max() > 0
+    first = jax.tree.map(np.asarray, gradients(operands))
+    assert all((array != 0).any() for array in first.values())
     for _ in range(20):
-        np.testing.assert_array_equal(np.asarray(gradient(operands)), first)
+        jax.tree.map(np.testing.assert_array_equal, gradients(operands), first)
 
 
 def check_padding(case: Case, outputs: tuple[Any, Any], gradients: oracle.Tensors) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import multiprocessing
 import os
@@ -10,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 import types
 import warnings
 from collections.abc import Mapping, Sequence
@@ -133,42 +133,23 @@ def _run(words: list[str], environment: Mapping[str, str], folder: str, files: l
         runpy.run_path(kind, run_name="__main__")
 
 
-def run_processes(source: str, arguments: Sequence[Sequence[str]], directory: Path, timeout: float = 300) -> list[str]:
+def run_processes(source: str, arguments: Sequence[Sequence[str]], timeout: float = 300) -> list[str]:
     """Run a program in several processes at a time, all of which must succeed.
-
-    If one fails, or the time is up, all are killed.
 
     Args:
         source: The program.
         arguments: ``sys.argv[1:]`` of each process.
-        directory: For files with what they print.
-        timeout: In seconds, for all together.
+        timeout: In seconds.
 
     Returns:
         What each printed.
     """
-    environment = _environment(None, (PACKAGE.parent, ROOT))
-    files = [directory / f"process{i}.txt" for i in range(len(arguments))]
-    processes = []
-    deadline = time.monotonic() + timeout
-    try:
-        for file, own in zip(files, arguments, strict=True):
-            command = [sys.executable, "-c", textwrap.dedent(source), *own]
-            with file.open("w") as output:
-                processes.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment))
-        while any(process.poll() is None for process in processes):
-            if time.monotonic() > deadline or any(process.returncode for process in processes):
-                break
-            time.sleep(0.1)
-        statuses = ["still running" if process.returncode is None else process.returncode for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    outputs = [file.read_text() for file in files]
-    report = "\n".join(f"process {i}: {each}\n{outputs[i]}" for i, each in enumerate(statuses))
-    assert statuses == [0] * len(arguments), f"not all succeeded within {timeout} s\n{report}"
-    return outputs
+
+    def run(own: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        return run_python(source, *own, devices=None, timeout=timeout, fresh=True)
+
+    with concurrent.futures.ThreadPoolExecutor(len(arguments)) as threads:
+        return [output_of(result) for result in threads.map(run, arguments)]
 
 
 def output_of(result: subprocess.CompletedProcess[str]) -> str:

@@ -27,49 +27,27 @@ APART = frozenset(
 TOGETHER_ON_GPUS = frozenset({"tests/gpu/test_hopper.py::test_arrays_of_more_than_2_31_elements"})
 
 
-class Groups:
-    """The group of each test, in the order in which they are collected.
-
-    Args:
-        is_of_gpu: Whether the run is of a GPU.
-    """
-
-    def __init__(self, is_of_gpu: bool) -> None:
-        self._is_of_gpu = is_of_gpu
-        self._groups: dict[str, str] = {}
-        self._counts: collections.Counter[str] = collections.Counter()
-
-    def of(self, test: str) -> str:
-        """The group of a test, by its id."""
-        if test not in self._groups:
-            self._groups[test] = self._of_gpu(test) if self._is_of_gpu else self._of_host(test)
-        return self._groups[test]
-
-    def _of_gpu(self, test: str) -> str:
-        function = test.partition("[")[0]
-        return function if function in TOGETHER_ON_GPUS else test
-
-    def _of_host(self, test: str) -> str:
-        module = test.partition("::")[0]
-        if module in APART:
-            return test
-        number = self._counts[module] // MOST_TOGETHER
-        self._counts[module] += 1
-        return f"{module} {number}"
-
-
 class GroupScheduling(LoadScopeScheduling):
     """Gives workers groups of tests: in a module they share what was compiled, built or expected before.
 
     Args:
         config: The run.
         log: Where xdist writes.
-        is_of_gpu: Whether the run is of a GPU.
+        is_of_gpu: True for a run on a GPU.
     """
 
     def __init__(self, config: Any, log: Any, is_of_gpu: bool) -> None:
         super().__init__(config, log)
-        self._groups = Groups(is_of_gpu)
+        self._is_of_gpu = is_of_gpu
+        self._groups: dict[str, str] = {}
+        self._counts: collections.Counter[str] = collections.Counter()
 
     def _split_scope(self, nodeid: str) -> str:
-        return self._groups.of(nodeid)
+        """The group of a test, numbered in the order in which they are collected."""
+        module, function = nodeid.partition("::")[0], nodeid.partition("[")[0]
+        if self._is_of_gpu or module in APART:
+            return function if self._is_of_gpu and function in TOGETHER_ON_GPUS else nodeid
+        if nodeid not in self._groups:
+            self._groups[nodeid] = f"{module} {self._counts[module] // MOST_TOGETHER}"
+            self._counts[module] += 1
+        return self._groups[nodeid]

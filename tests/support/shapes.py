@@ -11,16 +11,17 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 Sizes = dict[str, tuple[int, ...]]
 
 
-def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+def checked(function: Callable[..., Any], called: set[str]) -> Callable[..., Any]:
     """The function, which raises where arrays that it takes or returns have other shapes than their types say.
 
-    Extents of a name are equal in a call, those of results, too.
+    Extents of a name are equal in a call and its results. Each call adds the name of the function to ``called``.
     """
     signature, hints = inspect.signature(function), get_type_hints(function, include_extras=True)
 
     @functools.wraps(function)
     def wrapper(*arguments: Any, **named: Any) -> Any:
         sizes: Sizes = {}
+        called.add(function.__qualname__)
         for name, value in signature.bind(*arguments, **named).arguments.items():
             check(value, hints.get(name), sizes, f"{function.__qualname__}: {name}")
         result = function(*arguments, **named)

@@ -1,7 +1,7 @@
-"""Training of a small stack of blocks, in nnx and in linen: on one device, or split over a mesh.
+"""Training of two layers of attention, in nnx and in linen: on one device, or split over a mesh.
 
-The stack is annotated for a mesh with an axis ``model``, over which heads and hidden features are split. Its second
-block has fewer key and value heads than that axis has devices, so these are on every device.
+They are annotated for a mesh with an axis ``model``, over which heads are split. The second layer has fewer key and
+value heads than that axis has devices, so these are on every device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ STEPS = 2
 
 #: Names of mesh axes of all annotated parameters.
 KERNEL, BIAS, OUT_KERNEL = (None, "model", None), ("model", None), ("model", None, None)
-EXPAND, EXPAND_BIAS, CONTRACT = (None, "model"), ("model",), ("model", None)
 
 kernel_init = flax_linen.initializers.lecun_normal()
 # Biases that are not zero, so that they matter.
@@ -101,51 +100,41 @@ def optimizer() -> optax.GradientTransformation:
     return optax.sgd(0.1, momentum=0.9)
 
 
-class NnxBlock(flax_nnx.Module):
-    """Attention and a perceptron; ``sharded`` annotates their parameters."""
+def nnx_layer(kv_heads: int, sharded: bool, rngs: flax_nnx.Rngs, settings: dict[str, Any]) -> Any:
+    """A layer for ``flax.nnx``; ``sharded`` annotates its parameters."""
 
-    def __init__(self, kv_heads: int, sharded: bool, rngs: flax_nnx.Rngs, settings: dict[str, Any]) -> None:
-        def named(*names: str | None) -> dict[str, Any]:
-            return {"out_sharding": names} if sharded else {}
+    def named(*names: str | None) -> dict[str, Any]:
+        return {"out_sharding": names} if sharded else {}
 
-        whole: dict[str, Any] = {} if kv_heads == KV_HEADS[0] else {"kv_kernel_metadata": {}, "kv_bias_metadata": {}}
-        self.attention = nnx.NeighborhoodAttention1D(
-            FEATURES,
-            num_heads=HEADS,
-            num_kv_heads=kv_heads,
-            kernel_metadata=named(*KERNEL),
-            bias_metadata=named(*BIAS),
-            out_kernel_metadata=named(*OUT_KERNEL),
-            out_bias_metadata={},
-            bias_init=bias_init,
-            rngs=rngs,
-            **whole,
-            **settings,
-        )
-        self.norm = flax_nnx.LayerNorm(FEATURES, rngs=rngs)
-        self.expand = flax_nnx.Linear(
-            FEATURES, 2 * FEATURES, kernel_metadata=named(*EXPAND), bias_metadata=named(*EXPAND_BIAS), rngs=rngs
-        )
-        self.contract = flax_nnx.Linear(2 * FEATURES, FEATURES, kernel_metadata=named(*CONTRACT), rngs=rngs)
-
-    def __call__(self, tokens: jax.Array, out_sharding: Any) -> jax.Array:
-        tokens = tokens + self.attention(self.norm(tokens), out_sharding=out_sharding)
-        return tokens + self.contract(jnp.tanh(self.expand(tokens)), out_sharding=out_sharding)
+    whole: dict[str, Any] = {} if kv_heads == KV_HEADS[0] else {"kv_kernel_metadata": {}, "kv_bias_metadata": {}}
+    return nnx.NeighborhoodAttention1D(
+        FEATURES,
+        num_heads=HEADS,
+        num_kv_heads=kv_heads,
+        kernel_metadata=named(*KERNEL),
+        bias_metadata=named(*BIAS),
+        out_kernel_metadata=named(*OUT_KERNEL),
+        out_bias_metadata={},
+        bias_init=bias_init,
+        rngs=rngs,
+        **whole,
+        **settings,
+    )
 
 
 class NnxStack(flax_nnx.Module):
-    def __init__(self, blocks: int, sharded: bool, settings: dict[str, Any]) -> None:
+    def __init__(self, layers: int, sharded: bool, settings: dict[str, Any]) -> None:
         rngs = flax_nnx.Rngs(0)
-        self.blocks = flax_nnx.List([NnxBlock(heads, sharded, rngs, settings) for heads in KV_HEADS[:blocks]])
+        self.layers = flax_nnx.List([nnx_layer(heads, sharded, rngs, settings) for heads in KV_HEADS[:layers]])
 
     def __call__(self, tokens: jax.Array, out_sharding: Any = None) -> jax.Array:
-        for block in self.blocks:
-            tokens = block(tokens, out_sharding)
+        for layer in self.layers:
+            tokens = tokens + layer(tokens, out_sharding=out_sharding)
         return tokens
 
 
 def train_nnx(
-    mesh: Mesh | None = None, place: Place | None = None, blocks: int = len(KV_HEADS), **settings: Any
+    mesh: Mesh | None = None, place: Place | None = None, layers: int = len(KV_HEADS), **settings: Any
 ) -> Trained:
     """Train with ``flax.nnx``; without a mesh, on one device and with no annotation."""
     is_explicit = mesh is not None and mesh.are_all_axes_explicit
@@ -153,7 +142,7 @@ def train_nnx(
 
     def create() -> tuple[NnxStack, flax_nnx.Optimizer[Any]]:
         sharded = mesh is not None and "model" in mesh.axis_names
-        model = NnxStack(blocks, sharded, {"kernel_size": 5, **settings})
+        model = NnxStack(layers, sharded, {"kernel_size": 5, **settings})
         return model, flax_nnx.Optimizer(model, optimizer(), wrt=flax_nnx.Param)
 
     with on(mesh):
@@ -175,10 +164,9 @@ def train_nnx(
         return train(step, state, place or placed_on(mesh), named)
 
 
-class LinenBlock(flax_linen.Module):
-    """The same block for ``flax.linen``."""
+class LinenStack(flax_linen.Module):
+    """The same layers for ``flax.linen``."""
 
-    kv_heads: int
     sharded: bool
     settings: tuple[tuple[str, Any], ...]
 
@@ -187,38 +175,21 @@ class LinenBlock(flax_linen.Module):
         def named(initializer: Any, *names: str | None) -> Any:
             return flax_linen.with_partitioning(initializer, names) if self.sharded else initializer
 
-        is_whole = self.kv_heads != KV_HEADS[0]
-        attention = linen.NeighborhoodAttention1D(
-            num_heads=HEADS,
-            num_kv_heads=self.kv_heads,
-            kernel_init=named(kernel_init, *KERNEL),
-            bias_init=named(bias_init, *BIAS),
-            kv_kernel_init=kernel_init if is_whole else None,
-            kv_bias_init=bias_init if is_whole else None,
-            out_kernel_init=named(kernel_init, *OUT_KERNEL),
-            out_bias_init=bias_init,
-            name="attention",
-            **dict(self.settings),
-        )
-        tokens = tokens + attention(flax_linen.LayerNorm(name="norm")(tokens))
-        expand = flax_linen.Dense(
-            2 * FEATURES,
-            kernel_init=named(kernel_init, *EXPAND),
-            bias_init=named(bias_init, *EXPAND_BIAS),
-            name="expand",
-        )
-        contract = flax_linen.Dense(FEATURES, kernel_init=named(kernel_init, *CONTRACT), name="contract")
-        return tokens + contract(jnp.tanh(expand(tokens)))
-
-
-class LinenStack(flax_linen.Module):
-    sharded: bool
-    settings: tuple[tuple[str, Any], ...]
-
-    @flax_linen.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        for heads in KV_HEADS:
-            tokens = LinenBlock(heads, self.sharded, self.settings)(tokens)
+        for number, kv_heads in enumerate(KV_HEADS):
+            is_whole = kv_heads != KV_HEADS[0]
+            layer = linen.NeighborhoodAttention1D(
+                num_heads=HEADS,
+                num_kv_heads=kv_heads,
+                kernel_init=named(kernel_init, *KERNEL),
+                bias_init=named(bias_init, *BIAS),
+                kv_kernel_init=kernel_init if is_whole else None,
+                kv_bias_init=bias_init if is_whole else None,
+                out_kernel_init=named(kernel_init, *OUT_KERNEL),
+                out_bias_init=bias_init,
+                name=f"layer_{number}",
+                **dict(self.settings),
+            )
+            tokens = tokens + layer(tokens)
         return tokens
 
 

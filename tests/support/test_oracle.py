@@ -1,4 +1,4 @@
-"""The oracle itself: its gradients against finite differences, its mask against written-out examples."""
+"""The oracle itself: its gradients against finite differences, its relative biases against their formula."""
 
 from __future__ import annotations
 
@@ -8,25 +8,6 @@ import numpy as np
 import pytest
 
 from tests.support import oracle
-
-
-def test_mask_of_an_even_window_looks_further_back() -> None:
-    seen = [list(oracle.window(i, 8, 4, 1, False)) for i in (0, 3, 7)]
-    assert seen == [[0, 1, 2, 3], [1, 2, 3, 4], [4, 5, 6, 7]]
-
-
-def test_mask_of_a_dilated_line_stays_in_its_group() -> None:
-    mask = oracle.line_mask(7, 2, 1, 3, False)
-    assert [np.flatnonzero(row).tolist() for row in mask] == [[0, 3], [1, 4], [2, 5], [0, 3], [1, 4], [2, 5], [3, 6]]
-
-
-def test_mask_is_the_conjunction_over_dimensions() -> None:
-    layout, arguments = (3, 5), ((2, 3), (1, 2), (1, 1), (True, False))
-    mask = oracle.neighborhood_mask(layout, *arguments).reshape(*layout, *layout)
-    rows, columns = (oracle.line_mask(x, *(a[i] for a in arguments)) for i, x in enumerate(layout))
-    for q in np.ndindex(*layout):
-        for k in np.ndindex(*layout):
-            assert mask[(*q, *k)] == (rows[q[0], k[0]] and columns[q[1], k[1]])
 
 
 def test_entries_of_a_relative_bias_are_those_of_the_formula() -> None:
