@@ -6,95 +6,87 @@ import functools
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.profiler import ProfileData
 
-import natten_jax
 from natten_jax.plan import devices
+from tests.support import oracle
 from tests.support.families import family_named
-
-from .test_hopper import COMMAND_BUFFERS, graph_launches
+from tests.support.problems import Case, Shape
 
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = ("cutlass", "hopper")
 REPEATS = 5
+#: Turns every sequence of kernels into a CUDA graph, however short.
+COMMAND_BUFFERS: dict[str, Any] = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL",
+    "xla_gpu_graph_min_graph_size": 1,
+}
 
 
-class Program(NamedTuple):
-    """A call to ``na2d``.
+def graph_launches(run: Any) -> int:
+    """The number of CUDA graphs that a function launches, from a trace of the driver's calls."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run())
+        (path,) = Path(folder).glob("**/*.xplane.pb")
+        profile = ProfileData.from_file(str(path))
+    return sum("GraphLaunch" in event.name for plane in profile.planes for line in plane.lines for event in line.events)
 
-    Attributes:
-        layout: Token layout.
-        kernel_size: Window.
-        operands: Names of further operands. All are differentiated, except ``extents``.
-        head_dim: Elements per head.
-        families: Backends that support the call.
-    """
 
-    layout: tuple[int, int]
-    kernel_size: tuple[int, int]
-    operands: tuple[str, ...] = ()
-    head_dim: int = 64
-    families: tuple[str, ...] = FAMILIES
+def case_of(layout: Shape, kernel_size: Shape, head_dim: int = 64, **terms: Any) -> Case:
+    return Case(layout, kernel_size, batch=2, heads=4, heads_kv=4, head_dim=head_dim, **terms)
 
 
 SMALL, LARGE = (7, 7), (21, 25)
-PROGRAMS = {
-    "small windows": Program((33, 47), SMALL),
-    "small windows with every operand": Program(
-        (33, 47), SMALL, ("key_bias", "sinks", "relative_bias"), 32, families=("cutlass",)
+BIASED: dict[str, Any] = {"key_bias": "tokens", "sinks": True}
+#: Problems, whether batch entries have extents, and the backends that support both.
+PROGRAMS: dict[str, tuple[Case, bool, tuple[str, ...]]] = {
+    "small windows": (case_of((33, 47), SMALL), False, FAMILIES),
+    "small windows with every operand": (
+        case_of((33, 47), SMALL, 32, relative_bias=True, **BIASED),
+        False,
+        FAMILIES[:1],
     ),
-    "small windows with extents": Program((33, 47), SMALL, ("key_bias", "sinks", "extents"), 32, families=("cutlass",)),
-    "whole layouts with a relative bias": Program((7, 7), SMALL, ("relative_bias", "sinks"), 32, families=("cutlass",)),
-    "large windows": Program((33, 47), LARGE),
-    "large windows with a key bias and sinks": Program((33, 47), LARGE, ("key_bias", "sinks")),
-    "large windows with extents": Program((33, 47), LARGE, ("key_bias", "extents")),
-    "heads of 128": Program((33, 47), LARGE, ("sinks",), 128),
+    "small windows with extents": (case_of((33, 47), SMALL, 32, **BIASED), True, FAMILIES[:1]),
+    "whole layouts with a relative bias": (
+        case_of((7, 7), SMALL, 32, relative_bias=True, sinks=True),
+        False,
+        FAMILIES[:1],
+    ),
+    "large windows": (case_of((33, 47), LARGE), False, FAMILIES),
+    "large windows with a key bias and sinks": (case_of((33, 47), LARGE, **BIASED), False, FAMILIES),
+    "large windows with extents": (case_of((33, 47), LARGE, key_bias="tokens"), True, FAMILIES),
+    "heads of 128": (case_of((33, 47), LARGE, 128, sinks=True), False, FAMILIES),
 }
-BATCH, HEADS = 2, 4
+Operands = tuple[oracle.Tensors, jax.Array | None]
 
 
-def operands_of(program: Program, seed: int) -> dict[str, jax.Array]:
-    rng = np.random.default_rng(seed)
-
-    def draw(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape), dtype)
-
-    shape = BATCH, *program.layout, HEADS, program.head_dim
-    every = {
-        "key_bias": draw(BATCH, *program.layout, dtype=jnp.float32),
-        "sinks": draw(HEADS, dtype=jnp.float32),
-        "relative_bias": draw(HEADS, *(2 * size - 1 for size in program.kernel_size), dtype=jnp.float32),
-        "extents": jnp.asarray([program.layout, (program.layout[0] - 4, program.layout[1] - 9)], jnp.int32),
-    }
-    return {name: draw(*shape) for name in ("query", "key", "value")} | {name: every[name] for name in program.operands}
+def operands_of(name: str, seed: int) -> Operands:
+    """Operands, and extents of each batch entry."""
+    case, has_extents, _ = PROGRAMS[name]
+    height, width = case.layout
+    extents = jnp.asarray([case.layout, (height - 4, width - 9)], jnp.int32) if has_extents else None
+    return case.operands("bfloat16", seed), extents
 
 
-def both_passes(program: Program, backend: str) -> Callable[[dict[str, jax.Array]], Any]:
+def both_passes(name: str, kernels: str) -> Callable[[Operands], Any]:
     """Output, logsumexp and gradients, as a function of operands."""
 
-    def run(operands: dict[str, jax.Array]) -> Any:
-        differentiated = {name: array for name, array in operands.items() if name != "extents"}
-
-        def attend(arrays: dict[str, jax.Array]) -> Any:
-            every: dict[str, Any] = {**operands, **arrays}
-            return natten_jax.na2d(
-                **every,
-                kernel_size=program.kernel_size,
-                backend=backend,
-                backward_deterministic=True,
-                return_lse=True,
-            )
-
-        outputs, pullback = jax.vjp(attend, differentiated)
+    def run(arrays: Operands) -> Any:
+        operands, extents = arrays
+        operator = PROGRAMS[name][0].operator(f"{kernels}-fna", backward_deterministic=True, extents=extents)
+        outputs, pullback = jax.vjp(operator, operands)
         return outputs, pullback(jax.tree.map(jnp.cos, outputs))[0]
 
     return run
@@ -108,34 +100,34 @@ def _skip_unless_it_runs(kernels: str) -> None:
 def _cases() -> list[Any]:
     return [
         pytest.param(name, kernels, id=f"{kernels}-{name}")
-        for name, each in PROGRAMS.items()
-        for kernels in each.families
+        for name, (*_, families) in PROGRAMS.items()
+        for kernels in families
     ]
 
 
 @pytest.mark.parametrize(("name", "kernels"), _cases())
 def test_backward_passes_in_command_buffers(name: str, kernels: str) -> None:
     _skip_unless_it_runs(kernels)
-    program = PROGRAMS[name]
-    run = jax.jit(both_passes(program, f"{kernels}-fna"))
-    sets = [operands_of(program, seed) for seed in range(3)]
+    run = jax.jit(both_passes(name, kernels))
+    sets = [operands_of(name, seed) for seed in range(3)]
     plain = run.lower(sets[0]).compile(compiler_options={"xla_gpu_enable_command_buffer": ""})
     graphed = run.lower(sets[0]).compile(compiler_options=COMMAND_BUFFERS)
     expected = [jax.tree.map(np.asarray, plain(operands)) for operands in sets]
+    held = []
     for repeat in range(REPEATS):
-        for operands, values in zip(sets, expected, strict=True):
+        for i in np.random.default_rng(repeat).permutation(len(sets)):
             # New buffers in every other round: the graph's addresses change.
-            arrays = jax.tree.map(functools.partial(jnp.array, copy=True), operands) if repeat % 2 else operands
-            jax.tree.map(np.testing.assert_array_equal, graphed(arrays), values)
+            arrays = jax.tree.map(functools.partial(jnp.array, copy=True), sets[i]) if repeat % 2 else sets[i]
+            held.append((graphed(arrays), expected[i]))
+    for results, values in held:  # which later launches do not overwrite
+        jax.tree.map(np.testing.assert_array_equal, results, values)
     assert graph_launches(lambda: graphed(sets[0])) >= 1
     assert graph_launches(lambda: plain(sets[0])) == 0
 
 
 def save_captured_results(name: str, kernels: str, path: str) -> None:
     """Run a program and save its results: the only program of a process, apart from copies to the GPU."""
-    program = PROGRAMS[name]
-    operands = operands_of(program, 0)
-    results = jax.jit(both_passes(program, f"{kernels}-fna"))(operands)
+    results = jax.jit(both_passes(name, kernels))(operands_of(name, 0))
     np.savez(path, *(np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(results)))
 
 
@@ -163,10 +155,9 @@ def test_the_first_call_of_a_process_is_captured(name: str, kernels: str, tmp_pa
     command = [sys.executable, "-c", source]
     finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
-    program = PROGRAMS[name]
-    run = jax.jit(both_passes(program, f"{kernels}-fna")).lower(operands_of(program, 0))
+    run = jax.jit(both_passes(name, kernels)).lower(operands_of(name, 0))
     plain = run.compile(compiler_options={"xla_gpu_enable_command_buffer": ""})
-    expected = jax.tree.leaves(plain(operands_of(program, 0)))
+    expected = jax.tree.leaves(plain(operands_of(name, 0)))
     with np.load(path) as found:
         assert len(found.files) == len(expected)
         for key, value in zip(found.files, expected, strict=True):

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import natten_jax
 from natten_jax.arrays.operands import Inputs
 from natten_jax.backends import cutlass
 from natten_jax.backends.select import resolve
@@ -20,27 +19,25 @@ from natten_jax.performance import MemoryUsagePreference
 from natten_jax.plan import devices
 from natten_jax.plan.plan import Request
 from natten_jax.windows import WindowArguments
+from tests.support.families import BOUNDS
+from tests.support.problems import Case, check_gradients_repeat, value_and_gradients
 
 pytestmark = pytest.mark.gpu
 
 
-def draw(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
+CASE = Case((40, 48), (13, 13), batch=2, heads=4, heads_kv=4, head_dim=64)
 
 
-def arrays(dtype: Any = jnp.float32) -> tuple[jax.Array, ...]:
-    return tuple(draw(i, 2, 40, 48, 4, 64, dtype=dtype) for i in range(3))
+def results(case: Case = CASE, dtype: str = "float32", **arguments: Any) -> list[np.ndarray]:
+    """Output, logsumexp and gradients."""
+    operator = case.operator("cutlass-fna", **arguments)
+    found = value_and_gradients(operator, case.operands(dtype, 0), case.cotangents(dtype, 0))
+    return [np.asarray(array) for array in jax.tree.leaves(found)]
 
 
-def gradients(query: jax.Array, key: jax.Array, value: jax.Array, **arguments: Any) -> tuple[jax.Array, ...]:
-    function = functools.partial(natten_jax.na2d, kernel_size=13, backend="cutlass-fna", **arguments)
-    out, pullback = jax.vjp(function, query, key, value)
-    return (out, *pullback(draw(9, *out.shape, dtype=out.dtype)))
-
-
-def error(found: jax.Array, expected: jax.Array) -> float:
-    found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
-    return float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected))
+def worst_error(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
+    pairs = [(one.astype(np.float64), other.astype(np.float64)) for one, other in zip(found, expected, strict=True)]
+    return max(float(np.linalg.norm(one - other) / np.linalg.norm(other)) for one, other in pairs)
 
 
 @pytest.mark.parametrize(
@@ -49,52 +46,36 @@ def error(found: jax.Array, expected: jax.Array) -> float:
 )
 def test_products_of_float32_are_as_precise_as_asked_for(precision: str | None, is_accurate: bool) -> None:
     with jax.default_matmul_precision("highest"):
-        expected = jax.jit(gradients)(*arrays())
+        expected = results()
     with jax.default_matmul_precision(precision):
-        found = jax.jit(gradients)(*arrays())
-    worst = max(map(error, found, expected))
+        worst = worst_error(results(), expected)
     if is_accurate:
         assert worst <= 1e-6  # sums of the query gradient are rounded in another order each time
     else:
         assert 1e-5 < worst <= 1e-3
 
 
-@pytest.mark.parametrize("element_type", [jnp.float32, jnp.bfloat16])
-def test_gradients_are_reproducible_with_one_split(element_type: Any) -> None:
-    run = jax.jit(functools.partial(gradients, backward_kv_splits=1, dilation=2))
-    first, *others = (jax.tree.map(np.asarray, run(*arrays(element_type))) for _ in range(5))
-    for other in others:
-        jax.tree.map(np.testing.assert_array_equal, first, other)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_are_reproducible_with_one_split(dtype: str) -> None:
+    check_gradients_repeat(CASE, "cutlass-fna", dtype=dtype, backward_kv_splits=1, dilation=2)
 
 
 @pytest.mark.parametrize("splits", [1, (2, 1), (3, 2), 1000])
 def test_splits_change_no_result(splits: Any) -> None:
-    found = jax.jit(functools.partial(gradients, backward_kv_splits=splits))(*arrays())
-    expected = jax.jit(gradients)(*arrays())
-    assert max(map(error, found, expected)) <= 1e-6
+    assert worst_error(results(backward_kv_splits=splits), results()) <= 1e-6
 
 
-@pytest.mark.parametrize("element_type", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("head_dim_v", [8, 72, 256])
-def test_both_reductions_give_the_same_gradients(element_type: Any, head_dim_v: int) -> None:
-    query, key = (draw(i, 2, 9, 13, 3, 64, dtype=element_type) for i in range(2))
-    value = draw(2, 2, 9, 13, 3, head_dim_v, dtype=element_type)
-
-    def run(query: jax.Array, key: jax.Array, value: jax.Array, use_xla: bool) -> tuple[jax.Array, ...]:
-        function = functools.partial(
-            natten_jax.na2d, kernel_size=7, backend="cutlass-fna", backward_use_xla_reduction=use_xla, return_lse=True
-        )
-        (out, lse), pullback = jax.vjp(function, query, key, value)
-        return pullback((draw(9, *out.shape, dtype=out.dtype), draw(10, *lse.shape)))
-
-    kernel, xla = (jax.jit(functools.partial(run, use_xla=each))(query, key, value) for each in (False, True))
-    bound = 2e-6 if element_type == jnp.float32 else 1e-3 if element_type == jnp.float16 else 6e-3
-    assert max(map(error, kernel, xla)) <= bound
+def test_both_reductions_give_the_same_gradients(dtype: str, head_dim_v: int) -> None:
+    case = Case((9, 13), (7, 7), batch=2, heads=3, heads_kv=3, head_dim=64, head_dim_v=head_dim_v)
+    kernel, xla = (results(case, dtype, backward_use_xla_reduction=each) for each in (False, True))
+    assert worst_error(kernel, xla) <= BOUNDS[dtype]
 
 
 @pytest.mark.parametrize("rule", ["shape", "dtype", "head_dim"])
 def test_malformed_reductions_are_refused(rule: str) -> None:
-    out = draw(0, 1, 1, 2, 3, 2, 12 if rule == "head_dim" else 16)
+    out = jnp.ones((1, 1, 2, 3, 2, 12 if rule == "head_dim" else 16))
     cotangent = out[..., :8] if rule == "shape" else out.astype(jnp.float16) if rule == "dtype" else out
     statistic = out[..., 0]
     with pytest.raises(Exception, match="natten_jax"):
@@ -104,17 +85,12 @@ def test_malformed_reductions_are_refused(rule: str) -> None:
 
 @pytest.mark.parametrize("at_once", [1, 2, 3, 6])
 def test_heads_that_take_turns_change_no_result(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    query = draw(0, 2, 20, 24, 6, 64, dtype=jnp.float16)
-    key, value, more = (draw(i, 2, n, 3, 64, dtype=jnp.float16) for i, n in ((1, 480), (2, 480), (3, 7)))
-    key, value = (each.reshape(2, 20, 24, 3, 64) for each in (key, value))
-    run = functools.partial(
-        gradients, additional_keys=more, additional_values=more, backward_kv_splits=1, memory_usage_preference="strict"
-    )
-    expected = jax.jit(run)(query, key, value)
+    case = Case((20, 24), (13, 13), batch=2, heads=6, heads_kv=3, head_dim=64, additional=7, fused=True)
+    run = functools.partial(results, case, "float16", backward_kv_splits=1, memory_usage_preference="strict")
+    expected = run()
     monkeypatch.setitem(cutlass._SCRATCH_BYTES, MemoryUsagePreference.STRICT, 4 * at_once * 20 * 24 * 2 * 64)
     jax.clear_caches()
-    found = jax.jit(functools.partial(run))(query, key, value)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    jax.tree.map(np.testing.assert_array_equal, run(), expected)
 
 
 @pytest.mark.parametrize(("element_type", "first"), [("float32", "cutlass"), ("bfloat16", "hopper")])

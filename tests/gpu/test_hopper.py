@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import json
 import math
-import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.profiler import ProfileData
 
 import natten_jax
+from tests.fuzz.execution import complaints
+from tests.fuzz.problem import Fuzzed
 from tests.support import oracle
 from tests.support.families import BOUNDS, family_named
 from tests.support.float8 import factors_for, scaled
-from tests.support.problems import Case, Trial, check_all
+from tests.support.problems import Case, Trial, check_all, check_gradients_repeat
 
 # What only an NVIDIA GPU shows of the Hopper kernels: command buffers, very large arrays, their names in traces.
 #
@@ -31,54 +29,6 @@ from tests.support.problems import Case, Trial, check_all
 
 
 pytestmark = pytest.mark.gpu
-
-#: Turns every sequence of kernels into a CUDA graph, however short.
-COMMAND_BUFFERS: dict[str, Any] = {
-    "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL",
-    "xla_gpu_graph_min_graph_size": 1,
-}
-
-
-def draw(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
-
-
-def graph_launches(run: Any) -> int:
-    """How many CUDA graphs a function launches, from a trace of the driver's calls."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(run())
-        (path,) = Path(folder).glob("**/*.xplane.pb")
-        profile = ProfileData.from_file(str(path))
-    return sum("GraphLaunch" in event.name for plane in profile.planes for line in plane.lines for event in line.events)
-
-
-def test_calls_in_command_buffers_follow_their_buffers() -> None:
-    def program(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, ...]:
-        first = natten_jax.na2d(query, key, value, 7, backend="hopper-fna")
-        second, logsumexp = natten_jax.na2d(
-            first, key, value, (5, 9), (2, 3), is_causal=(True, False), backend="hopper-fna", return_lse=True
-        )
-        return first, second, logsumexp
-
-    # Lengths that no tile divides; enough sets that their addresses change between launches.
-    sets = [tuple(draw(3 * i + j, 1, 33, 47, 4, 64) for j in range(3)) for i in range(4)]
-    plain = jax.jit(program).lower(*sets[0]).compile(compiler_options={"xla_gpu_enable_command_buffer": ""})
-    graphed = jax.jit(program).lower(*sets[0]).compile(compiler_options=COMMAND_BUFFERS)
-    expected = [jax.tree.map(np.asarray, plain(*arrays)) for arrays in sets]
-    held = []
-    for repeat in range(5):
-        for i in np.random.default_rng(repeat).permutation(len(sets)):
-            arrays = tuple(jnp.array(array, copy=True) for array in sets[i]) if repeat % 2 else sets[i]
-            results = graphed(*arrays)
-            held.append((arrays, results))
-            for result, value in zip(results, expected[i], strict=True):
-                np.testing.assert_array_equal(np.asarray(result), value)
-    # Results are not overwritten by later launches, either.
-    for i, value in zip(np.random.default_rng(4).permutation(len(sets)), held[-len(sets) :], strict=True):
-        np.testing.assert_array_equal(np.asarray(value[1][1]), expected[i][1])
-    assert graph_launches(lambda: graphed(*sets[0])) == 1
-    assert graph_launches(lambda: plain(*sets[0])) == 0
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -158,57 +108,7 @@ def test_additional_tokens_end_within_tiles(additional: int, head_dim: int, q_ti
     check_all([Trial(case, "bfloat16", arguments=tiles)], family_named("hopper"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "operation"),
-    [
-        ("-i 16 24 -n 2 -d 64 -w 5 7 --dtype bf16 --backend hopper-fna", "FnaForward"),
-        ("-i 300 -n 2 -d 96 --dtype fp16 --fmha-backend hopper-fmha", "FmhaForward"),
-    ],
-)
-def test_profiler_names_the_kernels(arguments: str, operation: str, tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
-    command = [sys.executable, "-m", "natten_jax.profiler", *arguments.split(), "--json", str(path)]
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    finished = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert finished.returncode == 0, finished.stderr
-    rows = json.loads(path.read_text())["rows"]
-    (attention,) = [row for row in rows if row["category"] == "attention"]
-    assert (attention["framework"], attention["arch"], attention["operation"]) == ("CUTLASS", "Sm90", operation)
-    assert attention["calls"] == 1
-    assert 0 < attention["runtime"] < 1e-3
-    assert operation in finished.stdout
-
-
 # What the gradients of the Hopper kernels have to be tested for beyond ``test_operators.py``.
-
-
-BACKEND = "hopper-fna"
-
-
-def arrays_of(
-    layout: tuple[int, ...], heads: int, heads_kv: int, head_dim: int, head_dim_v: int, batch: int = 2
-) -> list[jax.Array]:
-    """Query, key, value and an output cotangent."""
-    shapes = [(batch, *layout, n, d) for n, d in ((heads, head_dim), (heads_kv, head_dim), (heads_kv, head_dim_v))]
-    keys = jax.random.split(jax.random.key(sum(layout)), 4)
-    arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=False)]
-    cotangent = 0.05 * jax.random.normal(keys[3], (batch, *layout, heads, head_dim_v))
-    return [*arrays, cotangent.astype(jnp.bfloat16)]
-
-
-def differentiate(rank: int, **arguments: Any) -> Callable[[list[jax.Array]], list[np.ndarray]]:
-    """A compiled function of operands and an output cotangent that returns the gradients."""
-    operator = getattr(natten_jax, f"na{rank}d")
-
-    @jax.jit
-    def program(operands: list[jax.Array], cotangent: jax.Array) -> Any:
-        return jax.vjp(lambda *each: operator(*each, **arguments, backend=BACKEND), *operands)[1](cotangent)
-
-    return lambda arrays: [np.asarray(gradient, np.float64) for gradient in program(arrays[:-1], arrays[-1])]
-
-
-def gradients(arrays: list[jax.Array], **arguments: Any) -> list[np.ndarray]:
-    return differentiate(arrays[0].ndim - 3, **arguments)(arrays)
 
 
 @pytest.mark.parametrize(
@@ -239,44 +139,40 @@ def test_tiles_and_windows_that_do_not_divide_the_layout(
 
 
 def test_batches_may_be_larger_than_a_grid_is_high() -> None:
-    arrays = arrays_of((8,), 2, 1, 64, 64, batch=65_537)  # CUDA's grids are at most 65,535 blocks high
-    found = [each[-2:] for each in gradients(arrays, kernel_size=(3,))]
-    query, key, value, cotangent = (np.asarray(each[-2:], np.float64) for each in arrays)
-    mask = oracle.neighborhood_mask((8,), (3,), (1,), (1,), (False,))
-    operands, of_logsumexp = oracle.Tensors(query, key, value), np.zeros(cotangent.shape[:-1])
-    expected = oracle.reference(operands, mask, 64**-0.5, cotangent, of_logsumexp).gradients
-    for result, reference in zip(found, expected[:3], strict=True):
-        assert np.linalg.norm(result - reference) <= BOUNDS["bfloat16"] * np.linalg.norm(reference)
+    """CUDA's grids are at most 65,535 blocks high."""
+    case = Case((8,), (3,), heads=2, head_dim=64)
+    assert complaints([Fuzzed("hopper", case, "bfloat16", 0, copies=65_537)]) == [[]]
 
 
 def test_the_reduction_may_be_left_to_xla() -> None:
-    arrays = arrays_of((40, 24), 4, 4, 64, 64)
-    kernel, xla = (gradients(arrays, kernel_size=7, backward_use_xla_reduction=each) for each in (False, True))
-    for one, other in zip(kernel, xla, strict=True):
+    case = Case((40, 24), (7, 7), batch=2, heads=4, heads_kv=4, head_dim=64)
+    operands, cotangents = case.operands("bfloat16", 0), case.cotangents("bfloat16", 0)
+
+    def gradients(use_xla: bool) -> Any:
+        operator = case.operator("hopper-fna", backward_use_xla_reduction=use_xla)
+        return jax.jit(lambda operands: jax.vjp(operator, operands)[1](cotangents)[0])(operands)
+
+    for one, other in zip(*(jax.tree.leaves(gradients(each)) for each in (False, True)), strict=True):
+        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
         assert np.linalg.norm(one - other) <= 1e-3 * np.linalg.norm(one)
 
 
 @pytest.mark.parametrize(
-    ("layout", "windows"),
+    "case",
     [
-        ((4096,), {"kernel_size": (4096,)}),
-        ((4096,), {"kernel_size": (4096,), "is_causal": (True,)}),
-        ((5000,), {"kernel_size": (777,), "dilation": (3,)}),
-        ((96, 80), {"kernel_size": (25, 19), "stride": (2, 3)}),
-        ((18, 20, 33), {"kernel_size": (7, 8, 9), "dilation": (2, 1, 3), "is_causal": (True, False, False)}),
+        Case((4096,), (4096,)),
+        Case((4096,), (4096,), is_causal=(True,)),
+        Case((5000,), (777,), dilation=(3,)),
+        Case((96, 80), (25, 19), stride=(2, 3)),
+        Case((18, 20, 33), (7, 8, 9), dilation=(2, 1, 3), is_causal=(True, False, False)),
     ],
+    ids=lambda case: f"{len(case.layout)}d-{case.kernel_size[0]}-{case.causal[0]}",
 )
 @pytest.mark.parametrize("is_deterministic", [False, True])
-def test_gradients_are_the_same_in_every_run(
-    layout: tuple[int, ...], windows: dict[str, Any], is_deterministic: bool
-) -> None:
-    arrays = arrays_of(layout, 6, 3, 128, 72)
-    run = differentiate(len(layout), **windows, backward_deterministic=is_deterministic)
-    first = run(arrays)
-    for _ in range(19):
-        # Key and value gradients are in any case.
-        for one, other in list(zip(first, run(arrays), strict=True))[0 if is_deterministic else 1 :]:
-            np.testing.assert_array_equal(one, other)
+def test_gradients_are_the_same_in_every_run(case: Case, is_deterministic: bool) -> None:
+    case = dataclasses.replace(case, batch=2, heads=6, heads_kv=3, head_dim=128, head_dim_v=72)
+    names = ("query", "key", "value")[0 if is_deterministic else 1 :]  # key and value gradients are in any case
+    check_gradients_repeat(case, "hopper-fna", names, backward_deterministic=is_deterministic)
 
 
 # The Hopper kernels for 8-bit arrays: against float64 of the numbers that the 8 bits are.

@@ -28,15 +28,18 @@ def _hopper() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    [SEQUENCE, f"{SEQUENCE} -s 32", f"{SEQUENCE} -s 256", IMAGE, f"{IMAGE} -s 16 16", VIDEO, f"{VIDEO} -s 4 8 8"],
+    [
+        *(SEQUENCE, f"{SEQUENCE} -s 32", f"{SEQUENCE} -s 256", IMAGE, f"{IMAGE} -s 16 16", VIDEO, f"{VIDEO} -s 4 8 8"),
+        "-i 300 -n 2 -d 96 --fmha-backend hopper-fmha",
+    ],
 )
-def test_neighborhood_attention_is_one_named_kernel(line: str) -> None:
-    result = profile(parse(f"--backend hopper-fna {line} {FEW}".split()))
-    kernels = [row for row in result.rows if row.name.category == "attention"]
-    assert [(row.name.framework, row.name.arch, row.name.operation, row.calls) for row in kernels] == [
-        ("CUTLASS", "Sm90", "FnaForward", 1)
-    ]
-    assert result.backends == {"forward": "hopper-fna"}
+def test_attention_is_one_named_kernel(line: str) -> None:
+    operator = "Fna" if "-w" in line else "Fmha"
+    result = profile(parse(f"{line} {FEW}".split() + ["--backend", "hopper-fna"] * (operator == "Fna")))
+    (kernel,) = (row for row in result.rows if row.name.category == "attention")
+    assert (kernel.name.framework, kernel.name.arch) == ("CUTLASS", "Sm90")
+    assert (kernel.name.operation, kernel.calls) == (f"{operator}Forward", 1) and 0 < kernel.runtime < 1e-3
+    assert result.backends == {"forward": f"hopper-{operator.lower()}"}
     assert result.tiles["forward"][0]
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,8 +24,8 @@ from natten_jax.profiler.capture import capture
 from natten_jax.profiler.program import Program, compile_for_trace
 from natten_jax.windows import WindowArguments
 from tests.support import oracle
-from tests.support.families import family_named
-from tests.support.problems import Case, Trial, check_all
+from tests.support.families import BOUNDS, family_named
+from tests.support.problems import Case, Trial, check_all, expected_of
 
 pytestmark = pytest.mark.gpu
 
@@ -42,63 +41,50 @@ def draw(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
 
 
-def cotangents_of(query: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What the output and the logsumexp are differentiated with."""
-    shape = query.shape[:-1]
-    return draw(9, *shape, value.shape[-1], dtype=query.dtype), draw(10, *shape, dtype=jnp.float32)
+Cotangents = tuple[jax.Array, jax.Array]
 
 
-@jax.jit
-def small(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, ...]:
-    """Output, logsumexp and gradients."""
-    function = functools.partial(natten_jax.na2d, kernel_size=7, return_lse=True, backend="cutlass-fna", **TILES)
-    results, pullback = jax.vjp(function, query, key, value)
-    return (*results, *pullback(cotangents_of(query, value)))
+@functools.partial(jax.jit, static_argnums=0)
+def both_passes(operator: Any, operands: oracle.Tensors, cotangents: Cotangents) -> tuple[Cotangents, oracle.Tensors]:
+    """Output and logsumexp, and gradients."""
+    results, pullback = jax.vjp(operator, operands)
+    return results, pullback(cotangents)[0]
 
 
-def expected(arrays: Sequence[jax.Array], window: dict[str, Any], cotangents: Sequence[jax.Array]) -> oracle.Reference:
-    """Both passes in float64; ``arrays`` may end with additional keys and values."""
-    layout = arrays[0].shape[1:-2]
-    defaults: dict[str, Any] = {"stride": 1, "dilation": 1, "is_causal": False}
-    per_dimension = {
-        name: value if isinstance(value, tuple) else (value,) * len(layout)
-        for name, value in (defaults | window).items()
-    }
-    mask = oracle.neighborhood_mask(layout, **per_dimension)
-    scale = arrays[0].shape[-1] ** -0.5
+def expected(case: Case, operands: oracle.Tensors, cotangents: Cotangents) -> oracle.Reference:
+    """Both passes in float64, one batch entry after the other."""
+    alone = dataclasses.replace(case, batch=1)
     entries = [
-        oracle.reference(oracle.Tensors(*entry[:-2]), mask, scale, *entry[-2:])
-        for entry in (
-            [np.asarray(array[number : number + 1]) for array in (*arrays, *cotangents)]
-            for number in range(arrays[0].shape[0])
-        )
+        expected_of(alone, *jax.tree.map(lambda array, i=i: array[i : i + 1], (operands, cotangents)))
+        for i in range(case.batch)
     ]
     together: oracle.Reference = jax.tree.map(lambda *parts: np.concatenate(parts), *entries)
     return together
 
 
-def error(found: jax.Array, exact: np.ndarray) -> float:
+def error(found: Any, exact: Any) -> float:
     return float(np.linalg.norm(np.asarray(found, np.float64) - exact) / np.linalg.norm(exact))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("layout", [(11, 19), (40, 37)])  # of which a block holds one whole
 @pytest.mark.parametrize(("amplitude", "offset"), [(1.0, 0.0), (40.0, 0.0), (1000.0, 0.0), (1.0, 30.0), (1.0, -30.0)])
-def test_large_logits_lose_no_digits(dtype: Any, amplitude: float, offset: float, layout: tuple[int, int]) -> None:
+def test_large_logits_lose_no_digits(dtype: str, amplitude: float, offset: float, layout: tuple[int, int]) -> None:
     """Logits of either sign, whose weights neither element type could hold if they were relative to nothing."""
     shape = 1, *layout, 2, 32
     query = (draw(0, *shape, dtype=jnp.float32) * amplitude + offset).astype(dtype)
     key = (draw(1, *shape, dtype=jnp.float32) + (1.0 if offset else 0.0)).astype(dtype)
-    value = draw(2, *shape, dtype=dtype)
-    reference = expected((query, key, value), {"kernel_size": 7}, cotangents_of(query, value))
-    out, logsumexp, d_query, d_key, d_value = small(query, key, value)
-    bound = 6e-3 if dtype == jnp.bfloat16 else 1e-3
+    operands = oracle.Tensors(query, key, draw(2, *shape, dtype=dtype))
+    cotangents = draw(9, *shape, dtype=dtype), draw(10, *shape[:-1], dtype=jnp.float32)
+    case = Case(layout, (7, 7), heads=2, heads_kv=2, head_dim=32)
+    reference = expected(case, operands, cotangents)
+    (out, logsumexp), gradients = both_passes(case.operator("cutlass-fna", **TILES), operands, cotangents)
     assert error(logsumexp, reference.forward.lse) <= 2e-6
-    assert error(out, reference.forward.out) <= bound
-    assert error(d_value, reference.gradients.value) <= bound
+    assert error(out, reference.forward.out) <= BOUNDS[dtype]
+    assert error(gradients.value, reference.gradients.value) <= BOUNDS[dtype]
     # Gradients of queries and keys are differences of what large logits leave of the softmax.
-    assert error(d_query, reference.gradients.query) <= 3 * bound
-    assert error(d_key, reference.gradients.key) <= 3 * bound
+    assert error(gradients.query, reference.gradients.query) <= 3 * BOUNDS[dtype]
+    assert error(gradients.key, reference.gradients.key) <= 3 * BOUNDS[dtype]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -114,24 +100,18 @@ def test_the_logsumexp_of_one_key_is_its_logit(dtype: Any) -> None:
 
 
 def test_results_are_reproducible_and_a_batch_entry_does_not_depend_on_others() -> None:
-    arrays = [draw(i, 6, 17, 23, 3, 32) for i in range(3)]
-    first = small(*arrays)
+    case = Case((17, 23), (7, 7), batch=6, heads=3, heads_kv=3, head_dim=32)
+    given = case.operands("bfloat16", 0), case.cotangents("bfloat16", 0)
+    operator = case.operator("cutlass-fna", **TILES)
+    first = both_passes(operator, *given)
     for _ in range(20):
-        jax.tree.map(np.testing.assert_array_equal, small(*arrays), first)
-    # Cotangents are drawn for the whole batch: those of the entries have to be the same ones.
-    out, pullback = jax.vjp(functools.partial(natten_jax.na2d, kernel_size=7, backend="cutlass-fna", **TILES), *arrays)
-    cotangent = draw(9, *out.shape)
-    together = (out, *pullback(cotangent))
+        jax.tree.map(np.testing.assert_array_equal, both_passes(operator, *given), first)
     for entries in (slice(0, 1), slice(2, 5)):
-        parts = [array[entries] for array in arrays]
-        out, pullback = jax.vjp(
-            functools.partial(natten_jax.na2d, kernel_size=7, backend="cutlass-fna", **TILES), *parts
-        )
-        alone = (out, *pullback(cotangent[entries]))
-        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, np.asarray(b)[entries]), alone, together)  # noqa: B023
+        parts, together = (jax.tree.map(lambda array, own=entries: array[own], each) for each in (given, first))
+        jax.tree.map(np.testing.assert_array_equal, both_passes(operator, *parts), together)
 
 
-def symbols(function: Any, *arrays: jax.Array) -> set[str]:
+def symbols(function: Any, *arrays: Any) -> set[str]:
     """Kernels that a function launches."""
     compiled = compile_for_trace(function, *arrays)
     jax.block_until_ready(compiled(*arrays))
@@ -150,44 +130,37 @@ def test_gradients_of_some_queries_that_see_all_keys(queries: int, key_bias: str
     check_all([Trial(case, dtype, 0, tiles) for dtype in ("float16", "bfloat16")], family_named("cutlass"))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize(
-    ("layout", "window", "head_dim"),
-    [
-        ((7, 7), {"kernel_size": 7}, 32),
-        ((7, 7), {"kernel_size": 7}, 64),
-        ((13, 11), {"kernel_size": (5, 4), "stride": (3, 1), "is_causal": (True, False)}, 32),
-        ((8, 7), {"kernel_size": (5, 4), "stride": (3, 1), "is_causal": (True, False)}, 64),
-        ((15, 27), {"kernel_size": (5, 7), "dilation": (2, 3), "stride": (1, 2)}, 32),
-        ((15, 27), {"kernel_size": (5, 7), "dilation": (2, 3), "stride": (1, 2)}, 64),
-        ((3, 4, 9), {"kernel_size": (2, 3, 5), "is_causal": (False, False, True)}, 32),
-        ((2, 4, 8), {"kernel_size": (2, 3, 5), "is_causal": (False, False, True)}, 64),
-        ((61,), {"kernel_size": 16, "stride": 5}, 32),
-        ((61,), {"kernel_size": 16, "stride": 5}, 64),
-    ],
-)
-def test_gradients_of_layouts_that_a_block_holds_whole(
-    layout: tuple[int, ...], window: dict[str, Any], head_dim: int, dtype: Any
-) -> None:
-    """One launch for all of them, as far as there are many heads and batch entries."""
+#: Layouts and windows of which a block holds a whole layout, by the width of heads.
+WHOLE = {
+    "32, whole": Case((7, 7), (7, 7), head_dim=32),
+    "64, whole": Case((7, 7), (7, 7), head_dim=64),
+    "32, causal": Case((13, 11), (5, 4), stride=(3, 1), is_causal=(True, False), head_dim=32),
+    "64, causal": Case((8, 7), (5, 4), stride=(3, 1), is_causal=(True, False), head_dim=64),
+    "32, dilated": Case((15, 27), (5, 7), dilation=(2, 3), stride=(1, 2), head_dim=32),
+    "64, dilated": Case((15, 27), (5, 7), dilation=(2, 3), stride=(1, 2), head_dim=64),
+    "32, volume": Case((3, 4, 9), (2, 3, 5), is_causal=(False, False, True), head_dim=32),
+    "64, volume": Case((2, 4, 8), (2, 3, 5), is_causal=(False, False, True), head_dim=64),
+    "32, sequence": Case((61,), (16,), stride=(5,), head_dim=32),
+    "64, sequence": Case((61,), (16,), stride=(5,), head_dim=64),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_gradients_of_layouts_that_a_block_holds_whole(name: str, dtype: str) -> None:
+    """One launch for all gradients if there are many heads and batch entries."""
     if (devices.default_device().compute_capability or (0, 0)) < (9, 0):
         pytest.skip("needs the engine that copies boxes")
-    shape = 48, *layout, 3, head_dim
-    arrays = [draw(i, *shape, dtype=dtype) for i in range(3)]
-    operator = functools.partial(getattr(natten_jax, f"na{len(layout)}d"), return_lse=True, **window)
-    cotangents = cotangents_of(arrays[0], arrays[2])
-
-    def gradients(operator: Any, cotangents: Any, *arrays: jax.Array) -> Any:
-        return jax.vjp(operator, *arrays)[1](cotangents)
-
-    found = jax.jit(functools.partial(gradients, functools.partial(operator, backend="cutlass-fna"), cotangents))
-    assert any("whole_gradient" in symbol for symbol in symbols(found, *arrays))
-    reference = expected(arrays, window, cotangents).gradients[:3]
-    for number, (result, exact) in enumerate(zip(found(*arrays), reference, strict=True)):
-        assert error(result, exact) <= (6e-3 if dtype == jnp.bfloat16 else 1e-3), number
+    case = dataclasses.replace(WHOLE[name], batch=48, heads=3, heads_kv=3)
+    operands, cotangents = case.operands(dtype, 0), case.cotangents(dtype, 0)
+    run = functools.partial(both_passes, case.operator("cutlass-fna"))
+    assert any("whole_gradient" in symbol for symbol in symbols(run, operands, cotangents))
+    reference = expected(case, operands, cotangents).gradients
+    for result, exact in zip(run(operands, cotangents)[1][:3], reference[:3], strict=True):
+        assert error(result, exact) <= BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     ("layout", "heads", "head_dims", "count", "amplitude"),
     [
@@ -205,40 +178,20 @@ def test_gradients_of_additional_tokens(
     head_dims: tuple[int, int],
     count: int,
     amplitude: float,
-    dtype: Any,
+    dtype: str,
 ) -> None:
     """Reproducible ones, of few queries and of many."""
-    (heads_q, heads_kv), (head_dim, head_dim_v) = heads, head_dims
-    arrays = [
-        (amplitude * draw(0, 2, *layout, heads_q, head_dim, dtype=jnp.float32)).astype(dtype),
-        draw(1, 2, *layout, heads_kv, head_dim, dtype=dtype),
-        draw(2, 2, *layout, heads_kv, head_dim_v, dtype=dtype),
-        draw(3, 2, count, heads_kv, head_dim, dtype=dtype),
-        draw(4, 2, count, heads_kv, head_dim_v, dtype=dtype),
-    ]
-    cotangents = cotangents_of(arrays[0], arrays[2])
-
-    @jax.jit
-    def gradients(*arrays: jax.Array) -> Any:
-        def operator(query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array) -> Any:
-            return natten_jax.na2d(
-                *(query, key, value, 5),
-                additional_keys=more[0],
-                additional_values=more[1],
-                return_lse=True,
-                backend="cutlass-fna",
-                **TILES,
-            )
-
-        return jax.vjp(operator, *arrays)[1](cotangents)
-
-    found = gradients(*arrays)
+    case = Case(layout, (5, 5), None, None, None, None, 2, *heads, *head_dims, additional=count, fused=True)
+    operands, cotangents = case.operands(dtype, 0), case.cotangents(dtype, 0)
+    operands = operands._replace(query=(amplitude * operands.query.astype(jnp.float32)).astype(dtype))
+    operator = case.operator("cutlass-fna", **TILES)
+    found = both_passes(operator, operands, cotangents)
     for _ in range(5):
-        jax.tree.map(np.testing.assert_array_equal, gradients(*arrays), found)
-    reference = jax.tree.leaves(expected(arrays, {"kernel_size": 5}, cotangents).gradients)
-    bound = (6e-3 if dtype == jnp.bfloat16 else 1e-3) * (1 if amplitude == 1 else 3)
-    for number, (result, exact) in enumerate(zip(found, reference, strict=True)):
-        assert error(result, exact) <= bound, number
+        jax.tree.map(np.testing.assert_array_equal, both_passes(operator, operands, cotangents), found)
+    reference = expected(case, operands, cotangents).gradients
+    bound = BOUNDS[dtype] * (1 if amplitude == 1 else 3)
+    for result, exact in zip(found[1][:5], reference[:5], strict=True):
+        assert error(result, exact) <= bound
 
 
 def test_what_is_not_finite_stays_with_the_queries_that_see_it() -> None:
