@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from natten_jax.profiler.__main__ import main
 from tests.support.programs import PACKAGE, run_command
+
+from .conftest import Profiler
 
 README = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
 FEW = "--iterations 1 --warmup-steps 0"
@@ -31,19 +32,17 @@ def test_lines_of_the_readme_run_on_a_host(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["cudnn", "pallas"])
 @pytest.mark.parametrize("option", ["--compare", "--backend"])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_advice_works(name: str, option: str, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_advice_works(name: str, option: str, dtype: str, profiler: Profiler) -> None:
     command = f"-i 8 8 -d 16 -w 3 --dtype {dtype} {FEW}"
-    assert main(f"{command} {option} {name}".split()) == 1
-    said = capsys.readouterr().err
+    said = profiler(f"{command} {option} {name}", status=1).err
     advice = re.search(r"use (--\S+ xla(?: --dtype \S+)?)\n", said)
     assert advice is not None, said
-    assert main(f"{command} {advice[1]}".split()) == 0
+    profiler(f"{command} {advice[1]}")
 
 
 @pytest.mark.parametrize("arguments", ["--compare xla --dtype bf16", "--backend xla --dtype fp32"])
-def test_baselines_without_room_for_logits_are_refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(f"-i 512 512 -n 8 -w 9 {arguments}".split()) == 1
-    said = capsys.readouterr().err.splitlines()[-1]
+def test_baselines_without_room_for_logits_are_refused(arguments: str, profiler: Profiler) -> None:
+    said = profiler(f"-i 512 512 -n 8 -w 9 {arguments}", status=1).err.splitlines()[-1]
     assert "leave it out, compare with flex-fna, or take fewer tokens or heads" in said
 
 
@@ -58,9 +57,8 @@ def test_baselines_without_room_for_logits_are_refused(arguments: str, capsys: p
         ("--q-tile 4 4 --kv-tile 4 8", ""),
     ],
 )
-def test_flags_that_change_nothing_are_said(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(f"-i 8 8 -d 16 -w 3 {FEW} {flags}".split()) == 0
-    lines = capsys.readouterr().err.splitlines()
+def test_flags_that_change_nothing_are_said(flags: str, said: str, profiler: Profiler) -> None:
+    lines = profiler(f"-i 8 8 -d 16 -w 3 {FEW} {flags}").err.splitlines()
     assert all(line.startswith("natten-jax-profiler: warning: ") for line in lines)
     assert len(lines) == bool(said)
     assert said in "\n".join(lines)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterable
@@ -16,11 +15,12 @@ import pytest
 
 from natten_jax.native import module as native
 from natten_jax.profiler import Row, capture, parse, report, symbols
-from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.capture import CaptureError, Event
 from natten_jax.profiler.program import Instruction, Program
 from tests.support.meshes import mesh_of, put
 from tests.support.traces import rows_by_module
+
+from .conftest import Profiler
 
 needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 PROBLEM = "-i 6 8 -w 3 5 -b 8 -n 8 -d 16 --dtype fp32 --warmup-steps 1 --iterations 3"
@@ -42,19 +42,12 @@ TRACED = 2
 
 
 @needs_native
-def test_a_problem_is_split_over_the_hosts_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [f"{PROBLEM} {flags} --json {tmp_path / str(i)}.json" for i, (flags, _, _) in enumerate(RUNS)]
-    lines[TRACED] += f" --trace-dir {tmp_path}"
-    outputs = []
-    for line in lines:
-        assert main(line.split()) == 0, line
-        outputs.append(capsys.readouterr().out)
-    for i, ((flags, share, collectives), output) in enumerate(zip(RUNS, outputs, strict=True)):
-        assert all(len(row) <= 100 for row in output.splitlines())
+def test_a_problem_is_split_over_the_hosts_devices(tmp_path: Path, profiler: Profiler) -> None:
+    for i, (flags, share, collectives) in enumerate(RUNS):
+        output, _, found = profiler(f"{PROBLEM} {flags}" + f" --trace-dir {tmp_path}" * (i == TRACED))
         options = parse([*PROBLEM.split(), *flags.split()])
         each = options.per_device()
         assert (each.batch, each.heads, each.heads_kv) == share
-        found = json.loads((tmp_path / f"{i}.json").read_text())
         assert (found["devices"]["count"], found["devices"]["split"]) == (options.devices, options.split)
         assert f"{options.devices} devices, split over {options.split}" in output
         assert f"device {found['devices']['busiest']}, the busiest of {options.devices}" in output
@@ -67,8 +60,7 @@ def test_a_problem_is_split_over_the_hosts_devices(tmp_path: Path, capsys: pytes
         assert set(kernels.values()) <= {1}
         if "flex" not in flags:
             assert set(kernels) == {"FnaForward", "FnaBackward"} if options.backprop else {"FnaForward"}
-    assert main(f"{PROBLEM} -b 9 --devices 9".split()) == 1
-    message = capsys.readouterr().err.splitlines()[-1]
+    message = profiler(f"{PROBLEM} -b 9 --devices 9", status=1).err.splitlines()[-1]
     assert "--devices 9 is more than there are here: 8 (cpu)" in message
     assert "JAX_NUM_CPU_DEVICES=9" in message
     # The trace of one of them, read as any trace: it shows one device's part of three iterations.
@@ -132,16 +124,6 @@ def test_a_trace_that_lacks_devices_is_an_error(monkeypatch: pytest.MonkeyPatch)
         captured(monkeypatch, 3, 8)
 
 
-def test_host_events_say_their_device() -> None:
-    def event(name: str, device: int) -> Any:
-        stats = {"hlo_op": name, "hlo_module": "jit_f", "run_id": 7, "device_ordinal": device}
-        return SimpleNamespace(name=name, start_ns=0.0, end_ns=10.0, stats=stats.items())
-
-    line = SimpleNamespace(events=[event("dot.1", 0), event("dot.1", 5)])
-    profile: Any = SimpleNamespace(planes=[SimpleNamespace(name="/host:CPU", lines=[line])])
-    assert list(capture.by_device(capture.cpu_events(profile))) == [0, 5]
-
-
 def test_the_busiest_device_is_that_of_the_longest_median() -> None:
     def iterations(*times: float) -> list[list[Event]]:
         return [[Event("a", "a", "", 0.0, time / 2), Event("b", "b", "", 0.0, time / 2)] for time in times]
@@ -192,18 +174,13 @@ def test_wrapped_collectives_are_told_by_what_they_wrap() -> None:
 
 
 @pytest.mark.parametrize(
-    ("split", "described"),
-    [("heads", "8 devices, split over heads"), ("T,W", "8 devices, split over T,W (T in ")],
+    ("split", "described"), [("heads", "8 devices, split over heads"), ("T,W", "8 devices, split over T,W (T in ")]
 )
-def test_simulates_several_devices(
-    split: str, described: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "simulated.json"
+def test_simulates_several_devices(split: str, described: str, profiler: Profiler) -> None:
     video = "-i 32 48 80 -n 24 -d 128 -w 6 24 8 --simulate --compute-capability 9.0 --backprop"
-    assert main(f"{video} --devices 8 --split {split} --json {path}".split()) == 0
-    output = " ".join(capsys.readouterr().out.split())
+    output, _, saved = profiler(f"{video} --devices 8 --split {split}")
+    output = " ".join(output.split())
     assert described in output and "an efficiency of" in output
-    saved = json.loads(path.read_text())
     assert (saved["devices"]["count"], saved["devices"]["split"]) == (8, split)
     for pass_, figures in saved["devices"]["passes"].items():
         one = saved["passes"][pass_]["predicted_seconds"]

@@ -14,10 +14,10 @@ import jax
 import pytest
 
 from natten_jax.profiler import parse, workload
-from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.report import write_file
 from tests.support.compilation import users_environment
-from tests.support.programs import run_command
+
+from .conftest import Profiler
 
 # Problems that are too large for the machine.
 
@@ -35,14 +35,9 @@ TOO_LARGE = "the problem is too large for this machine: its operands and results
         (f"-i {2**62} -w 3", "the problem is too large for this machine"),
     ],
 )
-def test_problems_that_no_memory_holds_are_one_sentence(problem: str, message: str) -> None:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    finished = run_command(["-m", "natten_jax.profiler", *problem.split()], environment)
-    assert finished.returncode == 1
-    complaint = finished.stderr.splitlines()[-1]
-    assert complaint.startswith("natten-jax-profiler: error: ")
-    assert message in complaint
-    assert "Traceback" not in finished.stderr
+def test_problems_that_no_memory_holds_are_one_sentence(problem: str, message: str, profiler: Profiler) -> None:
+    complaint = profiler(problem, status=1).err.splitlines()[-1]
+    assert complaint.startswith("natten-jax-profiler: error: ") and message in complaint
 
 
 class FakeDevice(NamedTuple):
@@ -93,7 +88,7 @@ def test_devices_hold_their_share_and_parts_of_the_host_all(monkeypatch: pytest.
 
 @pytest.mark.parametrize("mode", ["", "--optimize", "--compare xla", "--backprop"])
 def test_what_does_not_fit_is_refused_before_anything_is_made(
-    mode: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    mode: str, profiler: Profiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("XLA was asked")
@@ -101,8 +96,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(
     monkeypatch.setattr(workload, "make_inputs", fail)
     monkeypatch.setattr(jax, "jit", fail)
     monkeypatch.setattr(workload, "default_jax_device", lambda: FakeDevice(1 << 10))
-    assert main(["-i", "8", "-w", "3", *mode.split()]) == 1
-    complaint = capsys.readouterr().err.splitlines()[-1]
+    complaint = profiler(f"-i 8 -w 3 {mode}", status=1).err.splitlines()[-1]
     assert complaint == (
         "natten-jax-profiler: error: the problem is too large for this machine: "
         "its operands and results take 0.0 GiB, and cpu has 0.0 GiB"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-import json
 import sys
 import types
 from pathlib import Path
@@ -23,11 +22,12 @@ from natten_jax.plan.devices import Device
 from natten_jax.problem import problem_of
 from natten_jax.profiler import baselines, cli, parse, report, workload
 from natten_jax.profiler import trace as trace_program
-from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.capture import capture_in_turns
 from natten_jax.profiler.measure import Comparison, profile
 from natten_jax.profiler.predict import STATIC
 from tests.support.traces import rows_by_module
+
+from .conftest import Profiler
 
 # The profiler's other jobs: listing, predicting, comparing, and reading any trace.
 
@@ -62,11 +62,8 @@ EXAMPLES = (
 
 
 @pytest.mark.parametrize("line", EXAMPLES)
-def test_documented_command_lines(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main((line if "--dry-run" in line else f"{line} {FEW}").split()) == 0
-    output = capsys.readouterr().out
-    assert all(len(row) <= 100 for row in output.splitlines())
-    assert "\x1b" not in output
+def test_documented_command_lines(line: str, profiler: Profiler) -> None:
+    output = profiler(line if "--dry-run" in line else f"{line} {FEW}").out
     if "--dry-run" in line:
         assert "Use case is compatible with backend cpu-fmha." in output
         assert "Forward pass configurations" in output
@@ -87,16 +84,14 @@ def test_documented_command_lines(line: str, capsys: pytest.CaptureFixture[str])
     ],
 )
 def test_a_backend_for_another_device_says_so_and_shows_the_dry_run(
-    backend: str, flag: str, reason: str, capsys: pytest.CaptureFixture[str]
+    backend: str, flag: str, reason: str, profiler: Profiler
 ) -> None:
-    assert main(f"--backend {backend} -n 24 -d 128 -i 256 256 -w 80 80 --max-configs 2".split()) == 1
-    captured = capsys.readouterr()
-    assert captured.err.startswith(f"natten-jax-profiler: error: {backend} ")
-    assert captured.err.count("\n") == 1
-    assert reason in captured.err
-    assert f"A dry run with {flag} shows:" in captured.out
-    assert reason in captured.out or f"compatible with backend {backend}" in captured.out
-    assert "Use case is compatible with backend flex-fna." in captured.out
+    output, error, _ = profiler(f"--backend {backend} -n 24 -d 128 -i 256 256 -w 80 80 --max-configs 2", status=1)
+    assert error.startswith(f"natten-jax-profiler: error: {backend} ")
+    assert error.count("\n") == 1 and reason in error
+    assert f"A dry run with {flag} shows:" in output
+    assert reason in output or f"compatible with backend {backend}" in output
+    assert "Use case is compatible with backend flex-fna." in output
 
 
 @pytest.mark.parametrize(
@@ -109,13 +104,10 @@ def test_a_backend_for_another_device_says_so_and_shows_the_dry_run(
         ("--backend hopper-fna --compute-capability 10.0", "runs on NVIDIA GPUs of compute capability 9.0 only"),
     ],
 )
-def test_a_dry_run_of_a_backend_for_another_gpu(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(f"-d 128 -i 32768 -w 2048 --dry-run {arguments}".split()) == 1
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert "Use case is compatible with backend cutlass-fna." in captured.out
+def test_a_dry_run_of_a_backend_for_another_gpu(arguments: str, message: str, profiler: Profiler) -> None:
+    output, error, _ = profiler(f"-d 128 -i 32768 -w 2048 --dry-run {arguments}", status=1)
+    assert message in error
+    assert "Use case is compatible with backend cutlass-fna." in output
 
 
 @pytest.mark.parametrize(
@@ -130,148 +122,108 @@ def test_a_dry_run_of_a_backend_for_another_gpu(
     ],
 )
 @pytest.mark.parametrize("mode", ["--dry-run", "--simulate"])
-def test_times_that_nobody_measured_say_so(command: str, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(f"{command} {mode} --compute-capability 10.0".split()) == 0
-    output = capsys.readouterr().out
+def test_times_that_nobody_measured_say_so(command: str, mode: str, profiler: Profiler) -> None:
+    output = profiler(f"{command} {mode} --compute-capability 10.0").out
     assert "Predicted times of blackwell-*: from arithmetic, not measured." in output
     assert ("Backend: blackwell-f" in output) == (mode == "--dry-run")
 
 
-def test_the_tiles_that_natten_recommends_are_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tiles_that_natten_recommends_are_simulated(profiler: Profiler) -> None:
     command = "--backend blackwell-fna --q-tile 16 16 --kv-tile 16 8 -n 24 -d 128 -i 256 256 -w 80 80 -s 16 16"
-    assert main(f"{command} --simulate --compute-capability 10.0".split()) == 0
-    assert "the mask is fully block-sparse" in capsys.readouterr().out
+    assert "the mask is fully block-sparse" in profiler(f"{command} --simulate --compute-capability 10.0").out
 
 
 @pytest.mark.parametrize("capability", ["7.5", "8.0", "8.6", "9.0", "10.0", "12.1"])
-def test_a_dry_run_for_any_gpu(capability: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(f"-n 24 -d 128 -i 256 256 -w 80 80 --backprop --dry-run --compute-capability {capability}".split()) == 0
-    output = capsys.readouterr().out
+def test_a_dry_run_for_any_gpu(capability: str, profiler: Profiler) -> None:
+    output = profiler(f"-n 24 -d 128 -i 256 256 -w 80 80 --backprop --dry-run --compute-capability {capability}").out
     assert f"(compute capability {capability})" in output
     version = tuple(map(int, capability.split(".")))
     runs = {"hopper": version == (9, 0), "cutlass": version >= (8, 0), "flex": True, "cpu": False}
     for family, is_compatible in runs.items():
-        line = f"Use case is {'' if is_compatible else 'not '}compatible with backend {family}-fna"
-        assert line in output
-    assert all(len(line) <= 100 for line in output.splitlines())
+        assert f"Use case is {'' if is_compatible else 'not '}compatible with backend {family}-fna" in output
 
 
-def test_a_dry_run_says_which_schedule_is_which(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["-d", "128", "-i", "4096", "-w", "256", "--dry-run", "--compute-capability", "9.0"]) == 0
-    words = " ".join(capsys.readouterr().out.split())
-    for value, name in (
-        ("pp", "WarpSpecializedPingpong"),
-        ("coop", "WarpSpecializedCooperative"),
-        ("non", "NonPersistent"),
-    ):
-        assert f"{value} is KernelSchedule.{name}" in words
+def test_a_dry_run_says_which_schedule_is_which(profiler: Profiler) -> None:
+    words = " ".join(profiler(f"-d 128 -i 4096 -w 256 --dry-run {HOPPER}").out.split())
+    names = {"pp": "WarpSpecializedPingpong", "coop": "WarpSpecializedCooperative", "non": "NonPersistent"}
+    assert all(f"{value} is KernelSchedule.{name}" in words for value, name in names.items())
 
 
 # Listing.
-def test_dry_run_lists_tiles_best_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "dry.json"
-    assert main(f"{VIDEO} --dry-run --compute-capability 9.0 --max-configs 3 --json {path}".split()) == 0
-    output = capsys.readouterr().out
-    assert all(len(line) <= 100 for line in output.splitlines())
+def test_dry_run_lists_tiles_best_first(profiler: Profiler) -> None:
+    output, _, found = profiler(f"{VIDEO} --dry-run {HOPPER} --max-configs 3")
     for part in ("q_tile_shape", "kv_tile_shape", "kernel_schedule", "no mask", "waste", "predicted", "pp, coop, non"):
         assert part in output
     assert "Use case is not compatible with backend cpu-fna: it runs on platform cpu only" in output
-    found = json.loads(path.read_text())
     hopper = [each for each in found["configurations"] if each["backend"] == "hopper-fna" and each["pass"] == "forward"]
     assert len(hopper) > 100
     seconds = [each["predicted_seconds"] for each in hopper]
     assert seconds == sorted(seconds)
-    first = report.format_time(seconds[0])
-    rows = [line for line in output.splitlines() if first in line]
-    assert rows
+    assert report.format_time(seconds[0]) in output
     listed = output[output.index("Backend: hopper-fna") :].split("Use case")[0]
     assert listed.count("pp, coop, non") == 3
     assert "..." in listed
 
 
-def test_dry_run_of_self_attention_lists_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(f"-i 16 16 -d 128 --dtype bf16 --dry-run --max-configs 0 {HOPPER}".split()) == 0
-    output = capsys.readouterr().out
-    assert "Use case is compatible with backend hopper-fmha." in output
-    assert "q_tile_size" in output
-    assert "..." not in output
-
-
 @pytest.mark.parametrize("layout", ["4096", "64 64", "16 16 16"])
 @pytest.mark.parametrize("backend", ["hopper-fna", "cutlass-fna", "flex-fna", None])
 def test_dry_run_of_self_attention_lists_tiles_of_windows_too(
-    layout: str, backend: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    layout: str, backend: str | None, profiler: Profiler
 ) -> None:
-    path = tmp_path / "dry.json"
     chosen = "" if backend is None else f"--backend {backend}"
-    assert main(f"-i {layout} -d 128 --dtype bf16 --dry-run {chosen} {HOPPER} --json {path}".split()) == 0
-    output = capsys.readouterr().out
+    output, _, found = profiler(f"-i {layout} -d 128 --dtype bf16 --dry-run --max-configs 0 {chosen} {HOPPER}")
     for family in [backend.removesuffix("-fna")] if backend else ["hopper", "cutlass", "flex"]:
         assert f"Use case is compatible with backend {family}-fmha." in output
         assert f"Use case is compatible with backend {family}-fna." in output
-    assert "q_tile_size" in output and "q_tile_shape" in output and "(-w)" in output
-    ranks = {
-        each["backend"].partition("-")[2]: len(each["q_tile_shape"])
-        for each in json.loads(path.read_text(encoding="utf-8"))["configurations"]
-    }
+    assert "q_tile_size" in output and "q_tile_shape" in output and "(-w)" in output and "..." not in output
+    ranks = {each["backend"].partition("-")[2]: len(each["q_tile_shape"]) for each in found["configurations"]}
     assert ranks == {"fmha": 1, "fna": len(layout.split())}
 
 
-def test_dry_run_of_an_attention_backend_lists_its_tiles_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_of_an_attention_backend_lists_its_tiles_alone(profiler: Profiler) -> None:
     for name in ("flex-fmha", "flex-fna"):  # as NATTEN's documents call it
-        assert main(f"-i 16 16 --dry-run --fmha-backend {name}".split()) == 0
-        output = capsys.readouterr().out
+        output = profiler(f"-i 16 16 --dry-run --fmha-backend {name}").out
         assert "compatible with backend flex-fmha." in output and "-fna" not in output
 
 
-def test_dry_run_without_any_backend_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(f"-i 64 -w 8 -d 260 --backend hopper-fna --dry-run {HOPPER}".split()) == 1
-    assert "not compatible with backend hopper-fna: head_dim must be at most 256" in capsys.readouterr().out
+def test_dry_run_without_any_backend_fails(profiler: Profiler) -> None:
+    output = profiler(f"-i 64 -w 8 -d 260 --backend hopper-fna --dry-run {HOPPER}", status=1).out
+    assert "not compatible with backend hopper-fna: head_dim must be at most 256" in output
 
 
 # Predicting.
-def test_simulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "simulated.json"
-    assert main(f"{VIDEO} --simulate --compute-capability 9.0 --json {path}".split()) == 0
-    output = capsys.readouterr().out
-    assert all(len(line) <= 100 for line in output.splitlines())
+def test_simulation(profiler: Profiler) -> None:
+    output, _, found = profiler(f"{VIDEO} --simulate {HOPPER}")
     for part in ("predicted time", "GFLOP executed", "share computed; of that, full", "11.1X", "fully block-sparse"):
         assert part in output
-    found = json.loads(path.read_text())
     forward, advice = found["passes"]["forward"], found["recommendation"]
     assert forward["backend"] == "hopper-fna"
     assert forward["predicted_seconds"] > advice["predicted_seconds"] > 0
     assert advice["counts"]["full"] == advice["counts"]["inner"] > 0
     stride = " ".join(map(str, advice["stride"]))
     assert f"-s {stride};" in output
-    assert main(f"{VIDEO} -s {stride} --simulate --compute-capability 9.0".split()) == 0
-    assert "the mask is fully block-sparse." in capsys.readouterr().out
+    assert "the mask is fully block-sparse." in profiler(f"{VIDEO} -s {stride} --simulate {HOPPER}").out
 
 
-def test_simulation_with_tiles_of_both_passes_without_a_calibration(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulation_with_tiles_of_both_passes_without_a_calibration(profiler: Profiler) -> None:
     tiles = "--q-tile 4 4 --kv-tile 4 4 --backward-q-tile 8 4 --backward-kv-tile 4 8"
-    assert main(f"-i 32 32 -w 8 8 --backend flex-fna --backprop --simulate {tiles}".split()) == 0
-    output = capsys.readouterr().out
+    output = profiler(f"-i 32 32 -w 8 8 --backend flex-fna --backprop --simulate {tiles}").out
     for part in ("backward", "(8, 4)", "(4, 8)", "not calibrated"):
         assert part in output
 
 
 # Comparing, and files.
 @needs_native
-def test_comparison_and_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparison_and_every_file(tmp_path: Path, profiler: Profiler, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    files = {flag: tmp_path / f"result.{flag}" for flag in ("json", "csv")}
-    arguments = " ".join(f"--{flag} {path}" for flag, path in files.items())
-    arguments += f" --plot {tmp_path / 'result.png'} --trace-dir {tmp_path / 'trace'}"
-    assert main(f"-i 16 16 -d 32 -w 4 4 --dtype bf16 --compare xla {FEW} {arguments}".split()) == 0
-    output = capsys.readouterr().out
+    files = f"--csv {tmp_path / 'result.csv'} --plot {tmp_path / 'result.png'} --trace-dir {tmp_path / 'trace'}"
+    output, _, found = profiler(f"-i 16 16 -d 32 -w 4 4 --dtype bf16 --compare xla {FEW} {files}")
     assert "Baseline: xla" in output
     assert "FLOP-wise speedup (upper bound) with 93.75% sparsity: 16X" in output
-    found = json.loads(files["json"].read_text())
     assert found["flop_bound"] == 16
     ratios = [b / a for a, b in zip(found["iteration_times"], found["baseline"]["iteration_times"], strict=True)]
     assert found["speedup"] == pytest.approx(float(np.median(ratios)))
-    rows = list(csv.DictReader(files["csv"].open()))
+    rows = list(csv.DictReader((tmp_path / "result.csv").open()))
     assert {row["table"] for row in rows} == {"result", "xla"}
     medians = {row["operation"]: row["runtime"] for row in found["rows"]}
     written = {row["operation"]: float(row["median"]) for row in rows if row["table"] == "result"}
@@ -360,13 +312,12 @@ def test_lines_are_wrapped() -> None:
 # Configurations and static times of TPUs, on a machine without a TPU.
 
 
-IMAGE = ["-i", "32", "32", "-w", "7", "-d", "64", "--dtype", "bf16", "--max-configs", "2"]
+IMAGE = "-i 32 32 -w 7 -d 64 --dtype bf16"
 
 
 @pytest.mark.parametrize("chip", TPU_CHIPS)
-def test_configurations_of_a_chip_that_is_not_there(chip: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*IMAGE, "--dry-run", "--device", chip]) == 0
-    printed = capsys.readouterr().out
+def test_configurations_of_a_chip_that_is_not_there(chip: str, profiler: Profiler) -> None:
+    printed = profiler(f"{IMAGE} --max-configs 2 --dry-run --device {chip}").out
     assert f"Device: tpu ({TPU_CHIPS[chip].product})" in printed
     assert "compatible with backend tpu-fna" in printed and "compatible with backend flex-fna" in printed
     assert "not compatible with backend cpu-fna: it runs on platform cpu only" in printed
@@ -374,18 +325,15 @@ def test_configurations_of_a_chip_that_is_not_there(chip: str, capsys: pytest.Ca
     assert printed.count(STATIC) == 2
 
 
-def test_a_static_time_says_that_it_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "simulated.json"
-    arguments = [*IMAGE[:-2], "--simulate", "--device", "v5e", "--backprop", "--json", str(file)]
-    assert main([*arguments, "--backend", "tpu-fna"]) == 0
-    assert STATIC in capsys.readouterr().out
-    found = json.loads(file.read_text())
+def test_a_static_time_says_that_it_is_one(profiler: Profiler) -> None:
+    arguments = f"{IMAGE} --simulate --device v5e --backprop"
+    output, _, found = profiler(f"{arguments} --backend tpu-fna")
+    assert STATIC in output
     assert found["is_static"] and found["simulated_device"]["product"] == "TPU v5 lite"
     assert 0 < found["passes"]["forward"]["predicted_seconds"] < found["passes"]["backward"]["predicted_seconds"]
     # The default there is plain JAX, which lacks a time model.
-    assert main(arguments) == 0
-    assert STATIC not in capsys.readouterr().out
-    assert not json.loads(file.read_text())["is_static"]
+    output, _, found = profiler(arguments)
+    assert STATIC not in output and not found["is_static"]
 
 
 def test_the_static_model_is_the_slowest_of_products_softmax_and_memory() -> None:
@@ -415,9 +363,8 @@ SHAPE = (2, 4, 3, 6, 8)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, attend: Any) -> None:
-    """Let ``import tokamax`` find a module with this attention."""
-    module = types.ModuleType("tokamax")
-    module.__dict__["dot_product_attention"] = attend
+    """Let ``import tokamax`` find a module with this attention, or none."""
+    module = types.SimpleNamespace(dot_product_attention=attend) if attend else None
     monkeypatch.setitem(sys.modules, "tokamax", module)
 
 
@@ -436,18 +383,19 @@ def test_pallas_is_the_attention_of_tokamax_over_flat_tokens(monkeypatch: pytest
     np.testing.assert_allclose(found, baselines.attend("xla", query, key, value), atol=1e-6)
 
 
-def test_pallas_says_which_package_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tokamax", None)
-    x = jnp.ones(SHAPE)
-    with pytest.raises(ValueError, match=r"needs the package tokamax, on Python 3\.12 or later"):
-        baselines.attend("pallas", x, x, x)
+def refuse(*_: jax.Array, implementation: str) -> jax.Array:
+    raise NotImplementedError("only NVIDIA GPUs of compute capability 9.0")
 
 
-def test_pallas_says_what_tokamax_has_no_kernel_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attend(*arrays: jax.Array, implementation: str) -> jax.Array:
-        raise NotImplementedError("only NVIDIA GPUs of compute capability 9.0")
-
+@pytest.mark.parametrize(
+    ("attend", "message"),
+    [
+        (None, r"needs the package tokamax, on Python 3\.12 or later"),
+        (refuse, r"tokamax has no Pallas kernel .*: only NVIDIA GPUs"),
+    ],
+)
+def test_pallas_says_what_it_lacks(attend: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, attend)
     x = jnp.ones(SHAPE)
-    with pytest.raises(ValueError, match=r"tokamax has no Pallas kernel .*: only NVIDIA GPUs"):
+    with pytest.raises(ValueError, match=message):
         baselines.attend("pallas", x, x, x)
