@@ -135,9 +135,8 @@ def test_what_is_unused_in_a_plan_changes_nothing(
     if CHOICES[name].pass_ == "forward" or name in more:
         return
     backend = BACKENDS["cutlass"]
-    value: Any = (3,) * problem.rank if name == "backward_kv_splits" else ASKED[name]
     plain = Performance(**more).with_tiles("backward", tiles)
-    asked = dataclasses.replace(plain, **{name: value})
+    asked = dataclasses.replace(plain, **{name: value_of(name, problem.rank)})
     plan = plan_for(backend, "backward", asked, problem)
     assert set(ignored(plan, asked)) == unused & {name}
     if name in unused:
@@ -146,14 +145,7 @@ def test_what_is_unused_in_a_plan_changes_nothing(
 
 LAYOUT = (4, 5, 6)
 
-EXPLICIT_DEFAULTS = {
-    "backward_kv_splits": None,
-    "backward_use_xla_reduction": False,
-    "backward_deterministic": False,
-    "memory_usage_preference": "default",
-    "run_persistent_kernel": True,
-    "kernel_schedule": None,
-}
+EXPLICIT_DEFAULTS = {name: getattr(Performance(), name) for name in ASKED}
 
 
 def arrays(rank: int) -> list[jax.Array]:

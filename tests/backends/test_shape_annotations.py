@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import inspect
 import pkgutil
@@ -55,14 +54,7 @@ class Watched:
 
     def replaced(self, function: Callable[..., Any]) -> Callable[..., Any]:
         self.known.add(function.__qualname__)
-        inner = checked(function)
-
-        @functools.wraps(function)
-        def noted(*arguments: Any, **named: Any) -> Any:
-            self.called.add(function.__qualname__)
-            return inner(*arguments, **named)
-
-        return noted
+        return checked(function, self.called)
 
     def methods_of(self, kind: type) -> None:
         for name, member in list(vars(kind).items()):

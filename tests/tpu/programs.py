@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z\-]*)\((.*?)\)(?:, |$)(.*)$", re.MULTILINE)
 _ARRAY = re.compile(r"[a-z]+[0-9]+\[([0-9,]*)\]")
@@ -13,21 +13,7 @@ _ARRAY = re.compile(r"[a-z]+[0-9]+\[([0-9,]*)\]")
 _COPIES_NOTHING = ("bitcast", "copy-start", "copy-done", "slice-start", "slice-done", "get-tuple-element", "tuple")
 
 
-@dataclasses.dataclass(frozen=True)
-class Copy:
-    """An array that is nothing but an argument in another order.
-
-    Attributes:
-        name: The name of the instruction that writes it.
-        is_padded: Whether it has more elements.
-    """
-
-    name: str
-    is_padded: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class _Instruction:
+class _Instruction(NamedTuple):
     kind: str
     elements: int
     operands: Sequence[str]
@@ -38,52 +24,43 @@ class _Instruction:
         return self.kind == "custom-call" and "tpu_custom_call" in self.facts
 
 
-@dataclasses.dataclass(frozen=True)
 class Program:
     """A program.
 
-    Attributes:
-        instructions: Those of its entry, by name.
+    Args:
+        text: The program as XLA writes it.
     """
 
-    instructions: Mapping[str, _Instruction]
-
-    @classmethod
-    def of(cls, text: str) -> Program:
-        """That of a program as XLA writes it."""
-        found = {}
+    def __init__(self, text: str) -> None:
+        self._instructions: dict[str, _Instruction] = {}
         for name, type_, kind, operands, facts in _INSTRUCTION.findall(text[text.index("\nENTRY ") :]):
-            elements = max(
-                (math.prod(map(int, filter(None, each.split(",")))) for each in _ARRAY.findall(type_)), default=0
-            )
-            found[name] = _Instruction(kind, elements, re.findall(r"%([\w.\-]+)", operands), facts)
-        return cls(found)
+            sizes = [math.prod(map(int, filter(None, each.split(",")))) for each in _ARRAY.findall(type_)]
+            named = re.findall(r"%([\w.\-]+)", operands)
+            self._instructions[name] = _Instruction(kind, max(sizes, default=0), named, facts)
 
     def calls_of(self, kernel: str) -> int:
         """How often a kernel is called."""
-        return sum(
-            each.is_kernel and re.fullmatch(rf"{kernel}(\.\d+)?", name) is not None
-            for name, each in self.instructions.items()
-        )
+        named = [each for name, each in self._instructions.items() if re.fullmatch(rf"{kernel}(\.\d+)?", name)]
+        return sum(each.is_kernel for each in named)
 
-    def copies_of(self, argument: str) -> list[Copy]:
-        """The copies of an argument that are made on the way to kernels.
+    def copies_of(self, argument: str) -> list[bool]:
+        """For each copy of an argument that is made on the way to kernels, True if it has more elements.
 
         Args:
             argument: As JAX calls it, ``"operands.key"``.
         """
         (found,) = (
             name
-            for name, each in self.instructions.items()
+            for name, each in self._instructions.items()
             if each.kind == "parameter" and f'op_name="{argument}"' in each.facts
         )
-        return list(self._copies(found, self.instructions[found].elements, {found}))
+        return list(self._copies(found, self._instructions[found].elements, {found}))
 
-    def _copies(self, name: str, elements: int, seen: set[str]) -> Iterator[Copy]:
-        for user, each in self.instructions.items():
+    def _copies(self, name: str, elements: int, seen: set[str]) -> Iterator[bool]:
+        for user, each in self._instructions.items():
             if name not in each.operands or user in seen or each.is_kernel:
                 continue
             seen.add(user)
             if each.kind not in _COPIES_NOTHING and each.kind != "custom-call":
-                yield Copy(user, each.elements > elements)
+                yield each.elements > elements
             yield from self._copies(user, elements, seen)

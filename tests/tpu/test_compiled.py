@@ -36,10 +36,10 @@ def test_both_passes_compile_and_copy_no_more_than_said(name: str, chip: str) ->
     backend = "tpu-fna" if case.queries is None else "tpu-fmha"
     text = compiled_for(chip, both_passes(case, backend), operands, cotangents).as_text()
     assert text is not None
-    program = Program.of(text)
+    program = Program(text)
     calls = 2 if case.additional else 1
     assert [program.calls_of(kernel) for kernel in KERNELS] == [calls] * 3
     for operand, uses in (("query", calls), ("key", 1), ("value", 1)):
         copies = program.copies_of(f"operands.{operand}")
-        padded = 2 * len(PASSES) * uses if any(copy.is_padded for copy in copies) else 0
+        padded = 2 * len(PASSES) * uses if any(copies) else 0
         assert len(copies) <= 1 + padded, (operand, copies)
