@@ -159,7 +159,7 @@ def recommend_stride(
         if simulation.counts.is_fully_block_sparse:
             found.append(Recommendation(stride, simulation))
 
-    return min(_nearly_best(found), key=lambda each: (math.prod(each.stride), _cost(each.simulation)), default=None)
+    return _smallest(found)
 
 
 def _cost(simulation: Simulation) -> float:
@@ -170,9 +170,11 @@ def _cost(simulation: Simulation) -> float:
 _Found = TypeVar("_Found", Recommendation, "DilationRecommendation")
 
 
-def _nearly_best(found: Sequence[_Found]) -> list[_Found]:
+def _smallest(found: Sequence[_Found]) -> _Found | None:
+    """Return the smallest stride or dilation at nearly the best speed; ``None`` if there are none."""
     least = min((_cost(each.simulation) for each in found), default=math.inf)
-    return [each for each in found if _cost(each.simulation) <= _NEARLY_BEST * least]
+    fast = [each for each in found if _cost(each.simulation) <= _NEARLY_BEST * least]
+    return min(fast, key=lambda each: (math.prod(each[0]), _cost(each.simulation)), default=None)
 
 
 class DilationRecommendation(NamedTuple):
@@ -232,7 +234,7 @@ def recommend_dilation(
     least = min((_cost(each.simulation) for each in found), default=math.inf)
     if not own or least * _NEARLY_BEST > min(map(_cost, own)):
         return None
-    return min(_nearly_best(found), key=lambda each: (math.prod(each.dilation), _cost(each.simulation)))
+    return _smallest(found)
 
 
 def _dilation_with_fewest_tiles(axis: Axis, q_tile: int, kv_tile: int, placement: Placement) -> int:

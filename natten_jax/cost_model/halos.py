@@ -141,33 +141,24 @@ def visits_at_once(plan: Plan, halos: Sequence[Halo]) -> Visits:
     return _product(found)
 
 
-def visits_by_keys(plan: Plan, halos: Sequence[Halo]) -> list[Visits]:
-    """Count tiles of calls with own keys, and with each slab and the queries that see it.
+def slab_visits(axis: Axis, pass_: Pass, tile: tuple[int, int], halo: Halo) -> list[Visits]:
+    """Count tiles of a part with its own keys, with all keys that it gets, and with the keys of each slab.
 
     The counts are those of the device that visits most.
     """
-    dimensions = []  # of a device with its own keys, with all keys, and with the keys of each slab
-    for axis, halo, tile in _dimensions(plan, halos):
-        of_parts = []
-        for first in _starts_of_some_parts(halo):
-            before, after = halo.before, halo.after
-            if halo.changes_places:
-                before, after = (before, 0) if first > 0 else (0, after)
-            own = first, first + halo.part
-            ranges = [(own, own), (own, (own[0] - before, own[1] + after))]
-            for slab in halo.seen_slabs(axis):
-                is_front = first > 0 if slab.is_front is None else slab.is_front
-                query, key = (first + start for start in slab.starts(halo.part, is_front))
-                ranges.append(((query, query + slab.queries), (key, key + slab.keys)))
-            of_parts.append([visits(axis, plan.pass_, tile, *each) for each in ranges])
-        dimensions.append(max(of_parts, key=lambda each: sum(call.inner for call in (each[0], *each[2:]))))
-    across = [own for own, *_ in dimensions]
-    calls = [_product(across)]
-    for i in travel_order(halos):
-        _, joined, *of_slabs = dimensions[i]
-        calls += [_product([*across[:i], slab, *across[i + 1 :]]) for slab in of_slabs]
-        across[i] = joined
-    return calls
+    of_parts = []
+    for first in _starts_of_some_parts(halo):
+        before, after = halo.before, halo.after
+        if halo.changes_places:
+            before, after = (before, 0) if first > 0 else (0, after)
+        own = first, first + halo.part
+        ranges = [(own, own), (own, (own[0] - before, own[1] + after))]
+        for slab in halo.seen_slabs(axis):
+            is_front = first > 0 if slab.is_front is None else slab.is_front
+            query, key = (first + start for start in slab.starts(halo.part, is_front))
+            ranges.append(((query, query + slab.queries), (key, key + slab.keys)))
+        of_parts.append([visits(axis, pass_, tile, *each) for each in ranges])
+    return max(of_parts, key=lambda each: sum(call.inner for call in (each[0], *each[2:])))
 
 
 def _starts_of_some_parts(halo: Halo) -> list[int]:
@@ -263,22 +254,24 @@ def _by_keys(plan: Plan, halos: Sequence[Halo]) -> HaloStrategy | None:
     """A pass that takes a device's own keys first, and then each halo; ``None`` if that is impossible."""
     if any(halo.is_gathered for halo in halos) or not any(halo.received for halo in halos):
         return None
-    problem = plan.problem
-    copied, slabs = 0, []
-    held = [halo.part for halo in halos]
-    part = math.prod(held)
+    problem, copies = plan.problem, _copies(plan)
+    dimensions = [slab_visits(axis, plan.pass_, tile, halo) for axis, halo, tile in _dimensions(plan, halos)]
+    held, across = [halo.part for halo in halos], [own for own, *_ in dimensions]
+    part, copied = math.prod(held), 0
+    calls, slabs = [_product(across)], list[int]()
     for i in travel_order(halos):
-        across = math.prod(held) // held[i]
-        for slab in halos[i].seen_slabs(problem.axes[i]):
-            copied += part // halos[i].part * slab.queries * _copies(plan)
-            slabs.append(slab.keys * across)
-        held[i] += halos[i].received
+        _, joined, *of_slabs = dimensions[i]
+        for slab, seen in zip(halos[i].seen_slabs(problem.axes[i]), of_slabs, strict=True):
+            copied += part // halos[i].part * slab.queries * copies
+            slabs.append(slab.keys * math.prod(held) // held[i])
+            calls.append(_product([*across[:i], seen, *across[i + 1 :]]))
+        held[i], across[i] = held[i] + halos[i].received, joined
     # A token's queries, or its outputs if they are wider.
     width = max(problem.head_dim, problem.head_dim_v)
     token_bytes = problem.batch * problem.heads * width * problem.element.bytes
     # Keys and values are cut and put together, and taken apart where they arrive.
     moved = copied * token_bytes + 5 * _slab_bytes(problem, halos)
-    return HaloStrategy(visits_by_keys(plan, halos), moved, [slab / sum(slabs) for slab in slabs])
+    return HaloStrategy(calls, moved, [slab / sum(slabs) for slab in slabs])
 
 
 def _slab_bytes(problem: Problem, halos: Sequence[Halo]) -> int:

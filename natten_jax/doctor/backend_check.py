@@ -131,8 +131,7 @@ def operands_of(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def repeat_entries(array: np.ndarray, problem: Problem) -> np.ndarray:
     """Repeat the different batch entries for the whole batch."""
-    entries = np.arange(problem.batch) % len(array)
-    return array if len(entries) == len(array) else array[entries]
+    return np.resize(array, (problem.batch, *array.shape[1:]))
 
 
 def reference(problem: Problem, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:

@@ -64,9 +64,7 @@ def _predict(options: Options) -> int:
         is_supported = predict.print_dry_run(options, device)
         results = predict.dry_run_json(options, device) if options.json else {}
     else:
-        simulated, is_supported = predict.simulate(options, device), True
-        predict.print_simulation(simulated)
-        results = predict.simulation_json(simulated)
+        results, is_supported = predict.print_simulation(options, device), True
     if options.json is not None:
         report.write_json(options.json, results)
     return 0 if is_supported else 1
@@ -93,7 +91,7 @@ def _measure(options: Options) -> int:
     if options.csv is not None:
         report.write_csv(options.csv, tables)
     if options.plot is not None:
-        report.plot_rows(options.plot, tables, result.problem.describe())
+        report.plot_rows(options.plot, tables, options.problem.describe())
     return 0
 
 

@@ -282,24 +282,24 @@ def _check_backends(options: Options) -> None:
     """Check the names of backends and baselines."""
     if options.compare is not None and options.compare == options.backend:
         raise ValueError(f"--compare {options.compare} is what --backend runs already")
-    for option, name in (("--backend", options.backend), ("--compare", options.compare)):
-        if name in _FOREIGN_BASELINES:
-            raise ValueError(
-                f"{option} {name} is a baseline of PyTorch; JAX's are cudnn (fused attention on NVIDIA GPUs), "
-                f"pallas (on GPUs, too) and xla (anywhere): use {option} cudnn"
-            )
     named: tuple[tuple[str, str | None, Operator], ...] = (
         ("--backend", options.backend, "fna"),
         ("--compare", options.compare, "fna"),
         ("--fmha-backend", options.fmha_backend, "fmha"),
     )
     for option, name, operator in named:
-        if name is not None and name not in BASELINES:
-            try:
-                backends.find(name, operator)
-            except ValueError as error:
-                baselines = "" if operator == "fmha" else f", or a baseline: {', '.join(BASELINES)}"
-                raise ValueError(f"{str(error).replace('backend=', f'{option} ')}{baselines}") from None
+        if name is None or name in BASELINES:
+            continue
+        if name in _FOREIGN_BASELINES and operator == "fna":
+            raise ValueError(
+                f"{option} {name} is a baseline of PyTorch; JAX's are cudnn (fused attention on NVIDIA GPUs), "
+                f"pallas (on GPUs, too) and xla (anywhere): use {option} cudnn"
+            )
+        try:
+            backends.find(name, operator)
+        except ValueError as error:
+            baselines = "" if operator == "fmha" else f", or a baseline: {', '.join(BASELINES)}"
+            raise ValueError(f"{str(error).replace('backend=', f'{option} ')}{baselines}") from None
 
 
 def _of_baseline(options: Options) -> Options:

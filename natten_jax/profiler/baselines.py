@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
-from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -12,37 +11,15 @@ from natten_jax.cost_model.tiles import all_pairs
 from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem
 
-Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-
-
-def _pallas(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Compute attention with tokamax's Pallas kernels. JAX's Pallas attention is deprecated in favour of tokamax."""
-    try:
-        attend = importlib.import_module("tokamax").dot_product_attention
-    except ImportError as error:
-        raise ValueError(
-            f"the pallas baseline needs the package tokamax, on Python 3.12 or later with JAX 0.11.1 or later: {error}"
-        ) from None
-    try:
-        output: jax.Array = attend(query, key, value, implementation="mosaic")
-    except NotImplementedError as error:
-        raise ValueError(f"tokamax has no Pallas kernel for the pallas baseline here: {error}") from None
-    return output
-
-
-#: By the name on the command line.
-BASELINES: dict[str, Attention] = {
-    "cudnn": functools.partial(jax.nn.dot_product_attention, implementation="cudnn"),
-    "xla": functools.partial(jax.nn.dot_product_attention, implementation="xla"),
-    "pallas": _pallas,
-}
+#: Names on the command line: implementations of JAX's attention, and tokamax's Pallas kernels, which replace JAX's.
+BASELINES = ("cudnn", "xla", "pallas")
 
 
 def check(name: str, flag: str, problem: Problem, device: Device, memory: int) -> None:
     """Check that a baseline can run on the device.
 
     Args:
-        name: The baseline, a key of :data:`BASELINES`.
+        name: The baseline, one of :data:`BASELINES`.
         flag: The command line flag that named it.
         problem: The self attention that it would compute.
         device: The device to run on.
@@ -78,9 +55,21 @@ def can_be_split(name: str, devices: int, split: str, heads_kv: int) -> bool:
 
 def attend(name: str, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """Self attention over all tokens of arrays ``[batch, *layout, heads, head_dim]``."""
-
-    def flat(array: jax.Array) -> jax.Array:
-        return array.reshape(array.shape[0], -1, *array.shape[-2:])
-
-    output = BASELINES[name](flat(query), flat(key), flat(value))
+    flat = [array.reshape(array.shape[0], -1, *array.shape[-2:]) for array in (query, key, value)]
+    implementation: Any = name
+    output = _pallas(*flat) if name == "pallas" else jax.nn.dot_product_attention(*flat, implementation=implementation)
     return output.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _pallas(*arrays: jax.Array) -> jax.Array:
+    try:
+        attend = importlib.import_module("tokamax").dot_product_attention
+    except ImportError as error:
+        raise ValueError(
+            f"the pallas baseline needs the package tokamax, on Python 3.12 or later with JAX 0.11.1 or later: {error}"
+        ) from None
+    try:
+        output: jax.Array = attend(*arrays, implementation="mosaic")
+    except NotImplementedError as error:
+        raise ValueError(f"tokamax has no Pallas kernel for the pallas baseline here: {error}") from None
+    return output

@@ -14,7 +14,6 @@ from natten_jax.cost_model.tiles import flops
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device, default_device
 from natten_jax.plan.plan import Plan
-from natten_jax.problem import Problem
 from natten_jax.profiler import symbols
 from natten_jax.profiler.capture import Devices, Event, busiest, capture_by_device
 from natten_jax.profiler.cli import progress
@@ -66,11 +65,6 @@ class Result:
     busiest: int = 0
 
     @property
-    def problem(self) -> Problem:
-        """The problem. For a baseline, this is self attention."""
-        return self.options.problem
-
-    @property
     def backends(self) -> dict[str, str]:
         """Names of backends by the names of plans; for a baseline, its name by pass."""
         if self.options.is_baseline:
@@ -85,7 +79,7 @@ class Result:
     @property
     def flops(self) -> dict[str, int]:
         """Floating-point operations per iteration on all devices, without masked pairs, by pass."""
-        return {pass_: flops(self.problem, pass_) for pass_ in self.options.passes}
+        return {pass_: flops(self.options.problem, pass_) for pass_ in self.options.passes}
 
     @property
     def totals(self) -> tuple[float, ...]:

@@ -98,14 +98,9 @@ class Options:
         """Return the values by names of flags."""
         problem, values = self.problem, dataclasses.asdict(self)
         del values["problem"]
-        flags = {"input_size": problem.query_layout, "dtype": problem.element.short_name}
-        windows = zip(WINDOW_FLAGS, problem.windows, strict=True)
-        return {
-            **flags,
-            **{name: getattr(problem, field) for name, field in PROBLEM_FLAGS.items()},
-            **dict(windows),
-            **values,
-        }
+        values |= {"input_size": problem.query_layout, "dtype": problem.element.short_name}
+        values |= {name: getattr(problem, field) for name, field in PROBLEM_FLAGS.items()}
+        return values | dict(zip(WINDOW_FLAGS, problem.windows, strict=True))
 
     @property
     def passes(self) -> tuple[Pass, ...]:

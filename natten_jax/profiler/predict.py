@@ -211,48 +211,52 @@ def dry_run_json(options: Options, device: Device) -> dict[str, Any]:
 # --simulate.
 
 
-@dataclasses.dataclass(frozen=True)
-class Simulated:
-    """The simulated passes of a problem.
+def print_simulation(options: Options, device: Device) -> dict[str, Any]:
+    """Simulate the passes, with the tiles of the options or the backend's default tiles, and print the results.
 
-    Attributes:
-        options: The options.
-        device: Device of the prediction.
-        passes: Listing of the backend, and simulation, by pass.
-        split: Time on several devices by pass; ``None`` without a time model.
-        recommendation: Stride without masks, or ``None`` if it is unnecessary or impossible.
-        dilation: Dilation that is faster, or ``None``.
-    """
-
-    options: Options
-    device: Device
-    passes: dict[Pass, tuple[Listing, Simulation]]
-    split: dict[Pass, SplitTime | None]
-    recommendation: Recommendation | None
-    dilation: DilationRecommendation | None
-
-
-def simulate(options: Options, device: Device) -> Simulated:
-    """Simulate the passes, with the tiles of the options or the backend's default tiles.
+    Returns:
+        The results as JSON values.
 
     Raises:
         ValueError: No backend supports the problem on the device.
     """
     request = options.main_request
-    simulated: dict[Pass, tuple[Listing, Simulation]] = {}
+    passes: dict[Pass, tuple[Listing, Simulation]] = {}
     for pass_ in options.passes:
         plan = select.resolve(request, device, pass_)
         offered = listing(backends.of(plan.backend), plan.problem, device, pass_)
-        simulated[pass_] = offered, offered.simulate(plan.tiles)
+        passes[pass_] = offered, offered.simulate(plan.tiles)
     split = {pass_: _split_time(options, device, pass_) for pass_ in options.passes if options.devices > 1}
-    (forward, found), recommendation, dilation = simulated["forward"], None, None
+    (offered, forward), stride, dilation = passes["forward"], None, None
     if not request.problem.is_attention:
-        requested, model = request.performance.tiles("forward"), forward.calibration
-        pairs = (requested,) if requested else forward.pairs
-        if not found.counts.is_fully_block_sparse:
-            recommendation = simulator.recommend_stride(request.problem, pairs, calibration=model)
+        requested, model = request.performance.tiles("forward"), offered.calibration
+        pairs = (requested,) if requested else offered.pairs
+        if not forward.counts.is_fully_block_sparse:
+            stride = simulator.recommend_stride(request.problem, pairs, calibration=model)
         dilation = simulator.recommend_dilation(request.problem, pairs[:_PAIRS_TO_DILATE], calibration=model)
-    return Simulated(options, device, simulated, split, recommendation, dilation)
+
+    columns = [dict(_quantities(*each)) for each in passes.values()]
+    rows = [(quantity, *(column[quantity] for column in columns)) for quantity in columns[0]]
+    title = "Simulation" if len(columns) > 1 else "Simulation of the forward pass"
+    print_table(Table(title, ("Quantity", *passes), tuple(rows)))
+    remarks = dict.fromkeys(remark for offered, _ in passes.values() for remark in offered.remarks)
+    splits = [line for pass_, time in split.items() for line in _split_lines(options, passes[pass_][1], time)]
+    advice = _advice(forward, stride, dilation)
+    print_lines([problem_line(options), f"Device: {device}", *remarks, *splits, *advice])
+
+    times = {
+        pass_: None if time is None else {**dataclasses.asdict(time), "predicted_seconds": time.seconds}
+        for pass_, time in split.items()
+    }
+    return {
+        **context(options),
+        "simulated_device": dataclasses.asdict(device),
+        "is_static": offered.static_chip is not None,
+        "passes": {name: {"backend": str(each.backend), **_values(found)} for name, (each, found) in passes.items()},
+        "devices": {"count": options.devices, "split": options.split, "passes": times},
+        "recommendation": stride and {"stride": stride.stride, **_values(stride.simulation)},
+        "dilation_recommendation": dilation and {"dilation": dilation.dilation, **_values(dilation.simulation)},
+    }
 
 
 def _split_time(options: Options, device: Device, pass_: Pass) -> SplitTime | None:
@@ -266,39 +270,6 @@ def _split_time(options: Options, device: Device, pass_: Pass) -> SplitTime | No
         return simulator.predict_split(plan, request.parts, calibration)
     seconds = simulator.simulate(plan.problem, plan.tiles, plan.pass_, calibration=calibration).seconds
     return None if seconds is None else SplitTime(options.devices, plan.tiles, 0, seconds, 0.0, 0.0)
-
-
-def print_simulation(simulated: Simulated) -> None:
-    """Print the table and the recommendations."""
-    columns = [dict(_quantities(*each)) for each in simulated.passes.values()]
-    rows = [(quantity, *(column[quantity] for column in columns)) for quantity in columns[0]]
-    title = "Simulation" if len(columns) > 1 else "Simulation of the forward pass"
-    print_table(Table(title, ("Quantity", *simulated.passes), tuple(rows)))
-    line = problem_line(simulated.options)
-    remarks = dict.fromkeys(remark for offered, _ in simulated.passes.values() for remark in offered.remarks)
-    advice = *_split_lines(simulated), *_advice(simulated)
-    print_lines([line, f"Device: {simulated.device}", *remarks, *advice])
-
-
-def simulation_json(simulated: Simulated) -> dict[str, Any]:
-    """Return the simulation as JSON values."""
-    options, stride, dilation = simulated.options, simulated.recommendation, simulated.dilation
-    split = {
-        pass_: None if time is None else {**dataclasses.asdict(time), "predicted_seconds": time.seconds}
-        for pass_, time in simulated.split.items()
-    }
-    return {
-        **context(options),
-        "simulated_device": dataclasses.asdict(simulated.device),
-        "is_static": simulated.passes["forward"][0].static_chip is not None,
-        "passes": {
-            pass_: {"backend": str(offered.backend), **_values(simulation)}
-            for pass_, (offered, simulation) in simulated.passes.items()
-        },
-        "devices": {"count": options.devices, "split": options.split, "passes": split},
-        "recommendation": stride and {"stride": stride.stride, **_values(stride.simulation)},
-        "dilation_recommendation": dilation and {"dilation": dilation.dilation, **_values(dilation.simulation)},
-    }
 
 
 def _values(simulation: Simulation) -> dict[str, Any]:
@@ -333,32 +304,31 @@ def _quantities(offered: Listing, simulation: Simulation) -> Iterator[tuple[str,
     yield "predicted TFLOP/s", "-" if seconds is None else digits(simulation.flops / seconds / 1e12)
 
 
-def _split_lines(simulated: Simulated) -> Iterator[str]:
-    """Yield the lines about several devices, by pass."""
-    for pass_, time in simulated.split.items():
-        on_one = simulated.passes[pass_][1]
-        line = f"On {simulated.options.describe_split()}: the {pass_} pass"
-        if time is None or on_one.seconds is None:
-            yield f"{line} was not calibrated."
-            continue
-        gain = on_one.seconds / time.seconds
+def _split_lines(options: Options, on_one: Simulation, time: SplitTime | None) -> Iterator[str]:
+    """Yield the lines about a pass on several devices."""
+    line = f"On {options.describe_split()}: the {on_one.pass_} pass"
+    if time is None or on_one.seconds is None:
+        yield f"{line} was not calibrated."
+        return
+    gain = on_one.seconds / time.seconds
+    yield (
+        f"{line} takes {format_time(time.seconds)}, {digits(gain)}X as fast: an efficiency of "
+        f"{gain / time.devices:.0%}, as predicted."
+    )
+    if time.tiles != on_one.pair:
+        yield f"  Of a device's part, {' and '.join(map(tile_text, time.tiles))} are the fastest tiles."
+    if time.received:
+        link = simulator.link_between(time.devices).name
         yield (
-            f"{line} takes {format_time(time.seconds)}, {digits(gain)}X as fast: an efficiency of "
-            f"{gain / time.devices:.0%}, as predicted."
+            f"  A device receives {digits(time.received / 1e6)} MB of keys and values. Halos travel for "
+            f"{format_time(time.exchange)} over {link}, {format_time(time.exposed)} of which nothing hides."
         )
-        if time.tiles != on_one.pair:
-            yield f"  Of a device's part, {' and '.join(map(tile_text, time.tiles))} are the fastest tiles."
-        if time.received:
-            link = simulator.link_between(time.devices).name
-            yield (
-                f"  A device receives {digits(time.received / 1e6)} MB of keys and values. Halos travel for "
-                f"{format_time(time.exchange)} over {link}, {format_time(time.exposed)} of which nothing hides."
-            )
 
 
-def _advice(simulated: Simulated) -> Iterator[str]:
+def _advice(
+    forward: Simulation, stride: Recommendation | None, dilation: DilationRecommendation | None
+) -> Iterator[str]:
     """Yield a sentence about the stride, and one about the dilation."""
-    forward, stride, dilation = simulated.passes["forward"][1], simulated.recommendation, simulated.dilation
     if forward.counts.is_fully_block_sparse:
         yield "No tile of the forward pass needs a mask: the mask is fully block-sparse."
     elif stride is not None:
