@@ -65,7 +65,13 @@ def report() -> Iterator[str]:
     yield from _native_lines()
     yield ""
     yield "Devices"
-    yield from _device_lines()
+    if reason := _no_device():
+        yield f"  none: {reason}. What follows is of the host, whether JAX may use it or not"
+    for jax_device in () if reason else jax.devices():
+        capability = getattr(jax_device, "compute_capability", None)
+        detail = f", compute capability {capability}" if capability else ""
+        yield f"  {jax_device.id}: {jax_device.device_kind} ({jax_device.platform}{detail})"
+    missing = []
     for device in local_devices():
         yield ""
         yield f"Backends on {device}"
@@ -73,7 +79,10 @@ def report() -> Iterator[str]:
             yield f"  {id_!s:<14} {_verdict(backends.of(id_), id_.operator, device)}"
         yield f"Tuned configurations on {device}"
         yield f"  {table_line(device)}"
-    yield from _missing_kernels_lines()
+        # Kernels that this build lacks, and that another one would have.
+        lacking = select.missing_kernels_of(backends.registered(), _problem("fna", "bfloat16"), device, "forward")
+        missing += [] if lacking is None else [f"  {device}: {lacking}"]
+    yield from ["", "Missing kernels", *missing] if missing else []
 
 
 def _no_device() -> str | None:
@@ -83,24 +92,6 @@ def _no_device() -> str | None:
     except NoDeviceError as error:
         return str(error)
     return None
-
-
-def _device_lines() -> Iterator[str]:
-    if reason := _no_device():
-        yield f"  none: {reason}. What follows is of the host, whether JAX may use it or not"
-        return
-    for device in jax.devices():
-        capability = getattr(device, "compute_capability", None)
-        detail = f", compute capability {capability}" if capability else ""
-        yield f"  {device.id}: {device.device_kind} ({device.platform}{detail})"
-
-
-def _missing_kernels_lines() -> Iterator[str]:
-    """Devices for which this build lacks kernels that another one would have."""
-    problem, registered = _problem("fna", "bfloat16"), backends.registered()
-    lacks = ((each, select.missing_kernels_of(registered, problem, each, "forward")) for each in local_devices())
-    lines = [f"  {device}: {lack}" for device, lack in lacks if lack is not None]
-    yield from ["", "Missing kernels", *lines] if lines else []
 
 
 def report_problem(options: Options) -> Iterator[str]:

@@ -13,7 +13,7 @@ It uses the operators as users do, and reads plans from compiled programs. Only 
 """
 
 from natten_jax.profiler.arguments import parse
-from natten_jax.profiler.measure import Comparison, Result, Row, compare, profile
+from natten_jax.profiler.measure import Result, Row, compare, profile
 from natten_jax.profiler.options import Options
 
-__all__ = ["Comparison", "Options", "Result", "Row", "compare", "parse", "profile"]
+__all__ = ["Options", "Result", "Row", "compare", "parse", "profile"]

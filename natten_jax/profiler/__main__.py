@@ -75,14 +75,13 @@ def _measure(options: Options) -> int:
     if optimum is not None:
         options = optimum.options
         report.print_table(best_table(optimum))
-    comparison = None if options.compare is None else compare(options, options.compare)
-    result = profile(options) if comparison is None else comparison.result
+    result, baseline = (profile(options), None) if options.compare is None else compare(options, options.compare)
     results, tables = report.to_json(result), {"result": result.rows}
     report.print_report(result)
-    if comparison is not None:
-        report.print_baseline(comparison)
-        results |= report.comparison_json(comparison)
-        tables[comparison.name] = comparison.baseline.rows
+    if baseline is not None:
+        report.print_baseline(result, baseline)
+        results |= report.comparison_json(result, baseline)
+        tables[str(options.compare)] = baseline.rows
     if optimum is not None:
         report.print_lines(_search_lines(options, optimum))
         results |= search_json(optimum)

@@ -105,34 +105,14 @@ class Result:
         """10^12 floating-point operations per second, at the median iteration."""
         return sum(self.flops.values()) / self.median / 1e12
 
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """A result, and a baseline that was measured in alternation.
-
-    Attributes:
-        result: The result.
-        baseline: Result of the baseline.
-    """
-
-    result: Result
-    baseline: Result
-
-    @property
-    def name(self) -> str:
-        """Name of the baseline."""
-        return str(self.baseline.options.backend)
-
-    @property
-    def speedup(self) -> float:
-        """Median ratio of the baseline's time to the result's time."""
-        turns = zip(self.baseline.totals, self.result.totals, strict=True)
+    def speedup_over(self, baseline: Result) -> float:
+        """Return the median ratio of a baseline's time, measured in alternation, to this time."""
+        turns = zip(baseline.totals, self.totals, strict=True)
         return statistics.median(theirs / ours for theirs, ours in turns)
 
-    @property
-    def flop_bound(self) -> float:
-        """Ratio of floating-point operations, an upper bound of the speedup."""
-        return sum(self.baseline.flops.values()) / sum(self.result.flops.values())
+    def flop_bound_over(self, baseline: Result) -> float:
+        """Return the ratio of floating-point operations, an upper bound of the speedup."""
+        return sum(baseline.flops.values()) / sum(self.flops.values())
 
 
 def profile(options: Options) -> Result:
@@ -143,19 +123,19 @@ def profile(options: Options) -> Result:
         MemoryError: It is too large for the device.
         natten_jax.profiler.capture.CaptureError: The trace could not be read.
     """
-    (result,) = _profile([options])
-    return result
+    return _profile([options])[0]
 
 
-def compare(options: Options, baseline: str) -> Comparison:
-    """Measure in alternation with a baseline or another backend, on the default device.
+def compare(options: Options, baseline: str) -> tuple[Result, Result]:
+    """Measure in alternation with a baseline or another backend, on the default device; return both results.
 
     Raises:
         ValueError: The problem or the baseline cannot run.
         MemoryError: The problem is too large for the device.
         natten_jax.profiler.capture.CaptureError: The trace could not be read.
     """
-    return Comparison(*_profile([options, options.for_baseline(baseline)]))
+    result, other = _profile([options, options.for_baseline(baseline)])
+    return result, other
 
 
 def _profile(every: Sequence[Options]) -> list[Result]:

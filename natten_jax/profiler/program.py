@@ -133,23 +133,18 @@ def programs_in_trace(trace: bytes) -> dict[int, Program]:
 
     ``jax.profiler.ProfileData`` does not return them: they are metadata of a plane without events.
     """
-    found = {}
+    found: dict[int, Program] = {}
     for plane in _Message(trace).messages(_PLANES):
         if plane.text(_PLANE_NAME) != "/host:metadata":
             continue
-        hlo_stats = {
-            entry.number(_MAP_KEY)
-            for entry in plane.messages(_PLANE_STAT_METADATA)
-            for stat in entry.messages(_MAP_VALUE)
-            if stat.text(_STAT_NAME).lower().replace(" ", "_") == "hlo_proto"
-        }
-        for entry in plane.messages(_PLANE_EVENT_METADATA):
-            for event in entry.messages(_MAP_VALUE):
-                for stat in event.messages(_EVENT_STATS):
-                    if stat.number(_STAT_METADATA) in hlo_stats:  # other stats are not messages
-                        for hlo in stat.messages(_STAT_BYTES):
-                            for module in hlo.values(_HLO_MODULE):
-                                found[entry.number(_MAP_KEY)] = Program.from_proto(module)
+        stats = plane.entries(_PLANE_STAT_METADATA)
+        hlo_stats = {number for number, stat in stats if stat.text(_STAT_NAME).lower().replace(" ", "_") == "hlo_proto"}
+        for number, event in plane.entries(_PLANE_EVENT_METADATA):
+            for stat in event.messages(_EVENT_STATS):
+                if stat.number(_STAT_METADATA) in hlo_stats:  # other stats are not messages
+                    for hlo in stat.messages(_STAT_BYTES):
+                        for module in hlo.values(_HLO_MODULE):
+                            found[number] = Program.from_proto(module)
     return found
 
 
@@ -196,6 +191,12 @@ class _Message:
     def messages(self, field: int) -> Iterator[_Message]:
         """Return the messages in a field."""
         return map(_Message, self.values(field))
+
+    def entries(self, field: int) -> Iterator[tuple[int, _Message]]:
+        """Yield the numbers and messages in a map."""
+        for entry in self.messages(field):
+            for value in entry.messages(_MAP_VALUE):
+                yield entry.number(_MAP_KEY), value
 
     def text(self, field: int) -> str:
         """Return the text in a field; empty by default."""

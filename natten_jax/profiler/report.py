@@ -22,7 +22,7 @@ from natten_jax import simulator
 from natten_jax.cost_model import small_windows
 from natten_jax.performance import PASSES, Pass, TilePair
 from natten_jax.plan.devices import NoDeviceError, default_jax_device
-from natten_jax.profiler.measure import Comparison, Result, Row
+from natten_jax.profiler.measure import Result, Row
 from natten_jax.profiler.options import Options
 from natten_jax.version import __version__
 
@@ -127,13 +127,13 @@ def print_report(result: Result, file: TextIO | None = None) -> None:
     print_lines(_summary(result), file)
 
 
-def print_baseline(comparison: Comparison) -> None:
+def print_baseline(result: Result, baseline: Result) -> None:
     """Print the baseline's table, and the speedup with its bound."""
-    baseline, bound = comparison.baseline, comparison.flop_bound
-    print_table(result_table(baseline, f"Baseline: {comparison.name}"))
+    name, bound = baseline.options.backend, result.flop_bound_over(baseline)
+    print_table(result_table(baseline, f"Baseline: {name}"))
     lines = [
-        f"Speedup over {comparison.name}: {digits(comparison.speedup)}X (medians {format_time(baseline.median)} / "
-        f"{format_time(comparison.result.median)}, measured in turns)"
+        f"Speedup over {name}: {digits(result.speedup_over(baseline))}X (medians {format_time(baseline.median)} / "
+        f"{format_time(result.median)}, measured in turns)"
     ]
     if baseline.options.is_baseline:
         lines.append(f"FLOP-wise speedup (upper bound) with {1 - 1 / bound:.2%} sparsity: {digits(bound)}X")
@@ -299,10 +299,10 @@ def _tiles_json(result: Result, pass_: Pass, pair: TilePair) -> dict[str, Any]:
     return {"query": q_tile, "key_value": kv_tile, **sizes, "occupancy": occupancy}
 
 
-def comparison_json(comparison: Comparison) -> dict[str, Any]:
+def comparison_json(result: Result, baseline: Result) -> dict[str, Any]:
     """Return a baseline, and the speedup over it with its bound, as JSON values."""
-    baseline = to_json(comparison.baseline)
-    return {"baseline": baseline, "speedup": comparison.speedup, "flop_bound": comparison.flop_bound}
+    speedup, bound = result.speedup_over(baseline), result.flop_bound_over(baseline)
+    return {"baseline": to_json(baseline), "speedup": speedup, "flop_bound": bound}
 
 
 def rows_json(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
@@ -362,11 +362,12 @@ def plot_rows(path: Path, tables: dict[str, tuple[Row, ...]], title: str) -> Non
     for position, (name, rows) in enumerate(tables.items()):
         left, total = 0.0, sum(row.runtime for row in rows)
         for row in rows:
-            label = f"{row.name.operation} ({row.name.framework})"
-            has_entry = label not in colors and row.runtime >= _SMALL * total
-            color = colors.setdefault(label, f"C{len(colors) % 10}") if row.runtime >= _SMALL * total else "gray"
-            text = _without_formulas(label) if has_entry else None
-            axes.barh(position, 1e3 * row.runtime, left=1e3 * left, color=color, label=text)
+            label, color = None, "gray"
+            if row.runtime >= _SMALL * total:
+                operation = _without_formulas(f"{row.name.operation} ({row.name.framework})")
+                label = None if operation in colors else operation
+                color = colors.setdefault(operation, f"C{len(colors) % 10}")
+            axes.barh(position, 1e3 * row.runtime, left=1e3 * left, color=color, label=label)
             left += row.runtime
         axes.text(1e3 * left, position, f" {_without_formulas(name)}: {format_time(left)}", va="center")
     axes.set_yticks([])
