@@ -171,7 +171,7 @@ _Found = TypeVar("_Found", Recommendation, "DilationRecommendation")
 
 
 def _smallest(found: Sequence[_Found]) -> _Found | None:
-    """Return the smallest stride or dilation at nearly the best speed; ``None`` if there are none."""
+    """Return the smallest stride or dilation at nearly the best speed, or ``None``."""
     least = min((_cost(each.simulation) for each in found), default=math.inf)
     fast = [each for each in found if _cost(each.simulation) <= _NEARLY_BEST * least]
     return min(fast, key=lambda each: (math.prod(each[0]), _cost(each.simulation)), default=None)

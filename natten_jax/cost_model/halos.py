@@ -144,7 +144,7 @@ def visits_at_once(plan: Plan, halos: Sequence[Halo]) -> Visits:
 def slab_visits(axis: Axis, pass_: Pass, tile: tuple[int, int], halo: Halo) -> list[Visits]:
     """Count tiles of a part with its own keys, with all keys that it gets, and with the keys of each slab.
 
-    The counts are those of the device that visits most.
+    Counts are maxima over the devices.
     """
     of_parts = []
     for first in _starts_of_some_parts(halo):
