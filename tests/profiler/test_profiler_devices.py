@@ -138,26 +138,6 @@ def test_programs_say_over_how_many_devices_they_run() -> None:
     assert [Program.from_compiled(each).devices for each in compiled] == [1, 4, 8]
 
 
-@pytest.mark.parametrize(
-    ("symbol", "opcode", "framework", "operation"),
-    [
-        ("all-reduce.3", "all-reduce", "XLA", "all-reduce"),
-        ("all-gather", "", "XLA", "all-gather"),
-        ("reduce-scatter.1", "reduce-scatter", "XLA", "reduce-scatter"),
-        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "", "NCCL", "all-reduce"),
-        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "all-gather-start", "NCCL", "all-gather"),
-        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "", "NCCL", "reduce-scatter"),
-        ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*)", "", "NCCL", "send and receive"),
-        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "all-to-all-start", "NCCL", "all-to-all"),
-        ("ncclDevKernel_SendRecv(x)", "collective-permute-start", "NCCL", "collective-permute"),
-        ("MemcpyP2P", "collective-permute-start", "XLA", "collective-permute"),
-    ],
-)
-def test_collectives_have_a_category_of_their_own(symbol: str, opcode: str, framework: str, operation: str) -> None:
-    named = symbols.name(symbol, Instruction(opcode), "fna")
-    assert (named.framework, named.category, named.operation) == (framework, "collective", operation)
-
-
 def test_collectives_stay_in_tables_that_are_cut() -> None:
     names = [symbols.Name("XLA", "elementwise", "-", f"step {i}") for i in range(30)]
     names.append(symbols.Name("NCCL", "collective", "-", "all-reduce"))

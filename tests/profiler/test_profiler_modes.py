@@ -20,9 +20,8 @@ from natten_jax.cost_model.simulation import TPU_CHIPS, chip_of
 from natten_jax.native import module as native
 from natten_jax.plan.devices import Device
 from natten_jax.problem import problem_of
-from natten_jax.profiler import baselines, cli, parse, report, workload
+from natten_jax.profiler import baselines, cli, parse, report
 from natten_jax.profiler import trace as trace_program
-from natten_jax.profiler.capture import capture_in_turns
 from natten_jax.profiler.measure import profile
 from natten_jax.profiler.predict import STATIC
 from tests.support.traces import rows_by_module
@@ -242,16 +241,6 @@ def test_comparison_and_every_file(tmp_path: Path, profiler: Profiler, capsys: p
     assert total == pytest.approx(sum(found["iteration_times"]), rel=1e-6)
 
 
-def test_turns_are_told_apart() -> None:
-    options = parse(["-i", "64", "-d", "8", "-w", "8", "--backend", "flex-fna", "--dtype", "fp32"])
-    loads = [workload.compile_workload(options, f"turn_{i}") for i in range(3)]
-    captured = capture_in_turns([each.launch for each in loads], 4, "cpu")
-    assert [len(each) for each in captured] == [4, 4, 4]
-    for each, of_load in zip(captured, loads, strict=True):
-        names = {event.instruction for events in each for event in events}
-        assert names <= set(of_load.program.instructions)
-
-
 def test_speedup_is_the_median_of_the_turns() -> None:
     result = profile(parse(f"-i 32 -d 8 -w 4 --backend flex-fna {FEW}".split()))
     ours = dataclasses.replace(result, device_times={0: (1.0, 2.0, 4.0)}, busiest=0)
@@ -260,21 +249,6 @@ def test_speedup_is_the_median_of_the_turns() -> None:
 
 
 # Tables.
-def test_tables_fit_with_and_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = (("a" * 70, "x" * 30, "1"), ("[bold]b[/]", "y", "2"))
-    table = report.Table("Title", ("First", "Second", "#"), rows, ("", "Total", "3"), folded=0)
-    for has_rich in (True, False):
-        if not has_rich:
-            monkeypatch.setitem(sys.modules, "rich.console", None)
-        file = io.StringIO()
-        report.print_table(table, file)
-        text = file.getvalue()
-        assert all(len(line) <= 100 for line in text.splitlines())
-        assert "[bold]b[/]" in text
-        assert "x" * 30 in text
-        assert text.isascii() or has_rich
-
-
 def test_tables_without_rich_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
     file = io.StringIO()
@@ -298,14 +272,6 @@ def test_progress_is_shown_on_terminals(
     with cli.progress(2) as update:
         update("trying backends", more_steps=1, done=1)
     assert ("trying backends" in shown.getvalue()) == is_shown
-
-
-def test_lines_are_wrapped() -> None:
-    file = io.StringIO()
-    report.print_lines(["word " * 40, "", "natten-jax"], file)
-    lines = file.getvalue().splitlines()
-    assert all(len(line) <= 100 for line in lines)
-    assert lines[-2:] == ["", "natten-jax"]
 
 
 # Configurations and static times of TPUs, on a machine without a TPU.

@@ -33,34 +33,6 @@ def plan_of(operator: Operator) -> Plan:
 ATTENTION = Instruction("custom-call", "jit(f)/ffi_call", "natten_jax_cuda_forward", plan_of("fna"))
 
 
-@pytest.mark.parametrize(
-    ("symbol", "expected"),
-    [
-        ("natten_jax_cpu_forward", ("natten_jax-cpu", "attention", "-", "FnaForward")),
-        ("natten_jax_cpu_backward", ("natten_jax-cpu", "attention", "-", "FnaBackward")),
-        ("void natten_jax::sm90::fna_forward<128, __half>(Args)", ("CUTLASS", "attention", "Sm90", "FnaForward")),
-        ("_ZN10natten_jax4sm9013fmha_backwardILi64EEEvNS_4ArgsE", ("CUTLASS", "attention", "Sm90", "FmhaBackward")),
-        ("void natten_jax::sm80::fna_backward<64>(Args)", ("CUTLASS", "attention", "Sm80", "FnaBackward")),
-        ("void natten_jax::sm100::fmha_forward<64>(Args)", ("CUTLASS", "attention", "Sm100", "FmhaForward")),
-        ("void natten_jax::fna_backward_delta<__half>(Args)", ("CUTLASS", "reduction", "-", "Reduction")),
-        ("void natten_jax::fna_backward_convert<__half>(Args)", ("CUTLASS", "elementwise", "-", "Convert")),
-        ("void natten_jax::token_permute<2>(Args)", ("CUTLASS", "token permute", "-", "TokenPermute")),
-        ("nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_NNT",
-         ("cuBLAS", "gemm", "-", "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_NNT")),
-        ("void cutlass::device_kernel<Gemm>(Params)", ("CUTLASS", "gemm", "-", "cutlass.device_kernel")),
-        ("void cutlass::device_kernel<cutlass::fmha::Sm90FmhaFwdKernel<128>>(P)",
-         ("CUTLASS", "attention", "Sm90", "FmhaForward")),
-        ("void cutlass::device_kernel<cutlass::fmha::Sm100FmhaBwdKernel<128>>(P)",
-         ("CUTLASS", "attention", "Sm100", "FmhaBackward")),
-        ("void (anonymous namespace)::scan<float, 4>(int)", ("-", "-", "-", "scan")),
-        ("triton_softmax_3", ("Triton", "softmax", "-", "triton_softmax_3")),
-    ],
-)  # fmt: skip
-def test_names_of_symbols(symbol: str, expected: tuple[str, ...]) -> None:
-    instruction = Instruction() if "natten_jax" not in symbol else ATTENTION
-    assert symbols.name(symbol, instruction, "fmha") == symbols.Name(*expected)
-
-
 def test_operator_is_what_the_instruction_or_else_the_problem_says() -> None:
     unmarked = Instruction("custom-call", "", "natten_jax_cpu_forward")
     marked = Instruction("custom-call", "", "natten_jax_cpu_forward", plan_of("fmha"))
@@ -73,87 +45,27 @@ def test_operator_is_what_the_instruction_or_else_the_problem_says() -> None:
     assert symbols.name(kernel, ATTENTION, "fmha").operation == "FnaForward"
 
 
-@pytest.mark.parametrize(
-    ("symbol", "instruction", "expected"),
-    [
-        ("loop_multiply_fusion", Instruction("fusion", "jit(f)/scores/mul", fused=frozenset({"multiply"})),
-         ("elementwise", "scores/mul")),
-        ("loop_multiply_fusion_2", Instruction("fusion", "", fused=frozenset({"multiply"})),
-         ("elementwise", "loop_multiply_fusion")),
-        ("wrapped_transpose", Instruction("fusion", "jit(f)/jvp(na2d)/transpose", fused=frozenset({"transpose"})),
-         ("copy", "transpose")),
-        ("wrapped_transpose", Instruction("fusion", "query", fused=frozenset({"transpose"})),
-         ("copy", "wrapped_transpose")),
-        ("input_reduce_fusion",
-         Instruction("fusion", "jit(f)/transpose(jvp())/reduce_sum", fused=frozenset({"reduce"})),
-         ("reduction", "reduce_sum (backward)")),
-        ("fusion_1", Instruction("fusion", "jit(f)/exp", fused=frozenset({"reduce", "exponential"})),
-         ("softmax", "exp")),
-        ("loop_convert_fusion", Instruction("fusion", "jit(f)/jit(_where)/x", fused=frozenset({"convert", "bitcast"})),
-         ("elementwise", "Convert")),
-        ("dot.3", Instruction("dot", "jit(f)/while/body/closed_call/bqhd,bkhd->bhqk/dot_general"),
-         ("gemm", "dot_general")),
-        ("ynn_fusion.4", Instruction("fusion", "", fused=frozenset({"dot"})), ("gemm", "dot_general")),
-        ("ynn_fusion.2",
-         Instruction("fusion", "jit(f)/vmap()/reduce_max", fused=frozenset({"dot", "exponential", "reduce"})),
-         ("gemm", "dot_general + reduce_max")),
-        ("fusion.7", Instruction("fusion", "jit(f)/transpose(jvp())/add", fused=frozenset({"add", "dot"})),
-         ("gemm", "dot_general + add (backward)")),
-        ("dot_fusion", Instruction(), ("gemm", "dot_fusion")),
-        ("while.1", Instruction("while", "jit(f)/while"), ("control flow", "while")),
-        ("loop_add_fusion", Instruction(), ("elementwise", "loop_add_fusion")),
-        ("input_reduce_fusion_4", Instruction(), ("reduction", "input_reduce_fusion")),
-        ("wrapped_copy_1", Instruction(), ("copy", "wrapped_copy")),
-    ],
-)  # fmt: skip
-def test_names_of_xla_instructions(symbol: str, instruction: Instruction, expected: tuple[str, str]) -> None:
-    category, operation = expected
-    assert symbols.name(symbol, instruction, "fna") == symbols.Name("XLA", category, "-", operation)
+DATA = Path(__file__).parents[1] / "data"
+#: Recorded on a GPU.
+RECORDED = json.loads((DATA / "h200_symbols.json").read_text())
+#: One for each rule of names.
+OTHERS = json.loads((DATA / "symbols.json").read_text())
 
 
-RECORDED = json.loads((Path(__file__).parents[1] / "data" / "h200_symbols.json").read_text())
-
-
-@pytest.mark.parametrize("recorded", RECORDED, ids=lambda each: f"{each['program']}-{each['symbol'][:30]}")
-def test_names_of_symbols_recorded_on_a_gpu(recorded: dict[str, Any]) -> None:
-    plan = plan_of(recorded["operator"]) if recorded["operator"] else None
-    instruction = Instruction(
-        recorded["opcode"], recorded["scope"], recorded["target"], plan, frozenset(recorded["fused"])
-    )
-    named = symbols.name(recorded["symbol"], instruction, "fmha", recorded["scope"])
+@pytest.mark.parametrize("recorded", [*RECORDED, *OTHERS], ids=lambda each: f"{each['named'][1]}-{each['symbol'][:30]}")
+def test_names_of_symbols(recorded: dict[str, Any]) -> None:
+    plan = plan_of(recorded["operator"]) if recorded.get("operator") else None
+    opcode, scope, target = (recorded.get(name, "") for name in ("opcode", "scope", "target"))
+    instruction = Instruction(opcode, scope, target, plan, frozenset(recorded.get("fused", ())))
+    named = symbols.name(recorded["symbol"], instruction, "fmha", scope)
     assert list(dataclasses.astuple(named)) == recorded["named"]
-    named = symbols.name(recorded["symbol"], Instruction(), "fmha", recorded["scope"])
-    assert list(dataclasses.astuple(named)) == recorded["named_without_program"]
+    if "named_without_program" in recorded:
+        named = symbols.name(recorded["symbol"], Instruction(), "fmha", scope)
+        assert list(dataclasses.astuple(named)) == recorded["named_without_program"]
 
 
 def test_recorded_symbols_are_of_every_framework() -> None:
     assert {each["named"][0] for each in RECORDED} == {"CUDA", "CUTLASS", "Pallas", "Triton", "XLA", "cuBLAS", "cuDNN"}
-
-
-@pytest.mark.parametrize(
-    ("target", "symbol", "expected"),
-    [
-        ("natten_jax_sm90_backward", "void natten_jax::natten_jax_delta_reduction<half>(uint4 const*)",
-         ("CUTLASS", "reduction", "-", "Reduction")),
-        ("natten_jax_sm90_backward", "void natten_jax::natten_jax_convert_gradient<half>(float4 const*)",
-         ("CUTLASS", "elementwise", "-", "Convert")),
-        ("natten_jax_sm90_backward", "void natten_jax::sm90::natten_jax_sm90_fna_backward<Traits<reduce, 64>>(P)",
-         ("CUTLASS", "attention", "Sm90", "FnaBackward")),
-        ("natten_jax_sm80_forward", "void f<cast>(P)", ("CUTLASS", "attention", "Sm80", "FnaForward")),
-        ("__cudnn$fmhaScaleBiasSoftmaxBackward", "kernel0", ("cuDNN", "attention", "-", "FmhaBackward")),
-        ("__cublas$gemm", "kernel0", ("cuBLAS", "gemm", "-", "kernel0")),
-        ("mosaic_gpu_v2", "softmax_kernel", ("Pallas", "softmax", "-", "softmax_kernel")),
-        ("somebody_elses", "void kernel0<float>(int)", ("-", "-", "-", "somebody_elses")),
-        ("", "sm90_flash_fprop_wgmma_f16_knob_7_64x128x128", ("cuDNN", "attention", "Sm90", "FmhaForward")),
-        ("", "natten_jax::(anonymous namespace)::natten_jax_convert_gradient(int)",
-         ("CUTLASS", "elementwise", "-", "Convert")),
-        ("", "natten_jax::(anonymous namespace)::natten_jax_clear(float*)",
-         ("CUTLASS", "elementwise", "-", "Elementwise")),
-    ],
-)  # fmt: skip
-def test_the_program_names_a_launch_before_its_symbol_does(target: str, symbol: str, expected: tuple[str, ...]) -> None:
-    instruction = Instruction("custom-call" if target else "", "", target)
-    assert dataclasses.astuple(symbols.name(symbol, instruction, "fna")) == expected
 
 
 def test_long_symbols_are_cut() -> None:

@@ -432,37 +432,3 @@ def test_what_is_faster_by_no_more_than_noise_is_not_kept(
     fast: tuple[float, ...], slow: tuple[float, ...], is_clear: bool
 ) -> None:
     assert tuning.is_clearly_faster(fast, slow) == is_clear
-
-
-@needs_native
-def test_tables_of_models_are_written_as_problems_are_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
-    import benchmarks
-    import models
-    import tune_models
-
-    small = [
-        models.ModelProblem("Small", str(extent), "", benchmarks.Benchmark((extent,), 1, 16, (5,), dtype="float32"))
-        for extent in (32, 48)
-    ]
-    monkeypatch.setattr(tune_models, "MODEL_PROBLEMS", small)
-    monkeypatch.setattr(tune_models, "EFFORT", LITTLE_EFFORT)
-
-    def run(*arguments: str) -> tuple[str, TunedTable]:
-        monkeypatch.setattr(sys, "argv", ["tune_models.py", "--forward-only", "--out", str(tmp_path), *arguments])
-        assert tune_models.main() == 0
-        return capsys.readouterr().out, TunedTable.from_text((tmp_path / "cpu.json").read_text(encoding="utf-8"))
-
-    out, table = run("--limit", "0.001")  # what has begun is finished
-    assert "1 problems are left" in out and [each.label for each in table.passes] == ["Small, 32"]
-    out, table = run()
-    assert "1 problems to measure, 1 passes in the table" in out
-    assert [each.label for each in table.passes] == ["Small, 32", "Small, 48"]
-    for each in table.passes:
-        assert each.plan.problem.dtype == "float32" and 0 < each.seconds <= each.default_seconds
-        request = Request(each.plan.problem, tuned=table)
-        assert resolve(request, CPU, "forward").tiles == each.plan.tiles
-    for name in ("benchmarks", "models", "tune_models"):
-        sys.modules.pop(name)

@@ -160,7 +160,9 @@ def test_times(seconds: float, text: str) -> None:
 
 
 def a_result(rows: int) -> Result:
-    names = [symbols.Name("XLA", "elementwise", "-", f"{i} " + "long name of an operation " * 2) for i in range(rows)]
+    names = [
+        symbols.Name("XLA", "elementwise", "-", f"{i} [b]x[/] " + "name of an operation " * 2) for i in range(rows)
+    ]
     listed = tuple(Row(name, 1, (1e-6 * (i + 1), 2e-6 * (i + 1)), ("x",)) for i, name in enumerate(names))
     totals = tuple(sum(row.runtimes[i] for row in listed) for i in range(2))
     options = parse(["-i", "8", "-w", "3"])
@@ -186,6 +188,7 @@ def test_table_fits_and_adds_up(has_rich: bool, monkeypatch: pytest.MonkeyPatch)
     assert "\x1b" not in text
     assert text.isascii() or has_rich
     assert all(len(line) <= 100 for line in text.splitlines())
+    assert "[b]x[/]" in text
     for part in ("Profiler results", "Framework", "Kernel category", "Arch", "Operation", "# calls", "Runtime"):
         assert part in text
     assert [time_ in text for time_ in ("1.500us", "3.000us", "4.500us", "9.000us")] == [True] * 4
