@@ -15,7 +15,7 @@ import numpy as np
 from natten_jax.arrays.operands import Inputs, Operands
 from natten_jax.performance import PASSES, Performance
 from natten_jax.plan.plan import Plan
-from tests.support.cases import random_case
+from tests.support.cases import as_attention, random_case
 from tests.support.families import Family
 from tests.support.plans import plans_of
 from tests.support.problems import QUICK_COMPILATION
@@ -71,10 +71,7 @@ class Kernels:
             scale=None if case.scale is None else float(np.copysign(width**-0.5, case.scale)),
         )
         if rng.random() < 0.2:
-            queries, keys = (int(n) for n in rng.integers(1, self.tokens, 2))
-            plain: dict[str, Any] = dict.fromkeys(("kernel_size", "stride", "dilation", "edges"))
-            plain |= {"layout": (keys,), "queries": queries, "is_causal": (bool(rng.random() < 0.5),)}
-            case = dataclasses.replace(case, **plain)
+            case = as_attention(rng, case, self.tokens)
         case = case.with_edges_of(self.family, is_direct=True)
         problem = Fuzzed(
             family=self.family.name,

@@ -8,20 +8,16 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
 from natten_jax import backends
-from natten_jax.arrays.operands import Inputs as InputArrays
 from natten_jax.backends.base import Backend
-from natten_jax.ops.canonicalize import attention_problem, neighborhood_problem
 from natten_jax.performance import PASSES, Pass, Performance, TilePair, tile_names
 from natten_jax.plan import devices
 from natten_jax.plan.devices import Device
-from natten_jax.problem import Operator, Problem
-from natten_jax.windows import WindowArguments
+from natten_jax.problem import Operator, Problem, problem_of
 from tests.support import oracle
-from tests.support.cases import random_case
+from tests.support.cases import as_attention, random_case
 from tests.support.families import FLOAT8, Family
 from tests.support.float8 import OF_BLOCKS, OF_HEADS, factors_for
 from tests.support.plans import plans_of
@@ -250,25 +246,13 @@ class Fuzzed:
     def description(self) -> Problem:
         """The whole problem, as backends see it."""
         case = self.case
-        queries = case.layout if case.queries is None else (case.queries,)
-        shapes = [
-            (self.batch, *queries, case.heads, case.head_dim),
-            (self.batch, *case.layout, case.heads_kv, case.head_dim),
-            (self.batch, *case.layout, case.heads_kv, case.head_dim_v or case.head_dim),
-        ]
-        if case.additional:
-            shapes += [(self.batch, case.additional, case.heads_kv, shape[-1]) for shape in shapes[1:]]
-        query, key, value, *more = (jax.ShapeDtypeStruct(shape, self.dtype) for shape in shapes)
-        if case.queries is not None:
-            problem = attention_problem(query, key, value, case.scale, case.causal[0])
+        facts: dict[str, Any] = {"batch": self.batch, "dtype": self.dtype}
+        facts |= {name: getattr(case, name) for name in ("heads", "heads_kv", "head_dim", "head_dim_v", "scale")}
+        if case.queries is None:
+            problem = problem_of(case.layout, **case.window_arguments, additional_kv=case.additional, **facts)
         else:
-            keys, values = more or (None, None)
-            problem = neighborhood_problem(
-                case.rank,
-                InputArrays(query, key, value, keys, values),  # type: ignore[arg-type]
-                WindowArguments(**case.window_arguments),
-                case.scale,
-            )
+            causal = case.causal[0]
+            problem = problem_of((case.queries,), is_causal=causal, operator="fmha", kv_layout=case.layout, **facts)
         return dataclasses.replace(
             problem, relative_bias=case.relative_bias, key_bias=case.key_bias is not None, own_extents=case.is_padded
         )
@@ -304,12 +288,7 @@ def draw_where(
     if math.prod(case.layout) > 480:
         case = dataclasses.replace(case.with_heads(case.heads // case.heads_kv, 1), batch=1)
     if rng.choice(operators) == "fmha":
-        queries, keys = (int(n) for n in rng.integers(1, rng.choice([20, 150, 400]), 2))
-        plain: dict[str, Any] = dict.fromkeys(("kernel_size", "stride", "dilation", "edges"))
-        plain |= {"additional": 0, "fused": False}
-        case = dataclasses.replace(
-            case, layout=(keys,), queries=queries, is_causal=(bool(rng.random() < 0.5),), **plain
-        )
+        case = as_attention(rng, case, int(rng.choice([20, 150, 400])))
     copies, of_many_keys = 1, np.random.default_rng([seed, number, 4])
     has_many_keys = family.needs_gpu and case.queries is None and of_many_keys.random() < share_of_many_keys
     if has_many_keys:

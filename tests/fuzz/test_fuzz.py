@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import os
 import re
 import signal
@@ -27,7 +26,7 @@ from tests.fuzz.accuracy import excesses, expectation
 from tests.fuzz.execution import complaints, complaints_of_spoiled, run
 from tests.fuzz.features import FEATURES, RINGS, draw_with, kernels_of
 from tests.fuzz.options import Options, parse
-from tests.fuzz.problem import FLOAT8, Fuzzed, draw, variants
+from tests.fuzz.problem import FLOAT8, Fuzzed, draw
 from tests.fuzz.reproducer import program_of, simplest
 from tests.fuzz.session import problems_of
 from tests.fuzz.spoiled import Spoiled
@@ -59,31 +58,6 @@ def test_command_finds_nothing_in_kernels_that_are_right(arguments: tuple[str, .
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert finished.stdout.splitlines()[-1] == "6 problems, 0 bad"
     assert not list(tmp_path.iterdir())
-
-
-def test_command_says_where_a_backend_cannot_run() -> None:
-    finished = run_command("--backend", "hopper")
-    assert finished.returncode == 2
-    assert "hopper cannot run here: it runs on NVIDIA GPUs" in finished.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--backend", "tpu"], "invalid choice: 'tpu'"),
-        (["--backend", "cpu", "--problems", "0"], "must be positive, got 0"),
-        (["--backend", "cpu", "--seed", "-1"], "--seed must not be negative, got -1"),
-        (["--backend", "flex", "--direct"], "--direct calls native kernels, and flex has none"),
-        ([], "--backend"),
-    ],
-)
-def test_command_refuses_senseless_arguments(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as raised:
-        parse(arguments)
-    assert raised.value.code == 2
-    assert message in capsys.readouterr().err
 
 
 #: Defects of causal problems, planted where every process begins: the kernels' call kills the process, or the device
@@ -316,20 +290,3 @@ def test_every_fact_of_problems_varies_with_the_number_and_follows_from_the_seed
     assert {problem.dtype for problem in problems} == {*CPU.dtypes, *FLOAT8}
     assert {problem.factors for problem in problems} == {None, *OF_HEADS, *OF_BLOCKS}
     assert {problem.case.rank for problem in problems} == {1, 2, 3}
-
-
-def test_simplest_problem_keeps_what_makes_it_fail() -> None:
-    case = Case((20, 30), (4, 5), stride=(2, 2), is_causal=(True, False), heads=4, heads_kv=2, head_dim=64, batch=2)
-    problem = Fuzzed(
-        "cpu", case, "float32", 1, query_factor=20.0, tiles={"q_tile_shape": (4, 4), "kv_tile_shape": (2, 2)}
-    )
-    simple = simplest(problem, lambda each: each.case.causal[0] and "q_tile_shape" in each.tiles)
-    assert simple.case.causal == (True, False) and simple.tiles == problem.tiles
-    assert simple == dataclasses.replace(problem, case=Case((4, 5), (4, 5), is_causal=(True, False)), query_factor=1.0)
-
-
-def test_variants_differ_in_tiles_alone() -> None:
-    problem = draw(CPU, ("fna",), 3, 5, is_direct=True)
-    several = variants(problem, 4)
-    assert several[0] == problem and len({repr(each) for each in several}) == 4
-    assert all(dataclasses.replace(each, tiles={}) == dataclasses.replace(problem, tiles={}) for each in several)

@@ -60,6 +60,14 @@ def random_case(seed: int, *, rank: int | None = None, tokens: int | None = None
     return dataclasses.replace(case, scales=_random_scales(rng, case)) if rng.random() < 0.25 else case
 
 
+def as_attention(rng: np.random.Generator, case: Case, most: int) -> Case:
+    """Attention between random lengths, with the heads of a problem."""
+    queries, keys = (int(n) for n in rng.integers(1, most, 2))
+    facts: dict[str, Any] = dict.fromkeys(("kernel_size", "stride", "dilation", "edges"))
+    facts |= {"queries": queries, "is_causal": (bool(rng.random() < 0.5),), "additional": 0, "fused": False}
+    return dataclasses.replace(case, layout=(keys,), **facts)
+
+
 def _random_scales(rng: np.random.Generator, case: Case) -> tuple[float, ...]:
     """One for each head, or one for all."""
     factors = rng.choice([0.0, -1.0, 0.5, 1.0, 1.7], case.heads if rng.random() < 0.5 else 1)
