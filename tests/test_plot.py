@@ -64,24 +64,6 @@ def test_drawing_on_given_axes(tmp_path):
     figure.savefig(tmp_path / "windows.png")
 
 
-@pytest.mark.parametrize(("page", "least", "most"), [("black", 0, 0.75), ("white", 0.2, 1)])
-def test_no_part_of_a_picture_has_the_light_of_the_other_theme(page, least, most):
-    matplotlib = pytest.importorskip("matplotlib")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context({"axes.facecolor": "none"}):
-        figure = Figure(facecolor=page)
-        left, right = figure.subplots(1, 2)
-    plot_window((6, 7), (2, 3), kernel_size=3, stride=2, ax=left, title="")
-    plot_windows(8, kernel_size=3, ax=right, title="")
-    right.set(xlabel="", ylabel="")
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    light = np.asarray(canvas.buffer_rgba())[..., :3].mean(-1) / 255
-    assert least <= light.min() and light.max() <= most
-
-
 def test_absent_matplotlib_is_named_with_what_to_install():
     code = """
 import sys

@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, get_type_hints
 
 import jax
@@ -44,41 +44,23 @@ def says_shapes(function: Any) -> bool:
     return inspect.isfunction(function) and any(map(has_shapes, get_type_hints(function, include_extras=True).values()))
 
 
-class Watched:
-    """Functions that check their arrays from now on, and which of them were called."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._monkeypatch = monkeypatch
-        self.known: set[str] = set()
-        self.called: set[str] = set()
-
-    def replaced(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        self.known.add(function.__qualname__)
-        return checked(function, self.called)
-
-    def methods_of(self, kind: type) -> None:
-        for name, member in list(vars(kind).items()):
-            bare = member.__func__ if isinstance(member, (classmethod, staticmethod)) else member
-            # A named tuple's own methods are of no module of ours.
-            if getattr(bare, "__module__", None) == kind.__module__ and says_shapes(bare):
-                new: Any = self.replaced(bare)
-                self._monkeypatch.setattr(kind, name, new if bare is member else type(member)(new))
-
-    def functions_of(self, modules: list[Any], users: list[Any]) -> None:
-        """Functions and methods that these modules define, wherever these and their users have a name for them."""
-        new: dict[Any, Any] = {}
-        for module in modules:
-            for value in list(vars(module).values()):
-                if getattr(value, "__module__", None) != module.__name__:
-                    continue
-                if inspect.isclass(value):
-                    self.methods_of(value)
-                elif says_shapes(value):
-                    new[value] = self.replaced(value)
-        for module in [*modules, *users]:
-            for name, value in list(vars(module).items()):
-                if inspect.isfunction(value) and value in new:
-                    self._monkeypatch.setattr(module, name, new[value])
+def watch(monkeypatch: pytest.MonkeyPatch, modules: set[str], owners: Sequence[Any]) -> tuple[set[str], set[str]]:
+    """Let functions of modules check their arrays, by whatever name owners have them; all these, and those called."""
+    known: dict[Any, Any] = {}
+    called: set[str] = set()
+    members = [
+        (owner, name, member, member.__func__ if isinstance(member, (classmethod, staticmethod)) else member)
+        for owner in owners
+        for name, member in vars(owner).items()
+    ]
+    for *_, function in members:
+        if getattr(function, "__module__", None) in modules and says_shapes(function):
+            known[function] = checked(function, called)
+    for owner, name, member, function in members:
+        if inspect.isfunction(function) and function in known:
+            new = known[function] if function is member else type(member)(known[function])
+            monkeypatch.setattr(owner, name, new)
+    return {function.__qualname__ for function in known}, called
 
 
 @pytest.fixture(autouse=True)
@@ -87,18 +69,17 @@ def _nothing_is_remembered() -> None:
 
 
 def test_passes_take_and_give_arrays_of_their_shapes(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = Watched(monkeypatch)
-    for kind in type(family.backend).__mro__[-2::-1]:
-        watched.methods_of(kind)
+    kinds = type(family.backend).__mro__[-2::-1]
+    _, called = watch(monkeypatch, {kind.__module__ for kind in kinds}, kinds)
     run(CASE.fitted(family), family)
-    assert watched.called
+    assert called
 
 
 def test_plain_jax_works_on_arrays_of_their_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {each.name for each in pkgutil.iter_modules(flex.__path__)} - {"backend"}
     modules = [importlib.import_module(f"{flex.__name__}.{name}") for name in sorted(names)]
-    watched = Watched(monkeypatch)
-    watched.functions_of(modules, [flex.backend])
+    classes = [each for module in modules for each in vars(module).values() if inspect.isclass(each)]
+    known, called = watch(monkeypatch, {module.__name__ for module in modules}, [*modules, *classes, flex.backend])
     plain = family_named("flex")
     several = {"q_tile_shape": (2, 4), "kv_tile_shape": (2, 4)}
     run(CASE, plain, **several)
@@ -110,5 +91,5 @@ def test_plain_jax_works_on_arrays_of_their_shapes(monkeypatch: pytest.MonkeyPat
     operator, operands = CASE.operator(plain.fna), CASE.operands("float32", 0)
     jax.jit(lambda each: jax.jvp(operator, (each,), (each,))).lower(operands)
     jax.jit(operator).lower(operands)
-    assert len(watched.known) > 30
-    assert watched.called == watched.known
+    assert len(known) > 30
+    assert called == known

@@ -2,73 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import natten_jax
 from natten_jax import simulator
 from natten_jax.backends import select
 from natten_jax.cost_model import tiles
-from natten_jax.cost_model.tiles import Placement
 from natten_jax.performance import PASSES
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Request
 from natten_jax.profiler.__main__ import main
-from natten_jax.windows import EDGES, Axis
 
 HUGE = 2**40
 #: As many tokens as are counted in tiles of 128.
 LONGEST = 2**27
-
-
-def random_axis(generator: np.random.Generator) -> tuple[Axis, int, int]:
-    """A dimension, and an outer and an inner tile."""
-
-    def number(low: int, high: int) -> int:
-        return int(generator.integers(low, high + 1))
-
-    keys = number(1, int(generator.choice([30, 200, 2000])))
-    dilation = int(generator.choice([1, 1, number(1, min(keys, 5))]))
-    kernel = number(1, keys // dilation)
-    stride = number(1, min(kernel, int(generator.choice([1, 3, 8, 40]))))
-    queries = keys
-    if number(0, 5) == 0:  # attention between sequences of different lengths
-        queries, kernel, dilation = number(1, 2000), keys, 1
-        stride = min(stride, kernel)
-    tiles = (number(1, int(generator.choice([2, 9, 40, 3000]))) for _ in range(2))
-    is_causal = bool(number(0, 1))
-    fitting = 3 if keys % dilation == 0 else 2
-    edges = EDGES[number(0, fitting - 1)] if queries == keys and not is_causal else "shift"
-    return Axis(queries, keys, kernel, stride, dilation, is_causal, edges), *tiles  # type: ignore[return-value]
-
-
-def figures(axis: Axis, outer: int, inner: int, rows: Any) -> list[Any]:
-    """All counts of one dimension."""
-    tiles.judged_tiles.cache_clear()
-    tiles._visible_pairs_of_axis.cache_clear()
-    found: list[Any] = [tiles._visible_pairs_of_axis(axis)]
-    placements: tuple[Placement, ...] = ("anchored", "aligned")
-    for pass_, placement in itertools.product(PASSES, placements):
-        judged = tiles.judged_tiles(axis, outer, (inner, 2 * inner), placement, pass_, rows)
-        found.append((judged.judged.tolist(), *judged[2:]))
-    return found
-
-
-def test_counts_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = np.random.default_rng(3)
-    for _ in range(150):
-        axis, outer, inner = random_axis(generator)
-        ends = [sorted(generator.integers(0, outer, 2).tolist()) for _ in range(2)]
-        rows = tuple((first, last) for first, last in ends)
-        monkeypatch.setattr(tiles, "_CHUNK", 1 << 20)
-        expected = figures(axis, outer, inner, rows)
-        monkeypatch.setattr(tiles, "_CHUNK", max(axis.kv_extent // 8, 3))
-        assert figures(axis, outer, inner, rows) == expected, (axis, outer, inner, rows)
 
 
 @pytest.mark.parametrize("window", [1, 2048, HUGE // 2 + 1, HUGE])

@@ -55,6 +55,15 @@ def random_problem(generator: np.random.Generator) -> tuple[Problem, TilePair]:
     return a_problem(case.layout, **window, **facts), (q_tile, kv_tile)
 
 
+@pytest.fixture
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count few tiles at a time, as in dimensions with very many."""
+    monkeypatch.setattr(tiles, "_CHUNK", 5)
+    tiles.judged_tiles.cache_clear()
+    tiles._visible_pairs_of_axis.cache_clear()
+
+
+@pytest.mark.usefixtures("_small_chunks")
 @pytest.mark.parametrize("placement", ["anchored", "aligned"])
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_counts_agree_with_walks_over_the_mask(pass_: Any, placement: Any) -> None:
@@ -114,6 +123,7 @@ def walk_parts(problem: Problem, pair: Any, pass_: str, kernel: Kernel) -> tuple
     return seen_parts, full_parts, masked
 
 
+@pytest.mark.usefixtures("_small_chunks")
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_parts_agree_with_walks_over_the_mask(pass_: Any) -> None:
     generator = np.random.default_rng(11)

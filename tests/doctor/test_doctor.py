@@ -222,15 +222,6 @@ def test_what_needs_a_device_says_so(platform: str, flags: list[str]) -> None:
     assert len(found.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("script", ["peers.py", "fmha_scaling.py", "scaling.py", "several_devices.py"])
-def test_benchmarks_say_so(script: str) -> None:
-    for flags, status in (([], 1), (["--help"], 0)):
-        found = run_without("cuda", str(BENCH / script), *flags)
-        assert found.returncode == status
-        said = sentences(found.stderr)
-        assert said.startswith(f"bench/{script}: error: JAX has no device: ") if status else not said
-
-
 def test_questions_and_traces_need_none() -> None:
     program = """
     import jax

@@ -19,7 +19,7 @@ from tests.fuzz.execution import complaints
 from tests.fuzz.features import draw_with
 from tests.ops.test_fitted_windows import CLAMPED_WITH_TABLES
 from tests.support.families import FAMILIES, Family, family_named
-from tests.support.problems import Case, Trial, check_all, check_gradients_repeat
+from tests.support.problems import Case, Shape, Trial, check_all, check_gradients_repeat
 
 # What kernels for NVIDIA GPUs add to logits, against the oracle: biases of keys, in the kernels or as columns of wider
 # heads, and relative biases.
@@ -71,32 +71,23 @@ def test_tables_of_clamped_windows() -> None:
     check_all(trials, of, slack=_SLACK)
 
 
+def windows(layout: Shape, kernel_size: Shape, heads: int = 2, head_dim: int = 32, **facts: Any) -> Case:
+    """A problem; key/value heads are the query heads by default."""
+    return Case(layout, kernel_size, heads=heads, head_dim=head_dim, **{"heads_kv": heads, **facts})
+
+
 #: Problems with large windows, for each head dimension that the kernels specialise.
 LARGE_WINDOWS = {
-    "heads of 64": Case((33, 40), (13, 20), key_bias="tokens", hidden=0.3, heads=2, heads_kv=2, head_dim=64, batch=2),
-    "heads of 80": Case((300,), (200,), key_bias="heads", hidden=0.3, heads=4, heads_kv=2, head_dim=80, head_dim_v=128),
-    "heads of 128": Case((30, 31), (25, 9), dilation=(1, 3), key_bias="heads", heads=6, heads_kv=2, head_dim=128),
-    "heads of 192": Case((7, 9, 20), (3, 5, 11), key_bias="heads", hidden=0.6, heads=2, heads_kv=1, head_dim=192),
-    "heads of 256": Case((500,), (300,), is_causal=(True,), key_bias="heads", hidden=0.4, heads=2, head_dim=256),
-    "scales": Case((40, 24), (15, 15), key_bias="heads", heads=2, heads_kv=2, head_dim=128, scales=(0.02, -0.1)),
-    "wraps": Case(
-        (24, 36), (11, 15), edges=("wrap", "wrap"), key_bias="heads", hidden=0.3, heads=2, heads_kv=1, head_dim=64
-    ),
-    "extents": Case(
-        (30, 40),
-        (11, 15),
-        key_bias="heads",
-        hidden=0.2,
-        heads=2,
-        heads_kv=2,
-        head_dim=128,
-        batch=2,
-        extents=((30, 17), (12, 40)),
-    ),
-    "additional": Case(
-        (40, 24), (15, 15), key_bias="tokens", hidden=0.5, heads=2, heads_kv=2, head_dim=128, additional=9, fused=True
-    ),
-    "nothing is seen": Case((600,), (100,), key_bias="tokens", hidden=0.97, heads=2, heads_kv=2, head_dim=128),
+    "heads of 64": windows((33, 40), (13, 20), 2, 64, key_bias="tokens", hidden=0.3, batch=2),
+    "heads of 80": windows((300,), (200,), 4, 80, key_bias="heads", hidden=0.3, heads_kv=2, head_dim_v=128),
+    "heads of 128": windows((30, 31), (25, 9), 6, 128, dilation=(1, 3), key_bias="heads", heads_kv=2),
+    "heads of 192": windows((7, 9, 20), (3, 5, 11), 2, 192, key_bias="heads", hidden=0.6, heads_kv=1),
+    "heads of 256": windows((500,), (300,), 2, 256, is_causal=(True,), key_bias="heads", hidden=0.4, heads_kv=1),
+    "scales": windows((40, 24), (15, 15), 2, 128, key_bias="heads", scales=(0.02, -0.1)),
+    "wraps": windows((24, 36), (11, 15), 2, 64, edges=("wrap",) * 2, key_bias="heads", hidden=0.3, heads_kv=1),
+    "extents": windows((30, 40), (11, 15), 2, 128, key_bias="heads", hidden=0.2, batch=2, extents=((30, 17), (12, 40))),
+    "additional": windows((40, 24), (15, 15), 2, 128, key_bias="tokens", hidden=0.5, additional=9, fused=True),
+    "nothing is seen": windows((600,), (100,), 2, 128, key_bias="tokens", hidden=0.97),
 }
 
 
@@ -172,58 +163,38 @@ def test_gradients_of_biases_of_keys_are_reproducible_with_large_windows(of: Fam
         check_gradients_repeat(LARGE_WINDOWS[name], of.fna, ("key_bias",))
 
 
-SMALL_WINDOWS = {
-    "regular": Case((24, 40), (7, 7), relative_bias=True, heads=2, heads_kv=2, head_dim=32, batch=3),
-    "chunks": Case((20, 24), (5, 7), relative_bias=True, heads=3, heads_kv=3, head_dim=24),
-    "wide": Case((30, 31), (13, 13), relative_bias=True, heads=2, heads_kv=2, head_dim=64),
-    "whole layout": Case((7, 7), (7, 7), relative_bias=True, heads=8, heads_kv=8, head_dim=32, batch=8),
-    "whole groups": Case((14, 21), (7, 7), dilation=(2, 3), relative_bias=True, heads=4, heads_kv=4, head_dim=32),
-    "dilated": Case((33, 50), (7, 5), dilation=(2, 3), relative_bias=True, heads=2, heads_kv=2, head_dim=32),
-    "far apart": Case((60, 40), (3, 3), dilation=(12, 9), relative_bias=True, heads=2, heads_kv=2, head_dim=32),
-    "grouped heads": Case((18, 23), (5, 5), relative_bias=True, heads=6, heads_kv=2, head_dim=32, batch=2),
-    "scales": Case(
-        (19, 17), (5, 3), relative_bias=True, heads=4, heads_kv=2, head_dim=32, scales=(0.3, -0.5, 0.0, 8e-4)
-    ),
-    "no scale": Case((19, 17), (5, 3), relative_bias=True, head_dim=32, scale=0.0),
-    "negative scale": Case((19, 17), (5, 3), relative_bias=True, head_dim=32, scale=-0.2),
-    "even, strided, causal": Case(
-        (26, 30), (6, 8), stride=(3, 5), is_causal=(False, True), relative_bias=True, head_dim=32, heads=2, heads_kv=2
-    ),
-    "cut": Case((26, 30), (6, 7), edges=("cut", "cut"), relative_bias=True, head_dim=32, heads=2, heads_kv=2),
-    "sequence": Case((300,), (40,), relative_bias=True, heads=2, heads_kv=2, head_dim=32, batch=2),
-    "causal sequence": Case((200,), (33,), stride=(4,), is_causal=(True,), relative_bias=True, head_dim=64),
-    "clip": Case((4, 12, 13), (3, 5, 5), relative_bias=True, heads=2, heads_kv=2, head_dim=32),
-    "box": Case(
-        (19, 22),
-        (3, 5),
-        dilation=(2, 1),
-        batch=2,
-        box=(9, 7),
-        origins=((2, 3), (5, 7)),
-        relative_bias=True,
-        head_dim=32,
-    ),
-    "one box": Case(
-        (29, 32), (7, 5), box=(9, 17), origins=((12, 13),), relative_bias=True, heads=2, heads_kv=2, head_dim=32
-    ),
-    "line of a volume": Case((1, 1, 9), (1, 1, 3), relative_bias=True, heads=2, heads_kv=2, head_dim=32),
-    "whole line of a volume": Case((1, 1, 4), (1, 1, 4), relative_bias=True, head_dim=64),
-    "slice of a volume": Case((1, 12, 9), (1, 3, 5), relative_bias=True, heads=2, heads_kv=2, head_dim=32),
-    "column of an image": Case((40, 1), (7, 1), relative_bias=True, heads=2, heads_kv=2, head_dim=32),
+_WINDOWS = {
+    "regular": windows((24, 40), (7, 7), batch=3),
+    "chunks": windows((20, 24), (5, 7), 3, 24),
+    "wide": windows((30, 31), (13, 13), 2, 64),
+    "whole layout": windows((7, 7), (7, 7), 8, batch=8),
+    "whole groups": windows((14, 21), (7, 7), 4, dilation=(2, 3)),
+    "dilated": windows((33, 50), (7, 5), dilation=(2, 3)),
+    "far apart": windows((60, 40), (3, 3), dilation=(12, 9)),
+    "grouped heads": windows((18, 23), (5, 5), 6, heads_kv=2, batch=2),
+    "scales": windows((19, 17), (5, 3), 4, heads_kv=2, scales=(0.3, -0.5, 0.0, 8e-4)),
+    "no scale": windows((19, 17), (5, 3), 1, scale=0.0),
+    "negative scale": windows((19, 17), (5, 3), 1, scale=-0.2),
+    "even, strided, causal": windows((26, 30), (6, 8), stride=(3, 5), is_causal=(False, True)),
+    "cut": windows((26, 30), (6, 7), edges=("cut", "cut")),
+    "sequence": windows((300,), (40,), batch=2),
+    "causal sequence": windows((200,), (33,), 1, 64, stride=(4,), is_causal=(True,)),
+    "clip": windows((4, 12, 13), (3, 5, 5)),
+    "box": windows((19, 22), (3, 5), 1, dilation=(2, 1), batch=2, box=(9, 7), origins=((2, 3), (5, 7))),
+    "one box": windows((29, 32), (7, 5), box=(9, 17), origins=((12, 13),)),
+    "line of a volume": windows((1, 1, 9), (1, 1, 3)),
+    "whole line of a volume": windows((1, 1, 4), (1, 1, 4), 1, 64),
+    "slice of a volume": windows((1, 12, 9), (1, 3, 5)),
+    "column of an image": windows((40, 1), (7, 1)),
     # More batch entries and heads than CTAs fit on a GPU: a CTA that has all gradients of a layout goes over several of
     # one head, and the last one over fewer.
-    "many whole layouts": Case((7, 7), (7, 7), relative_bias=True, heads=16, heads_kv=16, head_dim=32, batch=67),
-    "many wide whole layouts": Case((4, 6), (3, 5), relative_bias=True, heads=3, heads_kv=3, head_dim=64, batch=501),
-    "many whole groups": Case(
-        (10, 15), (5, 5), dilation=(2, 3), relative_bias=True, heads=4, heads_kv=4, head_dim=32, batch=83
-    ),
-    "many scales": Case(
-        (40,), (9,), relative_bias=True, heads=4, heads_kv=4, head_dim=32, batch=331, scales=(0.3, -0.5, 0.0, 8e-4)
-    ),
-    "with biases of keys": Case(
-        (19, 22), (5, 5), relative_bias=True, key_bias="heads", hidden=0.4, heads=2, heads_kv=2, head_dim=29, sinks=True
-    ),
+    "many whole layouts": windows((7, 7), (7, 7), 16, batch=67),
+    "many wide whole layouts": windows((4, 6), (3, 5), 3, 64, batch=501),
+    "many whole groups": windows((10, 15), (5, 5), 4, dilation=(2, 3), batch=83),
+    "many scales": windows((40,), (9,), 4, batch=331, scales=(0.3, -0.5, 0.0, 8e-4)),
+    "with biases of keys": windows((19, 22), (5, 5), 2, 29, key_bias="heads", hidden=0.4, sinks=True),
 }
+SMALL_WINDOWS = {name: dataclasses.replace(case, relative_bias=True) for name, case in _WINDOWS.items()}
 
 
 def cutlass() -> Family:
@@ -243,11 +214,9 @@ def _with_key_biases(number: int, case: Case) -> Case:
 
 
 KEYS = {name: _with_key_biases(number, case) for number, (name, case) in enumerate(SMALL_WINDOWS.items())} | {
-    "additional": Case(
-        (19, 22), (5, 5), key_bias="heads", hidden=0.3, heads=4, heads_kv=2, head_dim=32, additional=5, fused=True
-    ),
-    "additional chunks": Case(
-        (19, 22), (5, 5), key_bias="tokens", hidden=0.3, heads=4, heads_kv=2, head_dim=48, additional=20, fused=True
+    "additional": windows((19, 22), (5, 5), 4, key_bias="heads", hidden=0.3, heads_kv=2, additional=5, fused=True),
+    "additional chunks": windows(
+        (19, 22), (5, 5), 4, 48, key_bias="tokens", hidden=0.3, heads_kv=2, additional=20, fused=True
     ),
     "attention": Case((40,), queries=25, key_bias="tokens", hidden=0.5, heads=4, heads_kv=2, head_dim=32),
 }
@@ -361,29 +330,29 @@ def test_what_kernels_do_not_add_is_said() -> None:
 
 SINK_CASES = {
     # The kernel of key and value gradients adds up what tiles of queries wrote.
-    "regions": Case((40, 56), (7, 7), heads=3, heads_kv=3, head_dim=32, batch=2),
-    "regions that are not full": Case((37, 19), (5, 5), heads=2, heads_kv=2, head_dim=64, batch=3),
-    "dilation groups of unlike lengths": Case((33, 50), (7, 5), dilation=(4, 3), heads=2, heads_kv=2, head_dim=32),
-    "chunks": Case((20, 24), (5, 7), heads=6, heads_kv=2, head_dim=24, batch=2),
-    "wide heads": Case((24, 20), (5, 5), heads=2, heads_kv=2, head_dim=128),
-    "more heads than regions": Case((4, 4), (3, 3), heads=48, heads_kv=16, head_dim=32),
-    "many entries": Case((20, 9), (5, 5), heads=5, heads_kv=5, head_dim=32, batch=70),
-    "additional tokens": Case((19, 22), (5, 5), heads=4, heads_kv=2, head_dim=32, additional=9, fused=True),
-    "a relative bias": Case((24, 31), (7, 7), heads=2, heads_kv=2, head_dim=32, relative_bias=True),
-    "biases of keys": Case((24, 31), (7, 7), heads=2, heads_kv=2, head_dim=32, key_bias="tokens", hidden=0.4),
-    "nothing is seen": Case((18, 17), (3, 3), heads=2, heads_kv=2, head_dim=32, key_bias="heads", hidden=0.9),
-    "wraps": Case((18, 26), (5, 5), edges=("wrap", "wrap"), heads=2, heads_kv=2, head_dim=32),
+    "regions": windows((40, 56), (7, 7), 3, batch=2),
+    "regions that are not full": windows((37, 19), (5, 5), 2, 64, batch=3),
+    "dilation groups of unlike lengths": windows((33, 50), (7, 5), dilation=(4, 3)),
+    "chunks": windows((20, 24), (5, 7), 6, 24, heads_kv=2, batch=2),
+    "wide heads": windows((24, 20), (5, 5), 2, 128),
+    "more heads than regions": windows((4, 4), (3, 3), 48, heads_kv=16),
+    "many entries": windows((20, 9), (5, 5), 5, batch=70),
+    "additional tokens": windows((19, 22), (5, 5), 4, heads_kv=2, additional=9, fused=True),
+    "a relative bias": windows((24, 31), (7, 7), relative_bias=True),
+    "biases of keys": windows((24, 31), (7, 7), key_bias="tokens", hidden=0.4),
+    "nothing is seen": windows((18, 17), (3, 3), key_bias="heads", hidden=0.9),
+    "wraps": windows((18, 26), (5, 5), edges=("wrap", "wrap")),
     # A kernel of its own does.
-    "whole layout": Case((7, 7), (7, 7), heads=8, heads_kv=8, head_dim=32, batch=8),
-    "many whole layouts": Case((7, 7), (7, 7), heads=16, heads_kv=16, head_dim=32, batch=67),
-    "whole groups": Case((14, 21), (7, 7), dilation=(2, 3), heads=4, heads_kv=4, head_dim=32),
-    "groups that are not full": Case((15, 19), (7, 5), dilation=(2, 3), heads=3, heads_kv=3, head_dim=64, batch=5),
-    "whole layout with a relative bias": Case((7, 7), (7, 7), heads=4, heads_kv=4, head_dim=32, relative_bias=True),
-    "whole layout with biases of keys": Case((7, 6), (7, 5), heads=4, heads_kv=4, head_dim=32, key_bias="tokens"),
+    "whole layout": windows((7, 7), (7, 7), 8, batch=8),
+    "many whole layouts": windows((7, 7), (7, 7), 16, batch=67),
+    "whole groups": windows((14, 21), (7, 7), 4, dilation=(2, 3)),
+    "groups that are not full": windows((15, 19), (7, 5), 3, 64, dilation=(2, 3), batch=5),
+    "whole layout with a relative bias": windows((7, 7), (7, 7), 4, relative_bias=True),
+    "whole layout with biases of keys": windows((7, 6), (7, 5), 4, key_bias="tokens"),
     # Kernels of their own do all.
-    "layouts": Case((19, 22), (5, 5), heads=2, heads_kv=2, head_dim=32, batch=2, extents=((19, 13), (7, 22))),
-    "ring": Case((30, 40), (13, 13), heads=2, heads_kv=2, head_dim=64, batch=2),
-    "scales": Case((19, 17), (5, 3), heads=4, heads_kv=2, head_dim=32, scales=(0.3, -0.5, 0.0, 8e-4)),
+    "layouts": windows((19, 22), (5, 5), batch=2, extents=((19, 13), (7, 22))),
+    "ring": windows((30, 40), (13, 13), 2, 64, batch=2),
+    "scales": windows((19, 17), (5, 3), 4, heads_kv=2, scales=(0.3, -0.5, 0.0, 8e-4)),
 }
 
 

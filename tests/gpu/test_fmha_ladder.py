@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -52,28 +50,3 @@ def test_rung(
     out = jax.jit(step.make(benchmark))(*arrays)
     assert np.isfinite(np.asarray(out, np.float32)).all()
     assert error_of(out, arrays, is_causal) <= BOUNDS[dtype]
-
-
-@pytest.mark.parametrize(
-    ("shapes", "dtype", "attributes"),
-    [
-        ([(1, 8, 1, 64)] * 3, jnp.float32, {}),
-        ([(1, 8, 1, 32)] * 3, jnp.float16, {}),
-        ([(8, 1, 64)] * 3, jnp.float16, {}),
-        ([(1, 8, 1, 64), (1, 9, 1, 64), (1, 8, 1, 64)], jnp.float16, {}),
-        ([(1, 8, 1, 64)] * 3, jnp.float16, {"rung": 0}),
-        ([(1, 8, 1, 64)] * 3, jnp.float16, {"rung": 4}),
-        ([(1, 8, 1, 64)] * 3, jnp.float16, {"tiles": 3}),
-        ([(1, 8, 1, 64)] * 3, jnp.float16, {"is_causal": 2}),
-        ([(1, 8, 1, 64)] * 3, jnp.float16, {"scale": 1}),
-    ],
-)
-def test_malformed_calls_are_errors(shapes: list[tuple[int, ...]], dtype: Any, attributes: dict[str, int]) -> None:
-    values: dict[str, Any] = {"rung": 1, "tiles": 0, "is_causal": 0, "scale": 0.125} | attributes
-    arrays = [jnp.ones(shape, dtype) for shape in shapes]
-
-    def call(*operands: jax.Array) -> Any:
-        return native.call(TARGET, [native.ResultType(operands[0].shape, operands[0].dtype)], *operands, **values)
-
-    with pytest.raises(jax.errors.JaxRuntimeError, match="natten_jax"):
-        jax.block_until_ready(jax.jit(call)(*arrays))

@@ -16,11 +16,10 @@ import pytest
 
 import natten_jax
 from natten_jax import na2d
-from natten_jax.performance import PASSES, Pass, TilePair, tile_names
-from natten_jax.plan import devices
-from tests.fuzz.problem import Fuzzed
-from tests.support.families import Family, family_named
-from tests.support.problems import Case, Trial, check_all
+from tests.fuzz.execution import complaints
+from tests.fuzz.problem import Fuzzed, variants
+from tests.support.families import family_named
+from tests.support.problems import Case
 
 # Batch entries with layouts of their own in one launch of the kernels for NVIDIA GPUs: extents and places of queries.
 #
@@ -191,9 +190,6 @@ def test_sequences_of_many_lengths(backend: str) -> None:
 
 _HALVES = ("bfloat16", "float16")
 
-#: Pairs of tiles for each element type.
-_TRIALS = 2
-
 #: All wrap in some dimension.
 AROUND = {
     "sequence": Case((300,), (40,), heads=2, heads_kv=2, head_dim=32, batch=2),
@@ -226,35 +222,13 @@ def _case(name: str) -> Case:
     return case if case.edges is not None else dataclasses.replace(case, edges=("wrap",) * len(case.layout))
 
 
-def _pairs(case: Case, dtype: str, family: Family, pass_: Pass) -> list[TilePair]:
-    problem = Fuzzed(family.name, case, dtype, 0).description()
-    backend, device = family.backend, devices.default_device()
-    return list(backend.tile_pairs(backend.widened(problem, device, pass_), device, pass_))
-
-
-def _trials(name: str, family: Family) -> list[Trial]:
-    """The problem with the tiles that it has by default, and with others."""
-    rng = np.random.default_rng(0)
-    case = _case(name).fitted(family)
-    found = []
-    for dtype in _HALVES:
-        pairs = {pass_: _pairs(case, dtype, family, pass_) for pass_ in PASSES}
-        for i in range(_TRIALS):
-            tiles: dict[str, Any] = {}
-            for pass_ in PASSES:
-                number = 0 if i == 0 else int(rng.integers(len(pairs[pass_])))
-                tiles |= dict(zip(tile_names(pass_), pairs[pass_][number], strict=True))
-            found.append(Trial(case, dtype, i, tiles))
-    return found
-
-
 @pytest.mark.parametrize("kernels", ["cutlass", "hopper"])
 @pytest.mark.parametrize("name", AROUND)
 def test_windows_that_wrap(name: str, kernels: str) -> None:
-    of = family_named(kernels)
-    trials = _trials(name, of)
-    assert trials
-    check_all(trials, of)
+    """With the tiles that they have by default, and with others."""
+    case = _case(name).fitted(family_named(kernels))
+    problems = [each for dtype in _HALVES for each in variants(Fuzzed(kernels, case, dtype, 0), 2)]
+    assert complaints(problems) == [[]] * len(problems)
 
 
 @pytest.mark.parametrize(("backend", "tiles"), [("cutlass-fna", SMALL), ("hopper-fna", {})])
