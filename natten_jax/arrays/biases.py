@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -73,6 +74,36 @@ def table_of_each_entry(inputs: Inputs) -> jax.Array:
 def gradient_of_shared_table(of_entries: jax.Array, table: jax.Array) -> jax.Array:
     """The gradient of a table ``[1 or batch, heads, entries]``, from those of batch entries."""
     return jnp.sum(of_entries, axis=0, keepdims=True) if table.shape[0] == 1 else of_entries
+
+
+#: Contiguous numbers for which XLA's sums over other dimensions are fast.
+_SIDE_BY_SIDE = 256
+
+
+def sinks_gradient(sinks: jax.Array, logsumexp: jax.Array, delta: jax.Array) -> jax.Array:
+    """The gradient of sinks, ``[1 or batch, heads, 1]``.
+
+    A sink's weight is ``exp(sink - logsumexp)``. A sink adds only to the denominator: it changes the loss by its weight
+    times ``-delta``.
+
+    Args:
+        sinks: ``[1 or batch, heads, 1]``.
+        logsumexp: ``[batch, *tokens, heads]``, which has the sinks.
+        delta: ``[batch, *tokens, heads]``, from :meth:`natten_jax.arrays.operands.Cotangents.delta`.
+    """
+    batch, *tokens, heads = logsumexp.shape
+    of_queries = sinks.reshape(sinks.shape[0], *(1,) * len(tokens), heads)
+    # If a query sees neither keys nor a sink, its weights are 0; padding is arbitrary.
+    # Rounding of large numbers must not make a weight larger than 1.
+    weights = jnp.exp(jnp.minimum(of_queries - logsumexp, 0))
+    changes = jnp.where(jnp.isneginf(logsumexp), 0, weights * delta)
+    # In two steps, which the barrier keeps apart: XLA's sums over short contiguous runs are slow.
+    count = math.prod(tokens)
+    side_by_side = max(n for n in range(1, max(_SIDE_BY_SIDE // heads, 1) + 1) if count % n == 0)
+    of_parts = jnp.sum(changes.reshape(batch, count // side_by_side, side_by_side, heads), axis=1)
+    # If batch entries share sinks, sum over all entries at once.
+    of_parts = jax.lax.optimization_barrier(of_parts).reshape(sinks.shape[0], -1, heads)
+    return -jnp.sum(of_parts, axis=1)[..., None]
 
 
 #: Numbers whose sum is a bias.

@@ -183,24 +183,13 @@ def heads_rejection(has: Capabilities, problem: Problem) -> str | None:
     most = has.largest_head_dim
     if most is None:
         return None
-    for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if head_dim > most:
-            return f"{name} must be at most {most}, not {head_dim}"
+    for name in ("head_dim", "head_dim_v"):
+        if getattr(problem, name) > most:
+            return f"{name} must be at most {most}, not {getattr(problem, name)}"
     wider = with_columns(problem).head_dim if problem.key_bias and has.needs_columns(problem) else 0
     if wider > most:
         return f"a key_bias takes {wider - problem.head_dim} more columns of heads, which may be {most} wide"
     return None
-
-
-def check_heads(backend: type[Backend], problem: Problem) -> None:
-    """Reject heads that kernels do not support.
-
-    Raises:
-        ValueError: Kernels do not support them.
-    """
-    reason = heads_rejection(backend.capabilities, problem)
-    if reason is not None:
-        raise ValueError(f"{backend.family} has no tiles for these heads: {reason}")
 
 
 def with_wide_heads(has: Capabilities, problem: Problem) -> Problem:
@@ -238,10 +227,8 @@ class Backend(abc.ABC):
             return f"{problem.dtype} arrays have no gradients"
         if problem.own_extents and not has.takes_extents:
             return "it takes no extents: its kernels have one layout for all batch entries"
-        if problem.own_extents and (refusal := layouts_rejection(has, problem)) is not None:
-            return refusal
-        reason = heads_rejection(has, problem)
-        if reason is not None:
+        reason = (problem.own_extents and layouts_rejection(has, problem)) or heads_rejection(has, problem)
+        if reason:
             return reason
         unknown = [edge for edge in problem.edges if edge not in has.edges]
         if unknown:
@@ -250,11 +237,9 @@ class Backend(abc.ABC):
             if getattr(problem, name) and name not in has.biases:
                 return f"it adds no {name} to logits"
         for axis in problem.axes if has.wraps_by_strips else ():
-            tokens = axis.kv_extent // axis.dilation
-            if axis.edges == "wrap" and tokens % axis.stride:
-                return (
-                    f"its windows wrap where stride divides the tokens of a dilation group, not {axis.stride} {tokens}"
-                )
+            stride, tokens = axis.stride, axis.kv_extent // axis.dilation
+            if axis.edges == "wrap" and tokens % stride:
+                return f"its windows wrap where stride divides the tokens of a dilation group, not {stride} {tokens}"
         if has.targets and native.load_error is not None:
             return native.load_error  # the library has the limits of the kernels
         if not device.is_present:
@@ -347,5 +332,4 @@ class PureJaxBackend(Backend):
         def attend(inputs: Inputs) -> Output:
             return self.attend(plan, operands._replace(inputs=inputs))
 
-        (gradients,) = jax.vjp(attend, operands.inputs)[1](cotangents.of_both())
-        return gradients  # type: ignore[no-any-return]
+        return jax.vjp(attend, operands.inputs)[1](cotangents.of_both())[0]

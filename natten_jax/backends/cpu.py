@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 
 import jax
-import jax.numpy as jnp
 
 from natten_jax.arrays.biases import gradient_of_shared_table, table_of_each_entry
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
+from natten_jax.backends import ffi
 from natten_jax.backends.base import Capabilities, Platform
-from natten_jax.backends.ffi import (
-    NativeBackend,
-    attributes,
-    call_for_results,
-    delta,
-    forward_operands,
-    layouts_operand,
-    saved_remainder,
-    sinks_gradient,
-    with_kernel_rank,
-)
+from natten_jax.backends.ffi import NativeBackend
 from natten_jax.native import module as native
 from natten_jax.native.module import ResultType
 from natten_jax.performance import Pass, TilePair
@@ -74,42 +63,26 @@ class CpuBackend(NativeBackend):
 
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
         """Call the kernel."""
-        return native.call(
-            _FORWARD,
-            types,
-            *forward_operands(plan.problem, operands),
-            *_own_operands(operands),
-            **attributes(plan),
-        )
+        arrays = *ffi.forward_operands(plan.problem, operands), *_more_operands(plan.problem, operands)
+        return native.call(_FORWARD, types, *arrays, **ffi.attributes(plan))
 
     def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Call the kernels."""
-        rank = functools.partial(with_kernel_rank, rank=plan.problem.rank)
-        of_rows = rank(saved.logsumexp), saved_remainder(plan.problem, saved)
-        own = _own_operands(operands)
-        delta_of_queries = delta(saved.out, *cotangents)
-        per_query = *own, *of_rows, rank(cotangents.out), rank(delta_of_queries)
-        types = [ResultType(array.shape, array.dtype) for array in own[1:]]
-        gradients, (of_table, of_keys) = call_for_results(_BACKWARD, plan, operands, per_query, types)
-        inputs = operands.inputs
-        table, key_bias, sinks = inputs.relative_bias, inputs.key_bias, inputs.sinks
-        return gradients._replace(
-            sinks=None if sinks is None else sinks_gradient(sinks, saved.logsumexp, delta_of_queries),
-            relative_bias=None if table is None else gradient_of_shared_table(of_table, table),
-            key_bias=None if key_bias is None else of_keys.reshape(key_bias.shape),
-        )
+        inputs, more = operands.inputs, _more_operands(plan.problem, operands)
+        delta_of_queries = cotangents.delta(saved.out)
+        per_query = saved.logsumexp, ffi.or_nothing(saved.remainder), cotangents.out, delta_of_queries
+        types = [ResultType(array.shape, array.dtype) for array in more[1:]]
+        found, (of_table, of_keys) = ffi.call_for_results(_BACKWARD, plan, operands, (*more, *per_query), types)
+        found = ffi.with_key_bias_gradient(found, inputs, of_keys)
+        if inputs.relative_bias is not None:
+            found = found._replace(relative_bias=gradient_of_shared_table(of_table, inputs.relative_bias))
+        return ffi.with_sinks_gradient(found, inputs, saved.logsumexp, delta_of_queries)
 
 
-def _own_operands(operands: Operands) -> list[jax.Array]:
-    """Those behind what all kernels take: layouts and biases. Arrays of nothing where a call has none."""
-    inputs = operands.inputs
-    nothing = jnp.zeros((0,), jnp.float32)
-    of_keys = inputs.key_bias
-    return [
-        layouts_operand(operands),
-        nothing if inputs.relative_bias is None else table_of_each_entry(inputs),
-        nothing if of_keys is None else with_kernel_rank(of_keys[..., 0], inputs.key.ndim - 3),
-    ]
+def _more_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
+    """Operands after :func:`natten_jax.backends.ffi.kernel_operands`: layouts and biases."""
+    table = None if operands.inputs.relative_bias is None else table_of_each_entry(operands.inputs)
+    return [ffi.layouts_operand(operands), ffi.or_nothing(table), ffi.key_bias_operand(problem, operands)]
 
 
 #: Query and key/value tiles that tile_pairs lists after the default, by rank.
@@ -147,12 +120,12 @@ def _outer_tile(problem: Problem, layout: Shape, tile: Shape) -> Shape:
     axes = problem.axes
     extents = [t if axis.stride > t else -(-t // axis.stride) * axis.stride for t, axis in zip(tile, axes, strict=True)]
 
-    while math.prod(extents) >= 2 * _SMALLEST_TILE:
+    def is_too_large() -> bool:
         tiles = [a.dilation * -(-x // (t * a.dilation)) for x, t, a in zip(layout, extents, axes, strict=True)]
-        if problem.batch * problem.heads_kv * math.prod(tiles) >= _ENOUGH_ITEMS:
-            break
-        largest = extents.index(max(extents))
-        extents[largest] = -(-extents[largest] // 2)
+        return problem.batch * problem.heads_kv * math.prod(tiles) < _ENOUGH_ITEMS
+
+    while math.prod(extents) >= 2 * _SMALLEST_TILE and is_too_large():
+        _halve_longest(extents)
     return tuple(extents)
 
 
@@ -163,6 +136,10 @@ def _inner_tile(problem: Problem, q_tile: Shape) -> Shape:
         for axis, t in zip(problem.axes, q_tile, strict=True)
     ]
     while math.prod(extents) > _INNER_TOKENS:
-        largest = extents.index(max(extents))
-        extents[largest] = -(-extents[largest] // 2)
+        _halve_longest(extents)
     return tuple(extents)
+
+
+def _halve_longest(extents: list[int]) -> None:
+    longest = extents.index(max(extents))
+    extents[longest] = -(-extents[longest] // 2)

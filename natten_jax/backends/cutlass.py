@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,24 +13,9 @@ import jax.numpy as jnp
 from natten_jax.arguments.static import least_batch
 from natten_jax.arrays.biases import with_columns
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
-from natten_jax.backends.base import Capabilities, Form, Platform, check_heads, heads_rejection, with_wide_heads
-from natten_jax.backends.ffi import (
-    NativeBackend,
-    attributes,
-    call_for_results,
-    delta,
-    entry_maps,
-    forward_operands,
-    kernel_operands,
-    key_bias_gradient_type,
-    key_bias_operand,
-    layouts_operand,
-    logsumexp_cotangent_operand,
-    saved_remainder,
-    sinks_gradient,
-    with_kernel_rank,
-    with_key_bias_gradient,
-)
+from natten_jax.backends import ffi
+from natten_jax.backends.base import Capabilities, Form, Platform, heads_rejection, with_wide_heads
+from natten_jax.backends.ffi import NativeBackend, or_nothing, with_kernel_rank
 from natten_jax.cost_model import small_windows
 from natten_jax.cost_model.calibration import calibration_for
 from natten_jax.cost_model.simulation import rank
@@ -58,20 +42,6 @@ _UNUSED_BY_SMALL_WINDOWS = {
 }
 
 
-def _call_small_forward(plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
-    """Call the kernel."""
-    rows, columns = with_kernel_tiles(plan.problem, plan.tiles)
-    arrays = (
-        *kernel_operands(plan.problem, operands),
-        layouts_operand(operands),
-        _or_nothing(operands.inputs.relative_bias),
-        key_bias_operand(plan.problem, operands),
-        _or_nothing(operands.inputs.sinks),
-    )
-    scratch = _table_products(plan.problem, operands, rows, columns), entry_maps(operands, _ENTRY_MAPS)
-    return native.call(_SMALL_FORWARD, [*types, *scratch], *arrays, **attributes(plan))
-
-
 #: What numbers of an array in memory are a multiple of, so that kernels load several at a time.
 _STEP = 4
 
@@ -80,32 +50,44 @@ _STEP = 4
 _MOST_SINKS_PARTS = 256
 
 
-def _or_nothing(array: jax.Array | None) -> jax.Array:
-    """The array, as kernels take it; one of nothing where there is none."""
-    return jnp.zeros((0,), jnp.float32) if array is None else array
-
-
-def _sinks_parts(plan: Plan, operands: Operands) -> ResultType:
-    """Scratch memory for the gradient of sinks: what tiles of queries, or else parts of all of them, add to it."""
-    sinks = operands.inputs.sinks
-    if sinks is None:
-        return ResultType((0,), jnp.float32)
-    problem = plan.problem
-    _, tile = with_kernel_tiles(problem, plan.tiles)
-    batch, *extents, heads, _ = with_kernel_rank(operands.inputs.query, problem.rank).shape
-    dilations = (1,) * (len(extents) - problem.rank) + tuple(axis.dilation for axis in problem.axes)
-    # Kernels share tiles out to regions of several, the last of which need not be full.
-    tiles = math.prod(
-        dilation * (2 * -(-extent // (dilation * rows)) - 1)
-        for extent, dilation, rows in zip(extents, dilations, tile, strict=True)
-    )
-    own = sinks.shape[0]  # batch entries that have sinks of their own
-    of_tiles = own * heads * _filled_up(batch // own * tiles)
-    return ResultType((max(of_tiles, own * max(_MOST_SINKS_PARTS // own, 1) * _filled_up(heads)),), jnp.float32)
+def _float32(*shape: int) -> ResultType:
+    return ResultType(shape, jnp.float32)
 
 
 def _filled_up(number: int) -> int:
     return number + -number % _STEP
+
+
+def _call_small_forward(plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
+    """Call the kernel."""
+    problem, inputs = plan.problem, operands.inputs
+    products = _table_products(problem, operands, *with_kernel_tiles(problem, plan.tiles))
+    return native.call(
+        _SMALL_FORWARD,
+        [*types, products, ffi.entry_maps(operands, _ENTRY_MAPS)],
+        *ffi.kernel_operands(problem, operands),
+        ffi.layouts_operand(operands),
+        or_nothing(inputs.relative_bias),
+        ffi.key_bias_operand(problem, operands),
+        or_nothing(inputs.sinks),
+        **ffi.attributes(plan),
+    )
+
+
+def _sinks_parts(plan: Plan, operands: Operands) -> ResultType:
+    """Scratch memory for the gradient of sinks: what tiles of queries, or else parts of all of them, add to it."""
+    sinks, problem = operands.inputs.sinks, plan.problem
+    if sinks is None:
+        return _float32(0)
+    _, *extents, heads, _ = operands.inputs.query.shape
+    # Kernels share tiles out to regions of several, the last of which need not be full.
+    tiles = math.prod(
+        axis.dilation * (2 * -(-extent // (axis.dilation * rows)) - 1)
+        for axis, extent, rows in zip(problem.axes, extents, plan.tiles[1], strict=True)
+    )
+    own = sinks.shape[0]  # batch entries with separate sinks
+    of_tiles = own * heads * _filled_up(operands.inputs.query.shape[0] // own * tiles)
+    return _float32(max(of_tiles, own * max(_MOST_SINKS_PARTS // own, 1) * _filled_up(heads)))
 
 
 def _table_products(problem: Problem, operands: Operands, rows: Shape, columns: Shape) -> ResultType:
@@ -120,77 +102,60 @@ def _table_products(problem: Problem, operands: Operands, rows: Shape, columns: 
     """
     inputs = operands.inputs
     if inputs.relative_bias is None:
-        return ResultType((0,), jnp.float32)
+        return _float32(0)
     entries = math.prod(problem.bias_shape[:-1]) * native.bias_line(axis_rows(problem), rows, columns)
     tables, heads, _ = inputs.relative_bias.shape
-    if inputs.scale is not None:
-        tables = inputs.query.shape[0]
-    return ResultType((tables, heads, _filled_up(entries)), jnp.float32)
+    return _float32(tables if inputs.scale is None else inputs.query.shape[0], heads, _filled_up(entries))
 
 
 def _table_sums(plan: Plan, operands: Operands) -> list[ResultType]:
-    """What the gradient of a relative bias takes: records of tiles, and their sums in parts."""
-    tables = operands.inputs.relative_bias
-    if tables is None:
-        return [ResultType((0,), jnp.float32)] * 2
-    problem = plan.problem
-    *_, x, y, z, _, _ = with_kernel_rank(operands.inputs.query, problem.rank).shape
+    """Scratch memory for the gradient of a relative bias: records of tiles, and their sums in parts."""
+    inputs, problem = operands.inputs, plan.problem
+    if inputs.relative_bias is None:
+        return [_float32(0)] * 2
     group, tile = with_kernel_tiles(problem, plan.tiles)
-    sums = native.bias_sums(axis_rows(problem), (x, y, z), tile, group)
-    _, heads, entries = tables.shape
-    batch = operands.inputs.query.shape[0]
-    shapes: list[tuple[Any, ...]] = [
-        (batch, heads, sums.tiles, sums.record),
-        (sums.parts, batch, heads, _filled_up(entries)),
-    ]
-    return [ResultType(shape, jnp.float32) for shape in shapes]
-
-
-def _additional_sums(problem: Problem, batch: int, queries: int) -> tuple[int, ...]:
-    """The shape of what parts of the queries add to gradients of additional tokens."""
-    parts = native.additional_parts(queries * problem.heads // problem.heads_kv, problem.additional_kv)
-    return (parts, batch, problem.additional_kv, problem.heads_kv, problem.head_dim + problem.head_dim_v)
+    batch, *extents, _, _ = with_kernel_rank(inputs.query, problem.rank).shape
+    sums = native.bias_sums(axis_rows(problem), extents, tile, group)
+    _, heads, entries = inputs.relative_bias.shape
+    return [_float32(batch, heads, sums.tiles, sums.record), _float32(sums.parts, batch, heads, _filled_up(entries))]
 
 
 def _small_gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
-    """Call the kernels: one for queries, which also works out what the other, for keys and values, reads of them."""
-    problem = plan.problem
-    out, logsumexp, out_cotangent = (
-        with_kernel_rank(array, problem.rank) for array in (saved.out, saved.logsumexp, cotangents.out)
+    """Call the kernels: the first, for query gradients, also computes statistics of queries that the second reads."""
+    problem, inputs = plan.problem, operands.inputs
+    of_queries = saved.logsumexp, saved.remainder, saved.out, cotangents.out, cotangents.logsumexp
+    batch, *tokens, heads = saved.logsumexp.shape
+    additional_parts = native.additional_parts(
+        math.prod(tokens) * problem.heads // problem.heads_kv, problem.additional_kv
     )
-    batch, *tokens, heads = logsumexp.shape
-    scratch = (batch, math.prod(tokens), heads, 4), _additional_sums(problem, batch, math.prod(tokens))
+    additional_width = problem.head_dim + problem.head_dim_v
     columns, rows = with_kernel_tiles(problem, plan.tiles)
-    inputs = operands.inputs
-    tables, sinks = _or_nothing(inputs.relative_bias), _or_nothing(inputs.sinks)
-    found, (*_, of_table, of_keys, _, of_sinks, _) = call_for_results(
+    tables, sinks = or_nothing(inputs.relative_bias), or_nothing(inputs.sinks)
+    found, (*_, of_table, of_keys, _, of_sinks, _) = ffi.call_for_results(
         _SMALL_BACKWARD,
         plan,
         operands,
         (
-            layouts_operand(operands),
+            ffi.layouts_operand(operands),
             tables,
-            key_bias_operand(problem, operands),
+            ffi.key_bias_operand(problem, operands),
             sinks,
-            logsumexp,
-            saved_remainder(problem, saved),
-            out,
-            out_cotangent,
-            logsumexp_cotangent_operand(problem, cotangents),
+            *map(or_nothing, of_queries),
         ),
         [
-            *(ResultType(shape, jnp.float32) for shape in scratch),
+            _float32(batch, math.prod(tokens), heads, 4),
+            # Partial sums over queries for gradients of additional tokens.
+            _float32(additional_parts, batch, problem.additional_kv, problem.heads_kv, additional_width),
             _table_products(problem, operands, rows, columns),
             *_table_sums(plan, operands),
             ResultType(tables.shape, jnp.float32),
-            key_bias_gradient_type(problem, operands),
+            ffi.key_bias_gradient_type(problem, operands),
             _sinks_parts(plan, operands),
             ResultType(sinks.shape, jnp.float32),
-            entry_maps(operands, 2 * _ENTRY_MAPS),
+            ffi.entry_maps(operands, 2 * _ENTRY_MAPS),
         ],
     )
-    found = with_key_bias_gradient(found, inputs, of_keys)
-    return found._replace(
+    return ffi.with_key_bias_gradient(found, inputs, of_keys)._replace(
         sinks=None if inputs.sinks is None else of_sinks,
         relative_bias=None if inputs.relative_bias is None else of_table,
     )
@@ -238,16 +203,10 @@ def _shared_memory(device: Device) -> int:
 
 def _largest_tiles(problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
     """Most queries and keys of a tile that the narrowest kernel for these heads takes on a device."""
-    check_heads(CutlassBackend, problem)
-    wider, size = max(problem.head_dim, problem.head_dim_v), problem.element.bytes
-    forms = [form for form in _LIMITS[pass_] if form["element_bytes"] == size and form["head_dim"] >= wider]
-    narrowest = min(form["head_dim"] for form in forms)
-    able = [
-        (form["q_tile_tokens"], form["kv_tile_tokens"])
-        for form in forms
-        if form["head_dim"] == narrowest and form["shared_memory"] <= _shared_memory(device)
-    ]
-    return max(queries for queries, _ in able), max(keys for _, keys in able)
+    forms = [form for form in _LIMITS[pass_] if form["element_bytes"] == problem.element.bytes]
+    forms = ffi.narrowest_forms(CutlassBackend, forms, problem)
+    able = [form for form in forms if form["shared_memory"] <= _shared_memory(device)]
+    return max(form["q_tile_tokens"] for form in able), max(form["kv_tile_tokens"] for form in able)
 
 
 class CutlassBackend(NativeBackend):
@@ -269,16 +228,8 @@ class CutlassBackend(NativeBackend):
         excludes_layouts=("relative_bias",),
         head_dim_step=_LIMITS.get("head_dim_step", 1),
         largest_head_dim=_LIMITS.get("largest_head_dim"),
-        targets={
-            "forward": (_FORWARD, _SMALL_FORWARD),
-            "backward": (_BACKWARD, _DELTA, _SMALL_BACKWARD),
-        },
-        heeds=(
-            "backward_kv_splits",
-            "backward_use_xla_reduction",
-            "backward_deterministic",
-            "memory_usage_preference",
-        ),
+        targets={"forward": (_FORWARD, _SMALL_FORWARD), "backward": (_BACKWARD, _DELTA, _SMALL_BACKWARD)},
+        heeds=("backward_kv_splits", "backward_use_xla_reduction", "backward_deterministic", "memory_usage_preference"),
     )
 
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
@@ -360,47 +311,42 @@ class CutlassBackend(NativeBackend):
         return native.call(
             _FORWARD,
             types,
-            *forward_operands(plan.problem, operands),
-            layouts_operand(operands),
-            key_bias_operand(plan.problem, operands),
-            **attributes(plan),
+            *ffi.forward_operands(plan.problem, operands),
+            ffi.layouts_operand(operands),
+            ffi.key_bias_operand(plan.problem, operands),
+            **ffi.attributes(plan),
             is_accurate=int(plan.precision not in _TF32_PRECISIONS),
         )
 
     def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Call the kernels."""
-        problem, performance = plan.problem, plan.performance
+        problem, performance, inputs = plan.problem, plan.performance, operands.inputs
         if small_windows.is_chosen(problem, "backward", plan.tiles):
             return _small_gradients(plan, operands, saved, cotangents)
-        rank = functools.partial(with_kernel_rank, rank=problem.rank)
-        out, out_cotangent = rank(saved.out), rank(cotangents.out)
+        out, logsumexp, remainder = saved
         if performance.backward_use_xla_reduction:
-            delta_of_queries = rank(delta(saved.out, *cotangents))
-        else:
-            of_logsumexp = logsumexp_cotangent_operand(problem, cotangents)
-            delta_of_queries = _kernel_delta(out, out_cotangent, of_logsumexp)
-        logsumexp = rank(saved.logsumexp), saved_remainder(problem, saved)
-        biases = layouts_operand(operands), key_bias_operand(problem, operands)
-        behind = [key_bias_gradient_type(problem, operands)]
+            delta_of_queries = cotangents.delta(out)
+        else:  # by a kernel that reads each array once
+            arrays = out, *map(or_nothing, cotangents)
+            (delta_of_queries,) = native.call(_DELTA, [_float32(*out.shape[:-1])], *arrays)
+        behind = [ffi.key_bias_gradient_type(problem, operands)]
         if problem.dtype != "float32":
-            elements = scratch_elements(problem, operands.inputs.query, performance)
-            behind.append(ResultType((elements,), jnp.float32))
-        found, (of_keys, *_) = call_for_results(
+            behind.append(_float32(scratch_elements(problem, inputs.query, performance)))
+        biases = ffi.layouts_operand(operands), ffi.key_bias_operand(problem, operands)
+        # Blocks that share the key/value tiles of a head: by default, one for each tile. A single block makes gradients
+        # reproducible. Memory does not depend on the number.
+        splits = min(math.prod(performance.backward_kv_splits or (0,)), _MOST_SPLITS)
+        found, (of_keys, *_) = ffi.call_for_results(
             _BACKWARD,
             plan,
             operands,
-            (*biases, *logsumexp, out_cotangent, delta_of_queries),
+            (*biases, logsumexp, or_nothing(remainder), cotangents.out, delta_of_queries),
             behind,
             is_accurate=int(plan.precision not in _TF32_PRECISIONS),
-            # Blocks that share the key/value tiles of a head. One makes gradients reproducible. Memory does not depend
-            # on their number, so that by default there are as many as tiles.
-            kv_splits=1
-            if performance.backward_deterministic
-            else min(math.prod(performance.backward_kv_splits or (0,)), _MOST_SPLITS),
+            kv_splits=1 if performance.backward_deterministic else splits,
         )
-        found = with_key_bias_gradient(found, operands.inputs, of_keys)
-        sinks = operands.inputs.sinks
-        return found._replace(sinks=None if sinks is None else sinks_gradient(sinks, logsumexp[0], delta_of_queries))
+        found = ffi.with_key_bias_gradient(found, inputs, of_keys)
+        return ffi.with_sinks_gradient(found, inputs, logsumexp, delta_of_queries)
 
 
 def scratch_elements(problem: Problem, query: jax.Array, performance: Performance) -> int:
@@ -426,12 +372,6 @@ def scratch_elements(problem: Problem, query: jax.Array, performance: Performanc
     return entries * (heads_kv if entries > 1 else at_once(heads_kv, of_head)) * of_head // 4
 
 
-def _kernel_delta(out: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Array) -> jax.Array:
-    """As :func:`delta`, by a kernel that reads each array once."""
-    (result,) = native.call(_DELTA, [ResultType(out.shape[:-1], jnp.float32)], out, out_cotangent, logsumexp_cotangent)
-    return result
-
-
 def _missing_code(capability: ComputeCapability) -> str | None:
     """Why this build has no machine code for a compute capability; ``None`` where it has."""
     architectures = native.build_info()["cuda_architectures"]
@@ -448,10 +388,9 @@ def _missing_code(capability: ComputeCapability) -> str | None:
 
 def _large_tile_sizes(problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[int, int], ...]:
     """Queries and keys of the tiles that are ranked, of kernels for large windows."""
-    check_heads(CutlassBackend, problem)
+    most, keys = _largest_tiles(problem, device, pass_)
     if pass_ == "backward":
         return (64, 128), (64, 64), (128, 128), (128, 64)
-    most, keys = _largest_tiles(problem, device, pass_)
     rows = min(most, keys)
     # Smaller query tiles leave rows of the kernel idle, and pay off for few queries or narrow windows only.
     sizes = (rows, 64), (rows, 128), (64, 64), (64, 128), (32, 128)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from natten_jax.arguments.arrays import LARGEST
+from natten_jax.arrays.biases import sinks_gradient
 from natten_jax.arrays.boxes import without_padding
 from natten_jax.arrays.operands import Cotangents, Gradients, Inputs, Operands, Saved, roles_of
-from natten_jax.backends.base import Backend, Earlier
+from natten_jax.backends.base import Backend, Earlier, heads_rejection
 from natten_jax.native import module as native
 from natten_jax.native.module import KERNEL_RANK, ResultType, axis_rows, with_kernel_tiles
 from natten_jax.plan.plan import Plan
@@ -78,7 +80,6 @@ class HeadScales:
 def with_heads_of_queries(inputs: Inputs) -> Inputs:
     """Keys and values of every query head: those that share some get copies."""
     groups = inputs.query.shape[-2] // inputs.key.shape[-2]
-
     return _of_key_values(lambda array: jnp.repeat(array, groups, axis=-2), inputs)
 
 
@@ -87,8 +88,8 @@ def of_shared_heads(gradients: Gradients, inputs: Inputs) -> Gradients:
     heads_kv = inputs.key.shape[-2]
 
     def summed(array: jax.Array) -> jax.Array:
-        *outer, heads, width = array.shape
-        groups = array.reshape(*outer, heads_kv, heads // heads_kv, width)
+        *outer, _, width = array.shape
+        groups = array.reshape(*outer, heads_kv, -1, width)
         return jnp.sum(groups, axis=-2, dtype=jnp.float32).astype(array.dtype)
 
     return _of_key_values(summed, gradients)
@@ -97,8 +98,7 @@ def of_shared_heads(gradients: Gradients, inputs: Inputs) -> Gradients:
 def _of_key_values(change: Callable[[jax.Array], jax.Array], inputs: Inputs) -> Inputs:
     """The inputs, those changed whose heads are those of keys and values."""
     roles = jax.tree.unflatten(jax.tree.structure(inputs), roles_of(inputs))
-    found: Inputs = jax.tree.map(lambda array, role: change(array) if role.is_key_value else array, inputs, roles)
-    return found
+    return jax.tree.map(lambda array, role: change(array) if role.is_key_value else array, inputs, roles)
 
 
 #: What kernels have for a scale of zero, whose queries are zero: so small that no sum of theirs overflows.
@@ -121,12 +121,15 @@ class NativeBackend(Backend):
     def forward(self, plan: Plan, operands: Operands, *, saves: bool = False, earlier: Earlier | None = None) -> Saved:
         """Compute output and logsumexp, and the remainder for a backward pass."""
         *per_query, _ = operands.inputs.query.shape
-        out, logsumexp, remainder, *_ = self.call_forward(plan, operands, _output_types(plan, operands, saves=saves))
-        return Saved(
-            out.reshape(*per_query, operands.inputs.value.shape[-1]),
-            logsumexp.reshape(per_query),
-            remainder.reshape(per_query) if saves else None,
-        )
+        shape = *with_kernel_rank(operands.inputs.query, plan.problem.rank).shape[:-1], operands.inputs.value.shape[-1]
+        types = [
+            ResultType(shape, jnp.dtype(plan.problem.output_dtype)),
+            ResultType(shape[:-1], jnp.float32),
+            ResultType(shape[:-1] if saves else (0,), jnp.float32),
+        ]
+        out, logsumexp, remainder, *_ = self.call_forward(plan, operands, types)
+        saved = Saved(out.reshape(*per_query, shape[-1]), logsumexp.reshape(per_query), None)
+        return saved._replace(remainder=remainder.reshape(per_query)) if saves else saved
 
     @abc.abstractmethod
     def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
@@ -135,20 +138,34 @@ class NativeBackend(Backend):
         Args:
             plan: What to run.
             operands: Its arrays.
-            saved: What the forward pass saved.
-            cotangents: The cotangents of output and logsumexp.
+            saved: What the forward pass saved, with three token dimensions.
+            cotangents: The cotangents of output and logsumexp, likewise.
         """
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Compute the gradients of the inputs."""
-        problem = plan.problem
-        inputs = operands.inputs
+        problem, inputs = plan.problem, operands.inputs
+        with_rank = functools.partial(with_kernel_rank, rank=problem.rank)
+        saved, cotangents = jax.tree.map(with_rank, (saved, cotangents))
         if inputs.scale is None or problem.heads == problem.heads_kv:
             return self.call_backward(plan, operands, saved, cotangents)
         # Kernels sum the gradients of a key up over the queries, and scale the sum.
         plan = dataclasses.replace(plan, problem=dataclasses.replace(problem, heads_kv=problem.heads))
         repeated = operands._replace(inputs=with_heads_of_queries(inputs))
         return of_shared_heads(self.call_backward(plan, repeated, saved, cotangents), inputs)
+
+
+def narrowest_forms(backend: type[Backend], forms: Sequence[Any], problem: Problem) -> list[Mapping[str, Any]]:
+    """Return the forms of kernels whose heads are the narrowest that fit a problem.
+
+    Raises:
+        ValueError: Kernels do not support its heads.
+    """
+    if reason := heads_rejection(backend.capabilities, problem):
+        raise ValueError(f"{backend.family} has no tiles for these heads: {reason}")
+    able = [form for form in forms if form["head_dim"] >= max(problem.head_dim, problem.head_dim_v)]
+    narrowest = min(form["head_dim"] for form in able)
+    return [form for form in able if form["head_dim"] == narrowest]
 
 
 def with_kernel_rank(array: jax.Array, rank: int) -> jax.Array:
@@ -170,7 +187,7 @@ def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
     inputs = operands.inputs
     query, key, value = [with_kernel_rank(array, problem.rank) for array in (inputs.query, inputs.key, inputs.value)]
     if inputs.scale is None:
-        query, scales = _with_query_factor(problem, query), jnp.zeros((0,), jnp.float32)
+        query, scales = _with_query_factor(problem, query), or_nothing(None)
     else:
         of_heads = HeadScales.of(problem, inputs.scale)
         query, scales = of_heads.signed(query), of_heads.operand()
@@ -178,8 +195,7 @@ def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
     if additional_keys is None or additional_values is None:
         additional_keys = jnp.zeros((key.shape[0], 0, *key.shape[-2:]), key.dtype)
         additional_values = jnp.zeros((value.shape[0], 0, *value.shape[-2:]), value.dtype)
-    # An empty array, because filling one with zeros would launch another kernel.
-    origins = jnp.zeros((0, KERNEL_RANK), jnp.int32) if operands.origins is None else operands.origins
+    origins = or_nothing(operands.origins, (0, KERNEL_RANK), jnp.int32)
     return [query, key, value, additional_keys, additional_values, origins, scales]
 
 
@@ -195,49 +211,22 @@ def forward_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
     return [*others, jnp.stack([of_logits, jnp.broadcast_to(sinks, shape)], axis=-1)]
 
 
-#: Numbers that a sum over other dimensions should have beside each other.
-_SIDE_BY_SIDE = 256
-
-
-def sinks_gradient(sinks: jax.Array, logsumexp: jax.Array, delta: jax.Array) -> jax.Array:
-    """The gradient of sinks, ``[1 or batch, heads, 1]``.
-
-    A sink's weight is ``exp(sink - logsumexp)``, and it has no value: it changes the loss by that times ``-delta``.
-
-    Args:
-        sinks: ``[1 or batch, heads, 1]``.
-        logsumexp: ``[batch, *tokens, heads]``, which has the sinks.
-        delta: Likewise, as :func:`delta` has it.
-    """
-    batch, *tokens, heads = logsumexp.shape
-    of_queries = sinks.reshape(sinks.shape[0], *(1,) * len(tokens), heads)
-    # If a query sees neither keys nor a sink, its weights are 0; padding is arbitrary.
-    # Rounding of large numbers must not make a weight larger than 1.
-    weights = jnp.exp(jnp.minimum(of_queries - logsumexp, 0))
-    changes = jnp.where(jnp.isneginf(logsumexp), 0, weights * delta)
-    # In two steps, which the barrier keeps apart: XLA's sums over short contiguous runs are slow.
-    count = math.prod(tokens)
-    side_by_side = max(n for n in range(1, max(_SIDE_BY_SIDE // heads, 1) + 1) if count % n == 0)
-    of_parts = jnp.sum(changes.reshape(batch, count // side_by_side, side_by_side, heads), axis=1)
-    # Where batch entries share them, over all at once.
-    of_parts = jax.lax.optimization_barrier(of_parts).reshape(sinks.shape[0], -1, heads)
-    return -jnp.sum(of_parts, axis=1)[..., None]
+def or_nothing(array: jax.Array | None, shape: Shape = (0,), dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
+    """An optional operand; an empty array if the call lacks it, because filling one would launch another kernel."""
+    return jnp.zeros(shape, dtype) if array is None else array
 
 
 def layouts_operand(operands: Operands) -> jax.Array:
-    """The operand that follows those where kernels take batch entries with layouts of their own."""
-    return jnp.zeros((0, KERNEL_RANK, KERNEL_RANK), jnp.int32) if operands.layouts is None else operands.layouts
+    """Layouts of batch entries, for kernels that support a layout for each."""
+    return or_nothing(operands.layouts, (0, KERNEL_RANK, KERNEL_RANK), jnp.int32)
 
 
 def key_bias_operand(problem: Problem, operands: Operands) -> jax.Array:
-    """Biases of keys as GPUs' kernels take them: ``[batch, *keys, heads]``, or one for all heads.
-
-    An array of nothing where there are none.
-    """
+    """Biases of keys for GPU kernels: ``[batch, *keys, heads]``, with one head if all share them."""
     of_heads, shared = operands.inputs.key_bias, operands.inputs.shared_key_bias
     if of_heads is not None:
         return with_kernel_rank(of_heads[..., 0], problem.rank)
-    return jnp.zeros((0,), jnp.float32) if shared is None else with_kernel_rank(shared[..., None], problem.rank)
+    return or_nothing(None) if shared is None else with_kernel_rank(shared[..., None], problem.rank)
 
 
 def key_bias_gradient_type(problem: Problem, operands: Operands) -> ResultType:
@@ -256,6 +245,12 @@ def with_key_bias_gradient(gradients: Gradients, inputs: Inputs, of_keys: jax.Ar
     )
 
 
+def with_sinks_gradient(gradients: Gradients, inputs: Inputs, logsumexp: jax.Array, delta: jax.Array) -> Gradients:
+    """Add the gradient of sinks (:func:`natten_jax.arrays.biases.sinks_gradient`)."""
+    sinks = inputs.sinks
+    return gradients if sinks is None else gradients._replace(sinks=sinks_gradient(sinks, logsumexp, delta))
+
+
 def entry_maps(operands: Operands, of_entry: int) -> ResultType:
     """Scratch memory for the tensor maps of batch entries with layouts of their own, so many each."""
     batch = 0 if operands.layouts is None else operands.layouts.shape[0]
@@ -264,38 +259,6 @@ def entry_maps(operands: Operands, of_entry: int) -> ResultType:
 
 #: Size of a tensor map.
 _MAP_BYTES = 128
-
-
-def _output_types(plan: Plan, operands: Operands, *, saves: bool) -> list[ResultType]:
-    """The results that every forward target starts with; an array of nothing for a remainder that is not saved."""
-    batch, *_, heads, _ = operands.inputs.query.shape
-    tokens = with_kernel_rank(operands.inputs.query, plan.problem.rank).shape[1:-2]
-    per_query = (batch, *tokens, heads)
-    return [
-        ResultType((*per_query, operands.inputs.value.shape[-1]), jnp.dtype(plan.problem.output_dtype)),
-        ResultType(per_query, jnp.float32),
-        ResultType(per_query if saves else (0,), jnp.float32),
-    ]
-
-
-def saved_remainder(problem: Problem, saved: Saved) -> jax.Array:
-    """The operand that every backward target takes: an array of nothing where there is no remainder."""
-    if saved.remainder is None:
-        return jnp.zeros((0,), jnp.float32)
-    return with_kernel_rank(saved.remainder, problem.rank)
-
-
-def delta(out: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Array | None) -> jax.Array:
-    """Return ``sum(out * d_out) - d_logsumexp`` in float32, one value per query and head."""
-    products = jnp.sum(out_cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    return products if logsumexp_cotangent is None else products - logsumexp_cotangent
-
-
-def logsumexp_cotangent_operand(problem: Problem, cotangents: Cotangents) -> jax.Array:
-    """The operand of targets that read it; an array of nothing where it is zero, which would be a kernel of its own."""
-    if cotangents.logsumexp is None:
-        return jnp.zeros((0,), jnp.float32)
-    return with_kernel_rank(cotangents.logsumexp, problem.rank)
 
 
 def call_for_results(
@@ -319,23 +282,20 @@ def call_for_results(
     Returns:
         The gradients, and the results behind them.
     """
-    arrays = kernel_operands(plan.problem, operands)
-    *with_gradients, _, _ = arrays  # all but origins and scales
+    problem, inputs = plan.problem, operands.inputs
+    arrays = kernel_operands(problem, operands)
+    *with_gradients, _, _ = arrays  # without origins and scales
     types = [ResultType(array.shape, array.dtype) for array in with_gradients]
     results = native.call(target, [*types, *behind], *arrays, *per_query, **attributes(plan), **more)
-    return _gradients_of(plan.problem, operands, results[: len(types)]), results[len(types) :]
-
-
-def _gradients_of(problem: Problem, operands: Operands, results: Sequence[jax.Array]) -> Gradients:
-    """The gradients in the shapes of the inputs, and that of the scale, which follows from the query's."""
-    inputs = operands.inputs
-    pairs = zip(inputs, results, strict=False)
+    pairs = zip(inputs, results[: len(types)], strict=False)
     gradients = Inputs(*[own if own is None else new.reshape(own.shape) for own, new in pairs])  # type: ignore[arg-type]
     if inputs.scale is None:
-        return gradients._replace(query=_with_query_factor(problem, gradients.query))
-    # Gradients of padding are zero, but what it holds may be anything.
-    real = without_padding(operands.layouts, inputs)
-    return HeadScales.of(problem, inputs.scale).of_gradients(gradients, real.query)
+        gradients = gradients._replace(query=_with_query_factor(problem, gradients.query))
+    else:
+        # Gradients of padding are zero, but what it holds may be anything.
+        query = without_padding(operands.layouts, inputs).query
+        gradients = HeadScales.of(problem, inputs.scale).of_gradients(gradients, query)
+    return gradients, results[len(types) :]
 
 
 def scale_of_kernels(problem: Problem) -> float:

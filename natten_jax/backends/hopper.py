@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
-from natten_jax.backends.base import Capabilities, Earlier, Form, Platform, check_heads
-from natten_jax.backends.ffi import (
-    NativeBackend,
-    attributes,
-    call_for_results,
-    delta,
-    entry_maps,
-    forward_operands,
-    key_bias_gradient_type,
-    key_bias_operand,
-    layouts_operand,
-    logsumexp_cotangent_operand,
-    saved_remainder,
-    sinks_gradient,
-    with_kernel_rank,
-    with_key_bias_gradient,
-)
+from natten_jax.backends import ffi
+from natten_jax.backends.base import Capabilities, Earlier, Form, Platform
+from natten_jax.backends.ffi import NativeBackend, with_kernel_rank
 from natten_jax.cost_model.calibration import calibration_for
 from natten_jax.cost_model.simulation import rank
 from natten_jax.cost_model.tiles import shortened, tile_pairs_of_sizes
@@ -49,10 +36,9 @@ def ranked_around(
         pass_: The pass.
         ranked: The same where seams cost nothing.
     """
-    if "wrap" not in problem.edges:
-        return ranked
-    timed = ((pair, seconds * times_as_long(problem, pass_, pair)) for pair, seconds in ranked)
-    return tuple(sorted(timed, key=lambda each: each[1]))
+    if "wrap" in problem.edges:
+        ranked = tuple((pair, seconds * times_as_long(problem, pass_, pair)) for pair, seconds in ranked)
+    return tuple(sorted(ranked, key=operator.itemgetter(1)))
 
 
 def times_as_long(problem: Problem, pass_: Pass, pair: TilePair) -> float:
@@ -67,99 +53,20 @@ def times_as_long(problem: Problem, pass_: Pass, pair: TilePair) -> float:
     return native.seam_factor(axis_rows(problem), inner, outer)
 
 
-TARGETS = ("natten_jax_sm90_backward", "natten_jax_sm90_backward_statistics")
-
-#: Tensor maps of a batch entry: seven arrays, of eight classes of dilation groups.
-_BACKWARD_ENTRY_MAPS = 7 * 8
-
-
-def _gradients(
-    plan: Plan,
-    operands: Operands,
-    saved: Saved,
-    cotangents: Cotangents,
-) -> Gradients:
-    """Call the kernels."""
-    problem, performance = plan.problem, plan.performance
-    rank = functools.partial(with_kernel_rank, rank=problem.rank)
-    out, logsumexp, out_cotangent = map(rank, (saved.out, saved.logsumexp, cotangents.out))
-    layouts = layouts_operand(operands)
-    if performance.backward_use_xla_reduction:
-        statistics = _xla_statistics(logsumexp, rank(delta(saved.out, *cotangents)))
-    else:
-        of_logsumexp = logsumexp_cotangent_operand(problem, cotangents)
-        statistics = _kernel_statistics(out, logsumexp, out_cotangent, of_logsumexp, layouts)
-    # Sums of the query gradient, a counter of tiles, and those of who may add to the sums.
-    scratch = operands.inputs.query.size + 1
-    if performance.backward_deterministic:
-        scratch += _query_tiles(operands.inputs.query, problem.dilation, plan.tiles[0])
-    found, (_, of_keys, _) = call_for_results(
-        TARGETS[0],
-        plan,
-        operands,
-        (layouts, key_bias_operand(problem, operands), out_cotangent, statistics, saved_remainder(problem, saved)),
-        [
-            ResultType((scratch,), jnp.float32),
-            key_bias_gradient_type(problem, operands),
-            entry_maps(operands, _BACKWARD_ENTRY_MAPS),
-        ],
-        is_deterministic=int(performance.backward_deterministic),
-    )
-    found = with_key_bias_gradient(found, operands.inputs, of_keys)
-    sinks = operands.inputs.sinks
-    if sinks is None:
-        return found
-    return found._replace(sinks=sinks_gradient(sinks, logsumexp, jnp.moveaxis(statistics[..., 1], 1, -1)))
-
-
-def _query_tiles(query: jax.Array, dilation: Shape, q_tile: Shape) -> int:
-    """Tiles of all dilation groups, heads and batch entries."""
-    batch, *extents, heads, _ = query.shape
-    tiles = [d * -(-extent // (d * tile)) for extent, d, tile in zip(extents, dilation, q_tile, strict=True)]
-    return batch * heads * math.prod(tiles)
-
-
-def _kernel_statistics(
-    out: jax.Array, logsumexp: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Array, layouts: jax.Array
-) -> jax.Array:
-    """float32 ``[batch, heads, x, y, z, 2]``: logsumexp in base 2, ``sum(out * out_cotangent)`` less its cotangent.
-
-    Where there are layouts, nothing is read of queries that see no key, as padding does not.
-    """
-    batch, *tokens, heads, _ = out.shape
-    (statistics,) = native.call(
-        TARGETS[1],
-        [ResultType((batch, heads, *tokens, 2), jnp.float32)],
-        out,
-        out_cotangent,
-        logsumexp,
-        logsumexp_cotangent,
-        layouts,
-    )
-    return statistics
-
-
-def _xla_statistics(logsumexp: jax.Array, delta_of_queries: jax.Array) -> jax.Array:
-    """The same, left to XLA. The logsumexp is rounded as in the kernels, whose remainders it has to go with."""
-    per_query = logsumexp * np.float32(1 / math.log(2)), delta_of_queries
-    return jnp.stack([jnp.moveaxis(array, -1, 1) for array in per_query], axis=-1)
-
-
 _FORWARD = "natten_jax_sm90_forward"
 _FORWARD_CONTINUED = "natten_jax_sm90_forward_continued"
 _FORWARD_FLOAT8 = "natten_jax_sm90_forward_float8"
+_BACKWARD = "natten_jax_sm90_backward"
+_STATISTICS = "natten_jax_sm90_backward_statistics"
 _KERNELS = "sm90"
 _LIMITS = native.limits(_KERNELS)
 
 
 def _tile_tokens(problem: Problem, pass_: Pass) -> list[tuple[int, int]]:
     """Queries and keys of the tiles that the narrowest kernels for these heads are compiled for."""
-    check_heads(HopperBackend, problem)
-    wider = max(problem.head_dim, problem.head_dim_v)
-    table = _LIMITS["float8_forward" if problem.element.is_float8 else pass_]
-    forms = [form for form in table if form["head_dim"] >= wider]
-    narrowest = min(form["head_dim"] for form in forms)
-    return [(form["q_tile_tokens"], form["kv_tile_tokens"]) for form in forms if form["head_dim"] == narrowest]
+    forms = _LIMITS["float8_forward" if problem.element.is_float8 else pass_]
+    forms = ffi.narrowest_forms(HopperBackend, forms, problem)
+    return [(form["q_tile_tokens"], form["kv_tile_tokens"]) for form in forms]
 
 
 def _largest_tiles(problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
@@ -189,7 +96,7 @@ class HopperBackend(NativeBackend):
         head_dim_step=_LIMITS.get("head_dim_step", 1),
         float8_head_dim_step=_LIMITS.get("float8_head_dim_step"),  # rows are multiples of 16 bytes
         largest_head_dim=_LIMITS.get("largest_head_dim"),
-        targets={"forward": (_FORWARD, _FORWARD_CONTINUED, _FORWARD_FLOAT8), "backward": TARGETS},
+        targets={"forward": (_FORWARD, _FORWARD_CONTINUED, _FORWARD_FLOAT8), "backward": (_BACKWARD, _STATISTICS)},
         schedules={"forward": (KernelSchedule.PING_PONG, KernelSchedule.COOPERATIVE, KernelSchedule.NON_PERSISTENT)},
         heeds=("run_persistent_kernel", "backward_use_xla_reduction", "backward_deterministic"),
     )
@@ -234,7 +141,7 @@ class HopperBackend(NativeBackend):
             return super().forward(plan, operands, saves=saves)
         problem, (saved, seeing) = plan.problem, earlier
         given = [with_kernel_rank(array, problem.rank) for array in saved if array is not None]
-        arrays = [*forward_operands(problem, operands), box_start(seeing)]
+        arrays = [*ffi.forward_operands(problem, operands), box_start(seeing)]
         results = native.call(
             _FORWARD_CONTINUED,
             [*(ResultType(each.shape, each.dtype, len(arrays) + i) for i, each in enumerate(given)), _SCRATCH],
@@ -247,18 +154,48 @@ class HopperBackend(NativeBackend):
 
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
         """Call the kernel."""
-        target, arrays, types = _FORWARD, forward_operands(plan.problem, operands), [*types, _SCRATCH]
+        arrays, types = ffi.forward_operands(plan.problem, operands), [*types, _SCRATCH]
         if plan.problem.element.is_float8:
-            factors = operands.inputs.out_scale
-            target, arrays = _FORWARD_FLOAT8, [*arrays, jnp.zeros((0,), jnp.float32) if factors is None else factors]
-        else:
-            arrays = [*arrays, layouts_operand(operands), key_bias_operand(plan.problem, operands)]
-            types = [*types, entry_maps(operands, _ENTRY_MAPS)]
-        return native.call(target, types, *arrays, **_forward_attributes(plan))
+            arrays.append(ffi.or_nothing(operands.inputs.out_scale))
+            return native.call(_FORWARD_FLOAT8, types, *arrays, **_forward_attributes(plan))
+        arrays += [ffi.layouts_operand(operands), ffi.key_bias_operand(plan.problem, operands)]
+        types.append(ffi.entry_maps(operands, _ENTRY_MAPS))
+        return native.call(_FORWARD, types, *arrays, **_forward_attributes(plan))
 
     def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
-        """Call the kernels."""
-        return _gradients(plan, operands, saved, cotangents)
+        """Call the kernels: first the statistics kernel, unless XLA computes the statistics of queries."""
+        problem, performance, inputs = plan.problem, plan.performance, operands.inputs
+        out, logsumexp, remainder = saved
+        layouts, (batch, *tokens, heads, _) = ffi.layouts_operand(operands), inputs.query.shape
+        if performance.backward_use_xla_reduction:
+            # The logsumexp in base 2 is rounded as in the kernels, whose remainders it has to go with.
+            per_query = logsumexp * np.float32(1 / math.log(2)), cotangents.delta(out)
+            statistics = jnp.stack([jnp.moveaxis(array, -1, 1) for array in per_query], axis=-1)
+        else:
+            # With layouts, the kernel does not read queries that see no key, such as padding.
+            types = [ResultType((batch, heads, *out.shape[1:-2], 2), jnp.float32)]
+            arrays = out, cotangents.out, logsumexp, ffi.or_nothing(cotangents.logsumexp), layouts
+            (statistics,) = native.call(_STATISTICS, types, *arrays)
+        # Sums of the query gradient, a counter of tiles, and for each query tile a counter that orders additions.
+        scratch = inputs.query.size + 1
+        if performance.backward_deterministic:
+            groups_and_tiles = zip(tokens, problem.dilation, plan.tiles[0], strict=True)
+            scratch += batch * heads * math.prod(d * -(-extent // (d * tile)) for extent, d, tile in groups_and_tiles)
+        key_bias = ffi.key_bias_operand(problem, operands)
+        found, (_, of_keys, _) = ffi.call_for_results(
+            _BACKWARD,
+            plan,
+            operands,
+            (layouts, key_bias, cotangents.out, statistics, ffi.or_nothing(remainder)),
+            [
+                ResultType((scratch,), jnp.float32),
+                ffi.key_bias_gradient_type(problem, operands),
+                ffi.entry_maps(operands, _BACKWARD_ENTRY_MAPS),
+            ],
+            is_deterministic=int(performance.backward_deterministic),
+        )
+        found = ffi.with_key_bias_gradient(found, inputs, of_keys)
+        return ffi.with_sinks_gradient(found, inputs, logsumexp, jnp.moveaxis(statistics[..., 1], 1, -1))
 
 
 #: Counts query tiles.
@@ -266,13 +203,15 @@ _SCRATCH = ResultType((1,), jnp.int32)
 
 #: Tensor maps of a batch entry: four arrays, of eight classes of dilation groups.
 _ENTRY_MAPS = 4 * 8
+#: Tensor maps of a batch entry in the backward pass: seven arrays.
+_BACKWARD_ENTRY_MAPS = 7 * 8
 
 
 def _forward_attributes(plan: Plan) -> dict[str, Shape | float]:
     schedule = plan.kernel_schedule
     is_persistent = plan.performance.run_persistent_kernel and schedule is not KernelSchedule.NON_PERSISTENT
     return {
-        **attributes(plan),
+        **ffi.attributes(plan),
         "is_ping_pong": int(schedule is KernelSchedule.PING_PONG or plan.problem.key_bias),
         "is_persistent": int(is_persistent),
     }

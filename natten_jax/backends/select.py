@@ -9,14 +9,12 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
 from natten_jax import backends, source_tree
 from natten_jax.autotuning import tables
 from natten_jax.backends.base import Backend
 from natten_jax.cost_model.halos import retile_for_part
-from natten_jax.native import module
 from natten_jax.native import module as native
 from natten_jax.performance import Pass, Performance, TilePair
 from natten_jax.plan.devices import Device, lowering_targets
@@ -73,11 +71,10 @@ def missing_kernels_of(backends: Iterable[Backend], problem: Problem, device: De
     """
     if not device.is_present or sys.platform not in _BUILDABLE:
         return None
-    reasons = {backend.family: backend.rejection(problem, device, pass_) for backend in backends}
     for backend in backends:
-        reason = reasons[backend.family]
         if backend.capabilities.is_slow_fallback or _runs_only_by_name(backend, problem):
             continue
+        reason = backend.rejection(problem, device, pass_)
         if reason is None:
             return None
         # For a device that is not present, only what every build lacks is a reason.
@@ -105,7 +102,7 @@ def _remedy(device: Device) -> str:
     variables, capability = "", device.compute_capability
     if device.platform == "cuda" and capability is not None:
         architectures = "80;90a" if capability == (9, 0) else f"{capability[0]}{capability[1]}"
-        variables = f"NATTEN_JAX_CUDA={module.choice()} NATTEN_JAX_CUDA_ARCHS='{architectures}'"
+        variables = f"NATTEN_JAX_CUDA={native.choice()} NATTEN_JAX_CUDA_ARCHS='{architectures}'"
     sentence = source_tree.remedy(variables)
     return sentence[0].upper() + sentence[1:]
 
@@ -276,13 +273,6 @@ def runnable(problem: Problem, device: Device, pass_: Pass) -> list[Backend]:
     return [backend for backend in backends.registered() if backend.rejection(problem, device, pass_) is None]
 
 
-@functools.lru_cache(maxsize=64)
-def _for_device(device: Device, registered: Sequence[Backend]) -> tuple[Backend, ...]:
-    """The backends that are for a device, best first."""
-    platforms = [(each, each.capabilities.platform) for each in registered]
-    return tuple([each for each, platform in platforms if platform is None or platform.has(device)])
-
-
 def _candidates(
     problem: Problem,
     device: Device,
@@ -296,12 +286,16 @@ def _candidates(
     if requested is not None:
         backend = backends.find(requested, problem.operator)
         reason = backend.rejection(problem, device, pass_)
-        if reason is not None:
-            raise ValueError(_refusal(requested, reason, problem, device, pass_))
-        return [backend]
+        if reason is None:
+            return [backend]
+        able = [str(BackendId(each.family, problem.operator)) for each in runnable(problem, device, pass_)]
+        raise ValueError(
+            f"backend={requested!r} cannot run the {pass_} pass of {problem.describe()} ({problem.dtype}) on {device}: "
+            f"{reason}. Backends that can: {', '.join(able) or 'none'}"
+        )
     wanted = asked_for(registered)
     candidates: list[Backend] = []
-    for backend in _for_device(device, registered):
+    for backend in registered:
         if candidates and backend.capabilities.is_slow_fallback and not with_fallback:
             continue
         if _runs_only_by_name(backend, problem) and backend.family not in wanted:
@@ -312,14 +306,6 @@ def _candidates(
         reasons = "; ".join(f"{name}: {why}" for name, why in rejections(problem, device, pass_).items())
         raise ValueError(f"no backend can run the {pass_} pass of {problem.describe()} on {device}: {reasons}")
     return candidates
-
-
-def _refusal(requested: str, reason: str, problem: Problem, device: Device, pass_: Pass) -> str:
-    able = [str(BackendId(backend.family, problem.operator)) for backend in runnable(problem, device, pass_)]
-    return (
-        f"backend={requested!r} cannot run the {pass_} pass of {problem.describe()} ({problem.dtype}) on {device}: "
-        f"{reason}. Backends that can: {', '.join(able) or 'none'}"
-    )
 
 
 def _unknown_tiles(problem: Problem, pair: TilePair, device: Device, pass_: Pass, backend: Backend) -> str:
@@ -357,16 +343,14 @@ class Choice(NamedTuple):
 
 
 #: By the names of the arguments.
-CHOICES: Mapping[str, Choice] = MappingProxyType(
-    {
-        "run_persistent_kernel": Choice("forward", "no persistent tile scheduling to turn off"),
-        "kernel_schedule": Choice("forward", "no kernel schedules"),
-        "backward_kv_splits": Choice("backward", "no number of key/value splits to choose"),
-        "backward_use_xla_reduction": Choice("backward", "no kernel for the row sums that XLA could take over"),
-        "backward_deterministic": Choice("backward", "no gradients that are equal from run to run"),
-        "memory_usage_preference": Choice("backward", "no scratch memory to trade for speed"),
-    }
-)
+CHOICES: Mapping[str, Choice] = {
+    "run_persistent_kernel": Choice("forward", "no persistent tile scheduling to turn off"),
+    "kernel_schedule": Choice("forward", "no kernel schedules"),
+    "backward_kv_splits": Choice("backward", "no number of key/value splits to choose"),
+    "backward_use_xla_reduction": Choice("backward", "no kernel for the row sums that XLA could take over"),
+    "backward_deterministic": Choice("backward", "no gradients that are equal from run to run"),
+    "memory_usage_preference": Choice("backward", "no scratch memory to trade for speed"),
+}
 
 
 def heeded(backend: Backend) -> frozenset[str]:
@@ -384,29 +368,24 @@ def ignored(plan: Plan, asked: Performance) -> dict[str, str]:
     Returns:
         By argument, why that is: a clause that begins with the backend's name. Only arguments about the plan's pass.
     """
-    return dict(_ignored(plan, asked))
-
-
-def _ignored(plan: Plan, asked: Performance) -> Iterator[tuple[str, str]]:
-    backend = backends.of(plan.backend)
+    backend, reasons = backends.of(plan.backend), {}
     known, unused = heeded(backend), backend.form(plan).unused
     for name, choice in CHOICES.items():
         if choice.pass_ != plan.pass_ or getattr(asked, name) == getattr(_DEFAULTS, name):
             continue
         if name not in known:
-            yield name, f"{plan.backend} has {choice.lacking}{_others(name, plan.backend)}"
+            reasons[name] = f"{plan.backend} has {choice.lacking}{_others(name, plan.backend)}"
         elif name in unused:
-            yield name, f"{plan.backend} {unused[name]}"
+            reasons[name] = f"{plan.backend} {unused[name]}"
+    return reasons
 
 
 def _others(name: str, here: BackendId) -> str:
     """The backends that an argument affects, in brackets."""
-    *others, last = [
-        str(BackendId(backend.family, here.operator)) for backend in backends.registered() if name in heeded(backend)
-    ] or [""]
-    if not last:
-        return ""
-    return f" ({', '.join(others)} and {last} have)" if others else f" ({last} has)"
+    able = [str(BackendId(each.family, here.operator)) for each in backends.registered() if name in heeded(each)]
+    if len(able) < 2:
+        return f" ({able[0]} has)" if able else ""
+    return f" ({', '.join(able[:-1])} and {able[-1]} have)"
 
 
 _DEFAULTS = Performance()

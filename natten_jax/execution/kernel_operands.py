@@ -9,10 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax import backends
-from natten_jax.arrays.biases import KeyBiasColumns, of_each_head, with_hidden_keys_of_inputs, with_shared_gradient
+from natten_jax.arrays.biases import (
+    KeyBiasColumns,
+    of_each_head,
+    sinks_gradient,
+    with_hidden_keys_of_inputs,
+    with_shared_gradient,
+)
 from natten_jax.arrays.operands import Cotangents, Gradients, Inputs, Operands, Saved
 from natten_jax.backends.base import Backend, takes_layouts_of
-from natten_jax.backends.ffi import delta, sinks_gradient
 from natten_jax.element_types import ELEMENT_TYPES
 from natten_jax.execution.strips import merged
 from natten_jax.plan.plan import Plan
@@ -148,7 +153,7 @@ class KernelOperands(NamedTuple):
             found = self.columns.gradients(found, self.given)
         found = with_heads_of(self.problem, found)
         if self.sinks is not None:
-            of_sinks = sinks_gradient(self.sinks, saved.logsumexp, delta(saved.out, *cotangents))
+            of_sinks = sinks_gradient(self.sinks, saved.logsumexp, cotangents.delta(saved.out))
             found = found._replace(sinks=of_sinks.astype(self.sinks.dtype))
         inputs = self.of_call.inputs
         return found if inputs.shared_key_bias is None else with_shared_gradient(found, inputs)

@@ -126,18 +126,17 @@ def call(
     arrays = varying_like(operands, operands)
     types = types_like(arrays[0], *[(result.shape, result.dtype) for result in results])
     in_place = {result.replaces: i for i, result in enumerate(results) if result.replaces is not None}
-    values = {
-        name: value
-        if isinstance(value, int)
-        else np.float32(value)
-        if isinstance(value, float)
-        else np.asarray(value, np.int64)
-        for name, value in attributes.items()
-    }
+    values = {name: _attribute(value) for name, value in attributes.items()}
     # Only the main call of a pass has attributes. Its metadata carry the plan.
     with plan.carrying_plan() if attributes else contextlib.nullcontext():
         native_call = jax.ffi.ffi_call(target, types, input_output_aliases=in_place)
         return list(apart(native_call(*apart(arrays), **values)) if in_place else native_call(*arrays, **values))
+
+
+def _attribute(value: Sequence[int] | int | float) -> Any:
+    if isinstance(value, int):
+        return value
+    return np.float32(value) if isinstance(value, float) else np.asarray(value, np.int64)
 
 
 def build_info() -> Mapping[str, Any]:
@@ -150,30 +149,17 @@ def limits(architecture: str) -> Mapping[str, Any]:
 
     Tables of ``csrc/cuda/*/forms.h``; empty where the native module could not be loaded.
     """
-    return {} if _module is None else _limits_of(_module)[architecture]
+    return {} if _module is None else _all_limits(_module)[architecture]
 
 
 @functools.lru_cache(maxsize=1)
-def _limits_of(module: Any) -> Mapping[str, Any]:
-    """All of them: they are asked for thousands of times where tiles of a split are ranked."""
-    limits: Mapping[str, Any] = module.limits()
-    return limits
+def _all_limits(module: Any) -> Mapping[str, Any]:
+    """Return the limits of all architectures, which are read thousands of times if tiles of a split are ranked."""
+    return module.limits()
 
 
 def estimate_of_small_windows(
-    axes: Sequence[int],
-    sizes: Sequence[int],
-    q_tile: Sequence[int],
-    kv_tile: Sequence[int],
-    *,
-    is_backward: bool,
-    shared_memory: int,
-    multiprocessors: int,
-    has_boxes: bool,
-    has_ring: bool,
-    ring_has_boxes: bool,
-    has_relative_bias: bool,
-    has_key_bias: bool,
+    axes: Sequence[int], sizes: Sequence[int], q_tile: Sequence[int], kv_tile: Sequence[int], **facts: bool | int
 ) -> Mapping[str, Any] | None:
     """What the kernels for small windows launch for a pass with tiles, and how long that takes, by a model.
 
@@ -182,14 +168,10 @@ def estimate_of_small_windows(
         sizes: Batch, heads, heads_kv, head_dim, head_dim_v and additional_kv.
         q_tile: Query tile, three extents.
         kv_tile: Key/value tile.
-        is_backward: Which pass.
-        shared_memory: Bytes that a block may have.
-        multiprocessors: The number of multiprocessors of the device.
-        has_boxes: Whether it has the engine that copies boxes of tokens.
-        has_ring: Whether kernels may have rings.
-        ring_has_boxes: Whether the engine loads theirs, or warps do.
-        has_relative_bias: Whether the problem has one.
-        has_key_bias: Likewise, of biases that kernels add themselves.
+        **facts: All of these: ``is_backward``; ``shared_memory``, the bytes that a block may have; ``multiprocessors``,
+            the number that the device has; ``has_boxes``, if it has the engine that copies boxes of tokens;
+            ``has_ring``, if kernels may have rings; ``ring_has_boxes``, if the engine loads theirs, not warps;
+            ``has_relative_bias``; ``has_key_bias``, of biases that kernels add themselves.
 
     Returns:
         ``"seconds"`` and ``"launches"``, each with its ``"kernel"``, its ``"line_dimension"`` (of three), and for
@@ -197,43 +179,23 @@ def estimate_of_small_windows(
         query and a key that are multiplied, where regions do not say so; and its own ``"seconds"``. ``None`` where
         the kernels do not take the pass.
     """
-    if _module is None:
-        return None
-    device = shared_memory, multiprocessors, has_boxes, has_ring, ring_has_boxes
-    return _module.estimate_of_small_windows(
-        axes, sizes, q_tile, kv_tile, is_backward, *device, has_relative_bias, has_key_bias
-    )
+    return None if _module is None else _module.estimate_of_small_windows(axes, sizes, q_tile, kv_tile, **facts)
 
 
 def gradient_ring_of_small_windows(
-    axes: Sequence[int],
-    sizes: Sequence[int],
-    *,
-    shared_memory: int,
-    multiprocessors: int,
-    ring_has_boxes: bool,
-    has_relative_bias: bool,
-    has_key_bias: bool,
+    axes: Sequence[int], sizes: Sequence[int], **facts: bool | int
 ) -> Mapping[str, Any] | None:
     """The launch for key and value gradients with a ring of queries, with tiles of its own.
 
     Args:
         axes: As for :func:`estimate_of_small_windows`, as the others.
         sizes: Sizes.
-        shared_memory: Bytes that a block may have.
-        multiprocessors: The number of multiprocessors of the device.
-        ring_has_boxes: As there.
-        has_relative_bias: Whether the problem has one.
-        has_key_bias: Likewise, of biases that kernels add themselves.
+        **facts: ``shared_memory``, ``multiprocessors``, ``ring_has_boxes``, ``has_relative_bias``, ``has_key_bias``.
 
     Returns:
         A launch as there; ``None`` where the kernels do not take the problem.
     """
-    if _module is None:
-        return None
-    return _module.gradient_ring_of_small_windows(
-        axes, sizes, shared_memory, multiprocessors, ring_has_boxes, has_relative_bias, has_key_bias
-    )
+    return None if _module is None else _module.gradient_ring_of_small_windows(axes, sizes, **facts)
 
 
 def seam_factor(axes: Sequence[int], inner: Sequence[int], outer: Sequence[int]) -> float:

@@ -4,5 +4,5 @@
 - ``geometry``: layouts cut into tiles, which tiles see which, and loops over them.
 - ``operands``: arrays in tiles, and what is added to logits.
 - ``softmax``: logits to weights, in each pass.
-- ``sweeps``: forward pass, tangents and gradients as sweeps over tiles.
+- ``sweeps``: the forward pass, gradients, and tangents as sweeps over tiles.
 """

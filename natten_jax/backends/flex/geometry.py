@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -19,8 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from natten_jax.problem import Problem, Shape
+from natten_jax.arrays.operands import Operands
+from natten_jax.performance import Pass
+from natten_jax.plan.plan import Plan
 from natten_jax.windows import Axis, group_length
+
+_State = TypeVar("_State")
+_Inputs = TypeVar("_Inputs")
+_Outputs = TypeVar("_Outputs")
 
 
 class AxisPosition(NamedTuple):
@@ -100,12 +107,7 @@ class AxisSweep:
         return -(-self.outer_length // self.outer_tile)
 
     def position(
-        self,
-        tile: Any,
-        residue: Any,
-        origins: jax.Array | None,
-        xp: ModuleType,
-        layout: jax.Array | None = None,
+        self, tile: Any, residue: Any, origins: jax.Array | None, xp: ModuleType, layout: jax.Array | None = None
     ) -> AxisPosition:
         """Where outer tiles lie, given their numbers inside their residue classes.
 
@@ -161,21 +163,16 @@ class AxisSweep:
 
 
 @functools.lru_cache(maxsize=1024)
-def largest_hull(
-    axis: Axis,
-    tile: int,
-    outer_is_query: bool,
-    is_aligned: bool,
-) -> int:
+def largest_hull(axis: Axis, tile: int, outer_is_query: bool, is_aligned: bool) -> int:
     """Indices from the first to the last that any tile of a dimension sees, over all tiles and groups.
 
-    Its cost depends on the tile alone, not on how many tokens there are.
+    Its cost depends on the tile, not on the number of tokens.
 
     Args:
         axis: The dimension.
         tile: Extent of the tiles.
-        outer_is_query: Whether the tiles hold queries, which see keys, or keys, which are seen by queries.
-        is_aligned: Whether tiles start at multiples of their extent only.
+        outer_is_query: True if the tiles hold queries, False if they hold keys, which are seen by queries.
+        is_aligned: True if tiles start only at multiples of their extent.
     """
     largest = 1
     window = axis.window
@@ -276,10 +273,14 @@ class Sweep:
     Attributes:
         axes: The token dimensions.
         tiles_per_step: Outer tiles that one step of the scan processes at once.
+        heads_kv: Key/value heads.
+        repeats: Query heads that share one.
     """
 
     axes: tuple[AxisSweep, ...]
     tiles_per_step: int
+    heads_kv: int
+    repeats: int
 
     @property
     def steps(self) -> int:
@@ -318,9 +319,7 @@ class Sweep:
         return math.prod(a.inner_tile for a in self.axes)
 
     def positions(
-        self,
-        origins: Annotated[jax.Array, "2 rank"] | None,
-        layout: Annotated[jax.Array, "2 rank"] | None = None,
+        self, origins: Annotated[jax.Array, "2 rank"] | None, layout: Annotated[jax.Array, "2 rank"] | None = None
     ) -> Annotated[jax.Array, "steps tiles _"]:
         """Where the outer tiles of all steps lie, int32; :meth:`at` reads what a step gets.
 
@@ -367,43 +366,39 @@ class Sweep:
             distances = distances + self._first_inner(inner_step)[:, ::2]
         return distances if self.outer_is_query else -distances
 
-    def mask(
-        self, positions: TilePositions, inner_step: Scalar, repeats: int
-    ) -> Annotated[jax.Array, "tiles 1 1 rows tokens"]:
-        """Which keys each row sees: the same for all batch entries and KV heads."""
+    def mask(self, positions: TilePositions, inner_step: Scalar) -> Annotated[jax.Array, "tiles 1 1 rows tokens"]:
+        """Mask of the keys that each row sees, equal for all batch entries and KV heads."""
         rank = len(self.axes)
-        visible: jax.Array | None = None
-        firsts = self._first_inner(inner_step) if self.inner_steps > 1 else None
-        for i, (axis, part) in enumerate(zip(self.axes, positions.masks, strict=True)):
-            if firsts is not None and axis.inner_steps > 1:
-                along = 2 if axis.outer_is_query else 1
-                part = lax.dynamic_slice_in_dim(
-                    part, firsts[0, 2 * i], axis.inner_tile, along, allow_negative_indices=False
-                )
+        parts = []
+        for i, part in enumerate(self._visited_masks(positions, inner_step)):
             shape = [1] * (2 * rank)
             shape[i], shape[rank + i] = part.shape[1:]
-            part = part.reshape(part.shape[0], *shape)
-            visible = part if visible is None else visible & part
-        assert visible is not None
+            parts.append(part.reshape(part.shape[0], *shape))
+        visible = functools.reduce(operator.and_, parts)
         queries, keys = self.pair_tokens
         visible = visible.reshape(visible.shape[0], 1, 1, 1, queries, keys)
-        visible = jnp.broadcast_to(visible, (visible.shape[0], 1, 1, repeats, queries, keys))
-        return visible.reshape(visible.shape[0], 1, 1, repeats * queries, keys)
+        visible = jnp.broadcast_to(visible, (visible.shape[0], 1, 1, self.repeats, queries, keys))
+        return visible.reshape(visible.shape[0], 1, 1, self.repeats * queries, keys)
 
     def is_seen(self, positions: TilePositions, inner_step: Scalar) -> Scalar:
-        """Whether some outer token of a step is related to some inner one of an inner step."""
-        firsts = self._first_inner(inner_step) if self.inner_steps > 1 else None
-        seen: jax.Array | None = None
-        for i, (axis, part) in enumerate(zip(self.axes, positions.masks, strict=True)):
-            if firsts is not None and axis.inner_steps > 1:
-                along = 2 if axis.outer_is_query else 1
-                part = lax.dynamic_slice_in_dim(part, firsts[0, 2 * i], axis.inner_tile, along)
-            of_tiles = jnp.any(part, axis=(1, 2))
-            seen = of_tiles if seen is None else seen & of_tiles
-        assert seen is not None
-        return jnp.any(seen)
+        """True if any pair of tokens of a step and an inner step is visible."""
+        parts = [jnp.any(part, axis=(1, 2)) for part in self._visited_masks(positions, inner_step)]
+        return jnp.any(functools.reduce(operator.and_, parts))
 
-    def cut_outer(self, array: Tokens, heads_kv: int) -> Cut:
+    def _visited_masks(self, positions: TilePositions, inner_step: Scalar) -> list[jax.Array]:
+        """By dimension, the masks of the inner tiles of a step, ``[tiles, queries, keys]``."""
+        parts = list(positions.masks)
+        if self.inner_steps == 1:
+            return parts
+        firsts, along = self._first_inner(inner_step), 2 if self.outer_is_query else 1
+        for i, axis in enumerate(self.axes):
+            if axis.inner_steps > 1:
+                parts[i] = lax.dynamic_slice_in_dim(
+                    parts[i], firsts[0, 2 * i], axis.inner_tile, along, allow_negative_indices=False
+                )
+        return parts
+
+    def cut_outer(self, array: Tokens) -> Cut:
         """Cut an array into the outer tiles of each step."""
         array = self._split(array, [a.outer_tiles * a.outer_tile for a in self.axes])
         batch, heads, *_, width = array.shape
@@ -416,8 +411,8 @@ class Sweep:
         array = array.reshape(-1, batch, heads, self.outer_tokens, width)
         surplus = self.steps * self.tiles_per_step - array.shape[0]
         array = jnp.pad(array, [(0, surplus)] + [(0, 0)] * 4)
-        repeats = heads // heads_kv
-        return array.reshape(self.steps, self.tiles_per_step, batch, heads_kv, repeats * self.outer_tokens, width)
+        rows = heads // self.heads_kv * self.outer_tokens
+        return array.reshape(self.steps, self.tiles_per_step, batch, self.heads_kv, rows, width)
 
     def join_outer(self, array: Cut, heads: int) -> Tokens:
         """Undo :meth:`cut_outer`."""
@@ -436,98 +431,53 @@ class Sweep:
         """View an array so that :meth:`load` can cut tiles anywhere."""
         return self._split(array, [a.inner_length for a in self.axes])
 
-    def empty_inner(self, batch: int, heads: int, width: int, dtype: jax.typing.DTypeLike) -> Split:
-        """Zeros in the form of :meth:`split_inner`."""
-        shape = [n for a in self.axes for n in (a.inner_length, a.dilation)]
-        return jnp.zeros((batch, heads, *shape, width), dtype)
-
-    def join_inner(self, array: Split) -> Tokens:
-        """Undo :meth:`split_inner`."""
+    def load(self, array: Split, positions: TilePositions, inner_step: Scalar) -> RowTiles:
+        """Load inner tiles from the form of :meth:`split_inner`; rows of queries are grouped by key/value head."""
         batch, heads, *_, width = array.shape
-        array = array.reshape(batch, heads, *(a.inner_length * a.dilation for a in self.axes), width)
-        array = array[(slice(None), slice(None), *(slice(a.extents[a.outer_is_query]) for a in self.axes))]
-        return jnp.moveaxis(array, 1, -2)
-
-    def load(self, array: Split, positions: TilePositions, inner_step: Scalar, heads_kv: int) -> RowTiles:
-        """Load inner tiles from :meth:`split_inner`'s form; of keys and values, each head has rows of its own."""
-        rank = len(self.axes)
-        batch, heads, *_, width = array.shape
-        if self._goes_around:
-            tokens = array.reshape(batch, heads, -1, width)
-            dimensions = lax.GatherDimensionNumbers(
-                offset_dims=(1, 2, 4), collapsed_slice_dims=(2,), start_index_map=(2,)
-            )
-            loaded = lax.gather(
-                tokens,
-                self._inner_places(positions, inner_step)[..., None],
-                dimensions,
-                slice_sizes=(batch, heads, 1, width),
-                mode="promise_in_bounds",
-            )
-            return loaded.reshape(-1, batch, heads_kv, heads // heads_kv * self.inner_tokens, width)
-        tile = [n for a in self.axes for n in (a.inner_tile, 1)]
+        view, starts, extents, dimensions = self._inner_tiles(array, positions, inner_step)
         loaded = lax.gather(
-            array,
-            self._inner_corners(positions, inner_step),
-            lax.GatherDimensionNumbers(
-                offset_dims=tuple(range(1, rank + 4)),
-                collapsed_slice_dims=tuple(range(3, 2 * rank + 2, 2)),
-                start_index_map=tuple(range(2, 2 * rank + 2)),
-            ),
-            slice_sizes=(batch, heads, *tile, width),
+            view,
+            starts,
+            lax.GatherDimensionNumbers(*dimensions),
+            slice_sizes=(batch, heads, *extents, width),
             mode="promise_in_bounds",
         )
-        return loaded.reshape(-1, batch, heads_kv, heads // heads_kv * self.inner_tokens, width)
+        return loaded.reshape(-1, batch, self.heads_kv, heads // self.heads_kv * self.inner_tokens, width)
 
-    def add(self, array: Split, positions: TilePositions, inner_step: Scalar, update: RowTiles) -> Split:
-        """Add tiles, as :meth:`load` returns them, where they belong; the transpose of :meth:`load`."""
-        return self._scatter(lax.scatter_add, array, positions, inner_step, update)
-
-    def raise_to(self, array: Split, positions: TilePositions, inner_step: Scalar, update: RowTiles) -> Split:
-        """Raise what is smaller to tiles, as :meth:`load` returns them."""
-        return self._scatter(lax.scatter_max, array, positions, inner_step, update)
-
-    def _scatter(
+    def put(
         self,
-        combine: Callable[..., jax.Array],
+        scatter: Callable[..., jax.Array],
         array: Split,
         positions: TilePositions,
         inner_step: Scalar,
         update: RowTiles,
     ) -> Split:
-        rank = len(self.axes)
+        """Combine an array with tiles as :meth:`load` returns them, by ``lax.scatter_add`` or ``lax.scatter_max``."""
         batch, heads, *_, width = array.shape
-        if self._goes_around:
-            combined = combine(
-                array.reshape(batch, heads, -1, width),
-                self._inner_places(positions, inner_step)[..., None],
-                update.reshape(-1, batch, heads, self.inner_tokens, width),
-                lax.ScatterDimensionNumbers(
-                    update_window_dims=(1, 2, 4), inserted_window_dims=(2,), scatter_dims_to_operand_dims=(2,)
-                ),
-                mode="promise_in_bounds",
-            )
-            return combined.reshape(array.shape)
-        return combine(
-            array,
-            self._inner_corners(positions, inner_step),
-            update.reshape(-1, batch, heads, *(a.inner_tile for a in self.axes), width),
-            lax.ScatterDimensionNumbers(
-                update_window_dims=tuple(range(1, rank + 4)),
-                inserted_window_dims=tuple(range(3, 2 * rank + 2, 2)),
-                scatter_dims_to_operand_dims=tuple(range(2, 2 * rank + 2)),
-            ),
-            mode="promise_in_bounds",
-        )
+        view, starts, extents, dimensions = self._inner_tiles(array, positions, inner_step)
+        tokens = [self.inner_tokens] if self._goes_around else extents[::2]
+        update = update.reshape(-1, batch, heads, *tokens, width)
+        numbers = lax.ScatterDimensionNumbers(*dimensions)
+        return scatter(view, starts, update, numbers, mode="promise_in_bounds").reshape(array.shape)
 
     @property
     def _goes_around(self) -> bool:
         """Whether tiles reach over the end of a dimension to its beginning, so that they are no slices of arrays."""
         return any(axis.period is not None for axis in self.axes)
 
-    def _inner_places(self, positions: TilePositions, inner_step: Scalar) -> Annotated[jax.Array, "tiles tokens"]:
-        """Where the tokens of inner tiles stand among all of :meth:`split_inner`'s form."""
-        corners = self._inner_corners(positions, inner_step)
+    def _inner_tiles(self, array: Split, positions: TilePositions, inner_step: Scalar) -> tuple[Any, ...]:
+        """Inner tiles as ``lax.gather`` and ``lax.scatter`` find them: slices, or token by token.
+
+        Returns:
+            A view of the array, the starts of slices, their extents between heads and width, and three lists of
+            dimensions, as ``lax.GatherDimensionNumbers`` takes them.
+        """
+        rank = len(self.axes)
+        corners = positions.corners if self.inner_steps == 1 else positions.corners + self._first_inner(inner_step)
+        if not self._goes_around:
+            extents = [n for axis in self.axes for n in (axis.inner_tile, 1)]
+            of_results, dropped = tuple(range(1, rank + 4)), tuple(range(3, 2 * rank + 2, 2))
+            return array, corners, extents, (of_results, dropped, tuple(range(2, 2 * rank + 2)))
         places = jnp.zeros((len(corners), 1), jnp.int32)
         for i, axis in enumerate(self.axes):
             index = corners[:, 2 * i, None] + jnp.arange(axis.inner_tile, dtype=jnp.int32)[None]
@@ -535,10 +485,8 @@ class Sweep:
             place = index * axis.dilation + corners[:, 2 * i + 1, None]
             places = places[:, :, None] * (axis.inner_length * axis.dilation) + place[:, None, :]
             places = places.reshape(len(corners), -1)
-        return places
-
-    def _inner_corners(self, positions: TilePositions, inner_step: Scalar) -> Annotated[jax.Array, "tiles corner"]:
-        return positions.corners if self.inner_steps == 1 else positions.corners + self._first_inner(inner_step)
+        tokens = array.reshape(*array.shape[:2], -1, array.shape[-1])
+        return tokens, places[..., None], [1], ((1, 2, 4), (2,), (2,))
 
     def _first_inner(self, inner_step: Scalar) -> Annotated[jax.Array, "1 corner"]:
         """The first token of the inner tiles that a step visits, counted from the first that any step does.
@@ -546,15 +494,16 @@ class Sweep:
         Index and residue, which is 0, in each dimension.
         """
         steps = [axis.inner_steps for axis in self.axes]
-        count = math.prod(steps)
         # Looked up: XLA compiles a division of what may be negative as ten operations, once for each use.
-        is_constant = count <= _MOST_CONSTANTS
-        numbers = np.arange(count) if is_constant else inner_step[None]
-        found = (np if is_constant else jnp).unravel_index(numbers, steps)
-        firsts = [step * axis.inner_tile for step, axis in zip(found, self.axes, strict=True)]
+        is_constant = self.inner_steps <= _MOST_CONSTANTS
+        xp: ModuleType = np if is_constant else jnp
+        numbers = np.arange(self.inner_steps) if is_constant else inner_step[None]
+        firsts = [
+            step * axis.inner_tile for step, axis in zip(xp.unravel_index(numbers, steps), self.axes, strict=True)
+        ]
+        table = xp.stack([each for first in firsts for each in (first, xp.zeros_like(first))], axis=-1)
         if not is_constant:
-            return jnp.stack([each for first in firsts for each in (first, jnp.zeros_like(first))], axis=-1)
-        table = np.stack([each for first in firsts for each in (first, np.zeros_like(first))], axis=-1)
+            return table
         return lax.dynamic_slice_in_dim(jnp.asarray(table, jnp.int32), inner_step, 1, allow_negative_indices=False)
 
     def _split(self, array: Tokens, lengths: Sequence[int]) -> Split:
@@ -566,33 +515,25 @@ class Sweep:
         return array.reshape(*array.shape[:2], *shape, array.shape[-1])
 
 
-def make_sweep(
-    problem: Problem,
-    query_extents: Shape,
-    key_extents: Shape,
-    query_tile: Shape,
-    key_tile: Shape,
-    rows: int,
-    logits_per_step: int,
-    *,
-    outer_is_query: bool,
-) -> Sweep:
-    """Plan a pass.
+#: Most logits of a step of a sweep: enough to fill an accelerator, or few enough for a CPU's caches.
+_LOGITS_PER_STEP = {"accelerator": 2**22, "cpu": 2**20}
+
+
+def make_sweep(plan: Plan, operands: Operands, pass_: Pass, *, outer_is_query: bool) -> Sweep:
+    """Plan a sweep over all query tiles, or over all key/value tiles.
 
     Args:
-        problem: The problem, with its global extents.
-        query_extents: Local query tokens.
-        key_extents: Local key/value tokens.
-        query_tile: Query tokens of a tile at most.
-        key_tile: Key/value tokens of a tile at most.
-        rows: Rows that share a token's place in the tiles: batch size times query heads.
-        logits_per_step: Logits that one step may compute, if that is enough for one outer tile.
-        outer_is_query: Whether outer tiles are query tiles.
+        plan: Plan of the call.
+        operands: Its arrays, whose token extents are local.
+        pass_: The pass whose tiles are used; they are the largest.
+        outer_is_query: True if outer tiles are query tiles.
     """
+    problem, pair = plan.problem, plan.performance.tiles(pass_)
+    assert pair is not None, "plans of pure JAX backends have the tiles of both passes"
+    local = zip(operands.inputs.query.shape[1:-2], operands.inputs.key.shape[1:-2], strict=True)
     axes = []
-    for i, axis in enumerate(problem.axes):
-        extents = query_extents[i], key_extents[i]
-        outer_tile, inner_tile = (query_tile[i], key_tile[i]) if outer_is_query else (key_tile[i], query_tile[i])
+    for axis, extents, tile in zip(problem.axes, local, zip(*pair, strict=True), strict=True):
+        outer_tile, inner_tile = tile if outer_is_query else tile[::-1]
         outer_length, inner_length = (-(-x // axis.dilation) for x in (extents if outer_is_query else extents[::-1]))
         outer_tile = min(outer_tile, outer_length)
         if problem.own_extents:
@@ -601,71 +542,57 @@ def make_sweep(
             hulls = [largest_hull(axis, outer_tile, outer_is_query, is_aligned) for is_aligned in (False, True)]
         if axis.edges != "wrap":
             hulls = [min(inner_length, hull) for hull in hulls]
-        steps = [-(-hull // inner_tile) for hull in hulls]
         # An array as long as the whole layout starts where the layout does, and so do its tiles.
         is_whole = extents == (axis.query_extent, axis.kv_extent) and hulls[True] < hulls[False]
+        hull = hulls[is_whole]
+        steps = -(-hull // inner_tile)
         # Equal tiles that just cover the hull waste less than the largest ones.
-        inner_tile = -(-hulls[is_whole] // steps[is_whole])
-        axes.append(
-            AxisSweep(
-                axis=axis,
-                outer_is_query=outer_is_query,
-                extents=extents,
-                outer_tile=outer_tile,
-                inner_tile=inner_tile,
-                inner_steps=steps[is_whole],
-                assumes_whole=is_whole,
-            )
-        )
-    logits = rows * math.prod(a.outer_tile * a.inner_tile for a in axes)
+        axes.append(AxisSweep(axis, outer_is_query, extents, outer_tile, -(-hull // steps), steps, is_whole))
+    logits = problem.batch * problem.heads * math.prod(a.outer_tile * a.inner_tile for a in axes)
     tiles = math.prod(a.outer_tiles * a.dilation for a in axes)
-    steps_needed = -(-tiles // max(1, min(tiles, logits_per_step // logits)))
-    return Sweep(axes=tuple(axes), tiles_per_step=-(-tiles // steps_needed))
+    most = _LOGITS_PER_STEP["cpu" if plan.platform == "cpu" else "accelerator"] // logits
+    steps = -(-tiles // max(1, min(tiles, most)))
+    return Sweep(tuple(axes), -(-tiles // steps), problem.heads_kv, problem.heads // problem.heads_kv)
 
 
-def materialize(array: jax.Array) -> jax.Array:
-    """``array``, which XLA shall compute once instead of fusing it into whatever uses it."""
-    materialized: jax.Array = lax.optimization_barrier(array)  # type: ignore[no-untyped-call]
-    return materialized
+def materialize(arrays: _State) -> _State:
+    """The arrays, which XLA shall compute once instead of fusing them into whatever uses them."""
+    return lax.optimization_barrier(arrays)  # type: ignore[no-untyped-call]
 
 
 # Loops are none where there is one round: XLA compiles that in half the time.
-_State = TypeVar("_State")
-_Carry = TypeVar("_Carry")
-_Inputs = TypeVar("_Inputs")
-_Outputs = TypeVar("_Outputs")
 
 
 def repeated(
-    rounds: int,
+    rounds: int | jax.Array,
     visit: Callable[[jax.Array, _State], _State],
     state: _State,
     is_needed: Callable[[jax.Array], jax.Array] | None = None,
+    *,
+    recomputes: bool = False,
 ) -> _State:
-    """``visit`` with the numbers of so many rounds, one after the other: of those that are needed, or of all."""
+    """Call ``visit`` with the number of each round, or of each round that ``is_needed``, in order.
+
+    With ``recomputes``, derivatives recompute each round.
+    """
+    visit = jax.checkpoint(visit) if recomputes else visit
 
     def visit_if_needed(number: jax.Array, state: _State) -> _State:
         if is_needed is None:
             return visit(number, state)
-        needed = is_needed(number)
-        visited: _State = lax.cond(needed, functools.partial(visit, number), lambda same: same, state)
-        return visited
+        return lax.cond(is_needed(number), functools.partial(visit, number), lambda same: same, state)
 
-    if rounds == 1:
+    if isinstance(rounds, int) and rounds == 1:
         return visit_if_needed(jnp.zeros((), jnp.int32), state)
-    result: _State = lax.fori_loop(0, rounds, visit_if_needed, state)
-    return result
+    return lax.fori_loop(0, rounds, visit_if_needed, state)
 
 
 def swept(
-    step: Callable[[_Carry, _Inputs], tuple[_Carry, _Outputs]], carry: _Carry, inputs: _Inputs
-) -> tuple[_Carry, _Outputs]:
-    """``lax.scan`` over the first dimension of all ``inputs``, of which derivatives of a step are computed anew."""
+    step: Callable[[_State, _Inputs], tuple[_State, _Outputs]], carry: _State, inputs: _Inputs
+) -> tuple[_State, _Outputs]:
+    """``lax.scan`` over the first dimension of all ``inputs``; derivatives recompute each step."""
     step = jax.checkpoint(step)
     if len(jax.tree.leaves(inputs)[0]) > 1:
-        result: tuple[_Carry, _Outputs] = lax.scan(step, carry, inputs)
-        return result
-    only: _Inputs = jax.tree.map(lambda array: lax.squeeze(array, (0,)), inputs)
-    carry, outputs = step(carry, only)
-    stacked: _Outputs = jax.tree.map(lambda array: lax.expand_dims(array, (0,)), outputs)
-    return carry, stacked
+        return lax.scan(step, carry, inputs)
+    carry, outputs = step(carry, jax.tree.map(lambda array: lax.squeeze(array, (0,)), inputs))
+    return carry, jax.tree.map(lambda array: lax.expand_dims(array, (0,)), outputs)

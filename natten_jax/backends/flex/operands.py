@@ -2,75 +2,127 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import functools
 from collections.abc import Callable, Sequence
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from natten_jax.arrays.operands import Inputs, Operands
+from natten_jax.arrays.operands import Inputs, Operands, varying_like
 from natten_jax.backends.flex.geometry import (
     MaskTiles,
     PairTiles,
     RowTiles,
     Scalar,
-    Split,
     Sweep,
     TilePositions,
     TokenTiles,
     ValueTiles,
     make_sweep,
+    repeated,
 )
-from natten_jax.performance import Pass, TilePair
+from natten_jax.backends.flex.softmax import KnownRows, Products, Rows, Softmax, exponentials, reference
+from natten_jax.performance import Pass
 from natten_jax.plan.plan import Plan
-from natten_jax.problem import Problem, Shape
+from natten_jax.problem import Shape
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("tables", "keys"), meta_fields=("sweep", "heads_kv"))
-@dataclasses.dataclass(frozen=True)
-class TileBias:
-    """The biases of a sweep, cut as its tiles are.
+class AdditionalTiles(NamedTuple):
+    """Additional keys and values, cut into tiles.
 
     Attributes:
-        sweep: The sweep.
-        heads_kv: Key/value heads.
-        tables: Numbers of all offsets (``Problem.bias_shape``), one for all batch entries or one for each; or ``None``.
-        keys: Biases of all keys as the sweep loads them, where its outer tiles are queries; ``None`` elsewhere.
+        keys: Keys; the last tile may end in zeros.
+        values: Likewise.
+        exists: True for tokens, False for padding.
     """
 
-    sweep: Sweep
-    heads_kv: int
-    tables: Annotated[jax.Array, "tables heads *offsets"] | None
-    keys: Split | None
+    keys: Annotated[jax.Array, "*tiles batch heads_kv tokens width"]
+    values: Annotated[jax.Array, "*tiles batch heads_kv tokens width_v"]
+    exists: Annotated[jax.Array, "*tiles 1 1 1 1 tokens"]
 
     @classmethod
-    def of(cls, problem: Problem, inputs: Inputs, sweep: Sweep) -> TileBias:
-        """Those of a call, or their tangents."""
-        tables, keys = inputs.relative_bias, inputs.key_bias
-        if tables is not None:
-            tables = tables.reshape(*tables.shape[:2], *problem.bias_shape)
-        loaded = sweep.split_inner(keys) if keys is not None and sweep.outer_is_query else None
-        return cls(sweep, problem.heads_kv, tables, loaded)
+    def of(cls, inputs: Inputs, sweep: Sweep) -> AdditionalTiles | None:
+        """Cut the additional tokens of a call; ``None`` without any."""
+        keys, values = inputs.additional_keys, inputs.additional_values
+        if keys is None or values is None:
+            return None
+        count = keys.shape[1]
+        tiles = -(-count // max(sweep.inner_tokens, 64))
+        tokens = -(-count // tiles)
 
-    def at(
-        self, positions: TilePositions, inner_step: Scalar, of_outer_keys: RowTiles | None = None
+        def tile(array: jax.Array) -> jax.Array:
+            array = jnp.pad(jnp.moveaxis(array, 1, 2), [(0, 0), (0, 0), (0, tiles * tokens - count), (0, 0)])
+            array = array.reshape(*array.shape[:2], tiles, tokens, array.shape[-1])
+            return jnp.moveaxis(array, 2, 0)
+
+        exists = jnp.arange(tiles * tokens, dtype=jnp.int32) < count
+        return cls(tile(keys), tile(values), exists.reshape(tiles, 1, 1, 1, 1, tokens))
+
+    def for_tiles(self, query: RowTiles) -> tuple[TokenTiles, ValueTiles, MaskTiles]:
+        """Keys and values of one tile, once for each of a step's query tiles, and which there are."""
+        key, value = (jnp.broadcast_to(array, (query.shape[0], *array.shape)) for array in self[:2])
+        return key, value, self.exists
+
+
+def untiled(tiles: jax.Array, count: int) -> jax.Array:
+    """Undo the tiling of keys or values by :class:`AdditionalTiles`: ``[batch, count, heads_kv, width]``."""
+    array = jnp.moveaxis(tiles, 0, 2)
+    array = array.reshape(*array.shape[:2], -1, array.shape[-1])
+    return jnp.moveaxis(array[:, :, :count], 1, 2)
+
+
+_Tree = TypeVar("_Tree")
+_Sweep = TypeVar("_Sweep", bound="PlacedSweep")
+
+
+class PlacedSweep:
+    """A sweep of a call, and where its tiles lie.
+
+    Args:
+        plan: Plan of the call.
+        operands: Its arrays.
+        pass_: The pass whose tiles it has.
+        outer_is_query: True if its outer tiles are query tiles.
+    """
+
+    #: Attributes that depend on the arrays of a call.
+    arrays: ClassVar[Sequence[str]]
+
+    def __init__(self, plan: Plan, operands: Operands, pass_: Pass, *, outer_is_query: bool) -> None:
+        problem = self.problem = plan.problem
+        self.operands = operands
+        self.products = Products(plan, operands.inputs.scale)
+        self.sweep = make_sweep(plan, operands, pass_, outer_is_query=outer_is_query)
+        tables = operands.inputs.relative_bias
+        self.tables = None if tables is None else tables.reshape(*tables.shape[:2], *problem.bias_shape)
+        dimensions = slice(3 - problem.rank, None)
+        origins, layout = operands.with_origins_alone().origins, None
+        self.origins = None if origins is None else origins[:, dimensions].astype(jnp.int32)
+        if problem.own_extents and operands.layouts is not None:
+            layout = operands.layouts[0, 1:, dimensions].astype(jnp.int32)
+        self.positions = self.sweep.positions(self.origins, layout)
+
+    def constant(self: _Sweep) -> _Sweep:
+        """Return a copy whose arrays have no derivatives."""
+        result = copy.copy(self)
+        result.products = self.products.constant()
+        for name in self.arrays:
+            setattr(result, name, lax.stop_gradient(getattr(self, name)))
+        return result
+
+    def bias(
+        self, positions: TilePositions, inner_step: Scalar, of_keys: RowTiles | None
     ) -> Annotated[jax.Array, "tiles batch heads_kv queries keys"] | None:
-        """What is added to the logits of a step's tiles.
+        """Return the biases of the logits of a step's tiles; ``None`` without any.
 
         Args:
             positions: The positions of the tiles.
-            inner_step: Which inner tiles are visited.
-            of_outer_keys: The biases of the outer tiles' keys, as :meth:`Sweep.cut_outer` cuts them.
-
-        Returns:
-            ``None`` where nothing is.
+            inner_step: Number of the inner tiles.
+            of_keys: The biases of the tiles' keys, as the sweep loads or cuts them.
         """
-        of_keys = of_outer_keys
-        if self.keys is not None:
-            of_keys = self.sweep.load(self.keys, positions, inner_step, self.heads_kv)
         found = None if self.tables is None else self._of_offsets(self.tables, positions, inner_step)
         if of_keys is None:
             return found
@@ -87,68 +139,69 @@ class TileBias:
         assert self.tables is not None
         if self.tables.shape[0] == 1:
             changes = jnp.sum(changes, axis=1, keepdims=True)
-        extents = self.sweep.pair_extents
-        rank = len(extents)
-        tiles, batch = changes.shape[:2]
-        heads = self.tables.shape[1]
-
-        diagonals = jax.ShapeDtypeStruct((tiles, batch, heads, *(q + k for q, k in extents)), changes.dtype)
+        extents, letters = self.sweep.pair_extents, "xyz"[: self.problem.rank]
+        lengths = [queries + keys for queries, keys in extents]
+        diagonals = jax.ShapeDtypeStruct((*changes.shape[:2], self.problem.heads, *lengths), changes.dtype)
         (sums,) = jax.linear_transpose(self._rows, diagonals)(changes)
         starts = self._starts(positions, inner_step)
-        for i, ((queries, keys), size) in enumerate(zip(extents, self.tables.shape[2:], strict=True)):
-            entries = starts[:, i, None] + jnp.arange(queries + keys, dtype=jnp.int32)[None]
+        for i, (length, size) in enumerate(zip(lengths, self.tables.shape[2:], strict=True)):
+            entries = starts[:, i, None] + jnp.arange(length, dtype=jnp.int32)[None]
             goes_to = (entries[..., None] == jnp.arange(size, dtype=jnp.int32)[None, None]).astype(changes.dtype)
             # The last product adds tiles up.
-            letters = "xyz"[:rank]
-            own, new = letters[i], letters.replace(letters[i], "r")
-            last = i == rank - 1
-            sums = jnp.einsum(
-                f"tbh{letters},t{own}r->{'' if last else 't'}bh{new}", sums, goes_to, precision=lax.Precision.HIGHEST
-            )
+            new = f"{'' if i == self.problem.rank - 1 else 't'}bh{letters.replace(letters[i], 'r')}"
+            subscripts = f"tbh{letters},t{letters[i]}r->{new}"
+            sums = jnp.einsum(subscripts, sums, goes_to, precision=lax.Precision.HIGHEST)
         return sums
 
     def _of_offsets(
         self, tables: Annotated[jax.Array, "tables heads *offsets"], positions: TilePositions, inner_step: Scalar
     ) -> PairTiles:
-        """What pairs of tokens have of the tables."""
-        extents = self.sweep.pair_extents
-        rank = len(extents)
-        lengths = [queries + keys for queries, keys in extents]
-        # What lies outside of the table belongs to pairs that no window has.
+        """Look up the relative biases of pairs of tokens."""
+        rank = self.problem.rank
+        lengths = [queries + keys for queries, keys in self.sweep.pair_extents]
+        # Entries outside of the table belong to pairs of tokens outside of all windows.
         padded = jnp.pad(tables, [(0, 0), (0, 0), *((length, length) for length in lengths)])
         bounds = jnp.asarray([[-length for length in lengths], tables.shape[2:]], jnp.int32)
         starts = jnp.clip(self._starts(positions, inner_step), bounds[:1], bounds[1:]) - bounds[:1]
         stretches = lax.gather(
             padded,
             starts,
-            lax.GatherDimensionNumbers(
-                offset_dims=tuple(range(1, rank + 3)),
-                collapsed_slice_dims=(),
-                start_index_map=tuple(range(2, rank + 2)),
-            ),
+            lax.GatherDimensionNumbers(tuple(range(1, rank + 3)), (), tuple(range(2, rank + 2))),
             slice_sizes=(*tables.shape[:2], *lengths),
             mode="promise_in_bounds",
         )
         return self._rows(stretches)
 
     def _starts(self, positions: TilePositions, inner_step: Scalar) -> Annotated[jax.Array, "tiles rank"]:
-        """Which entries the first diagonals of tiles have: those of the last queries."""
-        distances = self.sweep.key_distances(positions, inner_step)
-        firsts = [
-            axis.axis.kernel_size - q for axis, (q, _) in zip(self.sweep.axes, self.sweep.pair_extents, strict=True)
-        ]
-        return distances + jnp.asarray([firsts], jnp.int32)
+        """Return the table entries of the first diagonals of tiles, which are of the last queries."""
+        pairs = zip(self.problem.axes, self.sweep.pair_extents, strict=True)
+        firsts = [axis.kernel_size - queries for axis, (queries, _) in pairs]
+        return self.sweep.key_distances(positions, inner_step) + jnp.asarray([firsts], jnp.int32)
 
     def _rows(self, diagonals: Annotated[jax.Array, "tiles batch heads *diagonals"]) -> PairTiles:
         """The pairs of tiles."""
-        extents = self.sweep.pair_extents
-        rank = len(extents)
-        for i, (queries, keys) in enumerate(extents):
+        rank = self.problem.rank
+        for i, (queries, keys) in enumerate(self.sweep.pair_extents):
             diagonals = _unrolled(diagonals, 3 + 2 * i, queries, keys)
         order = [3 + 2 * i for i in range(rank)] + [4 + 2 * i for i in range(rank)]
         queries, keys = self.sweep.pair_tokens
         tiles, batch = diagonals.shape[:2]
-        return diagonals.transpose(0, 1, 2, *order).reshape(tiles, batch, self.heads_kv, -1, keys)
+        return diagonals.transpose(0, 1, 2, *order).reshape(tiles, batch, self.problem.heads_kv, -1, keys)
+
+    def is_needed(self, positions: TilePositions) -> Callable[[jax.Array], jax.Array] | None:
+        """Return a predicate of inner steps that have something to compute; ``None`` if nearly all have.
+
+        Windows reach only tokens of the layout, unless it is padded.
+        """
+        return functools.partial(self.sweep.is_seen, positions) if self.problem.own_extents else None
+
+    def or_nan_for_parts(self, results: _Tree) -> _Tree:
+        """Return the results, or NaN if a pass that was planned for whole arrays got a part of them."""
+        axes = [i for i, axis in enumerate(self.sweep.axes) if axis.assumes_whole]
+        if self.origins is None or not axes:
+            return results
+        is_whole = jnp.all(self.origins[:, jnp.array(axes)] == 0)
+        return jax.tree.map(lambda array: array * jnp.where(is_whole, 1, jnp.nan).astype(array.dtype), results)
 
 
 def _unrolled(diagonals: jax.Array, axis: int, queries: int, keys: int) -> jax.Array:
@@ -174,140 +227,143 @@ def summed_by_key(changes: jax.Array, pair_tokens: Sequence[int]) -> jax.Array:
     return by_head.reshape(*outer, -1, 1)
 
 
-_Tree = TypeVar("_Tree")
-
-#: Pairs of query and key/value tiles by rank, the recommended one first.
-TILE_PAIRS: dict[int, list[TilePair]] = {
-    1: [((64,), (64,)), ((128,), (128,)), ((64,), (128,)), ((128,), (64,)), ((256,), (256,))],
-    2: [((8, 8), (8, 8)), ((4, 16), (4, 16)), ((4, 16), (8, 8)), ((16, 16), (16, 16))],
-    3: [
-        ((4, 4, 4), (4, 4, 4)),
-        ((2, 4, 8), (2, 4, 8)),
-        ((2, 4, 8), (4, 4, 4)),
-        ((4, 8, 8), (4, 8, 8)),
-    ],
-}
-
-#: Logits that a step of a sweep may compute: as many as fill an accelerator, or as stay in a CPU's caches.
-_LOGITS_PER_STEP = {"accelerator": 2**22, "cpu": 2**20}
-
-
-class PlacedSweep(NamedTuple):
-    """A sweep of a call, and where its tiles lie.
+class QuerySweep(PlacedSweep):
+    """A sweep whose outer tiles are queries.
 
     Attributes:
-        plan: How the call runs.
-        sweep: The sweep.
-        positions: The positions of its tiles, as :meth:`Sweep.positions` returns them.
-        origins: Where local queries and keys begin; ``None`` where they are those of the whole layout.
+        keys: The keys, as they are loaded.
+        values: The values, likewise.
+        key_bias: Biases of keys, likewise; ``None`` without any.
+        additional: Additional keys and values; ``None`` without any.
     """
 
-    plan: Plan
-    sweep: Sweep
-    positions: Annotated[jax.Array, "steps tiles _"]
-    origins: Annotated[jax.Array, "2 rank"] | None
+    arrays = "tables", "keys", "values", "key_bias", "additional"
 
-    @classmethod
-    def of(cls, plan: Plan, operands: Operands, pass_: Pass, *, outer_is_query: bool) -> PlacedSweep:
-        """That of a pass over query tiles, or over key/value tiles."""
-        origins, layout = operands.origins, None
-        if origins is not None:
-            origins = origins[:, 3 - plan.problem.rank :].astype(jnp.int32)
-        if operands.layouts is not None:
-            query_origin, *extents = of_entry(operands.layouts, plan.problem.rank)
-            origins = jnp.stack([query_origin, jnp.zeros_like(query_origin)])
-            layout = jnp.stack(extents) if plan.problem.own_extents else None
-        sweep = _sweep_of(plan, operands, pass_, outer_is_query)
-        return cls(plan, sweep, sweep.positions(origins, layout), origins)
+    def __init__(self, plan: Plan, operands: Operands, pass_: Pass) -> None:
+        super().__init__(plan, operands, pass_, outer_is_query=True)
+        inputs = operands.inputs
+        arrays = inputs.key, inputs.value, inputs.key_bias
+        self.keys, self.values, self.key_bias = jax.tree.map(self.sweep.split_inner, arrays)
+        self.additional = AdditionalTiles.of(inputs, self.sweep)
 
-    def is_needed(self, positions: TilePositions) -> Callable[[jax.Array], jax.Array] | None:
-        """Asks of an inner step whether there is anything to compute; ``None`` where there always is, or almost.
+    def inner_tiles(
+        self, positions: TilePositions, inner_step: Scalar
+    ) -> tuple[TokenTiles, ValueTiles, MaskTiles, PairTiles | None]:
+        """Keys and values of a step, which of them each row sees, and what is added to logits."""
+        arrays = self.keys, self.values, self.key_bias
+        key, value, of_keys = jax.tree.map(lambda array: self.sweep.load(array, positions, inner_step), arrays)
+        return key, value, self.sweep.mask(positions, inner_step), self.bias(positions, inner_step, of_keys)
 
-        What windows reach of a layout is all there, unless the layout is padded.
+    def softmax(
+        self,
+        positions: TilePositions,
+        query: RowTiles,
+        head_dim_v: int | None,
+        rounds: Callable[[int], int | Scalar],
+        *,
+        carries_plan: bool = False,
+    ) -> tuple[Softmax, Softmax]:
+        """The softmax of a step's query tiles over the additional tokens, and over all keys.
+
+        Args:
+            positions: The positions of the tiles.
+            query: Query tiles.
+            head_dim_v: Width of the values; ``None`` leaves the mix of values out.
+            rounds: Returns the needed rounds of a loop, given their number.
+            carries_plan: As in :func:`softmax_weights`.
         """
-        return functools.partial(self.sweep.is_seen, positions) if self.plan.problem.own_extents else None
 
-    def or_nan_for_parts(self, results: _Tree) -> _Tree:
-        """``results``, or NaN where a pass that was planned for whole arrays is given a part: not a wrong result."""
-        axes = [i for i, axis in enumerate(self.sweep.axes) if axis.assumes_whole]
-        if self.origins is None or not axes:
-            return results
-        is_whole = jnp.all(self.origins[:, jnp.array(axes)] == 0)
-        guarded: _Tree = jax.tree.map(
-            lambda array: array * jnp.where(is_whole, 1, jnp.nan).astype(array.dtype), results
-        )
-        return guarded
+        def visit_additional(number: jax.Array, softmax: Softmax) -> Softmax:
+            tile = jax.tree.map(lambda array: lax.dynamic_index_in_dim(array, number, keepdims=False), self.additional)
+            return softmax.over(self.products, query, *tile.for_tiles(query))
+
+        def visit(inner_step: jax.Array, softmax: Softmax) -> Softmax:
+            tiles = self.inner_tiles(positions, inner_step)
+            return softmax.over(self.products, query, *tiles, carries_plan=carries_plan)
+
+        of_none = Softmax.of_no_key(query.shape[:-1], head_dim_v, self.products.dtype)
+        of_additional = softmax = varying_like(of_none, self.operands)
+        if self.additional is not None:
+            of_additional = repeated(rounds(self.additional.keys.shape[0]), visit_additional, softmax)
+        needed = self.is_needed(positions)
+        return of_additional, repeated(rounds(self.sweep.inner_steps), visit, of_additional, needed)
+
+    def rows(self, positions: TilePositions, query: RowTiles, given: KnownRows) -> tuple[Rows, Softmax]:
+        """The rows of a step's query tiles, by the products of this sweep.
+
+        Args:
+            positions: The positions of the tiles.
+            query: Query tiles.
+            given: Rows of an earlier sweep.
+
+        Returns:
+            The rows, and the softmax over only the additional tokens, computed if the given rows are unreliable.
+        """
+        found = self.constant().softmax(positions, lax.stop_gradient(query), None, given.rounds)
+        pairs = zip(found[1].rows, given.rows, strict=True)
+        return Rows(*(jnp.where(given.is_unreliable, *pair) for pair in pairs)), found[0]
 
 
-class AdditionalTiles(NamedTuple):
-    """Additional keys and values, cut into tiles.
+class KeySweep(PlacedSweep):
+    """A sweep whose outer tiles are keys.
 
     Attributes:
-        keys: Keys; the last tile may end in zeros.
-        values: Likewise.
-        exists: Which tokens there are.
+        queries: The queries, as they are loaded.
+        keys: Key tiles.
+        key_bias: Their biases, cut likewise; ``None`` without any.
     """
 
-    keys: Annotated[jax.Array, "*tiles batch heads_kv tokens width"]
-    values: Annotated[jax.Array, "*tiles batch heads_kv tokens width_v"]
-    exists: Annotated[jax.Array, "*tiles 1 1 1 1 tokens"]
+    arrays = "tables", "queries", "keys", "key_bias"
 
-    @classmethod
-    def of(cls, keys: jax.Array | None, values: jax.Array | None, sweep: Sweep) -> AdditionalTiles | None:
-        """Those of a call; ``None`` where it has none."""
-        if keys is None or values is None:
-            return None
-        count = keys.shape[1]
-        tiles = -(-count // max(sweep.inner_tokens, 64))
-        tokens = -(-count // tiles)
+    def __init__(self, plan: Plan, operands: Operands, pass_: Pass) -> None:
+        super().__init__(plan, operands, pass_, outer_is_query=False)
+        inputs = operands.inputs
+        self.queries, self.keys = self.sweep.split_inner(inputs.query), self.sweep.cut_outer(inputs.key)
+        self.key_bias = None if inputs.key_bias is None else self.sweep.cut_outer(inputs.key_bias)
 
-        def tile(array: jax.Array) -> jax.Array:
-            array = jnp.pad(jnp.moveaxis(array, 1, 2), [(0, 0), (0, 0), (0, tiles * tokens - count), (0, 0)])
-            array = array.reshape(*array.shape[:2], tiles, tokens, array.shape[-1])
-            return jnp.moveaxis(array, 2, 0)
+    def rows(self, additional: Softmax | None, known: KnownRows) -> Annotated[jax.Array, "batch heads *coordinates 2"]:
+        """The rows by the products of this sweep, as it loads them.
 
-        exists = jnp.arange(tiles * tokens, dtype=jnp.int32) < count
-        return cls(tile(keys), tile(values), exists.reshape(tiles, 1, 1, 1, 1, tokens))
+        Args:
+            additional: Softmax over the additional tokens, ``[batch, *query_layout, heads, 1]``; ``None`` without any.
+            known: All rows.
+        """
+        over, sweep, products = self.constant(), self.sweep, self.products.constant()
+        given = sweep.split_inner(jnp.concatenate(known.rows, axis=-1))
+        start, no_total = jnp.full_like(given[..., :1], -jnp.inf), jnp.zeros_like(given[..., :1])
+        of_additional: Softmax | None = jax.tree.map(sweep.split_inner, lax.stop_gradient(additional))
+        if of_additional is not None:
+            start = jnp.where(of_additional.total == 0, -jnp.inf, of_additional.maximum)
 
-    @property
-    def tiles(self) -> int:
-        """How many tiles there are."""
-        return self.keys.shape[0]
+        def step(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            """Find the largest scores in the first half of the rounds, and add exponentials in the second half."""
+            is_second = number >= sweep.steps
+            outer = jnp.where(is_second, number - sweep.steps, number)
+            packed, key, key_bias = jax.tree.map(
+                lambda array: lax.dynamic_index_in_dim(array, outer, keepdims=False),
+                (over.positions, over.keys, over.key_bias),
+            )
+            positions = sweep.at(packed)
 
-    def tile(self, number: Scalar, query: jax.Array) -> tuple[TokenTiles, ValueTiles, MaskTiles]:
-        """Keys and values of a tile, once for each of a step's query tiles, and which there are."""
-        key, value, exists = (lax.dynamic_index_in_dim(array, number, keepdims=False) for array in self)
-        return for_tiles(key, query), for_tiles(value, query), exists
+            def visit(inner_step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                maxima, totals = carry
+                query = sweep.load(over.queries, positions, inner_step)
+                bias = over.bias(positions, inner_step, key_bias)
+                mask = sweep.mask(positions, inner_step)
+                scores = jnp.where(mask, products.scores(query, key, bias), -jnp.inf)
+                largest = jnp.where(is_second, -jnp.inf, scores.max(axis=-1, keepdims=True))
+                maxima = sweep.put(lax.scatter_max, maxima, positions, inner_step, largest)
+                maximum = sweep.load(maxima, positions, inner_step)
+                added = exponentials(products, scores, maximum).sum(axis=-1, keepdims=True)
+                added = jnp.where(is_second, added, 0)
+                return maxima, sweep.put(lax.scatter_add, totals, positions, inner_step, added)
 
+            return repeated(sweep.inner_steps, visit, carry)
 
-def of_entry(layouts: jax.Array, rank: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Query origin, query extents and key/value extents of the only entry of the batch, ``[rank]`` each."""
-    assert layouts.shape[0] == 1, "one entry of the batch at a time"
-    query_origin, query_extents, kv_extents = layouts[0, :, 3 - rank :].astype(jnp.int32)
-    return query_origin, query_extents, kv_extents
-
-
-def untiled(tiles: jax.Array, count: int) -> jax.Array:
-    """Undo the tiling of keys or values by :class:`AdditionalTiles`: ``[batch, count, heads_kv, width]``."""
-    array = jnp.moveaxis(tiles, 0, 2)
-    array = array.reshape(*array.shape[:2], -1, array.shape[-1])
-    return jnp.moveaxis(array[:, :, :count], 1, 2)
-
-
-def for_tiles(array: jax.Array, query: jax.Array) -> jax.Array:
-    """``array`` once more for each of the query tiles of a step."""
-    return jnp.broadcast_to(array, (query.shape[0], *array.shape))
-
-
-def _sweep_of(plan: Plan, operands: Operands, pass_: Pass, outer_is_query: bool) -> Sweep:
-    problem, pair = plan.problem, plan.performance.tiles(pass_)
-    assert pair is not None, "plans of pure JAX backends have the tiles of both passes"
-    return make_sweep(
-        problem,
-        operands.inputs.query.shape[1:-2],
-        operands.inputs.key.shape[1:-2],
-        *pair,
-        rows=problem.batch * problem.heads,
-        logits_per_step=_LOGITS_PER_STEP["cpu" if plan.platform == "cpu" else "accelerator"],
-        outer_is_query=outer_is_query,
-    )
+        carry = varying_like((start, no_total), (self.operands, known))
+        maximum, total = lax.fori_loop(0, known.rounds(2 * sweep.steps), step, carry)
+        if of_additional is not None:
+            steepness = products.of_heads(products.steepness, start.ndim)
+            total += of_additional.total * jnp.exp(steepness * (start - reference(maximum)))
+        found = jnp.concatenate(Softmax(maximum, total, None).rows, axis=-1)
+        return jnp.where(known.is_unreliable, found, given)

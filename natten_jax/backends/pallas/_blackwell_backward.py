@@ -19,23 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
 from natten_jax.arrays.remainders import LOG2_E
 from natten_jax.backends.pallas import _blackwell_memory as gpu
-from natten_jax.backends.pallas._blackwell_call import (
-    KEYS,
-    ROWS,
-    Boxes,
-    Call,
-    Item,
-    blocks_of,
-    call_of,
-)
-from natten_jax.backends.pallas._common import (
-    NO_KEY_SEEN,
-    STATISTICS,
-    Scalar,
-    divided,
-    saved_statistics,
-    unravel,
-)
+from natten_jax.backends.pallas._blackwell_call import KEYS, ROWS, Boxes, Call, Item, blocks_of, call_of
+from natten_jax.backends.pallas._common import NO_KEY_SEEN, STATISTICS, Scalar, divided, saved_statistics, unravel
 from natten_jax.native.module import KERNEL_RANK
 from natten_jax.plan.plan import Plan
 
@@ -119,7 +104,7 @@ class Pair(NamedTuple):
     @property
     def queries(self) -> gpu.Place:
         """Place of the queries."""
-        return _queries_place(self.boxes.call, self.item)
+        return gpu.place_of_queries(self.boxes.call, self.item)
 
     @property
     def keys(self) -> gpu.Place:
@@ -148,7 +133,7 @@ def owned_queries(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
     """Return the tile of queries of an item, paired with the boxes of keys that it sees."""
     item = call.item(number)
     boxes = Boxes.of(call, item, tables)
-    place = _queries_place(call, item)
+    place = gpu.place_of_queries(call, item)
     return Owned(item, place, boxes.count, lambda number: Pair(boxes, item, boxes.first(number)))
 
 
@@ -160,10 +145,7 @@ def owned_keys(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
     # The tables have the group of the keys for every tile of queries of a group.
     boxes = Boxes.of(call, item._replace(tile=(0,) * KERNEL_RANK), box_tables)
     place = _keys_place(boxes, item.batch, item.head, first_key)
-    rows = [g * v.kv_tiles + t for g, t, v in zip(item.group, item.tile, call.visits, strict=True)]
-    firsts, counts = (
-        [table[row * 2 + column] for table, row in zip(tile_tables, rows, strict=True)] for column in (0, 1)
-    )
+    firsts, counts = zip(*call.seeing(tile_tables, item.group, item.tile), strict=True)
     tiles_of_head = math.prod(counts[1:], start=counts[0])
 
     def pair(number: Scalar) -> Pair:
@@ -173,12 +155,6 @@ def owned_keys(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
         return Pair(Boxes.of(call, queries, box_tables), queries, first_key)
 
     return Owned(item, place, tiles_of_head * call.group_heads, pair)
-
-
-def _queries_place(call: Call, item: Item) -> gpu.Place:
-    """Return the place of a tile of queries."""
-    first = [tile * extent for tile, extent in zip(item.tile, call.q_tile, strict=True)]
-    return gpu.Place(item.batch, item.group, first, call.queries.column(item.group[-1], item.head))
 
 
 def _keys_place(boxes: Boxes, batch: Scalar, head: Scalar, first: Sequence[Scalar]) -> gpu.Place:

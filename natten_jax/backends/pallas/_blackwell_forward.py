@@ -124,7 +124,7 @@ class ForwardBlock:
         boxes = Boxes.of(call, item, self.tables)
         for half in range(call.halves):
             gpu.wait_if(items > 0, memory.query_is_out.at[half])
-            place = self._place(item, half)
+            place = gpu.place_of_queries(call, item, half)
             gpu.copy_in(call.queries, call.half_tile, place, query, memory.query.at[half], memory.query_is_in.at[half])
         column = call.keys.column(boxes.groups[-1], divided(item.head, call.group_heads)[0])
 
@@ -147,12 +147,6 @@ class ForwardBlock:
         gpu.drain((self.memory.key_is_out, self.memory.value_is_out), loaded, STAGES)
         for half in range(self.call.halves):
             gpu.wait_if(items > 0, self.memory.query_is_out.at[half])
-
-    def _place(self, item: Item, half: int) -> gpu.Place:
-        """Return the place of a half of an item's tile of queries."""
-        call, sizes = self.call, zip(item.tile, self.call.q_tile, self.call.half_tile, strict=True)
-        first = [tile * extent + (half * part if part < extent else 0) for tile, extent, part in sizes]
-        return gpu.Place(item.batch, item.group, first, call.queries.column(item.group[-1], item.head))
 
     def multiply(self, number: Scalar, before: Scalar) -> Scalar:
         """Issue the products of an item: logits of the next box while warpgroups compute weights of this box."""
@@ -253,7 +247,7 @@ class ForwardBlock:
             plgpu.store(tiles.at[block], part, optimized=False)
         plgpu.commit_smem()
         blocks = {block: tiles.at[block] for block in range(lines.blocks)}
-        gpu.copy_out(lines, call.half_tile, self._place(item, half), blocks, self.results[0])
+        gpu.copy_out(lines, call.half_tile, gpu.place_of_queries(call, item, half), blocks, self.results[0])
 
 
 def _slot(box: Scalar) -> Scalar:

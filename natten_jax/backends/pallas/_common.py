@@ -18,7 +18,6 @@ import numpy as np
 
 from natten_jax.arrays.operands import Cotangents, Inputs, Operands, Saved
 from natten_jax.arrays.remainders import LOG2_E, base2, base2_parts, pack_remainder
-from natten_jax.backends.ffi import delta
 from natten_jax.native.module import KERNEL_RANK, with_kernel_tiles
 from natten_jax.plan.plan import Plan
 from natten_jax.windows import Axis, group_length
@@ -288,6 +287,11 @@ class StaticCall:
         """Tables of the tiles of queries that see each tile of keys, one array per dimension."""
         return [jnp.asarray(visits.seeing).reshape(-1) for visits in self.visits]
 
+    def seeing(self, tables: Sequence[Any], group: Sequence[Scalar], tile: Sequence[Scalar]) -> list[tuple[Any, Any]]:
+        """Return along each dimension the first tile of queries that sees a tile of keys, and the number of tiles."""
+        rows = [(g * v.kv_tiles + t) * 2 for g, t, v in zip(group, tile, self.visits, strict=True)]
+        return [(table[row], table[row + 1]) for table, row in zip(tables, rows, strict=True)]
+
     def columns_of(self, table: Any, row: Scalar) -> Callable[[str], Any]:
         """Return a function that reads a column of a row of a box table."""
         row *= len(self.columns)
@@ -431,4 +435,4 @@ def saved_statistics(saved: Saved, cotangents: Cotangents) -> list[jax.Array]:
     """Return the :data:`STATISTICS` of each query, from which the backward pass computes weights."""
     reference, remainder = base2_parts(saved.logsumexp, saved.remainder)
     logsumexp = jnp.where(saved.logsumexp == -jnp.inf, NO_KEY_SEEN, reference)
-    return [logsumexp, remainder, delta(saved.out, *cotangents)]
+    return [logsumexp, remainder, cotangents.delta(saved.out)]

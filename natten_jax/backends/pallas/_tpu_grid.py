@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,33 +20,34 @@ from natten_jax.native.module import KERNEL_RANK
 
 #: Indices of a program that owns queries.
 INDICES = 2 + 2 * KERNEL_RANK
-_Semantics = Literal["parallel", "arbitrary"]
 
 
 # Grids ---------------------------------------------------------------------------------------------------------------
 
 
 class Place(NamedTuple):
-    """Place of a program and its step: head, dilation group, tile, and tile of the other side.
+    """Place of a program and its step: head, dilation group, tile, query head, and tile of the other side.
 
-    Grids have these in this order, with three dimensions for each of the last two.
+    Grids have these in this order, with three dimensions for both tiles. Only programs that own keys have query heads.
     """
 
     head: Scalar
     group: Scalar
     tile: Sequence[Scalar]
+    query_head: Scalar
     step: Sequence[Scalar]
 
     @classmethod
     def of(cls, indices: Sequence[Scalar]) -> Place:
         """Return the place of a program from its indices."""
         head, group, *rest = indices
-        return cls(head, group, rest[:KERNEL_RANK], rest[KERNEL_RANK : 2 * KERNEL_RANK])
+        query_head = rest[KERNEL_RANK] if len(rest) > 2 * KERNEL_RANK else 0
+        return cls(head, group, rest[:KERNEL_RANK], query_head, rest[-KERNEL_RANK:])
 
     @classmethod
-    def here(cls) -> Place:
+    def here(cls, indices: int = INDICES) -> Place:
         """Return the place of the current program."""
-        return cls.of([pl.program_id(axis) for axis in range(INDICES)])
+        return cls.of([pl.program_id(axis) for axis in range(indices)])
 
 
 def pallas_call(
@@ -57,20 +58,22 @@ def pallas_call(
     The first dimensions of the grid, up to tiles, are parallel. The others, which are steps of a tile, run in order.
     """
     spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=tables, **grid)
-    parallel: list[_Semantics] = ["parallel"] * (2 + KERNEL_RANK)
-    in_order: list[_Semantics] = ["arbitrary"] * (len(spec.grid) - len(parallel))
-    parameters = pltpu.CompilerParams(dimension_semantics=(*parallel, *in_order))
-
+    parallel = 2 + KERNEL_RANK
+    semantics: Any = ("parallel",) * parallel + ("arbitrary",) * (len(spec.grid) - parallel)
+    parameters = pltpu.CompilerParams(dimension_semantics=semantics)
     arrays = vary_alike(operands)
     over = jax.typeof(arrays[0]).manual_axis_type
     types = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, manual_axis_type=over), out_shape)
     return pl.pallas_call(kernel, out_shape=types, grid_spec=spec, compiler_params=parameters, name=name)(*arrays)
 
 
-def spec(shape: Sequence[Any], index: Callable[..., tuple[Scalar, ...]]) -> pl.BlockSpec:
-    """Return a block of an array, from a function of a program's place and its box tables."""
-    tables = slice(INDICES, INDICES + KERNEL_RANK)
-    return pl.BlockSpec(tuple(shape), lambda *indices: index(Place.of(indices), indices[tables]))
+def spec(
+    shape: Sequence[Any], index: Callable[..., tuple[Scalar, ...]], indices: int = INDICES, tables: int = KERNEL_RANK
+) -> pl.BlockSpec:
+    """Return a block of an array, from a function of a program's place and its first scalar tables."""
+    return pl.BlockSpec(
+        tuple(shape), lambda *found: index(Place.of(found[:indices]), found[indices : indices + tables])
+    )
 
 
 def are_first(indices: Sequence[Scalar]) -> Scalar:

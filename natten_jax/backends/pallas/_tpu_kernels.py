@@ -20,11 +20,14 @@ from natten_jax.backends.pallas import _tpu_grid as grid
 from natten_jax.backends.pallas._common import HIDDEN, SMALLEST_MAXIMUM, STATISTICS, Scalar, divided
 from natten_jax.backends.pallas._tpu_call import LANES, Call, unstack_heads
 from natten_jax.backends.pallas._tpu_grid import Chunk, KeyBox, Place, QueryMask, contract, query_rows, scale_of
+from natten_jax.native.module import KERNEL_RANK
 
 #: Lower bound of softmax denominators. Queries that see no key have sum 0, and output 0.
 _SMALLEST_SUM = 1e-30
 #: Scalar tables of kernels that own queries: of boxes, and of bounds along the first two dimensions.
 _TABLES = 5
+#: Scalar tables of the kernel that owns keys: of boxes, and of tiles of queries.
+_KEY_TABLES = 2 * KERNEL_RANK
 
 
 def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scale: jax.Array) -> list[jax.Array]:
@@ -46,7 +49,7 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
     """
     width, together = call.width(value), call.together
 
-    def finish(out: Any, statistics: Any, found: Sequence[tuple[jax.Array, jax.Array, jax.Array]]) -> None:
+    def finish(out: Any, statistics: Any, found: Sequence[Sequence[jax.Array]]) -> None:
         """Write the output and statistics of each pack, given maxima, sums and weighted sums of values."""
         rows = grid.rows_of_columns([column for maxima, sums, _ in found for column in (maxima, sums)])
         for pack, (_, sums, mix) in enumerate(found):
@@ -54,9 +57,6 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
             mixed = unstack_heads(mix * grid.across(inverse, width), call.pack)
             out[pack] = mixed.reshape(out.shape[1:]).astype(out.dtype)
             statistics[pack] = rows[2 * pack : 2 * pack + 2, :]
-
-    def in_all_lanes(column: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(column, (call.rows, LANES))
 
     def with_one_chunk(*refs: Any) -> None:
         """Run a tile whose keys are one chunk, for several packs that share a mask."""
@@ -79,7 +79,8 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
             weights = jnp.exp2(logits - maxima)
             sums = jnp.sum(weights, axis=1, keepdims=True)
             mix = contract(call, weights.astype(values.dtype), values, (1, 0))
-            found.append((in_all_lanes(maxima), in_all_lanes(sums), mix))
+            in_all_lanes = [jnp.broadcast_to(column, (call.rows, LANES)) for column in (maxima, sums)]
+            found.append((*in_all_lanes, mix))
         finish(out, statistics, found)
 
     def with_chunks(*refs: Any) -> None:
@@ -196,47 +197,23 @@ def _weights(logits: jax.Array, logsumexp: jax.Array, remainder: jax.Array) -> j
     return jnp.exp2(jnp.minimum((jnp.maximum(logits, HIDDEN) - logsumexp) - remainder, 0))
 
 
-class _KeyPrograms:
-    """Programs that own a tile of keys. Their steps are query heads of the key head, and tiles of queries."""
+def _query_head(call: Call, place: Place) -> Scalar:
+    """Return the query head or pack of a step of a program that owns keys, including the batch entry."""
+    heads, heads_kv = call.queries.heads, call.keys.heads
+    if heads == heads_kv:
+        return place.head
+    batch, head = divided(place.head, heads_kv)
+    return batch * heads + head * (heads // heads_kv) + place.query_head
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.heads = call.queries.heads // call.keys.heads
-        self.steps = [self.heads, *(max(visits.most_tiles, 1) for visits in call.visits)]
-        # Heads or packs of all batch entries, dilation groups, tiles, query heads, and tiles of queries.
-        heads = call.leading // self.heads * call.queries.blocks
-        self.grid = heads, call.groups, *call.keys.grid, *self.steps
 
-    def here(self) -> tuple[Place, Scalar]:
-        """Return the place of the current program, and the number of its query head among those of the key head."""
-        return self._split([pl.program_id(axis) for axis in range(len(self.grid))])
-
-    @staticmethod
-    def _split(indices: Sequence[Scalar]) -> tuple[Place, Scalar]:
-        return Place.of((*indices[:5], *indices[6:])), indices[5]
-
-    def spec(self, shape: Sequence[Any], index: Any) -> pl.BlockSpec:
-        """Return a block of an array, from a function of a program's place, its query head, and its tables."""
-        count = len(self.grid)
-        return pl.BlockSpec(tuple(shape), lambda *indices: index(*self._split(indices[:count]), indices[count:]))
-
-    def query_head(self, place: Place, own: Scalar) -> Scalar:
-        """Return the query head or pack of a step, including the batch entry."""
-        if self.heads == 1:
-            return place.head
-        batch, head = divided(place.head, self.call.keys.heads)
-        return batch * self.call.queries.heads + head * self.heads + own
-
-    def seeing(self, place: Place, tables: Sequence[Any]) -> tuple[list[Scalar], Scalar]:
-        """Return the tile of queries of a step, and whether the step has one; others repeat the last tile."""
-        tiles, is_step = [], []
-        groups = self.call.group_of(place.group)
-        for visits, g, t, step, table in zip(self.call.visits, groups, place.tile, place.step, tables, strict=True):
-            row = (g * visits.kv_tiles + t) * 2
-            first, count = table[row], table[row + 1]
-            tiles.append(first + jnp.maximum(jnp.minimum(step, count - 1), 0) if visits.most_tiles > 1 else first)
-            is_step.append(step < count)
-        return tiles, functools.reduce(jnp.logical_and, is_step)
+def _seeing(call: Call, place: Place, tables: Sequence[Any]) -> tuple[list[Scalar], Scalar]:
+    """Return the tile of queries of a step, and whether the step has one; others repeat the last tile."""
+    tiles, is_step = [], []
+    found = call.seeing(tables, call.group_of(place.group), place.tile)
+    for visits, step, (first, count) in zip(call.visits, place.step, found, strict=True):
+        tiles.append(first + jnp.maximum(jnp.minimum(step, count - 1), 0) if visits.most_tiles > 1 else first)
+        is_step.append(step < count)
+    return tiles, functools.reduce(jnp.logical_and, is_step)
 
 
 def key_gradients(call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -246,39 +223,44 @@ def key_gradients(call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     one another.
     """
     _, key, value, _, _, scale = arrays
-    programs = _KeyPrograms(call)
+    # A program owns a tile of keys. Its steps are query heads of the key head, and tiles of queries.
+    heads = call.queries.heads // call.keys.heads
+    steps = [heads, *(max(visits.most_tiles, 1) for visits in call.visits)]
+    programs = call.leading // heads * call.queries.blocks, call.groups, *call.keys.grid, *steps
+    spec = functools.partial(grid.spec, indices=len(programs), tables=_KEY_TABLES)
 
-    def key_block(place: Place, own: Scalar, tables: Sequence[Any]) -> tuple[Any, ...]:
+    def key_block(place: Place, tables: Sequence[Any]) -> tuple[Any, ...]:
         first, last = call.block_of(place.head)
-        return (first, call.key_group(place.group, tables[:3]), *place.tile, last)
+        return (first, call.key_group(place.group, tables[:KERNEL_RANK]), *place.tile, last)
 
-    def query_block(place: Place, own: Scalar, tables: Sequence[Any]) -> tuple[Any, ...]:
-        first, last = call.block_of(programs.query_head(place, own))
-        return (first, place.group, *programs.seeing(place, tables[3:])[0], last)
+    def query_block(place: Place, tables: Sequence[Any]) -> tuple[Any, ...]:
+        first, last = call.block_of(_query_head(call, place))
+        return (first, place.group, *_seeing(call, place, tables[KERNEL_RANK:])[0], last)
 
-    def statistics_block(place: Place, own: Scalar, tables: Sequence[Any]) -> tuple[Any, ...]:
-        first, *tile, last = query_block(place, own, tables)
+    def statistics_block(place: Place, tables: Sequence[Any]) -> tuple[Any, ...]:
+        first, *tile, last = query_block(place, tables)
         return (first, last, *tile, 0, 0)
 
     def bounds_spec(dim: int) -> pl.BlockSpec:
-        def index(place: Place, own: Scalar, tables: Sequence[Any]) -> tuple[Any, ...]:
-            return call.group_of(place.group)[dim], programs.seeing(place, tables[3:])[0][dim], 0, 0
+        def index(place: Place, tables: Sequence[Any]) -> tuple[Any, ...]:
+            return call.group_of(place.group)[dim], _seeing(call, place, tables[KERNEL_RANK:])[0][dim], 0, 0
 
-        return programs.spec((None, None, 2, call.rows), index)
+        return spec((None, None, 2, call.rows), index)
 
     def kernel(*refs: Any) -> None:
-        tables, (factor, q, k, v, do, stats, *bounds, dk, dv, key_sum, value_sum) = refs[:6], refs[6:]
-        place, own = programs.here()
-        steps = own, *place.step
+        tables, refs = refs[:_KEY_TABLES], refs[_KEY_TABLES:]
+        factor, q, k, v, do, stats, *bounds, dk, dv, key_sum, value_sum = refs
+        place = Place.here(len(programs))
+        step = place.query_head, *place.step
 
-        @pl.when(grid.are_first(steps))
+        @pl.when(grid.are_first(step))
         def _() -> None:
             key_sum[...] = jnp.zeros_like(key_sum)
             value_sum[...] = jnp.zeros_like(value_sum)
 
         def add(is_masked: bool) -> None:
             queries, outs = query_rows(call, q), query_rows(call, do)
-            scale_of_head = scale_of(call, factor, programs.query_head(place, own), axis=1)
+            scale_of_head = scale_of(call, factor, _query_head(call, place), axis=1)
             logits = contract(call, grid.matrix(k), queries, (1, 1)) * (scale_of_head * LOG2_E)
             if is_masked:
                 logits = grid.hide_keys(call, logits, firsts, bounds)
@@ -292,28 +274,28 @@ def key_gradients(call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
             key_sum[...] += contract(call, gradients.astype(queries.dtype), queries, (1, 0)) * scale_of_head
 
         firsts = [t * extent for t, extent in zip(place.tile, call.keys.tile, strict=True)]
-        tile, is_step = programs.seeing(place, tables[3:])
-        rows = call.rows_of(place.group, tile, tables[:3])
+        tile, is_step = _seeing(call, place, tables[KERNEL_RANK:])
+        rows = call.rows_of(place.group, tile, tables[:KERNEL_RANK])
         is_full = grid.sees_all(rows, [KeyBox(first, first) for first in firsts], call.keys.tile)
         pl.when(is_step)(lambda: grid.visit(add, is_full))
 
-        @pl.when(grid.are_last(programs.steps, steps))
+        @pl.when(grid.are_last(steps, step))
         def _() -> None:
             dk[...] = key_sum[...].reshape(dk.shape).astype(dk.dtype)
             dv[...] = value_sum[...].reshape(dv.shape).astype(dv.dtype)
 
     widths = [call.width(array) for array in (key, value)]
-    of_queries = [programs.spec((None, None, *call.queries.tile, width), query_block) for width in widths]
-    of_keys = [programs.spec((None, None, *call.keys.tile, width), key_block) for width in widths]
-    of_statistics = programs.spec((*(None,) * 6, STATISTICS, call.rows), statistics_block)
+    of_queries = [spec((None, None, *call.queries.tile, width), query_block) for width in widths]
+    of_keys = [spec((None, None, *call.keys.tile, width), key_block) for width in widths]
+    of_statistics = spec((*(None,) * 6, STATISTICS, call.rows), statistics_block)
     bounds = (visits.bounds_of_tokens(dim, call.queries.tile) for dim, visits in enumerate(call.visits))
     scales = pl.BlockSpec(memory_space=pltpu.SMEM)
     results = grid.pallas_call(
         kernel,
         "natten_jax_tpu_key_gradients",
         [*call.box_tables, *call.tile_tables, scale, *arrays[:-1], *(jnp.tile(each, call.pack) for each in bounds)],
-        tables=6,
-        grid=programs.grid,
+        tables=_KEY_TABLES,
+        grid=programs,
         in_specs=[scales, of_queries[0], *of_keys, of_queries[1], of_statistics, *map(bounds_spec, range(3))],
         out_specs=of_keys,
         scratch_shapes=[pltpu.VMEM((call.keys.tile_tokens, width), jnp.float32) for width in widths],

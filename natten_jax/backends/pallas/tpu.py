@@ -6,7 +6,6 @@ for v5e (``bench/tpu_bundles.py``). Use it to rank tiles, not to predict times.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import heapq
 import itertools
@@ -138,57 +137,48 @@ def alignment(problem: Problem) -> int:
     return 16 if problem.dtype == "bfloat16" else 8
 
 
+@functools.lru_cache(maxsize=1024)
 def recommended(problem: Problem, pass_: Pass) -> list[TilePair]:
     """Return query and key/value tiles, the fastest first."""
-    widths = problem.head_dim, problem.head_dim_v
-    pack = pack_size(problem.heads, problem.heads_kv, widths)
-    leading = problem.batch * (1 if pack > 1 else problem.heads)
-    # A program has one head if heads share keys.
-    leading = leading if problem.heads == problem.heads_kv else 1
-    steps = (*(1 for _ in problem.axes[1:]), alignment(problem))
-    model = _Model(problem.axes, leading, pack, (widths[0] * pack, widths[1] * pack), steps)
-    return model.ranked(problem.element.bytes, pass_)
+    model, step = _Model(problem), alignment(problem)
+    token_bytes = problem.element.bytes * sum(-(-width // LANES) * LANES for width in model.widths)
+    most = min(LARGEST_TILE, 2 * _MOST_BYTES // token_bytes) // model.heads
+    costs: dict[TilePair, float] = {}
+    for q_tile in _shapes([-(-axis.query_extent // axis.dilation) for axis in problem.axes], step, most):
+        spans = [_spans(*each) for each in zip(problem.axes, q_tile, model.steps, strict=True)]
+        hull = [-(-max(each) // each_step) * each_step for each, each_step in zip(spans, model.steps, strict=True)]
+        if pass_ == "forward":
+            boxes = _boxes(hull, model.steps, min(LARGEST_BOX, _MOST_BOX_BYTES // token_bytes))
+            costs |= {(q_tile, box): model.forward(spans, q_tile, box) for box in itertools.islice(boxes, 2)}
+            continue
+        for kv_tile in _shapes(hull, step, most):
+            if model.heads * math.prod(q_tile) * math.prod(kv_tile) <= MOST_LOGITS:
+                costs[q_tile, kv_tile] = model.backward(spans, q_tile, kv_tile)
+    return heapq.nsmallest(_LISTED, costs, key=lambda pair: costs[pair])
 
 
-@dataclasses.dataclass(frozen=True)
 class _Model:
     """A model of the bundles that a pass executes.
 
     Attributes:
         axes: Token dimensions.
-        leading: Most packs of a program, or heads if heads come first.
         heads: Heads of a pack.
+        leading: Most packs of a program, or heads if heads come first.
         widths: Elements of a row of queries and keys, and of values.
         steps: Tokens of a register along each dimension.
     """
 
-    axes: tuple[Axis, ...]
-    leading: int
-    heads: int
-    widths: tuple[int, int]
-    steps: tuple[int, ...]
+    def __init__(self, problem: Problem) -> None:
+        self.axes = problem.axes
+        widths = problem.head_dim, problem.head_dim_v
+        self.heads = pack_size(problem.heads, problem.heads_kv, widths)
+        # A program has one head if heads share keys.
+        leading = problem.batch * (1 if self.heads > 1 else problem.heads)
+        self.leading = leading if problem.heads == problem.heads_kv else 1
+        self.widths = [width * self.heads for width in widths]
+        self.steps = *(1 for _ in problem.axes[1:]), alignment(problem)
 
-    @functools.lru_cache(maxsize=1024)  # noqa: B019
-    def ranked(self, element_bytes: int, pass_: Pass) -> list[TilePair]:
-        """Return the fastest pairs of tiles of a pass."""
-        steps, step = self.steps, self.steps[-1]
-        token_bytes = element_bytes * sum(-(-width // LANES) * LANES for width in self.widths)
-        most = min(LARGEST_TILE, 2 * _MOST_BYTES // token_bytes) // self.heads
-        costs: dict[TilePair, float] = {}
-        for q_tile in _shapes([-(-axis.query_extent // axis.dilation) for axis in self.axes], step, most):
-            spans = [_spans(*each) for each in zip(self.axes, q_tile, steps, strict=True)]
-            hull = [-(-max(each) // each_step) * each_step for each, each_step in zip(spans, steps, strict=True)]
-            if pass_ == "forward":
-                boxes = _boxes(hull, steps, min(LARGEST_BOX, _MOST_BOX_BYTES // token_bytes))
-                for box in itertools.islice(boxes, 2):
-                    costs[q_tile, box] = self._forward(spans, q_tile, box)
-            else:
-                for kv_tile in _shapes(hull, step, most):
-                    if self.heads * math.prod(q_tile) * math.prod(kv_tile) <= MOST_LOGITS:
-                        costs[q_tile, kv_tile] = self._backward(spans, q_tile, kv_tile)
-        return heapq.nsmallest(_LISTED, costs, key=lambda pair: costs[pair])
-
-    def _forward(self, spans: Sequence[Sequence[int]], q_tile: Shape, box: Shape) -> float:
+    def forward(self, spans: Sequence[Sequence[int]], q_tile: Shape, box: Shape) -> float:
         """Return the bundles of the forward pass of a pack."""
         rows = self.heads * math.prod(q_tile)
         chunks, padded = Chunks.for_rows(box, rows, self.steps[-1]), self._padding(q_tile)
@@ -223,7 +213,7 @@ class _Model:
             keys *= -(-(common.before_keys(axis, tile, step) + -(-axis.kv_extent // axis.dilation)) // step) * step
         return _PADDED * groups * ((queries if queries != own else 0) + (2 * keys if keys != others else 0))
 
-    def _backward(self, spans: Sequence[Sequence[int]], q_tile: Shape, kv_tile: Shape) -> float:
+    def backward(self, spans: Sequence[Sequence[int]], q_tile: Shape, kv_tile: Shape) -> float:
         """Return the bundles of the backward pass of a dilation group of a pack."""
         rows, keys = self.heads * math.prod(q_tile), math.prod(kv_tile)
         boxes = [[-(-span // extent) for span in each] for each, extent in zip(spans, kv_tile, strict=True)]
@@ -233,10 +223,9 @@ class _Model:
         )
         of_queries = (programs - visited) * _STEP + visited * query_step
         of_queries += math.prod(map(len, spans)) * 2 * _ROW * rows
-        kv_tiles = [
-            -(-axis.kv_extent // axis.dilation) / extent for axis, extent in zip(self.axes, kv_tile, strict=True)
-        ]
-        # About as many tiles of queries see a tile of keys as there are pairs per tile of keys.
+        pairs = zip(self.axes, kv_tile, strict=True)
+        kv_tiles = [-(-axis.kv_extent // axis.dilation) / extent for axis, extent in pairs]
+        # Tiles of queries that see a tile of keys: about the number of pairs per tile of keys.
         seen = math.prod(
             max(1.0, sum(span / kv + 1 for span in each) / math.ceil(tiles)) * math.ceil(tiles)
             for each, kv, tiles in zip(spans, kv_tile, kv_tiles, strict=True)
