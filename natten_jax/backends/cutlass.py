@@ -165,7 +165,6 @@ _FORWARD = "natten_jax_sm80_forward"
 _BACKWARD = "natten_jax_sm80_backward"
 _DELTA = "natten_jax_sm80_delta"
 _LIMITS = native.limits("sm80")
-_MOST_SPLITS = 2**31 - 1
 
 #: Most bytes in which a backward pass sums up query gradients; one head's are the least.
 _SCRATCH_BYTES = {
@@ -335,7 +334,7 @@ class CutlassBackend(NativeBackend):
         biases = ffi.layouts_operand(operands), ffi.key_bias_operand(problem, operands)
         # Blocks that share the key/value tiles of a head: by default, one for each tile. A single block makes gradients
         # reproducible. Memory does not depend on the number.
-        splits = min(math.prod(performance.backward_kv_splits or (0,)), _MOST_SPLITS)
+        splits = min(math.prod(performance.backward_kv_splits or (0,)), 2**31 - 1)
         found, (of_keys, *_) = ffi.call_for_results(
             _BACKWARD,
             plan,

@@ -88,8 +88,8 @@ def of_shared_heads(gradients: Gradients, inputs: Inputs) -> Gradients:
     heads_kv = inputs.key.shape[-2]
 
     def summed(array: jax.Array) -> jax.Array:
-        *outer, _, width = array.shape
-        groups = array.reshape(*outer, heads_kv, -1, width)
+        *outer, heads, width = array.shape
+        groups = array.reshape(*outer, heads_kv, heads // heads_kv, width)
         return jnp.sum(groups, axis=-2, dtype=jnp.float32).astype(array.dtype)
 
     return _of_key_values(summed, gradients)

@@ -25,10 +25,11 @@ from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem, Shape
 from natten_jax.windows import EDGES
 
+#: Pairs of tiles with predicted seconds, the fastest first.
+_Ranked = tuple[tuple[TilePair, float], ...]
 
-def ranked_around(
-    problem: Problem, pass_: Pass, ranked: tuple[tuple[TilePair, float], ...]
-) -> tuple[tuple[TilePair, float], ...]:
+
+def ranked_around(problem: Problem, pass_: Pass, ranked: _Ranked) -> _Ranked:
     """Pairs of tiles with their predicted seconds, the fastest first, where seams are counted in.
 
     Args:
@@ -218,7 +219,7 @@ def _forward_attributes(plan: Plan) -> dict[str, Shape | float]:
 
 
 @functools.lru_cache(maxsize=256)
-def _ranked_pairs(problem: Problem, pass_: Pass) -> tuple[tuple[TilePair, float], ...]:
+def _ranked_pairs(problem: Problem, pass_: Pass) -> _Ranked:
     times = calibration_for(HopperBackend.family)
     pairs = [pair for size in _tile_tokens(problem, pass_) for pair in tile_pairs_of_sizes(*size, problem.rank)]
     return ranked_around(problem, pass_, tuple(rank(shortened(problem), dict.fromkeys(pairs), pass_, times)))

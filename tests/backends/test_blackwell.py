@@ -241,7 +241,7 @@ def test_tiles_of_queries_that_see_a_tile_of_keys(queries: int) -> None:
     """By the windows of every query: in each group, the first and the last that see one of its keys."""
     dilation, q_tile, kv_tile = 2, 4, 8
     axis = Axis(queries, queries, 2, dilation=dilation)
-    visits = Visits.of(axis, q_tile, kv_tile, queries, queries)
+    visits = Visits.of(axis, (q_tile, kv_tile), (queries, queries), None, 1, 0, True)
     kv_tiles = -(-queries // (dilation * kv_tile))
     found = visits.seeing
     assert visits.kv_tiles == kv_tiles

@@ -363,7 +363,9 @@ class KeySweep(PlacedSweep):
         carry = varying_like((start, no_total), (self.operands, known))
         maximum, total = lax.fori_loop(0, known.rounds(2 * sweep.steps), step, carry)
         if of_additional is not None:
-            steepness = products.of_heads(products.steepness, start.ndim)
+            steepness = products.steepness
+            if isinstance(steepness, jax.Array):
+                steepness = steepness.reshape(*steepness.shape, *(1,) * (start.ndim - 2))
             total += of_additional.total * jnp.exp(steepness * (start - reference(maximum)))
         found = jnp.concatenate(Softmax(maximum, total, None).rows, axis=-1)
         return jnp.where(known.is_unreliable, found, given)

@@ -83,11 +83,6 @@ class Products:
             return factors
         return factors.reshape(factors.shape[0], *(1,) * rank, factors.shape[1], 1)
 
-    @staticmethod
-    def of_heads(factors: _Factors, ndim: int) -> _Factors:
-        """Factors for ``[batch, heads, ...]`` with ``ndim`` dimensions."""
-        return factors.reshape(*factors.shape, *(1,) * (ndim - 2)) if isinstance(factors, jax.Array) else factors
-
     def scaled(self, rows: RowTiles) -> RowTiles:
         """Rows times the scales of heads, where these have their own."""
         return rows if self._scales is None else self.of_rows(self._scales, rows.shape[-2]) * rows

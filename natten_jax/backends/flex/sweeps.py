@@ -26,9 +26,8 @@ _Arrays = TypeVar("_Arrays", bound=tuple[Any, ...])
 
 def softmax_of(plan: Plan, operands: Operands) -> Softmax:
     """The softmax of every row, whose arrays are ``[batch, *query_layout, heads, width]``."""
-    problem = plan.problem
     operands = operands._replace(inputs=_without_padding(plan, operands, operands.inputs))
-    over = QuerySweep(plan, operands, "forward")
+    over, problem = QuerySweep(plan, operands, "forward"), plan.problem
 
     def step(_: None, inputs: tuple[jax.Array, jax.Array]) -> tuple[None, Softmax]:
         positions, query = over.sweep.at(inputs[0]), over.products.cast(inputs[1])
@@ -54,8 +53,8 @@ def tangents_of(plan: Plan, operands: Operands, result: Differentiable, tangents
     def gradients(*cotangents: jax.Array) -> Gradients:
         return gradients_of(plan, operands, result, Cotangents(*cotangents), wanted, is_transposed=True)
 
-    transpose = jax.linear_transpose(gradients, result.out, result.logsumexp)
-    return Output(*transpose(_without_padding(plan, operands, tangents)))
+    transposed = jax.linear_transpose(gradients, *result[:2])
+    return Output(*transposed(_without_padding(plan, operands, tangents)))
 
 
 def gradients_of(
@@ -252,9 +251,8 @@ def _by_key(
         needed = over.is_needed(positions)
         return None, repeated(sweep.inner_steps, visit, sums, needed, recomputes=bool(linear))
 
-    _, (key, value, of_keys) = swept(
-        step, None, (over.positions, over.keys, sweep.cut_outer(operands.inputs.value), over.key_bias)
-    )
+    tiles = over.positions, over.keys, sweep.cut_outer(operands.inputs.value), over.key_bias
+    _, (key, value, of_keys) = swept(step, None, tiles)
     return over.or_nan_for_parts(
         (
             products.scale * sweep.join_outer(key, problem.heads_kv),

@@ -51,8 +51,7 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangen
         factors, of_key_heads = _split_scale(call, scale)
     tables = *boxes, *call.tile_tables
     of_keys = _launch(call, keys, *common, tables, factors, of_key_heads.reshape(-1), owns_keys=True)
-    of_halves = jnp.stack(call.of_items(sums[0])) if sums else None
-    of_scale = None if of_halves is None else jnp.sum(of_halves, axis=(0, *range(2, 2 + plan.problem.rank)))
+    of_scale = jnp.sum(jnp.stack(call.of_items(sums[0])), axis=(0, *range(2, 2 + plan.problem.rank))) if sums else None
     of_key, of_value = map(call.keys.restored, of_keys)
     return Gradients(call.queries.restored(of_query), of_key, of_value, scale=of_scale)
 
@@ -134,7 +133,7 @@ def owned_queries(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
     item = call.item(number)
     boxes = Boxes.of(call, item, tables)
     place = gpu.place_of_queries(call, item)
-    return Owned(item, place, boxes.count, lambda number: Pair(boxes, item, boxes.first(number)))
+    return Owned(item, place, boxes.count, lambda pair: Pair(boxes, item, boxes.first(pair)))
 
 
 def owned_keys(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
@@ -209,22 +208,6 @@ def scratch_memory(call: Call, dtype: Any, slots: int, *, owns_keys: bool) -> di
 
 
 # Blocks --------------------------------------------------------------------------------------------------------------
-
-
-class Rows(NamedTuple):
-    """A number for each row of a tile of queries, and scalars.
-
-    Attributes:
-        windows: gpu.Windows of queries.
-        statistics: Logsumexp, remainder, delta.
-        scale: Factor of the logits in base 2.
-        factor: Factor of the gradients of keys before they are summed; ``None`` if 1.
-    """
-
-    windows: gpu.Windows
-    statistics: Sequence[jax.Array]
-    scale: Scalar
-    factor: Scalar | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,10 +366,9 @@ class BackwardBlock:
 
         def step(number: Scalar, none: None) -> None:
             pair = owned.pair(number)
-            rows = self._rows(pair.item)
-            _, weights, gradients = self._logit_gradients(half, pair, rows)
-            if rows.factor is not None:
-                gradients *= rows.factor
+            _, weights, gradients = self._logit_gradients(half, pair, self._rows(pair.item))
+            if self.factors is not None:
+                gradients *= self.factors[self._head(pair.item)]
             self._wait_for_place(number)
             for matrix, numbers in ((memory.weights, weights), (memory.gradients, gradients)):
                 plgpu.store(matrix.at[:, _half_columns(half)], numbers.astype(memory.query.dtype), optimized=False)
@@ -398,23 +380,25 @@ class BackwardBlock:
         sums = [(of_keys, scale, memory.key, keys), (of_values, None, memory.value, values)]
         self._write(half, owned, sums)
 
-    def _rows(self, item: Item) -> Rows:
-        """Read the numbers of a tile of queries."""
-        call = self.call
-        number, head = call.number(item), item.batch * call.queries.heads + item.head
-        statistics = [gpu.load_row(self.statistics, number, index, 0) for index in range(STATISTICS)]
-        factor = None if self.factors is None else self.factors[head]
-        return Rows(gpu.windows_of(call, item, 0, self.bounds), statistics, self.logit_scales[head], factor)
+    def _head(self, item: Item) -> Scalar:
+        """Return the number of an item's query head among all heads of the batch."""
+        return item.batch * self.call.queries.heads + item.head
 
-    def _logit_gradients(self, half: int, pair: Pair, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _rows(self, item: Item) -> tuple[gpu.Windows, Sequence[jax.Array], Scalar]:
+        """Read windows and statistics of a tile of queries, and the factor of its logits in base 2."""
+        number = self.call.number(item)
+        statistics = [gpu.load_row(self.statistics, number, index, 0) for index in range(STATISTICS)]
+        return gpu.windows_of(self.call, item, 0, self.bounds), statistics, self.logit_scales[self._head(item)]
+
+    def _logit_gradients(self, half: int, pair: Pair, rows: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Compute products of queries and keys, weights, and gradients of logits, in half of the columns of a pair."""
-        memory = self.memory
+        memory, (windows, statistics, scale) = self.memory, rows
         gpu.wait(memory.logits_are_in)
         matrices = (matrix.at[:, _half_columns(half)] for matrix in (memory.logits, memory.products))
         logits, products = (plgpu.async_load_tmem(matrix, layout=gpu.BY_ROWS) for matrix in matrices)
         plgpu.wait_load_tmem()
-        scaled = gpu.mask(pair.boxes, logits * rows.scale, pair.first, rows.windows, half * _COLUMNS)
-        logsumexp, remainder, delta = (gpu.columns(numbers, _COLUMNS) for numbers in rows.statistics)
+        scaled = gpu.mask(pair.boxes, logits * scale, pair.first, windows, half * _COLUMNS)
+        logsumexp, remainder, delta = (gpu.columns(numbers, _COLUMNS) for numbers in statistics)
         weights = jnp.exp2((scaled - logsumexp) - remainder)
         return logits, weights, weights * (products - delta)
 

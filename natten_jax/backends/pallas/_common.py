@@ -20,6 +20,7 @@ from natten_jax.arrays.operands import Cotangents, Inputs, Operands, Saved
 from natten_jax.arrays.remainders import LOG2_E, base2, base2_parts, pack_remainder
 from natten_jax.native.module import KERNEL_RANK, with_kernel_tiles
 from natten_jax.plan.plan import Plan
+from natten_jax.problem import Shape
 from natten_jax.windows import Axis, group_length
 
 Scalar = Any  # int or traced int32 scalar
@@ -78,39 +79,28 @@ class Visits:
 
     @classmethod
     def of(
-        cls,
-        axis: Axis,
-        q_tile: int,
-        box: int,
-        queries: int,
-        keys: int,
-        origins: Any = None,
-        alignment: int = 1,
-        *,
-        before: int = 0,
-        whole_boxes: bool = True,
+        cls, axis: Axis, tiles: Shape, extents: Shape, origins: Any, alignment: int, before: int, whole_boxes: bool
     ) -> Visits:
         """Compute the visits along an axis.
 
         Args:
             axis: The axis.
-            q_tile: Queries of a tile.
-            box: Keys of a box.
-            queries: Queries of the call.
-            keys: Keys of the call.
+            tiles: Queries of a tile, and keys of a box.
+            extents: Queries and keys of the call.
             origins: Two int32 scalars. First query and first key of the call; ``None`` if it has all tokens.
             alignment: Boxes begin at multiples of this.
             before: Padding before the first key of a group.
             whole_boxes: Pad keys to a multiple of the box, instead of the alignment and at least one box.
         """
+        (q_tile, box), (queries, keys) = tiles, extents
         xp: ModuleType = np if origins is None else jnp
         q_origin, kv_origin = (0, 0) if origins is None else origins
         d = axis.dilation
-        tiles = -(-queries // (d * q_tile))
+        q_tiles = -(-queries // (d * q_tile))
         step = box if whole_boxes else alignment
         padded = max(math.ceil((before + math.ceil(keys / d)) / step) * step, box)
         group = xp.arange(d)[:, None]
-        local = group + xp.arange(tiles * q_tile) * d
+        local = group + xp.arange(q_tiles * q_tile) * d
         is_query = local < queries
         token = xp.minimum(q_origin + local, axis.query_extent - 1)  # any token for padding
         residue = (q_origin + group) % d
@@ -122,13 +112,13 @@ class Visits:
         first, end = xp.where(sees, first, 0), xp.where(sees, end, 0)
 
         def of_tiles(values: Table, where: Table, other: int, reduce: Any) -> Table:
-            return reduce(xp.where(where, values, other).reshape(d, tiles, q_tile), axis=-1)
+            return reduce(xp.where(where, values, other).reshape(d, q_tiles, q_tile), axis=-1)
 
         hull = of_tiles(first, sees, padded, xp.min), of_tiles(end, sees, 0, xp.max)
         core = of_tiles(first, is_query, 0, xp.max), of_tiles(end, is_query, padded, xp.min)
-        of_queries = xp.stack([each.reshape(d, tiles, q_tile) for each in (first, end)], axis=2).astype(np.int32)
+        of_queries = xp.stack([each.reshape(d, q_tiles, q_tile) for each in (first, end)], axis=2).astype(np.int32)
         group_of_tiles = xp.broadcast_to(key_group, hull[0].shape)
-        return cls(axis, q_tile, box, tiles, padded, before, alignment, of_queries, *hull, *core, group_of_tiles)
+        return cls(axis, q_tile, box, q_tiles, padded, before, alignment, of_queries, *hull, *core, group_of_tiles)
 
     @property
     def groups(self) -> int:
@@ -218,12 +208,12 @@ def visits_of(plan: Plan, operands: Operands, alignment: int, *, whole_boxes: bo
     axes = (Axis(1, 1, 1),) * missing + problem.axes
     extents = ((1,) * missing + array.shape[1:-2] for array in (inputs.query, inputs.key))
     found = []
-    sizes = zip(axes, *with_kernel_tiles(problem, plan.tiles), *extents, strict=True)
-    for dim, (axis, q_tile, box, queries, keys) in enumerate(sizes):
+    pairs = (zip(*pair, strict=True) for pair in (with_kernel_tiles(problem, plan.tiles), extents))
+    for dim, (axis, tiles, local) in enumerate(zip(axes, *pairs, strict=True)):
         step = alignment if dim == KERNEL_RANK - 1 else 1
-        before = before_keys(axis, q_tile, step) if pads else 0
+        before = before_keys(axis, tiles[0], step) if pads else 0
         first = None if origins is None else tuple(origins[:, dim])
-        found.append(Visits.of(axis, q_tile, box, queries, keys, first, step, before=before, whole_boxes=whole_boxes))
+        found.append(Visits.of(axis, tiles, local, first, step, before, whole_boxes))
     return tuple(found)
 
 
