@@ -33,9 +33,9 @@ def ranked_around(problem: Problem, pass_: Pass, ranked: _Ranked) -> _Ranked:
     """Pairs of tiles with their predicted seconds, the fastest first, where seams are counted in.
 
     Args:
-        problem: What they are for.
+        problem: The problem of the pairs.
         pass_: The pass.
-        ranked: The same where seams cost nothing.
+        ranked: Pairs and seconds without the cost of seams.
     """
     if "wrap" in problem.edges:
         ranked = tuple((pair, seconds * times_as_long(problem, pass_, pair)) for pair, seconds in ranked)

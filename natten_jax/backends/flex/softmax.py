@@ -192,7 +192,7 @@ class Rows(NamedTuple):
 
 
 def exponentials(products: Products, scores: PairTiles, maximum: PerRow, *, carries_plan: bool = False) -> PairTiles:
-    """Exponentials of the logits of masked scores less those of ``maximum``; 0 where a key is not seen."""
+    """Exponentials of logits, relative to the logit of ``maximum``; 0 for masked keys."""
     # Mask again, because a scale of 0 makes all logits 0.
     steepness = products.of_rows(products.steepness, scores.shape[-2])
     return _exp(jnp.where(scores != -jnp.inf, steepness * (scores - reference(maximum)), -jnp.inf), carries_plan)
