@@ -89,7 +89,7 @@ def sinks_gradient(sinks: jax.Array, logsumexp: jax.Array, delta: jax.Array) -> 
     Args:
         sinks: ``[1 or batch, heads, 1]``.
         logsumexp: ``[batch, *tokens, heads]``, which has the sinks.
-        delta: ``[batch, *tokens, heads]``, from :meth:`natten_jax.arrays.operands.Cotangents.delta`.
+        delta: ``[batch, *tokens, heads]``, from :func:`natten_jax.arrays.operands.delta`.
     """
     batch, *tokens, heads = logsumexp.shape
     of_queries = sinks.reshape(sinks.shape[0], *(1,) * len(tokens), heads)

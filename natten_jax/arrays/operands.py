@@ -181,15 +181,16 @@ class Cotangents(NamedTuple):
     out: Annotated[jax.Array, Role.QUERY, "batch *queries heads head_dim_v"]
     logsumexp: Annotated[jax.Array | None, Role.PER_QUERY, "batch *queries heads"] = None
 
-    def delta(self, out: jax.Array) -> jax.Array:
-        """Return ``sum(out * d_out) - d_logsumexp`` in float32, one value per query and head."""
-        products = jnp.sum(self.out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-        return products if self.logsumexp is None else products - self.logsumexp
-
     def of_both(self) -> Output:
         """The same as arrays."""
         zeros = jnp.zeros(self.out.shape[:-1], jnp.promote_types(self.out.dtype, jnp.float32))
         return Output(self.out, zeros if self.logsumexp is None else self.logsumexp)
+
+
+def delta(out: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Array | None) -> jax.Array:
+    """Return ``sum(out * d_out) - d_logsumexp`` in float32, one value per query and head."""
+    products = jnp.sum(out_cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    return products if logsumexp_cotangent is None else products - logsumexp_cotangent
 
 
 class Saved(NamedTuple):

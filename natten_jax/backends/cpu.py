@@ -8,7 +8,7 @@ import math
 import jax
 
 from natten_jax.arrays.biases import gradient_of_shared_table, table_of_each_entry
-from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
+from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved, delta
 from natten_jax.backends import ffi
 from natten_jax.backends.base import Capabilities, Platform
 from natten_jax.backends.ffi import NativeBackend
@@ -69,7 +69,7 @@ class CpuBackend(NativeBackend):
     def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Call the kernels."""
         inputs, more = operands.inputs, _more_operands(plan.problem, operands)
-        delta_of_queries = cotangents.delta(saved.out)
+        delta_of_queries = delta(saved.out, *cotangents)
         per_query = saved.logsumexp, ffi.or_nothing(saved.remainder), cotangents.out, delta_of_queries
         types = [ResultType(array.shape, array.dtype) for array in more[1:]]
         found, (of_table, of_keys) = ffi.call_for_results(_BACKWARD, plan, operands, (*more, *per_query), types)

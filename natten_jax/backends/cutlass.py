@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from natten_jax.arguments.static import least_batch
 from natten_jax.arrays.biases import with_columns
-from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
+from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved, delta
 from natten_jax.backends import ffi
 from natten_jax.backends.base import Capabilities, Form, Platform, heads_rejection, with_wide_heads
 from natten_jax.backends.ffi import NativeBackend, or_nothing, with_kernel_rank
@@ -324,7 +324,7 @@ class CutlassBackend(NativeBackend):
             return _small_gradients(plan, operands, saved, cotangents)
         out, logsumexp, remainder = saved
         if performance.backward_use_xla_reduction:
-            delta_of_queries = cotangents.delta(out)
+            delta_of_queries = delta(out, *cotangents)
         else:  # by a kernel that reads each array once
             arrays = out, *map(or_nothing, cotangents)
             (delta_of_queries,) = native.call(_DELTA, [_float32(*out.shape[:-1])], *arrays)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
+from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved, delta
 from natten_jax.backends import ffi
 from natten_jax.backends.base import Capabilities, Earlier, Form, Platform
 from natten_jax.backends.ffi import NativeBackend, with_kernel_rank
@@ -170,7 +170,7 @@ class HopperBackend(NativeBackend):
         layouts, (batch, *tokens, heads, _) = ffi.layouts_operand(operands), inputs.query.shape
         if performance.backward_use_xla_reduction:
             # The logsumexp in base 2 is rounded as in the kernels, whose remainders it has to go with.
-            per_query = logsumexp * np.float32(1 / math.log(2)), cotangents.delta(out)
+            per_query = logsumexp * np.float32(1 / math.log(2)), delta(out, *cotangents)
             statistics = jnp.stack([jnp.moveaxis(array, -1, 1) for array in per_query], axis=-1)
         else:
             # With layouts, the kernel does not read queries that see no key, such as padding.

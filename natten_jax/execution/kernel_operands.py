@@ -16,7 +16,7 @@ from natten_jax.arrays.biases import (
     with_hidden_keys_of_inputs,
     with_shared_gradient,
 )
-from natten_jax.arrays.operands import Cotangents, Gradients, Inputs, Operands, Saved
+from natten_jax.arrays.operands import Cotangents, Gradients, Inputs, Operands, Saved, delta
 from natten_jax.backends.base import Backend, takes_layouts_of
 from natten_jax.element_types import ELEMENT_TYPES
 from natten_jax.execution.strips import merged
@@ -153,7 +153,7 @@ class KernelOperands(NamedTuple):
             found = self.columns.gradients(found, self.given)
         found = with_heads_of(self.problem, found)
         if self.sinks is not None:
-            of_sinks = sinks_gradient(self.sinks, saved.logsumexp, cotangents.delta(saved.out))
+            of_sinks = sinks_gradient(self.sinks, saved.logsumexp, delta(saved.out, *cotangents))
             found = found._replace(sinks=of_sinks.astype(self.sinks.dtype))
         inputs = self.of_call.inputs
         return found if inputs.shared_key_bias is None else with_shared_gradient(found, inputs)

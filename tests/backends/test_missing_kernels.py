@@ -58,7 +58,7 @@ def host_only_build(monkeypatch: pytest.MonkeyPatch) -> None:
             return {"cuda_architectures": []}
 
         @staticmethod
-        def estimate_of_small_windows(*_: Any) -> None:
+        def estimate_of_small_windows(*_: Any, **__: Any) -> None:
             return None
 
     monkeypatch.setattr(native, "_module", Module)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.arrays.operands import Cotangents, Inputs, Operands, Saved
+from natten_jax.arrays.operands import Cotangents, Inputs, Operands, Saved, delta
 from natten_jax.arrays.remainders import LOG2_E, base2, base2_parts, pack_remainder
 from natten_jax.native.module import KERNEL_RANK, with_kernel_tiles
 from natten_jax.plan.plan import Plan
@@ -425,4 +425,4 @@ def saved_statistics(saved: Saved, cotangents: Cotangents) -> list[jax.Array]:
     """Return the :data:`STATISTICS` of each query, from which the backward pass computes weights."""
     reference, remainder = base2_parts(saved.logsumexp, saved.remainder)
     logsumexp = jnp.where(saved.logsumexp == -jnp.inf, NO_KEY_SEEN, reference)
-    return [logsumexp, remainder, cotangents.delta(saved.out)]
+    return [logsumexp, remainder, delta(saved.out, *cotangents)]
