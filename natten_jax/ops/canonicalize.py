@@ -226,29 +226,28 @@ def _check_arrays(query: Shaped, key: Shaped, value: Shaped, ndim: int, function
 
 
 def _check_additional_kv(inputs: Inputs) -> int:
-    query, key, value, keys, values, *_ = inputs
+    keys, values = inputs.additional_keys, inputs.additional_values
     if keys is None and values is None:
         return 0
     if keys is None or values is None:
-        given, missing = ("additional_keys", "additional_values")[:: 1 if values is None else -1]
-        shape = getattr(keys if values is None else values, "shape", None)
-        raise ValueError(f"{given} (shape {shape}) was given without {missing}: give both or neither")
-    for name, array, source, source_name in (
-        ("additional_keys", keys, key, "key"),
-        ("additional_values", values, value, "value"),
-    ):
-        check_array(name, array)
+        given, missing, array = ("keys", "values", keys) if values is None else ("values", "keys", values)
+        shape = getattr(array, "shape", None)
+        raise ValueError(
+            f"additional_{given} (shape {shape}) was given without additional_{missing}: give both or neither"
+        )
+    tokens: Any = keys.shape[1] if keys.ndim == 4 else "n"
+    for name, array, source in (("key", keys, inputs.key), ("value", values, inputs.value)):
         if array.ndim == 4:
-            check_extents(name, array.shape, ("batch", "the number of tokens", "heads", "head_dim"))
-        expected = (query.shape[0], keys.shape[1] if keys.ndim == 4 else "n", *source.shape[-2:])
-        if array.ndim != 4 or array.shape != expected or array.shape[1] < 1:
+            check_extents(f"additional_{name}s", array.shape, ("batch", "the number of tokens", "heads", "head_dim"))
+        expected = (inputs.query.shape[0], tokens, *source.shape[-2:])
+        if array.shape != expected or tokens < 1:
             raise ValueError(
-                f"{name} has shape {array.shape}, but [batch, n, heads_kv, head_dim] of {source_name} asks for "
+                f"additional_{name}s has shape {array.shape}, but [batch, n, heads_kv, head_dim] of {name} asks for "
                 f"{expected} with n >= 1"
             )
         if array.dtype != source.dtype:
-            raise ValueError(f"{name} has dtype {array.dtype.name}, but {source_name} has {source.dtype.name}")
-    return int(keys.shape[1])
+            raise ValueError(f"additional_{name}s has dtype {array.dtype.name}, but {name} has {source.dtype.name}")
+    return int(tokens)
 
 
 class LogitTerms(NamedTuple):
