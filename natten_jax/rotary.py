@@ -56,7 +56,7 @@ def rotary_angles(
     """
     extents = int_tuple("layout", layout, len(layout), repeat=False)
     (width,) = int_tuple("head_dim", head_dim, 1)
-    shares = _shared_equally(width, len(extents)) if features is None else _checked(features, width, len(extents))
+    shares = _shares(features, width, len(extents))
     if not np.isfinite(theta) or theta <= 0:
         raise ValueError(f"theta must be finite and above 0, got {shown(theta)}")
     if positions is not None and len(positions) != len(extents):
@@ -122,14 +122,13 @@ def apply_rotary(tokens: ArrayLike, angles: ArrayLike, *, interleaved: bool = Tr
     return jnp.concatenate([rotated, tokens[..., turned:]], axis=-1)
 
 
-def _shared_equally(head_dim: int, rank: int) -> tuple[int, ...]:
-    if head_dim % 2:
-        raise ValueError(f"head_dim must be even, because features turn in pairs, got {head_dim}; or give features")
-    each = head_dim // 2 // rank * 2
-    return (head_dim - each * (rank - 1), *(each,) * (rank - 1))
-
-
-def _checked(features: Sequence[int], head_dim: int, rank: int) -> tuple[int, ...]:
+def _shares(features: Sequence[int] | None, head_dim: int, rank: int) -> tuple[int, ...]:
+    """Features that turn with each dimension: those given, or equal shares of all."""
+    if features is None:
+        if head_dim % 2:
+            raise ValueError(f"head_dim must be even, because features turn in pairs, got {head_dim}; or give features")
+        each = head_dim // 2 // rank * 2
+        return (head_dim - each * (rank - 1), *(each,) * (rank - 1))
     shares = int_tuple("features", features, rank, repeat=False)
     if any(share % 2 for share in shares) or sum(shares) > head_dim:
         raise ValueError(f"features must be even and sum up to at most head_dim {head_dim}, got {shown(features)}")
