@@ -34,8 +34,6 @@ class Target:
 
     Attributes:
         name: Its name.
-        backend: The backend that calls it.
-        platform: Where it runs.
         operands: Names of its operands.
         results: Names of its results but scratch memory; a remainder may also be empty.
         dtype: Element type of its arrays.
@@ -43,34 +41,43 @@ class Target:
         choices: Attributes of its own that select a variant, and their largest values.
         tile_tokens: The most tokens of a tile, query and key/value; ``None`` is the limit of all targets.
         tiles: Tokens of the call's tiles, query and key/value.
-        is_small: Whether it is of the form for small windows, which takes tiles of just as many tokens.
         scratch: Results of its own that hold nothing of use: shapes and element types.
         replaces: By result, the operand whose place in memory it takes. Such a target continues calls of another one,
             and has an attribute for how many queries it looks at.
-        reads_origins: Whether the handler can check the values of origins and layouts: those for a GPU lie there.
         variant: What sets its call apart from that of another line with its name.
     """
 
     name: str
-    backend: str
     operands: tuple[str, ...] = PROBLEM_OPERANDS
     results: tuple[str, ...] = ("out", "logsumexp", "remainder")
-    platform: str = "cpu"
     dtype: Any = np.float32
     head_dims: tuple[int, int] = (8, 12)
     choices: Mapping[str, int] = dataclasses.field(default_factory=dict)
     tile_tokens: tuple[int, int] | None = None
     tiles: tuple[tuple[int, int, int], tuple[int, int, int]] = ((2, 2, 4), (2, 4, 4))
-    is_small: bool = False
     scratch: Mapping[str, tuple[tuple[int, ...], Any]] = dataclasses.field(default_factory=dict)
     replaces: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    reads_origins: bool = True
     variant: str = ""
 
     @property
     def label(self) -> str:
         """What tests name it by, without what all names begin with."""
         return "-".join(filter(None, (self.name.removeprefix("natten_jax_"), self.variant)))
+
+    @property
+    def backend(self) -> str:
+        """The backend that calls it."""
+        return {"cpu": "cpu-fna", "sm90": "hopper-fna", "sm80": "cutlass-fna"}[self.name.split("_")[2]]
+
+    @property
+    def platform(self) -> str:
+        """Where it runs; on the host, the handler can check the values of origins and layouts."""
+        return "cpu" if self.backend == "cpu-fna" else "cuda"
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is of the form for small windows, which takes tiles of 16 and 8 tokens."""
+        return "_small_" in self.name
 
     @property
     def has_problem(self) -> bool:
@@ -105,33 +112,25 @@ _LAID_OUT = (*PROBLEM_OPERANDS, "layouts")
 
 _SM90_FORWARD = Target(
     "natten_jax_sm90_forward",
-    "hopper-fna",
     (*_LAID_OUT, "key_bias"),
-    platform="cuda",
     dtype=np.float16,
     head_dims=(64, 128),
     choices={"is_ping_pong": 1, "is_persistent": 1},
     tile_tokens=(128, 128),
     scratch={"next_tile": ((1,), np.int32), "entry_maps": _ENTRY_MAPS},
-    reads_origins=False,
 )
 _SM80_FORWARD = Target(
     "natten_jax_sm80_forward",
-    "cutlass-fna",
     (*_LAID_OUT, "key_bias"),
-    platform="cuda",
     dtype=np.float16,
     head_dims=(8, 16),
     choices={"is_accurate": 1},
     tile_tokens=(128, 128),
-    reads_origins=False,
 )
 _SM80_BACKWARD = Target(
     "natten_jax_sm80_backward",
-    "cutlass-fna",
     (*_LAID_OUT, "key_bias", "logsumexp", "remainder", "out_cotangent", "delta"),
     GRADIENTS,
-    platform="cuda",
     dtype=np.float16,
     head_dims=(8, 16),
     choices={"is_accurate": 1, "kv_splits": 2**31 - 1},
@@ -140,13 +139,11 @@ _SM80_BACKWARD = Target(
         "dkey_bias": ((2, 4, 5, 6, 2), np.float32),
         "scratch": ((2 * 2 * (4 * 5 * 6 * 8),), np.float32),  # sums of the query gradient
     },
-    reads_origins=False,
 )
 TARGETS = (
-    Target("natten_jax_cpu_forward", "cpu-fna", operands=(*PROBLEM_OPERANDS, "layouts", *BIASES)),
+    Target("natten_jax_cpu_forward", (*PROBLEM_OPERANDS, "layouts", *BIASES)),
     Target(
         "natten_jax_cpu_backward",
-        "cpu-fna",
         (*PROBLEM_OPERANDS, "layouts", *BIASES, "logsumexp", "remainder", "out_cotangent", "delta"),
         (*GRADIENTS, *(f"d{name}" for name in BIASES)),
     ),
@@ -160,10 +157,8 @@ TARGETS = (
     ),
     Target(
         "natten_jax_sm90_backward",
-        "hopper-fna",
         (*_LAID_OUT, "key_bias", "out_cotangent", "statistics", "remainder"),
         GRADIENTS,
-        platform="cuda",
         dtype=np.float16,
         head_dims=(64, 128),
         choices={"is_deterministic": 1},
@@ -174,14 +169,11 @@ TARGETS = (
             "dkey_bias": ((2, 4, 5, 6, 2), np.float32),
             "entry_maps": _ENTRY_MAPS,
         },
-        reads_origins=False,
     ),
     Target(
         "natten_jax_sm90_backward_statistics",
-        "hopper-fna",
         ("out", "out_cotangent", "logsumexp", "logsumexp_cotangent", "layouts"),
         ("statistics",),
-        platform="cuda",
         dtype=np.float16,
         head_dims=(64, 128),
     ),
@@ -189,36 +181,22 @@ TARGETS = (
     dataclasses.replace(_SM80_FORWARD, variant="float32", dtype=np.float32),
     _SM80_BACKWARD,
     dataclasses.replace(_SM80_BACKWARD, variant="float32", dtype=np.float32, scratch={"dkey_bias": _NO_TABLE}),
-    Target(
-        "natten_jax_sm80_delta",
-        "cutlass-fna",
-        ("out", "out_cotangent", "logsumexp_cotangent"),
-        ("delta",),
-        platform="cuda",
-        head_dims=(8, 16),
-    ),
+    Target("natten_jax_sm80_delta", ("out", "out_cotangent", "logsumexp_cotangent"), ("delta",), head_dims=(8, 16)),
     Target(
         "natten_jax_sm80_small_forward",
-        "cutlass-fna",
         operands=(*_LAID_OUT, *BIASES, "sinks"),
-        platform="cuda",
         dtype=np.float16,
         head_dims=(64, 128),
         tiles=((2, 2, 4), (1, 2, 4)),
-        is_small=True,
         scratch={"table_products": _NO_TABLE, "entry_maps": _ENTRY_MAPS},
-        reads_origins=False,
     ),
     Target(
         "natten_jax_sm80_small_backward",
-        "cutlass-fna",
         (*_LAID_OUT, *BIASES, "sinks", "logsumexp", "remainder", "out", "out_cotangent", "logsumexp_cotangent"),
         GRADIENTS,
-        platform="cuda",
         dtype=np.float16,
         head_dims=(64, 128),
         tiles=((1, 2, 4), (2, 2, 4)),
-        is_small=True,
         # Four numbers for each query and head, and sums of all queries together.
         scratch={
             "statistics": ((2, 4 * 5 * 6, 2, 4), np.float32),
@@ -230,7 +208,6 @@ TARGETS = (
             "dsinks": ((1, 2, 1), np.float32),
             "entry_maps": _ENTRY_MAPS,
         },
-        reads_origins=False,
     ),
 )
 

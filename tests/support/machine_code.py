@@ -51,22 +51,8 @@ PROBLEMS = (
         ((2, 8, 8), (2, 8, 8)),
     ),
 )
-DRIVER = r"""
-int cuInit(unsigned flags) { return 0; }
-int cuDriverGetVersion(int* version) { *version = 13000; return 0; }
-int cuDeviceGetCount(int* count) { *count = 1; return 0; }
-int cuDeviceGet(int* device, int ordinal) { *device = 0; return 0; }
-int cuCtxGetDevice(int* device) { *device = 0; return 0; }
-int cuCtxGetCurrent(void** context) { *context = (void*)1; return 0; }
-int cuDeviceGetAttribute(int* value, int attribute, int device) {
-  *value = attribute == 75 ? 10 : attribute == 76 ? 0 : attribute == 16 ? 148 : attribute == 97 ? 232448 : 1;
-  return 0;
-}
-int cuGetErrorName(int error, const char** name) { *name = "CUDA_ERROR_NO_DEVICE"; return 0; }
-int cuGetErrorString(int error, const char** text) { *text = "no GPU is here"; return 0; }
-int cuModuleLoadData(void** module, const void* image) { return 100; }
-int cuModuleLoadDataEx(void** module, const void* image, unsigned n, void* options, void* values) { return 100; }
-"""
+#: A library that answers what the compiler asks of the driver.
+DRIVER = Path(__file__).parents[1] / "native" / "cuda_driver.c"
 
 
 def missing() -> str | None:
@@ -87,9 +73,8 @@ def ignored(said: str) -> list[str]:
 
 def compiled(folder: Path, number: int) -> dict[str, tuple[str, str]]:
     """PTX, and what ``ptxas`` says, of a problem's kernels; a process of its own finds the driver's library first."""
-    source, library = folder / "driver.c", folder / "libcuda.so.1"
-    source.write_text(DRIVER, encoding="utf-8")
-    subprocess.run(["gcc", "-w", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    library = folder / "libcuda.so.1"
+    subprocess.run(["gcc", "-w", "-shared", "-fPIC", "-o", str(library), str(DRIVER)], check=True)
     environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "JAX_PLATFORMS": "cpu"}
     environment |= {"MOSAIC_GPU_DUMP_TO": str(folder), "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
     subprocess.run(

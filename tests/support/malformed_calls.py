@@ -245,7 +245,7 @@ def origin_cases(target: Target) -> Iterator[Case]:
         origins = np.zeros((2, 3), np.int32)
         origins[row, column] = value
         case = refused(f"{name}-origin-{column}-{value}", with_operands(origins=origins), "origins", "query")
-        yield case if row == 0 and target.reads_origins else case._replace(message=None)
+        yield case if row == 0 and target.platform == "cpu" else case._replace(message=None)
     layout = {"query_extent": HUGE, "kv_extent": HUGE}
     window: dict[str, tuple[int, ...]] = {"kernel_size": HUGE, "stride": HUGE, "dilation": ONES}
     # Their product is 2^64, and they leave tiles whose last tokens would have coordinates of more than 32 bits.
@@ -316,7 +316,7 @@ def layout_cases(target: Target) -> Iterator[Case]:
 
     yield refused("layouts-and-origins", with_operands(layouts=whole), "origins and layouts")
     unchanged = change((0, 0, 0), 0)
-    if not target.reads_origins:
+    if target.platform != "cpu":
         maps = refused("layouts-without-maps", unchanged)
         yield maps._replace(message=("entry_maps",) if "entry_maps" in target.scratch else None)
         return
