@@ -1,4 +1,4 @@
-"""Biases of keys on kernels that add none, with the host's in their place: columns of wider heads."""
+"""Operands as GPU kernels take them, with the host's in their place: wider heads, and biases of keys as columns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tests.ops.test_added_logits import CASES as ADDED
 from tests.ops.test_added_logits import check
 from tests.support import columns_backend
 from tests.support.cases import random_case
-from tests.support.families import Family
+from tests.support.families import Family, family_named
+from tests.support.machine import Machine
 from tests.support.meshes import assert_close, mesh_of, put
 from tests.support.problems import Case, Trial, check_all
 
@@ -65,37 +66,22 @@ CASES = {
 
 
 @pytest.fixture(autouse=True)
-def kernels_add_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend is registered, and its kernels are given no bias."""
-    call_forward, call_backward = CpuBackend.call_forward, CpuBackend.call_backward
-
-    def forward(self: Any, plan: Any, operands: Any, *arguments: Any) -> Any:
-        assert self.family != FAMILY.name or (operands.inputs.key_bias is None and not plan.problem.key_bias)
-        return call_forward(self, plan, operands, *arguments)
-
-    def backward(self: Any, plan: Any, operands: Any, *arguments: Any) -> Any:
-        assert self.family != FAMILY.name or (operands.inputs.key_bias is None and not plan.problem.key_bias)
-        return call_backward(self, plan, operands, *arguments)
-
-    monkeypatch.setattr(CpuBackend, "call_forward", forward)
-    monkeypatch.setattr(CpuBackend, "call_backward", backward)
-    *others, last = backends.registered()
-    monkeypatch.setattr(backends, "_registered", [*others, FAMILY.backend, last])
+def _is_registered(machine: Machine) -> None:
+    machine.knows(FAMILY.backend)
 
 
 @pytest.mark.parametrize("name", ["extents and sinks", "lengths and sinks"])
 def test_kernels_know_padding_by_its_logsumexp(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of sinks were wrong where they were given another one: padding may hold anything."""
-    call_backward = CpuBackend.call_backward
+    """Gradients of sinks were wrong if padding had another one: padding may hold any number."""
+    call_backward = columns_backend.ColumnsBackend.call_backward
     given: list[tuple[np.ndarray, np.ndarray]] = []
 
     def backward(self: Any, plan: Any, operands: Any, saved: Any, *arguments: Any) -> Any:
-        if self.family == FAMILY.name:
-            real = is_real(operands.layouts, saved.logsumexp.shape[1:-1], of_queries=True)
-            jax.debug.callback(lambda *arrays: given.append(arrays), real, saved.logsumexp)
+        real = is_real(operands.layouts, saved.logsumexp.shape[1:-1], of_queries=True)
+        jax.debug.callback(lambda *arrays: given.append(arrays), real, saved.logsumexp)
         return call_backward(self, plan, operands, saved, *arguments)
 
-    monkeypatch.setattr(CpuBackend, "call_backward", backward)
+    monkeypatch.setattr(columns_backend.ColumnsBackend, "call_backward", backward)
     check_all([Trial(CASES[name], "float32")], FAMILY)
     jax.effects_barrier()
     assert given
@@ -219,3 +205,26 @@ def test_halos_bring_biases(kind: str) -> None:
     with jax.set_mesh(mesh):
         placed = [put(array, mesh, None, "x", "y") for array in arrays]
         assert_close(gradients(FAMILY.fna, *placed, put(bias, mesh, None, None, "x", "y")), expected, atol=3e-5)
+
+
+# Heads narrower than the heads of kernels.
+
+
+NARROW = [
+    Case((23,), (5,), head_dim=12, head_dim_v=20, batch=2, heads=4, heads_kv=2),
+    Case((6, 7), (3, 3), head_dim=1, head_dim_v=17, additional=3, fused=True, is_causal=(True, False)),
+    Case((6, 7), (3, 2), head_dim=9, additional=2, heads=2, scales=(0.3, -0.5)),
+    Case((24,), (5,), head_dim=13, heads=4, heads_kv=2, scales=(0.3, -0.5, 0.0, 1.7)),
+    Case((30,), queries=17, is_causal=(True,), head_dim=3, head_dim_v=8, scale=-0.4),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_zeros_behind_heads_change_nothing(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuBackend, "capabilities", dataclasses.replace(CpuBackend.capabilities, head_dim_step=8))
+    backends.select.decided.cache_clear()  # earlier plans of equal problems
+    problem = problem_of((23,), 5, head_dim=12, head_dim_v=20, dtype=dtype)
+    plan = resolve(Request(problem, backend="cpu-fna"), default_device(), "forward")
+    assert (plan.problem.head_dim, plan.problem.head_dim_v, plan.problem.scale) == (16, 24, 12**-0.5)
+    check_all([Trial(case, dtype) for case in NARROW], family_named("cpu"))
+    backends.select.decided.cache_clear()

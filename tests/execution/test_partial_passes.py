@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from natten_jax.plan.plan import Request
 from natten_jax.problem import Problem, problem_of
 from natten_jax.windows import Axis
 from tests.support import oracle
+from tests.support.problems import Case
 
 # Forward passes on parts of the keys, merged: that on all keys, to the digits that backward passes need.
 
@@ -96,7 +98,8 @@ class Part:
     """One of equal parts along a dimension of a problem.
 
     Attributes:
-        problem: The whole one.
+        case: The whole problem.
+        dtype: Element type of its arrays.
         dimension: Along which it is split.
         parts: Into how many parts.
         place: Which of these this is.
@@ -104,7 +107,8 @@ class Part:
         size: What queries are multiplied with.
     """
 
-    problem: Problem
+    case: Case
+    dtype: str
     dimension: int
     parts: int
     place: int
@@ -123,28 +127,38 @@ class Part:
             if min(most) < 1:
                 continue
             kernel = [source.randint(1, each) for each in most]
+            stride, causal = [source.randint(1, each) for each in kernel], [source.random() < 0.3 for _ in layout]
             heads, heads_kv = source.choice([(1, 1), (2, 2), (3, 1)])
-            problem = problem_of(
-                layout,
-                kernel,
-                [source.randint(1, each) for each in kernel],
-                dilation,
-                [source.random() < 0.3 for _ in layout],
+            window: Any = {"stride": tuple(stride), "dilation": tuple(dilation), "is_causal": tuple(causal)}
+            case = Case(
+                tuple(layout),
+                tuple(kernel),
+                **window,
                 batch=source.choice([1, 2]),
                 heads=heads,
                 heads_kv=heads_kv,
                 head_dim=source.choice([32, 64, 128, 192]),
                 head_dim_v=source.choice([40, 64, 128]),
-                dtype=dtype,
             )
-            if problem.is_attention:
-                continue
             tiles = [tuple(source.randint(1, {1: 64, 2: 8, 3: 4}[rank]) for _ in layout) for _ in range(2)]
             schedule = source.choice(["pp", "coop", "non"]) if dtype != "float32" else None
             performance = (
                 Performance(tiles[0], tiles[1], kernel_schedule=schedule) if source.random() < 0.5 else Performance()
             )
-            return cls(problem, dimension, parts, source.randrange(parts), performance, source.choice([1.0, 1.0, 1e3]))
+            size = source.choice([1.0, 1.0, 1e3])
+            part = cls(case, dtype, dimension, parts, source.randrange(parts), performance, size)
+            if not part.problem.is_attention:
+                return part
+
+    @property
+    def problem(self) -> Problem:
+        case = self.case
+        shapes = {name: getattr(case, name) for name in ("batch", "heads", "heads_kv", "head_dim", "head_dim_v")}
+        return problem_of(case.layout, **case.window_arguments, **shapes, dtype=self.dtype)
+
+    def operands(self, seed: int) -> oracle.Tensors:
+        operands = self.case.operands(self.dtype, seed)
+        return operands._replace(query=operands.query * jnp.asarray(self.size, self.dtype))
 
     def found(self, backend: str, query: jax.Array, key: jax.Array, value: jax.Array) -> Saved:
         """What the part saves that has its own keys, and then each slab of halos: beyond the layout, large numbers."""
@@ -178,37 +192,19 @@ class Part:
             saved = custom_vjp.run(custom_vjp.CONTINUED, request, operands(first + first_key, slab.keys), saved, seeing)
         return saved
 
-    def expected(self, *arrays: jax.Array) -> oracle.Forward:
-        axes = self.problem.axes
-        mask = oracle.neighborhood_mask(
-            *([getattr(each, name) for each in axes] for name in ("query_extent", "kernel_size", "stride")),
-            *([getattr(each, name) for each in axes] for name in ("dilation", "is_causal")),
-        )
-        whole = oracle.forward(oracle.Tensors(*map(np.asarray, arrays)), mask, self.problem.scale)
-        part = axes[self.dimension].query_extent // self.parts
+    def expected(self, operands: oracle.Tensors) -> oracle.Forward:
+        whole = oracle.forward(operands, self.case.mask(), self.case.actual_scale)
+        part = self.case.layout[self.dimension] // self.parts
         own = (slice(None),) * (self.dimension + 1) + (slice(self.place * part, (self.place + 1) * part),)
         return oracle.Forward(*(array[own] for array in whole))
-
-
-def arrays_of(part: Part, seed: int) -> list[jax.Array]:
-    problem = part.problem
-    layout = [each.query_extent for each in problem.axes]
-    of_keys = (problem.heads_kv, problem.head_dim), (problem.heads_kv, problem.head_dim_v)
-    keys = jax.random.split(jax.random.key(seed), 3)
-    widths = ((problem.heads, problem.head_dim), *of_keys)
-    query, key, value = (
-        jax.random.normal(each, (problem.batch, *layout, *width)).astype(problem.dtype)
-        for each, width in zip(keys, widths, strict=True)
-    )
-    return [query * jnp.asarray(part.size, query.dtype), key, value]
 
 
 @pytest.mark.parametrize("seed", range(24))
 @pytest.mark.parametrize(("backend", "dtype"), BACKENDS)
 def test_all_keys_are_attended_to_once(backend: str, dtype: str, seed: int) -> None:
     part = Part.draw(random.Random(seed), dtype)
-    arrays = arrays_of(part, seed)
-    found, expected = jax.jit(part.found, static_argnums=0)(backend, *arrays), part.expected(*arrays)
+    operands = part.operands(seed)
+    found, expected = jax.jit(part.found, static_argnums=0)(backend, *operands[:3]), part.expected(operands)
     bound = {"float32": 2e-5, "bfloat16": 4e-2, "float16": 6e-3}[dtype]
     # Logits of a few times the size are sums in float32: they, and weights, are off by some units in the last place.
     of_logits = 2e-6 * part.size

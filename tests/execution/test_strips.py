@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from natten_jax import backends, na2d
+from natten_jax import na2d
 from natten_jax.arrays.operands import Inputs, Operands
 from natten_jax.backends import select
-from natten_jax.backends.cpu import CpuBackend
 from natten_jax.execution import strips
 from natten_jax.performance import PASSES, Pass, Performance
 from natten_jax.plan.devices import Device
@@ -26,28 +25,15 @@ from natten_jax.windows import Axis
 from tests.support import oracle, strips_backend
 from tests.support.cases import feature_cases, random_case
 from tests.support.families import Family
+from tests.support.machine import Machine
 from tests.support.problems import Trial, check_all
 
 FAMILY = Family.of(strips_backend.BACKEND)
 
 
 @pytest.fixture(autouse=True)
-def kernels_know_no_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend is registered, and its kernels are given no dimension that wraps."""
-    call_forward, call_backward = CpuBackend.call_forward, CpuBackend.call_backward
-
-    def forward(self: Any, plan: Any, *arguments: Any) -> Any:
-        assert self.family != FAMILY.name or "wrap" not in plan.problem.edges
-        return call_forward(self, plan, *arguments)
-
-    def backward(self: Any, plan: Any, *arguments: Any) -> Any:
-        assert self.family != FAMILY.name or "wrap" not in plan.problem.edges
-        return call_backward(self, plan, *arguments)
-
-    monkeypatch.setattr(CpuBackend, "call_forward", forward)
-    monkeypatch.setattr(CpuBackend, "call_backward", backward)
-    *others, last = backends.registered()
-    monkeypatch.setattr(backends, "_registered", [*others, FAMILY.backend, last])
+def _is_registered(machine: Machine) -> None:
+    machine.knows(FAMILY.backend)
 
 
 @pytest.mark.parametrize("has_biases", [False, True])

@@ -20,12 +20,10 @@ from tests.support import oracle
 from tests.support.families import BOUNDS, Family
 from tests.support.meshes import assert_close as assert_near
 from tests.support.meshes import mesh_of, put
-from tests.support.problems import QUICK_COMPILATION, Case, errors, relative_error
+from tests.support.problems import Case, both_passes, expected_of, quick, relative_error
 
 CASE = Case((5, 6), (3, 4), stride=(2, 1), is_causal=(False, True), heads=2, additional=2, fused=True, head_dim=8)
 CASE = dataclasses.replace(CASE, scales=(0.4, -0.7))  # of the heads
-
-quick = functools.partial(jax.jit, compiler_options=QUICK_COMPILATION)
 
 
 def objective(case: Case, backend: str | None) -> Callable[[oracle.Tensors], jax.Array]:
@@ -61,23 +59,10 @@ def test_gradient_through_logsumexp_alone(family: Family) -> None:
     _, d_lse = case.cotangents(family.dtype, 0)
     function = case.operator(family.fna)
     gradients = quick(jax.grad(lambda o: jnp.vdot(function(o)[1], d_lse)))(operands)
-    expected = oracle.reference(
-        oracle.Tensors(*(a if a is None else np.asarray(a) for a in operands)),
-        case.mask(),
-        case.actual_scale,
-        np.zeros(operands.query.shape),
-        np.asarray(d_lse),
-    ).gradients
+    expected = expected_of(case, operands, (np.zeros(operands.query.shape), d_lse)).gradients
     assert relative_error(gradients.query, expected.query, np.zeros(1)) <= BOUNDS[family.dtype]
     assert relative_error(gradients.key, expected.key, np.zeros(1)) <= BOUNDS[family.dtype]
     assert not np.asarray(gradients.value).any()
-
-
-def test_gradient_without_jit(family: Family) -> None:
-    case = Case((9,), (3,))
-    operands, cotangents = case.operands(family.dtype, 0), case.cotangents(family.dtype, 0)
-    outputs, pullback = jax.vjp(case.operator(family.fna), operands)
-    assert max(errors(case, outputs, pullback(cotangents)[0], 0).values()) <= BOUNDS[family.dtype]
 
 
 def test_gradient_of_one_operand_only(family: Family) -> None:
@@ -115,14 +100,6 @@ AXES = {
     "query": oracle.Tensors(2, None, None, None, None),
     "additional-keys": oracle.Tensors(None, None, None, 3, None),
 }
-
-
-def test_vmap_with_an_output_axis(family: Family) -> None:
-    axes = AXES["all-first"]
-    operands = stacked(2, axes, family.dtype)
-    out, lse = quick(jax.vmap(CASE.operator(family.fna), (axes,), (2, -1)))(operands)
-    expected, expected_lse = quick(jax.vmap(CASE.operator(family.fna), (axes,)))(operands)
-    assert_close((jnp.moveaxis(out, 2, 0), jnp.moveaxis(lse, -1, 0)), (expected, expected_lse))
 
 
 def test_nested_vmap(family: Family) -> None:
@@ -166,23 +143,16 @@ def test_scan_and_its_gradient(family: Family) -> None:
     operands = case.operands(family.dtype, 0)
     function = case.operator(family.fna)
 
-    def layers(query: jax.Array, *, unrolled: bool) -> jax.Array:
-        def layer(query: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
-            out, lse = function(operands._replace(query=query))
-            return query + out, lse.sum()
+    def layer(query: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        out, lse = function(operands._replace(query=query))
+        return query + out, lse.sum()
 
-        if unrolled:
-            each = []
-            for _ in range(3):
-                query, total = layer(query, None)
-                each.append(total)
-            return jnp.sum(jnp.cos(query)) + sum(each)
-        query, totals = jax.lax.scan(layer, query, None, length=3)
+    def loss(query: jax.Array, unroll: bool) -> jax.Array:
+        query, totals = jax.lax.scan(layer, query, None, length=3, unroll=unroll)
         return jnp.sum(jnp.cos(query)) + totals.sum()
 
     found, expected = (
-        quick(jax.value_and_grad(functools.partial(layers, unrolled=unrolled)))(operands.query)
-        for unrolled in (False, True)
+        quick(jax.value_and_grad(functools.partial(loss, unroll=unroll)))(operands.query) for unroll in (False, True)
     )
     assert_close(found, expected)
 
@@ -220,19 +190,6 @@ def test_saved_results_spare_the_second_forward_pass(family: Family, keeps_resul
     assert sorted(kernels) == ["backward", *["forward"] * forwards]
 
 
-def test_donated_operands(family: Family) -> None:
-    case = Case((33,), (7,), heads=2, heads_kv=2)
-    expected = jax.jit(case.operator(family.fna))(case.operands(family.dtype, 0))
-    donated = case.operands(family.dtype, 0)
-    # Only the query has a result of its shape to give its memory to.
-    function = jax.jit(
-        lambda query, *others: case.operator(family.fna)(oracle.Tensors(query, *others)), donate_argnums=0
-    )
-    found = function(*donated)
-    assert_close(found, expected)
-    assert donated.query.is_deleted()
-
-
 def test_static_arguments_of_jit(family: Family) -> None:
     query, key, value, *_ = Case((9,), (3,)).operands(family.dtype, 0)
     names = ("kernel_size", "stride", "dilation", "is_causal", "scale", "backend", "return_lse")
@@ -253,7 +210,7 @@ def test_equal_calls_are_traced_once(family: Family, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(custom_vjp, "_attend_on_device", recorded)
     jax.clear_caches()
     query, key, value, *_ = Case((6, 31), (3, 3)).operands(family.dtype, 0)
-    spellings: tuple[Any, ...] = (3, (3, 3), [3, 3], np.int64(3), (np.int32(3), 3))
+    spellings: tuple[Any, ...] = (3, (3, 3), [3, 3], np.int64(3), (np.int32(3), 3), np.array([3, 3]), jnp.array(3))
     for kernel_size in spellings:
         natten_jax.na2d(query, key, value, kernel_size, backend=family.fna)
     is_causal: Any = (False, np.False_)
@@ -277,11 +234,7 @@ def test_shard_map_over_batch_and_heads(family: Family, kind: str) -> None:
     specs = oracle.Tensors(grid, grid, grid, tokens, tokens)
     operands, cotangents = SPLIT.operands(family.dtype, 0), SPLIT.cotangents(family.dtype, 0)
     function = SPLIT.operator(family.fna)
-
-    def both(operands: oracle.Tensors, cotangents: Any) -> Any:
-        outputs, pullback = jax.vjp(function, operands)
-        return outputs, pullback(cotangents)[0]
-
+    both = both_passes(function)
     expected = quick(both)(operands, cotangents)
     with jax.set_mesh(mesh):
         sharded = jax.shard_map(both, in_specs=(specs, (grid, grid)), out_specs=((grid, grid), specs))
@@ -291,19 +244,3 @@ def test_shard_map_over_batch_and_heads(family: Family, kind: str) -> None:
         if kind == "Explicit":
             assert_near(function(placed), expected[0], atol=2e-5)
             return
-
-    # The gradient of a whole program, taken outside; and operands that all shards share.
-    shared = specs._replace(additional_keys=P(None, None, "heads"), additional_values=P(None, None, "heads"))
-    names = "additional_keys", "additional_values"
-    common = operands._replace(**{name: getattr(operands, name)[:1] for name in names})
-
-    def total(operands: oracle.Tensors) -> jax.Array:
-        more = {name: jnp.repeat(getattr(operands, name), operands.query.shape[0], axis=0) for name in names}
-        out, lse = function(operands._replace(**more))
-        return jnp.sum(jnp.sin(out)) + jnp.sum(lse)
-
-    def local(operands: oracle.Tensors) -> jax.Array:
-        return jax.lax.psum(total(operands), ("batch", "heads"))
-
-    split = jax.shard_map(local, mesh=mesh, in_specs=(shared,), out_specs=P())
-    assert_near(quick(jax.value_and_grad(split))(common), quick(jax.value_and_grad(total))(common), atol=1e-4)

@@ -17,7 +17,7 @@ from tests.support.case import Case as Case
 from tests.support.case import Shape as Shape
 from tests.support.case import element_types as element_types
 from tests.support.case import lse_dtype as lse_dtype
-from tests.support.compilation import QUICK_HOST_OPTIONS, accepted_options
+from tests.support.compilation import QUICK_HOST_OPTIONS, accepted_options, as_users_do
 from tests.support.families import BOUNDS, Family
 
 #: A result whose terms cancel is compared with this share of their magnitude instead of with its own norm: it is
@@ -32,6 +32,9 @@ QUICK_COMPILATION = accepted_options(
     if jax.default_backend() == "cpu"
     else {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 )
+
+#: ``jax.jit`` that compiles so.
+quick = functools.partial(jax.jit, compiler_options=QUICK_COMPILATION)
 
 #: Operands that tests give in the element type of logits.
 OF_LOGITS = ("scale", "relative_bias", "key_bias", "sinks")
@@ -57,6 +60,16 @@ def relative_error(result: Any, reference: np.ndarray, magnitude: np.ndarray) ->
 Results = tuple[tuple[jax.Array, jax.Array], oracle.Tensors]
 
 
+def both_passes(function: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    """The function with its gradients: operands and cotangents to outputs and gradients."""
+
+    def run(operands: Any, cotangents: Any) -> Any:
+        outputs, pullback = jax.vjp(function, operands)
+        return outputs, pullback(cotangents)[0]
+
+    return run
+
+
 def value_and_gradients(
     function: Callable[[oracle.Tensors], tuple[Any, Any]], operands: oracle.Tensors, cotangents: tuple[Any, Any]
 ) -> Results:
@@ -73,11 +86,10 @@ def all_values_and_gradients(
 
     @functools.partial(jax.jit, compiler_options=QUICK_COMPILATION)
     def run(operands: Sequence[oracle.Tensors], cotangents: Sequence[tuple[Any, Any]]) -> Any:
-        results = []
-        for function, own, cotangent in zip(functions, operands, cotangents, strict=True):
-            outputs, pullback = jax.vjp(function, own)
-            results.append((outputs, pullback(cotangent)[0]))
-        return results
+        return [
+            both_passes(function)(own, cotangent)
+            for function, own, cotangent in zip(functions, operands, cotangents, strict=True)
+        ]
 
     return run(operands, cotangents)
 
@@ -242,9 +254,9 @@ def check_gradients_repeat(
     """Check that 20 more runs find the same gradients of operands, bit for bit."""
     operands, cotangents = case.operands(dtype, 0), case.cotangents(dtype, 0)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=as_users_do())
     def gradients(operands: oracle.Tensors) -> dict[str, jax.Array]:
-        found = jax.vjp(case.operator(backend, **arguments), operands)[1](cotangents)[0]._asdict()
+        found = both_passes(case.operator(backend, **arguments))(operands, cotangents)[1]._asdict()
         return {name: found[name] for name in names if found[name] is not None}
 
     first = jax.tree.map(np.asarray, gradients(operands))
