@@ -7,7 +7,6 @@ logits that are all equally low have equal weights.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Collection
 from typing import Any
 
@@ -21,9 +20,8 @@ from tests.fuzz.accuracy import excesses, expectation
 from tests.fuzz.execution import complaints_of_spoiled
 from tests.fuzz.problem import Fuzzed, with_supported_terms
 from tests.fuzz.spoiled import BROKEN, HIDING, TIED, Spoiled
-from tests.support import oracle
 from tests.support.families import Family
-from tests.support.problems import QUICK_COMPILATION, Case
+from tests.support.problems import QUICK_COMPILATION, Case, both_passes
 
 CASES = {
     "all": Case((23,), (7,), batch=2, heads=4, heads_kv=2, relative_bias=True, key_bias="heads", sinks=True),
@@ -67,13 +65,10 @@ def problem_of(family: Family, case: Case, dtype: str) -> Fuzzed:
 def complaints_of(problem: Fuzzed, spoiled: list[Spoiled]) -> list[str]:
     """List the errors in the results of a problem with spoiled numbers. They run in a single program."""
 
-    @functools.partial(jax.jit, compiler_options=QUICK_COMPILATION)
-    def both_passes(operands: oracle.Tensors, cotangents: Any) -> Any:
-        outputs, pullback = jax.vjp(problem.case.operator(problem.backend), operands)
-        return outputs, pullback(cotangents)[0]
+    run = jax.jit(both_passes(problem.case.operator(problem.backend)), compiler_options=QUICK_COMPILATION)
 
     def results_of(inputs: Any) -> Any:
-        return jax.tree.map(np.asarray, both_passes(*jax.tree.map(jax.device_put, inputs)))
+        return jax.tree.map(np.asarray, run(*jax.tree.map(jax.device_put, inputs)))
 
     found = []
     for each in spoiled:
@@ -218,21 +213,3 @@ def test_the_largest_numbers_are_finite(backend: str, name: str) -> None:
     out, lse = natten_jax.na1d(query, query, query, 3, backend=backend, return_lse=True, **{name: array})  # type: ignore[call-overload]
     assert np.isfinite(out).all()
     assert np.isfinite(lse).all()
-
-
-def test_derivatives_of_derivatives_of_hidden_keys_are_zero() -> None:
-    array = jax.random.normal(jax.random.key(0), (1, 6, 2, 8))
-    hidden = jnp.zeros((1, 6)).at[0, :4].set(jnp.finfo("float32").min)  # all keys of the first queries
-
-    def loss(bias: Any, query: Any, sinks: Any) -> Any:
-        out = natten_jax.na1d(query, array, array, 3, key_bias=bias, sinks=sinks, backend="flex-fna")
-        return jnp.sum(jnp.sin(out))
-
-    for sinks in (None, jnp.full(2, jnp.finfo("float32").min), jnp.float32([0.3, -jnp.inf])):
-        results = []
-        for bias in (hidden, jnp.where(hidden < 0, -jnp.inf, 0)):
-            derivative = jax.jit(jax.hessian(loss, (0, 1)), compiler_options=QUICK_COMPILATION)
-            results.append(derivative(bias, array, sinks))
-        for one, other in zip(*map(jax.tree.leaves, results), strict=True):
-            assert np.isfinite(one).all()
-            np.testing.assert_array_equal(one, other)

@@ -13,7 +13,6 @@ from tests.arguments.test_static_arguments import refused
 from tests.ops.test_errors import ATTENTION_ROWS
 from tests.support.problems import OPERATORS
 
-LAYOUT = (4, 5, 6)
 ARRAYS = {"query", "key", "value"}
 WRONG = [
     ({"causal": True}, TypeError, ("'causal'", "did you mean 'is_causal'?", "q_tile_size")),
@@ -31,20 +30,25 @@ WRONG = [
 ]
 
 
+USES: dict[str, dict[str, Any]] = {
+    "unused": {"kernel_size": 3},
+    "whole layout": {"kernel_size": 9},
+    "additional": {"kernel_size": 3, "additional_keys": True, "additional_values": True},
+    "fused": {"kernel_size": 3, "additional_keys": True, "additional_values": True, "try_fuse_additional_kv": True},
+}
+
+
+def run(use: str, attention_kwargs: Any, **more: Any) -> Any:
+    """``na1d`` with heads of 16, whose scale is 0.25 by default."""
+    array, extra = (jax.random.normal(jax.random.key(seed), (1, n, 2, 16)) for seed, n in ((0, 9), (1, 3)))
+    arguments = {name: extra if name.startswith("additional") else value for name, value in USES[use].items()}
+    return OPERATORS[1](array, array, array, **arguments, **more, attention_kwargs=attention_kwargs)
+
+
 @pytest.mark.parametrize(("wrong", "error", "parts"), WRONG)
-@pytest.mark.parametrize("use", ["unused", "whole-layout", "additional", "fused"])
-@pytest.mark.parametrize("rank", [1, 3])
-def test_wrong_values_are_refused(
-    wrong: Any, error: type[Exception], parts: tuple[str, ...], use: str, rank: int
-) -> None:
-    array = jnp.zeros((1, *LAYOUT[:rank], 2, 8))
-    extra = jnp.zeros((1, 3, 2, 8))
-    arguments: dict[str, Any] = {"kernel_size": LAYOUT[:rank] if use == "whole-layout" else 3}
-    if use in ("additional", "fused"):
-        arguments |= {"additional_keys": extra, "additional_values": extra, "try_fuse_additional_kv": use == "fused"}
-    function = OPERATORS[rank]
-    call = lambda: function(array, array, array, **arguments, attention_kwargs=wrong)  # noqa: E731
-    refused(error, ("attention_kwargs", *parts), lambda: jax.eval_shape(call))
+@pytest.mark.parametrize("use", USES)
+def test_wrong_values_are_refused(wrong: Any, error: type[Exception], parts: tuple[str, ...], use: str) -> None:
+    refused(error, ("attention_kwargs", *parts), lambda: jax.eval_shape(lambda: run(use, wrong)))
 
 
 @pytest.mark.parametrize(("wrong", "error", "parts"), WRONG)
@@ -82,33 +86,14 @@ def test_values_may_be_arrays() -> None:
     assert isinstance(given["q_tile_size"], np.ndarray)  # not changed
 
 
-USES: dict[str, dict[str, Any]] = {
-    "unused": {"kernel_size": 3},
-    "whole layout": {"kernel_size": 9},
-    "additional": {"kernel_size": 3, "additional_keys": True, "additional_values": True},
-    "fused": {"kernel_size": 3, "additional_keys": True, "additional_values": True, "try_fuse_additional_kv": True},
-}
-
-
-def run(use: str, attention_kwargs: Any, **more: Any) -> Any:
-    """``na1d`` with heads of 16, whose scale is 0.25 by default."""
-    array, extra = (jax.random.normal(jax.random.key(seed), (1, n, 2, 16)) for seed, n in ((0, 9), (1, 3)))
-    arguments = {name: extra if name.startswith("additional") else value for name, value in USES[use].items()}
-    return OPERATORS[1](array, array, array, **arguments, **more, attention_kwargs=attention_kwargs)
-
-
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize(
     "same",
     [
-        {"scale": None},
-        {"scale": 0.25},
-        {"scale": np.float32(0.25)},
-        {"scale": jnp.float32(0.25)},
-        {"is_causal": False},
-        {"is_causal": np.bool_(False)},
-        {"return_lse": False},
-        {"torch_compile": False, "backward_use_pt_reduction": False},
+        {"scale": None, "is_causal": False},
+        {"scale": 0.25, "return_lse": False},
+        {"scale": np.float32(0.25), "is_causal": np.bool_(False)},
+        {"scale": jnp.float32(0.25), "torch_compile": False, "backward_use_pt_reduction": False},
     ],
 )
 def test_what_the_call_says_may_be_said_again(use: str, same: dict[str, Any]) -> None:
@@ -162,15 +147,3 @@ def test_flax_modules_take_what_the_call_says() -> None:
             continue
         with pytest.raises(ValueError, match=r"^attention_kwargs: scale=0.25 contradicts the call's scale, 0.5"):
             module.init_with_output(jax.random.key(0), inputs)
-
-
-def test_what_asks_for_nothing_leaves_additional_tokens_in_the_kernel() -> None:
-    """Only what speaks of an attention of theirs keeps them apart."""
-
-    def program(attention_kwargs: Any) -> str:
-        return str(jax.make_jaxpr(lambda: run("additional", attention_kwargs))())
-
-    for nothing in ({}, {"torch_compile": False}, {"scale": 0.25, "is_causal": False}):
-        assert "natten_jax_pass" in program(nothing)
-        assert program(nothing).count("natten_jax_pass[") == program(None).count("natten_jax_pass[") == 1
-    assert program({"q_tile_size": 16, "kv_tile_size": 16}).count("natten_jax_pass[") == 2

@@ -19,7 +19,7 @@ from natten_jax.windows import WindowArguments
 from tests.support import oracle
 from tests.support.families import BOUNDS, Family, tile_pair
 from tests.support.plans import plans_of
-from tests.support.problems import Case, element_types, errors_of, expected_of, value_and_gradients
+from tests.support.problems import Case, both_passes, element_types, errors_of, expected_of, value_and_gradients
 
 # Gradients at large logits ------------------------------------------------------------------------------------------
 
@@ -59,25 +59,9 @@ def flat(array: Any) -> Any:
     return array.reshape(array.shape[0], -1, *array.shape[-2:])
 
 
-def dense(case: Case, operands: oracle.Tensors) -> tuple[Any, Any]:
-    """The operator as a softmax of all logits in the operands' element type, for JAX to differentiate."""
-    query, key, value = (flat(a) for a in operands[:3])
-    mask = case.mask()
-    if operands.additional_keys is not None and operands.additional_values is not None:
-        key = jnp.concatenate([key, operands.additional_keys], 1)
-        value = jnp.concatenate([value, operands.additional_values], 1)
-        mask = np.concatenate([mask, np.ones((len(mask), operands.additional_keys.shape[1]), bool)], 1)
-    key, value = (jnp.repeat(a, case.heads // case.heads_kv, 2) for a in (key, value))
-    logits = case.actual_scale * jnp.einsum("bqhd,bkhd->bqhk", query, key)
-    logits = jnp.where(mask[:, None], logits, -jnp.inf)
-    out = jnp.einsum("bqhk,bkhd->bqhd", jax.nn.softmax(logits), value)
-    shape = operands.query.shape[:-1]
-    return out.reshape(*shape, -1), jax.nn.logsumexp(logits, -1).reshape(shape)
-
-
 def climbed(case: Case, function: Callable[[oracle.Tensors], Any], dtype: str) -> dict[tuple[float, str], float]:
     """Errors of all results at every rung of the ladder."""
-    differentiated = jax.jit(lambda operands, cotangents: with_gradients(function, operands, cotangents))
+    differentiated = jax.jit(both_passes(function))
     cotangents, found = case.cotangents(dtype, 0), {}
     for largest in LADDER:
         if dtype == "float16" and largest > 2e7:
@@ -89,11 +73,6 @@ def climbed(case: Case, function: Callable[[oracle.Tensors], Any], dtype: str) -
     return found
 
 
-def with_gradients(function: Callable[[oracle.Tensors], Any], operands: oracle.Tensors, cotangents: Any) -> Any:
-    outputs, pullback = jax.vjp(function, operands)
-    return outputs, pullback(cotangents)[0]
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_at_large_logits(family: Family, dtype: str, name: str) -> None:
     case = CASES[name].fitted(family)
@@ -101,13 +80,6 @@ def test_gradients_at_large_logits(family: Family, dtype: str, name: str) -> Non
         found = climbed(case, case.operator(family.fna if case.queries is None else family.fmha), dtype)
     too_large = {rung: error for rung, error in found.items() if not error <= max(1e-5, BOUNDS[dtype])}
     assert not too_large
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_dense_softmax_decides_these_inputs(name: str) -> None:
-    """What the test above asks for is what float32 can do: its logits' own rounding does not change the answer."""
-    found = climbed(CASES[name], functools.partial(dense, CASES[name]), "float32")
-    assert max(found.values()) <= 1e-5
 
 
 def test_large_logits_of_other_forward_passes(pure_family: Family) -> None:
@@ -133,7 +105,7 @@ def test_large_logits_in_a_part_of_a_mapped_axis(pure_family: Family) -> None:
     cotangents = case.cotangents("float32", 0)
     parts = [with_largest_logit(case, largest, "float32", seed) for seed, largest in enumerate((3, 2e7, 20))]
     stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *parts)
-    mapped = jax.vmap(functools.partial(with_gradients, case.operator(pure_family.fna)), (0, None))
+    mapped = jax.vmap(both_passes(case.operator(pure_family.fna)), (0, None))
     results = jax.jit(mapped)(stacked, cotangents)
     for i, operands in enumerate(parts):
         found = errors_of(expected_of(case, operands, cotangents), *jax.tree.map(lambda array, i=i: array[i], results))
@@ -162,35 +134,11 @@ def test_largest_logits_one_unit_apart(family: Family, dtype: str, unit: int, to
         for token, number in zip(tokens, (mantissa, mantissa + 1), strict=True):
             key[:, token, :, :3] = np.array([number & 0xFF0000, number & 0xFF00, number & 0xFF]) * unit / q
         operands = operands._replace(query=jnp.asarray(query, dtype), key=jnp.asarray(key, dtype))
-        results = jax.jit(lambda: with_gradients(case.operator(family.fmha), operands, cotangents))()
+        results = jax.jit(both_passes(case.operator(family.fmha)))(operands, cotangents)
     found = errors_of(expected_of(case, operands, cotangents), *results)
     # The other gradients are beyond float16's range.
     too_large = {name: found[name] for name in ("out", "lse", "d_value") if not found[name] <= max(1e-5, BOUNDS[dtype])}
     assert not too_large
-
-
-@pytest.mark.parametrize("largest", [20, 2e5, 2e9])
-def test_second_derivatives_at_large_logits(pure_family: Family, largest: float) -> None:
-    """Against those of a dense softmax, forward over reverse and reverse over reverse."""
-    case = Case((12,), (5,), head_dim=4, additional=2, fused=True)
-    with element_types("float64"):
-        operands, direction = with_largest_logit(case, largest, "float64"), case.operands("float64", 1)
-
-        def products(function: Callable[[oracle.Tensors], Any]) -> Any:
-            def gradient(operands: oracle.Tensors) -> oracle.Tensors:
-                return jax.grad(lambda o: sum(jnp.sum(jnp.sin(array)) for array in function(o)))(operands)
-
-            def along(operands: oracle.Tensors) -> jax.Array:
-                pairs = zip(jax.tree.leaves(gradient(operands)), jax.tree.leaves(direction), strict=True)
-                return sum((jnp.vdot(*pair) for pair in pairs), jnp.zeros(()))
-
-            return jax.jvp(gradient, (operands,), (direction,))[1], jax.grad(along)(operands)
-
-        found = jax.jit(lambda: products(case.operator(pure_family.fna)))()
-        expected = jax.jit(lambda: products(functools.partial(dense, case)))()
-    tolerance = 1e-12 * max(largest, 1e3)  # sines of logsumexps
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert np.linalg.norm(one - other) <= tolerance * np.linalg.norm(other)
 
 
 # NaN and infinity ---------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from tests.support.families import BOUNDS, FAMILIES, Family
 from tests.support.float8 import factors_for, scaled
 from tests.support.machine import Machine
 from tests.support.meshes import mesh_of, put
-from tests.support.problems import Case, errors_of, expected_of
+from tests.support.problems import Case, both_passes, errors_of, expected_of
 
 # Queries, keys and values of 8 bits: their factors, their output, and calls that quantise arrays themselves.
 
@@ -185,55 +185,46 @@ def test_hopper_kernels_have_heads_of_whole_multiples_of_16_bytes(machine: Machi
         assert resolve(Request(problem, Performance(), "hopper-fna"), device, "forward").problem.head_dim == width
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "shape of query_scale": (
+#: Element type, arguments, and the message.
+REFUSED = [
+    (
+        "float8_e4m3fn",
         {"query_scale": jnp.ones((2, 3))},
         "query_scale has shape (2, 3), but no dimensions or [batch, heads] (2, 4) or [batch, heads_kv] (2, 2) is",
     ),
-    "shape of key_scale": ({"key_scale": jnp.ones((2, 4))}, "key_scale has shape (2, 4), but no dimensions or [batch"),
-    "blocks": (
+    ("float8_e4m3fn", {"key_scale": jnp.ones((2, 4))}, "key_scale has shape (2, 4), but no dimensions or [batch"),
+    (
+        "float8_e4m3fn",
         {"value_scale": jnp.ones((2, 5, 12, 2))},
         "8 tokens of dimension 0 cannot be 5 blocks: of 2 tokens each, the last one fewer, there are 4",
     ),
-    "no blocks": ({"key_scale": jnp.ones((2, 0, 3, 2))}, "8 tokens of dimension 0 cannot be 0 blocks"),
-    "type": ({"key_scale": jnp.ones((), jnp.bfloat16)}, "key_scale has dtype bfloat16, but float32 is expected"),
-    "number": ({"value_scale": 0}, "value_scale must be positive and finite, got 0"),
-    "out_dtype": ({"out_dtype": "float64"}, "out_dtype must be bfloat16 or float16 or float32 for float8_e4m3fn"),
-    "no out_dtype": ({"out_dtype": "thick"}, "out_dtype must be bfloat16 or float16 or float32"),
-    "fp8": ({"fp8": "e4m3"}, "fp8='e4m3' takes bfloat16, float16, float32 arrays, but query has dtype float8_e4m3fn"),
-    "additional tokens": (
-        {
-            "key_scale": jnp.ones((2, 4, 3, 2)),
-            "additional_keys": jnp.ones((2, 3, 2, 16), "float8_e4m3fn"),
-            "additional_values": jnp.ones((2, 3, 2, 16), "float8_e4m3fn"),
-        },
-        "key_scale of blocks and additional_keys were both given",
-    ),
-}
+    ("float8_e4m3fn", {"key_scale": jnp.ones((2, 0, 3, 2))}, "8 tokens of dimension 0 cannot be 0 blocks"),
+    ("float8_e4m3fn", {"key_scale": jnp.ones((), jnp.bfloat16)}, "key_scale has dtype bfloat16, but float32 is"),
+    ("float8_e4m3fn", {"value_scale": 0}, "value_scale must be positive and finite, got 0"),
+    ("float8_e4m3fn", {"out_dtype": "float64"}, "out_dtype must be bfloat16 or float16 or float32 for float8_e4m3fn"),
+    ("float8_e4m3fn", {"out_dtype": "thick"}, "out_dtype must be bfloat16 or float16 or float32"),
+    ("float8_e4m3fn", {"fp8": "e4m3"}, "takes bfloat16, float16, float32 arrays, but query has dtype float8_e4m3fn"),
+    ("bfloat16", {"query_scale": 1.0}, "query_scale was given with bfloat16 arrays, but factors are for those of 8"),
+    ("bfloat16", {"out_dtype": "float32"}, "out_dtype must be bfloat16 for bfloat16 arrays, got float32"),
+    ("bfloat16", {"fp8": "e3m4"}, "fp8 must be one of e4m3, float8_e4m3fn, e5m2, float8_e5m2, got 'e3m4'"),
+    ("bfloat16", {"fp8": "e4m3", "value_scale": 1.0}, "value_scale was given with fp8='e4m3', which finds the factors"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_arguments(name: str) -> None:
-    arguments, message = REFUSED[name]
+@pytest.mark.parametrize(("dtype", "arguments", "message"), REFUSED)
+def test_refused_arguments(dtype: str, arguments: dict[str, Any], message: str) -> None:
+    arrays = operands(dtype=dtype)
     with pytest.raises(ValueError, match=re.escape(message)):
-        na2d(*operands(), kernel_size=3, **arguments)
+        na2d(*arrays, kernel_size=3, **arguments)
+    if dtype == "bfloat16":
+        with pytest.raises(ValueError, match=re.escape(message)):
+            attention(*(array[:, :, 0] for array in arrays), **arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"query_scale": 1.0}, "query_scale was given with bfloat16 arrays, but factors are for those of 8 bits"),
-        ({"out_dtype": "float32"}, "out_dtype must be bfloat16 for bfloat16 arrays, got float32"),
-        ({"fp8": "e3m4"}, "fp8 must be one of e4m3, float8_e4m3fn, e5m2, float8_e5m2, got 'e3m4'"),
-        ({"fp8": "e4m3", "value_scale": 1.0}, "value_scale was given with fp8='e4m3', which finds the factors itself"),
-    ],
-)
-def test_refused_arguments_of_wider_arrays(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        na2d(*operands(dtype="bfloat16"), kernel_size=3, **arguments)
-    query, key, value = (array[:, :, 0] for array in operands(dtype="bfloat16"))
-    with pytest.raises(ValueError, match=re.escape(message)):
-        attention(query, key, value, **arguments)
+def test_factors_of_blocks_and_additional_tokens_are_refused() -> None:
+    more = jnp.ones((2, 3, 2, 16), "float8_e4m3fn")
+    with pytest.raises(ValueError, match="key_scale of blocks and additional_keys were both given"):
+        na2d(*operands(), 3, key_scale=jnp.ones((2, 4, 3, 2)), additional_keys=more, additional_values=more)
 
 
 def test_wider_arrays_may_say_their_own_out_dtype() -> None:
@@ -257,27 +248,17 @@ def test_a_call_that_quantises_is_that_of_quantised_arrays(backend: str, wide: s
     np.testing.assert_allclose(found_lse, lse + shift, rtol=1e-5, atol=1e-5)
 
 
-def both(case: Case, dtype: str, seed: int, **arguments: Any) -> tuple[Any, Any, Any]:
-    """Outputs with and without quantisation, and gradients of both."""
-    operands = jax.tree.map(jnp.asarray, case.host_operands(dtype, seed))
-    cotangents = jax.tree.map(jnp.asarray, case.host_cotangents(dtype, seed))
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_of_a_call_that_quantises_are_those_of_one_that_does_not(name: str) -> None:
+    case = CASES[name]
+    operands, cotangents = case.operands("bfloat16", 5), case.cotangents("bfloat16", 5)
 
     @jax.jit
     def run(operands: Any, cotangents: Any) -> list[tuple[Any, Any]]:
-        results = []
-        for more in ({"fp8": "e4m3"}, {}):
-            outputs, pullback = jax.vjp(case.operator(None, **more, **arguments), operands)
-            results.append((outputs, pullback(cotangents)[0]))
-        return results
+        return [both_passes(case.operator(**more))(operands, cotangents) for more in ({"fp8": "e4m3"}, {})]
 
     (outputs, gradients), (wide, wide_gradients) = run(operands, cotangents)
-    return outputs, wide, (gradients, wide_gradients)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_of_a_call_that_quantises_are_those_of_one_that_does_not(name: str) -> None:
-    outputs, wide, gradients = both(CASES[name], "bfloat16", 5)
-    for found, expected in zip(*map(jax.tree.leaves, gradients), strict=True):
+    for found, expected in zip(*map(jax.tree.leaves, (gradients, wide_gradients)), strict=True):
         np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
     out, expected_out = (np.asarray(each[0], np.float32) for each in (outputs, wide))
     # Three bits behind the leading one: an element is off by a sixteenth at the most, and by a fortieth as a rule.
@@ -307,22 +288,16 @@ def test_one_entry_that_is_not_finite_leaves_the_others_alone() -> None:
     assert_close(found[0, :, :, 2:], out[0, :, :, 2:])
 
 
-@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, lambda f: jax.jit(jax.vmap(jax.jit(f)))])
-def test_transformations(transform: Any) -> None:
-    arrays = [jnp.stack([array, array * 2]) for array in operands(dtype="bfloat16")]
-    is_mapped = transform is not jax.jit
-    inputs = arrays if is_mapped else [array[0] for array in arrays]
-
-    def call(*arrays: jax.Array) -> jax.Array:
+def test_mapped_calls() -> None:
+    def with_factors(*arrays: jax.Array) -> jax.Array:
         small = [quantize(array) for array in arrays]
         factors = zip(("query_scale", "key_scale", "value_scale"), (each.scale for each in small), strict=True)
         return na2d(*(each.array for each in small), 3, **dict(factors))
 
-    for function in (call, lambda *arrays: na2d(*arrays, 3, fp8="e4m3")):
-        expected = [function(*(array[i] for array in arrays)) for i in range(2)]
-        found = transform(function)(*inputs)
-        for one, other in zip(found if is_mapped else [found], expected, strict=False):
-            assert_close(one, other, rtol=2**-7, atol=1e-3)
+    arrays = [jnp.stack([array, array * 2]) for array in operands(dtype="bfloat16")]
+    for function in (with_factors, lambda *arrays: na2d(*arrays, 3, fp8="e4m3")):
+        expected = jnp.stack([function(*(array[i] for array in arrays)) for i in range(2)])
+        assert_close(jax.jit(jax.vmap(jax.jit(function)))(*arrays), expected, rtol=2**-7, atol=1e-3)
 
 
 def test_gradient_of_a_mapped_call_at_places_that_differ() -> None:

@@ -6,13 +6,11 @@ import dataclasses
 import itertools
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.fuzz.execution import complaints
 from tests.fuzz.problem import Fuzzed, draw
 from tests.fuzz.spoiled import EXTENTS, NAMES, NUMBERS, Spoiled
-from tests.support import oracle
 from tests.support.families import Family
 from tests.support.problems import Case
 
@@ -122,37 +120,3 @@ def test_random_problems_keep_what_is_not_finite(native_family: Family) -> None:
         (problem, complaint) for problem, complaint in zip(problems, complaints(problems), strict=True) if complaint
     ]
     assert not found
-
-
-def test_what_depends_on_a_number_may_differ_and_nothing_else() -> None:
-    """What a query head computes and its group's gradients, or the results of a key head's whole group."""
-    shape = (3, 5, 4, 8)
-    tensors = oracle.Tensors(np.ones(shape), np.ones((3, 5, 2, 8)), np.ones((3, 5, 2, 6)), None, None)
-    outputs = np.ones((3, 5, 4, 6)), np.ones((3, 5, 4))
-
-    def complaints_of(name: str, result: str, batch: int, head: int) -> list[str]:
-        changed = {field: array if array is None else array.copy() for field, array in tensors._asdict().items()}
-        out, lse = (array.copy() for array in outputs)
-        arrays: dict[str, Any] = {"out": out, "lse": lse, **{f"d_{field}": array for field, array in changed.items()}}
-        arrays[result][batch, 2, head] += 1e-9
-        spoiled = Spoiled(name, "nan", "number", 1, 3)
-        no_rows, results = np.zeros(lse.shape, bool), ((out, lse), oracle.Tensors(**changed))
-        return spoiled.complaints(tensors, no_rows, (outputs, tensors), results, is_reproducible=True)
-
-    for name, result, reached in (
-        ("query", "out", {3}),
-        ("query", "d_query", {3}),
-        ("query", "d_key", {1}),
-        ("d_out", "out", set()),
-        ("d_out", "d_query", {3}),
-        ("d_out", "d_value", {1}),
-        ("key", "lse", {2, 3}),
-        ("value", "out", {2, 3}),
-        ("value", "d_query", {2, 3}),
-        ("key", "d_value", {1}),
-    ):
-        heads = 2 if result in ("d_key", "d_value") else 4
-        for batch, head in itertools.product(range(3), range(heads)):
-            found = complaints_of(name, result, batch, head)
-            assert bool(found) == (batch != 1 or head not in reached), (name, result, batch, head)
-            assert all(result in complaint for complaint in found)

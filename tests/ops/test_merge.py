@@ -14,12 +14,7 @@ import natten_jax
 from tests.arguments.test_static_arguments import refused
 from tests.support import oracle
 from tests.support.families import Family
-from tests.support.problems import (
-    BOUNDS,
-    Case,
-    errors,
-    value_and_gradients,
-)
+from tests.support.problems import BOUNDS, Case, errors, value_and_gradients
 
 # Merged parts compared with attention over all keys.
 
@@ -100,26 +95,19 @@ WRONG = {
     # One thing in place of a list.
     "one-output": (jnp.stack([OUT, OUT]), [LSE, LSE], TypeError, ("outputs must be a sequence", "(2, 2, 8, 4, 16)")),
     "one-lse": ([OUT, OUT], jnp.stack([LSE, LSE]), TypeError, ("lse_tensors must be a sequence", "(2, 2, 8, 4)")),
-    "none": (None, [LSE, LSE], TypeError, ("outputs must be a sequence", "None")),
-    "text": ("ab", [LSE, LSE], TypeError, ("outputs must be a sequence", "'ab'")),
-    "mapping": ({0: OUT, 1: OUT}, [LSE, LSE], TypeError, ("outputs must be a sequence", "dict")),
     "set": ([OUT, OUT], {1, 2}, TypeError, ("lse_tensors must be a sequence", "set")),
     # Parts that are no arrays.
     "floats": ([1.0, 2.0], [LSE, LSE], TypeError, ("outputs[0]", "array", "float")),
     "second-none": ([OUT, None], [LSE, LSE], TypeError, ("outputs[1]", "array", "NoneType")),
     "lse-int": ([OUT, OUT], [LSE, 3], TypeError, ("lse_tensors[1]", "array", "int")),
-    "long": (range(10**15), [LSE, LSE], TypeError, ("outputs[0]", "array", "int")),
     "struct": ([STRUCT, STRUCT], [LSE, LSE], TypeError, ("outputs[0]", "array", "ShapeDtypeStruct")),
-    "key": ([OUT, jax.random.key(0)], [LSE, LSE], TypeError, ("outputs[1]", "array")),
     # Arrays of other types.
     "int-array": ([OUT, OUT.astype(int)], [LSE, LSE], ValueError, ("outputs[1]", "int32", "float16", "bfloat16")),
     "lse-int-array": ([OUT, OUT], [LSE, LSE.astype("int8")], ValueError, ("lse_tensors[1]", "int8", "float32")),
-    "objects": ([OUT, np.ones(OUT.shape, object)], [LSE, LSE], ValueError, ("outputs[1]", "object")),
     # Arrays of other shapes.
     "output-shape": ([OUT, OUT[:1]], [LSE, LSE[:1]], ValueError, ("outputs[1]", "(1, 8, 4, 16)", "(2, 8, 4, 16)")),
     "lse-shape": ([OUT, OUT], [LSE[:1], LSE], ValueError, ("lse_tensors[0]", "(1, 8, 4)", "(2, 8, 4)")),
     "lse-of-output": ([OUT, OUT], [OUT, OUT], ValueError, ("lse_tensors[0]", "(2, 8, 4, 16)", "(2, 8, 4)")),
-    "scalars": ([OUT.sum()] * 2, [LSE.sum()] * 2, ValueError, ("outputs[0]", "()", "[..., heads, head_dim_v]")),
     "count": ([OUT] * 2, [LSE], ValueError, ("lse_tensors", "1 part", "2")),
     "none-of-them": ([], [], ValueError, ("outputs", "0 part", "at least two")),
 }

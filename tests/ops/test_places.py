@@ -12,6 +12,8 @@ import pytest
 
 import natten_jax
 from natten_jax import attention, na1d, na2d
+from tests.support.families import Family
+from tests.support.problems import Case, Trial, check_all
 
 # Queries that are a box of the layout of the keys, on a finer grid than keys, and layouts that are padded.
 
@@ -127,39 +129,14 @@ def test_one_program_for_all_extents(backend: str) -> None:
     assert len(traced) == 1
 
 
-@pytest.mark.parametrize("backend", ["flex-fmha", "cpu-fmha"])
-def test_padded_attention_of_more_queries_than_keys(backend: str) -> None:
-    query = jax.random.normal(jax.random.key(0), (1, 90, 1, 8))
-    key, value = jax.random.normal(jax.random.key(1), (2, 1, 3, 1, 8))
-
-    def gradients(**lengths: Any) -> Any:
-        def loss(*arrays: jax.Array) -> jax.Array:
-            return jnp.sum(attention(*arrays, backend=backend, **lengths) ** 2)
-
-        return jax.grad(loss, (0, 1, 2))(query, key, value)
-
-    for one, other in zip(gradients(kv_lengths=jnp.array([3])), gradients(), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
-
-
-def test_entries_without_a_token() -> None:
-    tokens = jnp.ones((2, 6, 2, 8))
-    for backend in ("cpu", "flex"):
-
-        def both(tokens: jax.Array, extents: jax.Array, name: str = f"{backend}-fna") -> Any:
-            return na1d(tokens, tokens, tokens, 3, extents=extents, backend=name, return_lse=True)
-
-        out, lse = both(tokens, jnp.array([[0], [6]]))
-        assert (out[0] == 0).all()
-        assert (lse[0] == -jnp.inf).all()
-        gradient = jax.grad(lambda tokens: both(tokens, jnp.array([[0], [6]]))[0].sum())(tokens)
-        assert (gradient[0] == 0).all()
-        assert jnp.isfinite(gradient).all()
-        out, lse = attention(
-            tokens, tokens, tokens, kv_lengths=jnp.array([0, 6]), backend=f"{backend}-fmha", return_lse=True
-        )
-        assert (out[0] == 0).all()
-        assert (lse[0] == -jnp.inf).all()
+def test_padding_of_all_tokens_and_of_few_keys(family: Family) -> None:
+    """Batch entries without tokens, and fewer keys than queries."""
+    cases = [
+        Case((6,), (3,), heads=2, batch=2, extents=((0,), (6,))),
+        Case((6,), queries=6, heads=2, batch=2, extents=((0,), (6,))),
+        Case((3,), queries=90, extents=((3,),)),
+    ]
+    check_all([Trial(case, family.dtype) for case in cases], family)
 
 
 def test_traced_extents_and_places_are_moved_into_range() -> None:

@@ -14,40 +14,18 @@ from hypothesis import strategies as st
 import natten_jax
 
 PAIR = {"q_tile_shape": [4, 8], "kv_tile_shape": [8, 4]}
-NO_JSON = {
-    "empty": b"",
-    "cut": b'{"best_configuration": {"backend": "cpu-',
-    "not-utf-8": b'{"best_configuration": {"backend": "\xff\xfe"}}',
-    "deep-lists": b"[" * 200_000,
-    "huge-integer": b'{"best_configuration": {"q_tile_shape": [' + b"9" * 10_000 + b"]}}",
-}
-NO_CONFIGURATION = {
-    "list": "[]", "null": "null", "number": "3", "text": '"best_configuration"', "other-object": '{"rows": []}',
-}  # fmt: skip
+NO_JSON = [b"", b'{"best_configuration": {"backend": "\xff\xfe"}}', b"[" * 200_000, b"[" + b"9" * 10_000 + b"]"]
+NO_CONFIGURATION = [b"[]", b"null", b"3", b'"best_configuration"', b'{"rows": []}']
 WRONG: list[Any] = [
     # A configuration, the field that is wrong, and what the message shows.
-    (None, "best_configuration", "None"),
     ("cpu-fna", "best_configuration", "'cpu-fna'"),
     ({"scale": 2}, "best_configuration.scale", "unknown"),
     *(
         ({**PAIR, "q_tile_shape": value}, "best_configuration.q_tile_shape", shown)
-        for value, shown in (
-            (64, "64"),
-            ([4.0, 8], "[4.0, 8]"),
-            ([True, 8], "[True, 8]"),
-            ([0, 8], "[0, 8]"),
-            ([], "[]"),
-            ([2**63, 1], "2**63"),
-        )
+        for value, shown in ((64, "64"), ([True, 8], "[True, 8]"), ([0, 8], "[0, 8]"), ([2**63, 1], "2**63"))
     ),
-    ({"q_tile_shape": [4, 8], "kv_tile_shape": None}, "best_configuration.q_tile_shape", "kv_tile_shape"),
     ({"backward_kv_tile_shape": [4]}, "best_configuration.backward_kv_tile_shape", "backward_q_tile_shape"),
     ({**PAIR, "kv_tile_shape": [4]}, "best_configuration.kv_tile_shape", "[4]"),
-    (
-        {**PAIR, "backward_q_tile_shape": [4], "backward_kv_tile_shape": [4]},
-        "best_configuration.backward_q_tile",
-        "[4]",
-    ),
     *(
         ({"backend": value}, "best_configuration.backend", shown)
         for value, shown in ((3, "3"), ("turbo-fna", "'turbo-fna'"), ("cpu-fmha", "'cpu-fmha'"), (["cpu-fna"], "['cpu"))
@@ -56,13 +34,7 @@ WRONG: list[Any] = [
     ({"run_persistent_kernel": 1}, "best_configuration.run_persistent_kernel", "1"),
     ({"attention_kwargs": "cpu-fmha"}, "best_configuration.attention_kwargs", "'cpu-fmha'"),
     ({"attention_kwargs": {"backend": "cpu-fna"}}, "best_configuration.attention_kwargs", "backend='cpu-fna'"),
-    ({"attention_kwargs": {"scale": 1}}, "best_configuration.attention_kwargs", "'scale'"),
     ({"attention_kwargs": {"q_tile_size": 4}}, "best_configuration.attention_kwargs", "kv_tile_size"),
-    (
-        {"attention_kwargs": {"run_persistent_kernel": 0}},
-        "best_configuration.attention_kwargs",
-        "run_persistent_kernel",
-    ),
 ]
 
 
@@ -76,18 +48,14 @@ def refused(path: Path, *parts: str) -> None:
     assert len(message) < len(os.fspath(path)) + 400
 
 
-@pytest.mark.parametrize("content", NO_JSON.values(), ids=NO_JSON)
-def test_files_that_are_no_json(content: bytes, tmp_path: Path) -> None:
+def test_files_of_another_kind(tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
-    path.write_bytes(content)
-    refused(path, "is no JSON")
-
-
-@pytest.mark.parametrize("content", NO_CONFIGURATION.values(), ids=NO_CONFIGURATION)
-def test_files_of_another_kind(content: str, tmp_path: Path) -> None:
-    path = tmp_path / "tuned.json"
-    path.write_text(content)
-    refused(path, "best_configuration", "holds no tuned configuration", "--optimize --json PATH")
+    for content in NO_JSON:
+        path.write_bytes(content)
+        refused(path, "is no JSON")
+    for content in NO_CONFIGURATION:
+        path.write_bytes(content)
+        refused(path, "best_configuration", "holds no tuned configuration", "--optimize --json PATH")
 
 
 @pytest.mark.parametrize(("best", "field", "shown"), WRONG)
@@ -115,13 +83,6 @@ def test_fields_without_a_value_are_left_out(tmp_path: Path) -> None:
     path.write_text(json.dumps({"best_configuration": best, "rows": []}))
     found = natten_jax.load_tuned(str(path))
     assert found == {"q_tile_shape": (4, 8), "kv_tile_shape": (8, 4), "run_persistent_kernel": False}
-
-
-def test_text_is_utf_8_whatever_the_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "tuned.json"
-    path.write_text(json.dumps({"best_configuration": {}, "device": "GPU \u00b5"}, ensure_ascii=False), "utf-8")
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: pytest.fail("in the encoding of the locale"))
-    assert natten_jax.load_tuned(path) == {}
 
 
 JSON = st.recursive(
