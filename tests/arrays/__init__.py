@@ -1,1 +1,1 @@
-"""Which arrays may be handed in, and how they are cut into words."""
+"""Arrays that operators accept."""

@@ -12,11 +12,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import natten_jax
-from natten_jax.arrays.operands import types_like
 from tests.support import meshes
 from tests.support.families import Family
 from tests.support.meshes import mesh_of, put
-from tests.support.problems import QUICK_COMPILATION, Case
+from tests.support.problems import Case, both_passes, quick
 
 CASES = [
     Case((12,), (5,), stride=(2,), batch=4, heads=2, heads_kv=1, additional=3, fused=True),
@@ -25,10 +24,6 @@ CASES = [
     Case((9,), queries=12, batch=4),
 ]
 on_each_mesh = pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
-
-
-def quick(function: Callable[..., Any]) -> Callable[..., Any]:
-    return jax.jit(function, compiler_options=QUICK_COMPILATION)
 
 
 def assert_close(found: Any, expected: Any) -> None:
@@ -41,11 +36,7 @@ def operator_of(case: Case, family: Family) -> Callable[..., Any]:
 
 
 def both(case: Case, family: Family) -> Callable[..., Any]:
-    def run(operands: Any, cotangents: Any) -> Any:
-        outputs, pullback = jax.vjp(operator_of(case, family), operands)
-        return outputs, pullback(cotangents)[0]
-
-    return run
+    return both_passes(operator_of(case, family))
 
 
 @on_each_mesh
@@ -105,25 +96,3 @@ def test_modules_on_unsharded_arrays(family: Family, axis_type: str) -> None:
     expected = results()
     with jax.set_mesh(mesh_of(axis_type, d=1)):
         assert_close(results(), expected)
-
-
-@pytest.mark.parametrize("shape", [(4, 3, 2), (4, 3, 2, 5), (4, 3)])
-def test_types_of_results_have_shardings_of_their_own_length(
-    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Newer releases of JAX refuse a sharding that is longer than the shape; older ones cut it."""
-    core = pytest.importorskip("jax._src.core")
-    if not hasattr(core, "_make_lengths_same"):
-        pytest.skip("this release refuses it itself")
-
-    def refused(sharding: jax.sharding.NamedSharding, ndim: int) -> jax.sharding.NamedSharding:
-        raise ValueError(f"Length of sharding.spec ({len(sharding.spec)}) must be equal to aval's ndim ({ndim})")
-
-    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
-    with jax.set_mesh(mesh):
-        array = jnp.ones((2, 3, 4))
-        monkeypatch.setattr(core, "_make_lengths_same", refused)
-        (found,) = types_like(array, (shape, "bfloat16"))
-    assert (found.shape, found.dtype) == (shape, jnp.bfloat16)
-    assert found.sharding.spec == jax.sharding.PartitionSpec(*(None,) * len(shape))
-    assert found.sharding.mesh == mesh.abstract_mesh

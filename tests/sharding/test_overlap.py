@@ -10,11 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from natten_jax import na2d
+from natten_jax.arrays.boxes import elements_of, words_of
 from natten_jax.backends.select import resolve
 from natten_jax.cost_model.halos import NVLINK, overlap_that_pays
 from natten_jax.halo import bytes_received, halos_of
@@ -22,7 +24,7 @@ from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan, Request
 from natten_jax.problem import Problem, problem_of
 from natten_jax.simulator import calibration_for, predict_split, simulate
-from tests.support.meshes import mesh_of
+from tests.support.meshes import mesh_of, put
 from tests.support.programs import output_of, run_python
 
 SetGains = Callable[[Callable[..., bool]], None]
@@ -165,14 +167,6 @@ def test_what_a_split_takes_is_predicted() -> None:
     assert partly and 0 < partly.exposed < partly.exchange
 
 
-def test_bytes_that_are_received() -> None:
-    """Halos of one dimension take along those of the dimensions before, which is how corners arrive."""
-    video = problem_of((30, 48, 80), (6, 12, 12), heads=24, head_dim=128)
-    token, halo = 24 * 2 * 128 * 2, 6 + 5
-    assert bytes_received(video, (1, 1, 2)) == 30 * 48 * 6 * token  # two devices have one neighbor each
-    assert bytes_received(video, (1, 4, 4)) == 30 * (halo * 20 + (12 + halo) * halo) * token
-
-
 TILES = "q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape"
 
 
@@ -192,7 +186,6 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from natten_jax.cost_model import halos
 from tests.sharding.test_overlap import gradients
 from tests.support.meshes import mesh_of
-from tests.support.programs import output_of, run_python
 
 sharding = NamedSharding(mesh_of("Auto", x=4), P(None, "x"))
 tokens = jax.ShapeDtypeStruct((1, 256, 64, 2, 32), "float32", sharding=sharding)
@@ -234,3 +227,41 @@ def test_each_pass_gets_its_halos_as_is_best_for_it(
     text = jax.jit(split).lower(*[tokens] * 4).compile().as_text() or ""
     targets = re.findall(r'custom_call_target="natten_jax_cpu_(\w+)"', text)
     assert [targets.count("forward"), targets.count("backward")] == counts
+
+
+# Elements of 16 bits travel in pairs, as words.
+
+
+@pytest.mark.parametrize("width", [1, 2, 7, 8, 64])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int8"])
+def test_words_have_the_bits_of_their_elements(dtype: str, width: int) -> None:
+    bits = np.random.default_rng(width).integers(0, 256, (3, 5, width * jnp.dtype(dtype).itemsize), np.uint8)
+    array = jnp.asarray(bits.view(jnp.dtype(dtype)))
+    words = words_of(array)
+    is_paired = jnp.dtype(dtype).itemsize == 2 and width % 2 == 0
+    assert words.shape == ((3, 5, width // 2) if is_paired else array.shape)
+    assert words.dtype == (jnp.uint32 if is_paired else array.dtype)
+    assert np.asarray(words).tobytes() == np.asarray(array).tobytes()
+    assert np.asarray(elements_of(words, array.dtype)).tobytes() == np.asarray(array).tobytes()
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 2e-2), ("float16", 2e-3), ("float32", 1e-6)])
+@pytest.mark.parametrize(("width", "width_v"), [(8, 8), (7, 14)])
+def test_slabs_travel_as_words(width: int, width_v: int, dtype: str, bound: float, set_gains: SetGains) -> None:
+    set_gains(lambda *_: True)
+    mesh = mesh_of("Auto", x=4)
+    shapes = [(2, 16, 8, 2, each) for each in (width, width, width_v, width_v)]
+    arrays = [jax.random.normal(jax.random.key(i), shape).astype(dtype) for i, shape in enumerate(shapes)]
+
+    @jax.jit
+    def results(query: Any, key: Any, value: Any, cotangent: Any) -> Any:
+        out, pullback = jax.vjp(lambda q, k, v: na2d(q, k, v, 5, backend="cpu-fna"), query, key, value)
+        return out, *pullback(cotangent)
+
+    split = [put(array, mesh, None, "x") for array in arrays]
+    program = results.lower(*split).compile()
+    lines = (program.as_text() or "").splitlines()
+    assert any("u32[" in line and "collective-permute" in line for line in lines) == (dtype != "float32")
+    expected = results(*(array.astype("float32") for array in arrays))
+    for one, other in zip(program(*split), expected, strict=True):
+        assert abs(np.float32(one) - np.float32(other)).max() < bound * abs(other).max()

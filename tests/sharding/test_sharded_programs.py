@@ -1,9 +1,10 @@
-"""Splits that cannot stay, transformations over split arrays, exported programs and the compilation cache."""
+"""Splits that cannot stay, transformations and mapped axes of split arrays, and the compilation cache."""
 
 from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import natten_jax
 from natten_jax import attention, na2d
 from tests.support.meshes import assert_close, mesh_of, put
 from tests.support.programs import output_of, run_python
@@ -88,18 +87,64 @@ def test_transformations_of_split_arrays() -> None:
     np.testing.assert_array_equal(jax.jit(attend)(*put(arrays, half, "z")), once)
 
 
-def test_exported_programs_of_several_devices() -> None:
-    def exported(function: Any, arrays: Any) -> Any:
-        stored = export.export(jax.jit(function), disabled_checks=natten_jax.EXPORT_CHECKS)(*arrays).serialize()
-        return jax.jit(export.deserialize(stored).call)(*arrays)
+Function = Callable[..., Any]
+TILES = "q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape"
+#: Keys and values of a mapped axis, batch and tokens: tokens are split.
+WHOLE = P(None, None, "x")
 
-    mesh, explicit, arrays = mesh_of("Auto", x=4, y=2), mesh_of("Explicit", x=4, y=2), drawn()
-    expected, placed = jax.jit(attend)(*arrays), put(arrays, mesh, *SPLIT)
-    with pytest.raises(NotImplementedError, match=r"(?s)^(?=.*jax\.shard_map)(?=.*Explicit)"):
-        exported(attend, placed)
-    assert_close(exported(jax.shard_map(attend, mesh=mesh, in_specs=SPLIT, out_specs=SPLIT), placed), expected)
-    with jax.set_mesh(explicit):
-        assert_close(exported(attend, put(arrays, explicit, *SPLIT)), expected)
+
+def mapped_gradients(function: Function, axes: Any) -> Function:
+    def both(q: Any, k: Any, v: Any, c: Any) -> Any:
+        out, pullback = jax.vjp(jax.vmap(function, in_axes=axes), q, k, v)
+        return out, *pullback(c)
+
+    return both
+
+
+def mapped(function: Function) -> Function:
+    return lambda *arrays: jax.lax.map(lambda each: function(*each), arrays, batch_size=2)
+
+
+def moved(function: Function) -> Function:
+    return lambda *arrays: jax.jvp(jax.vmap(function), arrays[:3], arrays[3:])
+
+
+@pytest.mark.parametrize(
+    ("backend", "overlaps"),
+    [("cpu-fna", False), ("cpu-fna", True), pytest.param("flex-fna", False, marks=pytest.mark.slow)],
+)
+def test_mapped_calls_whose_tokens_are_split(
+    backend: str, overlaps: bool, set_gains: Callable[[Callable[..., bool]], None]
+) -> None:
+    """Plain JAX has its halos first."""
+    set_gains(lambda *_: overlaps)
+    window: dict[str, Any] = {"kernel_size": 3, "backend": backend}
+    window |= dict.fromkeys(TILES, (1, 1)) if backend.startswith("cpu") else {}
+    attend = functools.partial(na2d, **window)
+    split_attend = functools.partial(attend, token_axes=("x", None))
+    arrays = [jax.random.normal(key, (3, 2, 16, 4, 2, 8)) for key in jax.random.split(jax.random.key(0), 4)]
+    query, key, value, cotangent = arrays
+    mesh = mesh_of("Auto", x=4)
+
+    def compare(function: Function, expected: Function, in_specs: Any, out_specs: Any, inputs: Any) -> None:
+        split = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+        assert_close(jax.jit(split)(*inputs), jax.jit(expected)(*inputs))
+
+    for axes, its_key, of_key in (((0, 0, 0), key, WHOLE), ((0, None, 0), key[0], P(None, "x"))):
+        derive = functools.partial(mapped_gradients, axes=axes)
+        inputs, specs = (query, its_key, value, cotangent), (WHOLE, of_key, WHOLE, WHOLE)
+        compare(derive(split_attend), derive(attend), specs, (WHOLE, *specs[:3]), inputs)
+        part = jax.shard_map(split_attend, mesh=mesh, in_specs=(P(None, "x"),) * 3, out_specs=P(None, "x"))
+        assert_close(jax.jit(derive(part))(*inputs), jax.jit(derive(attend))(*inputs))
+    compare(mapped(split_attend), mapped(attend), (WHOLE,) * 3, WHOLE, arrays[:3])
+    if backend.startswith("flex"):
+        compare(moved(split_attend), moved(attend), (WHOLE,) * 6, (WHOLE,) * 2, (*arrays, query, key)[:6])
+
+    explicit = mesh_of("Explicit", x=4)
+    for function, operands in ((mapped_gradients(attend, (0, 0, 0)), arrays), (mapped(attend), arrays[:3])):
+        expected = jax.jit(function)(*operands)
+        with jax.set_mesh(explicit):
+            assert_close(jax.jit(function)(*put(operands, explicit, *WHOLE)), expected)
 
 
 CACHED = """

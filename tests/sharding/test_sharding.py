@@ -145,24 +145,22 @@ def collectives(compiled: jax.stages.Compiled) -> set[str]:
     return {kind for kind in COLLECTIVES if re.search(rf" {kind}(?:-start)?\(", text)}
 
 
-class Done(NamedTuple):
-    """Functions that one program computes."""
-
-    what: str
-    kinds: tuple[str, ...]
-
-    @classmethod
-    def of(cls, mode: str, name: str, what: str) -> Done:
-        is_quick = not what.startswith("flex") or (name in THOROUGH and what == "flex-fna" and mode in THOROUGH_MODES)
-        return cls(what, ("forward", "gradient", "vmap", "remat", "scan") if is_quick else ("forward", "gradient"))
-
-    def by(self, backend: str) -> Callable[..., dict[str, Any]]:
-        """All of it, in one function."""
-        each = functions(operator_of(self.what, backend))
-        return lambda *arrays: {kind: each[kind](*arrays) for kind in self.kinds}
+ALL_KINDS = ("forward", "gradient", "vmap", "remat", "scan")
 
 
-def within_shard_map(mode: str, mesh: Any, split: Split, done: Done) -> Callable[..., Any]:
+def kinds_of(mode: str, name: str, what: str) -> tuple[str, ...]:
+    """The functions of an operator that one program computes: fewer of plain JAX."""
+    is_quick = not what.startswith("flex") or (name in THOROUGH and what == "flex-fna" and mode in THOROUGH_MODES)
+    return ALL_KINDS if is_quick else ALL_KINDS[:2]
+
+
+def all_of(what: str, kinds: tuple[str, ...], backend: str | None = None) -> Callable[..., dict[str, Any]]:
+    """These functions of an operator in one."""
+    each = functions(operator_of(what, backend or what))
+    return lambda *arrays: {kind: each[kind](*arrays) for kind in kinds}
+
+
+def within_shard_map(mode: str, mesh: Any, split: Split, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as users write it who split arrays themselves."""
     names = {"x"} if mode == "Auto+Manual" else {"x", "y"}
 
@@ -171,7 +169,6 @@ def within_shard_map(mode: str, mesh: Any, split: Split, done: Done) -> Callable
         return kept or None
 
     query, key = (P(*map(manual, spec)) for spec in (split.query(), split.key()))
-    function = done.by(done.what)
     shapes = jax.eval_shape(function, *arrays_of(split))
 
     def out(kind: str, position: int, shape: Any) -> P:
@@ -189,11 +186,11 @@ def within_shard_map(mode: str, mesh: Any, split: Split, done: Done) -> Callable
 
 
 @functools.cache
-def of_one_device(name: str, done: Done) -> Any:
+def of_one_device(name: str, what: str, kinds: tuple[str, ...]) -> Any:
     """The results of one device, in every mode."""
     # Kernels are another implementation; without them plain JAX is compared with itself on one device.
-    reference = done.what if native.path() is None else done.what.replace("flex", "cpu")
-    return jax.jit(done.by(reference), compiler_options=QUICK_COMPILATION)(*arrays_of(SPLITS[name]))
+    reference = what if native.path() is None else what.replace("flex", "cpu")
+    return jax.jit(all_of(what, kinds, reference), compiler_options=QUICK_COMPILATION)(*arrays_of(SPLITS[name]))
 
 
 SIZES = {"x": 4, "y": 2}
@@ -210,14 +207,16 @@ def shard_of(split: Split, shape: tuple[int, ...], is_mapped: bool, of_key: bool
 
 def check(mode: str, mesh: Mesh, name: str, what: str) -> None:
     """Compare everything that is done with an operator on one split with the results of one device."""
-    split, done = SPLITS[name], Done.of(mode, name, what)
+    split, kinds = SPLITS[name], kinds_of(mode, name, what)
     specs = [split.query(), split.key(), split.key()]
     placed = [put(array, mesh, *spec) for array, spec in zip(arrays_of(split), specs, strict=True)]
-    function = within_shard_map(mode, mesh, split, done) if "Manual" in mode else done.by(what)
+    function = all_of(what, kinds)
+    if "Manual" in mode:
+        function = within_shard_map(mode, mesh, split, function)
     compiled = jax.jit(function).lower(*placed).compile(compiler_options=QUICK_COMPILATION)
     allowed = {"all-reduce"} if name in REDUCING and what != "merge" else set()
     assert collectives(compiled) <= allowed, (mode, name)
-    found, expected = compiled(*placed), of_one_device(name, done)
+    found, expected = compiled(*placed), of_one_device(name, what, kinds)
     for kind in found:
         pairs = zip(jax.tree.leaves(found[kind]), jax.tree.leaves(expected[kind]), strict=True)
         for position, (one, other) in enumerate(pairs):
