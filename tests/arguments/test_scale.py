@@ -39,27 +39,23 @@ def scale_of(scale: Any, dtype: str) -> float:
 
 
 REAL = r"^scale must be None, a real number or an array of real numbers, without dimensions or .*, got"
+#: Beyond float32, of which one is a float32 itself.
+LARGE = [-1e39, 10**39, 2.4e38, np.float64(1e300), fractions.Fraction(10**40, 3), jnp.bfloat16(3.3e38)]
+INFINITE = [
+    10**400,
+    10**5000,
+    fractions.Fraction(10**400),
+    -math.inf,
+    math.nan,
+    np.float32("inf"),
+    np.longdouble("1e4000"),
+]
+OF_ARRAYS = [jnp.float32(np.inf), np.array(np.nan), np.array([np.inf])]
+NOT_REAL = ["1", True, np.True_, 1j, np.complex64(1), [1.0], np.array(True), jnp.array(1j), b"1", (), {}]
 REFUSED: list[tuple[type[Exception], str, list[Any]]] = [
-    # Beyond float32, of which one is a float32 itself.
-    (
-        ValueError,
-        r"^scale must be within .*log2\(e\)",
-        [-1e39, 10**39, 2.4e38, np.float64(1e300), fractions.Fraction(10**40, 3)],
-    ),
-    (
-        ValueError,
-        "^scale must be finite",
-        [
-            10**400,
-            10**5000,
-            fractions.Fraction(10**400),
-            -math.inf,
-            math.nan,
-            np.float32("inf"),
-            np.longdouble("1e4000"),
-        ],
-    ),
-    (TypeError, REAL, ["1", True, np.True_, 1j, np.complex64(1), [1.0], np.array(True), jnp.array(1j), b"1", (), {}]),
+    (ValueError, r"^scale must be within .*log2\(e\)", LARGE),
+    (ValueError, r"^scale(\[0\])? must be finite", INFINITE + OF_ARRAYS),
+    (TypeError, REAL, NOT_REAL),
 ]
 
 

@@ -40,19 +40,14 @@ def natten_forward(weights: dict[str, np.ndarray], inputs: np.ndarray, window: d
     """What NATTEN's modules compute, in float64 NumPy with a dense mask."""
     batch, *layout, features = inputs.shape
     weights = {name: array.astype(np.float64) for name, array in weights.items()}
-
-    def sizes(name: str, default: int) -> tuple:
-        value = window.get(name, default)
-        return value if isinstance(value, tuple) else (value,) * len(layout)
-
+    windows = [
+        np.broadcast_to(window.get(name, default), len(layout)).tolist()
+        for name, default in (("kernel_size", 1), ("stride", 1), ("dilation", 1), ("is_causal", False))
+    ]
     qkv = inputs.astype(np.float64) @ weights["qkv.weight"].T + weights.get("qkv.bias", 0.0)
     query, key, value = np.moveaxis(qkv.reshape(batch, *layout, 3, HEADS, features // HEADS), -3, 0)
-    mask = oracle.neighborhood_mask(
-        layout, sizes("kernel_size", 1), sizes("stride", 1), sizes("dilation", 1), sizes("is_causal", False)
-    )
-    windows = sizes("kernel_size", 1), sizes("stride", 1), sizes("dilation", 1), sizes("is_causal", False)
-    entries = oracle.relative_entries(layout, *windows)
     tensors = oracle.Tensors(query, key, value, relative_bias=weights.get("rpb"))
+    mask, entries = (make(layout, *windows) for make in (oracle.neighborhood_mask, oracle.relative_entries))
     out = oracle.forward(tensors, mask, scale, entries).out
     return out.reshape(inputs.shape) @ weights["proj.weight"].T + weights["proj.bias"]
 
@@ -207,7 +202,6 @@ class TestConvert:
         [
             ({"qkv.weight": None}, "state_dict has no 'qkv.weight' .*it has no qkv.weight"),
             ({"proj.weight": None}, "state_dict has no 'proj.weight'"),
-            ({"proj.bias": None}, "state_dict has no 'proj.bias'"),
             ({"qkv.weight": np.ones((2 * FEATURES, FEATURES))}, r"qkv.weight has shape \(32, 16\)"),
             ({"qkv.bias": np.ones(FEATURES)}, r"qkv.bias has shape \(16,\), but qkv.weight asks for \(48,\)"),
             ({"proj.weight": np.ones((FEATURES, 8))}, "proj.weight has shape"),
@@ -238,44 +232,33 @@ class TestConvert:
         with pytest.raises(ValueError, match="the module has a bias for query"):
             convert.load_nnx(nnx_module(1), natten_weights(qkv_bias=False))
 
-    @pytest.mark.parametrize("name", ["qkv.weight", "qkv.bias", "proj.weight", "proj.bias"])
-    @pytest.mark.parametrize("prefix", ["", "blocks.0.attn."])
     @pytest.mark.parametrize(
-        ("of", "dtype"),
+        ("of", "shown"),
         [
             (lambda array: array.astype(object), "object"),
             (lambda array: array.astype(str), "<U"),
-            (lambda array: array.astype(bytes), "|S"),
-            (lambda array: array.astype(complex), "complex128"),
             (lambda array: array > 0, "bool"),
             (lambda array: array.astype(np.int8), "int8"),  # quantized: its scales are elsewhere
-            (lambda array: array.astype("datetime64[s]"), "datetime64"),
-            (lambda array: array.astype(np.float32).view([("real", np.float32)]), "real"),
             (lambda array: array.astype(complex).tolist(), "complex128"),
-            (lambda array: jnp.asarray(array, "int32"), "int32"),
+            (lambda _: None, ""),
+            (lambda _: [[1.0], [1.0, 2.0]], ""),
         ],
     )
-    def test_weights_of_other_types(self, name, prefix, of, dtype):
-        weights = natten_weights(prefix=prefix)
-        weights[prefix + name] = of(weights[prefix + name])
+    def test_weights_that_are_no_arrays_of_floats(self, of, shown):
         module = nnx_module(1)
         before = params_of(module)
-        for call in (
-            lambda: convert.linen_params(weights, HEADS, prefix=prefix),
-            lambda: convert.load_nnx(module, weights, prefix=prefix),
-        ):
-            with pytest.raises(TypeError) as caught:
-                call()
-            message = str(caught.value)
-            assert message.startswith(f"state_dict[{prefix + name!r}] must be an array of floats"), message
-            assert dtype in message
+        for name in ("qkv.weight", "qkv.bias", "proj.weight", "proj.bias"):
+            weights = natten_weights(prefix="blocks.")
+            weights[f"blocks.{name}"] = of(weights[f"blocks.{name}"])
+            for call in (
+                lambda weights=weights: convert.linen_params(weights, HEADS, prefix="blocks."),
+                lambda weights=weights: convert.load_nnx(module, weights, prefix="blocks."),
+            ):
+                with pytest.raises(
+                    TypeError, match=rf"^state_dict\['blocks.{name}'\] must be an array of floats.*{shown}"
+                ):
+                    call()
         jax.tree.map(np.testing.assert_array_equal, params_of(module), before)
-
-    @pytest.mark.parametrize("value", [None, "weights", {"a": 1}, [[1.0], [1.0, 2.0]], object(), lambda: 1])
-    def test_weights_that_are_no_arrays(self, value):
-        weights = {**natten_weights(), "proj.bias": value}
-        with pytest.raises(TypeError, match=r"^state_dict\['proj.bias'\] must be an array of floats"):
-            convert.linen_params(weights, HEADS)
 
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn"])
     def test_weights_of_all_float_types(self, dtype):
@@ -290,16 +273,10 @@ class TestConvert:
         ("arguments", "error", "message"),
         [
             ({"state_dict": None}, TypeError, "state_dict must be a mapping of names to weights, got NoneType"),
-            ({"state_dict": [("qkv.weight", 1)]}, TypeError, "state_dict must be a mapping .*, got list"),
             ({"prefix": None}, TypeError, "prefix must be a str, got None"),
-            ({"prefix": b"blocks."}, TypeError, "prefix must be a str, got b'blocks.'"),
             ({"num_heads": "4"}, TypeError, "num_heads must be an int, got '4'"),
-            ({"num_heads": 4.0}, TypeError, "num_heads must be an int, got 4.0"),
-            ({"num_heads": True}, TypeError, "num_heads must be an int, got True"),
             ({"num_heads": 0}, ValueError, "num_heads must be at least 1, got 0"),
-            ({"num_heads": 3}, ValueError, "num_heads 3 does not divide the 16 features"),
             ({"param_dtype": int}, TypeError, "param_dtype must be None or a float type, got .*int"),
-            ({"param_dtype": "complex64"}, TypeError, "param_dtype must be None or a float type, got 'complex64'"),
             ({"param_dtype": "nothing"}, TypeError, "param_dtype must be None or a float type, got 'nothing'"),
         ],
     )
@@ -307,7 +284,3 @@ class TestConvert:
         good = {"state_dict": natten_weights(), "num_heads": HEADS}
         with pytest.raises(error, match=message):
             convert.linen_params(**{**good, **arguments})
-
-    def test_names_that_are_no_text(self):
-        with pytest.raises(ValueError, match=r"has no 'qkv.weight' .*'a.'"):
-            convert.linen_params({0: np.ones(3), "a.qkv.weight": np.ones(3)}, HEADS)

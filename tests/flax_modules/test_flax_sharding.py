@@ -14,7 +14,7 @@ pytest.importorskip("optax")
 
 from flax import linen as flax_linen
 from flax import nnx as flax_nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from natten_jax.flax_modules import convert
 
 from tests.flax_modules.test_flax_convert import natten_weights
@@ -31,10 +31,6 @@ METADATA = {
     "out_kernel_metadata": {"out_sharding": OUT_KERNEL},
     "out_bias_metadata": {},
 }
-
-
-def one_device_mesh() -> jax.sharding.Mesh:
-    return jax.make_mesh((1,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
 
 
 def annotated(rank: int, **overrides):
@@ -103,7 +99,7 @@ def test_dropout_on_meshes_drops_what_it_drops_on_one_device(flavour: str) -> No
 
 class TestNnx:
     def test_metadata_is_kept_beside_the_parameters(self):
-        with jax.set_mesh(one_device_mesh()):
+        with jax.set_mesh(mesh_of("Auto", model=1)):
             module = nnx_module(2, **METADATA)
             other = {"kv_kernel_metadata": {"tag": 1}, "kv_bias_metadata": {}}
             modules = module, nnx_module(2, **other)
@@ -117,20 +113,13 @@ class TestNnx:
             *(None, 1, 1, None)
         ]
 
-    def test_metadata_of_queries_is_that_of_all_others(self):
-        module = nnx_module(1, kernel_metadata={"tag": 1}, bias_metadata={"tag": 2})
-        for layer in (module.query, module.key, module.value, module.out):
-            assert (layer.kernel.get_metadata()["tag"], layer.bias.get_metadata()["tag"]) == (1, 2)
-        module = nnx_module(1, kernel_metadata={"tag": 1}, out_kernel_metadata={}, bias_metadata={"tag": 2})
-        assert "tag" not in module.out.kernel.get_metadata()
-
     def test_initializers_annotate(self):
         def named(*names):
             return flax_nnx.with_partitioning(flax_nnx.initializers.normal(), names)
 
         inits = {"kernel_init": named(*KERNEL), "bias_init": named(*BIAS)}
         outs = {"out_kernel_init": named(*OUT_KERNEL), "out_bias_init": named(None)}
-        with jax.set_mesh(one_device_mesh()):
+        with jax.set_mesh(mesh_of("Auto", model=1)):
             state: Any = flax_nnx.state(nnx_module(1, **inits, **outs, kv_bias_init=flax_nnx.initializers.ones))
             specs: Any = flax_nnx.get_partition_spec(state)
         assert specs["value"]["kernel"].get_value() == PartitionSpec(*KERNEL)
@@ -154,7 +143,7 @@ class TestNnx:
             nnx_module(1, **settings)
 
     def test_converted_weights_stay_where_the_parameters_are(self):
-        mesh = one_device_mesh()
+        mesh = mesh_of("Auto", model=1)
         with jax.set_mesh(mesh):
             module, plain = nnx_module(1, **METADATA), nnx_module(1)
             weights = natten_weights()
@@ -176,7 +165,7 @@ class TestLinen:
         inputs = inputs_of(1)
         module, plain = annotated(1), LINEN[1](num_heads=HEADS, **WINDOWS[1])
         variables = module.init(jax.random.key(0), inputs)
-        with jax.set_mesh(one_device_mesh()):
+        with jax.set_mesh(mesh_of("Auto", model=1)):
             on_mesh = jax.jit(module.init)(jax.random.key(0), inputs)
             outputs = jax.jit(module.apply)(on_mesh, inputs)
         for found in (variables, on_mesh):
@@ -185,15 +174,6 @@ class TestLinen:
                 assert specs[name] == {"kernel": PartitionSpec(*KERNEL), "bias": PartitionSpec(*BIAS)}
             assert specs["out"] == {"kernel": PartitionSpec(*OUT_KERNEL), "bias": PartitionSpec()}
         np.testing.assert_allclose(outputs, plain.apply(flax_linen.unbox(variables), inputs), rtol=1e-5, atol=1e-6)
-
-    def test_logical_names(self):
-        init = flax_linen.with_logical_partitioning(flax_linen.initializers.normal(), (None, "heads", None))
-        module = annotated(1, kernel_init=init)
-        with jax.set_mesh(one_device_mesh()), flax_linen.logical_axis_rules([("heads", "model")]):
-            variables = jax.jit(module.init)(jax.random.key(0), inputs_of(1))
-        assert flax_linen.get_partition_spec(variables)["params"]["query"]["kernel"] == PartitionSpec(
-            None, "heads", None
-        )
 
     def test_initializers_of_other_projections(self):
         ones = flax_linen.initializers.ones

@@ -20,7 +20,7 @@ from natten_jax.flax_modules.nnx import NeighborhoodAttention2D
 
 import natten_jax
 from natten_jax import na2d
-from natten_jax.windows import fitted
+from tests.support import oracle
 from tests.support.flax_layers import (
     FEATURES,
     HEADS,
@@ -69,44 +69,23 @@ def test_the_bias_is_learned(dtype: str) -> None:
     assert float(jnp.abs(module(inputs) - before).max()) > 1e-3
 
 
-#: Layouts that the windows of :data:`WINDOWS` do not fit.
-SMALL_LAYOUTS = {1: (7,), 2: (4, 3), 3: (2, 5, 2)}
-
-
-@pytest.mark.parametrize("rank", RANKS)
-def test_windows_of_small_layouts_are_clamped(rank: int) -> None:
+@pytest.mark.parametrize("flavor", ["nnx", "linen"])
+def test_windows_of_small_layouts_are_clamped(flavor: str) -> None:
     """Clamped windows give the results of windows that fit, with the middle of the table."""
-    settings: dict[str, Any] = {**WINDOWS[rank], "relative_bias": True}
-    layout, asked = SMALL_LAYOUTS[rank], np.broadcast_to(WINDOWS[rank]["kernel_size"], rank)
-    sizes = fitted(WINDOWS[rank]["kernel_size"], layout, WINDOWS[rank].get("dilation", 1))
-    assert sizes != tuple(asked)
-    strides = tuple(map(min, np.broadcast_to(WINDOWS[rank]["stride"], rank).tolist(), sizes))
-    inputs = jax.random.normal(jax.random.key(0), (2, *layout, FEATURES))
-    middle = (slice(None), *(slice(k - n, k + n - 1) for k, n in zip(asked, sizes, strict=True)))
+    inputs, table = inputs_of(2)[:, :4, :3], jax.random.normal(jax.random.key(1), (HEADS, 9, 13))
+    large: Any = {"kernel_size": (5, 7), "stride": 1, "dilation": 1, "relative_bias": True}
+    small = {**large, "kernel_size": (4, 3)}
 
-    def results(function: Any, tree: Any) -> Any:
-        return jax.value_and_grad(lambda tree: jnp.sum(jnp.sin(function(tree))))(tree)
+    def output(table: jax.Array, **settings: Any) -> jax.Array:
+        module = nnx_module(2, **settings)
+        module.rpb[...] = table
+        if flavor == "nnx":
+            return module(inputs)
+        twin = LINEN[2](num_heads=HEADS, **{**WINDOWS[2], **settings})
+        return twin.apply({"params": params_of(module)}, inputs)
 
-    linen = LINEN[rank](num_heads=HEADS, clamp_window=True, **settings)
-    variables = linen.init(jax.random.key(0), inputs)
-    table = jax.random.normal(jax.random.key(1), variables["params"]["rpb"].shape)
-    variables["params"]["rpb"] = table
-    found, gradients = results(lambda tree: linen.apply(tree, inputs), variables)
-    fitting = LINEN[rank](num_heads=HEADS, **{**settings, "kernel_size": sizes, "stride": strides})
-    cropped = {"params": variables["params"] | {"rpb": table[middle]}}
-    expected, expected_gradients = results(lambda tree: fitting.apply(tree, inputs), cropped)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    gradient = np.asarray(gradients["params"]["rpb"])
-    np.testing.assert_allclose(gradient[middle], expected_gradients["params"]["rpb"], atol=1e-5)
-    assert gradient[middle].any()
-    assert np.count_nonzero(gradient) == np.count_nonzero(gradient[middle])
-
-    module = nnx_module(rank, clamp_window=True, relative_bias=True)
-    graph, state = nnx.split(module)
-    nnx.replace_by_pure_dict(state, variables["params"])
-    found, gradients = results(lambda state: nnx.merge(graph, state)(inputs), state)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    np.testing.assert_allclose(gradients["rpb"].get_value(), gradient, atol=1e-5)
+    found = output(table, clamp_window=True, **large)
+    np.testing.assert_allclose(found, output(table[:, 1:8, 4:9], **small), rtol=1e-5, atol=1e-6)
 
 
 # Modules with biases of keys and with sinks.
@@ -115,21 +94,17 @@ def test_windows_of_small_layouts_are_clamped(rank: int) -> None:
 SINKS = np.linspace(-1.0, 2.0, HEADS)
 
 
-def reference(params: Any, inputs: Any, key_bias: np.ndarray, sinks: np.ndarray) -> np.ndarray:
+def reference(params: Any, inputs: Any, key_bias: np.ndarray) -> np.ndarray:
     """Attention of all tokens to each other in float64."""
-    params = jax.tree.map(lambda array: np.asarray(array, np.float64), params)
-    tokens = np.asarray(inputs, np.float64).reshape(len(inputs), -1, FEATURES)
-
-    def project(name: str) -> np.ndarray:
-        return np.einsum("btf,fhd->bthd", tokens, params[name]["kernel"]) + params[name]["bias"]
-
-    query, key, value = map(project, ("query", "key", "value"))
-    logits = np.einsum("bqhd,bkhd->bhqk", query, key) * query.shape[-1] ** -0.5
-    weights = np.exp(logits + key_bias.reshape(len(inputs), -1, 1, tokens.shape[1]))
-    weights /= weights.sum(axis=-1, keepdims=True) + np.exp(sinks)[:, None, None]
-    attended = np.einsum("bhqk,bkhd->bqhd", weights, value)
-    out = np.einsum("bqhd,hdf->bqf", attended, params["out"]["kernel"]) + params["out"]["bias"]
-    return out.reshape(inputs.shape)
+    params, inputs = jax.tree.map(lambda array: np.asarray(array, np.float64), (params, inputs))
+    query, key, value = (
+        np.einsum("b...f,fhd->b...hd", inputs, params[name]["kernel"]) + params[name]["bias"]
+        for name in ("query", "key", "value")
+    )
+    tokens = int(np.prod(inputs.shape[1:-1]))
+    operands = oracle.Tensors(query, key, value, key_bias=key_bias, sinks=SINKS)
+    attended = oracle.forward(operands, np.ones((tokens, tokens), bool), (FEATURES // HEADS) ** -0.5).out
+    return np.einsum("b...hd,hdf->b...f", attended, params["out"]["kernel"]) + params["out"]["bias"]
 
 
 def attend(flavor: str, rank: int, inputs: jax.Array, **arguments: Any) -> tuple[Any, jax.Array]:
@@ -155,7 +130,7 @@ def test_results(flavor: str, rank: int, per_head: bool) -> None:
     shape = (len(inputs), *([HEADS] if per_head else []), *LAYOUTS[rank])
     key_bias = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     params, found = attend(flavor, rank, inputs, key_bias=jnp.asarray(key_bias))
-    expected = reference(params, inputs, key_bias.astype(np.float64), SINKS)
+    expected = reference(params, inputs, key_bias)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -216,58 +191,26 @@ def test_attention_fn() -> None:
 # Models of Flax's as exported programs, with their parameters as arguments.
 
 
-IMAGES = jnp.asarray(np.random.default_rng(0).standard_normal((2, 6, 5, 8)), "float32")
-
-
-needs_flatbuffers = pytest.mark.skipif(
-    importlib.util.find_spec("flatbuffers") is None, reason="jax.export serialises with flatbuffers"
-)
-
-
-def stored(function: Any, parameters: Any) -> bytes:
-    """A function of parameters and inputs of any batch size as JAX stores it."""
-    (batch,) = jax.export.symbolic_shape("batch")
-    inputs = jax.ShapeDtypeStruct((batch, *IMAGES.shape[1:]), IMAGES.dtype)
-    export = jax.export.export(jax.jit(function), disabled_checks=natten_jax.EXPORT_CHECKS)
-    return bytes(export(parameters, inputs).serialize())
-
-
-def run(program: bytes, parameters: Any) -> Any:
-    """Result of a stored program."""
-    return jax.export.deserialize(bytearray(program)).call(parameters, IMAGES)
-
-
-class Blocks(nnx.Module):
-    """Two layers in a list, whose state has numbers for keys."""
-
-    def __init__(self, seed: int) -> None:
-        rngs = nnx.Rngs(seed)
-        self.layers = nnx.List([NeighborhoodAttention2D(8, num_heads=2, kernel_size=3, rngs=rngs) for _ in range(2)])
-
-    def __call__(self, inputs: jax.Array) -> jax.Array:
-        """Both, one after the other."""
-        for layer in self.layers:
-            inputs = inputs + layer(inputs)
-        return inputs
-
-
-@needs_flatbuffers
+@pytest.mark.skipif(importlib.util.find_spec("flatbuffers") is None, reason="jax.export serialises with flatbuffers")
 def test_the_state_of_an_nnx_model_is_an_argument_of_its_program() -> None:
-    graph, state = nnx.split(Blocks(0))
+    """Of two layers in a list, whose state has numbers for keys."""
+    (batch,) = jax.export.symbolic_shape("batch")
+    images = jax.random.normal(jax.random.key(0), (2, 6, 5, 8))
+
+    def model(seed: int) -> Any:
+        rngs = nnx.Rngs(seed)
+        return nnx.Sequential(*(NeighborhoodAttention2D(8, num_heads=2, kernel_size=3, rngs=rngs) for _ in range(2)))
+
+    def stored(function: Any, parameters: Any) -> bytes:
+        export = jax.export.export(jax.jit(function), disabled_checks=natten_jax.EXPORT_CHECKS)
+        inputs = jax.ShapeDtypeStruct((batch, *images.shape[1:]), images.dtype)
+        return bytes(export(parameters, inputs).serialize())
+
+    graph, state = nnx.split(model(0))
     leaves, structure = jax.tree.flatten(state)
     program = stored(lambda leaves, x: nnx.merge(graph, jax.tree.unflatten(structure, leaves))(x), leaves)
     for seed in (0, 1):
-        other = Blocks(seed)
-        found = run(program, jax.tree.leaves(nnx.state(other)))
-        np.testing.assert_allclose(found, other(IMAGES), rtol=1e-6, atol=1e-6)
+        found = jax.export.deserialize(bytearray(program)).call(jax.tree.leaves(nnx.state(model(seed))), images)
+        np.testing.assert_allclose(found, model(seed)(images), rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match="Cannot serialize PyTreeDef containing an unregistered type"):
         stored(lambda state, x: nnx.merge(graph, state)(x), state)  # or else the page need not say so
-
-
-@needs_flatbuffers
-def test_the_parameters_of_a_linen_model_are_an_argument_of_its_program() -> None:
-    model = linen.NeighborhoodAttention2D(num_heads=2, kernel_size=3)
-    first, second = (model.init(jax.random.key(seed), IMAGES) for seed in (0, 1))
-    program = stored(model.apply, first)
-    for parameters in (first, second):
-        np.testing.assert_allclose(run(program, parameters), model.apply(parameters, IMAGES), rtol=1e-6, atol=1e-6)

@@ -94,10 +94,7 @@ _CALLS: Mapping[str, tuple[Call, Mapping[str, str]]] = {
     "large upsample": (_na2d(_LARGE, {"queries": (96, 48)}, upsample=(2, 1)), _TILED),
     "large deterministic": (_na2d(_LARGE, backward_deterministic=True), _TILED),
     "small relative bias": (_na2d(shapes={"head_dim": 32, "relative_bias": (4, 9, 9)}), _SMALL),
-    "small relative bias sinks": (
-        _na2d(shapes={"head_dim": 32, "relative_bias": (4, 9, 9), "sinks": (4,)}),
-        _SMALL,
-    ),
+    "small relative bias sinks": (_na2d(shapes={"head_dim": 32, "relative_bias": (4, 9, 9), "sinks": (4,)}), _SMALL),
     "small biases": (
         _na2d(shapes={"head_dim": 32, "relative_bias": (4, 9, 9), "key_bias": (2, 16, 16), "scale": (4,)}),
         _SMALL,
@@ -120,10 +117,7 @@ _CALLS: Mapping[str, tuple[Call, Mapping[str, str]]] = {
     "attention lengths": (_attention(kv_lengths=[4096, 3000], query_lengths=[4096, 2000]), _TILED),
     "attention key bias sinks": (_attention({"key_bias": (2, 4096), "sinks": (4,)}), _TILED),
 }
-_MESHED = {
-    "tokens": (_na2d(_LARGE, edges="cut"), P("x", "y")),
-    "heads": (_na2d(_LARGE), P("x", None, None, "y")),
-}
+_MESHED = {"tokens": (_na2d(_LARGE, edges="cut"), P("x", "y")), "heads": (_na2d(_LARGE), P("x", None, None, "y"))}
 _MESHES = "shard_map", "auto", "explicit"
 
 

@@ -19,7 +19,13 @@ from tests.guard import exported, lowered, results, signatures
 
 RECORDS = Path(__file__).parent / "records"
 LATER = RECORDS / "later.json"
-KINDS = "signatures", "lowered", "exported", "results"
+#: Functions that make the records of each kind from this tree.
+KINDS: Mapping[str, Callable[[], dict[str, Any]]] = {
+    "signatures": signatures.take,
+    "lowered": lowered.take,
+    "exported": exported.take,
+    "results": results.take,
+}
 
 
 def load(kind: str) -> dict[str, Any]:
@@ -41,24 +47,13 @@ def save(kind: str, records: Mapping[str, Any]) -> None:
         np.savez_compressed(RECORDS / f"{kind}.npz", **records)
 
 
-def take(kind: str) -> dict[str, Any]:
-    """Make the records of a kind from this tree."""
-    takes: Mapping[str, Callable[[], dict[str, Any]]] = {
-        "signatures": signatures.take,
-        "lowered": lowered.take,
-        "exported": exported.take,
-        "results": results.take,
-    }
-    return takes[kind]()
-
-
 def differences(kind: str, found: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Descriptions of all differences between records and this tree, by name."""
     recorded = load(kind)
     if kind == "exported":
         texts = {name: "\n".join(exported.disagreements(name, each)) for name, each in recorded.items()}
         return {name: text for name, text in texts.items() if text}
-    found = take(kind) if found is None else found
+    found = KINDS[kind]() if found is None else found
     if kind == "signatures":  # flax may be missing
         modules = {name.split(".")[0] for name in found}
         recorded = {name: text for name, text in recorded.items() if name.split(".")[0] in modules}
@@ -90,7 +85,7 @@ def record_later(names: Sequence[str], why: str) -> None:
     for kind in sorted({name.partition(":")[0] for name in names}):
         if kind not in KINDS:
             raise ValueError(f"{kind!r} is no kind of record: names begin with {', '.join(KINDS)} and a colon")
-        recorded, found = load(kind), take(kind)
+        recorded, found = load(kind), KINDS[kind]()
         for name in names:
             entry = name.partition(":")[2]
             if not name.startswith(f"{kind}:"):
@@ -121,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         record_later(given.later, given.why)
     else:
         for kind in KINDS:
-            save(kind, take(kind))
+            save(kind, KINDS[kind]())
         LATER.write_text("{}\n", encoding="utf-8")
     return 0
 

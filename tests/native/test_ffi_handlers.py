@@ -5,7 +5,6 @@ The calls run in processes of their own, which report before and after each: a c
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 from typing import Any
@@ -16,17 +15,9 @@ import numpy as np
 import pytest
 
 import natten_jax
-from natten_jax.arrays.boxes import QueryBox
-from natten_jax.arrays.operands import Cotangents, Inputs, Operands
-from natten_jax.backends.base import Earlier
-from natten_jax.backends.ffi import attributes
 from natten_jax.native import module as native
-from natten_jax.performance import Performance
-from natten_jax.plan.devices import Device
-from natten_jax.problem import problem_of
-from tests.support.ffi_calls import BIASES, PROBLEM_OPERANDS, TARGETS, Call, Target, axis_fields, good_call, run_call
+from tests.support.ffi_calls import BIASES, PROBLEM_OPERANDS, TARGETS, Call, Target, good_call, run_call
 from tests.support.malformed_calls import CASES, DEVICE_ERROR
-from tests.support.plans import plans_of
 from tests.support.programs import run_python
 
 TARGET_PARAMETERS = [pytest.param(target, id=target.label, marks=target.marks) for target in TARGETS]
@@ -145,79 +136,3 @@ def test_unchanged_call_runs(target: Target, has_arrays: bool) -> None:
         tolerance = 1e-5 if target.dtype == np.float32 else 5e-3
         for result, other in zip(results[:2], expected, strict=True):
             np.testing.assert_allclose(result, other, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.label)
-def test_real_calls_are_those_tested_here(target: Target) -> None:
-    """As backends trace them, which needs none of their devices."""
-    good = good_call(target)
-    (expected,) = (
-        good_call(each)
-        for each in TARGETS
-        if each.is_backward
-        and (each.backend, each.is_small, each.variant) == (target.backend, target.is_small, target.variant)
-    )
-    values = {name: array.tolist() for name, array in expected.attributes.items()}
-    axes = axis_fields(expected.attributes["axes"])
-    problem = problem_of(
-        axes["query_extent"],
-        axes["kernel_size"],
-        axes["stride"],
-        axes["dilation"],
-        tuple(end == 1 for end in axes["ends"]),
-        kv_layout=axes["kv_extent"],
-        batch=2,
-        heads=2,
-        heads_kv=1,
-        head_dim=target.head_dims[0],
-        head_dim_v=target.head_dims[1],
-        additional_kv=3,
-        scale=values["scale"],
-        dtype=np.dtype(target.dtype).name,
-    )
-    problem = dataclasses.replace(problem, relative_bias=target.has_biases, key_bias=target.has_key_bias)
-    q_tile, kv_tile = (tuple(values[name]) for name in ("q_tile_shape", "kv_tile_shape"))
-    # With small windows, queries have the tiles that keys have in the backward pass.
-    of_queries, of_keys = (kv_tile, q_tile) if target.is_small else (q_tile, kv_tile)
-    performance = Performance(
-        q_tile_shape=of_queries,
-        kv_tile_shape=of_keys,
-        backward_q_tile_shape=q_tile,
-        backward_kv_tile_shape=kv_tile,
-        backward_deterministic=True,
-    )
-    gpu = Device("cuda", (9, 0), is_present=False)
-    backend, plans = plans_of(target.backend, problem, performance, None if "cpu" in target.backend else gpu)
-
-    def both_passes(operands: Operands) -> Any:
-        saved = backend.forward(plans["forward"], operands, saves=True)
-        if target.replaces:
-            seeing = QueryBox(jnp.zeros(3, jnp.int32), good.operands["query"].shape[1:4])
-            assert backend.form(plans["forward"]).continues
-            saved = backend.forward(plans["forward"], operands, saves=True, earlier=Earlier(saved, seeing))
-        return backend.backward(plans["backward"], operands, saved, Cotangents(*saved[:2]))
-
-    *inputs, origins, _ = (expected.operands[name] for name in PROBLEM_OPERANDS)
-    operands = Operands(Inputs(*inputs), origins)
-    if target.has_biases:
-        operands = operands._replace(inputs=operands.inputs._replace(relative_bias=expected.operands["relative_bias"]))
-    if target.has_key_bias:
-        keys = expected.operands["key_bias"][..., None]
-        operands = operands._replace(inputs=operands.inputs._replace(key_bias=keys))
-    if "sinks" in expected.operands:
-        operands = operands._replace(inputs=operands.inputs._replace(sinks=expected.operands["sinks"]))
-    if target.has_problem:
-        good.operands["scales"] = np.zeros((0,), np.float32)
-    (call,) = (
-        equation
-        for equation in jax.make_jaxpr(both_passes)(operands).jaxpr.eqns
-        if equation.params.get("target_name") == target.name
-    )
-
-    def types(arrays: Any) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
-        return [(array.shape, np.dtype(array.dtype)) for array in arrays]
-
-    assert types(variable.aval for variable in call.invars) == types(good.operands.values())
-    assert types(variable.aval for variable in call.outvars) == types(good.results.values())
-    assert dict(call.params["attributes"]).keys() == good.attributes.keys()
-    assert attributes(plans["backward"])["axes"] == tuple(values["axes"])

@@ -73,15 +73,6 @@ def test_the_time_model_counts_rounds_as_the_kernel_does() -> None:
     assert calibration.counted_rounds == native.limits("sm90")["tiles_worth_counting"]
 
 
-@pytest.mark.parametrize("name", ["hopper", "cutlass", "cpu"])
-def test_without_the_native_module_nobody_knows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "load_error", "the native module was eaten")
-    device = Device("cpu") if name == "cpu" else HOPPER
-    problem = simulator.problem_of((1024,), 8)
-    reason = backends.find(f"{name}-fna", "fna").rejection(problem, device, "forward")
-    assert reason == "the native module was eaten"
-
-
 @pytest.mark.parametrize("name", ["hopper", "cutlass"])
 @pytest.mark.parametrize("head_dims", [(512, 64), (64, 264)])
 def test_heads_without_kernels_have_no_tiles(name: str, head_dims: tuple[int, int]) -> None:

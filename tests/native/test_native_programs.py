@@ -78,10 +78,7 @@ def test_no_cta_has_many_of_the_strips_that_take_longest(tmp_path: Path) -> None
 
 
 #: By the machine that is compiled for: the compiler, how it links what runs here, and what runs that.
-TOOLCHAINS = {
-    "this": ([COMPILER], []),
-    "aarch64": (["aarch64-linux-gnu-g++", "-static"], ["qemu-aarch64"]),
-}
+TOOLCHAINS = {"this": ([COMPILER], []), "aarch64": (["aarch64-linux-gnu-g++", "-static"], ["qemu-aarch64"])}
 
 
 @pytest.mark.parametrize("machine", TOOLCHAINS)
@@ -116,45 +113,31 @@ MACOS = {
 }
 
 
-def link_commands(folder: Path, **system: str) -> dict[str, str]:
-    """Link commands of the libraries on this or another system."""
+def test_apples_linker_is_given_none_of_gnus_options(tmp_path: Path) -> None:
     programs = str(Path(sys.executable).parent)
     cmake = shutil.which("cmake", path=os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]))
     if cmake is None:
         pytest.skip("cmake is not installed")
-    (folder / "pybind11Config.cmake").write_text(PYBIND11)
+    (tmp_path / "pybind11Config.cmake").write_text(PYBIND11)
+    (tmp_path / "asked.cmake").write_text(ASKED)
     definitions = {
-        **system,
+        **MACOS,
+        "CMAKE_PROJECT_INCLUDE": str(tmp_path / "asked.cmake"),
         "CMAKE_CXX_COMPILER": COMPILER,
         "NATTEN_JAX_FFI_INCLUDE_DIR": jax.ffi.include_dir(),
         "Python_EXECUTABLE": sys.executable,
         "Python_INCLUDE_DIR": sysconfig.get_path("include"),
-        "pybind11_DIR": str(folder),
+        "pybind11_DIR": str(tmp_path),
     }
-    command = [cmake, "-G", "Unix Makefiles", f"-S{ROOT / 'csrc'}", f"-B{folder / 'build'}"]
-    subprocess.run(
-        [*command, *(f"-D{name}={value}" for name, value in definitions.items())],
-        check=True,
-        capture_output=True,
-        text=True,
+    build = tmp_path / "build"
+    options = [f"-D{name}={value}" for name, value in definitions.items()]
+    command = [cmake, "-G", "Unix Makefiles", f"-S{ROOT / 'csrc'}", f"-B{build}", *options]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    of_library, of_module = (
+        (build / "CMakeFiles" / f"{target}.dir" / "link.txt").read_text() for target in ("natten_jax", "_native")
     )
-    targets = ("natten_jax", "_native")
-    return {name: (folder / "build/CMakeFiles" / f"{name}.dir" / "link.txt").read_text() for name in targets}
-
-
-def test_apples_linker_is_given_none_of_gnus_options(tmp_path: Path) -> None:
-    asked = tmp_path / "asked.cmake"
-    asked.write_text(ASKED)
-    commands = link_commands(tmp_path, **MACOS, CMAKE_PROJECT_INCLUDE=str(asked))
-    assert [option for command in commands.values() for option in GNU if option in command] == []
-    assert "-dead_strip" in commands["natten_jax"]
-    assert "-install_name @rpath/libnatten_jax.so" in commands["natten_jax"]
-    assert "-rpath,@loader_path" in commands["_native"]
-    installed = (tmp_path / "build" / "cmake_install.cmake").read_text()
+    assert [option for option in GNU if option in of_library + of_module] == []
+    assert "-dead_strip" in of_library and "-install_name @rpath/libnatten_jax.so" in of_library
+    assert "-rpath,@loader_path" in of_module
+    installed = (build / "cmake_install.cmake").read_text()
     assert "libnatten_jax.so" in installed and ".dylib" not in installed
-
-
-def test_the_same_is_said_to_gnus_linker(tmp_path: Path) -> None:
-    """Control for the test above."""
-    commands = link_commands(tmp_path)
-    assert [option for option in GNU if option not in commands["natten_jax"] + commands["_native"]] == []
