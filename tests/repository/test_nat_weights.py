@@ -53,24 +53,19 @@ def convolved(weights: Weights, name: str, array: np.ndarray, stride: int, paddi
 
 
 def attended(weights: Weights, prefix: str, tokens: np.ndarray, dilation: int) -> np.ndarray:
-    """Key by key: every pair that is seen has the table's number for their distance."""
-    table = weights[f"{prefix}rpb"].astype(np.float64)
+    """Neighborhood attention with a relative bias, of tokens that are padded to the window at least."""
+    table = weights[f"{prefix}rpb"]
     heads, size = table.shape[0], (table.shape[1] + 1) // 2
-    batch, height, width, features = tokens.shape
+    _, height, width, features = tokens.shape
     more = [(0, max(0, size * dilation - extent)) for extent in (height, width)]
     tokens = np.pad(tokens, [(0, 0), *more, (0, 0)])
-    layout = tokens.shape[1:3]
-    flat = linear(weights, f"{prefix}qkv", tokens).reshape(batch, math.prod(layout), 3, heads, -1)
-    query, key, value = np.moveaxis(flat, 2, 0).swapaxes(2, 3)
-    mask = oracle.neighborhood_mask(layout, (size,) * 2, (1, 1), (dilation,) * 2, (False, False))
-    logits = query @ key.swapaxes(-1, -2) / math.sqrt(query.shape[-1])
-    for from_, to in zip(*np.nonzero(mask), strict=True):
-        rows, columns = np.subtract(np.unravel_index(to, layout), np.unravel_index(from_, layout)) // dilation
-        logits[:, :, from_, to] += table[:, rows + size - 1, columns + size - 1]
-    exponentials = np.where(mask, np.exp(logits - logits.max(-1, keepdims=True)), 0)
-    out = (exponentials / exponentials.sum(-1, keepdims=True)) @ value
-    out = out.swapaxes(1, 2).reshape(batch, *layout, features)[:, :height, :width]
-    return linear(weights, f"{prefix}proj", out)
+    qkv = linear(weights, f"{prefix}qkv", tokens).reshape(*tokens.shape[:3], 3, heads, -1)
+    query, key, value = np.moveaxis(qkv, 3, 0)
+    operands = oracle.Tensors(query, key, value, relative_bias=table)
+    window = tokens.shape[1:3], (size,) * 2, (1, 1), (dilation,) * 2, (False, False)
+    scale, entries = (features // heads) ** -0.5, oracle.relative_entries(*window)
+    out = oracle.forward(operands, oracle.neighborhood_mask(*window), scale, entries).out
+    return linear(weights, f"{prefix}proj", out.reshape(tokens.shape)[:, :height, :width])
 
 
 def gelu(array: np.ndarray) -> np.ndarray:
@@ -89,13 +84,8 @@ def reference(
 ) -> np.ndarray:
     tokens = images.astype(np.float64)
     if stages == "layers":
-        tokens = convolved(
-            weights,
-            "patch_embed.proj",
-            np.pad(tokens, [(0, 0), *[(0, -n % 4) for n in tokens.shape[1:3]], (0, 0)]),
-            4,
-            0,
-        )
+        whole = np.pad(tokens, [(0, 0), *[(0, -n % 4) for n in tokens.shape[1:3]], (0, 0)])
+        tokens = convolved(weights, "patch_embed.proj", whole, 4, 0)
     else:
         tokens = convolved(weights, "patch_embed.proj.1", convolved(weights, "patch_embed.proj.0", tokens, 2, 1), 2, 1)
     tokens = normalized(weights, "patch_embed.norm", tokens)
@@ -126,19 +116,29 @@ def scaled_layers(weights: Weights) -> Weights:
     return {**weights, **added}
 
 
+#: Parts of names, and what transformers calls them.
+HUGGING_FACE = {
+    "patch_embed.proj": "dinat.embeddings.patch_embeddings.projection",
+    "patch_embed.norm": "dinat.embeddings.norm",
+    "levels.": "dinat.encoder.levels.",
+    ".blocks.": ".layers.",
+    "norm1": "layernorm_before",
+    "norm2": "layernorm_after",
+    "attn.proj": "attention.output.dense",
+    "attn.": "attention.self.",
+    "mlp.fc1": "intermediate.dense",
+    "mlp.fc2": "output.dense",
+    "head.": "classifier.",
+}
+
+
 def hugging_face(weights: Weights) -> Weights:
     """The same weights as transformers names and splits them."""
     renamed: Weights = {}
     for name, array in weights.items():
-        new = name.replace("patch_embed.proj", "dinat.embeddings.patch_embeddings.projection")
-        new = new.replace("patch_embed.norm", "dinat.embeddings.norm").replace("levels.", "dinat.encoder.levels.")
-        new = (
-            new.replace(".blocks.", ".layers.").replace("norm1", "layernorm_before").replace("norm2", "layernorm_after")
-        )
-        new = new.replace("attn.proj", "attention.output.dense").replace("attn.", "attention.self.")
-        new = new.replace("mlp.fc1", "intermediate.dense").replace("mlp.fc2", "output.dense")
-        new = new.replace("head.", "classifier.")
-        new = f"dinat.layernorm.{new.removeprefix('norm.')}" if new.startswith("norm.") else new
+        new = f"dinat.layernorm.{name.removeprefix('norm.')}" if name.startswith("norm.") else name
+        for ours, theirs in HUGGING_FACE.items():
+            new = new.replace(ours, theirs)
         if ".qkv." in new:
             for part, values in zip(("query", "key", "value"), np.split(array, 3), strict=True):
                 renamed[new.replace("qkv", part)] = values

@@ -176,35 +176,16 @@ def test_metadata_say_what_a_wheel_needs_and_leave_out_what_is_not_decided(wheel
     assert not {"License", "License-Expression", "Home-page", "Project-URL"} & set(fields.keys())
 
 
-def test_every_folder_of_data_is_a_package_to_the_build(tmp_path: Path) -> None:
-    """Or else the build warns that it would be ignored, as some day it will be."""
-    sources = copy_of_sources(tmp_path)
-    built = tmp_path / "built"
-    command = [sys.executable, "setup.py", "build_py", "--build-lib", str(built)]
-    environment = {**os.environ, "NATTEN_JAX_CUDA": "0"}
-    finished = subprocess.run(command, cwd=sources, env=environment, capture_output=True, text=True, check=True)
-    assert "`packages`" not in finished.stderr, finished.stderr
-    assert CALIBRATIONS and {str(path.relative_to(built)) for path in built.rglob("*.json")} == CALIBRATIONS
-
-
 @pytest.mark.slow
-def test_installed_packages_fit_together(python: Path, tmp_path: Path) -> None:
-    assert "No broken requirements" in run(sys.executable, "-m", "pip", "--python", python, "check", cwd=tmp_path)
-
-
-@pytest.mark.slow
-def test_installed_wheel_runs_every_host_backend_without_a_compiler(
+def test_installed_wheel_works_without_a_compiler(
     python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert "No broken requirements" in run(sys.executable, "-m", "pip", "--python", python, "check", cwd=tmp_path)
     monkeypatch.setenv("PATH", str(python.parent))
-    assert run(python, "-c", PROGRAM, cwd=tmp_path).strip()
-
-
-@pytest.mark.slow
-def test_installed_doctor_reports_the_backends(python: Path, tmp_path: Path) -> None:
+    assert run(python, "-c", PROGRAM, cwd=tmp_path).strip() == __version__
+    assert "usage" in run(python, "-m", "natten_jax.profiler", "--help", cwd=tmp_path).lower()
     report = run(python, "-m", "natten_jax.doctor", cwd=tmp_path)
-    for name in ("cpu-fna", "cpu-fmha", "flex-fna", "flex-fmha"):
-        assert name in report
+    assert all(name in report for name in ("cpu-fna", "cpu-fmha", "flex-fna", "flex-fmha"))
     assert "not available" not in report
 
 
@@ -214,8 +195,3 @@ def test_installed_library_serves_the_clone_that_it_was_built_from(python: Path,
     report = run(python, "-m", "natten_jax.doctor", cwd=clone)
     assert "of the installed natten_jax, built from the same csrc" in report
     assert "Missing kernels" not in report and "not available" not in report
-
-
-@pytest.mark.slow
-def test_installed_profiler_shows_its_help(python: Path, tmp_path: Path) -> None:
-    assert "usage" in run(python, "-m", "natten_jax.profiler", "--help", cwd=tmp_path).lower()

@@ -71,50 +71,42 @@ class Environment:
         (self.packages / "editable.pth").write_text("import editable_finder")
 
     def run(self, folder: Path, *arguments: str) -> str:
-        """What a program prints that must succeed."""
-        return run(self.python, folder, *arguments)
+        """Run a program in a folder, and return its output."""
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}
+        environment.pop("PYTHONPATH", None)
+        command = [str(self.python), *arguments]
+        finished = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert finished.returncode == 0, f"{arguments}\n{finished.stdout[-4000:]}\n{finished.stderr[-4000:]}"
+        return finished.stdout
 
+    def state(self, folder: Path) -> State:
+        """State of a program that is started in a folder."""
+        package, flax_modules, library, error = self.run(folder, "-c", STATE).splitlines()
+        return State(Path(package), Path(flax_modules), Path(library), error)
 
-def run(python: str | Path, folder: Path, *arguments: str) -> str:
-    """What a program prints that must succeed, run in a folder."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}
-    environment.pop("PYTHONPATH", None)
-    finished = subprocess.run(
-        [str(python), *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert finished.returncode == 0, f"{arguments}\n{finished.stdout[-4000:]}\n{finished.stderr[-4000:]}"
-    return finished.stdout
+    def report(self, folder: Path) -> str:
+        """The output of the doctor in a folder."""
+        return self.run(folder, "-m", "natten_jax.doctor")
 
 
 STATE = textwrap.dedent("""
+    from pathlib import Path
     import natten_jax, natten_jax.flax_modules
     from natten_jax.native import module as native
-    print(natten_jax.__file__, natten_jax.flax_modules.__file__, native.path(), native.load_error, sep="\\n")
+    folders = Path(natten_jax.__file__).parents[1], Path(natten_jax.flax_modules.__file__).parent
+    print(*folders, Path(native.path() or "nowhere/none").parent, native.load_error, sep="\\n")
 """)
 
 
 class State(NamedTuple):
-    """Where the package and the modules for Flax come from, the native module, and why there is none."""
+    """Folders of the package, of the modules for Flax and of the native library, and the reason why it is missing."""
 
     package: Path
     flax_modules: Path
-    library: str
+    library: Path
     error: str
-
-    @classmethod
-    def printed(cls, package: str, flax_modules: str, library: str, error: str) -> State:
-        """What the lines say that ``STATE`` prints."""
-        return cls(Path(package).parents[1], Path(flax_modules).parent, library, error)
-
-
-def state(environment: Environment, folder: Path) -> State:
-    """What a program finds that was started in a folder."""
-    return State.printed(*environment.run(folder, "-c", STATE).splitlines())
-
-
-def state_and_report(environment: Environment, folder: Path) -> tuple[State, str]:
-    """The state in a folder, and the output of the doctor there."""
-    return state(environment, folder), environment.run(folder, "-m", "natten_jax.doctor")
 
 
 @pytest.fixture(scope="module")
@@ -132,21 +124,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 
 def test_an_install_works_everywhere_in_its_clone(clone: Path, installed: Environment) -> None:
-    inside, *others = (state(installed, folder) for folder in (clone, clone / "tests"))
-    for found in (inside, *others):
-        assert found.error == "None"
-        assert Path(found.library).parent == installed.packages / "natten_jax"
+    library = installed.packages / "natten_jax"
     # The Python files belong together, wherever they come from.
-    assert (inside.package, inside.flax_modules) == (clone, clone / "flax_modules")
-    for found in others:
-        assert found.package == installed.packages
-        assert found.flax_modules == installed.packages / "natten_jax" / "flax_modules"
-
-
-def test_the_doctor_has_nothing_to_complain_of_in_the_clone(clone: Path, installed: Environment) -> None:
-    report = installed.run(clone, "-m", "natten_jax.doctor")
-    library = installed.packages / "natten_jax" / "_native"
-    assert f"Native module: {library}" in report
+    assert installed.state(clone) == State(clone, clone / "flax_modules", library, "None")
+    assert installed.state(clone / "tests") == State(installed.packages, library / "flax_modules", library, "None")
+    report = installed.report(clone)
+    assert f"Native module: {library / '_native'}" in report
     assert "of the installed natten_jax, built from the same csrc" in report
     for complaint in ("Missing kernels", "not available", "einstall", "cannot be loaded"):
         assert complaint not in report
@@ -157,60 +140,59 @@ def test_an_editable_install_works_everywhere_in_its_clone(tmp_path: Path) -> No
     environment = Environment(tmp_path / "environment")
     environment.install_editable(clone)
     for folder in (clone, clone / "tests", environment.packages):
-        package, flax_modules, library, error = state(environment, folder)
-        assert (package, flax_modules, error) == (clone, clone / "flax_modules", "None")
-        assert Path(library).parent == clone / "natten_jax"
+        assert environment.state(folder) == State(clone, clone / "flax_modules", clone / "natten_jax", "None")
 
 
 @pytest.mark.parametrize("is_editable", [False, True])
 def test_a_library_of_other_native_sources_is_refused_with_the_remedy(is_editable: bool, tmp_path: Path) -> None:
     clone = clone_into(tmp_path / "changed")
-    with (clone / "csrc" / "cpu" / "plan.cpp").open("a") as source:
-        source.write("// changed\n")
+    change_native_sources(clone)
     environment = Environment(tmp_path / "environment")
+    lender = environment.packages / "natten_jax"
     if is_editable:
         other = clone_into(tmp_path / "other", is_built=True)
         environment.install_editable(other)
+        lender = other / "natten_jax"
     else:
         environment.install()
-    (package, flax_modules, library, error), report = state_and_report(environment, clone)
-    assert (package, flax_modules, library) == (clone, clone / "flax_modules", "None")
-    lender = other / "natten_jax" if is_editable else environment.packages / "natten_jax"
+    package, flax_modules, library, error = environment.state(clone)
+    assert (package, flax_modules, library.name) == (clone, clone / "flax_modules", "nowhere")
     assert f"{clone} is a clone without a built library" in error
     assert f"the natten_jax installed in {lender} was built from another csrc" in error
+    report = environment.report(clone)
     assert f"Run `pip install .` in {clone}" in report and "einstall natten" not in report
+
+
+def change_native_sources(clone: Path) -> None:
+    with (clone / "csrc" / "cpu" / "plan.cpp").open("a") as source:
+        source.write("// changed\n")
 
 
 def test_a_clone_of_which_nothing_was_installed_says_so(clone: Path, tmp_path: Path) -> None:
     environment = Environment(tmp_path / "environment")
-    (package, flax_modules, _, error), report = state_and_report(environment, clone)
+    package, flax_modules, _, error = environment.state(clone)
     assert (package, flax_modules) == (clone, clone / "flax_modules")
     assert f"{clone} is a clone without a built library, and no natten_jax with one is installed" in error
-    assert f"Run `pip install .` in {clone}" in report
+    assert f"Run `pip install .` in {clone}" in environment.report(clone)
 
 
 def test_a_library_in_the_clone_comes_before_an_installed_one(installed: Environment, tmp_path: Path) -> None:
     clone = clone_into(tmp_path / "built", is_built=True)
-    (_, _, library, error), report = state_and_report(installed, clone)
-    assert error == "None" and Path(library).parent == clone / "natten_jax"
-    assert "Another csrc" not in report
-    with (clone / "csrc" / "cpu" / "plan.cpp").open("a") as source:
-        source.write("// changed\n")
-    report = installed.run(clone, "-m", "natten_jax.doctor")
+    assert installed.state(clone)[2:] == (clone / "natten_jax", "None")
+    assert "Another csrc" not in installed.report(clone)
+    change_native_sources(clone)
     remedy = f"run `pip install --editable .` in {clone}"
-    assert f"  Another csrc: this library was built from another state of {clone / 'csrc'}: {remedy}\n" in report
+    complaint = f"  Another csrc: this library was built from another state of {clone / 'csrc'}: {remedy}\n"
+    assert complaint in installed.report(clone)
 
 
-def test_the_remedy_builds_the_library_that_is_used(tmp_path: Path) -> None:
-    environment = Environment(tmp_path / "environment")
-    environment.install()
+def test_the_remedy_builds_the_library_that_is_used(clone: Path, installed: Environment, tmp_path: Path) -> None:
     variables = "NATTEN_JAX_CUDA=13"
     program = f"from natten_jax import source_tree; print(*map(source_tree.remedy, ('', {variables!r})), sep='\\n')"
-    clones = {is_built: clone_into(tmp_path / str(is_built), is_built=is_built) for is_built in (False, True)}
+    built = clone_into(tmp_path / "built", is_built=True)
     for folder, remedy, with_variables in (
-        (clones[False], "run `pip install .` in {}", f"run `{variables} pip install .` in {{}}"),
-        (clones[True], "run `pip install --editable .` in {}", f"run `{variables} pip install --editable .` in {{}}"),
+        (clone, f"run `pip install .` in {clone}", f"run `{variables} pip install .` in {clone}"),
+        (built, f"run `pip install --editable .` in {built}", f"run `{variables} pip install --editable .` in {built}"),
         (tmp_path, "reinstall natten_jax", f"reinstall natten_jax with {variables}"),
     ):
-        expected = [each.format(folder) for each in (remedy, with_variables)]
-        assert environment.run(folder, "-c", program).splitlines() == expected
+        assert installed.run(folder, "-c", program).splitlines() == [remedy, with_variables]
