@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import os
 import re
-import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -60,49 +59,39 @@ def test_command_finds_nothing_in_kernels_that_are_right(arguments: tuple[str, .
     assert not list(tmp_path.iterdir())
 
 
-#: Defects of causal problems, planted where every process begins: the kernels' call kills the process, or the device
-#: computes nothing afterwards, as after an illegal address in CUDA.
-KILLS = f"""
-import os
-import natten_jax.backends.cpu as cpu
-forward = cpu.CpuBackend.forward
-def fatal(self, plan, operands, **options):
-    if any(plan.problem.is_causal):
-        os.kill(os.getpid(), {int(signal.SIGKILL)})
-    return forward(self, plan, operands, **options)
-cpu.CpuBackend.forward = fatal
-"""
-LOSES_THE_DEVICE = """
+#: A defect of causal problems, planted where every process begins.
+PLANTED = """
+import os, signal
 import jax
 import natten_jax.backends.cpu as cpu
-forward, jit = cpu.CpuBackend.forward, jax.jit
-is_lost = False
-def losing(self, plan, operands, **options):
-    global is_lost
-    saved = forward(self, plan, operands, **options)
-    if not any(plan.problem.is_causal):
-        return saved
-    is_lost = is_lost or LOSES
-    return saved._replace(out=saved.out + 1)
-def computing(*arguments, **options):
-    if is_lost:
+forward = cpu.CpuBackend.forward
+def lose_the_device():
+    def computing(*_, **__):
         raise jax.errors.JaxRuntimeError("an illegal memory access was encountered")
-    return jit(*arguments, **options)
-cpu.CpuBackend.forward, jax.jit = losing, computing
+    jax.jit = computing
+    computing()
+def planted(self, plan, operands, **options):
+    saved = forward(self, plan, operands, **options)
+    if any(plan.problem.is_causal):
+        DEFECT
+        saved = saved._replace(out=saved.out + 1)
+    return saved
+cpu.CpuBackend.forward = planted
 """
 
 
 @pytest.mark.parametrize(
-    ("program", "what"),
+    ("defect", "what"),
     [
-        (KILLS, "the process ended with status -9"),
-        (LOSES_THE_DEVICE.replace("LOSES", "True"), "the process ended with status 1"),
-        (LOSES_THE_DEVICE.replace("LOSES", "plan.problem.heads == 1"), "out: off by"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "the process ended with status -9"),
+        ("lose_the_device()", "the process ended with status 1"),
+        ("if plan.problem.heads == 1: lose_the_device()", "out: off by"),
     ],
     ids=["kills", "loses the device", "is wrong, and its simpler forms lose the device"],
 )
-def test_command_survives_and_names_the_problem(program: str, what: str, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(program)
+def test_command_survives_and_names_the_problem(defect: str, what: str, tmp_path: Path) -> None:
+    """The kernels' call kills the process, or the device computes nothing afterwards, as after an illegal address."""
+    (tmp_path / "sitecustomize.py").write_text(PLANTED.replace("DEFECT", defect))
     output = tmp_path / "found"
     arguments = ["--backend", "cpu-fna", "--problems", "4", "--at-once", "2", "--output-dir", str(output)]
     finished = run_command(*arguments, before=str(tmp_path))
