@@ -229,25 +229,3 @@ def _forget_programs() -> Iterator[None]:
     """Free what a module compiled: hardly any other needs the same program."""
     yield
     jax.clear_caches()
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show the largest error that each family had in each element type."""
-    worst: dict[tuple[str, str], dict[str, tuple[float, str]]] = collections.defaultdict(dict)
-    counts: collections.Counter[tuple[str, str]] = collections.Counter()
-    for outcome in ("passed", "failed"):
-        for report in terminalreporter.stats.get(outcome, []):
-            for name, value in getattr(report, "user_properties", ()):
-                if name != "errors":
-                    continue
-                group = value["family"], value["dtype"]
-                counts[group] += 1
-                for array, error in value["errors"].items():
-                    worst[group][array] = max(worst[group].get(array, (0.0, "")), (error, report.nodeid))
-    if worst:
-        terminalreporter.section("largest relative errors")
-    for group in sorted(worst):
-        figures = "  ".join(f"{array} {error:.1e}" for array, (error, _) in worst[group].items())
-        terminalreporter.write_line(f"{'-'.join(group)} ({counts[group]} problems): {figures}")
-        array, (_, where) = max(worst[group].items(), key=lambda item: item[1])
-        terminalreporter.write_line(f"    largest: {array} of {where}")

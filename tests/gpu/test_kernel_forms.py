@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -62,5 +61,5 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_feature(pure_family: Family, dtype: str, name: str, record_property: Callable[[str, object], None]) -> None:
-    check(CASES[name], pure_family, dtype, record=record_property)
+def test_feature(pure_family: Family, dtype: str, name: str) -> None:
+    check(CASES[name], pure_family, dtype)

@@ -37,16 +37,14 @@ from tests.support.problems import (
     value_and_gradients,
 )
 
-Record = Callable[[str, object], None]
-
 FEATURES = feature_cases()
 
 ATTENTION = attention_cases()
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_feature(family: Family, name: str, record_property: Record) -> None:
-    check(FEATURES[name], family, family.dtype, record=record_property)
+def test_feature(family: Family, name: str) -> None:
+    check(FEATURES[name], family, family.dtype)
 
 
 def random_trial(family: Family, dtype: str, seed: int) -> Trial:
@@ -55,25 +53,23 @@ def random_trial(family: Family, dtype: str, seed: int) -> Trial:
         return Trial(case, dtype, seed, random_tiles(case, family, dtype, seed))
 
 
-def test_random_problems(family: Family, problem_indices: range, record_property: Record) -> None:
-    check_all([random_trial(family, family.dtype, index) for index in problem_indices], family, record_property)
+def test_random_problems(family: Family, problem_indices: range) -> None:
+    check_all([random_trial(family, family.dtype, index) for index in problem_indices], family)
 
 
-def test_random_problems_in_other_element_types(
-    family: Family, other_problem_indices: range, record_property: Record
-) -> None:
+def test_random_problems_in_other_element_types(family: Family, other_problem_indices: range) -> None:
     others = family.dtypes[1:]
     trials = [random_trial(family, others[i % len(others)], 100_000 + i) for i in other_problem_indices]
-    check_all(trials, family, record_property)
+    check_all(trials, family)
 
 
 @pytest.mark.parametrize("name", ATTENTION)
-def test_attention(family: Family, name: str, record_property: Record) -> None:
-    check(ATTENTION[name], family, family.dtype, record=record_property)
+def test_attention(family: Family, name: str) -> None:
+    check(ATTENTION[name], family, family.dtype)
 
 
-def test_attention_in_other_element_types(family: Family, other_dtype: str, record_property: Record) -> None:
-    check(ATTENTION["mqa-causal"], family, other_dtype, record=record_property)
+def test_attention_in_other_element_types(family: Family, other_dtype: str) -> None:
+    check(ATTENTION["mqa-causal"], family, other_dtype)
 
 
 def test_output_alone_is_the_first_of_output_and_logsumexp(family: Family) -> None:
@@ -99,9 +95,9 @@ WHOLE_LAYOUT = {
 
 
 @pytest.mark.parametrize("name", WHOLE_LAYOUT)
-def test_whole_layout_runs_as_attention(family: Family, name: str, record_property: Record) -> None:
+def test_whole_layout_runs_as_attention(family: Family, name: str) -> None:
     case = WHOLE_LAYOUT[name].fitted(family)
-    check(case, family, family.dtype, record=record_property)
+    check(case, family, family.dtype)
     text = lowered(case.operator(family.fna), case, family.dtype)
     assert "attention" in text and f"{family.fmha}" in text
     assert family.fna not in text

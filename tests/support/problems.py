@@ -139,7 +139,6 @@ def check(
     family: Family,
     dtype: str,
     seed: int = 0,
-    record: Callable[[str, object], None] | None = None,
     **arguments: Any,
 ) -> None:
     """Compare both passes of a backend with the oracle.
@@ -149,10 +148,9 @@ def check(
         family: Whose backend runs it.
         dtype: Element type of the operands.
         seed: The seed of the random operands.
-        record: pytest's ``record_property``.
         **arguments: More arguments of the operator, tile shapes for example.
     """
-    check_all([Trial(case, dtype, seed, arguments)], family, record)
+    check_all([Trial(case, dtype, seed, arguments)], family)
 
 
 class Trial(NamedTuple):
@@ -174,7 +172,6 @@ class Trial(NamedTuple):
 def check_all(
     trials: Sequence[Trial],
     family: Family,
-    record: Callable[[str, object], None] | None = None,
     at_once: int | None = None,
     slack: float = 1.0,
 ) -> None:
@@ -183,7 +180,6 @@ def check_all(
     Args:
         trials: The problems.
         family: Whose backend runs them.
-        record: pytest's ``record_property``.
         at_once: How many are in one program, if not as many as the family's ``at_once``.
         slack: How many times the bounds errors may be.
 
@@ -196,13 +192,11 @@ def check_all(
         size = at_once or family.at_once
         for start in range(0, len(alike), size):
             with jax.enable_x64(double):
-                failures += _failures(alike[start : start + size], family, record, slack)
+                failures += _failures(alike[start : start + size], family, slack)
     assert not failures, "\n".join(failures)
 
 
-def _failures(
-    trials: Sequence[Trial], family: Family, record: Callable[[str, object], None] | None, slack: float
-) -> list[str]:
+def _failures(trials: Sequence[Trial], family: Family, slack: float) -> list[str]:
     trials = [trial._replace(case=trial.case.with_edges_of(family)) for trial in trials]
     functions = [
         case.operator(family.fna if case.queries is None else family.fmha, **arguments)
@@ -220,7 +214,7 @@ def _failures(
         if len(trials) == 1:
             return [f"{_described(trials[0])}: {type(error).__name__}: {error}"]
         # Alone, each says whether it is the one to blame.
-        return [failure for trial in trials for failure in _failures([trial], family, record, slack)] or [
+        return [failure for trial in trials for failure in _failures([trial], family, slack)] or [
             f"{[_described(trial) for trial in trials]} fail in one program, but not alone: {error}"
         ]
     failures = []
@@ -235,8 +229,6 @@ def _failures(
         except AssertionError as error:
             failures.append(f"{where}: {error}")
             continue
-        if record is not None:
-            record("errors", {"family": family.name, "dtype": dtype, "errors": found})
         bound = slack * BOUNDS[dtype]
         too_large = {name: error for name, error in found.items() if not error <= bound}
         if too_large:
