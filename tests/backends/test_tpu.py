@@ -9,11 +9,9 @@ from typing import Any
 import jax
 import jax.export
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import natten_jax
 from natten_jax import backends, na2d
@@ -28,7 +26,6 @@ from tests.ops.test_added_logits import CASES as ADDED
 from tests.ops.test_added_logits import check
 from tests.support.interpreted_tpu import FINDING_RACES, raising_races, register
 from tests.support.machine import Machine
-from tests.support.meshes import mesh_of, put
 from tests.support.problems import Case, Trial, check_all
 
 ARRAY = jax.ShapeDtypeStruct((1, 32, 2, 16), jnp.float32)
@@ -122,32 +119,6 @@ def test_queries_list_tiles_that_are_taken(machine: Machine) -> None:
     assert jax.eval_shape(lambda x: attend(x, **tiles), x).shape == x.shape
     with pytest.raises(ValueError, match="get_configs_for_tpu_fna lists them"):
         jax.eval_shape(lambda x: attend(x, q_tile_shape=(8, 8), kv_tile_shape=(8, 17)), x)
-
-
-def test_meshes_are_split_where_the_compiler_for_tpus_can() -> None:
-    """Types name the split, or the caller does: gradients over two devices of the host, exported for TPUs."""
-    tokens = PartitionSpec(None, "d")
-
-    def gradient(**arguments: Any) -> Any:
-        return jax.grad(lambda x: natten_jax.na1d(x, x, x, 5, backend="tpu-fna", **arguments).sum())
-
-    def text_of(function: Any, mesh: Mesh) -> str:
-        x = jax.ShapeDtypeStruct((2, 32, 2, 16), "float32", sharding=NamedSharding(mesh, tokens))
-        with jax.set_mesh(mesh):
-            checks = natten_jax.EXPORT_CHECKS
-            found = jax.export.export(jax.jit(function), platforms=["tpu"], disabled_checks=checks)(x)
-        assert found.nr_devices == 2 and found.platforms == ("tpu",)
-        return str(found.mlir_module())
-
-    mesh = mesh_of("Auto", d=2)
-    manual = jax.shard_map(gradient(token_axes=("d",)), mesh=mesh, in_specs=tokens, out_specs=tokens)
-    for text in (text_of(gradient(), mesh_of("Explicit", d=2)), text_of(manual, mesh)):
-        assert kernels(text) == [True] * 3 and "collective_permute" in text
-    x = put(np.zeros((2, 32, 2, 16), "float32"), mesh, None, "d")
-    with pytest.raises(
-        ValueError, match=r"^tpu-fna cannot be split over mesh axes of type Auto: the compiler for TPUs"
-    ):
-        jax.jit(gradient()).trace(x).lower(lowering_platforms=("tpu",))
 
 
 FAMILY = KERNELS.family

@@ -31,20 +31,6 @@ def test_pairs_of_giant_extents(window: int) -> None:
     assert pairs(stride=min(window, 2048)) == HUGE * window
 
 
-@pytest.mark.parametrize("window", [1, 2048, LONGEST // 4 + 1])
-def test_pairs_of_long_extents(window: int) -> None:
-    extent = LONGEST // 4
-
-    def pairs(**parameters: Any) -> int:
-        return tiles.visible_pairs(simulator.problem_of((extent,), min(window, extent), **parameters))
-
-    window = min(window, extent)
-    assert pairs(is_causal=True) == extent * window - window * (window - 1) // 2
-    left = window // 2
-    right = window - 1 - left
-    assert pairs(edges="cut") == extent * window - left * (left + 1) // 2 - right * (right + 1) // 2
-
-
 def test_tiles_of_long_extents_in_three_dimensions() -> None:
     # All windows are whole stride groups of whole tiles: nothing is masked, and all counts are products.
     extent = 2**18

@@ -17,8 +17,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{options.family} cannot run here: {error}", file=sys.stderr)
         return 2
     print(f"{totals.problems} problems, {len(totals.failures)} bad")
-    for kernel, problems in sorted(totals.kernels.items()):
-        print(f"  {problems} by {kernel}")
     return 1 if totals.failures else 0
 
 

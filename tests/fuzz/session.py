@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import collections
-
 from natten_jax import backends
 from natten_jax.performance import PASSES
 from natten_jax.plan import devices
 from tests.support.families import family_named
 
 from .execution import device_computes
-from .features import draw_with, kernels_of
+from .features import draw_with
 from .options import Options
 from .problem import Fuzzed, draw, variants
 
 
-def problems_of(options: Options, batch: int) -> tuple[list[tuple[int, Fuzzed]], collections.Counter[str]]:
-    """The problems of a batch, with their numbers, and how many of them each kernel with a ring runs."""
+def problems_of(options: Options, batch: int) -> list[tuple[int, Fuzzed]]:
+    """The problems of a batch, with their numbers."""
     family = family_named(options.family)
     first, end = batch * options.at_once, (batch + 1) * options.at_once
     if options.problems is not None:
@@ -29,8 +27,7 @@ def problems_of(options: Options, batch: int) -> tuple[list[tuple[int, Fuzzed]],
         )
         for group in range(first // options.variants, -(-end // options.variants))
     }
-    numbered = [(number, drawn[number // options.variants][number % options.variants]) for number in range(first, end)]
-    return numbered, collections.Counter(name for _, problem in numbered for name in kernels_of(problem))
+    return [(number, drawn[number // options.variants][number % options.variants]) for number in range(first, end)]
 
 
 def rejection(options: Options) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import dataclasses
 import itertools
@@ -73,11 +72,10 @@ def _serve(connection: Any) -> None:
 
 @dataclasses.dataclass
 class Totals:
-    """Count of problems that ran, numbers of problems that failed, and counts by kernel with a ring."""
+    """Count of problems that ran, and numbers of problems that failed."""
 
     problems: int = 0
     failures: list[int] = dataclasses.field(default_factory=list)
-    kernels: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
 
 class Supervisor:
@@ -121,7 +119,7 @@ class Supervisor:
             is_last = options.problems is not None and batch * options.at_once >= options.problems
             if is_last or time.monotonic() > end:
                 return
-            numbered, kernels = worker.call(problems_of, options, batch)
+            numbered = worker.call(problems_of, options, batch)
             problems = [problem for _, problem in numbered]
             try:
                 found = worker.call(complaints, problems)
@@ -140,7 +138,6 @@ class Supervisor:
                     self._report(number, problem, what)
             with self._lock:
                 self._totals.problems += len(numbered)
-                self._totals.kernels.update(kernels)
                 self._say_progress()
 
     def _report(self, number: int, problem: Fuzzed, what: list[str]) -> None:

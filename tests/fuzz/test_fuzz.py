@@ -95,7 +95,7 @@ def test_command_survives_and_names_the_problem(defect: str, what: str, tmp_path
     output = tmp_path / "found"
     arguments = ["--backend", "cpu-fna", "--problems", "4", "--at-once", "2", "--output-dir", str(output)]
     finished = run_command(*arguments, before=str(tmp_path))
-    numbered = [each for batch in range(2) for each in problems_of(parse(arguments), batch)[0]]
+    numbered = [each for batch in range(2) for each in problems_of(parse(arguments), batch)]
     causal = [number for number, problem in numbered if any(problem.case.causal)]
     assert 0 < len(causal) < 4 and causal[0] < 2  # others of its batch, and the other batch, follow
     assert finished.returncode == 1, finished.stderr
@@ -116,7 +116,7 @@ def test_planted_defect_is_found_made_simpler_and_written_down(
         return saved if max(plan.problem.dilation) == 1 else saved._replace(out=jnp.roll(saved.out, 1, axis=1))
 
     options = options_of("--seed", "1", "--problems", "12", "--at-once", "12", *(["--direct"] if is_direct else []))
-    problems = [problem for _, problem in problems_of(options, 0)[0]]
+    problems = [problem for _, problem in problems_of(options, 0)]
     assert not any(complaints(problems))
     monkeypatch.setattr(cpu.CpuBackend, "forward", wrong)
     failures = {i: what for i, what in enumerate(complaints(problems)) if what}
@@ -235,8 +235,8 @@ def test_a_nan_that_is_swallowed_or_goes_too_far_is_seen(name: str) -> None:
 @pytest.mark.parametrize("features", [*((each,) for each in FEATURES if each not in RINGS), ("extents", "odd_heads")])
 def test_problems_with_features_are_drawn_for_the_asking(features: tuple[str, ...]) -> None:
     options = options_of("--seed", "2", "--problems", "6", "--feature", *features)
-    drawn = [problem for _, problem in problems_of(options, 0)[0]]
-    assert len(drawn) == 6 and drawn == [problem for _, problem in problems_of(options, 0)[0]]
+    drawn = [problem for _, problem in problems_of(options, 0)]
+    assert len(drawn) == 6 and drawn == [problem for _, problem in problems_of(options, 0)]
     assert all(FEATURES[feature](problem) for problem in drawn for feature in features)
 
 

@@ -97,15 +97,9 @@ def _skip_unless_it_runs(kernels: str) -> None:
         pytest.skip(f"{kernels} has no kernels for this GPU")
 
 
-def _cases() -> list[Any]:
-    return [
-        pytest.param(name, kernels, id=f"{kernels}-{name}")
-        for name, (*_, families) in PROGRAMS.items()
-        for kernels in families
-    ]
-
-
-@pytest.mark.parametrize(("name", "kernels"), _cases())
+@pytest.mark.parametrize(
+    ("name", "kernels"), [(name, kernels) for name, (*_, families) in PROGRAMS.items() for kernels in families]
+)
 def test_backward_passes_in_command_buffers(name: str, kernels: str) -> None:
     _skip_unless_it_runs(kernels)
     run = jax.jit(both_passes(name, kernels))

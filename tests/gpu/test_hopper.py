@@ -21,7 +21,7 @@ from tests.fuzz.problem import Fuzzed
 from tests.support import oracle
 from tests.support.families import BOUNDS, family_named
 from tests.support.float8 import factors_for, scaled
-from tests.support.problems import Case, Trial, check_all, check_gradients_repeat
+from tests.support.problems import Case, Trial, both_passes, check_all, check_gradients_repeat
 
 # What only an NVIDIA GPU shows of the Hopper kernels: command buffers, very large arrays, their names in traces.
 #
@@ -150,7 +150,7 @@ def test_the_reduction_may_be_left_to_xla() -> None:
 
     def gradients(use_xla: bool) -> Any:
         operator = case.operator("hopper-fna", backward_use_xla_reduction=use_xla)
-        return jax.jit(lambda operands: jax.vjp(operator, operands)[1](cotangents)[0])(operands)
+        return jax.jit(both_passes(operator))(operands, cotangents)[1]
 
     for one, other in zip(*(jax.tree.leaves(gradients(each)) for each in (False, True)), strict=True):
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)

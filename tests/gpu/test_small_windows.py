@@ -6,7 +6,6 @@ Random problems with their tiles are part of ``test_operators.py`` and of ``pyth
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ from natten_jax.profiler.program import Program, compile_for_trace
 from natten_jax.windows import WindowArguments
 from tests.support import oracle
 from tests.support.families import BOUNDS, family_named
-from tests.support.problems import Case, Trial, check_all, expected_of
+from tests.support.problems import Case, Trial, both_passes, check_all, expected_of
 
 pytestmark = pytest.mark.gpu
 
@@ -42,13 +41,6 @@ def draw(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
 
 
 Cotangents = tuple[jax.Array, jax.Array]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def both_passes(operator: Any, operands: oracle.Tensors, cotangents: Cotangents) -> tuple[Cotangents, oracle.Tensors]:
-    """Output and logsumexp, and gradients."""
-    results, pullback = jax.vjp(operator, operands)
-    return results, pullback(cotangents)[0]
 
 
 def expected(case: Case, operands: oracle.Tensors, cotangents: Cotangents) -> oracle.Reference:
@@ -78,7 +70,7 @@ def test_large_logits_lose_no_digits(dtype: str, amplitude: float, offset: float
     cotangents = draw(9, *shape, dtype=dtype), draw(10, *shape[:-1], dtype=jnp.float32)
     case = Case(layout, (7, 7), heads=2, heads_kv=2, head_dim=32)
     reference = expected(case, operands, cotangents)
-    (out, logsumexp), gradients = both_passes(case.operator("cutlass-fna", **TILES), operands, cotangents)
+    (out, logsumexp), gradients = jax.jit(both_passes(case.operator("cutlass-fna", **TILES)))(operands, cotangents)
     assert error(logsumexp, reference.forward.lse) <= 2e-6
     assert error(out, reference.forward.out) <= BOUNDS[dtype]
     assert error(gradients.value, reference.gradients.value) <= BOUNDS[dtype]
@@ -102,15 +94,15 @@ def test_the_logsumexp_of_one_key_is_its_logit(dtype: Any) -> None:
 def test_results_are_reproducible_and_a_batch_entry_does_not_depend_on_others() -> None:
     case = Case((17, 23), (7, 7), batch=6, heads=3, heads_kv=3, head_dim=32)
     operands, cotangents = case.operands("bfloat16", 0), case.cotangents("bfloat16", 0)
-    operator = case.operator("cutlass-fna", **TILES)
-    first = both_passes(operator, operands, cotangents)
+    run = jax.jit(both_passes(case.operator("cutlass-fna", **TILES)))
+    first = run(operands, cotangents)
     for _ in range(20):
-        jax.tree.map(np.testing.assert_array_equal, both_passes(operator, operands, cotangents), first)
+        jax.tree.map(np.testing.assert_array_equal, run(operands, cotangents), first)
     given = operands, (cotangents[0], jnp.zeros_like(cotangents[1]))
-    together = both_passes(operator, *given)
+    together = run(*given)
     for entries in (slice(0, 1), slice(2, 5)):
         parts, expected = (jax.tree.map(lambda array, own=entries: array[own], each) for each in (given, together))
-        jax.tree.map(np.testing.assert_array_equal, both_passes(operator, *parts), expected)
+        jax.tree.map(np.testing.assert_array_equal, run(*parts), expected)
 
 
 def symbols(function: Any, *arrays: Any) -> set[str]:
@@ -155,7 +147,7 @@ def test_gradients_of_layouts_that_a_block_holds_whole(name: str, dtype: str) ->
         pytest.skip("needs the engine that copies boxes")
     case = dataclasses.replace(WHOLE[name], batch=48, heads=3, heads_kv=3)
     operands, cotangents = case.operands(dtype, 0), case.cotangents(dtype, 0)
-    run = functools.partial(both_passes, case.operator("cutlass-fna"))
+    run = jax.jit(both_passes(case.operator("cutlass-fna")))
     assert any("whole_gradient" in symbol for symbol in symbols(run, operands, cotangents))
     reference = expected(case, operands, cotangents).gradients
     for result, exact in zip(run(operands, cotangents)[1][:3], reference[:3], strict=True):
@@ -186,10 +178,10 @@ def test_gradients_of_additional_tokens(
     case = Case(layout, (5, 5), None, None, None, None, 2, *heads, *head_dims, additional=count, fused=True)
     operands, cotangents = case.operands(dtype, 0), case.cotangents(dtype, 0)
     operands = operands._replace(query=(amplitude * operands.query.astype(jnp.float32)).astype(dtype))
-    operator = case.operator("cutlass-fna", **TILES)
-    found = both_passes(operator, operands, cotangents)
+    run = jax.jit(both_passes(case.operator("cutlass-fna", **TILES)))
+    found = run(operands, cotangents)
     for _ in range(5):
-        jax.tree.map(np.testing.assert_array_equal, both_passes(operator, operands, cotangents), found)
+        jax.tree.map(np.testing.assert_array_equal, run(operands, cotangents), found)
     reference = expected(case, operands, cotangents).gradients
     bound = BOUNDS[dtype] * (1 if amplitude == 1 else 3)
     for result, exact in zip(found[1][:5], reference[:5], strict=True):

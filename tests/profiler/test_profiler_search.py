@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -407,16 +406,6 @@ def test_malformed_tables(content: Any, message: str, tmp_path: Path) -> None:
     path.write_text(json.dumps({"device": "cpu", "tuned": [], **content} if is_table else content))
     with pytest.raises(ValueError, match=rf"^path='{path}'.*{message}"):
         natten_jax.load_tuned(path)
-
-
-def test_model_problems_are_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
-    import models
-
-    labels = [each.label for each in models.MODEL_PROBLEMS]
-    assert len(set(labels)) == len(labels)
-    assert len({each.benchmark.problem for each in models.MODEL_PROBLEMS}) == len(labels)
-    sys.modules.pop("models")
 
 
 @pytest.mark.parametrize(

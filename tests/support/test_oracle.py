@@ -1,4 +1,4 @@
-"""The oracle itself: its gradients against finite differences, its relative biases against their formula."""
+"""The oracle itself: its gradients against finite differences."""
 
 from __future__ import annotations
 
@@ -8,21 +8,6 @@ import numpy as np
 import pytest
 
 from tests.support import oracle
-
-
-def test_entries_of_a_relative_bias_are_those_of_the_formula() -> None:
-    layout, kernel_size, dilation = (5, 7), (3, 2), (1, 3)
-    mask = oracle.neighborhood_mask(layout, kernel_size, (2, 1), dilation, (False, False))
-    entries = oracle.relative_entries(layout, kernel_size, (2, 1), dilation, (False, False)).reshape(*layout, *layout)
-    for q0, q1, k0, k1 in np.argwhere(mask.reshape(*layout, *layout)):
-        row, column = k0 - q0 + 3 - 1, (k1 - q1) / 3 + 2 - 1
-        assert entries[q0, q1, k0, k1] == row * 3 + column
-
-
-def test_offsets_go_around_where_a_line_wraps() -> None:
-    offsets = oracle.line_offsets(6, 3, 1, 1, False, "wrap")
-    assert [offsets[0, 5], offsets[0, 0], offsets[0, 1], offsets[5, 0]] == [-1, 0, 1, 1]
-    assert [oracle.line_offsets(6, 3, 1, 1, False)[0, n] for n in (0, 1, 2)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("additional", [0, 2])
