@@ -120,12 +120,12 @@ def _outer_tile(problem: Problem, layout: Shape, tile: Shape) -> Shape:
     axes = problem.axes
     extents = [t if axis.stride > t else -(-t // axis.stride) * axis.stride for t, axis in zip(tile, axes, strict=True)]
 
-    def is_too_large() -> bool:
+    while math.prod(extents) >= 2 * _SMALLEST_TILE:
         tiles = [a.dilation * -(-x // (t * a.dilation)) for x, t, a in zip(layout, extents, axes, strict=True)]
-        return problem.batch * problem.heads_kv * math.prod(tiles) < _ENOUGH_ITEMS
-
-    while math.prod(extents) >= 2 * _SMALLEST_TILE and is_too_large():
-        _halve_longest(extents)
+        if problem.batch * problem.heads_kv * math.prod(tiles) >= _ENOUGH_ITEMS:
+            break
+        longest = extents.index(max(extents))
+        extents[longest] = -(-extents[longest] // 2)
     return tuple(extents)
 
 
@@ -136,10 +136,6 @@ def _inner_tile(problem: Problem, q_tile: Shape) -> Shape:
         for axis, t in zip(problem.axes, q_tile, strict=True)
     ]
     while math.prod(extents) > _INNER_TOKENS:
-        _halve_longest(extents)
+        longest = extents.index(max(extents))
+        extents[longest] = -(-extents[longest] // 2)
     return tuple(extents)
-
-
-def _halve_longest(extents: list[int]) -> None:
-    longest = extents.index(max(extents))
-    extents[longest] = -(-extents[longest] // 2)

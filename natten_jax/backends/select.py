@@ -273,6 +273,13 @@ def runnable(problem: Problem, device: Device, pass_: Pass) -> list[Backend]:
     return [backend for backend in backends.registered() if backend.rejection(problem, device, pass_) is None]
 
 
+@functools.lru_cache(maxsize=64)
+def _for_device(device: Device, registered: Sequence[Backend]) -> tuple[Backend, ...]:
+    """The backends that are for a device, best first."""
+    platforms = [(each, each.capabilities.platform) for each in registered]
+    return tuple([each for each, platform in platforms if platform is None or platform.has(device)])
+
+
 def _candidates(
     problem: Problem,
     device: Device,
@@ -295,7 +302,7 @@ def _candidates(
         )
     wanted = asked_for(registered)
     candidates: list[Backend] = []
-    for backend in registered:
+    for backend in _for_device(device, registered):
         if candidates and backend.capabilities.is_slow_fallback and not with_fallback:
             continue
         if _runs_only_by_name(backend, problem) and backend.family not in wanted:
