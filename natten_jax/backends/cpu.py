@@ -69,6 +69,7 @@ class CpuBackend(NativeBackend):
     def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Call the kernels."""
         inputs, more = operands.inputs, _more_operands(plan.problem, operands)
+        saved, cotangents = ffi.with_kernel_ranks(plan.problem, saved, cotangents)
         delta_of_queries = delta(saved.out, *cotangents)
         per_query = saved.logsumexp, ffi.or_nothing(saved.remainder), cotangents.out, delta_of_queries
         types = [ResultType(array.shape, array.dtype) for array in more[1:]]

@@ -320,6 +320,7 @@ class CutlassBackend(NativeBackend):
     def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Call the kernels."""
         problem, performance, inputs = plan.problem, plan.performance, operands.inputs
+        saved, cotangents = ffi.with_kernel_ranks(problem, saved, cotangents)
         if small_windows.is_chosen(problem, "backward", plan.tiles):
             return _small_gradients(plan, operands, saved, cotangents)
         out, logsumexp, remainder = saved

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -138,15 +137,13 @@ class NativeBackend(Backend):
         Args:
             plan: What to run.
             operands: Its arrays.
-            saved: What the forward pass saved, with three token dimensions.
-            cotangents: The cotangents of output and logsumexp, likewise.
+            saved: What the forward pass saved.
+            cotangents: The cotangents of output and logsumexp.
         """
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Compute the gradients of the inputs."""
         problem, inputs = plan.problem, operands.inputs
-        with_rank = functools.partial(with_kernel_rank, rank=problem.rank)
-        saved, cotangents = jax.tree.map(with_rank, (saved, cotangents))
         if inputs.scale is None or problem.heads == problem.heads_kv:
             return self.call_backward(plan, operands, saved, cotangents)
         # Kernels sum the gradients of a key up over the queries, and scale the sum.
@@ -171,6 +168,11 @@ def narrowest_forms(backend: type[Backend], forms: Sequence[Any], problem: Probl
 def with_kernel_rank(array: jax.Array, rank: int) -> jax.Array:
     """``array`` with three token dimensions after the batch: leading ones have extent 1."""
     return array.reshape(array.shape[0], *(1,) * (KERNEL_RANK - rank), *array.shape[1:])
+
+
+def with_kernel_ranks(problem: Problem, saved: Saved, cotangents: Cotangents) -> tuple[Saved, Cotangents]:
+    """The arrays of a backward pass, each with three token dimensions."""
+    return jax.tree.map(lambda array: with_kernel_rank(array, problem.rank), (saved, cotangents))
 
 
 def _with_query_factor(problem: Problem, array: jax.Array) -> jax.Array:

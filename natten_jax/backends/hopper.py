@@ -166,7 +166,7 @@ class HopperBackend(NativeBackend):
     def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Call the kernels: first the statistics kernel, unless XLA computes the statistics of queries."""
         problem, performance, inputs = plan.problem, plan.performance, operands.inputs
-        out, logsumexp, remainder = saved
+        (out, logsumexp, remainder), cotangents = ffi.with_kernel_ranks(problem, saved, cotangents)
         layouts, (batch, *tokens, heads, _) = ffi.layouts_operand(operands), inputs.query.shape
         if performance.backward_use_xla_reduction:
             # The logsumexp in base 2 is rounded as in the kernels, whose remainders it has to go with.
