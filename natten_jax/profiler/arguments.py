@@ -108,7 +108,7 @@ def profiler_parser() -> Parser:
     natural, positive = at_least(0), at_least(1)
     extents: dict[str, Any] = {"type": positive, "nargs": "+"}  # per dimension
     # fmt: off
-    add = parser.add_argument_group("problem").add_argument
+    add = parser.add_argument_group("problem", "Windows: a value per dimension, or one for all.").add_argument
     add("-i", "--input-size", metavar="X", **extents, required=True,
         help="token layout, 1 to 3 integers: sequence length; height width; depth height width (required)")
     add("-b", "--batch-size", metavar="B", type=positive, help="batch size (default: 1)", default=1)
@@ -116,30 +116,22 @@ def profiler_parser() -> Parser:
     add("--heads-kv", metavar="H", type=positive, help="key/value heads, a divisor of --heads (default: --heads)")
     add("-d", "--dim", metavar="D", type=positive, help="head dim of query and key (default: 64)", default=64)
     add("--dim-value", metavar="D", type=positive, help="head dim of value and output (default: --dim)")
-    add("-w", "--window-size", metavar="W", **extents,
-        help="window per dimension, or one for all (default: the input size, which is self attention)")
-    add("-s", "--stride", metavar="S", **extents,
-        help="queries that share a window, per dimension or one for all (default: 1)")
-    add("--dilation", metavar="N", **extents,
-        help="distance between neighboring tokens of a window, per dimension or one for all (default: 1)")
-    add("-c", "--causal", metavar="C", type=boolean, nargs="+",
-        help="true, false, 1 or 0 per dimension, or one for all (default: false)")
-    add("--edges", metavar="E", type=str, nargs="+", choices=EDGES,
-        help=f"what becomes of a window that reaches over the ends: {', '.join(EDGES)}, per dimension or one for all "
-        f"(default: {EDGES[0]})")
+    add("-w", "--window-size", metavar="W", **extents, help="window size (default: the input size: self attention)")
+    add("-s", "--stride", metavar="S", **extents, help="queries that share a window (default: 1)")
+    add("--dilation", metavar="N", **extents, help="distance between neighboring tokens of a window (default: 1)")
+    add("-c", "--causal", metavar="C", type=boolean, nargs="+", help="true, false, 1 or 0 (default: false)")
+    add("--edges", metavar="E", nargs="+", choices=EDGES,
+        help=f"what becomes of a window that reaches over the ends: {', '.join(EDGES)} (default: {EDGES[0]})")
     add("--dtype", metavar="TYPE", type=_element_type, default="fp16", choices=list(ELEMENT_TYPES),
-        help=f"element type, {', '.join(ELEMENT_TYPES)} or its full name such as float16; those of 8 bits have a "
-        "forward pass alone (default: fp16)")
+        help=f"element type: {', '.join(ELEMENT_TYPES)}, or a full name such as float16 (default: fp16)")
     add("--backprop", action="store_true", help="profile forward and backward pass")
     add("--add-kv", metavar="N", type=natural, help="additional key/value tokens (default: 0)", default=0)
 
     add = parser.add_argument_group("backend and configuration").add_argument
     add("--backend", metavar="NAME",
-        help=f"{', '.join(backends.names('fna'))} (default: the best that runs the problem), or a baseline "
-        f"that computes self attention: {', '.join(BASELINES)}")
+        help=f"{', '.join(backends.names('fna'))}, or self attention by {', '.join(BASELINES)} (default: the best)")
     add("--fmha-backend", metavar="NAME",
-        help=f"{', '.join(backends.names('fmha'))}: runs self attention and additional key/value tokens (default: the "
-        "best that runs the problem)")
+        help=f"{', '.join(backends.names('fmha'))}, for self attention and additional tokens (default: the best)")
     for name, what in zip(TILE_FLAGS, ("query", "key/value") * 2, strict=True):
         pass_ = "backward" if name.startswith("backward") else "forward"
         add(flag(name), metavar="T", **extents,
@@ -155,15 +147,13 @@ def profiler_parser() -> Parser:
     add("--memory-usage-preference", choices=[str(each) for each in MemoryUsagePreference],
         default=str(MemoryUsagePreference.DEFAULT),
         help="scratch memory of the backward pass: 64 MiB, 1 GiB (default) or any, where the backend can trade it")
-    add("--compile", action="store_true", default=argparse.SUPPRESS,
-        help="taken for NATTEN's sake: XLA compiles every program, this flag or not")
+    add("--compile", action="store_true", default=argparse.SUPPRESS, help="no effect: XLA compiles every program")
 
     add = parser.add_argument_group("several devices").add_argument
     add("--devices", metavar="N", type=positive, default=1,
         help="split the problem over the first N devices, and report what they exchange (default: 1)")
     add("--split", metavar="WHAT", default="batch",
-        help="what each device gets a share of: batch, heads, or the tokens of T, H, W or of several, as in T,W; a "
-        "sequence is T, an image H and W (default: batch)")
+        help="split batch, heads, or tokens along T (sequence), H,W (image), T,H,W (video) (default: batch)")
 
     add = parser.add_argument_group("configurations and prediction, without a measurement").add_argument
     add("--dry-run", action="store_true", help="list the backends that can run the problem and their tiles, best first")
@@ -174,18 +164,15 @@ def profiler_parser() -> Parser:
     add("--device", choices=list(TPU_CHIPS), help="answer for this kind of TPU; times are static, not measured")
 
     add = parser.add_argument_group("search").add_argument
-    add("--optimize", action="store_true",
-        help="measure the most promising tiles, schedules and, if none is named, backends; then profile the best")
+    add("--optimize", action="store_true", help="search tiles, schedules and backends; then profile the fastest")
     add("--optimize-warmup-steps", metavar="N", type=natural, default=5,
         help="runs of the finalists before their measurement (default: 5)")
 
     add = parser.add_argument_group("measurement and output").add_argument
     add("--warmup-steps", metavar="N", type=natural, help="runs before the measurement (default: 10)", default=10)
     add("--iterations", metavar="N", type=positive, help="measured runs (default: 20)", default=20)
-    add("--compare", metavar="NAME",
-        help="measure a baseline or another backend in turns with it and print the speedup")
-    add("--verbose", action="store_true",
-        help="rows for filling and copying memory (GPU), and all rows of a long table")
+    add("--compare", metavar="NAME", help="also measure a baseline or another backend, and print the speedup")
+    add("--verbose", action="store_true", help="show memory copies (GPU), and all rows of a long table")
     add("--json", metavar="PATH", type=Path, help="write the full results to a file")
     add("--csv", metavar="PATH", type=Path, help="write the table to a file")
     add("--plot", metavar="PATH", type=Path, help="draw the table as bars (needs matplotlib)")
