@@ -61,8 +61,7 @@ def _predict(options: Options) -> int:
     device = _target_device(options)
     check_available(options, device)
     if options.dry_run:
-        is_supported = predict.print_dry_run(options, device)
-        results = predict.dry_run_json(options, device) if options.json else {}
+        results, is_supported = predict.print_dry_run(options, device)
     else:
         results, is_supported = predict.print_simulation(options, device), True
     if options.json is not None:

@@ -21,6 +21,9 @@ from natten_jax.simulator import DilationRecommendation, Recommendation, Simulat
 #: Note on predicted times of TPUs.
 STATIC = "Times are static, from what the maker publishes of the chip: nothing was measured on a TPU."
 
+#: Line above the tiles of windows, if the problem is self attention.
+_WINDOWS = "Windows (-w) smaller than the input have tiles with shapes, here in their order for windows as large:"
+
 #: Number of the fastest pairs of tiles that are tried with each dilation.
 _PAIRS_TO_DILATE = 16
 
@@ -110,50 +113,47 @@ def tile_text(tile: tuple[int, ...]) -> str:
 # --dry-run.
 
 
-def print_dry_run(options: Options, device: Device) -> bool:
-    """Print the tables; return if any backend supports the problem."""
-    main, *windows = _listed_problems(options)
-    print_lines([problem_line(options), f"Device: {device}"])
-    is_supported = _print_tables(options, main, device)
-    for problem in windows:
-        line = "Windows (-w) smaller than the input have tiles with shapes, here in their order for windows as large:"
-        print_lines(["", line])
-        _print_tables(options, problem, device)
-    return is_supported
+def print_dry_run(options: Options, device: Device) -> tuple[dict[str, Any], bool]:
+    """Print the configurations of every backend that supports the problem.
 
-
-def _listed_problems(options: Options) -> list[Problem]:
-    """Return the problem. For self attention, add the problem of windows as large as the layout.
-
-    Attention backends run self attention, and their tiles have one dimension. Users who are about to choose a window
-    need tiles with shapes.
+    Returns:
+        Every configuration with its simulation as JSON values, if ``--json`` needs them, and if there is one.
     """
     main, problem = options.main_request.problem, options.problem
-    is_about_attention = options.fmha_backend is not None and options.backend is None
-    return [main, problem] if problem.is_attention and not is_about_attention else [main]
+    problems, families = [main], {backend.family for backend in candidates(options)}
+    if problem.is_attention and (options.fmha_backend is None or options.backend is not None):
+        # Tiles of attention have one dimension. Users who are about to choose a window need tiles with shapes.
+        problems.append(problem)
+    print_lines([problem_line(options), f"Device: {device}"])
+    configurations, rejections, is_supported = [], dict[str, str](), False
+    for problem in problems:
+        if problem is not main:
+            line = (
+                "Windows (-w) smaller than the input have tiles with shapes, here in their order for windows as large:"
+            )
+            print_lines(["", line])
+        for each in listings(options, problem, device):
+            is_supported = True
+            _print_listing(each, options)
+            if options.json is not None:
+                configurations += [_configuration_json(each, pair) for pair in each.pairs]
+        reasons = select.rejections(problem, device, "forward").items()
+        rejected = {str(id_): reason for id_, reason in reasons if id_.family in families}
+        lines = [f"Use case is not compatible with backend {name}: {why}." for name, why in rejected.items()]
+        print_lines(["", *lines] if lines else [])
+        rejections |= rejected
+    found = {"dry_run_device": dataclasses.asdict(device), "configurations": configurations, "rejections": rejections}
+    return {**context(options), **found}, is_supported
 
 
-def _rejections(options: Options, problem: Problem, device: Device) -> dict[str, str]:
-    """Return the reasons of candidates that do not support the forward pass, by name."""
-    families = {backend.family for backend in candidates(options)}
-    reasons = select.rejections(problem, device, "forward")
-    return {str(id_): reason for id_, reason in reasons.items() if id_.family in families}
-
-
-def _print_tables(options: Options, problem: Problem, device: Device) -> bool:
-    found = listings(options, problem, device)
-    for each in found:
-        if each.pass_ == "forward":
-            print_lines(["", f"Use case is compatible with backend {each.backend}."])
-        print_table(_table(each, options))
-        print_lines(each.remarks)
-        if each.schedules:
-            names = (f"{name} is KernelSchedule.{KernelSchedule(name).natten_name}" for name in each.schedules)
-            print_lines([f"kernel_schedule: {', '.join(names)}"])
-    if rejected := _rejections(options, problem, device):
-        lines = (f"Use case is not compatible with backend {name}: {why}." for name, why in rejected.items())
-        print_lines(["", *lines])
-    return bool(found)
+def _print_listing(listing: Listing, options: Options) -> None:
+    if listing.pass_ == "forward":
+        print_lines(["", f"Use case is compatible with backend {listing.backend}."])
+    print_table(_table(listing, options))
+    print_lines(listing.remarks)
+    if listing.schedules:
+        names = (f"{name} is KernelSchedule.{KernelSchedule(name).natten_name}" for name in listing.schedules)
+        print_lines([f"kernel_schedule: {', '.join(names)}"])
 
 
 def _table(listing: Listing, options: Options) -> Table:
@@ -180,31 +180,19 @@ def _time_text(seconds: float | None, unknown: str) -> str:
     return unknown if seconds is None else format_time(seconds)
 
 
-def dry_run_json(options: Options, device: Device) -> dict[str, Any]:
-    """Return every configuration with its simulation as JSON values."""
+def _configuration_json(listing: Listing, pair: TilePair) -> dict[str, Any]:
+    simulation = listing.simulate(pair)
     shares = ("full_share", "masked_share", "padding_share", "wasted_share")
-    configurations, rejections = [], dict[str, str]()
-    for problem in _listed_problems(options):
-        rejections |= _rejections(options, problem, device)
-        for each in listings(options, problem, device):
-            for pair, simulation in ((pair, each.simulate(pair)) for pair in each.pairs):
-                configuration = {
-                    "backend": str(each.backend),
-                    "pass": each.pass_,
-                    "q_tile_shape": pair[0],
-                    "kv_tile_shape": pair[1],
-                    "kernel_schedules": each.schedules,
-                    "inner_tiles_per_outer_tile": simulation.counts.inner_per_outer,
-                    **{name: getattr(simulation.counts, name) for name in shares},
-                    "predicted_seconds": simulation.seconds,
-                    "is_static": each.static_chip is not None,
-                }
-                configurations.append(configuration)
     return {
-        **context(options),
-        "dry_run_device": dataclasses.asdict(device),
-        "configurations": configurations,
-        "rejections": rejections,
+        "backend": str(listing.backend),
+        "pass": listing.pass_,
+        "q_tile_shape": pair[0],
+        "kv_tile_shape": pair[1],
+        "kernel_schedules": listing.schedules,
+        "inner_tiles_per_outer_tile": simulation.counts.inner_per_outer,
+        **{name: getattr(simulation.counts, name) for name in shares},
+        "predicted_seconds": simulation.seconds,
+        "is_static": listing.static_chip is not None,
     }
 
 
