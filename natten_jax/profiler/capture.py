@@ -106,16 +106,13 @@ def capture(run: Callable[[], Any], iterations: int, program: Program, platform:
     return capture_in_turns([Launch(run, program)], iterations, platform)[0]
 
 
-def capture_in_turns(
-    launches: Sequence[Launch], iterations: int, platform: str, *, folder: Path | None = None
-) -> list[list[list[Event]]]:
+def capture_in_turns(launches: Sequence[Launch], iterations: int, platform: str) -> list[list[list[Event]]]:
     """Return :func:`capture_by_device`, only of the device with the most device time.
 
     Raises:
         CaptureError: The trace stayed empty or could not be attributed to iterations.
     """
-    captured = capture_by_device(launches, iterations, platform, folder=folder)
-    return [devices[busiest(devices)] for devices in captured]
+    return [devices[busiest(devices)] for devices in capture_by_device(launches, iterations, platform)]
 
 
 def capture_by_device(

@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from natten_jax.plan.devices import ComputeCapability, NoDeviceError, parse_compute_capability
 
@@ -94,10 +94,8 @@ def run_program(
         return 130  # as in shells: 128 plus the number of the signal
 
 
-class Update(Protocol):
-    """Show a description of the current steps, add steps, or count finished steps."""
-
-    def __call__(self, stage: str | None = None, *, more_steps: int = 0, done: int = 0) -> None: ...
+#: Show a description of the current steps, add steps, or count finished steps: ``(stage, *, more_steps, done)``.
+Update = Callable[..., None]
 
 
 @contextlib.contextmanager

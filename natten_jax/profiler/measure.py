@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
-
-import jax
+from collections.abc import Iterable, Sequence
 
 from natten_jax.cost_model.calibration import Calibration, calibration_for
 from natten_jax.cost_model.tiles import flops
@@ -148,15 +147,18 @@ def _profile(every: Sequence[Options]) -> list[Result]:
         for number, options in enumerate(every):
             arguments = workloads[0].arguments if workloads else None
             workloads.append(compile_workload(options, f"profiled_{number}", arguments))
-        launches = [workload.launch for workload in workloads]
         update("warming up")
         for _ in range(first.warmup_steps):
-            for launch in launches:
-                jax.block_until_ready(launch.run())  # type: ignore[no-untyped-call]
+            for workload in workloads:
+                workload.warm_up(1)
                 update(done=1)
         update("measuring")
         captured = capture_by_device(
-            launches, first.iterations, device.platform, with_memory=first.verbose, folder=first.trace_dir
+            [workload.launch for workload in workloads],
+            first.iterations,
+            device.platform,
+            with_memory=first.verbose,
+            folder=first.trace_dir,
         )
     return [_result(*each) for each in zip(workloads, captured, strict=True)]
 
@@ -174,29 +176,45 @@ def _result(workload: Workload, devices: Devices) -> Result:
     return Result(options, workload.plans, workload.device, rows, times, slowest)
 
 
+#: A launch and its name.
+NamedEvent = tuple[symbols.Name, Event]
+
+
 def summarize(iterations: Sequence[Sequence[Event]], program: Program, operator: str, platform: str) -> tuple[Row, ...]:
-    """Return launches by name, known names first, then by runtime.
+    """Return :func:`rows_of` the events of each iteration, with names from :func:`with_names`."""
+    return rows_of([with_names(events, program, operator, platform) for events in iterations])
+
+
+def with_names(events: Iterable[Event], program: Program, operator: str, platform: str) -> list[NamedEvent]:
+    """Return the events with their names.
 
     Args:
-        iterations: Events of each iteration.
+        events: The events.
         program: Program that launched them.
         operator: ``"fna"`` or ``"fmha"``, for launches of instructions without a plan.
         platform: ``"cpu"``, ``"cuda"`` or ``"tpu"``.
     """
-    names: dict[tuple[str, str, str], symbols.Name] = {}
+
+    @functools.cache
+    def name(symbol: str, instruction_name: str, scope: str) -> symbols.Name:
+        instruction = program.instruction(instruction_name)
+        if platform == "cpu":
+            symbol = instruction.target or symbol
+        return symbols.name(symbol, instruction, operator, scope)
+
+    return [(name(event.symbol, event.instruction, event.scope), event) for event in events]
+
+
+def rows_of(iterations: Sequence[Iterable[NamedEvent]]) -> tuple[Row, ...]:
+    """Return launches by name, known names first, then by runtime."""
     launched: dict[symbols.Name, list[list[Event]]] = defaultdict(lambda: [[] for _ in iterations])
     for i, events in enumerate(iterations):
-        for event in events:
-            source = event.symbol, event.instruction, event.scope
-            if source not in names:
-                instruction = program.instruction(event.instruction)
-                symbol = instruction.target or event.symbol if platform == "cpu" else event.symbol
-                names[source] = symbols.name(symbol, instruction, operator, event.scope)
-            launched[names[source]][i].append(event)
+        for name, event in events:
+            launched[name][i].append(event)
     rows = []
-    for named, in_turn in launched.items():
+    for name, in_turn in launched.items():
         runtimes = seconds_of_iterations(in_turn)
         origins = dict.fromkeys(event.symbol for events in in_turn for event in events)
         if any(runtimes):
-            rows.append(Row(named, round(statistics.median(map(len, in_turn))), runtimes, tuple(origins)))
+            rows.append(Row(name, round(statistics.median(map(len, in_turn))), runtimes, tuple(origins)))
     return tuple(sorted(rows, key=lambda row: (symbols.order(row.name), -row.runtime)))

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from natten_jax.autotuning.tables import table_for
+from natten_jax.autotuning.tables import table_for, without_configuration
 from natten_jax.cost_model.simulation import TPU_CHIPS
 from natten_jax.halo import bytes_received
 from natten_jax.ops.sub_calls import SubCall, split_call
@@ -143,9 +143,7 @@ class Options:
     def for_baseline(self, name: str) -> Options:
         """Return options that run a baseline (self attention) or another backend on the same arrays."""
         # Tiles and backends were chosen for one backend; another one has its own.
-        performance = self.performance.with_tiles("forward", None).with_tiles("backward", None)
-        performance = dataclasses.replace(performance, kernel_schedule=None)
-        problem = self.problem
+        problem, performance = self.problem, without_configuration(self.performance)
         if name in BASELINES:
             whole = tuple(Axis(extent, extent, extent) for extent in problem.query_layout)
             problem = dataclasses.replace(problem, axes=whole, additional_kv=0)

@@ -159,12 +159,11 @@ def _attributes(instruction: _Message) -> dict[str, str]:
 
 def _marked_plans(every: Iterable[dict[str, str]]) -> dict[str, Plan]:
     """Return plans by name. Each instruction of a pass has the name; one of them has the plan."""
-    marked = {NAME_ATTRIBUTE, PLAN_ATTRIBUTE}
-    payloads = {marks[NAME_ATTRIBUTE]: marks[PLAN_ATTRIBUTE] for marks in every if marked <= marks.keys()}
     plans = {}
-    for name, payload in payloads.items():
-        with contextlib.suppress(ValueError):  # written by another version of the package
-            plans[name] = Plan.of_payload(payload)
+    for marks in every:
+        # Other instructions have one of both. Payloads of another version of the package are errors.
+        with contextlib.suppress(KeyError, ValueError):
+            plans[marks[NAME_ATTRIBUTE]] = Plan.of_payload(marks[PLAN_ATTRIBUTE])
     return plans
 
 
@@ -203,19 +202,15 @@ class _Message:
         return b"".join(self.values(field)[:1]).decode(errors="replace")
 
     def numbers(self, field: int) -> Iterator[int]:
-        """Yield the integers in a repeated field, packed into bytes or not."""
-        for value in self.values(field):
-            if isinstance(value, int):
-                yield value
-                continue
-            position = 0
-            while position < len(value):
-                number, position = _varint(value, position)
-                yield number
+        """Yield the integers in a repeated field, which are packed into bytes."""
+        packed, position = b"".join(self.values(field)), 0
+        while position < len(packed):
+            number, position = _varint(packed, position)
+            yield number
 
     def number(self, field: int) -> int:
         """Return the integer in a field; 0 by default."""
-        return next(self.numbers(field), 0)
+        return next(iter(self.values(field)), 0)
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from natten_jax.profiler.measure import seconds_of_iterations
 from natten_jax.profiler.options import Options, arrays_of
 from natten_jax.profiler.predict import candidates, listing, tile_text
 from natten_jax.profiler.report import Table
-from natten_jax.profiler.workload import Workload, check_available, check_fits, compile_workload
+from natten_jax.profiler.workload import Workload, check_runs, compile_workload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +113,7 @@ def optimize(options: Options, effort: Effort = THOROUGH) -> Optimum:
         MemoryError: The problem is too large for the device.
     """
     device = default_device()
-    check_available(options, device)
-    check_fits(options)
+    check_runs(options, device)
     with arrays_of(options.problem), progress(0) as update:
         return _Search(options, device, update, effort).run()
 
@@ -193,8 +192,8 @@ class _Search:
             ]
         if len(finalists) < 2:
             return dataclasses.replace(screened[0], options=finalists[0]) if finalists else None
-        last = _fastest_first(self.measure(finalists, _FINAL_RUNS, options.optimize_warmup_steps))
-        return last[0] if last else None
+        measured = self.measure(finalists, _FINAL_RUNS, options.optimize_warmup_steps)
+        return next(iter(_fastest_first(measured)), None)
 
     def _screen(self, every: Sequence[Options]) -> list[Trial]:
         """Measure configurations briefly, until the time is over."""
@@ -212,17 +211,16 @@ class _Search:
         workloads, errors, seconds = dict[int, Workload](), dict[int, str](), dict[int, float]()
         for i, options in enumerate(every):
             try:
-                workloads[i] = self._compile(options)
-                for _ in range(max(warmup_steps, 1)):
-                    jax.block_until_ready(workloads[i].run())  # type: ignore[no-untyped-call]
+                workload = self._compile(options)
+                workload.warm_up(max(warmup_steps, 1))
+                workloads[i] = workload
             except Exception as error:
-                workloads.pop(i, None)
                 errors[i] = _one_line(error)
             self._update(done=1)
         try:
             launches = [each.launch for each in workloads.values()]
             captured = capture_in_turns(launches, runs, self._device.platform) if launches else []
-            medians = (statistics.median(seconds_of_iterations(iterations)) for iterations in captured)
+            medians = map(statistics.median, map(seconds_of_iterations, captured))
             seconds = dict(zip(workloads, medians, strict=True))
         except Exception as error:
             errors |= dict.fromkeys(workloads, _one_line(error))

@@ -128,10 +128,9 @@ def name(symbol: str, instruction: Instruction, operator: str, scope: str = "") 
                 operation = clean(_without_number(symbol) if is_fusion else symbol)
             arch = _arch(lowered if _arch(lowered) != "-" else target) if category == "attention" else "-"
             return Name(framework, category, arch, operation)
-    if instruction.opcode == "custom-call":
+    is_cpp = not instruction.opcode and re.search(r"[<(:]|^_Z", symbol)
+    if is_cpp or instruction.opcode == "custom-call":  # of an unknown library
         return Name("-", "-", "-", clean(instruction.target or symbol))
-    if not instruction.opcode and re.search(r"[<(:]|^_Z", symbol):
-        return Name("-", "-", "-", clean(symbol))  # C++ of an unknown library
     return _name_of_xla(symbol, instruction, scope)
 
 
@@ -154,8 +153,7 @@ def shorten(text: str) -> str:
 
 def order(named: Name) -> int:
     """Return the position of an operation in a report: known operations first."""
-    known = named.operation in KNOWN_OPERATIONS
-    return KNOWN_OPERATIONS.index(named.operation) if known else len(KNOWN_OPERATIONS)
+    return [*KNOWN_OPERATIONS, named.operation].index(named.operation)
 
 
 def _name_of_xla(symbol: str, instruction: Instruction, scope: str) -> Name:
@@ -244,11 +242,9 @@ def kind_of_collective(symbol: str, instruction: Instruction) -> str | None:
         symbol: Symbol of a GPU kernel; the instruction's name on a CPU.
         instruction: Instruction that launched it.
     """
-    for opcode in (instruction.opcode, *sorted(instruction.fused)):
+    for opcode in (instruction.opcode or symbol, *sorted(instruction.fused)):
         if kind := kind_of_collective_instruction(opcode):
             return kind
-    if not instruction.opcode and (kind := kind_of_collective_instruction(symbol)):
-        return kind
     if match := _NCCL.search(symbol):
         kernel = match[1].lower()
         return next((kind for start, kind in _NCCL_KINDS.items() if kernel.startswith(start)), match[1])

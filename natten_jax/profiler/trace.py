@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from natten_jax.plan.devices import NoDeviceError
-from natten_jax.profiler import capture, measure, report
+from natten_jax.profiler import capture, report
 from natten_jax.profiler.capture import CaptureError, Event
 from natten_jax.profiler.cli import Parser, at_least, run_program
-from natten_jax.profiler.measure import Row
+from natten_jax.profiler.measure import NamedEvent, Row, rows_of, with_names
 from natten_jax.profiler.program import Program, programs_in_trace
 from natten_jax.profiler.report import format_time, print_lines, print_table
-from natten_jax.profiler.symbols import Name, order
 
 #: Programs in the lines below the table.
 _MOST_MODULES = 10
@@ -34,9 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("path", type=Path, help="a *.xplane.pb file, or a folder in which the newest one is read")
     add("--module", metavar="NAME", help="only this program, such as jit_step")
-    add("--steps", type=at_least(1), metavar="N",
-        help="how many steps the averages are of; by default the runs of the program, where there is one and the trace "
-        "says how often it ran, as traces of CPUs do")
+    add("--steps", type=at_least(1), metavar="N", help="average over N steps (default: the runs of a single program)")
     add("--memory", action="store_true", help="count filling and copying memory on GPUs, too")
     add("--all", action="store_true", help="all rows of a long table")
     add("--json", type=Path, metavar="PATH", help="write the rows to a file")
@@ -51,17 +49,26 @@ class TracedProgram:
     """Launches of a program in a trace.
 
     Attributes:
-        rows: Launches by name, on the device with the most device time; times are sums over all runs.
-        runs: Number of runs, or ``None`` if the trace does not contain it, as on GPUs.
+        launches: Launches on the device with the most device time, with their names.
     """
 
-    rows: tuple[Row, ...]
-    runs: int | None
+    launches: list[NamedEvent]
+
+    @functools.cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """Launches by name; times are sums over all runs."""
+        return rows_of([self.launches])
 
     @property
     def seconds(self) -> float:
         """Device time."""
         return sum(row.runtime for row in self.rows)
+
+    @property
+    def runs(self) -> int | None:
+        """Number of runs, or ``None`` if the trace does not contain it, as on GPUs."""
+        runs = {None if event.run is None else (event.number, event.run) for _, event in self.launches}
+        return None if None in runs else len(runs)
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -78,7 +85,7 @@ def _run(options: argparse.Namespace) -> None:
         report.write_json(options.json, {"modules": rows, "runs": runs, "steps": steps})
     if options.csv is not None:
         report.write_csv(options.csv, tables)
-    merged = merge_rows(row for rows in tables.values() for row in rows)
+    merged = rows_of([[launch for each in modules.values() for launch in each.launches]])
     columns = ("# calls", "Runtime", "Share") if steps is None else ("# a step", "Per step", "Share")
     print_table(report.rows_table(merged, "Trace", cut=not options.all, columns=columns, steps=steps or 1))
     total = sum(each.seconds for each in modules.values())
@@ -111,7 +118,7 @@ def programs_of(path: Path, *, with_memory: bool = False) -> dict[str, TracedPro
     for platform in ("cuda", "tpu", "cpu"):
         if events := capture.device_events(profile, platform, with_memory):
             break
-    rows, runs = defaultdict[str, list[Row]](list), defaultdict[str, list[int | None]](list)
+    launches = defaultdict[str, list[NamedEvent]](list)
     groups = capture.grouped(events, lambda each: ((each.module or "-").partition("(")[0], each.number))
     for (module, number), of_module in groups.items():
         program = _program_of(of_module, module, number, programs)
@@ -119,19 +126,9 @@ def programs_of(path: Path, *, with_memory: bool = False) -> dict[str, TracedPro
             of_runs = capture.grouped(of_module, lambda each: (each.device, each.run)).values()
             of_module = [event for of_run in of_runs for event in capture.without_overlap(of_run, program.is_container)]
         devices = {device: [of_device] for device, of_device in capture.by_device(of_module).items()}
-        (launched,) = devices[capture.busiest(devices)]
-        rows[module] += measure.summarize([launched], program, "fna", platform)
-        runs[module].append(_count_runs(launched))
-    return {
-        module: TracedProgram(merge_rows(rows[module]), None if None in counts else sum(filter(None, counts)))
-        for module, counts in runs.items()
-    }
-
-
-def _count_runs(events: Sequence[Event]) -> int | None:
-    """Return the number of runs that the events belong to, or ``None``."""
-    runs = {event.run for event in events}
-    return None if None in runs else len(runs)
+        (busy,) = devices[capture.busiest(devices)]
+        launches[module] += with_names(busy, program, "fna", platform)
+    return {module: TracedProgram(of_module) for module, of_module in launches.items()}
 
 
 def _program_of(launched: Sequence[Event], module: str, number: int | None, programs: Mapping[int, Program]) -> Program:
@@ -143,23 +140,6 @@ def _program_of(launched: Sequence[Event], module: str, number: int | None, prog
     named = [each for each in programs.items() if each[1].is_module(module)]
     best = max(named, key=lambda each: (len(names & each[1].instructions.keys()), each[0] == number), default=None)
     return Program(module, {}) if best is None else best[1]
-
-
-def merge_rows(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Merge rows with the same name."""
-    by_name: dict[Name, list[Row]] = defaultdict(list)
-    for row in rows:
-        by_name[row.name].append(row)
-    merged = [
-        Row(
-            name,
-            sum(row.calls for row in same),
-            (sum(row.runtime for row in same),),
-            tuple(dict.fromkeys(symbol for row in same for symbol in row.symbols)),
-        )
-        for name, same in by_name.items()
-    ]
-    return tuple(sorted(merged, key=lambda row: (order(row.name), -row.runtime)))
 
 
 if __name__ == "__main__":

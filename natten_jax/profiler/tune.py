@@ -192,8 +192,7 @@ def _runs(task: Task, device: Device, every: Sequence[Sequence[Plan]]) -> list[T
                 arguments = workloads[0].arguments if workloads else None
                 workloads.append(compile_workload(options, f"tuned_{number}", arguments))
         for workload in workloads:
-            for _ in range(_WARMUP):
-                jax.block_until_ready(workload.run())
+            workload.warm_up(_WARMUP)
         captured = capture_in_turns([workload.launch for workload in workloads], _RUNS, device.platform)
     return [seconds_of_iterations(iterations) for iterations in captured]
 

@@ -58,6 +58,11 @@ class Workload:
         """Run the program once, without waiting for the results."""
         return self.compiled(*self.arguments)
 
+    def warm_up(self, steps: int) -> None:
+        """Run the program and wait for the results, ``steps`` times."""
+        for _ in range(steps):
+            jax.block_until_ready(self.run())  # type: ignore[no-untyped-call]
+
     @property
     def launch(self) -> Launch:
         """The program for a capture."""

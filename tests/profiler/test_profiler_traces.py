@@ -337,9 +337,10 @@ def test_shares_add_up_and_averages_are_of_a_step(tmp_path: Path, capsys: pytest
 
 
 def test_traces_that_do_not_say_how_often_a_program_ran() -> None:
-    told = [Event("kernel", "fusion", "", 0.0, 1e6, run=run) for run in (1, 1, 2)]
-    assert trace_program._count_runs(told) == 2
-    assert trace_program._count_runs([*told, Event("kernel", "fusion", "", 0.0, 1e6)]) is None
+    name = symbols.Name("XLA", "elementwise", "-", "fusion")
+    told = [(name, Event("kernel", "fusion", "", 0.0, 1e6, run=run)) for run in (1, 1, 2)]
+    assert trace_program.TracedProgram(told).runs == 2
+    assert trace_program.TracedProgram([*told, (name, Event("kernel", "fusion", "", 0.0, 1e6))]).runs is None
 
 
 # Traces of TPUs in the form that is documented of them, with kernels of this package, loops and another program.
@@ -444,7 +445,7 @@ def test_captures_keep_their_trace_in_a_folder_with_older_ones(tmp_path: Path) -
     old.parent.mkdir(parents=True)
     old.write_bytes(b"")
     os.utime(old, (0, 0))
-    (iterations,) = capture.capture_in_turns([launch], 2, "cpu", folder=tmp_path)
-    assert len(iterations) == 2
+    (devices,) = capture.capture_by_device([launch], 2, "cpu", folder=tmp_path)
+    assert len(devices[0]) == 2
     kept = {file.parent for file in (tmp_path / "plugins" / "profile").glob("*/*.xplane.pb")}
     assert len(kept) == 2
