@@ -161,7 +161,7 @@ def _marked_plans(every: Iterable[dict[str, str]]) -> dict[str, Plan]:
     """Return plans by name. Each instruction of a pass has the name; one of them has the plan."""
     plans = {}
     for marks in every:
-        # Other instructions have one of both. Payloads of another version of the package are errors.
+        # Most instructions lack an attribute, and payloads may be of another version of the package.
         with contextlib.suppress(KeyError, ValueError):
             plans[marks[NAME_ATTRIBUTE]] = Plan.of_payload(marks[PLAN_ATTRIBUTE])
     return plans

@@ -13,7 +13,7 @@ import jax
 from natten_jax import backends
 from natten_jax.autotuning.tables import TunedPass, TunedTable, in_force, tuned_problem, without_configuration
 from natten_jax.backends.select import resolve
-from natten_jax.performance import PASSES, Pass, Performance
+from natten_jax.performance import Pass, Performance
 from natten_jax.plan.devices import Device, default_device
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem, problem_of
@@ -144,12 +144,8 @@ def tuned_passes(task: Task, effort: Effort = THOROUGH) -> tuple[TunedPass, ...]
     with in_force(TunedTable(device.kind)), jax.default_matmul_precision(task.precision):
         best = optimize(task.options, effort)
     defaults, chosen = _plans(task, task.options, device), _plans(task, best.options, device)
-
-    def measured(task: Task, candidates: Sequence[tuple[Pass, ...]]) -> list[Times]:
-        return _runs(task, device, [[chosen[pass_] for pass_ in each] for each in candidates])
-
     forward_only = dataclasses.replace(task, backprop=False)
-    default, fast = measured(forward_only, [(), ("forward",)])
+    default, fast = _runs(forward_only, device, chosen, [(), ("forward",)])
     kept: tuple[Pass, ...] = ("forward",) if is_clearly_faster(fast, default) else ()
     runs: dict[Pass, tuple[Times, Times]] = {"forward": (fast, default)}
     if task.backprop:
@@ -157,7 +153,7 @@ def tuned_passes(task: Task, effort: Effort = THOROUGH) -> tuple[TunedPass, ...]
         candidates: list[tuple[Pass, ...]] = [(), ("backward",)]
         if kept:
             candidates += [("forward",), ("forward", "backward")]
-        both = dict(zip(candidates, measured(task, candidates), strict=True))
+        both = dict(zip(candidates, _runs(task, device, chosen, candidates), strict=True))
         best_passes = min(both, key=lambda each: median(both[each]))
         if is_clearly_faster(both[best_passes], both[()]):
             kept = best_passes
@@ -170,24 +166,33 @@ def tuned_passes(task: Task, effort: Effort = THOROUGH) -> tuple[TunedPass, ...]
         fast, default = runs[pass_]
         plan = (chosen if pass_ in kept else defaults)[pass_]
         seconds = median(default if pass_ == "forward" and pass_ not in kept else fast)
-        return TunedPass(_without_other_tiles(plan), seconds, median(default), pass_ not in kept, task.label)
+        return TunedPass(plan, seconds, median(default), pass_ not in kept, task.label)
 
     return tuple(map(tuned, runs))
 
 
 def _plans(task: Task, options: Options, device: Device) -> dict[Pass, Plan]:
-    """Return the plans of the passes with these options."""
-    request = dataclasses.replace(options.main_request, precision=task.precision, tuned=TunedTable(device.kind))
-    request = dataclasses.replace(request, problem=tuned_problem(request.problem))
-    return {pass_: resolve(request, device, pass_) for pass_ in options.passes}
+    """Return the plans of the passes with these options.
+
+    Plans have no tiles of the other pass, unless their backend has the same tiles in both.
+    """
+    main = options.main_request
+    problem, table = tuned_problem(main.problem), TunedTable(device.kind)
+    request = dataclasses.replace(main, problem=problem, precision=task.precision, tuned=table)
+    plans = {pass_: resolve(request, device, pass_) for pass_ in options.passes}
+    for pass_, plan in plans.items():
+        if not backends.of(plan.backend).capabilities.is_plain_jax:
+            other: Pass = "backward" if pass_ == "forward" else "forward"
+            plans[pass_] = dataclasses.replace(plan, performance=plan.performance.with_tiles(other, None))
+    return plans
 
 
-def _runs(task: Task, device: Device, every: Sequence[Sequence[Plan]]) -> list[Times]:
-    """Measure a task with each of several lists of plans, in alternation."""
+def _runs(task: Task, device: Device, plans: dict[Pass, Plan], candidates: Sequence[tuple[Pass, ...]]) -> list[Times]:
+    """Measure a task with the plans of some passes and the default of the others, in alternation."""
     options, workloads = task.options, list[Workload]()
     with arrays_of(options.problem), jax.default_matmul_precision(task.precision):
-        for number, plans in enumerate(every):
-            tuned = (TunedPass(_without_other_tiles(plan), 0.0, 0.0, False) for plan in plans)
+        for number, passes in enumerate(candidates):
+            tuned = (TunedPass(plans[pass_], 0.0, 0.0, False) for pass_ in passes)
             with in_force(TunedTable(device.kind, tuple(tuned))):
                 arguments = workloads[0].arguments if workloads else None
                 workloads.append(compile_workload(options, f"tuned_{number}", arguments))
@@ -195,11 +200,3 @@ def _runs(task: Task, device: Device, every: Sequence[Sequence[Plan]]) -> list[T
             workload.warm_up(_WARMUP)
         captured = capture_in_turns([workload.launch for workload in workloads], _RUNS, device.platform)
     return [seconds_of_iterations(iterations) for iterations in captured]
-
-
-def _without_other_tiles(plan: Plan) -> Plan:
-    """Return the plan without tiles of the other pass, unless its backend has the same tiles in both."""
-    (other,) = [pass_ for pass_ in PASSES if pass_ != plan.pass_]
-    if backends.of(plan.backend).capabilities.is_plain_jax:
-        return plan
-    return dataclasses.replace(plan, performance=plan.performance.with_tiles(other, None))
