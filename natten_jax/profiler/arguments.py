@@ -269,12 +269,9 @@ def _check_backends(options: Options) -> None:
     """Check the names of backends and baselines."""
     if options.compare is not None and options.compare == options.backend:
         raise ValueError(f"--compare {options.compare} is what --backend runs already")
-    named: tuple[tuple[str, str | None, Operator], ...] = (
-        ("--backend", options.backend, "fna"),
-        ("--compare", options.compare, "fna"),
-        ("--fmha-backend", options.fmha_backend, "fmha"),
-    )
-    for option, name, operator in named:
+    named: dict[str, Operator] = {"backend": "fna", "compare": "fna", "fmha_backend": "fmha"}
+    for field, operator in named.items():
+        option, name = flag(field), getattr(options, field)
         if name is None or name in BASELINES:
             continue
         if name in _FOREIGN_BASELINES and operator == "fna":

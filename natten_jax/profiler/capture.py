@@ -43,7 +43,7 @@ _MEMORY = ("memset", "memcpy")
 _MODULE_STATS = ("hlo_module", "program_id", "run_id")
 
 #: An instruction, with or without its operands, and a module with the number of its program.
-_INSTRUCTION, _MODULE = re.compile(r"%?([\w.\-]+)"), re.compile(r"(.*?)(?:\((\d+)\))?$")
+_INSTRUCTION, _MODULE = re.compile(r"^%?([\w.\-]+).*", re.DOTALL), re.compile(r"(.*?)(?:\((\d+)\))?$")
 
 
 class CaptureError(RuntimeError):
@@ -276,8 +276,7 @@ def tpu_events(profile: ProfileData) -> list[Event]:
         starts = [run.start_ns for run in runs]
         nested = []
         for event in lines.get("XLA Ops", []):
-            instruction = _INSTRUCTION.match(event.name)
-            name = event.name if instruction is None else instruction[1]
+            name = _INSTRUCTION.sub(r"\1", event.name)
             run: tuple[Any, ...] = ()
             at = bisect.bisect_right(starts, event.start_ns) - 1
             if at >= 0 and (module := _MODULE.match(runs[at].name)):

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -223,14 +223,12 @@ def make_inputs(options: Options) -> tuple[jax.Array, ...]:
     wanted = input_shapes(options)
     keys = jax.random.split(jax.random.key(0), len(wanted))
 
-    def random(key: jax.Array, like: Any) -> jax.Array:
-        if options.devices == 1:
-            return jax.random.normal(key, like.shape, like.dtype)
+    def random(key: jax.Array, like: Any) -> Any:
         # Made in shards: the whole array may exceed the memory of a device.
-        placed = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=sharding_of(options, like.shape))
-        return cast(jax.Array, placed(key, like.shape, like.dtype))
+        shards = None if options.devices == 1 else sharding_of(options, like.shape)
+        return jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=shards)(key, like.shape, like.dtype)
 
-    return tuple(random(key, each) for key, each in zip(keys, wanted, strict=True))
+    return tuple(map(random, keys, wanted))
 
 
 # Several devices.
