@@ -119,7 +119,7 @@ def profiler_parser() -> Parser:
     add("-w", "--window-size", metavar="W", **extents, help="window size (default: the input size: self attention)")
     add("-s", "--stride", metavar="S", **extents, help="queries that share a window (default: 1)")
     add("--dilation", metavar="N", **extents, help="distance between neighboring tokens of a window (default: 1)")
-    add("-c", "--causal", metavar="C", type=boolean, nargs="+", help="true, false, 1 or 0 (default: false)")
+    add("-c", "--causal", metavar="C", type=boolean, nargs="+", help="is causal: true, false, 1 or 0 (default: false)")
     add("--edges", metavar="E", nargs="+", choices=EDGES,
         help=f"what becomes of a window that reaches over the ends: {', '.join(EDGES)} (default: {EDGES[0]})")
     add("--dtype", metavar="TYPE", type=_element_type, default="fp16", choices=list(ELEMENT_TYPES),
@@ -164,7 +164,7 @@ def profiler_parser() -> Parser:
     add("--device", choices=list(TPU_CHIPS), help="answer for this kind of TPU; times are static, not measured")
 
     add = parser.add_argument_group("search").add_argument
-    add("--optimize", action="store_true", help="search tiles, schedules and backends; then profile the fastest")
+    add("--optimize", action="store_true", help="search tiles, schedules and, if none is named, backends; profile the best")
     add("--optimize-warmup-steps", metavar="N", type=natural, default=5,
         help="runs of the finalists before their measurement (default: 5)")
 

@@ -341,15 +341,14 @@ def without_overlap(events: Sequence[Event], is_container: Callable[[str], bool]
         events: Events in order of their starts.
         is_container: Return if an instruction contains others.
     """
-    intervals = [(event.start, event.start + event.duration) for event in events]
-    marks = sorted(
-        (time_, end > time_, i) for i, (start, end) in enumerate(intervals) if end > start for time_ in (start, end)
-    )
+    timed = [(i, event) for i, event in enumerate(events) if event.duration > 0]
+    starts = [(event.start, True, i) for i, event in timed]
+    ends = [(event.start + event.duration, False, i) for i, event in timed]
     containers = [is_container(event.instruction) for event in events]
     durations = [0.0] * len(events)
     running: dict[int, None] = {}  # in order of their starts
-    previous = marks[0][0] if marks else 0.0
-    for now, is_start, i in marks:
+    previous = 0.0
+    for now, is_start, i in sorted(starts + ends):
         if now > previous and running:
             steps = [j for j in running if not containers[j]] or [next(reversed(running))]
             for j in steps:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from natten_jax.cost_model.calibration import Calibration, calibration_for
 from natten_jax.cost_model.tiles import flops
@@ -181,16 +181,16 @@ NamedEvent = tuple[symbols.Name, Event]
 
 
 def summarize(iterations: Sequence[Sequence[Event]], program: Program, operator: str, platform: str) -> tuple[Row, ...]:
-    """Return :func:`rows_of` the events of each iteration, with names from :func:`with_names`."""
-    return rows_of([with_names(events, program, operator, platform) for events in iterations])
+    """Return :func:`rows_of` the events of each iteration, with names from :func:`name_function`."""
+    name = name_function(program, operator, platform)
+    return rows_of([[(name(event), event) for event in events] for events in iterations])
 
 
-def with_names(events: Iterable[Event], program: Program, operator: str, platform: str) -> list[NamedEvent]:
-    """Return the events with their names.
+def name_function(program: Program, operator: str, platform: str) -> Callable[[Event], symbols.Name]:
+    """Return a function that returns the name of a launch.
 
     Args:
-        events: The events.
-        program: Program that launched them.
+        program: Program of the launches.
         operator: ``"fna"`` or ``"fmha"``, for launches of instructions without a plan.
         platform: ``"cpu"``, ``"cuda"`` or ``"tpu"``.
     """
@@ -202,7 +202,7 @@ def with_names(events: Iterable[Event], program: Program, operator: str, platfor
             symbol = instruction.target or symbol
         return symbols.name(symbol, instruction, operator, scope)
 
-    return [(name(event.symbol, event.instruction, event.scope), event) for event in events]
+    return lambda event: name(event.symbol, event.instruction, event.scope)
 
 
 def rows_of(iterations: Sequence[Iterable[NamedEvent]]) -> tuple[Row, ...]:

@@ -19,7 +19,7 @@ from natten_jax.plan.devices import NoDeviceError
 from natten_jax.profiler import capture, report
 from natten_jax.profiler.capture import CaptureError, Event
 from natten_jax.profiler.cli import Parser, at_least, run_program
-from natten_jax.profiler.measure import NamedEvent, Row, rows_of, with_names
+from natten_jax.profiler.measure import NamedEvent, Row, name_function, rows_of
 from natten_jax.profiler.program import Program, programs_in_trace
 from natten_jax.profiler.report import format_time, print_lines, print_table
 
@@ -127,7 +127,8 @@ def programs_of(path: Path, *, with_memory: bool = False) -> dict[str, TracedPro
             of_module = [event for of_run in of_runs for event in capture.without_overlap(of_run, program.is_container)]
         devices = {device: [of_device] for device, of_device in capture.by_device(of_module).items()}
         (busy,) = devices[capture.busiest(devices)]
-        launches[module] += with_names(busy, program, "fna", platform)
+        name = name_function(program, "fna", platform)
+        launches[module] += [(name(event), event) for event in busy]
     return {module: TracedProgram(of_module) for module, of_module in launches.items()}
 
 
