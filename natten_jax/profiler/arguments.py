@@ -164,7 +164,8 @@ def profiler_parser() -> Parser:
     add("--device", choices=list(TPU_CHIPS), help="answer for this kind of TPU; times are static, not measured")
 
     add = parser.add_argument_group("search").add_argument
-    add("--optimize", action="store_true", help="search tiles, schedules and, if none is named, backends; profile the best")
+    add("--optimize", action="store_true",
+        help="search tiles, schedules and, if none is named, backends; then profile the best")
     add("--optimize-warmup-steps", metavar="N", type=natural, default=5,
         help="runs of the finalists before their measurement (default: 5)")
 
