@@ -26,7 +26,7 @@ class Role(enum.Enum):
     - ``PER_QUERY``: a number for each query and head, as the logsumexp.
     - ``PER_KEY``, ``PER_KEY_OF_ALL_HEADS``: a number for each key, by query head or for all of them.
     - ``PER_HEAD``: a number for each batch entry and head, as scales.
-    - ``PER_HEAD_OF_ALL``: numbers of a head that all batch entries share, with 1 in place of the batch.
+    - ``PER_HEAD_OF_ALL_ENTRIES``: numbers of a head that all batch entries share, with 1 in place of the batch.
     - ``PER_ENTRY``: numbers of a batch entry.
     - ``WHOLE``: what no mesh splits, as origins, which each device has of its own.
 
@@ -46,7 +46,7 @@ class Role(enum.Enum):
     PER_KEY = ("per_key", -2, "keys", False)
     PER_KEY_OF_ALL_HEADS = ("per_key_of_all_heads", 0, "keys", False)
     PER_HEAD = ("per_head", -1, None, False)
-    PER_HEAD_OF_ALL = ("per_head_of_all", -2, None, False)
+    PER_HEAD_OF_ALL_ENTRIES = ("per_head_of_all_entries", -2, None, False)
     PER_ENTRY = ("per_entry", 0, None, False)
     WHOLE = ("whole", 0, None, False)
 
@@ -59,7 +59,7 @@ class Role(enum.Enum):
     @property
     def is_of_heads(self) -> bool:
         """Whether query heads have it, whatever their tokens are."""
-        return self in (Role.PER_HEAD, Role.PER_HEAD_OF_ALL)
+        return self in (Role.PER_HEAD, Role.PER_HEAD_OF_ALL_ENTRIES)
 
 
 def roles_of(*arguments: Any) -> Sequence[Role]:
@@ -119,10 +119,10 @@ class Inputs(NamedTuple):
     additional_keys: Annotated[jax.Array | None, Role.ADDITIONAL, "batch additional_kv heads_kv head_dim"] = None
     additional_values: Annotated[jax.Array | None, Role.ADDITIONAL, "batch additional_kv heads_kv head_dim_v"] = None
     scale: Annotated[jax.Array | None, Role.PER_HEAD, "batch heads"] = None
-    relative_bias: Annotated[jax.Array | None, Role.PER_HEAD_OF_ALL, "tables heads entries"] = None
+    relative_bias: Annotated[jax.Array | None, Role.PER_HEAD_OF_ALL_ENTRIES, "tables heads entries"] = None
     key_bias: Annotated[jax.Array | None, Role.PER_KEY, "batch *keys heads 1"] = None
     shared_key_bias: Annotated[jax.Array | None, Role.PER_KEY_OF_ALL_HEADS, "batch *keys"] = None
-    sinks: Annotated[jax.Array | None, Role.PER_HEAD_OF_ALL, "tables heads 1"] = None
+    sinks: Annotated[jax.Array | None, Role.PER_HEAD_OF_ALL_ENTRIES, "tables heads 1"] = None
     key_scale: Annotated[jax.Array | None, Role.KEY_VALUE, "batch *keys heads_kv 1"] = None
     value_scale: Annotated[jax.Array | None, Role.KEY_VALUE, "batch *keys heads_kv 1"] = None
     out_scale: Annotated[jax.Array | None, Role.PER_HEAD, "batch heads"] = None

@@ -73,7 +73,7 @@ class CpuBackend(NativeBackend):
         delta_of_queries = delta(saved.out, *cotangents)
         per_query = saved.logsumexp, ffi.or_nothing(saved.remainder), cotangents.out, delta_of_queries
         types = [ResultType(array.shape, array.dtype) for array in more[1:]]
-        found, (of_table, of_keys) = ffi.call_for_results(_BACKWARD, plan, operands, (*more, *per_query), types)
+        found, (of_table, of_keys) = ffi.call_for_gradients(_BACKWARD, plan, operands, (*more, *per_query), types)
         found = ffi.with_key_bias_gradient(found, inputs, of_keys)
         if inputs.relative_bias is not None:
             found = found._replace(relative_bias=gradient_of_shared_table(of_table, inputs.relative_bias))

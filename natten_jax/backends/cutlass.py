@@ -131,7 +131,7 @@ def _small_gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: C
     additional_width = problem.head_dim + problem.head_dim_v
     columns, rows = with_kernel_tiles(problem, plan.tiles)
     tables, sinks = or_nothing(inputs.relative_bias), or_nothing(inputs.sinks)
-    found, (*_, of_table, of_keys, _, of_sinks, _) = ffi.call_for_results(
+    found, (*_, of_table, of_keys, _, of_sinks, _) = ffi.call_for_gradients(
         _SMALL_BACKWARD,
         plan,
         operands,
@@ -336,7 +336,7 @@ class CutlassBackend(NativeBackend):
         # Blocks that share the key/value tiles of a head: by default, one for each tile. A single block makes gradients
         # reproducible. Memory does not depend on the number.
         splits = min(math.prod(performance.backward_kv_splits or (0,)), 2**31 - 1)
-        found, (of_keys, *_) = ffi.call_for_results(
+        found, (of_keys, *_) = ffi.call_for_gradients(
             _BACKWARD,
             plan,
             operands,

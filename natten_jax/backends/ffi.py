@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -172,10 +173,10 @@ def with_kernel_rank(array: jax.Array, rank: int) -> jax.Array:
 
 def with_kernel_ranks(problem: Problem, saved: Saved, cotangents: Cotangents) -> tuple[Saved, Cotangents]:
     """The arrays of a backward pass, each with three token dimensions."""
-    return jax.tree.map(lambda array: with_kernel_rank(array, problem.rank), (saved, cotangents))
+    return jax.tree.map(functools.partial(with_kernel_rank, rank=problem.rank), (saved, cotangents))
 
 
-def _with_query_factor(problem: Problem, array: jax.Array) -> jax.Array:
+def _times_sign_of_scale(problem: Problem, array: jax.Array) -> jax.Array:
     """A query, or its gradient, times the sign of the scale in float32: kernels take positive scales.
 
     A factor of zero keeps what is not finite, as a product of logits would.
@@ -189,7 +190,7 @@ def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
     inputs = operands.inputs
     query, key, value = [with_kernel_rank(array, problem.rank) for array in (inputs.query, inputs.key, inputs.value)]
     if inputs.scale is None:
-        query, scales = _with_query_factor(problem, query), or_nothing(None)
+        query, scales = _times_sign_of_scale(problem, query), or_nothing(None)
     else:
         of_heads = HeadScales.of(problem, inputs.scale)
         query, scales = of_heads.signed(query), of_heads.operand()
@@ -263,36 +264,36 @@ def entry_maps(operands: Operands, of_entry: int) -> ResultType:
 _MAP_BYTES = 128
 
 
-def call_for_results(
+def call_for_gradients(
     target: str,
     plan: Plan,
     operands: Operands,
     per_query: Sequence[jax.Array],
-    behind: Sequence[ResultType],
+    further_results: Sequence[ResultType],
     **more: int,
 ) -> tuple[Gradients, Sequence[jax.Array]]:
-    """Call a backward target, whose first results are the gradients of the inputs. Those of biases are left out.
+    """Call a backward target, whose first results are the gradients of query, key, value and additional tokens.
 
     Args:
         target: Its name.
-        plan: What to run.
+        plan: The plan of the backward pass.
         operands: Its arrays.
-        per_query: The operands behind those of :func:`kernel_operands`.
-        behind: Types of the results behind the gradients.
-        **more: Attributes of its own.
+        per_query: The operands after :func:`kernel_operands`.
+        further_results: Types of the results after these, such as gradients of biases.
+        **more: Further attributes.
 
     Returns:
-        The gradients, and the results behind them.
+        The gradients, and the further results.
     """
     problem, inputs = plan.problem, operands.inputs
     arrays = kernel_operands(problem, operands)
     *with_gradients, _, _ = arrays  # without origins and scales
     types = [ResultType(array.shape, array.dtype) for array in with_gradients]
-    results = native.call(target, [*types, *behind], *arrays, *per_query, **attributes(plan), **more)
+    results = native.call(target, [*types, *further_results], *arrays, *per_query, **attributes(plan), **more)
     pairs = zip(inputs, results[: len(types)], strict=False)
     gradients = Inputs(*[own if own is None else new.reshape(own.shape) for own, new in pairs])  # type: ignore[arg-type]
     if inputs.scale is None:
-        gradients = gradients._replace(query=_with_query_factor(problem, gradients.query))
+        gradients = gradients._replace(query=_times_sign_of_scale(problem, gradients.query))
     else:
         # Gradients of padding are zero, but what it holds may be anything.
         query = without_padding(operands.layouts, inputs).query

@@ -183,7 +183,7 @@ class HopperBackend(NativeBackend):
             groups_and_tiles = zip(tokens, problem.dilation, plan.tiles[0], strict=True)
             scratch += batch * heads * math.prod(d * -(-extent // (d * tile)) for extent, d, tile in groups_and_tiles)
         key_bias = ffi.key_bias_operand(problem, operands)
-        found, (_, of_keys, _) = ffi.call_for_results(
+        found, (_, of_keys, _) = ffi.call_for_gradients(
             _BACKWARD,
             plan,
             operands,

@@ -1,7 +1,8 @@
 """One differentiable operator over every backend: ``custom_vjp`` of the two passes.
 
-Which backend runs a pass is decided when the program is lowered, per pass and platform: one traced function serves CPU
-and GPU, and nothing is traced for platforms that a program is not lowered for.
+Whether JAX differentiates plain JAX or kernels have a ``custom_vjp`` is decided when a call is traced
+(:func:`plain_backend`). Which kernels run a pass is decided when the program is lowered, per platform: one traced
+function serves CPU and GPU, and nothing of a backend is traced for platforms that a program is not lowered for.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ def _compute_forward(saves: bool, plan: Plan, call: DeviceCall, operands: Operan
 
 def _compute_continued(plan: Plan, call: DeviceCall, operands: Operands, saved: Saved, seeing: QueryBox) -> Saved:
     kernels = KernelOperands.of(plan, call.request.problem, operands)
-    operands, saved = kernels.operands, saved._replace(out=kernels.values(saved.out))
+    operands, saved = kernels.operands, saved._replace(out=kernels.padded_output(saved.out))
     if _needs_strips(plan, kernels.operands):
         plan, operands = strips.on_line(plan, operands)
     return kernels.result(_continued(kernels.backend, plan, operands, Earlier(saved, seeing)))
@@ -208,7 +209,7 @@ def _compute_gradients(
     if call.plan("forward").backend != plan.backend:
         saved = saved._replace(remainder=None)
     kernels = KernelOperands.of(plan, call.request.problem, operands)
-    of_kernels = kernels.saved(saved), cotangents._replace(out=kernels.values(cotangents.out))
+    of_kernels = kernels.saved(saved), cotangents._replace(out=kernels.padded_output(cotangents.out))
     if _needs_strips(plan, kernels.operands):
         found = _gradients_with_strips(kernels.backend, plan, kernels.operands, *of_kernels)
     else:
@@ -265,7 +266,7 @@ def run(spec: Spec, request: Request, operands: Operands, *others: Any, plans: _
     if plans is not None:
         assert spec.exchange is not None
         halos, plan = Exchange.of(request.problem, lines_of(request.token_axes)), plans[spec.pass_ == "backward"]
-        return spec.exchange(run, spec, plan, _of_part(request), halos, operands, *others)
+        return spec.exchange(run, spec, plan, _with_axes_as_parts(request), halos, operands, *others)
     leaves, structure = jax.tree.flatten((operands, *others))
     results = primitive.bind(Computation(spec, structure), request, leaves)
     if spec is BACKWARD:
@@ -282,7 +283,7 @@ def attend(request: Request, operands: Operands) -> Output:
     """
     if request.problem.element.is_float8:
         operands = operands._replace(inputs=forward_only(operands.inputs))
-    plain = plain_backend(_of_part(request))
+    plain = plain_backend(_with_axes_as_parts(request))
     if explicit.mesh_of(operands) is not None:
         return explicit.over_explicit_axes(functools.partial(_attend_on_device, plain), request, operands)
     return _attend_on_device(plain, request, vary_alike(operands))
@@ -296,7 +297,7 @@ def _attend_on_device(plain: PureJaxBackend | None, request: Request, operands: 
         request: The call.
         operands: Its arrays.
     """
-    part = _of_part(request)
+    part = _with_axes_as_parts(request)
     plans = None
     if request.token_axes:
         plans = _overlapping_plans(request)
@@ -309,7 +310,7 @@ def _attend_on_device(plain: PureJaxBackend | None, request: Request, operands: 
     return _attend_with_kernels(part if plans is None else request, plans, operands)
 
 
-def _of_part(request: Request) -> Request:
+def _with_axes_as_parts(request: Request) -> Request:
     """Return the request for one device if ``token_axes`` split token dimensions."""
     if not request.token_axes:
         return request
@@ -323,7 +324,7 @@ def _overlapping_plans(request: Request) -> _Plans | None:
     depend on the choice. Sinks are not among the operands: if a caller splits tokens, they are
     added after the pass (:func:`natten_jax.ops.canonicalize.in_pass`).
     """
-    part = _of_part(request)
+    part = _with_axes_as_parts(request)
     for call in device_calls(part):
         try:
             plans = call.plan("forward"), call.plan("backward")
@@ -343,6 +344,7 @@ def _attend_with_kernels(request: Request, plans: _Plans | None, operands: Opera
 
 
 def _attend_forward(request: Request, plans: _Plans | None, operands: Any) -> tuple[Output, tuple[Operands, Saved]]:
+    # With symbolic zeros, JAX wraps each array with a flag that says whether it is differentiated.
     operands = jax.tree.map(operator.attrgetter("value"), operands)
     saved = Saved(*named(run(SAVING, request, operands, plans=plans)))
     return Output(saved.out, saved.logsumexp), (operands, saved)

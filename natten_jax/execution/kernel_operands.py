@@ -89,8 +89,8 @@ class KernelOperands(NamedTuple):
 
     Attributes:
         backend: The backend that runs the pass.
-        of_call: The operands of the call.
-        given: The same, with key biases expanded to all heads if the kernels do not share them among heads.
+        call_operands: The operands of the call.
+        prepared: The same, with key biases expanded to all heads if the kernels do not share them among heads.
         operands: The operands of the kernels.
         problem: The problem of the call.
         planned: The problem that the kernels compute.
@@ -99,8 +99,8 @@ class KernelOperands(NamedTuple):
     """
 
     backend: Backend
-    of_call: Operands
-    given: Operands
+    call_operands: Operands
+    prepared: Operands
     operands: Operands
     problem: Problem
     planned: Problem
@@ -115,51 +115,51 @@ class KernelOperands(NamedTuple):
         columns = None
         if problem.key_bias and not planned.key_bias:
             columns = KeyBiasColumns(dataclasses.replace(problem, dtype=planned.dtype))
-        given = operands
+        prepared = operands
         has_shared = operands.inputs.shared_key_bias is not None
         if has_shared and (columns is not None or not has.takes_shared_key_bias):
-            given = operands._replace(inputs=of_each_head(operands.inputs))
-        given = with_hidden_keys_of_call(plan, given)
-        sinks = None if has.takes_sinks else given.inputs.sinks
+            prepared = operands._replace(inputs=of_each_head(operands.inputs))
+        prepared = with_hidden_keys_of_call(plan, prepared)
+        sinks = None if has.takes_sinks else prepared.inputs.sinks
         if sinks is not None:
-            given = given._replace(inputs=given.inputs._replace(sinks=None))
-        is_known = given.layouts is None or planned.own_extents or takes_layouts_of(has, planned)
-        of_kernels = converted(planned, given if is_known else given.with_origins_alone())
+            prepared = prepared._replace(inputs=prepared.inputs._replace(sinks=None))
+        is_known = prepared.layouts is None or planned.own_extents or takes_layouts_of(has, planned)
+        of_kernels = converted(planned, prepared if is_known else prepared.with_origins_alone())
         if columns is not None:
             of_kernels = columns.added(of_kernels)
         of_kernels = of_kernels._replace(inputs=with_heads_of(planned, of_kernels.inputs))
-        return cls(backend, operands, given, of_kernels, problem, planned, columns, sinks)
+        return cls(backend, operands, prepared, of_kernels, problem, planned, columns, sinks)
 
     def result(self, found: Saved) -> Saved:
         """Convert results of the kernels to results of the call."""
-        out = scaled(self.planned, self.given, with_head_dim(found.out, self.problem.head_dim_v))
+        out = scaled(self.planned, self.prepared, with_head_dim(found.out, self.problem.head_dim_v))
         result = found._replace(out=out.astype(self.problem.output_dtype))
         if self.columns is not None:
-            result = self.columns.result(result, self.given)
-        return result if self.sinks is None else _with_sinks(result, self.sinks)
+            result = self.columns.result(result, self.prepared)
+        return result if self.sinks is None else _saved_with_sinks(result, self.sinks)
 
-    def values(self, array: jax.Array) -> jax.Array:
+    def padded_output(self, array: jax.Array) -> jax.Array:
         """The output of the call, or its cotangent, as kernels take it."""
         return with_head_dim(array, self.planned.head_dim_v)
 
     def saved(self, saved: Saved) -> Saved:
         """Convert saved results of the call for the kernels."""
-        saved = saved._replace(out=self.values(saved.out))
-        return saved if self.columns is None else self.columns.saved(saved, self.given)
+        saved = saved._replace(out=self.padded_output(saved.out))
+        return saved if self.columns is None else self.columns.saved(saved, self.prepared)
 
     def gradients(self, found: Gradients, saved: Saved, cotangents: Cotangents) -> Gradients:
         """The gradients of the call's inputs, given what the call's backward pass had besides."""
         if self.columns is not None:
-            found = self.columns.gradients(found, self.given)
+            found = self.columns.gradients(found, self.prepared)
         found = with_heads_of(self.problem, found)
         if self.sinks is not None:
             of_sinks = sinks_gradient(self.sinks, saved.logsumexp, delta(saved.out, *cotangents))
             found = found._replace(sinks=of_sinks.astype(self.sinks.dtype))
-        inputs = self.of_call.inputs
+        inputs = self.call_operands.inputs
         return found if inputs.shared_key_bias is None else with_shared_gradient(found, inputs)
 
 
-def _with_sinks(found: Saved, sinks: jax.Array) -> Saved:
+def _saved_with_sinks(found: Saved, sinks: jax.Array) -> Saved:
     """Add sinks to a softmax: they are a set of keys without values."""
     zeros = jnp.zeros_like(found.logsumexp)
     own = found if found.remainder is not None else found._replace(remainder=zeros)

@@ -38,7 +38,7 @@ from natten_jax.sharding.explicit import map_in_turn
 from natten_jax.sharding.halos.exchange import DeviceLine, Exchange
 
 _Array = Any
-_RULES: dict[Primitive, Callable[..., Any]] = jet.jet_rules
+_JET_RULES: dict[Primitive, Callable[..., Any]] = jet.jet_rules
 #: For each result the array, followed by its derivatives of order 1, 2, ...
 _Derivatives = list[list[jax.Array]]
 
@@ -121,8 +121,8 @@ def refuse(*_: Any, reason: str = REASON, **__: Any) -> Any:
 def _identity(name: str, jvp: Callable[..., Any]) -> Primitive:
     """Return an identity primitive of several arrays with a special derivative.
 
-    A primitive, not a custom_jvp, whose rule JAX would trace first and batch afterwards: so a gradient through jax.vmap
-    has tangents of whole batches, and only forward mode batches tangents.
+    JAX would trace the rule of a custom_jvp first and batch it afterwards, even where a gradient is computed through
+    jax.vmap. With a primitive, tangents are batched in forward mode alone, which the derivative can then refuse.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -140,7 +140,7 @@ def _in_reverse_only_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tup
 
 
 _in_reverse_only_p = _identity("natten_jax_in_reverse_only", _in_reverse_only_jvp)
-_RULES[_in_reverse_only_p] = refuse
+_JET_RULES[_in_reverse_only_p] = refuse
 
 # Passes cotangents through unchanged. Evaluating it, compiling it or mapping it raises an error: these ask for forward
 # mode, which the custom_vjp behind it does not have.
@@ -152,7 +152,7 @@ mlir.register_lowering(_tangent_p, refuse)
 
 _refuse_float8 = functools.partial(refuse, reason=REASON_OF_FLOAT8)
 _forward_only_p = _identity("natten_jax_forward_only", _refuse_float8)
-_RULES[_forward_only_p] = _refuse_float8
+_JET_RULES[_forward_only_p] = _refuse_float8
 
 
 def _applied(primitive: Primitive, arrays: Inputs) -> Inputs:
@@ -162,22 +162,22 @@ def _applied(primitive: Primitive, arrays: Inputs) -> Inputs:
 
 
 def in_reverse_only(arrays: Inputs) -> Inputs:
-    """Return the arrays, whose tangents may be transposed but not computed."""
+    """Return the arrays; ``jax.grad`` and ``jax.vjp`` pass through, and forward mode raises an error."""
     return _applied(_in_reverse_only_p, arrays)
 
 
 def forward_only(arrays: Inputs) -> Inputs:
-    """Return the arrays, which are not differentiated."""
+    """Return the arrays; every derivative raises an error."""
     return _applied(_forward_only_p, arrays)
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A pass, without its arguments.
+    """One form of the forward or the backward pass, such as the forward pass that saves what gradients need.
 
     Attributes:
         name: Name in traced programs.
-        pass_: The pass that it belongs to.
+        pass_: The pass that it is a form of, which decides tiles and backend.
         types: Abstract types of its results, from the request and the abstract types of its arguments.
         compute: The results on a device, from the plan, the call on the device and the arguments.
         exchange: The results if token dimensions are split, from a function that runs a pass on a device, the pass, the
@@ -381,14 +381,14 @@ def _run_entries(computation: AnyComputation, call: DeviceCall, arrays: Sequence
 
     # There may be one table for all entries, or one for each.
     are_same = [
-        role is Role.WHOLE or (role is Role.PER_HEAD_OF_ALL and array.shape[0] == 1)
+        role is Role.WHOLE or (role is Role.PER_HEAD_OF_ALL_ENTRIES and array.shape[0] == 1)
         for role, array in zip(computation.roles, arrays, strict=True)
     ]
     results = jax.lax.map(run_one, [array for is_same, array in zip(are_same, arrays, strict=True) if not is_same])
-    has_one_table = (Role.PER_HEAD_OF_ALL, True) in zip(computation.roles, are_same, strict=True)
+    has_one_table = (Role.PER_HEAD_OF_ALL_ENTRIES, True) in zip(computation.roles, are_same, strict=True)
     roles, _ = computation.results(call.request, arrays)
     return [
-        result.sum(axis=0, keepdims=True) if role is Role.PER_HEAD_OF_ALL and has_one_table else result
+        result.sum(axis=0, keepdims=True) if role is Role.PER_HEAD_OF_ALL_ENTRIES and has_one_table else result
         for role, result in zip(roles, results, strict=True)
     ]
 
@@ -611,7 +611,7 @@ def _as_one_batch(array: jax.Array, role: Role, batch_dims: Sequence[int]) -> ja
     if role is Role.WHOLE:
         return array
     own = array.shape[len(batch_dims) :]
-    if role is Role.PER_HEAD_OF_ALL:
+    if role is Role.PER_HEAD_OF_ALL_ENTRIES:
         array = jnp.broadcast_to(array, (*batch_dims, *own))
     return array.reshape(math.prod(batch_dims), *own)
 
@@ -619,7 +619,7 @@ def _as_one_batch(array: jax.Array, role: Role, batch_dims: Sequence[int]) -> ja
 def _as_mapped(array: jax.Array, role: Role, batch_dims: Sequence[int]) -> jax.Array:
     """A result, with mapped axes again; the gradient of what batch entries share is added up over them."""
     array = array.reshape(*batch_dims, *array.shape[1:])
-    return jnp.sum(array, axis=len(batch_dims) - 1, keepdims=True) if role is Role.PER_HEAD_OF_ALL else array
+    return jnp.sum(array, axis=len(batch_dims) - 1, keepdims=True) if role is Role.PER_HEAD_OF_ALL_ENTRIES else array
 
 
 def _run_computation(computation: AnyComputation, call: DeviceCall, arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -651,6 +651,6 @@ for each in (*PLATFORMS, None):
 ad.primitive_jvps[_pass_p] = _differentiate
 ad.primitive_transposes[_pass_p] = _transpose
 batching.primitive_batchers[_pass_p] = _map
-_RULES[_pass_p] = _compute_coefficients
-if _jax_internals.CHECKPOINT_NAME not in _RULES:
+_JET_RULES[_pass_p] = _compute_coefficients
+if _jax_internals.CHECKPOINT_NAME not in _JET_RULES:
     jet.deflinear(_jax_internals.CHECKPOINT_NAME)

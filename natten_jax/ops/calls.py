@@ -62,7 +62,7 @@ _BETWEEN = ("natten_jax", "jax", "flax")
 
 
 class _Options(TypedDict, total=False):
-    """Keyword arguments of all operators."""
+    """Keyword arguments of all operators. A new one is also a parameter of each of them."""
 
     query_origin: Origin | None
     key_bias: ArrayLike | None
@@ -109,9 +109,9 @@ def warn_of_ignored(request: Request, query: jax.Array, of_attention: Collection
         query: Its query, which has the device if it is concrete. A traced program is for the default device.
         of_attention: The names of the arguments that ``attention_kwargs`` gave.
     """
-    for name, problem in _ignored(request, device_of(query), backends.registered()):
+    for name, sentence in _ignored(request, device_of(query), backends.registered()):
         prefix = "attention_kwargs: " if name in of_attention else ""
-        warnings.warn(f"{prefix}{problem}", IgnoredArgumentWarning, stacklevel=_level_of_caller())
+        warnings.warn(f"{prefix}{sentence}", IgnoredArgumentWarning, stacklevel=_level_of_caller())
 
 
 @functools.lru_cache(maxsize=4096)
@@ -162,7 +162,7 @@ def run_operator(
     box: BoxArguments,
     terms: LogitTerms,
     float8: Float8Arguments,
-    how: ExecutionArguments,
+    execution: ExecutionArguments,
     return_lse: bool,
     *,
     quantizes: bool = True,
@@ -173,18 +173,18 @@ def run_operator(
 
         def quantized(operands: tuple[Any, BoxArguments, LogitTerms], float8: Float8Arguments) -> Any:
             arrays, box, terms = operands
-            return run_operator(operator, rank, arrays, window, box, terms, float8, how, True, quantizes=False)
+            return run_operator(operator, rank, arrays, window, box, terms, float8, execution, True, quantizes=False)
 
         return straight_through(quantized, (arrays, box, terms), float8, return_lse)
-    fuse = how.try_fuse_additional_kv
+    fuse = execution.try_fuse_additional_kv
     if fuse is not None:
         fuse = flag("try_fuse_additional_kv", fuse, or_none=True)
     inputs = _as_jax_arrays(arrays)
     grid = FinerGrid.of(box.upsample, rank)
     if grid is not None:
         inputs = grid.folded(inputs)
-    number, factors = number_or_array(terms.scale)
-    axes = checked_token_axes(how.token_axes, rank)
+    scale_number, scale_array = number_or_array(terms.scale)
+    axes = checked_token_axes(execution.token_axes, rank)
     if axes:
         _check_unsplit({"query_origin": box.query_origin, "extents": box.extents, "fp8": float8.fp8})
     is_box = box.query_origin is not None
@@ -194,9 +194,9 @@ def run_operator(
         [None if each is None else (each.shape, each.dtype) for each in inputs],
         window,
         flag("clamp_window", box.clamp_window),
-        number if factors is None else 1.0,
+        scale_number if scale_array is None else 1.0,
         exchange.parts_of(axes) if axes else None,
-        [*how.performance.items()],
+        [*execution.performance.items()],
         is_box,
     )
     place = placement_of(inputs, box)
@@ -205,31 +205,31 @@ def run_operator(
     problem, inputs = with_biases(problem, inputs, terms, window.edges, grid, asked_size)
     if place.layouts is not None:
         problem = _with_own_layouts(problem, box)
-    stated = problem
-    if factors is not None:
-        inputs = inputs._replace(scale=_scale_of_heads(factors, inputs, problem, grid))
-    finished = None
+    problem_as_stated = problem
+    if scale_array is not None:
+        inputs = inputs._replace(scale=_scale_of_heads(scale_array, inputs, problem, grid))
+    finish_float8 = None
     if problem.element.is_float8 or float8 != NOTHING:
-        problem, inputs, finished = in_8_bits(problem, inputs, float8, place, grid)
+        problem, inputs, finish_float8 = in_8_bits(problem, inputs, float8, place, grid)
     precision = jax.config.jax_default_matmul_precision
     request = Request(
         problem,
         performance,
-        how.backend,
+        execution.backend,
         None if precision is None else str(precision),
         axes,
         tuned=table_for(is_box=is_box),
     )
-    calls = split_call(request, how.attention_kwargs, fuse)
+    calls = split_call(request, execution.attention_kwargs, fuse)
     sinks = None if terms.sinks is None else checked_sinks(terms.sinks, inputs, grid)
     has_sinks = sinks is not None
     if len(calls) == 1:
         inputs, sinks = in_pass(calls[0].request, inputs, sinks)
-    if how.attention_kwargs:
-        check_agreement(how.attention_kwargs, stated, terms.scale, return_lse)
-    if how.performance or how.attention_kwargs:
+    if execution.attention_kwargs:
+        check_agreement(execution.attention_kwargs, problem_as_stated, terms.scale, return_lse)
+    if execution.performance or execution.attention_kwargs:
         for call in calls:
-            of_attention = () if call.kind is KeySet.WINDOWS else how.attention_kwargs or ()
+            of_attention = () if call.kind is KeySet.WINDOWS else execution.attention_kwargs or ()
             warn_of_ignored(call.request, inputs.query, of_attention)
     keeps_tokens = operator == "fna" and place.is_whole and {call.kind for call in calls} == {KeySet.WINDOWS}
     inputs = with_whole_dimensions(inputs, keeps_tokens=keeps_tokens)
@@ -239,7 +239,7 @@ def run_operator(
         for call, output in zip(calls, outputs, strict=True)
     ]
     output = outputs[0] if len(outputs) == 1 else Output(*merge_attentions(*zip(*outputs, strict=True)))
-    output = with_sinks(output if finished is None else finished(output), sinks)
+    output = with_sinks(output if finish_float8 is None else finish_float8(output), sinks)
     if problem.own_extents and (len(outputs) > 1 or has_sinks):
         output = place.with_nothing_outside(output)
     output = output if grid is None else grid.unfolded(output)

@@ -311,8 +311,8 @@ def _quantized(
 ) -> tuple[Problem, Inputs, _Factors, jax.Array]:
     """The problem of quantised arrays, these, their factors, and what the logsumexp lacks.
 
-    Keys are without their mean, which adds the same to all logits of a query. Query and key are rotated where heads
-    allow it.
+    Keys are without their mean, which adds the same to all logits of a query, as long as logits are linear in products.
+    Query and key are rotated where heads allow it.
 
     Raises:
         ValueError: Arrays are not wider, or have factors.

@@ -210,7 +210,7 @@ class Layout:
         tiles = self.tiles.reshape(*leading, parts, heads // parts, copies, manual)
         if role.has_layout:
             return tiles
-        is_shared = role is Role.PER_HEAD_OF_ALL
+        is_shared = role is Role.PER_HEAD_OF_ALL_ENTRIES
         batch = self.batch_axes - is_shared
         others = range(batch, len(leading))
         tiles = np.moveaxis(tiles, others, range(-3 - len(others), -3))
@@ -348,7 +348,7 @@ class Partitioned:
                 return tuple([next(fresh) for _ in shape])
             factors: list[Any] = [f"batch{i}" for i in range(self.batch_axes)]
             factors += [next(fresh) for _ in shape[self.batch_axes :]]
-            if role is Role.PER_HEAD_OF_ALL:
+            if role is Role.PER_HEAD_OF_ALL_ENTRIES:
                 factors[self.batch_axes - 1] = next(fresh)
             if role.has_layout and self.splits_tokens:
                 tokens = range(self.batch_axes, len(shape) + role.heads_axis)

@@ -225,7 +225,7 @@ class _SplitAxes:
         """How they split an array of so many dimensions."""
         if role is Role.WHOLE:
             return PartitionSpec()
-        axes = [() if role is Role.PER_HEAD_OF_ALL else self.batch, *(self.tokens if role.has_layout else ())]
+        axes = [() if role is Role.PER_HEAD_OF_ALL_ENTRIES else self.batch, *(self.tokens if role.has_layout else ())]
         if role.heads_axis:
             axes += [()] * (ndim + role.heads_axis - len(axes))
             axes += [self.heads if self.are_heads_kv_split or not role.is_key_value else ()]
