@@ -15,11 +15,8 @@ def expected_angles(layout, features, theta=10000.0, positions=None):
     angles = np.zeros((*layout, sum(features) // 2))
     for token in np.ndindex(*layout):
         places = token if positions is None else [line[x] for line, x in zip(positions, token, strict=True)]
-        angles[token] = [
-            place / theta ** (2 * i / share)
-            for place, share in zip(places, features, strict=True)
-            for i in range(share // 2)
-        ]
+        pairs = zip(places, features, strict=True)
+        angles[token] = np.concatenate([place / theta ** (np.arange(0, share, 2) / share) for place, share in pairs])
     return angles
 
 

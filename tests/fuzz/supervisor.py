@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import itertools
 import multiprocessing
@@ -65,9 +66,10 @@ class Worker:
 
 
 def _serve(connection: Any) -> None:
-    while True:
-        function, arguments = connection.recv()
-        connection.send(function(*arguments))
+    with contextlib.suppress(EOFError):  # the session is over
+        while True:
+            function, arguments = connection.recv()
+            connection.send(function(*arguments))
 
 
 @dataclasses.dataclass
