@@ -217,7 +217,8 @@ Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 
 #: Types of immutable values, whose results are kept.
-_KEPT = (bool, int, float, str, np.dtype)
+_KEPT = (type(None), bool, int, float, str, np.dtype)
+_MOST_RESULTS, _LONGEST_KEY = 4096, 1024
 
 
 def checked_once(check: Callable[[*Arguments], Result]) -> Callable[[*Arguments], Result]:
@@ -229,20 +230,43 @@ def checked_once(check: Callable[[*Arguments], Result]) -> Callable[[*Arguments]
     Args:
         check: A pure function, whose result is immutable.
     """
-
-    @functools.lru_cache(maxsize=4096)
-    def check_leaves(structure: Any, leaves: tuple[Any, ...], types: tuple[type, ...]) -> Result:
-        del types  # 1 and True are equal
-        return check(*jax.tree.unflatten(structure, leaves))
+    results: dict[tuple[Any, ...], Result] = {}
 
     @functools.wraps(check)
     def result_of(*arguments: *Arguments) -> Result:
-        leaves, structure = jax.tree.flatten(arguments)
-        if [leaf for leaf in leaves if not isinstance(leaf, _KEPT)]:
+        key = _key(arguments)
+        if key is None:
             return check(*arguments)
-        return check_leaves(structure, tuple(leaves), tuple(map(type, leaves)))
+        if key not in results:
+            found = check(*arguments)
+            if len(results) >= _MOST_RESULTS:
+                results.clear()
+            results[key] = found
+            return found
+        return results[key]
 
     return result_of
+
+
+def _key(value: Any) -> tuple[Any, ...] | None:
+    """Types and values of all parts of a value, since 1 and True are equal; ``None`` if results are not kept for it.
+
+    Long sequences have no key, and neither have sequences that contain themselves.
+    """
+    key: list[Any] = []
+    rest = [value]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, (tuple, list)) and len(part) <= _MOST_VALUES:
+            key += type(part), len(part)
+            rest += part
+        elif isinstance(part, _KEPT):
+            key += type(part), part
+        else:
+            return None
+        if len(key) > _LONGEST_KEY:
+            return None
+    return tuple(key)
 
 
 #: Stands for any batch: neither one of a single entry is cut badly, nor do steps for hundreds take much memory.
