@@ -388,7 +388,7 @@ def _missing_code(capability: ComputeCapability) -> str | None:
 
 def _large_tile_sizes(problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[int, int], ...]:
     """Queries and keys of the tiles that are ranked, of kernels for large windows."""
-    most, keys = _largest_tiles(problem, device, pass_)
+    most, keys = _largest_tiles(problem, device, pass_)  # rejects heads that are too wide, in both passes
     if pass_ == "backward":
         return (64, 128), (64, 64), (128, 128), (128, 64)
     rows = min(most, keys)

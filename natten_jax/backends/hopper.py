@@ -37,9 +37,10 @@ def ranked_around(problem: Problem, pass_: Pass, ranked: _Ranked) -> _Ranked:
         pass_: The pass.
         ranked: Pairs and seconds without the cost of seams.
     """
-    if "wrap" in problem.edges:
-        ranked = tuple((pair, seconds * times_as_long(problem, pass_, pair)) for pair, seconds in ranked)
-    return tuple(sorted(ranked, key=operator.itemgetter(1)))
+    if "wrap" not in problem.edges:
+        return ranked
+    timed = ((pair, seconds * times_as_long(problem, pass_, pair)) for pair, seconds in ranked)
+    return tuple(sorted(timed, key=operator.itemgetter(1)))
 
 
 def times_as_long(problem: Problem, pass_: Pass, pair: TilePair) -> float:

@@ -406,6 +406,10 @@ def _fastest(plan: Plan, parts: tuple[int, ...], pairs: tuple[TilePair, ...]) ->
         split = predict_split(plan, parts, calibration)
         return math.inf if split is None else split.seconds
 
+    whole = seconds(plan)
+    if whole == math.inf:
+        return plan
     others = [dataclasses.replace(plan, performance=plan.performance.with_tiles(plan.pass_, pair)) for pair in pairs]
-    fastest = min(others, key=seconds)
-    return fastest if seconds(fastest) < _CLEARLY_FASTER * seconds(plan) < math.inf else plan
+    times = [seconds(other) for other in others]
+    least = min(times)
+    return others[times.index(least)] if least < _CLEARLY_FASTER * whole else plan

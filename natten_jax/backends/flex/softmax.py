@@ -255,7 +255,7 @@ class KnownRows(NamedTuple):
         return cls(Rows(residuals[..., :1], residuals[..., 1:]), _may_be_large(plan, operands))
 
     def rounds(self, count: int) -> Scalar:
-        """Return ``count`` rounds of a loop if the rows are unreliable, else 0."""
+        """Return the rounds of a loop: ``count`` if the rows are unreliable, otherwise 0."""
         return jnp.where(self.is_unreliable, count, 0).astype(jnp.int32)
 
 
