@@ -56,10 +56,9 @@ def test_features_turn_as_complex_numbers(interleaved, dtype, tolerance):
 
 
 def test_logits_depend_on_distances_alone():
-    query, key = (np.tile(np.random.default_rng(i).normal(size=16), (1, 6, 7, 1, 1)) for i in range(2))
-    angles = rotary_angles((6, 7), 16)
-    turned_query, turned_key = apply_rotary(query, angles), apply_rotary(key, angles)
-    logits = jnp.einsum("byxhd,bvuhd->yxvu", turned_query, turned_key)
+    tokens = [np.tile(np.random.default_rng(i).normal(size=16), (1, 6, 7, 1, 1)) for i in range(2)]
+    query, key = (apply_rotary(each, rotary_angles((6, 7), 16)) for each in tokens)
+    logits = jnp.einsum("byxhd,bvuhd->yxvu", query, key)
     np.testing.assert_allclose(logits[0, 1, 2, 3], logits[3, 4, 5, 6], rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(logits[4, 1, 1, 2], logits[3, 2, 0, 3], rtol=1e-3, atol=1e-4)
     assert abs(logits[0, 1, 2, 3] - logits[0, 1, 3, 3]) > 1e-3

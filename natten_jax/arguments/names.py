@@ -138,7 +138,6 @@ class Meaning(NamedTuple):
 
 
 _HAVE_WINDOWS = "attention sees all keys; na1d, na2d and na3d have windows of kernel_size tokens"
-_ALL_TOKENS = "it counts all tokens of a window, left + 1 + right, and windows are shifted at edges, not cut"
 _NO_MASK = (
     "the window alone says which keys a query sees, and key_bias which keys there are; "
     "docs/numerics.md shows how to mask tokens"
@@ -152,26 +151,27 @@ _ONE_LENGTH = "the sequences of a batch have one length; docs/coming-from-natten
 _OF_ARRAYS = "the arrays have it"
 _FEWER_HEADS = "key and value may have fewer heads (GQA, MQA)"
 _HEADS = "the arrays have the heads: key and value may have fewer than query (GQA, MQA), as they are"
-_FACTOR = "it is the factor of the logits, head_dim ** -0.5 by default"
 
 #: Meanings by the names that arguments have in other libraries.
 _MEANINGS = {
-    "window_size window window_shape window_sizes win_size kernel kernel_shape kernel_sizes ksize": Meaning(
-        "kernel_size", "it counts all tokens of a window, in each dimension or one for all", _HAVE_WINDOWS
-    ),
+    "window_size window window_shape window_sizes win_size kernel kernel_shape kernel_sizes ksize "
     "neighborhood_size neighbourhood_size": Meaning(
         "kernel_size", "it counts all tokens of a window, in each dimension or one for all", _HAVE_WINDOWS
     ),
-    "local_window_size sliding_window sliding_window_size": Meaning("kernel_size", _ALL_TOKENS, _HAVE_WINDOWS),
-    "left_window_size right_window_size window_left window_right": Meaning("kernel_size", _ALL_TOKENS, _HAVE_WINDOWS),
+    "local_window_size sliding_window sliding_window_size left_window_size right_window_size window_left "
+    "window_right": Meaning(
+        "kernel_size",
+        "it counts all tokens of a window, left + 1 + right, and windows are shifted at edges, not cut",
+        _HAVE_WINDOWS,
+    ),
     "kernel_size stride dilation": Meaning("", _HAVE_WINDOWS),
     "strides": Meaning("stride", "it counts queries that share a window"),
     "dilations dilation_rate dilate": Meaning("dilation", "it is the distance between neighbors in a window"),
     "causal is_causal_mask causal_mask use_causal_mask use_causal causality": Meaning(
         "is_causal", "it hides later keys", "is_causal of the operator does that"
     ),
-    "mask masks attn_mask attention_mask block_mask mask_mod score_mod": Meaning("", _NO_MASK),
-    "segment_ids q_segment_ids kv_segment_ids": Meaning("", _NO_MASK),
+    "mask masks attn_mask attention_mask block_mask mask_mod score_mod segment_ids q_segment_ids "
+    "kv_segment_ids": Meaning("", _NO_MASK),
     "padding_mask key_padding_mask key_mask": Meaning("key_bias", "-inf hides a key", _NO_MASK),
     "rel_pos_bias relative_position_bias relative_pos_bias rpb rel_pos rel_bias position_bias pos_bias": Meaning(
         "relative_bias", "it is added to the scaled logits, an entry for each offset", _NO_OFFSETS
@@ -182,14 +182,10 @@ _MEANINGS = {
     "bias use_bias": Meaning(
         "qkv_bias", "projections have biases of their own", "relative_bias and key_bias are added to logits"
     ),
-    "scale softmax_scale sm_scale qk_scale scaling scale_factor scale_qk attn_scale attention_scale": Meaning(
-        "scale qk_scale", _FACTOR
-    ),
-    "logit_scale logits_scale": Meaning("scale qk_scale", _FACTOR),
-    "dropout dropout_p dropout_rate dropout_prob drop drop_rate": Meaning("proj_drop", _NO_WEIGHTS),
-    "attn_drop attn_dropout attention_dropout attn_pdrop attn_drop_rate attention_dropout_rate": Meaning(
-        "proj_drop", _NO_WEIGHTS
-    ),
+    "scale softmax_scale sm_scale qk_scale scaling scale_factor scale_qk attn_scale attention_scale logit_scale "
+    "logits_scale": Meaning("scale qk_scale", "it is the factor of the logits, head_dim ** -0.5 by default"),
+    "dropout dropout_p dropout_rate dropout_prob attn_drop attn_dropout attention_dropout attn_pdrop drop drop_rate "
+    "attn_drop_rate attention_dropout_rate": Meaning("proj_drop", _NO_WEIGHTS),
     "dropout_rng dropout_key dropout_seed broadcast_dropout": Meaning("", _NO_WEIGHTS),
     "return_weights return_attn_weights need_weights return_attention return_attn_probs output_attentions": Meaning(
         "", "attention weights are never formed; neighborhood_weights forms them, return_lse is the logsumexp"
@@ -204,11 +200,8 @@ _MEANINGS = {
         "sinks", "each head has one, a logit that no value stands behind"
     ),
     "registers extra_keys": Meaning("additional_keys", "with additional_values they are tokens that every query sees"),
-    "seqlens_Q seqlens_KV cumulative_seqlen_Q cumulative_seqlen_KV max_seqlen_Q max_seqlen_KV": Meaning(
-        "", _ONE_LENGTH
-    ),
-    "cu_seqlens cu_seqlens_q cu_seqlens_k query_seq_lengths key_value_seq_lengths": Meaning("", _ONE_LENGTH),
-    "max_seqlen_k seq_lens seqlens": Meaning("", _ONE_LENGTH),
+    "seqlens_Q seqlens_KV cumulative_seqlen_Q cumulative_seqlen_KV max_seqlen_Q max_seqlen_KV cu_seqlens cu_seqlens_q "
+    "cu_seqlens_k max_seqlen_k query_seq_lengths key_value_seq_lengths seq_lens seqlens": Meaning("", _ONE_LENGTH),
     "num_heads n_heads heads nhead num_attention_heads": Meaning("num_heads", _FEWER_HEADS, _HEADS),
     "num_kv_heads kv_heads n_kv_heads num_key_value_heads": Meaning("num_kv_heads", _FEWER_HEADS, _HEADS),
     "enable_gqa num_groups num_query_groups": Meaning("", _HEADS),

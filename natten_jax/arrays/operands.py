@@ -58,7 +58,7 @@ class Role(enum.Enum):
 
     @property
     def is_of_heads(self) -> bool:
-        """Whether query heads have it, whatever their tokens are."""
+        """True if it has numbers per query head, but not per token."""
         return self in (Role.PER_HEAD, Role.PER_HEAD_OF_ALL_ENTRIES)
 
 

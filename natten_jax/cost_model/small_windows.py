@@ -61,7 +61,7 @@ def is_chosen(problem: Problem, pass_: Pass, pair: TilePair) -> bool:
 
 
 def is_for(calibration: Calibration, problem: Problem, pass_: Pass, pair: TilePair) -> bool:
-    """Whether a pair of tiles selects the form in a calibration's backend."""
+    """Return True if a pair of tiles selects the form in a calibration's backend."""
     return _FORM in calibration.limits and is_chosen(problem, pass_, pair)
 
 

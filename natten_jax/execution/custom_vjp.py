@@ -227,14 +227,14 @@ def _exchange(
     *others: Any,
 ) -> Any:
     """Run a pass while its halos travel if that pays, or else after they have arrived."""
-    run = functools.partial(run_part, spec)
+    run_spec = functools.partial(run_part, spec)
     if overlap.computes_meanwhile(plan, request, halos, has_sinks=operands.inputs.sinks is not None):
         if spec is BACKWARD:
-            return overlap.backward(run, request, halos, operands, *others)
+            return overlap.backward(run_spec, request, halos, operands, *others)
         saving, continued = functools.partial(run_part, SAVING), functools.partial(run_part, CONTINUED)
         saved = overlap.forward(saving, continued, request, halos, operands)
         return saved if spec is SAVING else Output(saved.out, saved.logsumexp)
-    found = run(request, halos.brought(operands), *others)
+    found = run_spec(request, halos.brought(operands), *others)
     if spec is not BACKWARD:
         return found
     return found._replace(**{name: halos.returned(array) for name, array in key_arrays(found).items()})

@@ -173,7 +173,7 @@ def forward_only(arrays: Inputs) -> Inputs:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """One form of the forward or the backward pass, such as the forward pass that saves what gradients need.
+    """A form of the forward or the backward pass, such as the forward pass that saves arrays for gradients.
 
     Attributes:
         name: Name in traced programs.

@@ -454,7 +454,7 @@ class Placement(NamedTuple):
 
 
 def placement_of(inputs: Inputs, box: BoxArguments) -> Placement:
-    """Check the arguments about where the tokens of a call lie.
+    """Check the arguments about origins and extents of a call.
 
     Raises:
         ValueError: A number is out of range, or an argument has another shape.

@@ -128,10 +128,7 @@ def print_dry_run(options: Options, device: Device) -> tuple[dict[str, Any], boo
     configurations, rejections, is_supported = [], dict[str, str](), False
     for problem in problems:
         if problem is not main:
-            line = (
-                "Windows (-w) smaller than the input have tiles with shapes, here in their order for windows as large:"
-            )
-            print_lines(["", line])
+            print_lines(["", _WINDOWS])
         for each in listings(options, problem, device):
             is_supported = True
             _print_listing(each, options)

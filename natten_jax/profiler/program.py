@@ -37,7 +37,7 @@ _HLO_MODULE = 1
 # Instructions that only run other instructions.
 _CONTAINERS = ("while", "conditional", "call", "async-start", "async-done")
 
-# Kinds of fields in the wire format: integers, and bytes of a fixed size. Other bytes begin with their size.
+# Kinds of fields in the wire format: integers, and bytes of a fixed size. Any other field begins with its size.
 _VARINT, _SIZES = 0, {1: 8, 5: 4}
 
 

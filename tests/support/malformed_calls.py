@@ -28,7 +28,7 @@ DTYPES = (np.float32, np.float16, np.int32, np.int8, np.bool_)
 INT64_MAX, INT64_MIN = 2**63 - 1, -(2**63)
 INT32_MAX, INT32_MIN = 2**31 - 1, -(2**31)
 HUGE, ONES, TOKENS = (INT32_MAX,) * 3, (1, 1, 1), (4, 5, 6)
-#: In messages about errors of the GPU, which every later call of the process reports, too.
+#: In messages about errors of the GPU, which all later calls of the process also report.
 DEVICE_ERROR = "CUDA_ERROR"
 
 Change = Callable[[Call], object]
@@ -260,7 +260,7 @@ def origin_cases(target: Target) -> Iterator[Case]:
 
         return change
 
-    # Legal, if unusual: they have to end, too.
+    # Legal but unusual: they must also end.
     named: dict[str, dict[str, tuple[int, ...]]] = {"layout": {}, "dilations": dilations, "window": window}
     for (name, values), (suffix, place) in itertools.product(named.items(), places.items()):
         yield Case(f"huge-{name}{suffix}", everywhere(place, **values), None)

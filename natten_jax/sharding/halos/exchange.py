@@ -214,7 +214,7 @@ class Exchange:
         return tuple(halo.parts for halo in self.halos)
 
     def brought(self, operands: Operands) -> Operands:
-        """A device's operands, with all keys that its windows reach, and where they lie in the global layout."""
+        """A device's operands with all keys that its windows reach, and their origins."""
         held = key_arrays(operands.inputs)
         extended = dict(zip(held, self.extended([*held.values()]), strict=True))
         return Operands(operands.inputs._replace(**extended), self.origins())
@@ -292,7 +292,7 @@ def brought(problem: Problem, token_axes: TokenAxes, operands: Operands) -> Oper
     Args:
         problem: The call, whose layout is the global one.
         token_axes: The manual mesh axes that each token dimension is split over.
-        operands: What the device has.
+        operands: The operands of the device.
     """
     held = key_arrays(operands.inputs)
     arrays = vary_alike([*held.values()])
