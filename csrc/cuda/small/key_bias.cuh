@@ -24,23 +24,19 @@ class ColumnKeyBias {
     }
   }
 
-  /// To be called when an item's have come, and those of the one before have been read.
+  /// Converts an item's biases to terms of products. They must have arrived, and the previous item must be finished.
   CUTE_DEVICE void prepare(const Item& item) {
     if constexpr (kAreThere) {
       if (!is_new_) return;
       const float inverse_scale = fast_products_per_logit(item.scale(p_).logits);
-      CUTE_UNROLL
-      for (int i = 0; i < kHeld; ++i) {
-        const int pair = pair_of(i);
-        if (pair < tile_.pairs) {
-          store_word(slot_of(pair), __float_as_uint(bias_in_products(held_[i], inverse_scale)));
-        }
-      }
-      for (int i = kHeldPairs * kChunksOfPair + lane(); i < tile_.pairs * kChunksOfPair; i += 32) {
-        float4& biases = *static_cast<float4*>(__cvta_shared_to_generic(slots() + kWord * kWords * i));
-        const float4 own = biases;
-        biases = make_float4(bias_in_products(own.x, inverse_scale), bias_in_products(own.y, inverse_scale),
-                             bias_in_products(own.z, inverse_scale), bias_in_products(own.w, inverse_scale));
+      // A rolled loop: small problems take as long as their instructions take to be fetched.
+      CUTE_NO_UNROLL
+      for (int pair = pair_of(0); pair < tile_.pairs; pair += 2) {
+        float& slot = *static_cast<float*>(__cvta_shared_to_generic(slot_of(pair)));
+        const float bias = pair < kHeldPairs ? held_[0] : slot;
+        slot = bias_in_products(bias, inverse_scale);
+        CUTE_UNROLL
+        for (int i = 1; i < kHeld; ++i) held_[i - 1] = held_[i];
       }
       __syncwarp();
     }
@@ -61,8 +57,7 @@ class ColumnKeyBias {
 
  private:
   static constexpr int kWord = 4, kWords = 4;  // of a chunk
-  static constexpr int kChunksOfPair = 2 * kColumns / kWords;
-  // Biases that a lane holds until an item begins, and pairs that these are of. Those of further pairs are copied.
+  // A lane loads the biases of the first pairs into registers. Biases of further pairs go straight to their slots.
   static constexpr int kHeld = 4, kHeldPairs = 2 * kHeld;
 
   CUTE_DEVICE static int lane() { return threadIdx.x % 32; }
