@@ -22,7 +22,7 @@ def in_accumulator(operand: Any, accumulator: Any) -> jax.Array:
     """Convert an operand to the accumulator's element type, in which it hides the same keys.
 
     An operand of this type is returned unchanged: the rule is applied later, by the kernel
-    (``Capabilities.takes_sinks``) or by :func:`with_hidden_keys`.
+    (``"sinks"`` in ``Capabilities.takes``) or by :func:`with_hidden_keys`.
     """
     operand = jnp.asarray(operand)
     if operand.dtype == accumulator:

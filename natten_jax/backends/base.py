@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -56,6 +57,14 @@ class Platform:
         return found == least if self.is_exact else found >= least
 
 
+#: Attributes of :class:`Problem` that a backend rejects if they are not among ``Capabilities.takes``, and the reasons.
+_REJECTED: Mapping[str, str] = {
+    "own_extents": "it takes no extents: its kernels have one layout for all batch entries",
+    "relative_bias": "it adds no relative_bias to logits",
+    "key_bias": "it adds no key_bias to logits",
+}
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Capabilities:
     """Facts of a backend.
@@ -83,16 +92,15 @@ class Capabilities:
         edges: Supported values of the window option ``edges``.
         wraps_by_strips: True if some of its kernels do not support windows that wrap (:attr:`Form.wraps`): wrapped keys
             are then separate calls.
-        takes_own_layouts: True if kernels support a layout for each batch entry (:func:`takes_layouts_of`).
-        takes_extents: True if it supports extents: layouts with padding.
-        excludes_layouts: Features that kernels do not combine with such layouts, ``"relative_bias"`` or ``"float8"``.
-        biases: Supported biases: names among :attr:`natten_jax.problem.Problem.biases`.
+        takes: Supported features. Without ``"relative_bias"``, ``"key_bias"`` or ``"own_extents"`` (layouts with
+            padding), it rejects problems that have them. Without the others, it gets arrays in another form:
+            ``"own_layouts"``, a layout for each batch entry (:meth:`Backend.takes_layouts_of`); ``"additional_kv"``,
+            additional tokens in the same kernels; ``"shared_key_bias"``, key biases that all heads share, without a
+            copy for each head; ``"sinks"``, sinks in the softmax, with gradients, and the rule of
+            :mod:`natten_jax.arrays.biases` for float32 biases and sinks.
+        excludes: Pairs of attributes of :class:`Problem` that kernels do not combine, and the reasons.
         needs_columns: Returns True if none of its kernels adds the key biases of a problem, so that these are columns
             of wider heads.
-        takes_shared_key_bias: True if its kernels take key biases that all heads share without a copy for each head.
-        takes_sinks: True if kernels add sinks in the softmax, return their gradients, and apply the rule of
-            :mod:`natten_jax.arrays.biases` to float32 biases and sinks.
-        fuses_additional_kv: True if it supports additional key/value tokens.
         is_plain_jax: True for operations of XLA only: XLA splits them over devices, JAX differentiates them in both
             modes and to any order, and a plan has tiles of both passes.
         is_slow_fallback: True if it is slow: it runs by default only if no kernels can, and a warning is given if this
@@ -119,14 +127,9 @@ class Capabilities:
     carries_plan: bool = True
     edges: Sequence[Edge] = ("shift",)
     wraps_by_strips: bool = False
-    takes_own_layouts: bool = False
-    takes_extents: bool = False
-    excludes_layouts: Collection[str] = ()
-    biases: Collection[str] = ()
+    takes: Collection[str] = ("additional_kv",)
+    excludes: Mapping[tuple[str, str], str] = dataclasses.field(default_factory=dict)
     needs_columns: Callable[[Problem], bool] = lambda _: False
-    takes_shared_key_bias: bool = False
-    takes_sinks: bool = False
-    fuses_additional_kv: bool = True
     is_plain_jax: bool = False
     is_slow_fallback: bool = False
     residual_width: int = 0
@@ -159,23 +162,15 @@ class Earlier(NamedTuple):
     seeing: QueryBox
 
 
-def layouts_rejection(has: Capabilities, problem: Problem) -> str | None:
-    """Return why kernels do not support layouts of batch entries with other features of a problem."""
-    if "relative_bias" in has.excludes_layouts and problem.relative_bias:
-        return "its kernels take a relative_bias or extents, not both"
-    if "float8" in has.excludes_layouts and problem.element.is_float8:
-        return "its kernels take 8-bit elements or extents, not both"
+def features_rejection(has: Capabilities, problem: Problem) -> str | None:
+    """Return why kernels do not support the features of a problem; ``None`` if they do."""
+    for name, reason in _REJECTED.items():
+        if name not in has.takes and getattr(problem, name):
+            return reason
+    for pair, reason in has.excludes.items():
+        if all(operator.attrgetter(*pair)(problem)):
+            return reason
     return None
-
-
-def takes_layouts_of(has: Capabilities, problem: Problem) -> bool:
-    """Return True if a call supports a layout for each batch entry; otherwise each entry is a call.
-
-    Wrapped keys that are separate calls have one origin.
-    """
-    if has.wraps_by_strips and "wrap" in problem.edges:
-        return False
-    return has.takes_own_layouts and layouts_rejection(has, problem) is None
 
 
 def heads_rejection(has: Capabilities, problem: Problem) -> str | None:
@@ -225,17 +220,12 @@ class Backend(abc.ABC):
             return f"it supports {', '.join(taken)}, not {problem.dtype}"
         if problem.element.is_float8 and pass_ == "backward":
             return f"{problem.dtype} arrays have no gradients"
-        if problem.own_extents and not has.takes_extents:
-            return "it takes no extents: its kernels have one layout for all batch entries"
-        reason = (problem.own_extents and layouts_rejection(has, problem)) or heads_rejection(has, problem)
-        if reason:
+        reason = features_rejection(has, problem) or heads_rejection(has, problem)
+        if reason is not None:
             return reason
         unknown = [edge for edge in problem.edges if edge not in has.edges]
         if unknown:
             return f"it has windows with edges {' or '.join(map(repr, has.edges))}, not {unknown[0]!r}"
-        for name in ("relative_bias", "key_bias"):
-            if getattr(problem, name) and name not in has.biases:
-                return f"it adds no {name} to logits"
         for axis in problem.axes if has.wraps_by_strips else ():
             stride, tokens = axis.stride, axis.kv_extent // axis.dilation
             if axis.edges == "wrap" and tokens % stride:
@@ -245,6 +235,15 @@ class Backend(abc.ABC):
         if not device.is_present:
             return None
         return next(filter(None, map(native.missing, has.targets.get(pass_, ()))), None)
+
+    def takes_layouts_of(self, problem: Problem) -> bool:
+        """Return True if a call supports a layout for each batch entry; otherwise each entry is a call.
+
+        Wrapped keys that are separate calls have one origin.
+        """
+        has, with_extents = self.capabilities, dataclasses.replace(problem, own_extents=True)
+        has_strips = has.wraps_by_strips and "wrap" in problem.edges
+        return "own_layouts" in has.takes and not has_strips and features_rejection(has, with_extents) is None
 
     def widened(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair | None = None) -> Problem:
         """Return the problem of the kernels: heads are padded with zeros to widths that kernels have, which is exact.
@@ -278,6 +277,10 @@ class Backend(abc.ABC):
             len(tile) == problem.rank and min(tile) >= 1 and math.prod(tile) <= most
             for tile, most in zip(pair, largest, strict=True)
         )
+
+    def kernels(self, problem: Problem, pass_: Pass, pair: TilePair) -> str | None:
+        """Return which of its kernels a pair of tiles selects, for ``Plan.kernels``; ``None`` if it has one kind."""
+        return None
 
     def predicted_seconds(self, problem: Problem, device: Device, pass_: Pass) -> float | None:
         """How long the pass takes with the recommended tiles, by the cost model; ``None`` where there is none."""

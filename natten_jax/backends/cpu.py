@@ -38,10 +38,7 @@ class CpuBackend(NativeBackend):
         edges=EDGES,
         targets={"forward": (_FORWARD,), "backward": (_BACKWARD,)},
         heeds=("backward_deterministic",),  # in every run
-        takes_own_layouts=True,
-        takes_extents=True,
-        biases=("relative_bias", "key_bias"),
-        takes_sinks=True,
+        takes=(*ffi.NATIVE_FEATURES, "relative_bias"),
     )
 
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:

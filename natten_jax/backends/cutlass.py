@@ -28,6 +28,8 @@ from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem, Shape
 from natten_jax.windows import EDGES
 
+#: Value of ``Plan.kernels`` for small windows. It is ``None`` for large windows.
+_SMALL_WINDOWS = "small windows"
 _SMALL_FORWARD = "natten_jax_sm80_small_forward"
 _SMALL_BACKWARD = "natten_jax_sm80_small_backward"
 
@@ -218,13 +220,12 @@ class CutlassBackend(NativeBackend):
         largest_tiles=_largest_tiles,
         edges=EDGES,
         wraps_by_strips=True,
-        biases=("relative_bias", "key_bias"),
+        takes=(*ffi.NATIVE_FEATURES, "shared_key_bias", "relative_bias"),
+        excludes={
+            ("relative_bias", "own_extents"): "its kernels take a relative_bias or extents, not both",
+            ("relative_bias", "additional_kv"): "its kernels with a relative_bias take no additional tokens",
+        },
         needs_columns=_needs_columns,
-        takes_shared_key_bias=True,
-        takes_sinks=True,
-        takes_own_layouts=True,
-        takes_extents=True,
-        excludes_layouts=("relative_bias",),
         head_dim_step=_LIMITS.get("head_dim_step", 1),
         largest_head_dim=_LIMITS.get("largest_head_dim"),
         targets={"forward": (_FORWARD, _SMALL_FORWARD), "backward": (_BACKWARD, _DELTA, _SMALL_BACKWARD)},
@@ -244,8 +245,6 @@ class CutlassBackend(NativeBackend):
         """Why the kernels do not add a relative bias; ``None`` where they do."""
         if problem.element.bytes != 2:
             return f"its kernels add a relative_bias to logits of elements of 16 bits, not of {problem.dtype}"
-        if problem.additional_kv:
-            return "its kernels with a relative_bias take no additional tokens"
         if "wrap" in problem.edges:
             return "its kernels with a relative_bias have no windows with edges 'wrap'"
         if not _ranked_pairs(self.widened(problem, device, pass_), device, pass_):
@@ -285,15 +284,19 @@ class CutlassBackend(NativeBackend):
         """Whether there are kernels for a pair of tile shapes; those for small windows may lack the memory."""
         if not super().offers(problem, device, pass_, pair):
             return False
-        if not small_windows.is_chosen(problem, pass_, pair):
+        if self.kernels(problem, pass_, pair) is None:
             return not _is_for_small_windows(problem)
         if not _small_windows_take_biases(problem):
             return False
         return small_windows.estimate(self.family, problem, pass_, pair, device.compute_capability) is not None
 
+    def kernels(self, problem: Problem, pass_: Pass, pair: TilePair) -> str | None:
+        """Return the name of the kernels for small windows if a pair of tiles selects them."""
+        return _SMALL_WINDOWS if small_windows.is_chosen(problem, pass_, pair) else None
+
     def form(self, plan: Plan) -> Form:
         """Return features of the kernels of a plan. Kernels for small windows support windows that wrap."""
-        is_small = small_windows.is_chosen(plan.problem, plan.pass_, plan.tiles)
+        is_small = plan.kernels == _SMALL_WINDOWS
         if plan.pass_ == "backward" and is_small:
             return Form(wraps=True, unused=_UNUSED_BY_SMALL_WINDOWS)
         unused = {}
@@ -305,7 +308,7 @@ class CutlassBackend(NativeBackend):
 
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
         """Call the kernel."""
-        if small_windows.is_chosen(plan.problem, "forward", plan.tiles):
+        if plan.kernels == _SMALL_WINDOWS:
             return _call_small_forward(plan, operands, types)
         return native.call(
             _FORWARD,
@@ -321,7 +324,7 @@ class CutlassBackend(NativeBackend):
         """Call the kernels."""
         problem, performance, inputs = plan.problem, plan.performance, operands.inputs
         saved, cotangents = ffi.with_kernel_ranks(problem, saved, cotangents)
-        if small_windows.is_chosen(problem, "backward", plan.tiles):
+        if plan.kernels == _SMALL_WINDOWS:
             return _small_gradients(plan, operands, saved, cotangents)
         out, logsumexp, remainder = saved
         if performance.backward_use_xla_reduction:

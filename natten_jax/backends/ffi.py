@@ -22,6 +22,9 @@ from natten_jax.native.module import KERNEL_RANK, ResultType, axis_rows, with_ke
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem, Shape
 
+#: Features of all families with native kernels.
+NATIVE_FEATURES = "own_layouts", "own_extents", "key_bias", "sinks", "additional_kv"
+
 #: Smaller factors of query gradients lose digits of these: float16 has no number below 2^-24.
 _SMALLEST_FACTOR = {"float16": 2.0**-10}
 _SMALLEST_FACTOR_OF_OTHERS = 2.0**-64

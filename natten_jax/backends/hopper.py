@@ -89,12 +89,12 @@ class HopperBackend(NativeBackend):
         is_by_name_only_for_float8=True,
         edges=EDGES,
         wraps_by_strips=True,
-        biases=("key_bias",),
-        takes_shared_key_bias=True,
-        takes_sinks=True,
-        takes_own_layouts=True,
-        takes_extents=True,
-        excludes_layouts=("float8",),
+        takes=(*ffi.NATIVE_FEATURES, "shared_key_bias"),
+        excludes={
+            ("element.is_float8", "own_extents"): "its kernels take 8-bit elements or extents, not both",
+            ("element.is_float8", "key_bias"): "its kernels for 8-bit arrays add no key_bias",
+            ("element.is_float8", "block_scales"): "its kernels for 8-bit arrays take factors of heads, not of blocks",
+        },
         head_dim_step=_LIMITS.get("head_dim_step", 1),
         float8_head_dim_step=_LIMITS.get("float8_head_dim_step"),  # rows are multiples of 16 bytes
         largest_head_dim=_LIMITS.get("largest_head_dim"),
@@ -108,10 +108,6 @@ class HopperBackend(NativeBackend):
         reason = super().rejection(problem, device, pass_)
         if reason is not None or not problem.element.is_float8:
             return reason
-        if problem.key_bias:
-            return "its kernels for 8-bit arrays add no key_bias"
-        if problem.block_scales:
-            return "its kernels for 8-bit arrays take factors of heads, not of blocks"
         dtypes = self.capabilities.dtypes
         if problem.output_dtype not in dtypes:
             return f"its kernels for 8-bit arrays have outputs of {' or '.join(dtypes)}, not {problem.output_dtype}"

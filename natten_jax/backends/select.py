@@ -251,12 +251,11 @@ def plan_with(backend: Backend, request: Request, device: Device, pass_: Pass) -
     schedules = backend.capabilities.schedules.get(pass_, ())
     schedule = (performance.kernel_schedule or str(schedules[0])) if schedules else None
     performance = dataclasses.replace(performance, kernel_schedule=schedule)
-    plan = Plan(
-        problem, pass_, BackendId(backend.family, problem.operator), device.platform, performance, request.precision
-    )
-    if pair is not None or not is_split:
-        return plan
-    return retile_for_part(plan, request.parts, backend.tile_pairs(tiled, device, pass_))
+    id_ = BackendId(backend.family, problem.operator)
+    plan = Plan(problem, pass_, id_, device.platform, performance, request.precision)
+    if pair is None and is_split:
+        plan = retile_for_part(plan, request.parts, backend.tile_pairs(tiled, device, pass_))
+    return dataclasses.replace(plan, kernels=backend.kernels(problem, pass_, plan.tiles))
 
 
 def rejections(problem: Problem, device: Device, pass_: Pass) -> dict[BackendId, str]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from natten_jax import backends
-from natten_jax.arrays.biases import of_each_head
+from natten_jax.arrays.biases import of_each_head, with_hidden_keys_of_inputs
 from natten_jax.arrays.boxes import QueryBox
 from natten_jax.arrays.operands import (
     Cotangents,
@@ -34,7 +34,7 @@ from natten_jax.arrays.operands import (
 from natten_jax.backends.base import Backend, Earlier, PureJaxBackend
 from natten_jax.backends.select import DeviceCall, device_calls
 from natten_jax.execution import primitive, strips
-from natten_jax.execution.kernel_operands import KernelOperands, converted, scaled, with_hidden_keys_of_call
+from natten_jax.execution.kernel_operands import KernelOperands, converted, scaled
 from natten_jax.execution.primitive import Computation, Spec, forward_only, in_reverse_only, named
 from natten_jax.execution.strips import with_start_of
 from natten_jax.plan.plan import Plan, Request
@@ -44,8 +44,8 @@ from natten_jax.sharding.halos.exchange import Exchange, lines_of
 
 
 def _compute_plain(plan: Plan, call: DeviceCall, operands: Operands) -> Differentiable:
-    operands, backend = with_hidden_keys_of_call(plan, operands), backends.of(plan.backend)
-    assert isinstance(backend, PureJaxBackend)
+    backend: Any = backends.of(plan.backend)
+    operands = operands._replace(inputs=with_hidden_keys_of_inputs(operands.inputs))
     found = backend.forward_differentiable(plan, converted(plan.problem, operands))
     return found._replace(out=scaled(plan.problem, operands, found.out))
 
@@ -70,7 +70,8 @@ def _derive_plain(
         read: The results whose cotangents are given; ``None`` to compute tangents.
         given: The tangents or cotangents.
     """
-    operands = with_hidden_keys_of_call(plan, *jax.tree.unflatten(structure, primals))
+    (operands,) = jax.tree.unflatten(structure, primals)
+    operands = operands._replace(inputs=with_hidden_keys_of_inputs(operands.inputs))
     found = Differentiable(*results)
     backend: Any = backends.of(plan.backend)  # with residuals it has a derivative
     by_position = dict(zip(positions if read is None else read, given, strict=True))
@@ -126,7 +127,7 @@ def fuses_additional_kv(request: Request) -> bool:
     if request.problem.own_extents:  # every query sees additional tokens, but padding is none
         return False
     plans = (call.plan("forward") for call in device_calls(request))
-    return all(backends.of(plan.backend).capabilities.fuses_additional_kv for plan in plans)
+    return all("additional_kv" in backends.of(plan.backend).capabilities.takes for plan in plans)
 
 
 def _output_types(request: Request, operands: Any) -> Output:

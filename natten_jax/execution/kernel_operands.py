@@ -17,18 +17,11 @@ from natten_jax.arrays.biases import (
     with_shared_gradient,
 )
 from natten_jax.arrays.operands import Cotangents, Gradients, Inputs, Operands, Saved, delta
-from natten_jax.backends.base import Backend, takes_layouts_of
+from natten_jax.backends.base import Backend
 from natten_jax.element_types import ELEMENT_TYPES
 from natten_jax.execution.strips import merged
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem
-
-
-def with_hidden_keys_of_call(plan: Plan, operands: Operands) -> Operands:
-    """Apply :func:`with_hidden_keys_of_inputs` unless the backend hides keys itself; all derivatives of it are 0."""
-    if backends.of(plan.backend).capabilities.takes_sinks:
-        return operands
-    return operands._replace(inputs=with_hidden_keys_of_inputs(operands.inputs))
 
 
 def converted(planned: Problem, operands: Operands) -> Operands:
@@ -117,13 +110,13 @@ class KernelOperands(NamedTuple):
             columns = KeyBiasColumns(dataclasses.replace(problem, dtype=planned.dtype))
         prepared = operands
         has_shared = operands.inputs.shared_key_bias is not None
-        if has_shared and (columns is not None or not has.takes_shared_key_bias):
+        if has_shared and (columns is not None or "shared_key_bias" not in has.takes):
             prepared = operands._replace(inputs=of_each_head(operands.inputs))
-        prepared = with_hidden_keys_of_call(plan, prepared)
-        sinks = None if has.takes_sinks else prepared.inputs.sinks
-        if sinks is not None:
-            prepared = prepared._replace(inputs=prepared.inputs._replace(sinks=None))
-        is_known = prepared.layouts is None or planned.own_extents or takes_layouts_of(has, planned)
+        sinks = None
+        if "sinks" not in has.takes:
+            inputs = with_hidden_keys_of_inputs(prepared.inputs)
+            sinks, prepared = inputs.sinks, prepared._replace(inputs=inputs._replace(sinks=None))
+        is_known = prepared.layouts is None or planned.own_extents or backend.takes_layouts_of(planned)
         of_kernels = converted(planned, prepared if is_known else prepared.with_origins_alone())
         if columns is not None:
             of_kernels = columns.added(of_kernels)

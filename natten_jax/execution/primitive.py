@@ -27,7 +27,6 @@ from jax.interpreters import ad, batching, mlir
 
 from natten_jax import backends
 from natten_jax.arrays.operands import Inputs, Role, roles_of, types_like, vary_alike
-from natten_jax.backends.base import takes_layouts_of
 from natten_jax.backends.select import DeviceCall
 from natten_jax.performance import Pass
 from natten_jax.plan import plan as plan_marks
@@ -625,9 +624,8 @@ def _as_mapped(array: jax.Array, role: Role, batch_dims: Sequence[int]) -> jax.A
 def _run_computation(computation: AnyComputation, call: DeviceCall, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Run a computation on a device; one batch entry after the other if its kernels take layouts of one entry only."""
     plan, batch = computation.plan(call), arrays[0].shape[0]
-    is_one = isinstance(batch, int) and batch == 1
-    has = backends.of(plan.backend).capabilities
-    if Role.PER_ENTRY in computation.roles and not is_one and not takes_layouts_of(has, plan.problem):
+    has_entries = Role.PER_ENTRY in computation.roles and not (isinstance(batch, int) and batch == 1)
+    if has_entries and not backends.of(plan.backend).takes_layouts_of(plan.problem):
         return _run_entries(computation, call, arrays)
     found: list[jax.Array] = _function(computation, plan, call)(*arrays)
     return found

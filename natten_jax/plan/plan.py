@@ -99,6 +99,8 @@ class Plan:
         performance: How. The tiles of this pass and, where the backend has schedules, the schedule are given.
         precision: That of products, as ``jax.default_matmul_precision`` where the call stands. It holds for all passes,
             wherever they are traced: logits have to be the same in each.
+        kernels: The backend's kernels that the tiles select, where it has several kinds
+            (:meth:`natten_jax.backends.base.Backend.kernels`); ``None`` otherwise.
     """
 
     problem: Problem
@@ -107,6 +109,7 @@ class Plan:
     platform: str
     performance: Performance
     precision: str | None = None
+    kernels: str | None = None
 
     @property
     def tiles(self) -> TilePair:
@@ -146,7 +149,7 @@ class Plan:
             "platform": self.platform,
             "problem": problem,
             "performance": performance,
-            **({} if self.precision is None else {"precision": self.precision}),
+            **{name: value for name in _OPTIONAL if (value := getattr(self, name)) is not None},
         }
         return json.dumps(content, separators=(",", ":"))
 
@@ -172,12 +175,14 @@ class Plan:
                 backend,
                 content["platform"],
                 Performance(**performance),
-                content.get("precision"),
+                *map(content.get, _OPTIONAL),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"no plan of natten_jax: {error}") from None
 
 
+#: Fields of a plan that payloads may lack.
+_OPTIONAL = "precision", "kernels"
 _PROBLEM_FIELDS = [field.name for field in dataclasses.fields(Problem)]
 
 

@@ -176,7 +176,7 @@ class ConstantBackend(PureJaxBackend):
             lambda *_: (1, 1),
             Platform(platform),
             carries_plan=False,
-            fuses_additional_kv=fuses_additional_kv,
+            takes=("additional_kv",) if fuses_additional_kv else (),
             is_plain_jax=True,
         )
 

@@ -178,7 +178,7 @@ def _direct(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: jax.Ar
             return shared
         return jnp.broadcast_to(shared, (problem.batch, *shared.shape[1:]))
 
-    takes_shared = backends.find(problem.backend, problem.operator).capabilities.takes_shared_key_bias
+    takes_shared = "shared_key_bias" in backends.find(problem.backend, problem.operator).capabilities.takes
     terms = tensors.relative_bias, tensors.key_bias
     described, arrays = with_terms(*terms)
     _, of_terms = jax.vjp(lambda *terms: with_terms(*terms)[1][6:9], *terms)

@@ -17,13 +17,13 @@ def placed(rng: np.random.Generator, case: Case, family: Family) -> Case:
     """The problem, or one of some of its queries, of some of its tokens, or of more queries for each; or several."""
     kinds = rng.random(3) < (0.5, 0.5, 0.3)
     if case.queries is not None:
-        return _of_sequences(rng, case, kinds[0], kinds[1] and family.capabilities.takes_extents)
+        return _of_sequences(rng, case, kinds[0], kinds[1] and "own_extents" in family.capabilities.takes)
     if kinds[0]:
         box = tuple(int(rng.integers(1, extent + 1)) for extent in case.layout)
         case = dataclasses.replace(case, box=box, origins=_origins(rng, case, box))
     if case.relative_bias:  # of which the oracle knows the entries of boxes alone
         return case
-    if kinds[1] and family.capabilities.takes_extents and "wrap" not in (case.edges or ()):
+    if kinds[1] and "own_extents" in family.capabilities.takes and "wrap" not in (case.edges or ()):
         extents = tuple(tuple(int(rng.integers(1, extent + 1)) for extent in case.layout) for _ in range(case.batch))
         case = dataclasses.replace(case, extents=extents)
     if kinds[2]:

@@ -297,7 +297,7 @@ def draw_where(
     case = _with_logit_terms(np.random.default_rng([seed, number, 1]), case, family)
     if has_many_keys and of_many_keys.random() > BIASED_BESIDE_MANY_KEYS:
         case = dataclasses.replace(case, **_NO_BIASES)
-    if is_direct and not family.capabilities.takes_sinks:  # these are the operators' own
+    if is_direct and "sinks" not in family.capabilities.takes:  # these are the operators' own
         case = dataclasses.replace(case, sinks=False)
     if is_direct and case.additional:
         case = dataclasses.replace(case, fused=True)
@@ -373,7 +373,7 @@ def _in_8_bits(rng: np.random.Generator, problem: Fuzzed, family: Family) -> Fuz
 
 def _with_logit_terms(rng: np.random.Generator, case: Case, family: Family) -> Case:
     """The problem, perhaps with biases that the family adds to logits, and with sinks, which all have."""
-    biases = family.capabilities.biases
+    biases = family.capabilities.takes
     return dataclasses.replace(
         case,
         relative_bias=bool(rng.random() < 0.4) and case.queries is None and "relative_bias" in biases,

@@ -40,7 +40,7 @@ def test_fitted_windows_equal_those_of_the_layout(family: Family) -> None:
 _WITH_TABLES = [
     pytest.param(each, id=each.name)
     for each in FAMILIES
-    if "relative_bias" in each.backend.capabilities.biases and not each.needs_gpu
+    if "relative_bias" in each.backend.capabilities.takes and not each.needs_gpu
 ]
 #: Windows that are clamped, and a relative bias of the ``kernel_size`` that the caller asked for.
 CLAMPED_WITH_TABLES: dict[str, tuple[dict[str, Any], Case]] = {

@@ -42,9 +42,8 @@ class FlexBackend(PureJaxBackend):
         largest_tiles=lambda *_: (_LARGEST_TILE, _LARGEST_TILE),
         converts_float8_to="bfloat16",
         edges=EDGES,
-        takes_extents=True,
         heeds=("backward_deterministic",),  # in every run
-        biases=("relative_bias", "key_bias"),
+        takes=("own_extents", "relative_bias", "key_bias", "additional_kv"),
         is_plain_jax=True,
         is_slow_fallback=True,
         residual_width=len(Rows._fields),

@@ -43,7 +43,7 @@ class BlackwellBackend(Backend):
         edges=("shift", "cut"),
         heeds=("run_persistent_kernel", "backward_deterministic"),  # every run is deterministic
         carries_plan=False,
-        fuses_additional_kv=False,
+        takes=(),
     )
 
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:

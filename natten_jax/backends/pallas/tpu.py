@@ -68,11 +68,10 @@ class TpuBackend(Backend):
         wraps_by_strips=True,
         head_dim_step=8,
         largest_head_dim=256,
-        biases=("key_bias",),
+        takes=("key_bias",),
         needs_columns=lambda _: True,
         heeds=("backward_deterministic",),  # every run is deterministic
         carries_plan=False,
-        fuses_additional_kv=False,
     )
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
