@@ -33,7 +33,6 @@ from peers import draw
 
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import default_device
-from natten_jax.profiler.report import write_file
 
 RESULTS = Path(__file__).parent / "results"
 FOLDER = Path("build") / "board"
@@ -140,7 +139,7 @@ def main() -> int:
     is_complete = options.page_only or run(options)
     own = [options.json] if options.json.exists() else []
     options.page.parent.mkdir(parents=True, exist_ok=True)
-    write_file(options.page, page(records([*sorted(options.results.rglob("*.json")), *own])))
+    options.page.write_text(page(records([*sorted(options.results.rglob("*.json")), *own])), encoding="utf-8")
     print(f"wrote {'' if options.page_only else f'{options.json} and '}{options.page}")
     return int(not is_complete)
 

@@ -36,12 +36,11 @@ from natten_jax.performance import PASSES, Pass, TilePair
 from natten_jax.plan.devices import default_device
 from natten_jax.problem import Problem
 from natten_jax.profiler import capture, search
-from natten_jax.profiler.arguments import ELEMENT_TYPES, parse
 from natten_jax.profiler.capture import Event
+from natten_jax.profiler.measure import Workload, compile_workload
+from natten_jax.profiler.options import ELEMENT_TYPES, parse
 from natten_jax.profiler.predict import Listing, listings
 from natten_jax.profiler.program import Program
-from natten_jax.profiler.report import write_file
-from natten_jax.profiler.workload import Workload, compile_workload
 from natten_jax.simulator import Calibration, Kernel
 
 SETS = {
@@ -374,7 +373,7 @@ def main() -> None:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a model or measurements."""
-    write_file(path, json.dumps(content, indent=1) + "\n")
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

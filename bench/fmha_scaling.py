@@ -37,7 +37,6 @@ from lib.environment import environment
 from lib.timing import Runner, compile_runner, ratio
 
 from natten_jax.plan.devices import Device, default_device, default_jax_device
-from natten_jax.profiler.report import write_file
 
 TURNS = 3
 WARM_UP_LAUNCHES = 10
@@ -244,12 +243,14 @@ def save(
         "insights": list(lines),
         "priorities": priorities(ladder, results),
     }
-    write_file(folder / "fmha_scaling_results.json", json.dumps(data, indent=2, allow_nan=False) + "\n")
-    write_file(folder / "fmha_scaling_results.md", markdown(configuration, ladder, results, rate))
+    (folder / "fmha_scaling_results.json").write_text(
+        json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8"
+    )
+    (folder / "fmha_scaling_results.md").write_text(markdown(configuration, ladder, results, rate), encoding="utf-8")
     draw(title_of(configuration), ladder, results, rate, folder / "fmha_scaling.png")
     files = [folder / f"fmha_scaling{suffix}" for suffix in ("_results.json", "_results.md", "_log.txt", ".png")]
     log.add("", "Results:", *(f"  {file}" for file in files))
-    write_file(folder / "fmha_scaling_log.txt", "\n".join(log.lines) + "\n")
+    (folder / "fmha_scaling_log.txt").write_text("\n".join(log.lines) + "\n", encoding="utf-8")
 
 
 def positive(text: str) -> int:

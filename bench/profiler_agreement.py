@@ -29,9 +29,9 @@ import natten_jax
 from natten_jax.plan.devices import default_device
 from natten_jax.profiler import baselines, capture, parse
 from natten_jax.profiler.capture import Event, Launch
+from natten_jax.profiler.measure import make_inputs
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.program import Program, compile_for_trace
-from natten_jax.profiler.workload import make_inputs
 
 PROBLEMS = (
     "-i 32768 -d 128 -w 2048",

@@ -35,7 +35,6 @@ from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import default_device
 from natten_jax.profiler import baselines
 from natten_jax.profiler.capture import Launch, capture_in_turns
-from natten_jax.profiler.report import write_file
 
 #: What fills the second-level cache of every GPU so far.
 CACHE_BYTES = 256 << 20
@@ -214,7 +213,7 @@ def main() -> None:
             if options.json is not None:
                 # After each row: what was measured stays when a run is cut off.
                 content = {"environment": of_run, "records": records}
-                write_file(options.json, json.dumps(content, indent=1) + "\n")
+                options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

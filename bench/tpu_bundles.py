@@ -42,7 +42,6 @@ import natten_jax
 from natten_jax.performance import PASSES, Pass, Performance
 from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem, problem_of
-from natten_jax.profiler.report import write_file
 
 SIDES = ("natten_jax", "flex", "splash", "dense")
 #: Tokens of a block of queries, and of keys, of splash attention.
@@ -356,7 +355,7 @@ def main() -> int | None:
                         "results": results,
                     }
                     options.json.parent.mkdir(parents=True, exist_ok=True)
-                    write_file(options.json, json.dumps(record, indent=1) + "\n")
+                    options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return None
 
 

@@ -27,9 +27,7 @@ from models import MODEL_PROBLEMS, ModelProblem
 
 from natten_jax.autotuning.tables import TunedPass, TunedTable
 from natten_jax.plan.devices import default_device
-from natten_jax.profiler.report import write_file
-from natten_jax.profiler.search import Effort
-from natten_jax.profiler.tune import Task, tuned_passes
+from natten_jax.profiler.search import Effort, Task, tuned_passes
 
 _ROOT = Path(__file__).parents[1]
 MEASURED = _ROOT / "bench" / "results" / "tuned"
@@ -56,7 +54,7 @@ def write(passes: Sequence[TunedPass], device: str, path: Path) -> None:
     """Write the table, with what its figures depend on."""
     facts: dict[str, Any] = {"environment": environment(), **TunedTable(device, tuple(passes)).to_json()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, json.dumps(facts, indent=1) + "\n")
+    path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
 def row(tuned: TunedPass) -> str:

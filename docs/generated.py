@@ -26,7 +26,7 @@ from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId
 from natten_jax.problem import OPERATORS, problem_of
-from natten_jax.profiler.arguments import ELEMENT_TYPES, FOREIGN_FLAGS, profiler_parser
+from natten_jax.profiler.options import ELEMENT_TYPES, FOREIGN_FLAGS, profiler_parser
 
 DOCS = Path(__file__).parent
 PAGES = tuple(sorted(DOCS.glob("*.md")))

@@ -13,8 +13,6 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from natten_jax.profiler.report import write_file
-
 #: Colors of what is drawn, in order: natten_jax, and what it is compared with.
 COLORS = BLUE, ORANGE, GRAY = "#2f7fc1", "#e08a2c", "#8f9aa6"
 LIGHT_BLUE, GREEN, RED = "#7fb2d9", "#4d9d5b", "#c9504a"
@@ -114,7 +112,7 @@ def save(figure: Figure, path: Path) -> None:
         metadata = {"Date": None} if is_svg else None
         figure.savefig(picture, dpi=150, format=path.suffix.lstrip(".") or "png", metadata=metadata)
     content = picture.getvalue()
-    write_file(path, _themed(content.decode("utf-8")).encode("utf-8") if is_svg else content)
+    path.write_bytes(_themed(content.decode("utf-8")).encode("utf-8") if is_svg else content)
 
 
 def _themed(svg: str) -> str:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from lib.environment import environment
-from natten_jax.profiler.report import write_file
 
 
 def save(results: Any, path: Path | None) -> None:
@@ -17,4 +16,6 @@ def save(results: Any, path: Path | None) -> None:
     """
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, json.dumps({"environment": environment(), "results": results}, indent=2) + "\n")
+        path.write_text(
+            json.dumps({"environment": environment(), "results": results}, indent=2) + "\n", encoding="utf-8"
+        )

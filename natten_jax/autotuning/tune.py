@@ -47,8 +47,7 @@ def tune(
         raise TypeError(f"function must be callable, got {type(function).__name__}")
     # The profiler is for those who measure: importing it takes a while.
     from natten_jax.profiler.cli import print_message
-    from natten_jax.profiler.search import THOROUGH
-    from natten_jax.profiler.tune import plans_of, tune_plans
+    from natten_jax.profiler.search import THOROUGH, plans_of, tune_plans
 
     plans = plans_of(function, *arguments, **keywords)
     if not plans:

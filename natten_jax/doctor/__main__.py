@@ -29,9 +29,8 @@ from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device, NoDeviceError, default_jax_device, local_devices
 from natten_jax.plan.plan import BackendId, ConfigurationTable, Plan, Request
 from natten_jax.problem import Operator, Problem, problem_of
-from natten_jax.profiler import arguments
 from natten_jax.profiler.cli import run_program
-from natten_jax.profiler.options import Options
+from natten_jax.profiler.options import Options, parse
 from natten_jax.version import __version__
 
 
@@ -48,7 +47,7 @@ def main() -> int:
             parser.error(f"--check: {error}")
         return run_program(parser.prog, lambda: backend_check.check(id_))
     # A dry run accepts problems of other devices.
-    options = None if given.problem is None else arguments.parse([*given.problem, "--dry-run"])
+    options = None if given.problem is None else parse([*given.problem, "--dry-run"])
 
     def run() -> None:
         for line in report() if options is None else report_problem(options):

@@ -13,13 +13,11 @@ import jax
 from natten_jax.cost_model.simulation import TPU_CHIPS
 from natten_jax.plan.devices import CPU, Device, NoDeviceError, default_device
 from natten_jax.profiler import predict, report
-from natten_jax.profiler.arguments import parse, with_names_of_flags
 from natten_jax.profiler.capture import CaptureError
 from natten_jax.profiler.cli import PROGRAM, print_message, print_warning, run_program
-from natten_jax.profiler.measure import compare, profile
-from natten_jax.profiler.options import Options
+from natten_jax.profiler.measure import UnavailableBackend, check_available, compare, platform_of, profile
+from natten_jax.profiler.options import Options, parse, with_names_of_flags
 from natten_jax.profiler.search import Optimum, best_table, optimize, search_json
-from natten_jax.profiler.workload import UnavailableBackend, check_available, platform_of
 
 #: Errors of the problem, the backend, the device or a file.
 _EXPECTED = (ValueError, MemoryError, OSError, CaptureError, NoDeviceError, jax.errors.JaxRuntimeError)

@@ -154,7 +154,7 @@ def _trace(launches: Sequence[Launch], iterations: int, folder: Path | None) -> 
             for _ in range(iterations):
                 for launch in launches:
                     jax.block_until_ready(launch.run())  # type: ignore[no-untyped-call]
-        return read_trace(trace_file(target))
+        return ProfileData.from_file(str(trace_file(target)))
 
 
 def _iterations_by_device(
@@ -189,20 +189,6 @@ def trace_file(path: Path) -> Path:
     if not found:
         raise CaptureError(f"there is no trace ({_TRACES}) in {str(path)!r}, nor in the folders {_RUNS} in it")
     return max(found, key=lambda each: each.stat().st_mtime)
-
-
-def read_trace(file: Path) -> ProfileData:
-    """Read a trace file.
-
-    Raises:
-        CaptureError: It is truncated, or not a trace.
-        OSError: It cannot be read.
-    """
-    content = file.read_bytes()
-    try:
-        return ProfileData.from_serialized_xspace(content)
-    except Exception as error:
-        raise CaptureError(f"the trace {str(file)!r} is truncated or corrupt: {error}") from error
 
 
 # Events.

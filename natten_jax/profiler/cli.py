@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from natten_jax.plan.devices import ComputeCapability, NoDeviceError, parse_compute_capability
+from natten_jax.plan.devices import NoDeviceError
 
 #: Name of the program, the prefix of its messages.
 PROGRAM = "natten-jax-profiler"
@@ -21,11 +20,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with status 2."""
         self.exit(2, f"{self.prog}: error: {message} (--help explains all options)\n")
-
-
-def flag(name: str) -> str:
-    """Return ``--kv-tile`` for ``kv_tile``."""
-    return f"--{name.replace('_', '-')}"
 
 
 # Types of flags.
@@ -51,14 +45,6 @@ def boolean(text: str) -> bool:
     return values[text.lower()]
 
 
-def compute_capability(text: str) -> ComputeCapability:
-    """Parse a compute capability such as ``9.0``."""
-    try:
-        return parse_compute_capability(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a compute capability such as 9.0") from None
-
-
 # Messages on standard error.
 
 
@@ -77,15 +63,10 @@ def run_program(
 ) -> int:
     """Call ``run`` and return the exit status of a program.
 
-    1: an ``expected`` error, or the reader of the output (such as ``head``) has exited. 130: Ctrl-C.
+    1: an ``expected`` error. 130: Ctrl-C.
     """
     try:
-        status = run() or 0
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python prints an error at exit
-        return 1
+        return run() or 0
     except expected as error:
         print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

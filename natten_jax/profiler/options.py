@@ -1,41 +1,53 @@
-"""Options of the profiler: a problem, its split over devices, and how to measure it."""
+"""Options of the profiler: a problem, its split over devices, how to measure it, and the command line."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
+import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from natten_jax import backends, element_types
 from natten_jax.autotuning.tables import table_for, without_configuration
 from natten_jax.cost_model.simulation import TPU_CHIPS
 from natten_jax.halo import bytes_received
 from natten_jax.ops.sub_calls import SubCall, split_call
-from natten_jax.performance import Pass, Performance
-from natten_jax.plan.devices import ComputeCapability, Device
+from natten_jax.performance import (
+    ATTENTION_NAMES,
+    PASSES,
+    KernelSchedule,
+    MemoryUsagePreference,
+    Pass,
+    Performance,
+    performance_of,
+    tile_names,
+)
+from natten_jax.plan.devices import ComputeCapability, Device, parse_compute_capability
 from natten_jax.plan.plan import Request
-from natten_jax.problem import Problem, Shape
-from natten_jax.profiler.baselines import BASELINES
+from natten_jax.problem import Operator, Problem, Shape, problem_of
+from natten_jax.profiler.baselines import BASELINES, can_be_split
+from natten_jax.profiler.cli import PROGRAM, Parser, at_least, boolean, print_warning
 from natten_jax.sharding.auto import HeadSplit
-from natten_jax.windows import Axis, WindowArguments
+from natten_jax.version import __version__
+from natten_jax.windows import EDGES, Axis, WindowArguments
 
-#: Flags of a problem -> names of its fields.
-PROBLEM_FLAGS = {
-    "batch_size": "batch",
-    "heads": "heads",
-    "heads_kv": "heads_kv",
-    "dim": "head_dim",
-    "dim_value": "head_dim_v",
-    "add_kv": "additional_kv",
+#: Fields of a problem with a flag for each; layout, windows and element type have flags as well.
+SIZES = ("batch", "heads", "heads_kv", "head_dim", "head_dim_v", "additional_kv")
+
+#: Short names of element types, as in reports -> full names, widest type first.
+ELEMENT_TYPES = {
+    each.short_name: each.name
+    for each in sorted(element_types.ELEMENT_TYPES.values(), key=lambda each: each.bytes, reverse=True)
 }
-
-_NATTEN_NAMES = {"kernel_size": "window_size", "is_causal": "causal"}
-#: Flags of the window arguments, in the order of :class:`WindowArguments`.
-WINDOW_FLAGS = tuple(_NATTEN_NAMES.get(name, name) for name in WindowArguments._fields)
 
 #: Values of --split that divide whole problems, and names of token dimensions by rank.
 SHARES = ("batch", "heads")
@@ -96,11 +108,12 @@ class Options:
 
     def as_given(self) -> dict[str, Any]:
         """Return the values by names of flags."""
-        problem, values = self.problem, dataclasses.asdict(self)
+        problem = self.problem
+        values = {**dataclasses.asdict(self), "layout": problem.query_layout, "dtype": problem.element.short_name}
         del values["problem"]
-        values |= {"input_size": problem.query_layout, "dtype": problem.element.short_name}
-        values |= {name: getattr(problem, field) for name, field in PROBLEM_FLAGS.items()}
-        return values | dict(zip(WINDOW_FLAGS, problem.windows, strict=True))
+        values |= {**{name: getattr(problem, name) for name in SIZES}, **problem.windows._asdict()}
+        flags = {name: flag.removeprefix("--").replace("-", "_") for name, flag in flags_of_arguments().items()}
+        return {flags.get(name, name): value for name, value in values.items()}
 
     @property
     def passes(self) -> tuple[Pass, ...]:
@@ -167,9 +180,7 @@ class Options:
             return (1,) * problem.rank
         names, wanted = DIMENSIONS[problem.rank], self.split.split(",")
         if not set(wanted) <= set(names) or len(set(wanted)) < len(wanted):
-            known = ", ".join((*SHARES, *names))
-            several = f", or token dimensions with commas, as {','.join(names)}" if problem.rank > 1 else ""
-            raise ValueError(f"--split takes {known}{several}; got {self.split}")
+            raise ValueError(f"--split takes {', '.join(SHARES)}, or some of {','.join(names)}; got {self.split}")
         counts = [
             [n for n in range(1, self.devices + 1) if extent % n == self.devices % n == 0] if name in wanted else [1]
             for name, extent in zip(names, problem.query_layout, strict=True)
@@ -216,3 +227,281 @@ class Options:
 def arrays_of(problem: Problem) -> contextlib.AbstractContextManager[object]:
     """Enable 64-bit arrays in JAX if the problem has them."""
     return jax.enable_x64(True) if problem.dtype == "float64" else contextlib.nullcontext()
+
+
+# The command line.
+
+
+#: Baselines of NATTEN's profiler that do not exist in JAX.
+_FOREIGN_BASELINES = ("xformers", "fav2")
+
+#: Values of --fmha-backend in NATTEN's documents -> the backend's name.
+_SPELLINGS = {"flex-fna": "flex-fmha"}
+
+#: Flags that need a measurement.
+_MEASUREMENT_ONLY = ("compare", "csv", "plot", "trace_dir", "verbose")
+
+#: Arguments with flags that the operators' messages name.
+_NAMED = (*WindowArguments._fields, *ATTENTION_NAMES, *ATTENTION_NAMES.values(), "compute_capability")
+_NAME_IN_MESSAGE = re.compile(rf"(?<!-)\b({'|'.join(_NAMED)})\b")
+
+#: Flags of NATTEN's profilers without a meaning here -> what to do instead.
+FOREIGN_FLAGS = {
+    "--no-compile": "every program is compiled by XLA",
+    "--torch-compile": "every program is compiled by XLA: leave it out",
+    **dict.fromkeys(
+        ("--fuse-add-kv", "--fuse-additional-kv", "--try-fuse-additional-kv"),
+        "additional tokens go into the kernel wherever it takes them: leave it out, or name an --fmha-backend to keep "
+        "them apart",
+    ),
+}
+
+_EXAMPLES = """\
+examples:
+  # Neighborhood attention with a 2 x 4 x 3 window, forward and backward
+  %(prog)s -i 8 16 24 -d 128 -w 2 4 3 --backprop
+
+  # Tiles and predicted times on a Hopper GPU
+  %(prog)s -i 30 48 80 -n 24 -d 128 -w 18 24 24 --dry-run --compute-capability 9.0
+
+  # Search for the best tiles, schedules and backend, and save them for natten_jax.load_tuned
+  %(prog)s -i 30 48 80 -n 24 -d 128 -w 18 24 24 --backprop --optimize --json tuned.json
+
+a trace that JAX's profiler wrote is read by
+  python -m natten_jax.profiler.trace PATH
+"""
+
+
+def profiler_parser() -> Parser:
+    """Return the parser of the profiler's flags."""
+    parser = Parser(
+        prog=PROGRAM,
+        description="Measure what neighborhood attention launches on this machine's default JAX device, list and\n"
+        "search its configurations, or predict its time for a GPU that is not there.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"natten_jax {__version__}")
+    natural, positive = at_least(0), at_least(1)
+    extents: dict[str, Any] = {"type": positive, "nargs": "+"}  # per dimension
+    # fmt: off
+    add = parser.add_argument_group("problem", "Windows: a value per dimension, or one for all.").add_argument
+    add("-i", "--input-size", dest="layout", metavar="X", **extents, required=True,
+        help="token layout, 1 to 3 integers: sequence length; height width; depth height width (required)")
+    add("-b", "--batch-size", dest="batch", metavar="B", type=positive, help="batch size (default: 1)", default=1)
+    add("-n", "--heads", metavar="H", type=positive, help="query heads (default: 1)", default=1)
+    add("--heads-kv", metavar="H", type=positive, help="key/value heads, a divisor of --heads (default: --heads)")
+    add("-d", "--dim", dest="head_dim", metavar="D", type=positive, default=64,
+        help="head dim of query and key (default: 64)")
+    add("--dim-value", dest="head_dim_v", metavar="D", type=positive,
+        help="head dim of value and output (default: --dim)")
+    add("-w", "--window-size", dest="kernel_size", metavar="W", **extents,
+        help="window size (default: the input size: self attention)")
+    add("-s", "--stride", metavar="S", **extents, help="queries that share a window (default: 1)")
+    add("--dilation", metavar="N", **extents, help="distance between neighboring tokens of a window (default: 1)")
+    add("-c", "--causal", dest="is_causal", metavar="C", type=boolean, nargs="+",
+        help="is causal: true, false, 1 or 0 (default: false)")
+    add("--edges", metavar="E", nargs="+", choices=EDGES,
+        help=f"what becomes of a window that reaches over the ends: {', '.join(EDGES)} (default: {EDGES[0]})")
+    add("--dtype", metavar="TYPE", default="fp16", choices=[*ELEMENT_TYPES, *ELEMENT_TYPES.values()],
+        help=f"element type: {', '.join(ELEMENT_TYPES)}, or a full name such as float16 (default: fp16)")
+    add("--backprop", action="store_true", help="profile forward and backward pass")
+    add("--add-kv", dest="additional_kv", metavar="N", type=natural, default=0,
+        help="additional key/value tokens (default: 0)")
+
+    add = parser.add_argument_group("backend and configuration").add_argument
+    add("--backend", metavar="NAME",
+        help=f"{', '.join(backends.names('fna'))}, or self attention by {', '.join(BASELINES)} (default: the best)")
+    add("--fmha-backend", metavar="NAME",
+        help=f"{', '.join(backends.names('fmha'))}, for self attention and additional tokens (default: the best)")
+    for pass_ in PASSES:
+        for name, what in zip(tile_names(pass_), ("query", "key/value"), strict=True):
+            add(f"--{name.removesuffix('_shape').replace('_', '-')}", dest=name, metavar="T", **extents,
+                help=f"{what} tile shape of the {pass_} pass (default: the backend's choice)")
+    add("--schedule", dest="kernel_schedule", choices=[str(each) for each in KernelSchedule],
+        help="kernel schedule, where the backend has several (default: the backend's choice)")
+    add("--persistent", dest="run_persistent_kernel", action=argparse.BooleanOptionalAction, default=True,
+        help="persistent tile scheduling, where the backend has it (default: on)")
+    add("--backward-kv-splits", metavar="N", **extents,
+        help="key/value tiles of the backward pass that may run in parallel (default: the backend's choice)")
+    add("--backward-use-xla-reduction", action="store_true", help="row sums of the backward pass by XLA")
+    add("--backward-deterministic", action="store_true", help="gradients that are bitwise equal from run to run")
+    add("--memory-usage-preference", choices=[str(each) for each in MemoryUsagePreference],
+        default=str(MemoryUsagePreference.DEFAULT),
+        help="scratch memory of the backward pass: 64 MiB, 1 GiB (default) or any, where the backend can trade it")
+    add("--compile", action="store_true", default=argparse.SUPPRESS, help="no effect: XLA compiles every program")
+
+    add = parser.add_argument_group("several devices").add_argument
+    add("--devices", metavar="N", type=positive, default=1,
+        help="split the problem over the first N devices, and report what they exchange (default: 1)")
+    add("--split", metavar="WHAT", default="batch",
+        help="split batch, heads, or tokens along T (sequence), H,W (image), T,H,W (video) (default: batch)")
+
+    group = parser.add_argument_group("configurations and prediction, without a measurement")
+    add = group.add_argument
+    add("--dry-run", action="store_true", help="list the backends that can run the problem and their tiles, best first")
+    add("--max-configs", metavar="N", type=natural, help="rows of each list; 0: all (default: 10)", default=10)
+    add("--simulate", action="store_true", help="predict the time, explain it, and recommend a stride and a dilation")
+    add = group.add_mutually_exclusive_group().add_argument
+    add("--compute-capability", metavar="X.Y",
+        help="answer for an NVIDIA GPU of this compute capability (default: the device at hand)")
+    add("--device", choices=list(TPU_CHIPS), help="answer for this kind of TPU; times are static, not measured")
+
+    add = parser.add_argument_group("search").add_argument
+    add("--optimize", action="store_true",
+        help="search tiles, schedules and, if none is named, backends; then profile the best")
+    add("--optimize-warmup-steps", metavar="N", type=natural, default=5,
+        help="runs of the finalists before their measurement (default: 5)")
+
+    add = parser.add_argument_group("measurement and output").add_argument
+    add("--warmup-steps", metavar="N", type=natural, help="runs before the measurement (default: 10)", default=10)
+    add("--iterations", metavar="N", type=positive, help="measured runs (default: 20)", default=20)
+    add("--compare", metavar="NAME", help="also measure a baseline or another backend, and print the speedup")
+    add("--verbose", action="store_true", help="show memory copies (GPU), and all rows of a long table")
+    add("--json", metavar="PATH", type=Path, help="write the full results to a file")
+    add("--csv", metavar="PATH", type=Path, help="write the table to a file")
+    add("--plot", metavar="PATH", type=Path, help="draw the table as bars (needs matplotlib)")
+    add("--trace-dir", metavar="PATH", type=Path, help="keep the trace, for XProf or Perfetto")
+    # fmt: on
+    return parser
+
+
+@functools.cache
+def flags_of_arguments() -> dict[str, str]:
+    """Return the flags by the names of the arguments that they set."""
+    actions = profiler_parser()._actions
+    return {each.dest: next(text for text in each.option_strings if text.startswith("--")) for each in actions}
+
+
+def with_names_of_flags(message: str) -> str:
+    """Replace names of arguments in a message of the operators by the flags that set them."""
+    flags = flags_of_arguments()
+    message = _NAME_IN_MESSAGE.sub(lambda found: flags[ATTENTION_NAMES.get(found[1], found[1])], message)
+    message = message.replace("the token layout", "--input-size")
+    heads = r"query has (\d+) heads, which is not a multiple of the (\d+) heads of key and value"
+    return re.sub(heads, r"--heads \1 is not a multiple of --heads-kv \2", message)
+
+
+def parse(argv: Sequence[str] | None = None) -> Options:
+    """Parse the command line. A usage error prints one sentence and exits with status 2."""
+    parser = profiler_parser()
+    argv = sys.argv[1:] if argv is None else argv
+    for name in FOREIGN_FLAGS.keys() & set(argv):
+        parser.error(f"{name} does not exist here: {FOREIGN_FLAGS[name]}")
+    given = parser.parse_args(argv)
+    try:
+        _check_modes(given)
+        options = _options(given)
+        _check_backends(options)
+        if options.is_baseline:
+            options = _of_baseline(options)
+        if options.problem.element.is_float8 and options.backprop:
+            dtype = options.problem.element.short_name
+            raise ValueError(f"--backprop does not go with --dtype {dtype}: arrays of 8 bits have no gradients")
+        _check_split(options)
+    except ValueError as error:
+        parser.error(with_names_of_flags(str(error)))
+    return options
+
+
+def _options(given: argparse.Namespace) -> Options:
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in vars(given).items()
+    }
+    for name in (*WindowArguments._fields, "backward_kv_splits"):
+        if values[name] is not None and len(values[name]) == 1:
+            (values[name],) = values[name]  # for all dimensions
+    layout = values.pop("layout")
+    if len(layout) > 3:
+        raise ValueError(f"-i/--input-size takes 1 to 3 integers, one per token dimension, got {len(layout)}")
+    values.pop("compile", None)  # XLA compiles every program
+    windows = {name: value for name in WindowArguments._fields if (value := values.pop(name)) is not None}
+    sizes = {name: values.pop(name) for name in SIZES}
+    dtype = values.pop("dtype")
+    problem = problem_of(layout, **windows, dtype=ELEMENT_TYPES.get(dtype, dtype), **sizes)
+    defaults: dict[str, Any] = dataclasses.asdict(Performance())
+    performance = performance_of(len(layout), **{name: values.pop(name) for name in defaults})
+    for name, default in defaults.items():
+        if name.startswith("backward") and not given.backprop and getattr(performance, name) != default:
+            flag = flags_of_arguments()[name]
+            raise ValueError(f"{flag} is for the backward pass, which runs with --backprop only")
+    values["fmha_backend"] = _SPELLINGS.get(given.fmha_backend, given.fmha_backend)
+    if given.compute_capability is not None:
+        values["compute_capability"] = parse_compute_capability(given.compute_capability)
+    return Options(**values, problem=problem, performance=performance)
+
+
+def _check_modes(given: argparse.Namespace) -> None:
+    """Check that the flags that choose what the program does go together."""
+    flags = flags_of_arguments()
+    modes = [flags[name] for name in ("dry_run", "simulate", "optimize") if getattr(given, name)]
+    if len(modes) > 1:
+        raise ValueError(f"{' and '.join(modes)} exclude each other: choose one")
+    if given.dry_run or given.simulate:
+        if wrong := [flags[name] for name in _MEASUREMENT_ONLY if getattr(given, name)]:
+            raise ValueError(f"{', '.join(wrong)} would need a measurement, but {modes[0]} measures nothing")
+    elif given.compute_capability or given.device:
+        raise ValueError(
+            "--compute-capability and --device are for --dry-run and --simulate: measurements run on the device at hand"
+        )
+    if modes and given.backend in BASELINES:
+        raise ValueError(f"{modes[0]} is about backends with tiles, which the baseline {given.backend} does not have")
+    for name in ("json", "csv", "plot"):
+        path = getattr(given, name)
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"--{name}: the folder {str(path.parent)!r} does not exist")
+
+
+def _check_backends(options: Options) -> None:
+    """Check the names of backends and baselines."""
+    if options.compare is not None and options.compare == options.backend:
+        raise ValueError(f"--compare {options.compare} is what --backend runs already")
+    named: dict[str, Operator] = {"backend": "fna", "compare": "fna", "fmha_backend": "fmha"}
+    for field, operator in named.items():
+        option, name = flags_of_arguments()[field], getattr(options, field)
+        if name is None or name in BASELINES:
+            continue
+        if name in _FOREIGN_BASELINES and operator == "fna":
+            raise ValueError(
+                f"{option} {name} is a baseline of PyTorch; JAX's are cudnn (fused attention on NVIDIA GPUs), "
+                f"pallas (on GPUs, too) and xla (anywhere): use {option} cudnn"
+            )
+        try:
+            backends.find(name, operator)
+        except ValueError as error:
+            baselines = "" if operator == "fmha" else f", or a baseline: {', '.join(BASELINES)}"
+            raise ValueError(f"{str(error).replace('backend=', f'{option} ')}{baselines}") from None
+
+
+def _of_baseline(options: Options) -> Options:
+    """Return the options of self attention. Additional tokens are an error; other flags are ignored with a warning."""
+    name = str(options.backend)
+    if options.problem.additional_kv:
+        raise ValueError(f"--add-kv does not go with --backend {name}, which computes self attention only")
+    baseline = dataclasses.replace(options.for_baseline(name), performance=Performance())
+    if baseline != options:
+        print_warning(f"--backend {name} computes self attention only: flags of windows and configurations are ignored")
+    return baseline
+
+
+def _check_split(options: Options) -> None:
+    """Check that ``--split`` divides the problem by ``--devices``."""
+    count = options.devices
+    options.token_parts()
+    if count == 1:
+        return
+    problem = options.problem
+    name, extent = ("--batch-size", problem.batch) if options.split == "batch" else ("--heads", problem.heads)
+    if extent % count and not options.splits_tokens:
+        raise ValueError(
+            f"{name} {extent} is not a multiple of --devices {count}: --split {options.split} shares it equally"
+        )
+    if options.dry_run or options.optimize:
+        mode = "--dry-run" if options.dry_run else "--optimize"
+        raise ValueError(f"--devices {count} does not go with {mode}, which is about one device")
+    for option, other in (("--backend", options.backend), ("--compare", options.compare)):
+        if other in BASELINES and not can_be_split(str(other), count, options.split, problem.heads_kv):
+            raise ValueError(
+                f"{option} {other} does not go with --devices {count} and --split {options.split}; use {option} xla"
+            )

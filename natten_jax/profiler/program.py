@@ -1,16 +1,15 @@
 """Compiled programs, read from HLO protos: instructions, their scopes, and the plans that they are marked with.
 
-JAX returns compiled programs as serialized protocol buffers, and traces contain the programs that ran. Only the fields
-below are read. Their numbers are from ``hlo.proto`` and ``xplane.proto``.
+JAX returns compiled programs as serialized protocol buffers, and traces contain the programs that ran.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -18,21 +17,23 @@ import jax
 from natten_jax.plan.devices import default_jax_device
 from natten_jax.plan.plan import NAME_ATTRIBUTE, PLAN_ATTRIBUTE, Plan
 
-# HloModuleProto, HloComputationProto.
-_MODULE_NAME, _MODULE_COMPUTATIONS = 1, 3
-_COMPUTATION_INSTRUCTIONS, _COMPUTATION_ID = 2, 5
-# HloInstructionProto, OpMetadata, FrontendAttributes, an entry of a map.
-_NAME, _OPCODE, _METADATA, _TARGET, _CALLED, _ATTRIBUTES = 1, 2, 7, 28, 38, 68
-_OP_NAME = 2
-_ATTRIBUTE_MAP = 1
-_MAP_KEY, _MAP_VALUE = 1, 2
-# XSpace, XPlane, XEventMetadata, XStatMetadata, XStat, HloProto.
-_PLANES = 1
-_PLANE_NAME, _PLANE_EVENT_METADATA, _PLANE_STAT_METADATA = 2, 4, 5
-_EVENT_STATS = 5
-_STAT_NAME = 2
-_STAT_METADATA, _STAT_BYTES = 1, 6
-_HLO_MODULE = 1
+# Messages: names and types of the fields that are read, by their numbers in ``hlo.proto`` and ``xplane.proto``.
+# Brackets mark repeated fields.
+_Message = dict[int, tuple[str, Any]]
+_ENTRY: _Message = {1: ("key", str), 2: ("value", str)}
+_INSTRUCTION: _Message = {
+    1: ("name", str),
+    2: ("opcode", str),
+    7: ("metadata", {2: ("op_name", str)}),
+    28: ("target", str),
+    38: ("called", bytes),
+    68: ("attributes", {1: ("map", [_ENTRY])}),
+}
+_MODULE: _Message = {1: ("name", str), 3: ("computations", [{2: ("instructions", [_INSTRUCTION]), 5: ("id", int)}])}
+_HLO: _Message = {1: ("module", bytes)}
+_EVENT: _Message = {1: ("key", int), 2: ("value", {5: ("stats", [{1: ("metadata", int), 6: ("bytes", bytes)}])})}
+_STAT: _Message = {1: ("key", int), 2: ("value", {2: ("name", str)})}
+_TRACE: _Message = {1: ("planes", [{4: ("events", [_EVENT]), 5: ("stats", [_STAT])}])}
 
 # Instructions that only run other instructions.
 _CONTAINERS = ("while", "conditional", "call", "async-start", "async-done")
@@ -84,24 +85,29 @@ class Program:
     @classmethod
     def from_proto(cls, proto: bytes, devices: int = 1) -> Program:
         """Read a serialized ``xla.HloModuleProto``."""
-        module = _Message(proto)
-        computations = {
-            computation.number(_COMPUTATION_ID): list(computation.messages(_COMPUTATION_INSTRUCTIONS))
-            for computation in module.messages(_MODULE_COMPUTATIONS)
-        }
-        every = [(each, _attributes(each)) for inside in computations.values() for each in inside]
-        plans = _marked_plans(attributes for _, attributes in every)
+        module = _decode(proto, _MODULE)
+        computations = {each["id"]: each["instructions"] for each in module["computations"]}
+        every = [each for inside in computations.values() for each in inside]
+        plans: dict[
+            str, Plan
+        ] = {}  # Every instruction of a pass has the name of its plan, and one instruction has the plan.
+        for each in every:
+            each["marks"] = {entry["key"]: entry["value"] for entry in each["attributes"]["map"]}
+            # Most instructions lack an attribute, and payloads may be of another version of the package.
+            with contextlib.suppress(KeyError, ValueError):
+                plans[each["marks"][NAME_ATTRIBUTE]] = Plan.of_payload(each["marks"][PLAN_ATTRIBUTE])
         instructions = {}
-        for each, attributes in every:
-            opcode, fused = each.text(_OPCODE), set[str]()
-            if opcode in ("fusion", "async-start"):
-                called = (computations.get(number, []) for number in each.numbers(_CALLED))
-                fused = {inner.text(_OPCODE) for inside in called for inner in inside} - {"parameter", "constant"}
-            # Merged instructions have several scopes.
-            scope = next((data.text(_OP_NAME).partition(";")[0] for data in each.messages(_METADATA)), "")
-            plan = plans.get(attributes.get(NAME_ATTRIBUTE, ""))
-            instructions[each.text(_NAME)] = Instruction(opcode, scope, each.text(_TARGET), plan, frozenset(fused))
-        return cls(module.text(_MODULE_NAME), instructions, devices)
+        for each in every:
+            fused = set[str]()
+            if each["opcode"] in ("fusion", "async-start"):
+                called = itertools.chain.from_iterable(
+                    computations.get(number, ()) for number in _packed(each["called"])
+                )
+                fused = {inner["opcode"] for inner in called} - {"parameter", "constant"}
+            scope = each["metadata"]["op_name"].partition(";")[0]  # merged instructions have several scopes
+            plan = plans.get(each["marks"].get(NAME_ATTRIBUTE, ""))
+            instructions[each["name"]] = Instruction(each["opcode"], scope, each["target"], plan, frozenset(fused))
+        return cls(module["name"], instructions, devices)
 
     def is_module(self, name: str) -> bool:
         """Return if an event's module is this program. Traces may append the program's number in parentheses."""
@@ -134,83 +140,41 @@ def programs_in_trace(trace: bytes) -> dict[int, Program]:
     ``jax.profiler.ProfileData`` does not return them: they are metadata of a plane without events.
     """
     found: dict[int, Program] = {}
-    for plane in _Message(trace).messages(_PLANES):
-        if plane.text(_PLANE_NAME) != "/host:metadata":
-            continue
-        stats = plane.entries(_PLANE_STAT_METADATA)
-        hlo_stats = {number for number, stat in stats if stat.text(_STAT_NAME).lower().replace(" ", "_") == "hlo_proto"}
-        for number, event in plane.entries(_PLANE_EVENT_METADATA):
-            for stat in event.messages(_EVENT_STATS):
-                if stat.number(_STAT_METADATA) in hlo_stats:  # other stats are not messages
-                    for hlo in stat.messages(_STAT_BYTES):
-                        for module in hlo.values(_HLO_MODULE):
-                            found[number] = Program.from_proto(module)
+    for plane in _decode(trace, _TRACE)["planes"]:
+        stats = {each["key"]: each["value"]["name"].lower().replace(" ", "_") for each in plane["stats"]}
+        for event in plane["events"]:
+            for stat in event["value"]["stats"]:
+                if stats.get(stat["metadata"]) == "hlo_proto":
+                    found[event["key"]] = Program.from_proto(_decode(stat["bytes"], _HLO)["module"])
     return found
 
 
-def _attributes(instruction: _Message) -> dict[str, str]:
-    """Return the frontend attributes of an instruction."""
-    return {
-        entry.text(_MAP_KEY): entry.text(_MAP_VALUE)
-        for attributes in instruction.messages(_ATTRIBUTES)
-        for entry in attributes.messages(_ATTRIBUTE_MAP)
-    }
+def _decode(data: Any, type_: Any) -> Any:
+    """Return a value of a serialized protocol buffer. Messages become dictionaries, with defaults for absent fields."""
+    if not isinstance(type_, dict):
+        return data.decode(errors="replace") if type_ is str else data or type_()
+    message = {name: [] if isinstance(each, list) else _decode(b"", each) for name, each in type_.values()}
+    position = 0
+    while position < len(data):
+        key, position = _varint(data, position)
+        value: Any
+        value, position = (_SIZES[key & 7], position) if key & 7 in _SIZES else _varint(data, position)
+        if key & 7 != _VARINT:
+            value, position = data[position : position + value], position + value
+        name, each = type_.get(key >> 3, ("", None))
+        if isinstance(each, list):
+            message[name].append(_decode(value, each[0]))
+        elif each is not None:
+            message[name] = _decode(value, each)
+    return message
 
 
-def _marked_plans(every: Iterable[dict[str, str]]) -> dict[str, Plan]:
-    """Return plans by name. Each instruction of a pass has the name; one of them has the plan."""
-    plans = {}
-    for marks in every:
-        # Most instructions lack an attribute, and payloads may be of another version of the package.
-        with contextlib.suppress(KeyError, ValueError):
-            plans[marks[NAME_ATTRIBUTE]] = Plan.of_payload(marks[PLAN_ATTRIBUTE])
-    return plans
-
-
-class _Message:
-    """A serialized protocol buffer, read by numbers of fields."""
-
-    def __init__(self, data: bytes) -> None:
-        self._fields: dict[int, list[Any]] = defaultdict(list)
-        position = 0
-        while position < len(data):
-            key, position = _varint(data, position)
-            kind, values = key & 7, self._fields[key >> 3]
-            number, position = (_SIZES[kind], position) if kind in _SIZES else _varint(data, position)
-            if kind == _VARINT:
-                values.append(number)
-            else:  # a number of bytes
-                values.append(data[position : position + number])
-                position += number
-
-    def values(self, field: int) -> list[Any]:
-        """Return the integers or bytes in a repeated field."""
-        return self._fields.get(field, [])
-
-    def messages(self, field: int) -> Iterator[_Message]:
-        """Return the messages in a field."""
-        return map(_Message, self.values(field))
-
-    def entries(self, field: int) -> Iterator[tuple[int, _Message]]:
-        """Yield the numbers and messages in a map."""
-        for entry in self.messages(field):
-            for value in entry.messages(_MAP_VALUE):
-                yield entry.number(_MAP_KEY), value
-
-    def text(self, field: int) -> str:
-        """Return the text in a field; empty by default."""
-        return b"".join(self.values(field)[:1]).decode(errors="replace")
-
-    def numbers(self, field: int) -> Iterator[int]:
-        """Yield the integers in a repeated field, which are packed into bytes."""
-        packed, position = b"".join(self.values(field)), 0
-        while position < len(packed):
-            number, position = _varint(packed, position)
-            yield number
-
-    def number(self, field: int) -> int:
-        """Return the integer in a field; 0 by default."""
-        return next(iter(self.values(field)), 0)
+def _packed(data: bytes) -> Iterator[int]:
+    """Yield the integers of a packed field."""
+    position = 0
+    while position < len(data):
+        number, position = _varint(data, position)
+        yield number
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import io
 import json
 import math
-import os
 import platform
 import statistics
 import textwrap
@@ -238,32 +236,20 @@ def _backends(chosen: dict[str, str]) -> str:
 # Files.
 
 
-def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file as a whole: readers find the old content or the new content. Text is encoded as UTF-8."""
-    encoded = content.encode() if isinstance(content, str) else content
-    if path.is_symlink() or (path.exists() and not path.is_file()):  # /dev/stdout, a pipe
-        path.write_bytes(encoded)
-        return
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_bytes(encoded)
-    os.replace(temporary, path)
-
-
 def write_json(path: Path, results: Any) -> None:
     """Write results as JSON, in ASCII."""
-    write_file(path, json.dumps(results, indent=2) + "\n")
+    path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 def write_csv(path: Path, tables: dict[str, tuple[Row, ...]]) -> None:
     """Write rows, with seconds, as comma-separated values; ``tables`` maps a name to its rows."""
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(["table", "framework", "category", "arch", "operation", "calls", "median", "min", "max"])
-    for name, rows in tables.items():
-        for row in rows:
-            times = row.runtime, min(row.runtimes), max(row.runtimes)
-            writer.writerow([name, *dataclasses.astuple(row.name), row.calls, *times])
-    write_file(path, text.getvalue())
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["table", "framework", "category", "arch", "operation", "calls", "median", "min", "max"])
+        for name, rows in tables.items():
+            for row in rows:
+                times = row.runtime, min(row.runtimes), max(row.runtimes)
+                writer.writerow([name, *dataclasses.astuple(row.name), row.calls, *times])
 
 
 def to_json(result: Result) -> dict[str, Any]:

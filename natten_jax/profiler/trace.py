@@ -15,6 +15,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from jax.profiler import ProfileData
+
 from natten_jax.plan.devices import NoDeviceError
 from natten_jax.profiler import capture, report
 from natten_jax.profiler.capture import CaptureError, Event
@@ -110,11 +112,11 @@ def programs_of(path: Path, *, with_memory: bool = False) -> dict[str, TracedPro
         with_memory: Include fills and copies of memory on GPUs.
 
     Raises:
-        CaptureError: The trace is missing, truncated or corrupt.
+        CaptureError: There is no trace.
     """
     file = capture.trace_file(path)
-    profile = capture.read_trace(file)
-    programs = programs_in_trace(file.read_bytes())
+    content = file.read_bytes()
+    profile, programs = ProfileData.from_serialized_xspace(content), programs_in_trace(content)
     for platform in ("cuda", "tpu", "cpu"):
         if events := capture.device_events(profile, platform, with_memory):
             break

@@ -25,7 +25,7 @@ from natten_jax.performance import TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem, problem_of
 from natten_jax.profiler.__main__ import main
-from natten_jax.profiler.arguments import parse
+from natten_jax.profiler.options import parse
 from natten_jax.simulator import Calibration, Kernel
 from natten_jax.windows import WindowArguments
 from tests.support import oracle

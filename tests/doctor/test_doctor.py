@@ -21,7 +21,7 @@ from natten_jax.performance import Performance
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId, Request
 from natten_jax.problem import problem_of
-from natten_jax.profiler import arguments
+from natten_jax.profiler.options import parse
 from tests.support.plans import plans_of
 from tests.support.programs import PACKAGE, output_of, run_command, run_python
 
@@ -29,7 +29,7 @@ FLAGS = ["-i", "12", "10", "-n", "4", "--heads-kv", "2", "-d", "64", "-w", "3", 
 
 
 def lines(*flags: str) -> list[str]:
-    return list(report_problem(arguments.parse([*FLAGS, *flags, "--dry-run"])))
+    return list(report_problem(parse([*FLAGS, *flags, "--dry-run"])))
 
 
 def test_names_tiles_and_reasons() -> None:
@@ -153,7 +153,7 @@ def test_the_report_has_a_line_for_each_device_and_for_each_pass() -> None:
     report = list(doctor.report())
     (number,) = (number for number, line in enumerate(report) if line == "Tuned configurations on cpu")
     assert report[number + 1].startswith("  miss: no table is for cpu")
-    options = doctor.arguments.parse(["-i", "12", "-w", "3", "--backprop", "--dry-run"])
+    options = doctor.parse(["-i", "12", "-w", "3", "--backprop", "--dry-run"])
     lines = [line for line in doctor.report_problem(options) if line.startswith("    tuned ")]
     assert len(lines) == 2
 

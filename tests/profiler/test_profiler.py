@@ -15,8 +15,8 @@ from natten_jax.cost_model import tiles
 from natten_jax.native import module as native
 from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem
+from natten_jax.profiler import measure, parse
 from natten_jax.profiler import options as profiler_options
-from natten_jax.profiler import parse, workload
 from tests.support.programs import run_command
 
 from .conftest import Profiler
@@ -98,7 +98,7 @@ def test_xla_baseline(profiler: Profiler) -> None:
 def test_what_cannot_run_is_one_sentence(
     arguments: str, message: str, profiler: Profiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workload, "default_device", lambda: Device("cpu"))
+    monkeypatch.setattr(measure, "default_device", lambda: Device("cpu"))
     output, error, _ = profiler(arguments, status=1)
     assert output == "" and error.count("\n") == 1
     assert error.startswith("natten-jax-profiler: error: ") and message in error
@@ -126,13 +126,13 @@ def test_float64_is_computed_in_float64(profiler: Profiler) -> None:
     assert result["backends"] == {"forward": "flex-fna", "backward": "flex-fna"}
     options = parse(["-i", "16", "--dtype", "fp64", "--backend", "flex-fna", "-w", "4"])
     with profiler_options.arrays_of(options.problem):
-        loaded = workload.compile_workload(options)
+        loaded = measure.compile_workload(options)
     assert {array.dtype.name for array in loaded.arguments} == {loaded.run().dtype.name} == {"float64"}
 
 
 def test_every_flag_of_a_window_reaches_the_operator() -> None:
     flags = "-i 8 12 -d 8 -w 3 4 -s 2 1 --dilation 1 2 --causal 0 1 --edges wrap cut --dtype fp32"
-    loaded = workload.compile_workload(parse(flags.split()))
+    loaded = measure.compile_workload(parse(flags.split()))
     window: dict[str, Any] = {"kernel_size": (3, 4), "stride": (2, 1), "dilation": (1, 2), "is_causal": (False, True)}
     query, key, value = loaded.arguments
     expected = natten_jax.na2d(query, key, value, **window, edges=("wrap", "cut"))
@@ -141,7 +141,7 @@ def test_every_flag_of_a_window_reaches_the_operator() -> None:
 
 def test_inputs_are_random() -> None:
     options = parse(["-i", "8", "8", "--backprop", "--add-kv", "3", "--dim-value", "32", "--dtype", "bf16"])
-    cotangent, query, key, value, keys, values = workload.make_inputs(options)
+    cotangent, query, key, value, keys, values = measure.make_inputs(options)
     assert cotangent.shape == (1, 8, 8, 1, 32)
     assert (query.shape, value.shape) == ((1, 8, 8, 1, 64), (1, 8, 8, 1, 32))
     assert (keys.shape, values.shape) == ((1, 3, 1, 64), (1, 3, 1, 32))

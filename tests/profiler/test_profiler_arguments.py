@@ -8,7 +8,8 @@ import pytest
 
 from natten_jax.performance import Performance
 from natten_jax.problem import problem_of
-from natten_jax.profiler import arguments, parse
+from natten_jax.profiler import options as profiler_options
+from natten_jax.profiler import parse
 from natten_jax.profiler.__main__ import main
 
 #: Flags of the profiler and a part of the error that they lead to, ``flags -> message``.
@@ -89,7 +90,7 @@ def test_every_rule_of_the_operators_is_one_of_the_command_line(
     def refuse(*_: object, **__: object) -> None:
         raise ValueError("kernel_size must be prime, and stride, dilation and is_causal odd")
 
-    monkeypatch.setattr(arguments, "problem_of", refuse)
+    monkeypatch.setattr(profiler_options, "problem_of", refuse)
     with pytest.raises(SystemExit):
         parse(["-i", "8"])
     assert "--window-size must be prime, and --stride, --dilation and --causal odd" in capsys.readouterr().err

@@ -1,26 +1,18 @@
-"""Problems too large for the machine, and files that programs write."""
+"""Problems too large for the machine."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import pytest
 
-from natten_jax.profiler import parse, workload
-from natten_jax.profiler.report import write_file
-from tests.support.compilation import users_environment
+from natten_jax.profiler import measure, parse
 
 from .conftest import Profiler
-
-# Problems that are too large for the machine.
-
 
 TOO_LARGE = "the problem is too large for this machine: its operands and results take 524,288.0 GiB, and cpu has "
 
@@ -64,11 +56,11 @@ def test_operands_and_results_fit_the_memory_of_the_device(
     for dtype, width in (("bf16", 2), ("fp32", 4)):
         options = parse([*problem.split(), "--dtype", dtype])
         needed = elements * width
-        monkeypatch.setattr(workload, "default_jax_device", lambda needed=needed: FakeDevice(needed))
-        workload.check_fits(options)
-        monkeypatch.setattr(workload, "default_jax_device", lambda needed=needed: FakeDevice(needed - 1))
+        monkeypatch.setattr(measure, "default_jax_device", lambda needed=needed: FakeDevice(needed))
+        measure.check_fits(options)
+        monkeypatch.setattr(measure, "default_jax_device", lambda needed=needed: FakeDevice(needed - 1))
         with pytest.raises(MemoryError, match="its operands and results take"):
-            workload.check_fits(options)
+            measure.check_fits(options)
 
 
 def test_devices_hold_their_share_and_parts_of_the_host_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,14 +68,14 @@ def test_devices_hold_their_share_and_parts_of_the_host_all(monkeypatch: pytest.
     of_each = 4 * 64 * 64 * 4
     mesh = jax.sharding.AbstractMesh((4,), ("devices",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices"))
-    monkeypatch.setattr(workload, "sharding_of", lambda options, shape: sharding)
+    monkeypatch.setattr(measure, "sharding_of", lambda options, shape: sharding)
     with monkeypatch.context() as on_gpus:
-        on_gpus.setattr(workload, "default_jax_device", lambda: FakeDevice(of_each))
-        workload.check_fits(options)
+        on_gpus.setattr(measure, "default_jax_device", lambda: FakeDevice(of_each))
+        measure.check_fits(options)
     for pages, expected in ((4 * of_each, contextlib.nullcontext()), (4 * of_each - 1, pytest.raises(MemoryError))):
         monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": pages}.__getitem__)
         with expected:
-            workload.check_fits(options)
+            measure.check_fits(options)
 
 
 @pytest.mark.parametrize("mode", ["", "--optimize", "--compare xla", "--backprop"])
@@ -93,45 +85,11 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("XLA was asked")
 
-    monkeypatch.setattr(workload, "make_inputs", fail)
+    monkeypatch.setattr(measure, "make_inputs", fail)
     monkeypatch.setattr(jax, "jit", fail)
-    monkeypatch.setattr(workload, "default_jax_device", lambda: FakeDevice(1 << 10))
+    monkeypatch.setattr(measure, "default_jax_device", lambda: FakeDevice(1 << 10))
     complaint = profiler(f"-i 8 -w 3 {mode}", status=1).err.splitlines()[-1]
     assert complaint == (
         "natten-jax-profiler: error: the problem is too large for this machine: "
         "its operands and results take 0.0 GiB, and cpu has 0.0 GiB"
     )
-
-
-# Output files, folders, links, devices and pipes of the command line programs.
-
-
-def test_files_are_replaced_as_a_whole(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    for content in ("first", "\u00e9", b"\xff"):
-        write_file(path, content)
-        assert path.read_bytes() == (content.encode() if isinstance(content, str) else content)
-    assert os.listdir(tmp_path) == ["a.json"]
-    with pytest.raises(OSError, match="No such file"):
-        write_file(tmp_path / "no" / "a.json", "")
-
-
-def test_links_and_devices_are_written_to(tmp_path: Path) -> None:
-    link, target = tmp_path / "link", tmp_path / "target"
-    link.symlink_to(target)
-    write_file(link, "content")
-    assert link.is_symlink()
-    assert target.read_text() == "content"
-    write_file(Path(os.devnull), "content")
-    assert Path(os.devnull).is_char_device()
-
-
-@pytest.mark.parametrize("program", ["profiler -i 8 16 24 -w 2 4 4 --dry-run --max-configs 0", "doctor"])
-def test_readers_may_exit_early(program: str) -> None:
-    command = f"{sys.executable} -m natten_jax.{program} | head -n 1"
-    environment = {**users_environment(), "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
-    done = subprocess.run(
-        command, shell=True, capture_output=True, text=True, env=environment, timeout=300, check=False
-    )
-    assert done.stdout.count("\n") == 1
-    assert done.stderr == ""

@@ -25,13 +25,11 @@ from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId, Request
 from natten_jax.problem import Problem, problem_of
 from natten_jax.profiler import parse, predict, search
-from natten_jax.profiler import tune as tuning
 from natten_jax.profiler.capture import Event
+from natten_jax.profiler.measure import Workload
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.program import Program
-from natten_jax.profiler.search import Effort, Optimum, best_table, optimize
-from natten_jax.profiler.tune import plans_of
-from natten_jax.profiler.workload import Workload
+from natten_jax.profiler.search import Effort, Optimum, best_table, optimize, plans_of
 
 from .conftest import Profiler
 
@@ -253,10 +251,10 @@ def test_every_operator_of_a_program_is_found_once(devices: int, monkeypatch: py
     monkeypatch.setattr(jax, "local_devices", lambda backend=None: present[:devices])
     tokens = jax.ShapeDtypeStruct((1, 8, 12, 2, 16), jnp.float32)
     for function in (jax.grad(loss), jax.jit(jax.grad(loss))):
-        tasks = tuning.tasks_of(plans_of(function, tokens))
+        tasks = search.tasks_of(plans_of(function, tokens))
         assert sorted(each.problem.describe() for each in tasks) == ["attention 12 k=12", "na2d 8x12 k=4x6"]
         assert all(each.backprop for each in tasks)
-    assert not any(each.backprop for each in tuning.tasks_of(plans_of(loss, tokens)))
+    assert not any(each.backprop for each in search.tasks_of(plans_of(loss, tokens)))
 
 
 @pytest.mark.parametrize(
@@ -274,7 +272,7 @@ def test_what_is_measured_is_what_is_called(keywords: dict[str, Any], reason: st
     def attend(tokens: jax.Array) -> jax.Array:
         return natten_jax.na2d(tokens, tokens, tokens, (3, 5), **keywords)
 
-    (task,) = tuning.tasks_of(plans_of(attend, keys))
+    (task,) = search.tasks_of(plans_of(attend, keys))
     if reason is None:
         assert task.obstacle is None and task.planned_problem == task.problem  # what is searched and timed
     else:
@@ -420,4 +418,4 @@ def test_malformed_tables(content: Any, message: str, tmp_path: Path) -> None:
 def test_what_is_faster_by_no_more_than_noise_is_not_kept(
     fast: tuple[float, ...], slow: tuple[float, ...], is_clear: bool
 ) -> None:
-    assert tuning.is_clearly_faster(fast, slow) == is_clear
+    assert search.is_clearly_faster(fast, slow) == is_clear

@@ -374,7 +374,7 @@ def test_kernels_have_readable_names_and_loops_only_their_own_time(trace_path: P
 
 
 def test_runs_of_a_program_are_iterations_of_each_device(trace_path: Path) -> None:
-    events = [each for each in capture.tpu_events(capture.read_trace(trace_path)) if each.module == "jit_step"]
+    events = [each for each in capture.tpu_events(ProfileData.from_file(str(trace_path))) if each.module == "jit_step"]
     devices = capture.by_device(events)
     assert list(devices) == [0, 1]
     for of_device in devices.values():
@@ -389,7 +389,7 @@ def test_the_program_prints_them(trace_path: Path, capsys: pytest.CaptureFixture
     assert "FnaForward" in printed and "natten_jax-tpu" in printed and "2 runs of 150.000us" in printed
 
 
-# Trace files: the programs in them, errors about broken files, and the search for files.
+# Trace files: the programs in them, and the search for files.
 
 
 def trace_with_program(hlo: bytes, stat: bytes = b"Hlo Proto") -> bytes:
@@ -412,15 +412,10 @@ def test_other_stats_are_not_read_as_programs() -> None:
     assert programs_in_trace(trace_with_program(b"\x80", b"Some data")) == {}
 
 
-def test_broken_and_missing_traces_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_trace_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert trace_program.main([str(tmp_path)]) == 1
-    assert "there is no trace" in capsys.readouterr().err
-    broken = tmp_path / "a.xplane.pb"
-    broken.write_bytes(b"\x0a\xff\xff\xff\xff\x0f\x01\x02" * 5)
-    assert trace_program.main([str(broken)]) == 1
     error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert f"the trace {str(broken)!r} is truncated or corrupt" in error
+    assert "there is no trace" in error and error.count("\n") == 1
 
 
 def test_traces_are_searched_only_in_folders_of_the_profiler(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import generated  # noqa: E402
 from natten_jax import backends  # noqa: E402
 from natten_jax.backends.select import CHOICES  # noqa: E402
 from natten_jax.native import module as native  # noqa: E402
-from natten_jax.profiler.arguments import FOREIGN_FLAGS, profiler_parser  # noqa: E402
+from natten_jax.profiler.options import FOREIGN_FLAGS, profiler_parser  # noqa: E402
 
 pytestmark = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 
