@@ -246,20 +246,14 @@ def _count_judged(begin: Any, core_end: Any, end: Any, extents: Any, placement: 
 class PartCounts(NamedTuple):
     """Work of row groups on inner tiles: numbers, or arrays with an entry for every shape of inner tiles.
 
-    Attributes:
-        outer: Outer tiles.
-        inner: Inner tiles, all together.
-        seen: Their parts that are not skipped.
-        full: Parts that are seen and need no mask.
-        partial: Inner tiles that some row group masks.
-        most_inner: Inner tiles of the outer tile that has the most of them, whatever their shape.
-        hull_pairs: Pairs of an outer tile's tokens and of its hull's.
+    Attributes as those of :class:`TileCounts`.
     """
 
     outer: Any
     inner: Any
-    seen: Any
     full: Any
+    seen_parts: Any
+    full_parts: Any
     partial: Any
     most_inner: Any
     hull_pairs: Any
@@ -290,8 +284,7 @@ def part_counts(
         most_inner *= found.most_inner
         hull_pairs *= found.hull_pairs
     weights = _weights(row_groups, math.prod(inner_tiles[0]) == kernel.inner_tokens)
-    inner, seen, full, partial = (judged @ weights).T
-    parts = PartCounts(outer, inner, seen, full, partial, most_inner, hull_pairs)
+    parts = PartCounts(outer, *(judged @ weights).T, most_inner, hull_pairs)
     if not problem.additional_kv:
         return parts
     added = PartCounts(*np.array([_added_parts(problem, outer, each, kernel, pass_) for each in inner_tiles], object).T)
@@ -315,7 +308,7 @@ def _added_parts(problem: Problem, outer: int, inner_tile: Shape, kernel: Kernel
         fills = math.prod(inner_tile) == kernel.inner_tokens
         inner, full = tiles * most_inner, full_tiles * math.prod(extent // tile for extent, tile in extents) * fills
     hull_pairs, row_groups = math.prod(problem.query_layout) * problem.additional_kv, kernel.row_groups
-    return PartCounts(own, inner, row_groups * inner, row_groups * full, inner - full, most_inner, hull_pairs)
+    return PartCounts(own, inner, full, row_groups * inner, row_groups * full, inner - full, most_inner, hull_pairs)
 
 
 @functools.lru_cache(maxsize=1 << 10)
@@ -364,13 +357,13 @@ def _strictest(numbers: tuple[int, ...]) -> Any:
 
 @functools.cache
 def _weights(row_groups: int, fills: bool) -> Any:
-    """Return weights of ``judged`` in the sums of :class:`PartCounts`, from ``inner`` on: ``[3 ** row_groups, 4]``."""
+    """Return weights of ``judged`` in ``PartCounts`` from ``inner`` to ``partial``: ``[3 ** row_groups, 5]``."""
     required = _requirements(row_groups)
     is_single = np.count_nonzero(required != _ANY, axis=1) == 1
     seen, full = (is_single & np.any(required == each, axis=1) for each in (_SEEN, _FULL))
-    inner = np.all(required == _ANY, axis=1).astype(np.int64)
+    inner, all_full = (np.all(required == each, axis=1).astype(np.int64) for each in (_ANY, _FULL))
     unmasked = np.prod(np.choose(required, (1, -1, int(fills))), axis=1)
-    return np.stack([inner, seen, full & fills, inner - unmasked], axis=1)
+    return np.stack([inner, all_full * fills, seen, full & fills, inner - unmasked], axis=1)
 
 
 class TimedTiles(NamedTuple):
@@ -496,25 +489,15 @@ def count_tiles(
     check_tiles(problem, pair, placement)
     outer_tile, inner_tile = outer_and_inner(pair, pass_)
     kernel = kernel or Kernel(0, math.prod(outer_tile), math.prod(inner_tile), 0.0, 0.0, 0.0)
-    whole, parts = (
-        part_counts(problem, outer_tile, (inner_tile,), placement, pass_, each)
-        for each in (dataclasses.replace(kernel, row_groups=1), kernel)
-    )
-    parts = PartCounts(*(int(np.ravel(each)[0]) for each in parts))
+    parts = part_counts(problem, outer_tile, (inner_tile,), placement, pass_, kernel)
+    counts = {name: int(np.ravel(each)[0]) for name, each in parts._asdict().items()}
     tile_pairs = kernel.outer_tokens * kernel.inner_tokens
     return TileCounts(
-        outer=parts.outer,
-        inner=parts.inner,
-        full=int(whole.full[0]),
-        most_inner=parts.most_inner,
+        **counts,
         row_groups=kernel.row_groups,
-        seen_parts=parts.seen,
-        full_parts=parts.full,
-        partial=parts.partial,
         visible_pairs=visible_pairs(problem),
-        hull_pairs=parts.hull_pairs,
-        visited_pairs=parts.inner * tile_pairs,
-        executed_pairs=parts.seen * tile_pairs // kernel.row_groups,
+        visited_pairs=counts["inner"] * tile_pairs,
+        executed_pairs=counts["seen_parts"] * tile_pairs // kernel.row_groups,
     )
 
 

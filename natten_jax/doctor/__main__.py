@@ -30,6 +30,7 @@ from natten_jax.plan.devices import Device, NoDeviceError, default_jax_device, l
 from natten_jax.plan.plan import BackendId, ConfigurationTable, Plan, Request
 from natten_jax.problem import Operator, Problem, problem_of
 from natten_jax.profiler.cli import run_program
+from natten_jax.profiler.measure import shapes_of
 from natten_jax.profiler.options import Options, parse
 from natten_jax.version import __version__
 
@@ -178,7 +179,7 @@ def scratch_bytes(plan: Plan) -> int:
             return backend.forward(plan, operands)[:2]
         return backend.backward(plan, operands, Saved(*output, output.logsumexp), Cotangents(*output))
 
-    dtype, shapes = jnp.dtype(plan.problem.dtype), backend_check.shapes_of(plan.problem)
+    dtype, shapes = jnp.dtype(plan.problem.dtype), shapes_of(plan.problem)
     arrays: dict[str, Any] = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
     out = arrays.pop("out_cotangent")
     lse: Any = jax.ShapeDtypeStruct(out.shape[:-1], jnp.float32)

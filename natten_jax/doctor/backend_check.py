@@ -28,7 +28,8 @@ from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device, default_device, default_jax_device
 from natten_jax.plan.plan import BackendId, Request
 from natten_jax.plot import axis_mask
-from natten_jax.problem import OPERATORS, Operator, Problem, Shape, problem_of
+from natten_jax.problem import OPERATORS, Operator, Problem, problem_of
+from natten_jax.profiler.measure import shapes_of
 from natten_jax.version import __version__
 
 #: Largest ``||result - reference|| / ||reference||``. Wrong results are wrong by far more: a key too many in a window
@@ -74,9 +75,6 @@ _TIMED_ATTENTION = (
     problem_of((4096,), operator="fmha", is_causal=True),
 )
 
-#: Most batch entries with different numbers: others repeat these, and need no reference.
-_MOST_DIFFERENT = 2
-
 
 def problems(operator: Operator, dtypes: tuple[str, ...], *, is_gpu: bool = False) -> Iterator[Problem]:
     """Problems to compare: all in the first element type, every third one in each other type.
@@ -97,31 +95,17 @@ def in_order(dtypes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(sorted(dtypes, key=["bfloat16", "float16", "float32", *SUPPORTED_DTYPES].index))
 
 
-def shapes_of(problem: Problem) -> dict[str, Shape]:
-    """Shapes of the operands of the operator by name, and of the cotangent of its output."""
-    batch, queries, keys = problem.batch, problem.query_layout, problem.kv_layout
-    found: dict[str, Shape] = {"query": (batch, *queries, problem.heads, problem.head_dim)}
-    widths = {"key": problem.head_dim, "value": problem.head_dim_v}
-    found |= {name: (batch, *keys, problem.heads_kv, width) for name, width in widths.items()}
-    if problem.additional_kv:
-        added = batch, problem.additional_kv, problem.heads_kv
-        found |= {f"additional_{name}s": (*added, width) for name, width in widths.items()}
-    return {**found, "out_cotangent": (batch, *queries, problem.heads, problem.head_dim_v)}
-
-
-def different_entries(problem: Problem) -> int:
-    """Number of the first batch entries of :func:`arrays_of` that differ; others repeat these."""
-    return min(problem.batch, _MOST_DIFFERENT)
+#: Batch entries with different numbers, at most: more entries repeat these.
+_MOST_DIFFERENT = 2
 
 
 def arrays_of(problem: Problem) -> dict[str, np.ndarray]:
     """Random normal operands and cotangents of a problem, the same in every run."""
-    few = dataclasses.replace(problem, batch=different_entries(problem))
-    rng = np.random.default_rng(len(few.describe()))
-    dtype = jnp.dtype(problem.dtype)
+    few = dataclasses.replace(problem, batch=min(problem.batch, _MOST_DIFFERENT))
+    rng, dtype = np.random.default_rng(0), jnp.dtype(problem.dtype)
     found = {name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes_of(few).items()}
     found["logsumexp_cotangent"] = rng.standard_normal(found["query"].shape[:-1], np.float32)
-    return {name: repeat_entries(array, problem) for name, array in found.items()}
+    return {name: np.resize(array, (problem.batch, *array.shape[1:])) for name, array in found.items()}
 
 
 def operands_of(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -129,12 +113,7 @@ def operands_of(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: array for name, array in arrays.items() if not name.endswith("cotangent")}
 
 
-def repeat_entries(array: np.ndarray, problem: Problem) -> np.ndarray:
-    """Repeat the different batch entries for the whole batch."""
-    return np.resize(array, (problem.batch, *array.shape[1:]))
-
-
-def reference(problem: Problem, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+def reference(problem: Problem, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Compute output, logsumexp and the gradient of each operand in float64 on the host, by name.
 
     Args:
@@ -155,19 +134,15 @@ def reference(problem: Problem, arrays: Mapping[str, np.ndarray]) -> Mapping[str
     keys, values = (np.repeat(tokens(name, f"additional_{name}s"), group, axis=1) for name in ("key", "value"))
     query, out_cotangent = tokens("query"), tokens("out_cotangent")
     logits = np.where(mask, problem.scale * query @ keys.swapaxes(2, 3), -np.inf)
-    highest = logits.max(axis=-1, keepdims=True)
-    exponentials = np.exp(logits - highest)
-    sums = exponentials.sum(axis=-1, keepdims=True)
-    weights = exponentials / sums
+    lse = np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+    weights = np.exp(logits - lse)
     out = weights @ values
     lse_cotangent = inputs["logsumexp_cotangent"].reshape(problem.batch, -1, problem.heads, 1).swapaxes(1, 2)
     delta = (out_cotangent * out).sum(axis=-1, keepdims=True) - lse_cotangent
     of_logits = problem.scale * weights * (out_cotangent @ values.swapaxes(2, 3) - delta)
-    found = {"out": out, "lse": highest + np.log(sums), "d_query": of_logits @ keys}
-    for name, of_heads in (
-        ("key", of_logits.swapaxes(2, 3) @ query),
-        ("value", weights.swapaxes(2, 3) @ out_cotangent),
-    ):
+    found = {"out": out, "lse": lse, "d_query": of_logits @ keys}
+    gradients = {"key": of_logits.swapaxes(2, 3) @ query, "value": weights.swapaxes(2, 3) @ out_cotangent}
+    for name, of_heads in gradients.items():
         # Query heads that share a key/value head add up.
         gradient = of_heads.reshape(problem.batch, problem.heads_kv, group, *of_heads.shape[2:]).sum(axis=2)
         own = gradient.shape[2] - problem.additional_kv
@@ -311,17 +286,18 @@ class _Session:
 
 def relative_errors(problem: Problem, backend: str, *, with_gradients: bool) -> dict[str, float]:
     """The largest error of each result, relative to its norm."""
-    arrays, entries = arrays_of(problem), different_entries(problem)
-    few = {name: array[:entries] for name, array in arrays.items()}
-    different = reference(dataclasses.replace(problem, batch=entries), few)
+    arrays = arrays_of(problem)
+    few = dataclasses.replace(problem, batch=min(problem.batch, _MOST_DIFFERENT))
+    expected = reference(few, {name: array[: few.batch] for name, array in arrays.items()})
     with jax.enable_x64(problem.dtype == "float64"):
         run, arguments = _program(problem, backend, arrays, with_gradients)
         found = [{name: np.asarray(each, np.float64) for name, each in run(*arguments).items()} for _ in range(RUNS)]
-    expected = {name: repeat_entries(different[name], problem) for name in different if name in found[0]}
-    return {name: max(_distance(each[name], array) for each in found) for name, array in expected.items()}
+    computed = {name: array for name, array in expected.items() if name in found[0]}
+    return {name: max(_distance(each[name], array) for each in found) for name, array in computed.items()}
 
 
 def _distance(found: np.ndarray, expected: np.ndarray) -> float:
+    expected = np.resize(expected, found.shape)
     distance = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
     return distance if np.isfinite(distance) else np.inf
 

@@ -92,14 +92,8 @@ def test_a_problem_of_gpus_has_rings_in_all_kernels() -> None:
     assert len(launches) == 3 and all("with a ring" in kernel for kernel in launches), launches
 
 
-def test_batch_entries_beyond_a_few_repeat_these() -> None:
+def test_batch_entries_are_compared() -> None:
     problem = problem_of((5, 6), 3, batch=5, heads=2, head_dim=8)
-    arrays = backend_check.arrays_of(problem)
-    assert backend_check.different_entries(problem) == 2
-    assert not np.array_equal(arrays["key"][0], arrays["key"][1])
-    for array in arrays.values():
-        assert array.shape[0] == 5
-        np.testing.assert_array_equal(array, array[[0, 1, 0, 1, 0]])
     errors = backend_check.relative_errors(problem, "cpu-fna", with_gradients=True)
     assert errors.keys() == {"out", "lse", "d_query", "d_key", "d_value"}
     assert max(errors.values()) < backend_check.BOUNDS[problem.dtype]
