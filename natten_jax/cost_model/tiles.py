@@ -284,7 +284,7 @@ def part_counts(
         most_inner *= found.most_inner
         hull_pairs *= found.hull_pairs
     weights = _weights(row_groups, math.prod(inner_tiles[0]) == kernel.inner_tokens)
-    parts = PartCounts(outer, *(judged @ weights).T, most_inner, hull_pairs)
+    parts = PartCounts._make([outer, *(judged @ weights).T, most_inner, hull_pairs])
     if not problem.additional_kv:
         return parts
     added = PartCounts(*np.array([_added_parts(problem, outer, each, kernel, pass_) for each in inner_tiles], object).T)

@@ -6,16 +6,19 @@ import dataclasses
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
 
 import jax
 
+from natten_jax import backends
+from natten_jax.backends.base import Platform
 from natten_jax.cost_model.simulation import TPU_CHIPS
 from natten_jax.plan.devices import CPU, Device, NoDeviceError, default_device
+from natten_jax.plan.plan import BackendId
 from natten_jax.profiler import predict, report
+from natten_jax.profiler.baselines import BASELINES
 from natten_jax.profiler.capture import CaptureError
 from natten_jax.profiler.cli import PROGRAM, print_message, print_warning, run_program
-from natten_jax.profiler.measure import UnavailableBackend, check_available, compare, platform_of, profile
+from natten_jax.profiler.measure import compare, profile
 from natten_jax.profiler.options import Options, parse, with_names_of_flags
 from natten_jax.profiler.search import Optimum, best_table, optimize, search_json
 
@@ -35,12 +38,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: Options) -> int:
-    try:
-        return _predict(options) if options.dry_run or options.simulate else _measure(options)
-    except UnavailableBackend as error:
-        print_message(f"error: {error}")
-        _show_where_it_runs(options)
-        return 1
+    is_measured = not (options.dry_run or options.simulate)
+    device = default_device() if is_measured else _target_device(options)
+    for name in (options.backend, options.fmha_backend):
+        platform = (
+            None if name is None or name in BASELINES else backends.of(BackendId.parse(name)).capabilities.platform
+        )
+        if platform is not None and not platform.has(device):
+            print_message(f"error: {name} runs on {platform}, and this is {device}")
+            _show_where_it_runs(options, platform)
+            return 1
+    return _measure(options) if is_measured else _predict(options, device)
 
 
 def _target_device(options: Options) -> Device:
@@ -54,10 +62,8 @@ def _target_device(options: Options) -> Device:
         return dataclasses.replace(CPU, is_present=False)
 
 
-def _predict(options: Options) -> int:
+def _predict(options: Options, device: Device) -> int:
     """List configurations or predict, without a measurement."""
-    device = _target_device(options)
-    check_available(options, device)
     if options.dry_run:
         results, is_supported = predict.print_dry_run(options, device)
     else:
@@ -107,10 +113,9 @@ def _search_lines(options: Options, optimum: Optimum) -> Iterator[str]:
         yield f"Use it: na{options.problem.rank}d(..., **natten_jax.load_tuned({str(options.json)!r}))"
 
 
-def _show_where_it_runs(options: Options) -> None:
-    """Print a dry run for a device that the named backend runs on."""
-    platform = platform_of(str(options.backend or options.fmha_backend))
-    capability = None if platform is None else platform.compute_capability
+def _show_where_it_runs(options: Options, platform: Platform) -> None:
+    """Print a dry run for a device of a platform."""
+    capability = platform.compute_capability
     chip = next(iter(TPU_CHIPS)) if capability is None else None
     anywhere = dataclasses.replace(options, backend=None, fmha_backend=None, compute_capability=capability, device=chip)
     asked = f"--device {chip}" if capability is None else f"--compute-capability {'.'.join(map(str, capability))}"
@@ -118,10 +123,5 @@ def _show_where_it_runs(options: Options) -> None:
     predict.print_dry_run(anywhere, _target_device(anywhere))
 
 
-def program() -> NoReturn:
-    """Run the console script."""
-    sys.exit(main())
-
-
 if __name__ == "__main__":
-    program()
+    sys.exit(main())

@@ -116,7 +116,7 @@ def capture_in_turns(launches: Sequence[Launch], iterations: int, platform: str)
 
 
 def capture_by_device(
-    launches: Sequence[Launch], iterations: int, platform: str, *, with_memory: bool = False, folder: Path | None = None
+    launches: Sequence[Launch], iterations: int, platform: str, with_memory: bool = False, folder: Path | None = None
 ) -> list[Devices]:
     """Return the events of every iteration of every launch. Launches alternate, in one trace.
 
@@ -291,11 +291,11 @@ def by_device(events: Iterable[Event]) -> dict[int, list[Event]]:
 
 def busiest(devices: Mapping[int, Sequence[Sequence[Event]]]) -> int:
     """Return the number of the device with the most device time, by the median of its iterations."""
-
-    def median_time(device: int) -> float:
-        return statistics.median(sum(event.duration for event in events) for events in devices[device])
-
-    return max(devices, key=median_time)
+    times = {
+        device: statistics.median(sum(event.duration for event in events) for events in iterations)
+        for device, iterations in devices.items()
+    }
+    return max(times, key=times.__getitem__)
 
 
 def split(events: Iterable[Event], iterations: int) -> list[list[Event]] | None:

@@ -16,8 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from natten_jax import backends
-from natten_jax.backends.base import Platform
 from natten_jax.backends.select import resolve
 from natten_jax.cost_model.calibration import Calibration, calibration_for
 from natten_jax.cost_model.tiles import flops
@@ -25,18 +23,13 @@ from natten_jax.ops import neighborhood
 from natten_jax.ops.sub_calls import KeySet
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device, default_device, default_jax_device
-from natten_jax.plan.plan import BackendId, Plan
+from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem, Shape
 from natten_jax.profiler import baselines, symbols
 from natten_jax.profiler.capture import Devices, Event, Launch, busiest, capture_by_device
 from natten_jax.profiler.cli import progress
 from natten_jax.profiler.options import DIMENSIONS, Options, arrays_of
 from natten_jax.profiler.program import Program, compile_for_trace
-
-
-class UnavailableBackend(ValueError):
-    """A backend that does not run on the device."""
-
 
 # The program.
 
@@ -87,12 +80,9 @@ def compile_workload(
         arguments: Inputs of an equal problem to use again. Default: new ones.
 
     Raises:
-        UnavailableBackend: A named backend does not run on this device.
         ValueError: The problem cannot run with these options.
-        MemoryError: It is too large for the device.
     """
     device = default_device()
-    check_runs(options, device)
     plans: dict[str, Plan] = {}
     for call in () if options.is_baseline else options.sub_calls_per_device():
         prefix = "additional_kv_" if call.kind is KeySet.ADDITIONAL else ""
@@ -106,19 +96,16 @@ def compile_workload(
 
 
 def _function(options: Options) -> Callable[..., Any]:
-    """Return the function to profile, of query, key, value, ...; with ``--backprop``, of the cotangent first."""
+    """Return the function to profile, of arrays of :func:`input_shapes`."""
 
-    def forward(query: jax.Array, key: jax.Array, value: jax.Array, *additional: jax.Array) -> Any:
+    def forward(*arrays: jax.Array) -> Any:
         if options.is_baseline:
-            return baselines.attend(str(options.backend), query, key, value)
+            return baselines.attend(str(options.backend), *arrays)
+        _, *names = shapes_of(options.problem)
         operator: Callable[..., Any] = getattr(neighborhood, f"na{options.problem.rank}d")
         return operator(
-            query,
-            key,
-            value,
+            **dict(zip(names, arrays, strict=True)),
             **options.problem.windows._asdict(),
-            additional_keys=additional[0] if additional else None,
-            additional_values=additional[1] if additional else None,
             attention_kwargs=options.attention_kwargs,
             backend=options.backend,
             **dataclasses.asdict(options.performance),
@@ -135,36 +122,17 @@ def _function(options: Options) -> Callable[..., Any]:
 
 
 def check_runs(options: Options, device: Device) -> None:
-    """Check the backends, the memory of the device, and what baselines require.
+    """Check the memory of the device, and what baselines require.
 
     Raises:
-        UnavailableBackend: A named backend does not run on this device.
         ValueError: The baseline does not run.
         MemoryError: The problem is too large for the device.
     """
-    check_available(options, device)
     check_fits(options)
     if options.is_baseline:
         name = str(options.backend)
         flag = "--compare" if name == options.compare else "--backend"
         baselines.check(name, flag, options.problem, device, memory(options))
-
-
-def check_available(options: Options, device: Device) -> None:
-    """Check that the named backends run on the device.
-
-    Raises:
-        UnavailableBackend: A backend does not. The message contains the devices that it runs on.
-    """
-    for name in (options.backend, options.fmha_backend):
-        platform = None if name is None else platform_of(name)
-        if platform is not None and not platform.has(device):
-            raise UnavailableBackend(f"{name} runs on {platform}, and this is {device}")
-
-
-def platform_of(name: str) -> Platform | None:
-    """Return the devices that a backend runs on; ``None`` for all devices, and for baselines."""
-    return None if name in baselines.BASELINES else backends.of(BackendId.parse(name)).capabilities.platform
 
 
 def check_fits(options: Options) -> None:
@@ -397,13 +365,8 @@ def _profile(every: Sequence[Options]) -> list[Result]:
                 workload.warm_up(1)
                 update(done=1)
         update("measuring")
-        captured = capture_by_device(
-            [workload.launch for workload in workloads],
-            first.iterations,
-            device.platform,
-            with_memory=first.verbose,
-            folder=first.trace_dir,
-        )
+        launches = [each.launch for each in workloads]
+        captured = capture_by_device(launches, first.iterations, device.platform, first.verbose, first.trace_dir)
     return [_result(*each) for each in zip(workloads, captured, strict=True)]
 
 
@@ -425,15 +388,15 @@ NamedEvent = tuple[symbols.Name, Event]
 
 
 def summarize(iterations: Sequence[Sequence[Event]], program: Program, operator: str, platform: str) -> tuple[Row, ...]:
-    """Return :func:`rows_of` the events of each iteration, with names from :func:`name_function`."""
-    name = name_function(program, operator, platform)
-    return rows_of([[(name(event), event) for event in events] for events in iterations])
+    """Return :func:`rows_of` the events of each iteration, with their names (:func:`named`)."""
+    return rows_of([named(events, program, operator, platform) for events in iterations])
 
 
-def name_function(program: Program, operator: str, platform: str) -> Callable[[Event], symbols.Name]:
-    """Return a function that returns the name of a launch.
+def named(events: Iterable[Event], program: Program, operator: str, platform: str) -> list[NamedEvent]:
+    """Return launches with their names.
 
     Args:
+        events: The launches.
         program: Program of the launches.
         operator: ``"fna"`` or ``"fmha"``, for launches of instructions without a plan.
         platform: ``"cpu"``, ``"cuda"`` or ``"tpu"``.
@@ -442,11 +405,10 @@ def name_function(program: Program, operator: str, platform: str) -> Callable[[E
     @functools.cache
     def name(symbol: str, instruction_name: str, scope: str) -> symbols.Name:
         instruction = program.instruction(instruction_name)
-        if platform == "cpu":
-            symbol = instruction.target or symbol
+        symbol = (platform == "cpu" and instruction.target) or symbol
         return symbols.name(symbol, instruction, operator, scope)
 
-    return lambda event: name(event.symbol, event.instruction, event.scope)
+    return [(name(event.symbol, event.instruction, event.scope), event) for event in events]
 
 
 def rows_of(iterations: Sequence[Iterable[NamedEvent]]) -> tuple[Row, ...]:

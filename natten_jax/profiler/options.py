@@ -194,25 +194,19 @@ class Options:
             )
         return min(every, key=lambda parts: bytes_received(problem, parts))
 
-    def per_device(self) -> Problem:
-        """Return one device's share of the batch, or of the query heads with their key/value heads.
+    def sub_calls_per_device(self) -> tuple[SubCall, ...]:
+        """Return the attention calls of each device, on its share of the batch, or of query and key/value heads.
 
-        If tokens are split, this is the whole problem.
+        If tokens are split, the share has all of them.
         """
         problem = self.problem
+        batch, heads, heads_kv = problem.batch, problem.heads, problem.heads_kv
         if self.split == "batch":
-            return dataclasses.replace(problem, batch=problem.batch // self.devices)
-        if self.split == "heads":
-            heads_kv = HeadSplit.of(problem.heads, problem.heads_kv, self.devices, 1).needed.shape[1]
-            return dataclasses.replace(problem, heads=problem.heads // self.devices, heads_kv=heads_kv)
-        return problem
-
-    def sub_calls_per_device(self) -> tuple[SubCall, ...]:
-        """Return the attention calls of each device, on its share of the problem."""
-        one = self.per_device()
-        return tuple(
-            each._replace(request=each.request.of_part(one.batch, one.heads, one.heads_kv)) for each in self.sub_calls
-        )
+            batch //= self.devices
+        elif self.split == "heads":
+            heads_kv = HeadSplit.of(heads, heads_kv, self.devices, 1).needed.shape[1]
+            heads //= self.devices
+        return tuple(each._replace(request=each.request.of_part(batch, heads, heads_kv)) for each in self.sub_calls)
 
     def describe_split(self) -> str:
         """Return text such as ``8 devices, split over batch``."""

@@ -12,7 +12,7 @@ from natten_jax.backends.base import Backend
 from natten_jax.cost_model.simulation import TpuChip, chip_of
 from natten_jax.performance import PASSES, KernelSchedule, Pass, TilePair
 from natten_jax.plan.devices import Device
-from natten_jax.plan.plan import BackendId
+from natten_jax.plan.plan import BackendId, tile_arguments
 from natten_jax.problem import Problem
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.report import Table, context, digits, format_time, print_lines, print_table, problem_line
@@ -144,33 +144,26 @@ def print_dry_run(options: Options, device: Device) -> tuple[dict[str, Any], boo
 
 
 def _print_listing(listing: Listing, options: Options) -> None:
-    if listing.pass_ == "forward":
+    is_forward = listing.pass_ == "forward"
+    if is_forward:
         print_lines(["", f"Use case is compatible with backend {listing.backend}."])
-    print_table(_table(listing, options))
-    print_lines(listing.remarks)
-    if listing.schedules:
-        names = (f"{name} is KernelSchedule.{KernelSchedule(name).natten_name}" for name in listing.schedules)
-        print_lines([f"kernel_schedule: {', '.join(names)}"])
-
-
-def _table(listing: Listing, options: Options) -> Table:
-    prefix, inner = ("", "KV/Q tile") if listing.pass_ == "forward" else ("backward_", "Q/KV tile")
-    suffix = "size" if listing.problem.operator == "fmha" else "shape"
-    columns = [f"{prefix}q_tile_{suffix}", f"{prefix}kv_tile_{suffix}", inner, "no mask", "waste", "predicted"]
+    has_schedules = bool(listing.schedules)
+    names = [*tile_arguments(listing.problem.operator, listing.pass_), *["kernel_schedule"] * has_schedules]
+    columns = *names, "KV/Q tile" if is_forward else "Q/KV tile", "no mask", "waste", "predicted"
     rows = []
     for pair in listing.pairs[: options.max_configs or None]:
         simulation = listing.simulate(pair)
-        counts = simulation.counts
+        counts, time = simulation.counts, _time_text(simulation.seconds, "-")
         shares = digits(counts.inner_per_outer), f"{counts.full_share:.0%}", f"{counts.wasted_share:.0%}"
-        rows.append([*map(tile_text, pair), *shares, _time_text(simulation.seconds, "-")])
-    if listing.schedules:
-        columns.insert(2, "kernel_schedule")
-        for row in rows:
-            row.insert(2, ", ".join(listing.schedules))
+        rows.append((*map(tile_text, pair), *[", ".join(listing.schedules)] * has_schedules, *shares, time))
     if len(rows) < len(listing.pairs):
-        rows.append(["..."] * len(columns))
+        rows.append(("...",) * len(columns))
     title = f"Backend: {listing.backend}\n{listing.pass_.capitalize()} pass configurations"
-    return Table(title, tuple(columns), tuple(map(tuple, rows)))
+    print_table(Table(title, columns, tuple(rows)))
+    print_lines(listing.remarks)
+    if has_schedules:
+        schedules = (f"{name} is KernelSchedule.{KernelSchedule(name).natten_name}" for name in listing.schedules)
+        print_lines([f"kernel_schedule: {', '.join(schedules)}"])
 
 
 def _time_text(seconds: float | None, unknown: str) -> str:

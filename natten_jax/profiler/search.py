@@ -7,7 +7,6 @@ best forward and backward pass together.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import statistics
@@ -178,13 +177,11 @@ class _Search:
     def _search(self, options: Options, pass_: Pass) -> Trial | None:
         """Return the best configuration of a pass, with the other pass unchanged."""
         self._update(f"{options.backend or options.fmha_backend}, {pass_}")
-        every, schedules = [options], tuple[str, ...]()
-        with contextlib.suppress(ValueError):  # no backend runs the pass
-            plan = resolve(options.main_request, self._device, pass_)
-            offered = listing(backends.of(plan.backend), plan.problem, self._device, pass_)
-            schedules = offered.schedules if options.performance.kernel_schedule is None else ()
-            if options.performance.tiles(pass_) is None:
-                every = [with_tiles(options, pair, pass_) for pair in offered.pairs[: self._effort.screened]]
+        plan = resolve(options.main_request, self._device, pass_)
+        offered, every = listing(backends.of(plan.backend), plan.problem, self._device, pass_), [options]
+        schedules = offered.schedules if options.performance.kernel_schedule is None else ()
+        if options.performance.tiles(pass_) is None:
+            every = [with_tiles(options, pair, pass_) for pair in offered.pairs[: self._effort.screened]]
         screened = _fastest_first(self._screen(every))
         finalists = [each.options for each in screened[: self._effort.finalists]]
         if schedules:

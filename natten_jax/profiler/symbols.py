@@ -33,7 +33,8 @@ _PERMUTE, _CONVERT, _ELEMENTWISE = r"^[^<(]*permute", r"^[^<(]*(convert|cast)", 
 _HOST, _TPU, _DEVICE = "natten_jax_cpu", "natten_jax_tpu_", "natten_jax"
 _CUDNN = r"^__cudnn\$(fmha|fused.*attention)"
 _PALLAS = r"^mosaic_gpu|^tpu_custom_call|^triton_kernel_call|^__gpu\$xla\.gpu\.triton"
-_MHA_FORWARD, _MHA_BACKWARD = r"mha_forward|attention_forward", r"mha_backward|attention_backward"
+_MHA = r"mha_(forward|backward)|attention_(forward|backward)"
+_BACKWARD = re.compile(r"backward|gradient|bprop|bwd")
 
 # Names of launches by their custom call and symbol. The first match is used. Custom calls come before symbols: kernels
 # of a known custom call may have any symbol. Kernels of this package serve both operators. The columns are:
@@ -42,45 +43,36 @@ _MHA_FORWARD, _MHA_BACKWARD = r"mha_forward|attention_forward", r"mha_backward|a
 # - a regular expression for the lower-case symbol.
 # - the library of the kernel, or "-".
 # - the kind of work, or "-".
-# - the readable name. "" is the cleaned symbol, "{operator}" is Fna or Fmha.
+# - the readable name. "" is the cleaned symbol, "{operator}" is Fna or Fmha, "{pass_}" is Forward or Backward.
 _RULES = (
     ("", r"^memset", "CUDA", "copy", "Memset"),
     ("", r"^memcpy", "CUDA", "copy", "Memcpy"),
     # Custom calls: this package's, cuDNN's, cuBLAS's, Pallas's.
-    (_HOST + r".*forward", "", "natten_jax-cpu", "attention", "{operator}Forward"),
-    (_HOST + r".*backward", "", "natten_jax-cpu", "attention", "{operator}Backward"),
-    (_TPU + "forward", "", "natten_jax-tpu", "attention", "{operator}Forward"),
-    (_TPU + r"\w*gradient", "", "natten_jax-tpu", "attention", "{operator}Backward"),
+    (_HOST + r".*(forward|backward)", "", "natten_jax-cpu", "attention", "{operator}{pass_}"),
+    (_TPU + r"(forward|\w*gradient)", "", "natten_jax-tpu", "attention", "{operator}{pass_}"),
     (_DEVICE, _DELTA, "CUTLASS", "reduction", "Reduction"),
     (_DEVICE, _PERMUTE, "CUTLASS", "token permute", "TokenPermute"),
     (_DEVICE, _CONVERT, "CUTLASS", "elementwise", "Convert"),
     (_DEVICE, _ELEMENTWISE, "CUTLASS", "elementwise", "Elementwise"),
-    (_DEVICE + r".*fmha_forward", "", "CUTLASS", "attention", "FmhaForward"),
-    (_DEVICE + r".*fmha_backward", "", "CUTLASS", "attention", "FmhaBackward"),
-    (_DEVICE + r".*forward", "", "CUTLASS", "attention", "{operator}Forward"),
-    (_DEVICE + r".*backward", "", "CUTLASS", "attention", "{operator}Backward"),
+    (_DEVICE + r".*fmha_(forward|backward)", "", "CUTLASS", "attention", "Fmha{pass_}"),
+    (_DEVICE + r".*(forward|backward)", "", "CUTLASS", "attention", "{operator}{pass_}"),
     (_CUDNN, _DELTA, "cuDNN", "reduction", "Reduction"),
     (_CUDNN, _CONVERT, "cuDNN", "elementwise", "Convert"),
-    (_CUDNN + r".*backward", "", "cuDNN", "attention", "FmhaBackward"),
-    (_CUDNN, "", "cuDNN", "attention", "FmhaForward"),
+    (_CUDNN, "", "cuDNN", "attention", "Fmha{pass_}"),
     (r"^__cublas", "", "cuBLAS", "gemm", ""),
     (_PALLAS, r"mha_preprocess", "Pallas", "reduction", "Reduction"),
-    (_PALLAS, _MHA_BACKWARD, "Pallas", "attention", "FmhaBackward"),
-    (_PALLAS, _MHA_FORWARD, "Pallas", "attention", "FmhaForward"),
+    (_PALLAS, _MHA, "Pallas", "attention", "Fmha{pass_}"),
     (_PALLAS, r"softmax", "Pallas", "softmax", ""),
     (_PALLAS, "", "Pallas", "-", ""),
     # Symbols, for launches without a custom call.
     ("", r"cudnn.*(dot_do_o|do_dot_o|sum_odo|reduc)", "cuDNN", "reduction", "Reduction"),
     ("", r"cudnn.*convert", "cuDNN", "elementwise", "Convert"),
-    ("", r"(cudnn|^sm\d+).*(sdpa|flash|fmha|mha).*bprop", "cuDNN", "attention", "FmhaBackward"),
-    ("", r"(cudnn|^sm\d+).*(sdpa|flash_fprop|fmha|mha)", "cuDNN", "attention", "FmhaForward"),
+    ("", r"(cudnn|^sm\d+).*(sdpa|flash.*[fb]prop|fmha|mha)", "cuDNN", "attention", "Fmha{pass_}"),
     ("", r"cudnn", "cuDNN", "-", ""),
     ("", r"mha_preprocess_backward", "Pallas", "reduction", "Reduction"),
-    ("", _MHA_BACKWARD, "Pallas", "attention", "FmhaBackward"),
-    ("", r"mha_forward", "Pallas", "attention", "FmhaForward"),
+    ("", r"mha_(forward|backward)|attention_backward", "Pallas", "attention", "Fmha{pass_}"),
     ("", r"nvjet|cublas|xmma_gemm|gemmsn|gemvnsp|gemv2|splitkreduce", "cuBLAS", "gemm", ""),
-    ("", r"(cutlass|cute|flash).*(fmha|flash|attention).*(bwd|backward)", "CUTLASS", "attention", "FmhaBackward"),
-    ("", r"(cutlass|cute|flash).*(fmha|flash|attention)", "CUTLASS", "attention", "FmhaForward"),
+    ("", r"(cutlass|cute|flash).*(fmha|flash|attention)", "CUTLASS", "attention", "Fmha{pass_}"),
     ("", r"(cutlass|cute).*(gemm|tensorop|wgmma)", "CUTLASS", "gemm", ""),
     ("", r"cutlass|cute::", "CUTLASS", "-", ""),
     ("", r"triton_softmax|softmax.*triton", "Triton", "softmax", ""),
@@ -122,7 +114,9 @@ def name(symbol: str, instruction: Instruction, operator: str, scope: str = "") 
         if re.search(caller_pattern, caller) and re.search(pattern, lowered):
             if instruction.plan is not None:
                 operator = instruction.plan.backend.operator
-            operation = operation.format(operator=operator.capitalize())
+            is_backward = _BACKWARD.search(caller if "natten_jax" in caller else f"{target} {lowered}")
+            pass_ = "Backward" if is_backward else "Forward"
+            operation = operation.format(operator=operator.capitalize(), pass_=pass_)
             if not operation:
                 is_fusion = instruction.opcode == "fusion" or "fusion" in lowered
                 operation = clean(_without_number(symbol) if is_fusion else symbol)

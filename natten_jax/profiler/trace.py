@@ -21,7 +21,7 @@ from natten_jax.plan.devices import NoDeviceError
 from natten_jax.profiler import capture, report
 from natten_jax.profiler.capture import CaptureError, Event
 from natten_jax.profiler.cli import Parser, at_least, run_program
-from natten_jax.profiler.measure import NamedEvent, Row, name_function, rows_of
+from natten_jax.profiler.measure import NamedEvent, Row, named, rows_of
 from natten_jax.profiler.program import Program, programs_in_trace
 from natten_jax.profiler.report import format_time, print_lines, print_table
 
@@ -92,16 +92,11 @@ def _run(options: argparse.Namespace) -> None:
     print_table(report.rows_table(merged, "Trace", cut=not options.all, columns=columns, steps=steps or 1))
     total = sum(each.seconds for each in modules.values())
     longest = sorted(modules.items(), key=lambda item: -item[1].seconds)[:_MOST_MODULES]
-    print_lines(_module_line(name, each, total) for name, each in longest)
-
-
-def _module_line(name: str, traced: TracedProgram, total: float) -> str:
-    line = f"{name}: {format_time(traced.seconds)}"
-    if total:
-        line += f", {traced.seconds / total:.1%}"
-    if traced.runs is None:
-        return line
-    return f"{line}; {traced.runs} run{'s' * (traced.runs > 1)} of {format_time(traced.seconds / traced.runs)}"
+    for name, each in longest:
+        count, line = each.runs, f"{name}: {format_time(each.seconds)}, {each.seconds / total:.1%}"
+        if count is not None:
+            line += f"; {count} run{'s' * (count > 1)} of {format_time(each.seconds / count)}"
+        print_lines([line])
 
 
 def programs_of(path: Path, *, with_memory: bool = False) -> dict[str, TracedProgram]:
@@ -129,8 +124,7 @@ def programs_of(path: Path, *, with_memory: bool = False) -> dict[str, TracedPro
             of_module = [event for of_run in of_runs for event in capture.without_overlap(of_run, program.is_container)]
         devices = {device: [of_device] for device, of_device in capture.by_device(of_module).items()}
         (busy,) = devices[capture.busiest(devices)]
-        name = name_function(program, "fna", platform)
-        launches[module] += [(name(event), event) for event in busy]
+        launches[module] += named(busy, program, "fna", platform)
     return {module: TracedProgram(of_module) for module, of_module in launches.items()}
 
 

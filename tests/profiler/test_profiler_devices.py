@@ -46,7 +46,7 @@ def test_a_problem_is_split_over_the_hosts_devices(tmp_path: Path, profiler: Pro
     for i, (flags, share, collectives) in enumerate(RUNS):
         output, _, found = profiler(f"{PROBLEM} {flags}" + f" --trace-dir {tmp_path}" * (i == TRACED))
         options = parse([*PROBLEM.split(), *flags.split()])
-        each = options.per_device()
+        each = options.sub_calls_per_device()[0].request.problem
         assert (each.batch, each.heads, each.heads_kv) == share
         assert (found["devices"]["count"], found["devices"]["split"]) == (options.devices, options.split)
         assert f"{options.devices} devices, split over {options.split}" in output
