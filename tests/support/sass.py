@@ -17,6 +17,7 @@ _FUNCTION = re.compile(r"\s*Function : (\S+)")
 _INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(.*?);\s+/\* 0x[0-9a-f]{16} \*/")
 _UPPER_HALF = re.compile(r"\s*/\* 0x([0-9a-f]{16}) \*/")
 _BRANCH = re.compile(r"\bBRA\b.*?0x([0-9a-f]+)")
+_QUEUED = re.compile(r"\b(LDS|SHFL)\b")
 _NO_SCOREBOARD = 7
 _UNMARKED = 1 << 6
 
@@ -62,8 +63,9 @@ def functions(lines: Iterable[str]) -> Iterator[tuple[str, list[Instruction]]]:
 def early_arrivals(instructions: Iterable[Instruction]) -> list[Instruction]:
     """Arrivals at barriers in shared memory that are issued while matrix loads before them may still be reading.
 
-    Loads complete in issue order: a load without a scoreboard has ended once a later load with a scoreboard has. The
-    scan is linear, and follows loops from their ends to their beginnings. It follows no other branches.
+    Loads and shuffles share a queue and complete in issue order: a load without a scoreboard has ended once a later one
+    of them with a scoreboard has. ptxas relies on this where matrix instructions read what was loaded. The scan is
+    linear, and follows loops from their ends to their beginnings. It follows no other branches.
     """
     code = list(instructions)
     found: list[Instruction] = []
@@ -76,6 +78,8 @@ def early_arrivals(instructions: Iterable[Instruction]) -> list[Instruction]:
             pending = (pending | of_loops.get(each.address, 0)) & ~each.waits
             if " LDSM" in f" {each.text}":
                 pending = pending | _UNMARKED if each.sets is None else pending & ~_UNMARKED | 1 << each.sets
+            elif pending & _UNMARKED and each.sets is not None and _QUEUED.search(each.text):
+                pending = pending & ~_UNMARKED | 1 << each.sets
             elif "SYNCS.ARRIVE" in each.text and pending:
                 found.append(each)
             elif (match := _BRANCH.search(each.text)) and (target := int(match[1], 16)) <= each.address:

@@ -36,7 +36,7 @@ class Attention {
     if (!next_query_tile()) return;
     scale_logits();
     find_seen();
-    start_s();
+    start_first_s();
     order.pass_turn();
     warpgroup_wait<0>();  // entered and repeated, the loop keeps the logits in different registers
     int finished;
@@ -70,7 +70,7 @@ class Attention {
       if constexpr (!Traits::kSeparateOutput) finish_query_tile(finished);
       if (!next_query_tile()) break;
       find_seen();
-      start_s();
+      start_first_s();
       order.pass_turn();
       // The next tile's first logits are under way meanwhile.
       if constexpr (Traits::kSeparateOutput) finish_query_tile(finished);
@@ -107,7 +107,6 @@ class Attention {
     left += p.additional_tiles;
     query.wait_full(shared.full_q);
     query.advance();
-    if constexpr (Traits::kQueryInRegisters) load_query();
     return true;
   }
 
@@ -120,11 +119,6 @@ class Attention {
     const Tensor tile = products.rows_of_group(shared.q, warpgroup);
     copy(copy_q, thread_copy.partition_S(as_position_independent_swizzle_tensor(tile)),
          thread_copy.retile_D(products.query));
-    const Tensor words = recast<std::uint32_t>(products.query);
-    std::uint32_t loaded = 0;
-    CUTE_UNROLL
-    for (int i = 3; i < size(words); i += 4) loaded |= words(i);  // a load fills four
-    if (loads_have_ended(loaded)) arrive(shared.empty_q);
   }
 
   /// After the last key tile, the query's buffer is free.
@@ -162,6 +156,14 @@ class Attention {
   CUTE_DEVICE void start_s() {
     order.await_turn();
     products.start_s(k.index, p.head_dim);
+  }
+
+  /// Starts the first product of a query tile. Matrix instructions wait for the query that they read from registers:
+  /// once they are issued, its buffer is free.
+  CUTE_DEVICE void start_first_s() {
+    if constexpr (Traits::kQueryInRegisters) load_query();
+    start_s();
+    if constexpr (Traits::kQueryInRegisters) arrive(shared.empty_q);
   }
 
   CUTE_DEVICE void start_o() {
@@ -227,28 +229,26 @@ class Attention {
   /// Hands over the output of the query tile in a slot and gets ready for the next.
   CUTE_DEVICE void finish_query_tile(int finished) {
     softmax.finish();
-    RowSums row[2] = {softmax.sums(0), softmax.sums(1)};
+    RowSums sums = softmax.sums();
     if constexpr (Traits::kSeparateOutput) {
-      if (p.continues) merge_earlier(row);
+      if (p.continues) merge_earlier(sums);
     }
     const TilePlan& plan = shared.plan[finished];
     const float sink = sink_of(p.scale, p.scale.of(plan.batch * p.heads + plan.head));
-    if (sink != -INFINITY) {
-      row[0].add(sink);
-      row[1].add(sink);
-    }
-    store_output(row);
-    store_statistics(row, plan);
+    if (sink != -INFINITY) sums.add(sink);
+    store_output(sums);
+    store_statistics(p, plan, mask_of_rows, sums);
     arrive(shared.empty_plan[finished]);
     start_output();
   }
 
-  /// Merges the output with what earlier launches found, which the copy engine has put where it goes.
-  CUTE_DEVICE void merge_earlier(RowSums (&row)[2]) {
+  /// Merges in the output of earlier launches, which TMA has loaded into the output buffer.
+  CUTE_DEVICE void merge_earlier(RowSums& sums) {
     output.wait_empty(shared.empty_o);
-    float kept[2];
-    CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) kept[i] = row[i].merge(shared.earlier[first_row() + 8 * i]);
+    float kept[2], own[2];
+    share_with_row(sums.merge(shared.earlier[first_row() + (completes_second_row() ? 8 : 0)]), kept);
+    share_with_row(sums.normalisation, own);
+    sums.normalisation = 1.f;
     auto& o = products.o;
     Tensor earlier = make_tensor<Element>(o.layout());
     const Tensor tile = products.rows_of_group(shared.o, warpgroup);
@@ -258,14 +258,14 @@ class Attention {
     CUTE_UNROLL
     for (int e = 0; e < size(o); ++e) {
       const int i = e / 2 % 2;
-      o(e) = o(e) * row[i].normalisation + static_cast<float>(earlier(e)) * kept[i];
+      o(e) = o(e) * own[i] + static_cast<float>(earlier(e)) * kept[i];
     }
-    row[0].normalisation = row[1].normalisation = 1.f;
   }
 
-  CUTE_DEVICE void store_output(const RowSums (&row)[2]) {
+  CUTE_DEVICE void store_output(const RowSums& sums) {
     const auto& o = products.o;
-    const float normalisation[2] = {row[0].normalisation, row[1].normalisation};
+    float normalisation[2];
+    share_with_row(sums.normalisation, normalisation);
     Tensor result = make_tensor<Element>(o.layout());
     Tensor pairs = recast<std::uint32_t>(result);
     CUTE_UNROLL
@@ -285,18 +285,6 @@ class Attention {
     copy(copy_o, thread_copy.retile_S(result), thread_copy.partition_D(as_position_independent_swizzle_tensor(tile)));
     cutlass::arch::fence_view_async_shared();
     cutlass::arch::NamedBarrier::arrive(Traits::kConsumers + kWarp, named_barrier(kOutputReady));
-  }
-
-  CUTE_DEVICE void store_statistics(const RowSums (&row)[2], const TilePlan& plan) {
-    CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      const int token = mask_of_rows.row[i].token(p, plan);
-      if (threadIdx.x % 4 == 0 && token >= 0) {
-        const std::int64_t at = statistic_of(p, plan, token);
-        p.logsumexp[at] = row[i].logsumexp;
-        if (p.remainder != nullptr) p.remainder[at] = row[i].remainder;
-      }
-    }
   }
 
   const ForwardParams& p;

@@ -4,6 +4,7 @@
 #include <climits>
 
 #include "cuda/sm90/forward_traits.cuh"
+#include "cuda/sm90/online_softmax.cuh"
 #include "cuda/sm90/wgmma.cuh"
 
 namespace natten_jax::sm90 {
@@ -91,5 +92,15 @@ struct WindowMask {
   /// Sees the first `columns` columns of a tile of additional tokens.
   CUTE_DEVICE void see_first(int columns, int lane4) { visible[0] = visible[1] = KeyColumnMask::first(columns, lane4); }
 };
+
+/// Stores the statistics of the row that a lane completes. Two of the four lanes that share two rows store nothing.
+CUTE_DEVICE void store_statistics(const ForwardParams& p, const TilePlan& plan, const WindowMask& mask,
+                                  const RowSums& sums) {
+  const int token = of_completed_row(mask.row).token(p, plan);
+  if (threadIdx.x % 4 > 1 || token < 0) return;
+  const std::int64_t at = statistic_of(p, plan, token);
+  p.logsumexp[at] = sums.logsumexp;
+  if (p.remainder != nullptr) p.remainder[at] = sums.remainder;
+}
 
 }  // namespace natten_jax::sm90

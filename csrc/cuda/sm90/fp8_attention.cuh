@@ -59,7 +59,7 @@ class Float8Attention : private Float8Rows<Traits> {
 
  private:
   using Rows::await_values, Rows::find_seen, Rows::first_row, Rows::leave_values, Rows::plan_mask;
-  using Rows::leave_keys, Rows::leave_query, Rows::store_statistics;
+  using Rows::leave_keys, Rows::leave_query;
   using Rows::left, Rows::mask, Rows::mask_of_rows, Rows::next_mask;
   using Rows::p, Rows::shared, Rows::thread, Rows::warpgroup, Rows::order, Rows::k, Rows::v, Rows::slot, Rows::output;
 
@@ -147,9 +147,11 @@ class Float8Attention : private Float8Rows<Traits> {
     const TilePlan& plan = shared.plan[finished];
     const float factor = p.out_scales == nullptr ? 1.f : __ldg(p.out_scales + plan.batch * p.heads + plan.head);
     softmax.finish();
-    const RowSums row[2] = {softmax.sums(0), softmax.sums(1)};
-    store_output({row[0].normalisation * factor, row[1].normalisation * factor});
-    store_statistics(row, plan);
+    const RowSums sums = softmax.sums();
+    float normalisation[2];
+    share_with_row(sums.normalisation * factor, normalisation);
+    store_output(normalisation);
+    store_statistics(p, plan, mask_of_rows, sums);
     arrive(shared.empty_plan[finished]);
     start_output();
   }

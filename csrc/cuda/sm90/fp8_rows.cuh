@@ -97,18 +97,6 @@ class Float8Rows {
     if (left > 1) next_mask = mask_in(k.next());
   }
 
-  CUTE_DEVICE void store_statistics(const RowSums (&row)[2], const TilePlan& plan) {
-    CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      const int token = mask_of_rows.row[i].token(p, plan);
-      if (threadIdx.x % 4 == 0 && token >= 0) {
-        const std::int64_t at = statistic_of(p, plan, token);
-        p.logsumexp[at] = row[i].logsumexp;
-        if (p.remainder != nullptr) p.remainder[at] = row[i].remainder;
-      }
-    }
-  }
-
   const ForwardParams& p;
   SharedStorage& shared;
   int thread, warpgroup;

@@ -69,12 +69,12 @@ struct Float8Softmax {
     }
   }
 
-  /// Once these are complete.
-  CUTE_DEVICE RowSums sums(int i) const {
-    if (row_sum[i] == 0.f) return {0.f, -INFINITY, 0.f};
-    const float log2_sum = fast_log2(row_sum[i]) - kWeightExponent;
-    const float logsumexp = fmaf(reference[i], exponent_scale, log2_sum) * kLn2;
-    return {1.f / row_sum[i], logsumexp, logsumexp_remainder(logsumexp, reference[i], exponent_scale, log2_sum)};
+  /// The complete sums of the row that the lane completes.
+  CUTE_DEVICE RowSums sums() const {
+    const float sum = of_completed_row(row_sum), largest = of_completed_row(reference);
+    if (sum == 0.f) return {0.f, -INFINITY, 0.f};
+    const float log2_sum = fast_log2(sum) - kWeightExponent, logsumexp = fmaf(largest, exponent_scale, log2_sum) * kLn2;
+    return {1.f / sum, logsumexp, logsumexp_remainder(logsumexp, largest, exponent_scale, log2_sum)};
   }
 
  private:

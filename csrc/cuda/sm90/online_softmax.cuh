@@ -10,9 +10,27 @@
 
 namespace natten_jax::sm90 {
 
-/// What a row of a query tile comes to.
+/// Four lanes share two rows of an accumulator. Even lanes complete the sums of the first row, odd lanes the
+/// sums of the second: code for both rows would be twice as long, and small windows are slower with longer code.
+CUTE_DEVICE bool completes_second_row() {
+  return threadIdx.x % 2 != 0;
+}
+
+/// Returns the element for the row that the lane completes.
+template <class T>
+CUTE_DEVICE T of_completed_row(const T (&rows)[2]) {
+  return completes_second_row() ? rows[1] : rows[0];
+}
+
+/// Collects a number for each of the two rows from the lanes that complete them.
+CUTE_DEVICE void share_with_row(float completed, float (&rows)[2]) {
+  CUTE_UNROLL
+  for (int i = 0; i < 2; ++i) rows[i] = __shfl_sync(0xffffffffu, completed, i, 4);
+}
+
+/// The softmax of the row that a lane completes.
 struct RowSums {
-  float normalisation;  // what its output is multiplied with
+  float normalisation;  // factor of its output
   float logsumexp, remainder;
 
   /// Makes this that of the row's keys and those of earlier launches, from the logsumexp and remainder of these, and
@@ -147,14 +165,15 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Once these are complete.
-  CUTE_DEVICE RowSums sums(int row) const {
-    if (row_sum[row] == 0.f) return {0.f, -INFINITY, 0.f};
-    const float shift = __fmul_rd(reference[row], exponent_scale), log2_sum = fast_log2(row_sum[row]);
-    const float logsumexp = (reference[row] * exponent_scale + log2_sum) * kLn2;
-    const float remainder = is_large ? logsumexp_remainder(logsumexp, reference[row], exponent_scale, log2_sum)
-                                     : logsumexp_remainder(logsumexp, shift, log2_sum);
-    return {1.f / row_sum[row], logsumexp, remainder};
+  /// The complete sums of the row that the lane completes.
+  CUTE_DEVICE RowSums sums() const {
+    const float sum = of_completed_row(row_sum), largest = of_completed_row(reference);
+    if (sum == 0.f) return {0.f, -INFINITY, 0.f};
+    const float log2_sum = fast_log2(sum), logsumexp = (largest * exponent_scale + log2_sum) * kLn2,
+                base2 = base2_logsumexp(logsumexp);
+    const float distance =
+        is_large ? fmaf(largest, exponent_scale, -base2) : __fmul_rd(largest, exponent_scale) - base2;
+    return {1.f / sum, logsumexp, pack_remainder(distance, log2_sum)};
   }
 };
 

@@ -40,8 +40,15 @@ struct RemainderParts {
 constexpr std::uint32_t kPackedBits = 0xfff;
 constexpr float kPackedUnit = 0x1p-7f;
 
-/// Packs both parts into one number. In a large number the last 12 bits hold the logarithm in units of 2^-7, and the
-/// distance is rounded down to the other bits: equal distances stay equal, and unequal ones differ by far more.
+/// A distance as remainders hold it. A large one is rounded down to leave its last 12 bits to the logarithm of the sum:
+/// equal distances stay equal, and unequal ones differ by far more.
+NATTEN_JAX_HOST_DEVICE inline float packed_distance(float distance) {
+  if (!(__builtin_fabsf(distance) >= kPackedRemainder)) return distance;
+  const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, distance) + (distance < 0.f ? kPackedBits : 0);
+  return __builtin_bit_cast(float, bits & ~kPackedBits);
+}
+
+/// Packs both parts into one number. In a large number the last 12 bits hold the logarithm in units of 2^-7.
 NATTEN_JAX_HOST_DEVICE inline float pack_remainder(float distance, float log2_sum) {
   if (!(__builtin_fabsf(distance) >= kPackedRemainder)) {
     const float sum = distance + log2_sum;
@@ -50,8 +57,8 @@ NATTEN_JAX_HOST_DEVICE inline float pack_remainder(float distance, float log2_su
     log2_sum = sum - kPackedRemainder;
   }
   const float units = fminf(fmaxf(log2_sum / kPackedUnit + 0.5f, 0.f), static_cast<float>(kPackedBits));
-  const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, distance) + (distance < 0.f ? kPackedBits : 0);
-  return __builtin_bit_cast(float, (bits & ~kPackedBits) | static_cast<std::uint32_t>(units));
+  return __builtin_bit_cast(
+      float, __builtin_bit_cast(std::uint32_t, packed_distance(distance)) | static_cast<std::uint32_t>(units));
 }
 
 /// The parts of a remainder. A weight relative to them is exp2(min(d - distance, 0) - log2_sum), where d is how far its

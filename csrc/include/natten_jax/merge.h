@@ -20,10 +20,14 @@ struct Shares {
   float own, other;
 };
 
-/// Makes a logsumexp that of its keys and of others.
-NATTEN_JAX_HOST_DEVICE inline Shares merge_logsumexps(Logsumexp& own, const Logsumexp& others) {
-  const float of_own = base2_logsumexp(own.value), of_others = base2_logsumexp(others.value);
-  const RemainderParts own_parts = unpack_remainder(own.remainder), other_parts = unpack_remainder(others.remainder);
+/// Merges the logsumexp of other keys into `own`.
+///
+/// Args:
+///   others: the other logsumexp.
+///   other_parts: its remainder.
+NATTEN_JAX_HOST_DEVICE inline Shares merge_logsumexps(Logsumexp& own, float others, const RemainderParts& other_parts) {
+  const float of_own = base2_logsumexp(own.value), of_others = base2_logsumexp(others);
+  const RemainderParts own_parts = unpack_remainder(own.remainder);
   const float highest = fmaxf(of_own, of_others), reference = highest == -INFINITY ? 0.f : highest;
   const float own_distance = (of_own - reference) + own_parts.distance,
               other_distance = (of_others - reference) + other_parts.distance;
@@ -38,8 +42,12 @@ NATTEN_JAX_HOST_DEVICE inline Shares merge_logsumexps(Logsumexp& own, const Logs
   return {own_weight / total, other_weight / total};
 }
 
-/// The logit of a head's sink, given what the scales have of it; -infinity where there is none. In forward passes,
-/// which have no query gradients, it takes the place of their factor.
+NATTEN_JAX_HOST_DEVICE inline Shares merge_logsumexps(Logsumexp& own, const Logsumexp& others) {
+  return merge_logsumexps(own, others.value, unpack_remainder(others.remainder));
+}
+
+/// The logit of a head's sink, or -infinity if the call has no sinks. Forward passes keep it in the field that backward
+/// passes use for the factor of query gradients.
 NATTEN_JAX_HOST_DEVICE inline float sink_of(const Scale& scale, const HeadScale& head) {
   return scale.heads == nullptr ? -INFINITY : added_logit(head.query_gradient);
 }
@@ -52,12 +60,12 @@ NATTEN_JAX_HOST_DEVICE inline float add_sink(Logsumexp& row, float sink) {
 #else
   const float rounding = 0.f;  // host kernels also round key biases to base 2
 #endif
-  const Logsumexp of_sink{sink, pack_remainder(rounding, 0.f)};
+  const float distance = packed_distance(rounding);
   if (row.value == -INFINITY) {
-    row = of_sink;       // a merge would round it
-    return sink - sink;  // zero or NaN
+    row = {sink, distance};  // a merge would round it
+    return sink - sink;      // zero or NaN
   }
-  return merge_logsumexps(row, of_sink).own;
+  return merge_logsumexps(row, sink, {distance, 0.f}).own;
 }
 
 }  // namespace natten_jax
