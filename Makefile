@@ -80,7 +80,7 @@ fuzz/%:
 # XLA compiles on several threads and launches graphs. initcheck does not see what the copy engine writes, and must not
 # look at copies of it to the host; synccheck takes barriers for missing ones where its table of them is full.
 SANITIZERS := memcheck racecheck initcheck synccheck
-SANITIZED := $(foreach tool,$(SANITIZERS),$(foreach family,hopper cutlass,$(foreach part,0 1 2 3 4 5 6 7 8 9,$(tool)/$(family)/$(part))))
+SANITIZED := $(foreach tool,$(SANITIZERS),$(foreach family,hopper cutlass biased,$(foreach part,0 1 2 3 4 5 6 7 8 9,$(tool)/$(family)/$(part))))
 OPTIONS_OF_initcheck := --check-api-memory-access no
 OPTIONS_OF_synccheck := --num-cuda-barriers 4096
 OPTIONS_OF_memcheck := --report-api-errors no

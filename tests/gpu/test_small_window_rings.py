@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -13,12 +12,12 @@ import numpy as np
 import pytest
 
 import natten_jax
-from natten_jax.cost_model import small_windows
 from natten_jax.performance import PASSES, Pass, TilePair, tile_names
 from natten_jax.problem import Problem
 from tests.fuzz.problem import Fuzzed
 from tests.support import oracle
 from tests.support.families import BOUNDS
+from tests.support.plans import kernels_by_tiles
 from tests.support.problems import Case
 
 # Small windows with a ring and a bias: results and all gradients.
@@ -57,14 +56,6 @@ def biased(name: str, kind: str) -> Case:
 
 def described(case: Case, dtype: str, copies: int = 1) -> Problem:
     return Fuzzed("cutlass", case, dtype, 0, copies=copies).description()
-
-
-def kernels_by_tiles(problem: Problem, pass_: Pass) -> Iterator[tuple[TilePair, tuple[str, ...]]]:
-    """Tiles of a pass with their kernels, the fastest first."""
-    for pair, _ in small_windows.ranked("cutlass", problem, pass_, (9, 0)):
-        found = small_windows.estimate("cutlass", problem, pass_, pair, (9, 0))
-        if found is not None:
-            yield pair, tuple(launch.kernel for launch in found.launches)
 
 
 def tiles_of(case: Case, dtype: str) -> tuple[TilePair, TilePair]:

@@ -4,6 +4,9 @@ Both passes of every form run on ordinary inputs, on such large ones that weight
 with scales of heads, for which some forms have kernels of their own: where these are all the same, results are those of
 one scale.
 
+The family ``biased`` is one small problem for each operand that is added to logits: kernels for small windows, with a
+ring and without one, and those of hopper.
+
 Example:
     compute-sanitizer --tool racecheck python -m tests.support.kernel_forms hopper
 """
@@ -14,7 +17,7 @@ import argparse
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -24,10 +27,10 @@ import numpy as np
 from natten_jax.arrays.boxes import QueryBox
 from natten_jax.arrays.operands import Cotangents, Inputs, Operands, Saved
 from natten_jax.backends.base import Earlier
-from natten_jax.performance import KernelSchedule, Performance
+from natten_jax.performance import PASSES, KernelSchedule, Performance, tile_names
 from tests.fuzz.problem import Fuzzed
 from tests.support.families import BOUNDS
-from tests.support.plans import plans_of
+from tests.support.plans import first_tiles, plans_of
 from tests.support.problems import Case
 
 LAYOUT = (24, 28)
@@ -86,7 +89,48 @@ def cutlass_forms() -> Iterator[Form]:
         yield Form("float32", width, Performance((8, 8), (8, 16), (8, 8), (8, 16)), precision)
 
 
-FORMS = {"hopper": hopper_forms, "cutlass": cutlass_forms}
+def biased_cases() -> Iterator[Case]:
+    """By head width and operand."""
+    # Regions, and enough work that rings are faster.
+    layouts = (
+        Case((14, 18), (7, 7), batch=2, heads=2, heads_kv=2),
+        Case((34, 33), (13, 13), batch=40, heads=8, heads_kv=8),
+    )
+    for case, head_dim in itertools.product(layouts, (32, 64, 128)):
+        case = dataclasses.replace(case, head_dim=head_dim)
+        yield dataclasses.replace(case, relative_bias=True)
+        yield dataclasses.replace(case, key_bias="tokens")
+        yield dataclasses.replace(case, key_bias="heads")
+        yield dataclasses.replace(case, sinks=True)
+
+
+FORMS: dict[str, Callable[[], Iterator[Form] | Iterator[Case]]] = {
+    "hopper": hopper_forms,
+    "cutlass": cutlass_forms,
+    "biased": biased_cases,
+}
+
+
+def run_biased(case: Case) -> None:
+    """Run both passes of a problem on cutlass, with each kind of kernel that its head width has, or on hopper."""
+    tiles: list[dict[str, Any]] = [{}]
+    if case.head_dim < 128:
+        problem = Fuzzed("cutlass", case, "bfloat16", 0).description()
+        tiles = [
+            {
+                name: tile
+                for pass_ in PASSES
+                for name, tile in zip(tile_names(pass_), first_tiles(problem, pass_, has_ring), strict=True)
+            }
+            for has_ring in (False, True)
+        ]
+    operands, cotangents = case.operands("bfloat16", 0), case.cotangents("bfloat16", 0)
+    for arguments in tiles:
+        operator = case.operator("cutlass-fna" if arguments else "hopper-fna", **arguments)
+        results, pullback = jax.vjp(jax.jit(operator), operands)
+        gradients = jax.jit(pullback)(cotangents)
+        for result in jax.tree.leaves((results, gradients)):
+            assert np.isfinite(np.asarray(result, np.float32)).all(), (case, arguments)
 
 
 def run(family: str, form: Form) -> None:
@@ -142,9 +186,12 @@ def main() -> int:
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every N-th from I on")
     options = parser.parse_args()
     first, step = options.part
-    forms = list(FORMS[options.family]())[first::step]
+    forms = list[Form | Case](FORMS[options.family]())[first::step]
     for form in forms:
-        run(options.family, form)
+        if isinstance(form, Case):
+            run_biased(form)
+        else:
+            run(options.family, form)
     print(f"{options.family}: {len(forms)} forms ran")
     return 0
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from natten_jax import backends
 from natten_jax.backends.base import Backend
 from natten_jax.backends.select import plan_with
-from natten_jax.performance import PASSES, Pass, Performance
+from natten_jax.cost_model import small_windows
+from natten_jax.performance import PASSES, Pass, Performance, TilePair
 from natten_jax.plan.devices import Device, default_device
 from natten_jax.plan.plan import Plan, Request
 from natten_jax.problem import Problem
@@ -22,3 +25,17 @@ def plans_of(
     backend = backends.find(name, problem.operator)
     request = Request(problem, performance or Performance(), name, precision)
     return backend, {pass_: plan_with(backend, request, device or default_device(), pass_) for pass_ in PASSES}
+
+
+def kernels_by_tiles(problem: Problem, pass_: Pass) -> Iterator[tuple[TilePair, tuple[str, ...]]]:
+    """Tiles of small windows on Hopper with their kernels, the fastest first."""
+    for pair, _ in small_windows.ranked("cutlass", problem, pass_, (9, 0)):
+        found = small_windows.estimate("cutlass", problem, pass_, pair, (9, 0))
+        if found is not None:
+            yield pair, tuple(launch.kernel for launch in found.launches)
+
+
+def first_tiles(problem: Problem, pass_: Pass, has_ring: bool) -> TilePair:
+    """The fastest tiles of small windows whose last kernel has a ring, or has none, if there are such tiles."""
+    found = list(kernels_by_tiles(problem, pass_))
+    return next((pair for pair, kernels in found if ("with a ring" in kernels[-1]) == has_ring), found[0][0])
