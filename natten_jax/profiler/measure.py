@@ -302,11 +302,6 @@ class Result:
         return calibration_for(self.plans[pass_].backend.family, self.device.compute_capability)
 
     @property
-    def rows_total(self) -> float:
-        """Sum of the rows' runtimes."""
-        return sum(row.runtime for row in self.rows)
-
-    @property
     def median(self) -> float:
         """Median device time of an iteration."""
         return statistics.median(self.totals)

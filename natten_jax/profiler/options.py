@@ -226,9 +226,6 @@ def arrays_of(problem: Problem) -> contextlib.AbstractContextManager[object]:
 # The command line.
 
 
-#: Baselines of NATTEN's profiler that do not exist in JAX.
-_FOREIGN_BASELINES = ("xformers", "fav2")
-
 #: Values of --fmha-backend in NATTEN's documents -> the backend's name.
 _SPELLINGS = {"flex-fna": "flex-fmha"}
 
@@ -390,9 +387,6 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         _check_backends(options)
         if options.is_baseline:
             options = _of_baseline(options)
-        if options.problem.element.is_float8 and options.backprop:
-            dtype = options.problem.element.short_name
-            raise ValueError(f"--backprop does not go with --dtype {dtype}: arrays of 8 bits have no gradients")
         _check_split(options)
     except ValueError as error:
         parser.error(with_names_of_flags(str(error)))
@@ -449,18 +443,11 @@ def _check_modes(given: argparse.Namespace) -> None:
 
 def _check_backends(options: Options) -> None:
     """Check the names of backends and baselines."""
-    if options.compare is not None and options.compare == options.backend:
-        raise ValueError(f"--compare {options.compare} is what --backend runs already")
     named: dict[str, Operator] = {"backend": "fna", "compare": "fna", "fmha_backend": "fmha"}
     for field, operator in named.items():
         option, name = flags_of_arguments()[field], getattr(options, field)
         if name is None or name in BASELINES:
             continue
-        if name in _FOREIGN_BASELINES and operator == "fna":
-            raise ValueError(
-                f"{option} {name} is a baseline of PyTorch; JAX's are cudnn (fused attention on NVIDIA GPUs), "
-                f"pallas (on GPUs, too) and xla (anywhere): use {option} cudnn"
-            )
         try:
             backends.find(name, operator)
         except ValueError as error:

@@ -268,7 +268,12 @@ def to_json(result: Result) -> dict[str, Any]:
         "tiles": {pass_: _tiles_json(result, pass_, pair) for pass_, pair in result.tiles.items()},
         "rows": rows_json(result.rows),
         "iteration_times": times,
-        "totals": {"rows": result.rows_total, "median": result.median, "min": min(times), "max": max(times)},
+        "totals": {
+            "rows": sum(row.runtime for row in result.rows),
+            "median": result.median,
+            "min": min(times),
+            "max": max(times),
+        },
         "flops": {**result.flops, "total": sum(result.flops.values())},
         "tflops": result.tflops,
     }

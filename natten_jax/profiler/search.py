@@ -445,21 +445,21 @@ def tuned_passes(task: Task, effort: Effort = THOROUGH) -> tuple[TunedPass, ...]
     with in_force(TunedTable(device.kind)), jax.default_matmul_precision(task.precision):
         best = optimize(task.options, effort)
     defaults, chosen = _plans(task, task.options, device), _plans(task, best.options, device)
-    forward_only = dataclasses.replace(task, backprop=False)
-    default, fast = _runs(forward_only, device, chosen, [(), ("forward",)])
-    kept: tuple[Pass, ...] = ("forward",) if is_clearly_faster(fast, default) else ()
-    runs: dict[Pass, tuple[Times, Times]] = {"forward": (fast, default)}
+
+    def fastest(task: Task, *every: tuple[Pass, ...]) -> tuple[tuple[Pass, ...], dict[tuple[Pass, ...], Times]]:
+        """Return the passes with chosen plans that are clearly faster than none, and the times of all candidates."""
+        times = dict(zip(every, _runs(task, device, chosen, every), strict=True))
+        best = min(times, key=lambda each: median(times[each]))
+        return best if is_clearly_faster(times[best], times[()]) else (), times
+
+    kept, forward = fastest(dataclasses.replace(task, backprop=False), (), ("forward",))
+    runs: dict[Pass, tuple[Times, Times]] = {"forward": (forward["forward",], forward[()])}
     if task.backprop:
         # A faster forward pass must not slow down the backward pass after it.
-        candidates: list[tuple[Pass, ...]] = [(), ("backward",)]
-        if kept:
-            candidates += [("forward",), ("forward", "backward")]
-        both = dict(zip(candidates, _runs(task, device, chosen, candidates), strict=True))
-        best_passes = min(both, key=lambda each: median(both[each]))
-        if is_clearly_faster(both[best_passes], both[()]):
+        others: list[tuple[Pass, ...]] = [("forward",), ("forward", "backward")] if kept else []
+        best_passes, both = fastest(task, (), ("backward",), *others)
+        if best_passes or median(both[kept]) > median(both[()]):
             kept = best_passes
-        elif kept and median(both[kept]) > median(both[()]):
-            kept = ()
         runs["backward"] = both[kept], both[()]
 
     def tuned(pass_: Pass) -> TunedPass:

@@ -93,6 +93,7 @@ def test_xla_baseline(profiler: Profiler) -> None:
     [
         ("-i 64 --backend cudnn", "the cudnn baseline needs an NVIDIA GPU"),
         ("-i 64 --backend xla --dtype fp16", "use --dtype bf16"),
+        ("-i 64 -w 8 --dtype e4m3 --backprop", "arrays have no gradients"),
     ],
 )
 def test_what_cannot_run_is_one_sentence(
