@@ -132,8 +132,7 @@ def capture_by_device(
     """
     problem, is_only = "", len(launches) == 1
     for attempt in range(_ATTEMPTS):
-        if attempt:
-            time.sleep(0.2 * attempt)
+        time.sleep(0.2 * attempt)
         events = device_events(_trace(launches, iterations, folder), platform, with_memory)
         try:
             return [_iterations_by_device(events, each.program, is_only, iterations, platform) for each in launches]
@@ -236,20 +235,15 @@ def gpu_events(profile: ProfileData, with_memory: bool = False) -> list[Event]:
 
 def cpu_events(profile: ProfileData) -> list[Event]:
     """Return the steps of XLA's runtime on the CPU."""
-    steps, ends = [], {}
-    for plane in profile.planes:
-        for line in plane.lines if plane.name.startswith("/host:CPU") else ():
-            for event in line.events:
-                stats = dict(event.stats)
-                if event.name.startswith("end: "):
-                    ends[stats.get("_c")] = event.start_ns
-                elif "hlo_op" in stats:
-                    steps.append((event.name, event.start_ns, event.end_ns, stats))
+    lines = (line for plane in profile.planes if plane.name.startswith("/host:CPU") for line in plane.lines)
+    host = [(event, dict(event.stats)) for line in lines for event in line.events]
+    ends = {stats.get("_c"): event.start_ns for event, stats in host if event.name.startswith("end: ")}
     events = []
-    for name, start, end, stats in steps:
-        duration, device = ends.get(stats.get("_p"), end) - start, int(stats.get("device_ordinal", 0))
-        run = map(stats.get, _MODULE_STATS)
-        events.append(Event(name, str(stats["hlo_op"]), "", start, duration, device, *run))
+    for event, stats in host:
+        if "hlo_op" in stats and not event.name.startswith("end: "):
+            duration = ends.get(stats.get("_p"), event.end_ns) - event.start_ns
+            device, run = int(stats.get("device_ordinal", 0)), map(stats.get, _MODULE_STATS)
+            events.append(Event(event.name, str(stats["hlo_op"]), "", event.start_ns, duration, device, *run))
     return events
 
 

@@ -226,14 +226,11 @@ def arrays_of(problem: Problem) -> contextlib.AbstractContextManager[object]:
 # The command line.
 
 
-#: Values of --fmha-backend in NATTEN's documents -> the backend's name.
-_SPELLINGS = {"flex-fna": "flex-fmha"}
-
 #: Flags that need a measurement.
 _MEASUREMENT_ONLY = ("compare", "csv", "plot", "trace_dir", "verbose")
 
 #: Arguments with flags that the operators' messages name.
-_NAMED = (*WindowArguments._fields, *ATTENTION_NAMES, *ATTENTION_NAMES.values(), "compute_capability")
+_NAMED = (*WindowArguments._fields, *ATTENTION_NAMES, *ATTENTION_NAMES.values(), "compute_capability", "heads_kv")
 _NAME_IN_MESSAGE = re.compile(rf"(?<!-)\b({'|'.join(_NAMED)})\b")
 
 #: Flags of NATTEN's profilers without a meaning here -> what to do instead.
@@ -369,9 +366,7 @@ def with_names_of_flags(message: str) -> str:
     """Replace names of arguments in a message of the operators by the flags that set them."""
     flags = flags_of_arguments()
     message = _NAME_IN_MESSAGE.sub(lambda found: flags[ATTENTION_NAMES.get(found[1], found[1])], message)
-    message = message.replace("the token layout", "--input-size")
-    heads = r"query has (\d+) heads, which is not a multiple of the (\d+) heads of key and value"
-    return re.sub(heads, r"--heads \1 is not a multiple of --heads-kv \2", message)
+    return message.replace("the token layout", "--input-size")
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
@@ -414,7 +409,8 @@ def _options(given: argparse.Namespace) -> Options:
         if name.startswith("backward") and not given.backprop and getattr(performance, name) != default:
             flag = flags_of_arguments()[name]
             raise ValueError(f"{flag} is for the backward pass, which runs with --backprop only")
-    values["fmha_backend"] = _SPELLINGS.get(given.fmha_backend, given.fmha_backend)
+    if given.fmha_backend == "flex-fna":  # in NATTEN's documents
+        values["fmha_backend"] = "flex-fmha"
     if given.compute_capability is not None:
         values["compute_capability"] = parse_compute_capability(given.compute_capability)
     return Options(**values, problem=problem, performance=performance)

@@ -244,10 +244,8 @@ def _split_time(options: Options, device: Device, pass_: Pass) -> SplitTime | No
     calibration = simulator.calibration_for(plan.backend.family, device.compute_capability)
     if calibration is None:
         return None
-    if options.splits_tokens:
-        return simulator.predict_split(plan, request.parts, calibration)
-    seconds = simulator.simulate(plan.problem, plan.tiles, plan.pass_, calibration=calibration).seconds
-    return None if seconds is None else SplitTime(options.devices, plan.tiles, 0, seconds, 0.0, 0.0)
+    time = simulator.predict_split(plan, request.parts, calibration)
+    return None if time is None else dataclasses.replace(time, devices=options.devices)
 
 
 def _values(simulation: Simulation) -> dict[str, Any]:

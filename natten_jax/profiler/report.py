@@ -254,7 +254,7 @@ def write_csv(path: Path, tables: dict[str, tuple[Row, ...]]) -> None:
 
 def to_json(result: Result) -> dict[str, Any]:
     """Return a measurement, in seconds, as JSON values."""
-    times, options = result.totals, result.options
+    times, options, rows = result.totals, result.options, sum(row.runtime for row in result.rows)
     devices = {
         "count": options.devices,
         "split": options.split,
@@ -268,12 +268,7 @@ def to_json(result: Result) -> dict[str, Any]:
         "tiles": {pass_: _tiles_json(result, pass_, pair) for pass_, pair in result.tiles.items()},
         "rows": rows_json(result.rows),
         "iteration_times": times,
-        "totals": {
-            "rows": sum(row.runtime for row in result.rows),
-            "median": result.median,
-            "min": min(times),
-            "max": max(times),
-        },
+        "totals": {"rows": rows, "median": result.median, "min": min(times), "max": max(times)},
         "flops": {**result.flops, "total": sum(result.flops.values())},
         "tflops": result.tflops,
     }

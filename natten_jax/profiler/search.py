@@ -124,7 +124,7 @@ class _Search:
     def __init__(self, options: Options, device: Device, update: Update, effort: Effort) -> None:
         self._options, self._device, self._update, self._effort = options, device, update, effort
         self._start = time.perf_counter()
-        self._compile_seconds, self._compiled = 0.0, 0
+        self._compile_seconds = 0.0
         self._arguments: dict[bool, tuple[jax.Array, ...]] = {}
         self.trials: list[Trial] = []
 
@@ -211,7 +211,7 @@ class _Search:
         workloads, errors, seconds = dict[int, Workload](), dict[int, str](), dict[int, float]()
         for i, options in enumerate(every):
             try:
-                workload = self._compile(options)
+                workload = self._compile(options, i)
                 workload.warm_up(max(warmup_steps, 1))
                 workloads[i] = workload
             except Exception as error:
@@ -229,14 +229,10 @@ class _Search:
         self.trials += trials
         return trials
 
-    def _compile(self, options: Options) -> Workload:
+    def _compile(self, options: Options, number: int = 0) -> Workload:
         start = time.perf_counter()
-        self._compiled += 1
-        again = self._arguments.get(options.backprop)
-        try:
-            workload = compile_workload(options, f"candidate_{self._compiled}", again)
-        finally:
-            self._compile_seconds += time.perf_counter() - start
+        workload = compile_workload(options, f"candidate_{number}", self._arguments.get(options.backprop))
+        self._compile_seconds += time.perf_counter() - start
         self._arguments[options.backprop] = workload.arguments
         return workload
 

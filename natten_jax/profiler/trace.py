@@ -122,9 +122,8 @@ def programs_of(path: Path, *, with_memory: bool = False) -> dict[str, TracedPro
         if platform == "cpu":
             of_runs = capture.grouped(of_module, lambda each: (each.device, each.run)).values()
             of_module = [event for of_run in of_runs for event in capture.without_overlap(of_run, program.is_container)]
-        devices = {device: [of_device] for device, of_device in capture.by_device(of_module).items()}
-        (busy,) = devices[capture.busiest(devices)]
-        launches[module] += named(busy, program, "fna", platform)
+        busiest = max(capture.by_device(of_module).values(), key=lambda each: sum(event.duration for event in each))
+        launches[module] += named(busiest, program, "fna", platform)
     return {module: TracedProgram(of_module) for module, of_module in launches.items()}
 
 
