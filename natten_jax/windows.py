@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, get_args
@@ -239,6 +240,10 @@ class Axis:
         group = queries % self.dilation
         start, end = self.bounds(queries // self.dilation, self.lengths(group))
         return start * self.dilation + group, (end - 1) * self.dilation + group + 1
+
+
+#: The numbers among the fields of an axis, in the order of csrc/include/natten_jax/axis_fields.h.
+axis_numbers = operator.attrgetter(*[field.name for field in dataclasses.fields(Axis) if field.type == "int"])
 
 
 def fitted(kernel_size: Ints, layout: Sequence[int], dilation: Ints = 1) -> tuple[int, ...]:

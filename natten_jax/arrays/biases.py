@@ -1,4 +1,4 @@
-"""Operands that are added to logits: what hides keys, and biases in the forms that backends take."""
+"""Operands that change logits: what hides keys, biases in the forms that backends take, and factors of heads."""
 
 from __future__ import annotations
 
@@ -74,6 +74,16 @@ def table_of_each_entry(inputs: Inputs) -> jax.Array:
 def gradient_of_shared_table(of_entries: jax.Array, table: jax.Array) -> jax.Array:
     """The gradient of a table ``[1 or batch, heads, entries]``, from those of batch entries."""
     return jnp.sum(of_entries, axis=0, keepdims=True) if table.shape[0] == 1 else of_entries
+
+
+def over_tokens(factors: jax.Array, array: jax.Array) -> jax.Array:
+    """Reshape factors ``[batch, heads]`` to the rank of an array ``[batch, *tokens, heads, width]``."""
+    return factors.reshape(factors.shape[0], *(1,) * (array.ndim - 3), -1, 1)
+
+
+def products_of_heads(one: jax.Array, other: jax.Array) -> jax.Array:
+    """Sum products of arrays ``[batch, *tokens, heads, width]`` over tokens and width: ``[batch, heads]``."""
+    return jnp.sum(one * other, axis=(*range(1, one.ndim - 2), one.ndim - 1))
 
 
 #: Contiguous numbers for which XLA's sums over other dimensions are fast.
@@ -187,8 +197,7 @@ class KeyBiasColumns:
         """The results of the call: a query all of whose keys are hidden has seen none."""
         scales = _Scales.of(self.problem, operands.inputs.scale)
         of_hidden = scales.of_hidden(self.problem)
-        limit = _UNSEEN * of_hidden.reshape(of_hidden.shape[0], *(1,) * self.problem.rank, -1)
-        is_unseen = found.logsumexp < -limit
+        is_unseen = found.logsumexp < -_UNSEEN * over_tokens(of_hidden, found.out)[..., 0]
         out, logsumexp, remainder = found
         out, logsumexp = jnp.where(is_unseen[..., None], 0, out), jnp.where(is_unseen, -jnp.inf, logsumexp)
         return Saved(out, logsumexp, None if remainder is None else jnp.where(is_unseen, 0, remainder))
@@ -211,7 +220,7 @@ class KeyBiasColumns:
         scales = _Scales.of(self.problem, inputs.scale)
         width = self.problem.head_dim
         first_terms = found.key[..., width : width + columns_of(self.problem) : _TERMS].astype(scales.bias.dtype)
-        of_bias = first_terms.reshape(inputs.key_bias.shape) / _beside(inputs.key_bias, scales.bias)
+        of_bias = first_terms.reshape(inputs.key_bias.shape) / over_tokens(scales.bias, inputs.key_bias)
         found = found._replace(key_bias=of_bias)
         # Gradients of padding are zero, but what it holds may be anything.
         return scales.gradients(found, without_padding(operands.layouts, inputs).query)
@@ -228,7 +237,7 @@ class KeyBiasColumns:
         numbers = _NUMBERS[self.problem.dtype]
         bias = with_hidden_keys(key_bias)
         bias = jnp.where(bias == jnp.inf, jnp.nan, bias)
-        hidden, factor = (_beside(key_bias, each) for each in (scales.hidden(self.problem), scales.bias))
+        hidden, factor = (over_tokens(each, key_bias) for each in (scales.hidden(self.problem), scales.bias))
         rest = jnp.clip(bias / factor, -_OF_KEY_BIAS * hidden, _OF_KEY_BIAS * hidden)
         rest = jnp.where(jnp.isneginf(bias), -jnp.sign(factor) * hidden, rest)
         terms = []
@@ -283,7 +292,7 @@ class _Scales(NamedTuple):
 
     def scaled(self, query: jax.Array) -> jax.Array:
         """The query as kernels get it."""
-        return query if self.of_query is None else query * _beside(query, self.of_query).astype(query.dtype)
+        return query if self.of_query is None else query * over_tokens(self.of_query, query).astype(query.dtype)
 
     def gradients(self, found: Gradients, query: jax.Array) -> Gradients:
         """The gradients of the query and of the scale, from those of the scaled query.
@@ -294,9 +303,9 @@ class _Scales(NamedTuple):
             return found
         wide = found.query[..., : query.shape[-1]].astype(self.of_logits.dtype)
         if found.scale is not None:
-            of_products = jnp.sum(wide * query.astype(wide.dtype), axis=(*range(1, query.ndim - 2), query.ndim - 1))
+            of_products = products_of_heads(wide, query.astype(wide.dtype))
             found = found._replace(scale=of_products / self.of_logits)
-        return found._replace(query=(wide * _beside(query, self.of_query)).astype(query.dtype))
+        return found._replace(query=(wide * over_tokens(self.of_query, query)).astype(query.dtype))
 
 
 def _clipped(added: jax.Array | None, limits: jax.Array) -> jax.Array | None:
@@ -306,8 +315,3 @@ def _clipped(added: jax.Array | None, limits: jax.Array) -> jax.Array | None:
     added = with_hidden_keys(added)
     limits = limits[None]
     return jnp.where(jnp.isfinite(added), jnp.clip(added, -limits, limits), added)
-
-
-def _beside(array: jax.Array, factor: jax.Array) -> jax.Array:
-    """A factor of heads in the rank of ``[batch, *tokens, heads, width]``."""
-    return factor.reshape(factor.shape[0], *(1,) * (array.ndim - 3), -1, 1)

@@ -159,6 +159,10 @@ class Operands(NamedTuple):
         """Whether queries are a box of a layout, or keys a part of it: some may see none."""
         return self.origins is not None or self.layouts is not None
 
+    def placed(self, origins: jax.Array | None, **arrays: Any) -> Operands:
+        """Return the operands at other origins, with other arrays in place of some inputs."""
+        return self._replace(inputs=self.inputs._replace(**arrays), origins=origins)
+
     def with_origins_alone(self) -> Operands:
         """The same of one entry of the batch, all of whose layout is real, in terms of origins."""
         if self.layouts is None:

@@ -57,14 +57,6 @@ class Platform:
         return found == least if self.is_exact else found >= least
 
 
-#: Attributes of :class:`Problem` that a backend rejects if they are not among ``Capabilities.takes``, and the reasons.
-_REJECTED: Mapping[str, str] = {
-    "own_extents": "it takes no extents: its kernels have one layout for all batch entries",
-    "relative_bias": "it adds no relative_bias to logits",
-    "key_bias": "it adds no key_bias to logits",
-}
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Capabilities:
     """Facts of a backend.
@@ -162,17 +154,6 @@ class Earlier(NamedTuple):
     seeing: QueryBox
 
 
-def features_rejection(has: Capabilities, problem: Problem) -> str | None:
-    """Return why kernels do not support the features of a problem; ``None`` if they do."""
-    for name, reason in _REJECTED.items():
-        if name not in has.takes and getattr(problem, name):
-            return reason
-    for pair, reason in has.excludes.items():
-        if all(operator.attrgetter(*pair)(problem)):
-            return reason
-    return None
-
-
 def heads_rejection(has: Capabilities, problem: Problem) -> str | None:
     """Return why kernels do not support the heads of a problem; ``None`` if they do."""
     most = has.largest_head_dim
@@ -220,9 +201,15 @@ class Backend(abc.ABC):
             return f"it supports {', '.join(taken)}, not {problem.dtype}"
         if problem.element.is_float8 and pass_ == "backward":
             return f"{problem.dtype} arrays have no gradients"
-        reason = features_rejection(has, problem) or heads_rejection(has, problem)
-        if reason is not None:
-            return reason
+        if problem.own_extents and "own_extents" not in has.takes:
+            return "it takes no extents: its kernels have one layout for all batch entries"
+        if lacking := [name for name in problem.biases if name not in has.takes]:
+            return f"it adds no {lacking[0]} to logits"
+        for pair, reason in has.excludes.items():
+            if all(operator.attrgetter(*pair)(problem)):
+                return reason
+        if (of_heads := heads_rejection(has, problem)) is not None:
+            return of_heads
         unknown = [edge for edge in problem.edges if edge not in has.edges]
         if unknown:
             return f"it has windows with edges {' or '.join(map(repr, has.edges))}, not {unknown[0]!r}"
@@ -241,9 +228,10 @@ class Backend(abc.ABC):
 
         Wrapped keys that are separate calls have one origin.
         """
-        has, with_extents = self.capabilities, dataclasses.replace(problem, own_extents=True)
-        has_strips = has.wraps_by_strips and "wrap" in problem.edges
-        return "own_layouts" in has.takes and not has_strips and features_rejection(has, with_extents) is None
+        has, with_layouts = self.capabilities, dataclasses.replace(problem, own_extents=True)
+        if "own_layouts" not in has.takes or (has.wraps_by_strips and "wrap" in problem.edges):
+            return False
+        return not any(all(operator.attrgetter(*pair)(with_layouts)) for pair in has.excludes)
 
     def widened(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair | None = None) -> Problem:
         """Return the problem of the kernels: heads are padded with zeros to widths that kernels have, which is exact.

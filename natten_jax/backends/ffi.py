@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from natten_jax.arguments.arrays import LARGEST
-from natten_jax.arrays.biases import sinks_gradient
+from natten_jax.arrays.biases import over_tokens, products_of_heads, sinks_gradient
 from natten_jax.arrays.boxes import without_padding
 from natten_jax.arrays.operands import Cotangents, Gradients, Inputs, Operands, Saved, roles_of
 from natten_jax.backends.base import Backend, Earlier, heads_rejection
@@ -53,8 +53,8 @@ class HeadScales:
         return cls(scale, jnp.maximum(jnp.where(jnp.isnan(scale), smallest, jnp.abs(scale)), np.float32(smallest)))
 
     def signed(self, query: jax.Array) -> jax.Array:
-        """The query times the sign of the scale. What is not finite stays so, as in a product of logits."""
-        return query * self._per_query(jnp.sign(self.scale), query).astype(query.dtype)
+        """The query times the sign of the scale. Infinities and NaN stay, as in a product of logits."""
+        return query * over_tokens(jnp.sign(self.scale), query).astype(query.dtype)
 
     def operand(self) -> jax.Array:
         """What kernels read: ``[batch, heads, 2]``, positive and finite."""
@@ -70,14 +70,9 @@ class HeadScales:
             query: That of the call.
         """
         wide = gradients.query.astype(jnp.float32)
-        of_products = jnp.sum(wide * query.astype(jnp.float32), axis=(*range(1, query.ndim - 2), query.ndim - 1))
-        of_query = wide * self._per_query(self.scale / self.query_factor, query)
+        of_products = products_of_heads(wide, query.astype(jnp.float32))
+        of_query = wide * over_tokens(self.scale / self.query_factor, query)
         return gradients._replace(query=of_query.astype(query.dtype), scale=of_products / self.query_factor)
-
-    @staticmethod
-    def _per_query(factor: jax.Array, query: jax.Array) -> jax.Array:
-        batch, *layout, heads, _ = query.shape
-        return factor.reshape(batch, *(1,) * len(layout), heads, 1)
 
 
 def with_heads_of_queries(inputs: Inputs) -> Inputs:

@@ -174,7 +174,7 @@ def _gradients_with_strips(
         box = strip.seeing
         assert part.origins is not None
         query, part_saved, part_cotangents = jax.tree.map(box.cut, (part.inputs.query, saved, cotangents))
-        part = part._replace(inputs=part.inputs._replace(query=query), origins=with_start_of(box, part.origins))
+        part = part.placed(with_start_of(box, part.origins), query=query)
         more = backend.backward(part_plan, part, part_saved, part_cotangents)
         found = strip.with_added(found, more)._replace(
             query=box.put(found.query, box.cut(found.query) + more.query),
@@ -305,7 +305,7 @@ def _attend_on_device(plain: PureJaxBackend | None, request: Request, operands: 
         if plans is None:
             operands = vary_alike(exchange.brought(request.problem, request.token_axes, operands))
     # JAX differentiates plain JAX, in forward mode and to any order.
-    if plain is not None and plans is None and operands.inputs.sinks is None:
+    if plain is not None and plans is None:
         return _forward_plain(plain, part, operands)
     operands = operands._replace(inputs=in_reverse_only(operands.inputs))
     return _attend_with_kernels(part if plans is None else request, plans, operands)
@@ -323,7 +323,7 @@ def _overlapping_plans(request: Request) -> _Plans | None:
 
     ``None`` means that halos arrive first, once for both passes. Plans are made for the default device; results do not
     depend on the choice. Sinks are not among the operands: if a caller splits tokens, they are
-    added after the pass (:func:`natten_jax.ops.canonicalize.in_pass`).
+    added after the pass (:func:`natten_jax.ops.canonicalize.in_passes`).
     """
     part = _with_axes_as_parts(request)
     for call in device_calls(part):

@@ -12,6 +12,7 @@ from natten_jax import backends
 from natten_jax.arrays.biases import (
     KeyBiasColumns,
     of_each_head,
+    over_tokens,
     sinks_gradient,
     with_hidden_keys_of_inputs,
     with_shared_gradient,
@@ -57,7 +58,7 @@ def scaled(planned: Problem, operands: Operands, out: jax.Array) -> jax.Array:
     factors = operands.inputs.out_scale
     if factors is None or planned.element.is_float8:
         return out
-    return out * factors.reshape(out.shape[0], *(1,) * (out.ndim - 3), -1, 1)
+    return out * over_tokens(factors, out)
 
 
 def with_head_dim(array: jax.Array, head_dim: int) -> jax.Array:

@@ -58,7 +58,7 @@ def continued(forward_saving: Callable[[Operands], Saved], operands: Operands, s
     """
     assert operands.origins is not None
     query = seeing.copied(operands.inputs.query)
-    found = forward_saving(Operands(operands.inputs._replace(query=query), with_start_of(seeing, operands.origins)))
+    found = forward_saving(operands.placed(with_start_of(seeing, operands.origins), query=query))
     both = merged(jax.tree.map(seeing.cut, saved), found)
     result: Saved = jax.tree.map(seeing.put, saved, both)
     return result
@@ -195,22 +195,17 @@ class Strip:
 
     def placed(self, plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
         """A pass on it, of all queries, without additional tokens and sinks, which another one has."""
-        inputs = operands.inputs
-        inputs = inputs._replace(
-            **{name: self.taken(array) for name, array in key_arrays(inputs).items()},
-            additional_keys=None,
-            additional_values=None,
-            sinks=None,
-        )
         origin = [0] * len(self.axes)
         origin[self.dimension] = self.side.origin
         for i in self._before():
             origin[i] = -_padding(self.axes[i])[0]
         shift = np.array([[0] * KERNEL_RANK, [0] * (KERNEL_RANK - len(origin)) + origin], np.int32)
         plan = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, additional_kv=0))
-        plan, placed = on_line(plan, operands._replace(inputs=inputs))
-        assert placed.origins is not None
-        return plan, placed._replace(origins=placed.origins + shift)
+        plan, operands = on_line(plan, operands)
+        assert operands.origins is not None
+        taken = {name: self.taken(array) for name, array in key_arrays(operands.inputs).items()}
+        others = dict.fromkeys(("additional_keys", "additional_values", "sinks"))
+        return plan, operands.placed(operands.origins + shift, **taken, **others)
 
     def with_added(self, total: Gradients, gradients: Gradients) -> Gradients:
         """Add the gradients of the strip's keys, values and biases to the gradients of all keys."""

@@ -7,10 +7,8 @@ need it reject every problem with that reason.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib.util
-import operator
 import re
 import struct
 import sys
@@ -31,7 +29,7 @@ from natten_jax.arrays.operands import types_like, varying_like
 from natten_jax.performance import TilePair
 from natten_jax.plan import plan
 from natten_jax.problem import Problem, Shape
-from natten_jax.windows import Axis
+from natten_jax.windows import Axis, axis_numbers
 
 
 def plugins() -> tuple[int, ...]:
@@ -61,9 +59,6 @@ def mismatch() -> str | None:
 
 KERNEL_RANK = 3
 
-_FACTS = [field.name for field in dataclasses.fields(Axis)]
-#: Those facts of an axis that are numbers, which come first.
-_numbers_of = operator.attrgetter(*_FACTS[: _FACTS.index("is_causal")])
 #: ``Ends`` of csrc/include/natten_jax/windows.h, by whether an axis is causal and what becomes of windows at its edges.
 _ENDS_OF_WINDOWS = {(False, "shift"): 0, (True, "shift"): 1, (False, "cut"): 2, (False, "wrap"): 3}
 
@@ -72,7 +67,7 @@ def axis_rows(problem: Problem) -> Shape:
     """A row for each token dimension: its facts in the order of csrc/include/natten_jax/axis_fields.h."""
     missing = (Axis(1, 1, 1),) * (KERNEL_RANK - problem.rank)
     axes = (*missing, *problem.axes)
-    rows = [(*_numbers_of(axis), _ENDS_OF_WINDOWS[axis.is_causal, axis.edges]) for axis in axes]
+    rows = [(*axis_numbers(axis), _ENDS_OF_WINDOWS[axis.is_causal, axis.edges]) for axis in axes]
     return tuple([fact for row in rows for fact in row])
 
 

@@ -28,9 +28,8 @@ from natten_jax.ops.canonicalize import (
     LogitTerms,
     as_jax_array,
     attention_problem,
-    checked_sinks,
     hint_of_heads_first,
-    in_pass,
+    in_passes,
     neighborhood_problem,
     placement_of,
     with_biases,
@@ -221,10 +220,7 @@ def run_operator(
         tuned=table_for(is_box=is_box),
     )
     calls = split_call(request, execution.attention_kwargs, fuse)
-    sinks = None if terms.sinks is None else checked_sinks(terms.sinks, inputs, grid)
-    has_sinks = sinks is not None
-    if len(calls) == 1:
-        inputs, sinks = in_pass(calls[0].request, inputs, sinks)
+    inputs, sinks = in_passes([call.request for call in calls], inputs)
     if execution.attention_kwargs:
         check_agreement(execution.attention_kwargs, problem_as_stated, terms.scale, return_lse)
     if execution.performance or execution.attention_kwargs:
@@ -240,7 +236,7 @@ def run_operator(
     ]
     output = outputs[0] if len(outputs) == 1 else Output(*merge_attentions(*zip(*outputs, strict=True)))
     output = with_sinks(output if finish_float8 is None else finish_float8(output), sinks)
-    if problem.own_extents and (len(outputs) > 1 or has_sinks):
+    if problem.own_extents and (len(outputs) > 1 or terms.sinks is not None):
         output = place.with_nothing_outside(output)
     output = output if grid is None else grid.unfolded(output)
     return tuple(output) if return_lse else output.out

@@ -288,7 +288,9 @@ def with_biases(
         ValueError: A shape or an element type is wrong.
         TypeError: One is not an array.
     """
-    relative_bias, key_bias = terms.relative_bias, terms.key_bias
+    _, relative_bias, key_bias, sinks = terms
+    if sinks is not None:
+        inputs = inputs._replace(sinks=_checked_sinks(problem, sinks, grid))
     if relative_bias is None and key_bias is None:
         return problem, inputs
     if relative_bias is not None and grid is not None:
@@ -360,32 +362,25 @@ def _with_key_bias(problem: Problem, inputs: Inputs, key_bias: ArrayLike, grid: 
     return inputs._replace(key_bias=split_as(bias[..., None], inputs, Role.PER_KEY))
 
 
-def checked_sinks(sinks: ArrayLike, inputs: Inputs, grid: FinerGrid | None = None) -> jax.Array:
-    """The sinks as a JAX array: of each head of the inputs, which a finer grid's queries may have become.
-
-    Raises:
-        ValueError: They are not ``[heads]``, or not floating point numbers.
-        TypeError: They are no array.
-    """
-    query = inputs.query
+def _checked_sinks(problem: Problem, sinks: ArrayLike, grid: FinerGrid | None) -> jax.Array:
     sinks = as_logit_term("sinks", sinks)
-    expected = (query.shape[-2] // (1 if grid is None else grid.queries),)
+    expected = (problem.heads // (1 if grid is None else grid.queries),)
     if sinks.shape != expected:
         raise ValueError(f"sinks has shape {sinks.shape}, but there is one for each query head: {expected}")
-    return sinks if grid is None else grid.scales(jnp.asarray(sinks)[None])[0]
+    sinks = in_accumulator(sinks, ELEMENT_TYPES[problem.dtype].accumulator)[None]
+    return (sinks if grid is None else grid.scales(sinks))[..., None]
 
 
-def in_pass(request: Request, inputs: Inputs, sinks: jax.Array | None) -> tuple[Inputs, jax.Array | None]:
-    """The inputs of a call's only request with its sinks; and what is left for :func:`with_sinks`.
+def in_passes(requests: Sequence[Request], inputs: Inputs) -> tuple[Inputs, jax.Array | None]:
+    """The inputs of a call's passes, and the sinks that :func:`with_sinks` adds to its output; ``None`` without any.
 
-    That is all of them where devices share tokens and exchange them, or where outputs are scaled afterwards.
+    Kernels add the sinks of a call that is one request, unless devices share tokens or outputs are scaled afterwards.
     """
-    if sinks is None or request.token_axes or request.problem.element.is_float8:
-        return inputs, sinks
-    if custom_vjp.plain_backend(request) is not None:
-        return inputs, sinks
-    accumulator = ELEMENT_TYPES[request.problem.dtype].accumulator
-    return inputs._replace(sinks=in_accumulator(sinks, accumulator)[None, :, None]), None
+    (request, *others), sinks = requests, inputs.sinks
+    is_after = others or request.token_axes or request.problem.element.is_float8
+    if sinks is None or not (is_after or custom_vjp.plain_backend(request) is not None):
+        return inputs, None
+    return inputs._replace(sinks=None), sinks[0, :, 0]
 
 
 def with_sinks(output: Output, sinks: jax.Array | None) -> Output:

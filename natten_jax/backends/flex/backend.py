@@ -1,27 +1,38 @@
 """The ``flex`` backend: blockwise attention in plain JAX, for every device that XLA compiles for.
 
-The forward pass is an online softmax over the hull of each query tile's windows. Its derivative is a rule for
-gradients, the usual backward pass of attention, and its transpose (:mod:`natten_jax.backends.flex.sweeps`).
+The passes are sweeps over tiles. The forward pass is an online softmax over the hull of each query tile's windows. Its
+derivative is a rule for gradients, the usual backward pass of attention: with ``P`` the softmax weights and
+``dP = dO V^T``, gradients follow from ``dS = P (dP - delta)``, where ``delta`` is ``rowsum(dO O)`` less the cotangent
+of the logsumexp: ``dQ = scale dS K``, ``dK = scale dS^T Q``, ``dV = P^T dO``. They are linear in the cotangents, so
+that tangents of output and logsumexp are their transpose.
+
 The rule starts from output, logsumexp and what the softmax found of each row, so that nothing is kept per key/value
 tile, and is plain JAX: derivatives of any order go through.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from natten_jax.arrays.operands import Cotangents, Differentiable, Gradients, Operands, Output, Saved
+from natten_jax.arrays.biases import products_of_heads
+from natten_jax.arrays.boxes import without_padding
+from natten_jax.arrays.operands import Cotangents, Differentiable, Gradients, Operands, Output, Saved, varying_like
 from natten_jax.backends.base import Capabilities, PureJaxBackend
-from natten_jax.backends.flex.softmax import Products, Rows
-from natten_jax.backends.flex.sweeps import gradients_of, softmax_of, tangents_of
+from natten_jax.backends.flex.geometry import PerRow, materialize, repeated, swept
+from natten_jax.backends.flex.operands import AdditionalTiles, KeySweep, QuerySweep, summed_by_key, untiled
+from natten_jax.backends.flex.softmax import KnownRows, Products, Rows, Softmax, softmax_weights
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem
 from natten_jax.windows import EDGES
+
+_Arrays = TypeVar("_Arrays", bound=tuple[Any, ...])
 
 _LARGEST_TILE = 1024  # tokens
 
@@ -60,28 +71,244 @@ class FlexBackend(PureJaxBackend):
 
     def forward_differentiable(self, plan: Plan, operands: Operands) -> Differentiable:
         """Compute output and logsumexp, and what the softmax found of each row."""
-        softmax, products = softmax_of(plan, operands), Products(plan, operands.inputs.scale)
+        operands, problem = _without_padding(plan, operands, operands), plan.problem
+        over = QuerySweep(plan, operands, "forward")
+
+        def step(_: None, inputs: tuple[jax.Array, jax.Array]) -> tuple[None, Softmax]:
+            positions, query = over.sweep.at(inputs[0]), over.products.cast(inputs[1])
+            return None, over.softmax(positions, query, problem.head_dim_v, lambda rounds: rounds, carries_plan=True)[1]
+
+        _, cut = swept(step, None, (over.positions, over.sweep.cut_outer(operands.inputs.query)))
+        # Join one array instead of three.
+        joined = over.sweep.join_outer(jnp.concatenate(jax.tree.leaves(cut), axis=-1), problem.heads)
+        softmax = over.or_nan_for_parts(Softmax(joined[..., :1], joined[..., 1:2], joined[..., 2:]))
         assert softmax.mixed is not None
-        steepness = products.of_tokens(products.steepness, plan.problem.rank)
+        steepness = over.products.of_tokens(over.products.steepness, problem.rank)
         total, lse = softmax.total, steepness * softmax.maximum + jnp.log(softmax.total)
-        if operands.is_placed or plan.problem.biases:
+        if operands.is_placed or problem.biases:
             # The keys that a row sees may all be another device's, or hidden, and padding sees none.
             is_empty = softmax.total == 0
             total, lse = jnp.where(is_empty, 1, total), jnp.where(is_empty, -jnp.inf, lse)
         return Differentiable(softmax.mixed / total, lse[..., 0], jnp.concatenate(softmax.rows, axis=-1))
 
     def tangents(self, plan: Plan, operands: Operands, result: Differentiable, tangents: Gradients) -> Output:
-        """Compute tangents of output and logsumexp."""
-        return tangents_of(plan, operands, result, tangents)
+        """Compute tangents of output and logsumexp: the transpose of :meth:`gradients`."""
+        wanted = jax.tree.map(lambda _: True, operands.inputs)
+
+        def gradients(*cotangents: jax.Array) -> Gradients:
+            return _gradients(plan, operands, result, Cotangents(*cotangents), wanted, is_transposed=True)
+
+        return Output(*jax.linear_transpose(gradients, *result[:2])(_without_padding(plan, operands, tangents)))
 
     def gradients(
         self, plan: Plan, operands: Operands, result: Differentiable, cotangents: Cotangents, wanted: Any
     ) -> Gradients:
         """Compute cotangents of the operands from the cotangents of output and logsumexp."""
-        return gradients_of(plan, operands, result, cotangents, wanted, is_transposed=False)
+        return _gradients(plan, operands, result, cotangents, wanted, is_transposed=False)
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Compute the gradients, from whatever computed the output."""
         # Rows have to be the softmax of this backend's scores; the kernels that computed the output have their own.
         wanted = jax.tree.map(lambda _: True, operands.inputs)
         return self.gradients(plan, operands, Differentiable(saved.out, saved.logsumexp), cotangents, wanted)
+
+
+def _gradients(
+    plan: Plan, operands: Operands, result: Differentiable, cotangents: Cotangents, wanted: Any, *, is_transposed: bool
+) -> Gradients:
+    """The rule in this module's description.
+
+    Args:
+        plan: The plan of either pass.
+        operands: The arrays.
+        result: Output and logsumexp, from any backend; residuals only if a sweep over these operands computed them.
+        cotangents: The cotangents of the output and the logsumexp.
+        wanted: :class:`Inputs` of bools: which gradients are asked for.
+        is_transposed: True if JAX transposes the rule: cotangents are then loaded as separate arrays, and steps keep
+            nothing.
+
+    Returns:
+        The gradients in the inputs' element types, at least all wanted ones.
+    """
+    cotangents = _without_padding(plan, operands, cotangents)
+    operands = _without_padding(plan, operands, operands)
+    products = Products(plan, operands.inputs.scale)
+    # Zeros that have the logsumexp's derivative: rows are constants.
+    change = result.logsumexp - lax.stop_gradient(result.logsumexp)
+    if operands.is_placed or plan.problem.biases:
+        # If a row sees no local key, its weights are 0, whatever is subtracted from its masked logits.
+        change = jnp.where(result.logsumexp == -jnp.inf, 0, change)
+    out_cotangent = products.cast(cotangents.out)
+    delta = jnp.sum(out_cotangent * products.cast(result.out), axis=-1)
+    if cotangents.logsumexp is not None:
+        delta -= products.cast(cotangents.logsumexp)
+    terms = [products.cast(change)[..., None], jnp.concatenate([delta[..., None], out_cotangent], axis=-1)]
+    if not is_transposed:
+        terms = [jnp.concatenate(terms, axis=-1)]
+    known = KnownRows.of(plan, operands, result.residuals)
+    is_by_key = wanted.key or wanted.value or wanted.key_bias
+    found = Gradients._make([None] * len(Gradients._fields))
+    additional: Softmax | None = None
+    if any(wanted._replace(key=False, value=False, key_bias=False)) or operands.inputs.additional_keys is not None:
+        found, additional = _by_query(plan, operands, known, terms, carries_plan=not is_by_key)
+    if is_by_key:
+        key, value, key_bias = _by_key(plan, operands, known, additional, terms)
+        found = found._replace(key=key, value=value, key_bias=key_bias)
+    pairs = zip(found, operands.inputs, strict=True)
+    return Gradients._make([None if new is None or own is None else new.astype(own.dtype) for new, own in pairs])
+
+
+def _without_padding(plan: Plan, operands: Operands, arrays: _Arrays) -> _Arrays:
+    """The arrays, zero in their padding: a product of no weight and NaN is NaN."""
+    return without_padding(operands.layouts, arrays) if plan.problem.own_extents else arrays
+
+
+class _RowTerms(NamedTuple):
+    """Statistics of rows that gradients read.
+
+    Attributes:
+        rows: The rows.
+        change: The logsumexp's change.
+        delta: As in this module's description.
+        out_cotangent: Cotangent of the output.
+    """
+
+    rows: Rows
+    change: PerRow
+    delta: PerRow
+    out_cotangent: jax.Array
+
+    @classmethod
+    def of(cls, arrays: Sequence[jax.Array]) -> _RowTerms:
+        """Terms that lie in one array; or in two, of which the second is linear in the cotangents."""
+        first, *linear = arrays
+        delta_and_cotangent = linear[0] if linear else first[..., 3:]
+        rows = Rows(first[..., :1], first[..., 1:2])
+        return cls(rows, first[..., 2:3], delta_and_cotangent[..., :1], delta_and_cotangent[..., 1:])
+
+    def changed_rows(self, products: Products, rows: Rows | None = None) -> Rows:
+        """Rows with the derivative of the logsumexp."""
+        rows = self.rows if rows is None else rows
+        return products.with_constant_maximum(rows._replace(log_total=rows.log_total + self.change))
+
+
+class _Sums(NamedTuple):
+    """Sums over query tiles.
+
+    Attributes:
+        additional: Gradients of additional keys and values, tiled; ``None`` without any.
+        tables: Gradients of the relative biases of heads; ``None`` without any.
+    """
+
+    additional: tuple[jax.Array, jax.Array] | None
+    tables: jax.Array | None
+
+
+def _zeros_like(arrays: Any, products: Products, operands: Operands) -> Any:
+    """Initial sums, in the accumulator's element type."""
+    return varying_like(jax.tree.map(lambda array: jnp.zeros(array.shape, products.dtype), arrays), operands)
+
+
+def _by_query(
+    plan: Plan, operands: Operands, known: KnownRows, terms: Sequence[jax.Array], *, carries_plan: bool
+) -> tuple[Gradients, Softmax | None]:
+    """Gradients of queries, additional keys and values, scale and relative bias; softmax of additional tokens."""
+    problem, inputs = plan.problem, operands.inputs
+    over = QuerySweep(plan, operands, "backward")
+    products, sweep, additional = over.products, over.sweep, over.additional
+
+    def step(sums: _Sums, inputs: tuple[jax.Array, ...]) -> tuple[_Sums, tuple[jax.Array, Softmax | None]]:
+        positions, query = sweep.at(inputs[0]), products.cast(inputs[1])
+        terms = _RowTerms.of(inputs[2:])
+        rows, of_additional = over.rows(positions, query, known._replace(rows=terms.rows))
+        rows = terms.changed_rows(products, rows)
+
+        def visit(inner_step: jax.Array, carry: tuple[jax.Array, jax.Array | None]) -> tuple[Any, Any]:
+            sum_, tables = carry
+            key, value, mask, bias = over.inner_tiles(positions, inner_step)
+            weights = softmax_weights(products, query, key, rows, mask, bias, carries_plan=carries_plan)
+            gradients = weights * (products.inner(terms.out_cotangent, value) - terms.delta)
+            if tables is not None:
+                tables = tables + over.table_gradients(gradients, positions, inner_step)
+            return sum_ + products.mix(gradients, key), tables
+
+        def visit_additional(sum_: jax.Array, tile: AdditionalTiles) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            key, value, exists = tile.for_tiles(query)
+            weights = softmax_weights(products, query, key, rows, exists)
+            gradients = weights * (products.inner(terms.out_cotangent, value) - terms.delta)
+            of_keys = products.mix_rows(products.scaled(gradients), query)
+            of_values = products.mix_rows(weights, terms.out_cotangent)
+            return sum_ + products.mix(gradients, key), (of_keys.sum(axis=0), of_values.sum(axis=0))
+
+        sum_, of_tokens = _zeros_like(query, products, operands), sums.additional
+        if additional is not None and of_tokens is not None:
+            sum_, found = swept(visit_additional, sum_, additional)
+            of_tokens = of_tokens[0] + found[0], of_tokens[1] + found[1]
+        sum_, tables = repeated(
+            sweep.inner_steps, visit, (sum_, sums.tables), over.is_needed(positions), recomputes=len(inputs) > 3
+        )
+        return _Sums(of_tokens, tables), (sum_, None if additional is None else of_additional)
+
+    rows_and_terms = [jnp.concatenate([*known.rows, terms[0]], axis=-1), *terms[1:]]
+    cut = map(sweep.cut_outer, (inputs.query, *rows_and_terms))
+    zeros = _zeros_like(_Sums(None if additional is None else additional[:2], over.tables), products, operands)
+    sums, (query, of_additional) = swept(step, zeros, (over.positions, *cut))
+    of_products = over.or_nan_for_parts(sweep.join_outer(query, problem.heads))
+    scale = None
+    if inputs.scale is not None:
+        scale = products_of_heads(of_products, products.cast(inputs.query))
+    tables = None if sums.tables is None else over.or_nan_for_parts(sums.tables)
+    found = Gradients._make([None] * len(Gradients._fields))._replace(
+        query=products.of_tokens(products.factors, problem.rank) * of_products,
+        scale=scale,
+        relative_bias=None if tables is None else tables.reshape(*tables.shape[:2], -1),
+    )
+    if sums.additional is None:
+        return found, None
+    assert inputs.additional_keys is not None
+    joined = jax.tree.map(lambda array: sweep.join_outer(array, problem.heads), of_additional)
+    of_tokens = over.or_nan_for_parts((products.scale * sums.additional[0], sums.additional[1]))
+    of_keys, of_values = (untiled(each, inputs.additional_keys.shape[1]) for each in of_tokens)
+    return found._replace(additional_keys=of_keys, additional_values=of_values), joined
+
+
+def _by_key(
+    plan: Plan, operands: Operands, known: KnownRows, additional: Softmax | None, terms: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Gradients of the keys, the values and the biases of keys."""
+    problem = plan.problem
+    over = KeySweep(plan, operands, "backward")
+    products, sweep = over.products, over.sweep
+    first, *linear = map(sweep.split_inner, terms)
+    rows_and_terms = [jnp.concatenate([over.rows(additional, known), first], axis=-1), *linear]
+    Sums = tuple[jax.Array, jax.Array, jax.Array | None]
+
+    def step(_: None, inputs: tuple[Any, ...]) -> tuple[None, Sums]:
+        packed, key, value, key_bias = inputs
+        positions, key, value = sweep.at(packed), products.cast(key), products.cast(value)
+
+        def visit(inner_step: jax.Array, sums: Sums) -> Sums:
+            query = sweep.load(over.queries, positions, inner_step)
+            # Fused into the exponential, they would be loaded once per logit.
+            terms = _RowTerms.of([materialize(sweep.load(each, positions, inner_step)) for each in rows_and_terms])
+            rows, mask = terms.changed_rows(products), sweep.mask(positions, inner_step)
+            bias = over.bias(positions, inner_step, key_bias)
+            weights = softmax_weights(products, query, key, rows, mask, bias, carries_plan=True)
+            gradients = weights * (products.inner(terms.out_cotangent, value) - terms.delta)
+            of_key = products.mix_rows(products.scaled(gradients), query)
+            of_bias = None if sums[2] is None else sums[2] + summed_by_key(gradients, sweep.pair_tokens)
+            return sums[0] + of_key, sums[1] + products.mix_rows(weights, terms.out_cotangent), of_bias
+
+        sums = _zeros_like((key, value, key_bias), products, operands)
+        needed = over.is_needed(positions)
+        return None, repeated(sweep.inner_steps, visit, sums, needed, recomputes=bool(linear))
+
+    tiles = over.positions, over.keys, sweep.cut_outer(operands.inputs.value), over.key_bias
+    _, (key, value, of_keys) = swept(step, None, tiles)
+    return over.or_nan_for_parts(
+        (
+            products.scale * sweep.join_outer(key, problem.heads_kv),
+            sweep.join_outer(value, problem.heads_kv),
+            None if of_keys is None else sweep.join_outer(of_keys, problem.heads),
+        )
+    )

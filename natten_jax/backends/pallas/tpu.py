@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from natten_jax.arrays.biases import over_tokens, products_of_heads
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
 from natten_jax.backends.base import Backend, Capabilities, Earlier, Platform
 from natten_jax.backends.pallas import _common as common
@@ -103,13 +104,11 @@ class TpuBackend(Backend):
         arrays = *call.laid_out(inputs), out_gradient, statistics, scales
         of_query = call.queries.restored(query_gradient(call, arrays))
         of_key, of_value = key_gradients(call, arrays)
-        of_scale, heads = None, 1
+        of_scale, scale = None, scales.reshape(1, 1)
         if inputs.scale is not None:
-            heads = call.queries.heads
-            products = of_query * inputs.query.astype(jnp.float32)
-            of_scale = jnp.sum(products, axis=(*range(1, 1 + plan.problem.rank), -1))
-        scale = scales.reshape(-1, *(1,) * plan.problem.rank, heads, 1)
-        query = (of_query * scale).astype(inputs.query.dtype)
+            of_scale = products_of_heads(of_query, inputs.query.astype(jnp.float32))
+            scale = scales.reshape(of_scale.shape)
+        query = (of_query * over_tokens(scale, of_query)).astype(inputs.query.dtype)
         return Gradients(query, call.keys.restored(of_key), call.keys.restored(of_value), scale=of_scale)
 
 

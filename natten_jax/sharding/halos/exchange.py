@@ -217,7 +217,7 @@ class Exchange:
         """A device's operands with all keys that its windows reach, and their origins."""
         held = key_arrays(operands.inputs)
         extended = dict(zip(held, self.extended([*held.values()]), strict=True))
-        return Operands(operands.inputs._replace(**extended), self.origins())
+        return operands.placed(self.origins(), **extended)
 
     def extended(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """Keys and values, with all that this device's windows reach.
@@ -298,7 +298,7 @@ def brought(problem: Problem, token_axes: TokenAxes, operands: Operands) -> Oper
     arrays = vary_alike([*held.values()])
     extended = _halos_p.bind(*arrays, problem=problem, token_axes=token_axes, returns=False)
     origins = Exchange.of(problem, lines_of(token_axes)).origins()
-    return Operands(operands.inputs._replace(**dict(zip(held, extended, strict=True))), origins)
+    return operands.placed(origins, **dict(zip(held, extended, strict=True)))
 
 
 @_halos_p.def_abstract_eval

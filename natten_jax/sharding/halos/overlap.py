@@ -256,13 +256,13 @@ def forward(
     """
     travel = HaloPipeline(slabs_of(request.problem, exchange), exchange, operands)
     (query, nothing), seeing = travel.started_before((operands.inputs.query, jnp.zeros((), jnp.int32)))
-    found = run(request, Operands(operands.inputs._replace(query=query), _own_origins(exchange, nothing)))
+    found = run(request, operands.placed(_own_origins(exchange, nothing), query=query))
     for slab in travel.slabs:
         (key, value), found = travel.finished_after(found)
         assert seeing is not None
         (found, nothing), seeing_next = travel.started_before((found, nothing))
         origins = exchange.origins_of([nothing] * len(exchange.halos), slab.first_key)
-        found = run_on(*_of_halo(request, operands.inputs, query, key, value, origins), found, seeing)
+        found = run_on(*_of_halo(request, operands, origins, query=query, key=key, value=value), found, seeing)
         seeing = seeing_next
     return found
 
@@ -286,8 +286,7 @@ def backward(
     travel = HaloPipeline(slabs_of(request.problem, exchange), exchange, operands)
     of_queries = operands.inputs.query, saved, cotangents
     (query, saved, cotangents), seen_next = _started_and_cut(travel, of_queries, of_queries)
-    own_operands = Operands(operands.inputs._replace(query=query), _own_origins(exchange, 0))
-    found = run(request, own_operands, saved, cotangents)
+    found = run(request, operands.placed(_own_origins(exchange, 0), query=query), saved, cotangents)
     results: list[Gradients] = []
     for slab in travel.slabs:
         (key, value), found = travel.finished_after(found)
@@ -295,7 +294,7 @@ def backward(
         assert seen_next is not None
         (query, saved, cotangents), seen_next = _started_and_cut(travel, seen_next, of_queries)
         origins = exchange.origins_of(slab.seeing.starts, slab.first_key)
-        found = run(*_of_halo(request, operands.inputs, query, key, value, origins), saved, cotangents)
+        found = run(*_of_halo(request, operands, origins, query=query, key=key, value=value), saved, cotangents)
     own, *of_halos = [*results, found]
     of_query = own.query
     for slab, gradients in zip(travel.slabs, of_halos, strict=True):
@@ -325,10 +324,8 @@ def _own_origins(exchange: Exchange, nothing: Any) -> jax.Array:
     return exchange.origins_of(zeros, zeros)
 
 
-def _of_halo(
-    request: Request, inputs: Inputs, query: jax.Array, key: jax.Array, value: jax.Array, origins: jax.Array
-) -> tuple[Request, Operands]:
-    """What runs with a slab of keys and values: no additional ones, which go with the device's own."""
-    inputs = inputs._replace(query=query, key=key, value=value, additional_keys=None, additional_values=None)
+def _of_halo(request: Request, operands: Operands, origins: jax.Array, **arrays: jax.Array) -> tuple[Request, Operands]:
+    """The request and operands of a slab of keys and values, without additional keys."""
     problem = dataclasses.replace(request.problem, additional_kv=0)
-    return dataclasses.replace(request, problem=problem), Operands(inputs, origins)
+    placed = operands.placed(origins, **arrays, additional_keys=None, additional_values=None)
+    return dataclasses.replace(request, problem=problem), placed
