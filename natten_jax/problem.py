@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from natten_jax.arguments.arrays import scale_or_default
 from natten_jax.arguments.names import explained
@@ -145,7 +145,7 @@ class Problem:
     @property
     def biases(self) -> tuple[str, ...]:
         """What is added to the scaled logits: names of the operands."""
-        return ("relative_bias",) * self.relative_bias + ("key_bias",) * self.key_bias
+        return tuple([name for name in ("relative_bias", "key_bias") if getattr(self, name)])
 
     @property
     def bias_shape(self) -> Shape:
@@ -279,13 +279,5 @@ def flattened(problem: Problem) -> Problem:
 def of_additional_tokens(problem: Problem) -> Problem:
     """The ``attention`` of the flattened query tokens to the additional tokens alone."""
     axis = Axis(math.prod(problem.query_layout), problem.additional_kv, problem.additional_kv)
-    return dataclasses.replace(
-        problem,
-        operator="fmha",
-        axes=(axis,),
-        additional_kv=0,
-        own_origins=False,
-        own_extents=False,
-        relative_bias=False,
-        key_bias=False,
-    )
+    absent: dict[str, Any] = dict.fromkeys(("own_origins", "own_extents", *problem.biases), False)
+    return dataclasses.replace(problem, operator="fmha", axes=(axis,), additional_kv=0, **absent)
