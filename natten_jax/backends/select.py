@@ -267,11 +267,6 @@ def rejections(problem: Problem, device: Device, pass_: Pass) -> dict[BackendId,
     }
 
 
-def runnable(problem: Problem, device: Device, pass_: Pass) -> list[Backend]:
-    """The backends that can run this pass, best first."""
-    return [backend for backend in backends.registered() if backend.rejection(problem, device, pass_) is None]
-
-
 @functools.lru_cache(maxsize=64)
 def _for_device(device: Device, registered: Sequence[Backend]) -> tuple[Backend, ...]:
     """The backends that are for a device, best first."""
@@ -294,7 +289,8 @@ def _candidates(
         reason = backend.rejection(problem, device, pass_)
         if reason is None:
             return [backend]
-        able = [str(BackendId(each.family, problem.operator)) for each in runnable(problem, device, pass_)]
+        unable = rejections(problem, device, pass_)
+        able = [str(name) for name in backends.ids(problem.operator) if name not in unable]
         raise ValueError(
             f"backend={requested!r} cannot run the {pass_} pass of {problem.describe()} ({problem.dtype}) on {device}: "
             f"{reason}. Backends that can: {', '.join(able) or 'none'}"

@@ -9,14 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax import backends
-from natten_jax.arrays.biases import (
-    KeyBiasColumns,
-    of_each_head,
-    over_tokens,
-    sinks_gradient,
-    with_hidden_keys_of_inputs,
-    with_shared_gradient,
-)
+from natten_jax.arrays import biases
 from natten_jax.arrays.operands import Cotangents, Gradients, Inputs, Operands, Saved, delta
 from natten_jax.backends.base import Backend
 from natten_jax.element_types import ELEMENT_TYPES
@@ -58,7 +51,7 @@ def scaled(planned: Problem, operands: Operands, out: jax.Array) -> jax.Array:
     factors = operands.inputs.out_scale
     if factors is None or planned.element.is_float8:
         return out
-    return out * over_tokens(factors, out)
+    return out * biases.over_tokens(factors, out)
 
 
 def with_head_dim(array: jax.Array, head_dim: int) -> jax.Array:
@@ -98,7 +91,7 @@ class KernelOperands(NamedTuple):
     operands: Operands
     problem: Problem
     planned: Problem
-    columns: KeyBiasColumns | None
+    columns: biases.KeyBiasColumns | None
     sinks: jax.Array | None
 
     @classmethod
@@ -108,14 +101,14 @@ class KernelOperands(NamedTuple):
         has = backend.capabilities
         columns = None
         if problem.key_bias and not planned.key_bias:
-            columns = KeyBiasColumns(dataclasses.replace(problem, dtype=planned.dtype))
+            columns = biases.KeyBiasColumns(dataclasses.replace(problem, dtype=planned.dtype))
         prepared = operands
         has_shared = operands.inputs.shared_key_bias is not None
         if has_shared and (columns is not None or "shared_key_bias" not in has.takes):
-            prepared = operands._replace(inputs=of_each_head(operands.inputs))
+            prepared = operands._replace(inputs=biases.of_each_head(operands.inputs))
         sinks = None
         if "sinks" not in has.takes:
-            inputs = with_hidden_keys_of_inputs(prepared.inputs)
+            inputs = biases.with_hidden_keys_of_inputs(prepared.inputs)
             sinks, prepared = inputs.sinks, prepared._replace(inputs=inputs._replace(sinks=None))
         is_known = prepared.layouts is None or planned.own_extents or backend.takes_layouts_of(planned)
         of_kernels = converted(planned, prepared if is_known else prepared.with_origins_alone())
@@ -147,10 +140,10 @@ class KernelOperands(NamedTuple):
             found = self.columns.gradients(found, self.prepared)
         found = with_heads_of(self.problem, found)
         if self.sinks is not None:
-            of_sinks = sinks_gradient(self.sinks, saved.logsumexp, delta(saved.out, *cotangents))
+            of_sinks = biases.sinks_gradient(self.sinks, saved.logsumexp, delta(saved.out, *cotangents))
             found = found._replace(sinks=of_sinks.astype(self.sinks.dtype))
         inputs = self.call_operands.inputs
-        return found if inputs.shared_key_bias is None else with_shared_gradient(found, inputs)
+        return found if inputs.shared_key_bias is None else biases.with_shared_gradient(found, inputs)
 
 
 def _saved_with_sinks(found: Saved, sinks: jax.Array) -> Saved:

@@ -21,20 +21,8 @@ from natten_jax.autotuning.tables import table_for
 from natten_jax.backends.base import Backend
 from natten_jax.backends.select import DeviceCall, ignored
 from natten_jax.execution import custom_vjp
-from natten_jax.ops.canonicalize import (
-    ArrayLike,
-    BoxArguments,
-    FinerGrid,
-    LogitTerms,
-    as_jax_array,
-    attention_problem,
-    hint_of_heads_first,
-    in_passes,
-    neighborhood_problem,
-    placement_of,
-    with_biases,
-    with_sinks,
-)
+from natten_jax.ops import canonicalize
+from natten_jax.ops.canonicalize import ArrayLike, BoxArguments, FinerGrid, LogitTerms, neighborhood_problem
 from natten_jax.ops.float8 import NOTHING, Factor, Float8Arguments, in_8_bits, straight_through
 from natten_jax.ops.merge import merge_attentions
 from natten_jax.ops.sub_calls import KeySet, check_agreement, in_layout_of, split_call, sub_call_operands
@@ -198,10 +186,10 @@ def run_operator(
         [*execution.performance.items()],
         is_box,
     )
-    place = placement_of(inputs, box)
+    place = canonicalize.placement_of(inputs, box)
     is_cropped = box.clamp_window and terms.relative_bias is not None
     asked_size: Any = window.with_extents(problem.kv_layout).kernel_size if is_cropped else None
-    problem, inputs = with_biases(problem, inputs, terms, window.edges, grid, asked_size)
+    problem, inputs = canonicalize.with_biases(problem, inputs, terms, window.edges, grid, asked_size)
     if place.layouts is not None:
         problem = _with_own_layouts(problem, box)
     problem_as_stated = problem
@@ -220,7 +208,7 @@ def run_operator(
         tuned=table_for(is_box=is_box),
     )
     calls = split_call(request, execution.attention_kwargs, fuse)
-    inputs, sinks = in_passes([call.request for call in calls], inputs)
+    inputs, sinks = canonicalize.in_passes([call.request for call in calls], inputs)
     if execution.attention_kwargs:
         check_agreement(execution.attention_kwargs, problem_as_stated, terms.scale, return_lse)
     if execution.performance or execution.attention_kwargs:
@@ -235,7 +223,7 @@ def run_operator(
         for call, output in zip(calls, outputs, strict=True)
     ]
     output = outputs[0] if len(outputs) == 1 else Output(*merge_attentions(*zip(*outputs, strict=True)))
-    output = with_sinks(output if finish_float8 is None else finish_float8(output), sinks)
+    output = canonicalize.with_sinks(output if finish_float8 is None else finish_float8(output), sinks)
     if problem.own_extents and (len(outputs) > 1 or terms.sinks is not None):
         output = place.with_nothing_outside(output)
     output = output if grid is None else grid.unfolded(output)
@@ -307,14 +295,14 @@ def _describe_call(
 
     def describe(inputs: Inputs) -> Problem:
         if operator == "fmha":
-            return attention_problem(*inputs[:3], scale, window.is_causal, is_box=is_box)
+            return canonicalize.attention_problem(*inputs[:3], scale, window.is_causal, is_box=is_box)
         return neighborhood_problem(rank, inputs, window, scale, parts, clamp_window=clamp_window, is_box=is_box)
 
     inputs = Inputs._make([None if each is None else jax.ShapeDtypeStruct(*each) for each in types])
     try:
         problem = describe(inputs)
     except ValueError as error:
-        raise ValueError(f"{error}{hint_of_heads_first(describe, inputs)}") from None
+        raise ValueError(f"{error}{canonicalize.hint_of_heads_first(describe, inputs)}") from None
     if operator == "fmha":
         return problem, attention_performance(without_neutral("attention", dict(performance)))
     return problem, performance_of(rank, **without_neutral(f"na{rank}d", dict(performance)))
@@ -323,7 +311,7 @@ def _describe_call(
 def _as_jax_arrays(arrays: Sequence[ArrayLike | None]) -> Inputs:
     """The first fields of :class:`Inputs`."""
     checked = [
-        None if each is None and name in Inputs._field_defaults else as_jax_array(name, each)
+        None if each is None and name in Inputs._field_defaults else canonicalize.as_jax_array(name, each)
         for name, each in zip(Inputs._fields, arrays, strict=False)
     ]
     return Inputs(*checked)  # type: ignore[arg-type]
