@@ -11,17 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from natten_jax.arguments import static
 from natten_jax.arguments.arrays import Counts, Origin, Scale, checked_counts, checked_origin, scale_or_default
-from natten_jax.arguments.static import (
-    Bools,
-    Ints,
-    array_of,
-    check_extents,
-    choice_tuple,
-    int_tuple,
-    one_bool,
-    planned_batch,
-)
+from natten_jax.arguments.static import Bools, Ints
 from natten_jax.arrays.biases import in_accumulator, with_hidden_keys
 from natten_jax.arrays.boxes import is_real
 from natten_jax.arrays.operands import Inputs, Output, Role
@@ -69,7 +61,7 @@ def as_jax_array(name: str, array: ArrayLike | None) -> jax.Array:
         TypeError: It is none that :func:`check_array` takes.
     """
     if getattr(array, "__jax_array__", None) is not None:  # a call less for each array that is one
-        array = array_of(array)
+        array = static.array_of(array)
     dtype = getattr(array, "dtype", None)
     if not isinstance(dtype, np.dtype) or not dtype.isnative:  # a call less for each array that is right
         check_array(name, array)
@@ -147,7 +139,7 @@ def attention_problem(
             "key and value must have the same sequence length"
         )
     layout = _layout_of_box(query, key) if is_box else query.shape[1:2]
-    axes = WindowArguments(is_causal=one_bool("is_causal", is_causal)).axes(layout, key.shape[1:2])
+    axes = WindowArguments(is_causal=static.one_bool("is_causal", is_causal)).axes(layout, key.shape[1:2])
     return _problem("fmha", axes, query, key, value, scale)
 
 
@@ -164,7 +156,7 @@ def _problem(
     heads_kv, head_dim_v = value.shape[-2:]
     dtype = query.dtype.name
     scale = scale_or_default(scale, head_dim, dtype)
-    sizes = planned_batch(batch), axes, heads, heads_kv, head_dim, head_dim_v
+    sizes = static.planned_batch(batch), axes, heads, heads_kv, head_dim, head_dim_v
     return Problem(operator, *sizes, dtype, scale, additional_kv).checked()
 
 
@@ -204,7 +196,7 @@ def _check_arrays(query: Shaped, key: Shaped, value: Shaped, ndim: int, function
                 f"{name} has shape {array.shape}, but {function} takes {ndim}-dimensional arrays "
                 "[batch, *token layout, heads, head_dim]"
             )
-        check_extents(name, array.shape, ("batch", *("a token extent",) * (ndim - 3), "heads", "head_dim"))
+        static.check_extents(name, array.shape, ("batch", *("a token extent",) * (ndim - 3), "heads", "head_dim"))
         if 0 in array.shape[1:]:
             raise ValueError(f"{name} has shape {array.shape}: every extent but the batch must be at least 1")
     if query.dtype.name not in SUPPORTED_DTYPES:
@@ -238,7 +230,9 @@ def _check_additional_kv(inputs: Inputs) -> int:
     tokens: Any = keys.shape[1] if keys.ndim == 4 else "n"
     for name, array, source in (("key", keys, inputs.key), ("value", values, inputs.value)):
         if array.ndim == 4:
-            check_extents(f"additional_{name}s", array.shape, ("batch", "the number of tokens", "heads", "head_dim"))
+            static.check_extents(
+                f"additional_{name}s", array.shape, ("batch", "the number of tokens", "heads", "head_dim")
+            )
         expected = (inputs.query.shape[0], tokens, *source.shape[-2:])
         if array.shape != expected or tokens < 1:
             raise ValueError(
@@ -312,7 +306,7 @@ def axes_of_offsets(axes: Sequence[Axis], edges: Edges) -> tuple[Axis, ...]:
     """The dimensions, of which those wrap whose windows see all keys, too: offsets go around there."""
     return tuple(
         dataclasses.replace(axis, edges="wrap") if edge == "wrap" and axis.kernel_size > 1 else axis
-        for axis, edge in zip(axes, choice_tuple("edges", edges, EDGES, len(axes)), strict=True)
+        for axis, edge in zip(axes, static.choice_tuple("edges", edges, EDGES, len(axes)), strict=True)
     )
 
 
@@ -502,7 +496,7 @@ class FinerGrid(NamedTuple):
             ValueError: It has another length, or a number below 1.
             TypeError: It holds something else than ints.
         """
-        factors = int_tuple("upsample", upsample, rank)
+        factors = static.int_tuple("upsample", upsample, rank)
         return None if set(factors) == {1} else cls(factors)
 
     @property

@@ -5,8 +5,7 @@
 - ``_tpu_call``: packs of narrow heads, chunks of keys, layouts, and the static facts of a call.
 - ``_tpu_grid``: grids of programs, boxes of keys, and masks; ``_tpu_kernels``: the kernels of both passes.
 - ``_blackwell_call``: arrays as lines of tokens, the static facts of a call, and its work items.
-- ``_blackwell_memory``: barriers, copies of tiles, and masks; ``_blackwell_forward``, ``_blackwell_backward``: the
-  kernels of each pass.
+- ``_blackwell_memory``: barriers, copies of tiles, and masks; ``_blackwell_kernels``: the kernels of both passes.
 
 ``_tpu_grid``, ``_tpu_kernels`` and ``_blackwell_*`` after ``_blackwell_call`` import Pallas, and are imported when a
 kernel is built: JAX has what the Blackwell kernels need from 0.12 on. Imports :mod:`natten_jax.backends.base` and what

@@ -62,7 +62,7 @@ class BlackwellBackend(Backend):
     def forward(self, plan: Plan, operands: Operands, *, saves: bool = False, earlier: Earlier | None = None) -> Saved:
         """Compute output, logsumexp and remainder."""
         _check_jax(self.family)
-        from natten_jax.backends.pallas._blackwell_forward import forward
+        from natten_jax.backends.pallas._blackwell_kernels import forward
 
         call, inputs = call_of(plan, operands), operands.inputs
         out, statistics = forward(call, *call.laid_out(inputs), call.scales(inputs).reshape(-1))
@@ -71,7 +71,7 @@ class BlackwellBackend(Backend):
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Compute the gradients of the differentiable operands."""
         _check_jax(self.family)
-        from natten_jax.backends.pallas._blackwell_backward import gradients
+        from natten_jax.backends.pallas._blackwell_kernels import gradients
 
         return gradients(plan, operands, saved, cotangents)
 
