@@ -4,9 +4,9 @@ In the forward kernel, two halves of a tile of 256 queries are in flight at a ti
 warpgroup, in which a thread owns a row of logits. The matrix units work on one half while the warpgroup of the other
 half computes weights.
 
-One backward kernel owns tiles of queries, the other owns tiles of keys. A block has three warpgroups. In two of them,
-each thread owns half a row of logits. Of the third one, a warp copies tiles and a warp issues products. Sums over pairs
-of tiles always have the same order.
+There are two backward kernels: one owns tiles of queries, the other owns tiles of keys. A block has three warpgroups.
+In two of them, each thread owns half a row of logits. Of the third one, a warp copies tiles and a warp issues products.
+Sums over pairs of tiles always have the same order.
 """
 
 from __future__ import annotations
