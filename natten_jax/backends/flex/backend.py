@@ -145,7 +145,7 @@ def _gradients(
     terms = [products.cast(change)[..., None], jnp.concatenate([delta[..., None], out_cotangent], axis=-1)]
     if not is_transposed:
         terms = [jnp.concatenate(terms, axis=-1)]
-    known = KnownRows.of(plan, operands, result.residuals)
+    known = KnownRows.of(products, operands, result.residuals)
     is_by_key = wanted.key or wanted.value or wanted.key_bias
     found = Gradients._make([None] * len(Gradients._fields))
     additional: Softmax | None = None

@@ -43,7 +43,8 @@ class Products:
         self.scale = problem.scale if scale is None else 1.0
         # A scale of inf would hide keys whose products are negative, and NaN is never hidden.
         self._scales = scale = None if scale is None else jnp.where(jnp.isfinite(scale), scale, jnp.nan)
-        self._adds = bool(problem.biases)
+        #: Whether something is added to the scaled products.
+        self.adds = bool(problem.biases)
         self._sign = None if scale is None else jnp.where(scale < 0, -1, 1).astype(self.dtype)
         # Half-precision values are exact in TF32 and bfloat16 passes; float32 is not, so it takes full
         # precision unless the user chose one.
@@ -62,7 +63,7 @@ class Products:
     @property
     def steepness(self) -> _Factors:
         """Factors from scores to logits, never negative."""
-        if self._adds:
+        if self.adds:
             return 1.0
         # Products with the sign, since ``abs`` has a kink at zero.
         return abs(self.scale) if self._scales is None or self._sign is None else self._scales * self._sign
@@ -98,7 +99,7 @@ class Products:
 
         What is added to the logarithm of the total is zero, and has the derivative of that product.
         """
-        if self._scales is None or self._adds:
+        if self._scales is None or self.adds:
             return rows
         steepness = self.of_rows(self.steepness, rows.maximum.shape[-2])
         change = (steepness - lax.stop_gradient(steepness)) * reference(rows.maximum)
@@ -106,7 +107,7 @@ class Products:
 
     def scores(self, query: RowTiles, key: TokenTiles, bias: PairTiles | None = None) -> PairTiles:
         """``query key^T``, in the order of the logits; these, with what is added, where something may be."""
-        if self._adds:
+        if self.adds:
             logits = self.scaled(self.scale * self.inner(query, key))
             return logits if bias is None else logits + bias
         if self._sign is not None:
@@ -245,27 +246,26 @@ class KnownRows(NamedTuple):
     is_unreliable: Scalar
 
     @classmethod
-    def of(cls, plan: Plan, operands: Operands, residuals: jax.Array | None) -> KnownRows:
+    def of(cls, products: Products, operands: Operands, residuals: jax.Array | None) -> KnownRows:
         """Return the rows of another sweep, or zeros without one; constants for every derivative."""
         if residuals is None:
             per_row = (*operands.inputs.query.shape[:-1], 1)
-            nothing = varying_like(jnp.zeros(per_row, plan.problem.element.accumulator), operands)
+            nothing = varying_like(jnp.zeros(per_row, products.dtype), operands)
             return cls(Rows(nothing, nothing), varying_like(jnp.array(True), operands))
         operands, residuals = lax.stop_gradient((operands, residuals))
-        return cls(Rows(residuals[..., :1], residuals[..., 1:]), _may_be_large(plan, operands))
+        return cls(Rows(residuals[..., :1], residuals[..., 1:]), _may_be_large(products.constant(), operands))
 
     def rounds(self, count: int) -> Scalar:
         """Return the rounds of a loop: ``count`` if the rows are unreliable, otherwise 0."""
         return jnp.where(self.is_unreliable, count, 0).astype(jnp.int32)
 
 
-def _may_be_large(plan: Plan, operands: Operands) -> Scalar:
+def _may_be_large(products: Products, operands: Operands) -> Scalar:
     """Whether some logit of numbers that are finite may exceed LARGEST_RELIABLE_LOGIT.
 
     Rows are found anew for the whole batch or not at all, and round otherwise then. Numbers that are not finite make
     their rows' weights NaN either way, and must not change those of other batch entries.
     """
-    products = Products(plan, operands.inputs.scale)
 
     def square(array: jax.Array) -> jax.Array:
         array = products.cast(array)
@@ -279,7 +279,7 @@ def _may_be_large(plan: Plan, operands: Operands) -> Scalar:
     scale = jnp.abs(jnp.asarray(products.factors, products.dtype))
     scale = jnp.max(jnp.where(jnp.isfinite(scale), scale, 0))
     largest = square(operands.inputs.query) * keys
-    if not plan.problem.biases:
+    if not products.adds:
         return ~(scale**2 * largest <= LARGEST_RELIABLE_LOGIT**2)
     biases = [each for each in (operands.inputs.relative_bias, operands.inputs.key_bias) if each is not None]
     added = sum(jnp.max(jnp.abs(jnp.where(jnp.isfinite(bias), bias, 0))) for bias in biases)

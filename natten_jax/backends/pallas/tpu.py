@@ -104,7 +104,7 @@ class TpuBackend(Backend):
         arrays = *call.laid_out(inputs), out_gradient, statistics, scales
         of_query = call.queries.restored(query_gradient(call, arrays))
         of_key, of_value = key_gradients(call, arrays)
-        of_scale, scale = None, scales.reshape(1, 1)
+        of_scale, scale = None, scales[None]
         if inputs.scale is not None:
             of_scale = products_of_heads(of_query, inputs.query.astype(jnp.float32))
             scale = scales.reshape(of_scale.shape)
