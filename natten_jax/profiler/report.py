@@ -237,8 +237,8 @@ def _backends(chosen: dict[str, str]) -> str:
 
 
 def write_json(path: Path, results: Any) -> None:
-    """Write results as JSON, in ASCII."""
-    path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    """Write results as JSON, in ASCII; paths are text."""
+    path.write_text(json.dumps(results, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 def write_csv(path: Path, tables: dict[str, tuple[Row, ...]]) -> None:
@@ -299,11 +299,10 @@ def rows_json(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
 
 def context(options: Options) -> dict[str, Any]:
     """Return the JSON values of every result file: problem, flags, versions and device."""
-    arguments = options.as_given()
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
     return {
         "problem": dataclasses.asdict(options.problem),
-        "arguments": {name: str(value) if isinstance(value, Path) else value for name, value in arguments.items()},
+        "arguments": options.as_given(),
         "versions": {"natten_jax": __version__, **versions, "python": platform.python_version()},
         **_device_json(),
     }

@@ -116,6 +116,7 @@ def optimize(options: Options, effort: Effort = THOROUGH) -> Optimum:
     """
     device = default_device()
     check_runs(options, device)
+    resolve(options.main_request, device, "forward")  # or no backend can be searched
     with arrays_of(options.problem), progress(0) as update:
         return _Search(options, device, update, effort).run()
 
@@ -133,8 +134,6 @@ class _Search:
         best = min(filter(None, found), key=lambda each: each.seconds, default=None)
         plain = self._options
         if best is None:
-            if not self.trials:
-                self.measure([plain], 1, 0)  # for the error
             reasons = "; ".join(dict.fromkeys(trial.error for trial in self.trials))
             raise ValueError(f"no configuration runs: {reasons}")
         # The best and the default configuration in alternation, under equal conditions.

@@ -156,21 +156,14 @@ def _name_of_xla(symbol: str, instruction: Instruction, scope: str) -> Name:
     label, own = _scope_label(path), _without_number(symbol)
     if own == "fusion" and opcodes - _COPYING:
         own = f"fusion of {', '.join(sorted(opcodes - _COPYING))}"
-    if category == "gemm":
-        label = _name_of_product(label, opcodes)
+    product = "conv_general_dilated" if "convolution" in opcodes else "dot_general"
+    if category == "gemm" and opcodes and product not in label:  # labels of fusions may lack the matrix product
+        label = f"{product} + {label}" if label else product
     if label and "transpose(" in path:
         label = f"{label} (backward)"  # JAX's name of a transposed function
     if label and category == "copy" and label not in own:
         label = f"{own} [{label}]"  # a copy made for a primitive is not that primitive
     return Name("XLA", category, "-", shorten(label or own))
-
-
-def _name_of_product(label: str, opcodes: frozenset[str]) -> str:
-    """Add the matrix product to a label that lacks it, as labels of fusions may."""
-    product = "conv_general_dilated" if "convolution" in opcodes else "dot_general"
-    if not opcodes or product in label:
-        return label
-    return f"{product} + {label}" if label else product
 
 
 def _without_number(name_of_xla: str) -> str:
