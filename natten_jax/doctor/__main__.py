@@ -50,11 +50,8 @@ def main() -> int:
     # A dry run accepts problems of other devices.
     options = None if given.problem is None else parse([*given.problem, "--dry-run"])
 
-    def run() -> None:
-        for line in report() if options is None else report_problem(options):
-            print(line)
-
-    return run_program(parser.prog, run)
+    lines = report() if options is None else report_problem(options)
+    return run_program(parser.prog, lambda: print(*lines, sep="\n"))
 
 
 def report() -> Iterator[str]:
@@ -232,13 +229,7 @@ def _verdict(backend: Backend, operator: Operator, device: Device) -> str:
 def _verdict_of_pass(backend: Backend, operator: Operator, device: Device, pass_: Pass) -> str:
     reasons = {dtype: backend.rejection(_problem(operator, dtype), device, pass_) for dtype in WIDE_DTYPES}
     runs = [dtype for dtype, reason in reasons.items() if reason is None]
-    if runs:
-        return f"runs {', '.join(runs)}"
-    substitute = ""
-    if pass_ == "backward" and backend.rejection(_problem(operator, "bfloat16"), device, "forward") is None:
-        chosen = select.resolve(Request(_problem(operator, "bfloat16")), device, pass_)
-        substitute = f" ({chosen.backend} computes its gradients)"
-    return f"no: {reasons['bfloat16']}{substitute}"
+    return f"runs {', '.join(runs)}" if runs else f"no: {reasons['bfloat16']}"
 
 
 def _problem(operator: Operator, dtype: str) -> Problem:

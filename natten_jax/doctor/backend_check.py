@@ -81,18 +81,13 @@ def problems(operator: Operator, dtypes: tuple[str, ...], *, is_gpu: bool = Fals
 
     Args:
         operator: ``"fna"`` or ``"fmha"``.
-        dtypes: Element types of the backend, in the order of :func:`in_order`.
+        dtypes: Element types of the backend, the common ones of models first.
         is_gpu: Whether to include problems that take hosts too long.
     """
     every = _NEIGHBORHOOD + _NEIGHBORHOOD_OF_GPUS * is_gpu if operator == "fna" else _ATTENTION
     for number, dtype in enumerate(dtypes):
         for problem in every if number == 0 else every[number % 3 :: 3]:
             yield dataclasses.replace(problem, dtype=dtype)
-
-
-def in_order(dtypes: tuple[str, ...]) -> tuple[str, ...]:
-    """Sort element types, the common ones of models first."""
-    return tuple(sorted(dtypes, key=["bfloat16", "float16", "float32", *SUPPORTED_DTYPES].index))
 
 
 #: Batch entries with different numbers, at most: more entries repeat these.
@@ -274,7 +269,8 @@ class _Session:
             yield "Nobody has sent a measurement of it so far: report what is printed above, please, times included."
 
     def _dtypes(self) -> tuple[str, ...]:
-        return in_order(tuple(self.backend.capabilities.dtypes))
+        order = ["bfloat16", "float16", "float32", *SUPPORTED_DTYPES]  # the common ones of models first
+        return tuple(sorted(self.backend.capabilities.dtypes, key=order.index))
 
     def _problems(self) -> Iterator[Problem]:
         dtypes = *self._dtypes(), *self.backend.capabilities.float8_dtypes

@@ -259,7 +259,7 @@ def to_json(result: Result) -> dict[str, Any]:
         "count": options.devices,
         "split": options.split,
         "busiest": result.busiest,
-        "iteration_times": {str(device): times for device, times in result.device_times.items()},
+        "iteration_times": result.device_times,
     }
     return {
         **context(options),
