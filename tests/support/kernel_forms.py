@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -104,11 +105,7 @@ def biased_cases() -> Iterator[Case]:
         yield dataclasses.replace(case, sinks=True)
 
 
-FORMS: dict[str, Callable[[], Iterator[Form] | Iterator[Case]]] = {
-    "hopper": hopper_forms,
-    "cutlass": cutlass_forms,
-    "biased": biased_cases,
-}
+FORMS = {"hopper": hopper_forms, "cutlass": cutlass_forms}
 
 
 def run_biased(case: Case) -> None:
@@ -182,17 +179,18 @@ def run(family: str, form: Form) -> None:
 def main() -> int:
     """Run a family's forms, or every n-th of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family", choices=FORMS)
+    parser.add_argument("family", choices=(*FORMS, "biased"))
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every N-th from I on")
     options = parser.parse_args()
     first, step = options.part
-    forms = list[Form | Case](FORMS[options.family]())[first::step]
-    for form in forms:
-        if isinstance(form, Case):
-            run_biased(form)
-        else:
-            run(options.family, form)
-    print(f"{options.family}: {len(forms)} forms ran")
+    calls: dict[str, list[Callable[[], None]]] = {
+        family: [functools.partial(run, family, form) for form in forms()] for family, forms in FORMS.items()
+    }
+    calls["biased"] = [functools.partial(run_biased, case) for case in biased_cases()]
+    chosen = calls[options.family][first::step]
+    for call in chosen:
+        call()
+    print(f"{options.family}: {len(chosen)} forms ran")
     return 0
 
 
