@@ -207,16 +207,8 @@ _COLLECTIVE_INSTRUCTION = re.compile(
     r"(-start|-update|-done)?([._]\d+)*"
 )
 
-_NCCL = re.compile(r"\bnccl(?:Dev)?Kernel_(\w+)", re.IGNORECASE)
-# Prefixes of NCCL's kernels. Permutations and all-to-all are send and receive.
-_NCCL_KINDS = {
-    "allgather": "all-gather",
-    "allreduce": "all-reduce",
-    "alltoall": "all-to-all",
-    "broadcast": "collective-broadcast",
-    "reducescatter": "reduce-scatter",
-    "sendrecv": "send and receive",
-}
+# Permutations and all-to-all are SendRecv.
+_NCCL = re.compile(r"\bnccl(?:Dev)?Kernel_([a-z]+)", re.IGNORECASE)
 
 
 def kind_of_collective(symbol: str, instruction: Instruction) -> str | None:
@@ -229,10 +221,8 @@ def kind_of_collective(symbol: str, instruction: Instruction) -> str | None:
     for opcode in (instruction.opcode or symbol, *sorted(instruction.fused)):
         if kind := kind_of_collective_instruction(opcode):
             return kind
-    if match := _NCCL.search(symbol):
-        kernel = match[1].lower()
-        return next((kind for start, kind in _NCCL_KINDS.items() if kernel.startswith(start)), match[1])
-    return None
+    match = _NCCL.search(symbol)
+    return None if match is None else re.sub("(?<=[a-z])(?=[A-Z])", "-", match[1]).lower()
 
 
 def kind_of_collective_instruction(name: str) -> str | None:
