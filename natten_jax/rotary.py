@@ -108,11 +108,8 @@ def apply_rotary(tokens: ArrayLike, angles: ArrayLike, *, interleaved: bool = Tr
     if turned > tokens.shape[-1]:
         raise ValueError(f"angles turn {turned} features (shape {angles.shape}), but tokens have {tokens.shape[-1]}")
     wide = "float64" if tokens.dtype == "float64" else "float32"
-    pairs = (
-        tokens[..., :turned]
-        .astype(wide)
-        .reshape(*tokens.shape[:-1], *((turned // 2, 2) if interleaved else (2, turned // 2)))
-    )
+    halves = (turned // 2, 2) if interleaved else (2, turned // 2)
+    pairs = tokens[..., :turned].astype(wide).reshape(*tokens.shape[:-1], *halves)
     at = -1 if interleaved else -2
     first, second = jnp.take(pairs, 0, axis=at), jnp.take(pairs, 1, axis=at)
     per_token = (*(1,) * (tokens.ndim - rank - 2), *angles.shape[:-1], 1, angles.shape[-1])

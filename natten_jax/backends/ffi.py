@@ -308,9 +308,5 @@ def attributes(plan: Plan) -> dict[str, Shape | float]:
     """The attributes that every target takes. The scale is positive: its sign is a factor of the query."""
     problem = plan.problem
     q_tile, kv_tile = with_kernel_tiles(problem, plan.tiles)
-    return {
-        "axes": axis_rows(problem),
-        "scale": scale_of_kernels(problem),
-        "q_tile_shape": q_tile,
-        "kv_tile_shape": kv_tile,
-    }
+    shapes = {"q_tile_shape": q_tile, "kv_tile_shape": kv_tile}
+    return {"axes": axis_rows(problem), "scale": scale_of_kernels(problem), **shapes}

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,12 +89,9 @@ def are_needed(plan: Plan, operands: Operands) -> bool:
 
 def without_strips(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
     """The pass on the keys at hand, where they are: those of the layout, or of one device with halos."""
-    are_whole = _are_whole(plan, operands)
-    axes = [
-        dataclasses.replace(axis, edges="cut") if is_whole else axis
-        for axis, is_whole in zip(plan.problem.axes, are_whole, strict=True)
-    ]
-    plan = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, axes=tuple(axes)))
+    pairs = zip(plan.problem.edges, _are_whole(plan, operands), strict=True)
+    edges = ["cut" if is_whole else edge for edge, is_whole in pairs]
+    plan = dataclasses.replace(plan, problem=plan.problem.with_axes(edges=edges))
     return on_line(plan, operands) if "wrap" in plan.problem.edges else (plan, operands)
 
 
@@ -102,19 +99,15 @@ def on_line(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
     """The same windows on a line whose ends none reaches, which begins in front of the layout."""
     axes = plan.problem.axes
     room = [_room(axis) if axis.edges == "wrap" else 0 for axis in axes]
-    longer = [
-        dataclasses.replace(
-            axis,
-            query_extent=axis.query_extent + 2 * more,
-            kv_extent=axis.kv_extent + 2 * more,
-            edges="shift" if axis.edges == "wrap" else axis.edges,
-        )
-        for axis, more in zip(axes, room, strict=True)
-    ]
+    longer: dict[str, list[Any]] = {
+        name: [getattr(axis, name) + 2 * more for axis, more in zip(axes, room, strict=True)]
+        for name in ("query_extent", "kv_extent")
+    }
+    longer["edges"] = ["shift" if axis.edges == "wrap" else axis.edges for axis in axes]
     shift = np.array([[0] * (KERNEL_RANK - len(room)) + room], np.int32)
     origins = jnp.zeros((2, KERNEL_RANK), jnp.int32) if operands.origins is None else operands.origins
-    problem = dataclasses.replace(plan.problem, axes=tuple(longer))
-    return dataclasses.replace(plan, problem=problem), operands._replace(origins=origins + shift)
+    plan = dataclasses.replace(plan, problem=plan.problem.with_axes(**longer))
+    return plan, operands._replace(origins=origins + shift)
 
 
 class Side(NamedTuple):

@@ -175,17 +175,10 @@ def run_operator(
     if axes:
         _check_unsplit({"query_origin": box.query_origin, "extents": box.extents, "fp8": float8.fp8})
     is_box = box.query_origin is not None
-    problem, performance = _describe_call(
-        operator,
-        rank,
-        [None if each is None else (each.shape, each.dtype) for each in inputs],
-        window,
-        flag("clamp_window", box.clamp_window),
-        scale_number if scale_array is None else 1.0,
-        exchange.parts_of(axes) if axes else None,
-        [*execution.performance.items()],
-        is_box,
-    )
+    types = [None if each is None else (each.shape, each.dtype) for each in inputs]
+    clamp_window, scale = flag("clamp_window", box.clamp_window), scale_number if scale_array is None else 1.0
+    parts, options = exchange.parts_of(axes) if axes else None, [*execution.performance.items()]
+    problem, performance = _describe_call(operator, rank, types, window, clamp_window, scale, parts, options, is_box)
     place = canonicalize.placement_of(inputs, box)
     is_cropped = box.clamp_window and terms.relative_bias is not None
     asked_size: Any = window.with_extents(problem.kv_layout).kernel_size if is_cropped else None
@@ -198,15 +191,9 @@ def run_operator(
     finish_float8 = None
     if problem.element.is_float8 or float8 != NOTHING:
         problem, inputs, finish_float8 = in_8_bits(problem, inputs, float8, place, grid)
-    precision = jax.config.jax_default_matmul_precision
-    request = Request(
-        problem,
-        performance,
-        execution.backend,
-        None if precision is None else str(precision),
-        axes,
-        tuned=table_for(is_box=is_box),
-    )
+    asked = jax.config.jax_default_matmul_precision
+    precision = None if asked is None else str(asked)
+    request = Request(problem, performance, execution.backend, precision, axes, tuned=table_for(is_box=is_box))
     calls = split_call(request, execution.attention_kwargs, fuse)
     inputs, sinks = canonicalize.in_passes([call.request for call in calls], inputs)
     if execution.attention_kwargs:

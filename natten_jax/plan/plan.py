@@ -136,12 +136,8 @@ class Plan:
     def _payload(self) -> str:
         problem = {name: getattr(self.problem, name) for name in _PROBLEM_FIELDS}
         problem["axes"] = [list(axis.facts) for axis in self.problem.axes]
-        defaults = Performance()
-        performance = {
-            field.name: value
-            for field in dataclasses.fields(Performance)
-            if (value := getattr(self.performance, field.name)) != getattr(defaults, field.name)
-        }
+        given, defaults = [dataclasses.asdict(each) for each in (self.performance, Performance())]
+        performance = {name: value for name, value in given.items() if value != defaults[name]}
         content = {
             "description": self.problem.describe(),
             "pass": self.pass_,
@@ -168,15 +164,9 @@ class Plan:
                 name: tuple(value) if isinstance(value, list) else value
                 for name, value in content["performance"].items()
             }
-            backend = BackendId.parse(content["backend"])
-            return cls(
-                Problem(**facts),
-                content["pass"],
-                backend,
-                content["platform"],
-                Performance(**performance),
-                *map(content.get, _OPTIONAL),
-            )
+            asked, backend = Performance(**performance), BackendId.parse(content["backend"])
+            optional = map(content.get, _OPTIONAL)
+            return cls(Problem(**facts), content["pass"], backend, content["platform"], asked, *optional)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"no plan of natten_jax: {error}") from None
 

@@ -305,10 +305,6 @@ def _by_key(
 
     tiles = over.positions, over.keys, sweep.cut_outer(operands.inputs.value), over.key_bias
     _, (key, value, of_keys) = swept(step, None, tiles)
-    return over.or_nan_for_parts(
-        (
-            products.scale * sweep.join_outer(key, problem.heads_kv),
-            sweep.join_outer(value, problem.heads_kv),
-            None if of_keys is None else sweep.join_outer(of_keys, problem.heads),
-        )
-    )
+    key, value = (sweep.join_outer(array, problem.heads_kv) for array in (key, value))
+    key_bias = None if of_keys is None else sweep.join_outer(of_keys, problem.heads)
+    return over.or_nan_for_parts((products.scale * key, value, key_bias))
