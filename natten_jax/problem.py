@@ -137,7 +137,7 @@ class Problem:
         return tuple([axis.edges for axis in self.axes])
 
     def with_axes(self, **facts: Sequence[Any]) -> Problem:
-        """The same with other facts of its axes: names of :class:`Axis`, one value per dimension."""
+        """Return the problem with other values of fields of :class:`Axis`, one value per dimension."""
         changes = [dict(zip(facts, values, strict=True)) for values in zip(*facts.values(), strict=True)]
         axes = (dataclasses.replace(axis, **change) for axis, change in zip(self.axes, changes, strict=True))
         return dataclasses.replace(self, axes=tuple(axes))

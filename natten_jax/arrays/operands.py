@@ -265,11 +265,8 @@ def types_like(array: Any, *types: tuple[Sequence[int], Any]) -> list[Any]:
         *types: Shapes and element types.
     """
     like = array if isinstance(array, jax.core.ShapedArray) else jax.typeof(array)
+    whole = [like.sharding.update(spec=PartitionSpec(*[None] * len(shape))) for shape, _ in types]
     return [
-        like.update(
-            shape=tuple(shape),
-            dtype=np.dtype(dtype),
-            sharding=like.sharding.update(spec=PartitionSpec(*[None] * len(shape))),
-        )
-        for shape, dtype in types
+        like.update(shape=tuple(shape), dtype=np.dtype(dtype), sharding=sharding)
+        for (shape, dtype), sharding in zip(types, whole, strict=True)
     ]

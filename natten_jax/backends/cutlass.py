@@ -64,16 +64,10 @@ def _call_small_forward(plan: Plan, operands: Operands, types: list[ResultType])
     """Call the kernel."""
     problem, inputs = plan.problem, operands.inputs
     products = _table_products(problem, operands, *with_kernel_tiles(problem, plan.tiles))
-    return native.call(
-        _SMALL_FORWARD,
-        [*types, products, ffi.entry_maps(operands, _ENTRY_MAPS)],
-        *ffi.kernel_operands(problem, operands),
-        ffi.layouts_operand(operands),
-        or_nothing(inputs.relative_bias),
-        ffi.key_bias_operand(problem, operands),
-        or_nothing(inputs.sinks),
-        **ffi.attributes(plan),
-    )
+    types = [*types, products, ffi.entry_maps(operands, _ENTRY_MAPS)]
+    arrays = [*ffi.kernel_operands(problem, operands), ffi.layouts_operand(operands)]
+    arrays += [or_nothing(inputs.relative_bias), ffi.key_bias_operand(problem, operands), or_nothing(inputs.sinks)]
+    return native.call(_SMALL_FORWARD, types, *arrays, **ffi.attributes(plan))
 
 
 def _sinks_parts(plan: Plan, operands: Operands) -> ResultType:
@@ -133,30 +127,22 @@ def _small_gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: C
     additional_width = problem.head_dim + problem.head_dim_v
     columns, rows = with_kernel_tiles(problem, plan.tiles)
     tables, sinks = or_nothing(inputs.relative_bias), or_nothing(inputs.sinks)
-    found, (*_, of_table, of_keys, _, of_sinks, _) = ffi.call_for_gradients(
-        _SMALL_BACKWARD,
-        plan,
-        operands,
-        (
-            ffi.layouts_operand(operands),
-            tables,
-            ffi.key_bias_operand(problem, operands),
-            sinks,
-            *map(or_nothing, of_queries),
-        ),
-        [
-            _float32(batch, math.prod(tokens), heads, 4),
-            # Partial sums over queries for gradients of additional tokens.
-            _float32(additional_parts, batch, problem.additional_kv, problem.heads_kv, additional_width),
-            _table_products(problem, operands, rows, columns),
-            *_table_sums(plan, operands),
-            ResultType(tables.shape, jnp.float32),
-            ffi.key_bias_gradient_type(problem, operands),
-            _sinks_parts(plan, operands),
-            ResultType(sinks.shape, jnp.float32),
-            ffi.entry_maps(operands, 2 * _ENTRY_MAPS),
-        ],
-    )
+    added = ffi.layouts_operand(operands), tables, ffi.key_bias_operand(problem, operands), sinks
+    results = [
+        _float32(batch, math.prod(tokens), heads, 4),
+        # Partial sums over queries for gradients of additional tokens.
+        _float32(additional_parts, batch, problem.additional_kv, problem.heads_kv, additional_width),
+        _table_products(problem, operands, rows, columns),
+        *_table_sums(plan, operands),
+        _float32(*tables.shape),
+        ffi.key_bias_gradient_type(problem, operands),
+        _sinks_parts(plan, operands),
+        _float32(*sinks.shape),
+        ffi.entry_maps(operands, 2 * _ENTRY_MAPS),
+    ]
+    arrays = *added, *map(or_nothing, of_queries)
+    found, behind = ffi.call_for_gradients(_SMALL_BACKWARD, plan, operands, arrays, results)
+    *_, of_table, of_keys, _, of_sinks, _ = behind
     return ffi.with_key_bias_gradient(found, inputs, of_keys)._replace(
         sinks=None if inputs.sinks is None else of_sinks,
         relative_bias=None if inputs.relative_bias is None else of_table,
@@ -310,15 +296,9 @@ class CutlassBackend(NativeBackend):
         """Call the kernel."""
         if plan.kernels == _SMALL_WINDOWS:
             return _call_small_forward(plan, operands, types)
-        return native.call(
-            _FORWARD,
-            types,
-            *ffi.forward_operands(plan.problem, operands),
-            ffi.layouts_operand(operands),
-            ffi.key_bias_operand(plan.problem, operands),
-            **ffi.attributes(plan),
-            is_accurate=int(plan.precision not in _TF32_PRECISIONS),
-        )
+        added = ffi.layouts_operand(operands), ffi.key_bias_operand(plan.problem, operands)
+        arrays, is_accurate = ffi.forward_operands(plan.problem, operands), plan.precision not in _TF32_PRECISIONS
+        return native.call(_FORWARD, types, *arrays, *added, **ffi.attributes(plan), is_accurate=int(is_accurate))
 
     def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Call the kernels."""
@@ -339,15 +319,10 @@ class CutlassBackend(NativeBackend):
         # Blocks that share the key/value tiles of a head: by default, one for each tile. A single block makes gradients
         # reproducible. Memory does not depend on the number.
         splits = min(math.prod(performance.backward_kv_splits or (0,)), 2**31 - 1)
-        found, (of_keys, *_) = ffi.call_for_gradients(
-            _BACKWARD,
-            plan,
-            operands,
-            (*biases, logsumexp, or_nothing(remainder), cotangents.out, delta_of_queries),
-            behind,
-            is_accurate=int(plan.precision not in _TF32_PRECISIONS),
-            kv_splits=1 if performance.backward_deterministic else splits,
-        )
+        options = {"is_accurate": int(plan.precision not in _TF32_PRECISIONS)}
+        options["kv_splits"] = 1 if performance.backward_deterministic else splits
+        arrays = *biases, logsumexp, or_nothing(remainder), cotangents.out, delta_of_queries
+        found, (of_keys, *_) = ffi.call_for_gradients(_BACKWARD, plan, operands, arrays, behind, **options)
         found = ffi.with_key_bias_gradient(found, inputs, of_keys)
         return ffi.with_sinks_gradient(found, inputs, logsumexp, delta_of_queries)
 

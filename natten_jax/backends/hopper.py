@@ -180,18 +180,11 @@ class HopperBackend(NativeBackend):
             groups_and_tiles = zip(tokens, problem.dilation, plan.tiles[0], strict=True)
             scratch += batch * heads * math.prod(d * -(-extent // (d * tile)) for extent, d, tile in groups_and_tiles)
         key_bias = ffi.key_bias_operand(problem, operands)
-        found, (_, of_keys, _) = ffi.call_for_gradients(
-            _BACKWARD,
-            plan,
-            operands,
-            (layouts, key_bias, cotangents.out, statistics, ffi.or_nothing(remainder)),
-            [
-                ResultType((scratch,), jnp.float32),
-                ffi.key_bias_gradient_type(problem, operands),
-                ffi.entry_maps(operands, _BACKWARD_ENTRY_MAPS),
-            ],
-            is_deterministic=int(performance.backward_deterministic),
-        )
+        added = layouts, key_bias, cotangents.out, statistics, ffi.or_nothing(remainder)
+        types = [ResultType((scratch,), jnp.float32), ffi.key_bias_gradient_type(problem, operands)]
+        types.append(ffi.entry_maps(operands, _BACKWARD_ENTRY_MAPS))
+        options = {"is_deterministic": int(performance.backward_deterministic)}
+        found, (_, of_keys, _) = ffi.call_for_gradients(_BACKWARD, plan, operands, added, types, **options)
         found = ffi.with_key_bias_gradient(found, inputs, of_keys)
         return ffi.with_sinks_gradient(found, inputs, logsumexp, jnp.moveaxis(statistics[..., 1], 1, -1))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,19 +31,12 @@ def converted(planned: Problem, operands: Operands) -> Operands:
         array = array.astype(planned.dtype)
         return array if factors is None else array * factors
 
-    more = inputs.additional_keys, inputs.additional_values
-    additional_keys, additional_values = (None if each is None else wide(each) for each in more)
-    wider = inputs._replace(
-        query=wide(inputs.query),
-        key=wide(inputs.key, inputs.key_scale),
-        value=wide(inputs.value, inputs.value_scale),
-        additional_keys=additional_keys,
-        additional_values=additional_values,
-        key_scale=None,
-        value_scale=None,
-        out_scale=None,
-    )
-    return operands._replace(inputs=wider)
+    arrays: dict[str, Any] = dict.fromkeys(("key_scale", "value_scale", "out_scale"))
+    arrays |= {"key": wide(inputs.key, inputs.key_scale), "value": wide(inputs.value, inputs.value_scale)}
+    for name in ("query", "additional_keys", "additional_values"):
+        array = getattr(inputs, name)
+        arrays[name] = None if array is None else wide(array)
+    return operands._replace(inputs=inputs._replace(**arrays))
 
 
 def scaled(planned: Problem, operands: Operands, out: jax.Array) -> jax.Array:

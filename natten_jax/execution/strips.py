@@ -88,7 +88,7 @@ def are_needed(plan: Plan, operands: Operands) -> bool:
 
 
 def without_strips(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
-    """The pass on the keys at hand, where they are: those of the layout, or of one device with halos."""
+    """Return the pass on the local keys: the whole layout, or the keys of one device with halos."""
     pairs = zip(plan.problem.edges, _are_whole(plan, operands), strict=True)
     edges = ["cut" if is_whole else edge for edge, is_whole in pairs]
     plan = dataclasses.replace(plan, problem=plan.problem.with_axes(edges=edges))

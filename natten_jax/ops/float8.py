@@ -339,13 +339,9 @@ def _quantized(
     scale = jnp.float32(problem.scale) if inputs.scale is None else _per_query(replicated(inputs.scale), query)[..., 0]
     of_heads = _of_query_heads(mean.reshape(batch, -1, width), query.shape[-2])
     products = jnp.sum(query * _per_query(of_heads, query), axis=-1)
-    arrays = inputs._replace(
-        query=small_query,
-        key=key,
-        value=value,
-        additional_keys=additional_keys[0] if additional_keys else None,
-        additional_values=additional_values[0] if additional_values else None,
-    )
+    arrays = inputs._replace(query=small_query, key=key, value=value)
+    if additional_keys:
+        arrays = arrays._replace(additional_keys=additional_keys[0], additional_values=additional_values[0])
     quantised = dataclasses.replace(problem, dtype=dtype)
     return quantised, arrays, _Factors(of_query, of_key, of_value), scale * products
 

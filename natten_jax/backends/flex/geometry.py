@@ -435,13 +435,8 @@ class Sweep:
         """Load inner tiles from the form of :meth:`split_inner`; rows of queries are grouped by key/value head."""
         batch, heads, *_, width = array.shape
         view, starts, extents, dimensions = self._inner_tiles(array, positions, inner_step)
-        loaded = lax.gather(
-            view,
-            starts,
-            lax.GatherDimensionNumbers(*dimensions),
-            slice_sizes=(batch, heads, *extents, width),
-            mode="promise_in_bounds",
-        )
+        numbers, sizes = lax.GatherDimensionNumbers(*dimensions), (batch, heads, *extents, width)
+        loaded = lax.gather(view, starts, numbers, slice_sizes=sizes, mode="promise_in_bounds")
         return loaded.reshape(-1, batch, self.heads_kv, heads // self.heads_kv * self.inner_tokens, width)
 
     def put(

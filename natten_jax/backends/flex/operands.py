@@ -163,13 +163,9 @@ class PlacedSweep:
         padded = jnp.pad(tables, [(0, 0), (0, 0), *((length, length) for length in lengths)])
         bounds = jnp.asarray([[-length for length in lengths], tables.shape[2:]], jnp.int32)
         starts = jnp.clip(self._starts(positions, inner_step), bounds[:1], bounds[1:]) - bounds[:1]
-        stretches = lax.gather(
-            padded,
-            starts,
-            lax.GatherDimensionNumbers(tuple(range(1, rank + 3)), (), tuple(range(2, rank + 2))),
-            slice_sizes=(*tables.shape[:2], *lengths),
-            mode="promise_in_bounds",
-        )
+        numbers = lax.GatherDimensionNumbers(tuple(range(1, rank + 3)), (), tuple(range(2, rank + 2)))
+        sizes = *tables.shape[:2], *lengths
+        stretches = lax.gather(padded, starts, numbers, slice_sizes=sizes, mode="promise_in_bounds")
         return self._rows(stretches)
 
     def _starts(self, positions: TilePositions, inner_step: Scalar) -> Annotated[jax.Array, "tiles rank"]:
