@@ -168,10 +168,8 @@ def _split(state_dict: Mapping[str, Any], num_heads: int, prefix: str) -> _Weigh
             projections[name]["bias"] = bias.reshape(head)
     outer = inner.removesuffix("self.")
     at, out = (outer, "output.dense") if f"{outer}output.dense.weight" in state_dict else (prefix, "proj")
-    projections["out"] = {
-        "kernel": _tensor(state_dict, at, f"{out}.weight", (features, features), source).T.reshape(*head, features),
-        "bias": _tensor(state_dict, at, f"{out}.bias", (features,), source),
-    }
+    kernel = _tensor(state_dict, at, f"{out}.weight", (features, features), source).T.reshape(*head, features)
+    projections["out"] = {"kernel": kernel, "bias": _tensor(state_dict, at, f"{out}.bias", (features,), source)}
     rpb = _tensor(state_dict, inner, "rpb") if f"{inner}rpb" in state_dict else None
     if rpb is not None and (
         rpb.ndim not in (2, 3, 4) or rpb.shape[0] != num_heads or not all(n % 2 for n in rpb.shape[1:])

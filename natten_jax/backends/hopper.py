@@ -140,14 +140,9 @@ class HopperBackend(NativeBackend):
         problem, (saved, seeing) = plan.problem, earlier
         given = [with_kernel_rank(array, problem.rank) for array in saved if array is not None]
         arrays = [*ffi.forward_operands(problem, operands), box_start(seeing)]
-        results = native.call(
-            _FORWARD_CONTINUED,
-            [*(ResultType(each.shape, each.dtype, len(arrays) + i) for i, each in enumerate(given)), _SCRATCH],
-            *arrays,
-            *given,
-            queries=(*(1,) * (KERNEL_RANK - problem.rank), *seeing.extents),
-            **_forward_attributes(plan),
-        )
+        types = [ResultType(each.shape, each.dtype, len(arrays) + i) for i, each in enumerate(given)]
+        attributes = {"queries": (*(1,) * (KERNEL_RANK - problem.rank), *seeing.extents), **_forward_attributes(plan)}
+        results = native.call(_FORWARD_CONTINUED, [*types, _SCRATCH], *arrays, *given, **attributes)
         return jax.tree.map(lambda old, new: new.reshape(old.shape), saved, Saved(*results[:3]))
 
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
@@ -201,11 +196,8 @@ _BACKWARD_ENTRY_MAPS = 7 * 8
 def _forward_attributes(plan: Plan) -> dict[str, Shape | float]:
     schedule = plan.kernel_schedule
     is_persistent = plan.performance.run_persistent_kernel and schedule is not KernelSchedule.NON_PERSISTENT
-    return {
-        **ffi.attributes(plan),
-        "is_ping_pong": int(schedule is KernelSchedule.PING_PONG or plan.problem.key_bias),
-        "is_persistent": int(is_persistent),
-    }
+    is_ping_pong = schedule is KernelSchedule.PING_PONG or plan.problem.key_bias
+    return {**ffi.attributes(plan), "is_ping_pong": int(is_ping_pong), "is_persistent": int(is_persistent)}
 
 
 @functools.lru_cache(maxsize=256)

@@ -125,14 +125,9 @@ def attention(
         ValueError: A value, shape or dtype breaks a rule above, or no backend can run the problem.
         TypeError: An argument is of the wrong type.
     """
-    return run_operator(
-        "fmha",
-        1,
-        (query, key, value),
-        WindowArguments(is_causal=is_causal),
-        BoxArguments(query_origin, query_lengths=query_lengths, kv_lengths=kv_lengths),
-        LogitTerms(scale, key_bias=key_bias, sinks=sinks),
-        Float8Arguments(query_scale, key_scale, value_scale, out_dtype, fp8),
-        ExecutionArguments(backend, performance),
-        return_lse,
-    )
+    arrays, window = (query, key, value), WindowArguments(is_causal=is_causal)
+    box = BoxArguments(query_origin, query_lengths=query_lengths, kv_lengths=kv_lengths)
+    terms = LogitTerms(scale, key_bias=key_bias, sinks=sinks)
+    float8 = Float8Arguments(query_scale, key_scale, value_scale, out_dtype, fp8)
+    execution = ExecutionArguments(backend, performance)
+    return run_operator("fmha", 1, arrays, window, box, terms, float8, execution, return_lse)

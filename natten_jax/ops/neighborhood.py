@@ -221,17 +221,13 @@ def na2d(
         ValueError: A value, shape or dtype breaks a rule above, or no backend can run the problem.
         TypeError: An argument is of the wrong type.
     """
-    return run_operator(
-        "fna",
-        2,
-        (query, key, value, additional_keys, additional_values),
-        WindowArguments(kernel_size, stride, dilation, is_causal, edges),
-        BoxArguments(query_origin, extents, upsample, clamp_window),
-        LogitTerms(scale, relative_bias, key_bias, sinks),
-        Float8Arguments(query_scale, key_scale, value_scale, out_dtype, fp8),
-        ExecutionArguments(backend, performance, attention_kwargs, try_fuse_additional_kv, token_axes),
-        return_lse,
-    )
+    arrays = query, key, value, additional_keys, additional_values
+    window = WindowArguments(kernel_size, stride, dilation, is_causal, edges)
+    box = BoxArguments(query_origin, extents, upsample, clamp_window)
+    terms = LogitTerms(scale, relative_bias, key_bias, sinks)
+    float8 = Float8Arguments(query_scale, key_scale, value_scale, out_dtype, fp8)
+    execution = ExecutionArguments(backend, performance, attention_kwargs, try_fuse_additional_kv, token_axes)
+    return run_operator("fna", 2, arrays, window, box, terms, float8, execution, return_lse)
 
 
 def _documented_as_na2d(layout: str, values: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -295,17 +291,13 @@ def na1d(
         >>> na1d(tokens, tokens, tokens, kernel_size=8, is_causal=True).shape
         (2, 32, 4, 16)
     """
-    return run_operator(
-        "fna",
-        1,
-        (query, key, value, additional_keys, additional_values),
-        WindowArguments(kernel_size, stride, dilation, is_causal, edges),
-        BoxArguments(query_origin, extents, upsample, clamp_window),
-        LogitTerms(scale, relative_bias, key_bias, sinks),
-        Float8Arguments(query_scale, key_scale, value_scale, out_dtype, fp8),
-        ExecutionArguments(backend, performance, attention_kwargs, try_fuse_additional_kv, token_axes),
-        return_lse,
-    )
+    arrays = query, key, value, additional_keys, additional_values
+    window = WindowArguments(kernel_size, stride, dilation, is_causal, edges)
+    box = BoxArguments(query_origin, extents, upsample, clamp_window)
+    terms = LogitTerms(scale, relative_bias, key_bias, sinks)
+    float8 = Float8Arguments(query_scale, key_scale, value_scale, out_dtype, fp8)
+    execution = ExecutionArguments(backend, performance, attention_kwargs, try_fuse_additional_kv, token_axes)
+    return run_operator("fna", 1, arrays, window, box, terms, float8, execution, return_lse)
 
 
 @_operator
@@ -353,14 +345,10 @@ def na3d(
         >>> na3d(voxels, voxels, voxels, kernel_size=(2, 3, 4), stride=2).shape
         (1, 4, 6, 8, 2, 16)
     """
-    return run_operator(
-        "fna",
-        3,
-        (query, key, value, additional_keys, additional_values),
-        WindowArguments(kernel_size, stride, dilation, is_causal, edges),
-        BoxArguments(query_origin, extents, upsample, clamp_window),
-        LogitTerms(scale, relative_bias, key_bias, sinks),
-        Float8Arguments(query_scale, key_scale, value_scale, out_dtype, fp8),
-        ExecutionArguments(backend, performance, attention_kwargs, try_fuse_additional_kv, token_axes),
-        return_lse,
-    )
+    arrays = query, key, value, additional_keys, additional_values
+    window = WindowArguments(kernel_size, stride, dilation, is_causal, edges)
+    box = BoxArguments(query_origin, extents, upsample, clamp_window)
+    terms = LogitTerms(scale, relative_bias, key_bias, sinks)
+    float8 = Float8Arguments(query_scale, key_scale, value_scale, out_dtype, fp8)
+    execution = ExecutionArguments(backend, performance, attention_kwargs, try_fuse_additional_kv, token_axes)
+    return run_operator("fna", 3, arrays, window, box, terms, float8, execution, return_lse)

@@ -57,13 +57,9 @@ def over_explicit_axes(run: Run, request: Request, operands: Operands) -> Output
     is_nested = AxisType.Manual in mesh.axis_types
     # JAX also shards the residuals of a nested shard_map over the manual axes of the outer one, and then cannot lower
     # the gradient. The only residuals of a checkpoint are its arguments.
-    sharded = jax.shard_map(
-        jax.checkpoint(run_part) if is_nested else run_part,
-        mesh=mesh,
-        in_specs=(specs,),
-        out_specs=out_specs,
-        axis_names=set() if len(explicit) == len(mesh.axis_names) else explicit,
-    )
+    run_nested = jax.checkpoint(run_part) if is_nested else run_part
+    names = set() if len(explicit) == len(mesh.axis_names) else explicit
+    sharded = jax.shard_map(run_nested, mesh=mesh, in_specs=(specs,), out_specs=out_specs, axis_names=names)
     result: Output = (jax.checkpoint(sharded) if is_nested else sharded)(placed)
     return result
 

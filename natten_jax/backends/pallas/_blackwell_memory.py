@@ -94,17 +94,10 @@ def launch(
                 def _() -> None:
                     for_each_item(work.multiply, jnp.int32(0))
 
-    return plgpu.kernel(
-        kernel,
-        out_type=[jax.ShapeDtypeStruct(result.shape, result.dtype) for result in results],
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=halves + 1,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name=name,
-    )(*leaves)
+    types = [jax.ShapeDtypeStruct(result.shape, result.dtype) for result in results]
+    grid = {"grid": (blocks,), "grid_names": ("block",), "num_threads": halves + 1, "thread_name": "warpgroup"}
+    options = {"compiler_params": plgpu.CompilerParams(approx_math=True), "kernel_name": name}
+    return plgpu.kernel(kernel, out_type=types, scratch_types=scratch, **grid, **options)(*leaves)
 
 
 # Memory and barriers -------------------------------------------------------------------------------------------------
