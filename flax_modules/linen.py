@@ -155,7 +155,8 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
             query_origin: Where ``inputs`` begin in the layout of ``inputs_kv``, as in the operators.
             extents: How much of the layout is real, ``[*batch, rank]``, as in the operators.
             upsample: Tokens of ``inputs`` per token of ``inputs_kv``, as in the operators.
-            key_bias: Added to the logits of each key, ``[*batch, *layout]`` or ``[*batch, num_heads, *layout]``.
+            key_bias: Added to the logits of each key, ``[*batch, *layout]`` or ``[*batch, num_heads, *layout]``; or a
+                bool array, where ``True`` keeps a key.
             deterministic: Whether dropout is off; ``None`` is as constructed.
             dropout_rng: Random key for dropout; ``None`` takes the ``dropout`` stream.
 

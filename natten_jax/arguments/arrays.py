@@ -23,7 +23,7 @@ Counts = jax.Array | np.ndarray[Any, Any]
 def checked_origin(query_origin: Any, batch: int, room: Sequence[int]) -> jax.Array | None:
     """Where a box of queries begins in the layout: int32, ``[rank]`` or ``[batch, rank]``.
 
-    What is known is checked; what JAX's arrays hold is moved into range, as :func:`jax.lax.dynamic_slice` does.
+    Known values are checked. Traced values are moved into range, as :func:`jax.lax.dynamic_slice` does.
 
     Args:
         query_origin: The argument.
@@ -63,7 +63,7 @@ def checked_origin(query_origin: Any, batch: int, room: Sequence[int]) -> jax.Ar
 def checked_counts(name: str, counts: Any, batch: int, layout: Sequence[int], *, is_length: bool) -> jax.Array | None:
     """How many tokens are real in each dimension, from the first one on: int32 ``[batch, rank]``.
 
-    What is known is checked; what JAX's arrays hold is moved into range.
+    Known values are checked. Traced values are moved into range.
 
     Args:
         name: The name of the argument.
@@ -90,12 +90,20 @@ def checked_counts(name: str, counts: Any, batch: int, layout: Sequence[int], *,
 
 
 def _in_range(given: jax.Array | np.ndarray[Any, Any], most: Sequence[int], rule: str) -> jax.Array:
-    """Numbers ``[..., rank]`` from 0 to ``most``, as int32: JAX arrays are clipped, others are checked."""
-    if isinstance(given, jax.Array):
+    """Numbers ``[..., rank]`` from 0 to ``most``, as int32: known values are checked, others are clipped."""
+    known = _known_values(given)
+    if known is None:
         return jnp.clip(given, 0, jnp.broadcast_to(jnp.asarray(most, given.dtype), given.shape)).astype(jnp.int32)
-    if ((given < 0) | (given > np.array(most))).any():
-        raise ValueError(f"{rule}, got {shown(given.tolist())}")
+    if ((known < 0) | (known > np.array(most))).any():
+        raise ValueError(f"{rule}, got {shown(known.tolist())}")
     return jnp.asarray(given, jnp.int32)
+
+
+def _known_values(array: jax.Array | np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
+    """The values of an array, or ``None`` if it is traced or partly on devices of other processes."""
+    if isinstance(array, jax.core.Tracer) or (isinstance(array, jax.Array) and not array.is_fully_addressable):
+        return None
+    return np.asarray(jax.device_get(array))
 
 
 def _check_integers(name: str, array: Any) -> None:
@@ -192,8 +200,9 @@ def per_head(scale: jax.Array | np.ndarray[Any, Any], batch: Any, heads: int, dt
             f"scale has shape {scale.shape}, but an array of scales has no dimensions, or one for the "
             f"{heads} query heads: ({heads},)"
         )
-    if not isinstance(scale, jax.core.Tracer) and (isinstance(scale, np.ndarray) or scale.is_fully_addressable):
-        for head, factor in enumerate(np.asarray(scale).tolist()):
+    known = _known_values(scale)
+    if known is not None:
+        for head, factor in enumerate(known.tolist()):
             checked_scale(factor, dtype, name=f"scale[{head}]")
     factors = jnp.asarray(scale, ELEMENT_TYPES[dtype].accumulator)
     return jnp.broadcast_to(factors, (batch, heads))

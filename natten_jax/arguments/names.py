@@ -138,14 +138,11 @@ class Meaning(NamedTuple):
 
 
 _HAVE_WINDOWS = "attention sees all keys; na1d, na2d and na3d have windows of kernel_size tokens"
-_NO_MASK = (
-    "the window alone says which keys a query sees, and key_bias which keys there are; "
-    "docs/numerics.md shows how to mask tokens"
-)
+_NO_MASK = "key_bias masks keys: a bool array [batch, *layout], True for those that count (docs/numerics.md)"
 _NO_OFFSETS = "only na1d, na2d and na3d have offsets within windows; key_bias is added to all logits of a key"
 _NO_WEIGHTS = (
-    "attention weights are never formed, so that only outputs can be dropped, by Dropout or proj_drop; "
-    "neighborhood_weights and neighborhood_apply have weights in between"
+    "the operators form no attention weights to drop; modules have attn_drop and proj_drop, and neighborhood_weights "
+    "and neighborhood_apply have weights in between"
 )
 _ONE_LENGTH = "the sequences of a batch have one length; docs/coming-from-natten.md says what to do with several"
 _OF_ARRAYS = "the arrays have it"
@@ -161,7 +158,7 @@ _MEANINGS = {
     "local_window_size sliding_window sliding_window_size left_window_size right_window_size window_left "
     "window_right": Meaning(
         "kernel_size",
-        "it counts all tokens of a window, left + 1 + right, and windows are shifted at edges, not cut",
+        'it counts all tokens of a window, left + 1 + right; edges="cut" cuts windows at edges, which are else shifted',
         _HAVE_WINDOWS,
     ),
     "kernel_size stride dilation": Meaning("", _HAVE_WINDOWS),
@@ -172,7 +169,7 @@ _MEANINGS = {
     ),
     "mask masks attn_mask attention_mask block_mask mask_mod score_mod segment_ids q_segment_ids "
     "kv_segment_ids": Meaning("", _NO_MASK),
-    "padding_mask key_padding_mask key_mask": Meaning("key_bias", "-inf hides a key", _NO_MASK),
+    "padding_mask key_padding_mask key_mask": Meaning("key_bias", "True keeps a key", _NO_MASK),
     "rel_pos_bias relative_position_bias relative_pos_bias rpb rel_pos rel_bias position_bias pos_bias": Meaning(
         "relative_bias", "it is added to the scaled logits, an entry for each offset", _NO_OFFSETS
     ),
@@ -185,7 +182,13 @@ _MEANINGS = {
     "scale softmax_scale sm_scale qk_scale scaling scale_factor scale_qk attn_scale attention_scale logit_scale "
     "logits_scale": Meaning("scale qk_scale", "it is the factor of the logits, head_dim ** -0.5 by default"),
     "dropout dropout_p dropout_rate dropout_prob attn_drop attn_dropout attention_dropout attn_pdrop drop drop_rate "
-    "attn_drop_rate attention_dropout_rate": Meaning("proj_drop", _NO_WEIGHTS),
+    "attn_drop_rate attention_dropout_rate": Meaning(
+        "attn_drop", "it drops attention weights, and proj_drop outputs", _NO_WEIGHTS
+    ),
+    "periodic is_periodic boundary boundaries boundary_condition boundary_conditions padding padding_mode pad_mode "
+    "wrap circular edge edge_mode": Meaning(
+        "edges", 'it takes "shift", "cut" or "wrap" (periodic), for each dimension or one for all'
+    ),
     "dropout_rng dropout_key dropout_seed broadcast_dropout": Meaning("", _NO_WEIGHTS),
     "return_weights return_attn_weights need_weights return_attention return_attn_probs output_attentions": Meaning(
         "", "attention weights are never formed; neighborhood_weights forms them, return_lse is the logsumexp"

@@ -7,6 +7,7 @@ host takes 97 us instead of 204 with ``cpu-fna``, and 76 instead of 161 with ``f
 
 from __future__ import annotations
 
+import difflib
 import functools
 import numbers
 from collections.abc import Callable, Mapping, Sequence, Sized
@@ -124,9 +125,23 @@ def choice_tuple(name: str, value: Any, choices: Sequence[C], rank: int) -> tupl
         raise TypeError(f"{name} must be {words}, or a sequence of {rank} of them, got {shown(value)}")
     if len(values) != rank:
         raise ValueError(f"{name} must have {rank} value(s), one per token dimension, got {shown(value)}")
-    if any(each not in choices for each in values):
-        raise ValueError(f"{name} must be {words} in every dimension, got {shown(value)}")
+    unknown = next((each for each in values if each not in choices), None)
+    if unknown is not None:
+        raise ValueError(
+            f"{name} must be {words} in every dimension, got {shown(value)}{_suggestion(unknown, choices)}"
+        )
     return tuple(choices[choices.index(each)] for each in values)
+
+
+#: Words of other libraries for the values of ``edges``.
+_SYNONYMS = {"wrap": "periodic circular torus cyclic", "cut": "truncate zeros valid same", "shift": "clamp reflect"}
+
+
+def _suggestion(word: str, choices: Sequence[str]) -> str:
+    written = word[:64].lower()
+    by_word = {each: choice for choice in choices for each in (choice, *_SYNONYMS.get(choice, "").split())}
+    near = difflib.get_close_matches(written, by_word, 1)
+    return f": did you mean {by_word[near[0]]!r}?" if near else ""
 
 
 def one_bool(name: str, value: Any) -> bool:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import json
 import math
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from natten_jax.arguments.static import int_tuple
 from natten_jax.native.module import continues
 from natten_jax.performance import Pass, TilePair, outer_and_inner
 from natten_jax.plan.devices import ComputeCapability
@@ -148,9 +150,18 @@ def calibration_for(family: str, compute_capability: ComputeCapability | None = 
             good enough to rank tiles.
 
     Returns:
-        The model, or ``None`` if no device of that compute capability was calibrated.
+        The model, or ``None`` if no device of that family and compute capability was calibrated.
+
+    Raises:
+        ValueError: ``family`` looks like the misspelt name of a calibrated one.
+        TypeError: ``compute_capability`` is not a pair of ints.
     """
-    version = "*" if compute_capability is None else f"{compute_capability[0]}.{compute_capability[1]}"
+    calibrated = sorted({file.stem.split("-")[0] for file in _FOLDER.glob("*.json")})
+    if family not in calibrated and (near := difflib.get_close_matches(family.lower(), calibrated, 1)):
+        raise ValueError(f"family must be one of {', '.join(calibrated)}, got {family!r}: did you mean {near[0]!r}?")
+    version = "*"
+    if compute_capability is not None:
+        version = "{}.{}".format(*int_tuple("compute_capability", compute_capability, 2, repeat=False, least=0))
     file = min(_FOLDER.glob(f"{family}-{version}.json"), default=None)
     if file is None:
         return None

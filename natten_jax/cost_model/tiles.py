@@ -31,7 +31,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -509,8 +509,10 @@ def check_tiles(problem: Problem, pair: TilePair, placement: Placement) -> None:
     """
     if placement not in _PLACEMENTS:
         raise ValueError(f"placement must be one of {', '.join(_PLACEMENTS)}, got {placement!r}")
+    if not isinstance(pair, Sequence) or len(pair) != 2:
+        raise ValueError(f"tiles must be a pair, a query tile and a key/value tile, got {pair!r}")
     for name, tile in zip(("query", "key/value"), pair, strict=True):
-        if len(tile) != problem.rank or min(tile) < 1:
+        if not isinstance(tile, Sequence) or len(tile) != problem.rank or min(tile) < 1:
             raise ValueError(
                 f"the {name} tile must have {problem.rank} positive extent(s), one per token dimension, got {tile}"
             )

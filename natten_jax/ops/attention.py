@@ -92,16 +92,18 @@ def attention(
             number could not be gives NaN. An array without dimensions whose value is known is a number.
         is_causal: Whether query ``i`` sees only keys ``j <= i`` (top-left aligned, also for unequal lengths).
         query_origin: Where the queries begin among the keys, of which they are then as many or fewer: query ``i`` sees
-            as query ``query_origin + i`` would. An int, or an int32 array ``[1]`` or ``[batch, 1]``, which may be
-            traced and is moved into range as :func:`jax.lax.dynamic_slice` does.
-        query_lengths: int32 ``[batch]``: how many queries are real, from the first on; moved into range likewise.
-            Others get an output of 0, a logsumexp of ``-inf`` and gradients of 0, whatever they hold.
+            as query ``query_origin + i`` would. An int, or an int32 array ``[1]`` or ``[batch, 1]``. Traced values
+            are moved into range as :func:`jax.lax.dynamic_slice` does; others must be in range.
+        query_lengths: int32 ``[batch]``: how many queries are real, from the first on. Traced values are moved into
+            range; others must be in range. Padding gets an output of 0, a logsumexp of ``-inf`` and gradients of 0,
+            whatever it holds.
         kv_lengths: int32 ``[batch]``: how many keys and values are real; others are not seen, and get gradients of 0.
         backend: ``"cpu-fmha"``, ``"flex-fmha"``, ... or ``None`` for the best that can run the problem.
         return_lse: Return the logsumexp, too.
         key_bias: ``[batch, seqlen_kv]`` or ``[batch, heads, seqlen_kv]``, in a floating point dtype: added to
             every scaled logit of a key. ``-inf``, and any number up to ``0.5 * finfo(dtype).min``, hides the key. A
-            query without visible keys gets an output of 0, a logsumexp of ``-inf`` and gradients of 0.
+            bool array keeps the keys where it is ``True``. A query without visible keys gets an output of 0, a
+            logsumexp of ``-inf`` and gradients of 0.
         sinks: ``[heads]``, in a floating point dtype: a logit of each query head that the softmax has besides
             those of the keys, and that no value stands behind.
         query_scale: Factors of an 8-bit query (``docs/fp8.md``): a positive number, or a float32 array without

@@ -169,7 +169,7 @@ def run_operator(
     inputs = _as_jax_arrays(arrays)
     grid = FinerGrid.of(box.upsample, rank)
     if grid is not None:
-        inputs = grid.folded(inputs)
+        inputs = grid.folded(inputs, is_box=box.query_origin is not None)
     scale_number, scale_array = number_or_array(terms.scale)
     axes = checked_token_axes(execution.token_axes, rank)
     if axes:

@@ -83,8 +83,10 @@ def as_logit_term(name: str, array: ArrayLike | None) -> jax.Array:
     """
     array = as_jax_array(name, array)
     if array.dtype.name not in _LOGIT_DTYPES:
+        hint = f"; jnp.where({name}, 0.0, -jnp.inf) hides what is False" if array.dtype == jnp.bool_ else ""
         raise ValueError(
-            f"{name} has dtype {array.dtype.name}, but it is added to logits: {', '.join(_LOGIT_DTYPES)} are supported"
+            f"{name} has dtype {array.dtype.name}, but it is added to logits: {', '.join(_LOGIT_DTYPES)} are "
+            f"supported{hint}"
         )
     return array
 
@@ -168,7 +170,8 @@ def check_array(name: str, array: Any) -> None:
     """
     dtype = getattr(array, "dtype", None)
     if not isinstance(dtype, np.dtype):
-        raise TypeError(f"{name} must be an array, got {type(array).__name__}")
+        hint = f": jnp.from_dlpack({name}) makes it one of JAX" if hasattr(array, "__dlpack__") else ""
+        raise TypeError(f"{name} must be an array, got {type(array).__name__}{hint}")
     if not dtype.isnative:
         raise TypeError(
             f"{name} has dtype {dtype.str!r}, whose bytes are in another order than this machine's, and JAX takes no "
@@ -192,9 +195,10 @@ def _check_arrays(query: Shaped, key: Shaped, value: Shaped, ndim: int, function
     for name, array in arrays.items():
         check_array(name, array)
         if array.ndim != ndim:
+            fitting = f": na{array.ndim - 3}d takes it" if function != "attention" and 4 <= array.ndim <= 6 else ""
             raise ValueError(
                 f"{name} has shape {array.shape}, but {function} takes {ndim}-dimensional arrays "
-                "[batch, *token layout, heads, head_dim]"
+                f"[batch, *token layout, heads, head_dim]{fitting}"
             )
         static.check_extents(name, array.shape, ("batch", *("a token extent",) * (ndim - 3), "heads", "head_dim"))
         if 0 in array.shape[1:]:
@@ -341,7 +345,10 @@ def checked_table(problem: Problem, relative_bias: ArrayLike, kernel_size: Seque
 
 
 def _with_key_bias(problem: Problem, inputs: Inputs, key_bias: ArrayLike, grid: FinerGrid | None) -> Inputs:
-    bias = as_logit_term("key_bias", key_bias)
+    bias = as_jax_array("key_bias", key_bias)
+    if bias.dtype == jnp.bool_:
+        bias = jnp.where(bias, 0.0, -jnp.inf)
+    bias = as_logit_term("key_bias", bias)
     batch, *layout, _, _ = inputs.key.shape
     of_all, by_head = (batch, *layout), (batch, problem.heads // (1 if grid is None else grid.queries), *layout)
     if bias.shape not in (of_all, by_head):
@@ -504,11 +511,15 @@ class FinerGrid(NamedTuple):
         """Queries of a cell."""
         return math.prod(self.factors)
 
-    def folded(self, inputs: Inputs) -> Inputs:
+    def folded(self, inputs: Inputs, is_box: bool) -> Inputs:
         """The inputs, with the queries of a cell as heads of it.
 
+        Args:
+            inputs: The inputs.
+            is_box: True if queries are a box of the finer grid.
+
         Raises:
-            ValueError: The layout of the queries is no multiple, or they cannot share heads of keys.
+            ValueError: The layout of the queries is not this multiple, or queries cannot share heads of keys.
         """
         query, rank = inputs.query, len(self.factors)
         if query.ndim != rank + 3:  # refused as any other array
@@ -516,6 +527,14 @@ class FinerGrid(NamedTuple):
         batch, *layout, heads, width = query.shape
         if any(isinstance(n, int) and n % factor for n, factor in zip(layout, self.factors, strict=True)):
             raise ValueError(f"query has token layout {tuple(layout)}, which is no multiple of upsample {self.factors}")
+        cells_of_key = inputs.key.shape[1:-2]
+        if not is_box and len(cells_of_key) == rank and all(isinstance(n, int) for n in (*layout, *cells_of_key)):
+            expected = tuple(n * factor for n, factor in zip(cells_of_key, self.factors, strict=True))
+            if tuple(layout) != expected:
+                raise ValueError(
+                    f"query has token layout {tuple(layout)}, but upsample {self.factors} of the layout of key, "
+                    f"{cells_of_key}, asks for {expected}"
+                )
         if inputs.key.ndim == rank + 3 and heads % inputs.key.shape[-2]:
             raise ValueError(
                 f"query has {heads} heads, which is not a multiple of the {inputs.key.shape[-2]} heads of key and value"

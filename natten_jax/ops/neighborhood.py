@@ -166,12 +166,12 @@ def na2d(
         clamp_window: Take the largest windows that fit, instead of an error, if they are larger than the
             layout (:func:`natten_jax.windows.fitted`); then ``stride`` shrinks with them.
         query_origin: Offset of the queries in the layout of the keys, of which they may be a smaller box: an
-            int for each token dimension, or an int32 array ``[rank]`` or ``[batch, rank]``. JAX arrays may be
-            traced, so that one program serves all offsets, and are moved into range as
-            :func:`jax.lax.dynamic_slice` does.
-        extents: int32 ``[batch, rank]``: how many tokens of the layout are real, from the first on; moved into
-            range likewise. Windows are those of a layout that ends there, the largest that fit. Padding gets an
-            output of 0, a logsumexp of ``-inf`` and gradients of 0, whatever it holds.
+            int for each token dimension, or an int32 array ``[rank]`` or ``[batch, rank]``. It may be traced, so
+            that one program serves all offsets. Traced values are moved into range as
+            :func:`jax.lax.dynamic_slice` does; others must be in range.
+        extents: int32 ``[batch, rank]``: how many tokens of the layout are real, from the first on. Traced values
+            are moved into range; others must be in range. Windows are the largest that fit a layout of these
+            extents. Padding gets an output of 0, a logsumexp of ``-inf`` and gradients of 0, whatever it holds.
         upsample: Queries per key along each token dimension: query ``i`` has the window of key
             ``i // upsample``, and the layout of the queries is this multiple of that of the keys.
         scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``. A number is finite, and so is its product
@@ -184,7 +184,8 @@ def na2d(
             ``offset + kernel_size - 1``, dimension by dimension; nothing to those of additional keys.
         key_bias: ``[batch, height, width]`` or ``[batch, heads, height, width]``, in a floating point dtype: added to
             every scaled logit of a key. ``-inf``, and any number up to ``0.5 * finfo(dtype).min``, hides the key. A
-            query without visible keys gets an output of 0, a logsumexp of ``-inf`` and gradients of 0.
+            bool array keeps the keys where it is ``True``. A query without visible keys gets an output of 0, a
+            logsumexp of ``-inf`` and gradients of 0.
         sinks: ``[heads]``, in a floating point dtype: per query head, an extra logit in the softmax denominator,
             without a value.
         additional_keys: ``[batch, n, heads_kv, head_dim]``, tokens that every query sees.

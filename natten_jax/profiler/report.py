@@ -135,6 +135,9 @@ def print_baseline(result: Result, baseline: Result) -> None:
     ]
     if baseline.options.is_baseline:
         lines.append(f"FLOP-wise speedup (upper bound) with {1 - 1 / bound:.2%} sparsity: {digits(bound)}X")
+        if result.speedup_over(baseline) > bound:
+            rates = f"{digits(baseline.tflops)} against {digits(result.tflops)} TFLOP/s"
+            lines.append(f"The bound is for equal rates; {name} computes fewer operations per second ({rates}).")
     print_lines(lines)
 
 

@@ -57,7 +57,9 @@ NAMES = [
     ("kernal_size", "kernel_size", None, "kernel_size"),
     ("causal", "is_causal", "is_causal", "is_causal"),
     ("softmax_scale", "scale", "scale", "qk_scale"),
-    ("dropout", None, None, "proj_drop"),
+    ("dropout", None, None, "attn_drop"),
+    ("periodic", "edges", None, "edges"),
+    ("key_padding_mask", "key_bias", "key_bias", None),
     ("deterministic_backward", None, None, None),
     ("kernel_schedul", "kernel_schedule", "kernel_schedule", "kernel_schedule"),
     ("kv_tile_size", "kv_tile_shape", None, "kv_tile_shape"),
@@ -74,9 +76,9 @@ NAMES = [
 #: Explanations of names that the function lacks.
 EXPLAINED = {
     "window_size": "attention sees all keys",
-    "mask": "the window alone says which keys a query sees",
+    "mask": "key_bias masks keys: a bool array",
     "rel_pos_bias": "only na1d, na2d and na3d have offsets",
-    "dropout": "attention weights are never formed",
+    "dropout": "modules have attn_drop",
     "softcap": "no soft cap",
     "heads": "the arrays have the heads",
 }

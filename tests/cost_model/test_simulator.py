@@ -480,3 +480,16 @@ def test_the_command_line_says_it(
         return
     assert f"--dilation {' '.join(map(str, found['dilation']))};" in output
     assert found["predicted_seconds"] < result["passes"]["forward"]["predicted_seconds"]
+
+
+def test_misspelt_families_and_malformed_arguments_are_refused() -> None:
+    problem = simulator.problem_of((16, 16), 5)
+    version: Any = 9.0
+    pairs: list[Any] = [(8, 8), ((8, 8),) * 3]
+    with pytest.raises(ValueError, match="got 'hoper': did you mean 'hopper'"):
+        simulator.calibration_for("hoper")
+    with pytest.raises(TypeError, match="compute_capability must be a sequence of 2 ints, got 9"):
+        simulator.calibration_for("hopper", version)
+    for pair in pairs:
+        with pytest.raises(ValueError, match="tile"):
+            simulator.simulate(problem, pair)

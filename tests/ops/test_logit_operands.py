@@ -269,7 +269,7 @@ def test_other_shapes_and_types_are_refused(rank: int) -> None:
                 with pytest.raises(ValueError, match=rf"^{name} has shape "):
                     run(**{name: jnp.ones(shape)})
         of_scale = name == "scale"
-        for dtype in ("bool", "complex64") if of_scale else ("int8", "bool", "complex64", "float8_e5m2"):
+        for dtype in ("bool", "complex64") if of_scale else ("int8", "complex64", "float8_e5m2"):
             rule = "scale must be" if of_scale else rf"{name} has dtype {dtype}, but .* are supported"
             with pytest.raises(TypeError if of_scale else ValueError, match=f"^{rule}"):
                 call(**{name: jnp.zeros(right, dtype)})
@@ -367,6 +367,19 @@ def test_the_mask_of_the_documentation(dtype: str) -> None:
     assert (out[:, :7] != 0).any(axis=-1).all()
     assert natten_jax.attention(query, query, query, key_bias=bias, sinks=sinks).dtype == dtype
     assert natten_jax.neighborhood_weights(query, query, 3, relative_bias=table).dtype == dtype
+
+
+@pytest.mark.parametrize("library", [np, jnp])
+def test_true_keeps_a_key(library: Any) -> None:
+    case = Case((9, 7), (3, 5), batch=2, heads=2)
+    query, key, value, *_ = case.operands("float32", 0)
+    keeps = library.asarray(np.random.default_rng(1).random((2, 9, 7)) < 0.6)
+    found = natten_jax.na2d(query, key, value, (3, 5), key_bias=keeps)
+    np.testing.assert_array_equal(
+        found, natten_jax.na2d(query, key, value, (3, 5), key_bias=jnp.where(keeps, 0.0, -jnp.inf))
+    )
+    with pytest.raises(ValueError, match=r"sinks has dtype bool.*jnp.where\(sinks"):
+        natten_jax.na2d(query, key, value, (3, 5), sinks=jnp.ones(2, bool))
 
 
 @pytest.mark.usefixtures("_has_float64")

@@ -59,6 +59,7 @@ _LINE, _PART = jnp.ones((2, 9, 4, 8)), jnp.ones((2, 4, 4, 8))
         ({}, ValueError, ("key has token layout (6, 9)", "query has (3, 4)")),
         ({"upsample": 0}, ValueError, ("upsample", "at least 1", "0")),
         ({"upsample": 2}, ValueError, ("query has token layout (3, 4)", "upsample (2, 2)")),
+        ({"upsample": (1, 2)}, ValueError, ("query has token layout (3, 4)", "upsample (1, 2)", "asks for")),
         ({"extents": (3, 4)}, TypeError, ("extents", "int32 array", "(3, 4)")),
         ({"extents": jnp.ones((2, 2))}, TypeError, ("extents", "integers", "float32")),
         ({"extents": jnp.ones((2,), int)}, ValueError, ("extents", "(2,)", "(2, 2)")),
@@ -146,6 +147,19 @@ def test_traced_extents_and_places_are_moved_into_range() -> None:
     at = jax.jit(lambda position: na1d(tokens[:, :3], tokens, tokens, 3, query_origin=position))
     np.testing.assert_array_equal(at(jnp.array([-7])), at(jnp.array([0])))
     np.testing.assert_array_equal(at(jnp.array([50])), at(jnp.array([4])))
+
+
+@pytest.mark.parametrize("library", [np, jnp])
+def test_known_extents_and_places_out_of_range_are_refused(library: Any) -> None:
+    for arguments in (
+        {"extents": library.array([[8]])},
+        {"extents": library.array([[-1]])},
+        {"query_origin": library.array([5])},
+    ):
+        (name,) = arguments
+        query = _LINE[:1, :3] if name == "query_origin" else _LINE[:1, :7]
+        with pytest.raises(ValueError, match=f"{name} must lie between 0 and"):
+            na1d(query, _LINE[:1, :7], _LINE[:1, :7], 3, **arguments)
 
 
 def test_higher_derivatives_of_padded_layouts() -> None:
