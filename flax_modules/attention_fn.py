@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Unpack, cast
 
 import jax
+from flax import nnx
 from flax.core import FrozenDict
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 
@@ -243,23 +244,21 @@ class NeighborhoodModule:
 
     rank: ClassVar[int]
 
-    @classmethod
-    def document(cls, template: str) -> None:
-        """Fill in the template of a base class if this class defines its rank. Other subclasses are not changed."""
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Fill in the docstring of the base class for a class that defines its rank."""
+        super().__init_subclass__(**options)
         if "rank" not in vars(cls):
             return
-        rank = cls.rank
-        common, _, arguments = inspect.cleandoc(NeighborhoodModule.__doc__ or "").partition("\n\nArguments:\n")
-        arguments, _, raises = arguments.partition("\n\n")
-        text = inspect.cleandoc(template)
+        _, *common, arguments, raises = inspect.cleandoc(NeighborhoodModule.__doc__ or "").split("\n\n")
+        text = inspect.cleandoc(cls.__bases__[0].__doc__ or "")
         for name, part in {
-            "common": common.partition("\n\n")[2],
-            "arguments": arguments.strip(),
+            "common": "\n\n".join(common),
+            "arguments": arguments.removeprefix("Arguments:").strip(),
             "raises": raises,
-            "shape": str((1, *(4,) * rank, 32)),
-            "layout": _LAYOUTS[rank],
-            "tokens": _TOKENS[rank],
-            "rank": str(rank),
+            "shape": str((1, *(4,) * cls.rank, 32)),
+            "layout": _LAYOUTS[cls.rank],
+            "tokens": _TOKENS[cls.rank],
+            "rank": str(cls.rank),
         }.items():
             text = text.replace(f"{{{name}}}", part)
         cls.__doc__ = text
@@ -288,6 +287,17 @@ def bias_shape(relative_bias: bool, num_heads: int, window: WindowArguments) -> 
             f"relative_bias=True with kernel_size {sizes}: a bias for each offset takes windows of known extents"
         )
     return num_heads, *(2 * size - 1 for size in sizes)
+
+
+def drop_of_weights(
+    dropout: nnx.Dropout | None, deterministic: bool | None, rngs: Any
+) -> Callable[[jax.Array], jax.Array] | None:
+    """Return a function that drops attention weights; ``None`` if dropout is off."""
+    if dropout is None or (dropout.deterministic if deterministic is None else deterministic) is True:
+        return None
+    if isinstance(rngs, jax.Array):  # the key itself is for outputs
+        rngs = jax.random.fold_in(rngs, 1)
+    return functools.partial(dropout, deterministic=deterministic, rngs=rngs)
 
 
 def settings_of(common: Mapping[str, Any], *values: Any) -> dict[str, Any]:

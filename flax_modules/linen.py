@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen
+from flax import linen, nnx
 from flax.core import meta
 from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
@@ -23,23 +23,6 @@ from . import attention_fn as common
 from .attention_fn import Neighborhood, NeighborhoodModule, Performance
 
 __all__ = ["NeighborhoodAttention1D", "NeighborhoodAttention2D", "NeighborhoodAttention3D"]
-
-
-class Dropout(linen.Dropout):
-    """Flax's dropout with a mask that is sharded over explicit mesh axes as its inputs are.
-
-    Flax's own mask is not sharded, and JAX refuses to combine it with inputs that are.
-    """
-
-    @linen.compact
-    def __call__(self, inputs: jax.Array, deterministic: bool | None = None, rng: jax.Array | None = None) -> jax.Array:
-        """Drop each input with probability ``rate``, unless ``deterministic``, as Flax does."""
-        is_off = linen.merge_param("deterministic", self.deterministic, deterministic)
-        if is_off or self.rate in (0, 1):
-            return jnp.zeros_like(inputs) if self.rate == 1 and not is_off else inputs
-        key = self.make_rng(self.rng_collection) if rng is None else rng
-        kept = jax.random.bernoulli(key, 1 - self.rate, inputs.shape, out_sharding=jax.typeof(inputs).sharding)
-        return jax.lax.select(kept, inputs / (1 - self.rate), jnp.zeros_like(inputs))
 
 
 class NeighborhoodAttention(NeighborhoodModule, linen.Module):
@@ -106,9 +89,8 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
     kernel_schedule: str | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Document a class with a rank, and explain unknown arguments of its constructor."""
+        """Explain unknown arguments of the constructor."""
         super().__init_subclass__(**options)
-        cls.document(NeighborhoodAttention.__doc__ or "")
         cls.__init__ = explained()(cls.__init__)  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
@@ -193,18 +175,16 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
             table = self.param("rpb", draw, shape, self.param_dtype)
         zeros = linen.initializers.zeros_init()
         sinks = self.param("sinks", zeros, (num_heads,), self.param_dtype) if self.sinks else None
-        # Dropout rejects two flags. As in nnx, the flag of the call takes precedence.
-        flag, drop = self.deterministic if deterministic is None else deterministic, None
-        if self.attn_drop > 0 and flag is not True:
-            key_of_weights = None if dropout_rng is None else jax.random.fold_in(dropout_rng, 1)
-            drop = functools.partial(Dropout(self.attn_drop), deterministic=flag, rng=key_of_weights)
+        flag, rates = self.deterministic if deterministic is None else deterministic, (self.attn_drop, self.proj_drop)
+        attn_dropout, dropout = (nnx.Dropout(rate, deterministic=flag) if rate > 0 else None for rate in rates)
+        if dropout_rng is None and flag is not None and not flag and any(rates):
+            dropout_rng = self.make_rng("dropout")
+        drop = common.drop_of_weights(attn_dropout, flag, dropout_rng)
         places = {"query_origin": query_origin, "extents": extents, "upsample": upsample}
         terms = {"relative_bias": table, "key_bias": key_bias, "sinks": sinks}
         outputs = attend(query, key, value, drop, **places, **terms)
         outputs = project(out_features, "out", self.out_kernel_init, self.out_bias_init, axis=(-2, -1))(outputs)
-        if self.proj_drop > 0:
-            outputs = Dropout(self.proj_drop)(outputs, deterministic=flag, rng=dropout_rng)
-        return outputs
+        return outputs if dropout is None else dropout(outputs, rngs=dropout_rng)
 
 
 def _annotating(initializer: Initializer) -> Initializer:

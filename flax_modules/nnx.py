@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Unpack
 
@@ -51,11 +51,6 @@ class NeighborhoodAttention(NeighborhoodModule, nnx.Module):
 
     {raises}
     """
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Document a class with a rank."""
-        super().__init_subclass__(**options)
-        cls.document(NeighborhoodAttention.__doc__ or "")
 
     @explained(Performance.__annotations__)
     def __init__(
@@ -180,25 +175,12 @@ class NeighborhoodAttention(NeighborhoodModule, nnx.Module):
         table, sinks = (None if each is None else each.get_value() for each in (self.rpb, self.sinks))
         places = {"query_origin": query_origin, "extents": extents, "upsample": upsample}
         terms = {"relative_bias": table, "key_bias": key_bias, "sinks": sinks}
-        drop = self._drop_of_weights(deterministic, rngs)
+        drop = common.drop_of_weights(self.attn_dropout, deterministic, rngs)
         attended = self.neighborhood(query, key, value, drop, **places, **terms)
         outputs = self.out(attended, out_sharding=out_sharding)
         if self.dropout is not None:
             outputs = self.dropout(outputs, deterministic=deterministic, rngs=rngs)
         return outputs
-
-    def _drop_of_weights(
-        self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None
-    ) -> Callable[[jax.Array], jax.Array] | None:
-        """Return the dropout of the weights; ``None`` if dropout is off."""
-        dropout = self.attn_dropout
-        if dropout is None:
-            return None
-        if (dropout.deterministic if deterministic is None else deterministic) is True:
-            return None
-        if isinstance(rngs, jax.Array):  # the key itself is for outputs
-            rngs = jax.random.fold_in(rngs, 1)
-        return functools.partial(dropout, deterministic=deterministic, rngs=rngs)
 
 
 def _check_metadata(name: str, metadata: Mapping[str, Any], rank: int) -> None:
