@@ -261,7 +261,7 @@ def test_numbers_of_queries_come_back_from_items() -> None:
     problem = plans["backward"].problem
     numbers = np.random.default_rng(0).standard_normal((2, problem.batch, *problem.query_layout, problem.heads))
     in_items = call.in_items([jnp.asarray(each, jnp.float32) for each in numbers], 7.0)
-    assert in_items.shape == (call.items, 2, 128)
+    assert in_items.shape == (call.items(), 2, 128)
     assert (in_items == 7).sum() == in_items.size - numbers.size
     np.testing.assert_array_equal(np.stack(call.of_items(in_items)), numbers.astype(np.float32))
 

@@ -51,7 +51,7 @@ def _draw_tiles(problem: Fuzzed, rng: np.random.Generator) -> dict[str, Any]:
 
 def _size(plan: Plan, operands: Operands) -> float:
     call = call_of(plan, operands)
-    items = call.items if plan.pass_ == "forward" else max(call.items, call.key_items)
+    items = call.items() if plan.pass_ == "forward" else max(call.items(), call.items(owns_keys=True))
     return items / ITEMS[plan.pass_]
 
 

@@ -158,40 +158,32 @@ class Call(StaticCall):
         """Query heads of a key head."""
         return self.queries.heads // self.keys.heads
 
-    @property
-    def items(self) -> int:
-        """Work items that own a tile of queries."""
-        return self.queries.batch * self.queries.heads * math.prod(self._extents("q_tiles"))
+    def extents(self, *, owns_keys: bool = False) -> list[int]:
+        """Return the number of batch entries and heads, and of groups and tiles along each dimension.
 
-    def item(self, number: Scalar) -> Item:
-        """Return the work item with a number: tiles of a head follow each other."""
-        return self._item(number, self.queries.heads, "q_tiles")
+        Args:
+            owns_keys: True for work items that own a tile of keys, False for work items that own a tile of queries.
+        """
+        lines, tiles = (self.keys, "kv_tiles") if owns_keys else (self.queries, "q_tiles")
+        return [lines.batch, lines.heads, *(v.groups for v in self.visits), *(getattr(v, tiles) for v in self.visits)]
 
-    def number(self, item: Item) -> Scalar:
-        """Invert :meth:`item`."""
-        number = item.batch * self.queries.heads + item.head
-        for index, extent in zip((*item.group, *item.tile), self._extents("q_tiles"), strict=True):
-            number = number * extent + index
-        return number
+    def items(self, *, owns_keys: bool = False) -> int:
+        """Return the number of work items."""
+        return math.prod(self.extents(owns_keys=owns_keys))
 
-    @property
-    def key_items(self) -> int:
-        """Work items that own a tile of keys."""
-        return self.keys.batch * self.keys.heads * math.prod(self._extents("kv_tiles"))
-
-    def key_item(self, number: Scalar) -> Item:
-        """Return the work item that owns keys with a number: a key head, the group of its queries, and the tile."""
-        return self._item(number, self.keys.heads, "kv_tiles")
-
-    def _extents(self, tiles: str) -> list[int]:
-        """Return the number of groups and tiles along each dimension; ``tiles`` is an attribute of :class:`Visits`."""
-        return [*(v.groups for v in self.visits), *(getattr(v, tiles) for v in self.visits)]
-
-    def _item(self, number: Scalar, heads: int, tiles: str) -> Item:
-        found = unravel(number, [self.queries.batch, heads, *self._extents(tiles)])
+    def item(self, number: Scalar, *, owns_keys: bool = False) -> Item:
+        """Return the work item with a number: tiles of a head follow each other. Groups are groups of queries."""
+        found = unravel(number, self.extents(owns_keys=owns_keys))
         # JAX checks static bounds of slices, which padding exceeds.
         batch, head, *indices = (jnp.zeros_like(number) if isinstance(index, int) else index for index in found)
         return Item(batch, head, indices[:KERNEL_RANK], indices[KERNEL_RANK:])
+
+    def number(self, item: Item) -> Scalar:
+        """Return the number of a work item that owns queries."""
+        number = item.batch
+        for index, extent in zip((item.head, *item.group, *item.tile), self.extents()[1:], strict=True):
+            number = number * extent + index
+        return number
 
     def rows(self, item: Item) -> list[Scalar]:
         """Return the item's row in the tables of each dimension."""
@@ -216,7 +208,7 @@ class Call(StaticCall):
 
     def in_items(self, arrays: Sequence[jax.Array], padding: float) -> jax.Array:
         """Invert :meth:`of_items`, with a number for the padding of tiles."""
-        return self._rows_layout.in_tiles(arrays, padding).reshape(self.items, len(arrays), -1)
+        return self._rows_layout.in_tiles(arrays, padding).reshape(self.items(), len(arrays), -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,27 +219,23 @@ class Boxes:
         call: What runs.
         firsts: First key of the first box along each dimension.
         counts: Number of boxes along each dimension.
-        cores: First and end along each dimension of the keys that all queries see.
+        core_firsts: First key along each dimension that all queries see.
+        core_ends: End along each dimension of the keys that all queries see.
         groups: Dilation group of the keys.
     """
 
     call: Call
     firsts: Sequence[Scalar]
     counts: Sequence[Scalar]
-    cores: Sequence[tuple[Scalar, Scalar]]
+    core_firsts: Sequence[Scalar]
+    core_ends: Sequence[Scalar]
     groups: Sequence[Scalar]
 
     @classmethod
     def of(cls, call: Call, item: Item, tables: Sequence[Any]) -> Boxes:
-        """Read the boxes of an item from the box tables."""
-
+        """Read the boxes of an item from the box tables, whose columns are in the order of the attributes."""
         rows = [call.columns_of(table, row) for table, row in zip(tables, call.rows(item), strict=True)]
-
-        def column(name: str) -> list[Scalar]:
-            return [row(name) for row in rows]
-
-        cores = list(zip(column("core_first"), column("core_end"), strict=True))
-        return cls(call, column("start"), column("count"), cores, column("key_group"))
+        return cls(call, *([row(name) for row in rows] for name in call.columns))
 
     @property
     def count(self) -> Scalar:
@@ -263,7 +251,9 @@ class Boxes:
         """Whether all queries see all keys of a box."""
         inside = [
             (at >= core_first) & (at + extent <= core_end)
-            for at, extent, (core_first, core_end) in zip(first, self.call.box, self.cores, strict=True)
+            for at, extent, core_first, core_end in zip(
+                first, self.call.box, self.core_firsts, self.core_ends, strict=True
+            )
         ]
         return functools.reduce(jnp.logical_and, inside[self.call.first_dim :])
 

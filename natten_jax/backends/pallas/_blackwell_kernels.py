@@ -60,15 +60,15 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
         The output in the layout of the query; maxima of the logits in base 2 and sums of the weights,
         ``[items, 2, queries]``.
     """
-    statistics = jax.ShapeDtypeStruct((call.items, 2, call.halves * ROWS), jnp.float32)
+    statistics = jax.ShapeDtypeStruct((call.items(), 2, call.halves * ROWS), jnp.float32)
     return gpu.launch(
         "natten_jax_blackwell_forward",
         lambda read, written, memory: ForwardBlock(call, memory, written, *read),
         [[query, key, value], scale * LOG2_E, call.box_tables, call.bounds()],
         [query, statistics],
         forward_memory(call, query.dtype),
-        items=call.items,
-        blocks=blocks_of(call.items) if call.plan.performance.run_persistent_kernel else call.items,
+        items=call.items(),
+        blocks=blocks_of(call.items()) if call.plan.performance.run_persistent_kernel else call.items(),
         halves=call.halves,
     )
 
@@ -140,26 +140,23 @@ class ForwardBlock:
         """Copy the queries of an item, and the boxes of keys and values that they see."""
         items, before = state
         call, memory, (query, key, value) = self.call, self.memory, self.arrays
-        item = call.item(number)
-        boxes = Boxes.of(call, item, self.tables)
+        owned = owned_queries(call, number, self.tables)
         for half in range(call.halves):
             gpu.wait_if(items > 0, memory.query_is_out.at[half])
-            place = gpu.place_of_queries(call, item, half)
+            place = gpu.place_of_queries(call, owned.item, half)
             gpu.copy_in(call.queries, call.half_tile, place, query, memory.query.at[half], memory.query_is_in.at[half])
-        column = call.keys.column(boxes.groups[-1], divided(item.head, call.group_heads)[0])
 
         def load(number: Scalar, none: None) -> None:
-            slot, first = _slot(before + number), boxes.first(number)
+            slot, place = _slot(before + number), owned.pair(number).keys
             for source, tiles, is_in, is_out in (
                 (key, memory.key, memory.key_is_in, memory.key_is_out),
                 (value, memory.value, memory.value_is_in, memory.value_is_out),
             ):
-                gpu.wait_until_free(is_out.at[slot], before + number, STAGES)
-                place = gpu.Place(item.batch, boxes.groups, first, column)
+                gpu.wait_if(before + number >= STAGES, is_out.at[slot])
                 gpu.copy_in(call.keys, call.box, place, source, tiles.at[slot], is_in.at[slot])
 
-        jax.lax.fori_loop(0, boxes.count, load, None)
-        return items + 1, before + boxes.count
+        jax.lax.fori_loop(0, owned.count, load, None)
+        return items + 1, before + owned.count
 
     def drain(self, state: Sequence[Scalar]) -> None:
         """Wait for the last products and copies."""
@@ -286,7 +283,7 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangen
     statistics = call.in_items(common.saved_statistics(saved, cotangents), common.NO_KEY_SEEN)
     scale = call.scales(inputs)
     boxes, bounds, logit_scales = call.box_tables, call.bounds(), scale.reshape(-1) * LOG2_E
-    sums_type = jax.ShapeDtypeStruct((call.items, HALVES, ROWS), jnp.float32)
+    sums_type = jax.ShapeDtypeStruct((call.items(), HALVES, ROWS), jnp.float32)
     shared = arrays, bounds, statistics, logit_scales
 
     results = [query] if inputs.scale is None else [query, sums_type]
@@ -314,12 +311,11 @@ def _split_scale(call: Call, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _launch(call: Call, results: Sequence[Any], *operands: Any, owns_keys: bool = False) -> Sequence[jax.Array]:
     """Launch a kernel with the operands of :class:`BackwardBlock`."""
-    items = call.key_items if owns_keys else call.items
-    items_of_head = items // math.prod(operands[-1].shape)
+    items = call.items(owns_keys=owns_keys)
     slots = 1 if owns_keys and call.queries.width > _WIDEST_OF_TWO_SLOTS else 2
     return gpu.launch(
         f"natten_jax_blackwell_{'key_gradients' if owns_keys else 'query_gradient'}",
-        lambda read, written, memory: BackwardBlock(call, slots, owns_keys, items_of_head, memory, written, *read),
+        lambda read, written, memory: BackwardBlock(call, slots, owns_keys, memory, written, *read),
         operands,
         results,
         backward_memory(call, operands[0][0].dtype, slots, owns_keys=owns_keys),
@@ -383,7 +379,7 @@ def owned_queries(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
 
 def owned_keys(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
     """Return the tile of keys of an item, paired with the tiles of queries that see it, in order of query heads."""
-    item = call.key_item(number)
+    item = call.item(number, owns_keys=True)
     box_tables, tile_tables = tables[:KERNEL_RANK], tables[KERNEL_RANK:]
     first_key = [t * extent for t, extent in zip(item.tile, call.box, strict=True)]
     # The tables have the group of the keys for every tile of queries of a group.
@@ -463,7 +459,6 @@ class BackwardBlock:
         call: What runs.
         slots: Slots in shared memory for tiles of the side that is not owned.
         owns_keys: True if items own keys and values, False if they own queries.
-        items_of_head: Items of a head of the owned side.
         memory: References to :func:`backward_memory`.
         results: References to the results. If queries are owned: their gradients, and if the scale is an array, sums of
             products of logits and their gradients, ``[items, HALVES, queries]``. If keys are owned: the gradients of
@@ -481,7 +476,6 @@ class BackwardBlock:
     call: Call
     slots: int
     owns_keys: bool
-    items_of_head: int
     memory: Any
     results: Sequence[Any]
     arrays: Sequence[Any]
@@ -510,7 +504,7 @@ class BackwardBlock:
 
         def load(number: Scalar, none: None) -> None:
             slot, pair = self._slot(before + number), owned.pair(number)
-            gpu.wait_until_free(memory.other_is_out.at[slot], before + number, self.slots)
+            gpu.wait_if(before + number >= self.slots, memory.other_is_out.at[slot])
             copy_other(pair.queries if self.owns_keys else pair.keys, slot, memory.other_is_in.at[slot])
 
         jax.lax.fori_loop(0, owned.count, load, None)
@@ -578,9 +572,11 @@ class BackwardBlock:
 
     def weigh(self, half: int, number: Scalar) -> None:
         """Compute weights and gradients of an item's logits, and write the results."""
-        owned, head = self._owned(number), divided(number, self.items_of_head)[0]
-        compute = self._compute_key_gradients if self.owns_keys else self._compute_query_gradients
-        compute(half, owned, self.result_scales[head])
+        owned = self._owned(number)
+        compute, lines = self._compute_query_gradients, self.call.queries
+        if self.owns_keys:
+            compute, lines = self._compute_key_gradients, self.call.keys
+        compute(half, owned, self.result_scales[owned.item.batch * lines.heads + owned.item.head])
         # The place of the results may be overwritten when they have left it.
         plgpu.wait_smem_to_gmem(0)
         plgpu.barrier_arrive(self.memory.owned_is_out)

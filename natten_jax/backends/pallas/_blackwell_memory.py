@@ -130,11 +130,6 @@ def wait_if(condition: Any, barrier: Any) -> None:
     pl.when(condition)(lambda: wait(barrier))
 
 
-def wait_until_free(barrier: Any, number: Any, slots: int) -> None:
-    """Wait until the slot of a tile may be overwritten, given its barrier and the number of the tile in the ring."""
-    wait_if(number >= slots, barrier)
-
-
 def drain(free: Sequence[Any], loaded: Scalar, slots: int) -> None:
     """Wait until the last tiles of a ring are free, given barriers of its slots and the number of tiles so far."""
 
