@@ -165,26 +165,27 @@ class Strip:
     seeing: QueryBox
 
     def taken(self, array: jax.Array) -> jax.Array:
-        """Its keys or values."""
+        """Return the strip's keys or values."""
+        return self._padded(self._cut(array))
+
+    def added(self, total: jax.Array, gradient: jax.Array) -> jax.Array:
+        """Add the gradient of the strip's keys or values to the gradient of all; the transpose of :meth:`taken`."""
+        own = self._cut(total)
+        (more,) = jax.linear_transpose(self._padded, own)(gradient)
+        axis = _FIRST_TOKEN_AXIS + self.dimension
+        return jax.lax.dynamic_update_slice_in_dim(apart(total), own + more, self.side.first, axis)
+
+    def _cut(self, array: jax.Array) -> jax.Array:
+        """Return the strip's part of an array of all keys."""
         first, keys, *_ = self.side
-        array = jax.lax.slice_in_dim(array, first, first + keys, axis=_FIRST_TOKEN_AXIS + self.dimension)
+        return jax.lax.slice_in_dim(array, first, first + keys, axis=_FIRST_TOKEN_AXIS + self.dimension)
+
+    def _padded(self, array: jax.Array) -> jax.Array:
+        """Repeat keys behind the ends of the dimensions before."""
         widths = [(0, 0)] * array.ndim
         for i in self._before():
             widths[_FIRST_TOKEN_AXIS + i] = _padding(self.axes[i])
         return jnp.pad(array, widths, mode="wrap")
-
-    def added(self, total: jax.Array, gradient: jax.Array) -> jax.Array:
-        """The gradient of all keys or values with that of its own; the transpose of :meth:`taken`."""
-        for i in reversed(self._before()):
-            along, extent = _FIRST_TOKEN_AXIS + i, self.axes[i].kv_extent
-            in_front, _ = _padding(self.axes[i])
-            own = jax.lax.slice_in_dim(gradient, in_front, in_front + extent, axis=along)
-            for each in sides_of(self.axes[i]):
-                begin = in_front + each.origin
-                part = jax.lax.slice_in_dim(gradient, begin, begin + each.keys, axis=along)
-                own = _with_added(own, part, each.first, along)
-            gradient = own
-        return _with_added(total, gradient, self.side.first, _FIRST_TOKEN_AXIS + self.dimension)
 
     def placed(self, plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
         """A pass on it, of all queries, without additional tokens and sinks, which another one has."""
@@ -238,8 +239,3 @@ def _room(axis: Axis) -> int:
     """So many tokens that windows and keys behind an end lie inside, and that queries share windows as before."""
     step = axis.stride * axis.dilation
     return -(-(axis.kernel_size + axis.stride) * axis.dilation // step) * step
-
-
-def _with_added(total: jax.Array, part: jax.Array, first: int, axis: int) -> jax.Array:
-    own = jax.lax.slice_in_dim(total, first, first + part.shape[axis], axis=axis)
-    return jax.lax.dynamic_update_slice_in_dim(apart(total), own + part, first, axis)
