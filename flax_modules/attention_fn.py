@@ -369,9 +369,11 @@ def _check_input(inputs: jax.Array, rank: int, in_features: int | None, name: st
             + (f": {_FLATTENED.format(rank=rank)}" if rank > 1 else "")
         )
     if in_features is not None and inputs.shape[-1] != in_features:
+        hint = "they must be equal"
+        if inputs.ndim > rank and inputs.shape[-rank - 1] == in_features:
+            hint = f"jnp.moveaxis({name}, {-rank - 1}, -1) moves features behind tokens"
         raise ValueError(
-            f"{name} has {inputs.shape[-1]} features (shape {inputs.shape}), but in_features is {in_features}: "
-            "they must be equal"
+            f"{name} has {inputs.shape[-1]} features (shape {inputs.shape}), but in_features is {in_features}: {hint}"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast
@@ -62,9 +63,16 @@ def explained(
         known = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
         known |= set(names)
         accepted = frozenset(known | set(of_natten) if takes_others else known)
+        by_position = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+        most = math.inf if any(each.kind is each.VAR_POSITIONAL for each in parameters) else len(by_position)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if len(args) > most:
+                names = ", ".join(each for each in by_position if each != "self")
+                raise TypeError(
+                    f"{_label(function, args)}() takes {names} by position, and all other arguments by name"
+                )
             if not kwargs.keys() <= accepted:
                 name = next(each for each in kwargs if each not in accepted)
                 raise TypeError(unexpected(_label(function, args), name, known))
@@ -138,13 +146,13 @@ class Meaning(NamedTuple):
 
 
 _HAVE_WINDOWS = "attention sees all keys; na1d, na2d and na3d have windows of kernel_size tokens"
-_NO_MASK = "key_bias masks keys: a bool array [batch, *layout], True for those that count (docs/numerics.md)"
+_NO_MASK = "key_bias masks keys: a bool array [batch, *layout], True for those that count"
 _NO_OFFSETS = "only na1d, na2d and na3d have offsets within windows; key_bias is added to all logits of a key"
 _NO_WEIGHTS = (
     "the operators form no attention weights to drop; modules have attn_drop and proj_drop, and neighborhood_weights "
     "and neighborhood_apply have weights in between"
 )
-_ONE_LENGTH = "the sequences of a batch have one length; docs/coming-from-natten.md says what to do with several"
+_ONE_LENGTH = "the sequences of a batch have one length: pad them, and attention takes query_lengths and kv_lengths"
 _OF_ARRAYS = "the arrays have it"
 _FEWER_HEADS = "key and value may have fewer heads (GQA, MQA)"
 _HEADS = "the arrays have the heads: key and value may have fewer than query (GQA, MQA), as they are"
@@ -200,7 +208,9 @@ _MEANINGS = {
         "", "logits have no soft cap"
     ),
     "sink sinks attention_sink attention_sinks": Meaning(
-        "sinks", "each head has one, a logit that no value stands behind"
+        "sinks",
+        "each head has one, a logit that no value stands behind",
+        "modules that are constructed with sinks=True learn a sink for each head",
     ),
     "registers extra_keys": Meaning("additional_keys", "with additional_values they are tokens that every query sees"),
     "seqlens_Q seqlens_KV cumulative_seqlen_Q cumulative_seqlen_KV max_seqlen_Q max_seqlen_KV cu_seqlens cu_seqlens_q "

@@ -46,7 +46,8 @@ def _run(options: Options) -> int:
         )
         if platform is not None and not platform.has(device):
             print_message(f"error: {name} runs on {platform}, and this is {device}")
-            _show_where_it_runs(options, platform)
+            others = options if is_measured else dataclasses.replace(options, backend=None, fmha_backend=None)
+            _show_where_it_runs(others, platform)
             return 1
     return _measure(options) if is_measured else _predict(options, device)
 
@@ -117,7 +118,7 @@ def _show_where_it_runs(options: Options, platform: Platform) -> None:
     """Print a dry run for a device of a platform."""
     capability = platform.compute_capability
     chip = next(iter(TPU_CHIPS)) if capability is None else None
-    anywhere = dataclasses.replace(options, backend=None, fmha_backend=None, compute_capability=capability, device=chip)
+    anywhere = dataclasses.replace(options, compute_capability=capability, device=chip)
     asked = f"--device {chip}" if capability is None else f"--compute-capability {'.'.join(map(str, capability))}"
     report.print_lines([f"A dry run with {asked} shows:"])
     predict.print_dry_run(anywhere, _target_device(anywhere))

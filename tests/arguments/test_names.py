@@ -39,6 +39,14 @@ def test_positional_order(name: str, order: str) -> None:
     assert [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD] == order.split()
 
 
+def test_more_arguments_by_position_than_there_are() -> None:
+    nnx = pytest.importorskip("natten_jax.flax_modules.nnx")
+    with pytest.raises(TypeError, match=r"^NeighborhoodAttention2D\(\) takes in_features by position, and all other"):
+        nnx.NeighborhoodAttention2D(64, 4, 7)  # NATTEN's order
+    with pytest.raises(TypeError, match=r"^attention\(\) takes query, key, value, scale by position"):
+        natten_jax.attention(*(ARRAY,) * 3, 0.5, False)
+
+
 # Keyword arguments by other libraries' names, and misspelt ones: what was meant, or what to do instead.
 
 

@@ -136,6 +136,7 @@ class TestArguments:
         [
             ({}, (16,), "inputs has shape .* NeighborhoodAttention2D takes arrays of"),
             ({"in_features": FEATURES}, (2, 6, 8, 12), "inputs has 12 features .* in_features is 16"),
+            ({"in_features": FEATURES}, (2, FEATURES, 8, 8), r"jnp.moveaxis\(inputs, -3, -1\)"),
             ({}, (2, 2, 2, FEATURES), "exceeds the token layout"),
             ({"qk_scale": 1e39}, (2, 6, 8, FEATURES), r"^qk_scale must be within .* float32 .*\(qk_scale \* log2\(e\)"),
         ],
