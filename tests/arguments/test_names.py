@@ -44,7 +44,8 @@ def test_more_arguments_by_position_than_there_are() -> None:
     with pytest.raises(TypeError, match=r"^NeighborhoodAttention2D\(\) takes in_features by position, and all other"):
         nnx.NeighborhoodAttention2D(64, 4, 7)  # NATTEN's order
     with pytest.raises(TypeError, match=r"^attention\(\) takes query, key, value, scale by position"):
-        natten_jax.attention(*(ARRAY,) * 3, 0.5, False)
+        operator: Any = natten_jax.attention
+        operator(*(ARRAY,) * 3, 0.5, False)
 
 
 # Keyword arguments by other libraries' names, and misspelt ones: what was meant, or what to do instead.
