@@ -167,45 +167,76 @@ def with_columns(problem: Problem) -> Problem:
 
 @dataclasses.dataclass(frozen=True)
 class KeyBiasColumns:
-    """Columns of queries and keys that stand for biases of keys.
+    """Columns of queries and keys that stand for biases of keys. Arrays are ``[batch or 1, heads]``.
 
     Attributes:
-        problem: The problem of the call.
+        problem: The problem of the call, in the element type of the kernels.
+        scale: Factor of the logits in the kernels.
+        of_query: Factor of the query before the kernels; ``None`` without a factor.
+        column: Number in the columns of queries: a power of two, so that no digit is lost.
+        bias: Factor of a term of a bias in the kernels.
+        hidden: Magnitude of the sum of terms of a hidden key.
     """
 
     problem: Problem
+    scale: jax.Array
+    of_query: jax.Array | None
+    column: jax.Array
+    bias: jax.Array
+    hidden: jax.Array
+
+    @classmethod
+    def of(cls, problem: Problem, scale: jax.Array | None) -> KeyBiasColumns:
+        """Return the columns of a problem, whose scale an array may replace."""
+        if scale is None:
+            of_logits = jnp.full((1, problem.heads), with_columns(problem).scale, problem.element.accumulator)
+            of_query = problem.scale / of_logits if abs(problem.scale) < _SMALLEST_SCALE else None
+        else:
+            of_logits = jnp.where(jnp.abs(scale) >= _SMALLEST_SCALE, scale, _SMALLEST_SCALE)
+            of_query = scale / of_logits
+        numbers = _NUMBERS[problem.dtype]
+        power = jnp.clip(numbers.exponent - jnp.round(jnp.log2(jnp.abs(of_logits))), -10, 14)
+        column = jnp.ldexp(jnp.ones_like(of_logits), power.astype(jnp.int32))
+        if numbers.hidden is None:
+            hidden = jnp.full_like(column, _TERMS * numbers.largest)
+        else:
+            hidden = numbers.hidden / (column * jnp.maximum(jnp.abs(of_logits), 1))
+        return cls(problem, of_logits, of_query, column, of_logits * column, hidden)
+
+    @property
+    def of_hidden(self) -> jax.Array:
+        """Magnitude of the logit of a hidden key."""
+        return jnp.abs(self.hidden * self.bias)
 
     def added(self, operands: Operands) -> Operands:
-        """What kernels get, but for the width of their heads."""
-        inputs = operands.inputs
+        """Return the operands of the kernels, except the width of their heads."""
+        inputs, query = operands.inputs, operands.inputs.query
         assert inputs.key_bias is not None
-        scales = _Scales.of(self.problem, inputs.scale)
-        query = scales.scaled(inputs.query)
-        columns = jnp.broadcast_to(self._of_queries(scales), (*query.shape[:-1], columns_of(self.problem)))
-        of_hidden = jnp.min(scales.of_hidden(self.problem), axis=0)[:, None]
+        if self.of_query is not None:
+            query *= over_tokens(self.of_query, query).astype(query.dtype)
+        columns = jnp.broadcast_to(self._of_queries(), (*query.shape[:-1], columns_of(self.problem)))
+        of_hidden = jnp.min(self.of_hidden, axis=0)[:, None]
         inputs = inputs._replace(
             query=jnp.concatenate([query, columns.astype(query.dtype)], axis=-1),
-            key=jnp.concatenate([inputs.key, self._of_keys(scales, inputs.key_bias, inputs.key)], axis=-1),
-            scale=None if inputs.scale is None else scales.of_logits,
+            key=jnp.concatenate([inputs.key, self._of_keys(inputs.key_bias, inputs.key)], axis=-1),
+            scale=None if inputs.scale is None else self.scale,
             relative_bias=_clipped(inputs.relative_bias, _OF_RELATIVE_BIAS * of_hidden),
             key_bias=None,
             sinks=_clipped(inputs.sinks, _OF_KEY_BIAS * of_hidden),
         )
         return operands._replace(inputs=inputs)
 
-    def result(self, found: Saved, operands: Operands) -> Saved:
-        """The results of the call: a query all of whose keys are hidden has seen none."""
-        scales = _Scales.of(self.problem, operands.inputs.scale)
-        of_hidden = scales.of_hidden(self.problem)
-        is_unseen = found.logsumexp < -_UNSEEN * over_tokens(of_hidden, found.out)[..., 0]
+    def result(self, found: Saved) -> Saved:
+        """Return the results of the call: a query all of whose keys are hidden has seen none."""
+        is_unseen = found.logsumexp < -_UNSEEN * over_tokens(self.of_hidden, found.out)[..., 0]
         out, logsumexp, remainder = found
         out, logsumexp = jnp.where(is_unseen[..., None], 0, out), jnp.where(is_unseen, -jnp.inf, logsumexp)
         return Saved(out, logsumexp, None if remainder is None else jnp.where(is_unseen, 0, remainder))
 
     def saved(self, saved: Saved, operands: Operands) -> Saved:
-        """What kernels get for the backward pass: beside any number, weights of hidden keys underflow.
+        """Return what kernels read in the backward pass: relative to any number, weights of hidden keys underflow.
 
-        Padding keeps the logsumexp that it has without biases, by which kernels know it.
+        Padding keeps the logsumexp that it has without biases, by which kernels recognize it.
         """
         logsumexp, layouts = saved.logsumexp, operands.layouts
         is_unseen = jnp.isneginf(logsumexp)
@@ -214,30 +245,38 @@ class KeyBiasColumns:
         return saved._replace(logsumexp=jnp.where(is_unseen, 0, logsumexp))
 
     def gradients(self, found: Gradients, operands: Operands) -> Gradients:
-        """The gradients of the call's inputs, of which query and key may still be wider."""
-        inputs = operands.inputs
-        assert inputs.key_bias is not None
-        scales = _Scales.of(self.problem, inputs.scale)
-        width = self.problem.head_dim
-        first_terms = found.key[..., width : width + columns_of(self.problem) : _TERMS].astype(scales.bias.dtype)
-        of_bias = first_terms.reshape(inputs.key_bias.shape) / over_tokens(scales.bias, inputs.key_bias)
-        found = found._replace(key_bias=of_bias)
-        # Gradients of padding are zero, but what it holds may be anything.
-        return scales.gradients(found, without_padding(operands.layouts, inputs).query)
+        """Return the gradients of the call's inputs, of which query and key may still be wider.
 
-    def _of_queries(self, scales: _Scales) -> jax.Array:
+        The kernels' gradient of the scale includes the columns, whose products are biases whatever the scale is.
+        """
+        inputs, width = operands.inputs, self.problem.head_dim
+        assert inputs.key_bias is not None
+        first_terms = found.key[..., width : width + columns_of(self.problem) : _TERMS].astype(self.bias.dtype)
+        of_bias = first_terms.reshape(inputs.key_bias.shape) / over_tokens(self.bias, inputs.key_bias)
+        found = found._replace(key_bias=of_bias)
+        if self.of_query is None:
+            return found
+        # Gradients of padding are zero, but its numbers are arbitrary.
+        query = without_padding(operands.layouts, inputs).query
+        of_scaled = found.query[..., : query.shape[-1]].astype(self.scale.dtype)
+        if found.scale is not None:
+            of_products = products_of_heads(of_scaled, query.astype(of_scaled.dtype))
+            found = found._replace(scale=of_products / self.scale)
+        return found._replace(query=(of_scaled * over_tokens(self.of_query, query)).astype(query.dtype))
+
+    def _of_queries(self) -> jax.Array:
         """``[batch or 1, 1, ..., heads, columns]``."""
         groups = self.problem.heads // self.problem.heads_kv
         own = np.tile(np.repeat(np.eye(groups), _TERMS, axis=1), (self.problem.heads_kv, 1))
-        columns = scales.column[..., None] * own[None].astype(scales.column.dtype)
+        columns = self.column[..., None] * own[None].astype(self.column.dtype)
         return columns.reshape(columns.shape[0], *(1,) * self.problem.rank, *columns.shape[1:])
 
-    def _of_keys(self, scales: _Scales, key_bias: jax.Array, key: jax.Array) -> jax.Array:
+    def _of_keys(self, key_bias: jax.Array, key: jax.Array) -> jax.Array:
         """``[batch, *keys, heads_kv, columns]``."""
         numbers = _NUMBERS[self.problem.dtype]
         bias = with_hidden_keys(key_bias)
         bias = jnp.where(bias == jnp.inf, jnp.nan, bias)
-        hidden, factor = (over_tokens(each, key_bias) for each in (scales.hidden(self.problem), scales.bias))
+        hidden, factor = over_tokens(self.hidden, key_bias), over_tokens(self.bias, key_bias)
         rest = jnp.clip(bias / factor, -_OF_KEY_BIAS * hidden, _OF_KEY_BIAS * hidden)
         rest = jnp.where(jnp.isneginf(bias), -jnp.sign(factor) * hidden, rest)
         terms = []
@@ -248,64 +287,6 @@ class KeyBiasColumns:
             rest = rest - terms[-1]
         columns = jnp.concatenate(terms, axis=-1)  # [batch, *keys, heads, terms]
         return columns.reshape(*key.shape[:-1], columns_of(self.problem)).astype(key.dtype)
-
-
-class _Scales(NamedTuple):
-    """The numbers that columns depend on, ``[batch or 1, heads]``.
-
-    Attributes:
-        of_logits: What kernels multiply logits with.
-        of_query: What the query is multiplied with before, besides; ``None`` where that is nothing.
-        column: What queries have in the columns: powers of two, so that no digit is lost.
-        bias: What kernels multiply a term of a bias with.
-    """
-
-    of_logits: jax.Array
-    of_query: jax.Array | None
-    column: jax.Array
-    bias: jax.Array
-
-    @classmethod
-    def of(cls, problem: Problem, scale: jax.Array | None) -> _Scales:
-        """Those of a problem, or of a scale in place of its."""
-        if scale is None:
-            of_logits = jnp.full((1, problem.heads), with_columns(problem).scale, problem.element.accumulator)
-            is_rest = abs(problem.scale) < _SMALLEST_SCALE
-            of_query = problem.scale / of_logits if is_rest else None
-        else:
-            of_logits = jnp.where(jnp.abs(scale) >= _SMALLEST_SCALE, scale, _SMALLEST_SCALE)
-            of_query = scale / of_logits
-        power = jnp.clip(_NUMBERS[problem.dtype].exponent - jnp.round(jnp.log2(jnp.abs(of_logits))), -10, 14)
-        column = jnp.ldexp(jnp.ones_like(of_logits), power.astype(jnp.int32))
-        return cls(of_logits, of_query, column, of_logits * column)
-
-    def hidden(self, problem: Problem) -> jax.Array:
-        """Return the magnitude of the sum of terms of a hidden key, of each head."""
-        numbers = _NUMBERS[problem.dtype]
-        if numbers.hidden is None:
-            return jnp.full_like(self.bias, _TERMS * numbers.largest)
-        return numbers.hidden / (self.column * jnp.maximum(jnp.abs(self.of_logits), 1))
-
-    def of_hidden(self, problem: Problem) -> jax.Array:
-        """Return the magnitude of the logit of a hidden key, of each head."""
-        return jnp.abs(self.hidden(problem) * self.bias)
-
-    def scaled(self, query: jax.Array) -> jax.Array:
-        """The query as kernels get it."""
-        return query if self.of_query is None else query * over_tokens(self.of_query, query).astype(query.dtype)
-
-    def gradients(self, found: Gradients, query: jax.Array) -> Gradients:
-        """The gradients of the query and of the scale, from those of the scaled query.
-
-        Kernels' own gradient of the scale counts the columns, whose products are biases whatever the scale is.
-        """
-        if self.of_query is None:
-            return found
-        wide = found.query[..., : query.shape[-1]].astype(self.of_logits.dtype)
-        if found.scale is not None:
-            of_products = products_of_heads(wide, query.astype(wide.dtype))
-            found = found._replace(scale=of_products / self.of_logits)
-        return found._replace(query=(wide * over_tokens(self.of_query, query)).astype(query.dtype))
 
 
 def _clipped(added: jax.Array | None, limits: jax.Array) -> jax.Array | None:

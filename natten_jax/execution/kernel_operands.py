@@ -94,7 +94,7 @@ class KernelOperands(NamedTuple):
         has = backend.capabilities
         columns = None
         if problem.key_bias and not planned.key_bias:
-            columns = biases.KeyBiasColumns(dataclasses.replace(problem, dtype=planned.dtype))
+            columns = biases.KeyBiasColumns.of(dataclasses.replace(problem, dtype=planned.dtype), operands.inputs.scale)
         prepared = operands
         has_shared = operands.inputs.shared_key_bias is not None
         if has_shared and (columns is not None or "shared_key_bias" not in has.takes):
@@ -115,7 +115,7 @@ class KernelOperands(NamedTuple):
         out = scaled(self.planned, self.prepared, with_head_dim(found.out, self.problem.head_dim_v))
         result = found._replace(out=out.astype(self.problem.output_dtype))
         if self.columns is not None:
-            result = self.columns.result(result, self.prepared)
+            result = self.columns.result(result)
         return result if self.sinks is None else _saved_with_sinks(result, self.sinks)
 
     def padded_output(self, array: jax.Array) -> jax.Array:
