@@ -90,17 +90,14 @@ def forward_memory(call: Call, dtype: Any) -> dict[str, Any]:
     """
     lines, halves = call.queries, call.halves
     query_copies, key_copies = (shape[0] * shape[1] * lines.blocks for shape in (call.half_tile, call.box))
-
-    def logits() -> Any:
-        weights = plgpu.TMEM((ROWS, KEYS), dtype, packed=True)
-        return plgpu.RefUnion(plgpu.TMEM((ROWS, KEYS), jnp.float32), weights)
-
+    weights = plgpu.TMEM((ROWS, KEYS), dtype, packed=True)
+    logits = plgpu.RefUnion(plgpu.TMEM((ROWS, KEYS), jnp.float32), weights)
     return {
         "query": gpu.tile_buffers(lines, halves, ROWS, dtype),
         "key": gpu.tile_buffers(lines, STAGES, KEYS, dtype),
         "value": gpu.tile_buffers(lines, STAGES, KEYS, dtype),
-        "logits": [logits() for _ in range(halves)],
-        "mixed": [plgpu.TMEM((ROWS, lines.width), jnp.float32) for _ in range(halves)],
+        "logits": [logits] * halves,
+        "mixed": [plgpu.TMEM((ROWS, lines.width), jnp.float32)] * halves,
         "query_is_in": gpu.barriers(halves, query_copies),
         "query_is_out": gpu.barriers(halves),
         "key_is_in": gpu.barriers(STAGES, key_copies),
@@ -434,7 +431,7 @@ def backward_memory(call: Call, dtype: Any, slots: int, *, owns_keys: bool) -> d
         "value": gpu.tile_buffers(lines, key_slots, KEYS, dtype),
         "logits": matrix,
         "products": matrix,
-        "sums": [plgpu.TMEM((ROWS, lines.width), jnp.float32) for _ in range(2 if owns_keys else 1)],
+        "sums": [plgpu.TMEM((ROWS, lines.width), jnp.float32)] * (2 if owns_keys else 1),
         "owned_is_in": gpu.barriers(1, copies[0]),
         "owned_is_out": gpu.barriers(1, HALVES),
         "other_is_in": gpu.barriers(slots, copies[1]),

@@ -170,10 +170,8 @@ class Place(NamedTuple):
 
 def place_of_queries(call: Call, item: Item, half: int = 0) -> Place:
     """Return the place of a half of an item's tile of queries."""
-    first = [tile * extent for tile, extent in zip(item.tile, call.q_tile, strict=True)]
-    if half:
-        sizes = zip(first, call.q_tile, call.half_tile, strict=True)
-        first = [at + part if part < extent else at for at, extent, part in sizes]
+    sizes = zip(item.tile, call.q_tile, call.half_tile, strict=True)
+    first = [tile * extent + (half * part if part < extent else 0) for tile, extent, part in sizes]
     return Place(item.batch, item.group, first, call.queries.column(item.group[-1], item.head))
 
 
