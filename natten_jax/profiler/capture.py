@@ -22,7 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.profiler import ProfileData, ProfileOptions
@@ -153,7 +153,7 @@ def _trace(launches: Sequence[Launch], iterations: int, folder: Path | None) -> 
             for _ in range(iterations):
                 for launch in launches:
                     jax.block_until_ready(launch.run())  # type: ignore[no-untyped-call]
-        return ProfileData.from_file(str(trace_file(target)))
+        return read_trace(traced_runs(target)[0][0])[0]
 
 
 def _iterations_by_device(
@@ -176,18 +176,43 @@ def _iterations_by_device(
 # Trace files.
 
 
-def trace_file(path: Path) -> Path:
-    """Return ``path``, or the newest trace in a folder that JAX's profiler wrote to, or in the folder of a run.
+def traced_runs(path: Path) -> list[list[Path]]:
+    """Return the traces in a folder that JAX's profiler wrote to: for each run, the newest first, a file per host.
+
+    Args:
+        path: That folder, the folder of a run, or a trace.
 
     Raises:
         CaptureError: There is no trace.
     """
     if path.is_file():
-        return path
+        return [[path]]
     found = [*path.glob(_TRACES), *path.glob(f"{_RUNS}/{_TRACES}")]  # not recursive: the folder may be large
     if not found:
         raise CaptureError(f"there is no trace ({_TRACES}) in {str(path)!r}, nor in the folders {_RUNS} in it")
-    return max(found, key=lambda each: each.stat().st_mtime)
+    found.sort(key=lambda each: each.stat().st_mtime, reverse=True)
+    return list(grouped(found, lambda each: each.parent).values())
+
+
+#: Other files that JAX's profiler writes, by the ends of their names.
+_OTHER_FILES = {
+    ".json.gz": f"it is a copy of a trace for Perfetto, and the trace itself ({_TRACES}) lies beside it",
+    ".prof": "it is a profile of memory, for pprof",
+}
+
+
+def read_trace(file: Path) -> tuple[ProfileData, bytes]:
+    """Return a trace, and the content of its file.
+
+    Raises:
+        CaptureError: The file is not a trace.
+    """
+    content = file.read_bytes()
+    try:
+        return ProfileData.from_serialized_xspace(content), content
+    except RuntimeError:
+        kind = next((what for end, what in _OTHER_FILES.items() if file.name.endswith(end)), "or it is incomplete")
+        raise CaptureError(f"{str(file)!r} is not a trace of JAX's profiler ({_TRACES}): {kind}") from None
 
 
 # Events.
@@ -270,11 +295,14 @@ def tpu_events(profile: ProfileData) -> list[Event]:
 # Attribution of events to devices, iterations and time.
 
 
-def grouped(events: Iterable[Event], key: Callable[[Event], Any]) -> dict[Any, list[Event]]:
-    """Group events by a key, in order of its first appearance."""
-    groups: dict[Any, list[Event]] = collections.defaultdict(list)
-    for event in events:
-        groups[key(event)].append(event)
+_Grouped = TypeVar("_Grouped")
+
+
+def grouped(items: Iterable[_Grouped], key: Callable[[_Grouped], Any]) -> dict[Any, list[_Grouped]]:
+    """Group items by a key, in order of its first appearance."""
+    groups: dict[Any, list[_Grouped]] = collections.defaultdict(list)
+    for item in items:
+        groups[key(item)].append(item)
     return groups
 
 

@@ -15,8 +15,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jax.profiler import ProfileData
-
 from natten_jax.plan.devices import NoDeviceError
 from natten_jax.profiler import capture, report
 from natten_jax.profiler.capture import CaptureError, Event
@@ -74,9 +72,8 @@ class TracedProgram:
 
 
 def _run(options: argparse.Namespace) -> None:
-    modules = programs_of(options.path, with_memory=options.memory)
-    if options.module is not None:
-        modules = {name: each for name, each in modules.items() if name == options.module}
+    hosts = hosts_of(options.path, with_memory=options.memory, module=options.module)
+    file, modules = next(iter(hosts.items()), (options.path, {}))
     if not modules:
         raise CaptureError(f"{str(options.path)!r} holds no device events{' of that program' * bool(options.module)}")
     tables = {name: each.rows for name, each in modules.items()}
@@ -97,21 +94,47 @@ def _run(options: argparse.Namespace) -> None:
         if count is not None:
             line += f"; {count} run{'s' * (count > 1)} of {format_time(each.seconds / count)}"
         print_lines([line])
+    if len(hosts) > 1:
+        print_lines(
+            [f"{len(hosts)} hosts: this is {file.name}, with the most device time. Name a file to read another."]
+        )
 
 
-def programs_of(path: Path, *, with_memory: bool = False) -> dict[str, TracedProgram]:
-    """Return the programs in a trace by name, with their launches on GPUs, otherwise TPUs, otherwise the CPU.
+def hosts_of(
+    path: Path, *, with_memory: bool = False, module: str | None = None
+) -> dict[Path, dict[str, TracedProgram]]:
+    """Return the programs of each host in a trace by name, the host with the most device time first.
+
+    Of several runs in a folder, it is the newest one with device events.
 
     Args:
         path: A ``*.xplane.pb`` file, or a folder that contains one.
         with_memory: Include fills and copies of memory on GPUs.
+        module: The only program to return; ``None`` returns all.
 
     Raises:
         CaptureError: There is no trace.
     """
-    file = capture.trace_file(path)
-    content = file.read_bytes()
-    profile, programs = ProfileData.from_serialized_xspace(content), programs_in_trace(content)
+    for run in capture.traced_runs(path):
+        found = {}
+        for file in run:
+            programs = _programs_in_file(file, with_memory)
+            found[file] = {name: each for name, each in programs.items() if module in (None, name)}
+        busy = {file: programs for file, programs in found.items() if programs}
+        if busy:
+            return dict(sorted(busy.items(), key=lambda host: -sum(each.seconds for each in host[1].values())))
+    return {}
+
+
+def programs_of(path: Path, *, with_memory: bool = False) -> dict[str, TracedProgram]:
+    """Return the first host of :func:`hosts_of`."""
+    return next(iter(hosts_of(path, with_memory=with_memory).values()), {})
+
+
+def _programs_in_file(file: Path, with_memory: bool) -> dict[str, TracedProgram]:
+    """Return the programs in a trace, with their launches on GPUs, otherwise TPUs, otherwise the CPU."""
+    profile, content = capture.read_trace(file)
+    programs = programs_in_trace(content)
     for platform in ("cuda", "tpu", "cpu"):
         if events := capture.device_events(profile, platform, with_memory):
             break

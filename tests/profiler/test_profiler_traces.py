@@ -423,14 +423,40 @@ def test_traces_are_searched_only_in_folders_of_the_profiler(tmp_path: Path) -> 
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "a.xplane.pb").write_bytes(b"")
     with pytest.raises(CaptureError, match="there is no trace"):
-        capture.trace_file(tmp_path)
+        capture.traced_runs(tmp_path)
     for age, run in ((0, "new"), (100, "old")):
         file = tmp_path / "plugins" / "profile" / run / "host.xplane.pb"
         file.parent.mkdir()
         file.write_bytes(b"")
         os.utime(file, (time.time() - age,) * 2)
-    assert capture.trace_file(tmp_path).parent.name == "new"
-    assert capture.trace_file(tmp_path / "plugins" / "profile" / "old").parent.name == "old"
+    assert [file.parent.name for (file,) in capture.traced_runs(tmp_path)] == ["new", "old"]
+    assert capture.traced_runs(tmp_path / "plugins" / "profile" / "old")[0][0].parent.name == "old"
+
+
+def test_runs_without_events_are_passed_over_and_the_busiest_host_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = jax.jit(jnp.tanh)
+    for name, calls in (("a", 1), ("b", 40), ("empty", 0)):
+        with jax.profiler.trace(str(tmp_path / name)):
+            for _ in range(calls):
+                step(jnp.ones((200, 200))).block_until_ready()
+        run = tmp_path / "plugins" / "profile" / ("new" if name == "empty" else "old")
+        run.mkdir(parents=True, exist_ok=True)
+        (trace,) = (tmp_path / name).rglob("*.xplane.pb")
+        trace.rename(run / f"{name}.xplane.pb")
+    assert trace_program.main([str(tmp_path)]) == 0
+    assert "2 hosts: this is b.xplane.pb" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("vm.trace.json.gz", "Perfetto"), ("memory.prof", "memory"), ("vm.xplane.pb", "incomplete")]
+)
+def test_other_files_are_named(name: str, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / name).write_bytes(b"\x1f\x8b\xff")
+    assert trace_program.main([str(tmp_path / name)]) == 1
+    error = capsys.readouterr().err
+    assert what in error and error.count("\n") == 1
 
 
 def test_captures_keep_their_trace_in_a_folder_with_older_ones(tmp_path: Path) -> None:
