@@ -1,18 +1,19 @@
-"""Weights of NATTEN's PyTorch modules for the modules of this package.
+"""Weights of PyTorch modules, NATTEN's or Hugging Face's, for the modules of this package.
 
 NATTEN's ``NeighborhoodAttention1D``, ``2D`` and ``3D`` hold ``qkv.weight`` ``[3 * features, features]``, ``qkv.bias``
 (with ``qkv_bias``), ``proj.weight`` ``[features, features]`` and ``proj.bias``. Rows of ``qkv`` are ordered query, key,
 value, then head, then head dimension. Modules of releases before 0.20 may also hold ``rpb``, the relative bias,
 ``[heads, 2 * kernel_size - 1, ...]``.
 
-Hugging Face's port has ``query``, ``key`` and ``value`` in place of ``qkv``, in a module ``self`` that also has
-``rpb``, and ``output.dense`` in place of ``proj``.
+NAT and DiNAT of Hugging Face's transformers have ``query``, ``key`` and ``value`` instead of ``qkv``, in a module
+``self`` that also has ``rpb``, and ``output.dense`` instead of ``proj``.
 
 Tensors may be PyTorch's or NumPy's; PyTorch itself is not needed.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,7 +51,8 @@ def linen_params(
     Args:
         state_dict: The NATTEN module's, or a whole model's, ``state_dict()``.
         num_heads: Heads of the module.
-        prefix: Prefix of ``qkv.weight`` in the names, such as ``"blocks.0.attn."``.
+        prefix: Prefix of ``qkv.weight`` in the names, such as ``"blocks.0.attn."``. In Hugging Face's NAT and DiNAT,
+            prefix of ``self.query.weight``, such as ``"dinat.encoder.levels.0.layers.0.attention."``.
         param_dtype: Type of the parameters; ``None`` keeps the type of the weights.
 
     Returns:
@@ -91,7 +93,8 @@ def load_nnx(
         module: The module, with equal numbers of query and key/value heads. Abstract parameters of a module from
             ``nnx.eval_shape`` become arrays; its random streams do not change.
         state_dict: The NATTEN module's, or a whole model's, ``state_dict()``.
-        prefix: Prefix of ``qkv.weight`` in the names, such as ``"blocks.0.attn."``.
+        prefix: Prefix of ``qkv.weight`` in the names, such as ``"blocks.0.attn."``. In Hugging Face's NAT and DiNAT,
+            prefix of ``self.query.weight``, such as ``"dinat.encoder.levels.0.layers.0.attention."``.
 
     Raises:
         ValueError: A weight is missing, has an unexpected shape, or does not suit the module. The module is unchanged.
@@ -149,10 +152,14 @@ def _split(state_dict: Mapping[str, Any], num_heads: int, prefix: str) -> _Weigh
     if not isinstance(prefix, str):
         raise TypeError(f"prefix must be a str, got {shown(prefix)}")
     check_positive(num_heads=num_heads)
-    # Hugging Face's port: a module inside of the attention has the projections, another one beside it the output's.
+    # Hugging Face's attention has two modules: `self` with query, key and value, and `output` with the last projection.
     inner = next((own for own in (prefix, f"{prefix}self.") if f"{own}query.weight" in state_dict), None)
     if inner is None:
         inner, source, weights = prefix, f"{prefix}qkv.weight", _joint(state_dict, prefix)
+    elif f"{prefix}qkv.weight" in state_dict:
+        raise ValueError(
+            f"state_dict has {prefix}qkv.weight and {inner}query.weight: which of them to load is not known"
+        )
     else:
         source = f"{inner}query.weight"
         weights = [_pair(state_dict, inner, name) for name in ("query", "key", "value")]
@@ -167,7 +174,10 @@ def _split(state_dict: Mapping[str, Any], num_heads: int, prefix: str) -> _Weigh
         if bias is not None:
             projections[name]["bias"] = bias.reshape(head)
     outer = inner.removesuffix("self.")
-    at, out = (outer, "output.dense") if f"{outer}output.dense.weight" in state_dict else (prefix, "proj")
+    is_dense = f"{outer}output.dense.weight" in state_dict or (
+        inner != prefix and f"{prefix}proj.weight" not in state_dict
+    )
+    at, out = (outer, "output.dense") if is_dense else (prefix, "proj")
     kernel = _tensor(state_dict, at, f"{out}.weight", (features, features), source).T.reshape(*head, features)
     projections["out"] = {"kernel": kernel, "bias": _tensor(state_dict, at, f"{out}.bias", (features,), source)}
     rpb = _tensor(state_dict, inner, "rpb") if f"{inner}rpb" in state_dict else None
@@ -216,9 +226,11 @@ def _tensor(
 ) -> FloatArray:
     """Return the checked weight ``prefix + name``, whose shape follows from the weight ``source``."""
     if prefix + name not in state_dict:
-        names = [key for key in state_dict if isinstance(key, str) and key.endswith("qkv.weight")]
-        prefixes = sorted(repr(key.removesuffix("qkv.weight")) for key in names)
-        known = f"prefixes of NATTEN modules in it are {', '.join(prefixes)}" if prefixes else "it has no qkv.weight"
+        found = [re.match(r"(.*?)(qkv|(self\.)?query)\.weight$", key) for key in state_dict if isinstance(key, str)]
+        prefixes = ", ".join(sorted(repr(match[1]) for match in found if match))
+        known = (
+            f"prefixes of NATTEN modules in it are {prefixes}" if prefixes else "it has no qkv.weight or query.weight"
+        )
         raise ValueError(f"state_dict has no {prefix + name!r} (prefix={prefix!r}); {known}")
     array = _float_array(prefix + name, state_dict[prefix + name])
     if shape is not None and array.shape != shape:

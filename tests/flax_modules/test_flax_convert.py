@@ -72,35 +72,21 @@ def of_hugging_face(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 class TestConvert:
     @pytest.mark.parametrize("rank", RANKS)
-    @pytest.mark.parametrize("qkv_bias", [True, False])
-    def test_outputs_are_those_of_natten(self, rank, qkv_bias):
-        weights, inputs = natten_weights(rank, qkv_bias=qkv_bias), inputs_of(rank)
-        expected = natten_forward(weights, np.asarray(inputs), WINDOWS[rank], (FEATURES // HEADS) ** -0.5)
-        module = nnx_module(rank, qkv_bias=qkv_bias)
-        convert.load_nnx(module, weights)
-        np.testing.assert_allclose(module(inputs), expected, rtol=1e-4, atol=1e-4)
-        twin, params = (
-            LINEN[rank](num_heads=HEADS, **WINDOWS[rank], qkv_bias=qkv_bias),
-            convert.linen_params(weights, HEADS),
-        )
-        np.testing.assert_array_equal(twin.apply({"params": params}, inputs), module(inputs))
-        jax.tree.map(np.testing.assert_array_equal, params, params_of(module))
-
-    @pytest.mark.parametrize("rank", RANKS)
     @pytest.mark.parametrize("names", ["natten", "split", "hugging face"])
-    def test_relative_biases_and_other_names(self, rank, names):
-        weights, inputs = natten_weights(rank), inputs_of(rank)
-        sizes = np.broadcast_to(WINDOWS[rank]["kernel_size"], rank)
-        weights["rpb"] = np.random.default_rng(5).standard_normal((HEADS, *(2 * sizes - 1))).astype(np.float32)
+    @pytest.mark.parametrize(("relative_bias", "qkv_bias"), [(False, False), (False, True), (True, True)])
+    def test_outputs_are_those_of_the_converted_module(self, rank, names, relative_bias, qkv_bias):
+        weights, inputs = natten_weights(rank, qkv_bias=qkv_bias), inputs_of(rank)
+        if relative_bias:
+            sizes = np.broadcast_to(WINDOWS[rank]["kernel_size"], rank)
+            weights["rpb"] = np.random.default_rng(5).standard_normal((HEADS, *(2 * sizes - 1))).astype(np.float32)
         expected = natten_forward(weights, np.asarray(inputs), WINDOWS[rank], (FEATURES // HEADS) ** -0.5)
         given = {"natten": weights, "split": split_names(weights), "hugging face": of_hugging_face(weights)}[names]
         prefix = "attention." if names == "hugging face" else ""
-        module = nnx_module(rank, relative_bias=True)
-        assert module.rpb.shape == weights["rpb"].shape
+        module = nnx_module(rank, relative_bias=relative_bias, qkv_bias=qkv_bias)
         convert.load_nnx(module, given, prefix=prefix)
         np.testing.assert_allclose(module(inputs), expected, rtol=1e-4, atol=1e-4)
         params = convert.linen_params(given, HEADS, prefix=prefix)
-        twin = LINEN[rank](num_heads=HEADS, relative_bias=True, **WINDOWS[rank])
+        twin = LINEN[rank](num_heads=HEADS, relative_bias=relative_bias, qkv_bias=qkv_bias, **WINDOWS[rank])
         np.testing.assert_array_equal(twin.apply({"params": params}, inputs), module(inputs))
         jax.tree.map(np.testing.assert_array_equal, params, params_of(module))
         assert shapes_of(params) == shapes_of(twin.init(jax.random.key(0), inputs)["params"])
@@ -138,12 +124,20 @@ class TestConvert:
         with pytest.raises(ValueError, match=r"no 'qkv.weight'.*'blocks.0.attn.', 'blocks.1.attn.'"):
             convert.linen_params(model, HEADS)
 
-    def test_dtype(self):
-        weights = natten_weights()
-        module = nnx_module(1, param_dtype="bfloat16")
-        convert.load_nnx(module, weights)
-        for params in (convert.linen_params(weights, HEADS, param_dtype="bfloat16"), params_of(module)):
-            assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(params))
+    @pytest.mark.parametrize(
+        ("prefix", "change", "message"),
+        [
+            ("", {}, "no 'qkv.weight' .*are 'nat.0.attention.', 'nat.1.attention.'$"),
+            ("nat.0.", {}, "no 'nat.0.qkv.weight' .*are 'nat.0.attention.', 'nat.1.attention.'$"),
+            ("nat.0.attention.", {"output.dense.weight": None}, "no 'nat.0.attention.output.dense.weight'"),
+            ("nat.0.attention.", {"qkv.weight": np.ones((48, 16))}, r"attention.qkv.weight and .*self.query.weight:"),
+        ],
+    )
+    def test_prefixes_of_hugging_face(self, prefix, change, message):
+        weights = of_hugging_face(natten_weights()) | {f"attention.{name}": array for name, array in change.items()}
+        model = {f"nat.{i}.{name}": array for i in (0, 1) for name, array in weights.items() if array is not None}
+        with pytest.raises(ValueError, match=message):
+            convert.linen_params(model, HEADS, prefix=prefix)
 
     @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
     def test_weights_in_another_byte_order(self, param_dtype):
@@ -154,12 +148,12 @@ class TestConvert:
         convert.load_nnx(module, swapped)
         for params in (convert.linen_params(swapped, HEADS, param_dtype=param_dtype), params_of(module)):
             jax.tree.map(np.testing.assert_array_equal, params, expected)
+            assert all(leaf.dtype == param_dtype for leaf in jax.tree.leaves(params))
 
     @pytest.mark.parametrize("qkv_bias", [True, False])
-    @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-    def test_an_abstract_module_is_loaded(self, qkv_bias, param_dtype):
+    def test_an_abstract_module_is_loaded(self, qkv_bias):
         weights, inputs = natten_weights(qkv_bias=qkv_bias), inputs_of(1)
-        make = lambda: nnx_module(1, qkv_bias=qkv_bias, param_dtype=param_dtype)  # noqa: E731
+        make = lambda: nnx_module(1, qkv_bias=qkv_bias, param_dtype="bfloat16")  # noqa: E731
         module, expected = nnx.eval_shape(make), make()
         for each in (module, expected):
             convert.load_nnx(each, weights)
@@ -183,11 +177,7 @@ class TestConvert:
             def detach(self):
                 return Tensor(self.array, self.state[1:])
 
-            def cpu(self):
-                return Tensor(self.array, self.state[1:])
-
-            def float(self):
-                return Tensor(self.array, self.state[1:])
+            cpu = float = detach
 
             def __array__(self, dtype=None, copy=None):
                 assert not self.state
