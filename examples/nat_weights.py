@@ -1,11 +1,16 @@
 """Published image classifiers of neighborhood attention, from their weights: NAT, DiNAT and DiNAT_s of every size.
 
-A checkpoint is the ``state_dict`` of the authors' PyTorch model, or that of the one in Hugging Face's transformers.
-Widths, depths, heads, windows and classes are those of its arrays; dilations are not among them, and are named. Nothing
-is downloaded: a ``.pth`` file needs PyTorch to be read, a ``.safetensors`` file the package of that name. Without a
-checkpoint weights are random, and what is printed is how long they take.
+A checkpoint is the ``state_dict`` of the authors' PyTorch model, or that of a model in Hugging Face's transformers:
+``ForImageClassification``, ``Model`` or ``Backbone``. Names and shapes of its arrays give widths, depths, heads,
+windows and classes. Hugging Face's ``config.json`` in the folder of the weights gives dilations, the activation and the
+epsilon of normalizations. Without this file, the activation is GELU, the epsilon is 1e-5, and dilations must be named
+unless names of arrays begin with ``nat.``. What is not computed here raises an error.
 
-    python examples/nat_weights.py --checkpoint dinat_mini_in1k_224.pth --image photo.png
+Nothing is downloaded: a ``.pth`` or ``.bin`` file needs PyTorch to be read, a ``.safetensors`` file the package of that
+name. Without a checkpoint weights are random, and what is printed is how long they take.
+
+    python examples/nat_weights.py --checkpoint dinat-mini/model.safetensors --image photo.png
+    python examples/nat_weights.py --checkpoint dinat_mini_in1k_224.pth --dilations dinat --image photo.png
     python examples/nat_weights.py --size mini --batch 64 --dtype bf16
 
 The models are those of https://arxiv.org/abs/2204.07143 and https://arxiv.org/abs/2209.15001.
@@ -14,9 +19,15 @@ The models are those of https://arxiv.org/abs/2204.07143 and https://arxiv.org/a
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
+import importlib
+import json
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -33,8 +44,33 @@ DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 #: Statistics of ImageNet by color channel, which the models expect pixels to have.
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
-IMAGE_SIZE = 224
+#: Rows and columns of the images of the published models.
+IMAGE_SIZES = (224, 384)
 CLASSES = 1000
+
+_tanh_gelu = functools.partial(jax.nn.gelu, approximate=True)
+_gelu = functools.partial(jax.nn.gelu, approximate=False)
+#: Activations by their names in transformers.
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": _gelu,
+    "gelu_10": lambda array: jnp.clip(_gelu(array), -10, 10),
+    "gelu_accurate": _tanh_gelu,
+    "gelu_fast": _tanh_gelu,
+    "gelu_new": _tanh_gelu,
+    "gelu_python": _gelu,
+    "gelu_pytorch_tanh": _tanh_gelu,
+    "leaky_relu": jax.nn.leaky_relu,
+    "linear": lambda array: array,
+    "mish": jax.nn.mish,
+    "quick_gelu": lambda array: array * jax.nn.sigmoid(1.702 * array),
+    "relu": jax.nn.relu,
+    "relu2": lambda array: jnp.square(jax.nn.relu(array)),
+    "relu6": jax.nn.relu6,
+    "sigmoid": jax.nn.sigmoid,
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "tanh": jnp.tanh,
+}
 
 
 class Size(NamedTuple):
@@ -54,7 +90,7 @@ SIZES = {
     "large": Size(192, 6, (3, 4, 18, 5), 2),
 }
 
-#: Hugging Face's names, and what they are called here.
+#: Patterns of Hugging Face's names and of DiNAT_s's, and the names here: the authors' names of NAT.
 _NAMES = (
     (r"^(di)?nat\.", ""),
     (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
@@ -73,92 +109,406 @@ _NAMES = (
 )
 
 Parameters = dict[str, jax.Array]
+Arrays = Mapping[str, np.ndarray]
+Dilations = str | Sequence[int | Sequence[int]]
 
 
-class Model(NamedTuple):
-    """A classifier.
+class Architecture(NamedTuple):
+    """Properties of a model that follow from the names and shapes of its arrays.
 
     Attributes:
-        parameters: By the authors' names.
-        depths: Blocks of each stage.
-        dilations: Dilation of every other block of a stage, by stage.
+        channels: Channels of an image.
+        width: Features of the first stage. A stage has twice the features of the stage before.
+        depths: Blocks by stage.
+        heads: Attention heads by stage.
+        hidden: Features inside the perceptrons, by stage.
+        kernel_size: Window of the attention, in both dimensions.
+        merges: DiNAT_s: patches are 4 x 4 pixels, and downsampling merges 2 x 2 tokens.
+        qkv_bias: The projections to query, key and value have a bias.
+        layer_scale: Every branch is multiplied by a factor per feature.
+        stage_norms: Stages (``stem``, ``stage1``, ...) whose feature maps are normalized in a backbone of transformers.
+            Backbones lack the last normalization and the classification head.
+        classes: Classes, or 0 without a classification head.
+    """
+
+    channels: int
+    width: int
+    depths: tuple[int, ...]
+    heads: tuple[int, ...]
+    hidden: tuple[int, ...]
+    kernel_size: int
+    merges: bool = False
+    qkv_bias: bool = True
+    layer_scale: bool = False
+    stage_norms: tuple[str, ...] = ()
+    classes: int = CLASSES
+
+    @classmethod
+    def from_arrays(cls, arrays: Arrays) -> Architecture:
+        """Architecture of a checkpoint by the names here, of which only the shapes that define it are read."""
+
+        def shape(name: str, dimensions: int) -> tuple[int, ...]:
+            if name not in arrays or arrays[name].ndim != dimensions:
+                message = (
+                    f"the checkpoint has no {name} of {dimensions} dimensions: it is none of NAT, DiNAT or DiNAT_s"
+                )
+                raise ValueError(message)
+            return arrays[name].shape
+
+        (width,) = shape("patch_embed.norm.weight", 1)
+        merges = "patch_embed.proj.weight" in arrays
+        channels = shape(f"patch_embed.proj.{'' if merges else '0.'}weight", 4)[1]
+        kernel_size = (shape("levels.0.blocks.0.attn.rpb", 3)[1] + 1) // 2
+        blocks = {found[0] for found in map(re.compile(r"levels\.(\d+)\.blocks\.\d+\.").match, arrays) if found}
+        stages = range(len({block.split(".")[1] for block in blocks}))
+        norms = (name.split(".") for name in arrays if name.startswith("hidden_states_norms."))
+        stage_norms = tuple(stage for _, stage, kind in norms if kind == "weight")
+        return cls(
+            channels,
+            width,
+            tuple(sum(block.startswith(f"levels.{stage}.") for block in blocks) for stage in stages),
+            tuple(shape(f"levels.{stage}.blocks.0.attn.rpb", 3)[0] for stage in stages),
+            tuple(shape(f"levels.{stage}.blocks.0.mlp.fc1.weight", 2)[0] for stage in stages),
+            kernel_size,
+            merges,
+            any(name.endswith(".attn.qkv.bias") for name in arrays),
+            any(name.endswith(".gamma1") for name in arrays),
+            stage_norms,
+            shape("head.weight", 2)[0] if "head.weight" in arrays and not stage_norms else 0,
+        )
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Features of each stage."""
+        return tuple(self.width * 2**stage for stage in range(len(self.depths)))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every array of the model."""
+        shapes: dict[str, tuple[int, ...]] = {}
+
+        def put(name: str, *shape: int, bias: bool = True) -> None:
+            shapes[f"{name}.weight"] = shape
+            if bias:
+                shapes[f"{name}.bias"] = shape[:1]
+
+        if self.merges:
+            put("patch_embed.proj", self.width, self.channels, 4, 4)
+        else:
+            put("patch_embed.proj.0", self.width // 2, self.channels, 3, 3)
+            put("patch_embed.proj.1", self.width, self.width // 2, 3, 3)
+        put("patch_embed.norm", self.width)
+        for stage, width in enumerate(self.widths):
+            for number in range(self.depths[stage]):
+                block = f"levels.{stage}.blocks.{number}."
+                put(f"{block}norm1", width)
+                put(f"{block}attn.qkv", 3 * width, width, bias=self.qkv_bias)
+                shapes[f"{block}attn.rpb"] = (self.heads[stage], *(2 * self.kernel_size - 1,) * 2)
+                put(f"{block}attn.proj", width, width)
+                put(f"{block}norm2", width)
+                put(f"{block}mlp.fc1", self.hidden[stage], width)
+                put(f"{block}mlp.fc2", width, self.hidden[stage])
+                if self.layer_scale:
+                    shapes |= {f"{block}gamma1": (width,), f"{block}gamma2": (width,)}
+            if stage + 1 < len(self.depths):
+                kernel = (4 * width,) if self.merges else (width, 3, 3)
+                put(f"levels.{stage}.downsample.reduction", 2 * width, *kernel, bias=False)
+                put(f"levels.{stage}.downsample.norm", (4 if self.merges else 2) * width)
+        widths = {"stem": self.width} | {f"stage{stage}": width for stage, width in enumerate(self.widths, 1)}
+        for name in self.stage_norms:
+            put(f"hidden_states_norms.{name}", widths.get(name, 0))
+        if not self.stage_norms:
+            put("norm", self.widths[-1])
+        if self.classes:
+            put("head", self.classes, self.widths[-1])
+        return shapes
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["parameters"],
+    meta_fields=["dilations", "activation", "epsilon"],
+)
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model, which `jax.jit` takes as an argument.
+
+    Attributes:
+        parameters: Arrays, by the authors' names.
+        dilations: Dilation of each block, by stage.
+        activation: Key of ``ACTIVATIONS``.
+        epsilon: Added to variances by the normalizations of blocks and by the last one; all others add 1e-5.
     """
 
     parameters: Parameters
-    depths: tuple[int, ...]
-    dilations: tuple[int, ...]
+    dilations: tuple[tuple[int, ...], ...]
+    activation: str = "gelu"
+    epsilon: float = 1e-5
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Blocks of each stage."""
+        return tuple(map(len, self.dilations))
+
+    @property
+    def channels(self) -> int:
+        """Channels of an image."""
+        names = "patch_embed.proj.weight", "patch_embed.proj.0.weight"
+        return next(self.parameters[name].shape[1] for name in names if name in self.parameters)
+
+    @property
+    def image_size(self) -> int:
+        """The smallest published size of which the first stage, a fourth of it, holds that stage's dilated windows."""
+        window = (self.parameters["levels.0.blocks.0.attn.rpb"].shape[1] + 1) // 2 * max(self.dilations[0])
+        return next((size for size in IMAGE_SIZES if window <= size // 4), IMAGE_SIZES[-1])
 
 
-def load(state_dict: Mapping[str, Any], dilations: str | Sequence[int]) -> Model:
+def load(
+    state_dict: Mapping[str, Any], dilations: Dilations | None = None, *, config: Mapping[str, Any] | None = None
+) -> Model:
     """A model from its checkpoint.
 
     Args:
         state_dict: Arrays, or PyTorch's tensors, by the authors' names or by Hugging Face's.
-        dilations: A key of ``DILATIONS``, or the dilation of every other block of each stage.
+        dilations: A key of ``DILATIONS``; or for each stage either the dilation of every other block, or a list of the
+            dilation of each block. ``None`` reads ``config``; without it, names that begin with ``nat.`` imply 1.
+        config: Hugging Face's ``config.json``. ``None`` means GELU and epsilons of 1e-5.
 
     Raises:
-        ValueError: The weights are not those of such a model.
+        TypeError: Weights are not arrays of floats, or dilations are not integers.
+        ValueError: The weights do not make such a model, ``dilations`` or ``config`` contradict them, or ``config``
+            requires what is not computed here.
     """
-    named = {_name(name): np.asarray(array) for name, array in state_dict.items()}
-    for name in [name for name in named if name.endswith(".layer_scale_parameters")]:
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict must be a mapping of names to weights, got {type(state_dict).__name__}")
+    kinds = {name.split(".")[0] for name in state_dict} & {"nat", "dinat"}
+    if len(kinds) > 1:
+        raise ValueError("names of the checkpoint begin with nat. and with dinat., which are two models")
+    kind = kinds.pop() if kinds else None
+    arrays = _renamed(state_dict)
+    architecture = Architecture.from_arrays(arrays)
+    if config is None:
+        config = {} if kind is None else {"model_type": kind}
+    else:
+        _check_config(config, architecture, kind)
+    _check_shapes(arrays, architecture)
+    layers = _block_dilations(config, dilations, architecture)
+    parameters = {name: jnp.asarray(array) for name, array in arrays.items()}
+    return Model(parameters, layers, config.get("hidden_act", "gelu"), float(config.get("layer_norm_eps", 1e-5)))
+
+
+def _renamed(state_dict: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Arrays by the authors' names, with query, key and value in one."""
+    arrays: dict[str, np.ndarray] = {}
+    for given, weight in state_dict.items():
+        name = given
+        for pattern, replacement in _NAMES:
+            name = re.sub(pattern, replacement, name)
+        if name in arrays:
+            raise ValueError(f"the checkpoint has {name} twice, as {given} and by another name")
+        arrays[name] = _float_array(given, weight)
+    for name in [name for name in arrays if name.endswith(".layer_scale_parameters") and len(arrays[name]) == 2]:
         prefix = name.removesuffix("layer_scale_parameters")
-        named[prefix + "gamma1"], named[prefix + "gamma2"] = named.pop(name)
-    for name in [name for name in named if ".attn.query." in name]:
-        parts = [named.pop(name.replace("query", part)) for part in ("query", "key", "value")]
-        named[name.replace("query", "qkv")] = np.concatenate(parts)
-    blocks = {
-        tuple(map(int, found)) for name in named for found in re.findall(r"^levels\.(\d+)\.blocks\.(\d+)\.", name)
+        arrays[f"{prefix}gamma1"], arrays[f"{prefix}gamma2"] = arrays.pop(name)
+    for name in [name for name in arrays if ".attn.query." in name]:
+        names = [name.replace("query", part) for part in ("query", "key", "value")]
+        if missing := [part for part in names if part not in arrays]:
+            raise ValueError(f"the checkpoint has {name}, but no {missing[0]}")
+        if len({arrays[part].shape for part in names}) > 1:
+            raise ValueError(f"{', '.join(names)} have different shapes")
+        arrays[name.replace("query", "qkv")] = np.concatenate([arrays.pop(part) for part in names])
+    return arrays
+
+
+def _float_array(name: str, weight: Any) -> np.ndarray:
+    """Convert a weight to a NumPy array."""
+    if hasattr(weight, "detach"):  # PyTorch's: NumPy rejects gradients, GPU memory and bfloat16
+        weight = weight.detach().cpu()
+        weight = weight.float() if "bfloat16" in str(weight.dtype) else weight
+    array = np.asarray(weight)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"{name} must be an array of floats, got {type(weight).__name__} of dtype {array.dtype}")
+    return array
+
+
+def _check_shapes(arrays: Arrays, architecture: Architecture) -> None:
+    """Refuse arrays that are missing, that the model does not have, or that have another shape."""
+    expected = architecture.shapes()
+    for problem, names in (("no", expected.keys() - arrays.keys()), ("an unknown", arrays.keys() - expected.keys())):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ValueError(f"the checkpoint has {problem} {min(names)}{more}")
+    for name, shape in expected.items():
+        if arrays[name].shape != shape:
+            raise ValueError(f"{name} has shape {arrays[name].shape}, but other weights require {shape}")
+    for stage, (width, heads) in enumerate(zip(architecture.widths, architecture.heads, strict=True)):
+        if heads == 0 or width % heads:
+            raise ValueError(f"{heads} heads do not divide the {width} features of stage {stage}")
+
+
+def _check_config(config: Mapping[str, Any], architecture: Architecture, kind: str | None) -> None:
+    """Refuse a configuration that belongs to other weights, or that requires what is not computed here."""
+
+    def refuse(key: str, reason: str) -> ValueError:
+        return ValueError(f"config.json has {key} {config.get(key)!r}, {reason}")
+
+    if config.get("model_type") not in ("nat", "dinat"):
+        raise refuse("model_type", "which must be 'nat' or 'dinat'")
+    if kind not in (None, config["model_type"]):
+        raise refuse("model_type", f"but names of the weights begin with {kind}.")
+    if config.get("quantization_config"):
+        raise refuse("quantization_config", "but quantized models are not computed here")
+    if config.get("hidden_act", "gelu") not in ACTIVATIONS:
+        raise refuse("hidden_act", f"which must be one of {', '.join(ACTIVATIONS)}")
+    epsilon = config.get("layer_norm_eps", 0.0)
+    if not isinstance(epsilon, int | float) or not 0 <= epsilon < float("inf"):
+        raise refuse("layer_norm_eps", "which must be a number that is not negative")
+    facts = {
+        "patch_size": 4,
+        "num_channels": architecture.channels,
+        "embed_dim": architecture.width,
+        "depths": architecture.depths,
+        "num_heads": architecture.heads,
+        "kernel_size": architecture.kernel_size,
+        "qkv_bias": architecture.qkv_bias,
     }
-    depths = tuple(1 + max(block for of, block in blocks if of == stage) for stage in sorted({of for of, _ in blocks}))
-    for name in ("patch_embed.norm.weight", "levels.0.blocks.0.attn.rpb", "norm.weight", "head.weight"):
-        if name not in named:
-            raise ValueError(f"the checkpoint has no {name}: it is none of NAT, DiNAT or DiNAT_s for classification")
-    steps = DILATIONS[dilations] if isinstance(dilations, str) else tuple(dilations)
-    if len(steps) != len(depths):
-        raise ValueError(f"dilations {steps} are of {len(steps)} stages, but the checkpoint has {len(depths)}")
-    return Model({name: jnp.asarray(array) for name, array in named.items()}, depths, steps)
+    for key, fact in facts.items():
+        given = config.get(key, fact)
+        if (tuple(given) if isinstance(given, list) else given) != fact:
+            raise refuse(key, f"but the weights have {fact!r}")
+    if "mlp_ratio" in config:
+        hidden = tuple(int(config["mlp_ratio"] * width) for width in architecture.widths)
+        if hidden != architecture.hidden:
+            raise refuse("mlp_ratio", f"but perceptrons of the weights have {architecture.hidden} features")
+    if (config.get("layer_scale_init_value", architecture.layer_scale) > 0) != architecture.layer_scale:
+        has = "factors" if architecture.layer_scale else "no factors"
+        raise refuse("layer_scale_init_value", f"but the weights have {has} of a layer scale")
 
 
-def _depths(names: Iterable[str]) -> tuple[int, ...]:
-    """Blocks of each stage."""
-    found = [re.match(r"levels\.(\d+)\.blocks\.(\d+)\.", name) for name in names]
-    blocks = [tuple(map(int, each.groups())) for each in found if each]
-    last: dict[int, int] = {}
-    for stage, block in sorted(blocks):
-        last[stage] = block
-    return tuple(1 + block for block in last.values())
+def _block_dilations(
+    config: Mapping[str, Any], dilations: Dilations | None, architecture: Architecture
+) -> tuple[tuple[int, ...], ...]:
+    """Dilation of each block, by stage, which neither the kind of the model nor its configuration contradict."""
+    kind, depths = config.get("model_type"), architecture.depths
+    if dilations == "dinat-384" and architecture.kernel_size != 7:
+        raise ValueError("dilations 'dinat-384' are those of 7 x 7 windows; published models of 11 x 11 have 'dinat'")
+    if kind == "nat":
+        known = tuple((1,) * depth for depth in depths)
+    elif "dilations" in config:
+        stages = config["dilations"]
+        if not isinstance(stages, list) or not all(isinstance(stage, list) for stage in stages):
+            raise ValueError(f"config.json has dilations {stages!r}, which must be a list for each stage")
+        # Like transformers, use the first numbers of longer lists.
+        known = _as_blocks([stage[:depth] for stage, depth in zip(stages, depths, strict=False)], depths)
+    elif dilations is None:
+        raise ValueError(
+            "dilations are not among the weights: name them (nat, dinat or dinat-384; --dilations), or pass a list for "
+            "each stage or Hugging Face's config.json, which the program reads from the folder of the weights"
+        )
+    elif kind == "dinat" and dilations == "nat":
+        raise ValueError("dilations are 'nat', but the weights are those of a DiNAT")
+    else:
+        known = _as_blocks(dilations, depths)
+    if dilations is not None and (given := _as_blocks(dilations, depths)) != known:
+        raise ValueError(f"dilations are {dilations!r}, which is {given}, but those of this {kind} model are {known}")
+    return known
 
 
-def _name(name: str) -> str:
-    for pattern, replacement in _NAMES:
-        name = re.sub(pattern, replacement, name)
-    return name
+def _as_blocks(dilations: Dilations, depths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Dilation of each block, by stage."""
+    if isinstance(dilations, str):
+        if dilations not in DILATIONS:
+            raise ValueError(f"dilations must be one of {', '.join(DILATIONS)}, or numbers, got {dilations!r}")
+        dilations = DILATIONS[dilations]
+    if not isinstance(dilations, Iterable):
+        raise TypeError(f"dilations must be a name or a sequence with an entry per stage, got {dilations!r}")
+    stages = tuple(dilations)
+    if len(stages) != len(depths):
+        raise ValueError(f"dilations {dilations} are of {len(stages)} stages, but the checkpoint has {len(depths)}")
+    blocks = []
+    for stage, (given, depth) in enumerate(zip(stages, depths, strict=True)):
+        alternating = [given if block % 2 else 1 for block in range(depth)]
+        numbers: list[Any] = [*given] if isinstance(given, Iterable) else alternating
+        if not all(isinstance(each, int | np.integer) and not isinstance(each, bool) and each > 0 for each in numbers):
+            raise ValueError(f"dilations of stage {stage} must be integers of at least 1, got {given!r}")
+        if len(numbers) != depth:
+            raise ValueError(f"dilations of stage {stage} are {len(numbers)} numbers, but it has {depth} blocks")
+        blocks.append(tuple(map(int, numbers)))
+    return tuple(blocks)
+
+
+class Features(NamedTuple):
+    """Tokens ``[batch, rows, columns, features]`` that a model computes.
+
+    Attributes:
+        hidden_states: Of the embedding, and of each stage after its downsampling, as in transformers' ``Model``.
+        feature_maps: By name (``stem``, ``stage1``, ...), of the embedding, and of each stage before its downsampling.
+            A backbone of transformers normalizes its ``out_features``.
+        tokens: Of the last stage, normalized unless the checkpoint is a backbone.
+        pooled: The mean of ``tokens``, ``[batch, features]``.
+    """
+
+    hidden_states: tuple[jax.Array, ...]
+    feature_maps: dict[str, jax.Array]
+    tokens: jax.Array
+    pooled: jax.Array
 
 
 def classify(model: Model, images: jax.Array, *, backend: str | None = None) -> jax.Array:
-    """Logits ``[batch, classes]`` of images ``[batch, height, width, 3]``, computed in the parameters' type.
+    """Logits ``[batch, classes]`` of images ``[batch, height, width, channels]``, in the parameters' type.
 
     Args:
         model: The classifier.
-        images: With the mean and deviation of ImageNet's taken out.
+        images: Normalized with the mean and deviation of ImageNet.
+        backend: The backend of the attention.
+
+    Raises:
+        ValueError: The model lacks a classification head, or the images have another shape.
+    """
+    if "head.weight" not in model.parameters:
+        raise ValueError("the checkpoint has no classification head: features(model, images) returns its tokens")
+    return _linear(model.parameters, "head", features(model, images, backend=backend).pooled)
+
+
+def features(model: Model, images: jax.Array, *, backend: str | None = None) -> Features:
+    """Tokens of every stage, of a model with or without a classification head, in the parameters' type.
+
+    Args:
+        model: The model.
+        images: ``[batch, height, width, channels]``, normalized with the mean and deviation of ImageNet.
         backend: The backend of the attention.
     """
     parameters = model.parameters
-    tokens = _tokens(parameters, images.astype(parameters["head.weight"].dtype))
-    for stage, (depth, dilation) in enumerate(zip(model.depths, model.dilations, strict=True)):
-        for number in range(depth):
-            block = _under(parameters, f"levels.{stage}.blocks.{number}.")
-            tokens = _block(block, tokens, dilation if number % 2 else 1, backend)
+
+    def mapped(stage: str, tokens: jax.Array) -> jax.Array:
+        name = f"hidden_states_norms.{stage}"
+        return _normalized(parameters, name, tokens) if f"{name}.weight" in parameters else tokens
+
+    tokens = _tokens(model, images)
+    hidden_states, feature_maps = [tokens], {"stem": mapped("stem", tokens)}
+    for stage, dilations in enumerate(model.dilations):
+        for number, dilation in enumerate(dilations):
+            tokens = _block(model, f"levels.{stage}.blocks.{number}.", tokens, dilation, backend)
+        feature_maps[f"stage{stage + 1}"] = mapped(f"stage{stage + 1}", tokens)
         tokens = _downsampled(_under(parameters, f"levels.{stage}.downsample."), tokens)
-    return _linear(parameters, "head", _normalized(parameters, "norm", tokens).mean((1, 2)))
+        hidden_states.append(tokens)
+    if "norm.weight" in parameters:
+        tokens = _normalized(parameters, "norm", tokens, model.epsilon)
+    return Features(tuple(hidden_states), feature_maps, tokens, tokens.mean((1, 2)))
 
 
 def _under(parameters: Parameters, prefix: str) -> Parameters:
     return {name.removeprefix(prefix): array for name, array in parameters.items() if name.startswith(prefix)}
 
 
-def _tokens(parameters: Parameters, images: jax.Array) -> jax.Array:
+def _tokens(model: Model, images: jax.Array) -> jax.Array:
     """Two convolutions of stride 2, or one of stride 4 over images that are padded to a multiple of it (DiNAT_s)."""
+    parameters, channels = model.parameters, model.channels
+    if images.ndim != 4 or images.shape[-1] != channels:
+        hint = ": move the channels to the end" if images.shape[1:2] == (channels,) else ""
+        raise ValueError(f"images must be [batch, height, width, {channels}], got shape {images.shape}{hint}")
+    if not jnp.issubdtype(images.dtype, jnp.floating):
+        raise TypeError(f"images must be floats, normalized with a mean and a deviation, got dtype {images.dtype}")
+    images = images.astype(parameters["patch_embed.norm.weight"].dtype)
     if "patch_embed.proj.weight" in parameters:
         padding = [(0, -extent % 4) for extent in images.shape[1:3]]
         images = jnp.pad(images, [(0, 0), *padding, (0, 0)])
@@ -169,11 +519,14 @@ def _tokens(parameters: Parameters, images: jax.Array) -> jax.Array:
     return _normalized(parameters, "patch_embed.norm", images)
 
 
-def _block(parameters: Parameters, tokens: jax.Array, dilation: int, backend: str | None) -> jax.Array:
+def _block(model: Model, prefix: str, tokens: jax.Array, dilation: int, backend: str | None) -> jax.Array:
     """Attention and a perceptron, each behind a normalization, with a factor for each feature in larger models."""
-    change = _attention(_under(parameters, "attn."), _normalized(parameters, "norm1", tokens), dilation, backend)
+    parameters = _under(model.parameters, prefix)
+    normalized = _normalized(parameters, "norm1", tokens, model.epsilon)
+    change = _attention(_under(parameters, "attn."), normalized, dilation, backend)
     tokens = tokens + parameters.get("gamma1", 1) * change
-    hidden = jax.nn.gelu(_linear(parameters, "mlp.fc1", _normalized(parameters, "norm2", tokens)), approximate=False)
+    hidden = _linear(parameters, "mlp.fc1", _normalized(parameters, "norm2", tokens, model.epsilon))
+    hidden = ACTIVATIONS[model.activation](hidden)
     return tokens + parameters.get("gamma2", 1) * _linear(parameters, "mlp.fc2", hidden)
 
 
@@ -206,9 +559,9 @@ def _linear(parameters: Parameters, name: str, array: jax.Array) -> jax.Array:
     return array @ parameters[f"{name}.weight"].T + parameters.get(f"{name}.bias", 0)
 
 
-def _normalized(parameters: Parameters, name: str, array: jax.Array) -> jax.Array:
+def _normalized(parameters: Parameters, name: str, array: jax.Array, epsilon: float = 1e-5) -> jax.Array:
     wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
-    deviation = jnp.sqrt(wide.var(-1, keepdims=True) + 1e-5)
+    deviation = jnp.sqrt(wide.var(-1, keepdims=True) + epsilon)
     normalized = ((wide - wide.mean(-1, keepdims=True)) / deviation).astype(array.dtype)
     return normalized * parameters[f"{name}.weight"] + parameters[f"{name}.bias"]
 
@@ -224,44 +577,15 @@ def _convolved(parameters: Parameters, name: str, array: jax.Array, stride: int,
 def random_weights(size: Size, kernel_size: int = 7, seed: int = 0) -> dict[str, np.ndarray]:
     """A checkpoint of NAT or DiNAT by the authors' names, of random numbers."""
     rng = np.random.default_rng(seed)
+    factors = [2**stage for stage in range(len(size.depths))]
+    heads = tuple(size.heads * factor for factor in factors)
+    hidden = tuple(size.mlp_ratio * size.width * factor for factor in factors)
     weights: dict[str, np.ndarray] = {}
-
-    def put(name: str, *shape: int, deviation: float = 0.02, mean: float = 0.0) -> None:
+    for name, shape in Architecture(3, size.width, size.depths, heads, hidden, kernel_size).shapes().items():
+        is_matrix = len(shape) > 1 and name.endswith("weight")
+        deviation = math.prod(shape[1:]) ** -0.5 if is_matrix else 0.02
+        mean = 1.0 if len(shape) == 1 and name.endswith("weight") else 0.0
         weights[name] = (mean + deviation * rng.standard_normal(shape)).astype(np.float32)
-
-    def put_linear(name: str, features_in: int, features: int) -> None:
-        put(f"{name}.weight", features, features_in, deviation=features_in**-0.5)
-        put(f"{name}.bias", features)
-
-    def put_norm(name: str, features: int) -> None:
-        put(f"{name}.weight", features, mean=1.0)
-        put(f"{name}.bias", features)
-
-    def put_convolution(name: str, features_in: int, features: int, *, bias: bool = True) -> None:
-        put(f"{name}.weight", features, features_in, 3, 3, deviation=(9 * features_in) ** -0.5)
-        if bias:
-            put(f"{name}.bias", features)
-
-    width = size.width
-    put_convolution("patch_embed.proj.0", 3, width // 2)
-    put_convolution("patch_embed.proj.1", width // 2, width)
-    put_norm("patch_embed.norm", width)
-    for stage, depth in enumerate(size.depths):
-        if stage:
-            put_convolution(f"levels.{stage - 1}.downsample.reduction", width, 2 * width, bias=False)
-            width *= 2
-            put_norm(f"levels.{stage - 1}.downsample.norm", width)
-        for number in range(depth):
-            block = f"levels.{stage}.blocks.{number}."
-            put_norm(f"{block}norm1", width)
-            put_linear(f"{block}attn.qkv", width, 3 * width)
-            put(f"{block}attn.rpb", size.heads * 2**stage, *(2 * kernel_size - 1,) * 2)
-            put_linear(f"{block}attn.proj", width, width)
-            put_norm(f"{block}norm2", width)
-            put_linear(f"{block}mlp.fc1", width, size.mlp_ratio * width)
-            put_linear(f"{block}mlp.fc2", size.mlp_ratio * width, width)
-    put_norm("norm", width)
-    put_linear("head", width, CLASSES)
     return weights
 
 
@@ -270,16 +594,37 @@ def read(path: Path) -> Mapping[str, Any]:
     if path.suffix == ".npz":
         return dict(np.load(path))
     if path.suffix == ".safetensors":
-        from safetensors.numpy import load_file
-
-        return load_file(path)
-    import torch
-
-    found = torch.load(path, map_location="cpu", weights_only=True)
-    return found.get("model", found.get("state_dict", found))
+        arrays: Mapping[str, Any] = _package("safetensors.numpy", path).load_file(path)
+        return arrays
+    found: dict[str, Any] = _package("torch", path).load(path, map_location="cpu", weights_only=True)
+    weights: Mapping[str, Any] = found.get("model", found.get("state_dict", found))
+    return weights
 
 
-def pixels(path: Path) -> jax.Array:
+def _package(name: str, path: Path) -> ModuleType:
+    """Import what reads a file."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        package = name.split(".")[0]
+        raise ModuleNotFoundError(f"{path.name} needs {package} to be read: pip install {package} ({error})") from None
+
+
+def read_config(path: Path) -> Mapping[str, Any] | None:
+    """Hugging Face's ``config.json`` from the folder of the weights ``path``, or ``None`` if the folder lacks it."""
+    path = path.with_name("config.json")
+    if not path.exists():
+        return None
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must have names and values, got {config!r}")
+    return config
+
+
+def pixels(path: Path, size: int) -> jax.Array:
     """The middle of an image as the models expect it, ``[1, size, size, 3]``."""
     image = np.asarray(files.imread(path))
     image = image / 255 if image.dtype == np.uint8 else image
@@ -287,7 +632,7 @@ def pixels(path: Path) -> jax.Array:
     side = min(image.shape[:2])
     top, left = ((extent - side) // 2 for extent in image.shape[:2])
     square = jnp.asarray(image[top : top + side, left : left + side], jnp.float32)
-    square = jax.image.resize(square, (IMAGE_SIZE, IMAGE_SIZE, 3), "bicubic")
+    square = jax.image.resize(square, (size, size, 3), "bicubic")
     return ((square - jnp.array(MEAN)) / jnp.array(DEVIATION))[None]
 
 
@@ -299,7 +644,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, help=".pth, .safetensors or .npz file; random weights if not given")
     parser.add_argument("--image", type=Path, help="what to classify; random pixels if not given")
     parser.add_argument("--size", default="mini", choices=SIZES, help="of the model with random weights")
-    parser.add_argument("--dilations", default="dinat", choices=DILATIONS, help="kind of the model")
+    parser.add_argument("--dilations", choices=DILATIONS, help="kind of the model; from the checkpoint if not given")
+    parser.add_argument("--image-size", type=int, help="rows and columns; those of the published model if not given")
     parser.add_argument("--batch", type=int, default=1, help="random images")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="type that is computed in")
     parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna; the best one if not given")
@@ -307,32 +653,50 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.batch < 1:
         parser.error(f"--batch must be at least 1, got {options.batch}")
+    if options.image_size is not None and options.image_size < 1:
+        parser.error(f"--image-size must be at least 1, got {options.image_size}")
     return options
+
+
+def read_model(options: argparse.Namespace) -> Model:
+    """A model from a checkpoint and its configuration, or with random weights."""
+    if options.checkpoint is None:
+        model = load(random_weights(SIZES[options.size]), options.dilations or "dinat")
+    else:
+        config = read_config(options.checkpoint)
+        if config is None:
+            print("No config.json in the folder of the weights: the activation is GELU, and epsilons are 1e-5.")
+        model = load(read(options.checkpoint), options.dilations, config=config)
+    parameters = {name: each.astype(DTYPES[options.dtype]) for name, each in model.parameters.items()}
+    return dataclasses.replace(model, parameters=parameters)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the five most likely classes of an image, or how long random ones take."""
     options = parse(arguments)
-    weights = random_weights(SIZES[options.size]) if options.checkpoint is None else read(options.checkpoint)
-    model = load(weights, options.dilations)
-    model = model._replace(
-        parameters={name: each.astype(DTYPES[options.dtype]) for name, each in model.parameters.items()}
-    )
-    count = sum(array.size for array in model.parameters.values())
-    print(f"{count / 1e6:.2f} M parameters, blocks {model.depths}, {options.dtype}, {jax.devices()[0].device_kind}")
-    if options.image is not None:
-        probabilities = jax.nn.softmax(classify(model, pixels(options.image), backend=options.backend)[0])
-        for label in np.argsort(probabilities)[::-1][:5]:
-            print(f"class {label:>4}: {probabilities[label]:.1%}")
-        return
-    images = jax.random.normal(jax.random.key(0), (options.batch, IMAGE_SIZE, IMAGE_SIZE, 3))
+    try:
+        model = read_model(options)
+        size = options.image_size or model.image_size
+        count = sum(array.size for array in model.parameters.values())
+        print(f"{count / 1e6:.2f} M parameters, blocks {model.depths}, {options.dtype}, {jax.devices()[0].device_kind}")
+        if options.image is not None:
+            probabilities = jax.nn.softmax(classify(model, pixels(options.image, size), backend=options.backend)[0])
+            for label in np.argsort(probabilities)[::-1][:5]:
+                print(f"class {label:>4}: {probabilities[label]:.1%}")
+            return
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        raise SystemExit(f"nat_weights.py: {error}") from None
+    images = jax.random.normal(jax.random.key(0), (options.batch, size, size, model.channels))
 
     def step(parameters: Parameters, images: jax.Array) -> tuple[Parameters, jax.Array]:
-        return parameters, classify(model._replace(parameters=parameters), images, backend=options.backend).sum()
+        with_parameters = dataclasses.replace(model, parameters=parameters)
+        if "head.weight" in parameters:
+            return parameters, classify(with_parameters, images, backend=options.backend).sum()
+        return parameters, features(with_parameters, images, backend=options.backend).pooled.sum()
 
     steps = TimedSteps(step, model.parameters)
     steps.repeat(10, images)
-    print(f"{options.batch} images of {IMAGE_SIZE} x {IMAGE_SIZE}: {steps.median_seconds * 1e3:.2f} ms")
+    print(f"{options.batch} images of {size} x {size}: {steps.median_seconds * 1e3:.2f} ms")
     if options.profile:
         print(steps.profile(images))
 

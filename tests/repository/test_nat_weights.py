@@ -1,26 +1,32 @@
-"""Published classifiers from their weights, beside a forward pass of the same weights in float64 and NumPy."""
+"""Published classifiers from their weights, compared with recorded logits of other implementations."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 import runpy
 import sys
-from collections.abc import Callable
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 
-from tests.support import oracle
 from tests.support.programs import run_command
 
 for package in ("matplotlib", "optax"):
     pytest.importorskip(package)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+#: Shapes of the weights of small models, and logits that transformers or NumPy computed from `arrays_of` them.
+RECORDS = {each["model"]: each for each in json.loads(Path(__file__).with_name("nat_weights.json").read_text())}
+DINAT, NAT = (RECORDS[f"{kind}ForImageClassification"] for kind in ("Dinat", "Nat"))
 Weights = dict[str, np.ndarray]
 
 
@@ -33,163 +39,146 @@ def example() -> dict[str, Any]:
         sys.path.remove(str(EXAMPLES))
 
 
-def linear(weights: Weights, name: str, array: np.ndarray) -> np.ndarray:
-    out = array @ weights[f"{name}.weight"].astype(np.float64).T
-    return out + weights[f"{name}.bias"] if f"{name}.bias" in weights else out
+def arrays_of(shapes: Mapping[str, Sequence[int]]) -> Weights:
+    """Random weights that depend on their names, and not on the order of these."""
+    arrays = {}
+    for name, shape in shapes.items():
+        noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape) / math.sqrt(
+            math.prod(shape[1:])
+        )
+        arrays[name] = (noise / 2 + (len(shape) == 1 and name.endswith("weight"))).astype(np.float32)
+    return arrays
 
 
-def normalized(weights: Weights, name: str, array: np.ndarray) -> np.ndarray:
-    centered = array - array.mean(-1, keepdims=True)
-    unit = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-5)
-    return unit * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+def images_of(extents: Sequence[int]) -> np.ndarray:
+    return np.random.default_rng(1).standard_normal((2, *extents, 3)).astype(np.float32)
 
 
-def convolved(weights: Weights, name: str, array: np.ndarray, stride: int, padding: int) -> np.ndarray:
-    kernel = weights[f"{name}.weight"].astype(np.float64)
-    padded = np.pad(array, [(0, 0), (padding, padding), (padding, padding), (0, 0)])
-    patches = np.lib.stride_tricks.sliding_window_view(padded, kernel.shape[2:], axis=(1, 2))[:, ::stride, ::stride]
-    out = np.einsum("bhwiyx,oiyx->bhwo", patches, kernel)
-    return out + weights[f"{name}.bias"] if f"{name}.bias" in weights else out
-
-
-def attended(weights: Weights, prefix: str, tokens: np.ndarray, dilation: int) -> np.ndarray:
-    """Neighborhood attention with a relative bias, of tokens that are padded to the window at least."""
-    table = weights[f"{prefix}rpb"]
-    heads, size = table.shape[0], (table.shape[1] + 1) // 2
-    _, height, width, features = tokens.shape
-    more = [(0, max(0, size * dilation - extent)) for extent in (height, width)]
-    tokens = np.pad(tokens, [(0, 0), *more, (0, 0)])
-    qkv = linear(weights, f"{prefix}qkv", tokens).reshape(*tokens.shape[:3], 3, heads, -1)
-    query, key, value = np.moveaxis(qkv, 3, 0)
-    operands = oracle.Tensors(query, key, value, relative_bias=table)
-    window = tokens.shape[1:3], (size,) * 2, (1, 1), (dilation,) * 2, (False, False)
-    scale, entries = (features // heads) ** -0.5, oracle.relative_entries(*window)
-    out = oracle.forward(operands, oracle.neighborhood_mask(*window), scale, entries).out
-    return linear(weights, f"{prefix}proj", out.reshape(tokens.shape)[:, :height, :width])
-
-
-def gelu(array: np.ndarray) -> np.ndarray:
-    return array * (1 + np.vectorize(math.erf)(array / math.sqrt(2))) / 2
-
-
-def block(weights: Weights, prefix: str, tokens: np.ndarray, dilation: int) -> np.ndarray:
-    change = attended(weights, f"{prefix}attn.", normalized(weights, f"{prefix}norm1", tokens), dilation)
-    tokens = tokens + weights.get(f"{prefix}gamma1", 1) * change
-    hidden = gelu(linear(weights, f"{prefix}mlp.fc1", normalized(weights, f"{prefix}norm2", tokens)))
-    return tokens + weights.get(f"{prefix}gamma2", 1) * linear(weights, f"{prefix}mlp.fc2", hidden)
-
-
-def reference(
-    weights: Weights, images: np.ndarray, depths: tuple[int, ...], dilations: tuple[int, ...], stages: str = "levels"
-) -> np.ndarray:
-    tokens = images.astype(np.float64)
-    if stages == "layers":
-        whole = np.pad(tokens, [(0, 0), *[(0, -n % 4) for n in tokens.shape[1:3]], (0, 0)])
-        tokens = convolved(weights, "patch_embed.proj", whole, 4, 0)
-    else:
-        tokens = convolved(weights, "patch_embed.proj.1", convolved(weights, "patch_embed.proj.0", tokens, 2, 1), 2, 1)
-    tokens = normalized(weights, "patch_embed.norm", tokens)
-    for stage, depth in enumerate(depths):
-        for number in range(depth):
-            tokens = block(weights, f"{stages}.{stage}.blocks.{number}.", tokens, dilations[stage] if number % 2 else 1)
-        down = f"{stages}.{stage}.downsample."
-        if f"{down}reduction.weight" not in weights:
-            continue
-        if stages == "layers":
-            tokens = np.pad(tokens, [(0, 0), (0, tokens.shape[1] % 2), (0, tokens.shape[2] % 2), (0, 0)])
-            corners = (tokens[:, i::2, j::2] for i, j in ((0, 0), (1, 0), (0, 1), (1, 1)))
-            merged = normalized(weights, f"{down}norm", np.concatenate([*corners], axis=-1))
-            tokens = linear(weights, f"{down}reduction", merged)
-        else:
-            tokens = normalized(weights, f"{down}norm", convolved(weights, f"{down}reduction", tokens, 2, 1))
-    return linear(weights, "head", normalized(weights, "norm", tokens).mean((1, 2)))
-
-
-def scaled_layers(weights: Weights) -> Weights:
-    """With a factor for each feature, as NAT's small and base models have."""
-    rng = np.random.default_rng(5)
-    added: Weights = {}
-    for name, array in weights.items():
-        if name.endswith(".norm1.weight"):
-            prefix = name.removesuffix("norm1.weight")
-            added |= {f"{prefix}gamma{i}": rng.standard_normal(array.shape).astype(np.float32) for i in (1, 2)}
-    return {**weights, **added}
-
-
-#: Parts of names, and what transformers calls them.
-HUGGING_FACE = {
-    "patch_embed.proj": "dinat.embeddings.patch_embeddings.projection",
-    "patch_embed.norm": "dinat.embeddings.norm",
-    "levels.": "dinat.encoder.levels.",
-    ".blocks.": ".layers.",
-    "norm1": "layernorm_before",
-    "norm2": "layernorm_after",
-    "attn.proj": "attention.output.dense",
-    "attn.": "attention.self.",
-    "mlp.fc1": "intermediate.dense",
-    "mlp.fc2": "output.dense",
-    "head.": "classifier.",
-}
-
-
-def hugging_face(weights: Weights) -> Weights:
-    """The same weights as transformers names and splits them."""
-    renamed: Weights = {}
-    for name, array in weights.items():
-        new = f"dinat.layernorm.{name.removeprefix('norm.')}" if name.startswith("norm.") else name
-        for ours, theirs in HUGGING_FACE.items():
-            new = new.replace(ours, theirs)
-        if ".qkv." in new:
-            for part, values in zip(("query", "key", "value"), np.split(array, 3), strict=True):
-                renamed[new.replace("qkv", part)] = values
-        elif new.endswith("gamma1"):
-            both = np.stack([array, weights[name.replace("gamma1", "gamma2")]])
-            renamed[new.replace("gamma1", "layer_scale_parameters")] = both
-        elif not new.endswith("gamma2"):
-            renamed[new] = array
-    return renamed
-
-
-def dinat_s(weights: Weights) -> Weights:
-    """A model of the third kind: patches of 4 x 4 pixels, and tokens that are merged."""
-    rng = np.random.default_rng(6)
-
-    def draw(*shape: int) -> np.ndarray:
-        return (0.2 * rng.standard_normal(shape)).astype(np.float32)
-
-    width = weights["patch_embed.norm.weight"].shape[0]
-    new = {
-        name.replace("levels.", "layers."): array for name, array in weights.items() if "patch_embed.proj" not in name
-    }
-    new |= {"patch_embed.proj.weight": draw(width, 3, 4, 4), "patch_embed.proj.bias": draw(width)}
-    for name in [name for name in new if name.endswith("downsample.reduction.weight")]:
-        prefix, wide = name.removesuffix("reduction.weight"), new[name].shape[1]
-        new[name] = draw(2 * wide, 4 * wide)
-        new |= {f"{prefix}norm.weight": 1 + draw(4 * wide), f"{prefix}norm.bias": draw(4 * wide)}
-    return new
-
-
-KINDS: dict[str, Callable[[Weights], Weights]] = {
-    "authors": lambda weights: weights,
-    "layer-scale": scaled_layers,
-    "dinat_s": dinat_s,
-}
-
-
-@pytest.mark.parametrize("from_hugging_face", [False, True], ids=["", "hugging-face"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_logits_equal_those_in_float64(example: dict[str, Any], kind: str, from_hugging_face: bool) -> None:
-    """The last stage is smaller than its dilated windows, and an extent is odd."""
-    if from_hugging_face and kind == "dinat_s":
-        pytest.skip("transformers has no DiNAT_s")
-    size = example["Size"](8, 1, (1, 2), 2)
-    weights = KINDS[kind](example["random_weights"](size, kernel_size=3))
-    images = np.random.default_rng(1).standard_normal((2, 37, 30, 3)).astype(np.float32)
-    expected = reference(weights, images, (1, 2), (1, 2), "layers" if kind == "dinat_s" else "levels")
-    model = example["load"](hugging_face(weights) if from_hugging_face else weights, (1, 2))
+@pytest.mark.parametrize("name", RECORDS)
+def test_logits_equal_the_recorded_ones(example: dict[str, Any], name: str) -> None:
+    """The last stage is smaller than its dilated windows, and extents are odd."""
+    record = RECORDS[name]
+    model = example["load"](arrays_of(record["shapes"]), record["dilations"], config=record["config"])
     assert model.depths == (1, 2)
-    logits = example["classify"](model, jnp.asarray(images))
-    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
+    logits = jax.jit(example["classify"])(model, images_of(record["extents"]))
+    np.testing.assert_allclose(logits, record["logits"], rtol=0, atol=1e-5 * np.abs(record["logits"]).max())
+
+
+def test_models_without_a_head(example: dict[str, Any]) -> None:
+    """Tokens of a classifier, and of transformers' model and backbone, whose weights have names without a prefix."""
+    weights, images = arrays_of(DINAT["shapes"]), images_of(DINAT["extents"])
+    headless = {name.removeprefix("dinat."): array for name, array in weights.items() if "classifier" not in name}
+    backbone = {name: array for name, array in headless.items() if not name.startswith("layernorm")}
+    norms = {f"hidden_states_norms.stage2.{kind}": headless[f"layernorm.{kind}"] for kind in ("weight", "bias")}
+    models = [example["load"](each, (1, 2)) for each in (weights, headless, backbone | norms)]
+    whole, found, bare = (example["features"](model, images) for model in models)
+    jax.tree.map(np.testing.assert_array_equal, whole, found)
+    logits = found.pooled @ weights["classifier.weight"].T + weights["classifier.bias"]
+    np.testing.assert_allclose(example["classify"](models[0], images), logits, rtol=1e-5)
+    assert [state.shape for state in whole.hidden_states] == [(2, 10, 8, 8), (2, 5, 4, 16), (2, 5, 4, 16)]
+    np.testing.assert_array_equal(bare.feature_maps.pop("stage2"), whole.tokens)
+    np.testing.assert_array_equal(bare.tokens, whole.feature_maps.pop("stage2"))
+    jax.tree.map(np.testing.assert_array_equal, bare.feature_maps, whole.feature_maps)
+    with pytest.raises(ValueError, match=r"no classification head: features\(model, images\)"):
+        example["classify"](models[1], images)
+
+
+@pytest.mark.parametrize(
+    ("order", "dtype", "message"),
+    [
+        ((0, 3, 1, 2), "float32", r"\[batch, height, width, 3\], got shape \(2, 3, 37, 30\): move the channels"),
+        ((0, 3, 1, 2, 4), "float32", r"got shape \(2, 3, 37, 30, 1\)"),
+        ((0, 1, 2, 3), "uint8", "images must be floats, .* got dtype uint8"),
+    ],
+)
+def test_images_that_do_not_fit(example: dict[str, Any], order: tuple[int, ...], dtype: str, message: str) -> None:
+    model = example["load"](arrays_of(DINAT["shapes"]), (1, 2))
+    images = images_of((37, 30)).reshape((2, 37, 30, 3, 1)[: len(order)]).transpose(order)
+    with pytest.raises((TypeError, ValueError), match=message):
+        example["classify"](model, images.astype(dtype))
+
+
+def test_nat_has_no_dilation(example: dict[str, Any]) -> None:
+    weights = arrays_of(NAT["shapes"])
+    for dilations in (None, (1, 1)):
+        assert example["load"](weights, dilations).dilations == ((1,), (1, 1))
+    with pytest.raises(ValueError, match=r"dilations are \(1, 2\), .* but those of this nat model are"):
+        example["load"](weights, (1, 2))
+
+
+BLOCK = "dinat.encoder.levels.1.layers.0."
+
+
+@pytest.mark.parametrize(
+    ("dilations", "message"),
+    [
+        (None, "dilations are not among the weights: name them"),
+        ("nat", "dilations are 'nat', but the weights are those of a DiNAT"),
+        ("dinat-384", "'dinat-384' are those of 7 x 7 windows"),
+        ("dinats", "dilations must be one of nat, dinat, dinat-384, or numbers, got 'dinats'"),
+        ("dinat", r"dilations \(8, 4, 2, 1\) are of 4 stages, but the checkpoint has 2"),
+        (8, "dilations must be a name or a sequence with an entry per stage, got 8"),
+        ((1, 2.5), "dilations of stage 1 must be integers of at least 1, got 2.5"),
+        ((1, [1, 0]), r"dilations of stage 1 must be integers of at least 1, got \[1, 0\]"),
+        ((1, [1]), "dilations of stage 1 are 1 numbers, but it has 2 blocks"),
+    ],
+)
+def test_dilations_that_do_not_fit(example: dict[str, Any], dilations: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        example["load"](arrays_of(DINAT["shapes"]), dilations)
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "message"),
+    [
+        ("dinat.layernorm.bias", None, "the checkpoint has no norm.bias$"),
+        ("dinat.encoder.more", np.ones(3), "the checkpoint has an unknown encoder.more$"),
+        ("nat.layernorm.bias", np.ones(16), "begin with nat. and with dinat., which are two models"),
+        ("layernorm.bias", np.ones(16), "the checkpoint has norm.bias twice"),
+        ("dinat.layernorm.bias", np.ones(8), r"norm.bias has shape \(8,\), but other weights require \(16,\)"),
+        ("dinat.layernorm.bias", np.ones(16, int), "must be an array of floats, got ndarray of dtype int64"),
+        ("dinat.embeddings.norm.weight", None, "no patch_embed.norm.weight .* none of NAT, DiNAT or DiNAT_s"),
+        (f"{BLOCK}attention.self.key.bias", None, "query.bias, but no levels.1.blocks.0.attn.key.bias"),
+        (f"{BLOCK}attention.self.key.bias", np.ones(8), "attn.value.bias have different shapes"),
+    ],
+)
+def test_weights_that_do_not_fit(example: dict[str, Any], name: str, array: np.ndarray | None, message: str) -> None:
+    weights = arrays_of(DINAT["shapes"]) | {name: array}
+    with pytest.raises((TypeError, ValueError), match=message):
+        example["load"]({name: each for name, each in weights.items() if each is not None}, (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model_type", "nat"),
+        ("model_type", "vit"),
+        ("hidden_act", "laplace"),
+        ("layer_norm_eps", "1e-5"),
+        ("quantization_config", {"bits": 8}),
+        ("dilations", [1, 2]),
+        ("kernel_size", 7),
+        ("num_heads", [2, 2]),
+        ("qkv_bias", False),
+        ("mlp_ratio", 3.0),
+        ("layer_scale_init_value", 0.1),
+    ],
+)
+def test_configurations_that_do_not_fit(example: dict[str, Any], key: str, value: Any) -> None:
+    weights = arrays_of(DINAT["shapes"])
+    with pytest.raises(ValueError, match=rf"config.json has {key} {re.escape(repr(value))}, "):
+        example["load"](weights, config=DINAT["config"] | {key: value})
+    with pytest.raises(ValueError, match=r"dilations are \(2, 3\), .* but those of this dinat model are"):
+        example["load"](weights, (2, 3), config=DINAT["config"])
+
+
+@pytest.mark.parametrize(("suffix", "package"), [(".pth", "torch"), (".safetensors", "safetensors")])
+def test_packages_that_are_missing(
+    example: dict[str, Any], monkeypatch: pytest.MonkeyPatch, suffix: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ModuleNotFoundError, match=f"a{suffix} needs {package} to be read: pip install {package}"):
+        example["read"](Path(f"a{suffix}"))
 
 
 @pytest.mark.parametrize(("size", "millions"), [("mini", 20), ("tiny", 28), ("small", 51), ("base", 90)])
@@ -197,15 +186,9 @@ def test_sizes_are_the_published_ones(example: dict[str, Any], size: str, millio
     """Parameters as the papers count them, in millions."""
     weights = example["random_weights"](example["SIZES"][size])
     assert sum(array.size for array in weights.values()) / 1e6 == pytest.approx(millions, abs=0.5)
-    assert example["load"](weights, "dinat").depths == example["SIZES"][size].depths
-
-
-def test_checkpoints_that_are_none(example: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="has no patch_embed"):
-        example["load"]({"layers.0.weight": np.ones(3)}, "nat")
-    weights = example["random_weights"](example["Size"](8, 1, (1, 1), 2))
-    with pytest.raises(ValueError, match="the checkpoint has 2"):
-        example["load"](weights, "dinat")
+    models = [example["load"](weights, dilations) for dilations in ("dinat", "dinat-384")]
+    assert [model.image_size for model in models] == [224, 384]
+    assert models[0].depths == example["SIZES"][size].depths
 
 
 def test_an_image_is_classified_from_a_file(example: dict[str, Any], tmp_path: Path) -> None:
@@ -215,6 +198,11 @@ def test_an_image_is_classified_from_a_file(example: dict[str, Any], tmp_path: P
     np.savez(tmp_path / "weights.npz", **weights)
     image.imsave(tmp_path / "photo.png", np.random.default_rng(0).random((300, 260, 3)))
     command = ["nat_weights.py", "--checkpoint", str(tmp_path / "weights.npz"), "--image", str(tmp_path / "photo.png")]
-    found = run_command([EXAMPLES / command[0], *command[1:]], os.environ)
+    run = partial(run_command, [EXAMPLES / command[0], *command[1:]], os.environ)
+    refused = run()
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("nat_weights.py: dilations are not among the weights"), refused.stderr
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nat"}))
+    found = run()
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("class ") == 5
