@@ -14,10 +14,10 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """A problem of equal query, key and value layouts; without a window, self attention.
+    """A problem whose query, key and value share one layout. Without a window it is self attention.
 
-    There are as many heads of keys and values as of queries, unless ``heads_kv`` says otherwise. ``causal`` says it for
-    each dimension, ``is_causal`` for all.
+    Keys and values have ``heads`` heads unless ``heads_kv`` is given. ``is_causal`` applies to every dimension;
+    ``causal`` sets each dimension separately and overrides it.
     """
 
     layout: Shape
@@ -68,7 +68,7 @@ class Benchmark:
 
     @property
     def label(self) -> str:
-        """What charts call it, in two lines."""
+        """Two-line label for charts."""
         text = label(self.layout, self.kernel_size, self.stride)
         if self.is_causal:
             return f"{self.tokens} tokens,\n{self.batch * self.heads} heads"
@@ -91,7 +91,7 @@ def extents(values: Sequence[int]) -> str:
 
 
 def label(layout: Sequence[int], kernel_size: Sequence[int] | None, stride: Sequence[int] | None = None) -> str:
-    """What charts call a problem, in two lines."""
+    """Two-line label of a problem for charts."""
     what = f"{KINDS[len(layout)]} {extents(layout)}"
     if kernel_size is None:
         return f"{what},\nno window"
@@ -141,7 +141,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         f"causal-{tokens}": Benchmark((tokens,), 32, 128, is_causal=True, batch=4, dtype="float16")
         for tokens in (1024, 2048, 4096, 8192, 16384)
     },
-    # One sequence, of whose heads a device has some.
+    # A sequence with the heads of one device when heads are sharded.
     **{
         f"causal-{tokens}-h{heads}": Benchmark((tokens,), heads, 128, is_causal=True)
         for tokens, heads in ((8192, 16), (16384, 4), (32768, 8))

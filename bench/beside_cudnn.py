@@ -1,9 +1,9 @@
-"""Times what cuDNN has, too, on an NVIDIA GPU: sliding windows over sequences, and videos beside its dense attention.
+"""Time problems that cuDNN also supports on an NVIDIA GPU: sliding windows over sequences, and videos.
 
-The windows of sequences are causal, and both sides compute the same. Videos are causal in time: a token attends to all
-tokens of its frame and of earlier ones, or of a number of frames. cuDNN has no such mask, and computes attention of the
-same tokens without one. Both sides run in turns in one process, after a short pause; times are the device time of
-everything that a side launches.
+The sequence windows are causal, and both sides compute the same function. The video windows are causal in time: a token
+attends to all tokens of its own frame and of earlier frames, or of a fixed number of frames. cuDNN has no such mask; it
+computes dense attention over the same tokens. Both sides run alternately in one process, after a short pause. Times are
+the device time of all kernels that a side launches.
 
 Example:
     python bench/run.py beside_cudnn --json bench/results/h100/beside_cudnn.json
@@ -38,11 +38,11 @@ def _sequence(tokens: int, heads: int, window: int, head_dim: int = 128, **facts
 
 
 def _video(layout: tuple[int, int, int], heads: int, frames: int | None = None) -> Benchmark:
-    """Causal in time, with so many frames of history, its own included; all where none are named."""
+    """Window that is causal in time: ``frames`` frames of history including the current frame, or all if ``None``."""
     return Benchmark(layout, heads, 128, (frames or layout[0], *layout[1:]), causal=(True, False, False))
 
 
-#: By what cuDNN computes beside it: the same windows, or attention over the whole layout.
+#: Keyed by the cuDNN computation to compare with: the same windows, or attention over the whole layout.
 GROUPS: Mapping[str, Mapping[str, Benchmark]] = {
     "sliding": {
         "2 x 16384 tokens,\n16 heads of 128, window 1024": _sequence(16384, 16, 1024, batch=2),
@@ -102,8 +102,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
-    parser.add_argument("--turns", type=int, default=3, help="of each side")
-    parser.add_argument("--library", choices=("cudnn", "xla"), default="cudnn", help="what natten_jax is compared with")
+    parser.add_argument("--turns", type=int, default=3, help="turns of each side")
+    parser.add_argument("--library", choices=("cudnn", "xla"), default="cudnn", help="library to compare with")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     passes: Sequence[Pass] = options.passes

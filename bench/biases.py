@@ -1,8 +1,8 @@
-"""Times what is added to logits beside plain calls, mostly for problems with small windows, on an NVIDIA GPU.
+"""Time calls with biases or sinks against plain calls, mostly with small windows, on an NVIDIA GPU.
 
-All sides of a problem run in turns in one process, each after the second-level cache was filled with something else;
-times are the device time of everything that a side launches, from profiler traces. Backward passes are with the
-gradients of biases and sinks.
+All sides of a problem run alternately in one process, each after the L2 cache was overwritten. Times are the device
+time of all kernels that a side launches, from profiler traces. Backward passes include the gradients of biases and
+sinks.
 
 Example:
     python bench/run.py biases --json bench/results/h200/biases.json
@@ -40,7 +40,7 @@ ROWS = (
     Row("sequence", 1, (32768,), 16, 128, 4096, is_causal=True),
 )
 
-#: What a call has beside query, key and value; a relative bias by features, too, as without kernels for it.
+#: Operands added to query, key and value. "features" emulates a relative bias with wider heads, without kernel support.
 SIDES = ("plain", "relative_bias", "key_bias", "sinks", "features")
 
 
@@ -58,7 +58,7 @@ def term_of(row: Row, side: str) -> list[jax.Array]:
 
 
 def runner_of(row: Row, pass_: Pass, side: str, family: str = "none") -> Runner | str:
-    """A side's program by the best backend or that of a family, as rows name them, or why there is none."""
+    """Compile a side for the fastest backend (``"none"``) or for a named family; return the error text if it fails."""
     arrays = [jax.random.normal(jax.random.key(i), row.shape, jnp.bfloat16) for i in range(4)]
     cotangent, *inputs = arrays
     plain: Callable[..., jax.Array] = row.function(family)
@@ -78,7 +78,7 @@ def runner_of(row: Row, pass_: Pass, side: str, family: str = "none") -> Runner 
 
 
 def measure(row: Row, pass_: Pass, sides: list[str], turns: int, family: str = "none") -> dict[str, Any]:
-    """Microseconds of each side, and how many times those of the plain call they are."""
+    """Microseconds per side, and the ratio to the plain call."""
     figures = figures_of({side: runner_of(row, pass_, side, family) for side in sides}, turns)
     for name in sides:
         if isinstance(figures[name], dict):
@@ -89,11 +89,11 @@ def measure(row: Row, pass_: Pass, sides: list[str], turns: int, family: str = "
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="REGEX", help="rows whose names it matches")
+    parser.add_argument("--only", default="", metavar="REGEX", help="select rows whose names match")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES[:-1]))
     families = "none", "cutlass", "cutlass-large", "hopper"
-    parser.add_argument("--family", choices=families, default="none", help="whose kernels; none: the best backend")
+    parser.add_argument("--family", choices=families, default="none", help="backend family; none: the default backend")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -1,8 +1,8 @@
-"""Times a fixed list of problems on the device at hand, beside every other implementation that is installed.
+"""Time a fixed list of problems with natten_jax and every other installed implementation on the current device.
 
-``make board`` runs it. All sides of a problem run in turns in one process. Those that compute the same windows are
-checked against natten_jax; others compute attention of the same tokens without any, and are marked. What is measured
-goes into one JSON, and onto one page together with every record in ``bench/results``.
+``make board`` runs it. All sides of a problem run alternately in one process. Implementations of the same windows are
+checked against natten_jax; others compute attention of the same tokens without windows, and are marked. The figures are
+written to one JSON file, and to one page together with every record in ``bench/results``.
 
 Example:
     python bench/run.py board
@@ -38,7 +38,7 @@ RESULTS = Path(__file__).parent / "results"
 FOLDER = Path("build") / "board"
 #: Seconds before each turn on a GPU, for its clock to recover.
 PAUSE = 0.2
-#: How far results of the same function may differ, in times of the largest entry.
+#: Largest allowed difference between results of the same function, relative to the largest entry.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 1e-2}
 
 
@@ -126,15 +126,17 @@ def run(options: argparse.Namespace) -> bool:
 def main() -> int:
     """Measure, print a table, write the record and the page; 1 if natten_jax could not run a problem."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", nargs="+", default=[], metavar="NAME", help="of the device's list; all of them")
+    parser.add_argument(
+        "--problems", nargs="+", default=[], metavar="NAME", help="problems of the device's list (default: all)"
+    )
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
-    parser.add_argument("--turns", type=int, default=3, help="of each side")
-    parser.add_argument("--json", type=Path, default=FOLDER / "board.json", help="where the record goes")
-    parser.add_argument("--page", type=Path, default=FOLDER / "index.html", help="where the page goes")
+    parser.add_argument("--turns", type=int, default=3, help="turns of each side")
+    parser.add_argument("--json", type=Path, default=FOLDER / "board.json", help="path of the record")
+    parser.add_argument("--page", type=Path, default=FOLDER / "index.html", help="path of the page")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of earlier records")
-    parser.add_argument("--page-only", action="store_true", help="measure nothing: a page of what was measured")
+    parser.add_argument("--page-only", action="store_true", help="only write the page, from earlier records")
     options = parser.parse_args()
-    # PyTorch needs some of a GPU's memory, too.
+    # Leave GPU memory for PyTorch.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     is_complete = options.page_only or run(options)
     own = [options.json] if options.json.exists() else []

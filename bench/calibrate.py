@@ -1,15 +1,16 @@
-"""Fits the simulator's time model to measurements on one GPU, and shows how well it predicts what it was not fitted to.
+"""Fit the simulator's time model to measurements on one GPU, and print its prediction errors on held-back problems.
 
-Two steps, the first on the GPU, the second anywhere:
+Run the first step on the GPU; the second runs on any machine:
 
     python bench/run.py calibrate measure --passes forward backward --json bench/results/h200/calibration/hopper.json
     python bench/run.py calibrate fit bench/results/h200/calibration/hopper.json \
         --out natten_jax/cost_model/calibrations/hopper-9.0.json
 
-With ``--dtype``, both are of the kernels for other elements than 16 bits; what a model has for all stays as it is.
+With ``--dtype``, both steps handle the kernels for element types other than 16-bit; coefficients shared by all kernels
+then stay unchanged.
 
-The measurements that the models in the package are fitted to are in ``bench/results/h200/calibration``; those of 8-bit
-arrays in ``bench/results/h100/calibration``.
+The measurements behind the packaged models are in ``bench/results/h200/calibration`` and, for 8-bit arrays, in
+``bench/results/h100/calibration``.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ SETS = {
 #: Sets of the form for small windows, whose times are not fitted here: how well they are predicted is shown.
 FORM_SETS = "small", "small, held back"
 
-#: Ranks, in the order of the model so far, of the pairs that are measured beside the first one for the fit.
+#: Ranks, under the current model, of the tile pairs measured in addition to the recommended pair.
 OTHER_RANKS = (1, 4, 12, 40, 150)
 
 #: The element type that is measured for models of 16 bits.
@@ -62,7 +63,7 @@ _OWN = "bf16"
 #: Least and most slowdown by the power limit, seconds after which half of it applies, and shares of it.
 _BOUNDS = {"slowdown": (0.05, 0.4), "onset": (1e-4, 3e-2), "power": (0.02, 1.0)}
 
-#: Weight of a coefficient's change beside that of a measurement's error.
+#: Weight of a change of a coefficient relative to the error of a measurement.
 _INERTIA = 3e-3
 
 #: Weight of the differences between the errors of one problem's tiles.
@@ -81,7 +82,9 @@ def measure(
     warmup_steps: int,
     iterations: int,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Device times of each problem, with the recommended tiles and, for the fit, a few others in turns with them."""
+    """Measure the device time of each problem with the recommended tiles and, for the fit, alternately with other
+    tiles.
+    """
     model = simulator.calibration_for(family)
     device = default_device()
     flags = [] if pass_ == "forward" else ["--backprop"]
@@ -107,7 +110,7 @@ def measure(
                 arguments = workloads[0].arguments if workloads else None
                 with_tiles = search.with_tiles(options, (q_tile, kv_tile), pass_)
                 workloads.append(compile_workload(with_tiles, f"measured_{next(programs)}", arguments))
-            # The recommended tiles as the profiler measures them; then all, in turns.
+            # Time the recommended tiles as the profiler does; then time all pairs alternately.
             times = pass_times(workloads[:1], pass_, warmup_steps, iterations)
             measured = pairs[:1]
             if len(workloads) > 1:
@@ -131,12 +134,12 @@ def measure(
 
 
 def is_held_back(name: str) -> bool:
-    """Whether a set of problems is not for the fit."""
+    """Return True if a set of problems is excluded from the fit."""
     return name.endswith("held back")
 
 
 def chosen(offered: Listing, other_ranks: Sequence[int], model: Calibration | None) -> list[TilePair]:
-    """The recommended tiles, those of other ranks, and the best ranked ones of every kernel."""
+    """Select the recommended tiles, the tiles at the given ranks, and the best-ranked tiles of every kernel."""
     found = [offered.pairs[rank] for rank in (0, *other_ranks) if rank < len(offered.pairs)]
     kernels: dict[Kernel | None, TilePair] = {}
     for pair in offered.pairs:
@@ -165,7 +168,7 @@ def pass_seconds(events: list[Event], program: Program, pass_: Pass) -> float:
         for event in events
         if (plan := program.instruction(event.instruction).plan) is not None and plan.pass_ == pass_
     ]
-    # The forward pass alone is all there is; of both, what is not marked belongs to neither.
+    # A forward-only program launches only that pass. With both passes, unmarked events belong to neither.
     return sum(marked if pass_ == "backward" else [event.duration for event in events]) / 1e9
 
 
@@ -200,12 +203,13 @@ def samples(records: list[dict[str, Any]], model: Calibration) -> list[Sample]:
 
 
 def fit(every: list[Sample], model: Calibration, dtypes: Sequence[str]) -> Calibration:
-    """The model whose logarithms of times are closest to the measured ones'.
+    """Fit the model by least squares on the logarithms of times.
 
     Args:
-        every: What was measured.
-        model: Where to start.
-        dtypes: Element types whose kernels are fitted; what all kernels share is, with those of the model's own.
+        every: Measurements.
+        model: Initial coefficients.
+        dtypes: Element types whose kernels are fitted. Coefficients shared by all kernels are fitted only with the
+            model's main types.
     """
     from scipy.optimize import least_squares
 
@@ -242,8 +246,8 @@ def fit(every: list[Sample], model: Calibration, dtypes: Sequence[str]) -> Calib
 
     def residuals(parameters: Any) -> Any:
         errors = np.log(predicted(used, unpack(parameters))) - measured
-        # Tiles are ranked within a problem, and were measured together: how they differ counts more than how long they
-        # take. What no measurement is about stays as it is.
+        # Tiles are ranked within a problem and were measured together, so their relative times weigh more than the
+        # absolute ones. The last term keeps coefficients without measurements unchanged.
         differences = [errors[rows] - np.mean(errors[rows]) for rows in together]
         return np.concatenate(
             [weights * errors, *(_RANKING * each for each in differences), _INERTIA * (parameters - start)]
@@ -260,15 +264,15 @@ def fit(every: list[Sample], model: Calibration, dtypes: Sequence[str]) -> Calib
 
 
 def weight(record: dict[str, Any]) -> float:
-    """How much a measurement counts by itself."""
+    """Weight of one measurement in the fit."""
     if record["is_recommended"]:
         return 2.0
-    # Tiles in turns ran briefly: long kernels had not heated up the device yet, and only how they differ tells.
+    # Alternating tiles run briefly, before long kernels heat up the device: only their relative times are meaningful.
     return 1.0 if record["seconds"] < _BRIEF else 0.0
 
 
 def turns(sample: Sample) -> tuple[Any, ...]:
-    """What measurements have in common that took turns."""
+    """Key shared by measurements that ran alternately."""
     return sample.record["is_recommended"], sample.pass_, sample.record["arguments"]
 
 
@@ -294,7 +298,7 @@ def predicted(every: list[Sample], model: Calibration) -> list[float]:
 
 
 def print_errors(every: list[Sample], model: Calibration) -> None:
-    """Predicted beside measured, the largest errors per set, and what it costs to trust the model's choice of tiles."""
+    """Print predicted against measured times, the errors per set, and the slowdown of the model's choice of tiles."""
     ratios: dict[str, list[float]] = {}
     groups: dict[Any, list[tuple[float, float]]] = collections.defaultdict(list)
     for sample, seconds in zip(every, predicted(every, model), strict=True):
@@ -326,20 +330,22 @@ def main() -> None:
     """Measure or fit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     steps = parser.add_subparsers(dest="step", required=True)
-    measuring = steps.add_parser("measure", help="on the GPU")
+    measuring = steps.add_parser("measure", help="measure on the GPU")
     measuring.add_argument("--family", default="hopper")
-    measuring.add_argument("--dtype", default=_OWN, help="as the profiler has it")
+    measuring.add_argument("--dtype", default=_OWN, help="element type, as in the profiler")
     measuring.add_argument("--passes", nargs="+", choices=PASSES, default=["forward"])
     measuring.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
-    measuring.add_argument("--other-ranks", nargs="*", type=int, default=OTHER_RANKS, help="of tiles for the fit")
+    measuring.add_argument(
+        "--other-ranks", nargs="*", type=int, default=OTHER_RANKS, help="ranks of further tiles for the fit"
+    )
     measuring.add_argument("--warmup-steps", type=int, default=10)
     measuring.add_argument("--iterations", type=int, default=20)
     measuring.add_argument("--json", type=Path, required=True)
-    fitting = steps.add_parser("fit", help="anywhere")
+    fitting = steps.add_parser("fit", help="fit on any machine")
     fitting.add_argument("records", nargs="+", type=Path)
     fitting.add_argument("--family", default="hopper")
-    fitting.add_argument("--dtype", default=_OWN, help="of the records")
-    fitting.add_argument("--out", type=Path, help="the model")
+    fitting.add_argument("--dtype", default=_OWN, help="element type of the records")
+    fitting.add_argument("--out", type=Path, help="path of the fitted model")
     fitting.add_argument("--records-out", type=Path, help="all records together, as one file of measurements")
     options = parser.parse_args()
     if options.step == "measure":

@@ -1,9 +1,9 @@
-"""Times problems with two builds of natten_jax in turns, such as a commit and the one before.
+"""Time problems with two builds of natten_jax alternately, for example a commit and its parent.
 
-Each build is a clone with its libraries built in place; a process of its own runs each problem with that clone's
-benchmarks. Turns alternate between the processes, so that both meet the same clock; a turn's time is the median device
-time of 3 launches, after one that is not timed. A ratio above 1 means that the second build is slower: the median of
-the turns' ratios, and the ratio of the two shortest times.
+Each build is a clone with its libraries built in place; a separate process per build runs each problem with that
+clone's benchmarks. The two processes alternate, so that both see the same clock rate. A turn's time is the median
+device time of 3 launches, after one untimed launch. A ratio above 1 means that the second build is slower; both the
+median of the turns' ratios and the ratio of the two shortest times are printed.
 
 Example:
     python bench/run.py compare_builds ../before . --problems 2d-w40 --small "NAT s1" --families none cutlass
@@ -47,8 +47,8 @@ class Problem(NamedTuple):
 def serve(root: Path) -> None:
     """Answer requests on standard input, a line of JSON each, with the build of a clone."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever else prints
-    # Some builds have what programs share beside the programs.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keep other output out of the answers
+    # Some builds keep the shared modules directly in bench/, others in bench/lib/.
     sys.path[:0] = [str(root), str(root / "bench"), str(root / "bench" / "lib")]
     import jax
     import jax.numpy as jnp
@@ -162,11 +162,13 @@ def compare(
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("builds", nargs=2, type=Path, metavar="CLONE", help="what is compared: before, after")
-    parser.add_argument("--problems", nargs="+", default=[], metavar="NAME", help="of bench/benchmarks.py")
-    parser.add_argument("--small", nargs="+", default=[], metavar="NAME", help="of bench/biases.py")
-    parser.add_argument("--sides", nargs="+", default=["plain"], choices=SIDES, help="of the rows of bench/biases.py")
-    parser.add_argument("--families", nargs="+", default=["none"], help="none is the best one")
+    parser.add_argument("builds", nargs=2, type=Path, metavar="CLONE", help="clones to compare: before, after")
+    parser.add_argument("--problems", nargs="+", default=[], metavar="NAME", help="problems of bench/benchmarks.py")
+    parser.add_argument("--small", nargs="+", default=[], metavar="NAME", help="rows of bench/biases.py")
+    parser.add_argument(
+        "--sides", nargs="+", default=["plain"], choices=SIDES, help="sides of the rows of bench/biases.py"
+    )
+    parser.add_argument("--families", nargs="+", default=["none"], help="none: the default backend")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--json", type=Path)

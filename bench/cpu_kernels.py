@@ -41,7 +41,7 @@ class Benchmark(NamedTuple):
         return 4 * self.heads * self.head_dim * math.prod(self.layout) * math.prod(self.kernel_size)
 
     def describe(self) -> str:
-        """One line for tables."""
+        """Describe the problem in one line, for tables."""
         layout, window = ("x".join(map(str, values)) for values in (self.layout, self.kernel_size))
         return f"{len(self.layout)}-D {layout} h{self.heads} d{self.head_dim} w{window}"
 
@@ -53,7 +53,7 @@ BENCHMARKS = {
 
 
 def dense_mask(benchmark: Benchmark) -> np.ndarray:
-    """Which keys (columns) each query (row) sees, over flattened tokens."""
+    """Boolean mask ``[queries, keys]`` over flattened tokens: True if the query sees the key."""
     mask = np.ones((1, 1), bool)
     for extent, kernel_size in zip(benchmark.layout, benchmark.kernel_size, strict=True):
         start, end = windows.window_bounds(windows.Window(kernel_size), np.arange(extent)[:, None], extent)
@@ -87,7 +87,7 @@ def seconds(function: Function, *arguments: jax.Array) -> float:
 
 
 def measure(benchmark: Benchmark, dtype: str, repeats: int, names: list[str]) -> list[dict[str, Any]]:
-    """Time every implementation in turn, ``repeats`` times, and XLA's matmul beside them."""
+    """Time every implementation ``repeats`` times, alternately, and XLA's matmul for reference."""
     keys = jax.random.split(jax.random.key(0), 4)
     shape = (1, *benchmark.layout, benchmark.heads, benchmark.head_dim)
     *inputs, cotangent = (jax.random.normal(key, shape, dtype) for key in keys)

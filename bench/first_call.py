@@ -1,4 +1,4 @@
-"""What a first call costs on the host: tracing and compiling operators of new shapes on a CPU.
+"""Measure the host cost of first calls: tracing and compiling operators of new shapes on a CPU.
 
     python bench/run.py first_call
 

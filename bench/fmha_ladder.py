@@ -1,4 +1,4 @@
-"""Whether the kernels that only the ladder of ``fmha_scaling.py`` needs are built: exit status 1 where they are not."""
+"""Check that the kernels needed only by the ladder of ``fmha_scaling.py`` are built; exit status 1 if not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``fmha_scaling.py`` makes of its figures: the report in Markdown, and a plot.
+"""Print a Markdown report of the figures of ``fmha_scaling.py``, and draw a plot.
 
 Example:
     python bench/run.py fmha_report bench/results/h200/fmha_scaling/fmha_scaling_results.json
@@ -21,7 +21,7 @@ from lib import command
 
 
 def configuration_lines(configuration: dict[str, Any]) -> list[str]:
-    """What was run, on what."""
+    """Format the configuration of the run."""
     values = {key: value for key, value in configuration.items() if value is not None}
     if "production" in values:
         production = values["production"]
@@ -36,7 +36,7 @@ def configuration_lines(configuration: dict[str, Any]) -> list[str]:
 def platform_lines(
     ladder: Ladder, configuration: dict[str, Any], results: Sequence[LengthResult], rate: float
 ) -> list[str]:
-    """What tiles come to on each platform, and what was measured."""
+    """Format the tile counts of each platform, and the measurements."""
     return [
         "The targets' tiles make so many thread blocks, which a larger GPU needs more of, and so long loops over keys,",
         "which copies have to hide behind:",
@@ -111,7 +111,7 @@ def draw(title: str, ladder: Ladder, results: Sequence[LengthResult], rate: floa
 
 
 def title_of(configuration: Mapping[str, Any]) -> str:
-    """What the chart of a run is about."""
+    """Chart title of a run."""
     title = "{device}: batch {batch}, {heads} heads of {head_dim}, {dtype}{causal}"
     return title.format(**{**configuration, "causal": ", causal" if configuration["causal"] else ""})
 
@@ -120,7 +120,7 @@ def main() -> int:
     """Print the report of a run that was saved as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="fmha_scaling_results.json")
-    parser.add_argument("--plot", type=Path, help="draw it into this file, instead")
+    parser.add_argument("--plot", type=Path, help="draw a plot into this file instead of printing the report")
     options = parser.parse_args()
     configuration, results, rate = read(options.path)
     names = {step.name for result in results for step in result.steps}

@@ -1,13 +1,13 @@
-"""How attention scales with the length of the sequence, and what each optimisation pays there.
+"""Measure how attention scales with sequence length, and the gain of each optimisation.
 
-A ladder of kernels, each with one more optimisation, runs over growing sequences. Every step is checked against
-float64 attention before it is timed; a step that fails is reported and left out, and without the baseline there are no
-speed-ups. Times are device times, the median of ``--iterations`` launches after 10 that are not timed; the steps take
-turns, and a speed-up is the median of the turns' ratios. On an NVIDIA GPU the ladder goes from a basic kernel on
-matrix units to the production kernel, between cuDNN and JAX's Pallas kernel; steps 1 to 3 take the tiles that suit
-the GPU, and need a build with ``NATTEN_JAX_BENCH=1``, which ``make bench-scaling`` makes. Elsewhere it has what
-exists there: dense XLA, flex-fmha, cpu-fmha. Without arguments the problem is what the device is large enough for:
-on a GPU 4 batch entries, 32 heads, head_dim 128, float16, 1024 to 16384 tokens, causal.
+A ladder of kernels, each with one more optimisation, runs over growing sequences. Every step is checked against float64
+attention before it is timed; a failed step is reported and skipped, and without the baseline there are no speed-ups.
+Times are device times: the median of ``--iterations`` launches after 10 untimed ones. The steps alternate, and a
+speed-up is the median of the turns' ratios. On an NVIDIA GPU the ladder goes from a basic tensor-core kernel to the
+production kernel, with cuDNN and JAX's Pallas kernel for comparison. Steps 1 to 3 use tiles that suit the GPU, and need
+a build with ``NATTEN_JAX_BENCH=1``; ``make bench-scaling`` makes it. Other platforms use their available
+implementations: dense XLA, flex-fmha, cpu-fmha. The default problem depends on the device: on a GPU 4 batch entries, 32
+heads, head_dim 128, float16, 1024 to 16384 tokens, causal.
 
 Example:
     python bench/run.py fmha_scaling --seq-lens 256 512 --output-dir results
@@ -45,7 +45,7 @@ ITERATIONS = 100
 
 @dataclasses.dataclass(frozen=True)
 class Defaults:
-    """The problem where the command line does not say otherwise."""
+    """Default problem of a platform, overridden by the command line."""
 
     batch: int
     heads: int
@@ -95,7 +95,7 @@ def matrix_tflops(dtype: str, extent: int, iterations: int) -> float:
 
 
 def launches_of_turns(iterations: int) -> list[int]:
-    """How many of a step's launches each of its turns has."""
+    """Number of launches in each turn of a step."""
     turns = min(TURNS, iterations)
     return [iterations // turns + (turn < iterations % turns) for turn in range(turns)]
 
@@ -276,7 +276,7 @@ def main() -> int:
     parser.add_argument("--heads", type=positive, metavar="N", help=f"heads {_defaults('heads')}")
     parser.add_argument("--dim", type=positive, metavar="N", help=f"head_dim {_defaults('dim')}")
     parser.add_argument("--dtype", choices=BOUNDS, help=f"element type {_defaults('dtype')}")
-    parser.add_argument("--no-causal", dest="causal", action="store_false", help="attention to all tokens")
+    parser.add_argument("--no-causal", dest="causal", action="store_false", help="use full attention")
     parser.add_argument(
         "--seq-lens", nargs="+", type=positive, metavar="TOKENS", help=f"lengths {_defaults('seq_lens')}"
     )
@@ -287,7 +287,9 @@ def main() -> int:
         metavar="N",
         help=f"timed launches of each step at each length (default: {ITERATIONS})",
     )
-    parser.add_argument("--output-dir", type=Path, default=Path(), help="for the results (default: this folder)")
+    parser.add_argument(
+        "--output-dir", type=Path, default=Path(), help="directory of the results (default: the current one)"
+    )
     return run(parser.parse_args())
 
 

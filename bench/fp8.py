@@ -1,9 +1,9 @@
-"""Times attention with 8-bit arrays on Hopper beside bfloat16, and beside cuDNN's where that has the problem.
+"""Time attention with 8-bit arrays on Hopper against bfloat16, and against cuDNN if it supports the problem.
 
-All sides run in turns in one process; times are the device time of everything that a side launches. "e4m3" is the
-kernel with arrays that were quantised before and factors for each head, "unordered" the same with
-``kernel_schedule="coop"``, and "switch" the call with ``fp8="e4m3"``, which quantises in every call. cuDNN's attention
-of 8-bit arrays is dense, has one factor for each array, and an output of 8 bits.
+All sides run alternately in one process; times are the device time of all kernels that a side launches. "e4m3" is the
+kernel with arrays quantised in advance and per-head scale factors. "unordered" is "e4m3" with
+``kernel_schedule="coop"``. "switch" is the call with ``fp8="e4m3"``, which quantises in every call. cuDNN's 8-bit
+attention is dense, with one scale factor per array and an 8-bit output.
 
 Example:
     python bench/run.py fp8 --json bench/results/h200/fp8.json
@@ -34,7 +34,7 @@ from natten_jax.fp8 import Quantized, quantize
 PAUSE = 0.2  # seconds before a turn
 HUNYUAN = Benchmark((30, 48, 80), 24, 128, (18, 24, 24))
 
-#: What "e4m3" is timed beside.
+#: Sides that "e4m3" is compared with.
 OTHERS = ("bfloat16", "unordered", "switch", "cudnn")
 
 PROBLEMS: Mapping[str, Benchmark] = {
@@ -57,7 +57,7 @@ def _call(benchmark: Benchmark, **arguments: Any) -> Callable[..., Any]:
 
 
 def _sides(benchmark: Benchmark, others: Collection[str]) -> dict[str, Runner]:
-    """Compiled functions by name: those of the others that there are for the problem, and "e4m3"."""
+    """Compile the functions by name: "e4m3", and every side in ``others`` that supports the problem."""
     keys = jax.random.split(jax.random.key(0), 3)
     arrays = [jax.random.normal(key, benchmark.shape, jnp.bfloat16) for key in keys]
     small: list[Quantized] = [jax.jit(quantize)(array) for array in arrays]
@@ -102,8 +102,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--sides", nargs="+", choices=OTHERS, default=list(OTHERS), help="what e4m3 is timed beside")
-    parser.add_argument("--turns", type=int, default=5, help="of each side")
+    parser.add_argument("--sides", nargs="+", choices=OTHERS, default=list(OTHERS), help="sides to compare e4m3 with")
+    parser.add_argument("--turns", type=int, default=5, help="turns of each side")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     results: dict[str, Any] = {}

@@ -1,10 +1,9 @@
-"""How far attention with 8-bit arrays is from float64, beside bfloat16, by data and by the keys that a query sees.
+"""Measure the error of 8-bit and of bfloat16 attention against float64, by data and by keys per query.
 
-Errors are those of the output and, where a way has one, of the logsumexp (the largest difference), against float64 with
-the arrays before anything was rounded. Backends of hosts compute
-with the numbers that the 8 bits are and do not round weights; the last way does, in NumPy, as matrix units with 8-bit
-operands would: weights relative to the largest of their query, times 448, in e4m3. With ``--kernels``, those of Hopper
-and cuDNN's, which has one factor for each array, compute on a GPU.
+Errors are in the output and, if available, in the logsumexp (largest difference). The float64 reference uses the arrays
+before any rounding. CPU backends compute with the exact values of the 8-bit numbers and do not round weights. The last
+method emulates 8-bit matrix units in NumPy: weights relative to the query's largest weight, times 448, are rounded to
+e4m3. With ``--kernels``, the Hopper kernels and cuDNN's (one scale factor per array) also run, on a GPU.
 
 Example:
     python bench/run.py fp8_accuracy --json bench/results/cpu/fp8_accuracy.json
@@ -37,7 +36,7 @@ Arrays = tuple[Array, Array, Array]
 
 
 class Found(NamedTuple):
-    """What a way comes to: the output and, if it has one, the logsumexp."""
+    """Result of a method: the output and, if available, the logsumexp."""
 
     out: Any
     logsumexp: Any = None
@@ -193,7 +192,7 @@ def main() -> None:
     """Measure, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--kernels", action="store_true", help="of a Hopper GPU")
+    parser.add_argument("--kernels", action="store_true", help="also measure the kernels of a Hopper GPU")
     parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
     options = parser.parse_args()
     ways, sizes = (WAYS_OF_KERNELS, KEYS_OF_KERNELS) if options.kernels else (WAYS, KEYS)

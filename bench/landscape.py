@@ -1,8 +1,8 @@
-"""Times passes over a landscape of layouts and heads, and finds points that stand out from their neighbours.
+"""Time passes over a grid of layouts and head counts, and find points slower than their neighbours.
 
-Windows and heads' widths are the same all over a rank's landscape, so that a token and head is as much work
-everywhere. What stands out is compared with what the time model says of the same points: where it expects as much, the
-reason is how many rounds of tiles the device takes; where it does not, there is something to find.
+Windows and head widths are constant within a rank's grid, so that the work per token and head is constant. Outliers are
+compared with the time model's prediction for the same points. If the model predicts the excess, the cause is the number
+of waves of tiles; otherwise it needs investigation.
 
 Example:
     python bench/run.py landscape --json bench/results/h100/landscape.json
@@ -40,7 +40,7 @@ LAYOUTS: Mapping[int, Sequence[tuple[int, ...]]] = {
         (48, 64, 64), (64, 64, 64)],
 }  # fmt: skip
 HEADS = tuple(range(1, 9))
-#: How far a point may lie above the mean of its neighbours.
+#: Largest accepted ratio of a point to the mean of its neighbours.
 MOST_EXCESS = 1.12
 #: Programs that are compiled at once, each of which keeps its arrays on the device until it is timed.
 AT_ONCE = 8
@@ -53,7 +53,7 @@ class Point(NamedTuple):
     heads: int
 
     def neighbors(self) -> list[Point]:
-        """Those with the layout before or after it, or with fewer or more heads."""
+        """Points with the previous or next layout, or with fewer or more heads."""
         steps = ((-1, 0), (1, 0), (0, -1), (0, 1))
         return [Point(self.layout + by_layout, self.heads + by_heads) for by_layout, by_heads in steps]
 
@@ -86,7 +86,7 @@ def compiled(benchmark: Benchmark, family: str, pass_: Pass) -> Runner:
 
 
 def measure(problems: Mapping[Point, Benchmark], family: str, pass_: Pass, turns: int) -> dict[Point, dict[str, Any]]:
-    """What each problem takes, in nanoseconds for each token and head, and what the time model says of it."""
+    """Measured and predicted nanoseconds per token and head of each problem."""
     device = default_device()
     rows: dict[Point, dict[str, Any]] = {}
     backend = backends.find(f"{family}-fna", "fna")
@@ -122,7 +122,7 @@ def _groups(points: Iterable[Point], size: int) -> list[list[Point]]:
 
 
 def print_landscape(rows: Mapping[Point, Mapping[str, Any]], layouts: Sequence[Any], heads: Sequence[int]) -> None:
-    """A line for each layout, then one for each point that stands out."""
+    """Print a line for each layout, then a line for each outlier."""
     print(f"{'ns a token and head':22}" + "".join(f"{f'{n} heads':>9}" for n in heads))
     for i, layout in enumerate(layouts):
         figures = (rows[Point(i, j)] for j in range(len(heads)))
@@ -139,13 +139,13 @@ def main() -> int:
     """Measure, print tables, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--layouts", type=int, default=10, help="of each rank, the smallest first")
+    parser.add_argument("--layouts", type=int, default=10, help="layouts per rank, smallest first")
     parser.add_argument("--heads", type=int, nargs="+", default=list(HEADS))
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--family", default="hopper", help="of the backend")
+    parser.add_argument("--family", default="hopper", help="backend family")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
-    parser.add_argument("--turns", type=int, default=3, help="of each point, of which the fastest launch counts")
+    parser.add_argument("--turns", type=int, default=3, help="turns of each point; the fastest launch counts")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     results: dict[str, list[dict[str, Any]]] = {}

@@ -1,11 +1,11 @@
-"""Times windows that wrap and batches that are padded, on an NVIDIA GPU, beside what there was to do without them.
+"""Time wrapping windows and padded batches against their alternatives, on an NVIDIA GPU.
 
-Wrapping windows stand beside windows that the ends shift, for as many pairs, and beside arrays padded by half a window
-whose output is cropped. Batches whose extents cover half of their tokens stand beside the same batches without extents.
-All sides of a problem run in turns in one process, each after the second-level cache was filled with something else;
-times are the device time of everything that a side launches, from profiler traces. What fills padding runs beside other
-kernels, and counts as if it did not: of batches that are padded, a call's part of many that follow each other is
-measured, too, by the host's clock.
+Wrapping windows are compared with shifted windows, which have the same number of query-key pairs, and with arrays
+padded by half a window whose output is cropped. Batches whose extents cover half of their tokens are compared with the
+same batches without extents. All sides of a problem run alternately in one process, each after the L2 cache was
+overwritten. Times are the device time of all kernels that a side launches, from profiler traces. The kernels that clear
+padding overlap with other kernels, but their full time is counted. For padded batches, the host's clock therefore also
+measures the time per call in a sequence of calls.
 
 Example:
     python bench/run.py layouts --json bench/results/h200/layouts.json
@@ -43,13 +43,13 @@ class Row:
     """One problem.
 
     Attributes:
-        name: What it is known as.
+        name: Name of the row.
         layout: Tokens.
         heads: Heads.
-        head_dim: Their width.
-        kernel_size: Window; ``None`` is self attention.
+        head_dim: Width of a head.
+        kernel_size: Window; ``None`` for self attention.
         wraps: The dimensions that wrap.
-        extents: How much is real of each batch entry; nothing where nothing is padded.
+        extents: Valid extents of each batch entry; empty if the batch has no padding.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Row:
         return sum(map(math.prod, self.extents)) / (self.batch * math.prod(self.layout)) if self.extents else 1.0
 
     def sides(self) -> dict[str, Attend]:
-        """What is timed, by name."""
+        """Functions to time, by name."""
         if self.kernel_size is None:
             lengths = jnp.asarray([length for (length,) in self.extents], jnp.int32)
             return {
@@ -179,7 +179,7 @@ def elapsed(
 
 
 def measure(row: Row, pass_: Pass, turns: int) -> dict[str, Any]:
-    """Microseconds of each side, and how many times those of the plain one they are."""
+    """Microseconds per side, and the ratio to the plain call."""
     cotangent, *inputs = (jax.random.normal(jax.random.key(i), row.shape, jnp.bfloat16) for i in range(4))
     runners: dict[str, Runner] = {}
     for number, (name, side) in enumerate(row.sides().items()):
@@ -203,7 +203,7 @@ def measure(row: Row, pass_: Pass, turns: int) -> dict[str, Any]:
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="REGEX", help="rows whose names it matches")
+    parser.add_argument("--only", default="", metavar="REGEX", help="select rows whose names match")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--json", type=Path)

@@ -1,8 +1,8 @@
-"""Attention of published models, as problems: what tables of tuned configurations are made of.
+"""Attention problems of published models, from which the tables of tuned configurations are made.
 
-Layouts are those of a model's tokens at the resolution that it was published for: pixels and frames over what encoder
-and patches take together. Videos are generated, and trained, one at a time; batches of images are what a device has
-of those that models are trained with. The most important problems come first.
+Layouts are the tokens of a model at its published resolution: pixels and frames divided by the combined factor of
+encoder and patches. Videos have batch size 1, in generation and in training; batches of images are one device's share
+of a training batch. The most important problems come first.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class ModelProblem:
     """The attention of some layers of a model.
 
     Attributes:
-        model: What it is called.
-        layers: Which of its layers these are.
-        source: Where the shapes are from.
+        model: Name of the model.
+        layers: Layers with this attention.
+        source: Publication of the shapes.
         benchmark: The problem.
     """
 

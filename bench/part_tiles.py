@@ -1,7 +1,8 @@
-"""Times what one of many devices computes of a problem that is split over them, on one device: with the tiles that are
-the fastest for the whole layout, and with those for a part.
+"""Time one device's part of a split problem with tiles tuned for the whole layout, and with tiles for the part.
 
-The device has a part in the middle, and its halos already; nothing is exchanged. Both choices of tiles take turns.
+The problem is split over several devices; this program needs only one.
+
+The device has a part in the middle including its halos; nothing is exchanged. Both choices of tiles alternate.
 
 Example:
     python bench/run.py part_tiles --json bench/results/h200/part_tiles.json
@@ -38,7 +39,7 @@ WHOLE, PART = "tiles for the whole layout", "tiles for the part"
 
 
 def measure(curve: Curve, devices: int, pass_: Pass, options: argparse.Namespace) -> dict[str, Any]:
-    """Figures of a row; of tiles alone where both choices are the same."""
+    """Figures of a row; only the tiles if both choices are equal."""
     problem, parts = curve.share(devices), curve.parts(devices)
     whole = Request(problem, backend=str(BackendId(options.family, problem.operator)))
     requests = {WHOLE: whole, PART: dataclasses.replace(whole, parts=parts)}
@@ -71,7 +72,7 @@ def measure(curve: Curve, devices: int, pass_: Pass, options: argparse.Namespace
 
 
 def draw(curve: Curve, halos: Sequence[Halo]) -> tuple[Operands, jax.Array]:
-    """What the device in the middle has, halos included, and the cotangent of its output."""
+    """Draw the operands of the middle device, halos included, and the cotangent of its output."""
     benchmark = curve.on_one.benchmark
     starts = [halo.parts // 2 * halo.part for halo in halos]
     held = [halo.held(start) for halo, start in zip(halos, starts, strict=True)]
@@ -101,9 +102,9 @@ def main() -> int:
     """Measure, print a table, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [curve.name for curve in curves("strong", is_small=False) if not curve.is_over_heads]
-    parser.add_argument("--devices", type=int, nargs="+", default=[4, 8], help="over which a problem is split")
+    parser.add_argument("--devices", type=int, nargs="+", default=[4, 8], help="numbers of devices to split over")
     parser.add_argument("--splits", nargs="+", choices=names, default=names)
-    parser.add_argument("--family", default="hopper", help="of the backend")
+    parser.add_argument("--family", default="hopper", help="backend family")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
     add_turns(parser)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")

@@ -1,8 +1,8 @@
-"""Times a pass against cuDNN's and JAX's own self attention of the same layout, on an NVIDIA GPU.
+"""Time a pass against the dense self attention of cuDNN and of JAX for the same layout, on an NVIDIA GPU.
 
-Times are the device time of everything that an operator launches, from profiler traces. All sides run in turns in
-one process, because a GPU's clock falls under load; a speed-up is the median of the turns' ratios. Two figures are
-given: one after a pause before each turn, and one with the device kept busy. Several element types take turns, too.
+Times are the device time of all kernels that an operator launches, from profiler traces. All sides alternate in one
+process, because a GPU's clock rate falls under load; a speed-up is the median of the turns' ratios. Two figures are
+given: with a pause before each turn, and with the device kept busy. Different element types alternate as well.
 
 Example:
     python bench/run.py peers --problems 2d 2d-s16 --json results.json --plot results.png
@@ -75,12 +75,12 @@ def measure(
 
     Args:
         benchmark: The problem.
-        turns: How many each side has in each mode.
+        turns: Turns of each side in each mode.
         pass_: The pass.
-        dtypes: Element types; none are the problem's own.
-        names: Implementations; none are the problem's default ones.
-        family: Backend family of natten_jax; ``None`` is the best.
-        modes: Which figures.
+        dtypes: Element types. Empty: the problem's dtype.
+        names: Implementations. Empty: the problem's defaults.
+        family: Backend family of natten_jax; ``None`` selects the default backend.
+        modes: Modes to measure.
     """
     benchmarks = [dataclasses.replace(benchmark, dtype=dtype) for dtype in dtypes or (benchmark.dtype,)]
     results: list[dict[str, Any]] = []
@@ -109,7 +109,7 @@ def measure(
 
 
 def print_row(name: str, result: dict[str, Any]) -> None:
-    """One line per mode, then what did not run."""
+    """Print a line per mode, then the implementations that failed."""
     for mode in MODES:
         figures = result.get(mode)
         if figures is None or "tflops" not in figures:
@@ -127,10 +127,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
     parser.add_argument("--pass", dest="pass_", choices=PASSES, default="forward")
-    parser.add_argument("--dtypes", nargs="+", default=[], metavar="DTYPE", help="instead of the problem's own")
+    parser.add_argument(
+        "--dtypes", nargs="+", default=[], metavar="DTYPE", help="element types (default: the problem's)"
+    )
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=[])
     parser.add_argument("--backend", metavar="FAMILY", help="backend family of natten_jax, such as hopper")
-    parser.add_argument("--turns", type=int, default=3, help="of each side and mode")
+    parser.add_argument("--turns", type=int, default=3, help="turns of each side and mode")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--plot", type=Path, help="also draw the speed-ups over cuDNN into this picture")

@@ -346,7 +346,7 @@ def draw_scaling(record: Mapping[str, Any], path: Path, splits: Sequence[str] | 
     """Draw scaling.py: a panel for each kind of scaling, family and pass, and a curve for each of the named splits.
 
     Raises:
-        ValueError: The record has none of them.
+        ValueError: The record has no row with such a split.
     """
     rows = [row for row in record["results"].values() if splits is None or row["split"] in splits]
     rows = [row for row in rows if _speedups(row, "measured") or _speedups(row, "predicted")]
@@ -452,11 +452,11 @@ def main() -> None:
     """Draw a record, or the records of a folder by name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=DRAWINGS)
-    parser.add_argument("record", type=Path, help="a file; for tpu-bundles a folder with a file for each chip")
+    parser.add_argument("record", type=Path, help="a file; for tpu-bundles a folder with a file per chip")
     parser.add_argument("picture", type=Path)
-    parser.add_argument("--baseline", default="cudnn", help="of speedups")
-    parser.add_argument("--row", help="of halos; the first one by default")
-    parser.add_argument("--splits", nargs="+", help="of scaling; all by default")
+    parser.add_argument("--baseline", default="cudnn", help="baseline of speedups")
+    parser.add_argument("--row", help="row of halos (default: the first)")
+    parser.add_argument("--splits", nargs="+", help="splits of scaling (default: all)")
     given = parser.parse_args()
     paths = sorted(given.record.glob("*.json")) if given.record.is_dir() else [given.record]
     records = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}

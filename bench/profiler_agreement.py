@@ -1,10 +1,11 @@
-"""Holds the profiler's device times against clocks that know nothing of traces.
+"""Check the profiler's device times against the wall clock.
 
-A program that runs a problem n times in a row is timed by its trace, as the profiler does, and by the wall clock: that
-of the very run that is traced, and that of a replay without the profiler, after an equal pause, because a GPU that is
-kept busy runs slower. All are divided by the difference of two n, so that starting a program and waiting for it cancel.
-Between two launches that depend on each other the device is idle for a few microseconds, which are part of no kernel's
-time. The trace tells how long: its span is the time from the first kernel's start to the last one's end.
+A program runs a problem n times in a row. It is timed in three ways: by its trace, as the profiler does; by the wall
+clock during the traced run; and by the wall clock in a replay without the profiler, after an equal pause, because a GPU
+that is kept busy runs slower. The time per run is a difference quotient between two values of n, which cancels the cost
+of launching and synchronising. Between two dependent launches the device is idle for a few microseconds, which are not
+part of any kernel's time. The trace's span, from the start of the first kernel to the end of the last, includes these
+gaps.
 
 Example:
     python bench/run.py profiler_agreement --json bench/results/h200/profiler_agreement.json
@@ -67,7 +68,7 @@ def repeated(options: Options, runs: int, name: str) -> Callable[..., Any]:
 
 
 def attend(options: Options, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """What the profiler runs."""
+    """Run the same function as the profiler."""
     if options.is_baseline:
         return baselines.attend(str(options.backend), query, key, value)
     operator = getattr(natten_jax, f"na{options.problem.rank}d")
@@ -82,7 +83,7 @@ def wall_seconds(function: Callable[..., Any], arrays: tuple[jax.Array, ...]) ->
 
 
 def measure(line: str) -> dict[str, Any]:
-    """What the clocks say about a problem, in microseconds."""
+    """Measure a problem with each clock, in microseconds."""
     options = parse([*line.split(), "--dtype", "bf16"])
     arrays = make_inputs(options)
     platform = default_device().platform

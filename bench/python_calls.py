@@ -1,8 +1,8 @@
-"""Counts the Python calls inside this package that a program takes to be traced, lowered and compiled.
+"""Count the Python calls inside this package during tracing, lowering and compilation of a program.
 
-Each way has a process of its own. Calls are what a first call of a program waits for besides JAX and XLA, and do not
-depend on how busy a machine is; on the version of Python they do, as 3.12 counts no comprehensions. Decisions are
-choices of a backend for a pass.
+Each case runs in a separate process. First calls wait for these calls in addition to JAX and XLA. The counts do not
+depend on machine load, but they depend on the Python version: 3.12 does not count comprehensions. Decisions are choices
+of a backend for a pass.
 
 Example:
     python bench/run.py python_calls
@@ -101,8 +101,8 @@ def measure(way: str) -> Calls:
 def main() -> int:
     """Count."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=WAYS, help="take one way, in this process")
-    parser.add_argument("--most", type=int, default=0, help="list so many functions that are called the most")
+    parser.add_argument("--only", choices=WAYS, help="run one case, in this process")
+    parser.add_argument("--most", type=int, default=0, help="list this number of most-called functions")
     options = parser.parse_args()
     if options.only is None:
         devices = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"

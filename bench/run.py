@@ -1,6 +1,6 @@
-"""Runs a suite of this folder: ``python bench/run.py SUITE [OPTIONS]``; without a suite, lists them.
+"""Run a suite of this folder: ``python bench/run.py SUITE [OPTIONS]``. Without a suite, list all suites.
 
-Each suite is a program of its own, with options that ``python bench/run.py SUITE --help`` lists.
+Each suite is a separate program; ``python bench/run.py SUITE --help`` lists its options.
 
 Example:
     python bench/run.py peers --problems 2d 2d-s16 --json results.json
@@ -16,7 +16,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 
-#: Times of kernels, beside peers and beside earlier builds.
+#: Kernel times, compared with peers and with earlier builds.
 KERNELS = ("peers", "beside_cudnn", "small", "biases", "layouts", "fp8", "cpu_kernels", "landscape", "compare_builds")
 #: Models, several devices, and ladders of kernels.
 PROGRAMS = ("board", "scaling", "several_devices", "part_tiles", "fmha_scaling", "fmha_report", "first_call")
@@ -30,7 +30,7 @@ def path_of(suite: str) -> Path:
 
 
 def listing() -> str:
-    """One line for each suite, with the first sentence of its documentation."""
+    """Format a line for each suite with the first line of its docstring."""
     lines = []
     for suite in SUITES:
         text = ast.get_docstring(ast.parse(path_of(suite).read_text(encoding="utf-8"))) or ""

@@ -1,9 +1,9 @@
-"""Times operators and a training step on 1, 2, 4, ... devices, beside what the time model predicted for them.
+"""Time operators and a training step on 1, 2, 4, ... devices, and compare with the time model's predictions.
 
-Strong scaling: devices share one problem. Weak scaling: what is split grows with the number of devices, so that each
-has as much of it as one device alone. Times are wall time per call of programs that are launched one after the other.
-All numbers of devices take turns in one process; a speed-up is the median of the turns' ratios. All predictions are
-made, and saved, before anything is measured.
+Strong scaling: devices share one problem. Weak scaling: the split dimension grows with the number of devices, so that
+the work per device is constant. Times are wall time per call of programs launched back to back. All numbers of devices
+alternate in one process; a speed-up is the median of the turns' ratios. All predictions are computed and saved before
+any measurement.
 
 Example:
     python bench/run.py scaling --devices 8 --json scaling.json
@@ -50,7 +50,7 @@ SMALL_STEP = "--tokens 2 4 4 --depth 1 --heads 2 --head-dim 8 --window 2 3 3 --b
 
 
 class Row(NamedTuple):
-    """A curve as one family of backends computes one of the passes."""
+    """A curve for one backend family and one pass."""
 
     curve: Curve
     family: str
@@ -61,7 +61,7 @@ class Row(NamedTuple):
 
 
 def predict(row: Row, counts: Sequence[int]) -> dict[str, Any]:
-    """What is recorded of a row before it is measured: of each number of devices a point."""
+    """Record of a row before it is measured: a point for each number of devices."""
     curve = row.curve
     obstacles = {devices: curve.obstacle(devices) for devices in counts}
     able = [devices for devices, obstacle in obstacles.items() if obstacle is None]
@@ -122,9 +122,9 @@ def draw(benchmark: Benchmark, axis: int, devices: Sequence[jax.Device]) -> list
 def distance(
     curve: Curve, function: Callable[..., Any], program: jax.stages.Compiled, arrays: Sequence[jax.Array]
 ) -> float:
-    """How far results are from those of one device, which computes some heads alone: a grown problem may not fit it."""
+    """Difference from results of one device, which computes only some heads: the whole problem may not fit."""
     devices, heads = len(arrays[0].devices()), arrays[0].shape[-2]
-    step = heads // devices if curve.is_over_heads else heads  # one head, or one of each device
+    step = heads // devices if curve.is_over_heads else heads  # one head, or one head per device
 
     def some(array: jax.Array) -> jax.Array:
         return jax.device_put(jax.lax.slice_in_dim(array, 0, heads, step, axis=-2), jax.devices()[0])
@@ -169,13 +169,15 @@ def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [curve.name for curve in curves("strong", is_small=False)]
-    parser.add_argument("--devices", type=int, help="the powers of two up to this number (default: all)")
+    parser.add_argument("--devices", type=int, help="measure on powers of two up to this number (default: all)")
     parser.add_argument("--rows", nargs="+", choices=(*SCALINGS, TRAINING), default=[*SCALINGS, TRAINING])
-    parser.add_argument("--splits", nargs="+", choices=names, default=names, help="of operators")
-    parser.add_argument("--families", nargs="+", default=["hopper"], help="of backends")
+    parser.add_argument("--splits", nargs="+", choices=names, default=names, help="splits of operators")
+    parser.add_argument("--families", nargs="+", default=["hopper"], help="backend families")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
-    parser.add_argument("--small", action="store_true", help="a few tokens of float32, to try this out anywhere")
-    parser.add_argument("--predict-only", action="store_true", help="measure nothing; any number of devices")
+    parser.add_argument("--small", action="store_true", help="use a few float32 tokens, for a trial on any machine")
+    parser.add_argument(
+        "--predict-only", action="store_true", help="predict without measuring, for any number of devices"
+    )
     add_turns(parser)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser.parse_args()

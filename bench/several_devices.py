@@ -1,12 +1,12 @@
-"""Times operators and a training step on several devices against one, under the ways to split arrays over a mesh.
+"""Time operators and a training step on several devices against one, for each way to split arrays over a mesh.
 
-Times are wall time per call of programs that are launched one after the other, so that communication counts and
-launching does not. One device and several take turns in one process, each for the same time: a GPU that has just
-rested runs faster than one at its limit of power, and shorter work would end before that. A speed-up is the median of
-the turns' ratios. The one is the first; how long each of the others takes alone is told, too: several are as fast as
-the slowest of them. Where tokens are split, a program that has all halos before it computes anything takes turns, too,
-and on GPUs one whose halos are copied from memory to memory; a trace says how long halos travel and how much of that
-is hidden behind kernels.
+Times are wall time per call of programs launched back to back, so that communication counts and launch latency does
+not. One device and several alternate in one process, each for the same time: a GPU that has just rested runs faster
+than at its power limit, and shorter runs would end before it reaches the limit. A speed-up is the median of the turns'
+ratios. The single device is the first; the times of the other devices on their own are also reported, since several
+devices are as fast as the slowest. If tokens are split, two more programs are timed: a program that receives all halos
+before it computes anything and, on GPUs, a program that copies halos from memory to memory. A trace gives the time of
+halo exchanges and how much of it kernels hide.
 
 Example:
     python bench/run.py several_devices --json results.json
@@ -137,7 +137,7 @@ def measure(split: str, mode: str, family: str, pass_: str, options: argparse.Na
     is_exchanging = axis not in (0, -2)
     if is_exchanging:
         with halos_first():
-            # A function of its own: JAX would find the program that it compiled before.
+            # A new function object: otherwise JAX would reuse the program compiled before.
             apart_first = jax.jit(lambda *arrays: function(*arrays)).lower(*parts).compile()
         programs[HALOS_FIRST] = apart_first, parts
         if devices[0].platform == "gpu" and jax.__version_info__ >= (0, 11):
@@ -180,14 +180,14 @@ def take_turns(
 
 def add_turns(parser: argparse.ArgumentParser) -> None:
     """Command-line options of turns."""
-    parser.add_argument("--turns", type=int, default=5, help="of each program")
-    parser.add_argument("--calls", type=int, default=10, help="of a turn, at least")
-    parser.add_argument("--seconds", type=float, default=0.5, help="that a turn lasts, at least")
-    parser.add_argument("--pause", type=float, default=0.3, help="seconds before a turn")
+    parser.add_argument("--turns", type=int, default=5, help="turns of each program")
+    parser.add_argument("--calls", type=int, default=10, help="minimum calls per turn")
+    parser.add_argument("--seconds", type=float, default=0.5, help="minimum seconds per turn")
+    parser.add_argument("--pause", type=float, default=0.3, help="pause before a turn in seconds")
 
 
 def collectives(program: jax.stages.Compiled) -> dict[str, int]:
-    """How many of each kind a program has."""
+    """Count the collectives of a program by kind."""
     found = COLLECTIVES.findall(program.as_text() or "")
     return {kind: found.count(kind) for kind in sorted(set(found))}
 
@@ -245,12 +245,12 @@ def measure_training(model_parallel: int, options: argparse.Namespace) -> dict[s
 def main() -> int:
     """Measure, print a table, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, help="(default: all)")
+    parser.add_argument("--devices", type=int, help="number of devices (default: all)")
     parser.add_argument("--splits", nargs="+", choices=splits(1), default=["batch", "heads"])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="kinds of mesh axes")
-    parser.add_argument("--families", nargs="+", default=["hopper", "cutlass"], help="of backends")
+    parser.add_argument("--families", nargs="+", default=["hopper", "cutlass"], help="backend families")
     parser.add_argument("--passes", nargs="*", choices=PASSES, default=list(PASSES))
-    parser.add_argument("--no-training", action="store_true", help="operators alone")
+    parser.add_argument("--no-training", action="store_true", help="measure only the operators")
     add_turns(parser)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()

@@ -1,8 +1,8 @@
-"""Times problems with small windows beside a copy of the bytes that they read and write, on an NVIDIA GPU.
+"""Time problems with small windows against a copy of the same number of bytes, on an NVIDIA GPU.
 
-A pass can take no less time than its arrays take to be read and written once. All sides of a problem run in turns in
-one process, each after the second-level cache was filled with something else; times are the device time of everything
-that a side launches, from profiler traces.
+The copy is a lower bound: a pass must read and write its arrays at least once. All sides of a problem run alternately
+in one process, each after the L2 cache was overwritten. Times are the device time of all kernels that a side launches,
+from profiler traces.
 
 Example:
     python bench/run.py small --json bench/results/h200/small.json
@@ -36,10 +36,11 @@ from natten_jax.plan.devices import default_device
 from natten_jax.profiler import baselines
 from natten_jax.profiler.capture import Launch, capture_in_turns
 
-#: What fills the second-level cache of every GPU so far.
+#: Enough to overwrite the L2 cache of every GPU so far.
 CACHE_BYTES = 256 << 20
 
-#: Backends: the best one; the portable kernels, and these without their form for small windows; those for Hopper.
+#: Backends: the default; the portable kernels; the portable kernels without their small-window form; the Hopper
+#: kernels.
 FAMILIES = ("none", "cutlass", "cutlass-large", "hopper")
 
 
@@ -48,15 +49,15 @@ class Row:
     """One problem.
 
     Attributes:
-        name: What it is known as.
+        name: Name of the row.
         batch: Batch size.
         layout: Tokens.
         heads: Heads.
-        head_dim: Their width.
+        head_dim: Width of a head.
         kernel_size: Window.
-        dilation: The dilation of the window.
-        is_causal: Whether later keys are hidden.
-        peers: Implementations of attention over the whole layout that are measured beside it.
+        dilation: Dilation of the window.
+        is_causal: Hide later keys.
+        peers: Implementations of attention over the whole layout to compare with.
     """
 
     name: str
@@ -75,11 +76,11 @@ class Row:
         return (self.batch, *self.layout, self.heads, self.head_dim)
 
     def bytes_moved(self, pass_: Pass) -> int:
-        """Bytes of query, key, value and output; in the backward pass, of their gradients, too."""
+        """Bytes of query, key, value and output; for the backward pass, including their gradients."""
         return 2 * math.prod(self.shape) * (4 if pass_ == "forward" else 8)
 
     def function(self, family: str) -> Callable[..., jax.Array]:
-        """The operator, by the best backend or by that of a family."""
+        """Build the operator for the default backend (``"none"``) or for a family."""
         operator = getattr(natten_jax, f"na{len(self.layout)}d")
         window = {"kernel_size": self.kernel_size, "dilation": self.dilation, "is_causal": self.is_causal}
         if family == "cutlass-large":
@@ -91,7 +92,9 @@ class Row:
         return lambda q, k, v, **terms: operator(q, k, v, **window, **tiles, backend=backend, **terms)
 
     def _large_tiles(self, window: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        """The recommended tiles of the portable kernels, but for those of small windows, which have fewer tokens."""
+        """Best-ranked tiles of the portable kernels, excluding tiles of the small-window kernels, which have fewer
+        tokens.
+        """
         array = jax.ShapeDtypeStruct(self.shape, jnp.bfloat16)
         small = native.limits("small")["row_tokens"]
         result: dict[str, tuple[int, ...]] = {}
@@ -129,12 +132,12 @@ ROWS = (
 
 
 def copy_runner(moved: int) -> Runner:
-    """A program that reads half of so many bytes and writes the other half."""
+    """Compile a copy of ``moved / 2`` bytes, which reads and writes ``moved`` bytes in total."""
     return compile_runner(lambda x: ~x, jnp.zeros((moved // 8,), jnp.uint32), name="copy")
 
 
 def sides_of(row: Row, pass_: Pass, families: list[str]) -> dict[str, Runner | str]:
-    """Each side's program, or why there is none."""
+    """Compile each side, or return the error text."""
     arrays = [jax.random.normal(jax.random.key(i), row.shape, jnp.bfloat16) for i in range(4)]
     cotangent, *inputs = arrays
     names = {family.replace("none", "natten_jax"): family for family in families}
@@ -152,7 +155,7 @@ def sides_of(row: Row, pass_: Pass, families: list[str]) -> dict[str, Runner | s
 
 
 def measure(row: Row, pass_: Pass, families: list[str], turns: int) -> dict[str, Any]:
-    """Microseconds of each side, the median and the range, and how many times those of the copy they are."""
+    """Microseconds per side (median and range), and the ratio to the copy."""
     figures = figures_of(sides_of(row, pass_, families), turns)
     copied = figures["copy"]["us"]
     for side in figures.values():
@@ -186,7 +189,7 @@ def figures_of(sides: Mapping[str, Runner | str], turns: int) -> dict[str, Any]:
 
 
 def shown(sides: Mapping[str, Any], base: str) -> str:
-    """Figures of sides, and how many times those of one of them they are; or why they have none."""
+    """Format the figures of the sides with their ratios to ``base``, or their error texts."""
     return ", ".join(
         f"{name} {side['us']:.1f} us ({side[f'times {base}']:.2f})" if isinstance(side, dict) else f"{name}: {side}"
         for name, side in sides.items()
@@ -196,9 +199,11 @@ def shown(sides: Mapping[str, Any], base: str) -> str:
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="REGEX", help="rows whose names it matches")
+    parser.add_argument("--only", default="", metavar="REGEX", help="select rows whose names match")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="none is the best one")
+    parser.add_argument(
+        "--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="none: the default backend"
+    )
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -1,13 +1,13 @@
-"""Counts what kernels for TPUs execute, from what the compiler for TPUs writes about them. It needs no TPU.
+"""Count the instruction bundles that TPU kernels execute, from the TPU compiler's dumps. It needs no TPU.
 
-Bundles are those that the compiler scheduled, times how often they are executed. A core issues one a cycle, so that
-programs can be compared by them; they are no times: what a core waits for, copies above all, is not in them.
+The count is the number of scheduled bundles times their execution counts. A core issues one bundle per cycle, so the
+counts rank programs. They do not predict times: stalls, mainly for copies, are not included.
 
-- natten_jax, and plain JAX (flex): all programs of the call, and of natten_jax's kernels alone. Loops of XLA's copies
-  whose trips are not constant count once, which is too little, for flex above all.
-- splash: JAX's splash attention with the same mask, the best of some shapes of blocks. In two and three dimensions a
-  mask of the whole layout would be large: a step of the kernel is counted with a small mask of the same kind, and the
-  steps are the pairs of blocks in which somebody sees somebody.
+- natten_jax, and plain JAX (flex): all programs of the call; for natten_jax also its kernels only. Loops of XLA's
+  copies with non-constant trip counts count once: an underestimate, mainly for flex.
+- splash: JAX's splash attention with the same mask, for the best of several block shapes. In two and three dimensions a
+  mask of the whole layout would be large, so a step of the kernel is counted with a small mask of the same kind, and
+  multiplied by the number of block pairs with a visible pair of tokens.
 - dense: JAX's flash attention over all tokens.
 
 Example:
@@ -51,7 +51,7 @@ DENSE_BLOCKS = 512, 256, 128
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One problem: what it is known as, and its arrays and windows."""
+    """A problem: a name, the array shapes and the window."""
 
     name: str
     batch: int
@@ -64,7 +64,7 @@ class Row:
 
     @property
     def problem(self) -> Problem:
-        """What is computed."""
+        """The problem of the row."""
         rank = len(self.layout)
         window, stride = ((each,) * rank if isinstance(each, int) else each for each in (self.kernel_size, self.stride))
         return problem_of(
@@ -124,7 +124,7 @@ def _ours(row: Row, backend: str) -> Any:
 
 
 def _executions(row: Row, pass_: Pass) -> dict[str, Any]:
-    """How often each of natten_jax's kernels executes its parts."""
+    """Execution counts of the parts of each natten_jax kernel."""
     from natten_jax.arrays.operands import Inputs, Operands
     from natten_jax.backends.pallas._tpu_call import call_of
     from natten_jax.backends.pallas.tpu import TpuBackend, alignment
@@ -170,7 +170,7 @@ _PROXY, _PROXY_HEADS = 4096, 64
 
 
 def _proxy_mask() -> Any:
-    """A mask of as many tokens in which some blocks are seen in part, and others whole or not at all."""
+    """Mask over ``_PROXY`` tokens with partially visible, completely visible and hidden blocks."""
     import numpy as np
 
     index = np.arange(_PROXY)
@@ -229,14 +229,14 @@ def count_ours(row: Row, compiled: Compiled) -> dict[str, Any]:
 
 
 def _units(compiled: Compiled, instruction: str, weights: list[float]) -> dict[str, Any]:
-    """Cycles that each unit alone would take."""
+    """Cycles that each unit needs by itself."""
     names, capacities, used = bundles.utilization(compiled.utilization[instruction])
     totals = bundles.totals(weights, used)
     return {"units": {n: round(total / c) for n, c, total in zip(names, capacities, totals, strict=True)}}
 
 
 def count_program(compiled: Compiled, counted: Mapping[str, float]) -> dict[str, Any]:
-    """Bundles of all that a program calls; those of some are known already."""
+    """Count the bundles of everything that a program calls; ``counted`` has known counts."""
     hlo = hlo_counts.Hlo.parse(compiled.hlo)
     texts = {name: text for each in hlo.computations.values() for name, text in each.items()}
     alike = {hlo.signature(texts[name]): name for name in compiled.bundles if name in texts}
@@ -272,7 +272,7 @@ def count_splash(row: Row, compiled: Compiled, blocks: tuple[int, int]) -> dict[
 
 
 def _of_steps(program: Program, steps: int) -> Program:
-    """A program whose grid has so many steps."""
+    """Replace the number of grid steps of a program."""
     outer = next(span for span in program.spans if span.is_loop and program.multiplies(span))
     spans = (dataclasses.replace(span, trips=steps + 2) if span == outer else span for span in program.spans)
     return dataclasses.replace(program, spans=tuple(spans))
@@ -280,7 +280,7 @@ def _of_steps(program: Program, steps: int) -> Program:
 
 @functools.lru_cache(maxsize=64)
 def splash_blocks(row: Row, blocks: tuple[int, int]) -> tuple[int, int, int]:
-    """Blocks of queries, the most of keys that one of them sees, and pairs that are visited."""
+    """Blocks of queries, the largest number of key blocks that a query block sees, and visited block pairs."""
     return tpu_visits.blocks_of_flat_tokens(row.problem, *blocks)
 
 
@@ -302,7 +302,7 @@ def count_dense(row: Row, compiled: Compiled) -> dict[str, Any]:
 
 
 def count(chip: str, row: Row, pass_: Pass, side: str) -> dict[str, Any]:
-    """Bundles of a side of a row; those of a backward pass are with the forward pass that it follows."""
+    """Count the bundles of a side of a row; a backward pass includes its forward pass."""
     request = {"row": row.name, "side": side, "pass": pass_}
     compile_ = functools.partial(tpu_compiler.compiled, chip, Path(__file__))
     if side == "splash":
@@ -318,10 +318,10 @@ def main() -> int | None:
     """Compile, count, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chip", choices=CHIPS, default="v5e")
-    parser.add_argument("--only", default="", metavar="REGEX", help="rows whose names it matches")
+    parser.add_argument("--only", default="", metavar="REGEX", help="select rows whose names match")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
-    parser.add_argument("--json", type=Path, help="where figures go; those of other rows and sides stay")
+    parser.add_argument("--json", type=Path, help="file of the figures; other rows and sides in it stay")
     parser.add_argument("--compile", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.compile is not None:
@@ -360,7 +360,7 @@ def main() -> int | None:
 
 
 def _of_this_run() -> dict[str, Any]:
-    """What the figures depend on."""
+    """Environment of the figures."""
     found = environment()
     return {
         "date": found["date"],

@@ -42,7 +42,7 @@ def file_name(device: str) -> str:
 
 
 def present(device: str, folders: Iterable[Path]) -> list[TunedPass]:
-    """What the first of these folders with a table of the device has."""
+    """Passes in the first of these folders that has a table for the device."""
     for folder in folders:
         path = folder / file_name(device)
         if path.exists():
@@ -66,12 +66,12 @@ def row(tuned: TunedPass) -> str:
 
 
 def task_of(problem: ModelProblem, backprop: bool = True) -> Task:
-    """What is measured of a problem."""
+    """Tuning task of a problem."""
     return Task(problem.benchmark.problem, backprop, label=problem.label)
 
 
 def chosen_problems(names: Sequence[str], done: Sequence[TunedPass], again: bool) -> list[ModelProblem]:
-    """The problems whose labels hold one of the names, without those that are done."""
+    """Problems whose labels contain a name in ``names``, without finished ones."""
     finished = set() if again else {each.plan.problem for each in done}
     return [
         each
@@ -84,17 +84,19 @@ def chosen_problems(names: Sequence[str], done: Sequence[TunedPass], again: bool
 def main() -> int:
     """Measure, print a table, save; 1 if a problem could not be measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=[], metavar="NAME", help="those whose labels hold a name")
+    parser.add_argument(
+        "--models", nargs="+", default=[], metavar="NAME", help="select problems whose labels contain a name"
+    )
     parser.add_argument(
         "--limit",
         type=float,
         default=math.inf,
         metavar="SECONDS",
-        help="after the first problem, start none that would exceed it",
+        help="after the first problem, skip problems that would exceed it",
     )
-    parser.add_argument("--again", action="store_true", help="measure again what the table has")
-    parser.add_argument("--forward-only", action="store_true", help="without backward passes")
-    parser.add_argument("--out", type=Path, default=MEASURED, metavar="FOLDER", help="of the table")
+    parser.add_argument("--again", action="store_true", help="measure problems again that the table has")
+    parser.add_argument("--forward-only", action="store_true", help="skip backward passes")
+    parser.add_argument("--out", type=Path, default=MEASURED, metavar="FOLDER", help="folder of the table")
     options = parser.parse_args()
     start, longest, failures = time.monotonic(), 0.0, 0
     device = default_device().kind

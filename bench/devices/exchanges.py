@@ -1,4 +1,4 @@
-"""How long devices exchange data, how much of that is hidden behind kernels, and programs that hide none of it."""
+"""Measure how long halo exchanges take and how much of them kernels hide; compile programs that hide none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bench/scaling.py expects to measure, from the time model of the kernels and of what connects devices."""
+"""Predictions for bench/scaling.py from the time models of the kernels and of the interconnect."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId, Request
 from natten_jax.simulator import SplitTime, calibration_for, predict_split
 
-#: What the time models were fitted on; none needs to be here.
+#: The GPU that the time models were fitted on; it need not be present.
 _GPU = Device("cuda", (9, 0), is_present=False)
 
 EXPOSED = "exposed milliseconds"
 
 
 def figures(curve: Curve, devices: int, on_one: list[float], on_several: list[float]) -> dict[str, float]:
-    """How long a problem takes, and how that scales; of predicted seconds as of measured ones, those of each turn.
+    """Time, speed-up and efficiency on ``devices`` devices, from predicted or measured seconds per turn.
 
-    A speed-up is how many times the work of one device is done in the same time, also where the problem grows.
+    The speed-up is the increase in throughput relative to one device, also for weak scaling.
     """
     faster = ratio(on_one, on_several) * curve.work(devices)
     return {
@@ -35,16 +35,16 @@ def figures(curve: Curve, devices: int, on_one: list[float], on_several: list[fl
 
 
 def predictions(curve: Curve, family: str, pass_: str, counts: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """By number of devices: times, speed-ups, and how long no kernel runs because halos travel.
+    """Predict times, speed-ups and exposed exchange time per number of devices.
 
     Args:
-        curve: What is split.
-        family: The backend's family.
+        curve: Problem and split.
+        family: Backend family.
         pass_: ``"forward"`` or ``"forward+backward"``.
         counts: Numbers of devices that can share the problem.
 
     Returns:
-        Nothing where the kernels were not calibrated for the problem.
+        Empty if the kernels were not calibrated for the problem.
     """
     times = {devices: _split_times(curve, family, pass_, devices) for devices in (1, *counts)}
     seconds = {devices: sum(each.seconds for each in found) for devices, found in times.items() if found}
@@ -59,7 +59,7 @@ def predictions(curve: Curve, family: str, pass_: str, counts: Sequence[int]) ->
 
 
 def relative_errors(predicted: dict[str, Any], measured: dict[str, Any]) -> dict[str, float]:
-    """Relative errors of a prediction; positive where it is larger than what was measured."""
+    """Relative errors of a prediction; positive if it exceeds the measurement."""
     return {name: predicted[name] / measured[name] - 1 for name in ("milliseconds", "efficiency")}
 
 

@@ -1,4 +1,4 @@
-"""What bench/scaling.py measures: problems on one device and on more, and what of them is split."""
+"""Problems that bench/scaling.py measures on one and on several devices, and the axis to split."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _SMALL: dict[int, dict[str, Any]] = {
     3: {"layout": (2, 8, 16), "kernel_size": (2, 4, 4), "heads": 8},
 }
 
-#: The splits whose problems grow, too.
+#: Splits that are also measured with weak scaling.
 _WEAK = "width-s6x8x8", "height-s6x8x8", "time-s6x8x8", "heads", "sequence"
 
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """A problem that is split over more and more devices.
+    """A problem that is split over an increasing number of devices.
 
     Attributes:
-        scaling: Whether the problem grows with the number of devices.
+        scaling: ``"strong"``, or ``"weak"`` if the problem grows with the number of devices.
         name: The name of the split.
-        on_one: The problem of one device, and what of it is split.
+        on_one: Problem of one device, and the axis to split.
     """
 
     scaling: Scaling
@@ -45,15 +45,15 @@ class Curve:
 
     @property
     def is_over_heads(self) -> bool:
-        """Whether heads are split, and not tokens."""
+        """Return True if heads are split, False if tokens are."""
         return self.on_one.axis == _HEADS
 
     def work(self, devices: int) -> int:
-        """How many times the work of one device so many have."""
+        """Total work on ``devices`` devices relative to one device."""
         return devices if self.scaling == "weak" else 1
 
     def benchmark(self, devices: int) -> Benchmark:
-        """The whole problem of so many devices."""
+        """The whole problem for ``devices`` devices."""
         benchmark, work = self.on_one.benchmark, self.work(devices)
         if self.is_over_heads:
             return dataclasses.replace(benchmark, heads=benchmark.heads * work)
@@ -73,7 +73,7 @@ class Curve:
         return tuple(devices if i == self._dimension else 1 for i in range(len(self.on_one.benchmark.layout)))
 
     def obstacle(self, devices: int) -> str | None:
-        """Why so many devices cannot share the problem; ``None`` if they can."""
+        """Reason why ``devices`` devices cannot share the problem; ``None`` if they can."""
         problem = self.benchmark(devices).problem
         if self.is_over_heads:
             is_shared = problem.heads % devices == 0
@@ -91,13 +91,14 @@ class Curve:
 
 
 def curves(scaling: Scaling, is_small: bool) -> Iterator[Curve]:
-    """All of one kind.
+    """Generate all curves of one kind of scaling.
 
     Args:
-        scaling: The kind.
-        is_small: Whether problems have few tokens of float32.
+        scaling: Kind of scaling.
+        is_small: Use problems of few float32 tokens.
     """
-    # All heads of the video are split here; tokens as on several devices of which none has a problem of its own.
+    # The heads of the whole video are split; token splits are as in several_devices.py, whose head split grows with
+    # devices.
     found = {name: split for name, split in splits(1).items() if name != "batch"}
     found["heads"] = Split(BENCHMARKS["3d-s16x8x8"], _HEADS)
     for name in found if scaling == "strong" else _WEAK:

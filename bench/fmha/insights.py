@@ -1,4 +1,4 @@
-"""What the figures of ``fmha_scaling.py`` say: which step pays at which length, and where to begin."""
+"""Conclusions from the figures of ``fmha_scaling.py``: the gain of each step by length, and what to optimise first."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from fmha.ladder import Ladder
 from fmha.results import LengthResult
 
-#: A curve has saturated where it reaches this share of its best rate.
+#: A curve counts as saturated at this share of its best rate.
 SATURATED = 0.95
 
-#: Classes of lengths, each up to so many tokens.
+#: Classes of sequence lengths with their upper bounds.
 _SIZES = (("Small", 1024.0), ("Medium", 4096.0), ("Large", math.inf))
 #: A step that pays less is not worth its work.
 _WORTHWHILE = 1.02
 
 
 def gains(ladder: Ladder, result: LengthResult) -> dict[str, float]:
-    """How many times faster each rung is than the one below it, by its name."""
+    """Speed-up of each rung over the rung below it, by name."""
     found = {}
     for lower, upper in zip(ladder.rungs, ladder.rungs[1:], strict=False):
         before, after = result.find(lower.label), result.find(upper.label)
@@ -28,7 +28,7 @@ def gains(ladder: Ladder, result: LengthResult) -> dict[str, float]:
 
 
 def insights(ladder: Ladder, results: Sequence[LengthResult], matrix_tflops: float) -> list[str]:
-    """What this run's figures say."""
+    """Conclusions from this run's figures, one sentence each."""
     lines = []
     by_length = {result.seq_len: gains(ladder, result) for result in results}
     for length, found in by_length.items():
@@ -79,7 +79,7 @@ def insights(ladder: Ladder, results: Sequence[LengthResult], matrix_tflops: flo
 
 
 def priorities(ladder: Ladder, results: Sequence[LengthResult]) -> list[str]:
-    """What to optimise first at which size: the steps by what they paid there, in the geometric mean."""
+    """Recommend what to optimise first at each size, by the geometric mean of the steps' gains."""
     lines = []
     shorter = 0.0
     for size, longest in _SIZES:

@@ -31,10 +31,10 @@ class Step:
     """One implementation.
 
     Attributes:
-        label: For tables: its number, or a letter where it is not part of the ladder.
-        name: What it is called.
-        features: What it adds.
-        make: Its function of query, key and value for a problem; raises where there is none.
+        label: Label in tables: its number, or a letter if it is not part of the ladder.
+        name: Display name.
+        features: Optimisations that it adds.
+        make: Builds its function of query, key and value for a problem; raises if the step does not support it.
     """
 
     label: str
@@ -48,9 +48,9 @@ class Ladder:
     """Steps, the first of which is the baseline.
 
     Attributes:
-        steps: In order.
+        steps: Steps in order.
         production: Label of the production kernel.
-        starts_at_baseline: Whether the baseline is what the next step improves, and no peer.
+        starts_at_baseline: The second step improves on the baseline. Otherwise the baseline is a peer.
     """
 
     steps: tuple[Step, ...]
@@ -59,7 +59,7 @@ class Ladder:
 
     @property
     def baseline(self) -> Step:
-        """What speed-ups are relative to."""
+        """Reference of the speed-ups."""
         return self.steps[0]
 
     @property
@@ -107,7 +107,7 @@ def _dense(benchmark: Benchmark) -> Function:
     attend = dot_product_attention(benchmark, "xla")
     if benchmark.dtype != "float16":
         return attend
-    # For float16 it asks for an algorithm of products that XLA has on GPUs alone.
+    # For float16 it requests a dot algorithm that XLA supports only on GPUs.
     return lambda *arrays: attend(*(array.astype("float32") for array in arrays)).astype("float16")
 
 
@@ -177,15 +177,15 @@ def ladder_of(device: Device) -> Ladder:
 
 
 def lacks_kernels(device: Device) -> bool:
-    """Whether the ladder of a device has kernels that this build of natten_jax lacks."""
+    """Return True if this build of natten_jax lacks kernels that the device's ladder needs."""
     return device.platform == "cuda" and native.missing(_BENCH_TARGET) is not None
 
 
 def tiles_of(benchmark: Benchmark, device: Device) -> dict[str, Any]:
-    """For reports: the platform and its tiles, those of the ladder's kernels or, without such, of the production one.
+    """Platform and tiles for reports: tiles of the ladder's kernels, or of the production kernel on other devices.
 
-    ``occupancy`` and ``num_ctas`` are ``None`` where they mean nothing; so is the production kernel's ``occupancy`` on
-    a device whose kernels the simulator does not know.
+    ``occupancy`` and ``num_ctas`` are ``None`` if they do not apply; ``occupancy`` is also ``None`` if the simulator
+    has no model of the device's kernels.
     """
     plan = resolve(Request(benchmark.problem), device, "forward")
     pair = plan.tiles

@@ -1,4 +1,4 @@
-"""What tiles mean on each platform, and what was measured on those that a run was recorded on."""
+"""Tile counts of each platform, and recorded measurements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def target_table() -> list[str]:
 
 
 def work_table(configuration: Mapping[str, Any]) -> list[str]:
-    """What the targets' tiles come to at the shortest and the longest sequence."""
+    """Thread blocks and loop lengths that the targets' tiles give at the shortest and the longest sequence."""
     lengths = sorted({configuration["seq_lens"][0], configuration["seq_lens"][-1]})
     heads = configuration["batch"] * configuration["heads"]
     rows = [

@@ -1,7 +1,7 @@
-"""The figures of ``fmha_scaling.py``, and reading those of earlier runs.
+"""Figures of ``fmha_scaling.py``, and a reader for earlier runs.
 
-Operations are counted in two ways. *Exact* are those of the pairs of a query and a key that the mask leaves: of causal
-attention over N tokens N * (N + 1) / 2. *Nominal* are those that most benchmarks count: half of N * N.
+Operations are counted in two ways. *Exact* counts only the query-key pairs that the mask keeps: N * (N + 1) / 2 for
+causal attention over N tokens. *Nominal* is the count that most benchmarks use: half of N * N.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class StepResult:
     """Figures of one step at one length.
 
     Attributes:
-        step: Its label.
-        name: What it is called.
+        step: Label of the step.
+        name: Display name.
         latency_ms: Median device time of a launch.
         tflops: Rate of exact operations.
-        speedup_vs_baseline: Median of the turns' ratios; ``None`` where the baseline failed.
-        relative_error: From float64 attention.
-        tflops_nominal: Rate of nominal operations; ``None`` in records that have none.
+        speedup_vs_baseline: Median of the turns' ratios; ``None`` if the baseline failed.
+        relative_error: Relative error compared with float64 attention.
+        tflops_nominal: Rate of nominal operations; ``None`` in records without it.
     """
 
     step: str
@@ -56,8 +56,8 @@ class LengthResult:
 
     Attributes:
         seq_len: Tokens.
-        steps: Those that ran.
-        failures: Why others did not, by label.
+        steps: Steps that ran.
+        failures: Error messages of failed steps, by label.
     """
 
     seq_len: int

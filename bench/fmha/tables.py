@@ -9,7 +9,7 @@ from fmha.results import LengthResult
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table in Markdown, the columns of which line up as text, too."""
+    """Format a Markdown table whose columns also line up as plain text."""
     cells = [list(header), *map(list, rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
 
@@ -20,7 +20,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def speedup_text(speedup: float | None) -> str:
-    """A speed-up as text, also one that is not known."""
+    """Format a speed-up; ``None`` gives "N/A"."""
     return "N/A" if speedup is None else f"{speedup:.2f}x"
 
 

@@ -12,14 +12,14 @@ LADDER_TILES = ((64, 64), (128, 64), (128, 128))
 
 @dataclasses.dataclass(frozen=True)
 class TargetConfig:
-    """What a production kernel of a GPU generation looks like.
+    """Configuration of the production kernel of a GPU generation.
 
     Attributes:
-        name: For tables.
+        name: Name in tables.
         capability: Major compute capability.
         tile_m: Queries of a tile.
         tile_n: Keys of a tile.
-        ctas: Thread blocks that work on a tile together.
+        ctas: Thread blocks that cooperate on a tile.
         occupancy: Thread blocks per multiprocessor.
     """
 
@@ -46,13 +46,13 @@ TARGETS = (
 
 
 def target_of(compute_capability: ComputeCapability) -> TargetConfig:
-    """The target whose tiles the ladder takes on a GPU: its generation's, or else those of the one before.
+    """Target whose tiles the ladder uses on a GPU: its generation, or else the latest earlier generation.
 
-    Tiles of 256 queries are left to production kernels: their accumulators are more than the registers of the warps
-    that the ladder's matrix units belong to.
+    Tiles of 256 queries are excluded: their accumulators exceed the registers of the warps that issue the ladder's
+    matrix instructions.
 
     Raises:
-        ValueError: The GPU is older than all of them.
+        ValueError: The GPU is older than all targets.
     """
     fitting = [
         target for target in TARGETS if target.capability <= compute_capability[0] and target.tiles in LADDER_TILES

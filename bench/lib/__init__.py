@@ -1,1 +1,1 @@
-"""What the programs of this folder share: how they start and end, time, record and draw; and what they compare."""
+"""Shared code of the benchmark programs: start-up, timing, records, charts, and compared implementations."""

@@ -1,7 +1,7 @@
-"""A relative bias by features of queries and keys: what it takes where no kernel adds one to logits.
+"""Emulate a relative bias by extra query and key features, without kernel support for biases.
 
-The keys of a window have distinct places modulo its extent. A one-hot feature of a key says which place it has, and a
-feature of a query what its bias is for the key there. Heads are wider by the number of keys in a window.
+The keys of a window have distinct positions modulo its extent. A one-hot feature of a key encodes its position, and a
+feature of a query holds its bias for the key at each position. Heads get wider by the number of keys in a window.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Attend = Callable[..., jax.Array]
 
 
 def by_features(attend: Attend, problem: Problem) -> Attend:
-    """The same attention with a relative bias as its last argument.
+    """Wrap ``attend`` to take a relative bias as its last argument.
 
     Args:
         attend: Takes query, key, value, and `scale`.
-        problem: What it computes; queries and keys lie in the same layout.
+        problem: Problem that ``attend`` computes; queries and keys have the same layout.
     """
 
     def attend_with_table(query: jax.Array, key: jax.Array, value: jax.Array, table: jax.Array) -> jax.Array:

@@ -1,9 +1,8 @@
-"""Counts of the bundles of programs for TPUs, from what their compiler writes about them.
+"""Count the executed bundles of TPU programs from the compiler's dumps.
 
-A core of a TPU issues one bundle of instructions a cycle, in order. The compiler writes the bundles of each program
-with its loops, their trips where they are constant, and the branches that jump over some of them. What a program
-executes is the sum of its bundles, each times the trips of the loops around it and the share of them that do not jump
-over it.
+A TPU core issues one bundle of instructions per cycle, in order. The compiler writes the bundles of each program with
+its loops, their constant trip counts, and the branches that skip bundles. The number of executed bundles is the sum
+over bundles of the trip counts of the surrounding loops, times the fraction of executions in which no branch skips it.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ _CALL = re.compile(r"inlined_call [^/]*/\* %(\S+) = ")
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Bundles that belong together: those of a loop, or those that a branch may jump over.
+    """A range of bundles: a loop, or the target of a branch that may skip it.
 
     Attributes:
         first: The first bundle.
-        end: The first that is none of them any more.
-        trips: How often a loop is gone through; ``None``: not a constant. 0 of what a branch jumps over.
+        end: Index after the last bundle.
+        trips: Trip count of a loop, ``None`` if not constant; 0 for a skipped range.
     """
 
     first: int
@@ -40,11 +39,10 @@ class Span:
 
     @property
     def is_loop(self) -> bool:
-        """Whether it is a loop."""
         return self.trips != 0
 
     def holds(self, other: Span) -> bool:
-        """Whether another one lies inside."""
+        """Return True if the other span lies strictly inside."""
         return self != other and self.first <= other.first and other.end <= self.end
 
 
@@ -53,10 +51,10 @@ class Program:
     """The bundles of a program.
 
     Attributes:
-        count: How many there are.
-        spans: Loops, and what branches jump over, in the order of their first bundles.
-        products: Bundles that have matrix units multiply, in order.
-        calls: Programs that are called, by name, with the bundle that does so.
+        count: Number of bundles.
+        spans: Loops and skippable ranges, ordered by their first bundles.
+        products: Bundles that issue matrix multiplications, in order.
+        calls: Called programs by name, with the calling bundle.
     """
 
     count: int
@@ -66,7 +64,7 @@ class Program:
 
     @classmethod
     def parse(cls, text: str) -> Program:
-        """That of the final bundles that the compiler wrote."""
+        """Parse the final bundles that the compiler wrote."""
         depths: list[int] = []
         products: list[int] = []
         regions: dict[int, int] = {}
@@ -104,7 +102,7 @@ class Program:
         return cls(len(depths), tuple(spans), tuple(products), tuple(calls))
 
     def multiplies(self, span: Span) -> bool:
-        """Whether matrix units multiply in a span."""
+        """Return True if a span contains matrix multiplications."""
         return bisect.bisect_left(self.products, span.first) < bisect.bisect_left(self.products, span.end)
 
     def inside(self, span: Span) -> Iterator[Span]:
@@ -112,10 +110,10 @@ class Program:
         return (other for other in self.spans if span.holds(other))
 
     def weights(self, factor: Callable[[Span], float]) -> list[float]:
-        """How often each bundle is executed.
+        """Execution count of each bundle.
 
         Args:
-            factor: How often a span is, for each time that what is around it is.
+            factor: Executions of a span per execution of the surrounding code.
         """
         weights = [1.0] * self.count
         for span in self.spans:
@@ -127,7 +125,7 @@ class Program:
 
 
 def _trips(text: str, counter: str, bound: str) -> int | None:
-    """The trips of a loop from its exit test: a counter from 0 on, and where it ends."""
+    """Trip count of a loop from its exit test, for a counter that starts at 0."""
     if not bound.isdigit():
         found = re.search(rf"{re.escape(bound)} = smov\.u32 (\d+)", text)
         if found is None:
@@ -146,19 +144,19 @@ def utilization(text: str) -> tuple[list[str], list[int], list[list[int]]]:
 
 
 def totals(weights: Sequence[float], used: Sequence[Sequence[int]]) -> list[float]:
-    """How many slots of each unit are used in all."""
+    """Total slots used by each unit."""
     return [sum(weight * row[unit] for weight, row in zip(weights, used, strict=False)) for unit in range(len(used[0]))]
 
 
 @dataclasses.dataclass(frozen=True)
 class Executions:
-    """How often a Pallas kernel executes its parts.
+    """Execution counts of the parts of a Pallas kernel.
 
     Attributes:
-        steps: The steps of its grid.
-        active: Those that have something to multiply.
-        tiles: Whose first step prepares, and whose last step writes results.
-        bodies: Executions of each part that multiplies, in the order in which the kernel has them.
+        steps: Grid steps.
+        active: Grid steps that multiply.
+        tiles: Tiles; the first step of a tile prepares, and the last step writes results.
+        bodies: Executions of each part that multiplies, in the kernel's order.
     """
 
     steps: int
@@ -168,10 +166,10 @@ class Executions:
 
 
 def of_kernel(program: Program, executions: Executions) -> list[float]:
-    """How often each bundle of a Pallas kernel is executed.
+    """Execution count of each bundle of a Pallas kernel.
 
     Raises:
-        ValueError: The kernel does not have the parts that are counted.
+        ValueError: The kernel does not have the expected parts.
     """
     multiplying = [span for span in program.spans if program.multiplies(span)]
     innermost = [span for span in multiplying if not any(span.holds(other) for other in multiplying)]
@@ -205,9 +203,9 @@ def of_kernel(program: Program, executions: Executions) -> list[float]:
 
 
 def of_fusion(program: Program) -> list[float]:
-    """How often each bundle of a program that XLA made of a fusion is executed.
+    """Execution count of each bundle of an XLA fusion.
 
-    Loops whose trips are not a constant, which are in some copies, count once: that is too little.
+    Loops with non-constant trip counts, which some copies have, count once: an underestimate.
     """
 
     def factor(span: Span) -> float:

@@ -1,4 +1,4 @@
-"""How charts and pictures look: one palette, text that telephones can show, colours that follow the page's theme."""
+"""Chart style: one palette, text legible on phones, and colours that follow the page's theme."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Points = Mapping[str, Mapping[int, float]]
 
 
 def style() -> AbstractContextManager[None]:
-    """What figures are made and saved in: an SVG is the same whenever the same figure is written, its text is text."""
+    """Context for drawing and saving figures: reproducible SVG output in which text stays text."""
     sizes = ("font.size", "axes.titlesize", "axes.labelsize", "xtick.labelsize", "ytick.labelsize", "legend.fontsize")
     colors = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     settings: dict[Any, Any] = {
@@ -57,15 +57,15 @@ def dots(
     unit: str = "x",
     row_height: float = 0.42,
 ) -> Figure:
-    """A row for each name, and in each panel a dot for each label; values of the first label are written out.
+    """Draw a row for each name and, in each panel, a dot per label; values of the first label are printed.
 
     Args:
         rows: Names of the rows, of one line or two.
-        panels: What is drawn, by title; with the same labels in each, three at most.
-        about: Stands below.
-        ticks: Values that the logarithmic axis shows.
-        unit: Follows the values.
-        row_height: In inches.
+        panels: Points by panel title: at most three, with the same labels in each.
+        about: Caption below the chart.
+        ticks: Values on the logarithmic axis.
+        unit: Suffix of the values.
+        row_height: Height of a row in inches.
     """
     figure = Figure(figsize=(WIDTH, 1.25 + row_height * len(rows)), layout="constrained")
     axes: Sequence[Axes] = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]

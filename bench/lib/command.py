@@ -1,4 +1,4 @@
-"""How the programs of this folder start and end."""
+"""Start-up and exit of the benchmark programs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from natten_jax.profiler.cli import run_program
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
-    """End the process with the exit status of a program: 1, with a sentence, where JAX has no device."""
+    """Exit the process with a program's status; if JAX has no device, print the reason and exit with 1."""
 
     def with_reason() -> int | None:
         try:
             return main()
         except Exception:
-            default_jax_device()  # where there is none, that is why, whatever JAX made of it
+            default_jax_device()  # raises the actual reason if there is no device
             raise
 
     sys.exit(run_program(f"bench/{Path(sys.argv[0]).name}", with_reason))

@@ -23,15 +23,15 @@ def attention(
     weight_scale: float = 1.0,
     out_scale: Any = 1.0,
 ) -> jax.Array:
-    """Output in 8 bits, times ``out_scale``.
+    """Compute attention with an 8-bit output, which is scaled by ``out_scale``.
 
     Args:
         query: ``[batch, tokens, heads, head_dim]``.
-        key: Likewise.
-        value: Likewise.
-        descale: What the numbers of query, key and value are to be multiplied with.
-        weight_scale: What weights are multiplied with before they are rounded.
-        out_scale: What the output is multiplied with.
+        key: ``[batch, tokens, heads, head_dim]``.
+        value: ``[batch, tokens, heads, head_dim]``.
+        descale: Scale factors that dequantise query, key and value.
+        weight_scale: Scale factor of the weights before rounding.
+        out_scale: Scale factor of the output.
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 

@@ -1,4 +1,4 @@
-"""What the figures of a benchmark depend on."""
+"""Record the environment that the figures of a benchmark depend on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def present_devices() -> list[jax.Device]:
     """JAX's devices.
 
     Raises:
-        natten_jax.plan.devices.NoDeviceError: There are none.
+        natten_jax.plan.devices.NoDeviceError: There is no device.
     """
     default_jax_device()
     return jax.devices()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-#: Keys of single times, and how many milliseconds one of their units is.
+#: Keys of individual times, with their units in milliseconds.
 _UNITS = {"median_ms": 1.0, "latency_ms": 1.0, "us": 1e-3}
 #: Keys that say what an entry of a list is about.
 _NAMES = ("problem", "row", "seq_len", "pass", "implementation", "name")
@@ -21,9 +21,9 @@ class Figure:
     """A time in a record.
 
     Attributes:
-        what: What was timed: keys on the way to it.
-        who: By whom.
-        milliseconds: How long it took.
+        what: Timed item: the keys that lead to it in the record.
+        who: Implementation.
+        milliseconds: Time.
     """
 
     what: str
@@ -36,8 +36,8 @@ class Record:
     """A file of figures.
 
     Attributes:
-        path: The file.
-        content: What is in it.
+        path: Path of the file.
+        content: Parsed content.
     """
 
     path: Path
@@ -56,7 +56,7 @@ class Record:
 
     @property
     def device(self) -> str:
-        """What it was measured on."""
+        """Device of the measurement."""
         device = self._environment.get("device") or self.content.get("device") or "a device that is not named"
         return str(self._environment.get("processor") or device) if device == "cpu" else str(device)
 
@@ -72,13 +72,13 @@ class Record:
         found = self._environment
         versions = ", ".join(f"{name} {value}" for name, value in dict(found.get("versions") or {}).items())
         command = found.get("command")
-        commands = command if isinstance(command, list) else [command]  # those of several runs
+        commands = command if isinstance(command, list) else [command]  # several runs
         every = {"command": "; ".join(filter(None, commands)), "commit": found.get("commit"), "versions": versions}
         return {name: str(value) for name, value in every.items() if value}
 
     @property
     def is_board(self) -> bool:
-        """Whether the board's program wrote it."""
+        """Return True if the board's program wrote the record."""
         results = self.content.get("results")
         return isinstance(results, Mapping) and {"peers", "problems"} <= results.keys()
 
@@ -141,6 +141,6 @@ def _day_of_commit(path: Path) -> str:
     command = ["git", "log", "-1", "--format=%cs", "--", path.name]
     try:
         found = subprocess.run(command, cwd=path.parent, capture_output=True, text=True, check=False)
-    except OSError:  # there is no git
+    except OSError:  # git is not installed
         return ""
     return found.stdout.strip()

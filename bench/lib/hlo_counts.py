@@ -25,7 +25,7 @@ class Hlo:
 
     @classmethod
     def parse(cls, text: str) -> Hlo:
-        """That of an optimised module."""
+        """Parse an optimised HLO module."""
         computations: dict[str, dict[str, str]] = {}
         entry = name = ""
         for line in text.splitlines():
@@ -70,7 +70,7 @@ class Hlo:
         raise ValueError(f"the trips of the loop with condition {condition} are not a constant")
 
     def signature(self, text: str) -> str:
-        """An instruction but for names: the compiler writes the bundles of equal ones once."""
+        """Instruction without names, as a key: the compiler writes the bundles of equal instructions once."""
         called = _CALLED.search(text)
         body = self.computations.get(called[1], {}) if called else {}
         return re.sub(r"%[\w.\-]+", "%", "\n".join([text, *body.values()]))

@@ -1,4 +1,4 @@
-"""What the benchmarks compare: functions of query, key and value that compute a problem, or its self attention."""
+"""Implementations to compare: functions of query, key and value that compute a problem, or its self attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOSAIC_STEPS = 2
 
 
 def ours(benchmark: Benchmark, family: str | None = None, **arguments: Any) -> Function:
-    """natten_jax, by the best backend or by that of a family, with further arguments of the operator."""
+    """Build natten_jax's function for the default backend or for a named family, with further operator arguments."""
     problem = benchmark.problem
     backend = None if family is None else f"{family}-{problem.operator}"
     if benchmark.kernel_size is None:
@@ -81,7 +81,7 @@ def mosaic(benchmark: Benchmark) -> Function:
     )
 
     def function(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        # The kernel takes no scale.
+        # The kernel has no scale argument.
         arrays = query * benchmark.head_dim**-0.5, key, value
         flat = (array.reshape(array.shape[0], -1, *array.shape[-2:]) for array in arrays)
         return attention_mgpu.attention(*flat, config).reshape(query.shape)
@@ -102,7 +102,7 @@ IMPLEMENTATIONS: Mapping[str, Callable[[Benchmark], Function]] = {
 }
 
 
-#: Element types of those that have one only: the Mosaic kernel's buffers are float16, whatever its inputs.
+#: Implementations that support one element type: the Mosaic kernel's buffers are float16 for any input.
 ELEMENT_TYPES: Mapping[str, str] = {"mosaic-float16": "float16"}
 
 

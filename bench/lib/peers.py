@@ -1,4 +1,4 @@
-"""Who is beside natten_jax on the board: implementations that may be installed, and what each of them computes."""
+"""Implementations that the board compares with natten_jax if they are installed, and what each computes."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Peer:
     """An implementation.
 
     Attributes:
-        package: What has to be installed, as it is imported.
-        make: One of its sides. Raises ``ValueError`` for problems that it does not have.
-        about: What runs.
-        only_gpus: Whether it needs an NVIDIA GPU.
+        package: Import name of the required package.
+        make: Builds one of its sides. Raises ``ValueError`` for unsupported problems.
+        about: Description.
+        only_gpus: Requires an NVIDIA GPU.
     """
 
     package: str
@@ -45,7 +45,7 @@ class Peer:
     only_gpus: bool = False
 
     def absence(self, platform: str) -> str | None:
-        """Why it does not run here; ``None`` where it does."""
+        """Reason why it cannot run on a platform; ``None`` if it can."""
         if util.find_spec(self.package) is None:
             return "not installed"
         if self.only_gpus and platform != "cuda":
@@ -58,7 +58,7 @@ class Peer:
 
     @property
     def version(self) -> str | None:
-        """The installed version; ``None`` where there is none, or it says nothing of it."""
+        """Installed version; ``None`` if unknown."""
         said = getattr(sys.modules.get(self.package), "__version__", None)
         if said is not None:
             return str(said)
@@ -81,7 +81,7 @@ def _of_jax(function_of: Callable[[Benchmark], tuple[Function, bool]]) -> Make:
 
 
 def _has_jax_windows(benchmark: Benchmark) -> bool:
-    """Whether it is a causal window over a sequence, which ``jax.nn`` has."""
+    """Return True for a causal window over a sequence, which ``jax.nn`` supports."""
     steps = {*(benchmark.stride or ()), *(benchmark.dilation or ())}
     return len(benchmark.layout) == 1 and benchmark.kernel_size is not None and benchmark.is_causal and steps <= {1}
 
@@ -122,7 +122,7 @@ def _xla(benchmark: Benchmark) -> tuple[Function, bool]:
 
 
 def _dense_mask(benchmark: Benchmark) -> np.ndarray[Any, Any]:
-    """Which keys (columns) each query (row) sees, over flattened tokens."""
+    """Boolean mask ``[queries, keys]`` over flattened tokens: True if the query sees the key."""
     mask = np.ones((1, 1), bool)
     for axis in benchmark.problem.axes:
         query, key = np.arange(axis.query_extent)[:, None], np.arange(axis.kv_extent)[None]

@@ -1,4 +1,4 @@
-"""How a benchmark's figures are kept."""
+"""Save the figures of a benchmark."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from lib.environment import environment
 
 
 def save(results: Any, path: Path | None) -> None:
-    """Write what there is so far with what it depends on, if it is asked for.
+    """Write the results so far and their environment, if a path is given.
 
-    Called after every row: a run that is cut short keeps what it measured.
+    Call it after every row, so that an interrupted run keeps its figures.
     """
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -25,9 +25,9 @@ class Side:
     """An implementation's pass.
 
     Attributes:
-        seconds: The device time of a few launches, of all that is launched where there is a GPU, else wall time.
-        result: What it computes: the output, or the gradients of query, key and value.
-        is_same: Whether that is the problem's windows, and not attention of the same tokens without any.
+        seconds: Measures a few launches: device time of all kernels on a GPU, wall time on other platforms.
+        result: Computes the output, or the gradients of query, key and value.
+        is_same: It computes the problem's windows, not attention of the same tokens without windows.
     """
 
     seconds: Callable[[], Sequence[float]]
@@ -38,7 +38,7 @@ class Side:
 def jax_side(
     function: Function, cotangent: jax.Array, arrays: Sequence[jax.Array], pass_: Pass, platform: str, *, is_same: bool
 ) -> Side:
-    """That of a function of JAX arrays."""
+    """Compile a side from a function of JAX arrays."""
     if pass_ == "backward":
         runner = compile_backward(function, cotangent, *arrays)
     else:
@@ -55,7 +55,7 @@ def jax_side(
 
 
 def wall_times(run: Callable[[], Any]) -> list[float]:
-    """Seconds of a few runs, each of which ends when its result is there; of one, where it is slow."""
+    """Wall time of a few synchronous runs; of a single run if it is slow."""
     times: list[float] = []
     while len(times) < LAUNCHES and sum(times) < _SLOW:
         start = time.perf_counter()

@@ -51,9 +51,9 @@ def compile_runner(function: Callable[..., Any], *arguments: Any, name: str | No
     """Compile a function of arrays, or of trees of them, and run it once.
 
     Args:
-        function: What to compile.
+        function: Function to compile.
         arguments: Its arguments.
-        name: The name of the program; those that take turns within one capture need different names.
+        name: Name of the program. Programs that alternate within one capture need different names.
     """
 
     def named(*inputs: Any) -> Any:
@@ -68,7 +68,7 @@ def compile_runner(function: Callable[..., Any], *arguments: Any, name: str | No
 def compile_backward(
     function: Callable[..., Any], cotangent: jax.Array, *arrays: jax.Array, name: str | None = None
 ) -> Runner:
-    """The backward pass of a function alone: what the forward pass leaves behind are arguments."""
+    """Compile only the backward pass of a function; the residuals of the forward pass are arguments."""
     _, vjp = jax.jit(lambda *inputs: jax.vjp(function, *inputs))(*arrays)
     return compile_runner(lambda residuals, upstream: residuals(upstream), vjp, cotangent, name=name)
 
@@ -80,7 +80,7 @@ def take_turns(
 
     Args:
         runners: Functions by name.
-        turns: How often each one's turn comes.
+        turns: Number of turns of each function.
         mode: ``"cold"`` pauses before each turn, ``"sustained"`` keeps the device busy.
         pause: Seconds; ``None`` is :data:`PAUSE`.
     """

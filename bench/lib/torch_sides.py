@@ -61,7 +61,7 @@ def flex_attention(
 
 
 def _mask(axes: Sequence[Axis], device: str) -> Callable[..., Tensor]:
-    """Whether a query sees a key, both numbers of tokens: from a table of the windows' ends for each dimension."""
+    """Build a mask function of query and key indices from a table of window bounds for each dimension."""
     torch: Any = importlib.import_module("torch")
     tables, below = [], 1
     for axis in reversed(axes):

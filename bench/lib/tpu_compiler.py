@@ -1,7 +1,7 @@
-"""Programs for TPUs, compiled where there is none, and what the compiler writes about them.
+"""Compile programs for TPUs without a TPU, and read the compiler's dumps.
 
-Run as a program it compiles what its argument describes, and leaves everything in a folder:
-:func:`compiled` does so in a process of its own, since the compiler takes options once.
+Run as a program, it compiles what its argument describes and leaves all output in a folder. :func:`compiled` does so in
+a subprocess, since the compiler reads its options only once per process.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def versions() -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compiler wrote.
+    """Output of the compiler.
 
     Attributes:
         hlo: The optimised program.
-        facts: What the process that compiled had to say.
-        bundles: Final bundles by the instruction of the program.
-        utilization: How bundles use units, likewise.
+        facts: Values that the compiling process returned.
+        bundles: Final bundles, keyed by instruction of the program.
+        utilization: Unit utilisation of the bundles, keyed by instruction.
     """
 
     hlo: str
@@ -56,15 +56,15 @@ class Compiled:
 
 
 def compiled(chip: str, module: Path, request: Mapping[str, Any]) -> Compiled:
-    """Compile in a process of its own.
+    """Compile in a subprocess.
 
     Args:
-        chip: One of :data:`CHIPS`.
+        chip: A key of :data:`CHIPS`.
         module: A program that calls :func:`serve`.
-        request: What it is given.
+        request: Arguments of that program.
 
     Raises:
-        ValueError: It does not compile; the message has the compiler's.
+        ValueError: Compilation failed; the message includes the compiler's message.
     """
     with tempfile.TemporaryDirectory() as folder:
         options = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final.*"
@@ -115,7 +115,7 @@ def serve(request: Mapping[str, Any], function: Callable[..., Any], arguments: A
 
 @contextmanager
 def _as_on(kind: str) -> Iterator[None]:
-    """Lower as on a kind of device; some lowerings ask for it."""
+    """Lower as on a kind of device; some lowerings query it."""
     import jax
 
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")

@@ -1,4 +1,4 @@
-"""How often kernels for TPUs execute their parts, and what they copy, by the geometry of a problem."""
+"""Execution counts and copied bytes of TPU kernels, from the geometry of a problem."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ START, COUNT, HULL_END, CORE_FIRST, CORE_END = map(
 
 
 def of_query_programs(call: Call) -> dict[str, Any]:
-    """What a kernel that owns queries visits: steps, tiles, and chunks multiplied without a mask and with one."""
+    """Counts of a query-owning kernel: steps, tiles, and chunks multiplied with and without a mask."""
     grid = query_grid(call)
     tables = [np.asarray(visits.table(Call.columns)) for visits in call.visits]
     full = masked = active = boxes = 0
@@ -65,12 +65,12 @@ def _chunks(call: Call, tile: Any, step: Any) -> tuple[int, int]:
 
 
 def of_key_programs(call: Call) -> dict[str, Any]:
-    """What the kernel that owns keys visits: a tile of keys with tiles of queries that see some of it."""
+    """Counts of the key-owning kernel: each key tile visits the query tiles that see some of it."""
     full = masked = 0
     boxes = [np.asarray(visits.table(Call.columns)) for visits in call.visits]
     tiles = [np.asarray(visits.seeing) for visits in call.visits]
     for group in itertools.product(*(range(visits.groups) for visits in call.visits)):
-        # Along each dimension: pairs of tiles that meet, and those that see each other whole.
+        # Per dimension: pairs of tiles with any visible pair of tokens, and pairs that are completely visible.
         meeting, whole = 1, 1
         for visits, of_boxes, of_tiles, g in zip(call.visits, boxes, tiles, group, strict=True):
             size, seen, all_ = visits.box, 0, 0
@@ -94,17 +94,17 @@ def of_key_programs(call: Call) -> dict[str, Any]:
 
 
 def _tokens_bytes(call: Call, tokens: int) -> int:
-    """Bytes of so many tokens of two arrays: rows of a head or a pack are padded to whole registers."""
+    """Bytes of ``tokens`` tokens of two arrays; the rows of a head or a pack are padded to whole registers."""
     widths = (call.pack * width for width in (call.plan.problem.head_dim, call.plan.problem.head_dim_v))
     return tokens * call.plan.problem.element.bytes * sum(-(-width // LANES) * LANES for width in widths)
 
 
 def blocks_of_flat_tokens(problem: Problem, queries: int, keys: int) -> tuple[int, int, int]:
-    """What a kernel has to visit that takes blocks of tokens in their order, whatever the layout.
+    """Count the blocks that a kernel visits if it takes blocks of consecutive flattened tokens, whatever the layout.
 
     Returns:
-        Blocks of queries, the most blocks of keys that one of them sees, and the pairs of blocks of which one sees the
-        other.
+        Blocks of queries, the largest number of key blocks that a query block sees, and the total number of visible
+        block pairs.
     """
     layout = problem.query_layout
     bounds = [_bounds(axis) for axis in problem.axes]
