@@ -9,20 +9,20 @@ RUN := $(if $(VENV),$(BIN)/python,$(PYTHON))
 # More test processes than this mostly wait for each other's compilations.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 12 ? n : 12)))
 PYTEST := $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup --durations 20
-# A version of JAX, in place of the newest one.
+# JAX version to install. Default: the newest.
 JAX ?=
-# Written once what is installed is what lies in the tree.
+# Stamp file of an up-to-date installation.
 INSTALLED := $(if $(VENV),$(VENV)/.installed,build/.installed)
 INSTALL := $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check $(if $(VENV),--editable '.[test]' $(if $(JAX),'jax==$(JAX)'),--no-index --no-build-isolation --no-deps --editable .)
-# What the installed build depends on: the native sources and the metadata, not the Python files (editable install).
+# Inputs of the installed build: native sources and metadata. Python files are not (editable install).
 BUILD_INPUTS := pyproject.toml setup.py $(shell find csrc -type f)
-# Code in them has the columns that fit a page of the site.
+# Pages whose code blocks are formatted to the width of a page of the site.
 PAGES = README.md CONTRIBUTING.md $(wildcard docs/*.md docs/notebooks/*.ipynb examples/*.md)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: board demo test test-all test-core test-host test-gpu test-tpu fuzz sanitize-gpu sanitize-host lint setup wheels bench-scaling docs pictures notebooks tables clean
 
-# What the demo needs and no more, natten_jax, JAX and rich, unless everything is installed.
+# The demo installs only natten_jax, JAX and rich, unless everything is already installed.
 DEMO := $(or $(wildcard $(INSTALLED)),$(if $(VENV),$(VENV)/.demo,$(INSTALLED)))
 DEMO_INSTALL := $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check
 demo: $(DEMO)
@@ -41,7 +41,7 @@ $(VENV)/.demo: $(BUILD_INPUTS)
 	@$(DEMO_INSTALL) --no-deps --editable .
 	@touch $@
 
-# A run of pytest is of one platform: of the host, or of the GPU.
+# A pytest run uses one platform: the host or the GPU.
 SEES_GPU = $(RUN) -c "import jax; jax.devices('cuda')" >/dev/null
 test: test-core
 test-all: test-host
@@ -49,24 +49,25 @@ test test-all:
 	@if $(SEES_GPU) 2>&1; then $(MAKE) --no-print-directory test-gpu; \
 	else echo "JAX sees no NVIDIA GPU: no test of its kernels ran"; fi
 
-# A sample of the tests of the package itself on the host: no wheels, examples, pages, benchmarks, fuzzer or tooling.
+# A sample of the host tests of the package: no wheels, examples, pages, benchmarks, fuzzer or tooling.
 test-core: setup
 	$(PYTEST) --core --no-loadscope-reorder -m 'not gpu' $(addprefix --ignore tests/,bench fuzz repository support tpu)
 
-# All tests that run on a host, slow ones first.
+# All host tests, slow tests first.
 test-host: setup
 	$(PYTEST) --no-loadscope-reorder --slow -m 'not gpu'
 
-# What needs an NVIDIA GPU: every kernel, feature, element type and error path of its backends, and some of plain JAX.
+# Tests that need an NVIDIA GPU: every kernel, feature, element type and error path of the GPU backends, and some of
+# plain JAX.
 test-gpu: setup
 	@$(SEES_GPU) || { echo "make test-gpu: JAX sees no NVIDIA GPU" >&2; exit 1; }
 	$(PYTEST) -m gpu
 
-# What the compiler for TPUs makes of their kernels, for every chip; it needs no TPU. The gate compiles some of it.
+# Compile the TPU kernels for every chip. This needs no TPU. The gate compiles some of them.
 test-tpu: setup
 	.ci/tpu build/libtpu $(RUN) --all-compiled --numprocesses $(WORKERS) --dist loadgroup --durations 20 tests/tpu
 
-# Random problems on each of the host's backends, side by side, and on the TPU kernels in Pallas's interpreter.
+# Random problems on each host backend, in parallel, and on the TPU kernels in Pallas's interpreter.
 fuzz: setup
 	$(MAKE) --no-print-directory --jobs 2 --output-sync fuzz/cpu fuzz/flex fuzz/interpreted
 
@@ -76,9 +77,9 @@ fuzz/interpreted:
 fuzz/%:
 	$(RUN) -m tests.fuzz --backend $* --minutes 1 --workers 1
 
-# Every form of every GPU kernel under each tool of compute-sanitizer, of which four run side by side. They crash where
-# XLA compiles on several threads and launches graphs. initcheck does not see what the copy engine writes, and must not
-# look at copies of it to the host; synccheck takes barriers for missing ones where its table of them is full.
+# Every form of every GPU kernel under each compute-sanitizer tool, four runs in parallel. The tools crash if XLA
+# compiles on several threads or launches CUDA graphs. initcheck does not see TMA writes, so it must not check copies of
+# such data to the host. synccheck reports barriers as missing if its barrier table is full.
 SANITIZERS := memcheck racecheck initcheck synccheck
 SANITIZED := $(foreach tool,$(SANITIZERS),$(foreach family,hopper cutlass biased,$(foreach part,0 1 2 3 4 5 6 7 8 9,$(tool)/$(family)/$(part))))
 OPTIONS_OF_initcheck := --check-api-memory-access no
@@ -93,8 +94,8 @@ sanitize/%:
 		$(OPTIONS_OF_$(word 1,$(subst /, ,$*))) --show-backtrace no --kernel-name kns=natten_jax --error-exitcode 1 --print-limit 5 \
 		$(RUN) -m tests.support.kernel_forms $(word 2,$(subst /, ,$*)) --part $(word 3,$(subst /, ,$*)) 10
 
-# Host kernels and handlers under g++'s sanitizers: whatever they report ends its process, so that a test fails. This
-# builds in place, without CUDA, and the next target builds again what was there.
+# Host kernels and handlers under g++'s sanitizers. Any report aborts the process, so that the test fails. This builds
+# in place, without CUDA; the next target rebuilds the normal library.
 UNDER_SANITIZERS = LD_PRELOAD="$(foreach name,asan ubsan,$(shell g++ -print-file-name=lib$(name).so))"
 sanitize-host: export ASAN_OPTIONS = detect_leaks=0,abort_on_error=1,log_path=$(CURDIR)/build/sanitizer
 sanitize-host: export UBSAN_OPTIONS = halt_on_error=1,print_stacktrace=1,log_path=$(CURDIR)/build/sanitizer
@@ -127,10 +128,10 @@ $(VENV)/.installed: $(BUILD_INPUTS)
 	$(INSTALL)
 	touch $@
 
-# Wheels to hand out, in dist, for every interpreter of PYTHONS. KINDS: of Python alone; with kernels for CPUs of this
-# machine's kind; for those of 64-bit ARM, where there is a compiler for them; and with kernels for GPUs, too, of a version
-# of CUDA. NATTEN_JAX_CUDA_ARCHS in the environment names other architectures than a release has. OUT: the directory of the
-# wheels. SDIST: a source distribution to build from, instead of a new one.
+# Release wheels, for every interpreter in PYTHONS. KINDS: pure Python; CPU kernels for this machine's architecture; CPU
+# kernels for 64-bit ARM, if there is a cross compiler; CPU and GPU kernels for a version of CUDA. NATTEN_JAX_CUDA_ARCHS
+# in the environment overrides the architectures of a release. OUT: output directory, by default dist. SDIST: existing
+# source distribution to build from, instead of a new one.
 PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 CROSS := $(if $(shell command -v aarch64-linux-gnu-g++),aarch64)
 KINDS ?= python cpu $(CROSS) cuda12 cuda13
@@ -139,25 +140,26 @@ SDIST ?=
 wheels:
 	$(PYTHON) release/wheels.py --pythons $(PYTHONS) --kinds $(KINDS) --out $(OUT) $(if $(SDIST),--sdist $(SDIST))
 
-# What each optimisation of attention pays at growing lengths. The kernels that only this needs are built with it, where
-# there is an NVIDIA GPU.
+# Gain of each attention optimisation by sequence length. If there is an NVIDIA GPU, the kernels that only this
+# benchmark uses are built first.
 bench-scaling: export NATTEN_JAX_BENCH = 1
 bench-scaling: setup
 	@$(RUN) bench/fmha_ladder.py || $(INSTALL)
 	$(RUN) bench/run.py fmha_scaling --output-dir build/fmha_scaling
 
-# A fixed list of problems on the device at hand, beside the implementations that are installed, and a page of that and of
-# every earlier record: build/board/index.html.
+# Time a fixed list of problems on the current device against the other installed implementations, and write a page with
+# these and all earlier records: build/board/index.html.
 board: setup
 	$(RUN) bench/run.py board
 
-# The documentation site; warnings are errors. The second command installs what Sphinx needs, and leaves natten_jax as it is.
+# The documentation site; warnings are errors. The second command installs Sphinx's requirements and does not change
+# natten_jax.
 docs: setup
-	rm -rf docs/api  # pages of names that are gone
+	rm -rf docs/api  # pages of removed names
 	$(if $(VENV),$(RUN) -m pip install --quiet 'natten_jax[docs]')
 	JAX_PLATFORMS=cpu $(RUN) -m sphinx --fail-on-warning --keep-going --quiet --jobs auto docs build/docs
 
-# The pictures of windows and kernels and the charts of speeds in README and documentation, from natten_jax.windows and
+# Pictures of windows and kernels, and charts of speeds, for README and documentation, from natten_jax.windows and
 # bench/results.
 pictures: H200 := bench/results/h200
 pictures: BESIDE := $(firstword $(foreach device,h200 h100,$(wildcard bench/results/$(device)/beside_cudnn.json)))
@@ -178,12 +180,12 @@ pictures: setup
 	$(RUN) bench/run.py fmha_report bench/results/h100/fmha_scaling/fmha_scaling_results.json \
 		--plot docs/images/fmha_scaling.svg
 
-# The results that notebooks are kept with. The site runs them again.
+# Stored results of the notebooks. The site runs them again.
 notebooks: docs
 	JAX_PLATFORMS=cpu $(BIN)/jupyter execute --inplace docs/notebooks/*.ipynb
-	rm -f docs/notebooks/tuned.json  # what one of them writes
+	rm -f docs/notebooks/tuned.json  # written by a notebook
 
-# What pages say of flags and backends, and what commands print in them, from the program itself.
+# Tables of flags and backends, and outputs of commands in pages, generated from the program.
 tables:
 	$(RUN) docs/generated.py
 

@@ -1,25 +1,24 @@
-"""Builds the native library with CMake; everything else is in pyproject.toml.
+"""Build the native library with CMake; all other settings are in pyproject.toml.
 
 Environment variables:
-    NATTEN_JAX_NATIVE: ``0`` leaves the native library out: nothing is compiled, and the wheel, of Python alone, serves
-        every machine. By default it is built on Linux; ``1`` tries to elsewhere, too.
-    NATTEN_JAX_MACHINE: ``aarch64`` builds for 64-bit ARM under Linux on another machine, with the compiler that
-        CROSS_COMPILERS names, for the same version of Python, without CUDA. By default a build is for the machine that
-        it runs on.
-    NATTEN_JAX_CUDA: ``1`` builds the CUDA part and fails where that is impossible, ``12`` and ``13`` do so with nvcc of
-        that major version of CUDA, ``0`` leaves it out. By default it is built where an NVIDIA GPU is visible, of
-        compute capability 8.0 or higher.
+    NATTEN_JAX_NATIVE: ``0`` skips the native library: nothing is compiled, and the pure-Python wheel works on every
+        machine. By default the library is built on Linux; ``1`` also tries to build it on other systems.
+    NATTEN_JAX_MACHINE: ``aarch64`` cross-compiles for 64-bit ARM Linux with the compiler in CROSS_COMPILERS, for the
+        same version of Python, without CUDA. By default the build targets the current machine.
+    NATTEN_JAX_CUDA: ``1`` builds the CUDA part and fails if it cannot; ``12`` and ``13`` also require nvcc of that
+        major version of CUDA; ``0`` skips the CUDA part. By default it is built if an NVIDIA GPU of compute capability
+        8.0 or higher is visible.
     NATTEN_JAX_BENCH: ``1`` adds the kernels that only benchmarks use to the CUDA part.
     NATTEN_JAX_CUDA_SAMPLE: ``1`` compiles each kernel template for one element type and feature, in half the time. It
         checks that a CUDA compiler accepts the sources. The library links, but no program can load it.
     NATTEN_JAX_SANITIZE: sanitizers of g++ to build host code with, as in ``address,undefined``.
-    NATTEN_JAX_CUDA_ARCHS: CUDA architectures, separated by semicolons. By default those of DEFAULT_CUDA_ARCHITECTURES,
-        or of RELEASE_CUDA_ARCHITECTURES in a release, that nvcc can compile for.
-    NATTEN_JAX_RELEASE: ``1`` builds for other machines than this one, which has a say in architectures alone.
-    NATTEN_JAX_CUTLASS_INCLUDE_DIR: directory of CUTLASS's headers, the one that holds ``cutlass/`` and ``cute/``; by
-        default they come from the Python package nvidia-cutlass.
-    CUDA_HOME: where a CUDA toolkit is installed, if ``nvcc`` is not on the path, or is of another version.
-    CMAKE_BUILD_PARALLEL_LEVEL: compilations at a time.
+    NATTEN_JAX_CUDA_ARCHS: CUDA architectures, separated by semicolons. The default is DEFAULT_CUDA_ARCHITECTURES, or
+        RELEASE_CUDA_ARCHITECTURES in a release, without architectures that nvcc does not support.
+    NATTEN_JAX_RELEASE: ``1`` builds for distribution to other machines; this changes only the default architectures.
+    NATTEN_JAX_CUTLASS_INCLUDE_DIR: include directory of CUTLASS, which contains ``cutlass/`` and ``cute/``. By default
+        the headers come from the Python package nvidia-cutlass.
+    CUDA_HOME: directory of a CUDA toolkit, if ``nvcc`` is not on the path or has another version.
+    CMAKE_BUILD_PARALLEL_LEVEL: number of parallel compilations.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ ROOT = Path(__file__).parent.resolve()
 LIBRARY = "libnatten_jax.so"
 OLDEST_COMPUTE_CAPABILITY = 8.0
 DEFAULT_CUDA_ARCHITECTURES = "80;90a"
-#: Blackwell's two have machine code of their own: what the driver makes for one of them is no use to the other.
+#: Both Blackwell architectures need machine code: PTX for one of them does not run on the other.
 RELEASE_CUDA_ARCHITECTURES = "80;90a;100;120"
 #: Together a whole nvcc, for machines without a CUDA toolkit.
 PACKAGED_CUDA = 13
@@ -68,14 +67,14 @@ def find_program(name: str) -> str | None:
 
 
 def ask(program: str | Path, *questions: str) -> str:
-    """What a program answers."""
+    """Run a program and return its standard output."""
     return subprocess.run(
         [program, *questions], capture_output=True, encoding="utf-8", errors="backslashreplace", check=False
     ).stdout
 
 
 def is_gpu_visible() -> bool:
-    """Whether this machine has an NVIDIA GPU that there are kernels for; any, where its driver does not say which."""
+    """Return True if this machine has a supported NVIDIA GPU, or one whose compute capability is unknown."""
     nvidia_smi = find_program("nvidia-smi")
     if nvidia_smi is not None:
         capabilities = ask(nvidia_smi, "--query-gpu=compute_cap", "--format=csv,noheader")
@@ -88,7 +87,7 @@ def is_gpu_visible() -> bool:
 
 
 def wants_native() -> bool:
-    """Whether the native library is to be built."""
+    """Return True if the native library is to be built."""
     choice = os.environ.get("NATTEN_JAX_NATIVE", "")
     if choice not in ("", "0", "1"):
         raise SystemExit(f"NATTEN_JAX_NATIVE must be 0 or 1, got {choice!r}.")
@@ -108,7 +107,7 @@ def other_machine() -> str | None:
 
 
 def cross_options() -> list[str]:
-    """CMake's options for another machine. Python's headers are this one's: those of the same version are alike."""
+    """CMake options for cross-compilation. Python's headers are the host's: they are identical for the same version."""
     machine = other_machine()
     if machine is None:
         return []
@@ -126,7 +125,7 @@ def cross_options() -> list[str]:
 
 
 def extension_suffix(machine: str) -> str:
-    """How names of modules for this version of Python end on another machine."""
+    """Suffix of extension modules for this version of Python on another machine."""
     return str(sysconfig.get_config_var("EXT_SUFFIX")).replace(platform.machine(), machine)
 
 
@@ -139,7 +138,7 @@ def build_for_other_machine() -> None:
 
 
 def wants_cuda() -> bool:
-    """Whether the CUDA part is to be built."""
+    """Return True if the CUDA part is to be built."""
     choice = os.environ.get("NATTEN_JAX_CUDA", "")
     if choice not in ("", "0", "1", "12", "13"):
         raise SystemExit(f"NATTEN_JAX_CUDA must be 0, 1, 12 or 13, got {choice!r}.")
@@ -157,7 +156,7 @@ def chosen_cuda() -> int | None:
 
 
 def is_release() -> bool:
-    """Whether this is a build to hand out."""
+    """Return True for a build for distribution."""
     choice = os.environ.get("NATTEN_JAX_RELEASE", "")
     if choice not in ("", "0", "1"):
         raise SystemExit(f"NATTEN_JAX_RELEASE must be 0 or 1, got {choice!r}.")
@@ -203,7 +202,7 @@ def find_packaged_nvcc() -> Path | None:
 
 
 def setup_requirements() -> list[str]:
-    """What a build needs beyond the static requirements in pyproject.toml."""
+    """Build requirements in addition to the static ones in pyproject.toml."""
     if not wants_cuda():
         return []
     cutlass = [] if os.environ.get(CUTLASS_VARIABLE) else [CUTLASS_REQUIREMENT]
@@ -215,7 +214,7 @@ def setup_requirements() -> list[str]:
 
 
 def no_nvcc() -> str:
-    """What is said where there is no compiler for kernels."""
+    """Error message for a missing nvcc."""
     chosen = chosen_cuda()
     if chosen not in (None, PACKAGED_CUDA):
         found = ", ".join(f"{nvcc} (CUDA {cuda_of(nvcc)})" for nvcc in installed_nvccs()) or "none"
@@ -231,13 +230,13 @@ def no_nvcc() -> str:
 
 
 def cuda_architectures(nvcc: Path) -> str:
-    """What to compile for, as CMake is told: what was asked for, or of the default what nvcc can compile for."""
+    """CUDA architectures as a CMake list: the requested ones, or the default ones that nvcc supports."""
     chosen = os.environ.get("NATTEN_JAX_CUDA_ARCHS")
     wanted = (chosen or (RELEASE_CUDA_ARCHITECTURES if is_release() else DEFAULT_CUDA_ARCHITECTURES)).split(";")
     wrong = [name for name in wanted if not re.fullmatch(r"\d{2,3}[af]?", name)]
     if wrong:
         raise SystemExit(f"NATTEN_JAX_CUDA_ARCHS must be architectures as in '80;90a', got {chosen!r}.")
-    # The list has no letters: nvcc has an architecture's own features since it has the architecture.
+    # nvcc's list has no suffixes: it supports architecture-specific features whenever it supports the architecture.
     known = re.findall(r"^sm_(\d+)", ask(nvcc, "--list-gpu-code"), re.MULTILINE)
     missing = [name for name in wanted if name.rstrip("af") not in known]
     if missing:
@@ -249,7 +248,7 @@ def cuda_architectures(nvcc: Path) -> str:
 
 
 def cutlass_include_directory() -> Path:
-    """Where CUTLASS's headers lie."""
+    """Include directory of CUTLASS."""
     chosen = os.environ.get(CUTLASS_VARIABLE)
     if not chosen:
         return package_directory("cutlass_library") / "source" / "include"
@@ -276,7 +275,7 @@ def cuda_options() -> list[str]:
         nvcc = find_packaged_nvcc()
         if nvcc is None:
             raise SystemExit(no_nvcc())
-        # The packages keep libraries in lib, where this nvcc does not look by itself.
+        # The packages keep libraries in lib, which is not on this nvcc's default search path.
         options = [f"-DCMAKE_CUDA_FLAGS=-L{nvcc.parent.parent / 'lib'}"]
     return [
         "-DNATTEN_JAX_CUDA=ON",
@@ -290,7 +289,7 @@ def cuda_options() -> list[str]:
 
 
 def launcher_options() -> list[str]:
-    """CMake's options that let ccache reuse earlier compilations, where it is installed."""
+    """CMake options that make ccache the compiler launcher, if it is installed."""
     ccache = find_program("ccache")
     if ccache is None:
         return []
@@ -298,7 +297,7 @@ def launcher_options() -> list[str]:
 
 
 def package_directory(name: str) -> Path:
-    """Where an installed package lies; it is not imported."""
+    """Directory of an installed package, found without importing it."""
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit(f"Building natten_jax needs the Python package {name}.")
@@ -306,13 +305,13 @@ def package_directory(name: str) -> Path:
 
 
 def native_sources() -> str:
-    """What a clone knows a library by that was built from its ``csrc``."""
+    """Fingerprint of ``csrc``, by which a clone checks that a library was built from the same sources."""
     fingerprint: str = runpy.run_path(str(ROOT / "natten_jax" / "source_tree.py"))["fingerprint"](ROOT / "csrc")
     return fingerprint
 
 
 def parallel_compilations() -> int:
-    """How many compilations this machine can run at a time."""
+    """Number of parallel compilations that this machine's memory and cores allow."""
     try:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
@@ -321,7 +320,7 @@ def parallel_compilations() -> int:
 
 
 class CMakeBuild(build_ext):
-    """Builds ``natten_jax._native`` and the library beside it."""
+    """Build ``natten_jax._native`` and the library next to it."""
 
     def build_extension(self, ext: Extension) -> None:
         """Configure, compile and install into the directory of the extension."""
@@ -354,12 +353,12 @@ class CMakeBuild(build_ext):
         subprocess.run(configure, check=True)
         parallel = [] if "CMAKE_BUILD_PARALLEL_LEVEL" in os.environ else ["--parallel", str(parallel_compilations())]
         subprocess.run([cmake, "--build", str(build_directory), *parallel], check=True)
-        # A sanitizer's report names lines of code only where the symbols are left in.
+        # Sanitizer reports need symbols to name source lines.
         strip = [] if sanitizers else ["--strip"]
         subprocess.run([cmake, "--install", str(build_directory), *strip], check=True)
 
     def copy_extensions_to_source(self) -> None:
-        """Editable installs: put the library beside the extension in the source tree, too."""
+        """Copy the library next to the extension in the source tree for editable installs."""
         super().copy_extensions_to_source()
         for built, target in self._library_mapping().items():
             self.copy_file(built, target)

@@ -41,7 +41,7 @@ html_css_files = ["site.css"]
 html_logo = "images/logo.svg"
 html_favicon = "images/logo.svg"
 
-# What is copied is what one types: no prompts, and no output.
+# Copy only what one types: no prompts and no output.
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
@@ -53,7 +53,7 @@ myst_html_meta = {
     "A100, B200, RTX 4090, L40S, GH200, TPU, Colab, CUDA, CUTLASS, FlashAttention, DiNAT, HDiT",
 }
 
-# The pages are read in the repository, too: plain Markdown, with links between files and their headings.
+# The pages are also read in the repository: plain Markdown, with links between files and their headings.
 myst_heading_anchors = 3
 
 # Notebooks are kept with results for readers of the repository (`make notebooks`), and each build runs them.
@@ -64,12 +64,12 @@ nb_execution_timeout = 120
 
 autosummary_generate = True
 maximum_signature_line_length = 88
-autodoc_typehints = "description"  # beside the text of an argument, which says its shape
+autodoc_typehints = "description"  # in the description of each argument, which gives its shape
 autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True  # else attributes of named tuples are there twice
+napoleon_use_ivar = True  # otherwise attributes of named tuples appear twice
 
 # References to this package have to lead somewhere; those to others are left as text, because a build needs no network.
 nitpicky = True
@@ -84,7 +84,7 @@ nitpick_ignore = [
     ("py:class", "natten_jax.windows.WindowArguments"),
 ]
 
-#: No picture, and no brackets in the text: those of a notebook's JSON are around whole cells.
+#: Matches neither images nor text with brackets, which in a notebook's JSON encloses whole cells.
 _LINK_OUT_OF_PAGES = re.compile(r"(?<!!)\[([^\[\]]+)\]\((\.\./[^)\s]+)\)")
 
 
@@ -93,7 +93,7 @@ _TELEPHONE_COLUMNS = 74  # that fit its width in letters which can be read (site
 
 
 def _name_files_of_the_repository(_: Sphinx, page: str, text: list[str]) -> None:
-    """Give the path in place of a link to a file of the repository, which is no part of the site."""
+    """Replace links to files outside the site by their paths in the repository."""
 
     def path(link: re.Match[str]) -> str:
         target = (_DOCS / page).parent.joinpath(link[2]).resolve()
@@ -130,7 +130,7 @@ def _sign_flax_modules(
 
 
 def _show_one_signature(app: Sphinx) -> None:
-    """The page has one signature of functions whose overloads differ in the type of the result alone."""
+    """Document one signature for functions whose overloads differ only in the type of the result."""
     for module in ("natten_jax.ops.attention", "natten_jax.ops.neighborhood"):
         analyzer = ModuleAnalyzer.for_module(module)
         analyzer.analyze()

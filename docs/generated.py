@@ -1,8 +1,8 @@
-"""Writes what follows from the program into the pages: tables of flags and backends, and what commands print.
+"""Write tables of flags and backends, and outputs of commands, from the program into the pages.
 
-``make tables`` runs it. A table stands between two comments, the first of which names it. Output stands in the block
-after a command that prints the same on every machine: one that asks about a GPU which need not be there, or, after a
-``$``, one that fails. Where the output that is shown ends with ``...``, it goes on.
+``make tables`` runs it. A table stands between two comments; the first comment names it. An output stands in the block
+after its command. Only commands with the same output on every machine are run: commands about a GPU that need not be
+present and, after a ``$``, commands that fail. A shown output that ends with ``...`` is truncated.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def generated(text: str) -> str:
 
 
 def table(name: str) -> str:
-    """One of the tables, in Markdown."""
+    """Format a table, by name, in Markdown."""
     if name.startswith("flags "):
         return _flags(name.removeprefix("flags "))
     return _TABLES[name]()
@@ -93,7 +93,7 @@ def _value(action: argparse.Action) -> str:
 
 
 def _default_and_help(action: argparse.Action) -> tuple[str, str]:
-    """The default, which the help says where it is not plain, and the rest of the help."""
+    """Split a help text into the default and the rest; the default is taken from the help if it is given there."""
     text = _with_code(action.help or "")
     if action.required:
         return "required", text.replace(" (required)", "")
@@ -263,7 +263,7 @@ _TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-# What commands print -------------------------------------------------------------------------------------------------
+# Outputs of commands --------------------------------------------------------------------------------------------------
 
 
 def _sample(match: re.Match[str]) -> str:
@@ -277,7 +277,7 @@ def _sample(match: re.Match[str]) -> str:
 
 
 def run(command: str, *, fails: bool) -> str:
-    """What a command prints on a host without GPUs: its result, or its message and what follows."""
+    """Output of a command on a host without GPUs: its result, or its error message and the lines after it."""
     arguments = [sys.executable, *shlex.split(command.replace("\\\n", " "))[1:]]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "COLUMNS": str(WIDTH), "PYTHONUTF8": "1"}
     finished = subprocess.run(

@@ -55,7 +55,7 @@ def timeline(ax: Any) -> None:
 
 
 def shared_memory(ax: Any) -> None:
-    """What the forms of the backward pass keep in shared memory, as BackwardTraits::SharedStorage lays it out."""
+    """Draw the shared memory of each backward kernel, laid out like BackwardTraits::SharedStorage."""
     hopper = limits("sm90")
     forms, available = hopper["backward"], hopper["shared_memory"]
     for row, form in enumerate(forms):

@@ -16,7 +16,7 @@ from natten_jax.plot import _cells, plot_window, plot_windows
 from natten_jax.problem import problem_of
 
 IMAGES = Path(__file__).parent / "images"
-#: Tokens of other devices, a device's own, those of them whose windows reach beyond them, and halos.
+#: Tokens of other devices; local tokens; local tokens whose windows reach into a halo; halos.
 PART_COLORS = FAINT, LIGHT_BLUE, BLUE, ORANGE
 PART_NAMES = "of others", "own", "own, that see the halo", "halo"
 Draw = Callable[[Any], Any]
@@ -39,7 +39,7 @@ def picture(
 
 
 def window(title: str, query: tuple[int, ...] = (6, 6), layout: tuple[int, ...] = (13, 13), **facts: Any) -> Draw:
-    """One query's window."""
+    """Draw the window of a query."""
     return lambda ax: plot_window(layout, query, ax=ax, title=title, **facts)
 
 
@@ -49,7 +49,7 @@ def windows(title: str, **facts: Any) -> Draw:
 
 
 def part(title: str, parts: tuple[int, int], place: tuple[int, int], **facts: Any) -> Draw:
-    """What the device at a place of a split image has, and what it receives."""
+    """Draw the local tokens and halos of the device at a position of a split image."""
 
     def draw(ax: Any) -> None:
         problem = problem_of((12, 32), **facts)
@@ -100,7 +100,7 @@ def logo() -> None:
 
 
 def badge() -> None:
-    """What leads to Colab."""
+    """Write the badge that links to Colab."""
     (IMAGES / "colab.svg").write_text(
         '<svg xmlns="http://www.w3.org/2000/svg" width="118" height="22" viewBox="0 0 118 22">'
         '<rect width="118" height="22" rx="4" '

@@ -29,7 +29,7 @@ def main() -> None:
     """Run the page's program, and draw its loss and its attention as the site shows them."""
     os.environ["MPLBACKEND"] = "Agg"
     found: dict[str, Any] = {}
-    with TemporaryDirectory() as folder, contextlib.chdir(folder):  # where it saves its own pictures
+    with TemporaryDirectory() as folder, contextlib.chdir(folder):  # the tutorial saves its pictures there
         exec(compile(program_of("tutorial.md"), "tutorial.md", "exec"), found)
     with style():
         figure = Figure(figsize=(WIDTH, 2.4), layout="constrained")

@@ -1,10 +1,10 @@
-"""Generate with a causal transformer of sliding windows, from a cache of keys and values, token by token.
+"""Generate with a causal sliding-window transformer from a key-value cache, token by token.
 
-The sequences of a batch are of different lengths, so that each is at a place of its own: one compiled step serves all
-places. Keys and values of all tokens are kept (``--cache whole``), or of as many as a window sees, in a ring. The
-logits of every step are then compared with those of the whole sequences at once.
+The sequences of a batch have different lengths, so each is at a different position; one compiled step serves all
+positions. The cache keeps the keys and values of all tokens (``--cache whole``), or only of the current window, in a
+ring buffer. Afterwards the logits of every step are compared with a single pass over the whole sequences.
 
-The parameters are random, and so is what is generated: this is about how, not what.
+Parameters and generated tokens are random: the example shows the mechanism, not a trained model.
 
     python examples/decode.py --tokens 64 --window 16 --cache ring
 """
@@ -106,15 +106,15 @@ def logits_at_once(model: Model, ids: jax.Array, angles: jax.Array, window: int)
 def step(
     model: Model, caches: tuple[Cache, ...], ids: jax.Array, places: jax.Array, angles: jax.Array, window: int
 ) -> tuple[tuple[Cache, ...], jax.Array]:
-    """Caches and logits behind one more token of each sequence, at a place of its own.
+    """Append one token to each sequence, each at its position; return the new caches and the logits.
 
     Args:
         model: The model.
-        caches: The cache of each layer. With fewer slots than there are places, they are rings.
+        caches: Cache of each layer. If it has fewer slots than there are positions, it is a ring buffer.
         ids: The tokens, ``[batch]``.
-        places: Where they stand, ``[batch]``.
-        angles: By which tokens are turned, ``[places, pairs]``.
-        window: Tokens that a token sees.
+        places: Their positions, ``[batch]``.
+        angles: Rotary angles, ``[places, pairs]``.
+        window: Window size in tokens.
     """
     tokens = model.embeddings[ids][:, None]
     slots = caches[0].keys.shape[1]

@@ -45,7 +45,7 @@ class Data(NamedTuple):
 
 
 class Arithmetic(NamedTuple):
-    """What computes the attention, and the type that the blocks compute in."""
+    """Backend of the attention, and the dtype of the blocks."""
 
     backend: str | None
     dtype: str
@@ -55,7 +55,7 @@ class Arithmetic(NamedTuple):
 
 
 class Block(nnx.Module):
-    """Neighborhood attention and a perceptron, both behind a normalization and beside a skip connection."""
+    """Neighborhood attention and an MLP, each with pre-normalization and a residual connection."""
 
     def __init__(self, features: int, kernel_size: int, arithmetic: Arithmetic, rngs: nnx.Rngs) -> None:
         settings: dict[str, Any] = {"dtype": jnp.dtype(arithmetic.dtype), "rngs": rngs}

@@ -1,11 +1,11 @@
-"""Train a hierarchical image classifier of neighborhood attention: NAT, or DiNAT, its dilated form.
+"""Train a hierarchical image classifier of neighborhood attention: NAT, or its dilated form DiNAT.
 
-Four stages of blocks, each on half as many rows and columns of tokens and twice as many features as the one before.
-A window of 7 x 7 tokens slides over them; in DiNAT, every other block spreads its window over the whole layout. The
-presets have the published widths, depths, heads and dilations; stochastic depth, layer scale and relative position
-biases are left out.
+The model has four stages of blocks; each stage has half as many rows and columns of tokens as the previous one, and
+twice as many features. A window of 7 x 7 tokens slides over them; in DiNAT, every other block spreads its window over
+the whole layout. The presets have the published widths, depths, heads and dilations; stochastic depth, layer scale and
+relative position biases are left out.
 
-Images are generated, so that nothing is downloaded, or they are scikit-learn's handwritten digits, enlarged.
+Images are generated, so that nothing is downloaded; alternatively, use scikit-learn's handwritten digits, enlarged.
 
     python examples/dinat.py
     python examples/dinat.py --preset tiny --image-size 224 --batch 64 --dtype bf16 --profile
@@ -52,7 +52,7 @@ PRESETS = {
 
 
 class Settings(NamedTuple):
-    """What all blocks of a model have in common."""
+    """Settings shared by all blocks of a model."""
 
     kernel_size: int
     dilated: bool
@@ -62,13 +62,13 @@ class Settings(NamedTuple):
 
 
 def window(layout: int, kernel_size: int, dilated: bool) -> tuple[int, int]:
-    """Extent and dilation of a block's window; one that is larger than the layout is cut to it."""
+    """Window extent and dilation of a block; the extent is clipped to the layout."""
     kernel_size = min(kernel_size, layout)
     return kernel_size, layout // kernel_size if dilated else 1
 
 
 class Block(nnx.Module):
-    """Neighborhood attention and a perceptron, both behind a normalization and beside a skip connection."""
+    """Neighborhood attention and an MLP, each with pre-normalization and a residual connection."""
 
     def __init__(self, features: int, layout: int, dilated: bool, settings: Settings, rngs: nnx.Rngs) -> None:
         types: dict[str, Any] = {"dtype": settings.dtype, "rngs": rngs}
@@ -102,7 +102,7 @@ class Classifier(nnx.Module):
         types: dict[str, Any] = {"dtype": settings.dtype, "rngs": rngs}
 
         def halving(in_features: int, features: int, *, use_bias: bool = True) -> nnx.Conv:
-            # Padded as the published models are: JAX's "SAME" would pad even sizes on one side alone.
+            # Padded like the published models: JAX's "SAME" would pad even sizes only on one side.
             return nnx.Conv(in_features, features, (3, 3), strides=2, padding=1, use_bias=use_bias, **types)
 
         features, layout = preset.width, halved(halved(image_size))
@@ -142,8 +142,8 @@ class Data(NamedTuple):
 
     Attributes:
         classes: Number of labels.
-        batch: Those of a step of training, by its number.
-        test: Those that no step sees.
+        batch: Returns the training batch of a step, by its number.
+        test: Test set.
     """
 
     classes: int
@@ -221,7 +221,7 @@ def accuracy(graph: nnx.GraphDef[Classifier], parameters: Any, data: Data, batch
 
 
 def count_parameters(parameters: Any) -> int:
-    """How many numbers a model learns; ``parameters`` may be abstract."""
+    """Number of learned values; ``parameters`` may be abstract."""
     return sum(leaf.size for leaf in jax.tree.leaves(parameters))
 
 

@@ -1,13 +1,14 @@
 """Train an hourglass diffusion transformer (HDiT, Crowson et al. 2024) on handwritten digits, and sample from it.
 
-Patches of an image are tokens. Each level of the hourglass merges 2 x 2 tokens of the level around it into one, and
-splits them again on the way out, where a learned share of the result replaces what was there before. Outer levels have
-neighborhood attention, the innermost one global attention, so that the cost of a step grows with the number of pixels
-and not with its square. Queries and keys have a learned length per head (cosine similarity) and are rotated by their
-position; normalizations and perceptrons are told the level of noise by a scale.
+Patches of an image are tokens. Each level of the hourglass merges 2 x 2 tokens of the level above into one. On the way
+out it splits them again, and interpolates between the result and the skip connection with a learned weight. Outer
+levels have neighborhood attention and the innermost level global attention, so that the cost of a step grows linearly
+with the number of pixels, not with its square. Queries and keys have a learned length per head (cosine similarity) and
+are rotated by position (RoPE). The condition on noise level and class scales the normalizations before attention and
+MLP.
 
-The objective is rectified flow: an image and noise are mixed in proportion, and the model estimates the velocity from
-the one to the other. Sampling follows it from noise to an image, in Euler's steps.
+The objective is rectified flow: the model sees a linear mixture of an image and noise and estimates the velocity from
+one to the other. Sampling integrates the velocity from noise to an image with Euler steps.
 
     python examples/hdit.py --output samples.png
     python examples/hdit.py --data blobs --widths 128 256 512 --depths 2 2 4 --image-size 128 --patch 2 \\
@@ -48,7 +49,7 @@ MAPPING_DEPTH = 2
 
 
 class Settings(NamedTuple):
-    """What all blocks of a model have in common."""
+    """Settings shared by all blocks of a model."""
 
     kernel_size: int
     dtype: Any
@@ -56,7 +57,7 @@ class Settings(NamedTuple):
 
 
 def linear(in_features: int, features: int, dtype: Any, rngs: nnx.Rngs, *, is_zero: bool = False) -> nnx.Linear:
-    """A projection without bias; one that starts from zero at the end of a branch makes the branch start as nothing."""
+    """Create a projection without bias; zero weights at the end of a branch make the branch start as the identity."""
     initializer = nnx.initializers.zeros_init() if is_zero else nnx.initializers.lecun_normal()
     return nnx.Linear(in_features, features, use_bias=False, kernel_init=initializer, dtype=dtype, rngs=rngs)
 
@@ -122,17 +123,17 @@ def normalized(heads: jax.Array) -> jax.Array:
 
 
 def axial_angles(layout: tuple[int, ...]) -> jax.Array:
-    """Rotary angles ``[height, width, pairs]`` of half of a head's features, a quarter by row and one by column.
+    """Rotary angles ``[height, width, pairs]`` of half of a head's features: a quarter by row and a quarter by column.
 
-    Positions go from -1 to 1, whatever the number of tokens, so that levels agree about them; frequencies go from half
-    a turn over that way to almost ten times as many.
+    Positions go from -1 to 1 for any number of tokens, so that levels agree on them. Frequencies go from
+    half a turn per unit of position to almost ten times that.
     """
     positions = [np.pi * (2 * np.arange(extent) + 1 - extent) / extent for extent in layout]
     return rotary_angles(layout, HEAD_DIM, features=2 * [HEAD_DIM // 4], positions=positions, theta=0.1)
 
 
 class Block(nnx.Module):
-    """Attention and a perceptron, both behind a normalization and beside a skip connection."""
+    """Attention and an MLP, each with pre-normalization and a residual connection."""
 
     def __init__(self, features: int, is_global: bool, settings: Settings, rngs: nnx.Rngs) -> None:
         self.attention_norm = AdaptiveNorm(features, settings.dtype, rngs)
@@ -160,7 +161,7 @@ def split(tokens: jax.Array, size: int) -> jax.Array:
 
 
 class Level(nnx.Module):
-    """Blocks before and after the next level, which has a quarter of the tokens; the last one is blocks alone."""
+    """Blocks before and after the next level, which has a quarter of the tokens; the innermost one has only blocks."""
 
     def __init__(self, widths: Sequence[int], depths: Sequence[int], settings: Settings, rngs: nnx.Rngs) -> None:
         features, *inner = widths
@@ -189,7 +190,7 @@ class Level(nnx.Module):
 
 
 class Mapping(nnx.Module):
-    """What normalizations are told of levels of noise ``[batch]``, which go from 0 to 1, and of classes ``[batch]``."""
+    """Embed noise levels ``[batch]``, from 0 to 1, and classes ``[batch]`` into the condition of the normalizations."""
 
     def __init__(self, dtype: Any, rngs: nnx.Rngs) -> None:
         self.dtype = dtype

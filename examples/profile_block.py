@@ -27,7 +27,7 @@ from natten_jax.profiler.report import format_time
 
 
 class Block(nnx.Module):
-    """Neighborhood attention and a perceptron, both behind a normalization and beside a skip connection."""
+    """Neighborhood attention and an MLP, each with pre-normalization and a residual connection."""
 
     def __init__(self, features: int, attention: NeighborhoodAttention3D, dtype: Any, rngs: nnx.Rngs) -> None:
         self.attention_norm = nnx.LayerNorm(features, dtype=dtype, rngs=rngs)
@@ -107,7 +107,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--stride", type=int, nargs=3, default=[1, 1, 1], help="queries that share a window")
     parser.add_argument("--dilation", type=int, nargs=3, default=[1, 1, 1], help="distance of a window's tokens")
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
-    parser.add_argument("--backward", action="store_true", help="profile the gradient, too")
+    parser.add_argument("--backward", action="store_true", help="also profile the gradient")
     parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna; the best one if not given")
     parser.add_argument("--iterations", type=int, default=5, help="runs that the times are the median of")
     return parser.parse_args(arguments)

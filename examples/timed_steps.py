@@ -1,4 +1,4 @@
-"""What the examples of whole models share: steps of training that are timed, and how much of one is attention."""
+"""Timed training steps, and the share of attention in a step: shared by the whole-model examples."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class TimedSteps:
     """A model in training.
 
     Args:
-        step: Takes the state and a batch, and returns the next state and the loss; has no side effects.
-        state: What the first step takes. It is used up.
+        step: Maps state and batch to the next state and the loss, without side effects.
+        state: Initial state. Its buffers are donated.
 
     Attributes:
-        state: What a step takes and returns: parameters, and the optimizer's state.
+        state: Current state: parameters and the optimizer's state.
         losses: The losses of all steps so far.
-        seconds: By the wall clock, of all steps so far; the first one compiles.
+        seconds: Wall-clock times of all steps so far; the first one includes compilation.
     """
 
     def __init__(self, step: Callable[..., tuple[Any, jax.Array]], state: Any) -> None:
@@ -60,7 +60,7 @@ class TimedSteps:
         """Train, and print losses on the way and the median time of a step.
 
         Args:
-            batch: What a step takes beside the state, by the step's number, which starts at 1.
+            batch: Returns the further arguments of a step, by its number, which starts at 1.
             count: Steps.
         """
         print(f"{'step':>6} {'mean loss since the line before':>36}")
@@ -73,12 +73,12 @@ class TimedSteps:
         print(f"Median step: {format_time(self.median_seconds)}")
 
     def repeat(self, count: int, *batch: Any) -> None:
-        """Run the same step so many times, and print nothing."""
+        """Run the same step ``count`` times without printing."""
         for _ in range(count):
             self._train_once(*batch)
 
     def _train_once(self, *batch: Any) -> None:
-        jax.block_until_ready(batch)  # type: ignore[no-untyped-call]  # making it is no part of the step
+        jax.block_until_ready(batch)  # type: ignore[no-untyped-call]  # do not time making the batch
         started = time.perf_counter()
         self.state, loss = jax.block_until_ready(self._run(self.state, *batch))  # type: ignore[no-untyped-call]
         self.seconds.append(time.perf_counter() - started)
@@ -90,13 +90,13 @@ class TimedSteps:
         return statistics.median(self.seconds[1:] or self.seconds)
 
     def profile(self, *batch: Any, iterations: int = 3) -> AttentionTime:
-        """Where the time of a step goes, by JAX's profiler: the median over a few steps that change nothing.
+        """Measure the time of a step and of its attention with JAX's profiler: the median over steps without effect.
 
-        The program is compiled once more, so that the trace tells which of its instructions launched what; those of
-        natten_jax's passes are marked. What XLA fuses counts as what it ends with.
+        The program is compiled a second time, so that the trace maps launches to instructions; instructions of
+        natten_jax's passes are marked. A fusion counts as the instruction that it ends with.
 
         Args:
-            batch: What the step takes beside the state.
+            batch: Arguments of the step after the state.
             iterations: Steps.
         """
         compiled = compile_for_trace(self._step, self.state, *batch)

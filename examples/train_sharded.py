@@ -1,12 +1,12 @@
 """Train a video transformer with neighborhood attention on several devices: data and tensor parallel.
 
-Devices form a mesh of two axes. The clips of a batch are split over `data`; attention heads and the perceptron's hidden
-features are split over `model`. All that says so are the names of mesh axes beside the parameters and one placement of
-the batch: the compiler derives the rest, and the attention itself needs no communication.
+Devices form a mesh of two axes. The clips of a batch are split over `data`; attention heads and the MLP's hidden
+features are split over `model`. The code only names mesh axes for the parameters and places the batch; the compiler
+derives the rest, and the attention itself needs no communication.
 
-Clips pan over the two photographs that come with scikit-learn, so nothing is downloaded, and the model predicts each
-next frame: attention is causal along time. A machine without accelerators can act as several devices, which shows that
-results are those of one device, not that it is faster.
+Clips pan over the two photographs that come with scikit-learn, so nothing is downloaded. The model predicts each next
+frame: attention is causal along time. A machine without accelerators can act as several devices; this shows that the
+results equal single-device results, not that several devices are faster.
 
     python examples/train_sharded.py --devices 8 --model-parallel 2 --compare
 """
@@ -38,9 +38,9 @@ def over(*axes: str | None) -> dict[str, Any]:
 
 
 class Block(nnx.Module):
-    """Neighborhood attention and a perceptron, both behind a normalization and beside a skip connection.
+    """Neighborhood attention and an MLP, each with pre-normalization and a residual connection.
 
-    What each device computes of both is summed over `model` by the projection at its end, and nowhere else.
+    The partial results of attention and MLP are summed over `model` only by the projection at the end of each.
     """
 
     def __init__(self, features: int, options: argparse.Namespace, rngs: nnx.Rngs) -> None:
@@ -82,7 +82,7 @@ class Predictor(nnx.Module):
         rngs = nnx.Rngs(options.seed)
         features, pixels = options.heads * options.head_dim, CHANNELS * options.patch**2
         self.embed = nnx.Linear(pixels, features, rngs=rngs)
-        # One term per dimension: a token's frame, its row, its column.
+        # A term per dimension: frame, row and column of a token.
         self.frame, self.row, self.column = (
             nnx.Param(0.02 * jax.random.normal(rngs.params(), (length, features))) for length in options.tokens
         )
@@ -126,7 +126,7 @@ class Run:
         self.mesh = mesh
         with jax.set_mesh(mesh):
             self.model, self.optimizer = create()
-        # What a module holds is looked up once, not at every step.
+        # Look up the contents of the modules once, not at every step.
         self.train_step = nnx.cached_partial(train_step, self.model, self.optimizer)
         self.losses: list[float] = []
         self.seconds: list[float] = []
@@ -135,7 +135,7 @@ class Run:
         return " x ".join(f"{size} {name}" for name, size in self.mesh.shape.items())
 
     def place(self, clips: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        """Frames and those that follow them, on the devices. Training at full speed does this a step ahead."""
+        """Put frames and the frames that follow them on the devices. A tuned loop would do this a step ahead."""
         batch = NamedSharding(self.mesh, PartitionSpec("data"))
         return jax.block_until_ready(jax.device_put((clips[:, :-1], clips[:, 1:]), batch))
 
@@ -145,7 +145,7 @@ class Run:
             return self.train_step(frames, following)
 
     def step(self, clips: np.ndarray) -> None:
-        """One step; its loss and its time are appended to those before."""
+        """Run a step; append its loss and its time to the lists."""
         placed = self.place(clips)
         started = time.perf_counter()
         self.losses.append(float(self.launch(*placed)))
@@ -183,7 +183,7 @@ class Data:
 
 
 def print_line(label: str, cells: Sequence[str]) -> None:
-    """One line with a cell per run."""
+    """Print a line with a cell per run."""
     print(f"{label:>6}", *(f"{cell:>20}" for cell in cells), flush=True)
 
 
@@ -226,10 +226,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def device_mesh(options: argparse.Namespace) -> Mesh:
-    """All devices, or as many as asked for, as `data` x `model`.
+    """Create a `data` x `model` mesh of all devices or of the requested number.
 
     Raises:
-        SystemExit: There are too few, or they do not divide as asked.
+        SystemExit: There are too few devices, or the requested numbers do not divide.
     """
     if options.devices is not None:
         # Has an effect only on the host's devices, and only before JAX first looks for any.

@@ -2,7 +2,7 @@
 
 A clip pans over one of the two photographs that come with scikit-learn, so nothing is downloaded. Noise is added to
 every pixel; the model sees linearly embedded patches and estimates the noise in them. With `--compare`, a second model
-starts from the same parameters, sees the same clips, and computes with another backend and in another type.
+starts from the same parameters and sees the same clips, but uses another backend and dtype.
 
     python examples/video_denoising.py --steps 300 --compare flex-fna:float32 --json curves.json
 """
@@ -32,7 +32,7 @@ SMOOTHING = 20  # steps that losses are averaged over before they are compared
 
 
 class Arithmetic(NamedTuple):
-    """What computes the attention, and the type that the model computes in."""
+    """Backend of the attention, and the dtype of the model."""
 
     backend: str | None
     dtype: str
@@ -42,7 +42,7 @@ class Arithmetic(NamedTuple):
 
 
 class Block(nnx.Module):
-    """Neighborhood attention and a perceptron, both behind a normalization and beside a skip connection."""
+    """Neighborhood attention and an MLP, each with pre-normalization and a residual connection."""
 
     def __init__(self, features: int, attention: NeighborhoodAttention3D, dtype: Any, rngs: nnx.Rngs) -> None:
         self.attention_norm = nnx.LayerNorm(features, dtype=dtype, rngs=rngs)
@@ -65,7 +65,7 @@ class Denoiser(nnx.Module):
         features, pixels = options.heads * options.head_dim, 3 * options.patch**2
         self.dtype = dtype
         self.embed = nnx.Linear(pixels, features, dtype=dtype, rngs=rngs)
-        # One term per dimension: a token's frame, its row, its column.
+        # A term per dimension: frame, row and column of a token.
         self.frame, self.row, self.column = (
             nnx.Param(0.02 * jax.random.normal(rngs.params(), (length, features))) for length in options.tokens
         )
@@ -85,7 +85,7 @@ class Denoiser(nnx.Module):
         self.head = nnx.Linear(features, pixels, dtype=dtype, kernel_init=nnx.initializers.zeros_init(), rngs=rngs)
 
     def __call__(self, noisy: jax.Array) -> jax.Array:
-        """Denoised patches ``[batch, *tokens, pixels]``, float32, for noisy ones of the same shape."""
+        """Denoise patches ``[batch, *tokens, pixels]``, and return float32 patches of the same shape."""
         position = self.frame[:, None, None] + self.row[:, None] + self.column[...]
         tokens = self.embed(noisy) + position.astype(self.dtype)
         return noisy - self.head(self.norm(self.block(tokens)))
@@ -151,7 +151,7 @@ class Run:
         self.seconds: list[float] = []
 
     def step(self, noisy: jax.Array, clean: jax.Array) -> None:
-        """One step; its loss and its time are appended to those before."""
+        """Run a step; append its loss and its time to the lists."""
         started = time.perf_counter()
         self.losses.append(float(train_step(self.model, self.optimizer, noisy, clean)))
         self.seconds.append(time.perf_counter() - started)
@@ -170,7 +170,7 @@ def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> f
 
 
 def print_line(label: str, cells: Sequence[str]) -> None:
-    """One line with a cell per run."""
+    """Print a line with a cell per run."""
     print(f"{label:>6}", *(f"{cell:>20}" for cell in cells), flush=True)
 
 

@@ -1,9 +1,10 @@
-"""Learn to forecast a field that winds carry around a globe: with windows that end at the date line, or that wrap.
+"""Learn to forecast a field that winds carry around a globe, with windows that end at the date line or that wrap.
 
 The fields are smooth and random on a grid of latitudes and longitudes. Winds blow along the circles of latitude, each
-with a speed of its own, so that what a field will be is known exactly. Two models learn it from the same fields: for
-one the map ends in the east and in the west, and windows are cut there, for the other they wrap (``edges``). Then both
-make forecasts of several steps, each from their own last one. The errors are those of fields of deviation 1.
+at a different speed, so that the future field is known exactly. Two models learn it from the same fields. For the
+first, the map ends in the east and in the west, and windows are cut there; for the second, windows wrap (``edges``).
+Then both forecast several steps, feeding each forecast back as the next input. Errors are relative to fields of
+standard deviation 1.
 
     python examples/weather.py --output weather.png
 """
@@ -35,7 +36,7 @@ EDGES = {"cut": ("cut", "cut"), "wrap": ("cut", "wrap")}
 
 
 class Block(nnx.Module):
-    """Neighborhood attention and a perceptron, both behind a normalization and beside a skip connection."""
+    """Neighborhood attention and an MLP, each with pre-normalization and a residual connection."""
 
     def __init__(self, features: int, kernel_size: Sequence[int], edges: Sequence[str], rngs: nnx.Rngs) -> None:
         self.attention_norm = nnx.LayerNorm(features, rngs=rngs)
@@ -44,7 +45,7 @@ class Block(nnx.Module):
             num_heads=features // HEAD_DIM,
             kernel_size=kernel_size,
             edges=edges,
-            relative_bias=True,  # where a wind comes from
+            relative_bias=True,  # encodes the direction that a wind comes from
             rngs=rngs,
         )
         self.perceptron_norm = nnx.LayerNorm(features, rngs=rngs)
@@ -58,9 +59,10 @@ class Block(nnx.Module):
 
 
 class Forecaster(nnx.Module):
-    """From a field ``[batch, latitudes, longitudes]`` the one of the next step.
+    """Predict the next field from a field ``[batch, latitudes, longitudes]``.
 
-    A token knows its latitude and not its longitude: the model of windows that wrap is the same everywhere on a circle.
+    A token's input contains its latitude but not its longitude: the model with wrapping windows is the same everywhere
+        on a circle of latitude.
     """
 
     def __init__(self, options: argparse.Namespace, edges: Sequence[str], rngs: nnx.Rngs) -> None:
@@ -85,7 +87,7 @@ def latitudes_of(count: int) -> jax.Array:
 
 
 def winds(latitudes: jax.Array, longitudes: int) -> jax.Array:
-    """How far the wind of each latitude blows in a step, in radians: two cells to the east, more or less."""
+    """Distance that the wind of each latitude blows per step, in radians: about two cells to the east."""
     return (2 + jnp.sin(2 * latitudes)) * 2 * jnp.pi / longitudes
 
 
