@@ -1,9 +1,10 @@
 // Forward neighborhood attention for Hopper: TMA loads of multi-dimensional tiles from the natural layout, wgmma.
 //
-// The warps of the first warpgroup have one task each (forward_pipeline.cuh): load query and key tiles, plan tiles,
-// load value tiles, store output tiles. Two or three more warpgroups own 64 query rows each (forward_attention.cuh):
-// logits, online softmax in base 2, output. Key/value tiles start at the first key that the query tile's windows hold.
-// A tile that every row sees whole is not masked; the others take one bit per element (forward_mask.cuh).
+//  The first warpgroup is the producer (forward_pipeline.cuh). Each of its warps has one task: load query and key
+//  tiles, plan tiles, load value tiles, or store output tiles. Each of two or three consumer warpgroups computes 64
+//  query rows (forward_attention.cuh): logits, online softmax in base 2, output. Key/value tiles start at the first key
+//  in the query tile's windows. A tile that every row sees completely is not masked; other tiles use a mask bit per
+//  element (forward_mask.cuh).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -13,11 +14,11 @@
 
 namespace natten_jax::sm90 {
 
-/// Makes barriers, buffers and maps ready.
+/// Initialises mbarriers and buffers, and prefetches tensor maps.
 template <class Traits>
 CUTE_DEVICE void prepare(const ForwardParams& p, typename Traits::SharedStorage& shared) {
   if (p.clears_tiles) {
-    // Rows that no load reaches must be finite: their weights are zero.
+    // Rows that no load writes must be finite, because they are multiplied by weights of zero.
     constexpr int kWords = offsetof(typename Traits::SharedStorage, o) / sizeof(uint4);
     for (int i = threadIdx.x; i < kWords; i += Traits::kThreads) {
       reinterpret_cast<uint4*>(&shared)[i] = make_uint4(0, 0, 0, 0);
@@ -27,7 +28,7 @@ CUTE_DEVICE void prepare(const ForwardParams& p, typename Traits::SharedStorage&
   if constexpr (Traits::kHasKeyBias) prepare_biases<Traits>(p, shared);
   constexpr int kPrefetching = kWarp * kStoresTiles;
   if (threadIdx.x >= kPrefetching && threadIdx.x < kPrefetching + kGroupClasses) {
-    // The first loads need not wait for their maps.
+    // Prefetch the tensor maps, so that the first loads do not wait for them.
     const int c = threadIdx.x - kPrefetching;
     if (p.query_classes >> c & 1) {
       prefetch_tma_descriptor(&p.query[c]);

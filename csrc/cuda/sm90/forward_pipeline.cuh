@@ -1,4 +1,4 @@
-// The warps of the forward kernel that move tiles: those that load, plan and store.
+// Producer warps of the forward kernel, which load, plan and store tiles.
 #pragma once
 
 #include "cuda/common/tile_walk.cuh"
@@ -11,32 +11,32 @@ namespace natten_jax::sm90 {
 
 using ForwardMaps = MapsOfEntries<kForwardArrays, kGroupClasses>;
 
-/// Where a query tile of a launch begins that continues another, in the dimension that a lane plans.
+/// First query of a tile of a continuing launch, in the dimension that the lane plans.
 CUTE_DEVICE int begin_of_continued(const ForwardParams& p, const TilePlace& place, Origin query_origin,
                                    Origin kv_origin) {
   const int d = planned_dimension();
   const DeviceAxis& axis = p.axis[d];
   const int index = d == 0 ? place.index[0] : d == 1 ? place.index[1] : place.index[2];
-  // The first query of a dilation group at or behind this one may be the next.
+  // Rounded down: a dilation group's first query at or after `first_query` may be the next one.
   const int first = axis.dilations(min(max(p.first_query[d], 0), axis.query_local_extent));
   const int distance = kv_origin.index - (query_origin.index + first);
   return first + QueryTileSchedule::nearest_first(axis, index, distance) * axis.q_tile;
 }
 
-/// One warp: plans tiles ahead of the loads and the products.
+/// Plans tiles ahead of the loads and the products. Runs in one warp.
 template <class Traits>
 CUTE_DEVICE void plan_tiles(const ForwardParams& p, typename Traits::SharedStorage& shared) {
   Ring<Traits::kPlans> slot;
-  // A lane splits the origins of the dimension that it plans.
+  // Each lane splits the origins of the dimension that it plans.
   const int d = planned_dimension();
   const std::int32_t* const origins = Traits::kIsPlain ? nullptr : p.origins;
   const Origin query_origin = Origin::load(origins, d, p.axis[d].dilation);
   const Origin kv_origin = Origin::load(origins, 3 + d, p.axis[d].dilation);
   int batch = -1;
-  EntryLayout layout;  // of that batch entry
+  EntryLayout layout;  // of `batch`
   for (int round = 0;; ++round) {
     slot.wait_empty(shared.empty_plan);
-    const int tile = p.supply.take(round);  // not earlier, so that whoever is done first takes it
+    const int tile = p.supply.take(round);  // as late as possible: the first CTA that is done takes it
     TilePlan& plan = shared.plan[slot.index];
     if (tile >= p.supply.tiles) {
       plan.kv_tiles = -1;
@@ -68,8 +68,8 @@ CUTE_DEVICE bool is_empty(int4 begin, int4 end) {
   return end.x <= begin.x || end.y <= begin.y || end.z <= begin.z;
 }
 
-/// How a tile is masked for each warpgroup; an incomplete one (`is_whole` false) always is. At least one tile of a
-/// query tile is not hidden.
+/// Masks of a tile, for all warpgroups. A partly filled tile (`is_whole` false) is always masked. At least one tile of
+/// each query tile is not hidden.
 template <int kWarpgroups>
 CUTE_DEVICE int window_masks(const ForwardParams& p, const TilePlan& plan, const KvWalk& walk, bool is_whole) {
   int masks = 0;
@@ -88,7 +88,7 @@ CUTE_DEVICE int window_masks(const ForwardParams& p, const TilePlan& plan, const
   return masks;
 }
 
-/// How many tiles of the line along the last dimension, from one on that no warpgroup masks, are unmasked like it.
+/// Number of consecutive unmasked tiles along the last dimension, starting at an unmasked tile.
 template <int kWarpgroups>
 CUTE_DEVICE int unmasked_tiles(const ForwardParams& p, const TilePlan& plan, const KvWalk& walk) {
   int end = plan.inner_end[0][2];
@@ -97,9 +97,9 @@ CUTE_DEVICE int unmasked_tiles(const ForwardParams& p, const TilePlan& plan, con
   return p.axis[2].by_kv_tile.divide(end - walk.z);
 }
 
-/// A ring of key or value tiles, as the thread that loads them sees it, or each lane of the warp that loads values and
-/// biases of keys. The two rings advance on their own, because a key buffer falls free well before the value buffer of
-/// the same tile.
+/// Loader of a ring of key or value tiles. Runs in one thread; with key biases, the value loader runs in all lanes of a
+/// warp. Keys and values have separate rings, because a key buffer becomes free well before the value buffer of its
+/// tile.
 template <class Traits, bool kIsKey>
 struct TileLoader {
   using Element = typename Traits::Element;
@@ -108,7 +108,7 @@ struct TileLoader {
   static constexpr bool kLoadsBiases = !kIsKey && Traits::kHasKeyBias;
 
   SharedStorage& shared;
-  int chunks;       // of a head
+  int chunks;       // per head
   int tile_tokens;  // of a key/value tile
   Ring<Traits::kStages> stage;
   bool is_first = true;
@@ -119,14 +119,14 @@ struct TileLoader {
         chunks(rows_of_head<kElements>(kIsKey ? p.head_dim : p.head_dim_v)),
         tile_tokens(p.kv_tile_tokens) {}
 
-  /// Whether it is this thread that the copy engine is told by.
+  /// True in the thread that issues the TMA loads.
   CUTE_DEVICE static bool leads() { return !kLoadsBiases || threadIdx.x % kWarp == 0; }
 
   /// Loads a tile.
   ///
   /// Args:
-  ///   tile: what the warpgroups are told of it (SharedStorage::tile).
-  ///   start: starts to load it, given a barrier and where it comes to lie.
+  ///   tile: value for the warpgroups (SharedStorage::tile).
+  ///   start: callable that issues the load, given an mbarrier and the destination.
   template <class Start>
   CUTE_DEVICE void load(int4 tile, const Start& start) {
     auto& full = kIsKey ? shared.full_k : shared.full_v;
@@ -139,7 +139,7 @@ struct TileLoader {
             (kIsKey ? shared.k : shared.v) + stage.index * Traits::kColumns * Traits::kLoadedHeadDim);
     }
     if (kIsKey && is_first) {
-      // All that the first product needs is on its way alone.
+      // The first key tile is loaded before any value tile, so that the first product starts as early as possible.
       stage.wait_full(full);
       if (leads()) arrive(shared.first_key_loaded);
     }
@@ -148,8 +148,8 @@ struct TileLoader {
   }
 };
 
-/// One thread, or a warp where keys have biases: loads the query and key tiles, or the value tiles, that the plans ask
-/// for.
+/// Loads the query and key tiles, or the value tiles, of each plan. Runs in one thread, or in a warp for values with
+/// key biases.
 template <class Traits, bool kIsKey>
 CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStorage& shared) {
   TileLoader<Traits, kIsKey> loader(p, shared);
@@ -194,7 +194,7 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
       }
       if (unmasked > 0) --unmasked;
       if constexpr (loader.kLoadsBiases) {
-        // The next tile's are on their way while a buffer of values is in use.
+        // The next tile's biases are in flight while this tile waits for a value buffer.
         const bool is_last = i + 1 == kv_tiles;
         if (!is_last) {
           KvWalk next = walk;
@@ -214,8 +214,8 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
       });
       walk.next(p.axis, hull_begin, hull_end);
     }
-    // Tiles of as many tokens as the others: no load reaches what lies behind, where values must stay finite. The loop
-    // counts tiles: where it adds their tokens, ptxas orders the softmax of the warpgroups in another way.
+    // Additional tiles have the token count of other tiles: no load writes the rows behind them, where values must stay
+    // finite. The loop counts tiles, because ptxas schedules the warpgroups' softmax differently if it counts tokens.
     for (int i = 0; i < p.additional_tiles; ++i) {
       const int first = i * p.kv_tile_tokens;
       const int columns = min(p.additional_kv - first, p.kv_tile_tokens);
@@ -234,7 +234,7 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
   }
 }
 
-/// Fetches what earlier launches found for a query tile; all lanes of a warp take part.
+/// Fetches the results of earlier launches for a query tile. Warp-collective.
 template <class Traits>
 CUTE_DEVICE void fetch_earlier(const ForwardParams& p, const TilePlan& plan, typename Traits::SharedStorage& shared) {
   const int lane = threadIdx.x % 32;
@@ -253,7 +253,7 @@ CUTE_DEVICE void fetch_earlier(const ForwardParams& p, const TilePlan& plan, typ
   }
 }
 
-/// One warp: stores the output tiles; what lies outside the layout is clipped.
+/// Stores the output tiles; TMA clips what lies outside the layout. Runs in one warp.
 template <class Traits>
 CUTE_DEVICE void store_tiles(const ForwardParams& p, typename Traits::SharedStorage& shared) {
   auto* tile = Traits::output_tile(shared);

@@ -1,4 +1,4 @@
-// The forms of the forward kernel: its products, its shared memory and its barriers.
+// Forms of the forward kernel: its products, shared memory and barriers.
 #pragma once
 
 #include "cuda/common/column_mask.cuh"
@@ -8,20 +8,20 @@
 
 namespace natten_jax::sm90 {
 
-/// What each warp of the first warpgroup does. Of those that load, one thread does.
+/// Role of each warp of the first warpgroup. In a loading warp, a single thread works.
 enum ForwardWarp { kLoadsQueriesAndKeys, kPlansTiles, kLoadsValues, kStoresTiles };
 constexpr int kLoadingThreads = 2;
 
-// How a key/value tile is masked for a warpgroup, two bits each.
+// Mask modes of a key/value tile, two bits per warpgroup.
 constexpr int kNoMask = 0;
 constexpr int kWindowMask = 1;
-constexpr int kEndMask = 2;  // additional tokens: columns past the tile or the last one
-constexpr int kHidden = 3;   // none of its rows sees any of the tile
+constexpr int kEndMask = 2;  // additional tokens: hide columns past the tile or past the last token
+constexpr int kHidden = 3;   // no row of the warpgroup sees a key of the tile
 constexpr int kMaskBits = 2;
-constexpr int kEachWarpgroup = 1 | 1 << kMaskBits | 1 << 2 * kMaskBits;  // times a mask: the same for all
+constexpr int kEachWarpgroup = 1 | 1 << kMaskBits | 1 << 2 * kMaskBits;  // times a mask: that mask for every warpgroup
 
-// Named barriers; the first eight are CUTLASS's own.
-constexpr int kProductOrder = 8;                               // one per warpgroup: it may issue its products
+// Named barriers; CUTLASS reserves the first eight.
+constexpr int kProductOrder = 8;                               // per warpgroup: may issue its products
 constexpr int kOutputReady = kProductOrder + kMostWarpgroups;  // the warpgroups have written their rows
 constexpr int kMaskReady = kOutputReady + 1;
 
@@ -32,40 +32,42 @@ struct ForwardTraits {
   static constexpr int kHeadDim = kHeadDim_;  // at least head_dim and head_dim_v
   static constexpr int kColumns = kColumns_;  // keys of a tile
   static constexpr int kStages = 2;
-  static constexpr int kPlans = 3;                  // query tiles that are planned, under way or on their way out
-  static constexpr int kWarpgroups = kWarpgroups_;  // that compute
+  static constexpr int kPlans = 3;                  // query tiles in flight: planned, computed or stored
+  static constexpr int kWarpgroups = kWarpgroups_;  // consumer warpgroups
   static constexpr int kRows = 64 * kWarpgroups;    // queries of a tile
   static constexpr int kConsumers = kWarpgroup * kWarpgroups, kThreads = kWarpgroup + kConsumers;
-  static constexpr int kLoadedHeadDim = kHeadDim;   // elements of a row of a tile
-  static constexpr int kValueReaders = kConsumers;  // threads that a value tile waits for
-  // Whether keys have biases (key_bias.cuh). The warp that loads values then does so whole, as it also loads these.
+  static constexpr int kLoadedHeadDim = kHeadDim;   // elements per row of a tile
+  static constexpr int kValueReaders = kConsumers;  // arrivals that release a value tile
+  // True if keys have biases (key_bias.cuh). All lanes of the value-loading warp then work, because they also load the
+  // biases.
   static constexpr bool kHasKeyBias = kHasKeyBias_;
-  // Numbers of a tile's biases in shared memory: those of each of the four lanes that share a row, and four that keep
-  // them in other banks than the next lane's.
+  // Floats of a tile's biases in shared memory. Each of the four lanes that share a row reads a separate run, with four
+  // floats of padding so that the runs lie in different banks.
   static constexpr int kLaneBiases = kColumns / 4 + 4, kTileBiases = 4 * kLaneBiases;
-  static constexpr int kBiasStages = kStages + 2;  // tiles whose biases are there, or on their way
-  // Whether the problem has nothing that a planning or loading warp would look at for each tile
-  // (ForwardParams::is_plain): these warps have 40 registers, and spill with all that there may be.
+  static constexpr int kBiasStages = kStages + 2;  // tiles whose biases are loaded or in flight
+  // True if the planning and loading warps can skip the special cases of each tile (ForwardParams::is_plain). These
+  // warps have 40 registers and would spill with the general plan code.
   static constexpr bool kIsPlain = kIsPlain_;
   static constexpr int kValueLoaders = kHasKeyBias ? kWarp : 1;
-  // Threads that a plan waits for, of whom a warp stores.
+  // Arrivals that release a plan, including all lanes of the storing warp.
   static constexpr int kPlanReaders = kConsumers + kValueLoaders + kLoadingThreads - 1 + kWarp;
-  // What the 65536 registers of a multiprocessor give each thread. The warp that loads biases, too, needs more than
-  // others; of three warpgroups that compute, these would spill in its place.
+  // Registers per thread, from the 65536 of an SM. The warp that loads biases needs more than the other producers.
+  // Three consumer warpgroups cannot spare these registers: they would spill instead.
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? (kHasKeyBias ? 224 : 232) : 160;
   static constexpr int kServiceRegisters = kWarpgroups == 2 ? (kHasKeyBias ? 56 : 40) : 32;
-  // Whether the warpgroups issue their products one after the other, or unordered.
+  // True if the warpgroups issue their products one after the other, false if unordered.
   static constexpr bool kPingPong = kPingPong_;
-  // Whether heads of queries and keys take fewer steps than the form's.
+  // True if Q and K heads take fewer k-steps than the form has.
   static constexpr bool kIsNarrow = kIsNarrow_;
-  // Three warpgroups lack the registers, wide heads the shared memory for an output tile of its own, too.
+  // Three warpgroups or wide heads lack the registers for Q. Wide heads also lack the shared memory for a separate
+  // output tile.
   static constexpr bool kQueryInRegisters = kHeadDim <= 128 && kWarpgroups == 2;
   static constexpr bool kSeparateOutput = kHeadDim <= kLargestContinuedHeadDim;
 
   using LayoutQ = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<kRows>, Int<kHeadDim>>{}));
   using LayoutK = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
                                          Shape<Int<kColumns>, Int<kHeadDim>, Int<kStages>>{}));
-  // A value tile is loaded as [token][head_dim]; the second product reads it with head_dim as its row.
+  // A value tile is loaded as [token][head_dim]; the second product reads its transpose, with head_dim as rows.
   using LayoutVt = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
                                           Shape<Int<kHeadDim>, Int<kColumns>, Int<kStages>>{}, Step<_2, _1, _3>{}));
 
@@ -83,12 +85,12 @@ struct ForwardTraits {
     return make_tiled_mma(GMMA::rs_op_selector<Element, Element, float, Tile, GMMA::Major::K, GMMA::Major::MN>());
   }
 
-  /// Where the output tile is before it is stored.
+  /// Output tile in shared memory, read by the TMA store.
   template <class Shared>
   CUTE_DEVICE static auto* output_tile(Shared& shared) {
     return kSeparateOutput ? shared.o : shared.q;
   }
-  /// Initialises the barriers that not all forms have.
+  /// Initialises the mbarriers that only some forms have.
   template <class Shared>
   CUTE_DEVICE static void init_more_barriers(Shared& shared) {
     if constexpr (kHasKeyBias) {
@@ -101,11 +103,10 @@ struct ForwardTraits {
     alignas(1024) Element k[cosize_v<LayoutK>];
     alignas(1024) Element v[cosize_v<LayoutVt>];
     alignas(1024) Element o[kSeparateOutput ? cosize_v<LayoutQ> : kChunk];
-    float2 earlier[kSeparateOutput ? kRows : 1];  // where a launch continues another: logsumexp and remainder of a row
+    float2 earlier[kSeparateOutput ? kRows : 1];  // logsumexp and remainder of earlier launches, per row
     TilePlan plan[kPlans];
-    // The tile in a key buffer: its first key (x, y, z) and how it is masked. Additional tokens have as z their number
-    // less that of the tile's: nobody then looks for a minimum in the loop of the warpgroups, all of whose registers
-    // are used.
+    // Per key stage: the tile's first key (x, y, z) and its masks (w). For additional tokens, z is their number minus
+    // the number in the tile. This saves a min() in the consumer loop, which uses all its registers.
     int4 tile[kStages];
     std::uint32_t mask_words[KeyColumnMask::capacity(kColumns)];
     alignas(8) std::uint64_t first_key_loaded, full_q, empty_q, empty_o;

@@ -1,4 +1,4 @@
-// What the Hopper kernels are launched with: geometry, tensor maps and pointers, passed by value.
+// Parameters of the Hopper kernels, passed by value: geometry, tensor maps and pointers.
 #pragma once
 
 #include <cuda.h>
@@ -13,15 +13,16 @@
 
 namespace natten_jax::sm90 {
 
-/// Dilation groups differ in whether they hold a remainder token: two classes per dimension, one tensor map each.
+/// Number of classes of dilation groups, each with a tensor map. Per dimension, a group either has a remainder token or
+/// does not.
 constexpr int kGroupClasses = 8;
 
-/// A warpgroup computes 64 rows of a query tile; the forms of the kernel have two or three.
+/// Maximum number of consumer warpgroups. Each computes 64 rows of a query tile; kernel forms have two or three.
 constexpr int kMostWarpgroups = 3;
-/// Coordinates that bound the rows of each warpgroup in three dimensions.
+/// Number of coordinates that bound the rows of all warpgroups in three dimensions.
 constexpr int kCorners = kMostWarpgroups * 2 * 3;
 
-/// Arrays of which batch entries have maps of their own, in the order of these (cuda/tma/entry_maps.h).
+/// Arrays with a tensor map per batch entry, in the order of these maps (cuda/tma/entry_maps.h).
 enum ForwardArray { kQueryOfEntry, kKeyOfEntry, kValueOfEntry, kOutOfEntry, kForwardArrays };
 enum BackwardArray {
   kQueriesOfEntry,
@@ -34,7 +35,7 @@ enum BackwardArray {
   kBackwardArrays
 };
 
-/// Larger than the 4096 bytes that kernels could once have; see kMostParameterBytes of cuda/common/launch.cuh.
+/// Larger than the former 4096-byte limit of kernel parameters; see kMostParameterBytes of cuda/common/launch.cuh.
 struct ForwardParams {
   CUtensorMap query[kGroupClasses];
   CUtensorMap key[kGroupClasses];
@@ -42,17 +43,17 @@ struct ForwardParams {
   CUtensorMap out[kGroupClasses];
   CUtensorMap additional_keys;
   CUtensorMap additional_values;
-  int query_classes, kv_classes;  // bit sets of the classes that have maps
+  int query_classes, kv_classes;  // bit sets of the classes with maps
   DeviceAxis axis[3];
   int corner[kCorners];         // coordinates in the query tile: [warpgroup][first row, last row][dimension]
   const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
-  const std::int32_t* layouts;  // [batch, 3, 3]: query origin, query and key/value extents; null: all alike
-  CUtensorMap* entry_maps;      // [batch, kForwardArrays, kGroupClasses]: in place of those above; null likewise
-  // Whether out, logsumexp and remainder hold what earlier launches found on other keys, with which results are merged;
-  // and then [3], the first local query: tiles before it do not exist.
+  const std::int32_t* layouts;  // [batch, 3, 3]: query origin, query and key/value extents; null: equal layouts
+  CUtensorMap* entry_maps;      // [batch, kForwardArrays, kGroupClasses]: replace the maps above; null likewise
+  // If `continues`, out, logsumexp and remainder hold the results of earlier launches on other keys, to be merged.
+  // `first_query` is then [3], the first local query, and no tile begins before it.
   bool continues;
   const std::int32_t* first_query;
-  bool is_plain;  // no origins, layouts or earlier launch; windows are shifted inside or end at the query
+  bool is_plain;  // no origins, layouts or earlier launch; windows shift inside or end at the query
   float* logsumexp;
   float* remainder;  // of the logsumexp, or null
   int queries;       // per batch entry
@@ -62,29 +63,29 @@ struct ForwardParams {
   int head_dim;
   int head_dim_v;
   int additional_kv;
-  int additional_tiles;  // of additional keys and values
+  int additional_tiles;  // tiles of additional keys and values
   Scale scale;
   int q_tile_tokens;   // product of the query tile's extents
   int kv_tile_tokens;  // product of the key/value tile's extents
-  TileBoxes kv_boxes;  // that key/value tiles are loaded in
+  TileBoxes kv_boxes;  // boxes in which key/value tiles are loaded
   bool clears_tiles;   // some rows of a tile are never loaded
   TileSupply supply;   // of query tiles
   QueryTileSchedule schedule;
   cutlass::FastDivmod by_heads_per_kv;
-  // For 8-bit elements alone.
-  const float* out_scales;  // [batch, heads]: what the output is multiplied with; null: ones
-  bool is_out_float16;      // or bfloat16
-  // For kernels with biases of keys alone.
-  const float* key_bias;  // [batch, keys, heads]; or likewise with one number for all of them:
+  // Only for 8-bit elements.
+  const float* out_scales;  // [batch, heads]: factors of the output; null: ones
+  bool is_out_float16;      // otherwise bfloat16
+  // Only for kernels with key biases.
+  const float* key_bias;  // [batch, keys, key_bias_heads], where key_bias_heads is heads or 1:
   int key_bias_heads;
-  int last_key;  // counted over all batch entries
+  int last_key;  // index of the last key over all batch entries
 };
 
-/// Maps of query arrays: one per class of dilation groups, and one of the layout as it is for additional tokens.
+/// Maps per query array: one per class of dilation groups, and one of the undilated layout for additional tokens.
 constexpr int kWholeLayout = kGroupClasses;
 constexpr int kQueryMaps = kGroupClasses + 1;
 
-/// As large as ForwardParams.
+/// About the size of ForwardParams.
 struct BackwardParams {
   CUtensorMap query[kQueryMaps];
   CUtensorMap out_cotangent[kQueryMaps];
@@ -100,7 +101,7 @@ struct BackwardParams {
   DeviceAxis axis[3];
   const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
   const std::int32_t* layouts;  // as in ForwardParams
-  bool is_plain;                // likewise
+  bool is_plain;                // as in ForwardParams
   CUtensorMap* entry_maps;      // [batch, kBackwardArrays, kGroupClasses]
   const float2* statistics;     // [batch, heads, x, y, z]: logsumexp in base 2, delta
   const float* remainder;       // of the logsumexp, [batch, x, y, z, heads]; null: zeros
@@ -115,10 +116,10 @@ struct BackwardParams {
   Scale scale;
   int q_tile_tokens;   // product of the query tile's extents
   int kv_tile_tokens;  // product of the key/value tile's extents
-  TileBoxes q_boxes;   // that query tiles are loaded in, and stored
+  TileBoxes q_boxes;   // boxes in which query tiles are loaded and stored
   bool clears_tiles;   // some rows of a tile are never loaded
   KeyTileSchedule schedule;
-  // For kernels with biases of keys alone.
+  // Only for kernels with key biases.
   const float* key_bias;  // as in ForwardParams
   int key_bias_heads;
   float* key_bias_gradient;  // [batch, keys, heads]

@@ -1,4 +1,4 @@
-// What a query tile of the Hopper kernels needs to know, worked out ahead of the loads and products.
+// Plan of a query tile: what the loads and products need, computed ahead of them.
 #pragma once
 
 #include <cute/config.hpp>
@@ -11,40 +11,40 @@ namespace natten_jax::sm90 {
 
 constexpr int kMostRows = 64 * kMostWarpgroups;  // query rows of a tile
 
-/// Arrays of four hold x, y, z and one unused number.
+/// Arrays of four hold x, y, z and an unused element.
 struct alignas(16) TilePlan {
-  int hull_begin[4], hull_end[4];  // local keys that some row sees
-  // Per warpgroup: local keys that some of its rows sees, and those that all its rows see.
+  int hull_begin[4], hull_end[4];  // bounding box of the local keys that any row sees
+  // Per warpgroup: local keys that at least one of its rows sees, and keys that all of its rows see.
   int seen_begin[kMostWarpgroups][4], seen_end[kMostWarpgroups][4];
   int inner_begin[kMostWarpgroups][4], inner_end[kMostWarpgroups][4];
   int q_begin[4];        // first query index
-  int query_residue[4];  // dilation group: its first local token
+  int query_residue[4];  // first local token of the dilation group
   int batch, head;
-  int kv_tiles;             // at least one, if masked whole; negative: there are no more tiles
+  int kv_tiles;             // at least one, possibly fully masked; negative: end of the tiles
   int query_map, kv_map;    // classes of the dilation group
-  int query_slot, kv_slot;  // where the group's first token of this head lies in its array, in heads
+  int query_slot, kv_slot;  // offset of the group's first token at this head in its array, in heads
   int additional_slot;
-  float exponent_scale;  // of the head's logits, in base 2
-  // Per coordinate inside the query tile: first key seen and end of the keys seen; those of x, of y, of z.
+  float exponent_scale;  // factor of the head's logits, in base 2
+  // Per coordinate inside the query tile: first key seen and end of the keys seen. All of x come first, then y, then z.
   int2 windows[kMostRows + 2];
 };
 
-/// Whether a launch continues another, which plain problems do not.
+/// True if a launch continues earlier ones. Plain problems never do.
 template <class Traits>
 CUTE_DEVICE bool continues(const ForwardParams& p) {
   return !Traits::kIsPlain && p.continues;
 }
 
-/// The class of a dilation group on one side, from its length in the dimension that a lane plans; all lanes of a warp.
+/// Class of a dilation group, from the group's length in the dimension that each lane plans. Warp-collective.
 CUTE_DEVICE int group_class(int local_length, int tokens_without_remainder) {
   const unsigned is_longer = __ballot_sync(0xffffffffu, local_length > tokens_without_remainder);
   return static_cast<int>((is_longer & 1) << 2 | (is_longer & 2) | (is_longer >> 2 & 1));
 }
 
-/// A tile's dilation group on both sides, from a dimension that each lane of a warp plans; all of them take part.
+/// Dilation group of a tile, for queries and for keys/values. Each lane plans one dimension; warp-collective.
 struct PlannedGroup {
   int query_map, kv_map;  // classes
-  int q_token, kv_token;  // first tokens, in the batch entry
+  int q_token, kv_token;  // first tokens, relative to the batch entry
 
   CUTE_DEVICE PlannedGroup(const DeviceAxis (&axis)[3], const EntryAxis& entry, const GroupTokens& query,
                            const GroupTokens& kv)
@@ -54,12 +54,12 @@ struct PlannedGroup {
         kv_token(token_number(kv.residue, axis[1].kv_local_extent, axis[2].kv_local_extent)) {}
 };
 
-/// Fills in all of a plan but its windows; all lanes of a warp take part. `kIsPlain`: as ForwardTraits has it.
+/// Fills in a plan, except its windows. Warp-collective. `kIsPlain`: see ForwardTraits.
 template <bool kIsPlain>
 CUTE_DEVICE void plan_tile(const ForwardParams& p, const EntryAxis& entry, const QueryAxisPlan& own,
                            const TilePlace& place, TilePlan& plan) {
   const int lane = threadIdx.x % 32, batch = place.batch, head = place.head;
-  // The windows of the warpgroups' first and last rows, a lane each: 6 * warpgroup + 3 * is_last + dimension.
+  // Each lane computes a window of a warpgroup's first or last row: lane = 6 * warpgroup + 3 * is_last + dimension.
   const int corner = min(lane, kCorners - 1), of = corner % 3;
   const int2 window = of_lane(own, of).seen(p.axis[of], p.corner[corner], kIsPlain);
   if (lane < kCorners) {
@@ -75,8 +75,9 @@ CUTE_DEVICE void plan_tile(const ForwardParams& p, const EntryAxis& entry, const
   const int all_kv_tiles = of_lane(kv_tiles, 0) * of_lane(kv_tiles, 1) * of_lane(kv_tiles, 2);
   const PlannedGroup group(p.axis, entry, own.query, own.kv);
   if (lane < 3) {
-    // A query tile that sees no keys has a tile of zeros, past the layout: its dilation group may have no keys here at
-    // all, and those of another head or batch entry may lie where its first would be.
+    // A query tile that sees no keys loads one key tile past the end of the layout, which TMA fills with zeros. Its
+    // dilation group may be empty on this device, so the address of its first key may belong to another head or batch
+    // entry.
     plan.hull_begin[lane] = all_kv_tiles == 0 ? axis.kv_local_extent : hull_begin;
     plan.hull_end[lane] = hull_end;
     plan.q_begin[lane] = own.q_begin;
@@ -90,14 +91,14 @@ CUTE_DEVICE void plan_tile(const ForwardParams& p, const EntryAxis& entry, const
     plan.kv_tiles = max(all_kv_tiles, 1);
     plan.query_map = group.query_map;
     plan.kv_map = group.kv_map;
-    // Dilation is strided dimensions that begin at the group's first token.
+    // The tensor maps express dilation as strides; the offset selects the group's first token.
     plan.query_slot = (batch * p.queries + group.q_token) * p.heads + head;
     plan.kv_slot = (batch * p.keys + group.kv_token) * p.heads_kv + kv_head;
     plan.additional_slot = batch * p.additional_kv * p.heads_kv + kv_head;
   }
 }
 
-/// Fills in a plan's windows; all lanes of a warp take part.
+/// Fills in a plan's windows. Warp-collective.
 template <bool kIsPlain>
 CUTE_DEVICE void plan_windows(const ForwardParams& p, const QueryAxisPlan& own, TilePlan& plan) {
   const int y_first = p.axis[0].q_tile, z_first = y_first + p.axis[1].q_tile, end = z_first + p.axis[2].q_tile;
