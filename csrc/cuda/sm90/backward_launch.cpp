@@ -15,14 +15,14 @@
 namespace natten_jax::sm90 {
 namespace {
 
-/// The problem whose only dilation group is the whole layout: what additional tokens are seen by.
+/// The problem without dilation, as additional tokens see it: the only dilation group is the whole layout.
 Problem undilated(const Problem& problem) {
   Problem result = problem;
   for (Axis& axis : result.axes) axis.window.dilation = 1;
   return result;
 }
 
-/// The problem that the sums of the query gradient belong to: every head is a batch entry of its own.
+/// The problem of the dQ sums: every head is a separate batch entry.
 Problem heads_as_batch(const Problem& problem) {
   Problem result = problem;
   result.element_type = ElementType::kFloat32;
@@ -31,7 +31,7 @@ Problem heads_as_batch(const Problem& problem) {
   return result;
 }
 
-/// The maps of a query array, by class of dilation groups and for the layout as it is.
+/// Encodes the maps of a query array: per class of dilation groups, and of the undilated layout.
 Status encode_query_maps(const Problem& problem, Array array, const std::int64_t (&tile)[kRank],
                          CUtensorMap (&maps)[kQueryMaps]) {
   CUtensorMap classes[kGroupClasses];
@@ -73,7 +73,7 @@ Status encode_maps(const Problem& problem, const TileShapes& tiles, const Arrays
   return {};
 }
 
-/// Makes the maps of batch entries from those of all.
+/// Builds the maps of batch entries from the maps of the launch.
 Status make_entry_maps(const Problem& problem, const Arrays& arrays, const BackwardParams& p, cudaStream_t stream) {
   EntryMaps maps = maps_of_entries(problem, arrays, kBackwardArrays, p.entry_maps);
   maps.are_queries = 1u << kQueriesOfEntry | 1u << kOutCotangentsOfEntry | 1u << kQueryGradientsOfEntry;
@@ -87,12 +87,13 @@ Status make_entry_maps(const Problem& problem, const Arrays& arrays, const Backw
   return status_of(launch_entry_maps(maps, stream));
 }
 
-/// Elements of the query gradient's sums.
+/// Number of elements of the dQ sums.
 std::int64_t sums(const Problem& problem) {
   return problem.batch * problem.heads * problem.queries() * problem.head_dim;
 }
 
-/// Counters of a launch: of the key/value tiles that CTAs have taken, and of the turns of every query tile.
+/// Number of counters of a launch: a counter of key/value tiles that CTAs have taken and, if deterministic, a counter
+/// of turns per query tile.
 std::int64_t counters(const Problem& problem, const TileShapes& tiles, bool is_deterministic) {
   if (!is_deterministic) return 1;
   const Geometry geometry = geometry_of(problem, tiles);
@@ -130,7 +131,8 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   std::copy_n(geometry.axis, kRank, p.axis);
   p.q_boxes = boxes_of_tiles(problem, tiles.query, tiles.kv);
   KeyTileSchedule& schedule = p.schedule;
-  // As many tokens as other tiles have: no load reaches what lies behind, where keys and values must stay finite.
+  // Additional tiles have the token count of other tiles: no load writes the rows behind them, where keys and values
+  // must stay finite.
   const std::int64_t kv_tile_tokens = product(tiles.kv);
   const std::int64_t additional_tiles_per_head = (problem.additional_kv + kv_tile_tokens - 1) / kv_tile_tokens;
   int multiprocessors = 0;
@@ -167,7 +169,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   NATTEN_JAX_RETURN_IF_FAILED(status_of(launch_clear(scratch, first_counter + number_of_counters, stream, of_rows,
                                                      first_counter / problem.head_dim, problem.head_dim)));
   if (arrays.key_bias != nullptr && arrays.layouts != nullptr) {
-    // No tile has keys that are padding.
+    // No tile contains padding keys, so the kernel does not write their gradients.
     const std::int64_t numbers = problem.batch * problem.keys() * problem.heads;
     NATTEN_JAX_RETURN_IF_FAILED(
         status_of(cudaMemsetAsync(arrays.key_bias_gradient, 0, numbers * sizeof(float), stream)));
@@ -179,7 +181,8 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
     });
   };
   if (is_deterministic && schedule.additional_tiles > 0) {
-    // Their query tiles are of the whole layout and those of dilation groups are not: they come before all others.
+    // Additional tokens use query tiles of the undilated layout, which differ from the query tiles of dilation groups.
+    // So they run first, in a separate launch.
     const int all_tiles = schedule.tiles;
     schedule.tiles = schedule.additional_tiles;
     NATTEN_JAX_RETURN_IF_FAILED(launch());

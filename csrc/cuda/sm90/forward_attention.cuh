@@ -1,4 +1,4 @@
-// The warpgroups of the forward kernel that compute: logits, softmax, output.
+// Consumer warpgroups of the forward kernel: logits, softmax, output.
 #pragma once
 
 #include "cuda/sm90/forward_key_bias.cuh"
@@ -8,9 +8,9 @@
 
 namespace natten_jax::sm90 {
 
-/// One warpgroup: the products and the softmax of its 64 rows of every query tile.
+/// Products and softmax of one warpgroup: 64 rows of every query tile.
 ///
-/// Its methods are the steps of `run`. All are inlined, so that members are registers.
+/// The methods are the steps of `run`. All are inlined, so that members stay in registers.
 template <class Traits>
 class Attention {
  public:
@@ -25,8 +25,9 @@ class Attention {
         products(shared, warpgroup, thread),
         mask_of_rows{{RowPlace(p, first_row()), RowPlace(p, first_row() + 8)}, build_mask(p, shared)},
         order(warpgroup) {
-    // Earlier output fills the buffer first. Not `continues`, here and below: where plain problems leave this out,
-    // ptxas orders the softmax in another way than for all others. Which one is faster was not shown.
+    // The output buffer first receives the output of earlier launches. Here and below, this tests `p.continues` instead
+    // of `continues<Traits>(p)`: without the branch, ptxas schedules the softmax of plain problems differently. Neither
+    // schedule was shown to be faster.
     if (p.continues) output.advance();
   }
 
@@ -38,14 +39,14 @@ class Attention {
     find_seen();
     start_first_s();
     order.pass_turn();
-    warpgroup_wait<0>();  // entered and repeated, the loop keeps the logits in different registers
+    warpgroup_wait<0>();  // otherwise ptxas gives S different registers at loop entry and back edge
     int finished;
     while (true) {
       plan_mask();
       warpgroup_wait<0>();
       finish_s();
       to_weights();
-      // The logits of one tile are under way with the output of the one before.
+      // The logits of a tile overlap with the output of the tile before.
       while (mask != kHidden) {
         start_s();
         start_o();
@@ -72,7 +73,7 @@ class Attention {
       find_seen();
       start_first_s();
       order.pass_turn();
-      // The next tile's first logits are under way meanwhile.
+      // The next tile's first logits are computed meanwhile.
       if constexpr (Traits::kSeparateOutput) finish_query_tile(finished);
       scale_logits();
     }
@@ -82,7 +83,7 @@ class Attention {
  private:
   static constexpr int kColumns = Traits::kColumns;
 
-  /// First of the two rows that the thread holds; the other is the eighth after it.
+  /// First of the two rows that the thread holds; the other is 8 rows below.
   CUTE_DEVICE int first_row() const { return warpgroup * 64 + thread / 32 * 16 + threadIdx.x % 32 / 4; }
 
   CUTE_DEVICE static LaneMask<KeyColumnMask> build_mask(const ForwardParams& p, SharedStorage& shared) {
@@ -98,7 +99,7 @@ class Attention {
     softmax.start();
   }
 
-  /// Takes the next query tile; false after the last.
+  /// Moves to the next query tile. Returns false after the last.
   CUTE_DEVICE bool next_query_tile() {
     slot.wait_full(shared.full_plan);
     left = shared.plan[slot.index].kv_tiles;
@@ -110,7 +111,7 @@ class Attention {
     return true;
   }
 
-  /// Takes the scale of a query tile's head, once the sums of the one before are complete.
+  /// Reads the scale of a query tile's head, once the sums of the tile before are complete.
   CUTE_DEVICE void scale_logits() { softmax.exponent_scale = shared.plan[slot.index].exponent_scale; }
 
   CUTE_DEVICE void load_query() {
@@ -121,20 +122,20 @@ class Attention {
          thread_copy.retile_D(products.query));
   }
 
-  /// After the last key tile, the query's buffer is free.
+  /// Releases the query's buffer after the last key tile.
   CUTE_DEVICE void leave_query() {
     if constexpr (Traits::kSeparateOutput && !Traits::kQueryInRegisters) {
       if (left == 0) arrive(shared.empty_q);
     }
   }
 
-  /// How the tile in a key buffer is masked for this warpgroup.
+  /// Mask of the tile in a key buffer, for this warpgroup.
   CUTE_DEVICE int mask_in(Ring<Traits::kStages> keys) const {
     keys.wait_full(shared.full_k);
     return shared.tile[keys.index].w >> kMaskBits * warpgroup & kHidden;
   }
 
-  /// Passes over tiles that no row sees; false where no other is left.
+  /// Skips tiles that no row sees. Returns false if no visible tile is left.
   CUTE_DEVICE bool find_seen() {
     while (left > 0) {
       mask = mask_in(k);
@@ -158,8 +159,8 @@ class Attention {
     products.start_s(k.index, p.head_dim);
   }
 
-  /// Starts the first product of a query tile. Matrix instructions wait for the query that they read from registers:
-  /// once they are issued, its buffer is free.
+  /// Starts the first product of a query tile. The wgmma waits for the registers of Q, so Q's buffer in shared memory
+  /// is free once the wgmma is issued.
   CUTE_DEVICE void start_first_s() {
     if constexpr (Traits::kQueryInRegisters) load_query();
     start_s();
@@ -171,7 +172,7 @@ class Attention {
     products.start_o(v.index);
   }
 
-  /// Which elements of the tile are hidden and how the next tile is masked, worked out while the product is under way.
+  /// Computes the mask of the tile and reads the mask mode of the next one, while the product is running.
   CUTE_DEVICE void plan_mask() {
     const int4 tile = shared.tile[k.index];
     if (mask == kWindowMask) {
@@ -226,7 +227,7 @@ class Attention {
     softmax.add_weights();
   }
 
-  /// Hands over the output of the query tile in a slot and gets ready for the next.
+  /// Hands the output of a slot's query tile to the storing warp and resets the state.
   CUTE_DEVICE void finish_query_tile(int finished) {
     softmax.finish();
     RowSums sums = softmax.sums();
@@ -271,10 +272,11 @@ class Attention {
     CUTE_UNROLL
     for (int e = 0; e < size(pairs); ++e) {
       pairs(e) = pack<Element>(o(2 * e) * normalisation[e % 2], o(2 * e + 1) * normalisation[e % 2]);
-      // Rows that no query is loaded to stay zeros: they share warps with others, which would look at their logits.
+      // Rows of Q that no load writes must stay zero: they share warps with real rows, and warp votes include their
+      // logits.
       if (!Traits::kSeparateOutput && !mask_of_rows.row[e % 2].exists()) pairs(e) = 0;
     }
-    // A tile of its own may still be on its way out; rows of the query are this warpgroup's to overwrite.
+    // A TMA store may still be reading a separate output tile. Without one, the warpgroup overwrites its own rows of Q.
     if constexpr (Traits::kSeparateOutput) {
       output.wait_empty(shared.empty_o);
       output.advance();
@@ -298,8 +300,8 @@ class Attention {
   std::conditional_t<Traits::kHasKeyBias, Ring<Traits::kBiasStages>, std::nullptr_t> bias;
   Ring<Traits::kPlans> slot;  // of the query tile's plan
   SingleBuffer query, output;
-  int left;             // key/value tiles of the query tile to go
-  int mask, next_mask;  // of the tile at hand and of the one after it
+  int left;             // remaining key/value tiles of the query tile
+  int mask, next_mask;  // of the current tile and of the next
 };
 
 }  // namespace natten_jax::sm90

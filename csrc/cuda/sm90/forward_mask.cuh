@@ -1,4 +1,4 @@
-// The rows of the query tile that a thread holds: where they lie, and which keys of a tile they see.
+// Rows of the query tile that a thread holds: their positions, and the keys of a tile that they see.
 #pragma once
 
 #include <climits>
@@ -9,12 +9,12 @@
 
 namespace natten_jax::sm90 {
 
-/// Where a row lies in the query tile.
+/// Position of a row in the query tile.
 struct RowPlace {
-  // A byte per dimension: the index of its window in a plan; the last: whether the tile has such a row.
+  // A byte per dimension: the index of its window in a plan. Last byte: 1 if the tile has this row.
   std::uint32_t window_indices;
 
-  /// Rows past the query tile stand for its first.
+  /// Rows past the query tile get the position of row 0.
   CUTE_DEVICE RowPlace(const ForwardParams& p, int row) {
     const bool exists = row < p.q_tile_tokens;
     const int3 at = place_in_tile<&DeviceAxis::by_q_tile>(p.axis, exists ? row : 0);
@@ -26,14 +26,14 @@ struct RowPlace {
 
   CUTE_DEVICE int2 window(const TilePlan& plan, int d) const { return plan.windows[byte(d)]; }
 
-  /// The row's token, or -1.
+  /// The row's token, or -1 if there is none.
   CUTE_DEVICE int token(const ForwardParams& p, const TilePlan& plan) const {
     const int coordinate[3] = {byte(0), byte(1) - p.axis[0].q_tile, byte(2) - p.axis[0].q_tile - p.axis[1].q_tile};
     int token = 0;
     bool is_inside = exists();
     CUTE_UNROLL
     for (int d = 0; d < 3; ++d) {
-      // Past the dilation group, this may exceed 32 bits.
+      // Past the end of the dilation group, this may exceed 32 bits.
       const auto at =
           static_cast<std::int64_t>(plan.q_begin[d] + coordinate[d]) * p.axis[d].dilation + plan.query_residue[d];
       is_inside = is_inside && at < p.axis[d].query_local_extent;
@@ -45,30 +45,30 @@ struct RowPlace {
  private:
   CUTE_DEVICE int byte(int i) const {
     std::uint32_t packed = window_indices;
-    // Opaque, so that no register holds a byte from tile to tile.
+    // Opaque to the compiler, which would otherwise keep each byte in a register across tiles.
     asm volatile("" : "+r"(packed));
     return packed >> 8 * i & 0xff;
   }
 };
 
-/// Where the statistics of a plan's head have those of a token.
+/// Index of a token's statistics, for the plan's head.
 CUTE_DEVICE std::int64_t statistic_of(const ForwardParams& p, const TilePlan& plan, int token) {
   return (static_cast<std::int64_t>(plan.batch) * p.queries + token) * p.heads + plan.head;
 }
 
-/// Which elements of a thread's two rows are hidden, tile by tile.
+/// Mask of a thread's two rows, tile by tile.
 struct WindowMask {
   RowPlace row[2];
   LaneMask<KeyColumnMask> lane_mask;
-  std::uint32_t visible[2];  // of the tile at hand
-  // What x and y leave visible in the tiles of a line along z, and the line's place.
+  std::uint32_t visible[2];  // of the current tile
+  // Columns that x and y leave visible in all tiles of a line along z, and the line's x and y.
   std::uint32_t of_line[2];
   int line_x, line_y;
 
-  /// A query tile begins: no line is known yet.
+  /// Resets the line for a new query tile.
   CUTE_DEVICE void start() { line_x = INT_MIN; }
 
-  /// Whether a key/value tile at `tile` lies on another line than the one before.
+  /// True if a key/value tile at `tile` lies on a different line than the tile before.
   CUTE_DEVICE bool is_new_line(int4 tile) const { return tile.x != line_x || tile.y != line_y; }
 
   CUTE_DEVICE void start_line(const ForwardParams& p, const TilePlan& plan, int4 tile) {
@@ -81,7 +81,7 @@ struct WindowMask {
     }
   }
 
-  /// Sees the tile at `tile` of the line.
+  /// Computes `visible` for the tile at `tile` of the line.
   CUTE_DEVICE void see(const ForwardParams& p, const TilePlan& plan, int4 tile) {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
@@ -89,7 +89,7 @@ struct WindowMask {
     }
   }
 
-  /// Sees the first `columns` columns of a tile of additional tokens.
+  /// Makes the first `columns` columns of a tile of additional tokens visible.
   CUTE_DEVICE void see_first(int columns, int lane4) { visible[0] = visible[1] = KeyColumnMask::first(columns, lane4); }
 };
 

@@ -1,14 +1,14 @@
-// The products of a warpgroup of the forward kernel, and whose turn it is to issue them.
+// The products of a warpgroup of the forward kernel, and the order in which warpgroups issue them.
 #pragma once
 
 #include "cuda/sm90/forward_traits.cuh"
 
 namespace natten_jax::sm90 {
 
-/// The order in which warpgroups issue their products: while one does, another takes exponentials.
+/// Order in which warpgroups issue their products (ping-pong): while one does, another computes exponentials.
 template <class Traits>
 struct ProductOrder {
-  // The warpgroup that has issued its products meets the one that goes next.
+  // Each barrier joins two warpgroups: the last one to issue products and its successor.
   static constexpr int kThreads = 2 * kWarpgroup;
 
   int warpgroup;
@@ -26,13 +26,13 @@ struct ProductOrder {
       cutlass::arch::NamedBarrier::arrive(kThreads, named_barrier(kProductOrder + next));
     }
   }
-  /// The first warpgroup begins.
+  /// Gives the first turn to the first warpgroup.
   CUTE_DEVICE void start() const {
     if (Traits::kPingPong && warpgroup == Traits::kWarpgroups - 1) pass_turn();
   }
 };
 
-/// The operands and results of one warpgroup's two products, in registers and as views of shared memory.
+/// Operands and results of one warpgroup's two products, in registers and as views of shared memory.
 template <class Traits>
 struct AttentionProducts {
   using Element = typename Traits::Element;
@@ -61,13 +61,13 @@ struct AttentionProducts {
   decltype(query_of(std::declval<SharedStorage&>(), 0, 0)) query;
   decltype(partition_fragment_C(ProductS{}, Shape<_64, Int<Traits::kColumns>>{})) s;
   decltype(partition_fragment_C(ProductO{}, Shape<_64, Int<Traits::kHeadDim>>{})) o;
-  // Element for element, the accumulator of one product is the register operand of the next.
+  // Element by element, the accumulator of one product is the register operand of the next.
   decltype(make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<Traits::kColumns / 16>>>{})) weights;
 
   CUTE_DEVICE AttentionProducts(SharedStorage& shared, int warpgroup, int thread)
       : keys(keys_of(shared, thread)), values(values_of(shared, thread)), query(query_of(shared, warpgroup, thread)) {}
 
-  /// Logits of the keys in a buffer.
+  /// Starts the logits of the keys in a buffer.
   CUTE_DEVICE void start_s(int stage, int head_dim) {
     ProductS product;
     warpgroup_fence_operand(s);
@@ -81,7 +81,7 @@ struct AttentionProducts {
     }
     warpgroup_commit_batch();
   }
-  /// Adds the weighted values in a buffer to the output.
+  /// Starts to add the weighted values in a buffer to the output.
   CUTE_DEVICE void start_o(int stage) {
     ProductO product;
     warpgroup_fence_operand(o);

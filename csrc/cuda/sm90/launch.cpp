@@ -17,14 +17,14 @@ namespace {
 
 constexpr std::int64_t kSwizzledRowBytes = 128;
 
-/// The smallest boxes of the query tile that hold each warpgroup's rows.
+/// Computes the smallest box of the query tile that contains each warpgroup's rows.
 void bound_warpgroups(ForwardParams& p) {
   constexpr int kRowsOfWarpgroup = 64;
   for (int warpgroup = 0; warpgroup < kMostWarpgroups; ++warpgroup) {
     int first = std::min(kRowsOfWarpgroup * warpgroup, p.q_tile_tokens - 1);
     int last = std::min(kRowsOfWarpgroup * (warpgroup + 1), p.q_tile_tokens) - 1;
     int tokens = p.q_tile_tokens;
-    bool is_line = true;  // first and last row agree in the dimensions before
+    bool is_line = true;  // first and last row have equal coordinates in the dimensions so far
     for (int d = 0; d < kRank; ++d) {
       tokens /= p.axis[d].q_tile;
       int* corner = p.corner + 6 * warpgroup + d;
@@ -37,7 +37,7 @@ void bound_warpgroups(ForwardParams& p) {
   }
 }
 
-/// The problem that the output belongs to.
+/// The problem with the output's element type.
 Problem of_output(const Problem& problem) {
   Problem result = problem;
   result.element_type = problem.out_type;
@@ -129,7 +129,8 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   p.schedule = schedule_query_tiles(problem, geometry);
   bound_warpgroups(p);
   p.clears_tiles = p.q_tile_tokens < form.queries || p.kv_tile_tokens < form.keys;
-  // Products over 8-bit heads go over all swizzled rows of the form's, of which narrow queries and keys load the first.
+  // Products over 8-bit heads cover all swizzled rows of the form's head dimension, but narrow heads load only the
+  // first rows.
   if (is_float8 && problem.head_dim + kSwizzledRowBytes <= form.head_dim) p.clears_tiles = true;
   p.out_scales = arrays.out_scales;
   p.is_out_float16 = problem.out_type == ElementType::kFloat16;
@@ -137,7 +138,7 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   int multiprocessors = 0;
   NATTEN_JAX_RETURN_IF_FAILED(read_attributes({{&multiprocessors, cudaDevAttrMultiProcessorCount}}));
   const int ctas = schedule.is_persistent ? std::min(p.supply.tiles, multiprocessors) : p.supply.tiles;
-  // A fixed order would give some CTAs more tiles in the padding than others, and these are over at once.
+  // With layouts, a fixed order would give some CTAs more tiles in the padding, which end at once, than others.
   if (all_tiles >= kTilesWorthCounting * ctas || arrays.layouts != nullptr) {
     p.supply.next_tile = scratch.next_tile;
   }
@@ -165,7 +166,7 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
                    ? launch_plain_forward<type>(p, number, schedule.is_ping_pong, ctas, stream)
                    : launch_forward<type>(p, number, schedule.is_ping_pong, ctas, stream);
       }));
-  // Rows of tiles at the end of what is real are computed with it: what comes last stays.
+  // Tiles overwrite padding rows; clear these after the kernel.
   return arrays.layouts == nullptr ? Status() : status_of(fill_padding_of_output(problem, arrays, stream));
 }
 

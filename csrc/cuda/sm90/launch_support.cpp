@@ -11,7 +11,7 @@
 namespace natten_jax::sm90 {
 namespace {
 
-/// Whether groups of a class hold a remainder token in a dimension.
+/// True if groups of a class hold a remainder token in a dimension.
 bool has_remainder(int group_class, int dimension) {
   return (group_class >> (kRank - 1 - dimension) & 1) != 0;
 }
@@ -75,7 +75,7 @@ Status encode_classes(const Problem& problem, Side side, Array array, const std:
   const std::int64_t heads = is_query ? problem.heads : problem.heads_kv;
   TokenGrid grid{array.data, problem.element_type, problem.batch, {}, {}, {}, heads, array.head_dim};
   const int classes = group_classes(problem, side);
-  const CUtensorMap* first = nullptr;  // there is one: every dimension has some group
+  const CUtensorMap* first = nullptr;  // not null below: every dimension has some group
   for (int c = 0; c < kGroupClasses; ++c) {
     if (!(classes >> c & 1)) continue;
     for (int d = 0; d < kRank; ++d) {
@@ -87,8 +87,8 @@ Status encode_classes(const Problem& problem, Side side, Array array, const std:
     NATTEN_JAX_RETURN_IF_FAILED(encode_head_map(grid, tile, maps[c]));
     if (first == nullptr) first = &maps[c];
   }
-  // A group of one side may have no token here on the other: a tile of zeros is loaded all the same, and a map that was
-  // never encoded is an illegal instruction.
+  // A dilation group of queries may be without keys on this device, or the reverse. The kernel still loads a tile of
+  // zeros, and using a map that was never encoded is an illegal instruction.
   for (int c = 0; c < kGroupClasses; ++c) {
     if (!(classes >> c & 1)) maps[c] = *first;
   }

@@ -1,4 +1,4 @@
-// The softmax of the forward kernel's rows, tile by tile, in base 2.
+// Online softmax of the forward kernel's rows, in base 2.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -10,8 +10,8 @@
 
 namespace natten_jax::sm90 {
 
-/// Four lanes share two rows of an accumulator. Even lanes complete the sums of the first row, odd lanes the
-/// sums of the second: code for both rows would be twice as long, and small windows are slower with longer code.
+/// Four lanes share two rows of an accumulator. Even lanes complete the sums of the first row, odd lanes those of the
+/// second. Completing both rows in every lane would double the code, and longer code slows down small windows.
 CUTE_DEVICE bool completes_second_row() {
   return threadIdx.x % 2 != 0;
 }
@@ -22,19 +22,18 @@ CUTE_DEVICE T of_completed_row(const T (&rows)[2]) {
   return completes_second_row() ? rows[1] : rows[0];
 }
 
-/// Collects a number for each of the two rows from the lanes that complete them.
+/// Broadcasts a value per row from the lanes that completed the rows.
 CUTE_DEVICE void share_with_row(float completed, float (&rows)[2]) {
   CUTE_UNROLL
   for (int i = 0; i < 2; ++i) rows[i] = __shfl_sync(0xffffffffu, completed, i, 4);
 }
 
-/// The softmax of the row that a lane completes.
+/// Softmax of the row that a lane completes.
 struct RowSums {
-  float normalisation;  // factor of its output
+  float normalisation;  // factor of the row's output
   float logsumexp, remainder;
 
-  /// Makes this that of the row's keys and those of earlier launches, from the logsumexp and remainder of these, and
-  /// gives what their output is multiplied with.
+  /// Merges in the logsumexp and remainder of earlier launches. Returns the factor of their output.
   CUTE_DEVICE float merge(float2 earlier) {
     Logsumexp both{logsumexp, remainder};
     const Shares shares = merge_logsumexps(both, {earlier.x, earlier.y});
@@ -42,7 +41,7 @@ struct RowSums {
     return shares.other;
   }
 
-  /// Takes in a sink.
+  /// Adds a sink.
   CUTE_DEVICE void add(float sink) {
     Logsumexp both{logsumexp, remainder};
     const float share = add_sink(both, sink);
@@ -57,18 +56,18 @@ struct RowSums {
   }
 };
 
-/// The running softmax of the rows of accumulators that a thread holds.
+/// Running softmax of the rows of accumulators that a thread holds.
 ///
-/// A row's weights are relative to an earlier maximum until that would make one larger than 2^kHeadroom.
+/// A row's weights are relative to an earlier maximum, which stays until a weight would exceed 2^kHeadroom.
 template <class Element>
 struct OnlineSoftmax {
-  float exponent_scale;  // of the logits, in base 2
-  float reference[2];    // what the weights are relative to
-  float shift[2];        // the same, scaled
+  float exponent_scale;  // factor of the logits, in base 2
+  float reference[2];    // subtracted from the logits
+  float shift[2];        // reference * exponent_scale
   float row_sum[2], rescale[2];
   float tile_sum[2];  // of a tile's weights
   bool must_rescale[2];
-  bool is_large;  // whether the product of a reference of the warp's rows is rounded by more than weights may be
+  bool is_large;  // some `shift` in the warp is so large that its rounding error changes weights
 
   CUTE_DEVICE void start() {
     reference[0] = reference[1] = -INFINITY;
@@ -76,12 +75,13 @@ struct OnlineSoftmax {
     is_large = false;
   }
 
-  /// Takes in a tile's largest logits; where `must_rescale`, earlier results shrink by `rescale`.
+  /// Updates the references with a tile's largest logits. If `must_rescale`, earlier results must be multiplied by
+  /// `rescale`.
   template <class Logits>
   CUTE_DEVICE void find_references(AccumulatorRows<Logits> s) {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
-      // Two partial results a row halve the chains of dependent instructions.
+      // Two partial maxima per row halve the chains of dependent instructions.
       float highest[2] = {reference[i], s(i, 2)};
       CUTE_UNROLL
       for (int n = 0; n < s.kColumns; ++n) {
@@ -93,14 +93,14 @@ struct OnlineSoftmax {
       of_row = fmaxf(of_row, __shfl_xor_sync(0xffffffffu, of_row, 2));
       must_rescale[i] = (of_row - reference[i]) * exponent_scale > kHeadroom;
       const float next = must_rescale[i] ? of_row : reference[i];
-      // A row that has seen nothing yet keeps weights of zero.
+      // A row without visible keys so far keeps weights of zero.
       shift[i] = next == -INFINITY ? 0.f : __fmul_rd(next, exponent_scale);
       rescale[i] = fast_exp2(reference[i] * exponent_scale - shift[i]);
       reference[i] = next;
     }
   }
 
-  /// Turns logits into unnormalised weights, in pairs.
+  /// Replaces logits by unnormalised weights, and packs these in pairs.
   template <class Logits, class Pairs>
   CUTE_DEVICE void weigh(AccumulatorRows<Logits> s, Pairs& pairs) {
     CUTE_UNROLL
@@ -123,9 +123,10 @@ struct OnlineSoftmax {
     return __any_sync(0xffffffffu, must_rescale[0] || must_rescale[1] || is_large);
   }
 
-  /// Makes the weights of large logits relative to the references themselves, not to their products as rounded (down,
-  /// so that no weight of a row vanishes). This is rare and in the middle of the loop: branches would make the kernel's
-  /// code an eighth longer, and forward passes of 60 microseconds 1% slower.
+  /// Corrects the weights of large logits: makes them relative to the exact scaled reference instead of the rounded
+  /// `shift` (rounded down, so that no weight of a row vanishes). This is rare but sits in the middle of the loop, so
+  /// it uses selects: branches would make the kernel's code an eighth longer, and forward passes of 60 microseconds 1%
+  /// slower.
   template <class Logits, class Pairs>
   CUTE_DEVICE void correct_weights(AccumulatorRows<Logits> s, Pairs& pairs) {
     is_large = __any_sync(0xffffffffu, fabsf(shift[0]) > kLargestRounded || fabsf(shift[1]) > kLargestRounded);
@@ -133,8 +134,9 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
       const float excess = reference[i] == -INFINITY ? 0.f : fmaf(reference[i], exponent_scale, -shift[i]);
-      // Where float32 cannot hold the largest logit's weight, the others, smaller by half of this excess or more, weigh
-      // nothing. So do earlier results that are rescaled, by what may be infinite.
+      // If float32 cannot hold the largest logit's weight, the row is one-hot: other logits, smaller by half of this
+      // excess or more, get weights of zero. Rescaled earlier results are also dropped, because their factor may be
+      // infinite.
       const bool is_one_hot = excess > 126.f;
       const float factor = is_one_hot ? 0.f : fast_exp2(-excess);
       const float is_one_above = is_one_hot ? fast_exp2(fminf(0.75f * excess, 127.f)) : INFINITY;
@@ -165,7 +167,7 @@ struct OnlineSoftmax {
     }
   }
 
-  /// The complete sums of the row that the lane completes.
+  /// Complete sums of the row that the lane completes.
   CUTE_DEVICE RowSums sums() const {
     const float sum = of_completed_row(row_sum), largest = of_completed_row(reference);
     if (sum == 0.f) return {0.f, -INFINITY, 0.f};
