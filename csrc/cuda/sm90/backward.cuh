@@ -1,9 +1,9 @@
 // Backward neighborhood attention for Hopper.
 //
-// A CTA owns a key/value tile and walks over the query tiles that see it, for every query head of the group. Logits
-// and their gradients are computed transposed, keys in rows, so that they are register operands of the products that
-// sum up the key and value gradients. The gradients of the logits also go to shared memory, whence both warpgroups
-// compute a part of the query gradient, which is added to float32 sums in global memory by the copy engine.
+// A CTA owns a key/value tile and iterates over the query tiles that see it, for every query head of the group. S and
+// dS are computed transposed, with keys in rows, so that they are register operands of the products that accumulate dK
+// and dV. dS is also written to shared memory, from which both warpgroups compute a part of dQ. TMA adds dQ to float32
+// sums in global memory.
 //
 // Three warps of the first warpgroup plan and load tiles (backward_load.cuh), the fourth adds and stores gradients
 // (backward_store.cuh). The two other warpgroups compute (backward_gradients.cuh).
@@ -20,14 +20,14 @@ namespace natten_jax::sm90 {
 template <class Traits>
 CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::SharedStorage& shared) {
   if (p.clears_tiles) {
-    // Rows that no load reaches must be finite: their weights are zero.
+    // Rows that no load writes must be finite, because they are multiplied by weights of zero.
     constexpr int kWords = offsetof(typename Traits::SharedStorage, weights) / sizeof(uint4);
     for (int i = threadIdx.x; i < kWords; i += kThreads) {
       reinterpret_cast<uint4*>(&shared)[i] = make_uint4(0, 0, 0, 0);
     }
     cutlass::arch::fence_view_async_shared();
   }
-  // Rows past the key/value tile stand for its first; columns past the query tile are in no window.
+  // Rows past the key/value tile get the coordinates of row 0; columns past the query tile are outside every window.
   const auto bytes = [](int3 at) { return make_uchar4(at.x, at.y, at.z, 0); };
   if (threadIdx.x < Traits::kKeys) {
     const int row = threadIdx.x < p.kv_tile_tokens ? threadIdx.x : 0;
@@ -55,7 +55,7 @@ CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::Shar
     for (int i = 0; i < 2; ++i) {
       ClusterBarrier::init(&shared.full_plan[i], kWarp);
       ClusterBarrier::init(&shared.full_windows[i], kWarp);
-      ClusterBarrier::init(&shared.empty_plan[i], kConsumers + 1 + kWarp + storing);  // and those that load
+      ClusterBarrier::init(&shared.empty_plan[i], kConsumers + 1 + kWarp + storing);  // and loaders
     }
     for (int i = 0; i < Traits::kStages; ++i) {
       ClusterBarrier::init(&shared.full_q[i], 1 + kWarp);  // one thread expects bytes, a warp writes
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, 1) natten_jax_sm90_backward(const __
   prepare_backward<Traits>(p, shared);
   if (threadIdx.x < kWarpgroup) {
     const int warp = threadIdx.x / 32;
-    // The first plan is made while there are registers for it.
+    // The first plan is made before the warpgroup releases registers.
     Planned planned{};
     if (warp == kPlansKeys) planned = plan_position<Traits>(p, shared, take_position(p, true), 0);
     cutlass::arch::warpgroup_reg_dealloc<Traits::kMoverRegisters>();
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, 1) natten_jax_sm90_backward(const __
       store_gradients<Traits, false>(p, shared);
     }
   } else {
-    // While the other warpgroup still has its registers.
+    // Done first, because `warpgroup_reg_alloc` waits for registers of the producer warpgroup.
     const QueryColumnMask column_mask(shared.mask_words, p.axis);
     column_mask.template build<Traits::kQueries>(p.axis, threadIdx.x / 32 - kConsumerWarps / 2, kConsumerWarps,
                                                  &p.q_boxes);

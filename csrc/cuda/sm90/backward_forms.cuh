@@ -1,4 +1,4 @@
-// Launches of the forms of the backward kernel, which are instantiated from here.
+// Launches the forms of the backward kernel, and instantiates them.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +13,8 @@
 
 namespace natten_jax::sm90 {
 
-/// By the number of the form and the width of heads; plain problems whose heads take all steps of the form's have
-/// kernels of their own. With biases of keys, all others have those for narrow heads.
+/// Chooses the kernel by the number of the form and the width of heads. Plain problems whose heads take all k-steps
+/// have separate kernels. With key biases, all other problems use the kernels for narrow heads.
 template <ElementType kType, bool kHasKeyBias>
 Status launch_backward_form(const BackwardParams& params, int form, cudaStream_t stream) {
   int multiprocessors = 0;

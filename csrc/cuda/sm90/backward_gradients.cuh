@@ -1,4 +1,4 @@
-// The warpgroups of the backward kernel that compute gradients.
+// Consumer warpgroups of the backward kernel, which compute gradients.
 #pragma once
 
 #include "cuda/common/arithmetic.cuh"
@@ -9,9 +9,9 @@
 
 namespace natten_jax::sm90 {
 
-/// Writes a warpgroup's part of the query gradient, swizzled as the copy engine takes it.
+/// Writes a warpgroup's part of dQ to shared memory, swizzled for TMA.
 ///
-/// Two lanes whose rows differ by one would write to the same banks: the odd rows write their columns in another order.
+/// Two lanes whose rows differ by one would write to the same banks, so odd rows write their columns in another order.
 template <int kRows, class Accumulator>
 CUTE_DEVICE void write_sums(const Accumulator& sums, std::uint32_t tile, int thread) {
   const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
@@ -21,7 +21,7 @@ CUTE_DEVICE void write_sums(const Accumulator& sums, std::uint32_t tile, int thr
   first ^= is_odd ? 64 : 0;
   CUTE_UNROLL
   for (int e = 0; e < size(sums); e += 4) {
-    // Blocks of eight columns: each of the first two of a chunk changes places with the one after next.
+    // Blocks of eight columns: odd rows swap the first two blocks of a chunk with the last two.
     const int block = e / 4, chunk = block / 4, in_chunk = block % 4;
     const int other = e + (in_chunk < 2 ? 8 : -8);
     CUTE_UNROLL
@@ -35,10 +35,10 @@ CUTE_DEVICE void write_sums(const Accumulator& sums, std::uint32_t tile, int thr
   }
 }
 
-/// One warpgroup: half of the logits and of each gradient.
+/// Computes, in one warpgroup, half of the logits and of each gradient.
 ///
-/// Its methods are the steps of `run`, of which five products are under way; registers suffice for one order of their
-/// waits. All are inlined, so that members are registers.
+/// The methods are the steps of `run`, with five products in flight; the registers suffice for only one order of their
+/// waits. All are inlined, so that members stay in registers.
 template <class Traits>
 class Differentiation {
  public:
@@ -65,7 +65,7 @@ class Differentiation {
       const int tiles = plan.q_tiles * p.heads_per_kv;
       clear(products.dk);
       clear(products.dv);
-      if constexpr (Traits::kHasKeyBias) start_biases(plan, 0);  // on their way while keys and values are
+      if constexpr (Traits::kHasKeyBias) start_biases(plan, 0);  // overlaps with loading K and V
       kv.wait_full(shared.full_k);
       kv.wait_full(shared.full_v);
       if constexpr (Traits::kHasKeyBias) {
@@ -89,37 +89,37 @@ class Differentiation {
   static constexpr int kStages = Traits::kStages;
   static constexpr bool kSplitsKeys = Traits::kSplitsKeys;
 
-  /// The buffer of the query tile at hand, and the parity of its round.
+  /// Buffer of the current query tile, and the parity of its phase.
   CUTE_DEVICE int stage() const { return count % kStages; }
   CUTE_DEVICE int phase() const { return count / kStages % 2; }
   CUTE_DEVICE int score_buffer() const { return count % Traits::kScoreBuffers; }
-  /// Whether this warpgroup computes a query gradient of the query tile.
+  /// True if this warpgroup computes a dQ of the current query tile.
   CUTE_DEVICE bool sums_up() const { return !Traits::kAlternates || count % 2 == part.warpgroup; }
 
-  /// Numbers of the tile's queries as the thread's columns pair them.
+  /// Values per query of the tile, as pairs that match the thread's columns.
   CUTE_DEVICE const float2* of_columns(const float (&of_queries)[Traits::kQueries]) const {
     return reinterpret_cast<const float2*>(of_queries) + part.column_block() * (Products::kLogitColumns / 2) + lane4;
   }
 
-  /// Parts of it may start anywhere: the swizzle follows the address.
+  /// Parts of the tensor may start at any address, because the swizzle follows the address.
   template <class Layout>
   CUTE_DEVICE static auto writable(Element* tile, Layout layout) {
     return as_position_independent_swizzle_tensor(make_tensor(make_smem_ptr(tile), layout));
   }
 
-  /// The biases of keys for the tile's `i`th query head.
+  /// Loads the key biases for the `i`th query head of the tile.
   CUTE_DEVICE void start_biases(const Plan& plan, int i) {
     biases.start(p, plan, shared.row_coordinates, row0, plan.kv_head * p.heads_per_kv + i);
   }
 
-  /// All that a query tile adds to the gradients.
+  /// Adds all contributions of a query tile to the gradients.
   CUTE_DEVICE void add_query_tile(const Plan& plan, bool is_first) {
     if constexpr (Traits::kHasKeyBias) products.start_at(biases.in_products);
     wait(shared.full_q[stage()], phase());
     products.start_s(stage(), p.head_dim);
     wait(shared.full_out_cotangent[stage()], phase());
     products.start_ds(stage(), p.head_dim_v);
-    // Which elements of the tile are hidden, worked out while the products are under way.
+    // Computes the mask while the products are running.
     const int4 at = shared.tile[stage()];
     const bool is_masked = (at.w & kIsMasked) != 0;
     std::uint32_t visible[2];
@@ -145,7 +145,7 @@ class Differentiation {
     sum_up();
   }
 
-  /// The elements of the thread's rows that the windows hold.
+  /// Bits of the elements in the thread's rows that the windows contain.
   CUTE_DEVICE void see(const Plan& plan, int4 at, std::uint32_t (&visible)[2]) const {
     const QueryColumnMask column_mask(shared.mask_words, p.axis);
     CUTE_UNROLL
@@ -188,7 +188,7 @@ class Differentiation {
     for (int e = 0; e < size(pairs); ++e) pairs(e) = pack<Element>(s(2 * e), s(2 * e + 1));
   }
 
-  /// Gradients of the logits, from the weights and the gradients of those.
+  /// Computes dS from the weights and their gradients.
   CUTE_DEVICE void differentiate_weights() {
     const auto& s = products.s;
     const auto& ds = products.ds;
@@ -218,7 +218,7 @@ class Differentiation {
     copy(Copy{}, copy_s.retile_S(as_accumulator), to(_, _, _, buffer));
   }
 
-  /// The products that sum up gradients, once both warpgroups have written their scores.
+  /// Starts the products that accumulate gradients, after both warpgroups have written dS.
   CUTE_DEVICE void sum_up() {
     if constexpr (kSplitsKeys) {
       if (sums_up()) products.start_dq(score_buffer());
@@ -240,7 +240,7 @@ class Differentiation {
       cutlass::arch::fence_view_async_shared();
       arrive_as_warp(shared.full_sums);
     }
-    // Left under way, this product would need more registers than there are.
+    // Left in flight, this product would need more registers than available.
     warpgroup_wait<0>();
     warpgroup_fence_operand(products.dk);
     arrive(shared.empty_q[stage()]);
@@ -249,13 +249,13 @@ class Differentiation {
     }
   }
 
-  /// The warpgroup's part of the query gradient's tile.
+  /// Address of the warpgroup's part of the dQ tile.
   CUTE_DEVICE std::uint32_t sums() const {
     constexpr int kBytes = Products::kSumColumns * Traits::kQueries * sizeof(float);
     return cast_smem_ptr_to_uint(shared.query_gradient) + part.sum_block() * kBytes;
   }
 
-  /// The gradients leave from where those of logits and query were, while the next tile is on its way.
+  /// Writes dK and dV over the buffers of dS and dQ. They are stored while the next tile is loaded.
   CUTE_DEVICE void store_gradients(float scale) {
     kv.wait_empty(shared.empty_gradients);
     wait(shared.empty_sums, count % 2 ^ 1);
@@ -286,7 +286,7 @@ class Differentiation {
   std::conditional_t<Traits::kHasKeyBias, RowBiases<Traits>, std::nullptr_t> biases;
   int row0, lane4;  // the thread's rows of the logits are row0 and row0 + 8
   float exponent_scale;
-  int count = 0;  // query tiles so far, which say where in all rings of buffers this warpgroup is
+  int count = 0;  // query tiles so far; gives the stage and phase of all rings
   SingleBuffer kv;
   Ring<2> slot;
 };

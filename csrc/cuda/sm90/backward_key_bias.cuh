@@ -1,4 +1,4 @@
-// The biases of keys in the backward kernel, and their gradients: sums of those of logits over the queries of a head.
+// Key biases in the backward kernel, and their gradients: sums of dS over the queries of a head.
 #pragma once
 
 #include "cuda/common/launch.cuh"
@@ -7,19 +7,19 @@
 
 namespace natten_jax::sm90 {
 
-/// Those of the two keys that a thread has elements of.
+/// Biases of the two keys whose rows a thread holds elements of.
 template <class Traits>
 struct RowBiases {
   float in_products[2];
-  float sum[2];  // of the gradients of logits that the thread has
-  int token[2];  // of the keys, counted over all batch entries; negative where there is none
+  float sum[2];  // of the thread's elements of dS
+  int token[2];  // of the keys, over all batch entries; negative if there is no key
 
-  /// A query head begins: loads its biases.
+  /// Loads the biases for a query head.
   ///
   /// Args:
-  ///   plan: of the key/value tile.
-  ///   rows: coordinates of its rows.
-  ///   row0: the thread's first row; the other is the eighth after it.
+  ///   plan: plan of the key/value tile.
+  ///   rows: coordinates of the tile's rows.
+  ///   row0: the thread's first row; the other is row0 + 8.
   CUTE_DEVICE void start(const BackwardParams& p, const KeyTilePlan<Traits::kKeys>& plan, const uchar4* rows, int row0,
                          int head) {
     const int first = token_of_slot(p, plan.kv_slot);
@@ -29,7 +29,7 @@ struct RowBiases {
     for (int i = 0; i < 2; ++i) {
       const int row = row0 + 8 * i;
       const int x = plan.kv_begin.x + rows[row].x, y = plan.kv_begin.y + rows[row].y, z = plan.kv_begin.z + rows[row].z;
-      // Additional keys have no biases, and no axes.
+      // Additional keys are without biases and axes.
       const bool exists = !plan.is_additional && row < p.kv_tile_tokens && x < plan.axis[0].kv.local_length &&
                           y < plan.axis[1].kv.local_length && z < plan.axis[2].kv.local_length;
       token[i] = exists ? first + tokens_to_key(p.axis, x, y, z) : -1;
@@ -39,7 +39,7 @@ struct RowBiases {
     }
   }
 
-  /// A query head ends: stores the gradients of its biases.
+  /// Stores the gradients of the biases for a query head.
   CUTE_DEVICE void store(const BackwardParams& p, typename Traits::SharedStorage& shared, int row0, int head) {
     const bool is_first = threadIdx.x % 4 == 0;
     CUTE_UNROLL

@@ -1,4 +1,4 @@
-// The warps of the backward kernel that plan and load tiles.
+// Warps of the backward kernel that plan and load tiles.
 #pragma once
 
 #include "cuda/common/arithmetic.cuh"
@@ -8,9 +8,9 @@
 
 namespace natten_jax::sm90 {
 
-constexpr int kPlannedAhead = 6;  // query tiles that are still to be loaded when the next key/value tile is planned
+constexpr int kPlannedAhead = 6;  // remaining query tiles when the next key/value tile is planned
 
-/// Brings a tile's keys and values into the second-level cache, which they come from once the tile before is done.
+/// Prefetches a tile's keys and values to L2, from which they are loaded when the tile before is done.
 template <class Traits>
 CUTE_DEVICE void prefetch_key_tile(const BackwardParams& p, const KeyTilePlan<Traits::kKeys>& plan,
                                    const CUtensorMap* keys, const CUtensorMap* values) {
@@ -24,16 +24,16 @@ CUTE_DEVICE void prefetch_key_tile(const BackwardParams& p, const KeyTilePlan<Tr
   prefetch(values, p.head_dim_v);
 }
 
-/// The next position in the order of key/value tiles; all lanes of a warp take part.
+/// Takes the next position in the order of key/value tiles. Warp-collective.
 CUTE_DEVICE int take_position(const BackwardParams& p, bool is_first) {
   if (is_first && p.schedule.starts_at_block()) return blockIdx.x;
-  wait_for_previous_kernel();  // which clears the counter
+  wait_for_previous_kernel();  // the previous kernel clears the counter
   return p.schedule.take();
 }
 
 enum class Planned { kTile, kNothing, kEnd };
 
-/// Plans the tile at a position of the order, or says that there are no more; all lanes of a warp.
+/// Plans the tile at a position of the order, or marks the end of the tiles. Warp-collective.
 template <class Traits>
 CUTE_DEVICE Planned plan_position(const BackwardParams& p, typename Traits::SharedStorage& shared, int position,
                                   int slot) {
@@ -68,8 +68,8 @@ CUTE_DEVICE void load_key_tile(const BackwardParams& p, typename Traits::SharedS
   load(values, shared.full_v, shared.v, p.head_dim_v);
 }
 
-/// One warp: plans tiles ahead of the loads and the products and loads their keys and values; `planned` says what the
-/// first one was.
+/// Plans tiles ahead of the loads and the products, and loads their keys and values. Runs in one warp. `planned` is the
+/// result for the first tile, which is planned already.
 template <class Traits>
 CUTE_DEVICE void plan_key_tiles(const BackwardParams& p, typename Traits::SharedStorage& shared, Planned planned) {
   Ring<2> slot;
@@ -91,7 +91,7 @@ CUTE_DEVICE void plan_key_tiles(const BackwardParams& p, typename Traits::Shared
       }
       kv.advance();
       slot.advance();
-      // Taking the next tile early would leave it to whichever CTA started first, not to the one done first.
+      // Taken early, the next tile would go to the CTA that started first instead of the CTA that is done first.
       wanted.wait_full(shared.wants_plan);
       wanted.advance();
     }
@@ -101,20 +101,20 @@ CUTE_DEVICE void plan_key_tiles(const BackwardParams& p, typename Traits::Shared
   }
 }
 
-/// Waits for the plan in `slot`; false where there are no more tiles.
+/// Waits for the plan in `slot`. Returns false after the last tile.
 template <class Traits>
 CUTE_DEVICE bool next_key_tile(typename Traits::SharedStorage& shared, const Ring<2>& slot) {
   slot.wait_full(shared.full_plan);
   return shared.plan[slot.index].q_tiles >= 0;
 }
 
-/// Sets the remainders of a query tile's logsumexps, some of which are large; all lanes of a warp.
+/// Loads the remainders of a query tile's logsumexps, some of which are large. Warp-collective.
 template <class Traits>
 CUTE_DEVICE void load_remainders(const BackwardParams& p, typename Traits::SharedStorage& shared, int stage,
                                  const KeyTilePlan<Traits::kKeys>& plan, int head, int4 at) {
 #pragma unroll 1
   for (int row = threadIdx.x % 32; row < Traits::kQueries; row += 32) {
-    float remainder = 0.f;  // rows without one are as they would be in another tile
+    float remainder = 0.f;  // rows without a remainder get the same weights as in other tiles
     if (p.remainder != nullptr && has_remainder<typename Traits::Element>(shared.logsumexp[stage][row])) {
       const int token = query_token<Traits::kIsPlain>(p, plan, at, shared.column_coordinates[row]);
       const std::int64_t at = (static_cast<std::int64_t>(plan.batch) * p.queries + token) * p.heads + head;
@@ -124,7 +124,7 @@ CUTE_DEVICE void load_remainders(const BackwardParams& p, typename Traits::Share
   }
 }
 
-/// Loads the tile of query or of output cotangent at `walk` of a query head.
+/// Loads the Q or dO tile at `walk` of a query head.
 template <class Traits>
 CUTE_DEVICE void load_query_tile(const BackwardParams& p, const KeyTilePlan<Traits::kKeys>& plan, const QueryWalk& walk,
                                  int head, const CUtensorMap* map, int head_dim, std::uint64_t& full,
@@ -142,10 +142,10 @@ CUTE_DEVICE void load_query_tile(const BackwardParams& p, const KeyTilePlan<Trai
   });
 }
 
-/// One thread: loads the tiles of output cotangent of every query head and, where one loads both, those of query.
+/// Loads the dO tiles of every query head and, unless `kLoadsApart`, the Q tiles. Runs in one thread.
 template <class Traits>
 CUTE_DEVICE void load_query_tiles(const BackwardParams& p, typename Traits::SharedStorage& shared) {
-  // Where tiles take turns, those that are taken early would keep others waiting.
+  // If tiles take turns, a tile that is taken early would make other tiles wait.
   const int planned_ahead = p.schedule.turns == nullptr ? kPlannedAhead : 0;
   Ring<Traits::kStages> stage;
   for (Ring<2> slot; next_key_tile<Traits>(shared, slot); slot.advance()) {
@@ -158,7 +158,7 @@ CUTE_DEVICE void load_query_tiles(const BackwardParams& p, typename Traits::Shar
       QueryWalk walk(plan.hull_begin);
       for (int tile = 0; tile < plan.q_tiles; ++tile) {
         if (remaining-- == planned_ahead) arrive(shared.wants_plan);
-        // In the order in which their buffers fall free.
+        // Loads are issued in the order in which their buffers become free.
         stage.wait_empty(shared.empty_out_cotangent);
         const int head = plan.kv_head * p.heads_per_kv + i;
         load_query_tile<Traits>(p, plan, walk, head, plan.out_cotangents, p.head_dim_v,
@@ -177,8 +177,8 @@ CUTE_DEVICE void load_query_tiles(const BackwardParams& p, typename Traits::Shar
   }
 }
 
-/// One warp: loads the logsumexps and deltas of the query tiles, and says what is special about each. They come and go
-/// with the query's buffers: with barriers of their own, a pass took 2% longer (H200, 2-D, heads of 128).
+/// Loads the logsumexps and deltas of the query tiles, and sets the flags of each tile. Runs in one warp. They share
+/// the barriers of the query's buffers: with separate barriers, a pass took 2% longer (H200, 2-D, heads of 128).
 template <class Traits>
 CUTE_DEVICE void load_statistics(const BackwardParams& p, typename Traits::SharedStorage& shared) {
   const int lane = threadIdx.x % 32;
@@ -190,7 +190,7 @@ CUTE_DEVICE void load_statistics(const BackwardParams& p, typename Traits::Share
       QueryWalk walk(plan.hull_begin);
       for (int tile = 0; tile < plan.q_tiles; ++tile) {
         const int head = plan.kv_head * p.heads_per_kv + i;
-        // On their way while the buffers are still in use.
+        // These loads run while the buffers are still in use.
         float2 of_rows[Traits::kQueries / 32];
         CUTE_UNROLL
         for (int r = 0; r < Traits::kQueries / 32; ++r) {
@@ -211,7 +211,7 @@ CUTE_DEVICE void load_statistics(const BackwardParams& p, typename Traits::Share
         bool is_large = false;
         CUTE_UNROLL
         for (int r = 0; r < Traits::kQueries / 32; ++r) {
-          // Where all keys of a query are hidden, their weights are zero.
+          // If all keys of a query are hidden, its weights are zero.
           if (Traits::kHasKeyBias && of_rows[r].x == -INFINITY) of_rows[r].x = INFINITY;
           shared.logsumexp[stage.index][lane + 32 * r] = of_rows[r].x;
           shared.delta[stage.index][lane + 32 * r] = of_rows[r].y;

@@ -1,4 +1,4 @@
-// What a key/value tile of the Hopper backward kernel needs to know, worked out ahead of the loads and products.
+// Plan of a key/value tile of the Hopper backward kernel: what the loads and products need, computed ahead of them.
 #pragma once
 
 #include "cuda/common/tile_walk.cuh"
@@ -12,20 +12,20 @@ using BackwardMaps = MapsOfEntries<kBackwardArrays, kGroupClasses>;
 
 template <int kKeys>
 struct KeyTilePlan {
-  int4 hull_begin, hull_end;    // local queries that see some key: x, y, z; of whole query tiles, if they take turns
+  int4 hull_begin, hull_end;    // local queries that see any key: x, y, z; whole query tiles if tiles take turns
   int4 inner_begin, inner_end;  // local queries that see every key
   int4 kv_begin;                // first key index
   int4 q_stride;                // tokens from one query of the dilation group to the next
-  KeyAxisPlan axis[3];          // not of additional tokens
+  KeyAxisPlan axis[3];          // unset for additional tokens
   int batch, kv_head, group;
   float scale;  // of the logits
-  int q_tiles;  // per query head; negative: there are no more key/value tiles
+  int q_tiles;  // per query head; negative: end of the key/value tiles
   bool is_additional;
   int query_map, kv_map;  // classes of the dilation group
-  // Maps of its query arrays: looked up for each query tile, they took 2 to 3% of a pass with heads of 64 (H100).
+  // Maps of the query arrays. Looking them up for each query tile took 2 to 3% of a pass with heads of 64 (H100).
   const CUtensorMap *queries, *out_cotangents;
-  int q_token;                 // first query of the dilation group, in the batch entry
-  int query_slot, kv_slot;     // where the group's first token lies in its array, in heads: of head 0, of this head
+  int q_token;                 // first query of the dilation group, relative to the batch entry
+  int query_slot, kv_slot;     // offsets of the group's first token in its array, in heads: at head 0, at this head
   int2 windows[kKeys + 2];     // per coordinate inside the tile: first query and end of the queries that see it
   int4 row_windows[kKeys][2];  // per row: first query (x, y, z), end of the queries (x, y, z)
 };
@@ -66,17 +66,17 @@ CUTE_DEVICE void plan_additional(const BackwardParams& p, int tile, KeyTilePlan<
   }
 }
 
-/// Fills in all of a plan but the windows of keys in the layout; false where the tile lies past its dilation group's
-/// end. All lanes of a warp take part.
+/// Fills in a plan, except the windows of keys in the layout. Returns false if the tile lies past the end of its
+/// dilation group. Warp-collective.
 ///
 /// Args:
-///   p: the launch.
+///   p: parameters of the launch.
 ///   origins: of query and key/value tokens, three each.
-///   layout: of the tile before, where batch entries have layouts of their own, and then of this one.
+///   layout: layout of the previous tile's batch entry; replaced by this tile's. Used with per-entry layouts.
 ///   tile: number of the tile.
 ///   plan: the result.
 ///
-/// `kIsPlain`: as ForwardTraits has it.
+/// `kIsPlain`: see ForwardTraits.
 template <bool kIsPlain, int kKeys>
 CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, EntryLayout::Kept& layout, int tile,
                                KeyTilePlan<kKeys>& plan) {
@@ -97,7 +97,8 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, E
   const KeyAxisPlan own(axis, entry, residue, index);
   if (__any_sync(0xffffffffu, own.kv_begin >= own.kv.local_length)) return false;
   const int2 of_first = own.seen_by(axis, own.first, kIsPlain), of_last = own.seen_by(axis, own.last, kIsPlain);
-  // Turns are taken by the tile: those of different keys must be of the same queries, or have none in common.
+  // Turns are counted per query tile. So the query tiles of different key/value tiles must coincide or be disjoint:
+  // they are aligned to multiples of q_tile.
   const int hull_begin = p.schedule.turns != nullptr ? axis.by_q_tile.divide(of_first.x) * axis.q_tile
                          : kIsPlain                  ? of_first.x
                                                      : begin_at_seam(axis, p.q_boxes.extent[d], of_first.x, of_last.y);
@@ -128,7 +129,7 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, E
     plan.out_cotangents =
         BackwardMaps::of(entry_maps, p.out_cotangent, kOutCotangentsOfEntry, place.batch, group.query_map);
     plan.kv_map = group.kv_map;
-    // Dilation is strided dimensions that begin at the group's first token.
+    // The tensor maps express dilation as strides; the offset selects the group's first token.
     plan.q_token = group.q_token;
     plan.query_slot = (place.batch * p.queries + group.q_token) * p.heads;
     plan.kv_slot = (place.batch * p.keys + group.kv_token) * p.heads_kv + place.head;
@@ -136,12 +137,12 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, E
   return true;
 }
 
-/// Fills in a plan's windows; all lanes of a warp take part.
+/// Fills in a plan's windows. Warp-collective.
 ///
 /// Args:
-///   p: the launch.
-///   row_coordinates: of each row in the key/value tile: x, y, z.
-///   plan: of a tile of the layout.
+///   p: parameters of the launch.
+///   row_coordinates: coordinates of each row in the key/value tile: x, y, z.
+///   plan: plan of a tile of the layout.
 template <bool kIsPlain, int kKeys>
 CUTE_DEVICE void plan_windows(const BackwardParams& p, const uchar4* row_coordinates, KeyTilePlan<kKeys>& plan) {
   const int lane = threadIdx.x % 32;
@@ -163,17 +164,17 @@ CUTE_DEVICE void plan_windows(const BackwardParams& p, const uchar4* row_coordin
   }
 }
 
-/// The token of a row of the query tile at `at`, or -1 where no key of the tile is seen from there.
+/// The token of a row of the query tile at `at`, or -1 if the row sees no key of the tile.
 ///
 /// Args:
-///   p: the launch.
-///   plan: of the key/value tile.
-///   at: the query tile.
-///   in_tile: the row's coordinates in the query tile.
+///   p: parameters of the launch.
+///   plan: plan of the key/value tile.
+///   at: first query of the query tile.
+///   in_tile: coordinates of the row in the query tile.
 template <bool kIsPlain, int kKeys>
 CUTE_DEVICE int query_token(const BackwardParams& p, const KeyTilePlan<kKeys>& plan, int4 at, uchar4 in_tile) {
   int x = at.x + in_tile.x, y = at.y + in_tile.y, z = at.z + in_tile.z;
-  // Indices, since coordinates past the layout may exceed 32 bits.
+  // Compares indices, because coordinates past the layout may exceed 32 bits.
   if (x >= plan.hull_end.x || y >= plan.hull_end.y || z >= plan.hull_end.z) return -1;
   if (!kIsPlain && p.q_boxes.go_around && !plan.is_additional) {
     x = p.axis[0].around(x);
@@ -183,16 +184,16 @@ CUTE_DEVICE int query_token(const BackwardParams& p, const KeyTilePlan<kKeys>& p
   return plan.q_token + x * plan.q_stride.x + y * plan.q_stride.y + z * plan.q_stride.z;
 }
 
-/// When a key/value tile may add to the gradient of a query tile: after `before` others that do.
+/// Turn of a key/value tile in adding to the dQ of a query tile: after `before` other key/value tiles.
 struct Turn {
   int q_tile;  // in the dilation group
   int before;
 };
 
-/// The turn of a key/value tile at one of its query tiles; all lanes of a warp take part.
+/// Turn of a key/value tile at one of its query tiles. Warp-collective.
 ///
-/// The key/value tiles that see some query of a tile are a box: per dimension, their number and that of those which
-/// are taken before this one say how many of the box's are.
+/// The key/value tiles that see a query of the tile form a box. Its extent per dimension, and the number of its tiles
+/// taken before this tile per dimension, give the number of tiles of the box that come before.
 template <int kKeys>
 CUTE_DEVICE Turn turn_of(const BackwardParams& p, const KeyTilePlan<kKeys>& plan, const QueryWalk& at) {
   const int d = planned_dimension();
@@ -201,7 +202,7 @@ CUTE_DEVICE Turn turn_of(const BackwardParams& p, const KeyTilePlan<kKeys>& plan
   const int q_tile = axis.by_q_tile.divide(q_begin);
   int before, tiles, q_tiles = axis.q_tiles;
   if (plan.is_additional) {
-    // A launch of their own: all see all of the layout, as if it were not dilated.
+    // Additional tokens have a separate launch: every query of the layout sees them, as if it were undilated.
     before = d < 2 ? 0 : plan.kv_begin.z / p.kv_tile_tokens;
     tiles = 1;
     q_tiles = axis.by_q_tile.divide(axis.query_local_extent + axis.q_tile - 1);

@@ -1,4 +1,4 @@
-// The five products of a warpgroup of the backward kernel: their operands and results, and how they are started.
+// The five products of a warpgroup of the backward kernel: their operands, results and starts.
 #pragma once
 
 #include "cuda/sm90/backward_traits.cuh"
@@ -7,8 +7,8 @@ namespace natten_jax::sm90 {
 
 /// Operands and results, in registers and as views of shared memory.
 ///
-/// The warpgroups split the keys or, where there are only 64, the queries of the logits and the columns of the key and
-/// value gradients. They split the columns of the query gradient or, where those are few, alternate with whole ones.
+/// The warpgroups split the keys. With only 64 keys, they split the queries of the logits and the columns of dK and dV
+/// instead. They split the columns of dQ or, if it has few, alternate in computing whole tiles.
 template <class Traits>
 struct GradientProducts {
   using Element = typename Traits::Element;
@@ -27,7 +27,7 @@ struct GradientProducts {
   using ScoreRows = typename Traits::template Rows<kKeys, kQueries, kScoreBuffers>;
   using ScoreColumns = typename Traits::template Columns<kKeys, kQueries, kScoreBuffers>;
 
-  // Logits and the gradient of the weights; key and value gradients; query gradient.
+  // Products for S and the gradient of the weights; for dK and dV; for dQ.
   using ProductS = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kLogitColumns>, Int<kHeadDim>>, kRowsLast,
                            kRowsLast>()));
@@ -38,10 +38,10 @@ struct GradientProducts {
   using Accumulator = decltype(partition_fragment_C(ProductS{}, Shape<_64, Int<kLogitColumns>>{}));
   using Gradient = decltype(partition_fragment_C(ProductKv{}, Shape<_64, Int<kGradientColumns>>{}));
   using Sums = decltype(partition_fragment_C(ProductQ{}, Shape<_64, Int<kSumColumns>>{}));
-  // Element for element, the accumulator of one product is the register operand of the next.
+  // Element by element, the accumulator of one product is the register operand of the next.
   using Operand = decltype(make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kLogitColumns / 16>>>{}));
 
-  /// Where a warpgroup's part of the tiles lies.
+  /// Position of a warpgroup's part in the tiles.
   struct Part {
     int warpgroup, thread;
 
@@ -95,26 +95,26 @@ struct GradientProducts {
         scores_t(part.score_columns(shared.score_gradient[0])),
         keys_t(part.key_columns(shared.k)) {}
 
-  /// Where the logits begin that `start_s` adds to: the biases of the thread's two keys.
+  /// Initialises S, to which `start_s` adds, with the biases of the thread's two keys.
   CUTE_DEVICE void start_at(const float (&biases)[2]) {
     CUTE_UNROLL
     for (int e = 0; e < size(s); ++e) s(e) = biases[e / 2 % 2];
   }
-  /// Logits of the queries in a buffer.
+  /// Starts the logits of the queries in a buffer.
   CUTE_DEVICE void start_s(int stage, int head_dim) {
     constexpr auto kFirst = Traits::kHasKeyBias ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
     start_of_heads(keys(_, _, _, _0{}), queries(_, _, _, stage), head_dim, s, kFirst);
   }
-  /// Gradient of their weights.
+  /// Starts the gradient of the weights.
   CUTE_DEVICE void start_ds(int stage, int head_dim_v) {
     start_of_heads(values(_, _, _, _0{}), out_cotangents(_, _, _, stage), head_dim_v, ds);
   }
-  /// Query gradient of the scores in a buffer.
+  /// Starts dQ from the dS in a buffer.
   CUTE_DEVICE void start_dq(int buffer) {
     start(ProductQ{}, scores_t(_, _, _, buffer), keys_t(_, _, _, _0{}), dq, [](int) { return false; });
   }
 
-  /// Adds the product of weights or their gradients, in registers or shared memory, to a sum.
+  /// Starts to add the product of weights or dS, in registers or shared memory, to a gradient.
   template <class Rows, class Columns>
   CUTE_DEVICE static void start_sum(const Rows& rows, const Columns& columns, Gradient& sum) {
     ProductKv product;
@@ -126,7 +126,7 @@ struct GradientProducts {
     warpgroup_commit_batch();
   }
 
-  /// Weights or gradients of logits as rows of `start_sum`, from shared memory.
+  /// Operand of `start_sum` in shared memory: weights or dS.
   CUTE_DEVICE static auto in_shared(Element* tile, const Part& part) {
     return ProductKv{}
         .get_thread_slice(part.thread)
@@ -134,7 +134,7 @@ struct GradientProducts {
   }
 
  private:
-  /// Products of rows that are heads.
+  /// Starts a product over the head dimension.
   template <class Rows, class Columns>
   CUTE_DEVICE static void start_of_heads(const Rows& rows, const Columns& columns, int head_dim, Accumulator& result,
                                          GMMA::ScaleOut first = GMMA::ScaleOut::Zero) {

@@ -1,4 +1,4 @@
-// The warp of the backward kernel that adds up query gradients and stores key and value gradients.
+// The warp of the backward kernel that accumulates dQ and stores dK and dV.
 #pragma once
 
 #include "cuda/common/launch.cuh"
@@ -7,27 +7,26 @@
 
 namespace natten_jax::sm90 {
 
-// The turns of CTAs that add to the same sums, by the PTX memory model: a CTA waits until its sums have been added,
-// which makes them visible to the waiting thread, and counts with release. The next one reads the count, at which a
-// fence makes the two synchronise, and adds after it. A second fence is for what adds, the copy engine, which is
-// another proxy.
+// Turns of CTAs that add to the same sums, in the PTX memory model. A CTA waits until its sums have been added, which
+// makes them visible to the waiting thread, and then increments the count with release. The next CTA reads the count, a
+// fence makes the two synchronise, and it adds afterwards. The second fence is for TMA, which adds in another proxy.
 CUTE_DEVICE std::int32_t load_count(const std::int32_t* turns) {
   std::int32_t count;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(turns) : "memory");
   return count;
 }
-/// Returns at a count, of which `count` is what was read last; what counted has then happened.
+/// Waits for an expected count; `count` is the last value read. Acquire: writes of the counted CTAs are visible.
 CUTE_DEVICE void await_count(const std::int32_t* turns, std::int32_t expected, std::int32_t count) {
   while (count != expected) count = load_count(turns);
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
-/// Counts one more after the copies of this thread that it has waited for.
+/// Increments the count with release, after the bulk copies that this thread has waited for.
 CUTE_DEVICE void count_one(std::int32_t* turns) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turns) : "memory");
 }
 
-/// Adds the sums that lie in shared memory to a query tile's.
+/// Adds the dQ tile in shared memory to the sums of a query tile.
 template <class Traits>
 CUTE_DEVICE void add_sums(const BackwardParams& p, typename Traits::SharedStorage& shared, const CUtensorMap* map,
                           int slot, bool is_additional, const QueryWalk& at) {
@@ -45,7 +44,7 @@ CUTE_DEVICE void add_sums(const BackwardParams& p, typename Traits::SharedStorag
   tma_store_arrive();
 }
 
-/// Stores a tile's key and value gradients from shared memory.
+/// Stores a tile's dK and dV from shared memory.
 template <class Traits>
 CUTE_DEVICE void store_key_tile(const BackwardParams& p, typename Traits::SharedStorage& shared,
                                 const KeyTilePlan<Traits::kKeys>& plan, const CUtensorMap* keys,
@@ -63,10 +62,10 @@ CUTE_DEVICE void store_key_tile(const BackwardParams& p, typename Traits::Shared
   arrive(shared.empty_gradients);
 }
 
-/// Adds query gradients to their sums and stores key and value gradients; what lies outside the layout is clipped.
+/// Adds dQ tiles to their sums and stores dK and dV; TMA clips what lies outside the layout.
 ///
-/// One thread; or, where key/value tiles take turns in adding to a query tile, so that every run rounds alike, one
-/// warp, which works out the turns together.
+/// Runs in one thread. If key/value tiles take turns in adding to a query tile, so that every run rounds in the same
+/// way, it runs in one warp, which computes the turns collectively.
 template <class Traits, bool kTakesTurns>
 CUTE_DEVICE void store_gradients(const BackwardParams& p, typename Traits::SharedStorage& shared) {
   wait_for_previous_kernel();
@@ -106,7 +105,7 @@ CUTE_DEVICE void store_gradients(const BackwardParams& p, typename Traits::Share
           tma_store_wait<0>();
           arrive(shared.empty_sums);
           if constexpr (kTakesTurns) {
-            // On its way while this tile's sums are.
+            // The load runs while this tile's sums are added.
             count = tile + 1 < plan.q_tiles ? load_count(turns + turn.q_tile) : -1;
             asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
             count_one(turns_here);

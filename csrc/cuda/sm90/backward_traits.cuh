@@ -1,4 +1,4 @@
-// The forms of the backward kernel: how its warpgroups share the work, its shared memory and its barriers.
+// Forms of the backward kernel: the division of work between its warpgroups, its shared memory and barriers.
 #pragma once
 
 #include "cuda/common/column_mask.cuh"
@@ -7,23 +7,23 @@
 
 namespace natten_jax::sm90 {
 
-constexpr int kConsumers = 2 * kWarpgroup;  // threads that compute
+constexpr int kConsumers = 2 * kWarpgroup;  // threads of the two consumer warpgroups
 constexpr int kThreads = kWarpgroup + kConsumers;
 constexpr int kConsumerWarps = kConsumers / kWarp;
-/// What each warp of the first warpgroup does. Of the first one, one thread does, and of the last one, unless key/value
-/// tiles take turns.
+/// Role of each warp of the first warpgroup. A single thread works in the first warp, and also in the last warp unless
+/// key/value tiles take turns.
 enum BackwardWarp { kLoadsQueries, kPlansKeys, kLoadsStatistics, kStoresGradients };
-// What is special about a query tile.
+// Flags of a query tile.
 constexpr int kIsMasked = 1;   // some key is hidden from some query
-constexpr int kIsLarge = 2;    // weights of some query need the remainder of its logsumexp
-constexpr int kSumChunk = 32;  // elements of a 128-byte swizzled row of the query gradient's sums
+constexpr int kIsLarge = 2;    // weights of some query need its logsumexp's remainder
+constexpr int kSumChunk = 32;  // elements per 128-byte swizzled row of the dQ sums
 
-// Named barriers; the first eight are CUTLASS's own.
+// Named barriers; CUTLASS reserves the first eight.
 constexpr int kTablesReady = 8;
-constexpr int kScoresReady = 9;     // both warpgroups have written the gradients of their logits
-constexpr int kScoresRead = 10;     // neither warpgroup reads them any more
-constexpr int kGradientsDone = 11;  // both warpgroups have read what the gradients take the place of
-constexpr int kBiasSumsReady = 12;  // one warpgroup has written, or the other read, its sums for biases of keys
+constexpr int kScoresReady = 9;     // both warpgroups have written their part of dS
+constexpr int kScoresRead = 10;     // both warpgroups have finished reading dS
+constexpr int kGradientsDone = 11;  // both warpgroups have read the buffers that dK and dV overwrite
+constexpr int kBiasSumsReady = 12;  // a warpgroup has written, or the other one read, the key bias sums
 
 template <class Element_, int kHeadDim_, int kKeys_, int kQueries_, int kStages_, bool kIsNarrow_,
           bool kHasKeyBias_ = false, bool kIsPlain_ = false>
@@ -34,24 +34,25 @@ struct BackwardTraits {
   static constexpr int kQueries = kQueries_;  // queries of a tile
   static constexpr int kStages = kStages_;
   static constexpr int kThreads = sm90::kThreads;
-  // Whether heads of queries and keys, or those of values, take fewer steps than the form's.
+  // True if heads of Q and K, or heads of V, take fewer k-steps than the form has.
   static constexpr bool kIsNarrow = kIsNarrow_;
   static constexpr bool kHasKeyBias = kHasKeyBias_;  // key_bias.cuh
   static constexpr bool kIsPlain = kIsPlain_;        // as in ForwardTraits
-  // Whether the warpgroups own different keys, so that registers hold the operands of key and value gradients.
+  // True if the warpgroups own different keys, so that registers hold the operands of dK and dV.
   static constexpr bool kSplitsKeys = kKeys == 128;
-  // Whether one warpgroup computes a tile's query gradient and the other the next one's.
+  // True if the warpgroups alternate: one computes a query tile's dQ, the other one the next tile's.
   static constexpr bool kAlternates = kHeadDim == 64;
-  // Whether query tiles are loaded by the warp that loads their statistics, not by the thread that loads the output
-  // cotangent's. Where all have one buffer, everything waits for them: one thread takes 9% longer (H200, heads of 256).
+  // True if the warp that loads statistics also loads query tiles, instead of the thread that loads dO. With a single
+  // stage, everything waits for these loads: one thread for both takes 9% longer (H200, heads of 256).
   static constexpr bool kLoadsApart = kStages == 1;
   static constexpr int kScoreBuffers = kSplitsKeys ? 2 : 1;
-  // The CTA is launched with 168 registers a thread, which are shared out anew. The warps that load spill 24 (H200: 3%
-  // slower with heads of 256), but of the form for 128 the warpgroups that compute would spill (25% slower).
+  // The CTA is launched with 168 registers per thread, which are then redistributed. Producer warps with 24 registers
+  // spill (H200: 3% slower with heads of 256), but otherwise the consumers of the form for 128 would spill (25%
+  // slower).
   static constexpr int kMoverRegisters = kHeadDim == 128 ? 24 : 40;
   static constexpr int kConsumerRegisters = (168 * kThreads - kWarpgroup * kMoverRegisters) / kConsumers;
 
-  // Tiles are [token][head_dim] or [key][query]; products read them in rows or, transposed, in columns.
+  // Tiles are [token][head_dim] or [key][query]; products read their rows or, transposed, their columns.
   template <int kRows, int kColumns, int kBuffers>
   using Rows =
       decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<kRows>, Int<kColumns>, Int<kBuffers>>{}));
@@ -81,10 +82,10 @@ struct BackwardTraits {
     alignas(1024) Element score_gradient[kScoreBuffers][kKeys * kQueries];
     alignas(1024) float query_gradient[kQueries * kHeadDim];
     KeyTilePlan<kKeys> plan[2];
-    // A query tile's first query (x, y, z), and bits of what is special about it.
+    // Per stage: first query (x, y, z) and flags (w) of the query tile.
     int4 tile[kStages];
-    alignas(16) float logsumexp[kStages][kQueries];  // in base 2; infinite where there is no query
-    alignas(16) float remainder[kStages][kQueries];  // of the logsumexp, where the tile is large
+    alignas(16) float logsumexp[kStages][kQueries];  // in base 2; infinite for rows without a query
+    alignas(16) float remainder[kStages][kQueries];  // of the logsumexp, if the tile is large
     alignas(16) float delta[kStages][kQueries];
     uchar4 row_coordinates[kKeys];        // of a row in the key/value tile: x, y, z
     uchar4 column_coordinates[kQueries];  // of a column in the query tile
@@ -97,7 +98,7 @@ struct BackwardTraits {
     std::uint64_t full_q[kStages], empty_q[kStages], full_out_cotangent[kStages], empty_out_cotangent[kStages];
     float bias_sums[kHasKeyBias && !kSplitsKeys ? kKeys : 1];
 
-    // Once a key/value tile is done, its gradients take the place of those of logits and query.
+    // When a key/value tile is done, dK and dV overwrite dS and dQ.
     CUTE_DEVICE Element* key_gradient() {
       return reinterpret_cast<Element*>(reinterpret_cast<char*>(this) + offsetof(SharedStorage, score_gradient));
     }
@@ -105,7 +106,7 @@ struct BackwardTraits {
   };
 };
 
-/// The maps of batch entries, or null: those of the launch are all that there are.
+/// Maps of batch entries; null if all entries use the maps of the launch.
 template <class Traits>
 CUTE_DEVICE const CUtensorMap* entry_maps(const BackwardParams& p) {
   return Traits::kIsPlain ? nullptr : p.entry_maps;

@@ -1,10 +1,10 @@
 // Forward neighborhood attention for Hopper: TMA loads of multi-dimensional tiles from the natural layout, wgmma.
 //
-//  The first warpgroup is the producer (forward_pipeline.cuh). Each of its warps has one task: load query and key
-//  tiles, plan tiles, load value tiles, or store output tiles. Each of two or three consumer warpgroups computes 64
-//  query rows (forward_attention.cuh): logits, online softmax in base 2, output. Key/value tiles start at the first key
-//  in the query tile's windows. A tile that every row sees completely is not masked; other tiles use a mask bit per
-//  element (forward_mask.cuh).
+// The first warpgroup is the producer (forward_pipeline.cuh). Each of its warps has one task: load query and key
+// tiles, plan tiles, load value tiles, or store output tiles. Each of two or three consumer warpgroups computes 64
+// query rows (forward_attention.cuh): logits, online softmax in base 2, output. Key/value tiles start at the first key
+// in the query tile's windows. A tile that every row sees completely is not masked; other tiles use a mask bit per
+// element (forward_mask.cuh).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>

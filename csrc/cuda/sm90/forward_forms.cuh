@@ -1,4 +1,4 @@
-// Launches of the forms of the forward kernel, which are instantiated from here.
+// Launches the forms of the forward kernel, and instantiates them.
 #pragma once
 
 #include "cuda/common/arithmetic.cuh"
@@ -16,7 +16,7 @@ Status launch_traits(const ForwardParams& params, int ctas, cudaStream_t stream)
   return status_of(launch_form<Traits>(natten_jax_sm90_fna_forward<Traits>, ctas, stream, params));
 }
 
-/// By the width of heads.
+/// Chooses the kernel by the width of heads.
 template <class Element, int kNumber, bool kPingPong>
 Status launch_width(const ForwardParams& params, int ctas, cudaStream_t stream) {
   constexpr Form kForm = kForwardForms[kNumber];

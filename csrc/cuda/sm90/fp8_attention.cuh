@@ -1,4 +1,4 @@
-// The warpgroups of the forward kernel for 8-bit floats that compute: logits, softmax, output.
+// Consumer warpgroups of the forward kernel for 8-bit floats: logits, softmax, output.
 #pragma once
 
 #include "cuda/sm90/fp8_products.cuh"
@@ -7,9 +7,9 @@
 
 namespace natten_jax::sm90 {
 
-/// One warpgroup: the products and the softmax of its 64 rows of every query tile.
+/// Products and softmax of one warpgroup: 64 rows of every query tile.
 ///
-/// Its methods are the steps of `run`. All are inlined, so that members are registers.
+/// The methods are the steps of `run`. All are inlined, so that members stay in registers.
 template <class Traits>
 class Float8Attention : private Float8Rows<Traits> {
  public:
@@ -35,7 +35,7 @@ class Float8Attention : private Float8Rows<Traits> {
         leave_logits();
         to_weights();
         if (mask == kHidden) break;
-        // The output of the tile, and the logits of the next.
+        // The output of this tile and the logits of the next.
         order.await_turn();
         exchange<true>();
         order.pass_turn();
@@ -50,7 +50,7 @@ class Float8Attention : private Float8Rows<Traits> {
       if (!next_query_tile()) break;
       find_seen();
       start_logits();
-      // The next tile's first logits are under way meanwhile.
+      // The next tile's first logits are computed meanwhile.
       finish_query_tile(finished);
       scale_logits();
     }
@@ -68,17 +68,17 @@ class Float8Attention : private Float8Rows<Traits> {
     softmax.start();
   }
 
-  /// Takes the next query tile; false after the last.
+  /// Moves to the next query tile. Returns false after the last.
   CUTE_DEVICE bool next_query_tile() {
     if (!Rows::next_plan()) return false;
     if constexpr (Traits::kQueryInRegisters) load_query();
     return true;
   }
 
-  /// Takes the scale of a query tile's head, once the sums of the one before are complete.
+  /// Reads the scale of a query tile's head, once the sums of the tile before are complete.
   CUTE_DEVICE void scale_logits() { softmax.exponent_scale = shared.plan[slot.index].exponent_scale; }
 
-  /// Loads the rows of 32 bytes, in four matrices, that each step takes.
+  /// Loads Q: for each k-step, rows of 32 bytes as four 8x8 matrices.
   CUTE_DEVICE void load_query() {
     const int lane = threadIdx.x % 32, row = warpgroup * 64 + thread / 32 * 16 + lane % 16;
     const std::uint32_t of_row = shared_address(shared.q) + row * kSwizzledRow;
@@ -102,8 +102,8 @@ class Float8Attention : private Float8Rows<Traits> {
     order.pass_turn();
   }
 
-  /// Adds the weighted values of a tile to the output and, where there is one, starts the logits of the next as soon as
-  /// the registers are free that these take.
+  /// Adds the weighted values of a tile to the output. If `kHasNext`, also starts the logits of the next tile as soon
+  /// as their registers are free.
   template <bool kHasNext>
   CUTE_DEVICE void exchange() {
     constexpr int kParts = Traits::kValueParts, kSets = Products::kSets, kLogitsStep = Products::kLogitsStep;
@@ -121,7 +121,7 @@ class Float8Attention : private Float8Rows<Traits> {
     leave_values();
   }
 
-  /// Leaves the key tile whose logits are complete.
+  /// Releases the key tile whose logits are complete.
   CUTE_DEVICE void leave_logits() {
     Tensor s = products.s();
     warpgroup_fence_operand(s);
@@ -130,7 +130,7 @@ class Float8Attention : private Float8Rows<Traits> {
     leave_query();
   }
 
-  /// Turns the logits into weights.
+  /// Replaces the logits by weights.
   CUTE_DEVICE void to_weights() {
     Tensor s = products.s();
     Tensor words = recast<std::uint32_t>(products.weights);
@@ -142,7 +142,7 @@ class Float8Attention : private Float8Rows<Traits> {
     mask = next_mask;
   }
 
-  /// Hands over the output of the query tile in a slot and gets ready for the next.
+  /// Hands the output of a slot's query tile to the storing warp and resets the state.
   CUTE_DEVICE void finish_query_tile(int finished) {
     const TilePlan& plan = shared.plan[finished];
     const float factor = p.out_scales == nullptr ? 1.f : __ldg(p.out_scales + plan.batch * p.heads + plan.head);
@@ -156,8 +156,8 @@ class Float8Attention : private Float8Rows<Traits> {
     start_output();
   }
 
-  /// Columns of the output are in the order of turned values (fp8_values.cuh): of 16 features, a thread has four
-  /// neighbors.
+  /// Writes the output tile. Its columns are in the order of transposed values (fp8_values.cuh): of 16 features, a
+  /// thread has four neighbors.
   CUTE_DEVICE void store_output(const float (&normalisation)[2]) {
     output.wait_empty(shared.empty_o);
     output.advance();

@@ -1,7 +1,7 @@
 // Forward neighborhood attention for Hopper and 8-bit floats.
 //
-// As forward.cuh, of whose warps all that load, plan and store are the same. What differs: one more warpgroup turns
-// value tiles in shared memory (fp8_values.cuh); weighted values are added up in float32 outside the matrix units
+// The warps that load, plan and store are those in forward.cuh. Differences: an additional warpgroup transposes value
+// tiles in shared memory (fp8_values.cuh); weighted values are accumulated in float32 outside the tensor cores
 // (fp8_products.cuh); weights are e4m3 numbers (fp8_softmax.cuh); the output has 16 bits.
 #pragma once
 

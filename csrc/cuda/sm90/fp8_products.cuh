@@ -5,23 +5,24 @@
 
 namespace natten_jax::sm90 {
 
-/// The operands and results of one warpgroup's two products, in registers and as views of shared memory.
+/// Operands and results of one warpgroup's two products, in registers and as views of shared memory.
 ///
-/// The matrix units keep about 13 bits of what they add to. So the weighted values of each key tile are products of
-/// their own, which are added to the output in float32. Where the output leaves no other registers, these take those
-/// that the logits of the tile have left, and the logits of the next tile wait for them. The parts of wide heads
-/// alternate between two sets, so that one is under way while another is added.
+/// Tensor cores accumulate 8-bit products with about 13 bits. So the weighted values of each key tile are a separate
+/// product, which is added to the output in float32. If the output takes all other registers, this product reuses the
+/// registers of the tile's logits, and the logits of the next tile wait for it. The parts of wide heads alternate
+/// between two register sets, so that a part is computed while another is added.
 template <class Traits>
 struct Float8Products {
   using Element = typename Traits::Element;
   using SharedStorage = typename Traits::SharedStorage;
   using ProductS = decltype(Traits::query_key_product());
   using ProductO = decltype(Traits::weight_value_product());
-  // A thread's elements of the logits, and of a part of the weighted values.
+  // Elements per thread: of the logits, and of a part of the weighted values.
   static constexpr int kOfLogits = Traits::kColumns / 2, kOfPart = Traits::kValuePart / 2;
   static constexpr int kSets = Traits::kValueParts == 1 ? 1 : 2;
   static constexpr bool kIsLogitsApart = Traits::kHeadDim <= 64;
-  // Logits start behind the start of this part, or behind the addition of so many less those of a set.
+  // Step of `Float8Attention::exchange` at which the next logits start: when the last part has been started or, if they
+  // share registers with parts, when the parts in these registers have been added.
   static constexpr int kLogitsStep = kIsLogitsApart ? Traits::kValueParts - 1 : Traits::kValueParts;
   static constexpr int kFirstOfSets = kIsLogitsApart ? kOfLogits : 0;
   static_assert(kIsLogitsApart || kOfLogits <= kOfPart);
@@ -45,13 +46,13 @@ struct Float8Products {
   decltype(query_of(std::declval<SharedStorage&>(), 0, 0)) query;
   decltype(make_tensor<float>(Int<kFirstOfSets + kSets * kOfPart>{})) results;
   decltype(make_tensor<float>(Int<Traits::kValueParts * kOfPart>{})) o;
-  // Element for element, the accumulator of one product is the register operand of the next.
+  // Element by element, the accumulator of one product is the register operand of the next.
   decltype(make_tensor<Element>(Layout<Shape<Shape<_4, _2, _2>, _1, Int<Traits::kWeightSteps>>>{})) weights;
 
   CUTE_DEVICE Float8Products(SharedStorage& shared, int warpgroup, int thread)
       : keys(keys_of(shared, thread)), values(values_of(shared, thread)), query(query_of(shared, warpgroup, thread)) {}
 
-  /// The logits of a tile, once they are complete.
+  /// Logits of a tile, once they are complete.
   CUTE_DEVICE auto s() { return make_tensor(results.data(), Layout<Int<kOfLogits>>{}); }
 
   /// Starts the logits of the keys in a buffer.
@@ -84,7 +85,7 @@ struct Float8Products {
     warpgroup_commit_batch();
   }
 
-  /// Adds a complete part to the output, which shrinks before.
+  /// Rescales the output and adds a complete part.
   CUTE_DEVICE void add_part(int part, const float (&rescale)[2]) {
     Tensor found = values_of_part(part);
     warpgroup_fence_operand(found);
@@ -96,7 +97,7 @@ struct Float8Products {
   }
 
  private:
-  /// The registers of a part of the weighted values.
+  /// Registers of a part of the weighted values.
   CUTE_DEVICE auto values_of_part(int part) {
     return make_tensor(results.data() + kFirstOfSets + part % kSets * kOfPart, Layout<Int<kOfPart>>{});
   }

@@ -1,7 +1,6 @@
-// How a warpgroup of the forward kernel for 8-bit floats goes over query tiles and the key tiles that its rows see.
+// Loop of a consumer warpgroup for 8-bit floats over query tiles and the key tiles that its rows see.
 //
-// forward_attention.cuh has the same steps, written out: ptxas orders the registers of that kernel anew where they
-// move.
+// forward_attention.cuh contains a copy of these steps: ptxas changes that kernel's register allocation if they move.
 #pragma once
 
 #include "cuda/sm90/forward_mask.cuh"
@@ -10,8 +9,8 @@
 
 namespace natten_jax::sm90 {
 
-/// The 64 rows of a warpgroup in every query tile: which tiles are next, and how they are masked. All is inlined, so
-/// that members are registers.
+/// The 64 rows of a warpgroup in every query tile: the next tiles and their masks. All methods are inlined, so that
+/// members stay in registers.
 template <class Traits>
 class Float8Rows {
  public:
@@ -26,10 +25,10 @@ class Float8Rows {
         mask_of_rows{{RowPlace(p, first_row()), RowPlace(p, first_row() + 8)}, build_mask(p, shared)},
         order(warpgroup) {}
 
-  /// First of the two rows that the thread holds; the other is the eighth after it.
+  /// First of the two rows that the thread holds; the other is 8 rows below.
   CUTE_DEVICE int first_row() const { return warpgroup * 64 + thread / 32 * 16 + threadIdx.x % 32 / 4; }
 
-  /// Takes the next query tile, once its query is there; false after the last.
+  /// Moves to the next query tile, and waits for its query. Returns false after the last.
   CUTE_DEVICE bool next_plan() {
     slot.wait_full(shared.full_plan);
     left = shared.plan[slot.index].kv_tiles;
@@ -41,14 +40,14 @@ class Float8Rows {
     return true;
   }
 
-  /// After the last key tile, the query's buffer is free.
+  /// Releases the query's buffer after the last key tile.
   CUTE_DEVICE void leave_query() {
     if constexpr (!Traits::kQueryInRegisters) {
       if (left == 0) arrive(shared.empty_q);
     }
   }
 
-  /// How the tile in a key buffer is masked for this warpgroup.
+  /// Mask of the tile in a key buffer, for this warpgroup.
   CUTE_DEVICE int mask_in(Ring<Traits::kStages> keys) const {
     keys.wait_full(shared.full_k);
     return shared.tile[keys.index].w >> kMaskBits * warpgroup & kHidden;
@@ -64,7 +63,7 @@ class Float8Rows {
     k.advance();
   }
 
-  /// Passes over tiles that no row sees; false where no other is left.
+  /// Skips tiles that no row sees. Returns false if no visible tile is left.
   CUTE_DEVICE bool find_seen() {
     while (left > 0) {
       mask = mask_in(k);
@@ -80,7 +79,7 @@ class Float8Rows {
     return false;
   }
 
-  /// Which elements of the tile are hidden and how the next tile is masked, worked out while the product is under way.
+  /// Computes the mask of the tile and reads the mask mode of the next one, while the product is running.
   CUTE_DEVICE void plan_mask() {
     const int4 tile = shared.tile[k.index];
     if (mask == kWindowMask) {
@@ -106,8 +105,8 @@ class Float8Rows {
   Ring<Traits::kValueStages> v;
   Ring<Traits::kPlans> slot;  // of the query tile's plan
   SingleBuffer query, output;
-  int left;             // key/value tiles of the query tile to go
-  int mask, next_mask;  // of the tile at hand and of the one after it
+  int left;             // remaining key/value tiles of the query tile
+  int mask, next_mask;  // of the current tile and of the next
 
  private:
   CUTE_DEVICE static LaneMask<KeyColumnMask> build_mask(const ForwardParams& p, SharedStorage& shared) {

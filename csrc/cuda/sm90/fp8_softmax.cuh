@@ -1,4 +1,4 @@
-// The softmax of the forward kernel for 8-bit floats: weights are e4m3 numbers.
+// Softmax of the forward kernel for 8-bit floats: weights are e4m3 numbers.
 #pragma once
 
 #include "cuda/sm90/fp8_traits.cuh"
@@ -6,7 +6,7 @@
 
 namespace natten_jax::sm90 {
 
-/// Four numbers in one word, the first in the lowest byte.
+/// Packs four numbers into a word, the first in the lowest byte.
 CUTE_DEVICE std::uint32_t pack_e4m3(float first, float second, float third, float fourth) {
   std::uint32_t word;
   asm("{\n"
@@ -20,17 +20,17 @@ CUTE_DEVICE std::uint32_t pack_e4m3(float first, float second, float third, floa
   return word;
 }
 
-/// The running softmax of the rows of accumulators that a thread holds.
+/// Running softmax of the rows of accumulators that a thread holds.
 ///
-/// Weights are relative to an earlier maximum until a logit exceeds it by so much that its weight would saturate. So
-/// exponentials need not wait for the maximum of their tile, which is found on the way.
+/// Weights are relative to an earlier maximum until a logit exceeds it so far that its weight would saturate. So
+/// exponentials do not wait for the maximum of their tile, which is computed at the same time.
 struct Float8Softmax {
-  float exponent_scale;  // of the logits, in base 2
-  float reference[2];    // what weights are relative to
-  float limit[2];        // the largest logit for which that stays
-  float shift[2];        // the reference, scaled, less the exponent of its weight
+  float exponent_scale;  // factor of the logits, in base 2
+  float reference[2];    // subtracted from the logits
+  float limit[2];        // the largest logit for which the reference stays
+  float shift[2];        // the scaled reference minus the exponent of its weight
   float row_sum[2];
-  float rescale[2];  // what earlier results are multiplied with
+  float rescale[2];  // factor of earlier results
 
   CUTE_DEVICE void start() {
     CUTE_UNROLL
@@ -40,10 +40,10 @@ struct Float8Softmax {
     }
   }
 
-  /// Turns logits into unnormalised weights: words of four, as the register operand has them.
+  /// Replaces logits by unnormalised weights, packed in words of four in the order of the register operand.
   ///
   /// Args:
-  ///   visible: where masked, the logits that count, a bit each; the others are hidden.
+  ///   visible: if masked, a bit per logit; logits with cleared bits are hidden.
   template <bool kIsMasked, class Logits, class Words>
   CUTE_DEVICE void weigh(AccumulatorRows<Logits> s, Words& words, const std::uint32_t (&visible)[2]) {
     TileSums tile = weigh_by<kIsMasked>(s, words, visible,
@@ -51,7 +51,7 @@ struct Float8Softmax {
     rescale[0] = rescale[1] = 1.f;
     if (__any_sync(0xffffffffu, tile.highest[0] > limit[0] || tile.highest[1] > limit[1])) {
       move_references(tile.highest);
-      // Differences of logits are exact: rounding the product of a large one would change weights.
+      // Differences of logits are exact; rounding the scaled value of a large logit would change weights.
       tile = weigh_by<false>(s, words, visible, [&](float logit, int i) {
         return fmaf(logit - (reference[i] == -INFINITY ? 0.f : reference[i]), exponent_scale, kWeightExponent);
       });
@@ -69,7 +69,7 @@ struct Float8Softmax {
     }
   }
 
-  /// The complete sums of the row that the lane completes.
+  /// Complete sums of the row that the lane completes.
   CUTE_DEVICE RowSums sums() const {
     const float sum = of_completed_row(row_sum), largest = of_completed_row(reference);
     if (sum == 0.f) return {0.f, -INFINITY, 0.f};
@@ -78,21 +78,22 @@ struct Float8Softmax {
   }
 
  private:
-  /// What a tile comes to, of the rows and columns that the thread holds.
+  /// Maxima and sums of a tile's elements that the thread holds.
   struct TileSums {
     float highest[2], sum[2];
   };
 
-  /// Takes the largest logits so far as references.
+  /// Sets the references to the largest logits so far.
   CUTE_DEVICE void move_references(const float (&highest)[2]) {
-    // Where rounding the shift might change weights, none but differences of logits are scaled.
+    // If rounding the shift might change weights, a limit of -inf selects the path that scales only differences of
+    // logits.
     constexpr float kLargestShift = 1 << 18;
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
       float next = fmaxf(reference[i], highest[i]);
       next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, 1));
       next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, 2));
-      // A row that has seen nothing yet keeps weights of zero.
+      // A row without visible keys so far keeps weights of zero.
       const bool has_seen = next != -INFINITY;
       shift[i] = has_seen ? fmaf(next, exponent_scale, -kWeightExponent) : 0.f;
       rescale[i] = has_seen ? fast_exp2((reference[i] - next) * exponent_scale) : 0.f;
@@ -102,8 +103,8 @@ struct Float8Softmax {
     }
   }
 
-  /// Goes over the columns in chunks: the weights of one are added and packed when the exponentials of two more have
-  /// been started.
+  /// Processes the columns in chunks: a chunk's weights are added and packed after the exponentials of two more chunks
+  /// have been started.
   template <bool kIsMasked, class Logits, class Words, class Exponent>
   CUTE_DEVICE static TileSums weigh_by(AccumulatorRows<Logits> s, Words& words, const std::uint32_t (&visible)[2],
                                        const Exponent& exponent) {

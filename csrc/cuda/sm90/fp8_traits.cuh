@@ -1,43 +1,44 @@
-// The forms of the forward kernel for 8-bit floats: its products, its shared memory and its barriers.
+// Forms of the forward kernel for 8-bit floats: its products, shared memory and barriers.
 #pragma once
 
 #include "cuda/sm90/forward_traits.cuh"
 
 namespace natten_jax::sm90 {
 
-/// Weights are e4m3 numbers: those of a row's reference are 2 to this power, so that small ones are not denormal, and
-/// none may exceed 2 to the other, as they saturate at 448. The distance is how far logits may exceed the reference.
+/// Exponents of e4m3 weights. The weight of a row's reference is 2^kWeightExponent, so that small weights are not
+/// denormal. Weights may not exceed 2^kLargestExponent, because e4m3 saturates at 448. The difference is how far logits
+/// may exceed the reference.
 constexpr float kWeightExponent = 7.f, kLargestExponent = 8.75f;
 
 template <int kHeadDim_, int kColumns_, bool kPingPong_>
 struct Float8Traits {
   using Element = cutlass::float_e4m3_t;
-  using OutElement = cutlass::bfloat16_t;     // or the other type of 16 bits
+  using OutElement = cutlass::bfloat16_t;     // or float16
   static constexpr int kHeadDim = kHeadDim_;  // at least head_dim and head_dim_v
   static constexpr int kColumns = kColumns_;  // keys of a tile
-  // Rows of query, key and value tiles are whole swizzled rows; what lies past the head is zero.
+  // Rows of query, key and value tiles are whole swizzled rows; elements past the head are zero.
   static constexpr int kLoadedHeadDim = kHeadDim < 128 ? 128 : kHeadDim;
   static constexpr int kStages = kHeadDim <= 128 ? 3 : 2;
   static constexpr int kValueStages = 2;
   static constexpr int kPlans = 3;
-  static constexpr int kWarpgroups = 2;           // that compute
+  static constexpr int kWarpgroups = 2;           // consumer warpgroups
   static constexpr int kRows = 64 * kWarpgroups;  // queries of a tile
   static constexpr int kConsumers = kWarpgroup * kWarpgroups;
-  static constexpr int kTurners = kWarpgroup;  // threads that turn value tiles
+  static constexpr int kTurners = kWarpgroup;  // threads that transpose value tiles
   static constexpr int kThreads = kWarpgroup + kConsumers + kTurners;
-  // What the 65536 registers of a multiprocessor give each thread.
+  // Registers per thread, from the 65536 of an SM.
   static constexpr int kConsumerRegisters = kHeadDim <= 128 ? 208 : 224, kServiceRegisters = kHeadDim <= 128 ? 56 : 32;
   static constexpr int kTurnerRegisters = kHeadDim <= 128 ? 40 : 32;
   static constexpr bool kPingPong = kPingPong_;
-  // From registers, queries would take ports that the softmax wants: of heads of 128, 4% more time (H200).
+  // In registers, Q would compete with the softmax for register ports: 4% slower with heads of 128 (H200).
   static constexpr bool kQueryInRegisters = kHeadDim <= 64;
   static constexpr bool kSeparateOutput = true;
   static constexpr int kValueReaders = kTurners;
   static constexpr bool kHasKeyBias = false, kIsPlain = false;
   static constexpr int kPlanReaders = kConsumers + kLoadingThreads + kWarp + kTurners;
 
-  // Logits are one product, weighted values one for each part of as many columns. With heads of 128, parts of 64 take a
-  // fifth more time (H200).
+  // The logits are a single product; the weighted values are a product per `kValuePart` columns. With heads of 128,
+  // parts of 64 take a fifth more time (H200).
   static constexpr int kValuePart = kHeadDim == 128 ? 128 : 64;
   static constexpr int kValueParts = kHeadDim / kValuePart;
   static constexpr int kQuerySteps = kHeadDim / 32, kWeightSteps = kColumns / 32;
@@ -46,8 +47,8 @@ struct Float8Traits {
       decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<kRows>, Int<kLoadedHeadDim>>{}));
   using LayoutK = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
                                          Shape<Int<kColumns>, Int<kLoadedHeadDim>, Int<kStages>>{}));
-  // Value tiles are loaded as [token][head_dim] and turned: the matrix units read 8-bit operands along what they sum
-  // over.
+  // Value tiles are loaded as [token][head_dim] and transposed in shared memory, because 8-bit wgmma operands must be
+  // contiguous along the summed dimension.
   using TurnedAtom =
       std::conditional_t<kColumns == 128, GMMA::Layout_K_SW128_Atom<Element>, GMMA::Layout_K_SW64_Atom<Element>>;
   using LayoutTurned = decltype(tile_to_shape(TurnedAtom{}, Shape<Int<kHeadDim>, Int<kColumns>, Int<kValueStages>>{}));

@@ -1,11 +1,11 @@
-// The warpgroup of the forward kernel for 8-bit floats that turns value tiles.
+// The warpgroup of the forward kernel for 8-bit floats that transposes value tiles.
 #pragma once
 
 #include "cuda/sm90/fp8_traits.cuh"
 
 namespace natten_jax::sm90 {
 
-/// Four 8x8 matrices of 16-bit numbers, turned; each lane names a row's address.
+/// Loads four 8x8 matrices of 16-bit elements, transposed. Each lane passes the address of a row.
 CUTE_DEVICE void load_turned(std::uint32_t address, std::uint32_t (&word)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
@@ -19,15 +19,15 @@ CUTE_DEVICE void store_matrices(std::uint32_t address, const std::uint32_t (&wor
                : "memory");
 }
 
-/// Turns a value tile [token][head_dim] into [head_dim][token], both orders permuted within groups of 16.
+/// Transposes a value tile [token][head_dim] to [head_dim][token], with both orders permuted within groups of 16.
 ///
-/// A word of a turned matrix has two features of two tokens. Two such words, of tokens eight apart, give one word for
-/// each of both features. So a lane's four tokens of 16, those at 4 t to 4 t + 3 of a row, are 2 t, 2 t + 1 and the
-/// eighth after both: those whose weights the lane has of an accumulator, which is a register operand as it is. And
-/// even features come first, which is made good where the output is stored.
+/// A word of a transposed 16-bit matrix holds two features of two tokens. Two such words, of tokens eight apart, are
+/// permuted to a word per feature. So positions 4 t to 4 t + 3 of 16 in a row hold the tokens 2 t, 2 t + 1, 2 t + 8
+/// and 2 t + 9. These are the tokens whose weights the lane has in its accumulator, which can therefore be the
+/// register operand without shuffles. Even features come first; storing the output restores their order.
 template <class Traits>
 CUTE_DEVICE void turn_tile(std::uint32_t from, std::uint32_t to) {
-  constexpr int kTokens = 32, kFeatures = 16;  // that a warp turns at a time
+  constexpr int kTokens = 32, kFeatures = 16;  // block that a warp transposes at a time
   constexpr int kTokenGroups = Traits::kColumns / kTokens, kFeatureGroups = Traits::kHeadDim / kFeatures;
   constexpr int kRowBytes = Traits::kColumns;
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -48,7 +48,7 @@ CUTE_DEVICE void turn_tile(std::uint32_t from, std::uint32_t to) {
   }
 }
 
-/// One warpgroup: turns the value tiles of all query tiles.
+/// Transposes the value tiles of all query tiles. Runs in one warpgroup.
 template <class Traits>
 CUTE_DEVICE void turn_values(const ForwardParams& p, typename Traits::SharedStorage& shared) {
   Ring<Traits::kPlans> slot;

@@ -1,5 +1,5 @@
-// Biases of keys in the Hopper kernels: products of queries and keys do not begin at zero, but at the bias of their key
-// over the scale that logits are multiplied with. The softmax knows nothing of them.
+// Key biases in the Hopper kernels. Products of queries and keys include the key's bias divided by the scale of the
+// logits, so the softmax code needs no change.
 #pragma once
 
 #include "cuda/common/device_axis.h"
@@ -8,12 +8,12 @@
 
 namespace natten_jax::sm90 {
 
-/// Factor that turns a bias into a term of products, given the scale of the logits in base 2.
+/// Factor that converts a bias to a term of the products, given the scale of the logits in base 2.
 CUTE_DEVICE float products_per_base2_logit(float exponent_scale) {
   return fminf(kLog2E / exponent_scale, FLT_MAX);
 }
 
-/// The token of a head's slot in the key array, counted over all batch entries.
+/// Token index of a head's slot in the key array, over all batch entries.
 template <class Params>
 CUTE_DEVICE int token_of_slot(const Params& p, int kv_slot) {
   return kv_slot / p.heads_kv;
@@ -25,7 +25,7 @@ CUTE_DEVICE int tokens_to_key(const DeviceAxis (&axis)[3], int x, int y, int z) 
   return line * axis[2].kv_local_extent + z * axis[2].dilation;
 }
 
-/// Where the biases of a query head are: its first token's.
+/// Biases of a query head, from the first token on.
 template <class Params>
 CUTE_DEVICE const float* biases_of_head(const Params& p, int head) {
   return p.key_bias + (p.key_bias_heads == 1 ? 0 : head);

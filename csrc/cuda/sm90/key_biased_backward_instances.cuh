@@ -1,4 +1,4 @@
-// Instantiates the backward kernel that adds biases of keys for one element type.
+// Instantiates the backward kernel with key biases for one element type.
 #pragma once
 
 #include "cuda/sm90/backward_forms.cuh"

@@ -1,11 +1,12 @@
-// Instantiates the forward kernel that adds biases of keys for one element type.
+// Instantiates the forward kernel with key biases for one element type.
 #pragma once
 
 #include "cuda/sm90/forward_forms.cuh"
 
 namespace natten_jax::sm90 {
 
-/// Plain problems have kernels of their own, as without biases; all others have those for narrow heads.
+/// Plain problems whose heads take all k-steps have separate kernels, as without biases. All other problems use the
+/// kernels for narrow heads.
 template <ElementType kType>
 Status launch_key_biased_forward(const ForwardParams& params, int form, int ctas, cudaStream_t stream) {
   return with_form<kForwardForms>(form, [&](auto number) {

@@ -1,4 +1,4 @@
-// What the launches of the Hopper kernels have in common: checks and tensor maps.
+// Checks and tensor maps shared by the launches of the Hopper kernels.
 #pragma once
 
 #include <cuda.h>
@@ -17,34 +17,34 @@ namespace natten_jax::sm90 {
 
 enum class Side { kQuery, kKeyValue };
 
-/// An array of the problem's element type and the width of its heads.
+/// An array of the problem's element type, and its head dimension.
 struct Array {
   const void* data;
   std::int64_t head_dim;
 };
 
-/// Fails where the kernels do not take the problem's arrays.
+/// Returns an error if the kernels do not support the problem's arrays.
 Status check_arrays(const Problem& problem);
 
-/// An error where a dimension wraps beside what goes around none.
+/// Returns an error if a dimension wraps and batch entries have separate layouts.
 Status check_seams(const Problem& problem, const Arrays& arrays);
 
-/// Chooses the form of a kernel for the problem's heads and tiles, or says which tile is too large for all. `pass`
-/// comes before the tile's name: "backward ", or nothing.
+/// Chooses the form of a kernel for the problem's heads and tiles. The error names the tile that is too large for every
+/// form; `pass`, "backward " or empty, precedes the tile's name.
 Status choose_form(const Form* forms, int count, const Problem& problem, const TileShapes& tiles, const char* pass,
                    int& chosen);
 
-/// The maps of an array's dilation groups, by class; classes that no group belongs to have that of another.
+/// Encodes the maps of an array's dilation groups, by class. A class without groups gets the map of another class.
 Status encode_classes(const Problem& problem, Side side, Array array, const std::int64_t (&tile)[kRank],
                       CUtensorMap (&maps)[kGroupClasses]);
 
-/// The classes that a side's dilation groups belong to, as a bit set.
+/// Classes of a side's dilation groups, as a bit set.
 int group_classes(const Problem& problem, Side side);
 
-/// What `launch_entry_maps` is given of a problem; which arrays there are is the caller's to fill in.
+/// Parameters of `launch_entry_maps` for a problem, except the arrays, which the caller sets.
 EntryMaps maps_of_entries(const Problem& problem, const Arrays& arrays, int number_of_arrays, CUtensorMap* result);
 
-/// The map of an array of additional keys or values, `tokens` of which make a tile.
+/// Encodes the map of an array of additional keys or values, with tiles of `tokens` tokens.
 Status encode_additional(const Problem& problem, Array array, int tokens, CUtensorMap& map);
 
 }  // namespace natten_jax::sm90

@@ -117,7 +117,7 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Whether a tile asks for anything but `add_weights`. A bound that logits hardly exceed: their exact products may
+  /// True if a tile needs more than `add_weights`. A bound that logits hardly exceed: their exact products may
   /// then exceed the shift by what half precision has no room for, or float32 itself.
   CUTE_DEVICE bool is_special() const {
     return __any_sync(0xffffffffu, must_rescale[0] || must_rescale[1] || is_large);

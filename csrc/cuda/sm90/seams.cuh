@@ -1,12 +1,12 @@
-// Tiles that are loaded and stored in boxes, on either side of where a dimension ends and goes on at its other end.
+// Tiles that are loaded and stored in boxes, because a wrapping dimension splits them at its end.
 #pragma once
 
 #include "cuda/common/tile_boxes.h"
 
 namespace natten_jax::sm90 {
 
-/// Calls `call(first_row, x, y, z)` for each box of a tile that begins at x, y, z: its first row in the tile, and its
-/// first token in the map of the array, of which dimensions may wrap where `goes_around`.
+/// Calls `call(first_row, x, y, z)` for each box of a tile that begins at x, y, z. The arguments are the box's first
+/// row in the tile and its first token in the tensor map, wrapped around if `goes_around`.
 template <class Call>
 CUTE_DEVICE void for_boxes(const TileBoxes& boxes, const DeviceAxis (&axis)[3], int x, int y, int z, bool goes_around,
                            const Call& call) {

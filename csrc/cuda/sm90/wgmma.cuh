@@ -1,4 +1,4 @@
-// What the products of warpgroups have in common: where they end, and where a thread's elements of results lie.
+// Common parts of wgmma products: the end of narrow heads, and the positions of a thread's result elements.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +13,10 @@ using namespace cute;
 
 constexpr int kWarp = 32, kWarpgroup = 128;  // threads
 
-/// Whether products of heads, in a form for those of `kSteps` steps, end before a step: what lies behind the chunks of
-/// a head is not loaded, and holds whatever was there before. Each question is a branch, at which ptxas orders
-/// registers anew, so it is asked at the end of each chunk and, as most heads end there, at every step of the form's
-/// last one.
+/// True if products over a head end before k-step `step`, in a form with `kSteps` k-steps. Shared memory behind the
+/// chunks of a head is not loaded and holds stale data. Each check is a branch, where ptxas changes its register
+/// allocation. So only the end of each chunk and every step of the form's last chunk are checked, because most heads
+/// end there.
 template <int kSteps>
 CUTE_DEVICE bool end_before(int step, int head_dim) {
   constexpr int kOfChunk = kChunk / kStep;
@@ -24,23 +24,23 @@ CUTE_DEVICE bool end_before(int step, int head_dim) {
   return is_asked && step * kStep >= head_dim;
 }
 
-/// An accumulator of 64 rows by the two rows, eight apart, that a thread holds elements of: neighbors in pairs, which
-/// are eight columns apart.
+/// View of a 64-row accumulator as the two rows, eight apart, that a thread holds elements of. Elements are pairs of
+/// neighboring columns; the pairs are eight columns apart.
 template <class Accumulator>
 struct AccumulatorRows {
   Accumulator& elements;
 
-  /// Elements of a row.
+  /// Elements per row.
   static constexpr int kColumns = decltype(cute::size(Accumulator{}))::value / 2;
 
   CUTE_DEVICE explicit AccumulatorRows(Accumulator& elements) : elements(elements) {}
 
-  /// The number in the accumulator of a row's n-th element.
+  /// Index in the accumulator of a row's n-th element.
   static constexpr int element(int row, int n) { return n / 2 * 4 + 2 * row + n % 2; }
 
   CUTE_DEVICE auto& operator()(int row, int n) const { return elements(element(row, n)); }
 
-  /// Replaces the elements whose bits in the word of their row (cuda/common/column_mask.cuh) are not set.
+  /// Replaces the elements whose bits in their row's mask word (cuda/common/column_mask.cuh) are not set.
   CUTE_DEVICE void hide(const std::uint32_t (&visible)[2], float replacement) const {
     CUTE_UNROLL
     for (int e = 0; e < size(elements); ++e) {
