@@ -68,10 +68,8 @@ class Neighborhood:
 
     rank: int
     window: WindowArguments
-    clamp_window: bool
-    scale: float | None
     scale_name: str
-    performance: Mapping[str, Any]
+    arguments: Mapping[str, Any]
 
     def __call__(
         self,
@@ -99,7 +97,7 @@ class Neighborhood:
                 run the problem, or weights are to be dropped of queries that are a box, of padding, of a finer grid, of
                 windows that are clamped, or with biases of keys or sinks.
         """
-        checked_scale(self.scale, query.dtype.name, name=self.scale_name)
+        checked_scale(self.arguments["scale"], query.dtype.name, name=self.scale_name)
         batch = query.shape[: query.ndim - self.rank - 2]
         if len(batch) != 1:  # operators have one batch dimension
             arrays = (query, key, value)
@@ -107,9 +105,8 @@ class Neighborhood:
             for name, rank in (("query_origin", 1), ("extents", 1), ("key_bias", None)):
                 terms[name] = _with_one_batch_dimension(terms.get(name), batch, rank)
         attend: Any = _OPERATORS[self.rank] if drop is None else functools.partial(_attend_dropping, drop)
-        fixed = {**self.window._asdict(), **self.performance, "clamp_window": self.clamp_window, "scale": self.scale}
         try:
-            output: jax.Array = attend(query, key, value, **fixed, **terms)
+            output: jax.Array = attend(query, key, value, **self.arguments, **terms)
         except ValueError as error:
             if batch or self.rank == 1:
                 raise
@@ -163,26 +160,27 @@ def neighborhood(module: str, rank: int, settings: Mapping[str, Any], scale_name
         TypeError: An argument is of the wrong type, or no performance argument has that name.
     """
     others = dict(settings)
-    window = WindowArguments(**{name: others.pop(name) for name in WindowArguments._fields if name in others})
-    window, clamp_window = window.checked(rank), others.pop("clamp_window")
-    factor = checked_scale(others.pop(scale_name), name=scale_name)
-    backend, attention_kwargs, fp8 = (others.pop(name, None) for name in ("backend", "attention_kwargs", "fp8"))
-    if fp8 is not None:
-        float8_name("fp8", fp8)
-    if backend is not None:
-        backends.find(backend, "fna")
+    window = WindowArguments(**{name: others.pop(name) for name in WindowArguments._fields}).checked(rank)
+    clamp_window = flag("clamp_window", others.pop("clamp_window"))
+    scale = checked_scale(others.pop(scale_name), name=scale_name)
+    options = {name: others.pop(name, None) for name in ("backend", "attention_kwargs", "fp8")}
+    if options["fp8"] is not None:
+        float8_name("fp8", options["fp8"])
+    if options["backend"] is not None:
+        backends.find(options["backend"], "fna")
     config = performance_of(rank, **without_neutral(module, others))
-    if attention_kwargs is not None:
-        checked_attention_kwargs(attention_kwargs, config.flattened())
-    options = {"backend": backend, "attention_kwargs": attention_kwargs, "fp8": fp8}
-    performance = frozen({**dataclasses.asdict(config), **options})
-    return Neighborhood(rank, window, flag("clamp_window", clamp_window), factor, scale_name, performance)
+    if options["attention_kwargs"] is not None:
+        checked_attention_kwargs(options["attention_kwargs"], config.flattened())
+    fixed = {**window._asdict(), "clamp_window": clamp_window, "scale": scale}
+    arguments = {**fixed, **options, **dataclasses.asdict(config)}
+    return Neighborhood(rank, window, scale_name, frozen(arguments))
 
 
-def frozen(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a hashable copy, in which sequences and arrays of numbers are tuples."""
-    canonical = {k: frozen(v) if isinstance(v, Mapping) else hashable(v) for k, v in arguments.items()}
-    return cast(Mapping[str, Any], cast(Any, FrozenDict)(canonical))
+def frozen(value: Any) -> Any:
+    """Return a hashable copy, in which sequences and arrays of numbers are tuples, also inside of mappings."""
+    if not isinstance(value, Mapping):
+        return hashable(value)
+    return cast(Any, FrozenDict)({name: frozen(each) for name, each in value.items()})
 
 
 # Modules -------------------------------------------------------------------------------------------------------------

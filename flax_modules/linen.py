@@ -16,7 +16,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 
 from natten_jax.arguments.arrays import Counts, Origin
 from natten_jax.arguments.names import explained
-from natten_jax.arguments.static import Bools, Ints, flag, hashable
+from natten_jax.arguments.static import Bools, Ints, flag
 from natten_jax.windows import Edges, WindowArguments
 
 from . import attention_fn as common
@@ -96,9 +96,7 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
     def __post_init__(self) -> None:
         # Flax hashes a module by its fields.
         for name in (*WindowArguments._fields, *Performance.__annotations__):
-            value = getattr(self, name)
-            canonical = common.frozen(value) if isinstance(value, Mapping) else hashable(value)
-            object.__setattr__(self, name, canonical)
+            object.__setattr__(self, name, common.frozen(getattr(self, name)))
         self._checked()
         common.check_dropout(self.attn_drop, self.proj_drop)
         common.head_sizes(self.num_heads, self.num_kv_heads, self.in_features, self.qkv_features)
