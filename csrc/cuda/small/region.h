@@ -1,8 +1,7 @@
-// Which rows a CTA owns, which columns it keeps in shared memory for them, and where.
-//
-// A warp owns a tile of 16 rows: queries, or keys in the kernel of their gradients. A CTA owns a region of tiles, and
-// holds the box of columns that the region's rows see. A tile's columns are groups of 8, and groups that follow each
-// other in one dimension are a line.
+// Mapping of a CTA to its rows, and layout of the columns that it keeps in shared memory.
+// || A warp owns a tile of 16 rows: queries, or keys in the kernel that computes key and value gradients. A CTA owns a
+// region of tiles, and holds the box of columns that the region's rows see. A tile's columns are split into groups of
+// 8; consecutive groups along one dimension form a line.
 #pragma once
 
 #include <cstdint>
@@ -15,136 +14,133 @@
 
 namespace natten_jax::small {
 
-/// What a device has.
+/// Device properties.
 struct Device {
-  int shared_memory;  ///< Bytes that a CTA may have.
+  int shared_memory;  ///< Maximum bytes per CTA.
   int shared_memory_multiprocessor;
-  int shared_memory_reserved;  ///< That each CTA takes besides its own.
+  int shared_memory_reserved;  ///< Reserved by the system for every CTA.
   int multiprocessors;
-  bool has_boxes;  ///< The engine that copies boxes of tokens, and kernels that use it.
+  bool has_boxes;  ///< Supports TMA box copies, and the build has kernels that use them.
 };
 
-/// Offsets in a CTA's shared memory, in bytes. What plain passes need comes first, as in Region.
+/// Byte offsets in a CTA's shared memory. The fields of plain passes come first, as in Region.
 struct SharedLayout {
-  int offsets;     ///< uint32 for each warp and pair of groups: where it lies in a stage.
-  int masks;       ///< A byte for each warp, pair and lane, those of two pairs that are computed at once side by side.
-  int row_places;  ///< int for each row.
-  int box_state;   ///< BoxState, for boxes.
+  int offsets;     ///< uint32 per warp and pair of groups: the pair's offset in a stage.
+  int masks;       ///< A byte per warp, pair and lane; the bytes of two pairs that are computed together are adjacent.
+  int row_places;  ///< int per row.
+  int box_state;   ///< BoxState; boxes only.
   int stages;
   int stage_bytes;
-  int second;         ///< In a stage, for boxes: the second array's columns, and how far others are apart.
-  int box_end;        ///< In a stage, for boxes: where those of the first array end.
-  int boxes_end;      ///< In a stage, for boxes: where those of all arrays end.
-  int rows;           ///< In a stage, or for boxes in the CTA: the warps' rows of each array that they need.
-  int statistics;     ///< In a stage: kStatisticsBytes for each column.
+  int second;         ///< Boxes only: offset in a stage of the second array's columns; also the distance between
+                      ///< arrays.
+  int box_end;        ///< Boxes only: end of the first array's columns in a stage.
+  int boxes_end;      ///< Boxes only: end of the columns of all arrays in a stage.
+  int rows;           ///< In a stage, or per CTA with boxes: the rows of each warp, for each array of rows.
+  int statistics;     ///< In a stage: kStatisticsBytes per column.
   int additional;     ///< In a stage: additional columns.
-  int places;         ///< int2 for each column of the box: its token, and where it lies in a stage.
-  int batch_entries;  ///< EntryState, where batch entries may have layouts of their own.
-  int entries;  ///< Like `offsets` with a relative bias: how far its entries are behind the first ones, and their sums;
-                ///< with biases of keys: how far its tokens are.
-  int table;    ///< In a stage: a head's relative bias, between `Region::table_margin` numbers on both sides.
-  int key_bias;     ///< For each warp and pair of groups, a float for each of its columns: biases of keys.
-  int sums;         ///< For each warp, a row for each of its queries of 16-bit gradients of logits, by offset.
-  int region_sums;  ///< For whole layouts, sums of the queries of each warp (RegionSums).
-  int bytes;        ///< All of it.
+  int places;         ///< int2 per column of the box: its token, and its offset in a stage.
+  int batch_entries;  ///< EntryState, if batch entries may have separate layouts.
+  int entries;   ///< As `offsets`. With a relative bias: distance of the pair's table entries from the first ones, and
+                 ///< of their sums; with key biases: distance of its tokens.
+  int table;     ///< In a stage: a head's relative bias, with `Region::table_margin` numbers of padding on both sides.
+  int key_bias;  ///< Key biases: for each warp and pair of groups, a float per column.
+  int sums;      ///< For each warp, one row per query of 16-bit logit gradients, indexed by offset.
+  int region_sums;  ///< Kernel of whole layouts: sums over the queries of each warp (RegionSums).
+  int bytes;        ///< Total size.
 };
 
-/// Dimensions are numbered by what they are for: 0 and 1 are those of a group, 1 is that of a line.
-///
-/// What plain forward passes need comes first: the first warps of a multiprocessor wait for each 64 bytes of parameters
-/// that they touch, and such passes may take 7 microseconds in all.
+/// Shape of a CTA's region. Dimensions are numbered by role: 0 and 1 are the dimensions of a group, 1 is the dimension
+/// of a line.
+/// || Fields of plain forward passes come first: the first warps on an SM wait for each 64 bytes of parameters that
+/// they touch, and such passes may take only 7 microseconds.
 struct Region {
   int tile[kRank];   ///< Rows of a tile.
   int tiles[kRank];  ///< Tiles of a region.
-  int group[kRank];  ///< Columns of a group, powers of two; that of dimension 2 is 1.
+  int group[kRank];  ///< Columns of a group, powers of two; 1 in dimension 2.
   int pitch[kRank];  ///< Rows of shared memory between neighboring columns.
   int warps;
   int stages;
-  int items_of_cta;  ///< Batch entries and query heads that a CTA goes over.
+  int items_of_cta;  ///< Batch entries and query heads that a CTA loops over.
   SharedLayout shared;
-  int table;             ///< Pairs of groups that a warp's tables have room for. Further up, and biases of keys make
-                         ///< kernels spill.
+  int table;             ///< Capacity of a warp's tables, in pairs of groups. If this field comes earlier, the kernels
+                         ///< with key biases spill registers.
   int extent[kRank];     ///< Tokens of the box in shared memory.
-  int dimension[kRank];  ///< Which of the problem's each is.
-  int next_statistic;    ///< Bytes between statistics of two columns that follow each other in a group,
-  int next_group;        ///< and between those of two groups of a pair.
-  // A relative bias, in entries of a head's table; all zeros where there is none.
-  int table_pitch[kRank];  ///< From one offset to the next.
+  int dimension[kRank];  ///< The problem's dimension behind each region dimension.
+  int next_statistic;    ///< Bytes between the statistics of two consecutive columns of a group,
+  int next_group;        ///< and between the statistics of the two groups of a pair.
+  // Relative bias, in entries of a head's table; all zeros without one.
+  int table_pitch[kRank];  ///< Entries between consecutive offsets.
   int table_entries;
-  int gradients;     ///< Entries of the table's gradient: fewer, as lines are not filled up.
-  int table_margin;  ///< How far outside of the table columns lie that a group has and no row sees.
-  int record;        ///< Numbers of a tile's record.
-  // Bytes between the entries of two columns that follow each other in a group, and between those of two groups of a
-  // pair: where rows are queries, and where they are keys, which is negative. Kernels add these to addresses as they
-  // are.
+  int gradients;     ///< Entries of the table's gradient: fewer than table_entries, because its lines are not padded.
+  int table_margin;  ///< Largest distance outside the table of a column that belongs to a group but is seen by no row.
+  int record;        ///< Numbers in a tile's record.
+  // Bytes between the entries of two consecutive columns of a group, and between the entries of the two groups of a
+  // pair: [0] if rows are queries, [1] if rows are keys, which is negative. Kernels add these to addresses directly.
   int next_entry[2];
   int next_entry_of_group[2];
-  int next_sum_of_group;  ///< Bytes between the sums of two groups of a pair.
-  int sum_pitch[kRank];   ///< In a record, as table_pitch.
-  bool has_boxes;         ///< Whether the copy engine loads a region's columns, or all threads do, in chunks.
-  int box;                ///< Most columns that a region sees.
-  int regions[kRank];     ///< Regions of a dilation group.
-  int ctas;               ///< That a multiprocessor has the shared memory for.
-  std::int64_t count;     ///< All regions; 2^31 are some number of that and more.
-  double pairs;           ///< Pairs of groups that tiles take time for, additional ones among them.
-  double nanoseconds;     ///< That the launch is estimated to take.
+  int next_sum_of_group;  ///< Bytes between the sums of the two groups of a pair.
+  int sum_pitch[kRank];   ///< As table_pitch, in a record.
+  bool has_boxes;         ///< Columns are loaded by TMA as boxes; otherwise all threads copy chunks.
+  int box;                ///< Maximum number of columns that a region sees.
+  int regions[kRank];     ///< Regions per dilation group.
+  int ctas;               ///< CTAs per SM that shared memory allows.
+  std::int64_t count;     ///< Total number of regions, saturated at 2^31.
+  double pairs;           ///< Pairs of groups that take compute time in a tile, including additional ones.
+  double nanoseconds;     ///< Estimated time of the launch.
 };
 
-/// Where a launch's queries and keys lie.
+/// Position of a launch's queries and keys in the layout.
 enum class Places {
-  kComplete,   ///< The arrays are the layout, all of it.
-  kParts,      ///< They are parts of one, which may begin anywhere in it.
-  kOfEntries,  ///< Each batch entry has a layout of its own in them.
+  kComplete,   ///< The arrays cover the complete layout.
+  kParts,      ///< The arrays are parts of a layout, at any position in it.
+  kOfEntries,  ///< Every batch entry has a separate layout inside the arrays.
 };
 
-/// A problem as the kernel of key and value gradients sees it: those of additional tokens are not its own.
+/// Returns the problem without additional tokens, as the key/value gradient kernel sees it: another kernel computes the
+/// gradients of additional tokens.
 Problem without_additional(Problem problem);
 
-/// Calls `call` with every region that a kernel can take for tiles.
-///
-/// Returns:
-///   An error where tiles are not of the size that the kernels take.
+/// Calls `call` with every region that a kernel supports for these tiles.
+/// || Returns:
+///   An error if tiles do not have the size that the kernels require.
 Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                        Kernel kernel, Places places, const Device& device,
                        const std::function<void(const Region&)>& call);
 
-/// That one of these for which the launch is estimated to be fastest.
-///
-/// Args:
-///   problem: what is computed.
+/// Chooses the region with the shortest estimated launch time.
+/// || Args:
+///   problem: the problem to solve.
 ///   rows, columns: shapes of a warp's tile and of a group, with kRows and kColumns tokens.
-///   kernel: which one.
-///   places: where its tokens lie.
-///   device: what it has.
+///   kernel: the kernel to launch.
+///   places: position of the tokens in the layout.
+///   device: device properties.
 ///   region: the result.
-///
-/// Returns:
-///   An error where tiles are not of that many tokens, or where there is no region: the box of one tile is too large
-///   for shared memory, or, for the kernel of whole layouts, that of all tiles.
+/// || Returns:
+///   An error if tiles or groups have another number of tokens, or if no region fits: the box of one tile (for the
+///   kernel of whole layouts, of all tiles) is too large for shared memory.
 Status choose_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                      Kernel kernel, Places places, const Device& device, Region& region);
 
-/// A kernel of a pass, and the region that it is launched with.
+/// A kernel of a pass, and its region.
 struct Launch {
   Kernel kernel;
   Region region;
 };
 
-/// What a pass launches with tiles, but for the gradients of additional tokens, and how long all of it takes.
+/// The tiled launches of a pass, except the gradients of additional tokens, and the estimated time of the whole pass.
 struct PassEstimate {
   std::vector<Launch> launches;
   double seconds;
 };
 
-/// Estimates a pass. Windows of queries and those of keys are alike: in the backward pass, the kernel that owns queries
-/// takes the shape of key/value tiles for theirs.
-///
-/// Returns:
-///   An error where the kernels do not take them.
+/// Estimates the time of a pass. In the backward pass, every kernel takes the key/value tile shape for its rows,
+/// including the kernel that owns queries: the windows of queries and of keys are alike.
+/// || Returns:
+///   An error if the kernels do not support these tiles.
 Status estimate_pass(const Problem& problem, const TileShapes& tiles, bool is_backward, const Device& device,
                      PassEstimate& estimate);
 
-/// The width that heads of a problem are compiled for; 0 where they are too wide.
+/// Compiled head width for the problem; 0 if its heads are too wide.
 int compiled_head_dim(const Problem& problem);
 
 }  // namespace natten_jax::small

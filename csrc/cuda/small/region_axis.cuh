@@ -1,4 +1,4 @@
-// One dimension of a CTA's region: which rows it has, and which columns each of them sees or is seen by.
+// A dimension of a CTA's region: its rows, and the columns that each row sees or is seen by.
 #pragma once
 
 #include "cuda/common/axis_plan.cuh"
@@ -6,19 +6,19 @@
 
 namespace natten_jax::small {
 
-/// A region of a dimension where all of them but the last are full: its first row, how many it has, and those of a
-/// tile, a power of two.
+/// Position of a region along a dimension: its first row, its maximum number of rows (all regions except the last are
+/// full), and the rows of a tile, a power of two.
 struct RegionRows {
   int begin, most, tile;
 };
 
-/// One dimension of a region, seen from its rows. Where it wraps, which `kMayWrap` allows for, columns are counted on
-/// behind both ends of the layout.
+/// A dimension of a region, from the point of view of its rows. If the dimension wraps (`kMayWrap` permits it),
+/// column indices continue past both ends of the layout.
 template <bool kRowsAreKeys, bool kMayWrap = false>
 struct RegionAxis {
   GroupTokens query, kv;
   int begin;  // index of the region's first row
-  int count;  // its rows; none where it is not positive
+  int count;  // number of rows; the region is empty if not positive
   int kernel_size, stride;
 
   CUTE_DEVICE RegionAxis(const DeviceAxis& axis, const EntryAxis& entry, int residue, RegionRows place)
@@ -29,7 +29,7 @@ struct RegionAxis {
         kernel_size(entry.kernel_size),
         stride(entry.stride) {}
 
-  /// A dimension of a plain problem.
+  /// For a dimension of a plain problem.
   CUTE_DEVICE RegionAxis(const DeviceAxis& axis, int residue, RegionRows place)
       : begin(place.begin), kernel_size(axis.kernel_size), stride(axis.stride) {
     const int length = group_length(axis, axis.query_extent, residue);
@@ -37,7 +37,7 @@ struct RegionAxis {
     count = min(place.most, length - begin);
   }
 
-  /// A dimension as a batch entry has it; with `kIsPlain`, one of a plain problem.
+  /// Returns the dimension in a batch entry's layout; with `kIsPlain`, of a plain problem.
   template <bool kIsPlain>
   CUTE_DEVICE static RegionAxis of(const CommonParams& p, const EntryLayout& layout, int d, int residue,
                                    RegionRows place) {
@@ -50,7 +50,7 @@ struct RegionAxis {
       if constexpr (kRowsAreKeys) result.fill_last_region(place);
       return result;
     }
-    // Further out lies nothing else: sums must not overflow.
+    // Clamp the origins, so that sums do not overflow; nothing lies further out.
     const auto origin = [&](int index, int least, int largest) {
       return p.origins == nullptr
                  ? Origin{0, 0}
@@ -61,14 +61,14 @@ struct RegionAxis {
     return RegionAxis(axis, entry, residue, place);
   }
 
-  /// Whether the dimension wraps: all of its tokens are there then.
+  /// True if the dimension wraps; all of its tokens are then local.
   CUTE_DEVICE static bool wraps(const DeviceAxis& axis) { return kMayWrap && axis.ends == Ends::kWrap; }
 
   CUTE_DEVICE const GroupTokens& rows() const { return kRowsAreKeys ? kv : query; }
   CUTE_DEVICE const GroupTokens& columns() const { return kRowsAreKeys ? query : kv; }
 
-  /// Local columns that a row of the region sees or is seen by, from begin to end. Both grow with the row: a key
-  /// outside of the layout is as the nearest one inside.
+  /// Range of local columns that a row of the region sees or is seen by. Both ends grow with the row: a key outside of
+  /// the layout is treated as the nearest key inside.
   CUTE_DEVICE int2 seen(const DeviceAxis& axis, int row) const {
     row += begin;
     const EntryWindows windows(axis, kernel_size, stride);
@@ -84,8 +84,8 @@ struct RegionAxis {
     return make_int2(max(window.begin - shift, 0), min(max(window.end - shift, 0), columns().local_length));
   }
 
-  /// The offset of a key from a query of a dimension, of which one is a row of the region and one a column; counted
-  /// from the smallest offset of a window.
+  /// Offset of a key from a query along the dimension, relative to the smallest offset of a window. One of them is a
+  /// row of the region, the other one is a column.
   CUTE_DEVICE int offset(const DeviceAxis& axis, int row, int column) const {
     row += begin;
     column += columns().shift;
@@ -94,15 +94,15 @@ struct RegionAxis {
     return (kRowsAreKeys ? row - column : column - row) + axis.kernel_size - 1;
   }
 
-  /// Whether a row's token lies in the global layout; queries do.
+  /// True if a row's token lies in the global layout; queries always do.
   CUTE_DEVICE bool is_inside(int row) const {
     return !kRowsAreKeys || (row + begin >= -kv.shift && row + begin < kv.length - kv.shift);
   }
 
  private:
-  /// Gives the last region as many tiles as it can have, and the one before what is left. The windows of queries at the
-  /// end of a layout are shifted: keys shortly before it are seen by more of them than others. Where these are all in
-  /// one region, no box needs room for more queries. `Side::seen` of region_side.h counts on it.
+  /// Gives the last region the maximum number of tiles, and the region before it the remaining ones. Windows of
+  /// queries at the end of a layout are shifted, so that more of them see the keys shortly before the end. With all of
+  /// these keys in one region, no box needs room for more queries. `Side::seen` in region_side.h relies on this.
   CUTE_DEVICE void fill_last_region(RegionRows place) {
     const int length = kv.local_length, end = place.begin + place.most;
     if (length <= place.begin || length > end + place.most) return;

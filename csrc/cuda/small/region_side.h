@@ -1,4 +1,4 @@
-// The dimensions of a problem as the rows of a kernel see them: which columns tiles see.
+// A dimension of a problem as the rows of a kernel see it: the columns that tiles see.
 #pragma once
 
 #include <algorithm>
@@ -8,32 +8,32 @@
 
 namespace natten_jax::small {
 
-/// Ends of a layout are looked at closely up to this window.
+/// Largest window (kernel size plus stride) for which the ends of a layout are enumerated exactly.
 constexpr std::int64_t kMostLookedAt = 1024;
 
-/// One dimension, seen from the rows of a kernel.
+/// A dimension, from the point of view of a kernel's rows.
 struct Side {
   const Axis& axis;
   bool rows_are_keys;
   Places places;
 
-  /// Whether tokens may begin or end anywhere in a layout.
+  /// True if the tokens may begin or end anywhere in a layout.
   bool has_origins() const { return places != Places::kComplete; }
 
   /// Local rows and columns of the longest dilation group.
   std::int64_t rows() const { return of_group((rows_are_keys ? axis.kv : axis.query).local_extent); }
   std::int64_t columns() const { return of_group((rows_are_keys ? axis.query : axis.kv).local_extent); }
 
-  /// Most columns that some rows see: those of `tiles` tiles that follow each other, the first of which begins at a
-  /// multiple of their rows. Where batch entries have layouts of their own, of any lengths, the last ones of such a
-  /// layout's keys are as many, and those before are what is left.
+  /// Maximum number of columns that the rows of `tiles` consecutive tiles see; the first tile begins at a multiple of
+  /// their rows. With per-entry layouts of any length, the last `tiles` tiles of keys in a layout form one region, and
+  /// the region before it has the remaining ones (RegionAxis::fill_last_region).
   std::int64_t seen(std::int64_t tile, std::int64_t tiles = 1) const {
     if (are_whole()) return columns();
     const std::int64_t inside = seen_inside(tile * tiles);
     return limited(rows_are_keys ? std::max(inside, seen_at_ends(tile, tiles)) : inside);
   }
 
-  /// How many groups of columns `count` rows see on average.
+  /// Average number of groups of columns that `count` rows see.
   double mean_groups(std::int64_t count, std::int64_t group) const {
     if (are_whole()) return static_cast<double>(divide_up(columns(), group));
     const double inside = static_cast<double>(divide_up(limited(seen_inside(count)), group));
@@ -49,28 +49,27 @@ struct Side {
   }
 
  private:
-  /// So many columns, or all; where the dimension wraps, some may come twice.
+  /// Limits a number of columns to all columns. If the dimension wraps, nothing is cut off: a column may occur twice.
   std::int64_t limited(std::int64_t seen) const {
     return axis.window.ends == Ends::kWrap ? seen : std::min(seen, columns());
   }
 
-  /// Whether windows are the whole sequence.
+  /// True if every window is the whole sequence.
   bool are_whole() const { return axis.query.extent != axis.kv.extent; }
 
   bool looks_at_ends() const { return !has_origins() && ends() <= kMostLookedAt; }
   std::int64_t ends() const { return axis.window.kernel_size + axis.window.stride; }
 
-  /// The same as `seen` for keys near the ends of a layout, which are seen by more queries, whose windows the end
-  /// shifts.
+  /// As `seen`, for keys near the ends of a layout: more queries see them, because the end shifts their windows.
   std::int64_t seen_at_ends(std::int64_t tile, std::int64_t tiles) const {
     const Window& window = axis.window;
     const std::int64_t count = tile * tiles, longest = of_group(axis.kv.extent);
-    // Layouts that are longer have ends like those of one of these.
+    // Longer layouts have the same ends as some length up to `all_kinds`.
     const std::int64_t all_kinds = 2 * ends() + count * (window.stride + 3);
     const bool looks_at_all =
         places == Places::kOfEntries && axis.kv.local_extent == axis.kv.extent && all_kinds <= kMostLookedAt;
     if (!looks_at_ends() && !looks_at_all) {
-      // Keys that have both ends near are seen by the whole layout.
+      // In a short layout, a key may be near both ends: the whole layout sees it.
       const bool may_be_short = places == Places::kOfEntries || longest <= 2 * window.kernel_size + count;
       const std::int64_t shifted = window.kernel_size / 2 + window.stride;
       return seen_inside(count) + (may_be_short ? std::max(shifted, window.kernel_size) : shifted);
@@ -93,7 +92,7 @@ struct Side {
 
   std::int64_t of_group(std::int64_t extent) const { return divide_up(extent, axis.window.dilation); }
 
-  /// How many columns the keys from one to another of a layout are seen by.
+  /// Number of columns that see the keys from `begin` to `end` of a layout.
   std::int64_t seen_between(std::int64_t begin, std::int64_t end, std::int64_t length) const {
     if (length < axis.window.kernel_size) return length;
     const auto first_seen = inverse_window_bounds(axis.window, begin, length, length);
@@ -101,7 +100,7 @@ struct Side {
     return last_seen.end - first_seen.begin;
   }
 
-  /// The same as `seen`, away from the ends of the layout.
+  /// As `seen`, away from the ends of the layout.
   std::int64_t seen_inside(std::int64_t count) const {
     const Window& window = axis.window;
     count = std::min(count, rows());
@@ -109,7 +108,7 @@ struct Side {
     return window.kernel_size + (rows_are_keys ? count - 1 + window.stride - 1 : steps);
   }
 
-  /// Calls `call` with the columns that blocks of `count` keys near the ends of a layout of `length` are seen by.
+  /// Calls `call` with the number of columns that see each block of `count` keys near the ends of a layout of `length`.
   template <class Call>
   void for_ends(std::int64_t count, std::int64_t length, const Call& call) const {
     const Window& window = axis.window;
@@ -127,7 +126,7 @@ struct Side {
   }
 };
 
-/// The dimensions of a problem, seen from a kernel.
+/// The dimensions of a problem, from the point of view of a kernel's rows.
 struct Sides {
   Side of[kRank];
 
