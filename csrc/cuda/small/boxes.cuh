@@ -18,24 +18,24 @@ constexpr bool is_compiled(bool has_boxes) {
 #endif
 }
 
-/// What few threads of a CTA need seldom, in shared memory: it has no registers.
+/// Rarely used per-CTA state, kept in shared memory to save registers.
 struct BoxState {
-  std::uint64_t full[2];  // barriers of the stages
-  std::uint64_t left[2];  // barriers of the warps that have read a stage
-  EntryItems items;       // of the plan, where these are
-  int first[kRank];       // column of the box
-  int warps;              // that have rows
+  std::uint64_t full[2];  // stages are loaded
+  std::uint64_t left[2];  // stages have been read by all warps
+  EntryItems items;       // of the plan, with per-entry layouts
+  int first[kRank];       // first column of the box
+  int warps;              // warps that have rows
 };
 
-/// In place of those that lie in shared memory.
+/// Stands for members that are kept in shared memory instead.
 struct NoItems {};
 
-/// Arrives at a barrier as soon as all copies that the thread has started are there.
+/// Arrives at a barrier once all copies that the thread has started have completed.
 CUTE_DEVICE void arrive_with_copies(std::uint64_t& barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" : : "r"(shared_address(&barrier)) : "memory");
 }
 
-/// As ChunkLoads; a warp's rows are in buffers of their own, which it fills for itself.
+/// As ChunkLoads, but each warp has separate buffers for its rows, and fills them itself.
 template <int kHeadDim, Kernel kKernel, class Items, bool kHasBias = false>
 class BoxLoads {
  public:
@@ -44,16 +44,16 @@ class BoxLoads {
   static constexpr bool kMayWrap = Items::kMayWrap, kIsPlain = Items::kIsPlain;
   static constexpr int kBoxes = boxes_of(kKernel);
   static constexpr bool kHasResultsInRows = has_results_in_rows(kKernel, Items::kOfEntries);
-  // Arrivals of a warp that has read a stage. With a table each lane arrives for itself: of one arrival for all of
-  // them, racecheck sees that its lane is done, and reports what the others read of the table.
+  // Arrivals per warp that has read a stage. With a table, every lane arrives: racecheck attributes a single arrival to
+  // its lane only, and reports the other lanes' reads of the table.
   static constexpr int kLeavesOfWarp = kHasBias ? 32 : 1;
 
   CUTE_DEVICE BoxLoads(const CommonParams& p, char* raw)
       : p_(p),
         state_(*reinterpret_cast<BoxState*>(raw + p.region.shared.box_state)),
         stages_(shared_address(raw + p.region.shared.stages)) {
-    // With it, dilation 8 took 116.5 instead of 121 microseconds, and 7 x 7 tokens 21.2 instead of 22.4; the other
-    // kernels of gradients took 4% longer.
+    // With this prefetch, dilation 8 took 116.5 instead of 121 microseconds, and 7 x 7 tokens 21.2 instead of 22.4; the
+    // other gradient kernels took 4% longer.
     if constexpr (kIsWhole) {
       if (threadIdx.x > 0) return;
       CUTE_UNROLL
@@ -63,7 +63,7 @@ class BoxLoads {
     }
   }
 
-  /// Takes the items of the next plan, at first or when all threads are done with those before.
+  /// Takes the items of the next plan: at first, or when all threads have finished the previous plan.
   CUTE_DEVICE void take(const Items& items, bool is_first) {
     if constexpr (Items::kOfEntries) {
       if (threadIdx.x > 0) return;
@@ -79,8 +79,9 @@ class BoxLoads {
     }
   }
 
-  /// Has the first stages filled, but for what the kernel before writes. `first` is the box's first column, `warps`
-  /// have rows. Columns on both sides of a seam are no box: all threads copy them, once they get there.
+  /// Starts the loads of the first stages, except the data that the previous kernel writes. `first` is the box's first
+  /// column, `warps` is the number of warps with rows. TMA cannot load columns on both sides of a seam as a box: all
+  /// threads copy these later.
   CUTE_DEVICE void start(const int (&first)[kRank], int warps, bool crosses_seam = false) {
     if constexpr (kMayWrap) crosses_seam_ = crosses_seam;
     if (threadIdx.x > 0) return;
@@ -95,10 +96,10 @@ class BoxLoads {
     cutlass::arch::fence_barrier_init();
     if constexpr (Items::kOfEntries) {
       if (items().maps >= 0) {
-        // The kernel before makes them, or was started once others had made them: that of gradients fills padding,
-        // which nobody here has to wait for.
+        // In the forward pass, the previous kernel makes the maps. In the backward pass, it fills padding, which is not
+        // needed here, and it was started only after the maps had been made.
         if constexpr (kKernel == Kernel::kForward) wait_for_previous_kernel();
-        // For all threads that have stages filled: they come after this one.
+        // On behalf of all threads that issue TMA loads, which come after this one.
         const CUtensorMap* const maps = p_.entry_maps + items().maps * kEntryMaps;
         for (int i = 0; i < kBoxes + kRowsAreKeys; ++i) acquire_map(maps + i);
       }
@@ -106,20 +107,20 @@ class BoxLoads {
     if (!crosses_seam) for_first([&](int i) { fill(i, i); });
   }
 
-  /// Has a warp's rows of the first item loaded, while it plans.
+  /// Starts to load a warp's rows of the first item while the warp plans.
   template <class LoadRows>
   CUTE_DEVICE void load_first_rows(const Item& first, std::uint32_t rows_of_warp, const LoadRows& load_rows) const {
     load_rows(first, rows(rows_of_warp));
     commit_copies();
   }
 
-  /// To be called by all threads, before any of them goes over the items.
+  /// All threads have to call it before any of them loops over the items.
   CUTE_DEVICE int warps_with_rows() const {
     __syncthreads();
     return state_.warps;
   }
 
-  /// Goes over the items, as ChunkLoads does.
+  /// Loops over the items, as ChunkLoads does.
   template <class LoadRows, class LoadColumns, class Compute>
   CUTE_DEVICE void for_items(const Tables& tables, const TilePlan& tile, std::uint32_t rows_of_warp,
                              const LoadRows& load_rows, [[maybe_unused]] const LoadColumns& load_columns,
@@ -178,7 +179,7 @@ class BoxLoads {
     const LoadNext& load_next;
     int i, stage, phase;
 
-    /// A warp's rows are in registers: those of the next item may come. From here on, columns are needed.
+    /// The warp's rows are in registers, so that the next item's rows may be loaded. Waits for the columns.
     CUTE_DEVICE void rows_are_read() const {
       __syncwarp();
       if constexpr (!kHasResultsInRows) load_next();
@@ -187,7 +188,7 @@ class BoxLoads {
 
     CUTE_DEVICE void columns_are_read() const { loads.leave(i, stage, phase); }
 
-    /// A warp's results have left the buffer that they were written by way of.
+    /// The warp's results have left their staging buffer.
     CUTE_DEVICE void results_are_written() const {
       if constexpr (kHasResultsInRows) {
         __syncwarp();
@@ -201,13 +202,13 @@ class BoxLoads {
     if (kLeavesOfWarp > 1 && threadIdx.x % 32 > 0) arrive(left);
     __syncwarp();
     if (threadIdx.x % 32 > 0) return;
-    // All have left what the stage had before, or it would not have been filled again: this never waits, and orders
-    // the barrier's uses for those who look at it alone.
+    // Never blocks: all warps have left the stage's previous contents, or it would not have been refilled. The wait
+    // orders uses of the barrier for tools that track only the barrier.
     wait(left, phase ^ 1);
     const unsigned missing = arrive_counting(left);
     i += p_.region.stages;
     if (crosses_seam() || missing > 1 || i >= items().count) return;
-    wait(left, phase);  // nor does this, which orders what others did before they arrived before what comes
+    wait(left, phase);  // does not block either; orders other warps' reads before the refill
     fill(i, stage);
     fill_statistics(i, stage);
   }
@@ -221,7 +222,7 @@ class BoxLoads {
     return stages_ - p_.region.shared.stages + p_.region.shared.rows + of_warp;
   }
 
-  /// The map of an array: that of batch entries with the plan at hand, or that of all.
+  /// Tensor map of an array: the map of the plan's batch entries, or the launch's map.
   CUTE_DEVICE const CUtensorMap& map_of(int box) const {
     if constexpr (Items::kOfEntries) {
       if (items().maps >= 0) return p_.entry_maps[items().maps * kEntryMaps + box];
@@ -229,7 +230,7 @@ class BoxLoads {
     return p_.columns[box];
   }
 
-  /// Loads all of a stage for an item but the statistics.
+  /// Loads a stage for an item, except the statistics.
   CUTE_DEVICE void fill(int i, int stage) const {
     const Item item = items().at(p_, i);
     const std::uint32_t barrier = shared_address(&state_.full[stage]),
@@ -250,7 +251,7 @@ class BoxLoads {
     }
   }
 
-  /// What a stage has that the kernel before writes, if anything.
+  /// Loads the part of a stage that the previous kernel writes, if any.
   CUTE_DEVICE void fill_statistics(int i, int stage) const {
     if constexpr (kRowsAreKeys) {
       const Item item = items().at(p_, i);
@@ -261,10 +262,10 @@ class BoxLoads {
     }
   }
 
-  /// Where the box of statistics ends, counted from its begin.
+  /// End of the box of statistics, relative to its begin.
   CUTE_DEVICE int statistics_end() const { return p_.region.shared.box_end / kRowBytes * kStatisticsBytes; }
 
-  /// What no box covers is read nevertheless, and counts as nothing: what follows the boxes in the stages.
+  /// Clears the parts of the stages after the boxes: the kernel reads them, and they have to be finite.
   CUTE_DEVICE void clear_past_boxes(char* stage) const {
     const SharedLayout& shared = p_.region.shared;
     for (int i = 0; i < p_.region.stages; ++i, stage += shared.stage_bytes) {
@@ -296,7 +297,7 @@ class BoxLoads {
     }
   }
 
-  /// There are no registers for those of entries.
+  /// Kept in shared memory with per-entry layouts, because registers are short.
   CUTE_DEVICE const Items& items() const {
     if constexpr (Items::kOfEntries) {
       return state_.items;
@@ -312,7 +313,7 @@ class BoxLoads {
   std::conditional_t<kMayWrap, bool, NoItems> crosses_seam_;
 };
 
-/// No loads for a second plan: the first one's are all there are.
+/// Loads of a second plan: none, since the first plan's loads serve both.
 struct NoLoads {
   static constexpr bool kMayWrap = false, kIsPlain = false;
 

@@ -1,5 +1,4 @@
-// Copies of a region's columns and rows into shared memory, and the order in which a CTA goes over batch entries and
-// heads.
+// Copies of a region's columns and rows into shared memory, and the order of a CTA's loop over batch entries and heads.
 #pragma once
 
 #include "cuda/common/arithmetic.cuh"
@@ -15,7 +14,7 @@ namespace natten_jax::small {
 struct Item {
   int batch;
   int head;
-  int of_query;  // batch * queries * heads + head: the item's first row in arrays of a row for each query and head
+  int of_query;  // batch * queries * heads + head: the item's first row in arrays with a row per query and head
   int of_batch;  // batch * keys
 
   CUTE_DEVICE Item(const CommonParams& p, int number) {
@@ -39,7 +38,7 @@ struct Item {
   /// Scale of logits in base 2.
   CUTE_DEVICE float exponent_scale(const CommonParams& p) const { return scale(p).logits * kLog2E; }
 
-  /// Which one it is of all.
+  /// Index among all items.
   CUTE_DEVICE int number(const CommonParams& p) const { return batch * p.heads + head; }
 
   /// The head's relative bias.
@@ -54,7 +53,7 @@ struct Item {
 
   CUTE_DEVICE int head_kv(const CommonParams& p) const { return p.by_heads_per_kv.divide(head); }
 
-  /// The first row in arrays of a row for each key and key/value head.
+  /// First row in arrays with a row per key and key/value head.
   CUTE_DEVICE int of_key(const CommonParams& p) const { return of_batch * p.heads_kv + head_kv(p); }
   CUTE_DEVICE int of_additional(const CommonParams& p) const { return additional * p.heads_kv + head_kv(p); }
 
@@ -75,8 +74,8 @@ CUTE_DEVICE Byte* row_of(Byte* array, int row, int width) {
   return const_cast<Char*>(advance(static_cast<const char*>(array), row, 2 * width));
 }
 
-/// A thread's part of copying the columns of a region: a chunk of every few of them, out of one of two arrays. A
-/// column's chunks of both lie in a row of shared memory: one address serves all reads.
+/// A thread's share of copying a region's columns: a chunk of every few columns, from either of two arrays. A
+/// column's chunks of both arrays are in one row of shared memory, so that one address serves all reads.
 template <int kHeadDim>
 struct ColumnCopy {
   static constexpr int kChunks = kHeadDim / 4, kOfArray = kHeadDim / 8, kAtOnce = 4;
@@ -90,12 +89,12 @@ struct ColumnCopy {
     chunk_bytes = chunk % kOfArray * 8 < width ? 16 : 0;
   }
 
-  /// The thread's of two arrays; any part of them where its chunk lies past the heads.
+  /// Source address in the thread's array; any valid address if its chunk is past the head's width.
   CUTE_DEVICE const char* source(const void* first, const void* second) const {
     return static_cast<const char*>(is_second ? second : first) + (chunk_bytes == 0 ? 0 : chunk % kOfArray * 16);
   }
 
-  /// Starts to copy a region's columns of two arrays, given the first rows of an item.
+  /// Starts to copy a region's columns of two arrays, which begin at an item's first rows.
   CUTE_DEVICE void box(const Tables& tables, const void* first, const void* second, std::uint32_t stage) const {
     const char* const source = this->source(first, second);
     const std::uint32_t flip = (chunk & 7) << 4;
@@ -120,7 +119,7 @@ struct ColumnCopy {
     if (place < tables.places + tables.columns) copy_columns(std::integral_constant<int, 1>{});
   }
 
-  /// The keys and values that a region's queries see, additional ones among them.
+  /// Copies the keys and values that a region's queries see, including additional ones.
   template <class Params>
   CUTE_DEVICE void keys(const Params& p, const Tables& tables, const Item& item, std::uint32_t stage) const {
     const int of_key = item.of_key(p);
@@ -133,7 +132,7 @@ struct ColumnCopy {
              stage + p.region.shared.additional);
   }
 
-  /// Columns that follow each other in both.
+  /// Copies columns that are contiguous in memory and in shared memory.
   CUTE_DEVICE void sequence(int columns, const char* source, std::uint32_t additional) const {
     for (int i = threadIdx.x / kChunks; i < columns; i += blockDim.x / kChunks) {
       const std::uint32_t row = additional + i * (4 * kHeadDim) + (chunk >> 3) * 128;
@@ -151,14 +150,14 @@ CUTE_DEVICE void copy_table(const CommonParams& p, const Item& item, std::uint32
   }
 }
 
-/// The rows of a warp's tile, in a buffer for each array.
+/// Rows of a warp's tile, with a buffer per array.
 template <int kHeadDim>
 struct RowTile {
   using Tile = SharedTile<2 * kHeadDim>;
   static constexpr int kBytes = kRows * Tile::kRowBytes;
   static constexpr int kPasses = kRows * Tile::kChunks / 32, kStep = 32 / Tile::kChunks;  // rows of a pass
 
-  /// Starts to copy them; `source` is the first row of the item, `places` are as Tables has them.
+  /// Starts the copy. `source` is the item's first row; `places` are as in Tables.
   CUTE_DEVICE static void copy(const int2* places, const void* source, int head_dim, std::uint32_t buffer) {
     const int lane = threadIdx.x % 32, chunk = lane % Tile::kChunks, row = lane / Tile::kChunks;
     const bool is_inside = chunk * 8 < head_dim;
@@ -173,7 +172,8 @@ struct RowTile {
     }
   }
 
-  /// Rounds a warp's accumulators times a factor for each of a lane's two rows, and writes them by way of a buffer.
+  /// Scales a warp's accumulators with a factor for each of a lane's two rows, rounds them, and stores them through a
+  /// buffer.
   template <class Element>
   CUTE_DEVICE static void store(const float (&o)[kHeadDim / 8][4], float low, float high, const int2* places,
                                 void* destination, int head_dim, std::uint32_t buffer) {
@@ -211,7 +211,7 @@ struct RowTile {
   }
 
  private:
-  /// The places of a lane's rows: `row`, and one of each later pass.
+  /// Row indices of a lane: `row`, and a row in each later pass.
   struct Places {
     int2 each[kPasses / 2];
 
@@ -226,7 +226,7 @@ struct RowTile {
   };
 };
 
-/// Fills with zeros, from one multiple of 16 bytes to another.
+/// Writes zeros; both ends are multiples of 16 bytes.
 CUTE_DEVICE void clear(char* begin, char* end) {
 #pragma unroll 4
   for (char* at = begin + threadIdx.x * 16; at < end; at += blockDim.x * 16) {
@@ -234,7 +234,7 @@ CUTE_DEVICE void clear(char* begin, char* end) {
   }
 }
 
-/// The items of a CTA, which follow each other.
+/// Consecutive items of a CTA.
 struct CtaItems {
   static constexpr bool kOfEntries = false, kMayWrap = false, kIsPlain = false;
 
@@ -246,33 +246,32 @@ struct CtaItems {
 
   CUTE_DEVICE Item at(const CommonParams& p, int i) const { return Item(p, first + i); }
 
-  /// Makes the one before the `i`th the `i`th.
+  /// Advances `item` from item `i - 1` to item `i`, the last argument.
   CUTE_DEVICE void advance(const CommonParams& p, Item& item, int) const { item.next(p); }
 };
 
-/// As CtaItems, of plain problems, whose arrays are the complete layout (CommonParams::is_plain): the plan of a forward
-/// pass has 430 of 3,000 instructions less.
+/// As CtaItems, for plain problems, whose arrays are the complete layout (CommonParams::is_plain): the plan of a
+/// forward pass has 430 of 3,000 instructions less.
 struct PlainItems : CtaItems {
   static constexpr bool kIsPlain = true;
 
   PlainItems() = default;
   CUTE_DEVICE explicit PlainItems(const CommonParams& p) : CtaItems(p) {
-    // From here on the compiler does not know where it is from: it would find it anew for each item, by 8 of the 286
-    // instructions that a forward pass has for one besides those for its columns.
+    // Opaque to the compiler. Otherwise it rematerializes the count for each item, at 8 of the 286 instructions per
+    // item that a forward pass has outside of its loop over columns.
     count = static_cast<int>(kept(static_cast<std::uint32_t>(count)));
   }
 };
 
-/// The items of a CTA's plan, where batch entries have layouts of their own: some that follow each other once its
-/// entries are in the order of their plans.
+/// Items of a CTA's plan with per-entry layouts: consecutive items, with the CTA's entries sorted by plan.
 struct EntryItems {
   static constexpr bool kOfEntries = true, kMayWrap = false, kIsPlain = false;
 
   int first, count;
   const std::uint8_t* order;  // of the CTA's entries
-  unsigned entries;           // a bit for each that has the plan
-  int first_entry;            // the one that the order calls 0, and the first bit
-  int maps;                   // the entry whose tensor maps all of them have; negative: those of the launch
+  unsigned entries;           // one bit per entry that uses the plan
+  int first_entry;            // the entry of index 0 in `order`, and of the first bit
+  int maps;                   // the entry whose tensor maps all items use; negative: the launch's maps
 
   CUTE_DEVICE Item at(const CommonParams& p, int i) const {
     int place, head;
@@ -280,7 +279,8 @@ struct EntryItems {
     return Item(p, first_entry + order[place], head);
   }
 
-  /// To look the next one up in the order took 7% of a pass. Two cases, as one takes registers.
+  /// Looking up the next entry in `order` took 7% of a pass. There are two cases because the second one needs
+  /// registers.
   CUTE_DEVICE void advance(const CommonParams& p, Item& item, int) const {
     if (item.head + 1 < p.heads) {
       item.next(p);
@@ -290,15 +290,15 @@ struct EntryItems {
   }
 };
 
-/// How the columns of a region come into shared memory on any architecture: all threads copy chunks of them. A CTA's
-/// items take turns in one stage, or in two, so that the next item is loaded while one is computed. A stage has the
-/// warps' rows, too.
+/// Loads of a region's columns on any architecture: all threads copy chunks. A CTA's items use one stage in turn, or
+/// alternate between two stages, so that the next item is loaded while one is computed. A stage also has the warps'
+/// rows.
 template <class Items>
 class ChunkLoads {
  public:
   static constexpr bool kMayWrap = Items::kMayWrap, kIsPlain = Items::kIsPlain, kHasResultsInRows = true;
 
-  /// While an item is computed, nothing else happens.
+  /// Hooks of `compute`; nothing overlaps with the computation here.
   struct Phases {
     CUTE_DEVICE void rows_are_read() const {}
     CUTE_DEVICE void columns_are_read() const {}
@@ -315,13 +315,13 @@ class ChunkLoads {
   template <class LoadRows>
   CUTE_DEVICE void load_first_rows(const Item&, std::uint32_t, const LoadRows&) const {}
 
-  /// Goes over the items: `load_rows(item, rows)` and `load_columns(item, stage)` start copies of a warp's rows and of
+  /// Loops over the items: `load_rows(item, rows)` and `load_columns(item, stage)` start copies of a warp's rows and of
   /// all threads' columns, `compute(item, stage, rows, phases)` uses them. All warps have to call it.
   template <class LoadRows, class LoadColumns, class Compute>
   CUTE_DEVICE void for_items(const Tables& tables, const TilePlan&, std::uint32_t rows_of_warp,
                              const LoadRows& load_rows, const LoadColumns& load_columns, const Compute& compute) const {
     wait_for_previous_kernel();
-    // What no copy writes is read, and counts as nothing.
+    // Clear the stages: the kernel also reads parts that no copy writes, which have to be finite.
     clear(tables.stages, tables.stages + p_.region.stages * p_.region.shared.stage_bytes);
     __syncthreads();
     const Items& items = items_;

@@ -1,39 +1,38 @@
-// The batch entries of a CTA, where these have layouts of their own: which of them share a plan.
+// Grouping of a CTA's batch entries with separate layouts: entries of a group share a plan.
 #pragma once
 
 #include "cuda/small/copies.cuh"
 
 namespace natten_jax::small {
 
-/// What a CTA finds out about its batch entries before all else, in shared memory; a lane of a warp stands for each.
-///
-/// Entries with rows in the region form groups that have a plan in common, and groups are cut into pieces of as many
-/// items as a CTA takes at a time.
+/// Data about a CTA's batch entries, computed first and kept in shared memory; each lane of one warp handles an entry.
+/// || Entries with rows in the region form groups that share a plan. Groups are split into pieces of at most the number
+/// of items that a CTA takes at a time.
 struct EntryState {
-  /// What is known of a lane's entry and those before it, in the order of their groups' first entries.
+  /// Data of a lane's entry and the entries before it, in the order of the groups' first entries.
   struct Group {
-    int pieces_end;    // pieces of the groups that begin with these
-    int first_item;    // items of groups that begin with an entry before
+    int pieces_end;    // pieces of all groups whose first entry is this or earlier
+    int first_item;    // items of the groups whose first entry is earlier
     int items;         // of the entry's group
-    int of_piece;      // of these, at most
-    int is_alike;      // whether the group's plan is that of the launch's layout
-    unsigned entries;  // of the group, a bit for each
+    int of_piece;      // maximum items per piece
+    int is_alike;      // the group's plan is the plan of the launch's layout
+    unsigned entries;  // bit mask of the group's entries
   };
   Group group[kEntriesOfCta];
   EntryLayout::Kept layout[kEntriesOfCta];
-  std::uint8_t order[kEntriesOfCta];  // entries by their groups
+  std::uint8_t order[kEntriesOfCta];  // entries sorted by group
 };
 static_assert(sizeof(EntryState) <= kEntryStateBytes);
 
-/// One dimension of a region and an entry, in few instructions: all of a CTA's warps wait for one that has them.
+/// A dimension of a region and an entry. Short on purpose: all of a CTA's warps wait for the warp that computes it.
 template <bool kRowsAreKeys>
 struct EntryRegion {
-  bool has_rows;  // whether any of the entry's are in the region
-  bool is_alike;  // whether its plan is that of the launch's layout: the entry's ends far behind the region, or is that
-  int origin, query_extent, kv_extent;  // as far as plans depend on them
+  bool has_rows;  // any of the entry's rows is in the region
+  bool is_alike;  // its plan is the launch's plan: the entry ends far after the region, or its layout is the launch's
+  int origin, query_extent, kv_extent;  // clamped to what plans depend on
 
-  /// `residue` is the region's dilation group and `first_row` where it begins there; it has `rows` at most, which see a
-  /// box of `columns`.
+  /// `residue` is the region's dilation group and `first_row` its begin in the group; it has at most `rows` rows, which
+  /// see a box of `columns`.
   CUTE_DEVICE EntryRegion(const DeviceAxis& axis, int residue, int first_row, int rows, int columns, int given_origin,
                           int queries, int keys) {
     const int begin = residue + first_row * axis.dilation;
@@ -50,19 +49,19 @@ struct EntryRegion {
   }
 
  private:
-  /// How far behind its first row the end of a layout has to be for a region not to know of it: behind its box, and
-  /// behind what its rows see. Keys that windows shifted by the end see are seen by more queries than others, and the
-  /// last two regions of keys share their tiles in another way.
+  /// Minimum distance from a region's first row to the end of a layout at which the region's plan does not depend on
+  /// that end: past its box, and past the columns that its rows see. More queries see the keys of windows that the end
+  /// shifts, and the last two regions of keys split their tiles differently.
   CUTE_DEVICE static int rows_behind(const DeviceAxis& axis, int first_row, int rows, int columns) {
-    // How far before its first row a box begins, at least.
+    // Lower bound of the number of columns before the first row in the box.
     const int before = kRowsAreKeys && axis.is_causal() ? 0 : min(first_row, (axis.kernel_size - 1) / 2);
     const int seen = kRowsAreKeys ? rows + max(axis.kernel_size, rows) : rows + (axis.kernel_size + 1) / 2;
     return max(seen, columns - before) + 2 * (axis.stride - 1);
   }
 };
 
-/// Loads the layouts of a CTA's entries; one warp. Neighboring lanes load neighboring numbers: where each loaded those
-/// of one entry, hundreds of CTAs waited for the few lines of the second-level cache that all of them ask for.
+/// Loads the layouts of a CTA's entries with one warp. Neighboring lanes load neighboring numbers: with one entry per
+/// lane, hundreds of CTAs queued for the few L2 lines that all of them read.
 CUTE_DEVICE void load_layouts(const CommonParams& p, int first_entry, int entries, EntryState& state) {
   constexpr int kNumbers = kRank * kRank;
   static_assert(kEntriesOfCta == 32);
@@ -82,7 +81,7 @@ CUTE_DEVICE void load_layouts(const CommonParams& p, int first_entry, int entrie
   __syncwarp();
 }
 
-/// Finds out which entries have which plan: one warp.
+/// Groups the entries that share a plan, with one warp.
 template <bool kRowsAreKeys>
 CUTE_DEVICE void group_entries(const CommonParams& p, int first_entry, EntryState& state) {
   constexpr unsigned kAll = 0xffffffffu;
@@ -110,11 +109,12 @@ CUTE_DEVICE void group_entries(const CommonParams& p, int first_entry, EntryStat
   like &= __ballot_sync(kAll, has_rows);
   const unsigned before = (1u << lane) - 1;
   const bool is_first = has_rows && (like & before) == 0;
-  // A number of entries has 6 bits. Above them, pieces are added up along with it.
+  // The low 6 bits count entries. The bits above count pieces, so that one prefix sum covers both.
   constexpr int kEntryBits = 6;
   static_assert(kEntriesOfCta < 1 << kEntryBits);
   const int items = __popc(like) * p.heads, pieces = p.by_items.divide(items + p.region.items_of_cta - 1);
-  // Pieces of a group are alike, and have all heads that share a key/value head where these are added up.
+  // Pieces of a group have equal sizes, and include all heads that share a key/value head if their gradients are added
+  // up.
   const int together = kRowsAreKeys ? p.by_heads_per_kv.divisor : 1,
             of_piece = (items / together + pieces - 1) / max(pieces, 1) * together;
   const int own = is_first ? pieces << kEntryBits | __popc(like) : 0;
@@ -130,7 +130,7 @@ CUTE_DEVICE void group_entries(const CommonParams& p, int first_entry, EntryStat
   if (has_rows) state.order[of_group + __popc(like & before)] = static_cast<std::uint8_t>(lane);
 }
 
-/// The items of a CTA's piece of this number, and the layout that its plan is for; false where there is none.
+/// Returns the items of a CTA's piece, and the layout of its plan; false if the piece does not exist.
 CUTE_DEVICE bool take_piece(const CommonParams& p, EntryState& state, int first_entry, int number, EntryItems& items,
                             EntryLayout& layout) {
   const unsigned groups = __ballot_sync(0xffffffffu, number < state.group[threadIdx.x % 32].pieces_end);

@@ -1,4 +1,4 @@
-// What a CTA works out once about its region, before it goes over batch entries and heads.
+// Setup that a CTA computes once for its region, before it loops over batch entries and heads.
 #pragma once
 
 #include <climits>
@@ -10,22 +10,22 @@
 
 namespace natten_jax::small {
 
-/// How the columns of two arrays lie in a stage: a column's chunks of both in one row, which all threads copy, or a box
-/// of each, which the copy engine swizzles.
+/// Layout of the columns of two arrays in a stage: either a column's chunks of both arrays in one row, which all
+/// threads copy, or a box per array, which TMA swizzles.
 template <int kHeadDim, bool kHasBoxes>
 struct ColumnRows {
   static constexpr int kBytes = (kHasBoxes ? 2 : 4) * kHeadDim;
 
-  /// What the numbers of a row's chunks are permuted by, in boxes.
+  /// Boxes: XOR that the swizzle applies to the chunk numbers of a row.
   CUTE_DEVICE static int permutation(int row) { return kHeadDim == 32 ? row >> 1 & 3 : row & 7; }
 
-  /// Where a chunk of the first array has its counterpart in the second, whose box lies `distance` further.
+  /// Address in the second array of a chunk's counterpart; with boxes, the second array lies `distance` bytes further.
   CUTE_DEVICE static std::uint32_t in_second(std::uint32_t address, int distance) {
     return kHasBoxes ? address + distance : kHeadDim == 32 ? address ^ 64 : address + 2 * kHeadDim;
   }
 };
 
-/// Widths of heads, which no padding follows where the copy engine loads them.
+/// Head widths in memory. With TMA they equal the compiled width, without padding.
 template <int kHeadDim, bool kHasBoxes>
 struct HeadDims {
   int of_keys, of_values;
@@ -34,56 +34,57 @@ struct HeadDims {
       : of_keys(kHasBoxes ? kHeadDim : p.head_dim), of_values(kHasBoxes ? kHeadDim : p.head_dim_v) {}
 };
 
-/// What a lane adds to where a pair of groups lies, for operands whose columns are rows of shared memory, as in
-/// products with logits for results, and for those whose columns are summed over; of the first array.
+/// Byte offsets of a lane relative to a pair of groups, for ldmatrix on the first array: `across` for products that
+/// yield logits, where columns are rows of shared memory, and `along` for products that sum over columns.
 struct Lanes {
   std::uint32_t across, along;
 };
 
-/// What a warp reads its masks and groups from, and where its lanes read.
+/// Per-warp setup: sizes of the warp's tables, and the offsets at which its lanes read.
 struct TilePlan {
-  int pairs;  // of groups of the window; additional ones follow from the next even number on
+  int pairs;  // of groups in the window; additional pairs follow, starting at the next even index
   Lanes lanes, lanes_additional;
-  std::uint32_t statistic;       // the same for the statistics of its first column, and how far that of the second and
-  std::uint32_t next_statistic;  // those of the next group are
+  std::uint32_t statistic;       // offset of the statistics of the lane's first column
+  std::uint32_t next_statistic;  // bytes to the statistics of its second column, and to the next group's
   std::uint32_t next_group;
-  std::uint32_t statistic_of_column;  // the same for those of column lane % 16
-  int column_of_row;  // where rows are columns of the box, too: which one row lane % 16 is, or some one,
-  std::uint32_t row;  // and where the lane reads the rows as an operand
+  std::uint32_t statistic_of_column;  // offset of the statistics of column lane % 16
+  int column_of_row;  // if rows are also columns of the box: the column that is row lane % 16, or any column if that
+                      // row is absent,
+  std::uint32_t row;  // and the offset at which the lane reads the rows as an MMA operand
   bool has_rows;
-  // Where a relative bias lies in a stage, in bytes: the entries of the lane's two rows with its first column; how far
-  // the next column's are, and those of the next group, both negative where rows are keys, as offsets are.
+  // Relative bias, byte offsets in a stage: the entries of the lane's two rows with its first column; distances to the
+  // next column's entries and to the next group's. If rows are keys, both distances are negative, as offsets are.
   int entry[2], next_entry, next_entry_of_group;
-  // Where the sums for its gradient lie in shared memory, in bytes: those of the two rows with the first column, each
-  // of which begins a word; how far those of the next group are. Then masks, half a word for each row, of rows whose
-  // sums begin one number later than others; the tile's least offsets; and its number in the layout.
+  // Sums for the bias gradient, byte offsets in shared memory: the sums of the two rows with the first column, aligned
+  // down to a word; distance to the next group's sums. Then masks, a half-word per row, of "late" rows, whose sums
+  // start at an odd half-word; the tile's smallest offsets; and its number in the layout.
   int sums[2], next_sum_of_group;
   std::uint32_t late_rows[2];
   int least_offset[kRank], number;
-  // With biases of keys, the token of the lane's column of the first pair of groups.
+  // With key biases: the token of the lane's column in the first pair of groups.
   int key;
 };
 
-/// Where a row's place is in the tables.
+/// Index of a row in the tables.
 CUTE_DEVICE constexpr int index_of_row(int row) {
   return row % 8 * 2 + row / 8;
 }
 
-/// The tables of a CTA in shared memory; there are places where there are no boxes.
+/// A CTA's tables in shared memory. `places` is used if columns are not loaded as boxes.
 struct Tables {
   int2* places;
   std::uint32_t* offsets;
-  std::uint32_t* entries;      // with a relative bias: of the table, and in upper halves of words of sums; with biases
-                               // of keys: tokens
-  const std::uint16_t* masks;  // of a lane: two pairs' bytes
-  // Where rows i and i + 8 of the warp's tile stand in an array of a row for each token and head, counted from
-  // its batch entry and head; negative: outside.
+  std::uint32_t* entries;      // relative bias: byte offset in the table, and in the upper half-word in the sums; key
+                               // biases: tokens
+  const std::uint16_t* masks;  // of a lane: the bytes of two pairs
+  // Rows i and i + 8 of the warp's tile, as row indices of an array with a row per token and head, relative to its
+  // batch entry and head; negative: outside.
   const int2* row_places;
-  std::uint32_t key_bias;  // where the lane reads biases of keys of the first pair of groups
+  std::uint32_t key_bias;  // the lane's address of the key biases of the first pair of groups
   char* stages;
   int second;       // bytes between the boxes of the two arrays
   int columns;      // of the region
-  int full_passes;  // in which all threads copy them, each a chunk of a column; some threads copy the rest
+  int full_passes;  // in which all threads copy a chunk of a column; only some threads copy the rest
 };
 
 /// Base-2 logarithm of a power of two.
@@ -91,17 +92,18 @@ CUTE_DEVICE int logarithm(int power) {
   return 31 - __clz(power);
 }
 
-/// Where a lane's masks lie: pairs that are computed at once side by side. Of a pair's byte the lower half is the first
-/// group's, a bit for each of the lane's four elements that is set where it is hidden, the first one highest.
+/// Masks of a lane; the bytes of two pairs that are computed together are adjacent. The low half of a pair's byte
+/// belongs to the first group: one bit for each of the lane's four elements, set if the element is hidden, highest bit
+/// first.
 struct MaskBytes {
   std::uint8_t* of_lane;
 
   CUTE_DEVICE std::uint8_t& operator[](int pair) const { return of_lane[pair / 2 * 64 + pair % 2]; }
 };
 
-/// A bit in each four for the groups from begin to end, of eight.
+/// Sets one bit in each nibble from group `begin` to `end`, out of eight groups.
 CUTE_DEVICE std::uint32_t range_of_groups(int begin, int end) {
-  // The instruction shifts everything out by 32 bits and more, which the language does not promise.
+  // shl.b32 gives 0 for shifts of 32 bits and more; in C++ they are undefined.
   const auto from = [](int group) {
     std::uint32_t result;
     asm("shl.b32 %0, %1, %2;" : "=r"(result) : "r"(0x11111111u), "r"(4 * max(group, 0)));
@@ -110,15 +112,14 @@ CUTE_DEVICE std::uint32_t range_of_groups(int begin, int end) {
   return from(begin) & ~from(end);
 }
 
-/// Fills the tables; false where the region has no rows. All threads have to call it, and to meet before they use the
-/// tables; a lane's own warp has to meet before it uses its part. `loads` starts as soon as the first column of
-/// the region's box is known, by its local token in each dimension.
-///
-/// `load_first_rows` is called as soon as the rows' tokens are known. `layout` is that of the batch entries which the
-/// plan is for. Where a kernel has two plans, `number` says which one this is.
-///
-/// `kIsWhole`: a region is a whole dilation group of a plain problem without additional columns. Such plans are a third
-/// shorter, which counts where CTAs have few items: the first instructions of a kernel have to be fetched.
+/// Fills the tables; returns false for a region without rows. All threads have to call it, and to synchronize before
+/// they use the tables; for a warp's part of them, it suffices that the warp synchronizes. `loads` starts as soon as
+/// the first column of the region's box is known, by its local token in each dimension.
+/// || `load_first_rows` is called as soon as the rows' tokens are known. `layout` is the layout of the batch entries
+/// that the plan is for. `number` is the plan's index in kernels with two plans.
+/// || `kIsWhole`: a region is a whole dilation group of a plain problem without additional columns. These plans have a
+/// third fewer instructions. This matters for CTAs with few items, because a kernel's first instructions miss the
+/// instruction cache.
 template <int kHeadDim, Owner kOwner, bool kHasBoxes, Feature kFeature, bool kIsWhole = false, class Loads,
           class LoadFirstRows>
 CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, TilePlan& tile, Loads& loads,
@@ -143,11 +144,11 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   tables.stages = raw + region.shared.stages;
   tables.second = region.shared.second;
 
-  // Rows of the tile and where they begin. A lane looks at one of them, three at the last one of the tile and the ends
-  // of the region.
+  // Rows of the tile and their begin. Each of the first 16 lanes handles one row; three more lanes handle the last row
+  // of the tile and the ends of the region.
   int tile_rows[kRank], begin_of_tile[kRank], first_row[kRank], offset[kRank];
   int2 seen[kRank], of_tile[kRank];
-  // The columns of the region: where they begin, how many there are.
+  // Columns of the region: begin and count.
   int first[kRank], extent[kRank], first_column[kRank];
   int id = blockIdx.x, tile_id = warp, warps_with_rows = 1;
   [[maybe_unused]] bool crosses_seam = false;
@@ -196,7 +197,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
       crosses_seam |= rows.wraps(axis) && (first[d] < 0 || first[d] + extent[d] > rows.columns().length);
     }
     first_row[d] = rows.rows().residue + (rows.begin + begin) * axis.dilation;
-    // The others see nothing.
+    // Rows past the tile or outside of the layout see nothing.
     const bool is_row = lane < tile_rows[d] && rows.is_inside(looked_at);
     of_tile[d] = make_int2(__shfl_sync(0xffffffffu, seen[d].x, 0), __shfl_sync(0xffffffffu, seen[d].y, 16));
     if constexpr (kHasBias) {
@@ -217,7 +218,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     loads.start(first_column, warps_with_rows);
   }
 
-  // The columns of the tile, in the region's; and for the lane's two rows, in the tile's.
+  // Columns of the tile, relative to the region's; and of the lane's two rows, relative to the tile's.
   int tile_begin[kRank], groups[kRank], window_begin[2][kRank], window_end[2][kRank];
   int row_token = 0, row_shift = 0, first_token = 0, token_pitch[kRank];
   tile.column_of_row = 0;
@@ -230,7 +231,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     token_pitch[d] *= dilation;
     tile_begin[d] = first_of_tile - first[d];
     groups[d] = (max(of_tile[d].y - first_of_tile, 0) + region.group[d] - 1) >> logarithm(region.group[d]);
-    // Extents that divide 16 are powers of two.
+    // Every factor of 16 is a power of two.
     const auto place_of = [&](int row) { return row >> row_shift & (region.tile[d] - 1); };
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -259,7 +260,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   if (!kHasBoxes || crosses_seam) {
     const int of_pass = blockDim.x / (kColumnBytes / 16);
     tables.full_passes = tables.columns / of_pass;
-    // How much further than a dimension's first column one behind the seam lies.
+    // Token distance to add for a column on the other side of the seam.
     [[maybe_unused]] const auto across_seam = [&](int d, int column) {
       const DeviceAxis& axis = p.axis[d];
       const int at = first_column[d] + column * axis.dilation;
@@ -299,7 +300,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
       if constexpr (!kRowsAreKeys) {
         const int row = region.shared.sums + (warp * kRows + lane / 4 + 8 * r) * bytes_of_sums_row(region.record);
         tile.sums[r] = row + kBytesOfSum * (sum + is_late(sum));
-        // Whether rows 2 * (lane % 4) and the next one are late, as lanes whose rows these are have found.
+        // Check if rows 2 * (lane % 4) and the next one are late; the lanes that have these rows vote.
         const unsigned late = __ballot_sync(0xffffffffu, is_late(sum));
         const unsigned of_rows = late >> (lane % 4 * 8);
         tile.late_rows[r] = ((of_rows & 1) != 0 ? 0xffffu : 0u) | ((of_rows & 0x10) != 0 ? 0xffff0000u : 0u);
@@ -324,7 +325,8 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     return region.shared.additional +
            static_cast<std::uint32_t>((8 * group + in_group) * kColumnBytes | (chunk ^ in_group) << 4);
   };
-  // A lane's row of matrix lane / 8 of a step: of which group, and which of the step's two chunks.
+  // ldmatrix: the lane addresses a row of matrix lane / 8 of a step, by the group and by the chunk out of the step's
+  // two.
   const int slow = lane / 16, fast = lane / 8 % 2;
   tile.lanes = {lane_of(slow, fast), lane_of(fast, slow)};
   tile.lanes_additional = {lane_of_sequence(slow, fast), lane_of_sequence(fast, slow)};

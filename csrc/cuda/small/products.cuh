@@ -1,4 +1,4 @@
-// A warp's products of its 16 rows with pairs of groups of columns.
+// Products of a warp's 16 rows with pairs of groups of columns.
 #pragma once
 
 #include "cuda/small/boxes.cuh"
@@ -6,12 +6,12 @@
 
 namespace natten_jax::small {
 
-/// Where a lane reads chunks 2 * step and 2 * step + 1 of a pair's columns.
+/// Address at which a lane reads chunks 2 * step and 2 * step + 1 of a pair's columns.
 CUTE_DEVICE std::uint32_t step_address(std::uint32_t address, int step) {
   return (address ^ (step % 4 * 32)) + step / 4 * 128;
 }
 
-/// A tile's rows as the first operand of products.
+/// A tile's rows as the A operand of MMA instructions.
 template <class Element, int kHeadDim>
 struct RowOperand {
   using Product = HalfProduct<Element>;
@@ -31,7 +31,7 @@ struct RowOperand {
     }
   }
 
-  /// Rows that are columns of a box, too: `address` is where the lane reads.
+  /// Loads rows that are also columns of a box; `address` is the lane's ldmatrix address.
   CUTE_DEVICE static RowOperand of_box(std::uint32_t address) {
     static_assert(kInRegisters);
     RowOperand result;
@@ -49,21 +49,21 @@ struct RowOperand {
   }
 };
 
-/// The accumulators of a pair of groups.
+/// Accumulators of a pair of groups.
 using PairLogits = float[2][4];
 
-/// Where a lane reads a pair's columns.
+/// Addresses at which a lane reads a pair's columns.
 struct PairPlace {
-  std::uint32_t across[2], along[2];  // as in Lanes, of each array
+  std::uint32_t across[2], along[2];  // as in Lanes, per array
   std::uint32_t offset;               // in a stage
-  std::uint32_t entries;              // as Tables has them; with biases of keys: where the lane reads these
+  std::uint32_t entries;              // as in Tables; with key biases: the lane's address of the biases
 
-  /// Bytes behind the entries of a relative bias that a lane's plan names, and behind their sums.
+  /// Bytes to add to a plan's addresses of relative bias entries, and of their sums.
   CUTE_DEVICE int entry() const { return static_cast<int>(entries & 0xffff); }
   CUTE_DEVICE int sum() const { return static_cast<int>(entries >> kEntryBits); }
 };
 
-/// Pairs of groups that are computed at once: where they lie in a stage, and which of their elements are hidden, for
+/// Pairs of groups that are computed together: their addresses in a stage, and the masks of their hidden elements, for
 /// `masks_of_group`.
 template <int kCount_>
 struct Pairs {
@@ -73,7 +73,7 @@ struct Pairs {
   std::uint32_t masks[kCount];
 };
 
-/// The relative bias of pairs of groups, in products of queries and keys.
+/// Loads the relative bias of pairs of groups, which initializes products of queries and keys.
 template <Owner kOwner, int kPairs>
 CUTE_DEVICE void load_bias(PairLogits (&x)[kPairs], const TilePlan& tile, std::uint32_t stage,
                            const Pairs<kPairs>& pairs) {
@@ -82,12 +82,12 @@ CUTE_DEVICE void load_bias(PairLogits (&x)[kPairs], const TilePlan& tile, std::u
     const int pair = i / 8, h = i / 4 % 2, r = i / 2 % 2, c = i % 2, of_pair = pairs.at[pair].entry();
     const std::uint32_t at = stage + tile.entry[r] + (kOwner == Owner::kKeys ? -of_pair : of_pair) +
                              h * tile.next_entry_of_group + c * tile.next_entry;
-    // Not from one item to the next: volatile.
+    // Volatile, so that the compiler does not keep entries in registers across items.
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x[pair][h][2 * r + c]) : "r"(at));
   }
 }
 
-/// Biases of keys of pairs of groups, which are columns, in products of queries and keys.
+/// Loads the key biases of pairs of groups, if keys are columns, which initialize products of queries and keys.
 template <int kPairs>
 CUTE_DEVICE void load_key_bias(PairLogits (&x)[kPairs], const Pairs<kPairs>& pairs) {
   CUTE_UNROLL
@@ -104,11 +104,11 @@ CUTE_DEVICE void load_key_bias(PairLogits (&x)[kPairs], const Pairs<kPairs>& pai
   }
 }
 
-/// Which of the arrays that columns have rows of.
+/// The array of columns that a product reads.
 enum ColumnArray { kFirstArray, kSecondArray };
 
-/// Products of the rows with one array of each pair's columns; x starts as `initial`, four numbers for each group, or
-/// where `kAdds` as what it is.
+/// Products of the rows with one array of each pair's columns. x starts as `initial`, four numbers per group, or with
+/// `kAdds` keeps its value.
 template <class Element, int kHeadDim, ColumnArray kArray, bool kAdds = false, int kPairs>
 CUTE_DEVICE void multiply_columns(PairLogits (&x)[kPairs], const RowOperand<Element, kHeadDim>& rows,
                                   const Pairs<kPairs>& pairs, const float (&initial)[4] = {}) {
@@ -154,42 +154,42 @@ CUTE_DEVICE void add_columns(float (&o)[kHeadDim / 8][4], const std::uint32_t (&
   }
 }
 
-// prmt picks each byte of its result, the highest first, by a digit of its selector:
+// prmt selects each byte of its result, the highest first, by a digit of its selector:
 //   0 to 3  that byte of the first word     8 to b  the sign of that byte of the first word, eight times
 //   4 to 7  that byte of the second word
-// Masks hide an element where the top bit of its byte is set. With masks as the first word, selectors 0x8444, 0x9444
-// and so on make -2^127 (the sign of an element's byte, then zeros of the second word), and 0x9988 and 0xbbaa make ones
+// A mask hides an element if the top bit of its byte is set. With masks as the first word, selectors 0x8444, 0x9444 and
+// so on make -2^127 (the sign of an element's byte, then zeros of the second word), and 0x9988 and 0xbbaa set all bits
 // in the halves of two elements.
 
-/// What is added to an exponent, for the element of a group's four that a lane holds: nothing where it is seen, and
-/// -2^127 where a mask's top bit says that it is not.
+/// Value to add to the exponent of an element, out of the lane's four in a group: 0 if the element is visible, -2^127
+/// if the top bit of its mask is set.
 CUTE_DEVICE float hiding(std::uint32_t masks, int element) {
-  // A selector's top bit replicates the sign of a byte, which __byte_perm cannot.
+  // The top bit of a selector digit replicates a byte's sign, which __byte_perm does not support.
   std::uint32_t result;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(masks), "r"(0), "r"(0x8444 + 0x1000 * element));
   return __uint_as_float(result);
 }
 
-/// Two elements of a lane's first row of a group, or of its second, that are hidden: ones in their halves.
+/// Half-word masks of two elements in the lane's first or second row of a group: all ones if hidden.
 CUTE_DEVICE std::uint32_t hidden_halves(std::uint32_t masks, int row) {
   std::uint32_t result;
   asm("prmt.b32 %0, %1, %1, %2;" : "=r"(result) : "r"(masks), "r"(row == 0 ? 0x9988 : 0xbbaa));
   return result;
 }
 
-/// A lane's byte of masks for a pair of groups as a word: the bits of the second group's four elements are the top ones
-/// of its bytes, and those of the first group follow four bits below.
+/// Spreads a lane's mask byte for a pair of groups over a word: the bits of the second group's four elements become the
+/// top bits of the bytes, and the first group's bits lie four bits below.
 CUTE_DEVICE std::uint32_t spread_bits(std::uint32_t bits) {
   return bits * (1u | 1u << 9 | 1u << 18 | 1u << 27);
 }
 
-/// The same for one of the groups, its bits on top.
+/// Moves the mask bits of one group to the top of the bytes.
 CUTE_DEVICE std::uint32_t masks_of_group(std::uint32_t masks, int group) {
   return masks << (4 * (1 - group));
 }
 
-/// Calls `call(pairs)` for a tile's pairs of groups, two of them at once as far as there are two, so that one's
-/// instructions run while the other's wait for results. Where `kAtOnce` is 1, for one at a time: slower, and shorter.
+/// Calls `call(pairs)` for a tile's pairs of groups, two at a time as far as possible, to overlap one pair's
+/// instructions with the latency of the other's. With `kAtOnce` 1, one pair at a time, which is slower and shorter.
 template <class Columns, int kAtOnce, Owner kOwner, Feature kFeature, class Call>
 CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int additional_pairs, std::uint32_t stage,
                            const Call& call) {
@@ -216,7 +216,7 @@ CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int addit
                       {spread_bits(bits[i / 2 * 32] >> (i % 2 * 8) & 0xff)}});
       }
     } else {
-      // What the next two pairs need is read while these are computed, after the last ones what nobody looks at.
+      // Prefetch for the next two pairs; the last prefetch reads past the end and is not used.
       uint2 at = *offsets, entries = kHasBias ? *all_entries : uint2{};
       std::uint32_t masks = *bits;
       CUTE_NO_UNROLL
@@ -240,8 +240,8 @@ CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int addit
   if (additional_pairs > 0) for_range(tile.lanes_additional, (tile.pairs + 1) / 2 * 2, additional_pairs);
 }
 
-/// Logits of pairs of groups, but for the scale: products of the rows with the first array, and a relative bias, or
-/// biases of keys: of the columns, or `of_rows`, as accumulators have the rows.
+/// Unscaled logits of pairs of groups: products of the rows with the first array, plus a relative bias or key biases.
+/// Key biases are loaded if keys are columns; if keys are rows, `of_rows` has them in accumulator order.
 template <class Element, int kHeadDim, Owner kOwner, Feature kFeature, int kPairs>
 CUTE_DEVICE void multiply_keys(PairLogits (&x)[kPairs], const RowOperand<Element, kHeadDim>& rows, const TilePlan& tile,
                                std::uint32_t stage, const Pairs<kPairs>& pairs, const float (&of_rows)[4] = {}) {

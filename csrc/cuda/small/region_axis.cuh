@@ -84,8 +84,8 @@ struct RegionAxis {
     return make_int2(max(window.begin - shift, 0), min(max(window.end - shift, 0), columns().local_length));
   }
 
-  /// Offset of a key from a query along the dimension, relative to the smallest offset of a window. One of them is a
-  /// row of the region, the other one is a column.
+  /// Offset of a key from a query along the dimension, relative to the smallest offset of a window. One of them is
+  /// a row of the region, the other one is a column.
   CUTE_DEVICE int offset(const DeviceAxis& axis, int row, int column) const {
     row += begin;
     column += columns().shift;

@@ -7,35 +7,35 @@
 namespace natten_jax::small {
 namespace {
 
-/// Most chunks of a region's items: the second dimension of a grid.
+/// Maximum chunks of a region's items, the limit of gridDim.y.
 constexpr std::int64_t kMostChunks = 65535;
 
-/// How often CTAs take turns on a multiprocessor; more often, each one's plan counts too much.
+/// Maximum rounds of CTAs on an SM; with more rounds, their plans would cost too much.
 constexpr int kMostRounds = 4;
 
-/// Nanoseconds that parts of a multiprocessor's work take, and factors of them.
+/// Nanoseconds of parts of the work on an SM, and factors.
 struct Costs {
-  double tile;     ///< A tile of heads of 32, whatever it sees.
+  double tile;     ///< A tile with heads of 32, independent of the columns that it sees.
   double pair;     ///< A pair of groups of heads of 32.
-  double column;   ///< A token of heads of 32 that comes from memory, or goes there.
-  double exposed;  ///< By how much longer those take where a multiprocessor does nothing beside them.
-  double waiting;  ///< How many times as long all else takes of one warp alone.
-  double uneven;   ///< How much of what a multiprocessor's parts have unequally many warps counts.
-  double staged;   ///< How much a second stage counts beside another CTA.
-  double plan;     ///< A warp's plan.
-  double of_64;    ///< How many times as long these two take for heads of 64,
-  double of_128;   ///< and for those of 128.
-  double item;     ///< An item of a CTA.
+  double column;   ///< A token with heads of 32 loaded from or stored to memory.
+  double exposed;  ///< Relative extra time of these transfers if nothing on the SM overlaps with them.
+  double waiting;  ///< Slowdown of everything except transfers with a single warp on an SM.
+  double uneven;   ///< Weight of the imbalance of warps between the four partitions of an SM.
+  double staged;   ///< Overlap from a second stage, relative to another CTA.
+  double plan;     ///< Per warp: its plan.
+  double of_64;    ///< Factor on `tile` and `pair` for heads of 64,
+  double of_128;   ///< and for heads of 128.
+  double item;     ///< Per item of a CTA.
   double stage;    ///< The start of a second stage.
 };
 
-/// Nanoseconds of a launch with next to nothing to do.
+/// Nanoseconds of an almost empty launch.
 constexpr double kLaunch = 2300;
 
-/// Fitted to times of 9,300 regions of 26 problems on an H200: they predict the best ones' within 10% for most
-/// problems, and within 30% for all. The regions that they choose took 2% longer than these on average, and at most
-/// 13%. Those of the forward kernel with boxes were fitted once more: causal windows of 128 take 93 instead of 99
-/// microseconds with them.
+/// Fitted to times of 9,300 regions of 26 problems on an H200: for the best regions, predictions are within 10% for
+/// most problems, and within 30% for all. The chosen regions took 2% longer than the best ones on average, and at most
+/// 13%. The costs of the forward kernel with boxes were refitted: with them, causal windows of 128 take 93 instead of
+/// 99 microseconds.
 constexpr Costs costs_of(Kernel kernel, bool has_boxes) {
   switch (kernel) {
     case Kernel::kForward:
@@ -53,9 +53,9 @@ constexpr Costs costs_of(Kernel kernel, bool has_boxes) {
   return {};
 }
 
-/// The same for problems that may have a ring instead, whose windows have 100 to 400 keys: of the kernels that rings
-/// replace, fitted to times of 3,000 regions of 200 problems on an H100. With those above they came out up to a quarter
-/// too short, most of all where there are few CTAs.
+/// As costs_of, for the kernels that rings may replace, whose windows have 100 to 400 keys: fitted to times of 3,000
+/// regions of 200 problems on an H100. With the costs above, estimates were up to a quarter too short, especially with
+/// few CTAs.
 constexpr Costs costs_beside_rings(Kernel kernel, bool has_boxes) {
   switch (kernel) {
     case Kernel::kForward:
@@ -73,24 +73,24 @@ constexpr Costs costs_beside_rings(Kernel kernel, bool has_boxes) {
   return costs_of(kernel, has_boxes);
 }
 
-/// The `waiting` of all gradients of whole layouts with a relative bias: those of 7 x 7 tokens took twice as long with
-/// 8 warps on a multiprocessor as with 16.
+/// `waiting` of the kernel of whole layouts with a relative bias: layouts of 7 x 7 tokens took twice as long with 8
+/// warps on an SM as with 16.
 constexpr double kWaitingOfWhole = 5, kEnoughWarps = 16;
 
-/// Where batch entries have layouts of their own: the items of a CTA of which something is real, its plans, and what a
-/// CTA alone on a multiprocessor takes longer for each, as it looks at its entries and waits for its first loads. Of a
-/// batch of four images of which half is real, on an H200.
+/// Per-entry layouts: fraction of a CTA's items that are real, its number of plans, and the extra time per plan of a
+/// CTA alone on an SM, to examine its entries and wait for its first loads. From a batch of four images of which half
+/// is real, on an H200.
 constexpr double kRealItems = .5, kPlansOfEntries = 1.25, kLook = 5000;
 
-/// How many times as long as that it takes to have another plan for some of a group's items: the best numbers of items
-/// of two batches of which half is real, on an H100.
+/// Cost of an additional plan for a part of a group's items, relative to a plan: fitted to the best numbers of items of
+/// two batches of which half is real, on an H100.
 constexpr double another_plan(Kernel kernel) {
   return kernel == Kernel::kForward ? 5 : 3;
 }
 
-/// Tokens of a tile's rows that are loaded or stored: of the arrays that a kernel reads or writes by rows.
+/// Tokens loaded or stored per tile, over all arrays that a kernel reads or writes by rows.
 constexpr double row_tokens(Kernel kernel) {
-  // Two arrays count as one: a query and its output in the forward pass, else four arrays or three.
+  // Two arrays count as one: the forward pass has a query and its output, the other kernels four arrays or three.
   return kernel == Kernel::kForward ? kRows : kernel == Kernel::kWholeGradient ? 1.5 * kRows : 2 * kRows;
 }
 
@@ -102,7 +102,7 @@ Shares share_items(std::int64_t items, const Region& region, const Device& devic
   const double slots = static_cast<double>(device.multiprocessors) * std::max(region.ctas, 1);
   double least = std::numeric_limits<double>::max();
   Shares best{items, 1};
-  // As many as fill the slots once, twice and so on, or a little more.
+  // Fill the slots once, twice and so on, rounded down or up.
   for (int rounds = 1; rounds <= kMostRounds; ++rounds) {
     const double fitting = std::min(rounds * slots / regions, static_cast<double>(std::min(items, kMostChunks)));
     for (const double chunks : {std::floor(fitting), std::ceil(fitting)}) {
@@ -119,7 +119,7 @@ Shares share_items(std::int64_t items, const Region& region, const Device& devic
 
 namespace {
 
-/// What a multiprocessor takes for an item of a CTA, and for a plan, where so many CTAs run on it at a time.
+/// Time of an item of a CTA and of a plan, given the number of CTAs that are resident on an SM.
 struct CtaTime {
   double item, plan;
 
@@ -128,8 +128,8 @@ struct CtaTime {
     const double width = head_dim / 32., warps = region.warps * resident,
                  unevenness = std::ceil(warps / 4) * 4 / warps - 1;
     const double wider = head_dim == 32 ? 1 : head_dim == 64 ? costs.of_64 : costs.of_128;
-    // A warp alone takes `waiting` times as long for a tile as many side by side take for each.
-    // Sums for a relative bias take so much memory that few warps may be left; without them, there are always enough.
+    // With a single warp, a tile takes `waiting` times as long as with many warps. In the kernel of whole layouts, sums
+    // for a relative bias take so much memory that few warps may fit; without them, there are always enough.
     const bool may_wait = kernel == Kernel::kWholeGradient && region.record > 0;
     const double alone = may_wait
                              ? std::hypot(1., kWaitingOfWhole / warps) / std::hypot(1., kWaitingOfWhole / kEnoughWarps)
@@ -169,8 +169,8 @@ std::int64_t items_of_plan(Kernel kernel, int head_dim, const Region& region, co
 }
 
 double estimate_additional(const Problem& problem, const Device& device) {
-  // Measured on an H200: what a CTA takes to start, and to wait for the queries that its warps load at once; how many
-  // bytes of sums are written and read again in a nanosecond.
+  // Measured on an H200: time of a CTA to start, and per step to wait for the queries that its warps load at once;
+  // bytes of sums that are written and read back per nanosecond.
   constexpr double kStart = 4000, kStep = 1300, kBytes = 1600;
   const int head_dim = compiled_head_dim(problem), columns_at_once = additional_pairs_at_once(head_dim) * 2 * kColumns;
   const std::int64_t columns = problem.queries() * problem.heads_per_kv(),

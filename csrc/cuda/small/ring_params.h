@@ -1,4 +1,4 @@
-// What the kernels with a ring are launched with, passed by value.
+// Parameters of the kernels with a ring, passed by value.
 #pragma once
 
 #include <cuda.h>
@@ -13,23 +13,23 @@
 
 namespace natten_jax::small {
 
-/// What all kernels with a ring need. Arrays whose tiles come into shared memory are `rows_of(array)`, in the order of
-/// `ring_tile_arrays`, those of slabs `columns_of(array)`.
+/// Parameters of all kernels with a ring. `rows_of(array)` are the arrays whose tiles are loaded to shared memory, in
+/// the order of `ring_tile_arrays`; `columns_of(array)` are the arrays of slabs.
 struct RingParams {
   RingShape shape;
   DeviceAxis axis[kRank];  // in the order of the shape's dimensions
-  int pitch[kRank];        // tokens between neighbors of a dimension
-  int tokens;              // of a batch entry
+  int pitch[kRank];        // tokens between neighbors along a dimension
+  int tokens;              // per batch entry
   int heads;
   int heads_kv;
-  int units;  // segments of strips of all batch entries and heads
+  int units;  // segments of strips, over all batch entries and heads
   Scale scale;
-  float exponent_scale;  // of weights as powers of two, where heads have no scales of their own
+  float exponent_scale;  // from logits to exponents of two, without per-head scales
   cutlass::FastDivmod by_strips[2], by_segments, by_heads, by_heads_per_kv;
   const void* query;
   const void* key;
   const void* value;
-  // A warp's tile of each array of rows; a group's part of a slab of each array of columns.
+  // TMA maps: a warp's tile of each array of rows; a group's part of a slab of each array of columns.
   CUtensorMap tiles[3], slabs[2];
 };
 
@@ -37,17 +37,17 @@ struct RingParams {
 struct RingForwardParams : RingParams {
   static constexpr Kernel kKernel = Kernel::kForward;
 
-  const float* sinks;     // [1 or batch, heads]: a logit of each head that no key stands behind; or null
-  bool are_sinks_of_all;  // that all batch entries share
+  const float* sinks;     // [1 or batch, heads]: an extra logit per head in the softmax denominator; or null
+  bool are_sinks_of_all;  // one set of sinks for all batch entries
   void* out;
   float* logsumexp;
-  float* remainder;  // of the logsumexp, or null
+  float* remainder;  // remainder of the logsumexp, or null
 
   NATTEN_JAX_HOST_DEVICE const void* rows_of(int) const { return query; }
   NATTEN_JAX_HOST_DEVICE const void* columns_of(int array) const { return array == 0 ? key : value; }
 };
 
-/// Query gradients: rows are queries, cotangents of outputs and outputs, columns keys and values.
+/// Query gradients: rows are queries, dO and O, columns keys and values.
 struct RingQueryParams : RingParams {
   static constexpr Kernel kKernel = Kernel::kQueryGradient;
 
@@ -56,8 +56,8 @@ struct RingQueryParams : RingParams {
   const float* logsumexp;
   const float* remainder;            // null: zeros
   const float* logsumexp_cotangent;  // null: zeros
-  // [batch, tokens, heads]: the logsumexp in base 2, or NaN where its remainder counts; delta; the logsumexp in any
-  // case; and its remainder.
+  // [batch, tokens, heads]: the logsumexp in base 2 (NaN if its remainder matters), delta, the logsumexp
+  // unconditionally, and its remainder.
   float4* statistics;
   void* query_gradient;
 
@@ -67,7 +67,7 @@ struct RingQueryParams : RingParams {
   NATTEN_JAX_HOST_DEVICE const void* columns_of(int array) const { return array == 0 ? key : value; }
 };
 
-/// Key and value gradients: rows are keys and values, columns queries and cotangents of outputs.
+/// Key and value gradients: rows are keys and values, columns queries and dO.
 struct RingGradientParams : RingParams {
   static constexpr Kernel kKernel = Kernel::kKeyValueGradient;
 
@@ -80,37 +80,37 @@ struct RingGradientParams : RingParams {
   NATTEN_JAX_HOST_DEVICE const void* columns_of(int array) const { return array == 0 ? query : out_cotangent; }
 };
 
-/// What is added to the logits of a kernel with a ring.
+/// The biases that a kernel with a ring adds to logits.
 enum class RingBiases { kNone, kRelative, kOfKeys };
 
-/// Biases of keys.
+/// Key biases.
 struct RingKeyBias {
   const float* of_keys;  // [batch, keys, heads]
-  bool is_of_all_heads;  // there is one of each key: [batch, keys]
-  float* gradient;       // [batch, keys, heads], of key and value gradients
+  bool is_of_all_heads;  // one bias per key, shared by all heads: [batch, keys]
+  float* gradient;       // [batch, keys, heads], from the kernel of key and value gradients
 };
 
-/// What a kernel takes, and such biases.
+/// Kernel parameters with key biases.
 template <class Params>
 struct WithKeyBias : Params {
   RingKeyBias key_bias;
 };
 
-/// What a kernel takes, and a relative bias.
+/// Kernel parameters with a relative bias.
 template <class Params>
 struct WithRelativeBias : Params {
   RingBias bias;
-  GivenTable given;              // with lines as they are
-  cutlass::FastDivmod by_lines;  // of a plane
+  GivenTable given;              // with unpadded lines
+  cutlass::FastDivmod by_lines;  // divides by the lines of a plane
 };
 
-/// What a kernel takes that has such biases.
+/// Parameters of a kernel with the given kind of biases.
 template <class Params, RingBiases kBiases>
 using RingParamsOf =
     std::conditional_t<kBiases == RingBiases::kRelative, WithRelativeBias<Params>,
                        std::conditional_t<kBiases == RingBiases::kOfKeys, WithKeyBias<Params>, Params>>;
 
-/// Whether lanes store what comes with slabs: biases of keys, where these are columns.
+/// True if loader lanes store data next to the slabs: key biases, if keys are columns.
 template <class Params>
 inline constexpr bool kLanesStore = false;
 template <>

@@ -15,22 +15,22 @@ namespace {
 
 constexpr std::int64_t kSwizzle = 1024, kAlignment = 128, kLanes = 32;
 
-/// Nanoseconds that parts of a multiprocessor's work take, and powers of what makes them longer.
+/// Nanoseconds of parts of the work on an SM, and exponents of slowdowns.
 struct RingCosts {
-  double tile;        ///< A tile, whatever it sees,
-  double slab;        ///< for each slab that it sees,
-  double block;       ///< and for each block of that.
-  double of_waiting;  ///< Power of the ratio of warps that could be to those that are: fewer wait for more results.
-  double first;       ///< The first segment, beside the slabs that its first step waits for,
-  double next;        ///< and each other one.
-  double waits;       ///< How much of its slabs this one waits for: others come meanwhile.
-  double of_strip;    ///< A slab that comes, whatever sees it: all warps have to leave it.
-  double of_slowest;  ///< Power of the ratio of the most blocks that a warp of a strip sees to the average.
+  double tile;        ///< Fixed time per tile,
+  double slab;        ///< per slab that the tile sees,
+  double block;       ///< and per block of that slab.
+  double of_waiting;  ///< Exponent of the ratio of possible to actual warps: fewer warps hide less latency.
+  double first;       ///< The first segment, without the slabs that its first step waits for,
+  double next;        ///< and every later segment.
+  double waits;       ///< Fraction of its first slabs that a later segment waits for; the rest is loaded meanwhile.
+  double of_strip;    ///< A loaded slab, independent of its readers: all warps have to release it.
+  double of_slowest;  ///< Exponent of the ratio of the maximum blocks per warp of a strip to the average.
 };
 
-/// Where boxes are loaded: fitted to times of 5,700 launches of 200 problems on an H100. Estimates of nine in ten are
-/// between 16% too short and 13% too long. Of what was timed of 60 other problems, the shapes that they choose took 1
-/// to 5% longer than the best ones, kernel by kernel.
+/// TMA loads: fitted to times of 5,700 launches of 200 problems on an H100. Nine in ten estimates are between 16% too
+/// short and 13% too long. On 60 other problems, the chosen shapes took 1 to 5% longer than the best timed ones,
+/// depending on the kernel.
 constexpr RingCosts costs_of_boxes(Kernel kernel, bool is_wide) {
   switch (kernel) {
     case Kernel::kKeyValueGradient:
@@ -45,9 +45,9 @@ constexpr RingCosts costs_of_boxes(Kernel kernel, bool is_wide) {
   }
 }
 
-/// Where warps copy chunks: of 816 launches of 16 problems, estimates are 3 to 10% off, kernel by kernel, on an H100
-/// that ran code for compute capability 8.0. What was chosen with these took 1.0 to 1.04 times as long, on average, as
-/// the fastest shape; with costs of boxes times 1.15, up to 1.06 times.
+/// Chunk loads: over 816 launches of 16 problems, estimates are off by 3 to 10%, depending on the kernel, on an H100
+/// that ran code for compute capability 8.0. The chosen shapes took on average 1.0 to 1.04 times as long as the fastest
+/// ones; with the costs of boxes times 1.15, up to 1.06 times.
 constexpr RingCosts costs_of_chunks(Kernel kernel, bool is_wide) {
   switch (kernel) {
     case Kernel::kKeyValueGradient:
@@ -67,7 +67,7 @@ constexpr RingCosts costs_of(RingLoads loads, Kernel kernel, std::int64_t head_d
   return loads == RingLoads::kBoxes ? costs_of_boxes(kernel, is_wide) : costs_of_chunks(kernel, is_wide);
 }
 
-/// How many times as long steps take with what is added to logits, on an H100.
+/// Slowdown of steps from biases, on an H100.
 double of_biases(const Problem& problem, Kernel kernel) {
   const bool is_wide = problem.head_dim == 64;
   const auto by_width = [&](double wide, double narrow) { return is_wide ? wide : narrow; };
@@ -77,72 +77,72 @@ double of_biases(const Problem& problem, Kernel kernel) {
   return by_width(1.07, 1.1);
 }
 
-/// Whether kernels have what is added to the problem's logits. Tables with more entries are for no kernel of small
-/// windows, and what they take would not be counted.
+/// True if the kernels are compiled with the problem's biases. The kernels for small windows do not support larger
+/// tables, whose shared memory would not be counted.
 bool is_compiled_with_biases(const Problem& problem, RingLoads loads) {
   if (!problem.has_key_bias && !problem.has_relative_bias) return true;
   if (loads != RingLoads::kBoxes) return false;
   return !problem.has_relative_bias || offset_table(problem.axes).entries <= kMostBiasEntries;
 }
 
-/// Nanoseconds of a launch with next to nothing to do, and bytes of slabs that come in one.
+/// Nanoseconds of an almost empty launch, and bytes of slabs loaded per nanosecond.
 constexpr double kLaunch = 3000, kBytes = 50;
 
-/// Estimates of launches by chunks are made so many times as long: those with regions, whose estimates were fitted to
-/// code with boxes beside them, have to be slower than they are uncertain.
+/// Factor on estimates with chunk loads: rings have to win by more than their uncertainty, because the estimates of
+/// regions were fitted to code with boxes.
 constexpr double kClearly = 1.05;
 
-/// How many times as long key and value gradients with regions count: rings are faster of nearly all problems that have
-/// them, of 43 problems on an H100 all but one, and lose less where they are not.
+/// Factor on the estimate of key and value gradients with regions: rings were faster for 42 of 43 problems on an H100,
+/// and lose less in the rare slower cases.
 constexpr double kOfKeyGradients = 1.15;
 
-/// How many times as long as estimated regions with biases take of problems that may have a ring with them instead: of
-/// four problems on an H100, forward passes 1.12 to 1.26 times.
+/// Factor on the estimate of regions with biases, if a ring supports them: forward passes of four problems on an H100
+/// took 1.12 to 1.26 times as long as estimated.
 constexpr double kOfBiasedRegions = 1.15;
 
-/// The smallest windows, in keys. A tile's fixed work is what counts with fewer: of 7 x 7, NAT's first stage took an
-/// H100 60 microseconds with a ring, and 52 with regions.
+/// The smallest windows, in keys. With fewer keys, the fixed work per tile dominates: with 7 x 7, NAT's first stage
+/// took an H100 60 microseconds with a ring, and 52 with regions.
 constexpr std::int64_t kLeastKeys = 100;
 
-/// The largest windows, in keys, of which regions were timed beside rings. Of 33 x 33, what was fitted to smaller ones
-/// made estimates shorter than those of kernels for large windows.
+/// The largest windows, in keys, for which regions were timed against rings. For 33 x 33, costs fitted to smaller
+/// windows gave estimates below the estimates of kernels for large windows.
 constexpr std::int64_t kMostKeysTimed = 400;
 
-/// The longest dimension: strips across it are counted one by one.
+/// The longest dimension: strips across it are enumerated.
 constexpr std::int64_t kLongestDimension = std::int64_t{1} << 16;
 
-/// Keys of a window that lies in the layout.
+/// Keys of a complete window.
 std::int64_t keys_of_window(const Problem& problem) {
   std::int64_t keys = 1;
   for (const Axis& axis : problem.axes) keys *= std::min(axis.window.kernel_size, kLongestDimension);
   return keys;
 }
 
-/// Whether windows lie along one dimension. What was fitted to regions beside rings, of two and three dimensions, chose
-/// some for causal windows of 128 keys with which their gradients took 4.6% longer, and no such ring was ever timed.
+/// True if windows extend along at most one dimension. Costs fitted to regions and rings in two and three dimensions
+/// chose regions for causal windows of 128 keys whose gradients took 4.6% longer, and rings were not timed for them.
 bool is_sequence(const Problem& problem) {
   const auto has_window = [](const Axis& axis) { return axis.window.kernel_size > 1; };
   return std::count_if(std::begin(problem.axes), std::end(problem.axes), has_window) <= 1;
 }
 
-/// Blocks that a warp sees of a slab: on average, on average of the warps of the strip that see most, and on average of
-/// the one of each strip that sees most.
+/// Blocks of a slab that a warp sees: the average over all warps, over the warps of the busiest strip, and over the
+/// busiest warp of every strip.
 struct BlocksOfSlab {
   double average, most, of_slowest;
 };
 
-/// Slabs of a step that its tiles see and that come with it, on average.
+/// Average slabs per step: seen by its tiles, and newly loaded.
 struct SlabsOfStep {
   double seen, coming;
 };
 
-/// Divides strips into segments, and estimates what the launch takes.
+/// Divides strips into segments, and estimates the launch time.
 void choose_segments(const Problem& problem, Kernel kernel, const Device& device, SlabsOfStep slabs,
                      BlocksOfSlab blocks, std::int64_t first_bytes, RingShape& shape) {
   const RingCosts costs = costs_of(shape.loads, kernel, problem.head_dim);
   const std::int64_t strips = problem.batch * problem.heads * shape.strips[0] * shape.strips[1],
                      beside = std::int64_t{shape.beside[0]} * shape.beside[1];
-  // As many turns are taken at a time as the ring has slabs for, and one in part.
+  // Turns that run concurrently: the number for which the ring has slabs, plus a partial one.
   const double held_turns = 2 + (shape.slots - slabs.seen) * shape.thick / shape.rows[2],
                turns = std::clamp<double>(held_turns, 1, shape.turns());
   const double warps = static_cast<double>(beside) * turns,
@@ -160,7 +160,7 @@ void choose_segments(const Problem& problem, Kernel kernel, const Device& device
     const std::int64_t of_segment = divide_up(shape.steps, segments);
     if (of_segment > most_segment_steps(shape.loads) || divide_up(shape.steps, of_segment) != segments) continue;
     const auto rounds = static_cast<double>(divide_up(strips * segments, device.multiprocessors));
-    // What goes on longest in the last round is waited for.
+    // The slowest strip may be in the last round.
     const double steps =
         static_cast<double>(of_segment) * ((rounds - 1) * step_of(blocks.average) + step_of(blocks.most));
     const double nanoseconds =
@@ -172,7 +172,7 @@ void choose_segments(const Problem& problem, Kernel kernel, const Device& device
   }
 }
 
-/// Works out what follows from a shape's tiles and how warps are beside each other; false where it cannot be launched.
+/// Derives the rest of a shape from its tiles and the arrangement of its warps; false if it cannot be launched.
 bool complete(const Problem& problem, Kernel kernel, const Device& device, const SeenBlocks& by_groups,
               const SeenBlocks& by_inner, const SeenSlabs& slabs, RingShape& shape) {
   const bool rows_are_keys = kernel == Kernel::kKeyValueGradient;
@@ -215,8 +215,8 @@ bool complete(const Problem& problem, Kernel kernel, const Device& device, const
       (device.shared_memory - tile_bytes - window_bytes - mask_bytes - kRingBarrierBytes - bias_bytes) /
           (2 * shape.array_bytes + statistics_bytes),
       kMostRingSlots);
-  // Slabs of a step, and those that the next ones wait for. Keys next to a border are seen by more queries than others:
-  // there, warps may wait for slabs that are not held.
+  // Slabs of a step, and the slabs that the next step waits for. More queries see the keys next to a border: there,
+  // warps may wait for slabs that are not in the ring yet.
   const std::int64_t least_slots = rows_are_keys ? slabs.held + 1 : slabs.most + divide_up(shape.rows[2], shape.thick);
   if (slots < least_slots || shape.array_bytes % kSwizzle != 0) return false;
   shape.slots = narrow(slots);
@@ -240,12 +240,12 @@ bool complete(const Problem& problem, Kernel kernel, const Device& device, const
   return problem.batch * problem.heads * strips * shape.segments < std::int64_t{1} << 31;
 }
 
-/// Completes a shape, given its tiles, in all ways in which warps may be beside each other; keeps the fastest one.
+/// Completes a shape with every arrangement of its warps, given its tiles; updates the fastest one.
 void take_fastest(const Problem& problem, Kernel kernel, const Device& device, RingShape shape, RingShape& best) {
   const bool rows_are_keys = kernel == Kernel::kKeyValueGradient, is_thick = shape.thick > 1;
   const Span across{problem.axes[shape.dimension[0]], rows_are_keys},
       inside{problem.axes[shape.dimension[1]], rows_are_keys}, along{problem.axes[shape.dimension[2]], rows_are_keys};
-  // A block lies across two dimensions: those of a slab, or the first of them and the one along the strip.
+  // A block extends along two dimensions: both of the slab's, or the first one and the strip's.
   if ((is_thick && inside.length() > 1) || along.length() > kLongestStrip) return;
   const std::int64_t high = is_thick ? 1 : kBlockKeys / shape.wide;
   const SeenSlabs slabs(along, shape.rows[2], shape.thick);
@@ -285,7 +285,7 @@ bool can_have_ring(const Problem& problem, Places places) {
 }
 
 bool is_timed_beside_rings(const Problem& problem, Places places) {
-  // With biases of keys, none was.
+  // Regions were not timed against rings with key biases.
   return can_have_ring(problem, places) && !problem.has_key_bias && keys_of_window(problem) <= kMostKeysTimed;
 }
 
@@ -296,7 +296,7 @@ bool can_have_gradient_ring(const Problem& problem, Places places) {
 RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                       Kernel kernel, Places places, RingLoads loads, const Device& device) {
   RingShape best{};
-  // Query gradients with a relative bias add up the gradient of the table, too.
+  // Query gradients with a relative bias also compute the table's gradient, which rings do not support.
   if (problem.has_relative_bias && kernel == Kernel::kQueryGradient) return best;
   if (!can_have_ring(problem, places) || !is_compiled_with_biases(problem, loads)) return best;
   int dimension[kRank] = {0, 1, 2};

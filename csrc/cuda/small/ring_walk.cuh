@@ -1,4 +1,4 @@
-// How warps walk along a strip with a ring: those that have boxes of slabs and tiles loaded, and those that multiply.
+// Walk of warps along a strip with a ring: TMA loader warps and compute warps.
 #pragma once
 
 #include "cuda/small/products.cuh"
@@ -9,35 +9,35 @@
 
 namespace natten_jax::small {
 
-/// Warps that have boxes loaded.
+/// Warps that issue TMA loads.
 inline constexpr int kBoxLoaders = ring_loaders(RingLoads::kBoxes);
 
-/// What a warp that loads does: it has a part of each slab and of each step's tiles loaded, in the order in which steps
-/// need them. One warp alone would issue a copy every 130 cycles, of which a step takes up to 30.
+/// Main loop of a loader warp: it loads its part of each slab and of each step's tiles, in the order in which steps
+/// need them. A single warp would issue a copy every 130 cycles, and a step needs up to 30 copies.
 template <class Params, int kHeadDim>
 CUTE_DEVICE void load_ring(const Params& p, const RingAlong& along, int warp, std::uint32_t shared,
                            RingBarriers<RingLoads::kBoxes, kLanesStore<Params>>& barriers) {
-  // All lanes store, and one has boxes loaded; where none stores, that one alone is here.
+  // With key biases, all lanes store them and one lane issues TMA loads; otherwise only that lane runs this.
   constexpr bool kStores = kLanesStore<Params>;
   const bool is_loader = !kStores || threadIdx.x % 32 == 0;
   constexpr bool kOfKeys = Params::kKernel == Kernel::kKeyValueGradient;
   constexpr int kTileArrays = ring_tile_arrays(Params::kKernel);
   const RingShape& shape = p.shape;
-  // Which array of slabs it loads, and of that every second group.
+  // The warp's array of slabs; it loads every second group of it.
   const int first_group = warp / 2;
   const bool is_second = warp % 2 != 0;
   const int groups = (shape.groups - first_group + 1) / 2, group_bytes = shape.group_blocks * kBlockKeys * 2 * kHeadDim;
   const CUtensorMap& map = is_second ? p.slabs[1] : p.slabs[0];
   const std::uint32_t tiles = shared + shape.tiles;
-  // What is known of queries comes beside the first array.
+  // Statistics of queries are loaded along with the first array.
   const int statistics_bytes = kOfKeys && !is_second ? shape.group_blocks * kBlockKeys * kStatisticsBytes : 0;
   const std::uint32_t statistics = shared + shape.statistics + first_group * statistics_bytes;
   shared += first_group * group_bytes + (is_second ? shape.array_bytes : 0);
-  [[maybe_unused]] const std::uint32_t first_bias = statistics;  // statistics: none where biases are
+  [[maybe_unused]] const std::uint32_t first_bias = statistics;  // biases use the space of statistics
   [[maybe_unused]] RingKeyBiasLoader<Params> biases(p, warp);
   RingPlace place;
   int turn = 0;
-  unsigned parities = 0;  // a bit for each turn
+  unsigned parities = 0;  // one bit per turn
   for (int round = 0, number; (number = unit_of_round(p, round)) < p.units; ++round) {
     const RingUnit unit(p, number);
     const RingStrip<kOfKeys> strip(p, unit);
@@ -99,7 +99,8 @@ CUTE_DEVICE void load_ring(const Params& p, const RingAlong& along, int warp, st
             across += 2 * shape.wide;
           }
         }
-        // Lanes that went on would wait for the next slab's room, and the one that has boxes loaded with them.
+        // Without this, lanes that run ahead would wait for room for the next slab, and block the lane that issues TMA
+        // loads.
         if constexpr (kStores) __syncwarp();
         place.advance(shape.slots);
       }
@@ -107,14 +108,15 @@ CUTE_DEVICE void load_ring(const Params& p, const RingAlong& along, int warp, st
   }
 }
 
-/// Steps of a unit that a warp computes once more, behind all others: beside these there are no registers for that.
+/// Deferred steps of a unit, as a bit mask: a warp recomputes them after all other steps, because the main loop is
+/// short of registers.
 template <RingLoads kLoads>
 class LateSteps {
  public:
-  /// Takes one down, given its place in the unit.
+  /// Adds a step, by its index in the unit.
   CUTE_DEVICE void add(int place) { places_ |= Places{1} << place; }
 
-  /// Calls `call(place)` for each, and forgets them.
+  /// Calls `call(place)` for each step, and clears the mask.
   template <class Call>
   CUTE_DEVICE void for_each(const Call& call) {
     CUTE_NO_UNROLL
@@ -129,10 +131,10 @@ class LateSteps {
     return __ffsll(places_) - 1;
   }
 
-  Places places_ = 0;  // a bit each
+  Places places_ = 0;  // one bit per step
 };
 
-/// A warp that multiplies: where it reads, and what it waits for.
+/// A compute warp: its read addresses and barriers.
 template <class Element, int kHeadDim, class Params, class Masks, RingLoads kLoads>
 struct RingReader {
   static constexpr bool kRowsAreKeys = Masks::kRowsAreKeys;
@@ -142,11 +144,11 @@ struct RingReader {
   /// tokens, this changes the time on an H200 by -1.1% with heads of 64 and +2% with heads of 32. With biases of keys
   /// and heads of 64 it is -0.4% in the forward pass, but +1.5% in the backward pass.
   static constexpr bool kReleasesLate = kHeadDim == 64 && !kHasKeyBias;
-  /// Heads of 32 leave no register to spare: what can be computed again is not kept. Heads of 64 have fewer warps,
-  /// which wait for the end of each step, and more registers.
+  /// Heads of 32 leave the warp without spare registers, so that cheap values are recomputed. Heads of 64 have fewer
+  /// warps, which wait for the end of each step, and more registers.
   static constexpr bool kHasSpareRegisters = kHeadDim == 64;
-  // Bytes of what is known of a column beside the arrays, and after how many columns' bytes a lane's begin: biases lie
-  // in the order in which lanes read them.
+  // Bytes of per-column data (statistics or key biases), and the number of columns between the data of two lanes.
+  // Biases are stored in the order in which lanes read them.
   static constexpr int kColumnBytes = kHasKeyBias ? kKeyBiasBytes / kBlockKeys : kStatisticsBytes;
   static constexpr int kColumnsOfLane = kHasKeyBias ? kBlockKeys / 4 : 2;
   static constexpr int kSteps = kHeadDim / 16, kRowBytes = 2 * kHeadDim, kBlockBytes = kBlockKeys * kRowBytes;
@@ -157,33 +159,33 @@ struct RingReader {
   std::uint32_t shared;
   Masks masks;
   std::uint32_t group_bytes;
-  // Where the lane reads the warp's first block in the ring's first slab, its rows as rows of an operand that is
-  // summed over their elements, or over them.
+  // The lane's ldmatrix addresses of the warp's first block in the ring's first slab: `across` for products that sum
+  // over head elements, `along_rows` for products that sum over the block's rows.
   std::uint32_t across, along_rows;
   std::uint32_t statistics;  // the lane's address of the first slab's column statistics
-  RingPlace place;           // of a step's first slab
+  RingPlace place;           // slot of a step's first slab
 
   CUTE_DEVICE std::uint32_t of_slot(int slot) const { return slot * 2 * p.shape.array_bytes; }
 
-  /// Where a block of the warp begins, of those that it has masks of in registers.
+  /// Byte offset of a block, among the blocks whose masks the warp holds in registers.
   CUTE_DEVICE std::uint32_t of_block(int block) const {
     return block % Masks::kInner * kBlockBytes + block / Masks::kInner * group_bytes;
   }
 
-  /// Where the lane reads what is known of a block's columns, given where that begins in the ring. A slab's two arrays
-  /// have twice as many bytes as one.
+  /// The lane's address of the per-column data of a block, given the byte offsets of its slab and of the block. The
+  /// slab's offset is halved because it counts two arrays.
   CUTE_DEVICE std::uint32_t statistics_of(std::uint32_t slab, std::uint32_t block) const {
     return statistics + (slab / 2 + block) / (kRowBytes / kColumnBytes);
   }
 
-  /// The warp's next tile, of one of its arrays.
+  /// Loads one array of the warp's next tile.
   CUTE_DEVICE RowOperand<Element, kHeadDim> load_tile(int array = 0) const {
     const int lane = threadIdx.x % 32, buffer = kTileArrays * ring_warp() + array;
     return RowOperand<Element, kHeadDim>::of_box(
         place_of_chunk<kHeadDim>(shared + p.shape.tiles + buffer * p.shape.tile_bytes, lane % 16, lane / 16));
   }
 
-  /// A number that is there when all loads of a tile have ended.
+  /// Returns a word that depends on all ldmatrix loads of a tile.
   CUTE_DEVICE static std::uint32_t loaded(const RowOperand<Element, kHeadDim>& rows) {
     std::uint32_t result = 0;
     CUTE_UNROLL
@@ -199,8 +201,8 @@ struct RingReader {
     if (barriers.arrives() & loads_have_ended(loaded)) arrive_at(has_room);  // not &&: a branch costs more
   }
 
-  /// Products of a tile's rows with those of blocks; they start as `initial`, or where `kAdds` as what they are.
-  /// Instructions that add to the same numbers are as far apart as the blocks allow: one waits for the other.
+  /// Products of a tile's rows with the rows of blocks. Accumulators start as `initial`, or with `kAdds` keep their
+  /// values. Instructions with the same accumulators are interleaved with the other blocks' to hide their latency.
   template <bool kAdds = false, int kCount>
   CUTE_DEVICE static void multiply_blocks(float (&x)[kCount][2][4], const RowOperand<Element, kHeadDim>& rows,
                                           const std::uint32_t (&addresses)[kCount], const float4& initial) {
@@ -243,7 +245,7 @@ struct RingReader {
     if (barriers.arrives()) arrive_at(barriers.empty[slot]);
   }
 
-  /// Has slabs up to one filled again that the warp does not see.
+  /// Releases all slabs before `end` without reading them.
   CUTE_DEVICE void skip(int& slab, int end) {
     CUTE_NO_UNROLL
     for (; slab < end; ++slab) {
@@ -253,13 +255,13 @@ struct RingReader {
     }
   }
 
-  /// Walks over all steps of the warp: `own` enters units, starts steps, adds what they see of a slab, and finishes
-  /// them; it leaves units, too.
+  /// Walks over all steps of the warp. `own` enters units, starts steps, accumulates the visible part of each slab,
+  /// finishes steps and leaves units.
   template <class Own>
   CUTE_DEVICE void walk(Own& own) {
     const int beside = p.shape.beside[0] * p.shape.beside[1], turns = p.shape.turns(), own_turn = ring_warp() / beside,
               lane = threadIdx.x % 32;
-    int parity = 0, turn = 0;  // of the warp's tiles; whose turn a unit's first step is
+    int parity = 0, turn = 0;  // parity of the warp's tile barriers; the turn that takes a unit's first step
     group_bytes = p.shape.group_blocks * kBlockBytes;
     for (int round = 0, number; (number = unit_of_round(p, round)) < p.units; ++round) {
       const RingUnit unit(p, number);
@@ -277,7 +279,7 @@ struct RingReader {
       CUTE_NO_UNROLL
       for (; step < unit.end; step += turns) {
         const int2 seen = next;
-        // The unit's last step leaves all slabs.
+        // The unit's last step releases all slabs.
         if constexpr (kHasSpareRegisters) {
           next = step + turns < unit.end ? along.of_step(step + turns) : make_int2(end, end);
         } else {
@@ -302,7 +304,8 @@ struct RingReader {
         // A slab is released behind a branch: in the block that multiplies it, ptxas would arrive before products that
         // wait for loads from the slab. It moves none of them across a branch.
         if constexpr (kReleasesLate) {
-          const int released = barriers.is_arriving() ? next.x : seen.x;  // by the lane: slabs before this one
+          const int released = barriers.is_arriving() ? next.x : seen.x;  // this lane releases the slabs before this
+                                                                          // one
           bool was_last_use = false;
           int last_slot = 0;
           const auto release_last = [&] {

@@ -1,6 +1,5 @@
-// The gradient of sinks: what a sink weighs in each query's softmax, times how much of the loss its lack of a value
-// costs, added up in a fixed order. Kernels that own queries begin it (sinks_parts.cuh); where batch entries have
-// layouts of their own, kernels of its own do all.
+// Gradient of sinks: the negative sum over queries of the sink's softmax weight times delta, in a fixed order. Kernels
+// that own queries compute its parts (sinks_parts.cuh); with per-entry layouts, separate kernels compute all of it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,19 +16,19 @@ namespace natten_jax::small {
 
 struct SinksParams;  // params.h
 
-/// How many parts of the queries are added up at most, for sinks of so many batch entries: enough to fill a GPU.
+/// Maximum number of parts of the queries, for the sinks of `batch_of_sinks` batch entries: enough to fill a GPU.
 inline std::int64_t parts_of_sinks(std::int64_t batch_of_sinks) {
   constexpr std::int64_t kMost = 256;
   return std::max<std::int64_t>(kMost / batch_of_sinks, 1);
 }
 
-/// A number of heads, or of parts, filled up to chunks.
+/// Pads a number of heads or parts to whole chunks.
 inline std::int64_t filled_to_chunks(std::int64_t number) {
   return divide_up(number, kEntriesOfChunk) * kEntriesOfChunk;
 }
 
-/// Tiles of queries that all warps of a kernel's regions have at most, of a batch entry and head: in each dimension of
-/// a dilation group, less than twice as many as there are.
+/// Upper bound of the query tiles per batch entry and head, over all warps of a kernel's regions: in each dimension of
+/// a dilation group, less than twice the real number.
 inline std::int64_t most_tiles_of_regions(const Axis (&axes)[kRank], const std::int64_t (&tile)[kRank]) {
   std::int64_t result = 1;
   for (int d = 0; d < kRank; ++d) {
@@ -39,7 +38,7 @@ inline std::int64_t most_tiles_of_regions(const Axis (&axes)[kRank], const std::
   return result;
 }
 
-/// Numbers of scratch memory that the gradient takes.
+/// Size of the gradient's scratch memory, in numbers.
 inline std::int64_t scratch_of_sinks(const Problem& problem, const std::int64_t (&tile)[kRank],
                                      std::int64_t batch_of_sinks) {
   const std::int64_t sinks = batch_of_sinks * problem.heads,
@@ -48,18 +47,16 @@ inline std::int64_t scratch_of_sinks(const Problem& problem, const std::int64_t 
                   batch_of_sinks * parts_of_sinks(batch_of_sinks) * filled_to_chunks(problem.heads));
 }
 
-/// Launches the kernel that adds up what tiles of queries have written, where no other one does.
-///
-/// Args:
-///   overlaps: whether it may start before the kernel in front of it is done.
+/// Launches the kernel that adds up the parts of query tiles, if no other kernel does.
+/// || Args:
+///   overlaps: true if it may start before the previous kernel ends (PDL).
 cudaError_t launch_sums_of_sinks(const SinksParams& params, bool overlaps, cudaStream_t stream);
 
-/// Finds the gradient of a checked problem's sinks on a stream from what is known of queries, once a backward pass has
-/// run.
-///
-/// Args:
-///   statistics: those of the pass, [batch, queries, heads, 4].
-///   parts: scratch memory, of scratch_of_sinks() numbers.
+/// Computes the gradient of a checked problem's sinks on a stream from the statistics of queries, after a backward
+/// pass.
+/// || Args:
+///   statistics: output of the pass, [batch, queries, heads, 4].
+///   parts: scratch memory of scratch_of_sinks() numbers.
 Status run_sinks_gradient(const Problem& problem, const Arrays& arrays, const float* statistics, float* parts,
                           cudaStream_t stream);
 
