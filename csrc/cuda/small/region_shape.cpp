@@ -11,16 +11,16 @@
 namespace natten_jax::small {
 namespace {
 
-/// Bytes of tables and stages start at multiples of this, and boxes at those of the other, as their swizzle has it.
+/// Alignment of tables and stages in bytes, and of boxes, which their swizzle requires.
 constexpr std::int64_t kAlignment = 128;
 constexpr std::int64_t kBoxAlignment = 1024;
 
-/// Most tokens of a dimension that a box spans.
+/// Maximum tokens of a box along a dimension.
 constexpr std::int64_t kLargestBox = 256;
 
 constexpr std::int64_t kMostRows = std::int64_t{1} << 31;
 
-/// A product that does not wrap around: one that is too large is some number that is too large.
+/// Product without overflow: saturates at kMostRows if two of the factors or their product are too large.
 std::int64_t counted(std::int64_t a, std::int64_t b, std::int64_t c) {
   if (a == 0 || b == 0 || c == 0) return 0;
   return a >= kMostRows || b >= kMostRows || c >= kMostRows || a * b >= kMostRows ? kMostRows : a * b * c;
@@ -30,36 +30,37 @@ std::int64_t align(std::int64_t bytes, std::int64_t alignment = kAlignment) {
   return divide_up(bytes, alignment) * alignment;
 }
 
-/// Which dimension of the problem is which of a region's; none where a group does not lie in two dimensions.
+/// Maps a region's dimensions to the problem's; false if a group extends along three dimensions.
 bool choose_dimensions(const Side (&sides)[kRank], const std::int64_t (&rows)[kRank],
                        const std::int64_t (&columns)[kRank], int (&dimension)[kRank]) {
   std::array<int, kRank> order{2, 1, 0};
-  // Those of the group first, then by how many groups follow each other in a dimension.
+  // Dimensions of the group first, then by the number of consecutive groups.
   const auto groups = [&](int d) { return divide_up(sides[d].seen(rows[d]), columns[d]); };
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
     if ((columns[a] > 1) != (columns[b] > 1)) return columns[a] > 1;
     return groups(a) > groups(b);
   });
   if (columns[order[2]] > 1) return false;
-  // In a sequence, or where there is but one token in the others, a line follows the group itself.
+  // In a sequence, or with a single token in the other dimensions, lines run along the group's dimension.
   if (columns[order[1]] == 1 && groups(order[1]) == 1) std::swap(order[0], order[1]);
-  // The line is the longer one of two dimensions of a group.
+  // A line runs along the longer of a group's two dimensions.
   if (columns[order[1]] > 1 && groups(order[0]) > groups(order[1])) std::swap(order[0], order[1]);
   std::copy(order.begin(), order.end(), dimension);
   return true;
 }
 
-/// Buffers of 16 rows that a warp has in each stage, by Kernel: queries; these, cotangents of outputs and outputs; keys
-/// and values. The rows of whole layouts are among their columns.
+/// Number of 16-row buffers per warp in a stage, by Kernel: queries; queries, dO and O; keys and values; none for whole
+/// layouts, whose rows are among their columns.
 constexpr int kRowBuffers[] = {1, 3, 2, 0};
 
-/// Widens a box so that pairs of groups of a tile lie multiples of 8 rows apart, and the rows of a group in different
-/// banks: rows are permuted by their number modulo 8. False where that cannot be, or where it is too large.
+/// Widens a box so that the two groups of a pair are a multiple of 8 rows apart, and the rows of a group are in
+/// different banks: the swizzle permutes rows by their index modulo 8. False if this is impossible or the box becomes
+/// too large.
 bool widen_box(const Side (&sides)[kRank], const Region& region, const std::int64_t (&groups)[kRank],
                std::int64_t (&box)[kRank]) {
   const int wide = region.group[0], high = region.group[1];
   if (groups[0] > 1 && wide < kColumns) return false;
-  // The group's rows: of `wide` that follow each other, `high` times; all eight differ modulo 8.
+  // Rows of a group: `high` runs of `wide` consecutive rows; all eight have to differ modulo 8.
   const std::int64_t step = wide == 1 ? 2 : 2 * wide;
   box[0] = wide == kColumns ? align(box[0], kColumns) : align(box[0] - wide, step) + wide;
   if (groups[2] > 1) box[1] = align(box[1], high);
@@ -81,7 +82,7 @@ struct TiledDimensions {
   }
 };
 
-/// Fills in how the table of a relative bias lies in memory.
+/// Fills in the layout of a relative bias's table in memory.
 void lay_out_table(const Problem& problem, Region& region) {
   const TiledDimensions of(region);
   const BiasTable table(problem.axes, of.tile, of.group);
@@ -98,11 +99,12 @@ void lay_out_table(const Problem& problem, Region& region) {
   }
 }
 
-/// Works out what the sums for its gradient take, given the groups of a tile; false where kernels cannot count them, or
-/// the table.
+/// Computes the layout of the sums for the bias gradient, given the groups of a tile; false if the table or the sums
+/// exceed the kernels' index range.
 bool lay_out_sums(const Problem& problem, const std::int64_t (&groups)[kRank], Region& region) {
   if (region.table_entries > kMostBiasEntries) return false;
-  // Rows beside the only token of a dimension are not hidden: nobody asks for them, but sums would count them.
+  // Rows past the only token of a dimension are not masked. Their results are not used, but the sums would include
+  // them.
   for (int i = 0; i < kRank; ++i) {
     if (region.tile[i] > 1 && problem.axes[region.dimension[i]].query.extent == 1) return false;
   }
@@ -112,7 +114,7 @@ bool lay_out_sums(const Problem& problem, const std::int64_t (&groups)[kRank], R
   std::int64_t margin = 0, last_entry = 0, last_sum = 0;
   for (int i = 0; i < kRank; ++i) {
     const std::int64_t pitch = region.table_pitch[i], sum_pitch = record.pitch[region.dimension[i]];
-    // The last group of a line of pairs may be none of the window's.
+    // The last group of a line's last pair may be outside of the window.
     const std::int64_t columns = (i == 1 ? 2 * divide_up(groups[i], 2) : groups[i]) * region.group[i];
     margin += (region.tile[i] - 1 + region.group[i] * (i == 1 ? 2 : 1) - 1) * pitch;
     last_entry += columns * pitch;
@@ -144,7 +146,7 @@ Status begin_region(const Problem& problem, const Side (&sides)[kRank], const st
     return Status::invalid_argument("with a key_bias, heads for small windows have at most " +
                                     std::to_string(kLargestBiasedHeadDim) + " dimensions and no relative_bias");
   }
-  // Rows of arrays are counted in 32 bits.
+  // Kernels index rows of arrays with 32 bits.
   for (const std::int64_t rows_of_array : {counted(problem.batch, problem.queries(), problem.heads),
                                            counted(problem.batch, problem.keys(), problem.heads_kv),
                                            counted(problem.batch, problem.additional_kv, problem.heads_kv)}) {
@@ -180,7 +182,7 @@ bool complete_region(const Problem& problem, const Side (&sides)[kRank], Kernel 
     region.count = counted(region.count, side.axis.window.dilation, region.regions[i]);
     box[i] = side.seen(region.tile[i], region.tiles[i]);
     const std::int64_t seen = side.seen(region.tile[i]);
-    // There, a warp's rows are keys, too.
+    // In the kernel of whole layouts, a warp's rows are also keys.
     const Side keys{side.axis, true, Places::kComplete};
     groups[i] = divide_up(is_whole ? std::max(seen, keys.seen(region.tile[i])) : seen, region.group[i]);
     mean_groups[i] = side.mean_groups(region.tile[i], region.group[i]);
@@ -189,12 +191,12 @@ bool complete_region(const Problem& problem, const Side (&sides)[kRank], Kernel 
   const std::int64_t lines = groups[0] * groups[2], line_pairs = divide_up(groups[1], 2);
   const std::int64_t additional_pairs = divide_up(problem.additional_kv, 2 * kColumns);
   const std::int64_t pairs = lines * line_pairs + additional_pairs;
-  // Two are computed at once, of the window or of additional ones, and two more are read ahead.
+  // Two pairs are computed at once, either of the window or additional ones, and two more are prefetched.
   const std::int64_t entries = 2 * (divide_up(lines * line_pairs, 2) + divide_up(additional_pairs, 2) + 1);
   if (region.has_boxes && !widen_box(sides, region, groups, box)) return false;
   if (problem.has_relative_bias && !lay_out_sums(problem, groups, region)) return false;
   const std::int64_t plane = box[0] * box[1];
-  // The last pair of a line may end past the box, in what belongs to no column.
+  // The last pair of a line may extend past the box, into memory without columns.
   const std::int64_t memory_rows = plane * box[2] + box[0] * 2 * region.group[1] + region.group[0];
   constexpr std::int64_t kEnough = 1 << 20;
   if (memory_rows > kEnough || pairs > kEnough) return false;
@@ -211,7 +213,7 @@ bool complete_region(const Problem& problem, const Side (&sides)[kRank], Kernel 
   take(shared.batch_entries, sides[0].has_origins() ? kEntryStateBytes : 0);
   take(shared.places, region.has_boxes && !wraps(problem) ? 0 : 8 * plane * box[2]);
   take(shared.offsets, 4 * plans * region.warps * entries);
-  // Keys have their biases in registers where they are rows.
+  // If keys are rows, their biases are in registers.
   const bool has_key_bias = problem.has_key_bias && kernel != Kernel::kKeyValueGradient;
   take(shared.entries, problem.has_relative_bias || has_key_bias ? 4 * plans * region.warps * entries : 0);
   take(shared.key_bias, has_key_bias ? kKeyBiasBytes * region.warps * entries : 0);
@@ -222,11 +224,11 @@ bool complete_region(const Problem& problem, const Side (&sides)[kRank], Kernel 
   take(shared.sums, has_sums ? bytes_of_sums(region.record) * region.warps : 0);
   if (is_whole && has_sums) {
     const std::int64_t sums = std::int64_t{region.warps} * (region.record + kRecordHeader);
-    // Tables of regions lie in the memory for records of tiles.
+    // Tables of regions use the memory for records of tiles.
     if (region.gradients > sums) return false;
     take(shared.region_sums, 2 * sizeof(float) * sums);
   }
-  // Boxes leave rows to the warps, most of which load some while they write others.
+  // With boxes, each warp has separate row buffers; most kernels load rows while they write results, and need one more.
   const bool has_results =
       region.has_boxes && !has_results_in_rows(kernel, sides[0].places == Places::kOfEntries) &&
       !(kernel == Kernel::kQueryGradient && has_sums && has_results_in_sums(region.record, head_dim));
@@ -264,7 +266,7 @@ bool complete_region(const Problem& problem, const Side (&sides)[kRank], Kernel 
   region.next_statistic = kStatisticsBytes * (region.group[0] > 1 ? 1 : region.pitch[1]);
   region.next_group = kStatisticsBytes * region.group[1] * region.pitch[1];
   const double mean_pairs = mean_groups[0] * mean_groups[2] * (mean_groups[1] + .5) / 2;
-  // The warps of a CTA wait for the one that sees the most.
+  // The warps of a CTA wait for the warp with the most pairs.
   region.pairs = (mean_pairs + static_cast<double>(lines * line_pairs)) / 2 + static_cast<double>(additional_pairs);
   region.table = static_cast<int>(entries);
   region.stages = stages;

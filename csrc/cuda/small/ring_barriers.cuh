@@ -1,4 +1,4 @@
-// The barriers of a ring, on any architecture: what those that load and those that multiply wait for.
+// Barriers of a ring between loader warps and compute warps, on any architecture.
 #pragma once
 
 #include "cuda/small/ring_shape.h"
@@ -10,11 +10,11 @@ CUTE_DEVICE void init_barrier(std::uint64_t& barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(shared_address(&barrier)), "r"(arrivals) : "memory");
 }
 
-/// As `wait` and `arrive`, which take compute capability 9.0.
+/// As `wait` and `arrive`, which require compute capability 9.0.
 CUTE_DEVICE void wait_for(std::uint64_t& barrier, int parity) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  // A warp that only asks would take the instructions' turns from others, and warps whose step the ring has no room for
-  // wait all the time.
+  // A spinning warp would take issue slots from the other warps, and warps whose step has no slot in the ring yet wait
+  // for a long time.
   constexpr unsigned kNanoseconds = 20;
   for (unsigned is_complete = 0;;) {
     asm volatile(
@@ -48,27 +48,25 @@ CUTE_DEVICE void arrive_at(std::uint64_t& barrier) {
 #endif
 }
 
-/// Barriers of a CTA, in shared memory: of slabs, and of the buffer that a warp has for its tiles.
-///
-/// Where warps copy chunks, each of their lanes arrives for itself as its copies end, and each lane that has read them,
-/// too: of one arrival for a warp, racecheck sees that its lane is done, and reports what the others read. With that,
-/// query gradients took an H100 0.94 to 0.98 times as long, others 0.98 to 1.01 times.
-/// So it is where lanes store something beside boxes, too.
-///
-/// Args:
-///   kLoads: how slabs come.
-///   kStores: whether lanes of the warps that have boxes loaded store something beside them.
+/// mbarriers of a CTA, in shared memory: for slabs, and for each warp's tile buffer.
+/// || If warps copy chunks, every lane of a loader warp arrives when its copies complete, and every lane of a compute
+/// warp after its reads: racecheck attributes a single arrival to its lane only, and reports the reads of the other
+/// lanes. With per-lane arrivals, query gradients took 0.94 to 0.98 times as long on an H100, the other kernels 0.98 to
+/// 1.01 times. Lanes also arrive individually if loader lanes store data next to TMA boxes.
+/// || Args:
+///   kLoads: method of loading slabs.
+///   kStores: true if lanes of TMA loader warps also store data.
 template <RingLoads kLoads, bool kStores = false>
 struct RingBarriers {
   static constexpr int kMostWarps = 16;
   static constexpr bool kHasBoxes = kLoads == RingLoads::kBoxes, kIsOfLanes = !kHasBoxes || kStores;
-  static constexpr int kOfWarp = kIsOfLanes ? 32 : 1;  // arrivals
+  static constexpr int kOfWarp = kIsOfLanes ? 32 : 1;  // arrivals per warp
   static constexpr int kOfLoader = kHasBoxes ? 1 + (kStores ? 32 : 0) : 32;
 
   std::uint64_t full[kMostRingSlots], empty[kMostRingSlots];
   std::uint64_t has_tile[kMostWarps], has_room[kMostWarps];
 
-  /// Sets them up; one thread has to call it.
+  /// Initializes the barriers; called by one thread.
   CUTE_DEVICE void init(const RingShape& shape) {
     CUTE_NO_UNROLL
     for (int i = 0; i < shape.slots; ++i) {
@@ -90,7 +88,7 @@ struct RingBarriers {
     if constexpr (!kIsOfLanes) __syncwarp();
   }
 
-  /// Both at once; all lanes have to call it.
+  /// Calls meet(), and returns is_arriving(). All lanes have to call it.
   CUTE_DEVICE static bool arrives() {
     meet();
     return is_arriving();

@@ -1,4 +1,4 @@
-// A relative bias in kernels with a ring: what the warps that multiply have of the tables.
+// Relative bias in kernels with a ring: the compute warps' access to the tables.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -7,14 +7,14 @@
 
 namespace natten_jax::small {
 
-/// A float of shared memory, not from one time to the next: volatile.
+/// Loads a float from shared memory. Volatile, so that the compiler does not reuse an earlier value.
 CUTE_DEVICE float load_float(std::uint32_t address) {
   float result;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(result) : "r"(address));
   return result;
 }
 
-/// Without one.
+/// No relative bias.
 template <class Params, bool kHasBias>
 class RingRelativeBias {
  public:
@@ -36,21 +36,21 @@ class RingRelativeBias {
   CUTE_DEVICE OfStep of_step(const RingUnit&, int) const { return {}; }
 };
 
-/// An entry is for the offset of a key from a query: lanes with rows of queries read further on for keys that lie
-/// further on, and those with rows of keys further back for such queries. What hidden pairs read is nobody's; where the
-/// kernel hides by adding, it is a number, too.
+/// Table entries are indexed by the offset of a key from a query. Lanes with rows of queries read at higher addresses
+/// for later keys, lanes with rows of keys at lower addresses for later queries. Hidden pairs read entries that have no
+/// effect, but have to be finite if the kernel masks by adding.
 template <class Params>
 class RingRelativeBias<Params, true> {
   static constexpr bool kRowsAreKeys = Params::kKernel == Kernel::kKeyValueGradient;
   static constexpr int kOfRows = kRowsAreKeys ? 1 : -1, kOfColumns = -kOfRows;
 
  public:
-  /// What is added in the blocks of a slab.
+  /// Biases of the blocks of a slab.
   class OfSlab {
    public:
     CUTE_DEVICE OfSlab(const RingBias& bias, std::uint32_t at) : bias_(bias), at_(at) {}
 
-    /// The biases of a block, in products of queries and keys.
+    /// Loads the biases of a block, which initialize products of queries and keys.
     CUTE_DEVICE void load(float (&x)[2][4]) const {
       CUTE_UNROLL
       for (int i = 0; i < 8; ++i) {
@@ -69,7 +69,7 @@ class RingRelativeBias<Params, true> {
 
   CUTE_DEVICE RingRelativeBias(const Params& p, std::uint32_t shared) : p_(p), shared_(shared) {}
 
-  /// All warps that multiply have to enter all units.
+  /// All compute warps have to enter all units.
   template <class Masks>
   CUTE_DEVICE void enter(const RingUnit& unit, const Masks& masks) {
     const int table = units_ % p_.bias.tables;
@@ -78,7 +78,7 @@ class RingRelativeBias<Params, true> {
     const RingShape& shape = p_.shape;
     const int column = threadIdx.x % 4 * 2, wide_shift = logarithm(shape.wide);
     const RingStrip<kRowsAreKeys> strip(p_, unit);
-    // The lane's first column in the warp's first block: along the strip, in slabs that begin with that of the layout.
+    // The lane's first column in the warp's first block; along the strip, for a slab that begins with the layout.
     const int group = masks.block / shape.group_blocks, inner = masks.block - group * shape.group_blocks,
               behind = column >> wide_shift;
     const bool is_thick = shape.thick > 1;
@@ -88,7 +88,7 @@ class RingRelativeBias<Params, true> {
                                                   (is_thick ? behind : 0) * p_.bias.pitch[2]);
   }
 
-  /// Begins with a step, given where its first slab begins.
+  /// Starts a step, given the first key of its first slab.
   CUTE_DEVICE void start(int step, int first_key) {
     at_ = first_ + kOfRows * (step * p_.shape.rows[2] - first_key) * p_.bias.pitch[2];
   }
@@ -96,12 +96,12 @@ class RingRelativeBias<Params, true> {
   CUTE_DEVICE OfSlab of_slab() const { return {p_.bias, at_}; }
   CUTE_DEVICE void next_slab() { at_ += kOfColumns * p_.bias.next_slab; }
 
-  /// The biases of the lane's rows in a step of the unit that was entered, for products that are computed once more.
+  /// Biases of the lane's rows in a step of the current unit, for products that are recomputed.
   class OfStep {
    public:
     CUTE_DEVICE OfStep(const RingBias& bias, std::uint32_t of_rows) : bias_(bias), of_rows_(of_rows) {}
 
-    /// Adds that of the first or second row and of a column, given where this lies.
+    /// Adds the bias of the first or second row and a column, given the column's coordinates.
     CUTE_DEVICE float add(float product, int row, const int (&column)[kRank]) const {
       std::uint32_t at = of_rows_ + kOfRows * row * bias_.next_row;
       CUTE_UNROLL
@@ -109,7 +109,7 @@ class RingRelativeBias<Params, true> {
       return product + load_float(at);
     }
 
-    /// Adds those of a block, as RingTile has them.
+    /// Adds the biases of a block, in the order of RingTile.
     template <class Seen>
     CUTE_DEVICE void add(float (&x)[2][4], int, int across, const Seen& is_seen) const {
       CUTE_UNROLL
@@ -131,15 +131,15 @@ class RingRelativeBias<Params, true> {
   }
 
  private:
-  /// Has the tables of the CTA's units from a round on.
+  /// Fills the tables of the CTA's units from a round on.
   CUTE_DEVICE void fill(int round) const {
-    constexpr int kBarrier = 0;  // of those that are left to kernels
+    constexpr int kBarrier = 0;  // one of the named barriers that are free for kernels
     const int warps = p_.shape.warps, of_tables = p_.bias.tables, warp = ring_warp();
     if constexpr (!kRowsAreKeys) {
       if (round == 0) clear();
     }
-    cutlass::arch::NamedBarrier::sync(32 * warps, kBarrier);  // nobody reads those that are there
-    // Each table has some of the warps, of which there are more: entries of all tables come at the same time.
+    cutlass::arch::NamedBarrier::sync(32 * warps, kBarrier);  // all warps have finished with the old tables
+    // Warps are distributed over the tables, so that entries of all tables are loaded at the same time.
     const int table = warp % of_tables, number = unit_of_round(p_, round + table);
     if (number < p_.units) {
       const RingUnit unit(p_, number);
@@ -160,7 +160,7 @@ class RingRelativeBias<Params, true> {
     cutlass::arch::NamedBarrier::sync(32 * warps, kBarrier);
   }
 
-  /// Makes all that no table fills zeros.
+  /// Sets everything between and around the tables to zero.
   CUTE_DEVICE void clear() const {
     const int threads = 32 * p_.shape.warps;
     for (int at = threadIdx.x * kRingEntryBytes; at < p_.bias.bytes; at += threads * kRingEntryBytes) {
@@ -170,8 +170,8 @@ class RingRelativeBias<Params, true> {
 
   CUTE_DEVICE std::uint32_t tables() const { return shared_ + p_.shape.bytes - p_.bias.bytes; }
 
-  /// The entry of the lane's first row in a strip's first step and of the layout's first column. Rows of a tile that
-  /// the layout does not have are as far as its last one.
+  /// Address of the entry for the lane's first row in a strip's first step and the layout's first column. Rows of tiles
+  /// that lie outside of the layout use the last row.
   CUTE_DEVICE std::uint32_t of_rows(const RingUnit& unit, int table) const {
     int row[kRank];
     first_row(p_, unit, ring_warp(), row);
@@ -186,10 +186,10 @@ class RingRelativeBias<Params, true> {
 
   const Params& p_;
   std::uint32_t shared_;
-  int units_ = 0;        // that were entered
-  std::uint32_t first_;  // the entry of the lane's first row in a strip's first step, and of its first column in a slab
-                         // that begins with the layout
-  std::uint32_t at_;     // in the slab at hand
+  int units_ = 0;        // entered so far
+  std::uint32_t first_;  // entry of the lane's first row in a strip's first step and its first column in a slab that
+                         // begins with the layout
+  std::uint32_t at_;     // entry in the current slab
 };
 
 }  // namespace natten_jax::small

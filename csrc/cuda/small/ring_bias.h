@@ -1,5 +1,5 @@
-// A relative bias as kernels with a ring have it in shared memory: tables in products, whose lines go across strips,
-// and are long enough for a warp's lanes.
+// Shared memory layout of a relative bias in kernels with a ring: tables of products whose lines go across strips,
+// padded to avoid bank conflicts.
 #pragma once
 
 #include <algorithm>
@@ -16,12 +16,12 @@ namespace natten_jax::small {
 /// Bytes of an entry.
 inline constexpr int kRingEntryBytes = 4;
 
-/// Entries of a line: the fewest with which lanes wait least.
+/// Entries of a line: the shortest line with the fewest bank conflicts.
 inline int ring_bias_line(const Problem& problem, const RingShape& shape) {
   constexpr std::int64_t kBanks = 32;
   const OffsetTable offsets = offset_table(problem.axes);
   const auto& order = shape.dimension;
-  // Columns of a block's half.
+  // Columns of half a block.
   const std::int64_t wide = shape.wide, high = kColumns / wide;
   const int next = shape.thick > 1 ? 2 : 1;
   std::int64_t rows[kRank], columns[kRank], pitch[kRank];
@@ -44,26 +44,27 @@ inline int ring_bias_line(const Problem& problem, const RingShape& shape) {
   return static_cast<int>(best);
 }
 
-/// Where tables lie: those of several units that a CTA goes over, one behind the other. Its warps meet once for all of
-/// them, and those that are ahead wait then for those that are behind.
+/// Shared memory layout of the tables, for several consecutive units of a CTA: its warps synchronize once for all of
+/// them, so that fast warps seldom wait for slow ones.
 struct RingBias {
   int entries;             ///< Entries of a table.
-  int tables;              ///< Tables that are there at once.
-  int pitch[kRank];        ///< Bytes from one offset to the next, by dimensions of the shape: the first has entries'.
-  int given_pitch[kRank];  ///< The same by dimensions of the problem.
-  int first;               ///< Bytes before the first table, which only hidden pairs read,
-  int center;              ///< and to its entry of offset zero.
-  int next_row;            ///< Bytes from the entries of a lane's first row to those of its second,
-  int next_half;           ///< and from those of a block's first half back to those of its second.
-  int next_block, next_group, next_slab;  ///< Likewise.
-  int bytes;                              ///< All tables, and on both sides what hidden pairs read.
+  int tables;              ///< Tables that are resident at once.
+  int pitch[kRank];        ///< Bytes between consecutive offsets, by dimensions of the shape; along the first one, the
+                           ///< size of an entry.
+  int given_pitch[kRank];  ///< As `pitch`, by dimensions of the problem.
+  int first;               ///< Bytes before the first table, read only by hidden pairs,
+  int center;              ///< and bytes to its entry of offset zero.
+  int next_row;            ///< Bytes from the entries of a lane's first row to those for its second row,
+  int next_half;           ///< and back from the entries of a block's first half to those for its second half.
+  int next_block, next_group, next_slab;  ///< Bytes back to the next block, group and slab.
+  int bytes;                              ///< Total size, including the margins on both sides that hidden pairs read.
 
   RingBias() = default;
   RingBias(const Axis (&axes)[kRank], const RingShape& shape, Kernel kernel) {
-    // Five tables of 13 x 13 windows take 12.5 kB, a slab of queries and cotangents up to 30.
+    // Five tables of 13 x 13 windows take 12.5 kB; a slab of queries and dO takes up to 30 kB.
     constexpr std::int64_t kMostTables = 5, kBytesOfTables = 14 * 1024;
     const OffsetTable offsets = offset_table(axes);
-    // What a slab extends to, and a block, or all blocks that a warp multiplies whether its rows see them or not.
+    // Extent of the blocks that a warp multiplies, whether or not its rows see them; and of a slab along the strip.
     const RingForm form = kernel == Kernel::kKeyValueGradient ? RingForm{1, 1} : kRingForms[shape.form];
     const int high = kBlockKeys / shape.wide,
               extent[kRank] = {form.groups * shape.wide, shape.thick > 1 ? 1 : form.inner * high, shape.thick};
@@ -80,7 +81,7 @@ struct RingBias {
     first = static_cast<int>(kRingEntryBytes * margin);
     center = static_cast<int>(kRingEntryBytes * (margin + zero));
     bytes = static_cast<int>(kRingEntryBytes * (2 * margin + tables * all));
-    // Half of the rows: the last dimension that has several is divided.
+    // Distance of half the rows: the last dimension with several rows is split.
     const int divided = shape.rows[2] > 1 ? 2 : shape.rows[1] > 1 ? 1 : 0;
     next_row = shape.rows[divided] / 2 * pitch[divided];
     next_half = high / 2 * pitch[shape.thick > 1 ? 2 : 1];

@@ -1,5 +1,5 @@
-// A ring's slabs and tiles on any architecture: warps copy them in chunks of 16 bytes, where the copy engine would load
-// them as boxes (ring_walk.cuh). They lie as boxes do, so that what multiplies is the same.
+// Loads of a ring's slabs and tiles on any architecture: warps copy chunks of 16 bytes, instead of TMA boxes
+// (ring_walk.cuh). The layout in shared memory is the same, so that both share the compute code.
 #pragma once
 
 #include "cuda/small/boxes.cuh"
@@ -8,9 +8,9 @@
 
 namespace natten_jax::small {
 
-/// What a warp that copies does: of each slab one of both arrays, and every second tile of each step, in the order in
-/// which steps need them. One warp alone, which started two to four copies at a time, was what others waited for: a
-/// copy of 512 bytes every 60 to 110 cycles (H100). So there are two, and each has the addresses of eight copies at a
+/// Main loop of a copying warp: it copies one array of each slab, and every second tile of each step, in the order in
+/// which steps need them. A single warp, which had two to four copies in flight, was the bottleneck: a copy of 512
+/// bytes took 60 to 110 cycles (H100). Therefore two warps copy, and each prepares the addresses of eight copies at a
 /// time.
 template <class Params, int kHeadDim>
 class RingChunks {
@@ -37,7 +37,7 @@ class RingChunks {
     const RingShape& shape = p_.shape;
     RingPlace place;
     int turn = 0;
-    unsigned parities = 0;  // a bit for each turn
+    unsigned parities = 0;  // one bit per turn
     for (int round = 0, number; (number = unit_of_round(p_, round)) < p_.units; ++round) {
       const RingUnit unit(p_, number);
       const Slabs slabs(*this, unit);
@@ -64,30 +64,31 @@ class RingChunks {
   static constexpr int kTileArrays = ring_tile_arrays(Params::kKernel);
   static constexpr int kLoaders = ring_loaders(RingLoads::kChunks);
   static_assert(kLoaders == 2);
-  // Bytes and chunks of a row of an array, and rows of which the warp's lanes copy a chunk each.
+  // Bytes and chunks of an array's row, and rows that a warp copies at a time, one chunk per lane.
   static constexpr int kRowBytes = 2 * kHeadDim, kChunks = kHeadDim / 8, kAtOnce = 32 / kChunks;
   static constexpr int kTilePasses = kRows / kAtOnce;
   static constexpr int kBlockPasses = kBlockKeys / kAtOnce, kBlocksAtOnce = 8 / kBlockPasses;
 
-  /// Where the lane's chunk of the warp's `pass`th copy lies, given where a block or a tile begins.
+  /// Address of the lane's chunk in the warp's `pass`th copy, given the begin of a block or a tile.
   CUTE_DEVICE std::uint32_t place_of(std::uint32_t rows, int pass) const {
     return place_of_chunk<kHeadDim>(rows, row_ + pass * kAtOnce, chunk_);
   }
 
-  /// Where the lane's row of the warp's `pass`th copy lies in a tile.
+  /// Coordinate in a tile of the lane's row in the warp's `pass`th copy.
   CUTE_DEVICE int place_in_tile(int pass, int d) const { return place_of_row(p_.shape, row_ + pass * kAtOnce, d); }
 
-  /// The lane's chunk of a head's first row of an array.
+  /// The lane's chunk of the first row of a head.
   CUTE_DEVICE const char* first_row_of(const void* array, int batch, int head, int heads) const {
     const std::int64_t row = std::int64_t{batch} * p_.tokens * heads + head;
     return static_cast<const char*>(array) + row * kRowBytes + 16 * chunk_;
   }
 
-  /// The tiles of a step that this warp copies, given whose turn it is, and what the barriers of their room wait for.
+  /// Copies this warp's share of a step's tiles. `turn` selects their buffers, `parity` is the phase to wait for until
+  /// the buffers are free.
   CUTE_DEVICE void copy_tiles(const RingUnit& unit, int step, int turn, int parity) const {
     const RingShape& shape = p_.shape;
     const int beside = shape.beside[0] * shape.beside[1];
-    int x = warp_, y = 0;  // of the warp that multiplies, of those side by side
+    int x = warp_, y = 0;  // coordinates of the compute warp among the adjacent ones
     for (int i = warp_; i < beside; i += kLoaders, x += kLoaders) {
       for (; x >= shape.beside[0]; x -= shape.beside[0]) ++y;
       const int reader = turn * beside + i;
@@ -99,7 +100,7 @@ class RingChunks {
     }
   }
 
-  /// A warp's tile of each array, of a step, given its first row; what lies past the layout becomes zeros.
+  /// Copies a warp's tile of each array, given its first row; positions past the layout are set to zero.
   CUTE_DEVICE void copy_tile(const RingUnit& unit, int reader, const int (&first)[kRank]) const {
     const RingShape& shape = p_.shape;
     int token = 0;
@@ -131,15 +132,15 @@ class RingChunks {
     }
   }
 
-  /// What is the same for all slabs of a unit: of a group, columns lie across strips, and inside of a slab or along
-  /// them.
+  /// Values that are constant over all slabs of a unit. The columns of a group extend across strips, and either inside
+  /// of a slab or along the strip.
   struct Slabs {
     const char* from;     // the lane's chunk of the head's first column
-    const float4* known;  // of that column
+    const float4* known;  // statistics of that column
     int token_bytes;
-    int across;       // of the lane's first column
-    int inside;       // likewise
-    int first_token;  // of that column, were the slab the layout's first one
+    int across;       // position of the lane's first column across strips
+    int inside;       // position of that column inside of a slab
+    int first_token;  // token of that column in a slab at the layout's begin
 
     CUTE_DEVICE Slabs(const RingChunks& chunks, const RingUnit& unit) {
       const Params& p = chunks.p_;
@@ -156,18 +157,18 @@ class RingChunks {
     }
   };
 
-  /// Where the lane's first column of a slab's next block is.
+  /// Position of the lane's first column in a slab's next block.
   struct NextBlock {
-    int across, inside, token, left;  // left: blocks of its group, that one among them
-    int group_token;                  // of the group's first block
+    int across, inside, token, left;  // left: blocks that remain in its group, including this one
+    int group_token;                  // token for the group's first block
     std::uint32_t to;
   };
 
-  /// The warp's array of a slab; what lies outside of the layout becomes zeros.
+  /// Copies the warp's array of a slab; positions outside of the layout are set to zero.
   CUTE_DEVICE void copy_slab(const Slabs& slabs, int first_column, int slot) const {
     const RingShape& shape = p_.shape;
     const bool is_thick = shape.thick > 1;
-    // A slab outside of the layout along the strip has no columns.
+    // A slab that lies outside of the layout along the strip is empty.
     const bool is_outside = !is_thick && static_cast<unsigned>(first_column) >= static_cast<unsigned>(along_.length());
     const int token = slabs.first_token + first_column * p_.pitch[2];
     const NextBlock first{is_outside ? -shape.wide * shape.groups : slabs.across,
@@ -187,7 +188,8 @@ class RingChunks {
     }
   }
 
-  /// Some blocks of a slab. A copy holds its address until the memory pipe takes it, so the next one has another.
+  /// Copies some blocks of a slab. Each copy has a separate address register, because a copy holds its register until
+  /// the memory pipe accepts it.
   template <int kCount>
   CUTE_DEVICE void copy_blocks(const Slabs& slabs, int first_inside, NextBlock& next) const {
     const RingShape& shape = p_.shape;
@@ -224,14 +226,14 @@ class RingChunks {
     next.to += kCount * kBlockKeys * kRowBytes;
   }
 
-  /// As `advance`, which the compiler does not move behind copies.
+  /// As `advance`, but volatile, so that the compiler does not move it behind copies.
   CUTE_DEVICE static const char* address_of(const char* base, int token, int token_bytes) {
     const char* result;
     asm volatile("mad.wide.s32 %0, %1, %2, %3;" : "=l"(result) : "r"(token), "r"(token_bytes), "l"(base));
     return result;
   }
 
-  /// What is known of a slab's columns.
+  /// Copies the statistics of a slab's columns.
   CUTE_DEVICE void copy_statistics(const Slabs& slabs, int first_column, int slot) const {
     const RingShape& shape = p_.shape;
     const bool is_thick = shape.thick > 1;
@@ -261,9 +263,9 @@ class RingChunks {
   const RingAlong& along_;
   RingBarriers<RingLoads::kChunks>& barriers_;
   std::uint32_t shared_;
-  int warp_;                  // of those that copy
-  int row_, chunk_;           // of the rows that the warp copies at a time, and of that row
-  int in_tile_[kTilePasses];  // tokens from a tile's first row to the lane's ones
+  int warp_;                  // index among the copying warps
+  int row_, chunk_;           // the lane's row among the rows that the warp copies at a time, and its chunk of that row
+  int in_tile_[kTilePasses];  // token offsets from a tile's first row to the lane's rows
 };
 
 }  // namespace natten_jax::small

@@ -1,5 +1,5 @@
-// Biases of keys in kernels with a ring, which products of queries and keys begin with. Where keys are columns, the
-// warps that load store those of a slab beside it; where keys are rows, they are two numbers of each lane.
+// Key biases in kernels with a ring, which initialize products of queries and keys. If keys are columns, loader warps
+// store the biases of a slab next to it; if keys are rows, each lane holds two numbers.
 #pragma once
 
 #include "cuda/common/arithmetic.cuh"
@@ -8,7 +8,7 @@
 
 namespace natten_jax::small {
 
-/// What keys have in `of_keys` of a unit's head, as it is added to products that are yet to be scaled.
+/// Key biases of a unit's head, divided by the scale, since they are added to unscaled products.
 struct RingKeyBiasOfHead {
   const float* of_first_key;
   int pitch;  // from one key to the next
@@ -20,19 +20,19 @@ struct RingKeyBiasOfHead {
     of_first_key = bias.of_keys + std::int64_t{unit.batch} * p.tokens * pitch + (bias.is_of_all_heads ? 0 : unit.head);
   }
 
-  /// The bias of a key as the caller has it; any of a negative token.
+  /// Loads the bias of a key as passed by the caller; an arbitrary one for a negative token.
   CUTE_DEVICE float load(int token) const { return __ldg(of_first_key + std::int64_t{max(token, 0)} * pitch); }
   CUTE_DEVICE float of_products(float bias) const { return bias_in_products(bias, inverse_scale); }
 };
 
-/// Stores the biases of slabs: each lane of the warps that load has a key of each, or two. It loads those of the next
-/// slab while it waits until there is room for it. Where their keys lie across strips is worked out once for a strip.
+/// Stores the biases of slabs. Every lane of the loader warps handles up to two keys of each slab. It loads the biases
+/// of the next slab while it waits for a free slot. The keys' positions across strips are computed once per strip.
 template <class Params>
 class RingKeyBiasLoader {
  public:
   CUTE_DEVICE RingKeyBiasLoader(const Params& p, int warp) : p_(p), first_(32 * warp + threadIdx.x % 32) {}
 
-  /// Finds the keys of a strip's slabs.
+  /// Computes the positions of a strip's keys.
   CUTE_DEVICE void enter(const RingUnit& unit, const RingStrip<false>& strip) {
     const RingKeyBias& bias = p_.key_bias;
     const RingShape& shape = p_.shape;
@@ -52,8 +52,8 @@ class RingKeyBiasLoader {
     inverse_scale_ = of_head.inverse_scale;
   }
 
-  /// Begins to load those of a slab, given where it begins. What lies outside is hidden: any number does, but it has to
-  /// be one.
+  /// Starts to load the biases of a slab, given its position along the strip. Keys outside of the layout are hidden:
+  /// their biases only have to be finite.
   CUTE_DEVICE void load(int along) {
     const int pitch = p_.key_bias.is_of_all_heads ? 1 : p_.heads;
     CUTE_UNROLL
@@ -66,13 +66,13 @@ class RingKeyBiasLoader {
     }
   }
 
-  /// Converts the loaded biases, which waits for them.
+  /// Waits for the loaded biases, and converts them.
   CUTE_DEVICE void convert() {
     CUTE_UNROLL
     for (int i = 0; i < kOfLane; ++i) converted_[i] = bias_in_products(bias_[i], inverse_scale_);
   }
 
-  /// Stores the converted biases at the address of a slab's biases.
+  /// Stores the converted biases of a slab at an address.
   CUTE_DEVICE void store(std::uint32_t to) const {
     CUTE_UNROLL
     for (int i = 0; i < kOfLane; ++i) {
@@ -95,11 +95,11 @@ class RingKeyBiasLoader {
   const int first_;
   const float* of_first_key_;
   float inverse_scale_;
-  int token_[kOfLane], behind_[kOfLane];  // of the slab that begins with the layout; negative: outside of all slabs
+  int token_[kOfLane], behind_[kOfLane];  // for a slab that begins with the layout; negative: outside in every slab
   float bias_[kOfLane], converted_[kOfLane];
 };
 
-/// The biases of the lane's columns of a block, in products of both rows, given where they lie.
+/// Loads the biases of the lane's columns of a block from an address, for both rows.
 template <bool kAreThere>
 CUTE_DEVICE void load_ring_key_biases([[maybe_unused]] float (&x)[2][4], [[maybe_unused]] std::uint32_t at) {
   if constexpr (kAreThere) {
@@ -111,7 +111,7 @@ CUTE_DEVICE void load_ring_key_biases([[maybe_unused]] float (&x)[2][4], [[maybe
   }
 }
 
-/// Adds biases to products that are computed once more, out of memory.
+/// Adds biases from global memory to products that are recomputed.
 template <bool kAreThere>
 struct RingKeyBiasOfColumns {
   CUTE_DEVICE RingKeyBiasOfColumns(const RingParams&, const RingUnit&) {}
@@ -126,7 +126,7 @@ struct RingKeyBiasOfColumns<true> {
   template <class Params>
   CUTE_DEVICE RingKeyBiasOfColumns(const Params& p, const RingUnit& unit) : p(p), biases(p, p.key_bias, unit) {}
 
-  /// To a block's, which begins at a place across strips, given the token that the dimension's first key would be.
+  /// Adds the biases of a block at position `across`; `token` is the token at position 0 of that dimension.
   template <class Seen>
   CUTE_DEVICE void add(float (&x)[2][4], int token, int across, const Seen& is_seen) const {
     CUTE_UNROLL
@@ -137,8 +137,7 @@ struct RingKeyBiasOfColumns<true> {
   }
 };
 
-/// The biases of a lane's two rows, and the sums of their gradients, where `kAreThere`: each twice, as accumulators
-/// have their rows.
+/// Biases of a lane's two rows and sums of their gradients, if `kAreThere`. Each is stored twice, in accumulator order.
 template <bool kAreThere>
 struct RingKeyBiasOfRows {
   template <class Params>
@@ -168,10 +167,10 @@ struct RingKeyBiasOfRows<true> {
 
   /// Initial accumulators of the products of rows and columns.
   CUTE_DEVICE float4 of_products() const { return make_float4(biases[0], biases[1], biases[2], biases[3]); }
-  /// A product of the first or second row, with its bias.
+  /// Adds the bias of the first or second row to a product.
   CUTE_DEVICE float of_product(float product, int row) const { return product + biases[2 * row]; }
 
-  /// Adds gradients of logits, rounded as they are multiplied.
+  /// Adds gradients of logits, rounded to the element type for MMA.
   template <class Element>
   CUTE_DEVICE void add(const std::uint32_t (&gradients)[4]) {
     const std::uint32_t ones = pack<Element>(1.f, 1.f);

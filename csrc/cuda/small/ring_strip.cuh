@@ -1,4 +1,4 @@
-// Where the parts of a launch with a ring lie: strips, steps, slabs, and what a lane's rows see of them.
+// Coordinates of a ring launch: strips, steps, slabs, and the columns that a lane's rows see in them.
 #pragma once
 
 #include "cuda/common/axis_plan.cuh"
@@ -7,16 +7,16 @@
 
 namespace natten_jax::small {
 
-/// The number of the unit that a CTA takes in a round of all CTAs; past the last one there are none left. Which one is
-/// turned from round to round: with the same strips each time, CTAs whose strips see most would be waited for.
+/// Index of the unit that a CTA takes in a round; the CTA is done if it is not less than `units`. The map from CTAs to
+/// units rotates from round to round: with the same strips every time, the CTAs with the busiest strips would finish
+/// late.
 CUTE_DEVICE int unit_of_round(const RingParams& p, int round) {
   const unsigned ctas = gridDim.x, turned = static_cast<unsigned>(round) * p.shape.turn % ctas;
   return static_cast<int>(round * ctas + (blockIdx.x + turned) % ctas);
 }
 
-/// A part of a strip of a batch entry's head, which a CTA goes over. Those that follow each other run at the same time,
-/// and share what has come from memory: neighboring strips see the same columns, and the heads of a token lie side by
-/// side in what is fetched at once.
+/// A segment of a strip of a batch entry's head, the work unit of a CTA. Consecutive units run at the same time and
+/// share cached data: neighboring strips see the same columns, and the heads of a token share DRAM and L2 lines.
 struct RingUnit {
   int batch, head, across, inside, step, end;
 
@@ -33,13 +33,13 @@ struct RingUnit {
   CUTE_DEVICE int head_kv(const RingParams& p) const { return p.by_heads_per_kv.divide(head); }
 };
 
-/// Where a row's chunk of 16 bytes lies, given where rows of such heads begin: as the copy engine swizzles them.
+/// Address of a row's 16-byte chunk, given where rows of this width begin, with TMA's swizzle.
 template <int kHeadDim>
 CUTE_DEVICE std::uint32_t place_of_chunk(std::uint32_t rows, int row, int chunk) {
   return rows + row * 2 * kHeadDim + (chunk ^ (kHeadDim == 32 ? row >> 1 & 3 : row & 7)) * 16;
 }
 
-/// Columns that a row of a dimension sees, past the layout those of the last one.
+/// Columns that a row sees along a dimension; rows past the layout are treated as its last row.
 template <bool kRowsAreKeys>
 CUTE_DEVICE Range<int> seen_by(const DeviceAxis& axis, int row) {
   const int length = axis.query_extent, at = min(row, length - 1);
@@ -47,7 +47,7 @@ CUTE_DEVICE Range<int> seen_by(const DeviceAxis& axis, int row) {
   return window_bounds(axis, at, length);
 }
 
-/// The first columns of a strip's slabs.
+/// First columns of a strip's slabs.
 template <bool kRowsAreKeys>
 struct RingStrip {
   int across, inside;
@@ -61,17 +61,17 @@ struct RingStrip {
   }
 };
 
-/// Strips along their dimension: what rows see, which a CTA tabulates in shared memory, and slabs by their number.
-/// The first slab of a layout may begin before it.
+/// The dimension along strips: a table in shared memory of the columns that each row sees, and slabs by index. The
+/// first slab of a layout may begin before the layout.
 struct RingAlong {
   const RingParams& p;
-  std::uint32_t windows;  // of each row, its first column and in the upper half the one behind its last
+  std::uint32_t windows;  // per row: its first column, and in the upper half-word the column after its last one
 
   CUTE_DEVICE RingAlong(const RingParams& p, std::uint32_t shared) : p(p), windows(shared + p.shape.windows) {}
 
   CUTE_DEVICE int length() const { return p.axis[2].query_extent; }
 
-  /// Fills the table; all threads have to call it, and to meet before it is used.
+  /// Fills the table. All threads have to call it, and to synchronize before the table is used.
   template <bool kRowsAreKeys>
   CUTE_DEVICE static void tabulate(const RingParams& p, char* raw) {
     for (int i = threadIdx.x; i < p.axis[2].query_extent; i += blockDim.x) {
@@ -85,7 +85,7 @@ struct RingAlong {
     return {static_cast<int>(window & 0xffff), static_cast<int>(window >> 16)};
   }
 
-  /// The slabs that a step sees.
+  /// Range of slabs that a step sees.
   CUTE_DEVICE int2 of_step(int step) const {
     const int depth = p.shape.rows[2], thick = p.shape.thick, phase = p.shape.phase[2],
               first = seen(step * depth).begin - phase, last = seen(min((step + 1) * depth, length()) - 1).end - phase;
@@ -95,7 +95,7 @@ struct RingAlong {
   CUTE_DEVICE int first_key(int slab) const { return p.shape.phase[2] + (slab << p.shape.thick_shift); }
 };
 
-/// A slab's place in the ring.
+/// A slab's slot in the ring, and the parity of its barriers.
 struct RingPlace {
   int slot = 0, parity = 0;
 
@@ -106,7 +106,7 @@ struct RingPlace {
     }
   }
 
-  /// Goes back by at most as many slabs as there are slots.
+  /// Goes back by at most the number of slots.
   CUTE_DEVICE void retreat(int count, int slots) {
     slot -= count;
     if (slot < 0) {
@@ -116,34 +116,34 @@ struct RingPlace {
   }
 };
 
-/// Where a row of a tile lies in it.
+/// Coordinate of a row in its tile.
 CUTE_DEVICE int place_of_row(const RingShape& shape, int row, int d) {
   if (d > 0) row >>= logarithm(shape.rows[0]);
   if (d > 1) row >>= logarithm(shape.rows[1]);
   return row & (shape.rows[d] - 1);
 }
 
-/// Bits of masks, as `hiding` reads them: of a lane's two elements in one of its two rows, of one group of a block.
+/// Mask bits, as `hiding` reads them: a lane's two elements in one of its two rows, of one group of a block.
 CUTE_DEVICE constexpr std::uint32_t bits_of_row(int row, int group) {
   return (group == 0 ? 0x0808u : 0x8080u) << (16 * row);
 }
 
-/// Which warp this is: the same for all lanes, which the compiler then knows. All of them have to ask.
+/// Warp index, in a form that the compiler recognizes as warp-uniform. All lanes have to call it.
 CUTE_DEVICE int ring_warp() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
 }
 
-/// A number that the compiler does not know: what follows from it is not kept in registers from one step to the next.
+/// Makes a number opaque to the compiler, so that values derived from it are not kept in registers across steps.
 CUTE_DEVICE int kept_number(int number) {
   return static_cast<int>(kept(static_cast<std::uint32_t>(number)));
 }
 
-/// Where a warp is of those side by side, in dimension 0 and in 1.
+/// Coordinates of a warp among the adjacent warps of a strip, in dimensions 0 and 1.
 CUTE_DEVICE int2 place_of_warp(const RingShape& shape, int warp) {
   return make_int2(warp % shape.beside[0], warp / shape.beside[0] % shape.beside[1]);
 }
 
-/// The first row of a warp's tile, in a strip's first step.
+/// First row of a warp's tile in a strip's first step.
 CUTE_DEVICE void first_row(const RingParams& p, const RingUnit& unit, int warp, int (&row)[kRank]) {
   const RingShape& shape = p.shape;
   const int2 place = place_of_warp(shape, warp);
@@ -152,18 +152,18 @@ CUTE_DEVICE void first_row(const RingParams& p, const RingUnit& unit, int warp, 
   row[2] = 0;
 }
 
-/// A lane's two rows of a warp's tile, and what they see: of a window, what lies inside of a slab is the same for all
-/// slabs of a strip, and what lies along the strip for all blocks of a slab.
+/// A lane's two rows of a warp's tile, and the columns that they see. The visible part of a slab across the strip is
+/// the same for all slabs of a strip; the visible part along the strip is the same for all blocks of a slab.
 template <bool kRowsAreKeys_>
 struct RingRows {
   static constexpr bool kRowsAreKeys = kRowsAreKeys_;
 
   int along_begin[2], along_size[2];
-  int rows_along;   // between the first columns of a block's two halves, along the strip
-  int first_along;  // of a lane's elements in a block's first half
-  int tokens[2];    // of the lane's rows in a strip's first step; negative where no step has them
+  int rows_along;   // distance along the strip between the first columns of a block's two halves
+  int first_along;  // position along the strip of the lane's elements in a block's first half
+  int tokens[2];    // of the lane's rows in a strip's first step; negative if outside of the layout in every step
 
-  /// The rows in a strip's first step.
+  /// Sets the rows for a strip's first step.
   CUTE_DEVICE void enter_rows(const RingParams& p, const RingUnit& unit) {
     const RingShape& shape = p.shape;
     const int lane = threadIdx.x % 32;
@@ -183,7 +183,7 @@ struct RingRows {
     rows_along = is_thick ? kColumns >> logarithm(shape.wide) : 0;
   }
 
-  /// Works out what the lane's rows see along the strip.
+  /// Computes the columns along the strip that the lane's rows see in a step.
   CUTE_DEVICE void enter_step(const RingParams& p, const RingAlong& along, int step) {
     const int lane = kept_number(threadIdx.x % 32), first = step * p.shape.rows[2];
     CUTE_UNROLL
@@ -195,7 +195,7 @@ struct RingRows {
     }
   }
 
-  /// Tokens of the lane's rows in the step that was entered; negative where the layout has none.
+  /// Tokens of the lane's rows in the current step; negative if outside of the layout.
   CUTE_DEVICE void find_tokens(const RingParams& p, int step, int (&found)[2]) const {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -203,7 +203,7 @@ struct RingRows {
     }
   }
 
-  /// What is hidden of a slab by its place along the strip.
+  /// Mask of the elements of a slab that are hidden by their position along the strip.
   CUTE_DEVICE std::uint32_t of_slab(int first_key) const {
     std::uint32_t hidden = 0;
     CUTE_UNROLL
@@ -219,12 +219,12 @@ struct RingRows {
   }
 };
 
-/// What a lane's rows see inside of slabs.
+/// The columns inside of slabs that a lane's rows see.
 template <bool kRowsAreKeys>
 struct RingInside {
   const RingShape& shape;
   int window_begin[2][2], window_size[2][2];
-  int across, inside;  // of the lane's first column in the strip's first block
+  int across, inside;  // position of the lane's first column in the strip's first block
 
   CUTE_DEVICE RingInside(const RingParams& p, const RingUnit& unit, const RingStrip<kRowsAreKeys>& strip)
       : shape(p.shape) {
@@ -245,7 +245,7 @@ struct RingInside {
     inside = strip.inside;
   }
 
-  /// What is hidden of a block: bit `b` of four for elements of the first half, those of the second one above.
+  /// Mask of a block's hidden elements: `bit(h, e)` is the bit of element e (of four) in half h.
   template <class Bit>
   CUTE_DEVICE std::uint32_t hidden(int group, int inner, const Bit& bit) const {
     const int column = threadIdx.x % 4 * 2, wide_shift = logarithm(shape.wide), high = kBlockKeys >> wide_shift;
@@ -270,13 +270,13 @@ struct RingInside {
   }
 };
 
-/// Masks of so many blocks, in registers.
+/// Masks of the blocks of a form, in registers.
 template <int kForm>
 struct RingMasks : RingRows<false> {
   static constexpr int kGroups = kRingForms[kForm].groups, kInner = kRingForms[kForm].inner, kBlocks = kGroups * kInner;
 
   std::uint32_t inside[kBlocks];
-  int block;  // of a slab: the warp's first
+  int block;  // the warp's first block of a slab
 
   CUTE_DEVICE void enter_strip(const RingParams& p, std::uint32_t, const RingUnit& unit,
                                const RingStrip<false>& strip) {
@@ -301,12 +301,12 @@ struct RingMasks : RingRows<false> {
   }
 };
 
-/// Masks of as many blocks as a warp sees, in shared memory, a byte for each lane: keys next to a border are seen by
-/// more queries than others.
+/// Masks of all blocks that a warp sees, in shared memory with a byte per lane. Their number varies, because more
+/// queries see the keys next to a border.
 struct RingTable : RingRows<true> {
-  std::uint32_t table;  // where the lane's bytes begin
-  int block;            // of a slab: the warp's first
-  int blocks, inner;    // that the warp sees: all of them, and of a group
+  std::uint32_t table;  // address of the lane's first byte
+  int block;            // the warp's first block of a slab
+  int blocks, inner;    // number that the warp sees: in total, and per group
 
   CUTE_DEVICE void enter_strip(const RingParams& p, std::uint32_t shared, const RingUnit& unit,
                                const RingStrip<true>& strip) {
@@ -334,14 +334,14 @@ struct RingTable : RingRows<true> {
     block = group * shape.group_blocks + first_inner;
     enter_rows(p, unit);
     table = shared + shape.masks + warp * shape.blocks * 32 + lane;
-    __syncwarp();  // the strip before is done with
+    __syncwarp();  // the warp no longer reads the previous strip's masks
     const RingInside<true> seen(p, unit, strip);
     std::uint32_t to = table;
     CUTE_NO_UNROLL
     for (int g = 0; g < groups; ++g) {
       CUTE_NO_UNROLL
       for (int i = 0; i < inner; ++i) {
-        // As spread_bits takes them.
+        // In the bit order of spread_bits.
         const std::uint32_t bits =
             seen.hidden(group + g, first_inner + i, [](int h, int element) { return 1u << (4 * h + 3 - element); });
         asm volatile("st.shared.u8 [%0], %1;" : : "r"(to), "r"(bits) : "memory");

@@ -1,6 +1,5 @@
-// The gradient of sinks, as kernels that own queries begin it: a warp knows what a sink weighs in the softmax of each
-// of its rows, and how much of the loss its lack of a value costs. It writes one number for each of its items, and
-// whoever comes afterwards adds these up in a fixed order.
+// Partial gradients of sinks, from kernels that own queries. A warp has the softmax weight of a sink for each of its
+// rows, and their deltas. It writes one sum per item; later, these are added up in a fixed order.
 #pragma once
 
 #include "cuda/common/launch.cuh"
@@ -9,7 +8,7 @@
 
 namespace natten_jax::small {
 
-/// The warp's number for an item.
+/// Address of the warp's partial sum for an item.
 CUTE_DEVICE float* part_of_sink(const BackwardParams& p, const Item& item) {
   const SinksParams& sinks = p.sinks;
   const std::int64_t of_item = sinks.are_of_all ? item.head * sinks.next_sink + std::int64_t{item.batch} * sinks.tiles
@@ -17,7 +16,7 @@ CUTE_DEVICE float* part_of_sink(const BackwardParams& p, const Item& item) {
   return sinks.parts + of_item + blockIdx.x * p.region.warps + threadIdx.x / 32;
 }
 
-/// Has the warp's numbers zero, as they stay for tiles that hold no queries.
+/// Zeroes the warp's partial sums, which stay zero for tiles without queries.
 template <class Items>
 CUTE_DEVICE void clear_parts_of_sinks(const BackwardParams& p, const Items& items) {
   if (p.sinks.parts == nullptr) return;
@@ -25,20 +24,18 @@ CUTE_DEVICE void clear_parts_of_sinks(const BackwardParams& p, const Items& item
   __syncwarp();
 }
 
-/// An item's sink, which is on its way as soon as this is made: loaded where it is used, all of a warp would wait for
-/// it.
+/// An item's sink, loaded early: a load at its use would stall the warp.
 class ItemSink {
  public:
   CUTE_DEVICE ItemSink(const BackwardParams& p, const Item& item) {
     if (p.sinks.parts != nullptr) sink_ = __ldg(p.sinks.sinks + (p.sinks.are_of_all ? item.head : item.number(p)));
   }
 
-  /// Writes the warp's number for the item. What sees nothing, and no sink, has no weights.
-  ///
-  /// Args:
-  ///   at: where a lane's two rows stand; negative: nowhere.
-  ///   logsumexp: of these, in base 2.
-  ///   delta: of each of them twice.
+  /// Writes the warp's partial sum for the item. Rows without visible keys and sinks have no weights, and add zero.
+  /// || Args:
+  ///   at: indices of the lane's two rows; negative: outside.
+  ///   logsumexp: of these rows, in base 2.
+  ///   delta: of these rows, each one twice.
   CUTE_DEVICE void write_part(const BackwardParams& p, const Item& item, const int (&at)[2],
                               const float (&logsumexp)[2], const float (&delta)[4]) const {
     if (p.sinks.parts == nullptr) return;
@@ -48,7 +45,7 @@ class ItemSink {
       const bool has_weights = at[r] >= 0 && logsumexp[r] != -INFINITY;
       sum += has_weights ? fast_exp2(at_most_zero(base2_logsumexp(sink_) - logsumexp[r])) * delta[2 * r] : 0.f;
     }
-    // Four lanes share a row.
+    // Four lanes share a row; sum over the eight rows' lanes.
     CUTE_UNROLL
     for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     if (threadIdx.x % 32 == 0) *part_of_sink(p, item) = sum;
@@ -58,17 +55,16 @@ class ItemSink {
   float sink_ = 0.f;
 };
 
-/// Chunks of four parts that a thread has under way.
+/// Chunks of four parts that a thread has in flight.
 constexpr int kQuadsAtOnce = 4;
 
-/// Adds the parts of each sink, if the kernel is asked for their gradient: each CTA takes some of the sinks. All
-/// threads call it, after all other uses of shared memory. Not inlined, which would change the register allocation of
-/// the kernel before it.
-///
-/// Args:
+/// Adds up the parts of each sink, if the kernel computes their gradient; the sinks are distributed over the CTAs. All
+/// threads have to call it, after all other uses of shared memory. Not inlined, because that would change the register
+/// allocation of the calling kernel.
+/// || Args:
 ///   p: parameters.
-///   of_warps: shared memory for a sum of each warp. It must not hold barriers: they cannot be used as other memory
-///     until they are invalidated. If a CTA was preempted, an old barrier replaced a sum.
+///   of_warps: shared memory for one sum per warp. It must not hold barriers, which have to be invalidated before their
+///     memory is used otherwise: when a CTA was preempted, an old barrier replaced a sum.
 __device__ __noinline__ inline void add_up_sinks(const SinksParams& p, float* of_warps) {
   if (p.gradient == nullptr) return;
   const std::int64_t ctas = std::int64_t{gridDim.x} * gridDim.y;
@@ -78,7 +74,7 @@ __device__ __noinline__ inline void add_up_sinks(const SinksParams& p, float* of
     const int quads = p.parts_of_sink / 4;
     float sum = threadIdx.x < p.parts_of_sink % 4 ? load_written(parts + 4 * quads + threadIdx.x) : 0.f;
     for (int first = threadIdx.x; first < quads; first += kQuadsAtOnce * blockDim.x) {
-      // All are under way before one is waited for: one number after the other, 12,544 took 35 microseconds.
+      // Issue all loads before the first use: one at a time, 12,544 numbers took 35 microseconds.
       float4 quad[kQuadsAtOnce];
       CUTE_UNROLL
       for (int i = 0; i < kQuadsAtOnce; ++i) {
@@ -98,7 +94,7 @@ __device__ __noinline__ inline void add_up_sinks(const SinksParams& p, float* of
     float all = threadIdx.x < blockDim.x / 32 ? of_warps[threadIdx.x] : 0.f;
     CUTE_UNROLL
     for (int distance = 16; distance > 0; distance /= 2) all += __shfl_xor_sync(0xffffffffu, all, distance);
-    // A sink has no value: its weight takes from what all others have.
+    // A sink's weight reduces all other weights, and it has no value: the sign is negative.
     if (threadIdx.x == 0) p.gradient[sink] = -all;
   }
 }
