@@ -1,5 +1,5 @@
-// How long the lines of a relative bias are in memory: so long that the lanes of a warp find their entries in different
-// banks of shared memory.
+// Length of the lines of a relative bias in memory: padded so that the lanes of a warp read from different banks of
+// shared memory.
 #pragma once
 
 #include <algorithm>
@@ -12,16 +12,15 @@
 
 namespace natten_jax::small {
 
-/// The dimensions of a problem as a region may have them: those of a group come first.
+/// Possible orders of a problem's dimensions in a region: the dimensions of a group come first.
 inline constexpr int kOrders[][kRank] = {{0, 1, 2}, {0, 2, 1}, {1, 0, 2}, {1, 2, 0}, {2, 0, 1}, {2, 1, 0}};
 
-/// How often shared memory is read until all lanes have an entry, as make_plan distributes rows and columns: the most
-/// words that they find in one bank.
-///
-/// Args:
-///   pitch: entries from one offset of a dimension to the next.
-///   tile, group: of rows, and of columns.
-///   order: of the dimensions.
+/// Number of shared memory wavefronts to read an entry for every lane, with make_plan's assignment of rows and columns:
+/// the maximum number of distinct words in one bank.
+/// || Args:
+///   pitch: entries between consecutive offsets of a dimension.
+///   tile, group: shapes of rows and columns.
+///   order: order of the dimensions.
 inline int reads_of_warp(const std::int64_t (&pitch)[kRank], const std::int64_t (&tile)[kRank],
                          const std::int64_t (&group)[kRank], const int (&order)[kRank]) {
   constexpr int kLanes = 32, kBanks = 32, kColumnsOfLane = 2;
@@ -41,17 +40,16 @@ inline int reads_of_warp(const std::int64_t (&pitch)[kRank], const std::int64_t 
   return *std::max_element(in_bank, in_bank + kBanks);
 }
 
-/// Entries of a line, of which there are `own`: the fewest with which lanes wait least. Without those that fill lines
-/// up, most windows of 7 x 7 and all of 13 x 13 take twice as many reads: the forward pass of 13 x 13 took 207 instead
-/// of 201 microseconds, gradients of keys and values of 64-wide heads with 7 x 7 took 113 instead of 100 (H200).
-///
-/// Args:
+/// Entries of a line with `own` offsets: the shortest line with the fewest bank conflicts. Without padding, most
+/// windows of 7 x 7 and all of 13 x 13 take twice the number of reads: the forward pass of 13 x 13 took 207 instead of
+/// 201 microseconds, key and value gradients of 64-wide heads with 7 x 7 took 113 instead of 100 (H200).
+/// || Args:
 ///   own: offsets along the last dimension.
-///   lines: of a plane.
-///   tile, group: of rows, and of columns.
+///   lines: lines per plane.
+///   tile, group: shapes of rows and columns.
 inline std::int64_t entries_of_line(std::int64_t own, std::int64_t lines, const std::int64_t (&tile)[kRank],
                                     const std::int64_t (&group)[kRank]) {
-  constexpr std::int64_t kBanks = 32;  // what lines have in common with those that are so much longer
+  constexpr std::int64_t kBanks = 32;  // lines that are longer by this have the same bank conflicts
   std::int64_t best = own;
   int least = std::numeric_limits<int>::max(), orders = 0;
   for (std::int64_t line = own; line < own + kBanks && least > orders; ++line) {

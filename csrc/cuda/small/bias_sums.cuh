@@ -1,18 +1,18 @@
-// Sums of the gradients of logits, offset by offset, for the gradient of a relative bias. A warp keeps the 16-bit
-// gradients of a tile's logits in a row for each of its queries, where those of the same offset are in one column, and
-// the matrix units add up the columns: no two lanes ever add to one number.
+// Sums of logit gradients by offset, for the gradient of a relative bias. A warp stores the 16-bit gradients of a
+// tile's logits with one row per query and one column per offset, and MMA adds up the columns, so that lanes never add
+// to the same number.
 #pragma once
 
 #include "cuda/small/products.cuh"
 
 namespace natten_jax::small {
 
-/// The rows of a warp.
+/// Begin of a warp's rows.
 CUTE_DEVICE char* sums_of_warp(const CommonParams& p, char* raw) {
   return raw + p.region.shared.sums + threadIdx.x / 32 * bytes_of_sums(p.region.record);
 }
 
-/// Fills what a warp has with zeros.
+/// Zeroes a warp's memory.
 CUTE_DEVICE void clear_of_warp(char* own, int bytes) {
   __syncwarp();
 #pragma unroll 4
@@ -22,33 +22,34 @@ CUTE_DEVICE void clear_of_warp(char* own, int bytes) {
   __syncwarp();
 }
 
-/// Fills the rows of a warp with zeros: what lies outside of a query's window stays zero for all items.
+/// Zeroes a warp's rows: entries outside of a query's window stay zero for all items.
 CUTE_DEVICE void clear_sums(const CommonParams& p, char* raw) {
   clear_of_warp(sums_of_warp(p, raw), bytes_of_sums(p.region.record));
 }
 
-/// Stores the gradients of pairs' logits, rounded as they are multiplied, two neighbors in a word. What is hidden
-/// beside something that is seen is zero, in a place that is nobody's.
+/// Stores the logit gradients of pairs, rounded to the element type, two neighbors per word. A hidden element next to a
+/// visible one is stored as zero, in an unused slot.
 template <int kPairs>
 CUTE_DEVICE void store_logit_gradients(const TilePlan& tile, std::uint32_t sums, const std::uint32_t (&a)[kPairs][4],
                                        const Pairs<kPairs>& pairs) {
   CUTE_UNROLL
   for (int pair = 0; pair < kPairs; ++pair) {
-    // Kept, so that the compiler does not work addresses out anew for each store, and tests what is seen: what is
-    // hidden takes two instructions.
+    // Opaque, so that the compiler does not recompute addresses for each store, and tests visible instead of hidden
+    // bits, which takes two instructions.
     const std::uint32_t seen = kept(~pairs.masks[pair]);
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
       const int h = i / 2, r = i % 2;
       const std::uint32_t at = kept(sums + tile.sums[r] + pairs.at[pair].sum() + h * tile.next_sum_of_group);
-      // On top of the elements' bytes of the group's masks.
+      // Top bits of the elements' bytes in the group's masks.
       if ((seen & 0x808u << (16 * r + 4 * h)) != 0) store_word(at, a[pair][2 * h + r]);
     }
   }
 }
 
-/// Columns that a product adds a tile's rows up with. Columns of rows are rows of the product, whose first column has
-/// the sums of the rows that begin with a word, and the second one those of the others, whose numbers are one further.
+/// B operand of the product that adds up a tile's rows. The columns of rows are the product's rows. Its first column
+/// has the sums of rows that start at a word, the second column the sums of late rows, whose numbers are at the next
+/// index.
 template <class Element>
 CUTE_DEVICE void columns_of_rows(std::uint32_t (&b)[2], const TilePlan& tile) {
   const int number = threadIdx.x % 32 / 4;
@@ -59,7 +60,7 @@ CUTE_DEVICE void columns_of_rows(std::uint32_t (&b)[2], const TilePlan& tile) {
   }
 }
 
-/// Adds up a tile's rows, and writes the sums, in the order of RecordLayout.
+/// Adds up a tile's rows, and writes the sums in the order of RecordLayout.
 template <class Element>
 CUTE_DEVICE void add_up_rows(const CommonParams& p, const TilePlan& tile, std::uint32_t sums, float* to) {
   using Instruction = HalfInstruction<Element>;
@@ -69,7 +70,7 @@ CUTE_DEVICE void add_up_rows(const CommonParams& p, const TilePlan& tile, std::u
                              lane % 16 * row_bytes + lane / 16 * 16;
   std::uint32_t b[2];
   columns_of_rows<Element>(b, tile);
-  float behind = 0.f;  // the second sum of the number behind these
+  float behind = 0.f;  // late sum of the number after these
   __syncwarp();
   CUTE_NO_UNROLL
   for (int first = region.record - kRecordStep; first >= 0; first -= kRecordStep) {

@@ -1,9 +1,8 @@
 // Forward neighborhood attention for small windows: a warp owns 16 queries, a CTA a region of them, whose keys and
-// values it loads once for each batch entry and head.
-//
-// Weights are relative to no logit at all (bfloat16), or to one in the middle of the window (float16), so that nothing
-// is rescaled. Where the sum of a row's weights then comes out so large or so small that digits may have been lost, its
-// tile is computed once more, relative to the largest logits.
+// values it loads once per batch entry and head.
+// || Weights are relative to 0 (bfloat16), or to a logit in the middle of the window (float16), so that nothing is
+// rescaled. If the sum of a row's weights is so large or small that digits may have been lost, its tile is recomputed
+// relative to the largest logits.
 #pragma once
 
 #include <cmath>
@@ -19,8 +18,8 @@
 
 namespace natten_jax::small {
 
-/// A warp's results: sums of weighted values, and of weights, of the lane's columns until they are finished; what the
-/// weights of a lane's two rows are relative to.
+/// A warp's accumulators: sums of weighted values, the lane's partial sums of weights, and the reference logits of its
+/// two rows.
 template <int kHeadDim>
 struct TileOutput {
   float o[kHeadDim / 8][4] = {};
@@ -45,7 +44,7 @@ CUTE_DEVICE void add_pairs(TileOutput<kHeadDim>& result, const PairLogits (&weig
   add_columns<Element, kHeadDim, kSecondArray>(result.o, a, pairs);
 }
 
-/// Results relative to the largest logits, whatever these are.
+/// Computes results relative to the largest logits.
 template <class Element, int kHeadDim, class Columns, Feature kFeature, class Queries>
 CUTE_DEVICE void compute_exactly(TileOutput<kHeadDim>& result, const Queries& queries, const TilePlan& tile,
                                  const Tables& tables, int additional_pairs, std::uint32_t stage, float factor) {
@@ -75,7 +74,7 @@ CUTE_DEVICE void compute_exactly(TileOutput<kHeadDim>& result, const Queries& qu
     CUTE_UNROLL
     for (int i = 0; i < 8; ++i) {
       float& logit = x[0][i / 4][i % 4];
-      // Not by a sum with something large: what is hidden may be infinite, or no number at all.
+      // A select instead of adding a large number: hidden logits may be infinite or NaN.
       const bool is_hidden = hiding(masks_of_group(pair.masks[0], i / 4), i % 4) != 0.f;
       logit = is_hidden ? 0.f : fast_exp2((logit - largest[i % 4 / 2]) * factor);
     }
@@ -119,7 +118,8 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     phases.rows_are_read();
     TileOutput<kHeadDim> result;
     if constexpr (kHasTerms && !Sums::kHasReference) {
-      // A sink is one more weight. All lanes ask for it: those that did not would be waited for, for ever.
+      // A sink is an additional weight. All lanes call sink(), which shuffles: lanes that skip it would deadlock the
+      // warp.
       const float of_sink = fast_exp2(terms.sink() * kLog2E);
       result.sum[0] = result.sum[1] = lane % 4 == 0 ? of_sink : 0.f;
     }
@@ -137,7 +137,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
         for (int r = 0; r < 2; ++r) {
           result.shift[r] = largest_of_row(
               fmaxf(fmaxf(x[0][0][2 * r], x[0][0][2 * r + 1]), fmaxf(x[0][1][2 * r], x[0][1][2 * r + 1])));
-          // A bias may hide what it is added to.
+          // A bias may hide every key of the pair.
           if ((kHasBias || kHasKeyBias) && result.shift[r] == -INFINITY) result.shift[r] = 0.f;
         }
       }
@@ -163,7 +163,8 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
       const int is_sum = is_sum_trusted<Element>(sums[r], result.shift[r], factor);
       is_trusted &= (is_sum | static_cast<int>((r == 0 ? places.x : places.y) < 0)) != 0;
     }
-    // What is not among the sums yet. Beside a sink, weights in float16 may have lost digits that nobody then asks for.
+    // Sink that the sums do not include yet. In float16, the check above excludes it, because weights next to a sink
+    // may have lost digits unnoticed.
     float sink = -INFINITY;
     if constexpr (kHasTerms && Sums::kHasReference) sink = terms.sink();
     if (__any_sync(0xffffffffu, !is_trusted)) {
@@ -175,7 +176,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     }
     phases.columns_are_read();
     key_bias.leave(item);
-    // One lane writes what is known of its first row, its neighbor what is known of the second.
+    // The first lane of four writes the statistics of its first row, its neighbor those for the second row.
     const bool is_second = lane % 2 != 0;
     const int place = is_second ? places.y : places.x;
     const auto find_logsumexp = [&](bool with_remainder) -> Logsumexp {
@@ -196,7 +197,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     }
     if (lane % 4 < 2 && place >= 0) {
       const int at = item.of_query + place;
-      // Two cases: instructions for a remainder that nobody wants would do nothing, but take their time.
+      // Two cases, because computing an unused remainder takes time.
       if (p.remainder == nullptr) {
         p.logsumexp[at] = has_sink ? logsumexp.value : find_logsumexp(false).value;
       } else {
@@ -213,7 +214,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
   for_plans<Items, Owner::kQueries>(p, raw, [&](const Items& items, const EntryLayout& layout, bool is_first) {
     loads.take(items, is_first);
     HeadTerms<kHasTerms, kHasBoxes && !Items::kOfEntries && !Items::kMayWrap, Items> terms(
-        p, items);  // which come while the warp plans
+        p, items);  // loaded while the warp plans
     const auto load_first_rows = [&] { loads.load_first_rows(items.at(p, 0), warp * Rows::kBytes, load_rows); };
     if (!make_plan<kHeadDim, Owner::kQueries, kHasBoxes, kFeature>(p, raw, tables, tile, loads, load_first_rows,
                                                                    layout)) {

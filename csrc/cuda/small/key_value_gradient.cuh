@@ -1,5 +1,5 @@
-// Key and value gradients for small windows: a warp owns 16 keys, and its columns are the queries that see them.
-// Nothing is added up through memory: results do not depend on any order.
+// Key and value gradients for small windows: a warp owns 16 keys, and its columns are the queries that see them. Sums
+// do not go through global memory, so that results are deterministic.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,7 @@
 
 namespace natten_jax::small {
 
-/// Copies what is known of the columns' queries into a stage.
+/// Copies the statistics of the columns' queries into a stage.
 CUTE_DEVICE void copy_statistics(const CommonParams& p, const Tables& tables, const float4* statistics,
                                  std::uint32_t stage, int column_bytes) {
   for (int i = threadIdx.x; i < tables.columns; i += blockDim.x) {
@@ -30,7 +30,7 @@ CUTE_DEVICE float2 load_statistic(std::uint32_t address) {
   return result;
 }
 
-/// Whether the logsumexp of any of a tile's columns needs its remainder: it is no number.
+/// True if the logsumexp of any of a tile's columns needs its remainder, which NaN marks.
 CUTE_DEVICE bool are_large(const TilePlan& tile, const Tables& tables, std::uint32_t stage, int column_bytes) {
   const int lane = threadIdx.x % 32;
   bool result = false;
@@ -42,15 +42,15 @@ CUTE_DEVICE bool are_large(const TilePlan& tile, const Tables& tables, std::uint
   return __any_sync(0xffffffffu, result);
 }
 
-/// Biases of a tile's keys, as products have them, and sums of the gradients of their logits: a lane's two rows, each
-/// twice.
+/// Biases of a tile's keys, divided by the scale, and sums of the gradients of their logits, for a lane's two rows.
+/// Each is stored twice, in accumulator order.
 struct KeyBiasSums {
   float biases[4] = {}, sums[4] = {};
 };
 
-/// Adds a tile's key and value gradients, those of keys but for the scale; `weights` says how weights of two columns
-/// come from products, in place. With biases of keys, adds up the gradients of the keys' logits, too: rounded as they
-/// are multiplied, by the matrix units.
+/// Accumulates a tile's key gradients, unscaled, and value gradients; `weights` converts the products of two columns to
+/// weights in place. With key biases, also adds up the gradients of the keys' logits with MMA, rounded to the element
+/// type.
 template <class Columns, Feature kFeature, class Element, int kHeadDim, class Weights>
 CUTE_DEVICE void add_key_value_gradients(float (&of_keys)[kHeadDim / 8][4], float (&of_values)[kHeadDim / 8][4],
                                          KeyBiasSums& of_bias, const RowOperand<Element, kHeadDim>& keys,
@@ -93,13 +93,13 @@ CUTE_DEVICE void add_key_value_gradients(float (&of_keys)[kHeadDim / 8][4], floa
   });
 }
 
-/// A tile's sums over sets of columns, such as those of the query heads that share a key/value head; over one of them
-/// where `kIsOfOne`.
+/// A tile's sums over sets of columns, such as the query heads that share a key/value head; over a single set with
+/// `kIsOfOne`.
 template <class Element, int kHeadDim, bool kIsOfOne>
 struct KeyValueSums {
   float of_keys[kHeadDim / 8][4] = {}, of_values[kHeadDim / 8][4] = {};
 
-  /// Adds those of a set.
+  /// Adds the gradients of a set of columns.
   template <class Columns, Feature kFeature>
   CUTE_DEVICE void add(KeyBiasSums& of_bias, const RowOperand<Element, kHeadDim>& keys,
                        const RowOperand<Element, kHeadDim>& values, float factor, const TilePlan& tile,
@@ -128,7 +128,8 @@ struct KeyValueSums {
       });
     };
     if constexpr (kIsOfOne) {
-      // To look through the columns takes 110 instructions. The sums are no numbers where a logsumexp was none.
+      // Checking all columns first takes 110 instructions. Instead, check the sums, which become NaN if a logsumexp is
+      // NaN.
       differentiate_small();
       if (!__any_sync(0xffffffffu, isnan(of_values[0][0]) || isnan(of_values[0][2]))) return;
       *this = {};
@@ -141,7 +142,7 @@ struct KeyValueSums {
     }
   }
 
-  /// Writes them by way of two buffers, which may be the same one.
+  /// Writes the gradients through two buffers, which may be the same.
   template <bool kHasBoxes>
   CUTE_DEVICE void store(const BackwardParams& p, float scale, int of_key, const int2* row_places,
                          const HeadDims<kHeadDim, kHasBoxes>& head_dims, std::uint32_t first_buffer,
@@ -155,7 +156,7 @@ struct KeyValueSums {
   }
 };
 
-/// `kIsOfOne`: query heads have key/value heads of their own.
+/// `kIsOfOne`: each query head has a separate key/value head.
 template <class Element, int kHeadDim, bool kHasBoxes, bool kIsOfOne, Feature kFeature, class Items>
 CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
   constexpr bool kHasBias = kFeature == Feature::kRelativeBias, kHasKeyBias = kFeature == Feature::kKeyBias;
@@ -200,14 +201,14 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
     sums.template add<Columns, kFeature>(of_bias, keys, values, item.exponent_scale(p), tile, tables, stage);
     phases.columns_are_read();
     if constexpr (kHasKeyBias) {
-      // The next one's come while results are written: the products that begin with them would wait for them otherwise.
+      // Load the next item's biases while results are written: its products start with them.
       Item next = item;
       next.next(p);
       if (next.number(p) < p.items) key_bias.load(next);
       key_bias.store(item, of_bias.sums);
     }
     if constexpr (!kIsOfOne) {
-      // Query heads that share a key/value head follow each other.
+      // Query heads that share a key/value head are consecutive.
       const int heads_per_kv = p.by_heads_per_kv.divisor;
       if (item.head - item.head_kv(p) * heads_per_kv != heads_per_kv - 1) return;
     }

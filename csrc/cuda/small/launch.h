@@ -12,10 +12,10 @@
 
 namespace natten_jax::small {
 
-/// Whether the form takes elements and heads such as a problem's, or an error.
+/// Returns an error if the kernels do not support the problem's elements and heads.
 Status check_arrays(const Problem& problem);
 
-/// Tensor maps in the scratch memory of a pass: where batch entries have layouts of their own.
+/// Number of tensor maps in the scratch memory of a pass, for per-entry layouts.
 std::int64_t entry_maps_of_forward(const Problem& problem, const Arrays& arrays);
 std::int64_t entry_maps_of_backward(const Problem& problem, const Arrays& arrays);
 
@@ -27,11 +27,11 @@ std::int64_t entry_maps_of_backward(const Problem& problem, const Arrays& arrays
 Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, float* table_products,
                    CUtensorMap* entry_maps, cudaStream_t stream);
 
-/// What a backward pass works with.
+/// Scratch memory of a backward pass.
 struct Scratch {
   float* statistics;       ///< [batch, tokens, heads, 4].
   float* additional_sums;  ///< [additional_parts(), batch, additional_kv, heads_kv, head_dim + head_dim_v].
-  // For a relative bias, of `BiasTable` and `BiasSums` (bias_table.h).
+  // For a relative bias, with sizes from `BiasTable` and `BiasSums` (bias_table.h).
   float* table_products;  ///< [tables_of_products(), heads, entries].
   float* table_records;   ///< [batch, heads, tiles, record].
   float* table_sums;      ///< [parts, batch, heads, gradients].
@@ -39,7 +39,8 @@ struct Scratch {
   CUtensorMap* entry_maps;
 };
 
-/// Runs the backward pass likewise. Key/value tiles have 16 tokens, query tiles 8. Results are reproducible.
+/// Runs the backward pass of a checked problem on a stream. Key/value tiles have 16 tokens, query tiles 8. Results are
+/// deterministic.
 Status run_backward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,
                     cudaStream_t stream);
 

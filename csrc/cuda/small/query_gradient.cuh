@@ -1,5 +1,5 @@
-// Query gradients for small windows: as the forward pass, a warp owns 16 queries. It also works out what the kernel of
-// key and value gradients needs to know of them.
+// Query gradients for small windows: as in the forward pass, a warp owns 16 queries. It also computes the statistics of
+// queries for the kernel of key and value gradients.
 #pragma once
 
 #include <cmath>
@@ -16,14 +16,14 @@
 
 namespace natten_jax::small {
 
-/// Sums of products of a lane's two rows, as RowOperand has them, over the four lanes that share a row: each twice, as
-/// accumulators have their rows.
+/// Dot products of a lane's two rows of a and b, complete over the four lanes that share a row. Each is stored twice,
+/// in accumulator order.
 template <class Element, int kHeadDim>
 CUTE_DEVICE void multiply_rows(float (&result)[4], const RowOperand<Element, kHeadDim>& a,
                                const RowOperand<Element, kHeadDim>& b) {
   using Instruction = HalfInstruction<Element>;
-  // Products of all rows of a with rows 0 to 7 of b, and with rows 8 to 15: 8 instructions where sums of a lane's
-  // elements take 70.
+  // MMA of all rows of a with rows 0 to 7 and with rows 8 to 15 of b: 8 instructions, compared with 70 for sums of a
+  // lane's elements.
   float x[2][4] = {};
   CUTE_UNROLL
   for (int step = 0; step < kHeadDim / 16; ++step) {
@@ -35,27 +35,27 @@ CUTE_DEVICE void multiply_rows(float (&result)[4], const RowOperand<Element, kHe
                        d[0], d[1], d[2], d[3]);
     }
   }
-  // A row's product with itself is in that one of its four lanes that has the row's column.
+  // The diagonal element of a row is in the lane, out of the row's four, that has the column of the same index.
   const int lane = threadIdx.x % 32, source = lane / 4 * 4 + lane / 8;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     const float own = lane / 4 % 2 == 0 ? x[r][2 * r] : x[r][2 * r + 1];
-    // Both are the same. To the compiler they are different ones, which stay in registers side by side as the matrix
-    // units take them: else it would move them there for each group.
+    // The same value twice. The compiler sees two values, and keeps them in adjacent registers, as MMA requires;
+    // otherwise it would move them for each group.
     result[2 * r] = __shfl_sync(0xffffffffu, own, source);
     result[2 * r + 1] = __shfl_sync(0xffffffffu, own, source + 32);
   }
 }
 
-/// What the gradients need to know of a lane's two rows besides the operands.
+/// Statistics of a lane's two rows that the gradients need in addition to the operands.
 template <class Element>
 struct RowStatistics {
-  int at[2];  // where they stand in arrays of a number for each query and head; negative: outside
+  int at[2];  // indices in arrays with a number per query and head; negative: outside
   float logsumexp[2] = {}, remainder[2] = {}, logsumexp_cotangent[2] = {};
-  float delta[4] = {};  // of each row twice, as accumulators have their rows
+  float delta[4] = {};  // each row twice, in accumulator order
   bool is_large[2] = {};
 
-  /// Starts to load, first what takes longest to come.
+  /// Starts the loads, beginning with the longest latency.
   CUTE_DEVICE RowStatistics(const BackwardParams& p, const Item& item, const int2* row_places) {
     const int2 places = row_places[threadIdx.x % 32 / 4];
     const bool has_cotangent = p.logsumexp_cotangent != nullptr;
@@ -74,15 +74,15 @@ struct RowStatistics {
     multiply_rows(delta, cotangents, outs);
   }
 
-  /// Completes them; `write(r, numbers)` is called for each row, in one of the four lanes that share it, with what the
-  /// gradients of keys and values need.
+  /// Completes the statistics. `write(r, numbers)` is called for each row, by a single lane of the four that share it,
+  /// with the numbers that key and value gradients need.
   template <Feature kFeature, class Write>
   CUTE_DEVICE void finish(const BackwardParams& p, const Write& write) {
     constexpr bool kHasBias = kFeature == Feature::kRelativeBias || kFeature == Feature::kKeyBias;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       logsumexp[r] = base2_logsumexp(logsumexp[r]);
-      // All that the query sees is hidden by a bias: beside any logit, weights are zero.
+      // A bias hides all keys in the query's window: an infinite logsumexp makes all weights zero.
       if (kHasBias && logsumexp[r] == -INFINITY) logsumexp[r] = INFINITY;
       delta[2 * r] -= logsumexp_cotangent[r];
       delta[2 * r + 1] -= logsumexp_cotangent[r];
@@ -95,8 +95,8 @@ struct RowStatistics {
   }
 };
 
-/// Adds a tile's query gradients, but for the scale; with a relative bias, stores those of logits for its sums, in
-/// shared memory that begins at `sums`.
+/// Accumulates a tile's unscaled query gradients. With a relative bias, also stores the gradients of logits for its
+/// sums, in shared memory that begins at `sums`.
 template <class Columns, Feature kFeature, class Element, int kHeadDim>
 CUTE_DEVICE void add_query_gradient(float (&gradient)[kHeadDim / 8][4], const RowStatistics<Element>& rows,
                                     const RowOperand<Element, kHeadDim>& queries,
@@ -135,7 +135,7 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   using Rows = RowTile<kHeadDim>;
   using Operand = RowOperand<Element, kHeadDim>;
   extern __shared__ __align__(1024) char raw[];
-  if constexpr (!Items::kOfEntries) allow_next_kernel();  // which plans meanwhile
+  if constexpr (!Items::kOfEntries) allow_next_kernel();  // its planning overlaps with this kernel
   Tables tables;
   TilePlan tile;
   Loads<kHeadDim, Kernel::kQueryGradient, kHasBoxes, Items, kHasBias> loads(p, raw);

@@ -1,5 +1,5 @@
-// Sums for the gradient of a relative bias over all tiles of a region and all batch entries of a CTA: memory gets one
-// table for each CTA.
+// Sums for the gradient of a relative bias over all tiles of a region and all batch entries of a CTA: only a single
+// table per CTA is written to global memory.
 #pragma once
 
 #include "cuda/small/bias_sums.cuh"
@@ -7,14 +7,14 @@
 
 namespace natten_jax::small {
 
-/// What a warp has of its tile: for each number of a record the sum of the rows that begin with a word, and that of the
-/// others, whose numbers are one further; as the accumulators of a product have them, eight numbers apart in turns.
-/// Behind them are the least offsets of the tile.
+/// Sums of a warp's tile. Each number of a record has two sums: over rows that start at a word, and over late rows,
+/// whose numbers are at the next index. In accumulator order: the sums of numbers n and n + 8 are adjacent. The tile's
+/// smallest offsets follow.
 class RegionSums {
  public:
   CUTE_DEVICE RegionSums(const WholeBiasParams& p, char* raw) : p_(p), raw_(raw) {}
 
-  /// To be called by all warps, before threads meet.
+  /// Initializes a warp's sums. All warps have to call it before the CTA synchronizes.
   CUTE_DEVICE void plan(const TilePlan& tile) const {
     clear();
     if (threadIdx.x % 32 != 0) return;
@@ -40,18 +40,18 @@ class RegionSums {
     uint4 c = load_chunk(sums);
     CUTE_NO_UNROLL
     for (int i = region.record / kRecordStep; i > 0; --i) {
-      // The first one of four lanes has the two columns that count; the others compute what nobody reads.
+      // The first lane of four has the two columns that matter; the other lanes compute unused values.
       float d[4];
       HalfInstruction<Element>::fma(d[0], d[1], d[2], d[3], r[0], r[2], r[1], r[3], b[0], b[1], __uint_as_float(c.x),
                                     __uint_as_float(c.y), __uint_as_float(c.z), __uint_as_float(c.w));
       const std::uint32_t to = sums;
       rows += kBytesOfSum * kRecordStep;
       sums += kBytesOfStep;
-      if (i > 1) {  // what the next product takes comes meanwhile
+      if (i > 1) {  // prefetch for the next product
         load_matrices_transposed(r, rows);
         c = load_chunk(sums);
       }
-      __syncwarp();  // all have read what is overwritten
+      __syncwarp();  // all lanes have read the data that is overwritten
       if (lane % 4 == 0) {
         store_words(to, d[0], d[1]);
         store_words(to + 8, d[2], d[3]);
@@ -60,11 +60,11 @@ class RegionSums {
     __syncwarp();
   }
 
-  /// Writes the table of all items; to be called by all warps that have rows, after these have met and added all of
-  /// theirs. Entries are shared among them, and tiles are added in their order.
+  /// Writes the table of all items. All warps with rows have to call it, after they have added all of their rows and
+  /// synchronized. The entries are distributed over these warps, and each entry adds the tiles in order.
   CUTE_DEVICE void write(const HeadItems& items) const {
     const Region& region = p_.region;
-    // A warp has each few entries: of those that have rows.
+    // Distribute the entries over the warps that have rows.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = region.warps;
     const unsigned with_rows =
         __ballot_sync(0xffffffffu, lane < warps && least_of(min(lane, warps - 1))[0] != kNowhere);
@@ -75,7 +75,7 @@ class RegionSums {
       int offset[kRank];
       const bool is_offset = p_.table_box.split(entry, offset);
       float result = 0.f;
-      // Unrolled, it spent half of its time on fetching instructions, which are executed once or twice.
+      // Not unrolled: instruction fetches would take half of the time, since each instruction executes once or twice.
       CUTE_NO_UNROLL
       for (int i = 0; i < warps; ++i) {
         const int4 least = *reinterpret_cast<const int4*>(least_of(i));
@@ -90,19 +90,19 @@ class RegionSums {
   }
 
  private:
-  /// Begins a warp's sums.
+  /// Zeroes a warp's sums.
   CUTE_DEVICE void clear() const {
     float4* const sums = reinterpret_cast<float4*>(of_warp(threadIdx.x / 32));
     for (int i = threadIdx.x % 32; i < p_.region.record / 2; i += 32) sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
     __syncwarp();
   }
 
-  /// The least offset of no tile: entries lie before it.
+  /// Smallest offset of a tile without rows: all entries lie before it.
   static constexpr int kNowhere = 1 << 20;
-  /// Bytes of the sums of as many numbers as a product has.
+  /// Bytes of the sums that one product computes.
   static constexpr int kBytesOfStep = 2 * sizeof(float) * kRecordStep;
 
-  /// Where the sum of the rows that begin with a word is; the other one is next to it.
+  /// Index of a number's sum over the rows that start at a word; the sum over late rows is next to it.
   CUTE_DEVICE static unsigned place_of(unsigned number) {
     return number / kRecordStep * (2 * kRecordStep) + number % kColumns * 4 + number / kColumns % 2 * 2;
   }

@@ -78,7 +78,7 @@ constexpr Costs costs_beside_rings(Kernel kernel, bool has_boxes) {
 constexpr double kWaitingOfWhole = 5, kEnoughWarps = 16;
 
 /// Per-entry layouts: fraction of a CTA's items that are real, its number of plans, and the extra time per plan of a
-/// CTA alone on an SM, to examine its entries and wait for its first loads. From a batch of four images of which half
+/// single CTA on an SM, to examine its entries and wait for its first loads. From a batch of four images of which half
 /// is real, on an H200.
 constexpr double kRealItems = .5, kPlansOfEntries = 1.25, kLook = 5000;
 
@@ -129,7 +129,7 @@ struct CtaTime {
                  unevenness = std::ceil(warps / 4) * 4 / warps - 1;
     const double wider = head_dim == 32 ? 1 : head_dim == 64 ? costs.of_64 : costs.of_128;
     // With a single warp, a tile takes `waiting` times as long as with many warps. In the kernel of whole layouts, sums
-    // for a relative bias take so much memory that few warps may fit; without them, there are always enough.
+    // for a relative bias take enough memory to leave room for few warps; without them, there are always enough.
     const bool may_wait = kernel == Kernel::kWholeGradient && region.record > 0;
     const double alone = may_wait
                              ? std::hypot(1., kWaitingOfWhole / warps) / std::hypot(1., kWaitingOfWhole / kEnoughWarps)

@@ -133,7 +133,7 @@ class RingRelativeBias<Params, true> {
  private:
   /// Fills the tables of the CTA's units from a round on.
   CUTE_DEVICE void fill(int round) const {
-    constexpr int kBarrier = 0;  // one of the named barriers that are free for kernels
+    constexpr int kBarrier = 0;  // a named barrier that is free for kernels
     const int warps = p_.shape.warps, of_tables = p_.bias.tables, warp = ring_warp();
     if constexpr (!kRowsAreKeys) {
       if (round == 0) clear();

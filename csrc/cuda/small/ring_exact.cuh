@@ -1,5 +1,5 @@
-// A tile once more, relative to its rows' largest logits: what a warp does alone, out of memory, while others go on
-// with their slabs. Few tiles need it.
+// Exact recomputation of a tile, relative to its rows' largest logits. A single warp does it from global memory, while
+// the other warps continue with their slabs. Few tiles need it.
 #pragma once
 
 #include "cuda/small/ring_key_bias.cuh"
@@ -8,12 +8,12 @@
 
 namespace natten_jax::small {
 
-/// A warp's rows, and the columns that they see, for products with 16 of them at a time.
+/// A warp's rows and the columns that they see, for products with 16 columns at a time.
 template <class Element, int kHeadDim, bool kRowsAreKeys = false>
 class RingTile {
  public:
   CUTE_DEVICE RingTile(const RingParams& p, RingUnit unit, int step) : p_(p), lane_(kept_number(threadIdx.x % 32)) {
-    // Opaque: what follows from these is not worked out, and kept in registers, where nothing is computed once more.
+    // Opaque, so that derived values are not computed early and kept in registers when nothing is recomputed.
     const int lane = lane_;
     step = kept_number(step);
     unit.batch = kept_number(unit.batch);
@@ -49,7 +49,8 @@ class RingTile {
     kv_ = (std::int64_t{unit.batch} * p.tokens * p.heads_kv + unit.head_kv(p)) * kRowBytes;
   }
 
-  /// Where 16 columns lie that follow each other across strips, and whether the lane's element `i` of eight is seen.
+  /// Position of 16 consecutive columns across strips; `operator()(i)` is true if the lane's element `i` of eight is
+  /// visible.
   struct Seen {
     const RingTile& tile;
     int across, inside, along;
@@ -60,8 +61,8 @@ class RingTile {
     }
   };
 
-  /// Calls `call(token, first, is_seen)` for every 16 columns that follow each other across strips: the token that the
-  /// first one would be, its place, and Seen.
+  /// Calls `call(token, first, is_seen)` for every 16 consecutive columns across strips: the token at position 0 across
+  /// strips, the position of the first column, and Seen.
   template <class Call>
   CUTE_DEVICE void for_blocks(const Call& call) const {
     CUTE_NO_UNROLL
@@ -76,7 +77,7 @@ class RingTile {
     }
   }
 
-  /// The tile's rows of an array.
+  /// Loads the tile's rows of an array.
   CUTE_DEVICE void load_rows(std::uint32_t (&q)[kHeadDim / 16][4], const void* array) const {
     CUTE_UNROLL
     for (int i = 0; i < kHeadDim / 4; ++i) {
@@ -152,7 +153,7 @@ class RingTile {
   int begin_[2][kRank], size_[2][kRank], first_[kRank], end_[kRank];
 };
 
-/// Results relative to the largest logits, whatever these are.
+/// Computes results relative to the largest logits.
 template <class Element, int kHeadDim, class Biases>
 CUTE_DEVICE void compute_ring_exactly(float (&o)[kHeadDim / 2], float (&sum)[2], float (&shift)[2], const RingParams& p,
                                       const RingTile<Element, kHeadDim>& keys, const Biases& biases, float factor) {
@@ -187,7 +188,7 @@ CUTE_DEVICE void compute_ring_exactly(float (&o)[kHeadDim / 2], float (&sum)[2],
       float both[2];
       CUTE_UNROLL
       for (int e = 0; e < 2; ++e) {
-        // Not by a sum with something large: what is hidden may be infinite, or no number at all.
+        // A select instead of adding a large number: hidden logits may be infinite or NaN.
         const float logit = x[i / 2][i % 2 * 2 + e];
         both[e] = is_seen(2 * i + e) ? fast_exp2((logit - largest[i % 2]) * factor) : 0.f;
       }

@@ -1,8 +1,8 @@
-// Forward neighborhood attention with a ring of keys: a CTA goes along a strip of the layout, a few warps have slabs of
-// keys and values loaded ahead of it, and others multiply 16 queries each with what these see of them. Nobody waits for
-// a warp but for the slabs that it has not left.
-//
-// Weights are relative to no logit at all (bfloat16), or to some one (float16), as in forward.cuh.
+// Forward neighborhood attention with a ring of keys. A CTA moves along a strip of the layout: a few loader warps
+// prefetch slabs of keys and values, and each compute warp multiplies 16 queries by the visible part of them. Warps
+// wait for each other only until a slab is released.
+// || Weights are not relative to the maximum: the reference is 0 (bfloat16) or a logit in the middle of the window
+// (float16), as in forward.cuh.
 #pragma once
 
 #include "cuda/small/ring_bias.cuh"
@@ -13,7 +13,7 @@
 
 namespace natten_jax::small {
 
-/// What a warp that multiplies does with its tiles.
+/// Work of a compute warp on its tiles.
 template <class Element, int kHeadDim, int kForm, RingLoads kLoads, RingBiases kBiases>
 struct RingForward {
   using Params = RingParamsOf<RingForwardParams, kBiases>;
@@ -23,7 +23,7 @@ struct RingForward {
   static constexpr bool kHasRelativeBias = kBiases == RingBiases::kRelative;
   static constexpr bool kHasKeyBias = kBiases == RingBiases::kOfKeys;
   static constexpr bool kHasReference = TrustedSums<Element>::kHasReference;
-  static constexpr int kAtOnce = 2;  // blocks whose instructions run while those of others wait for results
+  static constexpr int kAtOnce = 2;  // blocks that are interleaved to hide latency
 
   const Params& p;
   Reader& reader;
@@ -53,7 +53,7 @@ struct RingForward {
     if constexpr (kHasReference) find_reference(seen);
   }
 
-  /// What float16 weights are relative to: logits in the middle of the window.
+  /// Sets the reference of float16 weights: logits in the middle of the window.
   CUTE_DEVICE void find_reference(int2 seen) {
     RingPlace middle = reader.place;
     const int before = (seen.y - seen.x) / 2;
@@ -124,8 +124,8 @@ struct RingForward {
                               : __ldcg(p.sinks + (p.are_sinks_of_all ? 0 : unit.batch * p.heads) + unit.head);
   }
 
-  /// Takes a sink into the sums of the lane's rows, and writes their logsumexp: one lane of four writes that of the
-  /// first, its neighbor that of the second. `of_rows` is what these rows' sums of weighted values are multiplied with.
+  /// Adds a sink to the sums of the lane's rows, and writes their logsumexp: of four lanes, the first writes the first
+  /// row's, its neighbor the second row's. `of_rows` returns the factors for these rows' sums of weighted values.
   CUTE_DEVICE void write_statistics(const RingUnit& unit, const int (&tokens)[2], float (&sums)[2],
                                     const float (&shifts)[2], float given_sink, float (&of_rows)[2]) const {
     float sink = -INFINITY;
@@ -152,7 +152,7 @@ struct RingForward {
     if (p.remainder != nullptr) p.remainder[at] = logsumexp.remainder;
   }
 
-  /// Writes a step's results where they are trusted.
+  /// Writes a step's results if they are trusted; otherwise defers the step.
   CUTE_DEVICE void finish(const RingUnit& unit, int step) {
     const float sink = sink_of(unit);
     int tokens[2];

@@ -20,7 +20,7 @@ struct RingKeyBiasOfHead {
     of_first_key = bias.of_keys + std::int64_t{unit.batch} * p.tokens * pitch + (bias.is_of_all_heads ? 0 : unit.head);
   }
 
-  /// Loads the bias of a key as passed by the caller; an arbitrary one for a negative token.
+  /// Loads the bias of a key as passed by the caller; arbitrary for a negative token.
   CUTE_DEVICE float load(int token) const { return __ldg(of_first_key + std::int64_t{max(token, 0)} * pitch); }
   CUTE_DEVICE float of_products(float bias) const { return bias_in_products(bias, inverse_scale); }
 };

@@ -1,5 +1,5 @@
-// Key and value gradients with a ring of queries: a warp owns 16 keys, and slabs hold queries, the cotangents of their
-// outputs and what is known of them. Query heads have key/value heads of their own.
+// Key and value gradients with a ring of queries: a warp owns 16 keys, and slabs hold queries, dO and the queries'
+// statistics. Each query head has a separate key/value head.
 #pragma once
 
 #include "cuda/small/key_value_gradient.cuh"
@@ -16,7 +16,7 @@ CUTE_DEVICE std::uint32_t load_byte(std::uint32_t address) {
   return result;
 }
 
-/// What a warp that multiplies does with its tiles.
+/// Work of a compute warp on its tiles.
 template <class Element, int kHeadDim, RingLoads kLoads, RingBiases kBiases>
 struct RingKeyValueGradient {
   static constexpr bool kHasBias = kBiases == RingBiases::kRelative;
@@ -29,7 +29,7 @@ struct RingKeyValueGradient {
   Operand keys, values;
   float of_keys[kHeadDim / 8][4], of_values[kHeadDim / 8][4];
   float factor;
-  LateSteps<kLoads> large;  // that see queries whose logsumexp has a remainder that counts
+  LateSteps<kLoads> large;  // steps that see queries whose logsumexp has a significant remainder
   RingRelativeBias<Params, kHasBias> bias;
   RingKeyBiasOfRows<kBiases == RingBiases::kOfKeys> key_bias;
 
@@ -52,7 +52,7 @@ struct RingKeyValueGradient {
     for (int i = 0; i < kHeadDim / 2; ++i) of_keys[i / 4][i % 4] = of_values[i / 4][i % 4] = 0.f;
   }
 
-  /// The tile's rows of an array; of negative tokens, some.
+  /// Loads the tile's rows of an array; arbitrary rows for negative tokens.
   CUTE_DEVICE void load_rows(Operand& rows, const void* array, const RingUnit& unit, const int (&tokens)[2]) const {
     const char* row[2];
     CUTE_UNROLL
@@ -66,7 +66,7 @@ struct RingKeyValueGradient {
     }
   }
 
-  /// Adds what the tile sees of a slab.
+  /// Adds the visible part of a slab to the tile.
   CUTE_DEVICE void add(std::uint32_t slab, std::uint32_t hidden_of_slab) {
     const RingTable& masks = reader.masks;
     std::uint32_t table = masks.table, block = 0;
@@ -116,7 +116,7 @@ struct RingKeyValueGradient {
     key_bias.template add<Element>(b);
   }
 
-  /// Writes a step's results, but where they are no numbers.
+  /// Writes a step's results; if they are NaN, defers the step instead.
   CUTE_DEVICE void finish(const RingUnit& unit, int step) {
     if (__any_sync(0xffffffffu, isnan(of_values[0][0]) || isnan(of_values[0][2]))) {
       large.add(step - unit.step);
@@ -134,7 +134,7 @@ struct RingKeyValueGradient {
     large.for_each([&](int place) { finish_large(unit, unit.step + place); });
   }
 
-  /// Computes a step with the remainders, out of memory.
+  /// Recomputes a step with the remainders, from global memory.
   CUTE_DEVICE void finish_large(const RingUnit& unit, int step) {
     int tokens[2];
     reader.masks.enter_step(p, reader.along, step);

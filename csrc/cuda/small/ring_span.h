@@ -1,4 +1,4 @@
-// What rows of a launch with a ring see along one dimension, in blocks and in slabs.
+// Blocks and slabs that rows of a ring launch see along a dimension.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ inline std::int64_t divide_down(std::int64_t a, std::int64_t b) {
   return (a - modulo(a, b)) / b;
 }
 
-/// One dimension: what rows from `begin` on see.
+/// A dimension, and the columns that its rows see.
 struct Span {
   const Axis& axis;
   bool rows_are_keys;
@@ -37,14 +37,14 @@ struct Span {
                          : window_bounds(axis.window, row, length());
   }
 
-  /// Where a tile in the middle of the layout begins to see, modulo the tokens of a block or slab.
+  /// Position of the first column that a tile in the middle of the layout sees, modulo the tokens of a block or slab.
   int phase(std::int64_t tile, std::int64_t of) const {
     return modulo(seen(length() / 2 / tile * tile, tile).begin, of);
   }
 };
 
-/// How many blocks the warps of a strip see of a dimension across it: one at most, from where the first one begins, and
-/// all together.
+/// Blocks that the warps of a strip see along a dimension across it: the maximum per warp, the extent of the strip from
+/// its first block, and the sum over warps.
 struct StripBlocks {
   std::int64_t of_warp = 1, of_strip = 1, of_all = 0;
 
@@ -61,8 +61,8 @@ struct StripBlocks {
   }
 };
 
-/// The same of all strips: a warp, a strip and its warps together at most, all warps together, and those of each strip
-/// that see most.
+/// Blocks over all strips: the maximum per warp, the maximum extent of a strip, the maximum of a strip's sum over
+/// warps, the sum over all warps, and the sum of every strip's busiest warp.
 struct SeenBlocks {
   std::int64_t of_warp = 1, of_strip = 1, of_warps = 0, of_all = 0, of_slowest = 0;
 
@@ -78,8 +78,8 @@ struct SeenBlocks {
   }
 };
 
-/// Slabs that steps of a strip see: at most, all together, and at most those of one that the next one sees, too; and
-/// how many there are.
+/// Slabs that the steps of a strip see: the maximum per step, the sum over steps, the maximum that a step shares with
+/// the next one, and the number of slabs.
 struct SeenSlabs {
   const Span& span;
   std::int64_t depth, thick;

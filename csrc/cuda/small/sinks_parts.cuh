@@ -31,7 +31,7 @@ class ItemSink {
     if (p.sinks.parts != nullptr) sink_ = __ldg(p.sinks.sinks + (p.sinks.are_of_all ? item.head : item.number(p)));
   }
 
-  /// Writes the warp's partial sum for the item. Rows without visible keys and sinks have no weights, and add zero.
+  /// Writes the warp's partial sum for the item. Rows without visible keys and sinks add zero.
   /// || Args:
   ///   at: indices of the lane's two rows; negative: outside.
   ///   logsumexp: of these rows, in base 2.
@@ -94,7 +94,7 @@ __device__ __noinline__ inline void add_up_sinks(const SinksParams& p, float* of
     float all = threadIdx.x < blockDim.x / 32 ? of_warps[threadIdx.x] : 0.f;
     CUTE_UNROLL
     for (int distance = 16; distance > 0; distance /= 2) all += __shfl_xor_sync(0xffffffffu, all, distance);
-    // A sink's weight reduces all other weights, and it has no value: the sign is negative.
+    // Negative, because a sink reduces all other weights without adding a value.
     if (threadIdx.x == 0) p.gradient[sink] = -all;
   }
 }

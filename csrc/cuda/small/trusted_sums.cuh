@@ -1,4 +1,4 @@
-// When sums of weights are trusted that are relative to no logit at all, or to some one.
+// Checks if softmax sums relative to 0 or to a fixed logit, instead of the maximum, are accurate enough.
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -10,7 +10,7 @@
 
 namespace natten_jax::small {
 
-/// Between which sums of weights none of them has lost digits, given what an element type can hold.
+/// Range of a sum of weights in which the weights have kept all digits, given the range of the element type.
 template <class Element>
 struct TrustedSums {
   static constexpr bool kHasReference = false;
@@ -22,11 +22,13 @@ struct TrustedSums<cutlass::half_t> {
   static constexpr float kLeast = 0x1p-6f, kMost = 0x1p15f;
 };
 
-/// The logarithm of a sum that is closer to 1 than this is but what was rounded, and all that there is of a logsumexp
-/// whose shift, in base 2, is below the other: as where a query sees one key, whose logit is next to 0.
+/// If a sum is closer to 1 than kLeastFromOne, its logarithm consists mostly of rounding errors. It also makes up the
+/// whole logsumexp if the base-2 shift is below kLeastShift: for example, if a query sees a single key whose logit is
+/// near 0.
 constexpr float kLeastFromOne = 0x1p-10f, kLeastShift = 0x1p-6f;
 
-/// Whether a row's sum of weights relative to `shift` is trusted. Without a branch, as && and || would be.
+/// Returns 1 if a row's sum of weights relative to `shift` is trusted. && and
+/// would generate branches.
 template <class Element>
 CUTE_DEVICE int is_sum_trusted(float sum, float shift, float factor) {
   using Sums = TrustedSums<Element>;
@@ -35,11 +37,11 @@ CUTE_DEVICE int is_sum_trusted(float sum, float shift, float factor) {
   return static_cast<int>(sum >= Sums::kLeast) & static_cast<int>(sum <= Sums::kMost) & has_logarithm;
 }
 
-/// The largest shift in base 2 beside which a sink's weight has all digits that count.
+/// Largest base-2 shift for which the sink's weight keeps full precision.
 constexpr float kMostOfSinkShift = 128.f;
 
-/// Adds a sink to the sums of a lane's two rows, as one more weight; false where the sum of one of the warp's rows
-/// would lose digits, of those that have a place.
+/// Adds a sink to the sums of a lane's two rows, as an additional weight; false if any row of the warp with a place
+/// would lose digits.
 CUTE_DEVICE bool add_sink_to_sums(float (&sums)[2], const float (&shift)[2], float sink, float factor,
                                   const int (&places)[2]) {
   float with_sink[2];
@@ -59,7 +61,7 @@ CUTE_DEVICE bool add_sink_to_sums(float (&sums)[2], const float (&shift)[2], flo
   return true;
 }
 
-/// A row's logsumexp, and with `with_remainder` what float32 leaves out of it.
+/// A row's logsumexp, and with `with_remainder` also its float32 rounding error.
 CUTE_DEVICE Logsumexp logsumexp_of_sum(float sum, float shift, float factor, bool with_remainder) {
   const float log2_sum = fast_log2(sum);
   const float value = sum == 0.f ? -INFINITY : fmaf(__fmul_rn(shift, factor), kLn2, log2_sum * kLn2);

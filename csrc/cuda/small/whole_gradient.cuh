@@ -1,6 +1,6 @@
-// All gradients of layouts that a CTA holds whole: it loads them once for each batch entry and head, and a warp owns 16
-// queries first, then the keys in the same place. In one launch, and with 8 instead of 12 arrays read and written: 7x7
-// tokens of 1,024 heads take 21 instead of 29 microseconds on an H200.
+// All gradients of layouts that fit in a CTA: it loads a layout once per batch entry and head, and each warp first owns
+// 16 queries, then the keys at the same positions. This takes a single launch, and reads and writes 8 instead of 12
+// arrays: 7x7 tokens of 1,024 heads take 21 instead of 29 microseconds on an H200.
 #pragma once
 
 #include "cuda/small/head_terms.cuh"
@@ -10,7 +10,7 @@
 
 namespace natten_jax::small {
 
-/// The boxes of a stage, which follow each other: the columns of queries first, then those of keys.
+/// Consecutive boxes of a stage: the columns of queries (keys, values), then the columns of keys.
 enum WholeBox { kWholeKeys, kWholeValues, kWholeQueries, kWholeCotangents, kWholeOuts };
 
 template <class Element, int kHeadDim, Terms kTerms, Feature kFeature>
@@ -22,7 +22,7 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kFeature == Feature::kRel
   using Columns = ColumnRows<kHeadDim, kHasBoxes>;
   using Items = std::conditional_t<kHasBias, HeadItems, CtaItems>;
   extern __shared__ __align__(1024) char raw[];
-  if constexpr (kHasTerms) allow_next_kernel();  // that adds parts of sinks up
+  if constexpr (kHasTerms) allow_next_kernel();  // which adds up the parts of sinks
   Tables of_queries, of_keys;
   TilePlan queries_plan, keys_plan;
   BoxLoads<kHeadDim, Kernel::kWholeGradient, Items> loads(p, raw);
@@ -42,14 +42,14 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kFeature == Feature::kRel
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const std::uint32_t second = p.region.shared.second;
-  // Columns of keys are two boxes further than those of queries; what is known of them, and a relative bias, is not.
+  // Columns of keys begin two boxes after the columns of queries; statistics and a relative bias do not move.
   keys_plan.statistic -= kWholeQueries * second;
   keys_plan.statistic_of_column -= kWholeQueries * second;
   if constexpr (kHasBias) {
     keys_plan.entry[0] -= kWholeQueries * second;
     keys_plan.entry[1] -= kWholeQueries * second;
   }
-  // The columns of the box that the lane's two rows are.
+  // The lane's two rows as columns of the box.
   int column_of_row[2];
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
@@ -80,15 +80,15 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kFeature == Feature::kRel
       add_query_gradient<Columns, kFeature>(gradient, statistics, queries, cotangents, scale_of(item).logits * kLog2E,
                                             queries_plan, of_queries, 0, stage, shared_address(raw));
       key_bias.leave(item);
-      bias_of_rows.load(item);  // which come while gradients are written, and warps meet
+      bias_of_rows.load(item);  // overlaps with stores and the barrier
       table.template add<Element>(queries_plan);
       const float scale = scale_of(item).query_gradient;
       Rows::template store<Element>(gradient, scale, scale, of_queries.row_places,
                                     row_of(p.query_gradient, item.of_query, kHeadDim), kHeadDim, rows);
     }
-    // All statistics are there, and all of the item's sums for a table.
+    // All statistics and the item's sums for a table are complete.
     meet(warps);
-    // Query heads that share a key/value head would need their sums here all the time: there are no registers for that.
+    // Query heads that share a key/value head would need these sums in registers across items, which do not suffice.
     KeyValueSums<Element, kHeadDim, true> sums;
     const Operand keys = rows_of(kWholeKeys), values = rows_of(kWholeValues);
     KeyBiasSums of_bias;
