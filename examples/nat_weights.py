@@ -25,6 +25,7 @@ import importlib
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -271,7 +272,8 @@ def load(
         state_dict: Arrays, or PyTorch's tensors, by the authors' names or by Hugging Face's.
         dilations: A key of ``DILATIONS``; or for each stage either the dilation of every other block, or a list of the
             dilation of each block. ``None`` reads ``config``; without it, names that begin with ``nat.`` imply 1.
-        config: Hugging Face's ``config.json``. ``None`` means GELU and epsilons of 1e-5.
+        config: Hugging Face's ``config.json``. ``None`` means GELU and epsilons of 1e-5, with a warning for weights by
+            Hugging Face's names.
 
     Raises:
         TypeError: Weights are not arrays of floats, or dilations are not integers.
@@ -288,6 +290,11 @@ def load(
     architecture = Architecture.from_arrays(arrays)
     if config is None:
         config = {} if kind is None else {"model_type": kind}
+        if any(".attention.self." in name for name in state_dict):
+            warnings.warn(
+                "weights from Hugging Face without their config.json: assuming GELU and epsilons of 1e-5",
+                stacklevel=2,
+            )
     else:
         _check_config(config, architecture, kind)
     _check_shapes(arrays, architecture)
@@ -591,6 +598,8 @@ def random_weights(size: Size, kernel_size: int = 7, seed: int = 0) -> dict[str,
 
 def read(path: Path) -> Mapping[str, Any]:
     """The arrays of a file."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: name the file with the weights")
     if path.suffix == ".npz":
         return dict(np.load(path))
     if path.suffix == ".safetensors":
@@ -663,10 +672,7 @@ def read_model(options: argparse.Namespace) -> Model:
     if options.checkpoint is None:
         model = load(random_weights(SIZES[options.size]), options.dilations or "dinat")
     else:
-        config = read_config(options.checkpoint)
-        if config is None:
-            print("No config.json in the folder of the weights: the activation is GELU, and epsilons are 1e-5.")
-        model = load(read(options.checkpoint), options.dilations, config=config)
+        model = load(read(options.checkpoint), options.dilations, config=read_config(options.checkpoint))
     parameters = {name: each.astype(DTYPES[options.dtype]) for name, each in model.parameters.items()}
     return dataclasses.replace(model, parameters=parameters)
 

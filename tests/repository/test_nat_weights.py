@@ -101,7 +101,8 @@ def test_images_that_do_not_fit(example: dict[str, Any], order: tuple[int, ...],
 def test_nat_has_no_dilation(example: dict[str, Any]) -> None:
     weights = arrays_of(NAT["shapes"])
     for dilations in (None, (1, 1)):
-        assert example["load"](weights, dilations).dilations == ((1,), (1, 1))
+        with pytest.warns(UserWarning, match=r"without their config.json: assuming GELU"):
+            assert example["load"](weights, dilations).dilations == ((1,), (1, 1))
     with pytest.raises(ValueError, match=r"dilations are \(1, 2\), .* but those of this nat model are"):
         example["load"](weights, (1, 2))
 
@@ -176,6 +177,8 @@ def test_configurations_that_do_not_fit(example: dict[str, Any], key: str, value
 def test_packages_that_are_missing(
     example: dict[str, Any], monkeypatch: pytest.MonkeyPatch, suffix: str, package: str
 ) -> None:
+    with pytest.raises(ValueError, match="is a folder: name the file"):
+        example["read"](EXAMPLES)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ModuleNotFoundError, match=f"a{suffix} needs {package} to be read: pip install {package}"):
         example["read"](Path(f"a{suffix}"))
