@@ -1,10 +1,10 @@
-"""Halos: the keys that a device needs of its neighbors where token dimensions are split over devices.
+"""Halos: the keys that a device needs from its neighbors if token dimensions are split over devices.
 
-A device that holds the tokens ``[first, last)`` of a dimension needs the keys from where its first query's window
-starts to where its last query's ends. How far that reaches beyond its own tokens follows exactly from the window
-arithmetic (:mod:`natten_jax.windows`), borders included, where windows shift inwards by up to their whole extent.
-Where the dimension wraps, the devices make up a ring. All devices run one program, so every one of them receives as
-many tokens per side as any needs.
+A device that holds the tokens ``[first, last)`` of a dimension needs the keys from the start of its first query's
+window to the end of its last query's window. The excess over its local tokens follows exactly from the window
+arithmetic (:mod:`natten_jax.windows`), including borders, near which windows shift inwards by up to their whole extent.
+If the dimension wraps, the devices form a ring. All devices run the same program, so each receives the largest number
+of tokens per side that any of them needs.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from natten_jax.windows import Axis
 
 @dataclasses.dataclass(frozen=True)
 class Halo:
-    """What the parts of one token dimension need of each other.
+    """Halos of the parts of a token dimension.
 
     Attributes:
         extent: Tokens of the dimension.
         parts: Equal parts that it is split into; they divide it.
-        before: Keys that a part needs in front of its own tokens.
-        after: Keys that it needs behind them.
-        wraps: Whether the first part lies behind the last one, too.
+        before: Keys that a part needs before its local tokens.
+        after: Keys that a part needs after its local tokens.
+        wraps: The first part also follows the last part.
     """
 
     extent: int
@@ -54,7 +54,7 @@ class Halo:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether some part needs all keys: then every part gets them."""
+        """Return True if some part needs all keys: then every part gathers all keys."""
         return self.parts > 1 and self.received >= self.extent - self.part
 
     def held(self, first: int) -> tuple[int, int]:
@@ -71,7 +71,7 @@ class Halo:
 
     @property
     def changes_places(self) -> bool:
-        """Whether two devices send each other halos of one length: each has one side's, which depends on the device."""
+        """Return True if two devices swap halos of equal length; each device has a halo only on one side."""
         return self.parts == 2 and self.before == self.after and not self.is_gathered and not self.wraps
 
     def evened(self) -> Halo:
@@ -83,7 +83,7 @@ class Halo:
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019  # halos are small, and few
     def seen_slabs(self, axis: Axis) -> tuple[SeenSlab, ...]:
-        """The halos of a part by the part that they come from: those in front, the nearest first, then those behind."""
+        """Halos of a part, by source: those before the part, nearest first, then those after it."""
         if self.changes_places and self.before:
             queries = max(self._seeing(axis, is_front, 0) for is_front in (True, False))
             return (SeenSlab(None, queries, self.before, 0),)
@@ -96,9 +96,10 @@ class Halo:
         return tuple(found)
 
     def _seeing(self, axis: Axis, is_front: bool, distance: int) -> int:
-        """How many queries of a part, from that end, see keys so far away or farther, in any part."""
+        """Largest number of queries at one end of a part that see keys at ``distance`` or farther, over all parts."""
         first, last = self._reach(axis)
-        # Windows move with their queries: what needs keys in front lies in front, but for other dilation groups.
+        # Windows move with their queries, so the queries that need keys before the part are its first (per dilation
+        # group).
         sees = first < -distance if is_front else last[::-1] > self.part + distance
         found = np.nonzero(sees)[0]
         return int(found[-1]) + 1 if found.size else 0
@@ -111,13 +112,13 @@ class Halo:
 
 
 class SeenSlab(NamedTuple):
-    """The halo of a part that comes from one other part, and the part's queries that see it.
+    """The halo that a part receives from another part, and the part's queries that see it.
 
     Attributes:
-        is_front: Whether it is in front of the part; ``None`` where that depends on the device.
-        queries: How many of the part's queries, at its end on this side, see it.
-        keys: How many keys it has.
-        distance: How many keys lie between it and the part.
+        is_front: The halo lies before the part; ``None`` if that depends on the device.
+        queries: Number of queries that see it, at this end of the part.
+        keys: Number of keys in the halo.
+        distance: Number of keys between the halo and the part.
     """
 
     is_front: bool | None
@@ -126,7 +127,7 @@ class SeenSlab(NamedTuple):
     distance: int
 
     def starts(self, part: int, is_front: bool) -> tuple[int, int]:
-        """The first query that sees it and its first key, counted from the start of a part with so many tokens."""
+        """First query that sees it and its first key, relative to the start of a part of ``part`` tokens."""
         if is_front:
             return 0, -self.distance - self.keys
         return part - self.queries, part + self.distance
@@ -134,7 +135,7 @@ class SeenSlab(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def halo_of(axis: Axis, parts: int) -> Halo:
-    """The halo of a token dimension that is split into equal parts.
+    """Compute the halo of a token dimension that is split into equal parts.
 
     Example:
         A window of 24 of 80 tokens, split in two, reaches 12 tokens to the front and 11 to the back.
@@ -145,8 +146,8 @@ def halo_of(axis: Axis, parts: int) -> Halo:
         Halo(extent=80, parts=2, before=12, after=11, wraps=False)
 
     Args:
-        axis: The dimension, with as many query as key/value tokens.
-        parts: How many.
+        axis: The dimension; it has equal numbers of query and key/value tokens.
+        parts: Number of parts.
 
     Raises:
         ValueError: ``parts`` does not divide the extent.
@@ -168,7 +169,7 @@ def halo_of(axis: Axis, parts: int) -> Halo:
 
 
 def halos_of(problem: Problem, parts: Sequence[int]) -> tuple[Halo, ...]:
-    """One for each token dimension, from the number of parts that each is split into.
+    """Compute the halo of each token dimension from the number of its parts.
 
     Example:
         >>> from natten_jax import simulator
@@ -180,16 +181,16 @@ def halos_of(problem: Problem, parts: Sequence[int]) -> tuple[Halo, ...]:
 
 
 def travel_order(halos: Sequence[Halo]) -> list[int]:
-    """The token dimensions that have halos, the one of whose tokens most travel first.
+    """Order the token dimensions that have halos by received tokens relative to the part, the largest first.
 
-    Halos of a dimension reach over those of the dimensions before.
+    Halos of a dimension include the halos of the dimensions before it.
     """
     dimensions = [i for i, halo in enumerate(halos) if halo.received]
     return sorted(dimensions, key=lambda i: -halos[i].received / halos[i].part)
 
 
 def bytes_received(problem: Problem, parts: Sequence[int]) -> int:
-    """Bytes of keys and values that the device which receives most receives in a forward pass.
+    """Bytes of keys and values that a device receives in a forward pass, for the device that receives the most.
 
     Example:
         >>> from natten_jax import simulator
@@ -197,11 +198,10 @@ def bytes_received(problem: Problem, parts: Sequence[int]) -> int:
         >>> bytes_received(simulator.problem_of((64, 80), 24, heads=2, head_dim=32), (1, 2))
         196608
 
-    A backward pass sends gradients of as many elements back, and receives keys and values again where these were not
-    kept.
+    A backward pass sends back gradients of the same size, and receives keys and values again unless they were kept.
 
     Args:
-        problem: The whole problem, of one device's share of batch and heads.
+        problem: The whole problem, with one device's share of batch and heads.
         parts: Parts of each token dimension.
     """
     halos = halos_of(problem, parts)

@@ -1,7 +1,7 @@
-"""The performance arguments: how a problem is run, none of which changes what is computed; passes and tiles.
+"""The performance arguments, which affect speed and memory but never results; passes and tiles.
 
-A new one is a line in :class:`PerformanceArguments`, as users give it, and one in :class:`Performance`, as everything
-else reads it.
+To add an argument, add a line to :class:`PerformanceArguments`, its public form, and a line to :class:`Performance`,
+its internal form.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def outer_and_inner(pair: TilePair, pass_: Pass) -> TilePair:
 
 
 class KernelSchedule(enum.StrEnum):
-    """How a Hopper kernel distributes its work; members are the strings that ``kernel_schedule`` takes.
+    """Work distribution of a Hopper kernel; members are the strings that ``kernel_schedule`` takes.
 
-    They have NATTEN's names, too: ``KernelSchedule.WarpSpecializedPingpong`` is ``KernelSchedule.PING_PONG``.
+    NATTEN's names are aliases: ``KernelSchedule.WarpSpecializedPingpong`` is ``KernelSchedule.PING_PONG``.
     """
 
     NON_PERSISTENT = "non"  #: a thread block for every query tile
@@ -49,13 +49,13 @@ class KernelSchedule(enum.StrEnum):
 
     @property
     def natten_name(self) -> str:
-        """What NATTEN calls it."""
+        """NATTEN's name of the member."""
         *_, alias = (name for name, member in KernelSchedule.__members__.items() if member is self)
         return alias
 
 
 class MemoryUsagePreference(enum.StrEnum):
-    """How much scratch memory a backward pass may take; members are what ``memory_usage_preference`` takes."""
+    """Limit on a backward pass's scratch memory; members are the strings that ``memory_usage_preference`` takes."""
 
     DEFAULT = "default"  # at most 1 GiB
     STRICT = "strict"  # at most 64 MiB
@@ -72,9 +72,9 @@ class _CommonArguments(TypedDict, total=False):
 
 
 class PerformanceArguments(_CommonArguments, total=False):
-    """The performance arguments of ``na1d``, ``na2d`` and ``na3d``; all are optional, ``None`` is the backend's choice.
+    """Performance arguments of ``na1d``, ``na2d`` and ``na3d``. All are optional; ``None`` lets the backend choose.
 
-    One that changes nothing where a call runs is warned of (:class:`natten_jax.IgnoredArgumentWarning`).
+    An argument that has no effect on a call raises a warning (:class:`natten_jax.IgnoredArgumentWarning`).
 
     Attributes:
         q_tile_shape: Query tile of the forward pass; ``natten_jax.get_configs_for_*`` list the choices.
@@ -83,14 +83,15 @@ class PerformanceArguments(_CommonArguments, total=False):
         backward_kv_tile_shape: Key/value tile of the backward pass.
         backward_kv_splits: Key/value tiles of the backward pass that may run in parallel.
         backward_use_xla_reduction: Let XLA compute the row sums that the backward pass needs.
-        backward_deterministic: Make gradients bitwise equal from run to run where that takes time: on the ``hopper``
-            backends, which else sum up the query gradient in any order, and on the ``cutlass`` ones, whose
-            ``backward_kv_splits`` is then 1.
-        memory_usage_preference: How much scratch memory the backward pass may take where the backend can trade it for
-            speed: ``"strict"`` (64 MiB), ``"default"`` (1 GiB) or ``"unrestricted"``. Heads that do not fit together
-            take turns; one head's share is the least. ``backward_kv_splits`` does not change it.
-        run_persistent_kernel: Use persistent tile scheduling where the backend has it.
-        kernel_schedule: ``None``, ``"non"``, ``"coop"`` or ``"pp"``, where the backend has schedules.
+        backward_deterministic: Make gradients bitwise reproducible on the backends for which that takes time: the
+            ``hopper`` backends, which otherwise accumulate the query gradient in any order, and the ``cutlass``
+            backends, where it sets ``backward_kv_splits`` to 1.
+        memory_usage_preference: Limit on the scratch memory of the backward pass, for backends that can trade memory
+            for speed: ``"strict"`` (64 MiB), ``"default"`` (1 GiB) or ``"unrestricted"``. Heads that exceed the limit
+            together run one after the other; the minimum is one head's share. ``backward_kv_splits`` does not change
+            it.
+        run_persistent_kernel: Use persistent tile scheduling if the backend supports it.
+        kernel_schedule: ``None``, ``"non"``, ``"coop"`` or ``"pp"``, if the backend has schedules.
     """
 
     q_tile_shape: Ints | None
@@ -110,7 +111,7 @@ class AttentionPerformanceArguments(_CommonArguments, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class Performance:
-    """The same, checked and canonical: hashable, with one extent per token dimension in every shape."""
+    """Checked and canonical performance arguments: hashable, with an extent per token dimension in every shape."""
 
     q_tile_shape: Shape | None = None
     kv_tile_shape: Shape | None = None
@@ -129,7 +130,7 @@ class Performance:
         return None if query is None or key_value is None else (query, key_value)
 
     def with_tiles(self, pass_: Pass, pair: TilePair | None) -> Performance:
-        """The same with other tiles in a pass."""
+        """Return a copy with other tiles for a pass."""
         changes: dict[str, Any] = dict(zip(_TILE_NAMES[pass_], (None, None) if pair is None else pair, strict=True))
         return dataclasses.replace(self, **changes)
 
@@ -166,7 +167,7 @@ def performance_of(rank: int, *, tile_suffix: str = "shape", **arguments: Unpack
 
     Args:
         rank: Number of token dimensions.
-        tile_suffix: How the names of the caller's tile arguments end, for messages.
+        tile_suffix: Suffix of the caller's tile arguments, for error messages.
         **arguments: The arguments.
 
     Raises:
@@ -195,7 +196,7 @@ def _checked_tiles(rank: int, given: Any, tile_suffix: str) -> dict[str, Any]:
         names = [field.replace("shape", tile_suffix) for field in fields]
         pair = [getattr(given, field) for field in fields]
         if (pair[0] is None) != (pair[1] is None):
-            present = pair[0] is None  # the index of the one that was given
+            present = pair[0] is None  # index of the given tile
             raise ValueError(
                 f"{names[present]}={shown(pair[present])} was given without {names[not present]}: give both or neither"
             )

@@ -50,12 +50,12 @@ def window_mask(
     Args:
         layout: Tokens per dimension, one to three or more of them.
         query: The query's coordinates.
-        kernel_size: Window extent, and so on for the next three as in :func:`natten_jax.na1d` and its like.
+        kernel_size: Window extent; this and the next three arguments are as in :func:`natten_jax.na1d` and its like.
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
-        is_causal: Whether later keys are hidden.
-        edges: What becomes of a window that reaches over the ends: ``"shift"`` moves it inside, ``"cut"`` leaves it the
-            keys that exist, ``"wrap"`` goes on at the other end, of an extent that ``dilation`` divides.
+        is_causal: Hide later keys.
+        edges: Boundary mode: ``"shift"`` moves a window that crosses an end inside, ``"cut"`` drops its keys beyond the
+            end, ``"wrap"`` continues it at the other end, of an extent that ``dilation`` divides.
 
     Returns:
         Booleans of the layout's shape.
@@ -84,8 +84,8 @@ def plot_window(
 ) -> Axes:
     """Draw the keys that one query sees, and the queries that share its window.
 
-    A cell is a token: the query is orange, what it sees blue, and dots mark queries with the very same window. The
-    slices of a video stand side by side.
+    A cell is a token: the query is orange, the keys that it sees are blue, and dots mark queries with exactly this
+    window. The slices of a video are drawn side by side.
 
     Example:
         >>> from natten_jax.plot import plot_window
@@ -95,14 +95,14 @@ def plot_window(
     Args:
         layout: Tokens per dimension, one to three of them.
         query: The query's coordinates.
-        kernel_size: Window extent, and so on for the next three as in :func:`natten_jax.na1d` and its like.
+        kernel_size: Window extent; this and the next three arguments are as in :func:`natten_jax.na1d` and its like.
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
-        is_causal: Whether later keys are hidden.
-        edges: What becomes of a window that reaches over the ends: ``"shift"`` moves it inside, ``"cut"`` leaves it the
-            keys that exist, ``"wrap"`` goes on at the other end, of an extent that ``dilation`` divides.
+        is_causal: Hide later keys.
+        edges: Boundary mode: ``"shift"`` moves a window that crosses an end inside, ``"cut"`` drops its keys beyond the
+            end, ``"wrap"`` continues it at the other end, of an extent that ``dilation`` divides.
         ax: Matplotlib axes to draw on; ``None`` makes a figure.
-        title: Text above; ``None`` says what the window is.
+        title: Title; ``None`` describes the window.
 
     Returns:
         The axes.
@@ -155,11 +155,11 @@ def plot_windows(
         kernel_size: Window extent in tokens.
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
-        is_causal: Whether later keys are hidden.
-        edges: What becomes of a window that reaches over the ends: ``"shift"`` moves it inside, ``"cut"`` leaves it the
-            keys that exist, ``"wrap"`` goes on at the other end, of an extent that ``dilation`` divides.
+        is_causal: Hide later keys.
+        edges: Boundary mode: ``"shift"`` moves a window that crosses an end inside, ``"cut"`` drops its keys beyond the
+            end, ``"wrap"`` continues it at the other end, of an extent that ``dilation`` divides.
         ax: Matplotlib axes to draw on; ``None`` makes a figure.
-        title: Text above; ``None`` says what the windows are.
+        title: Title; ``None`` describes the windows.
 
     Returns:
         The axes.
@@ -202,7 +202,7 @@ def axis_mask(axis: Axis) -> np.ndarray:
 
 
 def _slices(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Cells as rows and columns, the slices of a video side by side, and where there are any."""
+    """Arrange cells in rows and columns, the slices of a video side by side; also return a mask of the real cells."""
     cells = cells.reshape((1,) * (3 - cells.ndim) + cells.shape)
 
     def side_by_side(each: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""The description of one attention problem: everything static about what is computed, and nothing about how.
+"""The static description of an attention problem: the function to compute, without performance options.
 
-A problem is frozen, hashable and canonical; everything below the public functions works on it. It is made of numbers
-(:func:`problem_of`), whose rules are checked here and nowhere else. :mod:`natten_jax.ops.canonicalize` makes one of
+A problem is frozen, hashable and canonical; all code below the public functions uses it. It is made from numbers
+(:func:`problem_of`), and its rules are checked only here. :mod:`natten_jax.ops.canonicalize` makes a problem from
 arrays.
 """
 
@@ -28,14 +28,14 @@ OPERATORS: tuple[Operator, ...] = ("fna", "fmha")
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is computed, without how: the static facts of one attention call.
+    """The static facts of an attention call, without performance options.
 
     ``attention`` is the special case of one dimension whose window is the whole key sequence, the only
     case in which query and key/value layouts may differ.
 
     Attributes:
         operator: ``"fna"`` (neighborhood attention) or ``"fmha"`` (attention).
-        batch: Batch size of the arrays at hand; what is planned for, where it is not known yet.
+        batch: Batch size of the arrays, or the size to plan for if it is not known yet.
         axes: The token dimensions.
         heads: Query heads.
         heads_kv: Key/value heads; divides ``heads``.
@@ -44,13 +44,13 @@ class Problem:
         dtype: Element type name of query, key and value.
         scale: Factor of the logits.
         additional_kv: Number of key/value tokens that every query sees.
-        own_origins: Whether the queries of each batch entry are a box of the layout at a place of their own.
-        own_extents: Whether each batch entry has a layout of its own, which begins at the first token; the axes are the
-            largest. What lies outside is padding.
-        relative_bias: Whether something is added to the logits for each offset of a key from a query.
-        key_bias: Whether something is added to the logits of each key.
-        out_dtype: Element type name of the output; ``None`` is what the element type has for it.
-        block_scales: Whether keys and values have factors of their own, beside those of heads.
+        own_origins: The queries of each batch entry are a box of the layout, at a different position per entry.
+        own_extents: Each batch entry has a separate layout, which begins at the first token; the axes are the largest
+            layout. The remaining tokens are padding.
+        relative_bias: Add a bias to the logits for each offset of a key from a query.
+        key_bias: Add a bias to the logits of each key.
+        out_dtype: Element type name of the output; ``None`` is the default output type of ``dtype``.
+        block_scales: Keys and values have a factor per token, in addition to the factors per head.
     """
 
     operator: Operator
@@ -87,7 +87,7 @@ class Problem:
 
     @property
     def own_layouts(self) -> bool:
-        """Whether a pass takes the operand ``layouts``."""
+        """Return True if a pass takes the operand ``layouts``."""
         return self.own_origins or self.own_extents
 
     @functools.cached_property
@@ -133,7 +133,7 @@ class Problem:
 
     @functools.cached_property
     def edges(self) -> tuple[Edge, ...]:
-        """Per dimension, what becomes of windows at the ends."""
+        """Boundary mode of each dimension."""
         return tuple([axis.edges for axis in self.axes])
 
     def with_axes(self, **facts: Sequence[Any]) -> Problem:
@@ -144,7 +144,7 @@ class Problem:
 
     @property
     def biases(self) -> tuple[str, ...]:
-        """What is added to the scaled logits: names of the operands."""
+        """Operand names of the biases that are added to the scaled logits."""
         return tuple([name for name in ("relative_bias", "key_bias") if getattr(self, name)])
 
     @property
@@ -154,12 +154,12 @@ class Problem:
 
     @property
     def is_attention(self) -> bool:
-        """Whether every query sees every key of the layout, so that flattened attention is the same thing.
+        """Return True if every query sees every key of the layout, so that flattened attention is equivalent.
 
-        In one dimension a causal window over the whole sequence is causal attention for any stride. Flattened tokens
-        have no offsets that a relative bias could speak of.
+        In one dimension a causal window over the whole sequence is causal attention for any stride. Flattened tokens do
+        not preserve the offsets of a relative bias.
         """
-        if self.operator == "fna" and self.own_extents:  # what is real of a layout is no range of its flattened tokens
+        if self.operator == "fna" and self.own_extents:  # valid tokens are not contiguous once flattened
             return False
         if self.relative_bias:
             return False
@@ -179,12 +179,12 @@ class Problem:
         return self.out_dtype or self.element.output or self.dtype
 
     def converted(self, dtype: str) -> Problem:
-        """The same of arrays that were converted, with an output that is yet to be rounded."""
+        """Return the problem for arrays converted to ``dtype``, with an output that is rounded later."""
         out_dtype = ELEMENT_TYPES[dtype].accumulator
         return dataclasses.replace(self, dtype=dtype, out_dtype=None if out_dtype == dtype else out_dtype)
 
     def describe(self) -> str:
-        """One line for traces and messages."""
+        """Format the problem in one line for traces and messages."""
         name = "attention" if self.operator == "fmha" else f"na{self.rank}d"
         parts = [f"{name} {'x'.join(map(str, self.query_layout))}", *describe_axes(self.axes)]
         if self.additional_kv:
@@ -224,15 +224,15 @@ def problem_of(
 
     Args:
         layout: Tokens per dimension.
-        kernel_size: Window extent, per dimension or one for all, and so on for the next three; ``None`` is the layout
-            of the keys.
+        kernel_size: Window extent, per dimension or one value for all; the next three arguments accept the same forms.
+            ``None`` is the layout of the keys.
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
-        is_causal: Whether later keys are hidden.
-        edges: What becomes of a window that reaches over the ends: ``"shift"`` moves it inside, ``"cut"`` leaves it the
-            keys that exist, ``"wrap"`` goes on at the other end, of an extent that ``dilation`` divides.
+        is_causal: Hide later keys.
+        edges: Boundary mode: ``"shift"`` moves a window that crosses an end inside, ``"cut"`` drops its keys beyond the
+            end, ``"wrap"`` continues it at the other end, of an extent that ``dilation`` divides.
         operator: ``"fna"``, or ``"fmha"`` for ``attention``.
-        kv_layout: Key/value tokens per dimension; ``None`` is ``layout``, from which only ``attention``'s may differ.
+        kv_layout: Key/value tokens per dimension; ``None`` is ``layout``. Only ``attention`` may have another layout.
         batch: Batch size.
         heads: Query heads.
         heads_kv: Key/value heads; ``None`` is ``heads``.
@@ -263,21 +263,21 @@ def problem_of(
 
 
 def flattened(problem: Problem) -> Problem:
-    """The same computation as ``attention`` over the flattened tokens, additional ones behind the others.
+    """Return the equivalent ``attention`` problem over the flattened tokens; additional tokens come last.
 
     Args:
-        problem: One whose every query sees every key (:attr:`Problem.is_attention`).
+        problem: A problem in which every query sees every key (:attr:`Problem.is_attention`).
     """
     keys = math.prod(problem.kv_layout) + problem.additional_kv
     is_causal = any(problem.is_causal)
     axis = Axis(math.prod(problem.query_layout), keys, keys, is_causal=is_causal)
-    # Where every query sees everything, it does not matter where it is.
+    # If every query sees every key, its position does not matter.
     own_origins = problem.own_origins and is_causal
     return dataclasses.replace(problem, operator="fmha", axes=(axis,), additional_kv=0, own_origins=own_origins)
 
 
 def of_additional_tokens(problem: Problem) -> Problem:
-    """The ``attention`` of the flattened query tokens to the additional tokens alone."""
+    """Return the ``attention`` problem of the flattened queries and only the additional tokens."""
     axis = Axis(math.prod(problem.query_layout), problem.additional_kv, problem.additional_kv)
     absent: dict[str, Any] = dict.fromkeys(("own_origins", "own_extents", *problem.biases), False)
     return dataclasses.replace(problem, operator="fmha", axes=(axis,), additional_kv=0, **absent)

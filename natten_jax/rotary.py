@@ -1,8 +1,7 @@
 """Rotary position embeddings for sequences, images and videos.
 
-Pairs of features of queries and keys are turned by angles that grow with a token's coordinates, so that the logit of
-a query and a key depends on how far they are apart, and in which direction. Each token dimension turns features of its
-own.
+Pairs of features of queries and keys are rotated by angles proportional to the token's coordinates, so that the logit
+of a query and a key depends on their distance and direction. Each token dimension rotates separate features.
 """
 
 from __future__ import annotations
@@ -87,15 +86,15 @@ def apply_rotary(tokens: ArrayLike, angles: ArrayLike, *, interleaved: bool = Tr
     Args:
         tokens: ``[..., *layout, heads, head_dim]``, queries or keys.
         angles: ``[*layout, pairs]`` of :func:`rotary_angles`; features behind the first ``2 * pairs`` are not turned.
-        interleaved: Whether a pair is two neighboring features (as in FLUX or Wan), or feature ``i`` and ``pairs + i``
-            (as in GPT-NeoX).
+        interleaved: A pair is two neighboring features (as in FLUX or Wan). Otherwise it is feature ``i`` and ``pairs +
+            i`` (as in GPT-NeoX).
 
     Returns:
         An array of the shape and type of ``tokens``; computed in float32 or better.
 
     Raises:
         ValueError: The shapes disagree.
-        TypeError: An argument is no array.
+        TypeError: An argument is not an array.
     """
     tokens, angles = as_jax_array("tokens", tokens), as_jax_array("angles", angles)
     rank = angles.ndim - 1

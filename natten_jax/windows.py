@@ -1,11 +1,11 @@
-"""Window arithmetic of neighborhood attention: which keys a query sees, and which queries see a key.
+"""Window arithmetic of neighborhood attention: the keys that a query sees, and the queries that see a key.
 
-The mask is separable, so everything here is about one dimension. Tokens whose coordinates are equal
-modulo the dilation form a *dilation group*; within its group a token has an *index*, and windows are
-contiguous ranges of indices. ``csrc/include/natten_jax/windows.h`` is the same arithmetic for native code.
+The mask is separable, so this module handles one dimension at a time. Tokens whose coordinates are equal modulo the
+dilation form a *dilation group*; within its group a token has an *index*, and windows are contiguous ranges of indices.
+``csrc/include/natten_jax/windows.h`` implements the same arithmetic for native code.
 
-Where a dimension wraps, ranges lie on an endless line on which the group repeats: index ``i`` is the token
-``i % length``, and no range is longer than the group.
+If the dimension wraps, ranges lie on an infinite line on which the group repeats: index ``i`` is the token ``i %
+length``. A range is at most as long as the group.
 
 The functions accept Python ints, NumPy arrays and (with ``xp=jax.numpy``) traced JAX arrays.
 """
@@ -25,11 +25,11 @@ from natten_jax.arguments.static import Bools, Ints, bool_tuple, choice_tuple, i
 
 Index = Any  # int, numpy.ndarray or jax.Array: the arithmetic below is the same for all three
 
-#: What becomes of a window that reaches over the ends of a dimension: it is shifted inside, keeps the keys that exist,
-#: or goes on at the other end.
+#: Boundary mode of a window that crosses an end of a dimension: shift it inside, cut it to the existing keys, or wrap
+#: it around to the other end.
 Edge = Literal["shift", "cut", "wrap"]
 EDGES: tuple[Edge, ...] = get_args(Edge)
-#: One for each dimension, or one for all.
+#: A mode for each dimension, or a single mode for all.
 Edges = Edge | Sequence[Edge]
 
 
@@ -39,8 +39,8 @@ class Window(NamedTuple):
     Attributes:
         kernel_size: Keys in a full window.
         stride: Queries that share one window; at most ``kernel_size``.
-        is_causal: Whether keys after the query are hidden.
-        edges: What becomes of windows that reach over the ends; causal ones end at the query, and have no other.
+        is_causal: Hide keys after the query.
+        edges: Boundary mode. Ignored for causal windows, which end at the query.
     """
 
     kernel_size: int
@@ -74,9 +74,8 @@ def window_bounds(window: Window, index: Index, length: Index, *, xp: ModuleType
 
     Args:
         window: The windows.
-        index: Query index inside its dilation group. It may exceed ``length`` only where the window is
-            the whole key sequence (``kernel_size == length``), as in attention between sequences of
-            different lengths.
+        index: Query index inside its dilation group. It may exceed ``length`` only if the window is the whole key
+            sequence (``kernel_size == length``), as in attention between sequences of different lengths.
         length: Keys in the dilation group; at least ``kernel_size``.
         xp: Array namespace, ``numpy`` or ``jax.numpy``.
     """
@@ -99,7 +98,7 @@ def inverse_window_bounds(
 ) -> tuple[Index, Index]:
     """Half-open range ``[first, last)`` of query indices that see the key at ``index``; exact and contiguous.
 
-    Where the dimension wraps, ``index`` may lie on any repetition of the group.
+    If the dimension wraps, ``index`` may lie in any repetition of the group.
 
     Example:
         >>> from natten_jax.windows import Window, inverse_window_bounds
@@ -110,8 +109,8 @@ def inverse_window_bounds(
     Args:
         window: The windows.
         index: Key index inside its dilation group.
-        query_length: Queries in the dilation group. It differs from ``key_length`` only where
-            ``kernel_size == key_length``.
+        query_length: Queries in the dilation group. It differs from ``key_length`` only if ``kernel_size ==
+            key_length``.
         key_length: Keys in the dilation group.
         xp: Array namespace, ``numpy`` or ``jax.numpy``.
     """
@@ -143,21 +142,21 @@ def _first_led_from(window: Window, index: Index, length: Index, xp: ModuleType)
     if isinstance(stride, int) and stride == 1:
         return index if wraps else xp.minimum(xp.maximum(index, 0), length)
     offset = stride - stride // 2 - 1  # leaders stand `stride // 2` behind the first of their queries
-    round_ = index // length * length if wraps else 0  # stride groups begin anew at each repetition
+    round_ = index // length * length if wraps else 0  # stride groups start over in each repetition
     place = index - round_ if wraps else xp.maximum(index, 0)
-    # The last leader may stand in front of the last token, or where it would not with more tokens.
+    # The leader of the last group may lie before the last token, or is clamped to it; `length` if no leader qualifies.
     first = xp.where(place < length, xp.minimum(_rounded_down(place + offset, stride), length), length)
     return round_ + first
 
 
 def _rounded_down(index: Index, step: int) -> Index:
-    """The largest multiple of ``step`` that is not greater; without a division, where there is nothing to do."""
+    """Round down to a multiple of ``step``; skips the division for step 1."""
     return index if isinstance(step, int) and step == 1 else (index // step) * step
 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """One token dimension: its tokens, and the windows over them.
+    """A token dimension: its tokens, and the windows over them.
 
     Attributes:
         query_extent: Global extent of the query tokens.
@@ -165,8 +164,8 @@ class Axis:
         kernel_size: Window extent in tokens.
         stride: Queries that share one window.
         dilation: Distance between neighboring tokens of a window.
-        is_causal: Whether later keys are hidden.
-        edges: What becomes of windows at the ends; ``"shift"`` wherever that is the same.
+        is_causal: Hide later keys.
+        edges: Boundary mode; ``"shift"`` if the modes are equivalent.
     """
 
     query_extent: int
@@ -185,7 +184,7 @@ class Axis:
 
     @property
     def window(self) -> Window:
-        """What the window arithmetic knows of it."""
+        """Window arguments of :func:`window_bounds`."""
         return Window(self.kernel_size, self.stride, self.is_causal, self.edges)
 
     def lengths(self, group: Index) -> tuple[Index, Index]:
@@ -194,7 +193,7 @@ class Axis:
         return group_length(self.query_extent, d, group), group_length(self.kv_extent, d, group)
 
     def dilation_groups(self) -> Iterator[tuple[int, int, int]]:
-        """How many dilation groups have how many queries and keys."""
+        """Number of dilation groups for each combination of query and key counts: ``(groups, queries, keys)``."""
         # The first groups have a token more than the others.
         extents, d = (self.query_extent, self.kv_extent), self.dilation
         for first, end in itertools.pairwise(sorted({0, d, *[extent % d for extent in extents]})):
@@ -209,7 +208,7 @@ class Axis:
         Args:
             index: The index of the query, or of the key, inside its group.
             lengths: Queries and keys of the group.
-            of_query: Whether ``index`` is a query's.
+            of_query: ``index`` is a query index. Otherwise it is a key index.
             xp: Array namespace, ``numpy`` or ``jax.numpy``.
         """
         queries, keys = lengths
@@ -218,7 +217,7 @@ class Axis:
         return inverse_window_bounds(self.window, index, queries, keys, xp=xp)
 
     def within(self, query_extent: Index, kv_extent: Index, *, xp: ModuleType = np) -> Axis:
-        """The same over fewer tokens, which may be known at run time only; windows are the largest that fit.
+        """Restrict the dimension to fewer tokens, whose number may be a traced value; windows are clipped to fit.
 
         Args:
             query_extent: Query tokens.
@@ -233,9 +232,9 @@ class Axis:
         )
 
     def reach(self, queries: Index) -> tuple[Index, Index]:
-        """First key, and the one behind the last, that queries see; all by coordinate.
+        """First key and one past the last key that queries see, as coordinates.
 
-        Where the dimension wraps, coordinates beyond its ends are those of the other end.
+        If the dimension wraps, coordinates beyond its ends refer to the other end.
         """
         group = queries % self.dilation
         start, end = self.bounds(queries // self.dilation, self.lengths(group))
@@ -247,7 +246,7 @@ axis_numbers = operator.attrgetter(*[field.name for field in dataclasses.fields(
 
 
 def fitted(kernel_size: Ints, layout: Sequence[int], dilation: Ints = 1) -> tuple[int, ...]:
-    """The largest windows that fit a layout and are no larger than asked for.
+    """Clip window extents to the largest that fit a layout.
 
     Example:
         >>> from natten_jax.windows import fitted
@@ -255,16 +254,16 @@ def fitted(kernel_size: Ints, layout: Sequence[int], dilation: Ints = 1) -> tupl
         (5, 5)
 
     Args:
-        kernel_size: Window extent in tokens, per dimension or one for all; -1 is the whole extent.
+        kernel_size: Window extent in tokens, per dimension or one value for all; -1 is the whole extent.
         layout: Tokens of each dimension.
-        dilation: Distance between neighboring tokens of a window, per dimension or one for all.
+        dilation: Distance between neighboring tokens of a window, per dimension or one value for all.
 
     Returns:
         For each dimension ``min(kernel_size, extent // dilation)``, at least 1: a token always sees itself.
 
     Raises:
-        ValueError: A number is out of range, or there is none for some dimension.
-        TypeError: An argument holds something else than ints.
+        ValueError: A number is out of range, or missing for some dimension.
+        TypeError: An argument holds a value that is not an int.
     """
     extents = int_tuple("layout", tuple(layout), len(layout))
     sizes = int_tuple("kernel_size", kernel_size, len(extents), words=_WORDS)
@@ -279,7 +278,7 @@ _WORDS = {WHOLE_EXTENT: "the whole extent"}
 
 
 class WindowArguments(NamedTuple):
-    """The window arguments of the operators: one value for all token dimensions, or one for each.
+    """Window arguments of the operators, each a single value for all token dimensions, or a value per dimension.
 
     Without a ``kernel_size``, windows are as large as the layout of the keys.
 
@@ -287,9 +286,9 @@ class WindowArguments(NamedTuple):
         kernel_size: Window extent in tokens; -1 is the whole extent (with dilation, the largest window that fits).
         stride: Queries that share a window; at most ``kernel_size``.
         dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
-        is_causal: Whether later keys are hidden.
-        edges: What becomes of a window that reaches over the ends: ``"shift"`` moves it inside, ``"cut"`` leaves it the
-            keys that exist, ``"wrap"`` goes on at the other end, of an extent that ``dilation`` divides.
+        is_causal: Hide later keys.
+        edges: Boundary mode: ``"shift"`` moves a window that crosses an end inside, ``"cut"`` drops its keys beyond the
+            end, ``"wrap"`` continues it at the other end, of an extent that ``dilation`` divides.
     """
 
     kernel_size: Ints | None = None
@@ -299,7 +298,7 @@ class WindowArguments(NamedTuple):
     edges: Edges = "shift"
 
     def checked(self, rank: int) -> WindowArguments:
-        """The same with a value for each dimension, checked as far as that is possible without a layout.
+        """Expand to a value per dimension, and check all rules that do not depend on a layout.
 
         Raises:
             ValueError: A value breaks a rule.
@@ -320,7 +319,7 @@ class WindowArguments(NamedTuple):
         return WindowArguments(kernel_size, stride, dilation, is_causal, edges)
 
     def with_extents(self, layout: Sequence[int]) -> WindowArguments:
-        """The same with a number in place of each :data:`WHOLE_EXTENT`, checked.
+        """Replace each :data:`WHOLE_EXTENT` by a number, and check.
 
         Raises:
             ValueError: A value breaks a rule.
@@ -336,10 +335,10 @@ class WindowArguments(NamedTuple):
         return checked if known == sizes else checked._replace(kernel_size=known).checked(len(layout))
 
     def clamped(self, layout: Sequence[int]) -> WindowArguments:
-        """The same with the largest windows that fit a layout in place of those that do not.
+        """Clip windows to the largest that fit a layout.
 
-        As many queries share a window as it has keys, at most. Where a dimension has fewer tokens than the dilation, no
-        token has a neighbor: windows of one key, for which the dilation makes no difference.
+        The stride is clipped to the number of keys in a window. If a dimension has fewer tokens than the dilation,
+        tokens have no neighbors: windows have one key, for which the dilation is irrelevant.
 
         Raises:
             ValueError: A value breaks a rule.
@@ -381,7 +380,7 @@ class WindowArguments(NamedTuple):
 
 
 def _with_decisive_edges(axis: Axis) -> Axis:
-    """The same windows, whose edges are ``"shift"`` where they make no difference."""
+    """Set ``edges`` to ``"shift"`` if all modes give the same windows."""
     makes_none = axis.edges != "shift" and (axis.kernel_size == 1 or axis.is_causal)
     return dataclasses.replace(axis, edges="shift") if makes_none else axis
 

@@ -1,8 +1,8 @@
-"""What users pass, checked before anything else reads it.
+"""Validation of user arguments, before any other code reads them.
 
-- ``static``: numbers, flags and tuples that are known when a call is traced, and how they are shown in messages.
-- ``arrays``: arguments that may be arrays: scales, boxes of queries, extents; and mesh axes of token dimensions.
-- ``names``: arguments as NATTEN and other libraries call them, and options that signatures show by name.
+- ``static``: numbers, flags and tuples that are known at trace time, and their formatting in error messages.
+- ``arrays``: arguments that may be arrays (scales, query boxes, extents), and mesh axes of token dimensions.
+- ``names``: argument names of NATTEN and other libraries, and options that signatures list by name.
 
-Every public function needs these, whatever it computes: so they know nothing of problems.
+Every public function uses these modules, whatever it computes, so they do not depend on problems.
 """

@@ -14,25 +14,25 @@ import numpy as np
 from natten_jax.arguments.static import Ints, array_of, int_tuple, shown
 from natten_jax.element_types import ELEMENT_TYPES
 
-#: What the operators take as ``query_origin``: Python's ints are known, and an array of JAX's is read when it runs.
+#: Type of ``query_origin``. Python ints are static; a JAX array is read at run time.
 Origin = Ints
-#: What they take as ``extents`` and lengths.
+#: Type of ``extents`` and lengths.
 Counts = jax.Array | np.ndarray[Any, Any]
 
 
 def checked_origin(query_origin: Any, batch: int, room: Sequence[int]) -> jax.Array | None:
-    """Where a box of queries begins in the layout: int32, ``[rank]`` or ``[batch, rank]``.
+    """Check the position of a query box in the layout; return int32 ``[rank]`` or ``[batch, rank]``.
 
-    Known values are checked. Traced values are moved into range, as :func:`jax.lax.dynamic_slice` does.
+    Concrete values are checked. Traced values are clamped into range, as :func:`jax.lax.dynamic_slice` does.
 
     Args:
         query_origin: The argument.
         batch: Batch size.
-        room: By how much the layout is larger than the box, in each dimension.
+        room: Size of the layout minus size of the box, in each dimension.
 
     Raises:
         ValueError: The box does not lie inside of the layout, or the argument has another shape.
-        TypeError: It holds something else than integers.
+        TypeError: A value is not an integer.
     """
     if query_origin is None:
         return None
@@ -61,20 +61,20 @@ def checked_origin(query_origin: Any, batch: int, room: Sequence[int]) -> jax.Ar
 
 
 def checked_counts(name: str, counts: Any, batch: int, layout: Sequence[int], *, is_length: bool) -> jax.Array | None:
-    """How many tokens are real in each dimension, from the first one on: int32 ``[batch, rank]``.
+    """Check the number of valid tokens per dimension, counted from the first token; return int32 ``[batch, rank]``.
 
-    Known values are checked. Traced values are moved into range.
+    Concrete values are checked. Traced values are clamped into range.
 
     Args:
         name: The name of the argument.
-        counts: The argument, ``[batch, rank]``; or ``[batch]`` where ``is_length``.
+        counts: The argument, ``[batch, rank]``, or ``[batch]`` if ``is_length``.
         batch: Batch size.
         layout: The layout of the arrays.
-        is_length: Whether it speaks of a sequence.
+        is_length: The counts are the lengths of sequences.
 
     Raises:
         ValueError: A number is negative or larger than the layout, or the argument has another shape.
-        TypeError: It holds something else than integers.
+        TypeError: A value is not an integer.
     """
     if counts is None:
         return None
@@ -111,7 +111,7 @@ def _check_integers(name: str, array: Any) -> None:
         raise TypeError(f"{name} must hold integers (int32), got dtype {array.dtype}")
 
 
-#: A number, or an array of them: without dimensions, or one for each query head.
+#: A number or an array: zero-dimensional, or with an entry for each query head.
 Scale = float | jax.Array | np.ndarray[Any, Any]
 
 _NUMBER = "None or a real number"
@@ -128,14 +128,14 @@ def checked_scale(
 
     Args:
         scale: The argument; ``None`` stands for the default.
-        dtype: Element type of the problem, where it is known. Logits of float64 problems are computed in float64,
-            all others in float32, and the kernels' exponentials have base 2: there, ``scale * log2(e)`` is finite.
-        name: What the user knows the argument as.
-        takes_arrays: Whether it may also be an array, which :func:`number_or_array` has taken out before.
+        dtype: Element type of the problem, if known. Logits of float64 problems are computed in float64 and all others
+            in float32, and the kernels' exponentials have base 2, so ``scale * log2(e)`` must be finite in that type.
+        name: Name of the argument for the user.
+        takes_arrays: The argument may also be an array, which :func:`number_or_array` has already separated.
 
     Raises:
         ValueError: The scale is not finite, or too large for ``dtype``.
-        TypeError: It is no real number.
+        TypeError: It is not a real number.
     """
     if scale is None:
         return None
@@ -164,9 +164,9 @@ def scale_or_default(scale: float | None, head_dim: int, dtype: str) -> float:
 
 
 def number_or_array(scale: Any) -> tuple[Any, jax.Array | np.ndarray[Any, Any] | None]:
-    """A scale as a number, which :func:`checked_scale` checks, or as an array, which :func:`per_head` does.
+    """Return a scale as a number, for :func:`checked_scale`, or as an array, for :func:`per_head`.
 
-    An array without dimensions whose value is known is a number, whatever library it is of; one that JAX traces is not.
+    A concrete zero-dimensional array of any library counts as a number; a traced one does not.
     """
     if scale is None or type(scale) is float:
         return scale, None
@@ -208,7 +208,7 @@ def per_head(scale: jax.Array | np.ndarray[Any, Any], batch: Any, heads: int, dt
     return jnp.broadcast_to(factors, (batch, heads))
 
 
-#: One entry for each token dimension: a mesh axis, several, the first one slowest, or ``None``.
+#: An entry for each token dimension: a mesh axis, a tuple of axes (slowest first), or ``None``.
 TokenAxes = Sequence[str | Sequence[str] | None]
 
 
@@ -220,11 +220,12 @@ def axis_names(entry: Any) -> tuple[Any, ...]:
 
 
 def checked_token_axes(token_axes: Any, rank: int) -> tuple[tuple[str, ...], ...]:
-    """The argument in canonical form: a tuple of names for each token dimension, or nothing at all.
+    """The argument in canonical form: a tuple of names for each token dimension, or an empty tuple for ``None``.
 
     Raises:
-        TypeError: It holds something else than names.
-        ValueError: It has another length, or an axis is named twice or is none of ``jax.shard_map`` here.
+        TypeError: An entry is not a name.
+        ValueError: It has another length, an axis is repeated, or an axis is not manual in the current
+            ``jax.shard_map``.
     """
     if token_axes is None:
         return ()

@@ -18,11 +18,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Neutral(NamedTuple):
-    """An argument of NATTEN that has no meaning here, or another name.
+    """An argument of NATTEN that has no effect here or has another name here.
 
     Attributes:
-        values: Those that change nothing.
-        instead: What to do instead of giving another.
+        values: Values that have no effect.
+        instead: Advice for any other value.
     """
 
     values: tuple[bool, ...]
@@ -36,7 +36,7 @@ OF_OPERATORS: Mapping[str, Neutral] = MappingProxyType(
         "backward_use_pt_reduction": Neutral((False,), "here it is called backward_use_xla_reduction"),
     }
 )
-#: Those of ``merge_attentions``, which NATTEN compiles by default.
+#: Neutral arguments of ``merge_attentions``, which NATTEN compiles by default.
 OF_MERGE: Mapping[str, Neutral] = MappingProxyType(
     {
         "torch_compile": Neutral((True, False), "every merge is compiled"),
@@ -48,13 +48,13 @@ OF_MERGE: Mapping[str, Neutral] = MappingProxyType(
 def explained(
     names: Iterable[str] = (), of_natten: Mapping[str, Neutral] = OF_OPERATORS
 ) -> Callable[[Function], Function]:
-    """A decorator of a function, or of a method: before it is called, unknown keyword arguments are explained.
+    """Decorate a function or a method so that it explains unknown keyword arguments before the call.
 
-    Python would speak of an argument that is missing, as ``kernel_size`` where ``window_size`` is given, first.
+    Otherwise Python would first report a missing argument: ``kernel_size`` if ``window_size`` is given.
 
     Args:
-        names: What the function knows besides its parameters.
-        of_natten: Arguments of NATTEN that it takes if it takes any others.
+        names: Names that the function accepts in addition to its parameters.
+        of_natten: Arguments of NATTEN that it accepts if it has ``**kwargs``.
     """
 
     def decorate(function: Function) -> Function:
@@ -102,15 +102,15 @@ def without_neutral(
 
 
 def check_neutral(what: str, neutral: Neutral, value: Any) -> None:
-    """Check that an argument of NATTEN asks for nothing.
+    """Check that an argument of NATTEN has a value without effect.
 
     Args:
-        what: How the message begins, up to the argument.
+        what: Start of the error message, up to the argument.
         neutral: The argument.
-        value: What was given.
+        value: The given value.
 
     Raises:
-        TypeError: It asks for something.
+        TypeError: The value would have an effect.
     """
     if not isinstance(value, (bool, np.bool_)) or bool(value) not in neutral.values:
         values = " or ".join(map(str, neutral.values))
@@ -118,12 +118,12 @@ def check_neutral(what: str, neutral: Neutral, value: Any) -> None:
 
 
 def unexpected(function: str, name: str, known: Iterable[str]) -> str:
-    """The message that a function has no such argument."""
+    """Error message for an unknown argument."""
     return f"{function}() got an unexpected keyword argument {name!r}{explanation(name, set(known))}"
 
 
 def _label(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    """What users call a function; of a constructor, its class."""
+    """Name of a function for users; the class name for a constructor."""
     name = function.__name__
     return type(args[0]).__name__ if name in ("__init__", "__call__") and args else name
 
@@ -132,12 +132,12 @@ _LONGEST = 64  # of a name that is compared with others
 
 
 class Meaning(NamedTuple):
-    """What an argument of other libraries means here.
+    """Meaning of another library's argument here.
 
     Attributes:
-        here: Its names here, separated by spaces: the message suggests the first that the function has.
-        remark: What the message says of that argument.
-        instead: What the message says if the function has none of these arguments; the remark if it is empty.
+        here: Corresponding names, separated by spaces: the message suggests the first one that the function has.
+        remark: Explanation of the suggested argument.
+        instead: Message if the function has no corresponding argument; defaults to the remark.
     """
 
     here: str
@@ -255,14 +255,14 @@ _BY_NAME = {name.lower(): meaning for names, meaning in _MEANINGS.items() for na
 
 
 def explanation(name: str, known: Collection[str]) -> str:
-    """What goes on a message that a function does not know an argument: what was meant, or what to do instead.
+    """Explain an unknown argument: suggest the intended argument or an alternative.
 
     Args:
         name: The argument.
-        known: Those that the function has.
+        known: Names that the function accepts.
 
     Returns:
-        The rest of the sentence, from its colon on; nothing where there is nothing to say.
+        The rest of the sentence from its colon on; empty if there is no suggestion.
     """
     meaning = _BY_NAME.get(name.lower()) if isinstance(name, str) else None
     if meaning is None:

@@ -1,8 +1,8 @@
-"""Static arguments: Python numbers and tuples of them, from whatever callers hold them in.
+"""Validation of static arguments: Python numbers and tuples, from any type that callers hold them in.
 
-What comes out of here is hashable and canonical. Values may be Python's, NumPy's or those of JAX arrays that are not
-traced. The checks of equal arguments are made once (:func:`checked_once`): outside of ``jax.jit`` a small problem on a
-host takes 97 us instead of 204 with ``cpu-fna``, and 76 instead of 161 with ``flex-fna``.
+Results are hashable and canonical. Values may be Python's, NumPy's or untraced JAX arrays. Checks of equal arguments
+are cached (:func:`checked_once`): outside of ``jax.jit`` a small problem on a host takes 97 us instead of 204 with
+``cpu-fna``, and 76 instead of 161 with ``flex-fna``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 T = TypeVar("T", int, bool)
 C = TypeVar("C", bound=str)
 
-#: One value for each dimension, or one for all. Arrays are those whose values are known while the program is built.
+#: A value for each dimension, or a single value for all. Arrays must be concrete at trace time.
 Ints = int | Sequence[int] | np.ndarray[Any, Any] | jax.Array
 Bools = bool | Sequence[bool] | np.ndarray[Any, Any] | jax.Array
 
@@ -30,12 +30,12 @@ _TEXT = (str, bytes, bytearray, memoryview)  # sequences, but not of numbers
 _MOST_VALUES = 64  # of a sequence that a message shows
 _LONGEST = 160  # text of a value in a message
 _INT = frozenset((int,))
-#: That kernels take.
+#: Largest integer that kernels accept.
 LARGEST_INT = 2**63 - 1
 
 
 def shown(value: Any) -> str:
-    """``repr`` of a wrong value for a message, in short where it is long."""
+    """``repr`` of a wrong value for a message, shortened if it is long."""
     kind = type(value).__name__
     if isinstance(value, _ARRAYS):
         is_traced = isinstance(value, jax.core.Tracer)
@@ -102,7 +102,7 @@ def bool_tuple(name: str, value: Any, rank: int) -> tuple[bool, ...]:
     """``value`` as ``rank`` Python bools; a single one is repeated.
 
     Raises:
-        TypeError: It holds something else than bools, or is traced.
+        TypeError: It holds a value that is not a bool, or is traced.
         ValueError: It has another length.
     """
     if type(value) is bool:
@@ -114,8 +114,8 @@ def choice_tuple(name: str, value: Any, choices: Sequence[C], rank: int) -> tupl
     """``value`` as ``rank`` of these words; a single one is repeated.
 
     Raises:
-        TypeError: It is no word and no sequence of words.
-        ValueError: It has another length, or a word that is none of them.
+        TypeError: It is neither a word nor a sequence of words.
+        ValueError: It has another length, or an unknown word.
     """
     if type(value) is str and value in choices:
         return (choices[choices.index(value)],) * rank
@@ -154,7 +154,7 @@ def one_bool(name: str, value: Any) -> bool:
 
 
 def flag(name: str, value: Any, *, or_none: bool = False) -> bool:
-    """``value``, a Python or NumPy bool, as a Python bool; ``or_none`` tells the message that ``None`` is allowed."""
+    """Return ``value``, a Python or NumPy bool, as a Python bool; ``or_none`` adds ``None`` to the error message."""
     check_static(name, value)
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be {'None or ' if or_none else ''}a bool, got {shown(value)}")
@@ -162,9 +162,9 @@ def flag(name: str, value: Any, *, or_none: bool = False) -> bool:
 
 
 def hashable(value: Any) -> Any:
-    """Sequences and arrays of one dimension as tuples, arrays of none as Python numbers.
+    """Convert sequences and one-dimensional arrays to tuples, and zero-dimensional arrays to Python numbers.
 
-    What no check would accept stays as it is, for the check to refuse.
+    Values that every check would reject are returned unchanged, for the check to reject.
     """
     if isinstance(value, _ARRAYS):
         is_known = isinstance(value.dtype, np.dtype) and not isinstance(value, jax.core.Tracer)
@@ -196,7 +196,7 @@ def _tuple_of(
         if one is None:
             raise TypeError(f"{name} must be {article}a sequence of {rank} {kinds}, got {_with_dtype(value)}")
         return (one,) * rank
-    first = value[: max(rank, _MOST_VALUES)]  # nobody waits for a look at all of a long sequence
+    first = value[: max(rank, _MOST_VALUES)]  # do not check every element of a long sequence
     for each in first:
         check_static(name, each)
     found = [read(each) for each in first]
@@ -209,7 +209,7 @@ def _tuple_of(
 
 
 def python_int(value: Any) -> int | None:
-    """An integer of any type, or an array of no dimension that holds one, as Python's; ``None`` for what is none."""
+    """Convert an integer of any type, or a zero-dimensional integer array, to an int; ``None`` for other values."""
     if isinstance(value, _ARRAYS):
         return int(value) if value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.integer) else None
     if isinstance(value, numbers.Integral) and not isinstance(value, (bool, np.bool_)):
@@ -218,7 +218,7 @@ def python_int(value: Any) -> int | None:
 
 
 def _python_bool(value: Any) -> bool | None:
-    """A bool of any type, or an array of no dimension that holds one, as Python's; ``None`` for what is none."""
+    """Convert a bool of any type, or a zero-dimensional bool array, to a bool; ``None`` for other values."""
     if isinstance(value, _ARRAYS):
         return bool(value) if value.ndim == 0 and value.dtype == np.bool_ else None
     return bool(value) if isinstance(value, (bool, np.bool_)) else None
@@ -264,9 +264,9 @@ def checked_once(check: Callable[[*Arguments], Result]) -> Callable[[*Arguments]
 
 
 def _key(value: Any) -> tuple[Any, ...] | None:
-    """Types and values of all parts of a value, since 1 and True are equal; ``None`` if results are not kept for it.
+    """Cache key: types and values of all parts of a value, since ``1 == True``; ``None`` disables caching.
 
-    Long sequences have no key, and neither have sequences that contain themselves.
+    Long sequences, and sequences that contain themselves, are not cached.
     """
     key: list[Any] = []
     rest = [value]
@@ -284,30 +284,31 @@ def _key(value: Any) -> tuple[Any, ...] | None:
     return tuple(key)
 
 
-#: Stands for any batch: neither one of a single entry is cut badly, nor do steps for hundreds take much memory.
+#: Assumed size of a symbolic batch: tiles also suit a single entry, and hundreds of entries take little memory per
+#: step.
 _ASSUMED_BATCH = 8
 
 
 def planned_batch(batch: int) -> int:
-    """``batch``, or where it is symbolic the number that decisions about cost take in its place."""
+    """Return ``batch``, or if it is symbolic the size that cost decisions assume."""
     return batch if isinstance(batch, int) else _ASSUMED_BATCH
 
 
 def least_batch(batch: int) -> int:
-    """``batch``, or where it is symbolic the least that it can be: of what some entries share in turns, one's."""
+    """Return ``batch``, or if it is symbolic its minimum of 1, which bounds memory that entries reuse in turn."""
     return batch if isinstance(batch, int) else 1
 
 
 def check_extents(name: str, shape: Sequence[int], dimensions: Sequence[str]) -> None:
-    """Check that no extent but the batch is symbolic.
+    """Check that only the batch is symbolic.
 
     Args:
         name: The name of the argument.
         shape: Its shape.
-        dimensions: What each dimension is, the batch first.
+        dimensions: Names of the dimensions, the batch first.
 
     Raises:
-        ValueError: One is.
+        ValueError: Another extent is symbolic.
     """
     for axis, (what, extent) in enumerate(zip(dimensions, shape, strict=True)):
         if axis > 0 and not isinstance(extent, int):
@@ -318,7 +319,7 @@ def check_extents(name: str, shape: Sequence[int], dimensions: Sequence[str]) ->
 
 
 def array_of(value: Any) -> Any:
-    """The array that an object stands for; anything else as it is."""
+    """Return the array of an object with ``__jax_array__``; other objects are returned unchanged."""
     # JAX's own arrays have the name, and nothing behind it.
     convert = getattr(value, "__jax_array__", None)
     return value if convert is None else convert()

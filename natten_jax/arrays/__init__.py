@@ -1,10 +1,10 @@
-"""The arrays of a pass, whoever computes it.
+"""The arrays of a pass, independent of the backend.
 
-- ``operands``: the tuples that passes take and give, what their dimensions are, and abstract types of results.
-- ``biases``: what is added to logits, in the forms that backends take; numbers that hide keys.
-- ``boxes``: parts of layouts, as boxes, and padding.
-- ``remainders``: logsumexps in base 2, to more digits than one float32 number has.
+- ``operands``: operand and result tuples of passes, the roles of their dimensions, and abstract result types.
+- ``biases``: terms added to logits, in the forms that backends take, and the values that hide keys.
+- ``boxes``: boxes within layouts, and padding.
+- ``remainders``: logsumexps in base 2, with more precision than a float32 number.
 
-Backends, execution and sharding share them, so that none of these has to know another. Imports nothing else of this
-package.
+Backends, execution and sharding share these modules, so that they need not import each other. Imports no other part of
+this package.
 """

@@ -72,7 +72,7 @@ def table_of_each_entry(inputs: Inputs) -> jax.Array:
 
 
 def gradient_of_shared_table(of_entries: jax.Array, table: jax.Array) -> jax.Array:
-    """The gradient of a table ``[1 or batch, heads, entries]``, from those of batch entries."""
+    """Reduce per-entry gradients to the gradient of a table ``[1 or batch, heads, entries]``."""
     return jnp.sum(of_entries, axis=0, keepdims=True) if table.shape[0] == 1 else of_entries
 
 
@@ -118,7 +118,7 @@ def sinks_gradient(sinks: jax.Array, logsumexp: jax.Array, delta: jax.Array) -> 
 
 #: Numbers whose sum is a bias.
 _TERMS = 3
-#: A bias is divided by the scale that it is multiplied with, which is no smaller: the query has the rest of it.
+#: Smallest scale that a bias is divided by, since kernels multiply it by the scale. The query absorbs the rest.
 _SMALLEST_SCALE = 2.0**-10
 #: Finite numbers are clipped to these shares of the logit of hidden keys, so that a query whose keys are all hidden is
 #: known by its logsumexp: it is below ``_UNSEEN``, and no other is.
@@ -126,17 +126,17 @@ _OF_KEY_BIAS, _OF_RELATIVE_BIAS, _UNSEEN = 0.5, 0.1, 0.75
 
 
 class _Numbers(NamedTuple):
-    """What columns hold.
+    """Number format of the bias columns.
 
     Attributes:
         exponent_bits: Bits of a term's exponent.
-        fraction_bits: Likewise; kernels may round float32 to TF32, which has ten.
+        fraction_bits: Bits of a term's fraction; kernels may round float32 to TF32, which has ten.
         largest: The largest term.
         hidden: Largest magnitude of a product of query and key, and of a logit. Its negative is the logit of hidden
             keys, since ``-inf`` times the zeros in the columns of other heads would be NaN. ``None`` for float16: there
             the limit is ``_TERMS * largest``.
-        exponent: The exponent of the power of two that terms are multiplied with, scale included. Float16 has neither
-            the small numbers of a bias nor large ones that hide whatever the logits are.
+        exponent: Exponent of the power of two that terms are multiplied with, scale included. Float16 has neither the
+            small numbers of a bias nor numbers large enough to hide a key whatever its logit.
     """
 
     exponent_bits: int
@@ -154,7 +154,7 @@ _NUMBERS = {
 
 
 def columns_of(problem: Problem) -> int:
-    """How many columns the biases of a key take."""
+    """Number of columns for the biases of a key."""
     return _TERMS * (problem.heads // problem.heads_kv)
 
 

@@ -16,7 +16,7 @@ from natten_jax.arrays.operands import Role, roles_of
 
 
 def words_of(array: jax.Array) -> jax.Array:
-    """The same bits, two elements along the last dimension as one; others than pairs of 16 bits stay what they are."""
+    """Bitcast pairs of 16-bit elements along the last dimension to 32-bit words; return other arrays unchanged."""
     *outer, width = array.shape
     if array.dtype.itemsize != 2 or width % 2:
         return array
@@ -35,11 +35,11 @@ _Array = TypeVar("_Array")
 
 
 def apart(arrays: _Array) -> _Array:
-    """The same arrays, which XLA does not join with slices of them on the way from or to a custom call.
+    """Return the arrays behind a barrier that keeps XLA from fusing their slices with a custom call.
 
-    For GPUs it makes one operation of a custom call and of contiguous slices that it reads or is written to. In JAX
-    0.11.2 that fails where the call's result is what is updated ("DUS target must be a fusion parameter"), and takes
-    results away from operands whose place in memory they have.
+    On GPUs, XLA fuses a custom call with contiguous slices of its operands and results. In JAX 0.11.2 this fails if the
+    call's result is the updated array ("DUS target must be a fusion parameter"), and it separates results from the
+    operands that they alias.
     """
     return jax.lax.optimization_barrier(arrays)  # type: ignore[no-any-return]
 
@@ -47,11 +47,11 @@ def apart(arrays: _Array) -> _Array:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("first",), meta_fields=("extents",))
 @dataclasses.dataclass(frozen=True)
 class QueryBox:
-    """Some of the queries along each token dimension.
+    """A box of queries.
 
     Attributes:
-        first: int32 ``[rank]``: where they begin, which may depend on the device.
-        extents: How many there are.
+        first: int32 ``[rank]``. First query of the box, which may depend on the device.
+        extents: Number of queries, per token dimension.
     """
 
     first: jax.Array
@@ -59,7 +59,7 @@ class QueryBox:
 
     @property
     def starts(self) -> list[jax.Array]:
-        """Where they begin, by token dimension."""
+        """First query, per token dimension."""
         return [self.first[i] for i in range(len(self.extents))]
 
     def cut(self, array: jax.Array) -> jax.Array:
@@ -68,15 +68,15 @@ class QueryBox:
         return array if array.shape == shape else jax.lax.dynamic_slice(array, self._start(array), shape)
 
     def copied(self, array: jax.Array) -> jax.Array:
-        """The same, where nothing is computed with them on the way: in words."""
+        """Cut the box out of an array, in 32-bit words, which is correct for pure copies."""
         return elements_of(self.cut(words_of(array)), array.dtype)
 
     def put(self, array: jax.Array, part: jax.Array) -> jax.Array:
-        """The array, with these queries replaced.
+        """Return the array with the queries of this box replaced.
 
-        By slices, which XLA updates in place: ``array.at[...]`` is a scatter whose indices are an empty constant where
-        they are all static, and XLA of JAX 0.11 ends the process on such a constant in a ``jax.shard_map`` over
-        explicit axes.
+        It uses slices, which XLA updates in place. ``array.at[...]`` is a scatter, whose indices are an empty constant
+        if all are static; XLA of JAX 0.11 aborts the process on such a constant in a ``jax.shard_map`` over explicit
+        axes.
         """
         if array.shape == part.shape:
             return part
@@ -95,12 +95,12 @@ _Arrays = TypeVar("_Arrays", bound=tuple[Any, ...])
 
 
 def is_real(layouts: jax.Array, shape: Sequence[int], *, of_queries: bool) -> jax.Array:
-    """Which tokens lie inside of the layouts of their entries, ``[batch, *shape]``.
+    """Mask of the tokens that lie inside the layouts of their entries, ``[batch, *shape]``.
 
     Args:
-        layouts: As :class:`natten_jax.arrays.operands.Operands` has them.
+        layouts: ``layouts`` of :class:`natten_jax.arrays.operands.Operands`.
         shape: Token layout of an array.
-        of_queries: Whether it is the queries', or else that of keys and values.
+        of_queries: ``shape`` is the layout of queries. Otherwise it is the layout of keys and values.
     """
     rank, dimensions = len(shape), layouts.shape[-1]
     found = jnp.ones((layouts.shape[0], *(1,) * rank), bool)
@@ -116,7 +116,7 @@ def without_padding(layouts: jax.Array | None, arrays: _Arrays) -> _Arrays:
     """The arrays, zero in their padding.
 
     Args:
-        layouts: As :class:`natten_jax.arrays.operands.Operands` has them; ``None`` where nothing is padding.
+        layouts: ``layouts`` of :class:`natten_jax.arrays.operands.Operands`; ``None`` for arrays without padding.
         arrays: A tuple whose fields have roles.
     """
     if layouts is None:

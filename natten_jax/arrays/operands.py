@@ -1,7 +1,7 @@
-"""The arrays of a call, by what they are to its passes, and abstract types of results.
+"""Operands and results of passes by role, and abstract types of results.
 
-Beside its role, the type of an array says its shape, in jaxtyping's words: names of extents, of which ``*queries`` and
-``*keys`` are those of as many token dimensions as the problem has. An extent is the same wherever a call has its name.
+The annotation of an array gives its role and its shape in jaxtyping's notation. ``*queries`` and ``*keys`` stand for
+all token dimensions of the problem. Equal names in a call mean equal extents.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 
 class Role(enum.Enum):
-    """What an array of a pass is.
+    """Semantics of an operand's dimensions.
 
     - ``QUERY``: queries, outputs and their gradients.
     - ``KEY_VALUE``: keys, values and their gradients.
@@ -28,15 +28,15 @@ class Role(enum.Enum):
     - ``PER_HEAD``: a number for each batch entry and head, as scales.
     - ``PER_HEAD_OF_ALL_ENTRIES``: numbers of a head that all batch entries share, with 1 in place of the batch.
     - ``PER_ENTRY``: numbers of a batch entry.
-    - ``WHOLE``: what no mesh splits, as origins, which each device has of its own.
+    - ``WHOLE``: arrays that no mesh splits, such as origins, whose values differ between devices.
 
     All but ``WHOLE`` begin with the batch, after the axes that ``jax.vmap`` maps.
 
     Attributes:
-        heads_axis: The dimension that heads lie along, counted from the end; 0 where there are none.
-        tokens: Whose token dimensions follow the batch: ``"queries"``, ``"keys"`` or nobody's.
-        has_layout: Whether there are any.
-        is_key_value: Whether heads are those of keys and values.
+        heads_axis: Dimension of the heads, counted from the end; 0 without heads.
+        tokens: Kind of the token dimensions after the batch: ``"queries"``, ``"keys"`` or ``None``.
+        has_layout: The array has token dimensions.
+        is_key_value: The heads are key/value heads.
     """
 
     QUERY = ("query", -2, "queries", False)
@@ -63,7 +63,7 @@ class Role(enum.Enum):
 
 
 def roles_of(*arguments: Any) -> Sequence[Role]:
-    """One for each array in operands, results, gradients, boxes; in the order of ``jax.tree.leaves``."""
+    """Role of each array in operands, results, gradients and boxes, in the order of ``jax.tree.leaves``."""
     return _roles_of(jax.tree.structure(arguments))
 
 
@@ -91,7 +91,7 @@ def roles_of_fields(kind: type) -> tuple[Role, ...]:
 
 
 class Inputs(NamedTuple):
-    """The arrays of one call that have gradients, heads last, in the caller's rank.
+    """The differentiable arrays of a call, heads last, in the caller's rank.
 
     Attributes:
         query: Queries.
@@ -99,18 +99,18 @@ class Inputs(NamedTuple):
         value: Values.
         additional_keys: Keys that every query sees, or ``None``.
         additional_values: Their values, or ``None``.
-        scale: In the accumulator's element type: factors of the logits, in place of the problem's; ``None`` where that
-            is the scale.
-        relative_bias: In the accumulator's element type: what is added to logits, for each offset of a key from a query
-            within a window, as :attr:`natten_jax.problem.Problem.bias_shape` has them, flattened; or ``None``. One
-            table for all batch entries; where mapped axes have become a part of the batch, one for each.
-        key_bias: Likewise: what is added to the logits of a key; or ``None``.
-        shared_key_bias: In place of ``key_bias`` where all heads have the same; or ``None``.
-        sinks: In the accumulator's element type: a logit of a head in its softmax's denominator, and no key stands
-            behind; or ``None``. As many as tables: one for all batch entries, or one for each.
-        key_scale: float32: factors of keys, beside those that the factors of logits have; or ``None``.
-        value_scale: Likewise of values.
-        out_scale: float32: factors of the output of 8-bit arrays, which the values of a head share; or ``None``.
+        scale: In the accumulator's element type. Factors of the logits, which replace the problem's scale; ``None``
+            uses the problem's scale.
+        relative_bias: In the accumulator's element type. Added to logits, for each offset of a key from a query within
+            a window, in the flattened shape :attr:`natten_jax.problem.Problem.bias_shape`; or ``None``. All batch
+            entries share a table; if mapped axes have become part of the batch, each entry has its table.
+        key_bias: In the accumulator's element type. Added to the logits of a key; or ``None``.
+        shared_key_bias: Replaces ``key_bias`` if all heads have the same bias; or ``None``.
+        sinks: In the accumulator's element type. A logit per head that is added only to the softmax denominator; or
+            ``None``. As for tables, all batch entries share the sinks or each entry has its sinks.
+        key_scale: float32. Factors of each key, in addition to the factors of the logits; or ``None``.
+        value_scale: float32. Factors of each value, in addition to the factors of the output; or ``None``.
+        out_scale: float32. Factors of the output of 8-bit arrays, from the per-head factors of values; or ``None``.
     """
 
     query: Annotated[jax.Array, Role.QUERY, "batch *queries heads head_dim"]
@@ -142,12 +142,11 @@ class Operands(NamedTuple):
     """The arrays of a pass.
 
     Attributes:
-        inputs: Those that have gradients.
-        origins: int32: where the local query and key/value tokens start in the global layout,
-            last dimension last; ``None`` where both are the whole layout.
-        layouts: int32, in place of origins where batch entries differ: where the queries of an entry
-            start, how many queries its layout has, and how many keys and values; last dimension last. ``None`` where
-            entries are alike.
+        inputs: Differentiable arrays.
+        origins: int32. First local query token and first local key/value token in the global layout, last dimension
+            last; ``None`` if both cover the whole layout.
+        layouts: int32. Replaces origins if batch entries differ: for each entry the first query, and the numbers of
+            queries and of keys and values in its layout, last dimension last. ``None`` if entries are equal.
     """
 
     inputs: Inputs
@@ -156,7 +155,7 @@ class Operands(NamedTuple):
 
     @property
     def is_placed(self) -> bool:
-        """Whether queries are a box of a layout, or keys a part of it: some may see none."""
+        """Return True if queries or keys are part of a layout. Some queries may then see no keys."""
         return self.origins is not None or self.layouts is not None
 
     def placed(self, origins: jax.Array | None, **arrays: Any) -> Operands:
@@ -164,7 +163,7 @@ class Operands(NamedTuple):
         return self._replace(inputs=self.inputs._replace(**arrays), origins=origins)
 
     def with_origins_alone(self) -> Operands:
-        """The same of one entry of the batch, all of whose layout is real, in terms of origins."""
+        """Convert the layouts of a single batch entry without padding to origins."""
         if self.layouts is None:
             return self
         assert self.layouts.shape[0] == 1, "one entry of the batch at a time"
@@ -186,7 +185,7 @@ class Cotangents(NamedTuple):
     logsumexp: Annotated[jax.Array | None, Role.PER_QUERY, "batch *queries heads"] = None
 
     def of_both(self) -> Output:
-        """The same as arrays."""
+        """Replace a missing cotangent by zeros."""
         zeros = jnp.zeros(self.out.shape[:-1], jnp.promote_types(self.out.dtype, jnp.float32))
         return Output(self.out, zeros if self.logsumexp is None else self.logsumexp)
 
@@ -198,14 +197,14 @@ def delta(out: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Arr
 
 
 class Saved(NamedTuple):
-    """What the backward pass reads of the forward pass: its output, and what float32 leaves out of the logsumexp.
+    """Values that the backward pass reads from the forward pass, including the rounding error of the logsumexp.
 
     Attributes:
         out: As in :class:`Output`.
         logsumexp: As in :class:`Output`.
-        remainder: float32, in base 2 (csrc/include/natten_jax/logsumexp.h). Where
-            logits are large the rounding of the logsumexp alone would change weights by any factor. ``None`` where
-            another backend computed the output: logits differ from backend to backend, by as much as this corrects.
+        remainder: float32, in base 2 (csrc/include/natten_jax/logsumexp.h). For large logits, the rounding of the
+            logsumexp by itself would change weights by any factor. ``None`` if another backend computed the output:
+            logits differ between backends by as much as the remainder corrects.
     """
 
     out: Annotated[jax.Array, Role.QUERY, "batch *queries heads head_dim_v"]
@@ -214,13 +213,12 @@ class Saved(NamedTuple):
 
 
 class Differentiable(NamedTuple):
-    """What plain JAX computes where it may be differentiated.
+    """Results of plain JAX that can be differentiated.
 
     Attributes:
-        out: As in :class:`Output`, but in the accumulator's element type: derivatives are the more accurate for it.
+        out: As in :class:`Output`, but in the accumulator's element type, which makes derivatives more accurate.
         logsumexp: As in :class:`Output`.
-        residuals: In the accumulator's element type: what else the derivative wants to know. ``None`` where that is
-            nothing.
+        residuals: In the accumulator's element type. Further residuals of the derivative; ``None`` if not needed.
     """
 
     out: Annotated[jax.Array, Role.QUERY, "batch *queries heads head_dim_v"]
@@ -234,13 +232,13 @@ _Tree = TypeVar("_Tree")
 def vary_alike(arrays: _Tree) -> _Tree:
     """Inside ``jax.shard_map``, make all arrays vary over the mesh axes that any of them varies over.
 
-    Where this is done outside a derivative rule, JAX knows its transpose: gradients are summed over those axes.
+    Outside of derivative rules, JAX transposes this: gradients are summed over those axes.
     """
     return varying_like(arrays, arrays)
 
 
 def varying_like(carry: _Tree, arrays: Any) -> _Tree:
-    """``carry``, varying over the manual mesh axes of ``arrays`` too, as ``jax.shard_map`` asks of a scan's carry."""
+    """Make ``carry`` vary over the manual mesh axes of ``arrays``, as ``jax.shard_map`` requires of scans."""
     axes: frozenset[str] = frozenset()
     axes = axes.union(*[jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(arrays)])
     if not axes:

@@ -24,15 +24,15 @@ _KEY, _TABLE_KEY = "best_configuration", "tuned"
 
 
 class Tuned(Mapping[str, Any]):
-    """Configurations that were found by measuring.
+    """Configurations found by measurement.
 
-    In a ``with`` block, each call of the operators that is traced there takes the configuration that was found for its
-    problem, in place of those that come with the package; functions that ``jax.jit`` compiled before are compiled
-    again. Where it is about one operator, it is also a mapping: that operator's performance arguments.
+    In a ``with`` block, each operator call that is traced there uses the measured configuration of its problem instead
+    of the package's tables; functions that ``jax.jit`` compiled before are compiled again. If it covers a single
+    operator, it is also a mapping of that operator's performance arguments.
 
     Attributes:
-        table: What was measured, by problem and pass; ``None`` where the file that was loaded names no problem.
-        skipped: What the program calls and could not be measured, and why.
+        table: Measurements by problem and pass; ``None`` if it was loaded from a file that does not name a problem.
+        skipped: Calls of the program that could not be measured, with the reasons.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Tuned(Mapping[str, Any]):
 
     @property
     def passes(self) -> tuple[TunedPass, ...]:
-        """What was measured: each pass of each problem, with its time and that of the default configuration."""
+        """Measured passes of each problem, with their times and those of the default configuration."""
         return () if self.table is None else self.table.passes
 
     def __enter__(self) -> Tuned:
@@ -83,10 +83,10 @@ class Tuned(Mapping[str, Any]):
         return "\n".join([*lines, *(f"  not measured: {each}" for each in self.skipped)])
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write what :func:`natten_jax.load_tuned` reads.
+        """Write a file that :func:`natten_jax.load_tuned` reads.
 
         Raises:
-            ValueError: There is nothing to write: it was loaded from a file that names no problem.
+            ValueError: It was loaded from a file that does not name a problem, so there is no table to write.
             OSError: The file cannot be written.
         """
         if self.table is None:
@@ -130,10 +130,10 @@ def _arguments_of(plans: list[Plan]) -> dict[str, Any]:
 
 
 def load_tuned(path: str | os.PathLike[str]) -> Tuned:
-    """Configurations in a file that :func:`natten_jax.tune` or the profiler wrote.
+    """Load configurations from a file that :func:`natten_jax.tune` or the profiler wrote.
 
     Example:
-        As keyword arguments, which the modules in ``natten_jax.flax_modules`` take, too.
+        As keyword arguments, which the modules in ``natten_jax.flax_modules`` also take.
 
         >>> import json, pathlib, tempfile
         >>> import natten_jax
@@ -147,13 +147,13 @@ def load_tuned(path: str | os.PathLike[str]) -> Tuned:
         path: File that :func:`natten_jax.tune` wrote, or the profiler with ``--optimize --json``.
 
     Returns:
-        For the profiler's file a mapping, the performance arguments of ``na1d``, ``na2d`` or ``na3d``, whichever it is
-        about. For the other a context manager, inside of which the operators run as it says, which is such a mapping,
-        too, where the program called one operator.
+        For the profiler's file, a mapping of the performance arguments of its operator (``na1d``, ``na2d`` or
+        ``na3d``). For a file of :func:`natten_jax.tune`, a context manager that applies the configurations to the
+        operators; it is also such a mapping if the program called a single operator.
 
     Raises:
-        ValueError: The file is no such result, or a field of it is malformed.
-        TypeError: ``path`` is none.
+        ValueError: The file is not such a result, or a field is malformed.
+        TypeError: ``path`` is not a path.
         OSError: The file cannot be read.
     """
     found = _content(path)

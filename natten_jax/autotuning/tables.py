@@ -1,4 +1,4 @@
-"""Tables of measured configurations: the table in force, those of the package, and the lookup of a call."""
+"""Tables of measured configurations: the active table, the package's tables, and the lookup of a call."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class TunedPass:
     Attributes:
         plan: The configuration.
         seconds: Device time of the forward pass, or of both passes together for the plan of a backward pass.
-        default_seconds: The same time with the default configuration, measured in alternation.
-        is_default: Whether the default was kept because no other configuration was clearly faster.
+        default_seconds: Time of the default configuration, measured in alternation with this one.
+        is_default: The default was kept, because no other configuration was clearly faster.
         label: Name of the problem for reports.
     """
 
@@ -88,7 +88,7 @@ class TunedTable:
         """Read a table from the text of a JSON file.
 
         Raises:
-            ValueError: It has no table, or is malformed; the message names the field.
+            ValueError: The text has no table, or the table is malformed; the message names the field.
         """
         content = json.loads(text)
         if not isinstance(content, dict) or not isinstance(content.get("device"), str):
@@ -137,14 +137,14 @@ def tuned_problem(problem: Problem) -> Problem:
 
 
 def without_configuration(performance: Performance) -> Performance:
-    """Return performance arguments without those that a table contains: tiles and schedule."""
+    """Remove the arguments that a table contains, tiles and schedule, from performance arguments."""
     for pass_ in PASSES:
         performance = performance.with_tiles(pass_, None)
     return dataclasses.replace(performance, kernel_schedule=None)
 
 
-#: The table in force where a call is traced, which replaces the tables of the package. It is part of the keys of JAX's
-#: caches: inside, a function that was compiled before is compiled again.
+#: The table that is active where a call is traced; it replaces the package's tables. It is part of the keys of JAX's
+#: caches, so that functions compiled before are compiled again inside the block.
 in_force = jax.make_user_context(None)
 
 
@@ -166,12 +166,12 @@ def shipped_tables() -> dict[str, TunedTable]:
 
 
 def is_switched_off() -> bool:
-    """Whether the tables of the package are ignored."""
+    """Return True if the package's tables are ignored."""
     return os.environ.get(VARIABLE) == "0"
 
 
 def shipped(device: Device) -> TunedTable | None:
-    """Return the package's table for a kind of device; ``None`` if there is none."""
+    """Return the package's table for a kind of device, or ``None`` without a table."""
     return None if device.product is None or is_switched_off() else shipped_tables().get(device.product)
 
 
@@ -190,7 +190,7 @@ def measured(request: Request, device: Device, pass_: Pass) -> TunedPass | None:
 
 
 def names_configuration(request: Request, pass_: Pass) -> bool:
-    """Whether a call names tiles or a schedule of a pass."""
+    """Return True if a call specifies tiles or a schedule for a pass."""
     return request.performance.tiles(pass_) is not None or request.performance.kernel_schedule is not None
 
 

@@ -14,10 +14,11 @@ def tune(
 ) -> Tuned:
     """Measure the configurations of every operator that a function calls, and keep those that are clearly faster.
 
-    The function is traced and not run. Each problem that it hands to an operator is measured alone, on random arrays of
-    its shapes, on the default device: the configurations that the ranking thinks best, and then the best of them in
-    turns with the ranking's own choice. One that is not at least 2% faster is not kept, so that nothing gets slower.
-    This takes some seconds for each problem and pass on a GPU; what goes on is said on standard error.
+    The function is traced but not run. Each problem that it passes to an operator is measured separately, on random
+    arrays of its shapes, on the default device: first the best-ranked configurations, then the fastest of them in
+    alternation with the default choice. A configuration that is not at least 2% faster is discarded, so that tuning
+    does not make a program slower. This takes some seconds for each problem and pass on a GPU; progress is printed on
+    standard error.
 
     Example:
         >>> import jax, jax.numpy as jnp, natten_jax
@@ -29,17 +30,18 @@ def tune(
         ...     output = jax.jit(attend)(tokens)
 
     Args:
-        function: What ``jax.jit`` takes, or has made: a forward pass, or a whole training step.
+        function: A function that ``jax.jit`` accepts or returned: a forward pass, or a whole training step.
         *arguments: Its arguments: arrays, or their shapes and types (``jax.ShapeDtypeStruct``).
-        save: File for what was found, which :func:`natten_jax.load_tuned` reads.
+        save: File for the results, which :func:`natten_jax.load_tuned` reads.
         **keywords: Its keyword arguments.
 
     Returns:
-        What was measured. In a ``with`` block the operators run as it says; problems that were not measured run as they
-        do by default. It is also a mapping, the operator's performance arguments, where the function calls one.
+        The measured configurations. In a ``with`` block the operators use them; problems without measurements use their
+        defaults. If the function calls a single operator, the result is also a mapping of that operator's performance
+        arguments.
 
     Raises:
-        ValueError: The function calls no operator of this package.
+        ValueError: The function does not call an operator of this package.
         TypeError: ``function`` cannot be called, or ``jax.jit`` cannot trace it.
         OSError: The file cannot be written.
     """

@@ -1,8 +1,8 @@
-"""The boundary to native code: nothing else loads the native module or makes a custom call.
+"""The boundary to native code: the only place that loads the native module and makes custom calls.
 
-- ``module``: loads the library, registers its targets, calls them, and says what is missing; problems, tiles and boxes
-  as kernels have them, with three token dimensions.
+- ``module``: loads the library, registers and calls its targets, reports missing targets, and converts problems, tiles
+  and boxes to the kernels' three token dimensions.
 
-It changes with ``csrc/ffi``. Imports problems, :mod:`natten_jax.plan` and :mod:`natten_jax.arrays`; which kernel is
-called, and when, :mod:`natten_jax.backends` knows.
+It changes with ``csrc/ffi``. Imports problems, :mod:`natten_jax.plan` and :mod:`natten_jax.arrays`.
+:mod:`natten_jax.backends` chooses the kernel to call.
 """

@@ -59,7 +59,7 @@ def mismatch() -> str | None:
 
 KERNEL_RANK = 3
 
-#: ``Ends`` of csrc/include/natten_jax/windows.h, by whether an axis is causal and what becomes of windows at its edges.
+#: ``Ends`` of csrc/include/natten_jax/windows.h, by causality and boundary mode of an axis.
 _ENDS_OF_WINDOWS = {(False, "shift"): 0, (True, "shift"): 1, (False, "cut"): 2, (False, "wrap"): 3}
 
 
@@ -78,28 +78,28 @@ def with_kernel_tiles(problem: Problem, pair: TilePair) -> TilePair:
 
 
 def box_start(box: QueryBox) -> jax.Array:
-    """Where a box of queries begins."""
+    """First query of a box, in the kernels' rank."""
     return jnp.pad(box.first, (KERNEL_RANK - len(box.extents), 0))
 
 
 def continues(kernels: str, problem: Problem) -> bool:
-    """Whether forward kernels merge what they find with what was found before on other keys.
+    """Return True if forward kernels can merge their results into earlier results on other keys.
 
     Args:
-        kernels: Their name in ``natten_jax.native.module.limits``.
-        problem: Whose heads they get.
+        kernels: Name of the kernels in ``natten_jax.native.module.limits``.
+        problem: Problem whose head widths are checked.
     """
     most = limits(kernels).get("largest_continued_head_dim", 0)
     return max(problem.head_dim, problem.head_dim_v) <= most
 
 
 class ResultType(NamedTuple):
-    """What a target's result is.
+    """Type of a target's result.
 
     Attributes:
-        shape: Its shape.
-        dtype: Its element type.
-        replaces: The number of the operand whose place in memory it takes, if it does.
+        shape: Shape.
+        dtype: Element type.
+        replaces: Index of the operand whose buffer it reuses, if any.
     """
 
     shape: tuple[int, ...]
@@ -135,14 +135,14 @@ def _attribute(value: Sequence[int] | int | float) -> Any:
 
 
 def build_info() -> Mapping[str, Any]:
-    """How the native module was built and what it runs on this host; empty where it could not be loaded."""
+    """Build configuration and host capabilities of the native module; empty if it could not be loaded."""
     return {} if _module is None else _module.build_info()
 
 
 def limits(architecture: str) -> Mapping[str, Any]:
-    """What the kernels for ``"cpu"``, ``"sm80"``, ``"small"`` or ``"sm90"`` take, whether this build has them or not.
+    """Limits of the kernels for ``"cpu"``, ``"sm80"``, ``"small"`` or ``"sm90"``, even if this build lacks them.
 
-    Tables of ``csrc/cuda/*/forms.h``; empty where the native module could not be loaded.
+    Read from the tables in ``csrc/cuda/*/forms.h``; empty if the native module could not be loaded.
     """
     return {} if _module is None else _all_limits(_module)[architecture]
 
@@ -156,23 +156,23 @@ def _all_limits(module: Any) -> Mapping[str, Any]:
 def estimate_of_small_windows(
     axes: Sequence[int], sizes: Sequence[int], q_tile: Sequence[int], kv_tile: Sequence[int], **facts: bool | int
 ) -> Mapping[str, Any] | None:
-    """What the kernels for small windows launch for a pass with tiles, and how long that takes, by a model.
+    """Estimate the launches and the time of a pass with the kernels for small windows, by a model.
 
     Args:
-        axes: As the attribute of that name of every target.
+        axes: The ``axes`` attribute of every target.
         sizes: Batch, heads, heads_kv, head_dim, head_dim_v and additional_kv.
         q_tile: Query tile, three extents.
         kv_tile: Key/value tile.
-        **facts: All of these: ``is_backward``; ``shared_memory``, the bytes that a block may have; ``multiprocessors``,
-            the number that the device has; ``has_boxes``, if it has the engine that copies boxes of tokens;
-            ``has_ring``, if kernels may have rings; ``ring_has_boxes``, if the engine loads theirs, not warps;
-            ``has_relative_bias``; ``has_key_bias``, of biases that kernels add themselves.
+        **facts: All of these: ``is_backward``; ``shared_memory``, in bytes per block; ``multiprocessors``, their
+            number; ``has_boxes``, if the device has TMA; ``has_ring``, if kernels may use ring buffers;
+            ``ring_has_boxes``, if TMA loads the ring buffers instead of warps; ``has_relative_bias``; ``has_key_bias``,
+            for biases that kernels add themselves.
 
     Returns:
-        ``"seconds"`` and ``"launches"``, each with its ``"kernel"``, its ``"line_dimension"`` (of three), and for
-        each batch entry and head ``"regions"``, which have ``"columns"`` and ``"tiles"``, and the ``"pairs"`` of a
-        query and a key that are multiplied, where regions do not say so; and its own ``"seconds"``. ``None`` where
-        the kernels do not take the pass.
+        ``"seconds"`` and ``"launches"``. Each launch has its ``"kernel"``, its ``"line_dimension"`` (of three), its
+        ``"seconds"`` and, for each batch entry and head, ``"regions"``, which have ``"columns"`` and ``"tiles"``, and
+        the number of multiplied query-key ``"pairs"`` unless it follows from the regions. ``None`` if the kernels do
+        not support the pass.
     """
     return None if _module is None else _module.estimate_of_small_windows(axes, sizes, q_tile, kv_tile, **facts)
 
@@ -180,35 +180,35 @@ def estimate_of_small_windows(
 def gradient_ring_of_small_windows(
     axes: Sequence[int], sizes: Sequence[int], **facts: bool | int
 ) -> Mapping[str, Any] | None:
-    """The launch for key and value gradients with a ring of queries, with tiles of its own.
+    """Launch for key and value gradients with a ring buffer of queries, which chooses its tiles itself.
 
     Args:
-        axes: As for :func:`estimate_of_small_windows`, as the others.
-        sizes: Sizes.
+        axes: As for :func:`estimate_of_small_windows`.
+        sizes: As for :func:`estimate_of_small_windows`.
         **facts: ``shared_memory``, ``multiprocessors``, ``ring_has_boxes``, ``has_relative_bias``, ``has_key_bias``.
 
     Returns:
-        A launch as there; ``None`` where the kernels do not take the problem.
+        A launch as in :func:`estimate_of_small_windows`; ``None`` if the kernels do not support the problem.
     """
     return None if _module is None else _module.gradient_ring_of_small_windows(axes, sizes, **facts)
 
 
 def seam_factor(axes: Sequence[int], inner: Sequence[int], outer: Sequence[int]) -> float:
-    """How many times as long a pass takes on Hopper as if seams cost nothing, with the boxes that launches choose.
+    """Slowdown of a pass on Hopper by wrapped edges, with the boxes that launches choose.
 
     Args:
-        axes: As the attribute of that name of every target.
-        inner: Extents of tiles that are walked over.
-        outer: Extents of those that walk.
+        axes: The ``axes`` attribute of every target.
+        inner: Extents of the tiles that a loop visits.
+        outer: Extents of the tiles that run the loop.
     """
     return 1.0 if _module is None else float(_module.seam_factor(axes, inner, outer))
 
 
 def bias_line(axes: Sequence[int], tile: Sequence[int], group: Sequence[int]) -> int:
-    """Entries of a line of a relative bias, as the kernels for small windows read it: some are no offset's.
+    """Entries per line of a relative bias, as the kernels for small windows read it, including unused entries.
 
     Args:
-        axes: As the attribute of that name of every target.
+        axes: The ``axes`` attribute of every target.
         tile: Extents of a tile of rows.
         group: Extents of a group of columns.
     """
@@ -216,12 +216,12 @@ def bias_line(axes: Sequence[int], tile: Sequence[int], group: Sequence[int]) ->
 
 
 class BiasSums(NamedTuple):
-    """What the gradient of a relative bias takes of each batch entry and head.
+    """Scratch sizes for the gradient of a relative bias, per batch entry and head.
 
     Attributes:
-        tiles: Tiles of queries.
-        record: Numbers of each.
-        parts: In which the records are added up.
+        tiles: Number of query tiles.
+        record: Numbers per tile.
+        parts: Number of parts in which the records are summed.
     """
 
     tiles: int
@@ -230,11 +230,11 @@ class BiasSums(NamedTuple):
 
 
 def bias_sums(axes: Sequence[int], queries: Sequence[int], tile: Sequence[int], group: Sequence[int]) -> BiasSums:
-    """What the kernels for small windows take for the gradient of a relative bias.
+    """Scratch sizes that the kernels for small windows need for the gradient of a relative bias.
 
     Args:
-        axes: As the attribute of that name of every target.
-        queries: Three extents of the arrays.
+        axes: The ``axes`` attribute of every target.
+        queries: Three query extents of the arrays.
         tile: Extents of a tile of queries.
         group: Extents of a group of keys.
     """
@@ -252,7 +252,7 @@ def additional_parts(columns: int, additional_kv: int) -> int:
 
 
 def missing(target: str) -> str | None:
-    """Why a target cannot be called; ``None`` where it can."""
+    """Reason why a target cannot be called; ``None`` if it can."""
     if _module is None or target in _module.registrations():
         return load_error
     architectures = ", ".join(_module.build_info()["cuda_architectures"]) or "none"
@@ -260,12 +260,12 @@ def missing(target: str) -> str | None:
 
 
 def path() -> str | None:
-    """File of the native module, or ``None`` where it could not be loaded."""
+    """Path of the native module; ``None`` if it could not be loaded."""
     return None if _module is None else _module.__file__
 
 
 def _runtime_ffi_version() -> tuple[int, int] | None:
-    """Version of the FFI interface that the installed jaxlib implements, if its headers tell."""
+    """Version of the FFI that the installed jaxlib implements, read from its headers; ``None`` if unknown."""
     header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     if not header.exists():
         return None
@@ -314,7 +314,7 @@ def _import(spec: ModuleSpec) -> ModuleType:
 
 
 def _load() -> tuple[ModuleType | None, str | None]:
-    """The native module with its targets registered, or the reason why there is none."""
+    """Load the native module and register its targets, or return the reason why it cannot be loaded."""
     try:
         spec = source_tree.find_library()
         _check_files(spec)

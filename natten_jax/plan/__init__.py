@@ -1,9 +1,9 @@
-"""What runs where: what a call asks for, and what was decided for one of its passes on one device.
+"""The request of a call, and the decisions for each of its passes on a device.
 
-- ``devices``: what a device is, and which this process has.
-- ``plan``: what a call asks for before a backend is chosen; backend, tiles and schedule of a pass, and how the metadata
-  of a compiled program carries them.
+- ``devices``: kinds of devices, and the devices of this process.
+- ``plan``: the request before a backend is chosen; backend, tiles and schedule of a pass, and their encoding in the
+  metadata of a compiled program.
 
-These are facts alone: :mod:`natten_jax.backends.select` decides. Imports the problem, the performance arguments and
-:mod:`natten_jax.arguments`.
+These modules only hold data: :mod:`natten_jax.backends.select` decides. Imports the problem, the performance arguments
+and :mod:`natten_jax.arguments`.
 """

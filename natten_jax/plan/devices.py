@@ -1,4 +1,4 @@
-"""Kinds of devices: those of this process, and those that its programs are lowered for."""
+"""Kinds of devices: the devices of this process, and lowering targets."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ class Device:
 
     Attributes:
         platform: ``"cpu"``, ``"cuda"``, or another platform's name, as JAX lowers programs for it.
-        compute_capability: That of an NVIDIA GPU, ``(major, minor)``; ``None`` where it is not known.
-        is_present: Whether programs are to run here, or only questions about the device are to be answered.
-        product: What the maker calls a GPU of this process, such as ``"NVIDIA H100 80GB HBM3"``; a TPU that is only
-            asked about.
+        compute_capability: ``(major, minor)`` of an NVIDIA GPU; ``None`` if unknown.
+        is_present: Programs will run on the device. Otherwise it is only the subject of queries.
+        product: Vendor's name of a GPU in this process, such as ``"NVIDIA H100 80GB HBM3"``, or of a TPU in a query.
     """
 
     platform: str
@@ -35,7 +34,7 @@ class Device:
 
     @property
     def kind(self) -> str:
-        """What measurements hold for: the product or, where none is known, the platform."""
+        """Key for measurements: the product, or the platform if the product is unknown."""
         return self.product or self.platform
 
     def __str__(self) -> str:
@@ -45,12 +44,12 @@ class Device:
 
 
 class NoDeviceError(RuntimeError):
-    """JAX has no device to compute on; the message says what JAX says."""
+    """JAX has no device to compute on; the message contains JAX's message."""
 
 
 CPU = Device("cpu")
 
-#: The platforms that JAX has without a plugin of somebody else.
+#: Platforms that JAX supports without a third-party plugin.
 PLATFORMS = "cpu", "cuda", "rocm", "tpu"
 
 
@@ -70,8 +69,8 @@ def compute_capability_of(argument: Any) -> ComputeCapability:
     """``"9.0"``, ``(9, 0)``, ``[9, 0]`` and ``9.0`` as ``(9, 0)``.
 
     Raises:
-        ValueError: The number is no compute capability, as 8.65, or could be read in two ways, as ``"90"``.
-        TypeError: The argument is of another type, as 90, which might be a target's name.
+        ValueError: The number is not a compute capability, as 8.65, or is ambiguous, as ``"90"``.
+        TypeError: The argument has another type, as 90, which might be a target's name.
     """
     if isinstance(argument, str):
         return parse_compute_capability(argument)
@@ -100,7 +99,7 @@ def default_jax_device() -> jax.Device:
     """JAX's object for the device that this thread computes on by default, which ``jax.default_device`` chooses.
 
     Raises:
-        NoDeviceError: JAX cannot start the platforms that it was told to use.
+        NoDeviceError: JAX cannot start the configured platforms.
     """
     chosen: jax.Device | str | None = jax.default_device.value
     return _started(chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
@@ -110,7 +109,7 @@ def _started(platform: str | None) -> list[jax.Device]:
     """A platform's devices of this process; ``None`` is the first platform."""
     try:
         return jax.local_devices(backend=platform)
-    except (RuntimeError, AssertionError) as error:  # the latter without a word, where there is no GPU to be seen
+    except (RuntimeError, AssertionError) as error:  # AssertionError without a message if no GPU is visible
         told = getattr(jax.config, "jax_platforms", None)
         platforms = f"JAX_PLATFORMS={told}" if told else "its platforms"
         said = " ".join(str(error).split()) or f"it finds nothing of {platforms} on this machine"
@@ -121,13 +120,13 @@ def default_device() -> Device:
     """The device that this thread computes on by default.
 
     Raises:
-        NoDeviceError: There is none.
+        NoDeviceError: JAX has no device.
     """
     return _of_platform(default_jax_device().platform)
 
 
 def device_of(array: jax.Array) -> Device:
-    """The kind of device that an array is on; the default one where it is traced, or not JAX's."""
+    """Kind of device that an array is on; the default device for traced arrays and arrays of other libraries."""
     if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
         return default_device()
     return _of_platform(next(iter(array.devices())).platform)
@@ -143,8 +142,8 @@ def _of_platform(platform: str) -> Device:
 def lowering_targets() -> Mapping[str, Device]:
     """The kinds of devices that a program may be lowered for, by platform.
 
-    The one that this thread computes on by default is the first. A program may also be exported for devices that this
-    process does not have; of these, nothing but the platform is known.
+    The first is the device that this thread computes on by default. A program may also be exported for devices that
+    this process does not have; of these, only the platform is known.
     """
     try:
         first = default_device().platform
@@ -161,7 +160,7 @@ def lowering_target(platform: str) -> Device:
     try:
         return _cuda_device() if platform == "cuda" else Device(platform)
     except NoDeviceError:
-        return Device(platform)  # not for good: JAX may be told to use another platform
+        return Device(platform)  # not cached: JAX may be configured for another platform later
 
 
 @functools.cache
@@ -175,7 +174,7 @@ def _cuda_device() -> Device:
 def local_devices() -> tuple[Device, ...]:
     """The kinds of devices that this process can run programs on, the default one first.
 
-    Where JAX has none, the host's: programs may still be traced, and lowered for other machines.
+    If JAX has no device, the host: programs can still be traced, and lowered for other machines.
     """
     try:
         found = default_device(), _of_platform(jax.default_backend())
@@ -186,7 +185,7 @@ def local_devices() -> tuple[Device, ...]:
 
 @functools.cache
 def _cuda_devices() -> tuple[jax.Device, ...]:
-    _started(None)  # where nothing starts, that is no answer to keep
+    _started(None)  # raises if no platform starts, so that the failure is not cached
     try:
         return tuple(jax.devices("cuda"))
     except RuntimeError:

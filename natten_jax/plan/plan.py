@@ -1,8 +1,8 @@
-"""What a call asks for, and how a pass of it runs: resolved once, read by everything that runs, shows or predicts it.
+"""The request of a call, and the plan of a pass: resolved once, and read by all code that runs or predicts it.
 
-A plan travels as JSON in the metadata of the compiled program (:meth:`Plan.payload`), from where the profiler reads
-what ran. All operations of a pass are marked with a short name of its plan; the plan itself stands on one of them that
-no optimisation removes, because it has hundreds of characters and a pass in plain JAX hundreds of operations.
+A plan is stored as JSON in the metadata of the compiled program (:meth:`Plan.payload`), from which the profiler reads
+it. All operations of a pass carry a short name of its plan. Only one of them, which no optimisation removes, carries
+the plan itself, because a plan has hundreds of characters and a pass in plain JAX hundreds of operations.
 """
 
 from __future__ import annotations
@@ -37,18 +37,17 @@ class ConfigurationTable(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One attention call as it was asked for.
+    """The request of an attention call.
 
     Attributes:
-        problem: What to compute.
-        performance: How, as far as the caller said.
-        backend: The name of the backend that was asked for; ``None`` leaves it open.
-        precision: ``jax.default_matmul_precision`` where the call stands.
-        token_axes: The manual mesh axes that each token dimension is split over; nothing where none is.
-        parts: Into how many parts each token dimension is split, one of which a device runs at its place in the layout;
-            nothing where none is.
-        tuned: The table of configurations that is in force where the call stands; ``None`` is the one that comes with
-            the package.
+        problem: Problem to compute.
+        performance: Performance arguments that the caller gave.
+        backend: Name of the requested backend; ``None`` leaves it open.
+        precision: ``jax.default_matmul_precision`` at the call.
+        token_axes: Manual mesh axes that each token dimension is split over; empty if none is split.
+        parts: Number of parts that each token dimension is split into; a device runs one part, at its position in the
+            layout. Empty if none is split.
+        tuned: Table of configurations that is active at the call; ``None`` is the package's table.
     """
 
     problem: Problem
@@ -76,10 +75,10 @@ class BackendId(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> BackendId:
-        """What ``"cpu-fna"`` means, whether there is such a backend or not.
+        """Parse a name such as ``"cpu-fna"``, even if there is no such backend.
 
         Raises:
-            ValueError: The name has no operator.
+            ValueError: The name does not end with an operator.
         """
         for operator in OPERATORS:
             if name.endswith(f"-{operator}"):
@@ -89,17 +88,17 @@ class BackendId(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A pass of a problem with everything decided.
+    """A pass of a problem with all decisions made.
 
     Attributes:
-        problem: What is computed, with heads as wide as the backend's kernels have them.
+        problem: Problem to compute, with heads as wide as the backend's kernels require.
         pass_: The pass.
-        backend: What computes it.
-        platform: That of the devices that it is decided for, as :class:`natten_jax.plan.devices.Device` has it.
-        performance: How. The tiles of this pass and, where the backend has schedules, the schedule are given.
-        precision: That of products, as ``jax.default_matmul_precision`` where the call stands. It holds for all passes,
-            wherever they are traced: logits have to be the same in each.
-        kernels: The backend's kernels that the tiles select, where it has several kinds
+        backend: Backend of the pass.
+        platform: Platform of the devices, as in :class:`natten_jax.plan.devices.Device`.
+        performance: Performance arguments, with the tiles of this pass and, if the backend has schedules, the schedule.
+        precision: Precision of products, from ``jax.default_matmul_precision`` at the call. It applies to all passes
+            wherever they are traced, because their logits must be equal.
+        kernels: The kind of kernels that the tiles select, if the backend has several
             (:meth:`natten_jax.backends.base.Backend.kernels`); ``None`` otherwise.
     """
 
@@ -124,7 +123,7 @@ class Plan:
 
     @property
     def kernel_schedule(self) -> KernelSchedule | None:
-        """The schedule, where the backend has several."""
+        """The schedule, if the backend has several."""
         name = self.performance.kernel_schedule
         return None if name is None else KernelSchedule(name)
 
@@ -151,10 +150,10 @@ class Plan:
 
     @classmethod
     def of_payload(cls, text: str) -> Plan:
-        """The plan that a program's metadata describe.
+        """Parse the plan in a program's metadata.
 
         Raises:
-            ValueError: The text is no plan of this version of the package.
+            ValueError: The text is not a plan of this version of the package.
         """
         try:
             content = json.loads(text)
@@ -177,7 +176,7 @@ _PROBLEM_FIELDS = [field.name for field in dataclasses.fields(Problem)]
 
 
 def tile_arguments(operator: Operator, pass_: Pass) -> tuple[str, str]:
-    """What the operator calls its tile arguments of a pass."""
+    """Names of the operator's tile arguments for a pass."""
     suffix = "size" if operator == "fmha" else "shape"
     query, key_value = (name.replace("shape", suffix) for name in tile_names(pass_))
     return query, key_value
@@ -196,11 +195,11 @@ def name_of(payload: str) -> str:
 
 @contextlib.contextmanager
 def of_plan(plan: Plan, *, on_all: bool = False) -> Iterator[None]:
-    """Mark the operations that are traced inside as those of a pass.
+    """Mark the operations traced inside as operations of a pass.
 
     Args:
         plan: The plan of the pass.
-        on_all: Whether each of them has the plan, since none of them asks for it by :func:`carrying_plan`.
+        on_all: Attach the plan to each of them, since none of them requests it with :func:`carrying_plan`.
     """
     payload = plan.payload()
     token = _payload.set(payload)

@@ -1,10 +1,10 @@
-"""A call on several devices: how it is split, and what devices exchange for it.
+"""Execution of a call on several devices: splitting and halo exchange.
 
-- ``explicit``: the split over mesh axes that the types of arrays name.
-- ``auto``: the split that XLA's partitioner makes of a program, and of query heads beside their key/value heads.
-- ``_jax_internals``: what JAX does not document, in one place.
-- ``halos``: the keys and values that devices exchange where token dimensions are split.
+- ``explicit``: splitting over the mesh axes in the types of the arrays.
+- ``auto``: splitting by XLA's partitioner, and the assignment of query heads to key/value heads.
+- ``_jax_internals``: wrappers around undocumented parts of JAX.
+- ``halos``: exchange of keys and values if token dimensions are split.
 
 Nothing here runs a pass: callers pass in a function that runs it. Imports :mod:`natten_jax.cost_model`, which decides
-whether to compute while halos travel, and lower levels.
+whether to overlap computation with the halo exchange, and lower levels.
 """

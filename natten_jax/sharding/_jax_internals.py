@@ -26,7 +26,7 @@ def platforms_of(ctx: mlir.LoweringRuleContext) -> Sequence[str]:
 
 
 def is_exported(ctx: mlir.LoweringRuleContext) -> bool:
-    """Whether a program is lowered to be exported."""
+    """Return True if a program is lowered for export."""
     return bool(ctx.module_context.lowering_parameters.for_export)
 
 
@@ -61,9 +61,9 @@ def with_numbered_devices(ctx: mlir.LoweringRuleContext, count: int) -> mlir.Low
 
 
 def name_partitioner_callback(call: Any, name: str) -> None:
-    """Call the partitioner's callback of a custom call by ``name``.
+    """Rename the partitioner callback of a custom call to ``name``.
 
-    JAX names it by its address in memory, which is another one in the next process.
+    JAX names it by its address in memory, which differs between processes.
     """
     callbacks = custom_partitioning._sharding_callbacks
     address = ir.StringAttr(call.attributes["backend_config"]).value

@@ -34,10 +34,10 @@ class HeadSplit:
 
     Attributes:
         heads: Query heads.
-        heads_kv: Key/value heads, which as many query heads each share in turn.
-        parts: How many parts; they divide ``heads``.
-        kv_parts: Into how many equal parts key/value heads are split. Each part of the query heads reads one of them;
-            or, where they are not split, some heads of all (:attr:`needed`).
+        heads_kv: Key/value heads; each is shared by an equal number of consecutive query heads.
+        parts: Number of parts; it divides ``heads``.
+        kv_parts: Number of equal parts of the key/value heads. Each part of the query heads reads one part of them or,
+            if they are not split, a subset of all (:attr:`needed`).
     """
 
     heads: int
@@ -47,13 +47,13 @@ class HeadSplit:
 
     @classmethod
     def of(cls, heads: int, heads_kv: int, parts: int, kv_parts: int) -> HeadSplit:
-        """How ``parts`` of the query heads go with key/value heads that come in ``kv_parts``."""
+        """Split query heads into ``parts``; key/value heads stay in ``kv_parts`` only if these match."""
         fits = kv_parts == parts or (kv_parts == heads_kv and parts % heads_kv == 0)
         return cls(heads, heads_kv, parts, kv_parts if fits else 1)
 
     @property
     def takes(self) -> bool:
-        """Whether a part of the query heads needs some only of the key/value heads that are there."""
+        """Return True if the key/value heads are not split and a part of the query heads needs only a subset."""
         return self.kv_parts == 1 < min(self.parts, self.heads_kv)
 
     @functools.cached_property
@@ -74,9 +74,9 @@ class HeadSplit:
         outputs: Sequence[Role],
         part: jax.Array,
     ) -> list[jax.Array]:
-        """Run a part of the query heads on the key/value heads that it needs, taken from all of them.
+        """Run a part of the query heads on its subset of the key/value heads.
 
-        Results for key/value heads have all of them again, zeros where the part does not need them.
+        Results for key/value heads cover all of these heads, with zeros for heads outside the subset.
         """
         taken = jnp.asarray(self.needed)[part]
         parts = [
@@ -98,11 +98,11 @@ def device_tiles(sharding: Any, ndim: int, devices: int) -> np.ndarray:
     Args:
         sharding: XLA's ``HloSharding``, or ``None``.
         ndim: The number of dimensions of the array.
-        devices: How many the partitioner splits arrays over.
+        devices: Number of devices that the partitioner splits arrays over.
 
     Returns:
-        Last but one are devices with copies of the same part. The last are those of manual mesh axes, whose arrays have
-        nothing to do with each other, where the partitioner numbers them.
+        The second-to-last dimension holds devices with copies of the same part. The last dimension holds the devices of
+        manual mesh axes, if the partitioner numbers them; arrays on these are unrelated.
     """
     if sharding is None or not sharding.is_tiled():
         return np.arange(devices).reshape((1,) * ndim + (devices, 1))
@@ -116,14 +116,14 @@ def device_tiles(sharding: Any, ndim: int, devices: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a pass is split over devices: by batch entries, by tokens and by heads.
+    """Split of a pass over devices, by batch entries, tokens and heads.
 
     Attributes:
         tiles: The partitioner's device numbers, ``[*batch parts, *token parts, head parts, copies, manual]``.
-        batch_axes: How many leading dimensions are independent of each other.
-        heads: How heads are split.
-        devices: The program's device numbers by the partitioner's, ``[manual, devices]``: beside manual mesh axes it
-            numbers the devices of the other axes alone.
+        batch_axes: Number of leading independent dimensions.
+        heads: Split of the heads.
+        devices: The program's device numbers by the partitioner's, ``[manual, devices]``: with manual mesh axes, the
+            partitioner numbers only the devices of the other axes.
     """
 
     tiles: np.ndarray
@@ -143,16 +143,16 @@ class Layout:
         *,
         splits_tokens: bool,
     ) -> Layout:
-        """The layout in which queries stay where they are, as far as that is possible.
+        """Create the layout that leaves queries in place as far as possible.
 
         Args:
-            tiles: Tiles of the query, as :func:`device_tiles` says.
+            tiles: Tiles of the query, from :func:`device_tiles`.
             devices: The program's device numbers by the partitioner's.
             shape: The shape of the query.
-            batch_axes: How many leading dimensions are independent of each other.
+            batch_axes: Number of leading independent dimensions.
             heads_kv: Key/value heads.
-            kv_parts: In how many parts they come.
-            splits_tokens: Whether token dimensions may be split.
+            kv_parts: Number of parts of the key/value heads.
+            splits_tokens: Token dimensions may be split.
         """
         ndim = len(shape)
         kept = [
@@ -201,9 +201,9 @@ class Layout:
     def _contributing(self, role: Role) -> np.ndarray:
         """Device numbers by the parts of a kind of array, ``[*leading, heads, contributions, copies, manual]``.
 
-        Contributions are the parts of the queries that an array is the same for: of the query heads that share heads of
-        keys and values, or all there is of an array without heads, and of all tokens, for what has none of its own, and
-        of the batch, for what its entries share.
+        Contributions are the parts of the queries that share a part of the array: query heads that share key/value
+        heads, or all heads for an array without heads; all tokens for an array without token dimensions; all batch
+        entries for an array that they share.
         """
         *leading, heads, copies, manual = self.tiles.shape
         parts = self.heads.kv_parts if role.is_key_value else heads if role.heads_axis else 1
@@ -237,7 +237,7 @@ def sharding_like(like: Any, tiles: np.ndarray) -> Any:
     return type(like).from_proto(new)
 
 
-#: What each device computes: its parts of the arguments to its parts of the results.
+#: Computation of a device: from its parts of the arguments to its parts of the results.
 Local = Callable[..., list[jax.Array]]
 _DEVICES = "natten_jax_devices"
 NO_EXPORT = (
@@ -251,7 +251,7 @@ NO_TPU = (
 
 
 def is_needed(ctx: mlir.LoweringRuleContext) -> bool:
-    """Whether XLA's partitioner splits the program that is being lowered."""
+    """Return True if XLA's partitioner splits the program that is being lowered."""
     numbers = _jax_internals.device_numbers(ctx)
     return numbers is not None and numbers.shape[1] > 1
 
@@ -270,16 +270,16 @@ def lower_for_one(function: Callable[..., Any], ctx: mlir.LoweringRuleContext, v
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Partitioned:
-    """A pass that is split.
+    """A pass that the partitioner splits.
 
     Attributes:
-        ctx: The context of the pass, where it is lowered.
-        identity: Says what each device computes, as text: equal for equal passes, in every process.
-        local: What each device computes.
+        ctx: Lowering context of the pass.
+        identity: Text that identifies the computation: equal for equal passes, in every process.
+        local: Computation of each device.
         inputs: Roles of the arguments.
         outputs: Roles of the results.
-        batch_axes: How many leading dimensions of all arrays are independent of each other.
-        splits_tokens: Whether token dimensions may be split, and are the same for queries and keys.
+        batch_axes: Number of leading independent dimensions of all arrays.
+        splits_tokens: Token dimensions are equal for queries and keys, and may be split.
     """
 
     ctx: mlir.LoweringRuleContext
@@ -325,10 +325,10 @@ class Partitioned:
         return results
 
     def _rule(self, arguments: Sequence[Any], results: Sequence[Any]) -> SdyShardingRule:
-        """Batch and heads of all arrays are split alike, and so may tokens be; other dimensions each on its own.
+        """Sharding rule: all arrays split batch, heads and (optionally) tokens alike; other dimensions independently.
 
-        Query heads come in groups that share a key/value head, which makes them a dimension of two factors. Where the
-        mesh may split them into more parts than key/value heads can be, both are split on their own.
+        Query heads form groups that share a key/value head, which makes them a dimension of two factors. If the mesh
+        may split them into more parts than the key/value heads allow, the two are split independently.
         """
         heads, heads_kv = arguments[0].shape[-2], arguments[1].shape[-2]
         devices = self.devices.shape[1]
@@ -386,7 +386,7 @@ class Partitioned:
         return mesh, local, shardings(self.outputs, results), tuple(shardings(self.inputs, arguments))
 
     def _run(self, layout: Layout, *leaves: jax.Array) -> list[jax.Array]:
-        """What a device computes."""
+        """Compute the part of a device."""
         split = layout.heads
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
             lines = [_line_of(layout, dimension) for dimension in range(len(layout.token_parts))]

@@ -1,7 +1,7 @@
-"""Splits a call over the mesh axes that the types of its arrays name (``AxisType.Explicit``).
+"""Split a call over the mesh axes in the types of its arrays (``AxisType.Explicit``).
 
-Types say which axes split batch and heads: each device gets its part through ``jax.shard_map``. Without such axes the
-call runs as it is, inside ``jax.shard_map``, too.
+The types give the axes that split batch and heads; ``jax.shard_map`` passes each device its part. Without such axes the
+call runs unchanged, including inside ``jax.shard_map``.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def _placed(array: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def with_whole_dimensions(inputs: Inputs, *, keeps_tokens: bool) -> Inputs:
-    """The inputs, gathered where explicit mesh axes split ``head_dim``; with a warning.
+    """Gather inputs whose ``head_dim`` is split over explicit mesh axes, with a warning.
 
     Args:
         inputs: The inputs of a call.
-        keeps_tokens: Whether token dimensions can stay split. If not, they are gathered likewise.
+        keeps_tokens: Token dimensions may stay split. Otherwise they are gathered as well.
     """
     mesh = mesh_of(inputs)
     if mesh is None:
@@ -103,7 +103,7 @@ def replicated(array: jax.Array) -> jax.Array:
 
 
 def split_like(array: jax.Array, other: jax.Array) -> jax.Array:
-    """The array, whose dimensions are 1 or those of another one, split over explicit mesh axes as that is."""
+    """Split an array over explicit mesh axes like another array; its dimensions are 1 or equal to the other's."""
     mesh = mesh_of(other)
     if mesh is None:
         return array
@@ -112,12 +112,12 @@ def split_like(array: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def reshaped(array: jax.Array, shape: Sequence[Any], sources: Sequence[int | None]) -> jax.Array:
-    """The array in another shape, whose dimensions are split over explicit mesh axes as those that they come from.
+    """Reshape an array and keep the explicit mesh axes of the dimensions that new dimensions come from.
 
     Args:
         array: The array.
         shape: Its new shape.
-        sources: For each new dimension the old one that its outermost part is; ``None`` for what is split off behind.
+        sources: For each new dimension, the old dimension whose outermost part it is; ``None`` for inner parts.
     """
     mesh = mesh_of(array)
     if mesh is None:
@@ -172,7 +172,7 @@ def map_in_turn(function: Callable[[Any], Any], arrays: Sequence[jax.Array]) -> 
 
 
 def mesh_of(arrays: Any) -> Any:
-    """The mesh of the arrays, where it has explicit axes that split anything."""
+    """Return the mesh of the arrays if it has explicit axes with more than one device."""
     for array in jax.tree.leaves(arrays):
         mesh = jax.typeof(array).sharding.mesh
         if not mesh.empty and any(mesh.shape[name] > 1 for name in _explicit_axes(mesh)):
@@ -194,10 +194,10 @@ class _SplitAxes:
     """The mesh axes that split the arrays of a call.
 
     Attributes:
-        batch: Its batch.
-        tokens: Each of its token dimensions.
-        heads: Its query heads.
-        are_heads_kv_split: Whether they split key/value heads, too.
+        batch: Axes of the batch.
+        tokens: Axes of each token dimension.
+        heads: Axes of the query heads.
+        are_heads_kv_split: The axes of the query heads also split key/value heads.
     """
 
     batch: _Axes
@@ -218,7 +218,7 @@ class _SplitAxes:
         return cls(batch, tokens, heads, axis_names(_spec(inputs.key)[-2]) == heads)
 
     def spec(self, role: Role, ndim: int) -> PartitionSpec:
-        """How they split an array of so many dimensions."""
+        """Partition spec of an array with ``ndim`` dimensions."""
         if role is Role.WHOLE:
             return PartitionSpec()
         axes = [() if role is Role.PER_HEAD_OF_ALL_ENTRIES else self.batch, *(self.tokens if role.has_layout else ())]

@@ -1,11 +1,11 @@
-"""Exchange of halos: the keys and values that neighbors hold, where token dimensions are split over devices.
+"""Halo exchange: keys and values of neighbors if token dimensions are split over devices.
 
-Queries stay on their device, and none is computed twice: a device receives the keys that its windows reach
-(:mod:`natten_jax.halo`), and attends at its place in the global layout. The transpose returns the gradients of these
-keys and values, and adds them.
+Queries stay on their device and are computed once. A device receives the keys that its windows reach
+(:mod:`natten_jax.halo`), and attends at its position in the global layout. The transpose returns the gradients of these
+keys and values to their devices and adds them.
 
-Inside ``jax.shard_map`` the exchange is one linear operation with a transpose of its own: JAX would derive the same,
-but copies whole arrays for every slab.
+Inside ``jax.shard_map`` the exchange is one linear operation with a custom transpose: JAX's derived transpose is
+equivalent, but copies whole arrays for every slab.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ class DeviceLine:
     """The devices that share one token dimension, in the order of their parts.
 
     Attributes:
-        parts: How many.
-        place: The part of this device.
-        permuted: What the device has from which an array moves here, of moves from one place to another; zeros where
-            there is none.
-        gathered: All parts of an array, joined along an axis.
+        parts: Number of devices.
+        place: Position of this device.
+        permuted: Permutes an array along the line by (source, destination) pairs; zeros without a source.
+        gathered: Gathers all parts of an array along an axis.
     """
 
     parts: int
@@ -44,9 +43,9 @@ class DeviceLine:
     gathered: Callable[[jax.Array, int], jax.Array]
 
     def shifted(self, array: jax.Array, hops: int, *, is_ring: bool = False) -> jax.Array:
-        """What the device that is so many places further to the front has, or to the back, if negative.
+        """Return the array of the device ``hops`` positions before this one, or after it if negative.
 
-        In a ring, the last device is the one in front of the first.
+        In a ring, the last device precedes the first.
         """
         places = range(self.parts)
         if is_ring:
@@ -55,7 +54,7 @@ class DeviceLine:
 
 
 def lines_of(token_axes: Sequence[tuple[str, ...]]) -> list[DeviceLine | None]:
-    """The lines along manual mesh axes, from those that each token dimension is split over."""
+    """Lines along manual mesh axes, from the axes that each token dimension is split over."""
     return [
         _line_of(names) if parts > 1 else None for names, parts in zip(token_axes, parts_of(token_axes), strict=True)
     ]
@@ -130,11 +129,11 @@ def moves_of(halo: Halo, line: DeviceLine) -> list[Move]:
 
 
 def extended(arrays: Sequence[jax.Array], halo: Halo, line: DeviceLine, axis: int) -> list[jax.Array]:
-    """Arrays of a part with their halos along a dimension, or with all that there is where that is gathered."""
+    """Extend the arrays of a part by their halos along a dimension, or gather all parts if the halo is gathered."""
     if halo.is_gathered:
         return [line.gathered(array, axis) for array in arrays]
-    # Own tokens are copied to where there is room for halos while these travel. Those of an array set out when the one
-    # before is copied: that takes about as long, and exchanges take turns.
+    # Local tokens are copied into the extended array while the halos travel. An array's halos are sent once the local
+    # tokens of the array before are copied: that takes about as long, and exchanges run one at a time.
     room = halo.before, halo.after, 0
     moves = moves_of(halo, line)
     copied: list[jax.Array] = []
@@ -176,10 +175,10 @@ def with_edges(own: jax.Array, slabs: Sequence[jax.Array], moves: Sequence[Move]
 
 
 def unknown(start: Any) -> jax.Array:
-    """Where a slice begins, not as a constant.
+    """Hide the start of a slice from XLA's constant folding.
 
-    Where a slice of an array is read, changed and written back, XLA updates that slice alone if it does not know where
-    it is, and copies the whole array if it does: 81 instead of 7 microseconds for 8 of 134 MB on an H200.
+    If a slice of an array is read, changed and written back, XLA updates only the slice if its start is unknown (7
+    microseconds for 8 of 134 MB on an H200), but copies the whole array if it is constant (81 microseconds).
     """
     return jax.lax.optimization_barrier(jnp.asarray(start, jnp.int32))
 
@@ -189,11 +188,11 @@ FIRST_TOKEN_AXIS = 1  # behind the batch
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """What the devices of a call exchange.
+    """The halo exchange of a call.
 
     Attributes:
-        halos: One for each token dimension.
-        lines: Likewise; ``None`` where it is not split.
+        halos: Halo of each token dimension.
+        lines: Devices along each token dimension; ``None`` if it is not split.
     """
 
     halos: Sequence[Halo]
@@ -201,9 +200,9 @@ class Exchange:
 
     @classmethod
     def of(cls, problem: Problem, lines: Sequence[DeviceLine | None]) -> Exchange:
-        """That of a call, whose layout is the global one.
+        """Create the exchange of a call on the global layout.
 
-        Where there are two devices, both get halos of one length, so that these change places in one exchange.
+        With two devices, both receive halos of equal length, so that they can swap them in one exchange.
         """
         halos = halos_of(problem, [1 if line is None else line.parts for line in lines])
         return cls([halo.evened() for halo in halos], lines)
@@ -220,9 +219,10 @@ class Exchange:
         return operands.placed(self.origins(), **extended)
 
     def extended(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """Keys and values, with all that this device's windows reach.
+        """Extend keys and values to everything that this device's windows reach.
 
-        Dimension by dimension; what is extended already goes along, so that corners arrive, too.
+        Dimensions are processed in order; each exchange includes the previous extensions, so that corners arrive as
+        well.
         """
         for axis, halo, line in self._split_axes():
             arrays = extended(arrays, halo, line, axis)
@@ -242,7 +242,7 @@ class Exchange:
         ]
 
     def origins(self) -> jax.Array:
-        """Where this device's queries, and the keys that it holds with halos, begin."""
+        """First query of this device and first key that it holds with halos, in the global layout."""
         first_keys = [-halo.before for halo in self.halos]
         found = self.origins_of([0] * len(self.halos), first_keys)
         gathered = [line is not None and halo.is_gathered for halo, line in zip(self.halos, self.lines, strict=True)]
@@ -250,7 +250,7 @@ class Exchange:
         return jnp.where(np.array([[False] * 3, [*pad, *gathered]]), 0, found) if any(gathered) else found
 
     def origins_of(self, queries: Sequence[Any], keys: Sequence[Any]) -> jax.Array:
-        """Where queries and keys begin in the global layout that begin there in this device's part."""
+        """Convert positions of queries and keys from this device's part to the global layout."""
         parts = [
             jnp.zeros((), jnp.int32) if line is None else jnp.asarray(line.place, jnp.int32) * halo.part
             for halo, line in zip(self.halos, self.lines, strict=True)
@@ -270,10 +270,10 @@ def with_all_keys(inputs: Inputs, lines: Sequence[DeviceLine | None]) -> Inputs:
 
 
 def flat_origins(layout: Sequence[int], lines: Sequence[DeviceLine | None]) -> jax.Array:
-    """Where a device's queries begin among all, as a sequence; keys are everyone's.
+    """Position of a device's first query in the flattened sequence; the keys are the whole sequence.
 
-    In several dimensions the queries of a part are no contiguous part of the sequence, and the first stand for them:
-    such a call has no causal mask, so that it does not matter which queries these are.
+    In several dimensions the queries of a part are not contiguous in the sequence, and the position is 0: such a call
+    has no causal mask, so that positions do not matter.
     """
     (line, *others) = lines
     first = 0 if line is None or others else line.place * layout[0]

@@ -1,11 +1,12 @@
-"""Passes that compute while halos of keys and values arrive, slab by slab, and the choice of the passes that do so.
+"""Passes that overlap computation with halo exchange, slab by slab, and the choice of such passes.
 
-A device attends with all of its queries to the keys that it holds while others travel, and then to each slab of halos
-with the queries that see it, while the next slab travels. Each forward pass continues the one before: outputs are
-merged by their logsumexp. In backward passes the logsumexp covers all keys, and gradients add up.
+A device attends with all of its queries to its local keys while halos travel, and then to each slab of halos with the
+queries that see it, while the next slab travels. Each forward pass continues the previous one: outputs are merged by
+their logsumexp. In backward passes the logsumexp covers all keys, and gradients add up.
 
-XLA starts an exchange once its operands exist, and waits for it where the first result is read. Optimization barriers
-keep the order: a slab is cut before a computation and read after it. On GPUs they last until the program is scheduled.
+XLA starts an exchange once its operands exist, and waits for it before the first read of a result. Optimization
+barriers keep the order: a slab is cut before a computation and read after it. On GPUs the barriers persist until the
+program is scheduled.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from natten_jax.sharding.halos.exchange import FIRST_TOKEN_AXIS, DeviceLine, Exc
 
 _Tree = TypeVar("_Tree")
 
-#: XLA makes one exchange of several that have no more bytes than this together.
+#: XLA combines exchanges whose total size is at most this.
 _COMBINED_BYTES = 30 << 20
 
 
 class Slab(NamedTuple):
-    """Where a slab of halos lies, and the queries that see it.
+    """Position of a halo slab, and the queries that see it.
 
     Attributes:
-        dimension: Along which it lies beside the device's tokens.
-        number: The number of the dimension's slabs.
-        keys: How many it has, along that dimension.
-        first_key: Where it begins, by token dimension, counted from the device's first token.
+        dimension: Dimension along which it adjoins the local tokens.
+        number: Index among the slabs of the dimension.
+        keys: Number of keys along that dimension.
+        first_key: First key per token dimension, relative to the device's first token.
         seeing: The queries that see it.
     """
 
@@ -69,10 +70,10 @@ def slabs_of(problem: Problem, exchange: Exchange) -> list[Slab]:
 
 
 class HaloPipeline:
-    """The exchange of keys and values, a slab while the one before is attended to.
+    """Pipelined exchange of keys and values: a slab travels while the previous one is attended to.
 
-    XLA has one exchange on its way at a time. So the first one travels while a device's own keys run, the second while
-    the first slab does, and so on; and a slab of keys goes with that of values. What is cut is cut in words.
+    XLA runs one exchange at a time. So the first slab travels while the local keys are processed, the second while the
+    first slab is processed, and so on; key and value slabs travel together. Slabs are cut in 32-bit words.
     """
 
     def __init__(self, slabs: Sequence[Slab], exchange: Exchange, operands: Operands) -> None:
@@ -85,19 +86,19 @@ class HaloPipeline:
         self._arriving: list[jax.Array] = []
 
     def started_before(self, arrays: _Tree) -> tuple[_Tree, QueryBox | None]:
-        """Start to bring the next slab, if there is one.
+        """Start the exchange of the next slab, if there is one.
 
-        What is computed of the returned values comes after that. An exchange between GPUs is a kernel that waits for
-        the others, and wants multiprocessors of which kernels of passes leave none. So it must start before these on
-        every device: else it keeps some of another device's busy until they are done here, which made a pass of 19
-        milliseconds last 21. It starts 2 to 3 microseconds after what it sends is there: something small that a pass
-        needs should be computed of these values first.
+        Computations on the returned values are ordered after the start. An exchange between GPUs is a kernel that waits
+        for the other devices and needs SMs, of which the kernels of a pass leave none free. So it must start before
+        these kernels on every device; otherwise it occupies SMs of another device until the kernels here are done,
+        which made a pass of 19 milliseconds take 21. It starts 2 to 3 microseconds after the data that it sends is
+        ready, so some small operation that the pass needs should be computed first from these values.
 
         Args:
-            arrays: What something is computed with meanwhile.
+            arrays: Inputs of the computation that overlaps the exchange.
 
         Returns:
-            The same, and the queries that see the slab.
+            The arrays, and the queries that see the slab.
         """
         if self._next == len(self.slabs):
             return arrays, None
@@ -108,7 +109,7 @@ class HaloPipeline:
         return arrays, seeing
 
     def finished_after(self, result: _Tree) -> tuple[list[jax.Array], _Tree]:
-        """Wait until something is computed, which is returned, and then for a slab: that of keys, that of values."""
+        """Wait for a result, which is returned, and then for the slab of keys and the slab of values."""
         dimension = self.slabs[self._next].dimension
         self._next += 1
         waiting = self._arriving, self._next_edge(), result
@@ -125,7 +126,7 @@ class HaloPipeline:
         return jnp.asarray(moves_of(*_along(self._exchange, slab.dimension))[slab.number].edge, jnp.int32)
 
     def _sent(self, slab: Slab) -> list[jax.Array]:
-        """What another device needs: of keys and of values, or of both together."""
+        """Data for another device: slabs of keys and of values, or a stack of both."""
         assert self._edge is not None
         first, other = arrays = [each.sent(slab, self._edge, self._exchange) for each in self._patchworks]
         are_alike = first.shape == other.shape and first.dtype == other.dtype
@@ -136,18 +137,18 @@ class HaloPipeline:
 
 @dataclasses.dataclass(frozen=True)
 class _Patchwork:
-    """Keys or values and their halos, which are never joined but for what travels on.
+    """Keys or values with their halos as separate arrays, joined only in the data to be sent.
 
     Attributes:
-        own: What the device has.
-        layers: Slabs by dimension, in the order in which they travel: they reach over the halos of all layers before.
+        own: Local keys or values.
+        layers: Slabs by dimension, in exchange order: each covers the halos of all previous layers.
     """
 
     own: jax.Array
     layers: Mapping[int, tuple[jax.Array, ...]] = dataclasses.field(default_factory=dict)
 
     def sent(self, slab: Slab, edge: jax.Array, exchange: Exchange) -> jax.Array:
-        """What another device needs as this slab, from an edge on, halos of the dimensions before included."""
+        """Cut the slab for another device from ``edge`` on, including halos of the previous dimensions."""
         axis = FIRST_TOKEN_AXIS + slab.dimension
 
         def cut(array: jax.Array) -> jax.Array:
@@ -167,13 +168,13 @@ class _Patchwork:
 
 
 def returned(exchange: Exchange, slabs: Sequence[Slab], array: jax.Array, gradients: Sequence[jax.Array]) -> jax.Array:
-    """Gradients of a device's own keys or values and of its halos, added where these come from.
+    """Return halo gradients to their devices, and add them to the gradients of local keys or values.
 
     Args:
-        exchange: What brought them.
+        exchange: Exchange that brought the halos.
         slabs: Slabs of the halos.
-        array: The device's own keys or values.
-        gradients: Gradients of these, and of each halo.
+        array: Local keys or values.
+        gradients: Gradients of ``array``, and of each halo.
     """
     (dimension, *others) = travel_order(exchange.halos)
     if not others:
@@ -199,10 +200,10 @@ def _along(exchange: Exchange, dimension: int) -> tuple[Halo, DeviceLine]:
 
 
 def _stacked(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Arrays of one shape as one.
+    """Stack arrays of equal shape.
 
-    Each is put where it belongs: 0.21 milliseconds for 2 x 177 MB on an H200, and 0.42 where XLA sees that they are
-    joined.
+    Each array is written into place: 0.21 milliseconds for 2 x 177 MB on an H200, and 0.42 if XLA recognizes a
+    concatenation.
     """
     room = jax.lax.empty((len(arrays), *arrays[0].shape), arrays[0].dtype)
     for i, array in enumerate(arrays):
@@ -226,7 +227,7 @@ def _with(numbers: Sequence[Any], dimension: int, number: Any) -> list[Any]:
 #: Run a forward pass, or a backward pass, on some of a device's queries and keys.
 RunForward = Callable[[Request, Operands], Saved]
 RunBackward = Callable[[Request, Operands, Saved, Cotangents], Gradients]
-#: Run a forward pass on more keys, for some of the queries, after one that saved what is given.
+#: Continue a saved forward pass over more keys, for some of the queries.
 ContinueForward = Callable[[Request, Operands, Saved, QueryBox], Saved]
 
 
@@ -243,16 +244,16 @@ def computes_meanwhile(plan: Plan, request: Request, exchange: Exchange, *, has_
 def forward(
     run: RunForward, run_on: ContinueForward, request: Request, exchange: Exchange, operands: Operands
 ) -> Saved:
-    """A forward pass of all queries that a device has: with its own keys while halos travel, then with these.
+    """Run a forward pass of all local queries: on local keys while halos travel, then on the halos.
 
-    Additional keys go with the device's own.
+    Additional keys are processed with the local keys.
 
     Args:
         run: Runs the pass on some of the keys.
-        run_on: Runs it on others, and merges the results.
+        run_on: Continues the pass on other keys, and merges the results.
         request: The whole call, with the device's batch and heads.
-        exchange: What brings the halos, none of which are gathered.
-        operands: What the device has, without origins.
+        exchange: Exchange of the halos; no halo is gathered.
+        operands: Local operands, without origins.
     """
     travel = HaloPipeline(slabs_of(request.problem, exchange), exchange, operands)
     (query, nothing), seeing = travel.started_before((operands.inputs.query, jnp.zeros((), jnp.int32)))
@@ -270,17 +271,17 @@ def forward(
 def backward(
     run: RunBackward, request: Request, exchange: Exchange, operands: Operands, saved: Saved, cotangents: Cotangents
 ) -> Gradients:
-    """The gradients of all that a device has: by its own keys while halos travel, then by these.
+    """Compute all local gradients: from local keys while halos travel, then from the halos.
 
-    The logsumexp being that of all keys, gradients by some keys add up: the query's over all of them, and those of
-    keys and values over the devices whose queries see them. Additional keys go with the device's own.
+    Since the logsumexp covers all keys, gradients from subsets of keys add up: query gradients over all keys, and key
+    and value gradients over the devices whose queries see them. Additional keys are processed with the local keys.
 
     Args:
         run: Runs the pass on some of the keys.
         request: The whole call, with the device's batch and heads.
-        exchange: What brings the halos, none of which are gathered.
-        operands: What the device has, without origins.
-        saved: What the forward pass saved.
+        exchange: Exchange of the halos; no halo is gathered.
+        operands: Local operands, without origins.
+        saved: Saved results of the forward pass.
         cotangents: The cotangents of output and logsumexp.
     """
     travel = HaloPipeline(slabs_of(request.problem, exchange), exchange, operands)
