@@ -1,13 +1,13 @@
-// Gradients of additional keys and values, which all queries see: a warp owns 16 of them and some of the queries, whose
-// sums are then added up in a fixed order. Nothing is added up through memory by several at once: results do not depend
-// on any order, nor on other batch entries.
+// Gradients of additional keys and values, which all queries see: a warp owns 16 of them and a part of the queries. A
+// second kernel adds up the parts in a fixed order, without atomics: results are deterministic, and do not depend on
+// other batch entries.
 #pragma once
 
 #include "cuda/small/key_value_gradient.cuh"
 
 namespace natten_jax::small {
 
-/// The queries that a warp's lanes load at once, in pairs of groups, and how they lie in shared memory: as boxes would.
+/// Queries that a warp loads at once, in pairs of groups, with the shared memory layout of boxes.
 template <int kHeadDim>
 struct QueryStage {
   using Rows = RowTile<kHeadDim>;
@@ -17,7 +17,7 @@ struct QueryStage {
   static constexpr int kSecond = kPairs * Rows::kBytes;  // bytes from queries to output cotangents
   static constexpr int kStatistics = 2 * kSecond, kBytes = kStatistics + kQueries * kStatisticsBytes;
 
-  /// The plan that every stage has: all of its queries are seen.
+  /// Plan of every stage: all of its queries are visible.
   CUTE_DEVICE static TilePlan plan() {
     const int lane = threadIdx.x % 32, in_group = lane % kColumns, slow = lane / 16, fast = lane / 8 % 2;
     TilePlan result{};
@@ -36,20 +36,20 @@ struct QueryStage {
 template <int kHeadDim>
 struct AdditionalShared {
   using Stage = QueryStage<kHeadDim>;
-  // Two stages, so that queries are loaded while others are computed.
+  // Two stages, so that loads overlap with computation.
   alignas(128) char stages[kAdditionalWarps][2][(Stage::kBytes + 127) / 128 * 128];
   alignas(128) char keys[Stage::Rows::kBytes];
   alignas(128) char values[Stage::Rows::kBytes];
-  // As for_pairs reads them, with two pairs more than there are.
+  // As for_pairs reads them, with two more pairs for its prefetch.
   alignas(8) std::uint32_t offsets[Stage::kPairs + 2];
   std::uint16_t masks[2 * 32];
-  // As Tables has them.
+  // As in Tables.
   alignas(8) int places_of_keys[kRows];
   alignas(8) int places_of_queries[kAdditionalWarps][32];
 };
 
 template <class Element, int kHeadDim>
-// One CTA at least: without the minimum, the compiler gave heads of 128 numbers 32 registers and spilled all else.
+// At least one CTA per SM: without this minimum, the compiler used 32 registers for heads of 128, and spilled the rest.
 __global__ void __launch_bounds__(32 * kAdditionalWarps, 1)
     natten_jax_small_additional_gradient(const __grid_constant__ AdditionalParams p) {
   using Stage = QueryStage<kHeadDim>;
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(32 * kAdditionalWarps, 1)
   const int part = split * kAdditionalWarps + warp;
   if (part >= p.parts) return;
 
-  // Query heads that share a key/value head follow each other in a token.
+  // Query heads that share a key/value head are consecutive in a token.
   const int heads_per_kv = p.heads / p.heads_kv, first_row = batch * p.queries * p.heads + head_kv * heads_per_kv;
   const int begin = part * p.columns_of_part, end = min(begin + p.columns_of_part, p.queries * heads_per_kv);
   int* places = shared.places_of_queries[warp];
@@ -105,14 +105,14 @@ __global__ void __launch_bounds__(32 * kAdditionalWarps, 1)
       copy_pair(p.query, p.head_dim, stage);
       copy_pair(p.out_cotangent, p.head_dim_v, stage + Stage::kSecond);
     }
-    // What is no query is zeros, and adds nothing.
+    // Rows past the last query are zeros, and add nothing.
     if (lane < Stage::kQueries) {
       copy_chunk(stage + Stage::kStatistics + lane * kStatisticsBytes,
                  reinterpret_cast<const char*>(p.statistics + first_row + max(place, 0)), place < 0 ? 0 : 16);
     }
   };
 
-  // Query heads with scales of their own share no key/value head.
+  // With per-head scales, every query head has a separate key/value head.
   const float exponent_scale = p.scale.of(batch * p.heads + head_kv * heads_per_kv).logits * kLog2E;
   TilePlan tile = Stage::plan();
   Tables tables{};
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(32 * kAdditionalWarps, 1)
   }
 }
 
-/// Adds up the parts' sums; a thread has two elements of a key's or value's gradient.
+/// Adds up the parts; a thread computes two elements of a key's or value's gradient.
 template <class Element>
 __global__ void __launch_bounds__(kAdditionalSumThreads)
     natten_jax_small_additional_gradient_sum(const __grid_constant__ AdditionalParams p) {

@@ -10,10 +10,10 @@
 namespace natten_jax::small {
 namespace {
 
-/// The second dimension of a grid.
+/// Limit of gridDim.y.
 constexpr std::int64_t kMostParts = 32768;
 
-/// The offsets of a tile as a region's records have them.
+/// Offsets covered by a tile's record in a region.
 TableBox table_box(const Problem& problem, const std::int64_t (&rows)[kRank], const Region& region) {
   TableBox box{};
   for (int d = 0; d < kRank; ++d) {
@@ -89,11 +89,11 @@ bool prepare_whole_bias(const Problem& problem, const TileShapes& tiles, const A
   Region& region = p.region;
   p.given = given_table(problem, BiasTable(problem.axes, tiles.kv, tiles.query).pitch[1], arrays);
   p.entries_of_batch = static_cast<int>(problem.batch);
-  // A CTA has its table in products for all of its items.
+  // A CTA keeps one table of products for all of its items.
   const bool has_one = tables_of_products(problem, arrays) == 1;
   region.items_of_cta = has_one ? static_cast<int>(std::min<std::int64_t>(region.items_of_cta, problem.batch)) : 1;
   p.pieces = static_cast<int>(divide_up(problem.batch, region.items_of_cta));
-  constexpr std::int64_t kMostCtas = 65535;  // of a region
+  constexpr std::int64_t kMostCtas = 65535;  // per region
   if (p.pieces * problem.heads > kMostCtas) return false;
   shape.blocks.y = static_cast<unsigned>(p.pieces * problem.heads);
   p.table_records = scratch.table_records;

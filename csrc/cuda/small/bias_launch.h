@@ -1,4 +1,4 @@
-// Prepares launches of kernels with a relative bias: its tables in products, and the sums of its gradient.
+// Prepares launches of kernels with a relative bias: its tables of products, and the sums of its gradient.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,21 +17,21 @@
 
 namespace natten_jax::small {
 
-/// A problem's tables, as kernels with so many entries of a line read them.
+/// A problem's tables, as kernels with `line` entries per line read them.
 GivenTable given_table(const Problem& problem, std::int64_t line, const Arrays& arrays);
 
-/// Has the tables of a problem in products, where there are any and kernels read them so.
+/// Computes the tables of products if there is a relative bias and the kernels read such tables.
 Status make_products(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                      const Arrays& arrays, float* products, cudaStream_t stream, CommonParams& p);
 
-/// Fills in what the kernels of a relative bias's gradient have, where there is one: that of the queries' gradients,
-/// and those that add up what it writes.
+/// Fills in the parameters for a relative bias's gradient, if there is one: of the kernel of query gradients, and of
+/// the kernels that add up its records.
 Status prepare_table(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,
                      cudaStream_t stream, BackwardParams& p, TableParams& table, LaunchShape& shape,
                      LastSumsParams& last);
 
-/// Fills in the same for the kernel of all gradients, whose CTAs have batch entries of one head each; false where there
-/// are too many of these.
+/// Fills in these parameters for the kernel of all gradients, whose CTAs have batch entries of a single head each;
+/// false if there are too many CTAs.
 bool prepare_whole_bias(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,
                         WholeBiasParams& p, LaunchShape& shape, LastSumsParams& last);
 

@@ -27,7 +27,7 @@ inline constexpr int kEntryBits = 16;
 /// Tables in memory are padded to chunks of 16 bytes.
 inline constexpr int kEntriesOfChunk = 4;
 
-/// Records are padded to this many numbers, the columns of two matrices; a header chunk with the record's first offsets
+/// Records are padded to multiples of this, the columns of two matrices; a header chunk with the record's first offsets
 /// follows.
 inline constexpr int kRecordStep = 16;
 inline constexpr int kRecordHeader = 4;

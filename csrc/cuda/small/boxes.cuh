@@ -1,5 +1,5 @@
-// Columns of a region as boxes that the copy engine loads, which takes compute capability 9.0: no thread spends
-// instructions on them, and warps do not wait for each other. The last warp that has read a stage has it filled again.
+// TMA loads of a region's columns as boxes, for compute capability 9.0: threads spend no instructions on copies, and
+// warps do not wait for each other. The last warp that has read a stage refills it.
 #pragma once
 
 #include "cuda/common/launch.cuh"
@@ -9,7 +9,7 @@
 
 namespace natten_jax::small {
 
-/// Whether a kernel with or without boxes has code for the architecture.
+/// True if a kernel with or without boxes has code for the architecture.
 constexpr bool is_compiled(bool has_boxes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   return !has_boxes;
@@ -96,8 +96,8 @@ class BoxLoads {
     cutlass::arch::fence_barrier_init();
     if constexpr (Items::kOfEntries) {
       if (items().maps >= 0) {
-        // In the forward pass, the previous kernel makes the maps. In the backward pass, it fills padding, which is not
-        // needed here, and it was started only after the maps had been made.
+        // In the forward pass, the previous kernel makes the maps. In the backward pass, the maps were complete before
+        // the previous kernel started; it may fill padding, which is not needed here.
         if constexpr (kKernel == Kernel::kForward) wait_for_previous_kernel();
         // On behalf of all threads that issue TMA loads, which come after this one.
         const CUtensorMap* const maps = p_.entry_maps + items().maps * kEntryMaps;
@@ -203,7 +203,7 @@ class BoxLoads {
     __syncwarp();
     if (threadIdx.x % 32 > 0) return;
     // Never blocks: all warps have left the stage's previous contents, or it would not have been refilled. The wait
-    // orders uses of the barrier for tools that track only the barrier.
+    // orders the uses of the barrier for compute-sanitizer's racecheck.
     wait(left, phase ^ 1);
     const unsigned missing = arrive_counting(left);
     i += p_.region.stages;

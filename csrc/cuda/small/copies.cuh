@@ -10,7 +10,7 @@
 
 namespace natten_jax::small {
 
-/// A batch entry and one of its query heads.
+/// A batch entry and a query head.
 struct Item {
   int batch;
   int head;

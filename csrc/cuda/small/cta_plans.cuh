@@ -1,4 +1,4 @@
-// The outer loop of kernels with regions, over the plans of a CTA.
+// Outer loop of kernels with regions, over the plans of a CTA.
 #pragma once
 
 #include "cuda/common/launch.cuh"
@@ -6,12 +6,12 @@
 
 namespace natten_jax::small {
 
-/// Calls `call(items, layout, is_first)` for each plan of a CTA: one, unless batch entries have layouts of their own.
+/// Calls `call(items, layout, is_first)` for each plan of a CTA: a single plan without per-entry layouts.
 template <class Items, Owner kOwner, class Call>
 CUTE_DEVICE void for_plans(const CommonParams& p, char* raw, const Call& call) {
   if constexpr (Items::kOfEntries) {
-    // Kernels of keys, which come after those of queries, wait for nothing until they need what these leave them: their
-    // tensor maps were made before those that queries may have to wait for.
+    // Kernels that own keys run after the kernels that own queries, and wait only when they need their results: their
+    // tensor maps are made before the maps that kernels of queries may have to wait for.
     allow_next_kernel();
     EntryState& state = *reinterpret_cast<EntryState*>(raw + p.region.shared.batch_entries);
     int first_entry, piece;
@@ -22,11 +22,12 @@ CUTE_DEVICE void for_plans(const CommonParams& p, char* raw, const Call& call) {
     Items items;
     EntryLayout layout;
     for (bool is_first = true; take_piece(p, state, first_entry, piece, items, layout); is_first = false) {
-      if (!is_first) __syncthreads();  // the tables and stages of the plan before have been used
+      if (!is_first) __syncthreads();  // the previous plan's tables and stages are free
       call(items, layout, is_first);
       piece += p.by_pieces.divisor;
     }
-    // What follows the kernel may not start before the one that it overlaps with is done, even if nobody waited for it.
+    // Keeps the PDL chain transitive: the next kernel must not start before the previous one is done, even if this
+    // kernel does not wait otherwise.
     if (blockIdx.x == 0 && blockIdx.y == 0) wait_for_previous_kernel();
   } else {
     call(Items(p), EntryLayout{}, true);

@@ -1,4 +1,4 @@
-// Which template arguments of the kernels a feature is.
+// Template arguments of the kernels for each feature.
 #pragma once
 
 #include <type_traits>
@@ -11,8 +11,7 @@ namespace natten_jax::small {
 template <Feature kFeature>
 struct FeatureTraits {
   using Items = std::conditional_t<kFeature == Feature::kWraps, AroundItems, CtaItems>;
-  // The items of forward passes of plain problems. With biases of keys and narrow heads, the compiler has no room for
-  // items of their own: it would spill 16 bytes.
+  // Items of forward passes of plain problems. With key biases and narrow heads, PlainItems would spill 16 bytes.
   template <int kHeadDim>
   using ItemsOfPlain =
       std::conditional_t<kFeature == Feature::kWraps || (kFeature == Feature::kKeyBias && kHeadDim < 64), Items,

@@ -14,7 +14,7 @@ constexpr std::int64_t divide_up(std::int64_t a, std::int64_t b) {
 /// Rows of a warp's tile: queries, or keys if the kernel owns keys.
 inline constexpr int kRows = 16;
 
-/// Columns of a group, the N of one MMA instruction: tokens of the other side.
+/// Columns of a group, the N of an MMA instruction: tokens of the other side.
 inline constexpr int kColumns = 8;
 
 /// Compiled head widths; narrower heads are padded with zeros in shared memory.

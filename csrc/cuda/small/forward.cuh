@@ -176,7 +176,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     }
     phases.columns_are_read();
     key_bias.leave(item);
-    // The first lane of four writes the statistics of its first row, its neighbor those for the second row.
+    // The first lane of four writes the statistics of its first row, its neighbor the second row's.
     const bool is_second = lane % 2 != 0;
     const int place = is_second ? places.y : places.x;
     const auto find_logsumexp = [&](bool with_remainder) -> Logsumexp {

@@ -1,4 +1,4 @@
-// The items of a CTA where a relative bias counts: batch entries of one head, and the head's table.
+// Items of a CTA with a relative bias: batch entries of a single head, and the head's table.
 #pragma once
 
 #include "cuda/small/copies.cuh"
@@ -6,8 +6,8 @@
 
 namespace natten_jax::small {
 
-/// Batch entries of a head that follow each other, or one where they have tables or scales of their own. CTAs that run
-/// at a time have neighboring heads of the same entries, which share lines of memory.
+/// Consecutive batch entries of a head, or a single one if entries have separate tables or scales. CTAs that run at the
+/// same time have neighboring heads of the same entries, which share cache lines.
 struct HeadItems {
   static constexpr bool kOfEntries = false, kMayWrap = false, kIsPlain = false;
 
@@ -23,21 +23,21 @@ struct HeadItems {
   CUTE_DEVICE Item at(const CommonParams& p, int i) const { return Item(p, first + i, head); }
   CUTE_DEVICE void advance(const CommonParams& p, Item& item, int i) const { item = at(p, i); }
 
-  /// Where the table that a CTA adds up is among all of them: those that are added up for one gradient follow each
-  /// other.
+  /// Index of a CTA's table of sums. The tables that are added up for a gradient are consecutive.
   CUTE_DEVICE std::int64_t place_of_sum(const WholeBiasParams& p) const {
     if (p.given.is_of_entry) return at(p, 0).number(p) * p.region.count + blockIdx.x;
     return (std::int64_t{head} * p.pieces + piece) * p.region.count + blockIdx.x;
   }
 };
 
-/// The table of a CTA's head in shared memory, for all of its items: the same in each stage.
+/// Table of a CTA's head in shared memory, copied to each stage for all of its items.
 class HeadTable {
  public:
   CUTE_DEVICE HeadTable(const WholeBiasParams& p, char* raw)
       : p_(p), table_(shared_address(raw + p.region.shared.stages) + p.region.shared.table) {}
 
-  /// Starts to copy that of the first item. All threads call this and `finish`, and have to meet after it.
+  /// Starts to copy the table of the first item. All threads have to call this and `finish`, and to synchronize
+  /// afterwards.
   CUTE_DEVICE void start(const Item& first) const {
     const float* from = p_.given.of(first.number(p_), first.head);
     CUTE_NO_UNROLL
@@ -48,7 +48,7 @@ class HeadTable {
     commit_copies();
   }
 
-  /// Has a thread's words in products, in all stages.
+  /// Divides a thread's words by the scale, in all stages.
   CUTE_DEVICE void finish(const Item& first) const {
     wait_copies<0>();
     const float scale = first.scale(p_).logits;
@@ -63,7 +63,7 @@ class HeadTable {
   }
 
  private:
-  /// With the margins, which are zeros.
+  /// Size including the margins, which are zeros.
   CUTE_DEVICE int words() const { return p_.region.table_entries + 2 * p_.region.table_margin; }
   CUTE_DEVICE int offset_of(int word) const {
     const int entry = word - p_.region.table_margin;

@@ -1,4 +1,4 @@
-// Scales of logits and sinks, where heads have some of their own.
+// Per-head scales of logits, and sinks.
 #pragma once
 
 #include "cuda/common/arithmetic.cuh"
@@ -7,14 +7,13 @@
 
 namespace natten_jax::small {
 
-/// Where scales of logits and sinks are: one scale of all heads is a parameter, which costs no register, or heads may
-/// have some of their own. With a kernel for both, clips and volumes took 3% longer in the forward pass.
+/// Source of scales and sinks: a single scale for all heads is a parameter, which needs no register; otherwise they are
+/// per head. With one kernel for both cases, clips and volumes took 3% longer in the forward pass.
 enum class Terms { kOfAll, kOfHeads };
 
-/// In forward passes, those of the item that a warp computes. Where `kOfLanes`, each lane has those of one of the CTA's
-/// items: where an item's are loaded as it is computed, warps wait for them, and take 40 instructions more than for one
-/// scale of all heads (14 x 14 tokens: 9% of a pass on an H100). Kernels that spill registers as it is have none for
-/// that.
+/// Scale and sink of the item that a warp computes in a forward pass. With `kOfLanes`, each lane holds the terms of one
+/// of the CTA's items. Loading them per item stalls warps, and takes 40 instructions more than a single scale (14 x 14
+/// tokens: 9% of a pass on an H100). Kernels that already spill registers cannot afford `kOfLanes`.
 template <bool kAreThere, bool kOfLanes, class Items>
 class HeadTerms {
  public:
@@ -22,7 +21,7 @@ class HeadTerms {
     if constexpr (kAreThere && kOfLanes) load(0);
   }
 
-  /// Goes on to the next item, at first to the first one. All of a warp call it.
+  /// Advances to the next item; the first call, to the first item. All lanes of a warp have to call it.
   CUTE_DEVICE void next(const Item& item) {
     if constexpr (kAreThere && kOfLanes) {
       if (++place_ == 32) load(first_ + 32);
@@ -45,7 +44,7 @@ class HeadTerms {
     sink_ = item.sink(p_);
   }
 
-  /// Has lane 0 have the terms of the CTA's item `first`, and so on.
+  /// Loads the terms of the CTA's items `first` to `first + 31`, one per lane.
   CUTE_DEVICE void load(int first) {
     const int lane = threadIdx.x % 32;
     take(items_.at(p_, min(first + lane, items_.count - 1)));
@@ -56,7 +55,7 @@ class HeadTerms {
   const ForwardParams& p_;
   const Items& items_;
   float exponent_scale_, sink_;
-  int first_, place_;  // the item that lane 0 has, and the lane of the one at hand
+  int first_, place_;  // the item of lane 0, and the lane of the current item
 };
 
 }  // namespace natten_jax::small

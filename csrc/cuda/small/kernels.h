@@ -13,7 +13,7 @@
 
 namespace natten_jax::small {
 
-/// Calls `call` with a compiled width of heads as a constant. With biases kernels are compiled for some widths.
+/// Calls `call` with a compiled head width as a constant. Kernels with biases are compiled for fewer widths.
 template <Feature kFeature = Feature::kNone, class Call>
 cudaError_t with_head_dim(int head_dim, const Call& call) {
   static_assert(kHeadDims[1] == kLargestBiasedHeadDim);
@@ -24,7 +24,7 @@ cudaError_t with_head_dim(int head_dim, const Call& call) {
   }
 }
 
-/// Launches the kernel that `kernel_of(head_dim, has_boxes)` is for the region's way of loading columns.
+/// Launches `kernel_of(head_dim, has_boxes)` for the region's method of loading columns.
 template <Feature kFeature, class Params, class KernelOf>
 cudaError_t launch_loading(int head_dim, const Params& params, const LaunchShape& shape, const KernelOf& kernel_of) {
   return with_head_dim<kFeature>(head_dim, [&](auto width) {
@@ -35,17 +35,17 @@ cudaError_t launch_loading(int head_dim, const Params& params, const LaunchShape
   });
 }
 
-/// Whether the current device runs code of the kernels that was compiled for an architecture with the engine that
-/// copies boxes: code for older ones, which the driver translates, has none.
+/// True if the current device runs kernel code that was compiled for an architecture with TMA. Code for older
+/// architectures, which the driver JIT-compiles, does not use TMA.
 template <ElementType kType, Feature kFeature>
 cudaError_t find_box_kernels(bool& result);
 
-/// Launches the forward kernel for an element type of 16 bits, a feature and a compiled width of heads.
+/// Launches the forward kernel for a 16-bit element type, a feature and a compiled head width.
 template <ElementType kType, Feature kFeature>
 cudaError_t launch_forward(int head_dim, const ForwardParams& params, const LaunchShape& shape);
 
-/// The same for the kernel of query gradients, of key and value gradients, and of all gradients of whole layouts, whose
-/// heads the copy engine can load, and of which no dimension wraps.
+/// Launch the kernels of query gradients, of key and value gradients, and of all gradients of whole layouts. The last
+/// one requires heads that TMA can load, and dimensions that do not wrap.
 template <ElementType kType, Feature kFeature>
 cudaError_t launch_query_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
 template <ElementType kType, Feature kFeature>
@@ -54,10 +54,10 @@ template <ElementType kType, Feature kFeature>
 cudaError_t launch_whole_gradient(int head_dim, const WholeParams<kFeature == Feature::kRelativeBias>& params,
                                   const LaunchShape& shape);
 
-/// Launches the kernel that adds up records of tiles.
+/// Launches the kernel that adds up the records of tiles.
 cudaError_t launch_table_gradient(const TableParams& params, const LaunchShape& shape);
 
-/// Launches both kernels of the gradients of additional keys and values: `ctas` of the first one.
+/// Launches both kernels of the gradients of additional keys and values: the first with `ctas` CTAs.
 template <ElementType kType>
 cudaError_t launch_additional_gradient(int head_dim, const AdditionalParams& params, int ctas, cudaStream_t stream);
 

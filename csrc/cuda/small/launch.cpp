@@ -15,7 +15,7 @@
 namespace natten_jax::small {
 namespace {
 
-/// What the kernels of a problem are compiled for.
+/// Feature that a problem's kernels are compiled for.
 Feature feature_of(const Problem& problem) {
   if (problem.has_relative_bias) return Feature::kRelativeBias;
   if (problem.has_key_bias) return Feature::kKeyBias;
@@ -31,7 +31,7 @@ Status with_kernels(const Problem& problem, const Call& call) {
   }));
 }
 
-/// Fills in what the kernels of additional tokens' gradients have; there are no CTAs where there are no such tokens.
+/// Fills in the parameters for the gradients of additional tokens; `ctas` is 0 without additional tokens.
 Status prepare_additional(const Problem& problem, const Arrays& arrays, const Scratch& scratch, AdditionalParams& p,
                           int& ctas) {
   ctas = 0;
@@ -60,7 +60,7 @@ Status prepare_additional(const Problem& problem, const Arrays& arrays, const Sc
   return {};
 }
 
-/// Fills in what a kernel that owns queries has of the gradient of sinks, where there are any.
+/// Fills in the parameters of the sinks' gradient for a kernel that owns queries, if there are sinks.
 Status prepare_sinks(const Problem& problem, const std::int64_t (&tile)[kRank], const Arrays& arrays,
                      const Scratch& scratch, BackwardParams& p) {
   if (arrays.sinks == nullptr) return {};
@@ -80,11 +80,10 @@ Status prepare_sinks(const Problem& problem, const std::int64_t (&tile)[kRank], 
   return {};
 }
 
-/// Launches all kernels of a backward pass but, at most, the last ones of the gradient of sinks.
-///
-/// Args:
-///   sinks: what is left of these: parts to be added up, unless there are none or the pass has done so.
-///   is_of_statistics: that all of it is left, and follows from what is known of queries.
+/// Launches all kernels of a backward pass, except possibly the last kernels of the gradient of sinks.
+/// || Args:
+///   sinks: the remaining work: parts to be added up; empty without sinks, or if the pass has added them up.
+///   is_of_statistics: true if the whole gradient of sinks remains, to be computed from the statistics of queries.
 Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,
                      const Device& device, cudaStream_t stream, SinksParams& sinks, bool& is_of_statistics) {
   BackwardParams p{};
@@ -100,7 +99,7 @@ Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arra
   WholeBiasParams whole{};
   static_cast<BackwardParams&>(whole) = p;
   LaunchShape shape{}, shape_of_keys{}, shape_of_whole{};
-  // Windows of queries and those of keys are alike: queries take the shapes of tiles that keys have.
+  // Windows of queries and of keys are alike: query rows use the tile shapes of keys.
   NATTEN_JAX_RETURN_IF_FAILED(
       prepare_regions(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, arrays, device, stream, p, shape));
   NATTEN_JAX_RETURN_IF_FAILED(prepare_regions(without_additional(problem), tiles.kv, tiles.query,
@@ -143,14 +142,14 @@ Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arra
   AdditionalParams additional{};
   int additional_ctas = 0;
   NATTEN_JAX_RETURN_IF_FAILED(prepare_additional(problem, arrays, scratch, additional, additional_ctas));
-  // First: the kernels of gradients begin while it writes. Between these two, it would hold up the second one.
+  // Fill padding first: the gradient kernels start while it writes. Between them, it would delay the second kernel.
   if (arrays.layouts != nullptr) {
     NATTEN_JAX_RETURN_IF_FAILED(status_of(fill_padding_of_gradients(
         problem, arrays, true, stream, p.entry_maps != nullptr ? FillTime::kBetween : FillTime::kAfter)));
     is_of_statistics = true;
   } else {
     NATTEN_JAX_RETURN_IF_FAILED(prepare_sinks(problem, tiles.kv, arrays, scratch, p));
-    // Rings neither write parts of sinks nor add them up.
+    // Rings do not write parts of sinks, and do not add them up.
     if (has_ring(rings.of_queries)) {
       is_of_statistics = true;
     } else if (has_ring(rings.of_keys)) {
@@ -162,7 +161,7 @@ Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arra
   }
   if (has_ring(rings.of_queries)) {
     NATTEN_JAX_RETURN_IF_FAILED(run_ring_query_gradient(problem, rings.of_queries, arrays, scratch.statistics, stream));
-    shape_of_keys.overlaps = false;  // it does not say when
+    shape_of_keys.overlaps = false;  // a ring does not trigger the next kernel early
   } else {
     NATTEN_JAX_RETURN_IF_FAILED(with_kernels(
         problem, [&](auto type, auto feature) { return launch_query_gradient<type, feature>(head_dim, p, shape); }));
@@ -173,7 +172,7 @@ Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arra
     return status_of(launch_last_sums(last, tables, stream));
   };
   if (has_ring(rings.of_keys)) {
-    // First, while some of what it reads is in the second-level cache: no kernel of a region waits to begin meanwhile.
+    // Before the ring, while some of its input is in L2: with rings, no dependent kernel waits for an early start.
     NATTEN_JAX_RETURN_IF_FAILED(add_up_table());
     NATTEN_JAX_RETURN_IF_FAILED(
         run_ring_key_value_gradient(problem, rings.of_keys, arrays, scratch.statistics, stream));

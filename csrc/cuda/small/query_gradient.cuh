@@ -40,7 +40,7 @@ CUTE_DEVICE void multiply_rows(float (&result)[4], const RowOperand<Element, kHe
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     const float own = lane / 4 % 2 == 0 ? x[r][2 * r] : x[r][2 * r + 1];
-    // The same value twice. The compiler sees two values, and keeps them in adjacent registers, as MMA requires;
+    // Twice one value. The compiler sees two values, and keeps them in adjacent registers, as MMA requires;
     // otherwise it would move them for each group.
     result[2 * r] = __shfl_sync(0xffffffffu, own, source);
     result[2 * r + 1] = __shfl_sync(0xffffffffu, own, source + 32);

@@ -1,4 +1,4 @@
-// What launches ask of the device at hand.
+// Device properties that launches depend on.
 #pragma once
 
 #include "cuda/small/region.h"
@@ -7,11 +7,11 @@
 
 namespace natten_jax::small {
 
-/// What a call's regions are chosen for. Maps of batch entries are made by code for Hopper: where they have layouts of
-/// their own, other devices have no boxes, and threads leave the padding out.
+/// Reads the properties for choosing a call's regions. Per-entry layouts use boxes only on Hopper, whose code makes the
+/// tensor maps; on other devices, threads copy columns and skip the padding.
 Status read_device(const Arrays& arrays, Device& result);
 
-/// Whether the device has compute capability 9.0, and this library kernels for it.
+/// Checks if the device has compute capability 9.0, and this library has kernels for it.
 Status find_hopper(bool& result);
 
 }  // namespace natten_jax::small

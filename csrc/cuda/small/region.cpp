@@ -26,11 +26,10 @@ int compiled_head_dim(const Problem& problem) {
 
 namespace {
 
-/// Most tokens that neighbors may be apart whose columns lie in a box.
+/// Maximum dilation of columns that are loaded as a box.
 constexpr std::int64_t kLargestBoxDilation = 8;
 
-/// Whether the copy engine can load a problem's columns: heads fill the rows that it swizzles, and there is nothing but
-/// one box for each array.
+/// True if TMA can load a problem's columns: heads fill the swizzled rows, and each array is a single box.
 bool can_have_boxes(const Problem& problem, int head_dim) {
   if (head_dim > kLargestBoxHeadDim || problem.head_dim != head_dim || problem.head_dim_v != head_dim) return false;
   if (problem.additional_kv > 0) return false;
@@ -38,8 +37,8 @@ bool can_have_boxes(const Problem& problem, int head_dim) {
                      [](const Axis& axis) { return axis.window.dilation <= kLargestBoxDilation; });
 }
 
-/// Whether dilation groups can be computed whole: queries and keys are the same tokens, all of them are there, and have
-/// heads of their own. Where every query sees every key, some queries may come without an origin.
+/// True if dilation groups can be computed whole: queries and keys are the same tokens, all are local, and each query
+/// head has a separate key/value head. If every query sees every key, some queries may come without an origin.
 bool can_be_whole(const Problem& problem, Places places) {
   if (places != Places::kComplete || problem.heads != problem.heads_kv || wraps(problem)) return false;
   return std::all_of(std::begin(problem.axes), std::end(problem.axes), [](const Axis& axis) {
@@ -78,7 +77,7 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
   Region candidate{};
   NATTEN_JAX_RETURN_IF_FAILED(begin_region(problem, sides, rows, columns, candidate));
   const int head_dim = compiled_head_dim(problem);
-  // The query heads that share a key/value head are one item where their gradients are added up.
+  // Query heads that share a key/value head form one item if their gradients are added up.
   const std::int64_t together = kernel == Kernel::kKeyValueGradient ? problem.heads_per_kv() : 1;
   const std::int64_t items = problem.batch * problem.heads / together;
   const bool is_whole = kernel == Kernel::kWholeGradient, is_beside_rings = is_timed_beside_rings(problem, places);
@@ -87,9 +86,9 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
     if (has_boxes ? !(device.has_boxes && can_have_boxes(problem, head_dim)) : is_whole) continue;
     candidate.has_boxes = has_boxes;
     for_each_shape(sides, resident_warps(kernel, head_dim), candidate, [&] {
-      // Plans of batch entries with layouts of their own have few items, so a second stage pays less there than another
-      // CTA: with two stages and three CTAs, NAT's first stage, half of it real, took 58 microseconds on an H100 before
-      // its padding was filled, with one stage and five CTAs 48.
+      // With per-entry layouts, plans have few items, so that a second stage pays less than another CTA: NAT's first
+      // stage, half of it real, took 58 microseconds on an H100 (without filling its padding) with two stages and three
+      // CTAs, and 48 with one stage and five CTAs.
       const int most_stages = places == Places::kOfEntries ? 1 : 2;
       for (int stages = 1; stages <= most_stages; ++stages) {
         if (!complete_region(problem, sides, kernel, head_dim, stages, device, candidate)) continue;
@@ -127,7 +126,7 @@ Status estimate_pass(const Problem& problem, const TileShapes& tiles, bool is_ba
     NATTEN_JAX_RETURN_IF_FAILED(choose_region(of_kernel, rows, columns, kernel, Places::kComplete, device, region));
     estimate.seconds += region.nanoseconds / 1e9;
     estimate.launches.push_back({kernel, region});
-    // A part of the layout may begin anywhere in it, which can take more memory.
+    // A part may begin anywhere in the layout, which can take more memory.
     const Sides of_part(of_kernel, kernel, Places::kParts);
     NATTEN_JAX_RETURN_IF_FAILED(begin_region(of_kernel, of_part.of, rows, columns, region));
     if (!complete_region(of_kernel, of_part.of, kernel, compiled_head_dim(problem), 1, device, region))

@@ -10,18 +10,17 @@
 namespace natten_jax::small {
 namespace {
 
-/// All that a region depends on.
+/// All values that a region depends on.
 using Key = std::vector<std::int64_t>;
 
-/// Structs are taken apart here: one that gets another field does not compile until it is said whether regions depend
-/// on that.
+/// Structured bindings, so that a new field of a struct does not compile until it is handled here.
 Key key_of(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
            Kernel kernel, Places places, const Device& device) {
   const auto& [element_type, batch, heads, heads_kv, head_dim, head_dim_v, additional_kv, has_relative_bias,
                has_key_bias, scale, axes, out_type] = problem;
   const auto& [shared_memory, of_multiprocessor, reserved, multiprocessors, has_boxes] = device;
   static_cast<void>(element_type);  // all have 16 bits
-  static_cast<void>(out_type);      // likewise
+  static_cast<void>(out_type);      // all have 16 bits
   static_cast<void>(scale);
   Key key;
   key.reserve(15 + kRank * (kFieldsOfAxis + 4));
@@ -34,8 +33,8 @@ Key key_of(const Problem& problem, const std::int64_t (&rows)[kRank], const std:
     for (const AxisField& field : kAxisFields) key.push_back(field.get(axes[d]));
     for (const Tokens& tokens : {axes[d].query, axes[d].kv}) {
       const auto& [extent, local_extent, origin] = tokens;
-      static_cast<void>(extent);  // in the table
-      static_cast<void>(origin);  // read on the device: regions are for any
+      static_cast<void>(extent);  // included in the table
+      static_cast<void>(origin);  // read on the device; regions support any origin
       key.push_back(local_extent);
     }
     key.push_back(rows[d]);
@@ -44,16 +43,16 @@ Key key_of(const Problem& problem, const std::int64_t (&rows)[kRank], const std:
   return key;
 }
 
-/// What is known of a kind of launch.
+/// Cached result for a kind of launch.
 struct Found {
   Status status;
   Region region;
 };
 
-/// More kinds than any program launches; then the cache starts anew.
+/// More kinds than any program launches; beyond this, the cache is cleared.
 constexpr std::size_t kMostKinds = 4096;
 
-/// What was found for a key before, or what `find()` finds now.
+/// Returns the cached value of a key, or computes it with `find()`.
 template <class Value, class Find>
 Value found_before(const Key& key, const Find& find) {
   static std::mutex mutex;

@@ -1,4 +1,4 @@
-// Regions that were chosen before: choosing one takes the host longer than all else that a launch does.
+// Cache of chosen regions: choosing one takes the host longer than the rest of a launch.
 #pragma once
 
 #include "cuda/small/region.h"
@@ -6,14 +6,14 @@
 
 namespace natten_jax::small {
 
-/// As choose_region, which is asked once for each kind of launch: 16 to 32 microseconds, against a fraction of one.
+/// As choose_region, but cached per kind of launch: choosing takes 16 to 32 microseconds, a lookup less than one.
 Status find_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                    Kernel kernel, Places places, const Device& device, Region& region);
 
-/// Likewise choose_gradient_ring.
+/// As choose_gradient_ring, but cached.
 RingShape find_gradient_ring(const Problem& problem, Places places, RingLoads loads, const Device& device);
 
-/// Likewise choose_ring_before; none where there is no region either.
+/// As choose_ring_before, but cached; `warps` is also 0 if no region fits.
 RingShape find_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                     Kernel kernel, Places places, RingLoads loads, const Device& device);
 

@@ -10,7 +10,7 @@
 namespace natten_jax::small {
 namespace {
 
-/// Tokens between neighbors of a dimension of an array.
+/// Distance in tokens between neighbors along a dimension of an array.
 std::int64_t pitch_of(const Problem& problem, int dimension, bool is_query) {
   std::int64_t pitch = 1;
   for (int d = dimension + 1; d < kRank; ++d) {
@@ -20,25 +20,25 @@ std::int64_t pitch_of(const Problem& problem, int dimension, bool is_query) {
   return pitch;
 }
 
-/// How many tiles further neighbors of a dimension are, where tiles of all dilation groups are counted.
+/// Distance between neighboring tiles along a dimension, counted in tiles of all dilation groups.
 std::int64_t tile_pitch_of(const Problem& problem, const std::int64_t (&rows)[kRank], int dimension) {
   std::int64_t pitch = 1;
   for (int d = dimension + 1; d < kRank; ++d) pitch *= query_tiles(problem.axes[d], rows[d]);
   return pitch;
 }
 
-/// Fills in what CTAs have of batch entries with layouts of their own. Returns how many CTAs a region has.
+/// Fills in the parameters for per-entry layouts. Returns the number of CTAs per region.
 std::int64_t share_entries(const Problem& problem, Kernel kernel, const Device& device, CommonParams& p) {
   p.batch = static_cast<int>(problem.batch);
   p.entries_of_cta = static_cast<int>(std::min<std::int64_t>(problem.batch, kEntriesOfCta));
-  // Heads that a plan has all of, or none.
+  // Heads that a plan includes together.
   const std::int64_t together = kernel == Kernel::kKeyValueGradient ? problem.heads_per_kv() : 1;
   const std::int64_t items = std::int64_t{p.entries_of_cta} * p.heads,
                      looks = divide_up(problem.batch, p.entries_of_cta);
   const std::int64_t most = std::min(
       items, items_of_plan(kernel, compiled_head_dim(problem), p.region, device, p.region.count * looks * items));
   p.region.items_of_cta = static_cast<int>(divide_up(most, together) * together);
-  // The last pieces of groups are smaller: there are more of them than if all entries were alike.
+  // The last piece of a group is smaller, so that there are more pieces than with equal entries.
   constexpr std::int64_t kEntriesOfGroup = 8;
   std::int64_t pieces = divide_up(items, p.region.items_of_cta);
   if (pieces > 1) pieces += divide_up(p.entries_of_cta, kEntriesOfGroup);
@@ -92,8 +92,8 @@ Status prepare_regions(const Problem& problem, const std::int64_t (&rows)[kRank]
   p.keys = static_cast<int>(problem.keys());
   p.by_heads = cutlass::FastDivmod(p.heads);
   for (int i = 0; i < kRank; ++i) {
-    // Layouts of batch entries have the token, too, or no queries: but in the last dimension, that of sequences, whose
-    // queries and keys have lengths of their own.
+    // With per-entry layouts, a dimension of one token has that token or is empty. The last dimension is the exception:
+    // in sequences, queries and keys have separate lengths.
     p.is_single[i] = p.is_plain && p.axis[i].query_extent == 1 && (!has_layouts || p.region.dimension[i] < kRank - 1);
     p.by_regions[i] = cutlass::FastDivmod(p.region.regions[i]);
     p.by_tiles[i] = cutlass::FastDivmod(p.region.tiles[i]);
@@ -106,13 +106,13 @@ Status prepare_regions(const Problem& problem, const std::int64_t (&rows)[kRank]
   if (has_layouts) {
     ctas = share_entries(problem, kernel, device, p);
   }
-  constexpr std::int64_t kMostCtas = 65535;  // of a region
+  constexpr std::int64_t kMostCtas = 65535;  // per region
   if (ctas > kMostCtas) {
     return Status::invalid_argument("the form for small windows takes at most 65535 batch entries with own layouts");
   }
   shape = {dim3(static_cast<unsigned>(p.region.count), static_cast<unsigned>(ctas)), 32 * p.region.warps,
            p.region.shared.bytes, stream};
-  // It plans while the kernel of query gradients runs. Code for older architectures would not wait.
+  // Its planning overlaps with the kernel of query gradients (PDL). Code for older architectures would not wait.
   shape.overlaps = kernel == Kernel::kKeyValueGradient && device.has_boxes;
   return {};
 }

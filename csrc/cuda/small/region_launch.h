@@ -1,4 +1,4 @@
-// From a problem to what kernels with regions are launched with, but for the arrays.
+// Launch parameters of kernels with regions for a problem, without its arrays.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,10 +15,10 @@
 
 namespace natten_jax::small {
 
-/// Where the tokens of a call's arrays may be.
+/// Returns the position of the tokens of a call's arrays in the layout.
 Places places_of(const Arrays& arrays);
 
-/// Fills in what all kernels have of a problem's sizes, those of additional tokens' gradients among them.
+/// Fills in a problem's sizes for any kernel, including the kernels of additional tokens' gradients.
 template <class Params>
 void fill_sizes(const Problem& problem, Params& p) {
   p.queries = static_cast<int>(problem.queries());
@@ -27,7 +27,7 @@ void fill_sizes(const Problem& problem, Params& p) {
   p.by_heads_per_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_per_kv()));
 }
 
-/// Chooses a kernel's region, fills in what follows from it and the problem, and how the kernel is launched.
+/// Chooses a kernel's region, and fills in the parameters and launch shape that follow from it and the problem.
 ///
 /// Args:
 ///   rows, columns: shapes of a warp's tile and of a group.

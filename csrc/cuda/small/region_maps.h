@@ -1,4 +1,4 @@
-// Tensor maps of the columns of regions, for the copy engine: where regions have no boxes, there are none.
+// TMA tensor maps of the columns of regions; unused for regions without boxes.
 #pragma once
 
 #include <cuda.h>
@@ -13,18 +13,18 @@ namespace natten_jax::small {
 /// Encodes the maps of the keys and values that queries see.
 Status encode_keys(const Problem& problem, const void* key, const void* value, CommonParams& p);
 
-/// The same for the queries that see keys, and what is known of them: arrays as another kernel's parameters have them.
+/// Encodes the maps of the queries that see keys and of their statistics; `arrays` are the parameters of another
+/// kernel.
 Status encode_queries(const Problem& problem, const BackwardParams& arrays, CommonParams& p);
 
-/// The same for the kernel of whole layouts, in the order of WholeBox.
+/// Encodes the maps for the kernel of whole layouts, in the order of WholeBox.
 Status encode_whole(const Problem& problem, BackwardParams& p);
 
-/// Makes the maps of batch entries with layouts of their own from those of all.
-///
-/// Args:
-///   are_queries: that columns are queries, or else keys.
+/// Makes the maps of batch entries with separate layouts from the maps of the whole arrays.
+/// || Args:
+///   are_queries: true if columns are queries, false if they are keys.
 ///   result: scratch memory, [batch, kEntryMaps].
-///   overlaps: others are made right before.
+///   overlaps: true if the previous kernel also makes maps (PDL).
 Status make_entry_maps(const Problem& problem, bool are_queries, CUtensorMap* result, cudaStream_t stream,
                        CommonParams& p, bool overlaps = false);
 

@@ -1,19 +1,19 @@
-// In which order CTAs take regions where dimensions wrap.
+// Order in which CTAs take regions if dimensions wrap.
 #pragma once
 
 #include "cuda/small/params.h"
 
 namespace natten_jax::small {
 
-/// Where a region lies: its dilation group, and its number in that, of each dimension.
+/// Position of a region: its dilation group and its index in the group, per dimension.
 struct RegionPlace {
   int residue[kRank], number[kRank];
 };
 
-/// The `id`th region, of which those that a seam cuts come first: they take longer, and where they came last, as
-/// the lower edge of an image does by its numbers, few multiprocessors would be left to finish them.
+/// Returns region `id`, in an order with the regions at a seam first. They take longer: at the end, like the lower edge
+/// of an image in plain order, they would leave most SMs idle.
 CUTE_DEVICE RegionPlace find_cut_regions_first(const CommonParams& p, int id) {
-  // Those that are cut in the first dimension; those that are cut in the second one alone, and so on; all others.
+  // Regions cut in the first dimension, then those cut only in the second, and so on; finally all others.
   int first[kRank] = {}, count[kRank];
   CUTE_UNROLL
   for (int d = 0; d < kRank; ++d) count[d] = p.axis[d].dilation * p.region.regions[d];
@@ -33,7 +33,7 @@ CUTE_DEVICE RegionPlace find_cut_regions_first(const CommonParams& p, int id) {
     const int next = id / count[d];
     p.axis[d].by_dilation(result.number[d], result.residue[d], first[d] + id - next * count[d]);
     id = next;
-    // The last ones of a dimension begin the order.
+    // A dimension's last regions come first in this order.
     result.number[d] -= p.seam_regions[d].at_end;
     if (result.number[d] < 0) result.number[d] += p.region.regions[d];
   }

@@ -1,4 +1,4 @@
-// Regions that the seam of a dimension cuts, where it ends and goes on at its other end.
+// Regions that are cut by the seam of a wrapped dimension, between its end and its begin.
 #pragma once
 
 #include <cstdint>
@@ -8,19 +8,18 @@
 
 namespace natten_jax::small {
 
-/// Those of one dimension.
+/// Cut regions of a dimension.
 struct SeamRegions {
-  int count;   ///< All of them: the first ones, and the last ones.
-  int at_end;  ///< The last ones.
+  int count;   ///< Total: first and last regions.
+  int at_end;  ///< Number of last regions.
 };
 
-/// Finds them; none where the dimension does not wrap.
-///
-/// Args:
+/// Counts the cut regions; zero if the dimension does not wrap.
+/// || Args:
 ///   axis: the dimension.
-///   rows: of a region.
-///   regions: of a dilation group.
-///   rows_are_keys: whether rows are keys, and columns the queries that see them, or the other way round.
+///   rows: rows per region.
+///   regions: regions per dilation group.
+///   rows_are_keys: true if rows are keys and columns the queries that see them; false for the reverse.
 inline SeamRegions seam_regions(const Axis& axis, std::int64_t rows, int regions, bool rows_are_keys) {
   const Window& window = axis.window;
   if (window.ends != Ends::kWrap) return {};

@@ -37,8 +37,8 @@ class RingRelativeBias {
 };
 
 /// Table entries are indexed by the offset of a key from a query. Lanes with rows of queries read at higher addresses
-/// for later keys, lanes with rows of keys at lower addresses for later queries. Hidden pairs read entries that have no
-/// effect, but have to be finite if the kernel masks by adding.
+/// for later keys, lanes with rows of keys at lower addresses for later queries. Hidden pairs read arbitrary entries,
+/// which have to be finite if the kernel masks by adding.
 template <class Params>
 class RingRelativeBias<Params, true> {
   static constexpr bool kRowsAreKeys = Params::kKernel == Kernel::kKeyValueGradient;

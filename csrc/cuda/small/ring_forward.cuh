@@ -69,7 +69,7 @@ struct RingForward {
     }
   }
 
-  /// Adds what the tile sees of a slab.
+  /// Adds the visible part of a slab to the tile.
   CUTE_DEVICE void add(std::uint32_t slab, std::uint32_t hidden_of_slab) {
     auto biases = bias.of_slab();
     add_blocks<0>(slab, hidden_of_slab, biases);
@@ -132,7 +132,7 @@ struct RingForward {
     bool has_sink = false;
     if (given_sink != -INFINITY) {
       sink = added_logit(given_sink);  // here: a conversion in sink_of would wait for the load
-      // As one more weight: a merge with the finished row made forward passes 4% longer.
+      // As an additional weight: merging the sink with the finished row made forward passes 4% longer.
       has_sink = sink != -INFINITY && !add_sink_to_sums(sums, shifts, sink, factor, tokens);
     }
     const bool is_second = threadIdx.x % 2 != 0;

@@ -1,4 +1,4 @@
-// Instantiates the kernel for one element type and one of RingLoads.
+// Instantiates the kernel for one element type and loading method.
 #pragma once
 
 #include "cuda/small/ring_forward.cuh"

@@ -9,20 +9,20 @@
 
 namespace natten_jax::small {
 
-/// Launches the forward kernel for an element type of 16 bits and heads of 32 or 64. Those with boxes are in builds
-/// that have code for Hopper.
+/// Launches the forward kernel for a 16-bit element type and heads of 32 or 64. Kernels with boxes exist only in builds
+/// with code for Hopper.
 template <ElementType kType, RingLoads kLoads>
 cudaError_t launch_ring_forward(int head_dim, const RingForwardParams& params, const LaunchShape& shape);
 
-/// Likewise the kernel of query gradients.
+/// Launches the kernel of query gradients.
 template <ElementType kType, RingLoads kLoads>
 cudaError_t launch_ring_query_gradient(int head_dim, const RingQueryParams& params, const LaunchShape& shape);
 
-/// Likewise the kernel of key and value gradients.
+/// Launches the kernel of key and value gradients.
 template <ElementType kType, RingLoads kLoads>
 cudaError_t launch_ring_key_value_gradient(int head_dim, const RingGradientParams& params, const LaunchShape& shape);
 
-/// Two of them with a relative bias: with boxes alone.
+/// Launch the two kernels that support a relative bias, with boxes only.
 template <ElementType kType>
 cudaError_t launch_ring_biased_forward(int head_dim, const WithRelativeBias<RingForwardParams>& params,
                                        const LaunchShape& shape);
@@ -30,7 +30,7 @@ template <ElementType kType>
 cudaError_t launch_ring_biased_key_value_gradient(int head_dim, const WithRelativeBias<RingGradientParams>& params,
                                                   const LaunchShape& shape);
 
-/// All three with biases of keys: with boxes alone.
+/// Launch the three kernels with key biases, with boxes only.
 template <ElementType kType>
 cudaError_t launch_ring_key_biased_forward(int head_dim, const WithKeyBias<RingForwardParams>& params,
                                            const LaunchShape& shape);

@@ -1,4 +1,4 @@
-// Instantiates all kernels with biases of keys for one element type.
+// Instantiates all kernels with key biases for one element type.
 #pragma once
 
 #include "cuda/small/ring_forward.cuh"

@@ -16,7 +16,7 @@
 namespace natten_jax::small {
 namespace {
 
-/// How slabs come into rings on the device at hand.
+/// Chooses the method of loading slabs on the current device.
 Status find_ring_loads(RingLoads& result) {
   bool is_hopper = false;
   NATTEN_JAX_RETURN_IF_FAILED(find_hopper(is_hopper));
@@ -24,7 +24,7 @@ Status find_ring_loads(RingLoads& result) {
   return {};
 }
 
-/// Encodes the map of an array, whose boxes hold so many tokens of the shape's dimensions.
+/// Encodes the tensor map of an array with a box shape in tokens, by dimensions of the shape.
 Status encode_boxes(const Problem& problem, const RingParams& p, const void* array, std::int64_t heads,
                     const int (&box)[kRank], CUtensorMap& map) {
   TokenBoxes tokens{};
@@ -41,8 +41,7 @@ Status encode_boxes(const Problem& problem, const RingParams& p, const void* arr
   return encode_box_map(tokens, box, map);
 }
 
-/// Encodes the maps of a kernel's arrays, where the copy engine loads them: boxes of columns are a group's part of a
-/// slab.
+/// Encodes the tensor maps of a kernel's arrays if TMA loads them: a box of columns is a group's part of a slab.
 template <class Params>
 Status encode_arrays(const Problem& problem, Params& p) {
   constexpr bool kOfKeys = Params::kKernel == Kernel::kKeyValueGradient;
@@ -58,7 +57,7 @@ Status encode_arrays(const Problem& problem, Params& p) {
     NATTEN_JAX_RETURN_IF_FAILED(encode_boxes(problem, p, p.columns_of(i), heads, group, p.slabs[i]));
   }
   if constexpr (kOfKeys) {
-    // Four numbers of a query and head are as many bytes as eight elements of 16 bits.
+    // Four floats per query and head have the size of eight 16-bit elements.
     Problem of_statistics = problem;
     of_statistics.head_dim = kStatisticsBytes / 2;
     NATTEN_JAX_RETURN_IF_FAILED(encode_boxes(of_statistics, p, p.statistics, heads, group, p.statistics_slabs));
@@ -66,7 +65,7 @@ Status encode_arrays(const Problem& problem, Params& p) {
   return {};
 }
 
-/// Calls `call` with a problem's element type and how slabs come as constants.
+/// Calls `call` with a problem's element type and loading method as constants.
 template <class Call>
 Status with_ring_kernels(const Problem& problem, RingLoads loads, const Call& call) {
   return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) -> cudaError_t {
@@ -78,7 +77,7 @@ Status with_ring_kernels(const Problem& problem, RingLoads loads, const Call& ca
   }));
 }
 
-/// Fills in what all kernels have, and how they are launched.
+/// Fills in the parameters and launch shape that all kernels share.
 Status prepare(const Problem& problem, const RingShape& shape, const Arrays& arrays, cudaStream_t stream, RingParams& p,
                LaunchShape& launch) {
   p.shape = shape;
@@ -110,7 +109,7 @@ Status prepare(const Problem& problem, const RingShape& shape, const Arrays& arr
   return {};
 }
 
-/// Calls `call` where slabs come as boxes: no shape is chosen for other kernels than have them.
+/// Calls `call` with TMA loads; shapes are chosen only for kernels that have them.
 template <RingLoads kLoads, class Call>
 cudaError_t with_boxes(const Call& call) {
   if constexpr (kLoads == RingLoads::kBoxes) {

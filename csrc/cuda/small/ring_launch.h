@@ -10,35 +10,34 @@
 
 namespace natten_jax::small {
 
-/// Whether a shape is one: those without warps say that the kernel goes with regions.
+/// True if a shape is a ring; otherwise, without warps, the kernel uses regions.
 constexpr bool has_ring(const RingShape& shape) {
   return shape.warps > 0;
 }
 
-/// Finds the ring of a forward pass on the device at hand.
+/// Chooses the ring of a forward pass on the current device.
 Status find_forward_ring(const Problem& problem, const TileShapes& tiles, Places places, const Device& device,
                          RingShape& result);
 
-/// Those of a backward pass, by the kernel that they are for.
+/// Rings of a backward pass, by kernel.
 struct GradientRings {
   RingShape of_queries, of_keys;
 };
 
-/// Finds these.
-///
-/// Args:
-///   region_of_keys: with which the kernel of key and value gradients would go otherwise.
+/// Chooses the rings of a backward pass on the current device.
+/// || Args:
+///   region_of_keys: the region of the kernel of key and value gradients, used if a ring is not faster.
 Status find_gradient_rings(const Problem& problem, const TileShapes& tiles, Places places, const Device& device,
                            const Region& region_of_keys, GradientRings& result);
 
-/// Runs the forward pass of a checked problem on a stream, in a shape that was chosen for it.
+/// Runs the forward pass of a checked problem on a stream, with a chosen shape.
 Status run_ring_forward(const Problem& problem, const RingShape& shape, const Arrays& arrays, cudaStream_t stream);
 
-/// Likewise the kernel of query gradients, which writes what is known of queries, [batch, tokens, heads, 4].
+/// Runs the kernel of query gradients, which writes the statistics of queries, [batch, tokens, heads, 4].
 Status run_ring_query_gradient(const Problem& problem, const RingShape& shape, const Arrays& arrays, float* statistics,
                                cudaStream_t stream);
 
-/// Likewise the kernel of key and value gradients, behind that of query gradients, which wrote what is known of
+/// Runs the kernel of key and value gradients, after the kernel of query gradients, which wrote the statistics of
 /// queries.
 Status run_ring_key_value_gradient(const Problem& problem, const RingShape& shape, const Arrays& arrays,
                                    const float* statistics, cudaStream_t stream);

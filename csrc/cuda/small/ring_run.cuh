@@ -1,4 +1,4 @@
-// Runs a kernel with a ring: which warps load, and which multiply.
+// Entry point of kernels with a ring: assigns loader and compute warps.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -8,7 +8,7 @@
 
 namespace natten_jax::small {
 
-/// Whether a kernel has code for the architecture.
+/// True if a kernel has code for the architecture.
 constexpr bool is_ring_compiled(RingLoads loads) {
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
   return loads == RingLoads::kChunks;
@@ -17,9 +17,9 @@ constexpr bool is_ring_compiled(RingLoads loads) {
 #endif
 }
 
-/// Registers of a warp that multiplies, and of one that has boxes loaded: together no more than a CTA of so many warps
-/// starts with. Where lanes store what comes with slabs, they need more: with 32, the compiler kept what both kinds of
-/// warps use in local memory, and a slab of heads of 32 had seven loads from there.
+/// Registers of compute warps and of TMA loader warps: together at most the number that a CTA of this size is launched
+/// with. Loader warps whose lanes store data need more: with 32, the compiler kept values that both kinds of warps use
+/// in local memory, and a slab with heads of 32 had seven loads from there.
 constexpr int ring_registers(int warps, bool lanes_store) {
   if (lanes_store) return warps == 12 ? 152 : 104;
   return warps == 12 ? 160 : 112;
@@ -28,7 +28,7 @@ constexpr int loader_registers(bool lanes_store) {
   return lanes_store ? 56 : 32;
 }
 
-/// Runs a kernel whose warps that multiply are a `Own`.
+/// Runs a kernel whose compute warps run an `Own`.
 template <RingLoads kLoads, int kHeadDim, class Own, class Params>
 CUTE_DEVICE void run_ring(const Params& p) {
   if constexpr (is_ring_compiled(kLoads)) {

@@ -1,11 +1,11 @@
-// How a warp writes its tile's rows of an array that is a launch's result.
+// Stores of a warp's tile to rows of a result array.
 #pragma once
 
 #include "cuda/small/ring_strip.cuh"
 
 namespace natten_jax::small {
 
-/// Four neighboring lanes' words of four columns of words, transposed: each has all words of one.
+/// Transposes a 4 x 4 matrix of words over four neighboring lanes: each lane receives all words of one column.
 CUTE_DEVICE void transpose_words(std::uint32_t (&words)[4]) {
   const bool is_odd = (threadIdx.x & 1) != 0, is_late = (threadIdx.x & 2) != 0;
   std::uint32_t pairs[2][2];
@@ -23,14 +23,14 @@ CUTE_DEVICE void transpose_words(std::uint32_t (&words)[4]) {
   }
 }
 
-/// Where a row of an array lies.
+/// Address of an array's row.
 template <int kHeadDim, class Byte>
 CUTE_DEVICE Byte* ring_row(const RingParams& p, Byte* array, const RingUnit& unit, int token) {
   const std::int64_t row = (std::int64_t{unit.batch} * p.tokens + token) * p.heads + unit.head;
   return array + row * (2 * kHeadDim);
 }
 
-/// Writes sums, multiplied with a number for each row; no rows of negative tokens.
+/// Writes sums, multiplied by a factor per row; skips rows of negative tokens.
 template <class Element, int kHeadDim>
 CUTE_DEVICE void write_ring_rows(const RingParams& p, void* array, const RingUnit& unit, const int (&tokens)[2],
                                  const float (&sums)[kHeadDim / 8][4], const float (&of_rows)[2]) {
@@ -53,9 +53,9 @@ CUTE_DEVICE void write_ring_rows(const RingParams& p, void* array, const RingUni
   }
 }
 
-/// The same, a word at a time, of kHeadDim / 2 sums one behind the other: fewer instructions, and more that write. With
-/// it, forward passes took 1.5% less than with the other on an H100, of 72 problems, and key and value gradients 2.5%
-/// more.
+/// As write_ring_rows, but a word at a time, from kHeadDim / 2 consecutive sums: fewer instructions, but more stores.
+/// Compared with write_ring_rows on 72 problems on an H100, forward passes took 1.5% less time, key and value gradients
+/// 2.5% more.
 template <class Element, int kHeadDim>
 CUTE_DEVICE void write_ring_rows_in_words(const RingParams& p, void* array, const RingUnit& unit,
                                           const int (&tokens)[2], const float* sums, const float (&of_rows)[2]) {

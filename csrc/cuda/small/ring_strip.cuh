@@ -123,7 +123,7 @@ CUTE_DEVICE int place_of_row(const RingShape& shape, int row, int d) {
   return row & (shape.rows[d] - 1);
 }
 
-/// Mask bits, as `hiding` reads them: a lane's two elements in one of its two rows, of one group of a block.
+/// Mask bits, as `hiding` reads them: a lane's two elements of a group, in either of its two rows.
 CUTE_DEVICE constexpr std::uint32_t bits_of_row(int row, int group) {
   return (group == 0 ? 0x0808u : 0x8080u) << (16 * row);
 }

@@ -1,19 +1,19 @@
-// Columns of regions that lie on both sides of a seam, where a dimension ends and goes on at its other end.
+// Columns of regions on both sides of a seam, at which a wrapped dimension continues at its other end.
 #pragma once
 
 #include "cuda/small/copies.cuh"
 
 namespace natten_jax::small {
 
-/// As CtaItems, of problems of which some dimension wraps.
+/// As CtaItems, for problems with a wrapped dimension.
 struct AroundItems : CtaItems {
   static constexpr bool kMayWrap = true;
 
   using CtaItems::CtaItems;
 };
 
-/// Copies of columns to where boxes of them would lie, by all threads: a seam may cut a box anywhere, and the engine
-/// that copies boxes fills what it does not find with zeros.
+/// Copies columns into the layout of boxes with all threads: a seam may cut a box anywhere, and TMA fills elements
+/// outside of the array with zeros.
 template <int kHeadDim>
 struct SeamCopy {
   static constexpr int kChunks = kHeadDim / 8;
@@ -21,7 +21,7 @@ struct SeamCopy {
 
   CUTE_DEVICE SeamCopy(int heads, int, int) : token_bytes(heads * 2 * kHeadDim) {}
 
-  /// Starts to copy a region's columns of two arrays, given the first rows of an item.
+  /// Starts to copy a region's columns of two arrays, which begin at an item's first rows.
   CUTE_DEVICE void box(const Tables& tables, const void* first, const void* second, std::uint32_t stage) const {
     const int chunk = threadIdx.x % kChunks;
     const char* const of_first = static_cast<const char*>(first) + chunk * 16;
@@ -35,7 +35,7 @@ struct SeamCopy {
     }
   }
 
-  /// The keys and values that a region's queries see.
+  /// Copies the keys and values that a region's queries see.
   template <class Params>
   CUTE_DEVICE void keys(const Params& p, const Tables& tables, const Item& item, std::uint32_t stage) const {
     const int of_key = item.of_key(p);

@@ -13,18 +13,18 @@ constexpr int kThreads = 256, kLoads = 8;
 
 struct SinksGradientParams {
   const float* sinks;        // [batch_of_sinks, heads]
-  const float* logsumexp;    // [batch, queries, heads], which has the sinks
-  const float4* statistics;  // likewise
+  const float* logsumexp;    // [batch, queries, heads], including the sinks
+  const float4* statistics;  // [batch, queries, heads], including the sinks
   float* parts;              // [batch_of_sinks, next_sinks / filled_heads, filled_heads]
-  std::int64_t rows;         // queries that have the same sinks
-  std::int64_t next_sinks;   // from the parts of a batch entry's sinks to those of the next ones
+  std::int64_t rows;         // queries that share a set of sinks
+  std::int64_t next_sinks;   // distance between the parts of two batch entries' sinks
   int heads, filled_heads;
-  int heads_of_cta, rows_of_cta;  // at a time; of these, a power of two
+  int heads_of_cta, rows_of_cta;  // handled at once; rows_of_cta is a power of two
   int rows_of_part;
 };
 
-/// A CTA has some heads of a part of the queries, a thread one head of each few of these: neighbors read what follows
-/// in memory.
+/// A CTA handles some heads of a part of the queries, a thread one head of every few queries: neighboring threads read
+/// neighboring memory.
 __global__ void __launch_bounds__(kThreads, 2)
     natten_jax_small_sinks_gradient(const __grid_constant__ SinksGradientParams p) {
   __shared__ float sums[kThreads];
@@ -44,8 +44,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const float* delta = &p.statistics[at].y;
     int rows = (static_cast<int>(end - first) - of_row + p.rows_of_cta - 1) / p.rows_of_cta;
     for (; rows >= kLoads; rows -= kLoads) {
-      // All are under way before one is waited for: one after the other, 200,704 queries of two heads took 16
-      // microseconds.
+      // Issue all loads before the first use: one at a time, 200,704 queries of two heads took 16 microseconds.
       float a[kLoads], b[kLoads];
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
@@ -64,7 +63,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();
     if (of_row < half) sums[threadIdx.x] += sums[threadIdx.x + half * p.heads_of_cta];
   }
-  // A sink has no value: its weight takes from what all others have.
+  // Negative, because a sink reduces all other weights without adding a value.
   if (of_row == 0 && head < p.filled_heads) {
     p.parts[blockIdx.x * p.next_sinks + blockIdx.y * p.filled_heads + head] = -sums[threadIdx.x];
   }
@@ -80,8 +79,8 @@ __global__ void __launch_bounds__(kMostSumThreads) natten_jax_small_sinks_sums(c
 }  // namespace
 
 cudaError_t launch_sums_of_sinks(const SinksParams& params, bool overlaps, cudaStream_t stream) {
-  // No more threads than have a chunk each: a CTA of few finds room beside those of the kernel in front of it, and
-  // waits there for its end.
+  // At most one thread per chunk: a small CTA fits on an SM next to the previous kernel's CTAs, and waits there for its
+  // end (PDL).
   const int chunks = (params.parts_of_sink + kEntriesOfChunk - 1) / kEntriesOfChunk;
   const int threads = std::clamp(static_cast<int>(divide_up(chunks, 32)) * 32, 32, kMostSumThreads);
   const int shared_memory = threads / 32 * static_cast<int>(sizeof(float));

@@ -8,7 +8,7 @@ namespace natten_jax::small {
 cudaError_t launch_table_gradient(const TableParams& params, const LaunchShape& shape) {
   constexpr std::int64_t kWarp = 32, kLeastThreads = 128;
   LaunchShape own = shape;
-  // A chunk of a record each, as far as there are threads; and enough for the entries.
+  // A thread per chunk of a record, within the limits; and enough threads for the entries.
   const std::int64_t chunks = divide_up(params.record, kEntriesOfChunk * kWarp) * kWarp;
   own.threads = static_cast<int>(std::clamp<std::int64_t>(chunks, kLeastThreads, kTableThreads));
   own.shared_memory = bytes_of_runs(params.record);

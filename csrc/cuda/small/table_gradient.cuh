@@ -1,4 +1,4 @@
-// The gradient of a relative bias: sums of the records of tiles, in their order.
+// Gradient of a relative bias: sums of the records of tiles, in order.
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -9,17 +9,17 @@
 
 namespace natten_jax::small {
 
-/// Threads of a CTA, at most.
+/// Maximum threads of a CTA.
 inline constexpr int kTableThreads = 256;
 
-/// Runs of tiles whose sums a CTA has in shared memory at a time, in bytes; for one of them there is always room.
+/// Bytes of shared memory for the sums of runs of tiles that a CTA holds at a time: at least one run.
 constexpr int bytes_of_runs(int record) {
   constexpr int kMostRuns = 12, kMostBytes = 32 * 1024;
   const int run = static_cast<int>(sizeof(float)) * record, runs = kMostBytes / run;
   return run * (runs < 1 ? 1 : runs > kMostRuns ? kMostRuns : runs);
 }
 
-/// Whether a tile has queries; its number is the one of TilePlan.
+/// True if a tile has queries; `tile` is TilePlan::number.
 CUTE_DEVICE bool has_queries(const TableParams& p, int tile) {
   bool result = true;
   CUTE_UNROLL
@@ -33,24 +33,24 @@ CUTE_DEVICE bool has_queries(const TableParams& p, int tile) {
   return result;
 }
 
-/// A CTA adds up a part of the tiles of a batch entry and head. Those that follow each other, and whose records begin
-/// at the same offsets, are a run, as most of a line are: the numbers of their records are added up one by one, and
-/// entries of the table are looked for once for each run.
+/// A CTA adds up a part of the tiles of a batch entry and head. Consecutive tiles whose records begin at the same
+/// offsets form a run, like most tiles of a line: their records are added up elementwise, and the table's entries are
+/// located once per run.
 __global__ void __launch_bounds__(kTableThreads)
     natten_jax_small_table_gradient(const __grid_constant__ TableParams p) {
   static_assert(kTilesOfSum == 32, "a lane of a warp each, and a bit of a word");
-  // Numbers of so many tiles come from memory at a time, four of each, the first ones beside the headers.
+  // Tiles loaded at a time, four numbers of each; the first loads overlap with the headers'.
   constexpr int kAtOnce = 8;
   constexpr unsigned kAll = 0xffffffff;
   extern __shared__ float4 runs[];
-  // The least offsets of tiles, and how many numbers before their records' first ones the table's first entry would be.
+  // Smallest offsets of tiles, and the distance in numbers from the table's first entry to the record's first number.
   __shared__ int4 least_offset[kTilesOfSum];
   const std::int64_t item = blockIdx.x, numbers = p.record + kRecordHeader;
   const int first_tile = blockIdx.y * kTilesOfSum, count = min(kTilesOfSum, p.tiles - first_tile);
   const float* const records = p.records + (item * p.tiles + first_tile) * numbers;
   const int lane = threadIdx.x % 32, own_tile = min(lane, count - 1);
   const int4 header = *reinterpret_cast<const int4*>(records + own_tile * numbers + p.record);
-  // A tile without queries has written nothing: no entry is among those of its record.
+  // A tile without queries has not written a record: its offsets match no entry.
   const bool is_written = has_queries(p, first_tile + own_tile);
   const unsigned written = __ballot_sync(kAll, is_written);
   const int chunks = p.record / kEntriesOfChunk, next_tile = static_cast<int>(numbers) / kEntriesOfChunk;
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kTableThreads)
   const unsigned begins = __ballot_sync(kAll, begins_one);
   float* const sums = p.sums + (std::int64_t{blockIdx.y} * gridDim.x + item) * p.entries;
   for (int first = 0, end = 0; first < count; first = end) {
-    // Up to the run that there is no room for.
+    // Extend up to the last run that fits.
     for (int all = 0; end < count && (all += begins >> end & 1) <= most_runs; ++end) {
     }
     for (int chunk = own_chunk; chunk < chunks; chunk += blockDim.x) {

@@ -6,7 +6,7 @@ namespace {
 
 constexpr int kProductsThreads = 128;
 
-/// CTAs have parts of a table: a head's, or that of a batch entry's head.
+/// A CTA handles a part of a table, of a head or of a batch entry's head.
 __global__ void __launch_bounds__(kProductsThreads)
     natten_jax_small_table_products(const __grid_constant__ TableProductsParams p) {
   const std::int64_t item = blockIdx.x;
@@ -19,10 +19,10 @@ __global__ void __launch_bounds__(kProductsThreads)
   products[entry] = offset < 0 ? 0.f : GivenTable::product_of(table[offset], scale);
 }
 
-/// Threads of a CTA: each has four offsets of every few sums. Eight neighbors load what follows in memory.
+/// Threads of a CTA: each handles four offsets of every few sums. Eight neighboring threads load neighboring memory.
 constexpr int kSumThreads = 256, kChunksAtOnce = 8, kSumsAtOnce = kSumThreads / kChunksAtOnce, kOfChunk = 4;
 
-/// A CTA has some offsets of a table.
+/// A CTA handles some offsets of a table.
 __global__ void __launch_bounds__(kSumThreads) natten_jax_small_last_sums(const __grid_constant__ LastSumsParams p) {
   __shared__ float4 parts[kSumsAtOnce][kChunksAtOnce];
   const int of_chunk = threadIdx.x % kChunksAtOnce, of_sum = threadIdx.x / kChunksAtOnce,
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kSumThreads) natten_jax_small_last_sums(const 
   }
   parts[of_sum][of_chunk] = part;
   __syncthreads();
-  // A thread has one offset, and adds the parts up in their order.
+  // A thread handles one offset, and adds the parts up in order.
   constexpr int kOffsets = kChunksAtOnce * kOfChunk;
   const int offset = blockIdx.y * kOffsets + threadIdx.x;
   if (threadIdx.x >= kOffsets || offset >= p.offsets) return;

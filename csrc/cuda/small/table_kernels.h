@@ -1,4 +1,4 @@
-// Launches the kernels around those that add a relative bias: what prepares tables, and what adds their gradients up.
+// Launches the kernels that prepare tables of a relative bias, and that add up their gradients.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,26 +10,27 @@
 
 namespace natten_jax::small {
 
-/// For tables in products of queries and keys.
+/// Parameters for tables of products of queries and keys.
 struct TableProductsParams {
   GivenTable given;
   Scale scale;
   float* products;  // [tables, heads, entries]
-  int entries;      // filled up to chunks
+  int entries;      // padded to chunks
   int heads;
 };
 
-/// For the last sums of gradients of tables: result[table][offset] = sum of sums[table][sum][offset] over all `sums`.
+/// Parameters of the last sums of table gradients: result[table][offset] = sum of sums[table][sum][offset] over all
+/// `sums`.
 struct LastSumsParams {
   const float* sums;
   float* result;            // [tables, offsets]
-  std::int64_t next_table;  // numbers from the sums of a table to those of the next one, in chunks of 16 bytes
-  std::int64_t next_sum;    // and from a table's sum to its next
-  int count;                // sums of a table
+  std::int64_t next_table;  // distance between the sums of two tables, in chunks of 16 bytes
+  std::int64_t next_sum;    // distance between two sums of a table, in the same unit
+  int count;                // sums per table
   int offsets;
 };
 
-/// Launches them, for so many tables of heads.
+/// Launch the kernels, for `tables` tables of heads.
 cudaError_t launch_table_products(const TableProductsParams& params, int tables, cudaStream_t stream);
 cudaError_t launch_last_sums(const LastSumsParams& params, int tables, cudaStream_t stream);
 

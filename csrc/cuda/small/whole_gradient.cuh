@@ -88,7 +88,7 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kFeature == Feature::kRel
     }
     // All statistics and the item's sums for a table are complete.
     meet(warps);
-    // Query heads that share a key/value head would need these sums in registers across items, which do not suffice.
+    // Not for query heads that share a key/value head: their sums would have to stay in registers across items.
     KeyValueSums<Element, kHeadDim, true> sums;
     const Operand keys = rows_of(kWholeKeys), values = rows_of(kWholeValues);
     KeyBiasSums of_bias;

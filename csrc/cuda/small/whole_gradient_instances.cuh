@@ -11,12 +11,12 @@ template <ElementType kType, Feature kFeature>
 cudaError_t launch_whole_gradient(int head_dim, const WholeParams<kFeature == Feature::kRelativeBias>& params,
                                   const LaunchShape& shape) {
   if constexpr (kFeature == Feature::kWraps) {
-    return cudaErrorInvalidValue;  // no layout that wraps is one region
+    return cudaErrorInvalidValue;  // a wrapped layout is never a single region
   } else {
     return with_constant<kHeadDims[0], kHeadDims[1]>(head_dim, cudaErrorInvalidValue, [&](auto width) {
       static_assert(width <= kLargestBoxHeadDim);
       using Element = ElementOf<kType>;
-      // Terms of heads spill 13 registers more: layouts of 7 x 7 tokens, in 64 dilation groups, took 4% longer.
+      // Per-head terms spill 13 more registers: layouts of 7 x 7 tokens, in 64 dilation groups, took 4% longer.
       if (!params.has_terms_of_heads()) {
         return launch(natten_jax_small_whole_gradient<Element, width, Terms::kOfAll, kFeature>, shape, params);
       }

@@ -1,16 +1,16 @@
-// A relative bias and the sums for its gradient, as the kernel of all gradients of whole layouts goes over its items.
+// Relative bias and the sums for its gradient in the kernel of all gradients of whole layouts.
 #pragma once
 
 #include "cuda/small/region_sums.cuh"
 
 namespace natten_jax::small {
 
-/// The warps that have rows meet.
+/// Synchronizes the warps that have rows.
 CUTE_DEVICE void meet(int warps) {
   asm volatile("bar.sync 1, %0;" : : "r"(32 * warps) : "memory");
 }
 
-/// Without one.
+/// No relative bias.
 template <bool kHasBias>
 struct WholeTable {
   CUTE_DEVICE WholeTable(const BackwardParams&, char*) {}
@@ -28,21 +28,21 @@ struct WholeTable<true> {
 
   CUTE_DEVICE WholeTable(const WholeBiasParams& p, char* raw) : table(p, raw), sums(p, raw) {}
 
-  /// Before the plans: the table comes meanwhile. All threads call this, and the next one.
+  /// Called before planning, which overlaps with the copy of the table. All threads have to call this and `plan`.
   CUTE_DEVICE void start(const Item& first) const { table.start(first); }
   CUTE_DEVICE void plan(const TilePlan& queries, const Item& first) const {
     table.finish(first);
     sums.plan(queries);
   }
 
-  /// Adds what an item has.
+  /// Adds an item's sums.
   template <class Element>
   CUTE_DEVICE void add(const TilePlan& queries) const {
     sums.add<Element>(queries);
   }
 
-  /// When warps have met after the last item was added. Behind the loop over items: within it, everybody would jump
-  /// over the instructions.
+  /// Called after the last item was added and warps have synchronized. It is outside of the loop over items, where
+  /// every warp would jump over its instructions.
   CUTE_DEVICE void write(const TilePlan& queries, const HeadItems& items) const {
     if (queries.has_rows) sums.write(items);
   }
