@@ -163,8 +163,8 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
       const int is_sum = is_sum_trusted<Element>(sums[r], result.shift[r], factor);
       is_trusted &= (is_sum | static_cast<int>((r == 0 ? places.x : places.y) < 0)) != 0;
     }
-    // Sink that the sums do not include yet. In float16, the check above excludes it, because weights next to a sink
-    // may have lost digits unnoticed.
+    // Sink that the sums do not include yet. In float16, the check above excludes the sink, which would hide that the
+    // weights may have lost digits.
     float sink = -INFINITY;
     if constexpr (kHasTerms && Sums::kHasReference) sink = terms.sink();
     if (__any_sync(0xffffffffu, !is_trusted)) {

@@ -11,9 +11,9 @@ namespace natten_jax::small {
 /// per head. With one kernel for both cases, clips and volumes took 3% longer in the forward pass.
 enum class Terms { kOfAll, kOfHeads };
 
-/// Scale and sink of the item that a warp computes in a forward pass. With `kOfLanes`, each lane holds the terms of one
-/// of the CTA's items. Loading them per item stalls warps, and takes 40 instructions more than a single scale (14 x 14
-/// tokens: 9% of a pass on an H100). Kernels that already spill registers cannot afford `kOfLanes`.
+/// Scale and sink of the item that a warp computes in a forward pass. With `kOfLanes`, lane i holds the terms of the
+/// CTA's item `first_ + i`. Loading them per item stalls warps, and takes 40 instructions more than a single scale (14
+/// x 14 tokens: 9% of a pass on an H100). Kernels that already spill registers cannot afford `kOfLanes`.
 template <bool kAreThere, bool kOfLanes, class Items>
 class HeadTerms {
  public:

@@ -13,8 +13,8 @@ CUTE_DEVICE void init_barrier(std::uint64_t& barrier, int arrivals) {
 /// As `wait` and `arrive`, which require compute capability 9.0.
 CUTE_DEVICE void wait_for(std::uint64_t& barrier, int parity) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  // A spinning warp would take issue slots from the other warps, and warps whose step is not in the ring yet wait
-  // for a long time.
+  // A spinning warp would take issue slots from the other warps. Warps often wait, because the ring cannot hold the
+  // steps of all of them.
   constexpr unsigned kNanoseconds = 20;
   for (unsigned is_complete = 0;;) {
     asm volatile(

@@ -54,9 +54,9 @@ struct RingBias {
   int given_pitch[kRank];  ///< As `pitch`, by dimensions of the problem.
   int first;               ///< Bytes before the first table, read only by hidden pairs,
   int center;              ///< and bytes to its entry of offset zero.
-  int next_row;            ///< Bytes from the entries of a lane's first row to the entries of its second row,
-  int next_half;           ///< and back from the entries of a block's first half to those for its second half.
-  int next_block, next_group, next_slab;  ///< Bytes back to the next block, group and slab.
+  int next_row;            ///< Distance in bytes between the entries of a lane's two rows,
+  int next_half;           ///< in the opposite direction between the entries of a block's two halves,
+  int next_block, next_group, next_slab;  ///< and between blocks, groups, slabs.
   int bytes;                              ///< Total size, including the margins on both sides that hidden pairs read.
 
   RingBias() = default;

@@ -142,7 +142,8 @@ void choose_segments(const Problem& problem, Kernel kernel, const Device& device
   const RingCosts costs = costs_of(shape.loads, kernel, problem.head_dim);
   const std::int64_t strips = problem.batch * problem.heads * shape.strips[0] * shape.strips[1],
                      beside = std::int64_t{shape.beside[0]} * shape.beside[1];
-  // Turns that run concurrently: the number for which the ring has slabs, plus a partial one.
+  // Turns (groups of adjacent warps) that run concurrently: the number for which the ring has slabs, plus a partial
+  // one.
   const double held_turns = 2 + (shape.slots - slabs.seen) * shape.thick / shape.rows[2],
                turns = std::clamp<double>(held_turns, 1, shape.turns());
   const double warps = static_cast<double>(beside) * turns,

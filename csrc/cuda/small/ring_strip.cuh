@@ -7,9 +7,8 @@
 
 namespace natten_jax::small {
 
-/// Index of the unit that a CTA takes in a round; the CTA is done if it is not less than `units`. The map from CTAs to
-/// units rotates from round to round: with the same strips every time, the CTAs with the busiest strips would finish
-/// late.
+/// Index of the unit that a CTA takes in a round; past the last unit, the CTA is done. The map from CTAs to units
+/// rotates from round to round: with the same strips every time, the CTAs with the busiest strips would finish late.
 CUTE_DEVICE int unit_of_round(const RingParams& p, int round) {
   const unsigned ctas = gridDim.x, turned = static_cast<unsigned>(round) * p.shape.turn % ctas;
   return static_cast<int>(round * ctas + (blockIdx.x + turned) % ctas);
