@@ -12,7 +12,7 @@ using xffi::AnyBuffer;
 using xffi::DataType;
 using xffi::Error;
 
-/// Checks an array that has an entry for each offset, or none.
+/// Checks an array with an entry per offset; it must be empty unless `is_given`.
 Error check_relative_bias(const char* name, const AnyBuffer& array, const Problem& p, bool is_given) {
   const char* const rule = "it holds a number for each batch entry, head and offset, or nothing";
   if (!is_given) return check_array(name, array, DataType::F32, {0}, rule);
@@ -30,7 +30,7 @@ Error check_offsets(const Problem& p) {
   return Error::Success();
 }
 
-/// Checks an array that has a number for each key and head, or none.
+/// Checks an array with a number per key and head; it must be empty unless `is_given`.
 Error check_key_bias(const char* name, const AnyBuffer& array, const Problem& p, bool is_given, std::int64_t heads) {
   const char* const rule = "it holds a number for each key and query head, or nothing";
   if (!is_given) return check_array(name, array, DataType::F32, {0}, rule);
@@ -125,7 +125,7 @@ Error decode_key_bias_of_kernels(const AnyBuffer& key_bias, Call& call) {
 
 namespace {
 
-/// Checks sinks, or what is as large; empty where there are none.
+/// Checks an array with the shape of the sinks; it must be empty without sinks.
 Error check_sinks(const char* name, const AnyBuffer& buffer, const Call& call) {
   const char* const rule = "it holds a number for each head, of all batch entries or of each, or nothing";
   if (call.arrays.sinks == nullptr) return check_array(name, buffer, DataType::F32, {0}, rule);

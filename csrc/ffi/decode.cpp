@@ -141,7 +141,7 @@ Error decode_tile(const xffi::Dictionary& dictionary, const char* name, std::int
   return Error::Success();
 }
 
-/// What kernels copy at a time, and what XLA gives whole buffers several times over.
+/// Alignment that the kernels' copies require; XLA aligns whole buffers to a multiple of it.
 constexpr std::uintptr_t kAlignment = 16;
 
 Error check_rank_and_extents(const char* name, const AnyBuffer& array, std::size_t rank, const char* axes) {
@@ -158,7 +158,7 @@ Error check_rank_and_extents(const char* name, const AnyBuffer& array, std::size
   return Error::Success();
 }
 
-/// The same for a dimension that wraps: kernels count on behind both of its ends.
+/// Largest extent of a dimension that wraps: kernels also use indices beyond both of its ends.
 constexpr std::int64_t kLargestExtentAround = kLargestExtent / 4;
 
 Error check_windows(const Axis (&axes)[kRank]) {
@@ -199,7 +199,7 @@ Error decode_scales(const AnyBuffer& scales, Problem& p, float of_all) {
   return check_array("scales", scales, DataType::F32, {p.batch, p.heads, 2}, rule);
 }
 
-/// Adds what the operands say of the axes: local extents and origins.
+/// Sets the local extents and origins of the axes from the operands.
 Error locate_axes(const AnyBuffer& query, const AnyBuffer& key, const std::int32_t* origins, Axis (&axes)[kRank]) {
   for (int i = 0; i < kRank; ++i) {
     Tokens& queries = axes[i].query;
@@ -217,7 +217,7 @@ Error locate_axes(const AnyBuffer& query, const AnyBuffer& key, const std::int32
   return Error::Success();
 }
 
-/// Kernels for GPUs go around dimensions of which they have all tokens.
+/// Checks that arrays hold all tokens of a dimension that wraps, as the GPU kernels require.
 Error check_seams(const Problem& problem) {
   for (const Axis& axis : problem.axes) {
     if (axis.window.ends != Ends::kWrap) continue;
@@ -229,7 +229,7 @@ Error check_seams(const Problem& problem) {
   return Error::Success();
 }
 
-/// Checks the origins operand and gives its six values, or null where it is empty: all are zero.
+/// Checks the origins operand and returns its six values, or null if it is empty, which means zeros.
 Error decode_origins(const AnyBuffer& origins, const std::int32_t*& values) {
   const bool is_empty = origins.element_count() == 0;
   NATTEN_JAX_RETURN_IF_ERROR(check_array("origins", origins, DataType::S32, {is_empty ? 0 : 2, kRank},

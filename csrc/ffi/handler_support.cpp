@@ -40,7 +40,7 @@ xffi::Error check_remainder(const char* name, const xffi::AnyBuffer& array, cons
   return xffi::Error::Success();
 }
 
-/// The same of the cotangent of the logsumexp, which may be none of a target's operands.
+/// Checks the cotangent of the logsumexp; `array` is null if the target does not take it.
 xffi::Error check_logsumexp_cotangent(const xffi::AnyBuffer* array, const Problem& p, const float*& values) {
   values = nullptr;
   if (array == nullptr) return xffi::Error::Success();

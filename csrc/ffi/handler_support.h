@@ -1,4 +1,4 @@
-// What every XLA FFI handler of this library does around its kernel.
+// Shared code of all XLA FFI handlers of this library.
 #pragma once
 
 #include <array>
@@ -23,14 +23,14 @@ xffi::Error guarded(Body body) {
   }
 }
 
-/// What XLA is told of how a call ended.
+/// Converts the status of a call to an XLA error.
 xffi::Error error_of(const Status& status);
 
-/// Checks the per-query arrays that follow the problem's operands or are results.
+/// Checks an operand or result with values per query.
 xffi::Error check_query_array(const char* name, const xffi::AnyBuffer& array, const Problem& p, bool is_statistic);
 
-/// Checks the array of what the logsumexps leave out (natten_jax/logsumexp.h): as large as that of the logsumexps, or
-/// empty, which gives a null pointer.
+/// Checks the array of logsumexp remainders (natten_jax/logsumexp.h): as large as the array of logsumexps, or empty,
+/// which gives a null pointer.
 xffi::Error check_remainder(const char* name, const xffi::AnyBuffer& array, const Problem& p, float*& values);
 
 /// The results of a forward pass.
@@ -42,7 +42,7 @@ struct ForwardResults {
 xffi::Error decode_forward(const ProblemOperands& operands, ForwardResults results, const xffi::Dictionary& dictionary,
                            std::int64_t further, Memory memory, Call& call, Elements elements = Elements::kWide);
 
-/// What a backward pass is given of queries; null where a target does not take it.
+/// Operands of a backward pass per query; null if a target does not take them.
 struct Saved {
   const xffi::AnyBuffer *logsumexp, *remainder, *out, *out_cotangent, *logsumexp_cotangent, *delta;
 };
@@ -50,18 +50,18 @@ struct Saved {
 /// The gradients of query, key, value and additional keys and values.
 using Gradients = std::array<xffi::Result<xffi::AnyBuffer>, 5>;
 
-/// Decodes and checks a call of a backward pass likewise, with the layouts of its batch entries.
+/// Decodes and checks a call of a backward pass, including the layouts of its batch entries.
 xffi::Error decode_backward(const ProblemOperands& operands, const xffi::AnyBuffer& layouts, const Saved& saved,
                             Gradients gradients, const xffi::Dictionary& dictionary, std::int64_t further,
                             Memory memory, Call& call);
 
-/// Checks that a backward pass takes the heads: where they have scales of their own, no two share keys and values.
+/// Checks that a backward pass supports the heads: heads with separate scales must not share keys and values.
 xffi::Error check_heads_of_gradients(const Problem& p);
 
-/// Checks the results that are the gradients of query, key, value and additional keys and values.
+/// Checks the results for the gradients of query, key, value and additional keys and values.
 xffi::Error check_gradients(const ProblemOperands& operands, const std::array<const xffi::AnyBuffer*, 5>& gradients);
 
-/// The handler whose body takes the operands of `bind_problem` together, and then what else the target takes.
+/// Makes a handler. Its body takes the operands of `bind_problem` as a struct, then the target's other arguments.
 template <typename Body>
 auto on_problem(Body body) {
   using xffi::AnyBuffer;
@@ -73,7 +73,7 @@ auto on_problem(Body body) {
   };
 }
 
-/// The operands that every handler starts with.
+/// Binds the operands that every handler starts with.
 inline auto bind_problem() {
   return xffi::Ffi::Bind()
       .Arg<xffi::AnyBuffer>()   // query
@@ -85,7 +85,7 @@ inline auto bind_problem() {
       .Arg<xffi::AnyBuffer>();  // scales
 }
 
-/// Adds the results of a forward pass to what a target takes.
+/// Adds the results of a forward pass to a binding.
 template <typename Binding>
 auto bind_forward(Binding&& binding) {
   return std::forward<Binding>(binding)
@@ -94,7 +94,7 @@ auto bind_forward(Binding&& binding) {
       .template Ret<xffi::AnyBuffer>();  // remainder
 }
 
-/// Adds the results of a backward pass to what a target takes.
+/// Adds the results of a backward pass to a binding.
 template <typename Binding>
 auto bind_gradients(Binding&& binding) {
   return std::forward<Binding>(binding)

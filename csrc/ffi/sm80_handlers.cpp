@@ -1,4 +1,4 @@
-// The handlers of the portable CUDA kernels. Operands lie in device memory: their contents are the kernels' to read.
+// Handlers of the portable CUDA kernels. Operands are in device memory, so only the kernels read their contents.
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
@@ -60,7 +60,7 @@ Error sm80_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffe
   NATTEN_JAX_RETURN_IF_ERROR(
       decode_choice(dictionary, "kv_splits", std::numeric_limits<std::int32_t>::max(), kv_splits));
   const Problem& problem = call.problem;
-  // Sums of the query gradient; those of float32 arrays are the result itself.
+  // Sums of the query gradient. With float32 arrays, the result itself holds the sums.
   float* sums = nullptr;
   const std::size_t expected = problem.element_type == ElementType::kFloat32 ? 0 : 1;
   if (scratch.size() != expected) {
@@ -99,7 +99,8 @@ XLA_FFI_DEFINE_HANDLER(kSm80Backward, on_problem(sm80_backward),
                            .Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});
 
-/// What the gradients of a query's weights are reduced by, from [batch, x, y, z, heads, head_dim_v] arrays.
+/// Computes delta, which is subtracted from the gradients of a query's weights, from [batch, x, y, z, heads,
+/// head_dim_v] arrays.
 Error sm80_delta(AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumexp_cotangent, Result delta,
                  cudaStream_t stream) {
   return guarded([&]() -> Error {

@@ -1,4 +1,4 @@
-// The handlers of the Hopper kernels. Operands lie in device memory: their contents are the kernels' to read.
+// Handlers of the Hopper kernels. Operands are in device memory, so only the kernels read their contents.
 #include <cuda_runtime_api.h>
 
 #include <string>
@@ -19,12 +19,13 @@ using xffi::AnyBuffer;
 using xffi::Error;
 using Result = xffi::Result<AnyBuffer>;
 
-/// The results of both handlers of forward passes.
+/// Results of the forward handlers.
 struct Results : ForwardResults {
   Result next_tile;
 };
 
-/// What a call continues: where its queries begin, and what earlier ones found, whose place the results take.
+/// Operands of a continuing call: the start of its queries, and the results of earlier calls, which it updates in
+/// place.
 struct Earlier {
   AnyBuffer first_query, out, logsumexp, remainder;
 };
@@ -62,14 +63,15 @@ Error decode_output(const AnyBuffer& out_scales, Call& call) {
   return check_array("out_scales", out_scales, xffi::DataType::F32, {p.batch, p.heads}, rule);
 }
 
-/// What a pass of its own takes: layouts of batch entries with the scratch memory for these, and biases of keys.
+/// Operands of a pass that continues no other: layouts of batch entries with scratch memory for their tensor maps, and
+/// key biases.
 struct OfWholePass {
   AnyBuffer layouts, key_bias;
   Result entry_maps;
 };
 
-/// Runs a forward pass; `whole` is null where it takes none of that, `earlier` where it continues nothing, `out_scales`
-/// where elements have more than 8 bits.
+/// Runs a forward pass. `whole` is null if the target does not take these operands, `earlier` if the pass continues no
+/// other, and `out_scales` if elements have more than 8 bits.
 Error run_forward(const ProblemOperands& operands, OfWholePass* whole, const Earlier* earlier,
                   const AnyBuffer* out_scales, Results results, cudaStream_t stream,
                   const xffi::Dictionary& dictionary) {
@@ -183,7 +185,8 @@ Error sm90_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffe
                          static_cast<float*>(scratch->untyped_data()), maps, is_deterministic == 1, stream));
 }
 
-/// What the backward pass needs to know of every query, from [batch, x, y, z, heads, head_dim_v] arrays.
+/// Computes the statistics of every query that the backward pass needs, from [batch, x, y, z, heads, head_dim_v]
+/// arrays.
 Error sm90_statistics(AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumexp, AnyBuffer logsumexp_cotangent,
                       AnyBuffer layouts, Result statistics, cudaStream_t stream) {
   return guarded([&]() -> Error {

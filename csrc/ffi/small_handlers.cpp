@@ -1,4 +1,4 @@
-// The handlers of the CUDA kernels for small windows, a form of the portable ones.
+// Handlers of the CUDA kernels for small windows, which are a form of the portable kernels.
 #include <cuda_runtime_api.h>
 
 #include "cuda/small/bias_table.h"
@@ -48,7 +48,7 @@ XLA_FFI_DEFINE_HANDLER(kSmallForward, on_problem(small_forward),
                            .Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});
 
-/// Checks the results that the gradient of a relative bias takes; they are empty where there is none.
+/// Checks the scratch results for the gradient of a relative bias; they must be empty without a relative bias.
 Error check_table_sums(const AnyBuffer& records, const AnyBuffer& sums, const Call& call) {
   const Problem& p = call.problem;
   const char* const rule = "it is what tiles of queries add to the gradient of relative_bias, or nothing";
@@ -64,7 +64,7 @@ Error check_table_sums(const AnyBuffer& records, const AnyBuffer& sums, const Ca
                      rule);
 }
 
-/// Checks the result that the gradient of sinks takes.
+/// Checks the scratch result for the gradient of sinks.
 Error check_sinks_parts(const AnyBuffer& parts, const Call& call) {
   const Arrays& arrays = call.arrays;
   const std::int64_t numbers =

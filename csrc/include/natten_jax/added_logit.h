@@ -26,7 +26,7 @@ NATTEN_JAX_HOST_DEVICE inline float clipped_by_min_max(float x) {
   return fminf(fmaxf(x, -kLargestLogit), kLargestLogit);
 }
 
-/// Likewise, in one instruction if the device has it.
+/// Clips in the same way, in one instruction if the device has it.
 NATTEN_JAX_HOST_DEVICE inline float clipped_logit(float x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
   float result;  // both bounds in one instruction: the smaller magnitude, with the product of the signs

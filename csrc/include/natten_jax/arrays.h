@@ -5,7 +5,7 @@
 
 namespace natten_jax {
 
-/// Where the arrays lie, in the memory of the device that computes; null where a pass or backend has no use for one.
+/// Addresses of the arrays, in the memory of the device that computes; null if a pass or backend does not use an array.
 struct Arrays {
   const void* query;
   const void* key;
@@ -14,22 +14,22 @@ struct Arrays {
   const void* additional_values;
   const std::int32_t* origins;  ///< [2, 3]: query origin, key/value origin; null: zeros.
 
-  const std::int32_t* layouts;  ///< [batch, 3, 3]: query origin, query extents, key/value extents; null: all alike.
+  const std::int32_t* layouts;  ///< [batch, 3, 3]: query origin, query extents, key/value extents; null: equal.
 
-  // What is added to logits: of offsets (natten_jax/offset_table.h), and of keys. Null: nothing.
-  const float* relative_bias;         ///< [relative_bias_tables, heads, entries]:
-  std::int64_t relative_bias_tables;  ///< one for each batch entry, or one for all of them.
-  const float* key_bias;              ///< [batch, keys, heads]; or likewise with one number for all of them:
+  // Terms that are added to logits: per offset (natten_jax/offset_table.h), and per key. Null: zeros.
+  const float* relative_bias;         ///< [relative_bias_tables, heads, entries].
+  std::int64_t relative_bias_tables;  ///< Batch entries, or 1 if they share a table.
+  const float* key_bias;              ///< [batch, keys, key_bias_heads]; the last extent is heads or 1.
   std::int64_t key_bias_heads;
-  const float* sinks;           ///< [batch_of_sinks, heads]; null: none, or beside scales (Scale).
-  std::int64_t batch_of_sinks;  ///< Batch entries, or one for all of them.
+  const float* sinks;           ///< [batch_of_sinks, heads]; null: no sinks, or stored with scales (Scale).
+  std::int64_t batch_of_sinks;  ///< Batch entries, or 1 if they share sinks.
 
-  const float* out_scales;  ///< [batch, heads]: factors of the output; null: ones. Of 8-bit elements alone.
+  const float* out_scales;  ///< [batch, heads]: factors of the output; null: ones. Only for 8-bit elements.
 
-  // What the forward pass finds, and the backward pass is given.
+  // Results of the forward pass, and operands of the backward pass.
   void* out;
   float* logsumexp;
-  float* remainder;  ///< The logsumexp's (natten_jax/logsumexp.h); null where nobody wants it, or it is all zeros.
+  float* remainder;  ///< Of the logsumexp (natten_jax/logsumexp.h); null if not needed or all zeros.
 
   const void* out_cotangent;
   const float* logsumexp_cotangent;  ///< Null: zeros.
@@ -44,8 +44,8 @@ struct Arrays {
   float* sinks_gradient;
 };
 
-/// Fills in what kernels of GPUs are launched with: the arrays that a forward pass reads and writes, and those of them
-/// that a backward pass reads.
+/// Sets pointers in the parameters of a GPU kernel: to the arrays that a forward pass reads and writes, some of which a
+/// backward pass reads.
 template <class Params>
 void fill_arrays(const Arrays& arrays, Params& p) {
   p.query = arrays.query;

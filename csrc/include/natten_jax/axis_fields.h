@@ -1,6 +1,6 @@
-// The numbers that describe a token dimension, in one table: what calls hand over, and what is kept of calls by.
+// Table of the numbers that describe a token dimension. Calls pass these numbers, and caches use them as keys.
 //
-// A field that is added to a struct here does not compile until it stands in the table or is said not to belong there.
+// A field that is added to a struct here does not compile until it is in the table or excluded explicitly.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 
 namespace natten_jax {
 
-/// A number that a call says of each token dimension.
+/// A number that a call passes for each token dimension.
 struct AxisField {
   const char* name;
   std::int64_t smallest, largest;
@@ -41,8 +41,8 @@ inline constexpr AxisField kAxisFields[] = {
 
 inline constexpr std::size_t kFieldsOfAxis = std::size(kAxisFields);
 
-/// How many of an axis's numbers stand in the table: both extents and all that a window consists of. The others, where
-/// the local tokens lie, follow from the operands.
+/// Number of an axis's fields in the table: both extents and all fields of the window. The other fields, which locate
+/// the local tokens, follow from the operands.
 constexpr std::size_t tabulated_fields(const Axis& axis) {
   const auto& [query, kv, window] = axis;
   const auto& [extent, local_extent, origin] = query;

@@ -1,9 +1,9 @@
-// The logsumexp of a row's logits as the backward passes need it: to more digits than one float32 number has.
+// Logsumexp of a row's logits with more digits than a float32, as the backward passes need it.
 //
-// Kernels compute in base 2, where a row's logsumexp is the sum of two float32 numbers: base2_logsumexp of the natural
-// logarithm that the forward pass gives its callers, and a remainder beside it. Without the remainder, weights
-// exp(logit - logsumexp) would be wrong by the rounding of the logsumexp: by 1% where logits are of the order of 10^5,
-// by any factor where they are larger than 10^7.
+// Kernels compute in base 2. A row's logsumexp is the sum of two float32 numbers: base2_logsumexp of the natural
+// logarithm that the forward pass returns, and a remainder. Without the remainder, weights exp(logit - logsumexp) would
+// have the rounding error of the logsumexp: 1% for logits of the order of 10^5, and any factor for logits larger than
+// 10^7.
 #pragma once
 
 #include <cmath>
@@ -16,7 +16,7 @@ namespace natten_jax {
 inline constexpr float kLog2E = 1.44269504088896340736f;
 inline constexpr float kLn2 = 0.69314718055994530942f;
 
-/// Rounded to float32 before anything is subtracted: compilers must not fuse it into what uses it.
+/// The logsumexp in base 2, rounded to float32. Compilers must not fuse the product with a later subtraction.
 NATTEN_JAX_HOST_DEVICE inline float base2_logsumexp(float logsumexp) {
 #if defined(__CUDA_ARCH__)
   return __fmul_rn(logsumexp, kLog2E);
@@ -31,17 +31,17 @@ NATTEN_JAX_HOST_DEVICE inline float base2_logsumexp(float logsumexp) {
 /// occurs for logits above 2^40. These are so far apart that the weights of a row are equal or zero.
 constexpr float kPackedRemainder = 0x1p18f;
 
-/// A remainder in parts.
+/// The two parts of a remainder.
 struct RemainderParts {
-  float distance;  ///< From the rounded logsumexp to what the row's weights are relative to, in base 2.
-  float log2_sum;  ///< Of those weights; zero where `distance` has it.
+  float distance;  ///< From the rounded logsumexp to the reference of the row's weights, in base 2.
+  float log2_sum;  ///< Logarithm of the sum of these weights; zero if it is part of `distance`.
 };
 
 constexpr std::uint32_t kPackedBits = 0xfff;
 constexpr float kPackedUnit = 0x1p-7f;
 
-/// A distance as remainders hold it. A large one is rounded down to leave its last 12 bits to the logarithm of the sum:
-/// equal distances stay equal, and unequal ones differ by far more.
+/// Rounds a distance as remainders store it. A large distance is rounded down to leave its last 12 bits to the
+/// logarithm of the sum: equal distances stay equal, and unequal distances differ by far more.
 NATTEN_JAX_HOST_DEVICE inline float packed_distance(float distance) {
   if (!(__builtin_fabsf(distance) >= kPackedRemainder)) return distance;
   const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, distance) + (distance < 0.f ? kPackedBits : 0);
@@ -61,8 +61,8 @@ NATTEN_JAX_HOST_DEVICE inline float pack_remainder(float distance, float log2_su
       float, __builtin_bit_cast(std::uint32_t, packed_distance(distance)) | static_cast<std::uint32_t>(units));
 }
 
-/// The parts of a remainder. A weight relative to them is exp2(min(d - distance, 0) - log2_sum), where d is how far its
-/// logit is from the rounded logsumexp: the minimum undoes the rounding of the distance.
+/// Parts of a remainder. The weight of a logit is exp2(min(d - distance, 0) - log2_sum), where d is the distance of the
+/// logit from the rounded logsumexp. The minimum undoes the rounding of the distance.
 NATTEN_JAX_HOST_DEVICE inline RemainderParts unpack_remainder(float remainder) {
   if (!(__builtin_fabsf(remainder) >= kPackedRemainder)) return {remainder, 0.f};
   const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, remainder);
@@ -72,14 +72,14 @@ NATTEN_JAX_HOST_DEVICE inline RemainderParts unpack_remainder(float remainder) {
 /// Rounding error of base2_logsumexp for a row.
 ///
 /// Args:
-///   logsumexp: natural logarithm, as it was rounded.
-///   shift: in base 2, what the row's weights are relative to.
-///   log2_sum: logarithm of the sum of those weights.
+///   logsumexp: natural logarithm, as rounded.
+///   shift: reference of the row's weights, in base 2.
+///   log2_sum: logarithm of the sum of these weights.
 NATTEN_JAX_HOST_DEVICE inline float logsumexp_remainder(float logsumexp, float shift, float log2_sum) {
   return pack_remainder(shift - base2_logsumexp(logsumexp), log2_sum);
 }
 
-/// The same where the weights are relative to a logit whose product with a factor is not rounded.
+/// Rounding error of base2_logsumexp if the weights are relative to a logit times a factor, with an exact product.
 NATTEN_JAX_HOST_DEVICE inline float logsumexp_remainder(float logsumexp, float logit, float factor, float log2_sum) {
   return pack_remainder(__builtin_fmaf(logit, factor, -base2_logsumexp(logsumexp)), log2_sum);
 }

@@ -1,5 +1,5 @@
-// Softmaxes over several sets of keys as one: two logsumexps and their remainders (natten_jax/logsumexp.h) become that
-// of both sets. A sink is a set of its own: a logit of a query head that no key stands behind.
+// Merges softmaxes over several sets of keys: two logsumexps and their remainders (natten_jax/logsumexp.h) become the
+// logsumexp of both sets. A sink is a separate set: a logit of a query head without a key.
 #pragma once
 
 #include <cmath>
@@ -10,12 +10,12 @@
 
 namespace natten_jax {
 
-/// A row's logsumexp, and what float32 has no room for in it.
+/// A row's logsumexp, and the digits that do not fit into its float32.
 struct Logsumexp {
   float value, remainder;
 };
 
-/// What two sets of keys weigh in the softmax over both.
+/// Shares of two sets of keys in the softmax over both.
 struct Shares {
   float own, other;
 };
@@ -52,7 +52,7 @@ NATTEN_JAX_HOST_DEVICE inline float sink_of(const Scale& scale, const HeadScale&
   return scale.heads == nullptr ? -INFINITY : added_logit(head.query_gradient);
 }
 
-/// Takes a sink into a row's logsumexp; what its keys weigh beside it.
+/// Adds a sink to a row's logsumexp. Returns the share of the row's keys.
 NATTEN_JAX_HOST_DEVICE inline float add_sink(Logsumexp& row, float sink) {
   if (sink == -INFINITY) return 1.f;
 #if defined(__CUDA_ARCH__)

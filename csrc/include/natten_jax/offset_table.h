@@ -1,4 +1,4 @@
-// Where the entries of a relative bias lie: one for each offset of a key from a query within a window.
+// Layout of the entries of a relative bias: an entry for each offset of a key from a query within a window.
 #pragma once
 
 #include <algorithm>
@@ -8,15 +8,15 @@
 
 namespace natten_jax {
 
-/// The most entries of the tables of query heads that share keys and values: kernels count a few times as far in 32
-/// bits, as pairs of tokens that no window has lie outside of their tables.
+/// Maximum number of entries in the tables of the query heads that share keys and values. Kernels compute a few times
+/// larger offsets in 32 bits, because pairs of tokens outside every window index outside their tables.
 inline constexpr std::int64_t kMostTableEntries = std::int64_t{1} << 25;
 
 /// A head's table. Offsets are counted in steps of the dilation.
 struct OffsetTable {
   std::int64_t reach[kRank];  ///< The largest offset along each dimension; the smallest is its negative.
   std::int64_t pitch[kRank];  ///< Entries from one offset to the next.
-  std::int64_t entries;       ///< More than the most where there are too many to be counted.
+  std::int64_t entries;       ///< At most kMostTableEntries + 1, which stands for all larger numbers.
 };
 
 inline OffsetTable offset_table(const Axis (&axes)[kRank]) {

@@ -11,12 +11,12 @@ namespace natten_jax {
 
 inline constexpr int kRank = 3;
 
-/// The most tokens of a tile of any kernel.
+/// Maximum number of tokens of a tile, for every kernel.
 inline constexpr std::int64_t kMostTileTokens = 4096;
 
 enum class ElementType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kFloat8E4M3 = 3 };
 inline constexpr int kElementTypes = 4;
-/// The first ones have more than 8 bits: every kernel but some of NVIDIA GPUs takes these alone.
+/// Number of element types of more than 8 bits, which come first. Only some kernels for NVIDIA GPUs support the others.
 inline constexpr int kWideElementTypes = 3;
 
 NATTEN_JAX_HOST_DEVICE constexpr int element_bytes(ElementType type) {
@@ -30,11 +30,11 @@ struct Tokens {
   std::int64_t local_extent;  ///< Tokens of the local array.
   std::int64_t origin;        ///< Global coordinate of the first local token.
 
-  /// Group indices of the local tokens of a dilation group that lie inside the global layout, or anywhere on the
-  /// endless line of one that wraps.
+  /// Group indices of the local tokens of a dilation group, clipped to the global layout. If the dimension wraps, they
+  /// are not clipped and count through repetitions of the layout.
   NATTEN_JAX_HOST_DEVICE constexpr Range<std::int64_t> local_indices(const Window& window, std::int64_t group) const {
     if (window.ends == Ends::kWrap) {
-      // Coordinates that are counted are positive.
+      // Move the origin by whole repetitions, because only positive coordinates can be counted.
       const std::int64_t rounds = origin < 0 ? (extent - 1 - origin) / extent : 0, length = extent / window.dilation;
       const std::int64_t start = origin + rounds * extent;
       return {group_length(window, start, group) - rounds * length,
@@ -57,19 +57,19 @@ struct Axis {
 /// Factors of a query head of a batch entry.
 struct alignas(8) HeadScale {
   float logits;          ///< Positive.
-  float query_gradient;  ///< Positive, and the same unless the product would be too small a number.
+  float query_gradient;  ///< Positive. Equal to `logits` unless the product would be too small a number.
 };
 
 /// Factors of the logits.
 struct Scale {
-  float of_all;            ///< Scale of every head, where heads have none of their own; positive.
-  const HeadScale* heads;  ///< [batch, heads], where the arrays are; or null.
+  float of_all;            ///< Scale of every head if `heads` is null; positive.
+  const HeadScale* heads;  ///< [batch, heads], in the memory of the arrays; or null.
 
-  /// Those of a head, given its number among those of all batch entries.
+  /// Factors of a head, given its index among the heads of all batch entries.
   NATTEN_JAX_HOST_DEVICE HeadScale of(std::int64_t head) const {
     if (heads == nullptr) return {of_all, of_all};
 #if defined(__CUDA_ARCH__)
-    // Past the first-level cache: a kernel may have started before the one that wrote them ended.
+    // Bypasses L1: a kernel may have started before the kernel that wrote the factors ended.
     const float2 both = __ldcg(reinterpret_cast<const float2*>(heads + head));
     return {both.x, both.y};
 #else
@@ -78,7 +78,7 @@ struct Scale {
   }
 };
 
-/// What is computed, without how.
+/// The computation, independent of how it is run.
 struct Problem {
   ElementType element_type;
   std::int64_t batch;
@@ -87,11 +87,11 @@ struct Problem {
   std::int64_t head_dim;
   std::int64_t head_dim_v;
   std::int64_t additional_kv;
-  bool has_relative_bias;  ///< As far as what kernels take depends on it; so, too:
+  bool has_relative_bias;  ///< Set if the kernels' support depends on it; also:
   bool has_key_bias;
   Scale scale;
   Axis axes[kRank];
-  ElementType out_type;  ///< The output's: the element type, but for 8-bit elements.
+  ElementType out_type;  ///< Type of the output: the element type, except for 8-bit elements.
 
   NATTEN_JAX_HOST_DEVICE constexpr std::int64_t heads_per_kv() const { return heads / heads_kv; }
 
@@ -104,7 +104,7 @@ struct Problem {
   }
 };
 
-/// Whether some dimension of a problem wraps.
+/// True if a dimension of a problem wraps.
 NATTEN_JAX_HOST_DEVICE constexpr bool wraps(const Problem& problem) {
   for (const Axis& axis : problem.axes) {
     if (axis.window.ends == Ends::kWrap) return true;
@@ -112,7 +112,7 @@ NATTEN_JAX_HOST_DEVICE constexpr bool wraps(const Problem& problem) {
   return false;
 }
 
-/// Tokens per dimension that a tile holds.
+/// Tokens of a tile per dimension.
 struct TileShapes {
   std::int64_t query[kRank];
   std::int64_t kv[kRank];

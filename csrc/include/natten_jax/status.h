@@ -1,4 +1,4 @@
-// How a call ended.
+// Status that a call returns.
 #pragma once
 
 #include <string>
@@ -6,14 +6,14 @@
 
 namespace natten_jax {
 
-/// Nothing, or a kind of error and a sentence about it.
+/// Success, or an error code and a sentence.
 class Status {
  public:
   enum class Code {
     kDone,
-    kInvalidArgument,    ///< The call asks for what is not supported.
+    kInvalidArgument,    ///< The call requests something unsupported.
     kResourceExhausted,  ///< The host lacks memory.
-    kInternal,           ///< Something outside the caller's power failed.
+    kInternal,           ///< Something outside the caller's control failed.
   };
 
   Status() = default;
@@ -35,7 +35,7 @@ class Status {
 
 }  // namespace natten_jax
 
-/// Leaves the calling function with the status of an expression, if it failed.
+/// Returns the status of an expression from the calling function, if it failed.
 #define NATTEN_JAX_RETURN_IF_FAILED(expression)                                        \
   do {                                                                                 \
     if (::natten_jax::Status status_ = (expression); status_.failed()) return status_; \

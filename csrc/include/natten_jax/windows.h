@@ -1,10 +1,10 @@
 // Window arithmetic of neighborhood attention: which keys a query sees, and which queries see a key.
 //
 // The mask is separable, so everything here is about one dimension. Tokens whose coordinates are equal modulo the
-// dilation form a dilation group; within its group a token has an index, and windows are contiguous ranges of
-// indices. natten_jax/windows.py is the same arithmetic for Python; the tests compare the two.
+// dilation form a dilation group; within its group a token has an index, and windows are contiguous ranges of indices.
+// natten_jax/windows.py is the same arithmetic for Python; the tests compare the two.
 //
-// Where a dimension wraps, ranges lie on an endless line on which the group repeats, and none is longer than the group.
+// If a dimension wraps, ranges lie on an unbounded line on which the group repeats. No range is longer than the group.
 #pragma once
 
 #include <cstdint>
@@ -45,12 +45,11 @@ NATTEN_JAX_HOST_DEVICE constexpr Range<Int> intersection(Range<Int> a, Range<Int
   return {larger(a.begin, b.begin), smaller(a.end, b.end)};
 }
 
-/// Where windows end: they are shifted inside at the ends of the dimension, end at the query, are cut, or go on at the
-/// other end.
+/// Boundary mode of windows: shifted inside at the ends of the dimension, ending at the query, cut, or wrapped around
+/// to the other end.
 enum class Ends : int { kShift = 0, kCausal = 1, kCut = 2, kWrap = 3 };
 
-/// The windows along one dimension. Kernels have a type of their own, with the same members, that divides by
-/// multiplication.
+/// Windows along one dimension. Kernels use a separate type, with the same members, that divides by multiplication.
 struct Window {
   std::int64_t kernel_size;
   std::int64_t stride;
@@ -59,7 +58,7 @@ struct Window {
 
   NATTEN_JAX_HOST_DEVICE constexpr bool is_causal() const { return ends == Ends::kCausal; }
 
-  /// The first of the queries that share the window of the one at `index`: its stride group.
+  /// First query of the stride group of the query at `index`. The group's queries share a window.
   NATTEN_JAX_HOST_DEVICE constexpr std::int64_t stride_group(std::int64_t index) const {
     return index / stride * stride;
   }
@@ -68,8 +67,9 @@ struct Window {
   NATTEN_JAX_HOST_DEVICE constexpr std::int64_t dilations(std::int64_t extent) const { return extent / dilation; }
 };
 
-/// Number of tokens in dilation group `group` of a dimension of `extent` tokens: those of the group that lie before a
-/// coordinate, too. No step exceeds the extent: in 32 bits, the sum of an extent and a dilation may not fit.
+/// Number of tokens in dilation group `group` of a dimension of `extent` tokens; equally, number of the group's tokens
+/// before coordinate `extent`. No intermediate value exceeds the extent, because the sum of an extent and a dilation
+/// may not fit into 32 bits.
 template <class Windows, typename Int>
 NATTEN_JAX_HOST_DEVICE constexpr Int group_length(const Windows& windows, Int extent, Int group) {
   return group < extent ? windows.dilations(extent - 1 - group) + 1 : 0;
@@ -77,11 +77,11 @@ NATTEN_JAX_HOST_DEVICE constexpr Int group_length(const Windows& windows, Int ex
 
 /// Key indices that the query at `index` sees.
 ///
-/// `index` may exceed `length` only where the window is the whole key sequence (`kernel_size == length`), as in
-/// attention between sequences of different lengths.
+/// `index` may exceed `length` only if the window is the whole key sequence (`kernel_size == length`), as in attention
+/// between sequences of different lengths.
 ///
 /// Args:
-///   windows: as Window.
+///   windows: a Window, or a type with its members.
 ///   index: query index inside its dilation group.
 ///   length: keys in the dilation group; at least `kernel_size`.
 template <class Windows, typename Int>
@@ -99,29 +99,29 @@ NATTEN_JAX_HOST_DEVICE constexpr Range<Int> window_bounds(const Windows& windows
   return {start, start + windows.kernel_size};
 }
 
-/// The first query whose leader is the token at `index` or one behind it, of windows that are cut or wrap.
+/// First query whose leader is the token at `index` or after it. For windows that are cut or wrap.
 template <class Windows, typename Int>
 NATTEN_JAX_HOST_DEVICE constexpr Int first_led_from(const Windows& windows, Int index, Int length) {
   Int round = 0;
   if (windows.ends == Ends::kWrap) {
-    // Stride groups begin anew at each repetition; few are ever asked for.
+    // Stride groups restart in each repetition; the loops run for few repetitions.
     while (index - round < 0) round -= length;
     while (index - round >= length) round += length;
   }
   const Int place = larger<Int>(index - round, 0);
   if (place >= length) return round + length;
-  // Leaders stand `stride / 2` behind the first of their queries; the last one may stand in front of the last token.
+  // A leader lies `stride / 2` after the first query of its group; the last leader may lie before the last token.
   const Int offset = windows.stride - windows.stride / 2 - 1;
   return round + smaller<Int>(windows.stride_group(place + offset), length);
 }
 
-/// Query indices that see the key at `index`; exact and contiguous. Where the dimension wraps, it may be a repetition.
+/// Query indices that see the key at `index`; exact and contiguous. If the dimension wraps, `index` may lie in a
+/// repetition of the layout.
 ///
 /// Args:
-///   windows: as Window.
+///   windows: a Window, or a type with its members.
 ///   index: key index inside its dilation group.
-///   query_length: queries in the dilation group. It differs from `key_length` only where
-///     `kernel_size == key_length`.
+///   query_length: queries in the dilation group. It differs from `key_length` only if `kernel_size == key_length`.
 ///   key_length: keys in the dilation group.
 template <class Windows, typename Int>
 NATTEN_JAX_HOST_DEVICE constexpr Range<Int> inverse_window_bounds(const Windows& windows, Int index, Int query_length,
@@ -141,8 +141,8 @@ NATTEN_JAX_HOST_DEVICE constexpr Range<Int> inverse_window_bounds(const Windows&
   } else {
     const Int left = windows.kernel_size / 2;
     const Int right = windows.kernel_size - 1 - left;
-    // The stride group whose leader lies `right` before the key is the first to see it, and the leader of group
-    // `n` is `n * stride + stride / 2`: rounding up to it is adding `offset`.
+    // The first stride group to see the key is the group whose leader lies `right` before the key. The leader of group
+    // `n` is `n * stride + stride / 2`, so adding `offset` rounds up to it.
     const Int offset = windows.stride - windows.stride / 2 - 1;
     if (index >= windows.kernel_size) first = windows.stride_group(index - right + offset);
     if (!seen_to_the_end) last = windows.stride_group(index + left + offset + 1);
