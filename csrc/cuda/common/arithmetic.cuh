@@ -1,4 +1,4 @@
-// What the softmaxes of all kernels compute with: element types, functions that are one instruction, and a bound.
+// Common arithmetic of all kernels' softmaxes: element types, single-instruction functions, and bounds.
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -13,11 +13,11 @@
 
 namespace natten_jax {
 
-/// An element type as kernels compute with it. One that has no specialisation does not compile.
+/// Properties of an element type in kernels. Types without a specialisation do not compile.
 ///
 ///   Pair           two neighboring elements, with CUDA's conversions
-///   kLargestExact  the largest logit or logsumexp, in base 2 or not, whose rounding would not show in weights relative
-///                  to it (natten_jax/logsumexp.h)
+///   kLargestExact  the largest logit or logsumexp, in base 2 or not, whose rounding does not change weights that are
+///                  relative to it (natten_jax/logsumexp.h)
 ///   pack           two numbers in one word, the first in the low half
 template <class Element>
 struct ElementTraits;
@@ -52,12 +52,12 @@ struct ElementTraits<cutlass::bfloat16_t> {
   }
 };
 
-/// The element of a problem's type, by its number.
+/// Element type of a problem, by its number.
 template <ElementType kType>
 using ElementOf =
     std::tuple_element_t<static_cast<int>(kType), std::tuple<float, cutlass::half_t, cutlass::bfloat16_t>>;
 
-/// Two numbers in one word, the first in the low half.
+/// Packs two numbers into a word, the first in the low half.
 template <class Element>
 CUTE_DEVICE std::uint32_t pack(float low, float high) {
   return ElementTraits<Element>::pack(low, high);
@@ -70,20 +70,20 @@ CUTE_DEVICE float fast_exp2(float x) {
   return y;
 }
 
-/// log2(x) to about 2^-22, or 3 ulp where that is more; -infinity of denormal numbers and of zero. What rows' sums of
-/// weights come to: never denormal, and all that is computed from a sum uses the same logarithm of it.
+/// log2(x) to about 2^-22, or to 3 ulp if that is more; -infinity for denormal numbers and zero. Used for rows' sums of
+/// weights, which are never denormal. All results that depend on a sum use the same logarithm of it.
 CUTE_DEVICE float fast_log2(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-/// How large the weights of an online softmax may become, in base 2, before earlier results are rescaled: most tiles
-/// then rescale nothing, and half precision holds the weights (the bound is FlashAttention-4's).
+/// Maximum exponent of an online softmax's weights, in base 2, before earlier results are rescaled. Most tiles then
+/// rescale nothing, and half precision holds the weights (the bound is FlashAttention-4's).
 constexpr float kHeadroom = 8.f;
 
-/// Whether weights relative to a row's logsumexp need its remainder. Those of a row without keys do not, whose
-/// logsumexp is infinite.
+/// True if weights relative to a row's logsumexp need its remainder. Rows without keys, whose logsumexp is infinite, do
+/// not.
 template <class Element>
 CUTE_DEVICE bool has_remainder(float logsumexp) {
   return fabsf(logsumexp) > ElementTraits<Element>::kLargestExact && fabsf(logsumexp) < INFINITY;
@@ -97,24 +97,24 @@ CUTE_DEVICE float same_in_another_register(float x) {
   return copy;
 }
 
-/// An exponent of a weight, which rounding must not make larger than one. NaN stays NaN.
+/// Clamps the exponent of a weight, which rounding must not make larger than one. NaN stays NaN.
 CUTE_DEVICE float at_most_zero(float exponent) {
   asm("min.NaN.f32 %0, %0, 0f00000000;" : "+f"(exponent));
   return exponent;
 }
 
-/// The exponent of a logit's weight relative to such a logsumexp, in base 2.
+/// Exponent of a logit's weight relative to a logsumexp with a remainder, in base 2.
 CUTE_DEVICE float exponent_of_large(float logit, float exponent_scale, float logsumexp, float remainder) {
   const RemainderParts parts = unpack_remainder(remainder);
   return at_most_zero(fmaf(logit, exponent_scale, -logsumexp) - parts.distance) - parts.log2_sum;
 }
 
-/// That weight.
+/// Weight of a logit relative to a logsumexp with a remainder.
 CUTE_DEVICE float weight_of_large(float logit, float exponent_scale, float logsumexp, float remainder) {
   return fast_exp2(exponent_of_large(logit, exponent_scale, logsumexp, remainder));
 }
 
-/// The largest logit in base 2 that weights may be relative to after it was rounded: by 2^-12 at most.
+/// Largest logit in base 2 that weights may be relative to after rounding: its rounding error is at most 2^-12.
 constexpr float kLargestRounded = 4096.f;
 
 /// 1 / x to about 1 ulp; flushes denormal numbers to zero.

@@ -1,4 +1,4 @@
-// One dimension of a tile: its dilation group on both sides, and what its tokens see or are seen by.
+// A tile in one dimension: its dilation group on both sides, and its tokens' windows.
 #pragma once
 
 #include <cute/config.hpp>
@@ -8,16 +8,16 @@
 
 namespace natten_jax {
 
-/// The dilation group that local tokens belong to whose coordinates are `residue` modulo the dilation.
+/// Dilation group of the local tokens whose coordinates are `residue` modulo the dilation.
 CUTE_DEVICE int group_of(const DeviceAxis& axis, int residue, Origin origin) {
   const int group = origin.group + residue;
   return group - (group >= axis.dilation ? axis.dilation : 0);
 }
 
-/// A dilation group's tokens on one side of a dimension.
+/// Tokens of a dilation group on one side of a dimension.
 struct GroupTokens {
-  int residue;       // local coordinate of the first local one, modulo the dilation
-  int shift;         // its index
+  int residue;       // local coordinate of the first local token, modulo the dilation
+  int shift;         // index of the first local token
   int local_length;  // local tokens
   int length;        // global tokens
 
@@ -38,7 +38,7 @@ struct GroupTokens {
   }
 };
 
-/// One dimension of a query tile.
+/// A query tile in one dimension.
 struct QueryAxisPlan {
   GroupTokens query, kv;
   int q_begin;
@@ -51,11 +51,11 @@ struct QueryAxisPlan {
         kernel_size(entry.kernel_size),
         stride(entry.stride) {}
 
-  /// Local keys that the query at `coordinate` of the tile sees; past the layout, those of the last query. Where the
-  /// dimension wraps, they are counted on behind both of its ends. Otherwise both ends
-  /// are clamped: an origin that places queries far outside the layout must not make ranges that overflow.
+  /// Local keys that the query at `coordinate` of the tile sees; past the layout, the keys of the last query. If the
+  /// dimension wraps, the range may extend past both of its ends. Otherwise both bounds are clamped: an origin that
+  /// places queries far outside the layout must not make ranges that overflow.
   ///
-  /// `is_plain`: as EntryWindows has it.
+  /// `is_plain`: see EntryWindows.
   CUTE_DEVICE int2 seen(const DeviceAxis& axis, int coordinate, bool is_plain = false) const {
     const int index = min(q_begin + coordinate, query.local_length - 1) + query.shift;
     const EntryWindows windows(axis, kernel_size, stride, is_plain);
@@ -65,11 +65,11 @@ struct QueryAxisPlan {
   }
 };
 
-/// One dimension of a key/value tile.
+/// A key/value tile in one dimension.
 struct KeyAxisPlan {
   GroupTokens query, kv;
   int kv_begin;
-  int first, last;  // keys of the tile that lie in the local and the global layout; none where last < first
+  int first, last;  // keys of the tile in the local and the global layout; empty if last < first
   int kernel_size, stride;
 
   CUTE_DEVICE KeyAxisPlan(const DeviceAxis& axis, const EntryAxis& entry, int residue, int tile_index)
@@ -85,12 +85,12 @@ struct KeyAxisPlan {
     return {axis, kernel_size, stride, is_plain};
   }
 
-  /// Whether every key of the tile lies in the layouts.
+  /// True if every key of the tile lies in the layouts.
   CUTE_DEVICE bool is_whole(const DeviceAxis& axis) const {
     return first == kv_begin && last == kv_begin + axis.kv_tile - 1;
   }
 
-  /// Local queries that see a local key, as QueryAxisPlan has keys; none where the key lies outside the layouts.
+  /// Local queries that see a local key, bounded as in QueryAxisPlan::seen; empty if the key lies outside the layouts.
   CUTE_DEVICE int2 seen_by(const DeviceAxis& axis, int key, bool is_plain = false) const {
     if (key < first || key > last) return make_int2(0, 0);
     const EntryWindows own = windows(axis, is_plain);

@@ -1,4 +1,4 @@
-// Which columns of a product's accumulator a row is paired with, one bit per element that a thread holds of the row.
+// Masks of an accumulator's columns for a row: one bit per element that a thread holds of the row.
 #pragma once
 
 #include <cute/arch/util.hpp>
@@ -9,11 +9,11 @@
 
 namespace natten_jax {
 
-/// The keys that a query sees are a box, and so are the queries that see a key. A row's columns in a tile of extents
-/// `kTile` are the intersection of one range per dimension, and a range is a difference of two sets "coordinate less
-/// than cut". Those sets are tabulated once per CTA.
+/// The keys that a query sees form a box, and so do the queries that see a key. A row's columns in a tile of extents
+/// `kTile` are the intersection of one range per dimension. A range is a difference of two sets "coordinate less than
+/// cut", which are tabulated once per CTA.
 ///
-/// Element e of a row is column 8 * (e / 2) + 2 * (lane % 4) + e % 2, as mma and wgmma lay an accumulator out.
+/// Element e of a row is column 8 * (e / 2) + 2 * (lane % 4) + e % 2, as in accumulators of mma and wgmma.
 template <int DeviceAxis::* kTile, cutlass::FastDivmod DeviceAxis::* kByTile>
 struct BoxMask {
   std::uint32_t* words;  // [dimension][cut][lane % 4]
@@ -22,16 +22,16 @@ struct BoxMask {
   CUTE_DEVICE BoxMask(std::uint32_t* words, const DeviceAxis (&axis)[3])
       : words(words), offset{0, 4 * (axis[0].*kTile + 1), 4 * (axis[0].*kTile + 1 + axis[1].*kTile + 1)} {}
 
-  /// Words that tables for tiles of at most `columns` columns take.
+  /// Number of words in the tables for tiles of at most `columns` columns.
   static constexpr int capacity(int columns) { return 4 * (columns + 2 + 2 * 2); }
 
-  /// Fills the tables; warps 0 to `warps` - 1 take part whole, and their results need a barrier before use.
+  /// Fills the tables. All lanes of warps 0 to `warps` - 1 take part; the results need a barrier before use.
   ///
   /// Args:
-  ///   boxes: that tiles are loaded in, if not whole.
+  ///   boxes: boxes in which tiles are loaded, if not whole.
   template <int kColumns>
   CUTE_DEVICE void build(const DeviceAxis (&axis)[3], int warp, int warps, const TileBoxes* boxes = nullptr) const {
-    // Each lane stands for an element of the rows that threads with this number modulo 4 hold.
+    // Each lane stands for an element of a row, as held by threads whose number modulo 4 is `lane4`.
     const int lane = threadIdx.x % 32, lane4 = warp % 4;
     const int column = 8 * (lane / 2) + 2 * lane4 + lane % 2;
     const bool is_whole = boxes == nullptr || !boxes->go_around;
@@ -39,7 +39,7 @@ struct BoxMask {
 #pragma unroll 1
     for (int d = 0; d < 3; ++d) {
       const int coordinate = d == 0 ? at.x : d == 1 ? at.y : at.z;
-      // A lane keeps one of the words of 32 cuts.
+      // Each lane keeps the word of one of 32 cuts.
       for (int first = 32 * (warp / 4); first <= axis[d].*kTile; first += 32 * (warps / 4)) {
         std::uint32_t word = 0;
         const int cuts = min(axis[d].*kTile + 1 - first, 32);
@@ -55,14 +55,14 @@ struct BoxMask {
     }
   }
 
-  /// The elements of a row whose tokens lie in [begin, end) in every dimension; `tile` is the tile's first token.
+  /// Bits of a row's elements whose tokens lie in [begin, end) in every dimension; `tile` is the tile's first token.
   CUTE_DEVICE std::uint32_t row(const DeviceAxis (&axis)[3], int4 begin, int4 end, int4 tile, int lane4) const {
     return between(0, axis[0].*kTile, begin.x - tile.x, end.x - tile.x, lane4) &
            between(1, axis[1].*kTile, begin.y - tile.y, end.y - tile.y, lane4) &
            between(2, axis[2].*kTile, begin.z - tile.z, end.z - tile.z, lane4);
   }
 
-  /// The elements in the first `columns` columns.
+  /// Bits of the elements in the first `columns` columns.
   CUTE_DEVICE static std::uint32_t first(int columns, int lane4) {
     const int even = max(columns - 2 * lane4 + 7, 0) / 8, odd = max(columns - 2 * lane4 + 6, 0) / 8;
     const auto lowest = [](int pairs) { return pairs >= 16 ? 0xffffffffu : (1u << 2 * pairs) - 1; };
@@ -76,7 +76,7 @@ struct BoxMask {
   }
 };
 
-/// A BoxMask's tables as one of the four threads that share a row reads them, by addresses that it keeps.
+/// Tables of a BoxMask for one of the four threads that share a row, which keeps the tables' addresses.
 template <class Mask>
 struct LaneMask;
 
@@ -84,26 +84,26 @@ template <int DeviceAxis::* kTile, cutlass::FastDivmod DeviceAxis::* kByTile>
 struct LaneMask<BoxMask<kTile, kByTile>> {
   using Mask = BoxMask<kTile, kByTile>;
 
-  std::uint32_t address[3];  // in shared memory: of a dimension's cut 0
+  std::uint32_t address[3];  // of a dimension's cut 0, in shared memory
 
   CUTE_DEVICE LaneMask(const Mask& mask, int lane4) {
     CUTE_UNROLL
     for (int d = 0; d < 3; ++d) {
       address[d] = cute::cast_smem_ptr_to_uint(mask.words + mask.offset[d] + lane4);
-      // Opaque: where registers are few, the compiler would rather work it out anew for every tile.
+      // Opaque to the compiler, which would recompute it for every tile when registers are few.
       asm volatile("" : "+r"(address[d]));
     }
   }
 
-  /// The elements of a row whose tokens lie in [begin, end) in every dimension; `tile` is the tile's first token.
+  /// Bits of a row's elements whose tokens lie in [begin, end) in every dimension; `tile` is the tile's first token.
   CUTE_DEVICE std::uint32_t row(const DeviceAxis (&axis)[3], int4 begin, int4 end, int4 tile) const {
     return between(0, axis[0].*kTile, make_int2(begin.x, end.x), tile.x) &
            between(1, axis[1].*kTile, make_int2(begin.y, end.y), tile.y) &
            between(2, axis[2].*kTile, make_int2(begin.z, end.z), tile.z);
   }
 
-  /// The elements of a row with coordinates in [range.x, range.y) of a dimension, whose tile of `extent` tokens starts
-  /// at `first`.
+  /// Bits of a row's elements with coordinates in [range.x, range.y) of a dimension. The tile has `extent` tokens and
+  /// starts at `first`.
   CUTE_DEVICE std::uint32_t between(int d, int extent, int2 range, int first) const {
     return less(d, extent, range.y - first) & ~less(d, extent, range.x - first);
   }

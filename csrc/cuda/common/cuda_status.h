@@ -1,4 +1,4 @@
-// What the CUDA runtime says, of calls as a Status, and of the current device.
+// CUDA runtime calls: errors as Status, and attributes of the current device.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,10 +11,10 @@
 
 namespace natten_jax {
 
-/// Failures of CUDA are internal: arguments are checked before it sees them.
+/// Converts a CUDA error to an internal error: arguments are checked before CUDA reads them.
 inline Status status_of(cudaError_t error) {
   if (error == cudaSuccess) return {};
-  cudaGetLastError();  // It is reported here: no later call should find it.
+  cudaGetLastError();  // Clears the error, which is reported here.
   return Status::internal(std::string("CUDA: ") + cudaGetErrorString(error));
 }
 

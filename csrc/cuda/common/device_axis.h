@@ -28,11 +28,10 @@ struct DeviceAxis {
   int kv_tiles;  // key/value tiles per dilation group
   cutlass::FastDivmod by_stride, by_dilation, by_q_tile, by_kv_tile, by_q_tiles, by_kv_tiles;
 
-  // As the Window of natten_jax/windows.h has them.
+  // As in Window of natten_jax/windows.h.
   CUTLASS_HOST_DEVICE int stride_group(int index) const { return by_stride.divide(index) * stride; }
   CUTLASS_HOST_DEVICE int dilations(int extent) const { return by_dilation.divide(extent); }
-  /// An index on the endless line of a dimension that wraps, at most a round away from those of its tokens; of another
-  /// one, as it is.
+  /// Wraps an index that is at most one length outside a dimension that wraps. Other dimensions return it unchanged.
   CUTLASS_HOST_DEVICE int around(int index) const {
     if (ends != Ends::kWrap) return index;
     return index < 0 ? index + kv_group_tokens : index >= kv_group_tokens ? index - kv_group_tokens : index;
@@ -41,7 +40,7 @@ struct DeviceAxis {
   CUTLASS_HOST_DEVICE bool is_causal() const { return ends == Ends::kCausal; }
 };
 
-/// Where the `i`th token of a tile lies in it, last dimension fastest; `kByTile` divides by the tile's extents.
+/// Position of the `i`th token in a tile, last dimension fastest; `kByTile` divides by the tile's extents.
 template <cutlass::FastDivmod DeviceAxis::* kByTile>
 CUTLASS_HOST_DEVICE int3 place_in_tile(const DeviceAxis (&axis)[3], int i) {
   int3 at;
@@ -51,7 +50,7 @@ CUTLASS_HOST_DEVICE int3 place_in_tile(const DeviceAxis (&axis)[3], int i) {
   return at;
 }
 
-/// Checked problems fit into 32 bits.
+/// Converts an axis. Its numbers fit into 32 bits in checked problems.
 inline DeviceAxis device_axis(const Axis& axis, std::int64_t q_tile, std::int64_t kv_tile) {
   DeviceAxis result{};
   const std::int64_t dilation = axis.window.dilation;

@@ -16,7 +16,7 @@ struct CudaDevice {
   std::size_t global_memory;    ///< Bytes.
 };
 
-/// Lists the devices; empty where there is no driver or no device.
+/// Lists the devices. Empty without a driver or device.
 std::vector<CudaDevice> list_cuda_devices();
 
 }  // namespace natten_jax

@@ -1,4 +1,4 @@
-// One token dimension as a batch entry has it, whose layout may be smaller than the arrays.
+// One token dimension of a batch entry, whose layout may be smaller than the arrays.
 #pragma once
 
 #include <cute/config.hpp>
@@ -13,7 +13,7 @@ namespace natten_jax {
 struct Origin {
   int index, group;
 
-  /// The origin at `index`, or zero where there are no origins.
+  /// The origin at `index`, or zero if `origins` is null.
   CUTE_DEVICE static Origin load(const std::int32_t* origins, int index, int dilation) {
     return origins == nullptr ? Origin{0, 0} : split(load_written(origins + index), dilation);
   }
@@ -29,11 +29,11 @@ struct Origin {
   }
 };
 
-/// The windows of a dimension for the arithmetic of natten_jax/windows.h: those of the launch, or the largest that fit
-/// an entry's layout.
+/// Windows of a dimension for the arithmetic of natten_jax/windows.h: the windows of the launch, or the largest that
+/// fit an entry's layout.
 ///
-/// `is_plain`: no entry has a layout of its own, and the windows are shifted inside or end at the query. A constant of
-/// the kernel, which then is compiled for these alone.
+/// `is_plain`: entries have the layout of the launch, and windows are shifted inside or end at the query. A constant of
+/// the kernel, which is compiled only for this case if it is true.
 struct EntryWindows {
   const DeviceAxis& axis;
   int kernel_size, stride;
@@ -47,36 +47,36 @@ struct EntryWindows {
 
   CUTLASS_HOST_DEVICE int stride_group(int index) const {
     if (stride == axis.stride) return axis.stride_group(index);
-    // Strides are smaller only where a window is all of a dilation group, or all but one of its tokens: a third stride
-    // lies past every token, and so does what is behind it.
+    // Strides are smaller only if a window contains a dilation group, or lacks just one of its tokens. So a third
+    // stride lies past every token, as does everything after it.
     return ((index >= stride) + (index >= 2 * stride)) * stride;
   }
   CUTLASS_HOST_DEVICE int dilations(int extent) const { return axis.dilations(extent); }
 };
 
-/// A batch entry's layout, a number for each of a warp's lanes: all lanes that ask would ask one part of the
-/// second-level cache, time and again, and wait for each other.
+/// Layout of a batch entry, distributed over a warp's lanes, a number each. Otherwise all lanes would read the same
+/// part of L2 again and again, and wait for each other.
 class EntryLayout {
  public:
-  /// That of the launch.
+  /// The layout of the launch.
   EntryLayout() = default;
 
-  /// That of a batch entry; all lanes of a warp take part, also when numbers are asked for.
+  /// The layout of a batch entry. Warp-collective, also when its numbers are read.
   ///
   /// Args:
-  ///   layouts: [batch, 3, 3]: query origin, query extents, key/value extents; null: that of the launch.
+  ///   layouts: [batch, 3, 3]: query origin, query extents, key/value extents; null: the layout of the launch.
   CUTE_DEVICE EntryLayout(const std::int32_t* layouts, int batch) : is_own_(layouts != nullptr) {
     const int lane = min(static_cast<int>(threadIdx.x % 32), kNumbers - 1);
     if (is_own_) of_lane_ = load_written(layouts + batch * kNumbers + lane);
   }
 
-  /// What a warp keeps of one in shared memory; `entry` starts as a negative number.
+  /// Copy of a layout that a warp keeps in shared memory; `entry` starts as a negative number.
   struct Kept {
     int numbers[kRank * kRank];
     int entry;
   };
 
-  /// The same, which is loaded where another one was kept.
+  /// The layout of a batch entry, from `kept` or, if that holds another entry, from global memory. Warp-collective.
   CUTE_DEVICE EntryLayout(const std::int32_t* layouts, int batch, Kept& kept) : is_own_(true) {
     const int lane = min(static_cast<int>(threadIdx.x % 32), kNumbers - 1);
     if (kept.entry == batch) {
@@ -90,7 +90,7 @@ class EntryLayout {
     __syncwarp();
   }
 
-  /// Whether the entry has one of its own.
+  /// True if the entry has a separate layout.
   CUTE_DEVICE bool is_own() const { return is_own_; }
 
   CUTE_DEVICE int query_origin(int dimension) const { return number(0, dimension); }
@@ -108,15 +108,15 @@ class EntryLayout {
   int of_lane_ = 0;
 };
 
-/// What of a dimension may differ between batch entries.
+/// Properties of a dimension that may differ between batch entries.
 struct EntryAxis {
   int query_extent, kv_extent;              // tokens of the layout
-  int query_local_extent, kv_local_extent;  // those of the arrays' that lie in it, from the first on
-  int query_group_tokens, kv_group_tokens;  // those of a dilation group without remainder token
+  int query_local_extent, kv_local_extent;  // tokens of the arrays inside the layout, from the first on
+  int query_group_tokens, kv_group_tokens;  // tokens of a dilation group without remainder token
   int kernel_size, stride;
   Origin query_origin, kv_origin;
 
-  /// That of all entries.
+  /// The dimension in the layout of the launch.
   CUTE_DEVICE EntryAxis(const DeviceAxis& axis, Origin query_origin, Origin kv_origin)
       : query_extent(axis.query_extent),
         kv_extent(axis.kv_extent),
@@ -129,12 +129,12 @@ struct EntryAxis {
         query_origin(query_origin),
         kv_origin(kv_origin) {}
 
-  /// That of one with a layout of its own, as far as there are tokens for its numbers.
+  /// The dimension in a separate layout, clamped to the tokens of the launch.
   ///
   /// Args:
-  ///   axis: of the launch.
-  ///   layout: of the entry.
-  ///   dimension: which one of the problem it is.
+  ///   axis: dimension of the launch.
+  ///   layout: layout of the entry.
+  ///   dimension: number of the dimension in the problem.
   CUTE_DEVICE EntryAxis(const DeviceAxis& axis, const EntryLayout& layout, int dimension)
       : EntryAxis(axis, layout.query_origin(dimension), layout.query_extent(dimension), layout.kv_extent(dimension)) {}
 

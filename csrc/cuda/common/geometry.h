@@ -1,4 +1,4 @@
-// What the launches of all kernels work out from a problem: its axes in the kernels' numbers, and counts of tiles.
+// Values that all launches derive from a problem: axes with 32-bit numbers, and counts of tiles.
 #pragma once
 
 #include <cstdint>
@@ -9,17 +9,17 @@
 
 namespace natten_jax {
 
-/// Most tiles, or CTAs, of a launch.
+/// Maximum number of tiles, or CTAs, of a launch.
 inline constexpr std::int64_t kMostTiles = std::numeric_limits<std::int32_t>::max() / 2;
 
-/// A product of counts that does not wrap around: one of more than 2^31 is some number of more than 2^31. Checked
-/// problems can have more tiles than any integer counts.
+/// Saturating product of counts: a product of more than 2^31 returns some number of more than 2^31. Checked problems
+/// can have more tiles than any integer type can count.
 std::int64_t saturating_product(std::int64_t a, std::int64_t b);
 
-/// Tokens of a tile, or of a layout that is known to be small.
+/// Number of tokens of a tile, or of a layout that is known to be small.
 std::int64_t product(const std::int64_t (&extents)[kRank]);
 
-/// The axes, and counts over all of them, which saturate.
+/// Axes, and saturating counts over all of them.
 struct Geometry {
   DeviceAxis axis[kRank];
   std::int64_t groups;    ///< Dilation groups.
@@ -29,10 +29,10 @@ struct Geometry {
 
 Geometry geometry_of(const Problem& problem, const TileShapes& tiles);
 
-/// Keeps only as many query tiles as hold a box of queries, wherever it lies.
+/// Limits the number of query tiles to the maximum that a box of queries at any position needs.
 void keep_queries(Geometry& geometry, const std::int64_t (&queries)[kRank]);
 
-/// Fills in what parameters of all kernels have of a problem's heads.
+/// Sets the parameters of a problem's heads, which all kernels have.
 template <class Params>
 void fill_heads(const Problem& problem, Params& p) {
   p.heads = static_cast<int>(problem.heads);

@@ -14,11 +14,11 @@ namespace natten_jax {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kElements = 8;  // of 16 bits that a thread moves at once
+constexpr int kElements = 8;  // 16-bit elements that a thread moves at once
 constexpr int kChunkBytes = 16;
 constexpr int kMostBlocks = 1 << 16;
 constexpr int kClearingBlocks = 1024;  // few, so that the next kernel may soon start
-constexpr int kUnrolled = 4;           // rows or chunks that a thread has on their way at once
+constexpr int kUnrolled = 4;           // rows or chunks in flight per thread
 
 __device__ float2 to_floats(__half2 pair) {
   return __half22float2(pair);
@@ -30,7 +30,7 @@ __device__ float2 to_floats(float2 pair) {
   return pair;
 }
 
-/// The sum of the products of two chunks' elements.
+/// Dot product of two chunks.
 template <class Element>
 __device__ float dot(uint4 a, uint4 b) {
   using Pair = typename ElementTraits<Element>::Pair;
@@ -45,7 +45,7 @@ __device__ float dot(uint4 a, uint4 b) {
   return sum;
 }
 
-/// The sum over the `kLanes` neighboring threads that share a row.
+/// Sum over the `kLanes` neighboring threads that share a row.
 template <int kLanes>
 __device__ float sum_of_row(float sum) {
 #pragma unroll
@@ -71,14 +71,14 @@ struct Rows {
     return {batch, head, token};
   }
 
-  /// Where a row lies in an array [batch, heads, tokens, head_dim].
+  /// Index of a row in an array [batch, heads, tokens, head_dim].
   __device__ std::int64_t heads_first(const Place& at) const {
     return (at.batch * heads + at.head) * tokens + at.token;
   }
 };
 
-/// `kLanes` neighboring threads share a row, that is a query and head. `kIsPadded`: rows whose logsumexp is that of no
-/// key may be padding, of which nothing else is read.
+/// Computes the statistics of rows. `kLanes` neighboring threads share a row, which is a query and head. `kIsPadded`:
+/// rows with a logsumexp of -infinity may be padding, of which nothing more is read.
 template <class Element, int kLanes, bool kIsPadded>
 __global__ void __launch_bounds__(kThreads)
     natten_jax_delta_reduction(const uint4* out, const uint4* out_cotangent, const float* logsumexp,
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kThreads)
   for (std::int64_t first = blockIdx.x * of_block; first < all_rows; first += gridDim.x * of_block) {
     const std::int64_t own = first + threadIdx.x / kLanes;
     uint4 a[kUnrolled], b[kUnrolled];
-    // Where there is padding, all are looked at before any is read.
+    // With padding, all rows are checked before any is read.
     bool is_real[kUnrolled];
 #pragma unroll
     for (int i = 0; i < kUnrolled; ++i) {
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// As natten_jax_delta_reduction, with results in the order of the rows and without the logsumexp.
+/// Computes delta without the logsumexp, with results in the order of the rows.
 template <class Element, int kLanes>
 __global__ void __launch_bounds__(kThreads, 8)
     natten_jax_row_delta_reduction(const uint4* out, const uint4* out_cotangent, const float* logsumexp_cotangent,
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads, 8)
   // All threads of a warp take part in its shuffles.
   for (std::int64_t row = first; row - threadIdx.x % 32 / kLanes < rows; row += step) {
     float sum = 0.f;
-    // Mostly one chunk. Code for more at once takes 40 registers where 32 leave room for all threads.
+    // Usually a single chunk. Code for several at once takes 40 registers; 32 allow full occupancy.
 #pragma unroll 1
     for (int chunk = lane; row < rows && chunk < chunks; chunk += kLanes) {
       sum += dot<Element>(out[row * chunks + chunk], out_cotangent[row * chunks + chunk]);
@@ -140,8 +140,8 @@ __global__ void __launch_bounds__(kThreads, 8)
   }
 }
 
-/// `of_rows`, where there is padding: in the order of the sums, of which a row has none where its logsumexp is that of
-/// no key.
+/// Scales and rounds sums. `of_rows`: with padding, statistics in the order of the sums; rows with a logsumexp of
+/// -infinity have undefined sums.
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
     natten_jax_convert_gradient(const float4* sums, const float2* of_rows, const __grid_constant__ Scale scales,
@@ -149,13 +149,13 @@ __global__ void __launch_bounds__(kThreads)
                                 std::int64_t all_heads, int chunks,
                                 const __grid_constant__ cutlass::FastDivmodU64 by_chunks) {
   wait_for_previous_kernel();
-  allow_next_kernel();  // which fills padding of other gradients
+  allow_next_kernel();  // the next kernel fills padding of other gradients
   const std::int64_t of_block = kThreads * kUnrolled;
   for (std::int64_t first = blockIdx.x * of_block + threadIdx.x; first < all_chunks; first += gridDim.x * of_block) {
     float4 low[kUnrolled], high[kUnrolled];
     std::int64_t from[kUnrolled], to[kUnrolled];
     float scale[kUnrolled];
-    // Where there is padding, all are looked at before any is read.
+    // With padding, all rows are checked before any is read.
     bool has_sums[kUnrolled];
 #pragma unroll
     for (int i = 0; i < kUnrolled; ++i) {
@@ -188,11 +188,11 @@ __global__ void __launch_bounds__(kThreads)
 
 /// Fills elements with zeros, the first `quads` * 4 of them four at once.
 ///
-/// It waits before it allows: the kernel after it reads its operands, which kernels before this one wrote, without
-/// waiting for more than to be started. Allowed earlier, it could start while those still write.
+/// griddepcontrol.wait precedes launch_dependents, because the next kernel reads operands written by kernels before
+/// this one, and waits only to be started. Allowed earlier, it could start while these kernels still write.
 ///
 /// Args:
-///   of_rows: as in natten_jax_convert_gradient, of the elements' first rows; null where there is no padding.
+///   of_rows: as in natten_jax_convert_gradient, for the first rows of the elements; null without padding.
 __global__ void __launch_bounds__(kThreads)
     natten_jax_clear(float* elements, std::int64_t quads, std::int64_t number, const float2* of_rows,
                      std::int64_t all_rows, const __grid_constant__ cutlass::FastDivmodU64 by_row_quads) {

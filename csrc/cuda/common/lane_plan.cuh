@@ -1,4 +1,4 @@
-// Query tiles worked out by the lanes of a warp, a dimension each.
+// Plans of query tiles, computed by the lanes of a warp, a dimension each.
 #pragma once
 
 #include <cute/config.hpp>
@@ -8,7 +8,7 @@
 
 namespace natten_jax {
 
-/// What lanes of a warp hold for each other.
+/// Broadcasts a value of one lane to the warp.
 CUTE_DEVICE int of_lane(int value, int lane) {
   return __shfl_sync(0xffffffffu, value, lane);
 }
@@ -25,22 +25,23 @@ CUTE_DEVICE QueryAxisPlan of_lane(QueryAxisPlan plan, int lane) {
   return plan;
 }
 
-/// The dimension of a tile that a lane plans.
+/// Dimension of a tile that a lane plans.
 CUTE_DEVICE int planned_dimension() {
   return min(static_cast<int>(threadIdx.x % 32), 2);
 }
 
-/// A token's number in a batch entry from its coordinates, of which each lane has that of the dimension it plans.
+/// Index of a token in a batch entry, from its coordinates. Each lane has the coordinate of the dimension that it
+/// plans.
 CUTE_DEVICE int token_number(int coordinate, int y_extent, int z_extent) {
   return (of_lane(coordinate, 0) * y_extent + of_lane(coordinate, 1)) * z_extent + of_lane(coordinate, 2);
 }
 
-/// The dimension's share of a query tile.
+/// Plan of a query tile in the lane's dimension.
 ///
 /// Args:
-///   axis: of the launch.
-///   place: of the tile.
-///   entry: the dimension as the tile's batch entry has it.
+///   axis: axes of the launch.
+///   place: place of the tile.
+///   entry: the dimension in the tile's batch entry.
 CUTE_DEVICE QueryAxisPlan plan_axis(const DeviceAxis (&axis)[3], const TilePlace& place, const EntryAxis& entry) {
   const int d = planned_dimension();
   const int index = d == 0 ? place.index[0] : d == 1 ? place.index[1] : place.index[2];
@@ -48,9 +49,9 @@ CUTE_DEVICE QueryAxisPlan plan_axis(const DeviceAxis (&axis)[3], const TilePlace
   return QueryAxisPlan(axis[d], entry, residue, QueryTileSchedule::latest_first(axis[d], index));
 }
 
-/// The same for the tile of a number, with its batch entry and head.
+/// Plan of a query tile in the lane's dimension, from the tile's number. Also returns its batch entry and head.
 ///
-/// `kIsPlain`: as EntryWindows has it.
+/// `kIsPlain`: see EntryWindows.
 template <bool kIsPlain, class Params>
 CUTE_DEVICE QueryAxisPlan plan_axis(const Params& p, int tile, int& batch, int& head) {
   const TilePlace place = p.schedule.place(p.axis, tile);

@@ -8,7 +8,7 @@ namespace natten_jax {
 
 cudaError_t allow_all_shared_memory(const void* kernel) {
   static std::mutex mutex;
-  // By kernel and device. Never destroyed: launches may outlive static objects.
+  // Keyed by kernel and device. Never destroyed: launches may outlive static objects.
   static auto& allowed = *new std::set<std::pair<const void*, int>>;
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device)) return error;
@@ -22,7 +22,7 @@ cudaError_t allow_all_shared_memory(const void* kernel) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  most - static_cast<int>(attributes.sharedSizeBytes));
   }
-  // A failure is not kept: a later launch may find a device that works.
+  // Failures are not cached: a later launch may use a working device.
   if (error == cudaSuccess) allowed.insert({kernel, device});
   return error;
 }

@@ -1,5 +1,5 @@
-// Launches kernels, and lets those of one stream overlap: one starts while the one before it still runs. That takes
-// compute capability 9.0; elsewhere kernels may call the functions for it, which then do nothing.
+// Kernel launches, with programmatic dependent launch (PDL): a kernel can start while the kernel before it in the
+// stream still runs. PDL requires compute capability 9.0; on other devices, the PDL functions below do nothing.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,27 +9,27 @@
 
 namespace natten_jax {
 
-/// Bytes of parameters that a kernel may have. More than 4096 take CUDA 12.1 and its driver (530), or newer ones.
+/// Maximum bytes of kernel parameters. More than 4096 require CUDA 12.1 and its driver (530), or newer ones.
 constexpr std::size_t kMostParameterBytes = 32764;
 
-/// How a kernel is launched.
+/// Launch configuration of a kernel.
 struct LaunchShape {
   dim3 blocks;        ///< Extents of the grid.
   int threads;        ///< Threads of a block.
   int shared_memory;  ///< Dynamic, in bytes.
   cudaStream_t stream;
-  /// Starts when the kernel before it allows that. Until the kernel has called `wait_for_previous_kernel` it must not
-  /// read what that one writes, nor write at all; it must call it before it is done.
+  /// PDL: starts when the previous kernel allows it. Before the kernel calls `wait_for_previous_kernel`, it must not
+  /// read what the previous kernel writes, and must not write at all. It must make this call before it ends.
   bool overlaps = false;
 };
 
-/// Lets launches of a kernel on the device at hand have all the shared memory that it can give them.
+/// Allows a kernel to use all shared memory of the current device.
 ///
-/// What a kernel may have is one number for a device, which all threads of the host share: set to what a launch needs,
-/// it could be lowered by another thread's before the launch. It is set once, to the most.
+/// The limit is one number per kernel and device, which all host threads share. If it were set to the need of a launch,
+/// another thread could lower it before that launch. So it is set once, to the maximum.
 cudaError_t allow_all_shared_memory(const void* kernel);
 
-/// Launches a kernel. The result is that of this launch: errors of other calls that nobody has asked for stay theirs.
+/// Launches a kernel. Returns the error of this launch; does not clear or report earlier errors of other calls.
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), const LaunchShape& shape, Arguments&&... arguments) {
   static_assert((sizeof(Parameters) + ... + 0) <= kMostParameterBytes);
@@ -50,7 +50,7 @@ cudaError_t launch(void (*kernel)(Parameters...), const LaunchShape& shape, Argu
   return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
 }
 
-/// Launches the form of a kernel for `Traits`, which say how many threads and how much shared memory a CTA has.
+/// Launches the form of a kernel for `Traits`, which define the threads and shared memory of a CTA.
 template <class Traits, class Params>
 cudaError_t launch_form(void (*kernel)(Params), dim3 ctas, cudaStream_t stream, const Params& params,
                         bool overlaps = false) {
@@ -58,23 +58,23 @@ cudaError_t launch_form(void (*kernel)(Params), dim3 ctas, cudaStream_t stream, 
   return launch(kernel, {ctas, Traits::kThreads, kSharedMemory, stream, overlaps}, params);
 }
 
-/// Lets the next kernel of the stream start, if it is launched to overlap, once all blocks have called
-/// this or are done.
+/// PDL: griddepcontrol.launch_dependents. The next kernel of the stream may start when all CTAs have called this or
+/// ended.
 __device__ inline void allow_next_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-/// Loads what a kernel before the one before wrote. That one is done where the one before has waited for it, but only
-/// threads that wait themselves are promised to see all that it wrote: this is read from the second-level cache, past
-/// the first, which may hold what was there earlier.
+/// Loads data written two kernels back under PDL, with ld.global.cg. That kernel has ended if the kernel in between
+/// waited for it, but its writes are guaranteed visible only to threads that wait themselves. So this reads L2; L1 may
+/// be stale.
 template <class Number>
 __device__ __forceinline__ Number load_written(const Number* number) {
   return __ldcg(number);
 }
 
-/// Waits until the kernel before is done and what it wrote can be read.
+/// PDL: griddepcontrol.wait. Returns when the previous kernel has ended and its writes are visible.
 __device__ inline void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -9,18 +9,18 @@ namespace {
 
 constexpr int kMostArrays = 3;
 constexpr int kThreads = 128, kWarps = kThreads / 32;
-constexpr int kSegmentBytes = 1 << 13;       // of a line that a warp fills at a time: whole tokens, at least one
-constexpr std::int64_t kBlocks = 1 << 11;    // enough for all multiprocessors
-constexpr std::int64_t kFewBlocks = 1 << 8;  // that leave room for those of other kernels
+constexpr int kSegmentBytes = 1 << 13;       // of a line, per warp and step: whole tokens, at least one
+constexpr std::int64_t kBlocks = 1 << 11;    // enough for all SMs
+constexpr std::int64_t kFewBlocks = 1 << 8;  // leave room for CTAs of other kernels
 
-/// An array whose token is so many bytes, and what its padding is filled with, over and over.
+/// An array, the bytes of a token, and the word that fills its padding.
 struct PaddedArray {
   void* data;
   std::int64_t token_bytes;
   std::uint32_t word;
   bool has_queries;
   int segment;           // tokens of a line that a warp fills at a time
-  unsigned first_block;  // of those that fill it, and how many these are
+  unsigned first_block;  // first of the CTAs that fill it, and their number
   unsigned blocks;
 };
 
@@ -33,7 +33,7 @@ struct Padding {
   PaddedArray array[kMostArrays];
 };
 
-/// Fills bytes from one multiple of the size of words to another; a warp.
+/// Fills a range of bytes, whose ends are multiples of the word's size. Warp-collective.
 template <class Word>
 CUTE_DEVICE void fill(char* begin, const char* end, Word word) {
   for (char* at = begin + threadIdx.x % 32 * sizeof(Word); at < end; at += 32 * sizeof(Word)) {
@@ -41,7 +41,7 @@ CUTE_DEVICE void fill(char* begin, const char* end, Word word) {
   }
 }
 
-/// The segments of an array's lines, those of all batch entries one after the other.
+/// Segments of an array's lines, over all batch entries in order.
 struct Segments {
   int of_line;
   std::int64_t of_entry, all;
@@ -56,9 +56,9 @@ struct Segments {
   }
 };
 
-/// Fills segments, of which those that no query or key has are left to it. Blocks take turns, whosever entry a segment
-/// is of: with some for each entry, those of the entries with the most padding were the last, and sequences of which
-/// half is padding took 35 microseconds to be filled.
+/// Fills the part of each segment that is padding. CTAs take segments in turn, over all batch entries. With separate
+/// CTAs per entry, the entries with the most padding ended last: sequences of which half is padding took 35
+/// microseconds.
 CUTE_DEVICE void fill_segments(const Padding& p) {
   int number = 0;
   while (number + 1 < p.arrays && blockIdx.x >= p.array[number + 1].first_block) ++number;
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kThreads) natten_jax_fill_padding(const __grid
   if (p.is_between) wait_for_previous_kernel();
   allow_next_kernel();
   fill_segments(p);
-  // What comes after it comes after the kernel that it overlaps with, too.
+  // Keeps the PDL chain transitive: the next kernel also comes after the kernel that this one overlaps with.
   wait_for_previous_kernel();
 }
 
@@ -133,7 +133,7 @@ cudaError_t fill_padding(const Problem& problem, const std::int32_t* layouts, st
   return launch(natten_jax_fill_padding, {dim3(blocks), kThreads, 0, stream, time != FillTime::kAfter}, p);
 }
 
-/// Zeros for all heads of a token.
+/// An array whose padding is filled with zeros, for all heads of a token.
 PaddedArray zeros(const Problem& problem, void* data, std::int64_t heads, std::int64_t head_dim, bool has_queries) {
   return {data, heads * head_dim * element_bytes(problem.element_type), 0, has_queries};
 }

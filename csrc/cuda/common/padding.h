@@ -1,4 +1,4 @@
-// What a pass finds for padding: tokens of arrays that lie outside of their batch entry's layout.
+// Results of a pass in padding: tokens of arrays outside their batch entry's layout.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,18 +11,19 @@
 
 namespace natten_jax {
 
-/// When padding is filled, beside other kernels of a stream. The next kernel may overlap in any case.
+/// When padding is filled, relative to other kernels of the stream. The next kernel may overlap in all cases.
 enum class FillTime {
-  kAfter,    ///< When the kernel before is done.
-  kBeside,   ///< While it runs: it lets others start early, writes none of the padding, and no kernel before it runs.
-  kBetween,  ///< Likewise, and what it wrote is there when the next kernel starts, which runs meanwhile.
+  kAfter,    ///< After the previous kernel has ended.
+  kBeside,   ///< While the previous kernel runs, which allows this, writes no padding, and follows only ended kernels.
+  kBetween,  ///< After the previous kernel, while the next one runs, which can read the previous one's results.
 };
 
-/// Fills an output with zeros there, its logsumexp with -infinity and the remainder, if there is one, with zeros.
+/// Fills the padding of an output with zeros, of its logsumexp with -infinity, and of the remainder, if any, with
+/// zeros.
 cudaError_t fill_padding_of_output(const Problem& problem, const Arrays& arrays, cudaStream_t stream,
                                    FillTime time = FillTime::kAfter);
 
-/// Fills gradients with zeros there: those of keys and values, and those of queries unless something else does.
+/// Fills the padding of key and value gradients with zeros, and also of query gradients if `has_query_gradient`.
 cudaError_t fill_padding_of_gradients(const Problem& problem, const Arrays& arrays, bool has_query_gradient,
                                       cudaStream_t stream, FillTime time = FillTime::kAfter);
 

@@ -1,4 +1,4 @@
-// What launches check of a problem before its kernels run.
+// Checks of a problem before its kernels are launched.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,13 @@
 
 namespace natten_jax {
 
-/// An error where elements do not have 16 bits.
+/// Returns an error if elements have 32 bits.
 inline Status check_half_elements(const Problem& problem) {
   if (problem.element_type != ElementType::kFloat32) return {};
   return Status::invalid_argument("query has dtype float32, but must have float16 or bfloat16");
 }
 
-/// An error where heads are not multiples of `step` wide, or wider than `largest`.
+/// Returns an error if a head dimension is not a multiple of `step`, or larger than `largest`.
 inline Status check_head_dims(const Problem& problem, std::int64_t step, std::int64_t largest) {
   for (const std::int64_t head_dim : {problem.head_dim, problem.head_dim_v}) {
     if (head_dim % step != 0 || head_dim > largest) {
@@ -29,7 +29,7 @@ inline Status check_head_dims(const Problem& problem, std::int64_t step, std::in
   return {};
 }
 
-/// An error where 32 bits do not hold the bytes from a token to the next, whose heads are at most as wide.
+/// Returns an error if the bytes of a token do not fit into 32 bits, with heads of at most `largest_head_dim`.
 inline Status check_token_bytes(const Problem& problem, std::int64_t largest_head_dim, std::int64_t largest_element) {
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   if (problem.heads <= kMost / (largest_head_dim * largest_element)) return {};
@@ -37,13 +37,14 @@ inline Status check_token_bytes(const Problem& problem, std::int64_t largest_hea
                                   " heads, with which a token has 2^31 bytes or more");
 }
 
-/// An error where 32 bits do not number the heads of all tokens of an array.
+/// Returns an error if the heads of all tokens of an array are more than a 32-bit integer can count.
 inline Status check_rows(const Problem& problem) {
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   for (const auto& [name, tokens, heads] :
        {std::tuple{"query", problem.queries(), problem.heads}, std::tuple{"key", problem.keys(), problem.heads_kv},
         std::tuple{"additional_keys", problem.additional_kv, problem.heads_kv}}) {
-    // Extents have 31 bits, and so have the numbers of heads; products of more than two are not taken before a check.
+    // Extents and numbers of heads have 31 bits. So a product of two fits into 64 bits; it is checked before the third
+    // factor.
     if (tokens > kMost || tokens * heads > kMost || tokens * heads * problem.batch > kMost) {
       return Status::invalid_argument(std::string(name) + " has 2^31 heads of all its tokens or more");
     }
@@ -51,7 +52,7 @@ inline Status check_rows(const Problem& problem) {
   return {};
 }
 
-/// An error where a dimension wraps, for kernels that know no such windows.
+/// Returns an error if a dimension wraps, for kernels that do not support this.
 inline Status check_no_seams(const Problem& problem) {
   if (!wraps(problem)) return {};
   return Status::invalid_argument("a dimension wraps, but the kernels for these tiles have no windows that wrap");

@@ -1,23 +1,23 @@
-// Rows of an accumulator, whose elements four neighboring lanes share, as mma and wgmma lay them out.
+// Reductions over rows of an accumulator, whose elements are shared by four neighboring lanes (mma and wgmma layouts).
 #pragma once
 
 #include "cuda/common/arithmetic.cuh"
 
 namespace natten_jax {
 
-/// The sum of a row's numbers in the four lanes.
+/// Sum of a row over the four lanes.
 CUTE_DEVICE float sum_of_row(float of_lane) {
   of_lane += __shfl_xor_sync(0xffffffffu, of_lane, 1);
   return of_lane + __shfl_xor_sync(0xffffffffu, of_lane, 2);
 }
 
-/// The largest of them.
+/// Maximum of a row over the four lanes.
 CUTE_DEVICE float largest_of_row(float of_lane) {
   of_lane = fmaxf(of_lane, __shfl_xor_sync(0xffffffffu, of_lane, 1));
   return fmaxf(of_lane, __shfl_xor_sync(0xffffffffu, of_lane, 2));
 }
 
-/// What a row's output is multiplied with, given the sum of its weights; nothing is seen where that is zero.
+/// Factor of a row's output, given the sum of its weights. The sum is zero if the row sees no keys.
 CUTE_DEVICE float normalisation(float sum) {
   return sum == 0.f ? 0.f : fast_reciprocal(sum);
 }

@@ -6,28 +6,28 @@
 namespace natten_jax {
 namespace {
 
-/// So many boxes of a tile are loaded while the tile before is computed; more take longer.
+/// Number of boxes that can be loaded while the tile before is computed; more boxes take longer.
 constexpr double kBoxesMeanwhile = 3;
 
-/// An extent of boxes along a dimension, and how many times as many tiles it takes as tiles that seams may cut.
+/// An extent of boxes along a dimension, and the number of tiles relative to tiles that may cross seams.
 struct Candidate {
   std::int64_t box;
   double tiles;
 };
 
-/// What extents boxes may have along a dimension.
+/// Possible extents of boxes along a dimension.
 std::vector<Candidate> candidates(const Axis& axis, std::int64_t tile, std::int64_t outer) {
   const Window& window = axis.window;
   if (window.ends != Ends::kWrap) return {{tile, 1}};
   const std::int64_t length = axis.kv.extent / window.dilation;
-  // Windows of keys begin and end with groups of queries.
+  // Windows of keys begin and end with stride groups of queries.
   const std::int64_t most = window.kernel_size + std::min(outer, length) - 1 + 2 * (window.stride - 1);
-  // Tiles begin up to a box earlier where there is a seam in what they hold, which the last one may have room for.
+  // With a seam in the tokens of the tiles, the tiles begin up to a box earlier. The last tile may have room for it.
   const std::int64_t tiles = (most + tile - 1) / tile, room = tiles * tile - most;
   const double seams = std::min(static_cast<double>(most) / static_cast<double>(length), 1.);
   std::vector<Candidate> result;
   for (std::int64_t box = tile; box > 0; --box) {
-    // No seam may cut one: they divide what lies between seams, or there is one seam.
+    // No seam may cut a box: boxes divide the distance between seams, or there is a single seam.
     if (tile % box != 0 || (length % box != 0 && most + box - 1 > length)) continue;
     const std::int64_t more = std::max<std::int64_t>(box - 1 - room, 0);
     result.push_back({box, 1 + seams * static_cast<double>(more) / static_cast<double>(box * tiles)});

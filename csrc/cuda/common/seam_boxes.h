@@ -1,5 +1,5 @@
-// What boxes tiles are loaded in where dimensions wrap, and what that costs. Launches choose by it, and Python ranks
-// tiles by it, in builds without the kernels, too.
+// Choice of the boxes in which tiles are loaded if dimensions wrap, and its cost. Launches use it, and Python ranks
+// tiles with it, even in builds without kernels.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +11,15 @@ namespace natten_jax {
 /// Boxes of a tile.
 struct SeamBoxes {
   std::int64_t extent[kRank];  ///< Extents of a box.
-  double times;                ///< How many times as long a pass takes with them as if seams cost nothing.
+  double times;                ///< Time of a pass, relative to a pass in which seams cost nothing.
 };
 
-/// The boxes with which a pass is fastest: the smaller they are, the fewer tiles there are, and the more boxes.
+/// Boxes with which a pass is fastest: smaller boxes need fewer tiles, but more boxes.
 ///
 /// Args:
-///   problem: whose dimensions may wrap.
-///   tile: of tiles that some other ones walk over.
-///   outer: of the tiles that walk.
+///   problem: its dimensions may wrap.
+///   tile: shape of the inner tiles.
+///   outer: shape of the outer tiles.
 SeamBoxes choose_seam_boxes(const Problem& problem, const std::int64_t (&tile)[kRank],
                             const std::int64_t (&outer)[kRank]);
 

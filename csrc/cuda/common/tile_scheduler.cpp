@@ -9,17 +9,17 @@
 namespace natten_jax {
 namespace {
 
-/// Bytes of keys and values that should stay in the second-level cache: about what a Hopper GPU's holds.
+/// Bytes of keys and values that should stay in L2: about the L2 capacity of a Hopper GPU.
 constexpr std::int64_t kCacheBytes = 64 << 20;
 
 bool is_causal(const Problem& problem) {
   return std::any_of(problem.axes, problem.axes + kRank, [](const Axis& axis) { return axis.window.is_causal(); });
 }
 
-/// Heads whose query tiles are interleaved. Those of causal problems differ in length: the more heads end with their
-/// shortest, the less the last ones to finish outlast the others. So, the most whose keys and values stay in the
-/// second-level cache together: 17% faster than one head after the other for 16 heads of 8192 tokens, and 45% for 4
-/// of 16384. Other problems are up to 16% slower so.
+/// Heads whose query tiles are interleaved. Causal tiles differ in length: the more heads end with their shortest
+/// tiles, the less the last tiles to finish outlast the others. So this is the maximum number of heads whose keys and
+/// values fit into L2 together: 17% faster than one head after the other for 16 heads of 8192 tokens, and 45% for 4 of
+/// 16384. Other problems would be up to 16% slower with interleaving.
 int heads_per_query_block(const Problem& problem) {
   if (!is_causal(problem)) return 1;
   const std::int64_t bytes =
@@ -32,13 +32,13 @@ int heads_per_query_block(const Problem& problem) {
   return best;
 }
 
-/// Heads whose key/value tiles are interleaved: two, where tiles take turns, so that half as many wait for one another
-/// (2 to 12% faster). Causal tiles, the longest of which come first, gain nothing and fall out of the cache.
+/// Heads whose key/value tiles are interleaved: two if tiles take turns, so that half as many tiles wait for one
+/// another (2 to 12% faster). Causal tiles, the longest of which come first, gain nothing and fall out of L2.
 int heads_per_key_block(const Problem& problem, bool takes_turns) {
   return takes_turns && !is_causal(problem) && problem.heads_kv % 2 == 0 ? 2 : 1;
 }
 
-/// Tiles of about the same length: eight classes between a power of two and the next.
+/// Number of classes of tiles of about the same length: eight classes between a power of two and the next.
 constexpr int kClasses = 256;
 
 int length_class(std::int64_t q_tiles) {
@@ -47,7 +47,7 @@ int length_class(std::int64_t q_tiles) {
   return 8 * octave + static_cast<int>(q_tiles >> octave);
 }
 
-/// Query tiles that see a key/value tile, per tile of the longest dilation group.
+/// Number of query tiles that see a key/value tile, per tile of the longest dilation group.
 std::vector<std::int64_t> count_q_tiles(const Axis& axis, std::int64_t q_tile, std::int64_t kv_tile) {
   const Window& w = axis.window;
   const auto of_group = [&](std::int64_t extent) { return group_length<Window, std::int64_t>(w, extent, 0); };
@@ -65,14 +65,14 @@ std::vector<std::int64_t> count_q_tiles(const Axis& axis, std::int64_t q_tile, s
   return q_tiles;
 }
 
-/// Rounds of tiles, one for each multiprocessor, that are sorted, counted from the last one. Among more, the last ones
-/// to finish matter little, and tiles of a length lie all over a layout and in all heads, so that their queries fall
-/// out of the second-level cache: 4 heads of 256 x 256 tokens, windows of 80 x 80, took 26% longer where all were
-/// sorted, 8 heads 34% and 128 causal ones of 4096 tokens 65%.
+/// Number of the last rounds of tiles, with one tile per SM, that are sorted. With more rounds, the last tiles to
+/// finish matter little, while tiles of equal length lie all over a layout and in all heads, so that their queries fall
+/// out of L2. Sorting all tiles took 26% longer for 4 heads of 256 x 256 tokens with windows of 80 x 80, 34% for 8
+/// heads, and 65% for 128 causal heads of 4096 tokens.
 constexpr int kSortedRounds = 4;
 
-/// Sorts the last tiles by length: those that the most query tiles see come first. Where a part of a layout lies is not
-/// known here: it is sorted as if it were at the start.
+/// Sorts the last tiles by length: tiles that the most query tiles see come first. The position of a part of a layout
+/// is not known here, so it is sorted as if it were at the start.
 void sort_tiles(const Problem& problem, const TileShapes& tiles, KeyTileSchedule& schedule) {
   std::vector<std::int64_t> q_tiles[kRank];
   for (int d = 0; d < kRank; ++d) q_tiles[d] = count_q_tiles(problem.axes[d], tiles.query[d], tiles.kv[d]);
@@ -82,11 +82,12 @@ void sort_tiles(const Problem& problem, const TileShapes& tiles, KeyTileSchedule
       for (const std::int64_t z : q_tiles[2]) classes.push_back(length_class(x * y * z));
     }
   }
-  // By class and, in a class, by number: neighbors share their queries. Additional tokens' stay first.
+  // Sorted by class and, within a class, by number, because neighbors share their queries. Additional tokens stay
+  // first.
   const int tiles_per_group = static_cast<int>(classes.size()), additional = schedule.additional_tiles;
   const int first = std::max(schedule.first_sorted, additional);
   const auto class_of = [&](int tile) { return classes[(tile - additional) % tiles_per_group]; };
-  int position[kClasses] = {};  // numbers of tiles, then where the next one goes
+  int position[kClasses] = {};  // number of tiles, then position of the next tile
   for (int tile = first; tile < schedule.tiles; ++tile) ++position[class_of(tile)];
   for (int of_tile = kClasses - 1, next = first - schedule.first_sorted; of_tile >= 0; --of_tile) {
     const int tiles_of_class = position[of_tile];
@@ -99,7 +100,7 @@ void sort_tiles(const Problem& problem, const TileShapes& tiles, KeyTileSchedule
   }
 }
 
-/// Keys a window from the start are seen by the most queries: the longest work comes first.
+/// Keys a window from the start are seen by the most queries, so the longest work comes first.
 TurnOrder turn_order(const DeviceAxis& axis) {
   const int last = axis.kv_tiles - 1;
   return {axis.is_causal() ? last : std::min((axis.kernel_size - 1) / axis.kv_tile, last)};

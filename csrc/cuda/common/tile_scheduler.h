@@ -1,19 +1,19 @@
-// Which tile a block takes next, and why: the orders of all kernels, for the kernels and for their launches.
+// Orders in which CTAs take tiles, for all kernels and their launches.
 //
-// Two things are wanted of an order. The longest tiles come first, so that all multiprocessors are done at about the
-// same time; and tiles that follow one another share what they read, so that it is still in the second-level cache.
+// An order has two goals. The longest tiles come first, so that all SMs finish at about the same time. Consecutive
+// tiles share what they read, so that it is still in L2.
 //
-//   forward pass          QueryTileSchedule says what a tile's number stands for. CTAs of the portable kernel have a
-//                         tile each, by number. Those of the Hopper kernel, which are persistent, get theirs from
-//                         TileSupply: in fixed rounds or, where there are many, from a counter, as they are done.
-//                         Launches that continue others, with halos, begin with the queries next to these.
-//   backward, Hopper      KeyTileSchedule: CTAs take positions from a counter. A position is a tile's number; or, where
-//                         tiles are few, that of the next longest tile; or, where tiles take turns in adding to the
-//                         query gradient, the tile that comes next in everybody's TurnOrder.
-//   backward, elsewhere   A CTA has a tile, or walks over several: `longest_first` in each dimension.
+//   forward pass          QueryTileSchedule maps a tile's number to its place. Each CTA of the portable kernel has the
+//                         tile of its number. Persistent CTAs of the Hopper kernel get tiles from TileSupply: in fixed
+//                         rounds or, if there are many, from a counter when they are done. Launches that continue
+//                         others, with halos, begin with the queries next to the halos.
+//   backward, Hopper      KeyTileSchedule: CTAs take positions from a counter. A position is a tile's number; if there
+//                         are few tiles, it is the next longest tile; if tiles take turns in adding to the query
+//                         gradient, it is the next tile of the common TurnOrder.
+//   backward, elsewhere   A CTA has a tile, or iterates over several: `longest_first` in each dimension.
 //
-// The inner tiles of each, that is those of the other side that it sees, are a box. It is read from its first token on,
-// last dimension fastest (tile_walk.cuh). docs/kernels.md says what the orders gained.
+// The inner tiles of a tile, which are the tiles of the other side that it sees, form a box. They are read from the
+// box's first token on, last dimension fastest (tile_walk.cuh). docs/kernels.md lists the gains of these orders.
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -27,16 +27,16 @@
 
 namespace natten_jax {
 
-/// What a tile's number stands for.
+/// Position that a tile's number stands for.
 struct TilePlace {
   int batch;
   int head;
   int group;       // dilation group
-  int residue[3];  // the same, a dimension each
+  int residue[3];  // per dimension
   int index[3];    // in the dilation group
 };
 
-/// What tiles' numbers stand for; from the slowest: batch, block of heads, dilation group, tile, head.
+/// Numbering of tiles. Indices from slowest to fastest: batch, block of heads, dilation group, tile, head.
 struct TileNumbers {
   int heads_per_block;  // heads whose tiles are interleaved
   cutlass::FastDivmod by_tiles_per_group, by_groups, by_heads_per_block, by_head_blocks;
@@ -66,19 +66,19 @@ struct QueryTileSchedule {
     return numbers.place<&DeviceAxis::by_q_tiles>(axis, tile);
   }
 
-  /// Late queries of a causal dimension see the most keys: the longest work comes first.
+  /// Reverses causal dimensions: late queries see the most keys, and the longest work comes first.
   CUTLASS_HOST_DEVICE static int latest_first(const DeviceAxis& axis, int index) {
     return axis.is_causal() ? axis.q_tiles - 1 - index : index;
   }
 
-  /// Where keys begin at a distance from the queries, in front of them or behind them, those next to them see the most.
+  /// If keys begin at a distance before or after the queries, the nearest queries see the most keys and come first.
   CUTLASS_HOST_DEVICE static int nearest_first(const DeviceAxis& axis, int index, int distance) {
     return distance < 0 ? index : distance > 0 ? axis.q_tiles - 1 - index : latest_first(axis, index);
   }
 };
 
 #if defined(__CUDACC__)
-/// How many have been counted before; all lanes of a warp take part in counting one more.
+/// Warp-collective atomicAdd(1). Returns the old value.
 __device__ __forceinline__ int count_one_more(std::int32_t* counter) {
   int count = 0;
   if (threadIdx.x % 32 == 0) count = atomicAdd(counter, 1);
@@ -86,7 +86,7 @@ __device__ __forceinline__ int count_one_more(std::int32_t* counter) {
 }
 #endif
 
-/// The tiles of persistent CTAs, round by round; those past the last one do not exist.
+/// Supplies persistent CTAs with tiles, round by round. Numbers past the last tile mark the end.
 struct TileSupply {
   std::int32_t* next_tile;  // counts the tiles that CTAs have taken; null: CTAs take them in a fixed order
   int tiles;
@@ -98,18 +98,18 @@ struct TileSupply {
       const int first = round * static_cast<int>(gridDim.x);
       return first + static_cast<int>(round % 2 == 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     }
-    // Tiles differ in length, and multiprocessors in speed: whoever is done takes the next.
+    // Tiles differ in length, and SMs in speed: a CTA that is done takes the next tile.
     return round == 0 ? blockIdx.x : gridDim.x + count_one_more(next_tile);
   }
 #endif
 };
 
-/// Number of a dimension's `i`th key/value tile by the queries that see them, the most first. Windows at
-/// an end of the layout do not shrink, so that keys from half a window to a window away from it are seen by more
-/// queries than all others, and those nearer by fewer; the causal ones of the last window are seen by the fewest.
+/// Number of a dimension's `i`th key/value tile in the order of the queries that see it, most first. Windows at an end
+/// of the layout do not shrink. So keys from half a window to a window away from the end are seen by more queries than
+/// all others, and nearer keys by fewer. Causal keys of the last window are seen by the fewest.
 CUTLASS_HOST_DEVICE int longest_first(const DeviceAxis& axis, int i) {
   if (axis.is_causal()) return i;
-  const bool at_end = i % 2 != 0;  // from either end
+  const bool at_end = i % 2 != 0;  // odd tiles count from the other end
   const int place = i / 2, tiles = (axis.kv_tiles + !at_end) / 2;
   const int nearest = axis.by_kv_tile.divide(axis.kernel_size / 2);
   const int last = smaller(axis.by_kv_tile.divide(axis.kernel_size + axis.kv_tile - 1), tiles);
@@ -119,8 +119,8 @@ CUTLASS_HOST_DEVICE int longest_first(const DeviceAxis& axis, int i) {
   return at_end ? axis.kv_tiles - 1 - tile : tile;
 }
 
-/// One dimension of an order in which key/value tiles add to what they share: from a first one down, then from the last
-/// one down. Neighbors then come to their common queries one after the other by themselves.
+/// One dimension of the order in which key/value tiles add to shared results: from tile `first` down, then from the
+/// last tile down. Neighbors then reach their common queries one after the other without waiting.
 struct TurnOrder {
   int first;
 
@@ -129,7 +129,7 @@ struct TurnOrder {
     return first - i + (i > first ? axis.kv_tiles : 0);
   }
 
-  /// How many of the tiles from `lowest` to `highest` come before one of them.
+  /// Number of tiles from `lowest` to `highest` that come before `tile`.
   CUTLASS_HOST_DEVICE int before(int tile, int lowest, int highest) const {
     const int highest_of_run = smaller(highest, first);
     const int first_run = larger(highest_of_run - lowest + 1, 0);
@@ -137,32 +137,32 @@ struct TurnOrder {
   }
 };
 
-/// Most key/value tiles that are sorted by length.
+/// Maximum number of key/value tiles that are sorted by length.
 inline constexpr int kMostSortedTiles = 1024;
 
-/// The order of key/value tiles on Hopper. Tiles of additional tokens come first, which all queries see.
+/// Order of key/value tiles on Hopper. Tiles of additional tokens, which all queries see, come first.
 struct KeyTileSchedule {
   std::int32_t* next_tile;  // counts the positions that CTAs have taken, from `first_taken` on
-  // [batch, heads, dilation groups, query tiles]: key/value tiles that have added to the query gradient, which they do
-  // one after the other in a fixed order; null: in any order
+  // [batch, heads, dilation groups, query tiles]: number of key/value tiles that have added to a query tile's dQ, in a
+  // fixed order; null: in any order
   std::int32_t* turns;
   TurnOrder turn_order[3];
   int first_taken;
   int additional_tiles;  // of the whole problem
-  int tiles;             // of the whole problem, those of additional tokens among them
+  int tiles;             // of the whole problem, including additional tokens
   int groups;            // dilation groups
   int q_tiles;           // query tiles per dilation group
-  int first_sorted;      // from this position on, tiles are taken as `by_length` has them
+  int first_sorted;      // from this position on, tiles are taken in the order of `by_length`
   TileNumbers numbers;   // of tiles of the layout
   cutlass::FastDivmod by_additional_tiles_per_head, by_heads_kv;
   std::uint16_t by_length[kMostSortedTiles];  // counted from `first_sorted`
 
-  /// The number of the tile at a position.
+  /// Number of the tile at a position.
   CUTLASS_HOST_DEVICE int tile_at(int position) const {
     return position < first_sorted ? position : first_sorted + by_length[position - first_sorted];
   }
 
-  /// Place of a tile of additional tokens: batch entry, head and, as all of `index`, its number among the head's.
+  /// Place of a tile of additional tokens: batch entry, head and, as index[2], its number in the head.
   CUTLASS_HOST_DEVICE TilePlace additional_place(int tile) const {
     TilePlace result{};
     int outer;
@@ -176,24 +176,24 @@ struct KeyTileSchedule {
     return numbers.place<&DeviceAxis::by_kv_tiles>(axis, tile - additional_tiles);
   }
 
-  /// The tile of a dimension that an index stands for, of keys that begin at a distance from the queries. Those of a
-  /// halo, which is in front of all queries where windows are causal, are seen by the more of them the nearer they are.
+  /// Tile of a dimension for an index, with keys at a distance from the queries. A halo of a causal dimension lies
+  /// before all queries: its nearest tiles are seen by the most queries, and come first.
   CUTLASS_HOST_DEVICE int tile_of(const DeviceAxis& axis, int dimension, int index, int distance) const {
     if (turns != nullptr) return turn_order[dimension].tile(axis, index);
     return axis.is_causal() && distance <= -axis.kv_group_tokens ? axis.kv_tiles - 1 - index : index;
   }
 
-  /// The counters of turns of a dilation group's query tiles, for a row of [batch, heads].
+  /// Turn counters of a dilation group's query tiles, for a row of [batch, heads].
   CUTLASS_HOST_DEVICE std::int32_t* turns_of(int row, int group) const {
     return turns + (static_cast<std::int64_t>(row) * groups + group) * q_tiles;
   }
 
-  /// Whether a CTA's first position is its number. Where tiles take turns, a tile waits for those at positions before
-  /// its own, which must have been taken by CTAs that run.
+  /// True if a CTA's first position is its block index. If tiles take turns, a tile waits for tiles at earlier
+  /// positions, which must have been taken by running CTAs.
   CUTLASS_HOST_DEVICE bool starts_at_block() const { return turns == nullptr; }
 
 #if defined(__CUDACC__)
-  /// The next position, for the CTA that is done first.
+  /// Takes the next position: the first CTA that is done gets it.
   __device__ __forceinline__ int take() const {
     const int count = count_one_more(next_tile);
     return count + (starts_at_block() ? gridDim.x : first_taken);
@@ -201,18 +201,18 @@ struct KeyTileSchedule {
 #endif
 };
 
-/// The order of a launch's query tiles.
+/// Order of a launch's query tiles.
 QueryTileSchedule schedule_query_tiles(const Problem& problem, const Geometry& geometry);
 
-/// The order of a launch's key/value tiles; its counters are left to the caller.
+/// Computes the order of a launch's key/value tiles. The caller sets its counters.
 ///
 /// Args:
-///   additional_tiles_per_head: of additional tokens.
-///   takes_turns: whether tiles add to the query gradient in a fixed order.
-///   multiprocessors: of the device.
+///   additional_tiles_per_head: tiles of additional tokens.
+///   takes_turns: true if tiles add to the query gradient in a fixed order.
+///   multiprocessors: number of SMs of the device.
 ///   schedule: the result.
 ///
-/// Fails where there are more tiles than a launch can have.
+/// Fails if there are more tiles than a launch supports.
 Status schedule_key_tiles(const Problem& problem, const TileShapes& tiles, const Geometry& geometry,
                           std::int64_t additional_tiles_per_head, bool takes_turns, int multiprocessors,
                           KeyTileSchedule& schedule);

@@ -1,4 +1,4 @@
-// The order in which the tiles of a box of tokens are read.
+// Iteration over the tiles of a box of tokens.
 #pragma once
 
 #include <cute/config.hpp>
@@ -7,14 +7,14 @@
 
 namespace natten_jax {
 
-/// Walks over tiles of extents `kTile`, last dimension fastest, without divisions.
+/// Iterates over tiles of extents `kTile`, last dimension fastest, without divisions.
 template <int DeviceAxis::* kTile>
 struct TileWalk {
   int x, y, z;
 
   CUTE_DEVICE explicit TileWalk(int4 begin) : x(begin.x), y(begin.y), z(begin.z) {}
 
-  /// Jumps to the `i`th tile of a box that has `tiles` per dimension, with divisions.
+  /// Jumps to the `i`th tile of a box with `tiles` tiles per dimension. Uses divisions.
   CUTE_DEVICE TileWalk(const DeviceAxis (&axis)[3], const int (&begin)[4], const int (&tiles)[4], int i) {
     const int line = i / tiles[2], in_x = line / tiles[1];
     x = begin[0] + in_x * axis[0].*kTile;
@@ -22,7 +22,7 @@ struct TileWalk {
     z = begin[2] + (i - line * tiles[2]) * axis[2].*kTile;
   }
 
-  /// The first token of the tile here.
+  /// First token of the current tile.
   CUTE_DEVICE int4 begin() const { return make_int4(x, y, z, 0); }
 
   CUTE_DEVICE void next(const DeviceAxis (&axis)[3], int4 begin, int4 end) {
@@ -37,22 +37,22 @@ struct TileWalk {
     }
   }
 
-  /// Whether the tile here holds nothing between `begin` and `end`.
+  /// True if the current tile contains no token between `begin` and `end`.
   CUTE_DEVICE bool is_outside(const DeviceAxis (&axis)[3], int4 begin, int4 end) const {
     return x >= end.x || y >= end.y || z >= end.z || x + axis[0].*kTile <= begin.x || y + axis[1].*kTile <= begin.y ||
            z + axis[2].*kTile <= begin.z;
   }
 
-  /// Whether the tile here lies between `begin` and `end` whole.
+  /// True if all tokens of the current tile lie between `begin` and `end`.
   CUTE_DEVICE bool is_inside(const DeviceAxis (&axis)[3], int4 begin, int4 end) const {
     return x >= begin.x && y >= begin.y && z >= begin.z && x + axis[0].*kTile <= end.x && y + axis[1].*kTile <= end.y &&
            z + axis[2].*kTile <= end.z;
   }
 };
 
-/// The key/value tiles of a query tile.
+/// Iterates over the key/value tiles of a query tile.
 using KvWalk = TileWalk<&DeviceAxis::kv_tile>;
-/// The query tiles of a key/value tile.
+/// Iterates over the query tiles of a key/value tile.
 using QueryWalk = TileWalk<&DeviceAxis::q_tile>;
 
 }  // namespace natten_jax
