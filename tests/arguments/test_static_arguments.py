@@ -119,10 +119,9 @@ def test_text_and_bytes_are_no_sequences_of_numbers(name: str, value: Any) -> No
     refused(TypeError, (f"{name} must be", shown), lambda: call(2, **{**others, name: value}))
 
 
-@pytest.mark.parametrize("name", [*INTS, "backward_kv_splits"])
-@pytest.mark.parametrize(
-    ("value", "error", "parts"),
-    [
+#: By names of arguments: a value, the error, and parts of its message.
+WRONG: dict[tuple[str, ...], list[tuple[Any, type[Exception], tuple[str, ...]]]] = {
+    (*INTS, "backward_kv_splits"): [
         (np.array([3.0, 3.0]), TypeError, ("ints", "float64")),
         (jnp.array([3.0, 3.0]), TypeError, ("ints", "float32")),
         (np.array(3.0), TypeError, ("int", "float64")),
@@ -137,25 +136,22 @@ def test_text_and_bytes_are_no_sequences_of_numbers(name: str, value: Any) -> No
         ({3: 3, 4: 4}, TypeError, ("{3: 3, 4: 4}",)),
         (iter((3, 3)), TypeError, ("iterator",)),
     ],
-)
-def test_arrays_that_are_no_integers_per_dimension(
-    name: str, value: Any, error: type[Exception], parts: tuple[str, ...]
-) -> None:
-    refused(error, (name, *parts), lambda: call(2, **{name: value}))
-
-
-@pytest.mark.parametrize(
-    ("value", "error", "parts"),
-    [
+    ("is_causal",): [
         (np.array([1, 0]), TypeError, ("bools", "int64")),
         (np.array([True]), ValueError, ("2 value(s)", "[ True]")),
         (jnp.array([True, False, True]), ValueError, ("2 value(s)", "True")),
         (np.array([[True, False]]), ValueError, ("(1, 2)",)),
         ((np.array([True]), True), TypeError, ("bools",)),
     ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "row"), [(name, row) for names, rows in WRONG.items() for name in names for row in rows]
 )
-def test_arrays_that_are_no_booleans_per_dimension(value: Any, error: type[Exception], parts: tuple[str, ...]) -> None:
-    refused(error, ("is_causal", *parts), lambda: call(2, is_causal=value))
+def test_arrays_without_a_right_value_per_dimension(name: str, row: Any) -> None:
+    value, error, parts = row
+    refused(error, (name, *parts), lambda: call(2, **{name: value}))
 
 
 @pytest.mark.parametrize("name", [*INTS, "is_causal", "backward_kv_splits", "q_tile_shape", "attention"])

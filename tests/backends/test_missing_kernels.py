@@ -19,7 +19,6 @@ from natten_jax import MissingKernelsWarning, backends, source_tree
 from natten_jax.backends import select
 from natten_jax.backends.select import resolve
 from natten_jax.doctor.__main__ import report
-from natten_jax.native import module
 from natten_jax.native import module as native
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Request
@@ -104,7 +103,7 @@ def test_a_gpu_that_the_build_has_no_kernels_for(
     host_only_build: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "plugins", lambda: plugins)
+    monkeypatch.setattr(native, "plugins", lambda: plugins)
     family, (message,) = choose(device)
     assert family == "flex"
     assert "CUDA architectures: none" in message
@@ -202,7 +201,7 @@ def python_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_where_kernels_for_python_alone_come_from(
     platform: str, device: Device, remedy: str, python_alone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "plugins", lambda: ())
+    monkeypatch.setattr(native, "plugins", lambda: ())
     monkeypatch.setattr(sys, "platform", platform)
     family, (message,) = choose(device)
     assert family == "flex"

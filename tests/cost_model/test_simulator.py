@@ -30,10 +30,7 @@ from natten_jax.simulator import Calibration, Kernel
 from natten_jax.windows import WindowArguments
 from tests.support import oracle
 from tests.support.cases import random_case
-from tests.support.tile_walks import boxes, groups_of, walk
-
-# The simulator: its counts against walks over the dense mask, its known answers, its time model.
-
+from tests.support.tile_walks import hull_of, inner_tiles, outer_tiles, walk, walked
 
 PROBLEMS = 320
 
@@ -87,39 +84,28 @@ def test_counts_agree_with_walks_over_the_mask(pass_: Any, placement: Any) -> No
 
 def walk_parts(problem: Problem, pair: Any, pass_: str, kernel: Kernel) -> tuple[int, int, int]:
     """Seen and full parts of anchored tiles, and tiles that are masked, as a kernel with row groups walks."""
-    mask = oracle.neighborhood_mask(
-        problem.query_layout, problem.kernel_size, problem.stride, problem.dilation, problem.is_causal
-    )
-    mask = mask if pass_ == "forward" else mask.T
-    outer_tile, inner_tile = pair if pass_ == "forward" else pair[::-1]
+    mask, outer_tile, inner_tile = walked(problem, pair, pass_)
     tokens, rows_of_group = math.prod(outer_tile), kernel.outer_tokens // kernel.row_groups
     seen_parts = full_parts = masked = 0
-    for group in groups_of(problem):
-        for corner in boxes(group.shape, outer_tile):
-            start = np.array([axis.start for axis in corner])
-            own = group[corner].ravel()
-            hull = np.argwhere(mask[np.ix_(own, group.ravel())].any(axis=0).reshape(group.shape))
-            if len(hull) == 0:
-                continue
-            begin, end = hull.min(axis=0), hull.max(axis=0) + 1
-            corners = [range(b, e, t) for b, e, t in zip(begin, end, inner_tile, strict=True)]
-            is_masked = np.zeros(math.prod(map(len, corners)), bool)
-            for number in range(kernel.row_groups):
-                rows = np.arange(rows_of_group * number, rows_of_group * (number + 1))
-                rows = rows[rows < tokens] if rows[0] < tokens else np.array([tokens - 1])
-                inside = np.stack(np.unravel_index(rows, outer_tile))
-                ends = zip(inside.min(axis=1), inside.max(axis=1), strict=True)
-                box = [np.arange(low, high + 1) for low, high in ends]
-                box = [np.minimum(s + each, n - 1) for s, each, n in zip(start, box, group.shape, strict=True)]
-                visible = mask[np.ix_(group[np.ix_(*box)].ravel(), group.ravel())].reshape(-1, *group.shape)
-                for i, first in enumerate(itertools.product(*corners)):
-                    tile = tuple(slice(c, c + t) for c, t in zip(first, inner_tile, strict=True))
-                    part = visible[(slice(None), *tile)]
-                    seen_parts += bool(part.any())
-                    is_full = part[0].size == kernel.inner_tokens and bool(part.all())
-                    full_parts += is_full
-                    is_masked[i] |= bool(part.any()) and not is_full
-            masked += int(is_masked.sum())
+    for group, corner, seen in outer_tiles(problem, mask, outer_tile):
+        start = np.array([axis.start for axis in corner])
+        inner = inner_tiles(*hull_of(seen), inner_tile)
+        is_masked = np.zeros(len(inner), bool)
+        for number in range(kernel.row_groups):
+            rows = np.arange(rows_of_group * number, rows_of_group * (number + 1))
+            rows = rows[rows < tokens] if rows[0] < tokens else np.array([tokens - 1])
+            inside = np.stack(np.unravel_index(rows, outer_tile))
+            ends = zip(inside.min(axis=1), inside.max(axis=1), strict=True)
+            box = [np.arange(low, high + 1) for low, high in ends]
+            box = [np.minimum(s + each, n - 1) for s, each, n in zip(start, box, group.shape, strict=True)]
+            visible = mask[np.ix_(group[np.ix_(*box)].ravel(), group.ravel())].reshape(-1, *group.shape)
+            for i, tile in enumerate(inner):
+                part = visible[(slice(None), *tile)]
+                seen_parts += bool(part.any())
+                is_full = part[0].size == kernel.inner_tokens and bool(part.all())
+                full_parts += is_full
+                is_masked[i] |= bool(part.any()) and not is_full
+        masked += int(is_masked.sum())
     return seen_parts, full_parts, masked
 
 
@@ -348,31 +334,38 @@ def test_problems_are_described_without_arrays() -> None:
     assert described == neighborhood_problem(2, Inputs(query, key, key), WindowArguments(*window))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"kernel_size": 10}, "kernel_size"),
-        ({"kernel_size": 3, "stride": 4}, "stride"),
-        ({"kernel_size": 3, "heads": 3, "heads_kv": 2}, "query has 3 heads, which is not a multiple"),
-        ({"kernel_size": 3, "dtype": "float8"}, "dtype must be one of"),
-    ],
-)
-def test_bad_descriptions(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        simulator.problem_of((9, 12), **arguments)
+IMAGE = a_problem((9, 9), (3, 3))
 
 
 @pytest.mark.parametrize(
-    ("pair", "placement", "message"),
+    ("function", "arguments", "options", "message"),
     [
-        (((8,), (8, 8)), "anchored", "the query tile must have 2 positive"),
-        (((8, 8), (8, 0)), "anchored", "the key/value tile must have 2 positive"),
-        (((8, 8), (8, 8)), "somewhere", "placement must be one of anchored, aligned"),
+        (simulator.problem_of, ((9, 12), 10), {}, "kernel_size"),
+        (simulator.problem_of, ((9, 12), 3, 4), {}, "stride"),
+        (simulator.problem_of, ((9, 12), 3), {"heads": 3, "heads_kv": 2}, "query has 3 heads, which is not a multiple"),
+        (simulator.problem_of, ((9, 12), 3), {"dtype": "float8"}, "dtype must be one of"),
+        (simulator.count_tiles, (IMAGE, ((8,), (8, 8))), {}, "the query tile must have 2 positive"),
+        (simulator.count_tiles, (IMAGE, ((8, 8), (8, 0))), {}, "the key/value tile must have 2 positive"),
+        (
+            simulator.count_tiles,
+            (IMAGE, ((8, 8),) * 2),
+            {"placement": "somewhere"},
+            "placement must be one of anchored,",
+        ),
+        (simulator.simulate, (IMAGE, (8, 8)), {}, "tile"),
+        (simulator.simulate, (IMAGE, ((8, 8),) * 3), {}, "tile"),
+        (simulator.calibration_for, ("hoper",), {}, "got 'hoper': did you mean 'hopper'"),
     ],
 )
-def test_bad_arguments(pair: Any, placement: Any, message: str) -> None:
+def test_malformed_arguments_are_refused(function: Any, arguments: Any, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        simulator.count_tiles(a_problem((9, 9), (3, 3)), pair, placement=placement)
+        function(*arguments, **options)
+
+
+def test_a_compute_capability_is_two_ints() -> None:
+    version: Any = 9.0
+    with pytest.raises(TypeError, match="compute_capability must be a sequence of 2 ints, got 9"):
+        simulator.calibration_for("hopper", version)
 
 
 def test_calibrations_are_complete() -> None:
@@ -419,9 +412,6 @@ def test_flops_of_attention_between_sequences(queries: int, keys: int, is_causal
 # Dilations that the simulator recommends: none is better, and each is worth it.
 
 
-HOPPER_FLAG = "--compute-capability 9.0"
-
-
 def test_no_dilation_is_better() -> None:
     generator, recommended = np.random.default_rng(4), 0
     for _ in range(60):
@@ -442,19 +432,15 @@ def test_no_dilation_is_better() -> None:
 
 
 def test_windows_that_fill_their_groups_need_no_mask() -> None:
-    found = simulator.recommend_dilation(simulator.problem_of((48, 96), 24), [((8, 8), (8, 8))])
+    pairs: list[TilePair] = [((8, 8), (8, 8))]
+    found = simulator.recommend_dilation(simulator.problem_of((48, 96), 24), pairs)
     assert found is not None
     assert found.dilation == (2, 4)
     assert found.simulation.counts.is_fully_block_sparse
     assert found.simulation.executed_flops == found.simulation.flops
-
-
-def test_there_may_be_none() -> None:
-    pairs: list[TilePair] = [((8, 8), (8, 8))]
-    assert simulator.recommend_dilation(simulator.problem_of((24, 24), 24), pairs) is None  # windows are the layout
-    dilated = simulator.problem_of((48, 96), 24, dilation=(2, 4))
-    assert simulator.recommend_dilation(dilated, pairs) is None
-    assert simulator.recommend_dilation(dilated, []) is None
+    dilated, whole = simulator.problem_of((48, 96), 24, dilation=(2, 4)), simulator.problem_of((24, 24), 24)
+    for problem, tiles_ in ((whole, pairs), (dilated, pairs), (dilated, [])):
+        assert simulator.recommend_dilation(problem, tiles_) is None
 
 
 @pytest.mark.parametrize(
@@ -470,7 +456,7 @@ def test_the_command_line_says_it(
     arguments: str, said: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "result.json"
-    assert main(f"{arguments} --simulate {HOPPER_FLAG} --json {path}".split()) == 0
+    assert main(f"{arguments} --simulate --compute-capability 9.0 --json {path}".split()) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert said in output if said else "ilation" not in output
     result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -480,16 +466,3 @@ def test_the_command_line_says_it(
         return
     assert f"--dilation {' '.join(map(str, found['dilation']))};" in output
     assert found["predicted_seconds"] < result["passes"]["forward"]["predicted_seconds"]
-
-
-def test_misspelt_families_and_malformed_arguments_are_refused() -> None:
-    problem = simulator.problem_of((16, 16), 5)
-    version: Any = 9.0
-    pairs: list[Any] = [(8, 8), ((8, 8),) * 3]
-    with pytest.raises(ValueError, match="got 'hoper': did you mean 'hopper'"):
-        simulator.calibration_for("hoper")
-    with pytest.raises(TypeError, match="compute_capability must be a sequence of 2 ints, got 9"):
-        simulator.calibration_for("hopper", version)
-    for pair in pairs:
-        with pytest.raises(ValueError, match="tile"):
-            simulator.simulate(problem, pair)

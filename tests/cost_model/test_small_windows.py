@@ -23,6 +23,7 @@ from natten_jax.plan.devices import ComputeCapability, Device
 from natten_jax.plan.plan import Request
 from natten_jax.problem import Problem
 from natten_jax.profiler.__main__ import main
+from tests.support.plans import kernels_by_tiles, launches_by_tiles
 
 # Simulated rates never exceed the peaks of the device.
 
@@ -152,9 +153,7 @@ def problem_of(
 
 def launches(problem: Problem, capability: ComputeCapability | None = HOPPER) -> dict[TilePair, small_windows.Launch]:
     """The forward launch of every pair of tiles."""
-    ranked = small_windows.ranked("cutlass", problem, "forward", capability)
-    found = {pair: small_windows.estimate("cutlass", problem, "forward", pair, capability) for pair, _ in ranked}
-    return {pair: estimate.launches[0] for pair, estimate in found.items() if estimate is not None}
+    return {pair: forward for pair, (forward,) in launches_by_tiles(problem, "forward", capability)}
 
 
 @pytest.mark.parametrize(("kernel_size", "are_tiles_small"), [(13, True), (33, False)])
@@ -231,21 +230,14 @@ def test_rings_multiply_the_blocks_that_some_query_sees() -> None:
 
 def backward_kernels(problem: Problem, capability: ComputeCapability | None = HOPPER) -> tuple[str, ...]:
     """Kernels of the fastest pair of tiles."""
-    pair, _ = next(small_windows.ranked("cutlass", problem, "backward", capability))
-    estimate = small_windows.estimate("cutlass", problem, "backward", pair, capability)
-    assert estimate is not None
-    return tuple(launch.kernel for launch in estimate.launches)
+    return next(kernels_by_tiles(problem, "backward", capability))[1]
 
 
 def test_key_and_value_gradients_have_a_ring_whose_tiles_are_its_own() -> None:
     problem = problem_of(head_dim=32)
     assert backward_kernels(problem)[1] == "key/value gradient with a ring"
-    rings = {
-        estimate.launches[1]
-        for pair, _ in small_windows.ranked("cutlass", problem, "backward", HOPPER)
-        if (estimate := small_windows.estimate("cutlass", problem, "backward", pair, HOPPER)) is not None
-    }
-    assert len({launch for launch in rings if "ring" in launch.kernel}) == 1
+    key_gradients = {launches[1] for _, launches in launches_by_tiles(problem, "backward")}
+    assert len({launch for launch in key_gradients if "ring" in launch.kernel}) == 1
     assert backward_kernels(problem, (8, 0))[1] == "key/value gradient with a ring"
 
 

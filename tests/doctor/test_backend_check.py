@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import subprocess
-from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +15,6 @@ from natten_jax.arrays.operands import Differentiable, Operands
 from natten_jax.backends import select
 from natten_jax.backends.base import Platform
 from natten_jax.backends.flex.backend import FlexBackend
-from natten_jax.cost_model import small_windows
 from natten_jax.doctor import backend_check
 from natten_jax.performance import PASSES
 from natten_jax.plan.devices import Device
@@ -25,6 +22,7 @@ from natten_jax.plan.plan import Plan
 from natten_jax.problem import problem_of
 from tests.support import oracle
 from tests.support.machine import Machine
+from tests.support.plans import kernels_by_tiles
 from tests.support.programs import run_command
 
 PROBLEMS = {problem.describe(): problem for problem in (*backend_check._NEIGHBORHOOD, *backend_check._ATTENTION)}
@@ -83,12 +81,9 @@ def test_a_problem_of_gpus_has_rings_in_all_kernels() -> None:
     assert problem in backend_check.problems("fna", ("bfloat16",), is_gpu=True)
     assert problem not in backend_check.problems("fna", ("bfloat16",))
     problem = dataclasses.replace(problem, dtype="bfloat16")
-    launches = []
+    launches: list[str] = []
     for pass_ in PASSES:
-        pair, _ = next(small_windows.ranked("cutlass", problem, pass_, (9, 0)))
-        found = small_windows.estimate("cutlass", problem, pass_, pair, (9, 0))
-        assert found is not None
-        launches += [launch.kernel for launch in found.launches]
+        launches += next(kernels_by_tiles(problem, pass_))[1]
     assert len(launches) == 3 and all("with a ring" in kernel for kernel in launches), launches
 
 
@@ -206,28 +201,17 @@ def test_what_a_backend_does_not_take_is_left_out(machine: Machine) -> None:
     assert "head_dim must be at most 8" in str(session.cannot_run())
 
 
-@pytest.fixture
-def doctor() -> Iterator[Any]:
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return run_command(["-m", "natten_jax.doctor", *arguments], os.environ)
-
-    yield run
-
-
 @pytest.mark.parametrize(
-    ("name", "needs"),
+    ("name", "status", "message"),
     [
-        ("tpu-fna", "tpu-fna cannot be checked here: it runs on platform tpu only, not on cpu"),
-        ("hopper-fmha", "it runs on NVIDIA GPUs of compute capability 9.0 only, not on cpu"),
+        ("tpu-fna", 1, "tpu-fna cannot be checked here: it runs on platform tpu only, not on cpu"),
+        ("hopper-fmha", 1, "it runs on NVIDIA GPUs of compute capability 9.0 only, not on cpu"),
+        ("cpu-fnaa", 2, "hoose None or one of"),
+        ("cudnn-fmha", 2, "hoose None or one of"),
     ],
 )
-def test_other_devices_get_one_sentence(name: str, needs: str, doctor: Any) -> None:
-    done = doctor("--check", name)
-    assert done.returncode == 1 and done.stdout == ""
-    assert needs in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize("name", ["cpu-fnaa", "cudnn-fmha"])
-def test_unknown_names(name: str, doctor: Any) -> None:
-    done = doctor("--check", name)
-    assert done.returncode == 2 and name in done.stderr and "hoose None or one of" in done.stderr
+def test_other_devices_and_unknown_names_are_refused(name: str, status: int, message: str) -> None:
+    done = run_command(["-m", "natten_jax.doctor", "--check", name], os.environ)
+    assert done.returncode == status and done.stdout == ""
+    assert name in done.stderr and message in done.stderr
+    assert status == 2 or len(done.stderr.splitlines()) == 1

@@ -139,15 +139,7 @@ class Fuzzed:
         """Return True if either pass implements `key_bias` by extra head dimensions."""
         if self.is_direct or self.case.key_bias is None:
             return False
-        backend, described = backends.find(self.backend, self.operator), self.description()
-        return not all(
-            backend.widened(described, devices.default_device(), pass_, self._tiles_of(pass_)).key_bias
-            for pass_ in PASSES
-        )
-
-    def _tiles_of(self, pass_: Pass) -> TilePair | None:
-        q_tile, kv_tile = (self.tiles.get(name) for name in tile_names(pass_))
-        return None if q_tile is None or kv_tile is None else (q_tile, kv_tile)
+        return _becomes_columns(self.backend, self.description(), Performance(**self.tiles))
 
     @property
     def is_compared_with_oracle(self) -> bool:
@@ -402,12 +394,17 @@ def with_supported_terms(problem: Fuzzed, family: Family) -> Fuzzed:
             return changed
         if any(backend.rejection(described, device, pass_) is not None for pass_ in PASSES):
             continue
-        has_columns = described.key_bias and not all(
-            backend.widened(described, device, each).key_bias for each in PASSES
-        )
-        if not (problem.is_direct and has_columns):
+        if not (
+            problem.is_direct and described.key_bias and _becomes_columns(problem.backend, described, Performance())
+        ):
             return changed
     raise AssertionError
+
+
+def _becomes_columns(name: str, problem: Problem, performance: Performance) -> bool:
+    """Return True if a pass of a backend implements ``key_bias`` by extra head dimensions."""
+    backend, device = backends.find(name, problem.operator), devices.default_device()
+    return not all(backend.widened(problem, device, each, performance.tiles(each)).key_bias for each in PASSES)
 
 
 def _without_logit_terms(case: Case) -> Case:

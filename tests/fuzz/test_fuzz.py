@@ -151,10 +151,7 @@ def test_results_lie_where_their_memory_was_full_of_nan(monkeypatch: pytest.Monk
 
 COMPARED = {
     "copies of a batch": Fuzzed(
-        "cpu",
-        Case((5, 6), (3, 2), heads=2, batch=2, scales=(0.3, 0.4), sinks=True, key_bias="tokens"),
-        "float32",
-        7,
+        "cpu", Case((5, 6), (3, 2), heads=2, batch=2, scales=(0.3, 0.4), sinks=True, key_bias="tokens"), "float32", 7,
         copies=3,
     ),
     "every operand": Fuzzed(
@@ -200,17 +197,8 @@ def test_every_result_is_compared(name: str) -> None:
     assert "type float64" in excesses(problem, expected, other, gradients)[0].name
 
 
-BIASED = Case(
-    (7,),
-    (3,),
-    batch=2,
-    heads=4,
-    heads_kv=2,
-    relative_bias=True,
-    key_bias="heads",
-    sinks=True,
-    scales=(0.3, -0.4, 0.5, 0.6),
-)
+BIASES: dict[str, Any] = {"relative_bias": True, "key_bias": "heads", "sinks": True, "scales": (0.3, -0.4, 0.5, 0.6)}
+BIASED = Case((7,), (3,), batch=2, heads=4, heads_kv=2, **BIASES)
 
 
 @pytest.mark.parametrize("name", ["relative_bias", "key_bias", "sinks", "scale"])

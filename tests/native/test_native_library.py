@@ -20,7 +20,6 @@ import pytest
 
 from natten_jax import backends
 from natten_jax.doctor import __main__ as doctor
-from natten_jax.native import module
 from natten_jax.native import module as native
 from natten_jax.native.module import ResultType, axis_rows, call
 from natten_jax.performance import PASSES, Pass
@@ -39,9 +38,9 @@ LIBRARIES = ("_native", "libnatten_jax")
 
 def file_of(library: str) -> Path:
     """Where a library of this installation lies."""
-    module = native.path()
-    assert module is not None, native.load_error
-    return Path(module) if library == "_native" else Path(module).with_name("libnatten_jax.so")
+    path = native.path()
+    assert path is not None, native.load_error
+    return Path(path) if library == "_native" else Path(path).with_name("libnatten_jax.so")
 
 
 def readelf(library: str, *options: str) -> str:
@@ -135,7 +134,7 @@ def test_nothing_is_said_where_versions_agree(
     built: str | None, plugins: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, built, plugins)
-    assert module.mismatch() is None
+    assert native.mismatch() is None
     assert not [line for line in doctor._native_lines() if "Another CUDA" in line]
 
 
@@ -196,14 +195,7 @@ def test_records_hold_what_tiles_see(tile: int, edges: Edge, is_causal: bool) ->
         if kernel_size > extent or stride > kernel_size:
             continue
         problem = problem_of((extent,), kernel_size, stride, is_causal=is_causal, edges=edges)
-        mask = oracle.neighborhood_mask(
-            (extent,),
-            kernel_size=(kernel_size,),
-            stride=(stride,),
-            dilation=(1,),
-            is_causal=(is_causal,),
-            edges=(edges,),
-        )
+        mask = oracle.line_mask(extent, kernel_size, stride, 1, is_causal, edges)
         found = native.bias_sums(axis_rows(problem), (1, 1, extent), (1, 1, tile), (1, 1, 8))
         # Rows of which every other one begins a number later.
         assert found.record - _HEADER >= max(offsets_of_tiles(mask, tile)) + 1

@@ -14,7 +14,7 @@ import pytest
 import natten_jax
 from natten_jax.arrays.operands import Cotangents, Inputs, Operands, Saved
 from natten_jax.ops.canonicalize import neighborhood_problem
-from natten_jax.performance import PASSES
+from natten_jax.performance import PASSES, tile_names
 from natten_jax.windows import WindowArguments
 from tests.support import oracle
 from tests.support.families import BOUNDS, Family, tile_pair
@@ -187,9 +187,8 @@ def smallest_tiles(family: Family, dtype: str) -> dict[str, tuple[int, ...]]:
     tiles: dict[str, tuple[int, ...]] = {}
     for pass_ in PASSES:
         pairs = map(tile_pair, family.query("fna", pass_)(tokens, tokens, tokens, **LONG.window_arguments))
-        names = ("q_tile_shape", "kv_tile_shape") if pass_ == "forward" else BACKWARD_TILES
         smallest: Any = min(pairs, key=lambda pair: pair[0][0] + pair[1][0])
-        tiles.update(zip(names, smallest, strict=True))
+        tiles.update(zip(tile_names(pass_), smallest, strict=True))
     return tiles
 
 

@@ -31,6 +31,8 @@ from tests.support.problems import Case, both_passes, errors_of, expected_of
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
+HOPPER = Device("cuda", (9, 0), is_present=False)
+
 # Overloads say nothing of calls whose arguments are in dictionaries.
 na2d: Any = natten_jax.na2d
 
@@ -139,19 +141,18 @@ def test_gradients_are_refused_in_one_sentence(name: str, backend: str) -> None:
     ("family_name", "dtype"), [("hopper", "float8_e5m2"), ("cutlass", "float8_e4m3fn"), ("tpu", "float8_e4m3fn")]
 )
 def test_backends_without_8_bits_say_so(family_name: str, dtype: str, machine: Machine) -> None:
-    machine.has(Device("tpu") if family_name == "tpu" else Device("cuda", (9, 0), is_present=False))
+    machine.has(Device("tpu") if family_name == "tpu" else HOPPER)
     with pytest.raises(ValueError, match=rf"it supports .*bfloat16.*, not {dtype}\. Backends that can: .*flex-fna"):
         na2d(*operands(dtype=dtype), kernel_size=3, backend=f"{family_name}-fna")
 
 
 def test_gpus_run_plain_jax_by_default(machine: Machine) -> None:
-    device = Device("cuda", (9, 0), is_present=False)
-    machine.has(device)
+    machine.has(HOPPER)
     tokens = jax.ShapeDtypeStruct((1, 256, 256, 24, 128), "float8_e4m3fn")
     gpu = {"kernel_size": 80, "compute_capability": "9.0"}
     problem = problem_of((256, 256), 80, heads=24, head_dim=128, dtype="float8_e4m3fn")
     by_default, by_name = (
-        resolve(Request(problem, Performance(), name), device, "forward").backend for name in (None, "hopper-fna")
+        resolve(Request(problem, Performance(), name), HOPPER, "forward").backend for name in (None, "hopper-fna")
     )
     assert (str(by_default), str(by_name)) == ("flex-fna", "hopper-fna")
     assert natten_jax.get_configs_for_cutlass_hopper_fna(tokens, **gpu)
@@ -170,19 +171,17 @@ def test_gpus_run_plain_jax_by_default(machine: Machine) -> None:
     ],
 )
 def test_what_hopper_kernels_of_8_bit_arrays_lack(change: dict[str, Any], reason: str, machine: Machine) -> None:
-    device = Device("cuda", (9, 0), is_present=False)
-    machine.has(device)
+    machine.has(HOPPER)
     problem = dataclasses.replace(problem_of((64,), 9, head_dim=64, dtype="float8_e4m3fn"), **change)
     with pytest.raises(ValueError, match=reason):
-        resolve(Request(problem, Performance(), "hopper-fna"), device, "forward")
+        resolve(Request(problem, Performance(), "hopper-fna"), HOPPER, "forward")
 
 
 def test_hopper_kernels_have_heads_of_whole_multiples_of_16_bytes(machine: Machine) -> None:
-    device = Device("cuda", (9, 0), is_present=False)
-    machine.has(device)
+    machine.has(HOPPER)
     for dtype, width in (("float8_e4m3fn", 48), ("bfloat16", 40)):
         problem = problem_of((64,), 9, head_dim=40, dtype=dtype)
-        assert resolve(Request(problem, Performance(), "hopper-fna"), device, "forward").problem.head_dim == width
+        assert resolve(Request(problem, Performance(), "hopper-fna"), HOPPER, "forward").problem.head_dim == width
 
 
 #: Element type, arguments, and the message.

@@ -97,12 +97,8 @@ def test_every_rule_of_the_operators_is_one_of_the_command_line(
 
 
 def test_baselines_ignore_windows_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    options = parse(["-i", "8", "8", "-w", "3", "3", "-s", "2", "2", "-c", "1", "--backend", "xla"])
-    assert (options.problem.kernel_size, options.problem.stride, options.problem.is_causal) == (
-        (8, 8),
-        (1, 1),
-        (False, False),
-    )
+    problem = parse(["-i", "8", "8", "-w", "3", "3", "-s", "2", "2", "-c", "1", "--backend", "xla"]).problem
+    assert (problem.kernel_size, problem.stride, problem.is_causal) == ((8, 8), (1, 1), (False, False))
     error = capsys.readouterr().err
     assert "warning: --backend xla computes self attention only: flags of windows" in error
 

@@ -20,10 +20,7 @@ TOO_LARGE = "the problem is too large for this machine: its operands and results
 @pytest.mark.parametrize(
     ("problem", "message"),
     [
-        (f"-i {2**40} -w 3", TOO_LARGE),
-        (f"-i {2**40} -w 3 --backend flex-fna", TOO_LARGE),
-        (f"-i {2**40} -w 3 --compare xla", TOO_LARGE),
-        (f"-i {2**40} -w 3 --optimize", TOO_LARGE),
+        *((f"-i {2**40} -w 3 {more}", TOO_LARGE) for more in ("", "--backend flex-fna", "--compare xla", "--optimize")),
         (f"-i {2**62} -w 3", "the problem is too large for this machine"),
     ],
 )

@@ -72,20 +72,10 @@ def test_pages_type_check(tmp_path: Path) -> None:
     for program, page in zip(programs, PAGES, strict=True):
         program.write_text(program_of(page))
     # Which parts of JAX, and which other packages, are untyped is not this library's to say.
-    options = [
-        "--strict",
-        "--allow-untyped-calls",
-        "--disable-error-code=import-untyped",
-        "--follow-imports=silent",
-        f"--cache-dir={os.devnull}",
-    ]
-    result = subprocess.run(
-        [*mypy, *options, "--config-file=", *map(str, programs)],
-        capture_output=True,
-        text=True,
-        env={**environment, "MYPYPATH": str(package.parent)},
-        check=False,
-    )
+    untyped = "--allow-untyped-calls", "--disable-error-code=import-untyped", "--follow-imports=silent"
+    command = [*mypy, "--strict", *untyped, f"--cache-dir={os.devnull}", "--config-file=", *map(str, programs)]
+    environment["MYPYPATH"] = str(package.parent)
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from natten_jax import backends
 from natten_jax.arrays.operands import Inputs
 from natten_jax.ops.canonicalize import neighborhood_problem
-from natten_jax.performance import PASSES
+from natten_jax.performance import PASSES, tile_names
 from natten_jax.plan import devices
 from natten_jax.windows import EDGES, Edge, WindowArguments
 from tests.support.families import Family, tile_pair
@@ -126,9 +126,7 @@ def random_tiles(case: Case, family: Family, dtype: str, seed: int) -> dict[str,
         if configs and (source == "listed" or not backend.offers(problem, device, pass_, pair)):
             pair = tile_pair(configs[int(rng.integers(len(configs)))])
         if configs:
-            prefix = "" if pass_ == "forward" else "backward_"
-            names = f"{prefix}q_tile_shape", f"{prefix}kv_tile_shape"
-            tiles.update(zip(names, pair, strict=True))
+            tiles.update(zip(tile_names(pass_), pair, strict=True))
     return tiles
 
 

@@ -58,10 +58,9 @@ def line_mask(
 ) -> Array:
     """Visibility ``[queries, keys]`` in one dimension."""
     mask = np.zeros((extent, extent), bool)
-    for residue in range(dilation):
-        line = np.arange(residue, extent, dilation)
-        for position, query in enumerate(line):
-            mask[query, line[window(position, len(line), kernel_size, stride, is_causal, edges)]] = True
+    for query in range(extent):
+        line = np.arange(query % dilation, extent, dilation)
+        mask[query, line[window(query // dilation, len(line), kernel_size, stride, is_causal, edges)]] = True
     return mask
 
 
@@ -106,14 +105,12 @@ def line_offsets(
 ) -> Array:
     """How many neighbors a key lies behind a query, ``[queries, keys]``; as far as windows reach, for other keys."""
     offsets = np.zeros((extent, extent), int)
-    for residue in range(dilation):
-        line = np.arange(residue, extent, dilation)
-        for position, query in enumerate(line):
-            of_all = np.arange(len(line)) - position
-            offsets[query, line] = np.clip(of_all, 1 - kernel_size, kernel_size - 1)
-            if edges == "wrap":
-                for place in window_places(position, len(line), kernel_size, stride, is_causal, edges):
-                    offsets[query, line[place % len(line)]] = place - position
+    for query in range(extent):
+        line, position = np.arange(query % dilation, extent, dilation), query // dilation
+        offsets[query, line] = np.clip(np.arange(len(line)) - position, 1 - kernel_size, kernel_size - 1)
+        if edges == "wrap":
+            for place in window_places(position, len(line), kernel_size, stride, is_causal, edges):
+                offsets[query, line[place % len(line)]] = place - position
     return offsets
 
 

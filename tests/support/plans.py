@@ -9,7 +9,7 @@ from natten_jax.backends.base import Backend
 from natten_jax.backends.select import plan_with
 from natten_jax.cost_model import small_windows
 from natten_jax.performance import PASSES, Pass, Performance, TilePair
-from natten_jax.plan.devices import Device, default_device
+from natten_jax.plan.devices import ComputeCapability, Device, default_device
 from natten_jax.plan.plan import Plan, Request
 from natten_jax.problem import Problem
 
@@ -27,12 +27,22 @@ def plans_of(
     return backend, {pass_: plan_with(backend, request, device or default_device(), pass_) for pass_ in PASSES}
 
 
-def kernels_by_tiles(problem: Problem, pass_: Pass) -> Iterator[tuple[TilePair, tuple[str, ...]]]:
-    """Tiles of small windows on Hopper with their kernels, the fastest first."""
-    for pair, _ in small_windows.ranked("cutlass", problem, pass_, (9, 0)):
-        found = small_windows.estimate("cutlass", problem, pass_, pair, (9, 0))
+def launches_by_tiles(
+    problem: Problem, pass_: Pass, capability: ComputeCapability | None = (9, 0)
+) -> Iterator[tuple[TilePair, tuple[small_windows.Launch, ...]]]:
+    """Tiles of small windows with their launches, the fastest first."""
+    for pair, _ in small_windows.ranked("cutlass", problem, pass_, capability):
+        found = small_windows.estimate("cutlass", problem, pass_, pair, capability)
         if found is not None:
-            yield pair, tuple(launch.kernel for launch in found.launches)
+            yield pair, tuple(found.launches)
+
+
+def kernels_by_tiles(
+    problem: Problem, pass_: Pass, capability: ComputeCapability | None = (9, 0)
+) -> Iterator[tuple[TilePair, tuple[str, ...]]]:
+    """Tiles of small windows with their kernels, the fastest first."""
+    for pair, launches in launches_by_tiles(problem, pass_, capability):
+        yield pair, tuple(launch.kernel for launch in launches)
 
 
 def first_tiles(problem: Problem, pass_: Pass, has_ring: bool) -> TilePair:

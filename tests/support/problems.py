@@ -134,13 +134,7 @@ def errors_of(
     return {name: relative_error(found[name], *pairs[name]) for name in found}
 
 
-def check(
-    case: Case,
-    family: Family,
-    dtype: str,
-    seed: int = 0,
-    **arguments: Any,
-) -> None:
+def check(case: Case, family: Family, dtype: str, seed: int = 0, **arguments: Any) -> None:
     """Compare both passes of a backend with the oracle.
 
     Args:
@@ -169,12 +163,7 @@ class Trial(NamedTuple):
     arguments: Mapping[str, Any] = MappingProxyType({})
 
 
-def check_all(
-    trials: Sequence[Trial],
-    family: Family,
-    at_once: int | None = None,
-    slack: float = 1.0,
-) -> None:
+def check_all(trials: Sequence[Trial], family: Family, at_once: int | None = None, slack: float = 1.0) -> None:
     """Compare both passes of a backend with the oracle for several problems, some in one compiled program.
 
     Args:
@@ -237,11 +226,7 @@ def _failures(trials: Sequence[Trial], family: Family, slack: float) -> list[str
 
 
 def check_gradients_repeat(
-    case: Case,
-    backend: str,
-    names: Sequence[str] = oracle.Tensors._fields,
-    dtype: str = "bfloat16",
-    **arguments: Any,
+    case: Case, backend: str, names: Sequence[str] = oracle.Tensors._fields, dtype: str = "bfloat16", **arguments: Any
 ) -> None:
     """Check that 20 more runs find the same gradients of operands, bit for bit."""
     operands, cotangents = case.operands(dtype, 0), case.cotangents(dtype, 0)

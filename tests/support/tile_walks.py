@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,45 +12,57 @@ import numpy as np
 from natten_jax.problem import Problem
 from tests.support import oracle
 
+Tile = tuple[int, ...]
+Box = tuple[slice, ...]
 
-def groups_of(problem: Problem) -> Any:
+
+def groups_of(problem: Problem) -> Iterator[np.ndarray]:
     """Per dilation group, the flat numbers of its tokens as an array of the group's layout."""
     tokens = np.arange(math.prod(problem.query_layout)).reshape(problem.query_layout)
     for group in itertools.product(*map(range, problem.dilation)):
         yield tokens[tuple(slice(first, None, step) for first, step in zip(group, problem.dilation, strict=True))]
 
 
-def boxes(layout: tuple[int, ...], tile: tuple[int, ...]) -> Any:
-    """The tiles of a grid over a layout, as slices."""
-    for corner in itertools.product(*(range(0, extent, t) for extent, t in zip(layout, tile, strict=True))):
-        yield tuple(slice(c, min(c + t, extent)) for c, t, extent in zip(corner, tile, layout, strict=True))
+def walked(problem: Problem, pair: Any, pass_: str) -> tuple[np.ndarray, Tile, Tile]:
+    """Visibility ``[outer tokens, inner tokens]`` of a pass, and its outer and inner tile."""
+    mask = oracle.neighborhood_mask(
+        problem.query_layout, problem.kernel_size, problem.stride, problem.dilation, problem.is_causal
+    )
+    return (mask, *pair) if pass_ == "forward" else (mask.T, *pair[::-1])
+
+
+def outer_tiles(problem: Problem, mask: np.ndarray, tile: Tile) -> Iterator[tuple[np.ndarray, Box, np.ndarray]]:
+    """Per outer tile, its dilation group, its box in the group, and what its rows see, ``[rows, *group.shape]``."""
+    for group in groups_of(problem):
+        for corner in itertools.product(*(range(0, n, t) for n, t in zip(group.shape, tile, strict=True))):
+            box = tuple(slice(c, min(c + t, n)) for c, t, n in zip(corner, tile, group.shape, strict=True))
+            yield group, box, mask[np.ix_(group[box].ravel(), group.ravel())].reshape(-1, *group.shape)
+
+
+def hull_of(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The first token that any row sees and the one after the last; zeros if rows see no token."""
+    tokens = np.argwhere(seen.any(axis=0))
+    return (tokens.min(axis=0), tokens.max(axis=0) + 1) if len(tokens) else (np.zeros(seen.ndim - 1, int),) * 2
+
+
+def inner_tiles(begin: Any, end: Any, tile: Tile) -> list[Box]:
+    """Tiles from one corner to another, as slices."""
+    corners = itertools.product(*(range(b, e, t) for b, e, t in zip(begin, end, tile, strict=True)))
+    return [tuple(slice(c, c + t) for c, t in zip(corner, tile, strict=True)) for corner in corners]
 
 
 def walk(problem: Problem, pair: Any, pass_: str, placement: str) -> dict[str, int]:
     """Count as a kernel walks, looking only at the mask."""
-    mask = oracle.neighborhood_mask(
-        problem.query_layout, problem.kernel_size, problem.stride, problem.dilation, problem.is_causal
-    )
-    mask = mask if pass_ == "forward" else mask.T
-    outer_tile, inner_tile = pair if pass_ == "forward" else pair[::-1]
+    mask, outer_tile, inner_tile = walked(problem, pair, pass_)
     counts = dict.fromkeys(("outer", "inner", "full", "most_inner", "hull_pairs"), 0)
-    for group in groups_of(problem):
-        for box in boxes(group.shape, outer_tile):
-            rows = group[box].ravel()
-            seen = mask[np.ix_(rows, group.ravel())].reshape(len(rows), *group.shape)
-            counts["outer"] += 1
-            coordinates = np.argwhere(seen.any(axis=0))
-            if len(coordinates) == 0:
-                continue
-            begin, end = coordinates.min(axis=0), coordinates.max(axis=0) + 1
-            counts["hull_pairs"] += len(rows) * math.prod(end - begin)
-            start = begin if placement == "anchored" else begin // inner_tile * inner_tile
-            corners = [range(s, e, t) for s, e, t in zip(start, end, inner_tile, strict=True)]
-            inner = list(itertools.product(*corners))
-            counts["inner"] += len(inner)
-            counts["most_inner"] = max(counts["most_inner"], len(inner))
-            for corner in inner:
-                tile = tuple(slice(c, c + t) for c, t in zip(corner, inner_tile, strict=True))
-                part = seen[(slice(None), *tile)]
-                counts["full"] += part[0].size == math.prod(inner_tile) and bool(part.all())
+    for _, _, seen in outer_tiles(problem, mask, outer_tile):
+        begin, end = hull_of(seen)
+        inner = inner_tiles(begin if placement == "anchored" else begin // inner_tile * inner_tile, end, inner_tile)
+        counts["outer"] += 1
+        counts["hull_pairs"] += len(seen) * math.prod(end - begin)
+        counts["inner"] += len(inner)
+        counts["most_inner"] = max(counts["most_inner"], len(inner))
+        for tile in inner:
+            part = seen[(slice(None), *tile)]
+            counts["full"] += part[0].size == math.prod(inner_tile) and bool(part.all())
     return counts
