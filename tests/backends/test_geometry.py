@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from natten_jax import simulator
 from natten_jax.backends import hopper
 from natten_jax.backends.flex.geometry import largest_hull
-from natten_jax.native import module as native
 from natten_jax.windows import EDGES, Axis, Edge
 from tests.support import oracle
+from tests.support.native_programs import needs_native
 from tests.support.problems import OPERATORS
 
 
@@ -116,9 +116,6 @@ def test_programs_for_the_longest_layouts_are_lowered(is_causal: bool, monkeypat
     gradients = jax.jit(lambda *a: jax.vjp(function, *a)[1](a[0])).lower(tokens, tokens, tokens).out_info
     assert [each.shape for each in gradients] == [tokens.shape] * 3
     assert lengths
-
-
-needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 
 
 @needs_native

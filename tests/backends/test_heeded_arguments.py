@@ -42,9 +42,7 @@ BACKENDS = {backend.family: backend for backend in backends.registered()}
 #: Large enough for memory to be a matter; the tiles are of the common kernels.
 PROBLEM = problem_of((1 << 19,), 64, heads=8, head_dim=128)
 
-TILES = Performance(
-    q_tile_shape=(64,), kv_tile_shape=(64,), backward_q_tile_shape=(64,), backward_kv_tile_shape=(64,)
-)  # fmt: skip
+TILES = Performance((64,), (64,), (64,), (64,))
 
 
 def device_of(backend: Backend) -> Device:

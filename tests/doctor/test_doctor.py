@@ -56,8 +56,7 @@ def test_backward_scratch_is_one_float32_query_gradient_and_little_more(
         (12, 10), (3, 5), batch=2, heads=4, heads_kv=2, head_dim_v=128, scale=0.1, additional_kv=additional_kv
     )
     performance = Performance(backward_q_tile_shape=(8, 8), backward_kv_tile_shape=(8, 8))
-    device = Device("cuda", (9, 0), is_present=False)
-    _, plans = plans_of(f"{backend_family}-fna", problem, performance, device)
+    _, plans = plans_of(f"{backend_family}-fna", problem, performance, GPU)
     rows = 2 * 12 * 10 * 4
     held = scratch_bytes(plans["backward"])
     # Beside it at most two numbers a row, and results of no additional tokens.
@@ -67,7 +66,7 @@ def test_backward_scratch_is_one_float32_query_gradient_and_little_more(
 
 def test_small_windows_keep_four_numbers_for_each_query() -> None:
     problem = problem_of((12, 10), (3, 5), batch=2, heads=4, heads_kv=2)
-    _, plans = plans_of("cutlass-fna", problem, device=Device("cuda", (9, 0), is_present=False))
+    _, plans = plans_of("cutlass-fna", problem, device=GPU)
     assert scratch_bytes(plans["backward"]) <= 2 * 12 * 10 * 4 * 4 * 4 + 64
 
 
@@ -134,13 +133,10 @@ def test_what_a_build_cannot_run_and_what_is_switched_off_are_misses(
     ship: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = dataclasses.replace(passed().plan, backend=BackendId("gone", "fna"))
-    ship(
-        passed(plan=gone),
-        passed(plan=dataclasses.replace(passed().plan, problem=dataclasses.replace(PROBLEM, batch=3))),
-    )
-    assert "this build cannot run what was found: there is no backend gone-fna" in doctor.problem_line(
-        Request(gone.problem), GPU, "forward"
-    )
+    other = dataclasses.replace(passed().plan, problem=dataclasses.replace(PROBLEM, batch=3))
+    ship(passed(plan=gone), passed(plan=other))
+    line = doctor.problem_line(Request(gone.problem), GPU, "forward")
+    assert "this build cannot run what was found: there is no backend gone-fna" in line
     line = doctor.table_line(GPU)
     assert line.startswith("hit: the table of NVIDIA H100 80GB HBM3 has 2 problems; 2 of their 2 passes run otherwise")
     assert "; 1 are left alone" in line

@@ -37,7 +37,7 @@ LIBRARIES = ("_native", "libnatten_jax")
 
 
 def file_of(library: str) -> Path:
-    """Where a library of this installation lies."""
+    """Path of a library of this installation."""
     path = native.path()
     assert path is not None, native.load_error
     return Path(path) if library == "_native" else Path(path).with_name("libnatten_jax.so")

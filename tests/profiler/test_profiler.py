@@ -12,11 +12,11 @@ import pytest
 
 import natten_jax
 from natten_jax.cost_model import tiles
-from natten_jax.native import module as native
 from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem
 from natten_jax.profiler import measure, parse
 from natten_jax.profiler import options as profiler_options
+from tests.support.native_programs import needs_native
 from tests.support.programs import run_command
 
 from .conftest import Profiler
@@ -56,7 +56,7 @@ def test_seeds_example(profiler: Profiler) -> None:
     assert result["tflops"] == pytest.approx(result["flops"]["total"] / totals["median"] / 1e12)
 
 
-@pytest.mark.skipif(native.path() is None, reason="the native module is not built")
+@needs_native
 def test_backprop_with_additional_tokens_names_every_kernel(profiler: Profiler) -> None:
     arguments = f"-i 12 16 -n 2 --heads-kv 1 -w 5 4 -s 1 2 -c 1 0 --add-kv 6 --backprop --backend cpu-fna {FEW}"
     fused = profiler(arguments).saved

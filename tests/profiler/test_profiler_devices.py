@@ -13,16 +13,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from natten_jax.native import module as native
 from natten_jax.profiler import Row, capture, parse, report, symbols
 from natten_jax.profiler.capture import CaptureError, Event
 from natten_jax.profiler.program import Program
 from tests.support.meshes import mesh_of, put
+from tests.support.native_programs import needs_native
 from tests.support.traces import rows_by_module
 
 from .conftest import Profiler
 
-needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 PROBLEM = "-i 6 8 -w 3 5 -b 8 -n 8 -d 16 --dtype fp32 --warmup-steps 1 --iterations 3"
 
 #: Flags, the share of each device (batch, heads, key/value heads), and the collectives of an iteration.

@@ -24,14 +24,12 @@ from natten_jax.profiler import baselines, cli, parse, report
 from natten_jax.profiler import trace as trace_program
 from natten_jax.profiler.measure import profile
 from natten_jax.profiler.predict import STATIC
+from tests.support.native_programs import needs_native
 from tests.support.traces import rows_by_module
 
 from .conftest import Profiler
 
 # The profiler's other jobs: listing, predicting, comparing, and reading any trace.
-
-
-needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 
 FEW = "--warmup-steps 1 --iterations 2"
 

@@ -19,7 +19,6 @@ from natten_jax.autotuning import tables
 from natten_jax.autotuning.configurations import Tuned
 from natten_jax.autotuning.tables import TunedPass, TunedTable
 from natten_jax.backends.select import plan_with, resolve, staleness
-from natten_jax.native import module as native
 from natten_jax.performance import PASSES, Pass, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId, Request
@@ -30,13 +29,11 @@ from natten_jax.profiler.measure import Workload
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.program import Program
 from natten_jax.profiler.search import Effort, Optimum, best_table, optimize, plans_of
+from tests.support.native_programs import needs_native
 
 from .conftest import Profiler
 
 # ``--optimize``, and its results as arguments of the operators and the modules.
-
-
-needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 
 FEW = "--warmup-steps 1 --iterations 2"
 

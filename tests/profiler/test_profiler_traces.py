@@ -24,7 +24,6 @@ from jax.profiler import ProfileData
 import natten_jax
 from natten_jax import backends
 from natten_jax.backends.select import plan_with
-from natten_jax.native import module as native
 from natten_jax.performance import TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan, Request
@@ -34,6 +33,7 @@ from natten_jax.profiler import trace as trace_program
 from natten_jax.profiler.capture import CaptureError, Event, Launch
 from natten_jax.profiler.program import Instruction, Program, programs_in_trace
 from tests.support.compilation import users_environment
+from tests.support.native_programs import needs_native
 from tests.support.programs import run_command
 from tests.support.protobuf import encoded, field
 from tests.support.traces import rows_by_module
@@ -210,9 +210,6 @@ def test_results_name_tile_sizes_and_occupancy_where_it_is_known(
 
 
 # ``python -m natten_jax.profiler.trace``: readable names for a trace of any program.
-
-
-needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 
 
 def run_program(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -18,6 +17,7 @@ import pytest
 import setuptools
 
 from natten_jax import __version__
+from tests.repository.test_packaging import copy_of_sources
 
 ROOT = Path(__file__).parents[2]
 
@@ -282,9 +282,8 @@ def test_another_machine_has_its_compiler_and_names_of_its_own(build: Build) -> 
 def test_the_version_of_a_wheel_says_its_cuda_and_that_it_is_a_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leftovers = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__")
-    sources = shutil.copytree(ROOT, tmp_path / "sources", ignore=leftovers)
-    # What source distributions hold, which is where wheels are built from.
+    sources = copy_of_sources(tmp_path)
+    # Source distributions, from which wheels are built, hold this file.
     (sources / "setup.cfg").write_text("[egg_info]\ntag_build = \ntag_date = 0\n")
     build_settings = runpy.run_path(str(ROOT / "release" / "wheels.py"))["build_settings"]
     settings = tmp_path / "settings.cfg"

@@ -71,7 +71,7 @@ def test_pages_type_check(tmp_path: Path) -> None:
     programs = [tmp_path / f"{page.stem.replace('-', '_')}.py" for page in PAGES]
     for program, page in zip(programs, PAGES, strict=True):
         program.write_text(program_of(page))
-    # Which parts of JAX, and which other packages, are untyped is not this library's to say.
+    # Untyped parts of JAX and of other packages are not errors of this library.
     untyped = "--allow-untyped-calls", "--disable-error-code=import-untyped", "--follow-imports=silent"
     command = [*mypy, "--strict", *untyped, f"--cache-dir={os.devnull}", "--config-file=", *map(str, programs)]
     environment["MYPYPATH"] = str(package.parent)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.programs import run_command
+from tests.support import programs
 
 nnx = pytest.importorskip("flax.nnx")
 for package in ("matplotlib", "optax", "rich", "sklearn"):
@@ -24,21 +24,18 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return run_command([EXAMPLES / name, *arguments], {**os.environ, **environment})
+    return programs.run_command([EXAMPLES / name, *arguments], {**os.environ, **environment})
 
 
 def output_of(name: str, *arguments: str, **environment: str) -> str:
-    result = run(name, *arguments, **environment)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    return programs.output_of(run(name, *arguments, **environment))
 
 
 def trained(name: str, *arguments: str, step: str = "step") -> str:
     """What an example prints that trains one model, whose step is compiled once, and once more to be profiled."""
     result = run(name, *arguments, JAX_LOG_COMPILES="1")
-    assert result.returncode == 0, result.stderr
     assert result.stderr.count(f"Compiling jit({step}) with") == 1 + ("--profile" in arguments)
-    return result.stdout
+    return programs.output_of(result)
 
 
 def test_digits_learns_and_saves_a_picture(tmp_path):

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from natten_jax import __version__
+from tests.support.programs import output_of
 
 ROOT = Path(__file__).parents[2]
 CALIBRATIONS = {str(path.relative_to(ROOT)) for path in (ROOT / "natten_jax").rglob("*.json")}
@@ -45,8 +46,7 @@ def run(*command: str | Path, cwd: Path) -> str:
     result = subprocess.run(
         [str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True, check=False
     )
-    assert result.returncode == 0, f"{command}\n{result.stdout[-4000:]}\n{result.stderr[-4000:]}"
-    return result.stdout
+    return output_of(result)
 
 
 def require_package_index() -> None:

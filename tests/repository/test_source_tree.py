@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.support.programs import output_of
+
 ROOT = Path(__file__).parents[2]
 LIBRARIES = tuple((ROOT / "natten_jax").glob("*.so"))
 
@@ -78,8 +80,7 @@ class Environment:
         finished = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
         )
-        assert finished.returncode == 0, f"{arguments}\n{finished.stdout[-4000:]}\n{finished.stderr[-4000:]}"
-        return finished.stdout
+        return output_of(finished)
 
     def state(self, folder: Path) -> State:
         """State of a program that is started in a folder."""

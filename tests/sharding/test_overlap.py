@@ -29,6 +29,7 @@ from tests.support.programs import output_of, run_python
 
 SetGains = Callable[[Callable[..., bool]], None]
 H200 = Device("cuda", (9, 0), is_present=False)
+TILES = "q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape"
 
 
 def plans(problem: Problem) -> tuple[Plan, Plan]:
@@ -79,18 +80,13 @@ def traced(pass_: str, devices: int) -> Any:
     """A pass whose rows are split."""
     mesh = jax.sharding.AbstractMesh((devices,), ("x",), axis_types=(AxisType.Auto,))
 
-    def attend(*arrays: jax.Array) -> jax.Array:
-        query, key, value = arrays
-        tile = (1, 1)
-        return na2d(
-            query, key, value, 3, backend="cpu-fna", q_tile_shape=tile, kv_tile_shape=tile, token_axes=("x", None)
-        )
+    tiles: dict[str, Any] = dict.fromkeys(TILES[:2], (1, 1))
+    attend = functools.partial(na2d, kernel_size=3, backend="cpu-fna", token_axes=("x", None), **tiles)
 
-    def gradients(*arrays: jax.Array) -> Any:
-        return jax.vjp(attend, *arrays)[1](arrays[0])
+    def local(*arrays: jax.Array) -> Any:
+        return attend(*arrays) if pass_ == "forward" else jax.vjp(attend, *arrays)[1](arrays[0])
 
     spec = P(None, "x")
-    local = attend if pass_ == "forward" else gradients
     split = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec if pass_ == "forward" else (spec,) * 3)
     tokens = jax.ShapeDtypeStruct((1, 16, 4, 1, 8), jnp.float32)
     return jax.jit(split).trace(tokens, tokens, tokens)
@@ -165,9 +161,6 @@ def test_what_a_split_takes_is_predicted() -> None:
     _, backward = plans(video)
     partly = predict_split(backward, (1, 1, 2), model)
     assert partly and 0 < partly.exposed < partly.exchange
-
-
-TILES = "q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape"
 
 
 def gradients(*arrays: Any, size: int, tile: int, token_axes: Any = None) -> Any:

@@ -7,7 +7,13 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
+
+from natten_jax.native import module as native
+
 ROOT = Path(__file__).parents[2]
+#: Skips tests of kernels in a build without the native library.
+needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 #: The compiler of this Python's extension modules, without its options.
 COMPILER = (sysconfig.get_config_var("CXX") or "g++").split()[0]
 

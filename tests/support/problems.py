@@ -169,8 +169,8 @@ def check_all(trials: Sequence[Trial], family: Family, at_once: int | None = Non
     Args:
         trials: The problems.
         family: Whose backend runs them.
-        at_once: How many are in one program, if not as many as the family's ``at_once``.
-        slack: How many times the bounds errors may be.
+        at_once: Number of trials per program. Default: the family's ``at_once``.
+        slack: Factor of the bounds of errors.
 
     Raises:
         AssertionError: Names every problem whose results are wrong.
