@@ -27,7 +27,7 @@ class Halo:
 
     Attributes:
         extent: Tokens of the dimension.
-        parts: Equal parts that it is split into; they divide it.
+        parts: Number of equal parts; it divides the extent.
         before: Keys that a part needs before its local tokens.
         after: Keys that a part needs after its local tokens.
         wraps: The first part also follows the last part.
@@ -46,7 +46,7 @@ class Halo:
 
     @functools.cached_property
     def received(self) -> int:
-        """Keys that the part which receives most receives."""
+        """Number of keys that a part receives: the maximum over all parts."""
         if self.wraps:
             return self.before + self.after
         lengths = np.arange(self.parts) * self.part
@@ -58,14 +58,14 @@ class Halo:
         return self.parts > 1 and self.received >= self.extent - self.part
 
     def held(self, first: int) -> tuple[int, int]:
-        """The keys, first and behind the last, that a part which begins there has with its halos.
+        """Range ``[begin, end)`` of the keys that a part starting at ``first`` holds, halos included.
 
-        There is room on both sides, whichever one a device needs: some may lie outside of the layout.
+        Both sides have room for a halo, even if a device needs only one: some keys may lie outside of the layout.
         """
         return (0, self.extent) if self.is_gathered else (first - self.before, first + self.part + self.after)
 
     def slabs(self, tokens: int) -> tuple[int, ...]:
-        """Tokens of one side's halo by the part that they come from: the next one, the one behind it, and so on."""
+        """Tokens of one side's halo by source part, nearest part first."""
         whole, rest = divmod(tokens, self.part)
         return (self.part,) * whole + ((rest,) if rest else ())
 
@@ -75,7 +75,7 @@ class Halo:
         return self.parts == 2 and self.before == self.after and not self.is_gathered and not self.wraps
 
     def evened(self) -> Halo:
-        """Both halos padded to the longer one, so that two devices swap theirs in one permute."""
+        """Pad both halos to the longer one, so that two devices swap them in one permute."""
         if self.parts != 2 or not (self.before and self.after) or self.wraps:
             return self
         longer = max(self.before, self.after)
@@ -105,7 +105,7 @@ class Halo:
         return int(found[-1]) + 1 if found.size else 0
 
     def _reach(self, axis: Axis) -> tuple[np.ndarray, np.ndarray]:
-        """For each query of a part: the first key, and the one behind the last, that it sees in any part."""
+        """For each query of a part, the first key and one past the last key that it sees, over all parts."""
         queries = np.arange(self.extent).reshape(self.parts, self.part)
         first, last = axis.reach(queries)
         return np.min(first - queries[:, :1], axis=0), np.max(last - queries[:, :1], axis=0)
@@ -138,7 +138,7 @@ def halo_of(axis: Axis, parts: int) -> Halo:
     """Compute the halo of a token dimension that is split into equal parts.
 
     Example:
-        A window of 24 of 80 tokens, split in two, reaches 12 tokens to the front and 11 to the back.
+        A window of 24 of 80 tokens, split into two parts, reaches 12 tokens to the front and 11 to the back.
 
         >>> from natten_jax.halo import halo_of
         >>> from natten_jax.windows import Axis
@@ -212,7 +212,7 @@ def bytes_received(problem: Problem, parts: Sequence[int]) -> int:
 
 
 def _indivisible(extent: int, parts: int) -> str:
-    """Why tokens cannot be split, and what can be done."""
+    """Explain why tokens cannot be split, and suggest an alternative."""
     below = max(n for n in range(1, min(parts, extent) + 1) if extent % n == 0)
     nearest = sorted({extent // parts * parts, -(-extent // parts) * parts} - {0})
     sizes = " or ".join(map(str, nearest))

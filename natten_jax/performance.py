@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 Pass = Literal["forward", "backward"]
 
-#: The forward pass is the first.
+#: In order of execution.
 PASSES: tuple[Pass, ...] = ("forward", "backward")
 
 #: Tokens of a query and of a key/value tile, per token dimension.
@@ -26,10 +26,10 @@ TilePair = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def outer_and_inner(pair: TilePair, pass_: Pass) -> TilePair:
-    """A query and a key/value tile, in the order in which a kernel's loops go over them in a pass.
+    """Order a query tile and a key/value tile as the outer and inner loops of a kernel in a pass.
 
-    A thread block owns an *outer* tile, of queries in the forward pass and of keys and values in the backward pass, and
-    goes over *inner* tiles of the other side.
+    A thread block owns an *outer* tile (queries in the forward pass, keys and values in the backward pass) and iterates
+    over *inner* tiles of the other side.
     """
     return pair if pass_ == "forward" else pair[::-1]
 
@@ -40,9 +40,9 @@ class KernelSchedule(enum.StrEnum):
     NATTEN's names are aliases: ``KernelSchedule.WarpSpecializedPingpong`` is ``KernelSchedule.PING_PONG``.
     """
 
-    NON_PERSISTENT = "non"  #: a thread block for every query tile
-    COOPERATIVE = "coop"  #: a thread block per multiprocessor; its warpgroups run unordered
-    PING_PONG = "pp"  #: its warpgroups take turns, one computes logits while the other takes exponentials
+    NON_PERSISTENT = "non"  # a thread block per query tile
+    COOPERATIVE = "coop"  # a thread block per SM; its warpgroups run unordered
+    PING_PONG = "pp"  # warpgroups alternate: one computes logits while the other computes exponentials
     NonPersistent = NON_PERSISTENT
     WarpSpecializedCooperative = COOPERATIVE
     WarpSpecializedPingpong = PING_PONG
@@ -101,7 +101,7 @@ class PerformanceArguments(_CommonArguments, total=False):
 
 
 class AttentionPerformanceArguments(_CommonArguments, total=False):
-    """The performance arguments of ``attention``: tiles have sizes in tokens, the others are as above."""
+    """Performance arguments of ``attention``: tiles are sizes in tokens, the other arguments are as above."""
 
     q_tile_size: int | None
     kv_tile_size: int | None
@@ -125,7 +125,7 @@ class Performance:
     kernel_schedule: str | None = None
 
     def tiles(self, pass_: Pass) -> TilePair | None:
-        """The tile shapes that were asked for in a pass."""
+        """The requested tile shapes of a pass."""
         query, key_value = [getattr(self, name) for name in _TILE_NAMES[pass_]]
         return None if query is None or key_value is None else (query, key_value)
 
@@ -135,7 +135,7 @@ class Performance:
         return dataclasses.replace(self, **changes)
 
     def flattened(self) -> dict[str, Any]:
-        """The performance arguments of ``attention`` that correspond to these of neighborhood attention."""
+        """Convert the performance arguments of neighborhood attention to those of ``attention``."""
         arguments = {name: getattr(self, field) for name, field in ATTENTION_NAMES.items()}
         return {
             name: min(math.prod(value), LARGEST_INT) if isinstance(value, tuple) else value
@@ -144,7 +144,7 @@ class Performance:
 
 
 def tile_names(pass_: Pass) -> tuple[str, str]:
-    """The fields of a pass's query and key/value tile."""
+    """Field names of a pass's query and key/value tile."""
     return _TILE_NAMES[pass_]
 
 
@@ -154,7 +154,7 @@ _TILE_NAMES: dict[Pass, tuple[str, str]] = {
 }
 
 
-#: The fields by the names of ``attention``, whose tiles have sizes instead of shapes.
+#: Fields by the argument names of ``attention``, whose tiles have sizes instead of shapes.
 ATTENTION_NAMES = {
     field.name.replace("_tile_shape", "_tile_size"): field.name for field in dataclasses.fields(Performance)
 }
@@ -186,7 +186,7 @@ def performance_of(rank: int, *, tile_suffix: str = "shape", **arguments: Unpack
 
 
 def attention_performance(arguments: Mapping[str, Any]) -> Performance:
-    """Check the performance arguments of ``attention``, by its names; raises as :func:`performance_of`."""
+    """Check the performance arguments of ``attention``, by its names; raises like :func:`performance_of`."""
     return performance_of(1, tile_suffix="size", **{ATTENTION_NAMES[name]: each for name, each in arguments.items()})
 
 

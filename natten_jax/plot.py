@@ -1,6 +1,6 @@
-"""Pictures of windows, drawn by Matplotlib (the extra ``plot``).
+"""Plots of windows with Matplotlib (the extra ``plot``).
 
-The masks need no Matplotlib, and come from the same arithmetic as the operators (:mod:`natten_jax.windows`).
+The masks do not need Matplotlib, and use the same arithmetic as the operators (:mod:`natten_jax.windows`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_window", "plot_windows", "window_mask"]
 
-#: On light and on dark pages; what lies behind a picture shows through tokens that are not seen, and between cells.
+#: For light and dark pages: the background shows through unseen tokens and between cells.
 _UNSEEN, _SEEN = "#8f9aa63d", "#7fb2d9"
 _QUERY, _SHARED = "#e08a2c", "#1f5f99"
-_CELL = 0.94  # of the distance between cells
+_CELL = 0.94  # cell size relative to the cell distance
 
 
 @explained()
@@ -38,7 +38,7 @@ def window_mask(
     *,
     edges: Edges = "shift",
 ) -> np.ndarray:
-    """The keys that one query sees.
+    """Mask of the keys that a query sees.
 
     Example:
         >>> from natten_jax.plot import window_mask
@@ -48,7 +48,7 @@ def window_mask(
                [0, 0, 0, 0, 0, 0, 0, 0]])
 
     Args:
-        layout: Tokens per dimension, one to three or more of them.
+        layout: Tokens per dimension; any number of dimensions.
         query: The query's coordinates.
         kernel_size: Window extent; this and the next three arguments are as in :func:`natten_jax.na1d` and its like.
         stride: Queries that share a window.
@@ -58,7 +58,7 @@ def window_mask(
             end, ``"wrap"`` continues it at the other end, of an extent that ``dilation`` divides.
 
     Returns:
-        Booleans of the layout's shape.
+        Boolean array of the layout's shape.
 
     Raises:
         ValueError: A value breaks a rule of the operators, or the query is outside of the layout.
@@ -82,7 +82,7 @@ def plot_window(
     ax: Axes | None = None,
     title: str | None = None,
 ) -> Axes:
-    """Draw the keys that one query sees, and the queries that share its window.
+    """Draw the keys that a query sees, and the queries that share its window.
 
     A cell is a token: the query is orange, the keys that it sees are blue, and dots mark queries with exactly this
     window. The slices of a video are drawn side by side.
@@ -195,7 +195,7 @@ def axis_mask(axis: Axis) -> np.ndarray:
     """Return the visibility ``[queries, keys]`` in one dimension."""
     queries, tokens = np.arange(axis.query_extent)[:, np.newaxis], np.arange(axis.kv_extent)
     first, end = axis.reach(queries)
-    # In a dimension that wraps, the tokens of the other end follow.
+    # In a wrapping dimension, add the tokens from the other end.
     rounds = (-axis.kv_extent, 0, axis.kv_extent) if axis.edges == "wrap" else (0,)
     is_inside = [(first <= tokens + each) & (tokens + each < end) for each in rounds]
     return np.logical_or.reduce(is_inside) & ((queries - tokens) % axis.dilation == 0)
@@ -213,7 +213,7 @@ def _slices(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cells(places: np.ndarray, color: str, *, edge: str = "none") -> Any:
-    """The cells at ``[(y, x), ...]`` as one shape, which keeps pictures small."""
+    """The cells at ``[(y, x), ...]`` as a single path, which keeps pictures small."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 
@@ -244,7 +244,7 @@ def _draw_cells(ax: Axes | None, cells: tuple[np.ndarray, np.ndarray]) -> Axes:
 
 
 def _described(axes: Sequence[Axis]) -> str:
-    """The facts of a window that are not their default."""
+    """Describe a window by its non-default arguments."""
 
     def text(values: Sequence[Any]) -> str:
         return str(values[0]) if len(set(values)) == 1 else "(" + ", ".join(map(str, values)) + ")"

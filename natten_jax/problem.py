@@ -17,7 +17,7 @@ from natten_jax.arguments.arrays import scale_or_default
 from natten_jax.arguments.names import explained
 from natten_jax.arguments.static import Bools, Ints, int_tuple
 from natten_jax.element_types import ELEMENT_TYPES, SUPPORTED_DTYPES, ElementType
-from natten_jax.windows import Axis as Axis  # public here as the type of a field
+from natten_jax.windows import Axis as Axis  # public here as a field type
 from natten_jax.windows import Edge, Edges, WindowArguments, describe_axes
 
 Shape = tuple[int, ...]
@@ -122,12 +122,12 @@ class Problem:
 
     @functools.cached_property
     def is_causal(self) -> tuple[bool, ...]:
-        """Per dimension, whether later keys are hidden."""
+        """Per dimension, True if later keys are hidden."""
         return tuple([axis.is_causal for axis in self.axes])
 
     @property
     def windows(self) -> WindowArguments:
-        """The arguments that say what the windows are, with a value for each dimension."""
+        """Window arguments, with a value for each dimension."""
         facts = (tuple([getattr(axis, name) for axis in self.axes]) for name in WindowArguments._fields)
         return WindowArguments._make(facts)
 
@@ -149,7 +149,7 @@ class Problem:
 
     @property
     def bias_shape(self) -> Shape:
-        """A head's relative bias: along each dimension the offset of a key, from ``1 - kernel_size`` windows' steps."""
+        """Shape of a head's relative bias: key offsets per dimension, in dilation steps from ``1 - kernel_size`` on."""
         return tuple([2 * axis.kernel_size - 1 for axis in self.axes])
 
     @property
@@ -215,7 +215,7 @@ def problem_of(
     scale: float | None = None,
     additional_kv: int = 0,
 ) -> Problem:
-    """Describe a problem without arrays; arguments as in :func:`natten_jax.na1d` and its like.
+    """Describe a problem without arrays; arguments are as in :func:`natten_jax.na1d` and its like.
 
     Example:
         >>> from natten_jax.problem import problem_of

@@ -26,9 +26,9 @@ def rotary_angles(
     positions: Sequence[ArrayLike] | None = None,
     theta: float = 10000.0,
 ) -> jax.Array:
-    """The angles by which each token's pairs of features are turned.
+    """Angles by which each token's feature pairs are rotated.
 
-    Pair ``i`` of a dimension that has ``n`` features turns by ``position * theta ** (-2 * i / n)`` radians.
+    Pair ``i`` of a dimension with ``n`` features rotates by ``position * theta ** (-2 * i / n)`` radians.
 
     Example:
         >>> from natten_jax.rotary import rotary_angles
@@ -40,10 +40,11 @@ def rotary_angles(
     Args:
         layout: Tokens per dimension.
         head_dim: Width of query and key heads.
-        features: Features of a head that turn with each dimension: even numbers whose sum is at most ``head_dim``, the
-            rest is not turned. ``None`` shares all of them equally; what is left over goes to the first dimension.
-        positions: For each dimension the positions ``[extent]`` of its tokens, which need not be integers; ``None``
-            counts from 0.
+        features: Features of a head that each dimension rotates: even numbers whose sum is at most ``head_dim``; the
+            remaining features are not rotated. ``None`` distributes all features equally, with the remainder for the
+            first dimension.
+        positions: For each dimension, positions ``[extent]`` of its tokens, not necessarily integers; ``None`` counts
+            from 0.
         theta: Base of the angles.
 
     Returns:
@@ -74,7 +75,7 @@ def rotary_angles(
 
 
 def apply_rotary(tokens: ArrayLike, angles: ArrayLike, *, interleaved: bool = True) -> jax.Array:
-    """Turn the features of queries or keys.
+    """Rotate the features of queries or keys.
 
     Example:
         >>> import jax.numpy as jnp
@@ -85,7 +86,7 @@ def apply_rotary(tokens: ArrayLike, angles: ArrayLike, *, interleaved: bool = Tr
 
     Args:
         tokens: ``[..., *layout, heads, head_dim]``, queries or keys.
-        angles: ``[*layout, pairs]`` of :func:`rotary_angles`; features behind the first ``2 * pairs`` are not turned.
+        angles: ``[*layout, pairs]`` of :func:`rotary_angles`; features after the first ``2 * pairs`` are not rotated.
         interleaved: A pair is two neighboring features (as in FLUX or Wan). Otherwise it is feature ``i`` and ``pairs +
             i`` (as in GPT-NeoX).
 
@@ -119,7 +120,7 @@ def apply_rotary(tokens: ArrayLike, angles: ArrayLike, *, interleaved: bool = Tr
 
 
 def _shares(features: Sequence[int] | None, head_dim: int, rank: int) -> tuple[int, ...]:
-    """Features that turn with each dimension: those given, or equal shares of all."""
+    """Numbers of features that each dimension rotates: the given ones, or equal shares."""
     if features is None:
         if head_dim % 2:
             raise ValueError(f"head_dim must be even, because features turn in pairs, got {head_dim}; or give features")

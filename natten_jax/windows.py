@@ -23,7 +23,7 @@ import numpy as np
 
 from natten_jax.arguments.static import Bools, Ints, bool_tuple, choice_tuple, int_tuple
 
-Index = Any  # int, numpy.ndarray or jax.Array: the arithmetic below is the same for all three
+Index = Any  # int, numpy.ndarray or jax.Array: the arithmetic below works for all three
 
 #: Boundary mode of a window that crosses an end of a dimension: shift it inside, cut it to the existing keys, or wrap
 #: it around to the other end.
@@ -126,8 +126,8 @@ def inverse_window_bounds(
         first = index
         last = xp.where(seen_to_the_end, query_length, _rounded_down(index + kernel_size, stride))
     else:
-        # The stride group whose leader lies `right` before the key is the first to see it, and the
-        # leader of group `n` is `n * stride + stride // 2`: rounding up to it is adding `offset`.
+        # The first stride group that sees the key has its leader `right` before the key or later. The leader of group
+        # `n` is `n * stride + stride // 2`, so adding `offset` rounds up to it.
         offset = stride - stride // 2 - 1
         first = xp.where(index < kernel_size, 0, _rounded_down(index - right + offset, stride))
         last = xp.where(seen_to_the_end, query_length, _rounded_down(index + left + offset + 1, stride))
@@ -136,12 +136,12 @@ def inverse_window_bounds(
 
 
 def _first_led_from(window: Window, index: Index, length: Index, xp: ModuleType) -> Index:
-    """The first query whose leader is the token at ``index`` or one behind it, of windows that are cut or wrap."""
+    """First query whose leader is the token at ``index`` or a later one, for windows that are cut or wrap."""
     stride = window.stride
     wraps = window.edges == "wrap"
     if isinstance(stride, int) and stride == 1:
         return index if wraps else xp.minimum(xp.maximum(index, 0), length)
-    offset = stride - stride // 2 - 1  # leaders stand `stride // 2` behind the first of their queries
+    offset = stride - stride // 2 - 1  # a leader is `stride // 2` after the first query of its group
     round_ = index // length * length if wraps else 0  # stride groups start over in each repetition
     place = index - round_ if wraps else xp.maximum(index, 0)
     # The leader of the last group may lie before the last token, or is clamped to it; `length` if no leader qualifies.
@@ -178,7 +178,7 @@ class Axis:
 
     @property
     def facts(self) -> tuple[int | str, ...]:
-        """The constructor's arguments, for serialisation; without the default of ``edges``."""
+        """Constructor arguments for serialisation, without a default ``edges``."""
         facts = dataclasses.astuple(self)
         return facts[:-1] if self.edges == "shift" else facts
 
@@ -188,13 +188,13 @@ class Axis:
         return Window(self.kernel_size, self.stride, self.is_causal, self.edges)
 
     def lengths(self, group: Index) -> tuple[Index, Index]:
-        """Queries and keys of a dilation group."""
+        """Numbers of queries and keys in a dilation group."""
         d = self.dilation
         return group_length(self.query_extent, d, group), group_length(self.kv_extent, d, group)
 
     def dilation_groups(self) -> Iterator[tuple[int, int, int]]:
         """Number of dilation groups for each combination of query and key counts: ``(groups, queries, keys)``."""
-        # The first groups have a token more than the others.
+        # The first groups have one token more than the rest.
         extents, d = (self.query_extent, self.kv_extent), self.dilation
         for first, end in itertools.pairwise(sorted({0, d, *[extent % d for extent in extents]})):
             queries, keys = [-(-(extent - first) // d) for extent in extents]
@@ -203,10 +203,10 @@ class Axis:
     def bounds(
         self, index: Index, lengths: tuple[Index, Index], *, of_query: bool = True, xp: ModuleType = np
     ) -> tuple[Index, Index]:
-        """Key indices that a query of a dilation group sees, or query indices that see a key: ``[start, end)``.
+        """Range ``[start, end)`` of the keys that a query of a dilation group sees, or of the queries that see a key.
 
         Args:
-            index: The index of the query, or of the key, inside its group.
+            index: Index of the query or key inside its group.
             lengths: Queries and keys of the group.
             of_query: ``index`` is a query index. Otherwise it is a key index.
             xp: Array namespace, ``numpy`` or ``jax.numpy``.
@@ -224,7 +224,7 @@ class Axis:
             kv_extent: Key/value tokens.
             xp: Array namespace, ``numpy`` or ``jax.numpy``.
         """
-        most = xp.maximum(kv_extent // self.dilation, xp.minimum(kv_extent, 1))  # as fitted, or nothing
+        most = xp.maximum(kv_extent // self.dilation, xp.minimum(kv_extent, 1))  # 0 without keys
         kernel_size: Any = xp.minimum(self.kernel_size, most)
         stride: Any = 1 if self.stride == 1 else xp.maximum(xp.minimum(self.stride, kernel_size), 1)
         return dataclasses.replace(
@@ -241,7 +241,7 @@ class Axis:
         return start * self.dilation + group, (end - 1) * self.dilation + group + 1
 
 
-#: The numbers among the fields of an axis, in the order of csrc/include/natten_jax/axis_fields.h.
+#: Numeric fields of an axis, in the order of csrc/include/natten_jax/axis_fields.h.
 axis_numbers = operator.attrgetter(*[field.name for field in dataclasses.fields(Axis) if field.type == "int"])
 
 
@@ -272,7 +272,7 @@ def fitted(kernel_size: Ints, layout: Sequence[int], dilation: Ints = 1) -> tupl
     return tuple([largest if size in _WORDS else min(size, largest) for size, largest in zip(sizes, most, strict=True)])
 
 
-#: The number that stands for the extent of a dimension.
+#: Value of ``kernel_size`` that means the extent of the dimension.
 WHOLE_EXTENT = -1
 _WORDS = {WHOLE_EXTENT: "the whole extent"}
 
@@ -354,10 +354,10 @@ class WindowArguments(NamedTuple):
         )
 
     def axes(self, query_layout: Sequence[int], kv_layout: Sequence[int]) -> tuple[Axis, ...]:
-        """The dimensions of a layout with these windows.
+        """Token dimensions of a layout with these windows.
 
         Raises:
-            ValueError: A value breaks a rule, or windows do not fit into the layout of the keys.
+            ValueError: A value breaks a rule, or a window exceeds the layout of the keys.
             TypeError: A value is of the wrong type.
         """
         windows = self.with_extents(kv_layout)
@@ -386,7 +386,7 @@ def _with_decisive_edges(axis: Axis) -> Axis:
 
 
 def describe_axes(axes: Sequence[Axis]) -> Iterator[str]:
-    """The facts of windows that are not the default, in short."""
+    """Format the non-default window arguments."""
     shorts = {"kernel_size": ("k", "x"), "stride": ("s", "x"), "dilation": ("d", "x"), "is_causal": ("causal", "")}
     for name, default in WindowArguments()._asdict().items():
         short, separator = shorts.get(name, (name, ","))

@@ -1,4 +1,4 @@
-"""Arguments that may be arrays: scales, boxes of queries, extents; and the mesh axes that tokens are split over."""
+"""Validation of arguments that may be arrays (scales, query boxes, extents), and mesh axes of token dimensions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def checked_origin(query_origin: Any, batch: int, room: Sequence[int]) -> jax.Ar
         room: Size of the layout minus size of the box, in each dimension.
 
     Raises:
-        ValueError: The box does not lie inside of the layout, or the argument has another shape.
+        ValueError: The box exceeds the layout, or the argument has another shape.
         TypeError: A value is not an integer.
     """
     if query_origin is None:
@@ -90,7 +90,7 @@ def checked_counts(name: str, counts: Any, batch: int, layout: Sequence[int], *,
 
 
 def _in_range(given: jax.Array | np.ndarray[Any, Any], most: Sequence[int], rule: str) -> jax.Array:
-    """Numbers ``[..., rank]`` from 0 to ``most``, as int32: known values are checked, others are clipped."""
+    """Convert numbers ``[..., rank]`` to int32 from 0 to ``most``: concrete values are checked, others clipped."""
     known = _known_values(given)
     if known is None:
         return jnp.clip(given, 0, jnp.broadcast_to(jnp.asarray(most, given.dtype), given.shape)).astype(jnp.int32)
@@ -100,7 +100,7 @@ def _in_range(given: jax.Array | np.ndarray[Any, Any], most: Sequence[int], rule
 
 
 def _known_values(array: jax.Array | np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
-    """The values of an array, or ``None`` if it is traced or partly on devices of other processes."""
+    """Return the values of an array; ``None`` if it is traced or partly on devices of other processes."""
     if isinstance(array, jax.core.Tracer) or (isinstance(array, jax.Array) and not array.is_fully_addressable):
         return None
     return np.asarray(jax.device_get(array))
@@ -117,7 +117,7 @@ Scale = float | jax.Array | np.ndarray[Any, Any]
 _NUMBER = "None or a real number"
 _NUMBER_OR_ARRAY = "None, a real number or an array of real numbers, without dimensions or of shape [heads]"
 
-#: Largest scale: times log2(e) it is finite in float32, with room for both to be rounded.
+#: Largest scale: its product with log2(e) is finite in float32, even if both are rounded up.
 LARGEST = float(np.finfo(np.float32).max) * (1 - 2**-22) / math.log2(math.e)
 
 
@@ -127,7 +127,7 @@ def checked_scale(
     """The factor of the logits as a Python float.
 
     Args:
-        scale: The argument; ``None`` stands for the default.
+        scale: The argument; ``None`` is the default.
         dtype: Element type of the problem, if known. Logits of float64 problems are computed in float64 and all others
             in float32, and the kernels' exponentials have base 2, so ``scale * log2(e)`` must be finite in that type.
         name: Name of the argument for the user.
@@ -179,17 +179,17 @@ def number_or_array(scale: Any) -> tuple[Any, jax.Array | np.ndarray[Any, Any] |
 
 
 def per_head(scale: jax.Array | np.ndarray[Any, Any], batch: Any, heads: int, dtype: str) -> jax.Array:
-    """Factors of the logits, ``[batch, heads]`` in the element type of these.
+    """Broadcast factors of the logits to ``[batch, heads]``, in the logits' element type.
 
     Args:
-        scale: Traced by JAX and without dimensions, or ``[heads]``.
+        scale: A zero-dimensional traced array, or ``[heads]``.
         batch: Batch size.
         heads: Query heads.
         dtype: Element type of the problem.
 
     Raises:
-        ValueError: It has another shape, or a value that is known and breaks a rule of :func:`checked_scale`.
-        TypeError: It holds no real numbers.
+        ValueError: It has another shape, or a concrete value breaks a rule of :func:`checked_scale`.
+        TypeError: It does not hold real numbers.
     """
     if not any(jnp.issubdtype(scale.dtype, kind) for kind in (jnp.floating, jnp.integer)):
         raise TypeError(
@@ -213,7 +213,7 @@ TokenAxes = Sequence[str | Sequence[str] | None]
 
 
 def axis_names(entry: Any) -> tuple[Any, ...]:
-    """The mesh axes of one dimension, as users and partition specs write them: one, several or ``None``."""
+    """Mesh axes of one dimension as a tuple, from one name, several names or ``None``."""
     if entry is None:
         return ()
     return tuple(entry) if isinstance(entry, Sequence) and not isinstance(entry, str) else (entry,)

@@ -1,4 +1,4 @@
-"""Keyword arguments by name: errors for unknown names suggest what was meant, also for names of other libraries."""
+"""Keyword arguments by name: errors for unknown names suggest the intended name, including names of other libraries."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Neutral(NamedTuple):
     instead: str
 
 
-#: NATTEN's arguments of the operators and of ``attention_kwargs`` that change nothing here.
+#: NATTEN's arguments of the operators and of ``attention_kwargs`` that have no effect here.
 OF_OPERATORS: Mapping[str, Neutral] = MappingProxyType(
     {
         "torch_compile": Neutral((False,), "jax.jit compiles every call"),
@@ -86,7 +86,7 @@ def explained(
 def without_neutral(
     function: str, arguments: Mapping[str, Any], of_natten: Mapping[str, Neutral] = OF_OPERATORS
 ) -> dict[str, Any]:
-    """Remove the arguments of NATTEN that change nothing.
+    """Remove the arguments of NATTEN that have no effect.
 
     Args:
         function: Name of the function, for messages.
@@ -94,7 +94,7 @@ def without_neutral(
         of_natten: Arguments of NATTEN that the function accepts.
 
     Raises:
-        TypeError: An argument of NATTEN has a value that would change something.
+        TypeError: An argument of NATTEN has a value that would have an effect.
     """
     for name in of_natten.keys() & arguments.keys():
         check_neutral(f"{function}() takes {name}", of_natten[name], arguments[name])
@@ -128,7 +128,7 @@ def _label(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
     return type(args[0]).__name__ if name in ("__init__", "__call__") and args else name
 
 
-_LONGEST = 64  # of a name that is compared with others
+_LONGEST = 64  # longest name that is compared with others
 
 
 class Meaning(NamedTuple):
@@ -157,7 +157,7 @@ _OF_ARRAYS = "the arrays have it"
 _FEWER_HEADS = "key and value may have fewer heads (GQA, MQA)"
 _HEADS = "the arrays have the heads: key and value may have fewer than query (GQA, MQA), as they are"
 
-#: Meanings by the names that arguments have in other libraries.
+#: Arguments of other libraries, with their meanings here.
 _MEANINGS = {
     "window_size window window_shape window_sizes win_size kernel kernel_shape kernel_sizes ksize "
     "neighborhood_size neighbourhood_size": Meaning(
@@ -275,9 +275,9 @@ def explanation(name: str, known: Collection[str]) -> str:
 
 
 def _nearest(name: str, known: Collection[str]) -> Iterator[str]:
-    """Known names that look like one, the nearest first."""
+    """Known names similar to ``name``, most similar first."""
     written = name[:_LONGEST].lower()
     yield from difflib.get_close_matches(written, sorted(known), 1, cutoff=0.75)
-    # A misspelt name of another library is near to that one's.
+    # A misspelt name of another library is similar to the correct name.
     for other in difflib.get_close_matches(written, sorted(_BY_NAME), 1, cutoff=0.85):
         yield from (each for each in _BY_NAME[other].here.split() if each in known)

@@ -26,9 +26,9 @@ Ints = int | Sequence[int] | np.ndarray[Any, Any] | jax.Array
 Bools = bool | Sequence[bool] | np.ndarray[Any, Any] | jax.Array
 
 _ARRAYS = (np.ndarray, jax.Array)
-_TEXT = (str, bytes, bytearray, memoryview)  # sequences, but not of numbers
-_MOST_VALUES = 64  # of a sequence that a message shows
-_LONGEST = 160  # text of a value in a message
+_TEXT = (str, bytes, bytearray, memoryview)  # sequences whose elements are not numbers
+_MOST_VALUES = 64  # most elements of a sequence in a message
+_LONGEST = 160  # most characters of a value in a message
 _INT = frozenset((int,))
 #: Largest integer that kernels accept.
 LARGEST_INT = 2**63 - 1
@@ -45,13 +45,13 @@ def shown(value: Any) -> str:
         return f"a {kind} of length {len(value)}"
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # an integer of more digits than Python writes, or lists without an end
+    except (ValueError, RecursionError):  # an integer beyond Python's digit limit, or recursive lists
         return f"a {kind} that is too long to show"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def check_static(name: str, value: Any) -> None:
-    """Refuse traced arrays, whose values are not known while the program is built."""
+    """Reject traced arrays, whose values are unknown at trace time."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
             f"{name} must be static, got the traced array {shown(value)}: hand it to jax.jit as "
@@ -68,19 +68,19 @@ def int_tuple(
     least: int = 1,
     words: Mapping[int, str] = MappingProxyType({}),
 ) -> tuple[int, ...]:
-    """``value`` as ``rank`` Python ints that are at least ``least``; a single int is repeated if ``repeat`` allows it.
+    """Convert ``value`` to ``rank`` Python ints of at least ``least``; a single int is repeated if ``repeat``.
 
     Args:
         name: The name of the argument.
         value: The argument.
         rank: Number of ints.
         repeat: True if a single int is allowed.
-        least: The smallest number allowed.
-        words: Further numbers that are allowed, and their meanings.
+        least: Smallest allowed number.
+        words: Additional allowed numbers, with their meanings.
 
     Raises:
         TypeError: It is traced, or not all values are ints.
-        ValueError: It has another length, or an int that is too small or that no kernel can take.
+        ValueError: It has another length, or an int is too small or too large for the kernels.
     """
     values: tuple[int, ...]
     if type(value) is int and repeat:
@@ -99,7 +99,7 @@ def int_tuple(
 
 
 def bool_tuple(name: str, value: Any, rank: int) -> tuple[bool, ...]:
-    """``value`` as ``rank`` Python bools; a single one is repeated.
+    """Convert ``value`` to ``rank`` Python bools; a single bool is repeated.
 
     Raises:
         TypeError: It holds a value that is not a bool, or is traced.
@@ -111,7 +111,7 @@ def bool_tuple(name: str, value: Any, rank: int) -> tuple[bool, ...]:
 
 
 def choice_tuple(name: str, value: Any, choices: Sequence[C], rank: int) -> tuple[C, ...]:
-    """``value`` as ``rank`` of these words; a single one is repeated.
+    """Convert ``value`` to ``rank`` of the allowed words; a single word is repeated.
 
     Raises:
         TypeError: It is neither a word nor a sequence of words.
@@ -133,7 +133,7 @@ def choice_tuple(name: str, value: Any, choices: Sequence[C], rank: int) -> tupl
     return tuple(choices[choices.index(each)] for each in values)
 
 
-#: Words of other libraries for the values of ``edges``.
+#: Other libraries' words for the values of ``edges``.
 _SYNONYMS = {"wrap": "periodic circular torus cyclic", "cut": "truncate zeros valid same", "shift": "clamp reflect"}
 
 
@@ -145,7 +145,7 @@ def _suggestion(word: str, choices: Sequence[str]) -> str:
 
 
 def one_bool(name: str, value: Any) -> bool:
-    """``value``, a Python or NumPy bool or an array of no dimension, as a Python bool."""
+    """Convert a Python or NumPy bool, or a zero-dimensional bool array, to a Python bool."""
     check_static(name, value)
     found = _python_bool(value)
     if found is None:
@@ -180,7 +180,7 @@ def hashable(value: Any) -> Any:
 def _tuple_of(
     read: Callable[[Any], T | None], name: str, value: Any, rank: int, article: str, kinds: str, repeat: bool
 ) -> tuple[T, ...]:
-    """``rank`` values that ``read`` accepts; a single one is repeated where ``repeat`` allows it."""
+    """Convert ``value`` to ``rank`` values with ``read``; a single value is repeated if ``repeat`` allows it."""
     check_static(name, value)
     is_array = isinstance(value, _ARRAYS)
     if is_array and value.ndim > 0:
@@ -231,16 +231,16 @@ def _with_dtype(value: Any) -> str:
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 
-#: Types of immutable values, whose results are kept.
+#: Types of immutable values, for which results are cached.
 _KEPT = (type(None), bool, int, float, str, np.dtype)
 _MOST_RESULTS, _LONGEST_KEY = 4096, 1024
 
 
 def checked_once(check: Callable[[*Arguments], Result]) -> Callable[[*Arguments], Result]:
-    """Do not check equal arguments again.
+    """Cache the result of a check for equal arguments.
 
-    Results are kept for numbers, text, ``None``, element types, and tuples and lists of these. Any others are
-    checked in every call, and so are arguments that were rejected.
+    Results are cached for numbers, text, ``None``, element types, and tuples and lists of these. Other arguments, and
+    rejected arguments, are checked in every call.
 
     Args:
         check: A pure function, whose result is immutable.
@@ -320,6 +320,6 @@ def check_extents(name: str, shape: Sequence[int], dimensions: Sequence[str]) ->
 
 def array_of(value: Any) -> Any:
     """Return the array of an object with ``__jax_array__``; other objects are returned unchanged."""
-    # JAX's own arrays have the name, and nothing behind it.
+    # JAX's own arrays have the attribute with the value None.
     convert = getattr(value, "__jax_array__", None)
     return value if convert is None else convert()

@@ -1,4 +1,4 @@
-"""Operands that change logits: what hides keys, biases in the forms that backends take, and factors of heads."""
+"""Operands that change logits: values that hide keys, biases in the forms that backends take, and per-head factors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def in_accumulator(operand: Any, accumulator: Any) -> jax.Array:
     hiding = with_hidden_keys(operand)
     limits = jnp.finfo(accumulator)
     if float(jnp.finfo(operand.dtype).max) > float(limits.max):
-        # Numbers that hide nothing must not overflow, nor hide their keys in the narrower type.
+        # Numbers that do not hide keys must neither overflow nor hide their keys in the narrower type.
         lowest = np.nextafter(np.asarray(limits.min / 2, accumulator), np.asarray(0, accumulator))
         hiding = jnp.where(jnp.isinf(hiding), hiding, jnp.clip(hiding, float(lowest), float(limits.max)))
     return hiding.astype(accumulator)
@@ -48,7 +48,7 @@ def with_hidden_keys_of_inputs(inputs: Inputs) -> Inputs:
 
 
 def of_each_head(inputs: Inputs) -> Inputs:
-    """The inputs, with biases of keys of each query head."""
+    """Expand key biases to one bias per query head."""
     shared = inputs.shared_key_bias
     if shared is None:
         return inputs
@@ -86,7 +86,7 @@ def products_of_heads(one: jax.Array, other: jax.Array) -> jax.Array:
     return jnp.sum(one * other, axis=(*range(1, one.ndim - 2), one.ndim - 1))
 
 
-#: Contiguous numbers for which XLA's sums over other dimensions are fast.
+#: Contiguous run for which XLA's sums over the other dimensions are fast.
 _SIDE_BY_SIDE = 256
 
 
@@ -98,7 +98,7 @@ def sinks_gradient(sinks: jax.Array, logsumexp: jax.Array, delta: jax.Array) -> 
 
     Args:
         sinks: ``[1 or batch, heads, 1]``.
-        logsumexp: ``[batch, *tokens, heads]``, which has the sinks.
+        logsumexp: ``[batch, *tokens, heads]``, including the sinks.
         delta: ``[batch, *tokens, heads]``, from :func:`natten_jax.arrays.operands.delta`.
     """
     batch, *tokens, heads = logsumexp.shape
@@ -116,12 +116,12 @@ def sinks_gradient(sinks: jax.Array, logsumexp: jax.Array, delta: jax.Array) -> 
     return -jnp.sum(of_parts, axis=1)[..., None]
 
 
-#: Numbers whose sum is a bias.
+#: Number of columns whose sum is a bias.
 _TERMS = 3
 #: Smallest scale that a bias is divided by, since kernels multiply it by the scale. The query absorbs the rest.
 _SMALLEST_SCALE = 2.0**-10
-#: Finite numbers are clipped to these shares of the logit of hidden keys, so that a query whose keys are all hidden is
-#: known by its logsumexp: it is below ``_UNSEEN``, and no other is.
+#: Finite numbers are clipped to these shares of the logit of hidden keys. A query whose keys are all hidden then has a
+#: logsumexp below ``_UNSEEN``, and any other query has a larger one.
 _OF_KEY_BIAS, _OF_RELATIVE_BIAS, _UNSEEN = 0.5, 0.1, 0.75
 
 
@@ -159,7 +159,7 @@ def columns_of(problem: Problem) -> int:
 
 
 def with_columns(problem: Problem) -> Problem:
-    """The problem as kernels get it: without a bias."""
+    """Return the problem that kernels compute, without a bias and with wider heads."""
     scale = problem.scale if abs(problem.scale) >= _SMALLEST_SCALE else _SMALLEST_SCALE
     head_dim = problem.head_dim + columns_of(problem)
     return dataclasses.replace(problem, head_dim=head_dim, scale=scale, key_bias=False)
@@ -167,13 +167,13 @@ def with_columns(problem: Problem) -> Problem:
 
 @dataclasses.dataclass(frozen=True)
 class KeyBiasColumns:
-    """Columns of queries and keys that stand for biases of keys. Arrays are ``[batch or 1, heads]``.
+    """Extra columns of queries and keys that encode key biases. Arrays are ``[batch or 1, heads]``.
 
     Attributes:
         problem: The problem of the call, in the element type of the kernels.
         scale: Factor of the logits in the kernels.
         of_query: Factor of the query before the kernels; ``None`` without a factor.
-        column: Number in the columns of queries: a power of two, so that no digit is lost.
+        column: Value of the query columns: a power of two, so that products are exact.
         bias: Factor of a term of a bias in the kernels.
         hidden: Magnitude of the sum of terms of a hidden key.
     """
@@ -227,7 +227,7 @@ class KeyBiasColumns:
         return operands._replace(inputs=inputs)
 
     def result(self, found: Saved) -> Saved:
-        """Return the results of the call: a query all of whose keys are hidden has seen none."""
+        """Return the results of the call: a query whose keys are all hidden counts as having seen nothing."""
         is_unseen = found.logsumexp < -_UNSEEN * over_tokens(self.of_hidden, found.out)[..., 0]
         out, logsumexp, remainder = found
         out, logsumexp = jnp.where(is_unseen[..., None], 0, out), jnp.where(is_unseen, -jnp.inf, logsumexp)

@@ -1,4 +1,4 @@
-"""Boxes of tokens: parts of arrays, written in place, and padding outside of a batch entry's layout."""
+"""Boxes of tokens: parts of arrays, updated in place, and the padding outside of a batch entry's layout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def words_of(array: jax.Array) -> jax.Array:
 
 
 def elements_of(words: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The elements again that :func:`words_of` was given."""
+    """Invert :func:`words_of`."""
     if words.dtype == dtype:
         return words
     *outer, width = words.shape
@@ -63,7 +63,7 @@ class QueryBox:
         return [self.first[i] for i in range(len(self.extents))]
 
     def cut(self, array: jax.Array) -> jax.Array:
-        """These queries of an array ``[batch, *query_layout, ...]``."""
+        """Cut the box out of an array ``[batch, *query_layout, ...]``."""
         shape = self._shape(array)
         return array if array.shape == shape else jax.lax.dynamic_slice(array, self._start(array), shape)
 
@@ -113,7 +113,7 @@ def is_real(layouts: jax.Array, shape: Sequence[int], *, of_queries: bool) -> ja
 
 
 def without_padding(layouts: jax.Array | None, arrays: _Arrays) -> _Arrays:
-    """The arrays, zero in their padding.
+    """Set the padding of arrays to zero.
 
     Args:
         layouts: ``layouts`` of :class:`natten_jax.arrays.operands.Operands`; ``None`` for arrays without padding.

@@ -23,14 +23,14 @@ class Role(enum.Enum):
     - ``QUERY``: queries, outputs and their gradients.
     - ``KEY_VALUE``: keys, values and their gradients.
     - ``ADDITIONAL``: tokens that every query sees.
-    - ``PER_QUERY``: a number for each query and head, as the logsumexp.
-    - ``PER_KEY``, ``PER_KEY_OF_ALL_HEADS``: a number for each key, by query head or for all of them.
-    - ``PER_HEAD``: a number for each batch entry and head, as scales.
-    - ``PER_HEAD_OF_ALL_ENTRIES``: numbers of a head that all batch entries share, with 1 in place of the batch.
-    - ``PER_ENTRY``: numbers of a batch entry.
+    - ``PER_QUERY``: a number for each query and head, such as the logsumexp.
+    - ``PER_KEY``, ``PER_KEY_OF_ALL_HEADS``: a number for each key, per query head or shared by all heads.
+    - ``PER_HEAD``: a number for each batch entry and head, such as a scale.
+    - ``PER_HEAD_OF_ALL_ENTRIES``: numbers per head that all batch entries share; the batch dimension is 1.
+    - ``PER_ENTRY``: numbers per batch entry.
     - ``WHOLE``: arrays that no mesh splits, such as origins, whose values differ between devices.
 
-    All but ``WHOLE`` begin with the batch, after the axes that ``jax.vmap`` maps.
+    All except ``WHOLE`` begin with the batch, after the axes that ``jax.vmap`` maps.
 
     Attributes:
         heads_axis: Dimension of the heads, counted from the end; 0 without heads.
@@ -133,7 +133,7 @@ Gradients = Inputs
 
 
 def key_arrays(inputs: Inputs) -> dict[str, jax.Array]:
-    """The inputs, or gradients of them, that have a number or a vector for each key, by name."""
+    """Inputs, or gradients of inputs, with a value per key, by name."""
     fields = zip(Inputs._fields, roles_of_fields(Inputs), inputs, strict=True)
     return {name: array for name, role, array in fields if role.tokens == "keys" and array is not None}
 
@@ -253,10 +253,10 @@ def varying_like(carry: _Tree, arrays: Any) -> _Tree:
 
 
 def types_like(array: Any, *types: tuple[Sequence[int], Any]) -> list[Any]:
-    """Abstract types of results that live where ``array``, or an array of this abstract type, does.
+    """Abstract types of results that live on the same devices as ``array``, which may be an abstract type.
 
-    They vary over the same mesh axes inside ``jax.shard_map`` and lie on the same mesh. Like operands, results are not
-    sharded over explicit axes; the sharding that says so is as long as their shape.
+    The results vary over the same mesh axes inside ``jax.shard_map`` and lie on the same mesh. Like operands, they are
+    not sharded over explicit axes; their sharding has an entry per dimension.
 
     Args:
         array: The array.

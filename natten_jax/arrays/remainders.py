@@ -1,4 +1,4 @@
-"""Logsumexps in base 2 and their remainders, as the kernels have them (csrc/include/natten_jax/logsumexp.h).
+"""Logsumexps in base 2 with their remainders, in the kernels' format (csrc/include/natten_jax/logsumexp.h).
 
 The remainder is the difference between the logsumexp of a row and the rounded number that is returned. For logits above
 2^40 this difference is so large that a float32 sum with the logarithm of the sum of weights loses the logarithm. The
@@ -35,9 +35,8 @@ def pack_remainder(distance: jax.Array, log2_sum: jax.Array) -> jax.Array:
     """Pack the two parts of a remainder into one number.
 
     Args:
-        distance: float32 or float64. The number that the weights of a row are relative to, less the rounded logsumexp,
-            both in base 2.
-        log2_sum: Logarithm of the sum of these weights.
+        distance: float32 or float64. Reference of the row's weights minus the rounded logsumexp, both in base 2.
+        log2_sum: Base-2 logarithm of the sum of these weights.
     """
     total = distance + log2_sum
     if distance.dtype != jnp.float32:

@@ -1,4 +1,4 @@
-"""Configurations that were found by measuring: as arguments of the operators, or in force for a block of code."""
+"""Configurations found by measurement, as operator arguments or active in a block of code."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _described(tuned: TunedPass) -> str:
 
 
 def _arguments_of(plans: list[Plan]) -> dict[str, Any]:
-    """Return the performance arguments with which an operator runs the passes of a problem as these plans say."""
+    """Return the performance arguments with which an operator runs the passes of a problem according to plans."""
     arguments: dict[str, Any] = {}
     for plan in plans:
         arguments |= zip(tile_names(plan.pass_), plan.tiles, strict=True)
@@ -170,13 +170,13 @@ def load_tuned(path: str | os.PathLike[str]) -> Tuned:
     arguments = {name: value for name, value in best.items() if value is not None}
     try:
         _check(arguments)
-    except (TypeError, ValueError) as error:  # of the field that its message starts with
+    except (TypeError, ValueError) as error:  # the message starts with the field's name
         raise ValueError(f"{where}: {_KEY}.{error}") from None
     return Tuned(None, {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()})
 
 
 def _content(path: str | os.PathLike[str]) -> Any:
-    """The JSON values in a file."""
+    """Read the JSON values of a file."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a str or a path, got {shown(path)}")
     where = os.fspath(path)
@@ -185,12 +185,12 @@ def _content(path: str | os.PathLike[str]) -> Any:
     content = Path(path).read_bytes()
     try:
         return json.loads(content.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, an integer without an end, or nested too deeply
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, an overlong integer, or nested too deeply
         raise ValueError(f"path={where!r} is no JSON: {error}") from None
 
 
 def _best_configuration(found: Any, where: str) -> dict[str, Any]:
-    """The object with the configuration."""
+    """Read the configuration object."""
     best = found.get(_KEY) if isinstance(found, dict) else None
     if not isinstance(best, dict):
         has = f"its {_KEY} is {shown(best)}" if isinstance(found, dict) and _KEY in found else f"it has no {_KEY}"
@@ -214,5 +214,5 @@ def _check(arguments: dict[str, Any]) -> None:
     own = arguments.get("attention_kwargs")
     checked_attention_kwargs(own, performance.flattened())
     for name in own or {}:
-        if name not in (*ATTENTION_NAMES, "backend"):  # what a call says of its result was not tuned
+        if name not in (*ATTENTION_NAMES, "backend"):  # arguments that affect the result are not tuned
             raise TypeError(f"attention_kwargs has {shown(name)}, which is no performance argument")

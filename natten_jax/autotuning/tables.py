@@ -149,9 +149,9 @@ in_force = jax.make_user_context(None)
 
 
 def table_for(*, is_box: bool = False) -> TunedTable | None:
-    """Return the table in force for a call; ``None`` selects the tables of the package.
+    """Return the active table for a call; ``None`` selects the tables of the package.
 
-    Queries that are a box of the layout were not measured: their table is empty.
+    Queries that are a box of the layout were not measured, so their table is empty.
     """
     table: TunedTable | None = TunedTable("") if is_box else in_force.value
     return table
@@ -159,7 +159,7 @@ def table_for(*, is_box: bool = False) -> TunedTable | None:
 
 @functools.cache
 def shipped_tables() -> dict[str, TunedTable]:
-    """Return the tables of the package by kind of device. They have only passes that run faster than by default."""
+    """Return the package's tables by kind of device. They contain only passes that beat the default configuration."""
     files = resources.files("natten_jax.autotuning").joinpath("measured").iterdir()
     found = [TunedTable.from_text(file.read_text(encoding="utf-8")) for file in files if file.name.endswith(".json")]
     return {table.device: table for table in found}
@@ -178,8 +178,8 @@ def shipped(device: Device) -> TunedTable | None:
 def measured(request: Request, device: Device, pass_: Pass) -> TunedPass | None:
     """Return the measured pass of a request on a device; ``None`` if it was not measured.
 
-    Calls that name tiles or a schedule of the pass, or another backend, are not looked up, nor are parts of a layout
-    that is split over devices.
+    There is no lookup for calls that specify tiles or a schedule of the pass, or another backend, or for parts of a
+    layout that is split over devices.
     """
     table = shipped(device) if request.tuned is None else request.tuned
     is_part = math.prod(request.parts) > 1

@@ -1,4 +1,4 @@
-"""The native library: loads it, registers its XLA FFI targets, calls them, and describes problems as kernels take them.
+"""The native library: loading, XLA FFI targets, calls, and problems in the kernels' format.
 
 Importing this module never fails. If the library cannot be used, ``load_error`` gives the reason, and the backends that
 need it reject every problem with that reason.
@@ -33,18 +33,18 @@ from natten_jax.windows import Axis, axis_numbers
 
 
 def plugins() -> tuple[int, ...]:
-    """The major versions of CUDA that the installed plugins of JAX are for."""
+    """Major CUDA versions of the installed JAX plugins."""
     names = (entry.name for entry in metadata.entry_points(group="jax_plugins"))
     return tuple(sorted({int(match[1]) for name in names if (match := re.fullmatch(r"xla_cuda(\d+)", name))}))
 
 
 def choice() -> int:
-    """The ``NATTEN_JAX_CUDA`` of a build with kernels: the version of JAX's plugin, or 1, any version, without one."""
+    """Value of ``NATTEN_JAX_CUDA`` for a build with kernels: the plugin's CUDA version, or 1 (any) without a plugin."""
     return max(plugins(), default=1)
 
 
 def mismatch() -> str | None:
-    """A sentence about kernels that were compiled with another major version than JAX's plugin is for."""
+    """Message about kernels compiled with another major CUDA version than JAX's plugin uses."""
     built = build_info().get("cuda_version")
     installed = plugins()
     if built is None or not installed or int(built.partition(".")[0]) in installed:
@@ -64,7 +64,7 @@ _ENDS_OF_WINDOWS = {(False, "shift"): 0, (True, "shift"): 1, (False, "cut"): 2, 
 
 
 def axis_rows(problem: Problem) -> Shape:
-    """A row for each token dimension: its facts in the order of csrc/include/natten_jax/axis_fields.h."""
+    """A row of numbers per token dimension, in the order of csrc/include/natten_jax/axis_fields.h."""
     missing = (Axis(1, 1, 1),) * (KERNEL_RANK - problem.rank)
     axes = (*missing, *problem.axes)
     rows = [(*axis_numbers(axis), _ENDS_OF_WINDOWS[axis.is_causal, axis.edges]) for axis in axes]
@@ -72,7 +72,7 @@ def axis_rows(problem: Problem) -> Shape:
 
 
 def with_kernel_tiles(problem: Problem, pair: TilePair) -> TilePair:
-    """Tiles of three token dimensions: leading ones have extent 1."""
+    """Extend tiles to three token dimensions with leading extents of 1."""
     ones = (1,) * (KERNEL_RANK - problem.rank)
     return (*ones, *pair[0]), (*ones, *pair[1])
 
@@ -110,19 +110,19 @@ class ResultType(NamedTuple):
 def call(
     target: str, results: Sequence[ResultType], *operands: jax.Array, **attributes: Sequence[int] | int | float
 ) -> list[jax.Array]:
-    """Call a native target; the project's only custom call.
+    """Call a native target. All custom calls of the project are made here.
 
     Args:
         target: Name of the target.
         results: Types of the results.
         *operands: Arrays, in the target's order.
-        **attributes: Integers are passed as int64, sequences of them as int64 arrays, floats as float32.
+        **attributes: Integers are passed as int64, sequences of integers as int64 arrays, floats as float32.
     """
     arrays = varying_like(operands, operands)
     types = types_like(arrays[0], *[(result.shape, result.dtype) for result in results])
     in_place = {result.replaces: i for i, result in enumerate(results) if result.replaces is not None}
     values = {name: _attribute(value) for name, value in attributes.items()}
-    # Only the main call of a pass has attributes. Its metadata carry the plan.
+    # Only the main call of a pass has attributes. Its metadata contain the plan.
     with plan.carrying_plan() if attributes else contextlib.nullcontext():
         native_call = jax.ffi.ffi_call(target, types, input_output_aliases=in_place)
         return list(apart(native_call(*apart(arrays), **values)) if in_place else native_call(*arrays, **values))
@@ -149,7 +149,7 @@ def limits(architecture: str) -> Mapping[str, Any]:
 
 @functools.lru_cache(maxsize=1)
 def _all_limits(module: Any) -> Mapping[str, Any]:
-    """Return the limits of all architectures, which are read thousands of times if tiles of a split are ranked."""
+    """Return the limits of all architectures, cached because ranking the tiles of a split reads them very often."""
     return module.limits()
 
 
@@ -242,10 +242,10 @@ def bias_sums(axes: Sequence[int], queries: Sequence[int], tile: Sequence[int], 
 
 
 def additional_parts(columns: int, additional_kv: int) -> int:
-    """In how many parts the kernels for small windows add gradients of additional tokens up.
+    """Number of parts in which the kernels for small windows sum gradients of additional tokens.
 
     Args:
-        columns: Queries and heads that share a key/value head, of a batch entry.
+        columns: Queries times heads that share a key/value head, per batch entry.
         additional_kv: Additional tokens.
     """
     return 1 if _module is None else _module.additional_parts(columns, additional_kv)
@@ -278,7 +278,7 @@ def _runtime_ffi_version() -> tuple[int, int] | None:
 def _check_ffi_version(module: ModuleType) -> None:
     runtime = _runtime_ffi_version()
     built: tuple[int, int] = module.build_info()["ffi_api_version"]
-    # A runtime serves every earlier minor version; a library from its future keeps XLA from initialising.
+    # A runtime supports every earlier minor version; a library built for a later one stops XLA from initialising.
     if runtime is not None and (runtime[0] != built[0] or runtime[1] < built[1]):
         raise ImportError(
             f"the native module was built for version {built[0]}.{built[1]} of the XLA FFI interface, "
@@ -287,9 +287,9 @@ def _check_ffi_version(module: ModuleType) -> None:
 
 
 def _check_files(spec: ModuleSpec) -> None:
-    """Check that the libraries are whole: loading a truncated one would kill the process."""
+    """Check that the libraries are complete: loading a truncated one would kill the process."""
     if spec.origin is None or sys.platform != "linux":
-        return  # importing says it better, and only Linux has files of this form
+        return  # the import reports missing files better, and only Linux uses ELF files
     for file in (Path(spec.origin), Path(spec.origin).with_name("libnatten_jax.so")):
         if not file.exists():
             continue
@@ -299,7 +299,7 @@ def _check_files(spec: ModuleSpec) -> None:
             raise ImportError(f"{file} is not a 64-bit ELF library")
         (sections,) = struct.unpack_from("<Q", header, 0x28)
         entry_size, entries = struct.unpack_from("<HH", header, 0x3A)
-        # The section headers end the file.
+        # The section headers are at the end of the file.
         if sections + entry_size * entries > file.stat().st_size:
             raise ImportError(f"{file} is truncated")
 

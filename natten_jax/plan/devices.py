@@ -21,7 +21,7 @@ class Device:
     """A kind of device that a program may be lowered for.
 
     Attributes:
-        platform: ``"cpu"``, ``"cuda"``, or another platform's name, as JAX lowers programs for it.
+        platform: ``"cpu"``, ``"cuda"``, or another platform name that JAX uses for lowering.
         compute_capability: ``(major, minor)`` of an NVIDIA GPU; ``None`` if unknown.
         is_present: Programs will run on the device. Otherwise it is only the subject of queries.
         product: Vendor's name of a GPU in this process, such as ``"NVIDIA H100 80GB HBM3"``, or of a TPU in a query.
@@ -54,10 +54,10 @@ PLATFORMS = "cpu", "cuda", "rocm", "tpu"
 
 
 def parse_compute_capability(text: str) -> ComputeCapability:
-    """``"9.0"`` as ``(9, 0)``.
+    """Parse ``"9.0"`` to ``(9, 0)``.
 
     Raises:
-        ValueError: The text is not of this form.
+        ValueError: The text does not have this form.
     """
     match = re.fullmatch(r"([1-9][0-9]?)\.([0-9])", text)
     if match is None:
@@ -66,7 +66,7 @@ def parse_compute_capability(text: str) -> ComputeCapability:
 
 
 def compute_capability_of(argument: Any) -> ComputeCapability:
-    """``"9.0"``, ``(9, 0)``, ``[9, 0]`` and ``9.0`` as ``(9, 0)``.
+    """Convert ``"9.0"``, ``(9, 0)``, ``[9, 0]`` or ``9.0`` to ``(9, 0)``.
 
     Raises:
         ValueError: The number is not a compute capability, as 8.65, or is ambiguous, as ``"90"``.
@@ -76,7 +76,7 @@ def compute_capability_of(argument: Any) -> ComputeCapability:
         return parse_compute_capability(argument)
     if isinstance(argument, (float, np.floating)):
         try:
-            return parse_compute_capability(str(argument))  # the shortest text that means this number
+            return parse_compute_capability(str(argument))  # the shortest text with this value
         except ValueError:
             raise ValueError(_refusal(argument)) from None
     parts = hashable(argument)
@@ -96,7 +96,7 @@ def _refusal(argument: Any) -> str:
 
 
 def default_jax_device() -> jax.Device:
-    """JAX's object for the device that this thread computes on by default, which ``jax.default_device`` chooses.
+    """JAX's object for the default device of this thread, as set by ``jax.default_device``.
 
     Raises:
         NoDeviceError: JAX cannot start the configured platforms.
@@ -106,7 +106,7 @@ def default_jax_device() -> jax.Device:
 
 
 def _started(platform: str | None) -> list[jax.Device]:
-    """A platform's devices of this process; ``None`` is the first platform."""
+    """Devices of a platform in this process; ``None`` is the first platform."""
     try:
         return jax.local_devices(backend=platform)
     except (RuntimeError, AssertionError) as error:  # AssertionError without a message if no GPU is visible
@@ -117,7 +117,7 @@ def _started(platform: str | None) -> list[jax.Device]:
 
 
 def default_device() -> Device:
-    """The device that this thread computes on by default.
+    """Kind of this thread's default device.
 
     Raises:
         NoDeviceError: JAX has no device.
@@ -133,14 +133,14 @@ def device_of(array: jax.Array) -> Device:
 
 
 def _of_platform(platform: str) -> Device:
-    """The kind of a device of this process; JAX calls the platform of any GPU "gpu" there."""
+    """Kind of this process's device of a platform. JAX calls the platform of any GPU "gpu" here."""
     if platform == "gpu":
         platform = "cuda" if _cuda_devices() else "rocm"
     return lowering_target(platform)
 
 
 def lowering_targets() -> Mapping[str, Device]:
-    """The kinds of devices that a program may be lowered for, by platform.
+    """Kinds of devices that a program may be lowered for, by platform.
 
     The first is the device that this thread computes on by default. A program may also be exported for devices that
     this process does not have; of these, only the platform is known.
@@ -156,7 +156,7 @@ def lowering_targets() -> Mapping[str, Device]:
 
 
 def lowering_target(platform: str) -> Device:
-    """The kind of device that a program for a platform is lowered for: this process's first CUDA device, for one."""
+    """Kind of device that programs for a platform are lowered for, such as this process's first CUDA device."""
     try:
         return _cuda_device() if platform == "cuda" else Device(platform)
     except NoDeviceError:
@@ -172,7 +172,7 @@ def _cuda_device() -> Device:
 
 
 def local_devices() -> tuple[Device, ...]:
-    """The kinds of devices that this process can run programs on, the default one first.
+    """Kinds of devices that this process can run programs on, the default device first.
 
     If JAX has no device, the host: programs can still be traced, and lowered for other machines.
     """

@@ -25,7 +25,7 @@ from natten_jax.windows import Axis
 
 
 class ConfigurationTable(Protocol):
-    """A :class:`natten_jax.autotuning.tables.TunedTable`, which imports this module."""
+    """Interface of :class:`natten_jax.autotuning.tables.TunedTable`, which imports this module."""
 
     @property
     def device(self) -> str:
@@ -59,13 +59,13 @@ class Request:
     tuned: ConfigurationTable | None = None
 
     def of_part(self, batch: int, heads: int, heads_kv: int) -> Request:
-        """The request for what one device has of the batch, of query heads and of key/value heads."""
+        """Request for one device's share of the batch, of query heads and of key/value heads."""
         problem = dataclasses.replace(self.problem, batch=planned_batch(batch), heads=heads, heads_kv=heads_kv)
         return self if problem == self.problem else dataclasses.replace(self, problem=problem)
 
 
 class BackendId(NamedTuple):
-    """A family of backends and the operator that it runs; users write ``<family>-<operator>``."""
+    """A family of backends and the operator it runs; users write ``<family>-<operator>``."""
 
     family: str
     operator: Operator
@@ -128,7 +128,7 @@ class Plan:
         return None if name is None else KernelSchedule(name)
 
     def payload(self) -> str:
-        """Everything as JSON, in one line; :meth:`of_payload` reads it."""
+        """The plan as one line of JSON; :meth:`of_payload` reads it."""
         return self._payload
 
     @functools.cached_property
@@ -170,7 +170,7 @@ class Plan:
             raise ValueError(f"no plan of natten_jax: {error}") from None
 
 
-#: Fields of a plan that payloads may lack.
+#: Fields of a plan that a payload may omit.
 _OPTIONAL = "precision", "kernels"
 _PROBLEM_FIELDS = [field.name for field in dataclasses.fields(Problem)]
 
@@ -182,7 +182,7 @@ def tile_arguments(operator: Operator, pass_: Pass) -> tuple[str, str]:
     return query, key_value
 
 
-#: Attributes of operations: the name of their plan, and the plan as :meth:`.Plan.payload` writes it.
+#: Attribute names of operations: for the short name of their plan, and for the plan from :meth:`.Plan.payload`.
 NAME_ATTRIBUTE, PLAN_ATTRIBUTE = "natten_jax", "natten_jax_plan"
 
 _payload: contextvars.ContextVar[str | None] = contextvars.ContextVar("natten_jax_payload", default=None)
@@ -211,6 +211,6 @@ def of_plan(plan: Plan, *, on_all: bool = False) -> Iterator[None]:
 
 
 def carrying_plan() -> contextlib.AbstractContextManager[None]:
-    """Put the plan of the pass that is being traced onto what is traced inside: one operation that stays as it is."""
+    """Attach the plan of the current pass to the operation traced inside, which must not be optimised away."""
     payload = _payload.get()
     return contextlib.nullcontext() if payload is None else set_xla_metadata(**{PLAN_ATTRIBUTE: payload})

@@ -1,6 +1,6 @@
-"""All that this package uses of JAX which JAX does not document: what may change from one release to the next.
+"""Wrappers around undocumented parts of JAX, which may change in any release.
 
-``tests/sharding/test_jax_internals.py`` says of each function what it has to do.
+``tests/sharding/test_jax_internals.py`` specifies the behaviour of each function.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHECKPOINT_NAME: Primitive = ad_checkpoint.name_p
 
 
 def platforms_of(ctx: mlir.LoweringRuleContext) -> Sequence[str]:
-    """The platforms that a program is lowered for."""
+    """Platforms that a program is lowered for."""
     return ctx.module_context.platforms
 
 
@@ -31,10 +31,10 @@ def is_exported(ctx: mlir.LoweringRuleContext) -> bool:
 
 
 def device_numbers(ctx: mlir.LoweringRuleContext) -> np.ndarray | None:
-    """A program's device numbers, a row for all that have the same place along manual mesh axes.
+    """Device numbers of a program, with a row for each position along manual mesh axes.
 
     Returns:
-        ``[places, devices]``; ``None`` where XLA's partitioner does not look at the program.
+        ``[positions, devices]``; ``None`` if XLA's partitioner does not process the program.
     """
     context = ctx.module_context.axis_context
     if isinstance(context, mlir.ShardingContext):
@@ -50,7 +50,7 @@ def device_numbers(ctx: mlir.LoweringRuleContext) -> np.ndarray | None:
 
 
 def with_numbered_devices(ctx: mlir.LoweringRuleContext, count: int) -> mlir.LoweringRuleContext:
-    """``ctx`` with integers in place of devices, so that ``custom_partitioning`` can be lowered without devices.
+    """Replace the devices in ``ctx`` by integers, so that ``custom_partitioning`` can be lowered without devices.
 
     JAX lowers ``custom_partitioning`` only with the devices of the program, which a program over an ``AbstractMesh``
     does not have. JAX only passes the devices on to the partitioner's callback, inside shardings.
@@ -72,7 +72,7 @@ def name_partitioner_callback(call: Any, name: str) -> None:
 
 
 def devices_of(sharding: jax.sharding.Sharding) -> Sequence[jax.Device]:
-    """The devices of a sharding that the partitioner hands over, in the program's order."""
+    """Devices of a sharding from the partitioner, in the program's order."""
     devices: Sequence[jax.Device] = sharding._device_assignment
     return devices
 
@@ -83,7 +83,7 @@ def hlo_sharding_of(sharding: jax.sharding.Sharding, ndim: int) -> Any:
 
 
 def sharding_of(hlo: Any, like: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """An ``HloSharding`` in the class of ``like``, which the partitioner handed over, and on its devices."""
+    """Convert an ``HloSharding`` to a sharding of the class of ``like``, on its devices."""
     kind: Any = type(like)
     result: jax.sharding.Sharding = kind(devices_of(like), hlo)
     return result

@@ -1,8 +1,8 @@
-"""Splits a pass over a mesh whose axes JAX leaves to XLA's partitioner (``AxisType.Auto``).
+"""Split a pass over mesh axes that JAX leaves to XLA's partitioner (``AxisType.Auto``).
 
-The pass becomes a custom call with rules for how shardings propagate through it; the partitioner replaces it with the
-program of one device. Queries and outputs stay split over batch, heads and, for windows, tokens; no other dimension
-may be split. Query heads are split together with the key/value heads that they share.
+The pass becomes a custom call with a sharding rule; the partitioner replaces it by the program of one device. Queries
+and outputs stay split over batch, heads and, for windows, tokens; other dimensions cannot be split. Query heads are
+split together with the key/value heads that they share.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from natten_jax.version import __version__
 
 @dataclasses.dataclass(frozen=True)
 class HeadSplit:
-    """Equal parts of the query heads.
+    """Split of the query heads into equal parts.
 
     Attributes:
         heads: Query heads.
@@ -58,7 +58,7 @@ class HeadSplit:
 
     @functools.cached_property
     def needed(self) -> np.ndarray:
-        """The key/value heads that each part reads, ``[parts, heads]``: as groups of equal size, or one per query."""
+        """Key/value heads that each part reads, ``[parts, heads]``: for groups of equal size, or per query head."""
         groups = self.heads // self.heads_kv
         of_query = (np.arange(self.heads) // groups).reshape(self.parts, -1)
         local = of_query.shape[1]
@@ -93,11 +93,11 @@ class HeadSplit:
 
 
 def device_tiles(sharding: Any, ndim: int, devices: int) -> np.ndarray:
-    """Device numbers by the parts of an array of ``ndim`` dimensions, ``[*parts, copies, manual]``.
+    """Device numbers of the parts of an array with ``ndim`` dimensions, ``[*parts, copies, manual]``.
 
     Args:
         sharding: XLA's ``HloSharding``, or ``None``.
-        ndim: The number of dimensions of the array.
+        ndim: Number of dimensions of the array.
         devices: Number of devices that the partitioner splits arrays over.
 
     Returns:
@@ -167,11 +167,11 @@ class Layout:
 
     @property
     def token_parts(self) -> tuple[int, ...]:
-        """Into how many parts each token dimension is split."""
+        """Number of parts of each token dimension."""
         return self.tiles.shape[self.batch_axes : -3]
 
     def tiles_of(self, role: Role, ndim: int) -> np.ndarray:
-        """Device numbers by the parts of an array, ``[*parts, copies, manual]``."""
+        """Device numbers of the parts of an array, ``[*parts, copies, manual]``."""
         if role is Role.WHOLE:
             return self.tiles.reshape((1,) * ndim + (-1, self.tiles.shape[-1]))
         tiles = self._contributing(role)
@@ -183,7 +183,7 @@ class Layout:
         return tiles.reshape(*parts, contributions * copies, manual)
 
     def line(self, dimension: int) -> np.ndarray:
-        """Devices along a token dimension in the order of their parts, ``[lines, parts]``."""
+        """Devices along a token dimension, ordered by their parts, ``[lines, parts]``."""
         rows = np.moveaxis(self.tiles, self.batch_axes + dimension, -1)
         return self._of_program(rows.reshape(-1, rows.shape[-1]))
 
@@ -193,13 +193,13 @@ class Layout:
         return self._of_program(rows.reshape(-1, rows.shape[-1]))
 
     def head_parts(self) -> np.ndarray:
-        """By device, which part of the query heads it has."""
+        """Index of each device's part of the query heads."""
         parts = np.empty(self.devices.size, np.int32)
         parts[self.devices[:, self.tiles]] = np.arange(self.heads.parts, dtype=np.int32)[:, None, None]
         return parts
 
     def _contributing(self, role: Role) -> np.ndarray:
-        """Device numbers by the parts of a kind of array, ``[*leading, heads, contributions, copies, manual]``.
+        """Device numbers of the parts of an array by role, ``[*leading, heads, contributions, copies, manual]``.
 
         Contributions are the parts of the queries that share a part of the array: query heads that share key/value
         heads, or all heads for an array without heads; all tokens for an array without token dimensions; all batch
@@ -221,7 +221,7 @@ class Layout:
 
 
 def sharding_like(like: Any, tiles: np.ndarray) -> Any:
-    """``tiles``, as :func:`device_tiles` makes them, in the class of the ``HloSharding`` ``like``."""
+    """Convert ``tiles``, as from :func:`device_tiles`, to the ``HloSharding`` class of ``like``."""
     *parts, copies, manual = tiles.shape
     proto = like.to_proto()
     kinds = type(proto).Type
@@ -257,9 +257,9 @@ def is_needed(ctx: mlir.LoweringRuleContext) -> bool:
 
 
 def lower_for_one(function: Callable[..., Any], ctx: mlir.LoweringRuleContext, values: Sequence[Any]) -> Any:
-    """Lower what has several results, as one device sees it.
+    """Lower a function with several results for a single device.
 
-    Types say nothing of meshes there: what JAX transposes would be summed over axes that others of its arguments vary
+    Meshes are removed from the types there; otherwise JAX's transposes would sum over axes that other arguments vary
     over.
     """
     arguments: Sequence[Any] = ctx.avals_in
@@ -298,7 +298,7 @@ class Partitioned:
         return numbers
 
     def lower(self, values: Sequence[Any]) -> Any:
-        """The custom call, of these arguments.
+        """Lower the pass to the custom call.
 
         Raises:
             NotImplementedError: The program is being exported.
@@ -312,13 +312,13 @@ class Partitioned:
 
         @custom_partitioning
         def whole(*_: jax.Array) -> list[jax.Array]:
-            return [jnp.zeros(each.shape, each.dtype) for each in types]  # only their types are looked at
+            return [jnp.zeros(each.shape, each.dtype) for each in types]  # only their types matter
 
         rule = self._rule(arguments, types)
         whole.def_partition(partition=self._partition, sharding_rule=rule, decode_shardings=False)
         results = lower_for_one(whole, _jax_internals.with_numbered_devices(ctx, self.devices.size), values)
-        # A name with all that the callback depends on: with an address in memory, the next process would not find the
-        # program in the persistent compilation cache, and without any name it would find another pass's.
+        # The callback's name contains everything that it depends on. With an address in memory, the next process would
+        # not find the program in the persistent compilation cache; without a name it would find another pass's program.
         platforms = _jax_internals.platforms_of(ctx)
         name = f"natten_jax {__version__} {self.identity} {platforms} {self.devices.tolist()}"
         _jax_internals.name_partitioner_callback(results[0].owner, name)
@@ -332,7 +332,7 @@ class Partitioned:
         """
         heads, heads_kv = arguments[0].shape[-2], arguments[1].shape[-2]
         devices = self.devices.shape[1]
-        # The partitioner also splits by parts of mesh axes: into any number that divides the devices.
+        # The partitioner also splits by parts of mesh axes: into any number of parts that divides the devices.
         parts = [n for n in range(1, devices + 1) if devices % n == 0]
         fresh = map("other{}".format, itertools.count())
         sizes: dict[str, Any] = {}
@@ -364,7 +364,7 @@ class Partitioned:
         )
 
     def _partition(self, _: Any, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
-        """The partitioner's callback: a mesh, the local function, and shardings of its results and arguments."""
+        """Partitioner callback: return the mesh, the local function, and the shardings of its results and arguments."""
         query, key = arguments[:2]
         hlo = _jax_internals.hlo_sharding_of(query.sharding, len(query.shape))
         kv_parts = self._tiles(key).shape[len(key.shape) - 2]
@@ -416,7 +416,7 @@ class Partitioned:
 
 
 def _line_of(layout: Layout, dimension: int) -> DeviceLine | None:
-    """The line of devices that this one exchanges tokens of a dimension with."""
+    """Line of devices with which this device exchanges tokens of a dimension."""
     rows = layout.line(dimension)
     count, parts = rows.shape
     if parts == 1:
@@ -436,7 +436,7 @@ def _line_of(layout: Layout, dimension: int) -> DeviceLine | None:
 
 
 def warn_of_gather(name: str, axis: int, ndim: int, over: str) -> None:
-    """Say that a dimension is gathered, and what to do."""
+    """Warn that a dimension is gathered, and suggest an alternative."""
     kind = "head_dim" if axis == ndim - 1 else f"token dimension {axis}"
     warnings.warn(
         f"natten_jax gathers {name}, whose {kind} is split over {over}: batch and heads can stay split", stacklevel=2

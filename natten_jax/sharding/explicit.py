@@ -97,7 +97,7 @@ def with_whole_dimensions(inputs: Inputs, *, keeps_tokens: bool) -> Inputs:
 
 
 def replicated(array: jax.Array) -> jax.Array:
-    """The array, on every device as a whole where explicit mesh axes split it: for a few numbers."""
+    """Replicate a small array over the explicit mesh axes that split it."""
     mesh = mesh_of(array)
     return array if mesh is None else _placed(array, NamedSharding(mesh, PartitionSpec()))
 
@@ -129,7 +129,7 @@ def reshaped(array: jax.Array, shape: Sequence[Any], sources: Sequence[int | Non
 
 
 def split_as(array: jax.Array, inputs: Inputs, role: Role) -> jax.Array:
-    """The array, split over explicit mesh axes as an input of that role: its gradient is summed and not gathered."""
+    """Split an array over explicit mesh axes like an input of that role: its gradient is summed, not gathered."""
     mesh = mesh_of(inputs)
     if mesh is None:
         return array
@@ -139,11 +139,11 @@ def split_as(array: jax.Array, inputs: Inputs, role: Role) -> jax.Array:
 def run_with_auto_axes(
     function: Callable[..., jax.Array], like: jax.Array, *arrays: Any, inside_manual: bool = True
 ) -> jax.Array:
-    """Call ``function`` with the arrays while XLA decides how explicit mesh axes split its intermediate results.
+    """Call ``function`` with the arrays; XLA chooses how explicit mesh axes split the intermediate results.
 
     Args:
         function: The function.
-        like: The result is split as this array, except for its last dimension, which is whole.
+        like: Array whose split the result has, except in the last dimension, which is not split.
         *arrays: Arguments: every array that the function uses.
         inside_manual: Also use automatic axes inside ``jax.shard_map``. JAX cannot differentiate some functions there.
     """
@@ -161,7 +161,7 @@ def run_with_auto_axes(
 
 
 def map_in_turn(function: Callable[[Any], Any], arrays: Sequence[jax.Array]) -> Any:
-    """``jax.lax.map`` over leading axes that explicit mesh axes may split: each device maps its own part."""
+    """Apply ``jax.lax.map`` over leading axes that explicit mesh axes may split: each device maps its part."""
     names = next((each for each in (axis_names(_spec(array)[0]) for array in arrays) if each), ())
     run = functools.partial(jax.lax.map, function)
     if not names:

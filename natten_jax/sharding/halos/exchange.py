@@ -28,7 +28,7 @@ from natten_jax.problem import Problem
 
 @dataclasses.dataclass(frozen=True)
 class DeviceLine:
-    """The devices that share one token dimension, in the order of their parts.
+    """The devices that share a token dimension, in the order of their parts.
 
     Attributes:
         parts: Number of devices.
@@ -61,12 +61,12 @@ def lines_of(token_axes: Sequence[tuple[str, ...]]) -> list[DeviceLine | None]:
 
 
 def parts_of(token_axes: Sequence[tuple[str, ...]]) -> tuple[int, ...]:
-    """Into how many parts manual mesh axes split each token dimension."""
+    """Number of parts into which manual mesh axes split each token dimension."""
     return tuple(jax.lax.axis_size(names) if names else 1 for names in token_axes)
 
 
 def _line_of(names: tuple[str, ...]) -> DeviceLine:
-    """The line along manual mesh axes, the first one slowest."""
+    """Line of devices along manual mesh axes, the slowest axis first."""
     parts = jax.lax.axis_size(names)
 
     def permuted(array: jax.Array, moves: Sequence[tuple[int, int]]) -> jax.Array:
@@ -83,10 +83,10 @@ class Move(NamedTuple):
 
     Attributes:
         edge: Offset of the tokens in their part; if two devices exchange halos, it depends on the device.
-        start: Offset in the other part with its halos; it depends on the device likewise.
-        tokens: How many.
-        there: Brings an array there.
-        back: Brings it back.
+        start: Offset in the receiving part with its halos; if two devices exchange halos, it depends on the device.
+        tokens: Number of tokens.
+        there: Sends an array to the other part.
+        back: Sends an array back.
     """
 
     edge: Any
@@ -97,7 +97,7 @@ class Move(NamedTuple):
 
 
 def moves_of(halo: Halo, line: DeviceLine) -> list[Move]:
-    """Return the moves to parts further back, the nearest first, and then those to parts further in front.
+    """Return the moves for halos before a part, nearest first, and then the moves for halos after it.
 
     They are the slabs of a part's halos in the order of :meth:`natten_jax.halo.Halo.seen_slabs`.
     """
@@ -154,7 +154,7 @@ def _along(room: tuple[int, int, int], axis: int, ndim: int) -> list[tuple[int, 
 
 
 def returned(array: jax.Array, halo: Halo, line: DeviceLine, axis: int) -> jax.Array:
-    """The transpose of :func:`extended`, of one array."""
+    """Transpose of :func:`extended` for one array."""
     if halo.is_gathered:
         (own,) = types_like(array, ((*array.shape[:axis], halo.part, *array.shape[axis + 1 :]), array.dtype))
         (gathered,) = jax.linear_transpose(lambda own: line.gathered(own, axis), own)(array)
@@ -166,7 +166,7 @@ def returned(array: jax.Array, halo: Halo, line: DeviceLine, axis: int) -> jax.A
 
 
 def with_edges(own: jax.Array, slabs: Sequence[jax.Array], moves: Sequence[Move], axis: int) -> jax.Array:
-    """Add to a part's own tokens along an axis what all devices have of them in their halos."""
+    """Add the gradients of halos on all devices to the part's local tokens along an axis."""
     for move, slab in zip(moves, slabs, strict=True):
         edge = unknown(move.edge)
         sum_ = move.back(slab) + jax.lax.dynamic_slice_in_dim(own, edge, move.tokens, axis)
@@ -183,7 +183,7 @@ def unknown(start: Any) -> jax.Array:
     return jax.lax.optimization_barrier(jnp.asarray(start, jnp.int32))
 
 
-FIRST_TOKEN_AXIS = 1  # behind the batch
+FIRST_TOKEN_AXIS = 1  # after the batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,11 +209,11 @@ class Exchange:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Into how many parts each token dimension is split."""
+        """Number of parts of each token dimension."""
         return tuple(halo.parts for halo in self.halos)
 
     def brought(self, operands: Operands) -> Operands:
-        """A device's operands with all keys that its windows reach, and their origins."""
+        """Exchange halos; return a device's operands with all keys that its windows reach, and their origins."""
         held = key_arrays(operands.inputs)
         extended = dict(zip(held, self.extended([*held.values()]), strict=True))
         return operands.placed(self.origins(), **extended)
@@ -229,7 +229,7 @@ class Exchange:
         return list(arrays)
 
     def returned(self, array: jax.Array) -> jax.Array:
-        """The transpose, of an array of the extended keys: halos go back to their devices, and are added there."""
+        """Transpose for an array of extended keys: send halos back to their devices and add them there."""
         for axis, halo, line in reversed(self._split_axes()):
             array = returned(array, halo, line, axis)
         return array
@@ -261,7 +261,7 @@ class Exchange:
 
 
 def with_all_keys(inputs: Inputs, lines: Sequence[DeviceLine | None]) -> Inputs:
-    """A device's queries and everyone's keys and values."""
+    """Gather the keys and values of all devices for a device's queries."""
     held = key_arrays(inputs)
     for i, line in enumerate(lines):
         if line is not None:
@@ -287,11 +287,11 @@ _halos_p.multiple_results = True
 
 
 def brought(problem: Problem, token_axes: TokenAxes, operands: Operands) -> Operands:
-    """A device's operands with all keys that its windows reach, and their origins.
+    """Exchange halos; return a device's operands with all keys that its windows reach, and their origins.
 
     Args:
-        problem: The call, whose layout is the global one.
-        token_axes: The manual mesh axes that each token dimension is split over.
+        problem: Problem of the call on the global layout.
+        token_axes: Manual mesh axes that each token dimension is split over.
         operands: The operands of the device.
     """
     held = key_arrays(operands.inputs)

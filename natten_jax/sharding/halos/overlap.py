@@ -41,7 +41,7 @@ class Slab(NamedTuple):
         number: Index among the slabs of the dimension.
         keys: Number of keys along that dimension.
         first_key: First key per token dimension, relative to the device's first token.
-        seeing: The queries that see it.
+        seeing: Queries that see it.
     """
 
     dimension: int
@@ -52,9 +52,9 @@ class Slab(NamedTuple):
 
 
 def slabs_of(problem: Problem, exchange: Exchange) -> list[Slab]:
-    """All slabs, in the order in which they travel."""
+    """All slabs, in exchange order."""
     found: list[Slab] = []
-    first_keys: list[Any] = [0] * len(exchange.halos)  # that the device has, with the halos of the dimensions so far
+    first_keys: list[Any] = [0] * len(exchange.halos)  # held keys, with the halos so far
     layout = [halo.part for halo in exchange.halos]
     for i in travel_order(exchange.halos):
         halo, line = _along(exchange, i)
@@ -162,7 +162,7 @@ class _Patchwork:
         return result
 
     def with_slab(self, dimension: int, slab: jax.Array) -> _Patchwork:
-        """With one more."""
+        """Add a slab."""
         slabs = *self.layers.get(dimension, ()), slab
         return dataclasses.replace(self, layers={**self.layers, dimension: slabs})
 
@@ -212,7 +212,7 @@ def _stacked(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def _surrounded(own: jax.Array, slabs: Sequence[jax.Array], axis: int, halo: Halo, line: DeviceLine) -> jax.Array:
-    """Tokens between their halos along an axis."""
+    """Join tokens with their halos along an axis."""
     if halo.changes_places:
         in_front, behind = (jnp.concatenate(order, axis) for order in ([*slabs, own], [own, *slabs]))
         return jnp.where(line.place == 0, behind, in_front)
@@ -232,9 +232,9 @@ ContinueForward = Callable[[Request, Operands, Saved, QueryBox], Saved]
 
 
 def computes_meanwhile(plan: Plan, request: Request, exchange: Exchange, *, has_sinks: bool = False) -> bool:
-    """Return True if a pass computes while halos travel.
+    """Return True if a pass overlaps computation with the halo exchange.
 
-    A pass with a key bias or sinks does not, and neither does a pass on 8-bit arrays, whose outputs are not merged.
+    Passes with a key bias or sinks do not overlap, and neither do passes on 8-bit arrays, whose outputs are not merged.
     """
     if has_sinks or request.problem.key_bias or request.problem.element.is_float8:
         return False
@@ -249,9 +249,9 @@ def forward(
     Additional keys are processed with the local keys.
 
     Args:
-        run: Runs the pass on some of the keys.
+        run: Runs the pass on a subset of the keys.
         run_on: Continues the pass on other keys, and merges the results.
-        request: The whole call, with the device's batch and heads.
+        request: Request of the whole call, with the device's batch and heads.
         exchange: Exchange of the halos; no halo is gathered.
         operands: Local operands, without origins.
     """
@@ -277,8 +277,8 @@ def backward(
     and value gradients over the devices whose queries see them. Additional keys are processed with the local keys.
 
     Args:
-        run: Runs the pass on some of the keys.
-        request: The whole call, with the device's batch and heads.
+        run: Runs the pass on a subset of the keys.
+        request: Request of the whole call, with the device's batch and heads.
         exchange: Exchange of the halos; no halo is gathered.
         operands: Local operands, without origins.
         saved: Saved results of the forward pass.
@@ -310,7 +310,7 @@ def backward(
 
 
 def _started_and_cut(travel: HaloPipeline, arrays: _Tree, of_queries: _Tree) -> tuple[_Tree, _Tree | None]:
-    """Start to bring the next slab, and cut the queries that see it before anything is computed of ``arrays``."""
+    """Start the exchange of the next slab, and cut the queries that see it before ``arrays`` are used."""
     arrays, seeing = travel.started_before(arrays)
     if seeing is None:
         return arrays, None
@@ -320,13 +320,13 @@ def _started_and_cut(travel: HaloPipeline, arrays: _Tree, of_queries: _Tree) -> 
 
 
 def _own_origins(exchange: Exchange, nothing: Any) -> jax.Array:
-    """Origins (int32 ``[2, rank]``) of a device's own queries and keys; ``nothing`` is zero."""
+    """Origins (int32 ``[2, rank]``) of a device's local queries and keys; ``nothing`` is zero."""
     zeros = [nothing] * len(exchange.halos)
     return exchange.origins_of(zeros, zeros)
 
 
 def _of_halo(request: Request, operands: Operands, origins: jax.Array, **arrays: jax.Array) -> tuple[Request, Operands]:
-    """The request and operands of a slab of keys and values, without additional keys."""
+    """Request and operands for a slab of keys and values, without additional keys."""
     problem = dataclasses.replace(request.problem, additional_kv=0)
     placed = operands.placed(origins, **arrays, additional_keys=None, additional_values=None)
     return dataclasses.replace(request, problem=problem), placed
