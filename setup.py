@@ -44,7 +44,7 @@ OLDEST_COMPUTE_CAPABILITY = 8.0
 DEFAULT_CUDA_ARCHITECTURES = "80;90a"
 #: Both Blackwell architectures need machine code: PTX for one of them does not run on the other.
 RELEASE_CUDA_ARCHITECTURES = "80;90a;100;120"
-#: Together a whole nvcc, for machines without a CUDA toolkit.
+#: Together these are a complete nvcc, for machines without a CUDA toolkit.
 PACKAGED_CUDA = 13
 CUDA_TOOLKIT_REQUIREMENTS = [
     f"nvidia-{part}==13.0.*" for part in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-cccl", "cuda-runtime")
@@ -52,17 +52,17 @@ CUDA_TOOLKIT_REQUIREMENTS = [
 CUTLASS_REQUIREMENT = "nvidia-cutlass==4.2.*"
 CUTLASS_VARIABLE = "NATTEN_JAX_CUTLASS_INCLUDE_DIR"
 BYTES_PER_COMPILATION = 3 << 30
-#: By the machine that they compile for, as GNU's toolchains are called.
+#: Cross compilers by target machine, under GNU's names.
 CROSS_COMPILERS = {"aarch64": "aarch64-linux-gnu-g++"}
 
 
 def path_entries() -> list[str]:
-    """Directories of programs; an empty or relative entry would run whatever lies in the current directory."""
+    """Absolute directories on PATH: empty or relative entries would run programs from the current directory."""
     return list(filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep)))
 
 
 def find_program(name: str) -> str | None:
-    """A program on the path."""
+    """Find a program on the path."""
     return shutil.which(name, path=os.pathsep.join(path_entries()))
 
 
@@ -99,7 +99,7 @@ def wants_native() -> bool:
 
 
 def other_machine() -> str | None:
-    """The machine that is built for, unless it is this one."""
+    """Target machine of a cross build; ``None`` for a native build."""
     choice = os.environ.get("NATTEN_JAX_MACHINE", "")
     if choice not in ("", *CROSS_COMPILERS):
         raise SystemExit(f"NATTEN_JAX_MACHINE must be one of {', '.join(CROSS_COMPILERS)}, got {choice!r}.")
@@ -130,7 +130,7 @@ def extension_suffix(machine: str) -> str:
 
 
 def build_for_other_machine() -> None:
-    """Let setuptools name modules and wheels by the machine that is built for."""
+    """Make setuptools name modules and wheels for the target machine."""
     machine = other_machine()
     if machine is not None:
         os.environ["_PYTHON_HOST_PLATFORM"] = f"linux-{machine}"
@@ -150,7 +150,7 @@ def wants_cuda() -> bool:
 
 
 def chosen_cuda() -> int | None:
-    """The major version of CUDA that was asked for; ``None`` where any will do."""
+    """Requested major version of CUDA; ``None`` if any will do."""
     choice = os.environ.get("NATTEN_JAX_CUDA", "")
     return int(choice) if choice in ("12", "13") else None
 
@@ -164,13 +164,13 @@ def is_release() -> bool:
 
 
 def cuda_of(nvcc: Path) -> int | None:
-    """The major version of CUDA that an nvcc belongs to."""
+    """Major CUDA version of an nvcc."""
     release = re.search(r"release (\d+)\.", ask(nvcc, "--version"))
     return int(release[1]) if release else None
 
 
 def installed_nvccs() -> Iterator[Path]:
-    """The nvcc of every installed CUDA toolkit that is found, the preferred one first."""
+    """The nvcc of every installed CUDA toolkit found, preferred first."""
     home = os.environ.get("CUDA_HOME")
     if home and (Path(home) / "bin" / "nvcc").exists():
         yield Path(home) / "bin" / "nvcc"
@@ -181,7 +181,7 @@ def installed_nvccs() -> Iterator[Path]:
 
 
 def find_installed_nvcc() -> Path | None:
-    """The nvcc of an installed CUDA toolkit, of the version that was asked for."""
+    """The nvcc of an installed CUDA toolkit of the requested version."""
     chosen = chosen_cuda()
     return next((nvcc for nvcc in installed_nvccs() if chosen is None or cuda_of(nvcc) == chosen), None)
 
@@ -189,7 +189,7 @@ def find_installed_nvcc() -> Path | None:
 def find_packaged_nvcc() -> Path | None:
     """The nvcc of the Python packages in CUDA_TOOLKIT_REQUIREMENTS, which share one directory.
 
-    No package is installed in the current directory, which Python itself puts on ``sys.path``.
+    The current directory, which Python adds to ``sys.path``, is skipped.
     """
     if chosen_cuda() not in (None, PACKAGED_CUDA):
         return None
@@ -266,7 +266,7 @@ def is_sample() -> bool:
 
 
 def cuda_options() -> list[str]:
-    """CMake's options for the CUDA part."""
+    """CMake options for the CUDA part."""
     if not wants_cuda():
         return ["-DNATTEN_JAX_CUDA=OFF"]
     nvcc = find_installed_nvcc()
@@ -348,7 +348,7 @@ class CMakeBuild(build_ext):
             *launcher_options(),
             *cuda_options(),
         ]
-        # A directory that was configured for another environment names tools that are gone.
+        # A cache from another build environment refers to tools that no longer exist.
         (build_directory / "CMakeCache.txt").unlink(missing_ok=True)
         subprocess.run(configure, check=True)
         parallel = [] if "CMAKE_BUILD_PARALLEL_LEVEL" in os.environ else ["--parallel", str(parallel_compilations())]
@@ -368,7 +368,7 @@ class CMakeBuild(build_ext):
         return [*super().get_outputs(), *self._library_mapping()]
 
     def get_output_mapping(self) -> dict[str, str]:
-        """Built files and where editable installs have them."""
+        """Built files and their locations in editable installs."""
         mapping = super().get_output_mapping()
         return {**mapping, **(self._library_mapping() if mapping else {})}
 

@@ -1,4 +1,4 @@
-"""Problems with names, as people run them."""
+"""Named benchmark problems from practice."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Benchmark:
 
     @property
     def problem(self) -> Problem:
-        """The problem as the backends see it."""
+        """The problem in the backends' format."""
         return problem_of(
             self.layout,
             self.kernel_size or None,
@@ -86,7 +86,7 @@ KINDS = {1: "sequence", 2: "image", 3: "video"}
 
 
 def extents(values: Sequence[int]) -> str:
-    """Extents as people write them: 48x80."""
+    """Format extents as 48x80."""
     return "x".join(map(str, values))
 
 
@@ -123,7 +123,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "1d-s2048": _sequence(2048),
     "2d": _image(80),
     "2d-s16": _image(80, stride=(16, 16)),
-    # Pairs of equal work, dense and dilated.
+    # Pairs of problems with equal work, dense and dilated.
     "2d-w40": _image(40),
     "2d-w40-d2": _image(40, dilation=(2, 2)),
     "2d-w16": _image(16),

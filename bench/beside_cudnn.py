@@ -29,7 +29,7 @@ from peers import OURS, prepare
 from natten_jax.cost_model.tiles import flops
 from natten_jax.performance import PASSES, Pass
 
-#: Seconds before each turn: what is timed takes milliseconds, and does not heat a GPU.
+#: Seconds before each turn: the timed programs take milliseconds and do not heat the GPU.
 PAUSE = 0.2
 
 
@@ -62,19 +62,19 @@ PEERS = {("sliding", "cudnn"): "cudnn-window", ("sliding", "xla"): "xla-window"}
 
 
 def without_mask(benchmark: Benchmark) -> Benchmark:
-    """Attention over the whole layout."""
+    """Replace the window by dense attention over the whole layout."""
     return dataclasses.replace(benchmark, kernel_size=None, is_causal=False, causal=None)
 
 
 def compiled(group: str, benchmark: Benchmark, pass_: Pass, library: str) -> dict[str, Runner | str]:
-    """Both sides, or why one does not run."""
+    """Compile both sides; a side that fails is replaced by its error message."""
     peer = PEERS.get((group, library), library)
     whole = benchmark if group == "sliding" else without_mask(benchmark)
     return prepare(benchmark, [OURS], pass_, None) | prepare(whole, [peer], pass_, None)
 
 
 def measure(group: str, benchmark: Benchmark, pass_: Pass, turns: int, library: str) -> dict[str, Any]:
-    """Milliseconds of both sides, how much faster natten_jax is, and the share of all pairs that it computes."""
+    """Milliseconds of both sides, the speed-up of natten_jax, and the share of all query-key pairs that it computes."""
     sides = compiled(group, benchmark, pass_, library)
     runners = {name: side for name, side in sides.items() if isinstance(side, Runner)}
     times = take_turns(runners, turns, "cold", PAUSE)
@@ -90,7 +90,7 @@ def measure(group: str, benchmark: Benchmark, pass_: Pass, turns: int, library: 
 
 
 def line(name: str, pass_: Pass, figures: Mapping[str, Any]) -> str:
-    """A line of the printed table."""
+    """Format a line of the printed table."""
     times = "  ".join(f"{side} {value:.4f} ms" for side, value in figures["milliseconds"].items())
     gain = f"  {figures['speedup']:.2f}x" if "speedup" in figures else ""
     missing = "".join(f"  {side} did not run: {reason}" for side, reason in figures["failures"].items())
@@ -98,7 +98,7 @@ def line(name: str, pass_: Pass, figures: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    """Measure, print a table, save; 1 if natten_jax could not run a problem."""
+    """Measure, print a table and save; return 1 if natten_jax could not run a problem."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))

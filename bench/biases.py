@@ -29,7 +29,7 @@ from small import Row, figures_of, shown
 from natten_jax.performance import PASSES, Pass
 from natten_jax.problem import problem_of
 
-#: Problems with small windows, and others that no kernel adds a relative bias to: for its heads, or for their windows.
+#: Problems with small windows, and problems whose heads or windows no kernel supports for a relative bias.
 ROWS = (
     *SMALL,
     Row("wide heads", 8, (64, 64), 4, 128, 7),
@@ -45,7 +45,7 @@ SIDES = ("plain", "relative_bias", "key_bias", "sinks", "features")
 
 
 def term_of(row: Row, side: str) -> list[jax.Array]:
-    """The array that a side adds to logits; none of a plain call."""
+    """Bias or sink operand of a side, as a list that is empty for a plain call."""
     rank = len(row.layout)
     window = (row.kernel_size,) * rank if isinstance(row.kernel_size, int) else row.kernel_size
     shapes = {

@@ -36,7 +36,7 @@ from natten_jax.plan.devices import default_device
 
 RESULTS = Path(__file__).parent / "results"
 FOLDER = Path("build") / "board"
-#: Seconds before each turn on a GPU, for its clock to recover.
+#: Seconds before each turn on a GPU, to let its clock rate recover.
 PAUSE = 0.2
 #: Largest allowed difference between results of the same function, relative to the largest entry.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 1e-2}
@@ -45,21 +45,21 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 1e-2}
 def prepare(
     benchmark: Benchmark, pass_: Pass, names: Sequence[str], platform: str
 ) -> tuple[dict[str, Side], dict[str, str]]:
-    """The sides that run, and why others do not."""
+    """Prepare the sides; return the ones that run, and the error messages of the rest."""
     cotangent, *arrays = draw(benchmark)
     sides: dict[str, Side] = {}
     failures: dict[str, str] = {}
     for name in names:
         try:
             sides[name] = PEERS[name].make(benchmark, cotangent, arrays, pass_, platform)
-        except Exception as error:  # peers lack a few of the problems, each in its own way
+        except Exception as error:  # peers fail on unsupported problems in different ways
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             failures[name] = f"{kind}{' '.join(str(error).split())[:300]}"
     return sides, failures
 
 
 def measure(benchmark: Benchmark, pass_: Pass, names: Sequence[str], turns: int, platform: str) -> dict[str, Any]:
-    """Milliseconds of each side, how many times natten_jax's they are, and what does not run or differs."""
+    """Milliseconds of each side, the ratio to natten_jax, and the sides that fail or differ."""
     sides, failures = prepare(benchmark, pass_, names, platform)
     differences = {}
     same = [name for name, side in sides.items() if name != OURS and side.is_same and OURS in sides]
@@ -86,7 +86,7 @@ def measure(benchmark: Benchmark, pass_: Pass, names: Sequence[str], turns: int,
 
 
 def print_rows(problem: str, pass_: Pass, figures: Mapping[str, Any]) -> None:
-    """A line for each side of a pass."""
+    """Print a line for each side of a pass."""
     for name, milliseconds in figures["milliseconds"].items():
         what = "" if figures["computes_windows"][name] else "  dense attention"
         times = figures["times_ours"].get(name)
@@ -97,7 +97,7 @@ def print_rows(problem: str, pass_: Pass, figures: Mapping[str, Any]) -> None:
 
 
 def run(options: argparse.Namespace) -> bool:
-    """Measure, print and save; whether natten_jax ran everything."""
+    """Measure, print and save; return True if natten_jax ran everything."""
     platform = default_device().platform
     problems = problems_for(platform)
     unknown = [name for name in options.problems if name not in problems]
@@ -124,7 +124,7 @@ def run(options: argparse.Namespace) -> bool:
 
 
 def main() -> int:
-    """Measure, print a table, write the record and the page; 1 if natten_jax could not run a problem."""
+    """Measure, print a table, write the record and the page; return 1 if natten_jax could not run a problem."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--problems", nargs="+", default=[], metavar="NAME", help="problems of the device's list (default: all)"

@@ -40,5 +40,5 @@ _ON_HOSTS: Mapping[str, Benchmark] = {
 
 
 def problems_for(platform: str) -> Mapping[str, Benchmark]:
-    """The list of a platform, by names for people."""
+    """Problems of a platform, by display name."""
     return _ON_GPUS if platform == "cuda" else _ON_HOSTS

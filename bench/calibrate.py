@@ -51,25 +51,25 @@ SETS = {
     "small": SMALL,
     "small, held back": SMALL_HELD_BACK,
 }
-#: Sets of the form for small windows, whose times are not fitted here: how well they are predicted is shown.
+#: Sets for the small-window kernels. Their times are not fitted here; only the prediction errors are shown.
 FORM_SETS = "small", "small, held back"
 
 #: Ranks, under the current model, of the tile pairs measured in addition to the recommended pair.
 OTHER_RANKS = (1, 4, 12, 40, 150)
 
-#: The element type that is measured for models of 16 bits.
+#: Element type measured for the 16-bit models.
 _OWN = "bf16"
 
-#: Least and most slowdown by the power limit, seconds after which half of it applies, and shares of it.
+#: Bounds of the power model: slowdown at the power limit, seconds after which half of it applies, and shares.
 _BOUNDS = {"slowdown": (0.05, 0.4), "onset": (1e-4, 3e-2), "power": (0.02, 1.0)}
 
 #: Weight of a change of a coefficient relative to the error of a measurement.
 _INERTIA = 3e-3
 
-#: Weight of the differences between the errors of one problem's tiles.
+#: Weight of relative errors between the tiles of a problem.
 _RANKING = 2.0
 
-#: Seconds up to which a kernel runs at the full clock.
+#: Seconds during which a kernel runs at the full clock rate.
 _BRIEF = 2e-3
 
 
@@ -102,7 +102,7 @@ def measure(
             if is_held_back(name):
                 chosen_pairs = list(offered.pairs[:1])
             else:
-                # Small windows are not for the other kernels.
+                # The other kernels do not handle small windows.
                 chosen_pairs = chosen(offered, other_ranks, None if name in FORM_SETS else model)
             pairs = [[(1,) * (options.problem.rank - len(tile)) + tile for tile in pair] for pair in chosen_pairs]
             workloads: list[Workload] = []
@@ -150,7 +150,7 @@ def chosen(offered: Listing, other_ranks: Sequence[int], model: Calibration | No
 
 
 def pass_times(workloads: Sequence[Workload], pass_: Pass, warmup_steps: int, iterations: int) -> list[float]:
-    """Median seconds of a pass of each workload, which take turns."""
+    """Median seconds of a pass of each workload; workloads alternate."""
     for workload in workloads:
         for _ in range(warmup_steps):
             jax.block_until_ready(workload.run())
@@ -162,7 +162,7 @@ def pass_times(workloads: Sequence[Workload], pass_: Pass, warmup_steps: int, it
 
 
 def pass_seconds(events: list[Event], program: Program, pass_: Pass) -> float:
-    """Time of what one pass launched."""
+    """Total device time of the launches of one pass."""
     marked = [
         event.duration
         for event in events
@@ -174,7 +174,7 @@ def pass_seconds(events: list[Event], program: Program, pass_: Pass) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A measurement, and what the model sees of it; without a kernel, it is of the form for small windows."""
+    """A measurement and its features for the model; without a kernel, it is of the small-window kernels."""
 
     record: dict[str, Any]
     kernel: Kernel | None
@@ -184,7 +184,7 @@ class Sample:
 
 
 def samples(records: list[dict[str, Any]], model: Calibration) -> list[Sample]:
-    """The records with their counts."""
+    """Build samples from records."""
     found = []
     for record in records:
         pass_ = record["pass"]
@@ -277,12 +277,12 @@ def turns(sample: Sample) -> tuple[Any, ...]:
 
 
 def costs_of(kernel: Kernel) -> tuple[str, ...]:
-    """The coefficients of a kernel that are fitted."""
+    """Names of a kernel's fitted coefficients."""
     return "outer_tile", "inner_tile", "masking", "power", *(("skipping",) if kernel.row_groups > 1 else ())
 
 
 def predicted(every: list[Sample], model: Calibration) -> list[float]:
-    """Seconds that a model predicts for samples, whose kernels are found again by their size."""
+    """Predict the seconds of samples; kernels are matched to the model's by size."""
     seconds = []
     for sample in every:
         if sample.kernel is None:
@@ -361,7 +361,7 @@ def main() -> None:
                 options.iterations,
             ):
                 records += of_problem
-                # After each problem: what was measured stays when a run is cut off.
+                # Write after each problem, so that an interrupted run keeps its measurements.
                 write_json(options.json, {"environment": of_run, "records": records})
         return
     files = [json.loads(file.read_text(encoding="utf-8")) for file in options.records]
@@ -378,7 +378,7 @@ def main() -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a model or measurements."""
+    """Write a model or measurements as JSON."""
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

@@ -34,8 +34,8 @@ class Problem(NamedTuple):
     Attributes:
         name: Row of bench/benchmarks.py or, if ``is_small``, of bench/biases.py.
         is_small: Use the row of bench/biases.py.
-        family: Kernel family; ``"none"`` for the best one.
-        side: Operand that is added to the logits, as in bench/biases.py; ``"plain"`` for none.
+        family: Kernel family; ``"none"`` selects the default backend.
+        side: Operand added to the logits, as in bench/biases.py; ``"plain"`` for a call without one.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Problem(NamedTuple):
 
 
 def serve(root: Path) -> None:
-    """Answer requests on standard input, a line of JSON each, with the build of a clone."""
+    """Serve requests, one JSON line each on standard input, with the build of a clone."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keep other output out of the answers
     # Some builds keep the shared modules directly in bench/, others in bench/lib/.
@@ -66,7 +66,7 @@ def serve(root: Path) -> None:
         return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
 
     def prepare(problem: Problem) -> None:
-        runners.clear()  # the arrays of the one before
+        runners.clear()  # free the arrays of the previous problem
         if problem.is_small:
             row = next(row for row in ROWS if row.name == problem.name)
             for pass_ in PASSES:
@@ -105,7 +105,7 @@ def serve(root: Path) -> None:
 
 
 class Build:
-    """The process of a build."""
+    """The server process of a build."""
 
     def __init__(self, root: Path) -> None:
         environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": str(root)}
@@ -115,12 +115,12 @@ class Build:
         )
 
     def ask(self, request: Any) -> None:
-        """Send a request, which is answered later."""
+        """Send a request without waiting for its answer."""
         assert self._process.stdin is not None
         print(json.dumps(request), file=self._process.stdin, flush=True)
 
     def answer(self) -> Any:
-        """The answer to the request, once there is one."""
+        """Wait for the answer to the request."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -131,7 +131,7 @@ class Build:
 def compare(
     builds: tuple[Build, Build], problem: Problem, passes: Sequence[str], turns: int
 ) -> Iterator[dict[str, Any]]:
-    """Times of both builds for each pass, and their ratios."""
+    """Measure both builds alternately for each pass, and compute the ratios."""
     for build in builds:
         build.ask(problem)
     complaints = [answer for build in builds if (answer := build.answer()) is not None]

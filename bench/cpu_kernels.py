@@ -1,4 +1,4 @@
-"""Times the host kernels against the flex backend and dense masked attention in XLA, interleaved in one process.
+"""Time the host kernels against the flex backend and dense masked attention in XLA, interleaved in one process.
 
 Example:
     python bench/run.py cpu_kernels --repeats 10 --json cpu_kernels.json
@@ -28,7 +28,7 @@ MATMUL_EXTENT = 2048
 
 
 class Benchmark(NamedTuple):
-    """A neighborhood attention problem of batch 1."""
+    """A neighborhood attention problem with batch size 1."""
 
     layout: tuple[int, ...]
     kernel_size: tuple[int, ...]
@@ -37,7 +37,7 @@ class Benchmark(NamedTuple):
 
     @property
     def forward_flops(self) -> int:
-        """FLOPs of the two products over exactly the keys that queries see."""
+        """FLOPs of the two matrix products over only the visible query-key pairs."""
         return 4 * self.heads * self.head_dim * math.prod(self.layout) * math.prod(self.kernel_size)
 
     def describe(self) -> str:

@@ -2,7 +2,7 @@
 
     python bench/run.py first_call
 
-prints medians of several processes as JSON. Every shape is new to its process, as in a model whose layers all differ.
+prints medians over several processes as JSON. Every shape is new to its process, as in a model whose layers all differ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LAYOUTS = (16, 20, 24, 28, 32, 36)
 
 
 def measure() -> dict[str, float]:
-    """Seconds of each step in this process."""
+    """Measure the seconds of each step in this process."""
     start = time.perf_counter()
     import jax
     import jax.numpy as jnp
@@ -31,7 +31,7 @@ def measure() -> dict[str, float]:
 
     found = {"import": time.perf_counter() - start}
     array = jnp.zeros((1, 8, 8, 1, 8))
-    natten_jax.na2d(array, array, array, 3).block_until_ready()  # JAX's own start
+    natten_jax.na2d(array, array, array, 3).block_until_ready()  # exclude JAX's start-up
 
     def loss(array: jax.Array, window: int) -> jax.Array:
         return natten_jax.na2d(array, array, array, window).sum()

@@ -50,7 +50,7 @@ def platform_lines(
 
 
 def markdown(configuration: dict[str, Any], ladder: Ladder, results: Sequence[LengthResult], rate: float) -> str:
-    """The whole report."""
+    """Format the whole report."""
     lines = ["# FMHA scaling", "", "## Configuration"]
     lines += configuration_lines(configuration)
     lines += [
@@ -77,7 +77,7 @@ def markdown(configuration: dict[str, Any], ladder: Ladder, results: Sequence[Le
 
 
 def draw(title: str, ladder: Ladder, results: Sequence[LengthResult], rate: float, path: Path) -> None:
-    """TFLOP/s against the length, a line per step."""
+    """Plot TFLOP/s against the sequence length, with a line per step."""
     from lib.charts import BLUE, GRAY, GREEN, INK, LIGHT_BLUE, ORANGE, RED, WIDTH, save, style
     from matplotlib.figure import Figure
 
@@ -117,7 +117,7 @@ def title_of(configuration: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    """Print the report of a run that was saved as JSON."""
+    """Print the report of a run from its JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="fmha_scaling_results.json")
     parser.add_argument("--plot", type=Path, help="draw a plot into this file instead of printing the report")

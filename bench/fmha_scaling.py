@@ -60,7 +60,7 @@ CPU_DEFAULTS = Defaults(1, 4, 64, "float32", (256, 512, 1024, 2048), 1024)
 
 
 class Log:
-    """Prints lines and keeps them."""
+    """Prints lines and keeps them for the log file."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -76,7 +76,7 @@ class Log:
         self.add("", "=" * 80, f" {title}", "=" * 80)
 
     def subsection(self, title: str) -> None:
-        """Print a smaller headline."""
+        """Print a second-level headline."""
         self.add("", "-" * 60, f" {title}", "-" * 60)
 
 
@@ -87,7 +87,7 @@ def draw_arrays(benchmark: Benchmark) -> tuple[jax.Array, ...]:
 
 
 def matrix_tflops(dtype: str, extent: int, iterations: int) -> float:
-    """Rate of XLA's matrix product of two random square matrices."""
+    """Rate of XLA's product of two random square matrices."""
     keys = jax.random.split(jax.random.key(1), 2)
     matrices = (jax.random.normal(key, (extent, extent), dtype) for key in keys)
     seconds = compile_runner(lambda a, b: a @ b, *matrices).seconds(iterations)
@@ -144,7 +144,7 @@ def measure(benchmark: Benchmark, ladder: Ladder, iterations: int) -> LengthResu
 
 
 def introduce(log: Log, device: Device, ladder: Ladder, configuration: dict[str, Any]) -> None:
-    """Print what is going to be run."""
+    """Print the configuration of the run."""
     log.section("FMHA SCALING ANALYSIS")
     log.add(*configuration_lines(configuration))
     log.subsection("TARGET CONFIGURATIONS")
@@ -163,7 +163,7 @@ def _benchmark(options: argparse.Namespace, tokens: int) -> Benchmark:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure every length, print, save; 1 if nothing could be measured."""
+    """Measure every length, print and save; return 1 if nothing could be measured."""
     device = default_device()
     ladder = ladder_of(device)
     defaults = GPU_DEFAULTS if device.platform == "cuda" else CPU_DEFAULTS
@@ -254,7 +254,7 @@ def save(
 
 
 def positive(text: str) -> int:
-    """A command line's integer of at least 1."""
+    """Parse a command-line integer of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")

@@ -83,7 +83,7 @@ def _sides(benchmark: Benchmark, others: Collection[str]) -> dict[str, Runner]:
 
 
 def measure(benchmark: Benchmark, turns: int, modes: list[str], others: Collection[str] = OTHERS) -> dict[str, Any]:
-    """Milliseconds, TFLOP/s and ratios to the kernel of 8-bit arrays, by mode."""
+    """Milliseconds, TFLOP/s and ratios to the 8-bit kernel, by mode."""
     sides, work = _sides(benchmark, others), flops(benchmark.problem, "forward")
     found: dict[str, Any] = {}
     for mode in modes:

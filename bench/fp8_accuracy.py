@@ -89,7 +89,7 @@ def _exact(query: Array, key: Array, value: Array) -> Found:
 
 
 def _weights(query: Array, key: Array) -> tuple[Array, Array]:
-    """Weights relative to the largest of each query, and its logit."""
+    """Unnormalised weights relative to each query's largest logit, and that logit."""
     logits = np.einsum("bqhd,bkhd->bhqk", query, key, optimize=True) * WIDTH**-0.5
     largest = logits.max(-1, keepdims=True)
     return np.exp(logits - largest), largest
@@ -114,7 +114,7 @@ def _by_hand(arrays: Arrays, scale: Any, backend: str | None = None) -> Found:
 
 @functools.partial(jax.jit, static_argnames=("scale", "backend"))
 def _attend_quantised(*arrays: jax.Array, scale: Any, backend: str | None) -> tuple[jax.Array, jax.Array]:
-    of_query = "head" if scale == "block" else scale  # queries have factors of heads
+    of_query = "head" if scale == "block" else scale  # blocks of queries have no factors: use factors per head
     query, key, value = (
         quantize(array, scale=each) for array, each in zip(arrays, (of_query, scale, scale), strict=True)
     )
@@ -123,7 +123,7 @@ def _attend_quantised(*arrays: jax.Array, scale: Any, backend: str | None) -> tu
 
 
 def _by_cudnn(arrays: Arrays) -> Found:
-    """With factors for each array: of weights up to 1, and of an output whose size is known."""
+    """Run cuDNN with a scale factor per array, chosen for weights up to 1 and for the known magnitude of the output."""
     factor = 448 / np.abs(_exact(*arrays).out).max()
     return Found(np.asarray(_attend_by_cudnn(*map(_wide, arrays), factor), np.float64) / factor)
 
@@ -142,7 +142,7 @@ def _attend_by_cudnn(query: jax.Array, key: jax.Array, value: jax.Array, factor:
 
 
 def _with_small_weights(arrays: Arrays) -> Found:
-    """As with ``fp8="e4m3"``, and weights in e4m3."""
+    """Emulate ``fp8="e4m3"`` with weights rounded to e4m3."""
 
     def numbers(small: Quantized) -> Array:
         return np.asarray(small.array, np.float64) * np.asarray(small.scale, np.float64)[:, None, :, None]
@@ -166,7 +166,7 @@ WAYS: Mapping[str, Callable[[Arrays], Found]] = {
     'fp8="e5m2"': lambda arrays: _wide_call(arrays, fp8="e5m2"),
     'fp8="e4m3", weights in e4m3': _with_small_weights,
 }
-#: On a GPU.
+#: Methods that need a GPU.
 WAYS_OF_KERNELS: Mapping[str, Callable[[Arrays], Found]] = {
     "bfloat16": lambda arrays: _wide_call(arrays, backend="hopper-fmha"),
     "e4m3, a factor for each tensor": lambda arrays: _by_hand(arrays, "tensor", "hopper-fmha"),

@@ -31,7 +31,7 @@ from natten_jax import backends
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import default_device
 
-#: By rank, the window and the layouts, each of which is about half as large again as the one before.
+#: Window and layouts by rank; each layout has about 1.5 times the tokens of the previous one.
 WINDOWS = {1: (2048,), 2: (80, 80), 3: (8, 16, 16)}
 LAYOUTS: Mapping[int, Sequence[tuple[int, ...]]] = {
     1: [(n,) for n in (3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152, 65536)],
@@ -42,12 +42,12 @@ LAYOUTS: Mapping[int, Sequence[tuple[int, ...]]] = {
 HEADS = tuple(range(1, 9))
 #: Largest accepted ratio of a point to the mean of its neighbours.
 MOST_EXCESS = 1.12
-#: Programs that are compiled at once, each of which keeps its arrays on the device until it is timed.
+#: Programs compiled at once; each keeps its arrays on the device until it is timed.
 AT_ONCE = 8
 
 
 class Point(NamedTuple):
-    """A place in the landscape: numbers of a layout and of heads in the lists of a run."""
+    """A grid point: indices into the layouts and head counts of a run."""
 
     layout: int
     heads: int
@@ -61,7 +61,7 @@ class Point(NamedTuple):
 def landscape(
     layouts: Sequence[tuple[int, ...]], heads: Sequence[int], head_dim: int, dtype: str
 ) -> dict[Point, Benchmark]:
-    """The problems of a rank."""
+    """Problems of a rank, by grid point."""
     window = WINDOWS[len(layouts[0])]
     return {
         Point(i, j): Benchmark(layout, of_layout, head_dim, tuple(map(min, window, layout)), dtype=dtype)
@@ -70,7 +70,7 @@ def landscape(
 
 
 def excesses(figures: Mapping[Point, float]) -> dict[Point, float]:
-    """Each point's figure over the mean of its neighbours'."""
+    """Ratio of each point's figure to the mean of its neighbours' figures."""
     found = {}
     for point, figure in figures.items():
         near = [figures[each] for each in point.neighbors() if each in figures]
@@ -79,7 +79,7 @@ def excesses(figures: Mapping[Point, float]) -> dict[Point, float]:
 
 
 def compiled(benchmark: Benchmark, family: str, pass_: Pass) -> Runner:
-    """A pass of the problem."""
+    """Compile a pass of the problem."""
     cotangent, *arrays = draw(benchmark)
     function = ours(benchmark, family)
     return compile_runner(function, *arrays) if pass_ == "forward" else compile_backward(function, cotangent, *arrays)

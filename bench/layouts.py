@@ -48,7 +48,7 @@ class Row:
         heads: Heads.
         head_dim: Width of a head.
         kernel_size: Window; ``None`` for self attention.
-        wraps: The dimensions that wrap.
+        wraps: Dimensions that wrap.
         extents: Valid extents of each batch entry; empty if the batch has no padding.
     """
 
@@ -68,7 +68,7 @@ class Row:
 
     @property
     def real(self) -> float:
-        """The part of the tokens that is real."""
+        """Fraction of the tokens that are not padding."""
         return sum(map(math.prod, self.extents)) / (self.batch * math.prod(self.layout)) if self.extents else 1.0
 
     def sides(self) -> dict[str, Attend]:
@@ -144,14 +144,14 @@ ROWS = (
 )
 
 
-#: Calls that follow each other.
+#: Number of calls in a sequence.
 _CALLS = 16
 
 
 def elapsed(
     sides: Mapping[str, Attend], pass_: Pass, cotangent: jax.Array, inputs: list[jax.Array], turns: int
 ) -> dict[str, float]:
-    """Microseconds of a call of each side where each call is on what the one before found, the median of turns."""
+    """Median microseconds per call of each side, in a sequence of calls that depend on each other."""
 
     def forward(attend: Attend, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         for _ in range(_CALLS):

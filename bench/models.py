@@ -72,7 +72,7 @@ def _more_videos() -> Iterator[ModelProblem]:
 
 
 def _cosmos(model: str, frames: int, heads: int) -> Iterator[ModelProblem]:
-    """Windows see all frames."""
+    """Windows over all frames."""
     for window, stride, dilation in (
         ((12, 24), (4, 8), (1, 1)),
         ((20, 40), (4, 8), (1, 1)),

@@ -93,7 +93,7 @@ def draw(curve: Curve, halos: Sequence[Halo]) -> tuple[Operands, jax.Array]:
 
 
 def cut(array: jax.Array, starts: Sequence[int], lengths: Sequence[int]) -> jax.Array:
-    """Some tokens of ``[batch, *layout, heads, head_dim]``."""
+    """Cut a box of tokens out of ``[batch, *layout, heads, head_dim]``."""
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]
     return array[(slice(None), *map(slice, starts, ends))]
 

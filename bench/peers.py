@@ -32,7 +32,7 @@ OURS = "natten_jax"
 
 
 def draw(benchmark: Benchmark) -> list[jax.Array]:
-    """The output's cotangent, query, key, value and additional keys and values: random, as easy data runs faster."""
+    """Draw the output's cotangent, query, key, value and additional tokens at random: trivial data runs faster."""
     shapes = (
         [benchmark.shape] * 2
         + [benchmark.kv_shape] * 2
@@ -43,7 +43,7 @@ def draw(benchmark: Benchmark) -> list[jax.Array]:
 
 
 def prepare(benchmark: Benchmark, names: Sequence[str], pass_: Pass, family: str | None) -> dict[str, Runner | str]:
-    """Each implementation's pass, compiled, or why it does not run: peers lack a few of the problems."""
+    """Compile the pass of each implementation, or return the error message: peers do not support every problem."""
     drawn: dict[str, list[jax.Array]] = {}
     runners: dict[str, Runner | str] = {}
     for name in names:
@@ -123,7 +123,7 @@ def print_row(name: str, result: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Measure, print a table, save; 1 if natten_jax could not run a problem."""
+    """Measure, print a table and save; return 1 if natten_jax could not run a problem."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
     parser.add_argument("--pass", dest="pass_", choices=PASSES, default="forward")

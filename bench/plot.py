@@ -48,7 +48,7 @@ _BASELINE_NAMES = {"cudnn": "cuDNN", "xla": "XLA", "mosaic": "JAX's Mosaic kerne
 
 
 def draw_speedups(record: Mapping[str, Any], path: Path, baseline: str = "cudnn") -> None:
-    """Draw a record of peers: a dot for each mode of each problem that natten_jax and the baseline ran."""
+    """Draw a record of peers.py: a dot for each problem and mode that natten_jax and the baseline ran."""
     results = record["results"]
     rows = [name for name, each in results.items() if any(_speedups_by_mode(each, baseline))]
     if not rows:
@@ -132,7 +132,7 @@ def draw_cpu(record: Mapping[str, Any], path: Path) -> None:
 
 
 def _cpu_label(problem: str) -> str:
-    """The chart's name of a problem such as ``2-D 64x64 h4 d64 w13x13``."""
+    """Chart label of a problem such as ``2-D 64x64 h4 d64 w13x13``."""
     rank, layout, *_, window = problem.split()
     return f"{KINDS[int(rank[0])]} {layout},\n{re.sub('^w', 'window ', window)}"
 
@@ -164,9 +164,9 @@ def draw_peers(record: Mapping[str, Any], path: Path) -> None:
         save(dots(names, speedups, about, _PEERS_TICKS), path)
 
 
-#: Sides, and their names in the picture.
+#: Sides, and their labels in the picture.
 _SMALL_SIDES = {"natten_jax": "natten_jax", "cutlass-large": "kernels for large windows", "cudnn": "cuDNN, dense"}
-#: Names of rows in the picture.
+#: Row labels in the picture.
 _SMALL_NAMES = {
     **{f"NAT s{stage}": f"NAT, stage {stage}" for stage in range(1, 5)},
     "DiNAT s1": "DiNAT, stage 1",
@@ -210,7 +210,7 @@ def draw_small(record: Mapping[str, Any], path: Path) -> None:
         )
 
 
-#: Names of rows in the picture.
+#: Row labels in the picture.
 _TPU_NAMES = {
     "1-D causal w2048": "sequence, causal,\nwindow 2048",
     "2-D 256x256 w80": "image 256x256,\nwindow 80x80",
@@ -218,7 +218,7 @@ _TPU_NAMES = {
     "NAT s1": "NAT, stage 1",
     "64x64 k7": "image 64x64,\nwindow 7x7",
 }
-#: Sides of a record, the counted figure, and names in the picture.
+#: Sides of a record, the counted figure, and labels in the picture.
 _TPU_SIDES = ("splash", "bundles", "splash"), ("flex", "program", "plain JAX"), ("dense", "bundles", "dense")
 _TPU_TICKS = 1, 2, 4, 8
 
@@ -285,7 +285,7 @@ _EVENT_KINDS = {"kernels of attention": BLUE, "copies and merging": LIGHT_BLUE, 
 
 
 def _kind_of(event: dict[str, Any]) -> str:
-    """The kind of an event."""
+    """Kind of an event."""
     if event["is exchange"]:
         return "exchange"
     return "kernels of attention" if "natten_jax" in event["symbol"] else "copies and merging"
@@ -414,12 +414,12 @@ def _legend(rows: Sequence[dict[str, Any]], markers: Mapping[str, str]) -> list[
 
 
 def _speedups(row: dict[str, Any], side: str) -> dict[int, float]:
-    """Speedups by number of devices."""
+    """Speed-ups by number of devices."""
     return {point["devices"]: point[side]["speedup"] for point in row["points"] if point.get(side)}
 
 
 def _title(row: dict[str, Any]) -> str:
-    """Title of the panel that shows a row."""
+    """Title of a row's panel."""
     return f"{row['scaling']} scaling, {' '.join(filter(None, (row['family'], row['pass'])))}"
 
 
@@ -431,7 +431,7 @@ def _stride(row: dict[str, Any]) -> str:
     return str(row["split"]).partition("-s")[2]
 
 
-#: Functions that draw a record, by kind.
+#: Drawing functions by kind of record.
 DRAWINGS: Mapping[str, Callable[..., None]] = {
     "speedups": draw_speedups,
     "sliding": functools.partial(draw_beside_cudnn, group="sliding"),
@@ -444,12 +444,12 @@ DRAWINGS: Mapping[str, Callable[..., None]] = {
     "halos": draw_halos,
     "scaling": draw_scaling,
 }
-#: Options of the command, by the kind that takes them.
+#: Command-line option of each kind of record.
 _OPTIONS = {"speedups": "baseline", "halos": "row", "scaling": "splits"}
 
 
 def main() -> None:
-    """Draw a record, or the records of a folder by name."""
+    """Draw a record, or a folder of records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=DRAWINGS)
     parser.add_argument("record", type=Path, help="a file; for tpu-bundles a folder with a file per chip")

@@ -44,16 +44,16 @@ PROBLEMS = (
     "-i 256 256 -n 24 -d 128 -w 80 80 -s 16 16",
     "-i 32768 -d 128 --backend cudnn",
 )
-#: Runs in the shorter and in the longer program.
+#: Number of runs in the shorter and the longer program.
 RUNS = 10, 50
-LONG_RUNS = 3, 9  # of problems that take milliseconds
+LONG_RUNS = 3, 9  # for problems that take milliseconds
 ITERATIONS = 2
 ROUNDS = 5
 PAUSE = 0.2  # seconds
 
 
 def repeated(options: Options, runs: int, name: str) -> Callable[..., Any]:
-    """The problem ``runs`` times, each after the one before it."""
+    """Repeat the problem ``runs`` times, each run ordered after the previous one."""
 
     def function(query: jax.Array, key: jax.Array, value: jax.Array) -> list[jax.Array]:
         outputs: list[jax.Array] = []
@@ -120,12 +120,12 @@ def measure(line: str) -> dict[str, Any]:
 
 
 def busy_seconds(events: Sequence[Event]) -> float:
-    """Time of the kernels."""
+    """Total kernel time in seconds."""
     return sum(event.duration for event in events) / 1e9
 
 
 def span_seconds(events: Sequence[Event]) -> float:
-    """From the start of the first kernel to the end of the last."""
+    """Seconds from the start of the first kernel to the end of the last."""
     return (max(event.start + event.duration for event in events) - min(event.start for event in events)) / 1e9
 
 

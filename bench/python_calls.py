@@ -30,7 +30,7 @@ from natten_jax import na2d
 from natten_jax.sharding import auto
 
 PACKAGE = str(Path(natten_jax.__file__).parent)
-#: Devices along height and width; one without a mesh.
+#: Number of devices along height and width; (1, 1) runs without a mesh.
 WAYS = {
     "forward": (1, 1),
     "gradient": (1, 1),
@@ -41,7 +41,7 @@ STAGES = "trace", "lower", "compile"
 
 
 class Calls:
-    """Counts calls of functions of this package, by file and name."""
+    """Count calls of this package's functions, by file and name."""
 
     def __init__(self) -> None:
         self.by_stage: dict[str, collections.Counter[tuple[str, str]]] = {}
@@ -53,12 +53,12 @@ class Calls:
             self._of_now[code.co_filename.removeprefix(PACKAGE + os.sep), code.co_qualname] += 1
 
     def of(self, stage: str, function: Callable[[], Any]) -> Any:
-        """Run a stage."""
+        """Run a stage and count its calls."""
         self._of_now = self.by_stage[stage] = collections.Counter()
         return self.in_thread(function)()
 
     def in_thread(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose calls count in whatever thread it runs: XLA's partitioner calls back from its own."""
+        """Wrap a function so that its calls count in any thread: XLA's partitioner calls back from its own threads."""
 
         @functools.wraps(function)
         def run(*arguments: Any, **options: Any) -> Any:
@@ -73,7 +73,7 @@ class Calls:
 
 
 def measure(way: str) -> Calls:
-    """Take one way, in a process that has taken none before."""
+    """Count the calls of a case, in a process that has not run another case."""
     height, width = WAYS[way]
 
     def forward(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -90,7 +90,7 @@ def measure(way: str) -> Calls:
     calls = Calls()
     for callback in ("_partition", "_run"):
         setattr(auto.Partitioned, callback, calls.in_thread(getattr(auto.Partitioned, callback)))
-    jax.jit(lambda x: x + 1).lower(1.0).compile()  # what JAX itself loads
+    jax.jit(lambda x: x + 1).lower(1.0).compile()  # load JAX's lazy modules first
     function = jax.jit(forward if way == "forward" else gradient)
     traced = calls.of("trace", lambda: function.trace(array, array, array))
     lowered = calls.of("lower", traced.lower)

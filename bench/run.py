@@ -18,9 +18,9 @@ FOLDER = Path(__file__).parent
 
 #: Kernel times, compared with peers and with earlier builds.
 KERNELS = ("peers", "beside_cudnn", "small", "biases", "layouts", "fp8", "cpu_kernels", "landscape", "compare_builds")
-#: Models, several devices, and ladders of kernels.
+#: Models, multiple devices, and ladders of kernels.
 PROGRAMS = ("board", "scaling", "several_devices", "part_tiles", "fmha_scaling", "fmha_report", "first_call")
-#: Accuracy, costs on the host, predictions and tables.
+#: Accuracy, host costs, predictions and tables.
 OTHERS = ("fp8_accuracy", "python_calls", "profiler_agreement", "calibrate", "tune_models", "tpu_bundles")
 SUITES = KERNELS + PROGRAMS + OTHERS
 

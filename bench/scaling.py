@@ -45,7 +45,7 @@ from several_devices import (
 
 TRAINING = "training"
 
-#: Arguments of the training example where problems are small.
+#: Arguments of the training example for small problems.
 SMALL_STEP = "--tokens 2 4 4 --depth 1 --heads 2 --head-dim 8 --window 2 3 3 --batch-size 8"
 
 
@@ -80,12 +80,12 @@ def predict(row: Row, counts: Sequence[int]) -> dict[str, Any]:
 
 
 def describe(benchmark: Benchmark) -> str:
-    """The problem of a point."""
+    """Describe the problem of a point."""
     return f"{benchmark.problem.describe()}, {benchmark.heads} heads of {benchmark.head_dim}, {benchmark.dtype}"
 
 
 def measure(row: Row, counts: Sequence[int], options: argparse.Namespace) -> dict[int, dict[str, Any]]:
-    """Figures of a row by number of devices."""
+    """Measure a row; return figures by number of devices."""
     function = operator_of(row.curve.on_one.benchmark, row.family, row.pass_)
     programs: dict[int, tuple[jax.stages.Compiled, list[jax.Array]]] = {}
     for devices in counts:
@@ -105,7 +105,7 @@ def measure(row: Row, counts: Sequence[int], options: argparse.Namespace) -> dic
 
 
 def draw(benchmark: Benchmark, axis: int, devices: Sequence[jax.Device]) -> list[jax.Array]:
-    """An output's cotangent, query, key and value; no device ever holds more than its own part."""
+    """Draw an output's cotangent, query, key and value; each device holds only its part."""
     sharding: jax.sharding.Sharding = SingleDeviceSharding(devices[0])
     if len(devices) > 1:
         mesh = jax.make_mesh((len(devices),), ("devices",), axis_types=(MODES["Auto"],), devices=devices)
@@ -133,7 +133,7 @@ def distance(
 
 
 def train(counts: Sequence[int], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Points of a training step whose clips are split over devices: one takes turns with each larger number of them."""
+    """Measure a training step whose clips are split over devices; one device alternates with each larger number."""
     clips = several_devices.example().parse(several_devices.STEP.split()).batch_size
     for devices in counts[1:]:
         if clips % devices:
@@ -151,7 +151,7 @@ def train(counts: Sequence[int], options: argparse.Namespace) -> Iterator[dict[s
 
 
 def print_points(name: str, points: Sequence[dict[str, Any]]) -> None:
-    """Lines of the table."""
+    """Print the lines of a row in the table."""
     for point in points:
         line = f"{name:48}{point['devices']:8}"
         if "skipped" in point:
@@ -212,7 +212,7 @@ def main() -> int:
                 point["measured"] = measured[point["devices"]]
                 if point["predicted"]:
                     point["relative error"] = relative_errors(point["predicted"], point["measured"])
-            save(results, options.json)  # at once: a run that is cut short keeps what it measured
+            save(results, options.json)  # save at once, so that an interrupted run keeps its measurements
         print_points(str(row), points)
     if TRAINING in options.rows and not options.predict_only:
         name, of_step = "training step, strong batch", list[dict[str, Any]]()

@@ -51,14 +51,14 @@ MODES = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
 PASSES = ("forward", "forward+backward")
 EXCHANGE = "exchange milliseconds"
 HALOS_FIRST, COPIED = "halos first", "halos copied"
-#: Options of XLA for GPUs, since JAX 0.11: permutes between devices of one process are copies and not kernels.
+#: XLA options for GPUs, since JAX 0.11: permutes between devices of one process become copies instead of kernels.
 COPIES_HALOS: dict[str, str | bool] = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
 Name = TypeVar("Name")
 COLLECTIVES = re.compile(r"= \S+ (all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_sharded.py"
 
 
-#: The training step that is timed: large enough that a device is busy with it.
+#: Training step to time: large enough to keep a device busy.
 STEP = "--tokens 8 48 48 --patch 8 --depth 4 --heads 12 --head-dim 64 --window 4 16 16 --batch-size 8 --dtype bfloat16"
 
 
@@ -70,7 +70,7 @@ class Split(NamedTuple):
 
 
 def splits(devices: int) -> dict[str, Split]:
-    """By name. Batch and heads grow with the number of devices, token dimensions do not."""
+    """Splits by name. Batch and heads grow with the number of devices; token dimensions do not."""
     video = BENCHMARKS["3d-s16x8x8"]
     found = {
         "batch": Split(dataclasses.replace(video, batch=devices, heads=12), 0),
@@ -85,7 +85,7 @@ def splits(devices: int) -> dict[str, Split]:
 
 
 def seconds(function: Callable[..., Any], arguments: Sequence[Any], calls: int) -> float:
-    """Seconds of a call."""
+    """Seconds per call."""
     jax.block_until_ready(function(*arguments))
     started = time.perf_counter()
     for _ in range(calls):
@@ -95,7 +95,7 @@ def seconds(function: Callable[..., Any], arguments: Sequence[Any], calls: int) 
 
 
 def operator_of(benchmark: Benchmark, family: str, pass_: str) -> Callable[..., Any]:
-    """A function of output's cotangent, query, key and value."""
+    """Function of the output's cotangent, query, key and value."""
     attend = ours(benchmark, family)
     if pass_ == "forward":
         return lambda cotangent, *arrays: attend(*arrays)
@@ -108,7 +108,7 @@ def operator_of(benchmark: Benchmark, family: str, pass_: str) -> Callable[..., 
 
 
 def difference(results: Any, expected: Any) -> float:
-    """Largest one between two results, over the largest magnitude of what is expected."""
+    """Largest difference between two results, relative to the largest expected magnitude."""
 
     def of_arrays(result: jax.Array, other: jax.Array) -> float:
         wide, reference = (jax.device_get(array).astype("float32") for array in (result, other))
@@ -118,7 +118,7 @@ def difference(results: Any, expected: Any) -> float:
 
 
 def measure(split: str, mode: str, family: str, pass_: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Figures of one row."""
+    """Measure a row."""
     devices = jax.devices()[: options.devices]
     benchmark, axis = splits(len(devices))[split]
     mesh = jax.make_mesh((len(devices),), ("devices",), axis_types=(MODES[mode],), devices=devices)
@@ -165,7 +165,7 @@ def measure(split: str, mode: str, family: str, pass_: str, options: argparse.Na
 def take_turns(
     programs: Mapping[Name, tuple[jax.stages.Compiled, Sequence[jax.Array]]], options: argparse.Namespace
 ) -> dict[Name, list[float]]:
-    """Seconds of a call of each program, which have arguments, turn by turn."""
+    """Seconds per call of each program in each turn; programs come with their arguments."""
     times: dict[Name, list[float]] = {name: [] for name in programs}
     calls = {
         name: max(options.calls, math.ceil(options.seconds / seconds(program, arguments, options.calls)))
@@ -179,7 +179,7 @@ def take_turns(
 
 
 def add_turns(parser: argparse.ArgumentParser) -> None:
-    """Command-line options of turns."""
+    """Add command-line options for turns."""
     parser.add_argument("--turns", type=int, default=5, help="turns of each program")
     parser.add_argument("--calls", type=int, default=10, help="minimum calls per turn")
     parser.add_argument("--seconds", type=float, default=0.5, help="minimum seconds per turn")
@@ -193,7 +193,7 @@ def collectives(program: jax.stages.Compiled) -> dict[str, int]:
 
 
 def memory(program: jax.stages.Compiled) -> int | None:
-    """Bytes that a device needs for a program, if it is known: arguments, results and what lies between."""
+    """Bytes that a program needs on a device, if known: arguments, results and temporaries."""
     found = program.memory_analysis()
     if found is None:
         return None
@@ -201,7 +201,7 @@ def memory(program: jax.stages.Compiled) -> int | None:
 
 
 def example() -> ModuleType:
-    """The training example as a module."""
+    """Import the training example."""
     spec = importlib.util.spec_from_file_location(EXAMPLE.stem, EXAMPLE)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -210,7 +210,7 @@ def example() -> ModuleType:
 
 
 def measure_training(model_parallel: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of a step of the training example on one device and on several, data or tensor parallel."""
+    """Time a step of the training example on one device and on several, with data or tensor parallelism."""
     train = example()
     devices = jax.devices()[: options.devices]
     flags = [*STEP.split(), "--model-parallel", str(model_parallel)]
@@ -223,7 +223,7 @@ def measure_training(model_parallel: int, options: argparse.Namespace) -> dict[s
     data = train.Data(settings)
     times: dict[str, list[float]] = {name: [] for name in runs}
     losses: dict[str, list[jax.Array]] = {name: [] for name in runs}
-    for turn in range(1 + options.turns):  # the first one compiles
+    for turn in range(1 + options.turns):  # the first turn includes compilation
         batches = [data.batch(turn * options.calls + call) for call in range(options.calls)]
         for name, run in runs.items():
             placed = [run.place(clips) for clips in batches]

@@ -165,7 +165,7 @@ def measure(row: Row, pass_: Pass, families: list[str], turns: int) -> dict[str,
 
 
 def figures_of(sides: Mapping[str, Runner | str], turns: int) -> dict[str, Any]:
-    """Microseconds of each side, the median and the range of turns after other data filled the cache."""
+    """Microseconds of each side: median and range over turns, each after the cache was overwritten."""
     filler = jnp.zeros((CACHE_BYTES // 4,), jnp.uint32)
 
     @jax.jit
@@ -216,7 +216,7 @@ def main() -> None:
             records.append(record)
             print(f"{row.name:12} {pass_:8} {shown(record['sides'], 'copy')}", flush=True)
             if options.json is not None:
-                # After each row: what was measured stays when a run is cut off.
+                # Write after each row, so that an interrupted run keeps its measurements.
                 content = {"environment": of_run, "records": records}
                 options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

@@ -44,7 +44,7 @@ from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem, problem_of
 
 SIDES = ("natten_jax", "flex", "splash", "dense")
-#: Tokens of a block of queries, and of keys, of splash attention.
+#: Query and key tokens per block of splash attention.
 SPLASH_BLOCKS = ((512, 512), (512, 1024))
 DENSE_BLOCKS = 512, 256, 128
 
@@ -92,7 +92,7 @@ ROWS = (
 )
 
 
-# In the process that compiles --------------------------------------------------------------------------------------
+# In the compiling process -------------------------------------------------------------------------------------------
 
 
 def compile_request(request: dict[str, Any]) -> None:
@@ -165,7 +165,7 @@ def _splash(row: Row, blocks: Any) -> tuple[Any, list[Any]]:
 
 
 _SPLASH_SIZES = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-#: Tokens of the mask with which a step of splash attention is counted, and heads that do not fit into VMEM.
+#: Tokens of the small mask for counting a step of splash attention, and number of heads, too many for VMEM.
 _PROXY, _PROXY_HEADS = 4096, 64
 
 
@@ -180,10 +180,10 @@ def _proxy_mask() -> Any:
 
 
 def dense_block(row: Row) -> int:
-    """Tokens of a block of queries or keys: the largest that divides the layout's.
+    """Tokens per block of queries or keys: the largest block that divides the layout's tokens.
 
     Raises:
-        ValueError: None does.
+        ValueError: There is none.
     """
     tokens = math.prod(row.layout)
     for size in DENSE_BLOCKS:
@@ -202,11 +202,11 @@ def _dense(row: Row, blocks: Any) -> tuple[Any, list[Any]]:
     return functools.partial(flash_attention, causal=row.is_causal, block_sizes=sizes), [array] * 3
 
 
-# In the process that counts -----------------------------------------------------------------------------------------
+# In the counting process --------------------------------------------------------------------------------------------
 
 
 def count_ours(row: Row, compiled: Compiled) -> dict[str, Any]:
-    """Bundles of natten_jax's kernels, and of everything in the program."""
+    """Count the bundles of natten_jax's kernels, and of the whole program."""
     facts = compiled.facts["kernels"]
     found: dict[str, Any] = {"kernels": {}, "tiles": {name: each for name, each in facts.items() if "tiles" in name}}
     counted: dict[str, float] = {}
@@ -255,7 +255,7 @@ def count_program(compiled: Compiled, counted: Mapping[str, float]) -> dict[str,
 
 
 def count_splash(row: Row, compiled: Compiled, blocks: tuple[int, int]) -> dict[str, Any]:
-    """Bundles of splash attention with the mask of a row."""
+    """Count the bundles of splash attention with the mask of a row."""
     tiles, most, pairs = splash_blocks(row, blocks)
     heads = row.batch * row.heads
     found: dict[str, Any] = {"kernels": {}, "blocks": blocks, "pairs": pairs, "most_pairs": tiles * most}
@@ -285,7 +285,7 @@ def splash_blocks(row: Row, blocks: tuple[int, int]) -> tuple[int, int, int]:
 
 
 def count_dense(row: Row, compiled: Compiled) -> dict[str, Any]:
-    """Bundles of attention over all tokens."""
+    """Count the bundles of attention over all tokens."""
     found: dict[str, Any] = {"kernels": {}}
     for instruction, text in compiled.bundles.items():
         if "flash" not in instruction:

@@ -1,9 +1,9 @@
-"""Measures the configurations of published models' attention, for the tables that come with the package.
+"""Measure configurations for the attention of published models, for the tables in the package.
 
-Each problem of ``bench/models.py`` is searched, forward and backward pass; a configuration that is faster than the
-default by more than 2%, measured in alternation, is kept. The device's file is written after every problem, and without
-``--out`` also the package's, with the kept configurations only. Problems that the file has already are skipped, so that
-several short runs make one table.
+Each problem of ``bench/models.py`` is tuned, forward and backward. A configuration is kept if it is more than 2% faster
+than the default, measured in alternation. The device's file is written after every problem; without ``--out``, the
+package's file, which has only the kept configurations, is also written. Problems that are already in the file are
+skipped, so that several short runs produce one table.
 
 Example:
     python bench/run.py tune_models --limit 150
@@ -32,12 +32,12 @@ from natten_jax.profiler.search import Effort, Task, tuned_passes
 _ROOT = Path(__file__).parents[1]
 MEASURED = _ROOT / "bench" / "results" / "tuned"
 PACKAGE = _ROOT / "natten_jax" / "autotuning" / "measured"
-#: Less than a single search has, as there are many.
+#: Less effort than for a single search, as there are many problems.
 EFFORT = Effort(screened=24, finalists=4, seconds=2.5)
 
 
 def file_name(device: str) -> str:
-    """The name of a device's table."""
+    """File name of a device's table."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + ".json"
 
 
@@ -51,14 +51,14 @@ def present(device: str, folders: Iterable[Path]) -> list[TunedPass]:
 
 
 def write(passes: Sequence[TunedPass], device: str, path: Path) -> None:
-    """Write the table, with what its figures depend on."""
+    """Write the table with its environment."""
     facts: dict[str, Any] = {"environment": environment(), **TunedTable(device, tuple(passes)).to_json()}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
 def row(tuned: TunedPass) -> str:
-    """A line of the printed table."""
+    """Format a line of the printed table."""
     passes = "forward" if tuned.plan.pass_ == "forward" else "both passes"
     gain = "default kept" if tuned.is_default else f"{tuned.default_seconds / tuned.seconds:.2f} times as fast"
     times = f"{1e3 * tuned.default_seconds:9.4f} ms {1e3 * tuned.seconds:9.4f} ms"
@@ -82,7 +82,7 @@ def chosen_problems(names: Sequence[str], done: Sequence[TunedPass], again: bool
 
 
 def main() -> int:
-    """Measure, print a table, save; 1 if a problem could not be measured."""
+    """Measure, print a table and save; return 1 if a problem could not be measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--models", nargs="+", default=[], metavar="NAME", help="select problems whose labels contain a name"
@@ -112,7 +112,7 @@ def main() -> int:
         print(f"{elapsed:5.0f} s  {number + 1}/{len(problems)}  {problem.label}", flush=True)
         try:
             found = tuned_passes(task_of(problem, not options.forward_only), EFFORT)
-        except Exception as error:  # the others may run
+        except Exception as error:  # continue with the other problems
             failures += 1
             print(f"  not measured: {type(error).__name__}: {' '.join(str(error).split())[:300]}", flush=True)
             continue

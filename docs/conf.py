@@ -1,4 +1,4 @@
-"""The documentation site: ``make docs`` builds it into ``build/docs``, and takes every warning for an error."""
+"""Sphinx configuration: ``make docs`` builds the site into ``build/docs`` and treats every warning as an error."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ myst_html_meta = {
 # The pages are also read in the repository: plain Markdown, with links between files and their headings.
 myst_heading_anchors = 3
 
-# Notebooks are kept with results for readers of the repository (`make notebooks`), and each build runs them.
+# Notebooks are stored with results for readers of the repository (`make notebooks`), but each build runs them again.
 nb_execution_mode = "force"
 nb_execution_in_temp = True
 nb_execution_raise_on_error = True
@@ -71,10 +71,10 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # otherwise attributes of named tuples appear twice
 
-# References to this package have to lead somewhere; those to others are left as text, because a build needs no network.
+# References to this package must resolve; references to other packages stay text, because a build has no network.
 nitpicky = True
 nitpick_ignore_regex = [(r"py:.*", r"(?!natten_jax\.).*")]
-# Types in signatures that users get and hand on, and that no page describes.
+# Types in signatures that users only pass on, without a page of documentation.
 nitpick_ignore = [
     ("py:class", "natten_jax.cost_model.tiles.TimedTiles"),
     ("py:class", "natten_jax.element_types.ElementType"),
@@ -89,7 +89,7 @@ _LINK_OUT_OF_PAGES = re.compile(r"(?<!!)\[([^\[\]]+)\]\((\.\./[^)\s]+)\)")
 
 
 _OF_A_TABLE = re.compile("[│┃━─]")
-_TELEPHONE_COLUMNS = 74  # that fit its width in letters which can be read (site.css)
+_TELEPHONE_COLUMNS = 74  # columns that fit a phone's width in legible letters (site.css)
 
 
 def _name_files_of_the_repository(_: Sphinx, page: str, text: list[str]) -> None:
@@ -110,11 +110,11 @@ def _name_files_of_the_repository(_: Sphinx, page: str, text: list[str]) -> None
 def _sign_flax_modules(
     app: Sphinx, kind: str, name: str, obj: Any, options: Any, signature: str | None, returned: str | None
 ) -> tuple[str, str | None] | None:
-    """Arguments and types of a Flax module, which its metaclass hides; functions as defaults are not spelled out."""
+    """Show the arguments and types of a Flax module, which its metaclass hides, without default functions."""
     if kind != "class" or not name.startswith(("natten_jax.flax_modules.nnx.", "natten_jax.flax_modules.linen.")):
         return None
     _, *parameters = signature_of(obj.__init__).parameters.values()
-    parameters = [each for each in parameters if each.name not in ("parent", "name")]  # these are Flax's own
+    parameters = [each for each in parameters if each.name not in ("parent", "name")]  # added by Flax
     typed = [each for each in parameters if each.annotation != each.empty]
     types = {each.name: stringify_annotation(each.annotation, "smart") for each in typed}
     app.env.current_document.autodoc_annotations[name] = types
@@ -138,7 +138,7 @@ def _show_one_signature(app: Sphinx) -> None:
 
 
 def _class_printed_tables(_: Sphinx, doctree: nodes.document) -> None:
-    """Give blocks with tables that programs print a class, by which the style sheet keeps their columns."""
+    """Give blocks with printed tables a CSS class that preserves their columns."""
     for block in doctree.findall(nodes.literal_block):
         columns = max((len(line) for line in block.astext().splitlines() if _OF_A_TABLE.search(line)), default=0)
         if columns:
@@ -146,7 +146,7 @@ def _class_printed_tables(_: Sphinx, doctree: nodes.document) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """Called by Sphinx."""
+    """Register the extensions; called by Sphinx."""
     app.connect("builder-inited", _show_one_signature)
     app.connect("autodoc-process-signature", _sign_flax_modules)
     app.connect("doctree-read", _class_printed_tables)

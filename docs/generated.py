@@ -30,7 +30,7 @@ from natten_jax.profiler.options import ELEMENT_TYPES, FOREIGN_FLAGS, profiler_p
 
 DOCS = Path(__file__).parent
 PAGES = tuple(sorted(DOCS.glob("*.md")))
-WIDTH = 100  # columns of what commands print
+WIDTH = 100  # terminal columns of the commands
 
 _TABLE = re.compile(r"(<!-- table: ([^>\n]+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 _PROFILER = r"python -m natten_jax\.profiler (?:[^\n`]|\\\n)*"
@@ -43,7 +43,7 @@ _MORE = "...\n"
 
 
 def generated(text: str) -> str:
-    """A page with its tables and samples as they have to be."""
+    """Update the tables and samples of a page."""
     text = _TABLE.sub(lambda match: f"{match[1]}\n{table(match[2])}\n\n{match[3]}", text)
     return _SAMPLE.sub(_sample, text)
 
@@ -68,7 +68,7 @@ def _code(*names: object) -> str:
 
 
 def flag_groups() -> dict[str, list[argparse.Action]]:
-    """The flags that the profiler's help shows, by the titles of their groups."""
+    """Flags in the profiler's help, by group title."""
     return {
         str(group.title): [action for action in group._group_actions if action.help != argparse.SUPPRESS]
         for group in profiler_parser()._action_groups
@@ -105,7 +105,7 @@ def _default_and_help(action: argparse.Action) -> tuple[str, str]:
 
 
 def _with_code(text: str) -> str:
-    """Flags in a text as code: a pair of hyphens would become a dash."""
+    """Format flags in a text as code: otherwise a double hyphen becomes a dash."""
     return re.sub(r"(?<![\w-])(--?[a-z][\w-]*)", r"`\1`", text)
 
 
@@ -213,7 +213,7 @@ def _configuration_queries() -> str:
     return _markdown(("forward pass", "backward pass"), rows)
 
 
-# Configurations that were measured ------------------------------------------------------------------------------------
+# Measured configurations ----------------------------------------------------------------------------------------------
 
 
 def _tuned_problems() -> str:
@@ -239,7 +239,7 @@ def _tuned_devices() -> str:
 
 
 def _tuned_tables() -> list[TunedTable]:
-    """Everything that was measured, also passes that run by default as fast as otherwise."""
+    """All measured passes, including passes for which the default is kept."""
     files = (DOCS.parent / "bench" / "results" / "tuned").glob("*.json")
     tables = [TunedTable.from_text(file.read_text(encoding="utf-8")) for file in files]
     return sorted(tables, key=lambda table: table.device)
@@ -290,7 +290,7 @@ def run(command: str, *, fails: bool) -> str:
 
 
 def main() -> None:
-    """Write every page that is not as it has to be."""
+    """Rewrite every outdated page."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         if (new := generated(text)) != text:

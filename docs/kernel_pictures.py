@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/architecture.md and of the kernel notes: ``make pictures``."""
+"""Draw the pictures of docs/architecture.md and of the kernel notes: ``make pictures``."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from natten_jax.problem import problem_of
 from natten_jax.windows import window_bounds
 
 LOAD, MATRIX, SOFTMAX, OTHER = "#c9d4e0", BLUE, "#f2b56b", LIGHT_BLUE
-ON_COLORS = "#12324f"  # text on them, in every theme
+ON_COLORS = "#12324f"  # text color on boxes, in every theme
 KIB = 1024
 
 
 def block(
     ax: Any, start: float, row: float, length: float, text: str, color: str, height: float = 0.8, **font: Any
 ) -> None:
-    """A box with a text in it."""
+    """Draw a box with a text."""
     ax.add_patch(Rectangle((start, row - height / 2), length, height, facecolor=color, edgecolor="none"))
     ink = "#fdfdfd" if color == MATRIX else ON_COLORS
     ax.text(start + length / 2, row, text, ha="center", va="center", color=ink, **font)
 
 
 def bare(ax: Any, title: str) -> None:
-    """No frame and no ticks."""
+    """Remove frame and ticks."""
     ax.set(xticks=[], yticks=[], title=title)
     ax.spines[:].set_visible(False)
 
 
 def timeline(ax: Any) -> None:
-    """Two warpgroups take turns: one has the matrix units while the other one takes exponentials."""
+    """Draw two alternating warpgroups: one uses the tensor cores while the other computes exponentials."""
     rows = {"loads": 3, "warpgroup 1": 2, "warpgroup 2": 1, "matrix units": 0}
     tiles, half, gap = 3, 2.0, 0.12
     for tile in range(tiles + 1):
@@ -92,20 +92,20 @@ def shared_memory(ax: Any) -> None:
 
 
 def grid(ax: Any, rows: int, columns: int) -> None:
-    """Tokens of an image."""
+    """Draw the tokens of an image."""
     ax.hlines(range(rows + 1), 0, columns, color=FAINT, linewidth=0.6)
     ax.vlines(range(columns + 1), 0, rows, color=FAINT, linewidth=0.6)
     ax.set(xlim=(-0.2, columns + 0.2), ylim=(rows + 0.2, -0.2), aspect="equal")
 
 
 def area(ax: Any, rows: tuple[int, int], columns: tuple[int, int], color: str, **style: Any) -> None:
-    """Tokens of a box."""
+    """Fill the tokens of a box."""
     corner = columns[0], rows[0]
     ax.add_patch(Rectangle(corner, columns[1] - columns[0], rows[1] - rows[0], facecolor=color, **style))
 
 
 def small_windows(step: int) -> Draw:
-    """From the tile of a warp to the groups of tokens that it multiplies with."""
+    """Draw a warp's tile and the groups of tokens that it multiplies with."""
     extent, kernel_size, tile, region = 24, 7, (2, 8), (2, 1)
     group = limits("small")["column_tokens"]
     window = problem_of((extent, extent), kernel_size).axes[-1].window
@@ -120,7 +120,7 @@ def small_windows(step: int) -> Draw:
     owns = tuple((at, at + size * count) for at, size, count in zip(first, tile, region, strict=True))
     sees = tuple(seen(at, end - at) for at, end in own)
     holds = tuple(seen(at, end - at) for at, end in owns)
-    # Groups lie side by side from the first token that the box holds on.
+    # Groups are adjacent, starting at the first token of the box.
     groups = tuple(range(holds[1][0], holds[1][1], group))
     titles = (
         "a tile:\n16 queries of a warp",
@@ -131,7 +131,7 @@ def small_windows(step: int) -> Draw:
     def draw(ax: Any) -> None:
         bare(ax, titles[step])
         grid(ax, extent, extent)
-        ax.set(xlim=(2.8, 21.2), ylim=(18.2, 2.8))  # nothing happens outside
+        ax.set(xlim=(2.8, 21.2), ylim=(18.2, 2.8))  # crop the empty surroundings
         if step > 0:
             width = (groups[0], groups[-1] + group)
             area(ax, holds[0], width if step == 2 else holds[1], LOAD)
@@ -153,10 +153,10 @@ def small_windows(step: int) -> Draw:
 
 
 def ring(step: int) -> Draw:
-    """A strip of tiles that goes along a layout, and the slabs that are loaded ahead of it."""
+    """Draw a strip of tiles that moves along a layout, and its prefetched slabs."""
     layout, kernel_size, side, beside, block, slots = (36, 44), 13, 4, 4, 4, 7
     window = problem_of(layout, kernel_size).axes[0].window
-    first = 12, 16  # of the strip's first warp
+    first = 12, 16  # first query of the strip's first warp
     titles = ("a strip of 4 warps, and\nwhat one of them sees", "a step later: one slab\nis left, another comes")
 
     def seen(first: int, tokens: int, extent: int) -> tuple[int, int]:
@@ -172,7 +172,7 @@ def ring(step: int) -> Draw:
         sees = seen(first[1] + side, side, layout[1])
         for slab in range(slots):
             begin = rows[0] + slab * block
-            color = LOAD if begin < rows[1] else FAINT  # what steps to come wait for
+            color = LOAD if begin < rows[1] else FAINT  # prefetched for later steps
             area(ax, (begin, begin + block), columns, color, edgecolor="white", linewidth=1.5)
         for begin in range(rows[0], rows[1], block):
             for number, of_block in enumerate(range(*sees, block)):
@@ -198,7 +198,7 @@ ROLES = (
 
 
 def road(ax: Any) -> None:
-    """The functions that a call runs, a row for each stage."""
+    """Draw the functions that a call runs, a row for each stage."""
     width, step = 3.4, 4.0
     ax.set(xlim=(-width / 2 - 0.2, 4 * step + width / 2 + 0.2), ylim=(-0.7, 5.1))
     bare(ax, "")

@@ -1,4 +1,4 @@
-"""Draws the pictures of windows and halos in the documentation: ``make pictures``, which finds ``bench/lib``."""
+"""Draw the pictures of windows and halos in the documentation: ``make pictures``, which sets the path to ``bench``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Draw = Callable[[Any], Any]
 def picture(
     name: str, height: float, *panels: Draw, in_a_column: bool = False, legend: Mapping[str, str] | None = None
 ) -> None:
-    """Save panels in a row or in a column, three at most; the height is in inches."""
+    """Save up to three panels in a row or a column; the height is in inches."""
     shape = (len(panels), 1) if in_a_column else (1, len(panels))
     with style():
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -44,7 +44,7 @@ def window(title: str, query: tuple[int, ...] = (6, 6), layout: tuple[int, ...] 
 
 
 def windows(title: str, **facts: Any) -> Draw:
-    """All windows of a line of tokens."""
+    """Draw all windows of a line of tokens."""
     return lambda ax: plot_windows(14, ax=ax, title=title, **facts)
 
 
@@ -85,7 +85,7 @@ def part(title: str, parts: tuple[int, int], place: tuple[int, int], **facts: An
 
 
 def logo() -> None:
-    """A window of 3 x 3 around a query, in a layout of 5 x 5; legible at 16 pixels, on light and on dark pages."""
+    """Draw a window of 3 x 3 around a query in a layout of 5 x 5, legible at 16 pixels on light and dark pages."""
     cells = []
     for row, column in np.ndindex(5, 5):
         is_seen = 1 <= row <= 3 and 1 <= column <= 3

@@ -1,4 +1,4 @@
-"""Runs the tutorial's program, and draws its loss and what it attends to: ``make pictures``."""
+"""Run the tutorial's program, and draw its loss and its attention: ``make pictures``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ QUERY = 3, 4
 
 
 def program_of(page: str) -> str:
-    """All Python blocks of a page."""
+    """Join all Python blocks of a page."""
     text = (DOCS / page).read_text(encoding="utf-8")
     return "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
 
 
 def main() -> None:
-    """Run the page's program, and draw its loss and its attention as the site shows them."""
+    """Run the page's program, and draw its loss and its attention in the site's style."""
     os.environ["MPLBACKEND"] = "Agg"
     found: dict[str, Any] = {}
     with TemporaryDirectory() as folder, contextlib.chdir(folder):  # the tutorial saves its pictures there
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def cells(axes: Any, values: np.ndarray, color: str, title: str) -> None:
-    """An image as squares, whose opacity is the value: they look right on light and on dark pages."""
+    """Draw an image as squares whose opacity is the value, which works on light and dark pages."""
     axes.add_patch(Rectangle((0, 0), 8, 8, facecolor=FAINT, edgecolor="none"))
     for (row, column), value in np.ndenumerate(values):
         if value > 0.01:

@@ -25,7 +25,7 @@ from natten_jax.rotary import apply_rotary, rotary_angles
 
 
 class Layer(NamedTuple):
-    """Parameters of a layer: of query, key and value, of the output, and of the perceptron."""
+    """Parameters of a layer: projections of query, key, value and output, and the MLP."""
 
     query: jax.Array
     key: jax.Array
@@ -74,25 +74,25 @@ def random_model(key: jax.Array, options: argparse.Namespace) -> Model:
 
 
 def normalized(tokens: jax.Array) -> jax.Array:
-    """Tokens of length one per feature."""
+    """Normalize tokens to a root mean square of 1."""
     return tokens * jax.lax.rsqrt(jnp.mean(tokens**2, axis=-1, keepdims=True) + 1e-6)
 
 
 def projected(layer: Layer, tokens: jax.Array, angles: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Query, key and value of tokens ``[batch, tokens, features]``, turned by the angles ``[batch, tokens, pairs]``."""
+    """Query, key and value of tokens ``[batch, tokens, features]``, rotated by angles ``[batch, tokens, pairs]``."""
     query, key, value = (jnp.einsum("btf,fhd->bthd", normalized(tokens), each) for each in layer[:3])
     turned = jax.vmap(apply_rotary)
     return turned(query, angles), turned(key, angles), value
 
 
 def with_layer(layer: Layer, tokens: jax.Array, attended: jax.Array) -> jax.Array:
-    """Tokens behind a layer, given what they attended to."""
+    """Apply the rest of a layer to the attention output."""
     tokens = tokens + jnp.einsum("bthd,hdf->btf", attended, layer.out)
     return tokens + jax.nn.gelu(normalized(tokens) @ layer.expand) @ layer.contract
 
 
 def logits_at_once(model: Model, ids: jax.Array, angles: jax.Array, window: int) -> jax.Array:
-    """Logits of all tokens of sequences ``[batch, tokens]``."""
+    """Logits of all tokens of sequences ``[batch, tokens]`` in a single pass."""
     batch, count = ids.shape
     tokens = model.embeddings[ids]
     per_token = jnp.broadcast_to(angles[:count], (batch, count, angles.shape[-1]))
@@ -111,7 +111,7 @@ def step(
     Args:
         model: The model.
         caches: Cache of each layer. If it has fewer slots than there are positions, it is a ring buffer.
-        ids: The tokens, ``[batch]``.
+        ids: Token ids, ``[batch]``.
         places: Their positions, ``[batch]``.
         angles: Rotary angles, ``[places, pairs]``.
         window: Window size in tokens.
@@ -125,7 +125,7 @@ def step(
         cache = Cache(put(cache.keys, key, places % slots), put(cache.values, value, places % slots))
         if slots == len(angles):
             attended = na1d(query, *cache, window, is_causal=True, query_origin=places[:, None])
-        else:  # a ring holds what the window sees, in whatever order, and at first less
+        else:  # a ring buffer holds the current window in any order, and fewer tokens at first
             attended = attention(query, *cache, kv_lengths=jnp.minimum(places + 1, slots))
         tokens = with_layer(layer, tokens, attended)
         new.append(cache)
@@ -135,7 +135,7 @@ def step(
 def generate(
     model: Model, prompts: Sequence[Sequence[int]], options: argparse.Namespace
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sequences that begin with the prompts, ``[batch, tokens]``; the logits of every token; and how long each is."""
+    """Continue prompts; return sequences ``[batch, tokens]``, the logits of every token, and the sequence lengths."""
     angles = rotary_angles((options.tokens,), options.head_dim)
     batch, slots = len(prompts), options.window if options.cache == "ring" else options.tokens
     shape = batch, slots, options.heads_kv, options.head_dim
@@ -146,7 +146,7 @@ def generate(
         row[: len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts])
     logits = np.zeros((batch, options.tokens, options.vocabulary), np.float32)
-    # The longest prompt begins; shorter ones wait, so that all end their prompts together.
+    # The longest prompt starts first; shorter prompts wait, so that all prompts end at the same step.
     starts = lengths.max() - lengths
     rows = np.arange(batch)
     for tick in range(options.tokens):
@@ -160,7 +160,7 @@ def generate(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Generate, and compare with the whole sequences at once."""
+    """Generate, and compare with a single pass over the whole sequences."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--tokens", type=int, default=64, help="of a sequence, its prompt included")
     parser.add_argument("--prompts", type=int, nargs="+", default=[3, 17, 9], help="tokens of each prompt")

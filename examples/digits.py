@@ -1,8 +1,8 @@
 """Train a small neighborhood attention classifier on handwritten digits.
 
-The 1797 images of 8 x 8 pixels come with scikit-learn, so nothing is downloaded. A fifth of them, equally many of
-each digit, is held out for the test accuracy that is printed after every epoch. With `--compare`, a second model starts
-from the same parameters, sees the same images, and computes with another backend and in another type.
+The 1797 images of 8 x 8 pixels come with scikit-learn, so nothing is downloaded. A fifth of them, equally many of each
+digit, is held out for the test accuracy that is printed after every epoch. With `--compare`, a second model starts from
+the same parameters and sees the same images, but uses another backend and dtype.
 
     python examples/digits.py --output digits.png
     python examples/digits.py --dtype bfloat16 --compare flex-fna:float32
@@ -28,7 +28,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 matplotlib.use("Agg")  # there may be no display
-import matplotlib.pyplot as plt  # only now is the choice of a display made
+import matplotlib.pyplot as plt  # must follow the choice of a backend
 from matplotlib.colors import LinearSegmentedColormap
 
 CLASSES = 10
@@ -74,7 +74,7 @@ class Block(nnx.Module):
 
 
 class Classifier(nnx.Module):
-    """Every pixel is a token that attends to the pixels around it; the mean over all tokens is classified."""
+    """Treat every pixel as a token that attends to the pixels around it; classify the mean over all tokens."""
 
     def __init__(self, features: int, depth: int, kernel_size: int, arithmetic: Arithmetic, rngs: nnx.Rngs) -> None:
         self.dtype = jnp.dtype(arithmetic.dtype)
@@ -93,7 +93,7 @@ class Classifier(nnx.Module):
 
 
 def load(seed: int) -> tuple[Data, Data]:
-    """The training and the test set."""
+    """Load the training and test sets."""
     digits = load_digits()
     images = (digits.images[..., None] / 8.0 - 1.0).astype(np.float32)
     train_images, test_images, train_labels, test_labels = train_test_split(
@@ -122,10 +122,10 @@ def predict(model: Classifier, images: jax.Array) -> jax.Array:
 
 
 def save_predictions(path: Path, data: Data, predictions: np.ndarray, accuracy: float) -> None:
-    """Draw test images with what they were taken for; mistakes come first and are red."""
+    """Draw test images with their predictions; mistakes come first and are red."""
     is_wrong = predictions != data.labels
     shown = np.argsort(~is_wrong, kind="stable")[:24]
-    strokes = LinearSegmentedColormap.from_list("strokes", ["#2f7fc100", "#2f7fc1"])  # on pages of any color
+    strokes = LinearSegmentedColormap.from_list("strokes", ["#2f7fc100", "#2f7fc1"])  # visible on pages of any color
     figure, axes = plt.subplots(3, 8, figsize=(6, 3.2), layout="constrained")
     title = f"Test accuracy {accuracy:.2%}: {is_wrong.sum()} of {len(is_wrong)} mistaken"
     figure.suptitle(title, fontsize=12, color=GRAY)
@@ -140,7 +140,7 @@ def save_predictions(path: Path, data: Data, predictions: np.ndarray, accuracy: 
 
 
 def parse_arithmetic(text: str) -> Arithmetic:
-    """``backend:dtype``, as `--compare` takes it."""
+    """Parse ``backend:dtype`` for `--compare`."""
     backend, _, dtype = text.partition(":")
     if not backend or dtype not in DTYPES:
         raise argparse.ArgumentTypeError(f"{text!r} is no backend and type, such as flex-fna:float32")
@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model = Classifier(options.features, options.depth, options.kernel_size, run, nnx.Rngs(options.seed))
         models.append(model)
         optimizers.append(nnx.Optimizer(model, optax.adamw(schedule, weight_decay=0.05), wrt=nnx.Param))
-    curves = []  # the mean losses of an epoch, one per model
+    curves = []  # mean losses per epoch, one per model
     order = np.random.default_rng(options.seed)
 
     columns = TextColumn("epoch {task.fields[epoch]}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()

@@ -29,13 +29,13 @@ from timed_steps import TimedSteps
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 HEAD_DIM = 32
-ORIENTATIONS, FREQUENCIES = 8, (4.0, 8.0)  # of generated images, the latter in periods per image
-SMALLEST_IMAGE = 32  # the last stage has an extent of 1 there
+ORIENTATIONS, FREQUENCIES = 8, (4.0, 8.0)  # of generated images; frequencies are in periods per image
+SMALLEST_IMAGE = 32  # the last stage then has an extent of 1
 TEST_IMAGES = 256
 
 
 class Preset(NamedTuple):
-    """The size of a model: features and blocks per stage, and how much wider perceptrons are."""
+    """Size of a model: features and blocks per stage, and the width factor of MLPs."""
 
     width: int
     depths: tuple[int, ...]
@@ -93,7 +93,7 @@ class Block(nnx.Module):
 
 
 class Classifier(nnx.Module):
-    """NAT or DiNAT for square images. Parameters are float32, whatever the type that is computed in."""
+    """NAT or DiNAT for square images. Parameters are always float32."""
 
     def __init__(
         self, preset: Preset, image_size: int, classes: int, settings: Settings, *, channels: int = 3, rngs: nnx.Rngs
@@ -133,7 +133,7 @@ class Classifier(nnx.Module):
 
 
 def halved(extent: int) -> int:
-    """Rows or columns that a convolution of stride 2 leaves."""
+    """Number of rows or columns after a convolution of stride 2."""
     return -(-extent // 2)
 
 
@@ -152,7 +152,7 @@ class Data(NamedTuple):
 
 
 def gratings(options: argparse.Namespace) -> Data:
-    """Noisy waves of any phase and color, whose class is their direction and their length."""
+    """Noisy gratings of random phase and color, whose class is their orientation and frequency."""
     size, classes = options.image_size, ORIENTATIONS * len(FREQUENCIES)
 
     def draw(key: jax.Array, label: jax.Array) -> jax.Array:
@@ -176,7 +176,7 @@ def gratings(options: argparse.Namespace) -> Data:
 
 
 def digits(options: argparse.Namespace) -> Data:
-    """Scikit-learn's handwritten digits, which have 8 x 8 pixels."""
+    """Scikit-learn's handwritten digits, enlarged from 8 x 8 pixels."""
     known = load_digits()
     pixels = (known.images / 8.0 - 1.0).astype(np.float32)
     train_pixels, test_pixels, train_labels, test_labels = train_test_split(
@@ -196,7 +196,7 @@ def digits(options: argparse.Namespace) -> Data:
 
 
 def step_of(graph: nnx.GraphDef[Classifier], optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-    """A step of training: takes parameters and the optimizer's state, images, labels; returns state and loss."""
+    """Build a training step: (parameters and optimizer state), images, labels -> new state, loss."""
 
     def step(state: Any, images: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
         parameters, optimizer_state = state
@@ -213,7 +213,7 @@ def step_of(graph: nnx.GraphDef[Classifier], optimizer: optax.GradientTransforma
 
 
 def accuracy(graph: nnx.GraphDef[Classifier], parameters: Any, data: Data, batch: int) -> float:
-    """The part of the test images whose class is the most likely one."""
+    """Fraction of test images that are classified correctly."""
     predict = jax.jit(lambda parameters, images: nnx.merge(graph, parameters)(images).argmax(-1))
     images, labels = data.test
     parts = [predict(parameters, images[first : first + batch]) for first in range(0, len(images), batch)]
@@ -252,7 +252,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train, print losses, the time of a step and the accuracy, and, if asked for, how much of a step is attention."""
+    """Train; print losses, the time of a step, the accuracy and, if requested, the share of attention in a step."""
     options = parse(arguments)
     data = {"generated": gratings, "digits": digits}[options.data](options)
     preset = PRESETS[options.preset]

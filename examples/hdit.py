@@ -35,14 +35,14 @@ from natten_jax import attention, backends, na2d
 from natten_jax.rotary import apply_rotary, rotary_angles
 
 matplotlib.use("Agg")  # there may be no display
-import matplotlib.pyplot as plt  # only now is the choice of a display made
+import matplotlib.pyplot as plt  # must follow the choice of a backend
 
-BLOBS = 3  # in a generated picture
+BLOBS = 3  # per generated picture
 CLASSES = 10  # digits
-CONDITION = 256  # features that describe the level of noise and the class
+CONDITION = 256  # features of the embedded noise level and class
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 GRAY = "#7d8896"  # text on light and on dark pages
-EPSILON = 1e-6  # what the squares of features are at least, where something is divided by their root
+EPSILON = 1e-6  # added to sums and means of squares before a division by their root
 HEAD_DIM = 64
 MLP_RATIO = 3
 MAPPING_DEPTH = 2
@@ -63,7 +63,7 @@ def linear(in_features: int, features: int, dtype: Any, rngs: nnx.Rngs, *, is_ze
 
 
 class GatedPerceptron(nnx.Module):
-    """GEGLU: one half of the hidden features gates the other."""
+    """GEGLU MLP: one half of the hidden features gates the other."""
 
     def __init__(self, features: int, dtype: Any, rngs: nnx.Rngs) -> None:
         self.expand = linear(features, 2 * MLP_RATIO * features, dtype, rngs)
@@ -75,20 +75,20 @@ class GatedPerceptron(nnx.Module):
 
 
 class AdaptiveNorm(nnx.Module):
-    """Root mean square normalization whose scale depends on the level of noise."""
+    """RMS normalization whose scale depends on the noise level."""
 
     def __init__(self, features: int, dtype: Any, rngs: nnx.Rngs) -> None:
         self.norm = nnx.RMSNorm(features, epsilon=EPSILON, use_scale=False, dtype=jnp.float32, rngs=rngs)
         self.scale = linear(CONDITION, features, dtype, rngs, is_zero=True)
 
     def __call__(self, tokens: jax.Array, condition: jax.Array) -> jax.Array:
-        # Eight bits are too few for a small change of a scale of 1.
+        # bfloat16's eight bits cannot represent a small change of a scale of 1.
         scale = 1 + self.scale(condition).astype(jnp.float32)
         return (self.norm(tokens) * scale[:, None, None]).astype(tokens.dtype)
 
 
 class Attention(nnx.Module):
-    """Cosine-similarity attention of tokens ``[batch, height, width, features]``: to windows, or to all of them."""
+    """Cosine-similarity attention of tokens ``[batch, height, width, features]``, with windows or over all tokens."""
 
     def __init__(self, features: int, is_global: bool, settings: Settings, rngs: nnx.Rngs) -> None:
         self.settings, self.is_global = settings, is_global
@@ -101,7 +101,7 @@ class Attention(nnx.Module):
         split = self.project(tokens).reshape(*tokens.shape[:-1], 3, -1, HEAD_DIM)
         query, key, value = (split[..., number, :, :] for number in range(3))
         angles = axial_angles(tokens.shape[1:3])
-        # The operators take one scale for all heads. Each has its own here, which the queries therefore carry.
+        # The operators take one scale for all heads, so the queries carry the per-head scale.
         query = apply_rotary(normalized(query) * self.scale[...], angles).astype(value.dtype)
         key = apply_rotary(normalized(key), angles).astype(value.dtype)
         attended = self._all(query, key, value) if self.is_global else self._windows(query, key, value)
@@ -117,7 +117,7 @@ class Attention(nnx.Module):
 
 
 def normalized(heads: jax.Array) -> jax.Array:
-    """Queries or keys of length 1, float32."""
+    """Normalize queries or keys to length 1, in float32."""
     wide = heads.astype(jnp.float32)
     return wide * jax.lax.rsqrt(jnp.square(wide).sum(-1, keepdims=True) + EPSILON)
 
@@ -147,14 +147,14 @@ class Block(nnx.Module):
 
 
 def merged(pixels: jax.Array, size: int) -> jax.Array:
-    """``[batch, height, width, features]`` with squares of tokens side by side in one token's features."""
+    """Merge squares of tokens of ``[batch, height, width, features]`` into the features of single tokens."""
     batch, height, width, features = pixels.shape
     squares = pixels.reshape(batch, height // size, size, width // size, size, features)
     return squares.swapaxes(2, 3).reshape(batch, height // size, width // size, size * size * features)
 
 
 def split(tokens: jax.Array, size: int) -> jax.Array:
-    """The inverse of :func:`merged`."""
+    """Invert :func:`merged`."""
     batch, height, width, features = tokens.shape
     squares = tokens.reshape(batch, height, width, size, size, features // size**2)
     return squares.swapaxes(2, 3).reshape(batch, height * size, width * size, features // size**2)
@@ -195,7 +195,7 @@ class Mapping(nnx.Module):
     def __init__(self, dtype: Any, rngs: nnx.Rngs) -> None:
         self.dtype = dtype
         self.embed = linear(CONDITION, CONDITION, dtype, rngs)
-        as_long = nnx.initializers.normal(1.0)  # as the waves, or they would drown it
+        as_long = nnx.initializers.normal(1.0)  # as large as the waves, which would otherwise dominate
         self.classes = nnx.Embed(CLASSES, CONDITION, dtype=dtype, embedding_init=as_long, rngs=rngs)
         self.norms = nnx.List([nnx.RMSNorm(CONDITION, dtype=dtype, rngs=rngs) for _ in range(MAPPING_DEPTH + 1)])
         self.perceptrons = nnx.List([GatedPerceptron(CONDITION, dtype, rngs) for _ in range(MAPPING_DEPTH)])
@@ -210,7 +210,7 @@ class Mapping(nnx.Module):
 
 
 class Hourglass(nnx.Module):
-    """The model. Parameters are float32, whatever the type that is computed in."""
+    """The model. Parameters are always float32."""
 
     def __init__(
         self, widths: Sequence[int], depths: Sequence[int], patch: int, settings: Settings, *, rngs: nnx.Rngs
@@ -223,7 +223,7 @@ class Hourglass(nnx.Module):
         self.head = linear(widths[0], 3 * patch**2, settings.dtype, rngs, is_zero=True)
 
     def __call__(self, images: jax.Array, noise_levels: jax.Array, classes: jax.Array) -> jax.Array:
-        """Velocities, float32, of noisy images ``[batch, size, size, 3]``; levels and classes are ``[batch]``."""
+        """Estimate float32 velocities of noisy images ``[batch, size, size, 3]``; other inputs are ``[batch]``."""
         tokens = self.embed(merged(images.astype(self.dtype), self.patch))
         tokens = self.levels(tokens, self.mapping(noise_levels, classes))
         return split(self.head(self.norm(tokens)), self.patch).astype(jnp.float32)
@@ -242,14 +242,14 @@ class Digits:
         self._batch_size = options.batch
 
     def batch(self, step: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Pictures ``[batch, size, size, 3]``, their classes, a key for noise; the same for a step whenever asked."""
+        """Pictures ``[batch, size, size, 3]``, their classes, and a key for noise: deterministic per step number."""
         at_pictures, at_noise = jax.random.split(jax.random.fold_in(self.key, step))
         chosen = jax.random.choice(at_pictures, len(self._images), (self._batch_size,), replace=False)
         return self._images[chosen], self._classes[chosen], at_noise
 
 
 class Blobs:
-    """Generated pictures with values in [-1, 1]: round blobs of any color before a background of another one."""
+    """Generated pictures with values in [-1, 1]: round colored blobs on a background of another color."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.key = jax.random.key(options.seed)
@@ -258,7 +258,7 @@ class Blobs:
         self._batch_size = options.batch
 
     def batch(self, step: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Pictures ``[batch, size, size, 3]``, their classes, a key for noise; the same for a step whenever asked."""
+        """Pictures ``[batch, size, size, 3]``, their classes, and a key for noise: deterministic per step number."""
         at_pictures, at_noise = jax.random.split(jax.random.fold_in(self.key, step))
         images = self._draw(jax.random.split(at_pictures, self._batch_size))
         return images, jnp.zeros(self._batch_size, int), at_noise
@@ -281,7 +281,7 @@ DATA: dict[str, type[Digits] | type[Blobs]] = {"digits": Digits, "blobs": Blobs}
 
 
 def step_of(graph: nnx.GraphDef[Hourglass], optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-    """A step of training: takes parameters with the optimizer's state, images, classes, a key; gives state and loss."""
+    """Build a training step: (parameters and optimizer state), images, classes, key -> new state, loss."""
 
     def step(state: Any, images: jax.Array, classes: jax.Array, key: jax.Array) -> tuple[Any, jax.Array]:
         parameters, optimizer_state = state
@@ -303,7 +303,7 @@ def step_of(graph: nnx.GraphDef[Hourglass], optimizer: optax.GradientTransformat
 def sample(
     graph: nnx.GraphDef[Hourglass], parameters: Any, noise: jax.Array, classes: jax.Array, steps: int
 ) -> jax.Array:
-    """Images of some classes that noise of their shape leads to."""
+    """Sample images of the given classes from noise of the same shape."""
 
     @jax.jit
     def follow(parameters: Any, noise: jax.Array) -> jax.Array:
@@ -317,7 +317,7 @@ def sample(
 
 
 def save_pictures(path: Path, rows: dict[str, tuple[jax.Array, jax.Array]], *, is_labelled: bool) -> None:
-    """Write images with values in [-1, 1], each ``[n, size, size, 3]`` as one row, under their classes, as a PNG."""
+    """Write images with values in [-1, 1], each ``[n, size, size, 3]`` as a row, labelled by class, as a PNG."""
     columns = max(len(images) for images, _ in rows.values())
     figure = plt.figure(figsize=(0.65 * columns, 1.25 * len(rows)), layout="constrained")
     for part, (name, (images, classes)) in zip(
@@ -381,7 +381,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train and sample; print losses and the time of a step, and, if asked for, how much of a step is attention."""
+    """Train and sample; print losses, the time of a step and, if requested, the share of attention in a step."""
     options = parse(arguments)
     settings = Settings(options.kernel_size, DTYPES[options.dtype], options.backend)
     pictures = DATA[options.data](options)

@@ -1,7 +1,7 @@
-"""Profile a neighborhood attention block on video tokens: where does the time of a jit-compiled step go?
+"""Profile a neighborhood attention block on video tokens, to see which kernels take the time of a compiled step.
 
-JAX's profiler records what the compiled block launches; the profiler that comes with natten_jax reads the trace
-and gives every launch a readable name.
+JAX's profiler records the launches of the compiled block; natten_jax's profiler reads the trace and gives every launch
+a readable name.
 
     python examples/profile_block.py --layout 8 16 16 --kernel-size 4 7 7 --backward
 """
@@ -37,13 +37,13 @@ class Block(nnx.Module):
         self.contract = nnx.Linear(4 * features, features, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """``[batch, depth, height, width, features]`` to the same."""
+        """Map ``[batch, depth, height, width, features]`` to the same shape."""
         tokens = tokens + self.attention(self.attention_norm(tokens))
         return tokens + self.contract(nnx.gelu(self.expand(self.perceptron_norm(tokens))))
 
 
 def build(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
-    """The function to profile and its arguments: the block's state and random tokens."""
+    """Build the function to profile and its arguments: the block's state and random tokens."""
     dtype = jnp.dtype(options.dtype)
     rngs = nnx.Rngs(0)
     attention = NeighborhoodAttention3D(
@@ -81,7 +81,7 @@ def profile(options: argparse.Namespace) -> tuple[measure.Row, ...]:
 
 
 def table(rows: Sequence[measure.Row], title: str) -> Table:
-    """A line per operation, the slowest first."""
+    """Format a line per operation, slowest first."""
     total = sum(row.runtime for row in rows)
     result = Table("Operation", "Category", title=title, show_footer=True)
     result.columns[0].footer = "Total"
@@ -89,7 +89,7 @@ def table(rows: Sequence[measure.Row], title: str) -> Table:
     result.add_column("Runtime", format_time(total), justify="right")
     result.add_column("Share", "100.0%", justify="right")
     for row in sorted(rows, key=lambda row: -row.runtime):
-        name = escape(row.name.operation)  # names may hold brackets, which rich would take for markup
+        name = escape(row.name.operation)  # names may contain brackets, which rich would parse as markup
         result.add_row(name, row.name.category, str(row.calls), format_time(row.runtime), f"{row.runtime / total:.1%}")
     return result
 

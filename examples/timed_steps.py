@@ -14,11 +14,11 @@ from natten_jax.profiler import capture
 from natten_jax.profiler.program import Program, compile_for_trace
 from natten_jax.profiler.report import format_time
 
-LINES = 10  # of losses that are printed
+LINES = 10  # number of printed losses
 
 
 class AttentionTime(NamedTuple):
-    """Device time of a step in seconds: of natten_jax's forward and backward passes, and of everything."""
+    """Device time of a step in seconds: natten_jax's forward passes, its backward passes, and the total."""
 
     forward: float
     backward: float
@@ -26,7 +26,7 @@ class AttentionTime(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The part of the step that is attention."""
+        """Share of attention in the step."""
         return (self.forward + self.backward) / self.total
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class TimedSteps:
         self.seconds: list[float] = []
 
     def train(self, batch: Callable[[int], tuple[Any, ...]], count: int) -> None:
-        """Train, and print losses on the way and the median time of a step.
+        """Train; print losses along the way, and the median time of a step.
 
         Args:
             batch: Returns the further arguments of a step, by its number, which starts at 1.
@@ -86,7 +86,7 @@ class TimedSteps:
 
     @property
     def median_seconds(self) -> float:
-        """Median seconds of a step, without the first one, which compiles."""
+        """Median seconds of a step, without the first step, which compiles."""
         return statistics.median(self.seconds[1:] or self.seconds)
 
     def profile(self, *batch: Any, iterations: int = 3) -> AttentionTime:

@@ -28,12 +28,12 @@ from natten_jax.flax_modules.nnx import NeighborhoodAttention3D
 from sklearn.datasets import load_sample_images
 
 CHANNELS = 3
-LINES = 10  # of losses that are printed
+LINES = 10  # number of printed losses
 PICTURE_SIZE = 427, 640  # height and width
 
 
 def over(*axes: str | None) -> dict[str, Any]:
-    """Metadata of a parameter: the mesh axis that each of its dimensions is split over."""
+    """Metadata of a parameter: the mesh axis of each of its dimensions."""
     return {"out_sharding": axes}
 
 
@@ -76,7 +76,7 @@ class Block(nnx.Module):
 
 
 class Predictor(nnx.Module):
-    """Every patch of a frame is a token."""
+    """Predict the next frames; every patch of a frame is a token."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         rngs = nnx.Rngs(options.seed)
@@ -88,11 +88,11 @@ class Predictor(nnx.Module):
         )
         self.blocks = nnx.List([Block(features, options, rngs) for _ in range(options.depth)])
         self.norm = nnx.LayerNorm(features, rngs=rngs)
-        # Zero, so that the untrained model predicts that nothing moves.
+        # Zero, so that the untrained model predicts no motion.
         self.head = nnx.Linear(features, pixels, kernel_init=nnx.initializers.zeros_init(), rngs=rngs)
 
     def __call__(self, frames: jax.Array) -> jax.Array:
-        """Patches ``[batch, *tokens, pixels]`` of the frames that follow."""
+        """Predict patches ``[batch, *tokens, pixels]`` of the frames that follow."""
         tokens = self.embed(frames) + (self.frame[:, None, None] + self.row[:, None] + self.column[...])
         for block in self.blocks:
             tokens = block(tokens)
@@ -101,7 +101,7 @@ class Predictor(nnx.Module):
 
 @nnx.jit
 def train_step(model: Predictor, optimizer: nnx.Optimizer[Any], frames: jax.Array, following: jax.Array) -> jax.Array:
-    """Update the model in place; returns the loss, a squared error that is 1 if nothing is taken to move."""
+    """Update the model in place; return the loss, a squared error that is 1 for the prediction of no motion."""
 
     def loss_of(model: Predictor) -> jax.Array:
         return jnp.square(model(frames) - following).mean() / jnp.square(frames - following).mean()
@@ -115,7 +115,7 @@ class Run:
     """A model in training, on the devices of a mesh."""
 
     def __init__(self, options: argparse.Namespace, mesh: Mesh) -> None:
-        @nnx.jit  # parameters are split from the start: no device ever holds the whole model
+        @nnx.jit  # split parameters from the start: the whole model never exists on one device
         def create() -> tuple[Predictor, nnx.Optimizer[Any]]:
             model = Predictor(options)
             schedule = optax.warmup_cosine_decay_schedule(
@@ -140,7 +140,7 @@ class Run:
         return jax.block_until_ready(jax.device_put((clips[:, :-1], clips[:, 1:]), batch))
 
     def launch(self, frames: jax.Array, following: jax.Array) -> jax.Array:
-        """Start a step; its loss, which is not waited for."""
+        """Start a step asynchronously; return its loss."""
         with jax.set_mesh(self.mesh):
             return self.train_step(frames, following)
 
@@ -153,19 +153,19 @@ class Run:
 
     @property
     def seconds_per_step(self) -> float:
-        """The median without the first step, which compiles."""
+        """Median without the first step, which compiles."""
         return float(np.median(self.seconds[1:] or self.seconds))
 
 
 class Data:
-    """Clips that are cut out of pictures."""
+    """Clips cut out of pictures."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.pictures = (np.stack(load_sample_images().images) / 127.5 - 1.0).astype(np.float32)
         self.options = options
 
     def batch(self, step: int) -> np.ndarray:
-        """Patches ``[batch, frames + 1, height, width, pixels]``; the same for a step whenever asked."""
+        """Patches ``[batch, frames + 1, height, width, pixels]``: deterministic per step number."""
         random = np.random.default_rng((self.options.seed, step))
         return np.stack([self._clip(random) for _ in range(self.options.batch_size)])
 
@@ -173,7 +173,7 @@ class Data:
         patch, (frames, *tokens) = self.options.patch, self.options.tokens
         size = np.array(tokens) * patch
         last_corner = np.array(PICTURE_SIZE) - size
-        # In a straight line, at most a patch per frame.
+        # Pan in a straight line, at most a patch per frame.
         pan = random.integers(-patch, patch, 2, endpoint=True) * np.arange(frames + 1)[:, None]
         corners = np.clip(random.integers(0, last_corner, endpoint=True) + pan, 0, last_corner)
         picture = self.pictures[random.integers(len(self.pictures))]
@@ -232,7 +232,7 @@ def device_mesh(options: argparse.Namespace) -> Mesh:
         SystemExit: There are too few devices, or the requested numbers do not divide.
     """
     if options.devices is not None:
-        # Has an effect only on the host's devices, and only before JAX first looks for any.
+        # Affects only host devices, and only before JAX first initialises devices.
         jax.config.update("jax_num_cpu_devices", options.devices)
     devices = jax.devices()
     count = options.devices or len(devices)
@@ -247,12 +247,12 @@ def device_mesh(options: argparse.Namespace) -> Mesh:
 
 
 def mesh_of(devices: Sequence[jax.Device], shape: tuple[int, int]) -> Mesh:
-    """A mesh on which the compiler derives what no annotation says."""
+    """Create a mesh with automatic axes, for which the compiler derives all shardings that are not annotated."""
     return jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto), devices=devices)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train, print losses and seconds per step, and, if asked for, how far one device's losses are from them."""
+    """Train; print losses, seconds per step and, if requested, the difference from single-device losses."""
     options = parse(arguments)
     mesh = device_mesh(options)
     data = Data(options)

@@ -25,10 +25,10 @@ from natten_jax.flax_modules.nnx import NeighborhoodAttention3D
 from sklearn.datasets import load_sample_images
 
 DTYPES = ("float32", "float16", "bfloat16")
-LINES = 10  # of losses that are printed
+LINES = 10  # number of printed losses
 PICTURE_SIZE = 427, 640  # height and width
 NOISE = 0.5  # standard deviation; pixels are in [-1, 1]
-SMOOTHING = 20  # steps that losses are averaged over before they are compared
+SMOOTHING = 20  # steps to average losses over before comparing
 
 
 class Arithmetic(NamedTuple):
@@ -57,7 +57,7 @@ class Block(nnx.Module):
 
 
 class Denoiser(nnx.Module):
-    """Every patch of a frame is a token. Parameters are float32, whatever the type that is computed in."""
+    """Denoise clips; every patch of a frame is a token. Parameters are always float32."""
 
     def __init__(self, options: argparse.Namespace, arithmetic: Arithmetic) -> None:
         rngs = nnx.Rngs(options.seed)
@@ -81,7 +81,7 @@ class Denoiser(nnx.Module):
         )
         self.block = Block(features, attention, dtype, rngs)
         self.norm = nnx.LayerNorm(features, dtype=dtype, rngs=rngs)
-        # Zero, so that the untrained model changes nothing.
+        # Zero, so that the untrained model is the identity.
         self.head = nnx.Linear(features, pixels, dtype=dtype, kernel_init=nnx.initializers.zeros_init(), rngs=rngs)
 
     def __call__(self, noisy: jax.Array) -> jax.Array:
@@ -92,7 +92,7 @@ class Denoiser(nnx.Module):
 
 
 class Data:
-    """Clips that are cut out of pictures ``[n, height, width, 3]`` with values in [-1, 1]."""
+    """Clips cut out of pictures ``[n, height, width, 3]`` with values in [-1, 1]."""
 
     def __init__(self, pictures: np.ndarray, options: argparse.Namespace) -> None:
         self.pictures = jnp.asarray(pictures)
@@ -102,7 +102,7 @@ class Data:
         self.clips = jax.jit(jax.vmap(self._clip, in_axes=(None, 0)))
 
     def batch(self, step: int) -> tuple[jax.Array, jax.Array]:
-        """Noisy and clean patches ``[batch, *tokens, pixels]``; the same for a step whenever asked."""
+        """Noisy and clean patches ``[batch, *tokens, pixels]``: deterministic per step number."""
         return self.clips(self.pictures, jax.random.split(jax.random.fold_in(self.key, step), self.batch_size))
 
     def _clip(self, pictures: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -110,7 +110,7 @@ class Data:
         size = rows * self.patch, columns * self.patch
         last_corner = np.array(pictures.shape[1:3]) - np.array(size)
         pass_, where, speed, noise = jax.random.split(key, 4)
-        # From one corner to another in a straight line, at most a patch per frame.
+        # Pan from one corner to another in a straight line, at most a patch per frame.
         start = jax.random.uniform(where, (2,), maxval=last_corner)
         pan = jax.random.uniform(speed, (2,), minval=-1.0) * self.patch * (frames - 1)
         corners = jnp.linspace(start, jnp.clip(start + pan, 0, last_corner), frames).round().astype(int)
@@ -122,13 +122,13 @@ class Data:
 
 
 def load() -> np.ndarray:
-    """The pictures ``[n, height, width, 3]`` with values in [-1, 1]."""
+    """Load the pictures ``[n, height, width, 3]`` with values in [-1, 1]."""
     return (np.stack(load_sample_images().images) / 127.5 - 1.0).astype(np.float32)
 
 
 @nnx.jit
 def train_step(model: Denoiser, optimizer: nnx.Optimizer[Any], noisy: jax.Array, clean: jax.Array) -> jax.Array:
-    """Update the model in place; returns the loss, the mean squared error of a pixel."""
+    """Update the model in place; return the loss, the mean squared error per pixel."""
 
     def loss_of(model: Denoiser) -> jax.Array:
         return jnp.square(model(noisy) - clean).mean()
@@ -158,12 +158,12 @@ class Run:
 
     @property
     def seconds_per_step(self) -> float:
-        """The median without the first step, which compiles."""
+        """Median without the first step, which compiles."""
         return float(np.median(self.seconds[1:] or self.seconds))
 
 
 def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest relative difference of two curves of losses, both smoothed by a moving mean."""
+    """Largest relative difference of two loss curves, both smoothed by a moving average."""
     width = min(SMOOTHING, len(reference))
     smoothed, expected = (np.convolve(curve, np.full(width, 1 / width), "valid") for curve in (losses, reference))
     return float(np.max(np.abs(smoothed - expected) / expected))
@@ -175,7 +175,7 @@ def print_line(label: str, cells: Sequence[str]) -> None:
 
 
 def save_curves(path: Path, options: argparse.Namespace, runs: Sequence[Run]) -> None:
-    """Write the losses of all steps, and what they were computed with, as JSON."""
+    """Write the losses of all steps and their settings as JSON."""
     of_runs = "backend", "dtype", "compare", "json"
     curves = {
         **{name: value for name, value in vars(options).items() if name not in of_runs},
@@ -187,7 +187,7 @@ def save_curves(path: Path, options: argparse.Namespace, runs: Sequence[Run]) ->
 
 
 def parse_arithmetic(text: str) -> Arithmetic:
-    """``backend:dtype``, as `--compare` takes it."""
+    """Parse ``backend:dtype`` for `--compare`."""
     backend, _, dtype = text.partition(":")
     if not backend or dtype not in DTYPES:
         raise argparse.ArgumentTypeError(f"{text!r} is no backend and type, such as flex-fna:float32")
@@ -229,7 +229,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train, print losses and seconds per step, and, if asked for, how far the two curves are apart."""
+    """Train; print losses, seconds per step and, if requested, the difference of the two curves."""
     options = parse(arguments)
     data = Data(load(), options)
     runs = [Run(options, Arithmetic(options.backend, options.dtype))]

@@ -26,12 +26,12 @@ from flax import nnx
 from natten_jax.flax_modules.nnx import NeighborhoodAttention2D
 
 matplotlib.use("Agg")  # there may be no display
-import matplotlib.pyplot as plt  # only now is the choice of a display made
+import matplotlib.pyplot as plt  # must follow the choice of a backend
 
 GRAY = "#7d8896"  # text on light and on dark pages
 HEAD_DIM = 8
-MODES = 24  # waves that a field is the sum of
-SHORTEST = 5  # waves around the globe
+MODES = 24  # number of waves in a field
+SHORTEST = 5  # largest number of waves around the globe
 EDGES = {"cut": ("cut", "cut"), "wrap": ("cut", "wrap")}
 
 
@@ -62,7 +62,7 @@ class Forecaster(nnx.Module):
     """Predict the next field from a field ``[batch, latitudes, longitudes]``.
 
     A token's input contains its latitude but not its longitude: the model with wrapping windows is the same everywhere
-        on a circle of latitude.
+    on a circle of latitude.
     """
 
     def __init__(self, options: argparse.Namespace, edges: Sequence[str], rngs: nnx.Rngs) -> None:
@@ -82,7 +82,7 @@ class Forecaster(nnx.Module):
 
 
 def latitudes_of(count: int) -> jax.Array:
-    """Latitudes in radians, from the south to the north."""
+    """Latitudes in radians, from south to north."""
     return (jnp.arange(count) + 0.5) / count * jnp.pi - jnp.pi / 2
 
 
@@ -92,7 +92,7 @@ def winds(latitudes: jax.Array, longitudes: int) -> jax.Array:
 
 
 def weather(key: jax.Array, count: int, steps: int, grid: Sequence[int]) -> jax.Array:
-    """Random fields at each of ``steps + 1`` times, ``[steps + 1, count, latitudes, longitudes]``; of deviation 1."""
+    """Random fields of standard deviation 1 at ``steps + 1`` times, ``[steps + 1, count, latitudes, longitudes]``."""
     latitudes, longitudes = latitudes_of(grid[0]), jnp.arange(grid[1]) / grid[1] * 2 * jnp.pi
     of_sizes, of_directions, of_phases, of_signs = jax.random.split(key, 4)
     around = jax.random.randint(of_sizes, (count, MODES), 1, SHORTEST + 1)
@@ -110,7 +110,7 @@ def weather(key: jax.Array, count: int, steps: int, grid: Sequence[int]) -> jax.
 
 @nnx.jit
 def train_step(model: Forecaster, optimizer: nnx.Optimizer[Any], now: jax.Array, then: jax.Array) -> jax.Array:
-    """Update the model in place; returns the loss."""
+    """Update the model in place; return the loss."""
     loss, gradients = nnx.value_and_grad(lambda model: jnp.mean((model(now) - then) ** 2))(model)
     optimizer.update(model, gradients)
     return loss
@@ -118,12 +118,12 @@ def train_step(model: Forecaster, optimizer: nnx.Optimizer[Any], now: jax.Array,
 
 @nnx.jit
 def forecast(model: Forecaster, fields: jax.Array) -> jax.Array:
-    """The fields of the next step."""
+    """Predict the fields of the next step."""
     return model(fields)
 
 
 def trained(options: argparse.Namespace, edges: Sequence[str]) -> Forecaster:
-    """A model that has seen ``--steps`` batches of fields, the same ones whatever its edges."""
+    """Train a model on ``--steps`` batches of fields, which are the same for all ``edges``."""
     model = Forecaster(options, edges, nnx.Rngs(options.seed))
     schedule = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, options.steps // 10, options.steps)
     optimizer = nnx.Optimizer(model, optax.adamw(schedule, weight_decay=1e-4), wrt=nnx.Param)
@@ -135,7 +135,7 @@ def trained(options: argparse.Namespace, edges: Sequence[str]) -> Forecaster:
 
 
 def errors_of(model: Forecaster, truth: jax.Array) -> np.ndarray:
-    """Root mean square errors of forecasts by longitude, ``[steps, longitudes]``, from the first of the fields."""
+    """Root mean square errors of forecasts from the first fields, by longitude: ``[steps, longitudes]``."""
     fields, found = truth[0], []
     for expected in truth[1:]:
         fields = forecast(model, fields)
@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if min(np.subtract(options.grid, options.kernel_size)) < 0:
         parser.error(f"--kernel-size {options.kernel_size} must fit --grid {options.grid}")
 
-    # Fields that no model has seen.
+    # Fields that were not used for training.
     truth = weather(jax.random.key(options.seed + 1), 64, options.forecast, options.grid)
     reach = options.forecast * options.depth * (options.kernel_size[1] // 2)
     seam = np.minimum(np.arange(options.grid[1]), np.arange(options.grid[1])[::-1]) < min(reach, options.grid[1] // 8)

@@ -1,1 +1,1 @@
-"""The parts of the programs about several devices: what is split, how long halos travel, what is predicted."""
+"""Shared code of the multi-device benchmarks: splits, halo exchange times, and predictions."""

@@ -17,7 +17,7 @@ Span = tuple[float, float]
 
 @contextlib.contextmanager
 def halos_first() -> Iterator[None]:
-    """Programs that are compiled inside have all halos before anything is computed."""
+    """Compile programs inside this context so that all halos arrive before any computation."""
     decide = halos.gains
     halos.gains = lambda *_: False
     halos.overlap_that_pays.cache_clear()
@@ -29,9 +29,10 @@ def halos_first() -> Iterator[None]:
 
 
 def exchange_milliseconds(devices: Devices, program: Program) -> dict[str, float]:
-    """Median milliseconds of an iteration's exchange on the device that exchanges longest, and what kernels hide of it.
+    """Median milliseconds of the longest exchange of a device per iteration, and the part that kernels hide.
 
-    An exchange lasts from its first kernel or copy to its end, with the time that it waits for other devices.
+    An exchange lasts from the start of its first kernel or copy to its end, including the time spent waiting for other
+    devices.
     """
 
     def times(events: Sequence[Event]) -> tuple[float, float]:
@@ -48,7 +49,7 @@ def exchange_milliseconds(devices: Devices, program: Program) -> dict[str, float
 
 
 def timeline(devices: Devices, program: Program) -> list[dict[str, Any]]:
-    """Kernels and copies of the first iteration: on which device, when, in milliseconds since the first, and what."""
+    """Kernels and copies of the first iteration, with times in milliseconds since the first event."""
     started = min(event.start for iterations in devices.values() for event in iterations[0])
     return [
         {
@@ -78,5 +79,5 @@ def _length(spans: Iterable[Span]) -> float:
 
 
 def _shared(spans: Sequence[Span], others: Sequence[Span]) -> float:
-    """The length of what is in both."""
+    """Length of the intersection."""
     return _length(spans) + _length(others) - _length([*spans, *others])

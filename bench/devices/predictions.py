@@ -64,7 +64,7 @@ def relative_errors(predicted: dict[str, Any], measured: dict[str, Any]) -> dict
 
 
 def _split_times(curve: Curve, family: str, pass_: str, devices: int) -> list[SplitTime]:
-    """Times of each pass; none if one cannot be predicted."""
+    """Predicted times of each pass; empty if a pass cannot be predicted."""
     if calibration_for(family) is None:
         return []
     wanted: Sequence[Pass] = ("forward",) if pass_ == "forward" else PASSES
@@ -77,7 +77,7 @@ def _split_time(curve: Curve, family: str, pass_: Pass, devices: int) -> SplitTi
     request = Request(problem, backend=str(BackendId(family, problem.operator)), parts=parts)
     try:
         plan = resolve(request, _GPU, pass_)
-    except ValueError:  # not what these kernels compute
+    except ValueError:  # unsupported by these kernels
         return None
     calibration = calibration_for(plan.backend.family)
     return None if calibration is None else predict_split(plan, parts, calibration)

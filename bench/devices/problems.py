@@ -14,12 +14,12 @@ from natten_jax.problem import Problem
 
 Scaling = Literal["strong", "weak"]
 
-#: Strong: devices share one problem. Weak: each has a part of the same size, whatever their number.
+#: Strong: devices share one problem. Weak: the part per device has a constant size.
 SCALINGS: tuple[Scaling, ...] = ("strong", "weak")
 
 _HEADS = -2
 
-#: By rank: sizes for which nothing is fast or slow.
+#: Sizes for quick trials, by rank; not representative of performance.
 _SMALL: dict[int, dict[str, Any]] = {
     1: {"layout": (256,), "kernel_size": (16,), "heads": 8},
     3: {"layout": (2, 8, 16), "kernel_size": (2, 4, 4), "heads": 8},
@@ -35,7 +35,7 @@ class Curve:
 
     Attributes:
         scaling: ``"strong"``, or ``"weak"`` if the problem grows with the number of devices.
-        name: The name of the split.
+        name: Name of the split.
         on_one: Problem of one device, and the axis to split.
     """
 
@@ -61,7 +61,7 @@ class Curve:
         return dataclasses.replace(benchmark, layout=layout)
 
     def share(self, devices: int) -> Problem:
-        """The layout of the whole problem, and a device's share of heads."""
+        """Problem of one device: the whole layout, with the device's share of heads."""
         problem = self.benchmark(devices).problem
         if not self.is_over_heads:
             return problem
@@ -69,7 +69,7 @@ class Curve:
         return dataclasses.replace(problem, heads=heads, heads_kv=heads)
 
     def parts(self, devices: int) -> tuple[int, ...]:
-        """In how many parts each token dimension is split."""
+        """Number of parts of each token dimension."""
         return tuple(devices if i == self._dimension else 1 for i in range(len(self.on_one.benchmark.layout)))
 
     def obstacle(self, devices: int) -> str | None:
@@ -86,7 +86,7 @@ class Curve:
 
     @property
     def _dimension(self) -> int | None:
-        """The dimension of the layout that is split."""
+        """Layout dimension that is split."""
         return None if self.is_over_heads else self.on_one.axis - 1
 
 
@@ -108,7 +108,7 @@ def curves(scaling: Scaling, is_small: bool) -> Iterator[Curve]:
 
 def _small(benchmark: Benchmark) -> Benchmark:
     sizes = _SMALL[len(benchmark.layout)]
-    # Strides of no more than half a window: parts need keys of others.
+    # Strides of at most half a window, so that parts need keys of other parts.
     halves = (extent // 2 for extent in sizes["kernel_size"])
     stride = benchmark.stride and tuple(map(min, benchmark.stride, halves))
     return dataclasses.replace(benchmark, **sizes, stride=stride, head_dim=8, dtype="float32")

@@ -1,1 +1,1 @@
-"""The parts of ``fmha_scaling.py`` and ``fmha_report.py``: ladders of kernels, figures, and what these say."""
+"""Shared code of ``fmha_scaling.py`` and ``fmha_report.py``: ladders of kernels, figures, and conclusions."""

@@ -13,7 +13,7 @@ SATURATED = 0.95
 
 #: Classes of sequence lengths with their upper bounds.
 _SIZES = (("Small", 1024.0), ("Medium", 4096.0), ("Large", math.inf))
-#: A step that pays less is not worth its work.
+#: Speed-up below which a step is not worth its effort.
 _WORTHWHILE = 1.02
 
 

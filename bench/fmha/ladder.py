@@ -1,4 +1,4 @@
-"""The ladders of ``fmha_scaling.py``: attention with one more optimisation per step, and what they are checked with."""
+"""Ladders of ``fmha_scaling.py``: attention with one more optimisation per step, and the reference to check against."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from natten_jax.simulator import calibration_for
 
 _BENCH_TARGET = "natten_jax_bench_fmha_forward"
 
-#: Largest ``||result - reference|| / ||reference||`` of a step that is timed, by element type.
+#: Largest allowed ``||result - reference|| / ||reference||`` of a step, by element type.
 BOUNDS: Mapping[str, float] = {"float16": 1e-3, "bfloat16": 6e-3, "float32": 1e-5}
 
 
@@ -45,7 +45,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Ladder:
-    """Steps, the first of which is the baseline.
+    """A ladder of steps; the first step is the baseline.
 
     Attributes:
         steps: Steps in order.
@@ -69,7 +69,7 @@ class Ladder:
 
     @property
     def rungs(self) -> tuple[Step, ...]:
-        """The steps that each improve the one before."""
+        """Steps that each improve on the previous one."""
         return tuple(step for step in self.steps[not self.starts_at_baseline :] if step.label.isdigit())
 
 
@@ -99,7 +99,7 @@ def _rung(rung: int) -> Callable[[Benchmark], Function]:
 
 
 def _dense(benchmark: Benchmark) -> Function:
-    # Logits and weights, in float32.
+    # Logits and weights in float32.
     needed = 2 * 4 * benchmark.batch * benchmark.heads * benchmark.tokens**2
     available = psutil.virtual_memory().available
     if needed > available // 2:
@@ -172,7 +172,7 @@ CPU_LADDER = Ladder(
 
 
 def ladder_of(device: Device) -> Ladder:
-    """The ladder that exists on a device."""
+    """Ladder for a device."""
     return GPU_LADDER if device.platform == "cuda" else CPU_LADDER
 
 
@@ -213,7 +213,7 @@ def tiles_of(benchmark: Benchmark, device: Device) -> dict[str, Any]:
 
 
 def error_of(result: Any, arrays: tuple[jax.Array, ...], is_causal: bool, rows: int = 48) -> float:
-    """Relative error of some rows of an attention output against dense attention in float64."""
+    """Relative error of some rows of an attention output compared with dense attention in float64."""
     query, key, value = arrays
     batch, tokens, heads, head_dim = query.shape
     rng = np.random.default_rng(0)

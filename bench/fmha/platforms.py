@@ -16,7 +16,7 @@ _RECORDED = Path(__file__).parents[1] / "results"
 
 
 def target_table() -> list[str]:
-    """The target configurations."""
+    """Format a table of the target configurations."""
     rows = (
         (target.name, *map(str, (target.tile_m, target.tile_n, target.ctas, target.occupancy))) for target in TARGETS
     )
@@ -42,7 +42,7 @@ def work_table(configuration: Mapping[str, Any]) -> list[str]:
 def measured_table(
     ladder: Ladder, configuration: Mapping[str, Any], results: Sequence[LengthResult], rate: float
 ) -> list[str]:
-    """The production kernel at its best on this device and, with the same problem, on those recorded before."""
+    """Best rates of the production kernel on this device and, for the same problem, in earlier records."""
     runs = {configuration["device"]: (results, rate)}
     for path in sorted(_RECORDED.glob("*/fmha_scaling/fmha_scaling_results.json")):
         other, other_results, other_rate = read(path)

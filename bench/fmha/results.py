@@ -17,12 +17,12 @@ from natten_jax.cost_model.tiles import flops
 
 
 def exact_flops(benchmark: Benchmark) -> int:
-    """Operations of the matrix products on what the mask leaves."""
+    """Operations of the matrix products over the pairs that the mask keeps."""
     return flops(benchmark.problem, "forward")
 
 
 def nominal_flops(benchmark: Benchmark) -> int:
-    """Operations of the matrix products on all pairs, or half of them where attention is causal."""
+    """Operations of the matrix products over all pairs, or over half of them for causal attention."""
     pairs = benchmark.tokens**2 // (2 if benchmark.is_causal else 1)
     return 4 * benchmark.batch * benchmark.heads * benchmark.head_dim * pairs
 
@@ -75,7 +75,7 @@ class LengthResult:
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[LengthResult], float]:
-    """Configuration, figures and rate of the matrix product of a run that was saved as JSON."""
+    """Read the configuration, the figures and the matrix-product rate of a run from JSON."""
     data = json.loads(path.read_text(encoding="utf-8"))
     results = [
         LengthResult(each["seq_len"], tuple(StepResult(**step) for step in each["steps"]), each["failures"])

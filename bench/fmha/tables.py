@@ -1,4 +1,4 @@
-"""Tables in Markdown of the figures of ``fmha_scaling.py``."""
+"""Markdown tables of the figures of ``fmha_scaling.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU generations that attention kernels are made for, and the tiles that the ladder's own kernels take on each."""
+"""GPU generations that attention kernels target, and the ladder's tiles for each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 
 from natten_jax.plan.devices import ComputeCapability
 
-#: Queries and keys of the tiles that the ladder's kernels have, in the order of ``TileSizes`` in csrc/bench.
+#: Queries and keys per tile of the ladder's kernels, in the order of ``TileSizes`` in csrc/bench.
 LADDER_TILES = ((64, 64), (128, 64), (128, 128))
 
 
@@ -17,10 +17,10 @@ class TargetConfig:
     Attributes:
         name: Name in tables.
         capability: Major compute capability.
-        tile_m: Queries of a tile.
-        tile_n: Keys of a tile.
+        tile_m: Queries per tile.
+        tile_n: Keys per tile.
         ctas: Thread blocks that cooperate on a tile.
-        occupancy: Thread blocks per multiprocessor.
+        occupancy: Thread blocks per SM.
     """
 
     name: str
@@ -32,7 +32,7 @@ class TargetConfig:
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Queries and keys of a tile."""
+        """Queries and keys per tile."""
         return self.tile_m, self.tile_n
 
 

@@ -23,7 +23,7 @@ def by_features(attend: Attend, problem: Problem) -> Attend:
     """Wrap ``attend`` to take a relative bias as its last argument.
 
     Args:
-        attend: Takes query, key, value, and `scale`.
+        attend: Function of query, key, value and `scale`.
         problem: Problem that ``attend`` computes; queries and keys have the same layout.
     """
 
@@ -50,7 +50,7 @@ def _of_queries(problem: Problem, table: jax.Array) -> jax.Array:
 
 
 def _entries(problem: Problem) -> Iterator[np.ndarray]:
-    """For each token of a dimension and place of a key, the entry of the table along that dimension."""
+    """For each token of a dimension and each key position, the index into the table along that dimension."""
     for axis in problem.axes:
         index, group = _indices(axis)
         start, _ = axis.bounds(index, axis.lengths(group))
@@ -68,6 +68,6 @@ def _of_keys(problem: Problem) -> np.ndarray:
 
 
 def _indices(axis: Axis) -> tuple[np.ndarray, np.ndarray]:
-    """Places of tokens in their dilation groups, and which groups these are."""
+    """Index of each token in its dilation group, and the group."""
     tokens = np.arange(axis.kv_extent)
     return tokens // axis.dilation, tokens % axis.dilation

@@ -1,4 +1,4 @@
-"""The board as one page of HTML: the newest figures of each device, how they changed, and every record."""
+"""The board as an HTML page: the newest figures of each device, their history, and every record."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OURS = "natten_jax"
 
 
 def page(records: Sequence[Record]) -> str:
-    """The page of these records, newest first; it needs no other file."""
+    """Format the page of these records, newest first; it is self-contained."""
     boards = [record for record in records if record.is_board]
     parts = [
         "<h1>natten_jax: the board</h1>",
@@ -61,7 +61,7 @@ def _by_device(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 def _device(device: str, boards: Sequence[Record]) -> str:
-    """The newest board of a device, and its figures over time."""
+    """Format the newest board of a device, and its figures over time."""
     newest = boards[0]
     results = newest.content["results"]
     parts = [f"<h2>{escape(device)}</h2>", f'<p class="about">{escape(newest.date)}, {escape(newest.name)}</p>']
@@ -108,7 +108,7 @@ def _peers(peers: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _over_time(boards: Sequence[Record]) -> str:
-    """A row for each problem and pass, a column for each board, the oldest first."""
+    """Format a row for each problem and pass, with a column for each board, oldest first."""
     columns: list[dict[tuple[str, str], float]] = []
     for board in reversed(boards):
         problems = board.content["results"]["problems"].items()
@@ -152,5 +152,5 @@ def _table(header: Sequence[str], rows: Iterable[str], numbers_from: int | None 
 
 
 def _digits(milliseconds: float) -> str:
-    """Four of them."""
+    """Format milliseconds with four digits."""
     return f"{milliseconds:.4g}" if milliseconds < 1000 else f"{milliseconds:.0f}"

@@ -12,9 +12,9 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-#: Bundles of a branch and of those behind it that are executed in any case.
+#: Bundles of a branch and its delay slots, which are always executed.
 BRANCH = 5
-#: Parts of a kernel of fewer bundles are counted with what is around them.
+#: Kernel parts with fewer bundles are counted with the surrounding code.
 SMALL = 24
 _BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:\s*([> ]*)\{(\})?")
 _JUMP = re.compile(r"sbr\.rel \((!?%\w+)\) target = \$region(\d+)")
@@ -74,14 +74,14 @@ class Program:
         calls: list[tuple[str, int]] = []
         for line in text.splitlines():
             if match := _BUNDLE.match(line):
-                # Empty bundles are written without the depth of the loop that they are in.
+                # Empty bundles are written without the depth of their loop.
                 depths.append(depths[-1] if match[4] and depths else match[3].count(">"))
                 if match[2] == "LB":
                     bodies.append((len(depths) - 1, depths[-1]))
             at = len(depths) - 1
             if at < 0:
                 continue
-            # A region that begins in a comment behind the bundle's last instruction begins with the bundle.
+            # A region whose start is in a comment after the bundle's last instruction starts at the bundle.
             for number in _REGION.findall(line):
                 regions.setdefault(int(number), at)
             jumps += [(at, int(target)) for _, target in _JUMP.findall(line)]
@@ -106,7 +106,7 @@ class Program:
         return bisect.bisect_left(self.products, span.first) < bisect.bisect_left(self.products, span.end)
 
     def inside(self, span: Span) -> Iterator[Span]:
-        """The spans inside of one."""
+        """Spans strictly inside another span."""
         return (other for other in self.spans if span.holds(other))
 
     def weights(self, factor: Callable[[Span], float]) -> list[float]:
@@ -136,7 +136,7 @@ def _trips(text: str, counter: str, bound: str) -> int | None:
 
 
 def utilization(text: str) -> tuple[list[str], list[int], list[list[int]]]:
-    """Names of units, how many of each a bundle may use, and how many each bundle does."""
+    """Names of units, their slots per bundle, and the used slots of each bundle."""
     head, _, body = text.partition("== UTILIZATION:")
     names, capacities = head.strip().splitlines()[1:3]
     used = [[int(number) for number in line.split()] for line in body.splitlines() if line.strip()]
@@ -214,7 +214,7 @@ def of_fusion(program: Program) -> list[float]:
         around = [loop for loop in program.spans if loop.is_loop and loop.holds(span)]
         if around:
             loop = around[-1]
-            # The first trip of a loop only starts copies, and the last one only waits for them.
+            # The first trip of a loop only starts copies, and the last only waits for copies.
             if (loop.trips or 0) > 2 and 2 * (span.end - span.first) > loop.end - loop.first:
                 return 1 - 2 / (loop.trips or 1)
         return 1

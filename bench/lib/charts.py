@@ -13,16 +13,16 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-#: Colors of what is drawn, in order: natten_jax, and what it is compared with.
+#: Series colors: natten_jax first, then the compared implementations.
 COLORS = BLUE, ORANGE, GRAY = "#2f7fc1", "#e08a2c", "#8f9aa6"
 LIGHT_BLUE, GREEN, RED = "#7fb2d9", "#4d9d5b", "#c9504a"
 MARKERS = "o", "s", "D"
 
-#: Text and lines, what lies behind the picture, and what should hardly be seen; on dark pages they are the second ones.
+#: Colors of text and lines, background, and faint elements; the second set is for dark pages.
 INK, PAPER, FAINT = "#1f2933", "#ffffff", "#e4e8ed"
 _ON_DARK = {INK: "#d7dde4", PAPER: "#131416", FAINT: "#2b323b"}
 
-#: Inches. A telephone of 400 pixels leaves a picture 368, where text of this size has more than 9.
+#: Inches. On a phone 400 pixels wide a picture gets 368, and text of this size is taller than 9 pixels.
 WIDTH, FONT_SIZE = 5.2, 9.6
 
 #: Values by label and row.
@@ -60,7 +60,7 @@ def dots(
     """Draw a row for each name and, in each panel, a dot per label; values of the first label are printed.
 
     Args:
-        rows: Names of the rows, of one line or two.
+        rows: Row labels, of one or two lines.
         panels: Points by panel title: at most three, with the same labels in each.
         about: Caption below the chart.
         ticks: Values on the logarithmic axis.
@@ -104,7 +104,7 @@ def dots(
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure, without a background; in an SVG its ink follows the theme of the page around it."""
+    """Save a figure without a background; the text color of an SVG follows the page's theme."""
     path.parent.mkdir(parents=True, exist_ok=True)
     picture = io.BytesIO()
     with style():
@@ -116,7 +116,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def _themed(svg: str) -> str:
-    """An SVG with variables in place of the colours of ink and paper; a hundredth of a point is enough of a number."""
+    """Replace an SVG's colors of text and background by CSS variables; round numbers to a hundredth of a point."""
     svg = re.sub(r"(\.\d\d)\d+", r"\1", svg)
     names = {color: f"--c{number}" for number, color in enumerate(_ON_DARK)}
     for color, name in names.items():

@@ -1,6 +1,6 @@
-"""cuDNN's attention of 8-bit arrays, which JAX has in a private module.
+"""cuDNN's attention of 8-bit arrays, through a private module of JAX.
 
-It is dense, and has one factor for each array and an output of 8 bits.
+It is dense, with one scale factor per array and an 8-bit output.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-#: Its factors, in the shape that it takes.
+#: Shape of cuDNN's scale factors.
 _SHAPE = (1, 1, 1, 1)
 
 
@@ -45,7 +45,7 @@ def attention(
         "scale_o": out_scale,
     }
     params: Any = {
-        name: jnp.full(_SHAPE, given.get(name, 1.0), jnp.float32)  # others are of the backward pass
+        name: jnp.full(_SHAPE, given.get(name, 1.0), jnp.float32)  # the other factors belong to the backward pass
         for name in cudnn.fp8_params_keys
     }
     found: jax.Array = cudnn.dot_product_attention(

@@ -28,7 +28,7 @@ def present_devices() -> list[jax.Device]:
 
 
 def environment() -> dict[str, Any]:
-    """Device, day, versions, commit and command of this run."""
+    """Device, date, versions, commit and command of this run."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--abbrev=40", "--dirty"],
         cwd=Path(__file__).parent,

@@ -1,4 +1,4 @@
-"""Records of earlier runs, whatever program wrote them: on which device, when, and the times that stand in them."""
+"""Records of earlier runs of any program: device, date, and times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 #: Keys of individual times, with their units in milliseconds.
 _UNITS = {"median_ms": 1.0, "latency_ms": 1.0, "us": 1e-3}
-#: Keys that say what an entry of a list is about.
+#: Keys that identify an entry of a list.
 _NAMES = ("problem", "row", "seq_len", "pass", "implementation", "name")
 
 
@@ -33,7 +33,7 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A file of figures.
+    """A record file.
 
     Attributes:
         path: Path of the file.
@@ -45,7 +45,7 @@ class Record:
 
     @property
     def name(self) -> str:
-        """The file, as seen from the repository."""
+        """Path relative to the repository."""
         path = self.path.resolve()
         return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else self.path.name
 
@@ -62,13 +62,13 @@ class Record:
 
     @property
     def date(self) -> str:
-        """The day that the record names or, in older ones, of the commit that it came with; empty if none is known."""
+        """Date in the record or, for older records, of its commit; empty if unknown."""
         named = self._environment.get("date") or self.content.get("date")
         return str(named) if named else _day_of_commit(self.path)
 
     @property
     def facts(self) -> dict[str, str]:
-        """Commit, command and versions, as far as they are known."""
+        """Commit, command and versions, if known."""
         found = self._environment
         versions = ", ".join(f"{name} {value}" for name, value in dict(found.get("versions") or {}).items())
         command = found.get("command")
@@ -84,7 +84,7 @@ class Record:
 
     @property
     def figures(self) -> list[Figure]:
-        """Every time in it that has a name."""
+        """Every named time in the record."""
         if str(self.content.get("unit", "")).startswith("milliseconds"):
             return list(_of_passes(self.content.get("problems", {})))
         parts = {name: part for name, part in self.content.items() if name not in ("environment", "config", "targets")}
@@ -92,7 +92,7 @@ class Record:
 
 
 def records(paths: Iterable[Path]) -> list[Record]:
-    """The records among these files, newest first; files that hold no object are left out."""
+    """Read the records among these files, newest first; files without a JSON object are skipped."""
     found = []
     for path in paths:
         content = json.loads(path.read_text(encoding="utf-8"))

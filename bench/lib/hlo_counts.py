@@ -1,4 +1,4 @@
-"""Bundles of a whole program that XLA compiled for a TPU: of all that it calls, times the trips of its loops."""
+"""Execution counts of the instructions of an XLA program for TPUs, including called computations and loops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LIMIT = re.compile(r"compare\(.*?%?([\w.\-]+)\), direction=LT")
 
 @dataclasses.dataclass(frozen=True)
 class Hlo:
-    """A program's text, by computation and instruction."""
+    """Text of an HLO program, by computation and instruction."""
 
     entry: str
     computations: Mapping[str, Mapping[str, str]]
@@ -40,7 +40,7 @@ class Hlo:
         return cls(entry, computations)
 
     def executed(self) -> Iterator[tuple[str, str, int]]:
-        """Name and text of each instruction, and how often it is executed."""
+        """Name, text and execution count of each instruction."""
         return self._executed(self.entry, 1)
 
     def _executed(self, computation: str, times: int) -> Iterator[tuple[str, str, int]]:
@@ -56,10 +56,10 @@ class Hlo:
                 yield name, text, times
 
     def _trips(self, condition: str) -> int:
-        """The trips of a loop whose counter begins at 0.
+        """Trip count of a loop whose counter starts at 0.
 
         Raises:
-            ValueError: They are not a constant.
+            ValueError: The trip count is not constant.
         """
         instructions = self.computations[condition]
         for text in instructions.values():

@@ -14,7 +14,7 @@ from natten_jax.profiler import baselines
 
 Function = Callable[..., Any]
 
-#: Query and key/value tokens of a block of the Mosaic kernel, by the widest head that they leave shared memory for.
+#: Query and key/value tokens per block of the Mosaic kernel, by the widest head that still fits into shared memory.
 _MOSAIC_BLOCKS = {128: (64, 128), 256: (64, 64)}
 _MOSAIC_STEPS = 2
 
@@ -56,7 +56,7 @@ def dot_product_attention(benchmark: Benchmark, implementation: Literal["cudnn",
 
 
 def sliding_window(benchmark: Benchmark, implementation: Literal["cudnn", "xla"]) -> Function:
-    """Causal windows over a sequence through ``jax.nn``: the same as natten_jax computes."""
+    """Causal windows over a sequence through ``jax.nn``, identical to natten_jax's windows."""
     if len(benchmark.layout) != 1 or benchmark.kernel_size is None or not benchmark.is_causal:
         raise ValueError("jax.nn has causal windows over sequences, and no others that are defined at the ends")
     if {*(benchmark.stride or (1,)), *(benchmark.dilation or (1,))} != {1} or benchmark.additional_kv:
@@ -68,7 +68,7 @@ def sliding_window(benchmark: Benchmark, implementation: Literal["cudnn", "xla"]
 
 
 def mosaic(benchmark: Benchmark) -> Function:
-    """Self attention over all tokens by JAX's Pallas kernel for Hopper GPUs; a forward pass only."""
+    """Self attention over all tokens by JAX's Pallas kernel for Hopper GPUs; forward pass only."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas.ops.gpu import attention_mgpu
@@ -89,7 +89,7 @@ def mosaic(benchmark: Benchmark) -> Function:
     return function
 
 
-#: By name; each is made for a problem.
+#: Builders of functions for a problem, by name.
 IMPLEMENTATIONS: Mapping[str, Callable[[Benchmark], Function]] = {
     "natten_jax": ours,
     "natten_jax-merged": lambda benchmark: ours(benchmark, try_fuse_additional_kv=False),
@@ -107,5 +107,5 @@ ELEMENT_TYPES: Mapping[str, str] = {"mosaic-float16": "float16"}
 
 
 def default_names(benchmark: Benchmark) -> tuple[str, ...]:
-    """The implementations that are compared unless others are asked for; the first one is ours."""
+    """Names of the default implementations to compare; natten_jax comes first."""
     return ("natten_jax", "natten_jax-merged") if benchmark.additional_kv else ("natten_jax", "cudnn", "mosaic-float16")

@@ -22,7 +22,7 @@ from natten_jax import windows
 from natten_jax.performance import Pass
 
 OURS = "natten_jax"
-#: Bytes of logits that dense attention in XLA may have.
+#: Limit on the bytes of logits of dense attention in XLA.
 _ROOM = 1 << 30
 
 Make = Callable[[Benchmark, jax.Array, Sequence[jax.Array], Pass, str], Side]
@@ -52,7 +52,7 @@ class Peer:
             return "needs an NVIDIA GPU"
         try:
             importlib.import_module(self.package)
-        except Exception as error:  # whatever a package or its libraries have to say
+        except Exception as error:  # importing a package or its libraries may raise anything
             return f"cannot be imported: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return None
 
@@ -69,7 +69,7 @@ class Peer:
 
 
 def _of_jax(function_of: Callable[[Benchmark], tuple[Function, bool]]) -> Make:
-    """Sides of functions of JAX arrays, each with whether it computes the problem's windows."""
+    """Sides made of JAX functions, each with True if it computes the problem's windows."""
 
     def make(
         benchmark: Benchmark, cotangent: jax.Array, arrays: Sequence[jax.Array], pass_: Pass, platform: str
@@ -145,7 +145,7 @@ def _mosaic(
     return jax_side(mosaic(benchmark), cotangent, halves, pass_, platform, is_same=benchmark.kernel_size is None)
 
 
-#: By name; the first one is ours.
+#: Implementations by name; natten_jax comes first.
 PEERS: Mapping[str, Peer] = {
     OURS: Peer("natten_jax", _of_jax(lambda benchmark: (ours(benchmark), True)), "the best backend of the device"),
     "XLA": Peer("jax", _of_jax(_xla), "dense attention through jax.nn, with the windows as a mask"),

@@ -1,4 +1,4 @@
-"""A side of a comparison: one implementation's pass of a problem, ready to be timed."""
+"""A side of a comparison: a pass of a problem by one implementation, ready for timing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lib.implementations import Function
 from lib.timing import LAUNCHES, compile_backward, compile_runner
 from natten_jax.performance import Pass
 
-#: Seconds after which no further run is timed.
+#: Seconds of measurement after which no further run starts.
 _SLOW = 0.5
 
 Arrays = list[np.ndarray[Any, Any]]
@@ -22,7 +22,7 @@ Arrays = list[np.ndarray[Any, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """An implementation's pass.
+    """A pass of an implementation.
 
     Attributes:
         seconds: Measures a few launches: device time of all kernels on a GPU, wall time on other platforms.
@@ -65,7 +65,7 @@ def wall_times(run: Callable[[], Any]) -> list[float]:
 
 
 def difference(ours: Arrays, theirs: Arrays) -> float:
-    """The largest difference of two results, in times of the largest entry of each array."""
+    """Largest difference of two results, relative to the largest entry of each array."""
     return max(
         float(np.max(np.abs(a.ravel() - b.ravel())) / max(float(np.max(np.abs(a))), 1e-30))
         for a, b in zip(ours, theirs, strict=True)

@@ -1,4 +1,4 @@
-"""Device time of compiled functions from profiler traces, and how several of them take turns on one device."""
+"""Device times of compiled functions from profiler traces, with alternating programs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from natten_jax.plan.devices import default_device
 from natten_jax.profiler.capture import capture
 from natten_jax.profiler.program import Program, compile_for_trace
 
-PAUSE = 1.0  # seconds, for the device to cool down
-WARM_UP = 0.5  # seconds of load before sustained figures
+PAUSE = 1.0  # seconds before a turn, for the device to cool down
+WARM_UP = 0.5  # seconds of load before sustained measurements
 LAUNCHES = 3  # a turn's
 MODES = ("cold", "sustained")
 
@@ -23,36 +23,36 @@ _Name = TypeVar("_Name", str, tuple[str, str])
 
 
 class Runner(NamedTuple):
-    """A compiled function and how to time it."""
+    """A compiled function with its arguments, ready for timing."""
 
     compiled: jax.stages.Compiled
     program: Program
     arguments: tuple[Any, ...]
 
     def seconds(self, launches: int = LAUNCHES) -> list[float]:
-        """Device time of each of a number of launches: everything that the function runs on the device."""
+        """Measure the device time of several launches: all kernels and copies of the function."""
         platform = default_device().platform
         iterations = capture(lambda: self.compiled(*self.arguments), launches, self.program, platform)
         return [sum(event.duration for event in events) / 1e9 for events in iterations]
 
     def launch(self, launches: int) -> None:
-        """Run it a number of times."""
+        """Run the function several times."""
         for _ in range(launches):
             jax.block_until_ready(self.compiled(*self.arguments))
 
     def load(self, seconds: float) -> None:
-        """Keep the device busy."""
+        """Keep the device busy for some seconds."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             jax.block_until_ready([self.compiled(*self.arguments) for _ in range(4)])
 
 
 def compile_runner(function: Callable[..., Any], *arguments: Any, name: str | None = None) -> Runner:
-    """Compile a function of arrays, or of trees of them, and run it once.
+    """Compile a function of arrays or pytrees, and run it once.
 
     Args:
         function: Function to compile.
-        arguments: Its arguments.
+        arguments: Arguments of the function.
         name: Name of the program. Programs that alternate within one capture need different names.
     """
 
@@ -76,7 +76,7 @@ def compile_backward(
 def take_turns(
     runners: Mapping[_Name, Runner], turns: int, mode: str, pause: float | None = None
 ) -> dict[_Name, list[float]]:
-    """Seconds of each function, the median of every turn.
+    """Median seconds of each function in every turn.
 
     Args:
         runners: Functions by name.
@@ -98,5 +98,5 @@ def take_turns(
 
 
 def ratio(numerators: list[float], denominators: list[float]) -> float:
-    """Median of the turns' ratios: a GPU's clock falls under load, but both sides of a turn meet the same one."""
+    """Median of the turns' ratios: a GPU's clock rate falls under load, but both sides of a turn see the same rate."""
     return statistics.median(top / bottom for top, bottom in zip(numerators, denominators, strict=True))

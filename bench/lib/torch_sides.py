@@ -1,4 +1,4 @@
-"""Sides that run in PyTorch: NATTEN, and FlexAttention with the masks of neighborhood attention."""
+"""PyTorch sides: NATTEN, and FlexAttention with the masks of neighborhood attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tensor = Any
 
 
 def natten(benchmark: Benchmark, cotangent: jax.Array, arrays: Sequence[jax.Array], pass_: Pass, platform: str) -> Side:
-    """NATTEN's operators; what it permutes counts."""
+    """Time NATTEN's operators, including their permutations."""
     library: Any = importlib.import_module("natten")
     problem = benchmark.problem
     operator = library.attention if benchmark.kernel_size is None else getattr(library, f"na{problem.rank}d")
@@ -40,7 +40,7 @@ def natten(benchmark: Benchmark, cotangent: jax.Array, arrays: Sequence[jax.Arra
 def flex_attention(
     benchmark: Benchmark, cotangent: jax.Array, arrays: Sequence[jax.Array], pass_: Pass, platform: str
 ) -> Side:
-    """FlexAttention, compiled, on inputs that have heads before tokens already."""
+    """Time compiled FlexAttention on inputs that already have heads before tokens."""
     torch: Any = importlib.import_module("torch")
     library: Any = importlib.import_module("torch.nn.attention.flex_attention")
     mask = None
@@ -117,7 +117,7 @@ def _side(
 
 
 def _device_times(torch: Any, run: Callable[[], Any]) -> list[float]:
-    """Seconds of a launch between two events of the device, with others queued before it."""
+    """Measure the seconds of launches between device events, with other launches queued before."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(LAUNCHES + 2)]
     run()
     for event in events:

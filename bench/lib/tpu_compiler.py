@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-#: Names of topologies and of devices, by chip.
+#: Topology and device names, by chip.
 CHIPS = {
     "v4": ("v4:2x2x1", "TPU v4"),
     "v5e": ("v5e:2x2", "TPU v5 lite"),
@@ -30,7 +30,7 @@ _HLO, _FACTS = "hlo.txt", "facts.json"
 
 
 def versions() -> dict[str, str]:
-    """Versions of what compiles.
+    """Versions of the compiler packages.
 
     Raises:
         importlib.metadata.PackageNotFoundError: The compiler is not installed.
@@ -95,7 +95,7 @@ def _written(folder: Path, kind: str) -> Iterator[tuple[str, str]]:
 
 
 def serve(request: Mapping[str, Any], function: Callable[..., Any], arguments: Any, facts: Mapping[str, Any]) -> None:
-    """Compile a function for the chip of a request, and leave its program in the folder of the request."""
+    """Compile a function for the chip of a request, and write the program to the folder of the request."""
     import jax
     from jax.experimental import topologies
 

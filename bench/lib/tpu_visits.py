@@ -43,7 +43,7 @@ def of_query_programs(call: Call) -> dict[str, Any]:
 
 
 def _chunks(call: Call, tile: Any, step: Any) -> tuple[int, int]:
-    """Chunks of a box without and with a mask."""
+    """Number of chunks of a box without and with a mask."""
     chunks, visits = call.chunks, call.visits
     own = [row[START] + number * each.box for row, number, each in zip(tile, step, visits, strict=True)]
     first = [min(each, of.keys - of.box) for each, of in zip(own, visits, strict=True)]
@@ -122,6 +122,6 @@ def blocks_of_flat_tokens(problem: Problem, queries: int, keys: int) -> tuple[in
 
 
 def _bounds(axis: Axis) -> tuple[np.ndarray, np.ndarray]:
-    """First and end of each query's keys, of an axis without dilation."""
+    """First and end of each query's keys, for an axis without dilation."""
     first, end = axis.bounds(np.arange(axis.query_extent), (axis.query_extent, axis.kv_extent))
     return np.asarray(first), np.asarray(end)

@@ -320,6 +320,6 @@ def check_extents(name: str, shape: Sequence[int], dimensions: Sequence[str]) ->
 
 def array_of(value: Any) -> Any:
     """Return the array of an object with ``__jax_array__``; other objects are returned unchanged."""
-    # JAX's own arrays have the attribute with the value None.
+    # JAX's own tracers have the attribute with the value None.
     convert = getattr(value, "__jax_array__", None)
     return value if convert is None else convert()
