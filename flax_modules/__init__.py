@@ -6,7 +6,7 @@ Importing this package looks whether Flax is there and imports nothing; it is im
 - :mod:`natten_jax.flax_modules.linen`: the same for :mod:`flax.linen`, with the same arguments and parameters.
 - :mod:`natten_jax.flax_modules.attention_fn`: ``neighborhood_attention_fn``, for the ``attention_fn`` argument of
   Flax's own ``MultiHeadAttention``.
-- :mod:`natten_jax.flax_modules.convert`: weights of NATTEN's PyTorch modules.
+- :mod:`natten_jax.flax_modules.convert`: weights of NATTEN's and Hugging Face's PyTorch modules.
 
 Example::
 
