@@ -1,4 +1,4 @@
-// What libnatten_jax offers to the Python module. Everything else in the library is hidden.
+// Interface of libnatten_jax for the Python module. Everything else in the library is hidden.
 #pragma once
 
 #include <string>

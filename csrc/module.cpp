@@ -1,4 +1,4 @@
-// The Python module natten_jax._native: what the native library has, and the window arithmetic for tests.
+// The Python module natten_jax._native: contents of the native library, and the window arithmetic for tests.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -42,8 +42,8 @@ std::pair<std::int64_t, std::int64_t> pair(natten_jax::Range<std::int64_t> range
 
 }  // namespace
 
-// These functions share no state: they build their results from arguments and constants. Mutexes protect the caches of
-// launches, which run on threads of XLA.
+// These functions share no state: they build their results from arguments and constants. Mutexes protect the launches'
+// caches, because launches run on threads of XLA.
 PYBIND11_MODULE(_native, module, py::mod_gil_not_used()) {
   module.doc() = "Native part of natten_jax.";
   module.def("registrations", &registrations, "XLA FFI targets: name -> (platform, handler capsule).");

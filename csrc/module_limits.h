@@ -1,4 +1,5 @@
-// What the kernels of every backend take, for Python. Every build has all of it: tiles are chosen for absent GPUs, too.
+// Limits and estimates of the kernels of every backend, for Python. Every build has all of them, because tiles are also
+// chosen for absent GPUs.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,24 +11,25 @@
 
 namespace natten_jax {
 
-/// By folder of kernels (cpu, sm80, small, sm90), limits by name; forms of kernels are lists of such dictionaries, in
-/// the order of the tables that they come from.
+/// Limits by folder of kernels (cpu, sm80, small, sm90) and name. Forms of kernels are lists of such dictionaries, in
+/// the order of their tables.
 pybind11::dict limits();
 
-/// What the kernels for small windows launch for a pass with tiles, by a model: "seconds" and "launches", each with the
-/// "kernel", the "line_dimension" of three, and of a batch entry and head the "regions", and each one's "columns" and
-/// "tiles"; None where they do not take it.
+/// Launches of the kernels for small windows for a pass with given tiles, and their estimated time: "seconds" and
+/// "launches". A launch has the "kernel", the "line_dimension" of three, and per batch entry and head the "regions",
+/// with "columns" and "tiles" of a region. None if the kernels do not support the problem.
 ///
 /// Args:
-///   axes: as the attribute of that name of every target.
+///   axes: the attribute `axes` of every target.
 ///   sizes: batch, heads, heads_kv, head_dim, head_dim_v and additional_kv.
 ///   q_tile, kv_tile: shapes of tiles.
-///   is_backward: which pass.
-///   shared_memory: bytes that a CTA may have.
-///   multiprocessors: of the device.
-///   has_boxes: whether it has the engine that copies boxes.
-///   has_ring: whether kernels may have rings, and ring_has_boxes: whether that engine loads theirs.
-///   has_relative_bias, has_key_bias: whether the problem has one.
+///   is_backward: true for the backward pass.
+///   shared_memory: maximum bytes of a CTA.
+///   multiprocessors: number of SMs of the device.
+///   has_boxes: true if the device has TMA, which copies boxes.
+///   has_ring: true if kernels may have rings.
+///   ring_has_boxes: true if TMA loads the boxes of rings.
+///   has_relative_bias, has_key_bias: true if the problem has this bias.
 pybind11::object estimate_of_small_windows(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
                                            const std::array<std::int64_t, 6>& sizes,
                                            const std::array<std::int64_t, kRank>& q_tile,
@@ -35,34 +37,34 @@ pybind11::object estimate_of_small_windows(const std::array<std::int64_t, kField
                                            int shared_memory, int multiprocessors, bool has_boxes, bool has_ring,
                                            bool ring_has_boxes, bool has_relative_bias, bool has_key_bias);
 
-/// The launch for key and value gradients with a ring of queries, as one of estimate_of_small_windows; None where the
-/// kernels take no such problem. Arguments as there.
+/// The launch for key and value gradients with a ring of queries, as a launch of estimate_of_small_windows, with the
+/// same arguments. None if the kernels do not support the problem.
 pybind11::object gradient_ring_of_small_windows(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
                                                 const std::array<std::int64_t, 6>& sizes, int shared_memory,
                                                 int multiprocessors, bool ring_has_boxes, bool has_relative_bias,
                                                 bool has_key_bias);
 
-/// How many times as long a pass takes on Hopper as if seams cost nothing, with the boxes that launches choose.
+/// Time of a pass on Hopper relative to a pass in which seams cost nothing, with the boxes that launches choose.
 ///
 /// Args:
-///   axes: as the attribute of that name of every target.
-///   inner, outer: shapes of tiles that are walked over, and of those that walk.
+///   axes: the attribute `axes` of every target.
+///   inner, outer: shapes of the inner and the outer tiles.
 double seam_factor(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
                    const std::array<std::int64_t, kRank>& inner, const std::array<std::int64_t, kRank>& outer);
 
-/// Entries of a line of a relative bias in the memory of the kernels for small windows.
+/// Number of entries of a line of a relative bias in the memory layout of the kernels for small windows.
 ///
 /// Args:
-///   axes: as the attribute of that name of every target.
+///   axes: the attribute `axes` of every target.
 ///   tile, group: shapes of a tile of rows, and of a group of columns.
 std::int64_t bias_line(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
                        const std::array<std::int64_t, kRank>& tile, const std::array<std::int64_t, kRank>& group);
 
-/// What the gradient of a relative bias takes of each batch entry and head: "tiles", of which each has a "record" of
-/// numbers, and "parts" in which these are added up.
+/// Scratch sizes for the gradient of a relative bias, per batch entry and head: the number of "tiles", the numbers in
+/// the "record" of a tile, and the number of "parts" in which records are added up.
 ///
 /// Args:
-///   axes: as the attribute of that name of every target.
+///   axes: the attribute `axes` of every target.
 ///   queries: extents of the arrays.
 ///   tile, group: shapes of a tile of queries, and of a group of keys.
 pybind11::dict bias_sums(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,

@@ -1,5 +1,4 @@
-// Barriers in shared memory between threads and the copy engine, and rings of buffers that they guard. All of it takes
-// compute capability 9.0.
+// mbarriers between threads and TMA, and rings of buffers that they guard. Requires compute capability 9.0.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -40,7 +39,7 @@ CUTE_DEVICE void arrive_as_warp(std::uint64_t& barrier) {
   if (cute::elect_one_sync()) arrive(barrier);
 }
 
-/// Arrives at a barrier of one CTA; how many arrivals were missing before this one.
+/// Arrives at an mbarrier of one CTA. Returns the number of arrivals that were missing before this one.
 CUTE_DEVICE unsigned arrive_counting(std::uint64_t& barrier) {
   std::uint64_t state;
   unsigned missing;
@@ -49,11 +48,11 @@ CUTE_DEVICE unsigned arrive_counting(std::uint64_t& barrier) {
   return missing;
 }
 
-/// A place in a ring of buffers, each of which has a barrier for being full and one for being empty.
+/// Position in a ring of buffers. Each buffer has a full barrier and an empty barrier.
 template <int kSize>
 struct Ring {
   int index = 0;
-  int phase = 0;  // parity of the rounds: of a full barrier's phase, and the opposite of an empty one's
+  int phase = 0;  // parity of the round: the full barrier's phase, and the opposite of the empty barrier's
 
   CUTE_DEVICE void wait_full(std::uint64_t (&full)[kSize]) const { wait(full[index], phase); }
   CUTE_DEVICE void wait_empty(std::uint64_t (&empty)[kSize]) const { wait(empty[index], phase ^ 1); }
@@ -71,7 +70,7 @@ struct Ring {
   }
 };
 
-/// The same for a single buffer.
+/// State of a single buffer, with the interface of Ring.
 struct SingleBuffer {
   int phase = 0;
 

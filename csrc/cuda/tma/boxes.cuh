@@ -1,4 +1,4 @@
-// Boxes of tokens that the copy engine moves, as tensor maps describe them: compute capability 9.0.
+// Boxes of tokens that TMA copies, as tensor maps describe them: compute capability 9.0.
 #pragma once
 
 #include <cute/arch/copy_sm90_desc.hpp>
@@ -10,21 +10,21 @@ namespace natten_jax {
 
 constexpr int kSwizzledRow = 128;  // bytes
 
-/// Elements of a swizzled row: head dimensions are loaded in chunks of this many.
+/// Elements per swizzled row: head dimensions are loaded in chunks of this size.
 template <class Element>
 constexpr int kChunkOf = kSwizzledRow / static_cast<int>(sizeof(Element));
-/// The same for elements of 16 bits.
+/// Elements per swizzled row for elements of 16 bits.
 constexpr int kChunk = 64;
 
-/// Rows of `kElements` elements that a head is loaded or stored in; of the last one, what lies past the head is zero,
-/// or is not stored.
+/// Number of rows of `kElements` elements in which a head is loaded or stored. Elements of the last row past the head
+/// are loaded as zeros and not stored.
 template <int kElements>
 CUTE_DEVICE int rows_of_head(int head_dim) {
   return (head_dim + kElements - 1) / kElements;
 }
 
-/// Loads a tile, chunk by chunk of its head dimension; coordinates come as a head map has its dimensions. Threads that
-/// have few registers unroll less.
+/// Loads a tile, chunk by chunk of its head dimension. Coordinates are in the order of a head map's dimensions. Threads
+/// with few registers unroll less.
 template <int kUnroll = 4, class Element>
 CUTE_DEVICE void load_tile(const CUtensorMap* map, std::uint64_t* barrier, Element* destination, int chunks,
                            int tile_rows, int z, int y, int x, int slot) {
@@ -36,8 +36,7 @@ CUTE_DEVICE void load_tile(const CUtensorMap* map, std::uint64_t* barrier, Eleme
   }
 }
 
-/// Loads a box of an array's heads, of which `element` is the first one's first element, to an address in shared
-/// memory.
+/// Loads a box of an array's heads to an address in shared memory. `element` is the first element of the first head.
 CUTE_DEVICE void load_box(const CUtensorMap& map, std::uint32_t to, std::uint32_t barrier, int element, int x, int y,
                           int z, int batch) {
   asm volatile(
@@ -48,7 +47,7 @@ CUTE_DEVICE void load_box(const CUtensorMap& map, std::uint32_t to, std::uint32_
       : "memory");
 }
 
-/// Loads bytes that follow each other, chunks of 16, to an address in shared memory.
+/// Loads contiguous bytes, a multiple of 16, to an address in shared memory.
 CUTE_DEVICE void load_bytes(std::uint32_t to, const void* from, int bytes, std::uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :

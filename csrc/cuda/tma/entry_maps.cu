@@ -6,7 +6,7 @@
 namespace natten_jax {
 namespace {
 
-/// A CTA has a batch entry, a thread one of its maps.
+/// Makes the maps of batch entries: a CTA per batch entry, a thread per map.
 __global__ void natten_jax_entry_maps(const __grid_constant__ EntryMaps p) {
   allow_next_kernel();
   if (p.counter != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *p.counter = 0;
@@ -23,7 +23,7 @@ __global__ void natten_jax_entry_maps(const __grid_constant__ EntryMaps p) {
     const EntryAxis entry(p.axis[i], layout[0], layout[kRank], layout[2 * kRank]);
     const int all = are_queries ? entry.query_local_extent : entry.kv_local_extent;
     const int of_group = are_queries ? entry.query_group_tokens : entry.kv_group_tokens;
-    // A map has some token. Tiles of groups without any are not copied.
+    // A map has at least one token. Tiles of empty groups are not copied.
     tokens[i] = max(p.classes == 1 ? all : of_group + (group_class >> i & 1), 1);
   }
   const auto address = reinterpret_cast<std::uint64_t>(map);
@@ -34,7 +34,7 @@ __global__ void natten_jax_entry_maps(const __grid_constant__ EntryMaps p) {
       "fence.proxy.tensormap::generic.release.gpu;" ::"l"(address),
       "r"(tokens[0]), "r"(tokens[1]), "r"(tokens[2])
       : "memory");
-  // What waits for it waits for what it overlaps with, too.
+  // Keeps the PDL chain transitive: waiting for this kernel includes the kernel that it overlaps with.
   wait_for_previous_kernel();
 }
 

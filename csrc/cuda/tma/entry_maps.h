@@ -1,5 +1,5 @@
-// Tensor maps of batch entries whose layouts are smaller than the arrays: the copy engine then fills up with zeros what
-// lies in the padding, whatever that holds, and stores nothing there. Made on the device, where the layouts are.
+// Tensor maps of batch entries whose layouts are smaller than the arrays. TMA then loads padding as zeros, whatever it
+// contains, and stores nothing there. The maps are made on the device, where the layouts are.
 #pragma once
 
 #include <cuda.h>
@@ -18,17 +18,17 @@ struct EntryMaps {
   const std::int32_t* layouts;  ///< [batch, 3, 3]: query origin, query extents, key/value extents.
   int batch;
   int arrays;
-  int classes;  ///< Classes of dilation groups, 8 as encode_head_map's maps have them, or 1: maps are of whole layouts.
+  int classes;  ///< Classes of dilation groups: 8, as in encode_head_map's maps; or 1, for maps of whole layouts.
   DeviceAxis axis[kRank];                ///< Dimensions 1 to 3 of the maps.
-  int dimension[kRank];                  ///< Which of the problem's each is.
-  std::uint32_t are_queries;             ///< A bit for each array that has the queries' tokens.
-  CUtensorMap of_all[kMostEntryArrays];  ///< A map of each array, of some class.
+  int dimension[kRank];                  ///< Dimension of the problem for each.
+  std::uint32_t are_queries;             ///< A bit per array, set if it has the queries' tokens.
+  CUtensorMap of_all[kMostEntryArrays];  ///< A map of each array, of any class.
   CUtensorMap* result;                   ///< [batch, arrays, classes].
-  std::int32_t* counter;                 ///< Set to zero along the way; null: there is none.
+  std::int32_t* counter;                 ///< Set to zero by the kernel, if not null.
 };
 
-/// Makes them, and lets the next kernel overlap; compute capability 9.0. One that `overlaps` follows another such
-/// launch.
+/// Launches a kernel that makes the maps and lets the next kernel overlap: compute capability 9.0. `overlaps`: the
+/// launch follows another such launch and overlaps with it.
 cudaError_t launch_entry_maps(const EntryMaps& maps, cudaStream_t stream, bool overlaps = false);
 
 }  // namespace natten_jax

@@ -16,8 +16,8 @@ namespace {
 constexpr std::int64_t kRowBytes = 128;
 constexpr std::int64_t kLargestBox = 256;
 
-/// The driver's encoder, found at run time: the library does not link against the driver. A failure is not kept: a
-/// later call may find a driver that works.
+/// Finds the driver's encoder at run time, because the library does not link against the driver. Failures are not
+/// cached: a later call may find a working driver.
 Status find_encoder(PFN_cuTensorMapEncodeTiled_v12000& result) {
   static std::atomic<PFN_cuTensorMapEncodeTiled_v12000> found{nullptr};
   result = found.load(std::memory_order_relaxed);
@@ -27,7 +27,7 @@ Status find_encoder(PFN_cuTensorMapEncodeTiled_v12000& result) {
 #if CUDART_VERSION >= 12050
   const cudaError_t error =
       cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &address, 12000, cudaEnableDefault, &answer);
-#else  // The function for any version, which CUDA 13 lacks, has the only one that there was.
+#else  // Unversioned lookup, which CUDA 13 lacks. It finds the only version of that time.
   const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &address, cudaEnableDefault, &answer);
 #endif
   if (error != cudaSuccess) return status_of(error);
@@ -44,12 +44,12 @@ constexpr CUtensorMapDataType kDataTypes[] = {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, C
                                               CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_DATA_TYPE_UINT8};
 static_assert(std::size(kDataTypes) == kElementTypes);
 
-/// What a map of five dimensions says of each; of the innermost one, boxes hold a swizzled row.
+/// Dimensions of a 5-D map. Boxes hold one swizzled row of the innermost dimension.
 struct MapDimensions {
   std::int64_t sizes[5];
-  std::int64_t strides[4];  // elements, but for the innermost one
-  std::int64_t box[4];      // tokens, likewise
-  std::int64_t steps[4];    // between a box's tokens, likewise
+  std::int64_t strides[4];  // elements; without the innermost dimension
+  std::int64_t box[4];      // tokens; likewise without it
+  std::int64_t steps[4];    // between a box's tokens; likewise
 };
 
 Status encode_map(const void* data, ElementType type, std::int64_t row_bytes, const MapDimensions& dimensions,

@@ -10,27 +10,27 @@
 
 namespace natten_jax {
 
-/// A dilation group's tokens, seen as an array whose strides are `dilation` tokens.
+/// Tokens of a dilation group, as an array with strides of `dilation` tokens.
 struct TokenGrid {
   const void* data;
   ElementType element_type;
   std::int64_t batch;
   std::int64_t extent[3];    ///< Local tokens.
-  std::int64_t dilation[3];  ///< Distance of a group's tokens.
+  std::int64_t dilation[3];  ///< Tokens from one token of a group to the next.
   std::int64_t tokens[3];    ///< Tokens of the group.
   std::int64_t heads;
   std::int64_t head_dim;
 };
 
 /// Encodes a map of dimensions [head_dim, z, y, x, slot] whose boxes hold one swizzled row of 128 bytes of dimension 0
-/// and `box` tokens of one slot. A slot is a head of a token of a batch entry, counted as the array is laid out: it
-/// says where the token (0, 0, 0) of a dilation group starts. Rows end with head_dim: loads fill up with zeros, stores
-/// leave the next head alone.
+/// and `box` tokens of one slot. A slot is a head of a token of a batch entry, counted in memory order. It selects the
+/// token (0, 0, 0) of a dilation group. Rows end at head_dim: loads fill with zeros, and stores do not touch the next
+/// head.
 ///
-/// Fails where the hardware does not take it.
+/// Fails if the hardware does not support the map.
 Status encode_head_map(const TokenGrid& grid, const std::int64_t (&box)[3], CUtensorMap& map);
 
-/// Tokens of an array in an order of dimensions of one's own, of which boxes take every few.
+/// Tokens of an array with dimensions in any order. Boxes may take every nth token.
 struct TokenBoxes {
   const void* data;
   ElementType element_type;
@@ -39,13 +39,13 @@ struct TokenBoxes {
   std::int64_t pitch[3];     ///< Tokens between neighbors.
   std::int64_t dilation[3];  ///< Dilation of a box's tokens; at most 8.
   std::int64_t heads;
-  std::int64_t head_dim;  ///< A head is a row of a box, which is swizzled where it has 64 or 128 bytes.
+  std::int64_t head_dim;  ///< A head is a row of a box, swizzled if it has 64 or 128 bytes.
 };
 
 /// Encodes a map of dimensions [heads and their elements, the three of tokens, batch] whose boxes hold one head of
 /// `box` tokens.
 ///
-/// Fails where the hardware does not take it.
+/// Fails if the hardware does not support the map.
 Status encode_box_map(const TokenBoxes& tokens, const int (&box)[3], CUtensorMap& map);
 
 }  // namespace natten_jax

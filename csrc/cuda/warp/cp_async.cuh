@@ -1,4 +1,4 @@
-// Copies from global to shared memory that a thread starts and does not wait for, and how they are addressed.
+// Asynchronous copies from global to shared memory (cp.async), and their addresses.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
@@ -7,30 +7,29 @@
 
 namespace natten_jax {
 
-/// base + token * token_bytes in one instruction: the compiler would add the base to each product.
+/// Computes base + token * token_bytes in one instruction: the compiler would add the base to each product.
 CUTE_DEVICE const char* advance(const char* base, int token, int token_bytes) {
   const char* result;
   asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(result) : "r"(token), "r"(token_bytes), "l"(base));
   return result;
 }
 
-/// Starts to copy 16 bytes, or to write as many zeros.
+/// Starts to copy 16 bytes or, unless `is_inside`, to write 16 zero bytes.
 CUTE_DEVICE void copy_async(std::uint32_t destination, const void* source, bool is_inside) {
   cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(*static_cast<const cute::uint128_t*>(source),
                                                                chunk_at(destination), is_inside);
 }
 
-/// Starts to copy 4 bytes, or to write zeros. CuTe's instruction fetches 128 bytes into the second-level cache, of
-/// which the rows of neighboring queries lie apart.
+/// Starts to copy 4 bytes, or to write zeros. CuTe's instruction fetches 128 bytes into L2, but the values of
+/// neighboring queries are further apart.
 CUTE_DEVICE void copy_word_async(std::uint32_t destination, const void* source, bool is_inside) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source), "r"(is_inside ? 4 : 0)
                : "memory");
 }
 
-/// Starts to copy the first `bytes` of a chunk, all 16 or none; what is left of it becomes zeros.
+/// Starts to copy the first `bytes` of a 16-byte chunk, all or none; the rest becomes zeros.
 ///
-/// Copies should follow each other: before one that follows a load from shared memory, the compiler puts three
-/// instructions that do nothing.
+/// Issue copies back to back: the compiler puts three no-ops before a copy that follows a load from shared memory.
 CUTE_DEVICE void copy_chunk(std::uint32_t destination, const char* source, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :
@@ -42,14 +41,14 @@ CUTE_DEVICE void commit_copies() {
   cute::cp_async_fence();
 }
 
-/// Waits until at most `kPending` of this thread's latest groups of copies are under way. CuTe's function waits for all
-/// copies instead where that is 0, which is one more instruction.
+/// Waits until at most `kPending` of this thread's latest groups of copies are in flight. For 0, CuTe's function waits
+/// for all copies instead, which is one more instruction.
 template <int kPending>
 CUTE_DEVICE void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-/// Writes a chunk to global memory: the compiler does not know that an address of `advance` lies there.
+/// Writes a chunk to global memory. The compiler cannot infer that an address from `advance` is global.
 CUTE_DEVICE void store_chunk(const char* destination, uint4 words) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
                :

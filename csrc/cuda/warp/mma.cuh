@@ -1,8 +1,7 @@
-// Matrix products of one warp with mma.sync: operands out of shared memory or registers, accumulators in float32.
+// Matrix products of one warp with mma.sync: operands from shared memory or registers, accumulators in float32.
 //
-// A warp multiplies blocks of 16 rows (operand A) with blocks of 16 columns (operand B) in steps of 32 bytes along
-// the dimension that is summed over. In an accumulator of 16 x 8, element e of a lane is row lane / 4 + 8 * (e / 2),
-// column 2 * (lane % 4) + e % 2.
+// A warp multiplies blocks of 16 rows (operand A) with blocks of 16 columns (operand B) in k-steps of 32 bytes. In an
+// accumulator of 16 x 8, element e of a lane is row lane / 4 + 8 * (e / 2), column 2 * (lane % 4) + e % 2.
 #pragma once
 
 #include <cute/arch/mma_sm80.hpp>
@@ -12,7 +11,7 @@
 
 namespace natten_jax {
 
-/// The instruction of the matrix units for 16-bit elements.
+/// mma.sync instruction for 16-bit elements.
 template <class Element>
 struct HalfInstruction;
 template <>
@@ -20,14 +19,14 @@ struct HalfInstruction<cutlass::half_t> : cute::SM80_16x8x16_F32F16F16F32_TN {};
 template <>
 struct HalfInstruction<cutlass::bfloat16_t> : cute::SM80_16x8x16_F32BF16BF16F32_TN {};
 
-/// Rows of A out of a tile that holds them as rows.
+/// Reads rows of A from a tile that stores them as rows.
 template <class A, class Tile>
 struct ReadRowsOfA {
   typename Tile::Lane lane;
   CUTE_DEVICE ReadRowsOfA(std::uint32_t tile, int row) : lane(tile, row + threadIdx.x % 16, threadIdx.x % 32 / 16) {}
   CUTE_DEVICE void operator()(A& a, int rows, int step) const { a.load(lane.at(rows, 2 * step)); }
 };
-/// Columns of B out of a tile that holds them as rows, `offset` bytes after the one that the lane was set up for.
+/// Reads columns of B from a tile that stores them as rows, `offset` bytes after the tile that the lane was set up for.
 template <class B, class Tile>
 struct ReadRowsOfB {
   typename Tile::Lane lane;
@@ -41,7 +40,7 @@ struct ReadRowsOfB {
 /// Products of 16-bit elements.
 template <class Element>
 struct HalfProduct {
-  static constexpr int kStep = 16;  // elements that a step sums over
+  static constexpr int kStep = 16;  // elements per k-step
 
   struct A {
     std::uint32_t r[4];
@@ -56,7 +55,7 @@ struct HalfProduct {
   using ReadA = ReadRowsOfA<A, Tile>;
   template <class Tile>
   using ReadB = ReadRowsOfB<B, Tile>;
-  /// Rows of A out of a tile that holds them as columns.
+  /// Reads rows of A from a tile that stores them as columns.
   template <class Tile>
   struct ReadTransposedA {
     typename Tile::Lane lane;
@@ -66,7 +65,7 @@ struct HalfProduct {
       load_matrices_transposed(a.r, lane.at(kStep * step, columns / 8));
     }
   };
-  /// Columns of B out of a tile that holds them as columns.
+  /// Reads columns of B from a tile that stores them as columns.
   template <class Tile>
   struct ReadTransposedB {
     typename Tile::Lane lane;
@@ -79,7 +78,7 @@ struct HalfProduct {
   template <class Tile>
   using ReadPairedA = ReadA<Tile>;
 
-  /// Accumulators of a row block as operand A of a step.
+  /// Converts accumulators of a row block to operand A of a k-step.
   CUTE_DEVICE static A operand(const float (*c)[4], int step) {
     const float *low = c[2 * step], *high = c[2 * step + 1];
     return {pack<Element>(low[0], low[1]), pack<Element>(low[2], low[3]), pack<Element>(high[0], high[1]),
@@ -97,8 +96,8 @@ struct HalfProduct {
   }
 };
 
-/// Products of float32 elements on TF32 matrix units. Where `kSplit`, every element is the sum of two TF32 numbers,
-/// and three of the four products are computed: the fourth is below float32's precision.
+/// Products of float32 elements on TF32 tensor cores. If `kSplit`, every element is the sum of two TF32 numbers, and
+/// three of the four products are computed: the fourth is below float32's precision.
 template <bool kSplit>
 struct FloatProduct {
   static constexpr int kStep = 8;
@@ -106,7 +105,7 @@ struct FloatProduct {
   struct Numbers {
     std::uint32_t high[4], low[kSplit ? 4 : 1];
 
-    /// The matrix units ignore the last 13 bits, so adding half of what they ignore rounds.
+    /// Rounds an element: tensor cores ignore the last 13 bits, so add half of their range.
     CUTE_DEVICE void set(int i, std::uint32_t bits) {
       high[i] = bits + 0x1000u;
       if constexpr (kSplit) {
@@ -124,7 +123,7 @@ struct FloatProduct {
   using A = Numbers;
   using B = Numbers;  // two blocks of 8 columns
 
-  /// Element i of the summed dimension's 8 is in lane i % 4 in the first two, in lane i / 2 in the others.
+  /// Element i of a k-step's 8 is in lane i % 4 with the first two readers, in lane i / 2 with the others.
   template <class Tile>
   using ReadA = ReadRowsOfA<A, Tile>;
   template <class Tile>
@@ -182,7 +181,7 @@ struct FloatProduct {
   template <bool kIsTransposed>
   CUTE_DEVICE static void multiply(float (&c)[4], const A& a, const B& b, int block) {
     if constexpr (kSplit) {
-      // Matrix units cut sums off where float32 addition rounds: they add up only eight products at a time.
+      // Tensor cores truncate sums, while float32 addition rounds: they add up only eight products at a time.
       float sum[4] = {};
       multiply(sum, kIsTransposed ? a.high : a.low, kIsTransposed ? b.low : b.high, block);
       multiply(sum, kIsTransposed ? a.low : a.high, kIsTransposed ? b.high : b.low, block);
@@ -201,9 +200,9 @@ struct FloatProduct {
   }
 };
 
-/// c += a * b: `kRows` blocks of 16 rows, `kColumns` blocks of 16 columns, `kSteps` steps.
+/// c += a * b: `kRows` blocks of 16 rows, `kColumns` blocks of 16 columns, `kSteps` k-steps.
 ///
-/// Where `kIsTransposed`, results are to the last bit those of the product with operands A and B exchanged.
+/// If `kIsTransposed`, results are bitwise equal to the product with operands A and B exchanged.
 ///
 /// Args:
 ///   read_a: fills an operand, given a row block and a step.

@@ -1,4 +1,4 @@
-// Addresses in shared memory, and words and chunks of 16 bytes there.
+// Addresses in shared memory, and accesses to words and chunks of 16 bytes.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@ CUTE_DEVICE std::uint32_t shared_address(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-/// An address that stays in a register: opaque, so that the compiler does not work it out anew in every step from
-/// special registers, for which the step would wait.
+/// Keeps an address in a register. Opaque, so that the compiler does not recompute it in every step from special
+/// registers, which would stall the step.
 CUTE_DEVICE std::uint32_t kept(std::uint32_t address) {
   asm volatile("" : "+r"(address));
   return address;
@@ -20,15 +20,16 @@ CUTE_DEVICE std::uint32_t kept(std::uint32_t address) {
 
 /// The CTA's dynamic shared memory, which starts at `raw`.
 ///
-/// Its address is kept where `kIsKept`: for kernels with few registers to spare. In others the compiler keeps more than
-/// the address on its own, and less where it must keep that: the forward pass for heads of 256 was 4% slower.
+/// If `kIsKept`, a register holds its address: for kernels with few registers to spare. In other kernels the compiler
+/// keeps more than the address by itself, and less if it must keep the address: the forward pass for heads of 256 was
+/// 4% slower.
 template <class Storage, bool kIsKept>
 CUTE_DEVICE Storage& shared_storage(char* raw) {
   if constexpr (!kIsKept) return *reinterpret_cast<Storage*>(raw);
   return *static_cast<Storage*>(__cvta_shared_to_generic(kept(shared_address(raw))));
 }
 
-/// What lies at an address in shared memory, as CuTe's instructions take it.
+/// The chunk at an address in shared memory, in the type that CuTe's instructions take.
 CUTE_DEVICE cute::uint128_t& chunk_at(std::uint32_t address) {
   return *static_cast<cute::uint128_t*>(__cvta_shared_to_generic(address));
 }

@@ -1,4 +1,4 @@
-// Tiles in shared memory as a warp reads and writes them: in matrices of 8 rows of 16 bytes.
+// Tiles in shared memory, which a warp reads and writes as matrices of 8 rows of 16 bytes.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,11 @@
 
 namespace natten_jax {
 
-/// Rows of `kRowBytes`, whose 16-byte chunks are permuted so that a chunk of eight consecutive rows, or two
-/// neighboring chunks of every other of eight rows, lie in different banks.
+/// Rows of `kRowBytes`, swizzled: 16-byte chunks are permuted so that a chunk of eight consecutive rows, or two
+/// neighboring chunks of every second of eight rows, lie in different banks.
 ///
-/// cute::Swizzle permutes the same way, but with it the compiler works rows' permutations out that are constants here:
-/// the backward kernel for heads of 128 has 5120 instructions with it and 5024 without.
+/// cute::Swizzle permutes in the same way, but then the compiler computes row permutations that are constants here: the
+/// backward kernel for heads of 128 has 5120 instructions with it and 5024 without.
 template <int kRowBytes_>
 struct SharedTile {
   static constexpr int kRowBytes = kRowBytes_;
@@ -20,7 +20,7 @@ struct SharedTile {
   static constexpr int kPermuted = kChunks < 8 ? kChunks : 8;
   static_assert(kChunks % kPermuted == 0 && (kPermuted & (kPermuted - 1)) == 0);
 
-  /// What the chunk numbers of a row are permuted by.
+  /// Number that is XORed with the chunk numbers of a row.
   CUTE_HOST_DEVICE static constexpr int permutation(int row) { return (row & 7) / (8 / kPermuted); }
 
   /// Offset of a chunk in bytes.
@@ -28,12 +28,12 @@ struct SharedTile {
     return row * kRowBytes + ((chunk ^ permutation(row)) << 4);
   }
 
-  /// The address of the chunk `rows` below that at `address`, where the lower row's number is no more than their or.
+  /// Address of the chunk `rows` below the chunk at `address`. The sum of both row numbers must equal their bitwise or.
   CUTE_HOST_DEVICE static constexpr std::uint32_t later_row(std::uint32_t address, int rows) {
     return (address ^ (permutation(rows) << 4)) + rows * kRowBytes;
   }
 
-  /// The address that a lane reads from, to which rows in multiples of 8 and chunks in multiples of 2 are added.
+  /// Base address of a lane. Rows in multiples of 8 and chunks in multiples of 2 can be added to it.
   struct Lane {
     std::uint32_t base;
 
@@ -45,7 +45,8 @@ struct SharedTile {
   };
 };
 
-/// Four 8x8 matrices of 16-bit elements, or 8x4 of 32-bit ones; lane i names a row of matrix i / 8.
+/// Loads four 8x8 matrices of 16-bit elements, or 8x4 of 32-bit elements; lane i passes the address of a row of matrix
+/// i / 8.
 CUTE_DEVICE void load_matrices(std::uint32_t (&r)[4], std::uint32_t address) {
   cute::SM75_U32x4_LDSM_N::copy(chunk_at(address), r[0], r[1], r[2], r[3]);
 }
@@ -54,7 +55,7 @@ CUTE_DEVICE void load_matrices_transposed(std::uint32_t (&r)[4], std::uint32_t a
   cute::SM75_U16x8_LDSM_T::copy(chunk_at(address), r[0], r[1], r[2], r[3]);
 }
 
-/// The other way round, which takes compute capability 9.0.
+/// Stores matrices, which requires compute capability 9.0.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 inline constexpr bool kStoresMatrices = true;
 CUTE_DEVICE void store_matrices(std::uint32_t address, const std::uint32_t (&r)[4]) {
