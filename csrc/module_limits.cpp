@@ -95,7 +95,7 @@ void read_axes(const std::array<std::int64_t, kFieldsOfAxis * kRank>& numbers, A
   }
 }
 
-/// A problem, as far as what is launched for small windows depends on it.
+/// A problem with the properties that launches for small windows depend on.
 Problem small_problem(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
                       const std::array<std::int64_t, 6>& sizes, bool has_relative_bias, bool has_key_bias) {
   Problem problem{ElementType::kBFloat16, sizes[0],     sizes[1],       sizes[2], sizes[3], sizes[4], sizes[5],
@@ -105,7 +105,7 @@ Problem small_problem(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axe
 }
 
 small::Device small_device(int shared_memory, int multiprocessors, bool has_boxes) {
-  // A multiprocessor has a kilobyte more than a CTA may have, which it takes besides.
+  // An SM has a kilobyte more than a CTA may have; each CTA also takes this kilobyte.
   constexpr int kReserved = 1024;
   return {shared_memory, shared_memory + kReserved, kReserved, multiprocessors, has_boxes};
 }

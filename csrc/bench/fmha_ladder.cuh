@@ -1,6 +1,6 @@
-// The rungs below the production kernels, on the portable kernels' tiles and products.
+// Rungs below the production kernels, with the tiles and products of the portable kernels.
 //
-// A CTA owns a tile of queries, a warp 16 or 32 of them; it reads all keys that they see, a tile at a time.
+// A CTA owns a tile of queries, and a warp 16 or 32 of them. It reads all keys that they see, a tile at a time.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,4 +1,4 @@
-// What the products of a launch are computed in.
+// Arithmetic of a launch's products.
 #pragma once
 
 #include "cuda/common/constants.h"
@@ -7,12 +7,12 @@ namespace natten_jax::sm80 {
 
 enum class Arithmetic { kFloat16, kBFloat16, kFloat32, kTensorFloat32 };
 
-/// Whether elements have 16 bits: kernels for these add biases of keys.
+/// True if elements have 16 bits. Only kernels for such elements add key biases.
 constexpr bool is_half(Arithmetic arithmetic) {
   return arithmetic == Arithmetic::kFloat16 || arithmetic == Arithmetic::kBFloat16;
 }
 
-/// Calls `call` with the arithmetic of a problem's products as a constant; those of float32 elements are computed in
+/// Calls `call` with the arithmetic of a problem's products as a constant. Products of float32 elements are computed in
 /// TF32 unless `is_accurate`.
 template <class Call>
 Status with_arithmetic(ElementType type, bool is_accurate, const Call& call) {

@@ -1,13 +1,13 @@
 // Backward neighborhood attention for any GPU since Ampere.
 //
-// A CTA owns a key/value tile (several in turn, where there are fewer CTAs than tiles) and walks over the query tiles
-// of the box of queries that see some of its keys, for every query head of its key/value head:
+// A CTA owns a key/value tile (several in turn, if there are fewer CTAs than tiles). It iterates over the query tiles
+// in the box of queries that see any of its keys, for every query head of its key/value head:
 //
 //   S^T = K Q^T, dP^T = V dO^T    P = exp(scale * S - logsumexp)    dS = P * (dP - delta)
 //   dV += P^T dO, dK += dS^T Q    in registers                      dQ += dS K    added to sums in memory
 //
-// One CTA adds to a sum in an order that does not change, so that results are reproducible where it does all tiles.
-// Weights and dS pass from warp to warp through shared memory.
+// A single CTA adds to a sum in a fixed order, so results are reproducible if it processes all tiles. Weights and dS
+// pass from warp to warp through shared memory.
 #pragma once
 
 #include <cmath>
@@ -19,7 +19,7 @@
 
 namespace natten_jax::sm80 {
 
-/// Adds to two neighboring numbers in memory.
+/// Adds to two neighboring floats in global memory.
 CUTE_DEVICE void add_pair(float* sums, float x, float y) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(sums), "f"(x), "f"(y) : "memory");
@@ -38,7 +38,7 @@ CUTE_DEVICE void write_pair(Element* destination, float x, float y) {
   }
 }
 
-/// A warp's part of the key and value gradients of a tile.
+/// A warp's part of a tile's dK and dV.
 template <class Traits>
 struct KeyGradients {
   using Element = typename Traits::Element;
@@ -49,7 +49,7 @@ struct KeyGradients {
   const int key0 = threadIdx.x / 32 / Traits::KeyWarps::kColumnWarps * kRows;
   const int element0 = threadIdx.x / 32 % Traits::KeyWarps::kColumnWarps * kColumns;
 
-  /// gradient += the products of weights, or gradients of logits, with rows of queries.
+  /// gradient += the product of weights or dS with rows of queries.
   CUTE_DEVICE void add(Accumulator& gradient, const char* weights, const char* queries) const {
     const typename Product::template ReadPairedA<typename Traits::WeightTile> read_a(shared_address(weights), key0);
     const typename Product::template ReadTransposedB<typename Traits::Tile> read_b(shared_address(queries), element0);
@@ -58,7 +58,7 @@ struct KeyGradients {
         [&](auto& b, int n, int i) __attribute__((always_inline)) { read_b(b, 16 * n, i); });
   }
 
-  /// Writes one of them to memory; `first` is the element of token 0.
+  /// Writes a gradient to global memory; `first` is the element of token 0.
   CUTE_DEVICE void write(const BackwardParams& p, const typename Traits::SharedStorage& shared, void* data,
                          std::int64_t first, const Accumulator& gradient, int head_dim, float scale) const {
     const int lane = threadIdx.x % 32, lane4 = lane % 4;
@@ -77,7 +77,7 @@ struct KeyGradients {
   }
 };
 
-/// Adds a step's part of the query gradient to the sums in memory.
+/// Adds a step's part of dQ to the sums in global memory.
 template <class Traits>
 CUTE_DEVICE void add_query_gradient(const BackwardParams& p, const typename Traits::SharedStorage& shared,
                                     const QueryStep& step, const KeyHead& own) {
@@ -95,7 +95,7 @@ CUTE_DEVICE void add_query_gradient(const BackwardParams& p, const typename Trai
       [&](auto& b, int n, int i) __attribute__((always_inline)) { read_b(b, 16 * n, i); });
   // Sums for 16-bit elements are scaled when they are converted.
   const float scale = sizeof(typename Traits::Element) == 4 ? own.scale(p).query_gradient : 1.f;
-  const bool is_whole = element0 + kColumns <= p.head_dim;  // one test for all pairs: each would be a branch of its own
+  const bool is_whole = element0 + kColumns <= p.head_dim;  // a single test for all pairs: each test would be a branch
   float* sums = p.query_gradient + own.batch * p.query_gradient_batch + own.query_head(step) * p.query_gradient_head +
                 element0 + 2 * lane4;
   CUTE_UNROLL
@@ -128,7 +128,7 @@ CUTE_DEVICE void load_next(const BackwardParams& p, typename Traits::SharedStora
   if (next.head < own.queries) load_queries<Traits>(p, shared, next, own, stage);
 }
 
-/// `kIsPlain`: as is_plain has it, or, where false, any call. With a kernel for all calls, backward passes took 1.5%
+/// `kIsPlain`: the launch is_plain; false supports all calls. With one kernel for all calls, backward passes took 1.5%
 /// longer for the scales (heads of 64), and 1 to 3% for layouts and ends (heads of 128; H100).
 template <class Traits, bool kIsPlain>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const KeyGradients<Traits> gradients;
 
   for (int tile = split; tile < p.tiles; tile += p.splits) {
-    __syncthreads();  // the last tile's tables have been used
+    __syncthreads();  // the last tile's tables have been read
     if (!plan_keys<Traits, kIsPlain>(p, own.batch, tile, group, shared)) continue;
     __syncthreads();
     load_keys<Traits>(p, shared, own);
@@ -163,17 +163,17 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     while (step.head < own.queries) {
       wait_copies<0>();
       if constexpr (Traits::kHasKeyBias) hide_unseeing<Traits>(shared, stage);
-      __syncthreads();  // these queries are there; what the last step wrote has been used
+      __syncthreads();  // these queries are loaded; results of the last step have been read
       if (kStages == 2) load_next<Traits>(p, shared, step, own, stage ^ 1);
       note_queries<Traits>(p, shared, step);
       if (Traits::kLogitWarps == Traits::kWarps || threadIdx.x / 32 < Traits::kLogitWarps) {
         logits.compute(step, own, stage, bias_sums);
       }
-      __syncthreads();  // weights and gradients of the logits are there
+      __syncthreads();  // weights and dS are written
       gradients.add(d_value, shared.weights, shared.d_out[stage]);
       gradients.add(d_key, shared.d_logits, shared.q[stage]);
       if (kStages == 1) {
-        __syncthreads();  // the queries have been used
+        __syncthreads();  // the queries have been read
         load_next<Traits>(p, shared, step, own, 0);
       }
       add_query_gradient<Traits>(p, shared, step, own);

@@ -1,4 +1,4 @@
-// Launches of the forms of the backward kernel, which are instantiated from here.
+// Launches the forms of the backward kernel, and instantiates them.
 #pragma once
 
 #include "cuda/sm80/backward.cuh"
@@ -7,7 +7,7 @@
 
 namespace natten_jax::sm80 {
 
-/// Launches a form of the kernel that adds biases of keys, or of that without.
+/// Launches a form of the kernel, with or without key biases.
 template <Arithmetic kArithmetic, bool kHasKeyBias>
 Status launch_backward_form(const BackwardParams& params, const BackwardForm& form, int ctas, cudaStream_t stream) {
   using Element = typename OfArithmetic<kArithmetic>::Element;
@@ -18,8 +18,8 @@ Status launch_backward_form(const BackwardParams& params, const BackwardForm& fo
     static_assert(
         has_backward_form(Traits::kHeadDim, sizeof(Element), Traits::kKeys, sizeof(typename Traits::SharedStorage)));
     if (form.head_dim == Traits::kHeadDim && form.keys == Traits::kKeys) {
-      // One kernel for all calls with float32: these are the longest ones, whose products take most of their time. And
-      // one for those whose keys have biases.
+      // A single kernel for all float32 calls: they take longest, mostly in products. Also a single kernel for all
+      // calls with key biases.
       constexpr bool kHasPlain = sizeof(Element) == 2 && !kHasKeyBias;
       const auto kernel = is_plain(params) ? natten_jax_sm80_fna_backward<Traits, kHasPlain>
                                            : natten_jax_sm80_fna_backward<Traits, false>;

@@ -1,4 +1,4 @@
-// Biases of keys in the backward kernel, and their gradients: sums of those of logits over the queries of a head.
+// Key biases in the backward kernel, and their gradients: sums of dS over the queries of a head.
 #pragma once
 
 #include "cuda/common/key_bias.cuh"
@@ -6,7 +6,7 @@
 
 namespace natten_jax::sm80 {
 
-/// A form of the kernel that adds biases of keys.
+/// A form of the kernel that adds key biases.
 template <class Traits>
 struct BackwardKeyBiased : Traits {
   static constexpr bool kHasKeyBias = true;
@@ -17,14 +17,14 @@ struct BackwardKeyBiased : Traits {
   };
 };
 
-/// The gradients of biases that a thread adds up: of the keys that it has logits of.
+/// Gradients of biases that a thread accumulates, of the keys in its rows of the logits.
 template <class Traits>
 struct BiasSums {
-  static constexpr int kRows = Traits::kLogitRows / 8;  // of a thread, eight apart
+  static constexpr int kRows = Traits::kLogitRows / 8;  // per thread, eight apart
 
   float of_row[kRows] = {};
 
-  /// Writes those of a query head, and begins anew; all threads of the CTA take part.
+  /// Writes the gradients of a query head and resets the sums. All threads of the CTA take part.
   CUTE_DEVICE void finish(const BackwardParams& p, typename Traits::SharedStorage& shared, const KeyHead& own,
                           int head) {
     constexpr int kColumnWarps = Traits::LogitWarps::kColumnWarps;
@@ -49,7 +49,7 @@ struct BiasSums {
     }
   }
 
-  /// Writes zeros where no query sees the keys.
+  /// Writes zeros if no query sees the keys.
   CUTE_DEVICE static void write_zeros(const BackwardParams& p, const typename Traits::SharedStorage& shared,
                                       const KeyHead& own) {
     for (int head = 0; head < own.queries; ++head) {
@@ -67,13 +67,13 @@ struct BiasSums {
   }
 };
 
-/// In place of them, of kernels without.
+/// Placeholder for BiasSums in kernels without key biases.
 struct NoBiasSums {};
 
 template <class Traits>
 using BiasSumsOf = std::conditional_t<Traits::kHasKeyBias, BiasSums<Traits>, NoBiasSums>;
 
-/// Loads the biases of a tile's keys for a query head; they can be read after a barrier.
+/// Loads the biases of a tile's keys for a query head. They can be read after a barrier.
 template <class Traits>
 CUTE_DEVICE void load_biases(const BackwardParams& p, typename Traits::SharedStorage& shared, const KeyHead& own,
                              int head) {
@@ -86,7 +86,7 @@ CUTE_DEVICE void load_biases(const BackwardParams& p, typename Traits::SharedSto
   }
 }
 
-/// Makes queries that see nothing give no key a weight: each thread those whose logsumexp it has copied itself.
+/// Gives queries that see no keys weights of zero. Each thread handles the logsumexp that it has copied.
 template <class Traits>
 CUTE_DEVICE void hide_unseeing(typename Traits::SharedStorage& shared, int stage) {
   if (threadIdx.x >= Traits::kQueries) return;

@@ -1,4 +1,4 @@
-// What a CTA of the backward kernel works out and copies before a key/value tile and before a step of queries.
+// Plans and copies of the backward kernel, before a key/value tile and before a step of queries.
 #pragma once
 
 #include "cuda/common/axis_plan.cuh"
@@ -6,8 +6,8 @@
 
 namespace natten_jax::sm80 {
 
-/// Finds the queries that see the keys of a batch entry's tile; false where the tile has no keys. All threads take
-/// part.
+/// Computes the queries that see the keys of a batch entry's tile. Returns false if the tile has no keys. All threads
+/// take part.
 template <class Traits, bool kIsPlain>
 CUTE_DEVICE bool plan_keys(const BackwardParams& p, int batch, int tile, int group,
                            typename Traits::SharedStorage& shared) {
@@ -90,7 +90,7 @@ CUTE_DEVICE bool plan_keys(const BackwardParams& p, int batch, int tile, int gro
   return true;
 }
 
-/// Starts to copy the keys and values of a tile, and works out its tables.
+/// Starts to copy the keys and values of a tile, and computes its tables.
 template <class Traits>
 CUTE_DEVICE void load_keys(const BackwardParams& p, typename Traits::SharedStorage& shared, const KeyHead& own) {
   for (int row = threadIdx.x; row < kMostQueries; row += Traits::kThreads) {
@@ -110,7 +110,7 @@ CUTE_DEVICE void load_keys(const BackwardParams& p, typename Traits::SharedStora
   QueryColumnMask(shared.mask_words, p.axis).template build<kMostQueries>(p.axis, threadIdx.x / 32, Traits::kWarps);
 }
 
-/// Starts to copy the queries of a step, their output cotangents and what else belongs to them.
+/// Starts to copy the queries of a step, their dO, logsumexps and deltas.
 template <class Traits>
 CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedStorage& shared, const QueryStep& step,
                               const KeyHead& own, int stage) {
@@ -146,7 +146,7 @@ CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedSt
   commit_copies();
 }
 
-/// Notes which tokens a step's queries are.
+/// Stores the tokens of a step's queries.
 template <class Traits>
 CUTE_DEVICE void note_queries(const BackwardParams& p, typename Traits::SharedStorage& shared, const QueryStep& step) {
   if (threadIdx.x >= Traits::kQueries) return;

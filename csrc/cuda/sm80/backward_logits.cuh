@@ -1,4 +1,4 @@
-// A step's logits, weights and their gradients, with a row per key and a column per query.
+// Logits, weights and their gradients of a step, with a row per key and a column per query.
 #pragma once
 
 #include "cuda/common/arithmetic.cuh"
@@ -9,7 +9,7 @@
 
 namespace natten_jax::sm80 {
 
-/// A warp's part of them. Logits and gradients are arguments, so that they stay in registers.
+/// A warp's part of the logits. Logits and gradients are arguments, so that they stay in registers.
 template <class Traits>
 struct LogitTile {
   using Element = typename Traits::Element;
@@ -31,13 +31,13 @@ struct LogitTile {
         key0(threadIdx.x / 32 / Traits::LogitWarps::kColumnWarps * kRows),
         query0(threadIdx.x / 32 % Traits::LogitWarps::kColumnWarps * kColumns) {}
 
-  /// Writes a step's weights and gradients of logits to shared memory, and adds these up where keys have biases.
+  /// Writes a step's weights and dS to shared memory, and accumulates dS if keys have biases.
   CUTE_DEVICE void compute(const QueryStep& step, const KeyHead& own, int stage, BiasSumsOf<Traits>& bias_sums) const {
     Accumulator s = {}, d_weight = {};
     if constexpr (Traits::kHasKeyBias) start_at_biases(s);
-    const bool any_large = has_large(stage);  // before the products: behind them the vote would wait for shared memory
+    const bool any_large = has_large(stage);  // before the products, after which the vote would wait for shared memory
     multiply(s, shared.k, shared.q[stage]);
-    // A branch, since steps that need no remainders would wait for those of others.
+    // A branch, because steps that need no remainders would otherwise wait for loads of remainders.
     if (any_large) subtract_large(s, step, own, stage);
     weigh(s, any_large, own, stage);
     multiply(d_weight, shared.v, shared.d_out[stage]);  // the compiler puts weigh's instructions between these
@@ -49,7 +49,7 @@ struct LogitTile {
   }
 
  private:
-  /// Whether the warp's queries have logsumexps that need their remainders.
+  /// True if some logsumexp of the warp's queries needs its remainder.
   CUTE_DEVICE bool has_large(int stage) const {
     bool result = false;
     CUTE_UNROLL
@@ -76,12 +76,13 @@ struct LogitTile {
         [&](auto& b, int n, int i) __attribute__((always_inline)) { read_b(b, 16 * n, i); });
   }
 
-  /// Turns logits into exponents of weights, with remainders where logsumexps have them.
+  /// Replaces logits by exponents of weights, including the remainders of large logsumexps.
   CUTE_DEVICE void subtract_large(Accumulator& s, const QueryStep& step, const KeyHead& own, int stage) const {
     const TokenBox& box = shared.box;
     const QueryWalk& at = step.walk;
     const float exponent_scale = own.scale(p).logits * kLog2E;
-    // A loop in which logits take turns to be the first ones: code for all of them would keep registers from the rest.
+    // A loop that rotates the logits, so that each becomes the first in turn: unrolled code would keep registers from
+    // the remaining code.
 #pragma unroll 1
     for (int n = 0; n < kColumns / 8; ++n) {
       float exponents[kRows / 16][4];
@@ -115,7 +116,7 @@ struct LogitTile {
     }
   }
 
-  /// Turns logits, or their exponents, into weights.
+  /// Replaces logits, or exponents, by weights.
   CUTE_DEVICE void weigh(Accumulator& s, bool are_exponents, const KeyHead& own, int stage) const {
     const float exponent_scale = are_exponents ? 1.f : own.scale(p).logits * kLog2E;
     CUTE_UNROLL
@@ -143,13 +144,13 @@ struct LogitTile {
     }
   }
 
-  /// Makes the weights of queries that do not see a key zero.
+  /// Sets the weights of queries that do not see a key to zero.
   CUTE_DEVICE void mask(Accumulator& s, const QueryStep& step) const {
     const LaneMask<QueryColumnMask> lane_mask(QueryColumnMask(shared.mask_words, p.axis), lane4);
     const int4 first = make_int4(step.walk.x, step.walk.y, step.walk.z, 0);
     constexpr int kHalf = kRows / 16;
-    std::uint32_t visible[2][kHalf] = {};  // zeros, since without them the loop would keep registers in every step
-    // A loop, since the compiler would predicate instructions that it could jump over.
+    std::uint32_t visible[2][kHalf] = {};  // zeros: otherwise the loop would keep registers in every step
+    // A loop, because the compiler would predicate unrolled instructions instead of jumping over them.
 #pragma unroll 1
     for (int half = 1; half >= 0; --half) {
       CUTE_UNROLL

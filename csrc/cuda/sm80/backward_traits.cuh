@@ -1,4 +1,4 @@
-// The forms of the backward kernel: what is compiled in, how warps divide products, and the layout of shared memory.
+// Forms of the backward kernel: compiled variants, division of products between warps, and shared memory.
 #pragma once
 
 #include "cuda/common/column_mask.cuh"
@@ -10,7 +10,7 @@ namespace natten_jax::sm80 {
 
 constexpr int kMostQueries = 128;  // of a query tile
 
-/// How the warps divide the rows and columns of a product.
+/// Division of the rows and columns of a product between warps.
 template <int kRowWarps_, int kColumnWarps_>
 struct WarpGrid {
   static constexpr int kRowWarps = kRowWarps_, kColumnWarps = kColumnWarps_;
@@ -28,12 +28,12 @@ struct BackwardTraits {
   static constexpr int kKeys = kKeys_;
   static constexpr int kQueries = kQueries_;
   static constexpr int kStages = kStages_;    // query tiles in shared memory
-  static constexpr bool kHasKeyBias = false;  // but for BackwardKeyBiased
+  static constexpr bool kHasKeyBias = false;  // true in BackwardKeyBiased
   static constexpr int kWarps = KeyWarps::kRowWarps * KeyWarps::kColumnWarps;
   static constexpr int kLogitWarps = LogitWarps::kRowWarps * LogitWarps::kColumnWarps;
   static constexpr int kThreads = 32 * kWarps;
   static_assert(kLogitWarps <= kWarps);
-  // Rows and columns of a warp.
+  // Rows and columns per warp.
   static constexpr int kLogitRows = kKeys / LogitWarps::kRowWarps, kLogitColumns = kQueries / LogitWarps::kColumnWarps;
   static constexpr int kKeyRows = kKeys / KeyWarps::kRowWarps, kKeyColumns = kHeadDim / KeyWarps::kColumnWarps;
   static constexpr int kQueryRows = kQueries / QueryWarps::kRowWarps;
@@ -54,19 +54,19 @@ struct BackwardTraits {
     float logsumexp[kStages][kQueries];
     float delta[kStages][kQueries];
     int query_tokens[kQueries];   // or -1
-    TokenBox box;                 // queries that see some key
+    TokenBox box;                 // queries that see any key
     int4 inner_begin, inner_end;  // queries that see every key
     TileRows<QueryCopy> rows;     // of query tiles
-    int4 row_windows[kKeys][2];   // first query that sees the key (x, y, z) and its token, or -1; end of those queries
+    int4 row_windows[kKeys][2];   // first query that sees the key (x, y, z) and its token, or -1; end of the queries
     std::uint32_t mask_words[QueryColumnMask::capacity(kMostQueries)];
   };
 };
 
-/// A few queries of a query tile, for one of the heads that share the keys.
+/// A few queries of a query tile, for one query head of the key/value head.
 struct QueryStep {
   QueryWalk walk;
   int column;  // first row of the query tile
-  int head;    // of those that share the keys
+  int head;    // among the query heads that share the keys
 
   CUTE_DEVICE void next(const BackwardParams& p, const TokenBox& box, int queries) {
     column += queries;
@@ -82,24 +82,25 @@ struct QueryStep {
 /// The key/value head of a CTA.
 struct KeyHead {
   int batch, head;
-  int queries;      // query heads that share it
-  bool has_scales;  // whether heads may have scales of their own: a constant of the kernel, which no register holds
+  int queries;      // query heads per key/value head
+  bool has_scales;  // heads may have separate scales: a kernel constant, in no register
 
   CUTE_DEVICE KeyHead(const BackwardParams& p, int outer, bool has_scales)
       : queries(p.heads / p.heads_kv), has_scales(has_scales) {
     p.by_heads_kv(batch, head, outer);
   }
 
-  /// Read anew where it is used: there are no registers for it. Query heads with scales of their own share no key head.
+  /// Loads the scale at each use, because registers are scarce. Query heads with separate scales do not share a key
+  /// head.
   CUTE_DEVICE HeadScale scale(const BackwardParams& p) const {
     if (!has_scales) return {p.scale.of_all, p.scale.of_all};
     return p.scale.of((batch * p.heads_kv + head) * queries);
   }
 
-  /// The query head of a step, among the arrays' heads.
+  /// Index of a step's query head among the arrays' heads.
   CUTE_DEVICE int query_head(const QueryStep& step) const { return head * queries + step.head; }
 
-  /// The first element of its keys or values.
+  /// First element of the head's keys or values.
   CUTE_DEVICE std::int64_t first(const BackwardParams& p, int head_dim) const {
     return (batch * p.keys * p.heads_kv + head) * static_cast<std::int64_t>(head_dim);
   }

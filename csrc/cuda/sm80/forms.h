@@ -1,5 +1,5 @@
-// The forms that the portable CUDA kernels are compiled in, and what they take. Plain numbers: the launches choose by
-// them, and Python reads them in every build.
+// Forms in which the portable CUDA kernels are compiled, and their limits. Only plain numbers: the launch code selects
+// a form from them, and Python reads them in every build.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,14 @@ namespace natten_jax::sm80 {
 inline constexpr std::int64_t kHeadDimStep = 8;
 inline constexpr std::int64_t kLargestHeadDim = 256;
 
-/// Bytes of shared memory that a CTA may have on every GPU since Ampere.
+/// Maximum bytes of shared memory per CTA that every GPU since Ampere supports.
 inline constexpr int kLeastSharedMemory = 99 << 10;
 
-/// What a launch says where no form fits.
+/// Error message if no form fits.
 inline constexpr char kTooLittleSharedMemory[] = "the device has too little shared memory for heads of this width";
 
-/// A form of the forward kernel: the widest heads that it takes, the bytes of their elements, the most tokens of its
-/// tiles, and the most bytes of shared memory that its CTAs need.
+/// A form of the forward kernel: its maximum head dimension, the bytes of an element, the maximum tokens of its tiles,
+/// and the maximum bytes of shared memory of its CTAs.
 struct ForwardForm {
   int head_dim;
   int element_bytes;
@@ -27,8 +27,7 @@ struct ForwardForm {
 
 inline constexpr int kLargestTile = 128;
 inline constexpr ForwardForm kWideForm{128, 2, 256, kLargestTile, 226 << 10};
-/// By element and head dimension; of the forms for one, those for the smallest tiles come first. They have more stages
-/// on GPUs with the memory for that.
+/// Sorted by element and head dimension, then by tile size. Forms use more stages on GPUs with enough shared memory.
 inline constexpr ForwardForm kForwardForms[] = {
     {64, 2, 128, kLargestTile, kLeastSharedMemory},
     {128, 2, 128, kLargestTile, kLeastSharedMemory},
@@ -38,10 +37,10 @@ inline constexpr ForwardForm kForwardForms[] = {
     {128, 4, 64, kLargestTile, kLeastSharedMemory},
     {256, 4, 64, kLargestTile, kLeastSharedMemory},
 };
-/// Major compute capabilities whose CTAs may have the shared memory of every form above.
+/// Major compute capabilities that support the shared memory of every form above.
 inline constexpr int kWideFormCapabilities[] = {9, 10};
 
-/// A form of the backward kernel: the keys that it works on at a time, and the bytes of shared memory that it needs.
+/// A form of the backward kernel: the keys that it processes at a time, and the bytes of shared memory that it needs.
 /// Its tiles have at most kLargestTile tokens.
 struct BackwardForm {
   int head_dim;
@@ -50,14 +49,14 @@ struct BackwardForm {
   int shared_memory;
 };
 
-/// By element and head dimension; of the forms for one, those that need the most memory come first.
+/// Sorted by element and head dimension, then by shared memory, largest first.
 inline constexpr BackwardForm kBackwardForms[] = {
     {64, 2, 128, 96 << 10},  {128, 2, 128, 226 << 10}, {128, 2, 64, 80 << 10},
     {256, 2, 64, 120 << 10}, {256, 2, 32, 84 << 10},   {64, 4, 64, 96 << 10},
     {128, 4, 32, 80 << 10},  {256, 4, 32, 148 << 10},  {256, 4, 16, 80 << 10},
 };
 
-/// Head dimension of the narrowest forms for heads of this width and elements of this size; 0 where there are none.
+/// Head dimension of the narrowest forms for heads of this width and elements of this size; 0 without such forms.
 template <class Form, int kForms>
 constexpr int compiled_head_dim(const Form (&forms)[kForms], std::int64_t head_dim, int element_bytes) {
   for (const Form& form : forms) {
@@ -66,7 +65,7 @@ constexpr int compiled_head_dim(const Form (&forms)[kForms], std::int64_t head_d
   return 0;
 }
 
-/// Whether the table has a form of the backward kernel.
+/// True if the table has a form of the backward kernel.
 constexpr bool has_backward_form(int head_dim, int element_bytes, int keys, int shared_memory) {
   for (const BackwardForm& form : kBackwardForms) {
     if (form.head_dim == head_dim && form.element_bytes == element_bytes && form.keys == keys) {

@@ -1,13 +1,14 @@
 // Forward neighborhood attention for any GPU since Ampere: cp.async gathers of multi-dimensional tiles from the natural
 // layout, mma.sync.
 //
-// A CTA owns a query tile, a warp 16 or 32 of its rows: logits, online softmax in base 2, output. Key/value tiles
-// start at the first key that the query tile's windows hold and are read in steps of a few columns. A tile that a
-// warp's rows see whole is not masked, one that they do not see is skipped, and the others take one bit per element.
-// The next step is loaded while this one is used, as far as shared memory goes; the other CTA of the multiprocessor
-// fills the gaps. Where one CTA may have all of a large shared memory, it takes the place of two: steps pass through a
-// ring of buffers, and its warps, which need not keep step, fill each other's gaps. What the loop needs to know of a
-// step is worked out ahead, many steps at a time: registers and issue slots are what the products compete for.
+// A CTA owns a query tile, and a warp 16 or 32 of its rows: logits, online softmax in base 2, output. Key/value tiles
+// start at the first key in the query tile's windows and are read in steps of a few columns. A tile that a warp's rows
+// see completely is not masked, an invisible tile is skipped, and other tiles use a mask bit per element.
+//
+// The next step is loaded during a step if shared memory suffices; the SM's second CTA fills the gaps. If one CTA may
+// have all of a large shared memory, it replaces two: steps pass through a ring of buffers, and its warps, which need
+// not be in step, fill each other's gaps. Data of steps for the loop is computed ahead, many steps at a time, because
+// the products compete with the loop for registers and issue slots.
 #pragma once
 
 #include "cuda/sm80/forward_load.cuh"
@@ -16,7 +17,7 @@
 
 namespace natten_jax::sm80 {
 
-/// Works out the CTA's query tile, its rows and its columns; false where the tile has no queries.
+/// Computes the CTA's query tile, rows and columns. Returns false if the tile has no queries.
 template <class Traits, bool kIsPlain>
 CUTE_DEVICE bool plan_tile(const ForwardParams& p, typename Traits::SharedStorage& shared, int& batch, int& head) {
   const QueryAxisPlan own = plan_axis<kIsPlain>(p, blockIdx.x, batch, head);
@@ -42,9 +43,9 @@ CUTE_DEVICE void load_query(const ForwardParams& p, typename Traits::SharedStora
   commit_copies();
 }
 
-/// `kIsPlain`: as is_plain has it, or, where false, any call. One scale of all heads is a parameter, which costs no
-/// register, and the registers of a step's loop depend on what the plan before it works out: with a kernel for all
-/// calls, forward passes took 1 to 5% longer for the scales, and 1 to 3% for the layouts (H100).
+/// `kIsPlain`: the launch is_plain; false supports all calls. A common scale of all heads is a parameter, which needs
+/// no register, and register allocation in the step loop depends on the planning code before it. With one kernel for
+/// all calls, forward passes took 1 to 5% longer for the scales, and 1 to 3% for the layouts (H100).
 template <class Traits, bool kIsPlain>
 __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
     natten_jax_sm80_fna_forward(const __grid_constant__ ForwardParams p) {
@@ -98,7 +99,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
 
   wait_copies<0>();
   softmax.finish();
-  __syncthreads();  // the queries have been used
+  __syncthreads();  // the queries have been read
   const float sink = kIsPlain ? -INFINITY : sink_of(p.scale, p.scale.of(batch * p.heads + head));
   rows.template write<!kIsPlain>(o, softmax, first_row, sink);
 }

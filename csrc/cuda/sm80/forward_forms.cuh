@@ -1,4 +1,4 @@
-// Launches of the forms of the forward kernel, which are instantiated from here.
+// Launches the forms of the forward kernel, and instantiates them.
 #pragma once
 
 #include "cuda/sm80/forward.cuh"
@@ -7,7 +7,7 @@
 
 namespace natten_jax::sm80 {
 
-/// A variant of a form of the kernel that adds biases of keys, or of that without.
+/// A variant of a form of the kernel, with or without key biases.
 template <Arithmetic kArithmetic, bool kHasKeyBias, int kHeadDim, int kColumns, int kStages, int kWarps = 4>
 using Variant =
     WithKeyBias<ForwardTraits<typename OfArithmetic<kArithmetic>::Element, typename OfArithmetic<kArithmetic>::Product,
@@ -17,15 +17,14 @@ using Variant =
 /// Launches a variant of a form.
 template <class Traits>
 Status launch_variant(const ForwardParams& params, int ctas, cudaStream_t stream) {
-  // One kernel for all calls whose keys have biases: in the loop it is as one for plain calls would be.
+  // A single kernel for all calls with key biases: its loop is the loop that a plain kernel would have.
   constexpr bool kHasPlain = !Traits::kHasKeyBias;
   const auto kernel =
       is_plain(params) ? natten_jax_sm80_fna_forward<Traits, kHasPlain> : natten_jax_sm80_fna_forward<Traits, false>;
   return status_of(launch_form<Traits>(kernel, ctas, stream, params));
 }
 
-/// Launches the first of some variants of a form of which two CTAs fit on a multiprocessor, or else the first of which
-/// one does.
+/// Launches the first variant of a form of which two CTAs fit on an SM; otherwise the first of which one CTA fits.
 template <class... Variants>
 Status launch_fitting(const ForwardParams& params, const SharedMemory& memory, int ctas, cudaStream_t stream) {
   static_assert((kFitsEverywhere<Variants> || ...));
@@ -47,7 +46,7 @@ Status launch_fitting(const ForwardParams& params, const SharedMemory& memory, i
   return result;
 }
 
-/// Launches a form, with biases of keys or without.
+/// Launches a form, with or without key biases.
 template <Arithmetic kArithmetic, bool kHasKeyBias>
 Status launch_forward_form(const ForwardParams& params, const ForwardForm& form, const SharedMemory& memory, int ctas,
                            cudaStream_t stream) {

@@ -1,4 +1,4 @@
-// Biases of keys in the forward kernel: copied with the keys of a step, whose products begin at them.
+// Key biases in the forward kernel: copied with the keys of a step, and used as initial values of the products.
 #pragma once
 
 #include "cuda/common/key_bias.cuh"
@@ -7,28 +7,29 @@
 
 namespace natten_jax::sm80 {
 
-/// A form of the kernel that adds biases of keys.
+/// A form of the kernel that adds key biases.
 template <class Traits>
 struct KeyBiased : Traits {
   static constexpr bool kHasKeyBias = true;
-  /// Steps whose biases are in shared memory: those of the next one are copied before a step's are read.
+  /// Number of steps whose biases are in shared memory. The biases of the next step are copied before a step's are
+  /// read.
   static constexpr int kBiasedSteps = Traits::kStages > 2 ? Traits::kStages : 2;
-  /// Whether biases are made ready in shared memory, before the barrier that a step begins with: as numbers in
-  /// products, each pair twice, so that a lane loads what it begins a block of products with at once. A ring has no
-  /// such barrier.
+  /// True if biases are converted in shared memory, before the barrier at the beginning of a step: to terms of
+  /// products, with each pair stored twice, so that a lane loads the initial values of a block of products at once. A
+  /// ring lacks this barrier.
   static constexpr bool kPreparesBiases = !Traits::kIsRing;
 
   struct SharedStorage : Traits::SharedStorage {
     alignas(16) float key_bias[kBiasedSteps][(kPreparesBiases ? 2 : 1) * Traits::kColumns];
-    const float* biases_of_head;  // that of the batch entry's first key
+    const float* biases_of_head;  // biases of the batch entry's first key
     float products_per_logit;
   };
 
-  /// Where a column's bias is, among those of a step.
+  /// Position of a column's bias among the biases of a step.
   CUTE_DEVICE static int place_of_bias(int column) { return kPreparesBiases ? column / 2 * 4 + column % 2 : column; }
 };
 
-/// Notes where the biases of the CTA's head are; steps are loaded after a barrier.
+/// Stores the address of the biases of the CTA's head. Steps are loaded after a barrier.
 template <class Traits>
 CUTE_DEVICE void find_biases(const ForwardParams& p, typename Traits::SharedStorage& shared, int batch, int head) {
   if (threadIdx.x > 0) return;
@@ -36,8 +37,8 @@ CUTE_DEVICE void find_biases(const ForwardParams& p, typename Traits::SharedStor
   shared.products_per_logit = products_per_logit(p.scale.of(batch * p.heads + head).logits);
 }
 
-/// Starts to copy the biases of a step's keys, of which additional ones have none. Columns that hold no key which a
-/// query sees are masked whatever is added to them: they get the bias of some key.
+/// Starts to copy the biases of a step's keys; biases of additional keys are zero. Columns without a visible key get
+/// the bias of an arbitrary key, because the mask hides them anyway.
 template <class Traits>
 CUTE_DEVICE void load_biases(const ForwardParams& p, const typename Traits::SharedStorage& shared, int step) {
   using Steps = KeySteps<Traits::kThreads>;
@@ -51,7 +52,7 @@ CUTE_DEVICE void load_biases(const ForwardParams& p, const typename Traits::Shar
                   (place & Steps::kWindow) != 0);
 }
 
-/// Makes a step's biases ready: each thread that which it has copied itself.
+/// Converts a step's biases to terms of products. Each thread converts the bias that it has copied.
 template <class Traits>
 CUTE_DEVICE void prepare_biases(typename Traits::SharedStorage& shared, int step) {
   if (!Traits::kPreparesBiases || threadIdx.x >= Traits::kColumns) return;
@@ -59,7 +60,7 @@ CUTE_DEVICE void prepare_biases(typename Traits::SharedStorage& shared, int step
   copied[0] = copied[2] = bias_in_products(copied[0], shared.products_per_logit);
 }
 
-/// What a step's products begin with.
+/// Initialises a step's products with the biases.
 template <class Traits, int kRowBlocks>
 CUTE_DEVICE void start_at_biases(float (&s)[kRowBlocks][Traits::kColumns / 8][4],
                                  const typename Traits::SharedStorage& shared, int step) {

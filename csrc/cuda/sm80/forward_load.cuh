@@ -1,4 +1,4 @@
-// Copies of keys and values into shared memory, and the barriers between those who copy and those who read.
+// Copies of keys and values to shared memory, and the barriers between copies and reads.
 #pragma once
 
 #include "cuda/sm80/forward_key_bias.cuh"
@@ -6,7 +6,7 @@
 
 namespace natten_jax::sm80 {
 
-/// Starts to copy the keys and values of a step, or either.
+/// Starts to copy the keys of a step, the values, or both.
 template <class Traits, bool kKeys, bool kValues>
 CUTE_DEVICE void load_step(const ForwardParams& p, const typename Traits::SharedStorage& shared, int step,
                            std::uint32_t k, std::uint32_t v) {
@@ -29,8 +29,8 @@ CUTE_DEVICE void load_step(const ForwardParams& p, const typename Traits::Shared
       const int head_bytes = head_dim * static_cast<int>(sizeof(typename Traits::Element));
       copy.copy(tile, base, head_bytes * p.heads_kv, head_bytes, tokens, visible);
     };
-    // Behind copies an address waits until they have left. With registers to spare, the compiler would then work out
-    // the addresses of all tokens before it copies any.
+    // An address that is computed after the copies waits until they are issued. With registers to spare, the compiler
+    // would then compute the addresses of all tokens before the first copy.
     const char* values;
     if constexpr (Traits::kFewRegisters) values = plan.values[is_window ? 0 : 1];
     if (kKeys) copy_one(k, plan.keys[is_window ? 0 : 1], p.head_dim);
@@ -51,11 +51,11 @@ CUTE_DEVICE void load_step(const ForwardParams& p, const typename Traits::Shared
   commit_copies();
 }
 
-/// The schedule of copies and barriers around the steps of a query tile; all threads of the CTA call its functions.
+/// Schedule of copies and barriers around the steps of a query tile. All threads of the CTA call its functions.
 ///
 /// Two stages, or a ring of more, are filled while others are read. With one stage, a step's values are loaded while
-/// its keys are used, and the next step's keys while its values are; with none, keys and values share one buffer, and
-/// nothing overlaps.
+/// its keys are used, and the next step's keys while its values are used. Without stages, keys and values share one
+/// buffer, and nothing overlaps.
 template <class Traits>
 struct StepCopies {
   static constexpr int kStages = Traits::kStages, kAhead = Traits::kAhead;
@@ -65,7 +65,7 @@ struct StepCopies {
   typename Traits::SharedStorage& shared;
   const int steps;
   const std::uint32_t k, v;
-  int stage = 0;  // of the next step, where there are two
+  int stage = 0;  // of the next step, with two stages
 
   CUTE_DEVICE StepCopies(const ForwardParams& p, typename Traits::SharedStorage& shared)
       : p(p),
@@ -82,13 +82,13 @@ struct StepCopies {
     }
   }
 
-  /// Before a step's keys are read, and the next steps' are loaded. Returns how far from the first stage's they lie.
+  /// Call before a step's keys are read. Loads the next steps, and returns the offset of the step's stage in bytes.
   CUTE_DEVICE std::uint32_t begin(int step) {
     const int next = step + kAhead;
     if constexpr (!Traits::kIsRing) {
       wait_copies<0>();
       if constexpr (Traits::kHasKeyBias) prepare_biases<Traits>(shared, step);
-      __syncthreads();  // this step's keys are there; what is loaded next has been used
+      __syncthreads();  // this step's keys are loaded; the buffer that is loaded next is free
     }
     const std::uint32_t stage_bytes = kStages < 2 ? 0 : (Traits::kIsRing ? step % kStages : stage) * kStageBytes;
     stage ^= 1;
@@ -112,22 +112,22 @@ struct StepCopies {
     return stage_bytes;
   }
 
-  /// Between the reads of a step's keys and of its values.
+  /// Call between the reads of a step's keys and values.
   CUTE_DEVICE void between(int step) {
     if (kStages >= 2) return;
     if (kStages == 0) {
-      __syncthreads();  // these keys have been used
+      __syncthreads();  // these keys have been read
       load_step<Traits, false, true>(p, shared, step, k, v);
     }
     wait_copies<0>();
-    __syncthreads();  // these values are there; these keys have been used
+    __syncthreads();  // these values are loaded; these keys have been read
     if (kStages == 1 && step + 1 < steps) load_step<Traits, true, false>(p, shared, step + 1, k, v);
   }
 
-  /// After a step's values were read.
+  /// Call after a step's values were read.
   CUTE_DEVICE void end(int step) {
     if (kStages == 0 && step + 1 < steps) {
-      __syncthreads();  // these values have been used
+      __syncthreads();  // these values have been read
       load_step<Traits, true, false>(p, shared, step + 1, k, v);
     }
     if constexpr (Traits::kIsRing) shared.ring.release(step);

@@ -1,4 +1,4 @@
-// The query rows of a warp: logits, mask, softmax and output.
+// Query rows of a warp: logits, mask, softmax and output.
 #pragma once
 
 #include "cuda/sm80/forward_traits.cuh"
@@ -8,8 +8,8 @@
 
 namespace natten_jax::sm80 {
 
-/// A lane holds two rows of every row block. Queries, logits, output and softmax are arguments, not members: as members
-/// they came to lie in local memory.
+/// Rows of a warp: a lane holds two rows of every row block. Queries, logits, output and softmax are arguments instead
+/// of members: as members, the compiler put them into local memory.
 template <class Traits>
 struct WarpRows {
   using Element = typename Traits::Element;
@@ -41,9 +41,10 @@ struct WarpRows {
         read_q(q, warp_row),
         read_k(k, 0),
         read_v(v, 0) {
-    // Where steps begin with a barrier, these addresses are what they would wait for next: heads of 128, 3-D with
-    // stride 16 x 8 x 8, 4% faster. In a ring, where warps need not keep step, and for float32, registers are worth
-    // more; with registers to spare the compiler keeps what it needs: heads of 256, 1% slower.
+    // If steps begin with a barrier, they would wait next for these addresses: keeping them makes heads of 128, 3-D
+    // with stride 16 x 8 x 8, 4% faster. In a ring, whose warps need not be in step, and for float32, registers are
+    // worth more. With registers to spare, the compiler chooses better itself: keeping them makes heads of 256 1%
+    // slower.
     if constexpr (!Traits::kIsRing && Traits::kFewRegisters && sizeof(Element) == 2) {
       read_q.lane.base = kept(read_q.lane.base);
       read_k.lane.base = kept(read_k.lane.base);
@@ -59,7 +60,7 @@ struct WarpRows {
     }
   }
 
-  /// Whether these rows see a step's keys: none (not any), all (whole) or some.
+  /// Visibility of a step's keys for these rows: none (not any), all (whole) or some.
   struct Sight {
     bool any, whole;
   };
@@ -75,7 +76,7 @@ struct WarpRows {
     return result;
   }
 
-  /// s += the products with a step's keys, which lie `stage_bytes` behind the first ones.
+  /// s += the products with a step's keys, at an offset of `stage_bytes` from the first stage.
   CUTE_DEVICE void multiply_by_keys(Logits& s, const Query& query, std::uint32_t stage_bytes) const {
     accumulate<Product, kRowBlocks, kColumns / 16, kHeadSteps>(
         s,
@@ -89,14 +90,14 @@ struct WarpRows {
         [&](auto& b, int n, int step) __attribute__((always_inline)) { read_k(b, 16 * n, step, stage_bytes); });
   }
 
-  /// Makes the logits of keys that a row does not see -infinity.
+  /// Sets the logits of keys that a row does not see to -infinity.
   CUTE_DEVICE void mask(Logits& s, int step) const {
     const int place = shared.steps.places[step % Steps::kCapacity];
     const int4 at = shared.steps.tiles[step % Steps::kCapacity];
     const LaneMask<KeyColumnMask> lane_mask(KeyColumnMask(shared.mask_words, p.axis), lane4);
-    std::uint32_t visible[2][kRowBlocks] = {};  // zeros, since without them the loop would keep registers in every step
-    // A loop, since the compiler would predicate instructions that it could jump over, and they would take issue slots
-    // in every step.
+    std::uint32_t visible[2][kRowBlocks] = {};  // zeros: otherwise the loop would keep registers in every step
+    // A loop, because the compiler would predicate unrolled instructions instead of jumping over them, and they would
+    // take issue slots in every step.
 #pragma unroll 1
     for (int half = 1; half >= 0; --half) {
       CUTE_UNROLL
@@ -119,7 +120,7 @@ struct WarpRows {
     }
   }
 
-  /// Adds a step's values to the output, by the weights of its logits.
+  /// Adds a step's values to the output, weighted by the softmax of its logits.
   CUTE_DEVICE void add_values(Output& o, Softmax& softmax, Logits& s, std::uint32_t stage_bytes) const {
     softmax.update(s, o, [&](int i) -> float& { return shared.subtracted[row0 + 8 * i]; });
     accumulate<Product, kRowBlocks, Traits::kHeadDim / 16, kColumns / Product::kStep>(
@@ -127,11 +128,11 @@ struct WarpRows {
         [&](auto& b, int n, int step) __attribute__((always_inline)) { read_v(b, 16 * n, step, stage_bytes); });
   }
 
-  /// Writes the output over the queries in shared memory, then whole rows to memory, and logsumexps; `first_row` is the
-  /// row of the arrays' token 0. Where the head may have a sink, this is its logit, or -infinity.
+  /// Writes the output over the queries in shared memory, then whole rows to global memory, and logsumexps. `first_row`
+  /// is the row of the arrays' token 0. If the head may have a sink, `sink` is its logit, or -infinity.
   template <bool kMayHaveSink>
   CUTE_DEVICE void write(const Output& o, const Softmax& softmax, std::int64_t first_row, float sink) const {
-    // A lane for each row that four of them share.
+    // One of the four lanes that share a row handles its logsumexp.
     const float2 found = softmax.logsumexp(lane4, [&](int i) -> float& { return shared.subtracted[row0 + 8 * i]; });
     Logsumexp logsumexp{found.x, found.y};
     const float share_of_keys = kMayHaveSink && sink != -INFINITY ? add_sink(logsumexp, sink) : 1.f;

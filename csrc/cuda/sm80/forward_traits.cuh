@@ -1,4 +1,4 @@
-// The forms of the forward kernel: what is compiled in, and the layout of shared memory.
+// Forms of the forward kernel: compiled variants, and shared memory.
 #pragma once
 
 #include "cuda/common/column_mask.cuh"
@@ -26,8 +26,8 @@ struct ForwardTraits {
   static constexpr int kAhead = kIsRing ? kStages / 2 : 1;  // steps that are loaded ahead
   static constexpr int kRows = 16 * kRowBlocks * kWarps;
   static constexpr bool kQueryInRegisters = Tile::kRowBytes <= 128;
-  static constexpr bool kFewRegisters = kRowBlocks == 2;  // are left beside logits and output
-  static constexpr bool kHasKeyBias = false;              // but for KeyBiased
+  static constexpr bool kFewRegisters = kRowBlocks == 2;  // next to logits and output
+  static constexpr bool kHasKeyBias = false;              // true in KeyBiased
 
   static constexpr std::uint32_t kStageBytes = kColumns * Tile::kRowBytes;  // of keys or of values
 
@@ -37,13 +37,13 @@ struct ForwardTraits {
     alignas(128) char q[kRows * Tile::kRowBytes];
     alignas(128) char keys_and_values[kStages == 0 ? 1 : 2 * kStages][kStageBytes];
     TilePlan plan;
-    CopyRing<kIsRing ? kStages : 1, kThreads> ring;  // of steps, where they are one
+    CopyRing<kIsRing ? kStages : 1, kThreads> ring;  // of steps, if kIsRing
     alignas(
         16) int row_windows[kRows][2][4];  // first key seen (x, y, z) and the row's token, or -1; end of the keys seen
     TileRows<KeyCopy> columns;             // of key/value tiles
     KeySteps<kThreads> steps;
     SeenBox warp_boxes[kWarps];
-    float subtracted[kRows];  // from a row's logits, where these are large
+    float subtracted[kRows];  // from a row's logits, if these are large
     std::uint32_t mask_words[KeyColumnMask::capacity(kMostColumns)];
   };
 };

@@ -1,4 +1,4 @@
-// Copies of rows of tokens into tiles, by all threads of a CTA.
+// Copies of tokens to the rows of tiles, by all threads of a CTA.
 #pragma once
 
 #include "cuda/common/device_axis.h"
@@ -7,19 +7,19 @@
 
 namespace natten_jax::sm80 {
 
-/// A thread's part of copying tiles of `kRows_` rows: one chunk of every few rows.
+/// A thread's part of copying tiles of `kRows_` rows: the same chunk of every kStride-th row.
 template <class Tile, int kRows_, int kThreads>
 struct Gather {
   static constexpr int kRows = kRows_;
   static constexpr int kPasses = kRows * Tile::kChunks / kThreads;
-  static constexpr int kStride = kThreads / Tile::kChunks;  // rows between two of a thread
+  static constexpr int kStride = kThreads / Tile::kChunks;  // between two rows of a thread
   static_assert(kPasses * kStride == kRows && kPasses <= 32 && (kStride & (kStride - 1)) == 0);
   const int first = threadIdx.x / Tile::kChunks, chunk = threadIdx.x % Tile::kChunks;
 
   static constexpr std::uint32_t kAll = static_cast<std::uint32_t>((std::uint64_t(1) << kPasses) - 1);
 
-  /// Starts to copy rows of `head_bytes` of tokens `tokens[i]` of `token_bytes`; rows that are not `visible` and chunks
-  /// past the head become zeros.
+  /// Starts to copy heads of `head_bytes` of the tokens `tokens[i]`, which are `token_bytes` apart. Rows that are not
+  /// `visible` and chunks past the head become zeros.
   CUTE_DEVICE void copy(std::uint32_t tile, const char* base, int token_bytes, int head_bytes,
                         const int (&tokens)[kPasses], std::uint32_t visible) const {
     base += chunk * 16;
@@ -32,7 +32,7 @@ struct Gather {
     }
   }
 
-  /// As `copy`, for rows whose tokens a function of the row says; -1 is none.
+  /// Starts to copy rows whose tokens `token_of` returns for each row; -1 if there is no token.
   template <class TokenOf>
   CUTE_DEVICE void copy_tokens(std::uint32_t tile, const char* base, int token_bytes, int head_bytes,
                                const TokenOf& token_of) const {
@@ -47,7 +47,7 @@ struct Gather {
   }
 };
 
-/// The tokens of a box, of which tiles are copied: local tokens of a dilation group.
+/// Tokens of a box, from which tiles are copied: local tokens of a dilation group.
 struct TokenBox {
   int4 begin, end;  // indices: x, y, z
   int4 pitch;       // tokens between neighbors of the group: x, y, z; its first token
@@ -55,10 +55,10 @@ struct TokenBox {
   CUTE_DEVICE int token(int x, int y, int z) const { return x * pitch.x + y * pitch.y + z * pitch.z + pitch.w; }
 };
 
-/// Coordinates x, y, z of a tile's token in a byte each, and one byte that is zero if the token exists. All are below
+/// Coordinates x, y, z of a tile's token in a byte each, and a byte that is zero if the token exists. All are below
 /// 128, so that one subtraction compares them with four ends.
 struct PackedPlace {
-  /// Ends as `is_before` takes them, for a tile that starts at (x, y, z).
+  /// Ends as parameter of `is_before`, for a tile that starts at (x, y, z).
   CUTE_DEVICE static std::uint32_t ends(int4 end, int x, int y, int z) {
     const auto in_tile = [](int distance) { return static_cast<std::uint32_t>(min(max(distance, 0), 128)); };
     return (in_tile(end.x - x) | in_tile(end.y - y) << 8 | in_tile(end.z - z) << 16 | 1u << 24) + 0x7f7f7f7fu;
@@ -73,8 +73,8 @@ struct PackedPlace {
   }
 };
 
-/// Where the rows of a tile of tokens lie: in the tile, and relative to its first token. They are in the order in which
-/// the threads of a `Copy` take them.
+/// Positions of the rows of a tile of tokens: in the tile, and relative to its first token. They are stored in the
+/// order in which the threads of a `Copy` read them.
 template <class Copy>
 struct TileRows {
   static constexpr int kMost = 128;
@@ -82,12 +82,12 @@ struct TileRows {
   alignas(16) std::uint32_t places[kMost];  // PackedPlace
   alignas(16) int tokens[kMost];
 
-  /// Where a row is.
+  /// Index of a row in this order.
   CUTE_DEVICE static int place(int row) {
     return row / Copy::kRows * Copy::kRows + row % Copy::kStride * Copy::kPasses + row % Copy::kRows / Copy::kStride;
   }
 
-  /// Works out the row that a thread is responsible for.
+  /// Computes the row that a thread is responsible for.
   template <cutlass::FastDivmod DeviceAxis::* kByTile>
   CUTE_DEVICE void fill(const DeviceAxis (&axis)[3], int row, int tile_tokens, int4 pitch) {
     const int3 at = place_in_tile<kByTile>(axis, row);
@@ -96,12 +96,12 @@ struct TileRows {
     tokens[place(row)] = exists ? at.x * pitch.x + at.y * pitch.y + at.z * pitch.z : 0;
   }
 
-  /// Whether a row lies before PackedPlace's `ends`.
+  /// True if a row lies before PackedPlace's `ends`.
   CUTE_DEVICE bool is_visible(std::uint32_t ends, int row) const {
     return PackedPlace::is_before(places[place(row)], ends);
   }
 
-  /// The same for a thread's rows, a bit each; `row` is the first that all threads copy.
+  /// Visibility of a thread's rows, a bit each; `row` is the first row that all threads copy.
   CUTE_DEVICE std::uint32_t visible(const Copy& copy, std::uint32_t ends, int row) const {
     std::uint32_t of_thread[Copy::kPasses], bits = 0;
     load_words(of_thread, places + row + copy.first * Copy::kPasses);
@@ -114,7 +114,7 @@ struct TileRows {
 
   CUTE_DEVICE int token(int row) const { return tokens[place(row)]; }
 
-  /// The tokens of a thread's rows of a tile whose first token is `first`.
+  /// Tokens of a thread's rows, for a tile whose first token is `first`.
   CUTE_DEVICE void load(const Copy& copy, int (&result)[Copy::kPasses], int row, int first) const {
     load_words(result, tokens + row + copy.first * Copy::kPasses);
     CUTE_UNROLL

@@ -1,4 +1,4 @@
-// The compiled kernels, for each arithmetic.
+// The compiled kernels, per arithmetic.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,18 +12,18 @@ namespace natten_jax::sm80 {
 
 /// Bytes of shared memory of a device.
 struct SharedMemory {
-  int block;           // that a CTA may have
-  int multiprocessor;  // that its CTAs share
-  int reserved;        // that each CTA takes besides its own
+  int block;           // maximum per CTA
+  int multiprocessor;  // per SM, shared by its CTAs
+  int reserved;        // additional bytes that each CTA takes
 };
 
-/// Launches a form of the forward kernel on `ctas` CTAs, with the most stages of which two CTAs fit on a
-/// multiprocessor, or else the most.
+/// Launches a form of the forward kernel on `ctas` CTAs. Uses the most stages with which two CTAs fit on an SM;
+/// otherwise the most that fit.
 template <Arithmetic kArithmetic>
 Status launch_forward(const ForwardParams& params, const ForwardForm& form, const SharedMemory& memory, int ctas,
                       cudaStream_t stream);
 
-/// The same of the kernels that add biases of keys, for elements of 16 bits.
+/// Launches the forward kernel with key biases, for elements of 16 bits.
 template <Arithmetic kArithmetic>
 Status launch_key_biased_forward(const ForwardParams& params, const ForwardForm& form, const SharedMemory& memory,
                                  int ctas, cudaStream_t stream);
@@ -32,7 +32,7 @@ Status launch_key_biased_forward(const ForwardParams& params, const ForwardForm&
 template <Arithmetic kArithmetic>
 Status launch_backward(const BackwardParams& params, const BackwardForm& form, int ctas, cudaStream_t stream);
 
-/// The same of the kernels that add biases of keys, for elements of 16 bits.
+/// Launches the backward kernel with key biases, for elements of 16 bits.
 template <Arithmetic kArithmetic>
 Status launch_key_biased_backward(const BackwardParams& params, const BackwardForm& form, int ctas,
                                   cudaStream_t stream);

@@ -1,4 +1,4 @@
-// Instantiates the backward kernel that adds biases of keys for one arithmetic.
+// Instantiates the backward kernel with key biases for one arithmetic.
 #pragma once
 
 #include "cuda/sm80/backward_forms.cuh"

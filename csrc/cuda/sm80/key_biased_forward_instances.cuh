@@ -1,4 +1,4 @@
-// Instantiates the forward kernel that adds biases of keys for one arithmetic.
+// Instantiates the forward kernel with key biases for one arithmetic.
 #pragma once
 
 #include "cuda/sm80/forward_forms.cuh"

@@ -1,4 +1,4 @@
-// The order in which the forward kernel reads a query tile's keys.
+// Order in which the forward kernel reads a query tile's keys.
 #pragma once
 
 #include "cuda/common/tile_walk.cuh"
@@ -7,8 +7,8 @@
 
 namespace natten_jax::sm80 {
 
-/// The steps in which a query tile's keys are read: a few columns of a key/value tile, or a few additional keys. They
-/// are worked out `kThreads` at a time, while those before them are still in use.
+/// Steps in which a query tile's keys are read: a few columns of a key/value tile, or a few additional keys. They are
+/// computed `kThreads` at a time, while earlier steps are still in use.
 template <int kThreads>
 struct KeySteps {
   static constexpr int kCapacity = 2 * kThreads;
@@ -16,9 +16,9 @@ struct KeySteps {
   static constexpr int kInside = 2;   // all keys exist
   static constexpr int kWhole = 4;    // every row sees all keys
   alignas(16) int4 tiles[kCapacity];  // first key of the tile, x, y, z; its token, or the first additional key
-  int places[kCapacity];              // properties, and above those the first column
+  int places[kCapacity];              // flags, and in the higher bits the first column
 
-  /// Works out the steps from `first` on; all threads take part.
+  /// Computes the steps from `first` on. All threads take part.
   CUTE_DEVICE void fill(const ForwardParams& p, const TilePlan& plan, int columns, int first) {
     const int i = first + static_cast<int>(threadIdx.x);
     if (i >= plan.steps) return;

@@ -23,14 +23,14 @@ Status check_tile(const char* name, const std::int64_t (&tile)[kRank], std::int6
                                   " at this head dimension and dtype");
 }
 
-/// What a device says of its shared memory.
+/// Reads the sizes of the current device's shared memory.
 Status read_shared_memory(SharedMemory& memory) {
   return read_attributes({{&memory.block, cudaDevAttrMaxSharedMemoryPerBlockOptin},
                           {&memory.multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor},
                           {&memory.reserved, cudaDevAttrReservedSharedMemoryPerBlock}});
 }
 
-/// Whether a form is one of those for the problem that the device has the shared memory for.
+/// True if a form is for the problem's heads and elements, and the device has enough shared memory for it.
 template <class Form, int kForms>
 bool fits(const Form& form, const Form (&forms)[kForms], const Problem& problem, const SharedMemory& memory) {
   const int bytes = element_bytes(problem.element_type);
@@ -38,7 +38,7 @@ bool fits(const Form& form, const Form (&forms)[kForms], const Problem& problem,
   return form.head_dim == head_dim && form.element_bytes == bytes && form.shared_memory <= memory.block;
 }
 
-/// The first form that takes the tiles.
+/// Chooses the first form that supports the tiles.
 Status choose_forward_form(const Problem& problem, const TileShapes& tiles, const SharedMemory& memory,
                            ForwardForm& chosen) {
   const ForwardForm* largest = nullptr;
@@ -53,19 +53,19 @@ Status choose_forward_form(const Problem& problem, const TileShapes& tiles, cons
   return check_tile("kv_tile_shape", tiles.kv, chosen.keys);
 }
 
-/// Checks that there are kernels for biases of keys, if there are any.
+/// Checks that kernels support key biases, if there are any.
 Status check_key_bias(const Problem& problem) {
   if (!problem.has_key_bias || problem.element_type != ElementType::kFloat32) return {};
   return Status::invalid_argument("query has dtype float32, but must have float16 or bfloat16 beside a key_bias");
 }
 
-/// The scales from one head on.
+/// Scales of the heads from `head` on.
 Scale from_head(Scale scale, std::int64_t head) {
   if (scale.heads != nullptr) scale.heads += head;
   return scale;
 }
 
-/// The form with the most keys.
+/// Chooses the form with the most keys.
 Status choose_backward_form(const Problem& problem, const SharedMemory& memory, BackwardForm& chosen) {
   for (const BackwardForm& form : kBackwardForms) {
     if (!fits(form, kBackwardForms, problem, memory)) continue;
@@ -153,7 +153,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   p.parts = (p.kv_tile_tokens + form.keys - 1) / form.keys;
   p.key_bias_heads = static_cast<int>(arrays.key_bias_heads);
   if (arrays.key_bias != nullptr && arrays.layouts != nullptr) {
-    // No tile has keys that are padding.
+    // No tile contains padding keys, so the kernel does not write their gradients.
     const std::int64_t numbers = problem.batch * problem.keys() * problem.heads;
     NATTEN_JAX_RETURN_IF_FAILED(
         status_of(cudaMemsetAsync(arrays.key_bias_gradient, 0, numbers * sizeof(float), stream)));
@@ -179,7 +179,8 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
     });
   };
 
-  // The heads of a block, from a head of a batch entry on: arrays start there, and their strides stay the same.
+  // Runs a block of heads, from a head of a batch entry on: pointers to the arrays start there, and strides are
+  // unchanged.
   const auto run_block = [&](std::int64_t batch, std::int64_t head_kv, const HeadBlock& size) -> Status {
     const std::int64_t of_query = batch * p.queries * problem.heads + head_kv * problem.heads_per_kv();
     const std::int64_t of_key = batch * problem.keys() * problem.heads_kv + head_kv;
@@ -204,7 +205,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
         status_of(cudaMemsetAsync(p.query_gradient, 0, size.batch * p.query_gradient_batch * sizeof(float), stream)));
     if (problem.additional_kv > 0) {
       p.is_additional = true;
-      p.key_bias = nullptr;  // additional keys have none
+      p.key_bias = nullptr;  // additional keys are without biases
       p.key = at(arrays.additional_keys, of_additional, problem.head_dim);
       p.value = at(arrays.additional_values, of_additional, problem.head_dim_v);
       p.key_gradient = at(arrays.additional_keys_gradient, of_additional, problem.head_dim);

@@ -11,26 +11,26 @@
 
 namespace natten_jax::sm80 {
 
-/// Checks what the arrays of a problem are.
+/// Checks the properties of a problem's arrays.
 Status check_arrays(const Problem& problem);
 
-/// Runs the forward pass of a checked problem on a stream. Products of float32 arrays are computed in TF32 unless
+/// Launches the forward pass of a checked problem on a stream. Products of float32 arrays are computed in TF32 unless
 /// `is_accurate`.
 Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, bool is_accurate,
                    cudaStream_t stream);
 
-/// The heads whose query gradients are summed up at a time: all of some batch entries, or some of one entry.
+/// Heads whose query gradients are accumulated at a time: all heads of some batch entries, or some heads of one entry.
 struct HeadBlock {
   std::int64_t batch;
-  std::int64_t heads_kv;  ///< With all query heads that share them.
+  std::int64_t heads_kv;  ///< Each with all query heads that share it.
 };
 
-/// The heads that a scratch array of so many float32 elements has room for; none where it is no whole number of heads.
+/// Heads that fit into scratch of this number of float32 elements; zeros if it is not a whole number of heads.
 HeadBlock head_block(const Problem& problem, std::int64_t scratch_elements);
 
-/// Runs the backward pass likewise. The key/value tiles of a head and dilation group are shared by up to `kv_splits`
-/// CTAs; 0 is one for each tile. Gradients are reproducible where it is 1. Blocks of heads run one after the other;
-/// `query_gradient_sums` is scratch of 16-bit problems: [batch, heads, x, y, z, head_dim] of a block.
+/// Launches the backward pass of a checked problem on a stream. Up to `kv_splits` CTAs share the key/value tiles of a
+/// head and dilation group; 0 means a CTA per tile. Gradients are reproducible if it is 1. Blocks of heads run one
+/// after the other; `query_gradient_sums` is scratch for 16-bit problems: [batch, heads, x, y, z, head_dim] of a block.
 Status run_backward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, float* query_gradient_sums,
                     const HeadBlock& block, std::int64_t kv_splits, bool is_accurate, cudaStream_t stream);
 

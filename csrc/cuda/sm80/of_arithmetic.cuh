@@ -37,14 +37,14 @@ struct OfArithmetic<Arithmetic::kTensorFloat32> {
   using Product = FloatProduct<false>;
 };
 
-/// A form of a kernel, or `KeyBiased` of it, which adds biases of keys.
+/// A form of a kernel, or `KeyBiased` of it, which adds key biases.
 template <class Traits, template <class> class KeyBiased, bool kHasKeyBias>
 using WithKeyBias = std::conditional_t<kHasKeyBias, KeyBiased<Traits>, Traits>;
 
 template <class Traits>
 constexpr bool kFitsEverywhere = sizeof(typename Traits::SharedStorage) <= kLeastSharedMemory;
 
-/// What a launch says of a form that it was not compiled for: the table of forms and the kernels disagree.
+/// Error for a form that was not compiled: the table of forms and the kernels disagree.
 inline Status no_such_form(int head_dim) {
   return Status::internal("no kernel is compiled for heads of " + std::to_string(head_dim));
 }

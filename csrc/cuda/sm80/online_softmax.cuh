@@ -1,4 +1,4 @@
-// The running softmax of a warp's query rows, in base 2.
+// Online softmax of a warp's query rows, in base 2.
 #pragma once
 
 #include <cfloat>
@@ -9,22 +9,22 @@
 
 namespace natten_jax::sm80 {
 
-/// `kRowBlocks` accumulator blocks of 16 rows; a lane holds two rows of each.
+/// Softmax of `kRowBlocks` accumulator blocks of 16 rows; a lane holds two rows of each.
 ///
-/// A row's offset is what is added to its logits in base 2; it makes weights relative to a logit that lags behind the
-/// largest one. Earlier results are rescaled only where a weight would be larger than 2^kHeadroom, which hardly happens
-/// after a row's first keys.
+/// A row's offset is added to its logits in base 2. It makes weights relative to a logit that lags behind the maximum.
+/// Earlier results are rescaled only if a weight would exceed 2^kHeadroom, which is rare after a row's first keys.
 ///
-/// Where an offset of the warp's rows is so large that its rounding would show, logits are subtracted before they are
-/// multiplied. Offsets are then zero, and the subtracted logits lie in shared memory: other tiles spend no registers on
-/// them. Functions take them as `subtracted(i)`, a reference to that of the lane's row `i`.
+/// If an offset of the warp's rows is so large that its rounding would change weights, logits are subtracted before
+/// they are multiplied. Offsets are then zero, and the subtracted logits are kept in shared memory, so that only this
+/// path pays for them. Functions take them as `subtracted(i)`, a reference to the subtracted logit of the lane's row
+/// `i`.
 template <int kRowBlocks>
 struct OnlineSoftmax {
-  /// The offset of a row that has seen nothing yet: every logit is too large for it, and the weight of -infinity zero.
+  /// Offset of a row without visible keys so far: every logit is too large for it, and -infinity has a weight of zero.
   static constexpr float kNothing = FLT_MAX;
 
-  float exponent_scale;  // of the logits, in base 2; positive
-  float headroom;        // -infinity where logits are subtracted, so that every tile's are
+  float exponent_scale;  // factor of the logits, in base 2; positive
+  float headroom;        // -infinity if logits are subtracted, so that this happens in every tile
   float offset[kRowBlocks][2], row_sum[kRowBlocks][2];
 
   CUTE_DEVICE explicit OnlineSoftmax(float exponent_scale) : exponent_scale(exponent_scale), headroom(kHeadroom) {
@@ -35,7 +35,7 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Turns logits into unnormalised weights.
+  /// Replaces logits by unnormalised weights.
   template <int kColumns, int kOutputs, class Subtracted>
   CUTE_DEVICE void update(float (&s)[kRowBlocks][kColumns][4], float (&o)[kRowBlocks][kOutputs][4],
                           const Subtracted& subtracted) {
@@ -44,7 +44,7 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int i = 0; i < 2 * kRowBlocks; ++i) {
       const int m = i / 2, r = i % 2 * 2;
-      // Two partial results halve the chains of dependent instructions.
+      // Two partial maxima halve the chains of dependent instructions.
       float highest[2] = {s[m][0][r], s[m][0][r + 1]};
       CUTE_UNROLL
       for (int n = 1; n < kColumns; ++n) {
@@ -81,7 +81,7 @@ struct OnlineSoftmax {
     }
   }
 
-  /// The logsumexp of the lane's row `i` of all its blocks, and its remainder.
+  /// Logsumexp of the lane's row `i` of all its blocks, and its remainder.
   template <class Subtracted>
   CUTE_DEVICE float2 logsumexp(int i, const Subtracted& subtracted) const {
     float sum = row_sum[0][0], of_row = -offset[0][0];
@@ -103,7 +103,7 @@ struct OnlineSoftmax {
  private:
   CUTE_DEVICE bool subtracts() const { return headroom < 0.f; }
 
-  /// Makes weights relative to the largest logits; a lane holds those of its columns.
+  /// Makes weights relative to the largest logits. `highest`: maxima of the lane's columns.
   template <int kColumns, int kOutputs, class Subtracted>
   CUTE_DEVICE void rescale(float (&highest)[kRowBlocks][2], float (&s)[kRowBlocks][kColumns][4],
                            float (&o)[kRowBlocks][kOutputs][4], const Subtracted& subtracted) {
@@ -115,7 +115,7 @@ struct OnlineSoftmax {
       highest[m][r] = largest_of_row(highest[m][r]);
       next[m][r] = fminf(offset[m][r], -__fmul_rn(highest[m][r], exponent_scale));
       factor[m][r] = fast_exp2(next[m][r] - offset[m][r]);
-      // No short cuts: they would be branches.
+      // Bitwise operators, because short-circuit evaluation would branch.
       is_large |= (fabsf(next[m][r]) > kLargestRounded) & (next[m][r] != kNothing);
     }
     if (__any_sync(0xffffffffu, is_large)) {
@@ -136,7 +136,7 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Subtracts the largest logits of the rows, and says by what factors that changes earlier weights.
+  /// Subtracts the largest logits of the rows. Sets the factors by which this changes earlier weights.
   template <int kColumns, class Subtracted>
   CUTE_DEVICE void subtract(const float (&highest)[kRowBlocks][2], float (&s)[kRowBlocks][kColumns][4],
                             float (&factor)[kRowBlocks][2], const Subtracted& subtracted) {
@@ -147,13 +147,13 @@ struct OnlineSoftmax {
       const float by_offset = offset[m][r] == kNothing ? -kNothing : -offset[m][r] * fast_reciprocal(exponent_scale);
       had[m][r] = subtracts() ? subtracted(i) : by_offset;
     }
-    __syncwarp();  // all lanes of a row have read its number
+    __syncwarp();  // all lanes of a row have read its subtracted logit
     CUTE_UNROLL
     for (int i = 0; i < 2 * kRowBlocks; ++i) {
       const int m = i / 2, r = i % 2;
       const float next = fmaxf(had[m][r], highest[m][r]);
       const float rise = subtracts() ? (next - had[m][r]) * exponent_scale : fmaf(next, exponent_scale, offset[m][r]);
-      factor[m][r] = had[m][r] == -kNothing ? 1.f : fast_exp2(-rise);  // of nothing
+      factor[m][r] = had[m][r] == -kNothing ? 1.f : fast_exp2(-rise);  // no earlier weights
       CUTE_UNROLL
       for (int n = 0; n < kColumns; ++n) {
         s[m][n][2 * r] -= next;

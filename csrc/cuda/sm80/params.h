@@ -1,4 +1,4 @@
-// What the portable kernels are launched with: geometry and pointers, passed by value.
+// Parameters of the portable kernels, passed by value: geometry and pointers.
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -19,7 +19,7 @@ struct ForwardParams {
   const void* additional_keys;
   const void* additional_values;
   const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
-  const std::int32_t* layouts;  // [batch, 3, 3]: query origin, query and key/value extents; null: all alike
+  const std::int32_t* layouts;  // [batch, 3, 3]: query origin, query and key/value extents; null: equal layouts
   void* out;
   float* logsumexp;
   float* remainder;      // of the logsumexp, or null
@@ -35,8 +35,8 @@ struct ForwardParams {
   int kv_tile_tokens;  // product of the key/value tile's extents
   QueryTileSchedule schedule;
   cutlass::FastDivmod by_heads_per_kv;
-  // For kernels with biases of keys alone.
-  const float* key_bias;  // [batch, keys, heads]; or likewise with one number for all of them:
+  // Only for kernels with key biases.
+  const float* key_bias;  // [batch, keys, key_bias_heads], where key_bias_heads is heads or 1:
   int key_bias_heads;
 };
 
@@ -63,23 +63,23 @@ struct BackwardParams {
   int heads_kv;
   int head_dim;
   int head_dim_v;
-  bool is_additional;  // keys and values are the additional ones, which every query sees
+  bool is_additional;  // keys and values are additional tokens, which every query sees
   Scale scale;
   int q_tile_tokens;
   int kv_tile_tokens;
-  int tiles;   // key/value tiles of a dilation group, in parts that a CTA takes at once
-  int parts;   // of a tile
+  int tiles;   // key/value tiles of a dilation group, counted in parts that a CTA takes at once
+  int parts;   // per tile
   int splits;  // CTAs that share the tiles of a dilation group
   cutlass::FastDivmod by_splits, by_groups;
-  cutlass::FastDivmod by_heads_kv;  // those of the launch, which may be some of all
-  // For kernels with biases of keys alone.
+  cutlass::FastDivmod by_heads_kv;  // heads of the launch, which may be a part of all
+  // Only for kernels with key biases.
   const float* key_bias;  // as in ForwardParams
   int key_bias_heads;
   float* key_bias_gradient;  // [batch, keys, heads]
 };
 
-/// Whether all heads have one scale, all batch entries one layout, and windows that are shifted inside or end at the
-/// query, as in most calls: kernels for these work out nothing else.
+/// True if all heads share a scale, all batch entries share a layout, and windows are shifted inside or end at the
+/// query, as in most calls. Kernels for such calls contain no other cases.
 template <class Params>
 bool is_plain(const Params& p) {
   const auto are_plain = [](const DeviceAxis& axis) { return axis.ends == Ends::kShift || axis.ends == Ends::kCausal; };

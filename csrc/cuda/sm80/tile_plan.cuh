@@ -1,4 +1,4 @@
-// What a CTA of the forward kernel needs to know of its query tile.
+// Plan of a query tile of the forward kernel.
 #pragma once
 
 #include "cuda/common/lane_plan.cuh"
@@ -7,19 +7,19 @@
 
 namespace natten_jax::sm80 {
 
-/// Arrays of four hold x, y, z and one more number; all threads share them.
+/// Arrays of four hold x, y, z and another number. All threads share them.
 struct alignas(16) TilePlan {
-  int hull_begin[4], hull_end[4];    // local keys that some row sees
+  int hull_begin[4], hull_end[4];    // bounding box of the local keys that any row sees
   int inner_begin[4], inner_end[4];  // local keys that every row sees
-  const char* keys[2];               // of the batch entry and head: keys, additional keys
+  const char* keys[2];               // addresses for the batch entry and head: keys, additional keys
   const char* values[2];
-  int tiles[4];             // key/value tiles
+  int tiles[4];             // key/value tiles per dimension
   int first_key;            // the dilation group's first token
-  int window_steps, steps;  // in which keys are read: those of the windows, all
-  bool needs_mask;          // some tile is not seen whole by every row
+  int window_steps, steps;  // steps in which keys are read: within windows, in total
+  bool needs_mask;          // some row does not see all of some tile
 };
 
-/// Four numbers at once.
+/// Loads four numbers at once.
 CUTE_DEVICE int4 quad(const int (&numbers)[4]) {
   return *reinterpret_cast<const int4*>(numbers);
 }
@@ -30,12 +30,12 @@ CUTE_DEVICE int4 key_pitch(const ForwardParams& p) {
   return make_int4(plane * p.axis[0].dilation, line * p.axis[1].dilation, p.axis[2].dilation, 0);
 }
 
-/// Fills in a plan; all lanes of a warp take part, and `own` are their dimensions. Tiles are read in steps of
-/// `kColumns` keys.
+/// Fills in a plan. Warp-collective; each lane passes its dimension as `own`. Tiles are read in steps of `kColumns`
+/// keys.
 template <class Element, int kColumns, bool kIsPlain>
 CUTE_DEVICE void share_plan(const ForwardParams& p, const QueryAxisPlan& own, int batch, int head, TilePlan& plan) {
   const int lane = threadIdx.x % 32, d = planned_dimension();
-  // The windows of the first and the last row, a lane each: 3 * is_last + dimension.
+  // Each lane computes a window of the first or the last row: lane = 3 * is_last + dimension.
   const int of = min(lane, 5) % 3;
   const bool is_last = lane >= 3;
   const int2 window = of_lane(own, of).seen(p.axis[of], is_last ? p.axis[of].q_tile - 1 : 0, kIsPlain);
@@ -68,24 +68,24 @@ CUTE_DEVICE void share_plan(const ForwardParams& p, const QueryAxisPlan& own, in
   plan.values[1] = of_head(p.additional_values, p.additional_kv, p.head_dim_v);
 }
 
-/// What a warp's rows see.
+/// Keys that a warp's rows see.
 struct SeenBox {
-  alignas(16) int hull_begin[4], hull_end[4];  // local keys that some row sees: x, y, z
+  alignas(16) int hull_begin[4], hull_end[4];  // local keys that any row sees: x, y, z
   int inner_begin[4], inner_end[4];            // local keys that every row sees
 
-  /// Whether some row sees keys of the key/value tile at `at`.
+  /// True if some row sees keys of the key/value tile at `at`.
   CUTE_DEVICE bool overlaps(const ForwardParams& p, int4 at) const {
     return !KvWalk(at).is_outside(p.axis, quad(hull_begin), quad(hull_end));
   }
 
-  /// Whether every row sees all keys of the tile.
+  /// True if every row sees all keys of the tile.
   CUTE_DEVICE bool contains(const ForwardParams& p, int4 at) const {
     return KvWalk(at).is_inside(p.axis, quad(inner_begin), quad(inner_end));
   }
 };
 
-/// Fills in a row's window: first key seen (x, y, z) and the row's token, or -1; end of the keys seen. All lanes of a
-/// warp take part, and `box` becomes what their rows see. Rows past the query tile stand for its first.
+/// Fills in a row's window: first key seen (x, y, z) and the row's token, or -1; end of the keys seen. Warp-collective;
+/// `box` is set to the keys that the warp's rows see. Rows past the query tile get the position of row 0.
 template <bool kIsPlain>
 CUTE_DEVICE void plan_row(const ForwardParams& p, const QueryAxisPlan& own, int row, int (&begin)[4], int (&end)[4],
                           SeenBox& box) {
