@@ -162,9 +162,9 @@ def generate(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Generate, and compare with a single pass over the whole sequences."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--tokens", type=int, default=64, help="of a sequence, its prompt included")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of a sequence, including its prompt")
     parser.add_argument("--prompts", type=int, nargs="+", default=[3, 17, 9], help="tokens of each prompt")
-    parser.add_argument("--window", type=int, default=16, help="tokens that a token sees, itself included")
+    parser.add_argument("--window", type=int, default=16, help="tokens that a token sees, including itself")
     parser.add_argument("--cache", choices=("whole", "ring"), default="whole")
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--heads", type=int, default=4)

@@ -158,11 +158,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--features", type=int, default=32, help="features per token, a multiple of 16")
     parser.add_argument("--depth", type=int, default=2, help="blocks")
     parser.add_argument("--kernel-size", type=int, default=5, help="window of the attention, at most 8")
-    parser.add_argument("--seed", type=int, default=0, help="of the split, the parameters and the order of images")
-    parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna; the best one if not given")
-    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="type that the blocks compute in")
+    parser.add_argument("--seed", type=int, default=0, help="seed of split, parameters and order of images")
+    parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna (default: automatic)")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="dtype of the blocks")
     parser.add_argument(
-        "--compare", type=parse_arithmetic, metavar="BACKEND:DTYPE", help="train a second model, with these"
+        "--compare", type=parse_arithmetic, metavar="BACKEND:DTYPE", help="also train a second model, with these"
     )
     parser.add_argument("--output", type=Path, default=Path("digits.png"), help="picture of test predictions")
     options = parser.parse_args(arguments)

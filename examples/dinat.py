@@ -238,12 +238,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="highest learning rate")
     parser.add_argument("--kernel-size", type=int, default=7, help="height and width of windows in tokens")
     parser.add_argument(
-        "--dilated", action=argparse.BooleanOptionalAction, default=True, help="DiNAT; otherwise it is NAT"
+        "--dilated", action=argparse.BooleanOptionalAction, default=True, help="train DiNAT instead of NAT"
     )
-    parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="type that the blocks compute in")
-    parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna; the best one if not given")
-    parser.add_argument("--seed", type=int, default=0, help="of the parameters and the images")
-    parser.add_argument("--profile", action="store_true", help="tell how much of a step is attention")
+    parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="dtype of the blocks")
+    parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna (default: automatic)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of parameters and images")
+    parser.add_argument("--profile", action="store_true", help="print the share of attention in a step")
     options = parser.parse_args(arguments)
     for name, least in (("batch", 1), ("steps", 1), ("kernel_size", 2), ("image_size", SMALLEST_IMAGE)):
         if getattr(options, name) < least:

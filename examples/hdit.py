@@ -344,24 +344,28 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Train an hourglass diffusion transformer on digits or generated pictures, and sample from it.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--data", default="digits", choices=DATA, help="what it learns to draw")
+    parser.add_argument("--data", default="digits", choices=DATA, help="training images")
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 64], help="features per level, multiples of 64")
     parser.add_argument(
-        "--depths", type=int, nargs="+", default=[1, 2], help="blocks per level; outer ones have them twice"
+        "--depths", type=int, nargs="+", default=[1, 2], help="blocks per level; outer levels have them twice"
     )
-    parser.add_argument("--patch", type=int, default=1, help="height and width of an outermost token in pixels")
+    parser.add_argument(
+        "--patch", type=int, default=1, help="height and width in pixels of a token of the outermost level"
+    )
     parser.add_argument("--image-size", type=int, default=8, help="height and width of an image in pixels")
     parser.add_argument("--batch", type=int, default=32, help="images per step")
     parser.add_argument("--steps", type=int, default=800, help="steps of training")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="highest learning rate")
     parser.add_argument("--kernel-size", type=int, default=7, help="height and width of windows in tokens")
-    parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="type that the blocks compute in")
-    parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna; the best one if not given")
-    parser.add_argument("--seed", type=int, default=0, help="of the parameters, the pictures and the noise")
-    parser.add_argument("--sampling-steps", type=int, default=40, help="Euler's steps from noise to an image")
+    parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="dtype of the blocks")
+    parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna (default: automatic)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of parameters, pictures and noise")
+    parser.add_argument("--sampling-steps", type=int, default=40, help="Euler steps from noise to an image")
     parser.add_argument("--samples", type=int, default=10, help="images to sample")
-    parser.add_argument("--output", type=Path, help="file for a picture of pictures (first row) and samples (second)")
-    parser.add_argument("--profile", action="store_true", help="tell how much of a step is attention")
+    parser.add_argument(
+        "--output", type=Path, help="picture file: training images in the first row, samples in the second"
+    )
+    parser.add_argument("--profile", action="store_true", help="print the share of attention in a step")
     options = parser.parse_args(arguments)
     for name in ("patch", "image_size", "batch", "steps", "sampling_steps", "samples"):
         if getattr(options, name) < 1:

@@ -105,11 +105,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=4, help="attention heads")
     parser.add_argument("--kernel-size", type=int, nargs=3, default=[4, 7, 7], help="window of the attention")
     parser.add_argument("--stride", type=int, nargs=3, default=[1, 1, 1], help="queries that share a window")
-    parser.add_argument("--dilation", type=int, nargs=3, default=[1, 1, 1], help="distance of a window's tokens")
+    parser.add_argument("--dilation", type=int, nargs=3, default=[1, 1, 1], help="distance between a window's tokens")
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--backward", action="store_true", help="also profile the gradient")
-    parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna; the best one if not given")
-    parser.add_argument("--iterations", type=int, default=5, help="runs that the times are the median of")
+    parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna (default: automatic)")
+    parser.add_argument("--iterations", type=int, default=5, help="runs; times are medians over them")
     return parser.parse_args(arguments)
 
 

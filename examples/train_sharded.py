@@ -200,15 +200,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100, help="steps of training")
     parser.add_argument("--batch-size", type=int, default=8, help="clips per step, over all devices")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="highest learning rate")
-    parser.add_argument("--tokens", type=int, nargs=3, default=[4, 8, 8], help="of a clip: frames, height, width")
+    parser.add_argument(
+        "--tokens", type=int, nargs=3, default=[4, 8, 8], help="tokens of a clip: frames, height, width"
+    )
     parser.add_argument("--patch", type=int, default=4, help="height and width of a token in pixels")
     parser.add_argument("--depth", type=int, default=2, help="blocks")
     parser.add_argument("--heads", type=int, default=4, help="attention heads")
     parser.add_argument("--head-dim", type=int, default=16, help="features per head")
-    parser.add_argument("--window", type=int, nargs=3, default=[2, 5, 5], help="of the attention, in tokens")
-    parser.add_argument("--dtype", default="float32", help="that the blocks compute in; parameters are float32")
-    parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna; the best one if not given")
-    parser.add_argument("--seed", type=int, default=0, help="of the parameters and the clips")
+    parser.add_argument("--window", type=int, nargs=3, default=[2, 5, 5], help="attention window in tokens")
+    parser.add_argument("--dtype", default="float32", help="dtype of the blocks; parameters are float32")
+    parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna (default: automatic)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of parameters and clips")
     options = parser.parse_args(arguments)
     for name in ("model_parallel", "steps", "batch_size", "patch", "depth", "heads", "head_dim"):
         if getattr(options, name) < 1:

@@ -202,18 +202,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300, help="steps of training")
     parser.add_argument("--batch-size", type=int, default=1, help="clips per step")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="highest learning rate")
-    parser.add_argument("--tokens", type=int, nargs=3, default=[16, 32, 32], help="of a clip: depth, height, width")
+    parser.add_argument(
+        "--tokens", type=int, nargs=3, default=[16, 32, 32], help="tokens of a clip: depth, height, width"
+    )
     parser.add_argument("--patch", type=int, default=8, help="height and width of a token in pixels")
     parser.add_argument("--heads", type=int, default=8, help="attention heads")
     parser.add_argument("--head-dim", type=int, default=64, help="features per head")
-    parser.add_argument("--window", type=int, nargs=3, default=[8, 16, 16], help="of the attention, in tokens")
+    parser.add_argument("--window", type=int, nargs=3, default=[8, 16, 16], help="attention window in tokens")
     parser.add_argument("--stride", type=int, nargs=3, default=[1, 1, 1], help="queries that share a window")
-    parser.add_argument("--dilation", type=int, nargs=3, default=[1, 1, 1], help="distance of a window's tokens")
-    parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna; the best one if not given")
-    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="type to compute in")
-    parser.add_argument("--seed", type=int, default=0, help="of the parameters and the clips")
+    parser.add_argument("--dilation", type=int, nargs=3, default=[1, 1, 1], help="distance between a window's tokens")
+    parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna (default: automatic)")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="dtype of the model")
+    parser.add_argument("--seed", type=int, default=0, help="seed of parameters and clips")
     parser.add_argument(
-        "--compare", type=parse_arithmetic, metavar="BACKEND:DTYPE", help="train a second model, with these"
+        "--compare", type=parse_arithmetic, metavar="BACKEND:DTYPE", help="also train a second model, with these"
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="file for the losses of all steps")
     options = parser.parse_args(arguments)
