@@ -27,7 +27,7 @@ Status run_pass(const Problem& problem, const TileShapes& tiles, const Arrays& a
   return is_done ? Status() : Status::resource_exhausted("no memory for the scratch buffers of attention");
 }
 
-/// Whether some tokens of an array lie outside of the layouts of their entries, as padding does. Nothing owns them.
+/// True if some tokens of an array lie outside the layouts of their entries (padding). No item owns such tokens.
 bool has_padding(const Problem& problem, const std::int32_t* layouts, bool of_queries) {
   for (std::int64_t i = 0; layouts != nullptr && i < problem.batch * kRank; ++i) {
     const std::int32_t* layout = layouts + i / kRank * kRank * kRank + i % kRank;
@@ -39,7 +39,7 @@ bool has_padding(const Problem& problem, const std::int32_t* layouts, bool of_qu
   return false;
 }
 
-/// Whether some local keys lie outside the global layout, as a halo at its edge does. Nothing owns them.
+/// True if some local keys lie outside the global layout, like a halo at its edge. No item owns such keys.
 bool has_keys_outside(const Problem& problem) {
   for (const Axis& axis : problem.axes) {
     if (axis.kv.origin < 0 || axis.kv.origin + axis.kv.local_extent > axis.kv.extent) return true;

@@ -1,6 +1,6 @@
 // The two backward passes. Both recompute the probabilities from the saved logsumexp; each owns what it writes.
 //
-// Part of the kernels: compiled once per instruction set, in a namespace of its own.
+// Part of the kernels: compiled once per instruction set, in a separate namespace.
 #pragma once
 
 #include "cpu/head_scales.h"
@@ -12,9 +12,9 @@
 namespace natten_jax::cpu::NATTEN_JAX_ISA {
 namespace {
 
-/// What the passes know of queries beside their vectors: an array per number, a float per query.
+/// Values of the queries that the passes need in addition to the vectors: an array per value, a float per query.
 struct QueryValues {
-  float* logsumexp;  ///< In base 2. A query that saw no key has +inf, which makes its probabilities zero.
+  float* logsumexp;  ///< In base 2. For a query without keys it is +inf, which makes its probabilities zero.
   float* distance;   ///< The parts of the logsumexp's remainder.
   float* log2_sum;
   float* delta;
@@ -34,7 +34,7 @@ struct QueryValues {
   }
 };
 
-/// A weight from its logit, in base 2. Rounding must not make it larger than one.
+/// Weight of a logit, in base 2. Rounding must not make it larger than one.
 NATTEN_JAX_INLINE Float weight(const Float& logit, const Float& logsumexp, const Float& distance,
                                const Float& log2_sum) {
   return exp2(minimum((logit - logsumexp) - distance, broadcast(0.0f)) - log2_sum);
@@ -92,7 +92,7 @@ void query_gradient(const Plan& plan, const Item& item, std::byte* scratch) {
     store_lanes(w.blocks[i], w.sums_a + i * p.head_dim * kLanes, p.head_dim, scale, w.lines,
                 static_cast<T*>(plan.arrays.query_gradient));
   }
-  // As with sums of tiles, two levels keep rounding errors small.
+  // As for the sums of tiles, two levels of accumulation keep rounding errors small.
   for (std::int64_t entry = 0; entry < entries; ++entry) item.table_sums[entry] += w.table[entry];
 }
 
@@ -111,7 +111,7 @@ NATTEN_JAX_INLINE void list_query_values(const Arrays& arrays, const TokenMap& t
   }
 }
 
-/// Turns logits into probabilities and products into gradients of the logits.
+/// Replaces logits by probabilities, and products by gradients of the logits.
 NATTEN_JAX_INLINE void differentiate(const LaneBlock& block, const Box& box, bool is_masked, std::int64_t rows,
                                      const QueryValues& values, float* logits, float* products) {
   const auto probability_of = [&](std::int64_t row) {
@@ -152,10 +152,10 @@ void key_value_gradient(const Plan& plan, const Item& item, std::byte* scratch) 
 
   const TokenMap tokens = stream_tokens(plan, item);
   const QueryValues query_values(w.row_values, plan.stream_tokens + kRowPadding);
-  // That of all query heads which share the keys: heads with scales of their own share none.
+  // All query heads that share the keys have this scale: heads with separate scales share no keys.
   const HeadScale head_scale = p.scale.of(first_head(p, item));
   const OwnedKeyBiases biases{plan, item, w};
-  // The gradients of a group of query heads add up in the same sums.
+  // The gradients of a group of query heads are accumulated in the same sums.
   for (std::int64_t head = 0; head < p.heads_per_kv(); ++head) {
     const std::int64_t first = item.batch * p.queries() * p.heads + item.kv_head * p.heads_per_kv() + head;
     const T* queries = static_cast<const T*>(arrays.query) + first * p.head_dim;

@@ -1,7 +1,7 @@
-// What is added to logits: relative biases, of which a table has one for each offset of a key from a query, and biases
-// of keys. And the gradients of the tables.
+// Biases that are added to logits: relative biases, from a table with an entry per offset of a key from a query, and
+// key biases. Also the gradients of the tables.
 //
-// Part of the kernels: compiled once per instruction set, in a namespace of its own.
+// Part of the kernels: compiled once per instruction set, in a separate namespace.
 #pragma once
 
 #include <cfloat>
@@ -13,14 +13,14 @@
 namespace natten_jax::cpu::NATTEN_JAX_ISA {
 namespace {
 
-/// Numbers that lie one behind the other, of which each lane has one.
+/// Contiguous numbers, from which each lane reads one.
 struct LaneTable {
   const float* values;
-  const std::int32_t* places;  ///< Where each lane's lies.
-  std::int32_t last;           ///< The last place that there is.
+  const std::int32_t* places;  ///< Index of each lane's number.
+  std::int32_t last;           ///< The last valid index.
 
-  /// Those that lie `offset` behind the lanes' places. The pairs that no window has may lie outside of the table: what
-  /// they get is not used.
+  /// Numbers at `offset` after the lanes' indices. Pairs outside every window may lie outside the table: their results
+  /// are not used.
   NATTEN_JAX_INLINE Float at(std::int32_t offset) const {
     alignas(64) float found[kLanes];
     NATTEN_JAX_UNROLL
@@ -34,8 +34,8 @@ struct LaneTable {
   }
 };
 
-/// Calls visit(row number, number) for every row of a box, in the order of for_each_masked_row: the number is `first`
-/// for the box's first token, and `pitch` more for the next one along each dimension.
+/// Calls visit(row number, number) for every row of a box, in the order of for_each_masked_row. The number is `first`
+/// for the box's first token, and grows by `pitch` per token along each dimension.
 template <typename Visit>
 NATTEN_JAX_INLINE void for_each_row(const Box& box, std::int64_t first, const std::int64_t (&pitch)[kRank],
                                     Visit visit) {
@@ -48,7 +48,7 @@ NATTEN_JAX_INLINE void for_each_row(const Box& box, std::int64_t first, const st
   }
 }
 
-/// The entries of the rows of a box in the tables of its lanes: visit(row number, offset behind the lanes' places).
+/// Calls visit(row number, offset from the lanes' indices) for the rows of a box, with offsets into the lanes' tables.
 template <typename Visit>
 NATTEN_JAX_INLINE void for_each_offset(const Plan& plan, const LaneBlock& block, const Box& box, Visit visit) {
   std::int64_t pitch[kRank], first = 0;
@@ -58,7 +58,7 @@ NATTEN_JAX_INLINE void for_each_offset(const Plan& plan, const LaneBlock& block,
                [&](std::int64_t row, std::int64_t offset) { visit(row, static_cast<std::int32_t>(offset)); });
 }
 
-/// Biases as they are added to logits, in base 2; the same as natten_jax::added_logit of each lane.
+/// Biases as they are added to logits, in base 2. Equal to natten_jax::added_logit of each lane.
 NATTEN_JAX_INLINE Float added_logits(const Float& biases) {
   Float added;
   NATTEN_JAX_UNROLL
@@ -71,7 +71,7 @@ NATTEN_JAX_INLINE Float added_logits(const Float& biases) {
   return rounded(added);
 }
 
-/// Adds to a row of logits, which are in base 2.
+/// Adds to a row of logits in base 2.
 NATTEN_JAX_INLINE void add_to_logits(float* logits, const Float& added) {
   store(logits, load(logits) + added);
 }
@@ -86,12 +86,12 @@ NATTEN_JAX_INLINE void add_to_biased_logits(float* logits, const Float& added) {
 /// Adds the relative biases of the lanes.
 ///
 /// Args:
-///   plan: the pass.
+///   plan: plan of the pass.
 ///   block: the lanes.
 ///   box: the rows.
-///   tables: those of the lanes' heads, one behind the other.
-///   heads: how many there are.
-///   logits: what is added to.
+///   tables: contiguous tables of the lanes' heads.
+///   heads: number of these tables.
+///   logits: updated in place.
 NATTEN_JAX_INLINE void add_relative_bias(const Plan& plan, const LaneBlock& block, const Box& box, const float* tables,
                                          std::int64_t heads, float* logits) {
   const LaneTable table{tables, block.place, static_cast<std::int32_t>(heads * plan.offsets.entries - 1)};
@@ -100,12 +100,12 @@ NATTEN_JAX_INLINE void add_relative_bias(const Plan& plan, const LaneBlock& bloc
   });
 }
 
-/// The number of the first query head that shares the keys of an item, among those of all batch entries.
+/// Index of the first query head that shares the keys of an item, over all batch entries.
 NATTEN_JAX_INLINE std::int64_t first_head(const Problem& p, const Item& item) {
   return item.batch * p.heads + item.kv_head * p.heads_per_kv();
 }
 
-/// Adds what there is to add to the logits of a box of keys, whose lanes are queries.
+/// Adds the biases of a call to the logits of a box of keys. The lanes are queries.
 NATTEN_JAX_INLINE void add_biases(const Plan& plan, const Item& item, const TokenMap& keys, const LaneBlock& block,
                                   const Box& box, float* logits) {
   const Problem& p = plan.problem;
@@ -130,7 +130,7 @@ NATTEN_JAX_INLINE void add_biases(const Plan& plan, const Item& item, const Toke
   }
 }
 
-/// Adds the gradients of a box's logits to those of the lanes' tables.
+/// Adds the gradients of a box's logits to the gradients of the lanes' tables.
 NATTEN_JAX_INLINE void add_to_tables(const Plan& plan, const LaneBlock& block, const Box& box, const float* gradients,
                                      float* sums) {
   const auto last = static_cast<std::int32_t>(plan.problem.heads_per_kv() * plan.offsets.entries - 1);
@@ -140,7 +140,7 @@ NATTEN_JAX_INLINE void add_to_tables(const Plan& plan, const LaneBlock& block, c
   });
 }
 
-/// What is added to the logits of an item that owns keys, for one query head after the other.
+/// Biases of the logits of an item that owns keys, for one query head at a time.
 struct OwnedKeyBiases {
   const Plan& plan;
   const Item& item;
@@ -149,7 +149,7 @@ struct OwnedKeyBiases {
   NATTEN_JAX_INLINE bool has_tables() const { return plan.arrays.relative_bias != nullptr && !item.owns_additional; }
   NATTEN_JAX_INLINE bool has_keys() const { return plan.arrays.key_bias != nullptr && !item.owns_additional; }
 
-  /// Loads the biases of the keys in all lanes, as they are added to logits.
+  /// Loads the biases of the keys in all lanes, converted as for adding to logits.
   NATTEN_JAX_INLINE void load_keys(std::int64_t blocks, std::int64_t head) const {
     for (std::int64_t i = 0; has_keys() && i < blocks; ++i) {
       for (int lane = 0; lane < kLanes; ++lane) of_keys(i)[lane] = plan.arrays.key_bias[place(i, lane, head)];
@@ -174,7 +174,7 @@ struct OwnedKeyBiases {
     }
   }
 
-  /// Adds up the gradients of the logits, which lie where the products did.
+  /// Accumulates the gradients of the logits, which have replaced the products.
   NATTEN_JAX_INLINE void sum(std::int64_t i, std::int64_t rows) const {
     if (!has_keys()) return;
     Float of_box = broadcast(0.0f);
@@ -195,7 +195,7 @@ struct OwnedKeyBiases {
   NATTEN_JAX_INLINE float* of_keys(std::int64_t i) const { return w.statistics + i * kStatistics * kLanes; }
   NATTEN_JAX_INLINE float* sums(std::int64_t i) const { return w.statistics + (i * kStatistics + 1) * kLanes; }
 
-  /// Where a lane's key has the number of a query head.
+  /// Index of the value of a lane's key for a query head.
   NATTEN_JAX_INLINE std::int64_t place(std::int64_t i, int lane, std::int64_t head) const {
     const Problem& p = plan.problem;
     return w.blocks[i].row[lane] / p.heads_kv * p.heads + item.kv_head * p.heads_per_kv() + head;

@@ -1,4 +1,4 @@
-// Which compiled copy of the kernels this processor runs.
+// Selection of the compiled copy of the kernels that this processor runs.
 #pragma once
 
 #include <string>
@@ -8,10 +8,10 @@
 
 namespace natten_jax::cpu {
 
-/// The kernels for the most capable instruction set that both the build and the processor have.
+/// Kernels for the most capable instruction set that both the build and the processor support.
 const KernelTable& host_kernels();
 
-/// Names of the instruction sets that kernels were compiled for, the plainest first.
+/// Names of the instruction sets that kernels were compiled for, least capable first.
 std::vector<std::string> built_isas();
 
 }  // namespace natten_jax::cpu

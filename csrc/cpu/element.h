@@ -1,6 +1,6 @@
 // Element types in memory and their conversion to and from float, by integer arithmetic that compilers vectorise.
 //
-// Part of the kernels: compiled once per instruction set, in a namespace of its own.
+// Part of the kernels: compiled once per instruction set, in a separate namespace.
 #pragma once
 
 #include <cstdint>

@@ -25,8 +25,8 @@ Scratch allocate_scratch(std::size_t bytes) {
       static_cast<std::byte*>(::operator new(std::max<std::size_t>(bytes, 1), kScratchAlignment, std::nothrow)));
 }
 
-/// What the participants of one call share. Late closures keep it alive but find no item left, so they never
-/// touch `item`, which lives on the caller's stack.
+/// State shared by the participants of one call. Late closures keep it alive but find no item left, so they never touch
+/// `item`, which lives on the caller's stack.
 struct Shared {
   std::int64_t count;
   std::size_t scratch_bytes;

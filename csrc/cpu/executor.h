@@ -7,7 +7,7 @@
 
 namespace natten_jax::cpu {
 
-/// A thread pool: how many threads it has, and how to hand it a closure.
+/// A thread pool: its number of threads, and a function that schedules a closure.
 struct Executor {
   std::int64_t threads = 0;
   std::function<void(std::function<void()>)> schedule;
@@ -15,17 +15,17 @@ struct Executor {
 
 /// Calls `item(index, scratch)` for every index below `count`, in any order and on any thread.
 ///
-/// The calling thread takes part, and waits for items that were started rather than for closures that were
-/// scheduled, so a pool whose threads are all busy (or are this one) cannot block it. `item` must not throw.
+/// The calling thread takes part, and waits for items that were started rather than for closures that were scheduled,
+/// so a pool whose threads are all busy (or include the caller) cannot block it. `item` must not throw.
 ///
 /// Args:
 ///   executor: the pool that may help.
 ///   count: number of items.
-///   scratch_bytes: memory that every participating thread gets for itself, 64-byte aligned.
+///   scratch_bytes: private memory of every participating thread, 64-byte aligned.
 ///   item: the work.
 ///
 /// Returns:
-///   False if there was no memory for the scratch; then nothing was run.
+///   False if the scratch could not be allocated; then nothing was run.
 bool run_items(const Executor& executor, std::int64_t count, std::size_t scratch_bytes,
                const std::function<void(std::int64_t, std::byte*)>& item);
 

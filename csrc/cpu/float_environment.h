@@ -20,7 +20,7 @@ inline void set_float_mode(std::uint64_t mode) {
   _mm_setcsr(static_cast<unsigned>(mode));
 }
 #elif defined(__aarch64__)
-constexpr std::uint64_t kFlushBits = 1u << 24;  // FPCR.FZ: of operands and results.
+constexpr std::uint64_t kFlushBits = 1u << 24;  // FPCR.FZ: for operands and results.
 
 inline std::uint64_t float_mode() {
   std::uint64_t mode;
@@ -41,8 +41,8 @@ inline std::uint64_t float_mode() {
 inline void set_float_mode(std::uint64_t) {}
 #endif
 
-/// Flushes denormals to zero while it lives. Pool threads and callers may differ in this mode, and results must
-/// not depend on which thread computed them.
+/// Flushes denormals to zero during its lifetime. Pool threads and callers may differ in this mode, and results must
+/// not depend on the thread that computed them.
 class FlushDenormals {
  public:
   FlushDenormals() : saved_(float_mode()) { set_float_mode(saved_ | kFlushBits); }

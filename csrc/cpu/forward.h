@@ -1,6 +1,6 @@
 // The forward pass: online softmax over the keys that an item's queries see.
 //
-// Part of the kernels: compiled once per instruction set, in a namespace of its own.
+// Part of the kernels: compiled once per instruction set, in a separate namespace.
 #pragma once
 
 #include "cpu/head_scales.h"
@@ -21,10 +21,10 @@ struct Softmax {
   float* sum;
 };
 
-/// Turns logits into exponentials relative to the new running maximum.
+/// Replaces logits by exponentials relative to the new running maximum.
 ///
 /// Returns:
-///   The factor that brings earlier sums to the new maximum.
+///   The factor that rescales earlier sums to the new maximum.
 NATTEN_JAX_INLINE Float exponentiate(const LaneBlock& block, const Box& box, bool is_masked, std::int64_t rows,
                                      const Softmax& state, float* logits) {
   const Float before = load(state.maximum);
@@ -39,7 +39,7 @@ NATTEN_JAX_INLINE Float exponentiate(const LaneBlock& block, const Box& box, boo
   } else {
     for (std::int64_t row = 0; row < rows; ++row) maximum_ = maximum(load(logits + row * kLanes), maximum_);
   }
-  // Lanes that have seen no key yet: any finite reference makes their exponentials zero instead of NaN.
+  // Lanes without visible keys so far: any finite reference makes their exponentials zero instead of NaN.
   const Float reference = select(equal(maximum_, -kInfinity), broadcast(0.0f), maximum_);
   Float sum = broadcast(0.0f);
   for (std::int64_t row = 0; row < rows; ++row) {
@@ -82,7 +82,7 @@ void forward(const Plan& plan, const Item& item, std::byte* scratch) {
     const LaneBlock& block = w.blocks[i];
     alignas(64) float inverse[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
-      // A query that sees no key has the empty sum: output zero, logsumexp -inf.
+      // A query that sees no key has an empty sum: output zero, logsumexp -inf.
       const float sum = softmax(i).sum[lane];
       inverse[lane] = sum == 0.0f ? 0.0f : 1.0f / sum;
     }

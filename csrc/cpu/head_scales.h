@@ -1,6 +1,6 @@
-// The scales of the query heads that lie in vector lanes.
+// Scales of the query heads in vector lanes.
 //
-// Part of the kernels: compiled once per instruction set, in a namespace of its own.
+// Part of the kernels: compiled once per instruction set, in a separate namespace.
 #pragma once
 
 #include "cpu/lane_block.h"
@@ -10,7 +10,7 @@
 namespace natten_jax::cpu::NATTEN_JAX_ISA {
 namespace {
 
-/// What turns products of queries and keys into logits in base 2.
+/// Factor that converts products of queries and keys to logits in base 2.
 NATTEN_JAX_INLINE float exponent_scale(const HeadScale& scale) {
   return scale.logits * kLog2E;
 }

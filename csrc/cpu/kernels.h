@@ -1,4 +1,4 @@
-// The kernels as the rest of the library sees them: one table per instruction set they were compiled for.
+// Interface of the kernels for the rest of the library: one table per compiled instruction set.
 #pragma once
 
 #include <cstddef>

@@ -1,7 +1,7 @@
-// Streams the keys and values that an item's queries see: its tiles of layout tokens, then the additional ones. And the
-// logits of them.
+// Streams the keys and values that an item's queries see: first tiles of layout tokens, then additional tokens. Also
+// computes their logits.
 //
-// Part of the kernels: compiled once per instruction set, in a namespace of its own.
+// Part of the kernels: compiled once per instruction set, in a separate namespace.
 #pragma once
 
 #include "cpu/biases.h"
@@ -11,16 +11,16 @@
 namespace natten_jax::cpu::NATTEN_JAX_ISA {
 namespace {
 
-/// Lists the rows of keys and values and the logits of the blocks' queries in the workspace, and calls
-/// visit(block number, box, is_masked, rows, has_place), for everything that the blocks see: keys of the layout have a
-/// place, additional ones have none.
+/// Lists the rows of keys and values and the logits of the blocks' queries in the workspace. Calls visit(block number,
+/// box, is_masked, rows, has_place) for everything that the blocks see. `has_place` is true for keys of the layout and
+/// false for additional keys.
 ///
 /// Args:
-///   plan: the pass.
+///   plan: plan of the pass.
 ///   item: its work item.
-///   blocks: how many blocks of queries it has.
-///   w: the workspace, with the blocks and their queries in it.
-///   exponent_scales: exponent_scales(block number) gives the factors of the lanes' logits.
+///   blocks: number of query blocks of the item.
+///   w: the workspace, which holds the blocks and their queries.
+///   exponent_scales: exponent_scales(block number) returns the factors of the lanes' logits.
 ///   visit: as above.
 template <typename T, typename Scales, typename Visit>
 NATTEN_JAX_INLINE void stream_keys_and_values(const Plan& plan, const Item& item, std::int64_t blocks,

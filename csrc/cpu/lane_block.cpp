@@ -5,7 +5,7 @@
 namespace natten_jax::cpu {
 namespace {
 
-/// What the owner tokens along one dimension of an item see of the stream side.
+/// Stream tokens that the owner tokens see, along one dimension of an item.
 class Visibility {
  public:
   Visibility(const Plan& plan, const Item& item, int dim)
@@ -26,7 +26,7 @@ class Visibility {
     const Range<std::int64_t> range = owns_queries_
                                           ? window_bounds(axis_.window, index, key_length_)
                                           : inverse_window_bounds(axis_.window, index, query_length_, key_length_);
-    // The tokens of one that wraps may be at either end: what streams them finds those that there are.
+    // If the dimension wraps, tokens may be at either end: the streaming code finds the existing ones.
     return axis_.window.ends == Ends::kWrap ? range : intersection(range, local_);
   }
 
@@ -52,7 +52,7 @@ TokenMap token_map(const Problem& problem, const Segment* segments, bool of_quer
   return map;
 }
 
-/// The array that owner lanes are rows of.
+/// The array whose rows are the owner lanes.
 struct OwnerArray {
   TokenMap tokens;
   std::int64_t first_row;
@@ -102,11 +102,10 @@ void fill_lanes(const Box& box, std::int64_t head_begin, std::int64_t head_end, 
   }
 }
 
-/// Fills in the places of a block whose lanes and hull are known.
+/// Sets the `place` of a block's lanes, after its lanes and hull.
 void fill_places(const Plan& plan, const Box& box, const std::int64_t (&pitch)[kRank], LaneBlock& block) {
   const OffsetTable& offsets = plan.offsets;
-  // From the lane of the box's first token, offsets of keys fall with the queries that are owned and rise with the
-  // keys.
+  // From the lane of the box's first token, offsets of keys fall with the owned queries and rise with the keys.
   std::int64_t of_first = 0;
   for (int dim = 0; dim < kRank; ++dim) {
     of_first += (block.hull.begin[dim] - box.begin[dim]) * pitch[dim] + offsets.reach[dim] * offsets.pitch[dim];
@@ -130,7 +129,7 @@ std::int64_t make_lane_blocks(const Plan& plan, const Item& item, LaneBlock* blo
   const OwnerArray owner = owner_array(plan, item);
   const Visibility visibility[kRank] = {{plan, item, 0}, {plan, item, 1}, {plan, item, 2}};
   const std::int64_t heads = plan.pass == Pass::kKeyValueGradient ? 1 : plan.problem.heads_per_kv();
-  // Additional keys are a line of tokens, whatever the box of layout tokens is.
+  // Additional keys form a line of tokens, independent of the box of layout tokens.
   const std::int64_t line[kRank] = {1, 1, kLanes};
   const std::int64_t* extent = item.owns_additional ? line : plan.lane_box;
 

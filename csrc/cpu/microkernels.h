@@ -1,7 +1,7 @@
-// The two products that all passes are made of. Lanes are tokens of the owner side; rows are tokens of the stream
-// side, read one scalar at a time and broadcast, so neither side is ever transposed in bulk.
+// The two products that all passes consist of. Lanes are tokens of the owner side; rows are tokens of the stream side,
+// read one scalar at a time and broadcast, so neither side is ever transposed in bulk.
 //
-// Part of the kernels: compiled once per instruction set, in a namespace of its own.
+// Part of the kernels: compiled once per instruction set, in a separate namespace.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 namespace natten_jax::cpu::NATTEN_JAX_ISA {
 namespace {
 
-/// out[r][lane] = factor[lane] * (sum over d of rows[r][d] * lanes[d][lane]), for kDotRows rows. The sum is the same to
-/// the last bit whichever of two tokens is the row and which the lane, and so are the logits of all passes.
+/// out[r][lane] = factor[lane] * (sum over d of rows[r][d] * lanes[d][lane]), for kDotRows rows. The sum of two tokens
+/// is bitwise equal if row and lane are exchanged, so the logits of all passes are equal.
 NATTEN_JAX_INLINE void dot_group(const float* lanes, const float* const* rows, std::int64_t depth, const Float& factor,
                                  float* out) {
   const float* row[kDotRows];
@@ -37,7 +37,8 @@ NATTEN_JAX_INLINE void dot_group(const float* lanes, const float* const* rows, s
   }
 }
 
-/// The same for any number of rows. `rows` and `out` have kRowPadding entries to spare; the former are overwritten.
+/// Computes dot_group for any number of rows. `rows` and `out` have kRowPadding spare entries; the spare entries of
+/// `rows` are overwritten.
 NATTEN_JAX_INLINE void dot(const float* lanes, const float** rows, std::int64_t count, std::int64_t depth,
                            const Float& factor, float* out) {
   for (int r = 0; r < kDotRows; ++r) rows[count + r] = rows[count - 1];
@@ -70,7 +71,7 @@ NATTEN_JAX_INLINE void accumulate_columns(const float* weights, const float* con
   }
 }
 
-/// The same for all `columns`.
+/// Computes accumulate_columns for all `columns`.
 template <bool Rescale>
 NATTEN_JAX_INLINE void accumulate(const float* weights, const float* const* rows, std::int64_t count,
                                   std::int64_t columns, const Float& keep, float* sums) {

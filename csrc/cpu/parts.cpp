@@ -5,7 +5,7 @@
 namespace natten_jax::cpu {
 namespace {
 
-/// The problem of one batch entry, which has a layout of its own; windows are the largest that fit it.
+/// Problem of one batch entry with a separate layout; windows are the largest that fit it.
 Problem problem_of_entry(const Problem& all, const std::int32_t* layout) {
   Problem p = all;
   p.batch = 1;

@@ -1,4 +1,4 @@
-// The batch entries of a pass, together where they are alike.
+// Batch entries of a pass, grouped if their layouts are equal.
 #pragma once
 
 #include <cstddef>
@@ -9,20 +9,20 @@
 
 namespace natten_jax::cpu {
 
-/// A pass over entries of the batch that are alike.
+/// A pass over batch entries with equal layouts.
 struct Part {
   Plan plan;
   std::int64_t first_entry;
   std::int64_t first_item;
 
-  /// A work item, by its number among those of the part.
+  /// A work item, by its number within the part.
   Item item(std::int64_t index) const;
 };
 
-/// All entries in one part; or one each, where they have layouts of their own.
+/// A part for all entries, or a part per entry if they have separate layouts.
 std::vector<Part> parts_of(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, Pass pass);
 
-/// Scratch memory that an item of any of the parts takes.
+/// Bytes of scratch memory that suffice for an item of every part.
 std::size_t scratch_bytes(const std::vector<Part>& parts);
 
 }  // namespace natten_jax::cpu

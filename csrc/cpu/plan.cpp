@@ -29,13 +29,13 @@ const Tokens& stream_side(const Axis& axis, Pass pass) {
 std::vector<Segment> cut(const Axis& axis, Pass pass, std::int64_t tile) {
   const Tokens& tokens = owner_side(axis, pass);
   const std::int64_t dilation = axis.window.dilation;
-  // Those of neighbors lie in front of a dimension that wraps, and behind it.
+  // If the dimension wraps, tokens of neighbors lie before and after it.
   const bool wraps = axis.window.ends == Ends::kWrap;
   const std::int64_t first = wraps ? tokens.origin : std::max<std::int64_t>(tokens.origin, 0);
   const std::int64_t end = tokens.origin + tokens.local_extent;
   const std::int64_t last = std::min(wraps ? end : std::min(end, tokens.extent), first + dilation);
   std::vector<Segment> segments;
-  // The groups that have local tokens are those of the first `dilation` local coordinates.
+  // The first `dilation` local coordinates determine the groups that have local tokens.
   for (std::int64_t coordinate = first; coordinate < last; ++coordinate) {
     const std::int64_t group = coordinate - divide_down(coordinate, dilation) * dilation;
     const Range<std::int64_t> local = tokens.local_indices(axis.window, group);
@@ -50,17 +50,17 @@ std::vector<Segment> cut(const Axis& axis, Pass pass, std::int64_t tile) {
 
 /// Stream tokens along one dimension that a lane block of `count` owner tokens sees, away from the edges.
 double union_extent(const Axis& axis, std::int64_t count, std::int64_t tile) {
-  // Blocks that start with a stride group span as few of them as possible.
+  // Blocks that start with a stride group span the minimum number of groups.
   const std::int64_t stride = axis.window.stride;
   const bool is_aligned = count % stride == 0 && tile % count == 0;
   const std::int64_t span = is_aligned ? count - stride : divide_up(count - 1, stride) * stride;
   return static_cast<double>(std::min(axis.window.kernel_size + span, divide_up(axis.kv.extent, axis.window.dilation)));
 }
 
-/// Chooses the shape of a lane block: the one whose lanes visit the fewest stream tokens altogether.
+/// Chooses the shape of a lane block that minimises the stream tokens that all lanes visit.
 ///
-/// Lanes left over hold further query heads of the group. Wide last dimensions are preferred among equals,
-/// because their rows are contiguous.
+/// Remaining lanes hold further query heads of the group. Among equals, wide last dimensions are preferred, because
+/// their rows are contiguous.
 void choose_lane_box(Plan& plan, const std::int64_t* tile) {
   const Problem& p = plan.problem;
   const std::int64_t group_heads = plan.pass == Pass::kKeyValueGradient ? 1 : p.heads_per_kv();
@@ -128,7 +128,7 @@ Item Plan::item(std::int64_t index) const {
     item.segments[2] = pick(additional_segments);
   } else {
     index -= additional;
-    // Neighboring tiles of one head come one after another: they share most of what they stream.
+    // Neighboring tiles of a head are consecutive, because they share most of their stream tokens.
     for (int dim = kRank - 1; dim >= 0; --dim) item.segments[dim] = pick(segments[dim]);
   }
   item.kv_head = next(problem.heads_kv);

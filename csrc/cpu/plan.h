@@ -1,12 +1,12 @@
-// How one attention pass is cut into independent work items.
+// Division of an attention pass into independent work items.
 //
-// A pass has an owner side and a stream side. In the forward and query-gradient passes an item owns a tile of
-// queries and streams the keys that they see; in the key/value-gradient pass it owns a tile of keys and streams
-// the queries that see them. Every result element has one owner, so no pass needs atomics and results do not
-// depend on the number of threads.
+// A pass has an owner side and a stream side. In the forward and query-gradient passes an item owns a tile of queries
+// and streams the keys that they see; in the key/value-gradient pass it owns a tile of keys and streams the queries
+// that see them. Every result element has one owner, so no pass needs atomics and results do not depend on the number
+// of threads.
 //
-// Inside an item, tokens of the owner side lie in vector lanes: kLanes of them form a lane block, a small box
-// chosen so that the union of its windows is little larger than a window. Stream tokens are visited row by row.
+// Inside an item, tokens of the owner side lie in vector lanes: kLanes of them form a lane block, a small box chosen so
+// that the union of its windows is little larger than a window. Stream tokens are visited row by row.
 #pragma once
 
 #include <cstddef>
@@ -21,14 +21,14 @@ namespace natten_jax::cpu {
 
 inline constexpr int kLanes = 16;
 
-/// Numbers that an owner has beside its vectors: maximum and sum of a query's softmax and the factor of its logits,
-/// QueryValues of the backward passes, or a key's bias and the gradient of it.
+/// Values per owner in addition to its vectors: maximum and sum of a query's softmax and the factor of its logits;
+/// QueryValues of the backward passes; or a key's bias and its gradient.
 inline constexpr int kStatistics = 5;
 
-/// Room behind the rows of a stream tile, so that micro-kernels may work on whole groups of rows.
+/// Padding after the rows of a stream tile, so that micro-kernels may process whole groups of rows.
 inline constexpr std::int64_t kRowPadding = 16;
 
-/// Rows that scratch has room for at least, for additional keys beside small tiles.
+/// Minimum number of rows in scratch, for additional keys with small tiles.
 inline constexpr std::int64_t kMinStreamRows = 64;
 
 enum class Pass { kForward, kQueryGradient, kKeyValueGradient };
@@ -45,8 +45,8 @@ struct Item {
   std::int64_t batch;
   std::int64_t kv_head;
   Segment segments[kRank];
-  bool owns_additional;  ///< Whether the last segment counts additional keys instead of layout tokens.
-  float* table_sums;     ///< [query heads of kv_head][entries]: what gradients of relative biases are added to.
+  bool owns_additional;  ///< True if the last segment counts additional keys instead of layout tokens.
+  float* table_sums;     ///< [query heads of kv_head][entries]: sums of the gradients of relative biases.
 };
 
 struct LaneBlock;
@@ -64,35 +64,35 @@ struct Workspace {
   const float** rows_a;  ///< [rows]: rows of head_dim elements.
   const float** rows_b;  ///< [rows]: rows of head_dim_v elements.
   float* row_values;     ///< [kStatistics][rows]: QueryValues of streamed queries.
-  float* table;          ///< [query heads of an item][entries]: the item's own gradients of relative biases.
+  float* table;          ///< [query heads of an item][entries]: the item's gradients of relative biases.
   float* packed_a;       ///< [rows][head_dim].
   float* packed_b;       ///< [rows][head_dim_v].
   float* lines;          ///< [kLanes][larger head_dim].
-  std::size_t bytes;     ///< All of it.
+  std::size_t bytes;     ///< Size of all buffers.
 };
 
-/// One pass of one call, cut into items.
+/// One pass of one call, divided into items.
 struct Plan {
   Problem problem;
   Arrays arrays;
   Pass pass;
-  OffsetTable offsets;              ///< Relative biases: for whole windows, also where an entry's are smaller.
+  OffsetTable offsets;              ///< Relative biases: for whole windows, even if an entry's windows are smaller.
   std::int64_t lane_box[kRank];     ///< Tokens per dimension of a lane block.
-  std::int64_t lane_heads;          ///< Query heads of a group that share a lane block; 1 where keys are owned.
+  std::int64_t lane_heads;          ///< Query heads of a group that share a lane block; 1 if keys are owned.
   std::int64_t stream_tile[kRank];  ///< Stream tokens that are visited at a time.
-  std::int64_t stream_tokens;       ///< Rows that scratch has room for.
+  std::int64_t stream_tokens;       ///< Number of rows in scratch.
   std::vector<Segment> segments[kRank];
   std::vector<Segment> additional_segments;  ///< Segments of additional keys; empty unless this pass owns them.
-  std::size_t lane_blocks;                   ///< Most of an item.
+  std::size_t lane_blocks;                   ///< Maximum per item.
 
   std::int64_t items() const;
   Item item(std::int64_t index) const;
 
-  /// Buffers for an item in scratch memory; with none, how many bytes they take.
+  /// Buffers of an item in scratch memory. With a null `scratch`, only their size.
   Workspace workspace(std::byte* scratch) const;
 };
 
-/// Cuts a pass into items; the tile of the owner side is the work of an item.
+/// Divides a pass into items; an item processes a tile of the owner side.
 Plan make_plan(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, Pass pass);
 
 }  // namespace natten_jax::cpu

@@ -1,6 +1,6 @@
 // The stream side of an item: boxes of rows, visited tile by tile and block by block.
 //
-// Part of the kernels: compiled once per instruction set, in a namespace of its own.
+// Part of the kernels: compiled once per instruction set, in a separate namespace.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace {
 /// Rows of floats, one per token of a stream tile.
 struct FloatRows {
   const float* base;          ///< Row of the tile's first token.
-  std::int64_t begin[kRank];  ///< Group indices of that token.
+  std::int64_t begin[kRank];  ///< Group indices of the tile's first token.
   std::int64_t pitch[kRank];  ///< In floats per group index.
 };
 
@@ -58,7 +58,8 @@ NATTEN_JAX_INLINE bool contains(const Box& outer, const Box& inner) {
   return inside;
 }
 
-/// Calls visit(tile) for the tiles of at most `shape` tokens that cover the tokens of a box, each of one repetition.
+/// Calls visit(tile) for tiles of at most `shape` tokens that cover the tokens of a box. A tile does not cross
+/// repetitions.
 template <typename Visit>
 NATTEN_JAX_INLINE void for_each_tile(const Box& box, const TokenMap& tokens, const std::int64_t* shape, Visit visit) {
   const Repetition* at = tokens.repeated;
@@ -80,7 +81,7 @@ NATTEN_JAX_INLINE void for_each_tile(const Box& box, const TokenMap& tokens, con
   }
 }
 
-/// Calls visit(row number, mask) for every row of a box, where the mask tells the lanes that see the row.
+/// Calls visit(row number, mask) for every row of a box, with the mask of the lanes that see the row.
 template <typename Visit>
 NATTEN_JAX_INLINE void for_each_masked_row(const LaneBlock& block, const Box& box, Visit visit) {
   std::int64_t row = 0;
@@ -95,15 +96,15 @@ NATTEN_JAX_INLINE void for_each_masked_row(const LaneBlock& block, const Box& bo
   }
 }
 
-/// The rows of a tile as floats: where they are, or converted into `packed`.
+/// Rows of a tile as floats: in place, or converted into `packed`.
 ///
 /// Args:
 ///   tile: the tokens.
-///   tokens: where the tokens lie.
-///   data: first row of the batch element, already at the head that is read.
+///   tokens: memory layout of the tokens.
+///   data: first row of the batch entry at the head that is read.
 ///   heads: rows per token.
 ///   width: elements per row.
-///   packed: room for the tile's rows.
+///   packed: space for the tile's rows.
 template <typename T>
 NATTEN_JAX_INLINE FloatRows float_rows(const Box& tile, const TokenMap& tokens, const T* data, std::int64_t heads,
                                        std::int64_t width, float* packed) {
@@ -130,17 +131,17 @@ NATTEN_JAX_INLINE FloatRows float_rows(const Box& tile, const TokenMap& tokens, 
   }
 }
 
-/// Visits what the lane blocks of an item stream, in boxes of at most a stream tile.
+/// Visits the stream tokens of an item's lane blocks, in boxes of at most a stream tile.
 ///
-/// Rows that are read where they are need no tile in common, so each block starts tiles at its own hull and cuts as
-/// little as possible. Rows that must be converted first are converted once for all blocks.
+/// Rows that are read in place need no common tiles, so each block starts tiles at its hull, which splits the least.
+/// Rows that must be converted are converted once for all blocks.
 ///
 /// Args:
 ///   blocks: the lane blocks.
-///   count: how many there are.
-///   tokens: where the streamed tokens lie.
+///   count: number of blocks.
+///   tokens: memory layout of the streamed tokens.
 ///   shape: tokens per dimension of a stream tile.
-///   locate: locate(tile) gives the tile's rows in a form that visit understands.
+///   locate: locate(tile) returns the tile's rows in the form that visit takes.
 ///   visit: visit(block number, box, rows).
 template <typename T, typename Locate, typename Visit>
 NATTEN_JAX_INLINE void stream_boxes(const LaneBlock* blocks, std::int64_t count, const TokenMap& tokens,
@@ -160,7 +161,7 @@ NATTEN_JAX_INLINE void stream_boxes(const LaneBlock* blocks, std::int64_t count,
   }
 }
 
-/// Lists where the rows of a box start, in the order of for_each_masked_row.
+/// Lists the addresses of the rows of a box, in the order of for_each_masked_row.
 NATTEN_JAX_INLINE void list_rows(const FloatRows& rows, const Box& box, const float** list) {
   for (std::int64_t x = box.begin[0]; x < box.end[0]; ++x) {
     for (std::int64_t y = box.begin[1]; y < box.end[1]; ++y) {

@@ -12,20 +12,20 @@
 namespace natten_jax::cpu {
 namespace {
 
-/// As many strands as keep all threads of a host busy; each has tables of its own.
+/// Enough strands to keep all threads of a host busy. Each strand has separate tables.
 constexpr std::int64_t kEnoughStrands = 128;
 
-/// Work items of the same heads that are run one after another, and add to the same tables.
+/// Work items of the same heads that run one after another and add to the same tables.
 struct Strand {
   const Part* part;
   std::int64_t begin;
   std::int64_t end;
 };
 
-/// The strands of each batch entry's key/value heads, one head after the other.
+/// Strands of each batch entry's key/value heads, head by head.
 struct Strands {
   std::vector<Strand> all;
-  std::vector<std::int64_t> first_of_head;  ///< And behind the last head the number of all.
+  std::vector<std::int64_t> first_of_head;  ///< Followed by the number of all strands.
 };
 
 Strands strands_of(const Problem& problem, const std::vector<Part>& parts) {

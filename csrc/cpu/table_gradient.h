@@ -1,4 +1,4 @@
-// The pass for gradients of queries, where it finds those of relative biases, too.
+// The query-gradient pass of calls with relative biases, which also computes the gradients of these biases.
 #pragma once
 
 #include "cpu/executor.h"
@@ -8,7 +8,7 @@
 
 namespace natten_jax::cpu {
 
-/// Runs it. Sums are the same in every run, whatever the number of threads is.
+/// Runs the pass. Sums are the same in every run, for any number of threads.
 Status run_with_tables(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Executor& executor);
 
 }  // namespace natten_jax::cpu

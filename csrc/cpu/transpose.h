@@ -1,6 +1,6 @@
 // Moves rows of the owner side into vector lanes and back.
 //
-// Part of the kernels: compiled once per instruction set, in a namespace of its own.
+// Part of the kernels: compiled once per instruction set, in a separate namespace.
 #pragma once
 
 #include <cstdint>
@@ -23,13 +23,13 @@ NATTEN_JAX_INLINE void store_quad(float* p, Quad x) {
   *reinterpret_cast<Quad*>(p) = x;
 }
 
-/// Elements of two vectors: those of the second one follow the first one's.
+/// Elements of two vectors; the elements of the second are numbered after the first's.
 template <int... kFrom>
 NATTEN_JAX_INLINE Quad shuffled(Quad x, Quad y) {
 #if defined(__clang__)
   return __builtin_shufflevector(x, y, kFrom...);
 #else
-  // GCC has the other function since version 12.
+  // GCC supports __builtin_shufflevector since version 12.
   typedef std::int32_t Indices __attribute__((vector_size(16)));
   return __builtin_shuffle(x, y, Indices{kFrom...});
 #endif
@@ -49,11 +49,11 @@ NATTEN_JAX_INLINE void transpose(Quad (&x)[4]) {
 /// lanes[d][lane] = factor * row of the lane [d].
 ///
 /// Args:
-///   block: which rows the lanes are.
+///   block: rows of the lanes.
 ///   array: the owner's array.
 ///   width: elements per row.
 ///   factor: applied to every element.
-///   lines: room for kLanes rows of floats.
+///   lines: space for kLanes rows of floats.
 ///   lanes: the result.
 template <typename T>
 NATTEN_JAX_INLINE void load_lanes(const LaneBlock& block, const T* array, std::int64_t width, float factor,
@@ -84,7 +84,7 @@ NATTEN_JAX_INLINE void load_lanes(const LaneBlock& block, const T* array, std::i
   }
 }
 
-/// row of the lane [d] = factor[lane] * lanes[d][lane], for the lanes that are in use.
+/// row of the lane [d] = factor[lane] * lanes[d][lane], for the active lanes.
 template <typename T>
 NATTEN_JAX_INLINE void store_lanes(const LaneBlock& block, const float* lanes, std::int64_t width, const float* factor,
                                    float* lines, T* array) {

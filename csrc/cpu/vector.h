@@ -1,6 +1,6 @@
-// Vectors of kLanes floats, made of as many native vectors as the instruction set needs.
+// Vectors of kLanes floats, composed of native vectors of the instruction set.
 //
-// Part of the kernels: compiled once per instruction set, in a namespace of its own.
+// Part of the kernels: compiled once per instruction set, in a separate namespace.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +26,8 @@ constexpr int kWidth = 8;
 constexpr int kDotRows = 6;
 constexpr int kSumColumns = 6;
 #elif defined(__ARM_NEON)
-// With 32 registers, 20 sums stay in them: a sixth row or column spills (g++ 12), a fourth at most takes 3% more
-// instructions, and two, as below, 20%.
+// With 32 registers, 20 sums fit: a sixth row or column spills (g++ 12). With at most four, there are 3% more
+// instructions, and with two, as below, 20% more.
 constexpr int kWidth = 4;
 constexpr int kDotRows = 5;
 constexpr int kSumColumns = 5;
@@ -47,7 +47,7 @@ struct Float {
   NativeFloat v[kVectors];
 };
 
-/// A mask: all bits of a lane are set or none.
+/// A mask: the bits of a lane are either all set or all cleared.
 struct Mask {
   NativeInt v[kVectors];
 };
@@ -81,7 +81,7 @@ NATTEN_JAX_INLINE Float broadcast(float value) {
 NATTEN_JAX_LANEWISE(operator+, a.v[i] + b.v[i])
 NATTEN_JAX_LANEWISE(operator-, a.v[i] - b.v[i])
 NATTEN_JAX_LANEWISE(operator*, a.v[i] * b.v[i])
-/// NaN where `a` is: a comparison with it is false.
+/// NaN if `a` is NaN, because comparisons with NaN are false.
 NATTEN_JAX_LANEWISE(maximum, a.v[i] < b.v[i] ? b.v[i] : a.v[i])
 NATTEN_JAX_LANEWISE(minimum, b.v[i] < a.v[i] ? b.v[i] : a.v[i])
 #undef NATTEN_JAX_LANEWISE
@@ -114,8 +114,8 @@ NATTEN_JAX_INLINE Mask operator|(const Mask& a, const Mask& b) {
   return x;
 }
 
-/// Rounds a product before it is added: a compiler that fuses the sum in one pass and not in another one would make
-/// two different logits of the same numbers.
+/// Rounds a product before it is added. If the compiler fused the sum in one pass but not in another, equal numbers
+/// would give different logits.
 NATTEN_JAX_INLINE Float rounded(Float x) {
   NATTEN_JAX_UNROLL
   for (int i = 0; i < kVectors; ++i) {
@@ -130,7 +130,7 @@ NATTEN_JAX_INLINE Float rounded(Float x) {
   return x;
 }
 
-/// Lanes whose range [first, last) holds `index`.
+/// Mask of the lanes whose range [first, last) contains `index`.
 NATTEN_JAX_INLINE Mask holds(const std::int32_t* first, const std::int32_t* last, std::int32_t index) {
   Mask x;
   NATTEN_JAX_UNROLL
@@ -156,7 +156,7 @@ NATTEN_JAX_INLINE Float exp2(const Float& x) {
     p = p * f + 0.24022647738456726f;
     p = p * f + 0.6931471824645996f;
     p = p * f + 1.0f;
-    // Below the normal range the exponent's bits overflow; what they make is not taken.
+    // Below the normal range the exponent's bits overflow; the result is not used.
     const NativeBits scaled = reinterpret_cast<NativeBits>(p) + (reinterpret_cast<NativeBits>(shifted) << 23);
     y.v[i] = x.v[i] < -126.0f ? NativeFloat{} : reinterpret_cast<NativeFloat>(scaled);
   }
