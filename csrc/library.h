@@ -1,4 +1,4 @@
-// Interface of libnatten_jax for the Python module. Everything else in the library is hidden.
+// Interface of libnatten_jax for the Python module. All other symbols of the library are hidden.
 #pragma once
 
 #include <string>

@@ -19,7 +19,7 @@ namespace natten_jax::bench {
 
 constexpr float kLog2e = 1.4426950408889634f;
 
-/// Queries and keys of a tile, and the CTAs that are to fit into a multiprocessor's registers at least.
+/// Queries and keys of a tile, and the minimum number of CTAs that must fit into an SM's registers.
 template <int kWarps, int kRowBlocks_, int kKeys_, int kOccupancy_>
 struct Tiles {
   static constexpr int kThreads = 32 * kWarps;
@@ -49,7 +49,7 @@ struct Traits : Tiles_ {
   };
 };
 
-/// Rows of one head in global memory, of which those past the end read as zeros.
+/// Rows of one head in global memory. Rows past the end read as zeros.
 template <class Tile, int kThreads>
 struct Rows {
   const char* base;
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kOccupancy)
   }
 
   const typename Product::template ReadA<Tile> read_q(shared_address(shared.q), warp_row);
-  // The logits' scale: natural exponentials take scaled logits, those in base 2 take it as part of the exponent.
+  // Scale of the logits: natural exponentials take scaled logits; base-2 exponentials include it in the exponent.
   const float exponent_scale = Traits::kHasMath ? p.scale * kLog2e : p.scale;
   const auto exponential = [](float x) __attribute__((always_inline)) {
     if constexpr (Traits::kHasMath) {

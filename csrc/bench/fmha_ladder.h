@@ -1,4 +1,4 @@
-// Attention with fewer optimisations than the production kernels have, to measure what each optimisation pays.
+// Attention with fewer optimisations than the production kernels, to measure the gain of each optimisation.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,14 +9,14 @@
 
 namespace natten_jax::bench {
 
-/// Rungs of the ladder; each has what the ones before it have.
+/// Rungs of the ladder. Each includes the optimisations of the rungs before it.
 enum class Rung {
-  kBasic = 1,  ///< Matrix units; natural exponentials, keys transposed as they are stored, nothing overlaps.
+  kBasic = 1,  ///< Tensor cores; natural exponentials; keys are transposed when they are stored; no overlap.
   kMath = 2,   ///< Exponentials in base 2 with the scale folded in; approximate division.
-  kMemory = 3  ///< Asynchronous copies one tile ahead; keys are transposed as the matrix units read them.
+  kMemory = 3  ///< Asynchronous copies one tile ahead; keys are transposed when tensor cores read them.
 };
 
-/// Queries and keys of a tile; which suits a GPU depends on its registers and shared memory.
+/// Queries and keys of a tile. The best size for a GPU depends on its registers and shared memory.
 enum class TileSizes { k64x64 = 0, k128x64 = 1, k128x128 = 2 };
 
 /// Self attention of [batch, tokens, heads, head_dim] arrays.

@@ -1,4 +1,4 @@
-// The handler of the benchmarks' kernels; only builds with NATTEN_JAX_BENCH have it.
+// Handler of the benchmark kernels, only in builds with NATTEN_JAX_BENCH.
 #include "ffi/handlers.h"
 
 #include <cuda_runtime_api.h>

@@ -10,7 +10,7 @@ status=$?
 cat "$output" >&2
 if [ "$status" = 0 ] && grep -i '^ptxas.*ignored' "$output" >/dev/null; then
   echo "$0: ptxas ignored part of the source, see above: this is an error here" >&2
-  # Make takes an object file that exists for a finished one.
+  # Make would treat an existing object file as up to date.
   while [ "$#" -gt 0 ]; do
     if [ "$1" = -o ]; then rm -f "$2"; fi
     shift

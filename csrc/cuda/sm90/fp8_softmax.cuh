@@ -26,7 +26,7 @@ CUTE_DEVICE std::uint32_t pack_e4m3(float first, float second, float third, floa
 /// exponentials do not wait for the maximum of their tile, which is computed at the same time.
 struct Float8Softmax {
   float exponent_scale;  // factor of the logits, in base 2
-  float reference[2];    // subtracted from the logits
+  float reference[2];    // logit that the weights are relative to
   float limit[2];        // the largest logit for which the reference stays
   float shift[2];        // the scaled reference minus the exponent of its weight
   float row_sum[2];

@@ -62,7 +62,7 @@ struct RowSums {
 template <class Element>
 struct OnlineSoftmax {
   float exponent_scale;  // factor of the logits, in base 2
-  float reference[2];    // subtracted from the logits
+  float reference[2];    // logit that the weights are relative to
   float shift[2];        // reference * exponent_scale
   float row_sum[2], rescale[2];
   float tile_sum[2];  // of a tile's weights
@@ -117,8 +117,9 @@ struct OnlineSoftmax {
     }
   }
 
-  /// True if a tile needs more than `add_weights`. A bound that logits hardly exceed: their exact products may
-  /// then exceed the shift by what half precision has no room for, or float32 itself.
+  /// True if a tile needs more than `add_weights`: rescaling, or a correction of large logits. Logits rarely exceed the
+  /// bound of `is_large`. If they do, their exact products may exceed the rounded `shift` by more than the weights'
+  /// half precision, or even float32, can hold.
   CUTE_DEVICE bool is_special() const {
     return __any_sync(0xffffffffu, must_rescale[0] || must_rescale[1] || is_large);
   }

@@ -20,7 +20,7 @@ struct EntryMaps {
   int arrays;
   int classes;  ///< Classes of dilation groups: 8, as in encode_head_map's maps; or 1, for maps of whole layouts.
   DeviceAxis axis[kRank];                ///< Dimensions 1 to 3 of the maps.
-  int dimension[kRank];                  ///< Dimension of the problem for each.
+  int dimension[kRank];                  ///< Dimension of the problem for each axis.
   std::uint32_t are_queries;             ///< A bit per array, set if it has the queries' tokens.
   CUtensorMap of_all[kMostEntryArrays];  ///< A map of each array, of any class.
   CUtensorMap* result;                   ///< [batch, arrays, classes].
