@@ -42,7 +42,7 @@ ROOT = Path(__file__).parent.resolve()
 LIBRARY = "libnatten_jax.so"
 OLDEST_COMPUTE_CAPABILITY = 8.0
 DEFAULT_CUDA_ARCHITECTURES = "80;90a"
-#: Both Blackwell architectures need machine code: PTX for one of them does not run on the other.
+#: Both Blackwell architectures need machine code: code for 100 does not run on 120, and vice versa.
 RELEASE_CUDA_ARCHITECTURES = "80;90a;100;120"
 #: Together these are a complete nvcc, for machines without a CUDA toolkit.
 PACKAGED_CUDA = 13
@@ -202,7 +202,7 @@ def find_packaged_nvcc() -> Path | None:
 
 
 def setup_requirements() -> list[str]:
-    """Build requirements in addition to the static ones in pyproject.toml."""
+    """Build requirements beyond the static requirements in pyproject.toml."""
     if not wants_cuda():
         return []
     cutlass = [] if os.environ.get(CUTLASS_VARIABLE) else [CUTLASS_REQUIREMENT]
@@ -230,13 +230,13 @@ def no_nvcc() -> str:
 
 
 def cuda_architectures(nvcc: Path) -> str:
-    """CUDA architectures as a CMake list: the requested ones, or the default ones that nvcc supports."""
+    """CUDA architectures as a CMake list: as requested, or all defaults that nvcc supports."""
     chosen = os.environ.get("NATTEN_JAX_CUDA_ARCHS")
     wanted = (chosen or (RELEASE_CUDA_ARCHITECTURES if is_release() else DEFAULT_CUDA_ARCHITECTURES)).split(";")
     wrong = [name for name in wanted if not re.fullmatch(r"\d{2,3}[af]?", name)]
     if wrong:
         raise SystemExit(f"NATTEN_JAX_CUDA_ARCHS must be architectures as in '80;90a', got {chosen!r}.")
-    # nvcc's list has no suffixes: it supports architecture-specific features whenever it supports the architecture.
+    # nvcc's list omits suffixes: it supports architecture-specific features whenever it supports the architecture.
     known = re.findall(r"^sm_(\d+)", ask(nvcc, "--list-gpu-code"), re.MULTILINE)
     missing = [name for name in wanted if name.rstrip("af") not in known]
     if missing:

@@ -74,7 +74,7 @@ class _CommonArguments(TypedDict, total=False):
 class PerformanceArguments(_CommonArguments, total=False):
     """Performance arguments of ``na1d``, ``na2d`` and ``na3d``. All are optional; ``None`` lets the backend choose.
 
-    An argument that has no effect on a call raises a warning (:class:`natten_jax.IgnoredArgumentWarning`).
+    An argument without effect on a call raises a warning (:class:`natten_jax.IgnoredArgumentWarning`).
 
     Attributes:
         q_tile_shape: Query tile of the forward pass; ``natten_jax.get_configs_for_*`` list the choices.
@@ -83,7 +83,7 @@ class PerformanceArguments(_CommonArguments, total=False):
         backward_kv_tile_shape: Key/value tile of the backward pass.
         backward_kv_splits: Key/value tiles of the backward pass that may run in parallel.
         backward_use_xla_reduction: Let XLA compute the row sums that the backward pass needs.
-        backward_deterministic: Make gradients bitwise reproducible on the backends for which that takes time: the
+        backward_deterministic: Make gradients bitwise reproducible on backends that are faster without it: the
             ``hopper`` backends, which otherwise accumulate the query gradient in any order, and the ``cutlass``
             backends, where it sets ``backward_kv_splits`` to 1.
         memory_usage_preference: Limit on the scratch memory of the backward pass, for backends that can trade memory
@@ -135,7 +135,7 @@ class Performance:
         return dataclasses.replace(self, **changes)
 
     def flattened(self) -> dict[str, Any]:
-        """Convert the performance arguments of neighborhood attention to those of ``attention``."""
+        """Convert the performance arguments of neighborhood attention to arguments of ``attention``."""
         arguments = {name: getattr(self, field) for name, field in ATTENTION_NAMES.items()}
         return {
             name: min(math.prod(value), LARGEST_INT) if isinstance(value, tuple) else value

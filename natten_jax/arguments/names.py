@@ -18,10 +18,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Neutral(NamedTuple):
-    """An argument of NATTEN that has no effect here or has another name here.
+    """An argument of NATTEN that does nothing here or has another name here.
 
     Attributes:
-        values: Values that have no effect.
+        values: Values without effect.
         instead: Advice for any other value.
     """
 
@@ -29,7 +29,7 @@ class Neutral(NamedTuple):
     instead: str
 
 
-#: NATTEN's arguments of the operators and of ``attention_kwargs`` that have no effect here.
+#: NATTEN's arguments of the operators and of ``attention_kwargs`` without effect here.
 OF_OPERATORS: Mapping[str, Neutral] = MappingProxyType(
     {
         "torch_compile": Neutral((False,), "jax.jit compiles every call"),
@@ -86,7 +86,7 @@ def explained(
 def without_neutral(
     function: str, arguments: Mapping[str, Any], of_natten: Mapping[str, Neutral] = OF_OPERATORS
 ) -> dict[str, Any]:
-    """Remove the arguments of NATTEN that have no effect.
+    """Remove NATTEN's arguments without effect.
 
     Args:
         function: Name of the function, for messages.
@@ -135,9 +135,9 @@ class Meaning(NamedTuple):
     """Meaning of another library's argument here.
 
     Attributes:
-        here: Corresponding names, separated by spaces: the message suggests the first one that the function has.
+        here: Corresponding names, separated by spaces: the message suggests the first name that the function has.
         remark: Explanation of the suggested argument.
-        instead: Message if the function has no corresponding argument; defaults to the remark.
+        instead: Message if the function lacks these arguments; defaults to the remark.
     """
 
     here: str
@@ -262,7 +262,7 @@ def explanation(name: str, known: Collection[str]) -> str:
         known: Names that the function accepts.
 
     Returns:
-        The rest of the sentence from its colon on; empty if there is no suggestion.
+        The rest of the sentence from its colon on; empty without a suggestion.
     """
     meaning = _BY_NAME.get(name.lower()) if isinstance(name, str) else None
     if meaning is None:

@@ -239,8 +239,8 @@ _MOST_RESULTS, _LONGEST_KEY = 4096, 1024
 def checked_once(check: Callable[[*Arguments], Result]) -> Callable[[*Arguments], Result]:
     """Cache the result of a check for equal arguments.
 
-    Results are cached for numbers, text, ``None``, element types, and tuples and lists of these. Other arguments, and
-    rejected arguments, are checked in every call.
+    Results are cached for numbers, text, ``None``, element types, and tuples and lists of these. All further arguments,
+    and rejected arguments, are checked in every call.
 
     Args:
         check: A pure function, whose result is immutable.

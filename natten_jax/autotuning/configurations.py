@@ -45,7 +45,7 @@ class Tuned(Mapping[str, Any]):
 
     @property
     def passes(self) -> tuple[TunedPass, ...]:
-        """Measured passes of each problem, with their times and those of the default configuration."""
+        """Measured passes of each problem, with times of the chosen and of the default configuration."""
         return () if self.table is None else self.table.passes
 
     def __enter__(self) -> Tuned:
@@ -86,7 +86,7 @@ class Tuned(Mapping[str, Any]):
         """Write a file that :func:`natten_jax.load_tuned` reads.
 
         Raises:
-            ValueError: It was loaded from a file that does not name a problem, so there is no table to write.
+            ValueError: It was loaded from a file that does not name a problem, so it lacks a table.
             OSError: The file cannot be written.
         """
         if self.table is None:

@@ -88,7 +88,7 @@ class TunedTable:
         """Read a table from the text of a JSON file.
 
         Raises:
-            ValueError: The text has no table, or the table is malformed; the message names the field.
+            ValueError: The text lacks a table, or the table is malformed; the message names the field.
         """
         content = json.loads(text)
         if not isinstance(content, dict) or not isinstance(content.get("device"), str):
@@ -143,7 +143,7 @@ def without_configuration(performance: Performance) -> Performance:
     return dataclasses.replace(performance, kernel_schedule=None)
 
 
-#: The table that is active where a call is traced; it replaces the package's tables. It is part of the keys of JAX's
+#: The table that is active during tracing; it replaces the package's tables. It is part of the keys of JAX's
 #: caches, so that functions compiled before are compiled again inside the block.
 in_force = jax.make_user_context(None)
 
@@ -178,8 +178,8 @@ def shipped(device: Device) -> TunedTable | None:
 def measured(request: Request, device: Device, pass_: Pass) -> TunedPass | None:
     """Return the measured pass of a request on a device; ``None`` if it was not measured.
 
-    There is no lookup for calls that specify tiles or a schedule of the pass, or another backend, or for parts of a
-    layout that is split over devices.
+    The lookup skips calls that specify tiles or a schedule of the pass, or another backend, and parts of a layout that
+    is split over devices.
     """
     table = shipped(device) if request.tuned is None else request.tuned
     is_part = math.prod(request.parts) > 1

@@ -44,7 +44,7 @@ class Device:
 
 
 class NoDeviceError(RuntimeError):
-    """JAX has no device to compute on; the message contains JAX's message."""
+    """JAX cannot find a device to compute on; the message contains JAX's message."""
 
 
 CPU = Device("cpu")
@@ -120,7 +120,7 @@ def default_device() -> Device:
     """Kind of this thread's default device.
 
     Raises:
-        NoDeviceError: JAX has no device.
+        NoDeviceError: JAX cannot find a device.
     """
     return _of_platform(default_jax_device().platform)
 
@@ -174,7 +174,7 @@ def _cuda_device() -> Device:
 def local_devices() -> tuple[Device, ...]:
     """Kinds of devices that this process can run programs on, the default device first.
 
-    If JAX has no device, the host: programs can still be traced, and lowered for other machines.
+    Without a JAX device this is the host: programs can still be traced, and lowered for other machines.
     """
     try:
         found = default_device(), _of_platform(jax.default_backend())

@@ -75,7 +75,7 @@ class BackendId(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> BackendId:
-        """Parse a name such as ``"cpu-fna"``, even if there is no such backend.
+        """Parse a name such as ``"cpu-fna"``, even of an unknown backend.
 
         Raises:
             ValueError: The name does not end with an operator.
