@@ -120,7 +120,7 @@ CUTLASS_HOST_DEVICE int longest_first(const DeviceAxis& axis, int i) {
 }
 
 /// One dimension of the order in which key/value tiles add to shared results: from tile `first` down, then from the
-/// last tile down. Neighbors then reach their common queries one after the other without waiting.
+/// last tile down. Neighboring tiles then naturally reach their common queries one after the other.
 struct TurnOrder {
   int first;
 

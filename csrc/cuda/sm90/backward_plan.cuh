@@ -192,7 +192,7 @@ struct Turn {
 
 /// Turn of a key/value tile at one of its query tiles. Warp-collective.
 ///
-/// The key/value tiles that see a query of the tile form a box. Its extent per dimension, and the number of its tiles
+/// The key/value tiles that queries of the tile see form a box. Its extent per dimension, and the number of its tiles
 /// taken before this tile per dimension, give the number of tiles of the box that come before.
 template <int kKeys>
 CUTE_DEVICE Turn turn_of(const BackwardParams& p, const KeyTilePlan<kKeys>& plan, const QueryWalk& at) {
