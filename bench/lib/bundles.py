@@ -25,7 +25,7 @@ _CALL = re.compile(r"inlined_call [^/]*/\* %(\S+) = ")
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A range of bundles: a loop, or the target of a branch that may skip it.
+    """A range of bundles: a loop, or bundles that a branch may skip.
 
     Attributes:
         first: The first bundle.

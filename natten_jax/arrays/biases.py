@@ -120,8 +120,8 @@ def sinks_gradient(sinks: jax.Array, logsumexp: jax.Array, delta: jax.Array) -> 
 _TERMS = 3
 #: Smallest scale that a bias is divided by, since kernels multiply it by the scale. The query absorbs the rest.
 _SMALLEST_SCALE = 2.0**-10
-#: Finite numbers are clipped to these shares of the logit of hidden keys. A query whose keys are all hidden then has a
-#: logsumexp below ``_UNSEEN``, and any other query has a larger one.
+#: Finite numbers are clipped to these shares of the magnitude of a hidden key's logit. A query whose keys are all
+#: hidden then has a logsumexp below ``-_UNSEEN`` times that magnitude, and every other query has a larger one.
 _OF_KEY_BIAS, _OF_RELATIVE_BIAS, _UNSEEN = 0.5, 0.1, 0.75
 
 
