@@ -1,10 +1,10 @@
-"""How JAX sees a call: differentiated, batched, lowered for a platform, and split.
+"""JAX transformations of a call: differentiation, batching, lowering for a platform, and sharding.
 
-- ``custom_vjp``: one differentiable operator over every backend, and the passes that it consists of.
-- ``primitive``: what one equation of a traced program computes, and the JAX primitive that it is.
-- ``kernel_operands``: the arrays of a pass as its kernels take them, and results as the call has them.
-- ``strips``: keys behind the ends of dimensions that wrap, and the merge of passes over some of the keys.
+- ``custom_vjp``: the differentiable operator, which covers all backends, and its forward and backward passes.
+- ``primitive``: the JAX primitive of a pass, with its rules for ``jax.vmap``, derivatives and lowering.
+- ``kernel_operands``: conversion between the arrays of a call and the arrays of its kernels.
+- ``strips``: wrapped keys as separate passes, and the merge of passes over disjoint sets of keys.
 
-It takes requests and operands that are checked. Imports :mod:`natten_jax.backends`, :mod:`natten_jax.sharding` and what
-lies below.
+Requests and operands must be validated by the caller. Imports :mod:`natten_jax.backends`, :mod:`natten_jax.sharding`
+and lower levels.
 """

@@ -1,8 +1,8 @@
-"""One differentiable operator over every backend: ``custom_vjp`` of the two passes.
+"""The differentiable operator, which covers all backends: a ``custom_vjp`` of the forward and backward passes.
 
-Whether JAX differentiates plain JAX or kernels have a ``custom_vjp`` is decided when a call is traced
-(:func:`plain_backend`). Which kernels run a pass is decided when the program is lowered, per platform: one traced
-function serves CPU and GPU, and nothing of a backend is traced for platforms that a program is not lowered for.
+When a call is traced, :func:`plain_backend` decides if JAX differentiates a plain JAX backend or if kernels run in a
+``custom_vjp``. The kernels of a pass are selected when the program is lowered, per platform. One traced function
+therefore serves CPU and GPU, and a backend is traced only for platforms that the program is lowered for.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ def _derive_plain(
     read: Sequence[int] | None,
     given: Sequence[jax.Array],
 ) -> Sequence[jax.Array]:
-    """The analytic derivative of plain JAX: tangents of output and logsumexp, or their transpose, the backward pass.
+    """Compute the analytic derivative of a plain JAX backend: tangents of the results, or cotangents of the operands.
 
     Args:
         plan: The plan of the pass.
-        structure: The structure of the operands.
-        primals: Their leaves.
+        structure: Tree structure of the operands.
+        primals: Leaves of the operands.
         results: The results of the forward pass.
-        positions: The leaves that have tangents, or whose cotangents are computed.
-        read: The results whose cotangents are given; ``None`` to compute tangents.
-        given: The tangents or cotangents.
+        positions: Indices of the leaves that have tangents, or whose cotangents are computed.
+        read: Indices of the results whose cotangents are given; ``None`` to compute tangents.
+        given: The given tangents or cotangents.
     """
     (operands,) = jax.tree.unflatten(structure, primals)
     operands = operands._replace(inputs=with_hidden_keys_of_inputs(operands.inputs))
@@ -97,7 +97,7 @@ def _plain_types(request: Request, operands: Any) -> Differentiable:
 
 
 def plain_backend(request: Request) -> PureJaxBackend | None:
-    """The backend that runs the forward pass on every platform, if JAX differentiates it; ``None`` otherwise.
+    """Return the plain JAX backend if a single one runs the forward pass on all platforms, otherwise ``None``.
 
     Raises:
         ValueError: No backend can run the request on any device that the program may be lowered for.
@@ -112,7 +112,7 @@ def plain_backend(request: Request) -> PureJaxBackend | None:
 
 
 def _forward_plain(backend: PureJaxBackend, request: Request, operands: Operands) -> Output:
-    """Output and logsumexp, differentiable to any order."""
+    """Compute output and logsumexp, differentiable to any order."""
     operands = operands._replace(inputs=of_each_head(operands.inputs))
     request = dataclasses.replace(request, backend=f"{backend.family}-{request.problem.operator}")
     leaves, structure = jax.tree.flatten((operands,))
@@ -123,8 +123,8 @@ def _forward_plain(backend: PureJaxBackend, request: Request, operands: Operands
 
 
 def fuses_additional_kv(request: Request) -> bool:
-    """Whether the forward pass takes additional key/value tokens on every platform that can run it."""
-    if request.problem.own_extents:  # every query sees additional tokens, but padding is none
+    """Return True if the forward pass supports additional key/value tokens on every platform that can run it."""
+    if request.problem.own_extents:  # every query sees the additional tokens, but padding rows must see no key
         return False
     plans = (call.plan("forward") for call in device_calls(request))
     return all("additional_kv" in backends.of(plan.backend).capabilities.takes for plan in plans)
@@ -150,7 +150,7 @@ def _gradient_types(request: Request, operands: Any, saved: Any, cotangents: Any
 
 
 def _saved_with_strips(backend: Backend, plan: Plan, operands: Operands) -> Saved:
-    """Compute a forward pass with wrapped keys in strips."""
+    """Compute a forward pass whose wrapped keys are separate passes, one per strip."""
     without_strips, own = strips.without_strips(plan, operands)
     saved = backend.forward(without_strips, own, saves=True)
     for strip in strips.strips_of(plan, operands):
@@ -167,7 +167,7 @@ def _continued(backend: Backend, plan: Plan, operands: Operands, earlier: Earlie
 def _gradients_with_strips(
     backend: Backend, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents
 ) -> Gradients:
-    """Compute gradients with wrapped keys in strips: sums of gradients over sets of keys."""
+    """Compute gradients as the sum over the local keys and the strips of wrapped keys."""
     found = backend.backward(*strips.without_strips(plan, operands), saved, cotangents)
     for strip in strips.strips_of(plan, operands):
         part_plan, part = strip.placed(plan, operands)
@@ -227,7 +227,7 @@ def _exchange(
     operands: Operands,
     *others: Any,
 ) -> Any:
-    """Run a pass while its halos travel if that pays, or else after they have arrived."""
+    """Run a pass, overlapped with its halo exchange if that is predicted to be faster, otherwise after the exchange."""
     run_spec = functools.partial(run_part, spec)
     if overlap.computes_meanwhile(plan, request, halos, has_sinks=operands.inputs.sinks is not None):
         if spec is BACKWARD:
@@ -252,14 +252,14 @@ _Plans = tuple[Plan, Plan]
 
 
 def run(spec: Spec, request: Request, operands: Operands, *others: Any, plans: _Plans | None = None) -> Any:
-    """Run a pass on whatever backend a platform has for it.
+    """Run a pass on the backend that is selected for each platform.
 
     Args:
         spec: The pass: ``FORWARD``, ``SAVING``, ``CONTINUED`` or ``BACKWARD``.
         request: The call.
-        operands: Its arrays.
+        operands: The arrays of the call.
         *others: Further arguments of the pass.
-        plans: The plans of both passes if each exchanges its halos.
+        plans: Plans of the forward and backward pass if each pass exchanges its halos; ``None`` otherwise.
 
     Returns:
         :class:`Output`, :class:`Saved` or :class:`Gradients`.
@@ -291,12 +291,12 @@ def attend(request: Request, operands: Operands) -> Output:
 
 
 def _attend_on_device(plain: PureJaxBackend | None, request: Request, operands: Operands) -> Output:
-    """The operator on what a device has, or all that share its tokens in one ``jax.shard_map`` have.
+    """Run the operator on the arrays of one device; inside ``jax.shard_map`` with split tokens, exchange halos.
 
     Args:
-        plain: The backend of every platform, if JAX differentiates it.
+        plain: Plain JAX backend of all platforms, which JAX differentiates; ``None`` for kernels.
         request: The call.
-        operands: Its arrays.
+        operands: The device's arrays.
     """
     part = _with_axes_as_parts(request)
     plans = None
@@ -319,11 +319,11 @@ def _with_axes_as_parts(request: Request) -> Request:
 
 
 def _overlapping_plans(request: Request) -> _Plans | None:
-    """Return plans of both passes if a pass computes while its halos travel: each pass then exchanges halos.
+    """Return plans of both passes if a pass overlaps its halo exchange with compute: each pass then exchanges halos.
 
-    ``None`` means that halos arrive first, once for both passes. Plans are made for the default device; results do not
-    depend on the choice. Sinks are not among the operands: if a caller splits tokens, they are
-    added after the pass (:func:`natten_jax.ops.canonicalize.in_passes`).
+    ``None`` means that halos are exchanged once, before both passes. The decision is made for the default device;
+    results do not depend on it. Operands have no sinks here: if a caller splits tokens, sinks are added after the pass
+    (:func:`natten_jax.ops.canonicalize.in_passes`).
     """
     part = _with_axes_as_parts(request)
     for call in device_calls(part):
@@ -332,7 +332,7 @@ def _overlapping_plans(request: Request) -> _Plans | None:
         except ValueError:
             continue
         if any(backends.of(plan.backend).capabilities.is_plain_jax for plan in plans):
-            return None  # JAX differentiates it, exchange and all
+            return None  # JAX differentiates the pass together with its halo exchange
         halos = Exchange.of(request.problem, lines_of(request.token_axes))
         return plans if any(overlap.computes_meanwhile(plan, part, halos) for plan in plans) else None
     return None
@@ -345,7 +345,7 @@ def _attend_with_kernels(request: Request, plans: _Plans | None, operands: Opera
 
 
 def _attend_forward(request: Request, plans: _Plans | None, operands: Any) -> tuple[Output, tuple[Operands, Saved]]:
-    # With symbolic zeros, JAX wraps each array with a flag that says whether it is differentiated.
+    # With symbolic zeros, JAX wraps each array together with a flag: True if the array is differentiated.
     operands = jax.tree.map(operator.attrgetter("value"), operands)
     saved = Saved(*named(run(SAVING, request, operands, plans=plans)))
     return Output(saved.out, saved.logsumexp), (operands, saved)
@@ -355,7 +355,7 @@ def _attend_backward(
     request: Request, plans: _Plans | None, residuals: tuple[Operands, Saved], given: Any
 ) -> tuple[Operands]:
     operands, saved = residuals
-    # JAX may say that a cotangent is zero.
+    # JAX passes a SymbolicZero for a cotangent that is zero.
     out, logsumexp = [None if isinstance(each, SymbolicZero) else each for each in given]
     if out is None:
         out, _ = vary_alike((jnp.zeros_like(saved.out), saved.out))
@@ -363,5 +363,5 @@ def _attend_backward(
     return (Operands(gradients),)  # origins are integers, without gradients
 
 
-# Without symbolic zeros, a loss of the output would write and read zeros as the cotangent of the logsumexp.
+# Without symbolic zeros, JAX would allocate a zero cotangent of the logsumexp for a loss that uses only the output.
 _attend_with_kernels.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)

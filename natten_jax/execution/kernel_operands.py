@@ -1,4 +1,4 @@
-"""The arrays of a pass as its kernels take them, and results as the call has them."""
+"""Conversion between the arrays of a call and the arrays of its kernels: element types, head widths, biases, sinks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from natten_jax.problem import Problem
 
 
 def converted(planned: Problem, operands: Operands) -> Operands:
-    """The operands in the elements of the plan's problem, which have every number of 8 bits.
+    """Convert 8-bit operands to the element type of the plan, which represents all 8-bit values exactly.
 
-    Factors of keys and values are multiplied with these, in float32.
+    Keys and values are multiplied by their scale factors, in float32.
     """
     inputs = operands.inputs
     if not ELEMENT_TYPES[inputs.query.dtype.name].is_float8 or planned.element.is_float8:
@@ -40,7 +40,7 @@ def converted(planned: Problem, operands: Operands) -> Operands:
 
 
 def scaled(planned: Problem, operands: Operands, out: jax.Array) -> jax.Array:
-    """The output times the call's factors of it, unless a kernel has multiplied them."""
+    """Multiply the output by ``out_scale``, unless a kernel for 8-bit arrays has already done so."""
     factors = operands.inputs.out_scale
     if factors is None or planned.element.is_float8:
         return out
@@ -48,7 +48,7 @@ def scaled(planned: Problem, operands: Operands, out: jax.Array) -> jax.Array:
 
 
 def with_head_dim(array: jax.Array, head_dim: int) -> jax.Array:
-    """Cut the last dimension of an array, or pad it with zeros, to a width."""
+    """Truncate the last dimension of an array to ``head_dim``, or pad it with zeros."""
     more = head_dim - array.shape[-1]
     if more <= 0:
         return array if more == 0 else array[..., :head_dim]
@@ -56,7 +56,7 @@ def with_head_dim(array: jax.Array, head_dim: int) -> jax.Array:
 
 
 def with_heads_of(problem: Problem, inputs: Inputs) -> Inputs:
-    """Cut or pad the heads of inputs, or of their gradients, to the widths of a problem."""
+    """Truncate or pad inputs, or their gradients, to the head dimensions of a problem."""
     widths = dict.fromkeys(("query", "key", "additional_keys"), problem.head_dim)
     widths |= dict.fromkeys(("value", "additional_values"), problem.head_dim_v)
     arrays = [(name, getattr(inputs, name), width) for name, width in widths.items()]
@@ -65,17 +65,18 @@ def with_heads_of(problem: Problem, inputs: Inputs) -> Inputs:
 
 
 class KernelOperands(NamedTuple):
-    """Arrays of a pass, and the way there and back.
+    """Arrays of a pass, with conversions of the call's operands to kernel operands, and of results back.
 
     Attributes:
         backend: The backend that runs the pass.
         call_operands: The operands of the call.
-        prepared: The same, with key biases expanded to all heads if the kernels do not share them among heads.
+        prepared: The operands of the call, with ``shared_key_bias`` expanded to all heads if the kernels do not support
+            it, and without sinks if the backend does not support these.
         operands: The operands of the kernels.
         problem: The problem of the call.
         planned: The problem that the kernels compute.
-        columns: Columns of heads that stand for biases of keys, if the kernels add none.
-        sinks: Sinks that are applied to the output, because the backend takes none.
+        columns: Additional head columns that represent key biases, if the kernels do not add key biases.
+        sinks: Sinks to apply to the output, if the backend does not support sinks.
     """
 
     backend: Backend
@@ -89,7 +90,7 @@ class KernelOperands(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, problem: Problem, operands: Operands) -> KernelOperands:
-        """Convert the arrays of a call."""
+        """Convert the operands of a call to operands of the kernels."""
         backend, planned = backends.of(plan.backend), plan.problem
         has = backend.capabilities
         columns = None
@@ -119,7 +120,7 @@ class KernelOperands(NamedTuple):
         return result if self.sinks is None else _saved_with_sinks(result, self.sinks)
 
     def padded_output(self, array: jax.Array) -> jax.Array:
-        """The output of the call, or its cotangent, as kernels take it."""
+        """Truncate or pad the output of the call, or its cotangent, to the head dimension of the kernels."""
         return with_head_dim(array, self.planned.head_dim_v)
 
     def saved(self, saved: Saved) -> Saved:
@@ -128,7 +129,13 @@ class KernelOperands(NamedTuple):
         return saved if self.columns is None else self.columns.saved(saved, self.prepared)
 
     def gradients(self, found: Gradients, saved: Saved, cotangents: Cotangents) -> Gradients:
-        """The gradients of the call's inputs, given what the call's backward pass had besides."""
+        """Convert gradients of the kernels to gradients of the call's inputs.
+
+        Args:
+            found: Gradients from the kernels.
+            saved: Results that the call's forward pass saved.
+            cotangents: Cotangents of the call's results.
+        """
         if self.columns is not None:
             found = self.columns.gradients(found, self.prepared)
         found = with_heads_of(self.problem, found)
@@ -140,7 +147,7 @@ class KernelOperands(NamedTuple):
 
 
 def _saved_with_sinks(found: Saved, sinks: jax.Array) -> Saved:
-    """Add sinks to a softmax: they are a set of keys without values."""
+    """Merge sinks into saved results: a sink is a key whose value is zero."""
     zeros = jnp.zeros_like(found.logsumexp)
     own = found if found.remainder is not None else found._replace(remainder=zeros)
     of_sinks = jnp.broadcast_to(sinks.reshape(sinks.shape[0], *(1,) * (zeros.ndim - 2), -1), zeros.shape)

@@ -1,12 +1,12 @@
-"""The JAX primitive of a pass: how it is batched, differentiated, and lowered for a device or for several.
+"""The JAX primitive of a pass, with its batching, differentiation and lowering rules for one device or several.
 
-What is traced is one equation per computation, whatever backends and platforms there are. A backend's own operations
-are traced for the platforms that a program is lowered for, and for no other: one traced function serves CPU and GPU,
-and costs nothing for the platform that it never runs on.
+A traced program has one equation per computation, independent of backend and platform. The backend is selected and its
+operations are traced only when the program is lowered, for the platforms of the lowering. One traced function therefore
+serves CPU and GPU, and a platform that it never runs on adds no cost.
 
-A computation is hashable, and equal where the same is computed: equal ones share their compiled program. Its
-derivatives are computations again. So plain JAX can be differentiated to any order, and is split over a mesh like
-kernels are.
+A computation is hashable, and equal computations share their compiled program. The derivative of a computation is also
+a computation. Plain JAX can therefore be differentiated to any order, and is split over a mesh in the same way as
+kernels.
 """
 
 from __future__ import annotations
@@ -88,12 +88,12 @@ def _divide_by_factorials(derivatives: Sequence[jax.Array]) -> list[jax.Array]:
     return [each / jnp.asarray(math.factorial(order), each.dtype) for order, each in enumerate(derivatives)]
 
 
-#: Names of the saved output, and of the logsumexp and whatever else is saved of each row.
+#: ``checkpoint_name`` of the saved output, and of the other saved arrays: logsumexp, and remainder or residuals.
 CHECKPOINT_NAMES = ("natten_jax_output", "natten_jax_logsumexp")
 
 
 def named(saved: Sequence[Any]) -> list[Any]:
-    """What a forward pass saves, the output first, under its names."""
+    """Apply ``checkpoint_name`` to the saved arrays of a forward pass, of which the output is the first."""
     of_output, of_rows = CHECKPOINT_NAMES
     return [checkpoint_name(array, of_rows if i else of_output) for i, array in enumerate(saved)]
 
@@ -120,8 +120,8 @@ def refuse(*_: Any, reason: str = REASON, **__: Any) -> Any:
 def _identity(name: str, jvp: Callable[..., Any]) -> Primitive:
     """Return an identity primitive of several arrays with a special derivative.
 
-    JAX would trace the rule of a custom_jvp first and batch it afterwards, even where a gradient is computed through
-    jax.vmap. With a primitive, tangents are batched in forward mode alone, which the derivative can then refuse.
+    JAX would trace the rule of a custom_jvp first and batch it afterwards, even for a gradient through jax.vmap. With a
+    primitive, JAX batches tangents only in forward mode, so that the batching rule of the tangents can raise an error.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -141,8 +141,8 @@ def _in_reverse_only_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tup
 _in_reverse_only_p = _identity("natten_jax_in_reverse_only", _in_reverse_only_jvp)
 _JET_RULES[_in_reverse_only_p] = refuse
 
-# Passes cotangents through unchanged. Evaluating it, compiling it or mapping it raises an error: these ask for forward
-# mode, which the custom_vjp behind it does not have.
+# Passes cotangents through unchanged. Evaluating, compiling or batching this primitive raises an error: JAX does that
+# only in forward mode, which the custom_vjp that follows does not support.
 _tangent_p = _identity("natten_jax_tangent", refuse)
 _tangent_p.def_impl(refuse)
 ad.primitive_transposes[_tangent_p] = lambda cotangents, *_: cotangents
@@ -172,17 +172,17 @@ def forward_only(arrays: Inputs) -> Inputs:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A form of the forward or the backward pass, such as the forward pass that saves arrays for gradients.
+    """A variant of the forward or backward pass, such as the forward pass that saves arrays for gradients.
 
     Attributes:
         name: Name in traced programs.
-        pass_: The pass that it is a form of, which decides tiles and backend.
-        types: Abstract types of its results, from the request and the abstract types of its arguments.
-        compute: The results on a device, from the plan, the call on the device and the arguments.
-        exchange: The results if token dimensions are split, from a function that runs a pass on a device, the pass, the
-            plan, the request, an :class:`Exchange` and the arguments; ``None`` if halos arrive before the pass.
+        pass_: The pass, which determines tiles and backend.
+        types: Function ``(request, *arguments)`` that returns the abstract types of the results.
+        compute: Function ``(plan, device_call, *arguments)`` that returns the results on one device.
+        exchange: Function ``(run_part, spec, plan, request, exchange, *arguments)`` that returns the results if token
+            dimensions are split; ``run_part`` runs a pass on one device. ``None`` to exchange halos before the pass.
         is_differentiable: True if JAX may differentiate the pass.
-        rule: Its derivative, which reads its results; ``None`` if JAX derives ``compute``.
+        rule: Derivative of the pass, which also reads the results; ``None`` if JAX differentiates ``compute``.
     """
 
     name: str
@@ -199,13 +199,14 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """A pass on whatever backend a platform has for it: a function of arrays, of which query and key are the first.
+    """A pass as a function of arrays, on the backend that is selected for each platform.
 
-    Traced arrays begin with axes that ``jax.vmap`` maps, followed by the batch: the *batch dimensions*.
+    The first two arrays are query and key. The leading axes of traced arrays are the *batch dimensions*: the axes that
+    ``jax.vmap`` maps, followed by the batch axis.
 
     Attributes:
         spec: The pass.
-        structure: The structure of the arguments of ``spec``, whose leaves are the arrays. Operands are the first.
+        structure: Tree structure of the arguments of ``spec``; the first argument is :class:`Operands`.
     """
 
     spec: Spec
@@ -213,12 +214,12 @@ class Computation:
 
     @property
     def is_differentiable(self) -> bool:
-        """True if JAX may differentiate it."""
+        """True if JAX may differentiate the pass."""
         return self.spec.is_differentiable
 
     @property
     def rule(self) -> Callable[..., Any] | None:
-        """Its derivative; see :class:`Spec`."""
+        """Derivative of the pass; see :class:`Spec`."""
         return self.spec.rule
 
     @functools.cached_property
@@ -236,20 +237,20 @@ class Computation:
         return roles_of(types), jax.tree.leaves(types)
 
     def compute(self, plan: Plan, call: DeviceCall, *arguments: jax.Array) -> list[jax.Array]:
-        """The results on a device, of arrays without mapped axes: the batch comes first.
+        """Compute the results on one device.
 
         Args:
-            plan: The plan of the computation, or of its derivative, which counts as another pass.
-            call: The part of the call that the device has.
-            *arguments: The arrays.
+            plan: Plan of the computation, or of its derivative, whose ``pass_`` is ``"backward"``.
+            call: The device's part of the call.
+            *arguments: Arrays ``[batch, ...]``, without mapped axes.
         """
         results: list[jax.Array] = jax.tree.leaves(self.spec.compute(plan, call, *self.structured(arguments)))
         return results
 
     def with_origins(self) -> tuple[Computation, int]:
-        """Return the computation with an added argument ``Operands.origins``, and the position of that argument.
+        """Add an argument ``Operands.origins``; return the new computation and the position of the argument.
 
-        It is called only without such an argument.
+        The computation must not already have this argument.
         """
         operands, *others = self.structured(range(self.structure.num_leaves))
         position = len(jax.tree.leaves(operands))
@@ -257,13 +258,13 @@ class Computation:
         return dataclasses.replace(self, structure=structure), position
 
     def structured(self, leaves: Any) -> Any:
-        """The arguments of ``spec``, from their leaves."""
+        """Build the arguments of ``spec`` from their leaves."""
         return jax.tree.unflatten(self.structure, leaves)
 
 
 @dataclasses.dataclass(frozen=True)
 class Derivative:
-    """Tangents of a computation's results, or cotangents of its arguments: a computation again.
+    """The derivative of a computation: tangents of its results, or cotangents of its arguments.
 
     The arguments are the computation's arguments, its results if it has a rule, and the given tangents or cotangents.
     All other tangents or cotangents are zero.
@@ -310,7 +311,7 @@ class Derivative:
         return [self.of.roles[i] for i in self.positions], types
 
     def compute(self, plan: Plan, call: DeviceCall, *arguments: jax.Array) -> list[jax.Array]:
-        """The tangents or cotangents."""
+        """Compute the tangents or cotangents."""
         count, first = len(self.of.roles), self.first_given
         primals, results, given = arguments[:count], arguments[count:first], list(arguments[first:])
         if isinstance(self.of, Computation) and self.of.rule:
@@ -327,7 +328,7 @@ class Derivative:
         return list(jax.vjp(results_of, *values)[1](given))
 
     def with_origins(self) -> tuple[Derivative, int]:
-        """As for :class:`Computation`."""
+        """Add an argument ``Operands.origins``; see :meth:`Computation.with_origins`."""
         of, position = self.of.with_origins()
         return dataclasses.replace(self, of=of, positions=tuple(i + (i >= position) for i in self.positions)), position
 
@@ -338,12 +339,12 @@ AnyComputation = Computation | Derivative
 def _compute_exchanging(
     computation: AnyComputation, call: DeviceCall, exchange: Exchange, arguments: Sequence[Any]
 ) -> list[Any]:
-    """The results if token dimensions are split: keys and values come from all devices that have them.
+    """Run a computation whose token dimensions are split: exchange halos of keys and values with other devices.
 
     Args:
         computation: The computation.
-        call: The part of the call that the device has.
-        exchange: The exchange of halos.
+        call: The device's part of the call.
+        exchange: The halo exchange.
         arguments: The device's arrays.
     """
     if isinstance(computation, Computation) and computation.spec.exchange is not None:
@@ -369,7 +370,7 @@ def _compute_exchanging(
 
 
 def _run_entries(computation: AnyComputation, call: DeviceCall, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Run a computation on one batch entry after the other."""
+    """Run a computation on the batch entries one by one."""
     request = call.request.of_part(1, arrays[0].shape[-2], arrays[1].shape[-2])
     entry_call = DeviceCall(request, call.device)
 
@@ -378,7 +379,7 @@ def _run_entries(computation: AnyComputation, call: DeviceCall, arrays: Sequence
         every = [array if is_same else next(own)[None] for is_same, array in zip(are_same, arrays, strict=True)]
         return [result[0] for result in _run_computation(computation, entry_call, every)]
 
-    # There may be one table for all entries, or one for each.
+    # All entries share one bias table, or each entry has its own.
     are_same = [
         role is Role.WHOLE or (role is Role.PER_HEAD_OF_ALL_ENTRIES and array.shape[0] == 1)
         for role, array in zip(computation.roles, arrays, strict=True)
@@ -399,14 +400,14 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 def check(results: Iterable[jax.Array], what: str) -> None:
-    """Check the results of an operation, where JAX is set to do so.
+    """Check results for NaN or infinity if ``jax_debug_nans`` or ``jax_debug_infs`` is set.
 
     Args:
-        results: The results.
-        what: What computed them, for the message.
+        results: The results of an operation.
+        what: Name of the operation, for the message.
 
     Raises:
-        FloatingPointError: One of them holds a value that is not wanted.
+        FloatingPointError: A result contains such a value.
     """
     for option, (name, is_invalid) in _CHECKS.items():
         if getattr(jax.config, option):
@@ -422,13 +423,13 @@ _pass_p.multiple_results = True
 def bind(
     computation: AnyComputation, request: Request, arguments: Sequence[jax.Array], mapped: int = 0
 ) -> list[jax.Array]:
-    """Run a computation on arrays that begin with axes which ``jax.vmap`` maps, and then the batch.
+    """Bind the primitive to arrays ``[*mapped, batch, ...]``, whose leading axes ``jax.vmap`` maps.
 
     Args:
-        computation: What to compute.
-        request: What is asked for.
-        arguments: Query, key and whatever else the computation wants.
-        mapped: How many mapped axes there are.
+        computation: The computation.
+        request: The call.
+        arguments: Query, key and the other arguments of the computation.
+        mapped: Number of mapped axes.
     """
     if 0 in arguments[0].shape[: mapped + 1]:  # kernels reject empty batches
         types = _types(*map(jax.typeof, arguments), computation=computation, request=request, mapped=mapped)
@@ -465,7 +466,7 @@ def _map(
     request: Request,
     mapped: int,
 ) -> Any:
-    """``jax.vmap``: the mapped axis joins those in front of the batch, where a mesh may split it."""
+    """Batching rule: move the mapped axis to the front of the batch dimensions, where a mesh may split it."""
     (size,) = {array.shape[axis] for array, axis in zip(arguments, axes, strict=True) if axis is not None}
 
     def in_front(array: jax.Array, axis: int | None) -> jax.Array:
@@ -487,7 +488,7 @@ def _map(
 def _differentiate(
     primals: Sequence[jax.Array], tangents: Sequence[Any], *, computation: AnyComputation, request: Request, mapped: int
 ) -> tuple[Any, Any]:
-    """Results and their tangents."""
+    """Return the results and their tangents."""
     if not computation.is_differentiable:
         refuse()
     given = {i: each for i, each in enumerate(tangents) if not isinstance(each, ad.Zero)}
@@ -507,7 +508,7 @@ def _transpose(
 ) -> list[jax.Array | None]:
     """Return cotangents of the linear arguments.
 
-    A linear function has the same derivative everywhere, so that zeros stand for these arguments.
+    The derivative of a linear function does not depend on its arguments, which are therefore replaced with zeros.
     """
     linear = [i for i, each in enumerate(arguments) if ad.is_undefined_primal(each)]
     if linear[0] < 2:  # no computation is linear in query or key
@@ -542,7 +543,7 @@ def _lower_for(platform: str | None) -> None:
             if not _is_left_to_xla(ctx, plan):
                 identity = f"{plan.payload()} {computation} {mapped}"
                 roles = computation.roles, computation.results(request, ctx.avals_in)[0]
-                # A mesh may split token dimensions of windows over whole layouts.
+                # A mesh may split token dimensions only if all arrays cover the whole layout, without origins.
                 has_places = not {Role.WHOLE, Role.PER_ENTRY}.isdisjoint(computation.roles)
                 splits_tokens = request.problem.operator == "fna" and not has_places
                 with plan_marks.of_plan(plan):
@@ -553,15 +554,15 @@ def _lower_for(platform: str | None) -> None:
 
 
 def _platform_of(ctx: mlir.LoweringRuleContext) -> str:
-    """The platform that a program is lowered for, where it is none of JAX's own."""
+    """Return the platform of a lowering for a platform outside :data:`PLATFORMS`, or "other" if there are several."""
     own, *others = (each for each in _jax_internals.platforms_of(ctx) if each not in PLATFORMS)
     return "other" if others else own
 
 
 def _is_left_to_xla(ctx: mlir.LoweringRuleContext, plan: Plan) -> bool:
-    """Whether XLA splits the operations of a computation as it can: where its partitioner asks nobody.
+    """Return True if XLA splits the operations of a computation itself, because no partitioner callback can run.
 
-    An exported program has no callbacks, and the compiler for TPUs calls none.
+    An exported program cannot contain callbacks, and the compiler for TPUs does not call them.
 
     Raises:
         ValueError: The compiler for TPUs would have to split a kernel.
@@ -579,14 +580,14 @@ def _run_local(
     mapped: int,
     lines: Sequence[DeviceLine | None] = (),
 ) -> list[jax.Array]:
-    """Run a computation on all that one device has, mapped axes and batch as one.
+    """Run a computation on the arrays of one device, with mapped axes and batch merged into one axis.
 
     Args:
-        *arguments: What the device has.
-        computation: What to compute.
+        *arguments: The device's arrays.
+        computation: The computation.
         call: The whole call.
-        mapped: How many axes ``jax.vmap`` maps.
-        lines: The devices that share each token dimension with this one; nothing where none is split.
+        mapped: Number of axes that ``jax.vmap`` maps.
+        lines: Devices that share each token dimension with this one; empty if no token dimension is split.
     """
     batch_dims = arguments[0].shape[: mapped + 1]
     own = call.request.of_part(math.prod(batch_dims), arguments[0].shape[-2], arguments[1].shape[-2])
@@ -606,7 +607,7 @@ def _run_local(
 
 
 def _as_one_batch(array: jax.Array, role: Role, batch_dims: Sequence[int]) -> jax.Array:
-    """An argument whose mapped axes are a part of its batch; what batch entries share stays as it is without any."""
+    """Merge the batch dimensions of an argument into one axis; arrays without a batch axis stay unchanged."""
     if role is Role.WHOLE:
         return array
     own = array.shape[len(batch_dims) :]
@@ -616,13 +617,13 @@ def _as_one_batch(array: jax.Array, role: Role, batch_dims: Sequence[int]) -> ja
 
 
 def _as_mapped(array: jax.Array, role: Role, batch_dims: Sequence[int]) -> jax.Array:
-    """A result, with mapped axes again; the gradient of what batch entries share is added up over them."""
+    """Split the batch axis of a result into its batch dimensions; sum the gradient of a shared table over the batch."""
     array = array.reshape(*batch_dims, *array.shape[1:])
     return jnp.sum(array, axis=len(batch_dims) - 1, keepdims=True) if role is Role.PER_HEAD_OF_ALL_ENTRIES else array
 
 
 def _run_computation(computation: AnyComputation, call: DeviceCall, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Run a computation on a device; one batch entry after the other if its kernels take layouts of one entry only."""
+    """Run a computation on a device; one batch entry at a time if the kernels do not support per-entry layouts."""
     plan, batch = computation.plan(call), arrays[0].shape[0]
     has_entries = Role.PER_ENTRY in computation.roles and not (isinstance(batch, int) and batch == 1)
     if has_entries and not backends.of(plan.backend).takes_layouts_of(plan.problem):

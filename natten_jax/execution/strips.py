@@ -1,4 +1,8 @@
-"""Keys behind the ends of dimensions that wrap, and the merge of forward passes over some of the keys each."""
+"""Wrapped keys as separate passes over strips, and the merge of forward passes over disjoint sets of keys.
+
+Kernels without support for ``edges="wrap"`` compute the layout with ``edges="cut"``. The keys that windows reach beyond
+an end of a dimension form a *strip*, which is a further pass.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,11 @@ from natten_jax.windows import Axis
 
 
 def merged(one: Saved, other: Saved) -> Saved:
-    """What a forward pass on the keys of both saves.
+    """Merge the saved results of forward passes over two disjoint sets of keys.
 
-    Relative to the larger logsumexp, and in base 2, where a logsumexp is that number times ``log2(e)``, rounded, and
-    the remainder (:mod:`natten_jax.arrays.remainders`). A query that sees no key has an output of zeros and a logsumexp
-    of ``-inf``.
+    Weights are relative to the larger logsumexp, in base 2: the exact logsumexp is the rounded product of the returned
+    one and ``log2(e)``, plus the remainder (:mod:`natten_jax.arrays.remainders`). A query that sees no key has a zero
+    output and a logsumexp of ``-inf``.
     """
     assert one.remainder is not None and other.remainder is not None
     first, second = base2(one.logsumexp), base2(other.logsumexp)
@@ -34,7 +38,7 @@ def merged(one: Saved, other: Saved) -> Saved:
     highest = jnp.maximum(first, second)
     highest = jnp.where(jnp.isneginf(highest), 0, highest)
     distances = (first - highest) + parts[0][0], (second - highest) + parts[1][0]
-    # Remainders of large logits may be large: weights are relative to them as well, so that nothing overflows.
+    # Remainders of large logits may be large: subtract the largest one as well, so that no weight overflows.
     top = jnp.maximum(*distances)
     top = jnp.where(jnp.isneginf(top), 0, top)
     weights = [jnp.exp2((distance - top) + log2_sum) for distance, (_, log2_sum) in zip(distances, parts, strict=True)]
@@ -48,13 +52,13 @@ def merged(one: Saved, other: Saved) -> Saved:
 
 
 def continued(forward_saving: Callable[[Operands], Saved], operands: Operands, saved: Saved, seeing: QueryBox) -> Saved:
-    """What is saved of attention to more keys, after a pass on others.
+    """Continue a forward pass over further keys: run a pass over these keys, and merge the results.
 
     Args:
-        forward_saving: A forward pass.
-        operands: The operands of all queries, and of keys that only queries of the box see; with origins.
-        saved: What earlier passes saved.
-        seeing: The box.
+        forward_saving: Function that runs a forward pass.
+        operands: All queries, and keys that only queries of ``seeing`` see; with origins.
+        saved: Saved results of earlier passes.
+        seeing: Box of the queries that see the further keys.
     """
     assert operands.origins is not None
     query = seeing.copied(operands.inputs.query)
@@ -65,16 +69,16 @@ def continued(forward_saving: Callable[[Operands], Saved], operands: Operands, s
 
 
 def with_start_of(box: QueryBox, origins: jax.Array) -> jax.Array:
-    """Origins of a box of the queries that they are the origins of."""
+    """Shift the query origin to the start of a box of queries; the key origin stays the same."""
     start = box_start(box)
     return origins + jnp.stack([start, jnp.zeros_like(start)])
 
 
-_FIRST_TOKEN_AXIS = 1  # behind the batch
+_FIRST_TOKEN_AXIS = 1  # after the batch axis
 
 
 def are_needed(plan: Plan, operands: Operands) -> bool:
-    """Return True if the plan wraps and its kernels cannot wrap, or cannot do so in a part of the layout."""
+    """Return True if wrapped keys need strips: the kernels cannot wrap, or only if arrays cover the whole layout."""
     backend = backends.of(plan.backend)
     if not backend.capabilities.wraps_by_strips:
         return False
@@ -96,7 +100,10 @@ def without_strips(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
 
 
 def on_line(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
-    """The same windows on a line whose ends none reaches, which begins in front of the layout."""
+    """Replace wrapped dimensions by longer ones with ``edges="shift"``, without changing any window.
+
+    The longer dimension has room before and after the layout, so that no window reaches its ends.
+    """
     axes = plan.problem.axes
     room = [_room(axis) if axis.edges == "wrap" else 0 for axis in axes]
     longer: dict[str, list[Any]] = {
@@ -111,14 +118,14 @@ def on_line(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
 
 
 class Side(NamedTuple):
-    """What lies behind one end of a dimension that wraps.
+    """Wrapped keys beyond one end of a dimension.
 
     Attributes:
-        first: Where its keys begin in the layout.
-        keys: How many there are.
-        origin: Where they lie behind the end.
-        first_query: The first of the queries that see it.
-        queries: How many these are.
+        first: Index of the first of these keys in the layout.
+        keys: Number of keys.
+        origin: Position of the first key beyond the end: negative before the layout, or the extent of the dimension.
+        first_query: Index of the first query that sees one of the keys.
+        queries: Number of queries from the first to the last one that sees a key.
     """
 
     first: int
@@ -130,7 +137,7 @@ class Side(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def sides_of(axis: Axis) -> tuple[Side, ...]:
-    """What lies in front of a dimension that wraps, and what lies behind it."""
+    """Return the wrapped keys before and after a dimension that wraps; a side that no window reaches is omitted."""
     extent = axis.kv_extent
     near = np.arange(min(extent, (axis.kernel_size + axis.stride) * axis.dilation))
     before, _ = axis.reach(near)
@@ -148,14 +155,14 @@ def sides_of(axis: Axis) -> tuple[Side, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Strip:
-    """Keys behind one end of a dimension that wraps; with those of dimensions before that lie beside them.
+    """Wrapped keys beyond one end of a dimension, with corners: earlier dimensions are padded with their wrapped keys.
 
     Attributes:
         axes: The token dimensions.
-        are_whole: Which of them wrap and have all of their keys at hand.
-        dimension: The one behind whose end it lies.
-        side: Which end.
-        seeing: The queries that see it.
+        are_whole: Per dimension, True if it wraps and the local arrays have all of its keys.
+        dimension: Index of the dimension whose end the strip lies beyond.
+        side: The end, and the keys beyond it.
+        seeing: Box of the queries that see the strip.
     """
 
     axes: tuple[Axis, ...]
@@ -169,7 +176,7 @@ class Strip:
         return self._padded(self._cut(array))
 
     def added(self, total: jax.Array, gradient: jax.Array) -> jax.Array:
-        """Add the gradient of the strip's keys or values to the gradient of all; the transpose of :meth:`taken`."""
+        """Add the gradient of the strip's keys or values to the total gradient; the transpose of :meth:`taken`."""
         own = self._cut(total)
         (more,) = jax.linear_transpose(self._padded, own)(gradient)
         axis = _FIRST_TOKEN_AXIS + self.dimension
@@ -181,14 +188,17 @@ class Strip:
         return jax.lax.slice_in_dim(array, first, first + keys, axis=_FIRST_TOKEN_AXIS + self.dimension)
 
     def _padded(self, array: jax.Array) -> jax.Array:
-        """Repeat keys behind the ends of the dimensions before."""
+        """Pad the earlier dimensions with their wrapped keys."""
         widths = [(0, 0)] * array.ndim
         for i in self._before():
             widths[_FIRST_TOKEN_AXIS + i] = _padding(self.axes[i])
         return jnp.pad(array, widths, mode="wrap")
 
     def placed(self, plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
-        """A pass on it, of all queries, without additional tokens and sinks, which another one has."""
+        """Return plan and operands of a pass over the strip, for all queries.
+
+        Additional tokens and sinks are omitted: the pass over the local keys includes them.
+        """
         origin = [0] * len(self.axes)
         origin[self.dimension] = self.side.origin
         for i in self._before():
@@ -211,31 +221,34 @@ class Strip:
 
 
 def _padding(axis: Axis) -> tuple[int, int]:
-    """Keys in front of a dimension that wraps, and after it, that its windows see."""
+    """Return the numbers of wrapped keys that windows see before and after a dimension."""
     keys = [(side.keys, 0) if side.origin < 0 else (0, side.keys) for side in sides_of(axis)]
     before, after = np.sum(keys, axis=0, dtype=int).tolist()
     return before, after
 
 
 def strips_of(plan: Plan, operands: Operands) -> Iterator[Strip]:
-    """What lies behind the ends; nothing where a device has the keys of its neighbors."""
+    """Yield the strips of wrapped keys; a dimension with halos of other devices has no strip."""
     axes, are_whole = plan.problem.axes, _are_whole(plan, operands)
     queries = operands.inputs.query.shape[1:-2]
     for i, axis in enumerate(axes):
         for side in sides_of(axis) if are_whole[i] else ():
             first, extents = np.zeros(len(axes), np.int32), list(queries)
-            if queries[i] == axis.query_extent:  # else where they lie may not be known
+            if queries[i] == axis.query_extent:  # otherwise their position may be known only at run time
                 first[i], extents[i] = side.first_query, side.queries
             yield Strip(axes, are_whole, i, side, QueryBox(jnp.asarray(first), tuple(extents)))
 
 
 def _are_whole(plan: Plan, operands: Operands) -> tuple[bool, ...]:
-    """Which dimensions wrap and have all of their keys at hand."""
+    """Return, per dimension, True if it wraps and the local arrays have all of its keys."""
     pairs = zip(operands.inputs.key.shape[1:-2], plan.problem.axes, strict=True)
     return tuple(axis.edges == "wrap" and extent == axis.kv_extent for extent, axis in pairs)
 
 
 def _room(axis: Axis) -> int:
-    """So many tokens that windows and keys behind an end lie inside, and that queries share windows as before."""
+    """Return the number of tokens to add at each end of a wrapped dimension.
+
+    All windows fit inside, and a multiple of ``stride * dilation`` keeps the groups of queries that share a window.
+    """
     step = axis.stride * axis.dilation
     return -(-(axis.kernel_size + axis.stride) * axis.dilation // step) * step
