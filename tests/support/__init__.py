@@ -1,1 +1,1 @@
-"""What tests share: the oracle, problems and their arrays, backend families, and programs for fresh interpreters."""
+"""Shared test code: the oracle, test problems and their arrays, backend families, and programs run in new processes."""

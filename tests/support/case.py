@@ -23,35 +23,37 @@ OPERATORS: Mapping[int, Callable[..., Any]] = {1: natten_jax.na1d, 2: natten_jax
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One neighborhood attention problem, or, with ``queries``, one attention problem.
+    """Description of one neighborhood attention problem or, if ``queries`` is given, of one plain attention problem.
 
     Attributes:
-        layout: Token layout of key and value, and of the query unless ``queries`` says otherwise.
-        kernel_size: Window; ``None`` is the whole layout.
-        stride: Queries that share a window.
-        dilation: Distance of neighbors.
+        layout: Token layout of key and value, and of the query unless ``queries``, ``box`` or ``upsample`` is given.
+        kernel_size: Window size. ``None`` is the whole layout.
+        stride: Number of queries that share a window, per dimension.
+        dilation: Distance between neighbors, per dimension.
         is_causal: Causal dimensions.
-        edges: What becomes of windows at the ends of each dimension.
+        edges: Boundary mode of each dimension: ``"shift"``, ``"cut"`` or ``"wrap"``.
         batch: Batch size.
-        heads: Query heads.
-        heads_kv: Key/value heads.
-        head_dim: Width of query and key.
-        head_dim_v: Width of value; ``None`` is ``head_dim``.
-        scale: Scale; ``None`` is the default.
-        scales: An operand in its place: an array of one scale for each query head, or of one without dimensions.
-        additional: Additional key/value tokens.
-        fused: Whether they are to be processed by the same kernel.
-        queries: Query tokens of plain attention, whose layout is that of the keys.
-        box: Extents of the box of the layout that the queries are.
-        origins: Where it begins: once, or for each entry of the batch.
-        extents: How much of the layout is real, for each entry of the batch. Padding is NaN. Of plain attention, keys.
-        query_lengths: How many queries of plain attention are real.
-        upsample: Queries for each token, along each dimension.
-        relative_bias: Whether logits have one.
-        table_size: The ``kernel_size`` of its table, if windows are clamped to a smaller one.
-        key_bias: Whether keys have biases: ``"tokens"`` the same for every head, ``"heads"`` one for each; ``None``.
-        hidden: Share of these that are ``-inf``.
-        sinks: Whether heads have sinks.
+        heads: Number of query heads.
+        heads_kv: Number of key/value heads.
+        head_dim: Head dimension of query and key.
+        head_dim_v: Head dimension of value. ``None`` is ``head_dim``.
+        scale: Scale of the logits. ``None`` is the default.
+        scales: Scale as an array operand, used instead of ``scale``: one value per query head, or a single value for a
+            scalar array.
+        additional: Number of additional key/value tokens.
+        fused: Value of ``try_fuse_additional_kv``: process additional tokens in the same kernel.
+        queries: Number of query tokens of plain attention. ``layout`` then is the layout of the keys.
+        box: Extents of the query box within the layout.
+        origins: Origin of the query box, shared by all batch entries or per batch entry.
+        extents: Valid extents of the layout per batch entry; the rest is padding, filled with NaN. In plain attention:
+            the number of valid keys.
+        query_lengths: Number of valid queries of plain attention, per batch entry.
+        upsample: Number of queries per token, along each dimension.
+        relative_bias: True to add a relative bias to the logits.
+        table_size: ``kernel_size`` of the relative bias table, if windows are clamped to a smaller size.
+        key_bias: Key bias: ``"tokens"`` shares it among heads, ``"heads"`` has one per head, ``None`` adds no key bias.
+        hidden: Fraction of the key biases that is ``-inf``.
+        sinks: True to add an attention sink per head.
     """
 
     layout: Shape
@@ -83,7 +85,6 @@ class Case:
 
     @property
     def query_layout(self) -> Shape:
-        """Token layout of the query."""
         if self.queries is not None:
             return (self.queries,)
         finer = self.upsample or (1,) * self.rank
@@ -91,29 +92,28 @@ class Case:
 
     @property
     def is_placed(self) -> bool:
-        """Whether the queries are not simply those of the layout."""
+        """True if queries have origins, extents, lengths or upsampling."""
         return any(each is not None for each in (self.origins, self.extents, self.query_lengths, self.upsample))
 
     @property
     def is_padded(self) -> bool:
-        """Whether there is padding."""
         return self.extents is not None or self.query_lengths is not None
 
     def entry_facts(self) -> list[tuple[Shape, Shape]]:
-        """Origin and extents of each entry of the batch, written out."""
+        """Return origin and extents of each batch entry, with defaults filled in."""
         origins = self.origins or ((0,) * self.rank,)
         origins = origins if len(origins) == self.batch else origins * self.batch
         return list(zip(origins, self.extents or (self.layout,) * self.batch, strict=True))
 
     def real_keys(self) -> np.ndarray:
-        """Which keys are none of the padding, ``[batch, *layout]``."""
+        """Return a mask of the keys that are not padding, ``[batch, *layout]``."""
         indices = np.indices(self.layout)
         return np.stack(
             [np.all([i < n for i, n in zip(indices, real, strict=True)], axis=0) for _, real in self.entry_facts()]
         )
 
     def real_queries(self) -> np.ndarray:
-        """Which queries are none of the padding, ``[batch, *query_layout]``."""
+        """Return a mask of the queries that are not padding, ``[batch, *query_layout]``."""
         if self.queries is not None:
             lengths = self.query_lengths or (self.queries,) * self.batch
             return np.stack([np.arange(self.queries) < length for length in lengths])
@@ -134,12 +134,12 @@ class Case:
 
     @property
     def causal(self) -> tuple[bool, ...]:
-        """Causal dimensions, written out."""
+        """Causal dimensions, with the default filled in."""
         return self.is_causal or (False,) * self.rank
 
     @property
     def window_arguments(self) -> dict[str, Any]:
-        """``kernel_size``, ``stride``, ``dilation``, ``is_causal`` and ``edges``, written out."""
+        """``kernel_size``, ``stride``, ``dilation``, ``is_causal`` and ``edges``, with defaults filled in."""
         ones = (1,) * self.rank
         return {
             "kernel_size": self.kernel_size or self.layout,
@@ -150,12 +150,12 @@ class Case:
         }
 
     def with_heads(self, heads: int, heads_kv: int) -> Case:
-        """The problem with other heads, whose scales are these in turn."""
+        """Return the problem with other head counts; the given scales are repeated cyclically over the heads."""
         scales = self.scales if self.scales is None or len(self.scales) == 1 else (self.scales * heads)[:heads]
         return dataclasses.replace(self, heads=heads, heads_kv=heads_kv, scales=scales)
 
     def fitted(self, family: Family) -> Case:
-        """The problem with head dimensions that the family has."""
+        """Return the problem with head dimensions rounded up to multiples that the family supports."""
         step = family.head_dim_step
 
         def fit(width: int) -> int:
@@ -165,7 +165,12 @@ class Case:
         return dataclasses.replace(self, head_dim=fit(self.head_dim), head_dim_v=head_dim_v)
 
     def with_edges_of(self, family: Family, *, is_direct: bool = False) -> Case:
-        """The problem with edges of windows that the family has: through the operators, or in its own passes."""
+        """Return the problem with unsupported edge modes replaced.
+
+        Args:
+            family: The family that runs the problem.
+            is_direct: True for direct calls of the backend, which do not wrap by strips. The operators do.
+        """
         if self.edges is None:
             return self
         backend = family.backend
@@ -178,7 +183,7 @@ class Case:
         return dataclasses.replace(self, edges=tuple(edges))
 
     def mask(self) -> np.ndarray:
-        """Visibility ``[query tokens, key tokens]`` by the oracle; of each entry of the batch where they differ."""
+        """Return the oracle's visibility ``[query tokens, key tokens]``, with a batch axis if entries differ."""
         if self.is_placed:
             return np.stack([self._mask_of_entry(i, *facts) for i, facts in enumerate(self.entry_facts())])
         if self.queries is not None:
@@ -202,7 +207,7 @@ class Case:
         return mask
 
     def place_arguments(self) -> dict[str, Any]:
-        """Arguments that say where tokens lie, as the operators take them."""
+        """Return the arguments that place tokens: origins, lengths, extents and upsampling."""
         given: dict[str, Any] = {}
         if self.origins is not None:
             per_entry = len(self.origins) > 1
@@ -216,7 +221,7 @@ class Case:
 
     @property
     def actual_scale(self) -> float:
-        """The scale, written out."""
+        """The scale, with the default filled in."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     def operands(self, dtype: str, seed: int) -> oracle.Tensors:
@@ -224,7 +229,7 @@ class Case:
         return jax.tree.map(jax.device_put, self.host_operands(dtype, seed))
 
     def host_operands(self, dtype: str, seed: int) -> oracle.Tensors:
-        """The same as NumPy arrays."""
+        """Random normal operands as NumPy arrays."""
         rng = np.random.default_rng(seed)
         width_v = self.head_dim_v or self.head_dim
         queries = self.query_layout
@@ -246,7 +251,7 @@ class Case:
         return self.padded_with(math.nan, drawn)
 
     def padded_with(self, number: float, operands: oracle.Tensors) -> oracle.Tensors:
-        """The operands, with a number in all that is padding."""
+        """Return the operands with all padding set to a number."""
         if not self.is_padded:
             return operands
         real_queries, real_keys = (each[..., None, None] for each in (self.real_queries(), self.real_keys()))
@@ -262,7 +267,7 @@ class Case:
         return found._replace(key_bias=padded(found.key_bias, of_keys))
 
     def _logit_terms(self, dtype: str, seed: int) -> tuple[np.ndarray | None, ...]:
-        """Relative bias, bias of keys and sinks."""
+        """Return relative bias, key bias and sinks."""
         rng = np.random.default_rng([seed, 4])
         window = self.table_size or self.kernel_size or self.layout
         heads = (self.heads,) if self.key_bias == "heads" else ()
@@ -274,7 +279,7 @@ class Case:
         return tuple([array.astype(dtype) if is_asked else None for array, is_asked in asked])
 
     def entries(self) -> np.ndarray | None:
-        """Entries of the relative bias, by the oracle: of each query for each key."""
+        """Return indices into the relative bias table for each query and key, computed by the oracle."""
         if not self.relative_bias:
             return None
         found = oracle.relative_entries(self.layout, **self.window_arguments, table_size=self.table_size)
@@ -293,7 +298,7 @@ class Case:
         return jax.device_put(out), jax.device_put(lse)
 
     def host_cotangents(self, dtype: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """The same as NumPy arrays."""
+        """Random cotangents of output and logsumexp as NumPy arrays."""
         rng = np.random.default_rng([seed, 1])
         shape = (self.batch, *self.query_layout, self.heads)
         out = 0.05 * rng.standard_normal((*shape, self.head_dim_v or self.head_dim))
@@ -304,7 +309,7 @@ class Case:
         return out.astype(jnp.dtype(dtype)), lse.astype(lse_dtype(dtype))
 
     def operator(self, backend: str | None = None, **arguments: Any) -> Callable[[oracle.Tensors], tuple[Any, Any]]:
-        """The public function on this problem: operands to output and logsumexp."""
+        """Return the public function for this problem: it maps operands to output and logsumexp."""
 
         def run(operands: oracle.Tensors) -> tuple[Any, Any]:
             query, key, value, additional_keys, additional_values, scale, *terms = operands
@@ -338,5 +343,5 @@ def lse_dtype(dtype: str) -> str:
 
 
 def element_types(dtype: str) -> contextlib.AbstractContextManager[Any]:
-    """A context in which JAX has the element type: 64-bit ones are off otherwise."""
+    """Return a context that enables 64-bit types in JAX if ``dtype`` is float64."""
     return jax.enable_x64(dtype == "float64")

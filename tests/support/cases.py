@@ -1,4 +1,4 @@
-"""The problems that tests run: drawn at random, one for each feature, and plain attention."""
+"""Test problems: random ones, one per feature, and plain attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from tests.support.problems import Case
 
 
 def random_case(seed: int, *, rank: int | None = None, tokens: int | None = None) -> Case:
-    """A problem drawn from everything that the operators accept, of up to so many tokens: 120 or 480 by default."""
+    """Draw a problem from everything the operators accept, with at most ``tokens`` tokens.
+
+    By default the limit is 120 tokens, or 480 in a quarter of the problems.
+    """
     rng = np.random.default_rng([seed, 2])
     rank = int(rng.integers(1, 4)) if rank is None else rank
     is_large = rng.random() < 0.25
@@ -69,13 +72,13 @@ def as_attention(rng: np.random.Generator, case: Case, most: int) -> Case:
 
 
 def _random_scales(rng: np.random.Generator, case: Case) -> tuple[float, ...]:
-    """One for each head, or one for all."""
+    """Draw a scale per head, or a single scale for all heads."""
     factors = rng.choice([0.0, -1.0, 0.5, 1.0, 1.7], case.heads if rng.random() < 0.5 else 1)
     return tuple(float(factor) * case.head_dim**-0.5 for factor in factors)
 
 
 def _fitting_edge(edge: Edge, extent: int, window: tuple[int, int, int, bool]) -> Edge:
-    """The same where the dimension can have it, or the one that any dimension can have."""
+    """Return ``edge`` if the dimension supports it, otherwise a supported edge mode."""
     _, _, dilation, is_causal = window
     if is_causal:
         return "shift"
@@ -103,7 +106,7 @@ def _random_window(rng: np.random.Generator, extent: int) -> tuple[int, int, int
 
 
 def random_tiles(case: Case, family: Family, dtype: str, seed: int) -> dict[str, Any]:
-    """Tile arguments: none, some that the configuration queries list, or small ones where any are accepted."""
+    """Draw tile arguments: defaults, tiles from the configuration queries, or any small tiles the backend accepts."""
     rng = np.random.default_rng([seed, 3])
     source = rng.choice(["none", "listed", "any"])
     if source == "none":
@@ -131,7 +134,7 @@ def random_tiles(case: Case, family: Family, dtype: str, seed: int) -> dict[str,
 
 
 def feature_cases() -> dict[str, Case]:
-    """Problems that each show one feature, or one known trap, by name."""
+    """Problems by name; each exercises one feature or one known pitfall."""
     return {
         "window-odd": Case((37,), (7,)),
         "window-even": Case((37,), (8,)),

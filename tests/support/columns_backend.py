@@ -1,4 +1,4 @@
-"""The host's kernels as a backend to which biases of keys are columns, as they are to those for GPUs."""
+"""The CPU kernels as a backend that takes key biases as extra head-dimension columns, as GPU kernels do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LARGEST_HEAD_DIM = 64
 
 
 class ColumnsBackend(CpuBackend):
-    """Takes heads whose width is a multiple of 8, and biases of keys as columns of them."""
+    """Supports head dimensions that are multiples of 8, and takes key biases as extra columns."""
 
     family = "columns"
     capabilities = dataclasses.replace(

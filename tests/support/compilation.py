@@ -1,4 +1,4 @@
-"""How XLA compiles for the host what tests run a few times, for microseconds: quickly, not for speed."""
+"""XLA options for test programs on the CPU: they run for microseconds, so compile time matters more than speed."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import jax
 
-#: Both passes of plain JAX in two dimensions: 5.5 to 6.9 s of processor time with XLA's own choices, 4.3 to 4.8 without
-#: optimisation, 2.1 to 2.3 if XLA also emits a fusion of operations without MLIR, and 1.4 to 1.8 if all code is one
-#: module of LLVM's.
+#: Both passes of plain JAX in two dimensions take 5.5 to 6.9 s of CPU time to compile with XLA's defaults, 4.3 to 4.8 s
+#: without optimization, 2.1 to 2.3 s if XLA also emits fusions without MLIR, and 1.4 to 1.8 s if all code is one LLVM
+#: module.
 QUICK_HOST_OPTIONS: Mapping[str, Any] = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
-#: What XLA chooses where nobody asks for anything else.
+#: XLA's defaults for these options.
 XLAS_OWN_OPTIONS: Mapping[str, Any] = {
     "xla_backend_optimization_level": 3,
     "xla_cpu_use_fusion_emitters": True,
@@ -25,22 +25,22 @@ XLAS_OWN_OPTIONS: Mapping[str, Any] = {
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:
-    """Compiler options as ``XLA_FLAGS`` has them."""
+    """Format compiler options as they appear in ``XLA_FLAGS``."""
     return [f"--{name}={str(value).lower()}" for name, value in options.items()]
 
 
 def without_quick_host_code(flags: str) -> str:
-    """``XLA_FLAGS`` of a process that compiles as a user's does."""
+    """Remove the fast-compilation flags from ``XLA_FLAGS``, so that a process compiles as a user's does."""
     return " ".join(flag for flag in flags.split() if flag not in flags_of(QUICK_HOST_OPTIONS))
 
 
 def users_environment() -> dict[str, str]:
-    """Environment variables of a program that compiles as a user's does, so that it prints what a user reads."""
+    """Environment variables of a program that compiles as a user's does, so that its output matches what users read."""
     return {**os.environ, "XLA_FLAGS": without_quick_host_code(os.environ.get("XLA_FLAGS", ""))}
 
 
 def accepted_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those compiler options that the installed jaxlib has: they come and go."""
+    """Return the compiler options that the installed jaxlib supports; options differ between releases."""
 
     def is_accepted(name: str, value: Any) -> bool:
         try:
@@ -55,5 +55,5 @@ def accepted_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_users_do() -> dict[str, Any]:
-    """Compiler options of a test of what XLA makes of a program: those that a user's process has."""
+    """Compiler options for tests of XLA's output: XLA's defaults, as in a user's process."""
     return accepted_options(XLAS_OWN_OPTIONS) if jax.default_backend() == "cpu" else {}

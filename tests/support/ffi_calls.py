@@ -1,4 +1,4 @@
-"""The custom call targets, and a small call of each straight to its handler."""
+"""The custom call targets, and a small direct FFI call of each."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 import natten_jax  # noqa: F401  # registers the targets
 
 PROBLEM_OPERANDS = ("query", "key", "value", "additional_keys", "additional_values", "origins", "scales")
-#: What the host kernels add to logits.
+#: Arrays that the CPU kernels add to the logits.
 BIASES = ("relative_bias", "key_bias")
-#: What the attribute ``axes`` holds of each of three token dimensions, in this order.
+#: Fields of the attribute ``axes`` for each of three token dimensions, in this order.
 AXIS_FIELDS = ("query_extent", "kv_extent", "kernel_size", "stride", "dilation", "ends")
 GRADIENTS = tuple(f"d{name}" for name in PROBLEM_OPERANDS[:5])
 SCALE = 0.3
-#: Arrays of float32, whatever the others have.
+#: Arrays that are always float32, whatever the element type of the problem.
 FLOAT32 = {
     *("logsumexp", "remainder", "logsumexp_cotangent", "delta", "statistics"),
     *("earlier_logsumexp", "earlier_remainder", "scales", "sinks"),
@@ -30,21 +30,22 @@ FLOAT32 = {
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A custom call target. A new one is one more line in ``TARGETS``.
+    """A custom call target. To test a new target, add it to ``TARGETS``.
 
     Attributes:
-        name: Its name.
+        name: Name of the target.
         operands: Names of its operands.
-        results: Names of its results but scratch memory; a remainder may also be empty.
+        results: Names of its results, without scratch memory. A remainder may also be empty.
         dtype: Element type of its arrays.
-        head_dims: Legal ``head_dim`` and ``head_dim_v``.
-        choices: Attributes of its own that select a variant, and their largest values.
-        tile_tokens: The most tokens of a tile, query and key/value; ``None`` is the limit of all targets.
-        tiles: Tokens of the call's tiles, query and key/value.
-        scratch: Results of its own that hold nothing of use: shapes and element types.
-        replaces: By result, the operand whose place in memory it takes. Such a target continues calls of another one,
-            and has an attribute for how many queries it looks at.
-        variant: What sets its call apart from that of another line with its name.
+        head_dims: Valid ``head_dim`` and ``head_dim_v``.
+        choices: Target-specific attributes that select a variant, and their largest values.
+        tile_tokens: Largest number of tokens of a query tile and of a key/value tile. ``None``: only the limit shared
+        by
+            all targets applies.
+        tiles: Query and key/value tile shapes of the call.
+        scratch: Target-specific results without meaningful content: shapes and element types.
+        replaces: Operand whose memory each result reuses, by result. A target with replacements continues another target's call, and has an attribute ``queries`` for the extents of the query box.
+        variant: Suffix that distinguishes entries with the same name.
     """
 
     name: str
@@ -61,46 +62,46 @@ class Target:
 
     @property
     def label(self) -> str:
-        """What tests name it by, without what all names begin with."""
+        """Name in test ids, without the common prefix."""
         return "-".join(filter(None, (self.name.removeprefix("natten_jax_"), self.variant)))
 
     @property
     def platform(self) -> str:
-        """Platform; on the host, the handler also checks the values of origins and layouts."""
+        """Platform of the target. Only CPU handlers check the values of origins and layouts."""
         return "cpu" if "_cpu_" in self.name else "cuda"
 
     @property
     def is_small(self) -> bool:
-        """Whether it is of the form for small windows, which takes tiles of 16 and 8 tokens."""
+        """True for kernels for small windows, which take tiles of 16 and 8 tokens."""
         return "_small_" in self.name
 
     @property
     def has_problem(self) -> bool:
-        """Whether it takes a problem, and not only arrays."""
+        """True if it takes an attention problem. False if it takes only arrays."""
         return "query" in self.operands
 
     @property
     def is_backward(self) -> bool:
-        """Whether it gives the gradients of a problem's arrays."""
+        """True if it computes the gradients of a problem's arrays."""
         return self.results[: len(GRADIENTS)] == GRADIENTS
 
     @property
     def has_biases(self) -> bool:
-        """Whether it adds to logits all that can be added."""
+        """True if it adds both relative biases and key biases to the logits."""
         return set(BIASES) <= set(self.operands) and not self.is_small
 
     @property
     def has_key_bias(self) -> bool:
-        """Whether it adds biases of keys to logits; kernels for a GPU add them to those of 16-bit arrays."""
+        """True if it adds key biases to the logits. GPU kernels do so only for 16-bit arrays."""
         return "key_bias" in self.operands and not self.is_small and (self.platform, self.dtype) != ("cuda", np.float32)
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
-        """Marks of its tests."""
+        """Pytest marks of its tests."""
         return [pytest.mark.gpu] if self.platform == "cuda" else []
 
 
-#: Results of kernels for GPUs: tensor maps of batch entries with layouts of their own, of which there are none.
+#: Tensor maps of GPU kernels for batch entries with different layouts. No entry here has one, so the result is empty.
 _ENTRY_MAPS = ((0, 128), np.uint8)
 _NO_TABLE = ((0,), np.float32)
 _LAID_OUT = (*PROBLEM_OPERANDS, "layouts")
@@ -158,7 +159,7 @@ TARGETS = (
         head_dims=(64, 128),
         choices={"is_deterministic": 1},
         tile_tokens=(64, 128),
-        # Sums of the query gradient, a counter, and one for each query tile: (2 x 1) x 3 x (2 x 1) a head.
+        # Sums of the query gradient, a counter, and a counter for each query tile: (2 x 1) x 3 x (2 x 1) per head.
         scratch={
             "scratch": ((2 * 2 * (4 * 5 * 6 * 64) + 1 + 2 * 2 * (2 * 3 * 2),), np.float32),
             "dkey_bias": ((2, 4, 5, 6, 2), np.float32),
@@ -192,7 +193,7 @@ TARGETS = (
         dtype=np.float16,
         head_dims=(64, 128),
         tiles=((1, 2, 4), (2, 2, 4)),
-        # Four numbers for each query and head, and sums of all queries together.
+        # Four numbers per query and head, and sums over all queries.
         scratch={
             "statistics": ((2, 4 * 5 * 6, 2, 4), np.float32),
             "additional_sums": ((1, 2, 3, 1, 64 + 128), np.float32),
@@ -209,7 +210,7 @@ TARGETS = (
 
 @dataclasses.dataclass
 class Call:
-    """A call of a target; cases change a good one."""
+    """A call of a target; test cases modify a valid call."""
 
     operands: dict[str, Any]
     attributes: dict[str, Any]
@@ -217,17 +218,17 @@ class Call:
 
 
 def axes_of(fields: Mapping[str, tuple[int, ...]]) -> np.ndarray:
-    """The attribute ``axes``: row by row, the fields of each token dimension."""
+    """Return the attribute ``axes``: one row of fields per token dimension, flattened."""
     return np.array([fields[name] for name in AXIS_FIELDS], np.int64).T.flatten()
 
 
 def axis_fields(axes: np.ndarray) -> dict[str, tuple[int, ...]]:
-    """The fields of an attribute ``axes``, one value per token dimension."""
+    """Return the fields of an attribute ``axes``, one value per token dimension."""
     return dict(zip(AXIS_FIELDS, map(tuple, axes.reshape(3, -1).T.tolist()), strict=True))
 
 
 def shapes_of(target: Target) -> dict[str, tuple[int, ...]]:
-    """Arrays of a small problem: 2 heads over 1 head, 4 x 5 x 6 tokens, 3 additional ones."""
+    """Return array shapes of a small problem: 2 query heads, 1 key/value head, 4 x 5 x 6 tokens, 3 additional ones."""
     tokens = (4, 5, 6)
     head_dim, head_dim_v = target.head_dims
     return {
@@ -242,9 +243,9 @@ def shapes_of(target: Target) -> dict[str, tuple[int, ...]]:
         **dict.fromkeys(("out", "out_cotangent", "earlier_out"), (2, *tokens, 2, head_dim_v)),
         **dict.fromkeys(FLOAT32 - {"statistics", "scales"}, (2, *tokens, 2)),
         "statistics": (2, 2, *tokens, 2),
-        # In a backward pass only heads that share no keys have scales of their own.
+        # A backward pass allows different scales only for heads that do not share a key/value head.
         "scales": (0,) if target.is_backward else (2, 2, 2),
-        # Windows of 2 x 3 x 3 tokens. Kernels for small windows add none to such wide heads.
+        # Windows of 2 x 3 x 3 tokens. Kernels for small windows support no relative bias with such wide heads.
         "relative_bias": (0,) if target.is_small else (2, 2, 3 * 5 * 5),
         "key_bias": (2, *tokens, 2) if target.has_key_bias else (0,),
         "sinks": (1, 2, 1),
@@ -252,7 +253,7 @@ def shapes_of(target: Target) -> dict[str, tuple[int, ...]]:
 
 
 def good_call(target: Target) -> Call:
-    """A call of the small problem in which nothing is wrong."""
+    """Return a valid call of the small problem."""
     rng = np.random.default_rng(0)
     shapes = shapes_of(target)
 
@@ -268,7 +269,7 @@ def good_call(target: Target) -> Call:
     if target.has_biases:
         operands["relative_bias"][1] = operands["relative_bias"][0]  # as operators have them
     if target.replaces:
-        # Nothing was found earlier.
+        # The earlier pass has seen no keys.
         operands["first_query"] = np.zeros(3, np.int32)
         for name, value in (("out", 0), ("logsumexp", -np.inf), ("remainder", 0)):
             operands[f"earlier_{name}"][...] = value

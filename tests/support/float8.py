@@ -1,4 +1,4 @@
-"""Factors of 8-bit arrays, and what they make of these, written out."""
+"""Scale factors of 8-bit arrays, and their effect written out in float64."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 from tests.support import oracle
 from tests.support.problems import Case
 
-#: The arguments of the operators.
+#: Argument names of the operators.
 NAMES = ("query_scale", "key_scale", "value_scale")
-#: What factors belong to, of additional tokens, too; and what else they may.
+#: Kinds of factors. ``OF_HEADS`` also apply to additional tokens; ``OF_BLOCKS`` do not.
 OF_HEADS, OF_BLOCKS = ("tensor", "head", "shared head"), ("block", "block of keys", "block of values")
 
 
 def factors_for(kind: str, case: Case, seed: int) -> dict[str, np.ndarray]:
-    """Factors of query, key and value, all of which differ; of an array that has one for everything, no dimensions."""
+    """Draw distinct factors of query, key and value. A factor for a whole array is a scalar."""
     rng = np.random.default_rng([seed, 8])
 
     def draw(*shape: int) -> np.ndarray:
@@ -36,9 +36,9 @@ def factors_for(kind: str, case: Case, seed: int) -> dict[str, np.ndarray]:
 
 
 def times_factors(array: np.ndarray, factors: np.ndarray, heads: int) -> np.ndarray:
-    """An array ``[batch, *tokens, heads, width]`` in float64 with the size that its factors give it.
+    """Return an array ``[batch, *tokens, heads, width]`` multiplied by its factors, in float64.
 
-    Factors are a scalar, ``[batch, heads]`` or ``[batch, *blocks, heads]``, of fewer heads if heads share them.
+    Factors are a scalar, ``[batch, heads]`` or ``[batch, *blocks, heads]``, with fewer heads if heads share factors.
     """
     factors = factors.astype(np.float64)
     if factors.ndim:
@@ -52,7 +52,7 @@ def times_factors(array: np.ndarray, factors: np.ndarray, heads: int) -> np.ndar
 
 
 def scaled(case: Case, operands: oracle.Tensors, factors: dict[str, np.ndarray]) -> oracle.Tensors:
-    """The operands in float64, each with the sizes that its factors give it."""
+    """Return the operands in float64, each multiplied by its factors."""
     of = {"query": "query_scale", "key": "key_scale", "value": "value_scale"}
     of |= {"additional_keys": "key_scale", "additional_values": "value_scale"}
     wide = {

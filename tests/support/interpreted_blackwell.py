@@ -1,7 +1,7 @@
-"""The Blackwell kernels in JAX's interpreter for Mosaic GPU kernels, where this JAX has it.
+"""Run the Blackwell kernels in JAX's interpreter for Mosaic GPU kernels, if this JAX release has it.
 
-Memory is full of NaN until it is written to, races between threads, copies and products raise, and a kernel must not
-end before its copies and barriers are done with.
+Memory is NaN until it is written. Races between threads, copies and products raise, and a kernel must not end before
+its copies and barriers have completed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ needs_interpreter = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def interpreting() -> Iterator[None]:
-    """Run kernels in the interpreter, in direct calls of the backend; its state is put back after an exception."""
+    """Interpret kernels in direct calls of the backend; resets the interpreter's state after an exception."""
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
     from jax.experimental.pallas import mosaic_gpu as plgpu
 

@@ -1,7 +1,7 @@
-"""The TPU kernels as a backend of the host: XLA runs what Pallas makes of them.
+"""The TPU kernels as a CPU backend: Pallas lowers them to operations that XLA runs.
 
-``pytest -p tests.support.interpreted_tpu_family -k interpreted`` runs the tests of a family with it. Pallas's own
-interpreter, which finds races, cannot be compiled into programs of operators: ``tests/fuzz/interpreted.py`` has it.
+``pytest -p tests.support.interpreted_tpu_family -k interpreted`` runs the family's tests on it. Pallas's own
+interpreter, which detects races, cannot be compiled into programs of operators; ``tests/fuzz/interpreted.py`` uses it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from natten_jax.backends.pallas.tpu import TpuBackend
 from natten_jax.plan.plan import Plan
 
 _BY_XLA: Any = True
-#: Pallas's interpreter: memory is full of NaN until it is written to, and races of copies with computations are told.
+#: Pallas's interpreter: memory is NaN until it is written, and races between copies and computations are reported.
 FINDING_RACES = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 
 
 class InterpretedTpuBackend(TpuBackend):
-    """The same kernels, on a host."""
+    """The TPU kernels, run on the CPU."""
 
     family = "interpreted"
     capabilities = dataclasses.replace(TpuBackend.capabilities, platform=Platform("cpu"))
@@ -47,7 +47,7 @@ class InterpretedTpuBackend(TpuBackend):
 
 @contextlib.contextmanager
 def finding_races() -> Iterator[None]:
-    """Run the backend in Pallas's own interpreter: in direct calls of it alone.
+    """Run the backend in Pallas's own interpreter. Works for direct calls of the backend only.
 
     Raises:
         RuntimeError: There was a race.
@@ -62,10 +62,10 @@ def finding_races() -> Iterator[None]:
 
 @contextlib.contextmanager
 def raising_races() -> Iterator[None]:
-    """Raise where Pallas's interpreter printed that it had found a race: it goes on then. Results have to be at hand.
+    """Raise if Pallas's interpreter printed that it found a race. Results must be ready when the context ends.
 
     Raises:
-        RuntimeError: There was one.
+        RuntimeError: There was a race.
     """
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -75,12 +75,12 @@ def raising_races() -> Iterator[None]:
 
 
 def _chunk_of_all(chunk: Chunk, call: Call, ref: Any) -> jax.Array:
-    """The keys of a chunk, read with all of their box: Pallas's interpreter knows no reshaped references."""
+    """Read the keys of a chunk from its whole box: Pallas's interpreter does not support reshaped references."""
     keys = matrix(ref)
     return jax.lax.dynamic_slice(keys, (chunk.start, 0), (call.chunks.keys, keys.shape[1]))
 
 
 def register() -> None:
-    """Make the backend known, once in a process."""
+    """Register the backend, once per process."""
     if InterpretedTpuBackend.family not in (backend.family for backend in backends.registered()):
         backends.register(InterpretedTpuBackend())

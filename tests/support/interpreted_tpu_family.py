@@ -1,4 +1,4 @@
-"""A plugin of pytest: the interpreted TPU kernels are one of the families under test."""
+"""Pytest plugin that adds the interpreted TPU kernels to the families under test."""
 
 from tests.support import interpreted_tpu
 

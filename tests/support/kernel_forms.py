@@ -1,11 +1,11 @@
-"""One small problem for each form of each GPU kernel, for tools that watch kernels: ``make sanitize-gpu``.
+"""Small problems for compute-sanitizer, one for each form of each GPU kernel: ``make sanitize-gpu``.
 
-Both passes of every form run on ordinary inputs, on such large ones that weights need the logsumexp's remainder, and
-with scales of heads, for which some forms have kernels of their own: where these are all the same, results are those of
-one scale.
+Both passes of every form run on ordinary inputs, on inputs large enough that weights need the logsumexp's remainder,
+and with per-head scales, for which some forms have separate kernels. If all per-head scales are equal, results must
+equal the results of a single scale.
 
-The family ``biased`` is one small problem for each operand that is added to logits: kernels for small windows, with a
-ring and without one, and those of hopper.
+The family ``biased`` has one small problem for each operand that is added to the logits: kernels for small windows,
+with and without a ring, and the hopper kernels.
 
 Example:
     compute-sanitizer --tool racecheck python -m tests.support.kernel_forms hopper
@@ -41,7 +41,7 @@ LARGE = 300.0  # times the ordinary queries: logits of several thousands
 
 
 class Form(NamedTuple):
-    """What selects a form of a family's kernels."""
+    """Parameters that select a form of a family's kernels."""
 
     dtype: str
     head_dim: int
@@ -53,7 +53,7 @@ class Form(NamedTuple):
 
 
 def hopper_forms() -> Iterator[Form]:
-    """By element type, head width, rows and columns of a tile, schedule, and whether gradients take turns."""
+    """Forms by element type, head dimension, tile rows and columns, schedule, and deterministic or atomic gradients."""
     tiles: dict[int, list[tuple[tuple[int, int], tuple[int, int]]]] = {
         64: [((8, 16), (8, 16)), ((12, 16), (8, 16))],
         128: [((8, 16), (8, 16)), ((8, 16), (8, 12))],
@@ -66,24 +66,24 @@ def hopper_forms() -> Iterator[Form]:
             schedule = KernelSchedule.PING_PONG if is_ping_pong else next(schedules)
             performance = Performance(q_tile, kv_tile, kernel_schedule=schedule, backward_deterministic=is_ping_pong)
             yield Form(dtype, width, performance)
-            # Narrow heads have kernels of their own.
+            # Narrow heads have separate kernels.
             yield Form(dtype, width - 24, performance)
 
 
 def cutlass_forms() -> Iterator[Form]:
-    """By element type, precision and head width; wide heads of 16 bits have a form of 256 rows, too."""
+    """Forms by element type, precision and head dimension; wide 16-bit heads also have a form of 256 rows."""
     for dtype, width in itertools.product(("bfloat16", "float16"), (64, 128, 256)):
         yield Form(dtype, width, Performance((8, 8), (8, 16), (8, 8), (8, 16), backward_kv_splits=(1, 2)))
     for dtype in ("bfloat16", "float16"):
         yield Form(dtype, 128, Performance((16, 16), (8, 8), (8, 16), (8, 8), backward_deterministic=True))
-    # Those for small windows. The copy engine loads the columns of the first, as far as heads fill its rows and there
-    # are no additional tokens.
+    # Kernels for small windows. TMA loads the columns of the first form, if heads fill its rows and there are no
+    # additional tokens.
     boxes, chunks = Performance((8, 2), (1, 8), (1, 8), (8, 2)), Performance((8, 2), (2, 4), (2, 4), (4, 4))
     for dtype, width in itertools.product(("bfloat16", "float16"), (32, 64, 128)):
         yield Form(dtype, width, boxes, additional_kv=0)
         yield Form(dtype, width, chunks, additional_kv=0)
         yield Form(dtype, width, boxes)
-        # Query heads with key/value heads of their own, and with them dilation groups that a CTA holds whole.
+        # Each query head has its key/value head; the second layout also has dilation groups that fit in one CTA.
         yield Form(dtype, width, boxes, additional_kv=0, layout=LARGE_LAYOUT, heads_kv=2)
         yield Form(dtype, width, boxes, additional_kv=0, layout=WHOLE_LAYOUT, heads_kv=2)
     for precision, width in itertools.product((None, "tensorfloat32"), (64, 128, 256)):
@@ -91,8 +91,8 @@ def cutlass_forms() -> Iterator[Form]:
 
 
 def biased_cases() -> Iterator[Case]:
-    """By head width and operand."""
-    # Regions, and enough work that rings are faster.
+    """Cases by head dimension and operand."""
+    # The first layout selects kernels without a ring; the second has enough work for rings to be faster.
     layouts = (
         Case((14, 18), (7, 7), batch=2, heads=2, heads_kv=2),
         Case((34, 33), (13, 13), batch=40, heads=8, heads_kv=8),
@@ -109,7 +109,7 @@ FORMS = {"hopper": hopper_forms, "cutlass": cutlass_forms}
 
 
 def run_biased(case: Case) -> None:
-    """Run both passes of a problem on cutlass, with each kind of kernel that its head width has, or on hopper."""
+    """Run both passes of a problem: on cutlass with each kernel kind its head dimension has, or else on hopper."""
     tiles: list[dict[str, Any]] = [{}]
     if case.head_dim < 128:
         problem = Fuzzed("cutlass", case, "bfloat16", 0).description()
@@ -131,7 +131,6 @@ def run_biased(case: Case) -> None:
 
 
 def run(family: str, form: Form) -> None:
-    """Run both passes of a form."""
     case = Case(form.layout, (7, 9), (2, 1), (1, 2), is_causal=(True, False), heads=2, heads_kv=form.heads_kv)
     case = dataclasses.replace(case, head_dim=form.head_dim, additional=form.additional_kv)
     problem = Fuzzed(family, case, form.dtype, 0).description()
@@ -159,7 +158,7 @@ def run(family: str, form: Form) -> None:
     for factor, scale in ((1.0, None), (1.0, (problem.scale, problem.scale)), (1.0, SCALES), (LARGE, None)):
         large = jnp.asarray((np.asarray(query, np.float32) * factor).astype(query.dtype))
         operands = Operands(Inputs(large, key, value, keys, values, None if scale is None else jnp.asarray([scale])))
-        # By way of the host: initcheck does not see what the copy engine writes, nor other kernels'.
+        # Pass the arrays through the host: initcheck does not see writes by TMA or by other kernels.
         saved = jax.tree.map(np.asarray, forward(operands))
         gradients = backward(operands, saved)
         results = [np.asarray(each, np.float32) for each in jax.tree.leaves((saved, gradients))]
@@ -177,7 +176,7 @@ def run(family: str, form: Form) -> None:
 
 
 def main() -> int:
-    """Run a family's forms, or every n-th of them."""
+    """Run a family's forms, or every n-th form."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", choices=(*FORMS, "biased"))
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every N-th from I on")

@@ -1,4 +1,4 @@
-"""A process as if it ran on another machine: with another device, which programs are lowered for but do not run on."""
+"""Simulate another machine: programs are lowered for its device, but do not run on it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from natten_jax.plan.devices import Device
 
 
 class FakeDevice(NamedTuple):
-    """Attributes of JAX's device that this package reads."""
+    """Attributes of a JAX device that this package reads."""
 
     platform: str
 
 
 class Machine:
-    """What this process is made to believe of its machine, until the test ends."""
+    """The machine that this process appears to run on, until the test ends."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
         self.forget()
 
     def has(self, device: Device) -> None:
-        """Let its default device be of this kind."""
+        """Make ``device`` the default device."""
         is_gpu = device.platform == "cuda"
         jax_device = FakeDevice("gpu" if is_gpu else device.platform)
         self._monkeypatch.setattr(devices, "default_jax_device", lambda: jax_device)
@@ -43,6 +43,6 @@ class Machine:
         backends.register(backend)
 
     def forget(self) -> None:
-        """Forget what was traced and decided: what follows is another machine."""
+        """Clear caches of traces and backend decisions, which depend on the machine."""
         select.decided.cache_clear()
         jax.clear_caches()

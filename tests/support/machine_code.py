@@ -1,9 +1,8 @@
-"""``python -m tests.support.machine_code FOLDER NUMBER``: Blackwell kernels as machine code, without a GPU.
+"""``python -m tests.support.machine_code FOLDER NUMBER``: compile Blackwell kernels to machine code without a GPU.
 
-Mosaic's own compiler, which comes with JAX's CUDA plugin, asks the driver for the compute capability of the GPU, writes
-PTX and has it assembled by ``ptxas``. What it asks of the driver is answered by a library of a few lines: a GPU of
-compute capability 10.0, on which nothing can be loaded. PTX and what ``ptxas`` says of the kernels of a problem are in
-FOLDER afterwards.
+Mosaic's own compiler, part of JAX's CUDA plugin, reads the GPU's compute capability from the driver, writes PTX and
+has ``ptxas`` assemble it. A stub driver library of a few lines reports a GPU of compute capability 10.0 on which
+nothing can be loaded. Afterwards FOLDER has the PTX and the output of ``ptxas`` for the kernels of a problem.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ KERNELS = "natten_jax_blackwell_forward", "natten_jax_blackwell_query_gradient",
 
 
 def direct(case: Case, dtype: str, tiles: TilePair, backward_tiles: TilePair) -> Fuzzed:
-    """A call of the Blackwell kernels themselves, with a seed of 148 blocks."""
+    """Return a direct call of the Blackwell kernels, with a seed of 148 blocks."""
     named = zip((*tile_names("forward"), *tile_names("backward")), (*tiles, *backward_tiles), strict=True)
     return Fuzzed("blackwell", case, dtype, 4, tiles=dict(named), is_direct=True)
 
 
-#: A problem of each rank and width of heads; the scale of one is an array.
+#: A problem per rank, each with a different head dimension. The scale of the first is an array.
 PROBLEMS = (
     direct(
         Case((4096,), (1000,), (1,), (2,), is_causal=(True,), heads=2, head_dim=32, scales=(0.1, 0.1)),
@@ -51,12 +50,12 @@ PROBLEMS = (
         ((2, 8, 8), (2, 8, 8)),
     ),
 )
-#: A library that answers what the compiler asks of the driver.
+#: Source of a stub driver library that answers the compiler's queries.
 DRIVER = Path(__file__).parents[1] / "native" / "cuda_driver.c"
 
 
 def missing() -> str | None:
-    """What this needs and is not here."""
+    """Return the missing requirement, or ``None`` if all are installed."""
     try:
         plugin = importlib.util.find_spec("jax_plugins.xla_cuda13")
     except ModuleNotFoundError:
@@ -67,12 +66,15 @@ def missing() -> str | None:
 
 
 def ignored(said: str) -> list[str]:
-    """Return the lines in which ``ptxas`` reports that it ignored part of its input. Its status is 0 all the same."""
+    """Return the lines in which ``ptxas`` reports that it ignored part of its input; its exit status is 0 even then."""
     return [line for line in said.splitlines() if line.startswith("ptxas") and "ignored" in line.lower()]
 
 
 def compiled(folder: Path, number: int) -> dict[str, tuple[str, str]]:
-    """PTX, and what ``ptxas`` says, of a problem's kernels; a process of its own finds the driver's library first."""
+    """Compile a problem's kernels and return their PTX and ``ptxas`` output by kernel.
+
+    A subprocess does the work: its library path must contain the stub driver from the start.
+    """
     library = folder / "libcuda.so.1"
     subprocess.run(["gcc", "-w", "-shared", "-fPIC", "-o", str(library), str(DRIVER)], check=True)
     environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "JAX_PLATFORMS": "cpu"}
@@ -102,7 +104,7 @@ def _compile(number: int) -> None:
     def visit(operation: Any) -> Any:
         if operation.name == "stablehlo.custom_call" and "mhlo.backend_config" in operation.attributes:
             code = ir.StringAttr(ir.DictAttr(operation.attributes["mhlo.backend_config"])["module"]).value_bytes
-            compile_(code, len(code))  # writes the files; what it returns could be loaded on a GPU
+            compile_(code, len(code))  # writes the files; its result would be loadable on a GPU
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)

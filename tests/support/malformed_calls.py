@@ -1,4 +1,4 @@
-"""Calls of the custom call targets in which something is wrong, and a program that makes them."""
+"""Invalid calls of the custom call targets, and a program that makes these calls."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ DTYPES = (np.float32, np.float16, np.int32, np.int8, np.bool_)
 INT64_MAX, INT64_MIN = 2**63 - 1, -(2**63)
 INT32_MAX, INT32_MIN = 2**31 - 1, -(2**31)
 HUGE, ONES, TOKENS = (INT32_MAX,) * 3, (1, 1, 1), (4, 5, 6)
-#: In messages about errors of the GPU, which all later calls of the process also report.
+#: Occurs in messages of GPU errors that persist: all later calls of the process report them.
 DEVICE_ERROR = "CUDA_ERROR"
 
 Change = Callable[[Call], object]
 
 
 class Case(NamedTuple):
-    """A change of a good call, and parts of the message that it must lead to; ``None`` where it may also run."""
+    """A change of a valid call, and parts of the expected error message; ``None`` if the call may also succeed."""
 
     name: str
     change: Change
@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 
 def refused(name: str, change: Change, *words: str) -> Case:
-    """A case that leads to a message of this package."""
+    """Return a case that raises an error message of this package."""
     return Case(name, change, ("natten_jax", *words))
 
 
@@ -65,7 +65,7 @@ def with_integers(**values: tuple[int, ...]) -> Change:
 
 
 def with_axes(**fields: tuple[int, ...]) -> Change:
-    """Changes fields of the token dimensions."""
+    """Change fields of the token dimensions."""
 
     def change(call: Call) -> None:
         call.attributes["axes"] = axes_of(axis_fields(call.attributes["axes"]) | fields)
@@ -78,7 +78,7 @@ def without(part: str, name: str) -> Change:
 
 
 def other_dtypes(dtype: np.dtype[Any]) -> list[Any]:
-    """Element types that an array must not have."""
+    """Return element types that are invalid for an array."""
     return [other for other in DTYPES if other is not dtype.type]
 
 
@@ -93,7 +93,8 @@ def operand_cases(target: Target) -> Iterator[Case]:
             **{f"longer-{i}": tuple(n + (i == j) for j, n in enumerate(array.shape)) for i in range(array.ndim)},
             **{f"empty-{i}": tuple(n * (i != j) for j, n in enumerate(array.shape)) for i in range(array.ndim)},
         }
-        # Nothing is sharded, batch entries are alike, and all heads have the same, or none.
+        # Empty arrays are valid if nothing is sharded, if batch entries are alike, and for equal scales or absent
+        # biases.
         if name in ("origins", "layouts") or (name in ("scales", *BIASES) and array.size == 0):
             del shapes["empty-0"]
         if name == "sinks":
@@ -101,11 +102,11 @@ def operand_cases(target: Target) -> Iterator[Case]:
         if name == "remainder":
             shapes["nearly-empty"] = (0, 1)
         if array.ndim == 1:
-            del shapes["flat"]  # it is
+            del shapes["flat"]  # already flat
         for kind, shape in shapes.items():
             yield refused(f"{name}-{kind}", with_operands(**{name: np.zeros(shape, array.dtype)}))
         for dtype in other_dtypes(array.dtype):
-            with np.errstate(invalid="ignore"):  # a logsumexp of nothing is no integer
+            with np.errstate(invalid="ignore"):  # -inf cannot be converted
                 wrong = array.astype(dtype)
             yield refused(f"{name}-{np.dtype(dtype).name}", with_operands(**{name: wrong}), "dtype")
 
@@ -127,7 +128,7 @@ def attribute_cases(target: Target) -> Iterator[Case]:
     """Wrong type, length and values of each attribute."""
     extents = (*TILES, "queries") if target.replaces else TILES
     for name, length in {"axes": 18, **dict.fromkeys(extents, 3)}.items():
-        # What only some targets have is counted first.
+        # Handlers check the number of attributes first if an attribute is specific to the target.
         missing = "attributes" if name == "queries" else name
         yield refused(f"{name}-missing", without("attributes", name), missing)
         kinds: tuple[tuple[str, Any], ...] = (
@@ -170,7 +171,7 @@ def attribute_cases(target: Target) -> Iterator[Case]:
 
 
 def choice_cases(target: Target) -> Iterator[Case]:
-    """What only some targets have: choices of a variant, fewer element types, smaller tiles, steps of head_dim."""
+    """Target-specific limits: variants, element types, tile sizes and multiples of head_dim."""
     for name, largest in target.choices.items():
         yield refused(f"{name}-missing", without("attributes", name), "attributes")
         yield refused(f"{name}-float", with_attributes(**{name: np.float32(1)}), name)
@@ -210,7 +211,7 @@ def choice_cases(target: Target) -> Iterator[Case]:
 
 
 def box_cases() -> Iterator[Case]:
-    """Boxes of queries that are larger than the layout, or lie outside of it, which changes nothing."""
+    """Query boxes that exceed the layout, which is an error, or lie outside of it, which is ignored."""
     yield refused("queries-exceed-layout", with_integers(queries=(4, 6, 6)), "queries", "5 tokens")
     for i, value in itertools.product(range(3), (-1, 3, 1000, INT32_MAX, INT32_MIN)):
         first = np.array([value if i == j else 0 for j in range(3)], np.int32)
@@ -218,7 +219,7 @@ def box_cases() -> Iterator[Case]:
 
 
 def reduction_cases() -> Iterator[Case]:
-    """Heads that a reduction does not take, and no rows at all."""
+    """Head dimensions that a reduction does not support, and arrays without rows."""
 
     def with_heads(width: int) -> Change:
         def change(call: Call) -> None:
@@ -238,7 +239,7 @@ def reduction_cases() -> Iterator[Case]:
 
 
 def origin_cases(target: Target) -> Iterator[Case]:
-    """Places outside the layout. Keys may lie outside, where no query sees them; queries may not."""
+    """Origins outside the layout. Keys may lie outside, because no query sees them; queries may not."""
     for (row, name), column, value in itertools.product(
         enumerate(("query", "key")), range(3), (-1, 1, 1000, INT32_MAX, INT32_MIN)
     ):
@@ -248,7 +249,7 @@ def origin_cases(target: Target) -> Iterator[Case]:
         yield case if row == 0 and target.platform == "cpu" else case._replace(message=None)
     layout = {"query_extent": HUGE, "kv_extent": HUGE}
     window: dict[str, tuple[int, ...]] = {"kernel_size": HUGE, "stride": HUGE, "dilation": ONES}
-    # Their product is 2^64, and they leave tiles whose last tokens would have coordinates of more than 32 bits.
+    # Their product is 2^64, and the last tokens of tiles would have coordinates of more than 32 bits.
     dilations: dict[str, tuple[int, ...]] = {**window, "kernel_size": ONES, "stride": ONES}
     dilations["dilation"] = (2**22, 2**21, 2**21)
     places = {"": 0, "-far-away": INT32_MAX - 6}
@@ -260,7 +261,7 @@ def origin_cases(target: Target) -> Iterator[Case]:
 
         return change
 
-    # Legal but unusual: they must also end.
+    # Valid but unusual: these calls must terminate.
     named: dict[str, dict[str, tuple[int, ...]]] = {"layout": {}, "dilations": dilations, "window": window}
     for (name, values), (suffix, place) in itertools.product(named.items(), places.items()):
         yield Case(f"huge-{name}{suffix}", everywhere(place, **values), None)
@@ -270,7 +271,7 @@ def origin_cases(target: Target) -> Iterator[Case]:
 def result_cases(target: Target) -> Iterator[Case]:
     """Wrong rank, element type, extents and number of results."""
     results = good_call(target).results
-    # XLA drops a call that has nothing to give: its handler is never asked.
+    # XLA removes a call with only empty results and never runs its handler.
     is_only = len(results) == 1
     for name, result in results.items():
         shape, dtype = result.shape, result.dtype
@@ -293,7 +294,7 @@ def result_cases(target: Target) -> Iterator[Case]:
 
 
 def table_cases() -> Iterator[Case]:
-    """Relative biases that kernels for small windows do not add."""
+    """Relative biases that kernels for small windows do not support."""
     table = np.zeros((2, 2, 3 * 5 * 5), np.float32)
 
     def wide(call: Call) -> None:
@@ -306,7 +307,7 @@ def table_cases() -> Iterator[Case]:
 
 
 def layout_cases(target: Target) -> Iterator[Case]:
-    """Layouts of batch entries that do not fit the problem."""
+    """Per-entry layouts that do not fit the problem."""
     whole = np.array([[(0, 0, 0), TOKENS, TOKENS]] * 2, np.int32)
 
     def change(place: tuple[int, int, int], value: int) -> Change:
@@ -330,7 +331,7 @@ def layout_cases(target: Target) -> Iterator[Case]:
 
 
 def bias_cases(target: Target) -> Iterator[Case]:
-    """Tables that no window has, and results that are not as large as what they are the gradients of."""
+    """Relative bias tables that match no window, and gradients whose size differs from their bias."""
     whole = with_axes(query_extent=(5, 5, 6), kernel_size=TOKENS, stride=ONES, dilation=ONES, ends=(0, 0, 0))
     extents = dict.fromkeys(("query_extent", "kv_extent", "kernel_size"), (4096,) * 3)
     yield refused("relative-bias-of-other-queries", whole, "relative_bias", "query_extent is 5")
@@ -341,14 +342,13 @@ def bias_cases(target: Target) -> Iterator[Case]:
 
 
 def cases_of(target: Target) -> Iterator[Case]:
-    """All cases of a target."""
     yield from operand_cases(target)
     yield from result_cases(target)
     if not target.has_problem:
         yield from reduction_cases()
         return
     yield from choice_cases(target)
-    if not target.variant:  # of which the other line with its name has what does not depend on arrays
+    if not target.variant:  # variants repeat only the cases that depend on the arrays
         yield from (*attribute_cases(target), *origin_cases(target))
         yield from layout_cases(target) if "layouts" in target.operands else ()
     yield from box_cases() if target.replaces else ()
@@ -373,4 +373,4 @@ def main(names: list[str]) -> None:
             outcome = f"{type(error).__name__}: {error}"
         print(json.dumps([name, outcome]), flush=True)
         if DEVICE_ERROR in outcome:
-            return  # later calls would fail for it
+            return  # the error persists, so later calls would also fail

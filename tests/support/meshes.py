@@ -1,4 +1,4 @@
-"""Meshes over the host's devices, of which a test process has eight, and arrays on them."""
+"""Meshes over the CPU devices, of which a test process has eight, and arrays on them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 def mesh_of(kind: str, **axes: int) -> Mesh:
-    """A mesh whose axes, by name and size, are all ``"Auto"`` or all ``"Explicit"``."""
+    """Make a mesh from axis sizes by name, with all axes ``"Auto"`` or all ``"Explicit"``."""
     types = (AxisType[kind],) * len(axes)
     devices = jax.devices()[: math.prod(axes.values())]
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=devices)
 
 
 def put(arrays: Any, mesh: Mesh, *axes: Any) -> Any:
-    """The arrays of a tree, with dimensions split over mesh axes."""
+    """Put the arrays of a tree on a mesh, with dimensions split over mesh axes."""
     return jax.device_put(arrays, NamedSharding(mesh, PartitionSpec(*axes)))
 
 
 def assert_close(found: Any, expected: Any, atol: float = 2e-5, rtol: float = 1e-5, note: str = "") -> None:
-    """Compare the arrays of two trees."""
+    """Compare two trees of arrays."""
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), atol=atol, rtol=rtol, err_msg=note)

@@ -1,4 +1,4 @@
-"""C++ programs of tests, which call the native sources that they are compiled with."""
+"""C++ test programs that call the native sources they are compiled with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from natten_jax.native import module as native
 
 ROOT = Path(__file__).parents[2]
-#: Skips tests of kernels in a build without the native library.
+#: Skips kernel tests in a build without the native library.
 needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 #: The compiler of this Python's extension modules, without its options.
 COMPILER = (sysconfig.get_config_var("CXX") or "g++").split()[0]
@@ -21,17 +21,17 @@ COMPILER = (sysconfig.get_config_var("CXX") or "g++").split()[0]
 def output_of(
     name: str, sources: Iterable[str], folder: Path, *, includes: Iterable[str] = (), options: Iterable[str] = ()
 ) -> str:
-    """What a program prints.
+    """Compile and run a program, and return its standard output.
 
     Args:
-        name: The name of its source, in ``tests/native``.
-        sources: Those of the library that it is compiled with, below ``csrc``.
-        folder: For the program.
-        includes: Folders of headers besides the library's own.
-        options: The options of the compiler.
+        name: Name of its source file in ``tests/native``, without suffix.
+        sources: Library sources to compile with it, relative to ``csrc``.
+        folder: Output folder of the program.
+        includes: Include folders in addition to the library's.
+        options: Compiler options.
 
     Raises:
-        CalledProcessError: It does not compile, or fails.
+        CalledProcessError: Compilation or the program fails.
     """
     program = folder / name
     files = [ROOT / f"tests/native/{name}.cpp", *(ROOT / "csrc" / source for source in sources)]

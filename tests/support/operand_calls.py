@@ -1,4 +1,4 @@
-"""Small calls of every public function with every operand, for tests of JAX's modes and of meshes."""
+"""Small calls of every public function with every operand, for tests of JAX transformations and meshes."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ class OperandCall:
         return self.function in ("neighborhood_weights", "neighborhood_apply", "merge_attentions")
 
     def arrays(self, dtype: str, terms_dtype: str = "float32") -> dict[str, np.ndarray]:
-        """The operands as arrays: queries, keys and values of ``dtype``, operands of logits of ``terms_dtype``."""
+        """Return the operands as arrays: query, key and value of ``dtype``, operands of logits of ``terms_dtype``."""
         return {
             name: operand.array(terms_dtype if name in _TERMS else dtype, seed)
             for seed, (name, operand) in enumerate(self.operands.items())
         }
 
     def run(self, family: str) -> Callable[[Arrays], tuple[jax.Array, ...]]:
-        """The call as a function of its arrays, on the backends of a family."""
+        """Return a function of the arrays that makes the call on a backend of the family."""
         operator = getattr(natten_jax, self.function)
         options = dict(self.options)
         if not self.is_plain:
@@ -85,12 +85,12 @@ class OperandCall:
         return call
 
     def loss(self, family: str) -> Callable[[Arrays], jax.Array]:
-        """A scalar function of all finite results of the call."""
+        """Return a scalar function of all finite results of the call."""
         run = self.run(family)
         return lambda arrays: total(run(arrays))
 
     def value_and_gradients(self, family: str) -> Callable[[Arrays], Any]:
-        """The loss and its gradient with respect to each floating point operand, if there is one."""
+        """Return a function that computes the loss and its gradients for floating-point operands, if it has any."""
         loss = self.loss(family)
 
         def both(arrays: Arrays) -> Any:
@@ -217,7 +217,7 @@ CALLS: Mapping[str, OperandCall] = {
 
 
 def cases_of(family: Family) -> Mapping[str, OperandCall]:
-    """The calls that the backends of a family run; functions without backends belong to plain JAX's family."""
+    """Return the calls that a family runs. Functions without a ``backend`` argument are tested with plain JAX only."""
     return {
         name: call
         for name, call in CALLS.items()
@@ -238,7 +238,7 @@ def failures_in(cases: Mapping[str, Any], run: Callable[[Any], None]) -> list[st
 
 
 def failures_of(family: Family, run: Callable[[OperandCall], None], names: Sequence[str] = ()) -> list[str]:
-    """Failures of a family's calls, by default of all of them; GPU kernels may refuse combinations of operands."""
+    """Return failures of a family's calls, all by default. GPU kernels may reject combinations of operands."""
     assert set(names) <= CALLS.keys()
     cases = cases_of(family)
     failures = failures_in({name: cases[name] for name in names or cases if name in cases}, run)

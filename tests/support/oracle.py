@@ -14,34 +14,34 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-#: Logits with a bias of at least this magnitude are rounded to float32, as kernels do, which makes them tie.
+#: Logits whose bias is at least this large are rounded to float32, as in kernels, so that they tie.
 TIED = 2.0**24
 
 Array = np.ndarray
-Operand = Any  # NumPy's array, which this module computes with, or JAX's, which operators are given
+Operand = Any  # NumPy array, which this module computes with, or JAX array, the input of operators
 
 
 def window(
     position: int, length: int, kernel_size: int, stride: int, is_causal: bool, edges: str = "shift"
 ) -> list[int]:
-    """Keys that the query at ``position`` of a line of ``length`` tokens sees, in order, found by walking."""
+    """Return the keys, in order, that the query at ``position`` sees on a line of ``length`` tokens."""
     return [place % length for place in window_places(position, length, kernel_size, stride, is_causal, edges)]
 
 
 def window_places(
     position: int, length: int, kernel_size: int, stride: int, is_causal: bool, edges: str = "shift"
 ) -> list[int]:
-    """The same, as places of a line that goes on at either end where it wraps."""
+    """Return the keys as unwrapped positions: with ``"wrap"``, positions may be negative or exceed ``length``."""
     begin = position
     while begin > 0 and (begin - 1) // stride == position // stride:
         begin -= 1
     if is_causal:
-        # The last query of a full block decides where the window of the block begins; nobody sees the future.
+        # The last query of a full block determines the start of the block's window; no query sees later keys.
         leader = min(begin + stride - 1, length - 1)
         return list(range(max(0, leader - kernel_size + 1), position + 1))
     leader = min(begin + stride // 2, length - 1)
     if edges != "shift":
-        # Steps from the leader to the front and to the back: one that leaves the line is lost, or enters it again.
+        # Steps from the leader backwards and forwards: a step beyond an end is dropped (cut) or wrapped around.
         places = [leader + step for step in range(-(kernel_size // 2), kernel_size - kernel_size // 2)]
         return [place for place in places if edges == "wrap" or 0 <= place < length]
     first = leader - kernel_size // 2
@@ -77,10 +77,11 @@ def neighborhood_mask(
     upsample: Sequence[int] | None = None,
     extents: Sequence[int] | None = None,
 ) -> Array:
-    """Visibility ``[query tokens, key tokens]`` over flattened tokens, the last dimension fastest.
+    """Return visibility ``[query tokens, key tokens]`` over flattened tokens, the last dimension fastest.
 
-    Queries may be a box that begins at ``origin``, with ``upsample`` of them at each token along a dimension. Of the
-    layout ``extents`` may be real: windows that do not fit these are as large as fits.
+    Queries may be a box that begins at ``origin``, with ``upsample`` queries per token along each dimension.
+    ``extents``
+    are the valid extents of the layout; windows that do not fit are clamped to them.
     """
     mask, ones = np.ones((1, 1), bool), (1,) * len(layout)
     windows = zip(kernel_size, stride, dilation, is_causal, edges or ("shift",) * len(layout), strict=True)
@@ -95,7 +96,7 @@ def neighborhood_mask(
 
 
 def attention_mask(queries: int, keys: int, is_causal: bool) -> Array:
-    """Visibility of plain attention; causal masks are aligned at the first tokens."""
+    """Return visibility of plain attention; causal masks are aligned at the first tokens."""
     mask = np.ones((queries, keys), bool)
     return np.tril(mask) if is_causal else mask
 
@@ -103,7 +104,7 @@ def attention_mask(queries: int, keys: int, is_causal: bool) -> Array:
 def line_offsets(
     extent: int, kernel_size: int, stride: int, dilation: int, is_causal: bool, edges: str = "shift"
 ) -> Array:
-    """How many neighbors a key lies behind a query, ``[queries, keys]``; as far as windows reach, for other keys."""
+    """Return offsets ``[queries, keys]`` in neighbors; offsets of keys outside the window are clipped to it."""
     offsets = np.zeros((extent, extent), int)
     for query in range(extent):
         line, position = np.arange(query % dilation, extent, dilation), query // dilation
@@ -124,7 +125,7 @@ def relative_entries(
     *,
     table_size: Sequence[int] | None = None,
 ) -> Array:
-    """Index into a head's flattened relative bias for each query and each key that it sees, ``[queries, keys]``.
+    """Return the index into a head's flattened relative bias for each query and visible key, ``[queries, keys]``.
 
     The table has ``2 * table_size - 1`` entries per dimension; ``table_size`` is ``kernel_size`` by default.
     """
@@ -141,14 +142,14 @@ def relative_entries(
 
 
 class Tensors(NamedTuple):
-    """One array, or one number, for each differentiable operand."""
+    """An array or number for each differentiable operand."""
 
     query: Operand
     key: Operand
     value: Operand
     additional_keys: Operand | None = None
     additional_values: Operand | None = None
-    scale: Operand | None = None  # of the logits, in place of the number: of every head, or one for each
+    scale: Operand | None = None  # of the logits, replaces the number: a scalar, or one per head
     relative_bias: Operand | None = None  # [heads, 2 kernel_size - 1, ...]
     key_bias: Operand | None = None  # [batch, *layout] or [batch, heads, *layout]
     sinks: Operand | None = None  # [heads]
@@ -162,10 +163,10 @@ class Forward(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """Results of a problem, and how large each would be if nothing in its sums cancelled.
+    """Results of a problem, and their magnitudes without cancellation.
 
-    A computation in floating point cannot be more accurate than rounding errors of the terms that it adds. Where
-    a result is small because terms cancel, its magnitude here is what its error has to be compared with.
+    A floating-point computation cannot be more accurate than the rounding errors of the terms it adds. If a result is
+    small because terms cancel, compare its error with the magnitude here.
     """
 
     forward: Forward
@@ -179,19 +180,19 @@ class _Flat(NamedTuple):
     key: Array  # [batch, heads, keys, head_dim], additional ones last
     value: Array
     mask: Array  # [queries, keys], or [batch, 1, queries, keys]
-    bias: Array  # [batch, heads, queries, keys], or 1 in place of these; -inf for hidden keys
+    bias: Array  # [batch, heads, queries, keys], axes may be 1; -inf for hidden keys
     is_double: bool  # compute logits in float64
-    sinks: Array  # [batch, heads, queries, 1], or 1 in place of these; -inf where there are none
+    sinks: Array  # [batch, heads, queries, 1], axes may be 1; -inf without sinks
 
 
 def forward(operands: Tensors, mask: Array, scale: float, entries: Array | None = None) -> Forward:
-    """Output ``[batch, *layout, heads, head_dim_v]`` and logsumexp ``[batch, *layout, heads]``.
+    """Return output ``[batch, *layout, heads, head_dim_v]`` and logsumexp ``[batch, *layout, heads]``.
 
     Args:
         operands: The arrays.
         mask: Visibility ``[query tokens, key tokens]``.
-        scale: The scale of the logits, where it is no operand.
-        entries: As :func:`relative_entries` has them, for a relative bias.
+        scale: Scale of the logits, unless it is an operand.
+        entries: Indices from :func:`relative_entries`, for a relative bias.
     """
     flat = _flatten(operands, mask, entries)
     weights, lse = _softmax(flat, _factors(operands, scale))
@@ -199,9 +200,9 @@ def forward(operands: Tensors, mask: Array, scale: float, entries: Array | None 
 
 
 def spread(operands: Tensors, mask: Array, scale: float) -> Array:
-    """The root of the sum of squares of what is added up for each element of the output.
+    """Return the root sum of squares of the terms of each output element.
 
-    Independent relative errors of the weights change the output by so much times theirs.
+    Independent relative errors ``e`` of the weights change the output by about ``e`` times this.
     """
     flat = _flatten(operands, mask, None)
     weights, _ = _softmax(flat, _factors(operands, scale))
@@ -217,11 +218,16 @@ def reference(
     is_real: Array | None = None,
     entries: Array | None = None,
 ) -> Reference:
-    """Forward and backward pass.
+    """Compute forward and backward pass.
 
-    ``mask`` may have one part for each entry of the batch, and ``is_real``, ``[batch, queries]``, says which queries
-    are none of the padding, which sees no additional tokens, either. ``entries``, which may have one for each entry of
-    the batch, too, are those of :func:`relative_entries`.
+    Args:
+        operands: The arrays.
+        mask: Visibility ``[query tokens, key tokens]``, optionally with a leading batch axis.
+        scale: Scale of the logits, unless it is an operand.
+        out_cotangent: Cotangent of the output.
+        lse_cotangent: Cotangent of the logsumexp.
+        is_real: ``[batch, queries]``. False for padding queries, which see no additional tokens. Default: no padding.
+        entries: Indices from :func:`relative_entries`, optionally with a leading batch axis.
     """
     flat, factors = _flatten(operands, mask, entries, is_real), _factors(operands, scale)
     weights, lse = _softmax(flat, factors)
@@ -251,16 +257,17 @@ class _FlatGradients(NamedTuple):
     query: Array
     key: Array
     value: Array
-    scale: Array  # what each feature of a query adds to it
+    scale: Array  # contribution of each feature of a query
     logits: Array
-    sinks: Array  # what each query adds to it
+    sinks: Array  # contribution of each query
 
 
 def _backward(
     flat: _Flat, factors: Array, weights: Array, d_out: Array, delta: Array, of_sinks: Array
 ) -> _FlatGradients:
-    """Gradients of each query head; or of magnitudes, with a negative delta, the magnitudes of their terms."""
-    # Arrays of a number for each pair of tokens are by far the largest: each is read and written as seldom as can be.
+    """Return gradients per query head; given magnitudes and a negative delta, magnitudes of their terms."""
+    # Arrays with a number per pair of tokens are by far the largest, so they are read and written as rarely as
+    # possible.
     d_logits = d_out @ flat.value.swapaxes(-1, -2)
     d_logits -= delta
     d_logits *= weights
@@ -277,7 +284,7 @@ def _backward(
 
 
 def _factors(operands: Tensors, scale: float) -> Array:
-    """Factors of the logits, to be multiplied with ``[batch, heads, queries, keys]``."""
+    """Return factors of the logits that broadcast against ``[batch, heads, queries, keys]``."""
     factors = scale if operands.scale is None else np.asarray(operands.scale).astype(np.float64)
     return np.reshape(factors, (-1, 1, 1))
 
@@ -293,7 +300,7 @@ def _softmax(flat: _Flat, scale: Array) -> tuple[Array, Array]:
                 logits = np.where(is_tied, logits.astype(np.float32), logits)
     np.copyto(logits, -np.inf, where=~flat.mask)
     highest = np.maximum(logits.max(-1, keepdims=True), flat.sinks)
-    # A query of a part of a layout may see no key of another part: it has no weights, and a logsumexp of -inf.
+    # A query may see no keys, for example in a part of a layout: its weights are 0 and its logsumexp is -inf.
     is_empty = highest == -np.inf
     highest = np.where(is_empty, 0, highest)
     logits -= highest
@@ -349,7 +356,7 @@ def _flatten(operands: Tensors, mask: Array, entries: Array | None, is_real: Arr
 
 
 def _bias(operands: Tensors, entries: Array | None, keys: int) -> Array:
-    """What is added to the logits of so many keys; nothing to those of additional ones."""
+    """Return the bias of the logits of ``keys`` keys; it is 0 for additional keys."""
     tokens = int(np.prod(operands.key.shape[1:-2]))
     found = np.zeros((1, 1, 1, tokens))
     if operands.relative_bias is not None:
@@ -362,7 +369,7 @@ def _bias(operands: Tensors, entries: Array | None, keys: int) -> Array:
 
 
 def _by_head(operands: Tensors) -> Array:
-    """The bias of keys as ``[batch, heads or 1, tokens]``."""
+    """Return the key bias as ``[batch, heads or 1, tokens]``."""
     assert operands.key_bias is not None
     has_heads = operands.key_bias.ndim == operands.key.ndim - 1
     heads = operands.key_bias.shape[1] if has_heads else 1
@@ -370,7 +377,7 @@ def _by_head(operands: Tensors) -> Array:
 
 
 def _of_biases(gradients: _FlatGradients, operands: Tensors, entries: Array | None) -> dict[str, Array]:
-    """The gradients of what is added to logits, and of sinks."""
+    """Return the gradients of relative bias, key bias and sinks."""
     found: dict[str, Array] = {}
     if operands.relative_bias is not None:
         assert entries is not None
@@ -390,7 +397,7 @@ def _of_biases(gradients: _FlatGradients, operands: Tensors, entries: Array | No
 
 
 def _unflatten(gradients: _FlatGradients, operands: Tensors, entries: Array | None) -> Tensors:
-    """Sum over the query heads that share a key/value head, and part tokens from additional ones."""
+    """Sum over the query heads that share a key/value head, and split off additional tokens."""
     heads_kv = operands.key.shape[-2]
 
     def of_source(gradient: Array, source: Array, additional: Array | None) -> tuple[Array, Array | None]:

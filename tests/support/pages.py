@@ -1,4 +1,4 @@
-"""The Python of the documentation as programs: all blocks of a page, or all cells of a notebook, from top to bottom."""
+"""Python code of the documentation as programs: all code blocks of a page, or all cells of a notebook, in order."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
-#: What pages may read: files that a reader has from elsewhere on the page.
+#: Files that pages may read; readers get them from elsewhere on the page.
 FILES = {"tuned.json": json.dumps({"best_configuration": {"q_tile_shape": [2, 8, 8], "kv_tile_shape": [2, 8, 8]}})}
 
 
 def program_of(page: Path) -> str:
-    """All Python of a page, each line of it where it stands there, or of a notebook, whose packages are installed."""
+    """Return all Python code of a page, at its original line numbers, or of a notebook, where ``%pip`` raises."""
     text = page.read_text(encoding="utf-8")
     if page.suffix == ".ipynb":
         cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]

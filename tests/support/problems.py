@@ -1,4 +1,4 @@
-"""Test problems beside the oracle: how results are computed, and how far they may be from what is expected."""
+"""Comparison of test problems with the oracle: computing results, and bounds of their errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from tests.support import oracle
-from tests.support.case import OPERATORS as OPERATORS  # tests of problems find all of them here
+from tests.support.case import OPERATORS as OPERATORS  # re-exported for tests of problems
 from tests.support.case import Case as Case
 from tests.support.case import Shape as Shape
 from tests.support.case import element_types as element_types
@@ -20,32 +20,34 @@ from tests.support.case import lse_dtype as lse_dtype
 from tests.support.compilation import QUICK_HOST_OPTIONS, accepted_options, as_users_do
 from tests.support.families import BOUNDS, Family
 
-#: A result whose terms cancel is compared with this share of their magnitude instead of with its own norm: it is
+#: A result whose terms cancel is compared with this fraction of the terms' magnitude instead of with its own norm. It
+#: is
 #: exactly zero for a scale of 0, and almost zero for windows of one or two keys, whose softmax is nearly constant.
-#: With the bound of float32, 2e-6, it allows an error of 1e-7 of the terms: not two roundings of one of them.
+#: With the float32 bound, 2e-6, this allows an error of 1e-7 of the terms: less than two roundings of a term.
 CANCELLATION = 0.05
 
-#: Each problem is compiled for one run of microseconds, so optimisation would be most of the suite's time: of the code
-#: on a CPU, of the choice among kernels for a product of matrices on a GPU.
+#: Each problem is compiled for one run of microseconds, so optimization would take most of the suite's time: of CPU
+#: code,
+#: or autotuning of matrix products on a GPU.
 QUICK_COMPILATION = accepted_options(
     QUICK_HOST_OPTIONS
     if jax.default_backend() == "cpu"
     else {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 )
 
-#: ``jax.jit`` that compiles so.
+#: ``jax.jit`` with fast compilation.
 quick = functools.partial(jax.jit, compiler_options=QUICK_COMPILATION)
 
-#: Operands that tests give in the element type of logits.
+#: Operands that tests pass in the element type of the logits.
 OF_LOGITS = ("scale", "relative_bias", "key_bias", "sinks")
 
 
 def relative_error(result: Any, reference: np.ndarray, magnitude: np.ndarray) -> float:
-    """``||result - reference|| / ||reference||``, where cancellation leaves so much of the reference."""
+    """Return the error norm relative to the larger of ``||reference||`` and ``CANCELLATION * ||magnitude||``."""
     result = np.asarray(result).astype(np.float64)
     if result.shape != reference.shape:
         raise AssertionError(f"shape {result.shape} instead of {reference.shape}")
-    is_empty = reference == -np.inf  # logsumexp of no key
+    is_empty = reference == -np.inf  # logsumexp without any key
     if is_empty.any():
         if (result[is_empty] != -np.inf).any():
             raise AssertionError("a row that sees no key has a logsumexp other than -inf")
@@ -61,7 +63,7 @@ Results = tuple[tuple[jax.Array, jax.Array], oracle.Tensors]
 
 
 def both_passes(function: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
-    """The function with its gradients: operands and cotangents to outputs and gradients."""
+    """Return a function from operands and cotangents to outputs and gradients."""
 
     def run(operands: Any, cotangents: Any) -> Any:
         outputs, pullback = jax.vjp(function, operands)
@@ -73,7 +75,7 @@ def both_passes(function: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
 def value_and_gradients(
     function: Callable[[oracle.Tensors], tuple[Any, Any]], operands: oracle.Tensors, cotangents: tuple[Any, Any]
 ) -> Results:
-    """Both passes in one compiled program."""
+    """Run both passes in one compiled program."""
     return all_values_and_gradients([function], [operands], [cotangents])[0]
 
 
@@ -82,7 +84,7 @@ def all_values_and_gradients(
     operands: Sequence[oracle.Tensors],
     cotangents: Sequence[tuple[Any, Any]],
 ) -> list[Results]:
-    """Both passes of several functions in one compiled program: compiling takes long, and much of it but once."""
+    """Run both passes of several functions in one compiled program, which shares the fixed cost of compilation."""
 
     @functools.partial(jax.jit, compiler_options=QUICK_COMPILATION)
     def run(operands: Sequence[oracle.Tensors], cotangents: Sequence[tuple[Any, Any]]) -> Any:
@@ -95,18 +97,18 @@ def all_values_and_gradients(
 
 
 def errors(case: Case, outputs: tuple[Any, Any], gradients: oracle.Tensors | None, seed: int) -> dict[str, float]:
-    """Error of each result of ``case`` on the inputs that ``seed`` makes."""
+    """Return the error of each result of ``case`` on the inputs drawn from ``seed``."""
     return errors_of(expected_results(case, outputs[0].dtype.name, seed), outputs, gradients)
 
 
 @functools.lru_cache(maxsize=128)
 def expected_results(case: Case, dtype: str, seed: int) -> oracle.Reference:
-    """The oracle's results of ``case`` on the inputs that ``seed`` makes: the same for every backend."""
+    """Return the oracle's results of ``case`` on inputs drawn from ``seed``; cached, because backends share them."""
     return expected_of(case, case.host_operands(dtype, seed), case.host_cotangents(dtype, seed))
 
 
 def expected_of(case: Case, operands: oracle.Tensors, cotangents: tuple[Any, Any]) -> oracle.Reference:
-    """The oracle's results of ``case`` on given inputs."""
+    """Return the oracle's results of ``case`` on given inputs."""
     operands = oracle.Tensors(*(a if a is None else np.asarray(a) for a in operands))
     out, lse = map(np.asarray, cotangents)
     if not case.is_padded:
@@ -120,7 +122,7 @@ def expected_of(case: Case, operands: oracle.Tensors, cotangents: tuple[Any, Any
 def errors_of(
     expected: oracle.Reference, outputs: tuple[Any, Any], gradients: oracle.Tensors | None
 ) -> dict[str, float]:
-    """Error of each result."""
+    """Return the error of each result."""
     found = dict(zip(("out", "lse"), outputs, strict=True))
     pairs = {name: (getattr(expected.forward, name), getattr(expected.forward_magnitude, name)) for name in found}
     if gradients is not None:
@@ -139,22 +141,22 @@ def check(case: Case, family: Family, dtype: str, seed: int = 0, **arguments: An
 
     Args:
         case: The problem.
-        family: Whose backend runs it.
+        family: The family whose backend runs it.
         dtype: Element type of the operands.
-        seed: The seed of the random operands.
-        **arguments: More arguments of the operator, tile shapes for example.
+        seed: Seed of the random operands.
+        **arguments: Additional arguments of the operator, tile shapes for example.
     """
     check_all([Trial(case, dtype, seed, arguments)], family)
 
 
 class Trial(NamedTuple):
-    """A problem to be compared with the oracle.
+    """A problem to compare with the oracle.
 
     Attributes:
         case: The problem.
         dtype: Element type of the operands.
-        seed: The seed of the random operands.
-        arguments: More arguments of the operator, tile shapes for example.
+        seed: Seed of the random operands.
+        arguments: Additional arguments of the operator, tile shapes for example.
     """
 
     case: Case
@@ -164,16 +166,16 @@ class Trial(NamedTuple):
 
 
 def check_all(trials: Sequence[Trial], family: Family, at_once: int | None = None, slack: float = 1.0) -> None:
-    """Compare both passes of a backend with the oracle for several problems, some in one compiled program.
+    """Compare both passes of a backend with the oracle for several problems, batched into compiled programs.
 
     Args:
         trials: The problems.
-        family: Whose backend runs them.
+        family: The family whose backend runs them.
         at_once: Number of trials per program. Default: the family's ``at_once``.
-        slack: Factor of the bounds of errors.
+        slack: Factor of the error bounds.
 
     Raises:
-        AssertionError: Names every problem whose results are wrong.
+        AssertionError: Results are wrong; the message lists every such problem.
     """
     failures = []
     for double in (False, True):
@@ -191,7 +193,7 @@ def _failures(trials: Sequence[Trial], family: Family, slack: float) -> list[str
         case.operator(family.fna if case.queries is None else family.fmha, **arguments)
         for case, _, _, arguments in trials
     ]
-    # Trials of the same problem share its operands and what is expected.
+    # Trials of the same problem share its operands and expected results.
     operands = {trial[:3]: trial.case.operands(trial.dtype, trial.seed) for trial in trials}
     cotangents = {trial[:3]: trial.case.cotangents(trial.dtype, trial.seed) for trial in trials}
     expected = {key: expected_results(*key) for key in operands}
@@ -202,7 +204,7 @@ def _failures(trials: Sequence[Trial], family: Family, slack: float) -> list[str
     except Exception as error:
         if len(trials) == 1:
             return [f"{_described(trials[0])}: {type(error).__name__}: {error}"]
-        # Alone, each says whether it is the one to blame.
+        # Run each trial separately to find the failing one.
         return [failure for trial in trials for failure in _failures([trial], family, slack)] or [
             f"{[_described(trial) for trial in trials]} fail in one program, but not alone: {error}"
         ]
@@ -228,7 +230,7 @@ def _failures(trials: Sequence[Trial], family: Family, slack: float) -> list[str
 def check_gradients_repeat(
     case: Case, backend: str, names: Sequence[str] = oracle.Tensors._fields, dtype: str = "bfloat16", **arguments: Any
 ) -> None:
-    """Check that 20 more runs find the same gradients of operands, bit for bit."""
+    """Check that 20 more runs produce bitwise equal gradients."""
     operands, cotangents = case.operands(dtype, 0), case.cotangents(dtype, 0)
 
     @functools.partial(jax.jit, compiler_options=as_users_do())
@@ -243,10 +245,10 @@ def check_gradients_repeat(
 
 
 def check_padding(case: Case, outputs: tuple[Any, Any], gradients: oracle.Tensors) -> None:
-    """Check that results of padding are exactly those of nothing.
+    """Check that results of padding are exactly 0, and their logsumexp exactly -inf.
 
     Raises:
-        AssertionError: One is not.
+        AssertionError: A result of padding has another value.
     """
     if not case.is_padded:
         return

@@ -51,17 +51,17 @@ def run_python(
     timeout: float = 300,
     fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program on the host's devices, in a process of its own.
+    """Run a program on CPU devices in a separate process.
 
     Args:
         source: The program.
         *arguments: Its ``sys.argv[1:]``.
-        devices: How many devices JAX sees; ``None`` leaves that to the program.
-        quick: Whether XLA compiles quickly, as in tests, or as for users.
-        paths: Where it finds modules before the environment's own.
-        environment: More environment variables.
+        devices: Number of devices that JAX sees. ``None`` lets the program choose.
+        quick: True for XLA's fast compilation, as in tests. False for the options of a user's process.
+        paths: Module search paths, before the environment's.
+        environment: Additional environment variables.
         timeout: In seconds.
-        fresh: Whether nothing is imported when it begins, for programs that are about imports or memory.
+        fresh: True to start without any imported modules, for programs that test imports or memory.
     """
     command = "-c", textwrap.dedent(source), *arguments
     variables = _environment(devices, paths, quick) | dict(environment or {})
@@ -76,14 +76,14 @@ def run_command(
     *,
     fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """What ``python COMMAND...`` does.
+    """Run ``python COMMAND...`` and return its exit status and output.
 
     Args:
         command: ``-c`` and a program, ``-m`` and a module, or a file; with arguments.
         environment: All environment variables.
         timeout: In seconds.
-        folder: Where it runs, if not here.
-        fresh: As for :func:`run_python`.
+        folder: Working directory. Default: the current one.
+        fresh: See :func:`run_python`.
     """
     words = list(map(str, command))
     if fresh or _started_with(environment) != _started_with(_ENVIRONMENT):
@@ -134,7 +134,7 @@ def _run(words: list[str], environment: Mapping[str, str], folder: str, files: l
 
 
 def run_processes(source: str, arguments: Sequence[Sequence[str]], timeout: float = 300) -> list[str]:
-    """Run a program in several processes at a time, all of which must succeed.
+    """Run a program in several processes in parallel, all of which must succeed.
 
     Args:
         source: The program.
@@ -142,7 +142,7 @@ def run_processes(source: str, arguments: Sequence[Sequence[str]], timeout: floa
         timeout: In seconds.
 
     Returns:
-        What each printed.
+        Standard output of each process.
     """
 
     def run(own: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -153,7 +153,7 @@ def run_processes(source: str, arguments: Sequence[Sequence[str]], timeout: floa
 
 
 def output_of(result: subprocess.CompletedProcess[str]) -> str:
-    """What a program that must succeed printed."""
+    """Return the standard output of a program that must succeed."""
     assert result.returncode == 0, f"exit status {result.returncode}\n{result.stdout}\n{result.stderr}"
     return result.stdout
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def encoded(number: int) -> bytes:
-    """A variable-length integer."""
+    """Encode a variable-length integer."""
     groups = []
     while number > 127:
         groups.append(number & 127 | 128)
@@ -13,7 +13,7 @@ def encoded(number: int) -> bytes:
 
 
 def field(number: int, value: bytes | int) -> bytes:
-    """A field of a serialised message."""
+    """Encode a field of a message."""
     if isinstance(value, int):
         return encoded(number << 3) + encoded(value)
     return encoded(number << 3 | 2) + encoded(len(value)) + value

@@ -1,6 +1,6 @@
-"""What a test process takes of the machine: its share of the processors, and no more of a GPU's memory than it uses.
+"""Resource limits of a test process: its share of the processors, and no preallocation of GPU memory.
 
-Without this each of a dozen processes would start threads for all processors, and claim most of the GPU.
+Without limits, each of a dozen processes would start threads for all processors, and claim most of the GPU's memory.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-#: Keeps a compilation for a GPU on one thread. A flag that this release of jaxlib does not know would end the process.
+#: Keeps GPU compilation on one thread. A flag that the installed jaxlib does not support would end the process.
 COMPILER_FLAG = "--xla_gpu_force_compilation_parallelism=1"
-#: The least threads of a process, or else nothing would show that kernels of the CPU run on several.
+#: Minimum number of threads of a process. With fewer, tests would not cover multithreaded CPU kernels.
 LEAST_THREADS = 2
 
 
 def threads_each(processors: int, processes: int) -> int:
-    """Threads that each of the processes may keep busy; together they keep the processors busy, too."""
+    """Return the number of threads per process; together the processes keep all processors busy."""
     return max(LEAST_THREADS, -(-2 * processors // processes))
 
 
 def limits(environment: Mapping[str, str], processors: int, processes: int) -> dict[str, str]:
-    """Environment variables of a test process, as far as ``environment`` does not set them.
+    """Return environment variables that limit a test process, unless ``environment`` already sets them.
 
     Args:
-        environment: The variables that are set.
-        processors: Processors of the machine.
-        processes: Test processes that share it.
+        environment: Current variables.
+        processors: Number of processors of the machine.
+        processes: Number of test processes that share it.
     """
     threads = str(threads_each(processors, processes))
     wanted = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -42,12 +42,12 @@ def limits(environment: Mapping[str, str], processors: int, processes: int) -> d
 
 
 def known(flags: Sequence[str]) -> list[str]:
-    """The flags of XLA that the installed jaxlib has. A process with others ends at once, and prints them."""
+    """Return the XLA flags that the installed jaxlib supports: a process prints unknown flags and exits."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
     program = [sys.executable, "-c", "import jax; jax.devices()"]
     try:
         started = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
-    except OSError:  # an emulated interpreter of another machine starts no processes
+    except OSError:  # an emulated interpreter of another machine cannot start processes
         return []
     unknown = re.search(r"Unknown flags? in XLA_FLAGS: (.*)", started.stderr)
     if started.returncode and unknown is None:

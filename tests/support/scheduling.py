@@ -1,7 +1,7 @@
-"""Which tests of a run one worker of pytest-xdist gets: mostly those of a module.
+"""Distribution of tests among pytest-xdist workers: mostly by module.
 
-A test's name says which, not a mark ``xdist_group``: pytest-xdist 3.8 hands marks over in an attribute that pytest 9.2
-has no more, and then gives every test to any worker.
+Groups come from test names instead of ``xdist_group`` marks: pytest-xdist 3.8 passes marks in an attribute that
+pytest 9.2 removed, and then gives every test to any worker.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
 
-#: Tests of a module that follow each other and that one worker gets, so that there is work for many, and none is left
-#: alone at the end.
+#: Maximum number of consecutive tests of a module that one worker gets, so that work is spread over many workers and no
+#: single worker is still busy at the end.
 MOST_TOGETHER = 100
-#: Modules of which each test is a program of its own for seconds: whoever has nothing to do gets the next one.
+#: Modules in which each test runs a program for seconds: any idle worker takes the next test.
 APART = frozenset(
     {
         "tests/repository/test_examples.py",
@@ -23,16 +23,17 @@ APART = frozenset(
         "tests/tpu/test_compiled_meshes.py",
     }
 )
-#: Tests that one worker gets on GPUs, where others are dealt out one by one: two at a time would not fit.
+#: Tests that one worker runs sequentially on GPUs, because two of them would not fit in memory. All other tests are
+#: distributed one by one there.
 TOGETHER_ON_GPUS = frozenset({"tests/gpu/test_hopper.py::test_arrays_of_more_than_2_31_elements"})
 
 
 class GroupScheduling(LoadScopeScheduling):
-    """Gives workers groups of tests: in a module they share what was compiled, built or expected before.
+    """Gives groups of tests to workers: tests of a module share compiled programs, builds and expected results.
 
     Args:
-        config: The run.
-        log: Where xdist writes.
+        config: Configuration of the run.
+        log: Log of xdist.
         is_of_gpu: True for a run on a GPU.
     """
 
@@ -43,7 +44,7 @@ class GroupScheduling(LoadScopeScheduling):
         self._counts: collections.Counter[str] = collections.Counter()
 
     def _split_scope(self, nodeid: str) -> str:
-        """The group of a test, numbered in the order in which they are collected."""
+        """Return the group of a test, numbered in collection order."""
         module, function = nodeid.partition("::")[0], nodeid.partition("[")[0]
         if self._is_of_gpu or module in APART:
             return function if self._is_of_gpu and function in TOGETHER_ON_GPUS else nodeid

@@ -1,4 +1,4 @@
-"""What annotations say of the shapes of arrays, checked where functions are called."""
+"""Check annotated array shapes when functions are called."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ Sizes = dict[str, tuple[int, ...]]
 
 
 def checked(function: Callable[..., Any], called: set[str]) -> Callable[..., Any]:
-    """The function, which raises where arrays that it takes or returns have other shapes than their types say.
+    """Wrap a function so that it raises if arrays it takes or returns do not have their annotated shapes.
 
-    Extents of a name are equal in a call and its results. Each call adds the name of the function to ``called``.
+    Extents with the same name must be equal within a call and its results. Each call adds the function's name to
+    ``called``.
     """
     signature, hints = inspect.signature(function), get_type_hints(function, include_extras=True)
 
@@ -32,14 +33,14 @@ def checked(function: Callable[..., Any], called: set[str]) -> Callable[..., Any
 
 
 def has_shapes(hint: Any) -> bool:
-    """Whether a type says the shape of some array."""
+    """True if a type annotates the shape of an array."""
     if get_origin(hint) is Annotated:
         return any(isinstance(each, str) for each in hint.__metadata__)
     return any(map(has_shapes, [*get_args(hint), *_fields(hint).values()]))
 
 
 def check(value: Any, hint: Any, sizes: Sizes, where: str) -> None:
-    """Raise where arrays in ``value`` do not have the shapes of their type, or others than ``sizes``, which grow."""
+    """Raise if arrays do not match their annotated shapes or ``sizes``; add new extents to ``sizes``."""
     if value is None or hint is None:
         return
     if get_origin(hint) is Annotated:
@@ -60,7 +61,7 @@ def check(value: Any, hint: Any, sizes: Sizes, where: str) -> None:
 
 
 def _fields(hint: Any) -> dict[str, Any]:
-    """Types of a named tuple's fields."""
+    """Return the types of a named tuple's fields."""
     return get_type_hints(hint, include_extras=True) if hasattr(hint, "_fields") else {}
 
 

@@ -1,7 +1,7 @@
-"""Training of two layers of attention with ``flax.nnx``: on one device, or split over a mesh.
+"""Training of two attention layers with ``flax.nnx``: on one device, or sharded over a mesh.
 
-They are annotated for a mesh with an axis ``model``, over which heads are split. The second layer has fewer key and
-value heads than that axis has devices, so these are on every device.
+Parameters are annotated for a mesh with an axis ``model``, over which heads are split. The second layer has fewer
+key/value heads than that axis has devices, so its key/value parameters are replicated.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Trained:
 
 
 def placed_by_processes(mesh: Mesh) -> Place:
-    """Place a batch of which every process has only its own part."""
+    """Return a function that places a batch of which each process holds only its part."""
 
     def place(array: np.ndarray) -> jax.Array:
         own = np.split(array, jax.process_count())[jax.process_index()]
@@ -92,7 +92,7 @@ class Stack(flax_nnx.Module):
 
 
 def train_nnx(mesh: Mesh | None = None, place: Place | None = None, layers: int = len(KV_HEADS)) -> Trained:
-    """Train; without a mesh, on one device and with no annotation."""
+    """Train the layers; without a mesh, on one device and without annotations."""
     is_explicit = mesh is not None and mesh.are_all_axes_explicit
     out_sharding = PartitionSpec("data", None, None) if is_explicit else None
     if place is None:

@@ -1,4 +1,4 @@
-"""The host's kernels as a backend that wraps by strips, as those for GPUs do."""
+"""The CPU kernels as a backend that wraps by strips, as GPU kernels do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from natten_jax.plan.plan import Plan
 
 
 class StripsBackend(CpuBackend):
-    """Takes windows that are shifted or cut, and any that wrap in strips."""
+    """Supports windows that are shifted or cut; wrapped dimensions run as strips."""
 
     family = "strips"
     capabilities = dataclasses.replace(CpuBackend.capabilities, wraps_by_strips=True)

@@ -1,4 +1,4 @@
-"""The oracle itself: its gradients against finite differences."""
+"""Test the oracle's gradients against finite differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiles of a pass as kernels walk over them, looking only at the mask."""
+"""Tiles that kernels walk over in a pass, computed from the mask only."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Box = tuple[slice, ...]
 
 
 def groups_of(problem: Problem) -> Iterator[np.ndarray]:
-    """Per dilation group, the flat numbers of its tokens as an array of the group's layout."""
+    """Yield the flat token indices of each dilation group, as an array of the group's layout."""
     tokens = np.arange(math.prod(problem.query_layout)).reshape(problem.query_layout)
     for group in itertools.product(*map(range, problem.dilation)):
         yield tokens[tuple(slice(first, None, step) for first, step in zip(group, problem.dilation, strict=True))]
 
 
 def walked(problem: Problem, pair: Any, pass_: str) -> tuple[np.ndarray, Tile, Tile]:
-    """Visibility ``[outer tokens, inner tokens]`` of a pass, and its outer and inner tile."""
+    """Return visibility ``[outer tokens, inner tokens]`` of a pass, and its outer and inner tile."""
     mask = oracle.neighborhood_mask(
         problem.query_layout, problem.kernel_size, problem.stride, problem.dilation, problem.is_causal
     )
@@ -32,7 +32,7 @@ def walked(problem: Problem, pair: Any, pass_: str) -> tuple[np.ndarray, Tile, T
 
 
 def outer_tiles(problem: Problem, mask: np.ndarray, tile: Tile) -> Iterator[tuple[np.ndarray, Box, np.ndarray]]:
-    """Per outer tile, its dilation group, its box in the group, and what its rows see, ``[rows, *group.shape]``."""
+    """Yield each outer tile's dilation group, box in the group, and row visibility ``[rows, *group.shape]``."""
     for group in groups_of(problem):
         for corner in itertools.product(*(range(0, n, t) for n, t in zip(group.shape, tile, strict=True))):
             box = tuple(slice(c, min(c + t, n)) for c, t, n in zip(corner, tile, group.shape, strict=True))
@@ -40,19 +40,19 @@ def outer_tiles(problem: Problem, mask: np.ndarray, tile: Tile) -> Iterator[tupl
 
 
 def hull_of(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first token that any row sees and the one after the last; zeros if rows see no token."""
+    """Return the first token that any row sees, and the end after the last; zeros if rows see no token."""
     tokens = np.argwhere(seen.any(axis=0))
     return (tokens.min(axis=0), tokens.max(axis=0) + 1) if len(tokens) else (np.zeros(seen.ndim - 1, int),) * 2
 
 
 def inner_tiles(begin: Any, end: Any, tile: Tile) -> list[Box]:
-    """Tiles from one corner to another, as slices."""
+    """Return the tiles from one corner to another, as slices."""
     corners = itertools.product(*(range(b, e, t) for b, e, t in zip(begin, end, tile, strict=True)))
     return [tuple(slice(c, c + t) for c, t in zip(corner, tile, strict=True)) for corner in corners]
 
 
 def walk(problem: Problem, pair: Any, pass_: str, placement: str) -> dict[str, int]:
-    """Count as a kernel walks, looking only at the mask."""
+    """Count the tiles that a kernel walks over, computed from the mask only."""
     mask, outer_tile, inner_tile = walked(problem, pair, pass_)
     counts = dict.fromkeys(("outer", "inner", "full", "most_inner", "hull_pairs"), 0)
     for _, _, seen in outer_tiles(problem, mask, outer_tile):

@@ -21,7 +21,7 @@ class ToyBackend(PureJaxBackend):
     def attend(self, plan, operands: Operands) -> Output:
         problem, inputs = plan.problem, operands.inputs
         (batch, *queries, heads, _), keys = inputs.query.shape, inputs.key.shape[1:-2]
-        # NumPy makes the mask of a whole layout: that leaves nothing of it to trace and to compile.
+        # NumPy builds the mask of a whole layout outside of tracing, which saves tracing and compilation.
         xp, origins = (np, np.zeros((2, 3), int)) if operands.origins is None else (jnp, operands.origins)
         mask = xp.ones((1, 1), bool)
         for axis, start, own, others in zip(problem.axes, origins[:, 3 - problem.rank :].T, queries, keys, strict=True):
