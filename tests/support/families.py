@@ -34,7 +34,8 @@ class Family:
         dtypes: Element types that it supports. Most tests use the first.
         problems: Default number of random problems per test, limited by compile time.
         at_once: Number of problems per compiled program. Compile time of plain JAX grows faster than the program: 15
-            padded problems take 8.5 s of CPU time individually, and 10.6 s in two programs. For kernel calls, large programs are cheaper per call: 125 problems take 11.5 s in programs of 5, and 9.1 s in programs of 20.
+            padded problems take 8.5 s of CPU time individually, and 10.6 s in two programs. For kernel calls, large
+            programs are cheaper per call: 125 problems take 11.5 s in programs of 5, and 9.1 s in programs of 20.
     """
 
     backend: Backend

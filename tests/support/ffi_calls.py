@@ -44,7 +44,8 @@ class Target:
             all targets applies.
         tiles: Query and key/value tile shapes of the call.
         scratch: Target-specific results without meaningful content: shapes and element types.
-        replaces: Operand whose memory each result reuses, by result. A target with replacements continues another target's call, and has an attribute ``queries`` for the extents of the query box.
+        replaces: Operand whose memory each result reuses, by result. A target with replacements continues another
+        target's call, and has an attribute ``queries`` for the extents of the query box.
         variant: Suffix that distinguishes entries with the same name.
     """
 
