@@ -1,4 +1,4 @@
-"""Differential fuzzing: random problems, as many as there is time for, against the float64 oracle.
+"""Differential fuzzing: random problems compared with the float64 oracle, until a count or time limit.
 
-``python -m tests.fuzz --help`` in the repository's root says how.
+``python -m tests.fuzz --help`` in the repository's root lists the options.
 """

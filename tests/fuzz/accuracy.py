@@ -1,4 +1,4 @@
-"""How far results may be from the oracle's, whatever the magnitude of the inputs."""
+"""Error bounds of results relative to the oracle, for inputs of any magnitude."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from tests.support.problems import expected_of, lse_dtype
 
 from .problem import OF_ENTRIES, Fuzzed
 
-#: The tests' bounds hold for hundreds of problems; among many thousands some have a few elements only, and bad luck.
+#: The tests' bounds hold for hundreds of problems. Of many thousands, some have few elements and exceed them by chance.
 SLACK = 2.0
-#: Where terms cancel, results are compared with this share of their terms: large logits leave little of gradients, and
-#: kernels round the output before they take its product with its cotangent from them.
+#: Results whose terms cancel are compared with this fraction of their terms: with large logits, little remains of the
+#: gradients, and kernels round the output before they subtract the product of output and cotangent.
 CANCELLATION, CANCELLATION_OF_SCALED_INPUTS = 0.05, 0.5
-#: The same where two parts in half precision are merged, or a part and a sink, whose outputs and cotangents are rounded
-#: once more: with SLACK and the bound of float16 this comes to half a unit in the last place of every term. Outputs in
-#: half precision are rounded by as much in any case, but each element on its own: those of wide heads make up for one
-#: another.
+#: The fraction if two half-precision parts, or a part and a sink, are merged: outputs and cotangents are then rounded a
+#: second time. With SLACK and the float16 bound this is half a unit in the last place of every term. Half-precision
+#: outputs are rounded by as much in any case, but independently per element, so that errors average out in wide heads.
 CANCELLATION_OF_HALVES = 0.25
 #: Roundings of a logit, relative to the sum of its terms' magnitudes.
 LOGIT_ROUNDINGS = 8
 SMALLEST_FLOAT16, LARGEST_FLOAT16 = 2.0**-24, 6e4
-#: Compilers and kernels take what is smaller for zero, also where bfloat16 is computed with.
+#: Compilers and kernels flush smaller numbers to zero, including computation in bfloat16.
 SMALLEST_FLOAT32 = 2.0**-126
 SMALLEST = {"float16": SMALLEST_FLOAT16, "float64": 0.0}
-#: Where matrix units take 8-bit arrays: relative error of a weight in e4m3, and of what they add up to.
+#: For matrix units with 8-bit inputs: relative error of a weight in e4m3, and of accumulated sums.
 OF_E4M3_WEIGHTS, OF_FLOAT8_SUMS = 2.0**-4, 2.0**-12
-#: The smallest factor of gradients of queries in float16, whose heads have scales of their own.
+#: Smallest factor of float16 query gradients with per-head scales.
 SMALLEST_FACTOR = 2.0**-10
-#: GPU kernels clip biases to this, times the scale, and so do columns, which have a lower limit in float16. In a call
-#: with columns, relative biases are clipped to a share of the limit.
+#: GPU kernels clip biases to this limit times the scale. Key-bias columns are also clipped, in float16 to a lower
+#: limit.
+#: In a call with columns, relative biases are clipped to a fraction of the limit.
 LARGEST_LOGIT, LARGEST_LOGIT_OF_FLOAT16_COLUMNS, OF_RELATIVE_BIAS = 1e38, 1e6, 0.2
 SMALLEST_SCALE_OF_CLIPPING = 2.0**-10
-#: From logits of this magnitude on, GPU kernels round weights in backward passes, by at most this share.
+#: From this logit magnitude on, GPU kernels round weights in backward passes, by at most this relative error.
 LARGE_LOGIT, OF_WEIGHTS_OF_LARGE_LOGITS = 2.0**40, 0.003
 
 
@@ -49,7 +49,7 @@ OF_LOGITS = ("lse", *(f"d_{name}" for name in OPERANDS_OF_LOGITS))
 
 
 class Excess(NamedTuple):
-    """A result that is too far from the oracle's: its norm, the distance, and what was allowed."""
+    """A result that is too far from the oracle's: its norm, the distance, and the allowed distance."""
 
     name: str
     size: float
@@ -68,7 +68,7 @@ class Expectation(NamedTuple):
 
 
 def expectation(problem: Fuzzed) -> Expectation:
-    """What the oracle says of a problem's own batch, and of every way to run it."""
+    """Return the oracle's results for a problem's own batch. They hold for every way to run the problem."""
     operands, cotangents = problem.inputs_of_case()
     operands = _as_columns_of_float16(problem, operands)
     if problem.factors is not None:
@@ -113,7 +113,7 @@ def excesses(
 def _without_copies(
     problem: Fuzzed, name: str, result: np.ndarray, reference: np.ndarray, magnitude: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A result of a batch that repeats that of the case, without repetitions of its bits; and what it should be."""
+    """Return result, reference and magnitude of a repeated batch, without copies that equal the first copy bitwise."""
     copies = problem.copies
     if copies == 1:
         return result, reference, magnitude
@@ -183,14 +183,14 @@ def _excess(
     allowed += smallest * result.size**0.5 * (1 + largest * tokens**0.5)
     scales = operands.scale if name == "d_scale" and problem.dtype == "float16" else None
     if scales is not None and np.abs(scales).min() < SMALLEST_FACTOR:
-        # It is found from gradients of queries, which are times this factor where a head's scale is smaller.
+        # The scale's gradient is computed from query gradients, which have this factor if a head's scale is smaller.
         allowed += SMALLEST_FLOAT16 / SMALLEST_FACTOR * float(np.linalg.norm(operands.query.astype(np.float64)))
     distance = float(np.linalg.norm(result - reference))
     return None if distance <= allowed else Excess(name, size, distance, float(allowed))
 
 
 def _largest_logit(problem: Fuzzed, operands: oracle.Tensors) -> float:
-    """The magnitude that kernels may clip biases to."""
+    """Return the limit to which kernels may clip biases."""
     share = OF_RELATIVE_BIAS if problem.has_columns and operands.relative_bias is not None else 1
     if problem.has_columns and problem.dtype == "float16":
         return LARGEST_LOGIT_OF_FLOAT16_COLUMNS * share

@@ -32,11 +32,11 @@ Results = tuple[tuple[jax.Array, jax.Array], oracle.Tensors]
 
 
 def complaints(problems: Sequence[Fuzzed]) -> list[list[str]]:
-    """What is wrong with the results of each problem; they share a compiled program.
+    """Return a list of errors for each problem; the problems share a compiled program.
 
     Raises:
-        Exception: Running them raised, and the device computes nothing since: what this process would say of any
-            problem is worth nothing.
+        Exception: Running the problems raised, and the device no longer computes. Further results of this process would
+            be meaningless.
     """
     try:
         results, spoiled = run_both(problems)
@@ -73,7 +73,7 @@ def complaints_of_spoiled(problem: Fuzzed, result: Any, spoiled: Any) -> list[st
 
 
 def device_computes() -> bool:
-    """Whether the device still computes: after an illegal address, CUDA refuses everything to the process."""
+    """Return True if the device still computes. After an illegal address, CUDA fails all later calls of the process."""
     try:
         return int(jax.jit(lambda number: number + 1)(1)) == 2
     except Exception:
@@ -81,7 +81,7 @@ def device_computes() -> bool:
 
 
 def run(problems: Sequence[Fuzzed]) -> list[Results]:
-    """Both passes of each problem, as NumPy arrays."""
+    """Run both passes of each problem and return NumPy arrays."""
     return run_both(problems)[0]
 
 
@@ -131,14 +131,14 @@ def _arguments(problems: Sequence[Fuzzed], inputs: Callable[[Fuzzed], Inputs]) -
 
 
 def not_a_number(like: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array full of NaN."""
-    # JAX shares NumPy's memory where it is aligned, and such memory is not given away.
+    """Return an array full of NaN."""
+    # JAX shares aligned NumPy memory and cannot donate it; an unaligned array is copied.
     unaligned = np.full(math.prod(like.shape) + 1, np.nan, like.dtype)[1:]
     return jax.device_put(unaligned.reshape(like.shape))
 
 
 def inputs_of(problem: Fuzzed) -> tuple[Any, ...]:
-    """What the inputs of a problem depend on: variants share them."""
+    """Return the fields that determine a problem's inputs; variants share them."""
     return (
         problem.case, problem.dtype, problem.seed, problem.query_factor, problem.value_factor,
         problem.queries, problem.keys, problem.spoiled, problem.factors, problem.copies,
@@ -146,7 +146,7 @@ def inputs_of(problem: Fuzzed) -> tuple[Any, ...]:
 
 
 def both_passes(problem: Fuzzed) -> Callable[..., Results]:
-    """A function of operands, cotangents and origins, as ``Fuzzed.inputs`` and ``Fuzzed.origins`` make them."""
+    """Return a function of operands, cotangents and origins, as ``Fuzzed.inputs`` and ``Fuzzed.origins`` return."""
     return functools.partial(_direct if problem.is_direct else _public, problem)
 
 

@@ -1,4 +1,4 @@
-"""What problems may be asked to have: features of the operators, all others drawn beside them."""
+"""Features that can be required of drawn problems; all other features remain random."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RINGS: Mapping[str, str] = {
 
 
 def kernels_of(problem: Fuzzed) -> tuple[str, ...]:
-    """The kernels with a ring that a problem is run by, as its tiles say: none where the backend chooses these."""
+    """Return the ring kernels that a problem's tiles select; empty if the backend chooses the tiles."""
     if problem.copies == 1:
         return ()
     backend, device = backends.find(problem.backend, problem.operator), devices.default_device()
@@ -37,9 +37,10 @@ def kernels_of(problem: Fuzzed) -> tuple[str, ...]:
 
 
 def has_ring(problem: Fuzzed, kernel: str) -> bool:
-    """Whether kernels for small windows whose names begin with ``kernel`` have a ring with the tiles of a problem.
+    """Return True if small-window kernels whose names begin with ``kernel`` have a ring with the problem's tiles.
 
-    Or with some tiles where it has none: problems are looked at before they have any.
+    For problems without tiles, True if the kernels have a ring with any tiles: features are checked before tiles are
+    drawn.
     """
     if problem.copies == 1:
         return False
@@ -77,10 +78,10 @@ FEATURES: Mapping[str, Callable[[Fuzzed], bool]] = {
 def draw_with(
     features: Sequence[str], family: Family, operators: tuple[Operator, ...], seed: int, number: int, is_direct: bool
 ) -> Fuzzed:
-    """The problem with a number, as :func:`draw` has it; or the first one with all features of those it stands for.
+    """Return problem ``number`` as :func:`draw` does, or the first problem derived from it that has all features.
 
     Raises:
-        ValueError: None has the features: the family or its kernels alone do not take them.
+        ValueError: No problem has all features: the family, or in direct calls its kernels, do not support them.
     """
     if not features:
         return draw(family, operators, seed, number, is_direct)
@@ -94,6 +95,6 @@ def draw_with(
     shares = share_of_many_keys, share_of_spoiled_biases
     for attempt in range(_MOST_ATTEMPTS):
         found = draw_where(family, operators, seed, number + attempt * _APART, is_direct, is_wanted, *shares)
-        if found is not None and is_wanted(found):  # kernels that know no edges get a problem without them
+        if found is not None and is_wanted(found):  # kernels without support for an edge mode get a problem without it
             return found
     raise ValueError(f"no problem of {family.name} has {' and '.join(features)}")

@@ -29,10 +29,10 @@ from tests.support.families import Family
 from .interpreted_session import Kernels
 from .problem import Fuzzed
 
-#: Most tokens of a problem, and programs of the grid of a pass.
+#: Largest number of tokens of a problem, and of programs in a pass's grid.
 TOKENS, PROGRAMS = 160, 24
 WIDTHS = (8, 16, 24, 40, 64, 72, 128, 136)
-#: Most keys of a chunk: so few that boxes of small problems have several, or as many as in real ones.
+#: Maximum keys per chunk: few, so that boxes of small problems have several chunks, or the default.
 CHUNKS = (16, 48, None)
 
 

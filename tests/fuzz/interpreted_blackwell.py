@@ -28,9 +28,9 @@ from tests.support.interpreted_blackwell import interpreting
 from .interpreted_session import Kernels
 from .problem import Fuzzed
 
-#: Most tokens of a problem, and work items of a pass.
+#: Largest number of tokens of a problem, and of work items of a pass.
 TOKENS, ITEMS = 320, {"forward": 8, "backward": 12}
-#: Blocks that share the work items: one for each multiprocessor, or few.
+#: Number of blocks that share the work items: a block per SM, or few blocks.
 BLOCKS = (148, 1, 2, 3)
 FAMILY = family_named("blackwell")
 

@@ -16,20 +16,20 @@ DEFAULT_MINUTES = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to fuzz, and for how long.
+    """Options of a fuzzing session.
 
     Attributes:
         family: Name of the backend family.
-        operators: Those of ``"fna"`` and ``"fmha"`` to draw from.
-        seed: The seed of the sequence of problems.
-        problems: Stop after this many.
-        minutes: Stop after this time, processes' start aside.
-        workers: Parallel processes.
+        operators: Operators to draw from, ``"fna"`` and ``"fmha"``.
+        seed: Seed of the sequence of problems.
+        problems: Stop after this number of problems.
+        minutes: Stop after this time, not counting the start of processes.
+        workers: Number of parallel processes.
         is_direct: Call the backend's kernels without the public operators.
-        at_once: Problems in one compiled program.
-        variants: Ways in which each set of inputs is run; each counts as a problem.
+        at_once: Number of problems per compiled program.
+        variants: Number of ways to run each set of inputs; each counts as a problem.
         output: Folder for programs that reproduce failures.
-        features: What every problem has, by names of ``features.FEATURES``; empty where they are drawn as they come.
+        features: Names in ``features.FEATURES`` that every problem must have. Empty: no requirement.
     """
 
     family: str
@@ -46,7 +46,7 @@ class Options:
 
 
 def parse(arguments: list[str] | None = None) -> Options:
-    """Options from the command line; exits with 2 and a message where they make no sense."""
+    """Parse the command line; exits with status 2 and a message if the options are inconsistent."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.fuzz",
         description="Run random problems and compare outputs, logsumexp and all gradients with a float64 oracle. "

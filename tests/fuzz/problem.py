@@ -1,4 +1,4 @@
-"""What is fuzzed: a problem with its inputs and the way it is to be run, drawn from a seed and a number."""
+"""A fuzzed problem with its inputs and the way to run it, drawn from a seed and a number."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ Ranges = tuple[tuple[int, int], ...]
 
 _NO_BIASES: dict[str, Any] = {"relative_bias": False, "key_bias": None}
 
-#: Head dimensions beyond those of ``random_case``: where kernels for wider heads take over, and just above.
+#: Head dimensions beyond those of ``random_case``: at the limits of kernels, and just above.
 WIDE_HEADS = (64, 72, 96, 128, 136, 192, 256)
-#: Most tokens of the few large problems, and of a tile.
+#: Largest number of tokens of the few large problems, and of a tile.
 LARGE, LARGEST_TILE = 1600, 256
-#: Ways of running a problem that are looked at for kernels that know its windows.
+#: Maximum number of draws to find tiles whose kernels support wrapped windows.
 _MOST_DRAWS = 100
-#: Batch entries and heads of keys of problems with numbers that are not finite: of GPUs, so many that each processor
-#: has several tiles, one after the other.
+#: Batch sizes and key/value heads of problems with non-finite inputs. GPUs get batches large enough for each SM to
+#: process
+#: several tiles in sequence.
 SPOILED_BATCHES, SPOILED_BATCHES_OF_GPUS, SPOILED_HEADS = (2, 3, 5), (3, 12, 40, 96), (1, 2, 3)
-#: Tokens of problems with a relative bias that may have many batch entries, and how many of these and of heads they
-#: have: CTAs of GPUs that hold whole layouts go over several then.
+#: Problems with a relative bias and at most FEW_TOKENS tokens may have many batch entries: MANY_ITEMS is the range of
+#: batch size times heads. GPU CTAs that hold whole layouts then process several items each.
 FEW_TOKENS, MANY_ITEMS = 64, (600, 1700)
-#: Share of problems whose windows have many keys, and how many of these have a bias, and tiles with a ring if any do.
+#: Fraction of problems with large windows, of these with a bias, and of these with ring tiles if there are any.
 MANY_KEYS, BIASED_BESIDE_MANY_KEYS, RING_TILES = 0.03, 0.15, 0.85
 #: Share of problems with spoiled numbers in what is added to logits, if there is anything.
 SPOILED_BIASES = 0.15
@@ -59,16 +60,16 @@ class Fuzzed:
         family: Name of the backend family.
         case: The problem.
         dtype: Element type.
-        seed: The seed of the inputs.
-        query_factor: Query and key are random normal times this.
-        value_factor: Value likewise.
+        seed: Seed of the inputs.
+        query_factor: Factor of the random normal query and key.
+        value_factor: Factor of the random normal value.
         tiles: Fields of ``Performance``.
-        is_direct: Whether the backend's own two passes are called, without the public operator.
-        queries: The range of queries in each dimension that is computed, where that is only a part; direct calls only.
-        keys: The range of keys that takes part.
-        spoiled: Numbers of the inputs that are not finite or very low.
-        factors: What the factors of 8-bit arrays belong to; ``None`` where there are none.
-        copies: How often the batch of the case is repeated: kernels have more to do, and the oracle has not.
+        is_direct: True to call the backend's two passes directly, without the public operator.
+        queries: Range of queries to compute in each dimension, ``None`` for all; direct calls only.
+        keys: Range of keys that take part.
+        spoiled: Non-finite or very low numbers in the inputs.
+        factors: Kind of the scale factors of 8-bit arrays; ``None`` without factors.
+        copies: Number of repetitions of the case's batch: more work for kernels, but not for the oracle.
     """
 
     family: str
@@ -87,12 +88,11 @@ class Fuzzed:
 
     @property
     def batch(self) -> int:
-        """Batch entries that are run."""
         return self.case.batch * self.copies
 
     @property
     def is_float8(self) -> bool:
-        """Whether arrays have 8 bits, and so no gradients."""
+        """True for 8-bit arrays, which cannot be differentiated."""
         return self.dtype in FLOAT8
 
     @property
@@ -112,20 +112,20 @@ class Fuzzed:
 
     @property
     def is_reproducible(self) -> bool:
-        """Whether query gradients are the same to the last bit in every run."""
+        """True if query gradients are bitwise reproducible."""
         return self.family in ("cpu", "flex") or bool(self.tiles.get("backward_deterministic", False))
 
     @property
     def is_merged(self) -> bool:
-        """Whether attention to additional tokens is computed apart and merged."""
+        """True if attention to additional tokens is computed separately and merged."""
         return self.case.additional > 0 and not self.case.fused
 
     def inputs(self) -> Inputs:
-        """Operands, and cotangents of output and logsumexp; of a part, if only that is run."""
+        """Return operands, and cotangents of output and logsumexp; cropped if only a part is run."""
         return self._copied(self.inputs_of_case())
 
     def inputs_of_case(self) -> Inputs:
-        """Inputs of the case's own batch."""
+        """Return the inputs of the case's own batch."""
         inputs = self._drawn_inputs()
         return inputs if self.spoiled is None else self.spoiled.apply(inputs, as_drawn=self.is_compared_with_oracle)
 
@@ -205,12 +205,12 @@ class Fuzzed:
         return self._of_part(self.case.mask())
 
     def entries(self) -> np.ndarray | None:
-        """Which entry of a relative bias the pairs of the inputs have, as the oracle takes them."""
+        """Return the oracle's relative bias index of each query/key pair of the inputs."""
         found = self.case.entries()
         return None if found is None else self._of_part(found)
 
     def _of_part(self, pairs: np.ndarray) -> np.ndarray:
-        """What pairs of queries and keys have, of the part that is run."""
+        """Crop an array over query/key pairs to the part that is run."""
         if self.queries is None or self.keys is None:
             return pairs
         own, halo = _slices(self.queries)[1:], _slices(self.keys)[1:]
@@ -218,14 +218,14 @@ class Fuzzed:
         return part.reshape(math.prod(part.shape[: self.case.rank]), -1)
 
     def origins(self) -> np.ndarray | None:
-        """Where the parts of queries and keys begin, int32 ``[2, 3]``."""
+        """Return the origins of the query and key parts, int32 ``[2, 3]``."""
         if self.queries is None or self.keys is None:
             return None
         padding = [0] * (3 - self.case.rank)
         return np.asarray([padding + [begin for begin, _ in ranges] for ranges in (self.queries, self.keys)], np.int32)
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of the public operator: tiles of attention are numbers of tokens."""
+        """Return arguments of the public operator; tiles of plain attention are numbers of tokens."""
         factors = {} if self.factors is None else factors_for(self.factors, self.case, self.seed)
         if self.operator == "fna":
             return {**self.tiles, **factors}
@@ -267,9 +267,11 @@ def draw_where(
     share_of_many_keys: float = MANY_KEYS,
     share_of_spoiled_biases: float = SPOILED_BIASES,
 ) -> Fuzzed | None:
-    """The same if it is wanted, as it is before it has tiles, which take the most time to draw; else ``None``.
+    """Draw a problem and return it if ``is_wanted`` accepts it, otherwise ``None``.
 
-    A share of the problems for GPUs has windows of many keys.
+    ``is_wanted`` gets the problem without tiles, which take the most time to draw. A fraction of the problems for GPUs
+    has
+    windows of many keys.
     """
     rng = np.random.default_rng([seed, number])
     case = random_case(int(rng.integers(2**31)), tokens=LARGE if rng.random() < 0.08 else None)
@@ -315,7 +317,7 @@ def draw_where(
     problem = with_supported_terms(problem, family)
     if not is_direct and spoiled is None and rng.random() < 0.4:
         problem = dataclasses.replace(problem, case=placed(rng, problem.case, family), copies=1)
-    # Parts of a dimension that wraps have the tokens of their neighbors beside theirs, not where these are.
+    # Wrapped dimensions cannot be split into parts: the tokens next to a part are its neighbors' in the whole layout.
     can_be_part = case.queries is None and "wrap" not in (case.edges or ())
     if is_direct and can_be_part and rng.random() < 0.25:
         of_queries, of_keys = (tuple(_range(rng, extent) for extent in case.layout) for _ in range(2))
@@ -376,7 +378,7 @@ def _with_logit_terms(rng: np.random.Generator, case: Case, family: Family) -> C
 
 
 def _with_many_entries(rng: np.random.Generator, case: Case, family: Family) -> Case:
-    """The problem, perhaps with so many batch entries that GPUs' CTAs have several of a head, and of its table."""
+    """Return the problem, possibly with enough batch entries for GPU CTAs to process several per head and table."""
     if not (family.needs_gpu and case.relative_bias and math.prod(case.layout) <= FEW_TOKENS) or rng.random() > 0.3:
         return case
     case = case.with_heads(case.heads, case.heads)
@@ -384,7 +386,7 @@ def _with_many_entries(rng: np.random.Generator, case: Case, family: Family) -> 
 
 
 def with_supported_terms(problem: Fuzzed, family: Family) -> Fuzzed:
-    """The problem without the biases that the backend does not add to its logits, or its kernels do not."""
+    """Return the problem without biases that the backend, or its kernels in direct calls, do not support."""
     backend, case, device = backends.find(problem.backend, problem.operator), problem.case, devices.default_device()
     without: tuple[dict[str, Any], ...] = {}, {"relative_bias": False}, {"key_bias": None}, _NO_BIASES
     for changes in without:
@@ -412,7 +414,7 @@ def _without_logit_terms(case: Case) -> Case:
 
 
 def _spoiled(rng: np.random.Generator, case: Case, needs_gpu: bool) -> tuple[Case, Spoiled]:
-    """The problem with several entries, and numbers of one of them. No oracle has to compute it: it may be larger."""
+    """Return the problem with several entries, and non-finite numbers for an entry; it is not run by the oracle."""
     heads_kv = int(rng.choice(SPOILED_HEADS))
     batch = int(rng.choice(SPOILED_BATCHES_OF_GPUS if needs_gpu else SPOILED_BATCHES))
     case = dataclasses.replace(case.with_heads(heads_kv * int(rng.integers(1, 3)), heads_kv), batch=batch)
@@ -441,7 +443,7 @@ def _goes_around_directly(problem: Fuzzed) -> bool:
 
 
 def _is_known_to_kernels(problem: Fuzzed) -> bool:
-    """Whether the kernels of both passes know windows that wrap, with the tiles of the problem."""
+    """Return True if, with the problem's tiles, the kernels of both passes support wrapped windows."""
     backend, plans = plans_of(problem.backend, problem.description(), Performance(**problem.tiles))
     return all(backend.form(plan).wraps for plan in plans.values())
 
@@ -466,11 +468,11 @@ def _with_any_tiles(problem: Fuzzed, rng: np.random.Generator) -> Fuzzed:
 
 
 def _tile_pair(problem: Fuzzed, backend: Backend, pass_: Pass, rng: np.random.Generator) -> Any:
-    """Tiles of a pass: the backend's own choice, one of its list, or any that it takes."""
+    """Return tiles of a pass: ``None`` for the default, listed tiles, or any tiles that the backend accepts."""
     device, described = devices.default_device(), problem.description()
 
     def planned(pair: TilePair | None = None) -> Problem:
-        # Operators fit problems to the kernels of the tiles, as by columns for biases of keys.
+        # Operators adapt problems to the kernels that the tiles select, for example with columns for key biases.
         return described if problem.is_direct else backend.widened(described, device, pass_, pair)
 
     if problem.copies > 1 and rng.random() < RING_TILES:
@@ -479,7 +481,7 @@ def _tile_pair(problem: Fuzzed, backend: Backend, pass_: Pass, rng: np.random.Ge
             of_kernels = by_kernels[int(rng.integers(len(by_kernels)))]
             return of_kernels[int(rng.integers(len(of_kernels)))]
     kind = str(rng.choice(["none", "listed", "any"], p=[0.1, 0.3, 0.6]))  # kernels rank their tiles slowly
-    if _goes_around_directly(problem):  # as those of few tokens may, which are seldom drawn
+    if _goes_around_directly(problem):  # few tokens may need listed tiles, which are seldom drawn
         kind = "listed"
     if kind == "none":
         return None
@@ -508,7 +510,7 @@ def _pairs_by_size(backend: Backend, problem: Problem, device: Device, pass_: Pa
 
 
 def _tile(rng: np.random.Generator, rank: int) -> tuple[int, ...]:
-    """Up to as many tokens as kernels are compiled for: just as many, or fewer, in any shape."""
+    """Draw a tile of any shape, within the number of tokens that kernels are compiled for."""
     left = int(rng.choice([16, 32, 64, 96, 128, 192, LARGEST_TILE]))
     tile = [1] * rank
     order = rng.permutation(rank)

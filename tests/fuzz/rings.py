@@ -1,4 +1,4 @@
-"""Problems of so many keys and batch entries that kernels for small windows go along strips, with a ring of keys."""
+"""Problems with enough keys and batch entries for small-window kernels that walk along strips with a ring of keys."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem
 from tests.support.problems import Case
 
-#: The least keys of a window; the most tokens, of which the oracle computes every pair, of most problems and of a few;
-#: with so many, of one head.
+#: Minimum keys of a window; maximum tokens of most problems and of a few problems, limited because the oracle computes
+#: all pairs. From TOKENS_OF_ONE_HEAD tokens on, problems have a single key/value head.
 LEAST_KEYS, MOST_TOKENS, TOKENS_OF_FEW, TOKENS_OF_ONE_HEAD = 100, 800, 1700, 500
-#: Extents of windows and of layouts, at most, by rank.
+#: Ranges of window extents and maximum extents of layouts, by rank.
 _WINDOWS = {1: (100, 300), 2: (7, 17), 3: (3, 9)}
 _LAYOUTS = {1: 700, 2: 50, 3: 18}
-#: Rows of all batch entries and heads: of few launches rings are estimated to be faster, and of most.
+#: Range of rows over all batch entries and heads: at its lower end, rings are estimated to be faster for few launches,
+#: at
+#: its upper end for most.
 _ROWS, _MOST_COPIES = (6e3, 1.2e5), 400
 
 
 def with_many_keys(rng: np.random.Generator, case: Case) -> tuple[Case, int]:
-    """The problem with a window of many keys and heads that rings take; and of how many copies its batch is to be.
+    """Return the problem with a large window and heads that rings support, and the number of copies of its batch.
 
-    Few problems have what rings do not take: that they are left to other kernels is to be seen, too.
+    A few problems have features that rings do not support, to test the fallback to other kernels.
     """
     rank = int(rng.choice([1, 2, 3], p=[0.06, 0.54, 0.4]))
     least, most = _WINDOWS[rank]

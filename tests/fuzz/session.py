@@ -19,7 +19,7 @@ def problems_of(options: Options, batch: int) -> list[tuple[int, Fuzzed]]:
     first, end = batch * options.at_once, (batch + 1) * options.at_once
     if options.problems is not None:
         end = min(end, options.problems)
-    # A number stands for inputs and one way to run them: it alone says which.
+    # A number determines the inputs and the first way to run them.
     drawn = {
         group: variants(
             draw_with(options.features, family, options.operators, options.seed, group, options.is_direct),

@@ -84,7 +84,7 @@ class Supervisor:
     """Runs the workers of one session.
 
     Args:
-        options: What to fuzz.
+        options: Options of the session.
     """
 
     def __init__(self, options: Options) -> None:
@@ -162,7 +162,7 @@ class Supervisor:
 
 
 def _complaints_alone(problems: list[Fuzzed], ending: str) -> tuple[list[list[str]], Worker]:
-    """Run the problems of a batch one by one after it ended its process; also return the last worker."""
+    """Run a batch's problems individually after the batch ended its process; also return the last worker."""
     found, worker = [], Worker()
     for problem in problems:
         try:

@@ -40,7 +40,7 @@ CPU = family_named("cpu")
 
 
 def run_command(*arguments: str, before: str = "", timeout: float = 400) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own; ``before`` is a module that every process of Python imports first."""
+    """Run the command in a new process; every Python process imports the module ``before`` first."""
     paths = filter(None, (before, os.environ.get("PYTHONPATH")))
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)}
     command = "-m", "tests.fuzz", *arguments
@@ -112,7 +112,7 @@ def test_planted_defect_is_found_made_simpler_and_written_down(
 
     def wrong(self: cpu.CpuBackend, plan: Plan, operands: Any, **options: Any) -> Saved:
         saved = forward(self, plan, operands, **options)
-        # Only where a dimension is dilated: the last query's output is its neighbor's.
+        # Wrong for dilated dimensions only: outputs are shifted by one query.
         return saved if max(plan.problem.dilation) == 1 else saved._replace(out=jnp.roll(saved.out, 1, axis=1))
 
     options = options_of("--seed", "1", "--problems", "12", "--at-once", "12", *(["--direct"] if is_direct else []))
@@ -133,7 +133,7 @@ def test_planted_defect_is_found_made_simpler_and_written_down(
 
 
 def test_results_lie_where_their_memory_was_full_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or else elements that a kernel forgets could be right by chance."""
+    """Otherwise elements that a kernel does not write could be right by chance."""
     donated: list[int] = []
     make = execution.not_a_number
 

@@ -1,1 +1,1 @@
-"""What only an NVIDIA GPU shows."""
+"""Tests that need an NVIDIA GPU."""

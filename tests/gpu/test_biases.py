@@ -21,8 +21,9 @@ from tests.ops.test_fitted_windows import CLAMPED_WITH_TABLES
 from tests.support.families import FAMILIES, Family, family_named
 from tests.support.problems import Case, Shape, Trial, check_all, check_gradients_repeat
 
-# What kernels for NVIDIA GPUs add to logits, against the oracle: biases of keys, in the kernels or as columns of wider
-# heads, and relative biases.
+# Terms that NVIDIA GPU kernels add to the logits, compared with the oracle: relative biases, and key biases, added in
+# the
+# kernels or as extra head-dimension columns.
 
 
 pytestmark = pytest.mark.gpu
@@ -92,7 +93,7 @@ LARGE_WINDOWS = {
 
 
 def large_tiles(case: Case) -> dict[str, tuple[int, ...]]:
-    """Tiles that select kernels for large windows in both passes: 64 tokens, which those for small ones never have."""
+    """Return tiles that select large-window kernels in both passes: small-window kernels do not support 64 tokens."""
     tile = (*(1,) * (len(case.layout) - 1), 64) if len(case.layout) != 2 else (8, 8)
     return {name: tile for pass_ in PASSES for name in tile_names(pass_)}
 
@@ -108,7 +109,7 @@ def test_biases_of_keys_in_kernels_for_large_windows(of: Family, dtype: str) -> 
 @pytest.mark.parametrize("dtype", _HALVES)
 @pytest.mark.parametrize("of", _GPU, ids=lambda family: family.name)
 def test_biases_of_keys_have_all_their_digits(of: Family, dtype: str) -> None:
-    """What all keys have in common changes nothing but the sum, and how weights and outputs are rounded."""
+    """A constant added to all key biases changes only the logsumexp, and the rounding of weights and outputs."""
     query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 1, 30, 24, 2, 64)), dtype)
     bias = jax.random.normal(jax.random.key(1), (1, 30, 24))
     tiles: dict[str, Any] = {"q_tile_shape": (8, 16), "kv_tile_shape": (8, 16)}
@@ -117,8 +118,8 @@ def test_biases_of_keys_have_all_their_digits(of: Family, dtype: str) -> None:
         return na2d(query, key, value, (13, 15), key_bias=bias, backend=of.fna, return_lse=True, **tiles)
 
     (out, logsumexp), (same, moved) = attend(bias), attend(bias + 1000.0)
-    # An output may be rounded to the next number, which is at most so much larger. Weights are relative to another one
-    # of the logits, and rounded, too: a simulation of 195 keys gave up to 0.2 of it for that.
+    # An output may be rounded to the next number, which differs by at most this step. Weights are relative to another
+    # logit, and rounded: a simulation of 195 keys gave up to 0.2 steps for that.
     step = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(np.asarray(same, np.float32), np.asarray(out, np.float32), rtol=step, atol=step / 2)
     np.testing.assert_allclose(np.asarray(moved) - 1000, np.asarray(logsumexp), atol=1e-3)
@@ -126,7 +127,7 @@ def test_biases_of_keys_have_all_their_digits(of: Family, dtype: str) -> None:
 
 @pytest.mark.parametrize("of", _GPU, ids=lambda family: family.name)
 def test_biases_of_keys_where_blocks_compute_many_query_tiles(of: Family) -> None:
-    """About 26 of 128 queries each, one after the other: biases of a tile take the place of those of earlier ones."""
+    """Each block computes about 26 tiles of 128 queries: biases of a tile overwrite biases of earlier tiles."""
     side, window, heads, head_dim = 192, 41, 12, 64
     query, key, value = jnp.asarray(
         jax.random.normal(jax.random.key(0), (3, 1, side, side, heads, head_dim)), "bfloat16"
@@ -158,7 +159,7 @@ def test_biases_of_keys_where_blocks_compute_many_query_tiles(of: Family) -> Non
 
 @pytest.mark.parametrize("of", _GPU, ids=lambda family: family.name)
 def test_gradients_of_biases_of_keys_are_reproducible_with_large_windows(of: Family) -> None:
-    """Whatever others are: each is one block's sum."""
+    """Batch entries do not affect each other: a single block sums each gradient."""
     for name in ("heads of 64", "heads of 80", "heads of 256"):
         check_gradients_repeat(LARGE_WINDOWS[name], of.fna, ("key_bias",))
 
@@ -238,7 +239,7 @@ def test_gradients_of_biases_of_keys_are_reproducible(kind: str) -> None:
     ("of", "dtype"), [pytest.param(of, dtype, id=f"{of.name}-{dtype}") for of in _GPU for dtype in _HALVES]
 )
 def test_hidden_keys_count_for_nothing(of: Family, dtype: str) -> None:
-    """What they hold may be anything; queries that see no others have nothing."""
+    """Hidden keys may hold any values; queries that see only hidden keys have output 0."""
     query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 2, 24, 24, 2, 32)), dtype)
     is_hidden = jnp.zeros((2, 24, 24), bool).at[:, 4:16, 6:].set(True)
     bias = jnp.where(is_hidden, -jnp.inf, 0.0)
@@ -269,7 +270,7 @@ def test_gradients_of_tables_are_reproducible() -> None:
 )
 @pytest.mark.parametrize("has_scales", [False, True])
 def test_tables_of_mapped_calls(batch: int, layout: tuple[int, ...], has_scales: bool) -> None:
-    """Batch entries have tables and scales of their own there. Regions may be others, and so what is rounded."""
+    """Batch entries have separate tables and scales. Regions may differ, and therefore rounding."""
     query = jax.random.normal(jax.random.key(0), (3, batch, *layout, 4, 32), jnp.bfloat16)
     tables = jax.random.normal(jax.random.key(1), (3, 4, 13, 13))
     scales = jnp.linspace(0.1, 0.3, 12).reshape(3, 4) if has_scales else jnp.full((3,), 0.2)
@@ -292,7 +293,7 @@ def test_tables_of_mapped_calls(batch: int, layout: tuple[int, ...], has_scales:
 
 @pytest.mark.parametrize("dtype", _HALVES)
 def test_entries_of_minus_infinity_hide(dtype: str) -> None:
-    """A table whose outer entries hide is the mask of a narrower window; one that hides all leaves nothing."""
+    """A table that hides its outer entries is the mask of a narrower window; a table that hides all gives output 0."""
     query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 2, 24, 24, 2, 32)), dtype)
     narrow = jnp.full((2, 13, 13), -jnp.inf).at[:, 5:8, 5:8].set(0)
 
@@ -342,14 +343,14 @@ SINK_CASES = {
     "biases of keys": windows((24, 31), (7, 7), key_bias="tokens", hidden=0.4),
     "nothing is seen": windows((18, 17), (3, 3), key_bias="heads", hidden=0.9),
     "wraps": windows((18, 26), (5, 5), edges=("wrap", "wrap")),
-    # A kernel of its own does.
+    # These run in a separate kernel.
     "whole layout": windows((7, 7), (7, 7), 8, batch=8),
     "many whole layouts": windows((7, 7), (7, 7), 16, batch=67),
     "whole groups": windows((14, 21), (7, 7), 4, dilation=(2, 3)),
     "groups that are not full": windows((15, 19), (7, 5), 3, 64, dilation=(2, 3), batch=5),
     "whole layout with a relative bias": windows((7, 7), (7, 7), 4, relative_bias=True),
     "whole layout with biases of keys": windows((7, 6), (7, 5), 4, key_bias="tokens"),
-    # Kernels of their own do all.
+    # These run entirely in separate kernels.
     "layouts": windows((19, 22), (5, 5), batch=2, extents=((19, 13), (7, 22))),
     "ring": windows((30, 40), (13, 13), 2, 64, batch=2),
     "scales": windows((19, 17), (5, 3), 4, heads_kv=2, scales=(0.3, -0.5, 0.0, 8e-4)),
@@ -374,7 +375,7 @@ def test_gradients_of_sinks_are_reproducible() -> None:
 
 @pytest.mark.parametrize("layout", [(7, 7), (28, 30)], ids=["whole", "regions"])
 def test_sinks_of_each_entry_of_a_mapped_call(layout: tuple[int, int]) -> None:
-    """Batch entries of the kernels then have sinks of their own."""
+    """Each batch entry has separate sinks in the kernels."""
     query = jax.random.normal(jax.random.key(0), (3, 2, *layout, 4, 32), jnp.bfloat16)
     sinks = jax.random.normal(jax.random.key(1), (3, 4))
 

@@ -23,9 +23,9 @@ from tests.support.families import BOUNDS, family_named
 from tests.support.float8 import factors_for, scaled
 from tests.support.problems import Case, Trial, both_passes, check_all, check_gradients_repeat
 
-# What only an NVIDIA GPU shows of the Hopper kernels: command buffers, very large arrays, their names in traces.
+# Tests of the Hopper kernels that need a GPU: command buffers, very large arrays, kernel names in traces.
 #
-# Their results are checked with those of every other family in ``test_operators.py``.
+# Their results are tested for every family in ``test_operators.py``.
 
 
 pytestmark = pytest.mark.gpu
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.gpu
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def hashed(seed: int, shape: tuple[int, ...]) -> jax.Array:
-    """Numbers between -1.7 and 1.7 of their places (murmur3's finalizer), which take no memory beside their own."""
+    """Return numbers in [-1.7, 1.7) hashed from positions (murmur3's finalizer), without temporary memory."""
     x = jnp.full(shape, seed * 0x9E3779B9 & 0xFFFFFFFF, jnp.uint32)
     for dimension in range(len(shape)):
         pitch = math.prod(shape[dimension + 1 :])
@@ -85,7 +85,7 @@ def check_large_arrays(
     "problem", [(1, (264_001,), 64, (9,), (2,)), (5, (33, 70, 64), 23, (3, 4, 5), (1, 3, 2))], ids=["1d", "3d"]
 )
 def test_arrays_of_more_than_2_31_elements(problem: tuple[Any, ...]) -> None:
-    """In a process of its own: one keeps what it ever had of a GPU, and others beside it were left without."""
+    """Runs in a separate process: JAX never returns GPU memory, and other test processes would run out of it."""
     batch, layout, heads, *_ = problem
     elements = batch * math.prod(layout) * heads * 128
     assert elements > 2**31
@@ -108,7 +108,7 @@ def test_additional_tokens_end_within_tiles(additional: int, head_dim: int, q_ti
     check_all([Trial(case, "bfloat16", arguments=tiles)], family_named("hopper"))
 
 
-# What the gradients of the Hopper kernels have to be tested for beyond ``test_operators.py``.
+# Tests of the Hopper kernels' gradients in addition to ``test_operators.py``.
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_tiles_and_windows_that_do_not_divide_the_layout(
     head_dim: int,
     head_dim_v: int,
 ) -> None:
-    if max(head_dim, head_dim_v) > 128:  # whose kernel takes half as many keys at once
+    if max(head_dim, head_dim_v) > 128:  # their kernel halves the keys per tile
         kv_tile = (*kv_tile[:-1], kv_tile[-1] // 2)
     case = Case(layout, **windows, heads=4, heads_kv=2, head_dim=head_dim, head_dim_v=head_dim_v, batch=2)
     tiles = {"backward_q_tile_shape": q_tile, "backward_kv_tile_shape": kv_tile}

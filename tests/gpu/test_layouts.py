@@ -21,7 +21,7 @@ from tests.fuzz.problem import Fuzzed, variants
 from tests.support.families import family_named
 from tests.support.problems import Case, both_passes
 
-# Batch entries with layouts of their own in one launch of the kernels for NVIDIA GPUs: extents and places of queries.
+# Batch entries with separate layouts in a single launch of the NVIDIA GPU kernels: extents and query origins.
 #
 # Results are compared with the oracle in ``tests/ops/test_random_features.py``.
 
@@ -42,7 +42,7 @@ SMALL: dict[str, Any] = {
     "backward_kv_tile_shape": (4, 4),
 }
 
-#: Arguments of ``na2d``: kernels for large windows, and those for small ones with and without the copy engine's boxes.
+#: Arguments of ``na2d``: kernels for large windows, and kernels for small windows with and without TMA boxes.
 KERNELS: dict[str, dict[str, Any]] = {
     "hopper": {"backend": "hopper-fna", "kernel_size": (9, 21), **LARGE},
     "hopper, dilated": {"backend": "hopper-fna", "kernel_size": (5, 7), "dilation": (3, 2), **LARGE},
@@ -108,11 +108,11 @@ def test_padded_layouts_are_as_cropped_ones(kernels: str, head_dim: int) -> None
 @pytest.mark.parametrize("tile", [(2, 8), (8, 2), (1, 16), (16, 1), (4, 4)])
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2)])
 def test_short_layouts_are_as_cropped_ones(heads: tuple[int, int], tile: tuple[int, int]) -> None:
-    """Keys with both ends of a layout near are seen by more queries than any others."""
+    """Keys near both ends of a layout are seen by the most queries."""
     arguments = {**KERNELS["small"], "backward_kv_tile_shape": tile, "q_tile_shape": tile}
     extents = np.array([[14, 22], [22, 13], [13, 14], [20, 6], [30, 29]])
-    # One kernel computes all gradients of a layout that a thread block holds, without grouped heads. With the
-    # longest tile, kernels go through dimensions in another order in some of these layouts.
+    # A single kernel computes all gradients of a layout that fits in a thread block, unless heads are grouped. With the
+    # longest tile, kernels traverse the dimensions of some of these layouts in another order.
     has_other_kernels = heads == (1, 1) or tile == (1, 16)
     check_padded(arguments, extents, heads, 32, lambda name: name not in "qkv" or not has_other_kernels)
 

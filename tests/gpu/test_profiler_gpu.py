@@ -1,4 +1,4 @@
-"""The profiler on a GPU: the documented command lines with their backends, and what it makes of real launches."""
+"""Test the profiler on a GPU: documented command lines with their backends, and its analysis of real launches."""
 
 from __future__ import annotations
 

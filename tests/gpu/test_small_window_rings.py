@@ -142,8 +142,8 @@ def test_biases(name: str, kind: str, dtype: str, gain: float) -> None:
     (out, logsumexp), gradients = both_passes(case, tiles_of(case, dtype), arrays)
     of_out = of_gradients = 3 * BOUNDS[dtype]
     if gain > 100:
-        # All but a few queries see one key, and have no gradient; those of the few are what rounded outputs leave of
-        # differences: float64 with outputs rounded to bfloat16 is up to 3.9e-2 off.
+        # Most queries see one key and get zero gradients. The other gradients are small differences of rounded outputs:
+        # float64 with outputs rounded to bfloat16 is up to 3.9e-2 off.
         of_gradients = 7e-2
         of_out = of_out if kind == "table" else of_gradients
     mask, entries, of_all = case.mask(), case.entries(), np.zeros((1, *case.layout))
@@ -223,12 +223,12 @@ def test_what_hides_nothing_changes_nothing() -> None:
     jax.tree.map(np.testing.assert_array_equal, tuple(results), tuple(plain))
 
 
-# The kernels for small windows with a ring: what they compute where they are chosen, and what is promised of bits.
+# The small-window kernels with a ring: results where they are chosen, and bitwise guarantees.
 #
 # For random problems run ``python -m tests.fuzz --backend cutlass --direct --feature ring``.
 
 
-#: Each has borders on all sides, most ragged ones.
+#: Each problem has borders on all sides, most with partial tiles.
 PLAIN_PROBLEMS = {
     "13x13": Case((61, 75), (13, 13), heads=8, heads_kv=8, head_dim=64, batch=8),
     "13x13, narrow": Case((62, 77), (13, 13), heads=8, heads_kv=8, head_dim=32, batch=8),
@@ -265,13 +265,13 @@ def attend(name: str, operands: oracle.Tensors) -> tuple[jax.Array, jax.Array]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gain", [1.0, 40.0])  # the larger logits are computed once more, relative to the largest
+@pytest.mark.parametrize("gain", [1.0, 40.0])  # larger logits are recomputed relative to the largest
 @pytest.mark.parametrize("name", PLAIN_PROBLEMS)
 def test_rings_are_exact_to_rounding(name: str, gain: float, dtype: str) -> None:
     case = PLAIN_PROBLEMS[name]
     operands = plain_arrays(name, dtype, gain)
     out, logsumexp = attend(name, operands)
-    # Results of one batch entry and two heads are compared: no other one takes part in theirs.
+    # Compare one batch entry and two heads: no other entry or head affects them.
     entry, group = slice(5, 6), case.heads // case.heads_kv
     for head in (0, case.heads - 1):
         own, shared = slice(head, head + 1), slice(head // group, head // group + 1)
@@ -323,7 +323,7 @@ def cotangent_of(query: jax.Array) -> jax.Array:
     return jax.random.normal(jax.random.key(9), query.shape, jnp.float32).astype(query.dtype)
 
 
-#: Those that are estimated to take a ring backwards.
+#: Problems whose backward pass is estimated to use a ring.
 BACKWARD = [name for name in PLAIN_PROBLEMS if name != "causal clips"]
 
 
@@ -390,7 +390,7 @@ def test_a_number_that_is_not_finite_stays_in_its_entry_and_head() -> None:
 
 @pytest.mark.parametrize(("width", "tile"), [(32, (1, 4, 2)), (64, (1, 2, 4)), (64, (1, 4, 2))])
 def test_entries_that_are_alike_have_the_same_gradients(width: int, tile: tuple[int, ...]) -> None:
-    """Steps that all see the whole layout along the strip wait for their tiles alone, which come early then."""
+    """Steps that see the whole layout along the strip wait only for their tiles, which then arrive early."""
     window: dict[str, Any] = {"kernel_size": (4, 5, 8), "is_causal": (False, True, False)}
     keys = jax.random.split(jax.random.key(7), 4)
     arrays = [

@@ -1,6 +1,6 @@
-"""The kernels for small windows: what chooses them, extremes that make them compute anew, and what is promised of bits.
+"""The small-window kernels: selection, extreme inputs that trigger recomputation, and bitwise guarantees.
 
-Random problems with their tiles are part of ``test_operators.py`` and of ``python -m tests.fuzz --backend cutlass``.
+Random problems with their tiles are in ``test_operators.py`` and ``python -m tests.fuzz --backend cutlass``.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ WHOLE = {
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", WHOLE)
 def test_gradients_of_layouts_that_a_block_holds_whole(name: str, dtype: str) -> None:
-    """One launch for all gradients if there are many heads and batch entries."""
+    """A single launch computes all gradients if there are many heads and batch entries."""
     if (devices.default_device().compute_capability or (0, 0)) < (9, 0):
         pytest.skip("needs the engine that copies boxes")
     case = dataclasses.replace(WHOLE[name], batch=48, heads=3, heads_kv=3)

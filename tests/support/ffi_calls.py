@@ -45,7 +45,7 @@ class Target:
         tiles: Query and key/value tile shapes of the call.
         scratch: Target-specific results without meaningful content: shapes and element types.
         replaces: Operand whose memory each result reuses, by result. A target with replacements continues another
-        target's call, and has an attribute ``queries`` for the extents of the query box.
+            target's call, and has an attribute ``queries`` for the extents of the query box.
         variant: Suffix that distinguishes entries with the same name.
     """
 
