@@ -1,12 +1,12 @@
-"""The registry of backends, and one folder or file for each family of them.
+"""The registry of backends, and one folder or file per backend family.
 
-- ``base``: what a backend states, and the functions that run a plan; ``ffi`` for those with native kernels.
-- ``hopper``, ``cutlass``, ``cpu``, ``flex``: a family each; ``pallas``: the families ``tpu`` and ``blackwell``.
-- ``select``: which backend runs a pass, with which tiles: the only place where that is decided. Also which performance
-  arguments a backend ignores.
+- ``base``: base classes of backends, with their capabilities; ``ffi``: base class of backends with native kernels.
+- ``hopper``, ``cutlass``, ``cpu``, ``flex``: one family each; ``pallas``: the families ``tpu`` and ``blackwell``.
+- ``select``: selects the backend and the tiles of a pass, and reports performance arguments that a backend ignores. No
+  other module makes this decision.
 
-Whoever asks for a family by its facts finds it here, and needs no word of its own for it. Imports
-:mod:`natten_jax.native`, :mod:`natten_jax.cost_model` and what lies below.
+Code outside this package looks up backends by their capabilities, and does not name families. Imports
+:mod:`natten_jax.native`, :mod:`natten_jax.cost_model` and lower levels.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _registered: list[Backend] = [
 
 
 def registered() -> tuple[Backend, ...]:
-    """All backends in order of preference."""
+    """Return all backends in order of preference."""
     return tuple(_registered)
 
 
 def register(backend: Backend) -> None:
-    """Make a backend known to operators, configuration queries, profiler and doctor.
+    """Register a backend for the operators, configuration queries, profiler and doctor.
 
-    Without a name in the call it is chosen where none of those before it can run a problem: last, but for the pure JAX
-    one that runs everything.
+    The backend becomes the second-to-last in order of preference, before the pure JAX backend, which supports every
+    problem. A call that does not name a backend uses it only if no earlier backend can run the problem.
 
     Raises:
-        ValueError: There is one of its family already.
+        ValueError: A backend of the same family is already registered.
     """
     if backend.family in (each.family for each in _registered):
         raise ValueError(f"backend family {backend.family!r} is registered already")
@@ -57,18 +57,18 @@ def register(backend: Backend) -> None:
 
 
 def ids(operator: Operator | None = None) -> tuple[BackendId, ...]:
-    """Names of all backends of an operator, or of both."""
+    """Return the identifiers of all backends of an operator, or of both operators."""
     operators = OPERATORS if operator is None else (operator,)
     return tuple(BackendId(backend.family, each) for each in operators for backend in _registered)
 
 
 def names(operator: Operator | None = None) -> tuple[str, ...]:
-    """The same, as users write them: ``cpu-fna``, ``flex-fmha``, ..."""
+    """Return the names of all backends as in the ``backend`` argument: ``cpu-fna``, ``flex-fmha``, ..."""
     return tuple(map(str, ids(operator)))
 
 
 def find(name: str | BackendId, operator: Operator) -> Backend:
-    """The backend called ``name``.
+    """Return the backend of an operator by name.
 
     Raises:
         ValueError: No backend of this operator has that name.
@@ -81,18 +81,18 @@ def find(name: str | BackendId, operator: Operator) -> Backend:
 
 
 def of(id_: BackendId) -> Backend:
-    """The backend of a plan, or another one that is known to be registered."""
+    """Return a registered backend by its identifier, such as ``Plan.backend``."""
     (found,) = [backend for backend in _registered if backend.family == id_.family]
     return found
 
 
 def counterpart(name: str | None) -> str | None:
-    """The FMHA backend of the family that an FNA backend's name belongs to."""
+    """Return the name of the FMHA backend in the same family as an FNA backend; ``None`` stays ``None``."""
     return None if name is None else str(BackendId(find(name, "fna").family, "fmha"))
 
 
 def export_targets() -> tuple[str, ...]:
-    """Every custom call that some backend makes."""
+    """Return the targets of all custom calls that backends make."""
     by_pass = [targets for backend in _registered for targets in backend.capabilities.targets.values()]
     return tuple(dict.fromkeys(itertools.chain.from_iterable(by_pass)))
 
@@ -105,13 +105,13 @@ _OTHERS = {
     **dict.fromkeys(("xformers", "fav2", "fa2", "fa3", "flash", "flash-attention", "sdpa", "eager"), _OF_PYTORCH),
 }
 
-_LONGEST = 64  # of a name that is looked at
+_LONGEST = 64  # characters of a name that are compared
 
 _WHAT = {"fna": "neighborhood attention", "fmha": "attention"}
 
 
 def _unknown(name: Any, operator: Operator) -> str:
-    """The message for a name that no backend of the operator has."""
+    """Return the error message for an unknown backend name."""
     families = [backend.family for backend in _registered]
     choices = f"hoose None or one of {', '.join(str(BackendId(family, operator)) for family in families)}"
     family, of = _parts(name) if isinstance(name, str) else ("", None)
@@ -126,7 +126,7 @@ def _unknown(name: Any, operator: Operator) -> str:
 
 
 def _parts(name: str) -> tuple[str, Operator | None]:
-    """Family and operator of a name in any case, with any separators."""
+    """Split a name into family and operator, ignoring case and kind of separators."""
     written = re.sub(r"[\s_]+", "-", name[:_LONGEST].strip().lower())
     for operator in OPERATORS:
         if written.endswith(f"-{operator}"):

@@ -1,4 +1,4 @@
-"""What a backend is: the facts by which it is chosen, and the functions that run a plan."""
+"""Base classes of backends: capabilities, from which a backend is selected, and methods that run a plan."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Platform:
 
     Attributes:
         name: ``"cpu"`` or ``"cuda"``.
-        compute_capability: The least compute capability of GPUs; ``None`` of other devices.
-        is_exact: Whether GPUs of other compute capabilities are no good.
-        others: Compute capabilities that are good nevertheless.
+        compute_capability: Minimum compute capability of GPUs; ``None`` for other devices.
+        is_exact: True if only this compute capability, and no higher one, is supported.
+        others: Further supported compute capabilities.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Platform:
         return f"NVIDIA GPUs of compute capability {good} {'only' if self.is_exact else 'or higher'}"
 
     def has(self, device: Device) -> bool:
-        """Whether a device is one of them."""
+        """Return True if the platform includes a device."""
         if device.platform != self.name:
             return False
         least, found = self.compute_capability, device.compute_capability
@@ -59,16 +59,16 @@ class Platform:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Capabilities:
-    """Facts of a backend.
+    """Capabilities of a backend.
 
     Attributes:
         dtypes: Element types of its kernels.
-        largest_tiles: Returns the most tokens of query and key/value tiles.
+        largest_tiles: Function that returns the maximum numbers of tokens of query and key/value tiles.
         platform: The devices that it supports; ``None`` for any device.
         query_family: The family in the names of its configuration queries, ``get_configs_for_<query_family>_fna``, if
             that differs.
-        is_by_name_only: True if only calls that name it run it, unless the environment selects it by default
-            (:mod:`natten_jax.backends.select`).
+        is_by_name_only: True if the backend runs only in calls that name it, unless the environment selects it by
+            default (:mod:`natten_jax.backends.select`).
         is_by_name_only_for_float8: ``is_by_name_only`` for 8-bit arrays.
         float8_dtypes: Further 8-bit element types of its forward kernels.
         converts_float8_to: The element type among ``dtypes`` for 8-bit arrays, which are converted exactly.
@@ -78,25 +78,26 @@ class Capabilities:
         head_widths: The head dimensions of its kernels if there are few, the same for queries and values.
         targets: Custom calls to this package's native library, by pass.
         schedules: Kernel schedules by pass, the default first.
-        heeds: Performance arguments that it uses, or whose promise it keeps, except for tiles and ``kernel_schedule``.
+        heeds: Performance arguments that the backend uses, or whose guarantee it always satisfies; without tiles and
+            ``kernel_schedule``.
         carries_plan: True if one operation carries the plan of the pass (:func:`natten_jax.plan.plan.carrying_plan`),
             as a custom call does. Otherwise all operations carry it.
         edges: Supported values of the window option ``edges``.
         wraps_by_strips: True if some of its kernels do not support windows that wrap (:attr:`Form.wraps`): wrapped keys
             are then separate calls.
-        takes: Supported features. Without ``"relative_bias"``, ``"key_bias"`` or ``"own_extents"`` (layouts with
-            padding), it rejects problems that have them. Without the others, it gets arrays in another form:
-            ``"own_layouts"``, a layout for each batch entry (:meth:`Backend.takes_layouts_of`); ``"additional_kv"``,
-            additional tokens in the same kernels; ``"shared_key_bias"``, key biases that all heads share, without a
-            copy for each head; ``"sinks"``, sinks in the softmax, with gradients, and the rule of
+        takes: Supported features. A backend without ``"relative_bias"``, ``"key_bias"`` or ``"own_extents"`` (layouts
+            with padding) rejects problems with that feature. For the other features, the caller converts the arrays if
+            the backend lacks support: ``"own_layouts"``, a layout per batch entry (:meth:`Backend.takes_layouts_of`);
+            ``"additional_kv"``, additional tokens in the same kernels; ``"shared_key_bias"``, key biases that all heads
+            share, without a copy per head; ``"sinks"``, sinks in the softmax, with gradients, and the rule of
             :mod:`natten_jax.arrays.biases` for float32 biases and sinks.
-        excludes: Pairs of attributes of :class:`Problem` that kernels do not combine, and the reasons.
-        needs_columns: Returns True if none of its kernels adds the key biases of a problem, so that these are columns
-            of wider heads.
-        is_plain_jax: True for operations of XLA only: XLA splits them over devices, JAX differentiates them in both
-            modes and to any order, and a plan has tiles of both passes.
-        is_slow_fallback: True if it is slow: it runs by default only if no kernels can, and a warning is given if this
-            build lacks them.
+        excludes: Pairs of attributes of :class:`Problem` that kernels cannot combine, and the reasons.
+        needs_columns: Function that returns True if no kernel adds the key biases of a problem; the biases are then
+            additional columns of wider heads.
+        is_plain_jax: True if the backend consists of XLA operations: XLA splits them over devices, JAX differentiates
+            them in both modes and to any order, and a plan has tiles of both passes.
+        is_slow_fallback: True if the backend is slow: it runs by default only if no kernels can run, with a warning if
+            this build lacks kernels.
         residual_width: Width of ``Differentiable.residuals``. If it is positive, the backend has an analytic derivative
             (``tangents`` and ``gradients``, as :class:`natten_jax.backends.flex.backend.FlexBackend`).
     """
@@ -131,10 +132,10 @@ class Form(NamedTuple):
     """Features of the kernels of a plan.
 
     Attributes:
-        wraps: Windows that wrap, if arrays have all tokens of these dimensions.
-        continues: Forward passes that continue others (:class:`Earlier`); passes are merged otherwise.
-        unused: Performance arguments among ``Capabilities.heeds`` without effect on the plan, and the reasons:
-            clauses that follow the backend's name.
+        wraps: True if kernels support windows that wrap, when arrays have all tokens of the wrapped dimensions.
+        continues: True if a forward pass can continue earlier passes (:class:`Earlier`); otherwise passes are merged.
+        unused: Performance arguments in ``Capabilities.heeds`` that do not affect this plan, and the reasons: clauses
+            that follow the backend's name.
     """
 
     wraps: bool
@@ -143,11 +144,11 @@ class Form(NamedTuple):
 
 
 class Earlier(NamedTuple):
-    """Forward passes that a pass on other keys continues.
+    """Earlier forward passes, which a pass over further keys continues.
 
     Attributes:
-        saved: The saved results of these passes, for all queries.
-        seeing: The queries that see the other keys.
+        saved: Saved results of the earlier passes, for all queries.
+        seeing: Box of the queries that see the further keys.
     """
 
     saved: Saved
@@ -182,10 +183,10 @@ def with_wide_heads(has: Capabilities, problem: Problem) -> Problem:
 
 
 class Backend(abc.ABC):
-    """A family of kernels, addressed as ``<family>-fna`` and ``<family>-fmha``.
+    """A family of kernels, named ``<family>-fna`` and ``<family>-fmha``.
 
-    A subclass states its capabilities and implements the abstract methods. :func:`natten_jax.backends.register` adds it
-    to operators, configuration queries, profiler and doctor.
+    A subclass defines ``capabilities`` and implements the abstract methods. :func:`natten_jax.backends.register` adds
+    it to the operators, configuration queries, profiler and doctor.
     """
 
     family: ClassVar[str]
@@ -218,15 +219,15 @@ class Backend(abc.ABC):
             if axis.edges == "wrap" and tokens % stride:
                 return f"its windows wrap where stride divides the tokens of a dilation group, not {stride} {tokens}"
         if has.targets and native.load_error is not None:
-            return native.load_error  # the library has the limits of the kernels
+            return native.load_error  # the limits of the kernels are in the library
         if not device.is_present:
             return None
         return next(filter(None, map(native.missing, has.targets.get(pass_, ()))), None)
 
     def takes_layouts_of(self, problem: Problem) -> bool:
-        """Return True if a call supports a layout for each batch entry; otherwise each entry is a call.
+        """Return True if one call supports a layout per batch entry; otherwise each batch entry is a separate call.
 
-        Wrapped keys that are separate calls have one origin.
+        If wrapped keys are separate calls, the result is False: such a call has one origin for all batch entries.
         """
         has, with_layouts = self.capabilities, dataclasses.replace(problem, own_extents=True)
         if "own_layouts" not in has.takes or (has.wraps_by_strips and "wrap" in problem.edges):
@@ -234,18 +235,18 @@ class Backend(abc.ABC):
         return not any(all(operator.attrgetter(*pair)(with_layouts)) for pair in has.excludes)
 
     def widened(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair | None = None) -> Problem:
-        """Return the problem of the kernels: heads are padded with zeros to widths that kernels have, which is exact.
+        """Return the problem that the kernels compute: heads are padded with zeros to a supported width.
 
-        Zeros of queries and keys add nothing to logits, whose scale stays the same, and zeros of values are columns of
-        the output that are cut off. Biases of keys may be additional columns (:mod:`natten_jax.arrays.biases`).
-        Elements of unsupported types are converted to a wider type: float32 if keys and values are multiplied by
-        factors.
+        Padding does not change results: zeros of queries and keys do not change logits, whose scale stays the same, and
+        the output columns of padded values are dropped. Key biases may be additional columns
+        (:mod:`natten_jax.arrays.biases`). Unsupported 8-bit elements are converted to a wider type, which is float32 if
+        keys and values have scale factors per block.
 
         Args:
             problem: The problem of the call.
             device: The device.
             pass_: The pass.
-            pair: Tiles of the request.
+            pair: Query and key/value tile of the request; ``None`` for the recommended tiles.
         """
         has = self.capabilities
         if problem.dtype not in has.dtypes and has.converts_float8_to is not None:
@@ -256,7 +257,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
-        """Query and key/value tile shapes of a pass, the recommended pair first."""
+        """Return query and key/value tile shapes of a pass, the recommended pair first."""
 
     def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
         """Return True if the kernels support a pair of tiles."""
@@ -267,11 +268,11 @@ class Backend(abc.ABC):
         )
 
     def kernels(self, problem: Problem, pass_: Pass, pair: TilePair) -> str | None:
-        """Return which of its kernels a pair of tiles selects, for ``Plan.kernels``; ``None`` if it has one kind."""
+        """Return the kind of kernels that a pair of tiles selects, for ``Plan.kernels``; ``None`` for the default."""
         return None
 
     def predicted_seconds(self, problem: Problem, device: Device, pass_: Pass) -> float | None:
-        """How long the pass takes with the recommended tiles, by the cost model; ``None`` where there is none."""
+        """Return the predicted time of a pass with the recommended tiles; ``None`` without a cost model."""
         return None
 
     def form(self, plan: Plan) -> Form:
@@ -284,22 +285,22 @@ class Backend(abc.ABC):
 
         Args:
             plan: The plan of the pass.
-            operands: The operands of all queries. If other passes are continued: with origins, and with keys that only
-                queries of the box see.
-            saves: Compute the remainder, which a backward pass reads. Without it, the remainder is undefined.
-            earlier: Forward passes on other keys, whose results are merged with this pass; only if the form of the plan
-                ``continues``.
+            operands: The operands of all queries. With ``earlier``, they have origins, and keys that only queries of
+                ``earlier.seeing`` see.
+            saves: Compute the remainder, which a backward pass reads. Otherwise the remainder is undefined.
+            earlier: Earlier forward passes, whose results are merged with this pass. Only for plans with
+                ``Form.continues``.
         """
 
     @abc.abstractmethod
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
-        """Compute the gradients of the inputs, given the cotangents, of which that of the logsumexp may be ``None``."""
+        """Compute the gradients of the inputs; the cotangent of the logsumexp may be ``None``."""
 
 
 class PureJaxBackend(Backend):
-    """A backend in plain JAX, which JAX differentiates: ``attend`` is the only method to write.
+    """A backend in plain JAX, which JAX differentiates: a subclass only has to implement ``attend``.
 
-    A backend with an analytic derivative overrides ``forward_differentiable`` and ``backward``, and has
+    A backend with an analytic derivative also overrides ``forward_differentiable`` and ``backward``, and has a positive
     ``residual_width``.
     """
 
@@ -308,12 +309,12 @@ class PureJaxBackend(Backend):
         """Compute output and logsumexp."""
 
     def forward_differentiable(self, plan: Plan, operands: Operands) -> Differentiable:
-        """Compute output, logsumexp, and the residuals of their derivative."""
+        """Compute output, logsumexp, and residuals for the derivative."""
         output = self.attend(plan, operands)
         return Differentiable(output.out.astype(plan.problem.element.accumulator), output.logsumexp)
 
     def forward(self, plan: Plan, operands: Operands, *, saves: bool = False, earlier: Earlier | None = None) -> Saved:
-        """Compute output and logsumexp; a backward pass reads neither."""
+        """Compute output and logsumexp; :meth:`backward` does not read them."""
         output = self.attend(plan, operands)
         return Saved(*output, jnp.zeros_like(output.logsumexp) if saves else None)
 

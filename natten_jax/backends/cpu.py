@@ -1,4 +1,4 @@
-"""The ``cpu`` backend: C++ kernels on XLA's host threads, vectorised for the processor at hand."""
+"""The ``cpu`` backend: C++ kernels on XLA's host threads, vectorised for the instruction set of the processor."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _MOST_TABLE_ENTRIES = native.limits("cpu").get("table_entries", 0)
 
 
 class CpuBackend(NativeBackend):
-    """Attention on the host, forward and backward, for every window."""
+    """Attention on the CPU; supports every window, in both passes."""
 
     family = "cpu"
     capabilities = Capabilities(
         platform=Platform("cpu"),
         dtypes=("float32", "float16", "bfloat16"),
         largest_tiles=lambda *_: (_LARGEST_TILE, _LARGEST_TILE),
-        converts_float8_to="float32",  # whose output is rounded once
+        converts_float8_to="float32",  # the output is then rounded only once
         edges=EDGES,
         targets={"forward": (_FORWARD,), "backward": (_BACKWARD,)},
-        heeds=("backward_deterministic",),  # in every run
+        heeds=("backward_deterministic",),  # every run is deterministic
         takes=(*ffi.NATIVE_FEATURES, "relative_bias"),
     )
 
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
-        """Why this backend cannot run a pass of the problem on the device; ``None`` where it can."""
+        """Return why this backend cannot run a pass of a problem on a device; ``None`` if it can."""
         reason = super().rejection(problem, device, pass_)
         entries = problem.heads // problem.heads_kv * math.prod(problem.bias_shape)
         if reason is None and problem.relative_bias and entries > _MOST_TABLE_ENTRIES:
@@ -53,7 +53,7 @@ class CpuBackend(NativeBackend):
         return reason
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
-        """Tile shapes worth trying, the default first."""
+        """Return tile shapes that are worth trying, the default pair first."""
         default = _default_pair(problem, pass_)
         q_tiles, kv_tiles = _CANDIDATES[problem.rank]
         return list(dict.fromkeys([default, *itertools.product(q_tiles, kv_tiles)]))
@@ -78,7 +78,7 @@ class CpuBackend(NativeBackend):
 
 
 def _more_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
-    """Operands after :func:`natten_jax.backends.ffi.kernel_operands`: layouts and biases."""
+    """Return the operands that follow :func:`natten_jax.backends.ffi.kernel_operands`: layouts and biases."""
     table = None if operands.inputs.relative_bias is None else table_of_each_entry(operands.inputs)
     return [ffi.layouts_operand(operands), ffi.or_nothing(table), ffi.key_bias_operand(problem, operands)]
 
@@ -90,20 +90,20 @@ _CANDIDATES: dict[int, tuple[list[Shape], list[Shape]]] = {
     3: ([(1, 4, 4), (2, 4, 8), (2, 8, 8), (4, 8, 8)], [(2, 8, 8), (4, 8, 8), (4, 12, 12), (2, 16, 16)]),
 }
 
-#: Default tiles before they are fitted to a problem. A work item owns one of them, its outer tile, and the inner tiles
-#: that it goes over should hold what 16 neighboring tokens see, about 256 to 512 tokens, so that they stay in the
-#: first-level cache. Larger outer tiles convert 16-bit tokens less often but leave fewer items to spread over threads.
-#: On two cores of an AVX-512 server all shapes between half and twice these were within 10% of each other.
+#: Default tiles before they are fitted to a problem. A work item owns one outer tile and loops over inner tiles. The
+#: keys that 16 neighboring tokens see, about 256 to 512 tokens, should fit into an inner tile, which should stay in the
+#: L1 cache. Larger outer tiles convert 16-bit tokens less often but leave fewer work items for the threads. On two
+#: cores of an AVX-512 server, all shapes between half and twice these sizes were within 10% of each other.
 _FORWARD_Q_TILE: dict[int, Shape] = {1: (128,), 2: (8, 8), 3: (2, 8, 8)}
 _BACKWARD_TILE: dict[int, Shape] = {1: (256,), 2: (16, 16), 3: (4, 8, 8)}
 _INNER_TOKENS = 512
-_SMALLEST_TILE = 16  # tokens: the lanes of the kernels' vectors
+_SMALLEST_TILE = 16  # tokens; equals the vector lanes of the kernels
 _ENOUGH_ITEMS = 128
 
 
 def _default_pair(problem: Problem, pass_: Pass) -> TilePair:
     if pass_ == "backward":
-        # Either tile is the outer one in one sweep of the kernel, and the inner one in the other.
+        # The kernel makes two sweeps: outer tiles are query tiles in one sweep, and key/value tiles in the other.
         tile = _BACKWARD_TILE[problem.rank]
         return _outer_tile(problem, problem.query_layout, tile), _outer_tile(problem, problem.kv_layout, tile)
     q_tile = _outer_tile(problem, problem.query_layout, _FORWARD_Q_TILE[problem.rank])
@@ -111,9 +111,9 @@ def _default_pair(problem: Problem, pass_: Pass) -> TilePair:
 
 
 def _outer_tile(problem: Problem, layout: Shape, tile: Shape) -> Shape:
-    """``tile`` made of whole stride groups, and smaller where there would be too few work items.
+    """Round a tile up to whole stride groups, and halve it until there are enough work items.
 
-    It does not depend on the number of threads, because results must not.
+    The tile does not depend on the number of threads, because results must not depend on it.
     """
     axes = problem.axes
     extents = [t if axis.stride > t else -(-t // axis.stride) * axis.stride for t, axis in zip(tile, axes, strict=True)]
@@ -128,7 +128,7 @@ def _outer_tile(problem: Problem, layout: Shape, tile: Shape) -> Shape:
 
 
 def _inner_tile(problem: Problem, q_tile: Shape) -> Shape:
-    """The keys that a tile of queries sees, cut evenly into parts of at most _INNER_TOKENS."""
+    """Split the keys that a query tile sees evenly into tiles of at most ``_INNER_TOKENS`` tokens."""
     extents = [
         min(axis.kernel_size + t + axis.stride - 2, -(-axis.kv_extent // axis.dilation))
         for axis, t in zip(problem.axes, q_tile, strict=True)

@@ -33,10 +33,10 @@ _SMALL_WINDOWS = "small windows"
 _SMALL_FORWARD = "natten_jax_sm80_small_forward"
 _SMALL_BACKWARD = "natten_jax_sm80_small_backward"
 
-#: Tensor maps of a batch entry for a kernel: of two arrays, and of what is known of queries.
+#: Tensor maps per batch entry and kernel: two arrays, and the statistics of queries.
 _ENTRY_MAPS = 3
 
-#: The performance arguments of the backend that the form has no use for, and what it does.
+#: Performance arguments that the backward kernels for small windows ignore, and the reasons.
 _UNUSED_BY_SMALL_WINDOWS = {
     "backward_kv_splits": "does not split keys and values with the tiles for small windows",
     "backward_use_xla_reduction": "computes row sums on the way with the tiles for small windows",
@@ -44,11 +44,11 @@ _UNUSED_BY_SMALL_WINDOWS = {
 }
 
 
-#: What numbers of an array in memory are a multiple of, so that kernels load several at a time.
+#: Array sizes are padded to a multiple of this number of elements, for vectorised loads.
 _STEP = 4
 
-#: Parts of the queries whose gradients of sinks are added up where kernels of their own do so, over all batch entries
-#: that have sinks of their own.
+#: Maximum number of partial sums of the sinks' gradient if a separate kernel computes it; over all batch entries with
+#: separate sinks.
 _MOST_SINKS_PARTS = 256
 
 
@@ -71,12 +71,12 @@ def _call_small_forward(plan: Plan, operands: Operands, types: list[ResultType])
 
 
 def _sinks_parts(plan: Plan, operands: Operands) -> ResultType:
-    """Scratch memory for the gradient of sinks: what tiles of queries, or else parts of all of them, add to it."""
+    """Return the type of scratch memory for the sinks' gradient: partial sums of query tiles or of parts of queries."""
     sinks, problem = operands.inputs.sinks, plan.problem
     if sinks is None:
         return _float32(0)
     _, *extents, heads, _ = operands.inputs.query.shape
-    # Kernels share tiles out to regions of several, the last of which need not be full.
+    # Kernels group tiles into regions, and the last region may be incomplete.
     tiles = math.prod(
         axis.dilation * (2 * -(-extent // (axis.dilation * rows)) - 1)
         for axis, extent, rows in zip(problem.axes, extents, plan.tiles[1], strict=True)
@@ -87,13 +87,14 @@ def _sinks_parts(plan: Plan, operands: Operands) -> ResultType:
 
 
 def _table_products(problem: Problem, operands: Operands, rows: Shape, columns: Shape) -> ResultType:
-    """Scratch memory for a relative bias as kernels read it, one for all batch entries where these have neither tables
-    nor scales of their own; nothing where there is none.
+    """Return the type of scratch memory for a relative bias in the format of the kernels; empty without a bias.
+
+    All batch entries share one table unless they have separate bias tables or scales.
 
     Args:
-        problem: What is computed.
-        operands: Its arrays.
-        rows: Extents of a tile, for which lines are filled up.
+        problem: The problem.
+        operands: The arrays of the call.
+        rows: Extents of a tile, to which lines of the table are padded.
         columns: Extents of a group.
     """
     inputs = operands.inputs
@@ -105,7 +106,7 @@ def _table_products(problem: Problem, operands: Operands, rows: Shape, columns: 
 
 
 def _table_sums(plan: Plan, operands: Operands) -> list[ResultType]:
-    """Scratch memory for the gradient of a relative bias: records of tiles, and their sums in parts."""
+    """Return the types of scratch memory for a relative bias's gradient: records of tiles, and their partial sums."""
     inputs, problem = operands.inputs, plan.problem
     if inputs.relative_bias is None:
         return [_float32(0)] * 2
@@ -117,7 +118,7 @@ def _table_sums(plan: Plan, operands: Operands) -> list[ResultType]:
 
 
 def _small_gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
-    """Call the kernels: the first, for query gradients, also computes statistics of queries that the second reads."""
+    """Call the kernels; the kernel for query gradients also computes query statistics, which the second one reads."""
     problem, inputs = plan.problem, operands.inputs
     of_queries = saved.logsumexp, saved.remainder, saved.out, cotangents.out, cotangents.logsumexp
     batch, *tokens, heads = saved.logsumexp.shape
@@ -154,15 +155,15 @@ _BACKWARD = "natten_jax_sm80_backward"
 _DELTA = "natten_jax_sm80_delta"
 _LIMITS = native.limits("sm80")
 
-#: Most bytes in which a backward pass sums up query gradients; one head's are the least.
+#: Maximum bytes of query gradient accumulators in a backward pass; the accumulators of one head are the minimum.
 _SCRATCH_BYTES = {
     MemoryUsagePreference.STRICT: 64 << 20,
     MemoryUsagePreference.DEFAULT: 1 << 30,
     MemoryUsagePreference.UNRESTRICTED: None,
 }
 
-#: Values of ``jax.default_matmul_precision`` under which XLA multiplies float32 matrices in TF32, too. Without one the
-#: kernels are accurate to float32.
+#: Values of ``jax.default_matmul_precision`` with which XLA also multiplies float32 matrices in TF32. If it is not set,
+#: the kernels are accurate to float32.
 _TF32_PRECISIONS = (
     "default",
     "fastest",
@@ -176,12 +177,12 @@ _TF32_PRECISIONS = (
 
 
 def _needs_columns(problem: Problem) -> bool:
-    """Return True if no kernel adds biases of keys: with a relative bias, and to logits of 32-bit elements."""
+    """Return True if no kernel adds key biases: with a relative bias, and for 32-bit elements."""
     return problem.relative_bias or problem.element.bytes != 2
 
 
 def _shared_memory(device: Device) -> int:
-    """Bytes that a block may have on a device, as far as kernels count on it."""
+    """Return the bytes of shared memory per block that kernels may use on a device."""
     capability = device.compute_capability
     if capability is None or capability[0] not in _LIMITS["wide_form_capabilities"]:
         return _LIMITS["least_shared_memory"]
@@ -189,7 +190,7 @@ def _shared_memory(device: Device) -> int:
 
 
 def _largest_tiles(problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
-    """Most queries and keys of a tile that the narrowest kernel for these heads takes on a device."""
+    """Return the maximum queries and keys of a tile of the narrowest kernels for these head dimensions on a device."""
     forms = [form for form in _LIMITS[pass_] if form["element_bytes"] == problem.element.bytes]
     forms = ffi.narrowest_forms(CutlassBackend, forms, problem)
     able = [form for form in forms if form["shared_memory"] <= _shared_memory(device)]
@@ -197,7 +198,7 @@ def _largest_tiles(problem: Problem, device: Device, pass_: Pass) -> tuple[int, 
 
 
 class CutlassBackend(NativeBackend):
-    """Attention on any NVIDIA GPU since Ampere."""
+    """Attention on NVIDIA GPUs since Ampere."""
 
     family = "cutlass"
     capabilities = Capabilities(
@@ -219,7 +220,7 @@ class CutlassBackend(NativeBackend):
     )
 
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
-        """Why the kernels cannot run a pass; this build may have no code for the GPU."""
+        """Return why the kernels cannot run a pass, for example because this build lacks code for the GPU."""
         reason = super().rejection(problem, device, pass_)
         if reason is None and problem.relative_bias:
             reason = self._table_rejection(problem, device, pass_)
@@ -228,7 +229,7 @@ class CutlassBackend(NativeBackend):
         return _missing_code(device.compute_capability)
 
     def _table_rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
-        """Why the kernels do not add a relative bias; ``None`` where they do."""
+        """Return why the kernels do not add a relative bias; ``None`` if they do."""
         if problem.element.bytes != 2:
             return f"its kernels add a relative_bias to logits of elements of 16 bits, not of {problem.dtype}"
         if "wrap" in problem.edges:
@@ -240,10 +241,10 @@ class CutlassBackend(NativeBackend):
         return None
 
     def widened(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair | None = None) -> Problem:
-        """Return the problem of the kernels.
+        """Return the problem that the kernels compute.
 
-        If kernels for small windows do not add biases of keys, columns for these may be faster than kernels for large
-        windows.
+        If the kernels for small windows do not add key biases, representing the biases as additional columns may still
+        be faster than the kernels for large windows, which add them.
         """
         found = super().widened(problem, device, pass_, pair)
         if not found.key_bias:
@@ -258,16 +259,16 @@ class CutlassBackend(NativeBackend):
         return found if is_own else wider
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
-        """Query and key/value tiles by estimated time, the fastest first."""
+        """Return query and key/value tiles by predicted time, the fastest first."""
         return [pair for pair, _ in _ranked_pairs(problem, device, pass_)]
 
     def predicted_seconds(self, problem: Problem, device: Device, pass_: Pass) -> float | None:
-        """Predicted seconds of a pass with the recommended tiles; ``None`` without a time model."""
+        """Return the predicted seconds of a pass with the recommended tiles; ``None`` without a time model."""
         ranked = _ranked_pairs(problem, device, pass_)
         return ranked[0][1] if ranked and problem.dtype != "float32" else None
 
     def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
-        """Whether there are kernels for a pair of tile shapes; those for small windows may lack the memory."""
+        """Return True if kernels support a pair of tile shapes; tiles for small windows must fit into shared memory."""
         if not super().offers(problem, device, pass_, pair):
             return False
         if self.kernels(problem, pass_, pair) is None:
@@ -281,7 +282,7 @@ class CutlassBackend(NativeBackend):
         return _SMALL_WINDOWS if small_windows.is_chosen(problem, pass_, pair) else None
 
     def form(self, plan: Plan) -> Form:
-        """Return features of the kernels of a plan. Kernels for small windows support windows that wrap."""
+        """Return features of the kernels of a plan. Only kernels for small windows support windows that wrap."""
         is_small = plan.kernels == _SMALL_WINDOWS
         if plan.pass_ == "backward" and is_small:
             return Form(wraps=True, unused=_UNUSED_BY_SMALL_WINDOWS)
@@ -309,15 +310,15 @@ class CutlassBackend(NativeBackend):
         out, logsumexp, remainder = saved
         if performance.backward_use_xla_reduction:
             delta_of_queries = delta(out, *cotangents)
-        else:  # by a kernel that reads each array once
+        else:  # a kernel that reads each array once
             arrays = out, *map(or_nothing, cotangents)
             (delta_of_queries,) = native.call(_DELTA, [_float32(*out.shape[:-1])], *arrays)
         behind = [ffi.key_bias_gradient_type(problem, operands)]
         if problem.dtype != "float32":
             behind.append(_float32(scratch_elements(problem, inputs.query, performance)))
         biases = ffi.layouts_operand(operands), ffi.key_bias_operand(problem, operands)
-        # Blocks that share the key/value tiles of a head: by default, one for each tile. A single block makes gradients
-        # reproducible. Memory does not depend on the number.
+        # Number of thread blocks that share the key/value tiles of a head; 0 means one block per tile. With a single
+        # block, gradients are reproducible. Memory does not depend on this number.
         splits = min(math.prod(performance.backward_kv_splits or (0,)), 2**31 - 1)
         options = {"is_accurate": int(plan.precision not in _TF32_PRECISIONS)}
         options["kv_splits"] = 1 if performance.backward_deterministic else splits
@@ -328,19 +329,20 @@ class CutlassBackend(NativeBackend):
 
 
 def scratch_elements(problem: Problem, query: jax.Array, performance: Performance) -> int:
-    """Sums of the query gradient, float32, that fit into the memory which a backward pass may take.
+    """Return the number of float32 accumulators of the query gradient that fit into the allowed scratch memory.
 
-    Where those of all heads do not, some batch entries, or else some heads of one entry, take turns; turns are alike.
+    If the accumulators of all heads do not fit, the kernels process the batch in rounds of equal size: several batch
+    entries per round or, if one entry does not fit, several heads of an entry.
 
     Args:
         problem: The problem.
-        query: ``[batch, *tokens, heads, head_dim]``, maybe a part of the problem's.
-        performance: The memory preference.
+        query: ``[batch, *tokens, heads, head_dim]``. May be a part of the problem's query.
+        performance: Performance arguments with the memory preference.
     """
     limit = _SCRATCH_BYTES[MemoryUsagePreference(performance.memory_usage_preference)]
     batch, heads = least_batch(query.shape[0]), query.shape[-2]
     heads_kv = heads * problem.heads_kv // problem.heads
-    of_head = 4 * math.prod(query.shape[1:]) // heads_kv  # a key/value head's, with all query heads that share it
+    of_head = 4 * math.prod(query.shape[1:]) // heads_kv  # bytes per key/value head, for all query heads that share it
 
     def at_once(count: int, each: int) -> int:
         turns = 1 if limit is None else math.ceil(count / max(limit // each, 1))
@@ -351,10 +353,10 @@ def scratch_elements(problem: Problem, query: jax.Array, performance: Performanc
 
 
 def _missing_code(capability: ComputeCapability) -> str | None:
-    """Why this build has no machine code for a compute capability; ``None`` where it has."""
+    """Return why this build lacks machine code for a compute capability; ``None`` if it contains the code."""
     architectures = native.build_info()["cuda_architectures"]
-    # The last digit of an architecture is the minor version. Code runs on later minor versions of its major one, and
-    # the newest architecture's can be compiled for later ones by the driver.
+    # The last digit of an architecture is the minor version. Code runs on GPUs with the same major version and an equal
+    # or later minor version. The driver can compile code of the newest architecture for later GPUs.
     built = sorted(divmod(int(name.rstrip("af")), 10) for name in architectures)
     if built[-1] <= capability or any(major == capability[0] and minor <= capability[1] for major, minor in built):
         return None
@@ -365,12 +367,12 @@ def _missing_code(capability: ComputeCapability) -> str | None:
 
 
 def _large_tile_sizes(problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[int, int], ...]:
-    """Queries and keys of the tiles that are ranked, of kernels for large windows."""
+    """Return sizes, in queries and keys, of the tiles to rank for the kernels for large windows."""
     most, keys = _largest_tiles(problem, device, pass_)  # rejects heads that are too wide, in both passes
     if pass_ == "backward":
         return (64, 128), (64, 64), (128, 128), (128, 64)
     rows = min(most, keys)
-    # Smaller query tiles leave rows of the kernel idle, and pay off for few queries or narrow windows only.
+    # Smaller query tiles leave rows of the kernel idle, and pay off only for few queries or narrow windows.
     sizes = (rows, 64), (rows, 128), (64, 64), (64, 128), (32, 128)
     return (*sizes, (most, 64)) if most > rows else sizes
 
@@ -381,7 +383,7 @@ def _is_for_small_windows(problem: Problem) -> bool:
 
 
 def _small_windows_take_biases(problem: Problem) -> bool:
-    """Whether the kernels for small windows know all that a problem has beside biases of keys, if it has these."""
+    """Return True if the kernels for small windows support key biases with the problem's other features, if any."""
     return not problem.key_bias or not (problem.own_layouts or "wrap" in problem.edges)
 
 
@@ -395,7 +397,8 @@ def _ranked_pairs(problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[
     if _is_for_small_windows(problem):
         return tuple(found)
     if problem.dtype == "float32":
-        # Times are of 16-bit elements. Kernels are compiled for rows of some number of bytes.
+        # The time model covers 16-bit elements. A kernel is compiled for rows of a number of bytes, so that a float32
+        # head corresponds to a 16-bit head of twice the width.
         head_dim, head_dim_v = (
             min(2 * each, _LIMITS["largest_head_dim"]) for each in (problem.head_dim, problem.head_dim_v)
         )

@@ -1,4 +1,7 @@
-"""Backends with native kernels, which take three token dimensions: operands, attributes and results of calls."""
+"""Base class of backends with native kernels: operands, attributes and results of their custom calls.
+
+Native kernels have three token dimensions. Missing leading dimensions have extent 1.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +25,26 @@ from natten_jax.native.module import KERNEL_RANK, ResultType, axis_rows, with_ke
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem, Shape
 
-#: Features of all families with native kernels.
+#: Features that all families with native kernels support.
 NATIVE_FEATURES = "own_layouts", "own_extents", "key_bias", "sinks", "additional_kv"
 
-#: Smaller factors of query gradients lose digits of these: float16 has no number below 2^-24.
+#: With smaller factors, query gradients would lose digits: the smallest positive float16 number is 2^-24.
 _SMALLEST_FACTOR = {"float16": 2.0**-10}
 _SMALLEST_FACTOR_OF_OTHERS = 2.0**-64
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadScales:
-    """Factors of the logits, one for each head of each batch entry.
+    """Scales of the logits, one per head of each batch entry.
 
-    Kernels multiply logits with one number, and query gradients with another: where the scale is zero, or so small that
-    a gradient would lose digits, the latter is larger. The scale's own gradient is found from what they return.
+    Kernels multiply logits by ``abs(scale)``, and query gradients by ``query_factor``. The latter is larger if the
+    scale is zero, or so small that the gradient would lose digits. The scale's gradient is computed from the kernels'
+    query gradient.
 
     Attributes:
-        scale: ``[batch, heads]``, float32. NaN where no kernel can use it, as numbers are refused.
-        query_factor: Likewise: of the query gradient.
+        scale: float32 ``[batch, heads]``. NaN for values that kernels cannot use, which raise an error if the scale is
+            a number.
+        query_factor: float32 ``[batch, heads]``. Factor of the query gradient in kernels.
     """
 
     scale: jax.Array
@@ -47,27 +52,27 @@ class HeadScales:
 
     @classmethod
     def of(cls, problem: Problem, scale: jax.Array) -> HeadScales:
-        """Those of an operand."""
+        """Compute the factors from the ``scale`` operand."""
         scale = jnp.where(jnp.abs(scale) <= LARGEST, scale, jnp.nan)
         smallest = _SMALLEST_FACTOR.get(problem.dtype, _SMALLEST_FACTOR_OF_OTHERS)
         return cls(scale, jnp.maximum(jnp.where(jnp.isnan(scale), smallest, jnp.abs(scale)), np.float32(smallest)))
 
     def signed(self, query: jax.Array) -> jax.Array:
-        """The query times the sign of the scale. Infinities and NaN stay, as in a product of logits."""
+        """Multiply the query by the sign of the scale. Infinities and NaN stay not finite, even for a zero scale."""
         return query * over_tokens(jnp.sign(self.scale), query).astype(query.dtype)
 
     def operand(self) -> jax.Array:
-        """What kernels read: ``[batch, heads, 2]``, positive and finite."""
-        # Where there is no number, the query is none; where it is zero, the query is.
+        """Return the operand of the kernels: ``[batch, heads, 2]``, positive and finite."""
+        # Kernels need a positive number. For a scale of NaN or 0, signed() has already made the query NaN or 0.
         is_used = jnp.abs(self.scale) > 0
         return jnp.stack([jnp.where(is_used, jnp.abs(self.scale), 1), self.query_factor], axis=-1)
 
     def of_gradients(self, gradients: Gradients, query: jax.Array) -> Gradients:
-        """The gradients of the query and of the scale.
+        """Compute the gradients of the query and the scale.
 
         Args:
-            gradients: As kernels have them, of the query they were given.
-            query: That of the call.
+            gradients: Gradients from the kernels, relative to the signed query.
+            query: The query of the call.
         """
         wide = gradients.query.astype(jnp.float32)
         of_products = products_of_heads(wide, query.astype(jnp.float32))
@@ -76,13 +81,13 @@ class HeadScales:
 
 
 def with_heads_of_queries(inputs: Inputs) -> Inputs:
-    """Keys and values of every query head: those that share some get copies."""
+    """Repeat keys and values so that each query head has its own copy."""
     groups = inputs.query.shape[-2] // inputs.key.shape[-2]
     return _of_key_values(lambda array: jnp.repeat(array, groups, axis=-2), inputs)
 
 
 def of_shared_heads(gradients: Gradients, inputs: Inputs) -> Gradients:
-    """The gradients of shared keys and values, from those of the copies that :func:`with_heads_of_queries` makes."""
+    """Sum gradients over the copies that :func:`with_heads_of_queries` makes of shared keys and values."""
     heads_kv = inputs.key.shape[-2]
 
     def summed(array: jax.Array) -> jax.Array:
@@ -94,26 +99,26 @@ def of_shared_heads(gradients: Gradients, inputs: Inputs) -> Gradients:
 
 
 def _of_key_values(change: Callable[[jax.Array], jax.Array], inputs: Inputs) -> Inputs:
-    """The inputs, those changed whose heads are those of keys and values."""
+    """Apply a function to all inputs that have key/value heads."""
     roles = jax.tree.unflatten(jax.tree.structure(inputs), roles_of(inputs))
     return jax.tree.map(lambda array, role: change(array) if role.is_key_value else array, inputs, roles)
 
 
-#: What kernels have for a scale of zero, whose queries are zero: so small that no sum of theirs overflows.
+#: Replaces a scale of zero in kernels; the query is zero instead. It is so small that no accumulator overflows.
 _SCALE_OF_NOTHING = 2.0**-64
 
 
 class NativeBackend(Backend):
-    """A backend whose forward pass is one custom call, whose first results are output, logsumexp and remainder."""
+    """A backend whose forward pass is one custom call. Its first results are output, logsumexp and remainder."""
 
     @abc.abstractmethod
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
-        """Call the kernel.
+        """Call the forward kernel.
 
         Args:
-            plan: What to run.
-            operands: Its arrays.
-            types: The types of its first results.
+            plan: Plan of the pass.
+            operands: Operands of the call.
+            types: Types of the first three results.
         """
 
     def forward(self, plan: Plan, operands: Operands, *, saves: bool = False, earlier: Earlier | None = None) -> Saved:
@@ -131,13 +136,13 @@ class NativeBackend(Backend):
 
     @abc.abstractmethod
     def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
-        """Call the kernels, whose query heads share keys and values only where they share a scale.
+        """Call the backward kernels. Query heads that share keys and values have the same scale.
 
         Args:
-            plan: What to run.
-            operands: Its arrays.
-            saved: What the forward pass saved.
-            cotangents: The cotangents of output and logsumexp.
+            plan: Plan of the pass.
+            operands: Operands of the call.
+            saved: Saved results of the forward pass.
+            cotangents: Cotangents of output and logsumexp.
         """
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
@@ -145,14 +150,14 @@ class NativeBackend(Backend):
         problem, inputs = plan.problem, operands.inputs
         if inputs.scale is None or problem.heads == problem.heads_kv:
             return self.call_backward(plan, operands, saved, cotangents)
-        # Kernels sum the gradients of a key up over the queries, and scale the sum.
+        # Kernels sum the gradients of a key over all query heads and then scale the sum, which requires a common scale.
         plan = dataclasses.replace(plan, problem=dataclasses.replace(problem, heads_kv=problem.heads))
         repeated = operands._replace(inputs=with_heads_of_queries(inputs))
         return of_shared_heads(self.call_backward(plan, repeated, saved, cotangents), inputs)
 
 
 def narrowest_forms(backend: type[Backend], forms: Sequence[Any], problem: Problem) -> list[Mapping[str, Any]]:
-    """Return the forms of kernels whose heads are the narrowest that fit a problem.
+    """Return the forms of the kernels with the narrowest heads that fit a problem.
 
     Raises:
         ValueError: Kernels do not support its heads.
@@ -165,26 +170,26 @@ def narrowest_forms(backend: type[Backend], forms: Sequence[Any], problem: Probl
 
 
 def with_kernel_rank(array: jax.Array, rank: int) -> jax.Array:
-    """``array`` with three token dimensions after the batch: leading ones have extent 1."""
+    """Reshape an array to three token dimensions after the batch; leading ones get extent 1."""
     return array.reshape(array.shape[0], *(1,) * (KERNEL_RANK - rank), *array.shape[1:])
 
 
 def with_kernel_ranks(problem: Problem, saved: Saved, cotangents: Cotangents) -> tuple[Saved, Cotangents]:
-    """The arrays of a backward pass, each with three token dimensions."""
+    """Reshape the arrays of a backward pass to three token dimensions."""
     return jax.tree.map(functools.partial(with_kernel_rank, rank=problem.rank), (saved, cotangents))
 
 
 def _times_sign_of_scale(problem: Problem, array: jax.Array) -> jax.Array:
-    """A query, or its gradient, times the sign of the scale in float32: kernels take positive scales.
+    """Multiply a query, or its gradient, by the sign of the float32 scale, because kernels require positive scales.
 
-    A factor of zero keeps what is not finite, as a product of logits would.
+    It is a product also for a scale of zero, so that infinities and NaN give NaN, as they would in the logits.
     """
     factor = int(np.sign(np.float32(problem.scale)))
     return array if factor == 1 else array * jnp.asarray(factor, array.dtype)
 
 
 def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
-    """The operands that every target starts with; arrays of nothing for those that the call lacks."""
+    """Return the first operands of every target; operands that the call lacks are empty arrays."""
     inputs = operands.inputs
     query, key, value = [with_kernel_rank(array, problem.rank) for array in (inputs.query, inputs.key, inputs.value)]
     if inputs.scale is None:
@@ -201,7 +206,11 @@ def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
 
 
 def forward_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
-    """Those of forward passes, where the sink of a head stands beside its scale; ``-inf`` where there is none."""
+    """Return the first operands of forward targets.
+
+    The last operand has the scale and the sink of each head, ``[batch, heads, 2]``; a missing sink is ``-inf``. Without
+    array scales and sinks, it is empty.
+    """
     *others, scales = kernel_operands(problem, operands)
     inputs = operands.inputs
     if inputs.scale is None and inputs.sinks is None:
@@ -213,17 +222,17 @@ def forward_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
 
 
 def or_nothing(array: jax.Array | None, shape: Shape = (0,), dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-    """An optional operand; an empty array if the call lacks it, because filling one would launch another kernel."""
+    """Return an optional operand, or an empty array if the call lacks it: filling an array would launch a kernel."""
     return jnp.zeros(shape, dtype) if array is None else array
 
 
 def layouts_operand(operands: Operands) -> jax.Array:
-    """Layouts of batch entries, for kernels that support a layout for each."""
+    """Return the layouts of batch entries, for kernels that support a layout per entry."""
     return or_nothing(operands.layouts, (0, KERNEL_RANK, KERNEL_RANK), jnp.int32)
 
 
 def key_bias_operand(problem: Problem, operands: Operands) -> jax.Array:
-    """Biases of keys for GPU kernels: ``[batch, *keys, heads]``, with one head if all share them."""
+    """Return the key biases of a call, ``[batch, *keys, heads]``, with a single head if all heads share them."""
     of_heads, shared = operands.inputs.key_bias, operands.inputs.shared_key_bias
     if of_heads is not None:
         return with_kernel_rank(of_heads[..., 0], problem.rank)
@@ -231,14 +240,14 @@ def key_bias_operand(problem: Problem, operands: Operands) -> jax.Array:
 
 
 def key_bias_gradient_type(problem: Problem, operands: Operands) -> ResultType:
-    """The result that is the gradient of such biases, of each head whatever these are."""
+    """Return the type of the key biases' gradient, which has all query heads even if they share the biases."""
     biases = key_bias_operand(problem, operands)
     heads = operands.inputs.query.shape[-2]
     return ResultType((*biases.shape[:-1], heads) if biases.ndim > 1 else (0,), jnp.float32)
 
 
 def with_key_bias_gradient(gradients: Gradients, inputs: Inputs, of_keys: jax.Array) -> Gradients:
-    """The gradients with those of biases of keys, given that result."""
+    """Add the gradient of key biases, given the result of type :func:`key_bias_gradient_type`."""
     of_heads, shared = inputs.key_bias, inputs.shared_key_bias
     return gradients._replace(
         key_bias=None if of_heads is None else of_keys.reshape(of_heads.shape),
@@ -253,12 +262,12 @@ def with_sinks_gradient(gradients: Gradients, inputs: Inputs, logsumexp: jax.Arr
 
 
 def entry_maps(operands: Operands, of_entry: int) -> ResultType:
-    """Scratch memory for the tensor maps of batch entries with layouts of their own, so many each."""
+    """Return the type of scratch memory for tensor maps, ``of_entry`` per batch entry with a separate layout."""
     batch = 0 if operands.layouts is None else operands.layouts.shape[0]
     return ResultType((batch * of_entry, _MAP_BYTES), jnp.uint8)
 
 
-#: Size of a tensor map.
+#: Bytes of a tensor map.
 _MAP_BYTES = 128
 
 
@@ -270,14 +279,14 @@ def call_for_gradients(
     further_results: Sequence[ResultType],
     **more: int,
 ) -> tuple[Gradients, Sequence[jax.Array]]:
-    """Call a backward target, whose first results are the gradients of query, key, value and additional tokens.
+    """Call a backward target. Its first results are the gradients of query, key, value and additional tokens.
 
     Args:
-        target: Its name.
-        plan: The plan of the backward pass.
-        operands: Its arrays.
-        per_query: The operands after :func:`kernel_operands`.
-        further_results: Types of the results after these, such as gradients of biases.
+        target: Name of the target.
+        plan: Plan of the backward pass.
+        operands: Operands of the call.
+        per_query: Operands after :func:`kernel_operands`.
+        further_results: Types of the results after the gradients above, such as gradients of biases.
         **more: Further attributes.
 
     Returns:
@@ -293,19 +302,19 @@ def call_for_gradients(
     if inputs.scale is None:
         gradients = gradients._replace(query=_times_sign_of_scale(problem, gradients.query))
     else:
-        # Gradients of padding are zero, but what it holds may be anything.
+        # Gradients of padding are zero, but the padding itself may hold any value, such as NaN.
         query = without_padding(operands.layouts, inputs).query
         gradients = HeadScales.of(problem, inputs.scale).of_gradients(gradients, query)
     return gradients, results[len(types) :]
 
 
 def scale_of_kernels(problem: Problem) -> float:
-    """Return the factor of products in kernels, for calls with one scale for all heads."""
+    """Return the scale that kernels get, for calls with one scale for all heads."""
     return abs(float(problem.scale)) if np.float32(problem.scale) else _SCALE_OF_NOTHING
 
 
 def attributes(plan: Plan) -> dict[str, Shape | float]:
-    """The attributes that every target takes. The scale is positive: its sign is a factor of the query."""
+    """Return the attributes of every target. The scale is positive: the query is multiplied by its sign."""
     problem = plan.problem
     q_tile, kv_tile = with_kernel_tiles(problem, plan.tiles)
     shapes = {"q_tile_shape": q_tile, "kv_tile_shape": kv_tile}

@@ -30,12 +30,14 @@ _Ranked = tuple[tuple[TilePair, float], ...]
 
 
 def ranked_around(problem: Problem, pass_: Pass, ranked: _Ranked) -> _Ranked:
-    """Pairs of tiles with their predicted seconds, the fastest first, where seams are counted in.
+    """Add the cost of seams to predicted times, and sort by the new times.
+
+    A seam is the point of a wrapped dimension where its last token is followed by its first.
 
     Args:
         problem: The problem of the pairs.
         pass_: The pass.
-        ranked: Pairs and seconds without the cost of seams.
+        ranked: Pairs of tiles with predicted seconds, without the cost of seams.
     """
     if "wrap" not in problem.edges:
         return ranked
@@ -44,10 +46,10 @@ def ranked_around(problem: Problem, pass_: Pass, ranked: _Ranked) -> _Ranked:
 
 
 def times_as_long(problem: Problem, pass_: Pass, pair: TilePair) -> float:
-    """How many times as long a pass takes as if seams cost nothing.
+    """Return the factor by which seams lengthen a pass.
 
     Args:
-        problem: Some of whose dimensions wrap.
+        problem: A problem with dimensions that wrap.
         pass_: The pass.
         pair: Query and key/value tile.
     """
@@ -65,7 +67,7 @@ _LIMITS = native.limits(_KERNELS)
 
 
 def _tile_tokens(problem: Problem, pass_: Pass) -> list[tuple[int, int]]:
-    """Queries and keys of the tiles that the narrowest kernels for these heads are compiled for."""
+    """Return the tile sizes, in queries and keys, of the narrowest kernels that support the head dimensions."""
     forms = _LIMITS["float8_forward" if problem.element.is_float8 else pass_]
     forms = ffi.narrowest_forms(HopperBackend, forms, problem)
     return [(form["q_tile_tokens"], form["kv_tile_tokens"]) for form in forms]
@@ -77,7 +79,7 @@ def _largest_tiles(problem: Problem, device: Device, pass_: Pass) -> tuple[int, 
 
 
 class HopperBackend(NativeBackend):
-    """Attention on Hopper GPUs."""
+    """Attention on Hopper GPUs (compute capability 9.0)."""
 
     family = "hopper"
     capabilities = Capabilities(
@@ -104,7 +106,7 @@ class HopperBackend(NativeBackend):
     )
 
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
-        """Why this backend cannot run a pass of the problem on the device; ``None`` where it can."""
+        """Return why this backend cannot run a pass of a problem on a device; ``None`` if it can."""
         reason = super().rejection(problem, device, pass_)
         if reason is not None or not problem.element.is_float8:
             return reason
@@ -114,11 +116,11 @@ class HopperBackend(NativeBackend):
         return None
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
-        """Query and key/value tiles by estimated time, the fastest first."""
+        """Return query and key/value tiles by predicted time, the fastest first."""
         return [pair for pair, _ in _ranked_pairs(problem, pass_)]
 
     def predicted_seconds(self, problem: Problem, device: Device, pass_: Pass) -> float | None:
-        """Predicted seconds of a pass with the recommended tiles; ``None`` where there are none, or no times."""
+        """Return the predicted seconds of a pass with the recommended tiles; ``None`` without predictions."""
         ranked = _ranked_pairs(problem, pass_)
         return ranked[0][1] if ranked else None
 
@@ -128,13 +130,13 @@ class HopperBackend(NativeBackend):
         unused = {}
         if is_forward and problem.key_bias and plan.kernel_schedule is KernelSchedule.COOPERATIVE:
             unused = {"kernel_schedule": "issues products in turns with a key_bias, as with kernel_schedule='pp'"}
-        # Backward tiles that take turns go around no seam.
+        # The deterministic backward kernel orders its tiles, and does not support seams.
         wraps = is_forward or not plan.performance.backward_deterministic
         is_plain = is_forward and not problem.element.is_float8 and not problem.key_bias
         return Form(wraps, is_plain and continues(_KERNELS, problem), unused)
 
     def forward(self, plan: Plan, operands: Operands, *, saves: bool = False, earlier: Earlier | None = None) -> Saved:
-        """Compute output and logsumexp; if other passes are continued, in place of their results."""
+        """Compute output and logsumexp; with ``earlier``, update the earlier results in place."""
         if earlier is None:
             return super().forward(plan, operands, saves=saves)
         problem, (saved, seeing) = plan.problem, earlier
@@ -156,20 +158,21 @@ class HopperBackend(NativeBackend):
         return native.call(_FORWARD, types, *arrays, **_forward_attributes(plan))
 
     def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
-        """Call the kernels: first the statistics kernel, unless XLA computes the statistics of queries."""
+        """Call the statistics kernel, unless XLA computes the statistics of queries, and then the gradient kernel."""
         problem, performance, inputs = plan.problem, plan.performance, operands.inputs
         (out, logsumexp, remainder), cotangents = ffi.with_kernel_ranks(problem, saved, cotangents)
         layouts, (batch, *tokens, heads, _) = ffi.layouts_operand(operands), inputs.query.shape
         if performance.backward_use_xla_reduction:
-            # The logsumexp in base 2 is rounded as in the kernels, whose remainders it has to go with.
+            # Round the base-2 logsumexp as the kernels do: their remainders are relative to the rounded number.
             per_query = logsumexp * np.float32(1 / math.log(2)), delta(out, *cotangents)
             statistics = jnp.stack([jnp.moveaxis(array, -1, 1) for array in per_query], axis=-1)
         else:
-            # With layouts, the kernel does not read queries that see no key, such as padding.
+            # With layouts, the kernel skips queries that see no key, such as padding.
             types = [ResultType((batch, heads, *out.shape[1:-2], 2), jnp.float32)]
             arrays = out, cotangents.out, logsumexp, ffi.or_nothing(cotangents.logsumexp), layouts
             (statistics,) = native.call(_STATISTICS, types, *arrays)
-        # Sums of the query gradient, a counter of tiles, and for each query tile a counter that orders additions.
+        # Accumulators of the query gradient, a tile counter, and, if deterministic, a counter per query tile that
+        # orders the additions.
         scratch = inputs.query.size + 1
         if performance.backward_deterministic:
             groups_and_tiles = zip(tokens, problem.dilation, plan.tiles[0], strict=True)
@@ -184,12 +187,12 @@ class HopperBackend(NativeBackend):
         return ffi.with_sinks_gradient(found, inputs, logsumexp, jnp.moveaxis(statistics[..., 1], 1, -1))
 
 
-#: Counts query tiles.
+#: Counter of query tiles.
 _SCRATCH = ResultType((1,), jnp.int32)
 
-#: Tensor maps of a batch entry: four arrays, of eight classes of dilation groups.
+#: Tensor maps per batch entry: four arrays, each with eight classes of dilation groups.
 _ENTRY_MAPS = 4 * 8
-#: Tensor maps of a batch entry in the backward pass: seven arrays.
+#: Tensor maps per batch entry in the backward pass: seven arrays.
 _BACKWARD_ENTRY_MAPS = 7 * 8
 
 

@@ -1,4 +1,7 @@
-"""Which backend runs a pass of a request on a device, and how: the only place where that is decided."""
+"""Selection of backend, tiles and schedule for a pass of a request on a device.
+
+No other module makes this decision.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +24,18 @@ from natten_jax.plan.devices import Device, lowering_targets
 from natten_jax.plan.plan import BackendId, Plan, Request, tile_arguments
 from natten_jax.problem import Problem
 
-#: The environment variable: families, as in ``"tpu"``, with commas between them.
+#: Environment variable with a comma-separated list of families, such as ``"tpu"``, to select by default.
 VARIABLE = "NATTEN_JAX_BY_DEFAULT"
 
 
 def asked_for(registered: Iterable[Backend]) -> frozenset[str]:
-    """The families by name that the environment wants by default.
+    """Return the by-name-only families that the environment variable selects by default.
 
     Args:
-        registered: Every backend.
+        registered: All backends.
 
     Raises:
-        ValueError: The variable names something else.
+        ValueError: The variable names a family that is unknown, or that is not by-name-only.
     """
     families = {family.strip() for family in os.environ.get(VARIABLE, "").split(",")} - {""}
     known = [backend.family for backend in registered if backend.capabilities.is_by_name_only]
@@ -45,28 +48,28 @@ def asked_for(registered: Iterable[Backend]) -> frozenset[str]:
 
 
 def _runs_only_by_name(backend: Backend, problem: Problem) -> bool:
-    """Return True if only calls that name a backend run it, unless the environment selects it by default."""
+    """Return True if a backend runs only in calls that name it, unless the environment selects it by default."""
     has = backend.capabilities
     return has.is_by_name_only or (has.is_by_name_only_for_float8 and problem.element.is_float8)
 
 
-#: Values of ``sys.platform`` where kernels can be compiled.
+#: Values of ``sys.platform`` on which kernels can be compiled.
 _BUILDABLE = ("linux", "darwin")
 
 _was_warned = False
 
 
 class MissingKernelsWarning(UserWarning):
-    """The slow portable backend runs because this build of natten_jax lacks kernels for the device at hand."""
+    """The slow portable backend runs because this build of natten_jax lacks kernels for the device."""
 
 
 def missing_kernels_of(backends: Iterable[Backend], problem: Problem, device: Device, pass_: Pass) -> str | None:
-    """Why this build has no kernels for a pass, and how to mend it; ``None`` where another build would not either.
+    """Return why this build lacks kernels for a pass, and how to fix it; ``None`` if no build has such kernels.
 
     Args:
-        backends: Every backend.
+        backends: All backends.
         problem: The problem.
-        device: Where it runs.
+        device: The device.
         pass_: The pass.
     """
     if not device.is_present or sys.platform not in _BUILDABLE:
@@ -77,7 +80,7 @@ def missing_kernels_of(backends: Iterable[Backend], problem: Problem, device: De
         reason = backend.rejection(problem, device, pass_)
         if reason is None:
             return None
-        # For a device that is not present, only what every build lacks is a reason.
+        # rejection() does not check this build for an absent device. If it returns None then, this build is the reason.
         elsewhere = dataclasses.replace(device, is_present=False)
         if reason == native.load_error or backend.rejection(problem, elsewhere, pass_) is None:
             return f"{reason}. {_remedy(device)}"
@@ -85,7 +88,7 @@ def missing_kernels_of(backends: Iterable[Backend], problem: Problem, device: De
 
 
 def warn_once(reason: str) -> None:
-    """Warn that the portable backend runs for this reason; only the first time in a process."""
+    """Warn that the portable backend runs, and why; only once per process."""
     global _was_warned
     if _was_warned:
         return
@@ -107,17 +110,18 @@ def _remedy(device: Device) -> str:
     return sentence[0].upper() + sentence[1:]
 
 
-#: What part of the preferred backend's predicted time another's has to be, for it to run: predictions are not exact.
+#: Another backend replaces the preferred one if its predicted time is at most this fraction of the preferred one's. The
+#: margin is there because predictions are not exact.
 _CLEARLY_FASTER = 0.9
 
 
 class _Decision(NamedTuple):
-    """What was decided for a pass.
+    """Decision for a pass.
 
     Attributes:
-        plan: How it runs; ``None`` where it cannot.
-        refusal: Why not.
-        lack: Which kernels this build lacks, so that a slow backend runs; ``None`` where it lacks none.
+        plan: Plan of the pass; ``None`` if the pass cannot run.
+        refusal: Reason why the pass cannot run; empty if it can.
+        lack: Kernels that this build lacks, so that a slow backend runs instead; ``None`` otherwise.
     """
 
     plan: Plan | None
@@ -127,23 +131,23 @@ class _Decision(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DeviceCall:
-    """A request, and a kind of device that runs it.
+    """A request on one device.
 
     Attributes:
-        request: The request for what one such device has.
-        device: The device.
+        request: The request, for the device's part of the call.
+        device: The kind of device that runs it.
     """
 
     request: Request
     device: Device
 
     def plan(self, pass_: Pass) -> Plan:
-        """Decide how a pass runs.
+        """Return the plan of a pass; decisions are cached.
 
-        If the requested family does not have this backward pass, the best other one runs it. Decisions are kept.
+        If the requested backend cannot run the backward pass, the best other backend runs it.
 
         Raises:
-            ValueError: The requested backend cannot run the pass, or none can, or none that can offers the tiles.
+            ValueError: The requested backend cannot run the pass, or no backend can run it with the requested tiles.
         """
         plan, refusal, lack = decided(self.request, self.device, pass_, backends.registered())
         if plan is None:
@@ -154,14 +158,14 @@ class DeviceCall:
 
 
 def resolve(request: Request, device: Device, pass_: Pass) -> Plan:
-    """Return the plan of a pass of a request on a device, as :meth:`DeviceCall.plan` decides."""
+    """Return the plan of a pass of a request on a device; see :meth:`DeviceCall.plan`."""
     return DeviceCall(request, device).plan(pass_)
 
 
 def device_calls(request: Request) -> Iterator[DeviceCall]:
-    """Yield the request on each kind of device that a program may be lowered for, if it can run the forward pass.
+    """Yield the request on each kind of device that a program may be lowered for and that can run the forward pass.
 
-    The backward pass is considered as well if the request has tiles for it.
+    If the request has tiles for the backward pass, the device must also be able to run that pass.
 
     Raises:
         ValueError: No device can; the message is about the default device.
@@ -185,7 +189,7 @@ def device_calls(request: Request) -> Iterator[DeviceCall]:
 
 @functools.lru_cache(maxsize=4096)
 def decided(request: Request, device: Device, pass_: Pass, registered: Sequence[Backend]) -> _Decision:
-    """The decision, made once for a request, a device, a pass and the registered backends."""
+    """Decide how a pass runs, or why it cannot; cached by request, device, pass and registered backends."""
     try:
         tuned = tables.measured(request, device, pass_)
         if tuned is not None and not tuned.is_default and staleness(tuned.plan, device) is None:
@@ -211,7 +215,7 @@ def decided(request: Request, device: Device, pass_: Pass, registered: Sequence[
 
 
 def staleness(plan: Plan, device: Device) -> str | None:
-    """Return why this build of the package cannot run a plan of a table; ``None`` if it can."""
+    """Return why this build cannot run a plan from a table of tuned configurations; ``None`` if it can."""
     name, problem = str(plan.backend), plan.problem
     if name not in backends.names(problem.operator):
         return f"there is no backend {name}"
@@ -227,7 +231,7 @@ def _fastest(candidates: list[Backend], times: list[float | None]) -> Backend:
 
     Args:
         candidates: The candidates, in order of preference.
-        times: Predicted seconds of each; ``None`` without a cost model.
+        times: Predicted seconds of each candidate; ``None`` without a cost model.
     """
     first, seconds = times[0], [math.inf if time is None else time for time in times]
     if first is None or min(seconds) > _CLEARLY_FASTER * first:
@@ -236,15 +240,15 @@ def _fastest(candidates: list[Backend], times: list[float | None]) -> Backend:
 
 
 def plan_with(backend: Backend, request: Request, device: Device, pass_: Pass) -> Plan:
-    """The plan of a pass with a backend that can run it: what was left open is the backend's choice."""
+    """Return the plan of a pass on a backend that can run it; the backend chooses options that the request omits."""
     performance, pair = request.performance, request.performance.tiles(pass_)
     problem = backend.widened(request.problem, device, pass_, pair)
     is_split = math.prod(request.parts) != 1
-    # A part of the layout may begin anywhere in it, as a box with an origin of its own does.
+    # A part of the layout may begin at any token, so that its tiles are chosen as for a box with an origin.
     tiled = dataclasses.replace(problem, own_origins=True) if is_split else problem
     if pair is None:
         performance = performance.with_tiles(pass_, backend.tile_pairs(tiled, device, pass_)[0])
-    if backend.capabilities.is_plain_jax:  # its passes are derived from one another
+    if backend.capabilities.is_plain_jax:  # JAX derives one pass from the other, so that both need tiles
         other: Pass = "forward" if pass_ == "backward" else "backward"
         if performance.tiles(other) is None:
             performance = performance.with_tiles(other, backend.tile_pairs(tiled, device, other)[0])
@@ -259,7 +263,7 @@ def plan_with(backend: Backend, request: Request, device: Device, pass_: Pass) -
 
 
 def rejections(problem: Problem, device: Device, pass_: Pass) -> dict[BackendId, str]:
-    """Why each backend that cannot run this pass cannot."""
+    """Return the reasons of all backends that cannot run a pass."""
     return {
         BackendId(backend.family, problem.operator): reason
         for backend in backends.registered()
@@ -269,7 +273,7 @@ def rejections(problem: Problem, device: Device, pass_: Pass) -> dict[BackendId,
 
 @functools.lru_cache(maxsize=64)
 def _for_device(device: Device, registered: Sequence[Backend]) -> tuple[Backend, ...]:
-    """The backends that are for a device, best first."""
+    """Return the backends whose platform includes a device, best first."""
     platforms = [(each, each.capabilities.platform) for each in registered]
     return tuple([each for each, platform in platforms if platform is None or platform.has(device)])
 
@@ -283,7 +287,10 @@ def _candidates(
     *,
     with_fallback: bool,
 ) -> list[Backend]:
-    """The backends that can run a pass, best first; slow ones last, and only if asked for or if no other can."""
+    """Return the backends that can run a pass, best first.
+
+    Slow backends are omitted if another backend can run the pass, unless ``with_fallback`` is set.
+    """
     if requested is not None:
         backend = backends.find(requested, problem.operator)
         reason = backend.rejection(problem, device, pass_)
@@ -328,23 +335,24 @@ def _unknown_tiles(problem: Problem, pair: TilePair, device: Device, pass_: Pass
     )
 
 
-# Performance arguments that a backend ignores are reported. A backend declares those that affect it in `heeds` and
-# `schedules`, and in `unused_in` if it depends on the plan; tiles affect every backend.
+# Performance arguments that a backend ignores are reported. A backend is affected by the arguments in
+# `Capabilities.heeds`, except `Form.unused` of the plan, and by `kernel_schedule` if it has schedules. Tiles affect all
+# backends.
 
 
 class Choice(NamedTuple):
-    """What a performance argument chooses.
+    """Effect of a performance argument.
 
     Attributes:
-        pass_: The pass that it affects.
-        lacking: Feature without which the argument has no effect.
+        pass_: The pass that the argument affects.
+        lacking: Reason why a backend ignores the argument: a phrase that follows "<backend> has".
     """
 
     pass_: Pass
     lacking: str
 
 
-#: By the names of the arguments.
+#: Performance arguments by name.
 CHOICES: Mapping[str, Choice] = {
     "run_persistent_kernel": Choice("forward", "no persistent tile scheduling to turn off"),
     "kernel_schedule": Choice("forward", "no kernel schedules"),
@@ -356,19 +364,19 @@ CHOICES: Mapping[str, Choice] = {
 
 
 def heeded(backend: Backend) -> frozenset[str]:
-    """The names of the performance arguments that change how a backend runs, or whose promise it keeps."""
+    """Return the performance arguments that a backend uses, or whose guarantee it always satisfies."""
     return frozenset(backend.capabilities.heeds) | ({"kernel_schedule"} if backend.capabilities.schedules else set())
 
 
 def ignored(plan: Plan, asked: Performance) -> dict[str, str]:
-    """The performance arguments that have no effect on a plan.
+    """Return the performance arguments of a call that do not affect a plan, and the reasons.
 
     Args:
-        plan: How a pass runs.
-        asked: The performance arguments of the call; those that have their defaults ask for nothing.
+        plan: Plan of a pass.
+        asked: The performance arguments of the call. Arguments with their default value are not reported.
 
     Returns:
-        By argument, why that is: a clause that begins with the backend's name. Only arguments about the plan's pass.
+        Reasons by argument: clauses that begin with the backend's name. Only arguments of the plan's pass.
     """
     backend, reasons = backends.of(plan.backend), {}
     known, unused = heeded(backend), backend.form(plan).unused
@@ -383,7 +391,7 @@ def ignored(plan: Plan, asked: Performance) -> dict[str, str]:
 
 
 def _others(name: str, here: BackendId) -> str:
-    """The backends that an argument affects, in brackets."""
+    """Return the names of the backends that an argument affects, in parentheses; empty if it affects no backend."""
     able = [str(BackendId(each.family, here.operator)) for each in backends.registered() if name in heeded(each)]
     if len(able) < 2:
         return f" ({able[0]} has)" if able else ""
