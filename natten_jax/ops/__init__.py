@@ -1,13 +1,13 @@
-"""The public operators: signatures, documentation, checks, and the calls that follow from them.
+"""The public operators: signatures, documentation, argument checks, and the attention calls that they make.
 
 - ``neighborhood``, ``attention``, ``merge``: the functions that users call.
-- ``calls``: from their arguments to operators and back.
-- ``canonicalize``: checks of arrays: inputs, biases, sinks, boxes of queries.
-- ``sub_calls``: the attention calls that a call consists of, one or two, and their arrays.
-- ``float8``: arrays of 8-bit floats, and calls that make them.
-- ``neighborhood_weights``: neighborhood attention in two halves, with the weights in between.
-- ``config_queries``: lists of the configurations of backends.
+- ``calls``: their shared implementation.
+- ``canonicalize``: checks of arrays (inputs, biases, sinks) and of the positions of queries.
+- ``sub_calls``: the one or two attention calls that an operator call is split into, and their arrays.
+- ``float8``: quantization to 8-bit floats, and calls on 8-bit arrays.
+- ``neighborhood_weights``: neighborhood attention in two steps, with the attention weights as an array in between.
+- ``config_queries``: lists of the tile configurations of backends.
 
-:mod:`natten_jax` shows what is public of them. Imports everything below; profiler, doctor and the Flax modules stand
-above.
+:mod:`natten_jax` exports the public names. This package may import all lower levels; the profiler, the doctor and the
+Flax modules are above it.
 """

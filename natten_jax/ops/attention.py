@@ -1,4 +1,4 @@
-"""The public function of attention to every key."""
+"""The public function ``attention``."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def attention(
     fp8: str | None = None,
     **performance: Unpack[AttentionPerformanceArguments],
 ) -> jax.Array | Pair:
-    """Attention of every query to every key.
+    """Dense attention over a sequence, without windows.
 
     Example:
         >>> import jax.numpy as jnp
@@ -86,42 +86,44 @@ def attention(
             or, without gradients, float8_e4m3fn or float8_e5m2.
         key: ``[batch, seqlen_kv, heads_kv, head_dim]``; ``heads`` is a multiple of ``heads_kv`` (GQA, MQA).
         value: ``[batch, seqlen_kv, heads_kv, head_dim_v]``.
-        scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``. A number is finite, and so is its product with
-            ``log2(e)`` in float32 (for float64 inputs only the factor itself, in float64). Or an array, without
-            dimensions or ``[heads]``, that kernels read in float32, so that it can be learned: a traced value that a
-            number could not be gives NaN. An array without dimensions whose value is known is a number.
-        is_causal: Whether query ``i`` sees only keys ``j <= i`` (top-left aligned, also for unequal lengths).
-        query_origin: Where the queries begin among the keys, of which they are then as many or fewer: query ``i`` sees
-            as query ``query_origin + i`` would. An int, or an int32 array ``[1]`` or ``[batch, 1]``. Traced values
-            are moved into range as :func:`jax.lax.dynamic_slice` does; others must be in range.
-        query_lengths: int32 ``[batch]``: how many queries are real, from the first on. Traced values are moved into
-            range; others must be in range. Padding gets an output of 0, a logsumexp of ``-inf`` and gradients of 0,
-            whatever it holds.
-        kv_lengths: int32 ``[batch]``: how many keys and values are real; others are not seen, and get gradients of 0.
+        scale: Factor of the logits. ``None`` is ``head_dim ** -0.5``. A number must be finite, and so must its product
+            with ``log2(e)`` in float32 (for float64 inputs only the number itself, in float64). An array, without
+            dimensions or ``[heads]``, can be learned: kernels read it in float32, and traced values that are not
+            allowed for a number give NaN. An array without dimensions whose value is known is treated as a number.
+        is_causal: Query ``i`` sees only keys ``j <= i`` (top-left aligned, also for unequal lengths).
+        query_origin: Offset of the queries in the key sequence, which must be at least as long as the query sequence:
+            query ``i`` sees the keys that query ``query_origin + i`` sees without an offset. An int, or an int32 array
+            ``[1]`` or ``[batch, 1]``. Traced values are clamped into range as by :func:`jax.lax.dynamic_slice`; others
+            must be in range.
+        query_lengths: int32 ``[batch]``. Number of real queries; the padding comes after them. Traced values are
+            clamped into range; others must be in range. Padding gets an output of 0, a logsumexp of ``-inf`` and
+            gradients of 0, whatever its values are.
+        kv_lengths: int32 ``[batch]``. Number of real keys and values; the padding after them is hidden and gets
+            gradients of 0.
         backend: ``"cpu-fmha"``, ``"flex-fmha"``, ... or ``None`` for the best that can run the problem.
-        return_lse: Return the logsumexp, too.
+        return_lse: Also return the logsumexp.
         key_bias: ``[batch, seqlen_kv]`` or ``[batch, heads, seqlen_kv]``, in a floating point dtype: added to
             every scaled logit of a key. ``-inf``, and any number up to ``0.5 * finfo(dtype).min``, hides the key. A
-            bool array keeps the keys where it is ``True``. A query without visible keys gets an output of 0, a
-            logsumexp of ``-inf`` and gradients of 0.
-        sinks: ``[heads]``, in a floating point dtype: a logit of each query head that the softmax has besides
-            those of the keys, and that no value stands behind.
+            bool array hides the keys at ``False``. A query without visible keys gets an output of 0, a logsumexp of
+            ``-inf`` and gradients of 0.
+        sinks: ``[heads]``, in a floating point dtype: per query head, an extra logit in the softmax denominator,
+            without a value.
         query_scale: Factors of an 8-bit query (``docs/fp8.md``): a positive number, or a float32 array without
             dimensions, ``[batch, heads]`` or ``[batch, heads_kv]``.
-        key_scale: Factors of the key: a number or an array without dimensions or ``[batch, heads_kv]``; or
-            ``[batch, *blocks, heads_kv]``, one for each block of tokens. Of so many blocks of a dimension all but the
-            last have ``ceil(extent / blocks)`` tokens.
-        value_scale: Factors of the value, as ``key_scale``.
-        out_dtype: Element type of the output of 8-bit arrays: ``"bfloat16"``, which ``None`` is, too,
-            ``"float16"`` or ``"float32"``.
-        fp8: ``"e4m3"`` or ``"e5m2"``: the call quantises wider arrays itself, and has the gradients of the call that
-            does not.
-        **performance: As :class:`natten_jax.performance.PerformanceArguments` of neighborhood attention, but tiles have
-            sizes in tokens: ``q_tile_size``, ``kv_tile_size``, ``backward_q_tile_size``, ``backward_kv_tile_size``.
+        key_scale: Factors of the key: a number, or an array without dimensions, ``[batch, heads_kv]``, or
+            ``[batch, *blocks, heads_kv]`` with a factor per block of tokens. All blocks of a dimension except the last
+            have ``ceil(extent / blocks)`` tokens.
+        value_scale: Factors of the value, with the shapes of ``key_scale``.
+        out_dtype: Element type of the output of 8-bit arrays: ``"bfloat16"`` (the default), ``"float16"`` or
+            ``"float32"``.
+        fp8: ``"e4m3"`` or ``"e5m2"``: quantize wider arrays in the call. Gradients are computed without quantization.
+        **performance: :class:`natten_jax.performance.PerformanceArguments` of neighborhood attention, except that tiles
+            are sizes in tokens: ``q_tile_size``, ``kv_tile_size``, ``backward_q_tile_size``,
+            ``backward_kv_tile_size``.
 
     Returns:
         Output ``[batch, seqlen, heads, head_dim_v]`` in the query's dtype; with ``return_lse`` also the
-        logsumexp ``[batch, seqlen, heads]``, with the sink.
+        logsumexp ``[batch, seqlen, heads]``, which includes the sink.
 
     Raises:
         ValueError: A value, shape or dtype breaks a rule above, or no backend can run the problem.

@@ -1,4 +1,7 @@
-"""The common part of ``na1d``, ``na2d``, ``na3d`` and ``attention``: check arguments, run the sub-calls, merge them."""
+"""The shared implementation of ``na1d``, ``na2d``, ``na3d`` and ``attention``.
+
+It checks the arguments, runs the sub-calls, and merges their outputs.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ _BETWEEN = ("natten_jax", "jax", "flax")
 
 
 class _Options(TypedDict, total=False):
-    """Keyword arguments of all operators. A new one is also a parameter of each of them."""
+    """Keyword arguments of all operators. Add new arguments also to the signature of every operator."""
 
     query_origin: Origin | None
     key_bias: ArrayLike | None
@@ -83,18 +86,18 @@ class NeighborhoodOptions(_Options, PerformanceArguments, total=False):
 
 
 class IgnoredArgumentWarning(UserWarning):
-    """A performance argument was given that changes nothing on the backend that runs here."""
+    """A performance argument has no effect on the backend that runs the call."""
 
 
 def warn_of_ignored(request: Request, query: jax.Array, of_attention: Collection[str] = ()) -> None:
-    """Warn of performance arguments that no pass uses on the device of a request.
+    """Warn about performance arguments that no pass uses on the device of a request.
 
-    The warning is at the line that calls this package, jax or flax: Python shows it once for each such line.
+    The warning points at the user's line that calls this package, jax or flax; Python shows it once per line.
 
     Args:
         request: An attention call.
-        query: Its query, which has the device if it is concrete. A traced program is for the default device.
-        of_attention: The names of the arguments that ``attention_kwargs`` gave.
+        query: The query of the call. A concrete query determines the device, a traced one is for the default device.
+        of_attention: The names of the arguments in ``attention_kwargs``.
     """
     for name, sentence in _ignored(request, device_of(query), backends.registered()):
         prefix = "attention_kwargs: " if name in of_attention else ""
@@ -103,7 +106,10 @@ def warn_of_ignored(request: Request, query: jax.Array, of_attention: Collection
 
 @functools.lru_cache(maxsize=4096)
 def _ignored(request: Request, device: Device, registered: tuple[Backend, ...]) -> tuple[tuple[str, str], ...]:
-    """Names of arguments and sentences, for the device or, if it cannot run the request, for the first that can."""
+    """Return the name of each ignored argument, and a message.
+
+    If the device cannot run the request, the first lowering target that can run it is used instead.
+    """
     for each in dict.fromkeys((device, *lowering_targets().values())):
         try:
             plans = [DeviceCall(request, each).plan(pass_) for pass_ in PASSES]
@@ -132,7 +138,7 @@ def _level_of_caller() -> int:
 
 
 class ExecutionArguments(NamedTuple):
-    """Arguments about how and on which devices the result is computed."""
+    """Arguments that select backends, performance options and devices, without an effect on the result."""
 
     backend: str | None
     performance: Mapping[str, Any]
@@ -154,7 +160,10 @@ def run_operator(
     *,
     quantizes: bool = True,
 ) -> Any:
-    """Run ``na{rank}d``, or ``attention`` (``"fmha"``); ``quantizes`` is False inside of a call with ``fp8``."""
+    """Run ``na{rank}d``, or ``attention`` (``"fmha"``).
+
+    A call with ``fp8`` runs a second time with ``quantizes=False``, inside the function that defines its gradients.
+    """
     return_lse = flag("return_lse", return_lse)
     if quantizes and float8.fp8 is not None:
 
@@ -217,7 +226,7 @@ def run_operator(
     return tuple(output) if return_lse else output.out
 
 
-#: Why arguments do not go with token_axes.
+#: The reason for rejecting an argument in a call with ``token_axes``.
 _OF_WHOLE_LAYOUTS = {
     "query_origin": "halos are exchanged of whole layouts only, so split batch and heads instead",
     "extents": "halos are exchanged of whole layouts only, so split batch and heads instead",
@@ -227,10 +236,10 @@ _OF_WHOLE_LAYOUTS = {
 
 
 def _check_unsplit(arguments: Mapping[str, Any]) -> None:
-    """Reject arguments that are not supported for layouts that ``token_axes`` splits.
+    """Reject arguments that are not supported if ``token_axes`` splits the layout.
 
     Raises:
-        ValueError: One is given.
+        ValueError: An argument is given.
     """
     for name, argument in arguments.items():
         if argument is not None:
@@ -241,7 +250,7 @@ def _with_own_layouts(problem: Problem, box: BoxArguments) -> Problem:
     """Mark the problem as having per-entry origins or extents.
 
     Raises:
-        ValueError: A dimension wraps and its extent is not known.
+        ValueError: Extents are given, and a dimension wraps.
     """
     if box.has_extents and "wrap" in problem.edges:
         raise ValueError(
@@ -272,12 +281,12 @@ def _describe_call(
         window: The window arguments.
         clamp_window: True if windows are clamped.
         scale: The scale, if it is a number.
-        parts: In how many parts each token dimension is split, if ``token_axes`` splits them.
+        parts: Shards per token dimension; ``None`` without ``token_axes``.
         performance: Names and values of the performance arguments.
-        is_box: True if the queries are a box of the layout of the keys.
+        is_box: True if the queries are a box inside the layout of the keys (``query_origin``).
 
     Raises:
-        ValueError: The arrays break a rule; the message has a hint if heads seem to come first.
+        ValueError: The arrays break a rule; the message has a hint if heads seem to precede tokens.
     """
 
     def describe(inputs: Inputs) -> Problem:
@@ -296,7 +305,7 @@ def _describe_call(
 
 
 def _as_jax_arrays(arrays: Sequence[ArrayLike | None]) -> Inputs:
-    """The first fields of :class:`Inputs`."""
+    """Convert the arrays to JAX arrays and return them as the first fields of :class:`Inputs`."""
     checked = [
         None if each is None and name in Inputs._field_defaults else canonicalize.as_jax_array(name, each)
         for name, each in zip(Inputs._fields, arrays, strict=False)
@@ -305,7 +314,7 @@ def _as_jax_arrays(arrays: Sequence[ArrayLike | None]) -> Inputs:
 
 
 def _scale_of_heads(factors: Any, inputs: Inputs, problem: Problem, grid: FinerGrid | None) -> jax.Array:
-    """An array of scales as ``[batch, heads]``, also of the heads that a finer grid's queries have become."""
+    """Expand an array of scales to ``[batch, heads]``, including the heads that a finer query grid is folded into."""
     batch, *_, heads, _ = inputs.query.shape
     if grid is None:
         return per_head(factors, batch, heads, problem.dtype)

@@ -1,4 +1,4 @@
-"""Checks the arrays of a call, and brings them into the form that passes take."""
+"""Check the arrays of a call, and convert them to the form that the passes take."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from natten_jax.windows import EDGES, Edges, WindowArguments
 
 
 def hint_of_heads_first(describe: Callable[[Inputs], Problem], inputs: Inputs) -> str:
-    """Return the end of a message if rejected arrays seem to have heads before tokens, otherwise ``""``.
+    """Return a hint for an error message if rejected arrays seem to have heads before tokens, otherwise ``""``.
 
-    They seem to if ``describe`` accepts them with the second dimension after the tokens, and they then have fewer heads
-    than tokens.
+    The hint is given if ``describe`` accepts the arrays with the second dimension moved after the tokens, and the
+    number of heads then does not exceed the longest token dimension.
     """
 
     def moved(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -48,38 +48,41 @@ def hint_of_heads_first(describe: Callable[[Inputs], Problem], inputs: Inputs) -
     return ". Do heads come first in these arrays? They come after the tokens: jnp.moveaxis(array, 1, -2)"
 
 
-#: An array that becomes a JAX array as ``jnp.asarray`` makes it.
+#: A JAX array, or a NumPy array that is converted as by ``jnp.asarray``.
 ArrayLike = jax.Array | np.ndarray[Any, Any]
-#: An array, or what stands for one that is not there: a problem takes shapes and element types alone.
+#: An array, or only its shape and dtype: a problem needs nothing more.
 Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
 def as_jax_array(name: str, array: ArrayLike | None) -> jax.Array:
-    """``array``, or what it stands for, as a JAX array; a NumPy one in the element type that JAX's settings allow.
+    """Convert an argument to an array that JAX's functions accept.
+
+    Objects with ``__jax_array__`` are converted. NumPy arrays are converted only if JAX's settings do not allow their
+    dtype.
 
     Raises:
-        TypeError: It is none that :func:`check_array` takes.
+        TypeError: :func:`check_array` rejects the argument.
     """
-    if getattr(array, "__jax_array__", None) is not None:  # a call less for each array that is one
+    if getattr(array, "__jax_array__", None) is not None:  # saves a call for plain arrays
         array = static.array_of(array)
     dtype = getattr(array, "dtype", None)
-    if not isinstance(dtype, np.dtype) or not dtype.isnative:  # a call less for each array that is right
+    if not isinstance(dtype, np.dtype) or not dtype.isnative:  # saves a call for valid arrays
         check_array(name, array)
     if isinstance(array, np.ndarray) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
         array = jnp.asarray(array)
-    return array  # type: ignore[return-value]  # JAX's functions take NumPy's arrays as they are
+    return array  # type: ignore[return-value]  # JAX's functions accept NumPy arrays
 
 
-#: Dtypes of operands that are added to logits. They have infinities.
+#: Dtypes of operands that are added to logits. All of them can represent infinity.
 _LOGIT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def as_logit_term(name: str, array: ArrayLike | None) -> jax.Array:
-    """``array``, which is added to logits, as a JAX array in its own element type.
+    """Convert an operand that is added to logits to a JAX array, and check its dtype.
 
     Raises:
-        ValueError: Its dtype is not supported.
-        TypeError: It is not an array, or :func:`check_array` rejects it.
+        ValueError: The dtype is not supported.
+        TypeError: :func:`check_array` rejects the operand.
     """
     array = as_jax_array(name, array)
     if array.dtype.name not in _LOGIT_DTYPES:
@@ -103,9 +106,17 @@ def neighborhood_problem(
 ) -> Problem:
     """Check the arguments of ``na{rank}d`` and describe the problem.
 
-    Arrays, of which shapes and element types are read, are one of so many equal ``parts`` of each token dimension;
-    ``None`` is one of each. ``clamp_window`` takes windows that fit in place of larger ones.
-    Queries are a box of the layout where ``is_box``.
+    Only shapes and dtypes of the arrays are read.
+
+    Args:
+        rank: Token dimensions.
+        inputs: The arrays.
+        window: The window arguments.
+        scale: The scale; ``None`` is the default one.
+        parts: Number of equal shards per token dimension. The arrays are a single shard; the problem has the whole
+            layout. ``None`` if the layout is not sharded.
+        clamp_window: Replace windows larger than the layout by the largest that fit.
+        is_box: The queries are a box inside the layout of the keys.
     """
     query, key, value = inputs.query, inputs.key, inputs.value
     _check_arrays(query, key, value, rank + 3, f"na{rank}d")
@@ -118,7 +129,7 @@ def neighborhood_problem(
                 f"{name} has token layout {array.shape[1:-2]}, but query has {layout}: "
                 "query, key and value must share one token layout"
             )
-    window.checked(rank)  # without a layout in the place of a kernel_size
+    window.checked(rank)  # rejects a missing kernel_size, which `axes` replaces by the layout
     tokens = tuple([extent * each for extent, each in zip(layout, parts or (1,) * rank, strict=True)])
     axes = (window.clamped(tokens) if clamp_window else window).axes(tokens, tokens)
     return _problem("fna", axes, query, key, value, scale, _check_additional_kv(inputs))
@@ -133,7 +144,7 @@ def attention_problem(
     *,
     is_box: bool = False,
 ) -> Problem:
-    """Check the arguments of ``attention`` and describe the problem; ``is_box`` as in neighborhood attention."""
+    """Check the arguments of ``attention`` and describe the problem; ``is_box`` as in :func:`neighborhood_problem`."""
     _check_arrays(query, key, value, 4, "attention")
     if key.shape[1] != value.shape[1]:
         raise ValueError(
@@ -166,7 +177,7 @@ def check_array(name: str, array: Any) -> None:
     """Check that an argument is an array.
 
     Raises:
-        TypeError: It is none, or one in another byte order than this machine's, which JAX does not take.
+        TypeError: It is not an array, or its byte order is not this machine's, which JAX requires.
     """
     dtype = getattr(array, "dtype", None)
     if not isinstance(dtype, np.dtype):
@@ -180,7 +191,7 @@ def check_array(name: str, array: Any) -> None:
 
 
 def _layout_of_box(query: Shaped, key: Shaped) -> tuple[int, ...]:
-    """The layout of keys, of which queries are a box."""
+    """Return the layout of the keys, after checking that the queries fit inside it."""
     layout = key.shape[1:-2]
     if any(some > every for some, every in zip(query.shape[1:-2], layout, strict=True)):
         raise ValueError(
@@ -249,7 +260,7 @@ def _check_additional_kv(inputs: Inputs) -> int:
 
 
 class LogitTerms(NamedTuple):
-    """The arguments that change logits, or the softmax of them.
+    """The arguments that change the logits or their softmax.
 
     Attributes:
         scale: A number, or an array without dimensions or ``[heads]``.
@@ -272,19 +283,20 @@ def with_biases(
     grid: FinerGrid | None = None,
     kernel_size: Sequence[int] | None = None,
 ) -> tuple[Problem, Inputs]:
-    """The problem and the arrays of a call that adds these to its logits.
+    """Add biases and sinks to a problem and its arrays.
 
     Args:
-        problem: What is computed.
-        inputs: The other arrays.
-        terms: The arguments.
-        edges: What becomes of windows at the ends, as the caller says.
-        grid: That of the queries, where it is finer than the keys' and queries have become heads.
-        kernel_size: The caller's windows, if the problem's are clamped. The relative bias has entries for these.
+        problem: The problem without biases.
+        inputs: The arrays without biases and sinks.
+        terms: The biases and sinks to add.
+        edges: The caller's boundary modes.
+        grid: The grid of the queries, if it is finer than the keys' grid and the queries are folded into heads.
+        kernel_size: The caller's windows, which determine the shape of the relative bias; needed if the problem's
+            windows are clamped.
 
     Raises:
         ValueError: A shape or an element type is wrong.
-        TypeError: One is not an array.
+        TypeError: A bias or ``sinks`` is not an array.
     """
     _, relative_bias, key_bias, sinks = terms
     if sinks is not None:
@@ -307,7 +319,7 @@ def with_biases(
 
 
 def axes_of_offsets(axes: Sequence[Axis], edges: Edges) -> tuple[Axis, ...]:
-    """The dimensions, of which those wrap whose windows see all keys, too: offsets go around there."""
+    """Return the axes for relative offsets, which wrap if the caller's ``edges`` do, even if windows see all keys."""
     return tuple(
         dataclasses.replace(axis, edges="wrap") if edge == "wrap" and axis.kernel_size > 1 else axis
         for axis, edge in zip(axes, static.choice_tuple("edges", edges, EDGES, len(axes)), strict=True)
@@ -320,14 +332,15 @@ def checked_table(problem: Problem, relative_bias: ArrayLike, kernel_size: Seque
     Args:
         problem: The problem.
         relative_bias: ``[heads, 2 * kernel_size - 1, ...]``.
-        kernel_size: The caller's windows; ``None`` is the problem's. Clamped windows need the middle of the table only.
+        kernel_size: The caller's windows; ``None`` uses the problem's. Clamped windows need only the middle of the
+            table.
 
     Returns:
         ``[heads, 2 * problem.kernel_size - 1, ...]``.
 
     Raises:
         ValueError: The shape or the element type is wrong.
-        TypeError: It is not an array.
+        TypeError: ``relative_bias`` is not an array.
     """
     table = as_logit_term("relative_bias", relative_bias)
     sizes = problem.kernel_size if kernel_size is None else tuple(kernel_size)
@@ -373,9 +386,11 @@ def _checked_sinks(problem: Problem, sinks: ArrayLike, grid: FinerGrid | None) -
 
 
 def in_passes(requests: Sequence[Request], inputs: Inputs) -> tuple[Inputs, jax.Array | None]:
-    """The inputs of a call's passes, and the sinks that :func:`with_sinks` adds to its output; ``None`` without any.
+    """Split the inputs of a call into inputs of its passes and sinks that :func:`with_sinks` adds to the output.
 
-    Kernels add the sinks of a call that is one request, unless devices share tokens or outputs are scaled afterwards.
+    The second value is ``None`` if there are no sinks or if the pass adds them. A pass adds them if the call is a
+    single request that JAX does not differentiate itself (:func:`natten_jax.execution.custom_vjp.plain_backend`), has
+    no token axes, and is not for 8-bit arrays, whose outputs are scaled after the pass.
     """
     (request, *others), sinks = requests, inputs.sinks
     is_after = others or request.token_axes or request.problem.element.is_float8
@@ -385,7 +400,7 @@ def in_passes(requests: Sequence[Request], inputs: Inputs) -> tuple[Inputs, jax.
 
 
 def with_sinks(output: Output, sinks: jax.Array | None) -> Output:
-    """Output and logsumexp of a softmax that has the sinks in its denominator; ``None`` leaves them as they are."""
+    """Add the sinks to the softmax denominator of an output and its logsumexp; ``None`` adds nothing."""
     if sinks is None:
         return output
     sinks = jnp.expand_dims(sinks, range(output.logsumexp.ndim - 1))
@@ -396,18 +411,18 @@ def with_sinks(output: Output, sinks: jax.Array | None) -> Output:
 def _with_sinks(output: Output, sinks: jax.Array) -> Any:
     accumulator = ELEMENT_TYPES[output.out.dtype.name].accumulator
     sinks = with_hidden_keys(in_accumulator(sinks, accumulator))
-    sinks = jnp.where(sinks == jnp.inf, sinks - jnp.inf, sinks)  # as exp(inf - inf), the weight of the sink
-    # A query that sees no key has a logsumexp of -inf, whose derivatives would be no numbers.
+    sinks = jnp.where(sinks == jnp.inf, sinks - jnp.inf, sinks)  # NaN, like the sink's weight, exp(inf - inf)
+    # A query without visible keys has a logsumexp of -inf, with derivatives of NaN.
     is_empty = jnp.isneginf(output.logsumexp)
     keys = jnp.where(is_empty, 0, output.logsumexp)
-    # As small as the sink's share may be, the derivative has all its digits.
+    # In this form the derivative is precise even if the sink's weight is tiny.
     share = jnp.where(is_empty, 0, jnp.exp(-jax.nn.softplus(sinks - keys)))
     logsumexp = jnp.where(is_empty, sinks, jnp.logaddexp(keys, sinks))
     return Output((output.out.astype(accumulator) * share[..., None]).astype(output.out.dtype), logsumexp)
 
 
 class BoxArguments(NamedTuple):
-    """Arguments about where tokens lie; only ``attention`` has lengths."""
+    """Arguments about the positions of queries and keys; only ``attention`` has lengths."""
 
     query_origin: Origin | None = None
     extents: Counts | None = None
@@ -423,24 +438,24 @@ class BoxArguments(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where queries lie, and what is real of the layout, as :class:`natten_jax.arrays.operands.Operands` has it."""
+    """Offsets of the queries and unpadded extents, as in :class:`natten_jax.arrays.operands.Operands`."""
 
     origins: jax.Array | None = None
     layouts: jax.Array | None = None
 
     @property
     def is_whole(self) -> bool:
-        """Whether queries are those of the whole layout, all of which is real."""
+        """True if the queries cover the whole layout and there is no padding."""
         return self.origins is None and self.layouts is None
 
     def without_padding(self, query: jax.Array) -> jax.Array:
-        """The query, zero where it is padding."""
+        """Return the query with zeros in the padding."""
         assert self.layouts is not None
         inside = is_real(self.layouts, query.shape[1:-2], of_queries=True)[..., None, None]
         return jnp.where(split_like(inside, query), query, 0)
 
     def with_nothing_outside(self, output: Output) -> Output:
-        """The output, of padding zero, and its logsumexp that of no key."""
+        """Zero the output and set the logsumexp to -inf in the padding."""
         assert self.layouts is not None
         inside = is_real(self.layouts, output.out.shape[1:-2], of_queries=True)[..., None]
         return Output(
@@ -453,7 +468,7 @@ def placement_of(inputs: Inputs, box: BoxArguments) -> Placement:
     """Check the arguments about origins and extents of a call.
 
     Raises:
-        ValueError: A number is out of range, or an argument has another shape.
+        ValueError: A number is out of range, or an argument has a wrong shape.
         TypeError: An argument does not hold integers.
     """
     if box.query_origin is None and not box.has_extents:
@@ -468,7 +483,7 @@ def placement_of(inputs: Inputs, box: BoxArguments) -> Placement:
     if box.extents is None and of_queries is not None and origin is not None:
         of_queries = of_queries + origin
     origin, of_queries, of_keys = (None if each is None else replicated(each) for each in (origin, of_queries, of_keys))
-    # JAX cannot stack arrays that jax.vmap maps with others while a mesh shards the mapped axis: pad and add them.
+    # If a mesh shards the axis that jax.vmap maps, JAX cannot stack mapped and unmapped arrays: pad and add them.
     missing = KERNEL_RANK - len(layout)
     if of_queries is None and of_keys is None and (origin is None or origin.ndim == 1):
         return Placement(None if origin is None else jnp.pad(origin[None], ((0, 1), (missing, 0))))
@@ -487,42 +502,43 @@ def placement_of(inputs: Inputs, box: BoxArguments) -> Placement:
 
 
 class FinerGrid(NamedTuple):
-    """Queries of a grid that is a multiple of the keys' grid: those of a cell are heads of it, which share its keys.
+    """A query grid that is a multiple of the key grid. The queries in the cell of a key are folded into heads.
 
     Attributes:
-        factors: How many queries there are for a cell, along each token dimension.
+        factors: Queries per cell, along each token dimension.
     """
 
     factors: tuple[int, ...]
 
     @classmethod
     def of(cls, upsample: Ints, rank: int) -> FinerGrid | None:
-        """That of the argument; ``None`` where both grids are the same.
+        """Create the grid from the argument ``upsample``; ``None`` if both grids are equal.
 
         Raises:
-            ValueError: It has another length, or a number below 1.
-            TypeError: It holds something else than ints.
+            ValueError: ``upsample`` has a wrong length, or a number below 1.
+            TypeError: ``upsample`` has values that are not ints.
         """
         factors = static.int_tuple("upsample", upsample, rank)
         return None if set(factors) == {1} else cls(factors)
 
     @property
     def queries(self) -> int:
-        """Queries of a cell."""
+        """Queries per cell."""
         return math.prod(self.factors)
 
     def folded(self, inputs: Inputs, is_box: bool) -> Inputs:
-        """The inputs, with the queries of a cell as heads of it.
+        """Fold the queries of each cell into heads.
 
         Args:
             inputs: The inputs.
-            is_box: True if queries are a box of the finer grid.
+            is_box: True if the queries are a box inside the finer grid.
 
         Raises:
-            ValueError: The layout of the queries is not this multiple, or queries cannot share heads of keys.
+            ValueError: The layout of the queries does not match ``upsample``, or the query heads are not a multiple of
+                the key heads.
         """
         query, rank = inputs.query, len(self.factors)
-        if query.ndim != rank + 3:  # refused as any other array
+        if query.ndim != rank + 3:  # rejected later
             return inputs
         batch, *layout, heads, width = query.shape
         if any(isinstance(n, int) and n % factor for n, factor in zip(layout, self.factors, strict=True)):
@@ -548,11 +564,11 @@ class FinerGrid(NamedTuple):
         return inputs._replace(query=reshaped(query, (batch, *cells, heads * self.queries, width), sources))
 
     def unfolded(self, output: Output) -> Output:
-        """Output and logsumexp of every query at its place."""
+        """Undo :meth:`folded` for an output and its logsumexp."""
         return Output(self._unfolded(output.out), self._unfolded(output.logsumexp[..., None])[..., 0])
 
     def scales(self, scale: jax.Array) -> jax.Array:
-        """Repeat ``[batch, heads, ...]`` for all queries of a cell, which are heads after :meth:`folded`."""
+        """Repeat ``[batch, heads, ...]`` for the heads that :meth:`folded` makes of a cell's queries."""
         batch, heads, *others = scale.shape
         repeated = jnp.broadcast_to(jnp.expand_dims(scale, 2), (batch, heads, self.queries, *others))
         sources = [0, 1, *range(3, repeated.ndim)]

@@ -1,10 +1,10 @@
 """Queries for the tile shapes that a backend offers: ``configs``, and ``get_[bwd_]configs_for_<family>_<fna|fmha>``.
 
-The latter have NATTEN's names: one for each pass and operator of every registered backend. Each takes one array of
-query, key or value, or all three, in the layout that the operator takes, as arrays or as ``jax.ShapeDtypeStruct``. The
-first configuration is the recommended one; the list is empty if the backend cannot run the arrays. Neighborhood
-attention queries also take the window arguments, on which the recommendation depends; without them the window is the
-whole layout.
+The ``get_*`` functions have NATTEN's names. There is a function per pass and operator of every registered backend. It
+takes the query, or query, key and value, in the operator's layout, as arrays or as ``jax.ShapeDtypeStruct``. The first
+configuration is the recommended one; the list is empty if the backend cannot run the arrays. Neighborhood attention
+queries also take the window arguments, on which the recommendation depends; without them the window is the whole
+layout.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from natten_jax.windows import Edges, WindowArguments
 CapabilityLike = str | float | Sequence[int]
 
 
-#: A query: it returns pairs of query and key/value tile, the recommended first. Tiles are shapes for neighborhood
-#: attention and sizes for attention. If the backend has kernel schedules, each item is a pair of such a pair and a
-#: :class:`natten_jax.KernelSchedule`.
+#: A query returns pairs of query and key/value tile, the recommended pair first. Tiles are shapes for neighborhood
+#: attention and sizes for attention. If the backend has kernel schedules, each item is ``(pair of tiles, schedule)``
+#: with a :class:`natten_jax.KernelSchedule`.
 ConfigQuery = Callable[..., list[tuple[Any, Any]]]
 
 
@@ -53,8 +53,8 @@ def configs(
 ) -> list[dict[str, Any]]:
     """Return the configurations that a backend offers for a call, the recommended one first.
 
-    Each is a dictionary of keyword arguments for the operator: ``na1d``, ``na2d`` or ``na3d`` with a ``kernel_size``,
-    and ``attention`` without one.
+    A configuration is a dictionary of keyword arguments for the operator: ``na1d``, ``na2d`` or ``na3d`` if
+    ``kernel_size`` is given, otherwise ``attention``.
 
     Example:
         >>> import functools
@@ -69,22 +69,22 @@ def configs(
         query: The query ``[batch, *layout, heads, head_dim]``, or a ``jax.ShapeDtypeStruct``.
         key: The key, if its shape differs from the query's.
         value: The value, if its shape differs from the query's.
-        kernel_size: Window extents in tokens, as in the operator. ``None`` asks for ``attention``.
+        kernel_size: Window extents in tokens, as in the operator. ``None`` selects ``attention``.
         stride: Queries that share one window, per dimension.
         dilation: Distance between neighboring tokens of a window, per dimension.
-        is_causal: Whether later keys are hidden, per dimension. ``attention`` takes this and no other window argument.
+        is_causal: Hide later keys, per dimension. This is the only window argument of ``attention``.
         backend: Name of the backend. The default is the backend that would run the call.
         pass_: ``"forward"`` or ``"backward"``.
         compute_capability: Answer for a GPU of this compute capability, ``"9.0"``, ``(9, 0)`` or ``9.0``, instead of
             for the default device.
-        edges: What happens to windows that reach over an end of the layout, as in the operator.
+        edges: Boundary mode of windows that cross an end of the layout, as in the operator.
 
     Returns:
         Keyword arguments: the tiles of the pass, its ``kernel_schedule`` if the backend has several, and the backend.
 
     Raises:
-        ValueError: The arguments do not describe a problem of the operator, the backend cannot run it, or ``pass_`` or
-            ``compute_capability`` is not one of the allowed values.
+        ValueError: The arguments do not describe a problem of the operator, the backend cannot run it, or the value of
+            ``pass_`` or ``compute_capability`` is not allowed.
         TypeError: An argument is of the wrong type.
     """
     if pass_ not in PASSES:
@@ -104,7 +104,7 @@ def configs(
 
 
 def _offered(backend: Backend, problem: Problem, device: Device, pass_: Pass) -> list[tuple[Any, Any]]:
-    """Pairs of tiles, each with every schedule that the backend has; none if it rejects the problem."""
+    """Return pairs of tiles, each with every schedule of the backend; an empty list if it rejects the problem."""
     if backend.rejection(problem, device, pass_) is not None:
         return []
     pairs: Iterable[Any] = backend.tile_pairs(backend.widened(problem, device, pass_), device, pass_)
@@ -115,10 +115,10 @@ def _offered(backend: Backend, problem: Problem, device: Device, pass_: Pass) ->
 
 
 def target_device(compute_capability: CapabilityLike | None) -> Device:
-    """The device to answer for: a GPU of the given compute capability, or this process's default device.
+    """Return a GPU of the given compute capability, or this process's default device.
 
     Raises:
-        NoDeviceError: JAX has no device.
+        NoDeviceError: ``compute_capability`` is ``None``, and JAX finds no device.
     """
     if compute_capability is None:
         try:
@@ -129,15 +129,15 @@ def target_device(compute_capability: CapabilityLike | None) -> Device:
 
 
 def query_names() -> list[str]:
-    """The names of all queries."""
+    """Return the names of all queries."""
     return list(_queries())
 
 
 def query_named(name: str) -> ConfigQuery:
-    """The query of that name.
+    """Return the query with a name.
 
     Raises:
-        LookupError: There is none.
+        LookupError: The name is unknown.
     """
     queries = _queries()
     if name not in queries:
@@ -146,7 +146,7 @@ def query_named(name: str) -> ConfigQuery:
 
 
 def _queries() -> dict[str, tuple[Backend, Operator, Pass]]:
-    """Backend, operator and pass of each query, by name."""
+    """Return backend, operator and pass of each query, by name."""
     found: dict[str, tuple[Backend, Operator, Pass]] = {}
     for backend in backends.registered():
         family = backend.capabilities.query_family or backend.family
@@ -187,7 +187,7 @@ def _query(name: str, backend: Backend, operator: Operator, pass_: Pass) -> Conf
             Pairs of query and key/value tile {tiles}{schedules}; empty if the backend cannot run the arrays.
 
         Raises:
-            ValueError: The arrays and arguments describe no problem of the operator, or no compute capability.
+            ValueError: The arguments do not describe a problem of the operator, or the compute capability is invalid.
             TypeError: An argument is of the wrong type.
         """
         if input_tensor is not None and query is not None:

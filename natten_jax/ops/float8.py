@@ -1,4 +1,4 @@
-"""Arrays of 8-bit floats: quantisation, the factors of a call, and gradients of calls that quantise their arrays."""
+"""8-bit floats: quantization, the scales of a call, and gradients of calls that quantize their arrays."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from natten_jax.sharding.explicit import replicated, split_like
 
 Granularity = Literal["tensor", "head", "block"]
 
-#: What users call the element types: the short name, or that of JAX.
+#: JAX's names of the element types, by the names that users may give: the short name or JAX's name.
 NAMES = {name: each.name for each in ELEMENT_TYPES.values() if each.is_float8 for name in (each.short_name, each.name)}
-#: Tokens of a block, by the number of token dimensions: 128, or about as many.
+#: Default block shape, by the number of token dimensions: 128 tokens.
 BLOCKS = {1: (128,), 2: (8, 16), 3: (2, 8, 8)}
 
 
 class Quantized(NamedTuple):
-    """An array in 8 bits.
+    """An array of 8-bit floats, and how to restore the original numbers.
 
     Attributes:
-        array: An array of the same shape, rotated if that was asked for.
-        scale: float32: what elements are to be multiplied with, as ``query_scale``, ``key_scale`` and ``value_scale``
-            of the operators take it.
-        mean: float32 ``[batch, heads, head_dim]``: what was subtracted from every token, as it was before the rotation;
-            ``None`` where that is nothing.
+        array: The 8-bit array, of the same shape as the original; rotated if ``rotate`` was set.
+        scale: float32. Factor that restores the elements, in the form of the operators' ``query_scale``, ``key_scale``
+            and ``value_scale``.
+        mean: float32 ``[batch, heads, head_dim]``. The mean that was subtracted from every token, before the rotation;
+            ``None`` without ``subtract_mean``.
     """
 
     array: jax.Array
@@ -56,10 +56,10 @@ def quantize(
     subtract_mean: bool = False,
     rotate: bool = False,
 ) -> Quantized:
-    """Round an array to 8 bits.
+    """Quantize an array to 8-bit floats.
 
-    The largest number of those that share a factor becomes the largest number of the element type. Plain JAX: works
-    under ``jax.jit`` and ``jax.vmap``; it has no gradient.
+    The elements that share a scale are divided by it, so that the largest magnitude among them becomes the largest
+    number of the element type. Plain JAX, which works under ``jax.jit`` and ``jax.vmap``. Gradients are not defined.
 
     Example:
         >>> import jax.numpy as jnp
@@ -70,21 +70,23 @@ def quantize(
 
     Args:
         array: ``[batch, *layout, heads, head_dim]``, of floats.
-        dtype: ``"e4m3"``, three bits behind the leading one and numbers up to 448, or ``"e5m2"``, two, up to 57,344; or
-            JAX's name of it.
-        scale: What shares a factor: ``"tensor"``, everything; ``"head"``, the tokens of a head of a batch entry;
-            ``"block"``, those of a block of its tokens.
-        block_shape: With ``scale="block"``: the most tokens of a block, for each token dimension or one for all. Blocks
-            of a dimension are as equal as can be: all but the last have ``ceil(extent / blocks)`` tokens. ``None`` has
-            128 in all.
-        subtract_mean: Whether the mean over a head's tokens is subtracted. Of keys that changes no softmax, and only
-            the logsumexp: by ``scale * sum(query * mean)`` of a query, which is to be added to it.
-        rotate: Whether heads are multiplied with an orthogonal matrix of Hadamard's, which spreads what single features
-            have over all. Where query and key are, their products are the same. ``head_dim`` is a power of two.
+        dtype: ``"e4m3"`` (3 mantissa bits, numbers up to 448) or ``"e5m2"`` (2 mantissa bits, numbers up to 57,344), or
+            JAX's name of either.
+        scale: Granularity of the scales: one for the array (``"tensor"``), per batch entry and head (``"head"``), or
+            per batch entry, head and block of tokens (``"block"``).
+        block_shape: Only with ``scale="block"``. Largest extents of a block, a single int or an int per token
+            dimension. All blocks of a dimension except the last have ``ceil(extent / blocks)`` tokens. ``None`` uses
+            blocks of at most 128 tokens.
+        subtract_mean: Subtract the mean over a head's tokens. Subtracting it from the keys does not change the softmax,
+            only the logsumexp; to correct the logsumexp of a query, add ``scale * sum(query * mean)``.
+        rotate: Multiply the heads by an orthogonal Hadamard matrix, which spreads outliers of a single feature over all
+            features. If both query and key are rotated, their products do not change. ``head_dim`` must be a power of
+            two.
 
     Returns:
-        The array, its scale ``[]``, ``[batch, heads]`` or ``[batch, *blocks, heads]``, and the mean. Scales of what is
-        zero everywhere are 1. Nothing that shares its factor with an infinite number is a number; NaN stays NaN.
+        The array, its scale ``[]``, ``[batch, heads]`` or ``[batch, *blocks, heads]``, and the mean. The scale of
+        elements that are all zero is 1. Elements that share a scale with an infinite number dequantize to NaN; NaN
+        stays NaN.
 
     Raises:
         ValueError: A value, shape or element type breaks a rule above.
@@ -122,7 +124,7 @@ def quantize(
 
 
 def quantized_heads(arrays: Sequence[jax.Array], element_type: str) -> tuple[list[jax.Array], jax.Array]:
-    """Arrays in 8 bits whose tokens have one factor for each batch entry and head, and these, ``[batch, heads]``."""
+    """Quantize arrays that share a scale per batch entry and head; return them and the scales ``[batch, heads]``."""
     sizes = [jnp.max(jnp.abs(each), axis=(*range(1, each.ndim - 2), each.ndim - 1), keepdims=True) for each in arrays]
     batch, *_, heads, _ = arrays[0].shape
     factors = _factors_of(functools.reduce(jnp.maximum, (_of_rank(each, 1) for each in sizes)), element_type)
@@ -131,19 +133,19 @@ def quantized_heads(arrays: Sequence[jax.Array], element_type: str) -> tuple[lis
 
 
 def mean_of_tokens(array: jax.Array) -> jax.Array:
-    """The mean over a head's tokens, ``[batch, 1, ..., heads, head_dim]``."""
+    """Compute the mean over a head's tokens, ``[batch, 1, ..., heads, head_dim]``."""
     return jnp.mean(array, axis=range(1, array.ndim - 2), keepdims=True)
 
 
 def _of_rank(array: jax.Array, rank: int) -> jax.Array:
-    """``[batch, 1, ..., heads, width]`` with so many dimensions in the middle."""
+    """Reshape to ``[batch, 1, ..., heads, width]`` with ``rank`` dimensions of extent 1."""
     return array.reshape(array.shape[0], *(1,) * rank, *array.shape[-2:])
 
 
 def _factors_of(largest: jax.Array, element_type: str) -> jax.Array:
-    """Factors for numbers up to these."""
+    """Compute scales for elements with these largest magnitudes."""
     most = float(jnp.finfo(element_type).max)
-    # No product of a factor and a number of the type is denormal in float32, or zero.
+    # Keeps every product of a scale and a nonzero 8-bit number in the normal range of float32.
     least = float(np.finfo(np.float32).tiny) / float(jnp.finfo(element_type).smallest_subnormal)
     return jnp.where(largest == 0, 1, jnp.maximum(largest / most, least))
 
@@ -154,10 +156,10 @@ def _rounded(numbers: jax.Array, factors: jax.Array, element_type: str) -> jax.A
 
 
 def float8_name(name: str, dtype: str) -> str:
-    """JAX's name of an 8-bit element type.
+    """Return JAX's name of an 8-bit element type.
 
     Raises:
-        ValueError: There is none that users know by this name.
+        ValueError: ``dtype`` is not in :data:`NAMES`.
     """
     if not isinstance(dtype, str) or dtype not in NAMES:
         raise ValueError(f"{name} must be one of {', '.join(NAMES)}, got {shown(dtype)}")
@@ -165,15 +167,15 @@ def float8_name(name: str, dtype: str) -> str:
 
 
 def can_rotate(head_dim: int) -> bool:
-    """Whether there is a matrix of Hadamard's for heads of this width."""
+    """Return True if ``head_dim`` is a power of two, as :func:`rotated` requires."""
     return head_dim & (head_dim - 1) == 0
 
 
 def rotated(array: jax.Array) -> jax.Array:
-    """The array ``[..., head_dim]`` times an orthogonal matrix whose elements have all the same size.
+    """Multiply an array ``[..., head_dim]`` by an orthogonal Hadamard matrix, whose elements have equal magnitudes.
 
     Raises:
-        ValueError: ``head_dim`` is no power of two.
+        ValueError: ``head_dim`` is not a power of two.
     """
     width = array.shape[-1]
     if not can_rotate(width):
@@ -181,19 +183,19 @@ def rotated(array: jax.Array) -> jax.Array:
     matrix = np.ones((1, 1), np.float32)
     while matrix.shape[0] < width:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    # Ones, so that the product is a sum: scaled afterwards, it is as exact as sums in float32 are.
+    # With elements of 1 and -1 only the float32 sums round; the scale follows.
     product = jnp.matmul(array, matrix, precision=jax.lax.Precision.HIGHEST)
     return product * np.float32(width**-0.5)
 
 
 def of_tokens(factors: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """Factors of blocks, ``[batch, *blocks, heads]``, as those of tokens ``[batch, *layout, heads, 1]``.
+    """Expand scales of blocks, ``[batch, *blocks, heads]``, to tokens, ``[batch, *layout, heads, 1]``.
 
     Args:
-        factors: The factors.
-        shape: The shape of the array that they are of.
+        factors: The scales.
+        shape: The shape of the array that was quantized.
     """
-    factors = replicated(factors)  # blocks need not be those of devices
+    factors = replicated(factors)  # shards and blocks may have different boundaries
     for axis, extent in enumerate(shape[1:-2], start=1):
         token = np.arange(extent) // math.ceil(extent / factors.shape[axis])
         factors = jnp.take(factors, token, axis=axis)
@@ -201,7 +203,7 @@ def of_tokens(factors: jax.Array, shape: Sequence[int]) -> jax.Array:
 
 
 def _largest_of_blocks(numbers: jax.Array, block: tuple[int, ...]) -> jax.Array:
-    """The largest size of a number, ``[batch, *blocks, heads]``."""
+    """Compute the largest magnitude per block, ``[batch, *blocks, heads]``."""
     largest = jnp.max(jnp.abs(numbers), axis=-1)
     for axis, most in enumerate(block, start=1):
         extent = largest.shape[axis]
@@ -213,7 +215,7 @@ def _largest_of_blocks(numbers: jax.Array, block: tuple[int, ...]) -> jax.Array:
     return largest
 
 
-#: A number, or an array of them.
+#: A scale: a number or an array.
 Factor = float | ArrayLike
 
 #: Element types of the output of 8-bit arrays, the default one first.
@@ -221,14 +223,14 @@ OUTPUT_DTYPES = ("bfloat16", "float16", "float32")
 
 
 class Float8Arguments(NamedTuple):
-    """The arguments of the operators that are about 8-bit arrays.
+    """Arguments of the operators for 8-bit arrays.
 
     Attributes:
         query_scale: Factors of the query: a number, or ``[batch, heads]`` or ``[batch, heads_kv]``.
         key_scale: Factors of the key: a number, ``[batch, heads_kv]`` or ``[batch, *blocks, heads_kv]``.
-        value_scale: Factors of the value, likewise.
+        value_scale: Factors of the value, with the shapes of ``key_scale``.
         out_dtype: Element type of the output.
-        fp8: What wider arrays are quantised to.
+        fp8: Element type to which the call quantizes wider arrays.
     """
 
     query_scale: Factor | None = None
@@ -242,7 +244,7 @@ NOTHING = Float8Arguments()
 
 
 class _Factors(NamedTuple):
-    """Factors of the arrays: ``[batch, heads]``, or of blocks, ``[batch, *blocks, heads_kv]``; ``None`` where 1."""
+    """Scales of the arrays, ``[batch, heads]`` or per block ``[batch, *blocks, heads_kv]``; ``None`` stands for 1."""
 
     query: jax.Array | None
     key: jax.Array | None
@@ -252,17 +254,17 @@ class _Factors(NamedTuple):
 def in_8_bits(
     problem: Problem, inputs: Inputs, arguments: Float8Arguments, place: Placement, grid: FinerGrid | None = None
 ) -> tuple[Problem, Inputs, Callable[[Output], Output] | None]:
-    """The problem and the arrays that backends get, and a function of their output that finishes it.
+    """Return the problem and the arrays for the backends, and a function that completes their output.
 
-    A factor that all keys of a head share becomes a factor of its logits, and a factor of all values a factor of its
-    output; factors of blocks go with keys and values.
+    The query's scale, and a scale shared by all keys of a head, are multiplied into the scale of the logits. A scale
+    shared by all values of a head is multiplied into the output. Scales of blocks are passed to the backends.
 
     Args:
         problem: The problem.
         inputs: The arrays.
-        arguments: The arguments.
-        place: The places of the tokens.
-        grid: The grid of the queries if it is finer than the keys' grid; queries have become heads.
+        arguments: The 8-bit arguments of the call.
+        place: Positions of the queries, and padding.
+        grid: The grid of the queries, if it is finer than the keys' grid and the queries are folded into heads.
 
     Raises:
         ValueError: A shape, value or element type is wrong, or an argument does not suit these arrays.
@@ -309,13 +311,13 @@ def in_8_bits(
 def _quantized(
     problem: Problem, inputs: Inputs, arguments: Float8Arguments, place: Placement
 ) -> tuple[Problem, Inputs, _Factors, jax.Array]:
-    """The problem of quantised arrays, these, their factors, and what the logsumexp lacks.
+    """Return the problem of quantized arrays, these arrays, their scales, and the correction of the logsumexp.
 
-    Keys are without their mean, which adds the same to all logits of a query, as long as logits are linear in products.
-    Query and key are rotated where heads allow it.
+    The mean of the keys is subtracted, which shifts all logits of a query by the same number, because logits are linear
+    in the products. Query and key are rotated if ``head_dim`` is a power of two.
 
     Raises:
-        ValueError: Arrays are not wider, or have factors.
+        ValueError: The arrays have 8 bits already, or a dtype that is not supported, or scales were given.
     """
     dtype = float8_name("fp8", str(arguments.fp8))
     if problem.dtype not in OUTPUT_DTYPES:
@@ -361,7 +363,7 @@ def _checked(inputs: Inputs, arguments: Float8Arguments, grid: FinerGrid | None)
 def _factors(
     name: str, argument: Any, shapes: Mapping[str, tuple[int, ...]], layout: Sequence[int] = ()
 ) -> jax.Array | None:
-    """The factors in one of these shapes, of which a single one takes the last, or of blocks of the layout."""
+    """Check scales, and return them in one of ``shapes`` or per block; expand a number to the last of ``shapes``."""
     argument = array_of(argument)
     if argument is None:
         return None
@@ -396,12 +398,12 @@ def _factors(
 
 
 def _of_query_heads(factors: jax.Array, heads: int) -> jax.Array:
-    """``[batch, heads_kv, ...]`` for each query head: those that share a head of keys have its factor."""
+    """Repeat ``[batch, heads_kv, ...]`` to a scale per query head. Query heads that share a key head get its scale."""
     return jnp.repeat(replicated(factors), heads // factors.shape[1], axis=1)
 
 
 def _per_query(of_heads: jax.Array, array: jax.Array) -> jax.Array:
-    """``[batch, heads]``, or ``[batch, heads, head_dim]``, to be multiplied with an array of the query's layout."""
+    """Reshape ``[batch, heads]`` or ``[batch, heads, head_dim]`` to broadcast with an array in the query's layout."""
     width = of_heads.shape[-1] if of_heads.ndim == 3 else 1
     return split_like(of_heads.reshape(array.shape[0], *(1,) * (array.ndim - 3), -1, width), array)
 
@@ -429,13 +431,13 @@ Call = Callable[[Any, Float8Arguments], Any]
 
 
 def straight_through(call: Call, operands: Any, arguments: Float8Arguments, return_lse: bool) -> Any:
-    """Output of a call that quantises its arrays; with the logsumexp, if that is asked for.
+    """Run a call that quantizes its arrays, with the gradients of the call that does not (straight-through).
 
     Args:
-        call: Computes both from operands and arguments.
-        operands: A tree of arrays and of what is none.
-        arguments: The arguments of the call; of the one whose gradients are taken there are none.
-        return_lse: The operators' argument.
+        call: Returns the output and the logsumexp for operands and 8-bit arguments.
+        operands: A tree of arrays and other leaves.
+        arguments: The 8-bit arguments of the forward pass; the backward pass differentiates a call without them.
+        return_lse: Return the logsumexp with the output.
     """
     leaves, structure = jax.tree.flatten(operands)
     leaves = [array_of(leaf) for leaf in leaves]
@@ -455,7 +457,7 @@ def straight_through(call: Call, operands: Any, arguments: Float8Arguments, retu
     def backward(arrays: dict[int, Any], cotangents: Any) -> Any:
         floats = {i: array for i, array in arrays.items() if jnp.issubdtype(array.dtype, jnp.floating)}
         outputs, transpose = jax.vjp(lambda floats: run({**arrays, **floats}, NOTHING), floats)
-        # Without 8-bit arrays, explicit mesh axes may split the outputs in another way.
+        # Explicit mesh axes may shard the outputs of the unquantized call differently.
         (gradients,) = transpose(jax.tree.map(split_like, cotangents, outputs))
         return ({i: gradients.get(i) for i in arrays},)
 

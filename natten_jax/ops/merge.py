@@ -1,4 +1,4 @@
-"""The merge of attention over disjoint sets of keys."""
+"""Merging of attention outputs over disjoint sets of keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def merge_attentions(
 ) -> tuple[jax.Array, jax.Array]:
     """Merge attention over disjoint sets of keys into attention over their union.
 
-    Plain JAX: its gradient, through the logsumexp too, is that of attention over the concatenated keys.
+    Plain JAX. The gradients, including those through the logsumexp, equal the gradients of attention over the
+    concatenated keys.
 
     Example:
         >>> import jax.numpy as jnp
@@ -34,18 +35,18 @@ def merge_attentions(
         True
 
     Args:
-        outputs: Two or more outputs ``[..., heads, head_dim_v]`` of one shape, in a list, say.
-        lse_tensors: Their logsumexp ``[..., heads]``, as many.
-        **natten_arguments: NATTEN's ``torch_compile``, and ``use_autograd_fix=True``, which change nothing: every merge
-            is compiled, and its gradient is right.
+        outputs: Two or more outputs ``[..., heads, head_dim_v]`` of equal shapes, for example in a list.
+        lse_tensors: The logsumexp ``[..., heads]`` of each output.
+        **natten_arguments: NATTEN's ``torch_compile`` and ``use_autograd_fix=True``. They have no effect: every merge
+            is compiled, and its gradient is correct.
 
     Returns:
-        The merged output in the first output's dtype, and its logsumexp. Where every part is empty
-        (logsumexp ``-inf``), the output is 0 and the logsumexp ``-inf``.
+        The merged output in the first output's dtype, and its logsumexp. A query for which every part is empty
+        (logsumexp ``-inf``) gets an output of 0 and a logsumexp of ``-inf``.
 
     Raises:
-        ValueError: Fewer than two parts, shapes that disagree, or element types that are no supported floats.
-        TypeError: An argument is no sequence of arrays.
+        ValueError: Fewer than two parts, shapes that disagree, or element types that are not supported floats.
+        TypeError: An argument is not a sequence of arrays.
     """
     without_neutral("merge_attentions", natten_arguments, OF_MERGE)
     outputs, lse_tensors = _parts("outputs", outputs), _parts("lse_tensors", lse_tensors)
@@ -68,7 +69,7 @@ def merge_attentions(
 
 
 def _parts(name: str, argument: Iterable[jax.Array]) -> list[jax.Array]:
-    """The arrays of ``outputs`` or ``lse_tensors``."""
+    """Check ``outputs`` or ``lse_tensors`` and return the arrays in a list."""
     argument = array_of(argument)
     is_one = isinstance(argument, (jax.Array, np.ndarray, str, bytes, bytearray, memoryview))
     if is_one or isinstance(argument, (Mapping, Set)) or not isinstance(argument, Iterable):
@@ -95,7 +96,7 @@ def _kind(argument: Any) -> str:
 @jax.jit
 def _merge(outputs: tuple[jax.Array, ...], lse_tensors: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
     accumulator = ELEMENT_TYPES[outputs[0].dtype.name].accumulator
-    # JAX cannot stack an array whose mapped axis a mesh shards with others.
+    # If a mesh shards the axis that jax.vmap maps, jnp.stack fails for mapped and unmapped arrays.
     lses = jnp.concatenate([lse.astype(accumulator)[None] for lse in lse_tensors])
     highest = jax.lax.stop_gradient(jnp.max(lses, axis=0))
     highest = jnp.where(jnp.isneginf(highest), 0.0, highest)

@@ -23,7 +23,7 @@ Pair = tuple[jax.Array, jax.Array]
 
 
 class NeighborhoodAttention(Protocol):
-    """What ``na1d``, ``na2d`` and ``na3d`` take and return."""
+    """Type of ``na1d``, ``na2d`` and ``na3d``."""
 
     __name__: str
 
@@ -87,7 +87,7 @@ class NeighborhoodAttention(Protocol):
 
 
 def _operator(function: Callable[..., Any]) -> NeighborhoodAttention:
-    """Explain unknown keyword arguments before Python reports missing ones, and type the result by ``return_lse``."""
+    """Report unknown keyword arguments before Python reports missing ones, and type the result by ``return_lse``."""
     return cast(NeighborhoodAttention, explained(PerformanceArguments.__annotations__)(function))
 
 
@@ -126,12 +126,12 @@ def na2d(
 ) -> jax.Array | Pair:
     """Neighborhood attention over an image.
 
-    Each query attends to the ``kernel_size`` window of keys around it; at the edges the window is shifted, unless
-    ``edges`` says otherwise. ``stride`` queries share one window, ``dilation`` spreads it, and ``is_causal`` hides
-    later keys. :mod:`natten_jax.windows` is the exact definition. Arguments about dimensions take
+    Each query attends to the ``kernel_size`` window of keys around it. At the edges the window is shifted by default
+    (``edges``). ``stride`` queries share one window, ``dilation`` spreads it, and ``is_causal`` hides later keys.
+    :mod:`natten_jax.windows` is the exact definition. Arguments per dimension take
     2 values, or one for all dimensions; sequences may be NumPy arrays, or JAX arrays that are not traced.
 
-    Arguments by subject, each with its guide:
+    Arguments by subject, with guides:
 
     - windows (:doc:`/windows`): ``kernel_size``, ``stride``, ``dilation``, ``is_causal``, ``edges``, ``clamp_window``;
     - layout (:doc:`/boxes`): ``query_origin``, ``extents``, ``upsample``;
@@ -160,62 +160,61 @@ def na2d(
         kernel_size: Window extent in tokens; -1 is the whole extent (with dilation, the largest window that fits).
         stride: Queries that share a window; at most ``kernel_size``.
         dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
-        is_causal: Whether later keys are hidden.
-        edges: What becomes of a window that reaches over the ends: ``"shift"`` moves it inside, ``"cut"`` leaves it the
-            keys that exist, ``"wrap"`` goes on at the other end, of an extent that ``dilation`` divides.
-        clamp_window: Take the largest windows that fit, instead of an error, if they are larger than the
-            layout (:func:`natten_jax.windows.fitted`); then ``stride`` shrinks with them.
-        query_origin: Offset of the queries in the layout of the keys, of which they may be a smaller box: an
+        is_causal: Hide later keys.
+        edges: Boundary mode: ``"shift"`` moves a window that crosses an end inside, ``"cut"`` drops its keys beyond the
+            end, ``"wrap"`` continues it at the other end, of an extent that ``dilation`` divides.
+        clamp_window: Replace windows larger than the layout by the largest that fit, instead of raising
+            (:func:`natten_jax.windows.fitted`); ``stride`` shrinks with them.
+        query_origin: Offset of the queries in the layout of the keys; the queries may then be a smaller box. An
             int for each token dimension, or an int32 array ``[rank]`` or ``[batch, rank]``. It may be traced, so
-            that one program serves all offsets. Traced values are moved into range as
-            :func:`jax.lax.dynamic_slice` does; others must be in range.
-        extents: int32 ``[batch, rank]``: how many tokens of the layout are real, from the first on. Traced values
-            are moved into range; others must be in range. Windows are the largest that fit a layout of these
-            extents. Padding gets an output of 0, a logsumexp of ``-inf`` and gradients of 0, whatever it holds.
-        upsample: Queries per key along each token dimension: query ``i`` has the window of key
-            ``i // upsample``, and the layout of the queries is this multiple of that of the keys.
-        scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``. A number is finite, and so is its product
-            with ``log2(e)`` in float32 (for float64 inputs only the factor itself, in float64). Or an array,
-            without dimensions or ``[heads]``, that kernels read in float32, so that it can be learned: a traced
-            value that a number could not be gives NaN. An array without dimensions whose value is known is a
-            number.
-        relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, in a floating point dtype: added to the scaled
-            logit of a query and a key that lies ``offset`` neighbors (steps of the dilation) after it is the entry
-            ``offset + kernel_size - 1``, dimension by dimension; nothing to those of additional keys.
+            that one program serves all offsets. Traced values are clamped into range as by
+            :func:`jax.lax.dynamic_slice`; others must be in range.
+        extents: int32 ``[batch, rank]``. Number of real tokens per dimension of the layout; the padding comes after
+            them. Traced values are clamped into range; others must be in range. Windows are the largest that fit a
+            layout of these extents. Padding gets an output of 0, a logsumexp of ``-inf`` and gradients of 0,
+            whatever its values are.
+        upsample: Queries per key along each token dimension. Query ``i`` has the window of key
+            ``i // upsample``, and the layout of the queries is this multiple of the layout of the keys.
+        scale: Factor of the logits. ``None`` is ``head_dim ** -0.5``. A number must be finite, and so must its product
+            with ``log2(e)`` in float32 (for float64 inputs only the number itself, in float64). An array, without
+            dimensions or ``[heads]``, can be learned: kernels read it in float32, and traced values that are not
+            allowed for a number give NaN. An array without dimensions whose value is known is treated as a number.
+        relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, in a floating point dtype. If a key lies ``offset``
+            neighbors (steps of the dilation) after the query, entry ``offset + kernel_size - 1`` is added to the
+            scaled logit, with an index per dimension. Logits of additional keys are not changed.
         key_bias: ``[batch, height, width]`` or ``[batch, heads, height, width]``, in a floating point dtype: added to
             every scaled logit of a key. ``-inf``, and any number up to ``0.5 * finfo(dtype).min``, hides the key. A
-            bool array keeps the keys where it is ``True``. A query without visible keys gets an output of 0, a
-            logsumexp of ``-inf`` and gradients of 0.
+            bool array hides the keys at ``False``. A query without visible keys gets an output of 0, a logsumexp of
+            ``-inf`` and gradients of 0.
         sinks: ``[heads]``, in a floating point dtype: per query head, an extra logit in the softmax denominator,
             without a value.
         additional_keys: ``[batch, n, heads_kv, head_dim]``, tokens that every query sees.
         additional_values: ``[batch, n, heads_kv, head_dim_v]``.
-        return_lse: Return the logsumexp, too.
+        return_lse: Also return the logsumexp.
         query_scale: Factors of an 8-bit query: a positive number, or a float32 array without
             dimensions, ``[batch, heads]`` or ``[batch, heads_kv]``.
-        key_scale: Factors of the key: a number or an array without dimensions or ``[batch, heads_kv]``; or
-            ``[batch, *blocks, heads_kv]``, one for each block of tokens. All blocks of a dimension except
-            the last have ``ceil(extent / blocks)`` tokens.
-        value_scale: Factors of the value, as ``key_scale``.
+        key_scale: Factors of the key: a number, or an array without dimensions, ``[batch, heads_kv]``, or
+            ``[batch, *blocks, heads_kv]`` with a factor per block of tokens. All blocks of a dimension except the last
+            have ``ceil(extent / blocks)`` tokens.
+        value_scale: Factors of the value, with the shapes of ``key_scale``.
         out_dtype: Element type of the output of 8-bit arrays: ``"bfloat16"`` (the default),
             ``"float16"`` or ``"float32"``.
-        fp8: ``"e4m3"`` or ``"e5m2"``: the call quantises wider arrays itself, and has the gradients of the call
-            that does not.
-        token_axes: Inside ``jax.shard_map``: for each token dimension the manual mesh axis that it is split over,
-            several, the first one slowest, or ``None``. Neighbors then exchange the keys that windows reach, and
-            the result is that of the whole layout.
+        fp8: ``"e4m3"`` or ``"e5m2"``: quantize wider arrays in the call. Gradients are computed without quantization.
+        token_axes: Only inside ``jax.shard_map``. For each token dimension, the manual mesh axis that shards it, a
+            sequence of axes (slowest first), or ``None``. Devices then exchange halos of keys and values, and the
+            result equals attention over the whole layout.
         backend: ``"cpu-fna"``, ``"flex-fna"``, ... or ``None`` for the best that can run the problem.
-        attention_kwargs: Performance arguments of :func:`attention`, where that runs: for windows as large as
-            the layout, and for additional keys and values. They are checked in any case.
-        try_fuse_additional_kv: Process additional tokens in the same kernel where the backend can, instead of
-            in a second attention whose result is merged. ``None`` does so unless ``attention_kwargs`` are given for
-            that attention: one kernel was the faster way on every backend (``bench/``).
+        attention_kwargs: Performance arguments for the parts of the call that run :func:`attention`: windows as large
+            as the layout, and additional keys and values. They are checked in any case.
+        try_fuse_additional_kv: Process additional tokens in the same kernel if the backend supports it, instead of
+            in a second attention whose result is merged. ``None`` fuses unless ``attention_kwargs`` are given for
+            the second attention: a single kernel was faster on every backend (``bench/``).
         **performance: :class:`natten_jax.performance.PerformanceArguments`: tiles, schedules, memory,
             determinism.
 
     Returns:
         Output ``[batch, height, width, heads, head_dim_v]`` in the query's dtype; with ``return_lse`` also the
-        logsumexp of the scaled logits, the sink among them, ``[batch, height, width, heads]``, natural logarithm,
+        logsumexp of the scaled logits, including the sink, ``[batch, height, width, heads]``, natural logarithm,
         float32 (float64 for float64 inputs).
 
     Raises:
@@ -232,11 +231,16 @@ def na2d(
 
 
 def _documented_as_na2d(layout: str, values: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that adds the documentation of :func:`na2d` for other token dimensions around the example."""
+    """Return a decorator that completes a docstring of summary and example with the other sections of :func:`na2d`.
+
+    Args:
+        layout: The token dimensions, in place of ``height, width``.
+        values: The number of values of an argument per dimension.
+    """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         own, shared = inspect.getdoc(function), inspect.getdoc(na2d)
-        if own and shared:  # neither with python -OO
+        if own and shared:  # python -OO removes docstrings
             summary, example = own.split("\n\n", 1)
             description = shared[shared.index("\n\n") : shared.index("Example:")]
             text = f"{summary}{description}{example}\n\n{shared[shared.index('Args:') :]}"

@@ -1,4 +1,4 @@
-"""Neighborhood attention in two halves, with the weights of every window as an array in between."""
+"""Neighborhood attention in two steps, with the attention weights of every window as an array in between."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def neighborhood_weights(
     relative_bias: ArrayLike | None = None,
     return_logits: bool = False,
 ) -> jax.Array:
-    """The softmax weights with which each query of :func:`natten_jax.na1d` and its like sees the keys of its window.
+    """Return the attention weights of :func:`natten_jax.na1d`, ``na2d`` or ``na3d``, one for each key in a window.
 
-    Plain JAX, differentiable, and slower than these functions, which never have the weights in memory: for weights that
-    something is done to before values are mixed with them (dropout, another normalisation), or to look at attention.
-    They take ``prod(kernel_size)`` numbers for each query and head.
+    Use it to change weights before they are applied to values (dropout, another normalization), or to inspect them.
+    It is plain JAX, differentiable, and slower than the fused operators, which do not store the weights. The weights
+    take ``prod(kernel_size)`` numbers for each query and head.
 
     Example:
         >>> import jax.numpy as jnp
@@ -53,24 +53,26 @@ def neighborhood_weights(
         True
 
     Args:
-        query: ``[batch, *layout, heads, head_dim]`` of one, two or three token dimensions.
+        query: ``[batch, *layout, heads, head_dim]`` with one, two or three token dimensions.
         key: ``[batch, *layout, heads_kv, head_dim]``; ``heads`` is a multiple of ``heads_kv``.
-        kernel_size: Window extent in tokens, one value for all dimensions, or one for each; so are the next three.
+        kernel_size: Window extent in tokens. All window arguments are a single value for all dimensions, or a value
+            per dimension.
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
-        is_causal: Whether later keys are hidden.
-        edges: What becomes of a window that reaches over the ends: ``"shift"`` moves it inside, ``"cut"`` leaves it the
-            keys that exist, ``"wrap"`` goes on at the other end, of an extent that ``dilation`` divides.
-        scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``; or an array, without dimensions or ``[heads]``.
+        is_causal: Hide later keys.
+        edges: Boundary mode: ``"shift"`` moves a window that crosses an end inside, ``"cut"`` drops its keys beyond the
+            end, ``"wrap"`` continues it at the other end, of an extent that ``dilation`` divides.
+        scale: Factor of the logits, a number or an array, without dimensions or ``[heads]``. ``None`` is
+            ``head_dim ** -0.5``.
         relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, in a floating point dtype: added to the scaled
             logits, as in the operators. Numbers up to ``0.5 * finfo(dtype).min`` hide keys.
         return_logits: Return the logits in place of their softmax.
 
     Returns:
         ``[batch, *layout, heads, prod(kernel_size)]`` in the query's dtype; logits in float32 (float64 for float64
-        inputs). Windows are in the order of their keys, the last dimension fastest. Where a window has
-        fewer keys, at the beginning of causal dimensions and where it is cut, the places behind them have weight 0, and
-        logit ``-inf``.
+        inputs). The last axis has the keys of a window in order, the last dimension fastest. Windows at the start of
+        causal dimensions, and windows that are cut, have fewer keys: the entries after them have weight 0 and logit
+        ``-inf``.
 
     Raises:
         ValueError: A value, shape or dtype breaks a rule.
@@ -87,14 +89,14 @@ def neighborhood_weights(
     factor = jnp.asarray(problem.scale, accumulator)
     if factors is not None:
         factor = jnp.expand_dims(per_head(factors, 1, problem.heads, problem.dtype), range(1, rank + 1))
-        factor = jnp.where(jnp.isfinite(factor), factor, jnp.nan)  # an infinite scale hides no key
+        factor = jnp.where(jnp.isfinite(factor), factor, jnp.nan)  # otherwise an infinite scale would hide keys
     table = None if relative_bias is None else with_hidden_keys(checked_table(problem, relative_bias))
     of_offsets = axes_of_offsets(problem.axes, window.edges)
 
     def weights_of(query: jax.Array, key: jax.Array, factor: jax.Array, table: jax.Array | None) -> jax.Array:
         grouped = _grouped(query, problem.heads_kv).astype(accumulator)
 
-        @jax.checkpoint  # otherwise a copy of the keys would be kept for each place
+        @jax.checkpoint  # otherwise a copy of the keys would be saved for each window entry
         def logits_of(place: _Place) -> jax.Array:
             keys = place.of(key).astype(accumulator)
             products = jnp.sum(grouped * keys[..., None, :], axis=-1).reshape(query.shape[:-1])
@@ -128,7 +130,7 @@ def neighborhood_apply(
     *,
     edges: Edges = "shift",
 ) -> jax.Array:
-    """Mix the values of each query's window with weights, as :func:`neighborhood_weights` returns them, or others.
+    """Sum the values of each query's window with weights, for example the weights of :func:`neighborhood_weights`.
 
     Plain JAX, differentiable.
 
@@ -140,15 +142,16 @@ def neighborhood_apply(
         (2, 32, 4, 16)
 
     Args:
-        weights: ``[batch, *layout, heads, prod(kernel_size)]``, any numbers; places without a key (see
-            :func:`neighborhood_weights`) count for nothing.
+        weights: ``[batch, *layout, heads, prod(kernel_size)]``, any numbers. Entries without a key (see
+            :func:`neighborhood_weights`) are ignored.
         value: ``[batch, *layout, heads_kv, head_dim_v]``; ``heads`` is a multiple of ``heads_kv``.
-        kernel_size: Window extent in tokens, one value for all dimensions, or one for each; so are the next three.
+        kernel_size: Window extent in tokens. All window arguments are a single value for all dimensions, or a value
+            per dimension.
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
-        is_causal: Whether later keys are hidden.
-        edges: What becomes of a window that reaches over the ends: ``"shift"`` moves it inside, ``"cut"`` leaves it the
-            keys that exist, ``"wrap"`` goes on at the other end, of an extent that ``dilation`` divides.
+        is_causal: Hide later keys.
+        edges: Boundary mode: ``"shift"`` moves a window that crosses an end inside, ``"cut"`` drops its keys beyond the
+            end, ``"wrap"`` continues it at the other end, of an extent that ``dilation`` divides.
 
     Returns:
         ``[batch, *layout, heads, head_dim_v]`` in the dtype of the values.
@@ -194,12 +197,12 @@ def neighborhood_apply(
 
 
 class _Place(NamedTuple):
-    """One place in the window of every query.
+    """An entry of the windows, the ``n``-th key for example, for all queries.
 
     Attributes:
-        keys: By dimension, the coordinate of the key there, int32 ``[extent]``; the window's first where none is.
-        exist: By dimension, whether there is one, bool ``[extent]``.
-        offsets: By dimension, the entry of a relative bias that is the key's, int32 ``[extent]``.
+        keys: Per dimension, int32 ``[extent]``. Coordinate of the key; of the window's first key if the entry is empty.
+        exist: Per dimension, bool ``[extent]``. True if the window has a key in this entry.
+        offsets: Per dimension, int32 ``[extent]``. Index of the key in a relative bias.
     """
 
     keys: tuple[jax.Array, ...]
@@ -207,11 +210,11 @@ class _Place(NamedTuple):
     offsets: tuple[jax.Array, ...]
 
     def bias(self, table: jax.Array) -> jax.Array:
-        """Entries of the keys there in a table ``[heads, 2 * kernel_size - 1, ...]``, as ``[1, *layout, heads]``."""
+        """Take the keys' biases from a table ``[heads, 2 * kernel_size - 1, ...]``, as ``[1, *layout, heads]``."""
         return jnp.moveaxis(table[(slice(None), *jnp.ix_(*self.offsets))], 0, -1)[None]
 
     def of(self, array: jax.Array) -> jax.Array:
-        """What the keys there have of ``[batch, *layout, ...]``."""
+        """Take the values of the keys from an array ``[batch, *layout, ...]``."""
         return array[(slice(None), *jnp.ix_(*self.keys))]
 
     def is_seen(self) -> jax.Array:
@@ -223,11 +226,11 @@ class _Place(NamedTuple):
 
 
 def _places(axes: Sequence[Axis], of_offsets: Sequence[Axis]) -> _Place:
-    """All places, along the first dimension of the arrays; the last dimension is the fastest.
+    """Stack all window entries along the first axis of the arrays, the last token dimension fastest.
 
     Args:
-        axes: The dimensions.
-        of_offsets: The same as offsets see them, which may go around where windows see all keys.
+        axes: The token dimensions.
+        of_offsets: The token dimensions for relative offsets (:func:`natten_jax.ops.canonicalize.axes_of_offsets`).
     """
     keys, exist, offsets = zip(*map(_keys_of_windows, axes, of_offsets), strict=True)
     numbers = np.indices([axis.kernel_size for axis in axes]).reshape(len(axes), -1)
@@ -239,10 +242,7 @@ def _places(axes: Sequence[Axis], of_offsets: Sequence[Axis]) -> _Place:
 
 
 def _keys_of_windows(axis: Axis, of_offsets: Axis) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Coordinates of the keys in the windows of one dimension, which there are, and their entries of a relative bias.
-
-    All ``[extent, kernel_size]``.
-    """
+    """Return the fields of a :class:`_Place` for one dimension, as arrays ``[extent, kernel_size]``."""
     index, group = np.divmod(np.arange(axis.query_extent), axis.dilation)
     lengths = axis.lengths(group)
     length = lengths[1][:, None]
@@ -258,13 +258,13 @@ def _keys_of_windows(axis: Axis, of_offsets: Axis) -> tuple[np.ndarray, np.ndarr
 
 
 def _grouped(array: jax.Array, heads_kv: int) -> jax.Array:
-    """``[..., heads, width]`` as ``[..., heads_kv, heads // heads_kv, width]``."""
+    """Reshape ``[..., heads, width]`` to ``[..., heads_kv, heads // heads_kv, width]``."""
     *layout, heads, width = array.shape
     return array.reshape(*layout, heads_kv, heads // heads_kv, width)
 
 
 def _rank(name: str, array: jax.Array, shape: str) -> int:
-    """How many token dimensions an array has."""
+    """Return the number of token dimensions of an array, after checking its shape."""
     if not 4 <= array.ndim <= 6 or 0 in array.shape[1:]:
         raise ValueError(
             f"{name} has shape {array.shape}, but {shape} has one, two or three token dimensions, and every extent "

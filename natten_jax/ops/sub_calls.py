@@ -1,4 +1,4 @@
-"""The attention calls that one call consists of: on windows, on the whole layout, on additional keys."""
+"""The attention calls that an operator call is split into: on windows, on the whole layout, on additional keys."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from natten_jax.plan.plan import Request
 from natten_jax.problem import Problem, flattened, of_additional_tokens
 from natten_jax.sharding.halos import exchange
 
-#: What neighborhood attention itself says: it may be said again, but not otherwise.
+#: Arguments of ``attention`` that the operator call determines; ``attention_kwargs`` may only repeat their values.
 _OF_THE_CALL = ("scale", "is_causal", "return_lse")
 
 
 def checked_attention_kwargs(attention_kwargs: Mapping[str, Any] | None, others: Mapping[str, Any]) -> dict[str, Any]:
-    """A checked and hashable copy of what ``attention_kwargs`` overrides: only what does not change the result.
+    """Check ``attention_kwargs``, and return its performance arguments and ``backend`` with hashable values.
 
     Args:
         attention_kwargs: The argument of neighborhood attention.
-        others: Arguments of ``attention`` that hold where ``attention_kwargs`` has none.
+        others: Performance arguments of ``attention`` for names that ``attention_kwargs`` does not have.
 
     Raises:
-        ValueError: A value breaks a rule of ``attention``, whether or not this call is going to use it.
-        TypeError: It is no mapping, has an unknown key, or a value is of the wrong type.
+        ValueError: A value breaks a rule of ``attention``, even if this call does not use it.
+        TypeError: ``attention_kwargs`` is not a mapping, has an unknown key, or has a value of the wrong type.
     """
     if attention_kwargs is None:
         return {}
@@ -71,16 +71,16 @@ def checked_attention_kwargs(attention_kwargs: Mapping[str, Any] | None, others:
 
 
 def check_agreement(attention_kwargs: Mapping[str, Any], problem: Problem, scale: Any, return_lse: bool) -> None:
-    """Check that ``attention_kwargs`` says nothing else than the call that it is given to.
+    """Check that ``attention_kwargs`` does not contradict the arguments of the call.
 
     Args:
         attention_kwargs: The argument, checked.
-        problem: What the call describes.
-        scale: The scale that the call was given.
-        return_lse: Whether the call returns the logsumexp.
+        problem: The problem of the call.
+        scale: The scale argument of the call.
+        return_lse: True if the call returns the logsumexp.
 
     Raises:
-        ValueError: It does.
+        ValueError: ``scale``, ``is_causal`` or ``return_lse`` differs.
     """
     own = attention_kwargs.get("scale")
     if own is not None and not _is_same(own, problem.scale if scale is None else scale):
@@ -89,7 +89,7 @@ def check_agreement(attention_kwargs: Mapping[str, Any], problem: Problem, scale
             f"attention_kwargs: scale={shown(own)} contradicts the call's scale, {of_call}: all keys of a query "
             "have one scale, which the operator is given"
         )
-    # Every query sees all additional tokens, so that their attention is never causal.
+    # Attention to additional tokens is never causal, because every query sees all of them.
     is_causal = problem.is_attention and any(problem.is_causal)
     for name, value in (("is_causal", is_causal), ("return_lse", return_lse)):
         if name in attention_kwargs and bool(attention_kwargs[name]) != value:
@@ -100,7 +100,7 @@ def check_agreement(attention_kwargs: Mapping[str, Any], problem: Problem, scale
 
 
 def _is_same(own: Any, scale: Any) -> bool:
-    """Whether two scales are known to be equal."""
+    """Return True if two scales are known to be equal; traced values are not."""
     if own is scale:
         return True
     scales = array_of(own), array_of(scale)
@@ -111,19 +111,19 @@ def _is_same(own: Any, scale: Any) -> bool:
 
 
 class KeySet(enum.Enum):
-    """What a sub-call attends to."""
+    """The keys of a sub-call."""
 
-    WINDOWS = "windows"  # the tokens, and the additional ones if the same kernel takes them
-    WHOLE_LAYOUT = "whole layout"  # all tokens and all additional ones, flattened
-    ADDITIONAL = "additional"  # the additional tokens alone, flattened
+    WINDOWS = "windows"  # the tokens in the windows, and the additional tokens if one kernel supports both
+    WHOLE_LAYOUT = "whole layout"  # all tokens and all additional tokens, flattened
+    ADDITIONAL = "additional"  # only the additional tokens, flattened
 
 
 class SubCall(NamedTuple):
-    """One attention call.
+    """An attention call.
 
     Attributes:
-        kind: What it attends to.
-        request: What is asked of the backends.
+        kind: The keys of the call.
+        request: The request for the backends.
     """
 
     kind: KeySet
@@ -133,16 +133,16 @@ class SubCall(NamedTuple):
 def split_call(
     request: Request, attention_kwargs: Mapping[str, Any] | None = None, try_fuse_additional_kv: bool | None = None
 ) -> tuple[SubCall, ...]:
-    """Return the attention calls that a call of an operator consists of.
+    """Split an operator call into attention calls.
 
     Args:
         request: The call.
-        attention_kwargs: As the operator takes them.
-        try_fuse_additional_kv: Likewise.
+        attention_kwargs: The argument of the operator.
+        try_fuse_additional_kv: The argument of the operator.
 
     Raises:
         ValueError: ``attention_kwargs`` breaks a rule of ``attention``, or ``backend`` is unknown.
-        TypeError: ``attention_kwargs`` holds a wrong type.
+        TypeError: A value in ``attention_kwargs`` is of the wrong type.
     """
     problem = request.problem
     if problem.operator == "fmha":
@@ -152,7 +152,7 @@ def split_call(
     counterpart = backends.counterpart(request.backend)
     if attention_kwargs is None and not problem.additional_kv and not problem.is_attention:
         return (SubCall(KeySet.WINDOWS, request),)
-    # Whatever runs the whole layout is told the call's own performance arguments, too.
+    # Attention on the whole layout inherits the performance arguments of the call.
     inherited = request.performance.flattened() if problem.is_attention else {}
     own = checked_attention_kwargs(attention_kwargs, inherited)
     is_given = bool(own)
@@ -170,12 +170,12 @@ def split_call(
 
 
 def sub_call_operands(call: SubCall, inputs: Inputs, place: Placement) -> tuple[Request, Operands]:
-    """Return the request and the operands of a sub-call; the request has no token axes if tokens are flattened.
+    """Return the request and the operands of a sub-call; if tokens are flattened, the request is without token axes.
 
     Args:
         call: The sub-call.
-        inputs: The inputs of the whole call: keys and values of the layout, and additional ones.
-        place: The places of the tokens.
+        inputs: The inputs of the operator call, with the keys and values of the layout and the additional tokens.
+        place: Positions of the queries, and padding.
     """
     token_axes = call.request.token_axes
     if call.kind is KeySet.WINDOWS:
@@ -190,7 +190,7 @@ def sub_call_operands(call: SubCall, inputs: Inputs, place: Placement) -> tuple[
     flat = _with_one_token_dimension(inputs)
     is_additional = call.kind is KeySet.ADDITIONAL
     tokens = _of_additional_keys(flat, inputs) if is_additional else _with_additional_keys(flat, inputs)
-    # Where tokens are split, the layout of the queries is a part of the problem's.
+    # With token axes, the queries of this device are only a shard of the problem's layout.
     origins = exchange.flat_origins(inputs.query.shape[1:-2], lines) if token_axes else None
     request = dataclasses.replace(call.request, token_axes=())
     operands = Operands(tokens, origins)
@@ -200,19 +200,19 @@ def sub_call_operands(call: SubCall, inputs: Inputs, place: Placement) -> tuple[
 
 
 def in_layout_of(query: jax.Array, output: Output) -> Output:
-    """Output and logsumexp of a sub-call, with the token dimensions of the query."""
+    """Reshape the output and logsumexp of a sub-call to the token dimensions of the query."""
     return Output(*[array.reshape(*query.shape[:-2], *array.shape[2:]) for array in output])
 
 
 def _of_additional_keys(flat: Inputs, inputs: Inputs) -> Inputs:
-    """Flattened queries with the additional tokens as keys, without arrays of the layout's keys."""
+    """Return flattened queries with the additional tokens as keys, without the arrays of the layout's keys."""
     arrays: dict[str, Any] = dict.fromkeys(key_arrays(flat))
     arrays |= {"key": inputs.additional_keys, "value": inputs.additional_values}
     return flat._replace(**arrays)
 
 
 def _with_additional_keys(flat: Inputs, inputs: Inputs) -> Inputs:
-    """Flattened tokens with the additional ones after the layout's keys; other numbers of these are 0."""
+    """Append the additional tokens to the flattened keys and values, and zeros to other arrays of keys."""
     if inputs.additional_keys is None or inputs.additional_values is None:
         return flat
     additional = {"key": inputs.additional_keys, "value": inputs.additional_values}
@@ -227,7 +227,7 @@ def _with_additional_keys(flat: Inputs, inputs: Inputs) -> Inputs:
 
 
 def _with_one_token_dimension(inputs: Inputs) -> Inputs:
-    """The arrays of attention of the flattened tokens, which have no offsets; additional tokens are yet to be added."""
+    """Flatten the token dimensions of the arrays, and drop the relative bias and the additional tokens."""
     pairs = zip(inputs, roles_of_fields(Inputs), strict=True)
     flat = [each if each is None or not role.has_layout else _flat(each, role) for each, role in pairs]
     return Inputs._make(flat)._replace(additional_keys=None, additional_values=None, relative_bias=None)
