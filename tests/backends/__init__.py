@@ -1,1 +1,1 @@
-"""What backends state, and which of them runs."""
+"""Capabilities of backends, and backend selection."""

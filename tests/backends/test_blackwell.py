@@ -209,7 +209,7 @@ def test_kernels_are_lowered_for_gpus_that_are_not_there(name: str) -> None:
 @needs_interpreter
 @pytest.mark.parametrize("additional", [0, 3])
 def test_operators_run_all_kernels(additional: int, machine: Machine) -> None:
-    """Those of a call that names the backend, or two where there are additional tokens, and of its gradients."""
+    """Each kernel of the call and its gradients is lowered once, or twice with additional tokens."""
     machine.has(Device("cuda", (10, 0)))
     query, key, value = (jax.ShapeDtypeStruct((2, 20, 24, heads, 40), jnp.bfloat16) for heads in (4, 2, 2))
     more = [jax.ShapeDtypeStruct((2, additional, 2, 40), jnp.bfloat16)] * (2 if additional else 0)
@@ -238,7 +238,7 @@ def test_lines_are_restored(dilation: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("queries", [5, 40])
 def test_tiles_of_queries_that_see_a_tile_of_keys(queries: int) -> None:
-    """By the windows of every query: in each group, the first and the last that see one of its keys."""
+    """From every query's window: in each group, the first and last query tile that sees a key of the key tile."""
     dilation, q_tile, kv_tile = 2, 4, 8
     axis = Axis(queries, queries, 2, dilation=dilation)
     visits = Visits.of(axis, (q_tile, kv_tile), (queries, queries), None, 1, 0, True)

@@ -68,9 +68,9 @@ def walked(
 
 
 def walked_around(axis: Axis, tile: int, outer_is_query: bool, is_aligned: bool) -> int:
-    """The same of a dimension that wraps, by the bounds of every token: a hull may be longer than the layout."""
+    """Return the longest hull of a wrapped dimension, from the bounds of every token; it may exceed the layout."""
     length, largest = axis.kv_extent // axis.dilation, 1
-    # Halos of keys go on behind the end.
+    # Halos of keys continue beyond the end.
     tokens = np.arange(length if outer_is_query or is_aligned else length + tile)
     start, end = axis.bounds(tokens, (length, length), of_query=outer_is_query)
     for first in range(0, length, tile if is_aligned else 1):
@@ -122,14 +122,17 @@ def test_programs_for_the_longest_layouts_are_lowered(is_causal: bool, monkeypat
 @pytest.mark.parametrize(
     ("extent", "kernel_size", "edges", "tiles", "expected"),
     [
-        # 16 queries see 22 keys: three tiles of 8, with room for 2 more. Of 64 such ranges 22 have a seam. Boxes of
-        # 4 begin up to 3 keys earlier for it, one more than there is room for; two of them are no more than three.
+        # 16 queries see 22 keys: three tiles of 8, with room for 2 more. Of 64 such ranges, 22 have a seam, for
+        # which boxes of 4 begin 0 to 3 keys earlier: only the offset of 3 exceeds the room and adds a tile. Two boxes
+        # per tile
+        # cost nothing extra; more than three would.
         (64, 7, "wrap", (16, 8), 1 + 22 / 64 * 1 / (3 * 4)),
         (30, 7, "wrap", (16, 8), 1 + 22 / 30 * 1 / (3 * 4)),
         # Two tiles of 16 have room for 10: boxes of 8 begin up to 7 keys earlier.
         (48, 7, "wrap", (16, 16), 1),
-        # 48 queries and no more see 52 keys, always with a seam, in a tile with room for 12. Boxes of 64 or 32 would be
-        # cut, and four of 16, which begin up to 15 keys earlier, take a third longer.
+        # 48 queries, the whole layout, see 52 keys, always with a seam, in a tile with room for 12. Boxes of 64 or 32
+        # would be
+        # cut; four boxes of 16, which begin 0 to 15 keys earlier, take a third longer.
         (48, 5, "wrap", (64, 64), (1 + 1 * 3 / (1 * 16)) * 4 / 3),
         (64, 7, "shift", (16, 8), 1),
     ],

@@ -27,7 +27,7 @@ from natten_jax.plan.plan import Plan, Request
 from natten_jax.problem import Problem, problem_of
 from tests.support.problems import OPERATORS
 
-#: A value of each argument that asks for something.
+#: A value of each argument that differs from its default.
 ASKED: dict[str, Any] = {
     "run_persistent_kernel": False,
     "kernel_schedule": "coop",
@@ -57,7 +57,7 @@ def plan_for(backend: Backend, pass_: Pass, performance: Performance, problem: P
 
 
 def program(plan: Plan) -> str:
-    """What a pass calls, and with which attributes."""
+    """Return the traced program of a pass: its calls and their attributes."""
     backend, problem = backends.find(plan.backend, plan.backend.operator), plan.problem
     query = jax.ShapeDtypeStruct((1, *problem.query_layout, problem.heads, problem.head_dim), problem.dtype)
     per_query = jax.ShapeDtypeStruct(query.shape[:-1], "float32")

@@ -1,4 +1,4 @@
-"""Which kernels for GPUs add biases of keys themselves, and which get them as columns of wider heads."""
+"""GPU kernels that add key biases themselves, and kernels that get them as extra head-dimension columns."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_tiles_that_are_asked_for_decide(facts: dict[str, Any], pair: Any, is_ad
     ],
 )
 def test_kernels_for_hopper_add_them(facts: dict[str, Any]) -> None:
-    """Whatever else there is: heads stay as wide as they are."""
+    """For all other features of the problem; the head dimension does not change."""
     problem = _problem(**facts)
     for pass_ in PASSES:
         assert _HOPPER.rejection(problem, _GPU, pass_) is None
@@ -132,7 +132,7 @@ def test_kernels_for_hopper_add_them(facts: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("schedule", list(KernelSchedule))
 def test_kernels_for_hopper_take_turns(schedule: KernelSchedule) -> None:
-    """A schedule in which they do not is said to change nothing."""
+    """The option for another schedule is reported as ignored."""
     asked = Performance(kernel_schedule=schedule)
     for has_bias in (False, True):
         problem = dataclasses.replace(_problem(), key_bias=has_bias)
@@ -153,7 +153,7 @@ def test_kernels_for_hopper_take_turns(schedule: KernelSchedule) -> None:
 def test_they_are_operands_as_they_are(
     machine: Machine, has_heads: bool, tokens: int, kernel_size: int, targets: list[str]
 ) -> None:
-    """Nothing is repeated for the heads, and nothing put beside the arrays."""
+    """The bias is not repeated per head, and not concatenated to the arrays."""
     machine.has(_GPU)
 
     def loss(query: jax.Array, key_bias: jax.Array) -> jax.Array:

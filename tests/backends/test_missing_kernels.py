@@ -29,7 +29,7 @@ from tests.support.programs import run_command
 HOPPER = Device("cuda", (9, 0))
 AMPERE = Device("cuda", (8, 6))
 BROKEN = "the native module natten_jax._native cannot be loaded (ImportError: broken)"
-#: What to do in a clone with a library of its own, as the one that tests run in.
+#: The remedy in a clone with a compiled library, such as the clone that tests run in.
 REMEDY = f"Run `pip install --editable .` in {Path(__file__).parents[2]}"
 BLOCKED = "import sys; sys.modules['natten_jax._native'] = None\n"
 
@@ -133,9 +133,9 @@ def test_a_gpu_whose_architecture_the_build_does_not_cover(
     [
         (HOPPER, "flex-fna", {}),
         (HOPPER, None, {"dtype": "float64"}),
-        (HOPPER, None, {"head_dim": 260}),  # no kernel takes these
+        (HOPPER, None, {"head_dim": 260}),  # no kernel supports this head dimension
         (Device("cuda", (7, 5)), None, {}),
-        (Device("cuda"), None, {}),  # there is no such GPU here
+        (Device("cuda"), None, {}),  # no such GPU is present
         (Device("cuda", (9, 0), is_present=False), "flex-fna", {}),
         (Device("tpu"), None, {}),
         (Device("cpu"), None, {"dtype": "float64"}),

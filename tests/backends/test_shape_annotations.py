@@ -1,4 +1,4 @@
-"""Arrays have the shapes that their types say: those of every backend's passes, and those inside of plain JAX."""
+"""Arrays match their annotated shapes: in every backend's passes, and inside plain JAX."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_plain_jax_works_on_arrays_of_their_shapes(monkeypatch: pytest.MonkeyPat
     run(dataclasses.replace(CASE, edges=("wrap", "shift")), plain, **several)
     run(dataclasses.replace(CASE, extents=((4, 7), (6, 9), (3, 4), (5, 5), (6, 4))), plain, **several)
     run(dataclasses.replace(CASE, additional=0, relative_bias=True, key_bias="heads"), plain, **several)
-    # Forward mode, and the forward pass alone.
+    # Forward mode, and only the forward pass.
     operator, operands = CASE.operator(plain.fna), CASE.operands("float32", 0)
     jax.jit(lambda each: jax.jvp(operator, (each,), (each,))).lower(operands)
     jax.jit(operator).lower(operands)

@@ -1,1 +1,1 @@
-"""How the operators are traced, differentiated, batched, lowered and exported."""
+"""Tracing, differentiation, batching, lowering and export of the operators."""

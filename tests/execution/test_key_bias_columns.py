@@ -128,7 +128,7 @@ def test_heads_without_room_for_columns_are_refused() -> None:
 @pytest.mark.parametrize("dtype", FAMILY.dtypes)
 @pytest.mark.parametrize("mask_value", [-jnp.inf, -1e9, float(np.finfo(np.float32).min)])
 def test_a_masked_key_is_as_if_it_were_not_there(dtype: str, mask_value: float) -> None:
-    """Whatever is added to hide it, beside logits of a hundred."""
+    """For every value that hides keys, with logits around 100."""
     query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 1, 12, 2, 16)) * 3, dtype)
 
     def gradients(backend: str, hidden: float) -> Any:

@@ -57,7 +57,7 @@ def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 
 
 def calls(text: str) -> list[str]:
-    """Names of the custom calls, those of functions that are called several times once."""
+    """Return the names of the custom calls. Calls in a function that is called several times appear once."""
     return re.findall(r"custom_call @(natten_jax\w+)", text)
 
 
@@ -72,7 +72,7 @@ def tiles(shape: tuple[int, ...]) -> dict[str, Any]:
 def test_a_loss_of_the_output_alone_has_no_zeros_written(
     capability: tuple[int, int], arguments: dict[str, Any], lowered: Callable[..., str]
 ) -> None:
-    """Those of the logsumexp's cotangent would be a kernel of their own, and be read."""
+    """Zeros of the logsumexp's cotangent would need a separate kernel to write them, and be read."""
 
     def loss(query: jax.Array, *, reads_logsumexp: bool) -> jax.Array:
         out, logsumexp = natten_jax.na2d(query, query, query, 7, **arguments, return_lse=True)
@@ -90,7 +90,7 @@ def test_a_loss_of_the_output_alone_has_no_zeros_written(
 def test_heads_of_any_width_run_on_kernels(
     capability: tuple[int, int], width: int, width_v: int, lowered: Callable[..., str]
 ) -> None:
-    """With zeros behind them; the scale is that of the heads as they are."""
+    """Heads are padded with zeros; the scale is computed from the unpadded head dimension."""
 
     def loss(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         return natten_jax.na1d(query, key, value, 40, **tiles((32,))).astype("float32").sum()

@@ -95,16 +95,16 @@ BACKENDS = [
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One of equal parts along a dimension of a problem.
+    """A part of a problem that is split equally along a dimension.
 
     Attributes:
         case: The whole problem.
         dtype: Element type of its arrays.
-        dimension: Along which it is split.
-        parts: Into how many parts.
-        place: Which of these this is.
-        performance: How passes run.
-        size: What queries are multiplied with.
+        dimension: The split dimension.
+        parts: Number of parts.
+        place: Index of this part.
+        performance: Performance options of the passes.
+        size: Factor of the queries.
     """
 
     case: Case
@@ -161,7 +161,7 @@ class Part:
         return operands._replace(query=operands.query * jnp.asarray(self.size, self.dtype))
 
     def found(self, backend: str, query: jax.Array, key: jax.Array, value: jax.Array) -> Saved:
-        """What the part saves that has its own keys, and then each slab of halos: beyond the layout, large numbers."""
+        """Return results computed from the part's keys and then each halo slab; keys beyond the layout are large."""
         axis = self.dimension + 1
         halo = halo_of(self.problem.axes[self.dimension], self.parts)
         first = self.place * halo.part

@@ -1,4 +1,4 @@
-"""Dimensions that wrap on kernels that know none, with the host's in their place."""
+"""Wrapped dimensions on kernels without wrap support, tested with the CPU kernels in their place."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_strips_hold_what_windows_see_behind_the_ends_and_no_more(axis: Axis) ->
 
 
 def test_keys_are_not_copied() -> None:
-    """The program has nothing of keys and values but the strips."""
+    """The program copies only the strips of keys and values."""
     layout = 64, 96
     tokens = jax.ShapeDtypeStruct((1, *layout, 2, 16), "float32")
 

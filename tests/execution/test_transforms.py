@@ -199,7 +199,7 @@ def test_static_arguments_of_jit(family: Family) -> None:
 
 
 def test_equal_calls_are_traced_once(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However the arguments are written; another problem is traced anew."""
+    """Equal arguments may be written in different ways; a different problem is traced again."""
     traced: list[Any] = []
     attend = custom_vjp._attend_on_device
 

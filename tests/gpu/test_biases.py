@@ -159,7 +159,7 @@ def test_biases_of_keys_where_blocks_compute_many_query_tiles(of: Family) -> Non
 
 @pytest.mark.parametrize("of", _GPU, ids=lambda family: family.name)
 def test_gradients_of_biases_of_keys_are_reproducible_with_large_windows(of: Family) -> None:
-    """Batch entries do not affect each other: a single block sums each gradient."""
+    """Key bias gradients are reproducible even if other gradients are not: a single block sums each of them."""
     for name in ("heads of 64", "heads of 80", "heads of 256"):
         check_gradients_repeat(LARGE_WINDOWS[name], of.fna, ("key_bias",))
 

@@ -1,5 +1,5 @@
-// Runs two items of work, one on the calling thread and one on a thread of a pool, neither of which flushes denormals.
-// Prints for each thread what becomes of a denormal operand and of a denormal result during its item, and after it.
+// Runs two work items, on the calling thread and on a pool thread; neither thread flushes denormals before.
+// For each thread, prints the results of a denormal operand and of a denormal result during its item, and after it.
 #include <atomic>
 #include <cstdio>
 #include <limits>

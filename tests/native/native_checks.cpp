@@ -23,7 +23,7 @@ void say(const Status& status) {
 
 alignas(64) char memory[4096];
 
-/// An array of five dimensions that begins so many bytes into the memory.
+/// A five-dimensional array that begins `offset` bytes into the memory.
 struct Array {
   std::int64_t extents[6] = {1, 1, 1, 2, 1, 8};
   XLA_FFI_Buffer buffer{};

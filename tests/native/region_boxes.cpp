@@ -1,6 +1,7 @@
-// Looks at every region that the kernel of key and value gradients may take where batch entries have layouts of their
-// own: whether its box and its tables have room for what is seen in layouts of all lengths. Prints how many regions
-// there are, and for how many boxes and tables are too small.
+// Checks every region that the kernel of key and value gradients may take if batch entries have separate layouts: its
+// box and its tables must have room for the visible queries in layouts of all lengths. Prints the number of regions,
+// and
+// the number whose boxes and tables are too small.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -21,8 +22,8 @@ std::int64_t seen_between(const Window& window, std::int64_t begin, std::int64_t
          inverse_window_bounds(window, begin, length, length).begin;
 }
 
-/// Most queries that see one of a layout's tiles of keys, over all lengths; and those that see a region, of which the
-/// last one has as many tiles as it can have, and the one before what is left.
+/// Maximum number of queries that see a key tile, over all lengths, and that see a region. The last region has the
+/// maximum number of tiles, the region before it the remaining tiles.
 struct Seen {
   std::int64_t by_tile = 0, by_region = 0;
 

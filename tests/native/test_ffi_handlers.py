@@ -1,6 +1,6 @@
-"""Malformed calls straight to the custom call targets: every one is an error with a sentence, never a crash.
+"""Malformed direct calls of the custom call targets must raise errors with messages, and never crash.
 
-The calls run in processes of their own, which report before and after each: a crash is the failure of one of them.
+The calls run in separate processes that report before and after each call, so that a crash fails only its call.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tests.support.programs import run_python
 TARGET_PARAMETERS = [pytest.param(target, id=target.label, marks=target.marks) for target in TARGETS]
 
 
-#: How many cases share a process: starting one takes as long as some tens of calls.
+#: Number of cases per process: starting a process takes as long as some tens of calls.
 AT_ONCE = 275
 
 
 def groups() -> dict[str, tuple[Target, list[str]]]:
-    """Cases that run in one process, by name: some of one target."""
+    """Return the cases of each process by name; all cases of a process call the same target."""
     found = {}
     for target in TARGETS:
         names = [name for name, (own, _) in CASES.items() if own is target]
@@ -41,7 +41,7 @@ GROUPS = groups()
 
 
 def outcomes(platform: str, names: list[str]) -> dict[str, str]:
-    """What each case led to; after a crash or a hang the next process goes on behind it."""
+    """Return the outcome of each case; after a crash or a hang, the next process continues with the following case."""
     found: dict[str, str] = {}
     remaining = names
     environment = {"JAX_PLATFORMS": platform, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -61,9 +61,9 @@ def outcomes(platform: str, names: list[str]) -> dict[str, str]:
 
 
 def complaint(name: str, outcome: str) -> str | None:
-    """What is wrong with the outcome of a case."""
+    """Return an error message if the outcome of a case is wrong."""
     case = CASES[name][1]
-    # An error of the device itself outlives the call that led to it.
+    # An error of the device persists after the call that caused it.
     if outcome.startswith(("crashed", "did not end")) or DEVICE_ERROR in outcome:
         return f"{name} {outcome}"
     if case.message is None:
@@ -90,14 +90,14 @@ def test_every_target_of_the_build_is_tested_here() -> None:
 
 
 def of_operators(call: Call) -> dict[str, Any]:
-    """The biases of a call as operators take them; those that it has."""
+    """Return the biases of a call, as the arguments of operators; absent biases are omitted."""
     table, keys = (call.operands.get(name, np.zeros(0)) for name in BIASES)
     found = {"relative_bias": table[0].reshape(2, 3, 5, 5)} if table.size else {}
     return found | ({"key_bias": np.moveaxis(keys, -1, 1)} if keys.size else {})
 
 
 def sinks_of(call: Call) -> np.ndarray | None:
-    """The sinks of a forward call: most passes have the logit of one beside the scale of its head."""
+    """Return the sinks of a forward call, which most passes store next to the scale of the head."""
     sinks = call.operands.get("sinks", call.operands["scales"][..., 1:])
     return sinks[0, :, 0] if sinks.size else None
 
@@ -105,7 +105,7 @@ def sinks_of(call: Call) -> np.ndarray | None:
 @pytest.mark.parametrize("has_arrays", [True, False])
 @pytest.mark.parametrize("target", TARGET_PARAMETERS)
 def test_unchanged_call_runs(target: Target, has_arrays: bool) -> None:
-    """Or else the cases would prove nothing."""
+    """Otherwise the invalid cases would prove nothing."""
     call = good_call(target)
     if target.has_problem and not has_arrays:
         call.operands["origins"] = call.operands["origins"][:0]

@@ -1,4 +1,4 @@
-"""What the native module says its kernels take, and that backends offer that and nothing else."""
+"""Kernel limits reported by the native module, and the match between them and the backends' tiles."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_hopper_tiles(head_dim: int, forward: tuple[int, int], backward: tuple[i
      ("float32", 72, 64), ("float32", 256, 64)],
 )  # fmt: skip
 def test_portable_tiles(capability: tuple[int, int], dtype: str, head_dim: int, queries: int | None) -> None:
-    """``None``: 256 queries where a multiprocessor has the shared memory, 128 elsewhere."""
+    """``None``: 256 queries if an SM has enough shared memory, otherwise 128."""
     device = Device("cuda", capability, is_present=False)
     queries = queries or (256 if capability[0] in (9, 10) else 128)
     assert most_tokens("cutlass", head_dim, "forward", dtype, device) == (queries, 128)

@@ -44,13 +44,13 @@ def file_of(library: str) -> Path:
 
 
 def readelf(library: str, *options: str) -> str:
-    """What binutils, a part of every compiler, say of a library."""
+    """Return the output of binutils' readelf for a library; binutils come with every compiler."""
     command = ["readelf", "--wide", *options, str(file_of(library))]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def dynamic_symbols(library: str) -> dict[str, bool]:
-    """Names, and whether the library defines them."""
+    """Return symbol names, with True for symbols that the library defines."""
     symbols = {}
     for line in readelf(library, "--dyn-syms").splitlines():
         fields = line.split()

@@ -90,7 +90,7 @@ def _spread(configs: list[Any]) -> list[Any]:
 
 
 def every_pair(family: Family, operator: str, *arrays: Any, **window: Any) -> list[dict[str, Any]]:
-    """Tile arguments with every listed pair of each pass, as few combinations as hold them all."""
+    """Return tile arguments that contain every listed pair of each pass, in the minimum number of combinations."""
     suffix = "shape" if operator == "fna" else "size"
     listed = {
         "" if pass_ == "forward" else "backward_": _spread(family.query(operator, pass_)(*arrays, **window))

@@ -1,4 +1,4 @@
-"""Windows that are cut at the ends of a dimension or wrap: beside padding and dense masks, and what they cost."""
+"""Windows that are cut or wrap at the ends of a dimension: compared with padding and dense masks, and their cost."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_problems_are_described() -> None:
 
 @pytest.mark.parametrize("edges", ["cut", "wrap"])
 def test_keys_and_values_are_not_copied(edges: Any, native_family: Family) -> None:
-    """The program is that of shifted windows, with another number in the attributes of its calls."""
+    """The program equals the shifted windows' program, except for a number in the attributes of its calls."""
     if edges not in native_family.capabilities.edges or native_family.needs_gpu:
         pytest.skip("kernels of the host alone are lowered here")
     arrays = tokens(native_family.dtype)

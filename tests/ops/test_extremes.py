@@ -114,12 +114,12 @@ def test_large_logits_in_a_part_of_a_mapped_axis(pure_family: Family) -> None:
 
 @pytest.mark.parametrize(("unit", "tokens"), [(32, (5, 290)), (2, (5, 6))], ids=["far", "near"])
 def test_largest_logits_one_unit_apart(family: Family, dtype: str, unit: int, tokens: tuple[int, int]) -> None:
-    """A later key outweighs an earlier one by the least that float32 tells apart, after products that round far."""
+    """A later key outweighs an earlier key by the smallest float32 difference, after products with large errors."""
     scale, q = 32.0, 2.0**14
     in_base_2 = float(np.float32(scale) * np.float32(np.log2(np.e)))
 
     def stays_above(mantissa: int) -> float:
-        """By how much the smaller logit exceeds the larger one's product as rounded down."""
+        """Return the difference between the smaller logit and the larger logit's product rounded down."""
         larger, smaller = ((mantissa + more) * unit * in_base_2 for more in (1, 0))
         rounded = np.float32(larger)
         return smaller - float(rounded if float(rounded) <= larger else np.nextafter(rounded, np.float32(0)))
@@ -161,7 +161,7 @@ class Results(NamedTuple):
 
 
 def by_visible_pairs(operands: oracle.Tensors, cotangents: tuple[Any, Any]) -> Results:
-    """``LONG`` in float64, where no token touches a token that it does not see."""
+    """Compute ``LONG`` in float64 from visible pairs only."""
     query, key, value, d_out, d_lse = (
         np.asarray(a, np.float64).reshape(TOKENS, -1) for a in (*operands[:3], *cotangents)
     )
@@ -182,7 +182,7 @@ def by_visible_pairs(operands: oracle.Tensors, cotangents: tuple[Any, Any]) -> R
 
 
 def smallest_tiles(family: Family, dtype: str) -> dict[str, tuple[int, ...]]:
-    """Tile arguments for ``LONG``: the smallest of those that the family lists."""
+    """Return tile arguments for ``LONG``: the smallest tiles that the family lists."""
     tokens = jax.ShapeDtypeStruct((1, TOKENS, 1, LONG.head_dim), dtype)
     tiles: dict[str, tuple[int, ...]] = {}
     for pass_ in PASSES:
@@ -233,7 +233,7 @@ def test_one_number_that_is_not_finite(family: Family, name: str, number: float)
 
 
 def test_masking_by_a_feature(family: Family) -> None:
-    """As docs/numerics.md explains it: outputs and gradients are those of the valid keys alone."""
+    """The method of docs/numerics.md: outputs and gradients depend on the valid keys only."""
     case = Case((20,), queries=24, head_dim=16)
     dtype, scale = family.dtype, case.actual_scale
     (query, key, value, *_), cotangents = case.operands(dtype, 0), case.cotangents(dtype, 0)

@@ -19,7 +19,7 @@ from natten_jax.windows import Axis, WindowArguments, fitted
 from tests.support.families import FAMILIES, Family
 from tests.support.problems import Case, Trial, check_all
 
-#: What is asked for, and the same problem with windows that fit, worked out by hand.
+#: Requested windows, and the same problem with windows that fit, worked out by hand.
 _FITTED: dict[str, tuple[dict[str, Any], Case]] = {
     "whole-dilated": ({"kernel_size": -1, "dilation": 3, "stride": 2}, Case((14,), (4,), stride=(2,), dilation=(3,))),
     "clamped-3d-causal": (
@@ -120,7 +120,7 @@ def test_clamped_windows_are_the_largest_that_fit(
     assert size == max(k for k in range(1, kernel_size + 1) if k == 1 or k * dilation <= extent)
     if size == kernel_size and dilation <= extent:
         assert axis == Axis(extent, extent, *window)  # type: ignore[arg-type]
-    for token in range(extent):  # every window has the token itself, or with a stride its leader, and as many keys
+    for token in range(extent):  # every window has the token itself, or its leader, and ``kernel_size`` keys
         first, end = axis.reach(np.array(token))
         assert 0 <= first < end <= extent
 
@@ -147,7 +147,7 @@ def test_what_fitted_refuses(call: Any, error: type[Exception], message: str) ->
 
 
 def test_parts_of_a_layout_are_fitted_to_the_whole() -> None:
-    """Where devices share the tokens, the extent is that of all of them."""
+    """If devices share the tokens, the extent is the total over all devices."""
     part = jax.ShapeDtypeStruct((1, 6, 1, 8), "float32")
     problem = neighborhood_problem(1, Inputs(part, part, part), WindowArguments(50, 1, 2), None, [2], clamp_window=True)  # type: ignore[arg-type]
     assert problem.kernel_size == (6,)

@@ -67,9 +67,9 @@ def assert_close(one: Any, other: Any, rtol: float = 0, atol: float = 0) -> None
 
 
 def bound_of(out_dtype: str, merged: bool = False) -> dict[str, float]:
-    """Every 8-bit number is one in the types that backends compute in, so that what is rounded is the output, once.
+    """Return error bounds: 8-bit numbers are exact in the compute types, so that only the output is rounded, once.
 
-    Parts that are merged are rounded before, too: their weights add up to one.
+    Parts that are merged are rounded before merging as well: their weights add up to one.
     """
     rounding = float(jnp.finfo(out_dtype).eps) / 2
     return {"out": BOUNDS["float32"] + rounding * (2 if merged else 1), "lse": BOUNDS["float32"]}

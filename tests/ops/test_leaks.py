@@ -36,7 +36,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
         {"q_tile_shape": (21,), "kv_tile_shape": (13,), "backward_q_tile_shape": (11,)}
         | {"backward_kv_tile_shape": (19,)},
     ),
-    # Some dilation groups of the part have no keys, where those of the next entry lie.
+    # Some dilation groups of the part lack keys; the next entry's keys lie in their place in memory.
     "groups-without-keys": (Case((2, 15), (2, 1), dilation=(1, 13), head_dim=136, heads=3, heads_kv=3, batch=3), {}),
     "small-windows": (Case((14, 14), (5, 5), head_dim=32, heads=4, heads_kv=2, batch=2), {}),
     "dilated": (Case((20, 9), (4, 3), dilation=(3, 2), head_dim=32, heads=2, heads_kv=2, batch=2), {}),
@@ -93,7 +93,7 @@ def test_what_is_not_finite_stays_in_its_entry_of_operators(family: Family, name
 
 
 def test_other_entries_are_found_by_the_same_products(pure_family: Family) -> None:
-    """Rows of large logits are found anew in the backward pass: an infinite key must not make small ones large."""
+    """Backward passes recompute rows of large logits: an infinite key must not make small logits count as large."""
     case = Case((150,), (33,), batch=3, heads=2, heads_kv=2, head_dim=48)
     tiles = dict(zip(("q_tile_shape", "kv_tile_shape"), ((64,), (128,)), strict=True))
     tiles |= dict(zip(("backward_q_tile_shape", "backward_kv_tile_shape"), ((16,), (32,)), strict=True))

@@ -92,16 +92,16 @@ OUT, LSE = jnp.ones((2, 8, 4, 16)), jnp.zeros((2, 8, 4))
 STRUCT = jax.ShapeDtypeStruct(OUT.shape, OUT.dtype)
 
 WRONG = {
-    # One thing in place of a list.
+    # A single array instead of a list.
     "one-output": (jnp.stack([OUT, OUT]), [LSE, LSE], TypeError, ("outputs must be a sequence", "(2, 2, 8, 4, 16)")),
     "one-lse": ([OUT, OUT], jnp.stack([LSE, LSE]), TypeError, ("lse_tensors must be a sequence", "(2, 2, 8, 4)")),
     "set": ([OUT, OUT], {1, 2}, TypeError, ("lse_tensors must be a sequence", "set")),
-    # Parts that are no arrays.
+    # Parts that are not arrays.
     "floats": ([1.0, 2.0], [LSE, LSE], TypeError, ("outputs[0]", "array", "float")),
     "second-none": ([OUT, None], [LSE, LSE], TypeError, ("outputs[1]", "array", "NoneType")),
     "lse-int": ([OUT, OUT], [LSE, 3], TypeError, ("lse_tensors[1]", "array", "int")),
     "struct": ([STRUCT, STRUCT], [LSE, LSE], TypeError, ("outputs[0]", "array", "ShapeDtypeStruct")),
-    # Arrays of other types.
+    # Arrays of unsupported types.
     "int-array": ([OUT, OUT.astype(int)], [LSE, LSE], ValueError, ("outputs[1]", "int32", "float16", "bfloat16")),
     "lse-int-array": ([OUT, OUT], [LSE, LSE.astype("int8")], ValueError, ("lse_tensors[1]", "int8", "float32")),
     # Arrays of other shapes.

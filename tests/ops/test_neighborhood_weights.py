@@ -1,4 +1,4 @@
-"""``neighborhood_weights`` and ``neighborhood_apply`` beside the oracle's dense weights, key by key."""
+"""Compare ``neighborhood_weights`` and ``neighborhood_apply`` with the oracle's dense weights, key by key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.problems import OPERATORS, Case
 
 
 def places(case: Case) -> np.ndarray:
-    """The flattened key in each place of each query's window, ``[queries, places]``; -1 where there is none."""
+    """Return the flattened key at each position of each query's window, ``[queries, places]``; -1 without a key."""
     by_dimension = []
     for extent, size, stride, dilation, is_causal, edges in zip(
         case.layout, *case.window_arguments.values(), strict=True

@@ -109,7 +109,7 @@ def test_attention_arguments_override_the_operator(family: Family, case: Case) -
         if family.dtype not in other.dtypes or not other.runs_on(default_device()):
             continue
         if other.target is not None and native.path() is None:
-            continue  # a build of Python alone
+            continue  # a build without kernels
         text = lowered(case.operator(family.fna, attention_kwargs={"backend": other.fmha}), case, family.dtype)
         assert other.fmha in text
         assert other is family or family.fmha not in text
@@ -240,7 +240,7 @@ def test_part_of_a_layout_equals_that_part_of_the_whole(family: Family, name: st
 
 
 def test_parts_of_the_keys_merge_to_the_whole(family: Family) -> None:
-    """A part without any key that a query sees gives 0 and a logsumexp of -inf, and takes no part in gradients."""
+    """A part in which a query sees no key gives 0 and a logsumexp of -inf, and does not affect gradients."""
     case = Case((40,), (7,), stride=(2,), heads=2)
     operands = case.operands(family.dtype, 0)
     request, _ = part_request(case, operands, family.fna)

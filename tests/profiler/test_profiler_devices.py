@@ -62,7 +62,7 @@ def test_a_problem_is_split_over_the_hosts_devices(tmp_path: Path, profiler: Pro
     message = profiler(f"{PROBLEM} -b 9 --devices 9", status=1).err.splitlines()[-1]
     assert "--devices 9 is more than there are here: 8 (cpu)" in message
     assert "JAX_NUM_CPU_DEVICES=9" in message
-    # The trace of one of them, read as any trace: it shows one device's part of three iterations.
+    # The trace file shows a single device's part of three iterations.
     calls = {row.name.operation: row.calls for row in rows_by_module(tmp_path)["jit_profiled_0"]}
     assert [calls[name] for name in ("FnaForward", "FnaBackward", "all-reduce")] == [3, 3, 3]
 

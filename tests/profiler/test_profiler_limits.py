@@ -30,7 +30,7 @@ def test_problems_that_no_memory_holds_are_one_sentence(problem: str, message: s
 
 
 class FakeDevice(NamedTuple):
-    """A GPU with so much memory, and what else is asked of it."""
+    """A GPU with ``bytes_limit`` bytes of memory, and the attributes that the profiler reads."""
 
     bytes_limit: int
     platform: str = "gpu"

@@ -39,7 +39,7 @@ def test_operator_is_what_the_instruction_or_else_the_problem_says() -> None:
     assert symbols.name(unmarked.target, unmarked, "fna").operation == "FnaForward"
     assert symbols.name(unmarked.target, unmarked, "fmha").operation == "FmhaForward"
     assert symbols.name(marked.target, marked, "fna").operation == "FmhaForward"
-    # One Hopper kernel serves both operators.
+    # The Hopper kernel serves both operators.
     kernel = "void natten_jax::sm90::natten_jax_sm90_fna_forward<Traits>(ForwardParams)"
     assert symbols.name(kernel, marked, "fna").operation == "FmhaForward"
     assert symbols.name(kernel, ATTENTION, "fmha").operation == "FnaForward"
@@ -48,7 +48,7 @@ def test_operator_is_what_the_instruction_or_else_the_problem_says() -> None:
 DATA = Path(__file__).parents[1] / "data"
 #: Recorded on a GPU.
 RECORDED = json.loads((DATA / "h200_symbols.json").read_text())
-#: One for each rule of names.
+#: A symbol for each naming rule.
 OTHERS = json.loads((DATA / "symbols.json").read_text())
 
 

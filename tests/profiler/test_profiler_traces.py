@@ -333,7 +333,7 @@ def test_traces_that_do_not_say_how_often_a_program_ran() -> None:
 
 @pytest.fixture
 def trace_path(tmp_path: Path) -> Path:
-    """A trace of two devices: two runs of one program and one of another."""
+    """Write a trace of two devices: two runs of a program and one run of another."""
     text = (Path(__file__).parents[1] / "data" / "tpu_trace.textproto").read_text(encoding="utf-8")
     path = tmp_path / "host.xplane.pb"
     path.write_bytes(ProfileData.text_proto_to_serialized_xspace(text))

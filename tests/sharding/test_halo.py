@@ -1,4 +1,4 @@
-"""Token dimensions that are split over devices: neighbors exchange halos, and results are those of one device."""
+"""Token dimensions sharded over devices: neighbors exchange halos, and results equal a single device's."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_halos_are_exact(split: tuple[Axis, int]) -> None:
         keys = [key for query in range(start, start + part) for key in seen(axis, query)]
         before, after = max(before, start - min(keys)), max(after, max(keys) + 1 - start - part)
     if axis.edges == "wrap":
-        # One device needs nothing of others; in a ring each receives all of its halos.
+        # A single device receives no halos; in a ring of devices, each receives all of its halos.
         before, after = (before, after) if parts > 1 else (0, 0)
         assert (halo.before, halo.after, halo.received) == (before, after, before + after)
         assert halo.is_gathered == (parts > 1 and before + after >= axis.kv_extent - part)
@@ -221,7 +221,7 @@ def test_tokens_stay_split(
 ) -> None:
     """Random problems over up to eight devices.
 
-    Two of three problems overlap the halo exchange with compute, unless tokens are gathered. In one of these, keys and
+    Two of three problems overlap the halo exchange with compute, unless tokens are gathered. In half of these, keys and
     values are sent together, as large arrays are.
     """
     source = random.Random(len(mode))

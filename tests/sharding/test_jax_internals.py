@@ -1,4 +1,4 @@
-"""What this package needs of JAX that JAX does not document: it does what is expected, and nothing else is used."""
+"""Private JAX APIs behave as this package expects, and the package uses no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a layout, as the devices of a mesh hold them: kernels are told where in the layout their arrays begin."""
+"""Parts of a layout, as the devices of a mesh hold them: kernels get the origins of their arrays within the layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.plans import plans_of
 @pytest.mark.parametrize("keys", [(4, 5), (3, 6)])
 @pytest.mark.parametrize("additional", [0, 3])
 def test_dilation_groups_without_a_key(native_family: Family, keys: tuple[int, int], additional: int) -> None:
-    """Some queries, or all, find no token of their dilation group among the keys at hand."""
+    """The part lacks keys in the dilation groups of some or all queries."""
     first, end = keys
     dtype = native_family.dtype
     problem = problem_of(

@@ -1,4 +1,4 @@
-"""Several processes, each with devices of its own, that train together as one."""
+"""Several processes, each with separate devices, that train together as a single process would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators on split arrays: nothing is gathered, results stay split, and they are those of one device."""
+"""Operators on sharded arrays: arrays are not gathered, results stay sharded and equal a single device's."""
 
 from __future__ import annotations
 
