@@ -29,7 +29,7 @@ _source_tree.serve_flax_modules()
 __version__ = _version.__version__
 
 #: Names of the saved residuals. With ``jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`` a
-#: rematerialised function keeps them, and does not run the forward kernel a second time.
+#: rematerialized function saves the residuals, and does not run the forward kernel a second time.
 CHECKPOINT_NAMES = _checkpoint_names.CHECKPOINT_NAMES
 
 #: Pass these to ``jax.export.export(..., disabled_checks=...)`` to export programs that use native kernels.
@@ -57,13 +57,13 @@ __all__ += _config_queries.query_names()
 
 
 def _public_modules() -> tuple[str, ...]:
-    """Modules of which docs/api.md has names: they are imported when they are used."""
+    """Public submodules (listed in docs/api.md), imported lazily."""
     modules = ("fp8", "halo", "performance", "plot", "problem", "rotary", "simulator", "windows")
     return modules if _importlib_util.find_spec("flax") is None else (*modules, "flax_modules")
 
 
 def __getattr__(name: str) -> _Any:
-    """The configuration queries, one for every backend: ``get_[bwd_]configs_for_<family>_<fna|fmha>``; modules."""
+    """Return a configuration query, ``get_[bwd_]configs_for_<family>_<fna|fmha>``, or import a public submodule."""
     if not name.startswith("_") and name in _public_modules():
         return _importlib.import_module(f"{__name__}.{name}")
     try:
@@ -74,6 +74,6 @@ def __getattr__(name: str) -> _Any:
 
 
 def __dir__() -> list[str]:
-    """What is public: functions, constants, modules, and what every module has."""
+    """List public functions, constants and submodules, and the standard attributes of a module."""
     of_modules = (name for name in globals() if name.startswith("__") and name.endswith("__"))
     return sorted({*__all__, *_config_queries.query_names(), *_public_modules(), *of_modules})

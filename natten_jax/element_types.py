@@ -1,4 +1,4 @@
-"""The element types of queries, keys and values that the operators take, and what is to be known of each."""
+"""The element types of queries, keys and values that the operators support, and their properties."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ class ElementType:
     """An element type.
 
     Attributes:
-        name: What NumPy and JAX call it.
-        short_name: What the profiler calls it.
+        name: Name in NumPy and JAX.
+        short_name: Name in the profiler.
         bytes: Bytes of an element.
-        accumulator: Name of the type in which such numbers are added up, and which logsumexp and scales have.
-        output: Name of the type of the output where the caller names none; "" is the type itself.
-        is_float8: Whether it has 8 bits: such arrays have scales, an output of another type, and no gradients.
+        accumulator: Name of the type for accumulation, for logsumexp and for scales.
+        output: Name of the default type of the output; "" is the type itself.
+        is_float8: True for 8-bit types. Their arrays have scales and an output of another type, and are not
+            differentiable.
     """
 
     name: str
@@ -26,7 +27,7 @@ class ElementType:
     is_float8: bool = False
 
 
-#: By name.
+#: Element types by name.
 ELEMENT_TYPES = {
     each.name: each
     for each in (
@@ -40,5 +41,5 @@ ELEMENT_TYPES = {
 }
 #: Names of the element types that queries, keys and values may have.
 SUPPORTED_DTYPES = tuple(ELEMENT_TYPES)
-#: Those that have gradients, and that outputs may be of.
+#: Names of the element types that have gradients, and that outputs may have.
 WIDE_DTYPES = tuple(name for name, each in ELEMENT_TYPES.items() if not each.is_float8)

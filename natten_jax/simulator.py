@@ -1,7 +1,7 @@
-"""Counts and predicted times of a problem with a tile configuration, without a device.
+"""Tile counts and predicted times of a problem with a tile configuration, without a device.
 
-Counts are exact (:func:`count_tiles`). The time is that of a model (:func:`predict`) that was fitted to measurements on
-one kind of device (:func:`calibration_for`).
+Counts are exact (:func:`count_tiles`). Times come from a model (:func:`predict`) that was fitted to measurements on one
+kind of device (:func:`calibration_for`).
 
 Example:
     >>> from natten_jax import simulator
@@ -51,14 +51,13 @@ __all__ = [
     "simulate",
 ]
 
-#: Largest stride that is tried for aligned tiles, which no backend has.
+#: Largest stride that is tried. The limit is for aligned tiles, which no backend uses.
 _MOST_STRIDES = 1 << 16
 
-#: Dilations of a dimension that are tried: the smallest ones, and some larger divisors of the dimension, including the
-#: largest one.
+#: Dilations that are tried in a dimension: all up to 24, the next 8 divisors of the extent, and its largest divisor.
 _SMALLEST_DILATIONS, _DIVISORS = 24, 8
 
-#: Recommended strides and dilations are the smallest ones within this factor of the best time.
+#: Recommended strides and dilations are the smallest within this factor of the best time.
 _NEARLY_BEST = 1.02
 
 
@@ -75,10 +74,10 @@ class Recommendation(NamedTuple):
 
 
 def least_block_sparse_stride(problem: Problem, pair: TilePair, *, placement: Placement = "anchored") -> Shape | None:
-    """The smallest stride, per dimension, with which the forward mask is fully block-sparse for a pair of tiles.
+    """Return the smallest stride, per dimension, that makes the forward mask fully block-sparse for a pair of tiles.
 
-    ``None`` if there is no such stride: a window that is not a multiple of the key/value tile, or a causal dimension,
-    has tiles that need a mask in every case.
+    ``None`` if no stride does. This is the case for windows that are not a multiple of the key/value tile and for
+    causal dimensions: some of their tiles need a mask with every stride.
 
     Example:
         >>> from natten_jax import simulator
@@ -106,19 +105,19 @@ def least_block_sparse_stride(problem: Problem, pair: TilePair, *, placement: Pl
 
 
 def _inner_tiles(axis: Axis, q_tile: int, kv_tile: int, placement: Placement) -> tuple[int, int]:
-    """Count the key/value tiles that the query tiles of a dimension visit: all tiles, and tiles without a mask."""
+    """Count the key/value tiles that the query tiles of a dimension visit: all visits, and visits without a mask."""
     found = judged_tiles(axis, q_tile, (kv_tile,), placement, "forward", ((0, q_tile - 1),))
     inner, _, full = map(int, found.judged[0])
     return inner, full
 
 
 def _largest_stride_to_try(axis: Axis, q_tile: int, kv_tile: int, placement: Placement) -> int:
-    """Upper bound of the smallest stride of a dimension without masks; 0 if no stride is without masks."""
+    """Return an upper bound of the smallest stride that needs no mask in a dimension; 0 if all strides need masks."""
     if axis.is_causal:
-        return 1  # a query's last key is its own, whatever the stride
+        return 1  # a query's last visible key has the query's own index, with every stride
     if axis.kernel_size % kv_tile:
-        return 0  # somewhere a tile crosses the end of a window
-    # With a multiple of the query tile, all tiles that start with the windows need no mask.
+        return 0  # some tile crosses the end of a window
+    # If the stride is a multiple of the query tile, anchored tiles need no mask.
     return axis.kernel_size if placement == "aligned" else min(axis.kernel_size, q_tile)
 
 
@@ -129,10 +128,10 @@ def recommend_stride(
     calibration: Calibration | None = None,
     placement: Placement = "anchored",
 ) -> Recommendation | None:
-    """The smallest stride that makes the mask fully block-sparse for one of the pairs, at nearly the best speed.
+    """Return the smallest stride that makes the mask fully block-sparse for one of the pairs, at nearly the best speed.
 
-    Among the pairs that have such a stride, those within 2% of the fewest executed operations (or of the shortest
-    predicted time) count; the one with the smallest stride is taken.
+    For each pair of tiles, the smallest such stride is found. Pairs within 2% of the fewest executed operations (or of
+    the shortest predicted time) are kept, and of these the pair with the smallest stride is returned.
 
     Example:
         >>> from natten_jax import simulator
@@ -141,7 +140,7 @@ def recommend_stride(
         (16, 8)
 
     Args:
-        problem: The problem; its own stride does not count.
+        problem: The problem; its stride is ignored.
         pairs: Query and key/value tile shapes.
         calibration: The time model, of :func:`calibration_for`; without one, executed operations are compared.
         placement: Where inner tiles start; see :func:`count_tiles`.
@@ -163,7 +162,7 @@ def recommend_stride(
 
 
 def _cost(simulation: Simulation) -> float:
-    """Predicted seconds, or executed operations without a time model."""
+    """Return the predicted seconds, or the executed operations without a time model."""
     return simulation.executed_flops if simulation.seconds is None else simulation.seconds
 
 
@@ -178,7 +177,7 @@ def _smallest(found: Sequence[_Found]) -> _Found | None:
 
 
 class DilationRecommendation(NamedTuple):
-    """A dilation that is faster.
+    """A dilation that is faster than the problem's.
 
     Attributes:
         dilation: The dilation.
@@ -196,12 +195,12 @@ def recommend_dilation(
     calibration: Calibration | None = None,
     placement: Placement = "anchored",
 ) -> DilationRecommendation | None:
-    """The smallest dilation at nearly the best speed of the forward pass.
+    """Return the smallest dilation at nearly the best speed of the forward pass.
 
-    A dilation divides a dimension into groups, each of which is a layout of its own. Windows have as many keys as
-    without it, in smaller groups: nothing is masked if a window fills its group. For each pair, and in each dimension,
-    the dilation with the fewest tiles is simulated. Of these, the ones within 2% of the fewest executed operations (or
-    of the shortest predicted time) count.
+    A dilation divides a dimension into groups of tokens that do not see other groups. The number of keys in a window
+    does not change, and the groups are smaller: nothing is masked if a window fills its group. For each pair, and in
+    each dimension, the dilation with the fewest tiles is simulated. Dilations within 2% of the fewest executed
+    operations (or of the shortest predicted time) are kept, and of these the smallest is returned.
 
     Example:
         >>> from natten_jax import simulator
@@ -210,7 +209,7 @@ def recommend_dilation(
         (1, 2, 2)
 
     Args:
-        problem: The problem; its stride stays.
+        problem: The problem; its stride is kept.
         pairs: Query and key/value tile shapes.
         calibration: The time model, of :func:`calibration_for`; without one, executed operations are compared.
         placement: Where inner tiles start; see :func:`count_tiles`.
@@ -228,7 +227,7 @@ def recommend_dilation(
         tiles = zip(problem.axes, *pair, strict=True)
         dilation = tuple(_dilation_with_fewest_tiles(*each, placement) for each in tiles)
         dilated = problem.with_axes(dilation=dilation)
-        with contextlib.suppress(ValueError):  # groups may have more tiles together than the layout
+        with contextlib.suppress(ValueError):  # the groups may have more tiles in total than can be counted
             simulation = simulate(dilated, pair, calibration=calibration, placement=placement)
             found.append(DilationRecommendation(dilation, simulation))
     least = min((_cost(each.simulation) for each in found), default=math.inf)
@@ -238,10 +237,10 @@ def recommend_dilation(
 
 
 def _dilation_with_fewest_tiles(axis: Axis, q_tile: int, kv_tile: int, placement: Placement) -> int:
-    """The smallest dilation at which query tiles visit the fewest key/value tiles of a dimension."""
+    """Return the smallest dilation at which query tiles visit the fewest key/value tiles of a dimension."""
     visited = {}
     for dilation in _dilations_to_try(axis):
-        with contextlib.suppress(ValueError):  # as above
+        with contextlib.suppress(ValueError):  # too many tiles to count
             inner, full = _inner_tiles(dataclasses.replace(axis, dilation=dilation), q_tile, kv_tile, placement)
             visited[dilation] = inner, inner - full, dilation
     return min(visited, key=visited.__getitem__)

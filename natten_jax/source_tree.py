@@ -1,9 +1,10 @@
-"""What is different where this package is imported from a clone of the repository, not from where it was installed.
+"""Imports from a clone of the repository instead of an installed package.
 
-Python looks into the current directory first, so inside a clone ``import natten_jax`` finds the clone's files, whatever
-is installed. ``pip install .`` puts no library beside these, and ``flax_modules`` lies at the top of the repository.
-Here both are found all the same: the Python files are always the clone's, and the library is one that was built from
-the clone's ``csrc``, or none. ``setup.py`` reads this file, too: it imports the standard library alone.
+Python searches the current directory first, so inside a clone ``import natten_jax`` finds the clone's files even if the
+package is installed. ``pip install .`` does not put the native library into the clone, and ``flax_modules`` is at the
+top of the repository instead of inside the package. This module finds both. The Python files are always the clone's;
+the library is only accepted if it was built from the clone's ``csrc``. ``setup.py`` also reads this file, so it imports
+only the standard library.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from typing import Any
 _PACKAGE = Path(__file__).resolve().parent
 _NATIVE_SOURCES = (".cpp", ".cu", ".cuh", ".h", ".map", ".txt")
 
-#: The repository that the package lies in; ``None`` where it lies among installed packages.
+#: The repository that contains this package; ``None`` for an installed package.
 ROOT = _PACKAGE.parent if (_PACKAGE.parent / "csrc" / "CMakeLists.txt").is_file() else None
 
 
 def fingerprint(csrc: Path) -> str:
-    """What tells one state of the native sources from another; the build puts it into the library."""
+    """Hash the native sources. The build stores the hash in the library."""
     files = {path.relative_to(csrc).as_posix(): path for path in csrc.rglob("*") if path.suffix in _NATIVE_SOURCES}
     state = hashlib.sha256()
     for name, path in sorted(files.items()):
@@ -34,24 +35,24 @@ def fingerprint(csrc: Path) -> str:
 
 
 def is_unbuilt() -> bool:
-    """Whether the package lies in a clone without a library of its own."""
+    """Return True if the package is in a clone that does not contain a native library."""
     return ROOT is not None and not _has_library()
 
 
 def _has_library() -> bool:
-    """Whether a native module for this interpreter lies beside these files."""
+    """Return True if this folder contains a native module for this interpreter."""
     return PathFinder.find_spec("natten_jax._native", [str(_PACKAGE)]) is not None
 
 
 def find_library() -> ModuleSpec:
-    """Where the native module lies: beside these files or, of a clone without one, in an installed natten_jax.
+    """Find the native module: in this folder, or for a clone without a library, in an installed natten_jax.
 
     Raises:
-        ModuleNotFoundError: Nowhere.
+        ModuleNotFoundError: There is no native module in either place.
     """
     spec = importlib.util.find_spec("natten_jax._native")
     if spec is None and is_unbuilt():
-        # Entries of the path that are this clone's would find its own package again.
+        # The clone's entries in the path would find this package again.
         elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
         installed = PathFinder.find_spec("natten_jax", elsewhere)
         folders = installed.submodule_search_locations if installed is not None else None
@@ -64,14 +65,14 @@ def find_library() -> ModuleSpec:
 
 
 def check_library(file: str, sources: str | None) -> None:
-    """Check that a library which a clone takes from elsewhere is the one that it would build.
+    """Check that an installed library which a clone uses was built from the clone's native sources.
 
     Args:
         file: The native module.
-        sources: The :func:`fingerprint` of what it was built from; ``None`` of builds that do not tell.
+        sources: The :func:`fingerprint` of the sources of the library; ``None`` if the library does not contain it.
 
     Raises:
-        ImportError: It was built from other native sources.
+        ImportError: The library was built from other native sources.
     """
     if ROOT is not None and is_unbuilt() and sources != fingerprint(ROOT / "csrc"):
         raise ImportError(
@@ -81,10 +82,10 @@ def check_library(file: str, sources: str | None) -> None:
 
 
 def staleness(sources: str | None) -> str | None:
-    """A sentence about a library in a clone that was built from another state of the clone's native sources.
+    """Return a sentence if a clone's library was built from another state of the native sources, otherwise ``None``.
 
     Args:
-        sources: As above.
+        sources: The :func:`fingerprint` of the sources of the library; ``None`` if the library does not contain it.
     """
     if ROOT is None or sources == fingerprint(ROOT / "csrc"):
         return None
@@ -92,24 +93,24 @@ def staleness(sources: str | None) -> str | None:
 
 
 def remedy(variables: str = "") -> str:
-    """How to have a library built with these environment variables: the end of a sentence."""
+    """Return the end of a sentence: how to build the library with these environment variables."""
     if sys.platform == "darwin":
-        variables = f"NATTEN_JAX_NATIVE=1 {variables}".rstrip()  # or else nothing would be compiled there
+        variables = f"NATTEN_JAX_NATIVE=1 {variables}".rstrip()  # otherwise nothing is compiled on macOS
     if ROOT is None and not _has_library():
         setting = f"with {variables}" if variables else "without NATTEN_JAX_NATIVE=0"
         return f"install natten_jax from its sources, {setting}"
     if ROOT is None:
         return f"reinstall natten_jax{' with ' * bool(variables)}{variables}"
-    # A library that lies in the clone comes before an installed one: it is the one to build again.
+    # A library in the clone takes precedence over an installed library, so it has to be rebuilt.
     editable = "" if is_unbuilt() else "--editable "
     return f"run `{variables}{' ' * bool(variables)}pip install {editable}.` in {ROOT}"
 
 
 class _FlaxModulesFinder(MetaPathFinder):
-    """Finds ``natten_jax.flax_modules`` where it lies in a clone."""
+    """Import finder of ``natten_jax.flax_modules`` in a clone."""
 
     def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
-        """The package; nothing of any other name."""
+        """Return the spec of the package; ``None`` for other names."""
         if fullname != "natten_jax.flax_modules" or ROOT is None:
             return None
         file = ROOT / "flax_modules" / "__init__.py"
@@ -117,6 +118,6 @@ class _FlaxModulesFinder(MetaPathFinder):
 
 
 def serve_flax_modules() -> None:
-    """Let ``natten_jax.flax_modules`` be imported from a clone, whose Python files belong together."""
+    """Make ``natten_jax.flax_modules`` importable from a clone, so that all Python files are the clone's."""
     if ROOT is not None:
         sys.meta_path.insert(0, _FlaxModulesFinder())

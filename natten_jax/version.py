@@ -1,3 +1,3 @@
-"""The version, read by the build, too."""
+"""The version of the package, which the build also reads."""
 
 __version__ = "0.3.0.dev0"
