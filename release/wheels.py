@@ -1,12 +1,12 @@
-"""Wheels to hand out, and the source distribution that they are built from.
+"""Build wheels for distribution, and the source distribution that they are built from.
 
     python release/wheels.py --pythons python3.11 python3.12 --kinds python cpu cuda13 --out dist
 
-NATTEN_JAX_WHEELS_WORK in the environment names another directory for intermediate files.
+Set the environment variable NATTEN_JAX_WHEELS_WORK to use another directory for intermediate files.
 
-The kind ``python`` is Python alone, one wheel for every machine and interpreter. Every other wheel is tagged with the
-oldest manylinux policy that auditwheel finds it to keep. Kernels are compiled once for a kind: only the Python module
-differs between interpreters. Nothing is fetched but packages, through pip.
+The kind ``python`` excludes compiled code: a single wheel serves every machine and interpreter. auditwheel tags every
+other wheel with the oldest manylinux policy that it satisfies. Kernels are compiled once per kind, because only the
+Python module differs between interpreters. Only packages are downloaded, through pip.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1].resolve()
-#: Intermediate files. The path is fixed because CMake and ccache identify compilations by it. Two runs at a time need
-#: a directory each.
+#: Intermediate files. The path is fixed because CMake and ccache identify compilations by it. Concurrent runs need
+#: separate directories.
 WORK = ROOT / os.environ.get("NATTEN_JAX_WHEELS_WORK", "build/wheels")
 PYTHON_ALONE = "python"
-#: What tells a build of each kind from others: variables that ``setup.py`` reads.
+#: Variables of ``setup.py`` that select each kind of build.
 KINDS: Mapping[str, Mapping[str, str]] = {
     PYTHON_ALONE: {"NATTEN_JAX_NATIVE": "0", "NATTEN_JAX_CUDA": "0"},
     "cpu": {"NATTEN_JAX_CUDA": "0"},
@@ -47,7 +47,7 @@ pathlib.Path(answer).write_text(json.dumps(getattr(build_meta, hook)(*arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Build what the command line asks for."""
+    """Build the wheels that the command line selects."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pythons", nargs="+", required=True, metavar="PYTHON", help="interpreters to build for")
     parser.add_argument("--kinds", nargs="+", required=True, choices=KINDS, help="kinds of wheels to build")
@@ -85,7 +85,7 @@ def find_python(name: str) -> Path:
 
 
 def install(name: str, requirements: Sequence[str], *flags: str) -> Path:
-    """Install packages into a directory of their own."""
+    """Install packages into a separate directory."""
     target = WORK / name
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--target", str(target)]
     subprocess.run([*command, *flags, *requirements], check=True)
@@ -93,10 +93,10 @@ def install(name: str, requirements: Sequence[str], *flags: str) -> Path:
 
 
 def environment_with(*packages: Path, **variables: str) -> dict[str, str]:
-    """This process's environment with the packages of these directories, and their programs."""
+    """Return this process's environment with the packages and programs of these directories."""
     programs = [str(directory / "bin") for directory in packages]
     return {
-        # A compiler that was installed again, or a checkout elsewhere, is nothing new to ccache.
+        # Keeps ccache hits for a reinstalled compiler or another checkout.
         "CCACHE_BASEDIR": str(ROOT),
         "CCACHE_COMPILERCHECK": "content",
         **os.environ,
@@ -107,7 +107,7 @@ def environment_with(*packages: Path, **variables: str) -> dict[str, str]:
 
 
 def call_backend(python: Path, sources: Path, environment: dict[str, str], hook: str, *arguments: str) -> Any:
-    """The answer of one of the build backend's hooks, called as every installer does."""
+    """Return the result of a build backend hook, called as installers do."""
     answer = WORK / "answer.json"
     command = [str(python), "-c", _CALL_HOOK, str(answer), hook, *arguments]
     if subprocess.run(command, cwd=sources, env=environment, check=False).returncode:

@@ -1,13 +1,15 @@
-"""Fixtures and parametrisation shared by all tests.
+"""Fixtures and parametrization shared by all tests.
 
-A test that takes ``family`` runs for every backend family, one that takes ``native_family`` for those with kernels
-of their own, and one that takes ``pure_family`` for those in plain JAX. One that also takes ``dtype`` runs for every
-element type of each, one that takes ``other_dtype`` for all but the first. A test that takes ``problem_indices`` runs
-for ``--problems`` problems of each family, a few at once, one that takes ``other_problem_indices`` for a quarter of
-them.
+Parameters of a test determine its runs:
 
-A run is of the host, or with ``-m gpu`` of a GPU, never of both: what JAX computes by default, the modules that are
-collected, fixtures and the programs that tests start then agree on the platform.
+- ``family``: every backend family. ``native_family``: families with compiled kernels. ``pure_family``: families in
+  plain JAX.
+- ``dtype``: also every element type of the family. ``other_dtype``: every element type except the first.
+- ``problem_indices``: ``--problems`` problems of each family, several per test. ``other_problem_indices``: a quarter
+  of them.
+
+A test session runs either on the CPU or, with ``-m gpu``, on a GPU, never on both: JAX's default platform, the
+collected modules, fixtures and the programs that tests start then agree on the platform.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ for name, examples in (("core", 25), ("all", 200)):
         name, derandomize=True, deadline=None, database=None, print_blob=True, max_examples=examples
     )
 
-# Where the tests are without the clone, those of what only the clone has are left out: pages, build script, benchmarks.
+# Without the clone, tests of files that only the clone has are not collected: pages, build script, benchmarks.
 _OF_THE_CLONE = ["bench", "repository", "profiler/test_profiler_advice.py"]
 collect_ignore = [] if (Path(__file__).parents[1] / "README.md").exists() else _OF_THE_CLONE
 
@@ -51,9 +53,10 @@ SELECTIONS: Mapping[str, Callable[[Family], bool]] = {
     "native_family": lambda family: family.target is not None,
     "pure_family": lambda family: family.capabilities.is_plain_jax,
 }
-#: Number of host devices in a test process, for tests of meshes. Programs started by tests have one by default.
+#: Number of host devices in a test process, for tests of meshes. Programs started by tests have a single device by
+#: default.
 DEVICES = 8
-#: Parameters of a test that follow from its family.
+#: Parameters of a test that depend on its family.
 _OF_A_FAMILY = "pass_", "dtype", "other_dtype", "problem_indices", "other_problem_indices"
 
 
@@ -70,15 +73,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _is_of_gpu(config: pytest.Config) -> bool:
-    """Whether ``-m`` selects tests that are marked ``gpu``."""
+    """True if ``-m`` selects tests that are marked ``gpu``."""
     return re.search(r"(?<!\bnot )\bgpu\b", config.option.markexpr) is not None
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the platform; limit what this process and the workers that it is about to start take of the machine."""
+    """Choose the platform; limit the resources of this process and of the workers that it is about to start."""
     hypothesis.settings.load_profile("core" if config.getoption("core") else "all")
-    os.environ["PYTHONFAULTHANDLER"] = "1"  # a program that a test starts says where it crashed
-    # What JAX has traced stays: looking through it ever again takes a tenth of a run.
+    os.environ["PYTHONFAULTHANDLER"] = "1"  # a program started by a test prints where it crashed
+    # JAX's traces are long-lived: repeatedly scanning them takes a tenth of a run.
     gc.set_threshold(200_000, 20, 100)
     if not _is_of_gpu(config):
         os.environ["JAX_PLATFORMS"] = "cpu"  # for workers, and for programs that tests start

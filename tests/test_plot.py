@@ -42,7 +42,7 @@ def test_cells_that_are_drawn():
     axes = plot_window((6, 7), (2, 3), kernel_size=3, stride=2)
     unseen, seen, query = (cells_of(patch) for patch in axes.patches)
     assert (unseen, seen, query) == (33, 9, 1)
-    (sharing,) = axes.lines  # two by two queries share a window, one of which is the query
+    (sharing,) = axes.lines  # two by two queries share a window, including the query itself
     assert sorted(map(tuple, np.asarray(sharing.get_xydata()).tolist())) == [(2, 2), (2, 3), (3, 3)]
     assert axes.get_title() == "kernel_size=3, stride=2"
     axes = plot_window((2, 6, 7), (1, 2, 3), kernel_size=(1, 3, 5), is_causal=(True, False, False), title="")

@@ -57,7 +57,7 @@ def mask_around(start: Any, end: Any, length: int) -> np.ndarray:
 
 
 def mask_of_bounds(start: Any, end: Any, length: int, shift: int = 0) -> np.ndarray:
-    """``[rows, length]``: whether each column, so far behind where it stands, lies in a row's range."""
+    """Return ``[rows, length]``, True for columns in a row's range; columns are shifted by ``shift``."""
     columns = np.arange(length) + shift
     return (np.asarray(start)[:, None] <= columns) & (columns < np.asarray(end)[:, None])
 
@@ -173,7 +173,7 @@ def test_jax_and_numpy_agree(length: int) -> None:
             np.testing.assert_array_equal(found, expected)
 
 
-# The same arithmetic in C++ -----------------------------------------------------------------------------------------
+# C++ implementation of windows --------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -189,13 +189,13 @@ def native_facts(window: Window) -> tuple[int, int, int]:
 
 
 def same_window(window: Window, index: int, length: int) -> None:
-    """Compare the window of a query with that of the native twin."""
+    """Compare a query's window with the native implementation."""
     expected = tuple(map(int, windows.window_bounds(window, index, length)))
     assert tuple(compiled().window_bounds(index, length, *native_facts(window))) == expected, (window, index, length)
 
 
 def same_inverse_window(window: Window, index: int, queries: int, keys: int) -> None:
-    """Compare the queries that see a key with those of the native twin."""
+    """Compare the queries that see a key with the native implementation."""
     expected = tuple(map(int, windows.inverse_window_bounds(window, index, queries, keys)))
     found = tuple(compiled().inverse_window_bounds(index, queries, keys, *native_facts(window)))
     assert found == expected, (window, index, queries, keys)

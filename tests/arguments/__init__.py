@@ -1,1 +1,1 @@
-"""What users pass, and what is said when they pass something else."""
+"""Arguments of users, and error messages for invalid arguments."""

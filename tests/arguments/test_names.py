@@ -60,7 +60,7 @@ def refusal(call: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-#: A name, and what it is called in operators, in ``attention`` and in modules; ``None`` where there is no such thing.
+#: An argument name, and the matching argument of operators, of ``attention`` and of modules; ``None`` without a match.
 NAMES = [
     ("window_size", "kernel_size", None, "kernel_size"),
     ("kernal_size", "kernel_size", None, "kernel_size"),
@@ -106,7 +106,7 @@ def check(message: str, function: str, name: str, meant: str | None) -> None:
 def test_operators(name: str, operators: str | None, of_attention: str | None, of_modules: str | None) -> None:
     for rank, operator in OPERATORS.items():
         array: Any = jnp.zeros((1, *(4,) * rank, 2, 8))
-        for window in ({}, {"kernel_size": 3}):  # Python would speak of the missing one
+        for window in ({}, {"kernel_size": 3}):  # otherwise Python would report the missing argument
             message = refusal(lambda: operator(array, array, array, **window, **{name: 3}))  # noqa: B023
             check(message, f"na{rank}d", name, operators)
     if name != "kv_tile_size":

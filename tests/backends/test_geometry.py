@@ -122,17 +122,15 @@ def test_programs_for_the_longest_layouts_are_lowered(is_causal: bool, monkeypat
 @pytest.mark.parametrize(
     ("extent", "kernel_size", "edges", "tiles", "expected"),
     [
-        # 16 queries see 22 keys: three tiles of 8, with room for 2 more. Of 64 such ranges, 22 have a seam, for
-        # which boxes of 4 begin 0 to 3 keys earlier: only the offset of 3 exceeds the room and adds a tile. Two boxes
-        # per tile
-        # cost nothing extra; more than three would.
+        # 16 queries see 22 keys: three tiles of 8, with room for 2 more. Of 64 such ranges, 22 have a seam, for which
+        # boxes of 4 begin 0 to 3 keys earlier: only the offset of 3 exceeds the room and adds a tile. Two boxes per
+        # tile cost nothing extra; more than three would.
         (64, 7, "wrap", (16, 8), 1 + 22 / 64 * 1 / (3 * 4)),
         (30, 7, "wrap", (16, 8), 1 + 22 / 30 * 1 / (3 * 4)),
         # Two tiles of 16 have room for 10: boxes of 8 begin up to 7 keys earlier.
         (48, 7, "wrap", (16, 16), 1),
         # 48 queries, the whole layout, see 52 keys, always with a seam, in a tile with room for 12. Boxes of 64 or 32
-        # would be
-        # cut; four boxes of 16, which begin 0 to 15 keys earlier, take a third longer.
+        # would be cut; four boxes of 16, which begin 0 to 15 keys earlier, take a third longer.
         (48, 5, "wrap", (64, 64), (1 + 1 * 3 / (1 * 16)) * 4 / 3),
         (64, 7, "shift", (16, 8), 1),
     ],

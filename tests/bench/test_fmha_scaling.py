@@ -67,7 +67,7 @@ def test_every_step_computes_attention(is_causal: bool) -> None:
     assert {step.step for step in result.steps} | set(result.failures) == {"0", "1", "2"}
     assert {"0", "1"} <= {step.step for step in result.steps}
     for step in result.steps:
-        # The FLOPs of a causal problem are those of its mask, about half.
+        # FLOPs of a causal problem are counted from its mask, which is about half.
         pairs = 96 * 97 // 2 if is_causal else 96**2
         assert step.tflops * step.latency_ms == pytest.approx(4 * 2 * 16 * pairs / 1e9)
         half = 0.5 if is_causal else 1.0
@@ -102,7 +102,7 @@ def test_the_recorded_run_has_every_section() -> None:
     measured, of_another_device = measured_table(GPU_LADDER, configuration, results, rate)[2:]
     assert f" {best:.3g} " in measured and f" {best / rate:.0%} " in measured
     assert "H200" in of_another_device
-    # Runs of another device with the same problem stand beside it, those of another problem do not.
+    # Results of another device with the same problem are listed next to it; results of other problems are not.
     assert len(measured_table(GPU_LADDER, {**configuration, "device": "other"}, results, rate)) == 5
     assert len(measured_table(GPU_LADDER, {**configuration, "device": "other", "batch": 1}, results, rate)) == 3
 

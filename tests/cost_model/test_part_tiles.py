@@ -1,4 +1,4 @@
-"""Tiles that a device visits of a split dimension, counted one by one, and which tiles it takes."""
+"""Tiles that a device visits in a sharded dimension, counted by enumeration, and the tile shapes it selects."""
 
 from __future__ import annotations
 

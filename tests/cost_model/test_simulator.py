@@ -140,7 +140,7 @@ def test_parts_agree_with_walks_over_the_mask(pass_: Any) -> None:
 
 
 def test_additional_tokens_are_tiles_of_their_own() -> None:
-    """Inner tiles in the forward pass, outer ones in the backward pass: 8, 8 and 3 tokens."""
+    """Inner tiles in the forward pass, outer tiles in the backward pass: 8, 8 and 3 tokens."""
     problem, more = (a_problem((10, 6), (3, 3), dilation=(2, 1), additional_kv=n) for n in (0, 19))
     pair = (4, 3), (4, 2)
     plain, counts = (simulator.count_tiles(each, pair) for each in (problem, more))
@@ -379,7 +379,7 @@ def test_calibrations_are_complete() -> None:
         calibration = simulator.calibration_for(model["family"], capability)
         assert calibration is not None
         assert all(map(native.limits, calibration.limits))
-        assert bool(calibration.limits) == calibration.is_measured  # of native kernels, or of those in Pallas
+        assert bool(calibration.limits) == calibration.is_measured  # of native kernels or Pallas kernels
         assert all(kernel.inner_tile > 0 for kernels in calibration.kernels.values() for kernel in kernels)
     assert simulator.calibration_for("hopper", (8, 0)) is None
     assert simulator.calibration_for("flex") is None

@@ -257,7 +257,7 @@ def test_key_and_value_gradients_without_a_ring(changes: dict[str, Any]) -> None
 
 @pytest.mark.parametrize(("length", "has_ring"), [(2**16, True), (2**31 - 1, False)])
 def test_dimensions_whose_strips_nobody_would_count_have_no_ring(length: int, has_ring: bool) -> None:
-    """The query returns at once, although strips are counted one by one."""
+    """The query returns at once, although strips are counted individually."""
     problem = problem_of((64, length), (10, 10), batch=1, heads=1)
     ring = native.gradient_ring_of_small_windows(
         axis_rows(problem),

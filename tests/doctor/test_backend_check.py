@@ -115,14 +115,14 @@ def test_a_right_backend(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class ByName(FlexBackend):
-    """A right one, that nobody gets without naming it."""
+    """A correct backend that is only used by name."""
 
     family = "mine"
     capabilities = dataclasses.replace(FlexBackend.capabilities, is_by_name_only=True, is_slow_fallback=False)
 
 
 class Short(ByName):
-    """One that takes 8-bit arrays, forward alone."""
+    """A backend that supports 8-bit arrays, in the forward pass only."""
 
     capabilities = dataclasses.replace(ByName.capabilities, float8_dtypes=("float8_e4m3fn",))
 
@@ -137,7 +137,7 @@ def test_arrays_of_8_bits_are_compared_forward(machine: Machine, capsys: pytest.
 
 
 class Blind(ByName):
-    """One whose windows lack a key."""
+    """A wrong backend: its windows lack a key."""
 
     def forward_differentiable(self, plan: Plan, operands: Operands) -> Differentiable:
         if plan.problem.operator == "fna":
@@ -147,7 +147,7 @@ class Blind(ByName):
 
 
 class Unfinished(ByName):
-    """One whose last number was never written."""
+    """A wrong backend: its last output element is not written."""
 
     def forward_differentiable(self, plan: Plan, operands: Operands) -> Differentiable:
         result = super().forward_differentiable(plan, operands)
@@ -155,7 +155,7 @@ class Unfinished(ByName):
 
 
 class Broken(ByName):
-    """One that does not compile."""
+    """A backend that does not compile."""
 
     def forward_differentiable(self, plan: Plan, operands: Operands) -> Differentiable:
         raise NotImplementedError("no such\ninstruction")
@@ -189,7 +189,7 @@ def test_a_wrong_one(backend: Any, what: str, machine: Machine, capsys: pytest.C
 
 
 class Elsewhere(ByName):
-    """One for other devices, and not for all that is asked of it there."""
+    """A backend for other devices that does not support every test problem there."""
 
     capabilities = dataclasses.replace(ByName.capabilities, platform=Platform("tpu"), largest_head_dim=8)
 

@@ -37,7 +37,7 @@ def natten_weights(seed: int = 0, prefix: str = "", qkv_bias: bool = True) -> di
 
 
 def natten_forward(weights: dict[str, np.ndarray], inputs: np.ndarray, window: dict, scale: float) -> np.ndarray:
-    """What NATTEN's modules compute, in float64 NumPy with a dense mask."""
+    """Compute the output of NATTEN's modules in float64 NumPy, with a dense mask."""
     batch, *layout, features = inputs.shape
     weights = {name: array.astype(np.float64) for name, array in weights.items()}
     windows = [
@@ -53,7 +53,7 @@ def natten_forward(weights: dict[str, np.ndarray], inputs: np.ndarray, window: d
 
 
 def split_names(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same weights with a tensor for each projection."""
+    """Split the weights into one tensor per projection."""
     found = {name: array for name, array in weights.items() if not name.startswith("qkv.")}
     for kind in ("weight", "bias"):
         if f"qkv.{kind}" in weights:
@@ -63,7 +63,7 @@ def split_names(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def of_hugging_face(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same weights under the names of Hugging Face's port."""
+    """Rename the weights as in Hugging Face's port."""
     return {
         "attention." + (name.replace("proj", "output.dense") if name.startswith("proj") else f"self.{name}"): array
         for name, array in split_names(weights).items()
@@ -169,7 +169,7 @@ class TestConvert:
 
     def test_pytorch_tensors(self):
         class Tensor:
-            """Refuses, as PyTorch's parameters do, to become an array where it is not a float32 one of its own."""
+            """Like a PyTorch parameter, converts to an array only if it is detached, on the CPU and float32."""
 
             def __init__(self, array: np.ndarray, state: tuple[str, ...] = ("grad", "cuda", "torch.bfloat16")) -> None:
                 self.array, self.state, self.dtype = array, state, state[-1] if state else "torch.float32"

@@ -198,7 +198,7 @@ class TestModules:
                 assert np.abs(gradient[...]).max() > 1e-3, path
 
     def test_window_of_the_whole_sequence_is_flax_attention(self):
-        """With other parameters than those that initializers give: scales of ones are hard to see."""
+        """Uses random parameters instead of the initializers': errors with scales of 1 are hard to detect."""
         settings: dict[str, Any] = {"qkv_features": 32, "out_features": 24, "normalize_qk": True}
         ours = nnx_module(1, kernel_size=12, stride=1, dilation=1, is_causal=False, **settings)
         flax = flax_nnx.MultiHeadAttention(HEADS, FEATURES, decode=False, rngs=flax_nnx.Rngs(0), **settings)
@@ -324,7 +324,7 @@ class TestDropoutOfWeights:
             np.testing.assert_array_equal(layer(inputs, deterministic=True), plain)
         with pytest.warns(attention_fn.AttentionDropoutWarning, match="attention weights are formed as an array"):
             dropped = layer(inputs, key, deterministic=False)
-        assert (np.asarray(dropped) == 0).mean() < 0.1  # where no weight of a window is left
+        assert (np.asarray(dropped) == 0).mean() < 0.1  # zero if all weights of a window are dropped
         assert np.abs(dropped - plain).max() > 0.01
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", attention_fn.AttentionDropoutWarning)

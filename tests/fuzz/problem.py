@@ -38,8 +38,7 @@ LARGE, LARGEST_TILE = 1600, 256
 #: Maximum number of draws to find tiles whose kernels support wrapped windows.
 _MOST_DRAWS = 100
 #: Batch sizes and key/value heads of problems with non-finite inputs. GPUs get batches large enough for each SM to
-#: process
-#: several tiles in sequence.
+#: process several tiles in sequence.
 SPOILED_BATCHES, SPOILED_BATCHES_OF_GPUS, SPOILED_HEADS = (2, 3, 5), (3, 12, 40, 96), (1, 2, 3)
 #: Problems with a relative bias and at most FEW_TOKENS tokens may have many batch entries: MANY_ITEMS is the range of
 #: batch size times heads. GPU CTAs that hold whole layouts then process several items each.

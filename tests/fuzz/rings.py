@@ -21,8 +21,7 @@ LEAST_KEYS, MOST_TOKENS, TOKENS_OF_FEW, TOKENS_OF_ONE_HEAD = 100, 800, 1700, 500
 _WINDOWS = {1: (100, 300), 2: (7, 17), 3: (3, 9)}
 _LAYOUTS = {1: 700, 2: 50, 3: 18}
 #: Range of rows over all batch entries and heads: at its lower end, rings are estimated to be faster for few launches,
-#: at
-#: its upper end for most.
+#: at its upper end for most.
 _ROWS, _MOST_COPIES = (6e3, 1.2e5), 400
 
 

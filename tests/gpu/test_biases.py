@@ -22,8 +22,7 @@ from tests.support.families import FAMILIES, Family, family_named
 from tests.support.problems import Case, Shape, Trial, check_all, check_gradients_repeat
 
 # Terms that NVIDIA GPU kernels add to the logits, compared with the oracle: relative biases, and key biases, added in
-# the
-# kernels or as extra head-dimension columns.
+# the kernels or as extra head-dimension columns.
 
 
 pytestmark = pytest.mark.gpu

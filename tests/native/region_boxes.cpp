@@ -1,7 +1,6 @@
 // Checks every region that the kernel of key and value gradients may take if batch entries have separate layouts: its
 // box and its tables must have room for the visible queries in layouts of all lengths. Prints the number of regions,
-// and
-// the number whose boxes and tables are too small.
+// and the number whose boxes and tables are too small.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>

@@ -119,7 +119,7 @@ def test_a_plan_has_the_precision_of_its_call(precision: str | None) -> None:
 
 @pytest.mark.parametrize("backend", ["flex-fna", "cutlass-fna"])
 def test_backends_read_precision_from_the_plan_alone(backend: str) -> None:
-    """Whatever JAX's option is where a pass is traced, which may be long after its call."""
+    """JAX's precision option may have changed when a pass is traced, long after its call."""
     array: Any = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.float32)
     programs = []
     for around in (None, "tensorfloat32"):

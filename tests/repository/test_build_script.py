@@ -1,4 +1,4 @@
-"""What ``setup.py`` looks up, asks for and decides; nothing is built here."""
+"""Test what ``setup.py`` detects, requests and decides, without building."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.repository.test_packaging import copy_of_sources
 
 ROOT = Path(__file__).parents[2]
 
-#: What two toolkits can compile for, as they say it.
+#: Architectures that two toolkits list.
 ARCHITECTURES = {12: (80, 86, 90), 13: (80, 86, 90, 100, 120)}
 
 #: Environment variables of builds that do not begin with NATTEN_JAX_.
@@ -269,7 +269,7 @@ def test_another_machine_has_its_compiler_and_names_of_its_own(build: Build) -> 
     assert options["CMAKE_SYSTEM_PROCESSOR"] == "aarch64" and options["CMAKE_CXX_COMPILER"] == str(compiler)
     assert options["PYTHON_MODULE_EXTENSION"] == ".cpython-311-aarch64-linux-gnu.so"
     assert (Path(options["Python_INCLUDE_DIR"]) / "Python.h").is_file()
-    # Nothing of this is decided before setuptools is told, or by a build for the machine at hand.
+    # These variables are unset until setuptools runs, and stay unset in a native build.
     assert not {"_PYTHON_HOST_PLATFORM", "SETUPTOOLS_EXT_SUFFIX"} & set(os.environ)
     assert build.run()[1] == ["natten_jax._native"]
     assert os.environ.pop("_PYTHON_HOST_PLATFORM") == "linux-aarch64"

@@ -19,7 +19,7 @@ from tests.support.programs import run_python
 
 ROOT = Path(__file__).parents[2]
 _FLAX = "natten_jax.flax_modules."
-#: Where the public names are, but for :mod:`natten_jax` itself.
+#: Modules with public names, except :mod:`natten_jax` itself.
 MODULES = {
     "natten_jax.fp8": None,
     "natten_jax.halo": ("Halo", "bytes_received", "halo_of", "halos_of"),
@@ -80,13 +80,13 @@ def test_every_public_name_has_a_page() -> None:
             prefix = found[1]
         elif found := re.fullmatch(r"   ([\w.]+)", line):
             pages.add(f"{prefix}.{found[1]}")
-        elif line.startswith("| `get_"):  # queries, which differ in their names alone
+        elif line.startswith("| `get_"):  # configuration queries, whose pages differ only in the name
             pages |= {f"natten_jax.{name}" for name in re.findall(r"`(\w+)`", line)}
     assert public_names().keys() - pages == set()
 
 
 def test_examples() -> None:
-    """All in one test, and so in one process: it is JAX's start that costs."""
+    """Runs all examples in a single process, because starting JAX takes most of the time."""
     pytest.importorskip("matplotlib").use("Agg")
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     report = io.StringIO()

@@ -26,7 +26,7 @@ def test_every_page_is_in_the_sites_table() -> None:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """What links to headings of a page are called, as on the sites that show Markdown."""
+    """Return the anchors of a page's headings, as sites that render Markdown generate them."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
@@ -95,5 +95,5 @@ def test_notebooks_are_kept_with_their_results(notebook: Path) -> None:
     assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
     program = "\n".join("".join(cell["source"]) for cell in cells)
     assert "pip install" in program
-    # They run where Python alone is installed, too.
+    # The notebook also runs without the compiled kernels.
     assert not re.search(r"\b(cpu|cutlass|hopper)-f(na|mha)", program)

@@ -17,7 +17,7 @@ from tests.support import programs
 
 nnx = pytest.importorskip("flax.nnx")
 for package in ("matplotlib", "optax", "rich", "sklearn"):
-    if importlib.util.find_spec(package) is None:  # the examples import it, in processes of their own
+    if importlib.util.find_spec(package) is None:  # the examples import it in separate processes
         pytest.skip(f"{package} is not installed", allow_module_level=True)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -32,7 +32,7 @@ def output_of(name: str, *arguments: str, **environment: str) -> str:
 
 
 def trained(name: str, *arguments: str, step: str = "step") -> str:
-    """What an example prints that trains one model, whose step is compiled once, and once more to be profiled."""
+    """Return the output of a training example; check that its step compiles once, or twice with profiling."""
     result = run(name, *arguments, JAX_LOG_COMPILES="1")
     assert result.stderr.count(f"Compiling jit({step}) with") == 1 + ("--profile" in arguments)
     return programs.output_of(result)
@@ -95,7 +95,7 @@ def test_video_denoising_learns_alike_with_two_backends(tmp_path):
     assert f"Largest relative difference of losses smoothed over 20 steps: {difference:.2%}" in output
     assert re.search(rf"^ +60 +{losses[-6:].mean():.4f} +{expected[-6:].mean():.4f}$", output, re.MULTILINE)
 
-    # The seed decides everything, also without a second model beside it.
+    # The seed determines the result, also without a second model in the run.
     runpy.run_path(str(EXAMPLES / "video_denoising.py"))["main"]([*problem, *model, "--json", str(alone)])
     (run,) = json.loads(alone.read_text())["runs"]
     assert run["losses"] == losses.tolist()
@@ -126,7 +126,7 @@ def losses_of(output: str) -> np.ndarray:
 
 
 def attention_share_of(output: str) -> float:
-    """What such an example says of a step's device time, in percent."""
+    """Return the attention share of a step's device time that an example prints, in percent."""
     (share,) = re.findall(r"^Attention: ([\d.]+)% of a step's \S+ of device time \(forward", output, re.MULTILINE)
     return float(share)
 

@@ -1,4 +1,4 @@
-"""What pages say of flags and backends is what the program has, and samples are what commands print."""
+"""Documented flags and backends match the program, and sample outputs match the commands' output."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-#: Bottom up: packages, and modules that are in none. Those of one level know nothing of each other.
+#: Packages, and modules outside of packages, bottom up. Modules of a level must not import each other.
 LEVELS = (
     ("natten_jax.source_tree", "natten_jax.version", "natten_jax.element_types"),
     ("natten_jax.arguments",),
@@ -47,7 +47,7 @@ def _modules() -> dict[str, Path]:
 
 
 def _imported(module: str, path: Path) -> Iterator[str]:
-    """What a module imports anywhere, in functions too: modules, and names with the module that they come from."""
+    """Yield the modules and qualified names that a module imports anywhere, including in functions."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""The wheel that users install: built from the source distribution, installed alone, and used away from the sources."""
+"""The user's wheel: built from the source distribution, installed in isolation, and run outside the sources."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 def require_package_index() -> None:
-    """Skip where pip finds no version at all of what a wheel is built with: whatever else fails is a failure."""
+    """Skip if pip finds no version of a build requirement; all other errors are failures."""
     options = "--dry-run", "--ignore-installed", "--no-deps", "--retries", "0", "--timeout", "10"
     command = [sys.executable, "-m", "pip", "install", *options, "auditwheel"]
     asked = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -59,7 +59,7 @@ def require_package_index() -> None:
 
 
 def copy_of_sources(folder: Path) -> Path:
-    """The sources without what an earlier build left beside them, which must not get into a wheel."""
+    """Copy the sources without leftovers of earlier builds, which must not get into a wheel."""
     leftovers = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__")
     return shutil.copytree(ROOT, folder / "sources", ignore=leftovers)
 
@@ -97,11 +97,12 @@ def python_alone(distributions: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment in which only the wheel and what it needs is installed."""
+    """Return the interpreter of an environment that contains only the wheel and its requirements."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder)
     interpreter = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
-    # For JAX and what it needs 5 s of processor time, where a pip of its own that compiles every module takes 28.
+    # Takes 5 s of CPU time for JAX and its requirements; the environment's pip, which compiles every module, takes 28
+    # s.
     pip = sys.executable, "-m", "pip", "--python", interpreter
     run(*pip, "install", "--quiet", "--no-compile", wheel, cwd=folder)
     return interpreter
@@ -121,7 +122,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
 
 
 def contents(wheel: Path) -> dict[str, bytes]:
-    """The files of a package in a wheel, but for native libraries."""
+    """Return the files of the package in a wheel, without native libraries."""
     archive = zipfile.ZipFile(wheel)
     names = (name for name in archive.namelist() if name.startswith("natten_jax/") and not name.endswith((".so", "/")))
     return {name: archive.read(name) for name in names}

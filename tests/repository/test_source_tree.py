@@ -18,7 +18,7 @@ from tests.support.programs import output_of
 ROOT = Path(__file__).parents[2]
 LIBRARIES = tuple((ROOT / "natten_jax").glob("*.so"))
 
-#: As setuptools finds the packages of an editable install: asked last, and for their modules, too.
+#: The finder of setuptools' editable installs: it is called last, and also for submodules.
 EDITABLE = """
 import sys
 from importlib.machinery import PathFinder
@@ -40,9 +40,9 @@ pytestmark = pytest.mark.skipif(not LIBRARIES, reason="no library is built in th
 
 
 def clone_into(folder: Path, *, is_built: bool = False) -> Path:
-    """A clone as git makes it, or with a library in place.
+    """Copy the repository as a fresh clone, optionally with the compiled library.
 
-    What Python has compiled goes along, as it is of the same files: each start would compile them again.
+    Compiled bytecode is copied because it matches the sources: otherwise each start would compile them again.
     """
     leftovers = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "results", "*.so")
     clone = shutil.copytree(ROOT, folder, ignore=leftovers)
@@ -63,12 +63,12 @@ class Environment:
         (self.packages / "others.pth").write_text("\n".join(others))
 
     def install(self) -> None:
-        """What ``pip install .`` leaves."""
+        """Copy the files that ``pip install .`` installs."""
         unpacked = shutil.copytree(ROOT / "natten_jax", self.packages / "natten_jax")
         shutil.copytree(ROOT / "flax_modules", unpacked / "flax_modules")
 
     def install_editable(self, clone: Path) -> None:
-        """What ``pip install --editable .`` leaves."""
+        """Write the files that ``pip install --editable .`` writes."""
         (self.packages / "editable_finder.py").write_text(EDITABLE.format(clone=clone))
         (self.packages / "editable.pth").write_text("import editable_finder")
 

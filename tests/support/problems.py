@@ -21,14 +21,12 @@ from tests.support.compilation import QUICK_HOST_OPTIONS, accepted_options, as_u
 from tests.support.families import BOUNDS, Family
 
 #: A result whose terms cancel is compared with this fraction of the terms' magnitude instead of with its own norm. It
-#: is
-#: exactly zero for a scale of 0, and almost zero for windows of one or two keys, whose softmax is nearly constant.
+#: is exactly zero for a scale of 0, and almost zero for windows of one or two keys, whose softmax is nearly constant.
 #: With the float32 bound, 2e-6, this allows an error of 1e-7 of the terms: less than two roundings of a term.
 CANCELLATION = 0.05
 
 #: Each problem is compiled for one run of microseconds, so optimization would take most of the suite's time: of CPU
-#: code,
-#: or autotuning of matrix products on a GPU.
+#: code, or autotuning of matrix products on a GPU.
 QUICK_COMPILATION = accepted_options(
     QUICK_HOST_OPTIONS
     if jax.default_backend() == "cpu"

@@ -24,24 +24,24 @@ CHIPS: Mapping[str, tuple[str, str]] = {
 
 @functools.cache
 def devices_of(chip: str) -> Sequence[jax.Device]:
-    """Those of a machine that has a few of the chips."""
+    """Return the devices of a machine with a few of the chips."""
     from jax.experimental import topologies
 
     return topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip][0]).devices
 
 
 def compiled_for(chip: str, function: Callable[..., Any], *arguments: Any) -> jax.stages.Compiled:
-    """The program that a chip would run.
+    """Compile a program for a chip.
 
     Args:
-        chip: One of :data:`CHIPS`.
-        function: What it computes.
-        arguments: Shapes.
+        chip: A key of :data:`CHIPS`.
+        function: The function to compile.
+        arguments: Shapes of its arguments.
     """
     sharding = SingleDeviceSharding(devices_of(chip)[0])
     arguments = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding), arguments)
     device = AbstractDevice(device_kind=CHIPS[chip][1], num_cores=1, platform="tpu")
-    # Some of what Pallas lowers depends on the chip.
+    # Pallas lowers some operations differently per chip.
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
         lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",))
     return lowered.compile()

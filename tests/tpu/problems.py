@@ -13,9 +13,9 @@ class Compiled:
     """A problem to compile.
 
     Attributes:
-        case: The problem; arrays are never made.
+        case: The problem; its arrays are never created.
         dtype: Element type.
-        is_quick: Whether it is one of the few that every run compiles.
+        is_quick: True for the few problems that every run compiles.
     """
 
     case: Case
@@ -123,7 +123,7 @@ def _widths() -> Iterator[tuple[str, Compiled]]:
 
 
 def _features() -> Iterator[tuple[str, Compiled]]:
-    """Everything that a call may ask for, of layouts that no tile divides."""
+    """Yield problems with each feature of a call, for layouts that no tile divides."""
     yield "one token", Compiled(Case((1, 1), (1, 1)))
     yield "one row", Compiled(Case((1, 13, 1), (1, 5, 1), head_dim=32))
     scaled = Case((37, 41), (9, 12), heads=2, heads_kv=1, head_dim=64, scales=(0.5, -0.1))

@@ -39,15 +39,15 @@ class Program:
             self._instructions[name] = _Instruction(kind, max(sizes, default=0), named, facts)
 
     def calls_of(self, kernel: str) -> int:
-        """How often a kernel is called."""
+        """Return the number of calls of a kernel."""
         named = [each for name, each in self._instructions.items() if re.fullmatch(rf"{kernel}(\.\d+)?", name)]
         return sum(each.is_kernel for each in named)
 
     def copies_of(self, argument: str) -> list[bool]:
-        """For each copy of an argument that is made on the way to kernels, True if it has more elements.
+        """Return, for each copy of an argument on its way to kernels, True if the copy has more elements.
 
         Args:
-            argument: As JAX calls it, ``"operands.key"``.
+            argument: Name of the argument in JAX, ``"operands.key"``.
         """
         (found,) = (
             name

@@ -1,6 +1,6 @@
-"""What the compiler for TPUs makes of the kernels.
+"""Compile the kernels with the compiler for TPUs.
 
-A kernel that takes more VMEM than a chip has, or asks for an instruction that it lacks, is an error of the compiler.
+The compiler reports an error if a kernel takes more VMEM than a chip has, or uses an unsupported instruction.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_both_passes_compile_and_copy_no_more_than_said(name: str, chip: str) -> None:
-    """Queries, keys and values are transposed once, to have their heads first, and copied no further.
+    """Queries, keys and values are transposed once, to a heads-first layout, and not copied otherwise.
 
-    Layouts that no tile divides are padded besides, each call and pass in its own way: that is another array, or two
-    where XLA transposes and pads apart.
+    Layouts that no tile divides are also padded, differently per call and pass: that is a further array, or two if XLA
+    transposes and pads separately.
     """
     problem = PROBLEMS[name]
     case = problem.case
