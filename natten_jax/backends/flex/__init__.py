@@ -1,7 +1,7 @@
-"""The ``flex`` backend, plain JAX: it runs everywhere, and is differentiated to any order.
+"""The ``flex`` backend, in plain JAX: it runs on every device, and JAX can differentiate it to any order.
 
-- ``backend``: what it states, and the passes: the forward pass, gradients, and tangents as sweeps over tiles.
-- ``geometry``: layouts cut into tiles, which tiles see which, and loops over them.
-- ``operands``: arrays in tiles, and what is added to logits.
-- ``softmax``: logits to weights, in each pass.
+- ``backend``: capabilities, and the passes as sweeps over tiles: forward pass, gradients and tangents.
+- ``geometry``: token layouts in tiles, visibility between tiles, and loops over tiles.
+- ``operands``: arrays in tiles, and biases of the logits.
+- ``softmax``: softmax weights from logits, in each pass.
 """

@@ -1,13 +1,13 @@
 """The ``flex`` backend: blockwise attention in plain JAX, for every device that XLA compiles for.
 
-The passes are sweeps over tiles. The forward pass is an online softmax over the hull of each query tile's windows. Its
-derivative is a rule for gradients, the usual backward pass of attention: with ``P`` the softmax weights and
-``dP = dO V^T``, gradients follow from ``dS = P (dP - delta)``, where ``delta`` is ``rowsum(dO O)`` less the cotangent
-of the logsumexp: ``dQ = scale dS K``, ``dK = scale dS^T Q``, ``dV = P^T dO``. They are linear in the cotangents, so
-that tangents of output and logsumexp are their transpose.
+The passes are sweeps over tiles. The forward pass is an online softmax over the hull of each query tile's windows: the
+range from the first to the last key that the tile sees. Its derivative is an analytic rule, the usual backward pass of
+attention. With the softmax weights ``P`` and ``dP = dO V^T``, it computes ``dS = P (dP - delta)``, where ``delta`` is
+``rowsum(dO O)`` minus the cotangent of the logsumexp, and ``dQ = scale dS K``, ``dK = scale dS^T Q``, ``dV = P^T dO``.
+These gradients are linear in the cotangents, and tangents of output and logsumexp are computed as their transpose.
 
-The rule starts from output, logsumexp and what the softmax found of each row, so that nothing is kept per key/value
-tile, and is plain JAX: derivatives of any order go through.
+The rule reads output, logsumexp, and the maximum and sum of each softmax row, so that no residual is kept per key/value
+tile. It is plain JAX, and JAX can therefore differentiate it to any order.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FlexBackend(PureJaxBackend):
         largest_tiles=lambda *_: (_LARGEST_TILE, _LARGEST_TILE),
         converts_float8_to="bfloat16",
         edges=EDGES,
-        heeds=("backward_deterministic",),  # in every run
+        heeds=("backward_deterministic",),  # every run is deterministic
         takes=("own_extents", "relative_bias", "key_bias", "additional_kv"),
         is_plain_jax=True,
         is_slow_fallback=True,
@@ -61,7 +61,7 @@ class FlexBackend(PureJaxBackend):
     )
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
-        """Query and key/value tile shapes of a pass, the recommended pair first."""
+        """Return query and key/value tile shapes of a pass, the recommended pair first."""
         return list(_TILE_PAIRS[problem.rank])
 
     def attend(self, plan: Plan, operands: Operands) -> Output:
@@ -70,7 +70,7 @@ class FlexBackend(PureJaxBackend):
         return Output(out.astype(plan.problem.output_dtype), logsumexp)
 
     def forward_differentiable(self, plan: Plan, operands: Operands) -> Differentiable:
-        """Compute output and logsumexp, and what the softmax found of each row."""
+        """Compute output, logsumexp, and the maximum and logarithm of the sum of each softmax row."""
         operands, problem = _without_padding(plan, operands, operands), plan.problem
         over = QuerySweep(plan, operands, "forward")
 
@@ -86,7 +86,7 @@ class FlexBackend(PureJaxBackend):
         steepness = over.products.of_tokens(over.products.steepness, problem.rank)
         total, lse = softmax.total, steepness * softmax.maximum + jnp.log(softmax.total)
         if operands.is_placed or problem.biases:
-            # The keys that a row sees may all be another device's, or hidden, and padding sees none.
+            # A row may see no local key: all its keys are on another device or hidden, or the row is padding.
             is_empty = softmax.total == 0
             total, lse = jnp.where(is_empty, 1, total), jnp.where(is_empty, -jnp.inf, lse)
         return Differentiable(softmax.mixed / total, lse[..., 0], jnp.concatenate(softmax.rows, axis=-1))
@@ -107,8 +107,8 @@ class FlexBackend(PureJaxBackend):
         return _gradients(plan, operands, result, cotangents, wanted, is_transposed=False)
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
-        """Compute the gradients, from whatever computed the output."""
-        # Rows have to be the softmax of this backend's scores; the kernels that computed the output have their own.
+        """Compute the gradients, given an output of any backend."""
+        # Row statistics must come from this backend's scores, which other kernels round differently: recompute them.
         wanted = jax.tree.map(lambda _: True, operands.inputs)
         return self.gradients(plan, operands, Differentiable(saved.out, saved.logsumexp), cotangents, wanted)
 
@@ -116,27 +116,27 @@ class FlexBackend(PureJaxBackend):
 def _gradients(
     plan: Plan, operands: Operands, result: Differentiable, cotangents: Cotangents, wanted: Any, *, is_transposed: bool
 ) -> Gradients:
-    """The rule in this module's description.
+    """Compute gradients by the rule in the module's docstring.
 
     Args:
         plan: The plan of either pass.
-        operands: The arrays.
-        result: Output and logsumexp, from any backend; residuals only if a sweep over these operands computed them.
+        operands: The operands.
+        result: Output and logsumexp from any backend; residuals only if this backend computed them.
         cotangents: The cotangents of the output and the logsumexp.
-        wanted: :class:`Inputs` of bools: which gradients are asked for.
-        is_transposed: True if JAX transposes the rule: cotangents are then loaded as separate arrays, and steps keep
-            nothing.
+        wanted: :class:`Inputs` of bools, True for gradients to compute.
+        is_transposed: True if JAX transposes the rule: cotangents are then separate arrays, and derivatives recompute
+            each step instead of storing residuals.
 
     Returns:
-        The gradients in the inputs' element types, at least all wanted ones.
+        The gradients in the inputs' element types; may include more than the wanted ones.
     """
     cotangents = _without_padding(plan, operands, cotangents)
     operands = _without_padding(plan, operands, operands)
     products = Products(plan, operands.inputs.scale)
-    # Zeros that have the logsumexp's derivative: rows are constants.
+    # Rows are constants for derivatives. Adding this zero gives them the derivative of the logsumexp.
     change = result.logsumexp - lax.stop_gradient(result.logsumexp)
     if operands.is_placed or plan.problem.biases:
-        # If a row sees no local key, its weights are 0, whatever is subtracted from its masked logits.
+        # If a row sees no local key, all its logits are masked, and its weights are 0 for any subtracted number.
         change = jnp.where(result.logsumexp == -jnp.inf, 0, change)
     out_cotangent = products.cast(cotangents.out)
     delta = jnp.sum(out_cotangent * products.cast(result.out), axis=-1)
@@ -159,7 +159,7 @@ def _gradients(
 
 
 def _without_padding(plan: Plan, operands: Operands, arrays: _Arrays) -> _Arrays:
-    """The arrays, zero in their padding: a product of no weight and NaN is NaN."""
+    """Set padding to zero, because a weight of 0 times a NaN in the padding would be NaN."""
     return without_padding(operands.layouts, arrays) if plan.problem.own_extents else arrays
 
 
@@ -167,9 +167,9 @@ class _RowTerms(NamedTuple):
     """Statistics of rows that gradients read.
 
     Attributes:
-        rows: The rows.
-        change: The logsumexp's change.
-        delta: As in this module's description.
+        rows: Statistics of the softmax.
+        change: Zeros with the derivative of the logsumexp.
+        delta: ``delta`` of the module's docstring.
         out_cotangent: Cotangent of the output.
     """
 
@@ -180,14 +180,14 @@ class _RowTerms(NamedTuple):
 
     @classmethod
     def of(cls, arrays: Sequence[jax.Array]) -> _RowTerms:
-        """Terms that lie in one array; or in two, of which the second is linear in the cotangents."""
+        """Split one array into the terms; or two arrays, of which the second is linear in the cotangents."""
         first, *linear = arrays
         delta_and_cotangent = linear[0] if linear else first[..., 3:]
         rows = Rows(first[..., :1], first[..., 1:2])
         return cls(rows, first[..., 2:3], delta_and_cotangent[..., :1], delta_and_cotangent[..., 1:])
 
     def changed_rows(self, products: Products, rows: Rows | None = None) -> Rows:
-        """Rows with the derivative of the logsumexp."""
+        """Return the rows with the derivative of the logsumexp."""
         rows = self.rows if rows is None else rows
         return products.with_constant_maximum(rows._replace(log_total=rows.log_total + self.change))
 
@@ -205,14 +205,19 @@ class _Sums(NamedTuple):
 
 
 def _zeros_like(arrays: Any, products: Products, operands: Operands) -> Any:
-    """Initial sums, in the accumulator's element type."""
+    """Return zeros in the accumulator's element type, as initial sums."""
     return varying_like(jax.tree.map(lambda array: jnp.zeros(array.shape, products.dtype), arrays), operands)
 
 
 def _by_query(
     plan: Plan, operands: Operands, known: KnownRows, terms: Sequence[jax.Array], *, carries_plan: bool
 ) -> tuple[Gradients, Softmax | None]:
-    """Gradients of queries, additional keys and values, scale and relative bias; softmax of additional tokens."""
+    """Compute gradients by a sweep over query tiles.
+
+    Returns:
+        Gradients of queries, additional keys and values, scale and relative bias; and the softmax over additional
+        tokens, or ``None`` without any.
+    """
     problem, inputs = plan.problem, operands.inputs
     over = QuerySweep(plan, operands, "backward")
     products, sweep, additional = over.products, over.sweep, over.additional
@@ -275,7 +280,7 @@ def _by_query(
 def _by_key(
     plan: Plan, operands: Operands, known: KnownRows, additional: Softmax | None, terms: Sequence[jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Gradients of the keys, the values and the biases of keys."""
+    """Compute the gradients of keys, values and key biases by a sweep over key/value tiles."""
     problem = plan.problem
     over = KeySweep(plan, operands, "backward")
     products, sweep = over.products, over.sweep
@@ -289,7 +294,7 @@ def _by_key(
 
         def visit(inner_step: jax.Array, sums: Sums) -> Sums:
             query = sweep.load(over.queries, positions, inner_step)
-            # Fused into the exponential, they would be loaded once per logit.
+            # Without materialize(), XLA fuses the loads into the exponential and repeats them for each logit.
             terms = _RowTerms.of([materialize(sweep.load(each, positions, inner_step)) for each in rows_and_terms])
             rows, mask = terms.changed_rows(products), sweep.mask(positions, inner_step)
             bias = over.bias(positions, inner_step, key_bias)

@@ -1,8 +1,11 @@
-"""Token layouts as the ``flex`` backend cuts them into tiles, and which tiles see which.
+"""Tiles of token layouts in the ``flex`` backend, and the pairs of tiles that see each other.
 
-A dimension is viewed as (index, residue) of the local coordinate modulo the dilation, so that a dilation group is an
-ordinary dense dimension. Windows are evaluated in global indices; where the local arrays start in the global layout
-(``origins``) is only known at run time, and shifts both views.
+A *sweep* loops over outer tiles. Each outer tile visits a range of inner tiles: for query tiles, the keys that they
+see; for key tiles, the queries that see them.
+
+A coordinate is split into ``(index, residue)``: quotient and remainder of the local coordinate and the dilation. A
+dilation group, which has one residue, is then a dense dimension. Windows are evaluated in global indices. The global
+coordinates of the first local tokens (``origins``) are known only at run time, and shift index and residue.
 """
 
 from __future__ import annotations
@@ -31,17 +34,17 @@ _Outputs = TypeVar("_Outputs")
 
 
 class AxisPosition(NamedTuple):
-    """Where outer tiles lie in one dimension; arrays of NumPy or JAX.
+    """Positions of outer tiles in one dimension, and of the inner tokens that they visit; NumPy or JAX arrays.
 
     Attributes:
-        inner_start: Local index at which the visited inner tokens start, ``[..., tiles, 1]``; of a dimension that is
-            gone around, modulo its :attr:`AxisSweep.period`.
-        inner_residue: Local coordinates of the inner tokens modulo the dilation, likewise.
-        seen_start: First inner token that is related to an outer token, counted from ``inner_start``,
-            ``[..., tiles, outer_tile]``.
-        seen_end: One past the last, likewise.
-        inner_distance: How many neighbors the first inner token that is visited lies behind the first outer one,
-            ``[..., tiles, 1]``.
+        inner_start: ``[..., tiles, 1]``. Local index of the first visited inner token; modulo
+            :attr:`AxisSweep.period` if there is a period.
+        inner_residue: ``[..., tiles, 1]``. Local coordinates of the inner tokens modulo the dilation.
+        seen_start: ``[..., tiles, outer_tile]``. First inner token that sees, or is seen by, an outer token; relative
+            to ``inner_start``.
+        seen_end: ``[..., tiles, outer_tile]``. End of these inner tokens, relative to ``inner_start``.
+        inner_distance: ``[..., tiles, 1]``. Global index of the first visited inner token minus the global index of the
+            first outer token.
     """
 
     inner_start: Any
@@ -53,16 +56,16 @@ class AxisPosition(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AxisSweep:
-    """The static facts of one token dimension in a pass.
+    """Static facts of one token dimension in a sweep.
 
     Attributes:
         axis: The dimension, with its global extents.
-        outer_is_query: Whether outer tiles are query tiles.
+        outer_is_query: True if outer tiles are query tiles.
         extents: Local query and key/value tokens.
         outer_tile: Outer tokens of a tile.
         inner_tile: Inner tokens of a tile.
         inner_steps: Inner tiles that an outer tile visits.
-        assumes_whole: Whether ``inner_steps`` holds only for arrays that start at the layout's first token.
+        assumes_whole: True if ``inner_steps`` is valid only for arrays that start at the layout's first token.
     """
 
     axis: Axis
@@ -80,12 +83,12 @@ class AxisSweep:
 
     @property
     def outer_length(self) -> int:
-        """Local outer indices: tokens of the longest dilation group."""
+        """Number of local outer indices: tokens of the longest dilation group."""
         return -(-self.extents[not self.outer_is_query] // self.dilation)
 
     @property
     def inner_length(self) -> int:
-        """Local inner indices, padded so that whatever is visited lies inside."""
+        """Number of local inner indices, padded so that it includes all visited tokens."""
         if self.period is not None:
             return self.period
         length = -(-self.extents[self.outer_is_query] // self.dilation)
@@ -93,10 +96,10 @@ class AxisSweep:
 
     @property
     def period(self) -> int | None:
-        """After how many indices inner tokens come again; ``None`` where nothing is visited behind an end.
+        """Number of indices after which inner tokens repeat; ``None`` if visits do not wrap around.
 
-        Parts of a dimension that wraps have each other's tokens next to theirs, in front of the first and behind the
-        last one of the layout, too: they go around where one side is whole.
+        Visits wrap around only if the queries or the keys are the whole dimension. Otherwise the keys of a part include
+        halos, also beyond the first and last token of the layout.
         """
         is_around = self.axis.edges == "wrap" and self.axis.kv_extent in self.extents
         return self.axis.kv_extent // self.dilation if is_around else None
@@ -109,17 +112,17 @@ class AxisSweep:
     def position(
         self, tile: Any, residue: Any, origins: jax.Array | None, xp: ModuleType, layout: jax.Array | None = None
     ) -> AxisPosition:
-        """Where outer tiles lie, given their numbers inside their residue classes.
+        """Return the positions of outer tiles, given their numbers within a dilation group.
 
-        The keys that a query sees are a range, and so are the queries that see a key: the bounds of these ranges are
-        all that a mask needs.
+        The keys that a query sees are a contiguous range, as are the queries that see a key. A mask therefore needs
+        only the bounds of these ranges.
 
         Args:
-            tile: Tile numbers, ``[tiles]``.
-            residue: Local coordinates modulo the dilation, ``[tiles]``.
-            origins: Global coordinates of the first local query and key/value, ``[2]``; ``None`` where both are 0.
+            tile: ``[tiles]``. Tile numbers.
+            residue: ``[tiles]``. Local coordinates modulo the dilation.
+            origins: ``[2]``. Global coordinates of the first local query and key/value; ``None`` if both are 0.
             xp: Array namespace, ``numpy`` or ``jax.numpy``.
-            layout: How many queries and keys there are in place of the axis's, ``[2]``: others are padding.
+            layout: ``[2]``. Numbers of queries and keys, instead of the axis's extents; further tokens are padding.
         """
         d = self.dilation
         axis = self.axis if layout is None else self.axis.within(layout[0], layout[1], xp=xp)
@@ -133,17 +136,17 @@ class AxisSweep:
         index = tile * self.outer_tile + xp.arange(self.outer_tile, dtype=xp.int32)[None] + coordinate // d
         start, end = axis.bounds(index, lengths, of_query=self.outer_is_query, xp=xp)
         if layout is not None or (not self.outer_is_query and axis.edges != "wrap"):
-            # Halos reach beyond the layout at its edges, where no key is; and so does padding.
+            # Halos at the layout's edges, and padding, are outside of the layout: such tokens see no token.
             end = xp.where((index >= 0) & (index < lengths[not self.outer_is_query]), end, start)
         elif not self.outer_is_query:
-            # An array's padding would be the first keys again.
+            # In a dimension that wraps, an array's padding would count as the first keys again.
             local = group_length(self.extents[1], d, residue[:, None])
             end = xp.where(index - coordinate // d < local, end, start)
         if self.period is not None:
             first = start[:, :1]
             inner_start = (first - inner_shift) % self.period
             return AxisPosition(inner_start, inner_residue, start - first, end - first, first - index[:, :1])
-        # What a window names may lie on another device; as an array's padding, it is not there.
+        # Part of a window may be on another device, or in an array's padding: clip it to the local tokens.
         local = group_length(self.extents[self.outer_is_query], d, inner_residue)
         start, end = (xp.minimum(xp.maximum(bound - inner_shift, 0), local) for bound in (start, end))
         inner_start = xp.minimum(start[:, :1], self.inner_length - self.inner_tile * self.inner_steps)
@@ -151,12 +154,12 @@ class AxisSweep:
         return AxisPosition(inner_start, inner_residue, start - inner_start, end - inner_start, distance)
 
     def hull_mask(self, position: AxisPosition) -> jax.Array:
-        """Which inner tokens that are visited are related to which outer ones, ``[tiles, queries, keys]``."""
+        """Return the mask of all visited inner tokens, ``[tiles, queries, keys]``; True if a query sees a key."""
         inner = jnp.arange(self.inner_tile * self.inner_steps, dtype=jnp.int32).reshape(1, 1, -1)
         start, end = position.seen_start[..., None], position.seen_end[..., None]
         is_seen: jax.Array = (inner >= start) & (inner < end)
         if self.period is not None and self.extents[self.outer_is_query] < self.axis.kv_extent:
-            # The tokens of one part, and where those of the others would be.
+            # The period covers all parts of the dimension. Only tokens of the local part exist.
             local = group_length(self.extents[self.outer_is_query], self.dilation, position.inner_residue)
             is_seen &= (position.inner_start[..., None] + inner) % self.period < local[..., None]
         return is_seen if self.outer_is_query else is_seen.swapaxes(1, 2)
@@ -164,9 +167,10 @@ class AxisSweep:
 
 @functools.lru_cache(maxsize=1024)
 def largest_hull(axis: Axis, tile: int, outer_is_query: bool, is_aligned: bool) -> int:
-    """Indices from the first to the last that any tile of a dimension sees, over all tiles and groups.
+    """Return the size of the largest hull over all tiles and dilation groups of a dimension.
 
-    Its cost depends on the tile, not on the number of tokens.
+    The hull of a tile is the range from the first to the last token that it sees, or that sees it. The cost of this
+    function depends on the tile, not on the number of tokens.
 
     Args:
         axis: The dimension.
@@ -176,12 +180,12 @@ def largest_hull(axis: Axis, tile: int, outer_is_query: bool, is_aligned: bool) 
     """
     largest = 1
     window = axis.window
-    for group in {0, axis.dilation - 1}:  # the longest groups and the shortest
+    for group in {0, axis.dilation - 1}:  # the longest and the shortest group
         lengths = axis.lengths(group)
         length = lengths[0 if outer_is_query else 1]
         first = _decisive_tiles(length, window.kernel_size, window.stride, tile, tile if is_aligned else 1)
         last = first + tile - 1
-        if axis.edges != "wrap" or outer_is_query or is_aligned:  # halos of keys go on behind the layout's ends
+        if axis.edges != "wrap" or outer_is_query or is_aligned:  # halos of keys extend beyond the layout's ends
             last = np.minimum(last, length - 1)
         start, _ = axis.bounds(first, lengths, of_query=outer_is_query)
         _, end = axis.bounds(last, lengths, of_query=outer_is_query)
@@ -190,32 +194,34 @@ def largest_hull(axis: Axis, tile: int, outer_is_query: bool, is_aligned: bool) 
 
 
 def largest_hull_of_any_layout(axis: Axis, tile: int, outer_is_query: bool) -> int:
-    """A bound on the same for tiles anywhere in a layout of any extent, whose windows are those that fit.
+    """Return an upper bound of :func:`largest_hull` for tiles at any position in a layout of any extent.
 
-    In steps of the stride, windows begin at most as far apart as their queries. What an edge shifts makes them begin
-    closer together, and keys be seen by more queries: those of a layout of less than two windows by all of it.
+    Windows are assumed to fit into the layout. Rounded to steps of the stride, the starts of windows are at most as far
+    apart as their queries. Windows that an edge shifts start closer together, so that more queries see a key: in a
+    layout of less than two windows, all queries may see it.
     """
     if outer_is_query:
         return axis.kernel_size + -(-(tile - 1) // axis.stride) * axis.stride
     bound = 2 * axis.kernel_size + tile + axis.stride
-    # In attention a key is seen by every query, and there may be more of them than keys.
+    # In plain attention every query sees a key, and there may be more queries than keys.
     return bound if axis.query_extent == axis.kv_extent else max(bound, axis.query_extent)
 
 
 def _decisive_tiles(length: int, kernel_size: int, stride: int, tile: int, step: int) -> Any:
-    """First tokens of tiles, among them one of the tiles with the largest hull.
+    """Return first tokens of candidate tiles, which include a tile with the largest hull.
 
-    Both ends of a hull are steps of ``stride``, clamped at the layout's edges. So between the places where a clamp
-    sets in, hulls either repeat with the period ``lcm(stride, step)``, or one of their ends stands still: then they
-    only grow, or only shrink. It takes one period at either side of these places, and of each step of an end the last
-    tile before it and the first after it.
+    As a function of the tile's position, both ends of a hull move in steps of ``stride``, and are clamped at the
+    layout's edges. Between positions at which clamping starts or stops, hulls either repeat with the period
+    ``lcm(stride, step)``, or one end is constant and hulls only grow or only shrink. Candidates are therefore one
+    period on both sides of each such position, reduced to the last tile before and the first tile after each step of an
+    end.
     """
     left = kernel_size // 2
     middles = 0, left, kernel_size, length - kernel_size, length - kernel_size + left, length - left, length
     clamps = [place - offset for place in middles for offset in (0, tile - 1)]
     reach = 2 * (step // math.gcd(stride, step)) + 4
     blocks = np.unique(np.concatenate([clamp // stride + np.arange(-reach, reach + 1) for clamp in clamps]))
-    # Ends step where a token, seen through the window, passes a multiple of the stride.
+    # An end of a hull moves when the first or last token of the tile, shifted by the window, passes a stride multiple.
     right = kernel_size - 1 - left
     shifts = 0, right - (stride - stride // 2 - 1), -(left + stride - stride // 2), -kernel_size
     steps = [blocks * stride + shift - offset for shift in shifts for offset in (0, tile - 1)]
@@ -225,40 +231,40 @@ def _decisive_tiles(length: int, kernel_size: int, stride: int, tile: int, step:
     return first[(first >= 0) & (first < length)]
 
 
-#: As users have it: queries, keys, values, and what there is for each of them.
+#: Layout of a call's arrays: queries, keys, values, and numbers per query or key.
 Tokens = Annotated[jax.Array, "batch *layout heads width"]
-#: Outer tiles, by the step of a sweep that takes them.
+#: Outer tiles, grouped by the step of a sweep that processes them.
 Cut = Annotated[jax.Array, "steps tiles batch heads_kv rows width"]
-#: Inner tokens by index and residue of each dimension, so that tiles are cut out anywhere.
+#: Inner tokens by index and residue of each dimension, so that a tile at any position is a slice.
 Split = Annotated[jax.Array, "batch heads *coordinates width"]
 
 RowTiles = Annotated[jax.Array, "tiles batch heads_kv rows width"]
 TokenTiles = Annotated[jax.Array, "tiles batch heads_kv tokens width"]
 ValueTiles = Annotated[jax.Array, "tiles batch heads_kv tokens width_v"]
-#: A number for each pair: scores, logits, weights and their gradients.
+#: A number per pair of tokens: scores, logits, weights and their gradients.
 PairTiles = Annotated[jax.Array, "tiles batch heads_kv rows tokens"]
-#: Which tokens a row sees; tiles and rows that are alike have one extent of 1.
+#: True for the tokens that a row sees. If the mask is equal for all tiles or all rows, that dimension has extent 1.
 MaskTiles = Annotated[jax.Array, "_ 1 1 _ tokens"]
-#: A number for each row, of tiles or of anything else.
+#: A number per row, of tiles or of whole arrays.
 PerRow = Annotated[jax.Array, "... 1"]
 
-#: A number for each head.
+#: A number per head.
 PerHead = Annotated[jax.Array, "batch heads"]
 Scalar = Annotated[jax.Array, ""]
 
 
-#: Where the tiles of a sweep lie is a constant of the program up to so many numbers, and computed beyond.
+#: Tables of a sweep are constants of the program up to this number of elements; larger tables are computed at run time.
 _MOST_CONSTANTS = 1 << 14
 
 
 class TilePositions(NamedTuple):
-    """Where the outer tiles of one step lie, and what they see.
+    """Positions of the outer tiles of one step, and masks of the inner tokens that they visit.
 
     Attributes:
-        corners: Index and residue, in each dimension, of the first inner token that each tile visits.
-        masks: By dimension, which of all inner tokens that are visited the outer ones see, or are seen by. Worked out
-            here, it is not again for every logit that XLA fuses a mask with.
-        distances: How many neighbors the first inner token lies behind the first outer one, in each dimension.
+        corners: Per dimension, index and residue of the first inner token that each tile visits.
+        masks: Per dimension, mask of all visited inner tokens (:meth:`AxisSweep.hull_mask`). It is computed once per
+            step, because XLA would repeat the computation for every logit of a fusion.
+        distances: Per dimension, :attr:`AxisPosition.inner_distance`.
     """
 
     corners: Annotated[jax.Array, "tiles corner"]
@@ -268,13 +274,13 @@ class TilePositions(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """A pass over all outer tiles: what is static about cutting, loading and masking them.
+    """A loop over all outer tiles: static facts, and methods that cut, load and mask tiles.
 
     Attributes:
         axes: The token dimensions.
-        tiles_per_step: Outer tiles that one step of the scan processes at once.
+        tiles_per_step: Outer tiles that one step of the scan processes together.
         heads_kv: Key/value heads.
-        repeats: Query heads that share one.
+        repeats: Query heads per key/value head.
     """
 
     axes: tuple[AxisSweep, ...]
@@ -294,17 +300,17 @@ class Sweep:
 
     @property
     def outer_is_query(self) -> bool:
-        """Whether outer tiles are query tiles."""
+        """True if outer tiles are query tiles."""
         return self.axes[0].outer_is_query
 
     @property
     def pair_extents(self) -> list[tuple[int, int]]:
-        """By dimension, the queries and the keys of a pair of tiles."""
+        """Queries and keys of a pair of tiles, per dimension."""
         return [(a.outer_tile, a.inner_tile) if a.outer_is_query else (a.inner_tile, a.outer_tile) for a in self.axes]
 
     @property
     def pair_tokens(self) -> tuple[int, int]:
-        """All queries and all keys of a pair of tiles."""
+        """Total queries and keys of a pair of tiles."""
         pair = self.outer_tokens, self.inner_tokens
         return pair if self.outer_is_query else pair[::-1]
 
@@ -321,11 +327,11 @@ class Sweep:
     def positions(
         self, origins: Annotated[jax.Array, "2 rank"] | None, layout: Annotated[jax.Array, "2 rank"] | None = None
     ) -> Annotated[jax.Array, "steps tiles _"]:
-        """Where the outer tiles of all steps lie, int32; :meth:`at` reads what a step gets.
+        """Return the packed int32 positions of the outer tiles of all steps; :meth:`at` unpacks a step.
 
         Args:
-            origins: Where local queries and keys begin in the layout; ``None`` for the whole layout.
-            layout: How many queries and keys there are in place of the problem's; with origins.
+            origins: Coordinates of the first local query and key in the layout; ``None`` for the whole layout.
+            layout: Numbers of queries and keys, instead of the problem's extents; only with origins.
         """
         count = self.steps * self.tiles_per_step
         width = sum(3 + 2 * axis.outer_tile for axis in self.axes)
@@ -335,7 +341,7 @@ class Sweep:
         found: list[AxisPosition] = []
         for i, axis in reversed(list(enumerate(self.axes))):
             tile, residue = tile // axis.dilation, tile % axis.dilation
-            # Surplus tiles of the last step end up beyond the first dimension, where no token is.
+            # Surplus tiles of the last step are past the end of the first dimension, and contain only padding.
             tile, number = (tile // axis.outer_tiles, tile % axis.outer_tiles) if i else (tile, tile)
             own_origins, own_layout = (None if each is None else each[:, i] for each in (origins, layout))
             found.insert(0, axis.position(number, residue, own_origins, xp, own_layout))
@@ -347,7 +353,7 @@ class Sweep:
         return jnp.asarray(packed) if is_constant else materialize(packed)
 
     def at(self, packed: Annotated[jax.Array, "tiles _"]) -> TilePositions:
-        """Where the outer tiles of a step lie, from its part of :meth:`positions`."""
+        """Unpack the positions of the outer tiles of a step from its row of :meth:`positions`."""
         rank = len(self.axes)
         masks, begin = [], 2 * rank
         distances = packed[:, -rank:]
@@ -360,14 +366,14 @@ class Sweep:
         return TilePositions(packed[:, : 2 * rank], tuple(masks), distances)
 
     def key_distances(self, positions: TilePositions, inner_step: Scalar) -> Annotated[jax.Array, "tiles rank"]:
-        """How many neighbors the first keys of visited tiles lie behind their first queries."""
+        """Return the index of the first key minus that of the first query, per pair of tiles and dimension."""
         distances = positions.distances
         if self.inner_steps > 1:
             distances = distances + self._first_inner(inner_step)[:, ::2]
         return distances if self.outer_is_query else -distances
 
     def mask(self, positions: TilePositions, inner_step: Scalar) -> Annotated[jax.Array, "tiles 1 1 rows tokens"]:
-        """Mask of the keys that each row sees, equal for all batch entries and KV heads."""
+        """Return the mask of the keys that each row sees; it is equal for all batch entries and key/value heads."""
         rank = len(self.axes)
         parts = []
         for i, part in enumerate(self._visited_masks(positions, inner_step)):
@@ -386,7 +392,7 @@ class Sweep:
         return jnp.any(functools.reduce(operator.and_, parts))
 
     def _visited_masks(self, positions: TilePositions, inner_step: Scalar) -> list[jax.Array]:
-        """By dimension, the masks of the inner tiles of a step, ``[tiles, queries, keys]``."""
+        """Return the masks of the inner tiles of a step per dimension, ``[tiles, queries, keys]``."""
         parts = list(positions.masks)
         if self.inner_steps == 1:
             return parts
@@ -432,7 +438,7 @@ class Sweep:
         return self._split(array, [a.inner_length for a in self.axes])
 
     def load(self, array: Split, positions: TilePositions, inner_step: Scalar) -> RowTiles:
-        """Load inner tiles from the form of :meth:`split_inner`; rows of queries are grouped by key/value head."""
+        """Load inner tiles from the result of :meth:`split_inner`; rows of queries are grouped by key/value head."""
         batch, heads, *_, width = array.shape
         view, starts, extents, dimensions = self._inner_tiles(array, positions, inner_step)
         numbers, sizes = lax.GatherDimensionNumbers(*dimensions), (batch, heads, *extents, width)
@@ -447,7 +453,7 @@ class Sweep:
         inner_step: Scalar,
         update: RowTiles,
     ) -> Split:
-        """Combine an array with tiles as :meth:`load` returns them, by ``lax.scatter_add`` or ``lax.scatter_max``."""
+        """Scatter tiles, in the format of :meth:`load`, into an array by ``lax.scatter_add`` or ``lax.scatter_max``."""
         batch, heads, *_, width = array.shape
         view, starts, extents, dimensions = self._inner_tiles(array, positions, inner_step)
         tokens = [self.inner_tokens] if self._goes_around else extents[::2]
@@ -457,15 +463,15 @@ class Sweep:
 
     @property
     def _goes_around(self) -> bool:
-        """Whether tiles reach over the end of a dimension to its beginning, so that they are no slices of arrays."""
+        """True if inner tiles may wrap around the end of a dimension, so that a tile is not a slice of the array."""
         return any(axis.period is not None for axis in self.axes)
 
     def _inner_tiles(self, array: Split, positions: TilePositions, inner_step: Scalar) -> tuple[Any, ...]:
-        """Inner tiles as ``lax.gather`` and ``lax.scatter`` find them: slices, or token by token.
+        """Return arguments with which ``lax.gather`` and ``lax.scatter`` address inner tiles: as slices, or per token.
 
         Returns:
-            A view of the array, the starts of slices, their extents between heads and width, and three lists of
-            dimensions, as ``lax.GatherDimensionNumbers`` takes them.
+            A view of the array, the starts of slices, their extents between heads and width, and the three lists of
+            dimensions for ``lax.GatherDimensionNumbers``.
         """
         rank = len(self.axes)
         corners = positions.corners if self.inner_steps == 1 else positions.corners + self._first_inner(inner_step)
@@ -484,12 +490,12 @@ class Sweep:
         return tokens, places[..., None], [1], ((1, 2, 4), (2,), (2,))
 
     def _first_inner(self, inner_step: Scalar) -> Annotated[jax.Array, "1 corner"]:
-        """The first token of the inner tiles that a step visits, counted from the first that any step does.
+        """Return the offset of the inner tiles of an inner step, relative to the first visited token.
 
-        Index and residue, which is 0, in each dimension.
+        Per dimension, it is an index and a residue of 0.
         """
         steps = [axis.inner_steps for axis in self.axes]
-        # Looked up: XLA compiles a division of what may be negative as ten operations, once for each use.
+        # Look it up in a table: XLA compiles a signed integer division to ten operations, and repeats it for each use.
         is_constant = self.inner_steps <= _MOST_CONSTANTS
         xp: ModuleType = np if is_constant else jnp
         numbers = np.arange(self.inner_steps) if is_constant else inner_step[None]
@@ -502,7 +508,7 @@ class Sweep:
         return lax.dynamic_slice_in_dim(jnp.asarray(table, jnp.int32), inner_step, 1, allow_negative_indices=False)
 
     def _split(self, array: Tokens, lengths: Sequence[int]) -> Split:
-        """Each coordinate as index and residue; padded with zeros."""
+        """Split each coordinate into index and residue; pad with zeros."""
         layout = array.shape[1:-2]
         padding = [(0, n * a.dilation - x) for n, a, x in zip(lengths, self.axes, layout, strict=True)]
         array = jnp.pad(jnp.moveaxis(array, -2, 1), [(0, 0), (0, 0), *padding, (0, 0)])
@@ -510,7 +516,7 @@ class Sweep:
         return array.reshape(*array.shape[:2], *shape, array.shape[-1])
 
 
-#: Most logits of a step of a sweep: enough to fill an accelerator, or few enough for a CPU's caches.
+#: Maximum logits per step of a sweep: enough to occupy an accelerator, or few enough for a CPU's caches.
 _LOGITS_PER_STEP = {"accelerator": 2**22, "cpu": 2**20}
 
 
@@ -519,8 +525,8 @@ def make_sweep(plan: Plan, operands: Operands, pass_: Pass, *, outer_is_query: b
 
     Args:
         plan: Plan of the call.
-        operands: Its arrays, whose token extents are local.
-        pass_: The pass whose tiles are used; they are the largest.
+        operands: Operands of the call. Their token extents are local.
+        pass_: The pass whose tiles are used, as upper limits.
         outer_is_query: True if outer tiles are query tiles.
     """
     problem, pair = plan.problem, plan.performance.tiles(pass_)
@@ -537,11 +543,11 @@ def make_sweep(plan: Plan, operands: Operands, pass_: Pass, *, outer_is_query: b
             hulls = [largest_hull(axis, outer_tile, outer_is_query, is_aligned) for is_aligned in (False, True)]
         if axis.edges != "wrap":
             hulls = [min(inner_length, hull) for hull in hulls]
-        # An array as long as the whole layout starts where the layout does, and so do its tiles.
+        # An array with the extents of the whole layout starts at the layout's first token: its tiles are aligned.
         is_whole = extents == (axis.query_extent, axis.kv_extent) and hulls[True] < hulls[False]
         hull = hulls[is_whole]
         steps = -(-hull // inner_tile)
-        # Equal tiles that just cover the hull waste less than the largest ones.
+        # Equal tiles that just cover the hull waste less work than tiles of the maximum size.
         axes.append(AxisSweep(axis, outer_is_query, extents, outer_tile, -(-hull // steps), steps, is_whole))
     logits = problem.batch * problem.heads * math.prod(a.outer_tile * a.inner_tile for a in axes)
     tiles = math.prod(a.outer_tiles * a.dilation for a in axes)
@@ -551,11 +557,11 @@ def make_sweep(plan: Plan, operands: Operands, pass_: Pass, *, outer_is_query: b
 
 
 def materialize(arrays: _State) -> _State:
-    """The arrays, which XLA shall compute once instead of fusing them into whatever uses them."""
+    """Make XLA compute arrays once instead of fusing their computation into each use."""
     return lax.optimization_barrier(arrays)  # type: ignore[no-untyped-call]
 
 
-# Loops are none where there is one round: XLA compiles that in half the time.
+# A loop of one iteration is replaced by its body, which XLA compiles in half the time.
 
 
 def repeated(
@@ -566,7 +572,7 @@ def repeated(
     *,
     recomputes: bool = False,
 ) -> _State:
-    """Call ``visit`` with the number of each round, or of each round that ``is_needed``, in order.
+    """Call ``visit`` with the number of each round, in order; with ``is_needed``, only for rounds that it selects.
 
     With ``recomputes``, derivatives recompute each round.
     """

@@ -1,4 +1,4 @@
-"""How the arrays of one call are laid out for the ``flex`` backend's sweeps, and what is added to logits."""
+"""Arrays of a call in the layout of the ``flex`` backend's sweeps, and biases of the logits."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class AdditionalTiles(NamedTuple):
     """Additional keys and values, cut into tiles.
 
     Attributes:
-        keys: Keys; the last tile may end in zeros.
-        values: Likewise.
+        keys: Keys; the last tile may be padded with zeros.
+        values: Values, padded in the same way.
         exists: True for tokens, False for padding.
     """
 
@@ -62,7 +62,7 @@ class AdditionalTiles(NamedTuple):
         return cls(tile(keys), tile(values), exists.reshape(tiles, 1, 1, 1, 1, tokens))
 
     def for_tiles(self, query: RowTiles) -> tuple[TokenTiles, ValueTiles, MaskTiles]:
-        """Keys and values of one tile, once for each of a step's query tiles, and which there are."""
+        """Repeat keys and values of one tile for each query tile of a step; also return the mask of existing tokens."""
         key, value = (jnp.broadcast_to(array, (query.shape[0], *array.shape)) for array in self[:2])
         return key, value, self.exists
 
@@ -79,16 +79,16 @@ _Sweep = TypeVar("_Sweep", bound="PlacedSweep")
 
 
 class PlacedSweep:
-    """A sweep of a call, and where its tiles lie.
+    """A sweep with the arrays of a call and the positions of its tiles.
 
     Args:
         plan: Plan of the call.
-        operands: Its arrays.
-        pass_: The pass whose tiles it has.
-        outer_is_query: True if its outer tiles are query tiles.
+        operands: Operands of the call.
+        pass_: The pass whose tiles are used.
+        outer_is_query: True if outer tiles are query tiles.
     """
 
-    #: Attributes that depend on the arrays of a call.
+    #: Names of the attributes that hold arrays of the call.
     arrays: ClassVar[Sequence[str]]
 
     def __init__(self, plan: Plan, operands: Operands, pass_: Pass, *, outer_is_query: bool) -> None:
@@ -106,7 +106,7 @@ class PlacedSweep:
         self.positions = self.sweep.positions(self.origins, layout)
 
     def constant(self: _Sweep) -> _Sweep:
-        """Return a copy whose arrays have no derivatives."""
+        """Return a copy whose arrays are constants for derivatives."""
         result = copy.copy(self)
         result.products = self.products.constant()
         for name in self.arrays:
@@ -120,8 +120,8 @@ class PlacedSweep:
 
         Args:
             positions: The positions of the tiles.
-            inner_step: Number of the inner tiles.
-            of_keys: The biases of the tiles' keys, as the sweep loads or cuts them.
+            inner_step: Number of the inner step.
+            of_keys: Key biases of the tiles' keys, in the layout in which the sweep loads or cuts them.
         """
         found = None if self.tables is None else self._of_offsets(self.tables, positions, inner_step)
         if of_keys is None:
@@ -135,7 +135,7 @@ class PlacedSweep:
     def table_gradients(
         self, changes: PairTiles, positions: TilePositions, inner_step: Scalar
     ) -> Annotated[jax.Array, "tables heads *offsets"]:
-        """The gradients of the tables, from those of the logits of a step's tiles."""
+        """Compute the gradients of the bias tables from the gradients of the logits of a step's tiles."""
         assert self.tables is not None
         if self.tables.shape[0] == 1:
             changes = jnp.sum(changes, axis=1, keepdims=True)
@@ -147,7 +147,7 @@ class PlacedSweep:
         for i, (length, size) in enumerate(zip(lengths, self.tables.shape[2:], strict=True)):
             entries = starts[:, i, None] + jnp.arange(length, dtype=jnp.int32)[None]
             goes_to = (entries[..., None] == jnp.arange(size, dtype=jnp.int32)[None, None]).astype(changes.dtype)
-            # The last product adds tiles up.
+            # The last product also sums over the tiles.
             new = f"{'' if i == self.problem.rank - 1 else 't'}bh{letters.replace(letters[i], 'r')}"
             subscripts = f"tbh{letters},t{letters[i]}r->{new}"
             sums = jnp.einsum(subscripts, sums, goes_to, precision=lax.Precision.HIGHEST)
@@ -156,7 +156,7 @@ class PlacedSweep:
     def _of_offsets(
         self, tables: Annotated[jax.Array, "tables heads *offsets"], positions: TilePositions, inner_step: Scalar
     ) -> PairTiles:
-        """Look up the relative biases of pairs of tokens."""
+        """Look up the relative biases of all pairs of tokens of a step's tiles."""
         rank = self.problem.rank
         lengths = [queries + keys for queries, keys in self.sweep.pair_extents]
         # Entries outside of the table belong to pairs of tokens outside of all windows.
@@ -169,13 +169,13 @@ class PlacedSweep:
         return self._rows(stretches)
 
     def _starts(self, positions: TilePositions, inner_step: Scalar) -> Annotated[jax.Array, "tiles rank"]:
-        """Return the table entries of the first diagonals of tiles, which are of the last queries."""
+        """Return the table index of the first diagonal of each pair of tiles: the last query with the first key."""
         pairs = zip(self.problem.axes, self.sweep.pair_extents, strict=True)
         firsts = [axis.kernel_size - queries for axis, (queries, _) in pairs]
         return self.sweep.key_distances(positions, inner_step) + jnp.asarray([firsts], jnp.int32)
 
     def _rows(self, diagonals: Annotated[jax.Array, "tiles batch heads *diagonals"]) -> PairTiles:
-        """The pairs of tiles."""
+        """Expand diagonals, on which the offset of key and query is constant, to pairs of tokens."""
         rank = self.problem.rank
         for i, (queries, keys) in enumerate(self.sweep.pair_extents):
             diagonals = _unrolled(diagonals, 3 + 2 * i, queries, keys)
@@ -185,14 +185,14 @@ class PlacedSweep:
         return diagonals.transpose(0, 1, 2, *order).reshape(tiles, batch, self.problem.heads_kv, -1, keys)
 
     def is_needed(self, positions: TilePositions) -> Callable[[jax.Array], jax.Array] | None:
-        """Return a predicate of inner steps that have something to compute; ``None`` if nearly all have.
+        """Return a predicate that is True for inner steps with visible pairs; ``None`` if nearly all steps have some.
 
-        Windows reach only tokens of the layout, unless it is padded.
+        Nearly all inner steps have visible pairs, unless the layout is padded.
         """
         return functools.partial(self.sweep.is_seen, positions) if self.problem.own_extents else None
 
     def or_nan_for_parts(self, results: _Tree) -> _Tree:
-        """Return the results, or NaN if a pass that was planned for whole arrays got a part of them."""
+        """Return the results, or NaN if a sweep that assumes whole arrays ran on a part of the layout."""
         axes = [i for i, axis in enumerate(self.sweep.axes) if axis.assumes_whole]
         if self.origins is None or not axes:
             return results
@@ -201,9 +201,10 @@ class PlacedSweep:
 
 
 def _unrolled(diagonals: jax.Array, axis: int, queries: int, keys: int) -> jax.Array:
-    """``[..., queries + keys, ...]`` along a dimension as ``[..., queries, keys, ...]``: each row begins one earlier.
+    """Expand a dimension ``[queries + keys]`` to ``[queries, keys]``, with rows that start one element earlier each.
 
-    Rows of one number more than there are between the beginnings of two, one behind the other, are as many copies.
+    The shift needs no gather: after flattening one copy per row, reading with a row length that is smaller by one moves
+    the start of each row back by one element.
     """
     before: Shape = diagonals.shape[:axis]
     after: Shape = diagonals.shape[axis + 1 :]
@@ -216,7 +217,7 @@ def _unrolled(diagonals: jax.Array, axis: int, queries: int, keys: int) -> jax.A
 
 
 def summed_by_key(changes: jax.Array, pair_tokens: Sequence[int]) -> jax.Array:
-    """The gradients of the biases of a tile's keys, from those of its logits; as :meth:`Sweep.cut_outer` cuts these."""
+    """Compute gradients of a tile's key biases from its logits' gradients, in the layout of :meth:`Sweep.cut_outer`."""
     queries, keys = pair_tokens
     *outer, rows, _ = changes.shape
     by_head = changes.reshape(*outer, rows // queries, queries, keys).sum(axis=-2)
@@ -227,9 +228,9 @@ class QuerySweep(PlacedSweep):
     """A sweep whose outer tiles are queries.
 
     Attributes:
-        keys: The keys, as they are loaded.
-        values: The values, likewise.
-        key_bias: Biases of keys, likewise; ``None`` without any.
+        keys: The keys, in the layout of :meth:`Sweep.split_inner`.
+        values: The values, in the layout of ``keys``.
+        key_bias: Key biases, in the layout of ``keys``; ``None`` without any.
         additional: Additional keys and values; ``None`` without any.
     """
 
@@ -245,7 +246,7 @@ class QuerySweep(PlacedSweep):
     def inner_tiles(
         self, positions: TilePositions, inner_step: Scalar
     ) -> tuple[TokenTiles, ValueTiles, MaskTiles, PairTiles | None]:
-        """Keys and values of a step, which of them each row sees, and what is added to logits."""
+        """Load keys and values of an inner step, and return them with the mask and the biases of the logits."""
         arrays = self.keys, self.values, self.key_bias
         key, value, of_keys = jax.tree.map(lambda array: self.sweep.load(array, positions, inner_step), arrays)
         return key, value, self.sweep.mask(positions, inner_step), self.bias(positions, inner_step, of_keys)
@@ -259,14 +260,14 @@ class QuerySweep(PlacedSweep):
         *,
         carries_plan: bool = False,
     ) -> tuple[Softmax, Softmax]:
-        """The softmax of a step's query tiles over the additional tokens, and over all keys.
+        """Compute the softmax of a step's query tiles over only the additional tokens, and over all keys.
 
         Args:
             positions: The positions of the tiles.
             query: Query tiles.
-            head_dim_v: Width of the values; ``None`` leaves the mix of values out.
-            rounds: Returns the needed rounds of a loop, given their number.
-            carries_plan: As in :func:`softmax_weights`.
+            head_dim_v: Width of the values; ``None`` to omit the weighted sum of values.
+            rounds: Function that returns the rounds of a loop to run, given their number.
+            carries_plan: See :func:`softmax_weights`.
         """
 
         def visit_additional(number: jax.Array, softmax: Softmax) -> Softmax:
@@ -285,15 +286,16 @@ class QuerySweep(PlacedSweep):
         return of_additional, repeated(rounds(self.sweep.inner_steps), visit, of_additional, needed)
 
     def rows(self, positions: TilePositions, query: RowTiles, given: KnownRows) -> tuple[Rows, Softmax]:
-        """The rows of a step's query tiles, by the products of this sweep.
+        """Return the row statistics of a step's query tiles, recomputed with this sweep's products if necessary.
 
         Args:
             positions: The positions of the tiles.
             query: Query tiles.
-            given: Rows of an earlier sweep.
+            given: Row statistics of an earlier sweep.
 
         Returns:
-            The rows, and the softmax over only the additional tokens, computed if the given rows are unreliable.
+            The row statistics, and the softmax over only the additional tokens. The softmax is computed only if the
+            given statistics are unreliable.
         """
         found = self.constant().softmax(positions, lax.stop_gradient(query), None, given.rounds)
         pairs = zip(found[1].rows, given.rows, strict=True)
@@ -304,9 +306,9 @@ class KeySweep(PlacedSweep):
     """A sweep whose outer tiles are keys.
 
     Attributes:
-        queries: The queries, as they are loaded.
-        keys: Key tiles.
-        key_bias: Their biases, cut likewise; ``None`` without any.
+        queries: The queries, in the layout of :meth:`Sweep.split_inner`.
+        keys: Key tiles, in the layout of :meth:`Sweep.cut_outer`.
+        key_bias: Key biases, in the layout of ``keys``; ``None`` without any.
     """
 
     arrays = "tables", "queries", "keys", "key_bias"
@@ -318,11 +320,11 @@ class KeySweep(PlacedSweep):
         self.key_bias = None if inputs.key_bias is None else self.sweep.cut_outer(inputs.key_bias)
 
     def rows(self, additional: Softmax | None, known: KnownRows) -> Annotated[jax.Array, "batch heads *coordinates 2"]:
-        """The rows by the products of this sweep, as it loads them.
+        """Return all row statistics in the layout of ``queries``, recomputed with this sweep's products if necessary.
 
         Args:
             additional: Softmax over the additional tokens, ``[batch, *query_layout, heads, 1]``; ``None`` without any.
-            known: All rows.
+            known: Row statistics of an earlier sweep.
         """
         over, sweep, products = self.constant(), self.sweep, self.products.constant()
         given = sweep.split_inner(jnp.concatenate(known.rows, axis=-1))

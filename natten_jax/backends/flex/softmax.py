@@ -1,4 +1,8 @@
-"""Softmax as the ``flex`` backend computes it, in each pass: scores, sums over keys, and weights."""
+"""The softmax of the ``flex`` backend in each pass: scores, sums over keys, and weights.
+
+A *score* is a product of query and key before the scale, with the sign of the scale; if there are biases, it is the
+logit. A logit is the score times the *steepness*, which is not negative. A *row* is a query of one head.
+"""
 
 from __future__ import annotations
 
@@ -28,48 +32,48 @@ _Factors = float | jax.Array
 
 
 class Products:
-    """The matrix products of a problem: operands and results in the accumulator's element type.
+    """Matrix products of a problem. Operands and results have the accumulator's element type.
 
     Args:
-        plan: How the problem is computed.
-        scale: The factors of the logits, in place of the problem's; or ``None``.
+        plan: Plan of the call.
+        scale: Scales of the logits per head, which replace the problem's scale; ``None`` to use the problem's scale.
     """
 
     def __init__(self, plan: Plan, scale: PerHead | None = None):
         problem = plan.problem
         self.dtype = jnp.dtype(problem.element.accumulator)
         self._heads = problem.heads_kv, problem.heads // problem.heads_kv
-        #: The factor of all logits; 1 where heads have scales of their own.
+        #: Factor of all logits; 1 if each head has a separate scale.
         self.scale = problem.scale if scale is None else 1.0
-        # A scale of inf would hide keys whose products are negative, and NaN is never hidden.
+        # With a scale of inf, negative products would give -inf, the value of masked keys. NaN propagates instead.
         self._scales = scale = None if scale is None else jnp.where(jnp.isfinite(scale), scale, jnp.nan)
-        #: Whether something is added to the scaled products.
+        #: True if biases are added to the scaled products.
         self.adds = bool(problem.biases)
         self._sign = None if scale is None else jnp.where(scale < 0, -1, 1).astype(self.dtype)
-        # Half-precision values are exact in TF32 and bfloat16 passes; float32 is not, so it takes full
-        # precision unless the user chose one.
+        # Half-precision values are exact in TF32 and bfloat16 passes. Float32 values are not, and use full precision
+        # unless the user chose a precision.
         is_chosen = problem.element.bytes == 2 or plan.precision is not None
         self._precision = None if is_chosen else lax.Precision.HIGHEST
 
     def cast(self, array: jax.Array) -> jax.Array:
-        """``array`` in the element type of the computation."""
+        """Convert an array to the element type of the computation."""
         return array.astype(self.dtype)
 
     @property
     def factors(self) -> _Factors:
-        """The factors of logits."""
+        """Scale of the logits, for all heads or per head."""
         return self.scale if self._scales is None else self._scales
 
     @property
     def steepness(self) -> _Factors:
-        """Factors from scores to logits, never negative."""
+        """Ratio of logits to scores; not negative."""
         if self.adds:
             return 1.0
-        # Products with the sign, since ``abs`` has a kink at zero.
+        # Multiply by the sign, because ``abs`` is not differentiable at zero.
         return abs(self.scale) if self._scales is None or self._sign is None else self._scales * self._sign
 
     def of_rows(self, factors: _Factors, rows: int) -> _Factors:
-        """Factors for ``[tiles, batch, heads_kv, rows, ...]``: rows are tokens, head by head."""
+        """Reshape factors for ``[tiles, batch, heads_kv, rows, ...]``; rows are ordered by head, then by token."""
         if not isinstance(factors, jax.Array):
             return factors
         heads_kv, repeats = self._heads
@@ -79,25 +83,26 @@ class Products:
 
     @staticmethod
     def of_tokens(factors: _Factors, rank: int) -> _Factors:
-        """Factors for ``[batch, *layout, heads, width]``."""
+        """Reshape factors for ``[batch, *layout, heads, width]``."""
         if not isinstance(factors, jax.Array):
             return factors
         return factors.reshape(factors.shape[0], *(1,) * rank, factors.shape[1], 1)
 
     def scaled(self, rows: RowTiles) -> RowTiles:
-        """Rows times the scales of heads, where these have their own."""
+        """Multiply rows by the scales of their heads, if each head has a separate scale."""
         return rows if self._scales is None else self.of_rows(self._scales, rows.shape[-2]) * rows
 
     def constant(self) -> Products:
-        """The same, without derivatives with respect to the scales."""
+        """Return a copy whose scales are constants for derivatives."""
         result = copy.copy(self)
         result._scales = lax.stop_gradient(self._scales)
         return result
 
     def with_constant_maximum(self, rows: Rows) -> Rows:
-        """Rows of tiles whose maximum times the scale is a constant for derivatives, as it is without scales of heads.
+        """Make the maximum logit of each row a constant for derivatives, also with a differentiable scale per head.
 
-        What is added to the logarithm of the total is zero, and has the derivative of that product.
+        The maximum logit is the maximum score times the scale. The change of ``log_total`` is zero, and its derivative
+        cancels the derivative of that product.
         """
         if self._scales is None or self.adds:
             return rows
@@ -106,7 +111,7 @@ class Products:
         return Rows(rows.maximum, rows.log_total - change)
 
     def scores(self, query: RowTiles, key: TokenTiles, bias: PairTiles | None = None) -> PairTiles:
-        """``query key^T``, in the order of the logits; these, with what is added, where something may be."""
+        """Compute the scores: ``query key^T`` with the sign of the scale or, if there are biases, the biased logits."""
         if self.adds:
             logits = self.scaled(self.scale * self.inner(query, key))
             return logits if bias is None else logits + bias
@@ -115,15 +120,15 @@ class Products:
         return self.inner(query if self.scale >= 0 else -query, key)
 
     def inner(self, rows: RowTiles, tokens: TokenTiles) -> PairTiles:
-        """``rows tokens^T``: a number for each row and token."""
+        """Compute ``rows tokens^T``: a number per row and token."""
         return self._product("cbhqd,cbhkd->cbhqk", rows, tokens)
 
     def mix(self, weights: PairTiles, value: TokenTiles) -> RowTiles:
-        """``weights value``."""
+        """Compute ``weights value``."""
         return self._product("cbhqk,cbhkd->cbhqd", weights, value)
 
     def mix_rows(self, weights: PairTiles, rows: RowTiles) -> TokenTiles:
-        """``weights^T rows``: a sum over rows for each token."""
+        """Compute ``weights^T rows``: a sum over rows per token."""
         return self._product("cbhqk,cbhqd->cbhkd", weights, rows)
 
     def _product(self, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -136,9 +141,9 @@ class Softmax(NamedTuple):
     """Softmax of rows over the keys seen so far.
 
     Attributes:
-        maximum: Largest score; ``-inf`` where no key was seen.
-        total: Sum of the exponentials of the logits less the largest.
-        mixed: Values mixed with these exponentials; ``None`` where nobody asks for them.
+        maximum: Largest score; ``-inf`` if the row has seen no key.
+        total: Sum of the exponentials of the logits minus the largest logit.
+        mixed: Sum of the values, weighted by these exponentials; ``None`` if it is not needed.
     """
 
     maximum: PerRow
@@ -147,12 +152,12 @@ class Softmax(NamedTuple):
 
     @property
     def rows(self) -> Rows:
-        """Maxima, and logarithms of the sums."""
+        """Maxima, and logarithms of the totals."""
         return Rows(self.maximum, jnp.where(self.total == 0, 0, jnp.log(self.total)))
 
     @classmethod
     def of_no_key(cls, rows: tuple[int, ...], head_dim_v: int | None, dtype: jnp.dtype) -> Softmax:
-        """The softmax of rows that have seen no key yet."""
+        """Return the initial softmax of rows, before they have seen a key."""
         mixed = None if head_dim_v is None else jnp.zeros((*rows, head_dim_v), dtype)
         return cls(jnp.full((*rows, 1), -jnp.inf, dtype), jnp.zeros((*rows, 1), dtype), mixed)
 
@@ -167,7 +172,7 @@ class Softmax(NamedTuple):
         *,
         carries_plan: bool = False,
     ) -> Softmax:
-        """Over more keys; ``carries_plan`` as in :func:`softmax_weights`."""
+        """Return the softmax after further keys; for ``carries_plan`` see :func:`softmax_weights`."""
         scores = jnp.where(mask, products.scores(query, key, bias), -jnp.inf)
         maximum = jnp.maximum(self.maximum, scores.max(axis=-1, keepdims=True))
         steepness = products.of_rows(products.steepness, scores.shape[-2])
@@ -181,11 +186,11 @@ class Softmax(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What turns the scores of rows into weights.
+    """Statistics of rows, from which weights are computed.
 
     Attributes:
         maximum: Largest score.
-        log_total: Logarithm of the sum of the exponentials of the logits less the largest.
+        log_total: Logarithm of the sum of the exponentials of the logits minus the largest logit.
     """
 
     maximum: PerRow
@@ -193,8 +198,8 @@ class Rows(NamedTuple):
 
 
 def exponentials(products: Products, scores: PairTiles, maximum: PerRow, *, carries_plan: bool = False) -> PairTiles:
-    """Exponentials of logits, relative to the logit of ``maximum``; 0 for masked keys."""
-    # Mask again, because a scale of 0 makes all logits 0.
+    """Compute the exponentials of logits minus the logit of ``maximum``; 0 for masked keys."""
+    # Mask again: with a scale of 0, masked logits would not be -inf.
     steepness = products.of_rows(products.steepness, scores.shape[-2])
     return _exp(jnp.where(scores != -jnp.inf, steepness * (scores - reference(maximum)), -jnp.inf), carries_plan)
 
@@ -209,13 +214,14 @@ def softmax_weights(
     *,
     carries_plan: bool = False,
 ) -> PairTiles:
-    """Softmax weights; 0 where a key is not seen.
+    """Compute softmax weights; 0 for keys that a row does not see.
 
-    ``carries_plan`` is for one sweep of a pass, whose exponential the plan is put onto: XLA leaves those alone.
+    ``carries_plan`` is set in one sweep of a pass: the exponential then carries the plan as metadata, because XLA keeps
+    exponentials in the compiled program.
     """
     steepness = products.of_rows(products.steepness, query.shape[-2])
     below = steepness * (products.scores(query, key, bias) - reference(rows.maximum))
-    # Scores that are computed twice may differ in the last place, which matters if they are large.
+    # A recomputed score may exceed the maximum by rounding, which matters for large scores: limit the difference to 0.
     below = below - lax.stop_gradient(jnp.maximum(below, 0))
     return _exp(jnp.where(mask, below - rows.log_total, -jnp.inf), carries_plan)
 
@@ -226,7 +232,7 @@ def _exp(logits: PairTiles, carries_plan: bool) -> PairTiles:
 
 
 def reference(maximum: PerRow) -> PerRow:
-    """What to subtract from scores: a row that has seen no key has no maximum."""
+    """Return the number to subtract from scores: the maximum, or 0 for a row that has seen no key."""
     return jnp.where(maximum == -jnp.inf, 0, maximum)
 
 
@@ -235,11 +241,11 @@ LARGEST_RELIABLE_LOGIT = 256.0
 
 
 class KnownRows(NamedTuple):
-    """What is known of the rows before a sweep.
+    """Row statistics that are available before a sweep.
 
     Attributes:
-        rows: As another sweep found them.
-        is_unreliable: Whether they have to be found anew.
+        rows: Row statistics of another sweep.
+        is_unreliable: True if the sweep must recompute them.
     """
 
     rows: Rows
@@ -247,7 +253,7 @@ class KnownRows(NamedTuple):
 
     @classmethod
     def of(cls, products: Products, operands: Operands, residuals: jax.Array | None) -> KnownRows:
-        """Return the rows of another sweep, or zeros without one; constants for every derivative."""
+        """Return the rows of another sweep, or unreliable zeros without residuals; constants for every derivative."""
         if residuals is None:
             per_row = (*operands.inputs.query.shape[:-1], 1)
             nothing = varying_like(jnp.zeros(per_row, products.dtype), operands)
@@ -261,10 +267,10 @@ class KnownRows(NamedTuple):
 
 
 def _may_be_large(products: Products, operands: Operands) -> Scalar:
-    """Whether some logit of numbers that are finite may exceed LARGEST_RELIABLE_LOGIT.
+    """Return True if a logit of finite numbers may exceed ``LARGEST_RELIABLE_LOGIT``.
 
-    Rows are found anew for the whole batch or not at all, and round otherwise then. Numbers that are not finite make
-    their rows' weights NaN either way, and must not change those of other batch entries.
+    Rows are recomputed for the whole batch or not at all, and recomputed rows round differently. Numbers that are not
+    finite are ignored: their rows have NaN weights in both cases, and they must not affect other batch entries.
     """
 
     def square(array: jax.Array) -> jax.Array:
