@@ -61,7 +61,6 @@ def _filled_up(number: int) -> int:
 
 
 def _call_small_forward(plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
-    """Call the kernel."""
     problem, inputs = plan.problem, operands.inputs
     products = _table_products(problem, operands, *with_kernel_tiles(problem, plan.tiles))
     types = [*types, products, ffi.entry_maps(operands, _ENTRY_MAPS)]

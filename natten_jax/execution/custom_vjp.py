@@ -1,7 +1,7 @@
 """The differentiable operator, which covers all backends: a ``custom_vjp`` of the forward and backward passes.
 
 When a call is traced, :func:`plain_backend` decides if JAX differentiates a plain JAX backend or if kernels run in a
-``custom_vjp``. The kernels of a pass are selected when the program is lowered, per platform. One traced function
+``custom_vjp``. The kernels of a pass are selected when the program is lowered, per platform. A traced function
 therefore serves CPU and GPU, and a backend is traced only for platforms that the program is lowered for.
 """
 
@@ -322,8 +322,8 @@ def _overlapping_plans(request: Request) -> _Plans | None:
     """Return plans of both passes if a pass overlaps its halo exchange with compute: each pass then exchanges halos.
 
     ``None`` means that halos are exchanged once, before both passes. The decision is made for the default device;
-    results do not depend on it. Operands have no sinks here: if a caller splits tokens, sinks are added after the pass
-    (:func:`natten_jax.ops.canonicalize.in_passes`).
+    results do not depend on it. Sinks never reach this function: if a caller splits tokens, sinks are added after the
+    pass (:func:`natten_jax.ops.canonicalize.in_passes`).
     """
     part = _with_axes_as_parts(request)
     for call in device_calls(part):

@@ -1,7 +1,7 @@
 """The JAX primitive of a pass, with its batching, differentiation and lowering rules for one device or several.
 
 A traced program has one equation per computation, independent of backend and platform. The backend is selected and its
-operations are traced only when the program is lowered, for the platforms of the lowering. One traced function therefore
+operations are traced only when the program is lowered, for the platforms of the lowering. A traced function therefore
 serves CPU and GPU, and a platform that it never runs on adds no cost.
 
 A computation is hashable, and equal computations share their compiled program. The derivative of a computation is also
@@ -370,7 +370,7 @@ def _compute_exchanging(
 
 
 def _run_entries(computation: AnyComputation, call: DeviceCall, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Run a computation on the batch entries one by one."""
+    """Run a computation on each batch entry, sequentially."""
     request = call.request.of_part(1, arrays[0].shape[-2], arrays[1].shape[-2])
     entry_call = DeviceCall(request, call.device)
 
@@ -445,7 +445,7 @@ def _types(*arguments: Any, computation: AnyComputation, request: Request, mappe
 
 @_pass_p.def_impl
 def _run_now(*arguments: Any, computation: AnyComputation, request: Request, **parameters: Any) -> Any:
-    """Run a computation on concrete arguments, as a separate program, even if JAX compiles nothing else."""
+    """Run a computation on concrete arguments as a compiled program, even under ``jax.disable_jit``."""
     # Without compilation, JAX would call this function again.
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
         results = _compiled(computation=computation, request=request, **parameters)(*arguments)
@@ -466,7 +466,7 @@ def _map(
     request: Request,
     mapped: int,
 ) -> Any:
-    """Batching rule: move the mapped axis to the front of the batch dimensions, where a mesh may split it."""
+    """Batching rule: move the mapped axis to the front of the batch dimensions, which a mesh may split."""
     (size,) = {array.shape[axis] for array, axis in zip(arguments, axes, strict=True) if axis is not None}
 
     def in_front(array: jax.Array, axis: int | None) -> jax.Array:

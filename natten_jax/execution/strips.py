@@ -100,9 +100,9 @@ def without_strips(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
 
 
 def on_line(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
-    """Replace wrapped dimensions by longer ones with ``edges="shift"``, without changing any window.
+    """Replace wrapped dimensions by longer dimensions with ``edges="shift"``, without changing any window.
 
-    The longer dimension has room before and after the layout, so that no window reaches its ends.
+    A longer dimension has room before and after the layout, so that no window reaches its ends.
     """
     axes = plan.problem.axes
     room = [_room(axis) if axis.edges == "wrap" else 0 for axis in axes]
@@ -124,8 +124,8 @@ class Side(NamedTuple):
         first: Index of the first of these keys in the layout.
         keys: Number of keys.
         origin: Position of the first key beyond the end: negative before the layout, or the extent of the dimension.
-        first_query: Index of the first query that sees one of the keys.
-        queries: Number of queries from the first to the last one that sees a key.
+        first_query: Index of the first query that sees any of the keys.
+        queries: Number of queries from the first to the last query that sees any of the keys.
     """
 
     first: int
@@ -228,7 +228,7 @@ def _padding(axis: Axis) -> tuple[int, int]:
 
 
 def strips_of(plan: Plan, operands: Operands) -> Iterator[Strip]:
-    """Yield the strips of wrapped keys; a dimension with halos of other devices has no strip."""
+    """Yield the strips of wrapped keys, except along dimensions whose halos come from other devices."""
     axes, are_whole = plan.problem.axes, _are_whole(plan, operands)
     queries = operands.inputs.query.shape[1:-2]
     for i, axis in enumerate(axes):

@@ -19,14 +19,14 @@ def check(name: str, flag: str, problem: Problem, device: Device, memory: int) -
     """Check that a baseline can run on the device.
 
     Args:
-        name: The baseline, one of :data:`BASELINES`.
+        name: Name of the baseline, from :data:`BASELINES`.
         flag: The command line flag that named it.
         problem: The self attention that it would compute.
         device: The device to run on.
         memory: Memory of the device in bytes.
 
     Raises:
-        ValueError: It cannot; the message says what can.
+        ValueError: The baseline cannot run; the message names an alternative.
         MemoryError: The logits are larger than the memory.
     """
     if problem.element.is_float8:
@@ -47,7 +47,7 @@ def check(name: str, flag: str, problem: Problem, device: Device, memory: int) -
 
 
 def can_be_split(name: str, devices: int, split: str, heads_kv: int) -> bool:
-    """Return if XLA can split a baseline over devices."""
+    """Return True if XLA can split a baseline over devices."""
     if devices == 1 or name == "xla":
         return True
     return name == "cudnn" and (split == "batch" or (split == "heads" and heads_kv % devices == 0))

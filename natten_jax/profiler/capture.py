@@ -6,8 +6,8 @@ Traces are read through :class:`jax.profiler.ProfileData`:
 - The CPU has one host plane, where XLA's runtime records every step ("thunk") of a program. The end of a step is a
   separate event. The duration of the step's own event is too short if the step goes on in other threads, and too long
   if its thread was not scheduled while another thread continued the program.
-- TPUs have a plane ``/device:TPU:n`` with a line ``XLA Ops``, whose events are instructions, nested in those of loops,
-  and a line ``XLA Modules`` with an event per run of a program. This is from documentation, not from a TPU.
+- TPUs have a plane ``/device:TPU:n`` with a line ``XLA Ops``, whose events are instructions, nested in the events of
+  loops, and a line ``XLA Modules`` with an event per run of a program. This is from documentation, not from a TPU.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def capture_by_device(
 
 
 def _trace(launches: Sequence[Launch], iterations: int, folder: Path | None) -> ProfileData:
-    """Return the trace of iterations that do not overlap: each is waited for."""
+    """Run and trace the iterations. Wait for each one, so that iterations do not overlap."""
     options = ProfileOptions()
     options.python_tracer_level = 0  # it would slow down dispatch and fill the trace
     options.host_tracer_level = 1
@@ -177,13 +177,13 @@ def _iterations_by_device(
 
 
 def traced_runs(path: Path) -> list[list[Path]]:
-    """Return the traces in a folder that JAX's profiler wrote to: for each run, the newest first, a file per host.
+    """Return the traces in a folder that JAX's profiler wrote to: a list of runs, the newest first, of files per host.
 
     Args:
-        path: That folder, the folder of a run, or a trace.
+        path: The folder, the folder of a run inside it, or a trace file.
 
     Raises:
-        CaptureError: There is no trace.
+        CaptureError: No trace was found.
     """
     if path.is_file():
         return [[path]]
@@ -194,7 +194,7 @@ def traced_runs(path: Path) -> list[list[Path]]:
     return list(grouped(found, lambda each: each.parent).values())
 
 
-#: Other files that JAX's profiler writes, by the ends of their names.
+#: Descriptions of other files that JAX's profiler writes, by the suffix of their names.
 _OTHER_FILES = {
     ".json.gz": f"it is a copy of a trace for Perfetto, and the trace itself ({_TRACES}) lies beside it",
     ".prof": "it is a profile of memory, for pprof",
@@ -250,7 +250,7 @@ def gpu_events(profile: ProfileData, with_memory: bool = False) -> list[Event]:
                 is_kernel = not event.name.lower().startswith(_MEMORY) or kind_of_collective_instruction(instruction)
                 if event.duration_ns <= 0 or not (with_memory or is_kernel):
                     continue
-                # A kernel may start early and wait for the previous one in its stream, which gets that time.
+                # A kernel may start early and wait for the previous kernel of its stream: that kernel gets the overlap.
                 own, done = event.end_ns - max(event.start_ns, done), max(event.end_ns, done)
                 scope, start = str(stats.get("name") or ""), event.start_ns
                 run = map(stats.get, _MODULE_STATS)
@@ -323,8 +323,8 @@ def busiest(devices: Mapping[int, Sequence[Sequence[Event]]]) -> int:
 def split(events: Iterable[Event], iterations: int) -> list[list[Event]] | None:
     """Split the events of one device into iterations, or return ``None`` if that is ambiguous.
 
-    CPU and TPU events carry the number of their run. GPU events do not: in order of time, they are cut into equal
-    parts, which must consist of the same kernels.
+    CPU and TPU events carry the number of their run. GPU events do not: they are sorted by time and cut into equal
+    parts, which must contain the same kernels.
     """
     ordered = sorted(events, key=lambda event: event.start)
     runs = grouped(ordered, lambda event: event.run)
@@ -347,7 +347,7 @@ def without_overlap(events: Sequence[Event], is_container: Callable[[str], bool]
 
     Args:
         events: Events in order of their starts.
-        is_container: Return if an instruction contains others.
+        is_container: Function that returns True if an instruction contains other instructions.
     """
     timed = [(i, event) for i, event in enumerate(events) if event.duration > 0]
     starts = [(event.start, True, i) for i, event in timed]

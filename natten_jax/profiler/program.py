@@ -110,7 +110,7 @@ class Program:
         return cls(module["name"], instructions, devices)
 
     def is_module(self, name: str) -> bool:
-        """Return if an event's module is this program. Traces may append the program's number in parentheses."""
+        """Return True if an event's module is this program. Traces may append the program's number in parentheses."""
         return name.partition("(")[0] == self.module
 
     def instruction(self, name: str) -> Instruction:
@@ -118,7 +118,7 @@ class Program:
         return self.instructions.get(name, Instruction())
 
     def is_container(self, name: str) -> bool:
-        """Return if the instruction only runs other instructions."""
+        """Return True if the instruction only runs other instructions."""
         return self.instruction(name).opcode in _CONTAINERS
 
 

@@ -35,7 +35,7 @@ _NAMES, _COLUMNS = ("Framework", "Kernel category", "Arch", "Operation"), ("# ca
 #: Rows of a table, unless all are asked for.
 _MOST_ROWS = 20
 
-#: Share of the total below which rows of a chart have no color and no entry in the legend.
+#: Rows of a chart below this share of the total are drawn without a color and omitted from the legend.
 _SMALL = 0.01
 
 

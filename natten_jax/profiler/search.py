@@ -38,8 +38,8 @@ class Effort:
     """Limits of a search.
 
     Attributes:
-        screened: Configurations of a pass that are compiled at most.
-        finalists: Best of them, which are measured a second time.
+        screened: Maximum number of configurations of a pass that are compiled.
+        finalists: Number of the best configurations, which are measured a second time.
         seconds: Time of the first measurement of a pass. It proceeds in batches, and ends with the first batch that
             exceeds this time: slow problems get fewer configurations.
     """
@@ -81,7 +81,7 @@ class Optimum:
 
     Attributes:
         options: Options with the configuration.
-        seconds: Its device time.
+        seconds: Device time with the configuration.
         default_seconds: Device time of the default configuration, or ``None`` if that failed.
         trials: Every measurement, in order.
         wall_seconds: Time of the search, including compilation.
@@ -151,7 +151,7 @@ class _Search:
         named = [
             (backend, with_backend(self._options, BackendId(backend.family, problem.operator)))
             for backend in candidates(self._options)
-            # Without a backward pass as well: another backend may compute the gradients.
+            # A backend without a backward pass is also a candidate: another backend may compute the gradients.
             if backend.rejection(problem, self._device, "forward") is None
         ]
         self._update("trying backends")
@@ -195,7 +195,7 @@ class _Search:
         return next(iter(_fastest_first(measured)), None)
 
     def _screen(self, every: Sequence[Options]) -> list[Trial]:
-        """Measure configurations briefly, until the time is over."""
+        """Measure configurations briefly, until ``effort.seconds`` have passed."""
         trials: list[Trial] = []
         start, compiling = time.perf_counter(), self._compile_seconds
         for first in range(0, len(every), _BATCH):
@@ -241,7 +241,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _fastest_first(trials: Sequence[Trial]) -> list[Trial]:
-    """Sort the trials that ran."""
+    """Sort trials by time, without failures."""
     return sorted((trial for trial in trials if not trial.error), key=lambda trial: trial.seconds)
 
 
@@ -264,14 +264,14 @@ def with_backend(options: Options, id_: BackendId) -> Options:
     name = str(id_)
     if id_.operator == "fmha":
         return dataclasses.replace(options, backend=None, fmha_backend=name)
-    # A named backend for additional tokens would keep them out of a kernel that fuses them.
+    # Naming a backend for additional tokens would prevent fusing them into the main kernel.
     counterpart = None if options.problem.additional_kv else backends.counterpart(name)
     return dataclasses.replace(options, backend=name, fmha_backend=options.fmha_backend or counterpart)
 
 
 def with_tiles(options: Options, pair: TilePair, pass_: Pass) -> Options:
     """Return the options with tiles of a pass."""
-    # Tiles of attention have one dimension; the operators multiply the dimensions of theirs.
+    # Tiles of attention have one dimension. Operators multiply the extents of a tile: leading extents of 1 are neutral.
     q_tile, kv_tile = ((1,) * (options.problem.rank - len(tile)) + tile for tile in pair)
     return dataclasses.replace(options, performance=options.performance.with_tiles(pass_, (q_tile, kv_tile)))
 
@@ -321,7 +321,7 @@ def search_json(optimum: Optimum) -> dict[str, Any]:
 # Whole programs.
 
 
-#: Least speedup of a configuration over the default.
+#: Minimum speedup of a configuration over the default.
 _CLEARLY = 1.02
 #: Runs of each table in the final comparison, and runs before them.
 _RUNS, _WARMUP = 8, 2
@@ -353,7 +353,7 @@ def plans_of(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> 
 
 
 def is_clearly_faster(times: Times, others: Times) -> bool:
-    """Return if the median is lower by the least speedup, and the 75th percentile is below the others' 25th."""
+    """Return True if the median is at least 2% faster, and the 75th percentile is below the others' 25th."""
     slow_quarter, fast_quarter = statistics.quantiles(times, n=4)[2], statistics.quantiles(others, n=4)[0]
     return median(others) > _CLEARLY * median(times) and slow_quarter < fast_quarter
 
@@ -470,7 +470,7 @@ def tuned_passes(task: Task, effort: Effort = THOROUGH) -> tuple[TunedPass, ...]
 def _plans(task: Task, options: Options, device: Device) -> dict[Pass, Plan]:
     """Return the plans of the passes with these options.
 
-    Plans have no tiles of the other pass, unless their backend has the same tiles in both.
+    The plan of a pass has only the tiles of that pass. In plain JAX, it has the tiles of both passes.
     """
     main = options.main_request
     problem, table = tuned_problem(main.problem), TunedTable(device.kind)

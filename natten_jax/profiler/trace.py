@@ -105,7 +105,7 @@ def hosts_of(
 ) -> dict[Path, dict[str, TracedProgram]]:
     """Return the programs of each host in a trace by name, the host with the most device time first.
 
-    Of several runs in a folder, it is the newest one with device events.
+    If a folder contains several runs, the newest run with device events is read.
 
     Args:
         path: A ``*.xplane.pb`` file, or a folder that contains one.
@@ -113,7 +113,7 @@ def hosts_of(
         module: The only program to return; ``None`` returns all.
 
     Raises:
-        CaptureError: There is no trace.
+        CaptureError: No trace was found.
     """
     for run in capture.traced_runs(path):
         found = {}

@@ -7,7 +7,7 @@
 - ``_blackwell_call``: arrays as lines of tokens, the static facts of a call, and its work items.
 - ``_blackwell_memory``: barriers, copies of tiles, and masks; ``_blackwell_kernels``: the kernels of both passes.
 
-``_tpu_grid``, ``_tpu_kernels`` and ``_blackwell_*`` after ``_blackwell_call`` import Pallas, and are imported when a
-kernel is built: JAX has what the Blackwell kernels need from 0.12 on. Imports :mod:`natten_jax.backends.base` and what
-lies below.
+``_tpu_grid``, ``_tpu_kernels``, ``_blackwell_memory`` and ``_blackwell_kernels`` import Pallas. They are imported only
+when a kernel is built, because the Blackwell kernels require JAX 0.12. Imports :mod:`natten_jax.backends.base` and
+lower levels.
 """

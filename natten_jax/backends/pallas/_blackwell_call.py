@@ -20,11 +20,11 @@ from natten_jax.plan.plan import Plan
 #: Rows of a matrix of logits, which are the lanes of tensor memory, and its columns.
 ROWS = 128
 KEYS = 128
-#: Tokens of a line that the matrix units' layout of shared memory keeps together.
+#: Tokens of a line that form one group of rows in the tensor cores' layout of shared memory.
 PIECE = 8
 #: Most elements of a block.
 BLOCK = 64
-#: Blocks of a persistent launch: multiprocessors of a B200 and of a B300. Other numbers are right, too.
+#: Thread blocks of a persistent launch: the SMs of a B200 and of a B300. Other numbers also give correct results.
 MULTIPROCESSORS = 148
 
 
@@ -216,7 +216,7 @@ class Boxes:
     """The boxes of keys that a work item visits.
 
     Attributes:
-        call: What runs.
+        call: Static facts of the call.
         firsts: First key of the first box along each dimension.
         counts: Number of boxes along each dimension.
         core_firsts: First key along each dimension that all queries see.
@@ -248,7 +248,7 @@ class Boxes:
         return [start + n * extent for start, n, extent in zip(self.firsts, at, self.call.box, strict=True)]
 
     def is_full(self, first: Sequence[Scalar]) -> Scalar:
-        """Whether all queries see all keys of a box."""
+        """Return True if all queries see all keys of a box."""
         inside = [
             (at >= core_first) & (at + extent <= core_end)
             for at, extent, core_first, core_end in zip(

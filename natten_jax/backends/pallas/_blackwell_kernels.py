@@ -4,9 +4,9 @@ In the forward kernel, two halves of a tile of 256 queries are in flight at a ti
 warpgroup, in which a thread owns a row of logits. The matrix units work on one half while the warpgroup of the other
 half computes weights.
 
-There are two backward kernels: one owns tiles of queries, the other owns tiles of keys. A block has three warpgroups.
-In two of them, each thread owns half a row of logits. Of the third one, a warp copies tiles and a warp issues products.
-Sums over pairs of tiles always have the same order.
+There are two backward kernels: one owns tiles of queries, the other owns tiles of keys. A thread block has three
+warpgroups. In two warpgroups, each thread owns half a row of logits. In the third warpgroup, one warp copies tiles and
+another warp issues products. Sums over pairs of tiles always have the same order.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
     """Compute the output, and maxima and sums of the softmax.
 
     Args:
-        call: What runs.
+        call: Static facts of the call.
         query: In the layout of ``call.queries``.
         key: In the layout of ``call.keys``.
         value: In the layout of ``call.keys``.
@@ -76,11 +76,11 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
 def forward_memory(call: Call, dtype: Any) -> dict[str, Any]:
     """Return shared memory, tensor memory and barriers; box ``j`` of keys has slot ``j % STAGES``.
 
-    - ``query``: ``[halves, blocks, rows, block]``. The tile of queries, and at the end of the output.
+    - ``query``: ``[halves, blocks, rows, block]``. The tile of queries; at the end, the tile of the output.
     - ``key``, ``value``: ``[stages, blocks, keys, block]``.
     - ``logits``: For each half, in tensor memory. Logits, and weights in the same place.
     - ``mixed``: For each half, in tensor memory. Weighted sums of values.
-    - ``query_is_in``: For each half: its tile is copied. ``query_is_out``: the output has left the tile's place.
+    - ``query_is_in``: For each half: its tile is copied in. ``query_is_out``: the output is copied out of ``query``.
     - ``key_is_in``, ``value_is_in``: For each slot: its box is copied.
     - ``key_is_out``, ``value_is_out``: For each slot: the products with its box are done.
     - ``logits_are_in``: For each half: logits are complete.
@@ -116,7 +116,7 @@ class ForwardBlock:
     """Work of a block; see :func:`natten_jax.backends.pallas._blackwell_memory.launch`.
 
     Attributes:
-        call: What runs.
+        call: Static facts of the call.
         memory: References to :func:`forward_memory`.
         results: References to the output, and to maxima and sums.
         arrays: References to queries, keys and values.
@@ -248,7 +248,7 @@ class ForwardBlock:
             plgpu.async_store_tmem(part, gpu.load_matrix(part) * gpu.columns(change, _SUMS_AT_A_TIME))
 
     def _write(self, item: Item, half: int, total: jax.Array) -> None:
-        """Divide the sums of a half, and copy them out by way of the place of its queries."""
+        """Divide the sums of a half, and copy them out through the shared memory of its queries."""
         call, tiles = self.call, self.memory.query.at[half]
         lines = call.queries
         mixed = gpu.load_matrix(self.memory.mixed[half])
@@ -411,11 +411,11 @@ def backward_memory(call: Call, dtype: Any, slots: int, *, owns_keys: bool) -> d
     - ``gradients``: Rounded gradients of logits, in tensor memory if queries are owned, or in shared memory.
     - ``weights``: In shared memory, if keys are owned.
     - ``sums``: In tensor memory. Gradients of what is owned: of queries, or of keys and of values.
-    - ``owned_is_in``: The owned tiles are copied. ``owned_is_out``: the results have left their place.
+    - ``owned_is_in``: The owned tiles are copied in. ``owned_is_out``: the results are copied out of the same memory.
     - ``other_is_in``: For each slot: its tiles are copied. ``other_is_out``: the products with its tiles are done.
     - ``logits_are_in``: Logits and products are complete.
     - ``gradients_are_in``: Gradients and weights are complete, and logits and products are read.
-    - ``gradients_are_out``: The products with gradients and weights are done, and others may replace them.
+    - ``gradients_are_out``: The products with gradients and weights are done, and the next pair may replace them.
     - ``sums_are_in``: The last product is done, if there is one.
     """
     lines = call.queries
@@ -453,7 +453,7 @@ class BackwardBlock:
     """Work of a block; see :func:`natten_jax.backends.pallas._blackwell_memory.launch`.
 
     Attributes:
-        call: What runs.
+        call: Static facts of the call.
         slots: Slots in shared memory for tiles of the side that is not owned.
         owns_keys: True if items own keys and values, False if they own queries.
         memory: References to :func:`backward_memory`.
@@ -574,7 +574,7 @@ class BackwardBlock:
         if self.owns_keys:
             compute, lines = self._compute_key_gradients, self.call.keys
         compute(half, owned, self.result_scales[owned.item.batch * lines.heads + owned.item.head])
-        # The place of the results may be overwritten when they have left it.
+        # The shared memory of the results may be overwritten after they have been copied out.
         plgpu.wait_smem_to_gmem(0)
         plgpu.barrier_arrive(self.memory.owned_is_out)
 
@@ -641,11 +641,13 @@ class BackwardBlock:
         return logits, weights, weights * (products - delta)
 
     def _wait_for_place(self, number: Scalar) -> None:
-        """Wait until products have read the weights and gradients of the previous pair, which a pair replaces."""
+        """Wait until products have read the weights and gradients of the previous pair, before overwriting these."""
         gpu.wait_if(number > 0, self.memory.gradients_are_out)
 
     def _write(self, half: int, owned: Owned, sums: Sequence[tuple[Any, Scalar | None, Any, Any]]) -> None:
-        """Copy sums out, multiplied by factors, by way of the owned tiles. Warpgroups alternate between blocks.
+        """Copy sums out, multiplied by factors, through the shared memory of the owned tiles.
+
+        Warpgroups alternate between blocks.
 
         Args:
             half: Number of the warpgroup.

@@ -19,7 +19,8 @@ from natten_jax.backends.pallas._common import HIDDEN, Scalar, divided, unravel
 #: Layout of a matrix in registers: each thread has a row.
 BY_ROWS = plgpu.Layout.TCGEN05_TMEM_NATIVE
 OF_ROW = BY_ROWS.reduce(1)
-#: Registers per thread of warpgroups that own rows of logits, and of the other one, in blocks of three: of 3 x 168.
+#: Registers per thread of warpgroups that own rows of logits, and of the other warpgroup, if a thread block has three
+#: warpgroups. 2 x 232 + 40 is the initial total of 3 x 168.
 _REGISTERS_OF_ROWS, _REGISTERS_OF_OTHERS = 232, 40
 _LOADS, _PRODUCTS = 0, 1  # warps
 
@@ -256,7 +257,7 @@ def load_matrix(matrix: Any) -> jax.Array:
 
 
 def mask(boxes: Boxes, logits: jax.Array, first: Sequence[Scalar], windows: Windows, first_column: int = 0) -> Any:
-    """Replace logits by ``HIDDEN`` where a query does not see a key of a box.
+    """Replace logits by ``HIDDEN`` if the query does not see the key of a box.
 
     Args:
         boxes: Boxes of the queries.

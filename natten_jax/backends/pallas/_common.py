@@ -197,8 +197,8 @@ def visits_of(plan: Plan, operands: Operands, alignment: int, *, whole_boxes: bo
     """Compute the visits along three token dimensions.
 
     Args:
-        plan: What runs.
-        operands: Its arrays.
+        plan: Plan of the pass.
+        operands: Operands of the call.
         alignment: Boxes begin at multiples of this along the last dimension.
         whole_boxes: Pad keys to whole boxes.
         pads: Pad keys in front, so that the windows of most tiles begin at multiples of the alignment.
@@ -247,10 +247,10 @@ def unravel(number: Scalar, extents: Sequence[Scalar]) -> list[Scalar]:
 
 @dataclasses.dataclass(frozen=True)
 class StaticCall:
-    """Static facts of a call that both backends have.
+    """Static facts of a call, for both backends.
 
     Attributes:
-        plan: What runs.
+        plan: Plan of the pass.
         queries: Layout of queries and of the output.
         keys: Layout of keys and values.
         visits: Visits along three token dimensions.
@@ -297,8 +297,7 @@ class Layout:
 
     Attributes:
         heads: Heads of a batch entry.
-        pack: Heads that lie side by side in a pack: all of them, or as many as fill the lanes of a TPU; 1 if heads come
-            first.
+        pack: Adjacent heads in a pack: all heads, or the number that fills the lanes of a TPU; 1 if heads come first.
         extents: Tokens along each dimension of the problem.
         groups: Dilation groups of each of three dimensions.
         lengths: Tokens of a group along each dimension, with padding.

@@ -18,7 +18,7 @@ from natten_jax.plan.plan import Plan
 from natten_jax.problem import Shape
 
 LANES = 128
-#: Widest heads that are packed: XLA transposes wider ones with little effort.
+#: Widest heads that are packed: XLA transposes wider heads efficiently.
 _WIDEST_PACKED = 32
 #: Coordinate of a key that no query sees.
 NOWHERE = -(2**30)
@@ -34,8 +34,8 @@ _MOST_LOGITS_OF_PROGRAM, _MOST_PACKS_OF_PROGRAM = 2 * MOST_LOGITS, 16
 # With heads first, heads of 32 would take four times their memory, and XLA would transpose them slowly. In the arrays
 # of a call, the heads of a token follow each other, and four heads of 32 fill the lanes of a register. The kernels
 # treat such a pack as one head with more queries: each head contributes the pack's queries as rows, with zeros in the
-# lanes of other heads. Products with keys are then the products of one head. Of products with values, each row uses the
-# lanes of its own head.
+# lanes of other heads. Products with keys are then the products of one head. From products with values, a row uses only
+# the lanes of its head.
 
 
 def pack_size(heads: int, heads_kv: int, widths: tuple[int, int]) -> int:
@@ -100,8 +100,9 @@ def packs_of_program(leading: int, logits: int) -> int:
 class Chunks(NamedTuple):
     """The chunks of a box of keys. A program multiplies its queries with one chunk at a time.
 
-    Boxes are the unit of copies, and large: a program takes hundreds of bundles besides its products, a chunk few. Keys
-    follow each other in row-major order, whatever the shape of the box, so that chunks keep all matrix units busy.
+    Boxes are the unit of copies. They are large, because a program has an overhead of hundreds of bundles, and a chunk
+    only of a few. Chunks divide the keys in row-major order, for any shape of the box, so that a chunk keeps all matrix
+    units busy.
 
     Attributes:
         box: Keys of the box along each dimension.
@@ -134,7 +135,7 @@ class Chunks(NamedTuple):
         return math.prod(self.box[self.cut + 1 :])
 
     def coordinates(self) -> np.ndarray:
-        """``[chunks, 3, keys]``. Coordinates in the box; ``NOWHERE`` for keys that an earlier chunk has."""
+        """``[chunks, 3, keys]``. Coordinates in the box; ``NOWHERE`` for keys that an earlier chunk includes."""
         starts = np.arange(self.number)[:, None] * self.keys
         index = np.minimum(starts, math.prod(self.box) - self.keys) + np.arange(self.keys)
         found = np.stack(np.unravel_index(index, self.box), axis=1)
@@ -184,7 +185,7 @@ class Call(StaticCall):
 
     @property
     def is_single(self) -> bool:
-        """Whether every tile of queries has all its keys in one chunk."""
+        """True if every tile of queries has all its keys in one chunk."""
         return self.chunks.number == 1 and all(visits.most_boxes <= 1 for visits in self.visits)
 
     @property

@@ -77,12 +77,12 @@ def spec(
 
 
 def are_first(indices: Sequence[Scalar]) -> Scalar:
-    """Whether all indices are zero."""
+    """Return True if all indices are zero."""
     return functools.reduce(jnp.logical_and, [index == 0 for index in indices])
 
 
 def are_last(grid: Sequence[int], indices: Sequence[Scalar]) -> Scalar:
-    """Whether all indices are the last ones of a grid."""
+    """Return True if each index is the last one along its dimension of a grid."""
     return functools.reduce(jnp.logical_and, [index == n - 1 for index, n in zip(indices, grid, strict=True)])
 
 
@@ -152,7 +152,7 @@ def query_specs(call: Call, width: int, width_v: int) -> list[pl.BlockSpec]:
 
 
 class KeyBox(NamedTuple):
-    """A box of keys along one dimension: its first key, and its first key that no earlier box has."""
+    """A box of keys along one dimension: its first key, and the first key that no earlier box includes."""
 
     first: Scalar
     own: Scalar
@@ -171,7 +171,13 @@ def key_boxes(call: Call, place: Place, tables: Sequence[Any]) -> list[KeyBox]:
 
 
 def sees_all(rows: Sequence[Any], boxes: Sequence[KeyBox], shape: Sequence[Scalar]) -> jax.Array:
-    """Whether all queries of a tile see all keys of boxes of a shape, and no earlier box has any of these keys."""
+    """Return True if all queries of a tile see all keys of a box, and no earlier box includes any of these keys.
+
+    Args:
+        rows: Functions that read columns of the tile's row of each box table.
+        boxes: The box along each dimension.
+        shape: Keys of the box along each dimension.
+    """
     inside = [
         (box.first >= box.own) & (box.first >= row("core_first")) & (box.first + extent <= row("core_end"))
         for row, box, extent in zip(rows, boxes, shape, strict=True)
@@ -204,7 +210,7 @@ def visit_keys(call: Call, place: Place, tables: Sequence[Any], add: Callable[[C
     """Add the keys of a step of a program that owns queries, one chunk at a time.
 
     Args:
-        call: What runs.
+        call: Static facts of the call.
         place: The place of the program.
         tables: Its box tables.
         add: Adds a chunk; the flag says if some queries do not see some of its keys.
@@ -217,7 +223,7 @@ def visit_keys(call: Call, place: Place, tables: Sequence[Any], add: Callable[[C
         visit(lambda is_masked: add(Chunk(0, 0, boxes), is_masked), sees_all(rows, boxes, chunks.box))
 
     def visit_all() -> None:
-        # Skip chunks whose keys an earlier box has, and chunks after the last visible key.
+        # Skip chunks whose keys an earlier box includes, and chunks after the last visible key.
         first = divided(jnp.minimum(box.own - box.first, extent) * stride, chunks.keys)[0]
         behind = jnp.clip(rows[cut]("hull_end") - box.first, 0, extent) * stride
         end = divided(behind + chunks.keys - 1, chunks.keys)[0]
@@ -254,7 +260,7 @@ class QueryMask:
     """Mask of a step's keys for a tile of queries, ``[queries, keys]``.
 
     Attributes:
-        call: What runs.
+        call: Static facts of the call.
         place: The place of the program.
         bounds: References to first and end of the keys that queries see along all dimensions except the last.
         coordinates: Reference to the coordinates of keys.
@@ -278,7 +284,7 @@ class QueryMask:
             self.windows[side] = columns(bounds[side : side + 1, :])
 
     def hidden(self, chunk: Chunk) -> jax.Array:
-        """``[rows, keys]``. Whether a row of queries does not see a key of a chunk."""
+        """``[rows, keys]``. True if a row of queries does not see a key of a chunk."""
         x_tile, y_tile, _ = self.call.queries.tile
         boxes = chunk.boxes
         keys = [self.coordinates[chunk.number, dim : dim + 1, :] + box.first for dim, box in enumerate(boxes)]
@@ -305,10 +311,10 @@ class QueryMask:
 
 
 def hide_keys(call: Call, logits: jax.Array, first_keys: Sequence[Scalar], bounds: Sequence[Any]) -> jax.Array:
-    """Replace logits ``[keys, queries]`` by ``HIDDEN`` where a query does not see a key of a tile.
+    """Replace logits ``[keys, queries]`` by ``HIDDEN`` if the query does not see the key of a tile.
 
     Args:
-        call: What runs.
+        call: Static facts of the call.
         logits: The logits.
         first_keys: First key of the tile along each dimension.
         bounds: References to first and end of the keys that each row of queries sees, ``[2, rows]`` per dimension.
@@ -341,7 +347,7 @@ def contract(call: Call, left: jax.Array, right: jax.Array, dims: tuple[int, int
 
 
 def scale_of(call: Call, scales: Any, pack: Scalar, axis: int = 0) -> Any:
-    """Return the factor of a pack's logits: one for all heads, or one per row along an axis of the logits."""
+    """Return the scale of a pack's logits: a number for all heads, or a number per row along an axis of the logits."""
     if scales.shape == (1,):
         return scales[0]
     of_heads = [scales[pack * call.pack + own] for own in range(call.pack)]

@@ -37,7 +37,7 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
     lanes of its row.
 
     Args:
-        call: What runs.
+        call: Static facts of the call.
         query: ``[batch * heads, groups, *lengths, head_dim]``, or packed, as :class:`Layout` has it.
         key: ``[batch * heads_kv, groups, *lengths, head_dim]``, or packed.
         value: ``[batch * heads_kv, groups, *lengths, head_dim_v]``, or packed.
@@ -140,7 +140,7 @@ def query_gradient(call: Call, arrays: Sequence[jax.Array]) -> jax.Array:
     """Compute the query's gradient in float32, without the factor of the scale.
 
     Args:
-        call: What runs.
+        call: Static facts of the call.
         arrays: Query, key, value, cotangent of the output, statistics, and factors of the logits. Statistics are
             ``[batch * leading, blocks, groups, *tiles, STATISTICS, rows]``; for the others see :func:`forward`.
     """

@@ -1,8 +1,8 @@
 """The ``blackwell`` backend: tensor memory and ``tcgen05`` products for compute capability 10.0 and 10.3.
 
-A tile of queries has 128 tokens, or in the forward pass 256, two halves in flight; a box of keys has 128. Extents are
-powers of two, and the last one is a multiple of the pieces in which lines of tokens are copied. The order of tiles
-follows the time model, whose coefficients are computed, not measured.
+A tile of queries has 128 tokens or, in the forward pass, 256 tokens, as two halves in flight. A box of keys has 128
+tokens. Extents are powers of two, and the last extent is a multiple of ``PIECE``, the unit in which lines of tokens are
+copied. Tiles are ranked by the time model, whose coefficients are computed, not measured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem
 
-#: First release whose Pallas has all that the kernels need.
+#: First JAX release whose Pallas supports the kernels.
 OLDEST_JAX = 0, 12
 
 
@@ -47,7 +47,7 @@ class BlackwellBackend(Backend):
     )
 
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
-        """Why the kernels cannot run a pass; JAX may be too old to compile them."""
+        """Return why the kernels cannot run a pass, for example because JAX is too old to compile them."""
         reason = super().rejection(problem, device, pass_)
         return reason or (missing_in_jax() if device.is_present else None)
 
@@ -56,7 +56,7 @@ class BlackwellBackend(Backend):
         return [pair for pair, _ in _ranked(self.family, problem, pass_)]
 
     def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
-        """Whether the kernels accept a pair, listed or not."""
+        """Return True if the kernels support a pair of tiles, also if it is not listed."""
         return super().offers(problem, device, pass_, pair) and are_supported(pair, pass_)
 
     def forward(self, plan: Plan, operands: Operands, *, saves: bool = False, earlier: Earlier | None = None) -> Saved:
@@ -77,7 +77,7 @@ class BlackwellBackend(Backend):
 
 
 def missing_in_jax() -> str | None:
-    """Say why this JAX cannot compile the kernels; ``None`` if it can."""
+    """Return why this JAX cannot compile the kernels; ``None`` if it can."""
     if jax.__version_info__ < OLDEST_JAX:
         return f"its kernels are written in Pallas as JAX has it from {'.'.join(map(str, OLDEST_JAX))} on"
     return None
@@ -94,7 +94,7 @@ def tile_sizes(pass_: Pass) -> tuple[tuple[int, int], ...]:
 
 
 def are_supported(pair: TilePair, pass_: Pass) -> bool:
-    """Whether the kernels of a pass support a pair of tiles."""
+    """Return True if the kernels of a pass support a pair of tiles."""
     return tuple(map(math.prod, pair)) in tile_sizes(pass_) and all(tile[-1] % PIECE == 0 for tile in pair)
 
 

@@ -80,7 +80,7 @@ class TpuBackend(Backend):
         return recommended(problem, pass_)
 
     def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
-        """Whether the kernels accept this pair: the last extents fill whole registers."""
+        """Return True if the kernels support a pair of tiles: the last extents must fill whole registers."""
         return super().offers(problem, device, pass_, pair) and all(tile[-1] % alignment(problem) == 0 for tile in pair)
 
     def forward(self, plan: Plan, operands: Operands, *, saves: bool = False, earlier: Earlier | None = None) -> Saved:
@@ -116,7 +116,7 @@ def _scales(plan: Plan, operands: Operands) -> jax.Array:
     """Return factors of the logits, float32 ``[batch * heads]``, or ``[1]`` if heads share one.
 
     Raises:
-        ValueError: Heads have factors of their own, and the batch size is symbolic: kernels read all factors at once.
+        ValueError: Each head has a separate factor, and the batch size is symbolic. Kernels load all factors together.
     """
     scale = operands.inputs.scale
     if scale is None:
@@ -190,7 +190,7 @@ class _Model:
             program = _PROGRAM / packs_of_program(self.leading, rows * chunks.keys)
             return padded + tiles * (program + _PER_PACK + _PER_ROW * rows + products)
         programs = math.prod(max(each) * len(each) for each in boxes)
-        # Along the dimension that chunks cut, keys after the last one that a tile sees are skipped.
+        # Along the dimension that chunks cut, keys after the last visible key of a tile are skipped.
         visited = 1.0
         for dim, (each, extent) in enumerate(zip(spans, box, strict=True)):
             whole = [-(-span // extent) * extent for span in each]
@@ -201,7 +201,7 @@ class _Model:
         return padded + steps + tiles * _ROW * rows
 
     def _padding(self, q_tile: Shape) -> float:
-        """Return the bundles of XLA that pad queries to whole tiles, and keys and values to where boxes begin."""
+        """Return the bundles with which XLA pads queries to whole tiles, and keys and values to the starts of boxes."""
         own = math.prod(axis.query_extent // axis.dilation for axis in self.axes)
         others = math.prod(axis.kv_extent // axis.dilation for axis in self.axes)
         groups, queries, keys = 1, 1, 1
@@ -240,7 +240,7 @@ class _Model:
 
 
 def _boxes(hull: Sequence[int], steps: Sequence[int], most: int) -> Iterator[Shape]:
-    """Yield boxes of at most so many keys, the largest first: parts of a hull along the first dimensions."""
+    """Yield boxes of at most ``most`` keys, the largest first: parts of a hull along the first dimensions."""
     box = [*hull]
     for dim, step in enumerate(steps):
         for count in range(1, hull[dim] // step + 1):
