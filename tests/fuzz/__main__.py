@@ -9,7 +9,7 @@ from .supervisor import Rejected, Supervisor
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; its exit status."""
+    """Run the command and return its exit status."""
     options = parse(arguments)
     try:
         totals = Supervisor(options).run()

@@ -25,7 +25,7 @@ CANCELLATION, CANCELLATION_OF_SCALED_INPUTS = 0.05, 0.5
 #: second time. With SLACK and the float16 bound this is half a unit in the last place of every term. Half-precision
 #: outputs are rounded by as much in any case, but independently per element, so that errors average out in wide heads.
 CANCELLATION_OF_HALVES = 0.25
-#: Roundings of a logit, relative to the sum of its terms' magnitudes.
+#: Number of roundings of a logit, each relative to the sum of its terms' magnitudes.
 LOGIT_ROUNDINGS = 8
 SMALLEST_FLOAT16, LARGEST_FLOAT16 = 2.0**-24, 6e4
 #: Compilers and kernels flush smaller numbers to zero, including computation in bfloat16.
@@ -84,7 +84,7 @@ def expectation(problem: Fuzzed) -> Expectation:
 def excesses(
     problem: Fuzzed, expectation: Expectation, outputs: tuple[Any, Any], gradients: oracle.Tensors
 ) -> list[Excess]:
-    """The results that are too far from the oracle's, or not numbers."""
+    """Return the results that are too far from the oracle's, or NaN."""
     operands, expected = expectation
     scale = problem.case.actual_scale if operands.scale is None else operands.scale
     steepness = float(np.abs(scale).max()) * _steepest(operands) + sum(
@@ -151,7 +151,7 @@ def _excess(
     comparable = np.isfinite(reference)
     if problem.dtype == "float16" and name != "lse":
         comparable &= np.abs(reference) < LARGEST_FLOAT16
-    # The logsumexp of no key at all is -inf.
+    # Without any key, the logsumexp is -inf.
     is_same = (result == reference) | comparable
     if not is_same.all() and name == "lse":
         return Excess(name, np.inf, np.inf, 0)
@@ -176,7 +176,7 @@ def _excess(
             allowed += OF_E4M3_WEIGHTS * float(np.linalg.norm(spread))
     if needs_gpu and name.startswith("d_") and max(map(_largest, operands[6:])) >= LARGE_LOGIT:
         allowed += SLACK * OF_WEIGHTS_OF_LARGE_LOGITS * terms
-    # Numbers below the smallest of a type become zero in results, weights and gradients.
+    # Numbers below the smallest one of the type are flushed to zero in results, weights and gradients.
     largest = max(*map(_largest, operands[:6]), *(_largest(each, oracle.TIED) for each in operands[6:]))
     tokens = max(operands.query[0, ..., 0, 0].size, operands.key[0, ..., 0, 0].size)
     smallest = SMALLEST.get(problem.dtype, SMALLEST_FLOAT32)
@@ -199,7 +199,7 @@ def _largest_logit(problem: Fuzzed, operands: oracle.Tensors) -> float:
 
 
 def _as_columns_of_float16(problem: Fuzzed, operands: oracle.Tensors) -> oracle.Tensors:
-    """The operands with the biases and sinks that columns of float16 have room for."""
+    """Return the operands with biases and sinks clipped to the range of float16 columns."""
     if not (problem.has_columns and problem.dtype == "float16"):
         return operands
 
@@ -218,7 +218,7 @@ def _as_columns_of_float16(problem: Fuzzed, operands: oracle.Tensors) -> oracle.
 
 
 def _largest(array: np.ndarray | None, below: float = math.inf) -> float:
-    """The largest magnitude below a limit, except numbers that hide keys."""
+    """Return the largest magnitude below a limit, ignoring numbers that hide keys."""
     if array is None:
         return 0.0
     magnitudes = np.abs(oracle.with_hidden(array))
@@ -226,7 +226,7 @@ def _largest(array: np.ndarray | None, below: float = math.inf) -> float:
 
 
 def _steepest(operands: oracle.Tensors) -> float:
-    """The largest sum of magnitudes among all products of a query and a key, or a little more."""
+    """Return an upper bound of the sums of magnitudes in query/key products."""
     largest = [
         np.linalg.norm(array.astype(np.float64), axis=-1).max(initial=0)
         for array in (operands.query, operands.key, operands.additional_keys)

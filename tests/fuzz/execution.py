@@ -1,4 +1,4 @@
-"""Running fuzzed problems: several in one compiled program, whose results begin as NaN."""
+"""Run fuzzed problems: several in one compiled program, whose result buffers are initialized with NaN."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def run(problems: Sequence[Fuzzed]) -> list[Results]:
 
 
 def run_both(problems: Sequence[Fuzzed]) -> tuple[list[Results], list[Results]]:
-    """Both passes of each problem, as NumPy arrays: with finite inputs, and with all that they may have.
+    """Run both passes of each problem with finite inputs and with its spoiled inputs; return NumPy arrays.
 
-    The memory of the results is given to the program full of NaN, so that elements which a kernel forgets are seen.
+    Result buffers are donated full of NaN, so that elements which a kernel does not write are detected.
     """
     is_double = any(problem.dtype == "float64" for problem in problems)
     with jax.enable_x64(is_double):
@@ -122,7 +122,7 @@ def run_both(problems: Sequence[Fuzzed]) -> tuple[list[Results], list[Results]]:
 
 
 def _arguments(problems: Sequence[Fuzzed], inputs: Callable[[Fuzzed], Inputs]) -> list[Any]:
-    """Inputs and origins of each problem on the device; problems share theirs."""
+    """Return inputs and origins of each problem on the device; problems with equal inputs share arrays."""
     shared: dict[Any, Any] = {}
     for problem in problems:
         if inputs_of(problem) not in shared:
@@ -173,7 +173,7 @@ def _direct(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: jax.Ar
         return found, arrays if takes_shared else of_each_head(arrays)
 
     def of_entries(shared: jax.Array | None) -> jax.Array | None:
-        """A copy for each batch entry in some problems, as mapped calls have it."""
+        """Repeat an operand per batch entry in some problems, as in vmapped calls."""
         if shared is None or problem.seed % 4 != 0:
             return shared
         return jnp.broadcast_to(shared, (problem.batch, *shared.shape[1:]))

@@ -14,7 +14,7 @@ from tests.support.families import Family
 from .problem import MANY_KEYS, SPOILED_BIASES, Fuzzed, draw, draw_where
 from .rings import kernels_with_rings, ring_pairs
 
-#: Features of problems with windows of many keys, and how the names of kernels begin that have a ring then.
+#: Features of problems with large windows, and the name prefixes of their ring kernels.
 RINGS: Mapping[str, str] = {
     "ring": "",
     "forward_ring": "forward",
@@ -52,10 +52,10 @@ def has_ring(problem: Fuzzed, kernel: str) -> bool:
     return any(name.startswith(kernel) for name in found)
 
 
-#: Feature of problems with spoiled numbers in what is added to logits.
+#: Feature of problems with spoiled numbers in operands that are added to logits.
 SPOILED_BIAS = "spoiled_bias"
 
-#: Sequences of problems, one behind the other, in which a problem with a feature is looked for.
+#: Distance of the problem numbers that are tried to find a feature, and the maximum number of attempts.
 _APART = 2**32
 _MOST_ATTEMPTS = 4000
 

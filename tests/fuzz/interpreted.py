@@ -1,6 +1,6 @@
 """``python -m tests.fuzz.interpreted``: random problems on the TPU kernels, in Pallas's interpreter.
 
-Races between copies and computations are found, memory is full of NaN until it is written to, and outputs, logsumexp
+The interpreter detects races between copies and computations, memory is NaN until it is written, and outputs, logsumexp
 and all gradients are compared with the oracle. Direct calls: any tiles, and parts of layouts. Interpreting is slow, so
 that problems are small and have few programs.
 """
@@ -48,7 +48,7 @@ def _draw_heads(rng: np.random.Generator) -> tuple[int, int, Sequence[int]]:
 
 
 def _draw_tiles(problem: Fuzzed, rng: np.random.Generator) -> dict[str, Any]:
-    """Tiles of both passes, of any shape that the kernels take."""
+    """Draw tiles of both passes, of any shape that the kernels support."""
     described = problem.description()
     tiles: dict[str, Any] = {}
     for pass_ in PASSES:
@@ -66,7 +66,7 @@ def _size(plan: Plan, operands: Operands) -> float:
 
 @contextlib.contextmanager
 def _interpreting(problem: Fuzzed) -> Iterator[None]:
-    """Find races, and cut the boxes of a problem into small chunks of keys, as its seed selects."""
+    """Detect races, with boxes split into chunks of keys whose size the problem's seed selects."""
     keys = CHUNKS[problem.seed % len(CHUNKS)]
     with pytest.MonkeyPatch.context() as patch, interpreted_tpu.finding_races():
         if keys is not None:

@@ -1,6 +1,6 @@
 """``python -m tests.fuzz.interpreted_blackwell``: random problems on the Blackwell kernels, in JAX's interpreter.
 
-Races between copies, products and threads are found, memory is full of NaN until it is written to, and output,
+The interpreter detects races between copies, products and threads, memory is NaN until it is written, and output,
 logsumexp and all gradients are compared with the oracle. Direct calls: parts of layouts, scales of each head, and
 blocks that take several work items. Interpreting is slow, so that problems are small and have few work items.
 """
@@ -57,7 +57,7 @@ def _size(plan: Plan, operands: Operands) -> float:
 
 @contextlib.contextmanager
 def _interpreting(problem: Fuzzed) -> Iterator[None]:
-    """Find races, with the number of blocks that the seed of a problem selects."""
+    """Detect races, with the number of blocks that the problem's seed selects."""
     with interpreting(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(_blackwell_call, "MULTIPROCESSORS", BLOCKS[problem.seed % len(BLOCKS)])
         yield

@@ -1,4 +1,4 @@
-"""Random problems on kernels in an interpreter of Pallas, one after the other; small ones: interpreting is slow."""
+"""Run random problems sequentially in a Pallas interpreter. They are small, because interpreting is slow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .accuracy import excesses, expectation
 from .execution import both_passes
 from .problem import Fuzzed, _factor, _range
 
-#: Tiles that are drawn for a problem before another problem is.
+#: Number of tiles to try for a problem before drawing another problem.
 _TILES = 8
 
 
@@ -33,8 +33,8 @@ class Kernels:
     """Kernels in an interpreter, called directly.
 
     Attributes:
-        family: Their family.
-        tokens: The most tokens of a problem.
+        family: Family of the kernels.
+        tokens: Maximum number of tokens of a problem.
         draw_heads: Draws query heads, key/value heads, and their two widths.
         draw_tiles: Draws tiles of both passes, and other fields of ``Performance``.
         size: The number of programs of a plan with given operands, relative to the most that is interpreted.
@@ -49,7 +49,7 @@ class Kernels:
     interpreting: Callable[[Fuzzed], contextlib.AbstractContextManager[None]]
 
     def draw(self, seed: int, number: int) -> Fuzzed:
-        """The problem with a number in the sequence that a seed stands for."""
+        """Draw problem ``number`` of a seed's sequence."""
         rng = np.random.default_rng([seed, number])
         while True:
             problem = self._drawn(rng)
@@ -95,7 +95,7 @@ class Kernels:
         def count(origins: Any) -> None:
             found.extend(self.size(plans[pass_], Operands(inputs, origins)) for pass_ in PASSES)
 
-        jax.eval_shape(count, problem.origins())  # tables of parts of layouts would be computed
+        jax.eval_shape(count, problem.origins())  # otherwise tables for parts of layouts would be computed
         return max(found)
 
     def complaints(self, problem: Fuzzed) -> list[str]:
@@ -103,15 +103,15 @@ class Kernels:
         try:
             with self.interpreting(problem):
                 arguments = jax.tree.map(jax.numpy.asarray, problem.inputs())
-                # Compile all operations together, quickly: compiling each would be most of a problem's time.
+                # Compile all operations as one program: compiling each would take most of a problem's time.
                 compiled = jax.jit(both_passes(problem), compiler_options=QUICK_COMPILATION)
                 outputs, gradients = jax.tree.map(np.asarray, compiled(arguments, problem.origins()))
-        except Exception as error:  # whatever the interpreter has to say
+        except Exception as error:  # any error of the interpreter
             return [f"{type(error).__name__}: {str(error)[-2000:]}"]
         return [str(excess) for excess in excesses(problem, expectation(problem), outputs, gradients)]
 
     def main(self, module: str, description: str | None, arguments: Sequence[str] | None = None) -> int:
-        """Run problems as the command line of ``python -m module`` says; the exit status."""
+        """Run problems as the command line selects and return the exit status."""
         parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
         parser.add_argument("--problems", type=int, default=10**9, help="stop after so many")
         parser.add_argument("--minutes", type=float, default=1.0, help="how long (default 1)")

@@ -85,7 +85,7 @@ def parse(arguments: list[str] | None = None) -> Options:
         minutes=minutes,
         workers=found.workers,
         is_direct=found.direct,
-        # Compiling plain JAX takes long, together or not; calls of native kernels share what compiling costs.
+        # Compile time of plain JAX grows with the number of problems; native kernel calls share a fixed compile time.
         at_once=found.at_once or (32 if found.direct else 2 if family.target is None else 8),
         variants=4 if found.direct else 1,
         output=found.output_dir,

@@ -9,7 +9,7 @@ import numpy as np
 from tests.support.families import Family
 from tests.support.problems import Case
 
-#: Most queries of a problem on a finer grid.
+#: Maximum number of queries of an upsampled problem.
 _MOST_QUERIES = 700
 
 

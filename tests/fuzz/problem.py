@@ -45,9 +45,9 @@ SPOILED_BATCHES, SPOILED_BATCHES_OF_GPUS, SPOILED_HEADS = (2, 3, 5), (3, 12, 40,
 FEW_TOKENS, MANY_ITEMS = 64, (600, 1700)
 #: Fraction of problems with large windows, of these with a bias, and of these with ring tiles if there are any.
 MANY_KEYS, BIASED_BESIDE_MANY_KEYS, RING_TILES = 0.03, 0.15, 0.85
-#: Share of problems with spoiled numbers in what is added to logits, if there is anything.
+#: Fraction of problems with spoiled numbers in operands added to logits, if a problem has such operands.
 SPOILED_BIASES = 0.15
-#: Operands that each batch entry has its own of.
+#: Operands with a batch dimension.
 OF_ENTRIES = ("query", "key", "value", "additional_keys", "additional_values", "key_bias")
 
 
@@ -129,7 +129,7 @@ class Fuzzed:
         return inputs if self.spoiled is None else self.spoiled.apply(inputs, as_drawn=self.is_compared_with_oracle)
 
     def spoiled_inputs(self) -> Inputs:
-        """Inputs with the numbers that are not finite."""
+        """Return the inputs with the spoiled numbers."""
         inputs = self._drawn_inputs()
         return self._copied(inputs if self.spoiled is None else self.spoiled.apply(inputs))
 
@@ -179,7 +179,7 @@ class Fuzzed:
         return operands, (d_out[own], d_lse[own])
 
     def broken_rows(self) -> np.ndarray:
-        """The queries that see a number that is not finite in what is added to logits, ``[batch, *queries, heads]``."""
+        """Return the queries whose added logits include a non-finite number, ``[batch, *queries, heads]``."""
         assert self.spoiled is not None
         operands, _ = self.spoiled.apply(self._drawn_inputs())
         shape = operands.query.shape[:-1]
@@ -235,7 +235,7 @@ class Fuzzed:
         return {**tiles, **factors}
 
     def description(self) -> Problem:
-        """The whole problem, as backends see it."""
+        """Return the whole problem as backends take it."""
         case = self.case
         facts: dict[str, Any] = {"batch": self.batch, "dtype": self.dtype}
         facts |= {name: getattr(case, name) for name in ("heads", "heads_kv", "head_dim", "head_dim_v", "scale")}
@@ -250,7 +250,7 @@ class Fuzzed:
 
 
 def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_direct: bool) -> Fuzzed:
-    """The problem with a number in the sequence that a seed stands for."""
+    """Draw problem ``number`` of a seed's sequence."""
     found = draw_where(family, operators, seed, number, is_direct, lambda problem: True)
     assert found is not None
     return found
@@ -268,9 +268,8 @@ def draw_where(
 ) -> Fuzzed | None:
     """Draw a problem and return it if ``is_wanted`` accepts it, otherwise ``None``.
 
-    ``is_wanted`` gets the problem without tiles, which take the most time to draw. A fraction of the problems for GPUs
-    has
-    windows of many keys.
+    ``is_wanted`` gets the problem without tiles, which take the most time to draw. Some problems for GPUs
+    have windows of many keys.
     """
     rng = np.random.default_rng([seed, number])
     case = random_case(int(rng.integers(2**31)), tokens=LARGE if rng.random() < 0.08 else None)
@@ -290,7 +289,7 @@ def draw_where(
     case = _with_logit_terms(np.random.default_rng([seed, number, 1]), case, family)
     if has_many_keys and of_many_keys.random() > BIASED_BESIDE_MANY_KEYS:
         case = dataclasses.replace(case, **_NO_BIASES)
-    if is_direct and "sinks" not in family.capabilities.takes:  # these are the operators' own
+    if is_direct and "sinks" not in family.capabilities.takes:  # elsewhere the operators apply sinks, not the kernels
         case = dataclasses.replace(case, sinks=False)
     if is_direct and case.additional:
         case = dataclasses.replace(case, fused=True)
@@ -301,7 +300,7 @@ def draw_where(
         copies = 1
     problem = Fuzzed(
         family=family.name,
-        case=(case.fitted(family) if is_direct else case).with_edges_of(family),  # operators widen heads themselves
+        case=(case.fitted(family) if is_direct else case).with_edges_of(family),  # operators pad head dimensions
         dtype=str(rng.choice(family.dtypes)),
         seed=int(rng.integers(2**31)),
         query_factor=_factor(rng),
@@ -335,24 +334,24 @@ def draw_where(
 
 
 def _with_spoiled_bias(rng: np.random.Generator, problem: Fuzzed, share: float) -> Fuzzed:
-    """The problem, perhaps with spoiled numbers in what is added to its logits, or in its scales."""
+    """Return the problem, possibly with spoiled numbers in operands added to its logits, or in its scales."""
     case = problem.case
     are_there = case.relative_bias, case.key_bias is not None, case.sinks, case.scales is not None
     names = [name for name, is_there in zip(ADDED, are_there, strict=True) if is_there]
     if problem.is_float8 or not names or rng.random() > share:
         return problem
     spoiled = Spoiled.draw(rng, names)
-    if problem.is_direct and spoiled.name == "sinks":  # passes have them in float32
+    if problem.is_direct and spoiled.name == "sinks":  # passes take float32 sinks
         spoiled = dataclasses.replace(spoiled, is_narrow=False)
     if spoiled.number in TIED:
-        # So that products are smaller than half a unit in the last place of the bias.
+        # With the default scale, products are smaller than half a unit in the last place of the bias.
         case = dataclasses.replace(case, scale=None, scales=None)
         problem = dataclasses.replace(problem, case=case, query_factor=min(problem.query_factor, 1.0))
     return dataclasses.replace(problem, copies=1, spoiled=spoiled)
 
 
 def _in_8_bits(rng: np.random.Generator, problem: Fuzzed, family: Family) -> Fuzzed:
-    """The problem, perhaps of 8-bit arrays with factors."""
+    """Return the problem, possibly with 8-bit arrays and scale factors."""
     if rng.random() > 0.2 or problem.copies > 1 or (family.rounds_weights and problem.case.key_bias is not None):
         return problem
     has_blocks = problem.case.additional == 0 and not family.rounds_weights
@@ -365,7 +364,7 @@ def _in_8_bits(rng: np.random.Generator, problem: Fuzzed, family: Family) -> Fuz
 
 
 def _with_logit_terms(rng: np.random.Generator, case: Case, family: Family) -> Case:
-    """The problem, perhaps with biases that the family adds to logits, and with sinks, which all have."""
+    """Return the problem, possibly with biases that the family supports, and with sinks."""
     biases = family.capabilities.takes
     return dataclasses.replace(
         case,
@@ -424,13 +423,13 @@ def _spoiled(rng: np.random.Generator, case: Case, needs_gpu: bool) -> tuple[Cas
 
 
 def variants(problem: Fuzzed, count: int) -> list[Fuzzed]:
-    """The problem, run in several ways."""
+    """Return the problem with several random ways to run it."""
     found = (with_tiles(problem, np.random.default_rng([problem.seed, i])) for i in range(1, count))
     return [problem, *(each or problem for each in found)]
 
 
 def with_tiles(problem: Fuzzed, rng: np.random.Generator) -> Fuzzed | None:
-    """The problem, run in a random way; ``None`` where kernels are called themselves and none found goes around."""
+    """Return the problem with random tiles; ``None`` if a direct call needs wrap support and no drawn tiles have it."""
     if not _goes_around_directly(problem):
         return _with_any_tiles(problem, rng)
     found = (_with_any_tiles(problem, rng) for _ in range(_MOST_DRAWS))
@@ -498,9 +497,9 @@ def _tile_pair(problem: Fuzzed, backend: Backend, pass_: Pass, rng: np.random.Ge
 
 @functools.lru_cache(maxsize=16)
 def _pairs_by_size(backend: Backend, problem: Problem, device: Device, pass_: Pass) -> list[list[TilePair]]:
-    """The tiles that a backend lists, by their sizes: these select kernels, and each is to be as likely as another.
+    """Group the tiles that a backend lists by size: sizes select kernels, and all should be equally likely.
 
-    Thousands, and a problem may be drawn with many of them before one is right.
+    Cached: there are thousands, and a problem may try many of them.
     """
     by_size: dict[tuple[int, ...], list[TilePair]] = {}
     for pair in backend.tile_pairs(problem, device, pass_):

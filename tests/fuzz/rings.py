@@ -65,7 +65,7 @@ def with_many_keys(rng: np.random.Generator, case: Case) -> tuple[Case, int]:
 def kernels_with_rings(
     backend: Backend, problem: Problem, device: Device, pass_: Pass, pair: TilePair
 ) -> tuple[str, ...]:
-    """The kernels of a pass that have a ring with given tiles."""
+    """Return the kernels of a pass that have a ring with given tiles."""
     found = small_windows.estimate(backend.family, problem, pass_, pair, device.compute_capability)
     return () if found is None else tuple(each.kernel for each in found.launches if "with a ring" in each.kernel)
 
@@ -73,7 +73,7 @@ def kernels_with_rings(
 def ring_pairs(
     backend: Backend, problem: Problem, device: Device, pass_: Pass
 ) -> dict[tuple[str, ...], list[TilePair]]:
-    """Tiles with which kernels of a pass have a ring, by these."""
+    """Return the tiles for which kernels of a pass have a ring, by kernels."""
     found: dict[tuple[str, ...], list[TilePair]] = {}
     for pair, _ in small_windows.ranked(backend.family, problem, pass_, device.compute_capability):
         kernels = kernels_with_rings(backend, problem, device, pass_, pair)

@@ -1,4 +1,4 @@
-"""Batches of problems, drawn in the process that runs them: which tiles there are depends on its device."""
+"""Batches of problems, drawn in the process that runs them, because available tiles depend on its device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .problem import Fuzzed, draw, variants
 
 
 def problems_of(options: Options, batch: int) -> list[tuple[int, Fuzzed]]:
-    """The problems of a batch, with their numbers."""
+    """Return the problems of a batch with their numbers."""
     family = family_named(options.family)
     first, end = batch * options.at_once, (batch + 1) * options.at_once
     if options.problems is not None:
@@ -31,10 +31,10 @@ def problems_of(options: Options, batch: int) -> list[tuple[int, Fuzzed]]:
 
 
 def rejection(options: Options) -> str | None:
-    """Why the backend cannot run here; ``None`` if it can.
+    """Return the reason why the backend cannot run here, or ``None`` if it can.
 
     Raises:
-        RuntimeError: The device computes nothing from the start, which no problem is to blame for.
+        RuntimeError: The device does not compute even before the first problem.
     """
     family = family_named(options.family)
     operator = options.operators[0]

@@ -1,4 +1,4 @@
-"""The fuzzing session: worker processes run the problems and are replaced if a kernel takes them down."""
+"""The fuzzing session: worker processes run the problems and are replaced if a kernel crashes them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .reproducer import program_of, simplest
 from .session import problems_of, rejection
 
 PROGRESS_SECONDS = 10
-#: Longer than any batch takes to compile and run, or a problem to be made simpler.
+#: Timeout, longer than any batch takes to compile and run, and any problem to be simplified.
 SILENCE_SECONDS = 300
-#: Failures of a worker that are made simpler; later ones are reported as they are.
+#: Maximum number of failures per worker that are simplified; later failures are reported unchanged.
 MOST_SIMPLIFIED = 3
 _SPAWN = multiprocessing.get_context("spawn")
 
@@ -95,7 +95,7 @@ class Supervisor:
         self._is_over = False
 
     def run(self) -> Totals:
-        """Fuzz until the problems or the time are used up.
+        """Fuzz until the number of problems or the time limit is reached.
 
         Raises:
             Rejected: The backend cannot run here.

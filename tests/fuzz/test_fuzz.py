@@ -59,7 +59,7 @@ def test_command_finds_nothing_in_kernels_that_are_right(arguments: tuple[str, .
     assert not list(tmp_path.iterdir())
 
 
-#: A defect of causal problems, planted where every process begins.
+#: A defect of causal problems, planted at the start of every process.
 PLANTED = """
 import os, signal
 import jax
@@ -90,14 +90,14 @@ cpu.CpuBackend.forward = planted
     ids=["kills", "loses the device", "is wrong, and its simpler forms lose the device"],
 )
 def test_command_survives_and_names_the_problem(defect: str, what: str, tmp_path: Path) -> None:
-    """The kernels' call kills the process, or the device computes nothing afterwards, as after an illegal address."""
+    """The kernel call kills the process, or breaks the device like an illegal address."""
     (tmp_path / "sitecustomize.py").write_text(PLANTED.replace("DEFECT", defect))
     output = tmp_path / "found"
     arguments = ["--backend", "cpu-fna", "--problems", "4", "--at-once", "2", "--output-dir", str(output)]
     finished = run_command(*arguments, before=str(tmp_path))
     numbered = [each for batch in range(2) for each in problems_of(parse(arguments), batch)]
     causal = [number for number, problem in numbered if any(problem.case.causal)]
-    assert 0 < len(causal) < 4 and causal[0] < 2  # others of its batch, and the other batch, follow
+    assert 0 < len(causal) < 4 and causal[0] < 2  # the rest of its batch, and the other batch, still run
     assert finished.returncode == 1, finished.stderr
     assert finished.stdout.splitlines()[-1] == f"4 problems, {len(causal)} bad", finished.stdout
     assert sorted(int(n) for n in re.findall(rf"BAD problem (\d+): {what}", finished.stdout)) == causal

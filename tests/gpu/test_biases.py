@@ -33,10 +33,10 @@ _OF_EACH_TYPE = [pytest.param(family, dtype, id=f"{family.name}-{dtype}") for fa
 
 _HALVES = ("bfloat16", "float16")
 
-#: Random problems of each kind of bias, and of one program.
+#: Number of random problems for each kind of bias, and per compiled program.
 _RANDOM_PROBLEMS, _AT_ONCE = 96, 32
 
-#: Logits that have a bias are larger, and so the errors of weights: how many times the bound they may be.
+#: Factor of the error bound: biases increase logits, and therefore errors of weights.
 _SLACK = 1.5
 
 
@@ -186,7 +186,7 @@ _WINDOWS = {
     "whole line of a volume": windows((1, 1, 4), (1, 1, 4), 1, 64),
     "slice of a volume": windows((1, 12, 9), (1, 3, 5)),
     "column of an image": windows((40, 1), (7, 1)),
-    # More batch entries and heads than CTAs fit on a GPU: a CTA that has all gradients of a layout goes over several of
+    # More batch entries and heads than CTAs fit on a GPU: a CTA that has all gradients of a layout processes several of
     # one head, and the last one over fewer.
     "many whole layouts": windows((7, 7), (7, 7), 16, batch=67),
     "many wide whole layouts": windows((4, 6), (3, 5), 3, 64, batch=501),
@@ -208,7 +208,7 @@ def test_relative_biases_in_kernels_for_small_windows(dtype: str) -> None:
 
 
 def _with_key_biases(number: int, case: Case) -> Case:
-    """The problem with biases of keys in place of a table."""
+    """Return the problem with key biases instead of a relative bias table."""
     kind, hidden = ("tokens", "heads")[number % 2], (0.0, 0.3, 0.7)[number % 3]
     return dataclasses.replace(case, relative_bias=False, key_bias=kind, hidden=hidden)
 
@@ -325,11 +325,11 @@ def test_what_kernels_do_not_add_is_said() -> None:
         assert cutlass().backend.rejection(problem, device, pass_) is None
 
 
-# Gradients of sinks on NVIDIA GPUs, however kernels for small windows come by them.
+# Gradients of sinks on NVIDIA GPUs, in every form of the small-window kernels.
 
 
 SINK_CASES = {
-    # The kernel of key and value gradients adds up what tiles of queries wrote.
+    # The key/value gradient kernel sums the partial results of query tiles.
     "regions": windows((40, 56), (7, 7), 3, batch=2),
     "regions that are not full": windows((37, 19), (5, 5), 2, 64, batch=3),
     "dilation groups of unlike lengths": windows((33, 50), (7, 5), dilation=(4, 3)),
@@ -387,13 +387,13 @@ def test_sinks_of_each_entry_of_a_mapped_call(layout: tuple[int, int]) -> None:
 
     together = np.asarray(jax.jit(jax.vmap(gradient))(query, sinks))
     alone = np.stack([np.asarray(jax.jit(gradient)(*each)) for each in zip(query, sinks, strict=True)])
-    np.testing.assert_allclose(together, alone, rtol=2e-3, atol=1e-3)  # outputs may be rounded elsewhere
+    np.testing.assert_allclose(together, alone, rtol=2e-3, atol=1e-3)  # outputs may be rounded at other points
 
 
 @pytest.mark.parametrize("head_dim", [32, 64])
 @pytest.mark.parametrize("dtype", _HALVES)
 def test_scales_and_sinks_of_more_items_than_a_warp_has_lanes(dtype: str, head_dim: int) -> None:
-    """A CTA then goes over more heads and batch entries than it holds the scales and sinks of at a time."""
+    """A CTA processes more heads and batch entries than the number of scales and sinks it holds at a time."""
     batch, heads = 4096, 12
     query = jax.random.normal(jax.random.key(0), (batch, 7, 7, heads, head_dim), jnp.dtype(dtype))
     scale = jnp.linspace(0.05, 0.4, heads)

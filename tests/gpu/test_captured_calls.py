@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 FAMILIES = ("cutlass", "hopper")
 REPEATS = 5
-#: Turns every sequence of kernels into a CUDA graph, however short.
+#: Turns every sequence of kernels into a CUDA graph, including short ones.
 COMMAND_BUFFERS: dict[str, Any] = {
     "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL",
     "xla_gpu_graph_min_graph_size": 1,
@@ -35,7 +35,7 @@ COMMAND_BUFFERS: dict[str, Any] = {
 
 
 def graph_launches(run: Any) -> int:
-    """The number of CUDA graphs that a function launches, from a trace of the driver's calls."""
+    """Return the number of CUDA graphs that a function launches, from a trace of driver calls."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(run())
@@ -50,7 +50,7 @@ def case_of(layout: Shape, kernel_size: Shape, head_dim: int = 64, **terms: Any)
 
 SMALL, LARGE = (7, 7), (21, 25)
 BIASED: dict[str, Any] = {"key_bias": "tokens", "sinks": True}
-#: Problems, whether batch entries have extents, and the backends that support both.
+#: Problems, True if batch entries have extents, and the backends that support both.
 PROGRAMS: dict[str, tuple[Case, bool, tuple[str, ...]]] = {
     "small windows": (case_of((33, 47), SMALL), False, FAMILIES),
     "small windows with every operand": (

@@ -85,7 +85,7 @@ def check_large_arrays(
     "problem", [(1, (264_001,), 64, (9,), (2,)), (5, (33, 70, 64), 23, (3, 4, 5), (1, 3, 2))], ids=["1d", "3d"]
 )
 def test_arrays_of_more_than_2_31_elements(problem: tuple[Any, ...]) -> None:
-    """Runs in a separate process: JAX never returns GPU memory, and other test processes would run out of it."""
+    """Runs in a separate process: memory of a test process is not returned, and other processes would lack it."""
     batch, layout, heads, *_ = problem
     elements = batch * math.prod(layout) * heads * 128
     assert elements > 2**31
@@ -171,11 +171,13 @@ def test_the_reduction_may_be_left_to_xla() -> None:
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_gradients_are_the_same_in_every_run(case: Case, is_deterministic: bool) -> None:
     case = dataclasses.replace(case, batch=2, heads=6, heads_kv=3, head_dim=128, head_dim_v=72)
-    names = ("query", "key", "value")[0 if is_deterministic else 1 :]  # key and value gradients are in any case
+    names = ("query", "key", "value")[
+        0 if is_deterministic else 1 :
+    ]  # key and value gradients are always deterministic
     check_gradients_repeat(case, "hopper-fna", names, backward_deterministic=is_deterministic)
 
 
-# The Hopper kernels for 8-bit arrays: against float64 of the numbers that the 8 bits are.
+# The Hopper kernels for 8-bit arrays, compared with float64 computation from the decoded numbers.
 
 
 E4M3 = "float8_e4m3fn"
@@ -238,7 +240,7 @@ def drawn(seed: int, *shape: int) -> jax.Array:
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_sums_over_many_keys_lose_nothing(head_dim: int) -> None:
-    """Weights that are much the same and values of one sign: 13 bits would lose a third of such sums."""
+    """Weights are nearly equal and values have one sign: 13 bits would lose a third of such sums."""
     keys = 131_072
     query, key = ((0.5 * drawn(i, 1, n, 1, head_dim)).astype(E4M3) for i, n in enumerate((128, keys)))
     value = jnp.ones((1, keys, 1, head_dim), E4M3)
@@ -247,7 +249,7 @@ def test_sums_over_many_keys_lose_nothing(head_dim: int) -> None:
 
 
 def test_weights_do_not_saturate_where_logits_keep_rising() -> None:
-    """Each tile of keys has logits that are larger than those before, by less and by more than a factor of two."""
+    """Logits increase from key tile to key tile, by less and by more than a factor of two."""
     tokens = 2048
     steps = jnp.linspace(0, 40, tokens).reshape(1, tokens, 1, 1)
     query = jnp.ones((1, 128, 1, 64), E4M3)

@@ -13,7 +13,7 @@ from tests.support.families import Family
 from tests.support.kernel_forms import FORMS, Form, run
 from tests.support.problems import check
 
-# Every form of the GPU kernels runs, with one scale and with scales of heads, and the results of both agree.
+# Every form of the GPU kernels runs with a single scale and with per-head scales, and both results agree.
 
 
 pytestmark = pytest.mark.gpu
@@ -51,7 +51,7 @@ def test_lanes_of_ring_kernels_stay_together() -> None:
     assert [name for name, branches in kernels.items() if branches] == []
 
 
-# Plain JAX on a GPU, where XLA compiles it in another way: some of what all its tests compute on the host.
+# Plain JAX on a GPU, where XLA compiles it differently: a part of its CPU tests.
 
 
 CASES = {

@@ -74,7 +74,7 @@ def check_padded(
     head_dim: int,
     is_exact: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """Compare a call of padded layouts with a call for each layout: to the last bit, or nearly."""
+    """Compare a call of padded layouts with a call per layout: bitwise, or within a tolerance."""
     (height, width), (heads_of_queries, heads_kv) = extents.max(axis=0), heads
     y, x = np.indices((height, width))
     is_padding = np.stack([(y >= rows) | (x >= columns) for rows, columns in extents])
@@ -100,7 +100,7 @@ def check_padded(
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_padded_layouts_are_as_cropped_ones(kernels: str, head_dim: int) -> None:
-    """To the last bit, except for sums of query gradients that several tiles add to."""
+    """Bitwise, except for query gradients that several tiles accumulate."""
     extents = np.array([[33, 47], [29, 17], [18, 46], [16, 27]])
     check_padded(KERNELS[kernels], extents, (4, 4), head_dim, lambda name: name != "q" or "small" in kernels)
 
@@ -120,7 +120,7 @@ def test_short_layouts_are_as_cropped_ones(heads: tuple[int, int], tile: tuple[i
 @pytest.mark.parametrize("heads", [(1, 1), (6, 3)])
 @pytest.mark.parametrize("kernels", ["small", "small, dilated"])
 def test_entries_that_share_plans_are_as_alone(kernels: str, heads: tuple[int, int]) -> None:
-    """More entries than a block looks at, in any order, some of them alike and some with nothing that is real."""
+    """More entries than a block checks, in random order, some equal and some consisting only of padding."""
     different = np.array([[40, 44], [40, 23], [27, 44], [18, 9], [17, 9], [0, 44]])
     extents = different[np.random.default_rng(0).integers(len(different), size=70)]
     check_padded(KERNELS[kernels], extents, heads, 32)
@@ -172,12 +172,12 @@ def test_sequences_of_many_lengths(backend: str) -> None:
         assert np.linalg.norm(one - other) < 1e-2 * np.linalg.norm(other)
 
 
-# Windows that wrap in kernels for NVIDIA GPUs, against the oracle: seams anywhere in what a tile or region sees.
+# Windows that wrap in NVIDIA GPU kernels, compared with the oracle: seams anywhere in a tile's or region's keys.
 
 
 _HALVES = ("bfloat16", "float16")
 
-#: All wrap in some dimension.
+#: Windows that wrap in at least one dimension.
 AROUND = {
     "sequence": Case((300,), (40,), heads=2, heads_kv=2, head_dim=32, batch=2),
     "short sequence": Case((21,), (19,), heads=3, heads_kv=3, head_dim=64, batch=2),
@@ -212,7 +212,7 @@ def _case(name: str) -> Case:
 @pytest.mark.parametrize("kernels", ["cutlass", "hopper"])
 @pytest.mark.parametrize("name", AROUND)
 def test_windows_that_wrap(name: str, kernels: str) -> None:
-    """With the tiles that they have by default, and with others."""
+    """Tests default tiles and other tiles."""
     case = _case(name).fitted(family_named(kernels))
     problems = [each for dtype in _HALVES for each in variants(Fuzzed(kernels, case, dtype, 0), 2)]
     assert complaints(problems) == [[]] * len(problems)

@@ -29,7 +29,7 @@ from tests.support.problems import Case
 pytestmark = pytest.mark.gpu
 
 
-#: Borders on all sides, most ragged ones.
+#: Problems with borders on all sides, most with partial tiles.
 PROBLEMS = {
     "13x13": Case((37, 33), (13, 13), heads=8, heads_kv=8, head_dim=64),
     "13x13, narrow": Case((34, 41), (13, 13), heads=8, heads_kv=8, head_dim=32),
@@ -44,12 +44,12 @@ DTYPES = ["bfloat16", "float16"]
 #: Tables of relative biases, and biases of keys.
 KINDS = ["table", "tokens", "heads"]
 
-#: Batch entries, which are all alike: what differs between them depends on when it was computed.
+#: Number of equal batch entries: any difference between their results is a race.
 COPIES = 40
 
 
 def biased(name: str, kind: str) -> Case:
-    """A problem with one kind of bias."""
+    """Return a problem with one kind of bias."""
     is_table = kind == "table"
     return dataclasses.replace(PROBLEMS[name], relative_bias=is_table, key_bias=None if is_table else kind)
 
@@ -116,7 +116,7 @@ def drawn(case: Case, dtype: str, gain: float = 1.0) -> Biased:
 def both_passes(
     case: Case, tiles: tuple[TilePair, TilePair], arrays: Biased
 ) -> tuple[tuple[jax.Array, jax.Array], oracle.Tensors]:
-    """Outputs and logsumexp, and gradients, of ``COPIES`` copies of a batch entry, and the table that all have."""
+    """Return output, logsumexp and gradients of ``COPIES`` copies of a batch entry that share a table."""
     query, key, value, bias, *cotangents = (jnp.repeat(array, COPIES, 0) for array in arrays)
     operands = oracle.Tensors(query, key, value, key_bias=bias)
     if case.relative_bias:
@@ -190,7 +190,7 @@ def test_a_call_with_a_bias_is_reproducible(name: str, kind: str) -> None:
 
 
 def test_heads_have_scales_sinks_and_tables_of_their_own() -> None:
-    """With tables and scales of batch entries, a call equals calls of one entry each."""
+    """A call with per-entry tables and scales equals separate calls for each entry."""
     case = biased("13x13, narrow", "table")
     *arrays, table, cotangent, _ = drawn(case, "bfloat16")
     batch = 4
@@ -214,7 +214,7 @@ def test_heads_have_scales_sinks_and_tables_of_their_own() -> None:
 
 
 def test_what_hides_nothing_changes_nothing() -> None:
-    """Biases of zero give the bits of a call without any."""
+    """Zero biases give bitwise the results of a call without bias."""
     case = biased("13x13", "tokens")
     arrays, tiles = drawn(case, "bfloat16"), tiles_of(case, "bfloat16")
     results, _ = both_passes(case, tiles, arrays._replace(bias=jnp.zeros_like(arrays.bias)))
@@ -254,7 +254,7 @@ def plain_arrays(name: str, dtype: str, gain: float = 1.0) -> oracle.Tensors:
 
 
 def attend(name: str, operands: oracle.Tensors) -> tuple[jax.Array, jax.Array]:
-    """Output and logsumexp, by the fastest tiles that have a ring."""
+    """Return output and logsumexp, with the fastest tiles that have a ring."""
     case, query = PLAIN_PROBLEMS[name], operands.query
     problem = described(dataclasses.replace(case, batch=len(query)), query.dtype.name)
     found = kernels_by_tiles(problem, "forward")
@@ -289,7 +289,7 @@ def test_heads_have_scales_and_sinks_of_their_own(name: str, gain: float, dtype:
     case = PLAIN_PROBLEMS[name]
     operands = plain_arrays(name, dtype, gain)
     scales = case.actual_scale * jnp.linspace(0.5, 1.5, case.heads)
-    # Some weigh more than all keys, others next to nothing.
+    # Some sinks outweigh all keys, others have almost no weight.
     sinks = jnp.linspace(-20.0, 20.0, case.heads) * gain
     out, logsumexp = attend(name, operands._replace(scale=scales, sinks=sinks))
     for head in (0, case.heads // 2, case.heads - 1):
@@ -297,13 +297,13 @@ def test_heads_have_scales_and_sinks_of_their_own(name: str, gain: float, dtype:
         query, key, value = (np.asarray(array[3:4, ..., own, :]) for array in operands[:3])
         compared = oracle.Tensors(query, key, value, sinks=np.asarray(sinks[own]))
         exact = oracle.forward(compared, case.mask(), float(scales[head]))
-        # Beside a sink that weighs more, float16 outputs are too small to have all digits.
+        # If a sink outweighs the keys, float16 outputs become subnormal and lose precision.
         assert_close(out[3:4, ..., own, :], exact.out, BOUNDS[dtype], floor=1e-6)
         assert_close(logsumexp[3:4, ..., own], exact.lse, 2e-6)
 
 
 def gradient_tiles(case: Case, dtype: str) -> list[TilePair]:
-    """The fastest tiles of the backward pass for each set of kernels, one at least of which has a ring."""
+    """Return the fastest backward tiles for each set of kernels that includes a ring kernel."""
     found: dict[tuple[str, ...], TilePair] = {}
     for pair, kernels in kernels_by_tiles(described(case, dtype), "backward"):
         found.setdefault(kernels, pair)
@@ -336,7 +336,7 @@ def test_gradients_are_exact_to_rounding(name: str, dtype: str, gain: float) -> 
     case = PLAIN_PROBLEMS[name]
     arrays = plain_arrays(name, dtype, gain)
     cotangent = cotangent_of(arrays.query)
-    # Gradients of one batch entry are compared, and in it of one head of keys with the query heads that share it.
+    # Compare the gradients of one batch entry, for one key/value head and the query heads that share it.
     entry, group = slice(2, 3), case.heads // case.heads_kv
     of_keys = (entry, ..., slice(1, 2), slice(None))
     of_queries = (entry, ..., slice(group, 2 * group), slice(None))
@@ -347,7 +347,7 @@ def test_gradients_are_exact_to_rounding(name: str, dtype: str, gain: float) -> 
     for pair in gradient_tiles(case, dtype):
         found = plain_gradients(case, pair, cotangent, arrays)
         for gradient, own, expected in zip(found[:3], own_of, exact.gradients[:3], strict=True):
-            # Gradients of queries and keys are differences of what large logits leave of the softmax.
+            # Query and key gradients are small differences, because the softmax of large logits saturates.
             assert_close(gradient[own], expected, 3 * BOUNDS[dtype])
 
 

@@ -44,7 +44,7 @@ Cotangents = tuple[jax.Array, jax.Array]
 
 
 def expected(case: Case, operands: oracle.Tensors, cotangents: Cotangents) -> oracle.Reference:
-    """Both passes in float64, one batch entry after the other."""
+    """Run both passes in float64, one batch entry at a time."""
     alone = dataclasses.replace(case, batch=1)
     entries = [
         expected_of(alone, *jax.tree.map(lambda array, i=i: array[i : i + 1], (operands, cotangents)))
@@ -59,10 +59,10 @@ def error(found: Any, exact: Any) -> float:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("layout", [(11, 19), (40, 37)])  # of which a block holds one whole
+@pytest.mark.parametrize("layout", [(11, 19), (40, 37)])  # a block holds the whole first layout
 @pytest.mark.parametrize(("amplitude", "offset"), [(1.0, 0.0), (40.0, 0.0), (1000.0, 0.0), (1.0, 30.0), (1.0, -30.0)])
 def test_large_logits_lose_no_digits(dtype: str, amplitude: float, offset: float, layout: tuple[int, int]) -> None:
-    """Logits of either sign, whose weights neither element type could hold if they were relative to nothing."""
+    """Logits of either sign, whose exponentials overflow or underflow both element types without a shift."""
     shape = 1, *layout, 2, 32
     query = (draw(0, *shape, dtype=jnp.float32) * amplitude + offset).astype(dtype)
     key = (draw(1, *shape, dtype=jnp.float32) + (1.0 if offset else 0.0)).astype(dtype)
@@ -74,14 +74,14 @@ def test_large_logits_lose_no_digits(dtype: str, amplitude: float, offset: float
     assert error(logsumexp, reference.forward.lse) <= 2e-6
     assert error(out, reference.forward.out) <= BOUNDS[dtype]
     assert error(gradients.value, reference.gradients.value) <= BOUNDS[dtype]
-    # Gradients of queries and keys are differences of what large logits leave of the softmax.
+    # Query and key gradients are small differences, because the softmax of large logits saturates.
     assert error(gradients.query, reference.gradients.query) <= 3 * BOUNDS[dtype]
     assert error(gradients.key, reference.gradients.key) <= 3 * BOUNDS[dtype]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_the_logsumexp_of_one_key_is_its_logit(dtype: Any) -> None:
-    """However small: it is not the logarithm of a weight next to 1."""
+    """Also for small logits: the logsumexp is not computed as the logarithm of a weight near 1."""
     query, key, value = draw(0, 2, 12, 3, 32), draw(1, 2, 1, 3, 32), draw(2, 2, 1, 3, 32)
     query = (query * 1e-3).astype(dtype)
     key, value = key.astype(dtype), value.astype(dtype)
@@ -106,7 +106,7 @@ def test_results_are_reproducible_and_a_batch_entry_does_not_depend_on_others() 
 
 
 def symbols(function: Any, *arrays: Any) -> set[str]:
-    """Kernels that a function launches."""
+    """Return the names of the kernels that a function launches."""
     compiled = compile_for_trace(function, *arrays)
     jax.block_until_ready(compiled(*arrays))
     (events,) = capture(lambda: compiled(*arrays), 1, Program.from_compiled(compiled), "cuda")
@@ -116,7 +116,7 @@ def symbols(function: Any, *arrays: Any) -> set[str]:
 @pytest.mark.parametrize("key_bias", [None, "tokens"])
 @pytest.mark.parametrize("queries", [1, 36, 61])
 def test_gradients_of_some_queries_that_see_all_keys(queries: int, key_bias: str | None) -> None:
-    """Attention of fewer queries than the layout has, which needs no origin; a block could hold all of the layout."""
+    """Attention with fewer queries than keys, without an origin; a block could hold the whole layout."""
     case = Case((62,), (62,), box=(queries,), origins=((1,),), batch=2, heads=3, heads_kv=3, head_dim=32)
     case = dataclasses.replace(case, key_bias=key_bias)
     tiles: dict[str, Any] = {"q_tile_shape": (16,), "kv_tile_shape": (8,)}
@@ -124,7 +124,7 @@ def test_gradients_of_some_queries_that_see_all_keys(queries: int, key_bias: str
     check_all([Trial(case, dtype, 0, tiles) for dtype in ("float16", "bfloat16")], family_named("cutlass"))
 
 
-#: Layouts and windows of which a block holds a whole layout, by the width of heads.
+#: Layouts and windows that fit in a block as a whole, by head dimension.
 WHOLE = {
     "32, whole": Case((7, 7), (7, 7), head_dim=32),
     "64, whole": Case((7, 7), (7, 7), head_dim=64),
@@ -174,7 +174,7 @@ def test_gradients_of_additional_tokens(
     amplitude: float,
     dtype: str,
 ) -> None:
-    """Reproducible ones, of few queries and of many."""
+    """Gradients are reproducible, for few queries and for many."""
     case = Case(layout, (5, 5), None, None, None, None, 2, *heads, *head_dims, additional=count, fused=True)
     operands, cotangents = case.operands(dtype, 0), case.cotangents(dtype, 0)
     operands = operands._replace(query=(amplitude * operands.query.astype(jnp.float32)).astype(dtype))
