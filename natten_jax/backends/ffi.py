@@ -87,7 +87,7 @@ def with_heads_of_queries(inputs: Inputs) -> Inputs:
 
 
 def of_shared_heads(gradients: Gradients, inputs: Inputs) -> Gradients:
-    """Sum gradients over the copies that :func:`with_heads_of_queries` makes of shared keys and values."""
+    """Sum gradients of the copies from :func:`with_heads_of_queries` over query heads that share keys and values."""
     heads_kv = inputs.key.shape[-2]
 
     def summed(array: jax.Array) -> jax.Array:

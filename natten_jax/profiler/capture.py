@@ -30,7 +30,7 @@ from jax.profiler import ProfileData, ProfileOptions
 from natten_jax.profiler.program import Program
 from natten_jax.profiler.symbols import kind_of_collective_instruction
 
-#: Traces are empty now and then, for example while another profiler releases the GPU.
+#: Maximum attempts to record a trace. A trace may be empty, for example while another profiler releases the GPU.
 _ATTEMPTS = 5
 
 #: Name of a trace file, and of the folder of a run inside the folder that JAX's profiler writes to.
@@ -42,7 +42,7 @@ _MEMORY = ("memset", "memcpy")
 #: Stats that contain the module, the program number and the run of an event.
 _MODULE_STATS = ("hlo_module", "program_id", "run_id")
 
-#: An instruction, with or without its operands, and a module with the number of its program.
+#: Patterns of an instruction, with or without its operands, and of a module with an optional program number.
 _INSTRUCTION, _MODULE = re.compile(r"^%?([\w.\-]+).*", re.DOTALL), re.compile(r"(.*?)(?:\((\d+)\))?$")
 
 
@@ -98,7 +98,7 @@ class Launch:
 
 
 def capture(run: Callable[[], Any], iterations: int, program: Program, platform: str) -> list[list[Event]]:
-    """Return :func:`capture_in_turns` of one program.
+    """Run :func:`capture_in_turns` for one program.
 
     Raises:
         CaptureError: The trace stayed empty or could not be attributed to iterations.
@@ -107,7 +107,7 @@ def capture(run: Callable[[], Any], iterations: int, program: Program, platform:
 
 
 def capture_in_turns(launches: Sequence[Launch], iterations: int, platform: str) -> list[list[list[Event]]]:
-    """Return :func:`capture_by_device`, only of the device with the most device time.
+    """Run :func:`capture_by_device`, and return only the events of the device with the most device time.
 
     Raises:
         CaptureError: The trace stayed empty or could not be attributed to iterations.

@@ -366,7 +366,7 @@ class Sweep:
         return TilePositions(packed[:, : 2 * rank], tuple(masks), distances)
 
     def key_distances(self, positions: TilePositions, inner_step: Scalar) -> Annotated[jax.Array, "tiles rank"]:
-        """Return the index of the first key minus that of the first query, per pair of tiles and dimension."""
+        """Return the distance from the first query to the first key, per pair of tiles and dimension."""
         distances = positions.distances
         if self.inner_steps > 1:
             distances = distances + self._first_inner(inner_step)[:, ::2]

@@ -22,7 +22,7 @@ ROWS = 128
 KEYS = 128
 #: Tokens of a line that form one group of rows in the tensor cores' layout of shared memory.
 PIECE = 8
-#: Most elements of a block.
+#: Maximum elements of a block.
 BLOCK = 64
 #: Thread blocks of a persistent launch: the SMs of a B200 and of a B300. Other numbers also give correct results.
 MULTIPROCESSORS = 148
@@ -94,7 +94,7 @@ class Lines:
         return lines.reshape(self.batch, *self.extents[KERNEL_RANK - self.rank :], self.heads, self.width)
 
     def line(self, batch: Scalar, tokens: Sequence[Scalar]) -> Scalar:
-        """Return the line of a token. Tokens outside of the array have the last line, whose copy is masked."""
+        """Return the line of a token. Tokens outside of the array map to the last line, and their logits are masked."""
         x, y = (jnp.minimum(token, extent - 1) for token, extent in zip(tokens, self.extents, strict=False))
         return (batch * self.extents[0] + x) * self.extents[1] + y
 
@@ -266,5 +266,5 @@ def call_of(plan: Plan, operands: Operands) -> Call:
 
 
 def blocks_of(items: int) -> int:
-    """Return the blocks of a persistent launch; if the batch size is symbolic, some are idle."""
+    """Return the number of thread blocks of a persistent launch; with a symbolic batch size, some may be idle."""
     return MULTIPROCESSORS if export.is_symbolic_dim(items) else min(items, MULTIPROCESSORS)

@@ -34,7 +34,7 @@ from natten_jax.plan.plan import Plan
 #: Boxes of keys, and of values, in shared memory at a time.
 STAGES = 2
 _SUMS_AT_A_TIME = 32  # columns of sums of values in registers
-#: Warpgroups that share a matrix of logits; each has half of its gpu.columns.
+#: Warpgroups that share a matrix of logits; each has half of its columns.
 HALVES = 2
 _COLUMNS = KEYS // HALVES
 #: Columns of a tile of a matrix that the matrix units transpose.
@@ -203,7 +203,7 @@ class ForwardBlock:
         plgpu.tcgen05_commit_arrive(memory.logits_are_in.at[half])
 
     def _replace_weights(self, half: int, slot: Scalar) -> None:
-        """Compute the logits of the next box when the product with the weights in their place is done."""
+        """Compute the logits of the next box after the product has read the weights in the same tensor memory."""
         plgpu.tcgen05_commit_arrive(self.memory.weights_are_out.at[half])
         gpu.wait(self.memory.weights_are_out.at[half])
         self._multiply_keys(half, slot)
@@ -241,7 +241,7 @@ class ForwardBlock:
         plgpu.barrier_arrive(memory.query_is_out.at[half])
 
     def _rescale(self, half: int, change: jax.Array) -> None:
-        """Rescale earlier sums, which are complete: these logits were multiplied after them."""
+        """Rescale earlier sums. They are complete, because the product of these logits was issued after them."""
         mixed = self.memory.mixed[half]
         for first in range(0, mixed.shape[1], _SUMS_AT_A_TIME):  # all columns exceed the registers
             part = mixed.at[:, pl.ds(first, _SUMS_AT_A_TIME)]
@@ -298,8 +298,8 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangen
 def _split_scale(call: Call, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Split scales ``[batch, heads]`` into flat factors of at most 1, and the largest scales ``[batch, heads_kv]``.
 
-    Gradients of logits are rounded before they are summed over the query heads of a key head. Factors that multiply
-    them before must not make them small.
+    Gradients of logits are rounded before they are summed over the query heads of a key head. Factors that are applied
+    before the rounding must not make the gradients small.
     """
     groups = scale.reshape(call.keys.batch, call.keys.heads, call.group_heads)
     largest = jnp.max(jnp.abs(groups), axis=-1)
@@ -379,7 +379,7 @@ def owned_keys(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
     item = call.item(number, owns_keys=True)
     box_tables, tile_tables = tables[:KERNEL_RANK], tables[KERNEL_RANK:]
     first_key = [t * extent for t, extent in zip(item.tile, call.box, strict=True)]
-    # The tables have the group of the keys for every tile of queries of a group.
+    # All query tiles of a group have the same group of keys, so that tile 0 is read.
     boxes = Boxes.of(call, item._replace(tile=(0,) * KERNEL_RANK), box_tables)
     place = _keys_place(boxes, item.batch, item.head, first_key)
     firsts, counts = zip(*call.seeing(tile_tables, item.group, item.tile), strict=True)

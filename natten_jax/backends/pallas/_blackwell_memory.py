@@ -42,7 +42,7 @@ def launch(
     blocks: int,
     halves: int,
 ) -> Sequence[jax.Array]:
-    """Launch a kernel with a warpgroup for each half of the logits, and one whose warps copy and issue products.
+    """Launch a kernel with a warpgroup per half of the logits, and a warpgroup whose warps copy and issue products.
 
     Args:
         name: Name of the kernel.
@@ -52,7 +52,7 @@ def launch(
             ``drain(state)`` waits for the remaining barriers, because a block must not end before;
             ``multiply(number, before)`` issues an item's products, in one warp, and counts tiles.
         operands: A pytree of arrays.
-        results: Arrays, or shapes and types, like the results.
+        results: Arrays or abstract types with the shapes and types of the results.
         scratch: Scratch memory and barriers by name.
         items: Work items.
         blocks: Blocks; block ``i`` takes items ``i``, ``i + blocks``, ...
@@ -220,7 +220,7 @@ def copy_out(lines: Lines, shape: Sequence[int], place: Place, blocks: dict[int,
 
 
 def _tokens(shape: Sequence[int], place: Place) -> Any:
-    """Return the tokens of a piece in its line. The product shows that they begin at a multiple of :data:`PIECE`."""
+    """Return the slice of a piece in its line. Its form makes the multiple of ``PIECE`` visible to the compiler."""
     return pl.ds(jax.lax.div(place.first[-1], np.int32(PIECE)) * PIECE, shape[-1])
 
 

@@ -141,7 +141,7 @@ class Visits:
         return (-(-(self.hull_end - self.start) // self.box)).clip(0)
 
     def table(self, columns: Sequence[str]) -> Table:
-        """``[groups, q_tiles, columns]``. Some attributes side by side."""
+        """``[groups, q_tiles, columns]``. The attributes with these names, stacked along the last axis."""
         return self._numpy.stack([getattr(self, name) for name in columns], axis=-1).astype(np.int32)
 
     @functools.cached_property

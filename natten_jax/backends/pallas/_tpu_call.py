@@ -24,7 +24,7 @@ _WIDEST_PACKED = 32
 NOWHERE = -(2**30)
 #: Keys of a chunk, for tiles of few and of many rows. Four matrix units take 128 each.
 FEW_ROWS_CHUNK, MANY_ROWS_CHUNK, _FEW_ROWS = 1024, 512, 128
-#: Most logits of a chunk, most logits of all heads or packs of a program, and most heads or packs of a program.
+#: Maximum logits of a chunk, logits of all heads or packs of a program, and heads or packs of a program.
 MOST_LOGITS = 512 * 512
 _MOST_LOGITS_OF_PROGRAM, _MOST_PACKS_OF_PROGRAM = 2 * MOST_LOGITS, 16
 

@@ -26,9 +26,10 @@ INDICES = 2 + 2 * KERNEL_RANK
 
 
 class Place(NamedTuple):
-    """Place of a program and its step: head, dilation group, tile, query head, and tile of the other side.
+    """Grid indices of a program: head, dilation group, its own tile, query head, and the visited tile (the step).
 
-    Grids have these in this order, with three dimensions for both tiles. Only programs that own keys have query heads.
+    The dimensions of a grid have this order, with three dimensions per tile. Only programs that own keys have a query
+    head.
     """
 
     head: Scalar
@@ -53,9 +54,10 @@ class Place(NamedTuple):
 def pallas_call(
     kernel: Callable[..., None], name: str, operands: Sequence[Any], *, tables: int, out_shape: Any, **grid: Any
 ) -> Any:
-    """Run a kernel with some scalar tables as first operands. Results vary over the same manual mesh axes as operands.
+    """Run a kernel whose first ``tables`` operands are scalar tables.
 
-    The first dimensions of the grid, up to tiles, are parallel. The others, which are steps of a tile, run in order.
+    Results vary over the same manual mesh axes as operands. The first dimensions of the grid, up to the program's own
+    tile, are parallel. The remaining dimensions are the steps of a tile, which run in order.
     """
     spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=tables, **grid)
     parallel = 2 + KERNEL_RANK
@@ -70,7 +72,7 @@ def pallas_call(
 def spec(
     shape: Sequence[Any], index: Callable[..., tuple[Scalar, ...]], indices: int = INDICES, tables: int = KERNEL_RANK
 ) -> pl.BlockSpec:
-    """Return a block of an array, from a function of a program's place and its first scalar tables."""
+    """Return a block spec; ``index`` computes the block's indices from a program's place and first scalar tables."""
     return pl.BlockSpec(
         tuple(shape), lambda *found: index(Place.of(found[:indices]), found[indices : indices + tables])
     )
@@ -119,7 +121,7 @@ def rows_spec(call: Call, count: int) -> pl.BlockSpec:
 
 
 def box_spec(call: Call, width: int) -> pl.BlockSpec:
-    """Return the block of the box of keys or values of a step; it may begin anywhere."""
+    """Return the block of a step's box of keys or values; it may start at any key."""
 
     def index(place: Place, tables: Sequence[Any]) -> tuple[Scalar, ...]:
         x, y, z = (box.first for box in key_boxes(call, place, tables))
@@ -186,7 +188,7 @@ def sees_all(rows: Sequence[Any], boxes: Sequence[KeyBox], shape: Sequence[Scala
 
 
 def visit(add: Callable[[bool], None], is_full: Any) -> None:
-    """Add keys, with a mask unless all are visible."""
+    """Call ``add``; its argument is False if all keys are visible, so that no mask is needed."""
     pl.when(is_full)(lambda: add(False))
     pl.when(~is_full)(lambda: add(True))
 

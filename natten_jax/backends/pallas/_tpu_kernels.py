@@ -38,7 +38,7 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
 
     Args:
         call: Static facts of the call.
-        query: ``[batch * heads, groups, *lengths, head_dim]``, or packed, as :class:`Layout` has it.
+        query: ``[batch * heads, groups, *lengths, head_dim]``, or packed; see :class:`Layout`.
         key: ``[batch * heads_kv, groups, *lengths, head_dim]``, or packed.
         value: ``[batch * heads_kv, groups, *lengths, head_dim_v]``, or packed.
         scale: float32 ``[batch * heads]`` or ``[1]``. Factors of the logits.
@@ -193,7 +193,8 @@ def query_gradient(call: Call, arrays: Sequence[jax.Array]) -> jax.Array:
 
 def _weights(logits: jax.Array, logsumexp: jax.Array, remainder: jax.Array) -> jax.Array:
     """Compute weights from logits in base 2."""
-    # The forward pass rounds logits before it subtracts. The maximum keeps compilers from fusing their product here.
+    # The forward pass rounds logits before subtracting. The maximum keeps compilers from fusing the product that
+    # computes logits with the subtraction.
     return jnp.exp2(jnp.minimum((jnp.maximum(logits, HIDDEN) - logsumexp) - remainder, 0))
 
 
@@ -207,7 +208,7 @@ def _query_head(call: Call, place: Place) -> Scalar:
 
 
 def _seeing(call: Call, place: Place, tables: Sequence[Any]) -> tuple[list[Scalar], Scalar]:
-    """Return the tile of queries of a step, and whether the step has one; others repeat the last tile."""
+    """Return the tile of queries of a step, and True if the step has a tile; other steps repeat the last tile."""
     tiles, is_step = [], []
     found = call.seeing(tables, call.group_of(place.group), place.tile)
     for visits, step, (first, count) in zip(call.visits, place.step, found, strict=True):

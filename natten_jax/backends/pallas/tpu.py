@@ -27,10 +27,10 @@ from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem, Shape
 from natten_jax.windows import EDGES, Axis
 
-#: Most tokens of a tile of queries, and of a box of keys.
+#: Maximum tokens of a tile of queries, and of a box of keys.
 LARGEST_TILE, LARGEST_BOX = 1024, 32768
-#: Most bytes of a tile of queries or, in the backward pass, of keys; most bytes of a box of keys with its values, of
-#: which VMEM holds two.
+#: Maximum bytes of a tile of queries or, in the backward pass, of keys; maximum bytes of a box of keys with its values.
+#: VMEM holds two boxes.
 _MOST_BYTES, _MOST_BOX_BYTES = 512 * 1024, 5_600_000
 #: Bundles per grid step, per chunk, and per row of a tile.
 _STEP, _CHUNK, _ROW = 220, 50, 1.05
@@ -161,7 +161,7 @@ class _Model:
     Attributes:
         axes: Token dimensions.
         heads: Heads of a pack.
-        leading: Most packs of a program, or heads if heads come first.
+        leading: Maximum packs of a program, or heads if heads come first.
         widths: Elements of a row of queries and keys, and of values.
         steps: Tokens of a register along each dimension.
     """
@@ -251,7 +251,7 @@ def _boxes(hull: Sequence[int], steps: Sequence[int], most: int) -> Iterator[Sha
 
 @functools.lru_cache(maxsize=4096)
 def _spans(axis: Axis, tile: int, step: int) -> tuple[int, ...]:
-    """Return the keys that each tile of a dilation group's queries spans, from a multiple of ``step`` on."""
+    """Return the number of keys that each query tile of a dilation group spans, starting at a multiple of ``step``."""
     queries, keys = (-(-extent // axis.dilation) for extent in (axis.query_extent, axis.kv_extent))
     first, end = axis.bounds(np.arange(queries), (queries, keys))
     before = common.before_keys(axis, tile, step)
@@ -272,6 +272,6 @@ def _shapes(lengths: Sequence[int], step: int, most: int) -> Iterator[Shape]:
 
 
 def _parts(length: int, most: int) -> list[int]:
-    """Return lengths of parts that differ by a factor of two: of equal parts, and powers of two."""
+    """Return candidate lengths of at most ``most``: ``length`` divided by powers of two, and powers of two."""
     whole = {-(-length // 2**i) for i in range(length.bit_length() + 1)}
     return sorted(part for part in whole | {2**i for i in range(length.bit_length())} if part <= most)
