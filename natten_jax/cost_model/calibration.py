@@ -1,6 +1,6 @@
-"""Coefficients of the time model, most of them fitted to measurements: a file per backend family and kind of device.
+"""Coefficients of the time model: a file per backend family and kind of device. Most are fitted to measurements.
 
-``bench/calibrate.py`` writes them; :func:`natten_jax.simulator.predict` has the formula.
+``bench/calibrate.py`` writes the files; :func:`natten_jax.simulator.predict` implements the formula.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _FOLDER = Path(__file__).with_name("calibrations")
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A compiled kernel: the tile that it executes, and the seconds that parts of its work take.
+    """A compiled kernel: its tile sizes, and the seconds of the parts of its work.
 
     Attributes:
-        head_dim: Widest heads that it takes.
+        head_dim: Largest supported head dimension.
         outer_tokens: Tokens of an outer tile.
         inner_tokens: Tokens of an inner tile.
-        outer_tile: Seconds per outer tile, whatever inner tiles it visits.
+        outer_tile: Seconds per outer tile, in addition to its inner tiles.
         inner_tile: Seconds per inner tile.
-        masking: Seconds more per partial inner tile.
+        masking: Additional seconds per partial inner tile.
         skipping: Seconds per skipped inner tile.
-        row_groups: Groups of an outer tile's rows that skip and mask inner tiles on their own.
-        power: How much of the device's slowdown it suffers: less where it draws less power.
-        side_by_side: Outer tiles that a multiprocessor works on at the same time.
-        dtypes: Element types that it takes, where these are not those of the calibration.
+        row_groups: Groups of an outer tile's rows that skip and mask inner tiles independently.
+        power: Factor of the calibration's ``slowdown``; smaller for kernels that draw less power.
+        side_by_side: Outer tiles that run concurrently on a multiprocessor.
+        dtypes: Supported element types, if they differ from those of the calibration.
     """
 
     head_dim: int
@@ -57,7 +57,7 @@ class Kernel:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Widest heads, tokens of an outer and of an inner tile: what tells the kernels of a pass apart."""
+        """Head dimension and tokens of an outer and an inner tile, which identify a kernel of a pass."""
         return self.head_dim, self.outer_tokens, self.inner_tokens
 
 
@@ -67,22 +67,23 @@ class Calibration:
 
     Attributes:
         family: ``"hopper"``, ...
-        device: The device that it was fitted on.
-        compute_capability: The compute capability of that device.
-        multiprocessors: The number of multiprocessors of that device.
-        launch: Seconds that a forward pass takes, whatever its size.
-        byte: Seconds that the device's memory takes per byte of inputs and results.
-        slowdown: How much longer kernels take, at most, once the device is at its power limit.
-        onset: Seconds of work after which half of that applies.
+        device: The device of the measurements.
+        compute_capability: The compute capability of the device.
+        multiprocessors: The number of multiprocessors of the device.
+        launch: Seconds of a forward pass of any size, in addition to its work.
+        byte: Seconds of memory traffic per byte of inputs and results.
+        slowdown: Largest relative increase of kernel times at the device's power limit.
+        onset: Seconds of work after which half of ``slowdown`` applies.
         kernels: The compiled kernels of each pass.
-        backward_launch: As ``launch``, of a backward pass, which is several kernels; ``None`` is the same.
-        tail: Rounds by which the last of many tiles of a forward pass outlast the others, as whoever is done takes the
-            next one; ``None``: tiles are dealt out beforehand.
-        counted_rounds: Rounds from which on the kernels take the next tile from a counter; below, tiles are dealt out.
-        dtypes: Element types that the times are of.
-        limits: Names of what the kernels take, in ``natten_jax.native.module.limits``.
-        is_measured: Whether it was fitted to measurements; if not, coefficients follow from what the device's units do
-            in a cycle, and times are good for an order of tiles.
+        backward_launch: ``launch`` of a backward pass, which is several kernels. ``None`` uses ``launch``.
+        tail: For forward kernels that take tiles from a counter: rounds by which the last tiles outlast the average.
+            ``None`` if tiles are assigned statically.
+        counted_rounds: Smallest number of rounds for which kernels take tiles from a counter; with fewer rounds, tiles
+            are assigned statically.
+        dtypes: Element types of the measurements.
+        limits: Keys of ``natten_jax.native.module.limits`` for these kernels.
+        is_measured: True if coefficients were fitted to measurements. Otherwise they are derived from the throughput of
+            the device's units, and times are only good enough to rank tiles.
     """
 
     family: str
@@ -102,15 +103,15 @@ class Calibration:
     is_measured: bool = True
 
     def merges(self, problem: Problem) -> bool:
-        """Whether forward kernels can merge their results with those of earlier calls on other keys."""
+        """Return True if forward kernels can merge their results with results of earlier calls on other keys."""
         return any(continues(name, problem) for name in self.limits)
 
     def launch_of(self, pass_: Pass) -> float:
-        """Seconds that a pass of any size takes in addition to its work."""
+        """Return the seconds of a pass of any size, in addition to its work."""
         return self.launch if pass_ == "forward" or self.backward_launch is None else self.backward_launch
 
     def kernel(self, problem: Problem, pair: TilePair, pass_: Pass) -> Kernel | None:
-        """Smallest kernel that takes the heads and the tiles; ``None`` if none was timed for these elements."""
+        """Return the smallest calibrated kernel for the heads, tiles and element type, or ``None``."""
         outer, inner = map(math.prod, outer_and_inner(pair, pass_))
         wider = max(problem.head_dim, problem.head_dim_v)
         fitting = [
@@ -124,14 +125,14 @@ class Calibration:
         return min(fitting, key=lambda each: each.size, default=None)
 
     def rounds(self, tiles: Any, pass_: Pass, kernel: Kernel) -> Any:
-        """Rounds that the multiprocessors work on outer tiles."""
+        """Return the number of rounds (waves) for a number of outer tiles."""
         rounds = tiles / (self.multiprocessors * kernel.side_by_side)
         if self.tail is None or pass_ == "backward":
             return np.ceil(rounds)
         return np.where(rounds < self.counted_rounds, np.ceil(rounds), rounds + self.tail)
 
     def clocked(self, busy: Any, kernel: Kernel) -> Any:
-        """Seconds of a kernel whose work takes ``busy`` seconds at the full clock."""
+        """Return the seconds of a kernel whose work takes ``busy`` seconds at the full clock."""
         return busy * (1 + self.slowdown * kernel.power * busy / (busy + self.onset))
 
 
@@ -146,14 +147,14 @@ def calibration_for(family: str, compute_capability: ComputeCapability | None = 
 
     Args:
         family: ``"hopper"``, ...
-        compute_capability: Compute capability of the device to predict for. ``None`` takes any calibrated one, which is
-            good enough to rank tiles.
+        compute_capability: Compute capability of the device to predict for. ``None`` selects any calibrated device,
+            which is good enough to rank tiles.
 
     Returns:
         The model, or ``None`` if no device of that family and compute capability was calibrated.
 
     Raises:
-        ValueError: ``family`` looks like the misspelt name of a calibrated one.
+        ValueError: ``family`` looks like a misspelt name of a calibrated family.
         TypeError: ``compute_capability`` is not a pair of ints.
     """
     calibrated = sorted({file.stem.split("-")[0] for file in _FOLDER.glob("*.json")})

@@ -1,8 +1,8 @@
-"""Predicted times of passes whose token dimensions are split over devices, and the choices that follow from them.
+"""Predicted times of passes whose token dimensions are sharded over devices, and the choices that follow from them.
 
-A device computes with halos, the keys of other devices that its queries see. It either waits for its halos, or computes
-with its own keys while the halos travel, and then with each slab of a halo. Split dimensions visit more tiles than
-whole ones for the same pairs of tokens.
+A halo has the keys of other devices that a device's queries see. A device either waits for its halos, or overlaps the
+halo exchange with attention to its own keys, and then processes each slab of a halo. For equal pairs of tokens, sharded
+dimensions visit more tiles than unsharded dimensions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem
 from natten_jax.windows import Axis
 
-#: Tokens ``[first, last)`` of the global layout, some of which may lie outside of it.
+#: Tokens ``[first, last)`` in coordinates of the global layout; the range may extend beyond the layout.
 Range = tuple[int, int]
 
 
@@ -44,38 +44,38 @@ class Link:
     byte: float
 
     def seconds(self, received: int) -> float:
-        """Seconds of an exchange in which the device that receives most receives so many bytes."""
+        """Return the seconds of an exchange. ``received`` is the largest number of bytes that a device receives."""
         return self.latency + received * self.byte if received else 0.0
 
 
 #: Two H200 on NVLink, both directions at once: 0.12 ms for 1 MB, 0.25 for 16, 0.44 for 64, 1.03 for 212, 1.59 for 425.
-#: This line is within 21% of each.
+#: The linear model is within 21% of each measurement.
 NVLINK = Link("NVLink", 1.4e-4, 1 / 280e9)
 
-#: Between hosts; assumed, not measured: 80% of 400 Gbit/s for each device.
+#: Link between hosts. Assumed, not measured: 80% of 400 Gbit/s for each device.
 NETWORK = Link("network of 400 Gbit/s per device (assumed)", 2e-4, 1 / 40e9)
 
 _DEVICES_OF_HOST = 8
 
-#: Slowdown of passes once devices exchange anything at all: links that are awake, which they stay for 50 ms, take power
-#: from devices at their limit. With 4 KB per call, two H200 took 11.92 instead of 11.68 ms, at 1563 instead of 1591
+#: Slowdown of passes with an exchange of any size: links draw power for 50 ms after a transfer, which reduces the clock
+#: of devices at their power limit. With 4 KB per call, two H200 took 11.92 instead of 11.68 ms, at 1563 instead of 1591
 #: MHz.
 _OF_LINKS_AWAKE = 1.02
 
-#: The share of multiprocessors that an exchange takes from concurrent kernels: 16 of 132 on H200, a channel each.
-#: With 8 or 4 of them it takes twice and four times as long, and passes as long as before.
+#: Share of the multiprocessors that an exchange takes from concurrent kernels: 16 of 132 on H200, one per channel. With
+#: 8 or 4 channels, the exchange takes twice or four times the time, and passes are not faster.
 _TAKEN = 16 / 132
 
-#: Number of the whole layout's fastest pairs that are tried for a part; a part's fastest one was among 64 of them for a
-#: video whose height or width is split over two to eight devices. They take 0.2 seconds.
+#: Number of tile pairs that are tried for a shard: the fastest pairs for the whole layout. The shard's fastest pair was
+#: among 64 for a video whose height or width is sharded over two to eight devices. Trying 64 pairs takes 0.2 seconds.
 _PAIRS = 64
 
-#: Other tiles have to take less than this share of the time of the whole layout's tiles.
+#: Tiles of a shard replace the tiles for the whole layout only if they take less than this share of the time.
 _CLEARLY_FASTER = 0.95
 
 
 def link_between(devices: int) -> Link:
-    """Return the slowest link between so many devices; a host has eight devices.
+    """Return the slowest link between a number of devices; a host has eight devices.
 
     Example:
         >>> from natten_jax.simulator import link_between
@@ -86,14 +86,14 @@ def link_between(devices: int) -> Link:
 
 
 class Visits(NamedTuple):
-    """Outer tiles, and the inner tiles that they visit; along one dimension, or of several."""
+    """Numbers of outer tiles and of the inner tiles that they visit, along a dimension or in a layout."""
 
     outer: int
     inner: int
 
 
 def _product(found: Iterable[Visits]) -> Visits:
-    """Return the visits of several dimensions from those of each dimension."""
+    """Multiply the visits of single dimensions to the visits of a layout."""
     return Visits(*map(math.prod, zip(*found, strict=True)))
 
 
@@ -104,11 +104,11 @@ def _dimensions(plan: Plan, halos: Sequence[Halo]) -> Iterator[tuple[Axis, Halo,
 
 @functools.lru_cache(maxsize=4096)
 def visits(axis: Axis, pass_: Pass, tile: tuple[int, int], queries: Range, keys: Range) -> Visits:
-    """Count tiles along a dimension; if it is dilated, in all groups, as if all groups had one length.
+    """Count tiles along a dimension; with dilation, in all groups, as if all groups had the length of the first.
 
     Args:
         axis: The dimension.
-        pass_: The pass. Query tiles are the outer ones in the forward pass, key/value tiles in the backward pass.
+        pass_: The pass. Outer tiles are query tiles in the forward pass, key/value tiles in the backward pass.
         tile: Extents of query and key/value tile.
         queries: Queries that are computed.
         keys: Keys that are computed.
@@ -120,7 +120,7 @@ def visits(axis: Axis, pass_: Pass, tile: tuple[int, int], queries: Range, keys:
     outer = np.arange(first, last, outer_tile)
     starts, ends = outer, np.minimum(outer + outer_tile, last) - 1
     is_inside: Any = True
-    if axis.edges != "wrap":  # halos may lie outside of the layout
+    if axis.edges != "wrap":  # halos may extend beyond the layout
         last_token = lengths[0 if is_forward else 1] - 1
         is_inside = (starts <= last_token) & (ends >= 0)
         starts, ends = np.clip(starts, 0, last_token), np.clip(ends, 0, last_token)
@@ -133,7 +133,7 @@ def visits(axis: Axis, pass_: Pass, tile: tuple[int, int], queries: Range, keys:
 
 
 def visits_at_once(plan: Plan, halos: Sequence[Halo]) -> Visits:
-    """Count tiles of a call with own keys and all halos, on the device that visits most."""
+    """Count tiles of a call with a device's keys and all halos, on the device that visits the most tiles."""
     found = []
     for axis, halo, tile in _dimensions(plan, halos):
         ranges = [((first, first + halo.part), halo.held(first)) for first in _starts_of_some_parts(halo)]
@@ -142,9 +142,9 @@ def visits_at_once(plan: Plan, halos: Sequence[Halo]) -> Visits:
 
 
 def slab_visits(axis: Axis, pass_: Pass, tile: tuple[int, int], halo: Halo) -> list[Visits]:
-    """Count tiles of a part with its own keys, with all keys that it gets, and with the keys of each slab.
+    """Count tiles of a shard's queries with its own keys, with its keys and the halo, and with the keys of each slab.
 
-    Counts are maxima over the devices.
+    The counts are from the shard that visits the most tiles.
     """
     of_parts = []
     for first in _starts_of_some_parts(halo):
@@ -162,21 +162,21 @@ def slab_visits(axis: Axis, pass_: Pass, tile: tuple[int, int], halo: Halo) -> l
 
 
 def _starts_of_some_parts(halo: Halo) -> list[int]:
-    """The first tokens of parts at both ends and in the middle, one of which visits the most tiles."""
+    """Return the first tokens of shards at both ends and in the middle, one of which visits the most tiles."""
     return [halo.part * i for i in sorted({0, min(1, halo.parts - 1), halo.parts // 2, halo.parts - 1})]
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitTime:
-    """Predicted time of a pass that is split over devices.
+    """Predicted time of a pass that is sharded over devices.
 
     Attributes:
         devices: Number of devices.
         tiles: Query and key/value tile.
-        received: Bytes of keys and values that the device which receives most receives.
-        compute: Seconds that it computes and copies.
-        exchange: Seconds that keys, values and their gradients travel.
-        exposed: Seconds of the exchange that no computation hides.
+        received: Bytes of keys and values that a device receives, at most.
+        compute: Seconds of computation and copies.
+        exchange: Seconds of the exchange of keys, values and their gradients.
+        exposed: Seconds of the exchange that are not hidden by computation.
     """
 
     devices: int
@@ -193,10 +193,10 @@ class SplitTime:
 
 
 def predict_split(plan: Plan, parts: Sequence[int], calibration: Calibration) -> SplitTime | None:
-    """Predict a pass whose token dimensions are split over devices.
+    """Predict the time of a pass whose token dimensions are sharded over devices.
 
     Example:
-        A video, split along its width over eight Hopper GPUs of a host:
+        A video, sharded along its width over eight Hopper GPUs of a host:
 
         >>> from natten_jax.plan.devices import Device
         >>> from natten_jax.plan.plan import Request
@@ -211,16 +211,16 @@ def predict_split(plan: Plan, parts: Sequence[int], calibration: Calibration) ->
         (528, True)
 
     Args:
-        plan: The plan of the pass on one of the devices; its problem has the global layout, and the device's share of
-            batch and heads.
-        parts: Number of parts of each token dimension.
-        calibration: The time model of its kernels.
+        plan: The plan of the pass on a device; its problem has the global layout, and the device's share of batch and
+            heads.
+        parts: Number of shards of each token dimension.
+        calibration: The time model of the kernels.
 
     Returns:
-        The prediction; ``None`` if these kernels were not calibrated for the problem.
+        The prediction; ``None`` if the kernels were not calibrated for the problem.
 
     Raises:
-        ValueError: A dimension does not consist of as many equal parts, or has more than ``2**20`` tiles.
+        ValueError: A dimension is not divisible into this number of shards, or has more than ``2**20`` tiles.
     """
     halos = tuple(halo.evened() for halo in halos_of(plan.problem, parts))
     strategy = overlap_that_pays(plan, halos) or _halos_first(plan, halos)
@@ -229,10 +229,10 @@ def predict_split(plan: Plan, parts: Sequence[int], calibration: Calibration) ->
 
 @dataclasses.dataclass(frozen=True)
 class HaloStrategy:
-    """Calls and copies with which a pass gets its halos.
+    """Calls and copies of a pass with halos.
 
     Attributes:
-        calls: Tiles that each call visits, on the device that visits most.
+        calls: Tiles that each call visits, on the device that visits the most tiles.
         moved: Bytes that copies of halos, queries and results read or write.
         travel: Share of the halo traffic during each call.
     """
@@ -243,15 +243,15 @@ class HaloStrategy:
 
 
 def _halos_first(plan: Plan, halos: Sequence[Halo]) -> HaloStrategy:
-    """A pass that has all halos before it computes anything.
+    """Return the strategy that receives all halos before it computes.
 
-    Slabs are cut, and concatenated with a device's own keys and values, which are copied while the slabs travel.
+    Slabs are sliced, and concatenated with a device's own keys and values, which are copied during the exchange.
     """
     return HaloStrategy([visits_at_once(plan, halos)], 4 * _slab_bytes(plan.problem, halos))
 
 
 def _by_keys(plan: Plan, halos: Sequence[Halo]) -> HaloStrategy | None:
-    """A pass that takes a device's own keys first, and then each halo; ``None`` if that is impossible."""
+    """Return the strategy that processes a device's own keys first and then each slab; ``None`` if impossible."""
     if any(halo.is_gathered for halo in halos) or not any(halo.received for halo in halos):
         return None
     problem, copies = plan.problem, _copies(plan)
@@ -266,26 +266,26 @@ def _by_keys(plan: Plan, halos: Sequence[Halo]) -> HaloStrategy | None:
             slabs.append(slab.keys * math.prod(held) // held[i])
             calls.append(_product([*across[:i], seen, *across[i + 1 :]]))
         held[i], across[i] = held[i] + halos[i].received, joined
-    # A token's queries, or its outputs if they are wider.
+    # Bytes of a token's queries, or of its outputs if they are wider.
     width = max(problem.head_dim, problem.head_dim_v)
     token_bytes = problem.batch * problem.heads * width * problem.element.bytes
-    # Keys and values are cut and put together, and taken apart where they arrive.
+    # Keys and values are sliced and packed by the sender, and unpacked by the receiver.
     moved = copied * token_bytes + 5 * _slab_bytes(problem, halos)
     return HaloStrategy(calls, moved, [slab / sum(slabs) for slab in slabs])
 
 
 def _slab_bytes(problem: Problem, halos: Sequence[Halo]) -> int:
-    """Bytes of the keys and values that a device receives."""
+    """Return the bytes of the keys and values that a device receives."""
     return bytes_received(problem, [halo.parts for halo in halos])
 
 
 def _copies(plan: Plan) -> int:
-    """Number of additional reads and writes of a query that sees a halo, or of its output.
+    """Return the number of additional reads and writes of a query that sees a halo, or of its output.
 
-    In the forward pass, a kernel that continues another reads earlier output. Otherwise queries are cut, and the halo's
-    output is merged with the other one, in its place. In the backward pass, saved outputs and their gradients are cut,
-    too; gradients of queries are cleared, added up, converted and added, and outputs are multiplied with their
-    gradients again.
+    In the forward pass, a kernel that continues an earlier call reads the earlier output. Other kernels need sliced
+    queries, and an in-place merge of the two outputs. The backward pass slices the queries, the saved outputs and their
+    gradients; query gradients are zeroed, accumulated, converted and added; and the row sums of outputs times their
+    gradients are computed again.
     """
     return 16 if plan.pass_ == "backward" else 1 if _is_continued(plan) else 5
 
@@ -301,8 +301,8 @@ def _split_time(
     kernels = _kernel_seconds(plan, halos, strategy, calibration)
     if kernels is None:
         return None
-    # Small kernels before and after a further call: two or three that compute where a call continues another,
-    # otherwise six or more, which cut queries and merge results.
+    # Time of the small kernels before and after every call except the first: two or three kernels if a call continues
+    # an earlier call; otherwise six or more, which slice queries and merge results.
     between = calibration.launch_of(plan.pass_) + (5e-6 if _is_continued(plan) else 2e-5)
     compute = kernels + (len(strategy.calls) - 1) * between + strategy.moved * calibration.byte
 
@@ -311,7 +311,7 @@ def _split_time(
     once = link_between(devices).seconds(received)
     inner = sum(call.inner for call in strategy.calls)
     exchange = once if plan.pass_ == "forward" else 2 * once
-    # A slab travels while the call before its own runs.
+    # A slab travels during the call before the call that needs it.
     hidden = sum(
         min(share * once, kernels * call.inner / inner)
         for share, call in zip(strategy.travel, strategy.calls, strict=False)
@@ -324,7 +324,7 @@ def _split_time(
 def _kernel_seconds(
     plan: Plan, halos: Sequence[Halo], strategy: HaloStrategy, calibration: Calibration
 ) -> float | None:
-    """Seconds of the kernels of all calls; ``None`` if they were not calibrated for the problem."""
+    """Return the seconds of the kernels of all calls; ``None`` if they were not calibrated for the problem."""
     problem, pass_ = plan.problem, plan.pass_
     one = visits_at_once(plan, [Halo(axis.kv_extent, 1, 0, 0) for axis in problem.axes])  # a device with all tokens
     inner_share = sum(call.inner for call in strategy.calls) / one.inner
@@ -337,7 +337,7 @@ def _kernel_seconds(
         return None
     whole = count_tiles(problem, plan.tiles, pass_, placement="anchored", kernel=kernel).tiles
     outer_share = sum(call.outer for call in strategy.calls) / one.outer
-    # Only the layout's size counts here.
+    # `predict` uses only the size of the layout, for the bytes of inputs and results.
     local = dataclasses.replace(problem, axes=tuple(Axis(halo.part, halo.part, 1) for halo in halos))
     tiles = TimedTiles(whole.outer * outer_share, *(each * inner_share for each in whole[1:]))
     return float(predict(local, tiles, pass_, kernel, calibration))
@@ -345,11 +345,11 @@ def _kernel_seconds(
 
 @functools.lru_cache(maxsize=1024)
 def overlap_that_pays(plan: Plan, halos: tuple[Halo, ...]) -> HaloStrategy | None:
-    """Return how a pass computes while halos travel; ``None`` if waiting for them is faster.
+    """Return the strategy that overlaps computation and halo exchange; ``None`` if waiting for the halos is faster.
 
     Args:
         plan: The plan of the pass, whose problem has the global layout.
-        halos: One for each token dimension.
+        halos: The halo of each token dimension.
     """
     if has_longer_groups(plan.problem, MOST_TILES):  # too long to simulate
         return None
@@ -359,14 +359,14 @@ def overlap_that_pays(plan: Plan, halos: tuple[Halo, ...]) -> HaloStrategy | Non
 
 
 def gains(plan: Plan, halos: Sequence[Halo], by_keys: HaloStrategy) -> bool:
-    """Whether computing while halos travel takes less time than waiting for them.
+    """Return True if overlapping computation and halo exchange takes less time than waiting for the halos.
 
-    This is the only place where that is decided, for kernels with predicted times; others gain nothing.
+    Only this function makes the decision. It returns False for kernels without predicted times.
 
     Args:
         plan: The plan of the pass, whose problem has the global layout.
-        halos: One for each token dimension.
-        by_keys: The pass that computes meanwhile.
+        halos: The halo of each token dimension.
+        by_keys: The strategy that overlaps.
     """
     calibration = calibration_for(plan.backend.family)
     if calibration is None:
@@ -378,15 +378,15 @@ def gains(plan: Plan, halos: Sequence[Halo], by_keys: HaloStrategy) -> bool:
 
 
 def retile_for_part(plan: Plan, parts: tuple[int, ...], pairs: Sequence[TilePair]) -> Plan:
-    """Return the plan with the tiles that are fastest for a device's part of the layout, including its halos.
+    """Return the plan with the tiles that are fastest for a device's shard of the layout, including its halos.
 
-    They may differ from those for the whole layout: a part of ten columns leaves six of a second tile of eight idle,
-    and its windows end where its keys do.
+    They may differ from the fastest tiles for the whole layout: in a shard of ten columns, the second tile of eight
+    columns has six idle columns, and windows end with the keys of the shard.
 
     Args:
         plan: The plan of the pass, with the tiles for the whole layout.
-        parts: Number of parts of each token dimension.
-        pairs: Query and key/value tiles that the backend offers, by predicted time of the whole layout.
+        parts: Number of shards of each token dimension.
+        pairs: Query and key/value tiles that the backend offers, sorted by predicted time for the whole layout.
 
     Returns:
         The unchanged plan if other tiles are not clearly faster, the kernels were not calibrated, or the layout is too

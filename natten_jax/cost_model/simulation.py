@@ -1,4 +1,4 @@
-"""Predicted times of passes, and ranked pairs of tiles.
+"""Predicted times of passes, and ranking of tile pairs.
 
 :func:`predict` takes coefficients fitted to measurements on one kind of device, and returns seconds:
 
@@ -8,10 +8,10 @@
     busy = launch + max(work, byte * (bytes of inputs and results))
     time = busy * (1 + slowdown * power * busy / (busy + onset))
 
-A tile counts as partial if any row group masks it, because row groups take turns. There are ``batch * heads * (outer
-tiles) / (multiprocessors * side_by_side)`` rounds, rounded up; if a kernel takes its tiles from a counter, half a round
-is added instead. The last line is the clock, which falls while a kernel keeps the device at its power limit, the more
-the more power the kernel draws. A backward pass is several kernels and has a ``launch`` of its own.
+A tile counts as partial if any row group masks it, because row groups alternate. There are ``batch * heads * (outer
+tiles) / (multiprocessors * side_by_side)`` rounds (waves), rounded up; if a kernel takes its tiles from a counter, half
+a round is added instead. The last line models the clock, which drops while a kernel keeps the device at its power
+limit; it drops further for kernels that draw more power. A backward pass is several kernels and has its own ``launch``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from natten_jax.problem import Problem, Shape
 
 
 def predict(problem: Problem, tiles: TimedTiles, pass_: Pass, kernel: Kernel, calibration: Calibration) -> Any:
-    """Predicted seconds of a pass.
+    """Predict the seconds of a pass.
 
     Example:
         >>> from natten_jax import simulator
@@ -57,16 +57,16 @@ def predict(problem: Problem, tiles: TimedTiles, pass_: Pass, kernel: Kernel, ca
 
     Args:
         problem: The problem.
-        tiles: Counts of one pair of tiles, or of many.
+        tiles: Counts of a pair of tiles, or arrays of counts of several pairs.
         pass_: The pass.
         kernel: The kernel that executes them.
         calibration: The time model.
 
     Returns:
-        Seconds, one for every pair of tiles.
+        Seconds, per pair of tiles.
     """
     outer, inner, seen, partial = (np.asarray(each, np.float64) for each in tiles)
-    # In the backward pass a key/value tile is worked on once for all query heads that share it.
+    # The backward pass processes a key/value tile for all query heads that share it before it takes the next tile.
     heads, repeats = (problem.heads, 1) if pass_ == "forward" else (problem.heads_kv, problem.heads // problem.heads_kv)
     visiting = kernel.inner_tile * seen + kernel.masking * partial + kernel.skipping * (inner - seen)
     rounds = calibration.rounds(problem.batch * heads * outer, pass_, kernel)
@@ -83,12 +83,12 @@ class Simulation:
         problem: The problem.
         pass_: The pass.
         pair: Query and key/value tile.
-        placement: Where inner tiles start.
+        placement: Start of the inner tiles, as in :func:`count_tiles`.
         counts: Tiles and pairs per batch element and head.
-        executed_flops: Floating-point operations that are computed, also on masked pairs and padding, and repeated
-            ones.
-        tile_bytes: Bytes of all outer and inner tiles: what is loaded, mostly from the device's cache.
-        seconds: Predicted device time; ``None`` if nothing was calibrated.
+        executed_flops: Floating-point operations that are executed, including operations on masked pairs and padding,
+            and repeated operations.
+        tile_bytes: Bytes of all outer and inner tiles. This is the traffic of all loads, most of which hit L2.
+        seconds: Predicted device time; ``None`` without a calibration.
     """
 
     problem: Problem
@@ -102,22 +102,22 @@ class Simulation:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations that the mask leaves."""
+        """Floating-point operations on pairs that the mask does not hide."""
         return flops(self.problem, self.pass_)
 
     @property
     def flop_bound(self) -> float:
-        """Speedup over self attention if time were the operations that the mask leaves."""
+        """Speedup over self attention if time were proportional to the operations on visible pairs."""
         return all_pairs(self.problem) / self.counts.visible_pairs
 
     @property
     def tile_bound(self) -> float:
-        """Speedup over self attention if time were the operations that the tiles execute."""
+        """Speedup over self attention if time were proportional to the operations that the tiles execute."""
         return self.flop_bound * self.flops / self.executed_flops
 
     @property
     def least_bytes(self) -> int:
-        """Bytes of inputs and results, each of which is moved from or to memory at least once."""
+        """Bytes of inputs and results, which are the minimum of memory traffic."""
         return least_bytes(self.problem, self.pass_)
 
 
@@ -129,7 +129,7 @@ def simulate(
     calibration: Calibration | None = None,
     placement: Placement = "anchored",
 ) -> Simulation:
-    """Count a pass and, with a calibration, predict its time.
+    """Count the work of a pass and, with a calibration, predict its time.
 
     Example:
         >>> from natten_jax import simulator
@@ -142,15 +142,15 @@ def simulate(
         problem: The problem.
         pair: Query and key/value tile shape.
         pass_: The pass.
-        calibration: The time model, of :func:`calibration_for`; without one no time is predicted.
-        placement: Where inner tiles start; see :func:`count_tiles`.
+        calibration: The time model, from :func:`calibration_for`; ``None`` predicts no time.
+        placement: Start of the inner tiles; see :func:`count_tiles`.
 
     Raises:
         ValueError: A tile or the placement is not valid, or a dimension has more than ``2**20`` tiles.
     """
     kernel = seconds = None
     if calibration is not None and small_windows.is_for(calibration, problem, pass_, pair):
-        seconds = small_windows.seconds(calibration, problem, pass_, pair)  # no other kernel takes such tiles
+        seconds = small_windows.seconds(calibration, problem, pass_, pair)  # the only kernels for such tiles
     elif calibration is not None:
         kernel = calibration.kernel(problem, pair, pass_)
     counts = count_tiles(problem, pair, pass_, placement=placement, kernel=kernel)
@@ -166,7 +166,7 @@ def simulate(
 def rank(
     problem: Problem, pairs: Iterable[TilePair], pass_: Pass, calibration: Calibration | None
 ) -> list[tuple[TilePair, float]]:
-    """Pairs that anchored kernels take, with predicted seconds, fastest first; no pairs without a model.
+    """Rank the pairs of tiles that anchored kernels support by predicted seconds, fastest first.
 
     Example:
         >>> from natten_jax import simulator
@@ -180,15 +180,15 @@ def rank(
         problem: The problem.
         pairs: Query and key/value tile shapes.
         pass_: The pass.
-        calibration: The time model, of :func:`calibration_for`.
+        calibration: The time model, from :func:`calibration_for`; ``None`` returns an empty list.
 
     Raises:
         ValueError: A dimension has more than ``2**20`` tiles.
     """
     if calibration is None:
         return []
-    # All tiles of one size run in one kernel. Inner tiles of one outer tile are counted together: in three dimensions
-    # there are thousands of pairs.
+    # Tiles of equal size run in the same kernel. All inner tiles for an outer tile are counted in a single call: in
+    # three dimensions there are thousands of pairs.
     outer_side, inner_side = (0, 1) if pass_ == "forward" else (1, 0)
     of_sizes: dict[tuple[int, int], dict[Shape, list[TilePair]]] = collections.defaultdict(dict)
     for pair in pairs:
@@ -209,32 +209,32 @@ def rank(
                 tiles.append((outer_tiles, parts.inner, parts.seen_parts / kernel.row_groups, parts.partial))
             counts = TimedTiles(*map(np.concatenate, zip(*tiles, strict=True)))
             timed += zip(found, predict(problem, counts, pass_, kernel, calibration).tolist(), strict=True)
-    # Among equals, tiles that are long in the leading dimensions: on an H200 (16, 8) took 5% less time than (8, 16).
+    # Ties prefer tiles that are long in the leading dimensions: on an H200, (16, 8) took 5% less time than (8, 16).
     timed.sort(reverse=True)
     timed.sort(key=operator.itemgetter(1))
     return timed
 
 
 _LANES = 128
-#: Instruction bundles of the softmax of 1024 logits. The kernels of the backward pass find weights twice.
+#: Instruction bundles of the softmax of 1024 logits. The backward kernels compute the weights twice.
 _SOFTMAX: Mapping[Pass, float] = {"forward": 2.5, "backward": 2 * 2.5}
-#: Products of queries' width, and of values' width, of the kernels of a pass: those of the backward pass each find
-#: weights and their gradients.
+#: Matrix products with the width of queries, and with the width of values, in the kernels of a pass. Both backward
+#: kernels compute the weights and their gradients.
 _PRODUCTS: Mapping[Pass, tuple[int, int]] = {"forward": (1, 1), "backward": (4, 3)}
-#: Passes of the matrix units over numbers of 16 bits for a product of float32 at full precision.
+#: Products of 16-bit numbers that the matrix units execute for a float32 product at full precision.
 _OF_FLOAT32 = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class TpuChip:
-    """A kind of TPU: published figures of a chip. Nothing was measured on TPUs.
+    """A kind of TPU, with published figures per chip. No figure was measured.
 
     Attributes:
         name: Common name.
         product: JAX's name.
-        flops: Operations on bfloat16 per second.
-        bandwidth: Bytes per second of its memory.
-        cycles: Clock cycles of all of its cores per second.
+        flops: bfloat16 operations per second.
+        bandwidth: Memory bandwidth in bytes per second.
+        cycles: Clock cycles per second, added over the cores.
     """
 
     name: str
@@ -249,11 +249,11 @@ class TpuChip:
         return Device("tpu", is_present=False, product=self.product)
 
     def seconds(self, simulation: Simulation) -> float:
-        """Seconds of a simulated pass by a roofline model, for comparing problems and tiles.
+        """Estimate the seconds of a simulated pass with a roofline model, to compare problems and tiles.
 
-        The model takes the largest of three times: products of executed pairs at the rate of the matrix units, the
-        softmax's instructions at the clock, and tiles at the rate of the memory. Latencies, and instructions other than
-        those of pairs, are not included.
+        The estimate is the largest of three times: the products of executed pairs on the matrix units, the
+        instructions of the softmax, and the loads of tiles from memory. Latencies and instructions per tile are not
+        included.
         """
         problem, pass_ = simulation.problem, simulation.pass_
         heads = problem.batch * problem.heads
@@ -266,7 +266,7 @@ class TpuChip:
         return max(products, softmax, simulation.tile_bytes * padded / self.bandwidth)
 
 
-#: By name.
+#: TPU chips by name.
 TPU_CHIPS: Mapping[str, TpuChip] = {
     chip.name: chip
     for chip in (

@@ -1,17 +1,16 @@
-"""Kernels for small windows, a form of the ``cutlass`` kernels: predicted times.
+"""Predicted times of the kernels for small windows, which are a form of the ``cutlass`` kernels.
 
-A pair of tiles selects the form by its sizes: 16 query tokens and 8 key/value tokens, and the reverse in the backward
-pass, whose gradients are always reproducible.
+The sizes of a pair of tiles select the form: 16 query tokens and 8 key/value tokens in the forward pass, the reverse in
+the backward pass. Its gradients are always reproducible.
 
-One piece of native code (``csrc/cuda/small/region.cpp``, ``region_time.cpp`` and ``ring_shape.cpp``) decides how a
-launch divides a problem, and predicts how long the launch takes. Its coefficients are those of an H200, and for windows
-that may have a ring those of an H100. Devices differ in their multiprocessors, in shared memory, and in whether they
-have TMA.
+Native code (``csrc/cuda/small/region.cpp``, ``region_time.cpp`` and ``ring_shape.cpp``) decides how a launch divides a
+problem, and predicts the time of the launch. Its coefficients were measured on an H200, or on an H100 for windows that
+may use a ring. Devices differ in the number of multiprocessors, in shared memory, and in support for TMA.
 
-A warp owns a tile of 16 rows, and loops over groups of 8 columns in pairs, which follow each other in one dimension,
-the line. The first group begins at the rows' hull. A forward pass is one launch. A backward pass is one launch whose
-rows are queries and one whose rows are keys, both of which compute logits and their gradients, or one launch that does
-the work of both.
+A warp owns a tile of 16 rows. It loops over pairs of groups of 8 columns, which are adjacent in one dimension, called
+the line. The first group begins at the rows' hull. A forward pass is a single launch. A backward pass is either a
+single launch that computes all gradients, or a launch with queries as rows and a launch with keys as rows, both of
+which compute logits and their gradients.
 """
 
 from __future__ import annotations
@@ -32,11 +31,12 @@ from natten_jax.problem import Problem
 _FORM = "small"
 _LIMITS = native.limits(_FORM)
 
-#: The first compute capability with TMA, and the one whose rings are loaded by it; elsewhere, warps load rings.
+#: First compute capability with TMA, and the only compute capability that loads rings by TMA; on others, warps load
+#: the rings.
 _HAS_TMA = _RING_HAS_TMA = (9, 0)
 
-#: KiB of shared memory that a block may have, by compute capability (CUDA programming guide, technical specifications);
-#: others have the least.
+#: KiB of shared memory per block, by compute capability (CUDA programming guide, technical specifications). Other
+#: compute capabilities have the least.
 _SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
 _LEAST_SHARED_KIB = 99
 
@@ -51,12 +51,12 @@ def tile_tokens(problem: Problem, pass_: Pass) -> tuple[int, int] | None:
 
 
 def largest_biased_head_dim() -> int:
-    """The widest heads of kernels with a relative bias."""
+    """Return the largest head dimension of kernels with a relative bias."""
     return int(_LIMITS["largest_biased_head_dim"])
 
 
 def is_chosen(problem: Problem, pass_: Pass, pair: TilePair) -> bool:
-    """Whether a pair of tiles selects the form."""
+    """Return True if a pair of tiles selects the form."""
     return tuple(map(math.prod, pair)) == tile_tokens(problem, pass_)
 
 
@@ -69,10 +69,9 @@ class Launch(NamedTuple):
     """A kernel of a pass.
 
     Attributes:
-        kernel: ``"forward"``, ``"query gradient"``, ``"key/value gradient"``, or ``"whole gradient"``, which is both;
-            all but the last also ``"... with a ring"``.
-        pairs: Pairs of a row and a column that a launch with a ring multiplies for a batch entry and head; zero for
-            other launches.
+        kernel: ``"forward"``, ``"query gradient"``, ``"key/value gradient"``, or ``"whole gradient"`` for both
+            gradients. All except the last also exist as ``"... with a ring"``.
+        pairs: Row-column pairs that a launch with a ring multiplies, per batch entry and head; zero for other launches.
     """
 
     kernel: str
@@ -84,7 +83,7 @@ class Estimate(NamedTuple):
 
     Attributes:
         launches: All launches except those for gradients of additional tokens.
-        work: Seconds of all launches if memory were no limit.
+        work: Seconds of all launches, without the limit of memory bandwidth.
         seconds: Seconds of the pass.
     """
 
@@ -100,15 +99,16 @@ def estimate(
     """Predict the launches and the time of a pass with tiles of the form's size.
 
     Args:
-        family: The backend family whose calibration has the speed of memory.
+        family: The backend family whose calibration has the memory bandwidth.
         problem: The problem.
         pass_: The pass.
         pair: The tiles.
-        compute_capability: The compute capability of the device; an unknown one has the least shared memory.
+        compute_capability: The compute capability of the device. An unknown one is assumed to have the least shared
+            memory.
 
     Returns:
-        The estimate; ``None`` if the form does not support the tiles: the keys that a warp's queries see do not fit
-        into shared memory.
+        The estimate. ``None`` if the tiles have other sizes, or if the keys that a warp's queries see do not fit into
+        shared memory.
     """
     calibration = calibration_for(family)
     if calibration is None or not is_chosen(problem, pass_, pair):
@@ -130,9 +130,9 @@ def estimate(
 def _native_estimate(
     problem: Problem, pass_: Pass, compute_capability: ComputeCapability | None, multiprocessors: int
 ) -> tuple[Callable[..., Any], Mapping[str, Any] | None]:
-    """Return the native estimate as a function of the tiles of the kernel.
+    """Return the native estimate as a function of the kernel's tiles, and the ring launch for key/value gradients.
 
-    The second value is the launch for key and value gradients that chooses its tiles; ``None`` without a ring.
+    The ring launch chooses its tiles itself; ``None`` if the problem does not support rings.
     """
     sizes = problem.batch, problem.heads, problem.heads_kv, problem.head_dim, problem.head_dim_v, problem.additional_kv
     axes, has_ring = axis_rows(problem), not problem.own_layouts
@@ -163,13 +163,14 @@ def seconds(calibration: Calibration, problem: Problem, pass_: Pass, pair: TileP
 def ranked(
     family: str, problem: Problem, pass_: Pass, compute_capability: ComputeCapability | None
 ) -> Iterator[tuple[TilePair, float]]:
-    """Every supported pair of tiles of the form's size, with seconds, the fastest first.
+    """Yield every supported pair of tiles of the form's size with its seconds, the fastest first.
 
-    If memory is the limit, pairs with the least work come first; among equals, the most compact rows. Dimensions of any
-    length are ranked: see :func:`natten_jax.cost_model.tiles.shortened`.
+    Pairs are sorted by their work, because the seconds of several pairs are equal if memory is the limit. Among pairs
+    with equal work, the most compact rows come first. Dimensions of any length are ranked: see
+    :func:`natten_jax.cost_model.tiles.shortened`.
 
     Args:
-        family: As for :func:`estimate`.
+        family: The backend family, as in :func:`estimate`.
         problem: The problem that the tiles are for.
         pass_: The pass.
         compute_capability: The compute capability of the device.
@@ -178,7 +179,7 @@ def ranked(
     pairs = [] if tokens is None else tile_pairs_of_sizes(*tokens, problem.rank)
     estimates = ((pair, estimate(family, problem, pass_, pair, compute_capability)) for pair in pairs)
     taken = [(pair, found) for pair, found in estimates if found is not None]
-    # 14 x 14 tokens of 512 heads: gradients took 52 microseconds with 8 x 2 keys, and 59 with 16 x 1.
+    # With 14 x 14 tokens and 512 heads, gradients took 52 microseconds with 8 x 2 keys, and 59 with 16 x 1.
     rows = 0 if pass_ == "forward" else 1
     taken.sort(key=lambda each: (each[1].work, max(each[0][rows])))
     yield from ((pair, found.seconds) for pair, found in taken)

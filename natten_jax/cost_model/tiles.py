@@ -5,23 +5,25 @@ pass) and loops over *inner* tiles of the other side. The mask is separable, so 
 dimensions of a sum over the outer tiles of one dimension. With ``[begin, end)`` of the windows of an outer tile's first
 and last token, in one dimension:
 
-    hull = [begin(first), end(last))       visible to some token of the tile: inner tiles have to cover it
+    hull = [begin(first), end(last))       visible to some token of the tile: inner tiles must cover it
     core = [begin(last), end(first))       visible to every token of the tile: needs no mask
     anchored tiles of t tokens start with the hull:    ceil(|hull| / t) tiles
     aligned tiles lie on a grid from token 0:          ceil(hull.end / t) - floor(hull.begin / t) tiles
 
-An inner tile inside ``core`` in every dimension is *full*, another one is *partial*. Dilation groups are counted one by
-one. If every inner tile is full, the mask is *fully block-sparse*: no kernel masks single tokens.
+An inner tile inside ``core`` in every dimension is *full*, any other inner tile is *partial*. Dilation groups are
+counted separately. If every inner tile is full, the mask is *fully block-sparse*: no kernel masks single tokens.
 
-A kernel may split the rows of an outer tile among *row groups* (the warpgroups of the Hopper forward kernel). Each row
-group skips an inner tile that none of its rows sees, and masks a tile that is not full for the smallest box of the
-outer tile that holds its rows. The *part* of an inner tile is the work of one row group on it. The inner tiles that
-some row group masks are not a product over the dimensions, but the tiles that one set of row groups sees and another
-set finds full are. With the indicators of row group g, no row group masks the tile where
+A kernel may split the rows of an outer tile among *row groups* (the warpgroups of the Hopper forward kernel). A row
+group skips an inner tile that none of its rows sees. It masks a tile unless the tile is full for the smallest box of
+the outer tile that contains the group's rows. A *part* of an inner tile is the work of a single row group on the tile.
+
+The number of inner tiles that some row group masks is not a product over the dimensions. The number of tiles that are
+seen by a given set of row groups and full for another given set is a product. Let seen_g and full_g be 1 if row group g
+sees the tile and if the tile is full for it, otherwise 0. No row group masks the tile if
 
     product over g of (1 - seen_g + full_g) = 1
 
-whose expansion has one such product per choice of 1, seen or full for every row group.
+The expansion of this product has a term per choice of 1, seen_g or full_g for every row group; each term is countable.
 """
 
 from __future__ import annotations
@@ -47,16 +49,16 @@ _PLACEMENTS = ("anchored", "aligned")
 
 #: Largest number of tiles of a dimension that are counted.
 MOST_TILES = 1 << 20
-#: Tokens of a dilation group for which tiles of longer ones are ranked.
+#: Tokens of a dilation group to which longer groups are shortened before tiles are ranked.
 _RANKED_TOKENS = 1 << 17
-#: Tokens of a tile where a limit on tokens is needed, and no tile is given.
+#: Tokens of a tile for checking the limit on tiles in counts without tiles.
 _COMMON_TILE = 128
-#: Tiles or tokens of one NumPy array.
+#: Tiles or tokens per NumPy array.
 _CHUNK = 1 << 14
 #: Products of three smaller integers, and sums of a few of these, are exact in float64.
 _SMALL_ENTRY = 1 << 17
 
-#: What a row group may require of an inner tile: nothing, that it sees the tile, or that the tile is full.
+#: Requirement of a row group for an inner tile: none, the row group sees the tile, or the tile is full.
 _ANY, _SEEN, _FULL = range(3)
 
 #: First and last coordinate inside an outer tile, in one dimension.
@@ -78,14 +80,14 @@ def check_countable(tokens: int, tile: int) -> None:
 
 
 def has_longer_groups(problem: Problem, tokens: int) -> bool:
-    """Whether some dilation group of a dimension has more than the given number of tokens."""
+    """Return True if some dilation group of a dimension has more than the given number of tokens."""
     return any(max(axis.query_extent, axis.kv_extent) > tokens * axis.dilation for axis in problem.axes)
 
 
 def shortened(problem: Problem) -> Problem:
     """Return the problem with dimensions short enough to rank tiles for any call within a fraction of a second.
 
-    Dilation groups have at most ``2**17`` tokens: the order of tiles hardly depends on more.
+    Dilation groups are shortened to at most ``2**17`` tokens; longer groups hardly change the order of the tiles.
     """
     if not has_longer_groups(problem, _RANKED_TOKENS):
         return problem
@@ -98,7 +100,7 @@ def shortened(problem: Problem) -> Problem:
 
 
 def visible_pairs(problem: Problem) -> int:
-    """Sum over the queries of the keys that each of them sees, for one batch element and one head.
+    """Count the visible query-key pairs of a single batch element and head.
 
     Raises:
         ValueError: A dimension is too long to count.
@@ -122,23 +124,23 @@ def _visible_pairs_of_axis(axis: Axis) -> int:
 
 
 def _chunks(count: int) -> Iterator[Any]:
-    """The numbers below ``count`` in arrays of limited size."""
+    """Yield the integers below ``count`` in arrays of limited size."""
     for first in range(0, count, _CHUNK):
         yield np.arange(first, min(first + _CHUNK, count))
 
 
 def all_pairs(problem: Problem) -> int:
-    """Query-key pairs without any mask, for one batch element and one head."""
+    """Return the number of query-key pairs without any mask, for a single batch element and head."""
     return math.prod(problem.query_layout) * (math.prod(problem.kv_layout) + problem.additional_kv)
 
 
 def flops(problem: Problem, pass_: Pass) -> int:
-    """Floating-point operations of the matrix products of one pass on visible pairs, over all batch elements and heads.
+    """Return the floating-point operations of a pass's matrix products on visible pairs, in all entries and heads.
 
     Args:
         problem: The problem.
-        pass_: ``"forward"`` has two products, over ``head_dim`` and ``head_dim_v``; ``"backward"`` counts as two
-            and a half times as many, its five products at the same average width.
+        pass_: ``"forward"`` has two products, over ``head_dim`` and ``head_dim_v``. ``"backward"`` has five products,
+            counted as 2.5 times the operations of the forward pass, as if their average width was equal.
     """
     width = problem.head_dim + problem.head_dim_v
     operations = problem.batch * problem.heads * width * visible_pairs(problem)
@@ -146,26 +148,27 @@ def flops(problem: Problem, pass_: Pass) -> int:
 
 
 def least_bytes(problem: Problem, pass_: Pass) -> int:
-    """Bytes of the inputs and results of a pass."""
+    """Return the bytes of the inputs and results of a pass."""
     queries, keys = math.prod(problem.query_layout), math.prod(problem.kv_layout) + problem.additional_kv
     elements = queries * problem.heads * problem.head_dim
     elements += keys * problem.heads_kv * (problem.head_dim + problem.head_dim_v)
     out = queries * problem.heads * problem.head_dim_v * ELEMENT_TYPES[problem.output_dtype].bytes
     once = problem.batch * (elements * problem.element.bytes + out)
     logsumexp = problem.batch * problem.heads * queries * ELEMENT_TYPES[problem.element.accumulator].bytes
-    # The backward pass reads the output beside its gradient, and writes a gradient for every other array.
+    # The backward pass reads the output and its gradient, and writes a gradient for every other array.
     return (once if pass_ == "forward" else 2 * once) + logsumexp
 
 
 class JudgedTiles(NamedTuple):
-    """Tiles of one dimension, over all dilation groups.
+    """Counts of the tiles of a dimension, over all dilation groups.
 
     Attributes:
         outer: Number of outer tiles.
-        judged: ``[len(inner_tiles), 3 ** len(rows)]``. Number of inner tiles, for every ``itertools.product`` of a
-            requirement per row group: int64 if products over dimensions are exact in float64, otherwise Python ints.
-        most_inner: Inner tiles of the outer tile that has the most of them.
-        hull_pairs: Pairs of an outer tile's tokens and of its hull's.
+        judged: ``[len(inner_tiles), 3 ** len(rows)]``. Number of inner tiles that meet a combination of requirements,
+            one per row group, in the order of ``itertools.product``. int64 if products over dimensions are exact in
+            float64, otherwise Python ints.
+        most_inner: Largest number of inner tiles of an outer tile.
+        hull_pairs: Pairs of a token of an outer tile and a token of its hull.
     """
 
     outer: int
@@ -183,7 +186,7 @@ def judged_tiles(
     pass_: Pass,
     rows: tuple[Rows, ...],
 ) -> JudgedTiles:
-    """Count the tiles of one dimension by what row groups, whose ``rows`` are given, do with them.
+    """Count the tiles of a dimension that row groups with the given ``rows`` see or find full.
 
     Raises:
         ValueError: The dimension has too many tiles.
@@ -214,15 +217,15 @@ def judged_tiles(
 
 
 def _count_judged(begin: Any, core_end: Any, end: Any, extents: Any, placement: Placement) -> Any:
-    """Inner tiles of each outer tile that all row groups find to be as required.
+    """Count the inner tiles of each outer tile that meet the requirements of all row groups.
 
     Args:
-        begin: ``[2 + 2 * row_groups, outer tiles]``. Windows' first tokens: those of the outer tile's first and last
-            row, and then those of the first and last row of every row group.
-        core_end: Windows' ends, at most the end of the dimension, also where it wraps.
-        end: Windows' ends.
+        begin: ``[2 + 2 * row_groups, outer tiles]``. First tokens of windows: of the outer tile's first and last row,
+            and then of the first and last row of every row group.
+        core_end: Ends of the windows, at most the end of the dimension, even if it wraps.
+        end: Ends of the windows.
         extents: ``[inner_tiles, 1]``. Extents of inner tiles.
-        placement: Where inner tiles start.
+        placement: Start of the inner tiles.
 
     Returns:
         ``[3 ** row_groups, inner_tiles, outer tiles]``.
@@ -230,11 +233,11 @@ def _count_judged(begin: Any, core_end: Any, end: Any, extents: Any, placement: 
     origin = begin[0] if placement == "anchored" else 0
     begins, ends = np.full((1, 1, 1), np.iinfo(np.int64).min), np.full((1, 1, 1), np.iinfo(np.int64).max)
     for low, high in zip(range(2, len(begin), 2), range(3, len(begin), 2), strict=True):
-        # Tiles that hold tokens of the hull, and of what the row group sees ...
+        # Tiles that contain tokens of the hull, and tiles that contain tokens that the row group sees ...
         seen_begin, seen_end = begin[[0, low], np.newaxis], end[[1, high], np.newaxis]
         holding_begin = (seen_begin - origin) // extents
         holding_end = np.where(seen_end > seen_begin, -((origin - seen_end) // extents), holding_begin)
-        # ... and tiles inside of what every row of the row group sees.
+        # ... and tiles of which every row of the row group sees all tokens.
         full_begin, full_end = -((origin - begin[high]) // extents), (core_end[low] - origin) // extents
         group_begins = np.concatenate([holding_begin, full_begin[np.newaxis]])
         group_ends = np.concatenate([holding_end, full_end[np.newaxis]])
@@ -244,9 +247,9 @@ def _count_judged(begin: Any, core_end: Any, end: Any, extents: Any, placement: 
 
 
 class PartCounts(NamedTuple):
-    """Work of row groups on inner tiles: numbers, or arrays with an entry for every shape of inner tiles.
+    """Work of row groups on inner tiles: numbers, or arrays with an entry per shape of inner tiles.
 
-    Attributes as those of :class:`TileCounts`.
+    :class:`TileCounts` documents the attributes.
     """
 
     outer: Any
@@ -267,9 +270,9 @@ def part_counts(
     pass_: Pass,
     kernel: Kernel,
 ) -> PartCounts:
-    """Count the work of a kernel's row groups on inner tiles of several shapes of one size.
+    """Count the work of a kernel's row groups on inner tiles, for several shapes with equal numbers of tokens.
 
-    The kernel masks the end of an inner tile that is smaller than its own.
+    The kernel masks the end of an inner tile that is smaller than the kernel's inner tile.
     """
     row_groups = kernel.row_groups
     boxes = _row_boxes(outer_tile, kernel.outer_tokens // row_groups, row_groups)
@@ -289,20 +292,20 @@ def part_counts(
         return parts
     added = PartCounts(*np.array([_added_parts(problem, outer, each, kernel, pass_) for each in inner_tiles], object).T)
     total = PartCounts(*map(operator.add, parts, added))
-    if pass_ == "forward":  # they are inner tiles of the same outer tiles
+    if pass_ == "forward":  # additional tokens add inner tiles to the same outer tiles
         return total
     return total._replace(most_inner=np.maximum(parts.most_inner, added.most_inner))
 
 
 def _added_parts(problem: Problem, outer: int, inner_tile: Shape, kernel: Kernel, pass_: Pass) -> PartCounts:
-    """Count tiles of additional tokens: more inner tiles of ``outer`` tiles, or more outer tiles."""
+    """Count tiles of additional tokens: inner tiles of ``outer`` tiles (forward), or outer tiles (backward)."""
     tokens = kernel.inner_tokens if pass_ == "forward" else kernel.outer_tokens
     full_tiles, rest = divmod(problem.additional_kv, tokens)
     tiles = full_tiles + bool(rest)
     if pass_ == "forward":
         own, most_inner, inner, full = 0, tiles, outer * tiles, outer * full_tiles
     else:
-        # Every tile of them reads the query layout from its first token on, whatever the dilation.
+        # Every tile of additional tokens reads the whole query layout from its first token, even with dilation.
         extents = list(zip(problem.query_layout, inner_tile, strict=True))
         own, most_inner = tiles, math.prod(-(-extent // tile) for extent, tile in extents)
         fills = math.prod(inner_tile) == kernel.inner_tokens
@@ -313,14 +316,14 @@ def _added_parts(problem: Problem, outer: int, inner_tile: Shape, kernel: Kernel
 
 @functools.lru_cache(maxsize=1 << 10)
 def _distinct_extents(inner_tiles: tuple[Shape, ...]) -> list[tuple[tuple[int, ...], Any]]:
-    """Return the distinct extents of the tiles in each dimension, and the number of each tile's extent among these."""
+    """Return, per dimension, the distinct extents of the tiles, and the index of each tile's extent among them."""
     found = [np.unique(extents, return_inverse=True) for extents in zip(*inner_tiles, strict=True)]
     return [(tuple(values.tolist()), numbers) for values, numbers in found]
 
 
 @functools.lru_cache(maxsize=1 << 10)
 def _row_boxes(outer_tile: Shape, rows: int, row_groups: int) -> list[tuple[Rows, ...]]:
-    """Return, by dimension, the smallest boxes of the outer tile that hold the rows of each row group.
+    """Return, per dimension, the smallest box of the outer tile that contains the rows of each row group.
 
     Rows past the end of the tile count as its last row.
     """
@@ -330,25 +333,25 @@ def _row_boxes(outer_tile: Shape, rows: int, row_groups: int) -> list[tuple[Rows
     for dim, extent in enumerate(outer_tile):
         step = math.prod(outer_tile[dim + 1 :])  # rows to the next token of the dimension
         tokens = [(first // step, last // step) for first, last in rows_of_groups]
-        is_line = [first // extent == last // extent for first, last in tokens]  # in the dimensions before
+        is_line = [first // extent == last // extent for first, last in tokens]  # equal leading coordinates
         pairs = zip(tokens, is_line, strict=True)
         boxes.append(tuple([(a % extent, b % extent) if line else (0, extent - 1) for (a, b), line in pairs]))
     return boxes
 
 
 def _requirements(row_groups: int) -> Any:
-    """Return all combinations of a requirement per row group: ``[3 ** row_groups, row_groups]``."""
+    """Return all combinations of a requirement per row group, ``[3 ** row_groups, row_groups]``."""
     return np.array(list(itertools.product((_ANY, _SEEN, _FULL), repeat=row_groups)))
 
 
 @functools.cache
 def _strictest(numbers: tuple[int, ...]) -> Any:
-    """Map combinations of requirements to combinations for distinct row groups, both by number.
+    """Map indices of combinations of requirements to indices of combinations for distinct row groups.
 
-    Of the requirements of row groups with the same rows, the strictest implies the others.
+    If several row groups have equal rows, their strictest requirement implies the others.
 
     Args:
-        numbers: For every row group, the number of its rows among the distinct ones.
+        numbers: For every row group, the index of its rows among the distinct rows.
     """
     required, distinct = _requirements(len(numbers)), range(max(numbers) + 1)
     strictest = [required[:, np.equal(numbers, number)].max(axis=1) for number in distinct]
@@ -357,7 +360,7 @@ def _strictest(numbers: tuple[int, ...]) -> Any:
 
 @functools.cache
 def _weights(row_groups: int, fills: bool) -> Any:
-    """Return weights of ``judged`` in ``PartCounts`` from ``inner`` to ``partial``: ``[3 ** row_groups, 5]``."""
+    """Return weights ``[3 ** row_groups, 5]`` that sum ``judged`` to the fields ``inner`` to ``partial``."""
     required = _requirements(row_groups)
     is_single = np.count_nonzero(required != _ANY, axis=1) == 1
     seen, full = (is_single & np.any(required == each, axis=1) for each in (_SEEN, _FULL))
@@ -367,14 +370,14 @@ def _weights(row_groups: int, fills: bool) -> Any:
 
 
 class TimedTiles(NamedTuple):
-    """Tiles of one batch element and one head, for the time model.
+    """Tile counts of a single batch element and head, for the time model.
 
-    Each is a number, or an array with an entry for every pair of tiles.
+    The attributes are numbers, or arrays with an entry per pair of tiles.
 
     Attributes:
         outer: Outer tiles.
-        inner: Inner tiles, all together.
-        seen: Their parts that are computed, in tiles.
+        inner: Inner tiles, summed over the outer tiles.
+        seen: Inner tiles that are computed; a part counts as ``1 / row_groups``.
         partial: Inner tiles that some row group masks.
     """
 
@@ -386,21 +389,21 @@ class TimedTiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TileCounts:
-    """Tiles and query-key pairs of one batch element and one head.
+    """Counts of tiles and query-key pairs of a single batch element and head.
 
     Attributes:
-        outer: Outer tiles: query tiles in the forward, key/value tiles in the backward pass.
-        inner: Inner tiles that are visited, all together.
-        full: Those of them that need no mask.
-        most_inner: Inner tiles of the outer tile that has the most of them.
-        row_groups: Groups of an outer tile's rows that skip and mask inner tiles on their own.
+        outer: Outer tiles: query tiles in the forward pass, key/value tiles in the backward pass.
+        inner: Inner tiles that are visited, summed over the outer tiles.
+        full: Inner tiles that need no mask.
+        most_inner: Largest number of inner tiles of an outer tile.
+        row_groups: Groups of an outer tile's rows that skip and mask inner tiles independently.
         seen_parts: Parts of inner tiles that are not skipped, of ``row_groups * inner``.
-        full_parts: Those of them that need no mask.
+        full_parts: Parts of inner tiles that are not skipped and need no mask.
         partial: Inner tiles that some row group masks.
-        visible_pairs: Query-key pairs that the mask leaves: the work.
+        visible_pairs: Query-key pairs that the mask does not hide, which are the useful work.
         hull_pairs: Pairs of tokens in the tiles: visible and masked pairs.
-        visited_pairs: Pairs in the tiles, padding included.
-        executed_pairs: Pairs that are computed: those of parts that are not skipped.
+        visited_pairs: Pairs in the tiles, including padding.
+        executed_pairs: Pairs in parts that are not skipped.
     """
 
     outer: int
@@ -418,7 +421,7 @@ class TileCounts:
 
     @property
     def tiles(self) -> TimedTiles:
-        """The counts that the time model takes."""
+        """The counts for the time model."""
         return TimedTiles(self.outer, self.inner, self.seen_parts / self.row_groups, self.partial)
 
     @property
@@ -433,7 +436,7 @@ class TileCounts:
 
     @property
     def is_fully_block_sparse(self) -> bool:
-        """Whether no tile needs a mask."""
+        """True if no tile needs a mask."""
         return self.full == self.inner
 
     @property
@@ -465,7 +468,7 @@ def count_tiles(
     placement: Placement = "anchored",
     kernel: Kernel | None = None,
 ) -> TileCounts:
-    """Count the tiles of a pass exactly, for one batch element and one head.
+    """Count the tiles of a pass exactly, for a single batch element and head.
 
     Example:
         >>> from natten_jax import simulator
@@ -479,8 +482,8 @@ def count_tiles(
         pair: Query and key/value tile shape, with one extent per token dimension.
         pass_: The pass.
         placement: ``"anchored"``: inner tiles start at the first token that the outer tile needs.
-            ``"aligned"``: they lie on a grid that starts at token 0 (of each dilation group).
-        kernel: The kernel that executes them; without one, tiles are executed as large as they are.
+            ``"aligned"``: inner tiles are on a grid that starts at token 0 (of each dilation group).
+        kernel: The kernel that executes the tiles; its tiles may be larger. ``None`` executes tiles without padding.
 
     Raises:
         ValueError: A tile does not have one positive extent per dimension, ``placement`` is unknown, or a dimension has
@@ -519,7 +522,7 @@ def check_tiles(problem: Problem, pair: TilePair, placement: Placement) -> None:
 
 
 def tile_pairs_of_sizes(q_size: int, kv_size: int, rank: int) -> Iterator[TilePair]:
-    """Return every query and key/value tile of the given numbers of tokens."""
+    """Return all pairs of a query tile and a key/value tile with the given numbers of tokens."""
     return itertools.product(_factorisations(q_size, rank), _factorisations(kv_size, rank))
 
 
