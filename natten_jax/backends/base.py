@@ -75,7 +75,8 @@ class Capabilities:
         head_dim_step: Head dimensions of its kernels are multiples of this.
         float8_head_dim_step: ``head_dim_step`` for 8-bit arrays, if it differs.
         largest_head_dim: The largest head dimension; ``None`` for any.
-        head_widths: The head dimensions of its kernels if there are few, the same for queries and values.
+        head_widths: Supported head dimensions, equal for queries and values; empty for all multiples of
+            ``head_dim_step``.
         targets: Custom calls to this package's native library, by pass.
         schedules: Kernel schedules by pass, the default first.
         heeds: Performance arguments that the backend uses, or whose guarantee it always satisfies; without tiles and

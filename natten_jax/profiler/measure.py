@@ -381,7 +381,7 @@ NamedEvent = tuple[symbols.Name, Event]
 
 
 def summarize(iterations: Sequence[Sequence[Event]], program: Program, operator: str, platform: str) -> tuple[Row, ...]:
-    """Return :func:`rows_of` the events of each iteration, with their names (:func:`named`)."""
+    """Name the events of each iteration (:func:`named`), and group them by name (:func:`rows_of`)."""
     return rows_of([named(events, program, operator, platform) for events in iterations])
 
 

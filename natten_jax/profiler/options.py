@@ -122,7 +122,7 @@ class Options:
 
     @property
     def attention_kwargs(self) -> dict[str, Any] | None:
-        """The operators' argument of this name."""
+        """Value of the operators' argument ``attention_kwargs``."""
         return None if self.fmha_backend is None else {"backend": self.fmha_backend}
 
     @property

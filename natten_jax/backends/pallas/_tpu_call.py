@@ -106,7 +106,7 @@ class Chunks(NamedTuple):
 
     Attributes:
         box: Keys of the box along each dimension.
-        keys: Keys of a chunk. The last chunk repeats keys of the one before if this does not divide the box.
+        keys: Keys of a chunk. If this number does not divide the box, the last chunk repeats keys of the previous one.
     """
 
     box: Shape

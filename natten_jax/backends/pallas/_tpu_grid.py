@@ -134,7 +134,7 @@ def box_spec(call: Call, width: int) -> pl.BlockSpec:
 
 
 def query_operands(call: Call, scale: jax.Array) -> list[Any]:
-    """Return the first operands of kernels that own queries: five scalar tables, scales, and what masks read."""
+    """Return the first operands of kernels that own queries: five scalar tables, scales, and operands of masks."""
     slab_bounds = [jnp.asarray(visits.bounds).reshape(-1) for visits in call.visits[:-1]]
     last_bounds = jnp.asarray(call.visits[-1].bounds)
     return [*call.box_tables, *slab_bounds, scale, call.chunks.coordinates(), last_bounds]
@@ -215,7 +215,7 @@ def visit_keys(call: Call, place: Place, tables: Sequence[Any], add: Callable[[C
         call: Static facts of the call.
         place: The place of the program.
         tables: Its box tables.
-        add: Adds a chunk; the flag says if some queries do not see some of its keys.
+        add: Adds a chunk. Its flag is True if some queries do not see some keys of the chunk, so that a mask is needed.
     """
     rows, boxes, chunks = call.rows_of(place.group, place.tile, tables), key_boxes(call, place, tables), call.chunks
     cut, stride = chunks.cut, chunks.stride
