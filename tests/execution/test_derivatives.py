@@ -1,4 +1,4 @@
-"""Derivatives that kernels refuse, and higher derivatives of plain JAX."""
+"""Derivatives that kernels do not support, and higher derivatives of plain JAX."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.problems import Case
 
 Function = Callable[[jax.Array], Any]
 
-#: Derivatives that kernels do not have.
+#: Derivatives that kernels do not support.
 REFUSED: dict[str, Callable[[Any, jax.Array], Any]] = {
     "jvp": lambda f, x: jax.jvp(f, (x,), (x,)),
     "jit of jvp": lambda f, x: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(x),
@@ -62,7 +62,7 @@ CASES = {"fna": Case((9,), (3,), additional=2, fused=True), "fmha": Case((9,), q
 
 
 def of_query(case: Case, backend: str, operands: oracle.Tensors) -> Function:
-    """The sum of the output as a function of the query."""
+    """Return the sum of the output as a function of the query."""
     return lambda query: case.operator(backend)(operands._replace(query=query))[0].astype("float32").sum()
 
 
@@ -98,20 +98,20 @@ MASK = oracle.neighborhood_mask((9,), kernel_size=(3,), stride=(1,), dilation=(1
 
 
 def attend(query: jax.Array, **options: Any) -> jax.Array:
-    """The operator, whose operands are all functions of one array ``[1, 9, 2, 4]``."""
+    """Run the operator with operands that are all functions of one array ``[1, 9, 2, 4]``."""
     return natten_jax.na1d(query, 2 * query, jnp.sin(query), 3, backend="flex-fna", **options)
 
 
 def attend_densely(
     query: jax.Array, biases: jax.Array | float = 0.0, scale: jax.Array | float = 0.5, mask: Any = MASK
 ) -> jax.Array:
-    """The operator in a few lines of JAX, without this package's code."""
+    """Compute the operator in a few lines of JAX, without this package's code."""
     logits = jnp.einsum("bihd,bjhd->bhij", query, 2 * query) * scale + biases
     weights = jax.nn.softmax(jnp.where(mask, logits, -jnp.inf), axis=-1)
     return jnp.einsum("bhij,bjhd->bihd", weights, jnp.sin(query))
 
 
-#: A function of the array, and the same function of it without this package.
+#: A function of the array, and an equal function that does not use this package.
 FUNCTIONS: dict[str, tuple[Function, Function]] = {
     "operator": (attend, attend_densely),
     "attention": (
@@ -133,7 +133,7 @@ FUNCTIONS: dict[str, tuple[Function, Function]] = {
 
 
 def derivatives_along(function: Function, first: jax.Array, terms: list[jax.Array]) -> list[jax.Array]:
-    """The function and its derivatives along the curve with these derivatives, by nested ``jax.jvp``."""
+    """Return the function and its derivatives along a curve with given derivatives, by nested ``jax.jvp``."""
 
     def along(time: jax.Array) -> list[jax.Array]:
         return [function(first + time * terms[0] + time**2 / 2 * terms[1] + time**3 / 6 * terms[2])]

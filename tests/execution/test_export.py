@@ -1,4 +1,4 @@
-"""``jax.export`` of the operators: programs that outlive the process, for any batch size, and how they are called."""
+"""``jax.export`` of the operators: programs that outlive the process, with symbolic batch sizes, and their calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ export = functools.partial(jax.export.export, disabled_checks=natten_jax.EXPORT_
 
 
 def with_gradients(case: Case, backend: str | None) -> Any:
-    """Output, logsumexp and gradients, as a function of operands."""
+    """Return a function from operands to output, logsumexp and gradients."""
     function = case.operator(backend)
 
     def run(operands: oracle.Tensors) -> Any:
@@ -45,7 +45,7 @@ def with_gradients(case: Case, backend: str | None) -> Any:
 
 
 def with_any_batch(operands: oracle.Tensors) -> oracle.Tensors:
-    """The operands' types with a symbolic batch size."""
+    """Return the operands' types with a symbolic batch size."""
     (batch,) = jax.export.symbolic_shape("batch")
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct((batch, *array.shape[1:]), array.dtype), operands)
 

@@ -47,7 +47,7 @@ def _executing() -> contextlib.ExitStack:
 
 @pytest.mark.parametrize("mode", TRACED)
 def test_every_operand_is_traced(family: Family, mode: str) -> None:
-    """Each call with its gradients; in 64-bit mode also mapped, and in plain JAX in forward mode."""
+    """Trace each call with its gradients; in 64-bit mode also under vmap, and in plain JAX with forward mode."""
     modes, dtype, terms_dtype = TRACED[mode]
     dtype = dtype if dtype in family.dtypes else family.dtype
 
@@ -96,7 +96,7 @@ def test_no_tracer_leaks(family: Family) -> None:
         arrays = jax.tree.map(jnp.asarray, call.arrays(family.dtype))
         jax.eval_shape(call.value_and_gradients(family.name), arrays)
 
-    # Every trace collects garbage, so that a few calls with many operands stand for all.
+    # Only a few calls with many operands are tested, because every trace runs the garbage collector.
     with jax.checking_leaks():
         assert not failures_of(family, trace, ("extents, every term", "attention, lengths", "weights"))
 
@@ -126,7 +126,7 @@ MODULES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
 
 
 def _module_call(kind: str, settings: Mapping[str, Any], given: Mapping[str, Any], dtype: str) -> tuple[Any, Any]:
-    """The loss of a module as a function of its parameters, and these."""
+    """Return the loss of a module as a function of its parameters, and the parameters."""
     from flax import nnx
 
     from tests.support import flax_layers as layers
@@ -220,7 +220,7 @@ def test_vmap_over_every_operand(family: Family) -> None:
     assert not failures_of(family, check, _OF_PLAIN_JAX if family.capabilities.is_plain_jax else ())
 
 
-# The operators where JAX compiles nothing, or looks for values that are not numbers.
+# The operators without compilation, and with JAX's NaN checks.
 
 
 CASES = {
@@ -280,10 +280,10 @@ def test_values_that_are_no_numbers_are_found(family: Family, transform: Callabl
 def test_infinite_values_are_found(family: Family, transform: Callable[[Any], Any]) -> None:
     case = CASES["windows"]
     operands = case.operands(family.dtype, 0)
-    # Every logit is finite, and so are the weights.
+    # All logits and weights are finite.
     spoiled = operands._replace(value=operands.value.at[0, 0, 0, 0, 0].set(jnp.inf))
     function = transform(case.operator(family.fna))
-    # Products of float32 on TF32 matrix units take infinity for NaN: its lower part is inf - inf.
+    # TF32 products of float32 turn infinity into NaN: its lower part is inf - inf.
     becomes_nan = not jnp.isinf(function(spoiled)[0]).any()
     assert not becomes_nan or (family.name, family.dtype) == ("cutlass", "float32")
     with jax.debug_nans(becomes_nan), jax.debug_infs(not becomes_nan):

@@ -1,4 +1,4 @@
-"""Operands as GPU kernels take them, with the host's in their place: wider heads, and biases of keys as columns."""
+"""Operands as GPU kernels take them, tested with the CPU kernels: wider heads, and key biases as columns."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _is_registered(machine: Machine) -> None:
 
 @pytest.mark.parametrize("name", ["extents and sinks", "lengths and sinks"])
 def test_kernels_know_padding_by_its_logsumexp(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of sinks were wrong if padding had another one: padding may hold any number."""
+    """Gradients of sinks would be wrong if padding had another logsumexp: padding may hold any number."""
     call_backward = columns_backend.ColumnsBackend.call_backward
     given: list[tuple[np.ndarray, np.ndarray]] = []
 
@@ -157,7 +157,7 @@ def test_one_rule_for_all_numbers(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", FAMILY.dtypes)
 def test_low_relative_biases_and_sinks_are_not_taken_for_hidden_keys(dtype: str) -> None:
-    """Queries whose keys are all hidden are known by their logsumexp; other numbers must not make it as low."""
+    """Kernels identify queries without visible keys by their logsumexp; other numbers must not make it as low."""
     query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 1, 12, 2, 16)), dtype)
     bias = jnp.zeros((1, 12)).at[:, :6].set(-jnp.inf)
     low, lowest = 0.49 * jnp.finfo("float32").min, jnp.finfo("float32").max
@@ -176,12 +176,12 @@ def test_low_relative_biases_and_sinks_are_not_taken_for_hidden_keys(dtype: str)
         of_value = pullback((jnp.ones_like(out), jnp.zeros_like(lse)))[0]
         np.testing.assert_array_equal(of_value[:, :6], 0)
 
-    # The largest relative bias shows no hidden key.
+    # The largest relative bias does not reveal hidden keys.
     out, lse = attend(value, relative_bias=jnp.full((2, 5), lowest))
     np.testing.assert_array_equal(out[:, :5], 0)
     assert np.isneginf(lse[:, :5]).all()
 
-    # The sink is all that the first queries have.
+    # The first queries see only the sink.
     (out, lse), pullback = jax.vjp(lambda sinks: attend(value, sinks=sinks), jnp.full(2, low))
     assert np.isfinite(lse).all()
     of_sinks = pullback((jnp.zeros_like(out), jnp.ones_like(lse).at[:, 5:].set(0)))[0]

@@ -1,4 +1,4 @@
-"""Programs: lowered for GPUs that are not here, their size, and the memory that they take."""
+"""Programs lowered for absent GPUs, program size, and memory use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.families import Family
 from tests.support.machine import Machine
 from tests.support.programs import output_of, run_python
 
-# Programs for GPUs that are not here: lowered, not run.
+# Programs for absent GPUs: lowered, not run.
 
 
 HOPPER, ADA = (9, 0), (8, 9)
@@ -40,7 +40,7 @@ CALLS = {
 
 @pytest.fixture
 def lowered(machine: Machine) -> Callable[..., str]:
-    """A function's program for a GPU of a compute capability, as text."""
+    """Return a function's program for a GPU of a compute capability, as text."""
 
     def lower(capability: tuple[int, int], function: Callable[..., Any], *arrays: Any) -> str:
         machine.has(Device("cuda", capability, is_present=False))
@@ -62,7 +62,7 @@ def calls(text: str) -> list[str]:
 
 
 def tiles(shape: tuple[int, ...]) -> dict[str, Any]:
-    """Tiles of kernels for windows of any size."""
+    """Return tiles of kernels for windows of any size."""
     names = "q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape"
     return dict.fromkeys(names, shape)
 
@@ -139,7 +139,7 @@ def test_a_backend_that_cannot_run_there_says_why(lowered: Callable[..., str]) -
 
 @pytest.mark.parametrize("operator", ["forward", "backward"])
 def test_steps_of_plain_jax_are_as_large_as_the_platform_wants(operator: str) -> None:
-    """Whatever the process runs on: a CPU's logits stay in its caches, an accelerator's fill it."""
+    """Independent of the process's device: logits of a step fit in the caches of a CPU, and fill an accelerator."""
 
     def forward(x: jax.Array) -> jax.Array:
         return natten_jax.na1d(x, x, x, 9, backend="flex-fna")
@@ -172,7 +172,7 @@ def test_precision_is_that_of_the_call_not_of_the_compilation(
 
 
 def layers(count: int, backend: str, layout: tuple[int, int] = (16, 24), dtype: str = "float32") -> jax.stages.Lowered:
-    """A program of equal layers and their gradients."""
+    """Return a program of equal layers and their gradients."""
     tokens = jax.ShapeDtypeStruct((1, *layout, 2, 16), dtype)
 
     def run(query: jax.Array, key: jax.Array) -> jax.Array:
@@ -184,7 +184,7 @@ def layers(count: int, backend: str, layout: tuple[int, int] = (16, 24), dtype: 
 
 
 def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compile as for users, without optimising the machine code, which these tests do not read."""
+    """Compile as for users, without optimizing the machine code, which these tests do not read."""
     options: dict[str, Any] = {**as_users_do(), "xla_backend_optimization_level": 0}
     return lowered.compile(compiler_options=options)
 
@@ -194,7 +194,7 @@ def instructions(text: str) -> int:
 
 
 def test_a_plan_stands_once_in_each_pass(family: Family) -> None:
-    """Equal layers share their passes in what is traced; what is compiled has a pass for each."""
+    """Equal layers share their passes in the traced program; the compiled program has separate passes per layer."""
     lowered = layers(3, family.fna, dtype=family.dtype)
     assert lowered.as_text().count(f"{PLAN_ATTRIBUTE} =") == 2
     program = compiled(lowered)
@@ -215,13 +215,13 @@ def test_loops_of_a_pass_are_marked(pure_family: Family) -> None:
 
 @pytest.mark.parametrize("layout", [(16, 24), (128, 256)])
 def test_a_layer_in_plain_jax_is_small(layout: tuple[int, int]) -> None:
-    """XLA takes about 0.2 milliseconds to compile an instruction, and 24 layers with gradients are to take seconds."""
+    """XLA takes about 0.2 milliseconds per instruction, and 24 layers with gradients must compile in seconds."""
     one, two = (compiled(layers(count, "flex-fna", layout)).as_text() for count in (1, 2))
     assert one is not None and two is not None
     assert instructions(two) - instructions(one) < 1600
 
 
-# Memory: nothing grows with the number of pairs, and preferences bound scratch memory.
+# Memory does not grow with the number of query/key pairs, and preferences bound scratch memory.
 
 
 PROGRAM = """
@@ -277,12 +277,12 @@ def test_query_gradients_are_summed_up_within_the_preference(
     of_head, limit = tokens * group * head_dim, LIMITS[preference]
     assert elements % of_head == 0
     at_once = elements // of_head
-    # Some heads of a batch entry, or all of some entries: no fewer than fit, no more than there are.
+    # Some heads of a batch entry, or all heads of some entries: at least the number that fits, at most all.
     assert 1 <= at_once <= batch * heads_kv and (at_once < heads_kv or at_once % heads_kv == 0)
     assert at_once == 1 or 4 * elements <= limit
     if 4 * batch * heads_kv * of_head <= limit:
         assert at_once == batch * heads_kv
-    if at_once < heads_kv:  # one turn less would not do
+    if at_once < heads_kv:  # one iteration less would not suffice
         turns = math.ceil(heads_kv / at_once)
         assert 4 * of_head * math.ceil(heads_kv / (turns - 1)) > limit
 

@@ -23,14 +23,14 @@ from natten_jax.windows import Axis
 from tests.support import oracle
 from tests.support.problems import Case
 
-# Forward passes on parts of the keys, merged: that on all keys, to the digits that backward passes need.
+# Merged forward passes on parts of the keys equal a pass on all keys to the precision that backward passes need.
 
 
 TOKENS, HEADS, WIDTH = 24, 2, 8
 
 
 def saved(backend: str, query: jax.Array, key: jax.Array, value: jax.Array) -> Saved:
-    """Results that attention to these keys saves."""
+    """Return the saved results of attention to these keys."""
     problem = problem_of((TOKENS,), TOKENS, heads=HEADS, head_dim=WIDTH, dtype=query.dtype.name)
     keys = key.shape[1]
     problem = dataclasses.replace(problem, axes=(Axis(TOKENS, keys, keys),))
@@ -38,7 +38,7 @@ def saved(backend: str, query: jax.Array, key: jax.Array, value: jax.Array) -> S
 
 
 def base2(each: Saved) -> np.ndarray:
-    """The logsumexp in base 2, to all digits that there are."""
+    """Return the logsumexp in base 2, in full precision."""
     assert each.remainder is not None
     rounded = np.float32(each.logsumexp) * np.float32(1 / np.log(2))
     return np.asarray(rounded, np.float64) + np.asarray(each.remainder, np.float64)
@@ -68,7 +68,7 @@ def test_of_two_parts(backend: str, dtype: str, bound: float, jit: bool, size: f
     expected = saved(backend, query, key, value)
     np.testing.assert_allclose(np.float32(found.out), np.float32(expected.out), atol=bound)
     np.testing.assert_allclose(found.logsumexp, expected.logsumexp, rtol=3e-7)
-    # A single float32 is off by 0.06 for logits of a million.
+    # Without the remainder, float32 is off by 0.06 for logits of a million.
     np.testing.assert_allclose(base2(found), base2(expected), atol=3e-6)
 
 
@@ -82,7 +82,7 @@ def test_of_parts_that_are_not_seen() -> None:
         assert found.remainder is not None and bool(jnp.isfinite(found.remainder).all())
 
 
-# Forward passes on halos that continue the one on a device's own keys: together that on all keys.
+# Forward passes on halos that continue a pass on the device's keys equal a single pass on all keys.
 
 
 BACKENDS = [
@@ -206,7 +206,7 @@ def test_all_keys_are_attended_to_once(backend: str, dtype: str, seed: int) -> N
     operands = part.operands(seed)
     found, expected = jax.jit(part.found, static_argnums=0)(backend, *operands[:3]), part.expected(operands)
     bound = {"float32": 2e-5, "bfloat16": 4e-2, "float16": 6e-3}[dtype]
-    # Logits of a few times the size are sums in float32: they, and weights, are off by some units in the last place.
+    # Logits grow with ``size`` and are float32 sums: logits and weights are off by some units in the last place.
     of_logits = 2e-6 * part.size
     np.testing.assert_allclose(np.float32(found.out), expected.out, atol=bound + of_logits)
     np.testing.assert_allclose(found.logsumexp, expected.lse, rtol=1e-6, atol=2e-5 + of_logits)

@@ -108,7 +108,7 @@ def test_keys_are_not_copied() -> None:
 
 
 def test_kernels_that_know_seams_need_no_strips() -> None:
-    """But where tokens of a dimension that wraps are missing."""
+    """Strips are needed only if tokens of a wrapped dimension are missing."""
     device = Device("cuda", (9, 0), is_present=False)
     problem = problem_of((48, 64), 7, heads=2, head_dim=32, dtype="bfloat16", edges="wrap")
 

@@ -27,7 +27,7 @@ CASE = dataclasses.replace(CASE, scales=(0.4, -0.7))  # of the heads
 
 
 def objective(case: Case, backend: str | None) -> Callable[[oracle.Tensors], jax.Array]:
-    """A scalar that depends on output and logsumexp, both with unequal weights."""
+    """Return a scalar that depends on output and logsumexp with unequal weights."""
     function = case.operator(backend)
 
     def run(operands: oracle.Tensors) -> jax.Array:
@@ -37,7 +37,7 @@ def objective(case: Case, backend: str | None) -> Callable[[oracle.Tensors], jax
     return run
 
 
-#: Tolerance of results that are computed twice: the same arithmetic, rounded at different places.
+#: Tolerance between two equal computations that round at different points.
 TOLERANCES = {"float32": 1e-5, "float64": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}
 
 
@@ -78,7 +78,7 @@ def test_gradient_of_one_operand_only(family: Family) -> None:
 
 
 def stacked(count: int, axes: oracle.Tensors, dtype: str) -> oracle.Tensors:
-    """Operands of ``CASE`` with a mapped axis where ``axes`` names one."""
+    """Return operands of ``CASE`` with the mapped axes in ``axes``."""
     samples = [CASE.operands(dtype, seed) for seed in range(count)]
     return oracle.Tensors(
         *(
@@ -173,7 +173,7 @@ def test_saved_results_spare_the_second_forward_pass(family: Family, keeps_resul
     policy = jax.checkpoint_policies.save_only_these_names(*(natten_jax.CHECKPOINT_NAMES if keeps_results else ()))
     operands = case.operands(family.dtype, 0)
 
-    # In a loop, or else the compiler may find that both forward kernels compute the same.
+    # In a loop, otherwise the compiler may merge the two equal forward kernels.
     def layer(query: jax.Array, _: None) -> tuple[jax.Array, None]:
         return jnp.sin(case.operator(family.fna)(operands._replace(query=query))[0]), None
 

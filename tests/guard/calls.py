@@ -1,4 +1,4 @@
-"""Calls of the public functions by random arrays. They use nothing of the package but its public names."""
+"""Calls of the public functions by random arrays. They use only public names of the package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 import natten_jax
 
-#: Operands of float32 whatever the element type of query, key and value is.
+#: Operands that are float32 for every element type of query, key and value.
 _FLOAT32 = "relative_bias", "key_bias", "sinks", "scale"
 
 

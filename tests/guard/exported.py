@@ -1,4 +1,4 @@
-"""Exported programs of the host, some with their derivative."""
+"""Exported programs for the CPU, some with their derivative."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Custom calls in programs that are lowered for GPUs, as if this machine had one."""
+"""Custom calls in programs that are lowered for GPUs, simulated on this machine."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ _MESHES = "shard_map", "auto", "explicit"
 
 
 def cases() -> dict[str, Case]:
-    """All cases: ``GPU/call/pass`` is the name of one's program."""
+    """Return all cases; program names are ``GPU/call/pass``."""
     found = {name: Case(call, targets) for name, (call, targets) in _CALLS.items()}
     fp8 = _na2d(_LARGE, {"head_dim": 128}, fp8="e4m3", backend="hopper-fna")
     found["fp8"] = Case(fp8, {"sm_90": "sm90_forward_float8"}, ("forward",))

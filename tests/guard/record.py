@@ -1,8 +1,8 @@
 """``python -m tests.guard.record``: compare this tree with the records, or record it.
 
-Without options, everything is recorded again: only at the commit that others are to be compared with. ``--show`` prints
+Without options, everything is recorded again: use this only at the reference commit. ``--show`` prints
 all differences. ``--later NAME ... --why TEXT`` records single entries that are meant to differ, and lists them with
-the reason in ``records/later.json``. A name is as ``--show`` prints it, ``signatures:natten_jax.na2d``.
+the reason in ``records/later.json``. Names are in the form that ``--show`` prints, ``signatures:natten_jax.na2d``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.guard import exported, lowered, results, signatures
 
 RECORDS = Path(__file__).parent / "records"
 LATER = RECORDS / "later.json"
-#: Functions that make the records of each kind from this tree.
+#: Functions that return the records of each kind for this tree.
 KINDS: Mapping[str, Callable[[], dict[str, Any]]] = {
     "signatures": signatures.take,
     "lowered": lowered.take,
@@ -29,7 +29,7 @@ KINDS: Mapping[str, Callable[[], dict[str, Any]]] = {
 
 
 def load(kind: str) -> dict[str, Any]:
-    """The records of a kind, by name."""
+    """Load the records of a kind, by name."""
     if kind in ("signatures", "lowered"):
         records: dict[str, Any] = json.loads((RECORDS / f"{kind}.json").read_text(encoding="utf-8"))
         return records
@@ -48,7 +48,7 @@ def save(kind: str, records: Mapping[str, Any]) -> None:
 
 
 def differences(kind: str, found: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Descriptions of all differences between records and this tree, by name."""
+    """Return descriptions of all differences between records and this tree, by name."""
     recorded = load(kind)
     if kind == "exported":
         texts = {name: "\n".join(exported.disagreements(name, each)) for name, each in recorded.items()}
@@ -79,7 +79,7 @@ def record_later(names: Sequence[str], why: str) -> None:
     """Record entries again, and the reason.
 
     Raises:
-        ValueError: A name is of no entry.
+        ValueError: A name matches no entry.
     """
     reasons = json.loads(LATER.read_text(encoding="utf-8"))
     for kind in sorted({name.partition(":")[0] for name in names}):

@@ -1,4 +1,4 @@
-"""Outputs and gradients of random problems on the host: four of five by the CPU kernels, the others by flex."""
+"""Outputs and gradients of random problems on the CPU: four of five by the CPU kernels, the rest by flex."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tests.guard.calls import Call, windows
 from tests.support.problems import QUICK_COMPILATION
 
 PROBLEMS = 200
-#: Problems of one compiled program.
+#: Number of problems per compiled program.
 AT_ONCE = 10
 #: Largest ``||found - recorded|| / ||recorded||``.
 TOLERANCES = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 
 def problem(number: int) -> Call:
-    """The random problem of a number."""
+    """Draw the random problem of a number."""
     rng = np.random.default_rng([2026, number])
 
     def chance(share: float) -> bool:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.guard import exported, lowered, record, results
 
-#: Programs of one test.
+#: Number of programs per test.
 PROGRAMS = 40
 NAMES = list(lowered.programs())
 

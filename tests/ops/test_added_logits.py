@@ -1,4 +1,4 @@
-"""Biases, sinks and scales that hide keys, are very low or are not finite: one rule on every backend.
+"""Biases, sinks and scales that hide keys, are very low or are not finite: the rule is equal on every backend.
 
 ``finfo.min`` and all numbers up to half of it hide keys as ``-inf`` does, NaN and infinity show in the results, and
 logits that are all equally low have equal weights.
@@ -32,7 +32,7 @@ CASES = {
     "extents": Case((14,), (5,), batch=2, heads=2, extents=((9,), (14,)), key_bias="heads", sinks=True),
     "attention": Case((40,), queries=25, is_causal=(True,), heads=2, heads_kv=2, key_bias="heads", sinks=True),
 }
-#: Windows that kernels for GPUs have forms for.
+#: Windows that exercise different forms of the GPU kernels.
 GPU_CASES = {
     "7x7": Case((20, 20), (7, 7), heads=2, heads_kv=2, head_dim=32, relative_bias=True, key_bias="heads", sinks=True),
     "7x7 of keys": Case((20, 20), (7, 7), heads=2, heads_kv=2, head_dim=32, key_bias="heads", sinks=True),
@@ -41,7 +41,7 @@ GPU_CASES = {
     "13x13, table": Case((33, 32), (13, 13), heads=2, heads_kv=2, head_dim=64, relative_bias=True),
     "33x33": Case((40, 40), (33, 33), heads=2, heads_kv=2, head_dim=128, key_bias="heads", sinks=True),
 }
-#: Operand, number and extent of what is spoiled.
+#: Operand, number and extent of the replacement.
 SPOILED = [
     *(
         (name, number, extent)
@@ -83,7 +83,7 @@ def complaints_of(problem: Fuzzed, spoiled: list[Spoiled]) -> list[str]:
 
 
 def check(family: Family, case: Case, dtype: str, *, is_narrow: bool = False, without: Collection[str] = ()) -> None:
-    """Check every number in every operand of a problem, without some numbers."""
+    """Check every number in every operand of a problem, except some numbers."""
     problem = problem_of(family, case, dtype)
     operands, _ = problem.inputs()
     spoiled = [
@@ -116,7 +116,7 @@ def test_half_precision_masks_hide_by_their_own_minimum(family: Family, half: st
 
 
 def test_sums_of_finite_biases_hide_nothing(family: Family) -> None:
-    """Each operand is compared with the limit, not the sum of two, which may overflow."""
+    """Kernels compare each operand with the limit, not sums of operands, which may overflow."""
     case = dataclasses.replace(CASES["all"], sinks=False)
     problem = problem_of(family, case, family.dtype)
     if len(problem.description().biases) < 2:
@@ -137,7 +137,7 @@ def test_sums_of_finite_biases_hide_nothing(family: Family) -> None:
 
 @pytest.mark.parametrize("low", [-1e9, -3e13, -1e30, -1.7e38])
 def test_low_products_of_queries_and_keys_have_equal_weights(family: Family, low: float) -> None:
-    """Keys that are alike have equal weights, whatever their logit is."""
+    """Equal keys have equal weights, for every value of their logit."""
     dtype = "bfloat16" if "bfloat16" in family.dtypes else family.dtype
     root = float(np.sqrt(-low / 8))
     query = jnp.full((1, 21, 2, 8), root, dtype)

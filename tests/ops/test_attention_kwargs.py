@@ -1,4 +1,4 @@
-"""``attention_kwargs`` is checked whether or not a call comes to use it."""
+"""``attention_kwargs`` is checked even if a call does not use it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WRONG = [
     ({"q_tile_shape": (4,), "kv_tile_shape": (4,)}, TypeError, ("'q_tile_shape'", "did you mean 'q_tile_size'?")),
     ([("backend", "cpu-fmha")], TypeError, ("mapping",)),
     ("backend", TypeError, ("mapping", "'backend'")),
-    # Options that the attention itself refuses.
+    # Options that ``attention`` rejects.
     *((row.changes, row.error, row.message) for row in ATTENTION_ROWS if row.changes.keys().isdisjoint(ARRAYS)),
 ]
 
@@ -39,7 +39,7 @@ USES: dict[str, dict[str, Any]] = {
 
 
 def run(use: str, attention_kwargs: Any, **more: Any) -> Any:
-    """``na1d`` with heads of 16, whose scale is 0.25 by default."""
+    """Run ``na1d`` with head dimension 16, whose default scale is 0.25."""
     array, extra = (jax.random.normal(jax.random.key(seed), (1, n, 2, 16)) for seed, n in ((0, 9), (1, 3)))
     arguments = {name: extra if name.startswith("additional") else value for name, value in USES[use].items()}
     return OPERATORS[1](array, array, array, **arguments, **more, attention_kwargs=attention_kwargs)
@@ -124,7 +124,7 @@ def test_causal_attention_of_a_whole_sequence() -> None:
     np.testing.assert_array_equal(run("whole layout", {"is_causal": True}, is_causal=True), expected)
     with pytest.raises(ValueError, match=r"^attention_kwargs: is_causal=False contradicts .*is_causal=True"):
         run("whole layout", {"is_causal": False}, is_causal=True)
-    # Additional tokens are seen by all.
+    # All queries see additional tokens.
     run("additional", {"is_causal": False}, is_causal=True)
     with pytest.raises(ValueError, match=r"^attention_kwargs: is_causal=True contradicts .*is_causal=False"):
         run("additional", {"is_causal": True}, is_causal=True)

@@ -1,4 +1,4 @@
-"""The configuration queries: what they accept, and that everything they list runs and is right."""
+"""The configuration queries: accepted arguments, and correct results with every configuration they list."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_query_checks_its_arguments(family: Family, call: Any, error: type[Excep
         call(family.query("fna", "forward"))
 
 
-MOST_PAIRS = 40  # of a list: a family with thousands is sampled, from the first to the last
+MOST_PAIRS = 40  # per list: a family with thousands is sampled evenly
 
 
 def _spread(configs: list[Any]) -> list[Any]:

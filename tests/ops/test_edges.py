@@ -33,12 +33,12 @@ def test_edges_that_make_no_difference_are_shifted() -> None:
     for window in ({"kernel_size": 1, "edges": "wrap"}, {"kernel_size": 3, "is_causal": True, "edges": "cut"}):
         problem = problem_of(LAYOUT, **window)  # type: ignore[arg-type]
         assert problem.edges == ("shift", "shift")
-    # Windows that go around the whole layout see all of it.
+    # Wrapped windows as large as the layout see the whole layout.
     assert problem_of(LAYOUT, LAYOUT, edges="wrap").is_attention
     whole = na2d(query, key, value, LAYOUT, edges="wrap")
     flat = attention(*(array.reshape(2, 60, *array.shape[3:]) for array in (query, key, value)))
     np.testing.assert_array_equal(whole.reshape(flat.shape), flat)
-    # As large as the layout, a window that is cut is not all of it.
+    # A cut window as large as the layout does not cover all of it.
     assert not problem_of((8,), 8, edges="cut").is_attention
 
 
@@ -83,7 +83,7 @@ def test_backends_say_which_edges_they_have() -> None:
 
 @pytest.mark.parametrize("edges", ["cut", "wrap"])
 def test_large_layouts_are_lowered(edges: Any) -> None:
-    """Nothing that tracing and lowering compute is as long as the layout."""
+    """Tracing and lowering do not compute arrays as long as the layout."""
     array = jax.ShapeDtypeStruct((1, 1 << 22, 1, 8), "bfloat16")
 
     def function(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:

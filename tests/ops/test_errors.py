@@ -23,21 +23,21 @@ from tests.support.problems import OPERATORS, Case, element_types
 
 
 def array(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
-    return jnp.asarray(np.zeros(shape, jnp.dtype(dtype)))  # which compiles nothing
+    return jnp.asarray(np.zeros(shape, jnp.dtype(dtype)))  # NumPy avoids a compilation
 
 
 def operands(rank: int, **changes: Any) -> dict[str, Any]:
-    """Good arguments of ``na{rank}d``, with changes."""
+    """Valid arguments of ``na{rank}d``, with changes."""
     shape = (2, *(8, 9, 10)[:rank], 4, 16)
     return {"query": array(*shape), "key": array(*shape), "value": array(*shape), "kernel_size": 3, **changes}
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A wrong call.
+    """An invalid call.
 
     Attributes:
-        changes: Arguments that differ from good ones.
+        changes: Arguments that differ from valid ones.
         message: Parts of the error's message.
         error: The exception's type.
     """
@@ -224,7 +224,7 @@ def test_wrong_argument_of_attention(row: Row) -> None:
 
 @pytest.mark.parametrize("operator", ["fna", "fmha"])
 def test_tiles_that_are_not_offered(family: Family, operator: str, pass_: str) -> None:
-    """The message shows up to five that are, and a function of this package that lists them all."""
+    """The message shows up to five valid tiles, and a function of this package that lists all of them."""
     prefix = "" if pass_ == "forward" else "backward_"
     operators: dict[str, Any] = {
         "fna": (natten_jax.na2d, Q, "shape", (999, 998), {"kernel_size": 3}),
@@ -247,7 +247,7 @@ def test_tiles_that_are_not_offered(family: Family, operator: str, pass_: str) -
 
 
 class RefusingBackend(FlexBackend):
-    """A backend that runs nothing."""
+    """A backend that rejects every problem."""
 
     def __init__(self, family: str, reason: str) -> None:
         self.family, self.reason = family, reason  # type: ignore[misc]
@@ -312,5 +312,5 @@ def test_reason_for_a_missing_native_module_reaches_the_user(machine: Machine, m
     query = array(2, 15, 4, 16)
     with pytest.raises(ValueError, match=r"backend='cpu-fna' cannot run .*the native module was eaten"):
         natten_jax.na1d(query, query, query, 3, backend="cpu-fna")
-    # Without a name, what is left runs.
+    # Without a backend name, the remaining backends run.
     assert natten_jax.na1d(query, query, query, 5).shape == query.shape

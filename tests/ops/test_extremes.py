@@ -1,4 +1,4 @@
-"""Operands at the edge of what floating point holds: large logits, NaN and infinity."""
+"""Operands at the limits of floating point: large logits, NaN and infinity."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CASES = {
 
 
 def with_largest_logit(case: Case, largest: float, dtype: str, seed: int = 0) -> oracle.Tensors:
-    """Operands of ``case`` whose queries and keys are multiplied until the largest logit has this size."""
+    """Return operands of ``case`` with queries and keys scaled so that the largest logit has this magnitude."""
     operands = case.operands(dtype, seed)
     keys = [a for a in (operands.key, operands.additional_keys) if a is not None]
     rows = [np.asarray(a, np.float64) for a in (operands.query, *keys)]
@@ -60,7 +60,7 @@ def flat(array: Any) -> Any:
 
 
 def climbed(case: Case, function: Callable[[oracle.Tensors], Any], dtype: str) -> dict[tuple[float, str], float]:
-    """Errors of all results at every rung of the ladder."""
+    """Return the errors of all results for every largest logit in ``LADDER``."""
     differentiated = jax.jit(both_passes(function))
     cotangents, found = case.cotangents(dtype, 0), {}
     for largest in LADDER:
@@ -83,7 +83,7 @@ def test_gradients_at_large_logits(family: Family, dtype: str, name: str) -> Non
 
 
 def test_large_logits_of_other_forward_passes(pure_family: Family) -> None:
-    """A backward pass weighs by its own logits, not by the logsumexp that another backend rounded."""
+    """A backward pass normalizes weights by its logits, not by the logsumexp that another backend rounded."""
     case = CASES["1d-small"]
     cotangents = case.cotangents("float32", 0)
     for largest in LADDER:
@@ -151,7 +151,7 @@ BACKWARD_TILES = ("backward_q_tile_shape", "backward_kv_tile_shape")
 
 
 class Results(NamedTuple):
-    """Everything that a call and its gradient compute, ``[tokens, ...]``."""
+    """All results of a call and its gradient, ``[tokens, ...]``."""
 
     out: Any
     lse: Any
@@ -195,7 +195,7 @@ def smallest_tiles(family: Family, dtype: str) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["query", "key", "value", "d_out"])
 def test_one_number_that_is_not_finite(family: Family, name: str, number: float) -> None:
-    """It is never hidden behind a finite result, and does not reach beyond the tiles around it."""
+    """Non-finite numbers never lead to finite results, and do not spread beyond the neighboring tiles."""
     operands, (d_out, d_lse) = LONG.operands(family.dtype, 0), LONG.cotangents(family.dtype, 0)
     # All logits of a query with -inf are -inf.
     operands = operands._replace(key=operands.key.at[..., 0].set(abs(operands.key[..., 0])))
@@ -208,7 +208,7 @@ def test_one_number_that_is_not_finite(family: Family, name: str, number: float)
     (out, lse), gradients = value_and_gradients(LONG.operator(family.fna, **tiles), operands, (d_out, d_lse))
     found = Results(*(np.asarray(a, np.float64).reshape(TOKENS, -1) for a in (out, lse, *gradients[:3])))
     if name == "query" and number == -np.inf and family.target is not None:
-        # To kernels, a row whose logits are all -inf is one without keys, as parts of a layout have them.
+        # Kernels treat a row whose logits are all -inf like a row without keys, which occurs in parts of a layout.
         assert not np.isfinite(found.lse[BROKEN_TOKEN])
         out = found.out[BROKEN_TOKEN]
         assert (out == 0).all() or np.isnan(out).all()

@@ -1,4 +1,4 @@
-"""Windows that are fitted to the layout: the whole extent by -1, and as large as fits by ``clamp_window``."""
+"""Windows fitted to the layout: -1 for the whole extent, and ``clamp_window`` for the largest size that fits."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_entries_that_no_clamped_window_has_get_no_gradient() -> None:
         return jnp.sum(jnp.sin(out))
 
     table = jax.random.normal(jax.random.key(1), (2, 13))
-    # Nor do these entries matter, whatever they hold.
+    # Unused entries do not affect results, even if they are not finite.
     spoiled = table.at[:, :3].set(jnp.nan).at[:, 10:].set(jnp.inf)
     gradient = jax.grad(loss)(spoiled)
     assert float(loss(spoiled)) == float(loss(table))

@@ -1,4 +1,4 @@
-"""Arrays of 8 bits: their factors and outputs, calls that quantise, and quantisation itself."""
+"""8-bit arrays: scale factors, outputs, calls that quantize, and quantization."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from tests.support.machine import Machine
 from tests.support.meshes import mesh_of, put
 from tests.support.problems import Case, both_passes, errors_of, expected_of
 
-# Queries, keys and values of 8 bits: their factors, their output, and calls that quantise arrays themselves.
+# 8-bit queries, keys and values: scale factors, outputs, and calls that quantize their arrays.
 
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
 HOPPER = Device("cuda", (9, 0), is_present=False)
 
-# Overloads say nothing of calls whose arguments are in dictionaries.
+# Typing overloads do not cover calls with arguments in dictionaries.
 na2d: Any = natten_jax.na2d
 
 attention: Any = natten_jax.attention
 
-#: Runs a test for each family whose backends take them here.
+#: Runs a test for each family that supports 8-bit arrays here.
 TAKING = pytest.mark.parametrize(
     "of",
     [
@@ -78,7 +78,7 @@ def bound_of(out_dtype: str, merged: bool = False) -> dict[str, float]:
 def check(
     case: Case, family: Family, dtype: str, kind: str | None, out_dtype: str | None = None, seed: int = 0
 ) -> None:
-    """Compare a call with the oracle, which computes in float64 with the numbers that the 8 bits are."""
+    """Compare a call with the oracle, which computes in float64 from the decoded 8-bit numbers."""
     case = case.with_edges_of(family)
     operands = case.host_operands(dtype, seed)
     factors = {} if kind is None else factors_for(kind, case, seed)
@@ -260,7 +260,7 @@ def test_gradients_of_a_call_that_quantises_are_those_of_one_that_does_not(name:
     for found, expected in zip(*map(jax.tree.leaves, (gradients, wide_gradients)), strict=True):
         np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
     out, expected_out = (np.asarray(each[0], np.float32) for each in (outputs, wide))
-    # Three bits behind the leading one: an element is off by a sixteenth at the most, and by a fortieth as a rule.
+    # Three mantissa bits: an element is off by at most 1/16, and typically by 1/40.
     assert 1e-4 < np.linalg.norm(out - expected_out) / np.linalg.norm(expected_out) < 0.06
     # Logits of standard normal numbers in heads of 16 and more: a few hundredths.
     finite = np.isfinite(wide[1])
@@ -314,7 +314,7 @@ def test_gradient_of_a_mapped_call_at_places_that_differ() -> None:
 
 
 def by_hand(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-    """A call with keys and values in blocks."""
+    """Compute a call with keys and values scaled by block."""
     arrays, factors = quantized_in_blocks(query, key, value)
     return na2d(*arrays, (5, 7), **factors, out_dtype="float32")
 
@@ -363,7 +363,7 @@ def test_blocks_of_tokens_that_devices_share() -> None:
         jax.jit(jax.shard_map(quantizing, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens))(*arrays)
 
 
-# Arrays in 8 bits, and the factors that give them their sizes back.
+# Quantized arrays, and their scale factors.
 
 
 SHAPE = (2, 9, 7, 3, 16)

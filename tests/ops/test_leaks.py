@@ -1,4 +1,4 @@
-"""A number that is not finite reaches no other batch entry, and no head that does not depend on it."""
+"""A non-finite number does not affect other batch entries, or heads that do not depend on it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.fuzz.spoiled import EXTENTS, NAMES, NUMBERS, Spoiled
 from tests.support.families import Family
 from tests.support.problems import Case
 
-#: By name, problems whose tiles hold more than is loaded, and how they are run. For GPUs there are many more entries:
-#: each of their processors then computes several, one after the other.
+#: By name, problems whose tiles exceed the loaded tokens, and tile arguments. GPUs get many more batch entries, so that
+#: each SM computes several in sequence.
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "wide-values": (Case((48,), (16,), head_dim=64, head_dim_v=192, batch=3), {}),
     "wider-values": (Case((48,), (16,), head_dim=72, head_dim_v=200, batch=3), {}),
@@ -44,7 +44,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
 
 
 def problems_of(family: Family, dtype: str, names: list[str], is_direct: bool) -> list[Fuzzed]:
-    """Each case with each kind of number, in each array in turn."""
+    """Return each case with each kind of number, in each array."""
     found = []
     for name in names:
         case, tiles = CASES[name]
@@ -68,7 +68,7 @@ def problems_of(family: Family, dtype: str, names: list[str], is_direct: bool) -
     return found
 
 
-#: Problems of one program.
+#: Number of problems per program.
 TOGETHER = (
     ("wide-values", "narrow-heads", "small-windows"),
     ("wider-values", "narrow-values", "groups-without-keys"),

@@ -1,4 +1,4 @@
-"""Scales, relative biases, biases of keys and sinks: their rules, derivatives of every kind, dtypes and meshes."""
+"""Scales, relative biases, key biases and sinks: identities, derivatives of every kind, dtypes and meshes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def taking(name: str) -> tuple[Family, ...]:
-    """The families whose kernels add such a bias."""
+    """Return the families whose kernels support a bias."""
     return tuple(family for family in FAMILIES if name in family.capabilities.takes and not family.needs_gpu)
 
 
@@ -72,7 +72,8 @@ def _arrays(family: Family, heads: int = 3) -> Any:
 
 @pytest.mark.parametrize("operator", ["fna", "fmha"])
 def test_steep_logits_are_as_accurate_as_with_a_number(family: Family, dtype: str, operator: str) -> None:
-    # Multiplying a 16-bit query by this scale, not a power of two, would round it: an error of 0.06 of the output.
+    # Multiplying a 16-bit query by this scale, which is not a power of two, would round the query: an output error of
+    # 0.06.
     number = 128**-0.5
     plain = Case((48,), (21,), heads=2, heads_kv=2, head_dim=128).fitted(family)
     if operator == "fmha":
@@ -106,7 +107,7 @@ def test_arrays_without_dimensions_whose_value_is_known_are_numbers(family: Fami
 
     expected = attend(float(np.float32(0.3)))
     np.testing.assert_array_equal(attend(scale), expected)
-    # The compiler computes constants with other roundings.
+    # The compiler's constant folding rounds differently.
     tolerance = 1e-6 if family.capabilities.is_plain_jax else 0
     np.testing.assert_allclose(jax.jit(lambda: attend(scale))(), expected, atol=tolerance)
 
@@ -139,7 +140,7 @@ def test_a_traced_scale_that_no_number_could_be_gives_nan(native_family: Family,
 @pytest.mark.parametrize("scale", [LARGEST * (1 - 1e-6), -LARGEST * (1 - 1e-6), 1e38])
 @pytest.mark.parametrize("is_operand", [False, True])
 def test_the_largest_scales_are_used_as_given(backend: str, scale: float, is_operand: bool) -> None:
-    # A normal number, as are its products with the keys and their differences: subnormal ones may count as 0.
+    # This number, its products with the keys and their differences are normal; subnormal numbers may be flushed to 0.
     tiny = 2.0**-125
     query = jnp.array([tiny, 0.0]).reshape(1, 2, 1, 1)
     numbers = np.array([1.0, 1.5, 2.0])
@@ -238,7 +239,7 @@ def test_host_kernels_refuse_tables_too_large_to_count() -> None:
         assert host.rejection(problem, device, "forward") is None
 
 
-# Arrays that are refused.
+# Arrays that are rejected.
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -296,7 +297,7 @@ def _has_float64() -> Iterator[None]:
 
 
 def operand(name: str, dtype: str) -> jax.Array:
-    """Numbers that every dtype has, some of which hide keys."""
+    """Return numbers that every dtype represents exactly; some of them hide keys."""
     rng = np.random.default_rng(0)
     numbers = rng.integers(-8, 8, SHAPES[name]) / 4
     is_hidden = (rng.random(SHAPES[name]) < 0.2) & (name != "scale")
@@ -304,7 +305,7 @@ def operand(name: str, dtype: str) -> jax.Array:
 
 
 def assert_nearly_equal(found: jax.Array, expected: jax.Array, accumulator: str) -> None:
-    """XLA may fuse the same computation in other ways, with other roundings of what kernels add up."""
+    """XLA may fuse the computation differently, which changes the rounding of the kernels' operands."""
     tolerance = 8 * max(float(jnp.finfo(dtype).eps) for dtype in (expected.dtype, accumulator))
     one, other = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * np.abs(other).max())

@@ -19,7 +19,7 @@ from tests.support.problems import BOUNDS, Case, errors, value_and_gradients
 # Merged parts compared with attention over all keys.
 
 
-#: Merged outputs have been rounded once before, and so has what comes back through them.
+#: Merged outputs and their cotangents are rounded twice.
 MERGED = {dtype: bound if dtype == "float32" else 2 * bound for dtype, bound in BOUNDS.items()}
 
 
@@ -84,7 +84,7 @@ def test_merge_does_not_overflow(highest: float) -> None:
     np.testing.assert_allclose(lse, highest + math.log(2), rtol=1e-6)
 
 
-# Wrong arguments of ``merge_attentions``: messages name the argument and the part.
+# Invalid arguments of ``merge_attentions``: messages name the argument and the part.
 
 
 OUT, LSE = jnp.ones((2, 8, 4, 16)), jnp.zeros((2, 8, 4))

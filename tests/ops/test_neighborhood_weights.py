@@ -38,14 +38,14 @@ def places(case: Case) -> np.ndarray:
 
 
 def by_place(dense: np.ndarray, where: np.ndarray, case: Case, missing: float) -> np.ndarray:
-    """``[batch, heads, queries, keys]`` as ``[batch, *layout, heads, places]``."""
+    """Gather ``[batch, heads, queries, keys]`` to ``[batch, *layout, heads, places]``."""
     found = np.take_along_axis(dense, np.maximum(where, 0)[None, None], axis=-1)
     found = np.where(where < 0, missing, found).swapaxes(1, 2)
     return found.reshape(case.batch, *case.layout, case.heads, -1)
 
 
 def dense_logits(case: Case, operands: oracle.Tensors) -> np.ndarray:
-    """Scaled logits of all pairs, ``[batch, heads, queries, keys]``."""
+    """Return scaled logits of all pairs, ``[batch, heads, queries, keys]``."""
     query, key = (
         np.asarray(array, np.float64).reshape(case.batch, -1, *array.shape[-2:]).swapaxes(1, 2)
         for array in (operands.query, operands.key)
@@ -101,7 +101,7 @@ def test_values_are_mixed_with_any_weights(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(40, 48))
 def test_both_are_the_operator(seed: int) -> None:
-    """Output and gradients; under ``jit``."""
+    """Together they give the operator's output and gradients, also under ``jit``."""
     case = drawn(seed)
     operands = case.host_operands("float32", seed)
     arrays = [jnp.asarray(array) for array in (*operands[:3], operands.relative_bias) if array is not None]

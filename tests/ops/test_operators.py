@@ -1,4 +1,4 @@
-"""Every backend against the oracle: outputs, logsumexp and all gradients of every feature."""
+"""Compare every backend with the oracle: outputs, logsumexp and all gradients of every feature."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_output_alone_is_the_first_of_output_and_logsumexp(family: Family) -> No
     np.testing.assert_array_equal(out, first)
 
 
-#: Merged outputs have been rounded once before, and so has what comes back through them.
+#: Merged outputs and their cotangents are rounded twice.
 MERGED = {dtype: bound if dtype == "float32" else 2 * bound for dtype, bound in BOUNDS.items()}
 
 # Windows as large as the layout: attention --------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def test_tiles_of_a_whole_layout_reach_attention(family: Family) -> None:
 
 # Backend choice -----------------------------------------------------------------------------------------------------
 def lowered(function: Callable[..., Any], case: Case, dtype: str) -> str:
-    """The program of a forward call, as text."""
+    """Return the program of a forward call, as text."""
     return jax.jit(function).lower(case.operands(dtype, 0)).as_text()
 
 
@@ -167,7 +167,7 @@ def test_named_backend_is_the_one_that_runs(family: Family) -> None:
 
 # Parts of a larger layout -------------------------------------------------------------------------------------------
 def part_problems() -> dict[str, tuple[Case, tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]]:
-    """Cases with a range of queries and a range of keys that holds all that those see, per dimension."""
+    """Return cases with a range of queries per dimension, and a range of keys that includes all keys they see."""
     return {
         "middle": (Case((40,), (7,), heads=2), ((10, 25),), ((7, 28),)),
         "last": (Case((40,), (8,), stride=(4,)), ((28, 40),), ((20, 40),)),
@@ -187,7 +187,7 @@ PARTS = part_problems()
 
 
 def part_request(case: Case, operands: oracle.Tensors, backend: str | None) -> tuple[Request, Problem]:
-    """The global problem that parts of ``operands`` belong to."""
+    """Return the global problem that parts of ``operands`` belong to."""
     problem = neighborhood_problem(
         case.rank, Inputs(*operands[:5]), WindowArguments(**case.window_arguments), case.scale
     )
@@ -196,7 +196,7 @@ def part_request(case: Case, operands: oracle.Tensors, backend: str | None) -> t
 
 @pytest.mark.parametrize("name", PARTS)
 def test_part_of_a_layout_equals_that_part_of_the_whole(family: Family, name: str) -> None:
-    """The queries of a shard against its keys and halos, at their place in the global layout."""
+    """Run the queries of a shard with its keys and halos, at their origins in the global layout."""
     case, queries, keys = PARTS[name]
     operands = case.operands(family.dtype, 0)
     request, _ = part_request(case, operands, family.fna)
@@ -269,6 +269,6 @@ def test_parts_of_the_keys_merge_to_the_whole(family: Family) -> None:
     ids=["whole", "1d", "2d", "3d"],
 )
 def test_gradients_are_equal_in_every_run(family: Family, case: Case) -> None:
-    width = 64 if family.needs_gpu else 16  # on the host all of a run's time goes into products
+    width = 64 if family.needs_gpu else 16  # on the CPU, products take all of a run's time
     case = dataclasses.replace(case, batch=2, heads=4, heads_kv=2, head_dim=width)
     check_gradients_repeat(case, family.fna, dtype=family.dtype, backward_deterministic=True)

@@ -1,4 +1,4 @@
-"""Boxes of queries, finer and padded layouts, and windows that are fitted to the layout."""
+"""Query boxes, upsampled queries, padded layouts, and windows fitted to the layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from natten_jax import attention, na1d, na2d
 from tests.support.families import Family
 from tests.support.problems import Case, Trial, check_all
 
-# Queries that are a box of the layout of the keys, on a finer grid than keys, and layouts that are padded.
+# Queries in a box of the key layout, upsampled queries, and padded layouts.
 
 
 def test_one_program_for_all_places() -> None:
@@ -106,7 +106,7 @@ def test_keys_are_not_copied_for_finer_queries() -> None:
     assert "32,36,2,8]" not in text
 
 
-# Layouts that are padded: what is real of each batch entry, whatever the padding holds.
+# Padded layouts: results of the valid tokens do not depend on the padding.
 
 
 @pytest.mark.parametrize("backend", ["cpu", "flex"])

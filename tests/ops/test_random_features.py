@@ -1,4 +1,4 @@
-"""Random problems with each feature of the operators, against the oracle: outputs, logsumexp and all gradients."""
+"""Random problems with each feature of the operators, compared with the oracle in all outputs and gradients."""
 
 from __future__ import annotations
 
