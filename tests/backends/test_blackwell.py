@@ -1,4 +1,4 @@
-"""The Blackwell backend: its choice, its kernels in JAX's interpreter, and their machine code."""
+"""The Blackwell backend: selection, kernels in JAX's interpreter, and machine code."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ IMAGE = problem_of((256, 256), 80, 16, heads=24, head_dim=128)
 
 
 def families(**performance: Any) -> list[str]:
-    """Families that run the two passes."""
+    """Return the families that run the two passes."""
     request = Request(IMAGE, **performance)
     return [resolve(request, B200, pass_).backend.family for pass_ in PASSES]
 
@@ -150,7 +150,7 @@ def test_older_jax_is_said_to_be_too_old(monkeypatch: pytest.MonkeyPatch) -> Non
     assert find("blackwell-fna", "fna").rejection(IMAGE, B200, "forward") is None
 
 
-# The Blackwell kernels in JAX's interpreter, which finds races and fills memory with NaN, and lowered for GPUs.
+# The Blackwell kernels in JAX's interpreter, which detects races and fills memory with NaN, and lowered for GPUs.
 
 
 VOLUME = Case((4, 5, 12), (2, 3, 4), (1, 2, 3), is_causal=(True, False, False), head_dim=64)
@@ -165,14 +165,14 @@ SMALL = direct(Case((300,), (150,), head_dim=32), "float16", ((256,), (128,)), (
 
 A_RACE = r"RACE DETECTED|last written through alias group"
 
-#: The interpreter reports either, depending on the order of threads.
+#: The interpreter reports either error, depending on the order of threads.
 A_MISSING_WAIT = rf"{A_RACE}|Barrier completed phase \d+, but no threads observed phase \d+"
 
 
 @needs_interpreter
 @pytest.mark.parametrize("which", [*PROBLEMS, 5])
 def test_results_and_gradients_without_races(which: str | int) -> None:
-    """The random problem is a part of what ``python -m tests.fuzz.interpreted_blackwell`` runs."""
+    """The random problems are the first ones of ``python -m tests.fuzz.interpreted_blackwell``."""
     problem = PROBLEMS[which] if isinstance(which, str) else INTERPRETED.draw(0, which)
     assert not INTERPRETED.complaints(problem), problem
 
@@ -199,7 +199,7 @@ def test_a_missing_wait_is_seen(caller: str, monkeypatch: pytest.MonkeyPatch) ->
 @needs_interpreter
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_kernels_are_lowered_for_gpus_that_are_not_there(name: str) -> None:
-    """To a Mosaic module, layouts of registers and memory included; machine code is another step."""
+    """Lowering ends with a Mosaic module, including layouts of registers and memory, but not with machine code."""
     traced = jax.jit(both_passes(PROBLEMS[name])).trace(PROBLEMS[name].inputs(), None)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     for part in (*KERNELS, "tcgen05.mma", "cp.async.bulk.tensor"):
@@ -276,7 +276,7 @@ def test_numbers_of_queries_come_back_from_items() -> None:
 def test_kernels_are_assembled_and_keep_to_their_registers(number: int, tmp_path: Path) -> None:
     for name, (ptx, said) in compiled(tmp_path, number).items():
         for instruction in ("tcgen05.mma", "tcgen05.ld", "tcgen05.st", "cp.async.bulk.tensor", "setmaxnreg"):
-            # Gradients of logits that are transposed are written to shared memory.
+            # Transposed gradients of logits are written to shared memory instead.
             assert instruction in ptx or (name, instruction) == (KERNELS[2], "tcgen05.st")
         assert name in said and "for 'sm_100a'" in said
         assert "error" not in said

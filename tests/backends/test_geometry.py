@@ -52,7 +52,7 @@ def walked(
     outer_is_query: bool,
     is_aligned: bool,
 ) -> int:
-    """The largest hull of all tiles, by the oracle's mask."""
+    """Return the largest hull of all tiles, from the oracle's mask."""
     if queries != keys:
         mask = oracle.attention_mask(queries, keys, is_causal)
     else:
@@ -94,7 +94,7 @@ def test_largest_hull_equals_that_of_all_tiles(
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_programs_for_the_longest_layouts_are_lowered(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that tracing and lowering compute is as long as the layout."""
+    """Tracing and lowering do not compute arrays as long as the layout."""
     arange = np.arange
     lengths = []
 

@@ -39,7 +39,7 @@ ASKED: dict[str, Any] = {
 
 BACKENDS = {backend.family: backend for backend in backends.registered()}
 
-#: Large enough for memory to be a matter; the tiles are of the common kernels.
+#: Large enough for memory options to have an effect; tiles select the most common kernels.
 PROBLEM = problem_of((1 << 19,), 64, heads=8, head_dim=128)
 
 TILES = Performance((64,), (64,), (64,), (64,))
@@ -155,7 +155,7 @@ def value_of(name: str, rank: int) -> Any:
 
 
 def warned(call: Callable[[], Any]) -> list[warnings.WarningMessage]:
-    """Warnings that Python shows by default."""
+    """Return the warnings that Python shows by default."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("default")
         call()

@@ -45,7 +45,7 @@ _LARGE = {"layout": (128, 128), "kernel_size": 63, "head_dim": 64}
         ({"edges": "cut", "additional_kv": 5}, True),
         ({"layout": (7, 7), "operator": "fmha", "kernel_size": None}, True),
         ({"layout": (8, 16, 16), "kernel_size": (3, 5, 5)}, True),
-        # With any other feature, and for heads that columns would make too wide.
+        # With any other feature, and for heads that would be too wide with extra columns.
         (_LARGE, False),
         ({"head_dim": 128}, False),
         (_LARGE | {"dtype": "float16", "heads_kv": 2, "additional_kv": 5}, False),
@@ -77,7 +77,7 @@ def test_portable_kernels_add_them(facts: dict[str, Any], has_small_kernels: boo
     ],
 )
 def test_others_get_columns(facts: dict[str, Any]) -> None:
-    """With small windows where their kernels lack something, as others would take longer; and in 32 bits."""
+    """Small windows whose kernels lack a feature (large-window kernels take longer), and float32."""
     problem = _problem(**facts)
     for pass_ in PASSES:
         planned = _CUTLASS.widened(problem, _GPU, pass_)

@@ -1,4 +1,4 @@
-"""The warning about kernels that this build lacks: once, for that reason only, and with a remedy."""
+"""The warning about kernels missing from this build: issued once, for that reason only, and with a remedy."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def host_only_build(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def choose(device: Device, requested: str | None = None, **problem: Any) -> tuple[str, list[str]]:
-    """The family chosen for a forward pass, and the warnings on the way."""
+    """Return the family chosen for a forward pass, and the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         plan = resolve(Request(problem_of((64,), 8, **problem), backend=requested), device, "forward")
@@ -179,7 +179,7 @@ def test_a_process_without_the_library_warns_on_use_and_not_on_import(filters: l
 
 @pytest.fixture
 def python_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The folder of an installed package without a native library."""
+    """Return the folder of an installed package without a native library."""
     monkeypatch.setattr(source_tree, "ROOT", None)
     monkeypatch.setattr(source_tree, "_PACKAGE", tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

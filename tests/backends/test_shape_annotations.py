@@ -18,7 +18,7 @@ from tests.support.families import Family, family_named
 from tests.support.problems import Case
 from tests.support.shapes import checked, has_shapes
 
-#: Extents that are all different: shared keys, another width of values, additional tokens, scales of heads.
+#: All extents differ: shared keys, a different head dimension of values, additional tokens, per-head scales.
 CASE = Case(
     (6, 9),
     (3, 4),
@@ -34,7 +34,7 @@ CASE = Case(
 
 
 def run(case: Case, family: Family, **arguments: Any) -> None:
-    """Trace both passes: shapes are known then."""
+    """Trace both passes, which checks shapes."""
     operands = jax.eval_shape(lambda: case.operands(family.dtype, 0))
     cotangents = jax.eval_shape(lambda: case.cotangents(family.dtype, 0))
     operator = case.operator(family.fna, **arguments)
@@ -46,7 +46,7 @@ def says_shapes(function: Any) -> bool:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, modules: set[str], owners: Sequence[Any]) -> tuple[set[str], set[str]]:
-    """Let functions of modules check their arrays, by whatever name owners have them; all these, and those called."""
+    """Make functions of modules check their arrays, under every name; return all functions, and the called ones."""
     known: dict[Any, Any] = {}
     called: set[str] = set()
     members = [

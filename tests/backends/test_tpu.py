@@ -1,4 +1,4 @@
-"""The TPU backend: its choice, and its kernels in Pallas's interpreter."""
+"""The TPU backend: selection, and kernels in Pallas's interpreter."""
 
 from __future__ import annotations
 
@@ -143,15 +143,15 @@ def test_results_are_those_of_the_definition(name: str) -> None:
 @pytest.mark.usefixtures("_known")
 @pytest.mark.parametrize("name", ["shared", "merged"])
 def test_one_rule_for_biases_that_hide_keys(name: str) -> None:
-    # Heads that share a register of lanes share what is not finite, so there is one head of keys.
+    # Non-finite numbers spread to heads packed in the same vector register, so the test uses one key/value head.
     check(FAMILY, dataclasses.replace(ADDED[name], heads_kv=1), "float32", without=("0.49 min",))
 
 
-# The TPU kernels in Pallas's interpreter, which finds races and fills fresh memory with NaN.
+# The TPU kernels in Pallas's interpreter, which detects races and fills new memory with NaN.
 
 
 def direct(case: Case, dtype: str, q_tile: tuple[int, ...], kv_tile: tuple[int, ...]) -> Fuzzed:
-    """A call of the kernels with the same tiles in both passes."""
+    """Return a direct call of the kernels with the same tiles in both passes."""
     tiles = {name: tile for pass_ in PASSES for name, tile in zip(tile_names(pass_), (q_tile, kv_tile), strict=True)}
     return Fuzzed(FAMILY.name, case, dtype, 0, is_direct=True, tiles=tiles)
 
@@ -173,13 +173,13 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_known")
 @pytest.mark.parametrize("which", [*PROBLEMS, 0, 1, 2])
 def test_results_and_gradients_without_races(which: str | int) -> None:
-    """The random problems are a part of what ``python -m tests.fuzz.interpreted`` runs."""
+    """The random problems are the first ones of ``python -m tests.fuzz.interpreted``."""
     problem = PROBLEMS[which] if isinstance(which, str) else KERNELS.draw(0, which)
     assert not KERNELS.complaints(problem), problem
 
 
 def test_races_are_found() -> None:
-    """A kernel that reads what a copy may not have brought yet."""
+    """A kernel reads a buffer whose copy may be incomplete."""
 
     def kernel(x: Any, out: Any, scratch: Any, done: Any) -> None:
         copy = pltpu.make_async_copy(x, scratch, done)

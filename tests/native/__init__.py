@@ -1,1 +1,1 @@
-"""The native libraries: what they offer, what they refuse, and how they are called."""
+"""The native libraries: symbols, rejected calls, and calling conventions."""

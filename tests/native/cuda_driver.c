@@ -1,4 +1,4 @@
-// A driver with one GPU of compute capability 10.0, on which nothing can be loaded: for Mosaic's compiler.
+// A stub driver for Mosaic's compiler: one GPU of compute capability 10.0, on which nothing can be loaded.
 int cuInit(unsigned flags) { return 0; }
 int cuDriverGetVersion(int* version) { *version = 13000; return 0; }
 int cuDeviceGetCount(int* count) { *count = 1; return 0; }

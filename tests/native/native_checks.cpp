@@ -1,5 +1,5 @@
-// Calls the checks of the native handlers as XLA would, with what XLA never hands over. Prints a line for each: what
-// the check says, or "accepted".
+// Calls the checks of the native handlers as XLA would, but with arguments that XLA never passes. For each call, prints
+// the error message or "accepted".
 #include <cstdint>
 #include <cstdio>
 #include <string>

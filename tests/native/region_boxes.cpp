@@ -71,7 +71,7 @@ int main() {
             is_small |= !is_single && seen.by_region > region.extent[i];
             groups[i] = divide_up(is_single ? 1 : seen.by_tile, region.group[i]);
           }
-          // Two pairs are computed at once, and two more are read ahead.
+          // Two pairs are computed at a time, and two more are prefetched.
           const std::int64_t pairs = groups[0] * groups[2] * divide_up(groups[1], 2);
           ++regions;
           small_boxes += is_small;

@@ -1,6 +1,8 @@
-// Takes the rings of key and value gradients of some layouts, and counts the strips next to a border that the CTAs of
-// an H100 have, as they turn from round to round. Prints for each layout how many strips at a border the average CTA
-// has, rounded up, at most with these turns, and at most without; and how many units are not taken exactly once.
+// For the rings of key and value gradients of some layouts, counts the strips next to a border per CTA of an H100, with
+// the
+// strip order rotated each round. Prints for each layout the number of border strips of the average CTA, rounded up,
+// the maximum with rotation, and the
+// maximum without; and the number of units that are not processed exactly once.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>

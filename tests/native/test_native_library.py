@@ -1,4 +1,4 @@
-"""The native library: symbols, its version of CUDA, calls in place and sums of biases."""
+"""The native library: symbols, CUDA version, in-place calls and sums of bias gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from natten_jax.problem import problem_of
 from natten_jax.windows import Edge
 from tests.support import oracle
 
-# The native libraries as the dynamic linker sees them: what they offer, what they need, how they are hardened.
+# The native libraries as the dynamic linker sees them: exported symbols, dependencies, and hardening.
 
 
 SOURCES = Path(__file__).parents[2] / "csrc"
@@ -37,7 +37,7 @@ LIBRARIES = ("_native", "libnatten_jax")
 
 
 def file_of(library: str) -> Path:
-    """Path of a library of this installation."""
+    """Return the path of a library of this installation."""
     path = native.path()
     assert path is not None, native.load_error
     return Path(path) if library == "_native" else Path(path).with_name("libnatten_jax.so")
@@ -61,7 +61,7 @@ def dynamic_symbols(library: str) -> dict[str, bool]:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_nothing_needless_is_exported(library: str) -> None:
-    """Weak copies of the C++ library's templates would be shared with every other library of the process."""
+    """Weak symbols of C++ standard library templates would be shared with every other library of the process."""
     exported = [name for name, is_defined in dynamic_symbols(library).items() if is_defined]
     allowed = r"PyInit__native" if library == "_native" else r"_ZN10natten_jax(7targets|10build_info|12cuda_devices)\w*"
     assert exported
@@ -69,7 +69,7 @@ def test_nothing_needless_is_exported(library: str) -> None:
 
 
 def test_kernels_share_no_cpp_library() -> None:
-    """Its error messages went through the streams of whichever copy a process had loaded first, and crashed."""
+    """Error messages used the streams of the first copy that a process loaded, and crashed."""
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", readelf("libnatten_jax", "--dynamic"))
     assert needed
     assert not [name for name in needed if "stdc++" in name or "gcc_s" in name]
@@ -89,7 +89,7 @@ def test_libraries_are_hardened(library: str) -> None:
 def test_every_module_declares_that_it_needs_no_gil() -> None:
     """A free-threaded interpreter enables its GIL again when it imports a module without this declaration.
 
-    Modules for other interpreters do not have it in their machine code, so that this reads the source.
+    The test reads the source, because modules for other interpreters lack the declaration in their machine code.
     """
     texts = [path.read_text() for path in SOURCES.rglob("*.cpp")]
     modules = [options for text in texts for options in re.findall(r"^PYBIND11_MODULE\((.*)\) \{", text, re.MULTILINE)]
@@ -108,11 +108,11 @@ def test_a_free_threaded_interpreter_stays_without_a_gil() -> None:
     subprocess.run([sys.executable, "-c", "\n".join(program), str(file_of("_native"))], check=True)
 
 
-# Kernels that were compiled with another CUDA than JAX's plugin is for.
+# Kernels that were compiled with another CUDA version than JAX's plugin.
 
 
 def install(monkeypatch: pytest.MonkeyPatch, built: str | None, plugins: Sequence[str]) -> None:
-    """Kernels that were compiled with a version of CUDA, and plugins of JAX."""
+    """Simulate kernels compiled with a CUDA version, and installed JAX plugins."""
     entries = metadata.EntryPoints(metadata.EntryPoint(name, "nowhere", "jax_plugins") for name in plugins)
     info: dict[str, Any] = {"cuda_version": built, "cuda_architectures": []}
     monkeypatch.setattr(metadata, "entry_points", lambda *, group: entries.select(group=group))
@@ -151,7 +151,7 @@ def test_the_doctor_says_which_versions_differ_and_what_to_do(
     assert ("driver may be too old" in line) == (plugin == 12)
 
 
-# Calls whose results take the place of operands.
+# Calls whose results alias operands.
 
 
 @pytest.mark.parametrize("replaces", [None, 0])
@@ -167,8 +167,8 @@ def test_what_is_written_in_place_is_no_slice_of_something_else(replaces: int | 
     assert before.count("optimization_barrier") == after.count("optimization_barrier") == expected
 
 
-# Records of the sums for relative biases have room for the offsets of every tile, and lanes find entries of tables in
-# different banks of shared memory.
+# Records of the relative bias sums have room for the offsets of every tile, and lanes read table entries from different
+# banks of shared memory.
 
 
 #: Number of words before a record.
@@ -176,7 +176,7 @@ _HEADER = 4
 
 
 def offsets_of_tiles(mask: np.ndarray, tile: int) -> list[int]:
-    """Number of offsets between keys and queries in each tile of queries."""
+    """Return the number of offsets between keys and queries in each query tile."""
     found = []
     for first in range(0, len(mask), tile):
         queries, keys = np.nonzero(mask[first : first + tile])
@@ -197,7 +197,7 @@ def test_records_hold_what_tiles_see(tile: int, edges: Edge, is_causal: bool) ->
         problem = problem_of((extent,), kernel_size, stride, is_causal=is_causal, edges=edges)
         mask = oracle.line_mask(extent, kernel_size, stride, 1, is_causal, edges)
         found = native.bias_sums(axis_rows(problem), (1, 1, extent), (1, 1, tile), (1, 1, 8))
-        # Rows of which every other one begins a number later.
+        # Every other row begins one number later.
         assert found.record - _HEADER >= max(offsets_of_tiles(mask, tile)) + 1
         assert found.tiles == -(-extent // tile)
         assert found.record <= 2 * kernel_size + 16 + _HEADER
@@ -212,7 +212,7 @@ def test_tiles_of_all_dilation_groups_are_counted() -> None:
 
 @pytest.mark.parametrize("pass_", PASSES)
 def test_tiles_have_no_rows_beside_the_only_token_of_a_dimension(pass_: Pass) -> None:
-    """Gradients of logits in such rows would be added to the sums."""
+    """Gradients of logits in nonexistent rows would be added to the sums."""
     backend, device = backends.find("cutlass-fna", "fna"), Device("cuda", (9, 0), is_present=False)
     rows = 0 if pass_ == "forward" else 1
     for layout, kernel_size in (((1, 1, 40), (1, 1, 7)), ((1, 12, 9), (1, 3, 5)), ((40, 1), (7, 1))):
@@ -223,7 +223,7 @@ def test_tiles_have_no_rows_beside_the_only_token_of_a_dimension(pass_: Pass) ->
 
 
 def reads_of_warp(line: int, lines: int, tile: tuple[int, ...], group: tuple[int, ...], order: tuple[int, ...]) -> int:
-    """Words of a table that lanes of a warp find in one bank: a lane for each of 8 rows and each pair of columns."""
+    """Return the maximum number of words per bank that a warp reads: a word for each of 8 rows and each column pair."""
     pitch = (line * lines, line, 1)
     words = set()
     for row, column in itertools.product(range(8), range(0, 8, 2)):

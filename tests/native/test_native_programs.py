@@ -14,12 +14,12 @@ import pytest
 
 from tests.support.native_programs import COMPILER, ROOT, output_of
 
-# Native handlers trust nothing: what XLA never hands over, and arrays that are larger than the suite's machines.
+# Native handlers check everything: arguments that XLA never passes, and arrays larger than the memory of test machines.
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Output lines of a program that calls the checks."""
+    """Return the output lines of a program that calls the checks."""
     sources = [f"ffi/{name}.cpp" for name in ("decode", "handler_support")]
     folder = tmp_path_factory.mktemp("native")
     return output_of("native_checks", sources, folder, includes=[jax.ffi.include_dir()]).splitlines()
@@ -51,18 +51,18 @@ def test_numbers_of_32_bits_hold_what_kernels_of_small_windows_count_in_them(ans
 
 
 def test_boxes_and_tables_have_room_for_layouts_of_all_lengths(tmp_path: Path) -> None:
-    """Keys that have both ends of a short layout near are seen by more queries than any others."""
+    """Keys near both ends of a short layout are seen by the most queries."""
     sources = [f"cuda/small/{name}.cpp" for name in ("region", "region_shape", "region_time", "ring_shape")]
     regions, *too_small = map(int, output_of("region_boxes", sources, tmp_path, options=["-O1"]).split())
     assert regions > 1000
     assert too_small == [0, 0]
 
 
-# CTAs with a ring share strips that take longer than others.
+# CTAs with a ring share the slow strips evenly.
 
 
 def test_no_cta_has_many_of_the_strips_that_take_longest(tmp_path: Path) -> None:
-    """Keys next to a border are seen by more queries than others: with 8 strips and 132 CTAs, some had two of them."""
+    """Keys near a border are seen by more queries: with 8 strips and 132 CTAs, some CTAs had two such strips."""
     sources = [f"cuda/small/{name}.cpp" for name in ("ring_balance", "ring_shape")]
     output = output_of("ring_turns", sources, tmp_path, options=["-O1"])
     layouts = [tuple(map(int, line.split())) for line in output.splitlines()]
@@ -74,10 +74,10 @@ def test_no_cta_has_many_of_the_strips_that_take_longest(tmp_path: Path) -> None
     assert any(most < most_without for _, most, most_without, _ in layouts)
 
 
-# Host kernels flush denormals on every thread that takes part, and leave each thread as it was.
+# CPU kernels flush denormals on every participating thread, and restore the mode of each thread.
 
 
-#: By the machine that is compiled for: the compiler, how it links what runs here, and what runs that.
+#: By target machine: the compiler with link options, and the emulator that runs the program.
 TOOLCHAINS = {"this": ([COMPILER], []), "aarch64": (["aarch64-linux-gnu-g++", "-static"], ["qemu-aarch64"])}
 
 
@@ -95,7 +95,7 @@ def test_denormals_are_zero_in_kernels_and_nowhere_else(machine: str, tmp_path: 
     assert found.stdout.splitlines() == ["zero zero kept kept"] * 2
 
 
-#: In place of pybind11, which only builds have.
+#: Replacement for pybind11, which is only installed in builds.
 PYBIND11 = "function(pybind11_add_module name)\n  add_library(${name} MODULE ${ARGN})\nendfunction()\n"
 
 #: Options of GNU's linker and libraries.
@@ -104,7 +104,7 @@ GNU = ("-Wl,-z", "version-script", "gc-sections", "exclude-libs", "-static-libst
 #: Settings that CMake detects on a Mac.
 ASKED = "".join(f"set(CMAKE_SHARED_LIBRARY_RUNTIME_{language}_FLAG -Wl,-rpath,)\n" for language in ("C", "CXX"))
 
-#: No program for macOS can be linked here, and none is changed afterwards.
+#: Programs for macOS cannot be linked here, so the link step is skipped.
 MACOS = {
     "CMAKE_SYSTEM_NAME": "Darwin",
     "CMAKE_SYSTEM_PROCESSOR": "arm64",

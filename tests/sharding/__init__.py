@@ -1,1 +1,1 @@
-"""Arrays that are split over device meshes, and the halos that devices exchange."""
+"""Arrays sharded over device meshes, and the halos that devices exchange."""

@@ -1,4 +1,4 @@
-"""A fixture of tests whose tokens are split over devices."""
+"""A fixture for tests with tokens sharded over devices."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from natten_jax.cost_model import halos
 def set_gains(
     without_stored_programs: None, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[Callable[..., bool]], None]]:
-    """A function that sets which passes gain if they compute while halos travel."""
+    """Return a function that sets which passes gain from overlapping halo exchange with compute."""
 
     def forget() -> None:
         halos.overlap_that_pays.cache_clear()
-        jax.clear_caches()  # a traced pass has the previous choice
+        jax.clear_caches()  # traced passes keep the previous choice
 
     def set_to(gains: Callable[..., bool]) -> None:
         monkeypatch.setattr(halos, "gains", gains)

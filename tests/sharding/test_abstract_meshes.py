@@ -57,7 +57,7 @@ def stand_ins(mesh: Any, spec: P) -> list[jax.ShapeDtypeStruct]:
 
 
 def manual(function: Function, mesh: Any, spec: P, axes: str, results: Function | None = None) -> Function:
-    """``results(function)`` inside ``shard_map``; by default the function itself."""
+    """Run ``results(function)``, by default the function itself, inside ``shard_map``."""
     spec = P(*(axis if axis in tuple(axes) else None for axis in spec))
     out: Any = {None: spec, with_gradients: (spec, (spec,) * 3), mapped: P(None, *spec)}[results]
     inside = function if results is None else results(function)
@@ -72,7 +72,7 @@ def export_for(function: Function, mesh: AbstractMesh, spec: P, platform: str) -
 
 @every_backend
 def test_lowered_over_an_abstract_mesh(backend: str | None) -> None:
-    """Each program is lowered without devices, compiled for the host's, and compared with one device's."""
+    """Lower each program without devices, compile it for the CPU devices, and compare with a single device."""
     arrays, attend = drawn(), operator(backend)
     expected = {function: jax.jit(function(attend))(*arrays) for function in (with_gradients, mapped)}
 
@@ -100,7 +100,7 @@ def test_lowered_over_an_abstract_mesh(backend: str | None) -> None:
 
 @every_backend
 def test_exported_over_an_abstract_mesh_with_the_gradient(backend: str | None) -> None:
-    """Each program is exported without devices, with its gradient, and called on the host's devices."""
+    """Export each program with its gradient without devices, and call it on the CPU devices."""
     arrays, attend = drawn(), operator(backend)
     expected = jax.jit(with_gradients(attend))(*arrays)
 

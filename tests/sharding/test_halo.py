@@ -41,7 +41,7 @@ def split_axes(draw: Any) -> tuple[Axis, int]:
 
 
 def seen(axis: Axis, query: int) -> range:
-    """The keys that a query sees, by coordinate; those behind an end are the other end's."""
+    """Return the keys that a query sees, by coordinate; wrapped keys have coordinates beyond the end."""
     group = query % axis.dilation
     length = group_length(axis.kv_extent, axis.dilation, group)
     start, end = window_bounds(axis.window, query // axis.dilation, length)
@@ -77,7 +77,7 @@ def test_queries_that_see_a_slab(split: tuple[Axis, int]) -> None:
     part, slabs = halo.part, halo.seen_slabs(axis)
 
     def sees(query: int, is_front: bool, distance: int) -> bool:
-        """Keys so far away or farther, in any part."""
+        """Return True if, in any part, the query sees keys at this distance or farther."""
         rows = [(start, seen(axis, start + query)) for start in range(0, axis.kv_extent, part)]
         return any(
             min(keys) < start - distance if is_front else max(keys) >= start + part + distance for start, keys in rows
@@ -87,7 +87,7 @@ def test_queries_that_see_a_slab(split: tuple[Axis, int]) -> None:
         sides = [True, False] if slab.is_front is None else [slab.is_front]
         most = 0
         for is_front in sides:
-            ordered = range(part) if is_front else range(part - 1, -1, -1)  # from the part's end on this side
+            ordered = range(part) if is_front else range(part - 1, -1, -1)  # sorted from the part's end on this side
             assert not any(sees(query, is_front, slab.distance) for query in ordered[slab.queries :])
             most = max(most, *(i + 1 for i, query in enumerate(ordered) if sees(query, is_front, slab.distance)))
         assert slab.queries == most
@@ -104,8 +104,8 @@ def test_halos_of_a_video() -> None:
     video = problem_of((30, 48, 80), (6, 12, 12), heads=24, head_dim=128)
     token, halo = 24 * 2 * 128 * 2, 6 + 5
     assert bytes_received(video, (1, 1, 1)) == 0
-    assert bytes_received(video, (1, 1, 2)) == 30 * 48 * 6 * token  # two devices have one neighbor each
-    # Halos of a dimension include halos of earlier dimensions: so corners arrive.
+    assert bytes_received(video, (1, 1, 2)) == 30 * 48 * 6 * token  # with two devices, each has a single neighbor
+    # Halos of a dimension include the halos of earlier dimensions, which transfers the corners.
     assert bytes_received(video, (1, 4, 4)) == 30 * (halo * 20 + (12 + halo) * halo) * token
 
 
@@ -136,7 +136,7 @@ class Split(NamedTuple):
 
     @classmethod
     def draw(cls, source: random.Random) -> Split:
-        """Three of four have halos; windows as large as the layout are attention, whose tokens are gathered."""
+        """Three of four draws have halos; plain attention (windows as large as the layout) gathers its tokens."""
         has_halos = source.random() < 0.75
         while True:
             drawn = cls._draw(source)
@@ -149,7 +149,7 @@ class Split(NamedTuple):
         parts = source.choice(PARTS[rank])
         layout = tuple(source.randint(1, MOST_TOKENS[rank]) * each for each in parts)
         dilation = tuple(source.randint(1, max(1, min(3, extent // 2))) for extent in layout)
-        # Half of all windows are small: only the next part sends them halos.
+        # Half of all windows are small, so that halos come from the adjacent parts only.
         most = [max(1, extent // d) for extent, d in zip(layout, dilation, strict=True)]
         kernel = tuple(source.randint(1, min(each, source.choice([4, each]))) for each in most)
         stride = tuple(source.randint(1, each) for each in kernel)
@@ -179,10 +179,10 @@ class Split(NamedTuple):
 
     @property
     def calls(self) -> int:
-        """Kernels of a forward pass that computes while halos travel: with a device's own keys, then with each slab."""
+        """Return the number of kernels of an overlapped forward pass: one with the device's keys, and one per slab."""
         if self.is_gathered:
             return 1
-        # Each of two devices has one halo, though the program is the same for both; but two in a ring.
+        # Two devices have a single halo each, or two in a ring, but run the same program.
         return 1 + sum(
             1 if halo.parts == 2 and not halo.wraps else len(halo.slabs(halo.before)) + len(halo.slabs(halo.after))
             for halo in self.halos
@@ -190,7 +190,7 @@ class Split(NamedTuple):
         )
 
     def elements_sent(self) -> int:
-        """Elements of keys and values that the slabs of exact halos hold, dimension after dimension."""
+        """Return the number of key and value elements in the slabs of exact halos, dimension by dimension."""
         extents = [extent // each for extent, each in zip(self.case.layout, self.parts, strict=True)]
         total = 0
         for i, halo in enumerate(self.halos):
@@ -198,7 +198,7 @@ class Split(NamedTuple):
                 slabs = [halo.before, halo.after]
                 sent, received = sum(slabs), sum(slabs)
                 if halo.parts == 2 and all(slabs) and not halo.wraps:
-                    # Each of two devices sends in one direction only, and they change places.
+                    # Each of two devices sends in one direction only, in a single swap.
                     sent, received = max(slabs), 2 * max(slabs)
                 total += sent * math.prod(extents[:i] + extents[i + 1 :])
                 extents[i] += received
@@ -248,7 +248,7 @@ def test_tokens_of_chosen_problems_stay_split(name: str, set_gains: SetGains) ->
 
 
 def check(mode: str, backend: str, split: Split, overlaps: bool) -> None:
-    """Compare a problem on several devices with the oracle, and count what is sent, and the calls of kernels."""
+    """Compare a problem on several devices with the oracle, and check transfer sizes and the number of kernel calls."""
     case, names = split.case, NAMES[: len(split.parts)]
     mesh = mesh_of("Explicit" if mode == "Explicit" else "Auto", **dict(zip(names, split.parts, strict=True)))
     tokens = P(None, *names)

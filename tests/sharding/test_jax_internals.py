@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def asked_while_lowering(question: Any) -> tuple[Primitive, list[Any]]:
-    """A primitive that returns its argument, and what its lowering rule was answered each time."""
+    """Return an identity primitive, and a list of the answers that its lowering rule got."""
     primitive, answers = Primitive("asks"), []
     primitive.def_abstract_eval(lambda x: x)
 

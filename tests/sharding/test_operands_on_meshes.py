@@ -1,4 +1,4 @@
-"""Values and gradients of every operand on meshes of several devices equal the results on one device."""
+"""On meshes of several devices, values and gradients for every operand equal the results on a single device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OF_BACKENDS = (
 
 
 def axes_of(operand: Any, array: jax.Array, split: dict[str, str]) -> list[str | None]:
-    """The mesh axes of an operand's dimensions of even extent, each axis once."""
+    """Return mesh axes for an operand's dimensions of even extent, each axis once."""
     axes: list[str | None] = []
     for letter, extent in zip(operand.axes, array.shape, strict=True):
         axis = split.get(letter)
@@ -74,7 +74,7 @@ def test_split_operands(kind: str, backend: str, name: str) -> None:
     ],
 )
 def test_vmap_and_shard_map_on_explicit_meshes(name: str) -> None:
-    """Mapped axes that the mesh splits, and gradients inside ``shard_map``."""
+    """Mapped axes that are sharded over the mesh, and gradients inside ``shard_map``."""
     mesh, call = mesh_of("Explicit", x=2, y=2), CALLS[name]
     split = {"b": "x", "h": "y"}
 
@@ -87,7 +87,7 @@ def test_vmap_and_shard_map_on_explicit_meshes(name: str) -> None:
     with jax.set_mesh(mesh):
         whole = {each: put(array, mesh, *spec(each, "y")) for each, array in arrays.items()}
         stacked = {each: put(np.stack([array, array]), mesh, "x", *spec(each, "y")) for each, array in arrays.items()}
-        for mapped in [*([each] for each in arrays), list(arrays)]:  # the mesh splits the mapped axis
+        for mapped in [*([each] for each in arrays), list(arrays)]:  # the mapped axis is sharded
             run = jax.vmap(function, ({each: 0 if each in mapped else None for each in arrays},))
             given = {each: (stacked if each in mapped else whole)[each] for each in arrays}
             assert_close(quick(run)(given), twice, rtol=2e-4, note=str(mapped))

@@ -1,4 +1,4 @@
-"""Passes that compute while halos travel: what is decided, and that nothing waits for a halo that can do without."""
+"""Passes that overlap halo exchange with compute: selection, and compute that waits only for needed halos."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def traced(pass_: str, devices: int) -> Any:
-    """A pass whose rows are split."""
+    """Trace a pass whose rows are sharded."""
     mesh = jax.sharding.AbstractMesh((devices,), ("x",), axis_types=(AxisType.Auto,))
 
     tiles: dict[str, Any] = dict.fromkeys(TILES[:2], (1, 1))
@@ -99,7 +99,7 @@ def test_halos_travel_while_kernels_run(pass_: str, set_gains: SetGains) -> None
     names = [each.primitive.name for each in program]
     passes = [i for i, name in enumerate(names) if name == "natten_jax_pass"]
     assert len(passes) == (3 if pass_ == "forward" else 6)
-    passes = passes[-3:]  # with own keys, with the halo in front, and with the one behind
+    passes = passes[-3:]  # with the device's keys, with the halo before, and with the halo after
     permutes = [i for i, name in enumerate(names) if name == "ppermute"]
     permutes = permutes[:4] if pass_ == "forward" else permutes[4:8]
     made_by = {each: i for i, equation in enumerate(program) for each in equation.outvars}
@@ -118,7 +118,7 @@ def test_halos_travel_while_kernels_run(pass_: str, set_gains: SetGains) -> None
         return j in found
 
     for meanwhile, following, of_slab in zip(passes, passes[1:], (permutes[:2], permutes[2:]), strict=False):
-        # A kernel's queries are there when slabs are cut, whose exchange then starts.
+        # Slabs are cut and their exchange starts once the kernel's queries are ready.
         (sent,) = {made_by[program[i].invars[0]] for i in of_slab}
         assert comes_after(meanwhile, sent) and not any(comes_after(meanwhile, i) for i in of_slab)
         # Slabs are not read before the kernel has finished.
@@ -155,9 +155,9 @@ def test_what_a_split_takes_is_predicted() -> None:
         assert alone.seconds == pytest.approx(one, rel=0.03)
         assert one / 2.1 < two.seconds < one / 1.9
         assert 0.5 * two.seconds > eight.seconds > two.seconds / 4
-        # Beyond a host, and with parts of two columns, halos cost more than there is to compute.
+        # Across hosts, and with parts of two columns, halos take longer than the compute.
         assert many.exposed > many.compute
-    # Gradients of halos return when all is computed.
+    # Gradients of halos are sent back after all compute.
     _, backward = plans(video)
     partly = predict_split(backward, (1, 1, 2), model)
     assert partly and 0 < partly.exposed < partly.exchange
@@ -202,7 +202,7 @@ def test_memory_is_that_of_a_part_and_its_halos() -> None:
     assert arguments == 4 * own and own * 3 <= results < own * 3.01
     # Output and logsumexp of the forward pass, the output of the interior or the query gradient, and halos.
     assert between <= (2 * own + halos) * 1.1
-    # Keys and values are never joined with their halos, nor are gradients.
+    # Neither keys and values nor gradients are concatenated with their halos.
     assert between < 0.6 * together[2]
 
 
@@ -211,7 +211,7 @@ def test_memory_is_that_of_a_part_and_its_halos() -> None:
 def test_each_pass_gets_its_halos_as_is_best_for_it(
     overlapping: str, counts: list[int], is_manual: bool, set_gains: SetGains
 ) -> None:
-    """A pass that overlaps runs its kernel with its own keys and with two slabs; another pass runs its kernel once."""
+    """An overlapped pass runs its kernel with the device's keys and with two slabs; other passes run it once."""
     set_gains(lambda plan, *_: plan.pass_ == overlapping)
     mesh, spec = mesh_of("Auto", x=4), P(None, "x")
     run = functools.partial(gradients, size=3, tile=1, token_axes=("x", None) if is_manual else None)
@@ -222,7 +222,7 @@ def test_each_pass_gets_its_halos_as_is_best_for_it(
     assert [targets.count("forward"), targets.count("backward")] == counts
 
 
-# Elements of 16 bits travel in pairs, as words.
+# Pairs of 16-bit elements are sent as 32-bit words.
 
 
 @pytest.mark.parametrize("width", [1, 2, 7, 8, 64])

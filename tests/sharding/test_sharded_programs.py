@@ -1,4 +1,4 @@
-"""Splits that cannot stay, transformations and mapped axes of split arrays, and the compilation cache."""
+"""Shardings that cannot be kept, transformations and mapped axes of sharded arrays, and the compilation cache."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_cannot_stay_split_is_gathered_with_a_warning(mode: str) -> None:
             warnings.simplefilter("error")
             for spec in (SPLIT, P("x", "y"), P(None, None, "y", "x")):
                 assert_close(jax.jit(attend)(*put(arrays, mesh, *spec)), expected)
-        # Keys and values follow the query.
+        # Keys and values take the sharding of the query.
         heads = P(None, None, None, "x"), P(None, None, None, "y")
         for specs in ((P("x"), heads[1], P()), (P(), P("x"), P("y")), (heads[0], P("y"), P())):
             placed = [put(array, mesh, *spec) for array, spec in zip(arrays, specs, strict=True)]
@@ -74,7 +74,7 @@ def test_transformations_of_split_arrays() -> None:
     alone = jnp.stack([attend(*[array[i] for array in stacked]) for i in range(2)])
     mapped = jax.jit(lambda *arrays: jax.lax.map(lambda each: attend(*each), arrays))
     assert_close(mapped(*put(stacked, mesh, None, *SPLIT)), alone)
-    split = put(stacked, mesh, "y", "x")  # a mapped axis that is split
+    split = put(stacked, mesh, "y", "x")  # a sharded mapped axis
     compiled = jax.jit(jax.vmap(attend)).lower(*split).compile()
     text = compiled.as_text() or ""
     assert not [kind for kind in ("all-gather", "all-to-all", "collective-permute") if kind in text]
@@ -89,7 +89,7 @@ def test_transformations_of_split_arrays() -> None:
 
 Function = Callable[..., Any]
 TILES = "q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape"
-#: Keys and values of a mapped axis, batch and tokens: tokens are split.
+#: Sharding of keys and values with dimensions mapped axis, batch and tokens: tokens are sharded.
 WHOLE = P(None, None, "x")
 
 
@@ -116,7 +116,7 @@ def moved(function: Function) -> Function:
 def test_mapped_calls_whose_tokens_are_split(
     backend: str, overlaps: bool, set_gains: Callable[[Callable[..., bool]], None]
 ) -> None:
-    """Plain JAX has its halos first."""
+    """Plain JAX gets its halos before it computes."""
     set_gains(lambda *_: overlaps)
     window: dict[str, Any] = {"kernel_size": 3, "backend": backend}
     window |= dict.fromkeys(TILES, (1, 1)) if backend.startswith("cpu") else {}

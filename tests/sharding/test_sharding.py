@@ -21,9 +21,9 @@ from tests.support.meshes import put
 from tests.support.problems import QUICK_COMPILATION
 
 OPERATORS = ("cpu-fna", "cpu-fmha", "flex-fna", "flex-fmha", "merge")
-#: Attention goes the same way as neighborhood attention.
+#: Plain attention uses the code path of neighborhood attention, so it is tested in fewer modes.
 ATTENTION_MODES = ("Auto", "Explicit", "Auto+Manual")
-#: Whose heads are split further than key/value heads can be: gradients of copies are summed over devices.
+#: Splits of heads into more parts than there are key/value heads: gradients of replicas are summed over devices.
 REDUCING = ("groups that are split", "groups across parts", "one key/value head")
 COLLECTIVES = ("all-gather", "all-to-all", "collective-permute", "all-reduce", "reduce-scatter")
 BATCH = 8
@@ -65,7 +65,7 @@ SPLITS = {
     "one key/value head": Split("y", "x", 4, 1),
     "nothing": Split(None, None, 4, 2),
 }
-#: Splits of plain JAX, which XLA compiles slowly, and the splits for all functions.
+#: Splits tested with plain JAX, which XLA compiles slowly, and splits tested with all functions.
 FEW = ("both", "groups", "groups that are split")
 THOROUGH = ("both", "groups that are split")
 THOROUGH_MODES = ("Auto", "Explicit", "Manual", "Auto+Manual")
@@ -74,24 +74,24 @@ GRADIENTS = ("gradient", "vmap", "remat")
 
 
 def splits_of(mode: str, what: str) -> list[str]:
-    """The splits that a mode has."""
+    """Return the splits to test in a mode."""
     if what.startswith("flex"):
         return [name for name in splits_of(mode, what.replace("flex", "cpu")) if name in FEW]
     if what == "merge":
         return ["both", "one key/value head", "nothing"] if "Manual" not in mode else ["both", "nothing"]
     if "Manual" in mode:  # callers split key/value heads as query heads
         return [name for name, split in SPLITS.items() if split.heads in (None, split.heads_kv_axes)]
-    if mode == "Auto+Explicit":  # the types of arrays say how explicit axes split them, before automatic ones
+    if mode == "Auto+Explicit":  # array types list explicit axes before automatic axes
         return [name for name, split in SPLITS.items() if not isinstance(split.batch or split.heads, tuple)]
     return list(SPLITS)
 
 
 def operator_of(what: str, backend: str) -> Callable[..., Any]:
-    """A function of ``[batch, tokens, heads, head_dim]`` arrays that returns output and logsumexp."""
+    """Return a function of ``[batch, tokens, heads, head_dim]`` arrays that returns output and logsumexp."""
     if what == "merge":
         return lambda q, k, v: natten_jax.merge_attentions([q, 2 * q], [q[..., 0], q[..., 1]])
     if what.endswith("fmha"):
-        # By default they are chosen by the size of the batch.
+        # The default tiles depend on the batch size.
         tiles = {"q_tile_size": 16, "kv_tile_size": 16} if what.startswith("cpu") else {}
         return functools.partial(natten_jax.attention, backend=backend, return_lse=True, **tiles)
     if what.startswith("flex"):
@@ -110,7 +110,7 @@ def operator_of(what: str, backend: str) -> Callable[..., Any]:
 
 
 def functions(operator: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """Functions of an operator, by name."""
+    """Return functions of an operator, by name."""
 
     def loss(query: Any, key: Any, value: Any) -> Any:
         out, lse = operator(query, key, value)
@@ -140,7 +140,7 @@ def arrays_of(split: Split) -> list[jax.Array]:
 
 
 def collectives(compiled: jax.stages.Compiled) -> set[str]:
-    """The kinds of collectives in a program."""
+    """Return the kinds of collectives in a program."""
     text = compiled.as_text() or ""
     return {kind for kind in COLLECTIVES if re.search(rf" {kind}(?:-start)?\(", text)}
 
@@ -149,19 +149,19 @@ ALL_KINDS = ("forward", "gradient", "vmap", "remat", "scan")
 
 
 def kinds_of(mode: str, name: str, what: str) -> tuple[str, ...]:
-    """The functions of an operator that one program computes: fewer of plain JAX."""
+    """Return the functions of an operator that one program computes: fewer for plain JAX."""
     is_quick = not what.startswith("flex") or (name in THOROUGH and what == "flex-fna" and mode in THOROUGH_MODES)
     return ALL_KINDS if is_quick else ALL_KINDS[:2]
 
 
 def all_of(what: str, kinds: tuple[str, ...], backend: str | None = None) -> Callable[..., dict[str, Any]]:
-    """These functions of an operator in one."""
+    """Combine these functions of an operator into one."""
     each = functions(operator_of(what, backend or what))
     return lambda *arrays: {kind: each[kind](*arrays) for kind in kinds}
 
 
 def within_shard_map(mode: str, mesh: Any, split: Split, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as users write it who split arrays themselves."""
+    """Wrap the function in ``shard_map``, as users do who shard arrays manually."""
     names = {"x"} if mode == "Auto+Manual" else {"x", "y"}
 
     def manual(axis: Any) -> Any:
@@ -187,8 +187,8 @@ def within_shard_map(mode: str, mesh: Any, split: Split, function: Callable[...,
 
 @functools.cache
 def of_one_device(name: str, what: str, kinds: tuple[str, ...]) -> Any:
-    """The results of one device, in every mode."""
-    # Kernels are another implementation; without them plain JAX is compared with itself on one device.
+    """Return the results of a single device, for all modes."""
+    # Plain JAX is compared with the CPU kernels; in a build without them, with itself on a single device.
     reference = what if native.path() is None else what.replace("flex", "cpu")
     return jax.jit(all_of(what, kinds, reference), compiler_options=QUICK_COMPILATION)(*arrays_of(SPLITS[name]))
 
@@ -197,7 +197,7 @@ SIZES = {"x": 4, "y": 2}
 
 
 def shard_of(split: Split, shape: tuple[int, ...], is_mapped: bool, of_key: bool) -> tuple[int, ...]:
-    """The shape of a result on a device."""
+    """Return the shape of a result on a device."""
     shard = list(shape)
     for dimension, axes in ((0, split.batch), (2, split.heads_kv_axes if of_key else split.heads)):
         for name in axes if isinstance(axes, tuple) else (axes,):
@@ -206,7 +206,7 @@ def shard_of(split: Split, shape: tuple[int, ...], is_mapped: bool, of_key: bool
 
 
 def check(mode: str, mesh: Mesh, name: str, what: str) -> None:
-    """Compare everything that is done with an operator on one split with the results of one device."""
+    """Compare all functions of an operator for a split with the results of a single device."""
     split, kinds = SPLITS[name], kinds_of(mode, name, what)
     specs = [split.query(), split.key(), split.key()]
     placed = [put(array, mesh, *spec) for array, spec in zip(arrays_of(split), specs, strict=True)]
@@ -224,12 +224,12 @@ def check(mode: str, mesh: Mesh, name: str, what: str) -> None:
             note = f"{mode} {name} {kind} {position}"
             np.testing.assert_allclose(one, other, rtol=0, atol=0 if is_bitwise else 2e-5, err_msg=note)
             of_key = kind in GRADIENTS and position > 0
-            if not (of_key and what == "merge"):  # zeros: only the query is merged
+            if not (of_key and what == "merge"):  # key gradients are zero: only the query is merged
                 assert one.sharding.shard_shape(one.shape) == shard_of(split, one.shape, kind == "vmap", of_key), note
 
 
 def is_core(what: str, mode: str) -> bool:
-    """False for the combinations that only a run of all tests has."""
+    """Return False for the combinations that only a full run tests."""
     return (
         mode in ("Auto", "Explicit", "Auto+Manual")
         and not what.endswith("fmha")
