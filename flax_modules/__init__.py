@@ -1,12 +1,12 @@
 """Neighborhood attention for Flax (the extra ``flax``).
 
-Importing this package looks whether Flax is there and imports nothing; it is imported with the submodule that is used:
+Importing this package only checks that Flax is installed. Import the submodule that you need:
 
 - :mod:`natten_jax.flax_modules.nnx`: ``NeighborhoodAttention1D``, ``2D`` and ``3D`` for :mod:`flax.nnx`.
-- :mod:`natten_jax.flax_modules.linen`: the same for :mod:`flax.linen`, with the same arguments and parameters.
+- :mod:`natten_jax.flax_modules.linen`: these modules for :mod:`flax.linen`, with equal arguments and parameters.
 - :mod:`natten_jax.flax_modules.attention_fn`: ``neighborhood_attention_fn``, for the ``attention_fn`` argument of
   Flax's own ``MultiHeadAttention``.
-- :mod:`natten_jax.flax_modules.convert`: weights of NATTEN's and Hugging Face's PyTorch modules.
+- :mod:`natten_jax.flax_modules.convert`: conversion of the weights of NATTEN's and Hugging Face's PyTorch modules.
 
 Example::
 

@@ -1,4 +1,4 @@
-"""Neighborhood attention for Flax: the function that the modules call, and ``attention_fn`` of Flax's own attention."""
+"""Neighborhood attention for Flax: common parts of the modules, and an ``attention_fn`` for Flax's own attention."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OPERATORS = {1: na1d, 2: na2d, 3: na3d}
 #: Names of the token dimensions, by rank.
 _LAYOUTS = {1: "seqlen", 2: "height, width", 3: "depth, height, width"}
 _TOKENS = {1: "a sequence", 2: "an image", 3: "a video or a volume"}
-#: Note for errors about inputs that may be ``[batch, tokens, features]``.
+#: Note for errors about inputs that may be flattened, ``[batch, tokens, features]``.
 _FLATTENED = (
     "the last dimensions are the token layout and the features, so that tokens which are flattened to "
     "[batch, tokens, features] need their layout of {rank} dimensions back"
@@ -44,7 +44,7 @@ BIAS_DEVIATION = 0.02
 
 
 class AttentionDropoutWarning(UserWarning):
-    """Attention weights are dropped, and are formed as an array for that."""
+    """Dropout of attention weights is on, which requires the weights as an array in memory."""
 
 
 class Performance(PerformanceArguments, total=False):
@@ -60,10 +60,10 @@ class Performance(PerformanceArguments, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class Neighborhood:
-    """Neighborhood attention with fixed arguments, except its arrays.
+    """Neighborhood attention with all arguments fixed except its arrays.
 
-    Hashable and comparable, as Flax requires of static attributes of modules: two modules with equal arguments share
-    one compiled program.
+    Hashable and comparable, as Flax requires for static attributes of modules. Modules with equal arguments share a
+    compiled program.
     """
 
     rank: int
@@ -79,27 +79,27 @@ class Neighborhood:
         drop: Callable[[jax.Array], jax.Array] | None = None,
         **terms: Any,
     ) -> jax.Array:
-        """Attend.
+        """Compute the attention.
 
         Args:
             query: ``[*batch, *layout, heads, head_dim]``, with any number of batch dimensions.
             key: ``[*batch, *layout, heads_kv, head_dim]``.
             value: ``[*batch, *layout, heads_kv, head_dim_v]``.
-            drop: Dropout of the weights, which are formed as an array; ``None`` without dropout.
+            drop: Dropout of the attention weights, which are then stored as an array; ``None`` without dropout.
             **terms: ``query_origin``, ``extents``, ``upsample``, ``relative_bias``, ``key_bias`` and ``sinks`` of the
-                operators; origins, extents and biases of keys may have all batch dimensions.
+                operators. ``query_origin``, ``extents`` and ``key_bias`` may have all batch dimensions.
 
         Returns:
             ``[*batch, *layout, heads, head_dim_v]``.
 
         Raises:
             ValueError: The window does not fit the layout, the scale is too large for the arrays' type, no backend can
-                run the problem, or weights are to be dropped of queries that are a box, of padding, of a finer grid, of
-                windows that are clamped, or with biases of keys or sinks.
+                run the problem, or ``drop`` is combined with ``query_origin``, ``extents``, ``upsample``,
+                ``clamp_window``, ``fp8``, ``key_bias`` or ``sinks``.
         """
         checked_scale(self.arguments["scale"], query.dtype.name, name=self.scale_name)
         batch = query.shape[: query.ndim - self.rank - 2]
-        if len(batch) != 1:  # operators have one batch dimension
+        if len(batch) != 1:  # operators require a single batch dimension
             arrays = (query, key, value)
             query, key, value = (array.reshape(math.prod(batch), *array.shape[len(batch) :]) for array in arrays)
             for name, rank in (("query_origin", 1), ("extents", 1), ("key_bias", None)):
@@ -115,7 +115,7 @@ class Neighborhood:
 
 
 def _with_one_batch_dimension(array: Any, batch: tuple[int, ...], rank: int | None) -> Any:
-    """Flatten the batch dimensions of an array that has them, in front of ``rank`` others; ``None`` is any number."""
+    """Flatten the batch dimensions of an array that has them, followed by ``rank`` others; ``None`` is any number."""
     shape = getattr(array, "shape", ())
     others = shape[len(batch) :]
     if array is None or shape[: len(batch)] != batch or (rank is not None and (not batch or len(others) != rank)):
@@ -126,7 +126,7 @@ def _with_one_batch_dimension(array: Any, batch: tuple[int, ...], rank: int | No
 def _attend_dropping(
     drop: Callable[[jax.Array], jax.Array], query: jax.Array, key: jax.Array, value: jax.Array, **others: Any
 ) -> jax.Array:
-    """Run neighborhood attention with dropout of weights, with the arguments of an operator after ``drop``."""
+    """Run neighborhood attention with dropout of weights. The arguments after ``drop`` are those of an operator."""
     names = "query_origin", "extents", "clamp_window", "fp8"
     given = [name for name in names if not (others.get(name) is None or others.get(name) is False)]
     if given or query.shape[:-2] != key.shape[:-2]:
@@ -153,11 +153,11 @@ def neighborhood(module: str, rank: int, settings: Mapping[str, Any], scale_name
         module: Name of the module, for messages.
         rank: Token dimensions.
         settings: Window arguments, ``clamp_window``, the scale, and arguments of :class:`Performance`.
-        scale_name: Name of the scale.
+        scale_name: Name of the scale in ``settings``.
 
     Raises:
         ValueError: A value breaks a rule of the operator, or ``backend`` is unknown.
-        TypeError: An argument is of the wrong type, or no performance argument has that name.
+        TypeError: An argument is of the wrong type, or its name is unknown.
     """
     others = dict(settings)
     window = WindowArguments(**{name: others.pop(name) for name in WindowArguments._fields}).checked(rank)
@@ -177,7 +177,7 @@ def neighborhood(module: str, rank: int, settings: Mapping[str, Any], scale_name
 
 
 def frozen(value: Any) -> Any:
-    """Return a hashable copy, in which sequences and arrays of numbers are tuples, also inside of mappings."""
+    """Return a hashable copy, with sequences and arrays of numbers as tuples, also inside mappings."""
     if not isinstance(value, Mapping):
         return hashable(value)
     return cast(Any, FrozenDict)({name: frozen(each) for name, each in value.items()})
@@ -189,39 +189,41 @@ def frozen(value: Any) -> Any:
 class NeighborhoodModule:
     """Common parts of the modules for ``flax.nnx`` and ``flax.linen``, and of their documentation.
 
-    Maps ``[*batch, {layout}, in_features]`` to ``[*batch, {layout}, out_features]``, with any number of batch
-    dimensions, none included. Flattened tokens ``[batch, tokens, in_features]`` of an image need their layout back.
+    Maps ``[*batch, {layout}, in_features]`` to ``[*batch, {layout}, out_features]``, with zero or more batch
+    dimensions. Reshape flattened tokens ``[batch, tokens, in_features]`` of an image to the image's layout first.
 
-    The parameters are named and shaped like those of Flax's ``MultiHeadAttention``: ``query``, ``key`` and ``value``
-    have kernels ``[in_features, heads, head_dim]`` and biases ``[heads, head_dim]``, ``out`` has
+    Window arguments take a value per token dimension, or a single value for all. Names and shapes of the parameters
+    follow Flax's ``MultiHeadAttention``: ``query``, ``key`` and ``value`` have kernels
+    ``[in_features, heads, head_dim]`` and biases ``[heads, head_dim]``, ``out`` has
     ``[num_heads, head_dim, out_features]`` and ``[out_features]``; with ``normalize_qk``, ``query_ln`` and ``key_ln``
     have scales ``[head_dim]``; with ``relative_bias``, ``rpb`` is ``[heads, 2 * kernel_size - 1, ...]``; with
-    ``sinks``, ``sinks`` is ``[heads]``. Window arguments take one value per token dimension, or one for all.
+    ``sinks``, ``sinks`` is ``[heads]``.
 
     Arguments:
         num_heads: Query heads.
         kernel_size: Window extent in tokens; -1 is the whole extent (with dilation, the largest window that fits).
         stride: Queries that share a window; at most ``kernel_size``.
         dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
-        is_causal: Whether later keys are hidden.
-        edges: What becomes of a window that reaches over the ends: ``"shift"`` moves it inside, ``"cut"`` leaves it the
-            keys that exist, ``"wrap"`` goes on at the other end, of an extent that ``dilation`` divides.
+        is_causal: Hide later keys.
+        edges: Boundary mode: ``"shift"`` moves a window that crosses an end inside, ``"cut"`` drops its keys beyond the
+            end, ``"wrap"`` continues it at the other end, of an extent that ``dilation`` divides.
         clamp_window: Clamp windows larger than the layout to the largest that fit.
         qkv_bias: Give the query, key and value projections a bias; the output projection always has a bias.
         qk_scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``.
-        attn_drop: Rate of dropout of attention weights. While dropout is on, weights are formed as an array, with a
-            warning: that is slower than the operators, which run when dropout is off.
+        attn_drop: Rate of dropout of attention weights. While dropout is on, the weights are stored as an array, which
+            is slower than the fused operators and raises a warning. The operators run while dropout is off.
         proj_drop: Rate of dropout after the output projection.
         num_kv_heads: Key and value heads, a divisor of ``num_heads`` (GQA, MQA); ``None`` is ``num_heads``.
         qkv_features: Features of all query heads together; ``None`` is ``in_features``.
         out_features: Features per token of the output; ``None`` is ``in_features``.
-        relative_bias: Add a learned bias to the logits for each offset of a key within a window, ``rpb``, as
+        relative_bias: Add a learned bias ``rpb`` to the logits, for each offset of a key within a window, as
             ``relative_bias`` of the operators.
-        sinks: Add a learned logit per query head to the softmax denominator, as ``sinks`` of the operators; first 0.
+        sinks: Add a learned logit per query head to the softmax denominator, as ``sinks`` of the operators. Its initial
+            value is 0.
         normalize_qk: Normalize the features of each query and key head, with a learned scale.
-        deterministic: Turn dropout off; ``deterministic`` of a call takes precedence. With ``attn_drop`` or
-            ``proj_drop`` above 0, one of both arguments is required.
-        dtype: Type to compute in; ``None`` takes the type that inputs and parameters promote to.
+        deterministic: Turn dropout off; ``deterministic`` of a call takes precedence. If ``attn_drop`` or ``proj_drop``
+            is above 0, ``deterministic`` must be given to the constructor or to the call.
+        dtype: Computation type; ``None`` uses the type to which inputs and parameters promote.
         param_dtype: Type of the parameters.
         precision: Precision of the projections.
         kernel_init: Initializer of the kernels.
@@ -230,10 +232,10 @@ class NeighborhoodModule:
         bias_init: Initializer of the biases.
         kv_bias_init: Initializer of the biases of key and value; ``None`` is ``bias_init``.
         out_bias_init: Initializer of the output projection's bias; ``None`` is ``bias_init``.
-        attention_kwargs: As in :func:`natten_jax.na{rank}d`, and so are ``backend``, ``fp8``,
+        attention_kwargs: Argument of :func:`natten_jax.na{rank}d`. Its arguments ``backend``, ``fp8``,
             ``q_tile_shape``, ``kv_tile_shape``, ``backward_q_tile_shape``, ``backward_kv_tile_shape``,
             ``backward_kv_splits``, ``backward_use_xla_reduction``, ``backward_deterministic``,
-            ``memory_usage_preference``, ``run_persistent_kernel`` and ``kernel_schedule``.
+            ``memory_usage_preference``, ``run_persistent_kernel`` and ``kernel_schedule`` are also supported.
 
     Raises:
         ValueError: A value breaks a rule above, or ``backend`` is unknown.
@@ -262,7 +264,7 @@ class NeighborhoodModule:
         cls.__doc__ = text
 
     def _tokens(self, inputs: Any, inputs_kv: Any, in_features: int | None) -> tuple[jax.Array, jax.Array]:
-        """Return checked inputs of queries, and of keys and values."""
+        """Check and return the inputs of queries, and the inputs of keys and values."""
         inputs = array_of(inputs)
         _check_input(inputs, self.rank, in_features)
         others = inputs if inputs_kv is None else array_of(inputs_kv)
@@ -274,12 +276,12 @@ def bias_shape(relative_bias: bool, num_heads: int, window: WindowArguments) -> 
     """Return the shape of the relative bias of a module with checked windows; ``None`` without a bias.
 
     Raises:
-        ValueError: The extent of a window is the extent of the layout, which is unknown.
+        ValueError: A window extent is -1: it depends on the layout, which is unknown.
         TypeError: ``relative_bias`` is not a bool.
     """
     if not flag("relative_bias", relative_bias):
         return None
-    sizes = cast(tuple[int, ...], window.kernel_size)  # as it was checked
+    sizes = cast(tuple[int, ...], window.kernel_size)  # checked before
     if min(sizes) < 1:
         raise ValueError(
             f"relative_bias=True with kernel_size {sizes}: a bias for each offset takes windows of known extents"
@@ -293,13 +295,13 @@ def drop_of_weights(
     """Return a function that drops attention weights; ``None`` if dropout is off."""
     if dropout is None or (dropout.deterministic if deterministic is None else deterministic) is True:
         return None
-    if isinstance(rngs, jax.Array):  # the key itself is for outputs
+    if isinstance(rngs, jax.Array):  # dropout of the outputs uses the key itself
         rngs = jax.random.fold_in(rngs, 1)
     return functools.partial(dropout, deterministic=deterministic, rngs=rngs)
 
 
 def settings_of(common: Mapping[str, Any], *values: Any) -> dict[str, Any]:
-    """Return settings of a projection: values that are given, or the common ones."""
+    """Return the settings of a projection: the given values, or the common setting for ``None``."""
     pairs = zip(common.items(), values, strict=True)
     return {name: default if value is None else value for (name, default), value in pairs}
 
@@ -307,7 +309,7 @@ def settings_of(common: Mapping[str, Any], *values: Any) -> dict[str, Any]:
 def head_sizes(
     num_heads: int, num_kv_heads: int | None, in_features: int | None, qkv_features: int | None
 ) -> tuple[int, int, int]:
-    """Return query heads, key/value heads, and features per head, which are 0 if the features are unknown.
+    """Return query heads, key/value heads, and features per head; 0 features if ``in_features`` is unknown.
 
     Raises:
         ValueError: Query heads are not a multiple of key/value heads, or do not divide the features.
@@ -344,7 +346,7 @@ def check_positive(**sizes: int) -> None:
 
 
 def check_dropout(attn_drop: float, proj_drop: float) -> None:
-    """Check the rates of both dropouts.
+    """Check both dropout rates.
 
     Raises:
         ValueError: A rate is not a probability.
@@ -392,9 +394,9 @@ def neighborhood_attention_fn(
 ) -> NeighborhoodAttentionFn:
     """Make an ``attention_fn`` for ``flax.nnx`` and ``flax.linen``.
 
-    The query's shape says how many token dimensions there are: a module that is called with
-    ``[batch, height, width, features]`` attends in two dimensions. Window arguments take one value per
-    dimension, or one for all.
+    The number of token dimensions follows from the query's shape: a module that is called with
+    ``[batch, height, width, features]`` attends in two dimensions. Window arguments take a value per
+    dimension, or a single value for all.
 
     Example:
         >>> import jax.numpy as jnp
@@ -411,15 +413,15 @@ def neighborhood_attention_fn(
         kernel_size: Window extent in tokens.
         stride: Queries that share a window; at most ``kernel_size``.
         dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
-        is_causal: Whether later keys are hidden.
-        scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``, which is what Flax does.
-        edges: What becomes of a window that reaches over the ends: ``"shift"`` moves it inside, ``"cut"`` leaves it the
-            keys that exist, ``"wrap"`` goes on at the other end, of an extent that ``dilation`` divides.
-        clamp_window: Whether windows that are larger than the layout become the largest that fit.
+        is_causal: Hide later keys.
+        scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``, as in Flax.
+        edges: Boundary mode: ``"shift"`` moves a window that crosses an end inside, ``"cut"`` drops its keys beyond the
+            end, ``"wrap"`` continues it at the other end, of an extent that ``dilation`` divides.
+        clamp_window: Clamp windows larger than the layout to the largest that fit.
         **performance: ``backend``, ``fp8`` and the other performance arguments of :func:`natten_jax.na1d`.
 
     Returns:
-        The function. Functions of equal arguments are equal, so that modules that hold them share compiled programs.
+        The function. Functions with equal arguments compare equal, so that their modules share compiled programs.
 
     Raises:
         ValueError: A value breaks a rule above, or ``backend`` is unknown.
@@ -441,7 +443,7 @@ class NeighborhoodAttentionFn:
 
     @property
     def rank(self) -> int | None:
-        """Token dimensions that the arguments are for; ``None`` where they suit any number."""
+        """Number of token dimensions that the arguments imply; ``None`` if they are valid for any number."""
         return next((len(v) for v in self.settings.values() if isinstance(v, tuple)), None)
 
     def of_rank(self, rank: int) -> Neighborhood:
@@ -471,26 +473,26 @@ class NeighborhoodAttentionFn:
         attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
         input_positions: jax.Array | None = None,
     ) -> jax.Array:
-        """Attend.
+        """Compute the attention.
 
-        What Flax may ask for and neighborhood attention cannot do raises an error instead of being ignored.
+        Arguments of Flax that neighborhood attention does not support raise an error instead of being ignored.
 
         Args:
-            query: ``[batch, *layout, heads, head_dim]``, not scaled.
+            query: ``[batch, *layout, heads, head_dim]``, without the scale of the logits.
             key: ``[batch, *layout, heads_kv, head_dim]``.
             value: ``[batch, *layout, heads_kv, head_dim_v]``.
             bias: Must be ``None``.
             mask: Must be ``None``.
-            broadcast_dropout: Has no effect, as there is no dropout.
-            dropout_rng: Has no effect, as there is no dropout.
+            broadcast_dropout: Ignored, because dropout is not supported.
+            dropout_rng: Ignored, because dropout is not supported.
             dropout_rate: Must be 0 unless ``deterministic``.
-            deterministic: Whether dropout is off.
-            dtype: Type to compute in; ``None`` takes what the arrays promote to.
-            precision: Has no effect: products accumulate in float32 or better whatever it says.
-            module: Must be ``None``: attention weights are never there to be sown.
-            promote_dtype: Function that casts the arrays to one type.
-            is_causal: Only where the function itself is causal, over one token dimension.
-            force_fp32_for_softmax: Has no effect: the softmax is always computed in float32 or better.
+            deterministic: Dropout is off.
+            dtype: Computation type; ``None`` uses the type to which the arrays promote.
+            precision: Ignored: products always accumulate in float32 or better.
+            module: Must be ``None``: attention weights are not stored, so they cannot be sown.
+            promote_dtype: Function that casts the arrays to a common type.
+            is_causal: May be True only if the function was made with ``is_causal``, for a single token dimension.
+            force_fp32_for_softmax: Ignored: the softmax is always computed in float32 or better.
             einsum_dot_general: Must be ``None``.
             qk_attn_weights_einsum: Must be ``None``.
             attn_weights_value_einsum: Must be ``None``.
@@ -500,7 +502,7 @@ class NeighborhoodAttentionFn:
             ``[batch, *layout, heads, head_dim_v]``.
 
         Raises:
-            ValueError: An argument cannot be honoured, or the arrays do not suit the window.
+            ValueError: An argument is not supported, or the window does not fit the arrays.
         """
         unsupported: dict[str, Any] = {"bias": bias, "mask": mask, "module": module, "input_positions": input_positions}
         unsupported |= {"einsum_dot_general": einsum_dot_general, "qk_attn_weights_einsum": qk_attn_weights_einsum}

@@ -1,14 +1,14 @@
-"""Weights of PyTorch modules, NATTEN's or Hugging Face's, for the modules of this package.
+"""Conversion of weights of NATTEN's and Hugging Face's PyTorch modules for the modules of this package.
 
-NATTEN's ``NeighborhoodAttention1D``, ``2D`` and ``3D`` hold ``qkv.weight`` ``[3 * features, features]``, ``qkv.bias``
-(with ``qkv_bias``), ``proj.weight`` ``[features, features]`` and ``proj.bias``. Rows of ``qkv`` are ordered query, key,
-value, then head, then head dimension. Modules of releases before 0.20 may also hold ``rpb``, the relative bias,
-``[heads, 2 * kernel_size - 1, ...]``.
+NATTEN's ``NeighborhoodAttention1D``, ``2D`` and ``3D`` have ``qkv.weight`` ``[3 * features, features]``, ``qkv.bias``
+(with ``qkv_bias``), ``proj.weight`` ``[features, features]`` and ``proj.bias``. Rows of ``qkv`` are ordered by query,
+key and value, then by head, then by head dimension. Modules of releases before 0.20 may also have ``rpb``, the relative
+bias, ``[heads, 2 * kernel_size - 1, ...]``.
 
 NAT and DiNAT of Hugging Face's transformers have ``query``, ``key`` and ``value`` instead of ``qkv``, in a module
 ``self`` that also has ``rpb``, and ``output.dense`` instead of ``proj``.
 
-Tensors may be PyTorch's or NumPy's; PyTorch itself is not needed.
+Weights may be PyTorch tensors or NumPy arrays; PyTorch need not be installed.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ def linen_params(
         (32, 2, 16)
 
     Args:
-        state_dict: The NATTEN module's, or a whole model's, ``state_dict()``.
+        state_dict: The ``state_dict()`` of the NATTEN module or of a whole model.
         num_heads: Heads of the module.
         prefix: Prefix of ``qkv.weight`` in the names, such as ``"blocks.0.attn."``. In Hugging Face's NAT and DiNAT,
             prefix of ``self.query.weight``, such as ``"dinat.encoder.levels.0.layers.0.attention."``.
         param_dtype: Type of the parameters; ``None`` keeps the type of the weights.
 
     Returns:
-        ``{"query": {"kernel", "bias"}, "key": ..., "value": ..., "out": ...}``, and ``"rpb"`` if there is one, to be
-        used as ``module.apply({"params": params}, inputs)``.
+        ``{"query": {"kernel", "bias"}, "key": ..., "value": ..., "out": ...}``, and ``"rpb"`` if ``state_dict`` has a
+        relative bias. Use the result as ``module.apply({"params": params}, inputs)``.
 
     Raises:
-        ValueError: A weight is missing or has an unexpected shape, or ``num_heads`` does not suit them.
+        ValueError: A weight is missing or has an unexpected shape, or ``num_heads`` does not match the weights.
         TypeError: A weight is not an array of floats, or another argument is of the wrong type.
     """
     if param_dtype is not None and not _is_float(param_dtype):
@@ -91,13 +91,13 @@ def load_nnx(
 
     Args:
         module: The module, with equal numbers of query and key/value heads. Abstract parameters of a module from
-            ``nnx.eval_shape`` become arrays; its random streams do not change.
-        state_dict: The NATTEN module's, or a whole model's, ``state_dict()``.
+            ``nnx.eval_shape`` are replaced by arrays; the module's random streams do not change.
+        state_dict: The ``state_dict()`` of the NATTEN module or of a whole model.
         prefix: Prefix of ``qkv.weight`` in the names, such as ``"blocks.0.attn."``. In Hugging Face's NAT and DiNAT,
             prefix of ``self.query.weight``, such as ``"dinat.encoder.levels.0.layers.0.attention."``.
 
     Raises:
-        ValueError: A weight is missing, has an unexpected shape, or does not suit the module. The module is unchanged.
+        ValueError: A weight is missing, has an unexpected shape, or does not match the module. The module is unchanged.
         TypeError: A weight is not an array of floats. The module is unchanged.
     """
     if module.num_kv_heads != module.num_heads:
@@ -136,7 +136,7 @@ def _placed_like(variable: nnx.Param[jax.Array], array: FloatArray) -> jax.Array
     """Return the array in the variable's type, with the sharding of its value."""
     sharding = getattr(variable.get_value(), "sharding", None)
     array = array.astype(variable.dtype)
-    # The sharding of a value that is being traced has no devices.
+    # Shardings of traced values have abstract meshes, without devices.
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         return jax.device_put(array, sharding)
     return jnp.asarray(array)
@@ -146,7 +146,7 @@ _Weights = tuple[dict[str, dict[str, FloatArray]], FloatArray | None]
 
 
 def _split(state_dict: Mapping[str, Any], num_heads: int, prefix: str) -> _Weights:
-    """Return checked weights in Flax's shapes: by projection, and the relative bias."""
+    """Check the weights and convert them to Flax's shapes: projections by name, and the relative bias."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a mapping of names to weights, got {type(state_dict).__name__}")
     if not isinstance(prefix, str):
@@ -169,7 +169,7 @@ def _split(state_dict: Mapping[str, Any], num_heads: int, prefix: str) -> _Weigh
     head = num_heads, features // num_heads
     projections: dict[str, dict[str, FloatArray]] = {}
     for name, (weight, bias) in zip(("query", "key", "value"), weights, strict=True):
-        # PyTorch's kernels are [out, in].
+        # PyTorch's kernels have shape [out, in].
         projections[name] = {"kernel": weight.T.reshape(features, *head)}
         if bias is not None:
             projections[name]["bias"] = bias.reshape(head)
@@ -194,7 +194,7 @@ _Pair = tuple[FloatArray, FloatArray | None]
 
 
 def _joint(state_dict: Mapping[str, Any], prefix: str) -> list[_Pair]:
-    """Return weights and biases of query, key and value from one tensor."""
+    """Return weights and biases of query, key and value from NATTEN's joint ``qkv`` projection."""
     weight = _tensor(state_dict, prefix, "qkv.weight")
     if weight.ndim != 2 or weight.shape[0] != 3 * weight.shape[1]:
         raise ValueError(f"{prefix}qkv.weight has shape {weight.shape}, but NATTEN's is [3 * features, features]")
@@ -206,7 +206,7 @@ def _joint(state_dict: Mapping[str, Any], prefix: str) -> list[_Pair]:
 
 
 def _pair(state_dict: Mapping[str, Any], prefix: str, name: str) -> _Pair:
-    """Return weight and bias of a separate projection."""
+    """Return the weight and bias of a separate projection."""
     weight = _tensor(state_dict, prefix, f"{name}.weight")
     features = _tensor(state_dict, prefix, "query.weight").shape[-1:]
     if weight.shape != features * 2:
@@ -224,7 +224,7 @@ def _pair(state_dict: Mapping[str, Any], prefix: str, name: str) -> _Pair:
 def _tensor(
     state_dict: Mapping[str, Any], prefix: str, name: str, shape: tuple[int, ...] | None = None, source: str = ""
 ) -> FloatArray:
-    """Return the checked weight ``prefix + name``, whose shape follows from the weight ``source``."""
+    """Return the weight ``prefix + name``, after checking its shape, which the weight ``source`` determines."""
     if prefix + name not in state_dict:
         found = [re.match(r"(.*?)(qkv|(self\.)?query)\.weight$", key) for key in state_dict if isinstance(key, str)]
         prefixes = ", ".join(sorted(repr(match[1]) for match in found if match))
@@ -242,20 +242,20 @@ def _float_array(name: str, tensor: Any) -> FloatArray:
     """Convert a weight to a NumPy array."""
     rule = f"state_dict[{name!r}] must be an array of floats"
     if hasattr(tensor, "detach"):
-        # PyTorch's: NumPy takes none that wants a gradient, is on a GPU, or is of a type that NumPy lacks.
+        # NumPy rejects PyTorch tensors that require gradients, are on a GPU, or have a type that NumPy lacks.
         tensor = tensor.detach().cpu()
         tensor = tensor.float() if "bfloat16" in str(tensor.dtype) else tensor
     try:
         array: FloatArray = np.asarray(tensor)
-    except (TypeError, ValueError) as error:  # lists of several lengths, or a type that NumPy lacks
+    except (TypeError, ValueError) as error:  # ragged lists, or a type that NumPy does not have
         raise TypeError(f"{rule}, got {type(tensor).__name__}: {error}") from None
     if not _is_float(array.dtype):
         raise TypeError(f"{rule}, got {type(tensor).__name__} of dtype {array.dtype}")
-    return array.astype(array.dtype.newbyteorder("="), copy=False)  # files may have the other order
+    return array.astype(array.dtype.newbyteorder("="), copy=False)  # files may have another byte order
 
 
 def _is_float(dtype: Any) -> bool:
     try:
         return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except TypeError:  # no dtype at all
+    except TypeError:  # not a dtype
         return False

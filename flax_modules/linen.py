@@ -28,7 +28,7 @@ __all__ = ["NeighborhoodAttention1D", "NeighborhoodAttention2D", "NeighborhoodAt
 class NeighborhoodAttention(NeighborhoodModule, linen.Module):
     """Multi-head neighborhood attention over {tokens}, with projections, for :mod:`flax.linen`.
 
-    {common} Initializers made with ``linen.with_partitioning`` split them over a device mesh.
+    {common} Initializers made with ``linen.with_partitioning`` shard the parameters over a device mesh.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -39,7 +39,7 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
         {shape}
 
     Args:
-        in_features: Features per token of the input; ``None`` takes the features of the inputs.
+        in_features: Features per token of the input; ``None`` accepts any number of features.
         {arguments}
 
     {raises}
@@ -89,7 +89,7 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
     kernel_schedule: str | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Explain unknown arguments of the constructor."""
+        """Make the constructor report unknown arguments with a hint."""
         super().__init_subclass__(**options)
         cls.__init__ = explained()(cls.__init__)  # type: ignore[method-assign]
 
@@ -105,7 +105,7 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
             common.check_positive(out_features=self.out_features)
         super().__post_init__()
 
-    @linen.nowrap  # not a call for Flax to name, count or show
+    @linen.nowrap  # keeps it out of Flax's scopes, call counts and summaries
     def _checked(self) -> tuple[Neighborhood, tuple[int, ...] | None]:
         """Return the attention with its arguments, and the shape of the relative bias."""
         names = *WindowArguments._fields, *Performance.__annotations__, "clamp_window", "qk_scale"
@@ -127,24 +127,24 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
         deterministic: bool | None = None,
         dropout_rng: jax.Array | None = None,
     ) -> jax.Array:
-        """Attend.
+        """Apply the projections and neighborhood attention.
 
         Args:
             inputs: ``[*batch, *layout, in_features]``, with any number of batch dimensions.
-            inputs_kv: Inputs of keys and values, if not ``inputs``: a larger layout, or a coarser one.
-            query_origin: Where ``inputs`` begin in the layout of ``inputs_kv``, as in the operators.
-            extents: How much of the layout is real, ``[*batch, rank]``, as in the operators.
+            inputs_kv: Inputs of keys and values, with a larger or a coarser layout. ``None`` uses ``inputs``.
+            query_origin: Offset of ``inputs`` in the layout of ``inputs_kv``, as in the operators.
+            extents: Number of real tokens per dimension of the layout, ``[*batch, rank]``, as in the operators.
             upsample: Tokens of ``inputs`` per token of ``inputs_kv``, as in the operators.
-            key_bias: Added to the logits of each key, ``[*batch, *layout]`` or ``[*batch, num_heads, *layout]``; or a
-                bool array, where ``True`` keeps a key.
-            deterministic: Whether dropout is off; ``None`` is as constructed.
-            dropout_rng: Random key for dropout; ``None`` takes the ``dropout`` stream.
+            key_bias: Bias of the logits of each key, ``[*batch, *layout]`` or ``[*batch, num_heads, *layout]``; a bool
+                array hides the keys at ``False``.
+            deterministic: Turn dropout off. ``None`` uses the value of the constructor.
+            dropout_rng: Random key for dropout; ``None`` uses the ``dropout`` stream.
 
         Returns:
             ``[*batch, *layout, out_features]``.
 
         Raises:
-            ValueError: ``inputs`` has another shape, or the window does not fit its layout.
+            ValueError: ``inputs`` has a wrong shape, or the window does not fit its layout.
         """
         inputs, others = self._tokens(inputs, inputs_kv, self.in_features)
         in_features = inputs.shape[-1]
@@ -186,10 +186,10 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
 
 
 def _annotating(initializer: Initializer) -> Initializer:
-    """Return an initializer for ``linen.DenseGeneral`` that may annotate parameters also while a mesh is set.
+    """Return an initializer for ``linen.DenseGeneral`` whose partitioning annotations also work while a mesh is set.
 
-    ``DenseGeneral`` initializes a matrix, or a vector for the bias, and reshapes it afterwards. Annotations are for the
-    final shape, but while a mesh is set, Flax applies them before.
+    ``DenseGeneral`` initializes a matrix, or a vector for the bias, and reshapes it afterwards. The annotations are for
+    the final shape, but while a mesh is set, Flax applies them before the reshape.
     """
 
     def initialize(*args: Any, **kwargs: Any) -> Any:

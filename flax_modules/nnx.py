@@ -28,7 +28,7 @@ __all__ = ["NeighborhoodAttention1D", "NeighborhoodAttention2D", "NeighborhoodAt
 class NeighborhoodAttention(NeighborhoodModule, nnx.Module):
     """Multi-head neighborhood attention over {tokens}, with projections, for :mod:`flax.nnx`.
 
-    {common} Metadata, or initializers made with ``nnx.with_partitioning``, split them over a device mesh.
+    {common} Metadata, or initializers made with ``nnx.with_partitioning``, shard the parameters over a device mesh.
 
     Example:
         >>> import jax.numpy as jnp; from flax import nnx
@@ -47,7 +47,7 @@ class NeighborhoodAttention(NeighborhoodModule, nnx.Module):
         bias_metadata: Metadata of the biases, such as ``{"out_sharding": ("model", None)}``.
         kv_bias_metadata: Metadata of the biases of key and value; ``None`` is ``bias_metadata``.
         out_bias_metadata: Metadata of the output projection's bias; ``None`` is ``bias_metadata``.
-        rngs: Random streams: ``params``, and ``dropout`` if a rate of dropout is above 0.
+        rngs: Random streams: ``params``, and ``dropout`` if a dropout rate is above 0.
 
     {raises}
     """
@@ -123,7 +123,7 @@ class NeighborhoodAttention(NeighborhoodModule, nnx.Module):
         draw = jax.nn.initializers.truncated_normal(common.BIAS_DEVIATION)
         self.rpb = None if shape is None else nnx.Param(draw(rngs.params(), shape, param_dtype))
         self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype)) if flag("sinks", sinks) else None
-        # Without dropout no random stream is kept, so that the state holds parameters only.
+        # Modules without dropout store no random stream, so that their state has only parameters.
         self.dropout = nnx.Dropout(proj_drop, deterministic=deterministic, rngs=rngs) if proj_drop > 0 else None
         self.attn_dropout = nnx.Dropout(attn_drop, deterministic=deterministic, rngs=rngs) if attn_drop > 0 else None
 
@@ -142,29 +142,29 @@ class NeighborhoodAttention(NeighborhoodModule, nnx.Module):
         out_sharding: Any = None,
         qkv_sharding: Any = None,
     ) -> jax.Array:
-        """Attend.
+        """Apply the projections and neighborhood attention.
 
         Args:
             inputs: ``[*batch, *layout, in_features]``, with any number of batch dimensions.
-            inputs_kv: Inputs of keys and values, if not ``inputs``: a larger layout, or a coarser one.
-            query_origin: Where ``inputs`` begin in the layout of ``inputs_kv``, as in the operators.
-            extents: How much of the layout is real, ``[*batch, rank]``, as in the operators.
+            inputs_kv: Inputs of keys and values, with a larger or a coarser layout. ``None`` uses ``inputs``.
+            query_origin: Offset of ``inputs`` in the layout of ``inputs_kv``, as in the operators.
+            extents: Number of real tokens per dimension of the layout, ``[*batch, rank]``, as in the operators.
             upsample: Tokens of ``inputs`` per token of ``inputs_kv``, as in the operators.
-            key_bias: Added to the logits of each key, ``[*batch, *layout]`` or ``[*batch, num_heads, *layout]``; or a
-                bool array, where ``True`` keeps a key.
-            deterministic: Whether dropout is off; ``None`` is as constructed, or as ``train()``, ``eval()`` and
-                ``nnx.view`` set it.
-            rngs: Random streams, or a key, for dropout; ``None`` takes the streams kept at construction.
-            out_sharding: Sharding of the result over explicit mesh axes, such as ``P("data", None, None, None)``. It is
-                required if heads are split over a mesh axis, because the output's projection sums over heads.
-            qkv_sharding: Sharding of query, key and value ``[*batch, *layout, heads, head_dim]``; ``None`` follows from
-                inputs and kernels.
+            key_bias: Bias of the logits of each key, ``[*batch, *layout]`` or ``[*batch, num_heads, *layout]``; a bool
+                array hides the keys at ``False``.
+            deterministic: Turn dropout off. ``None`` uses the value of the constructor, or of ``train()``, ``eval()``
+                or ``nnx.view``.
+            rngs: Random streams, or a key, for dropout; ``None`` uses the streams of the constructor.
+            out_sharding: Sharding of the result over explicit mesh axes, such as ``P("data", None, None, None)``.
+                Required if heads are sharded over a mesh axis, because the output projection sums over heads.
+            qkv_sharding: Sharding of query, key and value ``[*batch, *layout, heads, head_dim]``. ``None`` derives it
+                from inputs and kernels.
 
         Returns:
             ``[*batch, *layout, out_features]``.
 
         Raises:
-            ValueError: ``inputs`` has another shape, or the window does not fit its layout.
+            ValueError: ``inputs`` has a wrong shape, or the window does not fit its layout.
         """
         inputs, others = self._tokens(inputs, inputs_kv, self.in_features)
         projections = (self.query, inputs), (self.key, others), (self.value, others)

@@ -1,8 +1,8 @@
-"""``python -m natten_jax.doctor``: what is installed, what was built, and which backend can run here and why.
+"""``python -m natten_jax.doctor``: report the installation, the build, and the backends that can run on this machine.
 
 - ``__main__``: the program and its reports.
-- ``backend_check``: a backend's results compared with float64, and its times.
+- ``backend_check``: comparison of a backend with float64, and its times.
 
-The doctor imports the whole package, and no module imports the doctor. Flags that describe a problem are the
-profiler's.
+The doctor imports the whole package; other modules do not import the doctor. It describes problems with the profiler's
+flags.
 """

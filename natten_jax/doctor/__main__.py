@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def report() -> Iterator[str]:
-    """The lines of the report."""
+    """Yield the lines of the report."""
     yield f"natten_jax {__version__}, Python {platform.python_version()}, {platform.platform()}"
     yield ", ".join(f"{name} {_version(name)}" for name in ("jax", "jaxlib", "flax", "numpy"))
     yield ""
@@ -76,14 +76,14 @@ def report() -> Iterator[str]:
             yield f"  {id_!s:<14} {_verdict(backends.of(id_), id_.operator, device)}"
         yield f"Tuned configurations on {device}"
         yield f"  {table_line(device)}"
-        # Kernels that this build lacks, and that another one would have.
+        # Kernels that this build does not contain, and that another build could contain.
         lacking = select.missing_kernels_of(backends.registered(), _problem("fna", "bfloat16"), device, "forward")
         missing += [] if lacking is None else [f"  {device}: {lacking}"]
     yield from ["", "Missing kernels", *missing] if missing else []
 
 
 def _no_device() -> str | None:
-    """Why JAX has no device; ``None`` where it has one."""
+    """Return the reason why JAX cannot find a device; ``None`` if it finds a device."""
     try:
         default_jax_device()
     except NoDeviceError as error:
@@ -92,7 +92,7 @@ def _no_device() -> str | None:
 
 
 def report_problem(options: Options) -> Iterator[str]:
-    """The lines about one problem, on every device of this process or the one that is asked about."""
+    """Yield the lines about a problem, for every device of this process or for the device that the options select."""
     asked_about = options.asked_about
     if asked_about is None and (reason := _no_device()):
         yield f"{reason}. This is about the host; --compute-capability X.Y asks about an NVIDIA GPU"
@@ -133,7 +133,7 @@ def table_line(device: Device) -> str:
 
 
 def problem_line(request: Request, device: Device, pass_: Pass) -> str:
-    """Describe the measured configuration of a pass, or the reason why there is none."""
+    """Describe the measured configuration of a pass, or the reason why the table does not have it."""
     table: ConfigurationTable | None = tables.shipped(device) if request.tuned is None else request.tuned
     if table is None:
         return f"miss: {_no_table(device)}"
@@ -164,7 +164,7 @@ def _no_table(device: Device) -> str:
 
 
 def scratch_bytes(plan: Plan) -> int:
-    """Bytes that the custom calls of a pass write in addition to its results.
+    """Count the bytes that the custom calls of a pass write in addition to its results.
 
     Args:
         plan: The plan of a pass, whose backend has custom calls.
@@ -188,7 +188,7 @@ def scratch_bytes(plan: Plan) -> int:
 
 
 def _written(jaxpr: Any) -> Iterator[Any]:
-    """Yield result types of the custom calls of a traced function and of the functions that it calls."""
+    """Yield the result types of the custom calls in a jaxpr and in its inner jaxprs."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "ffi_call":
             yield from (variable.aval for variable in equation.outvars)
@@ -233,7 +233,7 @@ def _verdict_of_pass(backend: Backend, operator: Operator, device: Device, pass_
 
 
 def _problem(operator: Operator, dtype: str) -> Problem:
-    """One that every backend family is made for: where it is refused, the reason lies with the machine."""
+    """Return a problem that every backend family supports, so that a rejection has a reason in the machine."""
     return problem_of((128,), None if operator == "fmha" else 32, operator=operator, dtype=dtype)
 
 

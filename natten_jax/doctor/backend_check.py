@@ -1,7 +1,7 @@
 """Comparison of a backend with attention in float64, and its times: ``python -m natten_jax.doctor --check NAME``.
 
-It is for devices that the backend's authors did not have. The output says whether to trust the backend there, and is
-the content of a report about it.
+Use it on devices that the backend's authors did not have. The output shows if the backend's results are correct on the
+device, and can be sent as a bug report or a measurement.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from natten_jax.problem import OPERATORS, Operator, Problem, problem_of
 from natten_jax.profiler.measure import shapes_of
 from natten_jax.version import __version__
 
-#: Largest ``||result - reference|| / ||reference||``. Wrong results are wrong by far more: a key too many in a window
-#: of a hundred is a tenth. Kernels for 8-bit arrays also round weights to three bits behind the leading one.
+#: Largest allowed ``||result - reference|| / ||reference||``. Wrong results have much larger errors: an extra key in a
+#: window of a hundred keys gives 0.1. Kernels for 8-bit arrays also round weights to three mantissa bits.
 BOUNDS = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-5, "float64": 1e-12, "float8_e4m3fn": 5e-2}
-#: Runs of each problem: some races show in a few runs only.
+#: Runs of each problem: some race conditions appear only in a few runs.
 RUNS = 3
-#: Seconds, and least and most calls, for a median time.
+#: Seconds, and smallest and largest number of calls, for a median time.
 _TIMED_SECONDS, _TIMED_CALLS = 0.3, (3, 50)
-#: Heads of problems that are timed.
+#: Heads of the timed problems, on devices and on the host.
 _HEADS, _HEADS_OF_HOST = 16, 1
 
 _OPERATORS: Mapping[int, Callable[..., Any]] = {1: na1d, 2: na2d, 3: na3d}
 
-# Small problems of every feature are compared, larger ones are timed.
+# Small problems cover every feature and are compared; larger problems are timed.
 _NEIGHBORHOOD = (
     problem_of((301,), 64, heads=2),
     problem_of((300,), 96, 8, is_causal=True, heads=4, heads_kv=2, head_dim=128),
@@ -56,7 +56,7 @@ _NEIGHBORHOOD = (
     problem_of((6, 12, 16), (4, 6, 8), (2, 3, 4), heads=2, head_dim=128),
     problem_of((20, 20), (11, 12), heads=1, head_dim=256, head_dim_v=64),
 )
-#: Windows with so many keys, in so many batch entries, that kernels for small windows use a ring.
+#: Large windows and a large batch, for which the kernels for small windows use a ring.
 _NEIGHBORHOOD_OF_GPUS = (problem_of((11, 7, 13), (7, 6, 5), batch=64, heads=1),)
 _ATTENTION = (
     problem_of((333,), operator="fmha", heads=2),
@@ -77,12 +77,12 @@ _TIMED_ATTENTION = (
 
 
 def problems(operator: Operator, dtypes: tuple[str, ...], *, is_gpu: bool = False) -> Iterator[Problem]:
-    """Problems to compare: all in the first element type, every third one in each other type.
+    """Yield the problems to compare: all problems in the first element type, every third problem in each other type.
 
     Args:
         operator: ``"fna"`` or ``"fmha"``.
-        dtypes: Element types of the backend, the common ones of models first.
-        is_gpu: Whether to include problems that take hosts too long.
+        dtypes: Element types of the backend, the most common types first.
+        is_gpu: Include problems that are too slow on hosts.
     """
     every = _NEIGHBORHOOD + _NEIGHBORHOOD_OF_GPUS * is_gpu if operator == "fna" else _ATTENTION
     for number, dtype in enumerate(dtypes):
@@ -90,12 +90,12 @@ def problems(operator: Operator, dtypes: tuple[str, ...], *, is_gpu: bool = Fals
             yield dataclasses.replace(problem, dtype=dtype)
 
 
-#: Batch entries with different numbers, at most: more entries repeat these.
+#: Largest number of batch entries with different values; further entries repeat them.
 _MOST_DIFFERENT = 2
 
 
 def arrays_of(problem: Problem) -> dict[str, np.ndarray]:
-    """Random normal operands and cotangents of a problem, the same in every run."""
+    """Return random normal operands and cotangents of a problem, with equal values in every run."""
     few = dataclasses.replace(problem, batch=min(problem.batch, _MOST_DIFFERENT))
     rng, dtype = np.random.default_rng(0), jnp.dtype(problem.dtype)
     found = {name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes_of(few).items()}
@@ -104,7 +104,7 @@ def arrays_of(problem: Problem) -> dict[str, np.ndarray]:
 
 
 def operands_of(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays except the cotangents."""
+    """Return the arrays except the cotangents."""
     return {name: array for name, array in arrays.items() if not name.endswith("cotangent")}
 
 
@@ -138,7 +138,7 @@ def reference(problem: Problem, arrays: Mapping[str, np.ndarray]) -> dict[str, n
     found = {"out": out, "lse": lse, "d_query": of_logits @ keys}
     gradients = {"key": of_logits.swapaxes(2, 3) @ query, "value": weights.swapaxes(2, 3) @ out_cotangent}
     for name, of_heads in gradients.items():
-        # Query heads that share a key/value head add up.
+        # The gradient of a key/value head is the sum over its query heads.
         gradient = of_heads.reshape(problem.batch, problem.heads_kv, group, *of_heads.shape[2:]).sum(axis=2)
         own = gradient.shape[2] - problem.additional_kv
         found[f"d_{name}"], found[f"d_additional_{name}s"] = np.split(gradient, [own], axis=2)
@@ -148,10 +148,10 @@ def reference(problem: Problem, arrays: Mapping[str, np.ndarray]) -> dict[str, n
 
 
 def id_of(name: str) -> BackendId:
-    """Return the backend of a name.
+    """Return the backend with a name.
 
     Raises:
-        ValueError: There is none; the message lists all names.
+        ValueError: The name is unknown; the message lists all names.
     """
     operator = next((each for each in OPERATORS if name.endswith(each)), OPERATORS[0])
     return BackendId(backends.find(name, operator).family, operator)
@@ -161,7 +161,7 @@ def check(id_: BackendId) -> int:
     """Check a backend and print the outcome.
 
     Returns:
-        The exit status: 0 if every result is right, 1 if some are not or the backend cannot run here.
+        The exit status: 0 if every result is correct, 1 if a result is wrong or the backend cannot run on the device.
     """
     session = _Session(id_, backends.of(id_), default_device())
     if reason := session.cannot_run():
@@ -174,14 +174,14 @@ def check(id_: BackendId) -> int:
 
 @dataclasses.dataclass
 class _Session:
-    """A check.
+    """A check of a backend.
 
     Attributes:
-        id_: The checked backend's identifier.
+        id_: The backend's identifier.
         backend: The backend.
         device: The device.
         compared: Number of problems whose results were compared so far.
-        wrong: Number of those whose results are wrong.
+        wrong: Number of problems with wrong results so far.
     """
 
     id_: BackendId
@@ -202,12 +202,12 @@ class _Session:
         return next((each for each in (self.default, plain) if each != self.id_), None)
 
     def cannot_run(self) -> str | None:
-        """Return the reason why no problem can run on the device; ``None`` if one can."""
+        """Return the reason why the device cannot run any of the problems; ``None`` if it can run some."""
         reasons = [self._rejection(problem) for problem in self._problems()]
         return None if None in reasons else reasons[0]
 
     def lines(self) -> Iterator[str]:
-        """Check, and yield the lines of the outcome."""
+        """Run the check, and yield the lines of its output."""
         yield f"natten_jax {__version__}, jax {jax.__version__}, {default_jax_device().device_kind} ({self.device})"
         yield f"{self.id_}: errors relative to attention in float64, the largest of {RUNS} runs"
         for problem in self._problems():
@@ -221,7 +221,7 @@ class _Session:
         yield from self._advice()
 
     def _comparison(self, problem: Problem) -> str:
-        """Compare the results of a problem."""
+        """Compare the results of a problem, and return the outcome."""
         if reason := self._rejection(problem):
             return f"left out: {reason}"
         self.compared += 1
@@ -238,7 +238,7 @@ class _Session:
         return f"{'right' if is_right else 'WRONG'}: {figures}{gradients}"
 
     def _times(self, problem: Problem) -> str:
-        """Measure the passes of a problem."""
+        """Measure the passes of a problem, and return the times as text."""
         if reason := self._rejection(problem):
             return f"left out: {reason}"
         return "; ".join(self._time(problem, pass_) for pass_ in PASSES if self._rejection(problem, pass_) is None)
@@ -253,7 +253,7 @@ class _Session:
         return f"{text} ({baseline} {_shown(other)}{ratio})"
 
     def _advice(self) -> Iterator[str]:
-        """Yield the last lines: what to do next."""
+        """Yield the last lines, which recommend the next step."""
         if self.wrong:
             yield f"Do not use {self.id_} on this device, and report what is printed above, please."
             return
@@ -269,7 +269,7 @@ class _Session:
             yield "Nobody has sent a measurement of it so far: report what is printed above, please, times included."
 
     def _dtypes(self) -> tuple[str, ...]:
-        order = ["bfloat16", "float16", "float32", *SUPPORTED_DTYPES]  # the common ones of models first
+        order = ["bfloat16", "float16", "float32", *SUPPORTED_DTYPES]  # the most common types first
         return tuple(sorted(self.backend.capabilities.dtypes, key=order.index))
 
     def _problems(self) -> Iterator[Problem]:
@@ -281,7 +281,7 @@ class _Session:
 
 
 def relative_errors(problem: Problem, backend: str, *, with_gradients: bool) -> dict[str, float]:
-    """The largest error of each result, relative to its norm."""
+    """Compute the largest error of each result over all runs, relative to the norm of the reference."""
     arrays = arrays_of(problem)
     few = dataclasses.replace(problem, batch=min(problem.batch, _MOST_DIFFERENT))
     expected = reference(few, {name: array[: few.batch] for name, array in arrays.items()})
@@ -301,7 +301,7 @@ def _distance(found: np.ndarray, expected: np.ndarray) -> float:
 def _program(
     problem: Problem, backend: str, arrays: Mapping[str, np.ndarray], with_gradients: bool
 ) -> tuple[Callable[..., dict[str, Any]], tuple[Any, ...]]:
-    """A compiled function that returns results by name, and its arguments on the device."""
+    """Return a jitted function that returns results by name, and its arguments on the device."""
     common: dict[str, Any] = {"backend": backend, "scale": problem.scale, "return_lse": True}
     if problem.operator == "fmha":
         operator = functools.partial(attention, is_causal=problem.is_causal[0], **common)
@@ -320,7 +320,7 @@ def _program(
 
 
 def _milliseconds(problem: Problem, backend: str, pass_: Pass) -> float | str:
-    """The median time of a call, or the error that it raises."""
+    """Return the median time of a call, or the error that it raises as text."""
     try:
         with jax.enable_x64(problem.dtype == "float64"):
             run, arguments = _program(problem, backend, arrays_of(problem), pass_ == "backward")
@@ -331,7 +331,7 @@ def _milliseconds(problem: Problem, backend: str, pass_: Pass) -> float | str:
                 start = time.perf_counter()
                 jax.block_until_ready(run(*arguments))
                 times.append(time.perf_counter() - start)
-    except Exception as error:  # as in a comparison
+    except Exception as error:  # any error of JAX, the compiler or the device
         return _failure(error, 300)
     return 1e3 * statistics.median(times)
 
