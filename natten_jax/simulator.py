@@ -66,7 +66,7 @@ class Recommendation(NamedTuple):
 
     Attributes:
         stride: The stride.
-        simulation: The problem with that stride, and the pair of tiles that it was found for.
+        simulation: Simulation of the problem with this stride, with the pair of tiles that needs no mask.
     """
 
     stride: Shape
@@ -86,7 +86,7 @@ def least_block_sparse_stride(problem: Problem, pair: TilePair, *, placement: Pl
         (16, 8)
 
     Raises:
-        ValueError: As :func:`count_tiles`, or there are too many strides to try.
+        ValueError: :func:`count_tiles` rejects the tiles or the placement, or there are too many strides to try.
     """
     check_tiles(problem, pair, placement)
     strides = []
@@ -128,7 +128,7 @@ def recommend_stride(
     calibration: Calibration | None = None,
     placement: Placement = "anchored",
 ) -> Recommendation | None:
-    """Return the smallest stride that makes the mask fully block-sparse for one of the pairs, at nearly the best speed.
+    """Return the smallest stride with a fully block-sparse mask for some pair of tiles, at nearly the best speed.
 
     For each pair of tiles, the smallest such stride is found. Pairs within 2% of the fewest executed operations (or of
     the shortest predicted time) are kept, and of these the pair with the smallest stride is returned.
@@ -142,8 +142,8 @@ def recommend_stride(
     Args:
         problem: The problem; its stride is ignored.
         pairs: Query and key/value tile shapes.
-        calibration: The time model, of :func:`calibration_for`; without one, executed operations are compared.
-        placement: Where inner tiles start; see :func:`count_tiles`.
+        calibration: The time model, from :func:`calibration_for`; ``None`` compares executed operations.
+        placement: Start of the inner tiles; see :func:`count_tiles`.
 
     Returns:
         The recommendation, or ``None`` if no pair has such a stride.
@@ -181,7 +181,7 @@ class DilationRecommendation(NamedTuple):
 
     Attributes:
         dilation: The dilation.
-        simulation: The problem with that dilation, and the pair of tiles that it was found for.
+        simulation: Simulation of the problem with this dilation, with the fastest pair of tiles.
     """
 
     dilation: Shape
@@ -211,14 +211,14 @@ def recommend_dilation(
     Args:
         problem: The problem; its stride is kept.
         pairs: Query and key/value tile shapes.
-        calibration: The time model, of :func:`calibration_for`; without one, executed operations are compared.
-        placement: Where inner tiles start; see :func:`count_tiles`.
+        calibration: The time model, from :func:`calibration_for`; ``None`` compares executed operations.
+        placement: Start of the inner tiles; see :func:`count_tiles`.
 
     Returns:
         The recommendation, or ``None`` if no dilation gains 2% over the problem's own.
 
     Raises:
-        ValueError: As :func:`count_tiles`.
+        ValueError: :func:`count_tiles` rejects the tiles or the placement.
     """
 
     own = [simulate(problem, pair, calibration=calibration, placement=placement) for pair in pairs]

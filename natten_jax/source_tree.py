@@ -2,9 +2,9 @@
 
 Python searches the current directory first, so inside a clone ``import natten_jax`` finds the clone's files even if the
 package is installed. ``pip install .`` does not put the native library into the clone, and ``flax_modules`` is at the
-top of the repository instead of inside the package. This module finds both. The Python files are always the clone's;
-the library is only accepted if it was built from the clone's ``csrc``. ``setup.py`` also reads this file, so it imports
-only the standard library.
+top of the repository instead of inside the package. This module finds both. The Python files are always the clone's; an
+installed library is used only if it was built from the clone's ``csrc``. ``setup.py`` also reads this file, so it
+imports only the standard library.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Predicted times of passes whose token dimensions are sharded over devices, and the choices that follow from them.
 
-A halo has the keys of other devices that a device's queries see. A device either waits for its halos, or overlaps the
-halo exchange with attention to its own keys, and then processes each slab of a halo. For equal pairs of tokens, sharded
-dimensions visit more tiles than unsharded dimensions.
+A halo consists of keys of other devices that a device's queries see. A device either waits for its halos, or overlaps
+the halo exchange with attention to its own keys, and then processes each slab of a halo. For equal pairs of tokens,
+sharded dimensions visit more tiles than unsharded dimensions.
 """
 
 from __future__ import annotations

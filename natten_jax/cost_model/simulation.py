@@ -87,7 +87,7 @@ class Simulation:
         counts: Tiles and pairs per batch element and head.
         executed_flops: Floating-point operations that are executed, including operations on masked pairs and padding,
             and repeated operations.
-        tile_bytes: Bytes of all outer and inner tiles. This is the traffic of all loads, most of which hit L2.
+        tile_bytes: Bytes of all outer and inner tiles, which are loaded, mostly from the device's cache.
         seconds: Predicted device time; ``None`` without a calibration.
     """
 

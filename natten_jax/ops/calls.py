@@ -96,7 +96,7 @@ def warn_of_ignored(request: Request, query: jax.Array, of_attention: Collection
 
     Args:
         request: An attention call.
-        query: The query of the call. A concrete query determines the device, a traced one is for the default device.
+        query: The query of the call. Its device is used if it is concrete, otherwise the default device.
         of_attention: The names of the arguments in ``attention_kwargs``.
     """
     for name, sentence in _ignored(request, device_of(query), backends.registered()):
@@ -162,7 +162,7 @@ def run_operator(
 ) -> Any:
     """Run ``na{rank}d``, or ``attention`` (``"fmha"``).
 
-    A call with ``fp8`` runs a second time with ``quantizes=False``, inside the function that defines its gradients.
+    With ``fp8``, it calls itself with ``quantizes=False`` inside :func:`straight_through`, which defines the gradients.
     """
     return_lse = flag("return_lse", return_lse)
     if quantizes and float8.fp8 is not None:

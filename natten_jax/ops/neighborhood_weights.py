@@ -197,7 +197,7 @@ def neighborhood_apply(
 
 
 class _Place(NamedTuple):
-    """An entry of the windows, the ``n``-th key for example, for all queries.
+    """The ``n``-th entry of every query's window.
 
     Attributes:
         keys: Per dimension, int32 ``[extent]``. Coordinate of the key; of the window's first key if the entry is empty.
