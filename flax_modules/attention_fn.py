@@ -486,7 +486,7 @@ class NeighborhoodAttentionFn:
             broadcast_dropout: Ignored, because dropout is not supported.
             dropout_rng: Ignored, because dropout is not supported.
             dropout_rate: Must be 0 unless ``deterministic``.
-            deterministic: Dropout is off.
+            deterministic: Turn dropout off.
             dtype: Computation type; ``None`` uses the type to which the arrays promote.
             precision: Ignored: products always accumulate in float32 or better.
             module: Must be ``None``: attention weights are not stored, so they cannot be sown.

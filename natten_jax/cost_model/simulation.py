@@ -59,7 +59,7 @@ def predict(problem: Problem, tiles: TimedTiles, pass_: Pass, kernel: Kernel, ca
         problem: The problem.
         tiles: Counts of a pair of tiles, or arrays of counts of several pairs.
         pass_: The pass.
-        kernel: The kernel that executes them.
+        kernel: The kernel that executes the tiles.
         calibration: The time model.
 
     Returns:

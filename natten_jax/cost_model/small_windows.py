@@ -42,7 +42,7 @@ _LEAST_SHARED_KIB = 99
 
 
 def tile_tokens(problem: Problem, pass_: Pass) -> tuple[int, int] | None:
-    """Tokens of the query and key/value tiles that select the form; ``None`` if it does not support such heads."""
+    """Return the tokens of the query and key/value tiles that select the form; ``None`` if it rejects the heads."""
     wider = max(problem.head_dim, problem.head_dim_v)
     if not _LIMITS or problem.element.bytes != 2 or wider > max(_LIMITS["head_dims"]):
         return None
@@ -155,7 +155,7 @@ def _native_estimate(
 
 
 def seconds(calibration: Calibration, problem: Problem, pass_: Pass, pair: TilePair) -> float | None:
-    """Return the seconds of :func:`estimate` on a calibration's device; ``None`` if the form does not support them."""
+    """Return the seconds of :func:`estimate` on a calibration's device; ``None`` if there is no estimate."""
     found = estimate(calibration.family, problem, pass_, pair, calibration.compute_capability)
     return None if found is None else found.seconds
 

@@ -51,7 +51,7 @@ _PLACEMENTS = ("anchored", "aligned")
 MOST_TILES = 1 << 20
 #: Tokens of a dilation group to which longer groups are shortened before tiles are ranked.
 _RANKED_TOKENS = 1 << 17
-#: Tokens of a tile for checking the limit on tiles in counts without tiles.
+#: Tile size that is assumed for the limit on tiles if pairs are counted without tiles.
 _COMMON_TILE = 128
 #: Tiles or tokens per NumPy array.
 _CHUNK = 1 << 14
@@ -140,7 +140,7 @@ def flops(problem: Problem, pass_: Pass) -> int:
     Args:
         problem: The problem.
         pass_: ``"forward"`` has two products, over ``head_dim`` and ``head_dim_v``. ``"backward"`` has five products,
-            counted as 2.5 times the operations of the forward pass, as if their average width was equal.
+            counted as 2.5 times the operations of the forward pass, as if their average width were equal.
     """
     width = problem.head_dim + problem.head_dim_v
     operations = problem.batch * problem.heads * width * visible_pairs(problem)
@@ -225,7 +225,7 @@ def _count_judged(begin: Any, core_end: Any, end: Any, extents: Any, placement: 
         core_end: Ends of the windows, at most the end of the dimension, even if it wraps.
         end: Ends of the windows.
         extents: ``[inner_tiles, 1]``. Extents of inner tiles.
-        placement: Start of the inner tiles.
+        placement: Start of the inner tiles, as in :func:`count_tiles`.
 
     Returns:
         ``[3 ** row_groups, inner_tiles, outer tiles]``.
@@ -483,7 +483,8 @@ def count_tiles(
         pass_: The pass.
         placement: ``"anchored"``: inner tiles start at the first token that the outer tile needs.
             ``"aligned"``: inner tiles are on a grid that starts at token 0 (of each dilation group).
-        kernel: The kernel that executes the tiles; its tiles may be larger. ``None`` executes tiles without padding.
+        kernel: The kernel that executes the tiles. The kernel's own tiles may be larger, with padding. ``None`` assumes
+            a kernel with tiles of exactly these sizes.
 
     Raises:
         ValueError: A tile does not have one positive extent per dimension, ``placement`` is unknown, or a dimension has

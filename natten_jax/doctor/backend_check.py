@@ -39,7 +39,7 @@ BOUNDS = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-5, "float64": 1e-12, 
 RUNS = 3
 #: Seconds, and smallest and largest number of calls, for a median time.
 _TIMED_SECONDS, _TIMED_CALLS = 0.3, (3, 50)
-#: Heads of the timed problems, on devices and on the host.
+#: Heads of the timed problems, on accelerators and on the host.
 _HEADS, _HEADS_OF_HOST = 16, 1
 
 _OPERATORS: Mapping[int, Callable[..., Any]] = {1: na1d, 2: na2d, 3: na3d}
