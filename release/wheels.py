@@ -60,10 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shutil.rmtree(WORK, ignore_errors=True)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     tools = install("tools", project["project"]["optional-dependencies"]["release"])
-    # A build takes headers and programs from these, which serve every interpreter: what imports need may be missing.
+    # Builds use headers and programs of these packages, which work with every interpreter, so dependencies are not
+    # needed.
     common = install("common", project["build-system"]["requires"], "--no-deps")
     sources = unpacked(options.sdist or source_distribution(common, pythons[0], out))
-    # A build that lacks its compiler says so before another begins.
+    # A missing compiler is reported before any build begins.
     environments = {kind: build_environment(kind, common, pythons[0], sources) for kind in options.kinds}
     for kind, environment in environments.items():
         is_native = kind != PYTHON_ALONE
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def find_python(name: str) -> Path:
-    """The interpreter that a command starts, which may be a launcher of several."""
+    """Return the interpreter that a command starts; the command may be a launcher of several interpreters."""
     question = [name, "-c", "import sys; print(sys.executable)"]
     try:
         return Path(os.fsdecode(subprocess.run(question, capture_output=True, check=True).stdout.strip()))
@@ -116,8 +117,8 @@ def call_backend(python: Path, sources: Path, environment: dict[str, str], hook:
 
 
 def build_environment(kind: str, common: Path, python: Path, sources: Path) -> dict[str, str]:
-    """The environment of builds of a kind, with what only they need."""
-    # Whoever builds a kind has not chosen another one before.
+    """Return the environment for builds of a kind, with additional packages that the kind needs."""
+    # Clear the variables of other kinds that may be set in the environment.
     unchosen = {variable: "" for choices in KINDS.values() for variable in choices}
     variables = {**unchosen, **KINDS[kind], "NATTEN_JAX_RELEASE": "1"}
     environment = environment_with(common, **variables)
@@ -129,7 +130,7 @@ def build_environment(kind: str, common: Path, python: Path, sources: Path) -> d
 
 def source_distribution(common: Path, python: Path, out: Path) -> Path:
     """Write the source distribution."""
-    # Its version names no CUDA: the version of CUDA is chosen when a wheel is built from it.
+    # Its version does not include CUDA: the CUDA version is selected when a wheel is built from it.
     environment = environment_with(common, **KINDS[PYTHON_ALONE], NATTEN_JAX_RELEASE="0")
     return out / call_backend(python, ROOT, environment, "build_sdist", str(out))
 
@@ -142,9 +143,9 @@ def unpacked(archive: Path) -> Path:
 
 
 def build_settings(kind: str, folder: Path) -> str:
-    """The settings of a build: its directories, and the local version, which names CUDA and a sample of its kernels.
+    """Return the settings of a build: directories, and the local version, which names CUDA and a sample of kernels.
 
-    Setuptools reads them last. The setup.cfg of a source distribution overrules setup.py.
+    Setuptools reads these settings last. The setup.cfg of a source distribution overrides setup.py.
     """
     directories = {"build_base": folder, "build_temp": folder / "cmake", "build_lib": folder / "lib"}
     lines = ["[build]", *(f"{name} = {directory}" for name, directory in directories.items())]
@@ -165,10 +166,10 @@ def build(kind: str, environment: dict[str, str], python: Path, sources: Path) -
 
 
 def repaired(wheel: Path, tools: Path, out: Path) -> Path:
-    """Tag a wheel with the policy that it keeps, and put it where wheels go.
+    """Tag a wheel with the manylinux policy that it satisfies, and move it to the output folder.
 
     Raises:
-        SystemExit: It keeps no policy.
+        SystemExit: The wheel satisfies no policy.
     """
     command = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", str(WORK / "repaired"), str(wheel)]
     if subprocess.run(command, env=environment_with(tools), check=False).returncode:

@@ -1,4 +1,4 @@
-"""Names of arguments: their order, other libraries' names and misspelt ones, and window arguments everywhere."""
+"""Argument names: their order, other libraries' names, misspellings, and window arguments in every function."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from natten_jax.profiler.options import profiler_parser
 from natten_jax.windows import Axis, WindowArguments
 from tests.support.problems import OPERATORS
 
-# Positional arguments stand where NATTEN has them: docs/coming-from-natten.md says up to which.
+# Positional arguments have NATTEN's order, up to the argument listed in docs/coming-from-natten.md.
 
 
 WINDOWS = "query key value kernel_size stride dilation is_causal scale additional_keys additional_values"
@@ -48,7 +48,7 @@ def test_more_arguments_by_position_than_there_are() -> None:
         operator(*(ARRAY,) * 3, 0.5, False)
 
 
-# Keyword arguments by other libraries' names, and misspelt ones: what was meant, or what to do instead.
+# Keyword arguments with other libraries' names or misspellings: the error suggests the intended name or a replacement.
 
 
 ARRAY = jnp.zeros((1, 8, 2, 8))
@@ -172,7 +172,7 @@ def test_names_that_are_near_to_nothing(name: str) -> None:
 
 
 def test_known_names_mean_themselves() -> None:
-    """No name of ours is explained as another that the same function has."""
+    """Valid names are not explained as misspellings of another argument of the same function."""
     for function, own in ((natten_jax.na2d, ATTENTION_NAMES.values()), (natten_jax.attention, ATTENTION_NAMES.keys())):
         known = {*inspect.signature(function).parameters, *own} - {"performance"}
         for name in known:

@@ -1,4 +1,4 @@
-"""The factor of the logits: every real number that the problem's arithmetic can hold, and no other."""
+"""The scale of the logits: every real number that the compute type can represent is valid, all others raise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LARGEST = float(np.finfo(np.float32).max) / math.log2(math.e)
 
 
 def operators(dtype: str = "float32") -> list[Callable[..., Any]]:
-    """All public functions as functions of the scale."""
+    """Return all public functions as functions of the scale."""
     line, plane, space = (jnp.zeros((1, *(4, 5, 6)[:rank], 1, 8), dtype) for rank in (1, 2, 3))
     return [
         lambda scale: natten_jax.na1d(line, line, line, 3, scale=scale),
@@ -39,7 +39,7 @@ def scale_of(scale: Any, dtype: str) -> float:
 
 
 REAL = r"^scale must be None, a real number or an array of real numbers, without dimensions or .*, got"
-#: Beyond float32, of which one is a float32 itself.
+#: Numbers outside the valid range; some of them are representable in float32.
 LARGE = [-1e39, 10**39, 2.4e38, np.float64(1e300), fractions.Fraction(10**40, 3), jnp.bfloat16(3.3e38)]
 INFINITE = [
     10**400,

@@ -24,7 +24,7 @@ from natten_jax.ops.canonicalize import neighborhood_problem
 from natten_jax.windows import WindowArguments
 from tests.support.problems import OPERATORS
 
-# Arguments that take one value per dimension, and flags: what they may be held in, and what is refused.
+# Arguments that take one value per dimension, and flags: accepted containers, and errors.
 
 
 LAYOUT = (8, 9, 10)
@@ -107,7 +107,7 @@ def test_windows_are_canonical_whatever_they_are_held_in(values: list[int], dtyp
     assert hash(found) == hash(expected)
 
 
-# Values that are refused.
+# Invalid values.
 BYTES = {"bytes": b"\x03\x03", "memoryview": memoryview(b"\x03\x03"), "str": "33"}
 
 
@@ -119,7 +119,7 @@ def test_text_and_bytes_are_no_sequences_of_numbers(name: str, value: Any) -> No
     refused(TypeError, (f"{name} must be", shown), lambda: call(2, **{**others, name: value}))
 
 
-#: By names of arguments: a value, the error, and parts of its message.
+#: By argument names: an invalid value, the error, and parts of its message.
 WRONG: dict[tuple[str, ...], list[tuple[Any, type[Exception], tuple[str, ...]]]] = {
     (*INTS, "backward_kv_splits"): [
         (np.array([3.0, 3.0]), TypeError, ("ints", "float64")),
@@ -178,7 +178,7 @@ def test_flags_are_bools(rank: int, value: Any) -> None:
     extra = query_of(1)
     attend: Any = functools.partial(natten_jax.attention, extra, extra, extra)
     refused(TypeError, ("return_lse must be a bool", repr(value)), lambda: attend(return_lse=value))
-    # Also if the window is the layout.
+    # Includes a window as large as the layout.
     for others in ({}, {"additional_keys": extra, "additional_values": extra}, {"kernel_size": LAYOUT[:rank]}):
         operator = functools.partial(call, rank, **others)
         refused(TypeError, ("return_lse must be a bool", repr(value)), functools.partial(operator, return_lse=value))
@@ -265,14 +265,14 @@ def test_flax_modules_take_arrays(array_of: Callable[..., Any]) -> None:
     assert one == other and hash(one) == hash(other)
 
 
-# Checks that are made once for equal arguments: what is kept, and what must not be taken for the same.
+# Checks are cached for equal arguments; arguments that compare equal but differ in type must not share an entry.
 
 
 X = jnp.zeros((1, 6, 7, 2, 8))
 
 
 def counted() -> tuple[Any, list[Any]]:
-    """A check, and the arguments that it was asked about."""
+    """Return a cached check, and the list of arguments with which it ran."""
     asked: list[Any] = []
 
     @checked_once
@@ -315,7 +315,7 @@ def test_memory_is_bounded() -> None:
     assert asked.count(0) == 2
 
 
-# The operators: after a call that is right, ones whose arguments compare equal to its.
+# The operators: a valid call, followed by invalid calls whose arguments compare equal.
 def test_arguments_that_compare_equal_are_still_refused() -> None:
     right: dict[str, Any] = {"kernel_size": (3, 1), "stride": 1, "dilation": (1, 2), "is_causal": (True, False)}
     wrong: dict[str, list[Any]] = {

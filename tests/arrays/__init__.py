@@ -1,1 +1,1 @@
-"""Arrays that operators accept."""
+"""Array arguments of the operators."""

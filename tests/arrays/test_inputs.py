@@ -1,4 +1,4 @@
-"""Arrays that operators accept and refuse: empty, symbolic, in another byte order or layout, and stand-ins."""
+"""Valid and invalid arrays of the operators: empty, symbolic, other byte orders or layouts, and array-like objects."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_config_queries_take_nattens_name_of_the_array() -> None:
         natten_jax.get_configs_for_nobody_fna(array)
 
 
-# Arrays that the operators cannot take: other byte orders, and extents that are not known.
+# Arrays that the operators do not support: other byte orders, and unknown extents.
 
 
 SHAPE = (1, 8, 2, 8)
@@ -186,14 +186,14 @@ def test_heads_first_of_attention() -> None:
     query, key = heads_first(4, 64), heads_first(4, 96)
     with pytest.raises(ValueError, match=QUESTION):
         natten_jax.attention(query, key, key)
-    with pytest.raises(ValueError, match=r"\(heads_kv\)$"):  # grouped heads are another mistake
+    with pytest.raises(ValueError, match=r"\(heads_kv\)$"):  # a mistake in grouped heads has another message
         natten_jax.attention(jnp.ones((2, 64, 6, 8)), *[jnp.ones((2, 64, 4, 8))] * 2)
 
 
 @pytest.mark.parametrize(
     ("shapes", "more"),
     [
-        ([(2, 16, 4, 8)] * 3, {"kernel_size": 17}),  # the window is too large in either reading
+        ([(2, 16, 4, 8)] * 3, {"kernel_size": 17}),  # the window is too large in either interpretation
         ([(2, 64, 6, 8), (2, 64, 4, 8), (2, 64, 4, 8)], {"kernel_size": 3}),
         ([(2, 64, 4, 8), (2, 63, 4, 8), (2, 64, 4, 8)], {"kernel_size": 3}),
         ([(2, 64, 4, 8), (2, 64, 4, 16), (2, 64, 4, 8)], {"kernel_size": 3}),
@@ -207,7 +207,7 @@ def test_other_mistakes_are_not_taken_for_it(shapes: list[tuple[int, ...]], more
     with pytest.raises(ValueError, match=r".") as caught:
         operator(*map(jnp.ones, shapes), **more)
     asks = "Do heads come first" in str(caught.value)
-    assert asks == (shapes[0] == (2, 4, 64, 8))  # the last, which is one more mistake
+    assert asks == (shapes[0] == (2, 4, 64, 8))  # the last case also has heads first
 
 
 @pytest.mark.parametrize("flavour", ["nnx", "linen"])
@@ -231,7 +231,7 @@ def test_flattened_tokens_need_their_layout(rank: int, shape: tuple[int, ...], f
     batched = (2, *(4,) * rank, 16)
     with pytest.raises(ValueError, match="exceeds the token layout") as caught:
         apply((*batched[:-2], 2, 16))
-    assert not re.search("flattened", str(caught.value))  # it has a batch
+    assert not re.search("flattened", str(caught.value))  # the input has a batch dimension
     assert apply(batched).shape == batched
     assert apply(batched[1:]).shape == batched[1:]
 
@@ -242,11 +242,11 @@ def test_inputs_of_modules_that_are_no_array() -> None:
         flax_layers.nnx_module(1)([[1.0]])
 
 
-# Objects with ``__jax_array__`` wherever an array is taken.
+# Objects with ``__jax_array__`` in place of every array argument.
 
 
 class Wrapped:
-    """An array, and nothing that arrays have."""
+    """Wraps an array, without an array's attributes."""
 
     def __init__(self, array: Any) -> None:
         self._array = array

@@ -1,4 +1,4 @@
-"""The benchmarks, on small problems of the host: measurements, records, predictions and pictures."""
+"""The benchmarks, on small problems on the CPU: measurements, records, predictions and plots."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_command_line_saves_figures_and_a_picture(
 
 
 def record_of(program: ModuleType, file: Path, arguments: str) -> dict[str, Any]:
-    """The record that a program writes."""
+    """Return the record that a program writes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [f"{program.__name__}.py", *arguments.split(), "--json", str(file)])
         assert program.main() == 0
@@ -220,7 +220,7 @@ def test_record_is_written_and_drawn(
         assert next(iter(names)).encode() in picture.read_bytes()
 
 
-# The benchmark of 1, 2, 4, ... devices: what it records of the host's, what it predicts of GPUs, and its picture.
+# The benchmark of 1, 2, 4, ... devices: records of CPU devices, predictions for GPUs, and its plot.
 
 
 MEASURE = "--small --families cpu --turns 1 --calls 1 --seconds 0 --pause 0 --passes forward+backward"
@@ -242,7 +242,7 @@ def test_measures_every_number_of_devices_and_says_which_cannot_share(
     for row in record["results"]:
         assert row in output
         by_devices = points(record, row)
-        assert list(by_devices) == [1, 2, 4, 8]  # sixteen there are not
+        assert list(by_devices) == [1, 2, 4, 8]  # only eight devices are available
         for devices, point in by_devices.items():
             if "time" in row and devices > 2:
                 assert f"{devices} devices cannot share" in point["skipped"] and "measured" not in point

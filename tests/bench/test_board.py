@@ -32,7 +32,7 @@ WINDOWS = {
     "no window": Benchmark((24,), 2, 16, dtype="float32"),
 }
 
-#: Attention as tokamax has it: its signature, and JAX's arithmetic.
+#: Stand-in for tokamax's attention: its signature, computed by JAX.
 TOKAMAX = """
 import jax
 __version__ = "0.0-of-a-test"
@@ -45,7 +45,7 @@ def dot_product_attention(query, key, value, *, is_causal=False, local_window_si
 
 
 def words(page: str) -> str:
-    """The text of a page."""
+    """Return the text of a page."""
     return html.unescape(re.sub(r"<style.*?</style>|<[^>]+>", " ", page, flags=re.DOTALL))
 
 

@@ -1,4 +1,4 @@
-"""The scaling benchmark on the host: its ladder, its outputs, and that its insights come from the figures."""
+"""The scaling benchmark on the CPU: its ladder, its outputs, and conclusions that match the figures."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The profiler, as a user runs it."""
+"""Tests of the profiler through its command line."""

@@ -1,4 +1,4 @@
-"""The profiler as a user runs it, in this process."""
+"""A fixture that runs the profiler's command line in this process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Profiler = Callable[..., Printed]
 
 @pytest.fixture
 def profiler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Profiler:
-    """Run ``python -m natten_jax.profiler`` with ``--json``, which must end with a status and print narrow lines."""
+    """Run ``python -m natten_jax.profiler`` with ``--json``; check its exit status and the width of its output."""
 
     def run(arguments: str, status: int = 0) -> Printed:
         path = tmp_path / "result.json"

@@ -1,4 +1,4 @@
-"""The profiler as a user runs it."""
+"""Basic runs of the profiler's command line."""
 
 from __future__ import annotations
 

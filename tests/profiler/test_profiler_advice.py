@@ -1,4 +1,4 @@
-"""Commands of the README, what errors recommend, and warnings about flags without an effect."""
+"""Commands of the README, recommendations in errors, and warnings about flags without an effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``--devices`` and ``--split``: one problem over several devices, and what they exchange."""
+"""``--devices`` and ``--split``: a problem sharded over several devices, and its collectives."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .conftest import Profiler
 
 PROBLEM = "-i 6 8 -w 3 5 -b 8 -n 8 -d 16 --dtype fp32 --warmup-steps 1 --iterations 3"
 
-#: Flags, the share of each device (batch, heads, key/value heads), and the collectives of an iteration.
+#: Flags, the shard of each device (batch, heads, key/value heads), and the collectives of an iteration.
 RUNS: tuple[tuple[str, tuple[int, int, int], Iterable[str]], ...] = (
     ("--devices 8 --backprop", (1, 8, 8), {}),
     ("--devices 4 --split heads --backprop", (8, 2, 2), {}),
-    # Every device has the only key/value head, and their gradients for it are added up.
+    # Every device has the only key/value head, and its gradients are summed over devices.
     ("--devices 4 --split heads --heads-kv 1 --backprop", (8, 2, 1), {"all-reduce"}),
     ("--devices 4 --split heads --heads-kv 2 --backprop --add-kv 3", (8, 2, 1), {"all-reduce"}),
     ("--devices 2 --split heads --heads-kv 1", (8, 4, 1), {}),
@@ -36,7 +36,7 @@ RUNS: tuple[tuple[str, tuple[int, int, int], Iterable[str]], ...] = (
     ("--devices 8 --split heads --compare xla", (8, 1, 1), {}),
     ("--devices 6 --split H,W --backprop", (8, 8, 8), {"collective-permute"}),
 )
-#: Number of the one whose trace is kept.
+#: Index of the run whose trace is kept.
 TRACED = 2
 
 
@@ -54,7 +54,7 @@ def test_a_problem_is_split_over_the_hosts_devices(tmp_path: Path, profiler: Pro
         assert of_category == set(collectives), flags
         assert ("Collectives: none" in output) == (not collectives)
         check_times(found, options.devices)
-        # Each device launches every kernel once, however many devices there are.
+        # Each device launches every kernel once, for any number of devices.
         kernels = {row["operation"]: row["calls"] for row in found["rows"] if row["category"] == "attention"}
         assert set(kernels.values()) <= {1}
         if "flex" not in flags:
@@ -81,7 +81,7 @@ def check_times(found: dict[str, Any], devices: int) -> None:
 
 
 def gpu_profile(devices: int) -> Any:
-    """Two iterations of a kernel and NCCL's on each GPU; the later a GPU's number, the longer its kernel takes."""
+    """Return a profile: two iterations of a kernel and of NCCL per GPU; kernel times increase with the GPU index."""
 
     def event(name: str, start: float, end: float, instruction: str) -> Any:
         stats = [("hlo_op", instruction), ("hlo_module", "jit_f")]

@@ -1,4 +1,4 @@
-"""Listing, predicting and comparing, of GPUs, TPUs and baselines."""
+"""Listing, predicting and comparing configurations for GPUs, TPUs and baselines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.traces import rows_by_module
 
 from .conftest import Profiler
 
-# The profiler's other jobs: listing, predicting, comparing, and reading any trace.
+# The profiler's other modes: listing, predicting, comparing, and reading any trace.
 
 FEW = "--warmup-steps 1 --iterations 2"
 
@@ -172,7 +172,7 @@ def test_dry_run_of_self_attention_lists_tiles_of_windows_too(
 
 
 def test_dry_run_of_an_attention_backend_lists_its_tiles_alone(profiler: Profiler) -> None:
-    for name in ("flex-fmha", "flex-fna"):  # as NATTEN's documents call it
+    for name in ("flex-fmha", "flex-fna"):  # names in NATTEN's documentation
         output = profiler(f"-i 16 16 --dry-run --fmha-backend {name}").out
         assert "compatible with backend flex-fmha." in output and "-fna" not in output
 
@@ -222,7 +222,7 @@ def test_comparison_and_every_file(tmp_path: Path, profiler: Profiler, capsys: p
     assert (tmp_path / "result.png").stat().st_size > 1000
     assert list((tmp_path / "trace").glob("**/*.xplane.pb"))
 
-    # The trace that was kept, read without knowing what it is of.
+    # Read the kept trace without information about its problem.
     assert trace_program.main([str(tmp_path / "trace"), "--module", "jit_profiled_0"]) == 0
     output = capsys.readouterr().out
     assert "FnaForward" in output
@@ -288,7 +288,7 @@ def test_a_static_time_says_that_it_is_one(profiler: Profiler) -> None:
     assert STATIC in output
     assert found["is_static"] and found["simulated_device"]["product"] == "TPU v5 lite"
     assert 0 < found["passes"]["forward"]["predicted_seconds"] < found["passes"]["backward"]["predicted_seconds"]
-    # The default there is plain JAX, which lacks a time model.
+    # The default backend there is plain JAX, which lacks a time model.
     output, _, found = profiler(arguments)
     assert STATIC not in output and not found["is_static"]
 
@@ -313,14 +313,14 @@ def test_chips_are_known_by_what_jax_calls_them() -> None:
     assert chip_of(Device("tpu")) is None and chip_of(Device("cuda", product="TPU v4")) is None
 
 
-# The profiler's baseline from tokamax, which tests do not install: a stand-in for the package.
+# The profiler's tokamax baseline, with a stand-in for the package, which tests do not install.
 
 
 SHAPE = (2, 4, 3, 6, 8)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, attend: Any) -> None:
-    """Let ``import tokamax`` find a module with this attention, or none."""
+    """Make ``import tokamax`` find a module with this attention function, or fail."""
     module = types.SimpleNamespace(dot_product_attention=attend) if attend else None
     monkeypatch.setitem(sys.modules, "tokamax", module)
 

@@ -1,4 +1,4 @@
-"""The profiler's readable names, and the compiled programs that they are taken from."""
+"""The profiler's readable names, and the compiled programs from which they are derived."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.protobuf import field
 
 
 def plan_of(operator: Operator) -> Plan:
-    """A forward pass of either operator; one and the same kernel runs both."""
+    """Return the plan of a forward pass of either operator; the same kernel runs both operators."""
     axis = Axis(8, 8, 3 if operator == "fna" else 8, 1, 1, False)
     problem = Problem(operator, 1, (axis,), 1, 1, 64, 64, "float16", 0.125)
     return Plan(
@@ -46,7 +46,7 @@ def test_operator_is_what_the_instruction_or_else_the_problem_says() -> None:
 
 
 DATA = Path(__file__).parents[1] / "data"
-#: Recorded on a GPU.
+#: Symbols recorded on a GPU.
 RECORDED = json.loads((DATA / "h200_symbols.json").read_text())
 #: A symbol for each naming rule.
 OTHERS = json.loads((DATA / "symbols.json").read_text())
@@ -83,7 +83,7 @@ def test_program_of_a_compiled_function() -> None:
 
     compiled = jax.jit(function).lower(jnp.ones((8, 8))).compile()
     program = Program.from_compiled(compiled)
-    # The text of the program says the same.
+    # The program's text has the same information.
     text = compiled.as_text() or ""
     printed = re.findall(r"^\s+(?:ROOT )?%?([\w.-]+) = .*?(?<![\w.-])([a-z][\w-]*)\(", text, re.MULTILINE)
     assert {name: each.opcode for name, each in program.instructions.items()} == dict(printed)

@@ -1,4 +1,4 @@
-"""Search and tuning: --optimize, tune, and configurations that were saved."""
+"""Search and tuning: ``--optimize``, ``tune``, and saved configurations."""
 
 from __future__ import annotations
 
@@ -90,13 +90,13 @@ def test_tuned_arguments_are_taken_in_every_rank(rank: int, tmp_path: Path) -> N
 
 
 def chosen(options: Options) -> tuple[Any, ...]:
-    """Query tiles of both passes, and the schedule."""
+    """Return the query tiles of both passes, and the schedule."""
     performance = options.performance
     return performance.q_tile_shape, performance.backward_q_tile_shape, performance.kernel_schedule
 
 
 def fake_search(monkeypatch: pytest.MonkeyPatch, line: str, seconds: Any) -> tuple[Optimum, list[tuple[Any, ...]]]:
-    """A search whose programs are not compiled: ``seconds(options)`` is what they take, or an error."""
+    """Fake a search without compilation: ``seconds(options)`` returns the time of a program, or an error."""
     compiled = []
 
     def compile_workload(options: Any, name: str, arguments: Any) -> Any:
@@ -137,7 +137,7 @@ def test_search_finds_the_best_pair_of_each_pass_and_survives_failures(monkeypat
     assert optimum.seconds == pytest.approx(2e-3)
     assert optimum.default_seconds == pytest.approx(7e-3)
     assert {trial.error for trial in optimum.failures} == {"no such tile"}
-    assert sum(backend == "flex-fna" for backend, *_ in compiled) == 1  # hopeless after one run
+    assert sum(backend == "flex-fna" for backend, *_ in compiled) == 1  # abandoned after one run
 
 
 @needs_native
@@ -160,7 +160,7 @@ def test_without_a_calibration_the_backends_own_order_is_searched(monkeypatch: p
 def test_search_does_not_wait_for_plain_jax_where_kernels_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     optimum, compiled = fake_search(monkeypatch, "-i 64 -w 8 --optimize", lambda options: 0.03)
     assert optimum.options.backend == "cpu-fna"
-    assert {backend for backend, *_ in compiled} == {"cpu-fna", None}  # None is what runs without a choice
+    assert {backend for backend, *_ in compiled} == {"cpu-fna", None}  # None is the default backend
 
 
 @needs_native
@@ -213,7 +213,7 @@ def test_search_without_anything_that_runs_is_an_error(monkeypatch: pytest.Monke
         fake_search(monkeypatch, "-i 64 -w 8 --optimize", lambda options: RuntimeError("broken"))
 
 
-# ``natten_jax.tune``: what it finds and saves, what a block does, and tables that are shipped.
+# ``natten_jax.tune``: search results and files, the context manager, and tables in the package.
 
 
 CPU = Device("cpu")
@@ -224,7 +224,7 @@ PROBLEM = problem_of((8, 12), (4, 6), heads=2, head_dim=16, dtype="float32")
 
 
 def other_plan(problem: Problem) -> Any:
-    """A plan of the forward pass that is not the default: the last tiles in the backend's order."""
+    """Return a forward plan that is not the default: with the last tiles in the backend's order."""
     default = resolve(Request(problem), CPU, "forward")
     pair = backends.of(default.backend).tile_pairs(problem, CPU, "forward")[-1]
     assert pair != default.tiles
@@ -243,7 +243,7 @@ def loss(tokens: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize("devices", [1, 8])
 def test_every_operator_of_a_program_is_found_once(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several devices may share a program, which has to be compiled then."""
+    """Programs for several devices must be compiled to find the operators."""
     present = jax.local_devices()
     monkeypatch.setattr(jax, "local_devices", lambda backend=None: present[:devices])
     tokens = jax.ShapeDtypeStruct((1, 8, 12, 2, 16), jnp.float32)
@@ -271,7 +271,7 @@ def test_what_is_measured_is_what_is_called(keywords: dict[str, Any], reason: st
 
     (task,) = search.tasks_of(plans_of(attend, keys))
     if reason is None:
-        assert task.obstacle is None and task.planned_problem == task.problem  # what is searched and timed
+        assert task.obstacle is None and task.planned_problem == task.problem  # the problem that is searched and timed
     else:
         assert reason in str(task.obstacle)
 
@@ -302,7 +302,7 @@ def test_a_block_runs_what_its_table_says_and_only_inside() -> None:
     (before,) = plans_of(function, tokens)
     function(tokens)
     with Tuned(table_of(plan)):
-        (inside,) = plans_of(function, tokens)  # also of a function that was compiled before
+        (inside,) = plans_of(function, tokens)  # also for a previously compiled function
     assert inside.tiles == plan.tiles != before.tiles
     assert plans_of(function, tokens) == (before,)
 
@@ -363,7 +363,7 @@ def test_every_pass_of_a_shipped_table_is_found(monkeypatch: pytest.MonkeyPatch)
         table = tables.shipped(device)
         assert table is not None and table.device == product
         for each in table.passes:
-            problem = dataclasses.replace(each.plan.problem, scale=0.25)  # which does not matter
+            problem = dataclasses.replace(each.plan.problem, scale=0.25)  # the scale does not affect the search
             assert tables.measured(Request(problem), device, each.plan.pass_) is each
             assert each.seconds <= each.default_seconds
 

@@ -1,4 +1,4 @@
-"""Traces: events, iterations, devices, programs and files, and the tables that the profiler prints of them."""
+"""Traces: events, iterations, devices, programs and files, and the tables that the profiler prints."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_overlapping_steps_share_the_time_and_containers_get_the_rest() -> None:
     ]
     durations = [event.duration for event in capture.without_overlap(launched, program.is_container)]
     assert durations == [60.0, 15.0, 25.0, 0.0, 50.0]
-    assert sum(durations) == 150.0  # the time in which anything ran
+    assert sum(durations) == 150.0  # the time during which any event ran
     assert capture.without_overlap([], program.is_container) == []
 
 
@@ -104,8 +104,9 @@ def test_device_time_is_most_of_the_wall_clock() -> None:
     iterations = capture.capture(timed, 9, program, "cpu")
     assert len(iterations) == 9
     totals = [sum(event.duration for event in each) / 1e9 for each in iterations]
-    # Both clocks watch the same runs. Single ones may disagree: a busy machine may put the thread that notes the end
-    # of a step, or this one, to sleep.
+    # Both clocks measure the same runs. Single runs may differ: a busy machine may suspend this thread, or the thread
+    # that
+    # records the end of a step.
     ratio = statistics.median(total / wall for total, wall in zip(totals, walls[-9:], strict=True))
     assert 0.5 < ratio < 1.1
 
@@ -311,7 +312,7 @@ def test_shares_add_up_and_averages_are_of_a_step(tmp_path: Path, capsys: pytest
     seconds = found["jit_step"].seconds
     assert _is_printed(rows[-1][5], seconds / 5)
 
-    _, output = table()  # of several programs: how many steps they are together is not known
+    _, output = table()  # several programs: the total number of steps is unknown
     assert "Per step" not in output and "Share" in output
     assert re.search(r"^jit_other: .*; 1 run of \S+$", output, re.MULTILINE)
     rows, output = table("--steps", "2", "--json", str(tmp_path / "trace.json"))
@@ -328,7 +329,7 @@ def test_traces_that_do_not_say_how_often_a_program_ran() -> None:
     assert trace_program.TracedProgram([*told, (name, Event("kernel", "fusion", "", 0.0, 1e6))]).runs is None
 
 
-# Traces of TPUs in the form that is documented of them, with kernels of this package, loops and another program.
+# TPU traces in their documented format, with kernels of this package, loops and another program.
 
 
 @pytest.fixture
@@ -374,11 +375,11 @@ def test_the_program_prints_them(trace_path: Path, capsys: pytest.CaptureFixture
     assert "FnaForward" in printed and "natten_jax-tpu" in printed and "2 runs of 150.000us" in printed
 
 
-# Trace files: the programs in them, and the search for files.
+# Trace files: embedded programs, and file search.
 
 
 def trace_with_program(hlo: bytes, stat: bytes = b"Hlo Proto") -> bytes:
-    """Return a trace with a program, or with other bytes in a stat of another name."""
+    """Return a trace with a program, or with other bytes in a stat with a different name."""
     named = field(5, field(1, 4) + field(2, field(1, 4) + field(2, stat)))
     event = field(4, field(1, 9) + field(2, field(5, field(1, 4) + field(6, hlo))))
     return field(1, field(2, b"/host:metadata") + named + event)
