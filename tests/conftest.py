@@ -61,7 +61,7 @@ _OF_A_FAMILY = "pass_", "dtype", "other_dtype", "problem_indices", "other_proble
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of this suite."""
+    """Add the options of this suite."""
     parser.addoption("--problems", type=int, help="random problems per backend family, instead of its default")
     parser.addoption("--all-compiled", action="store_true", help="compile every problem for TPUs, not just a few")
     parser.addoption("--slow", action="store_true", help="also run tests marked slow")
@@ -97,10 +97,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _store_programs() -> None:
-    """Keep the programs that XLA compiles in ``build/compiled``, for all test processes and for the next run.
+    """Cache compiled XLA programs in ``build/compiled``, for all test processes and for the next run.
 
-    After a change of the package all are compiled again: the key of a program does not cover the callbacks that split
-    calls over devices. It covers metadata, which the profiler reads.
+    A change of the package invalidates the cache: a program's key does not include the callbacks that partition calls
+    over
+    devices. The key includes metadata, because the profiler reads it.
     """
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
@@ -109,7 +110,7 @@ def _store_programs() -> None:
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
     folder = Path(__file__).parents[1] / "build" / "compiled"
     others = sorted((each for each in folder.glob("*") if each.name != digest), key=lambda each: each.stat().st_mtime)
-    for outdated in others[:-2]:  # another run may still use a later one
+    for outdated in others[:-2]:  # other runs may still use the later ones
         shutil.rmtree(outdated, ignore_errors=True)
     options: dict[str, Any] = {
         "jax_compilation_cache_dir": str(folder / digest),
@@ -142,9 +143,9 @@ def _has_gpu() -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests of the platform that the run is not of, or that is not there, and ``slow`` ones unless asked for.
+    """Skip tests of other or absent platforms, and ``slow`` tests unless they are selected.
 
-    Slow ones come first, or else the last worker would still be at one when all others are done.
+    Slow tests run first; otherwise the last worker would still run one after all others have finished.
     """
     if config.getoption("core"):
         _keep_a_third_of_plain_jax(config, items)
@@ -160,7 +161,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _keep_a_third_of_plain_jax(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect two of three parameters of each test of plain JAX, whose programs take most of a run to compile."""
+    """Deselect two of three parameters of each test of plain JAX: compiling its programs takes most of a run."""
     counts: collections.Counter[str] = collections.Counter()
     kept: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
@@ -174,14 +175,14 @@ def _keep_a_third_of_plain_jax(config: pytest.Config, items: list[pytest.Item]) 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist may be missing
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let one worker run the tests of a module that follow each other: they share programs and what they expect."""
+    """Assign consecutive tests of a module to one worker: they share compiled programs and expected results."""
     from tests.support.scheduling import GroupScheduling
 
     return GroupScheduling(config, log, _is_of_gpu(config)) if config.getoption("dist") == "loadgroup" else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrise the family, of those on the platform of the run, and what comes with it; ``which`` are its passes."""
+    """Parametrize tests with the families of the run's platform, and with the parameters that depend on the family."""
     family_name = next((name for name in SELECTIONS if name in metafunc.fixturenames), None)
     if family_name is None:
         return
@@ -220,7 +221,7 @@ def _identifier(value: Any) -> str:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    """The machine that this process believes to run on, for the test to change."""
+    """Simulate another machine, which the test configures."""
     found = Machine(monkeypatch)
     yield found
     monkeypatch.undo()
@@ -229,6 +230,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _forget_programs() -> Iterator[None]:
-    """Free what a module compiled: hardly any other needs the same program."""
+    """Free the programs that a module compiled: other modules rarely need them."""
     yield
     jax.clear_caches()

@@ -1,4 +1,4 @@
-"""Pictures of windows: the mask that they show against the oracle's, and what is drawn."""
+"""Plots of windows: the plotted mask compared with the oracle's, and the plotted shapes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_mask_is_that_of_the_definition(layout, window):
 
 
 def cells_of(patch) -> int:
-    """Cells that one shape consists of: five points each."""
+    """Return the number of cells in a shape; each cell has five points."""
     return len(patch.get_path().codes) // 5
 
 

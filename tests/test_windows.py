@@ -1,4 +1,4 @@
-"""The window arithmetic, in Python and in C++, against the definition that the oracle walks through."""
+"""Compare the window arithmetic, in Python and in C++, with the oracle's definition."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from natten_jax.native import module as native
 from natten_jax.windows import EDGES, Edge, Window
 from tests.support import oracle
 
-#: ``length, kernel_size, stride``, causality or edges, and the keys that all queries see.
+#: ``length, kernel_size, stride``, causality or edges, and the keys that each query sees.
 EXAMPLES: list[tuple[int, int, int, bool | Edge, str]] = [
     (8, 3, 1, False, "012 012 123 234 345 456 567 567"),
     (8, 4, 1, False, "0123 0123 0123 1234 2345 3456 4567 4567"),
@@ -43,7 +43,7 @@ LARGEST = 24
 
 
 def parameters(length: int) -> Iterator[Window]:
-    """Every window of a line."""
+    """Return every window of a line."""
     for kernel_size in range(1, length + 1):
         for stride in range(1, kernel_size + 1):
             yield Window(kernel_size, stride, True)
@@ -52,7 +52,7 @@ def parameters(length: int) -> Iterator[Window]:
 
 
 def mask_around(start: Any, end: Any, length: int) -> np.ndarray:
-    """``[rows, length]``: how often a column lies in a row's range, which goes around."""
+    """Return ``[rows, length]``, the number of times that a column lies in a row's wrapped range."""
     return np.sum([mask_of_bounds(start, end, length, shift) for shift in (-length, 0, length)], axis=0)
 
 
@@ -84,7 +84,7 @@ def test_windows_and_their_inverse_are_the_definition(length: int) -> None:
         of_bounds = mask_around if window.edges == "wrap" else mask_of_bounds
         np.testing.assert_array_equal(of_bounds(start, end, length), mask)
         np.testing.assert_array_equal(of_bounds(first, last, length), mask.T)
-        # Ends never go back, and every token is seen.
+        # Ends are monotonic, and every token is seen.
         assert (np.diff([start, end, first, last]) >= 0).all()
         assert (start <= index).all() and (index < end).all() and (first < last).all()
         if window.edges != "wrap":
@@ -118,7 +118,7 @@ def test_group_length_counts_the_tokens_of_a_dilation_group(extent: int, dilatio
 
 @st.composite
 def lines(draw: st.DrawFn, largest: int) -> tuple[Window, int, int]:
-    """Windows, index and length of one dilation group."""
+    """Draw a window, and index and length in a dilation group."""
     extent = draw(st.integers(1, largest))
     dilation = draw(st.one_of(st.just(1), st.integers(1, extent)))
     group = draw(st.integers(0, dilation - 1))
@@ -132,7 +132,7 @@ def lines(draw: st.DrawFn, largest: int) -> tuple[Window, int, int]:
 
 @given(lines(2**40))
 def test_a_long_line_agrees_with_its_inverse(line: tuple[Window, int, int]) -> None:
-    """Just inside and just outside both ends of a window, and of an inverse window."""
+    """Tests tokens just inside and just outside both ends of a window, and of an inverse window."""
     window, index, length = line
 
     def sees(query: int, key: int) -> bool:
@@ -178,13 +178,13 @@ def test_jax_and_numpy_agree(length: int) -> None:
 
 @functools.cache
 def compiled() -> Any:
-    """The native module."""
+    """Return the native module."""
     assert native.load_error is None, native.load_error
     return importlib.import_module("natten_jax._native")
 
 
 def native_facts(window: Window) -> tuple[int, int, int]:
-    """Extent, stride and ``Ends`` of csrc/include/natten_jax/windows.h."""
+    """Return extent, stride and ``Ends`` as in csrc/include/natten_jax/windows.h."""
     return window.kernel_size, window.stride, 1 if window.is_causal else {"shift": 0, "cut": 2, "wrap": 3}[window.edges]
 
 

@@ -1,4 +1,4 @@
-"""Dimensions with very many tiles: counted in chunks, refused in one sentence, and never refused to a call."""
+"""Dimensions with very many tiles: counted in chunks, rejected by the simulator with a message, but never by calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from natten_jax.plan.plan import Request
 from natten_jax.profiler.__main__ import main
 
 HUGE = 2**40
-#: As many tokens as are counted in tiles of 128.
+#: The largest number of tokens that is counted in tiles of 128.
 LONGEST = 2**27
 
 
@@ -32,7 +32,7 @@ def test_pairs_of_giant_extents(window: int) -> None:
 
 
 def test_tiles_of_long_extents_in_three_dimensions() -> None:
-    # All windows are whole stride groups of whole tiles: nothing is masked, and all counts are products.
+    # All windows are whole stride groups of whole tiles: no tile is masked, and all counts are products.
     extent = 2**18
     problem = simulator.problem_of((extent,) * 3, 512, 512)
     counts = simulator.count_tiles(problem, ((4, 4, 8), (8, 4, 4)))

@@ -21,7 +21,7 @@ from tests.sharding.test_halo import seen
 
 
 def counted(axis: Axis, pass_: Pass, tile: tuple[int, int], queries: Range, keys: Range) -> Visits:
-    """Tiles from the first inner token that an outer tile sees to its last."""
+    """Count the tiles from the first to the last inner token that an outer tile sees."""
     runs, others = (queries, keys) if pass_ == "forward" else (keys, queries)
     outer, inner = tile if pass_ == "forward" else tile[::-1]
     visited = 0

@@ -1,4 +1,4 @@
-"""The simulator: its counts against walks over the dense mask, its known answers, its time model, its advice."""
+"""The simulator: counts compared with walks over the dense mask, known results, the time model, and recommendations."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def a_problem(layout: tuple[int, ...], kernel_size: tuple[int, ...], **others: A
 
 
 def random_problem(generator: np.random.Generator) -> tuple[Problem, TilePair]:
-    """A problem of few tokens, and tiles."""
+    """Draw a problem of few tokens, and tiles."""
     case = random_case(int(generator.integers(2**31)), tokens=140)
     q_tile, kv_tile = (tuple(generator.integers(1, 7, case.rank).tolist()) for _ in range(2))
     window = {**case.window_arguments, "edges": "shift"}
@@ -54,7 +54,7 @@ def random_problem(generator: np.random.Generator) -> tuple[Problem, TilePair]:
 
 @pytest.fixture
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count few tiles at a time, as in dimensions with very many."""
+    """Count few tiles per chunk, as in dimensions with very many tiles."""
     monkeypatch.setattr(tiles, "_CHUNK", 5)
     tiles.judged_tiles.cache_clear()
     tiles._visible_pairs_of_axis.cache_clear()
@@ -83,7 +83,7 @@ def test_counts_agree_with_walks_over_the_mask(pass_: Any, placement: Any) -> No
 
 
 def walk_parts(problem: Problem, pair: Any, pass_: str, kernel: Kernel) -> tuple[int, int, int]:
-    """Seen and full parts of anchored tiles, and tiles that are masked, as a kernel with row groups walks."""
+    """Count seen and full parts of anchored tiles, and masked tiles, as a kernel with row groups walks over them."""
     mask, outer_tile, inner_tile = walked(problem, pair, pass_)
     tokens, rows_of_group = math.prod(outer_tile), kernel.outer_tokens // kernel.row_groups
     seen_parts = full_parts = masked = 0
@@ -241,10 +241,10 @@ def test_time_model() -> None:
     assert seconds(2, a_calibration()) == pytest.approx(2e-6 + 28e-6)
     least_bytes = simulator.simulate(problem, ((128,), (128,))).least_bytes
     assert seconds(calibration=a_calibration(byte=1e-11)) == pytest.approx(2e-6 + 1e-11 * least_bytes)
-    # 600 tiles are six rounds. If a counter assigns them, the last ones end half a round after the others.
+    # 600 tiles take six waves. If a counter assigns them, the last tiles end half a wave later.
     assert seconds(6, a_calibration(tail=0.5)) == pytest.approx(2e-6 + 6.5 * 14e-6)
     assert seconds(3, a_calibration(tail=0.5)) == pytest.approx(2e-6 + 3 * 14e-6)
-    # Three tiles for each multiprocessor are two rounds if it works on two at a time.
+    # Three tiles per SM take two waves if an SM runs two tiles at a time.
     (kernel, _) = a_calibration().kernels["forward"]
     paired = a_calibration(kernels={"forward": (dataclasses.replace(kernel, side_by_side=2),)})
     assert seconds(3, paired) == pytest.approx(2e-6 + 2 * 14e-6)
@@ -397,7 +397,7 @@ def test_kernels_of_other_elements_have_times_of_their_own() -> None:
     assert model.kernel(dataclasses.replace(problem, dtype="float8_e5m2"), pair, "forward") is None
 
 
-# Floating-point operations of a problem, against its dense mask.
+# Floating-point operations of a problem, compared with its dense mask.
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -409,7 +409,7 @@ def test_flops_of_attention_between_sequences(queries: int, keys: int, is_causal
     assert tiles.visible_pairs(problem) == oracle.attention_mask(queries, keys, is_causal).sum()
 
 
-# Dilations that the simulator recommends: none is better, and each is worth it.
+# Dilations that the simulator recommends: they are optimal, and each pays off.
 
 
 def test_no_dilation_is_better() -> None:

@@ -1,4 +1,4 @@
-"""Kernels for small windows: counts, the choice of rings, and times that the device can reach."""
+"""Kernels for small windows: counts, the choice of rings, and simulated times within the device's peaks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def random_problem(draw: random.Random) -> Problem:
 
 
 def listed(problem: Problem, draw: random.Random) -> Iterator[tuple[Backend, Pass, TilePair]]:
-    """The best tiles of every backend and pass, and some others."""
+    """Return the best tiles of every backend and pass, and some other tiles."""
     for backend in backends.registered():
         for pass_ in PASSES:
             for device in (HOPPER_GPU, Device("cpu")):
@@ -152,7 +152,7 @@ def problem_of(
 
 
 def launches(problem: Problem, capability: ComputeCapability | None = HOPPER) -> dict[TilePair, small_windows.Launch]:
-    """The forward launch of every pair of tiles."""
+    """Return the forward launch of every pair of tiles."""
     return {pair: forward for pair, (forward,) in launches_by_tiles(problem, "forward", capability)}
 
 
@@ -178,7 +178,7 @@ def test_windows_of_many_keys_have_a_ring(capability: ComputeCapability) -> None
         {"head_dim": 56},
         {"head_dim_v": 32},
         {"layout": (16, 16), "batch": 1, "heads": 1},
-        {"layout": (2048, 8192), "batch": 1, "heads": 1},  # no dimension that is short enough to go along
+        {"layout": (2048, 8192), "batch": 1, "heads": 1},  # every dimension is too long for a strip
         {"kernel_size": 9},
         {"layout": (4096,), "kernel_size": 128},
         {"layout": (16, 4096), "kernel_size": (1, 128)},
@@ -209,7 +209,7 @@ def test_biases_of_keys_come_beside_boxes() -> None:
 
 
 def test_parts_of_a_layout_take_the_tiles_of_regions() -> None:
-    # Rings need whole layouts; parts of a layout take the tiles that suit regions.
+    # Rings need whole layouts; parts of a layout use the tiles that are best for regions.
     problem = problem_of()
     whole, part, box = (
         resolve(Request(each, backend="cutlass-fna", parts=parts), Device("cuda", HOPPER, is_present=False), "forward")
@@ -229,7 +229,7 @@ def test_rings_multiply_the_blocks_that_some_query_sees() -> None:
 
 
 def backward_kernels(problem: Problem, capability: ComputeCapability | None = HOPPER) -> tuple[str, ...]:
-    """Kernels of the fastest pair of tiles."""
+    """Return the kernels of the fastest pair of tiles."""
     return next(kernels_by_tiles(problem, "backward", capability))[1]
 
 
@@ -245,7 +245,7 @@ def test_a_relative_bias_leaves_query_gradients_to_regions() -> None:
     problem = problem_of(head_dim=32, relative_bias=True)
     assert next(iter(launches(problem).values())).kernel == RING
     assert backward_kernels(problem) == ("query gradient", "key/value gradient with a ring")
-    # Elsewhere no ring is compiled for it.
+    # Other architectures have no compiled ring kernel for it.
     assert all(launch.kernel == "forward" for launch in launches(problem, (8, 0)).values())
     assert backward_kernels(problem, (8, 0)) == ("query gradient", "key/value gradient")
 

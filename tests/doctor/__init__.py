@@ -1,1 +1,1 @@
-"""Questions about an installation."""
+"""Tests of the installation check."""

@@ -30,7 +30,7 @@ PROBLEMS = {problem.describe(): problem for problem in (*backend_check._NEIGHBOR
 
 @pytest.fixture
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few problems, and small ones."""
+    """Check only a few small problems."""
     small = problem_of((21,), 5, heads=2, head_dim=16)
     for name, problems in (
         ("_NEIGHBORHOOD", (small, problem_of((8, 9), 3, dilation=2, head_dim=8, additional_kv=3))),
@@ -44,7 +44,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _untimed(_short: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of these with its times, which are two programs more."""
+    """Skip timing, which would compile two additional programs."""
     monkeypatch.setattr(backend_check, "_TIMED_NEIGHBORHOOD", ())
 
 

@@ -1,4 +1,4 @@
-"""The doctor: problems, tables that were measured elsewhere, and processes without a device."""
+"""The doctor: reported problems, tables measured on other machines, and processes without a device."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_backward_scratch_is_one_float32_query_gradient_and_little_more(
     _, plans = plans_of(f"{backend_family}-fna", problem, performance, GPU)
     rows = 2 * 12 * 10 * 4
     held = scratch_bytes(plans["backward"])
-    # Beside it at most two numbers a row, and results of no additional tokens.
+    # In addition to the sums: at most two numbers per row, and empty results of additional tokens.
     assert rows * 64 * 4 <= held <= rows * (64 + 2) * 4 + 64
     assert scratch_bytes(plans["forward"]) <= 64
 
@@ -87,14 +87,14 @@ REQUEST = Request(PROBLEM)
 
 
 def passed(**facts: Any) -> TunedPass:
-    """The portable backend's plan of the forward pass."""
+    """Return the portable backend's plan of the forward pass."""
     plan = resolve(Request(PROBLEM, backend="cutlass-fna"), GPU, "forward")
     return dataclasses.replace(TunedPass(plan, 1e-3, 1.5e-3, False), **facts)
 
 
 @pytest.fixture
 def ship(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Puts a table of the GPU into the package."""
+    """Put a table for the GPU into the package."""
     monkeypatch.delenv(tuned.VARIABLE, raising=False)
 
     def put(*passes: TunedPass) -> None:

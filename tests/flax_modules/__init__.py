@@ -1,1 +1,1 @@
-"""The modules for Flax."""
+"""Tests of the Flax modules."""

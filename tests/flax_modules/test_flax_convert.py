@@ -28,7 +28,7 @@ from tests.support.flax_layers import (
 
 
 def natten_weights(seed: int = 0, prefix: str = "", qkv_bias: bool = True) -> dict[str, np.ndarray]:
-    """Random weights as NATTEN's modules hold them."""
+    """Return random weights in the format of NATTEN's modules."""
     random = np.random.default_rng(seed)
     shapes = {"qkv.weight": (3 * FEATURES, FEATURES), "proj.weight": (FEATURES, FEATURES), "proj.bias": (FEATURES,)}
     if qkv_bias:

@@ -58,7 +58,7 @@ class TestArguments:
         operator = {**parameters(getattr(natten_jax, f"na{rank}d")), **dataclasses.asdict(Performance())}
         of_nnx |= {name: operator[name] for name in attention_fn.Performance.__annotations__}
         assert of_nnx.keys() == of_linen.keys()
-        initializers = {"kernel_init", "bias_init"}  # functions, of which every call makes another
+        initializers = {"kernel_init", "bias_init"}  # every call of the constructor makes new functions
         assert all(of_nnx[name] == of_linen[name] for name in of_nnx.keys() - initializers)
 
     def test_performance_is_all_that_the_operators_have(self):
@@ -179,7 +179,7 @@ class TestModules:
         assert shapes_of(params_of(module))["query"] == {"kernel": (FEATURES, 4, 8), "bias": (4, 8)}
         grouped = nnx_module(rank, num_kv_heads=2, qkv_features=32)
         assert shapes_of(params_of(grouped))["key"] == {"kernel": (FEATURES, 2, 8), "bias": (2, 8)}
-        # Nothing but parameters, not even random streams, belongs to the state.
+        # The state holds only parameters, without random streams.
         assert len(jax.tree.leaves(flax_nnx.state(module))) == 8
 
     def test_param_dtype_and_initializers(self):
@@ -283,7 +283,7 @@ class TestDropout:
             call = of_linen()
             seeded = [call(deterministic=False, dropout_rng=jax.random.key(seed)) for seed in (0, 0, 1)]
             dropped = call(deterministic=False, rngs={"dropout": jax.random.key(1)})
-            # The call takes precedence over the construction.
+            # The call's argument takes precedence over the constructor's.
             np.testing.assert_array_equal(of_linen(deterministic=False)(deterministic=True), call(deterministic=True))
         with pytest.raises(ValueError, match="deterministic"):
             call()
@@ -304,7 +304,7 @@ class TestDropout:
 
 @pytest.mark.parametrize("flavour", ["nnx", "linen"])
 class TestDropoutOfWeights:
-    """The mean over many masks is what no dropout gives, a weight at a time, and a rate of 0 is the operator's."""
+    """The mean over many masks is the result without dropout, weights drop individually, and rate 0 is the operator."""
 
     def module(self, flavour, rate, **settings):
         settings = {"num_heads": HEADS, "relative_bias": True, **WINDOWS[2], **settings}
@@ -348,7 +348,7 @@ class TestDropoutOfWeights:
 
 
 def test_modules_attend_from_boxes_padded_and_finer_layouts() -> None:
-    """Both flavours hand over where tokens lie; leading batch dimensions may be several."""
+    """Both flavors pass token placement to the operators; several leading batch dimensions are supported."""
     rng = np.random.default_rng(0)
     image = jnp.asarray(rng.standard_normal((2, 3, 8, 6, 16)), "float32")
     layer = nnx.NeighborhoodAttention2D(16, num_heads=2, kernel_size=3, clamp_window=True, rngs=flax_nnx.Rngs(0))

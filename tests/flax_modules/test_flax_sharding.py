@@ -1,4 +1,4 @@
-"""The Flax modules with their parameters split over a device mesh."""
+"""The Flax modules with parameters sharded over a device mesh."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.meshes import assert_close, mesh_of, put
 from tests.support.problems import QUICK_COMPILATION
 from tests.support.sharded_training import train_nnx
 
-#: Mesh axes of parameters of which heads are split.
+#: Mesh axes of parameters whose heads are sharded.
 KERNEL, BIAS, OUT_KERNEL = (None, "model", None), ("model", None), ("model", None, None)
 METADATA = {
     "kernel_metadata": {"out_sharding": KERNEL},
@@ -34,7 +34,7 @@ METADATA = {
 
 
 def annotated(rank: int, **overrides):
-    """A module for linen whose parameters have names."""
+    """Return a linen module whose parameters are annotated with mesh axes."""
 
     def named(initializer, names):
         return flax_linen.with_partitioning(initializer, names)
@@ -51,7 +51,7 @@ def annotated(rank: int, **overrides):
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_training(kind: str) -> None:
-    """Heads over one mesh axis, the batch over another: one device's results, and nothing is gathered."""
+    """Heads over one mesh axis, the batch over another: results equal a single device's, without all-gathers."""
     mesh = mesh_of(kind, data=4, model=2)
     found, expected = train_nnx(mesh), train_nnx()
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Modules with terms of logits and 8-bit arrays, and their exported programs."""
+"""Modules with biases, sinks and 8-bit arrays, and their exported programs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.support.flax_layers import (
     params_of,
 )
 
-# Modules with a relative bias: its parameter, its gradient, and what they cannot have.
+# Modules with a relative bias: its parameter, its gradient, and unsupported options.
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -71,7 +71,7 @@ def test_the_bias_is_learned(dtype: str) -> None:
 
 @pytest.mark.parametrize("flavor", ["nnx", "linen"])
 def test_windows_of_small_layouts_are_clamped(flavor: str) -> None:
-    """Clamped windows give the results of windows that fit, with the middle of the table."""
+    """Clamped windows equal windows that fit, with the central part of the table."""
     inputs, table = inputs_of(2)[:, :4, :3], jax.random.normal(jax.random.key(1), (HEADS, 9, 13))
     large: Any = {"kernel_size": (5, 7), "stride": 1, "dilation": 1, "relative_bias": True}
     small = {**large, "kernel_size": (4, 3)}
@@ -95,7 +95,7 @@ SINKS = np.linspace(-1.0, 2.0, HEADS)
 
 
 def reference(params: Any, inputs: Any, key_bias: np.ndarray) -> np.ndarray:
-    """Attention of all tokens to each other in float64."""
+    """Compute attention among all tokens in float64."""
     params, inputs = jax.tree.map(lambda array: np.asarray(array, np.float64), (params, inputs))
     query, key, value = (
         np.einsum("b...f,fhd->b...hd", inputs, params[name]["kernel"]) + params[name]["bias"]
@@ -108,7 +108,7 @@ def reference(params: Any, inputs: Any, key_bias: np.ndarray) -> np.ndarray:
 
 
 def attend(flavor: str, rank: int, inputs: jax.Array, **arguments: Any) -> tuple[Any, jax.Array]:
-    """Parameters and output of a module whose windows are the whole layout, with sinks."""
+    """Return parameters and output of a module with sinks whose windows are the whole layout."""
     settings: Any = {"num_heads": HEADS, "kernel_size": LAYOUTS[rank], "sinks": True}
     if flavor == "nnx":
         module = NNX[rank](FEATURES, rngs=nnx.Rngs(0), **settings)
@@ -153,7 +153,7 @@ def test_sinks_are_learned() -> None:
     assert NNX[2](FEATURES, num_heads=HEADS, kernel_size=3, rngs=nnx.Rngs(0)).sinks is None
 
 
-# Modules that quantise queries, keys and values.
+# Modules that quantize queries, keys and values.
 
 
 INPUTS = jnp.asarray(np.random.default_rng(0).standard_normal((1, 6, 8, 32)), jnp.bfloat16)
@@ -188,12 +188,12 @@ def test_attention_fn() -> None:
     assert jnp.array_equal(found, na2d(query, query, query, 3, fp8="e4m3"))
 
 
-# Models of Flax's as exported programs, with their parameters as arguments.
+# Flax models as exported programs, with their parameters as arguments.
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flatbuffers") is None, reason="jax.export serialises with flatbuffers")
 def test_the_state_of_an_nnx_model_is_an_argument_of_its_program() -> None:
-    """Of two layers in a list, whose state has numbers for keys."""
+    """Tests two layers in a list, whose state has integer keys."""
     (batch,) = jax.export.symbolic_shape("batch")
     images = jax.random.normal(jax.random.key(0), (2, 6, 5, 8))
 
@@ -213,4 +213,4 @@ def test_the_state_of_an_nnx_model_is_an_argument_of_its_program() -> None:
         found = jax.export.deserialize(bytearray(program)).call(jax.tree.leaves(nnx.state(model(seed))), images)
         np.testing.assert_allclose(found, model(seed)(images), rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match="Cannot serialize PyTreeDef containing an unregistered type"):
-        stored(lambda state, x: nnx.merge(graph, state)(x), state)  # or else the page need not say so
+        stored(lambda state, x: nnx.merge(graph, state)(x), state)  # otherwise the page's note is obsolete

@@ -1,1 +1,1 @@
-"""Devices, and what is decided for a pass."""
+"""Devices, and plans of passes."""

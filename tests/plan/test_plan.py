@@ -196,7 +196,7 @@ HOPPER_DEVICE = Device("cuda", (9, 0))
 
 
 class FakeGpu(NamedTuple):
-    """Attributes of JAX's device that this package reads."""
+    """Attributes of a JAX device that this package reads."""
 
     platform: str = "gpu"
     compute_capability: str = "9.0"
@@ -204,7 +204,7 @@ class FakeGpu(NamedTuple):
 
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process whose first platform is a GPU, and the second is the host."""
+    """Simulate a process whose first platform is a GPU and whose second is the CPU."""
     (host, *_) = jax.local_devices(backend="cpu")
     by_platform: dict[str | None, list[Any]] = {None: [FakeGpu()], "gpu": [FakeGpu()], "cuda": [FakeGpu()]}
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -231,13 +231,15 @@ def test_another_default_is_respected(fake_gpu: None, chosen: str) -> None:
     with jax.default_device("cpu" if chosen == "cpu" else host):
         assert default_jax_device() == host
         assert default_device() == CPU
-        assert local_devices() == (CPU, HOPPER_DEVICE)  # where arrays may lie all the same
+        assert local_devices() == (CPU, HOPPER_DEVICE)  # arrays may be on either device
         assert [*lowering_targets().values()][:2] == [CPU, HOPPER_DEVICE]
     assert default_device() == HOPPER_DEVICE
 
 
 def test_what_is_refused_is_refused_for_the_default_device(fake_gpu: None) -> None:
-    x = jax.ShapeDtypeStruct((1, 12, 2, 12), jnp.float16)  # heads that hopper does not take on a GPU, either
+    x = jax.ShapeDtypeStruct(
+        (1, 12, 2, 12), jnp.float16
+    )  # a head dimension that hopper does not support on a GPU either
 
     def run(x: jax.Array) -> jax.Array:
         return natten_jax.na1d(x, x, x, 3, backend="hopper-fna")

@@ -29,7 +29,7 @@ OTHER_VARIABLES = {"CUDA_HOME", "_PYTHON_HOST_PLATFORM", "SETUPTOOLS_EXT_SUFFIX"
 
 
 def put_program(path: Path, script: str = "exit 1") -> Path:
-    """An executable file; by default it fails."""
+    """Write an executable file; by default it fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
@@ -37,13 +37,13 @@ def put_program(path: Path, script: str = "exit 1") -> Path:
 
 
 class Build:
-    """The names in setup.py, which builds nothing here, in an environment without programs.
+    """The names in setup.py, run without building, in an environment without programs.
 
     Attributes:
         names: Functions and constants of setup.py.
         patch: Changes the environment.
-        folder: For files.
-        nvccs: An nvcc of each version of CUDA, none of them on the path.
+        folder: Folder for files.
+        nvccs: An nvcc for each CUDA version, outside of the path.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -63,7 +63,7 @@ class Build:
         return self.names[name]
 
     def run(self) -> tuple[dict[str, Any], list[str]]:
-        """The names in setup.py, and of the extensions that it has setuptools build in this environment."""
+        """Return the names in setup.py, and the names of the extensions it would build in this environment."""
         given: dict[str, Any] = {}
         self.patch.setattr(setuptools, "setup", given.update)
         names = runpy.run_path(str(ROOT / "setup.py"))
@@ -210,7 +210,7 @@ def test_the_library_is_built_on_linux_and_elsewhere_when_asked_for(
 
 @pytest.fixture
 def visible_gpu(build: Build) -> None:
-    """A machine with an NVIDIA GPU, without a choice to build for it or not."""
+    """Simulate a machine with an NVIDIA GPU, without build options for CUDA."""
     build.put_on_path(put_program(build.folder / "driver" / "nvidia-smi", "exit 0"))
     build.patch.delenv("NATTEN_JAX_CUDA")
 
@@ -283,7 +283,7 @@ def test_the_version_of_a_wheel_says_its_cuda_and_that_it_is_a_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = copy_of_sources(tmp_path)
-    # Source distributions, from which wheels are built, hold this file.
+    # Source distributions, from which wheels are built, contain this file.
     (sources / "setup.cfg").write_text("[egg_info]\ntag_build = \ntag_date = 0\n")
     build_settings = runpy.run_path(str(ROOT / "release" / "wheels.py"))["build_settings"]
     settings = tmp_path / "settings.cfg"

@@ -1,4 +1,4 @@
-"""Public names: each has a page of the documentation, and each function an example in its docstring, which runs."""
+"""Public names: each has a documentation page, and each function has a working example in its docstring."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MODULES = {
 
 
 def public_names() -> dict[str, Any]:
-    """Every public object, by its full name."""
+    """Return every public object, by its full name."""
     objects = {f"natten_jax.{name}": getattr(natten_jax, name) for name in natten_jax.__all__}
     for name, members in MODULES.items():
         try:

@@ -1,4 +1,4 @@
-"""The Python blocks of the documentation: each page runs from top to bottom, and type-checks as a user's file."""
+"""The Python blocks of the documentation: each page runs as a program, and type-checks as a user's file."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (tmp_path / name).write_text(content)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
-    result = run_python(program_of(page), devices=None)  # a page that needs several says so
+    result = run_python(program_of(page), devices=None)  # pages that need several devices request them
     assert result.returncode == 0, f"{page.name}: {result.stderr}"
 
 
 def test_pages_type_check(tmp_path: Path) -> None:
-    """All at once: most of the time goes into JAX's types."""
+    """Checks all pages in one run, because most of the time goes into JAX's types."""
     mypy = sys.executable, "-m", "mypy"
-    environment: dict[str, str] = {}  # that a reader's settings change nothing
+    environment: dict[str, str] = {}  # independent of the developer's settings
     found = subprocess.run([*mypy, "--version"], capture_output=True, text=True, env=environment, check=False)
     if "No module named" in found.stderr:
         pytest.skip(f"mypy is not installed: {found.stderr.strip()}")
-    # As it is installed: one package, with types.
+    # As installed: a single typed package.
     package = tmp_path / "site" / "natten_jax"
     package.mkdir(parents=True)
     for entry in (*PACKAGE.iterdir(), ROOT / "flax_modules"):

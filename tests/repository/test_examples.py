@@ -1,4 +1,4 @@
-"""The examples run, as a user would run them, and do what they say."""
+"""Run the examples as a user would, and check their results."""
 
 from __future__ import annotations
 
@@ -104,8 +104,9 @@ def test_video_denoising_learns_alike_with_two_backends(tmp_path):
 def test_train_sharded_trains_as_one_device_does():
     problem = ("--tokens", "2", "6", "6", "--window", "2", "3", "3", "--depth", "1", "--batch-size", "8")
     devices = ("--devices", "8", "--model-parallel", "2", "--compare")
-    # A loss that falls, and is a mean of 7 thousand numbers. Means of 28 thousand, of patches of 4 by 4, differ by 5e-5
-    # between the two runs with JAX 0.10.0, which rounds long sums more, at any learning rate; these by 3e-6.
+    # The loss decreases, and is a mean of 7 thousand numbers: the two runs differ by 3e-6. With patches of 4 by 4, it
+    # is a
+    # mean of 28 thousand, and differs by 5e-5 with JAX 0.10.0, which rounds long sums more, at any learning rate.
     training = ("--steps", "6", "--learning-rate", "1e-3", "--patch", "2")
     output = output_of("train_sharded.py", *problem, *devices, *training, JAX_PLATFORMS="cpu")
     assert re.search(r"^ +step +4 data x 2 model +1 data x 1 model$", output, re.MULTILINE)
@@ -120,7 +121,7 @@ def test_train_sharded_trains_as_one_device_does():
 
 
 def losses_of(output: str) -> np.ndarray:
-    """The losses of an example whose steps are timed."""
+    """Return the losses of an example whose steps are timed."""
     assert re.search(r"^Median step: \d+\.\d+(us|ms|s)$", output, re.MULTILINE)
     return np.array(re.findall(r"^ +\d+ +(\d+\.\d{4})$", output, re.MULTILINE), float)
 
@@ -158,7 +159,7 @@ def test_hdit_learns_and_samples(tmp_path):
     assert losses.shape == (10,)
     assert losses[-1] < 0.7 * losses[0]
     assert 0 < attention_share_of(output) < 100
-    # Noise has a standard deviation of 1, and so have the samples of a model that has learned nothing.
+    # Noise has a standard deviation of 1, and so do the samples of an untrained model.
     (deviation,) = re.findall(r"^Samples after 4 steps: .*standard deviation ([\d.]+)$", output, re.MULTILINE)
     assert float(deviation) < 0.9
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

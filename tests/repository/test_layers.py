@@ -1,4 +1,4 @@
-"""Packages have levels: a module imports from its own package and from those below, and no two import each other."""
+"""Packages have levels: a module imports only from its package and from lower levels, and imports have no cycles."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms
 
 
 def _modules() -> dict[str, Path]:
-    """Every module's file, by its name."""
+    """Return every module's file, by module name."""
     folders = {"natten_jax": ROOT / "natten_jax", "natten_jax.flax_modules": ROOT / "flax_modules"}
     found = {}
     for package, folder in folders.items():
@@ -58,7 +58,7 @@ def _imported(module: str, path: Path) -> Iterator[str]:
 
 
 def _graph() -> dict[str, set[str]]:
-    """The modules of this package that each of them imports."""
+    """Return the modules of this package that each module imports."""
     modules = _modules()
 
     def imported(importer: str, path: Path) -> Iterator[str]:
@@ -71,7 +71,7 @@ def _graph() -> dict[str, set[str]]:
 
 
 def _room(module: str) -> str:
-    """The package or module that has a level: a module may have another level than its package."""
+    """Return the package or module that has a level: a module may have a different level than its package."""
     parts = module.split(".")
     names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
     found = next((name for name in names if name in _LEVEL_OF and (name != "natten_jax" or name == module)), None)
@@ -80,7 +80,7 @@ def _room(module: str) -> str:
 
 
 def _upward(graph: Mapping[str, set[str]]) -> list[str]:
-    """Imports of what is not below."""
+    """Return the imports that are not from lower levels."""
     return [
         f"{importer} imports {module}"
         for importer, imported in graph.items()
@@ -96,12 +96,12 @@ def test_nothing_is_imported_from_above() -> None:
 
 def test_modules_are_imported_in_an_order() -> None:
     graph = _graph()
-    order = list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names a circle
+    order = list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the cycle
     assert set(order) == set(graph)
 
 
 def test_every_package_says_what_its_modules_are() -> None:
-    """The package itself is public: its documentation is what users read, and docs/architecture.md has its rooms."""
+    """Public packages have docstrings for users, so docs/architecture.md describes their modules."""
     architecture = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     unsaid = []
     for package, path in _modules().items():

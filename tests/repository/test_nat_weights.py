@@ -1,4 +1,4 @@
-"""Published classifiers from their weights, compared with recorded logits of other implementations."""
+"""Published classifiers, built from their weights, compared with recorded logits of other implementations."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def example() -> dict[str, Any]:
 
 
 def arrays_of(shapes: Mapping[str, Sequence[int]]) -> Weights:
-    """Random weights that depend on their names, and not on the order of these."""
+    """Return random weights that depend on their names, but not on their order."""
     arrays = {}
     for name, shape in shapes.items():
         noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape) / math.sqrt(
@@ -56,7 +56,7 @@ def images_of(extents: Sequence[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_logits_equal_the_recorded_ones(example: dict[str, Any], name: str) -> None:
-    """The last stage is smaller than its dilated windows, and extents are odd."""
+    """In the test model, the last stage is smaller than its dilated windows, and extents are odd."""
     record = RECORDS[name]
     model = example["load"](arrays_of(record["shapes"]), record["dilations"], config=record["config"])
     assert model.depths == (1, 2)
@@ -65,7 +65,7 @@ def test_logits_equal_the_recorded_ones(example: dict[str, Any], name: str) -> N
 
 
 def test_models_without_a_head(example: dict[str, Any]) -> None:
-    """Tokens of a classifier, and of transformers' model and backbone, whose weights have names without a prefix."""
+    """Compare tokens of a classifier with transformers' model and backbone, whose weight names lack a prefix."""
     weights, images = arrays_of(DINAT["shapes"]), images_of(DINAT["extents"])
     headless = {name.removeprefix("dinat."): array for name, array in weights.items() if "classifier" not in name}
     backbone = {name: array for name, array in headless.items() if not name.startswith("layernorm")}
@@ -186,7 +186,7 @@ def test_packages_that_are_missing(
 
 @pytest.mark.parametrize(("size", "millions"), [("mini", 20), ("tiny", 28), ("small", 51), ("base", 90)])
 def test_sizes_are_the_published_ones(example: dict[str, Any], size: str, millions: float) -> None:
-    """Parameters as the papers count them, in millions."""
+    """Parameter counts of the papers, in millions."""
     weights = example["random_weights"](example["SIZES"][size])
     assert sum(array.size for array in weights.values()) / 1e6 == pytest.approx(millions, abs=0.5)
     models = [example["load"](weights, dilations) for dilations in ("dinat", "dinat-384")]

@@ -1,4 +1,4 @@
-"""Sources and launchers of the native build. Nothing is compiled here."""
+"""Sources and launchers of the native build, without compilation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_compilation_fails_where_ptxas_ignored_something(line: str, status: in
     compiler.chmod(0o755)
     built = tmp_path / "kernel file.o"
     command: list[str | Path] = ["sh", REFUSE_IGNORED, compiler, "-c", "kernel file.cu", "-o", built]
-    # Arguments reach the compiler as they are.
+    # The launcher passes arguments to the compiler unchanged.
     compiler.write_text(compiler.read_text().replace('"$4"', '"$4"; test "$2" = "kernel file.cu" || exit 9'))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert line in done.stderr

@@ -40,7 +40,7 @@ print(natten_jax.__version__)
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """Run a command that must succeed, without this checkout or this environment in its way."""
+    """Run a command that must succeed, isolated from this checkout and this environment."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     environment["JAX_PLATFORMS"] = "cpu"
     result = subprocess.run(
@@ -66,7 +66,7 @@ def copy_of_sources(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source distribution, and the wheels for this interpreter that were built from it.
+    """Return the folder of the source distribution, and of the wheels built from it for this interpreter.
 
     NATTEN_JAX_DISTRIBUTIONS names a directory with existing distributions, for any number of interpreters.
     """
@@ -82,7 +82,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(distributions: Path) -> Path:
-    """The wheel with kernels for this machine."""
+    """Return the wheel with kernels for this machine."""
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     (built,) = distributions.glob(f"natten_jax-{__version__}-{tag}-*linux*_{platform.machine()}.whl")
     return built
@@ -90,7 +90,7 @@ def wheel(distributions: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def python_alone(distributions: Path) -> Path:
-    """The wheel without any."""
+    """Return the wheel without kernels."""
     (built,) = distributions.glob("natten_jax-*-any.whl")
     return built
 

@@ -1,4 +1,4 @@
-"""Versions, dates and addresses agree wherever they are written, and pages promise no package that is not there."""
+"""Versions, dates and addresses agree in all files, and pages do not mention packages that do not exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from natten_jax import __version__
 
 ROOT = Path(__file__).parents[2]
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
-#: Version and date of every release, the newest first.
+#: Version and date of every release, newest first.
 RELEASES = re.findall(r"^## \[(\d[^\]]*)\] - (\S+)$", CHANGELOG, re.MULTILINE)
 TEXTS = [
     path
@@ -45,7 +45,7 @@ def test_the_citation_is_of_the_newest_release() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
     assert (citation["version"], str(citation["date-released"])) == RELEASES[0]
-    # Nobody has decided on these.
+    # These fields are undecided.
     assert not {"license", "url", "repository-code", "doi"} & set(citation)
 
 

@@ -1,4 +1,4 @@
-"""natten_jax inside a clone of the repository, where Python finds the clone's files before what is installed."""
+"""natten_jax inside a clone of the repository, where Python imports the clone's files before the installed package."""
 
 from __future__ import annotations
 
@@ -52,14 +52,15 @@ def clone_into(folder: Path, *, is_built: bool = False) -> Path:
 
 
 class Environment:
-    """An interpreter with everything that this one has but natten_jax."""
+    """An interpreter with all packages of this one except natten_jax."""
 
     def __init__(self, folder: Path) -> None:
         venv.create(folder)
         self.python = folder / "bin" / "python"
         (self.packages,) = folder.glob("lib/python*/site-packages")
         others = [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
-        # Folders that are named here are only looked into: the editable install of this interpreter does not count.
+        # Folders in a .pth file are only searched for modules: their own .pth files, such as editable installs, are
+        # ignored.
         (self.packages / "others.pth").write_text("\n".join(others))
 
     def install(self) -> None:
@@ -83,12 +84,12 @@ class Environment:
         return output_of(finished)
 
     def state(self, folder: Path) -> State:
-        """State of a program that is started in a folder."""
+        """Return the state of a program that is started in a folder."""
         package, flax_modules, library, error = self.run(folder, "-c", STATE).splitlines()
         return State(Path(package), Path(flax_modules), Path(library), error)
 
     def report(self, folder: Path) -> str:
-        """The output of the doctor in a folder."""
+        """Return the output of the doctor in a folder."""
         return self.run(folder, "-m", "natten_jax.doctor")
 
 
@@ -112,13 +113,13 @@ class State(NamedTuple):
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clone in which nothing was built."""
+    """Return a clone without a build."""
     return clone_into(tmp_path_factory.mktemp("unbuilt") / "natten_jax")
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """An environment after ``pip install .``."""
+    """Return an environment after ``pip install .``."""
     environment = Environment(tmp_path_factory.mktemp("installed"))
     environment.install()
     return environment
@@ -126,7 +127,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 def test_an_install_works_everywhere_in_its_clone(clone: Path, installed: Environment) -> None:
     library = installed.packages / "natten_jax"
-    # The Python files belong together, wherever they come from.
+    # All Python files come from the same place.
     assert installed.state(clone) == State(clone, clone / "flax_modules", library, "None")
     assert installed.state(clone / "tests") == State(installed.packages, library / "flax_modules", library, "None")
     report = installed.report(clone)

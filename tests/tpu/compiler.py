@@ -1,4 +1,4 @@
-"""The compiler for TPUs, on a machine without one: libtpu makes the program of a chip that is only described."""
+"""The compiler for TPUs, on a machine without a TPU: libtpu compiles for a chip that is only described."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 from tests.support import oracle
 from tests.support.problems import Case
 
-#: Chips by name: the smallest machine that has them, and what JAX calls them.
+#: Chips by name: the smallest topology with the chip, and JAX's device kind.
 CHIPS: Mapping[str, tuple[str, str]] = {
     "v4": ("v4:2x2x1", "TPU v4"),
     "v5e": ("v5e:2x2", "TPU v5 lite"),
@@ -48,7 +48,7 @@ def compiled_for(chip: str, function: Callable[..., Any], *arguments: Any) -> ja
 
 
 def shapes_of(case: Case, dtype: str) -> tuple[oracle.Tensors, tuple[Any, Any]]:
-    """Operands and cotangents of a problem."""
+    """Return shapes of the operands and cotangents of a problem."""
 
     def array(tokens: tuple[int, ...], heads: int, width: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((case.batch, *tokens, heads, width), jnp.dtype(dtype))
@@ -70,7 +70,7 @@ def shapes_of(case: Case, dtype: str) -> tuple[oracle.Tensors, tuple[Any, Any]]:
 
 
 def both_passes(case: Case, backend: str) -> Callable[..., Any]:
-    """Output, logsumexp and gradients of a problem."""
+    """Return a function that computes output, logsumexp and gradients of a problem."""
 
     def run(operands: oracle.Tensors, cotangents: tuple[Any, Any]) -> Any:
         outputs, pullback = jax.vjp(case.operator(backend), operands)

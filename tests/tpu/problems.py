@@ -48,7 +48,7 @@ def _attention(queries: int, keys: int, heads: int = 4, head_dim: int = 128, **f
 
 
 def _images() -> Iterator[tuple[str, Compiled]]:
-    """Image models: NAT and DiNAT of 224 x 224 pixels, DiNAT of 384 x 384, HDiT."""
+    """Yield layers of image models: NAT and DiNAT of 224 x 224 pixels, DiNAT of 384 x 384, HDiT."""
     for stage, (extent, dilation) in enumerate(((56, 8), (28, 4), (14, 2), (7, 1)), start=1):
         yield f"NAT stage {stage}", Compiled(_square(extent, 2**stage, 7), is_quick=stage in (1, 4))
         if dilation > 1:
@@ -66,7 +66,7 @@ def _images() -> Iterator[tuple[str, Compiled]]:
 
 
 def _videos() -> Iterator[tuple[str, Compiled]]:
-    """Videos: NATTEN's own examples, HunyuanVideo, Wan, Cosmos."""
+    """Yield layers of video models: NATTEN's examples, HunyuanVideo, Wan, Cosmos."""
     shapes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     shapes = ((8, 16, 24), (2, 4, 3)), ((16, 16, 16), (4, 8, 4))
     for layout, window in shapes:
@@ -93,7 +93,7 @@ def _videos() -> Iterator[tuple[str, Compiled]]:
 
 
 def _sequences() -> Iterator[tuple[str, Compiled]]:
-    """Sequences: bands of a graph's tokens in order, NATTEN's example, and attention."""
+    """Yield sequence problems: bands of a graph's ordered tokens, NATTEN's example, and plain attention."""
     for window in (512, 1024, 2048):
         yield f"band of {window}", Compiled(_band(32768, window), is_quick=window == 1024)
         yield f"band of {window}, causal", Compiled(_band(32768, window, is_causal=(True,)), is_quick=window == 2048)
@@ -111,7 +111,7 @@ def _sequences() -> Iterator[tuple[str, Compiled]]:
 
 
 def _widths() -> Iterator[tuple[str, Compiled]]:
-    """Every width of heads, equal or not, in both element types."""
+    """Yield problems with every head dimension, equal or different for values, in both element types."""
     for width in (32, 40, 64, 80, 96, 128, 160, 192, 256):
         wide = dataclasses.replace(_square(48, 2, 13, head_dim=width, batch=2))
         yield f"heads of {width}", Compiled(wide, is_quick=width == 256)
@@ -145,7 +145,7 @@ def _features() -> Iterator[tuple[str, Compiled]]:
     yield "everything at once, float32", Compiled(everything, "float32")
 
 
-#: By name.
+#: Problems by name.
 PROBLEMS: Mapping[str, Compiled] = dict(
     pair for part in (_images, _videos, _sequences, _widths, _features) for pair in part()
 )

@@ -1,4 +1,4 @@
-"""Compiled programs: which kernels they call, and which copies of their arguments they make."""
+"""Compiled programs: the kernels they call, and the copies of their arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z\-]*)\((.*?)\)(?:, |$)(.*)$", re.MULTILINE)
 _ARRAY = re.compile(r"[a-z]+[0-9]+\[([0-9,]*)\]")
-#: These only look at an array, or bring it to a core's own memory and back.
+#: Operations that only read an array, or move it to a core's memory and back.
 _COPIES_NOTHING = ("bitcast", "copy-start", "copy-done", "slice-start", "slice-done", "get-tuple-element", "tuple")
 
 
@@ -28,7 +28,7 @@ class Program:
     """A program.
 
     Args:
-        text: The program as XLA writes it.
+        text: The program in XLA's text format.
     """
 
     def __init__(self, text: str) -> None:

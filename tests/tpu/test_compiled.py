@@ -18,7 +18,7 @@ KERNELS = "natten_jax_tpu_forward", "natten_jax_tpu_query_gradient", "natten_jax
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every problem for every chip, or a few."""
+    """Parametrize with every problem and every chip, or with a few."""
     if "chip" in metafunc.fixturenames:
         metafunc.parametrize("name", PROBLEMS if metafunc.config.getoption("all_compiled") else QUICK)
         metafunc.parametrize("chip", CHIPS)

@@ -1,4 +1,4 @@
-"""Programs for several TPUs: each kind of mesh axes is split as the compiler for TPUs can."""
+"""Programs for several TPUs: the compiler for TPUs partitions each kind of mesh axes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def gradient(backend: str, token_axes: tuple[str, ...] | None = None) -> Callabl
 
 
 def text_of(function: Callable[[jax.Array], jax.Array], mesh: Mesh, spec: PartitionSpec) -> str:
-    """The program that each of the devices runs."""
+    """Return the text of the program that each device runs."""
     x = jax.ShapeDtypeStruct((2, 32, 64, 2, 64), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
     with jax.set_mesh(mesh):
         text = jax.jit(function).trace(x).lower(lowering_platforms=("tpu",)).compile().as_text()
