@@ -100,8 +100,7 @@ def _store_programs() -> None:
     """Cache compiled XLA programs in ``build/compiled``, for all test processes and for the next run.
 
     A change of the package invalidates the cache: a program's key does not include the callbacks that partition calls
-    over
-    devices. The key includes metadata, because the profiler reads it.
+    over devices. The key includes metadata, because the profiler reads it.
     """
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return

@@ -172,7 +172,7 @@ A_MISSING_WAIT = rf"{A_RACE}|Barrier completed phase \d+, but no threads observe
 @needs_interpreter
 @pytest.mark.parametrize("which", [*PROBLEMS, 5])
 def test_results_and_gradients_without_races(which: str | int) -> None:
-    """The random problems are the first ones of ``python -m tests.fuzz.interpreted_blackwell``."""
+    """``python -m tests.fuzz.interpreted_blackwell`` runs more random problems."""
     problem = PROBLEMS[which] if isinstance(which, str) else INTERPRETED.draw(0, which)
     assert not INTERPRETED.complaints(problem), problem
 

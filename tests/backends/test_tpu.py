@@ -173,7 +173,7 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_known")
 @pytest.mark.parametrize("which", [*PROBLEMS, 0, 1, 2])
 def test_results_and_gradients_without_races(which: str | int) -> None:
-    """The random problems are the first ones of ``python -m tests.fuzz.interpreted``."""
+    """``python -m tests.fuzz.interpreted`` runs more random problems."""
     problem = PROBLEMS[which] if isinstance(which, str) else KERNELS.draw(0, which)
     assert not KERNELS.complaints(problem), problem
 

@@ -245,7 +245,7 @@ def test_a_relative_bias_leaves_query_gradients_to_regions() -> None:
     problem = problem_of(head_dim=32, relative_bias=True)
     assert next(iter(launches(problem).values())).kernel == RING
     assert backward_kernels(problem) == ("query gradient", "key/value gradient with a ring")
-    # Other architectures have no compiled ring kernel for it.
+    # Its ring kernel is not compiled for older architectures.
     assert all(launch.kernel == "forward" for launch in launches(problem, (8, 0)).values())
     assert backward_kernels(problem, (8, 0)) == ("query gradient", "key/value gradient")
 

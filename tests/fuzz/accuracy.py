@@ -23,7 +23,7 @@ SLACK = 2.0
 CANCELLATION, CANCELLATION_OF_SCALED_INPUTS = 0.05, 0.5
 #: The fraction if two half-precision parts, or a part and a sink, are merged: outputs and cotangents are then rounded a
 #: second time. With SLACK and the float16 bound this is half a unit in the last place of every term. Half-precision
-#: outputs are rounded by as much in any case, but independently per element, so that errors average out in wide heads.
+#: outputs have this rounding error in any case, but independently per element: errors average out in wide heads.
 CANCELLATION_OF_HALVES = 0.25
 #: Number of roundings of a logit, each relative to the sum of its terms' magnitudes.
 LOGIT_ROUNDINGS = 8
@@ -176,7 +176,7 @@ def _excess(
             allowed += OF_E4M3_WEIGHTS * float(np.linalg.norm(spread))
     if needs_gpu and name.startswith("d_") and max(map(_largest, operands[6:])) >= LARGE_LOGIT:
         allowed += SLACK * OF_WEIGHTS_OF_LARGE_LOGITS * terms
-    # Numbers below the smallest one of the type are flushed to zero in results, weights and gradients.
+    # Numbers below the type's smallest number are flushed to zero in results, weights and gradients.
     largest = max(*map(_largest, operands[:6]), *(_largest(each, oracle.TIED) for each in operands[6:]))
     tokens = max(operands.query[0, ..., 0, 0].size, operands.key[0, ..., 0, 0].size)
     smallest = SMALLEST.get(problem.dtype, SMALLEST_FLOAT32)

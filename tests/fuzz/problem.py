@@ -31,7 +31,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 _NO_BIASES: dict[str, Any] = {"relative_bias": False, "key_bias": None}
 
-#: Head dimensions beyond those of ``random_case``: at the limits of kernels, and just above.
+#: Head dimensions in addition to ``random_case``: at the limits of kernels, and just above.
 WIDE_HEADS = (64, 72, 96, 128, 136, 192, 256)
 #: Largest number of tokens of the few large problems, and of a tile.
 LARGE, LARGEST_TILE = 1600, 256

@@ -1,9 +1,8 @@
 """Non-finite or very low numbers in an operand, and the results that they may change.
 
 NaN and infinity in tokens of one batch entry and head may only change results that depend on them: the device loads
-tiles of several entries into the same memory. In an operand that is added to logits, or in a scale, they must also
-show in the results of every query that sees such a key. A number that hides its keys, or is as low as all other numbers
-of
+tiles of several entries into the same memory. In an operand that is added to logits, or in a scale, they must also show
+in the results of every query that sees such a key. A number that hides its keys, or is as low as all other numbers of
 such an operand, leaves a problem that the oracle can compute.
 """
 

@@ -171,9 +171,7 @@ def test_the_reduction_may_be_left_to_xla() -> None:
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_gradients_are_the_same_in_every_run(case: Case, is_deterministic: bool) -> None:
     case = dataclasses.replace(case, batch=2, heads=6, heads_kv=3, head_dim=128, head_dim_v=72)
-    names = ("query", "key", "value")[
-        0 if is_deterministic else 1 :
-    ]  # key and value gradients are always deterministic
+    names = ("query", "key", "value")[0 if is_deterministic else 1 :]  # key and value gradients always are
     check_gradients_repeat(case, "hopper-fna", names, backward_deterministic=is_deterministic)
 
 

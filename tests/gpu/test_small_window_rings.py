@@ -223,7 +223,7 @@ def test_what_hides_nothing_changes_nothing() -> None:
     jax.tree.map(np.testing.assert_array_equal, tuple(results), tuple(plain))
 
 
-# The small-window kernels with a ring: results where they are chosen, and bitwise guarantees.
+# The small-window kernels with a ring: results, and bitwise guarantees.
 #
 # For random problems run ``python -m tests.fuzz --backend cutlass --direct --feature ring``.
 

@@ -237,9 +237,7 @@ def test_another_default_is_respected(fake_gpu: None, chosen: str) -> None:
 
 
 def test_what_is_refused_is_refused_for_the_default_device(fake_gpu: None) -> None:
-    x = jax.ShapeDtypeStruct(
-        (1, 12, 2, 12), jnp.float16
-    )  # a head dimension that hopper does not support on a GPU either
+    x = jax.ShapeDtypeStruct((1, 12, 2, 12), jnp.float16)  # hopper does not support this head dimension
 
     def run(x: jax.Array) -> jax.Array:
         return natten_jax.na1d(x, x, x, 3, backend="hopper-fna")

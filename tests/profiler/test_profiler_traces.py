@@ -105,8 +105,7 @@ def test_device_time_is_most_of_the_wall_clock() -> None:
     assert len(iterations) == 9
     totals = [sum(event.duration for event in each) / 1e9 for each in iterations]
     # Both clocks measure the same runs. Single runs may differ: a busy machine may suspend this thread, or the thread
-    # that
-    # records the end of a step.
+    # that records the end of a step.
     ratio = statistics.median(total / wall for total, wall in zip(totals, walls[-9:], strict=True))
     assert 0.5 < ratio < 1.1
 

@@ -105,8 +105,7 @@ def test_train_sharded_trains_as_one_device_does():
     problem = ("--tokens", "2", "6", "6", "--window", "2", "3", "3", "--depth", "1", "--batch-size", "8")
     devices = ("--devices", "8", "--model-parallel", "2", "--compare")
     # The loss decreases, and is a mean of 7 thousand numbers: the two runs differ by 3e-6. With patches of 4 by 4, it
-    # is a
-    # mean of 28 thousand, and differs by 5e-5 with JAX 0.10.0, which rounds long sums more, at any learning rate.
+    # is a mean of 28 thousand, and differs by 5e-5 with JAX 0.10.0, which rounds long sums more, at any learning rate.
     training = ("--steps", "6", "--learning-rate", "1e-3", "--patch", "2")
     output = output_of("train_sharded.py", *problem, *devices, *training, JAX_PLATFORMS="cpu")
     assert re.search(r"^ +step +4 data x 2 model +1 data x 1 model$", output, re.MULTILINE)

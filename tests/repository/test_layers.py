@@ -1,4 +1,4 @@
-"""Packages have levels: a module imports only from its package and from lower levels, and imports have no cycles."""
+"""Packages have levels: a module imports only from its package and from lower levels, without cycles."""
 
 from __future__ import annotations
 

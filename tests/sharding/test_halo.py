@@ -179,7 +179,7 @@ class Split(NamedTuple):
 
     @property
     def calls(self) -> int:
-        """Return the number of kernels of an overlapped forward pass: one with the device's keys, and one per slab."""
+        """Return the number of kernel calls of an overlapped forward pass: for the device's keys, and for each slab."""
         if self.is_gathered:
             return 1
         # Two devices have a single halo each, or two in a ring, but run the same program.

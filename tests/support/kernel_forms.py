@@ -1,4 +1,4 @@
-"""Small problems for compute-sanitizer, one for each form of each GPU kernel: ``make sanitize-gpu``.
+"""Small problems for compute-sanitizer, covering each form of each GPU kernel: ``make sanitize-gpu``.
 
 Both passes of every form run on ordinary inputs, on inputs large enough that weights need the logsumexp's remainder,
 and with per-head scales, for which some forms have separate kernels. If all per-head scales are equal, results must
@@ -76,8 +76,8 @@ def cutlass_forms() -> Iterator[Form]:
         yield Form(dtype, width, Performance((8, 8), (8, 16), (8, 8), (8, 16), backward_kv_splits=(1, 2)))
     for dtype in ("bfloat16", "float16"):
         yield Form(dtype, 128, Performance((16, 16), (8, 8), (8, 16), (8, 8), backward_deterministic=True))
-    # Kernels for small windows. TMA loads the columns of the first form, if heads fill its rows and there are no
-    # additional tokens.
+    # Kernels for small windows. TMA loads the columns of the first form, if heads fill its rows, without additional
+    # tokens.
     boxes, chunks = Performance((8, 2), (1, 8), (1, 8), (8, 2)), Performance((8, 2), (2, 4), (2, 4), (4, 4))
     for dtype, width in itertools.product(("bfloat16", "float16"), (32, 64, 128)):
         yield Form(dtype, width, boxes, additional_kv=0)

@@ -80,8 +80,7 @@ def neighborhood_mask(
     """Return visibility ``[query tokens, key tokens]`` over flattened tokens, the last dimension fastest.
 
     Queries may be a box that begins at ``origin``, with ``upsample`` queries per token along each dimension.
-    ``extents``
-    are the valid extents of the layout; windows that do not fit are clamped to them.
+    ``extents`` are the valid extents of the layout; windows that do not fit are clamped to them.
     """
     mask, ones = np.ones((1, 1), bool), (1,) * len(layout)
     windows = zip(kernel_size, stride, dilation, is_causal, edges or ("shift",) * len(layout), strict=True)

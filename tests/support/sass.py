@@ -63,9 +63,9 @@ def functions(lines: Iterable[str]) -> Iterator[tuple[str, list[Instruction]]]:
 def early_arrivals(instructions: Iterable[Instruction]) -> list[Instruction]:
     """Arrivals at barriers in shared memory that are issued while matrix loads before them may still be reading.
 
-    Loads and shuffles share a queue and complete in issue order: a load without a scoreboard has ended once a later one
-    of them with a scoreboard has. ptxas relies on this where matrix instructions read what was loaded. The scan is
-    linear, and follows loops from their ends to their beginnings. It follows no other branches.
+    Loads and shuffles share a queue and complete in issue order: a load without a scoreboard has completed once a later
+    load or shuffle with a scoreboard has. ptxas relies on this for matrix instructions that read loaded data. The scan
+    is linear, and follows loops from their ends to their beginnings. It follows no other branches.
     """
     code = list(instructions)
     found: list[Instruction] = []

@@ -23,8 +23,8 @@ APART = frozenset(
         "tests/tpu/test_compiled_meshes.py",
     }
 )
-#: Tests that one worker runs sequentially on GPUs, because two of them would not fit in memory. All other tests are
-#: distributed one by one there.
+#: Tests that one worker runs sequentially on GPUs, because two of them would not fit in memory. On GPUs, all other
+#: tests are distributed individually.
 TOGETHER_ON_GPUS = frozenset({"tests/gpu/test_hopper.py::test_arrays_of_more_than_2_31_elements"})
 
 
