@@ -33,12 +33,14 @@ class Target:
     """A custom call target. To test a new target, add it to ``TARGETS``.
 
     Attributes:
-        name: Name of the target. operands: Names of its operands. results: Names of its results, without scratch
-        memory. A remainder may also be empty. dtype: Element type of its arrays. head_dims: Valid ``head_dim`` and
-        ``head_dim_v``. choices: Target-specific attributes that select a variant, and their largest values.
+        name: Name of the target.
+        operands: Names of its operands.
+        results: Names of its results, without scratch memory. A remainder may also be empty.
+        dtype: Element type of its arrays.
+        head_dims: Valid ``head_dim`` and ``head_dim_v``.
+        choices: Target-specific attributes that select a variant, and their largest values.
         tile_tokens: Largest number of tokens of a query tile and of a key/value tile. ``None``: only the limit shared
-        by
-            all targets applies.
+            by all targets applies.
         tiles: Query and key/value tile shapes of the call.
         scratch: Target-specific results without meaningful content: shapes and element types.
         replaces: Operand whose memory each result reuses, by result. A target with replacements continues another
