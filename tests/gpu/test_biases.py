@@ -72,7 +72,7 @@ def test_tables_of_clamped_windows() -> None:
 
 
 def windows(layout: Shape, kernel_size: Shape, heads: int = 2, head_dim: int = 32, **facts: Any) -> Case:
-    """A problem; key/value heads are the query heads by default."""
+    """Return a problem; the number of key/value heads is the number of query heads by default."""
     return Case(layout, kernel_size, heads=heads, head_dim=head_dim, **{"heads_kv": heads, **facts})
 
 
@@ -198,7 +198,7 @@ SMALL_WINDOWS = {name: dataclasses.replace(case, relative_bias=True) for name, c
 
 
 def cutlass() -> Family:
-    """The portable kernels."""
+    """Return the family of the portable kernels."""
     return family_named("cutlass")
 
 

@@ -59,7 +59,7 @@ def described(case: Case, dtype: str, copies: int = 1) -> Problem:
 
 
 def tiles_of(case: Case, dtype: str) -> tuple[TilePair, TilePair]:
-    """The fastest tiles of both passes with rings, except in query gradients of calls with tables."""
+    """Return the fastest tiles of both passes with rings, except for query gradients of calls with tables."""
     problem = described(case, dtype, COPIES)
 
     def first(pass_: Pass) -> TilePair:

@@ -1,4 +1,4 @@
-"""Calls of the public functions by random arrays. They use only public names of the package."""
+"""Calls of the public functions with random arrays. They use only public names of the package."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Call:
         return {name: rng.standard_normal(shape).astype(self.dtype_of(name)) for name, shape in self.shapes.items()}
 
     def run(self, arrays: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
-        """Output and logsumexp."""
+        """Return output and logsumexp."""
         options = {
             name: jnp.asarray(value, jnp.int32) if isinstance(value, list) else value
             for name, value in self.options.items()
@@ -61,7 +61,7 @@ class Call:
         return {"out": out, "lse": lse, **{f"d_{name}": each for name, each in gradients.items()}}
 
     def gradients(self, arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """The gradient of each array."""
+        """Return the gradient of each array."""
         results = self.with_gradients(arrays)
         return {name: results[f"d_{name}"] for name in arrays}
 

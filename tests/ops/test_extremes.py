@@ -124,7 +124,7 @@ def test_largest_logits_one_unit_apart(family: Family, dtype: str, unit: int, to
         rounded = np.float32(larger)
         return smaller - float(rounded if float(rounded) <= larger else np.nextafter(rounded, np.float32(0)))
 
-    # Powers of two of the first of these numbers exceed float32.
+    # With a unit of 32, two to the power of this difference exceeds float32.
     mantissa = next(m for m in range(2**24 - 2, 0, -1) if stays_above(m) > 5 * unit)
     case = Case((300,), queries=70, scale=scale, head_dim=16)
     with element_types(dtype):

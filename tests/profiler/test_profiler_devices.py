@@ -36,7 +36,7 @@ RUNS: tuple[tuple[str, tuple[int, int, int], Iterable[str]], ...] = (
     ("--devices 8 --split heads --compare xla", (8, 1, 1), {}),
     ("--devices 6 --split H,W --backprop", (8, 8, 8), {"collective-permute"}),
 )
-#: Index of the run whose trace is kept.
+#: Index of the flags in ``RUNS`` whose trace is kept.
 TRACED = 2
 
 

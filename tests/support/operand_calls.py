@@ -104,7 +104,7 @@ class OperandCall:
 
 
 def total(results: Any) -> jax.Array:
-    """The sum of the sines of all finite results, in float32."""
+    """Return the sum of the sines of all finite results, in float32."""
     sums = []
     for each in jax.tree.leaves(results):
         each = each.astype("float32")

@@ -113,5 +113,5 @@ def found_in_kernels(
 
 
 def missing() -> str | None:
-    """The reason why machine code cannot be listed here, if there is one."""
+    """Return the reason why machine code cannot be listed here, or ``None``."""
     return None if shutil.which("cuobjdump") else "there is no cuobjdump"
