@@ -104,7 +104,7 @@ GNU = ("-Wl,-z", "version-script", "gc-sections", "exclude-libs", "-static-libst
 #: Settings that CMake detects on a Mac.
 ASKED = "".join(f"set(CMAKE_SHARED_LIBRARY_RUNTIME_{language}_FLAG -Wl,-rpath,)\n" for language in ("C", "CXX"))
 
-#: Programs for macOS cannot be linked here, so the link step is skipped.
+#: Programs for macOS cannot be linked here, so CMake's checks compile static libraries and do not edit them.
 MACOS = {
     "CMAKE_SYSTEM_NAME": "Darwin",
     "CMAKE_SYSTEM_PROCESSOR": "arm64",
