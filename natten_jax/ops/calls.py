@@ -176,14 +176,13 @@ def run_operator(
     if fuse is not None:
         fuse = flag("try_fuse_additional_kv", fuse, or_none=True)
     inputs = _as_jax_arrays(arrays)
-    grid = FinerGrid.of(box.upsample, rank)
+    grid, is_box = FinerGrid.of(box.upsample, rank), box.query_origin is not None
     if grid is not None:
-        inputs = grid.folded(inputs, is_box=box.query_origin is not None)
+        inputs = grid.folded(inputs, is_box)
     scale_number, scale_array = number_or_array(terms.scale)
     axes = checked_token_axes(execution.token_axes, rank)
     if axes:
         _check_unsplit({"query_origin": box.query_origin, "extents": box.extents, "fp8": float8.fp8})
-    is_box = box.query_origin is not None
     types = [None if each is None else (each.shape, each.dtype) for each in inputs]
     clamp_window, scale = flag("clamp_window", box.clamp_window), scale_number if scale_array is None else 1.0
     parts, options = exchange.parts_of(axes) if axes else None, [*execution.performance.items()]
