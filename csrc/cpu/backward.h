@@ -27,7 +27,7 @@ struct QueryValues {
   NATTEN_JAX_INLINE void set(std::int64_t i, const Arrays& arrays, std::int64_t row) const {
     const float saved = arrays.logsumexp[row];
     logsumexp[i] = saved == -__builtin_inff() ? __builtin_inff() : base2_logsumexp(saved);
-    const RemainderParts parts = unpack_remainder(arrays.remainder == nullptr ? 0.0f : arrays.remainder[row]);
+    const Remainder parts = unpack_remainder(arrays.remainder == nullptr ? 0.0f : arrays.remainder[row]);
     distance[i] = parts.distance;
     log2_sum[i] = parts.log2_sum;
     delta[i] = arrays.delta[row];

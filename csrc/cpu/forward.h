@@ -88,12 +88,14 @@ void forward(const Plan& plan, const Item& item, std::byte* scratch) {
     }
     for (int lane = 0; lane < block.active; ++lane) {
       const float shift = softmax(i).maximum[lane], sum = softmax(i).sum[lane], log2_sum = __builtin_log2f(sum);
-      Logsumexp logsumexp{shift * kLn2 + log2_sum * kLn2, 0.0f};
+      Logsumexp logsumexp{shift * kLn2 + log2_sum * kLn2, {}};
       if (sum != 0.0f) logsumexp.remainder = logsumexp_remainder(logsumexp.value, shift, log2_sum);
       const float sink = sink_of(p.scale, scale_of_lane(p, item, block, lane));
       if (sink != -kInfinity) inverse[lane] *= add_sink(logsumexp, sink);
       plan.arrays.logsumexp[block.row[lane]] = logsumexp.value;
-      if (plan.arrays.remainder != nullptr) plan.arrays.remainder[block.row[lane]] = logsumexp.remainder;
+      if (plan.arrays.remainder != nullptr) {
+        plan.arrays.remainder[block.row[lane]] = pack_remainder(logsumexp.remainder);
+      }
     }
     store_lanes(block, w.sums_b + i * p.head_dim_v * kLanes, p.head_dim_v, inverse, w.lines,
                 static_cast<T*>(plan.arrays.out));

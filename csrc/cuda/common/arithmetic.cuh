@@ -105,7 +105,7 @@ CUTE_DEVICE float at_most_zero(float exponent) {
 
 /// Exponent of a logit's weight relative to a logsumexp with a remainder, in base 2.
 CUTE_DEVICE float exponent_of_large(float logit, float exponent_scale, float logsumexp, float remainder) {
-  const RemainderParts parts = unpack_remainder(remainder);
+  const Remainder parts = unpack_remainder(remainder);
   return at_most_zero(fmaf(logit, exponent_scale, -logsumexp) - parts.distance) - parts.log2_sum;
 }
 

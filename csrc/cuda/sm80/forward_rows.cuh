@@ -133,8 +133,7 @@ struct WarpRows {
   template <bool kMayHaveSink>
   CUTE_DEVICE void write(const Output& o, const Softmax& softmax, std::int64_t first_row, float sink) const {
     // One of the four lanes that share a row handles its logsumexp.
-    const float2 found = softmax.logsumexp(lane4, [&](int i) -> float& { return shared.subtracted[row0 + 8 * i]; });
-    Logsumexp logsumexp{found.x, found.y};
+    Logsumexp logsumexp = softmax.logsumexp(lane4, [&](int i) -> float& { return shared.subtracted[row0 + 8 * i]; });
     const float share_of_keys = kMayHaveSink && sink != -INFINITY ? add_sink(logsumexp, sink) : 1.f;
     CUTE_UNROLL
     for (int i = 0; i < 2 * kRowBlocks; ++i) {
@@ -152,7 +151,7 @@ struct WarpRows {
       const int token = lane4 < 2 * kRowBlocks ? shared.row_windows[row0 + 8 * lane4][0][3] : -1;
       const std::int64_t at = first_row + static_cast<std::int64_t>(token) * p.heads;
       if (token >= 0) p.logsumexp[at] = logsumexp.value;
-      if (token >= 0 && p.remainder != nullptr) p.remainder[at] = logsumexp.remainder;
+      if (token >= 0 && p.remainder != nullptr) p.remainder[at] = pack_remainder(logsumexp.remainder);
     }
     const int out_bytes = p.head_dim_v * static_cast<int>(sizeof(Element));
     char* out = static_cast<char*>(p.out) + first_row * out_bytes;

@@ -81,23 +81,23 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Logsumexp of the lane's row `i` of all its blocks, and its remainder.
+  /// Logsumexp of the lane's row `i` of all its blocks.
   template <class Subtracted>
-  CUTE_DEVICE float2 logsumexp(int i, const Subtracted& subtracted) const {
+  CUTE_DEVICE Logsumexp logsumexp(int i, const Subtracted& subtracted) const {
     float sum = row_sum[0][0], of_row = -offset[0][0];
     CUTE_UNROLL
     for (int j = 1; j < 2 * kRowBlocks; ++j) {
       sum = i == j ? row_sum[j / 2][j % 2] : sum;
       of_row = i == j ? -offset[j / 2][j % 2] : of_row;
     }
-    if (sum == 0.f) return make_float2(-INFINITY, 0.f);
+    if (sum == 0.f) return {-INFINITY, {}};
     const float log2_sum = fast_log2(sum);
     if (!subtracts()) {
       const float result = of_row * kLn2 + log2_sum * kLn2;
-      return make_float2(result, logsumexp_remainder(result, of_row, log2_sum));
+      return {result, logsumexp_remainder(result, of_row, log2_sum)};
     }
     const float logit = subtracted(i), result = __fmul_rn(logit, exponent_scale) * kLn2 + log2_sum * kLn2;
-    return make_float2(result, logsumexp_remainder(result, logit, exponent_scale, log2_sum));
+    return {result, logsumexp_remainder(result, logit, exponent_scale, log2_sum)};
   }
 
  private:

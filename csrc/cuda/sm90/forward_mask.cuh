@@ -99,8 +99,8 @@ CUTE_DEVICE void store_statistics(const ForwardParams& p, const TilePlan& plan, 
   const int token = of_completed_row(mask.row).token(p, plan);
   if (threadIdx.x % 4 > 1 || token < 0) return;
   const std::int64_t at = statistic_of(p, plan, token);
-  p.logsumexp[at] = sums.logsumexp;
-  if (p.remainder != nullptr) p.remainder[at] = sums.remainder;
+  p.logsumexp[at] = sums.logsumexp.value;
+  if (p.remainder != nullptr) p.remainder[at] = pack_remainder(sums.logsumexp.remainder);
 }
 
 }  // namespace natten_jax::sm90

@@ -23,10 +23,10 @@ class Float8Attention : private Float8Rows<Traits> {
   CUTE_DEVICE void run() {
     order.start();
     start_output();
-    if (!next_query_tile()) return;
+    if (!next_plan()) return;
     scale_logits();
     find_seen();
-    start_logits();
+    start_first_logits();
     int finished;
     while (true) {
       while (true) {
@@ -47,9 +47,9 @@ class Float8Attention : private Float8Rows<Traits> {
       }
       finished = slot.index;
       slot.advance();
-      if (!next_query_tile()) break;
+      if (!next_plan()) break;
       find_seen();
-      start_logits();
+      start_first_logits();
       // The next tile's first logits are computed meanwhile.
       finish_query_tile(finished);
       scale_logits();
@@ -59,20 +59,13 @@ class Float8Attention : private Float8Rows<Traits> {
 
  private:
   using Rows::await_values, Rows::find_seen, Rows::first_row, Rows::leave_values, Rows::plan_mask;
-  using Rows::leave_keys, Rows::leave_query;
+  using Rows::leave_keys, Rows::leave_query, Rows::next_plan;
   using Rows::left, Rows::mask, Rows::mask_of_rows, Rows::next_mask;
   using Rows::p, Rows::shared, Rows::thread, Rows::warpgroup, Rows::order, Rows::k, Rows::v, Rows::slot, Rows::output;
 
   CUTE_DEVICE void start_output() {
     clear(products.o);
     softmax.start();
-  }
-
-  /// Moves to the next query tile. Returns false after the last.
-  CUTE_DEVICE bool next_query_tile() {
-    if (!Rows::next_plan()) return false;
-    if constexpr (Traits::kQueryInRegisters) load_query();
-    return true;
   }
 
   /// Reads the scale of a query tile's head, once the sums of the tile before are complete.
@@ -83,7 +76,6 @@ class Float8Attention : private Float8Rows<Traits> {
     const int lane = threadIdx.x % 32, row = warpgroup * 64 + thread / 32 * 16 + lane % 16;
     const std::uint32_t of_row = shared_address(shared.q) + row * kSwizzledRow;
     Tensor word = recast<std::uint32_t>(products.query);
-    std::uint32_t loaded = 0;
     CUTE_UNROLL
     for (int k = 0; k < Traits::kQuerySteps; ++k) {
       const std::uint32_t address = of_row + 16 * ((2 * k + lane / 16) ^ row % 8);
@@ -91,9 +83,15 @@ class Float8Attention : private Float8Rows<Traits> {
                    : "=r"(word(4 * k)), "=r"(word(4 * k + 1)), "=r"(word(4 * k + 2)), "=r"(word(4 * k + 3))
                    : "r"(address)
                    : "memory");
-      loaded |= word(4 * k + 3);
     }
-    if (loads_have_ended(loaded)) arrive(shared.empty_q);
+  }
+
+  /// Starts the first product of a query tile. The wgmma waits for the registers of Q, so Q's buffer in shared memory
+  /// is free once the wgmma is issued.
+  CUTE_DEVICE void start_first_logits() {
+    if constexpr (Traits::kQueryInRegisters) load_query();
+    start_logits();
+    if constexpr (Traits::kQueryInRegisters) arrive(shared.empty_q);
   }
 
   CUTE_DEVICE void start_logits() {

@@ -72,9 +72,9 @@ struct Float8Softmax {
   /// Complete sums of the row that the lane completes.
   CUTE_DEVICE RowSums sums() const {
     const float sum = of_completed_row(row_sum), largest = of_completed_row(reference);
-    if (sum == 0.f) return {0.f, -INFINITY, 0.f};
+    if (sum == 0.f) return {0.f, {-INFINITY, {}}};
     const float log2_sum = fast_log2(sum) - kWeightExponent, logsumexp = fmaf(largest, exponent_scale, log2_sum) * kLn2;
-    return {1.f / sum, logsumexp, logsumexp_remainder(logsumexp, largest, exponent_scale, log2_sum)};
+    return {1.f / sum, {logsumexp, logsumexp_remainder(logsumexp, largest, exponent_scale, log2_sum)}};
   }
 
  private:

@@ -31,29 +31,17 @@ CUTE_DEVICE void share_with_row(float completed, float (&rows)[2]) {
 /// Softmax of the row that a lane completes.
 struct RowSums {
   float normalisation;  // factor of the row's output
-  float logsumexp, remainder;
+  Logsumexp logsumexp;
 
-  /// Merges in the logsumexp and remainder of earlier launches. Returns the factor of their output.
+  /// Merges in the logsumexp and packed remainder of earlier launches. Returns the factor of their output.
   CUTE_DEVICE float merge(float2 earlier) {
-    Logsumexp both{logsumexp, remainder};
-    const Shares shares = merge_logsumexps(both, {earlier.x, earlier.y});
-    take(both, shares.own);
+    const Shares shares = merge_logsumexps(logsumexp, {earlier.x, unpack_remainder(earlier.y)});
+    normalisation *= shares.own;
     return shares.other;
   }
 
   /// Adds a sink.
-  CUTE_DEVICE void add(float sink) {
-    Logsumexp both{logsumexp, remainder};
-    const float share = add_sink(both, sink);
-    take(both, share);
-  }
-
- private:
-  CUTE_DEVICE void take(const Logsumexp& both, float share) {
-    logsumexp = both.value;
-    remainder = both.remainder;
-    normalisation *= share;
-  }
+  CUTE_DEVICE void add(float sink) { normalisation *= add_sink(logsumexp, sink); }
 };
 
 /// Running softmax of the rows of accumulators that a thread holds.
@@ -171,12 +159,12 @@ struct OnlineSoftmax {
   /// Complete sums of the row that the lane completes.
   CUTE_DEVICE RowSums sums() const {
     const float sum = of_completed_row(row_sum), largest = of_completed_row(reference);
-    if (sum == 0.f) return {0.f, -INFINITY, 0.f};
+    if (sum == 0.f) return {0.f, {-INFINITY, {}}};
     const float log2_sum = fast_log2(sum), logsumexp = (largest * exponent_scale + log2_sum) * kLn2,
                 base2 = base2_logsumexp(logsumexp);
     const float distance =
         is_large ? fmaf(largest, exponent_scale, -base2) : __fmul_rd(largest, exponent_scale) - base2;
-    return {1.f / sum, logsumexp, pack_remainder(distance, log2_sum)};
+    return {1.f / sum, {logsumexp, {distance, log2_sum}}};
   }
 };
 

@@ -179,32 +179,22 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     // The first lane of four writes the statistics of its first row, its neighbor the second row's.
     const bool is_second = lane % 2 != 0;
     const int place = is_second ? places.y : places.x;
-    const auto find_logsumexp = [&](bool with_remainder) -> Logsumexp {
-      return logsumexp_of_sum(is_second ? sums[1] : sums[0], is_second ? result.shift[1] : result.shift[0], factor,
-                              with_remainder);
-    };
     bool has_sink = sink != -INFINITY;
     if (Sums::kHasReference && has_sink && add_sink_to_sums(sums, result.shift, sink, factor, {places.x, places.y})) {
       has_sink = false;
     }
     float of_row[2] = {normalisation(sums[0]), normalisation(sums[1])};
-    Logsumexp logsumexp;
+    Logsumexp logsumexp =
+        logsumexp_of_sum(is_second ? sums[1] : sums[0], is_second ? result.shift[1] : result.shift[0], factor);
     if (has_sink) {
-      logsumexp = find_logsumexp(true);
       const float share_of_keys = add_sink(logsumexp, sink);
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) of_row[r] *= __shfl_sync(0xffffffffu, share_of_keys, r, 4);
     }
     if (lane % 4 < 2 && place >= 0) {
       const int at = item.of_query + place;
-      // Two cases, because computing an unused remainder takes time.
-      if (p.remainder == nullptr) {
-        p.logsumexp[at] = has_sink ? logsumexp.value : find_logsumexp(false).value;
-      } else {
-        if (!has_sink) logsumexp = find_logsumexp(true);
-        p.logsumexp[at] = logsumexp.value;
-        p.remainder[at] = logsumexp.remainder;
-      }
+      p.logsumexp[at] = logsumexp.value;
+      if (p.remainder != nullptr) p.remainder[at] = pack_remainder(logsumexp.remainder);
     }
     Rows::template store<Element>(result.o, of_row[0], of_row[1], tables.row_places,
                                   row_of(p.out, item.of_query, head_dims.of_values), head_dims.of_values,

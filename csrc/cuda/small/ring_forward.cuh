@@ -139,8 +139,7 @@ struct RingForward {
     const int token = is_second ? tokens[1] : tokens[0];
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) of_rows[r] = normalisation(sums[r]);
-    Logsumexp logsumexp = logsumexp_of_sum(is_second ? sums[1] : sums[0], is_second ? shifts[1] : shifts[0], factor,
-                                           has_sink || p.remainder != nullptr);
+    Logsumexp logsumexp = logsumexp_of_sum(is_second ? sums[1] : sums[0], is_second ? shifts[1] : shifts[0], factor);
     if (has_sink) {
       const float share_of_keys = add_sink(logsumexp, sink);
       CUTE_UNROLL
@@ -149,7 +148,7 @@ struct RingForward {
     if (threadIdx.x % 4 >= 2 || token < 0) return;
     const std::int64_t at = (std::int64_t{unit.batch} * p.tokens + token) * p.heads + unit.head;
     p.logsumexp[at] = logsumexp.value;
-    if (p.remainder != nullptr) p.remainder[at] = logsumexp.remainder;
+    if (p.remainder != nullptr) p.remainder[at] = pack_remainder(logsumexp.remainder);
   }
 
   /// Writes a step's results if they are trusted; otherwise defers the step.

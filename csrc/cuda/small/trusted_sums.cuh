@@ -61,12 +61,11 @@ CUTE_DEVICE bool add_sink_to_sums(float (&sums)[2], const float (&shift)[2], flo
   return true;
 }
 
-/// A row's logsumexp, and with `with_remainder` also its float32 rounding error.
-CUTE_DEVICE Logsumexp logsumexp_of_sum(float sum, float shift, float factor, bool with_remainder) {
-  const float log2_sum = fast_log2(sum);
-  const float value = sum == 0.f ? -INFINITY : fmaf(__fmul_rn(shift, factor), kLn2, log2_sum * kLn2);
-  const bool is_wanted = with_remainder && sum != 0.f;
-  return {value, is_wanted ? logsumexp_remainder(value, shift, factor, log2_sum) : 0.f};
+/// The logsumexp of a row whose weights are relative to `shift`.
+CUTE_DEVICE Logsumexp logsumexp_of_sum(float sum, float shift, float factor) {
+  if (sum == 0.f) return {-INFINITY, {}};
+  const float log2_sum = fast_log2(sum), value = fmaf(__fmul_rn(shift, factor), kLn2, log2_sum * kLn2);
+  return {value, logsumexp_remainder(value, shift, factor, log2_sum)};
 }
 
 }  // namespace natten_jax::small

@@ -31,10 +31,17 @@ NATTEN_JAX_HOST_DEVICE inline float base2_logsumexp(float logsumexp) {
 /// occurs for logits above 2^40. These are so far apart that the weights of a row are equal or zero.
 constexpr float kPackedRemainder = 0x1p18f;
 
-/// The two parts of a remainder.
-struct RemainderParts {
+/// Difference of a row's exact logsumexp in base 2 and its rounded one. Arrays store it as one number: see
+/// `pack_remainder`.
+struct Remainder {
   float distance;  ///< From the rounded logsumexp to the reference of the row's weights, in base 2.
   float log2_sum;  ///< Logarithm of the sum of these weights; zero if it is part of `distance`.
+};
+
+/// A row's logsumexp, as a natural logarithm.
+struct Logsumexp {
+  float value;
+  Remainder remainder;
 };
 
 constexpr std::uint32_t kPackedBits = 0xfff;
@@ -48,8 +55,9 @@ NATTEN_JAX_HOST_DEVICE inline float packed_distance(float distance) {
   return __builtin_bit_cast(float, bits & ~kPackedBits);
 }
 
-/// Packs both parts into one number. In a large number the last 12 bits hold the logarithm in units of 2^-7.
-NATTEN_JAX_HOST_DEVICE inline float pack_remainder(float distance, float log2_sum) {
+/// Packs a remainder into one number. In a large number the last 12 bits hold the logarithm in units of 2^-7.
+NATTEN_JAX_HOST_DEVICE inline float pack_remainder(const Remainder& remainder) {
+  float distance = remainder.distance, log2_sum = remainder.log2_sum;
   if (!(__builtin_fabsf(distance) >= kPackedRemainder)) {
     const float sum = distance + log2_sum;
     if (!(__builtin_fabsf(sum) >= kPackedRemainder)) return sum;
@@ -61,27 +69,28 @@ NATTEN_JAX_HOST_DEVICE inline float pack_remainder(float distance, float log2_su
       float, __builtin_bit_cast(std::uint32_t, packed_distance(distance)) | static_cast<std::uint32_t>(units));
 }
 
-/// Parts of a remainder. The weight of a logit is exp2(min(d - distance, 0) - log2_sum), where d is the distance of the
+/// Unpacks a remainder. The weight of a logit is exp2(min(d - distance, 0) - log2_sum), where d is the distance of the
 /// logit from the rounded logsumexp. The minimum undoes the rounding of the distance.
-NATTEN_JAX_HOST_DEVICE inline RemainderParts unpack_remainder(float remainder) {
+NATTEN_JAX_HOST_DEVICE inline Remainder unpack_remainder(float remainder) {
   if (!(__builtin_fabsf(remainder) >= kPackedRemainder)) return {remainder, 0.f};
   const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, remainder);
   return {__builtin_bit_cast(float, bits & ~kPackedBits), static_cast<float>(bits & kPackedBits) * kPackedUnit};
 }
 
-/// Rounding error of base2_logsumexp for a row.
+/// Remainder of a row's logsumexp.
 ///
 /// Args:
 ///   logsumexp: natural logarithm, as rounded.
 ///   shift: reference of the row's weights, in base 2.
 ///   log2_sum: logarithm of the sum of these weights.
-NATTEN_JAX_HOST_DEVICE inline float logsumexp_remainder(float logsumexp, float shift, float log2_sum) {
-  return pack_remainder(shift - base2_logsumexp(logsumexp), log2_sum);
+NATTEN_JAX_HOST_DEVICE inline Remainder logsumexp_remainder(float logsumexp, float shift, float log2_sum) {
+  return {shift - base2_logsumexp(logsumexp), log2_sum};
 }
 
-/// Rounding error of base2_logsumexp if the weights are relative to a logit times a factor, with an exact product.
-NATTEN_JAX_HOST_DEVICE inline float logsumexp_remainder(float logsumexp, float logit, float factor, float log2_sum) {
-  return pack_remainder(__builtin_fmaf(logit, factor, -base2_logsumexp(logsumexp)), log2_sum);
+/// Remainder if the weights are relative to a logit times a factor, with an exact product.
+NATTEN_JAX_HOST_DEVICE inline Remainder logsumexp_remainder(float logsumexp, float logit, float factor,
+                                                            float log2_sum) {
+  return {__builtin_fmaf(logit, factor, -base2_logsumexp(logsumexp)), log2_sum};
 }
 
 }  // namespace natten_jax

@@ -10,40 +10,27 @@
 
 namespace natten_jax {
 
-/// A row's logsumexp, and the digits that do not fit into its float32.
-struct Logsumexp {
-  float value, remainder;
-};
-
 /// Shares of two sets of keys in the softmax over both.
 struct Shares {
   float own, other;
 };
 
-/// Merges the logsumexp of other keys into `own`.
-///
-/// Args:
-///   others: the other logsumexp.
-///   other_parts: its remainder.
-NATTEN_JAX_HOST_DEVICE inline Shares merge_logsumexps(Logsumexp& own, float others, const RemainderParts& other_parts) {
-  const float of_own = base2_logsumexp(own.value), of_others = base2_logsumexp(others);
-  const RemainderParts own_parts = unpack_remainder(own.remainder);
-  const float highest = fmaxf(of_own, of_others), reference = highest == -INFINITY ? 0.f : highest;
-  const float own_distance = (of_own - reference) + own_parts.distance,
-              other_distance = (of_others - reference) + other_parts.distance;
+/// Merges the logsumexp of other keys into `own`. Large distances are rounded as arrays store them, so that a key and a
+/// sink with equal logits have equal weights.
+NATTEN_JAX_HOST_DEVICE inline Shares merge_logsumexps(Logsumexp& own, const Logsumexp& others) {
+  const float own_base2 = base2_logsumexp(own.value), other_base2 = base2_logsumexp(others.value);
+  const float highest = fmaxf(own_base2, other_base2), reference = highest == -INFINITY ? 0.f : highest;
+  const float own_distance = (own_base2 - reference) + packed_distance(own.remainder.distance),
+              other_distance = (other_base2 - reference) + packed_distance(others.remainder.distance);
   // Remainders of large logits exceed 1. Weights are relative to the remainders as well, so that nothing overflows.
   const float larger = fmaxf(own_distance, other_distance), top = larger == -INFINITY ? 0.f : larger;
-  const float own_weight = exp2f((own_distance - top) + own_parts.log2_sum),
-              other_weight = exp2f((other_distance - top) + other_parts.log2_sum);
+  const float own_weight = exp2f((own_distance - top) + own.remainder.log2_sum),
+              other_weight = exp2f((other_distance - top) + others.remainder.log2_sum);
   const float total = own_weight + other_weight, log2_total = log2f(total);
   if (total == 0.f) return {0.f, 0.f};
   own.value = (reference + (top + log2_total)) * kLn2;
-  own.remainder = pack_remainder((reference - base2_logsumexp(own.value)) + top, log2_total);
+  own.remainder = {(reference - base2_logsumexp(own.value)) + top, log2_total};
   return {own_weight / total, other_weight / total};
-}
-
-NATTEN_JAX_HOST_DEVICE inline Shares merge_logsumexps(Logsumexp& own, const Logsumexp& others) {
-  return merge_logsumexps(own, others.value, unpack_remainder(others.remainder));
 }
 
 /// The logit of a head's sink, or -infinity if the call has no sinks. Forward passes keep it in the field that backward
@@ -60,12 +47,12 @@ NATTEN_JAX_HOST_DEVICE inline float add_sink(Logsumexp& row, float sink) {
 #else
   const float rounding = 0.f;  // host kernels also round key biases to base 2
 #endif
-  const float distance = packed_distance(rounding);
+  const Logsumexp of_sink{sink, {rounding, 0.f}};
   if (row.value == -INFINITY) {
-    row = {sink, distance};  // a merge would round it
-    return sink - sink;      // zero or NaN
+    row = of_sink;       // a merge would round it
+    return sink - sink;  // zero or NaN
   }
-  return merge_logsumexps(row, sink, {distance, 0.f}).own;
+  return merge_logsumexps(row, of_sink).own;
 }
 
 }  // namespace natten_jax
