@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from natten_jax import backends, simulator
 from natten_jax.autotuning import tables
 from natten_jax.autotuning.configurations import Tuned
 from natten_jax.autotuning.tables import TunedPass, TunedTable
-from natten_jax.backends.select import plan_with, resolve, staleness
+from natten_jax.backends.select import ignored, plan_with, resolve, staleness
 from natten_jax.performance import PASSES, Pass, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId, Request
@@ -116,6 +117,32 @@ def fake_search(monkeypatch: pytest.MonkeyPatch, line: str, seconds: Any) -> tup
     monkeypatch.setattr(search, "compile_workload", compile_workload)
     monkeypatch.setattr(search, "capture_in_turns", capture)
     return optimize(parse(line.split())), compiled
+
+
+@needs_native
+@pytest.mark.parametrize("device", [Device("cpu"), HOPPER_GPU, Device("cuda", (8, 0), is_present=False)], ids=str)
+@pytest.mark.parametrize("line", ["-w 8", "-w 8 --add-kv 4", "-w 64", "-w 64 --add-kv 4 --backend flex-fna"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_search_ends_at_its_announced_steps_and_adds_no_ignored_argument(
+    device: Device, line: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = {"more_steps": 0, "done": 0}
+
+    def update(stage: str = "", **changes: int) -> None:
+        for name, count in changes.items():
+            steps[name] += count
+        assert steps["done"] <= steps["more_steps"]
+
+    def seconds(options: Options) -> Any:
+        for call in options.sub_calls:
+            for pass_ in options.passes:
+                assert not ignored(resolve(call.request, device, pass_), call.request.performance)
+        return ValueError("fails") if chosen(options)[0] == (64,) else 1e-3
+
+    monkeypatch.setattr(search, "default_device", lambda: device)
+    monkeypatch.setattr(search, "progress", lambda total: contextlib.nullcontext(update))
+    fake_search(monkeypatch, f"-i 64 {line} --dtype {dtype} --backprop --optimize", seconds)
+    assert 0 < steps["done"] == steps["more_steps"]
 
 
 @needs_native
