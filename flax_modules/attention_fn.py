@@ -7,7 +7,6 @@ import functools
 import inspect
 import math
 import numbers
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Unpack, cast
 
@@ -19,7 +18,7 @@ from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 from natten_jax import backends
 from natten_jax.arguments.arrays import checked_scale
 from natten_jax.arguments.names import explained, without_neutral
-from natten_jax.arguments.static import Bools, Ints, array_of, flag, hashable, shown
+from natten_jax.arguments.static import Bools, Ints, array_of, flag, hashable, shown, warn_of_line
 from natten_jax.ops.canonicalize import check_array
 from natten_jax.ops.float8 import float8_name
 from natten_jax.ops.neighborhood import na1d, na2d, na3d
@@ -135,11 +134,10 @@ def _attend_dropping(
     for name in ("key_bias", "sinks"):
         if others.get(name) is not None:
             raise ValueError(f"attn_drop was given with {name}: weights that are dropped have no {name}")
-    warnings.warn(
+    warn_of_line(
         "attn_drop: attention weights are formed as an array, which is slower than the operators and takes "
         "prod(kernel_size) numbers for each query and head; where dropout is off, the operators run",
         AttentionDropoutWarning,
-        stacklevel=2,
     )
     window: dict[str, Any] = {name: others[name] for name in WindowArguments._fields}
     terms: dict[str, Any] = {name: others.get(name) for name in ("scale", "relative_bias")}

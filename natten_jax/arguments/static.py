@@ -10,6 +10,8 @@ from __future__ import annotations
 import difflib
 import functools
 import numbers
+import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence, Sized
 from types import MappingProxyType
 from typing import Any, TypeVar, TypeVarTuple
@@ -32,6 +34,8 @@ _LONGEST = 160  # most characters of a value in a message
 _INT = frozenset((int,))
 #: Largest integer that kernels accept.
 LARGEST_INT = 2**63 - 1
+#: Packages whose frames are between a user's line and a warning.
+_BETWEEN = ("natten_jax", "jax", "jaxlib", "flax", "contextlib")
 
 
 def shown(value: Any) -> str:
@@ -48,6 +52,14 @@ def shown(value: Any) -> str:
     except (ValueError, RecursionError):  # an integer beyond Python's digit limit, or recursive lists
         return f"a {kind} that is too long to show"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def warn_of_line(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, and point at the user's line that calls this package, jax or flax."""
+    level, frame = 1, sys._getframe().f_back
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level + 1)
 
 
 def check_static(name: str, value: Any) -> None:

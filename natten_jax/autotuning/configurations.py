@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from natten_jax import backends
-from natten_jax.arguments.static import shown
+from natten_jax.arguments.static import shown, warn_of_line
 from natten_jax.autotuning.tables import TunedPass, TunedTable, in_force, tuned_problem
 from natten_jax.ops.sub_calls import checked_attention_kwargs
 from natten_jax.performance import ATTENTION_NAMES, PASSES, performance_of, tile_names
@@ -53,10 +52,9 @@ class Tuned(Mapping[str, Any]):
             raise ValueError("this file names no problem: pass what load_tuned returns as arguments of an operator")
         here = [device.kind for device in local_devices()]
         if self.table.device not in here:
-            warnings.warn(
+            warn_of_line(
                 f"these configurations were measured on {self.table.device}, and this process has "
-                f"{', '.join(here)}: none of them applies",
-                stacklevel=2,
+                f"{', '.join(here)}: none of them applies"
             )
         stack = contextlib.ExitStack()
         stack.enter_context(in_force(self.table))

@@ -10,11 +10,11 @@ import functools
 import math
 import os
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from natten_jax import backends, source_tree
+from natten_jax.arguments.static import warn_of_line
 from natten_jax.autotuning import tables
 from natten_jax.backends.base import Backend
 from natten_jax.cost_model.halos import retile_for_part
@@ -93,11 +93,10 @@ def warn_once(reason: str) -> None:
     if _was_warned:
         return
     _was_warned = True
-    warnings.warn(
+    warn_of_line(
         f"attention runs on the slow portable backend (flex): {reason}; python -m natten_jax.doctor shows what was "
         "built. Name the backend (flex-fna or flex-fmha) to do without this warning.",
         MissingKernelsWarning,
-        stacklevel=2,
     )
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
@@ -18,7 +16,7 @@ from jax.typing import DTypeLike
 from natten_jax import backends
 from natten_jax.arguments.arrays import Counts, Origin, TokenAxes, checked_token_axes, number_or_array, per_head
 from natten_jax.arguments.names import without_neutral
-from natten_jax.arguments.static import Ints, checked_once, flag, shown
+from natten_jax.arguments.static import Ints, checked_once, flag, shown, warn_of_line
 from natten_jax.arrays.operands import Inputs, Output
 from natten_jax.autotuning.tables import table_for
 from natten_jax.backends.base import Backend
@@ -43,10 +41,6 @@ from natten_jax.problem import Operator, Problem
 from natten_jax.sharding.explicit import with_whole_dimensions
 from natten_jax.sharding.halos import exchange
 from natten_jax.windows import Edges, WindowArguments
-
-#: Packages whose frames are between a user's line and the operators.
-_BETWEEN = ("natten_jax", "jax", "flax")
-
 
 # Keyword arguments of the operators except ``return_lse``, for overloads: the type of the result depends on it.
 
@@ -101,7 +95,7 @@ def warn_of_ignored(request: Request, query: jax.Array, of_attention: Collection
     """
     for name, sentence in _ignored(request, device_of(query), backends.registered()):
         prefix = "attention_kwargs: " if name in of_attention else ""
-        warnings.warn(f"{prefix}{sentence}", IgnoredArgumentWarning, stacklevel=_level_of_caller())
+        warn_of_line(f"{prefix}{sentence}", IgnoredArgumentWarning)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -126,15 +120,6 @@ def _ignored(request: Request, device: Device, registered: tuple[Backend, ...]) 
 def _value(asked: Performance, name: str) -> str:
     value = getattr(asked, name)
     return shown(value[0] if isinstance(value, tuple) and len(value) == 1 else value)
-
-
-def _level_of_caller() -> int:
-    """Count the frames from the function that calls this one up to a user's line."""
-    level = 1
-    frame = sys._getframe(1).f_back
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
-        level, frame = level + 1, frame.f_back
-    return level + 1
 
 
 class ExecutionArguments(NamedTuple):

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from jax.experimental.custom_partitioning import CompoundFactor, SdyShardingRule
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh
 
+from natten_jax.arguments.static import warn_of_line
 from natten_jax.arrays.operands import Role
 from natten_jax.sharding import _jax_internals
 from natten_jax.sharding.halos.exchange import DeviceLine
@@ -438,6 +438,4 @@ def _line_of(layout: Layout, dimension: int) -> DeviceLine | None:
 def warn_of_gather(name: str, axis: int, ndim: int, over: str) -> None:
     """Warn that a dimension is gathered, and suggest an alternative."""
     kind = "head_dim" if axis == ndim - 1 else f"token dimension {axis}"
-    warnings.warn(
-        f"natten_jax gathers {name}, whose {kind} is split over {over}: batch and heads can stay split", stacklevel=2
-    )
+    warn_of_line(f"natten_jax gathers {name}, whose {kind} is split over {over}: batch and heads can stay split")

@@ -75,8 +75,10 @@ def choose(device: Device, requested: str | None = None, **problem: Any) -> tupl
 
 def test_an_operator_warns_once_without_the_native_module(no_native_module: None) -> None:
     x = jnp.ones((1, 64, 1, 8))
-    with pytest.warns(MissingKernelsWarning, match=rf"cannot be loaded .*broken.*\. {re.escape(REMEDY)}; python"):
-        natten_jax.na1d(x, x, x, 8)
+    message = rf"cannot be loaded .*broken.*\. {re.escape(REMEDY)}; python"
+    with pytest.warns(MissingKernelsWarning, match=message) as found:
+        jax.vmap(jax.jit(jax.grad(lambda x: natten_jax.na1d(x, x, x, 8).sum())))(x[None])
+    assert [each.filename for each in found] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         natten_jax.na1d(x[:, :32], x[:, :32], x[:, :32], 8)

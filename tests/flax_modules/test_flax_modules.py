@@ -322,8 +322,9 @@ class TestDropoutOfWeights:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             np.testing.assert_array_equal(layer(inputs, deterministic=True), plain)
-        with pytest.warns(attention_fn.AttentionDropoutWarning, match="attention weights are formed as an array"):
+        with pytest.warns(attention_fn.AttentionDropoutWarning, match="attention weights are formed as an array") as found:
             dropped = layer(inputs, key, deterministic=False)
+        assert [each.filename for each in found] == [__file__]
         assert (np.asarray(dropped) == 0).mean() < 0.1  # zero if all weights of a window are dropped
         assert np.abs(dropped - plain).max() > 0.01
         with warnings.catch_warnings():
