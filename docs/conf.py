@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.inspect import signature as signature_of
@@ -88,6 +89,26 @@ nitpick_ignore = [
 _LINK_OUT_OF_PAGES = re.compile(r"(?<!!)\[([^\[\]]+)\]\((\.\./[^)\s]+)\)")
 
 
+#: Words that readers search for, by the page that the search lists first.
+_SEARCH_WORDS = {
+    "installation": "cuda, install, pip, wheels",
+    "windows": "causal, dilation, edges, kernel_size, local attention, sliding window, sliding window attention, stride",
+    "flax": "dropout, linen, nnx, rope, rotary, rotary embedding",
+    "biases": "attention mask, bias, mask, masks, relative position bias, sinks",
+    "boxes": "extents, packed sequences, padding, query_origin, segment ids, segments, sequence lengths, varlen",
+    "coming-from-natten": "natten, pytorch",
+    "decoding": "autoregressive, cache, decode, decoding, generation, inference, kv cache, prefill",
+    "checkpoints": "checkpoint, checkpoints, eval, orbax, restore, save, train",
+    "performance": "memory, remat, rematerialisation, slow, speed",
+    "scaling": "data parallel, distributed, halo, mesh, multi-gpu, multi-host, shard_map, sharding",
+    "troubleshooting": "error, nan, out of memory",
+    "platforms": "a100, colab, conda, docker, gpu, h100, macos, rocm, t4, v100",
+    "tpu": "tpu, tpus",
+    "blackwell": "b200, blackwell",
+    "fp8": "fp8, float8, quantization",
+    "glossary": "definitions, glossary, query tile, terms",
+}
+
 _OF_A_TABLE = re.compile("[│┃━─]")
 _TELEPHONE_COLUMNS = 74  # columns that fit a phone's width in legible letters (site.css)
 
@@ -145,9 +166,21 @@ def _class_printed_tables(_: Sphinx, doctree: nodes.document) -> None:
             block["classes"] += ["printed-table", *(["is-wide"] if columns > _TELEPHONE_COLUMNS else [])]
 
 
+def _add_search_words(app: Sphinx, doctree: nodes.document) -> None:
+    """Add a page's search words to the index as main entries, which the search ranks above other matches."""
+    words = _SEARCH_WORDS.get(app.env.current_document.docname, "")
+    entries = [("single", word, "", "main", None) for word in words.split(", ") if word]
+    if entries:
+        next(doctree.findall(nodes.section)).append(addnodes.index(entries=entries))
+
+
 def setup(app: Sphinx) -> None:
     """Register the extensions; called by Sphinx."""
+    unknown = [page for page in _SEARCH_WORDS if not (_DOCS / f"{page}.md").exists()]
+    if unknown:
+        raise ValueError(f"search words of pages that do not exist: {', '.join(unknown)}")
     app.connect("builder-inited", _show_one_signature)
     app.connect("autodoc-process-signature", _sign_flax_modules)
     app.connect("doctree-read", _class_printed_tables)
+    app.connect("doctree-read", _add_search_words)
     app.connect("source-read", _name_files_of_the_repository)
