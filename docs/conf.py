@@ -92,7 +92,7 @@ _LINK_OUT_OF_PAGES = re.compile(r"(?<!!)\[([^\[\]]+)\]\((\.\./[^)\s]+)\)")
 #: Words that readers search for, by the page that the search lists first.
 _SEARCH_WORDS = {
     "installation": "cuda, install, pip, wheels",
-    "windows": "causal, dilation, edges, kernel_size, local attention, sliding window, sliding window attention, stride",
+    "windows": "causal, dilation, edges, local attention, sliding window, sliding window attention, stride",
     "flax": "dropout, linen, nnx, rope, rotary, rotary embedding",
     "biases": "attention mask, bias, mask, masks, relative position bias, sinks",
     "boxes": "extents, packed sequences, padding, query_origin, segment ids, segments, sequence lengths, varlen",
