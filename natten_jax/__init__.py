@@ -75,5 +75,5 @@ def __getattr__(name: str) -> _Any:
 
 def __dir__() -> list[str]:
     """List public functions, constants and submodules, and the standard attributes of a module."""
-    of_modules = (name for name in globals() if name.startswith("__") and name.endswith("__"))
-    return sorted({*__all__, *_config_queries.query_names(), *_public_modules(), *of_modules})
+    dunder_names = (name for name in globals() if name.startswith("__") and name.endswith("__"))
+    return sorted({*__all__, *_config_queries.query_names(), *_public_modules(), *dunder_names})

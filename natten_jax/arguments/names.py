@@ -30,14 +30,14 @@ class Neutral(NamedTuple):
 
 
 #: NATTEN's arguments of the operators and of ``attention_kwargs`` without effect here.
-OF_OPERATORS: Mapping[str, Neutral] = MappingProxyType(
+NEUTRAL_OPERATOR_ARGUMENTS: Mapping[str, Neutral] = MappingProxyType(
     {
         "torch_compile": Neutral((False,), "jax.jit compiles every call"),
         "backward_use_pt_reduction": Neutral((False,), "here it is called backward_use_xla_reduction"),
     }
 )
 #: Neutral arguments of ``merge_attentions``, which NATTEN compiles by default.
-OF_MERGE: Mapping[str, Neutral] = MappingProxyType(
+NEUTRAL_MERGE_ARGUMENTS: Mapping[str, Neutral] = MappingProxyType(
     {
         "torch_compile": Neutral((True, False), "every merge is compiled"),
         "use_autograd_fix": Neutral((True,), "gradients are always those of attention over all keys"),
@@ -46,7 +46,7 @@ OF_MERGE: Mapping[str, Neutral] = MappingProxyType(
 
 
 def explained(
-    names: Iterable[str] = (), of_natten: Mapping[str, Neutral] = OF_OPERATORS
+    names: Iterable[str] = (), natten_arguments: Mapping[str, Neutral] = NEUTRAL_OPERATOR_ARGUMENTS
 ) -> Callable[[Function], Function]:
     """Decorate a function or a method so that it explains unknown keyword arguments before the call.
 
@@ -54,7 +54,7 @@ def explained(
 
     Args:
         names: Names that the function accepts in addition to its parameters.
-        of_natten: Arguments of NATTEN that it accepts if it has ``**kwargs``.
+        natten_arguments: Arguments of NATTEN that it accepts if it has ``**kwargs``.
     """
 
     def decorate(function: Function) -> Function:
@@ -62,7 +62,7 @@ def explained(
         takes_others = any(each.kind is each.VAR_KEYWORD for each in parameters)
         known = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
         known |= set(names)
-        accepted = frozenset(known | set(of_natten) if takes_others else known)
+        accepted = frozenset(known | set(natten_arguments) if takes_others else known)
         by_position = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
         most = math.inf if any(each.kind is each.VAR_POSITIONAL for each in parameters) else len(by_position)
 
@@ -84,21 +84,21 @@ def explained(
 
 
 def without_neutral(
-    function: str, arguments: Mapping[str, Any], of_natten: Mapping[str, Neutral] = OF_OPERATORS
+    function: str, arguments: Mapping[str, Any], natten_arguments: Mapping[str, Neutral] = NEUTRAL_OPERATOR_ARGUMENTS
 ) -> dict[str, Any]:
     """Remove NATTEN's arguments without effect.
 
     Args:
         function: Name of the function, for messages.
         arguments: The arguments of a call.
-        of_natten: Arguments of NATTEN that the function accepts.
+        natten_arguments: Arguments of NATTEN that the function accepts.
 
     Raises:
         TypeError: An argument of NATTEN has a value that would have an effect.
     """
-    for name in of_natten.keys() & arguments.keys():
-        check_neutral(f"{function}() takes {name}", of_natten[name], arguments[name])
-    return {name: value for name, value in arguments.items() if name not in of_natten}
+    for name in natten_arguments.keys() & arguments.keys():
+        check_neutral(f"{function}() takes {name}", natten_arguments[name], arguments[name])
+    return {name: value for name, value in arguments.items() if name not in natten_arguments}
 
 
 def check_neutral(what: str, neutral: Neutral, value: Any) -> None:
@@ -153,7 +153,7 @@ _NO_WEIGHTS = (
     "and neighborhood_apply have weights in between"
 )
 _ONE_LENGTH = "the sequences of a batch have one length: pad them, and attention takes query_lengths and kv_lengths"
-_OF_ARRAYS = "the arrays have it"
+_FROM_ARRAYS = "the arrays have it"
 _FEWER_HEADS = "key and value may have fewer heads (GQA, MQA)"
 _HEADS = "the arrays have the heads: key and value may have fewer than query (GQA, MQA), as they are"
 
@@ -219,11 +219,13 @@ _MEANINGS = {
     "num_kv_heads kv_heads n_kv_heads num_key_value_heads": Meaning("num_kv_heads", _FEWER_HEADS, _HEADS),
     "enable_gqa num_groups num_query_groups": Meaning("", _HEADS),
     "dim embed_dim d_model features hidden_size in_channels channels input_dim": Meaning(
-        "in_features", "it counts the features of a token", _OF_ARRAYS
+        "in_features", "it counts the features of a token", _FROM_ARRAYS
     ),
-    "out_dim dim_out out_channels output_dim": Meaning("out_features", "it counts the features of a token", _OF_ARRAYS),
+    "out_dim dim_out out_channels output_dim": Meaning(
+        "out_features", "it counts the features of a token", _FROM_ARRAYS
+    ),
     "head_dim dim_head head_size": Meaning(
-        "qkv_features", "it is the width of all query heads together, num_heads * head_dim", _OF_ARRAYS
+        "qkv_features", "it is the width of all query heads together, num_heads * head_dim", _FROM_ARRAYS
     ),
     "qk_norm qk_layernorm normalize_query_key": Meaning("normalize_qk", "it normalizes queries and keys"),
     "decode use_cache cache": Meaning("", "there is no cache of keys and values"),

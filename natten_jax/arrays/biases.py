@@ -47,14 +47,14 @@ def with_hidden_keys_of_inputs(inputs: Inputs) -> Inputs:
     return inputs._replace(**{name: with_hidden_keys(array) for name, array in given.items() if array is not None})
 
 
-def of_each_head(inputs: Inputs) -> Inputs:
+def per_head_key_bias(inputs: Inputs) -> Inputs:
     """Expand key biases to one bias per query head."""
     shared = inputs.shared_key_bias
     if shared is None:
         return inputs
     heads = inputs.query.shape[-2]
-    of_heads = jax.lax.broadcast_in_dim(shared, (*shared.shape, heads, 1), range(shared.ndim))
-    return inputs._replace(key_bias=of_heads, shared_key_bias=None)
+    per_head = jax.lax.broadcast_in_dim(shared, (*shared.shape, heads, 1), range(shared.ndim))
+    return inputs._replace(key_bias=per_head, shared_key_bias=None)
 
 
 def with_shared_gradient(found: Gradients, inputs: Inputs) -> Gradients:
@@ -71,9 +71,9 @@ def table_of_each_entry(inputs: Inputs) -> jax.Array:
     return jnp.broadcast_to(table, (inputs.query.shape[0], *table.shape[1:]))
 
 
-def gradient_of_shared_table(of_entries: jax.Array, table: jax.Array) -> jax.Array:
+def gradient_of_shared_table(per_entry: jax.Array, table: jax.Array) -> jax.Array:
     """Reduce per-entry gradients to the gradient of a table ``[1 or batch, heads, entries]``."""
-    return jnp.sum(of_entries, axis=0, keepdims=True) if table.shape[0] == 1 else of_entries
+    return jnp.sum(per_entry, axis=0, keepdims=True) if table.shape[0] == 1 else per_entry
 
 
 def over_tokens(factors: jax.Array, array: jax.Array) -> jax.Array:
@@ -102,18 +102,18 @@ def sinks_gradient(sinks: jax.Array, logsumexp: jax.Array, delta: jax.Array) -> 
         delta: ``[batch, *tokens, heads]``, from :func:`natten_jax.arrays.operands.delta`.
     """
     batch, *tokens, heads = logsumexp.shape
-    of_queries = sinks.reshape(sinks.shape[0], *(1,) * len(tokens), heads)
+    per_query = sinks.reshape(sinks.shape[0], *(1,) * len(tokens), heads)
     # If a query sees neither keys nor a sink, its weights are 0; padding is arbitrary.
     # Rounding of large numbers must not make a weight larger than 1.
-    weights = jnp.exp(jnp.minimum(of_queries - logsumexp, 0))
+    weights = jnp.exp(jnp.minimum(per_query - logsumexp, 0))
     changes = jnp.where(jnp.isneginf(logsumexp), 0, weights * delta)
     # In two steps, which the barrier keeps apart: XLA's sums over short contiguous runs are slow.
     count = math.prod(tokens)
     side_by_side = max(n for n in range(1, max(_SIDE_BY_SIDE // heads, 1) + 1) if count % n == 0)
-    of_parts = jnp.sum(changes.reshape(batch, count // side_by_side, side_by_side, heads), axis=1)
+    part_sums = jnp.sum(changes.reshape(batch, count // side_by_side, side_by_side, heads), axis=1)
     # If batch entries share sinks, sum over all entries at once.
-    of_parts = jax.lax.optimization_barrier(of_parts).reshape(sinks.shape[0], -1, heads)
-    return -jnp.sum(of_parts, axis=1)[..., None]
+    part_sums = jax.lax.optimization_barrier(part_sums).reshape(sinks.shape[0], -1, heads)
+    return -jnp.sum(part_sums, axis=1)[..., None]
 
 
 #: Number of columns whose sum is a bias.
@@ -122,7 +122,7 @@ _TERMS = 3
 _SMALLEST_SCALE = 2.0**-10
 #: Finite numbers are clipped to these shares of the magnitude of a hidden key's logit. A query whose keys are all
 #: hidden then has a logsumexp below ``-_UNSEEN`` times that magnitude, and every other query has a larger one.
-_OF_KEY_BIAS, _OF_RELATIVE_BIAS, _UNSEEN = 0.5, 0.1, 0.75
+_KEY_BIAS_SHARE, _RELATIVE_BIAS_SHARE, _UNSEEN = 0.5, 0.1, 0.75
 
 
 class _Numbers(NamedTuple):
@@ -172,7 +172,7 @@ class KeyBiasColumns:
     Attributes:
         problem: The problem of the call, in the element type of the kernels.
         scale: Factor of the logits in the kernels.
-        of_query: Factor of the query before the kernels; ``None`` without a factor.
+        query_factor: Factor of the query before the kernels; ``None`` without a factor.
         column: Value of the query columns: a power of two, so that products are exact.
         bias: Factor of a term of a bias in the kernels.
         hidden: Magnitude of the sum of terms of a hidden key.
@@ -180,31 +180,31 @@ class KeyBiasColumns:
 
     problem: Problem
     scale: jax.Array
-    of_query: jax.Array | None
+    query_factor: jax.Array | None
     column: jax.Array
     bias: jax.Array
     hidden: jax.Array
 
     @classmethod
-    def of(cls, problem: Problem, scale: jax.Array | None) -> KeyBiasColumns:
+    def for_problem(cls, problem: Problem, scale: jax.Array | None) -> KeyBiasColumns:
         """Return the columns of a problem, whose scale an array may replace."""
         if scale is None:
-            of_logits = jnp.full((1, problem.heads), with_columns(problem).scale, problem.element.accumulator)
-            of_query = problem.scale / of_logits if abs(problem.scale) < _SMALLEST_SCALE else None
+            logit_scale = jnp.full((1, problem.heads), with_columns(problem).scale, problem.element.accumulator)
+            query_factor = problem.scale / logit_scale if abs(problem.scale) < _SMALLEST_SCALE else None
         else:
-            of_logits = jnp.where(jnp.abs(scale) >= _SMALLEST_SCALE, scale, _SMALLEST_SCALE)
-            of_query = scale / of_logits
+            logit_scale = jnp.where(jnp.abs(scale) >= _SMALLEST_SCALE, scale, _SMALLEST_SCALE)
+            query_factor = scale / logit_scale
         numbers = _NUMBERS[problem.dtype]
-        power = jnp.clip(numbers.exponent - jnp.round(jnp.log2(jnp.abs(of_logits))), -10, 14)
-        column = jnp.ldexp(jnp.ones_like(of_logits), power.astype(jnp.int32))
+        power = jnp.clip(numbers.exponent - jnp.round(jnp.log2(jnp.abs(logit_scale))), -10, 14)
+        column = jnp.ldexp(jnp.ones_like(logit_scale), power.astype(jnp.int32))
         if numbers.hidden is None:
             hidden = jnp.full_like(column, _TERMS * numbers.largest)
         else:
-            hidden = numbers.hidden / (column * jnp.maximum(jnp.abs(of_logits), 1))
-        return cls(problem, of_logits, of_query, column, of_logits * column, hidden)
+            hidden = numbers.hidden / (column * jnp.maximum(jnp.abs(logit_scale), 1))
+        return cls(problem, logit_scale, query_factor, column, logit_scale * column, hidden)
 
     @property
-    def of_hidden(self) -> jax.Array:
+    def hidden_logit(self) -> jax.Array:
         """Magnitude of the logit of a hidden key."""
         return jnp.abs(self.hidden * self.bias)
 
@@ -212,23 +212,23 @@ class KeyBiasColumns:
         """Return the operands of the kernels, except the width of their heads."""
         inputs, query = operands.inputs, operands.inputs.query
         assert inputs.key_bias is not None
-        if self.of_query is not None:
-            query *= over_tokens(self.of_query, query).astype(query.dtype)
-        columns = jnp.broadcast_to(self._of_queries(), (*query.shape[:-1], columns_of(self.problem)))
-        of_hidden = jnp.min(self.of_hidden, axis=0)[:, None]
+        if self.query_factor is not None:
+            query *= over_tokens(self.query_factor, query).astype(query.dtype)
+        columns = jnp.broadcast_to(self._query_columns(), (*query.shape[:-1], columns_of(self.problem)))
+        hidden_logit = jnp.min(self.hidden_logit, axis=0)[:, None]
         inputs = inputs._replace(
             query=jnp.concatenate([query, columns.astype(query.dtype)], axis=-1),
-            key=jnp.concatenate([inputs.key, self._of_keys(inputs.key_bias, inputs.key)], axis=-1),
+            key=jnp.concatenate([inputs.key, self._key_columns(inputs.key_bias, inputs.key)], axis=-1),
             scale=None if inputs.scale is None else self.scale,
-            relative_bias=_clipped(inputs.relative_bias, _OF_RELATIVE_BIAS * of_hidden),
+            relative_bias=_clipped(inputs.relative_bias, _RELATIVE_BIAS_SHARE * hidden_logit),
             key_bias=None,
-            sinks=_clipped(inputs.sinks, _OF_KEY_BIAS * of_hidden),
+            sinks=_clipped(inputs.sinks, _KEY_BIAS_SHARE * hidden_logit),
         )
         return operands._replace(inputs=inputs)
 
     def result(self, found: Saved) -> Saved:
         """Return the results of the call: a query whose keys are all hidden counts as having seen nothing."""
-        is_unseen = found.logsumexp < -_UNSEEN * over_tokens(self.of_hidden, found.out)[..., 0]
+        is_unseen = found.logsumexp < -_UNSEEN * over_tokens(self.hidden_logit, found.out)[..., 0]
         out, logsumexp, remainder = found
         out, logsumexp = jnp.where(is_unseen[..., None], 0, out), jnp.where(is_unseen, -jnp.inf, logsumexp)
         return Saved(out, logsumexp, None if remainder is None else jnp.where(is_unseen, 0, remainder))
@@ -241,7 +241,7 @@ class KeyBiasColumns:
         logsumexp, layouts = saved.logsumexp, operands.layouts
         is_unseen = jnp.isneginf(logsumexp)
         if layouts is not None:
-            is_unseen &= is_real(layouts, logsumexp.shape[1:-1], of_queries=True)[..., None]
+            is_unseen &= is_real(layouts, logsumexp.shape[1:-1], for_queries=True)[..., None]
         return saved._replace(logsumexp=jnp.where(is_unseen, 0, logsumexp))
 
     def gradients(self, found: Gradients, operands: Operands) -> Gradients:
@@ -252,32 +252,32 @@ class KeyBiasColumns:
         inputs, width = operands.inputs, self.problem.head_dim
         assert inputs.key_bias is not None
         first_terms = found.key[..., width : width + columns_of(self.problem) : _TERMS].astype(self.bias.dtype)
-        of_bias = first_terms.reshape(inputs.key_bias.shape) / over_tokens(self.bias, inputs.key_bias)
-        found = found._replace(key_bias=of_bias)
-        if self.of_query is None:
+        bias_gradient = first_terms.reshape(inputs.key_bias.shape) / over_tokens(self.bias, inputs.key_bias)
+        found = found._replace(key_bias=bias_gradient)
+        if self.query_factor is None:
             return found
         # Gradients of padding are zero, but its numbers are arbitrary.
         query = without_padding(operands.layouts, inputs).query
-        of_scaled = found.query[..., : query.shape[-1]].astype(self.scale.dtype)
+        scaled_gradient = found.query[..., : query.shape[-1]].astype(self.scale.dtype)
         if found.scale is not None:
-            of_products = products_of_heads(of_scaled, query.astype(of_scaled.dtype))
-            found = found._replace(scale=of_products / self.scale)
-        return found._replace(query=(of_scaled * over_tokens(self.of_query, query)).astype(query.dtype))
+            products = products_of_heads(scaled_gradient, query.astype(scaled_gradient.dtype))
+            found = found._replace(scale=products / self.scale)
+        return found._replace(query=(scaled_gradient * over_tokens(self.query_factor, query)).astype(query.dtype))
 
-    def _of_queries(self) -> jax.Array:
+    def _query_columns(self) -> jax.Array:
         """``[batch or 1, 1, ..., heads, columns]``."""
         groups = self.problem.heads // self.problem.heads_kv
         own = np.tile(np.repeat(np.eye(groups), _TERMS, axis=1), (self.problem.heads_kv, 1))
         columns = self.column[..., None] * own[None].astype(self.column.dtype)
         return columns.reshape(columns.shape[0], *(1,) * self.problem.rank, *columns.shape[1:])
 
-    def _of_keys(self, key_bias: jax.Array, key: jax.Array) -> jax.Array:
+    def _key_columns(self, key_bias: jax.Array, key: jax.Array) -> jax.Array:
         """``[batch, *keys, heads_kv, columns]``."""
         numbers = _NUMBERS[self.problem.dtype]
         bias = with_hidden_keys(key_bias)
         bias = jnp.where(bias == jnp.inf, jnp.nan, bias)
         hidden, factor = over_tokens(self.hidden, key_bias), over_tokens(self.bias, key_bias)
-        rest = jnp.clip(bias / factor, -_OF_KEY_BIAS * hidden, _OF_KEY_BIAS * hidden)
+        rest = jnp.clip(bias / factor, -_KEY_BIAS_SHARE * hidden, _KEY_BIAS_SHARE * hidden)
         rest = jnp.where(jnp.isneginf(bias), -jnp.sign(factor) * hidden, rest)
         terms = []
         for _ in range(_TERMS):

@@ -94,20 +94,20 @@ class QueryBox:
 _Arrays = TypeVar("_Arrays", bound=tuple[Any, ...])
 
 
-def is_real(layouts: jax.Array, shape: Sequence[int], *, of_queries: bool) -> jax.Array:
+def is_real(layouts: jax.Array, shape: Sequence[int], *, for_queries: bool) -> jax.Array:
     """Mask of the tokens that lie inside the layouts of their entries, ``[batch, *shape]``.
 
     Args:
         layouts: ``layouts`` of :class:`natten_jax.arrays.operands.Operands`.
         shape: Token layout of an array.
-        of_queries: ``shape`` is the layout of queries. Otherwise it is the layout of keys and values.
+        for_queries: ``shape`` is the layout of queries. Otherwise it is the layout of keys and values.
     """
     rank, dimensions = len(shape), layouts.shape[-1]
     found = jnp.ones((layouts.shape[0], *(1,) * rank), bool)
     for i, extent in enumerate(shape):
-        of_dimension = layouts[:, :, dimensions - rank + i, None]
+        row = layouts[:, :, dimensions - rank + i, None]
         token = jnp.arange(extent, dtype=jnp.int32)[None]
-        is_inside = of_dimension[:, 0] + token < of_dimension[:, 1] if of_queries else token < of_dimension[:, 2]
+        is_inside = row[:, 0] + token < row[:, 1] if for_queries else token < row[:, 2]
         found = found & is_inside.reshape(-1, *(extent if j == i else 1 for j in range(rank)))
     return found
 
@@ -126,7 +126,7 @@ def without_padding(layouts: jax.Array | None, arrays: _Arrays) -> _Arrays:
         if not role.has_layout:
             return array
         shape = array.shape[1 : array.ndim + role.heads_axis]
-        mask = is_real(layouts, shape, of_queries=role.tokens == "queries")
+        mask = is_real(layouts, shape, for_queries=role.tokens == "queries")
         return jnp.where(mask.reshape(*mask.shape, *(1,) * -role.heads_axis), array, 0)
 
     leaves, structure = jax.tree.flatten(arrays)

@@ -167,8 +167,8 @@ class Operands(NamedTuple):
         if self.layouts is None:
             return self
         assert self.layouts.shape[0] == 1, "one entry of the batch at a time"
-        of_query = self.layouts[0, 0]
-        return self._replace(origins=jnp.stack([of_query, jnp.zeros_like(of_query)]), layouts=None)
+        query_origin = self.layouts[0, 0]
+        return self._replace(origins=jnp.stack([query_origin, jnp.zeros_like(query_origin)]), layouts=None)
 
 
 class Output(NamedTuple):
@@ -184,7 +184,7 @@ class Cotangents(NamedTuple):
     out: Annotated[jax.Array, Role.QUERY, "batch *queries heads head_dim_v"]
     logsumexp: Annotated[jax.Array | None, Role.PER_QUERY, "batch *queries heads"] = None
 
-    def of_both(self) -> Output:
+    def with_zeros(self) -> Output:
         """Replace a missing cotangent by zeros."""
         zeros = jnp.zeros(self.out.shape[:-1], jnp.promote_types(self.out.dtype, jnp.float32))
         return Output(self.out, zeros if self.logsumexp is None else self.logsumexp)

@@ -65,13 +65,13 @@ class Tuned(Mapping[str, Any]):
         self._entered.pop().close()
 
     def __getitem__(self, name: str) -> Any:
-        return self._of_one_operator()[name]
+        return self._single_operator_arguments()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._of_one_operator())
+        return iter(self._single_operator_arguments())
 
     def __len__(self) -> int:
-        return len(self._of_one_operator())
+        return len(self._single_operator_arguments())
 
     def __repr__(self) -> str:
         if self._arguments is not None:
@@ -91,7 +91,7 @@ class Tuned(Mapping[str, Any]):
             raise ValueError("there is nothing to save: this was loaded from a file that names no problem")
         Path(path).write_text(json.dumps(self.table.to_json(), indent=1) + "\n", encoding="utf-8")
 
-    def _of_one_operator(self) -> Mapping[str, Any]:
+    def _single_operator_arguments(self) -> Mapping[str, Any]:
         if self._arguments is not None:
             return self._arguments
         problems = {tuned_problem(each.plan.problem) for each in self.passes}

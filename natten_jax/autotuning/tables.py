@@ -61,7 +61,7 @@ class TunedPass:
         for name, type_ in (("seconds", float), ("default_seconds", float), ("is_default", bool), ("label", str)):
             if not isinstance(content.get(name), type_):
                 raise ValueError(f"{name} must be a {type_.__name__}, got {content.get(name)!r}")
-        plan = Plan.of_payload(json.dumps(content.get("plan")))
+        plan = Plan.from_payload(json.dumps(content.get("plan")))
         if plan.performance.tiles(plan.pass_) is None:
             raise ValueError("plan has no tiles")
         return cls(plan, content["seconds"], content["default_seconds"], content["is_default"], content["label"])

@@ -80,7 +80,7 @@ def find(name: str | BackendId, operator: Operator) -> Backend:
     raise ValueError(_unknown(name, operator))
 
 
-def of(id_: BackendId) -> Backend:
+def by_id(id_: BackendId) -> Backend:
     """Return a registered backend by its identifier, such as ``Plan.backend``."""
     (found,) = [backend for backend in _registered if backend.family == id_.family]
     return found
@@ -98,11 +98,13 @@ def export_targets() -> tuple[str, ...]:
 
 
 #: Names of attention implementations in other libraries and in the profiler.
-_OF_JAX = "an implementation of attention in JAX, which the profiler measures beside these"
-_OF_PYTORCH = "an implementation of attention in PyTorch"
+_JAX_IMPLEMENTATION = "an implementation of attention in JAX, which the profiler measures beside these"
+_PYTORCH_IMPLEMENTATION = "an implementation of attention in PyTorch"
 _OTHERS = {
-    **dict.fromkeys(("cudnn", "xla", "pallas", "triton", "mosaic"), _OF_JAX),
-    **dict.fromkeys(("xformers", "fav2", "fa2", "fa3", "flash", "flash-attention", "sdpa", "eager"), _OF_PYTORCH),
+    **dict.fromkeys(("cudnn", "xla", "pallas", "triton", "mosaic"), _JAX_IMPLEMENTATION),
+    **dict.fromkeys(
+        ("xformers", "fav2", "fa2", "fa3", "flash", "flash-attention", "sdpa", "eager"), _PYTORCH_IMPLEMENTATION
+    ),
 }
 
 _LONGEST = 64  # characters of a name that are compared
@@ -114,14 +116,14 @@ def _unknown(name: Any, operator: Operator) -> str:
     """Return the error message for an unknown backend name."""
     families = [backend.family for backend in _registered]
     choices = f"hoose None or one of {', '.join(str(BackendId(family, operator)) for family in families)}"
-    family, of = _parts(name) if isinstance(name, str) else ("", None)
+    family, named = _parts(name) if isinstance(name, str) else ("", None)
     if family in _OTHERS:
         return f"backend={shown(name)} is unknown: {family} is {_OTHERS[family]}; c{choices}"
     close = difflib.get_close_matches(family, families, 1, cutoff=0.7)
     if not close:
         return f"backend={shown(name)} is unknown; c{choices}"
-    is_other = of not in (None, operator) and name == str(BackendId(close[0], of))
-    problem = f"is a backend of {_WHAT[of]}, and this is {_WHAT[operator]}" if of and is_other else "is unknown"
+    is_other = named not in (None, operator) and name == str(BackendId(close[0], named))
+    problem = f"is a backend of {_WHAT[named]}, and this is {_WHAT[operator]}" if named and is_other else "is unknown"
     return f"backend={shown(name)} {problem}: did you mean {str(BackendId(close[0], operator))!r}? C{choices}"
 
 

@@ -210,8 +210,8 @@ class Backend(abc.ABC):
         for pair, reason in has.excludes.items():
             if all(operator.attrgetter(*pair)(problem)):
                 return reason
-        if (of_heads := heads_rejection(has, problem)) is not None:
-            return of_heads
+        if (rejection := heads_rejection(has, problem)) is not None:
+            return rejection
         unknown = [edge for edge in problem.edges if edge not in has.edges]
         if unknown:
             return f"it has windows with edges {' or '.join(map(repr, has.edges))}, not {unknown[0]!r}"
@@ -325,4 +325,4 @@ class PureJaxBackend(Backend):
         def attend(inputs: Inputs) -> Output:
             return self.attend(plan, operands._replace(inputs=inputs))
 
-        return jax.vjp(attend, operands.inputs)[1](cotangents.of_both())[0]
+        return jax.vjp(attend, operands.inputs)[1](cotangents.with_zeros())[0]

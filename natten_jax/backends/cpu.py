@@ -70,10 +70,12 @@ class CpuBackend(NativeBackend):
         delta_of_queries = delta(saved.out, *cotangents)
         per_query = saved.logsumexp, ffi.or_nothing(saved.remainder), cotangents.out, delta_of_queries
         types = [ResultType(array.shape, array.dtype) for array in more[1:]]
-        found, (of_table, of_keys) = ffi.call_for_gradients(_BACKWARD, plan, operands, (*more, *per_query), types)
-        found = ffi.with_key_bias_gradient(found, inputs, of_keys)
+        found, (table_gradient, key_bias_gradient) = ffi.call_for_gradients(
+            _BACKWARD, plan, operands, (*more, *per_query), types
+        )
+        found = ffi.with_key_bias_gradient(found, inputs, key_bias_gradient)
         if inputs.relative_bias is not None:
-            found = found._replace(relative_bias=gradient_of_shared_table(of_table, inputs.relative_bias))
+            found = found._replace(relative_bias=gradient_of_shared_table(table_gradient, inputs.relative_bias))
         return ffi.with_sinks_gradient(found, inputs, saved.logsumexp, delta_of_queries)
 
 

@@ -81,8 +81,8 @@ def _sinks_parts(plan: Plan, operands: Operands) -> ResultType:
         for axis, extent, rows in zip(problem.axes, extents, plan.tiles[1], strict=True)
     )
     own = sinks.shape[0]  # batch entries with separate sinks
-    of_tiles = own * heads * _filled_up(operands.inputs.query.shape[0] // own * tiles)
-    return _float32(max(of_tiles, own * max(_MOST_SINKS_PARTS // own, 1) * _filled_up(heads)))
+    tile_parts = own * heads * _filled_up(operands.inputs.query.shape[0] // own * tiles)
+    return _float32(max(tile_parts, own * max(_MOST_SINKS_PARTS // own, 1) * _filled_up(heads)))
 
 
 def _table_products(problem: Problem, operands: Operands, rows: Shape, columns: Shape) -> ResultType:
@@ -119,7 +119,7 @@ def _table_sums(plan: Plan, operands: Operands) -> list[ResultType]:
 def _small_gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
     """Call the kernels; the kernel for query gradients also computes query statistics, which the second one reads."""
     problem, inputs = plan.problem, operands.inputs
-    of_queries = saved.logsumexp, saved.remainder, saved.out, cotangents.out, cotangents.logsumexp
+    query_arrays = saved.logsumexp, saved.remainder, saved.out, cotangents.out, cotangents.logsumexp
     batch, *tokens, heads = saved.logsumexp.shape
     additional_parts = native.additional_parts(
         math.prod(tokens) * problem.heads // problem.heads_kv, problem.additional_kv
@@ -140,12 +140,12 @@ def _small_gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: C
         _float32(*sinks.shape),
         ffi.entry_maps(operands, 2 * _ENTRY_MAPS),
     ]
-    arrays = *added, *map(or_nothing, of_queries)
+    arrays = *added, *map(or_nothing, query_arrays)
     found, behind = ffi.call_for_gradients(_SMALL_BACKWARD, plan, operands, arrays, results)
-    *_, of_table, of_keys, _, of_sinks, _ = behind
-    return ffi.with_key_bias_gradient(found, inputs, of_keys)._replace(
-        sinks=None if inputs.sinks is None else of_sinks,
-        relative_bias=None if inputs.relative_bias is None else of_table,
+    *_, table_gradient, key_bias_gradient, _, sinks_gradient, _ = behind
+    return ffi.with_key_bias_gradient(found, inputs, key_bias_gradient)._replace(
+        sinks=None if inputs.sinks is None else sinks_gradient,
+        relative_bias=None if inputs.relative_bias is None else table_gradient,
     )
 
 
@@ -322,8 +322,8 @@ class CutlassBackend(NativeBackend):
         options = {"is_accurate": int(plan.precision not in _TF32_PRECISIONS)}
         options["kv_splits"] = 1 if performance.backward_deterministic else splits
         arrays = *biases, logsumexp, or_nothing(remainder), cotangents.out, delta_of_queries
-        found, (of_keys, *_) = ffi.call_for_gradients(_BACKWARD, plan, operands, arrays, behind, **options)
-        found = ffi.with_key_bias_gradient(found, inputs, of_keys)
+        found, (key_bias_gradient, *_) = ffi.call_for_gradients(_BACKWARD, plan, operands, arrays, behind, **options)
+        found = ffi.with_key_bias_gradient(found, inputs, key_bias_gradient)
         return ffi.with_sinks_gradient(found, inputs, logsumexp, delta_of_queries)
 
 
@@ -341,14 +341,16 @@ def scratch_elements(problem: Problem, query: jax.Array, performance: Performanc
     limit = _SCRATCH_BYTES[MemoryUsagePreference(performance.memory_usage_preference)]
     batch, heads = least_batch(query.shape[0]), query.shape[-2]
     heads_kv = heads * problem.heads_kv // problem.heads
-    of_head = 4 * math.prod(query.shape[1:]) // heads_kv  # bytes per key/value head, for all query heads that share it
+    head_bytes = (
+        4 * math.prod(query.shape[1:]) // heads_kv
+    )  # bytes per key/value head, for all query heads that share it
 
     def at_once(count: int, each: int) -> int:
         turns = 1 if limit is None else math.ceil(count / max(limit // each, 1))
         return math.ceil(count / turns)
 
-    entries = at_once(batch, heads_kv * of_head)
-    return entries * (heads_kv if entries > 1 else at_once(heads_kv, of_head)) * of_head // 4
+    entries = at_once(batch, heads_kv * head_bytes)
+    return entries * (heads_kv if entries > 1 else at_once(heads_kv, head_bytes)) * head_bytes // 4
 
 
 def _missing_code(capability: ComputeCapability) -> str | None:

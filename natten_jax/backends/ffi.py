@@ -51,7 +51,7 @@ class HeadScales:
     query_factor: jax.Array
 
     @classmethod
-    def of(cls, problem: Problem, scale: jax.Array) -> HeadScales:
+    def from_scale(cls, problem: Problem, scale: jax.Array) -> HeadScales:
         """Compute the factors from the ``scale`` operand."""
         scale = jnp.where(jnp.abs(scale) <= LARGEST, scale, jnp.nan)
         smallest = _SMALLEST_FACTOR.get(problem.dtype, _SMALLEST_FACTOR_OF_OTHERS)
@@ -67,7 +67,7 @@ class HeadScales:
         is_used = jnp.abs(self.scale) > 0
         return jnp.stack([jnp.where(is_used, jnp.abs(self.scale), 1), self.query_factor], axis=-1)
 
-    def of_gradients(self, gradients: Gradients, query: jax.Array) -> Gradients:
+    def convert_gradients(self, gradients: Gradients, query: jax.Array) -> Gradients:
         """Compute the gradients of the query and the scale.
 
         Args:
@@ -75,18 +75,18 @@ class HeadScales:
             query: The query of the call.
         """
         wide = gradients.query.astype(jnp.float32)
-        of_products = products_of_heads(wide, query.astype(jnp.float32))
-        of_query = wide * over_tokens(self.scale / self.query_factor, query)
-        return gradients._replace(query=of_query.astype(query.dtype), scale=of_products / self.query_factor)
+        products = products_of_heads(wide, query.astype(jnp.float32))
+        query_gradient = wide * over_tokens(self.scale / self.query_factor, query)
+        return gradients._replace(query=query_gradient.astype(query.dtype), scale=products / self.query_factor)
 
 
 def with_heads_of_queries(inputs: Inputs) -> Inputs:
     """Repeat keys and values so that each query head has its own copy."""
     groups = inputs.query.shape[-2] // inputs.key.shape[-2]
-    return _of_key_values(lambda array: jnp.repeat(array, groups, axis=-2), inputs)
+    return _map_key_values(lambda array: jnp.repeat(array, groups, axis=-2), inputs)
 
 
-def of_shared_heads(gradients: Gradients, inputs: Inputs) -> Gradients:
+def sum_shared_heads(gradients: Gradients, inputs: Inputs) -> Gradients:
     """Sum gradients of the copies from :func:`with_heads_of_queries` over query heads that share keys and values."""
     heads_kv = inputs.key.shape[-2]
 
@@ -95,10 +95,10 @@ def of_shared_heads(gradients: Gradients, inputs: Inputs) -> Gradients:
         groups = array.reshape(*outer, heads_kv, heads // heads_kv, width)
         return jnp.sum(groups, axis=-2, dtype=jnp.float32).astype(array.dtype)
 
-    return _of_key_values(summed, gradients)
+    return _map_key_values(summed, gradients)
 
 
-def _of_key_values(change: Callable[[jax.Array], jax.Array], inputs: Inputs) -> Inputs:
+def _map_key_values(change: Callable[[jax.Array], jax.Array], inputs: Inputs) -> Inputs:
     """Apply a function to all inputs that have key/value heads."""
     roles = jax.tree.unflatten(jax.tree.structure(inputs), roles_of(inputs))
     return jax.tree.map(lambda array, role: change(array) if role.is_key_value else array, inputs, roles)
@@ -153,7 +153,7 @@ class NativeBackend(Backend):
         # Kernels sum the gradients of a key over all query heads and then scale the sum, which requires a common scale.
         plan = dataclasses.replace(plan, problem=dataclasses.replace(problem, heads_kv=problem.heads))
         repeated = operands._replace(inputs=with_heads_of_queries(inputs))
-        return of_shared_heads(self.call_backward(plan, repeated, saved, cotangents), inputs)
+        return sum_shared_heads(self.call_backward(plan, repeated, saved, cotangents), inputs)
 
 
 def narrowest_forms(backend: type[Backend], forms: Sequence[Any], problem: Problem) -> list[Mapping[str, Any]]:
@@ -195,8 +195,8 @@ def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
     if inputs.scale is None:
         query, scales = _times_sign_of_scale(problem, query), or_nothing(None)
     else:
-        of_heads = HeadScales.of(problem, inputs.scale)
-        query, scales = of_heads.signed(query), of_heads.operand()
+        head_scales = HeadScales.from_scale(problem, inputs.scale)
+        query, scales = head_scales.signed(query), head_scales.operand()
     additional_keys, additional_values = inputs.additional_keys, inputs.additional_values
     if additional_keys is None or additional_values is None:
         additional_keys = jnp.zeros((key.shape[0], 0, *key.shape[-2:]), key.dtype)
@@ -216,9 +216,9 @@ def forward_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
     if inputs.scale is None and inputs.sinks is None:
         return [*others, scales]
     shape = inputs.query.shape[0], inputs.query.shape[-2]
-    of_logits = jnp.full(shape, scale_of_kernels(problem), jnp.float32) if inputs.scale is None else scales[..., 0]
+    logit_scales = jnp.full(shape, scale_of_kernels(problem), jnp.float32) if inputs.scale is None else scales[..., 0]
     sinks = -jnp.inf if inputs.sinks is None else inputs.sinks[..., 0]
-    return [*others, jnp.stack([of_logits, jnp.broadcast_to(sinks, shape)], axis=-1)]
+    return [*others, jnp.stack([logit_scales, jnp.broadcast_to(sinks, shape)], axis=-1)]
 
 
 def or_nothing(array: jax.Array | None, shape: Shape = (0,), dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
@@ -233,9 +233,9 @@ def layouts_operand(operands: Operands) -> jax.Array:
 
 def key_bias_operand(problem: Problem, operands: Operands) -> jax.Array:
     """Return the key biases of a call, ``[batch, *keys, heads]``, with a single head if all heads share them."""
-    of_heads, shared = operands.inputs.key_bias, operands.inputs.shared_key_bias
-    if of_heads is not None:
-        return with_kernel_rank(of_heads[..., 0], problem.rank)
+    per_head, shared = operands.inputs.key_bias, operands.inputs.shared_key_bias
+    if per_head is not None:
+        return with_kernel_rank(per_head[..., 0], problem.rank)
     return or_nothing(None) if shared is None else with_kernel_rank(shared[..., None], problem.rank)
 
 
@@ -246,12 +246,12 @@ def key_bias_gradient_type(problem: Problem, operands: Operands) -> ResultType:
     return ResultType((*biases.shape[:-1], heads) if biases.ndim > 1 else (0,), jnp.float32)
 
 
-def with_key_bias_gradient(gradients: Gradients, inputs: Inputs, of_keys: jax.Array) -> Gradients:
+def with_key_bias_gradient(gradients: Gradients, inputs: Inputs, key_bias_gradient: jax.Array) -> Gradients:
     """Add the gradient of key biases, given the result of type :func:`key_bias_gradient_type`."""
-    of_heads, shared = inputs.key_bias, inputs.shared_key_bias
+    per_head, shared = inputs.key_bias, inputs.shared_key_bias
     return gradients._replace(
-        key_bias=None if of_heads is None else of_keys.reshape(of_heads.shape),
-        shared_key_bias=None if shared is None else jnp.sum(of_keys, axis=-1).reshape(shared.shape),
+        key_bias=None if per_head is None else key_bias_gradient.reshape(per_head.shape),
+        shared_key_bias=None if shared is None else jnp.sum(key_bias_gradient, axis=-1).reshape(shared.shape),
     )
 
 
@@ -261,10 +261,10 @@ def with_sinks_gradient(gradients: Gradients, inputs: Inputs, logsumexp: jax.Arr
     return gradients if sinks is None else gradients._replace(sinks=sinks_gradient(sinks, logsumexp, delta))
 
 
-def entry_maps(operands: Operands, of_entry: int) -> ResultType:
-    """Return the type of scratch memory for tensor maps, ``of_entry`` per batch entry with a separate layout."""
+def entry_maps(operands: Operands, per_entry: int) -> ResultType:
+    """Return the type of scratch memory for tensor maps, ``per_entry`` per batch entry with a separate layout."""
     batch = 0 if operands.layouts is None else operands.layouts.shape[0]
-    return ResultType((batch * of_entry, _MAP_BYTES), jnp.uint8)
+    return ResultType((batch * per_entry, _MAP_BYTES), jnp.uint8)
 
 
 #: Bytes of a tensor map.
@@ -304,7 +304,7 @@ def call_for_gradients(
     else:
         # Gradients of padding are zero, but the padding itself may hold any value, such as NaN.
         query = without_padding(operands.layouts, inputs).query
-        gradients = HeadScales.of(problem, inputs.scale).of_gradients(gradients, query)
+        gradients = HeadScales.from_scale(problem, inputs.scale).convert_gradients(gradients, query)
     return gradients, results[len(types) :]
 
 

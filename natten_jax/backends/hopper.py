@@ -182,8 +182,8 @@ class HopperBackend(NativeBackend):
         types = [ResultType((scratch,), jnp.float32), ffi.key_bias_gradient_type(problem, operands)]
         types.append(ffi.entry_maps(operands, _BACKWARD_ENTRY_MAPS))
         options = {"is_deterministic": int(performance.backward_deterministic)}
-        found, (_, of_keys, _) = ffi.call_for_gradients(_BACKWARD, plan, operands, added, types, **options)
-        found = ffi.with_key_bias_gradient(found, inputs, of_keys)
+        found, (_, key_bias_gradient, _) = ffi.call_for_gradients(_BACKWARD, plan, operands, added, types, **options)
+        found = ffi.with_key_bias_gradient(found, inputs, key_bias_gradient)
         return ffi.with_sinks_gradient(found, inputs, logsumexp, jnp.moveaxis(statistics[..., 1], 1, -1))
 
 

@@ -218,7 +218,7 @@ def staleness(plan: Plan, device: Device) -> str | None:
     name, problem = str(plan.backend), plan.problem
     if name not in backends.names(problem.operator):
         return f"there is no backend {name}"
-    backend = backends.of(plan.backend)
+    backend = backends.by_id(plan.backend)
     reason = backend.rejection(problem, device, plan.pass_)
     if reason is None and not backend.offers(problem, device, plan.pass_, plan.tiles):
         reason = f"it does not offer the tiles {plan.tiles}"
@@ -377,7 +377,7 @@ def ignored(plan: Plan, asked: Performance) -> dict[str, str]:
     Returns:
         Reasons by argument: clauses that begin with the backend's name. Only arguments of the plan's pass.
     """
-    backend, reasons = backends.of(plan.backend), {}
+    backend, reasons = backends.by_id(plan.backend), {}
     known, unused = heeded(backend), backend.form(plan).unused
     for name, choice in CHOICES.items():
         if choice.pass_ != plan.pass_ or getattr(asked, name) == getattr(_DEFAULTS, name):

@@ -169,7 +169,7 @@ def calibration_for(family: str, compute_capability: ComputeCapability | None = 
     model: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     major, minor = model["compute_capability"]
     kernels = {
-        pass_: tuple([Kernel(**{**fields, "dtypes": tuple(fields.get("dtypes", ()))}) for fields in of_pass])
-        for pass_, of_pass in model["kernels"].items()
+        pass_: tuple([Kernel(**{**fields, "dtypes": tuple(fields.get("dtypes", ()))}) for fields in pass_kernels])
+        for pass_, pass_kernels in model["kernels"].items()
     }
     return Calibration(**{**model, "compute_capability": (major, minor), "kernels": kernels})

@@ -60,7 +60,7 @@ _DEVICES_OF_HOST = 8
 #: Slowdown of passes with an exchange of any size: links draw power for 50 ms after a transfer, which reduces the clock
 #: of devices at their power limit. With 4 KB per call, two H200 took 11.92 instead of 11.68 ms, at 1563 instead of 1591
 #: MHz.
-_OF_LINKS_AWAKE = 1.02
+_LINKS_AWAKE_FACTOR = 1.02
 
 #: Share of the multiprocessors that an exchange takes from concurrent kernels: 16 of 132 on H200, one per channel. With
 #: 8 or 4 channels, the exchange takes twice or four times the time, and passes are not faster.
@@ -146,7 +146,7 @@ def slab_visits(axis: Axis, pass_: Pass, tile: tuple[int, int], halo: Halo) -> l
 
     The counts are from the shard that visits the most tiles.
     """
-    of_parts = []
+    per_shard = []
     for first in _starts_of_some_parts(halo):
         before, after = halo.before, halo.after
         if halo.changes_places:
@@ -157,8 +157,8 @@ def slab_visits(axis: Axis, pass_: Pass, tile: tuple[int, int], halo: Halo) -> l
             is_front = first > 0 if slab.is_front is None else slab.is_front
             query, key = (first + start for start in slab.starts(halo.part, is_front))
             ranges.append(((query, query + slab.queries), (key, key + slab.keys)))
-        of_parts.append([visits(axis, pass_, tile, *each) for each in ranges])
-    return max(of_parts, key=lambda each: sum(call.inner for call in (each[0], *each[2:])))
+        per_shard.append([visits(axis, pass_, tile, *each) for each in ranges])
+    return max(per_shard, key=lambda each: sum(call.inner for call in (each[0], *each[2:])))
 
 
 def _starts_of_some_parts(halo: Halo) -> list[int]:
@@ -260,8 +260,8 @@ def _by_keys(plan: Plan, halos: Sequence[Halo]) -> HaloStrategy | None:
     part, copied = math.prod(held), 0
     calls, slabs = [_product(across)], list[int]()
     for i in travel_order(halos):
-        _, joined, *of_slabs = dimensions[i]
-        for slab, seen in zip(halos[i].seen_slabs(problem.axes[i]), of_slabs, strict=True):
+        _, joined, *per_slab = dimensions[i]
+        for slab, seen in zip(halos[i].seen_slabs(problem.axes[i]), per_slab, strict=True):
             copied += part // halos[i].part * slab.queries * copies
             slabs.append(slab.keys * math.prod(held) // held[i])
             calls.append(_product([*across[:i], seen, *across[i + 1 :]]))
@@ -317,7 +317,7 @@ def _split_time(
         for share, call in zip(strategy.travel, strategy.calls, strict=False)
     )
     if received:
-        compute = compute * _OF_LINKS_AWAKE + hidden * _TAKEN
+        compute = compute * _LINKS_AWAKE_FACTOR + hidden * _TAKEN
     return SplitTime(devices, plan.tiles, received, compute, exchange, exchange - hidden)
 
 

@@ -190,12 +190,12 @@ def rank(
     # Tiles of equal size run in the same kernel. All inner tiles for an outer tile are counted in a single call: in
     # three dimensions there are thousands of pairs.
     outer_side, inner_side = (0, 1) if pass_ == "forward" else (1, 0)
-    of_sizes: dict[tuple[int, int], dict[Shape, list[TilePair]]] = collections.defaultdict(dict)
+    by_size: dict[tuple[int, int], dict[Shape, list[TilePair]]] = collections.defaultdict(dict)
     for pair in pairs:
-        of_size = of_sizes[math.prod(pair[0]), math.prod(pair[1])]
-        of_size.setdefault(pair[outer_side], []).append(pair)
+        same_size = by_size[math.prod(pair[0]), math.prod(pair[1])]
+        same_size.setdefault(pair[outer_side], []).append(pair)
     timed: list[tuple[TilePair, float]] = []
-    for by_outer in of_sizes.values():
+    for by_outer in by_size.values():
         found = [pair for group in by_outer.values() for pair in group]
         if small_windows.is_for(calibration, problem, pass_, found[0]):
             estimates = ((pair, small_windows.seconds(calibration, problem, pass_, pair)) for pair in found)
@@ -222,7 +222,7 @@ _SOFTMAX: Mapping[Pass, float] = {"forward": 2.5, "backward": 2 * 2.5}
 #: kernels compute the weights and their gradients.
 _PRODUCTS: Mapping[Pass, tuple[int, int]] = {"forward": (1, 1), "backward": (4, 3)}
 #: Products of 16-bit numbers that the matrix units execute for a float32 product at full precision.
-_OF_FLOAT32 = 6
+_PRODUCTS_PER_FLOAT32 = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,8 +259,8 @@ class TpuChip:
         heads = problem.batch * problem.heads
         pairs = heads * simulation.counts.executed_pairs
         widths = [-(-width // _LANES) * _LANES for width in (problem.head_dim, problem.head_dim_v)]
-        of_widths = sum(count * width for count, width in zip(_PRODUCTS[pass_], widths, strict=True))
-        products = 2.0 * pairs * of_widths * (_OF_FLOAT32 if problem.dtype == "float32" else 1) / self.flops
+        total_width = sum(count * width for count, width in zip(_PRODUCTS[pass_], widths, strict=True))
+        products = 2.0 * pairs * total_width * (_PRODUCTS_PER_FLOAT32 if problem.dtype == "float32" else 1) / self.flops
         softmax = pairs / 1024 * _SOFTMAX[pass_] / self.cycles
         padded = sum(widths) / (problem.head_dim + problem.head_dim_v)
         return max(products, softmax, simulation.tile_bytes * padded / self.bandwidth)

@@ -73,7 +73,7 @@ def report() -> Iterator[str]:
         yield ""
         yield f"Backends on {device}"
         for id_ in backends.ids():
-            yield f"  {id_!s:<14} {_verdict(backends.of(id_), id_.operator, device)}"
+            yield f"  {id_!s:<14} {_verdict(backends.by_id(id_), id_.operator, device)}"
         yield f"Tuned configurations on {device}"
         yield f"  {table_line(device)}"
         # Kernels that this build does not contain, and that another build could contain.
@@ -169,7 +169,7 @@ def scratch_bytes(plan: Plan) -> int:
     Args:
         plan: The plan of a pass, whose backend has custom calls.
     """
-    backend = backends.of(plan.backend)
+    backend = backends.by_id(plan.backend)
 
     def run(operands: Operands, output: Output) -> Any:
         if plan.pass_ == "forward":
@@ -183,7 +183,9 @@ def scratch_bytes(plan: Plan) -> int:
     arguments = Operands(Inputs(**arrays)), Output(out, lse)
     traced = jax.make_jaxpr(run)(*arguments)
     results = jax.tree.leaves(jax.eval_shape(run, *arguments))
-    written, kept = (sum(each.size * each.dtype.itemsize for each in of) for of in (_written(traced.jaxpr), results))
+    written, kept = (
+        sum(each.size * each.dtype.itemsize for each in group) for group in (_written(traced.jaxpr), results)
+    )
     return int(written - kept)
 
 

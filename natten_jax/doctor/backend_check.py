@@ -134,12 +134,12 @@ def reference(problem: Problem, arrays: Mapping[str, np.ndarray]) -> dict[str, n
     out = weights @ values
     lse_cotangent = inputs["logsumexp_cotangent"].reshape(problem.batch, -1, problem.heads, 1).swapaxes(1, 2)
     delta = (out_cotangent * out).sum(axis=-1, keepdims=True) - lse_cotangent
-    of_logits = problem.scale * weights * (out_cotangent @ values.swapaxes(2, 3) - delta)
-    found = {"out": out, "lse": lse, "d_query": of_logits @ keys}
-    gradients = {"key": of_logits.swapaxes(2, 3) @ query, "value": weights.swapaxes(2, 3) @ out_cotangent}
-    for name, of_heads in gradients.items():
+    d_logits = problem.scale * weights * (out_cotangent @ values.swapaxes(2, 3) - delta)
+    found = {"out": out, "lse": lse, "d_query": d_logits @ keys}
+    gradients = {"key": d_logits.swapaxes(2, 3) @ query, "value": weights.swapaxes(2, 3) @ out_cotangent}
+    for name, per_query_head in gradients.items():
         # The gradient of a key/value head is the sum over its query heads.
-        gradient = of_heads.reshape(problem.batch, problem.heads_kv, group, *of_heads.shape[2:]).sum(axis=2)
+        gradient = per_query_head.reshape(problem.batch, problem.heads_kv, group, *per_query_head.shape[2:]).sum(axis=2)
         own = gradient.shape[2] - problem.additional_kv
         found[f"d_{name}"], found[f"d_additional_{name}s"] = np.split(gradient, [own], axis=2)
     shapes = {"out": inputs["out_cotangent"].shape, "lse": inputs["logsumexp_cotangent"].shape}
@@ -163,7 +163,7 @@ def check(id_: BackendId) -> int:
     Returns:
         The exit status: 0 if every result is correct, 1 if a result is wrong or the backend cannot run on the device.
     """
-    session = _Session(id_, backends.of(id_), default_device())
+    session = _Session(id_, backends.by_id(id_), default_device())
     if reason := session.cannot_run():
         print(f"{id_} cannot be checked here: {reason}", file=sys.stderr)
         return 1

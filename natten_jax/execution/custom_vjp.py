@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from natten_jax import backends
-from natten_jax.arrays.biases import of_each_head, with_hidden_keys_of_inputs
+from natten_jax.arrays.biases import per_head_key_bias, with_hidden_keys_of_inputs
 from natten_jax.arrays.boxes import QueryBox
 from natten_jax.arrays.operands import (
     Cotangents,
@@ -44,7 +44,7 @@ from natten_jax.sharding.halos.exchange import Exchange, lines_of
 
 
 def _compute_plain(plan: Plan, call: DeviceCall, operands: Operands) -> Differentiable:
-    backend: Any = backends.of(plan.backend)
+    backend: Any = backends.by_id(plan.backend)
     operands = operands._replace(inputs=with_hidden_keys_of_inputs(operands.inputs))
     found = backend.forward_differentiable(plan, converted(plan.problem, operands))
     return found._replace(out=scaled(plan.problem, operands, found.out))
@@ -73,12 +73,12 @@ def _derive_plain(
     (operands,) = jax.tree.unflatten(structure, primals)
     operands = operands._replace(inputs=with_hidden_keys_of_inputs(operands.inputs))
     found = Differentiable(*results)
-    backend: Any = backends.of(plan.backend)  # with residuals it has a derivative
+    backend: Any = backends.by_id(plan.backend)  # with residuals it has a derivative
     by_position = dict(zip(positions if read is None else read, given, strict=True))
     if read is None:
         every = [by_position[i] if i in by_position else jnp.zeros_like(array) for i, array in enumerate(primals)]
-        (of_operands,) = jax.tree.unflatten(structure, every)
-        return backend.tangents(plan, operands, found, of_operands.inputs)
+        (tangents,) = jax.tree.unflatten(structure, every)
+        return backend.tangents(plan, operands, found, tangents.inputs)
     cotangents = Cotangents(by_position[0] if 0 in by_position else jnp.zeros_like(found.out), by_position.get(1))
     (numbers,) = jax.tree.unflatten(structure, range(len(primals)))
     wanted = jax.tree.map(lambda number: number in positions, numbers.inputs)
@@ -104,7 +104,7 @@ def plain_backend(request: Request) -> PureJaxBackend | None:
     """
     used = None
     for call in device_calls(request):
-        backend = backends.of(call.plan("forward").backend)
+        backend = backends.by_id(call.plan("forward").backend)
         if used not in (None, backend) or not isinstance(backend, PureJaxBackend):
             return None
         used = backend
@@ -113,7 +113,7 @@ def plain_backend(request: Request) -> PureJaxBackend | None:
 
 def _forward_plain(backend: PureJaxBackend, request: Request, operands: Operands) -> Output:
     """Compute output and logsumexp, differentiable to any order."""
-    operands = operands._replace(inputs=of_each_head(operands.inputs))
+    operands = operands._replace(inputs=per_head_key_bias(operands.inputs))
     request = dataclasses.replace(request, backend=f"{backend.family}-{request.problem.operator}")
     leaves, structure = jax.tree.flatten((operands,))
     rule = _derive_plain if backend.capabilities.residual_width else None
@@ -127,7 +127,7 @@ def fuses_additional_kv(request: Request) -> bool:
     if request.problem.own_extents:  # every query sees the additional tokens, but padding rows must see no key
         return False
     plans = (call.plan("forward") for call in device_calls(request))
-    return all("additional_kv" in backends.of(plan.backend).capabilities.takes for plan in plans)
+    return all("additional_kv" in backends.by_id(plan.backend).capabilities.takes for plan in plans)
 
 
 def _output_types(request: Request, operands: Any) -> Output:
@@ -188,7 +188,7 @@ def _needs_strips(plan: Plan, operands: Operands) -> bool:
 
 
 def _compute_forward(saves: bool, plan: Plan, call: DeviceCall, operands: Operands) -> Saved:
-    kernels = KernelOperands.of(plan, call.request.problem, operands)
+    kernels = KernelOperands.for_plan(plan, call.request.problem, operands)
     if _needs_strips(plan, kernels.operands):
         saved = _saved_with_strips(kernels.backend, plan, kernels.operands)
     else:
@@ -197,7 +197,7 @@ def _compute_forward(saves: bool, plan: Plan, call: DeviceCall, operands: Operan
 
 
 def _compute_continued(plan: Plan, call: DeviceCall, operands: Operands, saved: Saved, seeing: QueryBox) -> Saved:
-    kernels = KernelOperands.of(plan, call.request.problem, operands)
+    kernels = KernelOperands.for_plan(plan, call.request.problem, operands)
     operands, saved = kernels.operands, saved._replace(out=kernels.padded_output(saved.out))
     if _needs_strips(plan, kernels.operands):
         plan, operands = strips.on_line(plan, operands)
@@ -209,12 +209,12 @@ def _compute_gradients(
 ) -> Gradients:
     if call.plan("forward").backend != plan.backend:
         saved = saved._replace(remainder=None)
-    kernels = KernelOperands.of(plan, call.request.problem, operands)
-    of_kernels = kernels.saved(saved), cotangents._replace(out=kernels.padded_output(cotangents.out))
+    kernels = KernelOperands.for_plan(plan, call.request.problem, operands)
+    saved_and_cotangents = kernels.saved(saved), cotangents._replace(out=kernels.padded_output(cotangents.out))
     if _needs_strips(plan, kernels.operands):
-        found = _gradients_with_strips(kernels.backend, plan, kernels.operands, *of_kernels)
+        found = _gradients_with_strips(kernels.backend, plan, kernels.operands, *saved_and_cotangents)
     else:
-        found = kernels.backend.backward(plan, kernels.operands, *of_kernels)
+        found = kernels.backend.backward(plan, kernels.operands, *saved_and_cotangents)
     return kernels.gradients(found, saved, cotangents)
 
 
@@ -266,7 +266,10 @@ def run(spec: Spec, request: Request, operands: Operands, *others: Any, plans: _
     """
     if plans is not None:
         assert spec.exchange is not None
-        halos, plan = Exchange.of(request.problem, lines_of(request.token_axes)), plans[spec.pass_ == "backward"]
+        halos, plan = (
+            Exchange.for_problem(request.problem, lines_of(request.token_axes)),
+            plans[spec.pass_ == "backward"],
+        )
         return spec.exchange(run, spec, plan, _with_axes_as_parts(request), halos, operands, *others)
     leaves, structure = jax.tree.flatten((operands, *others))
     results = primitive.bind(Computation(spec, structure), request, leaves)
@@ -331,9 +334,9 @@ def _overlapping_plans(request: Request) -> _Plans | None:
             plans = call.plan("forward"), call.plan("backward")
         except ValueError:
             continue
-        if any(backends.of(plan.backend).capabilities.is_plain_jax for plan in plans):
+        if any(backends.by_id(plan.backend).capabilities.is_plain_jax for plan in plans):
             return None  # JAX differentiates the pass together with its halo exchange
-        halos = Exchange.of(request.problem, lines_of(request.token_axes))
+        halos = Exchange.for_problem(request.problem, lines_of(request.token_axes))
         return plans if any(overlap.computes_meanwhile(plan, part, halos) for plan in plans) else None
     return None
 

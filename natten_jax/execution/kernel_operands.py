@@ -89,27 +89,29 @@ class KernelOperands(NamedTuple):
     sinks: jax.Array | None
 
     @classmethod
-    def of(cls, plan: Plan, problem: Problem, operands: Operands) -> KernelOperands:
+    def for_plan(cls, plan: Plan, problem: Problem, operands: Operands) -> KernelOperands:
         """Convert the operands of a call to operands of the kernels."""
-        backend, planned = backends.of(plan.backend), plan.problem
+        backend, planned = backends.by_id(plan.backend), plan.problem
         has = backend.capabilities
         columns = None
         if problem.key_bias and not planned.key_bias:
-            columns = biases.KeyBiasColumns.of(dataclasses.replace(problem, dtype=planned.dtype), operands.inputs.scale)
+            columns = biases.KeyBiasColumns.for_problem(
+                dataclasses.replace(problem, dtype=planned.dtype), operands.inputs.scale
+            )
         prepared = operands
         has_shared = operands.inputs.shared_key_bias is not None
         if has_shared and (columns is not None or "shared_key_bias" not in has.takes):
-            prepared = operands._replace(inputs=biases.of_each_head(operands.inputs))
+            prepared = operands._replace(inputs=biases.per_head_key_bias(operands.inputs))
         sinks = None
         if "sinks" not in has.takes:
             inputs = biases.with_hidden_keys_of_inputs(prepared.inputs)
             sinks, prepared = inputs.sinks, prepared._replace(inputs=inputs._replace(sinks=None))
         is_known = prepared.layouts is None or planned.own_extents or backend.takes_layouts_of(planned)
-        of_kernels = converted(planned, prepared if is_known else prepared.with_origins_alone())
+        kernel_operands = converted(planned, prepared if is_known else prepared.with_origins_alone())
         if columns is not None:
-            of_kernels = columns.added(of_kernels)
-        of_kernels = of_kernels._replace(inputs=with_heads_of(planned, of_kernels.inputs))
-        return cls(backend, operands, prepared, of_kernels, problem, planned, columns, sinks)
+            kernel_operands = columns.added(kernel_operands)
+        kernel_operands = kernel_operands._replace(inputs=with_heads_of(planned, kernel_operands.inputs))
+        return cls(backend, operands, prepared, kernel_operands, problem, planned, columns, sinks)
 
     def result(self, found: Saved) -> Saved:
         """Convert results of the kernels to results of the call."""
@@ -140,8 +142,8 @@ class KernelOperands(NamedTuple):
             found = self.columns.gradients(found, self.prepared)
         found = with_heads_of(self.problem, found)
         if self.sinks is not None:
-            of_sinks = biases.sinks_gradient(self.sinks, saved.logsumexp, delta(saved.out, *cotangents))
-            found = found._replace(sinks=of_sinks.astype(self.sinks.dtype))
+            sinks_gradient = biases.sinks_gradient(self.sinks, saved.logsumexp, delta(saved.out, *cotangents))
+            found = found._replace(sinks=sinks_gradient.astype(self.sinks.dtype))
         inputs = self.call_operands.inputs
         return found if inputs.shared_key_bias is None else biases.with_shared_gradient(found, inputs)
 
@@ -150,6 +152,6 @@ def _saved_with_sinks(found: Saved, sinks: jax.Array) -> Saved:
     """Merge sinks into saved results: a sink is a key whose value is zero."""
     zeros = jnp.zeros_like(found.logsumexp)
     own = found if found.remainder is not None else found._replace(remainder=zeros)
-    of_sinks = jnp.broadcast_to(sinks.reshape(sinks.shape[0], *(1,) * (zeros.ndim - 2), -1), zeros.shape)
-    both = merged(own, Saved(jnp.zeros_like(own.out), of_sinks, zeros))
+    sink_logsumexp = jnp.broadcast_to(sinks.reshape(sinks.shape[0], *(1,) * (zeros.ndim - 2), -1), zeros.shape)
+    both = merged(own, Saved(jnp.zeros_like(own.out), sink_logsumexp, zeros))
     return both if found.remainder is not None else both._replace(remainder=None)

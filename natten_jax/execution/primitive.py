@@ -94,8 +94,8 @@ CHECKPOINT_NAMES = ("natten_jax_output", "natten_jax_logsumexp")
 
 def named(saved: Sequence[Any]) -> list[Any]:
     """Apply ``checkpoint_name`` to the saved arrays of a forward pass, of which the output is the first."""
-    of_output, of_rows = CHECKPOINT_NAMES
-    return [checkpoint_name(array, of_rows if i else of_output) for i, array in enumerate(saved)]
+    output_name, rows_name = CHECKPOINT_NAMES
+    return [checkpoint_name(array, rows_name if i else output_name) for i, array in enumerate(saved)]
 
 
 REASON = (
@@ -270,13 +270,13 @@ class Derivative:
     All other tangents or cotangents are zero.
 
     Attributes:
-        of: The computation.
+        computation: The computation.
         result_roles: Roles of its results.
         positions: The arguments that have tangents, or whose cotangents are computed.
         read: The results whose cotangents are given; ``None`` to compute tangents.
     """
 
-    of: AnyComputation
+    computation: AnyComputation
     result_roles: tuple[Role, ...]
     positions: tuple[int, ...]
     read: tuple[int, ...] | None = None
@@ -286,8 +286,8 @@ class Derivative:
     @functools.cached_property
     def roles(self) -> Sequence[Role]:
         """Role of each argument, in call order."""
-        roles, results = self.of.roles, self.result_roles
-        known = [*roles, *results] if self.of.rule else [*roles]
+        roles, results = self.computation.roles, self.result_roles
+        known = [*roles, *results] if self.computation.rule else [*roles]
         given = [roles[i] for i in self.positions] if self.read is None else [results[i] for i in self.read]
         return [*known, *given]
 
@@ -298,28 +298,32 @@ class Derivative:
 
     def plan(self, call: DeviceCall) -> Plan:
         """Return the plan of the computation on a device."""
-        return dataclasses.replace(self.of.plan(call), pass_="backward")
+        return dataclasses.replace(self.computation.plan(call), pass_="backward")
 
     def results(self, request: Request, arguments: Sequence[Any]) -> tuple[Sequence[Role], list[Any]]:
         """Return roles and abstract types of the results for arguments, which may be abstract types."""
         if self.read is None:
-            roles, types = self.of.results(request, arguments[: len(self.of.roles)])
+            roles, types = self.computation.results(request, arguments[: len(self.computation.roles)])
             # A rule has tangents of output and logsumexp. Residuals are constants.
-            return (roles[:2], types[:2]) if self.of.rule else (roles, types)
+            return (roles[:2], types[:2]) if self.computation.rule else (roles, types)
         primals = [arguments[i] for i in self.positions]
         types = types_like(arguments[0], *[(primal.shape, primal.dtype) for primal in primals])
-        return [self.of.roles[i] for i in self.positions], types
+        return [self.computation.roles[i] for i in self.positions], types
 
     def compute(self, plan: Plan, call: DeviceCall, *arguments: jax.Array) -> list[jax.Array]:
         """Compute the tangents or cotangents."""
-        count, first = len(self.of.roles), self.first_given
+        count, first = len(self.computation.roles), self.first_given
         primals, results, given = arguments[:count], arguments[count:first], list(arguments[first:])
-        if isinstance(self.of, Computation) and self.of.rule:
-            return list(self.of.rule(plan, self.of.structure, primals, results, self.positions, self.read, given))
+        if isinstance(self.computation, Computation) and self.computation.rule:
+            return list(
+                self.computation.rule(
+                    plan, self.computation.structure, primals, results, self.positions, self.read, given
+                )
+            )
 
         def results_of(*some: jax.Array) -> list[jax.Array]:
             every = dict(enumerate(primals)) | dict(zip(self.positions, some, strict=True))
-            found = self.of.compute(plan, call, *every.values())
+            found = self.computation.compute(plan, call, *every.values())
             return found if self.read is None else [found[i] for i in self.read]
 
         values = [primals[i] for i in self.positions]
@@ -329,8 +333,10 @@ class Derivative:
 
     def with_origins(self) -> tuple[Derivative, int]:
         """Add an argument ``Operands.origins``; see :meth:`Computation.with_origins`."""
-        of, position = self.of.with_origins()
-        return dataclasses.replace(self, of=of, positions=tuple(i + (i >= position) for i in self.positions)), position
+        computation, position = self.computation.with_origins()
+        return dataclasses.replace(
+            self, computation=computation, positions=tuple(i + (i >= position) for i in self.positions)
+        ), position
 
 
 AnyComputation = Computation | Derivative
@@ -371,7 +377,7 @@ def _compute_exchanging(
 
 def _run_entries(computation: AnyComputation, call: DeviceCall, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Run a computation on each batch entry, sequentially."""
-    request = call.request.of_part(1, arrays[0].shape[-2], arrays[1].shape[-2])
+    request = call.request.for_part(1, arrays[0].shape[-2], arrays[1].shape[-2])
     entry_call = DeviceCall(request, call.device)
 
     def run_one(entry: list[jax.Array]) -> list[jax.Array]:
@@ -546,7 +552,7 @@ def _lower_for(platform: str | None) -> None:
                 # A mesh may split token dimensions only if all arrays cover the whole layout, without origins.
                 has_places = not {Role.WHOLE, Role.PER_ENTRY}.isdisjoint(computation.roles)
                 splits_tokens = request.problem.operator == "fna" and not has_places
-                with plan_marks.of_plan(plan):
+                with plan_marks.annotate_with_plan(plan):
                     return auto.Partitioned(ctx, identity, local, *roles, mapped + 1, splits_tokens).lower(values)
         return auto.lower_for_one(local, ctx, values)
 
@@ -567,7 +573,7 @@ def _is_left_to_xla(ctx: mlir.LoweringRuleContext, plan: Plan) -> bool:
     Raises:
         ValueError: The compiler for TPUs would have to split a kernel.
     """
-    is_plain_jax = backends.of(plan.backend).capabilities.is_plain_jax
+    is_plain_jax = backends.by_id(plan.backend).capabilities.is_plain_jax
     if plan.platform == "tpu" and not is_plain_jax:
         raise ValueError(f"{plan.backend} cannot be split over mesh axes of type Auto: {auto.NO_TPU}")
     return is_plain_jax and (plan.platform == "tpu" or _jax_internals.is_exported(ctx))
@@ -590,12 +596,12 @@ def _run_local(
         lines: Devices that share each token dimension with this one; empty if no token dimension is split.
     """
     batch_dims = arguments[0].shape[: mapped + 1]
-    own = call.request.of_part(math.prod(batch_dims), arguments[0].shape[-2], arguments[1].shape[-2])
+    own = call.request.for_part(math.prod(batch_dims), arguments[0].shape[-2], arguments[1].shape[-2])
     arrays: Sequence[jax.Array] = arguments
     if mapped:
         arrays = [_as_one_batch(*each, batch_dims) for each in zip(arguments, computation.roles, strict=True)]
     if any(lines):
-        exchange = Exchange.of(own.problem, lines)
+        exchange = Exchange.for_problem(own.problem, lines)
         part = DeviceCall(dataclasses.replace(own, parts=exchange.parts), call.device)
         results = _compute_exchanging(computation, part, exchange, arrays)
     else:
@@ -626,7 +632,7 @@ def _run_computation(computation: AnyComputation, call: DeviceCall, arrays: Sequ
     """Run a computation on a device; one batch entry at a time if the kernels do not support per-entry layouts."""
     plan, batch = computation.plan(call), arrays[0].shape[0]
     has_entries = Role.PER_ENTRY in computation.roles and not (isinstance(batch, int) and batch == 1)
-    if has_entries and not backends.of(plan.backend).takes_layouts_of(plan.problem):
+    if has_entries and not backends.by_id(plan.backend).takes_layouts_of(plan.problem):
         return _run_entries(computation, call, arrays)
     found: list[jax.Array] = _function(computation, plan, call)(*arrays)
     return found
@@ -637,7 +643,7 @@ def _function(computation: AnyComputation, plan: Plan, call: DeviceCall) -> Call
     """Return one function for equal computations: a program with many equal layers contains it once."""
 
     def run_pass(*arguments: Any) -> Any:
-        marks = plan_marks.of_plan(plan, on_all=not backends.of(plan.backend).capabilities.carries_plan)
+        marks = plan_marks.annotate_with_plan(plan, on_all=not backends.by_id(plan.backend).capabilities.carries_plan)
         with marks, jax.default_matmul_precision(plan.precision):
             return computation.compute(plan, call, *arguments)
 

@@ -79,7 +79,7 @@ _FIRST_TOKEN_AXIS = 1  # after the batch axis
 
 def are_needed(plan: Plan, operands: Operands) -> bool:
     """Return True if wrapped keys need strips: the kernels cannot wrap, or only if arrays cover the whole layout."""
-    backend = backends.of(plan.backend)
+    backend = backends.by_id(plan.backend)
     if not backend.capabilities.wraps_by_strips:
         return False
     layouts = (array.shape[1:-2] for array in (operands.inputs.query, operands.inputs.key))

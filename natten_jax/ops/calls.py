@@ -83,7 +83,7 @@ class IgnoredArgumentWarning(UserWarning):
     """A performance argument has no effect on the backend that runs the call."""
 
 
-def warn_of_ignored(request: Request, query: jax.Array, of_attention: Collection[str] = ()) -> None:
+def warn_of_ignored(request: Request, query: jax.Array, attention_names: Collection[str] = ()) -> None:
     """Warn about performance arguments that no pass uses on the device of a request.
 
     The warning points at the user's line that calls this package, jax or flax; Python shows it once per line.
@@ -91,10 +91,10 @@ def warn_of_ignored(request: Request, query: jax.Array, of_attention: Collection
     Args:
         request: An attention call.
         query: The query of the call. Its device is used if it is concrete, otherwise the default device.
-        of_attention: The names of the arguments in ``attention_kwargs``.
+        attention_names: The names of the arguments in ``attention_kwargs``.
     """
     for name, sentence in _ignored(request, device_of(query), backends.registered()):
-        prefix = "attention_kwargs: " if name in of_attention else ""
+        prefix = "attention_kwargs: " if name in attention_names else ""
         warn_of_line(f"{prefix}{sentence}", IgnoredArgumentWarning)
 
 
@@ -161,7 +161,7 @@ def run_operator(
     if fuse is not None:
         fuse = flag("try_fuse_additional_kv", fuse, or_none=True)
     inputs = _as_jax_arrays(arrays)
-    grid, is_box = FinerGrid.of(box.upsample, rank), box.query_origin is not None
+    grid, is_box = FinerGrid.from_upsample(box.upsample, rank), box.query_origin is not None
     if grid is not None:
         inputs = grid.folded(inputs, is_box)
     scale_number, scale_array = number_or_array(terms.scale)
@@ -193,8 +193,8 @@ def run_operator(
         check_agreement(execution.attention_kwargs, problem_as_stated, terms.scale, return_lse)
     if execution.performance or execution.attention_kwargs:
         for call in calls:
-            of_attention = () if call.kind is KeySet.WINDOWS else execution.attention_kwargs or ()
-            warn_of_ignored(call.request, inputs.query, of_attention)
+            attention_names = () if call.kind is KeySet.WINDOWS else execution.attention_kwargs or ()
+            warn_of_ignored(call.request, inputs.query, attention_names)
     keeps_tokens = operator == "fna" and place.is_whole and {call.kind for call in calls} == {KeySet.WINDOWS}
     inputs = with_whole_dimensions(inputs, keeps_tokens=keeps_tokens)
     outputs = [custom_vjp.attend(*sub_call_operands(call, inputs, place)) for call in calls]
@@ -211,7 +211,7 @@ def run_operator(
 
 
 #: The reason for rejecting an argument in a call with ``token_axes``.
-_OF_WHOLE_LAYOUTS = {
+_WHOLE_LAYOUT_REASONS = {
     "query_origin": "halos are exchanged of whole layouts only, so split batch and heads instead",
     "extents": "halos are exchanged of whole layouts only, so split batch and heads instead",
     "fp8": "devices that share tokens would each find other factors, so quantise the whole arrays "
@@ -227,7 +227,7 @@ def _check_unsplit(arguments: Mapping[str, Any]) -> None:
     """
     for name, argument in arguments.items():
         if argument is not None:
-            raise ValueError(f"{name} and token_axes were both given: {_OF_WHOLE_LAYOUTS[name]}")
+            raise ValueError(f"{name} and token_axes were both given: {_WHOLE_LAYOUT_REASONS[name]}")
 
 
 def _with_own_layouts(problem: Problem, box: BoxArguments) -> Problem:

@@ -363,14 +363,14 @@ def _with_key_bias(problem: Problem, inputs: Inputs, key_bias: ArrayLike, grid: 
         bias = jnp.where(bias, 0.0, -jnp.inf)
     bias = as_logit_term("key_bias", bias)
     batch, *layout, _, _ = inputs.key.shape
-    of_all, by_head = (batch, *layout), (batch, problem.heads // (1 if grid is None else grid.queries), *layout)
-    if bias.shape not in (of_all, by_head):
+    full_shape, by_head = (batch, *layout), (batch, problem.heads // (1 if grid is None else grid.queries), *layout)
+    if bias.shape not in (full_shape, by_head):
         raise ValueError(
             f"key_bias has shape {bias.shape}, but [batch, *layout] or [batch, heads, *layout] of the keys asks for "
-            f"{of_all} or {by_head}"
+            f"{full_shape} or {by_head}"
         )
     bias = in_accumulator(bias, ELEMENT_TYPES[problem.dtype].accumulator)
-    if bias.ndim == len(of_all):
+    if bias.ndim == len(full_shape):
         return inputs._replace(shared_key_bias=bias)
     bias = jnp.moveaxis(bias if grid is None else grid.scales(bias), 1, -1)
     return inputs._replace(key_bias=split_as(bias[..., None], inputs, Role.PER_KEY))
@@ -451,13 +451,13 @@ class Placement(NamedTuple):
     def without_padding(self, query: jax.Array) -> jax.Array:
         """Return the query with zeros in the padding."""
         assert self.layouts is not None
-        inside = is_real(self.layouts, query.shape[1:-2], of_queries=True)[..., None, None]
+        inside = is_real(self.layouts, query.shape[1:-2], for_queries=True)[..., None, None]
         return jnp.where(split_like(inside, query), query, 0)
 
     def with_nothing_outside(self, output: Output) -> Output:
         """Zero the output and set the logsumexp to -inf in the padding."""
         assert self.layouts is not None
-        inside = is_real(self.layouts, output.out.shape[1:-2], of_queries=True)[..., None]
+        inside = is_real(self.layouts, output.out.shape[1:-2], for_queries=True)[..., None]
         return Output(
             jnp.where(split_like(inside[..., None], output.out), output.out, 0),
             jnp.where(split_like(inside, output.logsumexp), output.logsumexp, -jnp.inf),
@@ -475,27 +475,29 @@ def placement_of(inputs: Inputs, box: BoxArguments) -> Placement:
         return Placement()
     batch, *queries, _, _ = inputs.query.shape
     layout = inputs.key.shape[1:-2]
-    of_queries = of_keys = checked_counts("extents", box.extents, batch, layout, is_length=False)
+    query_counts = key_counts = checked_counts("extents", box.extents, batch, layout, is_length=False)
     if box.extents is None:
-        of_queries = checked_counts("query_lengths", box.query_lengths, batch, queries, is_length=True)
-        of_keys = checked_counts("kv_lengths", box.kv_lengths, batch, layout, is_length=True)
+        query_counts = checked_counts("query_lengths", box.query_lengths, batch, queries, is_length=True)
+        key_counts = checked_counts("kv_lengths", box.kv_lengths, batch, layout, is_length=True)
     origin = checked_origin(box.query_origin, batch, [k - q for q, k in zip(queries, layout, strict=True)])
-    if box.extents is None and of_queries is not None and origin is not None:
-        of_queries = of_queries + origin
-    origin, of_queries, of_keys = (None if each is None else replicated(each) for each in (origin, of_queries, of_keys))
+    if box.extents is None and query_counts is not None and origin is not None:
+        query_counts = query_counts + origin
+    origin, query_counts, key_counts = (
+        None if each is None else replicated(each) for each in (origin, query_counts, key_counts)
+    )
     # If a mesh shards the axis that jax.vmap maps, JAX cannot stack mapped and unmapped arrays: pad and add them.
     missing = KERNEL_RANK - len(layout)
-    if of_queries is None and of_keys is None and (origin is None or origin.ndim == 1):
+    if query_counts is None and key_counts is None and (origin is None or origin.ndim == 1):
         return Placement(None if origin is None else jnp.pad(origin[None], ((0, 1), (missing, 0))))
     zeros, ones = [0] * len(layout), [1] * missing
     extents_of_queries = queries if origin is None else layout
     constants = (
         [0] * KERNEL_RANK,
-        [*ones, *(extents_of_queries if of_queries is None else zeros)],
-        [*ones, *(layout if of_keys is None else zeros)],
+        [*ones, *(extents_of_queries if query_counts is None else zeros)],
+        [*ones, *(layout if key_counts is None else zeros)],
     )
     layouts = jnp.broadcast_to(jnp.asarray(constants, jnp.int32), (batch, 3, KERNEL_RANK))
-    for row, each in enumerate((origin, of_queries, of_keys)):
+    for row, each in enumerate((origin, query_counts, key_counts)):
         if each is not None:
             layouts += jnp.pad(jnp.atleast_2d(each)[:, None], ((0, 0), (row, 2 - row), (missing, 0)))
     return Placement(layouts=layouts)
@@ -511,7 +513,7 @@ class FinerGrid(NamedTuple):
     factors: tuple[int, ...]
 
     @classmethod
-    def of(cls, upsample: Ints, rank: int) -> FinerGrid | None:
+    def from_upsample(cls, upsample: Ints, rank: int) -> FinerGrid | None:
         """Create the grid from the argument ``upsample``; ``None`` if both grids are equal.
 
         Raises:

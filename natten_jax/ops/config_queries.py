@@ -96,7 +96,7 @@ def configs(
     problem = _describe("configs", operator, (query, key, value), facts)
     name = resolve(Request(problem, backend=backend), device, pass_).backend
     result = []
-    for tiles, schedule in _offered(backends.of(name), problem, device, pass_):
+    for tiles, schedule in _offered(backends.by_id(name), problem, device, pass_):
         arguments = dict(zip(tile_arguments(operator, pass_), tiles, strict=True))
         arguments |= {} if schedule is None else {"kernel_schedule": schedule}
         result.append({**arguments, "backend": str(name)})

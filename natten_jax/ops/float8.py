@@ -119,7 +119,7 @@ def quantize(
         return Quantized(rounded, factors, mean)
     is_block = scale == "block"
     factors = _factors_of(_largest_of_blocks(numbers, block) if is_block else jnp.max(jnp.abs(numbers)), element_type)
-    per_token = of_tokens(factors, array.shape) if is_block else factors
+    per_token = factors_per_token(factors, array.shape) if is_block else factors
     return Quantized(_rounded(numbers, per_token, element_type), factors, mean)
 
 
@@ -127,8 +127,8 @@ def quantized_heads(arrays: Sequence[jax.Array], element_type: str) -> tuple[lis
     """Quantize arrays that share a scale per batch entry and head; return them and the scales ``[batch, heads]``."""
     sizes = [jnp.max(jnp.abs(each), axis=(*range(1, each.ndim - 2), each.ndim - 1), keepdims=True) for each in arrays]
     batch, *_, heads, _ = arrays[0].shape
-    factors = _factors_of(functools.reduce(jnp.maximum, (_of_rank(each, 1) for each in sizes)), element_type)
-    rounded = [_rounded(each, _of_rank(factors, each.ndim - 3), element_type) for each in arrays]
+    factors = _factors_of(functools.reduce(jnp.maximum, (_with_rank(each, 1) for each in sizes)), element_type)
+    rounded = [_rounded(each, _with_rank(factors, each.ndim - 3), element_type) for each in arrays]
     return rounded, factors.reshape(batch, heads)
 
 
@@ -137,7 +137,7 @@ def mean_of_tokens(array: jax.Array) -> jax.Array:
     return jnp.mean(array, axis=range(1, array.ndim - 2), keepdims=True)
 
 
-def _of_rank(array: jax.Array, rank: int) -> jax.Array:
+def _with_rank(array: jax.Array, rank: int) -> jax.Array:
     """Reshape to ``[batch, 1, ..., heads, width]`` with ``rank`` dimensions of extent 1."""
     return array.reshape(array.shape[0], *(1,) * rank, *array.shape[-2:])
 
@@ -188,7 +188,7 @@ def rotated(array: jax.Array) -> jax.Array:
     return product * np.float32(width**-0.5)
 
 
-def of_tokens(factors: jax.Array, shape: Sequence[int]) -> jax.Array:
+def factors_per_token(factors: jax.Array, shape: Sequence[int]) -> jax.Array:
     """Expand scales of blocks, ``[batch, *blocks, heads]``, to tokens, ``[batch, *layout, heads, 1]``.
 
     Args:
@@ -280,32 +280,32 @@ def in_8_bits(
         _check_unscaled(arguments, f"{problem.dtype} arrays, but factors are for those of 8 bits")
         return problem, inputs, None
     heads = inputs.query.shape[-2]
-    of_logits = [_of_query_heads(each, heads) for each in factors[:2] if each is not None and each.ndim == 2]
-    if of_logits:
-        of_logits.append(jnp.float32(problem.scale) if inputs.scale is None else replicated(inputs.scale))
-        inputs = inputs._replace(scale=functools.reduce(operator.mul, of_logits))
+    logit_factors = [_per_query_head(each, heads) for each in factors[:2] if each is not None and each.ndim == 2]
+    if logit_factors:
+        logit_factors.append(jnp.float32(problem.scale) if inputs.scale is None else replicated(inputs.scale))
+        inputs = inputs._replace(scale=functools.reduce(operator.mul, logit_factors))
         problem = dataclasses.replace(problem, scale=1.0)
-    of_keys = {
-        name: of_tokens(each, inputs.key.shape)
+    key_factors = {
+        name: factors_per_token(each, inputs.key.shape)
         for name, each in (("key_scale", factors.key), ("value_scale", factors.value))
         if each is not None and each.ndim > 2
     }
-    if of_keys and inputs.additional_keys is not None:
+    if key_factors and inputs.additional_keys is not None:
         raise ValueError(
-            f"{' and '.join(of_keys)} of blocks and additional_keys were both given: additional tokens are in no "
+            f"{' and '.join(key_factors)} of blocks and additional_keys were both given: additional tokens are in no "
             "block, so give factors of heads, which they share"
         )
     if factors.value is not None and factors.value.ndim == 2:
-        inputs = inputs._replace(out_scale=_of_query_heads(factors.value, heads))
+        inputs = inputs._replace(out_scale=_per_query_head(factors.value, heads))
     problem = dataclasses.replace(
-        problem, out_dtype=None if dtype == problem.element.output else dtype, block_scales=bool(of_keys)
+        problem, out_dtype=None if dtype == problem.element.output else dtype, block_scales=bool(key_factors)
     )
 
     def finished(output: Output) -> Output:
         logsumexp = output.logsumexp if shift is None else output.logsumexp + shift
         return Output(output.out.astype(dtype), logsumexp)
 
-    return problem, inputs._replace(**of_keys), finished
+    return problem, inputs._replace(**key_factors), finished
 
 
 def _quantized(
@@ -335,28 +335,30 @@ def _quantized(
     mean = mean_of_tokens(keys[0])
     batch, width = mean.shape[0], mean.shape[-1]
     centred = [turned(each - mean.reshape(batch, *(1,) * (each.ndim - 3), -1, width)) for each in keys]
-    (small_query,), of_query = quantized_heads([turned(query)], dtype)
-    (key, *additional_keys), of_key = quantized_heads(centred, dtype)
-    (value, *additional_values), of_value = quantized_heads(wide(inputs.value) + wide(inputs.additional_values), dtype)
+    (small_query,), query_factor = quantized_heads([turned(query)], dtype)
+    (key, *additional_keys), key_factor = quantized_heads(centred, dtype)
+    (value, *additional_values), value_factor = quantized_heads(
+        wide(inputs.value) + wide(inputs.additional_values), dtype
+    )
     scale = jnp.float32(problem.scale) if inputs.scale is None else _per_query(replicated(inputs.scale), query)[..., 0]
-    of_heads = _of_query_heads(mean.reshape(batch, -1, width), query.shape[-2])
-    products = jnp.sum(query * _per_query(of_heads, query), axis=-1)
+    per_head = _per_query_head(mean.reshape(batch, -1, width), query.shape[-2])
+    products = jnp.sum(query * _per_query(per_head, query), axis=-1)
     arrays = inputs._replace(query=small_query, key=key, value=value)
     if additional_keys:
         arrays = arrays._replace(additional_keys=additional_keys[0], additional_values=additional_values[0])
     quantised = dataclasses.replace(problem, dtype=dtype)
-    return quantised, arrays, _Factors(of_query, of_key, of_value), scale * products
+    return quantised, arrays, _Factors(query_factor, key_factor, value_factor), scale * products
 
 
 def _checked(inputs: Inputs, arguments: Float8Arguments, grid: FinerGrid | None) -> _Factors:
     batch, *_, heads, _ = inputs.query.shape
     heads //= 1 if grid is None else grid.queries
     _, *layout, heads_kv, _ = inputs.key.shape
-    of_kv = {"[batch, heads_kv]": (batch, heads_kv)}
+    kv_shapes = {"[batch, heads_kv]": (batch, heads_kv)}
     return _Factors(
-        _factors("query_scale", arguments.query_scale, {"[batch, heads]": (batch, heads), **of_kv}),
-        _factors("key_scale", arguments.key_scale, of_kv, layout),
-        _factors("value_scale", arguments.value_scale, of_kv, layout),
+        _factors("query_scale", arguments.query_scale, {"[batch, heads]": (batch, heads), **kv_shapes}),
+        _factors("key_scale", arguments.key_scale, kv_shapes, layout),
+        _factors("value_scale", arguments.value_scale, kv_shapes, layout),
     )
 
 
@@ -397,15 +399,15 @@ def _factors(
     return replicated(factors)
 
 
-def _of_query_heads(factors: jax.Array, heads: int) -> jax.Array:
+def _per_query_head(factors: jax.Array, heads: int) -> jax.Array:
     """Repeat ``[batch, heads_kv, ...]`` to a scale per query head. Query heads that share a key head get its scale."""
     return jnp.repeat(replicated(factors), heads // factors.shape[1], axis=1)
 
 
-def _per_query(of_heads: jax.Array, array: jax.Array) -> jax.Array:
+def _per_query(per_head: jax.Array, array: jax.Array) -> jax.Array:
     """Reshape ``[batch, heads]`` or ``[batch, heads, head_dim]`` to broadcast with an array in the query's layout."""
-    width = of_heads.shape[-1] if of_heads.ndim == 3 else 1
-    return split_like(of_heads.reshape(array.shape[0], *(1,) * (array.ndim - 3), -1, width), array)
+    width = per_head.shape[-1] if per_head.ndim == 3 else 1
+    return split_like(per_head.reshape(array.shape[0], *(1,) * (array.ndim - 3), -1, width), array)
 
 
 def _output_dtype(problem: Problem, arguments: Float8Arguments) -> str:

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.arguments.names import OF_MERGE, explained, without_neutral
+from natten_jax.arguments.names import NEUTRAL_MERGE_ARGUMENTS, explained, without_neutral
 from natten_jax.arguments.static import array_of, shown
 from natten_jax.element_types import ELEMENT_TYPES, WIDE_DTYPES
 from natten_jax.ops.canonicalize import check_array
 
 
-@explained(of_natten=OF_MERGE)
+@explained(natten_arguments=NEUTRAL_MERGE_ARGUMENTS)
 def merge_attentions(
     outputs: Sequence[jax.Array], lse_tensors: Sequence[jax.Array], **natten_arguments: bool
 ) -> tuple[jax.Array, jax.Array]:
@@ -48,7 +48,7 @@ def merge_attentions(
         ValueError: Fewer than two parts, shapes that disagree, or element types that are not supported floats.
         TypeError: An argument is not a sequence of arrays.
     """
-    without_neutral("merge_attentions", natten_arguments, OF_MERGE)
+    without_neutral("merge_attentions", natten_arguments, NEUTRAL_MERGE_ARGUMENTS)
     outputs, lse_tensors = _parts("outputs", outputs), _parts("lse_tensors", lse_tensors)
     if len(outputs) < 2:
         raise ValueError(f"outputs has {len(outputs)} part(s): merge_attentions takes at least two")

@@ -91,21 +91,21 @@ def neighborhood_weights(
         factor = jnp.expand_dims(per_head(factors, 1, problem.heads, problem.dtype), range(1, rank + 1))
         factor = jnp.where(jnp.isfinite(factor), factor, jnp.nan)  # otherwise an infinite scale would hide keys
     table = None if relative_bias is None else with_hidden_keys(checked_table(problem, relative_bias))
-    of_offsets = axes_of_offsets(problem.axes, window.edges)
+    offset_axes = axes_of_offsets(problem.axes, window.edges)
 
     def weights_of(query: jax.Array, key: jax.Array, factor: jax.Array, table: jax.Array | None) -> jax.Array:
         grouped = _grouped(query, problem.heads_kv).astype(accumulator)
 
         @jax.checkpoint  # otherwise a copy of the keys would be saved for each window entry
         def logits_of(place: _Place) -> jax.Array:
-            keys = place.of(key).astype(accumulator)
+            keys = place.take(key).astype(accumulator)
             products = jnp.sum(grouped * keys[..., None, :], axis=-1).reshape(query.shape[:-1])
             logits = factor * products
             if table is not None:
                 logits = logits + place.bias(table)
             return jnp.where(place.is_seen(), logits, -jnp.inf)
 
-        logits = jnp.moveaxis(jax.lax.map(logits_of, _places(problem.axes, of_offsets)), 0, -1)
+        logits = jnp.moveaxis(jax.lax.map(logits_of, _places(problem.axes, offset_axes)), 0, -1)
         if return_logits:
             return logits
         if table is None:
@@ -181,10 +181,10 @@ def neighborhood_apply(
 
     def mixed_values(weights: jax.Array, value: jax.Array) -> jax.Array:
         @jax.checkpoint
-        def mixed_with(mixed: jax.Array, of_place: tuple[_Place, jax.Array]) -> tuple[jax.Array, None]:
-            place, weight = of_place
+        def mixed_with(mixed: jax.Array, place_and_weight: tuple[_Place, jax.Array]) -> tuple[jax.Array, None]:
+            place, weight = place_and_weight
             weight = jnp.where(place.is_seen()[..., None, None], weight, 0).astype(accumulator)
-            return mixed + weight * place.of(value).astype(accumulator)[..., None, :], None
+            return mixed + weight * place.take(value).astype(accumulator)[..., None, :], None
 
         by_place = jnp.moveaxis(_grouped(weights, heads_kv), -1, 0)[..., None]
         nothing = jnp.zeros((*by_place.shape[1:-1], width), accumulator)
@@ -213,7 +213,7 @@ class _Place(NamedTuple):
         """Take the keys' biases from a table ``[heads, 2 * kernel_size - 1, ...]``, as ``[1, *layout, heads]``."""
         return jnp.moveaxis(table[(slice(None), *jnp.ix_(*self.offsets))], 0, -1)[None]
 
-    def of(self, array: jax.Array) -> jax.Array:
+    def take(self, array: jax.Array) -> jax.Array:
         """Take the values of the keys from an array ``[batch, *layout, ...]``."""
         return array[(slice(None), *jnp.ix_(*self.keys))]
 
@@ -225,23 +225,23 @@ class _Place(NamedTuple):
         return seen[None, ..., None]
 
 
-def _places(axes: Sequence[Axis], of_offsets: Sequence[Axis]) -> _Place:
+def _places(axes: Sequence[Axis], offset_axes: Sequence[Axis]) -> _Place:
     """Stack all window entries along the first axis of the arrays, the last token dimension fastest.
 
     Args:
         axes: The token dimensions.
-        of_offsets: The token dimensions for relative offsets (:func:`natten_jax.ops.canonicalize.axes_of_offsets`).
+        offset_axes: The token dimensions for relative offsets (:func:`natten_jax.ops.canonicalize.axes_of_offsets`).
     """
-    keys, exist, offsets = zip(*map(_keys_of_windows, axes, of_offsets), strict=True)
+    keys, exist, offsets = zip(*map(_keys_of_windows, axes, offset_axes), strict=True)
     numbers = np.indices([axis.kernel_size for axis in axes]).reshape(len(axes), -1)
 
-    def of_places(arrays: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
+    def place_arrays(arrays: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
         return tuple(jnp.asarray(array.T[number]) for array, number in zip(arrays, numbers, strict=True))
 
-    return _Place(of_places(keys), of_places(exist), of_places(offsets))
+    return _Place(place_arrays(keys), place_arrays(exist), place_arrays(offsets))
 
 
-def _keys_of_windows(axis: Axis, of_offsets: Axis) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _keys_of_windows(axis: Axis, offset_axes: Axis) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the fields of a :class:`_Place` for one dimension, as arrays ``[extent, kernel_size]``."""
     index, group = np.divmod(np.arange(axis.query_extent), axis.dilation)
     lengths = axis.lengths(group)
@@ -250,7 +250,7 @@ def _keys_of_windows(axis: Axis, of_offsets: Axis) -> tuple[np.ndarray, np.ndarr
     keys = start + np.arange(axis.kernel_size)
     exist = keys < end
     keys = np.where(exist, keys, start)
-    first = of_offsets.bounds(index, lengths)[0][:, None]
+    first = offset_axes.bounds(index, lengths)[0][:, None]
     offsets = first + (keys - first) % length - index[:, None] + axis.kernel_size - 1
     if axis.edges == "wrap":
         keys = keys % length

@@ -14,7 +14,7 @@ import numpy as np
 
 from natten_jax import backends
 from natten_jax.arguments.arrays import checked_scale
-from natten_jax.arguments.names import OF_OPERATORS, check_neutral, explanation
+from natten_jax.arguments.names import NEUTRAL_OPERATOR_ARGUMENTS, check_neutral, explanation
 from natten_jax.arguments.static import array_of, flag, hashable, one_bool, shown
 from natten_jax.arrays.operands import Inputs, Operands, Output, Role, key_arrays, roles_of_fields
 from natten_jax.execution import custom_vjp
@@ -25,7 +25,7 @@ from natten_jax.problem import Problem, flattened, of_additional_tokens
 from natten_jax.sharding.halos import exchange
 
 #: Arguments of ``attention`` that the operator call determines; ``attention_kwargs`` may only repeat their values.
-_OF_THE_CALL = ("scale", "is_causal", "return_lse")
+_CALL_ARGUMENTS = ("scale", "is_causal", "return_lse")
 
 
 def checked_attention_kwargs(attention_kwargs: Mapping[str, Any] | None, others: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,13 +46,13 @@ def checked_attention_kwargs(attention_kwargs: Mapping[str, Any] | None, others:
     own = {}
     known = (*ATTENTION_NAMES, "backend")
     for name, value in attention_kwargs.items():
-        if name in OF_OPERATORS:
-            check_neutral(f"attention_kwargs takes {name}", OF_OPERATORS[name], value)
+        if name in NEUTRAL_OPERATOR_ARGUMENTS:
+            check_neutral(f"attention_kwargs takes {name}", NEUTRAL_OPERATOR_ARGUMENTS[name], value)
         elif name in known:
             own[name] = value
-        elif name not in _OF_THE_CALL:
-            allowed = ", ".join(sorted([*known, *OF_OPERATORS, *_OF_THE_CALL]))
-            meant = explanation(name, (*known, *_OF_THE_CALL))
+        elif name not in _CALL_ARGUMENTS:
+            allowed = ", ".join(sorted([*known, *NEUTRAL_OPERATOR_ARGUMENTS, *_CALL_ARGUMENTS]))
+            meant = explanation(name, (*known, *_CALL_ARGUMENTS))
             raise TypeError(f"attention_kwargs has {shown(name)}{meant} (it may hold {allowed})")
     arguments = {**others, **own}
     backend = arguments.pop("backend", None)
@@ -84,9 +84,9 @@ def check_agreement(attention_kwargs: Mapping[str, Any], problem: Problem, scale
     """
     own = attention_kwargs.get("scale")
     if own is not None and not _is_same(own, problem.scale if scale is None else scale):
-        of_call = problem.scale if scale is None else shown(scale)
+        call_scale = problem.scale if scale is None else shown(scale)
         raise ValueError(
-            f"attention_kwargs: scale={shown(own)} contradicts the call's scale, {of_call}: all keys of a query "
+            f"attention_kwargs: scale={shown(own)} contradicts the call's scale, {call_scale}: all keys of a query "
             "have one scale, which the operator is given"
         )
     # Attention to additional tokens is never causal, because every query sees all of them.
@@ -189,7 +189,7 @@ def sub_call_operands(call: SubCall, inputs: Inputs, place: Placement) -> tuple[
         inputs = inputs._replace(query=place.without_padding(inputs.query))
     flat = _with_one_token_dimension(inputs)
     is_additional = call.kind is KeySet.ADDITIONAL
-    tokens = _of_additional_keys(flat, inputs) if is_additional else _with_additional_keys(flat, inputs)
+    tokens = _only_additional_keys(flat, inputs) if is_additional else _with_additional_keys(flat, inputs)
     # With token axes, the queries of this device are only a shard of the problem's layout.
     origins = exchange.flat_origins(inputs.query.shape[1:-2], lines) if token_axes else None
     request = dataclasses.replace(call.request, token_axes=())
@@ -204,7 +204,7 @@ def in_layout_of(query: jax.Array, output: Output) -> Output:
     return Output(*[array.reshape(*query.shape[:-2], *array.shape[2:]) for array in output])
 
 
-def _of_additional_keys(flat: Inputs, inputs: Inputs) -> Inputs:
+def _only_additional_keys(flat: Inputs, inputs: Inputs) -> Inputs:
     """Return flattened queries with the additional tokens as keys, without the arrays of the layout's keys."""
     arrays: dict[str, Any] = dict.fromkeys(key_arrays(flat))
     arrays |= {"key": inputs.additional_keys, "value": inputs.additional_values}

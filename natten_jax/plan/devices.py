@@ -122,17 +122,17 @@ def default_device() -> Device:
     Raises:
         NoDeviceError: JAX cannot find a device.
     """
-    return _of_platform(default_jax_device().platform)
+    return _device_for_platform(default_jax_device().platform)
 
 
 def device_of(array: jax.Array) -> Device:
     """Kind of device that an array is on; the default device for traced arrays and arrays of other libraries."""
     if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
         return default_device()
-    return _of_platform(next(iter(array.devices())).platform)
+    return _device_for_platform(next(iter(array.devices())).platform)
 
 
-def _of_platform(platform: str) -> Device:
+def _device_for_platform(platform: str) -> Device:
     """Kind of this process's device of a platform. JAX calls the platform of any GPU "gpu" here."""
     if platform == "gpu":
         platform = "cuda" if _cuda_devices() else "rocm"
@@ -177,7 +177,7 @@ def local_devices() -> tuple[Device, ...]:
     Without a JAX device this is the host: programs can still be traced, and lowered for other machines.
     """
     try:
-        found = default_device(), _of_platform(jax.default_backend())
+        found = default_device(), _device_for_platform(jax.default_backend())
     except NoDeviceError:
         return (CPU,)
     return tuple(dict.fromkeys((*found, CPU)))

@@ -58,7 +58,7 @@ class Request:
     parts: tuple[int, ...] = ()
     tuned: ConfigurationTable | None = None
 
-    def of_part(self, batch: int, heads: int, heads_kv: int) -> Request:
+    def for_part(self, batch: int, heads: int, heads_kv: int) -> Request:
         """Request for one device's share of the batch, of query heads and of key/value heads."""
         problem = dataclasses.replace(self.problem, batch=planned_batch(batch), heads=heads, heads_kv=heads_kv)
         return self if problem == self.problem else dataclasses.replace(self, problem=problem)
@@ -128,7 +128,7 @@ class Plan:
         return None if name is None else KernelSchedule(name)
 
     def payload(self) -> str:
-        """The plan as one line of JSON; :meth:`of_payload` reads it."""
+        """The plan as one line of JSON; :meth:`from_payload` reads it."""
         return self._payload
 
     @functools.cached_property
@@ -149,7 +149,7 @@ class Plan:
         return json.dumps(content, separators=(",", ":"))
 
     @classmethod
-    def of_payload(cls, text: str) -> Plan:
+    def from_payload(cls, text: str) -> Plan:
         """Parse the plan in a program's metadata.
 
         Raises:
@@ -194,7 +194,7 @@ def name_of(payload: str) -> str:
 
 
 @contextlib.contextmanager
-def of_plan(plan: Plan, *, on_all: bool = False) -> Iterator[None]:
+def annotate_with_plan(plan: Plan, *, on_all: bool = False) -> Iterator[None]:
     """Mark the operations traced inside as operations of a pass.
 
     Args:

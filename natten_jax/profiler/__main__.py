@@ -42,7 +42,7 @@ def _run(options: Options) -> int:
     device = default_device() if is_measured else _target_device(options)
     for name in (options.backend, options.fmha_backend):
         platform = (
-            None if name is None or name in BASELINES else backends.of(BackendId.parse(name)).capabilities.platform
+            None if name is None or name in BASELINES else backends.by_id(BackendId.parse(name)).capabilities.platform
         )
         if platform is not None and not platform.has(device):
             print_message(f"error: {name} runs on {platform}, and this is {device}")

@@ -164,8 +164,8 @@ def _iterations_by_device(
     if not events:
         raise CaptureError("it recorded nothing that the program ran")
     found: Devices = {}
-    for device, of_device in by_device(events).items():
-        parts = split(of_device, iterations) or []
+    for device, on_device in by_device(events).items():
+        parts = split(on_device, iterations) or []
         found[device] = [without_overlap(part, program.is_container) for part in parts] if platform == "cpu" else parts
     if len(found) != program.devices or not all(found.values()):
         devices = f" on {program.devices} devices" if program.devices > 1 else ""

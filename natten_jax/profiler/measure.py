@@ -158,8 +158,8 @@ def check_fits(options: Options) -> None:
 
 def memory(options: Options) -> int:
     """Return the memory of each device in bytes. Devices of the host share its memory."""
-    of_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // options.devices
-    return int((default_jax_device().memory_stats() or {}).get("bytes_limit", of_host))
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // options.devices
+    return int((default_jax_device().memory_stats() or {}).get("bytes_limit", host_bytes))
 
 
 # Inputs.

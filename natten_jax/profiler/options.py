@@ -204,9 +204,9 @@ class Options:
         if self.split == "batch":
             batch //= self.devices
         elif self.split == "heads":
-            heads_kv = HeadSplit.of(heads, heads_kv, self.devices, 1).needed.shape[1]
+            heads_kv = HeadSplit.for_parts(heads, heads_kv, self.devices, 1).needed.shape[1]
             heads //= self.devices
-        return tuple(each._replace(request=each.request.of_part(batch, heads, heads_kv)) for each in self.sub_calls)
+        return tuple(each._replace(request=each.request.for_part(batch, heads, heads_kv)) for each in self.sub_calls)
 
     def describe_split(self) -> str:
         """Return text such as ``8 devices, split over batch``."""
@@ -381,7 +381,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         options = _options(given)
         _check_backends(options)
         if options.is_baseline:
-            options = _of_baseline(options)
+            options = _for_baseline(options)
         _check_split(options)
     except ValueError as error:
         parser.error(with_names_of_flags(str(error)))
@@ -451,7 +451,7 @@ def _check_backends(options: Options) -> None:
             raise ValueError(f"{str(error).replace('backend=', f'{option} ')}{baselines}") from None
 
 
-def _of_baseline(options: Options) -> Options:
+def _for_baseline(options: Options) -> Options:
     """Return the options of self attention. Additional tokens are an error; other flags are ignored with a warning."""
     name = str(options.backend)
     if options.problem.additional_kv:

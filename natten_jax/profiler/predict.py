@@ -59,7 +59,7 @@ class Listing:
     @property
     def static_chip(self) -> TpuChip | None:
         """TPU whose published rates predict the time, or ``None`` for a time model from measurements."""
-        platform = backends.of(self.backend).capabilities.platform
+        platform = backends.by_id(self.backend).capabilities.platform
         return chip_of(self.device) if platform is not None and platform.name == "tpu" else None
 
     @property
@@ -202,7 +202,7 @@ def print_simulation(options: Options, device: Device) -> dict[str, Any]:
     passes: dict[Pass, tuple[Listing, Simulation]] = {}
     for pass_ in options.passes:
         plan = select.resolve(request, device, pass_)
-        offered = listing(backends.of(plan.backend), plan.problem, device, pass_)
+        offered = listing(backends.by_id(plan.backend), plan.problem, device, pass_)
         passes[pass_] = offered, offered.simulate(plan.tiles)
     split = {pass_: _split_time(options, device, pass_) for pass_ in options.passes if options.devices > 1}
     (offered, forward), stride, dilation = passes["forward"], None, None

@@ -95,7 +95,7 @@ class Program:
             each["marks"] = {entry["key"]: entry["value"] for entry in each["attributes"]["map"]}
             # Most instructions lack an attribute, and payloads may be of another version of the package.
             with contextlib.suppress(KeyError, ValueError):
-                plans[each["marks"][NAME_ATTRIBUTE]] = Plan.of_payload(each["marks"][PLAN_ATTRIBUTE])
+                plans[each["marks"][NAME_ATTRIBUTE]] = Plan.from_payload(each["marks"][PLAN_ATTRIBUTE])
         instructions = {}
         for each in every:
             fused = set[str]()

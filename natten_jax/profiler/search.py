@@ -177,7 +177,7 @@ class _Search:
         """Return the best configuration of a pass, with the other pass unchanged."""
         self._update(f"{options.backend or options.fmha_backend}, {pass_}")
         plan = resolve(options.main_request, self._device, pass_)
-        offered, every = listing(backends.of(plan.backend), plan.problem, self._device, pass_), [options]
+        offered, every = listing(backends.by_id(plan.backend), plan.problem, self._device, pass_), [options]
         schedules = offered.schedules if options.performance.kernel_schedule is None else ()
         if options.performance.tiles(pass_) is None:
             every = [with_tiles(options, pair, pass_) for pair in offered.pairs[: self._effort.screened]]
@@ -477,7 +477,7 @@ def _plans(task: Task, options: Options, device: Device) -> dict[Pass, Plan]:
     request = dataclasses.replace(main, problem=problem, precision=task.precision, tuned=table)
     plans = {pass_: resolve(request, device, pass_) for pass_ in options.passes}
     for pass_, plan in plans.items():
-        if not backends.of(plan.backend).capabilities.is_plain_jax:
+        if not backends.by_id(plan.backend).capabilities.is_plain_jax:
             other: Pass = "backward" if pass_ == "forward" else "forward"
             plans[pass_] = dataclasses.replace(plan, performance=plan.performance.with_tiles(other, None))
     return plans

@@ -140,14 +140,14 @@ def _programs_in_file(file: Path, with_memory: bool) -> dict[str, TracedProgram]
             break
     launches = defaultdict[str, list[NamedEvent]](list)
     groups = capture.grouped(events, lambda each: ((each.module or "-").partition("(")[0], each.number))
-    for (module, number), of_module in groups.items():
-        program = _program_of(of_module, module, number, programs)
+    for (module, number), module_events in groups.items():
+        program = _program_of(module_events, module, number, programs)
         if platform == "cpu":
-            of_runs = capture.grouped(of_module, lambda each: (each.device, each.run)).values()
-            of_module = [event for of_run in of_runs for event in capture.without_overlap(of_run, program.is_container)]
-        busiest = max(capture.by_device(of_module).values(), key=lambda each: sum(event.duration for event in each))
+            runs = capture.grouped(module_events, lambda each: (each.device, each.run)).values()
+            module_events = [event for run in runs for event in capture.without_overlap(run, program.is_container)]
+        busiest = max(capture.by_device(module_events).values(), key=lambda each: sum(event.duration for event in each))
         launches[module] += named(busiest, program, "fna", platform)
-    return {module: TracedProgram(of_module) for module, of_module in launches.items()}
+    return {module: TracedProgram(module_events) for module, module_events in launches.items()}
 
 
 def _program_of(launched: Sequence[Event], module: str, number: int | None, programs: Mapping[int, Program]) -> Program:

@@ -46,7 +46,7 @@ class HeadSplit:
     kv_parts: int
 
     @classmethod
-    def of(cls, heads: int, heads_kv: int, parts: int, kv_parts: int) -> HeadSplit:
+    def for_parts(cls, heads: int, heads_kv: int, parts: int, kv_parts: int) -> HeadSplit:
         """Split query heads into ``parts``; key/value heads stay in ``kv_parts`` only if these match."""
         fits = kv_parts == parts or (kv_parts == heads_kv and parts % heads_kv == 0)
         return cls(heads, heads_kv, parts, kv_parts if fits else 1)
@@ -60,11 +60,11 @@ class HeadSplit:
     def needed(self) -> np.ndarray:
         """Key/value heads that each part reads, ``[parts, heads]``: for groups of equal size, or per query head."""
         groups = self.heads // self.heads_kv
-        of_query = (np.arange(self.heads) // groups).reshape(self.parts, -1)
-        local = of_query.shape[1]
+        kv_heads = (np.arange(self.heads) // groups).reshape(self.parts, -1)
+        local = kv_heads.shape[1]
         if local % groups == 0:
-            return of_query[:, ::groups]
-        return of_query[:, :1] if groups % local == 0 else of_query
+            return kv_heads[:, ::groups]
+        return kv_heads[:, :1] if groups % local == 0 else kv_heads
 
     def run_on_taken(
         self,
@@ -132,7 +132,7 @@ class Layout:
     devices: np.ndarray
 
     @classmethod
-    def of_query(
+    def for_query(
         cls,
         tiles: np.ndarray,
         devices: np.ndarray,
@@ -163,7 +163,7 @@ class Layout:
         order = [axis for axis in range(ndim - 1) if kept[axis]]
         copied = [axis for axis in range(ndim + 1) if axis not in order]
         tiles = tiles.transpose(*order, *copied, ndim + 1).reshape(*parts, -1, tiles.shape[-1])
-        return cls(tiles, batch_axes, HeadSplit.of(shape[-2], heads_kv, parts[-1], kv_parts), devices)
+        return cls(tiles, batch_axes, HeadSplit.for_parts(shape[-2], heads_kv, parts[-1], kv_parts), devices)
 
     @property
     def token_parts(self) -> tuple[int, ...]:
@@ -185,12 +185,12 @@ class Layout:
     def line(self, dimension: int) -> np.ndarray:
         """Devices along a token dimension, ordered by their parts, ``[lines, parts]``."""
         rows = np.moveaxis(self.tiles, self.batch_axes + dimension, -1)
-        return self._of_program(rows.reshape(-1, rows.shape[-1]))
+        return self._program_devices(rows.reshape(-1, rows.shape[-1]))
 
     def groups(self, role: Role) -> np.ndarray:
         """Devices that hold copies of the same part of an array for different queries, ``[groups, devices]``."""
         rows = np.moveaxis(self._contributing(role), -3, -1)
-        return self._of_program(rows.reshape(-1, rows.shape[-1]))
+        return self._program_devices(rows.reshape(-1, rows.shape[-1]))
 
     def head_parts(self) -> np.ndarray:
         """Index of each device's part of the query heads."""
@@ -216,7 +216,7 @@ class Layout:
         tiles = np.moveaxis(tiles, others, range(-3 - len(others), -3))
         return tiles.reshape(*leading[:batch], *(1,) * is_shared, parts, -1, copies, manual)
 
-    def _of_program(self, rows: np.ndarray) -> np.ndarray:
+    def _program_devices(self, rows: np.ndarray) -> np.ndarray:
         return self.devices[:, rows].reshape(-1, rows.shape[-1])
 
 
@@ -370,7 +370,7 @@ class Partitioned:
         kv_parts = self._tiles(key).shape[len(key.shape) - 2]
         tiles = self._tiles(query)
         numbers = self.devices if tiles.size == self.devices.shape[1] else self.devices.reshape(1, -1)
-        layout = Layout.of_query(
+        layout = Layout.for_query(
             tiles, numbers, query.shape, self.batch_axes, key.shape[-2], kv_parts, splits_tokens=self.splits_tokens
         )
         self._warn_of_gathers(arguments, layout)
@@ -425,8 +425,8 @@ def _line_of(layout: Layout, dimension: int) -> DeviceLine | None:
     places[rows] = np.arange(parts, dtype=np.int32)
 
     def permuted(array: jax.Array, moves: Sequence[tuple[int, int]]) -> jax.Array:
-        of_devices = [(int(row[start]), int(row[end])) for row in rows for start, end in moves]
-        return jax.lax.ppermute(array, _DEVICES, of_devices)
+        device_moves = [(int(row[start]), int(row[end])) for row in rows for start, end in moves]
+        return jax.lax.ppermute(array, _DEVICES, device_moves)
 
     def gathered(array: jax.Array, axis: int) -> jax.Array:
         groups = rows.tolist() if count > 1 else None

@@ -30,11 +30,11 @@ def over_explicit_axes(run: Run, request: Request, operands: Operands) -> Output
     leaves, structure = jax.tree.flatten(operands)
     roles = roles_of(operands)
     query, key, *_ = leaves
-    axes = _SplitAxes.of(operands.inputs)
+    axes = _SplitAxes.from_inputs(operands.inputs)
     spec = axes.spec
     count = math.prod(mesh.shape[name] for name in axes.heads)
     token_axes = tuple(axes.tokens) if any(axes.tokens) else ()
-    split = HeadSplit.of(query.shape[-2], key.shape[-2], count, count if axes.are_heads_kv_split else 1)
+    split = HeadSplit.for_parts(query.shape[-2], key.shape[-2], count, count if axes.are_heads_kv_split else 1)
 
     def run_part(parts: list[jax.Array]) -> Output:
         leaves = vary_alike(parts)
@@ -45,7 +45,7 @@ def over_explicit_axes(run: Run, request: Request, operands: Operands) -> Output
 
     def run_local(*leaves: jax.Array) -> Any:
         query, key, *_ = leaves
-        local = request.of_part(query.shape[0], query.shape[-2], key.shape[-2])
+        local = request.for_part(query.shape[0], query.shape[-2], key.shape[-2])
         local = dataclasses.replace(local, token_axes=token_axes) if token_axes else local
         return run(local, jax.tree.unflatten(structure, leaves))
 
@@ -133,7 +133,7 @@ def split_as(array: jax.Array, inputs: Inputs, role: Role) -> jax.Array:
     mesh = mesh_of(inputs)
     if mesh is None:
         return array
-    return _placed(array, NamedSharding(mesh, _SplitAxes.of(inputs).spec(role, array.ndim)))
+    return _placed(array, NamedSharding(mesh, _SplitAxes.from_inputs(inputs).spec(role, array.ndim)))
 
 
 def run_with_auto_axes(
@@ -206,7 +206,7 @@ class _SplitAxes:
     are_heads_kv_split: bool
 
     @classmethod
-    def of(cls, inputs: Inputs) -> _SplitAxes:
+    def from_inputs(cls, inputs: Inputs) -> _SplitAxes:
         """Read the axes from the types of the arrays: each axis is the query's, or otherwise the next array's."""
         specs = [_spec(array)[:-1] for array in (inputs.query, inputs.key, inputs.value)]
         axes: list[_Axes] = [axis_names(entry) for entry in specs[0]]

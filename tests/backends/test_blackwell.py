@@ -230,7 +230,7 @@ def test_operators_run_all_kernels(additional: int, machine: Machine) -> None:
 def test_lines_are_restored(dilation: tuple[int, ...]) -> None:
     shape = (2, *(3, 5, 13)[-len(dilation) :], 4, 128)
     array = jnp.arange(np.prod(shape)).reshape(shape)
-    lines = Lines.of(array, dilation)
+    lines = Lines.for_array(array, dilation)
     found = lines.laid_out(array)
     assert found.shape == lines.shape and lines.length % 8 == 0
     np.testing.assert_array_equal(lines.restored(found), array)
@@ -241,7 +241,7 @@ def test_tiles_of_queries_that_see_a_tile_of_keys(queries: int) -> None:
     """From every query's window: in each group, the first and last query tile that sees a key of the key tile."""
     dilation, q_tile, kv_tile = 2, 4, 8
     axis = Axis(queries, queries, 2, dilation=dilation)
-    visits = Visits.of(axis, (q_tile, kv_tile), (queries, queries), None, 1, 0, True)
+    visits = Visits.along_axis(axis, (q_tile, kv_tile), (queries, queries), None, 1, 0, True)
     kv_tiles = -(-queries // (dilation * kv_tile))
     found = visits.seeing
     assert visits.kv_tiles == kv_tiles
@@ -263,7 +263,7 @@ def test_numbers_of_queries_come_back_from_items() -> None:
     in_items = call.in_items([jnp.asarray(each, jnp.float32) for each in numbers], 7.0)
     assert in_items.shape == (call.items(), 2, 128)
     assert (in_items == 7).sum() == in_items.size - numbers.size
-    np.testing.assert_array_equal(np.stack(call.of_items(in_items)), numbers.astype(np.float32))
+    np.testing.assert_array_equal(np.stack(call.unpacked_items(in_items)), numbers.astype(np.float32))
 
 
 # The Blackwell kernels compile to machine code for ``sm_100a``, without a GPU.

@@ -26,7 +26,7 @@ from tests.support.machine import Machine
 from tests.support.meshes import assert_close, mesh_of, put
 from tests.support.problems import Case, Trial, check_all
 
-FAMILY = Family.of(columns_backend.BACKEND)
+FAMILY = Family.for_backend(columns_backend.BACKEND)
 
 CASES = {
     "scales": Case((30,), (7,), key_bias="heads", heads=4, heads_kv=2, scales=(0.3, -0.5, 0.0, 8e-4), hidden=0.2),
@@ -77,7 +77,7 @@ def test_kernels_know_padding_by_its_logsumexp(name: str, monkeypatch: pytest.Mo
     given: list[tuple[np.ndarray, np.ndarray]] = []
 
     def backward(self: Any, plan: Any, operands: Any, saved: Any, *arguments: Any) -> Any:
-        real = is_real(operands.layouts, saved.logsumexp.shape[1:-1], of_queries=True)
+        real = is_real(operands.layouts, saved.logsumexp.shape[1:-1], for_queries=True)
         jax.debug.callback(lambda *arrays: given.append(arrays), real, saved.logsumexp)
         return call_backward(self, plan, operands, saved, *arguments)
 

@@ -28,7 +28,7 @@ from tests.support.families import Family
 from tests.support.machine import Machine
 from tests.support.problems import Trial, check_all
 
-FAMILY = Family.of(strips_backend.BACKEND)
+FAMILY = Family.for_backend(strips_backend.BACKEND)
 
 
 @pytest.fixture(autouse=True)

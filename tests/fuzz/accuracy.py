@@ -144,7 +144,7 @@ def _excess(
     if result.dtype.name != (expected_dtype if name in OF_LOGITS else problem.out_dtype):
         return Excess(f"{name} of type {result.dtype}", 0, np.inf, 0)
     result = result.astype(np.float64)
-    needs_gpu = Family.of(backends.find(problem.backend, problem.operator)).needs_gpu
+    needs_gpu = Family.for_backend(backends.find(problem.backend, problem.operator)).needs_gpu
     if name == "lse" and (needs_gpu or problem.has_columns):
         limit = _largest_logit(problem, operands)
         result, reference = (np.where(np.isfinite(a), np.clip(a, -limit, limit), a) for a in (result, reference))

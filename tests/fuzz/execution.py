@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from natten_jax import backends
-from natten_jax.arrays.biases import of_each_head
+from natten_jax.arrays.biases import per_head_key_bias
 from natten_jax.arrays.operands import Cotangents, Operands
 from natten_jax.arrays.operands import Inputs as InputArrays
 from natten_jax.ops.canonicalize import LogitTerms, with_biases
@@ -170,7 +170,7 @@ def _direct(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: jax.Ar
         edges: Any = problem.case.edges or "shift"
         found, arrays = with_biases(described, InputArrays(*tensors[:6]), LogitTerms(None, *terms), edges)
         arrays = arrays._replace(relative_bias=of_entries(arrays.relative_bias))
-        return found, arrays if takes_shared else of_each_head(arrays)
+        return found, arrays if takes_shared else per_head_key_bias(arrays)
 
     def of_entries(shared: jax.Array | None) -> jax.Array | None:
         """Repeat an operand per batch entry in some problems, as in vmapped calls."""

@@ -76,7 +76,7 @@ def _interpreting(problem: Fuzzed) -> Iterator[None]:
 
 
 KERNELS = Kernels(
-    Family.of(interpreted_tpu.InterpretedTpuBackend()), TOKENS, _draw_heads, _draw_tiles, _size, _interpreting
+    Family.for_backend(interpreted_tpu.InterpretedTpuBackend()), TOKENS, _draw_heads, _draw_tiles, _size, _interpreting
 )
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def test_backends_say_which_edges_they_have() -> None:
             ):
                 assert reason == "it has windows with edges 'shift', not 'wrap'" or "'cut'" in str(reason)
     plan = select.resolve(Request(problem), device, "forward")
-    assert "wrap" in backends.of(plan.backend).capabilities.edges
+    assert "wrap" in backends.by_id(plan.backend).capabilities.edges
 
 
 @pytest.mark.parametrize("edges", ["cut", "wrap"])

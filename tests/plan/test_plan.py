@@ -49,14 +49,14 @@ def test_payload_says_everything(seed: int, pass_: Pass, tile: Any, splits: Any,
     plan = Plan(problem, pass_, BackendId("hopper", problem.operator), "cuda", performance)
     text = plan.payload()
     assert "\n" not in text and json.loads(text)["description"] == plan.problem.describe()
-    found = Plan.of_payload(text)
+    found = Plan.from_payload(text)
     assert found == plan and hash(found) == hash(plan)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"pass": "forward"}', '{"problem": [], "pass": 1}'])
 def test_what_is_no_payload_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no plan of natten_jax"):
-        Plan.of_payload(text)
+        Plan.from_payload(text)
 
 
 def test_a_program_tells_what_runs(native_family: Any) -> None:
@@ -114,7 +114,7 @@ def test_a_plan_has_the_precision_of_its_call(precision: str | None) -> None:
     request = Request(problem_of((16,), 4), backend="flex-fna", precision=precision)
     plan = resolve(request, CPU, "forward")
     assert plan.precision == precision
-    assert Plan.of_payload(plan.payload()) == plan
+    assert Plan.from_payload(plan.payload()) == plan
 
 
 @pytest.mark.parametrize("backend", ["flex-fna", "cutlass-fna"])
@@ -127,7 +127,7 @@ def test_backends_read_precision_from_the_plan_alone(backend: str) -> None:
         plan = resolve(request, Device("cuda", (9, 0), is_present=False), "forward")
 
         def run(operands: Operands, plan: Plan = plan) -> Any:
-            return backends.of(plan.backend).forward(plan, operands)
+            return backends.by_id(plan.backend).forward(plan, operands)
 
         with jax.default_matmul_precision(around):
             programs.append(str(jax.make_jaxpr(run)(Operands(Inputs(array, array, array)))))

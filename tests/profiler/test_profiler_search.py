@@ -253,7 +253,7 @@ PROBLEM = problem_of((8, 12), (4, 6), heads=2, head_dim=16, dtype="float32")
 def other_plan(problem: Problem) -> Any:
     """Return a forward plan that is not the default: with the last tiles in the backend's order."""
     default = resolve(Request(problem), CPU, "forward")
-    pair = backends.of(default.backend).tile_pairs(problem, CPU, "forward")[-1]
+    pair = backends.by_id(default.backend).tile_pairs(problem, CPU, "forward")[-1]
     assert pair != default.tiles
     return dataclasses.replace(default, performance=default.performance.with_tiles("forward", pair))
 

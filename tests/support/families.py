@@ -44,7 +44,7 @@ class Family:
     at_once: int
 
     @classmethod
-    def of(cls, backend: Backend) -> Family:
+    def for_backend(cls, backend: Backend) -> Family:
         """Return the family of a backend with the test settings that suit it."""
         # GPU backends without float32 kernels are tested in bfloat16 first: 16-bit kernels are faster.
         first = "bfloat16" if "float32" not in backend.capabilities.dtypes else "float32"
@@ -116,7 +116,7 @@ class Family:
 #: The interpreter runs these kernels in tests/backends, and as a family with a plugin
 #: (tests/support/interpreted_tpu_family.py).
 INTERPRETED = ("tpu",)
-FAMILIES = tuple(Family.of(backend) for backend in backends.registered() if backend.family not in INTERPRETED)
+FAMILIES = tuple(Family.for_backend(backend) for backend in backends.registered() if backend.family not in INTERPRETED)
 
 
 def family_named(name: str) -> Family:

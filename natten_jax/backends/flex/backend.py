@@ -83,7 +83,7 @@ class FlexBackend(PureJaxBackend):
         joined = over.sweep.join_outer(jnp.concatenate(jax.tree.leaves(cut), axis=-1), problem.heads)
         softmax = over.or_nan_for_parts(Softmax(joined[..., :1], joined[..., 1:2], joined[..., 2:]))
         assert softmax.mixed is not None
-        steepness = over.products.of_tokens(over.products.steepness, problem.rank)
+        steepness = over.products.factors_per_token(over.products.steepness, problem.rank)
         total, lse = softmax.total, steepness * softmax.maximum + jnp.log(softmax.total)
         if operands.is_placed or problem.biases:
             # A row may see no local key: all its keys are on another device or hidden, or the row is padding.
@@ -145,7 +145,7 @@ def _gradients(
     terms = [products.cast(change)[..., None], jnp.concatenate([delta[..., None], out_cotangent], axis=-1)]
     if not is_transposed:
         terms = [jnp.concatenate(terms, axis=-1)]
-    known = KnownRows.of(products, operands, result.residuals)
+    known = KnownRows.from_residuals(products, operands, result.residuals)
     is_by_key = wanted.key or wanted.value or wanted.key_bias
     found = Gradients._make([None] * len(Gradients._fields))
     additional: Softmax | None = None
@@ -179,7 +179,7 @@ class _RowTerms(NamedTuple):
     out_cotangent: jax.Array
 
     @classmethod
-    def of(cls, arrays: Sequence[jax.Array]) -> _RowTerms:
+    def from_arrays(cls, arrays: Sequence[jax.Array]) -> _RowTerms:
         """Split one array into the terms; or two arrays, of which the second is linear in the cotangents."""
         first, *linear = arrays
         delta_and_cotangent = linear[0] if linear else first[..., 3:]
@@ -224,8 +224,8 @@ def _by_query(
 
     def step(sums: _Sums, inputs: tuple[jax.Array, ...]) -> tuple[_Sums, tuple[jax.Array, Softmax | None]]:
         positions, query = sweep.at(inputs[0]), products.cast(inputs[1])
-        terms = _RowTerms.of(inputs[2:])
-        rows, of_additional = over.rows(positions, query, known._replace(rows=terms.rows))
+        terms = _RowTerms.from_arrays(inputs[2:])
+        rows, additional_softmax = over.rows(positions, query, known._replace(rows=terms.rows))
         rows = terms.changed_rows(products, rows)
 
         def visit(inner_step: jax.Array, carry: tuple[jax.Array, jax.Array | None]) -> tuple[Any, Any]:
@@ -241,40 +241,40 @@ def _by_query(
             key, value, exists = tile.for_tiles(query)
             weights = softmax_weights(products, query, key, rows, exists)
             gradients = weights * (products.inner(terms.out_cotangent, value) - terms.delta)
-            of_keys = products.mix_rows(products.scaled(gradients), query)
-            of_values = products.mix_rows(weights, terms.out_cotangent)
-            return sum_ + products.mix(gradients, key), (of_keys.sum(axis=0), of_values.sum(axis=0))
+            key_gradients = products.mix_rows(products.scaled(gradients), query)
+            value_gradients = products.mix_rows(weights, terms.out_cotangent)
+            return sum_ + products.mix(gradients, key), (key_gradients.sum(axis=0), value_gradients.sum(axis=0))
 
-        sum_, of_tokens = _zeros_like(query, products, operands), sums.additional
-        if additional is not None and of_tokens is not None:
+        sum_, additional_sums = _zeros_like(query, products, operands), sums.additional
+        if additional is not None and additional_sums is not None:
             sum_, found = swept(visit_additional, sum_, additional)
-            of_tokens = of_tokens[0] + found[0], of_tokens[1] + found[1]
+            additional_sums = additional_sums[0] + found[0], additional_sums[1] + found[1]
         sum_, tables = repeated(
             sweep.inner_steps, visit, (sum_, sums.tables), over.is_needed(positions), recomputes=len(inputs) > 3
         )
-        return _Sums(of_tokens, tables), (sum_, None if additional is None else of_additional)
+        return _Sums(additional_sums, tables), (sum_, None if additional is None else additional_softmax)
 
     rows_and_terms = [jnp.concatenate([*known.rows, terms[0]], axis=-1), *terms[1:]]
     cut = map(sweep.cut_outer, (inputs.query, *rows_and_terms))
     zeros = _zeros_like(_Sums(None if additional is None else additional[:2], over.tables), products, operands)
-    sums, (query, of_additional) = swept(step, zeros, (over.positions, *cut))
-    of_products = over.or_nan_for_parts(sweep.join_outer(query, problem.heads))
+    sums, (query, additional_softmax) = swept(step, zeros, (over.positions, *cut))
+    query_products = over.or_nan_for_parts(sweep.join_outer(query, problem.heads))
     scale = None
     if inputs.scale is not None:
-        scale = products_of_heads(of_products, products.cast(inputs.query))
+        scale = products_of_heads(query_products, products.cast(inputs.query))
     tables = None if sums.tables is None else over.or_nan_for_parts(sums.tables)
     found = Gradients._make([None] * len(Gradients._fields))._replace(
-        query=products.of_tokens(products.factors, problem.rank) * of_products,
+        query=products.factors_per_token(products.factors, problem.rank) * query_products,
         scale=scale,
         relative_bias=None if tables is None else tables.reshape(*tables.shape[:2], -1),
     )
     if sums.additional is None:
         return found, None
     assert inputs.additional_keys is not None
-    joined = jax.tree.map(lambda array: sweep.join_outer(array, problem.heads), of_additional)
-    of_tokens = over.or_nan_for_parts((products.scale * sums.additional[0], sums.additional[1]))
-    of_keys, of_values = (untiled(each, inputs.additional_keys.shape[1]) for each in of_tokens)
-    return found._replace(additional_keys=of_keys, additional_values=of_values), joined
+    joined = jax.tree.map(lambda array: sweep.join_outer(array, problem.heads), additional_softmax)
+    additional_sums = over.or_nan_for_parts((products.scale * sums.additional[0], sums.additional[1]))
+    key_gradients, value_gradients = (untiled(each, inputs.additional_keys.shape[1]) for each in additional_sums)
+    return found._replace(additional_keys=key_gradients, additional_values=value_gradients), joined
 
 
 def _by_key(
@@ -295,21 +295,23 @@ def _by_key(
         def visit(inner_step: jax.Array, sums: Sums) -> Sums:
             query = sweep.load(over.queries, positions, inner_step)
             # Without materialize(), XLA fuses the loads into the exponential and repeats them for each logit.
-            terms = _RowTerms.of([materialize(sweep.load(each, positions, inner_step)) for each in rows_and_terms])
+            terms = _RowTerms.from_arrays(
+                [materialize(sweep.load(each, positions, inner_step)) for each in rows_and_terms]
+            )
             rows, mask = terms.changed_rows(products), sweep.mask(positions, inner_step)
             bias = over.bias(positions, inner_step, key_bias)
             weights = softmax_weights(products, query, key, rows, mask, bias, carries_plan=True)
             gradients = weights * (products.inner(terms.out_cotangent, value) - terms.delta)
-            of_key = products.mix_rows(products.scaled(gradients), query)
-            of_bias = None if sums[2] is None else sums[2] + summed_by_key(gradients, sweep.pair_tokens)
-            return sums[0] + of_key, sums[1] + products.mix_rows(weights, terms.out_cotangent), of_bias
+            key_terms = products.mix_rows(products.scaled(gradients), query)
+            key_bias_sum = None if sums[2] is None else sums[2] + summed_by_key(gradients, sweep.pair_tokens)
+            return sums[0] + key_terms, sums[1] + products.mix_rows(weights, terms.out_cotangent), key_bias_sum
 
         sums = _zeros_like((key, value, key_bias), products, operands)
         needed = over.is_needed(positions)
         return None, repeated(sweep.inner_steps, visit, sums, needed, recomputes=bool(linear))
 
     tiles = over.positions, over.keys, sweep.cut_outer(operands.inputs.value), over.key_bias
-    _, (key, value, of_keys) = swept(step, None, tiles)
+    _, (key, value, key_bias_sums) = swept(step, None, tiles)
     key, value = (sweep.join_outer(array, problem.heads_kv) for array in (key, value))
-    key_bias = None if of_keys is None else sweep.join_outer(of_keys, problem.heads)
+    key_bias = None if key_bias_sums is None else sweep.join_outer(key_bias_sums, problem.heads)
     return over.or_nan_for_parts((products.scale * key, value, key_bias))

@@ -477,8 +477,8 @@ class Sweep:
         corners = positions.corners if self.inner_steps == 1 else positions.corners + self._first_inner(inner_step)
         if not self._goes_around:
             extents = [n for axis in self.axes for n in (axis.inner_tile, 1)]
-            of_results, dropped = tuple(range(1, rank + 4)), tuple(range(3, 2 * rank + 2, 2))
-            return array, corners, extents, (of_results, dropped, tuple(range(2, 2 * rank + 2)))
+            result_dims, dropped = tuple(range(1, rank + 4)), tuple(range(3, 2 * rank + 2, 2))
+            return array, corners, extents, (result_dims, dropped, tuple(range(2, 2 * rank + 2)))
         places = jnp.zeros((len(corners), 1), jnp.int32)
         for i, axis in enumerate(self.axes):
             index = corners[:, 2 * i, None] + jnp.arange(axis.inner_tile, dtype=jnp.int32)[None]

@@ -44,7 +44,7 @@ class AdditionalTiles(NamedTuple):
     exists: Annotated[jax.Array, "*tiles 1 1 1 1 tokens"]
 
     @classmethod
-    def of(cls, inputs: Inputs, sweep: Sweep) -> AdditionalTiles | None:
+    def from_inputs(cls, inputs: Inputs, sweep: Sweep) -> AdditionalTiles | None:
         """Cut the additional tokens of a call; ``None`` without any."""
         keys, values = inputs.additional_keys, inputs.additional_values
         if keys is None or values is None:
@@ -114,21 +114,21 @@ class PlacedSweep:
         return result
 
     def bias(
-        self, positions: TilePositions, inner_step: Scalar, of_keys: RowTiles | None
+        self, positions: TilePositions, inner_step: Scalar, key_bias: RowTiles | None
     ) -> Annotated[jax.Array, "tiles batch heads_kv queries keys"] | None:
         """Return the biases of the logits of a step's tiles; ``None`` without any.
 
         Args:
             positions: The positions of the tiles.
             inner_step: Number of the inner step.
-            of_keys: Key biases of the tiles' keys, in the layout in which the sweep loads or cuts them.
+            key_bias: Key biases of the tiles' keys, in the layout in which the sweep loads or cuts them.
         """
-        found = None if self.tables is None else self._of_offsets(self.tables, positions, inner_step)
-        if of_keys is None:
+        found = None if self.tables is None else self._offset_bias(self.tables, positions, inner_step)
+        if key_bias is None:
             return found
         queries, keys = self.sweep.pair_tokens
-        *outer, rows, _ = of_keys.shape
-        by_head = of_keys.reshape(*outer, rows // keys, 1, keys)
+        *outer, rows, _ = key_bias.shape
+        by_head = key_bias.reshape(*outer, rows // keys, 1, keys)
         by_row = jnp.broadcast_to(by_head, (*outer, rows // keys, queries, keys)).reshape(*outer, -1, keys)
         return by_row if found is None else found + by_row
 
@@ -153,7 +153,7 @@ class PlacedSweep:
             sums = jnp.einsum(subscripts, sums, goes_to, precision=lax.Precision.HIGHEST)
         return sums
 
-    def _of_offsets(
+    def _offset_bias(
         self, tables: Annotated[jax.Array, "tables heads *offsets"], positions: TilePositions, inner_step: Scalar
     ) -> PairTiles:
         """Look up the relative biases of all pairs of tokens of a step's tiles."""
@@ -241,15 +241,15 @@ class QuerySweep(PlacedSweep):
         inputs = operands.inputs
         arrays = inputs.key, inputs.value, inputs.key_bias
         self.keys, self.values, self.key_bias = jax.tree.map(self.sweep.split_inner, arrays)
-        self.additional = AdditionalTiles.of(inputs, self.sweep)
+        self.additional = AdditionalTiles.from_inputs(inputs, self.sweep)
 
     def inner_tiles(
         self, positions: TilePositions, inner_step: Scalar
     ) -> tuple[TokenTiles, ValueTiles, MaskTiles, PairTiles | None]:
         """Load keys and values of an inner step, and return them with the mask and the biases of the logits."""
         arrays = self.keys, self.values, self.key_bias
-        key, value, of_keys = jax.tree.map(lambda array: self.sweep.load(array, positions, inner_step), arrays)
-        return key, value, self.sweep.mask(positions, inner_step), self.bias(positions, inner_step, of_keys)
+        key, value, key_bias = jax.tree.map(lambda array: self.sweep.load(array, positions, inner_step), arrays)
+        return key, value, self.sweep.mask(positions, inner_step), self.bias(positions, inner_step, key_bias)
 
     def softmax(
         self,
@@ -278,12 +278,12 @@ class QuerySweep(PlacedSweep):
             tiles = self.inner_tiles(positions, inner_step)
             return softmax.over(self.products, query, *tiles, carries_plan=carries_plan)
 
-        of_none = Softmax.of_no_key(query.shape[:-1], head_dim_v, self.products.dtype)
-        of_additional = softmax = varying_like(of_none, self.operands)
+        empty_softmax = Softmax.empty(query.shape[:-1], head_dim_v, self.products.dtype)
+        additional_softmax = softmax = varying_like(empty_softmax, self.operands)
         if self.additional is not None:
-            of_additional = repeated(rounds(self.additional.keys.shape[0]), visit_additional, softmax)
+            additional_softmax = repeated(rounds(self.additional.keys.shape[0]), visit_additional, softmax)
         needed = self.is_needed(positions)
-        return of_additional, repeated(rounds(self.sweep.inner_steps), visit, of_additional, needed)
+        return additional_softmax, repeated(rounds(self.sweep.inner_steps), visit, additional_softmax, needed)
 
     def rows(self, positions: TilePositions, query: RowTiles, given: KnownRows) -> tuple[Rows, Softmax]:
         """Return the row statistics of a step's query tiles, recomputed with this sweep's products if necessary.
@@ -329,9 +329,9 @@ class KeySweep(PlacedSweep):
         over, sweep, products = self.constant(), self.sweep, self.products.constant()
         given = sweep.split_inner(jnp.concatenate(known.rows, axis=-1))
         start, no_total = jnp.full_like(given[..., :1], -jnp.inf), jnp.zeros_like(given[..., :1])
-        of_additional: Softmax | None = jax.tree.map(sweep.split_inner, lax.stop_gradient(additional))
-        if of_additional is not None:
-            start = jnp.where(of_additional.total == 0, -jnp.inf, of_additional.maximum)
+        additional_softmax: Softmax | None = jax.tree.map(sweep.split_inner, lax.stop_gradient(additional))
+        if additional_softmax is not None:
+            start = jnp.where(additional_softmax.total == 0, -jnp.inf, additional_softmax.maximum)
 
         def step(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             """Find the largest scores in the first half of the rounds, and add exponentials in the second half."""
@@ -360,10 +360,10 @@ class KeySweep(PlacedSweep):
 
         carry = varying_like((start, no_total), (self.operands, known))
         maximum, total = lax.fori_loop(0, known.rounds(2 * sweep.steps), step, carry)
-        if of_additional is not None:
+        if additional_softmax is not None:
             steepness = products.steepness
             if isinstance(steepness, jax.Array):
                 steepness = steepness.reshape(*steepness.shape, *(1,) * (start.ndim - 2))
-            total += of_additional.total * jnp.exp(steepness * (start - reference(maximum)))
+            total += additional_softmax.total * jnp.exp(steepness * (start - reference(maximum)))
         found = jnp.concatenate(Softmax(maximum, total, None).rows, axis=-1)
         return jnp.where(known.is_unreliable, found, given)

@@ -72,7 +72,7 @@ class Products:
         # Multiply by the sign, because ``abs`` is not differentiable at zero.
         return abs(self.scale) if self._scales is None or self._sign is None else self._scales * self._sign
 
-    def of_rows(self, factors: _Factors, rows: int) -> _Factors:
+    def factors_per_row(self, factors: _Factors, rows: int) -> _Factors:
         """Reshape factors for ``[tiles, batch, heads_kv, rows, ...]``; rows are ordered by head, then by token."""
         if not isinstance(factors, jax.Array):
             return factors
@@ -82,7 +82,7 @@ class Products:
         return per_row.reshape(1, -1, heads_kv, rows, 1)
 
     @staticmethod
-    def of_tokens(factors: _Factors, rank: int) -> _Factors:
+    def factors_per_token(factors: _Factors, rank: int) -> _Factors:
         """Reshape factors for ``[batch, *layout, heads, width]``."""
         if not isinstance(factors, jax.Array):
             return factors
@@ -90,7 +90,7 @@ class Products:
 
     def scaled(self, rows: RowTiles) -> RowTiles:
         """Multiply rows by the scales of their heads, if each head has a separate scale."""
-        return rows if self._scales is None else self.of_rows(self._scales, rows.shape[-2]) * rows
+        return rows if self._scales is None else self.factors_per_row(self._scales, rows.shape[-2]) * rows
 
     def constant(self) -> Products:
         """Return a copy whose scales are constants for derivatives."""
@@ -106,7 +106,7 @@ class Products:
         """
         if self._scales is None or self.adds:
             return rows
-        steepness = self.of_rows(self.steepness, rows.maximum.shape[-2])
+        steepness = self.factors_per_row(self.steepness, rows.maximum.shape[-2])
         change = (steepness - lax.stop_gradient(steepness)) * reference(rows.maximum)
         return Rows(rows.maximum, rows.log_total - change)
 
@@ -116,7 +116,7 @@ class Products:
             logits = self.scaled(self.scale * self.inner(query, key))
             return logits if bias is None else logits + bias
         if self._sign is not None:
-            return self.inner(self.cast(query) * self.of_rows(self._sign, query.shape[-2]), key)
+            return self.inner(self.cast(query) * self.factors_per_row(self._sign, query.shape[-2]), key)
         return self.inner(query if self.scale >= 0 else -query, key)
 
     def inner(self, rows: RowTiles, tokens: TokenTiles) -> PairTiles:
@@ -156,7 +156,7 @@ class Softmax(NamedTuple):
         return Rows(self.maximum, jnp.where(self.total == 0, 0, jnp.log(self.total)))
 
     @classmethod
-    def of_no_key(cls, rows: tuple[int, ...], head_dim_v: int | None, dtype: jnp.dtype) -> Softmax:
+    def empty(cls, rows: tuple[int, ...], head_dim_v: int | None, dtype: jnp.dtype) -> Softmax:
         """Return the initial softmax of rows, before they have seen a key."""
         mixed = None if head_dim_v is None else jnp.zeros((*rows, head_dim_v), dtype)
         return cls(jnp.full((*rows, 1), -jnp.inf, dtype), jnp.zeros((*rows, 1), dtype), mixed)
@@ -175,7 +175,7 @@ class Softmax(NamedTuple):
         """Return the softmax after further keys; for ``carries_plan`` see :func:`softmax_weights`."""
         scores = jnp.where(mask, products.scores(query, key, bias), -jnp.inf)
         maximum = jnp.maximum(self.maximum, scores.max(axis=-1, keepdims=True))
-        steepness = products.of_rows(products.steepness, scores.shape[-2])
+        steepness = products.factors_per_row(products.steepness, scores.shape[-2])
         decay = jnp.where(self.maximum == -jnp.inf, 0, jnp.exp(steepness * (self.maximum - reference(maximum))))
         weights = exponentials(products, scores, maximum, carries_plan=carries_plan)
         total = self.total * decay + weights.sum(axis=-1, keepdims=True)
@@ -200,7 +200,7 @@ class Rows(NamedTuple):
 def exponentials(products: Products, scores: PairTiles, maximum: PerRow, *, carries_plan: bool = False) -> PairTiles:
     """Compute the exponentials of logits minus the logit of ``maximum``; 0 for masked keys."""
     # Mask again: with a scale of 0, masked logits would not be -inf.
-    steepness = products.of_rows(products.steepness, scores.shape[-2])
+    steepness = products.factors_per_row(products.steepness, scores.shape[-2])
     return _exp(jnp.where(scores != -jnp.inf, steepness * (scores - reference(maximum)), -jnp.inf), carries_plan)
 
 
@@ -219,7 +219,7 @@ def softmax_weights(
     ``carries_plan`` is set in one sweep of a pass: the exponential then carries the plan as metadata, because XLA keeps
     exponentials in the compiled program.
     """
-    steepness = products.of_rows(products.steepness, query.shape[-2])
+    steepness = products.factors_per_row(products.steepness, query.shape[-2])
     below = steepness * (products.scores(query, key, bias) - reference(rows.maximum))
     # A recomputed score may exceed the maximum by rounding, which matters for large scores: limit the difference to 0.
     below = below - lax.stop_gradient(jnp.maximum(below, 0))
@@ -252,7 +252,7 @@ class KnownRows(NamedTuple):
     is_unreliable: Scalar
 
     @classmethod
-    def of(cls, products: Products, operands: Operands, residuals: jax.Array | None) -> KnownRows:
+    def from_residuals(cls, products: Products, operands: Operands, residuals: jax.Array | None) -> KnownRows:
         """Return the rows of another sweep, or unreliable zeros without residuals; constants for every derivative."""
         if residuals is None:
             per_row = (*operands.inputs.query.shape[:-1], 1)

@@ -54,7 +54,7 @@ class Lines:
     rank: int
 
     @classmethod
-    def of(cls, array: jax.Array, dilation: Sequence[int]) -> Lines:
+    def for_array(cls, array: jax.Array, dilation: Sequence[int]) -> Lines:
         """Return the layout of ``[batch, *extents, heads, width]``."""
         batch, *extents, heads, width = array.shape
         missing = (1,) * (KERNEL_RANK - len(extents))
@@ -198,16 +198,16 @@ class Call(StaticCall):
     def _rows_layout(self) -> Layout:
         """Layout of statistics of queries: tiles are in the order of work items."""
         extents = self.queries.extents[self.first_dim :]
-        return Layout.of_queries(self.visits, extents, self.queries.heads, 1)
+        return Layout.for_queries(self.visits, extents, self.queries.heads, 1)
 
-    def of_items(self, statistics: jax.Array) -> list[jax.Array]:
+    def unpacked_items(self, statistics: jax.Array) -> list[jax.Array]:
         """Convert ``[items, arrays, queries]`` to arrays ``[batch, *tokens, heads]``."""
         layout, count = self._rows_layout, statistics.shape[1]
         leading = self.queries.batch * self.queries.heads, 1, math.prod(layout.groups)
-        return layout.of_tiles(statistics.reshape(*leading, *layout.grid, count, layout.tile_tokens))
+        return layout.unpacked(statistics.reshape(*leading, *layout.grid, count, layout.tile_tokens))
 
     def in_items(self, arrays: Sequence[jax.Array], padding: float) -> jax.Array:
-        """Invert :meth:`of_items`, with a number for the padding of tiles."""
+        """Invert :meth:`unpacked_items`, with a number for the padding of tiles."""
         return self._rows_layout.in_tiles(arrays, padding).reshape(self.items(), len(arrays), -1)
 
 
@@ -232,7 +232,7 @@ class Boxes:
     groups: Sequence[Scalar]
 
     @classmethod
-    def of(cls, call: Call, item: Item, tables: Sequence[Any]) -> Boxes:
+    def for_item(cls, call: Call, item: Item, tables: Sequence[Any]) -> Boxes:
         """Read the boxes of an item from the box tables, whose columns are in the order of the attributes."""
         rows = [call.columns_of(table, row) for table, row in zip(tables, call.rows(item), strict=True)]
         return cls(call, *([row(name) for row in rows] for name in call.columns))
@@ -262,7 +262,7 @@ def call_of(plan: Plan, operands: Operands) -> Call:
     """Return the static facts of a call, with its visits."""
     inputs, dilation = operands.inputs, plan.problem.dilation
     visits = visits_of(plan, operands, PIECE, whole_boxes=True, pads=False)
-    return Call(plan, Lines.of(inputs.query, dilation), Lines.of(inputs.key, dilation), visits)
+    return Call(plan, Lines.for_array(inputs.query, dilation), Lines.for_array(inputs.key, dilation), visits)
 
 
 def blocks_of(items: int) -> int:

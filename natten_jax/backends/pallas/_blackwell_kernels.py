@@ -101,13 +101,13 @@ def forward_memory(call: Call, dtype: Any) -> dict[str, Any]:
         "query_is_in": gpu.barriers(halves, query_copies),
         "query_is_out": gpu.barriers(halves),
         "key_is_in": gpu.barriers(STAGES, key_copies),
-        "key_is_out": gpu.barriers(STAGES, of_products=True),
+        "key_is_out": gpu.barriers(STAGES, for_products=True),
         "value_is_in": gpu.barriers(STAGES, key_copies),
-        "value_is_out": gpu.barriers(STAGES, of_products=True),
-        "logits_are_in": gpu.barriers(halves, of_products=True),
-        "weights_are_in": gpu.barriers(halves, of_products=True),
-        "weights_are_out": gpu.barriers(halves, of_products=True),
-        "mixed_is_in": gpu.barriers(halves, of_products=True),
+        "value_is_out": gpu.barriers(STAGES, for_products=True),
+        "logits_are_in": gpu.barriers(halves, for_products=True),
+        "weights_are_in": gpu.barriers(halves, for_products=True),
+        "weights_are_out": gpu.barriers(halves, for_products=True),
+        "mixed_is_in": gpu.barriers(halves, for_products=True),
     }
 
 
@@ -165,7 +165,7 @@ class ForwardBlock:
     def multiply(self, number: Scalar, before: Scalar) -> Scalar:
         """Issue the products of an item: logits of the next box while warpgroups compute weights of this box."""
         call, memory = self.call, self.memory
-        count = Boxes.of(call, call.item(number), self.tables).count
+        count = Boxes.for_item(call, call.item(number), self.tables).count
         for half in range(call.halves):
             gpu.wait(memory.query_is_in.at[half])
 
@@ -212,7 +212,7 @@ class ForwardBlock:
         """Compute weights from logits, and the output from the weighted sums of a half."""
         call, memory = self.call, self.memory
         item = call.item(number)
-        boxes = Boxes.of(call, item, self.tables)
+        boxes = Boxes.for_item(call, item, self.tables)
         scale = self.scales[item.batch * call.queries.heads + item.head]
         windows = gpu.windows_of(call, item, half, self.bounds)
 
@@ -284,15 +284,17 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangen
     shared = arrays, bounds, statistics, logit_scales
 
     results = [query] if inputs.scale is None else [query, sums_type]
-    of_query, *sums = _launch(call, results, *shared, boxes, None, scale.reshape(-1))
-    factors, of_key_heads = None, scale[:, :: call.group_heads]
+    query_gradient, *sums = _launch(call, results, *shared, boxes, None, scale.reshape(-1))
+    factors, key_scale = None, scale[:, :: call.group_heads]
     if inputs.scale is not None and call.group_heads > 1:
-        factors, of_key_heads = _split_scale(call, scale)
+        factors, key_scale = _split_scale(call, scale)
     tables = *boxes, *call.tile_tables
-    of_keys = _launch(call, keys, *shared, tables, factors, of_key_heads.reshape(-1), owns_keys=True)
-    of_scale = jnp.sum(jnp.stack(call.of_items(sums[0])), axis=(0, *range(2, 2 + plan.problem.rank))) if sums else None
-    of_key, of_value = map(call.keys.restored, of_keys)
-    return Gradients(call.queries.restored(of_query), of_key, of_value, scale=of_scale)
+    key_sums = _launch(call, keys, *shared, tables, factors, key_scale.reshape(-1), owns_keys=True)
+    scale_gradient = (
+        jnp.sum(jnp.stack(call.unpacked_items(sums[0])), axis=(0, *range(2, 2 + plan.problem.rank))) if sums else None
+    )
+    key_gradient, value_gradient = map(call.keys.restored, key_sums)
+    return Gradients(call.queries.restored(query_gradient), key_gradient, value_gradient, scale=scale_gradient)
 
 
 def _split_scale(call: Call, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -369,7 +371,7 @@ class Owned(NamedTuple):
 def owned_queries(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
     """Return the tile of queries of an item, paired with the boxes of keys that it sees."""
     item = call.item(number)
-    boxes = Boxes.of(call, item, tables)
+    boxes = Boxes.for_item(call, item, tables)
     place = gpu.place_of_queries(call, item)
     return Owned(item, place, boxes.count, lambda pair: Pair(boxes, item, boxes.first(pair)))
 
@@ -380,7 +382,7 @@ def owned_keys(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
     box_tables, tile_tables = tables[:KERNEL_RANK], tables[KERNEL_RANK:]
     first_key = [t * extent for t, extent in zip(item.tile, call.box, strict=True)]
     # All query tiles of a group have the same group of keys, so that tile 0 is read.
-    boxes = Boxes.of(call, item._replace(tile=(0,) * KERNEL_RANK), box_tables)
+    boxes = Boxes.for_item(call, item._replace(tile=(0,) * KERNEL_RANK), box_tables)
     place = _keys_place(boxes, item.batch, item.head, first_key)
     firsts, counts = zip(*call.seeing(tile_tables, item.group, item.tile), strict=True)
     tiles_of_head = math.prod(counts[1:], start=counts[0])
@@ -389,7 +391,7 @@ def owned_keys(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
         head, rest = divided(number, tiles_of_head)
         tile = [first + each for first, each in zip(firsts, unravel(rest, counts), strict=True)]
         queries = Item(item.batch, item.head * call.group_heads + head, item.group, tile)
-        return Pair(Boxes.of(call, queries, box_tables), queries, first_key)
+        return Pair(Boxes.for_item(call, queries, box_tables), queries, first_key)
 
     return Owned(item, place, tiles_of_head * call.group_heads, pair)
 
@@ -435,11 +437,11 @@ def backward_memory(call: Call, dtype: Any, slots: int, *, owns_keys: bool) -> d
         "owned_is_in": gpu.barriers(1, copies[0]),
         "owned_is_out": gpu.barriers(1, HALVES),
         "other_is_in": gpu.barriers(slots, copies[1]),
-        "other_is_out": gpu.barriers(slots, of_products=True),
-        "logits_are_in": gpu.barriers(1, of_products=True),
-        "gradients_are_in": gpu.barriers(1, HALVES, of_products=True),
-        "gradients_are_out": gpu.barriers(1, of_products=True),
-        "sums_are_in": gpu.barriers(1, of_products=True),
+        "other_is_out": gpu.barriers(slots, for_products=True),
+        "logits_are_in": gpu.barriers(1, for_products=True),
+        "gradients_are_in": gpu.barriers(1, HALVES, for_products=True),
+        "gradients_are_out": gpu.barriers(1, for_products=True),
+        "sums_are_in": gpu.barriers(1, for_products=True),
         "gradients": shared if owns_keys else plgpu.TMEM((ROWS, KEYS), dtype, packed=True),
         **({"weights": shared} if owns_keys else {}),
     }
@@ -560,11 +562,11 @@ class BackwardBlock:
     def _multiply_logits(self, query_slot: Scalar, key_slot: Scalar) -> None:
         """Multiply queries with keys, and cotangents of the output with values, ``[queries, keys]`` each."""
         memory = self.memory
-        for result, of_queries, of_keys in (
+        for result, query_operand, key_operand in (
             (memory.logits, memory.query, memory.key),
             (memory.products, memory.out_gradient, memory.value),
         ):
-            gpu.multiply_tiles(self.call.queries, result, of_queries.at[query_slot], of_keys.at[key_slot])
+            gpu.multiply_tiles(self.call.queries, result, query_operand.at[query_slot], key_operand.at[key_slot])
         plgpu.tcgen05_commit_arrive(memory.logits_are_in)
 
     def weigh(self, half: int, number: Scalar) -> None:
@@ -593,8 +595,8 @@ class BackwardBlock:
             return sums + jnp.sum(logits * gradients, axis=1) if has_sums else sums
 
         sums = jax.lax.fori_loop(0, owned.count, step, gpu.every_row(0.0))
-        of_queries = memory.sums[0], scale, memory.query, self.results[0]
-        self._write(half, owned, [of_queries])
+        query_operand = memory.sums[0], scale, memory.query, self.results[0]
+        self._write(half, owned, [query_operand])
         if has_sums:
             plgpu.store(self.results[1].at[call.number(owned.item), half], sums, optimized=False)
 
@@ -614,8 +616,8 @@ class BackwardBlock:
             plgpu.barrier_arrive(memory.gradients_are_in)
 
         jax.lax.fori_loop(0, owned.count, step, None)
-        (of_keys, of_values), (keys, values) = memory.sums, self.results
-        sums = [(of_keys, scale, memory.key, keys), (of_values, None, memory.value, values)]
+        (key_sums, value_sums), (keys, values) = memory.sums, self.results
+        sums = [(key_sums, scale, memory.key, keys), (value_sums, None, memory.value, values)]
         self._write(half, owned, sums)
 
     def _head(self, item: Item) -> Scalar:

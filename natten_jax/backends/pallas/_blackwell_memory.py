@@ -18,7 +18,7 @@ from natten_jax.backends.pallas._common import HIDDEN, Scalar, divided, unravel
 
 #: Layout of a matrix in registers: each thread has a row.
 BY_ROWS = plgpu.Layout.TCGEN05_TMEM_NATIVE
-OF_ROW = BY_ROWS.reduce(1)
+ROW_LAYOUT = BY_ROWS.reduce(1)
 #: Registers per thread of warpgroups that own rows of logits, and of the other warpgroup, if a thread block has three
 #: warpgroups. 2 x 232 + 40 is the initial total of 3 x 168.
 _REGISTERS_OF_ROWS, _REGISTERS_OF_OTHERS = 232, 40
@@ -116,9 +116,9 @@ def shared_matrix(shape: Sequence[int], dtype: Any, columns: int | None = None) 
     return plgpu.SMEM(tuple(shape), dtype, transforms=layout)
 
 
-def barriers(count: int, arrivals: int = 1, *, of_products: bool = False) -> Any:
+def barriers(count: int, arrivals: int = 1, *, for_products: bool = False) -> Any:
     """Return barriers with a number of arrivals per phase."""
-    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count, orders_tensor_core=of_products)
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count, orders_tensor_core=for_products)
 
 
 def wait(barrier: Any) -> None:
@@ -246,7 +246,7 @@ def windows_of(call: Call, item: Item, half: int, bounds: Sequence[Any]) -> Wind
 
 def load_row(array: Any, row: Scalar, index: int, half: int) -> jax.Array:
     """Read a number for each row of a half, from an array ``[rows, indices, tokens]``."""
-    return plgpu.load(array.at[row, index, pl.ds(half * ROWS, ROWS)], layout=OF_ROW, optimized=False)
+    return plgpu.load(array.at[row, index, pl.ds(half * ROWS, ROWS)], layout=ROW_LAYOUT, optimized=False)
 
 
 def load_matrix(matrix: Any) -> jax.Array:
@@ -292,4 +292,4 @@ def columns(numbers: jax.Array, width: int) -> jax.Array:
 
 def every_row(number: float) -> jax.Array:
     """Return a number for each row."""
-    return plgpu.layout_cast(jnp.full((ROWS,), number, jnp.float32), OF_ROW)
+    return plgpu.layout_cast(jnp.full((ROWS,), number, jnp.float32), ROW_LAYOUT)

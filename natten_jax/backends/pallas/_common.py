@@ -78,7 +78,7 @@ class Visits:
     key_group: Table
 
     @classmethod
-    def of(
+    def along_axis(
         cls, axis: Axis, tiles: Shape, extents: Shape, origins: Any, alignment: int, before: int, whole_boxes: bool
     ) -> Visits:
         """Compute the visits along an axis.
@@ -111,14 +111,14 @@ class Visits:
         sees = is_query & (first < end)
         first, end = xp.where(sees, first, 0), xp.where(sees, end, 0)
 
-        def of_tiles(values: Table, where: Table, other: int, reduce: Any) -> Table:
+        def per_tile(values: Table, where: Table, other: int, reduce: Any) -> Table:
             return reduce(xp.where(where, values, other).reshape(d, q_tiles, q_tile), axis=-1)
 
-        hull = of_tiles(first, sees, padded, xp.min), of_tiles(end, sees, 0, xp.max)
-        core = of_tiles(first, is_query, 0, xp.max), of_tiles(end, is_query, padded, xp.min)
-        of_queries = xp.stack([each.reshape(d, q_tiles, q_tile) for each in (first, end)], axis=2).astype(np.int32)
+        hull = per_tile(first, sees, padded, xp.min), per_tile(end, sees, 0, xp.max)
+        core = per_tile(first, is_query, 0, xp.max), per_tile(end, is_query, padded, xp.min)
+        query_bounds = xp.stack([each.reshape(d, q_tiles, q_tile) for each in (first, end)], axis=2).astype(np.int32)
         group_of_tiles = xp.broadcast_to(key_group, hull[0].shape)
-        return cls(axis, q_tile, box, q_tiles, padded, before, alignment, of_queries, *hull, *core, group_of_tiles)
+        return cls(axis, q_tile, box, q_tiles, padded, before, alignment, query_bounds, *hull, *core, group_of_tiles)
 
     @property
     def groups(self) -> int:
@@ -213,7 +213,7 @@ def visits_of(plan: Plan, operands: Operands, alignment: int, *, whole_boxes: bo
         step = alignment if dim == KERNEL_RANK - 1 else 1
         before = before_keys(axis, tiles[0], step) if pads else 0
         first = None if origins is None else tuple(origins[:, dim])
-        found.append(Visits.of(axis, tiles, local, first, step, before, whole_boxes))
+        found.append(Visits.along_axis(axis, tiles, local, first, step, before, whole_boxes))
     return tuple(found)
 
 
@@ -314,13 +314,13 @@ class Layout:
     before: tuple[int, ...]
 
     @classmethod
-    def of_queries(cls, visits: Sequence[Visits], extents: Sequence[int], heads: int, pack: int) -> Layout:
+    def for_queries(cls, visits: Sequence[Visits], extents: Sequence[int], heads: int, pack: int) -> Layout:
         """Return the layout of queries."""
         sizes = ((v.groups, v.q_tiles * v.q_tile, v.q_tile, 0) for v in visits)
         return cls(heads, pack, tuple(extents), *zip(*sizes, strict=True))
 
     @classmethod
-    def of_keys(cls, visits: Sequence[Visits], extents: Sequence[int], heads: int, pack: int) -> Layout:
+    def for_keys(cls, visits: Sequence[Visits], extents: Sequence[int], heads: int, pack: int) -> Layout:
         """Return the layout of keys and values."""
         sizes = zip(*((v.groups, v.keys, v.box, v.before) for v in visits), strict=True)
         return cls(heads, pack, tuple(extents), *sizes)
@@ -385,7 +385,7 @@ class Layout:
         array = array.transpose(0, 8, 1, 2, 4, 6, 10, 9, 3, 5, 7)
         return array.reshape(*array.shape[:6], count, pack * self.tile_tokens)
 
-    def of_tiles(self, array: jax.Array) -> list[jax.Array]:
+    def unpacked(self, array: jax.Array) -> list[jax.Array]:
         """Invert :meth:`in_tiles`."""
         array = array.reshape(*array.shape[:7], self.pack, *self.tile)
         array = array.transpose(0, 2, 3, 8, 4, 9, 5, 10, 1, 7, 6)

@@ -246,6 +246,6 @@ def call_of(plan: Plan, operands: Operands, alignment: int) -> Call:
     visits = visits_of(plan, operands, alignment, whole_boxes=plan.pass_ == "backward", pads=True)
     (batch, *extents, heads, width), (_, *kv_extents, heads_kv, _) = inputs.query.shape, inputs.key.shape
     pack = pack_size(heads, heads_kv, (width, inputs.value.shape[-1]))
-    queries = Layout.of_queries(visits, extents, heads, pack)
-    keys = Layout.of_keys(visits, kv_extents, heads_kv, pack)
+    queries = Layout.for_queries(visits, extents, heads, pack)
+    keys = Layout.for_keys(visits, kv_extents, heads_kv, pack)
     return Call(plan, queries, keys, visits, alignment, batch * (1 if pack > 1 else heads))

@@ -39,7 +39,7 @@ class Place(NamedTuple):
     step: Sequence[Scalar]
 
     @classmethod
-    def of(cls, indices: Sequence[Scalar]) -> Place:
+    def from_indices(cls, indices: Sequence[Scalar]) -> Place:
         """Return the place of a program from its indices."""
         head, group, *rest = indices
         query_head = rest[KERNEL_RANK] if len(rest) > 2 * KERNEL_RANK else 0
@@ -48,7 +48,7 @@ class Place(NamedTuple):
     @classmethod
     def here(cls, indices: int = INDICES) -> Place:
         """Return the place of the current program."""
-        return cls.of([pl.program_id(axis) for axis in range(indices)])
+        return cls.from_indices([pl.program_id(axis) for axis in range(indices)])
 
 
 def pallas_call(
@@ -74,7 +74,7 @@ def spec(
 ) -> pl.BlockSpec:
     """Return a block spec; ``index`` computes the block's indices from a program's place and first scalar tables."""
     return pl.BlockSpec(
-        tuple(shape), lambda *found: index(Place.of(found[:indices]), found[indices : indices + tables])
+        tuple(shape), lambda *found: index(Place.from_indices(found[:indices]), found[indices : indices + tables])
     )
 
 
@@ -233,9 +233,9 @@ def visit_keys(call: Call, place: Place, tables: Sequence[Any], add: Callable[[C
         @pl.loop(first, end)
         def _(number: Any) -> None:
             start = jnp.minimum(number * chunks.keys, math.prod(chunks.box) - chunks.keys)
-            of_cut = divided(start, stride)[0], divided(start + chunks.keys - 1, stride)[0] + 1
+            cut_range = divided(start, stride)[0], divided(start + chunks.keys - 1, stride)[0] + 1
             parts, shape = [*boxes], [*chunks.box]
-            parts[cut], shape[cut] = KeyBox(box.first + of_cut[0], box.own), of_cut[1] - of_cut[0]
+            parts[cut], shape[cut] = KeyBox(box.first + cut_range[0], box.own), cut_range[1] - cut_range[0]
             is_full = sees_all(rows, parts, shape) & (start == number * chunks.keys)
             visit(lambda is_masked: add(Chunk(number, start, boxes), is_masked), is_full)
 
@@ -294,9 +294,9 @@ class QueryMask:
         first, end = (across(self.windows[side], along_z.shape[1]) for side in (0, 1))
         slabs = []
         for x in range(x_tile):
-            of_x = self._seen(0, x, keys[0], boxes[0], along_z)
+            seen_x = self._seen(0, x, keys[0], boxes[0], along_z)
             for y in range(y_tile):
-                seen = self._seen(1, y, keys[1], boxes[1], of_x)
+                seen = self._seen(1, y, keys[1], boxes[1], seen_x)
                 slabs.append((seen < first) | (seen >= end))
         slabs *= self.call.pack
         return slabs[0] if len(slabs) == 1 else jnp.concatenate(slabs, axis=0)
@@ -352,8 +352,8 @@ def scale_of(call: Call, scales: Any, pack: Scalar, axis: int = 0) -> Any:
     """Return the scale of a pack's logits: a number for all heads, or a number per row along an axis of the logits."""
     if scales.shape == (1,):
         return scales[0]
-    of_heads = [scales[pack * call.pack + own] for own in range(call.pack)]
-    return repeat_for_rows(of_heads, call.queries.tile_tokens, axis)
+    head_scales = [scales[pack * call.pack + own] for own in range(call.pack)]
+    return repeat_for_rows(head_scales, call.queries.tile_tokens, axis)
 
 
 def matrix(ref: Any) -> jax.Array:

@@ -148,7 +148,7 @@ def query_gradient(call: Call, arrays: Sequence[jax.Array]) -> jax.Array:
     width, width_v = call.width(query), call.width(value)
 
     def kernel(*refs: Any) -> None:
-        factor, coordinates, last, q, k, v, do, stats, dq, windows, of_queries, mixed = refs[_TABLES:]
+        factor, coordinates, last, q, k, v, do, stats, dq, windows, query_columns, mixed = refs[_TABLES:]
         place = Place.here()
         mask = QueryMask(call, place, refs[3:5], coordinates, windows)
 
@@ -156,7 +156,7 @@ def query_gradient(call: Call, arrays: Sequence[jax.Array]) -> jax.Array:
         def _() -> None:
             mask.keep_windows(last)
             for index in range(STATISTICS):
-                of_queries[index] = grid.columns(stats[0, index : index + 1, :])
+                query_columns[index] = grid.columns(stats[0, index : index + 1, :])
             mixed[...] = jnp.zeros_like(mixed)
 
         def add(chunk: Chunk, is_masked: bool) -> None:
@@ -166,7 +166,7 @@ def query_gradient(call: Call, arrays: Sequence[jax.Array]) -> jax.Array:
             if is_masked:
                 logits = jnp.where(mask.hidden(chunk), HIDDEN, logits)
             products = contract(call, query_rows(call, do.at[0]), chunk.read(call, v.at[0]), (1, 1))
-            logsumexp, remainder, delta = (grid.across(of_queries[i], logits.shape[1]) for i in range(STATISTICS))
+            logsumexp, remainder, delta = (grid.across(query_columns[i], logits.shape[1]) for i in range(STATISTICS))
             gradients = _weights(logits, logsumexp, remainder) * (products - delta)
             mixed[...] += contract(call, gradients.astype(keys.dtype), keys, (1, 0))
 
@@ -176,7 +176,7 @@ def query_gradient(call: Call, arrays: Sequence[jax.Array]) -> jax.Array:
         def _() -> None:
             dq[...] = unstack_heads(mixed[...], call.pack).reshape(dq.shape)
 
-    of_rows = [grid.query_spec(call, width_v), grid.rows_spec(call, STATISTICS)]
+    row_specs = [grid.query_spec(call, width_v), grid.rows_spec(call, STATISTICS)]
     state = (STATISTICS, call.rows, LANES), (call.rows, width)
     return grid.pallas_call(
         kernel,
@@ -184,7 +184,7 @@ def query_gradient(call: Call, arrays: Sequence[jax.Array]) -> jax.Array:
         [*grid.query_operands(call, scale), *arrays[:-1]],
         tables=_TABLES,
         grid=grid.query_grid(call),
-        in_specs=[*grid.query_specs(call, width, width_v), *of_rows],
+        in_specs=[*grid.query_specs(call, width, width_v), *row_specs],
         out_specs=grid.query_spec(call, width),
         scratch_shapes=[QueryMask.scratch(call), *(pltpu.VMEM(shape, jnp.float32) for shape in state)],
         out_shape=jax.ShapeDtypeStruct(query.shape, jnp.float32),
@@ -286,9 +286,9 @@ def key_gradients(call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
             dv[...] = value_sum[...].reshape(dv.shape).astype(dv.dtype)
 
     widths = [call.width(array) for array in (key, value)]
-    of_queries = [spec((None, None, *call.queries.tile, width), query_block) for width in widths]
-    of_keys = [spec((None, None, *call.keys.tile, width), key_block) for width in widths]
-    of_statistics = spec((*(None,) * 6, STATISTICS, call.rows), statistics_block)
+    query_specs = [spec((None, None, *call.queries.tile, width), query_block) for width in widths]
+    key_specs = [spec((None, None, *call.keys.tile, width), key_block) for width in widths]
+    statistics_spec = spec((*(None,) * 6, STATISTICS, call.rows), statistics_block)
     bounds = (visits.bounds_of_tokens(dim, call.queries.tile) for dim, visits in enumerate(call.visits))
     scales = pl.BlockSpec(memory_space=pltpu.SMEM)
     results = grid.pallas_call(
@@ -297,8 +297,8 @@ def key_gradients(call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         [*call.box_tables, *call.tile_tables, scale, *arrays[:-1], *(jnp.tile(each, call.pack) for each in bounds)],
         tables=_KEY_TABLES,
         grid=programs,
-        in_specs=[scales, of_queries[0], *of_keys, of_queries[1], of_statistics, *map(bounds_spec, range(3))],
-        out_specs=of_keys,
+        in_specs=[scales, query_specs[0], *key_specs, query_specs[1], statistics_spec, *map(bounds_spec, range(3))],
+        out_specs=key_specs,
         scratch_shapes=[pltpu.VMEM((call.keys.tile_tokens, width), jnp.float32) for width in widths],
         out_shape=[key, value],
     )

@@ -66,7 +66,7 @@ class BlackwellBackend(Backend):
 
         call, inputs = call_of(plan, operands), operands.inputs
         out, statistics = forward(call, *call.laid_out(inputs), call.scales(inputs).reshape(-1))
-        return Saved(call.queries.restored(out), *logsumexp_and_remainder(*call.of_items(statistics)))
+        return Saved(call.queries.restored(out), *logsumexp_and_remainder(*call.unpacked_items(statistics)))
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Compute the gradients of the differentiable operands."""

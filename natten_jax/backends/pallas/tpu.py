@@ -89,7 +89,7 @@ class TpuBackend(Backend):
 
         call = call_of(plan, operands, alignment(plan.problem))
         out, statistics = forward(call, *call.laid_out(operands.inputs), _scales(plan, operands))
-        rows = common.logsumexp_and_remainder(*call.queries.of_tiles(statistics))
+        rows = common.logsumexp_and_remainder(*call.queries.unpacked(statistics))
         return Saved(call.queries.restored(out), *rows)
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
@@ -102,14 +102,14 @@ class TpuBackend(Backend):
         statistics = call.queries.in_tiles(common.saved_statistics(saved, cotangents))
         scales = _scales(plan, operands)
         arrays = *call.laid_out(inputs), out_gradient, statistics, scales
-        of_query = call.queries.restored(query_gradient(call, arrays))
-        of_key, of_value = key_gradients(call, arrays)
-        of_scale, scale = None, scales[None]
+        query_sums = call.queries.restored(query_gradient(call, arrays))
+        key_sums, value_sums = key_gradients(call, arrays)
+        scale_gradient, scale = None, scales[None]
         if inputs.scale is not None:
-            of_scale = products_of_heads(of_query, inputs.query.astype(jnp.float32))
-            scale = scales.reshape(of_scale.shape)
-        query = (of_query * over_tokens(scale, of_query)).astype(inputs.query.dtype)
-        return Gradients(query, call.keys.restored(of_key), call.keys.restored(of_value), scale=of_scale)
+            scale_gradient = products_of_heads(query_sums, inputs.query.astype(jnp.float32))
+            scale = scales.reshape(scale_gradient.shape)
+        query = (query_sums * over_tokens(scale, query_sums)).astype(inputs.query.dtype)
+        return Gradients(query, call.keys.restored(key_sums), call.keys.restored(value_sums), scale=scale_gradient)
 
 
 def _scales(plan: Plan, operands: Operands) -> jax.Array:
@@ -219,8 +219,8 @@ class _Model:
         query_step, key_step = (
             _STEP + _LATENCY + self._products(rows, keys, products) for products in (_QUERY_GRADIENT, _KEY_GRADIENTS)
         )
-        of_queries = (programs - visited) * _STEP + visited * query_step
-        of_queries += math.prod(map(len, spans)) * 2 * _ROW * rows
+        query_bundles = (programs - visited) * _STEP + visited * query_step
+        query_bundles += math.prod(map(len, spans)) * 2 * _ROW * rows
         pairs = zip(self.axes, kv_tile, strict=True)
         kv_tiles = [-(-axis.kv_extent // axis.dilation) / extent for axis, extent in pairs]
         # Tiles of queries that see a tile of keys: about the number of pairs per tile of keys.
@@ -228,7 +228,7 @@ class _Model:
             max(1.0, sum(span / kv + 1 for span in each) / math.ceil(tiles)) * math.ceil(tiles)
             for each, kv, tiles in zip(spans, kv_tile, kv_tiles, strict=True)
         )
-        return of_queries + seen * key_step + math.prod(kv_tiles) * 2 * _ROW * keys
+        return query_bundles + seen * key_step + math.prod(kv_tiles) * 2 * _ROW * keys
 
     def _products(self, rows: int, keys: int, products: int) -> float:
         """Return the bundles of the products and the softmax of a block of logits."""
@@ -264,9 +264,9 @@ def _spans(axis: Axis, tile: int, step: int) -> tuple[int, ...]:
 def _shapes(lengths: Sequence[int], step: int, most: int) -> Iterator[Shape]:
     """Yield tiles of a box: about equal parts of each dimension."""
     *leading, last = lengths
-    of_last = {-(-length // step) * step for length in _parts(last, most)}
-    aligned = {length // LANES * LANES for length in of_last if length > LANES}
-    for tile in itertools.product(*(_parts(length, 64) for length in leading), sorted(of_last | aligned)):
+    last_lengths = {-(-length // step) * step for length in _parts(last, most)}
+    aligned = {length // LANES * LANES for length in last_lengths if length > LANES}
+    for tile in itertools.product(*(_parts(length, 64) for length in leading), sorted(last_lengths | aligned)):
         if math.prod(tile) <= most:
             yield tile
 

@@ -199,7 +199,7 @@ class Exchange:
     lines: Sequence[DeviceLine | None]
 
     @classmethod
-    def of(cls, problem: Problem, lines: Sequence[DeviceLine | None]) -> Exchange:
+    def for_problem(cls, problem: Problem, lines: Sequence[DeviceLine | None]) -> Exchange:
         """Create the exchange of a call on the global layout.
 
         With two devices, both receive halos of equal length, so that they can swap them in one exchange.
@@ -297,7 +297,7 @@ def brought(problem: Problem, token_axes: TokenAxes, operands: Operands) -> Oper
     held = key_arrays(operands.inputs)
     arrays = vary_alike([*held.values()])
     extended = _halos_p.bind(*arrays, problem=problem, token_axes=token_axes, returns=False)
-    origins = Exchange.of(problem, lines_of(token_axes)).origins()
+    origins = Exchange.for_problem(problem, lines_of(token_axes)).origins()
     return operands.placed(origins, **dict(zip(held, extended, strict=True)))
 
 
@@ -311,7 +311,7 @@ def _types(*arrays: Any, problem: Problem, token_axes: TokenAxes, returns: bool)
 
 
 def _exchanged(*arrays: jax.Array, problem: Problem, token_axes: TokenAxes, returns: bool) -> list[jax.Array]:
-    exchange = Exchange.of(problem, lines_of(token_axes))
+    exchange = Exchange.for_problem(problem, lines_of(token_axes))
     return [*map(exchange.returned, arrays)] if returns else exchange.extended(arrays)
 
 

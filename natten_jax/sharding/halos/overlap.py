@@ -178,8 +178,8 @@ def returned(exchange: Exchange, slabs: Sequence[Slab], array: jax.Array, gradie
     """
     (dimension, *others) = travel_order(exchange.halos)
     if not others:
-        own, *of_halos = gradients
-        return with_edges(own, of_halos, moves_of(*_along(exchange, dimension)), FIRST_TOKEN_AXIS + dimension)
+        own, *halo_gradients = gradients
+        return with_edges(own, halo_gradients, moves_of(*_along(exchange, dimension)), FIRST_TOKEN_AXIS + dimension)
 
     def exchanged(own: jax.Array) -> list[jax.Array]:
         patchwork, found = _Patchwork(own), [own]
@@ -263,7 +263,7 @@ def forward(
         assert seeing is not None
         (found, nothing), seeing_next = travel.started_before((found, nothing))
         origins = exchange.origins_of([nothing] * len(exchange.halos), slab.first_key)
-        found = run_on(*_of_halo(request, operands, origins, query=query, key=key, value=value), found, seeing)
+        found = run_on(*_slab_call(request, operands, origins, query=query, key=key, value=value), found, seeing)
         seeing = seeing_next
     return found
 
@@ -285,36 +285,38 @@ def backward(
         cotangents: The cotangents of output and logsumexp.
     """
     travel = HaloPipeline(slabs_of(request.problem, exchange), exchange, operands)
-    of_queries = operands.inputs.query, saved, cotangents
-    (query, saved, cotangents), seen_next = _started_and_cut(travel, of_queries, of_queries)
+    query_arrays = operands.inputs.query, saved, cotangents
+    (query, saved, cotangents), seen_next = _started_and_cut(travel, query_arrays, query_arrays)
     found = run(request, operands.placed(_own_origins(exchange, 0), query=query), saved, cotangents)
     results: list[Gradients] = []
     for slab in travel.slabs:
         (key, value), found = travel.finished_after(found)
         results.append(found)
         assert seen_next is not None
-        (query, saved, cotangents), seen_next = _started_and_cut(travel, seen_next, of_queries)
+        (query, saved, cotangents), seen_next = _started_and_cut(travel, seen_next, query_arrays)
         origins = exchange.origins_of(slab.seeing.starts, slab.first_key)
-        found = run(*_of_halo(request, operands, origins, query=query, key=key, value=value), saved, cotangents)
-    own, *of_halos = [*results, found]
-    of_query = own.query
-    for slab, gradients in zip(travel.slabs, of_halos, strict=True):
-        of_query = slab.seeing.put(of_query, slab.seeing.cut(of_query) + gradients.query)
-    key = returned(exchange, travel.slabs, operands.inputs.key, [own.key, *(each.key for each in of_halos)])
-    value = returned(exchange, travel.slabs, operands.inputs.value, [own.value, *(each.value for each in of_halos)])
+        found = run(*_slab_call(request, operands, origins, query=query, key=key, value=value), saved, cotangents)
+    own, *halo_gradients = [*results, found]
+    query_gradient = own.query
+    for slab, gradients in zip(travel.slabs, halo_gradients, strict=True):
+        query_gradient = slab.seeing.put(query_gradient, slab.seeing.cut(query_gradient) + gradients.query)
+    key = returned(exchange, travel.slabs, operands.inputs.key, [own.key, *(each.key for each in halo_gradients)])
+    value = returned(
+        exchange, travel.slabs, operands.inputs.value, [own.value, *(each.value for each in halo_gradients)]
+    )
     sums = [
         functools.reduce(jnp.add, each) if role.is_of_heads and each[0] is not None else each[0]
-        for role, each in zip(roles_of_fields(Inputs), zip(own, *of_halos, strict=True), strict=True)
+        for role, each in zip(roles_of_fields(Inputs), zip(own, *halo_gradients, strict=True), strict=True)
     ]
-    return Gradients._make(sums)._replace(query=of_query, key=key, value=value)
+    return Gradients._make(sums)._replace(query=query_gradient, key=key, value=value)
 
 
-def _started_and_cut(travel: HaloPipeline, arrays: _Tree, of_queries: _Tree) -> tuple[_Tree, _Tree | None]:
+def _started_and_cut(travel: HaloPipeline, arrays: _Tree, query_arrays: _Tree) -> tuple[_Tree, _Tree | None]:
     """Start the exchange of the next slab, and cut the queries that see it before ``arrays`` are used."""
     arrays, seeing = travel.started_before(arrays)
     if seeing is None:
         return arrays, None
-    cut: _Tree = jax.tree.map(seeing.copied, of_queries)
+    cut: _Tree = jax.tree.map(seeing.copied, query_arrays)
     arrays, cut = jax.lax.optimization_barrier((arrays, cut))
     return arrays, cut
 
@@ -325,7 +327,9 @@ def _own_origins(exchange: Exchange, nothing: Any) -> jax.Array:
     return exchange.origins_of(zeros, zeros)
 
 
-def _of_halo(request: Request, operands: Operands, origins: jax.Array, **arrays: jax.Array) -> tuple[Request, Operands]:
+def _slab_call(
+    request: Request, operands: Operands, origins: jax.Array, **arrays: jax.Array
+) -> tuple[Request, Operands]:
     """Request and operands for a slab of keys and values, without additional keys."""
     problem = dataclasses.replace(request.problem, additional_kv=0)
     placed = operands.placed(origins, **arrays, additional_keys=None, additional_values=None)
