@@ -156,8 +156,8 @@ def pass_times(workloads: Sequence[Workload], pass_: Pass, warmup_steps: int, it
             jax.block_until_ready(workload.run())
     captured = capture.capture_in_turns([each.launch for each in workloads], iterations, workloads[0].device.platform)
     return [
-        statistics.median(pass_seconds(events, workload.program, pass_) for events in of_workload)
-        for workload, of_workload in zip(workloads, captured, strict=True)
+        statistics.median(pass_seconds(events, workload.program, pass_) for events in workload_events)
+        for workload, workload_events in zip(workloads, captured, strict=True)
     ]
 
 
@@ -214,12 +214,12 @@ def fit(every: list[Sample], model: Calibration, dtypes: Sequence[str]) -> Calib
     from scipy.optimize import least_squares
 
     is_own = tuple(dtypes) == tuple(model.dtypes)
-    of_dtypes = () if is_own else tuple(dtypes)
+    own_dtypes = () if is_own else tuple(dtypes)
     kernels = [
         (pass_, kernel)
-        for pass_, of_pass in model.kernels.items()
-        for kernel in of_pass
-        if tuple(kernel.dtypes) == of_dtypes
+        for pass_, pass_kernels in model.kernels.items()
+        for kernel in pass_kernels
+        if tuple(kernel.dtypes) == own_dtypes
     ]
     shared = {"launch": model.launch, "backward_launch": model.launch_of("backward")} if is_own else {}
     shared |= {"slowdown": model.slowdown, "onset": model.onset} if is_own else {}
@@ -235,13 +235,13 @@ def fit(every: list[Sample], model: Calibration, dtypes: Sequence[str]) -> Calib
         values = list(map(float, np.exp(parameters)))
         fitted: dict[str, list[Kernel]] = {pass_: [] for pass_ in model.kernels}
         common: dict[str, Any] = {name: values.pop(0) for name in shared}
-        for pass_, of_pass in model.kernels.items():
-            for kernel in of_pass:
+        for pass_, pass_kernels in model.kernels.items():
+            for kernel in pass_kernels:
                 names = costs_of(kernel) if (pass_, kernel) in kernels else ()
                 own: dict[str, Any] = {name: values.pop(0) for name in names}
                 fitted[pass_].append(dataclasses.replace(kernel, **own))
         return dataclasses.replace(
-            model, kernels={pass_: tuple(of_pass) for pass_, of_pass in fitted.items()}, **common
+            model, kernels={pass_: tuple(pass_kernels) for pass_, pass_kernels in fitted.items()}, **common
         )
 
     def residuals(parameters: Any) -> Any:
@@ -349,9 +349,9 @@ def main() -> None:
     fitting.add_argument("--records-out", type=Path, help="all records together, as one file of measurements")
     options = parser.parse_args()
     if options.step == "measure":
-        records, of_run = [], environment()
+        records, run_environment = [], environment()
         for pass_ in options.passes:
-            for of_problem in measure(
+            for problem_records in measure(
                 options.family,
                 options.dtype,
                 pass_,
@@ -360,9 +360,9 @@ def main() -> None:
                 options.warmup_steps,
                 options.iterations,
             ):
-                records += of_problem
+                records += problem_records
                 # Write after each problem, so that an interrupted run keeps its measurements.
-                write_json(options.json, {"environment": of_run, "records": records})
+                write_json(options.json, {"environment": run_environment, "records": records})
         return
     files = [json.loads(file.read_text(encoding="utf-8")) for file in options.records]
     model = simulator.calibration_for(options.family)

@@ -114,9 +114,9 @@ def _by_hand(arrays: Arrays, scale: Any, backend: str | None = None) -> Found:
 
 @functools.partial(jax.jit, static_argnames=("scale", "backend"))
 def _attend_quantised(*arrays: jax.Array, scale: Any, backend: str | None) -> tuple[jax.Array, jax.Array]:
-    of_query = "head" if scale == "block" else scale  # blocks of queries have no factors: use factors per head
+    query_scale = "head" if scale == "block" else scale  # blocks of queries have no factors: use factors per head
     query, key, value = (
-        quantize(array, scale=each) for array, each in zip(arrays, (of_query, scale, scale), strict=True)
+        quantize(array, scale=each) for array, each in zip(arrays, (query_scale, scale, scale), strict=True)
     )
     factors: dict[str, Any] = {"query_scale": query.scale, "key_scale": key.scale, "value_scale": value.scale}
     return attention(query.array, key.array, value.array, **factors, backend=backend, return_lse=True)

@@ -64,8 +64,8 @@ def landscape(
     """Problems of a rank, by grid point."""
     window = WINDOWS[len(layouts[0])]
     return {
-        Point(i, j): Benchmark(layout, of_layout, head_dim, tuple(map(min, window, layout)), dtype=dtype)
-        for (i, layout), (j, of_layout) in itertools.product(enumerate(layouts), enumerate(heads))
+        Point(i, j): Benchmark(layout, layout_heads, head_dim, tuple(map(min, window, layout)), dtype=dtype)
+        for (i, layout), (j, layout_heads) in itertools.product(enumerate(layouts), enumerate(heads))
     }
 
 

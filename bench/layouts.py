@@ -193,10 +193,10 @@ def measure(row: Row, pass_: Pass, turns: int) -> dict[str, Any]:
     for figure in figures.values():
         figure["times plain"] = figure["us"] / figures["plain"]["us"]
     if row.extents:
-        of_calls = elapsed(row.sides(), pass_, cotangent, inputs, turns)
-        for name, microseconds in of_calls.items():
+        elapsed_times = elapsed(row.sides(), pass_, cotangent, inputs, turns)
+        for name, microseconds in elapsed_times.items():
             figures[name]["elapsed us"] = microseconds
-            figures[name]["elapsed times plain"] = microseconds / of_calls["plain"]
+            figures[name]["elapsed times plain"] = microseconds / elapsed_times["plain"]
     return {"row": row.name, "pass": pass_, "real": row.real, "sides": figures}
 
 

@@ -77,7 +77,7 @@ def draw(curve: Curve, halos: Sequence[Halo]) -> tuple[Operands, jax.Array]:
     starts = [halo.parts // 2 * halo.part for halo in halos]
     held = [halo.held(start) for halo, start in zip(halos, starts, strict=True)]
 
-    def of_part(array: jax.Array) -> jax.Array:
+    def cut_part(array: jax.Array) -> jax.Array:
         return cut(array, starts, [halo.part for halo in halos])
 
     def with_halos(array: jax.Array) -> jax.Array:
@@ -89,7 +89,7 @@ def draw(curve: Curve, halos: Sequence[Halo]) -> tuple[Operands, jax.Array]:
     cotangent, query, key, value = (jax.random.normal(each, benchmark.shape, benchmark.dtype) for each in keys)
     pad = [0] * (3 - len(halos))
     origins = jnp.array([[*pad, *starts], [*pad, *(begin for begin, _ in held)]], jnp.int32)
-    return Operands(Inputs(of_part(query), with_halos(key), with_halos(value)), origins), of_part(cotangent)
+    return Operands(Inputs(cut_part(query), with_halos(key), with_halos(value)), origins), cut_part(cotangent)
 
 
 def cut(array: jax.Array, starts: Sequence[int], lengths: Sequence[int]) -> jax.Array:

@@ -93,15 +93,15 @@ def measure(
     for mode in modes if runners else ():
         times = take_turns(runners, turns, mode)
         for each, result in zip(benchmarks, results, strict=True):
-            of_dtype = {name: values for (dtype, name), values in times.items() if dtype == each.dtype}
+            dtype_times = {name: values for (dtype, name), values in times.items() if dtype == each.dtype}
             result[mode] = {
-                "milliseconds": {name: 1e3 * statistics.median(values) for name, values in of_dtype.items()}
+                "milliseconds": {name: 1e3 * statistics.median(values) for name, values in dtype_times.items()}
             }
-            if OURS not in of_dtype:
+            if OURS not in dtype_times:
                 continue
-            own = of_dtype.pop(OURS)
+            own = dtype_times.pop(OURS)
             result[mode]["tflops"] = flops(each.problem, pass_) / statistics.median(own) / 1e12
-            result[mode]["speedup"] = {name: ratio(values, own) for name, values in of_dtype.items()}
+            result[mode]["speedup"] = {name: ratio(values, own) for name, values in dtype_times.items()}
             first = times.get((benchmarks[0].dtype, OURS))
             if each is not benchmarks[0] and first is not None:
                 result[mode][f"rate_over_{benchmarks[0].dtype}"] = ratio(first, own)

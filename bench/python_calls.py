@@ -45,16 +45,16 @@ class Calls:
 
     def __init__(self) -> None:
         self.by_stage: dict[str, collections.Counter[tuple[str, str]]] = {}
-        self._of_now: collections.Counter[tuple[str, str]] = collections.Counter()
+        self._counts: collections.Counter[tuple[str, str]] = collections.Counter()
 
     def _count(self, frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(PACKAGE):
-            self._of_now[code.co_filename.removeprefix(PACKAGE + os.sep), code.co_qualname] += 1
+            self._counts[code.co_filename.removeprefix(PACKAGE + os.sep), code.co_qualname] += 1
 
-    def of(self, stage: str, function: Callable[[], Any]) -> Any:
+    def count(self, stage: str, function: Callable[[], Any]) -> Any:
         """Run a stage and count its calls."""
-        self._of_now = self.by_stage[stage] = collections.Counter()
+        self._counts = self.by_stage[stage] = collections.Counter()
         return self.in_thread(function)()
 
     def in_thread(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,9 +92,9 @@ def measure(way: str) -> Calls:
         setattr(auto.Partitioned, callback, calls.in_thread(getattr(auto.Partitioned, callback)))
     jax.jit(lambda x: x + 1).lower(1.0).compile()  # load JAX's lazy modules first
     function = jax.jit(forward if way == "forward" else gradient)
-    traced = calls.of("trace", lambda: function.trace(array, array, array))
-    lowered = calls.of("lower", traced.lower)
-    calls.of("compile", lowered.compile)
+    traced = calls.count("trace", lambda: function.trace(array, array, array))
+    lowered = calls.count("lower", traced.lower)
+    calls.count("compile", lowered.compile)
     return calls
 
 

@@ -215,11 +215,11 @@ def main() -> int:
             save(results, options.json)  # save at once, so that an interrupted run keeps its measurements
         print_points(str(row), points)
     if TRAINING in options.rows and not options.predict_only:
-        name, of_step = "training step, strong batch", list[dict[str, Any]]()
+        name, step_points = "training step, strong batch", list[dict[str, Any]]()
         for point in train(counts, options):
-            of_step.append(point)
+            step_points.append(point)
             kind = {"scaling": "strong", "split": "batch", "family": None, "pass": "training step"}
-            results[name] = {**kind, "points": of_step}
+            results[name] = {**kind, "points": step_points}
             print_points(name, [point])
             save(results, options.json)
     return 0

@@ -110,11 +110,11 @@ def operator_of(benchmark: Benchmark, family: str, pass_: str) -> Callable[..., 
 def difference(results: Any, expected: Any) -> float:
     """Largest difference between two results, relative to the largest expected magnitude."""
 
-    def of_arrays(result: jax.Array, other: jax.Array) -> float:
+    def relative_error(result: jax.Array, other: jax.Array) -> float:
         wide, reference = (jax.device_get(array).astype("float32") for array in (result, other))
         return float(abs(wide - reference).max() / abs(reference).max())
 
-    return max(map(of_arrays, jax.tree.leaves(results), jax.tree.leaves(expected)))
+    return max(map(relative_error, jax.tree.leaves(results), jax.tree.leaves(expected)))
 
 
 def measure(split: str, mode: str, family: str, pass_: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -232,11 +232,11 @@ def measure_training(model_parallel: int, options: argparse.Namespace) -> dict[s
             launched = jax.block_until_ready([run.launch(*frames) for frames in placed])
             times[name].append((time.perf_counter() - started) / options.calls)
             losses[name] += launched
-    one, several = (jnp.array([float(loss) for loss in of_run]) for of_run in losses.values())
-    measured = {name: of_run[1:] for name, of_run in times.items()}
+    one, several = (jnp.array([float(loss) for loss in run_losses]) for run_losses in losses.values())
+    measured = {name: run_times[1:] for name, run_times in times.items()}
     return {
         "problem": " ".join(flags),
-        "milliseconds": {name: 1e3 * statistics.median(of_run) for name, of_run in measured.items()},
+        "milliseconds": {name: 1e3 * statistics.median(values) for name, values in measured.items()},
         "speedup": ratio(measured["one"], measured["several"]),
         "difference": float(jnp.max(jnp.abs(several - one) / one)),
     }

@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    records, of_run = [], environment()
+    records, run_environment = [], environment()
     for row in ROWS:
         if not re.search(options.only, row.name):
             continue
@@ -217,7 +217,7 @@ def main() -> None:
             print(f"{row.name:12} {pass_:8} {shown(record['sides'], 'copy')}", flush=True)
             if options.json is not None:
                 # Write after each row, so that an interrupted run keeps its measurements.
-                content = {"environment": of_run, "records": records}
+                content = {"environment": run_environment, "records": records}
                 options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

@@ -138,10 +138,10 @@ def _executions(row: Row, pass_: Pass) -> dict[str, Any]:
         arrays: Any = (row.array,) * 3
         call = call_of(plan, Operands(Inputs(*arrays)), alignment(row.problem))
         if each == "forward":
-            found["natten_jax_tpu_forward"] = tpu_visits.of_query_programs(call)
+            found["natten_jax_tpu_forward"] = tpu_visits.query_programs(call)
         else:
-            found["natten_jax_tpu_query_gradient"] = tpu_visits.of_query_programs(call)
-            found["natten_jax_tpu_key_gradients"] = tpu_visits.of_key_programs(call)
+            found["natten_jax_tpu_query_gradient"] = tpu_visits.query_programs(call)
+            found["natten_jax_tpu_key_gradients"] = tpu_visits.key_programs(call)
         found[f"{each} tiles"] = plan.tiles
     return found
 
@@ -214,13 +214,13 @@ def count_ours(row: Row, compiled: Compiled) -> dict[str, Any]:
         name = instruction.partition(".")[0]
         if name not in facts:
             continue
-        of = facts[name]
-        executions = Executions(of["steps"], of["active"], of["tiles"], tuple(of["bodies"]))
-        weights = bundles.of_kernel(Program.parse(compiled.bundles[instruction]), executions)
+        executed = facts[name]
+        executions = Executions(executed["steps"], executed["active"], executed["tiles"], tuple(executed["bodies"]))
+        weights = bundles.kernel_weights(Program.parse(compiled.bundles[instruction]), executions)
         counted[instruction] = sum(weights)
         found["kernels"][name] = {
             "bundles": sum(weights),
-            "copied": of["copied"],
+            "copied": executed["copied"],
             **_units(compiled, instruction, weights),
         }
     found["bundles"] = sum(counted.values())
@@ -247,7 +247,7 @@ def count_program(compiled: Compiled, counted: Mapping[str, float]) -> dict[str,
         if written is None:
             continue
         if written not in costs:
-            costs[written] = sum(bundles.of_fusion(Program.parse(compiled.bundles[written])))
+            costs[written] = sum(bundles.fusion_weights(Program.parse(compiled.bundles[written])))
         total += times * costs[written]
         parts[name] = round(times * costs[written])
     largest = dict(sorted(parts.items(), key=lambda part: -part[1])[:8])
@@ -264,14 +264,14 @@ def count_splash(row: Row, compiled: Compiled, blocks: tuple[int, int]) -> dict[
             continue
         program = Program.parse(text)
         executions = Executions(heads * tiles * most, heads * pairs, heads * tiles, (heads * pairs,))
-        weights = bundles.of_kernel(_of_steps(program, executions.steps), executions)
+        weights = bundles.kernel_weights(_with_steps(program, executions.steps), executions)
         found["kernels"][instruction] = {"bundles": sum(weights), **_units(compiled, instruction, weights)}
         found["kernels"][instruction]["copied"] = heads * pairs * blocks[1] * 4 * tpu_visits.LANES
     found["bundles"] = sum(each["bundles"] for each in found["kernels"].values())
     return found
 
 
-def _of_steps(program: Program, steps: int) -> Program:
+def _with_steps(program: Program, steps: int) -> Program:
     """Replace the number of grid steps of a program."""
     outer = next(span for span in program.spans if span.is_loop and program.multiplies(span))
     spans = (dataclasses.replace(span, trips=steps + 2) if span == outer else span for span in program.spans)
@@ -295,7 +295,7 @@ def count_dense(row: Row, compiled: Compiled) -> dict[str, Any]:
         tiles = row.batch * row.heads * (math.prod(row.layout) // dense_block(row))
         active = (steps - 2 + tiles) // 2 if row.is_causal else steps - 2
         executions = Executions(steps - 2, active, tiles, (active,))
-        weights = bundles.of_kernel(program, executions)
+        weights = bundles.kernel_weights(program, executions)
         found["kernels"][instruction] = {"bundles": sum(weights), **_units(compiled, instruction, weights)}
     found["bundles"] = sum(each["bundles"] for each in found["kernels"].values())
     return found
@@ -328,7 +328,7 @@ def main() -> int | None:
         compile_request(options.compile)
         return None
     results: dict[str, Any] = {}
-    of_this_run = _of_this_run()
+    run_facts = _run_facts()
     if options.json is not None and options.json.exists():
         results = json.loads(options.json.read_text(encoding="utf-8"))["results"]
     for row in ROWS:
@@ -341,7 +341,7 @@ def main() -> int | None:
                     found = count(options.chip, row, pass_, side)
                 except ValueError as error:
                     found = {"failed": str(error)}
-                found["of"] = of_this_run
+                found["of"] = run_facts
                 results.setdefault(row.name, {}).setdefault(pass_, {})[side] = found
                 shown = found.get("failed") or " ".join(
                     f"{key} {found[key] / 1e6:.2f}M" for key in ("bundles", "program") if key in found
@@ -351,7 +351,7 @@ def main() -> int | None:
                     record = {
                         "chip": options.chip,
                         "device": f"TPU {options.chip}, by its compiler",
-                        "date": of_this_run["date"],
+                        "date": run_facts["date"],
                         "results": results,
                     }
                     options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -359,7 +359,7 @@ def main() -> int | None:
     return None
 
 
-def _of_this_run() -> dict[str, Any]:
+def _run_facts() -> dict[str, Any]:
     """Environment of the figures."""
     found = environment()
     return {

@@ -109,7 +109,7 @@ _SEARCH_WORDS = {
     "glossary": "definitions, glossary, query tile, terms",
 }
 
-_OF_A_TABLE = re.compile("[│┃━─]")
+_BOX_DRAWING = re.compile("[│┃━─]")
 _TELEPHONE_COLUMNS = 74  # columns that fit a phone's width in legible letters (site.css)
 
 
@@ -161,7 +161,7 @@ def _show_one_signature(app: Sphinx) -> None:
 def _class_printed_tables(_: Sphinx, doctree: nodes.document) -> None:
     """Give blocks with printed tables a CSS class that preserves their columns."""
     for block in doctree.findall(nodes.literal_block):
-        columns = max((len(line) for line in block.astext().splitlines() if _OF_A_TABLE.search(line)), default=0)
+        columns = max((len(line) for line in block.astext().splitlines() if _BOX_DRAWING.search(line)), default=0)
         if columns:
             block["classes"] += ["printed-table", *(["is-wide"] if columns > _TELEPHONE_COLUMNS else [])]
 

@@ -165,7 +165,7 @@ def _tiles() -> str:
         for cells, devices in alike.items():
             capabilities = (".".join(map(str, device.compute_capability or ())) for device in devices)
             name = _names(backend) + (f" on {', '.join(capabilities)}" if len(alike) > 1 else "")
-            rows += [(name, pass_, *of_pass) for pass_, of_pass in zip(PASSES, cells, strict=True)]
+            rows += [(name, pass_, *pass_cells) for pass_, pass_cells in zip(PASSES, cells, strict=True)]
     return _markdown(("backend", "pass", *(f"heads of {width}" for width in _HEAD_DIMS)), rows)
 
 

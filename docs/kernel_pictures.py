@@ -175,12 +175,12 @@ def ring(step: int) -> Draw:
             color = LOAD if begin < rows[1] else FAINT  # prefetched for later steps
             area(ax, (begin, begin + block), columns, color, edgecolor="white", linewidth=1.5)
         for begin in range(rows[0], rows[1], block):
-            for number, of_block in enumerate(range(*sees, block)):
+            for number, start in enumerate(range(*sees, block)):
                 shade = OTHER if (begin // block + number) % 2 == 0 else SOFTMAX
-                area(ax, (begin, begin + block), (of_block, of_block + block), shade, edgecolor="white", linewidth=1)
+                area(ax, (begin, begin + block), (start, start + block), shade, edgecolor="white", linewidth=1)
         for warp in range(beside):
-            of_warp = first[1] + warp * side
-            area(ax, (at, at + side), (of_warp, of_warp + side), MATRIX, edgecolor="white", linewidth=1.2)
+            warp_start = first[1] + warp * side
+            area(ax, (at, at + side), (warp_start, warp_start + side), MATRIX, edgecolor="white", linewidth=1.2)
 
     return draw
 

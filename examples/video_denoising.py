@@ -176,9 +176,9 @@ def print_line(label: str, cells: Sequence[str]) -> None:
 
 def save_curves(path: Path, options: argparse.Namespace, runs: Sequence[Run]) -> None:
     """Write the losses of all steps and their settings as JSON."""
-    of_runs = "backend", "dtype", "compare", "json"
+    run_options = "backend", "dtype", "compare", "json"
     curves = {
-        **{name: value for name, value in vars(options).items() if name not in of_runs},
+        **{name: value for name, value in vars(options).items() if name not in run_options},
         "device": jax.devices()[0].device_kind,
         "runs": [{**run.arithmetic._asdict(), "seconds": run.seconds, "losses": run.losses} for run in runs],
     }

@@ -94,11 +94,11 @@ def winds(latitudes: jax.Array, longitudes: int) -> jax.Array:
 def weather(key: jax.Array, count: int, steps: int, grid: Sequence[int]) -> jax.Array:
     """Random fields of standard deviation 1 at ``steps + 1`` times, ``[steps + 1, count, latitudes, longitudes]``."""
     latitudes, longitudes = latitudes_of(grid[0]), jnp.arange(grid[1]) / grid[1] * 2 * jnp.pi
-    of_sizes, of_directions, of_phases, of_signs = jax.random.split(key, 4)
-    around = jax.random.randint(of_sizes, (count, MODES), 1, SHORTEST + 1)
-    upwards = jax.random.uniform(of_directions, (count, MODES), minval=0, maxval=SHORTEST)
-    phases = jax.random.uniform(of_phases, (count, MODES), maxval=2 * jnp.pi)
-    heights = jax.random.normal(of_signs, (count, MODES)) * (2 / MODES) ** 0.5
+    size_key, direction_key, phase_key, sign_key = jax.random.split(key, 4)
+    around = jax.random.randint(size_key, (count, MODES), 1, SHORTEST + 1)
+    upwards = jax.random.uniform(direction_key, (count, MODES), minval=0, maxval=SHORTEST)
+    phases = jax.random.uniform(phase_key, (count, MODES), maxval=2 * jnp.pi)
+    heights = jax.random.normal(sign_key, (count, MODES)) * (2 / MODES) ** 0.5
 
     def at(step: jax.Array) -> jax.Array:
         came_from = longitudes - step * winds(latitudes, grid[1])[:, None]

@@ -437,14 +437,14 @@ class NeighborhoodAttentionFn:
     settings: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        self.of_rank(self.rank or 1)
+        self.for_rank(self.rank or 1)
 
     @property
     def rank(self) -> int | None:
         """Number of token dimensions that the arguments imply; ``None`` if they are valid for any number."""
         return next((len(v) for v in self.settings.values() if isinstance(v, tuple)), None)
 
-    def of_rank(self, rank: int) -> Neighborhood:
+    def for_rank(self, rank: int) -> Neighborhood:
         """Return the operator for a number of token dimensions."""
         return neighborhood("neighborhood_attention_fn", rank, self.settings)
 
@@ -522,7 +522,7 @@ class NeighborhoodAttentionFn:
                 f"query has shape {query.shape}, which is [batch, *layout, heads, head_dim] with {rank} token "
                 f"dimension(s), but this attention_fn takes {asked}"
             )
-        attend = self.of_rank(rank)
+        attend = self.for_rank(rank)
         if is_causal and attend.window.is_causal != (True,):
             raise ValueError(
                 "is_causal=True asks for a mask over a sequence of tokens, which cuts windows: "

@@ -158,10 +158,10 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
             annotating: Any = {name: _annotating(initializer) for name, initializer in chosen.items()}
             return linen.DenseGeneral(features, name=name, precision=self.precision, **typed, **annotating, **others)
 
-        of_kv = self.kv_kernel_init, self.kv_bias_init
+        kv_initializers = self.kv_kernel_init, self.kv_bias_init
         query = project((num_heads, head_dim), "query", None, None, use_bias=self.qkv_bias)(inputs)
-        key = project((num_kv_heads, head_dim), "key", *of_kv, use_bias=self.qkv_bias)(others)
-        value = project((num_kv_heads, head_dim), "value", *of_kv, use_bias=self.qkv_bias)(others)
+        key = project((num_kv_heads, head_dim), "key", *kv_initializers, use_bias=self.qkv_bias)(others)
+        value = project((num_kv_heads, head_dim), "value", *kv_initializers, use_bias=self.qkv_bias)(others)
         if self.normalize_qk:
             normalize = functools.partial(linen.LayerNorm, use_bias=False, **typed)
             with jax.numpy_dtype_promotion("standard"):  # as Flax's own module requires

@@ -104,18 +104,22 @@ class NeighborhoodAttention(NeighborhoodModule, nnx.Module):
         self.neighborhood = common.neighborhood(type(self).__name__, self.rank, settings, "qk_scale")
         typed: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         project: Any = functools.partial(nnx.LinearGeneral, precision=precision, **typed)
-        of_query: dict[str, Any] = {"kernel_init": kernel_init, "bias_init": bias_init}
-        of_query |= {"kernel_metadata": kernel_metadata, "bias_metadata": bias_metadata}
-        of_kv = common.settings_of(of_query, kv_kernel_init, kv_bias_init, kv_kernel_metadata, kv_bias_metadata)
-        of_out = common.settings_of(of_query, out_kernel_init, out_bias_init, out_kernel_metadata, out_bias_metadata)
-        for prefix, of_projection, bias_rank in (("", of_query, 2), ("kv_", of_kv, 2), ("out_", of_out, 1)):
-            _check_metadata(f"{prefix}kernel_metadata", of_projection["kernel_metadata"], 3)
-            _check_metadata(f"{prefix}bias_metadata", of_projection["bias_metadata"], bias_rank)
+        for_query: dict[str, Any] = {"kernel_init": kernel_init, "bias_init": bias_init}
+        for_query |= {"kernel_metadata": kernel_metadata, "bias_metadata": bias_metadata}
+        for_kv = common.settings_of(for_query, kv_kernel_init, kv_bias_init, kv_kernel_metadata, kv_bias_metadata)
+        for_out = common.settings_of(for_query, out_kernel_init, out_bias_init, out_kernel_metadata, out_bias_metadata)
+        for prefix, projection, bias_rank in (
+            ("", for_query, 2),
+            ("kv_", for_kv, 2),
+            ("out_", for_out, 1),
+        ):
+            _check_metadata(f"{prefix}kernel_metadata", projection["kernel_metadata"], 3)
+            _check_metadata(f"{prefix}bias_metadata", projection["bias_metadata"], bias_rank)
         query_heads, kv_heads = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
-        self.query = project(in_features, query_heads, use_bias=qkv_bias, **of_query)
-        self.key = project(in_features, kv_heads, use_bias=qkv_bias, **of_kv)
-        self.value = project(in_features, kv_heads, use_bias=qkv_bias, **of_kv)
-        self.out = project(query_heads, self.out_features, axis=(-2, -1), **of_out)
+        self.query = project(in_features, query_heads, use_bias=qkv_bias, **for_query)
+        self.key = project(in_features, kv_heads, use_bias=qkv_bias, **for_kv)
+        self.value = project(in_features, kv_heads, use_bias=qkv_bias, **for_kv)
+        self.out = project(query_heads, self.out_features, axis=(-2, -1), **for_out)
         normalize = functools.partial(nnx.LayerNorm, self.head_dim, use_bias=False, **typed)
         self.query_ln = normalize() if normalize_qk else None
         self.key_ln = normalize() if normalize_qk else None

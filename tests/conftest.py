@@ -45,8 +45,8 @@ for name, examples in (("core", 25), ("all", 200)):
     )
 
 # Without the clone, tests of files that only the clone has are not collected: pages, build script, benchmarks.
-_OF_THE_CLONE = ["bench", "repository", "profiler/test_profiler_advice.py"]
-collect_ignore = [] if (Path(__file__).parents[1] / "README.md").exists() else _OF_THE_CLONE
+_CLONE_ONLY = ["bench", "repository", "profiler/test_profiler_advice.py"]
+collect_ignore = [] if (Path(__file__).parents[1] / "README.md").exists() else _CLONE_ONLY
 
 SELECTIONS: Mapping[str, Callable[[Family], bool]] = {
     "family": lambda family: True,
@@ -57,7 +57,7 @@ SELECTIONS: Mapping[str, Callable[[Family], bool]] = {
 #: default.
 DEVICES = 8
 #: Parameters of a test that depend on its family.
-_OF_A_FAMILY = "pass_", "dtype", "other_dtype", "problem_indices", "other_problem_indices"
+_FAMILY_PARAMETERS = "pass_", "dtype", "other_dtype", "problem_indices", "other_problem_indices"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -185,11 +185,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     family_name = next((name for name in SELECTIONS if name in metafunc.fixturenames), None)
     if family_name is None:
         return
-    of_gpu = _is_of_gpu(metafunc.config)
-    names = [name for name in (family_name, *_OF_A_FAMILY) if name in metafunc.fixturenames]
+    on_gpu = _is_of_gpu(metafunc.config)
+    names = [name for name in (family_name, *_FAMILY_PARAMETERS) if name in metafunc.fixturenames]
     values = []
     for family in filter(SELECTIONS[family_name], FAMILIES):
-        if (family.needs_gpu and not of_gpu) or (of_gpu and _has_gpu() and not family.runs_on(default_device())):
+        if (family.needs_gpu and not on_gpu) or (on_gpu and _has_gpu() and not family.runs_on(default_device())):
             continue
         is_core = metafunc.config.getoption("core")
         problems = metafunc.config.getoption("problems") or family.problems // (4 if is_core else 1)

@@ -81,9 +81,9 @@ def test_windows_and_their_inverse_are_the_definition(length: int) -> None:
         )
         start, end = windows.window_bounds(window, index, length)
         first, last = windows.inverse_window_bounds(window, index, length, length)
-        of_bounds = mask_around if window.edges == "wrap" else mask_of_bounds
-        np.testing.assert_array_equal(of_bounds(start, end, length), mask)
-        np.testing.assert_array_equal(of_bounds(first, last, length), mask.T)
+        mask_from_bounds = mask_around if window.edges == "wrap" else mask_of_bounds
+        np.testing.assert_array_equal(mask_from_bounds(start, end, length), mask)
+        np.testing.assert_array_equal(mask_from_bounds(first, last, length), mask.T)
         # Ends are monotonic, and every token is seen.
         assert (np.diff([start, end, first, last]) >= 0).all()
         assert (start <= index).all() and (index < end).all() and (first < last).all()

@@ -83,11 +83,11 @@ def priorities(ladder: Ladder, results: Sequence[LengthResult]) -> list[str]:
     lines = []
     shorter = 0.0
     for size, longest in _SIZES:
-        of_size = [result for result in results if shorter < result.seq_len <= longest]
+        in_range = [result for result in results if shorter < result.seq_len <= longest]
         span = f"up to {longest:.0f} tokens" if longest < math.inf else f"more than {shorter:.0f} tokens"
         shorter = longest
-        if of_size:
-            lines.append(f"{size} ({span}): {_priority(ladder, of_size)}")
+        if in_range:
+            lines.append(f"{size} ({span}): {_priority(ladder, in_range)}")
     return lines
 
 

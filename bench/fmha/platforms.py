@@ -49,8 +49,8 @@ def measured_table(
         if _problem(other) == _problem(configuration):
             runs.setdefault(other["device"], (other_results, other_rate))
     rows = []
-    for device, (of_device, matrix_rate) in runs.items():
-        found = [(step, result.seq_len) for result in of_device if (step := result.find(ladder.production))]
+    for device, (device_results, matrix_rate) in runs.items():
+        found = [(step, result.seq_len) for result in device_results if (step := result.find(ladder.production))]
         if found:
             best, length = max(found, key=lambda each: each[0].tflops)
             share = f"{best.tflops / matrix_rate:.0%}"

@@ -29,18 +29,18 @@ def by_features(attend: Attend, problem: Problem) -> Attend:
 
     def attend_with_table(query: jax.Array, key: jax.Array, value: jax.Array, table: jax.Array) -> jax.Array:
         scale = query.shape[-1] ** -0.5
-        of_queries = _of_queries(problem, table / scale).astype(query.dtype)
-        of_keys = jnp.asarray(_of_keys(problem), key.dtype)[..., None, :]
+        query_features = _query_features(problem, table / scale).astype(query.dtype)
+        key_features = jnp.asarray(_key_features(problem), key.dtype)[..., None, :]
         wider = [
             jnp.concatenate([array, jnp.broadcast_to(features, (*array.shape[:-1], features.shape[-1]))], axis=-1)
-            for array, features in ((query, of_queries), (key, of_keys))
+            for array, features in ((query, query_features), (key, key_features))
         ]
         return attend(*wider, value, scale=scale)
 
     return attend_with_table
 
 
-def _of_queries(problem: Problem, table: jax.Array) -> jax.Array:
+def _query_features(problem: Problem, table: jax.Array) -> jax.Array:
     """``[*layout, heads, keys of a window]``."""
     rank = problem.rank
     for dimension, entries in enumerate(_entries(problem)):
@@ -59,7 +59,7 @@ def _entries(problem: Problem) -> Iterator[np.ndarray]:
         yield np.clip(keys - index[:, None] + axis.kernel_size - 1, 0, 2 * axis.kernel_size - 2)
 
 
-def _of_keys(problem: Problem) -> np.ndarray:
+def _key_features(problem: Problem) -> np.ndarray:
     """``[*layout, keys of a window]``."""
     place = np.zeros((), int)
     for axis in problem.axes:

@@ -40,10 +40,10 @@ def page(records: Sequence[Record]) -> str:
         "<p>The same list of problems on every device, beside the implementations that were installed there. Lower is "
         "better; what is called dense attends to all tokens, without windows. <code>make board</code> measures the "
         "device at hand and writes this page again.</p>",
-        *(_device(device, of_device) for device, of_device in _by_device(boards).items()),
+        *(_device(device, device_boards) for device, device_boards in _by_device(boards).items()),
         "<h2>Every record</h2>",
         "<p>What was measured, newest first, with the command that measures it again.</p>",
-        *(_records(device, of_device) for device, of_device in _by_device(records).items()),
+        *(_records(device, device_boards) for device, device_boards in _by_device(records).items()),
     ]
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'

@@ -165,7 +165,7 @@ class Executions:
     bodies: tuple[int, ...]
 
 
-def of_kernel(program: Program, executions: Executions) -> list[float]:
+def kernel_weights(program: Program, executions: Executions) -> list[float]:
     """Execution count of each bundle of a Pallas kernel.
 
     Raises:
@@ -182,7 +182,7 @@ def of_kernel(program: Program, executions: Executions) -> list[float]:
         raise ValueError(f"the kernel has {len(innermost)} parts that multiply, not {len(executions.bodies)}")
     weights = program.weights(lambda span: 1.0)
     inside = [span for span in multiplying if grid.holds(span) and span not in bodies]
-    of_steps = inside[0] if inside else grid
+    step_span = inside[0] if inside else grid
 
     def put(span: Span, count: float) -> None:
         weights[span.first : span.end] = [count] * (span.end - span.first)
@@ -193,16 +193,16 @@ def of_kernel(program: Program, executions: Executions) -> list[float]:
             continue
         if span in bodies:
             put(span, bodies[span])
-        elif span == of_steps:
+        elif span == step_span:
             put(span, executions.steps)
         elif program.multiplies(span):
             put(span, sum(executions.bodies) if span.trips is None else executions.active)
-        elif of_steps.holds(span) and span.end - span.first >= SMALL and not any(s.holds(span) for s in bodies):
+        elif step_span.holds(span) and span.end - span.first >= SMALL and not any(s.holds(span) for s in bodies):
             put(span, executions.tiles)
     return weights
 
 
-def of_fusion(program: Program) -> list[float]:
+def fusion_weights(program: Program) -> list[float]:
     """Execution count of each bundle of an XLA fusion.
 
     Loops with non-constant trip counts, which some copies have, count once: an underestimate.

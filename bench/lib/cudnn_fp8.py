@@ -35,11 +35,11 @@ def attention(
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    of_query, of_key, of_value = descale
+    query_factor, key_factor, value_factor = descale
     given = {
-        "descale_q": of_query,
-        "descale_k": of_key,
-        "descale_v": of_value,
+        "descale_q": query_factor,
+        "descale_k": key_factor,
+        "descale_v": value_factor,
         "descale_s": 1 / weight_scale,
         "scale_s": weight_scale,
         "scale_o": out_scale,

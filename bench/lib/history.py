@@ -86,7 +86,7 @@ class Record:
     def figures(self) -> list[Figure]:
         """Every named time in the record."""
         if str(self.content.get("unit", "")).startswith("milliseconds"):
-            return list(_of_passes(self.content.get("problems", {})))
+            return list(_pass_figures(self.content.get("problems", {})))
         parts = {name: part for name, part in self.content.items() if name not in ("environment", "config", "targets")}
         return list(_figures(parts, ()))
 
@@ -115,7 +115,7 @@ def _figures(node: Any, way: tuple[str, ...]) -> Iterator[Figure]:
                 yield from _figures(each, (*way, key))
 
 
-def _of_passes(problems: Mapping[str, Any]) -> Iterator[Figure]:
+def _pass_figures(problems: Mapping[str, Any]) -> Iterator[Figure]:
     """Figures of a record whose problems have a table of times for each pass."""
     for name, problem in problems.items():
         for pass_, times in problem.items():

@@ -68,7 +68,7 @@ class Peer:
             return None
 
 
-def _of_jax(function_of: Callable[[Benchmark], tuple[Function, bool]]) -> Make:
+def _in_jax(function_of: Callable[[Benchmark], tuple[Function, bool]]) -> Make:
     """Sides made of JAX functions, each with True if it computes the problem's windows."""
 
     def make(
@@ -147,11 +147,11 @@ def _mosaic(
 
 #: Implementations by name; natten_jax comes first.
 PEERS: Mapping[str, Peer] = {
-    OURS: Peer("natten_jax", _of_jax(lambda benchmark: (ours(benchmark), True)), "the best backend of the device"),
-    "XLA": Peer("jax", _of_jax(_xla), "dense attention through jax.nn, with the windows as a mask"),
-    "cuDNN": Peer("jax", _of_jax(_cudnn), "through jax.nn; causal windows over sequences, else dense attention", True),
+    OURS: Peer("natten_jax", _in_jax(lambda benchmark: (ours(benchmark), True)), "the best backend of the device"),
+    "XLA": Peer("jax", _in_jax(_xla), "dense attention through jax.nn, with the windows as a mask"),
+    "cuDNN": Peer("jax", _in_jax(_cudnn), "through jax.nn; causal windows over sequences, else dense attention", True),
     "Pallas": Peer("jax", _mosaic, "JAX's Mosaic kernel for Hopper GPUs, float16; dense attention", True),
-    "tokamax": Peer("tokamax", _of_jax(_tokamax), "causal windows over sequences, else dense attention"),
+    "tokamax": Peer("tokamax", _in_jax(_tokamax), "causal windows over sequences, else dense attention"),
     "NATTEN": Peer("natten", torch_sides.natten, "PyTorch; what it permutes counts"),
     "FlexAttention": Peer(
         "torch", torch_sides.flex_attention, "PyTorch, compiled, on inputs that are permuted already"

@@ -77,8 +77,8 @@ def _mask(axes: Sequence[Axis], device: str) -> Callable[..., Tensor]:
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         seen = query >= 0
         for step, extent, dilation, starts, stops in tables:
-            at, of = query // step % extent, key // step % extent
-            seen = seen & (starts[at] <= of) & (of < stops[at]) & (at % dilation == of % dilation)
+            at, key_at = query // step % extent, key // step % extent
+            seen = seen & (starts[at] <= key_at) & (key_at < stops[at]) & (at % dilation == key_at % dilation)
         return seen
 
     return sees

@@ -19,7 +19,7 @@ START, COUNT, HULL_END, CORE_FIRST, CORE_END = map(
 )
 
 
-def of_query_programs(call: Call) -> dict[str, Any]:
+def query_programs(call: Call) -> dict[str, Any]:
     """Counts of a query-owning kernel: steps, tiles, and chunks multiplied with and without a mask."""
     grid = query_grid(call)
     tables = [np.asarray(visits.table(Call.columns)) for visits in call.visits]
@@ -29,8 +29,8 @@ def of_query_programs(call: Call) -> dict[str, Any]:
         rows = [table[g].tolist() for table, g in zip(tables, group, strict=True)]
         for tile in itertools.product(*rows):
             for step in itertools.product(*(range(row[COUNT]) for row in tile)):
-                of_step = _chunks(call, tile, step)
-                full, masked, active = full + of_step[0], masked + of_step[1], active + 1
+                step_chunks = _chunks(call, tile, step)
+                full, masked, active = full + step_chunks[0], masked + step_chunks[1], active + 1
             boxes += math.prod(row[COUNT] for row in tile)
     heads, tiles = grid[0], math.prod(grid[:5])
     return {
@@ -46,7 +46,7 @@ def _chunks(call: Call, tile: Any, step: Any) -> tuple[int, int]:
     """Number of chunks of a box without and with a mask."""
     chunks, visits = call.chunks, call.visits
     own = [row[START] + number * each.box for row, number, each in zip(tile, step, visits, strict=True)]
-    first = [min(each, of.keys - of.box) for each, of in zip(own, visits, strict=True)]
+    first = [min(each, visit.keys - visit.box) for each, visit in zip(own, visits, strict=True)]
     total, cut, stride = math.prod(chunks.box), chunks.cut, chunks.stride
     behind = max(0, min(tile[cut][HULL_END] - first[cut], chunks.box[cut])) * stride
     begin = 0 if chunks.number == 1 else min(own[cut] - first[cut], chunks.box[cut]) * stride // chunks.keys
@@ -64,7 +64,7 @@ def _chunks(call: Call, tile: Any, step: Any) -> tuple[int, int]:
     return full, max(end - begin, 0) - full
 
 
-def of_key_programs(call: Call) -> dict[str, Any]:
+def key_programs(call: Call) -> dict[str, Any]:
     """Counts of the key-owning kernel: each key tile visits the query tiles that see some of it."""
     full = masked = 0
     boxes = [np.asarray(visits.table(Call.columns)) for visits in call.visits]
@@ -72,10 +72,10 @@ def of_key_programs(call: Call) -> dict[str, Any]:
     for group in itertools.product(*(range(visits.groups) for visits in call.visits)):
         # Per dimension: pairs of tiles with any visible pair of tokens, and pairs that are completely visible.
         meeting, whole = 1, 1
-        for visits, of_boxes, of_tiles, g in zip(call.visits, boxes, tiles, group, strict=True):
+        for visits, axis_boxes, axis_tiles, g in zip(call.visits, boxes, tiles, group, strict=True):
             size, seen, all_ = visits.box, 0, 0
-            for tile, (first, count) in enumerate(of_tiles[g].tolist()):
-                cores = of_boxes[g][first : first + count]
+            for tile, (first, count) in enumerate(axis_tiles[g].tolist()):
+                cores = axis_boxes[g][first : first + count]
                 seen += count
                 at = tile * size
                 all_ += int(((cores[:, CORE_FIRST] <= at) & (cores[:, CORE_END] >= at + size)).sum())

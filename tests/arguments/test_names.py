@@ -102,8 +102,8 @@ def check(message: str, function: str, name: str, meant: str | None) -> None:
     assert not re.search(r"\b_\w", message)
 
 
-@pytest.mark.parametrize(("name", "operators", "of_attention", "of_modules"), NAMES)
-def test_operators(name: str, operators: str | None, of_attention: str | None, of_modules: str | None) -> None:
+@pytest.mark.parametrize(("name", "operators", "attention_name", "module_name"), NAMES)
+def test_operators(name: str, operators: str | None, attention_name: str | None, module_name: str | None) -> None:
     for rank, operator in OPERATORS.items():
         array: Any = jnp.zeros((1, *(4,) * rank, 2, 8))
         for window in ({}, {"kernel_size": 3}):  # otherwise Python would report the missing argument
@@ -111,11 +111,11 @@ def test_operators(name: str, operators: str | None, of_attention: str | None, o
             check(message, f"na{rank}d", name, operators)
     if name != "kv_tile_size":
         attention: Any = natten_jax.attention
-        check(refusal(lambda: attention(ARRAY, ARRAY, ARRAY, **{name: 3})), "attention", name, of_attention)
+        check(refusal(lambda: attention(ARRAY, ARRAY, ARRAY, **{name: 3})), "attention", name, attention_name)
 
 
-@pytest.mark.parametrize(("name", "operators", "of_attention", "of_modules"), NAMES)
-def test_modules(name: str, operators: str | None, of_attention: str | None, of_modules: str | None) -> None:
+@pytest.mark.parametrize(("name", "operators", "attention_name", "module_name"), NAMES)
+def test_modules(name: str, operators: str | None, attention_name: str | None, module_name: str | None) -> None:
     pytest.importorskip("flax")
     from flax import nnx
     from natten_jax.flax_modules import linen
@@ -127,9 +127,9 @@ def test_modules(name: str, operators: str | None, of_attention: str | None, of_
         given: dict[str, Any] = {**window, name: 3}
         for rank in (1, 2, 3):
             label = f"NeighborhoodAttention{rank}D"
-            of_nnx, of_linen = getattr(modules, label), getattr(linen, label)
-            check(refusal(lambda: of_nnx(16, num_heads=2, rngs=rngs, **given)), label, name, of_modules)  # noqa: B023
-            check(refusal(lambda: of_linen(num_heads=2, **given)), label, name, of_modules)  # noqa: B023
+            nnx_module, linen_module = getattr(modules, label), getattr(linen, label)
+            check(refusal(lambda: nnx_module(16, num_heads=2, rngs=rngs, **given)), label, name, module_name)  # noqa: B023
+            check(refusal(lambda: linen_module(num_heads=2, **given)), label, name, module_name)  # noqa: B023
         message = refusal(lambda: neighborhood_attention_fn(**given))  # noqa: B023
         assert message.startswith(f"neighborhood_attention_fn() got an unexpected keyword argument {name!r}")
 
@@ -145,9 +145,9 @@ def test_calls_of_modules() -> None:
     inputs = jnp.zeros((1, 8, 16))
     for call in (lambda **more: layer(inputs, **more), lambda **more: module.init(jax.random.key(0), inputs, **more)):
         check(refusal(lambda: call(mask=None)), "NeighborhoodAttention1D", "mask", None)  # noqa: B023
-    of_nnx: Any = modules.NeighborhoodAttention1D
-    of_linen: Any = linen.NeighborhoodAttention1D
-    for missing in (lambda: of_nnx(16), of_linen, layer):
+    nnx_module: Any = modules.NeighborhoodAttention1D
+    linen_module: Any = linen.NeighborhoodAttention1D
+    for missing in (lambda: nnx_module(16), linen_module, layer):
         assert not re.search(r"\b_[A-Za-z]", refusal(missing))
 
 

@@ -50,11 +50,11 @@ INFINITE = [
     np.float32("inf"),
     np.longdouble("1e4000"),
 ]
-OF_ARRAYS = [jnp.float32(np.inf), np.array(np.nan), np.array([np.inf])]
+INFINITE_ARRAYS = [jnp.float32(np.inf), np.array(np.nan), np.array([np.inf])]
 NOT_REAL = ["1", True, np.True_, 1j, np.complex64(1), [1.0], np.array(True), jnp.array(1j), b"1", (), {}]
 REFUSED: list[tuple[type[Exception], str, list[Any]]] = [
     (ValueError, r"^scale must be within .*log2\(e\)", LARGE),
-    (ValueError, r"^scale(\[0\])? must be finite", INFINITE + OF_ARRAYS),
+    (ValueError, r"^scale(\[0\])? must be finite", INFINITE + INFINITE_ARRAYS),
     (TypeError, REAL, NOT_REAL),
 ]
 

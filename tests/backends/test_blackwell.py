@@ -108,11 +108,11 @@ def test_queries_of_natten_list_tiles_that_are_taken() -> None:
         jax.ShapeDtypeStruct((1, 4096, 24, 128), jnp.float16), compute_capability=(10, 3)
     )
     assert sorted(sizes) == [(128, 128), (256, 128)]
-    of_gradients = natten_jax.get_bwd_configs_for_cutlass_blackwell_fna(
+    backward_pairs = natten_jax.get_bwd_configs_for_cutlass_blackwell_fna(
         tokens, kernel_size=(18, 24, 24), stride=(16, 8, 8), compute_capability="10.0"
     )
-    assert ((2, 8, 8), (2, 8, 8)) in of_gradients
-    for pair in of_gradients:
+    assert ((2, 8, 8), (2, 8, 8)) in backward_pairs
+    for pair in backward_pairs:
         assert backend.offers(problem_of((30, 48, 80), 18), B200, "backward", pair)
 
 

@@ -99,9 +99,9 @@ def test_the_recorded_run_has_every_section() -> None:
     assert [int(cell) for cell in rows["Hopper (sm90)"]] == [1024, 16384, 8, 128]
     assert [int(cell) for cell in rows["Blackwell (sm120, sm121)"]] == [2048, 32768, 16, 256]
     best = max(step.tflops for result in results if (step := result.find("4")))
-    measured, of_another_device = measured_table(GPU_LADDER, configuration, results, rate)[2:]
+    measured, foreign_result = measured_table(GPU_LADDER, configuration, results, rate)[2:]
     assert f" {best:.3g} " in measured and f" {best / rate:.0%} " in measured
-    assert "H200" in of_another_device
+    assert "H200" in foreign_result
     # Results of another device with the same problem are listed next to it; results of other problems are not.
     assert len(measured_table(GPU_LADDER, {**configuration, "device": "other"}, results, rate)) == 5
     assert len(measured_table(GPU_LADDER, {**configuration, "device": "other", "batch": 1}, results, rate)) == 3

@@ -124,8 +124,8 @@ def test_what_the_command_line_says_can_be(arguments: str, tmp_path: Path, capsy
     path = tmp_path / "result.json"
     assert main([*arguments.split(), "--simulate", "--compute-capability", "9.0", "--json", str(path)]) == 0
     assert "98.5%" not in capsys.readouterr().out
-    of_passes: dict[str, Any] = json.loads(path.read_text())["passes"]
-    for found in of_passes.values():
+    passes: dict[str, Any] = json.loads(path.read_text())["passes"]
+    for found in passes.values():
         assert found["backend"] == "cutlass-fna"
         assert found["executed_flops"] < 500e12 * found["predicted_seconds"]
         counts = found["counts"]

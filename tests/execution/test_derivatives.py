@@ -61,7 +61,7 @@ TAKEN: dict[str, Callable[[Any, jax.Array], Any]] = {
 CASES = {"fna": Case((9,), (3,), additional=2, fused=True), "fmha": Case((9,), queries=9)}
 
 
-def of_query(case: Case, backend: str, operands: oracle.Tensors) -> Function:
+def query_function(case: Case, backend: str, operands: oracle.Tensors) -> Function:
     """Return the sum of the output as a function of the query."""
     return lambda query: case.operator(backend)(operands._replace(query=query))[0].astype("float32").sum()
 
@@ -77,15 +77,15 @@ def test_kernels_refuse_other_derivatives_and_name_the_backend_that_has_them(
         r'^native kernels have first derivatives in reverse mode only.*backend="flex-fna", or for attention "flex-fmha"'
     )
     with pytest.raises(NotImplementedError, match=f"(?s){message}"):
-        REFUSED[name](of_query(case, getattr(native_family, operator), operands), operands.query)
+        REFUSED[name](query_function(case, getattr(native_family, operator), operands), operands.query)
 
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_first_derivatives_in_reverse_mode_are_taken(native_family: Family, name: str) -> None:
     case = CASES["fna"]
     operands = case.operands(native_family.dtype, 0)
-    found = np.asarray(TAKEN[name](of_query(case, native_family.fna, operands), operands.query), "float64")
-    expected = np.asarray(jax.grad(of_query(case, "flex-fna", operands))(operands.query), "float64")
+    found = np.asarray(TAKEN[name](query_function(case, native_family.fna, operands), operands.query), "float64")
+    expected = np.asarray(jax.grad(query_function(case, "flex-fna", operands))(operands.query), "float64")
     assert np.linalg.norm(found - expected) <= 2 * BOUNDS[native_family.dtype] * np.linalg.norm(expected)
 
 

@@ -178,7 +178,7 @@ def test_modules(kind: str, mode: str) -> None:
 
 
 #: Calls of plain JAX under test, because XLA takes long to compile all of them.
-_OF_PLAIN_JAX = "origins of entries, every term", "extents", "weights", "weights, wrap", "mixed values", "merged"
+_PLAIN_JAX_CASES = "origins of entries, every term", "extents", "weights", "weights, wrap", "mixed values", "merged"
 
 
 def _changed(array: np.ndarray) -> np.ndarray:
@@ -217,7 +217,7 @@ def test_vmap_over_every_operand(family: Family) -> None:
                 one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
                 np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance / 10, err_msg=name)
 
-    assert not failures_of(family, check, _OF_PLAIN_JAX if family.capabilities.is_plain_jax else ())
+    assert not failures_of(family, check, _PLAIN_JAX_CASES if family.capabilities.is_plain_jax else ())
 
 
 # The operators without compilation, and with JAX's NaN checks.

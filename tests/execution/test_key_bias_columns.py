@@ -173,8 +173,8 @@ def test_low_relative_biases_and_sinks_are_not_taken_for_hidden_keys(dtype: str)
         mean = np.asarray(value[:, keys], np.float32).mean(axis=1)
         if dtype != "float16":  # columns of float16 clip biases, so the products change the weights
             np.testing.assert_allclose(np.asarray(out[:, 8], np.float32), mean, atol=0.02)
-        of_value = pullback((jnp.ones_like(out), jnp.zeros_like(lse)))[0]
-        np.testing.assert_array_equal(of_value[:, :6], 0)
+        value_gradient = pullback((jnp.ones_like(out), jnp.zeros_like(lse)))[0]
+        np.testing.assert_array_equal(value_gradient[:, :6], 0)
 
     # The largest relative bias does not reveal hidden keys.
     out, lse = attend(value, relative_bias=jnp.full((2, 5), lowest))
@@ -184,8 +184,8 @@ def test_low_relative_biases_and_sinks_are_not_taken_for_hidden_keys(dtype: str)
     # The first queries see only the sink.
     (out, lse), pullback = jax.vjp(lambda sinks: attend(value, sinks=sinks), jnp.full(2, low))
     assert np.isfinite(lse).all()
-    of_sinks = pullback((jnp.zeros_like(out), jnp.ones_like(lse).at[:, 5:].set(0)))[0]
-    np.testing.assert_allclose(of_sinks, 5)
+    sink_gradient = pullback((jnp.zeros_like(out), jnp.ones_like(lse).at[:, 5:].set(0)))[0]
+    np.testing.assert_allclose(sink_gradient, 5)
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])

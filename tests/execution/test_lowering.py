@@ -78,11 +78,11 @@ def test_a_loss_of_the_output_alone_has_no_zeros_written(
         out, logsumexp = natten_jax.na2d(query, query, query, 7, **arguments, return_lse=True)
         return out.astype("float32").sum() + (jnp.sin(logsumexp).sum() if reads_logsumexp else 0)
 
-    of_logsumexp = r"(broadcast_in_dim|constant|cosine)[^\n]* tensor<8x(1x)?28x28x4xf32>"
+    lse_pattern = r"(broadcast_in_dim|constant|cosine)[^\n]* tensor<8x(1x)?28x28x4xf32>"
     for reads_logsumexp in (False, True):
         differentiate = jax.grad(functools.partial(loss, reads_logsumexp=reads_logsumexp))
         text = lowered(capability, differentiate, array(8, 28, 28, 4, 32))
-        assert bool(re.search(of_logsumexp, text)) == reads_logsumexp
+        assert bool(re.search(lse_pattern, text)) == reads_logsumexp
 
 
 @pytest.mark.parametrize("capability", CALLS)
@@ -152,8 +152,8 @@ def test_steps_of_plain_jax_are_as_large_as_the_platform_wants(operator: str) ->
         shapes = re.findall(r"stablehlo.dot_general .* -> tensor<([0-9x]+)xf32>", text)
         return max(math.prod(map(int, shape.split("x"))) for shape in shapes)
 
-    of_cpu, of_gpu, of_tpu = map(largest_product, ("cpu", "cuda", "tpu"))
-    assert of_cpu <= 2**20 < of_gpu <= 2**22 and of_tpu == of_gpu
+    cpu_product, gpu_product, tpu_product = map(largest_product, ("cpu", "cuda", "tpu"))
+    assert cpu_product <= 2**20 < gpu_product <= 2**22 and tpu_product == gpu_product
 
 
 @pytest.mark.parametrize(("precision", "is_accurate"), [(None, 1), ("highest", 1), ("tensorfloat32", 0)])
@@ -274,17 +274,17 @@ def test_query_gradients_are_summed_up_within_the_preference(
     problem = simulator.problem_of((tokens,), 1, batch=batch, heads=heads, heads_kv=heads_kv, head_dim=head_dim)
     query: Any = jax.ShapeDtypeStruct((batch, 1, 1, tokens, heads, head_dim), jnp.bfloat16)
     elements = cutlass.scratch_elements(problem, query, Performance(memory_usage_preference=preference))
-    of_head, limit = tokens * group * head_dim, LIMITS[preference]
-    assert elements % of_head == 0
-    at_once = elements // of_head
+    head_elements, limit = tokens * group * head_dim, LIMITS[preference]
+    assert elements % head_elements == 0
+    at_once = elements // head_elements
     # Some heads of a batch entry, or all heads of some entries: at least the number that fits, at most all.
     assert 1 <= at_once <= batch * heads_kv and (at_once < heads_kv or at_once % heads_kv == 0)
     assert at_once == 1 or 4 * elements <= limit
-    if 4 * batch * heads_kv * of_head <= limit:
+    if 4 * batch * heads_kv * head_elements <= limit:
         assert at_once == batch * heads_kv
     if at_once < heads_kv:  # one iteration less would not suffice
         turns = math.ceil(heads_kv / at_once)
-        assert 4 * of_head * math.ceil(heads_kv / (turns - 1)) > limit
+        assert 4 * head_elements * math.ceil(heads_kv / (turns - 1)) > limit
 
 
 @pytest.mark.parametrize("preference", [None, "strict", "unrestricted"])

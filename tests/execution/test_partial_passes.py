@@ -60,11 +60,11 @@ def test_of_two_parts(backend: str, dtype: str, bound: float, jit: bool, size: f
     query, key, value = (jax.random.normal(each, (1, TOKENS, HEADS, WIDTH), dtype) for each in keys)
     query = query * jnp.asarray(size, dtype)
 
-    def of_parts(query: jax.Array, key: jax.Array, value: jax.Array) -> Saved:
+    def merge_parts(query: jax.Array, key: jax.Array, value: jax.Array) -> Saved:
         halves = [saved(backend, query, key[:, part], value[:, part]) for part in (slice(10), slice(10, None))]
         return merged(*halves)
 
-    found = (jax.jit(of_parts) if jit else of_parts)(query, key, value)
+    found = (jax.jit(merge_parts) if jit else merge_parts)(query, key, value)
     expected = saved(backend, query, key, value)
     np.testing.assert_allclose(np.float32(found.out), np.float32(expected.out), atol=bound)
     np.testing.assert_allclose(found.logsumexp, expected.logsumexp, rtol=3e-7)
@@ -207,6 +207,6 @@ def test_all_keys_are_attended_to_once(backend: str, dtype: str, seed: int) -> N
     found, expected = jax.jit(part.found, static_argnums=0)(backend, *operands[:3]), part.expected(operands)
     bound = {"float32": 2e-5, "bfloat16": 4e-2, "float16": 6e-3}[dtype]
     # Logits grow with ``size`` and are float32 sums: logits and weights are off by some units in the last place.
-    of_logits = 2e-6 * part.size
-    np.testing.assert_allclose(np.float32(found.out), expected.out, atol=bound + of_logits)
-    np.testing.assert_allclose(found.logsumexp, expected.lse, rtol=1e-6, atol=2e-5 + of_logits)
+    logit_bound = 2e-6 * part.size
+    np.testing.assert_allclose(np.float32(found.out), expected.out, atol=bound + logit_bound)
+    np.testing.assert_allclose(found.logsumexp, expected.lse, rtol=1e-6, atol=2e-5 + logit_bound)

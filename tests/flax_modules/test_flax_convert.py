@@ -62,7 +62,7 @@ def split_names(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return found
 
 
-def of_hugging_face(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def hugging_face_weights(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Rename the weights as in Hugging Face's port."""
     return {
         "attention." + (name.replace("proj", "output.dense") if name.startswith("proj") else f"self.{name}"): array
@@ -80,7 +80,7 @@ class TestConvert:
             sizes = np.broadcast_to(WINDOWS[rank]["kernel_size"], rank)
             weights["rpb"] = np.random.default_rng(5).standard_normal((HEADS, *(2 * sizes - 1))).astype(np.float32)
         expected = natten_forward(weights, np.asarray(inputs), WINDOWS[rank], (FEATURES // HEADS) ** -0.5)
-        given = {"natten": weights, "split": split_names(weights), "hugging face": of_hugging_face(weights)}[names]
+        given = {"natten": weights, "split": split_names(weights), "hugging face": hugging_face_weights(weights)}[names]
         prefix = "attention." if names == "hugging face" else ""
         module = nnx_module(rank, relative_bias=relative_bias, qkv_bias=qkv_bias)
         convert.load_nnx(module, given, prefix=prefix)
@@ -134,7 +134,9 @@ class TestConvert:
         ],
     )
     def test_prefixes_of_hugging_face(self, prefix, change, message):
-        weights = of_hugging_face(natten_weights()) | {f"attention.{name}": array for name, array in change.items()}
+        weights = hugging_face_weights(natten_weights()) | {
+            f"attention.{name}": array for name, array in change.items()
+        }
         model = {f"nat.{i}.{name}": array for i in (0, 1) for name, array in weights.items() if array is not None}
         with pytest.raises(ValueError, match=message):
             convert.linen_params(model, HEADS, prefix=prefix)
@@ -223,7 +225,7 @@ class TestConvert:
             convert.load_nnx(nnx_module(1), natten_weights(qkv_bias=False))
 
     @pytest.mark.parametrize(
-        ("of", "shown"),
+        ("change", "shown"),
         [
             (lambda array: array.astype(object), "object"),
             (lambda array: array.astype(str), "<U"),
@@ -234,12 +236,12 @@ class TestConvert:
             (lambda _: [[1.0], [1.0, 2.0]], ""),
         ],
     )
-    def test_weights_that_are_no_arrays_of_floats(self, of, shown):
+    def test_weights_that_are_no_arrays_of_floats(self, change, shown):
         module = nnx_module(1)
         before = params_of(module)
         for name in ("qkv.weight", "qkv.bias", "proj.weight", "proj.bias"):
             weights = natten_weights(prefix="blocks.")
-            weights[f"blocks.{name}"] = of(weights[f"blocks.{name}"])
+            weights[f"blocks.{name}"] = change(weights[f"blocks.{name}"])
             for call in (
                 lambda weights=weights: convert.linen_params(weights, HEADS, prefix="blocks."),
                 lambda weights=weights: convert.load_nnx(module, weights, prefix="blocks."),

@@ -49,17 +49,17 @@ class TestArguments:
             return {name: each.default for name, each in found if name not in left_out}
 
         # Linen's initializers set metadata.
-        of_nnx = {
+        nnx_parameters = {
             name: default
             for name, default in parameters(NNX[rank].__init__, "self", "rngs", "performance", "in_features").items()
             if not name.endswith("_metadata")
         }
-        of_linen = parameters(LINEN[rank], "parent", "name", "in_features")
+        linen_parameters = parameters(LINEN[rank], "parent", "name", "in_features")
         operator = {**parameters(getattr(natten_jax, f"na{rank}d")), **dataclasses.asdict(Performance())}
-        of_nnx |= {name: operator[name] for name in attention_fn.Performance.__annotations__}
-        assert of_nnx.keys() == of_linen.keys()
+        nnx_parameters |= {name: operator[name] for name in attention_fn.Performance.__annotations__}
+        assert nnx_parameters.keys() == linen_parameters.keys()
         initializers = {"kernel_init", "bias_init"}  # every call of the constructor makes new functions
-        assert all(of_nnx[name] == of_linen[name] for name in of_nnx.keys() - initializers)
+        assert all(nnx_parameters[name] == linen_parameters[name] for name in nnx_parameters.keys() - initializers)
 
     def test_performance_is_all_that_the_operators_have(self):
         others = "query key value kernel_size stride dilation is_causal scale additional_keys additional_values edges"
@@ -270,7 +270,7 @@ class TestDropout:
         module, inputs = nnx_module(1, proj_drop=0.5), inputs_of(1)
         plain = nnx_module(1)(inputs)
 
-        def of_linen(**settings) -> Any:
+        def built_linen(**settings) -> Any:
             twin = LINEN[1](num_heads=HEADS, **WINDOWS[1], proj_drop=0.5, **settings)
             return functools.partial(twin.apply, {"params": params_of(module)}, inputs)
 
@@ -280,11 +280,13 @@ class TestDropout:
             dropped = call(deterministic=False)
             assert (call(deterministic=False) != dropped).any()
         else:
-            call = of_linen()
+            call = built_linen()
             seeded = [call(deterministic=False, dropout_rng=jax.random.key(seed)) for seed in (0, 0, 1)]
             dropped = call(deterministic=False, rngs={"dropout": jax.random.key(1)})
             # The call's argument takes precedence over the constructor's.
-            np.testing.assert_array_equal(of_linen(deterministic=False)(deterministic=True), call(deterministic=True))
+            np.testing.assert_array_equal(
+                built_linen(deterministic=False)(deterministic=True), call(deterministic=True)
+            )
         with pytest.raises(ValueError, match="deterministic"):
             call()
         np.testing.assert_allclose(call(deterministic=True), plain, rtol=1e-6, atol=1e-6)

@@ -56,11 +56,11 @@ def test_training(kind: str) -> None:
     found, expected = train_nnx(mesh), train_nnx()
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
     assert found.params.keys() == expected.params.keys()
-    over_heads, of_biases = {"query": (None, "model"), "out": ("model",)}, {"query": ("model",)}
+    over_heads, bias_axes = {"query": (None, "model"), "out": ("model",)}, {"query": ("model",)}
     for name, array in found.params.items():
         np.testing.assert_allclose(array, expected.params[name], rtol=1e-4, atol=1e-5, err_msg=name)
         _, layer, kind_of_parameter = name.rsplit(".", 2)
-        axes = over_heads if kind_of_parameter == "kernel" else of_biases
+        axes = over_heads if kind_of_parameter == "kernel" else bias_axes
         is_split_kv = layer in ("key", "value") and "0" in name  # of the first layer
         spec = PartitionSpec(*axes.get("query" if is_split_kv else layer, ()))
         assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim), (name, array.sharding, spec)

@@ -11,10 +11,9 @@ from natten_jax import backends
 from tests.support import oracle
 from tests.support.families import BOUNDS, Family, family_named
 from tests.support.float8 import factors_for, scaled
-from tests.support.problems import OF_LOGITS as OPERANDS_OF_LOGITS
-from tests.support.problems import expected_of, lse_dtype
+from tests.support.problems import LOGIT_OPERANDS, expected_of, lse_dtype
 
-from .problem import OF_ENTRIES, Fuzzed
+from .problem import PER_ENTRY_OPERANDS, Fuzzed
 
 #: The tests' bounds hold for hundreds of problems. Of many thousands, some have few elements and exceed them by chance.
 SLACK = 2.0
@@ -32,20 +31,20 @@ SMALLEST_FLOAT16, LARGEST_FLOAT16 = 2.0**-24, 6e4
 SMALLEST_FLOAT32 = 2.0**-126
 SMALLEST = {"float16": SMALLEST_FLOAT16, "float64": 0.0}
 #: For matrix units with 8-bit inputs: relative error of a weight in e4m3, and of accumulated sums.
-OF_E4M3_WEIGHTS, OF_FLOAT8_SUMS = 2.0**-4, 2.0**-12
+E4M3_WEIGHT_BOUND, FLOAT8_SUM_BOUND = 2.0**-4, 2.0**-12
 #: Smallest factor of float16 query gradients with per-head scales.
 SMALLEST_FACTOR = 2.0**-10
 #: GPU kernels clip biases to this limit times the scale. Key-bias columns are also clipped, in float16 to a lower
 #: limit.
 #: In a call with columns, relative biases are clipped to a fraction of the limit.
-LARGEST_LOGIT, LARGEST_LOGIT_OF_FLOAT16_COLUMNS, OF_RELATIVE_BIAS = 1e38, 1e6, 0.2
+LARGEST_LOGIT, LARGEST_LOGIT_OF_FLOAT16_COLUMNS, RELATIVE_BIAS_SHARE = 1e38, 1e6, 0.2
 SMALLEST_SCALE_OF_CLIPPING = 2.0**-10
 #: From this logit magnitude on, GPU kernels round weights in backward passes, by at most this relative error.
-LARGE_LOGIT, OF_WEIGHTS_OF_LARGE_LOGITS = 2.0**40, 0.003
+LARGE_LOGIT, LARGE_LOGIT_WEIGHT_BOUND = 2.0**40, 0.003
 
 
 #: Results in the element type of logits.
-OF_LOGITS = ("lse", *(f"d_{name}" for name in OPERANDS_OF_LOGITS))
+LOGIT_NAMES = ("lse", *(f"d_{name}" for name in LOGIT_OPERANDS))
 
 
 class Excess(NamedTuple):
@@ -117,7 +116,7 @@ def _without_copies(
     copies = problem.copies
     if copies == 1:
         return result, reference, magnitude
-    if name not in ("out", "lse", *(f"d_{each}" for each in OF_ENTRIES)):
+    if name not in ("out", "lse", *(f"d_{each}" for each in PER_ENTRY_OPERANDS)):
         return result, copies * reference, copies * magnitude
     if result.shape != (copies * reference.shape[0], *reference.shape[1:]):
         return result, reference, magnitude
@@ -139,9 +138,9 @@ def _excess(
 ) -> Excess | None:
     if result.shape != reference.shape:
         return Excess(f"{name} of shape {result.shape} instead of {reference.shape}", 0, np.inf, 0)
-    of_logits = getattr(operands, name.removeprefix("d_"), None)
-    expected_dtype = lse_dtype(problem.dtype) if of_logits is None else of_logits.dtype.name
-    if result.dtype.name != (expected_dtype if name in OF_LOGITS else problem.out_dtype):
+    logit_operand = getattr(operands, name.removeprefix("d_"), None)
+    expected_dtype = lse_dtype(problem.dtype) if logit_operand is None else logit_operand.dtype.name
+    if result.dtype.name != (expected_dtype if name in LOGIT_NAMES else problem.out_dtype):
         return Excess(f"{name} of type {result.dtype}", 0, np.inf, 0)
     result = result.astype(np.float64)
     needs_gpu = Family.for_backend(backends.find(problem.backend, problem.operator)).needs_gpu
@@ -170,12 +169,12 @@ def _excess(
         SLACK * BOUNDS[problem.out_dtype] * max(size, share * terms) + LOGIT_ROUNDINGS * epsilon * steepness * terms
     )
     if problem.is_float8 and family_named(problem.family).rounds_weights:
-        allowed += OF_FLOAT8_SUMS * steepness * terms
+        allowed += FLOAT8_SUM_BOUND * steepness * terms
         if name == "out":
             spread = oracle.spread(operands, problem.mask(), problem.case.actual_scale)
-            allowed += OF_E4M3_WEIGHTS * float(np.linalg.norm(spread))
+            allowed += E4M3_WEIGHT_BOUND * float(np.linalg.norm(spread))
     if needs_gpu and name.startswith("d_") and max(map(_largest, operands[6:])) >= LARGE_LOGIT:
-        allowed += SLACK * OF_WEIGHTS_OF_LARGE_LOGITS * terms
+        allowed += SLACK * LARGE_LOGIT_WEIGHT_BOUND * terms
     # Numbers below the type's smallest number are flushed to zero in results, weights and gradients.
     largest = max(*map(_largest, operands[:6]), *(_largest(each, oracle.TIED) for each in operands[6:]))
     tokens = max(operands.query[0, ..., 0, 0].size, operands.key[0, ..., 0, 0].size)
@@ -191,7 +190,7 @@ def _excess(
 
 def _largest_logit(problem: Fuzzed, operands: oracle.Tensors) -> float:
     """Return the limit to which kernels may clip biases."""
-    share = OF_RELATIVE_BIAS if problem.has_columns and operands.relative_bias is not None else 1
+    share = RELATIVE_BIAS_SHARE if problem.has_columns and operands.relative_bias is not None else 1
     if problem.has_columns and problem.dtype == "float16":
         return LARGEST_LOGIT_OF_FLOAT16_COLUMNS * share
     scale = problem.case.actual_scale if operands.scale is None else operands.scale
@@ -211,7 +210,7 @@ def _as_columns_of_float16(problem: Fuzzed, operands: oracle.Tensors) -> oracle.
 
     limit = LARGEST_LOGIT_OF_FLOAT16_COLUMNS
     return operands._replace(
-        relative_bias=clipped(operands.relative_bias, OF_RELATIVE_BIAS * limit),
+        relative_bias=clipped(operands.relative_bias, RELATIVE_BIAS_SHARE * limit),
         key_bias=clipped(operands.key_bias, limit),
         sinks=clipped(operands.sinks, limit),
     )

@@ -169,10 +169,10 @@ def _direct(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: jax.Ar
     def with_terms(*terms: jax.Array | None) -> tuple[Problem, InputArrays]:
         edges: Any = problem.case.edges or "shift"
         found, arrays = with_biases(described, InputArrays(*tensors[:6]), LogitTerms(None, *terms), edges)
-        arrays = arrays._replace(relative_bias=of_entries(arrays.relative_bias))
+        arrays = arrays._replace(relative_bias=per_entry(arrays.relative_bias))
         return found, arrays if takes_shared else per_head_key_bias(arrays)
 
-    def of_entries(shared: jax.Array | None) -> jax.Array | None:
+    def per_entry(shared: jax.Array | None) -> jax.Array | None:
         """Repeat an operand per batch entry in some problems, as in vmapped calls."""
         if shared is None or problem.seed % 4 != 0:
             return shared
@@ -181,16 +181,16 @@ def _direct(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: jax.Ar
     takes_shared = "shared_key_bias" in backends.find(problem.backend, problem.operator).capabilities.takes
     terms = tensors.relative_bias, tensors.key_bias
     described, arrays = with_terms(*terms)
-    _, of_terms = jax.vjp(lambda *terms: with_terms(*terms)[1][6:9], *terms)
+    _, term_gradients = jax.vjp(lambda *terms: with_terms(*terms)[1][6:9], *terms)
     backend, plans = plans_of(problem.backend, described, Performance(**problem.tiles))
     sinks = tensors.sinks
     if sinks is not None:
-        arrays = arrays._replace(sinks=of_entries(sinks[None, :, None]))
+        arrays = arrays._replace(sinks=per_entry(sinks[None, :, None]))
     operands = Operands(arrays, None if origins is None else jnp.asarray(origins))
     saved = backend.forward(plans["forward"], operands, saves=True)
     gradients = backend.backward(plans["backward"], operands, saved, Cotangents(*cotangents))
     if factors is not None and gradients.scale is not None:
         gradients = gradients._replace(scale=gradients.scale.sum(axis=tuple(range(2 - factors.ndim))))
-    of_sinks = None if gradients.sinks is None else gradients.sinks.sum(axis=(0, 2))
-    found = oracle.Tensors(*gradients[:6], *of_terms(gradients[6:9]))._replace(sinks=of_sinks)
+    sink_gradient = None if gradients.sinks is None else gradients.sinks.sum(axis=(0, 2))
+    found = oracle.Tensors(*gradients[:6], *term_gradients(gradients[6:9]))._replace(sinks=sink_gradient)
     return (saved.out, saved.logsumexp), found

@@ -83,8 +83,8 @@ class Kernels:
             is_direct=True,
         )
         if case.queries is None and rng.random() < 0.25:
-            of_queries, of_keys = (tuple(_range(rng, extent) for extent in case.layout) for _ in range(2))
-            problem = dataclasses.replace(problem, queries=of_queries, keys=of_keys)
+            query_ranges, key_ranges = (tuple(_range(rng, extent) for extent in case.layout) for _ in range(2))
+            problem = dataclasses.replace(problem, queries=query_ranges, keys=key_ranges)
         return problem
 
     def _size(self, problem: Fuzzed) -> float:

@@ -17,7 +17,7 @@ def placed(rng: np.random.Generator, case: Case, family: Family) -> Case:
     """Return the problem with a random combination of query box, padding and upsampled queries, or unchanged."""
     kinds = rng.random(3) < (0.5, 0.5, 0.3)
     if case.queries is not None:
-        return _of_sequences(rng, case, kinds[0], kinds[1] and "own_extents" in family.capabilities.takes)
+        return _with_sequences(rng, case, kinds[0], kinds[1] and "own_extents" in family.capabilities.takes)
     if kinds[0]:
         box = tuple(int(rng.integers(1, extent + 1)) for extent in case.layout)
         case = dataclasses.replace(case, box=box, origins=_origins(rng, case, box))
@@ -33,7 +33,7 @@ def placed(rng: np.random.Generator, case: Case, family: Family) -> Case:
     return case
 
 
-def _of_sequences(rng: np.random.Generator, case: Case, is_box: bool, is_padded: bool) -> Case:
+def _with_sequences(rng: np.random.Generator, case: Case, is_box: bool, is_padded: bool) -> Case:
     (keys,), queries = case.layout, case.queries
     assert queries is not None
     if is_box:
@@ -41,8 +41,8 @@ def _of_sequences(rng: np.random.Generator, case: Case, is_box: bool, is_padded:
         case = dataclasses.replace(case, origins=_origins(rng, case, (min(queries, keys),)))
     if is_padded:
         lengths = tuple((int(n),) for n in rng.integers(1, keys + 1, case.batch))
-        of_queries = tuple(int(n) for n in rng.integers(1, min(queries, case.queries or 1) + 1, case.batch))
-        case = dataclasses.replace(case, extents=lengths, query_lengths=of_queries if rng.random() < 0.5 else None)
+        query_lengths = tuple(int(n) for n in rng.integers(1, min(queries, case.queries or 1) + 1, case.batch))
+        case = dataclasses.replace(case, extents=lengths, query_lengths=query_lengths if rng.random() < 0.5 else None)
     return case
 
 

@@ -19,7 +19,7 @@ from natten_jax.problem import Operator, Problem, problem_of
 from tests.support import oracle
 from tests.support.cases import as_attention, random_case
 from tests.support.families import FLOAT8, Family
-from tests.support.float8 import OF_BLOCKS, OF_HEADS, factors_for
+from tests.support.float8 import BLOCK_KINDS, HEAD_KINDS, factors_for
 from tests.support.plans import plans_of
 from tests.support.problems import Case
 
@@ -48,7 +48,7 @@ MANY_KEYS, BIASED_BESIDE_MANY_KEYS, RING_TILES = 0.03, 0.15, 0.85
 #: Fraction of problems with spoiled numbers in operands added to logits, if a problem has such operands.
 SPOILED_BIASES = 0.15
 #: Operands with a batch dimension.
-OF_ENTRIES = ("query", "key", "value", "additional_keys", "additional_values", "key_bias")
+PER_ENTRY_OPERANDS = ("query", "key", "value", "additional_keys", "additional_values", "key_bias")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,9 +153,9 @@ class Fuzzed:
             return np.concatenate([array] * self.copies)
 
         operands, (d_out, d_lse) = inputs
-        given = {name: getattr(operands, name) for name in OF_ENTRIES}
-        of_entries = {name: copied(array) for name, array in given.items() if array is not None}
-        return operands._replace(**of_entries), (copied(d_out), copied(d_lse))
+        given = {name: getattr(operands, name) for name in PER_ENTRY_OPERANDS}
+        copies_of_operands = {name: copied(array) for name, array in given.items() if array is not None}
+        return operands._replace(**copies_of_operands), (copied(d_out), copied(d_lse))
 
     def _drawn_inputs(self) -> Inputs:
         query, key, value, keys, values, scale, table, key_bias, sinks = self.case.host_operands(self.dtype, self.seed)
@@ -201,14 +201,14 @@ class Fuzzed:
 
     def mask(self) -> np.ndarray:
         """Visibility ``[query tokens, key tokens]`` of the inputs."""
-        return self._of_part(self.case.mask())
+        return self._cut_part(self.case.mask())
 
     def entries(self) -> np.ndarray | None:
         """Return the oracle's relative bias index of each query/key pair of the inputs."""
         found = self.case.entries()
-        return None if found is None else self._of_part(found)
+        return None if found is None else self._cut_part(found)
 
-    def _of_part(self, pairs: np.ndarray) -> np.ndarray:
+    def _cut_part(self, pairs: np.ndarray) -> np.ndarray:
         """Crop an array over query/key pairs to the part that is run."""
         if self.queries is None or self.keys is None:
             return pairs
@@ -281,13 +281,13 @@ def draw_where(
         case = dataclasses.replace(case.with_heads(case.heads // case.heads_kv, 1), batch=1)
     if rng.choice(operators) == "fmha":
         case = as_attention(rng, case, int(rng.choice([20, 150, 400])))
-    copies, of_many_keys = 1, np.random.default_rng([seed, number, 4])
-    has_many_keys = family.needs_gpu and case.queries is None and of_many_keys.random() < share_of_many_keys
+    copies, rng_many_keys = 1, np.random.default_rng([seed, number, 4])
+    has_many_keys = family.needs_gpu and case.queries is None and rng_many_keys.random() < share_of_many_keys
     if has_many_keys:
-        case, copies = with_many_keys(of_many_keys, case)
+        case, copies = with_many_keys(rng_many_keys, case)
     case = case.with_edges_of(family)
     case = _with_logit_terms(np.random.default_rng([seed, number, 1]), case, family)
-    if has_many_keys and of_many_keys.random() > BIASED_BESIDE_MANY_KEYS:
+    if has_many_keys and rng_many_keys.random() > BIASED_BESIDE_MANY_KEYS:
         case = dataclasses.replace(case, **_NO_BIASES)
     if is_direct and "sinks" not in family.capabilities.takes:  # elsewhere the operators apply sinks, not the kernels
         case = dataclasses.replace(case, sinks=False)
@@ -310,16 +310,16 @@ def draw_where(
         copies=copies,
     )
     if has_many_keys:
-        of_half = [dtype for dtype in family.dtypes if dtype in ("float16", "bfloat16")]
-        problem = dataclasses.replace(problem, dtype=str(of_many_keys.choice(of_half)))
+        half_dtypes = [dtype for dtype in family.dtypes if dtype in ("float16", "bfloat16")]
+        problem = dataclasses.replace(problem, dtype=str(rng_many_keys.choice(half_dtypes)))
     problem = with_supported_terms(problem, family)
     if not is_direct and spoiled is None and rng.random() < 0.4:
         problem = dataclasses.replace(problem, case=placed(rng, problem.case, family), copies=1)
     # Wrapped dimensions cannot be split into parts: the tokens next to a part are its neighbors' in the whole layout.
     can_be_part = case.queries is None and "wrap" not in (case.edges or ())
     if is_direct and can_be_part and rng.random() < 0.25:
-        of_queries, of_keys = (tuple(_range(rng, extent) for extent in case.layout) for _ in range(2))
-        problem = dataclasses.replace(problem, queries=of_queries, keys=of_keys)
+        query_ranges, key_ranges = (tuple(_range(rng, extent) for extent in case.layout) for _ in range(2))
+        problem = dataclasses.replace(problem, queries=query_ranges, keys=key_ranges)
     if not is_direct and spoiled is None and family.float8_dtypes:
         problem = _in_8_bits(np.random.default_rng([seed, number, 2]), problem, family)
     if spoiled is None:
@@ -355,7 +355,7 @@ def _in_8_bits(rng: np.random.Generator, problem: Fuzzed, family: Family) -> Fuz
     if rng.random() > 0.2 or problem.copies > 1 or (family.rounds_weights and problem.case.key_bias is not None):
         return problem
     has_blocks = problem.case.additional == 0 and not family.rounds_weights
-    kinds = [None, *OF_HEADS, *OF_BLOCKS * has_blocks]
+    kinds = [None, *HEAD_KINDS, *BLOCK_KINDS * has_blocks]
     dtype = str(rng.choice(family.float8_dtypes))
     found = dataclasses.replace(problem, dtype=dtype, factors=kinds[int(rng.integers(len(kinds)))])
     backend = backends.find(problem.backend, problem.operator)
@@ -476,8 +476,8 @@ def _tile_pair(problem: Fuzzed, backend: Backend, pass_: Pass, rng: np.random.Ge
     if problem.copies > 1 and rng.random() < RING_TILES:
         by_kernels = list(ring_pairs(backend, described, device, pass_).values())
         if by_kernels:
-            of_kernels = by_kernels[int(rng.integers(len(by_kernels)))]
-            return of_kernels[int(rng.integers(len(of_kernels)))]
+            kernel_tiles = by_kernels[int(rng.integers(len(by_kernels)))]
+            return kernel_tiles[int(rng.integers(len(kernel_tiles)))]
     kind = str(rng.choice(["none", "listed", "any"], p=[0.1, 0.3, 0.6]))  # kernels rank their tiles slowly
     if _goes_around_directly(problem):  # few tokens may need listed tiles, which are seldom drawn
         kind = "listed"

@@ -21,7 +21,7 @@ Inputs = tuple[oracle.Tensors, tuple[np.ndarray, np.ndarray]]
 
 #: Arrays of tokens: operands, and cotangents of output and logsumexp; names of arrays with heads of queries.
 NAMES = (*oracle.Tensors._fields[:5], "d_out", "d_lse")
-OF_QUERIES = ("query", "d_out", "d_lse")
+QUERY_ARRAYS = ("query", "d_out", "d_lse")
 #: Operands that are added to logits, and scales.
 ADDED = ("relative_bias", "key_bias", "sinks", "scale")
 NUMBERS = ("nan", "inf", "-inf")
@@ -120,14 +120,14 @@ class Spoiled:
             if count := int(np.isfinite(rows).sum()):
                 found.append(f"{self.number} in {self.name}: {count} of {rows.size} numbers of {name} are finite")
         reached = self._reached(operands)
-        of_groups = _of_groups(reached, operands) if has_columns else reached
+        spread = _spread_over_groups(reached, operands) if has_columns else reached
         names = ("out", "lse", *(f"d_{field}" for field in oracle.Tensors._fields))
         for name, *pair in zip(names, (*without[0], *without[1]), (*spoiled[0], *spoiled[1]), strict=True):
             if pair[1] is None or (name == "d_scale" and not self.is_added):  # a sum over all entries
                 continue
             # Gradients of biases in columns are gradients of keys, which query heads share.
             is_of_groups = name == "d_key_bias" or self.name == "key_bias"
-            safe = ~(of_groups if is_of_groups else reached)
+            safe = ~(spread if is_of_groups else reached)
             if self.name in ("d_out", "d_lse") and name in ("out", "lse"):
                 safe = np.ones_like(safe)
             one, other = (_by_heads(name, np.asarray(array), safe, _has_heads(operands)) for array in pair)
@@ -168,9 +168,9 @@ class Spoiled:
         batch, heads = operands.query.shape[0], operands.query.shape[-2]
         reached = np.zeros((batch, heads), bool)
         if not self.is_added:
-            of_array = heads if self.name in OF_QUERIES else operands.key.shape[-2]
-            by_head = reached.reshape(batch, of_array, -1)
-            by_head[self.batch % batch, self.head % of_array] = True
+            array_heads = heads if self.name in QUERY_ARRAYS else operands.key.shape[-2]
+            by_head = reached.reshape(batch, array_heads, -1)
+            by_head[self.batch % batch, self.head % array_heads] = True
         elif self.name == "key_bias":
             assert operands.key_bias is not None
             reached[self._index(operands.key_bias.shape, operands)[: 1 + _has_heads(operands)]] = True
@@ -180,7 +180,7 @@ class Spoiled:
         return reached
 
 
-def _of_groups(reached: np.ndarray, operands: oracle.Tensors) -> np.ndarray:
+def _spread_over_groups(reached: np.ndarray, operands: oracle.Tensors) -> np.ndarray:
     """Extend ``[batch, heads]`` to all query heads that share keys."""
     groups = reached.reshape(len(reached), operands.key.shape[-2], -1)
     return np.broadcast_to(groups.any(-1, keepdims=True), groups.shape).reshape(reached.shape)

@@ -31,7 +31,7 @@ from tests.fuzz.session import problems_of
 from tests.fuzz.spoiled import Spoiled
 from tests.support import oracle, programs
 from tests.support.families import family_named
-from tests.support.float8 import OF_BLOCKS, OF_HEADS
+from tests.support.float8 import BLOCK_KINDS, HEAD_KINDS
 from tests.support.plans import plans_of
 from tests.support.problems import Case
 
@@ -265,5 +265,5 @@ def test_every_fact_of_problems_varies_with_the_number_and_follows_from_the_seed
             values[name].add(repr(value))
     assert {name for name, found in values.items() if len(found) == 1} == {"family", "copies", "case.table_size"}
     assert {problem.dtype for problem in problems} == {*CPU.dtypes, *FLOAT8}
-    assert {problem.factors for problem in problems} == {None, *OF_HEADS, *OF_BLOCKS}
+    assert {problem.factors for problem in problems} == {None, *HEAD_KINDS, *BLOCK_KINDS}
     assert {problem.case.rank for problem in problems} == {1, 2, 3}

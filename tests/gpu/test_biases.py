@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 
 _GPU = [family for family in FAMILIES if family.name in ("hopper", "cutlass")]
 
-_OF_EACH_TYPE = [pytest.param(family, dtype, id=f"{family.name}-{dtype}") for family in _GPU for dtype in family.dtypes]
+_WITH_DTYPES = [pytest.param(family, dtype, id=f"{family.name}-{dtype}") for family in _GPU for dtype in family.dtypes]
 
 _HALVES = ("bfloat16", "float16")
 
@@ -40,9 +40,9 @@ _RANDOM_PROBLEMS, _AT_ONCE = 96, 32
 _SLACK = 1.5
 
 
-@pytest.mark.parametrize(("of", "dtype"), _OF_EACH_TYPE)
-def test_biases_of_keys(of: Family, dtype: str) -> None:
-    check_all([Trial(case.fitted(of), dtype) for case in CASES.values()], of, slack=_SLACK)
+@pytest.mark.parametrize(("tested", "dtype"), _WITH_DTYPES)
+def test_biases_of_keys(tested: Family, dtype: str) -> None:
+    check_all([Trial(case.fitted(tested), dtype) for case in CASES.values()], tested, slack=_SLACK)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_biases_of_random_problems(name: str, feature: str) -> None:
 
 
 def test_tables_of_clamped_windows() -> None:
-    of = family_named("cutlass")
+    tested = family_named("cutlass")
     trials = [
         Trial(
             dataclasses.replace(case, relative_bias=True, head_dim=32, key_bias=None, additional=0),
@@ -68,7 +68,7 @@ def test_tables_of_clamped_windows() -> None:
         for name, (asked, case) in CLAMPED_WITH_TABLES.items()
         if name in ("published", "causal", "strided", "cut", "box")
     ]
-    check_all(trials, of, slack=_SLACK)
+    check_all(trials, tested, slack=_SLACK)
 
 
 def windows(layout: Shape, kernel_size: Shape, heads: int = 2, head_dim: int = 32, **facts: Any) -> Case:
@@ -98,23 +98,23 @@ def large_tiles(case: Case) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("dtype", _HALVES)
-@pytest.mark.parametrize("of", _GPU, ids=lambda family: family.name)
-def test_biases_of_keys_in_kernels_for_large_windows(of: Family, dtype: str) -> None:
-    tiles = {name: large_tiles(case) if of.name == "cutlass" else {} for name, case in LARGE_WINDOWS.items()}
+@pytest.mark.parametrize("tested", _GPU, ids=lambda family: family.name)
+def test_biases_of_keys_in_kernels_for_large_windows(tested: Family, dtype: str) -> None:
+    tiles = {name: large_tiles(case) if tested.name == "cutlass" else {} for name, case in LARGE_WINDOWS.items()}
     trials = [Trial(case, dtype, seed, tiles[name]) for name, case in LARGE_WINDOWS.items() for seed in (0, 1)]
-    check_all(trials, of, slack=_SLACK)
+    check_all(trials, tested, slack=_SLACK)
 
 
 @pytest.mark.parametrize("dtype", _HALVES)
-@pytest.mark.parametrize("of", _GPU, ids=lambda family: family.name)
-def test_biases_of_keys_have_all_their_digits(of: Family, dtype: str) -> None:
+@pytest.mark.parametrize("tested", _GPU, ids=lambda family: family.name)
+def test_biases_of_keys_have_all_their_digits(tested: Family, dtype: str) -> None:
     """A constant added to all key biases changes only the logsumexp, and the rounding of weights and outputs."""
     query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 1, 30, 24, 2, 64)), dtype)
     bias = jax.random.normal(jax.random.key(1), (1, 30, 24))
     tiles: dict[str, Any] = {"q_tile_shape": (8, 16), "kv_tile_shape": (8, 16)}
 
     def attend(bias: Any) -> Any:
-        return na2d(query, key, value, (13, 15), key_bias=bias, backend=of.fna, return_lse=True, **tiles)
+        return na2d(query, key, value, (13, 15), key_bias=bias, backend=tested.fna, return_lse=True, **tiles)
 
     (out, logsumexp), (same, moved) = attend(bias), attend(bias + 1000.0)
     # An output may be rounded to the next number, which differs by at most this step. Weights are relative to another
@@ -124,8 +124,8 @@ def test_biases_of_keys_have_all_their_digits(of: Family, dtype: str) -> None:
     np.testing.assert_allclose(np.asarray(moved) - 1000, np.asarray(logsumexp), atol=1e-3)
 
 
-@pytest.mark.parametrize("of", _GPU, ids=lambda family: family.name)
-def test_biases_of_keys_where_blocks_compute_many_query_tiles(of: Family) -> None:
+@pytest.mark.parametrize("tested", _GPU, ids=lambda family: family.name)
+def test_biases_of_keys_where_blocks_compute_many_query_tiles(tested: Family) -> None:
     """Each block computes about 26 tiles of 128 queries: biases of a tile overwrite biases of earlier tiles."""
     side, window, heads, head_dim = 192, 41, 12, 64
     query, key, value = jnp.asarray(
@@ -137,7 +137,7 @@ def test_biases_of_keys_where_blocks_compute_many_query_tiles(of: Family) -> Non
     first, *others = (
         [
             np.asarray(x, np.float32)[0]
-            for x in na2d(query, key, value, window, key_bias=bias, backend=of.fna, return_lse=True, **tiles)
+            for x in na2d(query, key, value, window, key_bias=bias, backend=tested.fna, return_lse=True, **tiles)
         ]
         for _ in range(4)
     )
@@ -156,11 +156,11 @@ def test_biases_of_keys_where_blocks_compute_many_query_tiles(of: Family) -> Non
         np.testing.assert_allclose(first[0][x, y], out, rtol=0.01, atol=5e-3)
 
 
-@pytest.mark.parametrize("of", _GPU, ids=lambda family: family.name)
-def test_gradients_of_biases_of_keys_are_reproducible_with_large_windows(of: Family) -> None:
+@pytest.mark.parametrize("tested", _GPU, ids=lambda family: family.name)
+def test_gradients_of_biases_of_keys_are_reproducible_with_large_windows(tested: Family) -> None:
     """Key bias gradients are reproducible even if other gradients are not: a single block sums each of them."""
     for name in ("heads of 64", "heads of 80", "heads of 256"):
-        check_gradients_repeat(LARGE_WINDOWS[name], of.fna, ("key_bias",))
+        check_gradients_repeat(LARGE_WINDOWS[name], tested.fna, ("key_bias",))
 
 
 _WINDOWS = {
@@ -235,26 +235,27 @@ def test_gradients_of_biases_of_keys_are_reproducible(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("of", "dtype"), [pytest.param(of, dtype, id=f"{of.name}-{dtype}") for of in _GPU for dtype in _HALVES]
+    ("tested", "dtype"),
+    [pytest.param(tested, dtype, id=f"{tested.name}-{dtype}") for tested in _GPU for dtype in _HALVES],
 )
-def test_hidden_keys_count_for_nothing(of: Family, dtype: str) -> None:
+def test_hidden_keys_count_for_nothing(tested: Family, dtype: str) -> None:
     """Hidden keys may hold any values; queries that see only hidden keys have output 0."""
     query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 2, 24, 24, 2, 32)), dtype)
     is_hidden = jnp.zeros((2, 24, 24), bool).at[:, 4:16, 6:].set(True)
     bias = jnp.where(is_hidden, -jnp.inf, 0.0)
 
     def attend(query: Any, key: Any, value: Any, bias: Any) -> Any:
-        out, logsumexp = na2d(query, key, value, 7, key_bias=bias, backend=of.fna, return_lse=True)
+        out, logsumexp = na2d(query, key, value, 7, key_bias=bias, backend=tested.fna, return_lse=True)
         loss = jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.where(jnp.isneginf(logsumexp), 0, logsumexp))
         return loss, (out, logsumexp)
 
     differentiate = jax.jit(jax.grad(attend, (0, 1, 2, 3), has_aux=True))
-    (*gradients, of_bias), (out, logsumexp) = differentiate(query, key, value, bias)
+    (*gradients, bias_gradient), (out, logsumexp) = differentiate(query, key, value, bias)
     assert (np.asarray(out[:, 8, 12], np.float32) == 0).all() and (np.asarray(logsumexp[:, 8, 12]) == -np.inf).all()
     for gradient in gradients:
         assert (np.asarray(gradient[:, 8, 12], np.float32) == 0).all()
         assert np.isfinite(np.asarray(gradient, np.float32)).all()
-    assert (np.asarray(of_bias)[np.asarray(is_hidden)] == 0).all()
+    assert (np.asarray(bias_gradient)[np.asarray(is_hidden)] == 0).all()
 
 
 def test_gradients_of_tables_are_reproducible() -> None:
@@ -404,8 +405,8 @@ def test_scales_and_sinks_of_more_items_than_a_warp_has_lanes(dtype: str, head_d
         tokens = query[first : first + 8].reshape(8, 49, heads, head_dim).astype(jnp.float32)
         with jax.default_matmul_precision("highest"):
             logits = jnp.einsum("bqhd,bkhd->bhqk", tokens, tokens) * scale[:, None, None]
-            of_sinks = jnp.broadcast_to(sinks[:, None, None], (8, heads, 49, 1))
-            weights = jax.nn.softmax(jnp.concatenate([logits, of_sinks], -1), -1)[..., :-1]
+            sink_logits = jnp.broadcast_to(sinks[:, None, None], (8, heads, 49, 1))
+            weights = jax.nn.softmax(jnp.concatenate([logits, sink_logits], -1), -1)[..., :-1]
             expected = jnp.einsum("bhqk,bkhd->bqhd", weights, tokens)
         found = out[first : first + 8].reshape(expected.shape).astype(jnp.float32)
         np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=2e-2, atol=2e-2)

@@ -181,7 +181,7 @@ def test_gradients_are_the_same_in_every_run(case: Case, is_deterministic: bool)
 E4M3 = "float8_e4m3fn"
 
 #: Relative error of a weight that is rounded to e4m3, and of sums of products: the matrix units keep 13 bits.
-OF_WEIGHTS, OF_SUMS = 2.0**-4, 2.0**-12
+WEIGHT_BOUND, SUM_BOUND = 2.0**-4, 2.0**-12
 
 FLOAT8_CASES = {
     "1-D causal": Case((500,), (77,), dilation=(2,), is_causal=(True,), heads=4, heads_kv=2, head_dim=128, batch=2),
@@ -210,10 +210,10 @@ def check(case: Case, kind: str | None, seed: int, **arguments: Any) -> None:
     spread = oracle.spread(wide, case.mask(), case.actual_scale)
     rounding = float(jnp.finfo(out.dtype).eps) / 2
     largest = max(np.linalg.norm(each, axis=-1).max() for each in (wide.query, wide.key))
-    of_logits = OF_SUMS * case.actual_scale * largest**2
+    logit_bound = SUM_BOUND * case.actual_scale * largest**2
     off = np.linalg.norm(np.asarray(out, np.float64) - expected.out)
-    assert off <= OF_WEIGHTS * np.linalg.norm(spread) + (rounding + of_logits) * np.linalg.norm(expected.out)
-    assert np.abs(np.asarray(logsumexp, np.float64) - expected.lse).max() <= of_logits
+    assert off <= WEIGHT_BOUND * np.linalg.norm(spread) + (rounding + logit_bound) * np.linalg.norm(expected.out)
+    assert np.abs(np.asarray(logsumexp, np.float64) - expected.lse).max() <= logit_bound
 
 
 @pytest.mark.parametrize("kind", [None, "tensor", "head"])
@@ -258,7 +258,7 @@ def test_weights_do_not_saturate_where_logits_keep_rising() -> None:
         wide = oracle.Tensors(*(np.asarray(each, np.float64) for each in (query, key, value)))
         mask = oracle.attention_mask(128, tokens, False)
         expected, spread = oracle.forward(wide, mask, scale).out, oracle.spread(wide, mask, scale)
-        assert np.linalg.norm(np.asarray(out, np.float64) - expected) <= OF_WEIGHTS * np.linalg.norm(spread)
+        assert np.linalg.norm(np.asarray(out, np.float64) - expected) <= WEIGHT_BOUND * np.linalg.norm(spread)
 
 
 def test_large_logits_leave_the_largest_alone() -> None:

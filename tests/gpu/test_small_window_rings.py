@@ -97,7 +97,7 @@ def drawn(case: Case, dtype: str, gain: float = 1.0) -> Biased:
     kernel_size = case.window_arguments["kernel_size"]
     shape = (1, *case.layout, case.heads, case.head_dim)
     query, key, value, cotangent = (jax.random.normal(jax.random.key(i), shape, jnp.float32) for i in range(4))
-    of_logsumexp = jax.random.normal(jax.random.key(6), shape[:-1])
+    lse_cotangent = jax.random.normal(jax.random.key(6), shape[:-1])
     if case.relative_bias:
         bias = jax.random.normal(jax.random.key(4), (case.heads, *(2 * k - 1 for k in kernel_size)))
         bias = bias.at[1, 1].set(-jnp.inf)
@@ -107,9 +107,9 @@ def drawn(case: Case, dtype: str, gain: float = 1.0) -> Biased:
         bias = jnp.where(jax.random.bernoulli(jax.random.key(5), 1 / 3, bias.shape), -jnp.inf, bias)
         corner = tuple(slice(0, k + 2) for k in kernel_size)
         bias = bias.at[(..., *corner)].set(-jnp.inf)
-        of_logsumexp = of_logsumexp.at[(0, *corner)].set(0.0)
+        lse_cotangent = lse_cotangent.at[(0, *corner)].set(0.0)
     query, key, value, cotangent = (array.astype(dtype) for array in (gain * query, key, value, cotangent))
-    return Biased(query, key, value, bias, cotangent, of_logsumexp)
+    return Biased(query, key, value, bias, cotangent, lse_cotangent)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -140,43 +140,43 @@ def test_biases(name: str, kind: str, dtype: str, gain: float) -> None:
     case = biased(name, kind)
     arrays = drawn(case, dtype, gain)
     (out, logsumexp), gradients = both_passes(case, tiles_of(case, dtype), arrays)
-    of_out = of_gradients = 3 * BOUNDS[dtype]
+    out_bound = gradient_bound = 3 * BOUNDS[dtype]
     if gain > 100:
         # Most queries see one key and get zero gradients. The other gradients are small differences of rounded outputs:
         # float64 with outputs rounded to bfloat16 is up to 3.9e-2 off.
-        of_gradients = 7e-2
-        of_out = of_out if kind == "table" else of_gradients
-    mask, entries, of_all = case.mask(), case.entries(), np.zeros((1, *case.layout))
+        gradient_bound = 7e-2
+        out_bound = out_bound if kind == "table" else gradient_bound
+    mask, entries, key_bias_sum = case.mask(), case.entries(), np.zeros((1, *case.layout))
     for head in range(case.heads):
         own = slice(head, head + 1)
         query, key, value, upstream = (np.asarray(arrays[i][..., own, :]) for i in (0, 1, 2, 4))
         bias = np.asarray({"table": arrays.bias[own], "heads": arrays.bias[:, own], "tokens": arrays.bias}[kind])
         operands = oracle.Tensors(query, key, value, **{"relative_bias" if kind == "table" else "key_bias": bias})
-        of_lse = np.asarray(arrays.lse_cotangent[..., own])
-        exact = oracle.reference(operands, mask, case.actual_scale, upstream, of_lse, entries=entries)
-        compared = [(out[..., own, :], exact.forward.out, of_out)]
+        upstream_lse = np.asarray(arrays.lse_cotangent[..., own])
+        exact = oracle.reference(operands, mask, case.actual_scale, upstream, upstream_lse, entries=entries)
+        compared = [(out[..., own, :], exact.forward.out, out_bound)]
         compared += [
-            (each[..., own, :], expected, of_gradients)
+            (each[..., own, :], expected, gradient_bound)
             for each, expected in zip(gradients[:3], exact.gradients[:3], strict=True)
         ]
         if kind == "heads":
-            compared.append((gradients.key_bias[:, own], np.asarray(exact.gradients.key_bias), of_gradients))
+            compared.append((gradients.key_bias[:, own], np.asarray(exact.gradients.key_bias), gradient_bound))
         elif kind == "table":
             table = np.asarray(exact.gradients.relative_bias)
-            assert_close(gradients.relative_bias[own], COPIES * table, of_gradients)
+            assert_close(gradients.relative_bias[own], COPIES * table, gradient_bound)
         else:
-            of_all += np.asarray(exact.gradients.key_bias).reshape(of_all.shape)
-        of_rows = np.asarray(logsumexp[..., own])
-        for values in (of_rows, *(np.asarray(each) for each, _, _ in compared)):
+            key_bias_sum += np.asarray(exact.gradients.key_bias).reshape(key_bias_sum.shape)
+        row_lse = np.asarray(logsumexp[..., own])
+        for values in (row_lse, *(np.asarray(each) for each, _, _ in compared)):
             np.testing.assert_array_equal(values, np.broadcast_to(values[:1], values.shape))
         for each, expected, bound in compared:
             assert_close(each[:1], expected, bound)
         is_seen = np.isfinite(exact.forward.lse)
         assert is_seen.all() if kind == "table" else 0 < is_seen.sum() < is_seen.size
-        np.testing.assert_array_equal(of_rows[:1][~is_seen], exact.forward.lse[~is_seen])
-        assert_close(of_rows[:1][is_seen], exact.forward.lse[is_seen], 2e-6)
+        np.testing.assert_array_equal(row_lse[:1][~is_seen], exact.forward.lse[~is_seen])
+        assert_close(row_lse[:1][is_seen], exact.forward.lse[is_seen], 2e-6)
     if kind == "tokens":
-        assert_close(gradients.key_bias[:1], of_all, of_gradients)
+        assert_close(gradients.key_bias[:1], key_bias_sum, gradient_bound)
 
 
 @pytest.mark.parametrize("kind", ["table", "heads"])
@@ -275,8 +275,8 @@ def test_rings_are_exact_to_rounding(name: str, gain: float, dtype: str) -> None
     entry, group = slice(5, 6), case.heads // case.heads_kv
     for head in (0, case.heads - 1):
         own, shared = slice(head, head + 1), slice(head // group, head // group + 1)
-        of_head = zip(operands[:3], (own, shared, shared), strict=True)
-        compared = oracle.Tensors(*(np.asarray(array[entry, ..., heads, :]) for array, heads in of_head))
+        head_arrays = zip(operands[:3], (own, shared, shared), strict=True)
+        compared = oracle.Tensors(*(np.asarray(array[entry, ..., heads, :]) for array, heads in head_arrays))
         exact = oracle.forward(compared, case.mask(), case.actual_scale)
         assert_close(out[entry, ..., own, :], exact.out, BOUNDS[dtype])
         assert_close(logsumexp[entry, ..., own], exact.lse, 2e-6)
@@ -338,11 +338,11 @@ def test_gradients_are_exact_to_rounding(name: str, dtype: str, gain: float) -> 
     cotangent = cotangent_of(arrays.query)
     # Compare the gradients of one batch entry, for one key/value head and the query heads that share it.
     entry, group = slice(2, 3), case.heads // case.heads_kv
-    of_keys = (entry, ..., slice(1, 2), slice(None))
-    of_queries = (entry, ..., slice(group, 2 * group), slice(None))
-    own_of = of_queries, of_keys, of_keys
+    key_slice = (entry, ..., slice(1, 2), slice(None))
+    query_slice = (entry, ..., slice(group, 2 * group), slice(None))
+    own_of = query_slice, key_slice, key_slice
     operands = oracle.Tensors(*(np.asarray(array[own]) for array, own in zip(arrays[:3], own_of, strict=True)))
-    upstream = np.asarray(cotangent[of_queries])
+    upstream = np.asarray(cotangent[query_slice])
     exact = oracle.reference(operands, case.mask(), case.actual_scale, upstream, np.zeros(upstream.shape[:-1]))
     for pair in gradient_tiles(case, dtype):
         found = plain_gradients(case, pair, cotangent, arrays)
@@ -374,7 +374,7 @@ def test_rings_of_batch_entries_do_not_depend_on_others() -> None:
     arrays = plain_arrays("13x13", "bfloat16")
     every = attend("13x13", arrays)
     some = attend("13x13", jax.tree.map(lambda array: array[3:7], arrays))
-    jax.tree.map(lambda found, of_all: np.testing.assert_array_equal(found, of_all[3:7]), some, every)
+    jax.tree.map(lambda found, key_bias_sum: np.testing.assert_array_equal(found, key_bias_sum[3:7]), some, every)
 
 
 def test_a_number_that_is_not_finite_stays_in_its_entry_and_head() -> None:

@@ -231,11 +231,11 @@ class Reader:
                     for inner in region.blocks:
                         given = sources if len(inner.arguments) == len(sources) else None
                         given = given or [everything] * len(inner.arguments)
-                        of_region = self._walk(inner, given, known)
-                        if len(of_region) == len(found):
-                            found = [one | other for one, other in zip(found, of_region, strict=True)]
+                        region_origins = self._walk(inner, given, known)
+                        if len(region_origins) == len(found):
+                            found = [one | other for one, other in zip(found, region_origins, strict=True)]
                             if op.name == "sdy.manual_computation":
-                                found = of_region
+                                found = region_origins
                 kind = op.name.rpartition(".")[2]
                 if kind in _COLLECTIVES:
                     self._lines[f"collective {kind}"] = None

@@ -89,7 +89,7 @@ def test_every_target_of_the_build_is_tested_here() -> None:
     assert targets <= known, targets - known
 
 
-def of_operators(call: Call) -> dict[str, Any]:
+def operator_attributes(call: Call) -> dict[str, Any]:
     """Return the biases of a call, as the arguments of operators; absent biases are omitted."""
     table, keys = (call.operands.get(name, np.zeros(0)) for name in BIASES)
     found = {"relative_bias": table[0].reshape(2, 3, 5, 5)} if table.size else {}
@@ -110,11 +110,11 @@ def test_unchanged_call_runs(target: Target, has_arrays: bool) -> None:
     if target.has_problem and not has_arrays:
         call.operands["origins"] = call.operands["origins"][:0]
         call.operands |= dict.fromkeys({"scales", "sinks"} & call.operands.keys(), np.zeros((0,), np.float32))
-        of_sinks = {"dsinks", "sinks_parts"} & call.results.keys()
-        call.results |= dict.fromkeys(of_sinks, jax.ShapeDtypeStruct((0,), np.float32))
+        sink_results = {"dsinks", "sinks_parts"} & call.results.keys()
+        call.results |= dict.fromkeys(sink_results, jax.ShapeDtypeStruct((0,), np.float32))
         call.operands |= dict.fromkeys(set(BIASES) & call.operands.keys(), np.zeros((0,), np.float32))
-        of_biases = {f"d{name}" for name in BIASES} & call.results.keys()
-        call.results |= dict.fromkeys(of_biases, jax.ShapeDtypeStruct((0,), np.float32))
+        bias_results = {f"d{name}" for name in BIASES} & call.results.keys()
+        call.results |= dict.fromkeys(bias_results, jax.ShapeDtypeStruct((0,), np.float32))
     elif target.has_problem and call.operands["scales"].size:
         call.attributes["scale"] = np.float32(7)  # unused
     results = [
@@ -131,7 +131,7 @@ def test_unchanged_call_runs(target: Target, has_arrays: bool) -> None:
             backend="flex-fna",
             return_lse=True,
             sinks=None if sinks is None else jnp.asarray(sinks),
-            **of_operators(call),
+            **operator_attributes(call),
         )
         tolerance = 1e-5 if target.dtype == np.float32 else 5e-3
         for result, other in zip(results[:2], expected, strict=True):

@@ -254,10 +254,10 @@ def test_lanes_find_entries_in_different_banks(
 ) -> None:
     problem = problem_of((40,) * len(kernel_size), kernel_size)
     line = native.bias_line(axis_rows(problem), tile, group)
-    *_, of_plane, own = (2 * k - 1 for k in kernel_size)
+    *_, plane_offsets, own = (2 * k - 1 for k in kernel_size)
     assert expected is None or line == expected
-    assert reads_of_warp(line, of_plane, tile, group, order) == 1
-    assert all(reads_of_warp(shorter, of_plane, tile, group, order) > 1 for shorter in range(own, line))
+    assert reads_of_warp(line, plane_offsets, tile, group, order) == 1
+    assert all(reads_of_warp(shorter, plane_offsets, tile, group, order) > 1 for shorter in range(own, line))
 
 
 def test_lines_of_one_line_are_not_filled_up() -> None:

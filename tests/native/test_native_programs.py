@@ -133,11 +133,11 @@ def test_apples_linker_is_given_none_of_gnus_options(tmp_path: Path) -> None:
     options = [f"-D{name}={value}" for name, value in definitions.items()]
     command = [cmake, "-G", "Unix Makefiles", f"-S{ROOT / 'csrc'}", f"-B{build}", *options]
     subprocess.run(command, check=True, capture_output=True, text=True)
-    of_library, of_module = (
+    library_options, module_options = (
         (build / "CMakeFiles" / f"{target}.dir" / "link.txt").read_text() for target in ("natten_jax", "_native")
     )
-    assert [option for option in GNU if option in of_library + of_module] == []
-    assert "-dead_strip" in of_library and "-install_name @rpath/libnatten_jax.so" in of_library
-    assert "-rpath,@loader_path" in of_module
+    assert [option for option in GNU if option in library_options + module_options] == []
+    assert "-dead_strip" in library_options and "-install_name @rpath/libnatten_jax.so" in library_options
+    assert "-rpath,@loader_path" in module_options
     installed = (build / "cmake_install.cmake").read_text()
     assert "libnatten_jax.so" in installed and ".dylib" not in installed

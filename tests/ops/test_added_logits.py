@@ -150,8 +150,8 @@ def test_low_products_of_queries_and_keys_have_equal_weights(family: Family, low
     np.testing.assert_allclose(np.asarray(lse, np.float64), -8 * float(query[0, 0, 0, 0]) ** 2, rtol=1e-5)
     mean = np.asarray(value[0, 8:13, 0], np.float64).mean(axis=0)
     np.testing.assert_allclose(np.asarray(out[0, 10, 0], np.float64), mean, atol=0.01)
-    of_value = pullback((jnp.ones_like(out), jnp.zeros_like(lse)))[2]
-    np.testing.assert_allclose(np.asarray(of_value[0, 10], np.float64), 1, atol=0.01)
+    value_gradient = pullback((jnp.ones_like(out), jnp.zeros_like(lse)))[2]
+    np.testing.assert_allclose(np.asarray(value_gradient[0, 10], np.float64), 1, atol=0.01)
 
 
 @pytest.mark.parametrize("number", ["nan", "inf", "min"])

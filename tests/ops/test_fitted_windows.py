@@ -74,14 +74,14 @@ CLAMPED_WITH_TABLES: dict[str, tuple[dict[str, Any], Case]] = {
 }
 
 
-@pytest.mark.parametrize("of", _WITH_TABLES)
-def test_a_table_is_that_of_the_kernel_size_that_was_asked_for(of: Family) -> None:
+@pytest.mark.parametrize("tested", _WITH_TABLES)
+def test_a_table_is_that_of_the_kernel_size_that_was_asked_for(tested: Family) -> None:
     trials = [
         Trial(dataclasses.replace(case, relative_bias=True), dtype, arguments={**asked, "clamp_window": True})
-        for dtype in of.dtypes[:2]
+        for dtype in tested.dtypes[:2]
         for asked, case in CLAMPED_WITH_TABLES.values()
     ]
-    check_all(trials, of)
+    check_all(trials, tested)
 
 
 def test_tables_of_other_windows_are_refused() -> None:

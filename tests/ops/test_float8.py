@@ -40,7 +40,7 @@ attention: Any = natten_jax.attention
 
 #: Runs a test for each family that supports 8-bit arrays here.
 TAKING = pytest.mark.parametrize(
-    "of",
+    "tested",
     [
         pytest.param(family, id=family.name)
         for family in FAMILIES
@@ -99,22 +99,22 @@ def check(
 @TAKING
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("float8", FLOAT8)
-def test_results_are_those_of_the_numbers(name: str, float8: str, of: Family) -> None:
-    check(CASES[name], of, float8, "head")
+def test_results_are_those_of_the_numbers(name: str, float8: str, tested: Family) -> None:
+    check(CASES[name], tested, float8, "head")
 
 
 @TAKING
 @pytest.mark.parametrize("out_dtype", [None, "bfloat16", "float16", "float32"])
-def test_output_has_the_type_that_is_asked_for_and_is_rounded_once(out_dtype: str | None, of: Family) -> None:
+def test_output_has_the_type_that_is_asked_for_and_is_rounded_once(out_dtype: str | None, tested: Family) -> None:
     for kind in (None, "head"):
-        check(CASES["2-D"], of, FLOAT8[0], kind, out_dtype)
+        check(CASES["2-D"], tested, FLOAT8[0], kind, out_dtype)
 
 
 @TAKING
 @pytest.mark.parametrize("kind", ["tensor", "shared head", "block", "block of keys", "block of values"])
 @pytest.mark.parametrize("name", ["1-D causal", "2-D", "3-D", "whole layout", "padded", "attention"])
-def test_factors(kind: str, name: str, of: Family) -> None:
-    check(CASES[name], of, FLOAT8[0], kind, "float32")
+def test_factors(kind: str, name: str, tested: Family) -> None:
+    check(CASES[name], tested, FLOAT8[0], kind, "float32")
 
 
 def operands(*, dtype: str = "float8_e4m3fn", layout: tuple[int, ...] = (8, 12), heads_kv: int = 2) -> list[jax.Array]:
@@ -392,9 +392,9 @@ def test_elements_are_off_by_half_of_their_last_bit(dtype: str, bits: int, most:
     # The last bit follows the exponent; subnormal numbers use the smallest normal exponent.
     exponent = np.maximum(np.floor(np.log2(np.abs(expected / wide))), np.log2(float(jnp.finfo(small.dtype).tiny)))
     assert (np.abs(found - expected) <= wide * 2.0 ** (exponent - bits - 1) * (1 + 1e-5)).all()
-    of_all = {"tensor": None, "head": (1, 2, 4), "block": None}[scale]
+    axes = {"tensor": None, "head": (1, 2, 4), "block": None}[scale]
     if scale != "block":
-        assert (sizes(small).max(axis=of_all) == most).all()
+        assert (sizes(small).max(axis=axes) == most).all()
 
 
 def test_blocks_are_as_equal_as_can_be() -> None:

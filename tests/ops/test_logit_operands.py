@@ -92,8 +92,8 @@ def test_steep_logits_are_as_accurate_as_with_a_number(family: Family, dtype: st
                 parts = gradients, expected.gradients, expected.gradient_magnitude
                 errors.append(relative_error(*(getattr(part, name) for part in parts)))
             found.append(errors)
-    of_number, of_operand = found
-    for one, other in zip(of_number, of_operand, strict=True):
+    from_number, from_operand = found
+    for one, other in zip(from_number, from_operand, strict=True):
         assert other <= 1.05 * one + 1e-7
 
 
@@ -202,12 +202,12 @@ def _dot(one: Any, other: Any) -> Any:
     return sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
 
 
-@pytest.mark.parametrize("of", BOTH)
-def test_gradients_of_tables_are_reproducible(of: Family) -> None:
+@pytest.mark.parametrize("tested", BOTH)
+def test_gradients_of_tables_are_reproducible(tested: Family) -> None:
     case = Case(
         (300,), (190,), stride=(7,), relative_bias=True, key_bias="tokens", sinks=True, batch=3, heads=2, heads_kv=1
     )
-    check_gradients_repeat(case, of.fna, ("relative_bias", "key_bias", "sinks"))
+    check_gradients_repeat(case, tested.fna, ("relative_bias", "key_bias", "sinks"))
 
 
 # Backends.
@@ -269,13 +269,13 @@ def test_other_shapes_and_types_are_refused(rank: int) -> None:
             for run in (call, lambda **operands: jax.eval_shape(lambda each: call(**each), operands)):
                 with pytest.raises(ValueError, match=rf"^{name} has shape "):
                     run(**{name: jnp.ones(shape)})
-        of_scale = name == "scale"
-        for dtype in ("bool", "complex64") if of_scale else ("int8", "complex64", "float8_e5m2"):
-            rule = "scale must be" if of_scale else rf"{name} has dtype {dtype}, but .* are supported"
-            with pytest.raises(TypeError if of_scale else ValueError, match=f"^{rule}"):
+        is_scale = name == "scale"
+        for dtype in ("bool", "complex64") if is_scale else ("int8", "complex64", "float8_e5m2"):
+            rule = "scale must be" if is_scale else rf"{name} has dtype {dtype}, but .* are supported"
+            with pytest.raises(TypeError if is_scale else ValueError, match=f"^{rule}"):
                 call(**{name: jnp.zeros(right, dtype)})
         with pytest.raises(
-            TypeError, match=rf"^{name} must be .*\[" if of_scale else rf"^{name} must be an array, got list"
+            TypeError, match=rf"^{name} must be .*\[" if is_scale else rf"^{name} must be an array, got list"
         ):
             call(**{name: np.zeros(right).tolist()})
     assert jax.eval_shape(lambda: call(key_bias=jnp.zeros((2, 4, *layout)))).shape == array.shape
@@ -336,15 +336,17 @@ def test_every_dtype_is_converted_to_the_accumulator(family: Family) -> None:
 
         inputs = [{name.split()[0]: operand(name, dtype) for name in group} for dtype in (accumulator, *DTYPES)]
         expected, *found = jax.jit(programs, compiler_options=QUICK_COMPILATION)(inputs)
-        total, (of_query, of_operands) = expected
+        total, (query_gradient, operand_gradients) = expected
         assert np.isfinite(np.asarray(total))
-        assert all(each.dtype == accumulator and np.abs(np.asarray(each)).max() > 0 for each in of_operands.values())
-        for dtype, (other_total, (other_of_query, other_of_operands)) in zip(DTYPES, found, strict=True):
+        assert all(
+            each.dtype == accumulator and np.abs(np.asarray(each)).max() > 0 for each in operand_gradients.values()
+        )
+        for dtype, (other_total, (other_query_gradient, other_operand_gradients)) in zip(DTYPES, found, strict=True):
             assert_nearly_equal(other_total, total, accumulator)
-            assert_nearly_equal(other_of_query, of_query, accumulator)
-            for name, other in other_of_operands.items():
+            assert_nearly_equal(other_query_gradient, query_gradient, accumulator)
+            for name, other in other_operand_gradients.items():
                 assert other.dtype == dtype
-                assert_nearly_equal(other, of_operands[name].astype(dtype), accumulator)
+                assert_nearly_equal(other, operand_gradients[name].astype(dtype), accumulator)
 
 
 def test_scales_may_be_integers() -> None:

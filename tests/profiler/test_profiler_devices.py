@@ -50,8 +50,8 @@ def test_a_problem_is_split_over_the_hosts_devices(tmp_path: Path, profiler: Pro
         assert (found["devices"]["count"], found["devices"]["split"]) == (options.devices, options.split)
         assert f"{options.devices} devices, split over {options.split}" in output
         assert f"device {found['devices']['busiest']}, the busiest of {options.devices}" in output
-        of_category = {row["operation"] for row in found["rows"] if row["category"] == "collective"}
-        assert of_category == set(collectives), flags
+        collective_operations = {row["operation"] for row in found["rows"] if row["category"] == "collective"}
+        assert collective_operations == set(collectives), flags
         assert ("Collectives: none" in output) == (not collectives)
         check_times(found, options.devices)
         # Each device launches every kernel once, for any number of devices.

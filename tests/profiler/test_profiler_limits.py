@@ -62,14 +62,17 @@ def test_operands_and_results_fit_the_memory_of_the_device(
 
 def test_devices_hold_their_share_and_parts_of_the_host_all(monkeypatch: pytest.MonkeyPatch) -> None:
     options = dataclasses.replace(parse(["-i", "64", "--batch-size", "4", "--dtype", "fp32"]), devices=4)
-    of_each = 4 * 64 * 64 * 4
+    array_bytes = 4 * 64 * 64 * 4
     mesh = jax.sharding.AbstractMesh((4,), ("devices",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices"))
     monkeypatch.setattr(measure, "sharding_of", lambda options, shape: sharding)
     with monkeypatch.context() as on_gpus:
-        on_gpus.setattr(measure, "default_jax_device", lambda: FakeDevice(of_each))
+        on_gpus.setattr(measure, "default_jax_device", lambda: FakeDevice(array_bytes))
         measure.check_fits(options)
-    for pages, expected in ((4 * of_each, contextlib.nullcontext()), (4 * of_each - 1, pytest.raises(MemoryError))):
+    for pages, expected in (
+        (4 * array_bytes, contextlib.nullcontext()),
+        (4 * array_bytes - 1, pytest.raises(MemoryError)),
+    ):
         monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": pages}.__getitem__)
         with expected:
             measure.check_fits(options)

@@ -362,8 +362,8 @@ def test_runs_of_a_program_are_iterations_of_each_device(trace_path: Path) -> No
     events = [each for each in capture.tpu_events(ProfileData.from_file(str(trace_path))) if each.module == "jit_step"]
     devices = capture.by_device(events)
     assert list(devices) == [0, 1]
-    for of_device in devices.values():
-        parts = capture.split(of_device, 2)
+    for device_events in devices.values():
+        parts = capture.split(device_events, 2)
         assert parts is not None and [len(part) for part in parts] == [7, 7]
         assert {each.number for part in parts for each in part} == {77}
 

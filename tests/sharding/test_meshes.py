@@ -86,11 +86,11 @@ def test_modules_on_unsharded_arrays(family: Family, axis_type: str) -> None:
     def results() -> Any:
         inputs = jnp.ones((2, 5, 6, 16), family.dtype)
         options: dict[str, Any] = {"num_heads": 2, "kernel_size": 3, "dtype": family.dtype, "backend": family.fna}
-        of_nnx = nnx.NeighborhoodAttention2D(16, rngs=flax_nnx.Rngs(0), **options)
-        value, gradient = flax_nnx.value_and_grad(lambda module, x: jnp.sum(module(x) ** 2))(of_nnx, inputs)
-        of_linen = linen.NeighborhoodAttention2D(**options)
-        variables = of_linen.init(jax.random.key(0), inputs)
-        loss = jax.value_and_grad(lambda variables: jnp.sum(of_linen.apply(variables, inputs) ** 2))
+        nnx_module = nnx.NeighborhoodAttention2D(16, rngs=flax_nnx.Rngs(0), **options)
+        value, gradient = flax_nnx.value_and_grad(lambda module, x: jnp.sum(module(x) ** 2))(nnx_module, inputs)
+        linen_module = linen.NeighborhoodAttention2D(**options)
+        variables = linen_module.init(jax.random.key(0), inputs)
+        loss = jax.value_and_grad(lambda variables: jnp.sum(linen_module.apply(variables, inputs) ** 2))
         return value, jax.tree.leaves(gradient), loss(variables)
 
     expected = results()

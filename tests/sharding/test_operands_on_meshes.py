@@ -15,8 +15,8 @@ from tests.support.operand_calls import CALLS
 from tests.support.problems import quick
 
 SPLITS: tuple[dict[str, str], ...] = ({"b": "x", "h": "y"}, {"h": "x", "t": "z"})
-_OF_PLAIN_JAX = "weights", "weights, wrap", "mixed values", "merged"
-_OF_BACKENDS = (
+_PLAIN_JAX_CASES = "weights", "weights, wrap", "mixed values", "merged"
+_BACKEND_CASES = (
     "relative bias of clamped windows",
     "extents, every term",
     "origins of entries, every term",
@@ -46,8 +46,8 @@ def arrays_of(call: Any) -> dict[str, jax.Array]:
 @pytest.mark.parametrize(
     ("backend", "name"),
     [
-        *(("flex", name) for name in (*_OF_PLAIN_JAX, "additional, every term")),
-        *(("cpu", name) for name in _OF_BACKENDS),
+        *(("flex", name) for name in (*_PLAIN_JAX_CASES, "additional, every term")),
+        *(("cpu", name) for name in _BACKEND_CASES),
     ],
 )
 def test_split_operands(kind: str, backend: str, name: str) -> None:

@@ -117,12 +117,12 @@ def test_halos_travel_while_kernels_run(pass_: str, set_gains: SetGains) -> None
             found |= set(todo)
         return j in found
 
-    for meanwhile, following, of_slab in zip(passes, passes[1:], (permutes[:2], permutes[2:]), strict=False):
+    for meanwhile, following, slab_permutes in zip(passes, passes[1:], (permutes[:2], permutes[2:]), strict=False):
         # Slabs are cut and their exchange starts once the kernel's queries are ready.
-        (sent,) = {made_by[program[i].invars[0]] for i in of_slab}
-        assert comes_after(meanwhile, sent) and not any(comes_after(meanwhile, i) for i in of_slab)
+        (sent,) = {made_by[program[i].invars[0]] for i in slab_permutes}
+        assert comes_after(meanwhile, sent) and not any(comes_after(meanwhile, i) for i in slab_permutes)
         # Slabs are not read before the kernel has finished.
-        arrived = {program[i].outvars[0] for i in of_slab}
+        arrived = {program[i].outvars[0] for i in slab_permutes}
         (received,) = {i for i in range(len(program)) if read_by(i) & arrived}
         assert comes_after(received, meanwhile) and comes_after(following, received)
         assert names[sent] == names[received] == "optimization_barrier"

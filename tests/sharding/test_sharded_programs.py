@@ -132,9 +132,9 @@ def test_mapped_calls_whose_tokens_are_split(
         split = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
         assert_close(jax.jit(split)(*inputs), jax.jit(expected)(*inputs))
 
-    for axes, its_key, of_key in (((0, 0, 0), key, WHOLE), ((0, None, 0), key[0], P(None, "x"))):
+    for axes, its_key, key_spec in (((0, 0, 0), key, WHOLE), ((0, None, 0), key[0], P(None, "x"))):
         derive = functools.partial(mapped_gradients, axes=axes)
-        inputs, specs = (query, its_key, value, cotangent), (WHOLE, of_key, WHOLE, WHOLE)
+        inputs, specs = (query, its_key, value, cotangent), (WHOLE, key_spec, WHOLE, WHOLE)
         compare(derive(split_attend), derive(attend), specs, (WHOLE, *specs[:3]), inputs)
         part = jax.shard_map(split_attend, mesh=mesh, in_specs=(P(None, "x"),) * 3, out_specs=P(None, "x"))
         assert_close(jax.jit(derive(part))(*inputs), jax.jit(derive(attend))(*inputs))

@@ -172,9 +172,9 @@ def within_shard_map(mode: str, mesh: Any, split: Split, function: Callable[...,
     shapes = jax.eval_shape(function, *arrays_of(split))
 
     def out(kind: str, position: int, shape: Any) -> P:
-        of_key = kind in GRADIENTS and position > 0
+        is_key = kind in GRADIENTS and position > 0
         mapped = (None,) if kind == "vmap" else ()
-        return P(*(*mapped, *(key if of_key else query))[: shape.ndim])
+        return P(*(*mapped, *(key if is_key else query))[: shape.ndim])
 
     specs = {
         kind: jax.tree.unflatten(
@@ -186,7 +186,7 @@ def within_shard_map(mode: str, mesh: Any, split: Split, function: Callable[...,
 
 
 @functools.cache
-def of_one_device(name: str, what: str, kinds: tuple[str, ...]) -> Any:
+def single_device_result(name: str, what: str, kinds: tuple[str, ...]) -> Any:
     """Return the results of a single device, for all modes."""
     # Plain JAX is compared with the CPU kernels; in a build without them, with itself on a single device.
     reference = what if native.path() is None else what.replace("flex", "cpu")
@@ -196,10 +196,10 @@ def of_one_device(name: str, what: str, kinds: tuple[str, ...]) -> Any:
 SIZES = {"x": 4, "y": 2}
 
 
-def shard_of(split: Split, shape: tuple[int, ...], is_mapped: bool, of_key: bool) -> tuple[int, ...]:
+def shard_of(split: Split, shape: tuple[int, ...], is_mapped: bool, is_key: bool) -> tuple[int, ...]:
     """Return the shape of a result on a device."""
     shard = list(shape)
-    for dimension, axes in ((0, split.batch), (2, split.heads_kv_axes if of_key else split.heads)):
+    for dimension, axes in ((0, split.batch), (2, split.heads_kv_axes if is_key else split.heads)):
         for name in axes if isinstance(axes, tuple) else (axes,):
             shard[int(is_mapped) + dimension] //= SIZES.get(name, 1)
     return tuple(shard)
@@ -216,16 +216,16 @@ def check(mode: str, mesh: Mesh, name: str, what: str) -> None:
     compiled = jax.jit(function).lower(*placed).compile(compiler_options=QUICK_COMPILATION)
     allowed = {"all-reduce"} if name in REDUCING and what != "merge" else set()
     assert collectives(compiled) <= allowed, (mode, name)
-    found, expected = compiled(*placed), of_one_device(name, what, kinds)
+    found, expected = compiled(*placed), single_device_result(name, what, kinds)
     for kind in found:
         pairs = zip(jax.tree.leaves(found[kind]), jax.tree.leaves(expected[kind]), strict=True)
         for position, (one, other) in enumerate(pairs):
             is_bitwise = kind in ("forward", "scan") and what.startswith("cpu")
             note = f"{mode} {name} {kind} {position}"
             np.testing.assert_allclose(one, other, rtol=0, atol=0 if is_bitwise else 2e-5, err_msg=note)
-            of_key = kind in GRADIENTS and position > 0
-            if not (of_key and what == "merge"):  # key gradients are zero: only the query is merged
-                assert one.sharding.shard_shape(one.shape) == shard_of(split, one.shape, kind == "vmap", of_key), note
+            is_key = kind in GRADIENTS and position > 0
+            if not (is_key and what == "merge"):  # key gradients are zero: only the query is merged
+                assert one.sharding.shard_shape(one.shape) == shard_of(split, one.shape, kind == "vmap", is_key), note
 
 
 def is_core(what: str, mode: str) -> bool:

@@ -263,8 +263,8 @@ class Case:
         found = oracle.Tensors(padded(query, real_queries), padded(key, real_keys), padded(value, real_keys), *others)
         if found.key_bias is None:
             return found
-        of_keys = self.real_keys() if self.key_bias == "tokens" else self.real_keys()[:, None]
-        return found._replace(key_bias=padded(found.key_bias, of_keys))
+        is_real = self.real_keys() if self.key_bias == "tokens" else self.real_keys()[:, None]
+        return found._replace(key_bias=padded(found.key_bias, is_real))
 
     def _logit_terms(self, dtype: str, seed: int) -> tuple[np.ndarray | None, ...]:
         """Return relative bias, key bias and sinks."""
@@ -272,10 +272,10 @@ class Case:
         window = self.table_size or self.kernel_size or self.layout
         heads = (self.heads,) if self.key_bias == "heads" else ()
         table = rng.standard_normal((self.heads, *(2 * size - 1 for size in window)))
-        of_keys = rng.standard_normal((self.batch, *heads, *self.layout))
-        of_keys[rng.random(of_keys.shape) < self.hidden] = -np.inf
+        key_bias = rng.standard_normal((self.batch, *heads, *self.layout))
+        key_bias[rng.random(key_bias.shape) < self.hidden] = -np.inf
         sinks = rng.standard_normal(self.heads)
-        asked = (table, self.relative_bias), (of_keys, self.key_bias is not None), (sinks, self.sinks)
+        asked = (table, self.relative_bias), (key_bias, self.key_bias is not None), (sinks, self.sinks)
         return tuple([array.astype(dtype) if is_asked else None for array, is_asked in asked])
 
     def entries(self) -> np.ndarray | None:

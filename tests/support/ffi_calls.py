@@ -289,7 +289,7 @@ def good_call(target: Target) -> Call:
         "dilation": (2, 1, 2),
         "ends": (0, 1, 0),
     }
-    of_problem = {
+    problem_attributes = {
         "axes": axes_of(fields),
         "q_tile_shape": np.array(target.tiles[0], np.int64),
         "kv_tile_shape": np.array(target.tiles[1], np.int64),
@@ -298,7 +298,7 @@ def good_call(target: Target) -> Call:
     return Call(
         operands,
         {
-            **(of_problem if target.has_problem else {}),
+            **(problem_attributes if target.has_problem else {}),
             **({"queries": np.array(tokens, np.int64)} if target.replaces else {}),
             **{name: np.int64(value) for name, value in target.choices.items()},
         },

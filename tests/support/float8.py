@@ -11,8 +11,8 @@ from tests.support.problems import Case
 
 #: Argument names of the operators.
 NAMES = ("query_scale", "key_scale", "value_scale")
-#: Kinds of factors. ``OF_HEADS`` also apply to additional tokens; ``OF_BLOCKS`` do not.
-OF_HEADS, OF_BLOCKS = ("tensor", "head", "shared head"), ("block", "block of keys", "block of values")
+#: Kinds of factors. ``HEAD_KINDS`` also apply to additional tokens; ``BLOCK_KINDS`` do not.
+HEAD_KINDS, BLOCK_KINDS = ("tensor", "head", "shared head"), ("block", "block of keys", "block of values")
 
 
 def factors_for(kind: str, case: Case, seed: int) -> dict[str, np.ndarray]:
@@ -23,13 +23,13 @@ def factors_for(kind: str, case: Case, seed: int) -> dict[str, np.ndarray]:
         return rng.uniform(0.5, 2, shape).astype(np.float32)
 
     blocks = [math.ceil(extent / math.ceil(extent / 3)) for extent in case.layout]
-    of_heads = (case.batch, case.heads_kv)
+    kv_shape = (case.batch, case.heads_kv)
     shapes: dict[str, tuple[tuple[int, ...], ...]] = {
         "tensor": ((), (), ()),
-        "head": ((case.batch, case.heads), of_heads, of_heads),
-        "shared head": (of_heads, (), of_heads),
+        "head": ((case.batch, case.heads), kv_shape, kv_shape),
+        "shared head": (kv_shape, (), kv_shape),
         "block": ((case.batch, case.heads), *((case.batch, *blocks, case.heads_kv),) * 2),
-        "block of keys": ((), (case.batch, *blocks, case.heads_kv), of_heads),
+        "block of keys": ((), (case.batch, *blocks, case.heads_kv), kv_shape),
         "block of values": ((), (), (case.batch, *blocks, case.heads_kv)),
     }
     return {name: draw(*shape) for name, shape in zip(NAMES, shapes[kind], strict=True)}
@@ -53,11 +53,11 @@ def times_factors(array: np.ndarray, factors: np.ndarray, heads: int) -> np.ndar
 
 def scaled(case: Case, operands: oracle.Tensors, factors: dict[str, np.ndarray]) -> oracle.Tensors:
     """Return the operands in float64, each multiplied by its factors."""
-    of = {"query": "query_scale", "key": "key_scale", "value": "value_scale"}
-    of |= {"additional_keys": "key_scale", "additional_values": "value_scale"}
+    scale_names = {"query": "query_scale", "key": "key_scale", "value": "value_scale"}
+    scale_names |= {"additional_keys": "key_scale", "additional_values": "value_scale"}
     wide = {
-        name: times_factors(array, factors[of[name]], case.heads if name == "query" else case.heads_kv)
+        name: times_factors(array, factors[scale_names[name]], case.heads if name == "query" else case.heads_kv)
         for name, array in operands._asdict().items()
-        if name in of and array is not None
+        if name in scale_names and array is not None
     }
     return operands._replace(**wide)

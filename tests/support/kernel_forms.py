@@ -154,7 +154,7 @@ def run(family: str, form: Form) -> None:
         return backend.backward(plans["backward"], operands, saved, cotangents)
 
     bound = BOUNDS["float16" if form.precision == "tensorfloat32" else form.dtype]  # TF32 has float16's significand
-    of_one_scale: list[Any] = []
+    single_scale_results: list[Any] = []
     for factor, scale in ((1.0, None), (1.0, (problem.scale, problem.scale)), (1.0, SCALES), (LARGE, None)):
         large = jnp.asarray((np.asarray(query, np.float32) * factor).astype(query.dtype))
         operands = Operands(Inputs(large, key, value, keys, values, None if scale is None else jnp.asarray([scale])))
@@ -165,8 +165,8 @@ def run(family: str, form: Form) -> None:
         assert all(np.isfinite(result).all() for result in results), (form, factor)
         if scale != SCALES and factor == 1.0:
             shared = [saved.out, saved.logsumexp, *(each for each in gradients[:5] if each is not None)]
-            of_one_scale = of_one_scale or shared
-            for result, expected in zip(shared, of_one_scale, strict=True):
+            single_scale_results = single_scale_results or shared
+            for result, expected in zip(shared, single_scale_results, strict=True):
                 expected = np.asarray(expected, np.float64)
                 distance = np.linalg.norm(np.asarray(result, np.float64) - expected)
                 assert distance <= bound * np.linalg.norm(expected), (form, distance / np.linalg.norm(expected))

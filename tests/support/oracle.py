@@ -233,8 +233,8 @@ def reference(
     out = weights @ flat.value
     d_out, d_lse = _heads_first(out_cotangent), _heads_first(lse_cotangent[..., None])
     delta = (d_out * out).sum(-1, keepdims=True) - d_lse
-    of_sinks = np.exp(flat.sinks - np.where(np.isfinite(lse), lse, np.inf)[..., None])
-    gradients = _backward(flat, factors, weights, d_out, delta, of_sinks)
+    sink_weights = np.exp(flat.sinks - np.where(np.isfinite(lse), lse, np.inf)[..., None])
+    gradients = _backward(flat, factors, weights, d_out, delta, sink_weights)
 
     sizes = flat._replace(query=np.abs(flat.query), key=np.abs(flat.key), value=np.abs(flat.value))
     out_size, d_out_size = weights @ sizes.value, np.abs(d_out)
@@ -243,7 +243,7 @@ def reference(
         lse_size += (weights * np.abs(np.where(np.isfinite(flat.bias), flat.bias, 0))).sum(-1, keepdims=True)
     lse_size += np.abs(np.where(np.isfinite(lse), lse, 0))[..., None]
     delta_size = (d_out_size * out_size).sum(-1, keepdims=True) + np.abs(d_lse)
-    gradient_sizes = _backward(sizes, np.abs(factors), weights, d_out_size, -delta_size, of_sinks)
+    gradient_sizes = _backward(sizes, np.abs(factors), weights, d_out_size, -delta_size, sink_weights)
     return Reference(
         Forward(_heads_last(out, operands), _heads_last(lse[..., None], operands)[..., 0]),
         _unflatten(gradients, operands, entries),
@@ -262,7 +262,7 @@ class _FlatGradients(NamedTuple):
 
 
 def _backward(
-    flat: _Flat, factors: Array, weights: Array, d_out: Array, delta: Array, of_sinks: Array
+    flat: _Flat, factors: Array, weights: Array, d_out: Array, delta: Array, sink_weights: Array
 ) -> _FlatGradients:
     """Return gradients per query head; given magnitudes and a negative delta, magnitudes of their terms."""
     # Arrays with a number per pair of tokens are by far the largest, so they are read and written as rarely as
@@ -270,15 +270,15 @@ def _backward(
     d_logits = d_out @ flat.value.swapaxes(-1, -2)
     d_logits -= delta
     d_logits *= weights
-    of_keys = d_logits @ flat.key
-    of_queries, of_weights = (matrix.swapaxes(-1, -2) for matrix in (d_logits, weights))
+    logits_times_keys = d_logits @ flat.key
+    d_logits_t, weights_t = (matrix.swapaxes(-1, -2) for matrix in (d_logits, weights))
     return _FlatGradients(
-        factors * of_keys,
-        factors * (of_queries @ flat.query),
-        of_weights @ d_out,
-        flat.query * of_keys,
+        factors * logits_times_keys,
+        factors * (d_logits_t @ flat.query),
+        weights_t @ d_out,
+        flat.query * logits_times_keys,
         d_logits,
-        -of_sinks * delta,
+        -sink_weights * delta,
     )
 
 
@@ -375,15 +375,15 @@ def _by_head(operands: Tensors) -> Array:
     return with_hidden(operands.key_bias).reshape(operands.key.shape[0], heads, -1)
 
 
-def _of_biases(gradients: _FlatGradients, operands: Tensors, entries: Array | None) -> dict[str, Array]:
+def _bias_gradients(gradients: _FlatGradients, operands: Tensors, entries: Array | None) -> dict[str, Array]:
     """Return the gradients of relative bias, key bias and sinks."""
     found: dict[str, Array] = {}
     if operands.relative_bias is not None:
         assert entries is not None
         shape = operands.relative_bias.shape
-        of_tokens = gradients.logits[..., : entries.shape[-1]]
-        of_tokens = of_tokens.sum(0, keepdims=True) if entries.ndim == 2 else of_tokens
-        by_head = of_tokens.swapaxes(0, 1).reshape(shape[0], -1)
+        token_logits = gradients.logits[..., : entries.shape[-1]]
+        token_logits = token_logits.sum(0, keepdims=True) if entries.ndim == 2 else token_logits
+        by_head = token_logits.swapaxes(0, 1).reshape(shape[0], -1)
         tables = [np.bincount(entries.ravel(), each, int(np.prod(shape[1:]))) for each in by_head]
         found["relative_bias"] = np.stack(tables).reshape(shape)
     if operands.key_bias is not None:
@@ -399,17 +399,17 @@ def _unflatten(gradients: _FlatGradients, operands: Tensors, entries: Array | No
     """Sum over the query heads that share a key/value head, and split off additional tokens."""
     heads_kv = operands.key.shape[-2]
 
-    def of_source(gradient: Array, source: Array, additional: Array | None) -> tuple[Array, Array | None]:
+    def split_additional(gradient: Array, source: Array, additional: Array | None) -> tuple[Array, Array | None]:
         batch, heads, tokens, width = gradient.shape
         summed = gradient.reshape(batch, heads_kv, heads // heads_kv, tokens, width).sum(2).swapaxes(1, 2)
         own = tokens if additional is None else tokens - additional.shape[1]
         return summed[:, :own].reshape(source.shape), None if additional is None else summed[:, own:]
 
-    key, additional_keys = of_source(gradients.key, operands.key, operands.additional_keys)
-    value, additional_values = of_source(gradients.value, operands.value, operands.additional_values)
+    key, additional_keys = split_additional(gradients.key, operands.key, operands.additional_keys)
+    value, additional_values = split_additional(gradients.value, operands.value, operands.additional_values)
     scale = None
     if operands.scale is not None:
-        of_heads = gradients.scale.sum((0, 2, 3))
-        scale = of_heads if np.ndim(operands.scale) else of_heads.sum()
-    query, biases = _heads_last(gradients.query, operands), _of_biases(gradients, operands, entries)
+        per_head = gradients.scale.sum((0, 2, 3))
+        scale = per_head if np.ndim(operands.scale) else per_head.sum()
+    query, biases = _heads_last(gradients.query, operands), _bias_gradients(gradients, operands, entries)
     return Tensors(query, key, value, additional_keys, additional_values, scale, **biases)

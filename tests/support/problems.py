@@ -37,7 +37,7 @@ QUICK_COMPILATION = accepted_options(
 quick = functools.partial(jax.jit, compiler_options=QUICK_COMPILATION)
 
 #: Operands that tests pass in the element type of the logits.
-OF_LOGITS = ("scale", "relative_bias", "key_bias", "sinks")
+LOGIT_OPERANDS = ("scale", "relative_bias", "key_bias", "sinks")
 
 
 def relative_error(result: Any, reference: np.ndarray, magnitude: np.ndarray) -> float:
@@ -128,7 +128,7 @@ def errors_of(
             reference = getattr(expected.gradients, name)
             assert (gradient is None) == (reference is None), name
             if gradient is not None:
-                assert gradient.dtype == outputs[name in OF_LOGITS].dtype, name
+                assert gradient.dtype == outputs[name in LOGIT_OPERANDS].dtype, name
                 found[f"d_{name}"] = gradient
                 pairs[f"d_{name}"] = reference, getattr(expected.gradient_magnitude, name)
     return {name: relative_error(found[name], *pairs[name]) for name in found}

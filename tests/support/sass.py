@@ -71,11 +71,11 @@ def early_arrivals(instructions: Iterable[Instruction]) -> list[Instruction]:
     found: list[Instruction] = []
     # Scoreboards of loads that are pending at a loop's end, by the address of its beginning. The highest bit stands for
     # a load without a scoreboard.
-    of_loops: dict[int, int] = {}
+    pending_at: dict[int, int] = {}
     for _ in range(2):
         found, pending = [], 0
         for each in code:
-            pending = (pending | of_loops.get(each.address, 0)) & ~each.waits
+            pending = (pending | pending_at.get(each.address, 0)) & ~each.waits
             if " LDSM" in f" {each.text}":
                 pending = pending | _UNMARKED if each.sets is None else pending & ~_UNMARKED | 1 << each.sets
             elif pending & _UNMARKED and each.sets is not None and _QUEUED.search(each.text):
@@ -83,7 +83,7 @@ def early_arrivals(instructions: Iterable[Instruction]) -> list[Instruction]:
             elif "SYNCS.ARRIVE" in each.text and pending:
                 found.append(each)
             elif (match := _BRANCH.search(each.text)) and (target := int(match[1], 16)) <= each.address:
-                of_loops[target] = of_loops.get(target, 0) | pending
+                pending_at[target] = pending_at.get(target, 0) | pending
     return found
 
 

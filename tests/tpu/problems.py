@@ -81,13 +81,13 @@ def _videos() -> Iterator[tuple[str, Compiled]]:
     yield "HunyuanVideo with text", Compiled(text)
     yield "Wan 480p", Compiled(_video((21, 30, 52), (11, 15, 26), 12))
     yield "Wan 720p", Compiled(_video((21, 45, 80), (11, 23, 40), 12))
-    for of_frame, steps, dilation in (
+    for frame_window, steps, dilation in (
         ((20, 40), (4, 8), (1, 1)),
         ((4, 16), (1, 1), (11, 5)),
         ((12, 16), (4, 1), (1, 5)),
     ):
-        cosmos = _video((16, 44, 80), (16, *of_frame), 16, stride=(1, *steps), dilation=(1, *dilation))
-        yield f"Cosmos {of_frame[0]}x{of_frame[1]}, dilation {dilation[0]}x{dilation[1]}", Compiled(cosmos)
+        cosmos = _video((16, 44, 80), (16, *frame_window), 16, stride=(1, *steps), dilation=(1, *dilation))
+        yield f"Cosmos {frame_window[0]}x{frame_window[1]}, dilation {dilation[0]}x{dilation[1]}", Compiled(cosmos)
     causal = _video((16, 32, 32), (5, 9, 9), 4, is_causal=(True, False, False))
     yield "video, causal frames", Compiled(causal)
 
