@@ -175,7 +175,7 @@ def run_operator(
     place = canonicalize.placement_of(inputs, box)
     is_cropped = box.clamp_window and terms.relative_bias is not None
     asked_size: Any = window.with_extents(problem.kv_layout).kernel_size if is_cropped else None
-    problem, inputs = canonicalize.with_biases(problem, inputs, terms, window.edges, grid, asked_size)
+    problem, inputs = canonicalize.with_biases(problem, inputs, terms, grid, asked_size)
     if place.layouts is not None:
         problem = _with_own_layouts(problem, box)
     problem_as_stated = problem

@@ -23,7 +23,7 @@ from natten_jax.native.module import KERNEL_RANK
 from natten_jax.plan.plan import Request
 from natten_jax.problem import Axis, Operator, Problem
 from natten_jax.sharding.explicit import replicated, reshaped, split_as, split_like
-from natten_jax.windows import EDGES, Edges, WindowArguments
+from natten_jax.windows import WindowArguments
 
 
 def hint_of_heads_first(describe: Callable[[Inputs], Problem], inputs: Inputs) -> str:
@@ -136,13 +136,7 @@ def neighborhood_problem(
 
 
 def attention_problem(
-    query: Shaped,
-    key: Shaped,
-    value: Shaped,
-    scale: float | None,
-    is_causal: Bools,
-    *,
-    is_box: bool = False,
+    query: Shaped, key: Shaped, value: Shaped, scale: float | None, is_causal: Bools, *, is_box: bool = False
 ) -> Problem:
     """Check the arguments of ``attention`` and describe the problem; ``is_box`` as in :func:`neighborhood_problem`."""
     _check_arrays(query, key, value, 4, "attention")
@@ -279,7 +273,6 @@ def with_biases(
     problem: Problem,
     inputs: Inputs,
     terms: LogitTerms,
-    edges: Edges = "shift",
     grid: FinerGrid | None = None,
     kernel_size: Sequence[int] | None = None,
 ) -> tuple[Problem, Inputs]:
@@ -289,7 +282,6 @@ def with_biases(
         problem: The problem without biases.
         inputs: The arrays without biases and sinks.
         terms: The biases and sinks to add.
-        edges: The caller's boundary modes.
         grid: The grid of the queries, if it is finer than the keys' grid and the queries are folded into heads.
         kernel_size: The caller's windows, which determine the shape of the relative bias; needed if the problem's
             windows are clamped.
@@ -311,19 +303,10 @@ def with_biases(
     if relative_bias is not None:
         table = checked_table(problem, relative_bias, kernel_size)
         inputs = inputs._replace(relative_bias=table.reshape(problem.heads, -1)[None])
-        problem = dataclasses.replace(problem, axes=axes_of_offsets(problem.axes, edges))
     if key_bias is not None:
         inputs = _with_key_bias(problem, inputs, key_bias, grid)
     has = dataclasses.replace(problem, relative_bias=relative_bias is not None, key_bias=key_bias is not None)
     return has, inputs
-
-
-def axes_of_offsets(axes: Sequence[Axis], edges: Edges) -> tuple[Axis, ...]:
-    """Return the axes for relative offsets, which wrap if the caller's ``edges`` do, even if windows see all keys."""
-    return tuple(
-        dataclasses.replace(axis, edges="wrap") if edge == "wrap" and axis.kernel_size > 1 else axis
-        for axis, edge in zip(axes, static.choice_tuple("edges", edges, EDGES, len(axes)), strict=True)
-    )
 
 
 def checked_table(problem: Problem, relative_bias: ArrayLike, kernel_size: Sequence[int] | None = None) -> jax.Array:

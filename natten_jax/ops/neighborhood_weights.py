@@ -16,7 +16,7 @@ from natten_jax.arguments.static import Bools, Ints, flag
 from natten_jax.arrays.biases import with_hidden_keys
 from natten_jax.arrays.operands import Inputs, varying_like
 from natten_jax.element_types import ELEMENT_TYPES, WIDE_DTYPES
-from natten_jax.ops.canonicalize import ArrayLike, as_jax_array, axes_of_offsets, checked_table, neighborhood_problem
+from natten_jax.ops.canonicalize import ArrayLike, as_jax_array, checked_table, neighborhood_problem
 from natten_jax.sharding.explicit import run_with_auto_axes
 from natten_jax.windows import Axis, Edges, WindowArguments
 
@@ -91,7 +91,6 @@ def neighborhood_weights(
         factor = jnp.expand_dims(per_head(factors, 1, problem.heads, problem.dtype), range(1, rank + 1))
         factor = jnp.where(jnp.isfinite(factor), factor, jnp.nan)  # otherwise an infinite scale would hide keys
     table = None if relative_bias is None else with_hidden_keys(checked_table(problem, relative_bias))
-    offset_axes = axes_of_offsets(problem.axes, window.edges)
 
     def weights_of(query: jax.Array, key: jax.Array, factor: jax.Array, table: jax.Array | None) -> jax.Array:
         grouped = _grouped(query, problem.heads_kv).astype(accumulator)
@@ -105,7 +104,7 @@ def neighborhood_weights(
                 logits = logits + place.bias(table)
             return jnp.where(place.is_seen(), logits, -jnp.inf)
 
-        logits = jnp.moveaxis(jax.lax.map(logits_of, _places(problem.axes, offset_axes)), 0, -1)
+        logits = jnp.moveaxis(jax.lax.map(logits_of, _places(problem.axes)), 0, -1)
         if return_logits:
             return logits
         if table is None:
@@ -188,7 +187,7 @@ def neighborhood_apply(
 
         by_place = jnp.moveaxis(_grouped(weights, heads_kv), -1, 0)[..., None]
         nothing = jnp.zeros((*by_place.shape[1:-1], width), accumulator)
-        places = _places(axes, axes)
+        places = _places(axes)
         mixed, _ = jax.lax.scan(mixed_with, varying_like(nothing, (weights, value)), (places, by_place))
         return mixed.reshape(*given[:-1], width).astype(value.dtype)
 
@@ -225,14 +224,9 @@ class _Place(NamedTuple):
         return seen[None, ..., None]
 
 
-def _places(axes: Sequence[Axis], offset_axes: Sequence[Axis]) -> _Place:
-    """Stack all window entries along the first axis of the arrays, the last token dimension fastest.
-
-    Args:
-        axes: The token dimensions.
-        offset_axes: The token dimensions for relative offsets (:func:`natten_jax.ops.canonicalize.axes_of_offsets`).
-    """
-    keys, exist, offsets = zip(*map(_keys_of_windows, axes, offset_axes), strict=True)
+def _places(axes: Sequence[Axis]) -> _Place:
+    """Stack all window entries along the first axis of the arrays, the last token dimension fastest."""
+    keys, exist, offsets = zip(*map(_keys_of_windows, axes), strict=True)
     numbers = np.indices([axis.kernel_size for axis in axes]).reshape(len(axes), -1)
 
     def place_arrays(arrays: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
@@ -241,19 +235,17 @@ def _places(axes: Sequence[Axis], offset_axes: Sequence[Axis]) -> _Place:
     return _Place(place_arrays(keys), place_arrays(exist), place_arrays(offsets))
 
 
-def _keys_of_windows(axis: Axis, offset_axes: Axis) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _keys_of_windows(axis: Axis) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the fields of a :class:`_Place` for one dimension, as arrays ``[extent, kernel_size]``."""
     index, group = np.divmod(np.arange(axis.query_extent), axis.dilation)
     lengths = axis.lengths(group)
-    length = lengths[1][:, None]
     start, end = (bound[:, None] for bound in axis.bounds(index, lengths))
     keys = start + np.arange(axis.kernel_size)
     exist = keys < end
     keys = np.where(exist, keys, start)
-    first = offset_axes.bounds(index, lengths)[0][:, None]
-    offsets = first + (keys - first) % length - index[:, None] + axis.kernel_size - 1
+    offsets = keys - index[:, None] + axis.kernel_size - 1
     if axis.edges == "wrap":
-        keys = keys % length
+        keys = keys % lengths[1][:, None]
     return (keys * axis.dilation + group[:, None]).astype(np.int32), exist, offsets.astype(np.int32)
 
 

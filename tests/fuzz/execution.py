@@ -167,8 +167,7 @@ def _direct(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: jax.Ar
     described = problem.description()
 
     def with_terms(*terms: jax.Array | None) -> tuple[Problem, InputArrays]:
-        edges: Any = problem.case.edges or "shift"
-        found, arrays = with_biases(described, InputArrays(*tensors[:6]), LogitTerms(None, *terms), edges)
+        found, arrays = with_biases(described, InputArrays(*tensors[:6]), LogitTerms(None, *terms))
         arrays = arrays._replace(relative_bias=per_entry(arrays.relative_bias))
         return found, arrays if takes_shared else per_head_key_bias(arrays)
 
