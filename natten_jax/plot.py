@@ -120,14 +120,14 @@ def plot_window(
         np.logical_and.outer,
         [(masks == masks[each]).all(1) for masks, each in zip(map(axis_mask, axes), at, strict=True)],
     )
-    seen = _slices(window_mask(layout, at, kernel_size, stride, dilation, is_causal, edges=edges))
-    ax = _draw_cells(ax, seen)
+    seen = window_mask(layout, at, kernel_size, stride, dilation, is_causal, edges=edges)
+    ax = _draw_cells(ax, _slices(seen), _slices(np.ones_like(seen)))
     is_query = np.zeros(sharing.shape, bool)
     is_query[at] = True
-    y, x = np.nonzero(_slices(sharing & ~is_query)[0])
+    y, x = np.nonzero(_slices(sharing & ~is_query))
     if x.size:
         ax.plot(x, y, ".", color=_SHARED, markersize=4)
-    ax.add_patch(_cells(np.argwhere(_slices(is_query)[0]), _QUERY))
+    ax.add_patch(_cells(np.argwhere(_slices(is_query)), _QUERY))
     ax.set_title(_described(axes) if title is None else title, fontsize="medium")
     return ax
 
@@ -171,7 +171,7 @@ def plot_windows(
     """
     (axis,) = problem_of((extent,), kernel_size, stride, dilation, is_causal, edges=edges).axes
     seen = axis_mask(axis)
-    ax = _draw_cells(ax, (seen, np.ones_like(seen)))
+    ax = _draw_cells(ax, seen, np.ones_like(seen))
     itself = np.arange(extent)
     ax.add_patch(_cells(np.stack([itself, itself], axis=1), "none", edge=_QUERY))
     ax.set_xlabel("keys", fontsize="medium")
@@ -201,15 +201,11 @@ def axis_mask(axis: Axis) -> np.ndarray:
     return np.logical_or.reduce(is_inside) & ((queries - tokens) % axis.dilation == 0)
 
 
-def _slices(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Arrange cells in rows and columns, the slices of a video side by side; also return a mask of the real cells."""
+def _slices(cells: np.ndarray) -> np.ndarray:
+    """Arrange cells in rows and columns: the slices of a video are side by side, with gaps of False."""
     cells = cells.reshape((1,) * (3 - cells.ndim) + cells.shape)
-
-    def side_by_side(each: np.ndarray) -> np.ndarray:
-        gaps = (0, 0), (0, 0), (0, 1)
-        return np.pad(each, gaps).swapaxes(0, 1).reshape(each.shape[1], -1)[:, :-1]
-
-    return side_by_side(cells), side_by_side(np.ones_like(cells))
+    with_gaps = np.pad(cells, [(0, 0), (0, 0), (0, 1)])
+    return with_gaps.swapaxes(0, 1).reshape(cells.shape[1], -1)[:, :-1]
 
 
 def _cells(places: np.ndarray, color: str, *, edge: str = "none") -> Any:
@@ -223,8 +219,7 @@ def _cells(places: np.ndarray, color: str, *, edge: str = "none") -> Any:
     return PathPatch(Path(vertices, codes * len(places)), facecolor=color, edgecolor=edge, linewidth=0.8)
 
 
-def _draw_cells(ax: Axes | None, cells: tuple[np.ndarray, np.ndarray]) -> Axes:
-    seen, is_there = cells
+def _draw_cells(ax: Axes | None, seen: np.ndarray, is_there: np.ndarray) -> Axes:
     height, width = seen.shape
     if ax is None:
         try:

@@ -27,14 +27,9 @@ from natten_jax.backends.pallas.tpu import TpuBackend
 from natten_jax.plan.plan import BackendId
 from natten_jax.problem import OPERATORS, Operator
 
-_registered: list[Backend] = [
-    HopperBackend(),
-    BlackwellBackend(),
-    CutlassBackend(),
-    CpuBackend(),
-    TpuBackend(),
-    FlexBackend(),
-]
+#: In order of preference.
+_FAMILIES = HopperBackend, BlackwellBackend, CutlassBackend, CpuBackend, TpuBackend, FlexBackend
+_registered: list[Backend] = [family() for family in _FAMILIES]
 
 
 def registered() -> tuple[Backend, ...]:

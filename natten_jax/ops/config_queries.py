@@ -171,8 +171,8 @@ def _query(name: str, backend: Backend, operator: Operator, pass_: Pass) -> Conf
 
         Example:
             >>> import jax, natten_jax
-            >>> tokens = jax.ShapeDtypeStruct({shape}, "bfloat16")
-            >>> configurations = natten_jax.{name}(tokens{example})
+            >>> tokens = jax.ShapeDtypeStruct((1, 4096, 24, 128), "bfloat16")
+            >>> configurations = natten_jax.{name}(tokens)
 
         Args:
             query: An array of the operator's query, key or value, or a ``jax.ShapeDtypeStruct``.
@@ -181,10 +181,12 @@ def _query(name: str, backend: Backend, operator: Operator, pass_: Pass) -> Conf
             input_tensor: NATTEN's name of ``query``.
             compute_capability: Answer for a GPU of this compute capability, ``"9.0"``, ``(9, 0)`` or ``9.0``, instead
                 of for the default device.
-            **window: {window} as in the operator.
+            **window: Window arguments of the operator, by default of windows as large as the layout; attention has only
+                ``is_causal``.
 
         Returns:
-            Pairs of query and key/value tile {tiles}{schedules}; empty if the backend cannot run the arrays.
+            Pairs of query and key/value tile, each with a kernel schedule if the backend has several; empty if the
+            backend cannot run the arrays. Tiles are shapes for neighborhood attention, and sizes for attention.
 
         Raises:
             ValueError: The arguments do not describe a problem of the operator, or the compute capability is invalid.
@@ -197,14 +199,7 @@ def _query(name: str, backend: Backend, operator: Operator, pass_: Pass) -> Conf
         found = _offered(backend, problem, device, pass_)
         return [tiles if schedule is None else (tiles, schedule) for tiles, schedule in found]
 
-    names = [f"``{each}``" for each in WindowArguments._fields]
     facts = {"name": name, "pass_": pass_, "backend": BackendId(backend.family, operator)}
-    facts["schedules"] = ", each with a kernel schedule" if backend.capabilities.schedules.get(pass_) else ""
-    if operator == "fna":
-        facts |= {"shape": "(1, 256, 256, 24, 128)", "example": ", kernel_size=80", "tiles": "shapes"}
-        facts["window"] = f"{', '.join(names[:-1])} and {names[-1]} (by default windows as large as the layout)"
-    else:
-        facts |= {"shape": "(1, 4096, 24, 128)", "example": "", "tiles": "sizes", "window": "``is_causal``"}
     get_configs.__name__ = get_configs.__qualname__ = name
     get_configs.__doc__ = inspect.cleandoc(get_configs.__doc__ or "").format(**facts)
     return get_configs
