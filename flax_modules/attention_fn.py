@@ -32,14 +32,13 @@ __all__ = ["NeighborhoodAttentionFn", "neighborhood_attention_fn"]
 _OPERATORS = {1: na1d, 2: na2d, 3: na3d}
 #: Names of the token dimensions, by rank.
 _LAYOUTS = {1: "seqlen", 2: "height, width", 3: "depth, height, width"}
-_TOKENS = {1: "a sequence", 2: "an image", 3: "a video or a volume"}
 #: Note for errors about inputs that may be flattened, ``[batch, tokens, features]``.
 _FLATTENED = (
     "the last dimensions are the token layout and the features, so that tokens which are flattened to "
     "[batch, tokens, features] need their layout of {rank} dimensions back"
 )
-#: Standard deviation of initial relative biases, as in published models.
-BIAS_DEVIATION = 0.02
+#: Initializer of relative biases, with the standard deviation of published models.
+draw_bias = jax.nn.initializers.truncated_normal(0.02)
 
 
 class AttentionDropoutWarning(UserWarning):
@@ -255,7 +254,6 @@ class NeighborhoodModule:
             "raises": raises,
             "shape": str((1, *(4,) * cls.rank, 32)),
             "layout": _LAYOUTS[cls.rank],
-            "tokens": _TOKENS[cls.rank],
             "rank": str(cls.rank),
         }.items():
             text = text.replace(f"{{{name}}}", part)

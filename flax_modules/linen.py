@@ -26,7 +26,7 @@ __all__ = ["NeighborhoodAttention1D", "NeighborhoodAttention2D", "NeighborhoodAt
 
 
 class NeighborhoodAttention(NeighborhoodModule, linen.Module):
-    """Multi-head neighborhood attention over {tokens}, with projections, for :mod:`flax.linen`.
+    """Multi-head neighborhood attention over {rank} token dimension(s), with projections, for :mod:`flax.linen`.
 
     {common} Initializers made with ``linen.with_partitioning`` shard the parameters over a device mesh.
 
@@ -167,10 +167,8 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
             with jax.numpy_dtype_promotion("standard"):  # as Flax's own module requires
                 query, key = normalize(name="query_ln")(query), normalize(name="key_ln")(key)
         out_features = in_features if self.out_features is None else self.out_features
-        (attend, shape), table = self._checked(), None
-        if shape is not None:
-            draw = jax.nn.initializers.truncated_normal(common.BIAS_DEVIATION)
-            table = self.param("rpb", draw, shape, self.param_dtype)
+        attend, shape = self._checked()
+        table = None if shape is None else self.param("rpb", common.draw_bias, shape, self.param_dtype)
         zeros = linen.initializers.zeros_init()
         sinks = self.param("sinks", zeros, (num_heads,), self.param_dtype) if self.sinks else None
         flag, rates = self.deterministic if deterministic is None else deterministic, (self.attn_drop, self.proj_drop)
@@ -178,9 +176,8 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
         if dropout_rng is None and flag is not None and not flag and any(rates):
             dropout_rng = self.make_rng("dropout")
         drop = common.drop_of_weights(attn_dropout, flag, dropout_rng)
-        places = {"query_origin": query_origin, "extents": extents, "upsample": upsample}
-        terms = {"relative_bias": table, "key_bias": key_bias, "sinks": sinks}
-        outputs = attend(query, key, value, drop, **places, **terms)
+        terms = {"query_origin": query_origin, "extents": extents, "upsample": upsample, "key_bias": key_bias}
+        outputs = attend(query, key, value, drop, relative_bias=table, sinks=sinks, **terms)
         outputs = project(out_features, "out", self.out_kernel_init, self.out_bias_init, axis=(-2, -1))(outputs)
         return outputs if dropout is None else dropout(outputs, rngs=dropout_rng)
 

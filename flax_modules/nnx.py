@@ -26,7 +26,7 @@ __all__ = ["NeighborhoodAttention1D", "NeighborhoodAttention2D", "NeighborhoodAt
 
 
 class NeighborhoodAttention(NeighborhoodModule, nnx.Module):
-    """Multi-head neighborhood attention over {tokens}, with projections, for :mod:`flax.nnx`.
+    """Multi-head neighborhood attention over {rank} token dimension(s), with projections, for :mod:`flax.nnx`.
 
     {common} Metadata, or initializers made with ``nnx.with_partitioning``, shard the parameters over a device mesh.
 
@@ -124,8 +124,7 @@ class NeighborhoodAttention(NeighborhoodModule, nnx.Module):
         self.query_ln = normalize() if normalize_qk else None
         self.key_ln = normalize() if normalize_qk else None
         shape = common.bias_shape(relative_bias, self.num_heads, self.neighborhood.window)
-        draw = jax.nn.initializers.truncated_normal(common.BIAS_DEVIATION)
-        self.rpb = None if shape is None else nnx.Param(draw(rngs.params(), shape, param_dtype))
+        self.rpb = None if shape is None else nnx.Param(common.draw_bias(rngs.params(), shape, param_dtype))
         self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype)) if flag("sinks", sinks) else None
         # Modules without dropout store no random stream, so that their state has only parameters.
         self.dropout = nnx.Dropout(proj_drop, deterministic=deterministic, rngs=rngs) if proj_drop > 0 else None
@@ -177,10 +176,9 @@ class NeighborhoodAttention(NeighborhoodModule, nnx.Module):
             with jax.numpy_dtype_promotion("standard"):  # as Flax's own module requires
                 query, key = self.query_ln(query), self.key_ln(key)
         table, sinks = (None if each is None else each.get_value() for each in (self.rpb, self.sinks))
-        places = {"query_origin": query_origin, "extents": extents, "upsample": upsample}
-        terms = {"relative_bias": table, "key_bias": key_bias, "sinks": sinks}
+        terms = {"query_origin": query_origin, "extents": extents, "upsample": upsample, "key_bias": key_bias}
         drop = common.drop_of_weights(self.attn_dropout, deterministic, rngs)
-        attended = self.neighborhood(query, key, value, drop, **places, **terms)
+        attended = self.neighborhood(query, key, value, drop, relative_bias=table, sinks=sinks, **terms)
         outputs = self.out(attended, out_sharding=out_sharding)
         if self.dropout is not None:
             outputs = self.dropout(outputs, deterministic=deterministic, rngs=rngs)
