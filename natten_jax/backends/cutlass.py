@@ -121,15 +121,14 @@ def _small_gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: C
     problem, inputs = plan.problem, operands.inputs
     query_arrays = saved.logsumexp, saved.remainder, saved.out, cotangents.out, cotangents.logsumexp
     batch, *tokens, heads = saved.logsumexp.shape
-    additional_parts = native.additional_parts(
-        math.prod(tokens) * problem.heads // problem.heads_kv, problem.additional_kv
-    )
+    count = math.prod(tokens)
+    additional_parts = native.additional_parts(count * problem.heads // problem.heads_kv, problem.additional_kv)
     additional_width = problem.head_dim + problem.head_dim_v
     columns, rows = with_kernel_tiles(problem, plan.tiles)
     tables, sinks = or_nothing(inputs.relative_bias), or_nothing(inputs.sinks)
     added = ffi.layouts_operand(operands), tables, ffi.key_bias_operand(problem, operands), sinks
     results = [
-        _float32(batch, math.prod(tokens), heads, 4),
+        _float32(batch, count, heads, 4),
         # Partial sums over queries for gradients of additional tokens.
         _float32(additional_parts, batch, problem.additional_kv, problem.heads_kv, additional_width),
         _table_products(problem, operands, rows, columns),
@@ -164,14 +163,8 @@ _SCRATCH_BYTES = {
 #: Values of ``jax.default_matmul_precision`` with which XLA also multiplies float32 matrices in TF32. If it is not set,
 #: the kernels are accurate to float32.
 _TF32_PRECISIONS = (
-    "default",
-    "fastest",
-    "bfloat16",
-    "high",
-    "bfloat16_3x",
-    "tensorfloat32",
-    "TF32_TF32_F32",
-    "BF16_BF16_F32",
+    *("default", "fastest", "bfloat16", "BF16_BF16_F32"),
+    *("high", "bfloat16_3x", "tensorfloat32", "TF32_TF32_F32"),
 )
 
 

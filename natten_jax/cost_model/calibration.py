@@ -10,6 +10,7 @@ import difflib
 import functools
 import json
 import math
+import operator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -112,16 +113,9 @@ class Calibration:
 
     def kernel(self, problem: Problem, pair: TilePair, pass_: Pass) -> Kernel | None:
         """Return the smallest calibrated kernel for the heads, tiles and element type, or ``None``."""
-        outer, inner = map(math.prod, outer_and_inner(pair, pass_))
-        wider = max(problem.head_dim, problem.head_dim_v)
-        fitting = [
-            each
-            for each in self.kernels.get(pass_, ())
-            if problem.dtype in (each.dtypes or self.dtypes)
-            and wider <= each.head_dim
-            and outer <= each.outer_tokens
-            and inner <= each.inner_tokens
-        ]
+        size = max(problem.head_dim, problem.head_dim_v), *map(math.prod, outer_and_inner(pair, pass_))
+        able = [each for each in self.kernels.get(pass_, ()) if problem.dtype in (each.dtypes or self.dtypes)]
+        fitting = [each for each in able if all(map(operator.le, size, each.size))]
         return min(fitting, key=lambda each: each.size, default=None)
 
     def rounds(self, tiles: Any, pass_: Pass, kernel: Kernel) -> Any:

@@ -312,10 +312,8 @@ def _split_time(
     inner = sum(call.inner for call in strategy.calls)
     exchange = once if plan.pass_ == "forward" else 2 * once
     # A slab travels during the call before the call that needs it.
-    hidden = sum(
-        min(share * once, kernels * call.inner / inner)
-        for share, call in zip(strategy.travel, strategy.calls, strict=False)
-    )
+    pairs = zip(strategy.travel, strategy.calls, strict=False)
+    hidden = sum(min(share * once, kernels * call.inner / inner) for share, call in pairs)
     if received:
         compute = compute * _LINKS_AWAKE_FACTOR + hidden * _TAKEN
     return SplitTime(devices, plan.tiles, received, compute, exchange, exchange - hidden)
@@ -371,9 +369,8 @@ def gains(plan: Plan, halos: Sequence[Halo], by_keys: HaloStrategy) -> bool:
     calibration = calibration_for(plan.backend.family)
     if calibration is None:
         return False
-    meanwhile, first = (
-        _split_time(plan, halos, strategy, calibration) for strategy in (by_keys, _halos_first(plan, halos))
-    )
+    meanwhile = _split_time(plan, halos, by_keys, calibration)
+    first = _split_time(plan, halos, _halos_first(plan, halos), calibration)
     return meanwhile is not None and first is not None and meanwhile.seconds < first.seconds
 
 
@@ -410,6 +407,5 @@ def _fastest(plan: Plan, parts: tuple[int, ...], pairs: tuple[TilePair, ...]) ->
     if whole == math.inf:
         return plan
     others = [dataclasses.replace(plan, performance=plan.performance.with_tiles(plan.pass_, pair)) for pair in pairs]
-    times = [seconds(other) for other in others]
-    least = min(times)
-    return others[times.index(least)] if least < _CLEARLY_FASTER * whole else plan
+    fastest = min(others, key=seconds)
+    return fastest if seconds(fastest) < _CLEARLY_FASTER * whole else plan

@@ -179,12 +179,7 @@ class JudgedTiles(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 14)
 def judged_tiles(
-    axis: Axis,
-    outer_tile: int,
-    inner_tiles: tuple[int, ...],
-    placement: Placement,
-    pass_: Pass,
-    rows: tuple[Rows, ...],
+    axis: Axis, outer_tile: int, inner_tiles: tuple[int, ...], placement: Placement, pass_: Pass, rows: tuple[Rows, ...]
 ) -> JudgedTiles:
     """Count the tiles of a dimension that row groups with the given ``rows`` see or find full.
 

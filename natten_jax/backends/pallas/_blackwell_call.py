@@ -249,12 +249,8 @@ class Boxes:
 
     def is_full(self, first: Sequence[Scalar]) -> Scalar:
         """Return True if all queries see all keys of a box."""
-        inside = [
-            (at >= core_first) & (at + extent <= core_end)
-            for at, extent, core_first, core_end in zip(
-                first, self.call.box, self.core_firsts, self.core_ends, strict=True
-            )
-        ]
+        bounds = zip(first, self.call.box, self.core_firsts, self.core_ends, strict=True)
+        inside = [(at >= core_first) & (at + extent <= core_end) for at, extent, core_first, core_end in bounds]
         return functools.reduce(jnp.logical_and, inside[self.call.first_dim :])
 
 

@@ -561,12 +561,9 @@ class BackwardBlock:
 
     def _multiply_logits(self, query_slot: Scalar, key_slot: Scalar) -> None:
         """Multiply queries with keys, and cotangents of the output with values, ``[queries, keys]`` each."""
-        memory = self.memory
-        for result, query_operand, key_operand in (
-            (memory.logits, memory.query, memory.key),
-            (memory.products, memory.out_gradient, memory.value),
-        ):
-            gpu.multiply_tiles(self.call.queries, result, query_operand.at[query_slot], key_operand.at[key_slot])
+        lines, memory = self.call.queries, self.memory
+        gpu.multiply_tiles(lines, memory.logits, memory.query.at[query_slot], memory.key.at[key_slot])
+        gpu.multiply_tiles(lines, memory.products, memory.out_gradient.at[query_slot], memory.value.at[key_slot])
         plgpu.tcgen05_commit_arrive(memory.logits_are_in)
 
     def weigh(self, half: int, number: Scalar) -> None:
@@ -595,8 +592,7 @@ class BackwardBlock:
             return sums + jnp.sum(logits * gradients, axis=1) if has_sums else sums
 
         sums = jax.lax.fori_loop(0, owned.count, step, gpu.every_row(0.0))
-        query_operand = memory.sums[0], scale, memory.query, self.results[0]
-        self._write(half, owned, [query_operand])
+        self._write(half, owned, [(memory.sums[0], scale, memory.query, self.results[0])])
         if has_sums:
             plgpu.store(self.results[1].at[call.number(owned.item), half], sums, optimized=False)
 
@@ -617,8 +613,7 @@ class BackwardBlock:
 
         jax.lax.fori_loop(0, owned.count, step, None)
         (key_sums, value_sums), (keys, values) = memory.sums, self.results
-        sums = [(key_sums, scale, memory.key, keys), (value_sums, None, memory.value, values)]
-        self._write(half, owned, sums)
+        self._write(half, owned, [(key_sums, scale, memory.key, keys), (value_sums, None, memory.value, values)])
 
     def _head(self, item: Item) -> Scalar:
         """Return the number of an item's query head among all heads of the batch."""

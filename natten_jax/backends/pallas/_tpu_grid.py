@@ -114,10 +114,11 @@ def query_spec(call: Call, width: int) -> pl.BlockSpec:
 
 def rows_spec(call: Call, count: int) -> pl.BlockSpec:
     """Return the block of statistics of a tile's rows, ``[count, rows]``."""
-    return spec(
-        (call.together, *(None,) * 5, count, call.rows),
-        lambda place, _: (*call.block_of(place.head), place.group, *place.tile, 0, 0),
-    )
+
+    def index(place: Place, _: Any) -> tuple[Any, ...]:
+        return *call.block_of(place.head), place.group, *place.tile, 0, 0
+
+    return spec((call.together, *(None,) * 5, count, call.rows), index)
 
 
 def box_spec(call: Call, width: int) -> pl.BlockSpec:

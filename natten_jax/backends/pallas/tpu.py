@@ -216,9 +216,8 @@ class _Model:
         rows, keys = self.heads * math.prod(q_tile), math.prod(kv_tile)
         boxes = [[-(-span // extent) for span in each] for each, extent in zip(spans, kv_tile, strict=True)]
         visited, programs = math.prod(map(sum, boxes)), math.prod(max(each) * len(each) for each in boxes)
-        query_step, key_step = (
-            _STEP + _LATENCY + self._products(rows, keys, products) for products in (_QUERY_GRADIENT, _KEY_GRADIENTS)
-        )
+        query_step = _STEP + _LATENCY + self._products(rows, keys, _QUERY_GRADIENT)
+        key_step = _STEP + _LATENCY + self._products(rows, keys, _KEY_GRADIENTS)
         query_bundles = (programs - visited) * _STEP + visited * query_step
         query_bundles += math.prod(map(len, spans)) * 2 * _ROW * rows
         pairs = zip(self.axes, kv_tile, strict=True)
