@@ -130,7 +130,5 @@ def without_padding(layouts: jax.Array | None, arrays: _Arrays) -> _Arrays:
         return jnp.where(mask.reshape(*mask.shape, *(1,) * -role.heads_axis), array, 0)
 
     leaves, structure = jax.tree.flatten(arrays)
-    result: _Arrays = jax.tree.unflatten(
-        structure, [cleared(*each) for each in zip(leaves, roles_of(arrays), strict=True)]
-    )
+    result: _Arrays = jax.tree.unflatten(structure, map(cleared, leaves, roles_of(arrays)))
     return result

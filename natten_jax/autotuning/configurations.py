@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from natten_jax import backends
-from natten_jax.arguments.static import shown, warn_of_line
+from natten_jax.arguments.static import hashable, shown, warn_of_line
 from natten_jax.autotuning.tables import TunedPass, TunedTable, in_force, tuned_problem
 from natten_jax.ops.sub_calls import checked_attention_kwargs
 from natten_jax.performance import ATTENTION_NAMES, PASSES, performance_of, tile_names
@@ -170,7 +170,7 @@ def load_tuned(path: str | os.PathLike[str]) -> Tuned:
         _check(arguments)
     except (TypeError, ValueError) as error:  # the message starts with the field's name
         raise ValueError(f"{where}: {_KEY}.{error}") from None
-    return Tuned(None, {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()})
+    return Tuned(None, {name: hashable(value) for name, value in arguments.items()})
 
 
 def _content(path: str | os.PathLike[str]) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from natten_jax.arguments.static import planned_batch
+from natten_jax.arguments.static import hashable, planned_batch
 from natten_jax.performance import KernelSchedule, Pass, Performance, TilePair, tile_names
 from natten_jax.problem import OPERATORS, Operator, Problem
 from natten_jax.windows import Axis
@@ -159,10 +159,7 @@ class Plan:
             content = json.loads(text)
             facts: dict[str, Any] = dict(content["problem"])
             facts["axes"] = tuple(Axis(*axis) for axis in facts["axes"])
-            performance: dict[str, Any] = {
-                name: tuple(value) if isinstance(value, list) else value
-                for name, value in content["performance"].items()
-            }
+            performance = {name: hashable(value) for name, value in content["performance"].items()}
             asked, backend = Performance(**performance), BackendId.parse(content["backend"])
             optional = map(content.get, _OPTIONAL)
             return cls(Problem(**facts), content["pass"], backend, content["platform"], asked, *optional)

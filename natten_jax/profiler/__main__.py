@@ -99,11 +99,8 @@ def _measure(options: Options) -> int:
 
 
 def _search_lines(options: Options, optimum: Optimum) -> Iterator[str]:
-    searching = optimum.wall_seconds - optimum.compile_seconds
-    yield (
-        f"Search: {len(optimum.trials)} measurements in {searching:.1f} s, and {optimum.compile_seconds:.1f} s of "
-        "compilation."
-    )
+    compiling, searching = optimum.compile_seconds, optimum.wall_seconds - optimum.compile_seconds
+    yield f"Search: {len(optimum.trials)} measurements in {searching:.1f} s, and {compiling:.1f} s of compilation."
     if optimum.default_seconds is not None:
         times = f"{report.format_time(optimum.default_seconds)} / {report.format_time(optimum.seconds)}"
         speedup = report.digits(optimum.default_seconds / optimum.seconds)

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from natten_jax import backends, element_types
+from natten_jax.arguments.static import hashable
 from natten_jax.autotuning.tables import table_for, without_configuration
 from natten_jax.cost_model.simulation import TPU_CHIPS
 from natten_jax.halo import bytes_received
@@ -389,9 +390,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
 
 
 def _options(given: argparse.Namespace) -> Options:
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in vars(given).items()
-    }
+    values = {name: hashable(value) for name, value in vars(given).items()}
     for name in (*WindowArguments._fields, "backward_kv_splits"):
         if values[name] is not None and len(values[name]) == 1:
             (values[name],) = values[name]  # for all dimensions

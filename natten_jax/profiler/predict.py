@@ -153,7 +153,7 @@ def _print_listing(listing: Listing, options: Options) -> None:
     rows = []
     for pair in listing.pairs[: options.max_configs or None]:
         simulation = listing.simulate(pair)
-        counts, time = simulation.counts, _time_text(simulation.seconds, "-")
+        counts, time = simulation.counts, "-" if simulation.seconds is None else format_time(simulation.seconds)
         shares = digits(counts.inner_per_outer), f"{counts.full_share:.0%}", f"{counts.wasted_share:.0%}"
         rows.append((*map(tile_text, pair), *[", ".join(listing.schedules)] * has_schedules, *shares, time))
     if len(rows) < len(listing.pairs):
@@ -164,10 +164,6 @@ def _print_listing(listing: Listing, options: Options) -> None:
     if has_schedules:
         schedules = (f"{name} is KernelSchedule.{KernelSchedule(name).natten_name}" for name in listing.schedules)
         print_lines([f"kernel_schedule: {', '.join(schedules)}"])
-
-
-def _time_text(seconds: float | None, unknown: str) -> str:
-    return unknown if seconds is None else format_time(seconds)
 
 
 def _configuration_json(listing: Listing, pair: TilePair) -> dict[str, Any]:
@@ -276,7 +272,7 @@ def _quantities(offered: Listing, simulation: Simulation) -> Iterator[tuple[str,
     yield "speedup over self attention: FLOP-wise", f"{digits(simulation.flop_bound)}X"
     yield "  for these tiles", f"{digits(simulation.tile_bound)}X"
     seconds = simulation.seconds
-    yield "predicted time", _time_text(seconds, "not calibrated")
+    yield "predicted time", "not calibrated" if seconds is None else format_time(seconds)
     yield "predicted TFLOP/s", "-" if seconds is None else digits(simulation.flops / seconds / 1e12)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -88,9 +87,8 @@ class Program:
         module = _decode(proto, _MODULE)
         computations = {each["id"]: each["instructions"] for each in module["computations"]}
         every = [each for inside in computations.values() for each in inside]
-        plans: dict[
-            str, Plan
-        ] = {}  # Every instruction of a pass has the name of its plan, and one instruction has the plan.
+        # Every instruction of a pass has the name of its plan, and one instruction has the plan.
+        plans: dict[str, Plan] = {}
         for each in every:
             each["marks"] = {entry["key"]: entry["value"] for entry in each["attributes"]["map"]}
             # Most instructions lack an attribute, and payloads may be of another version of the package.
@@ -100,10 +98,8 @@ class Program:
         for each in every:
             fused = set[str]()
             if each["opcode"] in ("fusion", "async-start"):
-                called = itertools.chain.from_iterable(
-                    computations.get(number, ()) for number in _packed(each["called"])
-                )
-                fused = {inner["opcode"] for inner in called} - {"parameter", "constant"}
+                called = [computations.get(number, ()) for number in _packed(each["called"])]
+                fused = {inner["opcode"] for inside in called for inner in inside} - {"parameter", "constant"}
             scope = each["metadata"]["op_name"].partition(";")[0]  # merged instructions have several scopes
             plan = plans.get(each["marks"].get(NAME_ATTRIBUTE, ""))
             instructions[each["name"]] = Instruction(each["opcode"], scope, each["target"], plan, frozenset(fused))

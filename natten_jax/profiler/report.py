@@ -258,12 +258,8 @@ def write_csv(path: Path, tables: dict[str, tuple[Row, ...]]) -> None:
 def to_json(result: Result) -> dict[str, Any]:
     """Return a measurement, in seconds, as JSON values."""
     times, options, rows = result.totals, result.options, sum(row.runtime for row in result.rows)
-    devices = {
-        "count": options.devices,
-        "split": options.split,
-        "busiest": result.busiest,
-        "iteration_times": result.device_times,
-    }
+    devices: dict[str, Any] = {"count": options.devices, "split": options.split, "busiest": result.busiest}
+    devices["iteration_times"] = result.device_times
     return {
         **context(options),
         **({"devices": devices} if options.devices > 1 else {}),

@@ -95,9 +95,8 @@ def _run(options: argparse.Namespace) -> None:
             line += f"; {count} run{'s' * (count > 1)} of {format_time(each.seconds / count)}"
         print_lines([line])
     if len(hosts) > 1:
-        print_lines(
-            [f"{len(hosts)} hosts: this is {file.name}, with the most device time. Name a file to read another."]
-        )
+        busiest = f"this is {file.name}, with the most device time"
+        print_lines([f"{len(hosts)} hosts: {busiest}. Name a file to read another."])
 
 
 def hosts_of(
@@ -124,11 +123,6 @@ def hosts_of(
         if busy:
             return dict(sorted(busy.items(), key=lambda host: -sum(each.seconds for each in host[1].values())))
     return {}
-
-
-def programs_of(path: Path, *, with_memory: bool = False) -> dict[str, TracedProgram]:
-    """Return the first host of :func:`hosts_of`."""
-    return next(iter(hosts_of(path, with_memory=with_memory).values()), {})
 
 
 def _programs_in_file(file: Path, with_memory: bool) -> dict[str, TracedProgram]:

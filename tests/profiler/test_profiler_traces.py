@@ -36,7 +36,7 @@ from tests.support.compilation import users_environment
 from tests.support.native_programs import needs_native
 from tests.support.programs import run_command
 from tests.support.protobuf import encoded, field
-from tests.support.traces import rows_by_module
+from tests.support.traces import programs_of, rows_by_module
 
 
 def test_overlapping_steps_share_the_time_and_containers_get_the_rest() -> None:
@@ -291,7 +291,7 @@ def test_shares_add_up_and_averages_are_of_a_step(tmp_path: Path, capsys: pytest
         return x @ x
 
     traced(tmp_path, [step] * 5 + [other], jnp.ones((256, 256)))
-    found = trace_program.programs_of(tmp_path)
+    found = programs_of(tmp_path)
     assert {name: each.runs for name, each in found.items()} == {"jit_step": 5, "jit_other": 1}
 
     def table(*flags: str) -> tuple[list[list[str]], str]:
@@ -341,7 +341,7 @@ def trace_path(tmp_path: Path) -> Path:
 
 
 def test_kernels_have_readable_names_and_loops_only_their_own_time(trace_path: Path) -> None:
-    found = trace_program.programs_of(trace_path)
+    found = programs_of(trace_path)
     assert {name: each.runs for name, each in found.items()} == {"jit_step": 2, "jit_other": 1}
     rows = {row.name.operation: row for row in found["jit_step"].rows}
     attention = {name: row for name, row in rows.items() if row.name.category == "attention"}
