@@ -248,8 +248,6 @@ MaskTiles = Annotated[jax.Array, "_ 1 1 _ tokens"]
 #: A number per row, of tiles or of whole arrays.
 PerRow = Annotated[jax.Array, "... 1"]
 
-#: A number per head.
-PerHead = Annotated[jax.Array, "batch heads"]
 Scalar = Annotated[jax.Array, ""]
 
 

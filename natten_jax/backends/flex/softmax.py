@@ -15,16 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from natten_jax.arrays.operands import Operands, varying_like
-from natten_jax.backends.flex.geometry import (
-    MaskTiles,
-    PairTiles,
-    PerHead,
-    PerRow,
-    RowTiles,
-    Scalar,
-    TokenTiles,
-    ValueTiles,
-)
+from natten_jax.backends.flex.geometry import MaskTiles, PairTiles, PerRow, RowTiles, Scalar, TokenTiles, ValueTiles
 from natten_jax.plan.plan import Plan, carrying_plan
 
 #: A number for all heads, or an array ``[batch, heads]``.
@@ -39,7 +30,7 @@ class Products:
         scale: Scales of the logits per head, which replace the problem's scale; ``None`` to use the problem's scale.
     """
 
-    def __init__(self, plan: Plan, scale: PerHead | None = None):
+    def __init__(self, plan: Plan, scale: Annotated[jax.Array, "batch heads"] | None = None):
         problem = plan.problem
         self.dtype = jnp.dtype(problem.element.accumulator)
         self._heads = problem.heads_kv, problem.heads // problem.heads_kv
