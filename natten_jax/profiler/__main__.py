@@ -40,10 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: Options) -> int:
     is_measured = not (options.dry_run or options.simulate)
     device = default_device() if is_measured else _target_device(options)
-    for name in (options.backend, options.fmha_backend):
-        platform = (
-            None if name is None or name in BASELINES else backends.by_id(BackendId.parse(name)).capabilities.platform
-        )
+    for name in filter(None, (options.backend, options.fmha_backend)):
+        platform = None if name in BASELINES else backends.by_id(BackendId.parse(name)).capabilities.platform
         if platform is not None and not platform.has(device):
             print_message(f"error: {name} runs on {platform}, and this is {device}")
             others = options if is_measured else dataclasses.replace(options, backend=None, fmha_backend=None)

@@ -87,10 +87,8 @@ def print_table(table: Table, file: TextIO | None = None) -> None:
     # Text is not parsed as markup: symbols may contain brackets.
     rich_table = RichTable(title=Text(table.title))
     for i, column in enumerate(table.columns):
-        is_folded = i == table.folded
-        rich_table.add_column(
-            Text(column), justify="center", overflow="fold" if is_folded else "ellipsis", no_wrap=not is_folded
-        )
+        excess: dict[str, Any] = {"overflow": "fold"} if i == table.folded else {"no_wrap": True}
+        rich_table.add_column(Text(column), justify="center", **excess)
     for row in table.rows:
         rich_table.add_row(*map(Text, row))
     if table.footer:
