@@ -187,7 +187,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     Logsumexp logsumexp =
         logsumexp_of_sum(is_second ? sums[1] : sums[0], is_second ? result.shift[1] : result.shift[0], factor);
     if (has_sink) {
-      const float share_of_keys = add_sink(logsumexp, sink);
+      const float share_of_keys = add_sink(logsumexp, added_logit(sink));
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) of_row[r] *= __shfl_sync(0xffffffffu, share_of_keys, r, 4);
     }

@@ -3,7 +3,6 @@
 
 #include "cuda/common/arithmetic.cuh"
 #include "cuda/small/copies.cuh"
-#include "natten_jax/added_logit.h"
 
 namespace natten_jax::small {
 
@@ -33,8 +32,8 @@ class HeadTerms {
   /// Scale of the item's logits in base 2.
   CUTE_DEVICE float exponent_scale() const { return kAreThere ? of_item(exponent_scale_) : p_.exponent_scale; }
 
-  /// The item's sink, or -infinity without sinks. Converted here: a conversion in `take` would wait for the load.
-  CUTE_DEVICE float sink() const { return kAreThere ? added_logit(of_item(sink_)) : -INFINITY; }
+  /// The item's sink as passed by the caller, or -infinity without sinks.
+  CUTE_DEVICE float sink() const { return kAreThere ? of_item(sink_) : -INFINITY; }
 
  private:
   CUTE_DEVICE float of_item(float number) const { return kOfLanes ? __shfl_sync(0xffffffffu, number, place_) : number; }

@@ -127,21 +127,16 @@ struct RingForward {
   /// Adds a sink to the sums of the lane's rows, and writes their logsumexp: of four lanes, the first writes the first
   /// row's, its neighbor the second row's. `of_rows` returns the factors for these rows' sums of weighted values.
   CUTE_DEVICE void write_statistics(const RingUnit& unit, const int (&tokens)[2], float (&sums)[2],
-                                    const float (&shifts)[2], float given_sink, float (&of_rows)[2]) const {
-    float sink = -INFINITY;
-    bool has_sink = false;
-    if (given_sink != -INFINITY) {
-      sink = added_logit(given_sink);  // here: a conversion in sink_of would wait for the load
-      // As an additional weight: merging the sink with the finished row made forward passes 4% longer.
-      has_sink = sink != -INFINITY && !add_sink_to_sums(sums, shifts, sink, factor, tokens);
-    }
+                                    const float (&shifts)[2], float sink, float (&of_rows)[2]) const {
+    // As an additional weight: merging the sink with the finished row made forward passes 4% longer.
+    const bool has_sink = sink != -INFINITY && !add_sink_to_sums(sums, shifts, sink, factor, tokens);
     const bool is_second = threadIdx.x % 2 != 0;
     const int token = is_second ? tokens[1] : tokens[0];
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) of_rows[r] = normalisation(sums[r]);
     Logsumexp logsumexp = logsumexp_of_sum(is_second ? sums[1] : sums[0], is_second ? shifts[1] : shifts[0], factor);
     if (has_sink) {
-      const float share_of_keys = add_sink(logsumexp, sink);
+      const float share_of_keys = add_sink(logsumexp, added_logit(sink));
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) of_rows[r] *= __shfl_sync(0xffffffffu, share_of_keys, r, 4);
     }

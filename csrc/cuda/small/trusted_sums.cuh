@@ -41,7 +41,8 @@ CUTE_DEVICE int is_sum_trusted(float sum, float shift, float factor) {
 constexpr float kMostOfSinkShift = 128.f;
 
 /// Adds a sink to the sums of a lane's two rows, as an additional weight; false if the sum of any of the warp's rows
-/// that is not outside (negative place) would lose digits.
+/// that is not outside (negative place) would lose digits. A sink that hides itself (natten_jax/added_logit.h) gets a
+/// weight of zero without a conversion.
 CUTE_DEVICE bool add_sink_to_sums(float (&sums)[2], const float (&shift)[2], float sink, float factor,
                                   const int (&places)[2]) {
   float with_sink[2];

@@ -57,16 +57,13 @@ NATTEN_JAX_HOST_DEVICE inline float packed_distance(float distance) {
 
 /// Packs a remainder into one number. In a large number the last 12 bits hold the logarithm in units of 2^-7.
 NATTEN_JAX_HOST_DEVICE inline float pack_remainder(const Remainder& remainder) {
-  float distance = remainder.distance, log2_sum = remainder.log2_sum;
-  if (!(__builtin_fabsf(distance) >= kPackedRemainder)) {
-    const float sum = distance + log2_sum;
-    if (!(__builtin_fabsf(sum) >= kPackedRemainder)) return sum;
-    distance = kPackedRemainder;
-    log2_sum = sum - kPackedRemainder;
-  }
+  const float sum = remainder.distance + remainder.log2_sum;
+  if (!(fmaxf(__builtin_fabsf(remainder.distance), __builtin_fabsf(sum)) >= kPackedRemainder)) return sum;
+  const bool is_large = __builtin_fabsf(remainder.distance) >= kPackedRemainder;
+  const float distance = is_large ? packed_distance(remainder.distance) : kPackedRemainder;
+  const float log2_sum = is_large ? remainder.log2_sum : sum - kPackedRemainder;
   const float units = fminf(fmaxf(log2_sum / kPackedUnit + 0.5f, 0.f), static_cast<float>(kPackedBits));
-  return __builtin_bit_cast(
-      float, __builtin_bit_cast(std::uint32_t, packed_distance(distance)) | static_cast<std::uint32_t>(units));
+  return __builtin_bit_cast(float, __builtin_bit_cast(std::uint32_t, distance) | static_cast<std::uint32_t>(units));
 }
 
 /// Unpacks a remainder. The weight of a logit is exp2(min(d - distance, 0) - log2_sum), where d is the distance of the
