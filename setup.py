@@ -219,8 +219,8 @@ def no_nvcc() -> str:
     if chosen not in (None, PACKAGED_CUDA):
         found = ", ".join(f"{nvcc} (CUDA {cuda_of(nvcc)})" for nvcc in installed_nvccs()) or "none"
         return (
-            f"NATTEN_JAX_CUDA={chosen} needs nvcc of CUDA {chosen} in CUDA_HOME or on the path; found: {found}. PyPI "
-            f"has none, for nvidia-cuda-nvcc-cu{chosen} lacks the compiler: install a toolkit of CUDA {chosen}."
+            f"NATTEN_JAX_CUDA={chosen} needs nvcc of CUDA {chosen} in CUDA_HOME or on the path; found: {found}. On "
+            f"PyPI, nvidia-cuda-nvcc-cu{chosen} does not contain the compiler: install a CUDA {chosen} toolkit."
         )
     return (
         "The CUDA part of natten_jax needs nvcc, which is neither on the path, nor in CUDA_HOME, nor installed as "
@@ -242,7 +242,7 @@ def cuda_architectures(nvcc: Path) -> str:
     if missing:
         lack = f"{nvcc} (CUDA {cuda_of(nvcc)}) cannot compile for the CUDA architectures {', '.join(missing)}"
         if chosen or len(missing) == len(wanted):
-            raise SystemExit(f"{lack}; it can for {', '.join(known)}.")
+            raise SystemExit(f"{lack}; it can compile for {', '.join(known)}.")
         print(f"natten_jax: WARNING: {lack}: this build has no machine code for them.", file=sys.stderr, flush=True)
     return ";".join(name for name in wanted if name not in missing)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from natten_jax import backends
 from natten_jax.autotuning.tables import TunedPass, TunedTable
 from natten_jax.backends.base import Backend, heads_rejection
-from natten_jax.backends.select import CHOICES, heeded
+from natten_jax.backends.select import CHOICES, used_arguments_of
 from natten_jax.ops.config_queries import query_names
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device
@@ -115,7 +115,7 @@ def _element_types() -> str:
 
 def _foreign_flags() -> str:
     rows = ((_code(name), _with_code(advice)) for name, advice in FOREIGN_FLAGS.items())
-    return _markdown(("option", "what is said"), rows)
+    return _markdown(("option", "message"), rows)
 
 
 # The backends --------------------------------------------------------------------------------------------------------
@@ -130,16 +130,16 @@ def _devices() -> str:
         has = backend.capabilities
         devices = "every device of XLA" if has.platform is None else str(has.platform)
         devices = {"platform cpu only": "CPUs", "platform tpu only": "TPUs"}.get(devices, devices)
-        devices += " (by name alone)" if has.is_by_name_only else ""
+        devices += " (only if named)" if has.is_by_name_only else ""
         step, most = has.head_dim_step, has.largest_head_dim
-        others = f"; others than multiples of {step} are filled up with zeros" if step > 1 else ""
+        others = f", padded with zeros to a multiple of {step}" if step > 1 else ""
         if has.head_widths:
-            others = f"; others than {', '.join(map(str, has.head_widths))} are filled up with zeros"
+            others = f", padded with zeros to {' or '.join(map(str, has.head_widths))}"
         widths = "any" if most is None else f"up to {most}{others}"
         passes = "any derivative, forward mode included" if has.is_plain_jax else ", ".join(PASSES)
-        small = "" if has.converts_float8_to is None else "; 8-bit ones, converted, forward alone"
+        small = "" if has.converts_float8_to is None else "; 8-bit floats after conversion, forward only"
         if has.float8_dtypes:
-            small = f"; {', '.join(has.float8_dtypes)} by name, forward alone"
+            small = f"; {', '.join(has.float8_dtypes)} if named, forward only"
         types = ", ".join(has.dtypes) + small
         return _names(backend), devices, types, widths, passes, _schedules(backend)
 
@@ -182,16 +182,16 @@ def _largest(backend: Backend, device: Device, pass_: Pass, head_dim: int) -> st
     return " and ".join(map(str, backend.capabilities.largest_tiles(problem, device, pass_)))
 
 
-def _heeded() -> str:
+def _performance_arguments() -> str:
     def row(name: str) -> Sequence[str]:
         parts: dict[bool, list[Backend]] = {True: [], False: []}
         for backend in backends.registered():
-            parts[name in heeded(backend)].append(backend)
+            parts[name in used_arguments_of(backend)].append(backend)
         having, others = (", ".join(map(_names, part)) for part in parts.values())
         reason = f"{others}: {CHOICES[name].lacking}" if others else "none"
         return _code(name), CHOICES[name].pass_, having, reason
 
-    return _markdown(("argument", "pass", "heeded by", "ignored by, for they have"), map(row, CHOICES))
+    return _markdown(("argument", "pass", "used by", "ignored by, and the reason"), map(row, CHOICES))
 
 
 def _queries() -> str:
@@ -255,7 +255,7 @@ _TABLES: dict[str, Callable[[], str]] = {
     "foreign flags": _foreign_flags,
     "backends": _devices,
     "largest tiles": _tiles,
-    "heeded arguments": _heeded,
+    "performance arguments": _performance_arguments,
     "queries": _queries,
     "configuration queries": _configuration_queries,
     "tuned devices": _tuned_devices,

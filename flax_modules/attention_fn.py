@@ -129,10 +129,12 @@ def _attend_dropping(
     given = [name for name in names if not (others.get(name) is None or others.get(name) is False)]
     if given or query.shape[:-2] != key.shape[:-2]:
         beside = ", ".join(given) or "inputs_kv of another layout"
-        raise ValueError(f"attn_drop was given with {beside}: weights are dropped of whole layouts only")
+        raise ValueError(
+            f"attn_drop was given with {beside}: dropout requires queries that cover the whole layout of the keys"
+        )
     for name in ("key_bias", "sinks"):
         if others.get(name) is not None:
-            raise ValueError(f"attn_drop was given with {name}: weights that are dropped have no {name}")
+            raise ValueError(f"attn_drop was given with {name}: attention with dropout does not support {name}")
     warn_of_line(
         "attn_drop: attention weights are formed as an array, which is slower than the operators and takes "
         "prod(kernel_size) numbers for each query and head; where dropout is off, the operators run",
@@ -509,8 +511,8 @@ class NeighborhoodAttentionFn:
                 raise ValueError(f"{name} must be None, got {kind}: {_REASONS.get(name, _NO_EINSUM)}")
         if dropout_rate > 0 and not deterministic:
             raise ValueError(
-                f"dropout_rate must be 0 unless deterministic, got {dropout_rate}: neighborhood attention has no "
-                "dropout of attention weights"
+                f"dropout_rate must be 0 unless deterministic, got {dropout_rate}: neighborhood attention "
+                "does not support dropout of attention weights"
             )
         query, key, value = map(array_of, (query, key, value))
         rank = query.ndim - 3
@@ -523,15 +525,15 @@ class NeighborhoodAttentionFn:
         attend = self.for_rank(rank)
         if is_causal and attend.window.is_causal != (True,):
             raise ValueError(
-                "is_causal=True asks for a mask over a sequence of tokens, which cuts windows: "
+                "is_causal=True means a causal mask over the token sequence, which would cut windows: "
                 "give is_causal to neighborhood_attention_fn instead"
             )
         return attend(*promote_dtype((query, key, value), dtype=dtype))
 
 
 _REASONS = {
-    "bias": "neighborhood attention adds nothing to the logits",
-    "mask": "the window alone says which keys a query sees (masks also come from decode=True)",
+    "bias": "neighborhood attention does not add a bias to the logits",
+    "mask": "only the window selects the keys of a query (decode=True also passes a mask)",
     "module": "attention weights are never formed, so they cannot be sown",
     "input_positions": "rotate query and key in a function around this one",
 }

@@ -102,8 +102,8 @@ def load_nnx(
     """
     if module.num_kv_heads != module.num_heads:
         raise ValueError(
-            f"module has num_kv_heads {module.num_kv_heads} and num_heads {module.num_heads}: NATTEN has as many "
-            "key/value heads as query heads"
+            f"module has num_kv_heads {module.num_kv_heads} and num_heads {module.num_heads}: NATTEN requires "
+            "equal numbers of key/value heads and query heads"
         )
     if module.query_ln is not None:
         raise ValueError("module has normalize_qk=True: NATTEN's modules do not normalize queries and keys")
@@ -120,7 +120,7 @@ def load_nnx(
             continue
         if variable is None or array is None:
             has, lacks = ("the module", prefix + "*") if array is None else (prefix + "*", "the module")
-            raise ValueError(f"{has} has {parameter} and {lacks} has none: {argument} must agree")
+            raise ValueError(f"{has} has {parameter} but {lacks} does not: {argument} must agree")
         if variable.shape != array.shape:
             raise ValueError(f"{shape} shape {array.shape}, but the module's is {variable.shape}")
         loads.append((variable, array))
@@ -211,7 +211,7 @@ def _pair(state_dict: Mapping[str, Any], prefix: str, name: str) -> _Pair:
     features = _tensor(state_dict, prefix, "query.weight").shape[-1:]
     if weight.shape != features * 2:
         raise ValueError(
-            f"{prefix}{name}.weight has shape {weight.shape}, but {prefix}query.weight asks for {features * 2}"
+            f"{prefix}{name}.weight has shape {weight.shape}, but {prefix}query.weight requires {features * 2}"
         )
     bias = None
     if f"{prefix}{name}.bias" in state_dict:
@@ -234,7 +234,7 @@ def _tensor(
         raise ValueError(f"state_dict has no {prefix + name!r} (prefix={prefix!r}); {known}")
     array = _float_array(prefix + name, state_dict[prefix + name])
     if shape is not None and array.shape != shape:
-        raise ValueError(f"{prefix}{name} has shape {array.shape}, but {source} asks for {shape}")
+        raise ValueError(f"{prefix}{name} has shape {array.shape}, but {source} requires {shape}")
     return array
 
 

@@ -202,8 +202,8 @@ def _check_metadata(name: str, metadata: Mapping[str, Any], rank: int) -> None:
     names = metadata.get("out_sharding")
     if isinstance(names, (tuple, PartitionSpec)) and len(names) > rank:
         raise ValueError(
-            f"{name} has out_sharding {tuple(names)} (given, or that of the queries' projection) with {len(names)} "
-            f"entries, but the parameter has {rank} dimension(s): each has one entry at most"
+            f"{name} has out_sharding {tuple(names)} (given, or inherited from the query projection) with {len(names)} "
+            f"entries, but the parameter has {rank} dimension(s): give at most one entry per dimension"
         )
 
 

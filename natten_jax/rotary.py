@@ -65,7 +65,7 @@ def rotary_angles(
     for dimension, (extent, share) in enumerate(zip(extents, shares, strict=True)):
         at = jnp.arange(extent) if positions is None else as_jax_array(f"positions[{dimension}]", positions[dimension])
         if at.shape != (extent,):
-            raise ValueError(f"positions[{dimension}] has shape {at.shape}, but layout {extents} asks for ({extent},)")
+            raise ValueError(f"positions[{dimension}] has shape {at.shape}, but layout {extents} requires ({extent},)")
         frequencies = theta ** (-np.arange(0, share, 2) / max(share, 1))
         line = at.astype(jnp.float32)[:, None] * jnp.asarray(frequencies, jnp.float32)[None]
         shape = [1] * len(extents)

@@ -61,7 +61,9 @@ def find_library() -> ModuleSpec:
         return spec
     if is_unbuilt():
         raise ModuleNotFoundError(f"{ROOT} is a clone without a built library, and no natten_jax with one is installed")
-    raise ModuleNotFoundError(f"the natten_jax installed in {_PACKAGE} is Python alone, without a native library")
+    raise ModuleNotFoundError(
+        f"the natten_jax installed in {_PACKAGE} is the Python-only build, without a native library"
+    )
 
 
 def check_library(file: str, sources: str | None) -> None:

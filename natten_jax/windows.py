@@ -313,8 +313,8 @@ class WindowArguments(NamedTuple):
         edges = choice_tuple("edges", self.edges, EDGES, rank)
         if ("wrap", True) in zip(edges, is_causal, strict=True):
             raise ValueError(
-                f"edges {edges} with is_causal {is_causal}: a dimension that wraps has no first token, so none is "
-                "later than another, and it cannot be causal"
+                f"edges {edges} with is_causal {is_causal}: a dimension that wraps has no first token and no "
+                "order, so it cannot be causal"
             )
         return WindowArguments(kernel_size, stride, dilation, is_causal, edges)
 

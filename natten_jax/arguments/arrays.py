@@ -40,17 +40,15 @@ def checked_origin(query_origin: Any, batch: int, room: Sequence[int]) -> jax.Ar
     given = array_of(query_origin)
     if not isinstance(given, jax.Array) and not (isinstance(given, np.ndarray) and given.ndim == 2):
         if isinstance(given, Sequence) and any(isinstance(each, jax.core.Tracer) for each in given):
-            raise TypeError(
-                f"query_origin must be one array where it is traced, got {shown(query_origin)}: jnp.stack it"
-            )
+            raise TypeError(f"query_origin must be one array if it is traced, got {shown(query_origin)}: use jnp.stack")
         given = np.array(int_tuple("query_origin", given, rank, repeat=rank == 1, least=0))
     elif rank == 1 and given.ndim == 0:
         given = given.reshape(1)
     _check_integers("query_origin", given)
     if given.shape not in ((rank,), (batch, rank)):
         raise ValueError(
-            f"query_origin has shape {given.shape}, but must have {(rank,)} or {(batch, rank)}: a number for each "
-            "token dimension, or that for each entry of the batch"
+            f"query_origin has shape {given.shape}, but must have {(rank,)} or {(batch, rank)}: a number per "
+            "token dimension, for the whole batch or per batch entry"
         )
     return _in_range(
         given,
@@ -148,7 +146,7 @@ def checked_scale(
     except OverflowError:
         factor = math.inf
     if not math.isfinite(factor):
-        raise ValueError(f"{name} must be finite, as a float64, too, got {shown(scale)}")
+        raise ValueError(f"{name} must be finite as a float64, got {shown(scale)}")
     if dtype not in (None, "float64") and not abs(factor) <= LARGEST:
         raise ValueError(
             f"{name} must be within +-{LARGEST:.6g} for {dtype} arrays, whose logits are float32 "
@@ -197,8 +195,8 @@ def per_head(scale: jax.Array | np.ndarray[Any, Any], batch: Any, heads: int, dt
         )
     if scale.shape not in ((), (heads,)):
         raise ValueError(
-            f"scale has shape {scale.shape}, but an array of scales has no dimensions, or one for the "
-            f"{heads} query heads: ({heads},)"
+            f"scale has shape {scale.shape}, but an array of scales must be a scalar, or have one scale per query "
+            f"head: ({heads},)"
         )
     known = _known_values(scale)
     if known is not None:
@@ -245,7 +243,7 @@ def checked_token_axes(token_axes: Any, rank: int) -> tuple[tuple[str, ...], ...
             jax.lax.axis_size(name)
         except NameError:
             raise ValueError(
-                f"token_axes names {name!r}, which is no manual mesh axis here: it is for calls inside jax.shard_map; "
-                "elsewhere the sharding of the arrays says how tokens are split"
+                f"token_axes names {name!r}, which is not a manual mesh axis here: use it inside jax.shard_map only; "
+                "elsewhere the sharding of the arrays determines how tokens are split"
             ) from None
     return axes if names else ()

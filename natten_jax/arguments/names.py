@@ -40,7 +40,7 @@ NEUTRAL_OPERATOR_ARGUMENTS: Mapping[str, Neutral] = MappingProxyType(
 NEUTRAL_MERGE_ARGUMENTS: Mapping[str, Neutral] = MappingProxyType(
     {
         "torch_compile": Neutral((True, False), "every merge is compiled"),
-        "use_autograd_fix": Neutral((True,), "gradients are always those of attention over all keys"),
+        "use_autograd_fix": Neutral((True,), "gradients are always the gradients of attention over all keys"),
     }
 )
 
@@ -146,7 +146,7 @@ class Meaning(NamedTuple):
 
 
 _HAVE_WINDOWS = "attention sees all keys; na1d, na2d and na3d have windows of kernel_size tokens"
-_NO_MASK = "key_bias masks keys: a bool array [batch, *layout], True for those that count"
+_NO_MASK = "key_bias masks keys: a bool array [batch, *layout], True for keys to keep"
 _NO_OFFSETS = "only na1d, na2d and na3d have offsets within windows; key_bias is added to all logits of a key"
 _NO_WEIGHTS = (
     "the operators form no attention weights to drop; modules have attn_drop and proj_drop, and neighborhood_weights "
@@ -161,12 +161,12 @@ _HEADS = "the arrays have the heads: key and value may have fewer than query (GQ
 _MEANINGS = {
     "window_size window window_shape window_sizes win_size kernel kernel_shape kernel_sizes ksize "
     "neighborhood_size neighbourhood_size": Meaning(
-        "kernel_size", "it counts all tokens of a window, in each dimension or one for all", _HAVE_WINDOWS
+        "kernel_size", "it counts all tokens of a window; give one number, or one per dimension", _HAVE_WINDOWS
     ),
     "local_window_size sliding_window sliding_window_size left_window_size right_window_size window_left "
     "window_right": Meaning(
         "kernel_size",
-        'it counts all tokens of a window, left + 1 + right; edges="cut" cuts windows at edges, which are else shifted',
+        'it counts all tokens of a window, left + 1 + right; edges="cut" cuts windows at edges instead of shifting',
         _HAVE_WINDOWS,
     ),
     "kernel_size stride dilation": Meaning("", _HAVE_WINDOWS),
@@ -185,7 +185,7 @@ _MEANINGS = {
         "", "relative_bias is added to logits by the offset of a key, key_bias by the key, and no other bias"
     ),
     "bias use_bias": Meaning(
-        "qkv_bias", "projections have biases of their own", "relative_bias and key_bias are added to logits"
+        "qkv_bias", "it adds biases to the projections", "relative_bias and key_bias are added to logits"
     ),
     "scale softmax_scale sm_scale qk_scale scaling scale_factor scale_qk attn_scale attention_scale logit_scale "
     "logits_scale": Meaning("scale qk_scale", "it is the factor of the logits, head_dim ** -0.5 by default"),
@@ -195,21 +195,21 @@ _MEANINGS = {
     ),
     "periodic is_periodic boundary boundaries boundary_condition boundary_conditions padding padding_mode pad_mode "
     "wrap circular edge edge_mode": Meaning(
-        "edges", 'it takes "shift", "cut" or "wrap" (periodic), for each dimension or one for all'
+        "edges", 'it takes "shift", "cut" or "wrap" (periodic); give one, or one per dimension'
     ),
     "dropout_rng dropout_key dropout_seed broadcast_dropout": Meaning("", _NO_WEIGHTS),
     "return_weights return_attn_weights need_weights return_attention return_attn_probs output_attentions": Meaning(
         "", "attention weights are never formed; neighborhood_weights forms them, return_lse is the logsumexp"
     ),
     "return_logsumexp return_softmax_lse return_residual return_residuals need_lse lse": Meaning(
-        "return_lse", "it returns the logsumexp, too", "modules return outputs alone"
+        "return_lse", "the logsumexp is returned as well", "modules return only outputs"
     ),
     "softcap soft_cap logit_cap logit_soft_cap logits_soft_cap attn_logits_soft_cap": Meaning(
-        "", "logits have no soft cap"
+        "", "soft caps of logits are not supported"
     ),
     "sink sinks attention_sink attention_sinks": Meaning(
         "sinks",
-        "each head has one, a logit that no value stands behind",
+        "one per head: an extra logit in the softmax denominator, without a value",
         "modules that are constructed with sinks=True learn a sink for each head",
     ),
     "registers extra_keys": Meaning("additional_keys", "with additional_values they are tokens that every query sees"),
@@ -228,7 +228,7 @@ _MEANINGS = {
         "qkv_features", "it is the width of all query heads together, num_heads * head_dim", _FROM_ARRAYS
     ),
     "qk_norm qk_layernorm normalize_query_key": Meaning("normalize_qk", "it normalizes queries and keys"),
-    "decode use_cache cache": Meaning("", "there is no cache of keys and values"),
+    "decode use_cache cache": Meaning("", "key/value caches are not supported"),
     "rng key_rng seed": Meaning("rngs", "it takes flax.nnx.Rngs"),
     "q queries": Meaning("query", "it is the first argument"),
     "k keys": Meaning("key", "it is the second argument"),

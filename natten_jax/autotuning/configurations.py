@@ -88,7 +88,7 @@ class Tuned(Mapping[str, Any]):
             OSError: The file cannot be written.
         """
         if self.table is None:
-            raise ValueError("there is nothing to save: this was loaded from a file that names no problem")
+            raise ValueError("cannot save: this was loaded from a file that does not name a problem")
         Path(path).write_text(json.dumps(self.table.to_json(), indent=1) + "\n", encoding="utf-8")
 
     def _single_operator_arguments(self) -> Mapping[str, Any]:
@@ -97,8 +97,8 @@ class Tuned(Mapping[str, Any]):
         problems = {tuned_problem(each.plan.problem) for each in self.passes}
         if len(problems) > 1:
             raise ValueError(
-                f"these configurations are of {len(problems)} problems, and arguments are of one: use them in a block, "
-                "with natten_jax.load_tuned(path): ..."
+                f"these configurations are for {len(problems)} problems, but arguments are for one: use them in a "
+                "block, with natten_jax.load_tuned(path): ..."
             )
         return _arguments_of([each.plan for each in self.passes if not each.is_default])
 
@@ -184,7 +184,7 @@ def _content(path: str | os.PathLike[str]) -> Any:
     try:
         return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, an overlong integer, or nested too deeply
-        raise ValueError(f"path={where!r} is no JSON: {error}") from None
+        raise ValueError(f"path={where!r} is not valid JSON: {error}") from None
 
 
 def _best_configuration(found: Any, where: str) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def _best_configuration(found: Any, where: str) -> dict[str, Any]:
     if not isinstance(best, dict):
         has = f"its {_KEY} is {shown(best)}" if isinstance(found, dict) and _KEY in found else f"it has no {_KEY}"
         raise ValueError(
-            f"{where} holds no tuned configuration ({has}): write one with natten_jax.tune, or with "
+            f"{where} does not hold a tuned configuration ({has}): write one with natten_jax.tune, or with "
             "python -m natten_jax.profiler ... --optimize --json PATH"
         )
     return best
@@ -213,4 +213,4 @@ def _check(arguments: dict[str, Any]) -> None:
     checked_attention_kwargs(own, performance.flattened())
     for name in own or {}:
         if name not in (*ATTENTION_NAMES, "backend"):  # arguments that affect the result are not tuned
-            raise TypeError(f"attention_kwargs has {shown(name)}, which is no performance argument")
+            raise TypeError(f"attention_kwargs has {shown(name)}, which is not a performance argument")

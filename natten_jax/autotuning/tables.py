@@ -57,7 +57,7 @@ class TunedPass:
             ValueError: They are malformed; the message names the field.
         """
         if not isinstance(content, Mapping):
-            raise ValueError(f"it is no object, but {type(content).__name__}")
+            raise ValueError(f"it is not an object, but {type(content).__name__}")
         for name, type_ in (("seconds", float), ("default_seconds", float), ("is_default", bool), ("label", str)):
             if not isinstance(content.get(name), type_):
                 raise ValueError(f"{name} must be a {type_.__name__}, got {content.get(name)!r}")

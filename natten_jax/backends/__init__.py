@@ -93,7 +93,7 @@ def export_targets() -> tuple[str, ...]:
 
 
 #: Names of attention implementations in other libraries and in the profiler.
-_JAX_IMPLEMENTATION = "an implementation of attention in JAX, which the profiler measures beside these"
+_JAX_IMPLEMENTATION = "an implementation of attention in JAX, which the profiler can measure for comparison"
 _PYTORCH_IMPLEMENTATION = "an implementation of attention in PyTorch"
 _OTHERS = {
     **dict.fromkeys(("cudnn", "xla", "pallas", "triton", "mosaic"), _JAX_IMPLEMENTATION),

@@ -79,8 +79,8 @@ class Capabilities:
             ``head_dim_step``.
         targets: Custom calls to this package's native library, by pass.
         schedules: Kernel schedules by pass, the default first.
-        heeds: Performance arguments that the backend uses, or whose guarantee it always satisfies; without tiles and
-            ``kernel_schedule``.
+        used_arguments: Performance arguments that the backend uses, or whose guarantee it always satisfies; without
+            tiles and ``kernel_schedule``.
         carries_plan: True if one operation carries the plan of the pass (:func:`natten_jax.plan.plan.carrying_plan`),
             as a custom call does. Otherwise all operations carry it.
         edges: Supported values of the window option ``edges``.
@@ -117,7 +117,7 @@ class Capabilities:
     head_widths: Sequence[int] = ()
     targets: Mapping[Pass, Sequence[str]] = dataclasses.field(default_factory=dict)
     schedules: Mapping[Pass, Sequence[KernelSchedule]] = dataclasses.field(default_factory=dict)
-    heeds: Collection[str] = ()
+    used_arguments: Collection[str] = ()
     carries_plan: bool = True
     edges: Sequence[Edge] = ("shift",)
     wraps_by_strips: bool = False
@@ -135,8 +135,8 @@ class Form(NamedTuple):
     Attributes:
         wraps: True if kernels support windows that wrap, when arrays have all tokens of the wrapped dimensions.
         continues: True if a forward pass can continue earlier passes (:class:`Earlier`); otherwise passes are merged.
-        unused: Performance arguments in ``Capabilities.heeds`` that do not affect this plan, and the reasons: clauses
-            that follow the backend's name.
+        unused: Performance arguments in ``Capabilities.used_arguments`` that do not affect this plan, and the reasons:
+            clauses that follow the backend's name.
     """
 
     wraps: bool
@@ -204,9 +204,9 @@ class Backend(abc.ABC):
         if problem.element.is_float8 and pass_ == "backward":
             return f"{problem.dtype} arrays have no gradients"
         if problem.own_extents and "own_extents" not in has.takes:
-            return "it takes no extents: its kernels have one layout for all batch entries"
+            return "it does not support extents: its kernels use one layout for all batch entries"
         if lacking := [name for name in problem.biases if name not in has.takes]:
-            return f"it adds no {lacking[0]} to logits"
+            return f"it does not add {lacking[0]} to logits"
         for pair, reason in has.excludes.items():
             if all(operator.attrgetter(*pair)(problem)):
                 return reason

@@ -37,7 +37,7 @@ class CpuBackend(NativeBackend):
         converts_float8_to="float32",  # the output is then rounded only once
         edges=EDGES,
         targets={"forward": (_FORWARD,), "backward": (_BACKWARD,)},
-        heeds=("backward_deterministic",),  # every run is deterministic
+        used_arguments=("backward_deterministic",),  # every run is deterministic
         takes=(*ffi.NATIVE_FEATURES, "relative_bias"),
     )
 

@@ -202,13 +202,18 @@ class CutlassBackend(NativeBackend):
         takes=(*ffi.NATIVE_FEATURES, "shared_key_bias", "relative_bias"),
         excludes={
             ("relative_bias", "own_extents"): "its kernels take a relative_bias or extents, not both",
-            ("relative_bias", "additional_kv"): "its kernels with a relative_bias take no additional tokens",
+            ("relative_bias", "additional_kv"): "its kernels with a relative_bias do not support additional tokens",
         },
         needs_columns=_needs_columns,
         head_dim_step=_LIMITS.get("head_dim_step", 1),
         largest_head_dim=_LIMITS.get("largest_head_dim"),
         targets={"forward": (_FORWARD, _SMALL_FORWARD), "backward": (_BACKWARD, _DELTA, _SMALL_BACKWARD)},
-        heeds=("backward_kv_splits", "backward_use_xla_reduction", "backward_deterministic", "memory_usage_preference"),
+        used_arguments=(
+            "backward_kv_splits",
+            "backward_use_xla_reduction",
+            "backward_deterministic",
+            "memory_usage_preference",
+        ),
     )
 
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
@@ -225,9 +230,9 @@ class CutlassBackend(NativeBackend):
         if problem.element.bytes != 2:
             return f"its kernels add a relative_bias to logits of elements of 16 bits, not of {problem.dtype}"
         if "wrap" in problem.edges:
-            return "its kernels with a relative_bias have no windows with edges 'wrap'"
+            return "its kernels with a relative_bias do not support edges 'wrap'"
         if not _ranked_pairs(self.widened(problem, device, pass_), device, pass_):
-            return "its kernels add a relative_bias where small windows of heads of at most " + (
+            return "its kernels add a relative_bias only if small windows of heads of at most " + (
                 f"{small_windows.largest_biased_head_dim()} fit into shared memory"
             )
         return None

@@ -102,7 +102,7 @@ class HopperBackend(NativeBackend):
         largest_head_dim=_LIMITS.get("largest_head_dim"),
         targets={"forward": (_FORWARD, _FORWARD_CONTINUED, _FORWARD_FLOAT8), "backward": (_BACKWARD, _STATISTICS)},
         schedules={"forward": (KernelSchedule.PING_PONG, KernelSchedule.COOPERATIVE, KernelSchedule.NON_PERSISTENT)},
-        heeds=("run_persistent_kernel", "backward_use_xla_reduction", "backward_deterministic"),
+        used_arguments=("run_persistent_kernel", "backward_use_xla_reduction", "backward_deterministic"),
     )
 
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
@@ -129,7 +129,7 @@ class HopperBackend(NativeBackend):
         problem, is_forward = plan.problem, plan.pass_ == "forward"
         unused = {}
         if is_forward and problem.key_bias and plan.kernel_schedule is KernelSchedule.COOPERATIVE:
-            unused = {"kernel_schedule": "issues products in turns with a key_bias, as with kernel_schedule='pp'"}
+            unused = {"kernel_schedule": "uses the ping-pong schedule with a key_bias, as with kernel_schedule='pp'"}
         # The deterministic backward kernel orders its tiles, and does not support seams.
         wraps = is_forward or not plan.performance.backward_deterministic
         is_plain = is_forward and not problem.element.is_float8 and not problem.key_bias

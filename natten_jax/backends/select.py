@@ -42,7 +42,7 @@ def asked_for(registered: Iterable[Backend]) -> frozenset[str]:
     if unknown := sorted(families.difference(known)):
         raise ValueError(
             f"the environment variable {VARIABLE} must name families that otherwise run only by name "
-            f"({', '.join(known) or 'there are none'}), not {', '.join(map(repr, unknown))}"
+            f"({', '.join(known) or 'this build has none'}), not {', '.join(map(repr, unknown))}"
         )
     return frozenset(families)
 
@@ -335,8 +335,8 @@ def _unknown_tiles(problem: Problem, pair: TilePair, device: Device, pass_: Pass
 
 
 # Performance arguments that a backend ignores are reported. A backend is affected by the arguments in
-# `Capabilities.heeds`, except `Form.unused` of the plan, and by `kernel_schedule` if it has schedules. Tiles affect all
-# backends.
+# `Capabilities.used_arguments`, except `Form.unused` of the plan, and by `kernel_schedule` if it has schedules.
+# Tiles affect all backends.
 
 
 class Choice(NamedTuple):
@@ -355,16 +355,18 @@ class Choice(NamedTuple):
 CHOICES: Mapping[str, Choice] = {
     "run_persistent_kernel": Choice("forward", "no persistent tile scheduling to turn off"),
     "kernel_schedule": Choice("forward", "no kernel schedules"),
-    "backward_kv_splits": Choice("backward", "no number of key/value splits to choose"),
-    "backward_use_xla_reduction": Choice("backward", "no kernel for the row sums that XLA could take over"),
-    "backward_deterministic": Choice("backward", "no gradients that are equal from run to run"),
+    "backward_kv_splits": Choice("backward", "no choice of key/value splits"),
+    "backward_use_xla_reduction": Choice("backward", "no separate kernel for row sums that XLA could replace"),
+    "backward_deterministic": Choice("backward", "no deterministic gradients"),
     "memory_usage_preference": Choice("backward", "no scratch memory to trade for speed"),
 }
 
 
-def heeded(backend: Backend) -> frozenset[str]:
+def used_arguments_of(backend: Backend) -> frozenset[str]:
     """Return the performance arguments that a backend uses, or whose guarantee it always satisfies."""
-    return frozenset(backend.capabilities.heeds) | ({"kernel_schedule"} if backend.capabilities.schedules else set())
+    return frozenset(backend.capabilities.used_arguments) | (
+        {"kernel_schedule"} if backend.capabilities.schedules else set()
+    )
 
 
 def ignored(plan: Plan, asked: Performance) -> dict[str, str]:
@@ -378,7 +380,7 @@ def ignored(plan: Plan, asked: Performance) -> dict[str, str]:
         Reasons by argument: clauses that begin with the backend's name. Only arguments of the plan's pass.
     """
     backend, reasons = backends.by_id(plan.backend), {}
-    known, unused = heeded(backend), backend.form(plan).unused
+    known, unused = used_arguments_of(backend), backend.form(plan).unused
     for name, choice in CHOICES.items():
         if choice.pass_ != plan.pass_ or getattr(asked, name) == getattr(_DEFAULTS, name):
             continue
@@ -391,7 +393,9 @@ def ignored(plan: Plan, asked: Performance) -> dict[str, str]:
 
 def _others(name: str, here: BackendId) -> str:
     """Return the names of the backends that an argument affects, in parentheses; empty if it affects no backend."""
-    able = [str(BackendId(each.family, here.operator)) for each in backends.registered() if name in heeded(each)]
+    able = [
+        str(BackendId(each.family, here.operator)) for each in backends.registered() if name in used_arguments_of(each)
+    ]
     if len(able) < 2:
         return f" ({able[0]} has)" if able else ""
     return f" ({', '.join(able[:-1])} and {able[-1]} have)"

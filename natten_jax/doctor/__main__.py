@@ -63,7 +63,7 @@ def report() -> Iterator[str]:
     yield ""
     yield "Devices"
     if reason := _no_device():
-        yield f"  none: {reason}. What follows is of the host, whether JAX may use it or not"
+        yield f"  none: {reason}. The following lines describe the host, whether or not JAX may use it"
     for jax_device in () if reason else jax.devices():
         capability = getattr(jax_device, "compute_capability", None)
         detail = f", compute capability {capability}" if capability else ""
@@ -95,7 +95,7 @@ def report_problem(options: Options) -> Iterator[str]:
     """Yield the lines about a problem, for every device of this process or for the device that the options select."""
     asked_about = options.asked_about
     if asked_about is None and (reason := _no_device()):
-        yield f"{reason}. This is about the host; --compute-capability X.Y asks about an NVIDIA GPU"
+        yield f"{reason}. The answers are for the host; use --compute-capability X.Y for an NVIDIA GPU"
     for device in local_devices() if asked_about is None else [asked_about]:
         for call in options.sub_calls:
             problem = call.request.problem
@@ -125,10 +125,10 @@ def table_line(device: Device) -> str:
     problems = {each.plan.problem for each in table.passes}
     faster = sum(not each.is_default for each in table.passes)
     stale = sum(select.staleness(each.plan, device) is not None for each in table.passes)
-    left_alone = f"; {stale} are left alone, as this build does not offer their configuration" if stale else ""
+    left_alone = f"; {stale} are not used, because this build does not offer their configuration" if stale else ""
     return (
         f"hit: the table of {table.device} has {len(problems)} problems; {faster} of their {len(table.passes)} passes "
-        f"run otherwise than by default{left_alone}"
+        f"use another configuration than the default{left_alone}"
     )
 
 
@@ -140,14 +140,14 @@ def problem_line(request: Request, device: Device, pass_: Pass) -> str:
     found = tables.measured(request, device, pass_)
     if found is None:
         if tables.names_configuration(request, pass_) or request.backend is not None:
-            return "miss: the call names a configuration of its own"
-        same = "batch, heads and element type have to be equal, too"
-        return f"miss: the table of {table.device} has no such problem; {same}"
+            return "miss: the call names a configuration"
+        same = "batch, heads and element type must also be equal"
+        return f"miss: the table of {table.device} does not contain this problem; {same}"
     if reason := select.staleness(found.plan, device):
-        return f"miss: it was measured, but this build cannot run what was found: {reason}"
+        return f"miss: it was measured, but this build cannot run the measured configuration: {reason}"
     times = f"{1e3 * found.default_seconds:.4g} ms"
     if found.is_default:
-        return f"hit: nothing was clearly faster than the default ({times})"
+        return f"hit: no configuration was clearly faster than the default ({times})"
     q_tile, kv_tile = found.plan.tiles
     gain = found.default_seconds / found.seconds
     return (
@@ -158,9 +158,9 @@ def problem_line(request: Request, device: Device, pass_: Pass) -> str:
 
 def _no_table(device: Device) -> str:
     if tables.is_switched_off():
-        return f"{tables.VARIABLE}=0 leaves tables alone"
+        return f"{tables.VARIABLE}=0 turns tables off"
     have = ", ".join(sorted(tables.shipped_tables())) or "no device"
-    return f"no table is for {device.product or device}; the package has those of {have}"
+    return f"the package has no table for {device.product or device}, only for {have}"
 
 
 def scratch_bytes(plan: Plan) -> int:
@@ -225,7 +225,7 @@ def _verdict(backend: Backend, operator: Operator, device: Device) -> str:
     verdict = forward if forward == backward else f"forward: {forward}; backward: {backward}"
     small = [dtype for dtype in SUPPORTED_DTYPES if dtype not in WIDE_DTYPES]
     runs = [dtype for dtype in small if backend.rejection(_problem(operator, dtype), device, "forward") is None]
-    return f"{verdict}; forward alone: {', '.join(runs)}" if runs else verdict
+    return f"{verdict}; forward only: {', '.join(runs)}" if runs else verdict
 
 
 def _verdict_of_pass(backend: Backend, operator: Operator, device: Device, pass_: Pass) -> str:

@@ -212,18 +212,18 @@ class _Session:
         yield f"{self.id_}: errors relative to attention in float64, the largest of {RUNS} runs"
         for problem in self._problems():
             yield f"{_label(problem)}: {self._comparison(problem)}"
-        yield f"{self.id_}: times of a call in milliseconds{f', beside {self.baseline}' if self.baseline else ''}"
+        yield f"{self.id_}: times of a call in milliseconds{f', and of {self.baseline}' if self.baseline else ''}"
         heads = _HEADS_OF_HOST if self.device.platform == "cpu" else _HEADS
         for timed in _TIMED_NEIGHBORHOOD if self.id_.operator == "fna" else _TIMED_ATTENTION:
             problem = dataclasses.replace(timed, dtype=self._dtypes()[0], heads=heads, heads_kv=heads)
             yield f"{_label(problem)}: {self._times(problem)}"
-        yield f"{self.compared - self.wrong} of {self.compared} problems are right"
+        yield f"{self.compared - self.wrong} of {self.compared} problems are correct"
         yield from self._advice()
 
     def _comparison(self, problem: Problem) -> str:
         """Compare the results of a problem, and return the outcome."""
         if reason := self._rejection(problem):
-            return f"left out: {reason}"
+            return f"skipped: {reason}"
         self.compared += 1
         no_gradients = self._rejection(problem, "backward")
         try:
@@ -234,13 +234,13 @@ class _Session:
         is_right = max(errors.values()) <= BOUNDS[problem.dtype]  # false if a number is not finite
         self.wrong += not is_right
         figures = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
-        gradients = f"; gradients are left out: {no_gradients}" if no_gradients else ""
+        gradients = f"; gradients are skipped: {no_gradients}" if no_gradients else ""
         return f"{'right' if is_right else 'WRONG'}: {figures}{gradients}"
 
     def _times(self, problem: Problem) -> str:
         """Measure the passes of a problem, and return the times as text."""
         if reason := self._rejection(problem):
-            return f"left out: {reason}"
+            return f"skipped: {reason}"
         return "; ".join(self._time(problem, pass_) for pass_ in PASSES if self._rejection(problem, pass_) is None)
 
     def _time(self, problem: Problem, pass_: Pass) -> str:

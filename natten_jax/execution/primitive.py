@@ -103,8 +103,8 @@ REASON = (
     'derivatives take backend="flex-fna", or for attention "flex-fmha"'
 )
 REASON_OF_FLOAT8 = (
-    "8-bit arrays have no gradients: give the operators wider arrays and fp8, which quantises them and has the "
-    "gradients of the call without it"
+    "8-bit arrays have no gradients: give the operators wider arrays and fp8, which quantizes them and computes "
+    "the gradients of the call without fp8"
 )
 
 

@@ -307,7 +307,7 @@ def _check_files(spec: ModuleSpec) -> None:
 def _import(spec: ModuleSpec) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     if spec.loader is None:
-        raise ImportError(f"{spec.origin} is no module")
+        raise ImportError(f"{spec.origin} is not a module")
     spec.loader.exec_module(module)
     sys.modules[spec.name] = module
     return module

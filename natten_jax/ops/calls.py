@@ -112,7 +112,7 @@ def _ignored(request: Request, device: Device, registered: tuple[Backend, ...]) 
         asked = request.performance
         reasons = {name: why for plan in plans for name, why in ignored(plan, asked).items()}
         return tuple(
-            (name, f"{name}={_value(asked, name)} changes nothing on {each}: {why}") for name, why in reasons.items()
+            (name, f"{name}={_value(asked, name)} has no effect on {each}: {why}") for name, why in reasons.items()
         )
     return ()  # the call is rejected later
 

@@ -175,12 +175,12 @@ def check_array(name: str, array: Any) -> None:
     """
     dtype = getattr(array, "dtype", None)
     if not isinstance(dtype, np.dtype):
-        hint = f": jnp.from_dlpack({name}) makes it one of JAX" if hasattr(array, "__dlpack__") else ""
+        hint = f": jnp.from_dlpack({name}) converts it to a JAX array" if hasattr(array, "__dlpack__") else ""
         raise TypeError(f"{name} must be an array, got {type(array).__name__}{hint}")
     if not dtype.isnative:
         raise TypeError(
-            f"{name} has dtype {dtype.str!r}, whose bytes are in another order than this machine's, and JAX takes no "
-            f"such arrays: {name}.astype({dtype.name!r}) puts them in order"
+            f"{name} has dtype {dtype.str!r}, whose byte order is not this machine's, which JAX does not support: "
+            f"{name}.astype({dtype.name!r}) converts it"
         )
 
 
@@ -189,8 +189,8 @@ def _layout_of_box(query: Shaped, key: Shaped) -> tuple[int, ...]:
     layout = key.shape[1:-2]
     if any(some > every for some, every in zip(query.shape[1:-2], layout, strict=True)):
         raise ValueError(
-            f"query has token layout {query.shape[1:-2]}, which is larger than that of key, {layout}: with "
-            "query_origin the queries are a box of the layout of the keys"
+            f"query has token layout {query.shape[1:-2]}, which is larger than key's token layout, {layout}: with "
+            "query_origin the queries must be a box inside the layout of the keys"
         )
     return layout
 
@@ -245,7 +245,7 @@ def _check_additional_kv(inputs: Inputs) -> int:
         expected = (inputs.query.shape[0], tokens, *source.shape[-2:])
         if array.shape != expected or tokens < 1:
             raise ValueError(
-                f"additional_{name}s has shape {array.shape}, but [batch, n, heads_kv, head_dim] of {name} asks for "
+                f"additional_{name}s has shape {array.shape}, but [batch, n, heads_kv, head_dim] of {name} requires "
                 f"{expected} with n >= 1"
             )
         if array.dtype != source.dtype:
@@ -331,7 +331,7 @@ def checked_table(problem: Problem, relative_bias: ArrayLike, kernel_size: Seque
     if table.shape != expected:
         raise ValueError(
             f"relative_bias has shape {table.shape}, but [heads, 2 * kernel_size - 1, ...] of {problem.heads} query "
-            f"heads and kernel_size {sizes} asks for {expected}"
+            f"heads and kernel_size {sizes} requires {expected}"
         )
     table = in_accumulator(table, ELEMENT_TYPES[problem.dtype].accumulator)
     if sizes == problem.kernel_size:
@@ -349,7 +349,7 @@ def _with_key_bias(problem: Problem, inputs: Inputs, key_bias: ArrayLike, grid: 
     full_shape, by_head = (batch, *layout), (batch, problem.heads // (1 if grid is None else grid.queries), *layout)
     if bias.shape not in (full_shape, by_head):
         raise ValueError(
-            f"key_bias has shape {bias.shape}, but [batch, *layout] or [batch, heads, *layout] of the keys asks for "
+            f"key_bias has shape {bias.shape}, but [batch, *layout] or [batch, heads, *layout] of the keys requires "
             f"{full_shape} or {by_head}"
         )
     bias = in_accumulator(bias, ELEMENT_TYPES[problem.dtype].accumulator)
@@ -363,7 +363,7 @@ def _checked_sinks(problem: Problem, sinks: ArrayLike, grid: FinerGrid | None) -
     sinks = as_logit_term("sinks", sinks)
     expected = (problem.heads // (1 if grid is None else grid.queries),)
     if sinks.shape != expected:
-        raise ValueError(f"sinks has shape {sinks.shape}, but there is one for each query head: {expected}")
+        raise ValueError(f"sinks has shape {sinks.shape}, but one per query head is required: {expected}")
     sinks = in_accumulator(sinks, ELEMENT_TYPES[problem.dtype].accumulator)[None]
     return (sinks if grid is None else grid.scales(sinks))[..., None]
 
@@ -527,14 +527,16 @@ class FinerGrid(NamedTuple):
             return inputs
         batch, *layout, heads, width = query.shape
         if any(isinstance(n, int) and n % factor for n, factor in zip(layout, self.factors, strict=True)):
-            raise ValueError(f"query has token layout {tuple(layout)}, which is no multiple of upsample {self.factors}")
+            raise ValueError(
+                f"query has token layout {tuple(layout)}, which is not a multiple of upsample {self.factors}"
+            )
         cells_of_key = inputs.key.shape[1:-2]
         if not is_box and len(cells_of_key) == rank and all(isinstance(n, int) for n in (*layout, *cells_of_key)):
             expected = tuple(n * factor for n, factor in zip(cells_of_key, self.factors, strict=True))
             if tuple(layout) != expected:
                 raise ValueError(
                     f"query has token layout {tuple(layout)}, but upsample {self.factors} of the layout of key, "
-                    f"{cells_of_key}, asks for {expected}"
+                    f"{cells_of_key}, requires {expected}"
                 )
         if inputs.key.ndim == rank + 3 and heads % inputs.key.shape[-2]:
             raise ValueError(

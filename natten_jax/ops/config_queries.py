@@ -193,7 +193,7 @@ def _query(name: str, backend: Backend, operator: Operator, pass_: Pass) -> Conf
             TypeError: An argument is of the wrong type.
         """
         if input_tensor is not None and query is not None:
-            raise TypeError("input_tensor is NATTEN's word for query: give one of them")
+            raise TypeError("input_tensor is NATTEN's name for query: give only one of the two")
         device = target_device(compute_capability)
         problem = _describe(name, operator, (input_tensor if query is None else query, key, value), window)
         found = _offered(backend, problem, device, pass_)

@@ -277,7 +277,7 @@ def in_8_bits(
     elif problem.element.is_float8:
         factors = _checked(inputs, arguments, grid)
     else:
-        _check_unscaled(arguments, f"{problem.dtype} arrays, but factors are for those of 8 bits")
+        _check_unscaled(arguments, f"{problem.dtype} arrays, but factors are for 8-bit arrays")
         return problem, inputs, None
     heads = inputs.query.shape[-2]
     logit_factors = [_per_query_head(each, heads) for each in factors[:2] if each is not None and each.ndim == 2]
@@ -292,8 +292,8 @@ def in_8_bits(
     }
     if key_factors and inputs.additional_keys is not None:
         raise ValueError(
-            f"{' and '.join(key_factors)} of blocks and additional_keys were both given: additional tokens are in no "
-            "block, so give factors of heads, which they share"
+            f"{' and '.join(key_factors)} of blocks and additional_keys were both given: additional tokens are not in "
+            "a block, so give factors per head, which apply to them too"
         )
     if factors.value is not None and factors.value.ndim == 2:
         inputs = inputs._replace(out_scale=_per_query_head(factors.value, heads))

@@ -73,7 +73,7 @@ def _parts(name: str, argument: Iterable[jax.Array]) -> list[jax.Array]:
     argument = array_of(argument)
     is_one = isinstance(argument, (jax.Array, np.ndarray, str, bytes, bytearray, memoryview))
     if is_one or isinstance(argument, (Mapping, Set)) or not isinstance(argument, Iterable):
-        raise TypeError(f"{name} must be a sequence of arrays, one for each part, got {_kind(argument)}")
+        raise TypeError(f"{name} must be a sequence of arrays, one per part, got {_kind(argument)}")
     parts = []
     for i, part in enumerate(argument):
         part = array_of(part)

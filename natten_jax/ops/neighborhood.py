@@ -129,7 +129,7 @@ def na2d(
     Each query attends to the ``kernel_size`` window of keys around it. At the edges the window is shifted by default
     (``edges``). ``stride`` queries share one window, ``dilation`` spreads it, and ``is_causal`` hides later keys.
     :mod:`natten_jax.windows` is the exact definition. Arguments per dimension take
-    2 values, or one for all dimensions; sequences may be NumPy arrays, or JAX arrays that are not traced.
+    2 values, or a single one; sequences may be NumPy arrays, or JAX arrays that are not traced.
 
     Arguments by subject, with guides:
 
@@ -244,7 +244,7 @@ def _documented_as_na2d(layout: str, values: str) -> Callable[[Callable[..., Any
             summary, example = own.split("\n\n", 1)
             description = shared[shared.index("\n\n") : shared.index("Example:")]
             text = f"{summary}{description}{example}\n\n{shared[shared.index('Args:') :]}"
-            text = text.replace("2 values, or one for all dimensions", values).replace("height, width", layout)
+            text = text.replace("2 values, or a single one", values).replace("height, width", layout)
             function.__doc__ = text
         return function
 
@@ -306,7 +306,7 @@ def na1d(
 
 
 @_operator
-@_documented_as_na2d("depth, height, width", "3 values, or one for all dimensions")
+@_documented_as_na2d("depth, height, width", "3 values, or a single one")
 def na3d(
     query: ArrayLike,
     key: ArrayLike,

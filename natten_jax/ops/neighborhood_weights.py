@@ -170,7 +170,7 @@ def neighborhood_apply(
     given = weights.shape
     if weights.ndim != value.ndim or (*given[:-2], given[-1]) != shape or not given[-2] or given[-2] % heads_kv:
         raise ValueError(
-            f"weights has shape {given}, but [batch, *layout, heads, prod(kernel_size)] asks for "
+            f"weights has shape {given}, but [batch, *layout, heads, prod(kernel_size)] requires "
             f"{(*shape[:-1], 'heads', shape[-1])} with heads a multiple of the {heads_kv} of value"
         )
     if not jnp.issubdtype(weights.dtype, jnp.floating):

@@ -112,7 +112,7 @@ def _started(platform: str | None) -> list[jax.Device]:
     except (RuntimeError, AssertionError) as error:  # AssertionError without a message if no GPU is visible
         told = getattr(jax.config, "jax_platforms", None)
         platforms = f"JAX_PLATFORMS={told}" if told else "its platforms"
-        said = " ".join(str(error).split()) or f"it finds nothing of {platforms} on this machine"
+        said = " ".join(str(error).split()) or f"it finds no device of {platforms} on this machine"
         raise NoDeviceError(f"JAX has no device: {said}") from error
 
 

@@ -83,7 +83,7 @@ class BackendId(NamedTuple):
         for operator in OPERATORS:
             if name.endswith(f"-{operator}"):
                 return cls(name.removesuffix(f"-{operator}"), operator)
-        raise ValueError(f"{name!r} is no backend's name: those end with {' or '.join(OPERATORS)}")
+        raise ValueError(f"{name!r} is not a backend name: backend names end with {' or '.join(OPERATORS)}")
 
 
 @dataclasses.dataclass(frozen=True)

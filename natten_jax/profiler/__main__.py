@@ -57,7 +57,7 @@ def _target_device(options: Options) -> Device:
     try:
         return default_device()
     except NoDeviceError as error:
-        print_warning(f"{error}. This is about the host; --compute-capability X.Y asks about an NVIDIA GPU")
+        print_warning(f"{error}. The answers are for the host; use --compute-capability X.Y for an NVIDIA GPU")
         return dataclasses.replace(CPU, is_present=False)
 
 
@@ -102,7 +102,7 @@ def _search_lines(options: Options, optimum: Optimum) -> Iterator[str]:
     if optimum.default_seconds is not None:
         times = f"{report.format_time(optimum.default_seconds)} / {report.format_time(optimum.seconds)}"
         speedup = report.digits(optimum.default_seconds / optimum.seconds)
-        yield f"Speedup over the default configuration: {speedup}X ({times}, measured in turns)."
+        yield f"Speedup over the default configuration: {speedup}X ({times}, measured alternately)."
     if optimum.failures:
         yield f"{len(optimum.failures)} measurement(s) failed, the first: {optimum.failures[0].error}"
     if options.json is not None:

@@ -30,7 +30,7 @@ def check(name: str, flag: str, problem: Problem, device: Device, memory: int) -
         MemoryError: The logits are larger than the memory.
     """
     if problem.element.is_float8:
-        raise ValueError(f"the {name} baseline takes no arrays of 8 bits: use {flag} {name} --dtype bf16")
+        raise ValueError(f"the {name} baseline does not support 8-bit arrays: use {flag} {name} --dtype bf16")
     is_half = problem.dtype == "float16"
     if name != "xla" and device.platform != "cuda":
         other = f"use {flag} xla{' --dtype bf16' * is_half}"

@@ -162,7 +162,7 @@ def _iterations_by_device(
     """Return the events of a program by device and iteration. Events without a module belong to the only program."""
     events = [each for each in every if (is_only if each.module is None else program.is_module(each.module))]
     if not events:
-        raise CaptureError("it recorded nothing that the program ran")
+        raise CaptureError("it contains no operation of the program")
     found: Devices = {}
     for device, on_device in by_device(events).items():
         parts = split(on_device, iterations) or []
@@ -196,7 +196,7 @@ def traced_runs(path: Path) -> list[list[Path]]:
 
 #: Descriptions of other files that JAX's profiler writes, by the suffix of their names.
 _OTHER_FILES = {
-    ".json.gz": f"it is a copy of a trace for Perfetto, and the trace itself ({_TRACES}) lies beside it",
+    ".json.gz": f"it is a copy of a trace for Perfetto, and the trace itself ({_TRACES}) is in the same folder",
     ".prof": "it is a profile of memory, for pprof",
 }
 

@@ -266,7 +266,7 @@ def profiler_parser() -> Parser:
     parser = Parser(
         prog=PROGRAM,
         description="Measure what neighborhood attention launches on this machine's default JAX device, list and\n"
-        "search its configurations, or predict its time for a GPU that is not there.",
+        "search its configurations, or predict its time for an absent GPU.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -275,7 +275,7 @@ def profiler_parser() -> Parser:
     natural, positive = at_least(0), at_least(1)
     extents: dict[str, Any] = {"type": positive, "nargs": "+"}  # per dimension
     # fmt: off
-    add = parser.add_argument_group("problem", "Windows: a value per dimension, or one for all.").add_argument
+    add = parser.add_argument_group("problem", "Windows: one value, or one per dimension.").add_argument
     add("-i", "--input-size", dest="layout", metavar="X", **extents, required=True,
         help="token layout, 1 to 3 integers: sequence length; height width; depth height width (required)")
     add("-b", "--batch-size", dest="batch", metavar="B", type=positive, help="batch size (default: 1)", default=1)
@@ -292,7 +292,7 @@ def profiler_parser() -> Parser:
     add("-c", "--causal", dest="is_causal", metavar="C", type=boolean, nargs="+",
         help="is causal: true, false, 1 or 0 (default: false)")
     add("--edges", metavar="E", nargs="+", choices=EDGES,
-        help=f"what becomes of a window that reaches over the ends: {', '.join(EDGES)} (default: {EDGES[0]})")
+        help=f"treatment of windows at the edges: {', '.join(EDGES)} (default: {EDGES[0]})")
     add("--dtype", metavar="TYPE", default="fp16", choices=[*ELEMENT_TYPES, *ELEMENT_TYPES.values()],
         help=f"element type: {', '.join(ELEMENT_TYPES)}, or a full name such as float16 (default: fp16)")
     add("--backprop", action="store_true", help="profile forward and backward pass")
@@ -309,16 +309,16 @@ def profiler_parser() -> Parser:
             add(f"--{name.removesuffix('_shape').replace('_', '-')}", dest=name, metavar="T", **extents,
                 help=f"{what} tile shape of the {pass_} pass (default: the backend's choice)")
     add("--schedule", dest="kernel_schedule", choices=[str(each) for each in KernelSchedule],
-        help="kernel schedule, where the backend has several (default: the backend's choice)")
+        help="kernel schedule, if the backend has several (default: the backend's choice)")
     add("--persistent", dest="run_persistent_kernel", action=argparse.BooleanOptionalAction, default=True,
-        help="persistent tile scheduling, where the backend has it (default: on)")
+        help="persistent tile scheduling, if the backend has it (default: on)")
     add("--backward-kv-splits", metavar="N", **extents,
         help="key/value tiles of the backward pass that may run in parallel (default: the backend's choice)")
     add("--backward-use-xla-reduction", action="store_true", help="row sums of the backward pass by XLA")
     add("--backward-deterministic", action="store_true", help="gradients that are bitwise equal from run to run")
     add("--memory-usage-preference", choices=[str(each) for each in MemoryUsagePreference],
         default=str(MemoryUsagePreference.DEFAULT),
-        help="scratch memory of the backward pass: 64 MiB, 1 GiB (default) or any, where the backend can trade it")
+        help="scratch memory of the backward pass: 64 MiB, 1 GiB (default) or any, if it trades memory for speed")
     add("--compile", action="store_true", default=argparse.SUPPRESS, help="no effect: XLA compiles every program")
 
     add = parser.add_argument_group("several devices").add_argument
@@ -334,7 +334,7 @@ def profiler_parser() -> Parser:
     add("--simulate", action="store_true", help="predict the time, explain it, and recommend a stride and a dilation")
     add = group.add_mutually_exclusive_group().add_argument
     add("--compute-capability", metavar="X.Y",
-        help="answer for an NVIDIA GPU of this compute capability (default: the device at hand)")
+        help="answer for an NVIDIA GPU of this compute capability (default: this machine's device)")
     add("--device", choices=list(TPU_CHIPS), help="answer for this kind of TPU; times are static, not measured")
 
     add = parser.add_argument_group("search").add_argument
@@ -423,13 +423,14 @@ def _check_modes(given: argparse.Namespace) -> None:
         raise ValueError(f"{' and '.join(modes)} exclude each other: choose one")
     if given.dry_run or given.simulate:
         if wrong := [flags[name] for name in _MEASUREMENT_ONLY if getattr(given, name)]:
-            raise ValueError(f"{', '.join(wrong)} would need a measurement, but {modes[0]} measures nothing")
+            raise ValueError(f"{', '.join(wrong)} would need a measurement, but {modes[0]} does not measure")
     elif given.compute_capability or given.device:
         raise ValueError(
-            "--compute-capability and --device are for --dry-run and --simulate: measurements run on the device at hand"
+            "--compute-capability and --device are for --dry-run and --simulate: measurements run on this machine's "
+            "device"
         )
     if modes and given.backend in BASELINES:
-        raise ValueError(f"{modes[0]} is about backends with tiles, which the baseline {given.backend} does not have")
+        raise ValueError(f"{modes[0]} is for backends with tiles, which the baseline {given.backend} does not have")
     for name in ("json", "csv", "plot"):
         path = getattr(given, name)
         if path is not None and not path.parent.is_dir():
@@ -454,7 +455,7 @@ def _for_baseline(options: Options) -> Options:
     """Return the options of self attention. Additional tokens are an error; other flags are ignored with a warning."""
     name = str(options.backend)
     if options.problem.additional_kv:
-        raise ValueError(f"--add-kv does not go with --backend {name}, which computes self attention only")
+        raise ValueError(f"--add-kv cannot be combined with --backend {name}, which computes self attention only")
     baseline = dataclasses.replace(options.for_baseline(name), performance=Performance())
     if baseline != options:
         print_warning(f"--backend {name} computes self attention only: flags of windows and configurations are ignored")
@@ -471,13 +472,14 @@ def _check_split(options: Options) -> None:
     name, extent = ("--batch-size", problem.batch) if options.split == "batch" else ("--heads", problem.heads)
     if extent % count and not options.splits_tokens:
         raise ValueError(
-            f"{name} {extent} is not a multiple of --devices {count}: --split {options.split} shares it equally"
+            f"{name} {extent} is not a multiple of --devices {count}: --split {options.split} splits it equally"
         )
     if options.dry_run or options.optimize:
         mode = "--dry-run" if options.dry_run else "--optimize"
-        raise ValueError(f"--devices {count} does not go with {mode}, which is about one device")
+        raise ValueError(f"--devices {count} cannot be combined with {mode}, which is for one device")
     for option, other in (("--backend", options.backend), ("--compare", options.compare)):
         if other in BASELINES and not can_be_split(str(other), count, options.split, problem.heads_kv):
             raise ValueError(
-                f"{option} {other} does not go with --devices {count} and --split {options.split}; use {option} xla"
+                f"{option} {other} cannot be combined with --devices {count} and --split {options.split}; "
+                f"use {option} xla"
             )

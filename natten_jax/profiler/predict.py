@@ -19,7 +19,7 @@ from natten_jax.profiler.report import Table, context, digits, format_time, prin
 from natten_jax.simulator import DilationRecommendation, Recommendation, Simulation, SplitTime
 
 #: Note on predicted times of TPUs.
-STATIC = "Times are static, from what the maker publishes of the chip: nothing was measured on a TPU."
+STATIC = "Times are static estimates from the published figures of the chip, not measurements on a TPU."
 
 #: Line above the tiles of windows, if the problem is self attention.
 _WINDOWS = "Windows (-w) smaller than the input have tiles with shapes, here in their order for windows as large:"
@@ -288,12 +288,12 @@ def _split_lines(options: Options, on_one: Simulation, time: SplitTime | None) -
         f"{gain / time.devices:.0%}, as predicted."
     )
     if time.tiles != on_one.pair:
-        yield f"  Of a device's part, {' and '.join(map(tile_text, time.tiles))} are the fastest tiles."
+        yield f"  The fastest tiles for a device's part are {' and '.join(map(tile_text, time.tiles))}."
     if time.received:
         link = simulator.link_between(time.devices).name
         yield (
             f"  A device receives {digits(time.received / 1e6)} MB of keys and values. Halos travel for "
-            f"{format_time(time.exchange)} over {link}, {format_time(time.exposed)} of which nothing hides."
+            f"{format_time(time.exchange)} over {link}, {format_time(time.exposed)} of which no computation hides."
         )
 
 

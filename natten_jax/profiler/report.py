@@ -129,7 +129,7 @@ def print_baseline(result: Result, baseline: Result) -> None:
     print_table(result_table(baseline, f"Baseline: {name}"))
     lines = [
         f"Speedup over {name}: {digits(result.speedup_over(baseline))}X (medians {format_time(baseline.median)} / "
-        f"{format_time(result.median)}, measured in turns)"
+        f"{format_time(result.median)}, measured alternately)"
     ]
     if baseline.options.is_baseline:
         lines.append(f"FLOP-wise speedup (upper bound) with {1 - 1 / bound:.2%} sparsity: {digits(bound)}X")

@@ -380,11 +380,11 @@ class Task:
     def obstacle(self) -> str | None:
         """Reason why the problem cannot be measured, or ``None``."""
         if self.problem.query_layout != self.problem.kv_layout or self.problem.own_origins:
-            return "its queries are not those of all keys"
+            return "its queries do not cover the layout of the keys"
         if self.problem.own_extents:
-            return "its batch entries have layouts of their own"
+            return "its batch entries have separate layouts"
         if (measured := self.planned_problem) != tuned_problem(self.problem):
-            return f"{measured.describe()} would be measured in its place"
+            return f"{measured.describe()} would be measured instead"
         return None
 
     @property

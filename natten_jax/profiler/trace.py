@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("path", type=Path, help="a *.xplane.pb file, or a folder in which the newest one is read")
     add("--module", metavar="NAME", help="only this program, such as jit_step")
     add("--steps", type=at_least(1), metavar="N", help="average over N steps (default: the runs of a single program)")
-    add("--memory", action="store_true", help="count filling and copying memory on GPUs, too")
+    add("--memory", action="store_true", help="also count memory fills and copies on GPUs")
     add("--all", action="store_true", help="all rows of a long table")
     add("--json", type=Path, metavar="PATH", help="write the rows to a file")
     add("--csv", type=Path, metavar="PATH", help="write the rows to a file")

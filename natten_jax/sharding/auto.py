@@ -245,7 +245,7 @@ NO_EXPORT = (
     "jax.shard_map, or make the axes Explicit"
 )
 NO_TPU = (
-    "the compiler for TPUs splits plain JAX alone, flex-*. For kernels call the operator inside jax.shard_map, or make "
+    "the TPU compiler splits only plain JAX, flex-*. For kernels call the operator inside jax.shard_map, or make "
     "the axes Explicit"
 )
 

@@ -88,7 +88,7 @@ EXPLAINED = {
     "mask": "key_bias masks keys: a bool array",
     "rel_pos_bias": "only na1d, na2d and na3d have offsets",
     "dropout": "modules have attn_drop",
-    "softcap": "no soft cap",
+    "softcap": "soft caps of logits are not supported",
     "heads": "the arrays have the heads",
 }
 

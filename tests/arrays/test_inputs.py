@@ -95,7 +95,7 @@ def test_an_array_in_another_byte_order_names_itself_and_the_remedy(wrong: str, 
         with pytest.raises(TypeError) as caught:
             call()
         message = str(caught.value)
-        assert message.startswith(f"{wrong} has dtype '{swapped.dtype.str}', whose bytes are in another order")
+        assert message.startswith(f"{wrong} has dtype '{swapped.dtype.str}', whose byte order is not this machine's")
         assert f"{wrong}.astype('{dtype}')" in message
     arrays[wrong] = swapped.astype(dtype)  # what the message says
     assert natten_jax.na1d(**arrays, kernel_size=3).dtype == jax_dtype
@@ -109,7 +109,7 @@ def test_other_functions_say_the_same() -> None:
         r"lse_tensors\[0\]": lambda: natten_jax.merge_attentions([native] * 2, [swapped[..., 0], native[..., 0]]),
         "query": lambda: natten_jax.get_configs_for_cpu_fna(swapped),
     }.items():
-        with pytest.raises(TypeError, match=rf"^{name} has dtype '>f4', whose bytes are in another order"):
+        with pytest.raises(TypeError, match=rf"^{name} has dtype '>f4', whose byte order is not this machine's"):
             call()
 
 

@@ -139,7 +139,7 @@ def test_kernels_for_hopper_take_turns(schedule: KernelSchedule) -> None:
         _, plans = plans_of("hopper-fna", problem, asked, _GPU)
         reasons = ignored(plans["forward"], asked)
         assert list(reasons) == ["kernel_schedule"] * (has_bias and schedule is KernelSchedule.COOPERATIVE)
-        assert all("in turns with a key_bias" in reason for reason in reasons.values())
+        assert all("ping-pong schedule with a key_bias" in reason for reason in reasons.values())
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def test_where_kernels_for_python_alone_come_from(
     monkeypatch.setattr(sys, "platform", platform)
     family, (message,) = choose(device)
     assert family == "flex"
-    assert f"the natten_jax installed in {python_alone} is Python alone" in message and remedy in message
+    assert f"the natten_jax installed in {python_alone} is the Python-only build" in message and remedy in message
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_a_right_backend(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     other = "cpu-fna" if name == "flex-fna" else name.replace("cpu", "flex")
     (times,) = (line for line in lines if "with gradients" in line)
     assert re.search(rf"forward [0-9.e+-]+ \({other} [0-9.e+-]+, [0-9.]+ times as fast\)", times)
-    (count,) = (line for line in lines if line.endswith("problems are right"))
+    (count,) = (line for line in lines if line.endswith("problems are correct"))
     assert count.split()[0] == count.split()[2] == str(len(results))
     runs = "cpu-fna" if name == "flex-fna" else name
     assert lines[-1] == (
@@ -133,7 +133,7 @@ def test_arrays_of_8_bits_are_compared_forward(machine: Machine, capsys: pytest.
     status, lines = checked("mine-fna", capsys)
     (line,) = (line for line in lines if "float8_e4m3fn" in line)
     assert status == 0
-    assert ": right: out " in line and "gradients are left out: " in line and "d_query" not in line
+    assert ": right: out " in line and "gradients are skipped: " in line and "d_query" not in line
 
 
 class Blind(ByName):

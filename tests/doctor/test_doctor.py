@@ -111,16 +111,26 @@ def test_a_hit_says_what_runs_and_how_much_faster(ship: Any) -> None:
         f"hit: cutlass-fna, query tile {q_tile}, key/value tile {kv_tile}; 1 ms, by default 1.5 ms (1.50 times as fast)"
     )
     ship(passed(seconds=1.5e-3, is_default=True))
-    assert doctor.problem_line(REQUEST, GPU, "forward") == ("hit: nothing was clearly faster than the default (1.5 ms)")
+    assert doctor.problem_line(REQUEST, GPU, "forward") == (
+        "hit: no configuration was clearly faster than the default (1.5 ms)"
+    )
 
 
 @pytest.mark.parametrize(
     ("request_", "device", "reason"),
     [
-        (REQUEST, Device("cuda", (9, 0)), r"no table is for cuda \(compute capability 9.0\); .* NVIDIA H100 80GB HBM3"),
-        (REQUEST, dataclasses.replace(GPU, product="NVIDIA H200"), "no table is for NVIDIA H200; .* NVIDIA H100 80GB"),
-        (Request(dataclasses.replace(PROBLEM, batch=2)), GPU, "has no such problem"),
-        (Request(PROBLEM, backend="flex-fna"), GPU, "names a configuration of its own"),
+        (
+            REQUEST,
+            Device("cuda", (9, 0)),
+            r"the package has no table for cuda \(compute capability 9.0\), only for .*NVIDIA H100 80GB HBM3",
+        ),
+        (
+            REQUEST,
+            dataclasses.replace(GPU, product="NVIDIA H200"),
+            "the package has no table for NVIDIA H200, only for .*NVIDIA H100 80GB",
+        ),
+        (Request(dataclasses.replace(PROBLEM, batch=2)), GPU, "does not contain this problem"),
+        (Request(PROBLEM, backend="flex-fna"), GPU, "names a configuration"),
     ],
 )
 def test_a_miss_says_why(request_: Request, device: Device, reason: str, ship: Any) -> None:
@@ -136,19 +146,21 @@ def test_what_a_build_cannot_run_and_what_is_switched_off_are_misses(
     other = dataclasses.replace(passed().plan, problem=dataclasses.replace(PROBLEM, batch=3))
     ship(passed(plan=gone), passed(plan=other))
     line = doctor.problem_line(Request(gone.problem), GPU, "forward")
-    assert "this build cannot run what was found: there is no backend gone-fna" in line
+    assert "this build cannot run the measured configuration: there is no backend gone-fna" in line
     line = doctor.table_line(GPU)
-    assert line.startswith("hit: the table of NVIDIA H100 80GB HBM3 has 2 problems; 2 of their 2 passes run otherwise")
-    assert "; 1 are left alone" in line
+    assert line.startswith(
+        "hit: the table of NVIDIA H100 80GB HBM3 has 2 problems; 2 of their 2 passes use another configuration"
+    )
+    assert "; 1 are not used" in line
     monkeypatch.setenv(tuned.VARIABLE, "0")
     for line in (doctor.table_line(GPU), doctor.problem_line(REQUEST, GPU, "forward")):
-        assert line == "miss: NATTEN_JAX_TUNED=0 leaves tables alone"
+        assert line == "miss: NATTEN_JAX_TUNED=0 turns tables off"
 
 
 def test_the_report_has_a_line_for_each_device_and_for_each_pass() -> None:
     report = list(doctor.report())
     (number,) = (number for number, line in enumerate(report) if line == "Tuned configurations on cpu")
-    assert report[number + 1].startswith("  miss: no table is for cpu")
+    assert report[number + 1].startswith("  miss: the package has no table for cpu")
     options = doctor.parse(["-i", "12", "-w", "3", "--backprop", "--dry-run"])
     lines = [line for line in doctor.report_problem(options) if line.startswith("    tuned ")]
     assert len(lines) == 2

@@ -94,11 +94,11 @@ class TestConvert:
     def test_relative_biases_have_to_agree(self):
         weights = natten_weights()
         with pytest.raises(
-            ValueError, match=r"the module has a relative bias, rpb, and .* has none: relative_bias must"
+            ValueError, match=r"the module has a relative bias, rpb, but .* does not: relative_bias must"
         ):
             convert.load_nnx(nnx_module(1, relative_bias=True), weights)
         weights["rpb"] = np.ones((HEADS, 9))
-        with pytest.raises(ValueError, match="has a relative bias, rpb, and the module has none"):
+        with pytest.raises(ValueError, match="has a relative bias, rpb, but the module does not"):
             convert.load_nnx(nnx_module(1), weights)
         weights["rpb"] = np.ones((HEADS, 7))
         with pytest.raises(ValueError, match=r"rpb has shape \(4, 7\), but the module's is \(4, 9\)"):
@@ -107,9 +107,9 @@ class TestConvert:
     def test_split_weights_that_do_not_fit(self):
         for name, wrong, message in (
             ("key.weight", None, "state_dict has no 'key.weight'"),
-            ("value.weight", np.ones((8, FEATURES)), r"value.weight has shape \(8, 16\), but query.weight asks for"),
+            ("value.weight", np.ones((8, FEATURES)), r"value.weight has shape \(8, 16\), but query.weight requires"),
             ("key.bias", None, "all projections have a bias, or none"),
-            ("key.bias", np.ones(8), r"key.bias has shape \(8,\), but query.weight asks for \(16,\)"),
+            ("key.bias", np.ones(8), r"key.bias has shape \(8,\), but query.weight requires \(16,\)"),
             ("proj.weight", None, "state_dict has no 'proj.weight'"),
         ):
             weights = split_names(natten_weights()) | {name: wrong}
@@ -195,7 +195,7 @@ class TestConvert:
             ({"qkv.weight": None}, "state_dict has no 'qkv.weight' .*it has no qkv.weight"),
             ({"proj.weight": None}, "state_dict has no 'proj.weight'"),
             ({"qkv.weight": np.ones((2 * FEATURES, FEATURES))}, r"qkv.weight has shape \(32, 16\)"),
-            ({"qkv.bias": np.ones(FEATURES)}, r"qkv.bias has shape \(16,\), but qkv.weight asks for \(48,\)"),
+            ({"qkv.bias": np.ones(FEATURES)}, r"qkv.bias has shape \(16,\), but qkv.weight requires \(48,\)"),
             ({"proj.weight": np.ones((FEATURES, 8))}, "proj.weight has shape"),
             ({"rpb": np.ones((HEADS, 4))}, r"rpb has shape \(\d, 4\), but NATTEN's is \[heads, 2 \* kernel_size - 1"),
         ],
@@ -217,7 +217,7 @@ class TestConvert:
             convert.load_nnx(nnx_module(1, num_kv_heads=2), weights)
         with pytest.raises(ValueError, match=r"query.kernel the shape \(16, 4, 4\), but the module's is \(16, 4, 8\)"):
             convert.load_nnx(nnx_module(1, qkv_features=32), weights)
-        with pytest.raises(ValueError, match="has a bias for query and the module has none: qkv_bias must agree"):
+        with pytest.raises(ValueError, match="has a bias for query but the module does not: qkv_bias must agree"):
             convert.load_nnx(nnx_module(1, qkv_bias=False), weights)
         with pytest.raises(ValueError, match="module has normalize_qk=True"):
             convert.load_nnx(nnx_module(1, normalize_qk=True), weights)

@@ -324,7 +324,9 @@ class TestDropoutOfWeights:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             np.testing.assert_array_equal(layer(inputs, deterministic=True), plain)
-        with pytest.warns(attention_fn.AttentionDropoutWarning, match="attention weights are formed as an array") as found:
+        with pytest.warns(
+            attention_fn.AttentionDropoutWarning, match="attention weights are formed as an array"
+        ) as found:
             dropped = layer(inputs, key, deterministic=False)
         assert [each.filename for each in found] == [__file__]
         assert (np.asarray(dropped) == 0).mean() < 0.1  # zero if all weights of a window are dropped
@@ -338,9 +340,9 @@ class TestDropoutOfWeights:
 
     def test_is_of_whole_layouts(self, flavour):
         layer, inputs, key = self.module(flavour, 0.5), inputs_of(2), jax.random.key(3)
-        with pytest.raises(ValueError, match="attn_drop was given with query_origin: weights are dropped of whole"):
+        with pytest.raises(ValueError, match="attn_drop was given with query_origin: dropout requires queries"):
             layer(inputs[:, :4], key, deterministic=False, inputs_kv=inputs, query_origin=(1, 0))
-        with pytest.raises(ValueError, match="attn_drop was given with extents: weights are dropped of whole"):
+        with pytest.raises(ValueError, match="attn_drop was given with extents: dropout requires queries"):
             layer(inputs, key, deterministic=False, extents=jnp.ones((2, 2), int))
         with pytest.raises(ValueError, match="attn_drop was given with inputs_kv of another layout"):
             layer(jnp.repeat(inputs, 2, axis=1), key, deterministic=False, inputs_kv=inputs, upsample=(2, 1))

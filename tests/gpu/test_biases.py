@@ -317,7 +317,7 @@ def test_what_kernels_do_not_add_is_said() -> None:
     problem = dataclasses.replace(problem_of((32, 32), 7, head_dim=32), relative_bias=True)
     for changes, words in (
         ({"dtype": "float32"}, "elements of 16 bits"),
-        ({"additional_kv": 3}, "no additional tokens"),
+        ({"additional_kv": 3}, "do not support additional tokens"),
         ({"head_dim": 128, "head_dim_v": 128}, "heads of at most 64"),
     ):
         reason = cutlass().backend.rejection(dataclasses.replace(problem, **changes), device, "forward")

@@ -87,7 +87,7 @@ def test_a_table_is_that_of_the_kernel_size_that_was_asked_for(tested: Family) -
 def test_tables_of_other_windows_are_refused() -> None:
     tokens = jnp.ones((1, 20, 11, 2, 8))
     for shape in ((2, 13, 9), (2, 9, 9), (2, 13, 15)):
-        with pytest.raises(ValueError, match=r"^relative_bias has shape .*kernel_size \(7, 7\) asks for \(2, 13, 13\)"):
+        with pytest.raises(ValueError, match=r"^relative_bias has shape .*kernel_size \(7, 7\) requires \(2, 13, 13\)"):
             natten_jax.na2d(tokens, tokens, tokens, 7, dilation=2, clamp_window=True, relative_bias=jnp.ones(shape))
 
 

@@ -223,7 +223,7 @@ def test_backends_without_a_bias_say_so_and_are_not_chosen() -> None:
             if name in backend.capabilities.takes:
                 assert reason == backend.rejection(problem, device, "forward") or name in str(reason)
             elif backend.rejection(problem, device, "forward") is None:
-                assert reason == f"it adds no {name} to logits"
+                assert reason == f"it does not add {name} to logits"
             chosen = resolve(Request(asked), device, "forward").backend.family
             assert name in next(each for each in backends.registered() if each.family == chosen).capabilities.takes
 

@@ -59,7 +59,7 @@ _LINE, _PART = jnp.ones((2, 9, 4, 8)), jnp.ones((2, 4, 4, 8))
         ({}, ValueError, ("key has token layout (6, 9)", "query has (3, 4)")),
         ({"upsample": 0}, ValueError, ("upsample", "at least 1", "0")),
         ({"upsample": 2}, ValueError, ("query has token layout (3, 4)", "upsample (2, 2)")),
-        ({"upsample": (1, 2)}, ValueError, ("query has token layout (3, 4)", "upsample (1, 2)", "asks for")),
+        ({"upsample": (1, 2)}, ValueError, ("query has token layout (3, 4)", "upsample (1, 2)", "requires")),
         ({"extents": (3, 4)}, TypeError, ("extents", "int32 array", "(3, 4)")),
         ({"extents": jnp.ones((2, 2))}, TypeError, ("extents", "integers", "float32")),
         ({"extents": jnp.ones((2,), int)}, ValueError, ("extents", "(2,)", "(2, 2)")),
@@ -86,12 +86,12 @@ def test_wrong_boxes() -> None:
             out_specs=spec,
         )(_PART, _LINE)
     with pytest.raises(
-        ValueError, match=r"query has token layout \(6, 9\), which is larger than that of key, \(3, 4\)"
+        ValueError, match=r"query has token layout \(6, 9\), which is larger than key's token layout, \(3, 4\)"
     ):
         na2d(_TOKENS, _FEW, _FEW, 3, query_origin=(0, 0))
     with pytest.raises(ValueError, match=r"between 0 and \(5,\)"):
         attention(_PART, _LINE, _LINE, query_origin=6)
-    with pytest.raises(TypeError, match="query_origin must be one array where it is traced"):
+    with pytest.raises(TypeError, match="query_origin must be one array if it is traced"):
         jax.jit(lambda x: na2d(_FEW, _TOKENS, _TOKENS, 3, query_origin=(x, 0)))(1)
     with pytest.raises(ValueError, match="query has 1 heads, which is not a multiple of the 2 heads"):
         na1d(jnp.ones((1, 8, 1, 8)), jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 2, 8)), 3, upsample=2)

@@ -52,10 +52,10 @@ def test_files_of_another_kind(tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
     for content in NO_JSON:
         path.write_bytes(content)
-        refused(path, "is no JSON")
+        refused(path, "is not valid JSON")
     for content in NO_CONFIGURATION:
         path.write_bytes(content)
-        refused(path, "best_configuration", "holds no tuned configuration", "--optimize --json PATH")
+        refused(path, "best_configuration", "does not hold a tuned configuration", "--optimize --json PATH")
 
 
 @pytest.mark.parametrize(("best", "field", "shown"), WRONG)

@@ -49,9 +49,9 @@ def test_baselines_without_room_for_logits_are_refused(arguments: str, profiler:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--schedule pp", "--schedule='pp' changes nothing on cpu: cpu-fna has no kernel schedules (hopper-fna has)"),
-        ("--no-persistent", "--persistent=False changes nothing on cpu: cpu-fna has no persistent tile scheduling"),
-        ("--backprop --backward-kv-splits 2", "--backward-kv-splits=(2, 2) changes nothing on cpu: cpu-fna has no"),
+        ("--schedule pp", "--schedule='pp' has no effect on cpu: cpu-fna has no kernel schedules (hopper-fna has)"),
+        ("--no-persistent", "--persistent=False has no effect on cpu: cpu-fna has no persistent tile scheduling"),
+        ("--backprop --backward-kv-splits 2", "--backward-kv-splits=(2, 2) has no effect on cpu: cpu-fna has no"),
         ("--backend xla --dtype fp32 --no-persistent", "--backend xla computes self attention only: flags of"),
         ("--backprop --backward-deterministic", ""),
         ("--q-tile 4 4 --kv-tile 4 8", ""),

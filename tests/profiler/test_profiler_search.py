@@ -286,8 +286,8 @@ def test_every_operator_of_a_program_is_found_once(devices: int, monkeypatch: py
     [
         ({"edges": "wrap"}, None),
         ({"edges": ("cut", "shift"), "stride": (2, 1), "dilation": (1, 2), "is_causal": (False, True)}, None),
-        ({"extents": jnp.array([[7, 9]])}, "layouts of their own"),
-        ({"relative_bias": jnp.ones((2, 5, 9))}, "would be measured in its place"),
+        ({"extents": jnp.array([[7, 9]])}, "separate layouts"),
+        ({"relative_bias": jnp.ones((2, 5, 9))}, "would be measured instead"),
     ],
 )
 def test_what_is_measured_is_what_is_called(keywords: dict[str, Any], reason: str | None) -> None:
@@ -407,10 +407,10 @@ def test_functions_without_an_operator_and_other_objects_are_refused() -> None:
     [
         ({"device": 3}, "device must be a str"),
         ({"tuned": {}}, "tuned must be a list"),
-        ({"tuned": [3]}, r"tuned\[0\]: it is no object"),
+        ({"tuned": [3]}, r"tuned\[0\]: it is not an object"),
         ({"tuned": [{"seconds": "fast"}]}, r"tuned\[0\]: seconds must be a float"),
-        ([], "holds no tuned configuration.*--optimize --json PATH"),
-        ({"rows": []}, "holds no tuned configuration"),
+        ([], "does not hold a tuned configuration.*--optimize --json PATH"),
+        ({"rows": []}, "does not hold a tuned configuration"),
     ],
 )
 def test_malformed_tables(content: Any, message: str, tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_default_architectures_are_those_that_nvcc_has(
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        ("80;120", r"cannot compile for the CUDA architectures 120; it can for 80, 86, 90\."),
+        ("80;120", r"cannot compile for the CUDA architectures 120; it can compile for 80, 86, 90\."),
         ("80,90a", "must be architectures as in '80;90a', got '80,90a'"),
         ("80;", "must be architectures"),
         ("sm_80", "must be architectures"),

@@ -285,7 +285,7 @@ def check(mode: str, backend: str, split: Split, overlaps: bool) -> None:
 
 def test_token_axes_that_make_no_sense_are_refused() -> None:
     tokens = jnp.zeros((1, 8, 8, 1, 8))
-    with pytest.raises(ValueError, match=r"token_axes names 'x', which is no manual mesh axis here"):
+    with pytest.raises(ValueError, match=r"token_axes names 'x', which is not a manual mesh axis here"):
         na2d(tokens, tokens, tokens, 3, token_axes=("x", None))
     with pytest.raises(ValueError, match=r"token_axes must have 2 value\(s\).*got \('x',\)"):
         na2d(tokens, tokens, tokens, 3, token_axes=("x",))

@@ -53,7 +53,7 @@ class FlexBackend(PureJaxBackend):
         largest_tiles=lambda *_: (_LARGEST_TILE, _LARGEST_TILE),
         converts_float8_to="bfloat16",
         edges=EDGES,
-        heeds=("backward_deterministic",),  # every run is deterministic
+        used_arguments=("backward_deterministic",),  # every run is deterministic
         takes=("own_extents", "relative_bias", "key_bias", "additional_kv"),
         is_plain_jax=True,
         is_slow_fallback=True,

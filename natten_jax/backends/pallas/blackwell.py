@@ -41,7 +41,7 @@ class BlackwellBackend(Backend):
         head_widths=(32, 64, 128),
         largest_head_dim=128,
         edges=("shift", "cut"),
-        heeds=("run_persistent_kernel", "backward_deterministic"),  # every run is deterministic
+        used_arguments=("run_persistent_kernel", "backward_deterministic"),  # every run is deterministic
         carries_plan=False,
         takes=(),
     )

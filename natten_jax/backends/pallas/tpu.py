@@ -71,7 +71,7 @@ class TpuBackend(Backend):
         largest_head_dim=256,
         takes=("key_bias",),
         needs_columns=lambda _: True,
-        heeds=("backward_deterministic",),  # every run is deterministic
+        used_arguments=("backward_deterministic",),  # every run is deterministic
         carries_plan=False,
     )
 
@@ -123,7 +123,7 @@ def _scales(plan: Plan, operands: Operands) -> jax.Array:
         return jnp.full((1,), plan.problem.scale, jnp.float32)
     batch, *_, heads, _ = operands.inputs.query.shape
     if not isinstance(batch, int):
-        raise ValueError(f"scale is an array, and the batch size is {batch}: kernels for TPUs have to know how many")
+        raise ValueError(f"scale is an array, and the batch size is {batch}: kernels for TPUs need a static batch size")
     return jnp.broadcast_to(common.finite_scale(plan.problem.scale, scale), (batch, heads)).reshape(-1)
 
 

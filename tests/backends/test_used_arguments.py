@@ -19,7 +19,7 @@ from natten_jax import IgnoredArgumentWarning, backends
 from natten_jax.arrays.operands import Inputs, Operands, Output, Saved
 from natten_jax.backends.base import Backend
 from natten_jax.backends.pallas.blackwell import missing_in_jax
-from natten_jax.backends.select import CHOICES, heeded, ignored, plan_with
+from natten_jax.backends.select import CHOICES, ignored, plan_with, used_arguments_of
 from natten_jax.ops import calls
 from natten_jax.performance import ATTENTION_NAMES, PASSES, Pass, Performance
 from natten_jax.plan.devices import CPU, Device
@@ -76,13 +76,13 @@ def test_the_guide_says_the_same() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)(?:=False)?` \| (?:forward|backward) \| (.*) \|$", guide, re.MULTILINE))
     assert {name: re.findall(r"`(\w+)`", families) for name, families in rows.items()} == {
-        name: [family for family, backend in BACKENDS.items() if name in heeded(backend)] for name in CHOICES
+        name: [family for family, backend in BACKENDS.items() if name in used_arguments_of(backend)] for name in CHOICES
     }
 
 
 @pytest.mark.parametrize("name", ASKED)
 @pytest.mark.parametrize("name_of_family", BACKENDS)
-def test_what_is_heeded_changes_the_program(name_of_family: str, name: str) -> None:
+def test_used_arguments_change_the_program(name_of_family: str, name: str) -> None:
     backend, pass_ = BACKENDS[name_of_family], CHOICES[name].pass_
     if name_of_family == "blackwell" and (reason := missing_in_jax()) is not None:
         pytest.skip(reason)
@@ -90,20 +90,20 @@ def test_what_is_heeded_changes_the_program(name_of_family: str, name: str) -> N
     asked = dataclasses.replace(tiles, **{name: ASKED[name]})
     plan, plain = (plan_for(backend, pass_, performance) for performance in (asked, tiles))
     reasons = ignored(plan, asked)
-    assert (name in heeded(backend)) == (name not in reasons)
+    assert (name in used_arguments_of(backend)) == (name not in reasons)
     is_kept_anyway = name == "backward_deterministic" and name_of_family in ("blackwell", "cpu", "tpu", "flex")
     assert (program(plan) != program(plain)) == (name not in reasons and not is_kept_anyway)
 
 
 @pytest.mark.parametrize("name_of_family", BACKENDS)
-def test_reasons_name_the_backend_and_those_that_heed(name_of_family: str) -> None:
+def test_reasons_name_the_backend_and_backends_that_use_the_argument(name_of_family: str) -> None:
     asked = dataclasses.replace(TILES, **ASKED | {"backward_deterministic": False})
     for pass_ in PASSES:
         for name, reason in ignored(plan_for(BACKENDS[name_of_family], pass_, asked), asked).items():
             assert CHOICES[name].pass_ == pass_
             assert reason.startswith(f"{name_of_family}-fna ")
             for other in backends.registered():
-                assert (f"{other.family}-fna" in reason.partition(" ")[2]) == (name in heeded(other))
+                assert (f"{other.family}-fna" in reason.partition(" ")[2]) == (name in used_arguments_of(other))
 
 
 def test_defaults_ask_for_nothing() -> None:
@@ -170,8 +170,8 @@ def line_of(function: Callable[..., Any], text: str) -> int:
 @pytest.mark.parametrize("name", ASKED)
 @pytest.mark.parametrize("name_of_family", ["cpu", "flex"])
 @pytest.mark.parametrize("rank", [1, 2, 3])
-def test_what_the_backend_does_not_heed_is_warned_of(rank: int, name_of_family: str, name: str) -> None:
-    known = {backend.family: heeded(backend) for backend in backends.registered()}
+def test_arguments_that_the_backend_ignores_raise_a_warning(rank: int, name_of_family: str, name: str) -> None:
+    known = {backend.family: used_arguments_of(backend) for backend in backends.registered()}
     value = value_of(name, rank)
     found = warned(
         lambda: jax.eval_shape(
@@ -182,7 +182,7 @@ def test_what_the_backend_does_not_heed_is_warned_of(rank: int, name_of_family: 
     shown = value[0] if isinstance(value, tuple) and rank == 1 else value
     for each in found:
         message = str(each.message)
-        assert message.startswith(f"{name}={shown!r} changes nothing on cpu: {name_of_family}-fna has no ")
+        assert message.startswith(f"{name}={shown!r} has no effect on cpu: {name_of_family}-fna has no ")
         assert all((f"{family}-fna" in message) for family, names in known.items() if name in names)
         assert each.filename == __file__
 
@@ -191,7 +191,7 @@ def test_what_the_backend_does_not_heed_is_warned_of(rank: int, name_of_family: 
 def test_attention_and_its_places_in_neighborhood_attention(name: str) -> None:
     query, key, value = arrays(1)
     asked = {name: value_of(name, 1)}
-    is_heeded = name == "backward_deterministic"
+    is_used = name == "backward_deterministic"
     calls: dict[str, tuple[Callable[[], Any], str]] = {
         "itself": (lambda: natten_jax.attention(query, key, value, **asked), f"{name}="),
         "whole layout": (lambda: natten_jax.na1d(query, key, value, LAYOUT[0], **asked), f"{name}="),
@@ -206,7 +206,7 @@ def test_attention_and_its_places_in_neighborhood_attention(name: str) -> None:
     }
     for place, (call, start) in calls.items():
         found = warned(lambda call=call: jax.eval_shape(call))  # type: ignore[misc]
-        assert len(found) == (not is_heeded), place
+        assert len(found) == (not is_used), place
         assert all(str(each.message).startswith(start) and "cpu-fmha has no" in str(each.message) for each in found)
 
 
@@ -288,4 +288,4 @@ def test_it_is_about_the_device_where_the_program_runs(
     found = warned(lambda: natten_jax.na1d(query, query, query, 512, **asked))
     assert (found == []) == is_silent
     for each in found:
-        assert f"changes nothing on {gpu}: {'hopper' if capability == (9, 0) else 'cutlass'}-fna " in str(each.message)
+        assert f"has no effect on {gpu}: {'hopper' if capability == (9, 0) else 'cutlass'}-fna " in str(each.message)
