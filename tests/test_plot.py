@@ -64,7 +64,7 @@ def test_drawing_on_given_axes(tmp_path):
     figure.savefig(tmp_path / "windows.png")
 
 
-def test_absent_matplotlib_is_named_with_what_to_install():
+def test_without_matplotlib_the_error_names_the_package_to_install():
     code = """
 import sys
 sys.modules["matplotlib"] = None

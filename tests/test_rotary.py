@@ -55,7 +55,7 @@ def test_features_turn_as_complex_numbers(interleaved, dtype, tolerance):
     np.testing.assert_array_equal(turned[..., 8:], given[..., 8:])
 
 
-def test_logits_depend_on_distances_alone():
+def test_logits_depend_only_on_distances():
     tokens = [np.tile(np.random.default_rng(i).normal(size=16), (1, 6, 7, 1, 1)) for i in range(2)]
     query, key = (apply_rotary(each, rotary_angles((6, 7), 16)) for each in tokens)
     logits = jnp.einsum("byxhd,bvuhd->yxvu", query, key)

@@ -152,7 +152,7 @@ def test_a_long_line_agrees_with_its_inverse(line: tuple[Window, int, int]) -> N
 
 
 @given(lines(300))
-def test_a_query_of_a_long_line_sees_what_the_definition_says(line: tuple[Window, int, int]) -> None:
+def test_a_query_in_a_long_dimension_follows_the_definition(line: tuple[Window, int, int]) -> None:
     window, index, length = line
     seen = oracle.window(index, length, *window)
     start, end = windows.window_bounds(*line)

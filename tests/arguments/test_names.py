@@ -151,7 +151,7 @@ def test_calls_of_modules() -> None:
         assert not re.search(r"\b_[A-Za-z]", refusal(missing))
 
 
-def test_subclasses_of_linen_modules_and_queries_of_configurations_are_explained_too() -> None:
+def test_unknown_arguments_of_linen_subclasses_and_configuration_queries() -> None:
     query: Any = natten_jax.get_configs_for_cpu_fna
     check(refusal(lambda: query(ARRAY, window_size=3)), "get_configs_for_cpu_fna", "window_size", "kernel_size")
     pytest.importorskip("flax")
@@ -166,7 +166,7 @@ def test_subclasses_of_linen_modules_and_queries_of_configurations_are_explained
 
 
 @pytest.mark.parametrize("name", ["", "x" * 10**6, "zzz", "a b", "é"])
-def test_names_that_are_near_to_nothing(name: str) -> None:
+def test_names_without_a_similar_argument(name: str) -> None:
     message = refusal(lambda: natten_jax.na1d(ARRAY, ARRAY, ARRAY, 3, **{name: 1}))  # type: ignore[call-overload]
     assert message == f"na1d() got an unexpected keyword argument {name!r}"
 
@@ -203,7 +203,7 @@ def test_values_that_are_no_choice(name: str, value: Any) -> None:
         operator(ARRAY, ARRAY, ARRAY, 3, **{name: value})
 
 
-def test_merge_takes_natten_s_arguments_and_refuses_others() -> None:
+def test_merge_accepts_natten_arguments_and_rejects_others() -> None:
     merge: Any = functools.partial(natten_jax.merge_attentions, [ARRAY, 3 * ARRAY + 1], [ARRAY[..., 0]] * 2)
     for given in ({"torch_compile": True}, {"torch_compile": np.bool_(False), "use_autograd_fix": True}):
         jax.tree.map(np.testing.assert_array_equal, merge(**given), merge())

@@ -98,7 +98,7 @@ def test_scales_that_are_zero_in_float32_weigh_all_keys_alike(backend: str, scal
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False), st.sampled_from(["float32", "float16", "bfloat16"]))
-def test_scales_are_accepted_where_their_product_with_log2_e_is_a_float32(scale: float, dtype: str) -> None:
+def test_scales_are_accepted_if_scale_times_log2_e_fits_float32(scale: float, dtype: str) -> None:
     with np.errstate(over="ignore"):
         product = np.float32(scale) * np.float32(math.log2(math.e))
     if abs(scale) < LARGEST * (1 - 1e-6):

@@ -156,7 +156,7 @@ def test_arrays_without_a_right_value_per_dimension(name: str, row: Any) -> None
 
 @pytest.mark.parametrize("name", [*INTS, "is_causal", "backward_kv_splits", "q_tile_shape", "attention"])
 @pytest.mark.parametrize("in_a_tuple", [False, True])
-def test_traced_arrays_are_told_to_be_static(name: str, in_a_tuple: bool) -> None:
+def test_traced_window_arguments_raise_must_be_static(name: str, in_a_tuple: bool) -> None:
     argument = "is_causal" if name == "attention" else name
     value = jnp.array([True, False]) if argument == "is_causal" else jnp.array([3, 3])
 
@@ -220,7 +220,7 @@ def test_huge_tiles_are_refused_by_the_backends(backend: str | None, kernel_size
 
 @pytest.mark.parametrize("backend", ["cpu-fna", "flex-fna"])
 @pytest.mark.parametrize("kernel_size", [3, LAYOUT[:2]])
-def test_more_splits_than_tiles_change_nothing(backend: str, kernel_size: Any) -> None:
+def test_more_splits_than_tiles_have_no_effect(backend: str, kernel_size: Any) -> None:
     out = call(2, kernel_size=kernel_size, backend=backend, backward_kv_splits=2**62)
     np.testing.assert_array_equal(out, call(2, kernel_size=kernel_size, backend=backend))
 
@@ -231,7 +231,7 @@ def test_more_splits_than_tiles_change_nothing(backend: str, kernel_size: Any) -
     ids=["range", "list", "array", "text", "bytes", "list-in-tuple", "nested"],
 )
 @pytest.mark.parametrize("name", [*INTS, "is_causal"])
-def test_long_values_are_refused_in_short(name: str, value: Any) -> None:
+def test_messages_shorten_long_values(name: str, value: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{name} must") as caught:
         call(2, **{name: value})
     assert len(str(caught.value)) < 400
@@ -297,7 +297,7 @@ def test_arguments_of_other_types_are_others() -> None:
     assert len(asked) == len(alike)
 
 
-def test_what_can_change_is_checked_in_every_call() -> None:
+def test_mutable_arguments_are_checked_in_every_call() -> None:
     check, asked = counted()
     endless: list[Any] = []
     endless.append(endless)

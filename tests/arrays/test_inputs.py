@@ -101,7 +101,7 @@ def test_an_array_in_another_byte_order_names_itself_and_the_remedy(wrong: str, 
     assert natten_jax.na1d(**arrays, kernel_size=3).dtype == jax_dtype
 
 
-def test_other_functions_say_the_same() -> None:
+def test_other_functions_raise_the_same_error() -> None:
     swapped: Any = np.ones(SHAPE, ">f4")
     native: Any = np.ones(SHAPE, "<f4")
     for name, call in {
@@ -156,7 +156,7 @@ def test_only_the_batch_may_be_symbolic(rank: int, shapes: tuple[str, ...], mess
         (("b,8,2,8", "c,8,2,8", "c,8,2,8"), "^key has batch size c, but query has b: they must be equal"),
     ],
 )
-def test_attention_names_what_is_symbolic(shapes: tuple[str, ...], message: str) -> None:
+def test_attention_names_the_symbolic_dimension(shapes: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         exported(natten_jax.attention, *shapes)
 
@@ -202,7 +202,7 @@ def test_heads_first_of_attention() -> None:
         ([(2, 4, 64, 8)] * 3, {"kernel_size": 7, "backend": "none"}),
     ],
 )
-def test_other_mistakes_are_not_taken_for_it(shapes: list[tuple[int, ...]], more: dict[str, Any]) -> None:
+def test_other_errors_are_not_reported_as_symbolic(shapes: list[tuple[int, ...]], more: dict[str, Any]) -> None:
     operator: Any = natten_jax.na1d
     with pytest.raises(ValueError, match=r".") as caught:
         operator(*map(jnp.ones, shapes), **more)

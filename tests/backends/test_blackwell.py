@@ -80,7 +80,7 @@ def test_it_can_run_both_passes(pass_: Pass) -> None:
         ({"edges": "wrap"}, "edges"),
     ],
 )
-def test_what_it_does_not_take(facts: dict[str, Any], part: str) -> None:
+def test_unsupported_problems(facts: dict[str, Any], part: str) -> None:
     reason = find("blackwell-fna", "fna").rejection(problem_of((64, 64), 7, **facts), B200, "forward")
     assert reason is not None and part in reason
 
@@ -95,7 +95,7 @@ def test_heads_are_filled_up_to_one_width(widths: tuple[int, int], width: int) -
     assert (problem.head_dim, problem.head_dim_v) == (width, width)
 
 
-def test_queries_of_natten_list_tiles_that_are_taken() -> None:
+def test_natten_configuration_queries_list_supported_tiles() -> None:
     tokens = jax.ShapeDtypeStruct((1, 30, 48, 80, 24, 128), jnp.bfloat16)
     configurations = natten_jax.get_configs_for_cutlass_blackwell_fna(
         tokens, kernel_size=(18, 24, 24), stride=(16, 8, 8), compute_capability="10.0"
@@ -116,14 +116,14 @@ def test_queries_of_natten_list_tiles_that_are_taken() -> None:
         assert backend.offers(problem_of((30, 48, 80), 18), B200, "backward", pair)
 
 
-def test_tiles_of_two_halves_are_the_forward_passs_alone() -> None:
+def test_only_the_forward_pass_has_tiles_of_two_halves() -> None:
     pair = (16, 16), (16, 8)
     backend = BlackwellBackend()
     assert backend.offers(IMAGE, B200, "forward", pair) and not backend.offers(IMAGE, B200, "backward", pair)
 
 
 @pytest.mark.parametrize("pair", [((16, 16), (16, 4)), ((16, 8), (12, 8)), ((64, 4), (16, 8)), ((8, 8), (16, 8))])
-def test_other_tiles_are_refused_with_some_that_are_not(pair: Any) -> None:
+def test_rejected_tiles_are_reported_with_supported_ones(pair: Any) -> None:
     request = Request(IMAGE, Performance(q_tile_shape=pair[0], kv_tile_shape=pair[1]), "blackwell-fna")
     with pytest.raises(ValueError, match=r"natten_jax\.get_configs_for_cutlass_blackwell_fna lists them"):
         resolve(request, B200, "forward")
@@ -143,7 +143,7 @@ def test_a_gpu_without_portable_kernels_still_hears_of_it(monkeypatch: pytest.Mo
     assert reason is not None and reason.startswith("no code. ")
 
 
-def test_older_jax_is_said_to_be_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_jax_is_rejected_with_the_required_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("natten_jax.backends.pallas.blackwell.missing_in_jax", lambda: "it is old")
     here = Device("cuda", (10, 0))
     assert find("blackwell-fna", "fna").rejection(IMAGE, here, "forward") == "it is old"

@@ -142,7 +142,7 @@ def test_one_dimension(extent: int, kernel_size: int, edges: Edge, tiles: tuple[
 
 
 @needs_native
-def test_dimensions_multiply_and_share_what_is_loaded_meanwhile() -> None:
+def test_steps_multiply_over_dimensions_and_share_loads() -> None:
     problem = simulator.problem_of((64, 64), 7, edges=("wrap", "wrap"))
     along, across = (
         hopper.times_as_long(simulator.problem_of((64,), 7, edges="wrap"), "forward", pair)

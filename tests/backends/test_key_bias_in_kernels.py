@@ -85,7 +85,7 @@ def test_others_get_columns(facts: dict[str, Any]) -> None:
         assert planned.head_dim > problem.head_dim
 
 
-def test_heads_without_room_for_columns_are_refused_where_there_must_be_some() -> None:
+def test_heads_too_wide_for_required_columns_are_rejected() -> None:
     reason = _CUTLASS.rejection(_problem(dtype="float32", head_dim=256), _GPU, "forward")
     assert reason is not None
     assert "a key_bias takes 3 more columns of heads, which may be 256 wide" in reason
@@ -101,7 +101,7 @@ def test_heads_without_room_for_columns_are_refused_where_there_must_be_some() -
         ({"dtype": "float32"}, ((8, 8), (8, 8)), False),
     ],
 )
-def test_tiles_that_are_asked_for_decide(facts: dict[str, Any], pair: Any, is_added: bool) -> None:
+def test_requested_tiles_select_the_kernel(facts: dict[str, Any], pair: Any, is_added: bool) -> None:
     planned = _CUTLASS.widened(_problem(**facts), _GPU, "forward", pair)
     assert planned.key_bias == is_added
     assert _CUTLASS.offers(planned, _GPU, "forward", pair)

@@ -85,7 +85,7 @@ def test_an_operator_warns_once_without_the_native_module(no_native_module: None
         natten_jax.attention(x, x, x)
 
 
-def test_whoever_asks_for_the_portable_backend_is_not_warned(no_native_module: None) -> None:
+def test_naming_the_portable_backend_does_not_warn(no_native_module: None) -> None:
     x = jnp.ones((1, 64, 1, 8))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -143,7 +143,7 @@ def test_a_gpu_whose_architecture_the_build_does_not_cover(
         (Device("cpu"), None, {"dtype": "float64"}),
     ],
 )
-def test_what_no_other_build_would_run_is_no_reason_to_warn(
+def test_problems_that_no_build_supports_do_not_warn(
     device: Device, requested: str | None, problem: dict[str, Any], is_broken: bool, request: pytest.FixtureRequest
 ) -> None:
     request.getfixturevalue("no_native_module" if is_broken else "host_only_build")
@@ -154,7 +154,7 @@ def test_the_host_does_not_need_kernels_for_gpus(host_only_build: None) -> None:
     assert choose(Device("cpu")) == ("cpu", [])
 
 
-def test_the_doctor_says_it_under_a_heading(no_native_module: None) -> None:
+def test_the_doctor_reports_missing_kernels_under_a_heading(no_native_module: None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         lines = list(report())
@@ -163,7 +163,7 @@ def test_the_doctor_says_it_under_a_heading(no_native_module: None) -> None:
 
 
 @pytest.mark.skipif(native.path() is None, reason="the native module is not built")
-def test_the_doctor_has_no_such_heading_where_nothing_is_missing() -> None:
+def test_the_doctor_has_no_heading_if_no_kernels_are_missing() -> None:
     assert "Missing kernels" not in list(report())
 
 
@@ -200,7 +200,7 @@ def python_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         ("darwin", Device("cpu"), "Install natten_jax from its sources, with NATTEN_JAX_NATIVE=1;"),
     ],
 )
-def test_where_kernels_for_python_alone_come_from(
+def test_the_remedy_for_the_python_only_build(
     platform: str, device: Device, remedy: str, python_alone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "plugins", lambda: ())
@@ -213,7 +213,7 @@ def test_where_kernels_for_python_alone_come_from(
 @pytest.mark.parametrize(
     ("platform", "device"), [("win32", Device("cpu")), ("linux", Device("tpu")), ("linux", Device("rocm"))]
 )
-def test_python_alone_is_no_lack_where_no_kernels_could_be_built(
+def test_the_python_only_build_is_complete_on_machines_without_kernels(
     platform: str, device: Device, python_alone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "platform", platform)

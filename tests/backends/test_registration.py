@@ -73,7 +73,7 @@ def test_other_names_have_no_suggestion(name: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "whose"), [("cudnn", "JAX"), ("xformers", "PyTorch"), ("fav2", "PyTorch")])
-def test_other_implementations_are_explained(name: str, whose: str) -> None:
+def test_messages_explain_names_of_other_implementations(name: str, whose: str) -> None:
     for message in messages(name):
         assert f"{name} is an implementation of" in message
         assert whose in message
@@ -217,7 +217,7 @@ def test_it_is_lowered_for_its_platform(
 
 
 @pytest.mark.parametrize("function", [attend, gradient])
-def test_it_is_refused_elsewhere(function: Callable[..., Any], machine: Machine) -> None:
+def test_it_is_rejected_on_other_devices(function: Callable[..., Any], machine: Machine) -> None:
     machine.knows(ConstantBackend("tpu"))
     for platform in "cpu", "cuda", "rocm":
         with pytest.raises(ValueError, match=rf"'constant-fna' cannot run .* on {platform}: it runs on platform tpu"):
@@ -234,7 +234,7 @@ def test_one_program_for_several_platforms_has_what_each_prefers(machine: Machin
 
 
 @pytest.mark.parametrize("platform", ["tpu", "rocm", "plugin"])
-def test_it_is_what_its_own_machine_runs(platform: str, machine: Machine) -> None:
+def test_it_is_the_default_on_its_machine(platform: str, machine: Machine) -> None:
     """The backend runs on such a device, by default or by name, and configuration queries list it."""
     machine.knows(ConstantBackend(platform))
     machine.has(Device(platform))
@@ -278,7 +278,7 @@ REFUSED: dict[type[Exception], list[Any]] = {
 
 
 @pytest.mark.parametrize("error", REFUSED)
-def test_all_else_is_refused_in_one_sentence(error: type[Exception], family: Family) -> None:
+def test_other_values_raise_a_one_line_error(error: type[Exception], family: Family) -> None:
     array = jax.ShapeDtypeStruct((1, 40, 2, 16), jnp.dtype(family.dtype))
     for value, operator in itertools.product(REFUSED[error], ("fna", "fmha")):
         with pytest.raises(error, match=r"^compute_capability must be .*\"9\.0\".*\(9, 0\)") as caught:

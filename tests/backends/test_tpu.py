@@ -49,7 +49,7 @@ def test_a_name_is_lowered_to_the_kernels_on_any_machine() -> None:
     assert kernels(exported("tpu", backend="tpu-fna")) == [True] * 3
 
 
-def test_the_batch_size_may_be_a_symbol_but_for_scales_of_heads() -> None:
+def test_the_batch_size_may_be_symbolic_without_scales_per_head() -> None:
     (batch,) = jax.export.symbolic_shape("batch")
     x = jax.ShapeDtypeStruct((batch, *ARRAY.shape[1:]), ARRAY.dtype)
     assert kernels(exported("tpu", x=x, backend="tpu-fna")) == [True] * 3
@@ -69,7 +69,7 @@ def test_the_default_is_plain_jax_unless_the_environment_asks(
     assert kernels(exported("cpu")) == [False] * 3
 
 
-def test_what_the_kernels_do_not_take_stays_plain_jax(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
+def test_unsupported_problems_run_in_plain_jax(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     machine.has(Device("tpu"))
     monkeypatch.setenv(select.VARIABLE, "tpu")
     for shape, dtype in (((1, 32, 2, 264), "float32"), ((1, 32, 2, 16), "float16")):
@@ -105,7 +105,7 @@ def test_additional_tokens_are_a_second_call_of_the_family() -> None:
     assert "tpu-fna" in text and "tpu-fmha" in text
 
 
-def test_queries_list_tiles_that_are_taken(machine: Machine) -> None:
+def test_configuration_queries_list_supported_tiles(machine: Machine) -> None:
     machine.has(Device("tpu"))
     x = jax.ShapeDtypeStruct((1, 40, 40, 2, 64), jnp.bfloat16)
     forward, *_ = natten_jax.get_configs_for_tpu_fna(x, x, x)
@@ -136,7 +136,7 @@ WINDOWS = {
 
 @pytest.mark.usefixtures("_known")
 @pytest.mark.parametrize("name", WINDOWS)
-def test_results_are_those_of_the_definition(name: str) -> None:
+def test_results_equal_the_definition(name: str) -> None:
     check_all([Trial(WINDOWS[name], "float32", len(name))], FAMILY)
 
 

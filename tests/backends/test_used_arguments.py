@@ -68,11 +68,11 @@ def program(plan: Plan) -> str:
     return str(jax.make_jaxpr(lambda *arrays: backend.backward(plan, *arrays))(operands, saved, cotangents))
 
 
-def test_every_argument_but_tiles_has_an_entry() -> None:
+def test_every_argument_except_tiles_has_an_entry() -> None:
     assert set(CHOICES) == {name for name in ATTENTION_NAMES if "tile" not in name} == set(ASKED)
 
 
-def test_the_guide_says_the_same() -> None:
+def test_the_guide_lists_the_same_arguments() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)(?:=False)?` \| (?:forward|backward) \| (.*) \|$", guide, re.MULTILINE))
     assert {name: re.findall(r"`(\w+)`", families) for name, families in rows.items()} == {
@@ -106,7 +106,7 @@ def test_reasons_name_the_backend_and_backends_that_use_the_argument(name_of_fam
                 assert (f"{other.family}-fna" in reason.partition(" ")[2]) == (name in used_arguments_of(other))
 
 
-def test_defaults_ask_for_nothing() -> None:
+def test_defaults_do_not_warn() -> None:
     for backend in backends.registered():
         for pass_ in PASSES:
             assert ignored(plan_for(backend, pass_, Performance()), Performance()) == {}
@@ -127,7 +127,7 @@ def test_defaults_ask_for_nothing() -> None:
     ],
     ids=["small windows", "float32", "deterministic"],
 )
-def test_what_is_unused_in_a_plan_changes_nothing(
+def test_arguments_unused_by_a_plan_do_not_change_the_program(
     name: str, problem: Problem, tiles: Any, more: dict[str, Any], unused: set[str]
 ) -> None:
     if CHOICES[name].pass_ == "forward" or name in more:
@@ -188,7 +188,7 @@ def test_arguments_that_the_backend_ignores_raise_a_warning(rank: int, name_of_f
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_attention_and_its_places_in_neighborhood_attention(name: str) -> None:
+def test_attention_and_its_sub_calls_in_neighborhood_attention(name: str) -> None:
     query, key, value = arrays(1)
     asked = {name: value_of(name, 1)}
     is_used = name == "backward_deterministic"
@@ -210,14 +210,14 @@ def test_attention_and_its_places_in_neighborhood_attention(name: str) -> None:
         assert all(str(each.message).startswith(start) and "cpu-fmha has no" in str(each.message) for each in found)
 
 
-def test_what_asks_for_nothing_is_silent() -> None:
+def test_default_values_and_tiles_do_not_warn() -> None:
     for more in ({}, EXPLICIT_DEFAULTS, {"q_tile_shape": (2, 2), "kv_tile_shape": (2, 2)}):
         for backend in (None, "cpu-fna", "flex-fna"):
             call = lambda: OPERATORS[2](*arrays(2), 3, backend=backend, **more)  # noqa: B023, E731
             assert warned(lambda: jax.eval_shape(call)) == []  # noqa: B023
 
 
-def test_it_is_said_once_for_each_line() -> None:
+def test_it_warns_once_per_line() -> None:
     query, key, value = arrays(1)
 
     def twice() -> None:
@@ -277,7 +277,7 @@ def test_flax_modules_name_the_line_that_calls_them() -> None:
         ((8, 0), "kernel_schedule", False),
     ],
 )
-def test_it_is_about_the_device_where_the_program_runs(
+def test_the_warning_is_for_the_device_that_runs_the_program(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str, is_silent: bool
 ) -> None:
     """The warning names the backend of the device that runs the program."""

@@ -67,7 +67,7 @@ def test_implementations_agree(benchmark: Benchmark, peer: str) -> None:
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
-def test_measures_every_side_and_says_which_did_not_run(pass_: str) -> None:
+def test_measures_every_implementation_and_reports_which_did_not_run(pass_: str) -> None:
     names = ("natten_jax", "xla", "cudnn")
     (result,) = peers.measure(WHOLE, turns=2, pass_=pass_, names=names)  # type: ignore[arg-type]
     assert list(result["failures"]) == ["cudnn"]
@@ -116,7 +116,7 @@ def record_of(program: ModuleType, file: Path, arguments: str) -> dict[str, Any]
     return found
 
 
-def test_several_devices_do_what_one_does_without_collectives(
+def test_several_devices_match_one_device_without_collectives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("optax")
@@ -140,9 +140,7 @@ def test_several_devices_do_what_one_does_without_collectives(
         assert set(figures.get("collectives", {})) == ({"collective-permute"} if "width" in name else set())
 
 
-def test_landscape_finds_the_point_that_stands_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_landscape_finds_the_outlier(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     flat = {landscape.Point(i, j): 2.0 for i in range(3) for j in range(4)}
     assert set(landscape.excesses(flat).values()) == {1.0}
     found = landscape.excesses({**flat, landscape.Point(1, 2): 2.5})
@@ -230,7 +228,7 @@ def points(record: dict[str, Any], row: str) -> dict[int, dict[str, Any]]:
     return {point["devices"]: point for point in record["results"][row]["points"]}
 
 
-def test_measures_every_number_of_devices_and_says_which_cannot_share(
+def test_measures_every_device_count_and_reports_which_cannot_split(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     splits = "--devices 16 --rows strong weak --splits width-s6x8x8 time-s1x1x1 heads"

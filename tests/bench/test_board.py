@@ -101,7 +101,7 @@ def test_who_computes_something_else_is_left_out(monkeypatch: pytest.MonkeyPatch
     assert "differs" in figures["failures"]["lost"]
 
 
-def test_every_record_has_a_device_a_day_and_what_its_program_measured() -> None:
+def test_every_record_has_a_device_a_date_and_measurements() -> None:
     found = records(sorted((BENCH / "results").rglob("*.json")))
     by_name = {each.name.removeprefix("bench/results/"): each for each in found}
     assert [each.date for each in found] == sorted((each.date for each in found), reverse=True)

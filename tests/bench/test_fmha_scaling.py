@@ -107,7 +107,7 @@ def test_the_recorded_run_has_every_section() -> None:
     assert len(measured_table(GPU_LADDER, {**configuration, "device": "other", "batch": 1}, results, rate)) == 3
 
 
-def test_kernels_are_built_only_where_a_gpu_lacks_them() -> None:
+def test_kernels_are_built_only_if_a_gpu_lacks_them() -> None:
     assert not lacks_kernels(Device("cpu"))
     assert lacks_kernels(Device("cuda", (9, 0), False)) == (native.missing("natten_jax_bench_fmha_forward") is not None)
     command = ["make", "--dry-run", "bench-scaling", "VENV=", f"PYTHON={sys.executable}"]

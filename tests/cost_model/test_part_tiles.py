@@ -41,7 +41,7 @@ def counted(axis: Axis, pass_: Pass, tile: tuple[int, int], queries: Range, keys
 
 
 @hypothesis.given(st.data())
-def test_visits_are_those_that_one_counts(data: st.DataObject) -> None:
+def test_visits_equal_a_direct_count(data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, 4))
     extent = parts * data.draw(st.integers(1, 12))
     kernel = data.draw(st.integers(1, extent))
@@ -68,7 +68,7 @@ def planned(parts: tuple[int, ...], pass_: Pass, **asked: Any) -> Plan:
 
 @pytest.mark.parametrize("pass_", PASSES)
 @pytest.mark.parametrize("parts", [(1, 1, 4), (1, 4, 1), (1, 1, 8)])
-def test_a_part_has_tiles_of_its_own_where_they_are_clearly_faster(parts: tuple[int, ...], pass_: Pass) -> None:
+def test_a_part_gets_separate_tiles_if_they_are_clearly_faster(parts: tuple[int, ...], pass_: Pass) -> None:
     model = calibration_for("hopper")
     assert model is not None
     whole, part = planned((), pass_), planned(parts, pass_)
@@ -82,11 +82,11 @@ def test_a_part_has_tiles_of_its_own_where_they_are_clearly_faster(parts: tuple[
 
 @pytest.mark.parametrize("pass_", PASSES)
 @pytest.mark.parametrize("parts", [(1, 1, 1), (1, 1, 2), (1, 2, 2)])
-def test_tiles_stay_where_others_are_hardly_faster(parts: tuple[int, ...], pass_: Pass) -> None:
+def test_tiles_stay_if_others_are_hardly_faster(parts: tuple[int, ...], pass_: Pass) -> None:
     assert planned(parts, pass_) == planned((), pass_)
 
 
-def test_tiles_that_were_asked_for_are_those_of_parts_too() -> None:
+def test_requested_tiles_apply_to_parts() -> None:
     asked: dict[str, Any] = {"q_tile_shape": (2, 8, 8), "kv_tile_shape": (2, 8, 8)}
     assert planned((1, 1, 4), "forward", **asked).tiles == tuple(asked.values())
 

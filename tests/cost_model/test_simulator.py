@@ -258,7 +258,7 @@ def test_time_model() -> None:
     assert masked is not None and masked > 2e-6 + 15e-6
 
 
-def test_a_smaller_tile_takes_the_smaller_kernel_and_is_masked_where_it_does_not_fill_it() -> None:
+def test_a_smaller_tile_uses_the_smaller_kernel_with_a_mask() -> None:
     problem = a_problem((1280,), (960,), stride=(960,))
     calibration = a_calibration()
     full = simulator.simulate(problem, ((128,), (96,)), calibration=calibration)
@@ -452,7 +452,7 @@ def test_windows_that_fill_their_groups_need_no_mask() -> None:
         ("-i 20 20", None),
     ],
 )
-def test_the_command_line_says_it(
+def test_the_command_line_prints_it(
     arguments: str, said: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "result.json"

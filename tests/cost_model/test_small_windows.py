@@ -82,7 +82,7 @@ def listed(problem: Problem, draw: random.Random) -> Iterator[tuple[Backend, Pas
                         yield backend, pass_, pair
 
 
-def test_nothing_is_predicted_to_be_faster_than_the_device() -> None:
+def test_no_prediction_is_faster_than_the_device() -> None:
     draw = random.Random(5)
     seen = dict.fromkeys([("hopper", False), ("cutlass", False), ("cutlass", True)], 0)
     for _ in range(PROBLEMS):
@@ -120,7 +120,9 @@ def test_parts_of_small_windows_take_their_share_of_the_time() -> None:
 
 
 @pytest.mark.parametrize("arguments", ["-i 56 56 -n 2 -d 32 -w 7 -b 64 --backprop", "-i 14 14 -n 16 -d 32 -w 7 -b 64"])
-def test_what_the_command_line_says_can_be(arguments: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_predictions_are_plausible(
+    arguments: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "result.json"
     assert main([*arguments.split(), "--simulate", "--compute-capability", "9.0", "--json", str(path)]) == 0
     assert "98.5%" not in capsys.readouterr().out
@@ -157,7 +159,7 @@ def launches(problem: Problem, capability: ComputeCapability | None = HOPPER) ->
 
 
 @pytest.mark.parametrize(("kernel_size", "are_tiles_small"), [(13, True), (33, False)])
-def test_windows_larger_than_those_of_rings_have_other_kernels(kernel_size: int, are_tiles_small: bool) -> None:
+def test_windows_too_large_for_rings_have_other_kernels(kernel_size: int, are_tiles_small: bool) -> None:
     """Estimates were fitted to windows of up to 400 keys."""
     request = Request(problem_of((96, 96), kernel_size, batch=1, heads=4, head_dim=32))
     plan = resolve(request, Device("cuda", HOPPER, is_present=False), "forward")
@@ -187,14 +189,14 @@ def test_windows_of_many_keys_have_a_ring(capability: ComputeCapability) -> None
     ],
     ids=str,
 )
-def test_what_the_form_does_not_take_has_none(changes: dict[str, Any]) -> None:
+def test_unsupported_problems_do_not_use_the_ring(changes: dict[str, Any]) -> None:
     fastest = next(iter(launches(problem_of(**changes)).values()))
     assert fastest.kernel == "forward"
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
-def test_estimates_of_sequences_do_not_jump_where_other_windows_have_rings(pass_: Pass, is_causal: bool) -> None:
+def test_estimates_of_sequences_are_smooth_at_the_ring_threshold(pass_: Pass, is_causal: bool) -> None:
     found = []
     for kernel_size in (99, 100):
         problem = problem_of((16384,), kernel_size, is_causal=is_causal, batch=2, heads=16)
@@ -202,7 +204,7 @@ def test_estimates_of_sequences_do_not_jump_where_other_windows_have_rings(pass_
     assert found[1] == pytest.approx(found[0], rel=0.03)
 
 
-def test_biases_of_keys_come_beside_boxes() -> None:
+def test_key_biases_use_rings_only_on_hopper() -> None:
     biased = problem_of(key_bias=True)
     assert next(iter(launches(biased).values())).kernel == RING
     assert all(launch.kernel == "forward" for launch in launches(biased, (8, 0)).values())
@@ -256,7 +258,7 @@ def test_key_and_value_gradients_without_a_ring(changes: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(("length", "has_ring"), [(2**16, True), (2**31 - 1, False)])
-def test_dimensions_whose_strips_nobody_would_count_have_no_ring(length: int, has_ring: bool) -> None:
+def test_dimensions_with_too_many_strips_have_no_ring(length: int, has_ring: bool) -> None:
     """The query returns at once, although strips are counted individually."""
     problem = problem_of((64, length), (10, 10), batch=1, heads=1)
     ring = native.gradient_ring_of_small_windows(

@@ -162,7 +162,9 @@ class Broken(ByName):
 
 
 @pytest.mark.usefixtures("_untimed")
-def test_one_by_name_says_how_to_have_it_by_default(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_opt_in_backend_prints_how_to_enable_it_by_default(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
     machine.knows(ByName())
     status, lines = checked("mine-fna", capsys)
     assert status == 0
@@ -194,7 +196,7 @@ class Elsewhere(ByName):
     capabilities = dataclasses.replace(ByName.capabilities, platform=Platform("tpu"), largest_head_dim=8)
 
 
-def test_what_a_backend_does_not_take_is_left_out(machine: Machine) -> None:
+def test_unsupported_problems_are_skipped(machine: Machine) -> None:
     machine.knows(Elsewhere())
     id_ = backend_check.id_of("mine-fna")
     session = backend_check._Session(id_, Elsewhere(), Device("tpu"))

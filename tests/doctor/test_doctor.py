@@ -41,7 +41,7 @@ def test_names_tiles_and_reasons() -> None:
     assert "compute capability 9.0 only" in verdicts["hopper-fna"]
 
 
-def test_other_devices_may_be_asked_about() -> None:
+def test_the_doctor_answers_for_other_devices() -> None:
     report = lines("--compute-capability", "9.0")
     assert not any("no: it runs on NVIDIA GPUs of compute capability 9.0" in line for line in report)
     assert sum("hopper-fna" in line and "scratch memory" in line for line in report) == 2
@@ -103,7 +103,7 @@ def ship(monkeypatch: pytest.MonkeyPatch) -> Any:
     return put
 
 
-def test_a_hit_says_what_runs_and_how_much_faster(ship: Any) -> None:
+def test_a_hit_prints_the_configuration_and_its_speedup(ship: Any) -> None:
     ship(passed())
     line = doctor.problem_line(REQUEST, GPU, "forward")
     q_tile, kv_tile = passed().plan.tiles
@@ -133,15 +133,13 @@ def test_a_hit_says_what_runs_and_how_much_faster(ship: Any) -> None:
         (Request(PROBLEM, backend="flex-fna"), GPU, "names a configuration"),
     ],
 )
-def test_a_miss_says_why(request_: Request, device: Device, reason: str, ship: Any) -> None:
+def test_a_miss_prints_the_reason(request_: Request, device: Device, reason: str, ship: Any) -> None:
     ship(passed())
     line = doctor.problem_line(request_, device, "forward")
     assert re.match(f"miss: .*{reason}", line)
 
 
-def test_what_a_build_cannot_run_and_what_is_switched_off_are_misses(
-    ship: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsupported_configurations_and_disabled_tables_are_misses(ship: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = dataclasses.replace(passed().plan, backend=BackendId("gone", "fna"))
     other = dataclasses.replace(passed().plan, problem=dataclasses.replace(PROBLEM, batch=3))
     ship(passed(plan=gone), passed(plan=other))
@@ -222,7 +220,7 @@ def test_the_profiler_answers(platform: str, mode: str, flags: list[str], tmp_pa
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("flags", [[], ["--optimize"], ["--compare", "xla"], ["--devices", "2", "-b", "2"]])
-def test_what_needs_a_device_says_so(platform: str, flags: list[str]) -> None:
+def test_checks_that_need_a_device_report_it(platform: str, flags: list[str]) -> None:
     found = run_without(platform, "-m", "natten_jax.profiler", "-i", "64", "-w", "8", *flags)
     assert found.returncode == 1
     said = sentences(found.stderr)
@@ -230,7 +228,7 @@ def test_what_needs_a_device_says_so(platform: str, flags: list[str]) -> None:
     assert len(found.stderr.splitlines()) == 1
 
 
-def test_questions_and_traces_need_none() -> None:
+def test_queries_and_traces_need_no_device() -> None:
     program = """
     import jax
     import natten_jax

@@ -92,7 +92,7 @@ def test_kernels_know_padding_by_its_logsumexp(name: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("dtype", FAMILY.dtypes)
-def test_results_are_those_of_the_definition(dtype: str) -> None:
+def test_results_equal_the_definition(dtype: str) -> None:
     check_all([Trial(case, dtype) for case in CASES.values()], FAMILY)
 
 
@@ -112,13 +112,13 @@ def test_random_problems() -> None:
     check_all(trials, FAMILY)
 
 
-def test_plans_say_how_wide_heads_of_kernels_are() -> None:
+def test_plans_hold_the_head_width_of_the_kernels() -> None:
     problem = dataclasses.replace(problem_of((23,), 5, heads=4, heads_kv=2, head_dim=32), key_bias=True)
     plan = resolve(Request(problem, backend=FAMILY.fna), default_device(), "forward")
     assert (plan.problem.head_dim, plan.problem.head_dim_v, plan.problem.scale) == (40, 32, 32**-0.5)
 
 
-def test_heads_without_room_for_columns_are_refused() -> None:
+def test_heads_too_wide_for_columns_are_rejected() -> None:
     array = jnp.ones((1, 9, 2, 64))
     with pytest.raises(ValueError, match=r"a key_bias takes 3 more columns of heads, which may be 64 wide"):
         jax.eval_shape(lambda: na1d(array, array, array, 3, key_bias=jnp.zeros((1, 9)), backend=FAMILY.fna))
@@ -156,7 +156,7 @@ def test_one_rule_for_all_numbers(name: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FAMILY.dtypes)
-def test_low_relative_biases_and_sinks_are_not_taken_for_hidden_keys(dtype: str) -> None:
+def test_low_relative_biases_and_sinks_do_not_hide_keys(dtype: str) -> None:
     """Kernels identify queries without visible keys by their logsumexp; other numbers must not make it as low."""
     query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 1, 12, 2, 16)), dtype)
     bias = jnp.zeros((1, 12)).at[:, :6].set(-jnp.inf)
@@ -220,7 +220,7 @@ NARROW = [
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_zeros_behind_heads_change_nothing(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_padding_of_heads_has_no_effect(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuBackend, "capabilities", dataclasses.replace(CpuBackend.capabilities, head_dim_step=8))
     backends.select.decided.cache_clear()  # earlier plans of equal problems
     problem = problem_of((23,), 5, head_dim=12, head_dim_v=20, dtype=dtype)

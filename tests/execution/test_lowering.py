@@ -69,7 +69,7 @@ def tiles(shape: tuple[int, ...]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("arguments", [{}, tiles((8, 8))], ids=["small windows", "large windows"])
 @pytest.mark.parametrize("capability", CALLS)
-def test_a_loss_of_the_output_alone_has_no_zeros_written(
+def test_a_loss_of_only_the_output_writes_no_zeros(
     capability: tuple[int, int], arguments: dict[str, Any], lowered: Callable[..., str]
 ) -> None:
     """Zeros of the logsumexp's cotangent would need a separate kernel to write them, and be read."""
@@ -129,7 +129,7 @@ def test_batches_are_folded_into_one_call(lowered: Callable[..., str]) -> None:
     assert "tensor<30x4x6x8x2x128xbf16>" in text
 
 
-def test_a_backend_that_cannot_run_there_says_why(lowered: Callable[..., str]) -> None:
+def test_a_backend_that_cannot_run_there_gives_the_reason(lowered: Callable[..., str]) -> None:
     def operator(x: jax.Array) -> jax.Array:
         return natten_jax.na1d(x, x, x, 9, backend="hopper-fna")
 
@@ -138,7 +138,7 @@ def test_a_backend_that_cannot_run_there_says_why(lowered: Callable[..., str]) -
 
 
 @pytest.mark.parametrize("operator", ["forward", "backward"])
-def test_steps_of_plain_jax_are_as_large_as_the_platform_wants(operator: str) -> None:
+def test_steps_of_plain_jax_have_the_size_for_the_platform(operator: str) -> None:
     """Independent of the process's device: logits of a step fit in the caches of a CPU, and fill an accelerator."""
 
     def forward(x: jax.Array) -> jax.Array:
@@ -193,7 +193,7 @@ def instructions(text: str) -> int:
     return len(re.findall(r"^\s+(?:ROOT )?%?[\w.-]+ = ", text, re.MULTILINE))
 
 
-def test_a_plan_stands_once_in_each_pass(family: Family) -> None:
+def test_a_plan_appears_once_in_each_pass(family: Family) -> None:
     """Equal layers share their passes in the traced program; the compiled program has separate passes per layer."""
     lowered = layers(3, family.fna, dtype=family.dtype)
     assert lowered.as_text().count(f"{PLAN_ATTRIBUTE} =") == 2

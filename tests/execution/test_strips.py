@@ -37,7 +37,7 @@ def _is_registered(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("has_biases", [False, True])
-def test_results_are_those_of_the_definition(has_biases: bool) -> None:
+def test_results_equal_the_definition(has_biases: bool) -> None:
     cases = [case for case in feature_cases().values() if "wrap" in (case.edges or ())]
     cases += [random_case(seed, tokens=60) for seed in range(150)]
     trials = []
@@ -72,7 +72,7 @@ def dimensions(draw: st.DrawFn) -> Axis:
 
 
 @given(dimensions())
-def test_strips_hold_what_windows_see_behind_the_ends_and_no_more(axis: Axis) -> None:
+def test_strips_hold_exactly_the_keys_that_windows_see_beyond_the_ends(axis: Axis) -> None:
     extent = axis.kv_extent
     mask = oracle.line_mask(extent, axis.kernel_size, axis.stride, axis.dilation, False, "wrap")
     cut = oracle.line_mask(extent, axis.kernel_size, axis.stride, axis.dilation, False, "cut")
@@ -127,14 +127,14 @@ def test_kernels_that_know_seams_need_no_strips() -> None:
     assert are_needed("cutlass-fna", "forward", **large)
 
 
-def test_ragged_strides_are_refused_in_one_sentence() -> None:
+def test_ragged_strides_raise_a_one_line_error() -> None:
     axis = Axis(10, 10, 5, 3, edges="wrap")
     problem = dataclasses.replace(problem_of((10,), 5), axes=(axis,))
     reason = FAMILY.backend.rejection(problem, Device("cpu"), "forward")
     assert reason == "its windows wrap where stride divides the tokens of a dilation group, not 3 10"
 
 
-def test_what_kernels_return_is_not_updated_in_place_without_a_barrier() -> None:
+def test_kernel_results_are_not_updated_in_place_without_a_barrier() -> None:
     """XLA for GPUs joins a custom call and the update of its result, and fails: one entry's slices are contiguous."""
     tokens = jax.ShapeDtypeStruct((1, 8, 6, 2, 16), "float32")
 

@@ -53,7 +53,7 @@ def assert_close(found: Any, expected: Any, tolerance: float | None = None) -> N
 # Gradients ----------------------------------------------------------------------------------------------------------
 
 
-def test_gradient_through_logsumexp_alone(family: Family) -> None:
+def test_gradient_through_only_the_logsumexp(family: Family) -> None:
     case = Case((15,), (5,), stride=(2,), heads=2)
     operands = case.operands(family.dtype, 0)
     _, d_lse = case.cotangents(family.dtype, 0)

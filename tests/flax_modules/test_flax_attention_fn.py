@@ -92,7 +92,7 @@ class TestAttentionFn:
         with pytest.raises(ValueError, match=message):
             neighborhood_attention_fn(3)(query, query, query, **settings)
 
-    def test_arguments_that_change_nothing(self):
+    def test_arguments_without_effect(self):
         query = jax.random.normal(jax.random.key(0), (1, 8, 2, 8))
         attend = neighborhood_attention_fn(3, is_causal=True)
         expected = attend(query, query, query)

@@ -74,7 +74,7 @@ class TestConvert:
     @pytest.mark.parametrize("rank", RANKS)
     @pytest.mark.parametrize("names", ["natten", "split", "hugging face"])
     @pytest.mark.parametrize(("relative_bias", "qkv_bias"), [(False, False), (False, True), (True, True)])
-    def test_outputs_are_those_of_the_converted_module(self, rank, names, relative_bias, qkv_bias):
+    def test_outputs_equal_the_converted_module(self, rank, names, relative_bias, qkv_bias):
         weights, inputs = natten_weights(rank, qkv_bias=qkv_bias), inputs_of(rank)
         if relative_bias:
             sizes = np.broadcast_to(WINDOWS[rank]["kernel_size"], rank)

@@ -120,7 +120,7 @@ class TestArguments:
             else:
                 linen.NeighborhoodAttention2D(**settings)
 
-    def test_absent_flax_is_named_with_what_to_install(self):
+    def test_without_flax_the_error_names_the_package_to_install(self):
         code = """
             import importlib.util
             importlib.util.find_spec = lambda name, package=None: None

@@ -68,7 +68,7 @@ def test_training(kind: str) -> None:
 
 
 @pytest.mark.parametrize("flavour", ["linen", "nnx"])
-def test_dropout_on_meshes_drops_what_it_drops_on_one_device(flavour: str) -> None:
+def test_dropout_on_meshes_equals_dropout_on_one_device(flavour: str) -> None:
     settings: Any = {"attn_drop": 0.5, "proj_drop": 0.5, "relative_bias": True, "deterministic": False}
     settings |= {"kernel_size": 3, "num_heads": HEADS}
     inputs, streams = inputs_of(2), {"dropout": jax.random.key(1)}
@@ -98,7 +98,7 @@ def test_dropout_on_meshes_drops_what_it_drops_on_one_device(flavour: str) -> No
 
 
 class TestNnx:
-    def test_metadata_is_kept_beside_the_parameters(self):
+    def test_metadata_is_kept_with_the_parameters(self):
         with jax.set_mesh(mesh_of("Auto", model=1)):
             module = nnx_module(2, **METADATA)
             other = {"kv_kernel_metadata": {"tag": 1}, "kv_bias_metadata": {}}
@@ -142,7 +142,7 @@ class TestNnx:
         with pytest.raises(error, match=message):
             nnx_module(1, **settings)
 
-    def test_converted_weights_stay_where_the_parameters_are(self):
+    def test_converted_weights_keep_the_sharding_of_the_parameters(self):
         mesh = mesh_of("Auto", model=1)
         with jax.set_mesh(mesh):
             module, plain = nnx_module(1, **METADATA), nnx_module(1)

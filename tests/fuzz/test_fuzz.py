@@ -52,7 +52,7 @@ def options_of(*arguments: str) -> Options:
 
 
 @pytest.mark.parametrize("arguments", [("--backend", "cpu-fna"), ("--backend", "cpu", "--direct", "--workers", "2")])
-def test_command_finds_nothing_in_kernels_that_are_right(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_command_finds_no_defect_in_correct_kernels(arguments: tuple[str, ...], tmp_path: Path) -> None:
     finished = run_command(*arguments, "--problems", "6", "--at-once", "4", "--output-dir", str(tmp_path))
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert finished.stdout.splitlines()[-1] == "6 problems, 0 bad"
@@ -132,7 +132,7 @@ def test_planted_defect_is_found_made_simpler_and_written_down(
     assert np.prod(simple.case.layout) <= np.prod(problems[first].case.layout)
 
 
-def test_results_lie_where_their_memory_was_full_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_memory_was_full_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise elements that a kernel does not write could be right by chance."""
     donated: list[int] = []
     make = execution.not_a_number
@@ -202,7 +202,7 @@ BIASED = Case((7,), (3,), batch=2, heads=4, heads_kv=2, **BIASES)
 
 
 @pytest.mark.parametrize("name", ["relative_bias", "key_bias", "sinks", "scale"])
-def test_a_nan_that_is_swallowed_or_goes_too_far_is_seen(name: str) -> None:
+def test_lost_or_leaked_nans_are_detected(name: str) -> None:
     problem = Fuzzed("flex", BIASED, "float32", 7, spoiled=Spoiled(name, "nan", "number", head=1, batch=1))
     rows = problem.broken_rows()
     assert rows.any() and not rows[..., [0, 2, 3]].any()
@@ -228,7 +228,7 @@ def test_problems_with_features_are_drawn_for_the_asking(features: tuple[str, ..
     assert all(FEATURES[feature](problem) for problem in drawn for feature in features)
 
 
-def test_features_that_kernels_alone_lack_are_refused() -> None:
+def test_features_that_only_direct_kernels_lack_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"^no problem of cpu has upsample"):
         draw_with(["upsample"], CPU, ("fna",), 0, 0, is_direct=True)
 
@@ -251,7 +251,7 @@ def test_features_of_gpus_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels == {"forward with a ring", "query gradient with a ring", "key/value gradient with a ring"}
 
 
-def test_every_fact_of_problems_varies_with_the_number_and_follows_from_the_seed() -> None:
+def test_problems_vary_with_the_number_and_follow_from_the_seed() -> None:
     def drawn(seed: int, count: int) -> list[Fuzzed]:
         return [draw(CPU, OPERATORS, seed, i, is_direct) for i in range(count) for is_direct in (False, True)]
 

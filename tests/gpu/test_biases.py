@@ -125,7 +125,7 @@ def test_biases_of_keys_have_all_their_digits(tested: Family, dtype: str) -> Non
 
 
 @pytest.mark.parametrize("tested", _GPU, ids=lambda family: family.name)
-def test_biases_of_keys_where_blocks_compute_many_query_tiles(tested: Family) -> None:
+def test_key_biases_if_blocks_compute_many_query_tiles(tested: Family) -> None:
     """Each block computes about 26 tiles of 128 queries: biases of a tile overwrite biases of earlier tiles."""
     side, window, heads, head_dim = 192, 41, 12, 64
     query, key, value = jnp.asarray(
@@ -238,7 +238,7 @@ def test_gradients_of_biases_of_keys_are_reproducible(kind: str) -> None:
     ("tested", "dtype"),
     [pytest.param(tested, dtype, id=f"{tested.name}-{dtype}") for tested in _GPU for dtype in _HALVES],
 )
-def test_hidden_keys_count_for_nothing(tested: Family, dtype: str) -> None:
+def test_hidden_keys_have_no_effect(tested: Family, dtype: str) -> None:
     """Hidden keys may hold any values; queries that see only hidden keys have output 0."""
     query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 2, 24, 24, 2, 32)), dtype)
     is_hidden = jnp.zeros((2, 24, 24), bool).at[:, 4:16, 6:].set(True)
@@ -312,7 +312,7 @@ def test_entries_of_minus_infinity_hide(dtype: str) -> None:
         np.testing.assert_array_equal(np.asarray(result, np.float32), 0)
 
 
-def test_what_kernels_do_not_add_is_said() -> None:
+def test_unsupported_biases_are_reported() -> None:
     device = devices.default_device()
     problem = dataclasses.replace(problem_of((32, 32), 7, head_dim=32), relative_bias=True)
     for changes, words in (

@@ -44,7 +44,7 @@ def worst_error(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
     ("precision", "is_accurate"),
     [(None, True), ("highest", True), ("float32", True), ("tensorfloat32", False), ("high", False), ("default", False)],
 )
-def test_products_of_float32_are_as_precise_as_asked_for(precision: str | None, is_accurate: bool) -> None:
+def test_float32_products_have_the_requested_precision(precision: str | None, is_accurate: bool) -> None:
     with jax.default_matmul_precision("highest"):
         expected = results()
     with jax.default_matmul_precision(precision):

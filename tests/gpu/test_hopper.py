@@ -218,7 +218,7 @@ def check(case: Case, kind: str | None, seed: int, **arguments: Any) -> None:
 
 @pytest.mark.parametrize("kind", [None, "tensor", "head"])
 @pytest.mark.parametrize("name", FLOAT8_CASES)
-def test_results_are_those_of_the_numbers(name: str, kind: str | None) -> None:
+def test_results_equal_attention_over_the_dequantized_arrays(name: str, kind: str | None) -> None:
     check(FLOAT8_CASES[name], kind, 0)
 
 
@@ -228,7 +228,7 @@ def test_schedules(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float16"])
-def test_output_has_the_type_that_is_asked_for(out_dtype: str) -> None:
+def test_output_has_the_requested_type(out_dtype: str) -> None:
     check(FLOAT8_CASES["2-D"], "head", 2, out_dtype=out_dtype)
 
 
@@ -237,7 +237,7 @@ def drawn(seed: int, *shape: int) -> jax.Array:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_sums_over_many_keys_lose_nothing(head_dim: int) -> None:
+def test_sums_over_many_keys_keep_precision(head_dim: int) -> None:
     """Weights are nearly equal and values have one sign: 13 bits would lose a third of such sums."""
     keys = 131_072
     query, key = ((0.5 * drawn(i, 1, n, 1, head_dim)).astype(E4M3) for i, n in enumerate((128, keys)))
@@ -246,7 +246,7 @@ def test_sums_over_many_keys_lose_nothing(head_dim: int) -> None:
     np.testing.assert_allclose(np.asarray(out, np.float64), 1, atol=2e-3)
 
 
-def test_weights_do_not_saturate_where_logits_keep_rising() -> None:
+def test_weights_do_not_saturate_if_logits_keep_rising() -> None:
     """Logits increase from key tile to key tile, by less and by more than a factor of two."""
     tokens = 2048
     steps = jnp.linspace(0, 40, tokens).reshape(1, tokens, 1, 1)
@@ -261,7 +261,7 @@ def test_weights_do_not_saturate_where_logits_keep_rising() -> None:
         assert np.linalg.norm(np.asarray(out, np.float64) - expected) <= WEIGHT_BOUND * np.linalg.norm(spread)
 
 
-def test_large_logits_leave_the_largest_alone() -> None:
+def test_large_logits_leave_only_the_largest_weight() -> None:
     query = (448 * jnp.sign(drawn(0, 1, 128, 2, 128))).astype(E4M3)
     key = (448 * jnp.sign(drawn(1, 1, 300, 2, 128))).astype(E4M3)
     value = drawn(2, 1, 300, 2, 128).astype(E4M3)
@@ -276,7 +276,7 @@ def test_large_logits_leave_the_largest_alone() -> None:
         assert np.isfinite(np.asarray(logsumexp)).all()
 
 
-def test_numbers_that_are_none_stay_where_they_are() -> None:
+def test_nans_stay_in_their_entries() -> None:
     query, key, value = (drawn(i, 1, 256, 2, 128).astype(E4M3) for i in range(3))
     key = key.at[0, 7, 0, 3].set(jnp.nan)
     out = natten_jax.na1d(query, key, value, 31, backend="hopper-fna")

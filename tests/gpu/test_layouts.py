@@ -119,7 +119,7 @@ def test_short_layouts_are_as_cropped_ones(heads: tuple[int, int], tile: tuple[i
 
 @pytest.mark.parametrize("heads", [(1, 1), (6, 3)])
 @pytest.mark.parametrize("kernels", ["small", "small, dilated"])
-def test_entries_that_share_plans_are_as_alone(kernels: str, heads: tuple[int, int]) -> None:
+def test_entries_that_share_plans_equal_single_calls(kernels: str, heads: tuple[int, int]) -> None:
     """More entries than a block checks, in random order, some equal and some consisting only of padding."""
     different = np.array([[40, 44], [40, 23], [27, 44], [18, 9], [17, 9], [0, 44]])
     extents = different[np.random.default_rng(0).integers(len(different), size=70)]
@@ -127,7 +127,7 @@ def test_entries_that_share_plans_are_as_alone(kernels: str, heads: tuple[int, i
 
 
 @pytest.mark.parametrize("kernels", ["hopper", "cutlass", "small"])
-def test_one_launch_takes_all_entries_and_copies_none(kernels: str) -> None:
+def test_one_launch_processes_all_entries_without_copies(kernels: str) -> None:
     arguments = KERNELS[kernels]
     arrays = [draw(seed, 5, 33, 47, 2, 64) for seed in range(3)]
     traced = []

@@ -213,7 +213,7 @@ def test_heads_have_scales_sinks_and_tables_of_their_own() -> None:
             assert_close(one[i], other, 1e-3)
 
 
-def test_what_hides_nothing_changes_nothing() -> None:
+def test_zero_biases_have_no_effect() -> None:
     """Zero biases give bitwise the results of a call without bias."""
     case = biased("13x13", "tokens")
     arrays, tiles = drawn(case, "bfloat16"), tiles_of(case, "bfloat16")

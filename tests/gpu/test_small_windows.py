@@ -188,7 +188,7 @@ def test_gradients_of_additional_tokens(
         assert error(result, exact) <= bound
 
 
-def test_what_is_not_finite_stays_with_the_queries_that_see_it() -> None:
+def test_non_finite_numbers_affect_only_queries_that_see_them() -> None:
     query, key, value = (np.array(draw(i, 1, 16, 16, 1, 32), np.float32) for i in range(3))
     query[0, 3, 4], key[0, 12, 12] = np.nan, np.inf
     arrays = [jnp.asarray(array, jnp.bfloat16) for array in (query, key, value)]
@@ -201,7 +201,7 @@ def test_what_is_not_finite_stays_with_the_queries_that_see_it() -> None:
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
-def test_the_cost_model_prefers_them_where_windows_are_small(pass_: Any) -> None:
+def test_the_cost_model_prefers_them_for_small_windows(pass_: Any) -> None:
     device = devices.default_device()
 
     def plan(layout: tuple[int, ...], kernel_size: Any, batch: int) -> Any:

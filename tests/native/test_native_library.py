@@ -60,7 +60,7 @@ def dynamic_symbols(library: str) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_nothing_needless_is_exported(library: str) -> None:
+def test_only_required_symbols_are_exported(library: str) -> None:
     """Weak symbols of C++ standard library templates would be shared with every other library of the process."""
     exported = [name for name, is_defined in dynamic_symbols(library).items() if is_defined]
     allowed = r"PyInit__native" if library == "_native" else r"_ZN10natten_jax(7targets|10build_info|12cuda_devices)\w*"
@@ -130,7 +130,7 @@ def install(monkeypatch: pytest.MonkeyPatch, built: str | None, plugins: Sequenc
         (None, ["xla_cuda13"]),
     ],
 )
-def test_nothing_is_said_where_versions_agree(
+def test_matching_versions_print_no_message(
     built: str | None, plugins: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, built, plugins)
@@ -139,7 +139,7 @@ def test_nothing_is_said_where_versions_agree(
 
 
 @pytest.mark.parametrize(("built", "plugin"), [("13.0.88", 12), ("12.9.86", 13)])
-def test_the_doctor_says_which_versions_differ_and_what_to_do(
+def test_the_doctor_reports_version_mismatches_with_a_remedy(
     built: str, plugin: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, built, ["some_tpu", f"xla_cuda{plugin}"])
@@ -155,7 +155,7 @@ def test_the_doctor_says_which_versions_differ_and_what_to_do(
 
 
 @pytest.mark.parametrize("replaces", [None, 0])
-def test_what_is_written_in_place_is_no_slice_of_something_else(replaces: int | None) -> None:
+def test_in_place_results_are_not_slices_of_other_arrays(replaces: int | None) -> None:
     def function(array: jax.Array) -> jax.Array:
         part = array[:1]
         (result,) = call("natten_jax_nothing", [ResultType(part.shape, part.dtype, replaces)], part)
@@ -188,7 +188,7 @@ def offsets_of_tiles(mask: np.ndarray, tile: int) -> list[int]:
 @pytest.mark.parametrize("tile", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("edges", ["shift", "cut"])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_records_hold_what_tiles_see(tile: int, edges: Edge, is_causal: bool) -> None:
+def test_records_cover_the_keys_that_tiles_see(tile: int, edges: Edge, is_causal: bool) -> None:
     if is_causal and edges == "cut":
         pytest.skip("causal windows are cut as they are")
     for extent, kernel_size, stride in itertools.product((7, 12, 33), (1, 2, 5, 7, 12, 31), (1, 2, 3, 5)):
@@ -211,7 +211,7 @@ def test_tiles_of_all_dilation_groups_are_counted() -> None:
 
 
 @pytest.mark.parametrize("pass_", PASSES)
-def test_tiles_have_no_rows_beside_the_only_token_of_a_dimension(pass_: Pass) -> None:
+def test_tiles_do_not_extend_a_dimension_of_one_token(pass_: Pass) -> None:
     """Gradients of logits in nonexistent rows would be added to the sums."""
     backend, device = backends.find("cutlass-fna", "fna"), Device("cuda", (9, 0), is_present=False)
     rows = 0 if pass_ == "forward" else 1

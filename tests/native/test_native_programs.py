@@ -25,7 +25,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return output_of("native_checks", sources, folder, includes=[jax.ffi.include_dir()]).splitlines()
 
 
-def test_arrays_begin_at_multiples_of_what_kernels_copy_at_a_time(answers: list[str]) -> None:
+def test_arrays_are_aligned_to_the_copy_size_of_kernels(answers: list[str]) -> None:
     rule = "past a multiple of 16 bytes, but must begin at such a multiple"
     assert answers[:6] == [
         "accepted",
@@ -37,7 +37,7 @@ def test_arrays_begin_at_multiples_of_what_kernels_copy_at_a_time(answers: list[
     ]
 
 
-def test_numbers_of_32_bits_hold_what_kernels_of_small_windows_count_in_them(answers: list[str]) -> None:
+def test_counters_of_small_window_kernels_fit_32_bits(answers: list[str]) -> None:
     token = "query has 8388608 heads, with which a token has 2^31 bytes or more"
     assert answers[6:] == [
         *("accepted", "accepted"),
@@ -113,7 +113,7 @@ MACOS = {
 }
 
 
-def test_apples_linker_is_given_none_of_gnus_options(tmp_path: Path) -> None:
+def test_the_apple_linker_gets_no_gnu_options(tmp_path: Path) -> None:
     programs = str(Path(sys.executable).parent)
     cmake = shutil.which("cmake", path=os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]))
     if cmake is None:

@@ -115,7 +115,7 @@ def test_half_precision_masks_hide_by_their_own_minimum(family: Family, half: st
     check(family, CASES["merged"], half, is_narrow=True)
 
 
-def test_sums_of_finite_biases_hide_nothing(family: Family) -> None:
+def test_sums_of_finite_biases_hide_no_key(family: Family) -> None:
     """Kernels compare each operand with the limit, not sums of operands, which may overflow."""
     case = dataclasses.replace(CASES["all"], sinks=False)
     problem = problem_of(family, case, family.dtype)

@@ -96,7 +96,7 @@ def test_values_may_be_arrays() -> None:
         {"scale": jnp.float32(0.25), "torch_compile": False, "backward_use_pt_reduction": False},
     ],
 )
-def test_what_the_call_says_may_be_said_again(use: str, same: dict[str, Any]) -> None:
+def test_values_of_the_call_may_be_repeated(use: str, same: dict[str, Any]) -> None:
     np.testing.assert_allclose(run(use, same), run(use, None), rtol=1e-5, atol=1e-6)
 
 
@@ -130,14 +130,14 @@ def test_causal_attention_of_a_whole_sequence() -> None:
         run("additional", {"is_causal": True}, is_causal=True)
 
 
-def test_a_traced_scale_is_the_call_s_own_or_refused() -> None:
+def test_a_traced_scale_must_be_the_scale_of_the_call() -> None:
     jax.jit(lambda scale: run("whole layout", {"scale": scale}, scale=scale))(0.5)
     with pytest.raises(ValueError, match=r"^attention_kwargs: scale=0.5 contradicts the call's scale"):
         jax.jit(lambda scale: run("whole layout", {"scale": 0.5}, scale=scale))(0.5)
     assert jnp.isfinite(run("whole layout", {"return_lse": True}, return_lse=True)[1]).all()
 
 
-def test_flax_modules_take_what_the_call_says() -> None:
+def test_flax_modules_accept_repeated_values() -> None:
     flax_layers = pytest.importorskip("tests.support.flax_layers")
     inputs = jnp.ones((1, 5, 6, 16))
     for own, is_same in (({"scale": 0.5, "is_causal": False}, True), ({"scale": 0.25}, False)):

@@ -49,7 +49,7 @@ def test_query_takes_one_array_or_three_or_their_types(family: Family, pass_: st
     assert function(struct, narrow, wide, kernel_size=(3, 5), stride=2, dilation=1, is_causal=(True, False))
 
 
-def test_query_is_empty_where_the_backend_cannot_run(native_family: Family) -> None:
+def test_query_is_empty_if_the_backend_cannot_run(native_family: Family) -> None:
     with element_types("float64"):
         array = jax.ShapeDtypeStruct(SHAPES[1], jnp.float64)
         for operator, pass_ in itertools.product(("fna", "fmha"), PASSES):
@@ -163,7 +163,7 @@ def test_configs_are_arguments_of_the_operator(arguments: dict[str, Any], pass_:
 
 
 @pytest.mark.parametrize("pass_", PASSES)
-def test_configs_are_those_of_the_backend_that_runs_the_call(pass_: Pass) -> None:
+def test_configs_are_for_the_backend_that_runs_the_call(pass_: Pass) -> None:
     tokens = jax.ShapeDtypeStruct((1, 256, 256, 4, 128), "bfloat16")
     found = natten_jax.configs(tokens, kernel_size=33, pass_=pass_, compute_capability="9.0")
     assert {each["backend"] for each in found} == {"hopper-fna"}
@@ -183,6 +183,8 @@ def test_configs_are_those_of_the_backend_that_runs_the_call(pass_: Pass) -> Non
     ],
     ids=str,
 )
-def test_configs_say_what_is_wrong(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_configs_raise_errors_for_invalid_arguments(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         natten_jax.configs(jnp.zeros(SHAPES[2]), **arguments)

@@ -67,7 +67,7 @@ def test_keys_and_values_are_not_copied(edges: Any, native_family: Family) -> No
     assert program(edges) == program("shift")
 
 
-def test_backends_say_which_edges_they_have() -> None:
+def test_backends_report_their_edges() -> None:
     problem = problem_of((64, 64), (5, 5), edges=("shift", "wrap"), dtype="bfloat16")
     device = Device("cuda", (9, 0), is_present=False)
     for backend in backends.registered():

@@ -257,7 +257,7 @@ class RefusingBackend(FlexBackend):
 
 
 @pytest.mark.parametrize("operator", ["fna", "fmha"])
-def test_named_backend_that_cannot_run_lists_those_that_can(operator: str) -> None:
+def test_a_named_backend_that_cannot_run_lists_backends_that_can(operator: str) -> None:
     with element_types("float64"):
         arrays = [jnp.zeros(S, jnp.float64)] * 3
         windowed = functools.partial(natten_jax.na1d, kernel_size=3)
@@ -282,7 +282,7 @@ def test_no_backend_lists_the_reason_of_each(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("is_gradient", [False, True])
-def test_native_backend_for_another_platform_says_why(native_family: Family, is_gradient: bool) -> None:
+def test_a_native_backend_for_another_platform_gives_the_reason(native_family: Family, is_gradient: bool) -> None:
     """The platform is known at lowering, not at tracing."""
     platforms, reason = (["cpu"], "cpu") if native_family.needs_gpu else (["cuda"], "platform cpu only")
     case = Case((12,), (5,))

@@ -29,7 +29,7 @@ _FITTED: dict[str, tuple[dict[str, Any], Case]] = {
 }
 
 
-def test_fitted_windows_equal_those_of_the_layout(family: Family) -> None:
+def test_fitted_windows_equal_windows_of_the_layout(family: Family) -> None:
     trials = []
     for asked, case in _FITTED.values():
         trials.append(Trial(case, family.dtype, arguments=asked))
@@ -75,7 +75,7 @@ CLAMPED_WITH_TABLES: dict[str, tuple[dict[str, Any], Case]] = {
 
 
 @pytest.mark.parametrize("tested", _WITH_TABLES)
-def test_a_table_is_that_of_the_kernel_size_that_was_asked_for(tested: Family) -> None:
+def test_a_table_has_the_requested_kernel_size(tested: Family) -> None:
     trials = [
         Trial(dataclasses.replace(case, relative_bias=True), dtype, arguments={**asked, "clamp_window": True})
         for dtype in tested.dtypes[:2]
@@ -141,7 +141,7 @@ def test_fitted_takes_sequences_and_arrays() -> None:
         (lambda: fitted(3, (5,), 0), ValueError, r"dilation must be at least 1"),
     ],
 )
-def test_what_fitted_refuses(call: Any, error: type[Exception], message: str) -> None:
+def test_fitted_rejects_invalid_arguments(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
 

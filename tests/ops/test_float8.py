@@ -99,13 +99,13 @@ def check(
 @TAKING
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("float8", FLOAT8)
-def test_results_are_those_of_the_numbers(name: str, float8: str, tested: Family) -> None:
+def test_results_equal_attention_over_the_dequantized_arrays(name: str, float8: str, tested: Family) -> None:
     check(CASES[name], tested, float8, "head")
 
 
 @TAKING
 @pytest.mark.parametrize("out_dtype", [None, "bfloat16", "float16", "float32"])
-def test_output_has_the_type_that_is_asked_for_and_is_rounded_once(out_dtype: str | None, tested: Family) -> None:
+def test_output_has_the_requested_type_and_is_rounded_once(out_dtype: str | None, tested: Family) -> None:
     for kind in (None, "head"):
         check(CASES["2-D"], tested, FLOAT8[0], kind, out_dtype)
 
@@ -125,7 +125,7 @@ def operands(*, dtype: str = "float8_e4m3fn", layout: tuple[int, ...] = (8, 12),
 
 @pytest.mark.parametrize("name", ["query", "key", "value", "key_scale", "value_scale", "scale"])
 @pytest.mark.parametrize("backend", ["cpu-fna", "flex-fna"])
-def test_gradients_are_refused_in_one_sentence(name: str, backend: str) -> None:
+def test_gradients_raise_a_one_line_error(name: str, backend: str) -> None:
     arrays = dict(zip(("query", "key", "value"), operands(), strict=True))
     arrays |= {each: jnp.ones((2, 2)) for each in ("key_scale", "value_scale")} | {"scale": jnp.ones(4)}
 
@@ -140,7 +140,7 @@ def test_gradients_are_refused_in_one_sentence(name: str, backend: str) -> None:
 @pytest.mark.parametrize(
     ("family_name", "dtype"), [("hopper", "float8_e5m2"), ("cutlass", "float8_e4m3fn"), ("tpu", "float8_e4m3fn")]
 )
-def test_backends_without_8_bits_say_so(family_name: str, dtype: str, machine: Machine) -> None:
+def test_backends_without_8_bit_support_give_the_reason(family_name: str, dtype: str, machine: Machine) -> None:
     machine.has(Device("tpu") if family_name == "tpu" else HOPPER)
     with pytest.raises(ValueError, match=rf"it supports .*bfloat16.*, not {dtype}\. Backends that can: .*flex-fna"):
         na2d(*operands(dtype=dtype), kernel_size=3, backend=f"{family_name}-fna")
@@ -170,7 +170,7 @@ def test_gpus_run_plain_jax_by_default(machine: Machine) -> None:
         ({"out_dtype": "float32"}, "have outputs of float16 or bfloat16, not float32"),
     ],
 )
-def test_what_hopper_kernels_of_8_bit_arrays_lack(change: dict[str, Any], reason: str, machine: Machine) -> None:
+def test_unsupported_features_of_8_bit_hopper_kernels(change: dict[str, Any], reason: str, machine: Machine) -> None:
     machine.has(HOPPER)
     problem = dataclasses.replace(problem_of((64,), 9, head_dim=64, dtype="float8_e4m3fn"), **change)
     with pytest.raises(ValueError, match=reason):
@@ -226,7 +226,7 @@ def test_factors_of_blocks_and_additional_tokens_are_refused() -> None:
         na2d(*operands(), 3, key_scale=jnp.ones((2, 4, 3, 2)), additional_keys=more, additional_values=more)
 
 
-def test_wider_arrays_may_say_their_own_out_dtype() -> None:
+def test_out_dtype_may_repeat_the_dtype_of_wider_arrays() -> None:
     arrays = operands(dtype="bfloat16")
     assert jnp.array_equal(na2d(*arrays, 3, out_dtype=jnp.bfloat16), na2d(*arrays, 3))
 
@@ -248,7 +248,7 @@ def test_a_call_that_quantises_is_that_of_quantised_arrays(backend: str, wide: s
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_of_a_call_that_quantises_are_those_of_one_that_does_not(name: str) -> None:
+def test_gradients_of_a_quantizing_call_equal_the_plain_gradients(name: str) -> None:
     case = CASES[name]
     operands, cotangents = case.operands("bfloat16", 5), case.cotangents("bfloat16", 5)
 
@@ -268,7 +268,7 @@ def test_gradients_of_a_call_that_quantises_are_those_of_one_that_does_not(name:
     assert np.abs(np.asarray(outputs[1])[finite] - np.asarray(wide[1])[finite]).max() < 0.3
 
 
-def test_a_large_mean_of_the_keys_costs_nothing() -> None:
+def test_a_large_mean_of_the_keys_loses_no_precision() -> None:
     query, key, value = operands(dtype="float32")
     arguments: dict[str, Any] = {"kernel_size": 5, "return_lse": True, "fp8": "e4m3"}
     out, lse = na2d(query, key, value, **arguments)
@@ -277,7 +277,7 @@ def test_a_large_mean_of_the_keys_costs_nothing() -> None:
     np.testing.assert_allclose(far_lse, lse + 64 * query.sum(-1) / 4, rtol=1e-5, atol=2e-3)
 
 
-def test_one_entry_that_is_not_finite_leaves_the_others_alone() -> None:
+def test_a_non_finite_entry_does_not_affect_other_entries() -> None:
     query, key, value = operands(dtype="bfloat16")
     spoiled = key.at[0, 1, 1, 0, 0].set(jnp.inf)
     out = na2d(query, key, value, 3, fp8="e4m3")
@@ -299,7 +299,7 @@ def test_mapped_calls() -> None:
         assert_close(jax.jit(jax.vmap(jax.jit(function)))(*arrays), expected, rtol=2**-7, atol=1e-3)
 
 
-def test_gradient_of_a_mapped_call_at_places_that_differ() -> None:
+def test_gradient_of_a_mapped_call_with_different_origins() -> None:
     query, key, value = (array[:, None] for array in operands(dtype="bfloat16"))
     origins = jnp.array([[0, 1], [4, 2]])
 
@@ -331,7 +331,7 @@ def switched(*arrays: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_meshes_compute_what_one_device_does(kind: str) -> None:
+def test_meshes_equal_one_device(kind: str) -> None:
     arrays, mesh = operands(dtype="bfloat16", layout=(12, 16)), mesh_of(kind, a=2, b=2)
     for function, bound in ((by_hand, 1e-5), (switched, 2**-7)):
         expected = function(*arrays)
@@ -421,14 +421,14 @@ def test_mean_and_rotation_leave_differences_of_logits() -> None:
     assert np.linalg.norm(products - expected) < 0.06 * np.linalg.norm(expected)
 
 
-def test_rotation_spreads_what_one_feature_has() -> None:
+def test_rotation_spreads_an_outlier_over_features() -> None:
     array = jnp.zeros(SHAPE).at[..., 5].set(8)
     small, factors, _ = quantize(array, rotate=True)
     np.testing.assert_allclose(sizes(small), 448)
     np.testing.assert_allclose(factors * 448, 2)  # 8 / sqrt(16)
 
 
-def test_nothing_and_almost_nothing() -> None:
+def test_zeros_and_tiny_numbers() -> None:
     small, factors, _ = quantize(jnp.zeros(SHAPE))
     assert (factors == 1).all() and (sizes(small) == 0).all()
     small, factors, _ = quantize(jnp.full(SHAPE, 1e-38))
@@ -437,7 +437,7 @@ def test_nothing_and_almost_nothing() -> None:
     assert (smallest >= np.finfo(np.float32).tiny).all()
 
 
-def test_numbers_that_are_not_finite_spoil_what_shares_their_factor_alone() -> None:
+def test_non_finite_numbers_affect_only_elements_with_the_same_factor() -> None:
     for number in (jnp.inf, jnp.nan):
         small, factors, _ = quantize(drawn().at[0, 0, 0, 1, 0].set(number))
         wide = np.asarray(small.astype(jnp.float32) * factors[:, None, None, :, None])

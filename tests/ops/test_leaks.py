@@ -77,14 +77,14 @@ TOGETHER = (
 
 
 @pytest.mark.parametrize("names", TOGETHER, ids=("wide", "narrow", "short"))
-def test_what_is_not_finite_stays_in_its_entry(native_family: Family, dtype: str, names: tuple[str, ...]) -> None:
+def test_non_finite_numbers_stay_in_their_entry(native_family: Family, dtype: str, names: tuple[str, ...]) -> None:
     problems = problems_of(native_family, dtype, list(names), is_direct=True)
     found = [complaint for complaint in complaints(problems) if complaint]
     assert not found
 
 
 @pytest.mark.parametrize("name", ["narrow-heads", "dilated"])
-def test_what_is_not_finite_stays_in_its_entry_of_operators(family: Family, name: str) -> None:
+def test_non_finite_numbers_stay_in_their_entry_in_operators(family: Family, name: str) -> None:
     problems = problems_of(family, family.dtype, [name], is_direct=False)
     if family.capabilities.is_plain_jax:
         problems = problems[1:4]
@@ -112,7 +112,7 @@ def test_other_entries_are_found_by_the_same_products(pure_family: Family) -> No
     assert not found
 
 
-def test_random_problems_keep_what_is_not_finite(native_family: Family) -> None:
+def test_random_problems_contain_non_finite_numbers_to_their_entry(native_family: Family) -> None:
     numbers = [draw(native_family, ("fna", "fmha"), 11, number, is_direct=True) for number in range(120)]
     problems = [problem for problem in numbers if problem.spoiled is not None]
     assert len(problems) > 10

@@ -213,7 +213,7 @@ def test_gradients_of_tables_are_reproducible(tested: Family) -> None:
 # Backends.
 
 
-def test_backends_without_a_bias_say_so_and_are_not_chosen() -> None:
+def test_backends_without_a_bias_give_the_reason_and_are_not_selected() -> None:
     problem = problem_of((8, 8), 3, dtype="float32")
     device = default_device()
     for backend in backends.registered():

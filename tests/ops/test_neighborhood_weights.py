@@ -63,7 +63,7 @@ def drawn(seed: int) -> Case:
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_weights_are_those_of_the_dense_mask(seed: int) -> None:
+def test_weights_equal_the_dense_mask(seed: int) -> None:
     case = drawn(seed)
     operands = case.host_operands("float32", seed)
     where, dense = places(case), dense_logits(case, operands)

@@ -72,7 +72,7 @@ def test_attention_in_other_element_types(family: Family, other_dtype: str) -> N
     check(ATTENTION["mqa-causal"], family, other_dtype)
 
 
-def test_output_alone_is_the_first_of_output_and_logsumexp(family: Family) -> None:
+def test_output_equals_the_first_result_with_return_lse(family: Family) -> None:
     case = FEATURES["stride"]
     query, key, value, *_ = case.operands(family.dtype, 0)
     call = functools.partial(natten_jax.na1d, query, key, value, 9, 4, backend=family.fna)

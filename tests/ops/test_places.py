@@ -18,7 +18,7 @@ from tests.support.problems import Case, Trial, check_all
 # Queries in a box of the key layout, upsampled queries, and padded layouts.
 
 
-def test_one_program_for_all_places() -> None:
+def test_one_program_for_all_origins() -> None:
     rng = np.random.default_rng(0)
     query, key = (jnp.asarray(rng.standard_normal((2, 60, 2, 8)), "float32") for _ in range(2))
     whole = np.asarray(na1d(query, key, key, 9, is_causal=True))
@@ -68,7 +68,7 @@ _LINE, _PART = jnp.ones((2, 9, 4, 8)), jnp.ones((2, 4, 4, 8))
     ],
     ids=str,
 )
-def test_wrong_places(arguments: dict[str, Any], error: type[Exception], words: Sequence[str]) -> None:
+def test_invalid_origins(arguments: dict[str, Any], error: type[Exception], words: Sequence[str]) -> None:
     with pytest.raises(error) as caught:
         na2d(_TOKENS if "extents" in arguments else _FEW, _TOKENS, _TOKENS, 3, **arguments)
     for word in words:
@@ -140,7 +140,7 @@ def test_padding_of_all_tokens_and_of_few_keys(family: Family) -> None:
     check_all([Trial(case, family.dtype) for case in cases], family)
 
 
-def test_traced_extents_and_places_are_moved_into_range() -> None:
+def test_traced_extents_and_origins_are_clamped() -> None:
     tokens = jax.random.normal(jax.random.key(0), (2, 7, 1, 8))
     padded = jax.jit(lambda extents: na1d(tokens, tokens, tokens, 3, extents=extents))
     np.testing.assert_array_equal(padded(jnp.array([[-3], [20]])), padded(jnp.array([[0], [7]])))
@@ -150,7 +150,7 @@ def test_traced_extents_and_places_are_moved_into_range() -> None:
 
 
 @pytest.mark.parametrize("library", [np, jnp])
-def test_known_extents_and_places_out_of_range_are_refused(library: Any) -> None:
+def test_known_extents_and_origins_out_of_range_are_rejected(library: Any) -> None:
     for arguments in (
         {"extents": library.array([[8]])},
         {"extents": library.array([[-1]])},

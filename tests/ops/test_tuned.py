@@ -98,7 +98,7 @@ FIELDS = [
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON | st.lists(st.integers(1, 8), max_size=3), max_size=4))
-def test_any_configuration_is_one_or_is_refused_by_its_path(tmp_path: Path, best: dict[str, Any]) -> None:
+def test_arbitrary_files_load_or_are_rejected_with_their_path(tmp_path: Path, best: dict[str, Any]) -> None:
     path = tmp_path / "tuned.json"
     path.write_text(json.dumps({"best_configuration": best}))
     try:

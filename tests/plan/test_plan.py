@@ -41,7 +41,7 @@ shapes = st.none() | st.lists(st.integers(1, 2**40), min_size=1, max_size=3).map
 
 
 @given(st.integers(0, 2**31), st.sampled_from(PASSES), shapes, shapes, st.sampled_from([None, "pp"]))
-def test_payload_says_everything(seed: int, pass_: Pass, tile: Any, splits: Any, schedule: Any) -> None:
+def test_payload_holds_every_field(seed: int, pass_: Pass, tile: Any, splits: Any, schedule: Any) -> None:
     case = random_case(seed)
     case = as_attention(np.random.default_rng(seed), case, 100) if seed % 4 == 0 else case
     problem = Fuzzed("cpu", case, "float16" if seed % 2 else "float32", seed).description()
@@ -54,12 +54,12 @@ def test_payload_says_everything(seed: int, pass_: Pass, tile: Any, splits: Any,
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"pass": "forward"}', '{"problem": [], "pass": 1}'])
-def test_what_is_no_payload_is_refused(text: str) -> None:
+def test_malformed_payloads_are_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="no plan of natten_jax"):
         Plan.from_payload(text)
 
 
-def test_a_program_tells_what_runs(native_family: Any) -> None:
+def test_a_program_holds_its_plans(native_family: Any) -> None:
     array = jax.ShapeDtypeStruct((1, 12, 14, 2, 16), native_family.dtype)
 
     def both(array: jax.Array) -> Any:
@@ -86,7 +86,7 @@ def test_requested_tiles_are_the_plan(pass_: Pass) -> None:
     assert default.tiles[0] and default.performance.tiles(pass_) == default.tiles
 
 
-def test_schedules_are_of_those_who_have_them() -> None:
+def test_only_backends_with_schedules_have_one() -> None:
     asked = Performance(kernel_schedule="coop")
     problem = problem_of((64, 64), 9)
     assert resolve(Request(problem, asked, "hopper-fna"), HOPPER, "forward").kernel_schedule == "coop"
@@ -118,7 +118,7 @@ def test_a_plan_has_the_precision_of_its_call(precision: str | None) -> None:
 
 
 @pytest.mark.parametrize("backend", ["flex-fna", "cutlass-fna"])
-def test_backends_read_precision_from_the_plan_alone(backend: str) -> None:
+def test_backends_read_precision_only_from_the_plan(backend: str) -> None:
     """JAX's precision option may have changed when a pass is traced, long after its call."""
     array: Any = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.float32)
     programs = []
@@ -179,7 +179,7 @@ def test_a_gradient_over_a_mesh_decides_once_for_the_layout_and_once_for_its_par
     assert decisions == {(CPU, pass_, parts): 1 for pass_ in PASSES for parts in ((), (2, 1))}
 
 
-def test_what_is_refused_is_refused_each_time(decisions: collections.Counter[Any]) -> None:
+def test_rejected_calls_are_rejected_every_time(decisions: collections.Counter[Any]) -> None:
     x = jax.ShapeDtypeStruct((2, 16, 16, 2, 8), jnp.float32)
     said = []
     for _ in range(3):
@@ -236,7 +236,7 @@ def test_another_default_is_respected(fake_gpu: None, chosen: str) -> None:
     assert default_device() == HOPPER_DEVICE
 
 
-def test_what_is_refused_is_refused_for_the_default_device(fake_gpu: None) -> None:
+def test_rejected_calls_name_the_default_device(fake_gpu: None) -> None:
     x = jax.ShapeDtypeStruct((1, 12, 2, 12), jnp.float16)  # hopper does not support this head dimension
 
     def run(x: jax.Array) -> jax.Array:
@@ -251,7 +251,7 @@ def test_what_is_refused_is_refused_for_the_default_device(fake_gpu: None) -> No
 
 
 @pytest.mark.gpu
-def test_host_kernels_run_where_a_gpu_is_the_first_platform() -> None:
+def test_host_kernels_run_if_a_gpu_is_the_first_platform() -> None:
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         x = jnp.ones((1, 12, 2, 8))
         assert jnp.allclose(natten_jax.na1d(x, x, x, 3, backend="cpu-fna"), 1.0)

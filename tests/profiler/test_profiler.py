@@ -96,7 +96,7 @@ def test_xla_baseline(profiler: Profiler) -> None:
         ("-i 64 -w 8 --dtype e4m3 --backprop", "arrays have no gradients"),
     ],
 )
-def test_what_cannot_run_is_one_sentence(
+def test_unsupported_runs_raise_a_one_line_error(
     arguments: str, message: str, profiler: Profiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "default_device", lambda: Device("cpu"))
@@ -105,7 +105,7 @@ def test_what_cannot_run_is_one_sentence(
     assert error.startswith("natten-jax-profiler: error: ") and message in error
 
 
-def test_what_cannot_run_fails_without_a_traceback() -> None:
+def test_unsupported_runs_fail_without_a_traceback() -> None:
     command = "-m natten_jax.profiler -i 64 --q-tile 1000000 --kv-tile 1000000 --backend flex-fna -w 8"
     finished = run_command(command.split(), {**os.environ, "JAX_PLATFORMS": "cpu"})
     assert finished.returncode == 1

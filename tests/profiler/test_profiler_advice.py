@@ -57,7 +57,7 @@ def test_baselines_without_room_for_logits_are_refused(arguments: str, profiler:
         ("--q-tile 4 4 --kv-tile 4 8", ""),
     ],
 )
-def test_flags_that_change_nothing_are_said(flags: str, said: str, profiler: Profiler) -> None:
+def test_flags_without_effect_are_reported(flags: str, said: str, profiler: Profiler) -> None:
     lines = profiler(f"-i 8 8 -d 16 -w 3 {FEW} {flags}").err.splitlines()
     assert all(line.startswith("natten-jax-profiler: warning: ") for line in lines)
     assert len(lines) == bool(said)

@@ -80,7 +80,7 @@ def test_element_types_have_one_spelling_in_results(full: str, short: str) -> No
     assert given == shorter and given.as_given()["dtype"] == short
 
 
-def test_flags_of_natten_that_change_nothing_are_taken() -> None:
+def test_natten_flags_without_effect_are_accepted() -> None:
     assert parse(["-i", "8", "--compile"]) == parse(["-i", "8"])
 
 

@@ -130,7 +130,7 @@ def test_the_busiest_device_is_that_of_the_longest_median() -> None:
     assert capture.busiest({0: iterations(1, 1, 90), 3: iterations(2, 2, 2), 7: iterations(9, 1, 1)}) == 3
 
 
-def test_programs_say_over_how_many_devices_they_run() -> None:
+def test_programs_report_their_number_of_devices() -> None:
     split = put(jnp.ones((8, 8)), mesh_of("Auto", d=4), "d")
     functions = (jax.jit(jnp.sin), jnp.ones(8)), (jax.jit(jnp.sin), split), (jax.pmap(jnp.sin), jnp.ones(8))
     compiled = [function.lower(array).compile() for function, array in functions]

@@ -79,7 +79,7 @@ def test_devices_hold_their_share_and_parts_of_the_host_all(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("mode", ["", "--optimize", "--compare xla", "--backprop"])
-def test_what_does_not_fit_is_refused_before_anything_is_made(
+def test_problems_that_do_not_fit_are_rejected_before_allocation(
     mode: str, profiler: Profiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:

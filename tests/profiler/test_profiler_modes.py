@@ -80,7 +80,7 @@ def test_documented_command_lines(line: str, profiler: Profiler) -> None:
         ("tpu-fna", "--device v4", "runs on platform tpu only, and this is cpu"),
     ],
 )
-def test_a_backend_for_another_device_says_so_and_shows_the_dry_run(
+def test_a_backend_for_another_device_is_reported_with_a_dry_run(
     backend: str, flag: str, reason: str, profiler: Profiler
 ) -> None:
     output, error, _ = profiler(f"--backend {backend} -n 24 -d 128 -i 256 256 -w 80 80 --max-configs 2", status=1)
@@ -113,7 +113,7 @@ def test_a_dry_run_of_a_backend_for_another_gpu(backend: str, needed: str, given
     ],
 )
 @pytest.mark.parametrize("mode", ["--dry-run", "--simulate"])
-def test_times_that_nobody_measured_say_so(command: str, mode: str, profiler: Profiler) -> None:
+def test_static_times_are_labelled(command: str, mode: str, profiler: Profiler) -> None:
     output = profiler(f"{command} {mode} --compute-capability 10.0").out
     assert "Predicted times of blackwell-*: from arithmetic, not measured." in output
     assert ("Backend: blackwell-f" in output) == (mode == "--dry-run")
@@ -134,7 +134,7 @@ def test_a_dry_run_for_any_gpu(capability: str, profiler: Profiler) -> None:
         assert f"Use case is {'' if is_compatible else 'not '}compatible with backend {family}-fna" in output
 
 
-def test_a_dry_run_says_which_schedule_is_which(profiler: Profiler) -> None:
+def test_a_dry_run_names_the_schedules(profiler: Profiler) -> None:
     words = " ".join(profiler(f"-d 128 -i 4096 -w 256 --dry-run {HOPPER}").out.split())
     names = {"pp": "WarpSpecializedPingpong", "coop": "WarpSpecializedCooperative", "non": "NonPersistent"}
     assert all(f"{value} is KernelSchedule.{name}" in words for value, name in names.items())
@@ -158,7 +158,7 @@ def test_dry_run_lists_tiles_best_first(profiler: Profiler) -> None:
 
 @pytest.mark.parametrize("layout", ["4096", "64 64", "16 16 16"])
 @pytest.mark.parametrize("backend", ["hopper-fna", "cutlass-fna", "flex-fna", None])
-def test_dry_run_of_self_attention_lists_tiles_of_windows_too(
+def test_dry_run_of_self_attention_also_lists_tiles_of_windows(
     layout: str, backend: str | None, profiler: Profiler
 ) -> None:
     chosen = "" if backend is None else f"--backend {backend}"
@@ -171,7 +171,7 @@ def test_dry_run_of_self_attention_lists_tiles_of_windows_too(
     assert ranks == {"fmha": 1, "fna": len(layout.split())}
 
 
-def test_dry_run_of_an_attention_backend_lists_its_tiles_alone(profiler: Profiler) -> None:
+def test_dry_run_of_an_attention_backend_lists_only_its_tiles(profiler: Profiler) -> None:
     for name in ("flex-fmha", "flex-fna"):  # names in NATTEN's documentation
         output = profiler(f"-i 16 16 --dry-run --fmha-backend {name}").out
         assert "compatible with backend flex-fmha." in output and "-fna" not in output
@@ -282,7 +282,7 @@ def test_configurations_of_a_chip_that_is_not_there(chip: str, profiler: Profile
     assert printed.count(STATIC) == 2
 
 
-def test_a_static_time_says_that_it_is_one(profiler: Profiler) -> None:
+def test_a_static_time_is_labelled(profiler: Profiler) -> None:
     arguments = f"{IMAGE} --simulate --device v5e --backprop"
     output, _, found = profiler(f"{arguments} --backend tpu-fna")
     assert STATIC in output
@@ -308,7 +308,7 @@ def test_the_static_model_is_the_slowest_of_products_softmax_and_memory() -> Non
     assert chip.seconds(simulator.simulate(in_float32, ((512,), (512,)))) == pytest.approx(6 * 2 * pairs * 512 / 197e12)
 
 
-def test_chips_are_known_by_what_jax_calls_them() -> None:
+def test_chips_are_identified_by_their_jax_names() -> None:
     assert chip_of(Device("tpu", product="TPU v6 lite")) is TPU_CHIPS["v6e"]
     assert chip_of(Device("tpu")) is None and chip_of(Device("cuda", product="TPU v4")) is None
 
@@ -351,7 +351,9 @@ def refuse(*_: jax.Array, implementation: str) -> jax.Array:
         (refuse, r"tokamax has no Pallas kernel .*: only NVIDIA GPUs"),
     ],
 )
-def test_pallas_says_what_it_lacks(attend: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pallas_baseline_reports_missing_features(
+    attend: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(monkeypatch, attend)
     x = jnp.ones(SHAPE)
     with pytest.raises(ValueError, match=message):

@@ -33,7 +33,7 @@ def plan_of(operator: Operator) -> Plan:
 ATTENTION = Instruction("custom-call", "jit(f)/ffi_call", "natten_jax_cuda_forward", plan_of("fna"))
 
 
-def test_operator_is_what_the_instruction_or_else_the_problem_says() -> None:
+def test_operator_follows_from_the_instruction_or_the_problem() -> None:
     unmarked = Instruction("custom-call", "", "natten_jax_cpu_forward")
     marked = Instruction("custom-call", "", "natten_jax_cpu_forward", plan_of("fmha"))
     assert symbols.name(unmarked.target, unmarked, "fna").operation == "FnaForward"

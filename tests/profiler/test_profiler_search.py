@@ -66,7 +66,7 @@ def test_search_result_is_accepted_by_operators(tmp_path: Path, profiler: Profil
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
-def test_tuned_arguments_are_taken_in_every_rank(rank: int, tmp_path: Path) -> None:
+def test_tuned_arguments_are_accepted_in_every_rank(rank: int, tmp_path: Path) -> None:
     from natten_jax.flax_modules import linen, nnx
 
     path = tmp_path / "tuned.json"
@@ -184,14 +184,14 @@ def test_without_a_calibration_the_backends_own_order_is_searched(monkeypatch: p
 
 
 @needs_native
-def test_search_does_not_wait_for_plain_jax_where_kernels_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_does_not_wait_for_plain_jax_if_kernels_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     optimum, compiled = fake_search(monkeypatch, "-i 64 -w 8 --optimize", lambda options: 0.03)
     assert optimum.options.backend == "cpu-fna"
     assert {backend for backend, *_ in compiled} == {"cpu-fna", None}  # None is the default backend
 
 
 @needs_native
-def test_search_keeps_what_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_keeps_named_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     line = "-i 64 -w 8 --backend cpu-fna --q-tile 32 --kv-tile 16 --backprop --optimize"
     optimum, compiled = fake_search(monkeypatch, line, lambda options: 1e-3)
     assert optimum.options.performance.q_tile_shape == (32,)
@@ -208,7 +208,7 @@ def test_search_keeps_what_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cutlass-fna", "", None),
     ],
 )
-def test_the_best_configuration_names_what_ran_by_default(backend: str, arguments: str, schedule: str | None) -> None:
+def test_the_best_configuration_names_the_default_backend(backend: str, arguments: str, schedule: str | None) -> None:
     options = parse(f"-i 64 64 -w 8 8 --backprop --optimize {arguments}".split())
     tiles: dict[Pass, TilePair] = {"forward": ((16, 8), (8, 16)), "backward": ((8, 8), (16, 8))}
     request = options.main_request
@@ -290,7 +290,7 @@ def test_every_operator_of_a_program_is_found_once(devices: int, monkeypatch: py
         ({"relative_bias": jnp.ones((2, 5, 9))}, "would be measured instead"),
     ],
 )
-def test_what_is_measured_is_what_is_called(keywords: dict[str, Any], reason: str | None) -> None:
+def test_measured_programs_equal_called_programs(keywords: dict[str, Any], reason: str | None) -> None:
     keys = jax.ShapeDtypeStruct((1, 8, 12, 2, 16), jnp.float32)
 
     def attend(tokens: jax.Array) -> jax.Array:
@@ -304,7 +304,7 @@ def test_what_is_measured_is_what_is_called(keywords: dict[str, Any], reason: st
 
 
 @needs_native
-def test_what_is_saved_is_loaded_and_changes_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_configurations_load_and_keep_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("natten_jax.profiler.search.THOROUGH", LITTLE_EFFORT)
     tokens = jax.random.normal(jax.random.key(0), (1, 8, 12, 2, 16))
 
@@ -322,7 +322,7 @@ def test_what_is_saved_is_loaded_and_changes_no_result(tmp_path: Path, monkeypat
 
 
 @needs_native
-def test_a_block_runs_what_its_table_says_and_only_inside() -> None:
+def test_a_table_applies_only_inside_its_block() -> None:
     plan = other_plan(PROBLEM)
     tokens = jnp.ones((1, 8, 12, 2, 16))
     function = jax.jit(lambda array: natten_jax.na2d(array, array, array, (4, 6), scale=0.5))
@@ -352,7 +352,7 @@ def test_boxes_of_a_layout_are_no_problem_of_a_table() -> None:
 
 @needs_native
 @pytest.mark.parametrize("change", ["backend", "performance", "problem", "parts", "device", "default"])
-def test_what_a_call_says_itself_holds(change: str) -> None:
+def test_arguments_of_a_call_take_precedence(change: str) -> None:
     table = table_of(other_plan(PROBLEM), "cuda" if change == "device" else "cpu", is_default=change == "default")
     own = resolve(Request(PROBLEM), CPU, "forward").performance
     batch = dataclasses.replace(PROBLEM, batch=2)
@@ -365,7 +365,7 @@ def test_what_a_call_says_itself_holds(change: str) -> None:
 
 @needs_native
 @pytest.mark.parametrize(("name", "reason"), [("gone", "there is no backend gone-fna"), ("cutlass", "cutlass-fna: ")])
-def test_tables_of_another_build_are_left_alone(name: str, reason: str) -> None:
+def test_tables_of_another_build_are_not_used(name: str, reason: str) -> None:
     stale = dataclasses.replace(other_plan(PROBLEM), backend=BackendId(name, "fna"))
     assert str(staleness(stale, CPU)).startswith(reason)
     default = resolve(Request(PROBLEM), CPU, "forward")
@@ -430,7 +430,5 @@ def test_malformed_tables(content: Any, message: str, tmp_path: Path) -> None:
         ((0.8, 0.9, 0.9, 1.0, 1.0, 1.1, 1.2, 1.3), (0.9, 0.9, 1.0, 1.1, 1.1, 1.1, 1.2, 1.3), False),  # noise
     ],
 )
-def test_what_is_faster_by_no_more_than_noise_is_not_kept(
-    fast: tuple[float, ...], slow: tuple[float, ...], is_clear: bool
-) -> None:
+def test_gains_within_noise_are_not_kept(fast: tuple[float, ...], slow: tuple[float, ...], is_clear: bool) -> None:
     assert search.is_clearly_faster(fast, slow) == is_clear

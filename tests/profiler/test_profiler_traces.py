@@ -200,9 +200,7 @@ def test_long_tables_are_cut_but_add_up() -> None:
         ("cutlass-fna", Device("cuda", (12, 0)), None),
     ],
 )
-def test_results_name_tile_sizes_and_occupancy_where_it_is_known(
-    backend: str, device: Device, occupancy: int | None
-) -> None:
+def test_results_name_tile_sizes_and_known_occupancy(backend: str, device: Device, occupancy: int | None) -> None:
     plan = a_plan(backend, device, ((16, 8), (8, 8)))
     result = dataclasses.replace(a_result(1), plans={"forward": plan}, device=device)
     found = report.to_json(result)["tiles"]["forward"]
@@ -240,7 +238,7 @@ def test_programs_are_read_from_any_trace(tmp_path: Path) -> None:
 
 
 @needs_native
-def test_programs_of_a_trace_are_told_apart_by_name(tmp_path: Path) -> None:
+def test_programs_of_a_trace_are_identified_by_name(tmp_path: Path) -> None:
     """Several programs with kernels or loops, some with equal names.
 
     On a CPU, events and the programs inside a trace have different numbers.
@@ -321,7 +319,7 @@ def test_shares_add_up_and_averages_are_of_a_step(tmp_path: Path, capsys: pytest
     assert saved["steps"] == 2 and saved["runs"] == {"jit_step": 5, "jit_other": 1}
 
 
-def test_traces_that_do_not_say_how_often_a_program_ran() -> None:
+def test_traces_without_the_number_of_runs() -> None:
     name = symbols.Name("XLA", "elementwise", "-", "fusion")
     told = [(name, Event("kernel", "fusion", "", 0.0, 1e6, run=run)) for run in (1, 1, 2)]
     assert trace_program.TracedProgram(told).runs == 2

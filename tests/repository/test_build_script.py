@@ -79,7 +79,7 @@ def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Build:
 
 
 @pytest.mark.parametrize("entry", ["", ".", "sub/../"])
-def test_no_program_is_taken_from_the_current_directory_by_an_entry_of_the_path(build: Build, entry: str) -> None:
+def test_relative_path_entries_find_no_program_in_the_current_directory(build: Build, entry: str) -> None:
     for name in ("nvcc", "nvidia-smi", "ccache", "cmake", "ninja"):
         put_program(build.folder / "here" / name)
     (build.folder / "here" / "sub").mkdir()
@@ -95,7 +95,7 @@ def test_no_program_is_taken_from_the_current_directory_by_an_entry_of_the_path(
 
 
 @pytest.mark.parametrize("spelling", ["", ".", "absolute"])
-def test_no_packaged_compiler_is_taken_from_the_current_directory(build: Build, spelling: str) -> None:
+def test_no_packaged_compiler_is_found_in_the_current_directory(build: Build, spelling: str) -> None:
     here, packages = build.folder / "here", build.folder / "site-packages"
     for folder in (here, packages):
         put_program(folder / "nvidia" / "cu13" / "bin" / "nvcc")
@@ -117,7 +117,7 @@ def test_every_build_requirement_has_an_upper_bound(build: Build) -> None:
 
 
 @pytest.mark.parametrize("first", [12, 13])
-def test_the_toolkit_of_the_version_asked_for_is_taken_wherever_it_stands(build: Build, first: int) -> None:
+def test_the_toolkit_of_the_requested_version_is_found(build: Build, first: int) -> None:
     second = 25 - first
     build.put_on_path(build.nvccs[first], build.nvccs[second])
     for choice, expected in (("1", first), ("12", 12), ("13", 13)):
@@ -130,7 +130,7 @@ def test_the_toolkit_of_the_version_asked_for_is_taken_wherever_it_stands(build:
         assert build.find_installed_nvcc() == build.nvccs[expected]
 
 
-def test_cuda_13_comes_from_packages_where_only_another_toolkit_is_installed(build: Build) -> None:
+def test_cuda_13_comes_from_packages_if_only_another_toolkit_is_installed(build: Build) -> None:
     build.put_on_path(build.nvccs[12])
     build.patch.setenv("NATTEN_JAX_CUDA", "13")
     assert set(build.CUDA_TOOLKIT_REQUIREMENTS) < set(build.setup_requirements())
@@ -149,7 +149,7 @@ def test_cuda_12_without_a_toolkit_is_refused_with_what_was_found(build: Build) 
 
 
 @pytest.mark.parametrize(("cuda", "is_release"), [(12, False), (12, True), (13, False), (13, True)])
-def test_default_architectures_are_those_that_nvcc_has(
+def test_default_architectures_are_limited_to_nvcc(
     build: Build, cuda: int, is_release: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     build.patch.setenv("NATTEN_JAX_RELEASE", str(int(is_release)))
@@ -171,7 +171,7 @@ def test_default_architectures_are_those_that_nvcc_has(
         ("sm_80", "must be architectures"),
     ],
 )
-def test_architectures_that_were_asked_for_are_not_left_out(build: Build, chosen: str, message: str) -> None:
+def test_requested_architectures_are_not_skipped(build: Build, chosen: str, message: str) -> None:
     build.patch.setenv("NATTEN_JAX_CUDA_ARCHS", "80;90a")
     assert build.cuda_architectures(build.nvccs[12]) == "80;90a"
     build.patch.setenv("NATTEN_JAX_CUDA_ARCHS", chosen)
@@ -197,9 +197,7 @@ def test_wrong_choices_are_refused(build: Build, variable: str, reader: str) -> 
 
 @pytest.mark.parametrize("system", ["linux", "darwin"])
 @pytest.mark.parametrize("choice", [None, "1", "0"])
-def test_the_library_is_built_on_linux_and_elsewhere_when_asked_for(
-    build: Build, system: str, choice: str | None
-) -> None:
+def test_the_library_is_built_on_linux_and_elsewhere_on_request(build: Build, system: str, choice: str | None) -> None:
     is_wanted = choice == "1" or (choice is None and system == "linux")
     if choice is not None:
         build.patch.setenv("NATTEN_JAX_NATIVE", choice)
@@ -225,9 +223,7 @@ def visible_gpu(build: Build) -> None:
         ("", True),
     ],
 )
-def test_kernels_for_gpus_are_built_where_a_visible_one_has_any(
-    build: Build, capabilities: str, are_built: bool
-) -> None:
+def test_gpu_kernels_are_built_if_a_visible_gpu_is_supported(build: Build, capabilities: str, are_built: bool) -> None:
     answers = f'case "$1" in --query-gpu=compute_cap) echo "{capabilities}" ;; -L) echo "GPU 0" ;; esac'
     build.put_on_path(put_program(build.folder / "driver" / "nvidia-smi", answers))
     build.patch.delenv("NATTEN_JAX_CUDA")
@@ -279,7 +275,7 @@ def test_another_machine_has_its_compiler_and_names_of_its_own(build: Build) -> 
     assert not {"_PYTHON_HOST_PLATFORM", "SETUPTOOLS_EXT_SUFFIX"} & set(os.environ)
 
 
-def test_the_version_of_a_wheel_says_its_cuda_and_that_it_is_a_sample(
+def test_the_version_of_a_wheel_names_its_cuda_and_marks_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = copy_of_sources(tmp_path)

@@ -38,7 +38,7 @@ def test_tables_are_of_this_version(page: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "match"), SAMPLES, ids=[name for name, _ in SAMPLES])
-def test_samples_are_what_is_printed(name: str, match: re.Match[str]) -> None:
+def test_samples_equal_the_printed_output(name: str, match: re.Match[str]) -> None:
     pytest.importorskip("rich")
     assert generated.generated(match[0]) == match[0], f"{name}; make tables writes it"
 

@@ -100,7 +100,7 @@ def test_modules_are_imported_in_an_order() -> None:
     assert set(order) == set(graph)
 
 
-def test_every_package_says_what_its_modules_are() -> None:
+def test_every_package_describes_its_modules() -> None:
     """Public packages have docstrings for users, so docs/architecture.md describes their modules."""
     architecture = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     unsaid = []

@@ -12,7 +12,7 @@ CSRC = ROOT / "csrc"
 REFUSE_IGNORED = CSRC / "cuda" / "refuse_ignored.sh"
 
 
-def test_kernels_are_compiled_by_a_launcher_that_refuses_what_ptxas_ignores() -> None:
+def test_the_compile_launcher_rejects_input_that_ptxas_ignores() -> None:
     launcher = "list(PREPEND CMAKE_CUDA_COMPILER_LAUNCHER sh ${CMAKE_CURRENT_SOURCE_DIR}/cuda/refuse_ignored.sh)"
     assert launcher in (CSRC / "CMakeLists.txt").read_text()
 
@@ -24,7 +24,7 @@ ACCEPTED = "ptxas info    : Used 168 registers, used 2 barriers"
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 @pytest.mark.parametrize(("line", "status"), [(IGNORED, 0), (ACCEPTED, 0), (ACCEPTED, 3), (IGNORED, 3)])
-def test_a_compilation_fails_where_ptxas_ignored_something(line: str, status: int, stream: str, tmp_path: Path) -> None:
+def test_a_compilation_fails_if_ptxas_ignored_input(line: str, status: int, stream: str, tmp_path: Path) -> None:
     compiler = tmp_path / "nvcc"
     redirection = ">&2" if stream == "stderr" else ""
     compiler.write_text(f'#!/bin/sh\necho "{line}" {redirection}\necho object > "$4"\nexit {status}\n')

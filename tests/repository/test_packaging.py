@@ -109,7 +109,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+def test_wheel_holds_only_the_package(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"natten_jax"}
     libraries = [name for name in names if name.endswith(".so")]
@@ -129,7 +129,7 @@ def contents(wheel: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_wheel_of_python_alone_is_every_machines_and_holds_all_but_the_library(wheel: Path, python_alone: Path) -> None:
+def test_the_python_only_wheel_is_portable_and_lacks_only_the_library(wheel: Path, python_alone: Path) -> None:
     assert python_alone.name == f"natten_jax-{__version__}-py3-none-any.whl"
     archive = zipfile.ZipFile(python_alone)
     assert contents(python_alone) == contents(wheel)
@@ -139,7 +139,7 @@ def test_wheel_of_python_alone_is_every_machines_and_holds_all_but_the_library(w
 
 
 @pytest.mark.slow
-def test_source_distribution_holds_what_is_built_and_nothing_that_was(distributions: Path) -> None:
+def test_source_distribution_holds_sources_and_no_build_products(distributions: Path) -> None:
     (archive,) = distributions.glob("*.tar.gz")
     assert archive.name == f"natten_jax-{__version__}.tar.gz"
     with tarfile.open(archive) as members:
@@ -165,7 +165,7 @@ def test_tag_is_of_a_c_library_that_has_every_symbol(wheel: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_metadata_say_what_a_wheel_needs_and_leave_out_what_is_not_decided(wheel: Path) -> None:
+def test_wheel_metadata_lists_requirements_and_omits_undecided_fields(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
     fields = email.message_from_bytes(archive.read(name))

@@ -54,7 +54,7 @@ def test_pages_name_wheels_of_this_version() -> None:
     assert named == {__version__}
 
 
-def test_nobody_is_told_to_install_from_an_index_what_is_on_none() -> None:
+def test_no_page_installs_unpublished_packages_from_an_index() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert "urls" not in project, "once there is an address, pages may name it"
     wrong = [

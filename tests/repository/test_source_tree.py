@@ -146,7 +146,7 @@ def test_an_editable_install_works_everywhere_in_its_clone(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("is_editable", [False, True])
-def test_a_library_of_other_native_sources_is_refused_with_the_remedy(is_editable: bool, tmp_path: Path) -> None:
+def test_a_library_of_other_native_sources_is_rejected_with_a_remedy(is_editable: bool, tmp_path: Path) -> None:
     clone = clone_into(tmp_path / "changed")
     change_native_sources(clone)
     environment = Environment(tmp_path / "environment")
@@ -170,7 +170,7 @@ def change_native_sources(clone: Path) -> None:
         source.write("// changed\n")
 
 
-def test_a_clone_of_which_nothing_was_installed_says_so(clone: Path, tmp_path: Path) -> None:
+def test_an_uninstalled_clone_is_reported(clone: Path, tmp_path: Path) -> None:
     environment = Environment(tmp_path / "environment")
     package, flax_modules, _, error = environment.state(clone)
     assert (package, flax_modules) == (clone, clone / "flax_modules")

@@ -109,7 +109,7 @@ def test_halos_of_a_video() -> None:
     assert bytes_received(video, (1, 4, 4)) == 30 * (halo * 20 + (12 + halo) * halo) * token
 
 
-def test_parts_that_are_not_equal_are_refused_with_what_would_be() -> None:
+def test_unequal_parts_are_rejected_with_valid_sizes() -> None:
     with pytest.raises(ValueError, match=r"30 tokens, which 4 devices cannot share.* over 3, or make it 28 or 32"):
         halo_of(Axis(30, 30, 3), 4)
 
@@ -283,7 +283,7 @@ def check(mode: str, backend: str, split: Split, overlaps: bool) -> None:
         assert sent <= split.elements_sent(), split
 
 
-def test_token_axes_that_make_no_sense_are_refused() -> None:
+def test_invalid_token_axes_are_rejected() -> None:
     tokens = jnp.zeros((1, 8, 8, 1, 8))
     with pytest.raises(ValueError, match=r"token_axes names 'x', which is not a manual mesh axis here"):
         na2d(tokens, tokens, tokens, 3, token_axes=("x", None))

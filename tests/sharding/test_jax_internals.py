@@ -38,7 +38,7 @@ def asked_while_lowering(question: Any) -> tuple[Primitive, list[Any]]:
     return primitive, answers
 
 
-def test_platforms_and_exports_are_known_where_a_program_is_lowered() -> None:
+def test_platforms_and_exports_are_available_during_lowering() -> None:
     primitive, answers = asked_while_lowering(
         lambda ctx: (sorted(_jax_internals.platforms_of(ctx)), _jax_internals.is_exported(ctx))
     )
@@ -68,7 +68,7 @@ def test_devices_are_numbered_by_their_place_along_manual_axes() -> None:
 
 
 @pytest.mark.usefixtures("without_stored_programs")
-def test_the_partitioners_callback_is_found_by_another_name_and_its_shardings_are_read_and_written() -> None:
+def test_the_partitioners_callback_and_its_shardings_under_another_name() -> None:
     asked = []
 
     def partition(mesh: Any, arguments: Any, result: Any) -> Any:
@@ -108,7 +108,7 @@ def test_an_array_that_is_not_split_has_an_hlo_sharding(ndim: int) -> None:
     assert list(_jax_internals.devices_of(sharding)) == jax.devices()[:1]
 
 
-def test_nothing_else_uses_what_jax_does_not_document() -> None:
+def test_no_other_module_uses_undocumented_jax() -> None:
     attributes = "_sharding_callbacks", "_device_assignment", "_to_xla_hlo_sharding", "axis_context", "for_export"
     found = []
     for path in [*(ROOT / "natten_jax").rglob("*.py"), *(ROOT / "flax_modules").rglob("*.py")]:

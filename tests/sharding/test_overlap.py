@@ -48,19 +48,19 @@ STRIDED_VIDEO = problem_of((30, 48, 80), (18, 24, 24), (16, 8, 8), heads=24, hea
         *((video, parts) for video in (VIDEO, STRIDED_VIDEO) for parts in ((1, 1, 2), (1, 2, 1))),
     ],
 )
-def test_what_pays_on_a_gpu(problem: Problem, parts: tuple[int, ...]) -> None:
+def test_overlap_pays_on_a_gpu(problem: Problem, parts: tuple[int, ...]) -> None:
     """Measured on two H200: 11.5 instead of 11.9 milliseconds for a problem from this list."""
     halos = halos_of(problem, parts)
     assert all(overlap_that_pays(plan, halos) is not None for plan in plans(problem))
 
 
-def test_what_does_not_pay() -> None:
+def test_overlap_that_does_not_pay() -> None:
     small = problem_of((64, 64), 7, heads=1, head_dim=64, dtype="bfloat16")
     for parts in ((2, 1), (1, 1)):
         assert all(overlap_that_pays(plan, halos_of(small, parts)) is None for plan in plans(small))
 
 
-def test_the_link_is_what_was_measured() -> None:
+def test_the_link_equals_the_measurement() -> None:
     for received, seconds in ((1e6, 0.12e-3), (16e6, 0.25e-3), (64e6, 0.44e-3), (212e6, 1.03e-3), (425e6, 1.59e-3)):
         assert NVLINK.seconds(int(received)) == pytest.approx(seconds, rel=0.22)
 
@@ -132,7 +132,7 @@ def test_halos_travel_while_kernels_run(pass_: str, set_gains: SetGains) -> None
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
-def test_two_devices_change_places(pass_: str, overlaps: bool, set_gains: SetGains) -> None:
+def test_two_devices_swap_halos(pass_: str, overlaps: bool, set_gains: SetGains) -> None:
     """Two devices swap slabs in one exchange: an exchange per direction would leave half of a link idle."""
     set_gains(lambda *_: overlaps)
     program = traced(pass_, 2).lower(lowering_platforms=("cpu",)).as_text()
@@ -142,7 +142,7 @@ def test_two_devices_change_places(pass_: str, overlaps: bool, set_gains: SetGai
     assert set(moves) == {"[[0, 1], [1, 0]]"}
 
 
-def test_what_a_split_takes_is_predicted() -> None:
+def test_the_time_of_a_split_is_predicted() -> None:
     video = problem_of((32, 48, 80), (18, 24, 24), (16, 8, 8), heads=24, head_dim=128, dtype="bfloat16")
     model = calibration_for("hopper")
     assert model is not None

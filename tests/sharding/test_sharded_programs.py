@@ -35,7 +35,7 @@ def drawn() -> list[jax.Array]:
 
 @pytest.mark.usefixtures("without_stored_programs")
 @pytest.mark.parametrize("mode", ["Auto", "Explicit"])
-def test_what_cannot_stay_split_is_gathered_with_a_warning(mode: str) -> None:
+def test_unsupported_shardings_are_gathered_with_a_warning(mode: str) -> None:
     mesh, arrays = mesh_of(mode, x=4, y=2), drawn()
     flat = [array.reshape(8, 48, 4, 8) for array in arrays]
     with jax.set_mesh(mesh) if mode == "Explicit" else warnings.catch_warnings():

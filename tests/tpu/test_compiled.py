@@ -24,7 +24,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("chip", CHIPS)
 
 
-def test_both_passes_compile_and_copy_no_more_than_said(name: str, chip: str) -> None:
+def test_both_passes_compile_and_copy_only_the_documented_arrays(name: str, chip: str) -> None:
     """Queries, keys and values are transposed once, to a heads-first layout, and not copied otherwise.
 
     Layouts that no tile divides are also padded, differently per call and pass: that is a further array, or two if XLA
