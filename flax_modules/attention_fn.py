@@ -17,7 +17,7 @@ from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 
 from natten_jax import backends
 from natten_jax.arguments.arrays import checked_scale
-from natten_jax.arguments.names import explained, without_neutral
+from natten_jax.arguments.names import reject_unknown_kwargs, without_neutral
 from natten_jax.arguments.static import Bools, Ints, array_of, flag, hashable, shown, warn_of_line
 from natten_jax.ops.canonicalize import check_array
 from natten_jax.ops.float8 import float8_name
@@ -378,7 +378,7 @@ def _check_input(inputs: jax.Array, rank: int, in_features: int | None, name: st
 # Functions for Flax's own modules ------------------------------------------------------------------------------------
 
 
-@explained(Performance.__annotations__)
+@reject_unknown_kwargs(Performance.__annotations__)
 def neighborhood_attention_fn(
     kernel_size: Ints,
     stride: Ints = 1,

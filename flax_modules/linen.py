@@ -15,7 +15,7 @@ from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from natten_jax.arguments.arrays import Counts, Origin
-from natten_jax.arguments.names import explained
+from natten_jax.arguments.names import reject_unknown_kwargs
 from natten_jax.arguments.static import Bools, Ints, flag
 from natten_jax.windows import Edges, WindowArguments
 
@@ -91,7 +91,7 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
     def __init_subclass__(cls, **options: Any) -> None:
         """Make the constructor report unknown arguments with a hint."""
         super().__init_subclass__(**options)
-        cls.__init__ = explained()(cls.__init__)  # type: ignore[method-assign]
+        cls.__init__ = reject_unknown_kwargs()(cls.__init__)  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
         # Flax hashes a module by its fields.
@@ -114,7 +114,7 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
         return attend, common.bias_shape(self.relative_bias, self.num_heads, attend.window)
 
     @linen.compact
-    @explained()
+    @reject_unknown_kwargs()
     def __call__(
         self,
         inputs: jax.Array,

@@ -15,7 +15,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from jax.sharding import PartitionSpec
 
 from natten_jax.arguments.arrays import Counts, Origin
-from natten_jax.arguments.names import explained
+from natten_jax.arguments.names import reject_unknown_kwargs
 from natten_jax.arguments.static import Bools, Ints, flag, shown
 from natten_jax.windows import Edges, WindowArguments
 
@@ -52,7 +52,7 @@ class NeighborhoodAttention(NeighborhoodModule, nnx.Module):
     {raises}
     """
 
-    @explained(Performance.__annotations__)
+    @reject_unknown_kwargs(Performance.__annotations__)
     def __init__(
         self,
         in_features: int,
@@ -130,7 +130,7 @@ class NeighborhoodAttention(NeighborhoodModule, nnx.Module):
         self.dropout = nnx.Dropout(proj_drop, deterministic=deterministic, rngs=rngs) if proj_drop > 0 else None
         self.attn_dropout = nnx.Dropout(attn_drop, deterministic=deterministic, rngs=rngs) if attn_drop > 0 else None
 
-    @explained()
+    @reject_unknown_kwargs()
     def __call__(
         self,
         inputs: jax.Array,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from natten_jax.arguments.names import explained
+from natten_jax.arguments.names import reject_unknown_kwargs
 from natten_jax.arguments.static import Bools, Ints, python_int, shown
 from natten_jax.problem import problem_of
 from natten_jax.windows import Axis, Edges, WindowArguments
@@ -27,7 +27,7 @@ _QUERY, _SHARED = "#e08a2c", "#1f5f99"
 _CELL = 0.94  # cell size relative to the cell distance
 
 
-@explained()
+@reject_unknown_kwargs()
 def window_mask(
     layout: Sequence[int],
     query: Sequence[int],
@@ -69,7 +69,7 @@ def window_mask(
     return functools.reduce(np.logical_and.outer, lines)
 
 
-@explained()
+@reject_unknown_kwargs()
 def plot_window(
     layout: Sequence[int],
     query: Sequence[int],
@@ -132,7 +132,7 @@ def plot_window(
     return ax
 
 
-@explained()
+@reject_unknown_kwargs()
 def plot_windows(
     extent: int,
     kernel_size: int,

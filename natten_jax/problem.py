@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from natten_jax.arguments.arrays import scale_or_default
-from natten_jax.arguments.names import explained
+from natten_jax.arguments.names import reject_unknown_kwargs
 from natten_jax.arguments.static import Bools, Ints, int_tuple
 from natten_jax.element_types import ELEMENT_TYPES, SUPPORTED_DTYPES, ElementType
 from natten_jax.windows import Axis as Axis  # public here as a field type
@@ -195,7 +195,7 @@ class Problem:
         return " ".join(parts)
 
 
-@explained()
+@reject_unknown_kwargs()
 def problem_of(
     layout: Sequence[int],
     kernel_size: Ints | None = None,

@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeVar
 from natten_jax.cost_model.calibration import Calibration, Kernel, calibration_for
 from natten_jax.cost_model.halos import Link, SplitTime, link_between, predict_split
 from natten_jax.cost_model.simulation import Simulation, predict, rank, simulate
-from natten_jax.cost_model.tiles import Placement, TileCounts, check_tiles, count_tiles, judged_tiles
+from natten_jax.cost_model.tiles import Placement, TileCounts, check_tiles, classified_tiles, count_tiles
 from natten_jax.performance import TilePair
 from natten_jax.problem import Problem, Shape, problem_of
 from natten_jax.windows import Axis
@@ -106,8 +106,8 @@ def least_block_sparse_stride(problem: Problem, pair: TilePair, *, placement: Pl
 
 def _inner_tiles(axis: Axis, q_tile: int, kv_tile: int, placement: Placement) -> tuple[int, int]:
     """Count the key/value tiles that the query tiles of a dimension visit: all visits, and visits without a mask."""
-    found = judged_tiles(axis, q_tile, (kv_tile,), placement, "forward", ((0, q_tile - 1),))
-    inner, _, full = map(int, found.judged[0])
+    found = classified_tiles(axis, q_tile, (kv_tile,), placement, "forward", ((0, q_tile - 1),))
+    inner, _, full = map(int, found.classified[0])
     return inner, full
 
 

@@ -45,7 +45,7 @@ NEUTRAL_MERGE_ARGUMENTS: Mapping[str, Neutral] = MappingProxyType(
 )
 
 
-def explained(
+def reject_unknown_kwargs(
     names: Iterable[str] = (), natten_arguments: Mapping[str, Neutral] = NEUTRAL_OPERATOR_ARGUMENTS
 ) -> Callable[[Function], Function]:
     """Decorate a function or a method so that it explains unknown keyword arguments before the call.

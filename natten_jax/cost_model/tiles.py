@@ -159,7 +159,7 @@ def least_bytes(problem: Problem, pass_: Pass) -> int:
     return (once if pass_ == "forward" else 2 * once) + logsumexp
 
 
-class JudgedTiles(NamedTuple):
+class ClassifiedTiles(NamedTuple):
     """Counts of the tiles of a dimension, over all dilation groups.
 
     Attributes:
@@ -172,21 +172,21 @@ class JudgedTiles(NamedTuple):
     """
 
     outer: int
-    judged: Any
+    classified: Any
     most_inner: int
     hull_pairs: int
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def judged_tiles(
+def classified_tiles(
     axis: Axis, outer_tile: int, inner_tiles: tuple[int, ...], placement: Placement, pass_: Pass, rows: tuple[Rows, ...]
-) -> JudgedTiles:
+) -> ClassifiedTiles:
     """Count the tiles of a dimension that row groups with the given ``rows`` see or find full.
 
     Raises:
         ValueError: The dimension has too many tiles.
     """
-    judged: Any = np.zeros((3 ** len(rows), len(inner_tiles)), object)
+    classified: Any = np.zeros((3 ** len(rows), len(inner_tiles)), object)
     outer = most = hull_pairs = 0
     for groups, queries, keys in axis.dilation_groups():
         tokens, others = (queries, keys) if pass_ == "forward" else (keys, queries)
@@ -202,16 +202,16 @@ def judged_tiles(
             last = np.minimum(first + tile, tokens) - 1
             index = np.minimum(first + offsets, last)  # rows past the last token count as the last token
             begin, end = axis.bounds(index, (queries, keys), of_query=pass_ == "forward")
-            counts = _count_judged(begin, np.minimum(end, others), end, extents, placement)
-            judged += groups * counts.sum(axis=-1).astype(object)
+            counts = _count_classified(begin, np.minimum(end, others), end, extents, placement)
+            classified += groups * counts.sum(axis=-1).astype(object)
             most = max(most, int(counts[0].max()))
             hull = np.maximum(end[1] - begin[0], 0)
             hull_pairs += groups * int((hull * (last - first + 1)).sum())
-    judged = judged.T if judged.max() >= _SMALL_ENTRY else judged.T.astype(np.int64)
-    return JudgedTiles(outer, judged, most, hull_pairs)
+    classified = classified.T if classified.max() >= _SMALL_ENTRY else classified.T.astype(np.int64)
+    return ClassifiedTiles(outer, classified, most, hull_pairs)
 
 
-def _count_judged(begin: Any, core_end: Any, end: Any, extents: Any, placement: Placement) -> Any:
+def _count_classified(begin: Any, core_end: Any, end: Any, extents: Any, placement: Placement) -> Any:
     """Count the inner tiles of each outer tile that meet the requirements of all row groups.
 
     Args:
@@ -273,16 +273,16 @@ def part_counts(
     boxes = _row_boxes(outer_tile, kernel.outer_tokens // row_groups, row_groups)
     extents_of_axes = _distinct_extents(inner_tiles)
     outer = most_inner = hull_pairs = 1
-    judged: Any = np.ones((1, 1), np.int64)
+    classified: Any = np.ones((1, 1), np.int64)
     for axis, tile, (extents, numbers), rows in zip(problem.axes, outer_tile, extents_of_axes, boxes, strict=True):
         distinct = tuple(dict.fromkeys(rows))
-        found = judged_tiles(axis, tile, extents, placement, pass_, distinct)
-        judged = judged * found.judged[numbers][:, _strictest(tuple(map(distinct.index, rows)))]
+        found = classified_tiles(axis, tile, extents, placement, pass_, distinct)
+        classified = classified * found.classified[numbers][:, _strictest(tuple(map(distinct.index, rows)))]
         outer *= found.outer
         most_inner *= found.most_inner
         hull_pairs *= found.hull_pairs
     weights = _weights(row_groups, math.prod(inner_tiles[0]) == kernel.inner_tokens)
-    parts = PartCounts._make([outer, *(judged @ weights).T, most_inner, hull_pairs])
+    parts = PartCounts._make([outer, *(classified @ weights).T, most_inner, hull_pairs])
     if not problem.additional_kv:
         return parts
     added = PartCounts(*np.array([_added_parts(problem, outer, each, kernel, pass_) for each in inner_tiles], object).T)

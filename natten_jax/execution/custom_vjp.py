@@ -235,7 +235,7 @@ def _exchange(
         saving, continued = functools.partial(run_part, SAVING), functools.partial(run_part, CONTINUED)
         saved = overlap.forward(saving, continued, request, halos, operands)
         return saved if spec is SAVING else Output(saved.out, saved.logsumexp)
-    found = run_spec(request, halos.brought(operands), *others)
+    found = run_spec(request, halos.with_halos(operands), *others)
     if spec is not BACKWARD:
         return found
     return found._replace(**{name: halos.returned(array) for name, array in key_arrays(found).items()})
@@ -306,7 +306,7 @@ def _attend_on_device(plain: PureJaxBackend | None, request: Request, operands: 
     if request.token_axes:
         plans = _overlapping_plans(request)
         if plans is None:
-            operands = vary_alike(exchange.brought(request.problem, request.token_axes, operands))
+            operands = vary_alike(exchange.with_halos(request.problem, request.token_axes, operands))
     # JAX differentiates plain JAX, in forward mode and to any order.
     if plain is not None and plans is None:
         return _forward_plain(plain, part, operands)

@@ -8,7 +8,7 @@ import jax
 from jax.typing import DTypeLike
 
 from natten_jax.arguments.arrays import Counts, Origin, Scale
-from natten_jax.arguments.names import explained
+from natten_jax.arguments.names import reject_unknown_kwargs
 from natten_jax.ops.calls import AttentionOptions, ExecutionArguments, run_operator
 from natten_jax.ops.canonicalize import ArrayLike, BoxArguments, LogitTerms
 from natten_jax.ops.float8 import Factor, Float8Arguments
@@ -49,7 +49,7 @@ def attention(
     return_lse: bool,
     **options: Unpack[AttentionOptions],
 ) -> jax.Array | Pair: ...
-@explained(ATTENTION_NAMES)
+@reject_unknown_kwargs(ATTENTION_NAMES)
 def attention(
     query: ArrayLike,
     key: ArrayLike,

@@ -23,10 +23,10 @@ from natten_jax.backends.base import Backend
 from natten_jax.backends.select import DeviceCall, ignored
 from natten_jax.execution import custom_vjp
 from natten_jax.ops import canonicalize
-from natten_jax.ops.canonicalize import ArrayLike, BoxArguments, FinerGrid, LogitTerms, neighborhood_problem
-from natten_jax.ops.float8 import NOTHING, Factor, Float8Arguments, in_8_bits, straight_through
+from natten_jax.ops.canonicalize import ArrayLike, BoxArguments, LogitTerms, UpsampledGrid, neighborhood_problem
+from natten_jax.ops.float8 import NOTHING, Factor, Float8Arguments, float8_operands, straight_through
 from natten_jax.ops.merge import merge_attentions
-from natten_jax.ops.sub_calls import KeySet, check_agreement, in_layout_of, split_call, sub_call_operands
+from natten_jax.ops.sub_calls import KeySubset, check_agreement, in_layout_of, split_call, sub_call_operands
 from natten_jax.performance import (
     PASSES,
     AttentionPerformanceArguments,
@@ -161,7 +161,7 @@ def run_operator(
     if fuse is not None:
         fuse = flag("try_fuse_additional_kv", fuse, or_none=True)
     inputs = _as_jax_arrays(arrays)
-    grid, is_box = FinerGrid.from_upsample(box.upsample, rank), box.query_origin is not None
+    grid, is_box = UpsampledGrid.from_upsample(box.upsample, rank), box.query_origin is not None
     if grid is not None:
         inputs = grid.folded(inputs, is_box)
     scale_number, scale_array = number_or_array(terms.scale)
@@ -172,7 +172,7 @@ def run_operator(
     clamp_window, scale = flag("clamp_window", box.clamp_window), scale_number if scale_array is None else 1.0
     parts, options = exchange.parts_of(axes) if axes else None, [*execution.performance.items()]
     problem, performance = _describe_call(operator, rank, types, window, clamp_window, scale, parts, options, is_box)
-    place = canonicalize.placement_of(inputs, box)
+    place = canonicalize.token_offsets(inputs, box)
     is_cropped = box.clamp_window and terms.relative_bias is not None
     asked_size: Any = window.with_extents(problem.kv_layout).kernel_size if is_cropped else None
     problem, inputs = canonicalize.with_biases(problem, inputs, terms, grid, asked_size)
@@ -183,7 +183,7 @@ def run_operator(
         inputs = inputs._replace(scale=_scale_of_heads(scale_array, inputs, problem, grid))
     finish_float8 = None
     if problem.element.is_float8 or float8 != NOTHING:
-        problem, inputs, finish_float8 = in_8_bits(problem, inputs, float8, place, grid)
+        problem, inputs, finish_float8 = float8_operands(problem, inputs, float8, place, grid)
     asked = jax.config.jax_default_matmul_precision
     precision = None if asked is None else str(asked)
     request = Request(problem, performance, execution.backend, precision, axes, tuned=table_for(is_box=is_box))
@@ -193,13 +193,13 @@ def run_operator(
         check_agreement(execution.attention_kwargs, problem_as_stated, terms.scale, return_lse)
     if execution.performance or execution.attention_kwargs:
         for call in calls:
-            attention_names = () if call.kind is KeySet.WINDOWS else execution.attention_kwargs or ()
+            attention_names = () if call.kind is KeySubset.WINDOWS else execution.attention_kwargs or ()
             warn_of_ignored(call.request, inputs.query, attention_names)
-    keeps_tokens = operator == "fna" and place.is_whole and {call.kind for call in calls} == {KeySet.WINDOWS}
+    keeps_tokens = operator == "fna" and place.is_whole and {call.kind for call in calls} == {KeySubset.WINDOWS}
     inputs = with_whole_dimensions(inputs, keeps_tokens=keeps_tokens)
     outputs = [custom_vjp.attend(*sub_call_operands(call, inputs, place)) for call in calls]
     outputs = [
-        output if call.kind is KeySet.WINDOWS else in_layout_of(inputs.query, output)
+        output if call.kind is KeySubset.WINDOWS else in_layout_of(inputs.query, output)
         for call, output in zip(calls, outputs, strict=True)
     ]
     output = outputs[0] if len(outputs) == 1 else Output(*merge_attentions(*zip(*outputs, strict=True)))
@@ -297,7 +297,7 @@ def _as_jax_arrays(arrays: Sequence[ArrayLike | None]) -> Inputs:
     return Inputs(*checked)  # type: ignore[arg-type]
 
 
-def _scale_of_heads(factors: Any, inputs: Inputs, problem: Problem, grid: FinerGrid | None) -> jax.Array:
+def _scale_of_heads(factors: Any, inputs: Inputs, problem: Problem, grid: UpsampledGrid | None) -> jax.Array:
     """Expand an array of scales to ``[batch, heads]``, including the heads that a finer query grid is folded into."""
     batch, *_, heads, _ = inputs.query.shape
     if grid is None:

@@ -273,7 +273,7 @@ def with_biases(
     problem: Problem,
     inputs: Inputs,
     terms: LogitTerms,
-    grid: FinerGrid | None = None,
+    grid: UpsampledGrid | None = None,
     kernel_size: Sequence[int] | None = None,
 ) -> tuple[Problem, Inputs]:
     """Add biases and sinks to a problem and its arrays.
@@ -340,7 +340,7 @@ def checked_table(problem: Problem, relative_bias: ArrayLike, kernel_size: Seque
     return jax.lax.slice(table, starts, [n - start for n, start in zip(table.shape, starts, strict=True)])
 
 
-def _with_key_bias(problem: Problem, inputs: Inputs, key_bias: ArrayLike, grid: FinerGrid | None) -> Inputs:
+def _with_key_bias(problem: Problem, inputs: Inputs, key_bias: ArrayLike, grid: UpsampledGrid | None) -> Inputs:
     bias = as_jax_array("key_bias", key_bias)
     if bias.dtype == jnp.bool_:
         bias = jnp.where(bias, 0.0, -jnp.inf)
@@ -359,7 +359,7 @@ def _with_key_bias(problem: Problem, inputs: Inputs, key_bias: ArrayLike, grid: 
     return inputs._replace(key_bias=split_as(bias[..., None], inputs, Role.PER_KEY))
 
 
-def _checked_sinks(problem: Problem, sinks: ArrayLike, grid: FinerGrid | None) -> jax.Array:
+def _checked_sinks(problem: Problem, sinks: ArrayLike, grid: UpsampledGrid | None) -> jax.Array:
     sinks = as_logit_term("sinks", sinks)
     expected = (problem.heads // (1 if grid is None else grid.queries),)
     if sinks.shape != expected:
@@ -420,7 +420,7 @@ class BoxArguments(NamedTuple):
         return self.extents is not None or self.query_lengths is not None or self.kv_lengths is not None
 
 
-class Placement(NamedTuple):
+class TokenOffsets(NamedTuple):
     """Offsets of the queries and unpadded extents, as in :class:`natten_jax.arrays.operands.Operands`."""
 
     origins: jax.Array | None = None
@@ -447,7 +447,7 @@ class Placement(NamedTuple):
         )
 
 
-def placement_of(inputs: Inputs, box: BoxArguments) -> Placement:
+def token_offsets(inputs: Inputs, box: BoxArguments) -> TokenOffsets:
     """Check the arguments about origins and extents of a call.
 
     Raises:
@@ -455,7 +455,7 @@ def placement_of(inputs: Inputs, box: BoxArguments) -> Placement:
         TypeError: An argument does not hold integers.
     """
     if box.query_origin is None and not box.has_extents:
-        return Placement()
+        return TokenOffsets()
     batch, *queries, _, _ = inputs.query.shape
     layout = inputs.key.shape[1:-2]
     query_counts = key_counts = checked_counts("extents", box.extents, batch, layout, is_length=False)
@@ -471,7 +471,7 @@ def placement_of(inputs: Inputs, box: BoxArguments) -> Placement:
     # If a mesh shards the axis that jax.vmap maps, JAX cannot stack mapped and unmapped arrays: pad and add them.
     missing = KERNEL_RANK - len(layout)
     if query_counts is None and key_counts is None and (origin is None or origin.ndim == 1):
-        return Placement(None if origin is None else jnp.pad(origin[None], ((0, 1), (missing, 0))))
+        return TokenOffsets(None if origin is None else jnp.pad(origin[None], ((0, 1), (missing, 0))))
     zeros, ones = [0] * len(layout), [1] * missing
     extents_of_queries = queries if origin is None else layout
     constants = (
@@ -483,10 +483,10 @@ def placement_of(inputs: Inputs, box: BoxArguments) -> Placement:
     for row, each in enumerate((origin, query_counts, key_counts)):
         if each is not None:
             layouts += jnp.pad(jnp.atleast_2d(each)[:, None], ((0, 0), (row, 2 - row), (missing, 0)))
-    return Placement(layouts=layouts)
+    return TokenOffsets(layouts=layouts)
 
 
-class FinerGrid(NamedTuple):
+class UpsampledGrid(NamedTuple):
     """A query grid that is a multiple of the key grid. The queries in the cell of a key are folded into heads.
 
     Attributes:
@@ -496,7 +496,7 @@ class FinerGrid(NamedTuple):
     factors: tuple[int, ...]
 
     @classmethod
-    def from_upsample(cls, upsample: Ints, rank: int) -> FinerGrid | None:
+    def from_upsample(cls, upsample: Ints, rank: int) -> UpsampledGrid | None:
         """Create the grid from the argument ``upsample``; ``None`` if both grids are equal.
 
         Raises:

@@ -19,7 +19,7 @@ from natten_jax.arguments.static import Ints, array_of, flag, int_tuple, shown
 from natten_jax.arrays.boxes import without_padding
 from natten_jax.arrays.operands import Inputs, Output
 from natten_jax.element_types import ELEMENT_TYPES
-from natten_jax.ops.canonicalize import ArrayLike, FinerGrid, Placement, as_jax_array
+from natten_jax.ops.canonicalize import ArrayLike, TokenOffsets, UpsampledGrid, as_jax_array
 from natten_jax.problem import Problem
 from natten_jax.sharding.explicit import replicated, split_like
 
@@ -251,8 +251,8 @@ class _Factors(NamedTuple):
     value: jax.Array | None
 
 
-def in_8_bits(
-    problem: Problem, inputs: Inputs, arguments: Float8Arguments, place: Placement, grid: FinerGrid | None = None
+def float8_operands(
+    problem: Problem, inputs: Inputs, arguments: Float8Arguments, place: TokenOffsets, grid: UpsampledGrid | None = None
 ) -> tuple[Problem, Inputs, Callable[[Output], Output] | None]:
     """Return the problem and the arrays for the backends, and a function that completes their output.
 
@@ -309,7 +309,7 @@ def in_8_bits(
 
 
 def _quantized(
-    problem: Problem, inputs: Inputs, arguments: Float8Arguments, place: Placement
+    problem: Problem, inputs: Inputs, arguments: Float8Arguments, place: TokenOffsets
 ) -> tuple[Problem, Inputs, _Factors, jax.Array]:
     """Return the problem of quantized arrays, these arrays, their scales, and the correction of the logsumexp.
 
@@ -350,7 +350,7 @@ def _quantized(
     return quantised, arrays, _Factors(query_factor, key_factor, value_factor), scale * products
 
 
-def _checked(inputs: Inputs, arguments: Float8Arguments, grid: FinerGrid | None) -> _Factors:
+def _checked(inputs: Inputs, arguments: Float8Arguments, grid: UpsampledGrid | None) -> _Factors:
     batch, *_, heads, _ = inputs.query.shape
     heads //= 1 if grid is None else grid.queries
     _, *layout, heads_kv, _ = inputs.key.shape

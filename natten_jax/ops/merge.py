@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.arguments.names import NEUTRAL_MERGE_ARGUMENTS, explained, without_neutral
+from natten_jax.arguments.names import NEUTRAL_MERGE_ARGUMENTS, reject_unknown_kwargs, without_neutral
 from natten_jax.arguments.static import array_of, shown
 from natten_jax.element_types import ELEMENT_TYPES, WIDE_DTYPES
 from natten_jax.ops.canonicalize import check_array
 
 
-@explained(natten_arguments=NEUTRAL_MERGE_ARGUMENTS)
+@reject_unknown_kwargs(natten_arguments=NEUTRAL_MERGE_ARGUMENTS)
 def merge_attentions(
     outputs: Sequence[jax.Array], lse_tensors: Sequence[jax.Array], **natten_arguments: bool
 ) -> tuple[jax.Array, jax.Array]:

@@ -10,7 +10,7 @@ import jax
 from jax.typing import DTypeLike
 
 from natten_jax.arguments.arrays import Counts, Origin, Scale, TokenAxes
-from natten_jax.arguments.names import explained
+from natten_jax.arguments.names import reject_unknown_kwargs
 from natten_jax.arguments.static import Bools, Ints
 from natten_jax.ops.calls import ExecutionArguments, NeighborhoodOptions, run_operator
 from natten_jax.ops.canonicalize import ArrayLike, BoxArguments, LogitTerms
@@ -88,7 +88,7 @@ class NeighborhoodAttention(Protocol):
 
 def _operator(function: Callable[..., Any]) -> NeighborhoodAttention:
     """Report unknown keyword arguments before Python reports missing ones, and type the result by ``return_lse``."""
-    return cast(NeighborhoodAttention, explained(PerformanceArguments.__annotations__)(function))
+    return cast(NeighborhoodAttention, reject_unknown_kwargs(PerformanceArguments.__annotations__)(function))
 
 
 @_operator

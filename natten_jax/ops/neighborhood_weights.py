@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from natten_jax.arguments.arrays import Scale, number_or_array, per_head
-from natten_jax.arguments.names import explained
+from natten_jax.arguments.names import reject_unknown_kwargs
 from natten_jax.arguments.static import Bools, Ints, flag
 from natten_jax.arrays.biases import with_hidden_keys
 from natten_jax.arrays.operands import Inputs, varying_like
@@ -21,7 +21,7 @@ from natten_jax.sharding.explicit import run_with_auto_axes
 from natten_jax.windows import Axis, Edges, WindowArguments
 
 
-@explained()
+@reject_unknown_kwargs()
 def neighborhood_weights(
     query: ArrayLike,
     key: ArrayLike,
@@ -96,15 +96,15 @@ def neighborhood_weights(
         grouped = _grouped(query, problem.heads_kv).astype(accumulator)
 
         @jax.checkpoint  # otherwise a copy of the keys would be saved for each window entry
-        def logits_of(place: _Place) -> jax.Array:
-            keys = place.take(key).astype(accumulator)
+        def logits_of(entry: _WindowEntries) -> jax.Array:
+            keys = entry.take(key).astype(accumulator)
             products = jnp.sum(grouped * keys[..., None, :], axis=-1).reshape(query.shape[:-1])
             logits = factor * products
             if table is not None:
-                logits = logits + place.bias(table)
-            return jnp.where(place.is_seen(), logits, -jnp.inf)
+                logits = logits + entry.bias(table)
+            return jnp.where(entry.is_seen(), logits, -jnp.inf)
 
-        logits = jnp.moveaxis(jax.lax.map(logits_of, _places(problem.axes)), 0, -1)
+        logits = jnp.moveaxis(jax.lax.map(logits_of, _window_entries(problem.axes)), 0, -1)
         if return_logits:
             return logits
         if table is None:
@@ -118,7 +118,7 @@ def neighborhood_weights(
     return run_with_auto_axes(weights_of, query, query, key, factor, table, inside_manual=False)
 
 
-@explained()
+@reject_unknown_kwargs()
 def neighborhood_apply(
     weights: ArrayLike,
     value: ArrayLike,
@@ -180,22 +180,22 @@ def neighborhood_apply(
 
     def mixed_values(weights: jax.Array, value: jax.Array) -> jax.Array:
         @jax.checkpoint
-        def mixed_with(mixed: jax.Array, place_and_weight: tuple[_Place, jax.Array]) -> tuple[jax.Array, None]:
-            place, weight = place_and_weight
-            weight = jnp.where(place.is_seen()[..., None, None], weight, 0).astype(accumulator)
-            return mixed + weight * place.take(value).astype(accumulator)[..., None, :], None
+        def add_entry(mixed: jax.Array, place_and_weight: tuple[_WindowEntries, jax.Array]) -> tuple[jax.Array, None]:
+            entry, weight = place_and_weight
+            weight = jnp.where(entry.is_seen()[..., None, None], weight, 0).astype(accumulator)
+            return mixed + weight * entry.take(value).astype(accumulator)[..., None, :], None
 
         by_place = jnp.moveaxis(_grouped(weights, heads_kv), -1, 0)[..., None]
         nothing = jnp.zeros((*by_place.shape[1:-1], width), accumulator)
-        places = _places(axes)
-        mixed, _ = jax.lax.scan(mixed_with, varying_like(nothing, (weights, value)), (places, by_place))
+        places = _window_entries(axes)
+        mixed, _ = jax.lax.scan(add_entry, varying_like(nothing, (weights, value)), (places, by_place))
         return mixed.reshape(*given[:-1], width).astype(value.dtype)
 
     weights, value = jnp.asarray(weights), jnp.asarray(value)
     return run_with_auto_axes(mixed_values, weights, weights, value)
 
 
-class _Place(NamedTuple):
+class _WindowEntries(NamedTuple):
     """The ``n``-th entry of every query's window.
 
     Attributes:
@@ -224,7 +224,7 @@ class _Place(NamedTuple):
         return seen[None, ..., None]
 
 
-def _places(axes: Sequence[Axis]) -> _Place:
+def _window_entries(axes: Sequence[Axis]) -> _WindowEntries:
     """Stack all window entries along the first axis of the arrays, the last token dimension fastest."""
     keys, exist, offsets = zip(*map(_keys_of_windows, axes), strict=True)
     numbers = np.indices([axis.kernel_size for axis in axes]).reshape(len(axes), -1)
@@ -232,11 +232,11 @@ def _places(axes: Sequence[Axis]) -> _Place:
     def place_arrays(arrays: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
         return tuple(jnp.asarray(array.T[number]) for array, number in zip(arrays, numbers, strict=True))
 
-    return _Place(place_arrays(keys), place_arrays(exist), place_arrays(offsets))
+    return _WindowEntries(place_arrays(keys), place_arrays(exist), place_arrays(offsets))
 
 
 def _keys_of_windows(axis: Axis) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the fields of a :class:`_Place` for one dimension, as arrays ``[extent, kernel_size]``."""
+    """Return the fields of a :class:`_WindowEntries` for one dimension, as arrays ``[extent, kernel_size]``."""
     index, group = np.divmod(np.arange(axis.query_extent), axis.dilation)
     lengths = axis.lengths(group)
     start, end = (bound[:, None] for bound in axis.bounds(index, lengths))

@@ -18,7 +18,7 @@ from natten_jax.arguments.names import NEUTRAL_OPERATOR_ARGUMENTS, check_neutral
 from natten_jax.arguments.static import array_of, flag, hashable, one_bool, shown
 from natten_jax.arrays.operands import Inputs, Operands, Output, Role, key_arrays, roles_of_fields
 from natten_jax.execution import custom_vjp
-from natten_jax.ops.canonicalize import Placement
+from natten_jax.ops.canonicalize import TokenOffsets
 from natten_jax.performance import ATTENTION_NAMES, attention_performance
 from natten_jax.plan.plan import Request
 from natten_jax.problem import Problem, flattened, of_additional_tokens
@@ -110,7 +110,7 @@ def _is_same(own: Any, scale: Any) -> bool:
     return np.array_equal(first, second)
 
 
-class KeySet(enum.Enum):
+class KeySubset(enum.Enum):
     """The keys of a sub-call."""
 
     WINDOWS = "windows"  # the tokens in the windows, and the additional tokens if one kernel supports both
@@ -126,7 +126,7 @@ class SubCall(NamedTuple):
         request: The request for the backends.
     """
 
-    kind: KeySet
+    kind: KeySubset
     request: Request
 
 
@@ -148,10 +148,10 @@ def split_call(
     if problem.operator == "fmha":
         if request.backend is not None:
             backends.find(request.backend, "fmha")
-        return (SubCall(KeySet.WINDOWS, request),)
+        return (SubCall(KeySubset.WINDOWS, request),)
     counterpart = backends.counterpart(request.backend)
     if attention_kwargs is None and not problem.additional_kv and not problem.is_attention:
-        return (SubCall(KeySet.WINDOWS, request),)
+        return (SubCall(KeySubset.WINDOWS, request),)
     # Attention on the whole layout inherits the performance arguments of the call.
     inherited = request.performance.flattened() if problem.is_attention else {}
     own = checked_attention_kwargs(attention_kwargs, inherited)
@@ -159,17 +159,17 @@ def split_call(
     backend = own.pop("backend", counterpart)
     attention = dataclasses.replace(request, performance=attention_performance({**inherited, **own}), backend=backend)
     if problem.is_attention:
-        return (SubCall(KeySet.WHOLE_LAYOUT, dataclasses.replace(attention, problem=flattened(problem))),)
+        return (SubCall(KeySubset.WHOLE_LAYOUT, dataclasses.replace(attention, problem=flattened(problem))),)
     if try_fuse_additional_kv is None:
         try_fuse_additional_kv = not is_given
     if not problem.additional_kv or (try_fuse_additional_kv and custom_vjp.fuses_additional_kv(request)):
-        return (SubCall(KeySet.WINDOWS, request),)
+        return (SubCall(KeySubset.WINDOWS, request),)
     windows = dataclasses.replace(request, problem=dataclasses.replace(problem, additional_kv=0))
     additional = dataclasses.replace(attention, problem=of_additional_tokens(problem))
-    return SubCall(KeySet.WINDOWS, windows), SubCall(KeySet.ADDITIONAL, additional)
+    return SubCall(KeySubset.WINDOWS, windows), SubCall(KeySubset.ADDITIONAL, additional)
 
 
-def sub_call_operands(call: SubCall, inputs: Inputs, place: Placement) -> tuple[Request, Operands]:
+def sub_call_operands(call: SubCall, inputs: Inputs, place: TokenOffsets) -> tuple[Request, Operands]:
     """Return the request and the operands of a sub-call; if tokens are flattened, the request is without token axes.
 
     Args:
@@ -178,23 +178,23 @@ def sub_call_operands(call: SubCall, inputs: Inputs, place: Placement) -> tuple[
         place: Positions of the queries, and padding.
     """
     token_axes = call.request.token_axes
-    if call.kind is KeySet.WINDOWS:
+    if call.kind is KeySubset.WINDOWS:
         if not call.request.problem.additional_kv:
             inputs = inputs._replace(additional_keys=None, additional_values=None)
         return call.request, Operands(inputs, *place)
     lines = exchange.lines_of(token_axes)
-    if call.kind is KeySet.WHOLE_LAYOUT:
+    if call.kind is KeySubset.WHOLE_LAYOUT:
         inputs = exchange.with_all_keys(inputs, lines)
-    if call.kind is KeySet.ADDITIONAL and place.layouts is not None:
+    if call.kind is KeySubset.ADDITIONAL and place.layouts is not None:
         inputs = inputs._replace(query=place.without_padding(inputs.query))
     flat = _with_one_token_dimension(inputs)
-    is_additional = call.kind is KeySet.ADDITIONAL
+    is_additional = call.kind is KeySubset.ADDITIONAL
     tokens = _only_additional_keys(flat, inputs) if is_additional else _with_additional_keys(flat, inputs)
     # With token axes, the queries of this device are only a shard of the problem's layout.
     origins = exchange.flat_origins(inputs.query.shape[1:-2], lines) if token_axes else None
     request = dataclasses.replace(call.request, token_axes=())
     operands = Operands(tokens, origins)
-    if call.kind is KeySet.WHOLE_LAYOUT and any(request.problem.is_causal) and not place.is_whole:
+    if call.kind is KeySubset.WHOLE_LAYOUT and any(request.problem.is_causal) and not place.is_whole:
         operands = operands._replace(**place._asdict())
     return request, operands
 

@@ -20,7 +20,7 @@ from natten_jax.backends.select import resolve
 from natten_jax.cost_model.calibration import Calibration, calibration_for
 from natten_jax.cost_model.tiles import flops
 from natten_jax.ops import neighborhood
-from natten_jax.ops.sub_calls import KeySet
+from natten_jax.ops.sub_calls import KeySubset
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device, default_device, default_jax_device
 from natten_jax.plan.plan import Plan
@@ -85,7 +85,7 @@ def compile_workload(
     device = default_device()
     plans: dict[str, Plan] = {}
     for call in () if options.is_baseline else options.sub_calls_per_device():
-        prefix = "additional_kv_" if call.kind is KeySet.ADDITIONAL else ""
+        prefix = "additional_kv_" if call.kind is KeySubset.ADDITIONAL else ""
         plans |= {prefix + pass_: resolve(call.request, device, pass_) for pass_ in options.passes}
     function = _function(options)
     function.__name__ = name

@@ -56,7 +56,7 @@ def random_problem(generator: np.random.Generator) -> tuple[Problem, TilePair]:
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count few tiles per chunk, as in dimensions with very many tiles."""
     monkeypatch.setattr(tiles, "_CHUNK", 5)
-    tiles.judged_tiles.cache_clear()
+    tiles.classified_tiles.cache_clear()
     tiles._visible_pairs_of_axis.cache_clear()
 
 

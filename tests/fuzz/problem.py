@@ -321,7 +321,7 @@ def draw_where(
         query_ranges, key_ranges = (tuple(_range(rng, extent) for extent in case.layout) for _ in range(2))
         problem = dataclasses.replace(problem, queries=query_ranges, keys=key_ranges)
     if not is_direct and spoiled is None and family.float8_dtypes:
-        problem = _in_8_bits(np.random.default_rng([seed, number, 2]), problem, family)
+        problem = _as_float8(np.random.default_rng([seed, number, 2]), problem, family)
     if spoiled is None:
         problem = _with_spoiled_bias(np.random.default_rng([seed, number, 5]), problem, share_of_spoiled_biases)
     if not is_wanted(problem):
@@ -350,7 +350,7 @@ def _with_spoiled_bias(rng: np.random.Generator, problem: Fuzzed, share: float) 
     return dataclasses.replace(problem, copies=1, spoiled=spoiled)
 
 
-def _in_8_bits(rng: np.random.Generator, problem: Fuzzed, family: Family) -> Fuzzed:
+def _as_float8(rng: np.random.Generator, problem: Fuzzed, family: Family) -> Fuzzed:
     """Return the problem, possibly with 8-bit arrays and scale factors."""
     if rng.random() > 0.2 or problem.copies > 1 or (family.rounds_weights and problem.case.key_bias is not None):
         return problem

@@ -36,7 +36,7 @@ class Call:
         """Element type of an array."""
         return jnp.dtype("float32" if name in _FLOAT32 else self.dtype)
 
-    def stand_ins(self) -> dict[str, jax.ShapeDtypeStruct]:
+    def abstract_arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and element types of the arrays."""
         return {name: jax.ShapeDtypeStruct(shape, self.dtype_of(name)) for name, shape in self.shapes.items()}
 

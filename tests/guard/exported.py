@@ -57,7 +57,7 @@ def take(names: Sequence[str] = tuple(PROGRAMS)) -> dict[str, np.ndarray]:
     for name in names:
         program = PROGRAMS[name]
         export = jax.export.export(jax.jit(program.call.run), disabled_checks=natten_jax.EXPORT_CHECKS)
-        serialised = export(program.call.stand_ins()).serialize(vjp_order=program.vjp_order)
+        serialised = export(program.call.abstract_arrays()).serialize(vjp_order=program.vjp_order)
         found[name] = np.frombuffer(serialised, np.uint8)
     return found
 

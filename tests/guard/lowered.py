@@ -168,7 +168,7 @@ def take(names: Sequence[str] | None = None) -> dict[str, list[str]]:
 
 def lines_of(case: Case, function: Callable[[Mapping[str, Any]], Any]) -> list[str]:
     """Return the custom calls of a function that is lowered for a GPU, as in a case."""
-    operands = case.call.stand_ins()
+    operands = case.call.abstract_arrays()
     context: Any = contextlib.nullcontext()
     if case.mesh is not None:
         kind = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "shard_map": AxisType.Auto}[case.mesh]

@@ -52,7 +52,7 @@ def meshes(*types: AxisType) -> tuple[AbstractMesh, jax.sharding.Mesh]:
     return AbstractMesh((4, 2), ("x", "y"), axis_types=types), jax.make_mesh((4, 2), ("x", "y"), axis_types=types)
 
 
-def stand_ins(mesh: Any, spec: P) -> list[jax.ShapeDtypeStruct]:
+def abstract_arrays(mesh: Any, spec: P) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(SHAPE, jnp.float32, sharding=NamedSharding(mesh, spec))] * 3
 
 
@@ -67,7 +67,7 @@ def manual(function: Function, mesh: Any, spec: P, axes: str, results: Function 
 def export_for(function: Function, mesh: AbstractMesh, spec: P, platform: str) -> export.Exported:
     with jax.sharding.use_abstract_mesh(mesh):
         exporting = export.export(jax.jit(function), platforms=[platform], disabled_checks=natten_jax.EXPORT_CHECKS)
-        return exporting(*stand_ins(mesh, spec))
+        return exporting(*abstract_arrays(mesh, spec))
 
 
 @every_backend
@@ -79,7 +79,7 @@ def test_lowered_over_an_abstract_mesh(backend: str | None) -> None:
     def check(function: Function, spec: P, types: tuple[AxisType, AxisType], results: Function) -> None:
         abstract, mesh = meshes(*types)
         with jax.sharding.use_abstract_mesh(abstract):
-            traced = jax.jit(function).trace(*stand_ins(abstract, spec))
+            traced = jax.jit(function).trace(*abstract_arrays(abstract, spec))
             if backend != "cpu-fna":  # also for GPUs that are absent
                 traced.lower(lowering_platforms=("cuda",))
             program = traced.lower(lowering_platforms=("cpu",)).compile(device_assignment=tuple(jax.devices()))

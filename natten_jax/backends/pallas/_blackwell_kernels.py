@@ -140,7 +140,7 @@ class ForwardBlock:
         owned = owned_queries(call, number, self.tables)
         for half in range(call.halves):
             gpu.wait_if(items > 0, memory.query_is_out.at[half])
-            place = gpu.place_of_queries(call, owned.item, half)
+            place = gpu.query_tile_origin(call, owned.item, half)
             gpu.copy_in(call.queries, call.half_tile, place, query, memory.query.at[half], memory.query_is_in.at[half])
 
         def load(number: Scalar, none: None) -> None:
@@ -261,7 +261,7 @@ class ForwardBlock:
             plgpu.store(tiles.at[block], part, optimized=False)
         plgpu.commit_smem()
         blocks = {block: tiles.at[block] for block in range(lines.blocks)}
-        gpu.copy_out(lines, call.half_tile, gpu.place_of_queries(call, item, half), blocks, self.results[0])
+        gpu.copy_out(lines, call.half_tile, gpu.query_tile_origin(call, item, half), blocks, self.results[0])
 
 
 def _slot(box: Scalar) -> Scalar:
@@ -341,15 +341,15 @@ class Pair(NamedTuple):
     first: Sequence[Scalar]
 
     @property
-    def queries(self) -> gpu.Place:
+    def queries(self) -> gpu.TileOrigin:
         """Place of the queries."""
-        return gpu.place_of_queries(self.boxes.call, self.item)
+        return gpu.query_tile_origin(self.boxes.call, self.item)
 
     @property
-    def keys(self) -> gpu.Place:
+    def keys(self) -> gpu.TileOrigin:
         """Place of the keys."""
         head, _ = divided(self.item.head, self.boxes.call.group_heads)
-        return _keys_place(self.boxes, self.item.batch, head, self.first)
+        return _key_tile_origin(self.boxes, self.item.batch, head, self.first)
 
 
 class Owned(NamedTuple):
@@ -363,7 +363,7 @@ class Owned(NamedTuple):
     """
 
     item: Item
-    place: gpu.Place
+    place: gpu.TileOrigin
     count: Scalar
     pair: Callable[[Scalar], Pair]
 
@@ -372,7 +372,7 @@ def owned_queries(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
     """Return the tile of queries of an item, paired with the boxes of keys that it sees."""
     item = call.item(number)
     boxes = Boxes.for_item(call, item, tables)
-    place = gpu.place_of_queries(call, item)
+    place = gpu.query_tile_origin(call, item)
     return Owned(item, place, boxes.count, lambda pair: Pair(boxes, item, boxes.first(pair)))
 
 
@@ -383,7 +383,7 @@ def owned_keys(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
     first_key = [t * extent for t, extent in zip(item.tile, call.box, strict=True)]
     # All query tiles of a group have the same group of keys, so that tile 0 is read.
     boxes = Boxes.for_item(call, item._replace(tile=(0,) * KERNEL_RANK), box_tables)
-    place = _keys_place(boxes, item.batch, item.head, first_key)
+    place = _key_tile_origin(boxes, item.batch, item.head, first_key)
     firsts, counts = zip(*call.seeing(tile_tables, item.group, item.tile), strict=True)
     tiles_of_head = math.prod(counts[1:], start=counts[0])
 
@@ -396,9 +396,9 @@ def owned_keys(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
     return Owned(item, place, tiles_of_head * call.group_heads, pair)
 
 
-def _keys_place(boxes: Boxes, batch: Scalar, head: Scalar, first: Sequence[Scalar]) -> gpu.Place:
+def _key_tile_origin(boxes: Boxes, batch: Scalar, head: Scalar, first: Sequence[Scalar]) -> gpu.TileOrigin:
     """Return the place of a box of keys, given any boxes of its group."""
-    return gpu.Place(batch, boxes.groups, first, boxes.call.keys.column(boxes.groups[-1], head))
+    return gpu.TileOrigin(batch, boxes.groups, first, boxes.call.keys.column(boxes.groups[-1], head))
 
 
 # Memory --------------------------------------------------------------------------------------------------------------
@@ -509,11 +509,11 @@ class BackwardBlock:
         jax.lax.fori_loop(0, owned.count, load, None)
         return items + 1, before + owned.count
 
-    def _copy_queries(self, place: gpu.Place, slot: Scalar, barrier: Any) -> None:
+    def _copy_queries(self, place: gpu.TileOrigin, slot: Scalar, barrier: Any) -> None:
         for source, tiles in zip(self.arrays[:2], (self.memory.query, self.memory.out_gradient), strict=True):
             gpu.copy_in(self.call.queries, self.call.half_tile, place, source, tiles.at[slot], barrier)
 
-    def _copy_keys(self, place: gpu.Place, slot: Scalar, barrier: Any) -> None:
+    def _copy_keys(self, place: gpu.TileOrigin, slot: Scalar, barrier: Any) -> None:
         for source, tiles in zip(self.arrays[2:], (self.memory.key, self.memory.value), strict=True):
             gpu.copy_in(self.call.keys, self.call.box, place, source, tiles.at[slot], barrier)
 
@@ -585,7 +585,7 @@ class BackwardBlock:
 
         def step(number: Scalar, sums: jax.Array) -> jax.Array:
             logits, _, gradients = self._logit_gradients(half, owned.pair(number), rows)
-            self._wait_for_place(number)
+            self._wait_for_free_slot(number)
             plgpu.async_store_tmem(memory.gradients.at[:, _half_columns(half)], gradients.astype(memory.query.dtype))
             plgpu.commit_tmem()
             plgpu.barrier_arrive(memory.gradients_are_in)
@@ -605,7 +605,7 @@ class BackwardBlock:
             _, weights, gradients = self._logit_gradients(half, pair, self._rows(pair.item))
             if self.factors is not None:
                 gradients *= self.factors[self._head(pair.item)]
-            self._wait_for_place(number)
+            self._wait_for_free_slot(number)
             for matrix, numbers in ((memory.weights, weights), (memory.gradients, gradients)):
                 plgpu.store(matrix.at[:, _half_columns(half)], numbers.astype(memory.query.dtype), optimized=False)
             plgpu.commit_smem()
@@ -637,7 +637,7 @@ class BackwardBlock:
         weights = jnp.exp2((scaled - logsumexp) - remainder)
         return logits, weights, weights * (products - delta)
 
-    def _wait_for_place(self, number: Scalar) -> None:
+    def _wait_for_free_slot(self, number: Scalar) -> None:
         """Wait until products have read the weights and gradients of the previous pair, before overwriting these."""
         gpu.wait_if(number > 0, self.memory.gradients_are_out)
 
@@ -653,7 +653,7 @@ class BackwardBlock:
         """
         call = self.call
         lines, shape = (call.keys, call.box) if self.owns_keys else (call.queries, call.half_tile)
-        self._wait_for_place(owned.count)  # also without a next pair: each phase has one wait
+        self._wait_for_free_slot(owned.count)  # also without a next pair: each phase has one wait
         gpu.wait(self.memory.sums_are_in)
         parts = [(*each, block) for each in sums for block in range(lines.blocks)][half::HALVES]
         for numbers, factor, tiles, _, block in parts:

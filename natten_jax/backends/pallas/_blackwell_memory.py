@@ -160,7 +160,7 @@ def add_product(lines: Lines, sums: Any, matrix: Any, tile: Any, accumulate: Sca
 # Copies --------------------------------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class TileOrigin(NamedTuple):
     """Place of a tile: batch entry, dilation group, first token in the group, and column."""
 
     batch: Scalar
@@ -169,14 +169,14 @@ class Place(NamedTuple):
     column: Scalar
 
 
-def place_of_queries(call: Call, item: Item, half: int = 0) -> Place:
+def query_tile_origin(call: Call, item: Item, half: int = 0) -> TileOrigin:
     """Return the place of a half of an item's tile of queries."""
     sizes = zip(item.tile, call.q_tile, call.half_tile, strict=True)
     first = [tile * extent + (half * part if part < extent else 0) for tile, extent, part in sizes]
-    return Place(item.batch, item.group, first, call.queries.column(item.group[-1], item.head))
+    return TileOrigin(item.batch, item.group, first, call.queries.column(item.group[-1], item.head))
 
 
-def copy_in(lines: Lines, shape: Sequence[int], place: Place, source: Any, tile: Any, barrier: Any) -> None:
+def copy_in(lines: Lines, shape: Sequence[int], place: TileOrigin, source: Any, tile: Any, barrier: Any) -> None:
     """Copy a tile of tokens into shared memory, ``[blocks, tokens, block]``.
 
     Args:
@@ -197,7 +197,7 @@ def copy_in(lines: Lines, shape: Sequence[int], place: Place, source: Any, tile:
     _for_each_piece(lines, shape, place, copy)
 
 
-def copy_out(lines: Lines, shape: Sequence[int], place: Place, blocks: dict[int, Any], target: Any) -> None:
+def copy_out(lines: Lines, shape: Sequence[int], place: TileOrigin, blocks: dict[int, Any], target: Any) -> None:
     """Start to copy a tile out of shared memory, except its padding.
 
     Args:
@@ -219,12 +219,12 @@ def copy_out(lines: Lines, shape: Sequence[int], place: Place, blocks: dict[int,
     _for_each_piece(lines, shape, place, copy)
 
 
-def _tokens(shape: Sequence[int], place: Place) -> Any:
+def _tokens(shape: Sequence[int], place: TileOrigin) -> Any:
     """Return the slice of a piece in its line. Its form makes the multiple of ``PIECE`` visible to the compiler."""
     return pl.ds(jax.lax.div(place.first[-1], np.int32(PIECE)) * PIECE, shape[-1])
 
 
-def _for_each_piece(lines: Lines, shape: Sequence[int], place: Place, copy: Callable[..., None]) -> None:
+def _for_each_piece(lines: Lines, shape: Sequence[int], place: TileOrigin, copy: Callable[..., None]) -> None:
     """Copy each piece of a tile, given the first coordinates of its line and its rows in the tile."""
 
     def visit(piece: Scalar, none: None) -> None:

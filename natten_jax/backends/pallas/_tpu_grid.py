@@ -25,7 +25,7 @@ INDICES = 2 + 2 * KERNEL_RANK
 # Grids ---------------------------------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class GridIndices(NamedTuple):
     """Grid indices of a program: head, dilation group, its own tile, query head, and the visited tile (the step).
 
     The dimensions of a grid have this order, with three dimensions per tile. Only programs that own keys have a query
@@ -39,14 +39,14 @@ class Place(NamedTuple):
     step: Sequence[Scalar]
 
     @classmethod
-    def from_indices(cls, indices: Sequence[Scalar]) -> Place:
+    def from_indices(cls, indices: Sequence[Scalar]) -> GridIndices:
         """Return the place of a program from its indices."""
         head, group, *rest = indices
         query_head = rest[KERNEL_RANK] if len(rest) > 2 * KERNEL_RANK else 0
         return cls(head, group, rest[:KERNEL_RANK], query_head, rest[-KERNEL_RANK:])
 
     @classmethod
-    def here(cls, indices: int = INDICES) -> Place:
+    def here(cls, indices: int = INDICES) -> GridIndices:
         """Return the place of the current program."""
         return cls.from_indices([pl.program_id(axis) for axis in range(indices)])
 
@@ -74,7 +74,7 @@ def spec(
 ) -> pl.BlockSpec:
     """Return a block spec; ``index`` computes the block's indices from a program's place and first scalar tables."""
     return pl.BlockSpec(
-        tuple(shape), lambda *found: index(Place.from_indices(found[:indices]), found[indices : indices + tables])
+        tuple(shape), lambda *found: index(GridIndices.from_indices(found[:indices]), found[indices : indices + tables])
     )
 
 
@@ -105,7 +105,7 @@ def steps(call: Call) -> list[int]:
 def query_spec(call: Call, width: int) -> pl.BlockSpec:
     """Return the block of a tile of queries."""
 
-    def index(place: Place, _: Any) -> tuple[Any, ...]:
+    def index(place: GridIndices, _: Any) -> tuple[Any, ...]:
         first, last = call.block_of(place.head)
         return first, place.group, *place.tile, last
 
@@ -115,7 +115,7 @@ def query_spec(call: Call, width: int) -> pl.BlockSpec:
 def rows_spec(call: Call, count: int) -> pl.BlockSpec:
     """Return the block of statistics of a tile's rows, ``[count, rows]``."""
 
-    def index(place: Place, _: Any) -> tuple[Any, ...]:
+    def index(place: GridIndices, _: Any) -> tuple[Any, ...]:
         return *call.block_of(place.head), place.group, *place.tile, 0, 0
 
     return spec((call.together, *(None,) * 5, count, call.rows), index)
@@ -124,7 +124,7 @@ def rows_spec(call: Call, count: int) -> pl.BlockSpec:
 def box_spec(call: Call, width: int) -> pl.BlockSpec:
     """Return the block of a step's box of keys or values; it may start at any key."""
 
-    def index(place: Place, tables: Sequence[Any]) -> tuple[Scalar, ...]:
+    def index(place: GridIndices, tables: Sequence[Any]) -> tuple[Scalar, ...]:
         x, y, z = (box.first for box in key_boxes(call, place, tables))
         key_group = call.key_group(place.group, tables)
         first, last = call.block_of(place.head)
@@ -161,7 +161,7 @@ class KeyBox(NamedTuple):
     own: Scalar
 
 
-def key_boxes(call: Call, place: Place, tables: Sequence[Any]) -> list[KeyBox]:
+def key_boxes(call: Call, place: GridIndices, tables: Sequence[Any]) -> list[KeyBox]:
     """Return the box of keys of a step; steps without a box repeat the last box."""
     found = []
     rows = call.rows_of(place.group, place.tile, tables)
@@ -209,7 +209,7 @@ class Chunk(NamedTuple):
         return flat[pl.ds(pl.multiple_of(self.start, call.alignment), call.chunks.keys), :]
 
 
-def visit_keys(call: Call, place: Place, tables: Sequence[Any], add: Callable[[Chunk, bool], None]) -> None:
+def visit_keys(call: Call, place: GridIndices, tables: Sequence[Any], add: Callable[[Chunk, bool], None]) -> None:
     """Add the keys of a step of a program that owns queries, one chunk at a time.
 
     Args:
@@ -271,7 +271,7 @@ class QueryMask:
     """
 
     call: Call
-    place: Place
+    place: GridIndices
     bounds: Sequence[Any]
     coordinates: Any
     windows: Any

@@ -19,7 +19,7 @@ from natten_jax.arrays.remainders import LOG2_E
 from natten_jax.backends.pallas import _tpu_grid as grid
 from natten_jax.backends.pallas._common import HIDDEN, SMALLEST_MAXIMUM, STATISTICS, Scalar, divided
 from natten_jax.backends.pallas._tpu_call import LANES, Call, unstack_heads
-from natten_jax.backends.pallas._tpu_grid import Chunk, KeyBox, Place, QueryMask, contract, query_rows, scale_of
+from natten_jax.backends.pallas._tpu_grid import Chunk, GridIndices, KeyBox, QueryMask, contract, query_rows, scale_of
 from natten_jax.native.module import KERNEL_RANK
 
 #: Lower bound of softmax denominators. Queries that see no key have sum 0, and output 0.
@@ -61,7 +61,7 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
     def with_one_chunk(*refs: Any) -> None:
         """Run a tile whose keys are one chunk, for several packs that share a mask."""
         factor, coordinates, last, q, k, v, out, statistics, windows = refs[_TABLES:]
-        place = Place.here()
+        place = GridIndices.here()
         mask = QueryMask(call, place, refs[3:5], coordinates, windows)
         mask.keep_windows(last)
         chunk = Chunk(0, 0, grid.key_boxes(call, place, refs[:3]))
@@ -86,7 +86,7 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
     def with_chunks(*refs: Any) -> None:
         """Run any other tile: accumulate chunks in scratch memory."""
         factor, coordinates, last, q, k, v, out, statistics, windows, maximum, total, mixed = refs[_TABLES:]
-        place = Place.here()
+        place = GridIndices.here()
         mask = QueryMask(call, place, refs[3:5], coordinates, windows)
         to_base_2 = scale_of(call, factor, place.head) * LOG2_E
 
@@ -149,7 +149,7 @@ def query_gradient(call: Call, arrays: Sequence[jax.Array]) -> jax.Array:
 
     def kernel(*refs: Any) -> None:
         factor, coordinates, last, q, k, v, do, stats, dq, windows, query_columns, mixed = refs[_TABLES:]
-        place = Place.here()
+        place = GridIndices.here()
         mask = QueryMask(call, place, refs[3:5], coordinates, windows)
 
         @pl.when(grid.are_first(place.step))
@@ -198,7 +198,7 @@ def _weights(logits: jax.Array, logsumexp: jax.Array, remainder: jax.Array) -> j
     return jnp.exp2(jnp.minimum((jnp.maximum(logits, HIDDEN) - logsumexp) - remainder, 0))
 
 
-def _query_head(call: Call, place: Place) -> Scalar:
+def _query_head(call: Call, place: GridIndices) -> Scalar:
     """Return the query head or pack of a step of a program that owns keys, including the batch entry."""
     heads, heads_kv = call.queries.heads, call.keys.heads
     if heads == heads_kv:
@@ -207,7 +207,7 @@ def _query_head(call: Call, place: Place) -> Scalar:
     return batch * heads + head * (heads // heads_kv) + place.query_head
 
 
-def _seeing(call: Call, place: Place, tables: Sequence[Any]) -> tuple[list[Scalar], Scalar]:
+def _seeing(call: Call, place: GridIndices, tables: Sequence[Any]) -> tuple[list[Scalar], Scalar]:
     """Return the tile of queries of a step, and True if the step has a tile; other steps repeat the last tile."""
     tiles, is_step = [], []
     found = call.seeing(tables, call.group_of(place.group), place.tile)
@@ -230,20 +230,20 @@ def key_gradients(call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     programs = call.leading // heads * call.queries.blocks, call.groups, *call.keys.grid, *steps
     spec = functools.partial(grid.spec, indices=len(programs), tables=_KEY_TABLES)
 
-    def key_block(place: Place, tables: Sequence[Any]) -> tuple[Any, ...]:
+    def key_block(place: GridIndices, tables: Sequence[Any]) -> tuple[Any, ...]:
         first, last = call.block_of(place.head)
         return (first, call.key_group(place.group, tables[:KERNEL_RANK]), *place.tile, last)
 
-    def query_block(place: Place, tables: Sequence[Any]) -> tuple[Any, ...]:
+    def query_block(place: GridIndices, tables: Sequence[Any]) -> tuple[Any, ...]:
         first, last = call.block_of(_query_head(call, place))
         return (first, place.group, *_seeing(call, place, tables[KERNEL_RANK:])[0], last)
 
-    def statistics_block(place: Place, tables: Sequence[Any]) -> tuple[Any, ...]:
+    def statistics_block(place: GridIndices, tables: Sequence[Any]) -> tuple[Any, ...]:
         first, *tile, last = query_block(place, tables)
         return (first, last, *tile, 0, 0)
 
     def bounds_spec(dim: int) -> pl.BlockSpec:
-        def index(place: Place, tables: Sequence[Any]) -> tuple[Any, ...]:
+        def index(place: GridIndices, tables: Sequence[Any]) -> tuple[Any, ...]:
             return call.group_of(place.group)[dim], _seeing(call, place, tables[KERNEL_RANK:])[0][dim], 0, 0
 
         return spec((None, None, 2, call.rows), index)
@@ -251,7 +251,7 @@ def key_gradients(call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     def kernel(*refs: Any) -> None:
         tables, refs = refs[:_KEY_TABLES], refs[_KEY_TABLES:]
         factor, q, k, v, do, stats, *bounds, dk, dv, key_sum, value_sum = refs
-        place = Place.here(len(programs))
+        place = GridIndices.here(len(programs))
         step = place.query_head, *place.step
 
         @pl.when(grid.are_first(step))

@@ -212,7 +212,7 @@ class Exchange:
         """Number of parts of each token dimension."""
         return tuple(halo.parts for halo in self.halos)
 
-    def brought(self, operands: Operands) -> Operands:
+    def with_halos(self, operands: Operands) -> Operands:
         """Exchange halos; return a device's operands with all keys that its windows reach, and their origins."""
         held = key_arrays(operands.inputs)
         extended = dict(zip(held, self.extended([*held.values()]), strict=True))
@@ -286,7 +286,7 @@ _halos_p = Primitive("natten_jax_halos")
 _halos_p.multiple_results = True
 
 
-def brought(problem: Problem, token_axes: TokenAxes, operands: Operands) -> Operands:
+def with_halos(problem: Problem, token_axes: TokenAxes, operands: Operands) -> Operands:
     """Exchange halos; return a device's operands with all keys that its windows reach, and their origins.
 
     Args:
