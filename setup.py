@@ -62,7 +62,6 @@ def path_entries() -> list[str]:
 
 
 def find_program(name: str) -> str | None:
-    """Find a program on the path."""
     return shutil.which(name, path=os.pathsep.join(path_entries()))
 
 
@@ -248,7 +247,6 @@ def cuda_architectures(nvcc: Path) -> str:
 
 
 def cutlass_include_directory() -> Path:
-    """Include directory of CUTLASS."""
     chosen = os.environ.get(CUTLASS_VARIABLE)
     if not chosen:
         return package_directory("cutlass_library") / "source" / "include"

@@ -46,7 +46,6 @@ class Platform:
         return f"NVIDIA GPUs of compute capability {good} {'only' if self.is_exact else 'or higher'}"
 
     def has(self, device: Device) -> bool:
-        """Return True if the platform includes a device."""
         if device.platform != self.name:
             return False
         least, found = self.compute_capability, device.compute_capability
@@ -261,7 +260,6 @@ class Backend(abc.ABC):
         """Return query and key/value tile shapes of a pass, the recommended pair first."""
 
     def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
-        """Return True if the kernels support a pair of tiles."""
         largest = self.capabilities.largest_tiles(problem, device, pass_)
         return all(
             len(tile) == problem.rank and min(tile) >= 1 and math.prod(tile) <= most

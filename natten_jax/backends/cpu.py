@@ -59,12 +59,10 @@ class CpuBackend(NativeBackend):
         return list(dict.fromkeys([default, *itertools.product(q_tiles, kv_tiles)]))
 
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
-        """Call the kernel."""
         arrays = *ffi.forward_operands(plan.problem, operands), *_more_operands(plan.problem, operands)
         return native.call(_FORWARD, types, *arrays, **ffi.attributes(plan))
 
     def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
-        """Call the kernels."""
         inputs, more = operands.inputs, _more_operands(plan.problem, operands)
         saved, cotangents = ffi.with_kernel_ranks(plan.problem, saved, cotangents)
         delta_of_queries = delta(saved.out, *cotangents)

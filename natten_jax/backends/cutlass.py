@@ -291,7 +291,6 @@ class CutlassBackend(NativeBackend):
         return Form(wraps=is_small, unused=unused)
 
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
-        """Call the kernel."""
         if plan.kernels == _SMALL_WINDOWS:
             return _call_small_forward(plan, operands, types)
         added = ffi.layouts_operand(operands), ffi.key_bias_operand(plan.problem, operands)
@@ -299,7 +298,6 @@ class CutlassBackend(NativeBackend):
         return native.call(_FORWARD, types, *arrays, *added, **ffi.attributes(plan), is_accurate=int(is_accurate))
 
     def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
-        """Call the kernels."""
         problem, performance, inputs = plan.problem, plan.performance, operands.inputs
         saved, cotangents = ffi.with_kernel_ranks(problem, saved, cotangents)
         if plan.kernels == _SMALL_WINDOWS:

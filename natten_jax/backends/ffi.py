@@ -146,7 +146,6 @@ class NativeBackend(Backend):
         """
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
-        """Compute the gradients of the inputs."""
         problem, inputs = plan.problem, operands.inputs
         if inputs.scale is None or problem.heads == problem.heads_kv:
             return self.call_backward(plan, operands, saved, cotangents)

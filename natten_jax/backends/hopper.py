@@ -148,7 +148,6 @@ class HopperBackend(NativeBackend):
         return jax.tree.map(lambda old, new: new.reshape(old.shape), saved, Saved(*results[:3]))
 
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
-        """Call the kernel."""
         arrays, types = ffi.forward_operands(plan.problem, operands), [*types, _SCRATCH]
         if plan.problem.element.is_float8:
             arrays.append(ffi.or_nothing(operands.inputs.out_scale))

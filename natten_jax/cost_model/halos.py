@@ -188,7 +188,6 @@ class SplitTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the pass."""
         return self.compute + self.exposed
 
 

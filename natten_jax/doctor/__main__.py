@@ -55,7 +55,6 @@ def main() -> int:
 
 
 def report() -> Iterator[str]:
-    """Yield the lines of the report."""
     yield f"natten_jax {__version__}, Python {platform.python_version()}, {platform.platform()}"
     yield ", ".join(f"{name} {_version(name)}" for name in ("jax", "jaxlib", "flax", "numpy"))
     yield ""

@@ -192,7 +192,6 @@ class _Session:
 
     @functools.cached_property
     def default(self) -> BackendId:
-        """The default backend on the device."""
         return select.resolve(Request(next(self._problems())), self.device, "forward").backend
 
     @property

@@ -228,7 +228,6 @@ class Computation:
         return roles_of(*self.structured(range(self.structure.num_leaves)))
 
     def plan(self, call: DeviceCall) -> Plan:
-        """Return the plan of the computation on a device."""
         return call.plan(self.spec.pass_)
 
     def results(self, request: Request, arguments: Sequence[Any]) -> tuple[Sequence[Role], list[Any]]:
@@ -297,7 +296,6 @@ class Derivative:
         return len(self.roles) - len(self.positions if self.read is None else self.read)
 
     def plan(self, call: DeviceCall) -> Plan:
-        """Return the plan of the computation on a device."""
         return dataclasses.replace(self.computation.plan(call), pass_="backward")
 
     def results(self, request: Request, arguments: Sequence[Any]) -> tuple[Sequence[Role], list[Any]]:

@@ -112,7 +112,6 @@ class Plan:
 
     @property
     def tiles(self) -> TilePair:
-        """Query and key/value tile."""
         asked = self.performance
         if self.pass_ == "forward":
             query, key_value = asked.q_tile_shape, asked.kv_tile_shape

@@ -51,7 +51,6 @@ def _run(options: Options) -> int:
 
 
 def _target_device(options: Options) -> Device:
-    """Return the device to list or predict for."""
     if options.asked_about is not None:
         return options.asked_about
     try:

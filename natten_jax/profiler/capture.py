@@ -273,7 +273,6 @@ def cpu_events(profile: ProfileData) -> list[Event]:
 
 
 def tpu_events(profile: ProfileData) -> list[Event]:
-    """Return the launches on TPUs."""
     events = []
     for device, plane in _device_planes(profile, "TPU"):
         lines = {line.name: sorted(line.events, key=lambda each: each.start_ns) for line in plane.lines}
@@ -307,7 +306,6 @@ def grouped(items: Iterable[_Grouped], key: Callable[[_Grouped], Any]) -> dict[A
 
 
 def by_device(events: Iterable[Event]) -> dict[int, list[Event]]:
-    """Group events by the number of the device."""
     return dict(sorted(grouped(events, lambda event: event.device).items()))
 
 

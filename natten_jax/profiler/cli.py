@@ -38,7 +38,6 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 
 def boolean(text: str) -> bool:
-    """Parse a truth value."""
     values = {"true": True, "1": True, "false": False, "0": False}
     if text.lower() not in values:
         raise argparse.ArgumentTypeError(f"{text!r} is not a truth value: write true, false, 1 or 0")

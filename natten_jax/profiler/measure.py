@@ -65,7 +65,6 @@ class Workload:
 
     @property
     def launch(self) -> Launch:
-        """The program for a capture."""
         return Launch(self.run, self.program)
 
 

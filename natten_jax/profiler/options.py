@@ -118,7 +118,6 @@ class Options:
 
     @property
     def passes(self) -> tuple[Pass, ...]:
-        """Passes to profile."""
         return ("forward", "backward") if self.backprop else ("forward",)
 
     @property
@@ -167,7 +166,6 @@ class Options:
 
     @property
     def splits_tokens(self) -> bool:
-        """Token dimensions are split."""
         return self.split not in SHARES
 
     def token_parts(self) -> Shape:
@@ -438,7 +436,6 @@ def _check_modes(given: argparse.Namespace) -> None:
 
 
 def _check_backends(options: Options) -> None:
-    """Check the names of backends and baselines."""
     named: dict[str, Operator] = {"backend": "fna", "compare": "fna", "fmha_backend": "fmha"}
     for field, operator in named.items():
         option, name = flags_of_arguments()[field], getattr(options, field)

@@ -64,7 +64,6 @@ class Listing:
 
     @property
     def remarks(self) -> list[str]:
-        """Remarks on predicted times."""
         if self.static_chip is not None:
             return [STATIC]
         if self.calibration is None or self.calibration.is_measured:

@@ -76,7 +76,6 @@ class Program:
 
     @classmethod
     def from_compiled(cls, compiled: jax.stages.Compiled) -> Program:
-        """Read a compiled program."""
         executable: Any = compiled.runtime_executable()
         (module,) = executable.hlo_modules()
         return cls.from_proto(module.as_serialized_hlo_module_proto(), len(executable.local_devices()))

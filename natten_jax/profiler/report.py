@@ -140,7 +140,6 @@ def print_baseline(result: Result, baseline: Result) -> None:
 
 
 def result_table(result: Result, title: str = "Profiler results") -> Table:
-    """Return the table of a measurement."""
     count = result.options.devices
     which = "" if count == 1 else f" of device {result.busiest}, the busiest of {count}"
     return rows_table(result.rows, title + which, cut=not result.options.verbose)
@@ -289,7 +288,6 @@ def comparison_json(result: Result, baseline: Result) -> dict[str, Any]:
 
 
 def rows_json(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
-    """Return rows as JSON values."""
     names = ("calls", "runtime", "runtimes", "symbols")
     return [{**dataclasses.asdict(row.name), **{name: getattr(row, name) for name in names}} for row in rows]
 

@@ -97,7 +97,6 @@ class Optimum:
 
     @property
     def failures(self) -> list[Trial]:
-        """Configurations that failed."""
         return [trial for trial in self.trials if trial.error]
 
 
@@ -165,7 +164,6 @@ class _Search:
                 yield options
 
     def _best_of(self, options: Options) -> Trial | None:
-        """Return the best configuration of a backend."""
         performance = options.performance.with_tiles("backward", None)
         best = self._search(dataclasses.replace(options, backprop=False, performance=performance), "forward")
         if best is None or not self._options.backprop:
@@ -270,14 +268,12 @@ def with_backend(options: Options, id_: BackendId) -> Options:
 
 
 def with_tiles(options: Options, pair: TilePair, pass_: Pass) -> Options:
-    """Return the options with tiles of a pass."""
     # Tiles of attention have one dimension. Operators multiply the extents of a tile: leading extents of 1 are neutral.
     q_tile, kv_tile = ((1,) * (options.problem.rank - len(tile)) + tile for tile in pair)
     return dataclasses.replace(options, performance=options.performance.with_tiles(pass_, (q_tile, kv_tile)))
 
 
 def with_schedule(options: Options, schedule: str | None) -> Options:
-    """Return the options with a kernel schedule."""
     return dataclasses.replace(options, performance=dataclasses.replace(options.performance, kernel_schedule=schedule))
 
 
@@ -293,7 +289,6 @@ def configuration(options: Options) -> dict[str, Any]:
 
 
 def best_table(optimum: Optimum) -> Table:
-    """Return the table of the best configuration."""
     rows = []
     for name, value in configuration(optimum.options).items():
         if name == "attention_kwargs":
@@ -394,7 +389,6 @@ class Task:
 
     @property
     def options(self) -> Options:
-        """Options of the profiler."""
         problem = self.problem
         sizes: dict[str, Any] = {name: getattr(problem, name) for name in SIZES}
         measured = problem_of(problem.query_layout, **problem.windows._asdict(), dtype=problem.dtype, **sizes)

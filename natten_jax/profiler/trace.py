@@ -61,7 +61,6 @@ class TracedProgram:
 
     @property
     def seconds(self) -> float:
-        """Device time."""
         return sum(row.runtime for row in self.rows)
 
     @property

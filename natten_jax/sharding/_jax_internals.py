@@ -21,12 +21,10 @@ CHECKPOINT_NAME: Primitive = ad_checkpoint.name_p
 
 
 def platforms_of(ctx: mlir.LoweringRuleContext) -> Sequence[str]:
-    """Platforms that a program is lowered for."""
     return ctx.module_context.platforms
 
 
 def is_exported(ctx: mlir.LoweringRuleContext) -> bool:
-    """Return True if a program is lowered for export."""
     return bool(ctx.module_context.lowering_parameters.for_export)
 
 

@@ -65,7 +65,6 @@ class FlexBackend(PureJaxBackend):
         return list(_TILE_PAIRS[problem.rank])
 
     def attend(self, plan: Plan, operands: Operands) -> Output:
-        """Compute output and logsumexp."""
         out, logsumexp, _ = self.forward_differentiable(plan, operands)
         return Output(out.astype(plan.problem.output_dtype), logsumexp)
 

@@ -106,7 +106,6 @@ class AxisSweep:
 
     @property
     def outer_tiles(self) -> int:
-        """Outer tiles in one dilation group."""
         return -(-self.outer_length // self.outer_tile)
 
     def position(
@@ -298,7 +297,6 @@ class Sweep:
 
     @property
     def outer_is_query(self) -> bool:
-        """True if outer tiles are query tiles."""
         return self.axes[0].outer_is_query
 
     @property
@@ -314,12 +312,10 @@ class Sweep:
 
     @property
     def outer_tokens(self) -> int:
-        """Tokens in an outer tile."""
         return math.prod(a.outer_tile for a in self.axes)
 
     @property
     def inner_tokens(self) -> int:
-        """Tokens in an inner tile."""
         return math.prod(a.inner_tile for a in self.axes)
 
     def positions(

@@ -67,7 +67,6 @@ class Lines:
 
     @property
     def blocks(self) -> int:
-        """Blocks of a head."""
         return self.width // self.block
 
     @property

@@ -273,7 +273,6 @@ def _slot(box: Scalar) -> Scalar:
 
 
 def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
-    """Compute the gradients of the inputs."""
     call, inputs = call_of(plan, operands), operands.inputs
     query, *keys = call.laid_out(inputs)
     arrays = [query, call.queries.laid_out(cotangents.out.astype(inputs.query.dtype)), *keys]
@@ -342,12 +341,10 @@ class Pair(NamedTuple):
 
     @property
     def queries(self) -> gpu.TileOrigin:
-        """Place of the queries."""
         return gpu.query_tile_origin(self.boxes.call, self.item)
 
     @property
     def keys(self) -> gpu.TileOrigin:
-        """Place of the keys."""
         head, _ = divided(self.item.head, self.boxes.call.group_heads)
         return _key_tile_origin(self.boxes, self.item.batch, head, self.first)
 

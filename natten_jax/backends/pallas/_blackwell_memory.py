@@ -291,5 +291,4 @@ def columns(numbers: jax.Array, width: int) -> jax.Array:
 
 
 def every_row(number: float) -> jax.Array:
-    """Return a number for each row."""
     return plgpu.layout_cast(jnp.full((ROWS,), number, jnp.float32), ROW_LAYOUT)

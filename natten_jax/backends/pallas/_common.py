@@ -122,7 +122,6 @@ class Visits:
 
     @property
     def groups(self) -> int:
-        """Dilation groups."""
         return self.axis.dilation
 
     @property
@@ -315,13 +314,11 @@ class Layout:
 
     @classmethod
     def for_queries(cls, visits: Sequence[Visits], extents: Sequence[int], heads: int, pack: int) -> Layout:
-        """Return the layout of queries."""
         sizes = ((v.groups, v.q_tiles * v.q_tile, v.q_tile, 0) for v in visits)
         return cls(heads, pack, tuple(extents), *zip(*sizes, strict=True))
 
     @classmethod
     def for_keys(cls, visits: Sequence[Visits], extents: Sequence[int], heads: int, pack: int) -> Layout:
-        """Return the layout of keys and values."""
         sizes = zip(*((v.groups, v.keys, v.box, v.before) for v in visits), strict=True)
         return cls(heads, pack, tuple(extents), *sizes)
 
@@ -342,7 +339,6 @@ class Layout:
 
     @property
     def tile_tokens(self) -> int:
-        """Tokens of a tile."""
         return math.prod(self.tile)
 
     @property

@@ -190,7 +190,6 @@ class Call(StaticCall):
 
     @property
     def groups(self) -> int:
-        """Dilation groups in all."""
         return math.prod(self.queries.groups)
 
     @functools.cached_property

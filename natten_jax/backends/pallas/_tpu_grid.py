@@ -40,7 +40,6 @@ class GridIndices(NamedTuple):
 
     @classmethod
     def from_indices(cls, indices: Sequence[Scalar]) -> GridIndices:
-        """Return the place of a program from its indices."""
         head, group, *rest = indices
         query_head = rest[KERNEL_RANK] if len(rest) > 2 * KERNEL_RANK else 0
         return cls(head, group, rest[:KERNEL_RANK], query_head, rest[-KERNEL_RANK:])
@@ -103,8 +102,6 @@ def steps(call: Call) -> list[int]:
 
 
 def query_spec(call: Call, width: int) -> pl.BlockSpec:
-    """Return the block of a tile of queries."""
-
     def index(place: GridIndices, _: Any) -> tuple[Any, ...]:
         first, last = call.block_of(place.head)
         return first, place.group, *place.tile, last
@@ -278,7 +275,6 @@ class QueryMask:
 
     @staticmethod
     def scratch(call: Call) -> Any:
-        """Return the scratch memory of windows."""
         return pltpu.VMEM((2, call.queries.tile[-1], LANES), jnp.int32)
 
     def keep_windows(self, bounds: Any) -> None:

@@ -69,7 +69,6 @@ class BlackwellBackend(Backend):
         return Saved(call.queries.restored(out), *logsumexp_and_remainder(*call.unpacked_items(statistics)))
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
-        """Compute the gradients of the differentiable operands."""
         _check_jax(self.family)
         from natten_jax.backends.pallas._blackwell_kernels import gradients
 
@@ -94,7 +93,6 @@ def tile_sizes(pass_: Pass) -> tuple[tuple[int, int], ...]:
 
 
 def are_supported(pair: TilePair, pass_: Pass) -> bool:
-    """Return True if the kernels of a pass support a pair of tiles."""
     return tuple(map(math.prod, pair)) in tile_sizes(pass_) and all(tile[-1] % PIECE == 0 for tile in pair)
 
 

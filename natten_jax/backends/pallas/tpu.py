@@ -93,7 +93,6 @@ class TpuBackend(Backend):
         return Saved(call.queries.restored(out), *rows)
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
-        """Compute the gradients of the differentiable operands."""
         from natten_jax.backends.pallas._tpu_kernels import key_gradients, query_gradient
 
         call, inputs = call_of(plan, operands, alignment(plan.problem)), operands.inputs

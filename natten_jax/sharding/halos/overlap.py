@@ -162,7 +162,6 @@ class _Patchwork:
         return result
 
     def with_slab(self, dimension: int, slab: jax.Array) -> _Patchwork:
-        """Add a slab."""
         slabs = *self.layers.get(dimension, ()), slab
         return dataclasses.replace(self, layers={**self.layers, dimension: slabs})
 
