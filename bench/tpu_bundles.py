@@ -189,7 +189,7 @@ def dense_block(row: Row) -> int:
     for size in DENSE_BLOCKS:
         if tokens % size == 0:
             return size
-    raise ValueError(f"JAX's flash attention takes no {tokens} tokens: its blocks have a multiple of 128")
+    raise ValueError(f"JAX's flash attention does not support {tokens} tokens: its blocks have a multiple of 128")
 
 
 def _dense(row: Row, blocks: Any) -> tuple[Any, list[Any]]:

@@ -143,7 +143,7 @@ def parse_arithmetic(text: str) -> Arithmetic:
     """Parse ``backend:dtype`` for `--compare`."""
     backend, _, dtype = text.partition(":")
     if not backend or dtype not in DTYPES:
-        raise argparse.ArgumentTypeError(f"{text!r} is no backend and type, such as flex-fna:float32")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a backend and type, such as flex-fna:float32")
     return Arithmetic(backend, dtype)
 
 

@@ -373,7 +373,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.kernel_size < 2:
         parser.error(f"--kernel-size must be at least 2, got {options.kernel_size}")
     if len(options.widths) != len(options.depths):
-        parser.error(f"--widths {options.widths} and --depths {options.depths} must be of as many levels")
+        parser.error(f"--widths {options.widths} and --depths {options.depths} must have the same number of levels")
     for name, least in (("widths", HEAD_DIM), ("depths", 1)):
         for each in getattr(options, name):
             if each < least or each % least:

@@ -150,9 +150,7 @@ class Architecture(NamedTuple):
 
         def shape(name: str, dimensions: int) -> tuple[int, ...]:
             if name not in arrays or arrays[name].ndim != dimensions:
-                message = (
-                    f"the checkpoint has no {name} of {dimensions} dimensions: it is none of NAT, DiNAT or DiNAT_s"
-                )
+                message = f"the checkpoint has no {name} of {dimensions} dimensions: it is not a NAT, DiNAT or DiNAT_s"
                 raise ValueError(message)
             return arrays[name].shape
 
@@ -412,7 +410,7 @@ def _block_dilations(
             "each stage or Hugging Face's config.json, which the program reads from the folder of the weights"
         )
     elif kind == "dinat" and dilations == "nat":
-        raise ValueError("dilations are 'nat', but the weights are those of a DiNAT")
+        raise ValueError("dilations are 'nat', but the weights are from a DiNAT")
     else:
         known = _as_blocks(dilations, depths)
     if dilations is not None and (given := _as_blocks(dilations, depths)) != known:
@@ -658,7 +656,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1, help="random images")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="type that is computed in")
     parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna; the best one if not given")
-    parser.add_argument("--profile", action="store_true", help="tell how much of the time is attention")
+    parser.add_argument("--profile", action="store_true", help="print the share of attention in the time")
     options = parser.parse_args(arguments)
     if options.batch < 1:
         parser.error(f"--batch must be at least 1, got {options.batch}")

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pythons", nargs="+", required=True, metavar="PYTHON", help="interpreters to build for")
     parser.add_argument("--kinds", nargs="+", required=True, choices=KINDS, help="kinds of wheels to build")
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where the wheels go")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="output folder of the wheels")
     parser.add_argument("--sdist", type=Path, help="build from this source distribution; write none")
     options = parser.parse_args(arguments)
     pythons = [find_python(name) for name in options.pythons]

@@ -60,7 +60,7 @@ def sliding_window(benchmark: Benchmark, implementation: Literal["cudnn", "xla"]
     if len(benchmark.layout) != 1 or benchmark.kernel_size is None or not benchmark.is_causal:
         raise ValueError("jax.nn has causal windows over sequences, and no others that are defined at the ends")
     if {*(benchmark.stride or (1,)), *(benchmark.dilation or (1,))} != {1} or benchmark.additional_kv:
-        raise ValueError("jax.nn has no windows with a stride, a dilation or additional tokens")
+        raise ValueError("jax.nn does not support strides, dilation or additional tokens")
     before = benchmark.kernel_size[0] - 1
     return lambda q, k, v: jax.nn.dot_product_attention(
         q, k, v, is_causal=True, local_window_size=(before, 0), implementation=implementation

@@ -140,7 +140,7 @@ def _mosaic(
     if pass_ == "backward":
         raise ValueError("it has a forward pass only")
     if benchmark.heads_kv is not None or math.prod(benchmark.layout) % 128:
-        raise ValueError("it takes as many heads of keys as of queries, and multiples of 128 tokens")
+        raise ValueError("it requires equal numbers of query and key heads, and multiples of 128 tokens")
     halves = [each.astype("float16") for each in arrays]
     return jax_side(mosaic(benchmark), cotangent, halves, pass_, platform, is_same=benchmark.kernel_size is None)
 

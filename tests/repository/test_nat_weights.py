@@ -114,7 +114,7 @@ BLOCK = "dinat.encoder.levels.1.layers.0."
     ("dilations", "message"),
     [
         (None, "dilations are not among the weights: name them"),
-        ("nat", "dilations are 'nat', but the weights are those of a DiNAT"),
+        ("nat", "dilations are 'nat', but the weights are from a DiNAT"),
         ("dinat-384", "'dinat-384' are those of 7 x 7 windows"),
         ("dinats", "dilations must be one of nat, dinat, dinat-384, or numbers, got 'dinats'"),
         ("dinat", r"dilations \(8, 4, 2, 1\) are of 4 stages, but the checkpoint has 2"),
@@ -138,7 +138,7 @@ def test_dilations_that_do_not_fit(example: dict[str, Any], dilations: Any, mess
         ("layernorm.bias", np.ones(16), "the checkpoint has norm.bias twice"),
         ("dinat.layernorm.bias", np.ones(8), r"norm.bias has shape \(8,\), but other weights require \(16,\)"),
         ("dinat.layernorm.bias", np.ones(16, int), "must be an array of floats, got ndarray of dtype int64"),
-        ("dinat.embeddings.norm.weight", None, "no patch_embed.norm.weight .* none of NAT, DiNAT or DiNAT_s"),
+        ("dinat.embeddings.norm.weight", None, "no patch_embed.norm.weight .* not a NAT, DiNAT or DiNAT_s"),
         (f"{BLOCK}attention.self.key.bias", None, "query.bias, but no levels.1.blocks.0.attn.key.bias"),
         (f"{BLOCK}attention.self.key.bias", np.ones(8), "attn.value.bias have different shapes"),
     ],
