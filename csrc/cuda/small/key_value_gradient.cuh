@@ -51,12 +51,12 @@ struct KeyBiasSums {
 /// Accumulates a tile's key gradients, unscaled, and value gradients; `weights` converts the products of two columns to
 /// weights in place. With key biases, also adds up the gradients of the keys' logits with MMA, rounded to the element
 /// type.
-template <class Columns, int kAtOnce, Feature kFeature, class Element, int kHeadDim, class Weights>
+template <class Columns, Feature kFeature, class Element, int kHeadDim, class Weights>
 CUTE_DEVICE void add_key_value_gradients(float (&of_keys)[kHeadDim / 8][4], float (&of_values)[kHeadDim / 8][4],
                                          KeyBiasSums& of_bias, const RowOperand<Element, kHeadDim>& keys,
                                          const RowOperand<Element, kHeadDim>& values, const TilePlan& tile,
                                          const Tables& tables, std::uint32_t stage, const Weights& weights) {
-  for_pairs<Columns, kAtOnce, Owner::kKeys, kFeature>(tile, tables, 0, stage, [&](const auto& pairs) {
+  for_pairs<Columns, 2, Owner::kKeys, kFeature>(tile, tables, 0, stage, [&](const auto& pairs) {
     constexpr int kPairs = std::decay_t<decltype(pairs)>::kCount;
     PairLogits x[kPairs], y[kPairs];
     multiply_keys<Element, kHeadDim, Owner::kKeys, kFeature>(x, keys, tile, stage, pairs, of_bias.biases);
@@ -104,12 +104,12 @@ struct KeyValueSums {
   CUTE_DEVICE void add(KeyBiasSums& of_bias, const RowOperand<Element, kHeadDim>& keys,
                        const RowOperand<Element, kHeadDim>& values, float factor, const TilePlan& tile,
                        const Tables& tables, std::uint32_t stage) {
-    const auto differentiate = [&](auto at_once, const auto& weights) {
-      add_key_value_gradients<Columns, at_once, kFeature>(of_keys, of_values, of_bias, keys, values, tile, tables,
-                                                          stage, weights);
+    const auto differentiate = [&](const auto& weights) {
+      add_key_value_gradients<Columns, kFeature>(of_keys, of_values, of_bias, keys, values, tile, tables, stage,
+                                                 weights);
     };
     const auto differentiate_small = [&] {
-      differentiate(cute::Int<2>{}, [&](float (&x)[4], float2 first, float2 second, std::uint32_t) {
+      differentiate([&](float (&x)[4], float2 first, float2 second, std::uint32_t) {
         CUTE_UNROLL
         for (int r = 0; r < 2; ++r) {
           x[2 * r] = fast_exp2(fmaf(x[2 * r], factor, -first.x));
@@ -117,9 +117,8 @@ struct KeyValueSums {
         }
       });
     };
-    // Rare, so its code is short: one pair at a time.
     const auto differentiate_large = [&] {
-      differentiate(cute::Int<1>{}, [&](float (&x)[4], float2, float2, std::uint32_t at) {
+      differentiate([&](float (&x)[4], float2, float2, std::uint32_t at) {
         const float2 first = load_statistic(at + 8), second = load_statistic(at + 8 + tile.next_statistic);
         CUTE_UNROLL
         for (int r = 0; r < 2; ++r) {

@@ -104,31 +104,28 @@ CUTE_DEVICE void add_query_gradient(float (&gradient)[kHeadDim / 8][4], const Ro
                                     const Tables& tables, int additional_pairs, std::uint32_t stage,
                                     std::uint32_t sums) {
   const float initial[4] = {-rows.delta[0], -rows.delta[1], -rows.delta[2], -rows.delta[3]};
-  const auto differentiate = [&](auto at_once, auto weight) {
-    for_pairs<Columns, at_once, Owner::kQueries, kFeature>(
-        tile, tables, additional_pairs, stage, [&](const auto& pairs) {
-          constexpr int kPairs = std::decay_t<decltype(pairs)>::kCount;
-          PairLogits x[kPairs], y[kPairs];
-          multiply_keys<Element, kHeadDim, Owner::kQueries, kFeature>(x, queries, tile, stage, pairs);
-          multiply_columns<Element, kHeadDim, kSecondArray>(y, cotangents, pairs, initial);
-          std::uint32_t a[kPairs][4];
-          CUTE_UNROLL
-          for (int i = 0; i < 4 * kPairs; ++i) {
-            const int pair = i / 4, h = i / 2 % 2, r = i % 2;
-            const float *of_x = &x[pair][h][2 * r], *of_y = &y[pair][h][2 * r];
-            a[pair][i % 4] = pack<Element>(weight(of_x[0], r) * of_y[0], weight(of_x[1], r) * of_y[1]) &
-                             ~hidden_halves(masks_of_group(pairs.masks[pair], h), r);
-          }
-          if constexpr (kFeature == Feature::kRelativeBias) store_logit_gradients(tile, sums, a, pairs);
-          add_columns<Element, kHeadDim, kFirstArray>(gradient, a, pairs);
-        });
+  const auto differentiate = [&](auto weight) {
+    for_pairs<Columns, 2, Owner::kQueries, kFeature>(tile, tables, additional_pairs, stage, [&](const auto& pairs) {
+      constexpr int kPairs = std::decay_t<decltype(pairs)>::kCount;
+      PairLogits x[kPairs], y[kPairs];
+      multiply_keys<Element, kHeadDim, Owner::kQueries, kFeature>(x, queries, tile, stage, pairs);
+      multiply_columns<Element, kHeadDim, kSecondArray>(y, cotangents, pairs, initial);
+      std::uint32_t a[kPairs][4];
+      CUTE_UNROLL
+      for (int i = 0; i < 4 * kPairs; ++i) {
+        const int pair = i / 4, h = i / 2 % 2, r = i % 2;
+        const float *of_x = &x[pair][h][2 * r], *of_y = &y[pair][h][2 * r];
+        a[pair][i % 4] = pack<Element>(weight(of_x[0], r) * of_y[0], weight(of_x[1], r) * of_y[1]) &
+                         ~hidden_halves(masks_of_group(pairs.masks[pair], h), r);
+      }
+      if constexpr (kFeature == Feature::kRelativeBias) store_logit_gradients(tile, sums, a, pairs);
+      add_columns<Element, kHeadDim, kFirstArray>(gradient, a, pairs);
+    });
   };
   if (__any_sync(0xffffffffu, rows.is_large[0] || rows.is_large[1])) {
-    // Rare, so its code is short: one pair at a time.
-    differentiate(cute::Int<1>{},
-                  [&](float x, int r) { return weight_of_large(x, factor, rows.logsumexp[r], rows.remainder[r]); });
+    differentiate([&](float x, int r) { return weight_of_large(x, factor, rows.logsumexp[r], rows.remainder[r]); });
   } else {
-    differentiate(cute::Int<2>{}, [&](float x, int r) { return fast_exp2(fmaf(x, factor, -rows.logsumexp[r])); });
+    differentiate([&](float x, int r) { return fast_exp2(fmaf(x, factor, -rows.logsumexp[r])); });
   }
 }
 
