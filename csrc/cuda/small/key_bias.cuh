@@ -1,6 +1,6 @@
-// Biases of keys, which products of queries and keys begin with. Where keys are columns, a warp keeps those of its
-// tile's pairs of groups in shared memory, in the order in which its lanes read them, and has those of the next item on
-// their way when it has read them. Where keys are rows, their biases are two numbers of each lane.
+// Key biases, which initialize the products of queries and keys. If keys are columns, a warp keeps the biases of its
+// tile's pairs of groups in shared memory, in the order in which its lanes read them. After its last read it starts to
+// load the biases of the next item. If keys are rows, each lane holds two biases.
 #pragma once
 
 #include "cuda/common/arithmetic.cuh"
@@ -9,14 +9,14 @@
 
 namespace natten_jax::small {
 
-/// Those of a warp's columns, where `kAreThere`.
+/// Key biases of a warp's columns, if `kAreThere`.
 template <bool kAreThere>
 class ColumnKeyBias {
  public:
   CUTE_DEVICE ColumnKeyBias(const CommonParams& p, const Tables& tables, const TilePlan& tile, const Item& first)
       : p_(p), tables_(tables), tile_(tile) {
     if constexpr (kAreThere) {
-      // What no window sees has none: additional tokens, and what fills up the last pair.
+      // Additional tokens and the padding of the last pair have no bias.
       for (int i = tile.pairs * 2 * kColumns + lane(); i < p.region.table * 2 * kColumns; i += 32) {
         store_word(slots() + 4 * i, 0);
       }
@@ -42,12 +42,12 @@ class ColumnKeyBias {
     }
   }
 
-  /// To be called when an item's have been read: starts to load those of the next one, unless they are the same.
+  /// Must be called when an item's biases have been read. Starts to load those of the next item if they differ.
   CUTE_DEVICE void leave(const Item& item) {
     if constexpr (kAreThere) {
       __syncwarp();
       CUTE_UNROLL
-      for (float& bias : held_) bias = 0.f;  // those before, which nobody needs, would stay in registers
+      for (float& bias : held_) bias = 0.f;  // otherwise the previous biases would stay in registers
       Item next = item;
       next.next(p_);
       is_new_ = !p_.key_bias.is_of_all_heads || p_.scale.heads != nullptr || next.batch != item.batch;
@@ -64,20 +64,20 @@ class ColumnKeyBias {
   CUTE_DEVICE static int pair_of(int held) { return lane() / (2 * kColumns) + 2 * held; }
   CUTE_DEVICE std::uint32_t slots() const { return tables_.key_bias - lane() % 4 * (kWord * kWords); }
 
-  /// Where the bias of the lane's column of a pair goes: a lane reads two columns of each group of a pair at once.
+  /// Slot of the bias of the lane's column of a pair. A lane reads two columns of each group of a pair at once.
   CUTE_DEVICE std::uint32_t slot_of(int pair) const {
     const int column = lane() % kColumns, group = lane() / kColumns % 2;
     return slots() + pair * kKeyBiasBytes + kWord * (column / 2 * kWords + group * 2 + column % 2);
   }
 
-  /// Starts to load an item's.
+  /// Starts to load an item's biases.
   CUTE_DEVICE void load(const Item& item) {
     const bool is_of_all = p_.key_bias.is_of_all_heads;
     const int pitch = is_of_all ? kWord : kWord * p_.heads;
     const char* const from = advance(reinterpret_cast<const char*>(p_.key_bias.of_keys), item.of_batch, pitch) +
                              (is_of_all ? 0 : kWord * item.head);
     const auto of_pair = [&](int pair) {
-      // What a group has outside of the layout is hidden: any number does.
+      // Keys of a group outside of the layout are hidden: their bias only has to be readable.
       const int key = tile_.key + static_cast<int>(tables_.entries[pair]);
       return reinterpret_cast<const float*>(advance(from, min(max(key, 0), p_.keys - 1), pitch));
     };
@@ -100,13 +100,13 @@ class ColumnKeyBias {
   bool is_new_ = true;
 };
 
-/// Those of a lane's two rows, and their gradients, where `kAreThere`.
+/// Key biases of a lane's two rows, and their gradients, if `kAreThere`.
 template <bool kAreThere>
 class RowKeyBias {
  public:
   CUTE_DEVICE RowKeyBias(const CommonParams& p, const int2* row_places) : p_(p), row_places_(row_places) {}
 
-  /// Starts to load an item's.
+  /// Starts to load an item's biases.
   CUTE_DEVICE void load(const Item& item) {
     if constexpr (kAreThere) {
       for_rows([&](int r, int place) {
@@ -117,7 +117,7 @@ class RowKeyBias {
     }
   }
 
-  /// What was loaded, as accumulators have their rows: each twice.
+  /// Converts the loaded biases. Each is stored twice, in accumulator order.
   CUTE_DEVICE void take(float (&biases)[4], float scale) const {
     if constexpr (kAreThere) {
       const float inverse_scale = fast_products_per_logit(scale);
@@ -130,7 +130,7 @@ class RowKeyBias {
     }
   }
 
-  /// Writes sums of gradients of logits, each of which the lanes of a row have.
+  /// Writes sums of the gradients of logits. All lanes of a row hold its sum.
   CUTE_DEVICE void store(const Item& item, const float (&sums)[4]) const {
     if constexpr (kAreThere) {
       if (threadIdx.x % 4 > 0) return;
@@ -150,7 +150,7 @@ class RowKeyBias {
     }
   }
 
-  /// Where a key's number for the item's head is. Places are those of heads of keys, each of which so many heads share.
+  /// Index of a key's number for the item's head. `place` counts key heads, each shared by several query heads.
   CUTE_DEVICE std::int64_t of_head(const Item& item, int place) const {
     return std::int64_t{item.of_batch} * p_.heads + std::int64_t{place} * p_.by_heads_per_kv.divisor + item.head;
   }
