@@ -7,6 +7,7 @@ import functools
 import inspect
 import math
 import numbers
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Unpack, cast
 
@@ -106,9 +107,14 @@ class Neighborhood:
         try:
             output: jax.Array = attend(query, key, value, **self.arguments, **terms)
         except ValueError as error:
-            if batch or self.rank == 1:
-                raise
-            raise ValueError(f"{error} (without a batch dimension, {_FLATTENED.format(rank=self.rank)})") from None
+            flattened = f" (without a batch dimension, {_FLATTENED.format(rank=self.rank)})"
+            message = f"{error}{'' if batch or self.rank == 1 else flattened}"
+            if self.scale_name == "qk_scale":  # in a module, which projects the arrays from its inputs
+                message = message.replace("query, key and value", "inputs and inputs_kv").replace(
+                    "query has", "inputs has"
+                )
+                message = re.sub(r"\bkey(?= has|,|'s token)", "inputs_kv", message)
+            raise ValueError(message) from None
         return output if len(batch) == 1 else output.reshape(*batch, *output.shape[1:])
 
 
@@ -366,6 +372,8 @@ def _check_input(inputs: jax.Array, rank: int, in_features: int | None, name: st
             f"dimensions [*batch, {_LAYOUTS[rank]}, in_features]"
             + (f": {_FLATTENED.format(rank=rank)}" if rank > 1 else "")
         )
+    if 0 in inputs.shape[-rank - 1 :]:
+        raise ValueError(f"{name} has shape {inputs.shape}: every extent but the batch must be at least 1")
     if in_features is not None and inputs.shape[-1] != in_features:
         hint = "they must be equal"
         if inputs.ndim > rank and inputs.shape[-rank - 1] == in_features:

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 from natten_jax.arguments.static import shown
 
 from .attention_fn import check_positive
-from .nnx import NeighborhoodAttention1D, NeighborhoodAttention2D, NeighborhoodAttention3D
+from .nnx import NeighborhoodAttention, NeighborhoodAttention1D, NeighborhoodAttention2D, NeighborhoodAttention3D
 
 __all__ = ["linen_params", "load_nnx"]
 
@@ -100,6 +100,8 @@ def load_nnx(
         ValueError: A weight is missing, has an unexpected shape, or does not match the module. The module is unchanged.
         TypeError: A weight is not an array of floats. The module is unchanged.
     """
+    if not isinstance(module, NeighborhoodAttention):
+        raise TypeError(f"module must be a NeighborhoodAttention module for flax.nnx, got {shown(module)}")
     if module.num_kv_heads != module.num_heads:
         raise ValueError(
             f"module has num_kv_heads {module.num_kv_heads} and num_heads {module.num_heads}: NATTEN requires "

@@ -100,7 +100,8 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
         self._checked()
         common.check_dropout(self.attn_drop, self.proj_drop)
         common.head_sizes(self.num_heads, self.num_kv_heads, self.in_features, self.qkv_features)
-        flag("sinks", self.sinks)
+        for name in ("sinks", "qkv_bias", "normalize_qk"):
+            flag(name, getattr(self, name))
         if self.out_features is not None:
             common.check_positive(out_features=self.out_features)
         super().__post_init__()

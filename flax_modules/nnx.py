@@ -94,6 +94,8 @@ class NeighborhoodAttention(NeighborhoodModule, nnx.Module):
         **performance: Unpack[Performance],
     ) -> None:
         common.check_dropout(attn_drop, proj_drop)
+        common.check_positive(in_features=in_features)
+        qkv_bias, normalize_qk = flag("qkv_bias", qkv_bias), flag("normalize_qk", normalize_qk)
         self.in_features = in_features
         self.out_features = in_features if out_features is None else out_features
         sizes = common.head_sizes(num_heads, num_kv_heads, in_features, qkv_features)
@@ -197,8 +199,8 @@ def _check_metadata(name: str, metadata: Mapping[str, Any], rank: int) -> None:
         ValueError: ``out_sharding`` names mesh axes of more dimensions than the parameter has.
         TypeError: The metadata are not a mapping.
     """
-    if not isinstance(metadata, Mapping):
-        raise TypeError(f"{name} must be a mapping, got {shown(metadata)}")
+    if not isinstance(metadata, Mapping) or not all(isinstance(each, str) for each in metadata):
+        raise TypeError(f"{name} must be a mapping from names, got {shown(metadata)}")
     names = metadata.get("out_sharding")
     if isinstance(names, (tuple, PartitionSpec)) and len(names) > rank:
         raise ValueError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any, Literal
 
 from natten_jax.arguments.arrays import scale_or_default
@@ -246,8 +246,9 @@ def problem_of(
         ValueError: A value breaks a rule of the operators.
         TypeError: An argument is of the wrong type.
     """
-    tokens = int_tuple("layout", tuple(layout), len(layout))
-    kv_tokens = tokens if kv_layout is None else int_tuple("kv_layout", tuple(kv_layout), len(layout))
+    rank = len(layout) if isinstance(layout, Sized) else 1
+    tokens = int_tuple("layout", layout, rank, repeat=False)
+    kv_tokens = tokens if kv_layout is None else int_tuple("kv_layout", kv_layout, rank, repeat=False)
     return Problem(
         operator=operator,
         batch=batch,

@@ -88,7 +88,7 @@ def least_block_sparse_stride(problem: Problem, pair: TilePair, *, placement: Pl
     Raises:
         ValueError: :func:`count_tiles` rejects the tiles or the placement, or there are too many strides to try.
     """
-    check_tiles(problem, pair, placement)
+    check_tiles(problem, pair, placement, "forward")
     strides = []
     for axis, q_tile, kv_tile in zip(problem.axes, *pair, strict=True):
         largest = _largest_stride_to_try(axis, q_tile, kv_tile, placement)

@@ -63,16 +63,19 @@ def reject_unknown_kwargs(
         known = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
         known |= set(names)
         accepted = frozenset(known | set(natten_arguments) if takes_others else known)
-        by_position = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+        positional = (each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
+        by_position = [each for each in positional if each not in ("parent", "name")]  # linen's own arguments
+        by_name = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
         most = math.inf if any(each.kind is each.VAR_POSITIONAL for each in parameters) else len(by_position)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if len(args) > most:
                 names = ", ".join(each for each in by_position if each != "self")
-                raise TypeError(
-                    f"{_label(function, args)}() takes {names} by position, and all other arguments by name"
-                )
+                given = ", ".join(map("{}={}".format, by_name, map(shown, args[len(by_position) :])))
+                message = f"{_label(function, args)}() takes {names} by position, and all other arguments by name"
+                # Constructors have NATTEN's order.
+                raise TypeError(f"{message}: write {given}" if function.__name__ == "__init__" else message)
             if not kwargs.keys() <= accepted:
                 name = next(each for each in kwargs if each not in accepted)
                 raise TypeError(unexpected(_label(function, args), name, known))

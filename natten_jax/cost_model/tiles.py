@@ -40,7 +40,7 @@ import numpy as np
 
 from natten_jax.cost_model.calibration import Kernel
 from natten_jax.element_types import ELEMENT_TYPES
-from natten_jax.performance import Pass, TilePair, outer_and_inner
+from natten_jax.performance import PASSES, Pass, TilePair, outer_and_inner
 from natten_jax.problem import Problem, Shape
 from natten_jax.windows import Axis
 
@@ -485,7 +485,7 @@ def count_tiles(
         ValueError: A tile does not have one positive extent per dimension, ``placement`` is unknown, or a dimension has
             more than ``2**20`` tiles.
     """
-    check_tiles(problem, pair, placement)
+    check_tiles(problem, pair, placement, pass_)
     outer_tile, inner_tile = outer_and_inner(pair, pass_)
     kernel = kernel or Kernel(0, math.prod(outer_tile), math.prod(inner_tile), 0.0, 0.0, 0.0)
     parts = part_counts(problem, outer_tile, (inner_tile,), placement, pass_, kernel)
@@ -500,14 +500,15 @@ def count_tiles(
     )
 
 
-def check_tiles(problem: Problem, pair: TilePair, placement: Placement) -> None:
-    """Reject invalid tiles and placements.
+def check_tiles(problem: Problem, pair: TilePair, placement: Placement, pass_: Pass) -> None:
+    """Reject invalid tiles, placements and passes.
 
     Raises:
-        ValueError: A tile does not have one positive extent per dimension, or ``placement`` is unknown.
+        ValueError: A tile does not have one positive extent per dimension, or ``placement`` or ``pass_`` is unknown.
     """
-    if placement not in _PLACEMENTS:
-        raise ValueError(f"placement must be one of {', '.join(_PLACEMENTS)}, got {placement!r}")
+    for name, given, known in (("placement", placement, _PLACEMENTS), ("pass_", pass_, PASSES)):
+        if given not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}, got {given!r}")
     if not isinstance(pair, Sequence) or len(pair) != 2:
         raise ValueError(f"tiles must be a pair, a query tile and a key/value tile, got {pair!r}")
     for name, tile in zip(("query", "key/value"), pair, strict=True):

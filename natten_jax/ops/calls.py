@@ -24,7 +24,7 @@ from natten_jax.backends.select import DeviceCall, ignored
 from natten_jax.execution import custom_vjp
 from natten_jax.ops import canonicalize
 from natten_jax.ops.canonicalize import ArrayLike, BoxArguments, LogitTerms, UpsampledGrid, neighborhood_problem
-from natten_jax.ops.float8 import NOTHING, Factor, Float8Arguments, float8_operands, straight_through
+from natten_jax.ops.float8 import Factor, Float8Arguments, float8_operands, straight_through
 from natten_jax.ops.merge import merge_attentions
 from natten_jax.ops.sub_calls import KeySubset, check_agreement, in_layout_of, split_call, sub_call_operands
 from natten_jax.performance import (
@@ -182,7 +182,7 @@ def run_operator(
     if scale_array is not None:
         inputs = inputs._replace(scale=_scale_of_heads(scale_array, inputs, problem, grid))
     finish_float8 = None
-    if problem.element.is_float8 or float8 != NOTHING:
+    if problem.element.is_float8 or any(each is not None for each in float8):
         problem, inputs, finish_float8 = float8_operands(problem, inputs, float8, place, grid)
     asked = jax.config.jax_default_matmul_precision
     precision = None if asked is None else str(asked)

@@ -17,7 +17,7 @@ from typing import Any
 
 from natten_jax import backends
 from natten_jax.arguments.names import unexpected
-from natten_jax.arguments.static import Bools, Ints
+from natten_jax.arguments.static import Bools, Ints, shown
 from natten_jax.arrays.operands import Inputs
 from natten_jax.backends.base import Backend
 from natten_jax.backends.select import resolve
@@ -87,9 +87,11 @@ def configs(
             ``pass_`` or ``compute_capability`` is not allowed.
         TypeError: An argument is of the wrong type.
     """
-    if pass_ not in PASSES:
-        raise ValueError(f"pass_ must be one of {', '.join(map(repr, PASSES))}, got {pass_!r}")
+    if not isinstance(pass_, str) or pass_ not in PASSES:
+        raise ValueError(f"pass_ must be one of {', '.join(map(repr, PASSES))}, got {shown(pass_)}")
     operator: Operator = "fmha" if kernel_size is None else "fna"
+    if backend is not None:
+        backends.find(backend, operator)
     given = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation, "is_causal": is_causal, "edges": edges}
     facts = {name: value for name, value in given.items() if value is not None}
     device = target_device(compute_capability)

@@ -40,9 +40,11 @@ def test_positional_order(name: str, order: str) -> None:
 
 
 def test_more_arguments_by_position_than_there_are() -> None:
-    nnx = pytest.importorskip("natten_jax.flax_modules.nnx")
-    with pytest.raises(TypeError, match=r"^NeighborhoodAttention2D\(\) takes in_features by position, and all other"):
-        nnx.NeighborhoodAttention2D(64, 4, 7)  # NATTEN's order
+    layers = pytest.importorskip("tests.support.flax_layers")
+    message = r"^NeighborhoodAttention2D\(\) takes in_features by position, and .*: write num_heads=4, kernel_size=7$"
+    for module in (layers.NNX[2], layers.LINEN[2]):
+        with pytest.raises(TypeError, match=message):
+            module(64, 4, 7)  # NATTEN's order
     with pytest.raises(TypeError, match=r"^attention\(\) takes query, key, value, scale by position"):
         operator: Any = natten_jax.attention
         operator(*(ARRAY,) * 3, 0.5, False)

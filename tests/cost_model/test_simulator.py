@@ -354,6 +354,7 @@ IMAGE = a_problem((9, 9), (3, 3))
         ),
         (simulator.simulate, (IMAGE, (8, 8)), {}, "tile"),
         (simulator.simulate, (IMAGE, ((8, 8),) * 3), {}, "tile"),
+        (simulator.simulate, (IMAGE, ((8, 8),) * 2, "forwards"), {}, "pass_ must be one of forward, backward, got"),
         (simulator.calibration_for, ("hoper",), {}, "got 'hoper': did you mean 'hopper'"),
     ],
 )
@@ -363,6 +364,8 @@ def test_malformed_arguments_are_refused(function: Any, arguments: Any, options:
 
 
 def test_a_compute_capability_is_two_ints() -> None:
+    with pytest.raises(TypeError, match="layout must be a sequence of 1 ints, got 64"):
+        simulator.problem_of(64, 7)  # type: ignore[arg-type]
     version: Any = 9.0
     with pytest.raises(TypeError, match="compute_capability must be a sequence of 2 ints, got 9"):
         simulator.calibration_for("hopper", version)

@@ -274,5 +274,7 @@ class TestConvert:
     )
     def test_wrong_arguments(self, arguments, error, message):
         good = {"state_dict": natten_weights(), "num_heads": HEADS}
+        with pytest.raises(TypeError, match="module must be a NeighborhoodAttention module for"):
+            convert.load_nnx(3, natten_weights())
         with pytest.raises(error, match=message):
             convert.linen_params(**{**good, **arguments})

@@ -109,6 +109,8 @@ class TestArguments:
             ({"fp8": "int8"}, ValueError, "fp8 must be one of e4m3"),
             ({"sinks": jnp.zeros(HEADS)}, TypeError, "sinks must be"),
             ({"relative_bias": 2}, TypeError, "relative_bias must be"),
+            ({"qkv_bias": jnp.ones(2)}, TypeError, "qkv_bias must be a bool"),
+            ({"normalize_qk": jnp.ones(2)}, TypeError, "normalize_qk must be a bool"),
             ({"kernel_size": -1, "relative_bias": True}, ValueError, r"relative_bias=True with kernel_size \(-1, -1\)"),
         ],
     )
@@ -138,6 +140,7 @@ class TestArguments:
             ({"in_features": FEATURES}, (2, 6, 8, 12), "inputs has 12 features .* in_features is 16"),
             ({"in_features": FEATURES}, (2, FEATURES, 8, 8), r"jnp.moveaxis\(inputs, -3, -1\)"),
             ({}, (2, 2, 2, FEATURES), "exceeds the token layout"),
+            ({}, (2, 0, 8, FEATURES), r"^inputs has shape \(2, 0, 8, 16\): every extent"),
             ({"qk_scale": 1e39}, (2, 6, 8, FEATURES), r"^qk_scale must be within .* float32 .*\(qk_scale \* log2\(e\)"),
         ],
     )
@@ -148,6 +151,40 @@ class TestArguments:
                 LINEN[2](num_heads=HEADS, kernel_size=3, **settings).init(jax.random.key(0), inputs)
             else:
                 nnx_module(2, **{name: value for name, value in settings.items() if name != "in_features"})(inputs)
+
+    @pytest.mark.parametrize("flavour", ["nnx", "linen"])
+    @pytest.mark.parametrize(
+        ("shape", "arguments", "message"),
+        [
+            ((1, 6, 8), {}, "^inputs_kv has batch size 1, but inputs has 2"),
+            (
+                (2, 12, 8),
+                {},
+                r"^inputs_kv has token layout \(12, 8\), but inputs has \(6, 8\): inputs and inputs_kv must",
+            ),
+            (
+                (2, 5, 8),
+                {"query_origin": (0, 0)},
+                r"^inputs has token layout .* larger than inputs_kv's token layout, \(5, 8\)",
+            ),
+            ((2, 3, 8), {"upsample": 2}, r"^inputs has token layout .* of the layout of inputs_kv, \(3, 8\), "),
+        ],
+    )
+    def test_inputs_are_named_as_the_module_names_them(self, flavour, shape, arguments, message):
+        if flavour == "nnx":
+            run = nnx_module(2)
+        else:
+            module = linen.NeighborhoodAttention2D(num_heads=HEADS, kernel_size=3)
+            run = functools.partial(module.init, jax.random.key(0))
+        with pytest.raises(ValueError, match=message):
+            run(inputs_of(2), inputs_kv=jnp.zeros((*shape, FEATURES)), **arguments)
+
+    def test_settings_of_nnx_alone_are_checked(self):
+        settings = {"num_heads": HEADS, "kernel_size": 3, "rngs": flax_nnx.Rngs(0)}
+        with pytest.raises(TypeError, match="in_features must be an int, got None"):
+            nnx.NeighborhoodAttention2D(None, **settings)
+        with pytest.raises(TypeError, match="kernel_metadata must be a mapping from names"):
+            nnx.NeighborhoodAttention2D(FEATURES, kernel_metadata={1: 2}, **settings)
 
     def test_features_that_linen_infers_are_checked(self):
         with pytest.raises(ValueError, match="in_features 18 is not a multiple"):

@@ -204,6 +204,7 @@ REFUSED = [
     ("float8_e4m3fn", {"out_dtype": "thick"}, "out_dtype must be bfloat16 or float16 or float32"),
     ("float8_e4m3fn", {"fp8": "e4m3"}, "takes bfloat16, float16, float32 arrays, but query has dtype float8_e4m3fn"),
     ("bfloat16", {"query_scale": 1.0}, "query_scale was given with bfloat16 arrays, but factors are for 8-bit"),
+    ("bfloat16", {"key_scale": jnp.ones((2, 2))}, "key_scale was given with bfloat16 arrays, but factors are"),
     ("bfloat16", {"out_dtype": "float32"}, "out_dtype must be bfloat16 for bfloat16 arrays, got float32"),
     ("bfloat16", {"fp8": "e3m4"}, "fp8 must be one of e4m3, float8_e4m3fn, e5m2, float8_e5m2, got 'e3m4'"),
     ("bfloat16", {"fp8": "e4m3", "value_scale": 1.0}, "value_scale was given with fp8='e4m3', which finds the factors"),
