@@ -101,6 +101,32 @@ def test_one_rule_for_all_numbers(family: Family, name: str) -> None:
     check(family, CASES[name], family.dtype)
 
 
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        {"key_bias": np.zeros((1, 6), bool)},
+        {"key_bias": np.full((1, 6), -np.inf)},
+        {"relative_bias": np.full((2, 5), -np.inf)},
+    ],
+    ids=["mask", "key_bias", "relative_bias"],
+)
+def test_rows_without_keys_are_zero_and_leave_no_trace_in_merges(family: Family, hidden: dict[str, Any]) -> None:
+    """The table of libraries in docs/numerics.md, for this package and for JAX."""
+    if not hidden.keys() <= set(family.capabilities.takes):
+        pytest.skip(f"{family.name} adds no such bias")
+    query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 6, 2, 8)).astype(family.dtype)
+    hidden = {name: jnp.asarray(each, None if each.dtype == bool else family.dtype) for name, each in hidden.items()}
+    backend = f"{family.name}-fna"
+    empty = natten_jax.na1d(query, key, value, 3, backend=backend, return_lse=True, **hidden)
+    assert not empty[0].any() and (empty[1] == -jnp.inf).all()
+    full = natten_jax.na1d(query, key, value, 3, backend=backend, return_lse=True)
+    for parts in ((empty, full), (full, empty)):
+        merged = natten_jax.merge_attentions(*zip(*parts, strict=True))
+        np.testing.assert_array_equal(merged[0], full[0])
+    mean = jax.nn.dot_product_attention(query, key, value, mask=jnp.zeros((1, 1, 6, 6), bool))
+    np.testing.assert_allclose(mean, jnp.broadcast_to(value.mean(1, keepdims=True), value.shape), rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("name", GPU_CASES)
 def test_one_rule_for_kernels_of_gpus(family: Family, name: str) -> None:
     if not family.needs_gpu:
