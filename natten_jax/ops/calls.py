@@ -182,7 +182,7 @@ def run_operator(
     if scale_array is not None:
         inputs = inputs._replace(scale=_scale_of_heads(scale_array, inputs, problem, grid))
     finish_float8 = None
-    if problem.element.is_float8 or any(each is not None for each in float8):
+    if problem.element.is_float8 or [each for each in float8 if each is not None]:
         problem, inputs, finish_float8 = float8_operands(problem, inputs, float8, place, grid)
     asked = jax.config.jax_default_matmul_precision
     precision = None if asked is None else str(asked)
