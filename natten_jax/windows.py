@@ -241,8 +241,8 @@ class Axis:
         return start * self.dilation + group, (end - 1) * self.dilation + group + 1
 
 
-#: Numeric fields of an axis, in the order of csrc/include/natten_jax/axis_fields.h.
-axis_numbers = operator.attrgetter(*[field.name for field in dataclasses.fields(Axis) if field.type == "int"])
+#: Fields of an axis that native kernels read, in the order of csrc/include/natten_jax/axis_fields.h.
+axis_numbers = operator.attrgetter("query_extent", "kv_extent", "kernel_size", "stride", "dilation")
 
 
 def fitted(kernel_size: Ints, layout: Sequence[int], dilation: Ints = 1) -> tuple[int, ...]:

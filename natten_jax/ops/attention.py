@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from natten_jax.arguments.arrays import Counts, Origin, Scale
 from natten_jax.arguments.names import reject_unknown_kwargs
-from natten_jax.ops.calls import AttentionOptions, ExecutionArguments, run_operator
+from natten_jax.ops.calls import ExecutionArguments, OperatorOptions, run_operator
 from natten_jax.ops.canonicalize import ArrayLike, BoxArguments, LogitTerms
 from natten_jax.ops.float8 import Factor, Float8Arguments
 from natten_jax.performance import ATTENTION_NAMES, AttentionPerformanceArguments
@@ -17,6 +17,15 @@ from natten_jax.windows import WindowArguments
 
 #: Output and logsumexp.
 Pair = tuple[jax.Array, jax.Array]
+
+
+class AttentionOptions(OperatorOptions, AttentionPerformanceArguments, total=False):
+    """Keyword arguments of ``attention`` except ``return_lse``."""
+
+    is_causal: bool
+    query_lengths: Counts | None
+    kv_lengths: Counts | None
+    backend: str | None
 
 
 @overload

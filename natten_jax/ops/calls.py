@@ -14,9 +14,9 @@ import jax
 from jax.typing import DTypeLike
 
 from natten_jax import backends
-from natten_jax.arguments.arrays import Counts, Origin, TokenAxes, checked_token_axes, number_or_array, per_head
+from natten_jax.arguments.arrays import Origin, TokenAxes, checked_token_axes, number_or_array, per_head
 from natten_jax.arguments.names import without_neutral
-from natten_jax.arguments.static import Ints, checked_once, flag, shown, warn_of_line
+from natten_jax.arguments.static import checked_once, flag, shown, warn_of_line
 from natten_jax.arrays.operands import Inputs, Output
 from natten_jax.autotuning.tables import table_for
 from natten_jax.backends.base import Backend
@@ -29,9 +29,7 @@ from natten_jax.ops.merge import merge_attentions
 from natten_jax.ops.sub_calls import KeySubset, check_agreement, in_layout_of, split_call, sub_call_operands
 from natten_jax.performance import (
     PASSES,
-    AttentionPerformanceArguments,
     Performance,
-    PerformanceArguments,
     attention_performance,
     performance_of,
 )
@@ -40,13 +38,14 @@ from natten_jax.plan.plan import Request
 from natten_jax.problem import Operator, Problem
 from natten_jax.sharding.explicit import with_whole_dimensions
 from natten_jax.sharding.halos import exchange
-from natten_jax.windows import Edges, WindowArguments
-
-# Keyword arguments of the operators except ``return_lse``, for overloads: the type of the result depends on it.
+from natten_jax.windows import WindowArguments
 
 
-class _Options(TypedDict, total=False):
-    """Keyword arguments of all operators. Add new arguments also to the signature of every operator."""
+class OperatorOptions(TypedDict, total=False):
+    """Keyword arguments of all operators except ``return_lse``, for overloads: the type of the result depends on it.
+
+    Add new arguments also to the signature of every operator.
+    """
 
     query_origin: Origin | None
     key_bias: ArrayLike | None
@@ -56,27 +55,6 @@ class _Options(TypedDict, total=False):
     value_scale: Factor | None
     out_dtype: DTypeLike | None
     fp8: str | None
-
-
-class AttentionOptions(_Options, AttentionPerformanceArguments, total=False):
-    """Keyword arguments of ``attention`` except ``return_lse``."""
-
-    is_causal: bool
-    query_lengths: Counts | None
-    kv_lengths: Counts | None
-    backend: str | None
-
-
-class NeighborhoodOptions(_Options, PerformanceArguments, total=False):
-    """Keyword arguments of ``na1d``, ``na2d`` and ``na3d`` except ``return_lse``."""
-
-    edges: Edges
-    extents: Counts | None
-    upsample: Ints
-    clamp_window: bool
-    try_fuse_additional_kv: bool | None
-    token_axes: TokenAxes | None
-    relative_bias: ArrayLike | None
 
 
 class IgnoredArgumentWarning(UserWarning):

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from natten_jax.arguments.arrays import Counts, Origin, Scale, TokenAxes
 from natten_jax.arguments.names import reject_unknown_kwargs
 from natten_jax.arguments.static import Bools, Ints
-from natten_jax.ops.calls import ExecutionArguments, NeighborhoodOptions, run_operator
+from natten_jax.ops.calls import ExecutionArguments, OperatorOptions, run_operator
 from natten_jax.ops.canonicalize import ArrayLike, BoxArguments, LogitTerms
 from natten_jax.ops.float8 import Factor, Float8Arguments
 from natten_jax.performance import PerformanceArguments
@@ -20,6 +20,18 @@ from natten_jax.windows import Edges, WindowArguments
 
 #: Output and logsumexp.
 Pair = tuple[jax.Array, jax.Array]
+
+
+class NeighborhoodOptions(OperatorOptions, PerformanceArguments, total=False):
+    """Keyword arguments of ``na1d``, ``na2d`` and ``na3d`` except ``return_lse``."""
+
+    edges: Edges
+    extents: Counts | None
+    upsample: Ints
+    clamp_window: bool
+    try_fuse_additional_kv: bool | None
+    token_axes: TokenAxes | None
+    relative_bias: ArrayLike | None
 
 
 class NeighborhoodAttention(Protocol):
