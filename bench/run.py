@@ -17,7 +17,18 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 
 #: Kernel times, compared with peers and with earlier builds.
-KERNELS = ("peers", "beside_cudnn", "small", "biases", "layouts", "fp8", "cpu_kernels", "landscape", "compare_builds")
+KERNELS = (
+    "peers",
+    "beside_cudnn",
+    "small",
+    "biases",
+    "layouts",
+    "fp8",
+    "cpu_kernels",
+    "landscape",
+    "compare_builds",
+    "compare_bits",
+)
 #: Models, multiple devices, and ladders of kernels.
 PROGRAMS = ("board", "scaling", "several_devices", "part_tiles", "fmha_scaling", "fmha_report", "first_call")
 #: Accuracy, host costs, predictions and tables.
