@@ -1,9 +1,9 @@
 """Time problems that cuDNN also supports on an NVIDIA GPU: sliding windows over sequences, and videos.
 
-The sequence windows are causal, and both sides compute the same function. The video windows are causal in time: a token
-attends to all tokens of its own frame and of earlier frames, or of a fixed number of frames. cuDNN has no such mask; it
-computes dense attention over the same tokens. Both sides run alternately in one process, after a short pause. Times are
-the device time of all kernels that a side launches.
+The sequence windows are causal, and both libraries compute the same function. The video windows are causal in time: a
+token attends to all tokens of its own frame and of earlier frames, or of a fixed number of frames. cuDNN has no such
+mask; it computes dense attention over the same tokens. Both libraries run alternately in one process, after a short
+pause. Times are the device time of all kernels that a call launches.
 
 Example:
     python bench/run.py beside_cudnn --json bench/results/h100/beside_cudnn.json
@@ -67,14 +67,14 @@ def without_mask(benchmark: Benchmark) -> Benchmark:
 
 
 def compiled(group: str, benchmark: Benchmark, pass_: Pass, library: str) -> dict[str, Runner | str]:
-    """Compile both sides; a side that fails is replaced by its error message."""
+    """Compile a pass of both libraries; a pass that fails is replaced by its error message."""
     peer = PEERS.get((group, library), library)
     whole = benchmark if group == "sliding" else without_mask(benchmark)
     return prepare(benchmark, [OURS], pass_, None) | prepare(whole, [peer], pass_, None)
 
 
 def measure(group: str, benchmark: Benchmark, pass_: Pass, turns: int, library: str) -> dict[str, Any]:
-    """Milliseconds of both sides, the speed-up of natten_jax, and the share of all query-key pairs that it computes."""
+    """Milliseconds of both libraries, speed-up of natten_jax, and the share of all query-key pairs that it computes."""
     sides = compiled(group, benchmark, pass_, library)
     runners = {name: side for name, side in sides.items() if isinstance(side, Runner)}
     times = take_turns(runners, turns, "cold", PAUSE)

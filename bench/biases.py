@@ -1,8 +1,8 @@
 """Time calls with biases or sinks against plain calls, mostly with small windows, on an NVIDIA GPU.
 
-All sides of a problem run alternately in one process, each after the L2 cache was overwritten. Times are the device
-time of all kernels that a side launches, from profiler traces. Backward passes include the gradients of biases and
-sinks.
+All variants of a problem (``--sides``) run alternately in one process, each after the L2 cache was overwritten. Times
+are the device time of all kernels that a variant launches, from profiler traces. Backward passes include the gradients
+of biases and sinks.
 
 Example:
     python bench/run.py biases --json bench/results/h200/biases.json
@@ -45,7 +45,7 @@ SIDES = ("plain", "relative_bias", "key_bias", "sinks", "features")
 
 
 def term_of(row: Row, side: str) -> list[jax.Array]:
-    """Bias or sink operand of a side, as a list that is empty for a plain call."""
+    """Bias or sink operand of a variant, as a list that is empty for a plain call."""
     rank = len(row.layout)
     window = (row.kernel_size,) * rank if isinstance(row.kernel_size, int) else row.kernel_size
     shapes = {
@@ -58,7 +58,7 @@ def term_of(row: Row, side: str) -> list[jax.Array]:
 
 
 def runner_of(row: Row, pass_: Pass, side: str, family: str = "none") -> Runner | str:
-    """Compile a side for the fastest backend (``"none"``) or for a named family; return the error text if it fails."""
+    """Compile a variant for the fastest backend (``"none"``) or a named family; return the error text if it fails."""
     arrays = [jax.random.normal(jax.random.key(i), row.shape, jnp.bfloat16) for i in range(4)]
     cotangent, *inputs = arrays
     plain: Callable[..., jax.Array] = row.function(family)
@@ -78,7 +78,7 @@ def runner_of(row: Row, pass_: Pass, side: str, family: str = "none") -> Runner 
 
 
 def measure(row: Row, pass_: Pass, sides: list[str], turns: int, family: str = "none") -> dict[str, Any]:
-    """Microseconds per side, and the ratio to the plain call."""
+    """Microseconds per variant, and the ratio to the plain call."""
     figures = figures_of({side: runner_of(row, pass_, side, family) for side in sides}, turns)
     for name in sides:
         if isinstance(figures[name], dict):

@@ -1,8 +1,8 @@
 """Time a fixed list of problems with natten_jax and every other installed implementation on the current device.
 
-``make board`` runs it. All sides of a problem run alternately in one process. Implementations of the same windows are
-checked against natten_jax; others compute attention of the same tokens without windows, and are marked. The figures are
-written to one JSON file, and to one page together with every record in ``bench/results``.
+``make board`` runs it. All implementations of a problem run alternately in one process. Implementations of the same
+windows are checked against natten_jax; others compute attention of the same tokens without windows, and are marked. The
+figures are written to one JSON file, and to one page together with every record in ``bench/results``.
 
 Example:
     python bench/run.py board
@@ -45,7 +45,7 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 1e-2}
 def prepare(
     benchmark: Benchmark, pass_: Pass, names: Sequence[str], platform: str
 ) -> tuple[dict[str, Side], dict[str, str]]:
-    """Prepare the sides; return the ones that run, and the error messages of the rest."""
+    """Prepare the implementations; return the ones that run, and the error messages of the rest."""
     cotangent, *arrays = draw(benchmark)
     sides: dict[str, Side] = {}
     failures: dict[str, str] = {}
@@ -59,7 +59,7 @@ def prepare(
 
 
 def measure(benchmark: Benchmark, pass_: Pass, names: Sequence[str], turns: int, platform: str) -> dict[str, Any]:
-    """Milliseconds of each side, the ratio to natten_jax, and the sides that fail or differ."""
+    """Milliseconds of each implementation, the ratio to natten_jax, and the implementations that fail or differ."""
     sides, failures = prepare(benchmark, pass_, names, platform)
     differences = {}
     same = [name for name, side in sides.items() if name != OURS and side.is_same and OURS in sides]
@@ -86,7 +86,7 @@ def measure(benchmark: Benchmark, pass_: Pass, names: Sequence[str], turns: int,
 
 
 def print_rows(problem: str, pass_: Pass, figures: Mapping[str, Any]) -> None:
-    """Print a line for each side of a pass."""
+    """Print a line for each implementation of a pass."""
     for name, milliseconds in figures["milliseconds"].items():
         what = "" if figures["computes_windows"][name] else "  dense attention"
         times = figures["times_ours"].get(name)

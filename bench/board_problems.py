@@ -1,4 +1,4 @@
-"""The fixed list of problems that the board times: several kinds, each as large as the device allows."""
+"""The fixed list of problems that ``board.py`` times: several kinds, each as large as the device allows."""
 
 from __future__ import annotations
 

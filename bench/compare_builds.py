@@ -3,7 +3,7 @@
 Each build is a clone with its libraries built in place; a separate process per build runs each problem with that
 clone's benchmarks. The two processes alternate, so that both see the same clock rate. A turn's time is the median
 device time of 3 launches, after one untimed launch. A ratio above 1 means that the second build is slower; both the
-median of the turns' ratios and the ratio of the two shortest times are printed.
+median over turns of the ratio of times and the ratio of the two shortest times are printed.
 
 Example:
     python bench/run.py compare_builds ../before . --problems 2d-w40 --small "NAT s1" --families none cutlass

@@ -1,4 +1,4 @@
-"""Check that the kernels needed only by the ladder of ``fmha_scaling.py`` are built; exit status 1 if not."""
+"""Check that the kernels that only the steps of ``fmha_scaling.py`` need are built; exit status 1 if not."""
 
 from __future__ import annotations
 

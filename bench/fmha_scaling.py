@@ -3,9 +3,9 @@
 A ladder of kernels, each with one more optimisation, runs over growing sequences. Every step is checked against float64
 attention before it is timed; a failed step is reported and skipped, and without the baseline there are no speed-ups.
 Times are device times: the median of ``--iterations`` launches after 10 untimed ones. The steps alternate, and a
-speed-up is the median of the turns' ratios. On an NVIDIA GPU the ladder goes from a basic tensor-core kernel to the
-production kernel, with cuDNN and JAX's Pallas kernel for comparison. Steps 1 to 3 use tiles that suit the GPU, and need
-a build with ``NATTEN_JAX_BENCH=1``; ``make bench-scaling`` makes it. Other platforms use their available
+speed-up is the median over turns of the ratio of times. On an NVIDIA GPU the ladder goes from a basic tensor-core
+kernel to the production kernel, with cuDNN and JAX's Pallas kernel for comparison. Steps 1 to 3 use tiles that suit the
+GPU, and need a build with ``NATTEN_JAX_BENCH=1``; ``make bench-scaling`` makes it. Other platforms use their available
 implementations: dense XLA, flex-fmha, cpu-fmha. The default problem depends on the device: on a GPU 4 batch entries, 32
 heads, head_dim 128, float16, 1024 to 16384 tokens, causal.
 

@@ -1,7 +1,7 @@
 """Time attention with 8-bit arrays on Hopper against bfloat16, and against cuDNN if it supports the problem.
 
-All sides run alternately in one process; times are the device time of all kernels that a side launches. "e4m3" is the
-kernel with arrays quantised in advance and per-head scale factors. "unordered" is "e4m3" with
+All programs run alternately in one process; times are the device time of all kernels that a program launches. "e4m3" is
+the kernel with arrays quantised in advance and per-head scale factors. "unordered" is "e4m3" with
 ``kernel_schedule="coop"``. "switch" is the call with ``fp8="e4m3"``, which quantises in every call. cuDNN's 8-bit
 attention is dense, with one scale factor per array and an 8-bit output.
 
@@ -34,7 +34,7 @@ from natten_jax.fp8 import Quantized, quantize
 PAUSE = 0.2  # seconds before a turn
 HUNYUAN = Benchmark((30, 48, 80), 24, 128, (18, 24, 24))
 
-#: Sides that "e4m3" is compared with.
+#: Programs that "e4m3" is compared with.
 OTHERS = ("bfloat16", "unordered", "switch", "cudnn")
 
 PROBLEMS: Mapping[str, Benchmark] = {
@@ -57,7 +57,7 @@ def _call(benchmark: Benchmark, **arguments: Any) -> Callable[..., Any]:
 
 
 def _sides(benchmark: Benchmark, others: Collection[str]) -> dict[str, Runner]:
-    """Compile the functions by name: "e4m3", and every side in ``others`` that supports the problem."""
+    """Compile the programs by name: "e4m3", and all of ``others`` that support the problem."""
     keys = jax.random.split(jax.random.key(0), 3)
     arrays = [jax.random.normal(key, benchmark.shape, jnp.bfloat16) for key in keys]
     small: list[Quantized] = [jax.jit(quantize)(array) for array in arrays]

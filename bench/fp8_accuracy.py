@@ -2,7 +2,7 @@
 
 Errors are in the output and, if available, in the logsumexp (largest difference). The float64 reference uses the arrays
 before any rounding. CPU backends compute with the exact values of the 8-bit numbers and do not round weights. The last
-method emulates 8-bit matrix units in NumPy: weights relative to the query's largest weight, times 448, are rounded to
+method emulates 8-bit tensor cores in NumPy: weights relative to the query's largest weight, times 448, are rounded to
 e4m3. With ``--kernels``, the Hopper kernels and cuDNN's (one scale factor per array) also run, on a GPU.
 
 Example:

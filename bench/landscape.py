@@ -1,8 +1,8 @@
 """Time passes over a grid of layouts and head counts, and find points slower than their neighbours.
 
-Windows and head widths are constant within a rank's grid, so that the work per token and head is constant. Outliers are
-compared with the time model's prediction for the same points. If the model predicts the excess, the cause is the number
-of waves of tiles; otherwise it needs investigation.
+All points of a grid have the same number of dimensions, window and head width, so that the work per token and head is
+constant. Outliers are compared with the time model's prediction for the same points. If the model predicts the excess,
+the cause is the number of waves of tiles; otherwise it needs investigation.
 
 Example:
     python bench/run.py landscape --json bench/results/h100/landscape.json

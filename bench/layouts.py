@@ -2,10 +2,10 @@
 
 Wrapping windows are compared with shifted windows, which have the same number of query-key pairs, and with arrays
 padded by half a window whose output is cropped. Batches whose extents cover half of their tokens are compared with the
-same batches without extents. All sides of a problem run alternately in one process, each after the L2 cache was
-overwritten. Times are the device time of all kernels that a side launches, from profiler traces. The kernels that clear
-padding overlap with other kernels, but their full time is counted. For padded batches, the host's clock therefore also
-measures the time per call in a sequence of calls.
+same batches without extents. All variants of a problem run alternately in one process, each after the L2 cache was
+overwritten. Times are the device time of all kernels that a variant launches, from profiler traces. The kernels that
+clear padding overlap with other kernels, but their full time is counted. For padded batches, the host's clock therefore
+also measures the time per call in a sequence of calls.
 
 Example:
     python bench/run.py layouts --json bench/results/h200/layouts.json
@@ -151,7 +151,7 @@ _CALLS = 16
 def elapsed(
     sides: Mapping[str, Attend], pass_: Pass, cotangent: jax.Array, inputs: list[jax.Array], turns: int
 ) -> dict[str, float]:
-    """Median microseconds per call of each side, in a sequence of calls that depend on each other."""
+    """Median microseconds per call of each variant, in a sequence of calls that depend on each other."""
 
     def forward(attend: Attend, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         for _ in range(_CALLS):
@@ -179,7 +179,7 @@ def elapsed(
 
 
 def measure(row: Row, pass_: Pass, turns: int) -> dict[str, Any]:
-    """Microseconds per side, and the ratio to the plain call."""
+    """Microseconds per variant, and the ratio to the plain call."""
     cotangent, *inputs = (jax.random.normal(jax.random.key(i), row.shape, jnp.bfloat16) for i in range(4))
     runners: dict[str, Runner] = {}
     for number, (name, side) in enumerate(row.sides().items()):

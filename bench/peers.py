@@ -1,8 +1,9 @@
 """Time a pass against the dense self attention of cuDNN and of JAX for the same layout, on an NVIDIA GPU.
 
-Times are the device time of all kernels that an operator launches, from profiler traces. All sides alternate in one
-process, because a GPU's clock rate falls under load; a speed-up is the median of the turns' ratios. Two figures are
-given: with a pause before each turn, and with the device kept busy. Different element types alternate as well.
+Times are the device time of all kernels that an operator launches, from profiler traces. All implementations alternate
+in one process, because a GPU's clock rate falls under load; a speed-up is the median over turns of the ratio of times.
+Two figures are given: with a pause before each turn, and with the device kept busy. Different element types alternate
+as well.
 
 Example:
     python bench/run.py peers --problems 2d 2d-s16 --json results.json --plot results.png
@@ -75,7 +76,7 @@ def measure(
 
     Args:
         benchmark: The problem.
-        turns: Turns of each side in each mode.
+        turns: Turns of each implementation in each mode.
         pass_: The pass.
         dtypes: Element types. Empty: the problem's dtype.
         names: Implementations. Empty: the problem's defaults.

@@ -164,7 +164,7 @@ def draw_peers(record: Mapping[str, Any], path: Path) -> None:
         save(dots(names, speedups, about, _PEERS_TICKS), path)
 
 
-#: Sides, and their labels in the picture.
+#: Programs of small.py, and their labels in the picture.
 _SMALL_SIDES = {"natten_jax": "natten_jax", "cutlass-large": "kernels for large windows", "cudnn": "cuDNN, dense"}
 #: Row labels in the picture.
 _SMALL_NAMES = {
@@ -185,7 +185,7 @@ _SMALL_TICKS = 1, 2, 4, 8, 16, 32
 
 
 def draw_small(record: Mapping[str, Any], path: Path) -> None:
-    """Draw small.py: times relative to a copy of the same bytes, for each side, problem and pass."""
+    """Draw small.py: times relative to a copy of the same bytes, for each program, problem and pass."""
     names = list(dict.fromkeys(each["row"] for each in record["records"]))
     found = {(each["row"], each["pass"]): each["sides"] for each in record["records"]}
     times = {
@@ -218,7 +218,7 @@ _TPU_NAMES = {
     "NAT s1": "NAT, stage 1",
     "64x64 k7": "image 64x64,\nwindow 7x7",
 }
-#: Sides of a record, the counted figure, and labels in the picture.
+#: Implementations in a record, the counted figure, and labels in the picture.
 _TPU_SIDES = ("splash", "bundles", "splash"), ("flex", "program", "plain JAX"), ("dense", "bundles", "dense")
 _TPU_TICKS = 1, 2, 4, 8
 
@@ -242,7 +242,7 @@ def draw_tpu_bundles(records: Mapping[str, Mapping[str, Any]], path: Path) -> No
         save(dots([_TPU_NAMES[name] for name in rows], panels, about, _TPU_TICKS, row_height=0.5), path)
 
 
-#: Ways to compute, with color and marker.
+#: Methods by name, with their color and marker.
 _FP8_WAYS = {
     'fp8="e4m3"': (BLUE, "o"),
     "e4m3, a factor for each tensor": (ORANGE, "s"),
@@ -256,7 +256,7 @@ _FP8_ERRORS = 0.003, 0.01, 0.03, 0.1, 0.3
 
 
 def draw_fp8(record: Mapping[str, Any], path: Path) -> None:
-    """Draw fp8_accuracy.py: a panel for each kind of data, a line for each way to compute."""
+    """Draw fp8_accuracy.py: a panel for each kind of data, a line for each method."""
     with style():
         save(_fp8_chart(record["results"]["errors"]), path)
 

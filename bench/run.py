@@ -29,7 +29,7 @@ KERNELS = (
     "compare_builds",
     "compare_bits",
 )
-#: Models, multiple devices, and ladders of kernels.
+#: All implementations on a fixed list of problems, multiple devices, kernels optimised step by step, and first calls.
 PROGRAMS = ("board", "scaling", "several_devices", "part_tiles", "fmha_scaling", "fmha_report", "first_call")
 #: Accuracy, host costs, predictions and tables.
 OTHERS = ("fp8_accuracy", "python_calls", "profiler_agreement", "calibrate", "tune_models", "tpu_bundles")

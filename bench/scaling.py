@@ -2,8 +2,8 @@
 
 Strong scaling: devices share one problem. Weak scaling: the split dimension grows with the number of devices, so that
 the work per device is constant. Times are wall time per call of programs launched back to back. All numbers of devices
-alternate in one process; a speed-up is the median of the turns' ratios. All predictions are computed and saved before
-any measurement.
+alternate in one process; a speed-up is the median over turns of the ratio of times. All predictions are computed and
+saved before any measurement.
 
 Example:
     python bench/run.py scaling --devices 8 --json scaling.json

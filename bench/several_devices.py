@@ -2,11 +2,11 @@
 
 Times are wall time per call of programs launched back to back, so that communication counts and launch latency does
 not. One device and several alternate in one process, each for the same time: a GPU that has just rested runs faster
-than at its power limit, and shorter runs would end before it reaches the limit. A speed-up is the median of the turns'
-ratios. The single device is the first; the times of the other devices on their own are also reported, since several
-devices are as fast as the slowest. If tokens are split, two more programs are timed: a program that receives all halos
-before it computes anything and, on GPUs, a program that copies halos from memory to memory. A trace gives the time of
-halo exchanges and how much of it kernels hide.
+than at its power limit, and shorter runs would end before it reaches the limit. A speed-up is the median over turns of
+the ratio of times. The single device is the first; the times of the other devices on their own are also reported, since
+several devices are as fast as the slowest. If tokens are split, two more programs are timed: a program that receives
+all halos before it computes anything and, on GPUs, a program that copies halos from memory to memory. A trace gives the
+time of halo exchanges and how much of it kernels hide.
 
 Example:
     python bench/run.py several_devices --json results.json

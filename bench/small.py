@@ -1,8 +1,8 @@
 """Time problems with small windows against a copy of the same number of bytes, on an NVIDIA GPU.
 
-The copy is a lower bound: a pass must read and write its arrays at least once. All sides of a problem run alternately
-in one process, each after the L2 cache was overwritten. Times are the device time of all kernels that a side launches,
-from profiler traces.
+The copy is a lower bound: a pass must read and write its arrays at least once. All programs of a problem run
+alternately in one process, each after the L2 cache was overwritten. Times are the device time of all kernels that a
+program launches, from profiler traces.
 
 Example:
     python bench/run.py small --json bench/results/h200/small.json
@@ -137,7 +137,7 @@ def copy_runner(moved: int) -> Runner:
 
 
 def sides_of(row: Row, pass_: Pass, families: list[str]) -> dict[str, Runner | str]:
-    """Compile each side, or return the error text."""
+    """Compile the copy and each implementation; an error text replaces what fails."""
     arrays = [jax.random.normal(jax.random.key(i), row.shape, jnp.bfloat16) for i in range(4)]
     cotangent, *inputs = arrays
     names = {family.replace("none", "natten_jax"): family for family in families}
@@ -155,7 +155,7 @@ def sides_of(row: Row, pass_: Pass, families: list[str]) -> dict[str, Runner | s
 
 
 def measure(row: Row, pass_: Pass, families: list[str], turns: int) -> dict[str, Any]:
-    """Microseconds per side (median and range), and the ratio to the copy."""
+    """Microseconds per program (median and range), and the ratio to the copy."""
     figures = figures_of(sides_of(row, pass_, families), turns)
     copied = figures["copy"]["us"]
     for side in figures.values():
@@ -165,7 +165,7 @@ def measure(row: Row, pass_: Pass, families: list[str], turns: int) -> dict[str,
 
 
 def figures_of(sides: Mapping[str, Runner | str], turns: int) -> dict[str, Any]:
-    """Microseconds of each side: median and range over turns, each after the cache was overwritten."""
+    """Microseconds of each program: median and range over turns, each after the cache was overwritten."""
     filler = jnp.zeros((CACHE_BYTES // 4,), jnp.uint32)
 
     @jax.jit
@@ -189,7 +189,7 @@ def figures_of(sides: Mapping[str, Runner | str], turns: int) -> dict[str, Any]:
 
 
 def shown(sides: Mapping[str, Any], base: str) -> str:
-    """Format the figures of the sides with their ratios to ``base``, or their error texts."""
+    """Format the figures of the programs with their ratios to ``base``, or their error texts."""
     return ", ".join(
         f"{name} {side['us']:.1f} us ({side[f'times {base}']:.2f})" if isinstance(side, dict) else f"{name}: {side}"
         for name, side in sides.items()

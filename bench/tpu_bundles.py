@@ -96,7 +96,7 @@ ROWS = (
 
 
 def compile_request(request: dict[str, Any]) -> None:
-    """Compile a side of a row."""
+    """Compile an implementation of a row."""
     row, side = next(row for row in ROWS if row.name == request["row"]), request["side"]
     facts: dict[str, Any] = {}
     if side in ("natten_jax", "flex"):
@@ -280,7 +280,7 @@ def _with_steps(program: Program, steps: int) -> Program:
 
 @functools.lru_cache(maxsize=64)
 def splash_blocks(row: Row, blocks: tuple[int, int]) -> tuple[int, int, int]:
-    """Blocks of queries, the largest number of key blocks that a query block sees, and visited block pairs."""
+    """Return the numbers of query blocks, of key blocks that a query block sees at most, and of visited block pairs."""
     return tpu_visits.blocks_of_flat_tokens(row.problem, *blocks)
 
 
@@ -302,7 +302,7 @@ def count_dense(row: Row, compiled: Compiled) -> dict[str, Any]:
 
 
 def count(chip: str, row: Row, pass_: Pass, side: str) -> dict[str, Any]:
-    """Count the bundles of a side of a row; a backward pass includes its forward pass."""
+    """Count the bundles of an implementation of a row; a backward pass includes its forward pass."""
     request = {"row": row.name, "side": side, "pass": pass_}
     compile_ = functools.partial(tpu_compiler.compiled, chip, Path(__file__))
     if side == "splash":

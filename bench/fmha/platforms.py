@@ -24,7 +24,7 @@ def target_table() -> list[str]:
 
 
 def work_table(configuration: Mapping[str, Any]) -> list[str]:
-    """Thread blocks and loop lengths that the targets' tiles give at the shortest and the longest sequence."""
+    """Format the thread blocks and loop iterations per target, for the shortest and the longest sequence."""
     lengths = sorted({configuration["seq_lens"][0], configuration["seq_lens"][-1]})
     heads = configuration["batch"] * configuration["heads"]
     rows = [

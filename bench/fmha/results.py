@@ -36,7 +36,8 @@ class StepResult:
         name: Display name.
         latency_ms: Median device time of a launch.
         tflops: Rate of exact operations.
-        speedup_vs_baseline: Median of the turns' ratios; ``None`` if the baseline failed.
+        speedup_vs_baseline: Baseline time divided by this step's time, median over turns; ``None`` if the baseline
+            failed.
         relative_error: Relative error compared with float64 attention.
         tflops_nominal: Rate of nominal operations; ``None`` in records without it.
     """

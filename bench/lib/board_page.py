@@ -1,4 +1,4 @@
-"""The board as an HTML page: the newest figures of each device, their history, and every record."""
+"""Results of ``board.py`` as an HTML page: the newest figures of each device, their history, and every record."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _by_device(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 def _device(device: str, boards: Sequence[Record]) -> str:
-    """Format the newest board of a device, and its figures over time."""
+    """Format the newest results of a device, and its figures over time."""
     newest = boards[0]
     results = newest.content["results"]
     parts = [f"<h2>{escape(device)}</h2>", f'<p class="about">{escape(newest.date)}, {escape(newest.name)}</p>']
@@ -108,7 +108,7 @@ def _peers(peers: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _over_time(boards: Sequence[Record]) -> str:
-    """Format a row for each problem and pass, with a column for each board, oldest first."""
+    """Format a row for each problem and pass, with a column for each record of ``board.py``, oldest first."""
     columns: list[dict[tuple[str, str], float]] = []
     for board in reversed(boards):
         problems = board.content["results"]["problems"].items()

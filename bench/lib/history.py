@@ -78,7 +78,7 @@ class Record:
 
     @property
     def is_board(self) -> bool:
-        """Return True if the board's program wrote the record."""
+        """Return True if ``board.py`` wrote the record."""
         results = self.content.get("results")
         return isinstance(results, Mapping) and {"peers", "problems"} <= results.keys()
 

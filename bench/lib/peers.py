@@ -1,4 +1,4 @@
-"""Implementations that the board compares with natten_jax if they are installed, and what each computes."""
+"""Implementations that ``board.py`` compares with natten_jax if they are installed, and what each computes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Peer:
 
     Attributes:
         package: Import name of the required package.
-        make: Builds one of its sides. Raises ``ValueError`` for unsupported problems.
+        make: Prepares a pass of a problem for timing. Raises ``ValueError`` for unsupported problems.
         about: Description.
         only_gpus: Requires an NVIDIA GPU.
     """
@@ -69,7 +69,7 @@ class Peer:
 
 
 def _in_jax(function_of: Callable[[Benchmark], tuple[Function, bool]]) -> Make:
-    """Sides made of JAX functions, each with True if it computes the problem's windows."""
+    """Return a ``make`` for JAX functions; ``function_of`` also tells if they compute the problem's windows."""
 
     def make(
         benchmark: Benchmark, cotangent: jax.Array, arrays: Sequence[jax.Array], pass_: Pass, platform: str

@@ -98,5 +98,5 @@ def take_turns(
 
 
 def ratio(numerators: list[float], denominators: list[float]) -> float:
-    """Median of the turns' ratios: a GPU's clock rate falls under load, but both sides of a turn see the same rate."""
+    """Median over turns of the ratio of times: a GPU's clock rate falls under load, but is the same within a turn."""
     return statistics.median(top / bottom for top, bottom in zip(numerators, denominators, strict=True))

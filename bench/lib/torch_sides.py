@@ -1,4 +1,4 @@
-"""PyTorch sides: NATTEN, and FlexAttention with the masks of neighborhood attention."""
+"""PyTorch implementations: NATTEN, and FlexAttention with the masks of neighborhood attention."""
 
 from __future__ import annotations
 

@@ -103,8 +103,8 @@ def blocks_of_flat_tokens(problem: Problem, queries: int, keys: int) -> tuple[in
     """Count the blocks that a kernel visits if it takes blocks of consecutive flattened tokens, whatever the layout.
 
     Returns:
-        Blocks of queries, the largest number of key blocks that a query block sees, and the total number of visible
-        block pairs.
+        Number of query blocks, largest number of key blocks that a query block sees, and total number of visible block
+        pairs.
     """
     layout = problem.query_layout
     bounds = [_bounds(axis) for axis in problem.axes]

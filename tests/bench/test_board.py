@@ -1,4 +1,4 @@
-"""The board of all implementations, biases by features, and counts of bundles of TPU kernels."""
+"""The comparison of all implementations (``board.py``), biases by features, and counts of bundles of TPU kernels."""
 
 from __future__ import annotations
 
