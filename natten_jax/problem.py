@@ -272,7 +272,7 @@ def flattened(problem: Problem) -> Problem:
     keys = math.prod(problem.kv_layout) + problem.additional_kv
     is_causal = any(problem.is_causal)
     axis = Axis(math.prod(problem.query_layout), keys, keys, is_causal=is_causal)
-    # If every query sees every key, its position does not matter.
+    # Without causality every query sees every key, whatever its position.
     own_origins = problem.own_origins and is_causal
     return dataclasses.replace(problem, operator="fmha", axes=(axis,), additional_kv=0, own_origins=own_origins)
 

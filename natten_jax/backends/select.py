@@ -243,7 +243,7 @@ def plan_with(backend: Backend, request: Request, device: Device, pass_: Pass) -
     performance, pair = request.performance, request.performance.tiles(pass_)
     problem = backend.widened(request.problem, device, pass_, pair)
     is_split = math.prod(request.parts) != 1
-    # A part of the layout may begin at any token, so that its tiles are chosen as for a box with an origin.
+    # A device's part of the layout may begin at any token: choose its tiles as for batch entries with own origins.
     tiled = dataclasses.replace(problem, own_origins=True) if is_split else problem
     if pair is None:
         performance = performance.with_tiles(pass_, backend.tile_pairs(tiled, device, pass_)[0])

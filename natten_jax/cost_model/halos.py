@@ -66,8 +66,9 @@ _LINKS_AWAKE_FACTOR = 1.02
 #: 8 or 4 channels, the exchange takes twice or four times the time, and passes are not faster.
 _TAKEN = 16 / 132
 
-#: Number of tile pairs that are tried for a shard: the fastest pairs for the whole layout. The shard's fastest pair was
-#: among 64 for a video whose height or width is sharded over two to eight devices. Trying 64 pairs takes 0.2 seconds.
+#: Maximum number of tile pairs that are tried for a shard, starting with those predicted to be fastest for the whole
+#: layout. The shard's fastest pair was among the first 64 for a video whose height or width is sharded over two to
+#: eight devices. Trying 64 pairs takes 0.2 seconds.
 _PAIRS = 64
 
 #: Tiles of a shard replace the tiles for the whole layout only if they take less than this share of the time.

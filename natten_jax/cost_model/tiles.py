@@ -164,9 +164,9 @@ class ClassifiedTiles(NamedTuple):
 
     Attributes:
         outer: Number of outer tiles.
-        judged: ``[len(inner_tiles), 3 ** len(rows)]``. Number of inner tiles that meet a combination of requirements,
-            one per row group, in the order of ``itertools.product``. int64 if products over dimensions are exact in
-            float64, otherwise Python ints.
+        classified: ``[len(inner_tiles), 3 ** len(rows)]``. Number of inner tiles that meet a combination of
+            requirements, one per row group, in the order of ``itertools.product``. int64 if products over dimensions
+            are exact in float64, otherwise Python ints.
         most_inner: Largest number of inner tiles of an outer tile.
         hull_pairs: Pairs of a token of an outer tile and a token of its hull.
     """
@@ -181,7 +181,7 @@ class ClassifiedTiles(NamedTuple):
 def classified_tiles(
     axis: Axis, outer_tile: int, inner_tiles: tuple[int, ...], placement: Placement, pass_: Pass, rows: tuple[Rows, ...]
 ) -> ClassifiedTiles:
-    """Count the tiles of a dimension that row groups with the given ``rows`` see or find full.
+    """Count inner tiles of a dimension by whether row groups with the given ``rows`` see some or all of their tokens.
 
     Raises:
         ValueError: The dimension has too many tiles.
@@ -355,7 +355,7 @@ def _strictest(numbers: tuple[int, ...]) -> Any:
 
 @functools.cache
 def _weights(row_groups: int, fills: bool) -> Any:
-    """Return weights ``[3 ** row_groups, 5]`` that sum ``judged`` to the fields ``inner`` to ``partial``."""
+    """Return weights ``[3 ** row_groups, 5]`` that sum ``classified`` to the fields ``inner`` to ``partial``."""
     required = _requirements(row_groups)
     is_single = np.count_nonzero(required != _ANY, axis=1) == 1
     seen, full = (is_single & np.any(required == each, axis=1) for each in (_SEEN, _FULL))

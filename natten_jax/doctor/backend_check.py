@@ -196,7 +196,7 @@ class _Session:
 
     @property
     def baseline(self) -> BackendId | None:
-        """The default backend, or plain JAX if the default is checked; ``None`` if plain JAX is checked."""
+        """Another backend to compare with: the default or, if that is checked, plain JAX; ``None`` if there is none."""
         plain = BackendId(backends.registered()[-1].family, self.id_.operator)
         return next((each for each in (self.default, plain) if each != self.id_), None)
 

@@ -487,7 +487,9 @@ def token_offsets(inputs: Inputs, box: BoxArguments) -> TokenOffsets:
 
 
 class UpsampledGrid(NamedTuple):
-    """A query grid that is a multiple of the key grid. The queries in the cell of a key are folded into heads.
+    """A query grid whose extents are multiples of the key grid's.
+
+    Each key has a cell of queries, ``factors`` along the dimensions, which are folded into heads.
 
     Attributes:
         factors: Queries per cell, along each token dimension.

@@ -138,7 +138,7 @@ def check_fits(options: Options) -> None:
     """Check that the device has memory for inputs and results. XLA crashes on some sizes.
 
     Raises:
-        ValueError: There are fewer devices.
+        ValueError: The options ask for more devices than there are.
         MemoryError: The arrays are larger than the memory.
     """
     shapes = [*shapes_of(options.problem).values()]
@@ -186,7 +186,7 @@ def make_inputs(options: Options) -> tuple[jax.Array, ...]:
     """Return random normal arrays, sharded over the devices. Zeros would draw less power and run faster.
 
     Raises:
-        ValueError: There are fewer devices.
+        ValueError: The options ask for more devices than there are.
     """
     shapes, dtype = input_shapes(options), jnp.dtype(options.problem.dtype)
 
@@ -208,7 +208,7 @@ def sharding_of(options: Options, shape: Shape) -> NamedSharding:
     split.
 
     Raises:
-        ValueError: There are fewer devices.
+        ValueError: The options ask for more devices than there are.
     """
     devices, wanted = jax.local_devices(backend=default_jax_device().platform), options.devices
     if wanted > len(devices):

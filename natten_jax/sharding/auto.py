@@ -53,7 +53,7 @@ class HeadSplit:
 
     @property
     def takes(self) -> bool:
-        """Return True if the key/value heads are not split and a part of the query heads needs only a subset."""
+        """Return True if key/value heads are not split, but a part of the query heads may read only some of them."""
         return self.kv_parts == 1 < min(self.parts, self.heads_kv)
 
     @functools.cached_property
@@ -237,7 +237,7 @@ def sharding_like(like: Any, tiles: np.ndarray) -> Any:
     return type(like).from_proto(new)
 
 
-#: Computation of a device: from its parts of the arguments to its parts of the results.
+#: Function that a device runs: it takes the device's parts of the arguments and returns its parts of the results.
 Local = Callable[..., list[jax.Array]]
 _DEVICES = "natten_jax_devices"
 NO_EXPORT = (
@@ -275,7 +275,7 @@ class Partitioned:
     Attributes:
         ctx: Lowering context of the pass.
         identity: Text that identifies the computation: equal for equal passes, in every process.
-        local: Computation of each device.
+        local: Function that each device runs.
         inputs: Roles of the arguments.
         outputs: Roles of the results.
         batch_axes: Number of leading independent dimensions of all arrays.

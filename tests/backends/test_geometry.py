@@ -94,7 +94,7 @@ def test_largest_hull_equals_that_of_all_tiles(
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_programs_for_the_longest_layouts_are_lowered(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tracing and lowering do not compute arrays as long as the layout."""
+    """Tracing and lowering compute no array with an entry for each token of the layout."""
     arange = np.arange
     lengths = []
 

@@ -18,7 +18,7 @@ from natten_jax.plan.plan import Request
 from natten_jax.profiler.__main__ import main
 
 HUGE = 2**40
-#: The largest number of tokens that is counted in tiles of 128.
+#: Largest number of tokens of a dimension for which tiles of 128 tokens are counted: 2**20 tiles.
 LONGEST = 2**27
 
 

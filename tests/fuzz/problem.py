@@ -43,7 +43,8 @@ SPOILED_BATCHES, SPOILED_BATCHES_OF_GPUS, SPOILED_HEADS = (2, 3, 5), (3, 12, 40,
 #: Problems with a relative bias and at most FEW_TOKENS tokens may have many batch entries: MANY_ITEMS is the range of
 #: batch size times heads. GPU CTAs that hold whole layouts then process several items each.
 FEW_TOKENS, MANY_ITEMS = 64, (600, 1700)
-#: Fraction of problems with large windows, of these with a bias, and of these with ring tiles if there are any.
+#: Fraction of problems with large windows, fraction of these that keep their biases, and fraction of their passes that
+#: get ring tiles if there are any.
 MANY_KEYS, BIASED_BESIDE_MANY_KEYS, RING_TILES = 0.03, 0.15, 0.85
 #: Fraction of problems with spoiled numbers in operands added to logits, if a problem has such operands.
 SPOILED_BIASES = 0.15

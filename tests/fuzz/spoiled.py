@@ -38,7 +38,7 @@ TOLERANCE = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class Spoiled:
-    """Replacement of numbers in an array.
+    """Elements of an array, and the number that replaces them.
 
     Attributes:
         name: The array, from ``NAMES`` or ``ADDED``.
@@ -46,7 +46,7 @@ class Spoiled:
         extent: A number, a row of the last dimension (a token), a head (of an entry), a batch entry, or the operand.
         batch: Batch entry, modulo their number.
         head: Head, modulo their number.
-        place: Place in the dimensions behind these, modulo their size.
+        place: Flat index into the remaining dimensions, modulo their size.
         is_narrow: Convert the operand to the element type of the query.
     """
 
@@ -192,7 +192,7 @@ def _has_heads(operands: oracle.Tensors) -> bool:
 
 
 def _by_heads(name: str, array: np.ndarray, safe: np.ndarray, has_heads: bool) -> np.ndarray:
-    """Return the numbers of a result that belong to batch entries and heads that are ``safe``, ``[batch, heads]``."""
+    """Return the elements of a result in the batch entries and heads marked in ``safe``, ``[batch, heads]``."""
     if name in ("d_relative_bias", "d_sinks", "d_scale"):
         return array[safe.all(0)] if array.ndim else np.zeros(0, array.dtype)
     if name == "d_key_bias":

@@ -23,7 +23,7 @@ from .reproducer import program_of, simplest
 from .session import problems_of, rejection
 
 PROGRESS_SECONDS = 10
-#: Timeout, longer than any batch takes to compile and run, and any problem to be simplified.
+#: Timeout in seconds. Compiling and running a batch takes less, and so does simplifying a problem.
 SILENCE_SECONDS = 300
 #: Maximum number of failures per worker that are simplified; later failures are reported unchanged.
 MOST_SIMPLIFIED = 3

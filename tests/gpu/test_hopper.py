@@ -180,7 +180,7 @@ def test_gradients_are_the_same_in_every_run(case: Case, is_deterministic: bool)
 
 E4M3 = "float8_e4m3fn"
 
-#: Relative error of a weight that is rounded to e4m3, and of sums of products: the matrix units keep 13 bits.
+#: Relative error of a weight that is rounded to e4m3, and of sums of products: the tensor cores keep 13 bits.
 WEIGHT_BOUND, SUM_BOUND = 2.0**-4, 2.0**-12
 
 FLOAT8_CASES = {

@@ -1,6 +1,7 @@
-// For the rings of key and value gradients of some layouts, counts the strips next to a border per CTA of an H100, with
-// the strip order rotated each round. Prints for each layout the number of border strips of the average CTA, rounded
-// up, the maximum with rotation, and the maximum without; and the number of units that are not processed exactly once.
+// Counts how many strips next to a border each CTA of an H100 processes in the ring kernels of key and value gradients,
+// for some layouts, if the strip order is rotated in each round and if not. Prints for each layout the number of border
+// strips of the average CTA, rounded up, the maximum with rotation, and the maximum without; and the number of units
+// that are not processed exactly once.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>

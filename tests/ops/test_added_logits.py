@@ -224,7 +224,7 @@ def test_equal_sinks_and_biases_share_weight(low: float) -> None:
 
     mean = value[0, 1:4].mean(0)
     np.testing.assert_allclose(attend(jnp.float32(low))[0, 2], 0.75 * mean, rtol=0.01)
-    # A sink of the next lower float, by at least 64, has almost no weight and gradient.
+    # The next lower float is lower by at least 64: as a sink, it has almost no weight and gradient.
     lower = jnp.nextafter(jnp.float32(low), -jnp.inf)
     out, pullback = jax.vjp(attend, lower)
     np.testing.assert_allclose(out[0, 2], mean, rtol=1e-6)

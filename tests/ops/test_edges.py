@@ -83,7 +83,7 @@ def test_backends_report_their_edges() -> None:
 
 @pytest.mark.parametrize("edges", ["cut", "wrap"])
 def test_large_layouts_are_lowered(edges: Any) -> None:
-    """Tracing and lowering do not compute arrays as long as the layout."""
+    """Tracing and lowering compute no array with an entry for each token of the layout."""
     array = jax.ShapeDtypeStruct((1, 1 << 22, 1, 8), "bfloat16")
 
     def function(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:

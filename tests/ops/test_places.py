@@ -37,7 +37,7 @@ def test_one_program_for_all_origins() -> None:
         token = jnp.stack([query[0, first], query[1, second]])[:, None]
         found = decode(token, jnp.array([[first], [second]], jnp.int32))
         np.testing.assert_allclose(found[:, 0], [whole[0, first], whole[1, second]], atol=2e-6)
-    assert len(traced) == 2  # one shared place, and places per entry
+    assert len(traced) == 2  # one shared position, and positions per entry
 
 
 _TOKENS, _FEW = jnp.ones((2, 6, 9, 4, 8)), jnp.ones((2, 3, 4, 4, 8))

@@ -48,7 +48,7 @@ class Case:
         extents: Valid extents of the layout per batch entry; the rest is padding, filled with NaN. In plain attention:
             the number of valid keys.
         query_lengths: Number of valid queries of plain attention, per batch entry.
-        upsample: Number of queries per token, along each dimension.
+        upsample: Number of queries per key, along each dimension.
         relative_bias: True to add a relative bias to the logits.
         table_size: ``kernel_size`` of the relative bias table, if windows are clamped to a smaller size.
         key_bias: Key bias: ``"tokens"`` shares it among heads, ``"heads"`` has one per head, ``None`` adds no key bias.

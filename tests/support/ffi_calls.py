@@ -35,7 +35,7 @@ class Target:
     Attributes:
         name: Name of the target.
         operands: Names of its operands.
-        results: Names of its results, without scratch memory. A remainder may also be empty.
+        results: Names of its results, without scratch memory. The result ``remainder`` may also be an empty array.
         dtype: Element type of its arrays.
         head_dims: Valid ``head_dim`` and ``head_dim_v``.
         choices: Target-specific attributes that select a variant, and their largest values.

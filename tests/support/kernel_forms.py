@@ -4,8 +4,8 @@ Both passes of every form run on ordinary inputs, on inputs large enough that we
 and with per-head scales, for which some forms have separate kernels. If all per-head scales are equal, results must
 equal the results of a single scale.
 
-The family ``biased`` has one small problem for each operand that is added to the logits: kernels for small windows,
-with and without a ring, and the hopper kernels.
+The family ``biased`` has small problems with a bias or sinks. They run on the kernels for small windows, with and
+without a ring, or, if the heads are too wide for these, on the hopper kernels.
 
 Example:
     compute-sanitizer --tool racecheck python -m tests.support.kernel_forms hopper

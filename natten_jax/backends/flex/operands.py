@@ -45,7 +45,7 @@ class AdditionalTiles(NamedTuple):
 
     @classmethod
     def from_inputs(cls, inputs: Inputs, sweep: Sweep) -> AdditionalTiles | None:
-        """Cut the additional tokens of a call; ``None`` without any."""
+        """Split the additional tokens of a call into tiles; ``None`` if it has no additional tokens."""
         keys, values = inputs.additional_keys, inputs.additional_values
         if keys is None or values is None:
             return None

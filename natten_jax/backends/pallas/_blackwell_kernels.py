@@ -1,7 +1,7 @@
 """The kernels for Blackwell GPUs.
 
 In the forward kernel, two halves of a tile of 256 queries are in flight at a time, or one half of 128. Each half has a
-warpgroup, in which a thread owns a row of logits. The matrix units work on one half while the warpgroup of the other
+warpgroup, in which a thread owns a row of logits. The tensor cores work on one half while the warpgroup of the other
 half computes weights.
 
 There are two backward kernels: one owns tiles of queries, the other owns tiles of keys. A thread block has three
@@ -37,7 +37,7 @@ _SUMS_AT_A_TIME = 32  # columns of sums of values in registers
 #: Warpgroups that share a matrix of logits; each has half of its columns.
 HALVES = 2
 _COLUMNS = KEYS // HALVES
-#: Columns of a tile of a matrix that the matrix units transpose.
+#: Columns of a tile of a matrix that the tensor cores transpose.
 _TRANSPOSED = 64
 #: Widest heads whose queries and cotangents have two slots in shared memory.
 _WIDEST_OF_TWO_SLOTS = 64
@@ -78,7 +78,7 @@ def forward_memory(call: Call, dtype: Any) -> dict[str, Any]:
 
     - ``query``: ``[halves, blocks, rows, block]``. The tile of queries; at the end, the tile of the output.
     - ``key``, ``value``: ``[stages, blocks, keys, block]``.
-    - ``logits``: For each half, in tensor memory. Logits, and weights in the same place.
+    - ``logits``: For each half, in tensor memory. Logits, and weights in the same memory.
     - ``mixed``: For each half, in tensor memory. Weighted sums of values.
     - ``query_is_in``: For each half: its tile is copied in. ``query_is_out``: the output is copied out of ``query``.
     - ``key_is_in``, ``value_is_in``: For each slot: its box is copied.
@@ -354,7 +354,7 @@ class Owned(NamedTuple):
 
     Attributes:
         item: The item.
-        place: Place of the tile.
+        place: Position of the tile in its array.
         count: Number of pairs with tiles of the other side.
         pair: Returns the pair with a number.
     """
@@ -394,7 +394,7 @@ def owned_keys(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
 
 
 def _key_tile_origin(boxes: Boxes, batch: Scalar, head: Scalar, first: Sequence[Scalar]) -> gpu.TileOrigin:
-    """Return the place of a box of keys, given any boxes of its group."""
+    """Return the position of a box of keys, given any boxes of its group."""
     return gpu.TileOrigin(batch, boxes.groups, first, boxes.call.keys.column(boxes.groups[-1], head))
 
 

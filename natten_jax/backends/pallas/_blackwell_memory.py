@@ -42,7 +42,7 @@ def launch(
     blocks: int,
     halves: int,
 ) -> Sequence[jax.Array]:
-    """Launch a kernel with a warpgroup per half of the logits, and a warpgroup whose warps copy and issue products.
+    """Launch a kernel: warpgroups that own rows of logits, and one in which a warp copies and a warp issues products.
 
     Args:
         name: Name of the kernel.
@@ -110,7 +110,7 @@ def tile_buffers(lines: Lines, count: int, tokens: int, dtype: Any) -> Any:
 
 
 def shared_matrix(shape: Sequence[int], dtype: Any, columns: int | None = None) -> Any:
-    """Return shared memory in the layout of the matrix units, in tiles of 8 rows and a number of columns."""
+    """Return shared memory in the layout of the tensor cores: tiles of 8 rows and, by default, all columns."""
     width = shape[-1] if columns is None else columns
     layout = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize)
     return plgpu.SMEM(tuple(shape), dtype, transforms=layout)
@@ -161,7 +161,7 @@ def add_product(lines: Lines, sums: Any, matrix: Any, tile: Any, accumulate: Sca
 
 
 class TileOrigin(NamedTuple):
-    """Place of a tile: batch entry, dilation group, first token in the group, and column."""
+    """Position of a tile: batch entry, dilation group, first token in the group, and column."""
 
     batch: Scalar
     group: Sequence[Scalar]
@@ -170,7 +170,7 @@ class TileOrigin(NamedTuple):
 
 
 def query_tile_origin(call: Call, item: Item, half: int = 0) -> TileOrigin:
-    """Return the place of a half of an item's tile of queries."""
+    """Return the position of a half of an item's tile of queries."""
     sizes = zip(item.tile, call.q_tile, call.half_tile, strict=True)
     first = [tile * extent + (half * part if part < extent else 0) for tile, extent, part in sizes]
     return TileOrigin(item.batch, item.group, first, call.queries.column(item.group[-1], item.head))
@@ -182,7 +182,7 @@ def copy_in(lines: Lines, shape: Sequence[int], place: TileOrigin, source: Any, 
     Args:
         lines: Layout of the array.
         shape: Tokens of the tile along each dimension.
-        place: Place of the tile.
+        place: Position of the tile in its array.
         source: Reference to the array.
         tile: Reference to shared memory.
         barrier: Barrier that the copies arrive at.
@@ -203,7 +203,7 @@ def copy_out(lines: Lines, shape: Sequence[int], place: TileOrigin, blocks: dict
     Args:
         lines: Layout of the array.
         shape: Tokens of the tile along each dimension.
-        place: Place of the tile.
+        place: Position of the tile in its array.
         blocks: References to shared memory, ``[tokens, block]``, by number of the block.
         target: Reference to the array.
     """

@@ -28,8 +28,8 @@ INDICES = 2 + 2 * KERNEL_RANK
 class GridIndices(NamedTuple):
     """Grid indices of a program: head, dilation group, its own tile, query head, and the visited tile (the step).
 
-    The dimensions of a grid have this order, with three dimensions per tile. Only programs that own keys have a query
-    head.
+    The dimensions of a grid have this order, with three dimensions per tile. Programs that own queries have no
+    dimension of query heads; their ``query_head`` is 0.
     """
 
     head: Scalar
@@ -46,7 +46,7 @@ class GridIndices(NamedTuple):
 
     @classmethod
     def here(cls, indices: int = INDICES) -> GridIndices:
-        """Return the place of the current program."""
+        """Return the grid indices of the current program."""
         return cls.from_indices([pl.program_id(axis) for axis in range(indices)])
 
 
@@ -71,7 +71,7 @@ def pallas_call(
 def spec(
     shape: Sequence[Any], index: Callable[..., tuple[Scalar, ...]], indices: int = INDICES, tables: int = KERNEL_RANK
 ) -> pl.BlockSpec:
-    """Return a block spec; ``index`` computes the block's indices from a program's place and first scalar tables."""
+    """Return a block spec; ``index`` maps grid indices and the first scalar tables to the block's indices."""
     return pl.BlockSpec(
         tuple(shape), lambda *found: index(GridIndices.from_indices(found[:indices]), found[indices : indices + tables])
     )
@@ -192,7 +192,7 @@ def visit(add: Callable[[bool], None], is_full: Any) -> None:
 
 
 class Chunk(NamedTuple):
-    """A chunk of a box: its number, its first key in the order of the box, and the place of the box."""
+    """A chunk of a box: its number, its first key in the order of the box, and the box along each dimension."""
 
     number: Scalar
     start: Scalar
@@ -211,7 +211,7 @@ def visit_keys(call: Call, place: GridIndices, tables: Sequence[Any], add: Calla
 
     Args:
         call: Static facts of the call.
-        place: The place of the program.
+        place: Grid indices of the program.
         tables: Its box tables.
         add: Adds a chunk. Its flag is True if some queries do not see some keys of the chunk, so that a mask is needed.
     """
@@ -261,7 +261,7 @@ class QueryMask:
 
     Attributes:
         call: Static facts of the call.
-        place: The place of the program.
+        place: Grid indices of the program.
         bounds: References to first and end of the keys that queries see along all dimensions except the last.
         coordinates: Reference to the coordinates of keys.
         windows: Reference to scratch memory for first and end along the last dimension.

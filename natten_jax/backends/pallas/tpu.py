@@ -1,7 +1,7 @@
 """The ``tpu`` backend: Pallas kernels for TPUs, and a model that ranks their tiles.
 
-The model counts bundles, of which a core of a TPU issues one per cycle. It is fitted to the output of the TPU compiler
-for v5e (``bench/tpu_bundles.py``). Use it to rank tiles, not to predict times.
+The model counts instruction bundles (VLIW); a core of a TPU issues one bundle per cycle. It is fitted to the output of
+the TPU compiler for v5e (``bench/tpu_bundles.py``). Use it to rank tiles, not to predict times.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PROGRAM, _PER_PACK, _PER_ROW = 300, 10, 0.6
 _PADDED = 0.5
 #: Latency in bundles of the products of a chunk with at most 128 rows, and with more rows.
 _LATENCY_OF_FEW_ROWS, _LATENCY = 180, 80
-#: Bundles of the softmax of 1024 logits, and of a product of 128 rows with a 128 x 128 matrix.
+#: Bundles that the softmax of 1024 logits takes, and bundles that a product of 128 rows with a 128 x 128 matrix takes.
 _SOFTMAX, _PRODUCT = 2.5, 32.0
 #: Matrix units of v5e.
 _UNITS = 4
