@@ -11,9 +11,9 @@
 namespace natten_jax::cpu::NATTEN_JAX_ISA {
 namespace {
 
-/// Lists the rows of keys and values and the logits of the blocks' queries in the workspace. Calls visit(block number,
-/// box, is_masked, rows, has_place) for everything that the blocks see. `has_place` is true for keys of the layout and
-/// false for additional keys.
+/// Calls visit(block number, box, is_masked, rows, has_place) for each box of keys that a block's queries see, where
+/// `rows` is the number of these keys. `has_place` is true for keys of the layout and false for additional keys. Before
+/// each call, pointers to the box's keys and values, and the queries' logits, are written to the workspace.
 ///
 /// Args:
 ///   plan: plan of the pass.

@@ -12,7 +12,7 @@
 namespace natten_jax::cpu {
 namespace {
 
-/// Enough strands to keep all threads of a host busy. Each strand has separate tables.
+/// Number of strands (below) that suffices to keep all threads of a host busy. Each strand has separate tables.
 constexpr std::int64_t kEnoughStrands = 128;
 
 /// Work items of the same heads that run one after another and add to the same tables.

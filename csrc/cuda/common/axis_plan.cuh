@@ -1,4 +1,4 @@
-// A tile in one dimension: its dilation group on both sides, and its tokens' windows.
+// A tile in one dimension: the queries and the keys of its dilation group, and its tokens' windows.
 #pragma once
 
 #include <cute/config.hpp>
@@ -14,7 +14,7 @@ CUTE_DEVICE int group_of(const DeviceAxis& axis, int residue, Origin origin) {
   return group - (group >= axis.dilation ? axis.dilation : 0);
 }
 
-/// Tokens of a dilation group on one side of a dimension.
+/// Queries or keys of a dilation group in one dimension.
 struct GroupTokens {
   int residue;       // local coordinate of the first local token, modulo the dilation
   int shift;         // index of the first local token
@@ -69,7 +69,7 @@ struct QueryAxisPlan {
 struct KeyAxisPlan {
   GroupTokens query, kv;
   int kv_begin;
-  int first, last;  // keys of the tile in the local and the global layout; empty if last < first
+  int first, last;  // local indices of the tile's keys that lie in the array and in the layout; empty if last < first
   int kernel_size, stride;
 
   CUTE_DEVICE KeyAxisPlan(const DeviceAxis& axis, const EntryAxis& entry, int residue, int tile_index)
@@ -85,12 +85,13 @@ struct KeyAxisPlan {
     return {axis, kernel_size, stride, is_plain};
   }
 
-  /// True if every key of the tile lies in the layouts.
+  /// True if every key of the tile lies in the array and in the layout.
   CUTE_DEVICE bool is_whole(const DeviceAxis& axis) const {
     return first == kv_begin && last == kv_begin + axis.kv_tile - 1;
   }
 
-  /// Local queries that see a local key, bounded as in QueryAxisPlan::seen; empty if the key lies outside the layouts.
+  /// Local queries that see a local key, bounded as in QueryAxisPlan::seen; empty if the key lies outside the array or
+  /// the layout.
   CUTE_DEVICE int2 seen_by(const DeviceAxis& axis, int key, bool is_plain = false) const {
     if (key < first || key > last) return make_int2(0, 0);
     const EntryWindows own = windows(axis, is_plain);

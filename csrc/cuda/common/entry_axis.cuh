@@ -32,8 +32,8 @@ struct Origin {
 /// Windows of a dimension for the arithmetic of natten_jax/windows.h: the windows of the launch, or the largest that
 /// fit an entry's layout.
 ///
-/// `is_plain`: entries have the layout of the launch, and windows are shifted inside or end at the query. A constant of
-/// the kernel, which is compiled only for this case if it is true.
+/// `is_plain`: entries have the layout of the launch, and no dimension cuts or wraps windows. A constant of the kernel,
+/// which is compiled only for this case if it is true.
 struct EntryWindows {
   const DeviceAxis& axis;
   int kernel_size, stride;
@@ -54,8 +54,8 @@ struct EntryWindows {
   CUTLASS_HOST_DEVICE int dilations(int extent) const { return axis.dilations(extent); }
 };
 
-/// Layout of a batch entry, distributed over a warp's lanes, a number each. Otherwise all lanes would read the same
-/// part of L2 again and again, and wait for each other.
+/// Layout of a batch entry, distributed over a warp's lanes, one number per lane. Otherwise all lanes would read the
+/// same part of L2 again and again, and wait for each other.
 class EntryLayout {
  public:
   /// The layout of the launch.

@@ -1,4 +1,4 @@
-// Plans of query tiles, computed by the lanes of a warp, a dimension each.
+// Plans of query tiles, computed by the lanes of a warp, one dimension per lane.
 #pragma once
 
 #include <cute/config.hpp>

@@ -22,7 +22,8 @@ std::vector<Candidate> candidates(const Axis& axis, std::int64_t tile, std::int6
   const std::int64_t length = axis.kv.extent / window.dilation;
   // Windows of keys begin and end with stride groups of queries.
   const std::int64_t most = window.kernel_size + std::min(outer, length) - 1 + 2 * (window.stride - 1);
-  // With a seam in the tokens of the tiles, the tiles begin up to a box earlier. The last tile may have room for it.
+  // If a seam lies among their tokens, the tiles begin up to a box earlier, and have to cover up to a box more. The
+  // last tile may have room for these tokens.
   const std::int64_t tiles = (most + tile - 1) / tile, room = tiles * tile - most;
   const double seams = std::min(static_cast<double>(most) / static_cast<double>(length), 1.);
   std::vector<Candidate> result;

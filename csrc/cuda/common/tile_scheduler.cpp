@@ -100,7 +100,7 @@ void sort_tiles(const Problem& problem, const TileShapes& tiles, KeyTileSchedule
   }
 }
 
-/// Keys a window from the start are seen by the most queries, so the longest work comes first.
+/// Keys at a distance of one window from the start are seen by the most queries, so the longest work comes first.
 TurnOrder turn_order(const DeviceAxis& axis) {
   const int last = axis.kv_tiles - 1;
   return {axis.is_causal() ? last : std::min((axis.kernel_size - 1) / axis.kv_tile, last)};

@@ -12,8 +12,9 @@
 //                         gradient, it is the next tile of the common TurnOrder.
 //   backward, elsewhere   A CTA has a tile, or iterates over several: `longest_first` in each dimension.
 //
-// The inner tiles of a tile, which are the tiles of the other side that it sees, form a box. They are read from the
-// box's first token on, last dimension fastest (tile_walk.cuh). docs/kernels.md lists the gains of these orders.
+// The inner tiles of a tile are the key/value tiles that a query tile sees, or the query tiles that see a key/value
+// tile. They form a box, and are read from the box's first token on, last dimension fastest (tile_walk.cuh).
+// docs/kernels.md lists the gains of these orders.
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -104,9 +105,10 @@ struct TileSupply {
 #endif
 };
 
-/// Number of a dimension's `i`th key/value tile in the order of the queries that see it, most first. Windows at an end
-/// of the layout do not shrink. So keys from half a window to a window away from the end are seen by more queries than
-/// all others, and nearer keys by fewer. Causal keys of the last window are seen by the fewest.
+/// Number of the `i`th key/value tile of a dimension, if tiles are ordered by the number of queries that see them, most
+/// first. Windows at an end of the layout do not shrink. So keys from half a window to a window away from the end are
+/// seen by more queries than all others, and nearer keys by fewer. If the dimension is causal, the keys of the last
+/// window are seen by the fewest queries.
 CUTLASS_HOST_DEVICE int longest_first(const DeviceAxis& axis, int i) {
   if (axis.is_causal()) return i;
   const bool at_end = i % 2 != 0;  // odd tiles count from the other end
@@ -176,8 +178,8 @@ struct KeyTileSchedule {
     return numbers.place<&DeviceAxis::by_kv_tiles>(axis, tile - additional_tiles);
   }
 
-  /// Tile of a dimension for an index, with keys at a distance from the queries. A halo of a causal dimension lies
-  /// before all queries: its nearest tiles are seen by the most queries, and come first.
+  /// Number of the tile at position `index` of a dimension's order. `distance`: from the queries to the keys. A halo of
+  /// a causal dimension lies before all queries: its nearest tiles are seen by the most queries, and come first.
   CUTLASS_HOST_DEVICE int tile_of(const DeviceAxis& axis, int dimension, int index, int distance) const {
     if (turns != nullptr) return turn_order[dimension].tile(axis, index);
     return axis.is_causal() && distance <= -axis.kv_group_tokens ? axis.kv_tiles - 1 - index : index;

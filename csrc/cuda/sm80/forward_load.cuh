@@ -29,8 +29,9 @@ CUTE_DEVICE void load_step(const ForwardParams& p, const typename Traits::Shared
       const int head_bytes = head_dim * static_cast<int>(sizeof(typename Traits::Element));
       copy.copy(tile, base, head_bytes * p.heads_kv, head_bytes, tokens, visible);
     };
-    // An address that is computed after the copies waits until they are issued. With registers to spare, the compiler
-    // would then compute the addresses of all tokens before the first copy.
+    // With few registers, the address of the values is computed before the copies of keys: after them, it would have to
+    // wait until they are issued. With registers to spare, it is computed after them, because otherwise the compiler
+    // computes the addresses of all tokens before the first copy.
     const char* values;
     if constexpr (Traits::kFewRegisters) values = plan.values[is_window ? 0 : 1];
     if (kKeys) copy_one(k, plan.keys[is_window ? 0 : 1], p.head_dim);

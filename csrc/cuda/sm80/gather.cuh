@@ -50,13 +50,13 @@ struct Gather {
 /// Tokens of a box, from which tiles are copied: local tokens of a dilation group.
 struct TokenBox {
   int4 begin, end;  // indices: x, y, z
-  int4 pitch;       // tokens between neighbors of the group: x, y, z; its first token
+  int4 pitch;       // distance in tokens between neighbors of the group: x, y, z; its first token
 
   CUTE_DEVICE int token(int x, int y, int z) const { return x * pitch.x + y * pitch.y + z * pitch.z + pitch.w; }
 };
 
-/// Coordinates x, y, z of a tile's token in a byte each, and a byte that is zero if the token exists. All are below
-/// 128, so that one subtraction compares them with four ends.
+/// Coordinates x, y, z of a tile's token in one byte each, and a byte that is zero if the token exists. All bytes are
+/// below 128, so that a single subtraction of words compares each byte with its own end.
 struct PackedPlace {
   /// Ends as parameter of `is_before`, for a tile that starts at (x, y, z).
   CUTE_DEVICE static std::uint32_t ends(int4 end, int x, int y, int z) {
@@ -101,7 +101,7 @@ struct TileRows {
     return PackedPlace::is_before(places[place(row)], ends);
   }
 
-  /// Visibility of a thread's rows, a bit each; `row` is the first row that all threads copy.
+  /// Visibility of a thread's rows, one bit per row; `row` is the first row that all threads copy.
   CUTE_DEVICE std::uint32_t visible(const Copy& copy, std::uint32_t ends, int row) const {
     std::uint32_t of_thread[Copy::kPasses], bits = 0;
     load_words(of_thread, places + row + copy.first * Copy::kPasses);

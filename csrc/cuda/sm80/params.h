@@ -56,9 +56,9 @@ struct BackwardParams {
   void* value_gradient;
   std::int64_t queries;  // per batch entry
   std::int64_t keys;
-  std::int64_t query_gradient_batch;  // elements between batch entries of the sums
-  std::int64_t query_gradient_token;  // elements between tokens of the sums
-  std::int64_t query_gradient_head;   // elements between heads of the sums
+  std::int64_t query_gradient_batch;  // distance in elements between batch entries of the sums
+  std::int64_t query_gradient_token;  // distance in elements between tokens of the sums
+  std::int64_t query_gradient_head;   // distance in elements between heads of the sums
   int heads;
   int heads_kv;
   int head_dim;
@@ -78,8 +78,8 @@ struct BackwardParams {
   float* key_bias_gradient;  // [batch, keys, heads]
 };
 
-/// True if all heads share a scale, all batch entries share a layout, and windows are shifted inside or end at the
-/// query, as in most calls. Kernels for such calls contain no other cases.
+/// True if all heads share a scale, all batch entries share a layout, and no dimension cuts or wraps windows, as in
+/// most calls. Kernels for such calls contain no other cases.
 template <class Params>
 bool is_plain(const Params& p) {
   const auto are_plain = [](const DeviceAxis& axis) { return axis.ends == Ends::kShift || axis.ends == Ends::kCausal; };

@@ -24,7 +24,7 @@ CUTE_DEVICE int4 quad(const int (&numbers)[4]) {
   return *reinterpret_cast<const int4*>(numbers);
 }
 
-/// Tokens between neighboring keys of a dilation group.
+/// Distance in tokens between neighboring keys of a dilation group.
 CUTE_DEVICE int4 key_pitch(const ForwardParams& p) {
   const int line = p.axis[2].kv_local_extent, plane = line * p.axis[1].kv_local_extent;
   return make_int4(plane * p.axis[0].dilation, line * p.axis[1].dilation, p.axis[2].dilation, 0);

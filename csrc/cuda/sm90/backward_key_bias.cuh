@@ -29,7 +29,7 @@ struct RowBiases {
     for (int i = 0; i < 2; ++i) {
       const int row = row0 + 8 * i;
       const int x = plan.kv_begin.x + rows[row].x, y = plan.kv_begin.y + rows[row].y, z = plan.kv_begin.z + rows[row].z;
-      // Additional keys are without biases and axes.
+      // Additional keys have neither biases nor coordinates.
       const bool exists = !plan.is_additional && row < p.kv_tile_tokens && x < plan.axis[0].kv.local_length &&
                           y < plan.axis[1].kv.local_length && z < plan.axis[2].kv.local_length;
       token[i] = exists ? first + tokens_to_key(p.axis, x, y, z) : -1;

@@ -131,8 +131,8 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   std::copy_n(geometry.axis, kRank, p.axis);
   p.q_boxes = boxes_of_tiles(problem, tiles.query, tiles.kv);
   KeyTileSchedule& schedule = p.schedule;
-  // Additional tiles have the token count of other tiles: no load writes the rows behind them, where keys and values
-  // must stay finite.
+  // Tiles of additional tokens have as many tokens as other tiles, even if more fit into shared memory: no load writes
+  // the rows after these, and keys and values there have to stay finite.
   const std::int64_t kv_tile_tokens = product(tiles.kv);
   const std::int64_t additional_tiles_per_head = (problem.additional_kv + kv_tile_tokens - 1) / kv_tile_tokens;
   int multiprocessors = 0;

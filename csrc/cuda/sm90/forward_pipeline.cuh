@@ -214,8 +214,9 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
       });
       walk.next(p.axis, hull_begin, hull_end);
     }
-    // Additional tiles have the token count of other tiles: no load writes the rows behind them, where values must stay
-    // finite. The loop counts tiles, because ptxas schedules the warpgroups' softmax differently if it counts tokens.
+    // Tiles of additional tokens have as many tokens as other tiles, even if more fit into shared memory: no load
+    // writes the rows after these, and values there have to stay finite. The loop counts tiles, because ptxas schedules
+    // the warpgroups' softmax differently if it counts tokens.
     for (int i = 0; i < p.additional_tiles; ++i) {
       const int first = i * p.kv_tile_tokens;
       const int columns = min(p.additional_kv - first, p.kv_tile_tokens);

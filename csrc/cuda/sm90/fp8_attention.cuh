@@ -154,8 +154,8 @@ class Float8Attention : private Float8Rows<Traits> {
     start_output();
   }
 
-  /// Writes the output tile. Its columns are in the order of transposed values (fp8_values.cuh): of 16 features, a
-  /// thread has four neighbors.
+  /// Writes the output tile. The accumulator's columns are in the order of transposed values (fp8_values.cuh), in which
+  /// a thread holds four consecutive features of every 16.
   CUTE_DEVICE void store_output(const float (&normalisation)[2]) {
     output.wait_empty(shared.empty_o);
     output.advance();

@@ -21,10 +21,11 @@ CUTE_DEVICE void store_matrices(std::uint32_t address, const std::uint32_t (&wor
 
 /// Transposes a value tile [token][head_dim] to [head_dim][token], with both orders permuted within groups of 16.
 ///
-/// A word of a transposed 16-bit matrix holds two features of two tokens. Two such words, of tokens eight apart, are
-/// permuted to a word per feature. So positions 4 t to 4 t + 3 of 16 in a row hold the tokens 2 t, 2 t + 1, 2 t + 8
-/// and 2 t + 9. These are the tokens whose weights the lane has in its accumulator, which can therefore be the
-/// register operand without shuffles. Even features come first; storing the output restores their order.
+/// A word of a transposed 16-bit matrix holds two features of two tokens. Byte permutations turn two such words, of
+/// tokens eight apart, into one word per feature, with four tokens. So positions 4 t to 4 t + 3 of 16 in a row hold the
+/// tokens 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. These are the tokens whose weights the lane has in its accumulator, which
+/// can therefore be the register operand without shuffles. Even features come first; storing the output restores their
+/// order.
 template <class Traits>
 CUTE_DEVICE void turn_tile(std::uint32_t from, std::uint32_t to) {
   constexpr int kTokens = 32, kFeatures = 16;  // block that a warp transposes at a time

@@ -38,7 +38,7 @@ Status choose_form(const Form* forms, int count, const Problem& problem, const T
 Status encode_classes(const Problem& problem, Side side, Array array, const std::int64_t (&tile)[kRank],
                       CUtensorMap (&maps)[kGroupClasses]);
 
-/// Classes of a side's dilation groups, as a bit set.
+/// Classes of the dilation groups of queries or of keys, as a bit set.
 int group_classes(const Problem& problem, Side side);
 
 /// Parameters of `launch_entry_maps` for a problem, except the arrays, which the caller sets.

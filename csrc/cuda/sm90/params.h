@@ -48,12 +48,12 @@ struct ForwardParams {
   int corner[kCorners];         // coordinates in the query tile: [warpgroup][first row, last row][dimension]
   const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
   const std::int32_t* layouts;  // [batch, 3, 3]: query origin, query and key/value extents; null: equal layouts
-  CUtensorMap* entry_maps;      // [batch, kForwardArrays, kGroupClasses]: replace the maps above; null likewise
+  CUtensorMap* entry_maps;      // [batch, kForwardArrays, kGroupClasses]: replace the maps above; null: equal layouts
   // If `continues`, out, logsumexp and remainder hold the results of earlier launches on other keys, to be merged.
   // `first_query` is then [3], the first local query, and no tile begins before it.
   bool continues;
   const std::int32_t* first_query;
-  bool is_plain;  // no origins, layouts or earlier launch; windows shift inside or end at the query
+  bool is_plain;  // no origins, layouts or earlier launch; no dimension cuts or wraps windows
   float* logsumexp;
   float* remainder;  // of the logsumexp, or null
   int queries;       // per batch entry

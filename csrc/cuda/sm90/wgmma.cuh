@@ -13,10 +13,10 @@ using namespace cute;
 
 constexpr int kWarp = 32, kWarpgroup = 128;  // threads
 
-/// True if products over a head end before k-step `step`, in a form with `kSteps` k-steps. Shared memory behind the
-/// chunks of a head is not loaded and holds stale data. Each check is a branch, where ptxas changes its register
-/// allocation. So only the end of each chunk and every step of the form's last chunk are checked, because most heads
-/// end there.
+/// True if products over a head end before k-step `step`, in a form with `kSteps` k-steps. Shared memory after the
+/// chunks of a head is not loaded and holds stale data. Each check adds a branch, and ptxas allocates registers
+/// differently with every branch. So only the end of each chunk and every step of the form's last chunk are checked,
+/// because most heads end there.
 template <int kSteps>
 CUTE_DEVICE bool end_before(int step, int head_dim) {
   constexpr int kOfChunk = kChunk / kStep;

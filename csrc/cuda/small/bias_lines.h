@@ -18,7 +18,7 @@ inline constexpr int kOrders[][kRank] = {{0, 1, 2}, {0, 2, 1}, {1, 0, 2}, {1, 2,
 /// Number of shared memory wavefronts to read an entry for every lane, with make_plan's assignment of rows and columns:
 /// the maximum number of distinct words in one bank.
 /// || Args:
-///   pitch: entries between consecutive offsets of a dimension.
+///   pitch: distance in entries between consecutive offsets of a dimension.
 ///   tile, group: shapes of rows and columns.
 ///   order: order of the dimensions.
 inline int reads_of_warp(const std::int64_t (&pitch)[kRank], const std::int64_t (&tile)[kRank],

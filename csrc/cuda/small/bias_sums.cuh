@@ -47,9 +47,9 @@ CUTE_DEVICE void store_logit_gradients(const TilePlan& tile, std::uint32_t sums,
   }
 }
 
-/// B operand of the product that adds up a tile's rows. The columns of rows are the product's rows. Its first column
-/// has the sums of rows that start at a word, the second column the sums of late rows, whose numbers are at the next
-/// index.
+/// B operand of the product that adds up a tile's rows. A column of these rows is a row of the product. The product's
+/// first column has the sums of rows that are stored in place, its second column the sums of late rows, which are
+/// stored one number later (TilePlan::late_rows).
 template <class Element>
 CUTE_DEVICE void columns_of_rows(std::uint32_t (&b)[2], const TilePlan& tile) {
   const int number = threadIdx.x % 32 / 4;
@@ -70,7 +70,7 @@ CUTE_DEVICE void add_up_rows(const CommonParams& p, const TilePlan& tile, std::u
                              lane % 16 * row_bytes + lane / 16 * 16;
   std::uint32_t b[2];
   columns_of_rows<Element>(b, tile);
-  float behind = 0.f;  // late sum of the number after these
+  float behind = 0.f;  // sum of late rows for the number after these
   __syncwarp();
   CUTE_NO_UNROLL
   for (int first = region.record - kRecordStep; first >= 0; first -= kRecordStep) {

@@ -27,15 +27,15 @@ inline constexpr int kEntryBits = 16;
 /// Tables in memory are padded to chunks of 16 bytes.
 inline constexpr int kEntriesOfChunk = 4;
 
-/// Records are padded to multiples of this, the columns of two matrices; a header chunk with the record's first offsets
-/// follows.
+/// Records are padded to multiples of this, the columns of two matrices of an MMA operand. A chunk with the tile's
+/// smallest offsets follows: the header.
 inline constexpr int kRecordStep = 16;
 inline constexpr int kRecordHeader = 4;
 
 /// Tiles whose records one CTA adds up.
 inline constexpr int kTilesOfSum = 32;
 
-/// Bytes between rows of logit gradients: eight consecutive rows lie in different banks.
+/// Distance in bytes between rows of logit gradients: eight consecutive rows lie in different banks.
 NATTEN_JAX_HOST_DEVICE constexpr int bytes_of_sums_row(int record) {
   return kBytesOfSum * record + 16;
 }
@@ -45,7 +45,7 @@ constexpr int bytes_of_sums(int record) {
 
 /// A problem's table as kernels with tiles of these shapes read it. Lines are padded.
 struct BiasTable {
-  std::int64_t pitch[kRank];  ///< Entries between consecutive offsets.
+  std::int64_t pitch[kRank];  ///< Distance in entries between consecutive offsets.
   std::int64_t entries;       ///< All entries, padded to chunks.
   std::int64_t gradients;     ///< Entries of the gradient: its lines have one entry per offset; padded to chunks.
 
@@ -75,11 +75,11 @@ inline std::int64_t offsets_of_tile(const Window& window, std::int64_t queries) 
   return window.stride == 1 ? std::min(window.kernel_size + queries - 1, all) : all;
 }
 
-/// Layout of a tile's offsets in its record: offsets along the fastest dimension are consecutive, and every line begins
-/// at a word of two 16-bit numbers.
+/// Layout of a tile's offsets in its record: offsets along the fastest dimension are consecutive. Every line begins at
+/// an even number, because kernels store the 16-bit logit gradients of two numbers as one word.
 struct RecordLayout {
   std::int64_t extent[kRank];  ///< Offsets.
-  std::int64_t pitch[kRank];   ///< Numbers between consecutive offsets.
+  std::int64_t pitch[kRank];   ///< Distance in numbers between consecutive offsets.
   std::int64_t numbers;
 
   RecordLayout(const Axis (&axes)[kRank], const std::int64_t (&tile)[kRank], int fastest) {
@@ -91,7 +91,7 @@ struct RecordLayout {
       pitch[d] = d == fastest ? 1 : line * others;
       if (d != fastest) others *= extent[d];
     }
-    // Rows that start at an odd half-word begin one number later.
+    // One number more, because late rows (TilePlan::late_rows) are stored one number later.
     numbers = divide_up((others - 1) * line + extent[fastest] + 1, kRecordStep) * kRecordStep;
   }
 };

@@ -94,7 +94,7 @@ struct ColumnCopy {
     return static_cast<const char*>(is_second ? second : first) + (chunk_bytes == 0 ? 0 : chunk % kOfArray * 16);
   }
 
-  /// Starts to copy a region's columns of two arrays, which begin at an item's first rows.
+  /// Starts to copy a region's columns of two arrays: `first` and `second` are the addresses of an item's first rows.
   CUTE_DEVICE void box(const Tables& tables, const void* first, const void* second, std::uint32_t stage) const {
     const char* const source = this->source(first, second);
     const std::uint32_t flip = (chunk & 7) << 4;
@@ -251,7 +251,7 @@ struct CtaItems {
 };
 
 /// As CtaItems, for plain problems, whose arrays are the complete layout (CommonParams::is_plain): the plan of a
-/// forward pass has 430 of 3,000 instructions less.
+/// forward pass takes 430 instructions less, of 3,000.
 struct PlainItems : CtaItems {
   static constexpr bool kIsPlain = true;
 
@@ -290,9 +290,9 @@ struct EntryItems {
   }
 };
 
-/// Loads of a region's columns on any architecture: all threads copy chunks. A CTA's items use one stage in turn, or
-/// alternate between two stages, so that the next item is loaded while one is computed. A stage also has the warps'
-/// rows.
+/// Loads of a region's columns on any architecture: all threads copy chunks. A CTA's items use a single stage one after
+/// another, or alternate between two stages, so that the next item is loaded while one is computed. A stage also has
+/// the warps' rows.
 template <class Items>
 class ChunkLoads {
  public:

@@ -14,7 +14,7 @@ constexpr std::int64_t divide_up(std::int64_t a, std::int64_t b) {
 /// Rows of a warp's tile: queries, or keys if the kernel owns keys.
 inline constexpr int kRows = 16;
 
-/// Columns of a group, the N of an MMA instruction: tokens of the other side.
+/// Columns of a group, the N of an MMA instruction: keys if rows are queries, queries if rows are keys.
 inline constexpr int kColumns = 8;
 
 /// Compiled head widths; narrower heads are padded with zeros in shared memory.
@@ -27,7 +27,7 @@ inline constexpr int kHeadDimStep = 8;
 /// The widest heads whose columns TMA can load: a swizzled row has at most 128 bytes.
 inline constexpr int kLargestBoxHeadDim = 64;
 
-/// Maximum batch entries with separate layouts that a CTA examines (a lane each), and the shared memory that it uses
+/// Maximum batch entries with separate layouts that a CTA examines (one per lane), and the shared memory that it uses
 /// for them.
 inline constexpr int kEntriesOfCta = 32, kEntryStateBytes = 2080;
 

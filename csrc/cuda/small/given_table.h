@@ -18,7 +18,7 @@ struct GivenTable {
   int offsets_of_line;          // offsets along the last dimension
   cutlass::FastDivmod by_line;  // divides by the entries of a line, as kernels read it
 
-  /// The table of a head and batch entry; `number` is their joint index.
+  /// The table of a head and batch entry; `number` is entry * heads + head.
   NATTEN_JAX_HOST_DEVICE const float* of(std::int64_t number, int head) const {
     return tables + (is_of_entry ? number : head) * offsets;
   }

@@ -93,8 +93,8 @@ CUTE_DEVICE void add_key_value_gradients(float (&of_keys)[kHeadDim / 8][4], floa
   });
 }
 
-/// A tile's sums over sets of columns, such as the query heads that share a key/value head; over a single set with
-/// `kIsOfOne`.
+/// A tile's sums over one or more sets of columns, such as the query heads that share a key/value head. With
+/// `kIsOfOne`, there is only one set.
 template <class Element, int kHeadDim, bool kIsOfOne>
 struct KeyValueSums {
   float of_keys[kHeadDim / 8][4] = {}, of_values[kHeadDim / 8][4] = {};

@@ -27,7 +27,7 @@ struct KeyBiasParams {
 /// Parameters of the region and the problem that all kernels use; in the order of Region.
 struct CommonParams {
   Region region;
-  int query_pitch[kRank];  // tokens between neighbors along a dimension
+  int query_pitch[kRank];  // distance in tokens between neighbors along a dimension
   int kv_pitch[kRank];
   int queries;  // per batch entry
   int heads;
@@ -136,7 +136,7 @@ struct BackwardParams : CommonParams {
   const float* remainder;            // null: zeros
   const float* logsumexp_cotangent;  // null: zeros
   // For each query and head: the logsumexp in base 2 (NaN if its remainder matters), delta, the logsumexp
-  // unconditionally, and its remainder.
+  // in base 2 in any case, and its remainder.
   float4* statistics;
   void* query_gradient;
   void* key_gradient;

@@ -55,9 +55,10 @@ struct TilePlan {
   // Relative bias, byte offsets in a stage: the entries of the lane's two rows with its first column; distances to the
   // next column's entries and to the next group's. If rows are keys, both distances are negative, as offsets are.
   int entry[2], next_entry, next_entry_of_group;
-  // Sums for the bias gradient, byte offsets in shared memory: the sums of the two rows with the first column, aligned
-  // down to a word; distance to the next group's sums. Then masks, a half-word per row, of "late" rows, whose sums
-  // start at an odd half-word; the tile's smallest offsets; and its number in the layout.
+  // Sums for the bias gradient, byte offsets in shared memory: the sums of the two rows with the first column, rounded
+  // up to a word; distance to the next group's sums. Then masks, a half-word per row, of "late" rows, whose sums would
+  // start at an odd half-word and are stored one half-word later; the tile's smallest offsets; and its number in the
+  // layout.
   int sums[2], next_sum_of_group;
   std::uint32_t late_rows[2];
   int least_offset[kRank], number;
@@ -82,7 +83,7 @@ struct Tables {
   const int2* row_places;
   std::uint32_t key_bias;  // the lane's address of the key biases of the first pair of groups
   char* stages;
-  int second;       // bytes between the boxes of the two arrays
+  int second;       // distance in bytes between the boxes of the two arrays
   int columns;      // of the region
   int full_passes;  // in which all threads copy a chunk of a column; only some threads copy the rest
 };
@@ -218,7 +219,8 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     loads.start(first_column, warps_with_rows);
   }
 
-  // Columns of the tile, relative to the region's; and of the lane's two rows, relative to the tile's.
+  // The tile's first column, relative to the region's; the number of its groups; and the columns that the lane's two
+  // rows see, relative to the tile's first column.
   int tile_begin[kRank], groups[kRank], window_begin[2][kRank], window_end[2][kRank];
   int row_token = 0, row_shift = 0, first_token = 0, token_pitch[kRank];
   tile.column_of_row = 0;

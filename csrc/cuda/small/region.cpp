@@ -38,7 +38,8 @@ bool can_have_boxes(const Problem& problem, int head_dim) {
 }
 
 /// True if dilation groups can be computed whole: queries and keys are the same tokens, all are local, and each query
-/// head has a separate key/value head. If every query sees every key, some queries may come without an origin.
+/// head has a separate key/value head. A call without origins may still have only some of the queries, if every query
+/// sees every key.
 bool can_be_whole(const Problem& problem, Places places) {
   if (places != Places::kComplete || problem.heads != problem.heads_kv || wraps(problem)) return false;
   return std::all_of(std::begin(problem.axes), std::end(problem.axes), [](const Axis& axis) {

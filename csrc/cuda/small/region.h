@@ -57,7 +57,7 @@ struct Region {
   int tile[kRank];   ///< Rows of a tile.
   int tiles[kRank];  ///< Tiles of a region.
   int group[kRank];  ///< Columns of a group, powers of two; 1 in dimension 2.
-  int pitch[kRank];  ///< Rows of shared memory between neighboring columns.
+  int pitch[kRank];  ///< Distance between neighboring columns, in rows of shared memory.
   int warps;
   int stages;
   int items_of_cta;  ///< Batch entries and query heads that a CTA loops over.
@@ -65,20 +65,21 @@ struct Region {
   int table;             ///< Capacity of a warp's tables, in pairs of groups. If this field comes earlier, the kernels
                          ///< with key biases spill registers.
   int extent[kRank];     ///< Tokens of the box in shared memory.
-  int dimension[kRank];  ///< The problem's dimension behind each region dimension.
-  int next_statistic;    ///< Bytes between the statistics of two consecutive columns of a group,
+  int dimension[kRank];  ///< The problem's dimension for each region dimension.
+  int next_statistic;    ///< Distance in bytes between the statistics of two consecutive columns of a group,
   int next_group;        ///< and between the statistics of the two groups of a pair.
   // Relative bias, in entries of a head's table; all zeros without one.
-  int table_pitch[kRank];  ///< Entries between consecutive offsets.
+  int table_pitch[kRank];  ///< Distance in entries between consecutive offsets.
   int table_entries;
   int gradients;     ///< Entries of the table's gradient: fewer than table_entries, because its lines are not padded.
   int table_margin;  ///< Largest distance outside the table of a column that belongs to a group but is seen by no row.
   int record;        ///< Numbers in a tile's record.
-  // Bytes between the entries of two consecutive columns of a group, and between the entries of the two groups of a
-  // pair: [0] if rows are queries, [1] if rows are keys, which is negative. Kernels add these to addresses directly.
+  // Distance in bytes between the entries of two consecutive columns of a group, and between the entries of the two
+  // groups of a pair: [0] if rows are queries, [1] if rows are keys, which is negative. Kernels add these to addresses
+  // directly.
   int next_entry[2];
   int next_entry_of_group[2];
-  int next_sum_of_group;  ///< Bytes between the sums of the two groups of a pair.
+  int next_sum_of_group;  ///< Distance in bytes between the sums of the two groups of a pair.
   int sum_pitch[kRank];   ///< As table_pitch, in a record.
   bool has_boxes;         ///< Columns are loaded by TMA as boxes; otherwise all threads copy chunks.
   int box;                ///< Maximum number of columns that a region sees.

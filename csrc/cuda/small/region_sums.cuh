@@ -7,9 +7,9 @@
 
 namespace natten_jax::small {
 
-/// Sums of a warp's tile. Each number of a record has two sums: over rows that start at a word, and over late rows,
-/// whose numbers are at the next index. In accumulator order: the sums of numbers n and n + 8 are adjacent. The tile's
-/// smallest offsets follow.
+/// Sums of a warp's tile. Each number of a record has two sums: over rows that are stored in place, and over late rows,
+/// which are stored one number later (TilePlan::late_rows). In accumulator order: the sums of numbers n and n + 8 are
+/// adjacent. The tile's smallest offsets follow.
 class RegionSums {
  public:
   CUTE_DEVICE RegionSums(const WholeBiasParams& p, char* raw) : p_(p), raw_(raw) {}
@@ -60,8 +60,9 @@ class RegionSums {
     __syncwarp();
   }
 
-  /// Writes the table of all items. All warps with rows have to call it, after they have added all of their rows and
-  /// synchronized. The entries are distributed over these warps, and each entry adds the tiles in order.
+  /// Writes the CTA's table, the sums over all of its items. All warps with rows have to call it, after they have added
+  /// all of their rows and synchronized. The entries are distributed over these warps, and each entry adds the tiles in
+  /// order.
   CUTE_DEVICE void write(const HeadItems& items) const {
     const Region& region = p_.region;
     // Distribute the entries over the warps that have rows.
@@ -102,7 +103,7 @@ class RegionSums {
   /// Bytes of the sums that one product computes.
   static constexpr int kBytesOfStep = 2 * sizeof(float) * kRecordStep;
 
-  /// Index of a number's sum over the rows that start at a word; the sum over late rows is next to it.
+  /// Index of a number's sum over the rows that are stored in place; the sum over late rows is next to it.
   CUTE_DEVICE static unsigned place_of(unsigned number) {
     return number / kRecordStep * (2 * kRecordStep) + number % kColumns * 4 + number / kColumns % 2 * 2;
   }

@@ -49,8 +49,8 @@ inline int ring_bias_line(const Problem& problem, const RingShape& shape) {
 struct RingBias {
   int entries;             ///< Entries of a table.
   int tables;              ///< Tables that are resident at once.
-  int pitch[kRank];        ///< Bytes between consecutive offsets, by dimensions of the shape; along the first one, the
-                           ///< size of an entry.
+  int pitch[kRank];        ///< Distance in bytes between consecutive offsets, by dimensions of the shape; along the
+                           ///< first one, the size of an entry.
   int given_pitch[kRank];  ///< As `pitch`, by dimensions of the problem.
   int first;               ///< Bytes before the first table, read only by hidden pairs,
   int center;              ///< and bytes to its entry of offset zero.

@@ -226,7 +226,7 @@ class RingChunks {
     next.to += kCount * kBlockKeys * kRowBytes;
   }
 
-  /// As `advance`, but volatile, so that the compiler does not move it behind copies.
+  /// As `advance`, but volatile, so that the compiler does not move it past copies.
   CUTE_DEVICE static const char* address_of(const char* base, int token, int token_bytes) {
     const char* result;
     asm volatile("mad.wide.s32 %0, %1, %2, %3;" : "=l"(result) : "r"(token), "r"(token_bytes), "l"(base));

@@ -18,7 +18,7 @@ namespace natten_jax::small {
 struct RingParams {
   RingShape shape;
   DeviceAxis axis[kRank];  // in the order of the shape's dimensions
-  int pitch[kRank];        // tokens between neighbors along a dimension
+  int pitch[kRank];        // distance in tokens between neighbors along a dimension
   int tokens;              // per batch entry
   int heads;
   int heads_kv;
@@ -57,7 +57,7 @@ struct RingQueryParams : RingParams {
   const float* remainder;            // null: zeros
   const float* logsumexp_cotangent;  // null: zeros
   // [batch, tokens, heads]: the logsumexp in base 2 (NaN if its remainder matters), delta, the logsumexp
-  // unconditionally, and its remainder.
+  // in base 2 in any case, and its remainder.
   float4* statistics;
   void* query_gradient;
 

@@ -63,7 +63,7 @@ inline constexpr RingForm kRingForms[] = {{4, 1}, {2, 2}};
 /// Shape of a launch. Dimensions are numbered by role: across strips, along blocks inside of a slab, along the strip.
 struct RingShape {
   RingLoads loads;
-  int dimension[kRank];  ///< The problem's dimension behind each dimension.
+  int dimension[kRank];  ///< The problem's dimension for each dimension of the shape.
   int rows[kRank];       ///< Rows of a warp's tile, powers of two.
   int warps;             ///< Compute warps of a CTA; 0 if rings do not support the problem.
   int beside[2];         ///< Adjacent warps across the strip; the other warps take the next steps along it.

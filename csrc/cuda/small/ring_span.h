@@ -61,8 +61,9 @@ struct StripBlocks {
   }
 };
 
-/// Blocks over all strips: the maximum per warp, the maximum extent of a strip, the maximum of a strip's sum over
-/// warps, the sum over all warps, and the sum of every strip's busiest warp.
+/// Blocks over all strips, member by member: the most of any warp; the largest extent of a strip; the largest sum over
+/// the warps of one strip; the sum over all warps of all strips; and the sum, over all strips, of the most that a warp
+/// of the strip sees.
 struct SeenBlocks {
   std::int64_t of_warp = 1, of_strip = 1, of_warps = 0, of_all = 0, of_slowest = 0;
 

@@ -1,4 +1,4 @@
-// Walk of warps along a strip with a ring: TMA loader warps and compute warps.
+// Main loops of the warps that move along a strip with a ring of slabs: TMA loader warps and compute warps.
 #pragma once
 
 #include "cuda/small/products.cuh"
@@ -255,7 +255,7 @@ struct RingReader {
     }
   }
 
-  /// Walks over all steps of the warp. `own` enters units, starts steps, accumulates the visible part of each slab,
+  /// Processes all steps of the warp. `own` enters units, starts steps, accumulates the visible part of each slab,
   /// finishes steps and leaves units.
   template <class Own>
   CUTE_DEVICE void walk(Own& own) {

@@ -21,7 +21,7 @@ struct SeamCopy {
 
   CUTE_DEVICE SeamCopy(int heads, int, int) : token_bytes(heads * 2 * kHeadDim) {}
 
-  /// Starts to copy a region's columns of two arrays, which begin at an item's first rows.
+  /// Starts to copy a region's columns of two arrays: `first` and `second` are the addresses of an item's first rows.
   CUTE_DEVICE void box(const Tables& tables, const void* first, const void* second, std::uint32_t stage) const {
     const int chunk = threadIdx.x % kChunks;
     const char* const of_first = static_cast<const char*>(first) + chunk * 16;

@@ -22,7 +22,7 @@ inline std::int64_t parts_of_sinks(std::int64_t batch_of_sinks) {
   return std::max<std::int64_t>(kMost / batch_of_sinks, 1);
 }
 
-/// Pads a number of heads or parts to whole chunks.
+/// Rounds a number of heads or parts up to whole chunks.
 inline std::int64_t filled_to_chunks(std::int64_t number) {
   return divide_up(number, kEntriesOfChunk) * kEntriesOfChunk;
 }

@@ -48,8 +48,8 @@ static_assert(std::size(kDataTypes) == kElementTypes);
 struct MapDimensions {
   std::int64_t sizes[5];
   std::int64_t strides[4];  // elements; without the innermost dimension
-  std::int64_t box[4];      // tokens; likewise without it
-  std::int64_t steps[4];    // between a box's tokens; likewise
+  std::int64_t box[4];      // tokens; without the innermost dimension
+  std::int64_t steps[4];    // distance of a box's tokens, in tokens; without the innermost dimension
 };
 
 Status encode_map(const void* data, ElementType type, std::int64_t row_bytes, const MapDimensions& dimensions,

@@ -23,9 +23,9 @@ struct TokenGrid {
 };
 
 /// Encodes a map of dimensions [head_dim, z, y, x, slot] whose boxes hold one swizzled row of 128 bytes of dimension 0
-/// and `box` tokens of one slot. A slot is a head of a token of a batch entry, counted in memory order. It selects the
-/// token (0, 0, 0) of a dilation group. Rows end at head_dim: loads fill with zeros, and stores do not touch the next
-/// head.
+/// and `box` tokens of one slot. A slot is the index of a token's head in the whole array: (entry * tokens + token) *
+/// heads + head. The slot's token has the coordinates (0, 0, 0), and thereby selects a dilation group. Rows end at
+/// head_dim: loads fill with zeros, and stores do not touch the next head.
 ///
 /// Fails if the hardware does not support the map.
 Status encode_head_map(const TokenGrid& grid, const std::int64_t (&box)[3], CUtensorMap& map);
@@ -36,7 +36,7 @@ struct TokenBoxes {
   ElementType element_type;
   std::int64_t batch;
   std::int64_t extent[3];    ///< Local tokens.
-  std::int64_t pitch[3];     ///< Tokens between neighbors.
+  std::int64_t pitch[3];     ///< Distance in tokens between neighbors.
   std::int64_t dilation[3];  ///< Dilation of a box's tokens; at most 8.
   std::int64_t heads;
   std::int64_t head_dim;  ///< A head is a row of a box, swizzled if it has 64 or 128 bytes.

@@ -28,7 +28,8 @@ NATTEN_JAX_HOST_DEVICE inline float base2_logsumexp(float logsumexp) {
 }
 
 /// From this magnitude on, a distance added to the logarithm of a sum in float32 loses digits of the logarithm. It
-/// occurs for logits above 2^40. These are so far apart that the weights of a row are equal or zero.
+/// occurs for logits above 2^40. Neighboring numbers of this size are so far apart that the keys with a row's largest
+/// logit have equal weights, and all other keys have weights of zero.
 constexpr float kPackedRemainder = 0x1p18f;
 
 /// Difference of a row's exact logsumexp in base 2 and its rounded one. Arrays store it as one number: see

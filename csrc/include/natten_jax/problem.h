@@ -87,7 +87,8 @@ struct Problem {
   std::int64_t head_dim;
   std::int64_t head_dim_v;
   std::int64_t additional_kv;
-  bool has_relative_bias;  ///< Set if the kernels' support depends on it; also:
+  // True if the call has such biases; always false for CPU kernels, whose support of a problem does not depend on them.
+  bool has_relative_bias;
   bool has_key_bias;
   Scale scale;
   Axis axes[kRank];
