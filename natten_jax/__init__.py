@@ -57,7 +57,7 @@ __all__ += _config_queries.query_names()
 
 
 def _public_modules() -> tuple[str, ...]:
-    """Public submodules (listed in docs/api.md), imported lazily."""
+    """Return the names of the public submodules (listed in docs/api.md), which are imported lazily."""
     modules = ("fp8", "halo", "performance", "plot", "problem", "rotary", "simulator", "windows")
     return modules if _importlib_util.find_spec("flax") is None else (*modules, "flax_modules")
 

@@ -14,7 +14,7 @@ class ElementType:
         short_name: Name in the profiler.
         bytes: Bytes of an element.
         accumulator: Name of the type for accumulation, for logsumexp and for scales.
-        output: Name of the default type of the output; "" is the type itself.
+        output: Name of the default type of the output; "" means this type.
         is_float8: True for 8-bit types. Their arrays have scales and an output of another type, and are not
             differentiable.
     """

@@ -3,8 +3,8 @@
 A device that holds the tokens ``[first, last)`` of a dimension needs the keys from the start of its first query's
 window to the end of its last query's window. The excess over its local tokens follows exactly from the window
 arithmetic (:mod:`natten_jax.windows`), including borders, near which windows shift inwards by up to their whole extent.
-If the dimension wraps, the devices form a ring. All devices run the same program, so each receives the largest number
-of tokens per side that any of them needs.
+If the dimension wraps, the devices form a ring. All devices run the same program, so all receive halos of equal
+lengths: on each side, the largest number of tokens that any device needs there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Halo:
         parts: Number of equal parts; it divides the extent.
         before: Keys that a part needs before its local tokens.
         after: Keys that a part needs after its local tokens.
-        wraps: The first part also follows the last part.
+        wraps: The last part and the first part are also neighbors.
     """
 
     extent: int
@@ -58,20 +58,20 @@ class Halo:
         return self.parts > 1 and self.received >= self.extent - self.part
 
     def held(self, first: int) -> tuple[int, int]:
-        """Range ``[begin, end)`` of the keys that a part starting at ``first`` holds, halos included.
+        """Return the range ``[begin, end)`` of the keys in the arrays of a part that starts at ``first``, with halos.
 
-        Both sides have room for a halo, even if a device needs only one: some keys may lie outside of the layout.
+        Both halos are included, even if a device needs only one: the range may extend beyond the layout.
         """
         return (0, self.extent) if self.is_gathered else (first - self.before, first + self.part + self.after)
 
     def slabs(self, tokens: int) -> tuple[int, ...]:
-        """Tokens of one side's halo by source part, nearest part first."""
+        """Split a halo of ``tokens`` tokens by source part: return the tokens from each part, nearest part first."""
         whole, rest = divmod(tokens, self.part)
         return (self.part,) * whole + ((rest,) if rest else ())
 
     @property
     def changes_places(self) -> bool:
-        """Return True if two devices swap halos of equal length; each device has a halo only on one side."""
+        """Return True if two devices swap halos of equal length. Each device then has a halo on one side only."""
         return self.parts == 2 and self.before == self.after and not self.is_gathered and not self.wraps
 
     def evened(self) -> Halo:
@@ -83,7 +83,7 @@ class Halo:
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019  # halos are small, and few
     def seen_slabs(self, axis: Axis) -> tuple[SeenSlab, ...]:
-        """Halos of a part, by source: those before the part, nearest first, then those after it."""
+        """Return the halos of a part, one per source part: first before the part, then after it, nearest first."""
         if self.changes_places and self.before:
             queries = max(self._seeing(axis, is_front, 0) for is_front in (True, False))
             return (SeenSlab(None, queries, self.before, 0),)
@@ -96,16 +96,16 @@ class Halo:
         return tuple(found)
 
     def _seeing(self, axis: Axis, is_front: bool, distance: int) -> int:
-        """Largest number of queries at one end of a part that see keys at ``distance`` or farther, over all parts."""
+        """Return how many queries at an end of any part, at most, see keys ``distance`` or more keys beyond it."""
         first, last = self._reach(axis)
-        # Windows move with their queries, so the queries that need keys before the part are its first (per dilation
-        # group).
+        # Window bounds increase with the query, so the queries that need keys before the part are the first of each
+        # dilation group.
         sees = first < -distance if is_front else last[::-1] > self.part + distance
         found = np.nonzero(sees)[0]
         return int(found[-1]) + 1 if found.size else 0
 
     def _reach(self, axis: Axis) -> tuple[np.ndarray, np.ndarray]:
-        """For each query of a part, the first key and one past the last key that it sees, over all parts."""
+        """Return the first key and one past the last key that each query of a part sees: extremes over all parts."""
         queries = np.arange(self.extent).reshape(self.parts, self.part)
         first, last = axis.reach(queries)
         return np.min(first - queries[:, :1], axis=0), np.max(last - queries[:, :1], axis=0)
@@ -116,7 +116,7 @@ class SeenSlab(NamedTuple):
 
     Attributes:
         is_front: The halo lies before the part; ``None`` if that depends on the device.
-        queries: Number of queries that see it, at this end of the part.
+        queries: Number of queries that see the halo, at the end of the part next to it.
         keys: Number of keys in the halo.
         distance: Number of keys between the halo and the part.
     """
@@ -127,7 +127,7 @@ class SeenSlab(NamedTuple):
     distance: int
 
     def starts(self, part: int, is_front: bool) -> tuple[int, int]:
-        """First query that sees it and its first key, relative to the start of a part of ``part`` tokens."""
+        """Return the first query that sees the halo, and the halo's first key, relative to the start of the part."""
         if is_front:
             return 0, -self.distance - self.keys
         return part - self.queries, part + self.distance
@@ -159,7 +159,7 @@ def halo_of(axis: Axis, parts: int) -> Halo:
         return Halo(extent, 1, 0, 0, axis.edges == "wrap")
     part = extent // parts
     starts = np.arange(parts, dtype=np.int64)[:, None] * part
-    # The first and the last query of each dilation group in a part: windows move with their queries.
+    # The first and the last query of each dilation group are enough: window bounds increase with the query.
     groups = np.arange(min(axis.dilation, part), dtype=np.int64)
     first, _ = axis.reach(starts + groups)
     _, last = axis.reach(starts + part - 1 - groups)
@@ -190,7 +190,7 @@ def travel_order(halos: Sequence[Halo]) -> list[int]:
 
 
 def bytes_received(problem: Problem, parts: Sequence[int]) -> int:
-    """Bytes of keys and values that a device receives in a forward pass, for the device that receives the most.
+    """Return the bytes of keys and values that a device receives in a forward pass: the maximum over all devices.
 
     Example:
         >>> from natten_jax import simulator
@@ -198,7 +198,7 @@ def bytes_received(problem: Problem, parts: Sequence[int]) -> int:
         >>> bytes_received(simulator.problem_of((64, 80), 24, heads=2, head_dim=32), (1, 2))
         196608
 
-    A backward pass sends back gradients of the same size, and receives keys and values again unless they were kept.
+    A backward pass returns gradients of the same size, and receives keys and values again unless they were kept.
 
     Args:
         problem: The whole problem, with one device's share of batch and heads.

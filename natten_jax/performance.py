@@ -87,9 +87,9 @@ class PerformanceArguments(_CommonArguments, total=False):
             ``hopper`` backends, which otherwise accumulate the query gradient in any order, and the ``cutlass``
             backends, where it sets ``backward_kv_splits`` to 1.
         memory_usage_preference: Limit on the scratch memory of the backward pass, for backends that can trade memory
-            for speed: ``"strict"`` (64 MiB), ``"default"`` (1 GiB) or ``"unrestricted"``. Heads that exceed the limit
-            together run one after the other; the minimum is one head's share. ``backward_kv_splits`` does not change
-            it.
+            for speed: ``"strict"`` (64 MiB), ``"default"`` (1 GiB) or ``"unrestricted"``. If the
+            batch exceeds the limit, it is processed in rounds of some entries or, if one entry exceeds it, of some
+            heads (at least one key/value head). ``backward_kv_splits`` does not change the scratch memory.
         run_persistent_kernel: Use persistent tile scheduling if the backend supports it.
         kernel_schedule: ``None``, ``"non"``, ``"coop"`` or ``"pp"``, if the backend has schedules.
     """
@@ -101,7 +101,7 @@ class PerformanceArguments(_CommonArguments, total=False):
 
 
 class AttentionPerformanceArguments(_CommonArguments, total=False):
-    """Performance arguments of ``attention``: tiles are sizes in tokens, the other arguments are as above."""
+    """Performance arguments of ``attention``: :class:`PerformanceArguments` with tile sizes (tokens) for shapes."""
 
     q_tile_size: int | None
     kv_tile_size: int | None
@@ -125,7 +125,7 @@ class Performance:
     kernel_schedule: str | None = None
 
     def tiles(self, pass_: Pass) -> TilePair | None:
-        """The requested tile shapes of a pass."""
+        """Return the requested tile shapes of a pass, or ``None``."""
         query, key_value = [getattr(self, name) for name in _TILE_NAMES[pass_]]
         return None if query is None or key_value is None else (query, key_value)
 
@@ -144,7 +144,7 @@ class Performance:
 
 
 def tile_names(pass_: Pass) -> tuple[str, str]:
-    """Field names of a pass's query and key/value tile."""
+    """Return the field names of a pass's query tile and key/value tile."""
     return _TILE_NAMES[pass_]
 
 
@@ -186,7 +186,7 @@ def performance_of(rank: int, *, tile_suffix: str = "shape", **arguments: Unpack
 
 
 def attention_performance(arguments: Mapping[str, Any]) -> Performance:
-    """Check the performance arguments of ``attention``, by its names; raises like :func:`performance_of`."""
+    """Check the performance arguments of ``attention``, with its names for tiles. Raise as :func:`performance_of`."""
     return performance_of(1, tile_suffix="size", **{ATTENTION_NAMES[name]: each for name, each in arguments.items()})
 
 

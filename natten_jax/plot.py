@@ -38,7 +38,7 @@ def window_mask(
     *,
     edges: Edges = "shift",
 ) -> np.ndarray:
-    """Mask of the keys that a query sees.
+    """Return the mask of the keys that a query sees.
 
     Example:
         >>> from natten_jax.plot import window_mask
@@ -50,12 +50,12 @@ def window_mask(
     Args:
         layout: Tokens per dimension; any number of dimensions.
         query: The query's coordinates.
-        kernel_size: Window extent; this and the next three arguments are as in :func:`natten_jax.na1d` and its like.
+        kernel_size: Window extent; this and the next three arguments are as in :func:`natten_jax.na1d`.
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
         is_causal: Hide later keys.
-        edges: Boundary mode: ``"shift"`` moves a window that crosses an end inside, ``"cut"`` drops its keys beyond the
-            end, ``"wrap"`` continues it at the other end, of an extent that ``dilation`` divides.
+        edges: Boundary mode: ``"shift"`` moves a window that crosses an end back inside, ``"cut"`` drops its keys
+            beyond the end, ``"wrap"`` continues it at the other end (``dilation`` must divide the extent).
 
     Returns:
         Boolean array of the layout's shape.
@@ -95,12 +95,12 @@ def plot_window(
     Args:
         layout: Tokens per dimension, one to three of them.
         query: The query's coordinates.
-        kernel_size: Window extent; this and the next three arguments are as in :func:`natten_jax.na1d` and its like.
+        kernel_size: Window extent; this and the next three arguments are as in :func:`natten_jax.na1d`.
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
         is_causal: Hide later keys.
-        edges: Boundary mode: ``"shift"`` moves a window that crosses an end inside, ``"cut"`` drops its keys beyond the
-            end, ``"wrap"`` continues it at the other end, of an extent that ``dilation`` divides.
+        edges: Boundary mode: ``"shift"`` moves a window that crosses an end back inside, ``"cut"`` drops its keys
+            beyond the end, ``"wrap"`` continues it at the other end (``dilation`` must divide the extent).
         ax: Matplotlib axes to draw on; ``None`` makes a figure.
         title: Title; ``None`` describes the window.
 
@@ -156,8 +156,8 @@ def plot_windows(
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
         is_causal: Hide later keys.
-        edges: Boundary mode: ``"shift"`` moves a window that crosses an end inside, ``"cut"`` drops its keys beyond the
-            end, ``"wrap"`` continues it at the other end, of an extent that ``dilation`` divides.
+        edges: Boundary mode: ``"shift"`` moves a window that crosses an end back inside, ``"cut"`` drops its keys
+            beyond the end, ``"wrap"`` continues it at the other end (``dilation`` must divide the extent).
         ax: Matplotlib axes to draw on; ``None`` makes a figure.
         title: Title; ``None`` describes the windows.
 
@@ -192,7 +192,7 @@ def _coordinates(query: Sequence[int], axes: Sequence[Axis]) -> tuple[int, ...]:
 
 
 def axis_mask(axis: Axis) -> np.ndarray:
-    """Return the visibility ``[queries, keys]`` in one dimension."""
+    """Return the boolean mask ``[queries, keys]`` of one dimension: True if the query sees the key."""
     queries, tokens = np.arange(axis.query_extent)[:, np.newaxis], np.arange(axis.kv_extent)
     first, end = axis.reach(queries)
     # In a wrapping dimension, add the tokens from the other end.
@@ -209,7 +209,7 @@ def _slices(cells: np.ndarray) -> np.ndarray:
 
 
 def _cells(places: np.ndarray, color: str, *, edge: str = "none") -> Any:
-    """The cells at ``[(y, x), ...]`` as a single path, which keeps pictures small."""
+    """Return the cells at ``[(y, x), ...]`` as a single path, which keeps image files small."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 

@@ -17,7 +17,7 @@ from natten_jax.arguments.arrays import scale_or_default
 from natten_jax.arguments.names import reject_unknown_kwargs
 from natten_jax.arguments.static import Bools, Ints, int_tuple
 from natten_jax.element_types import ELEMENT_TYPES, SUPPORTED_DTYPES, ElementType
-from natten_jax.windows import Axis as Axis  # public here as a field type
+from natten_jax.windows import Axis as Axis  # re-exported: the type of a public field
 from natten_jax.windows import Edge, Edges, WindowArguments, describe_axes
 
 Shape = tuple[int, ...]
@@ -87,7 +87,7 @@ class Problem:
 
     @property
     def own_layouts(self) -> bool:
-        """Return True if a pass takes the operand ``layouts``."""
+        """Return True if passes have an operand ``layouts``."""
         return self.own_origins or self.own_extents
 
     @functools.cached_property
@@ -179,7 +179,7 @@ class Problem:
         return self.out_dtype or self.element.output or self.dtype
 
     def converted(self, dtype: str) -> Problem:
-        """Return the problem for arrays converted to ``dtype``, with an output that is rounded later."""
+        """Return the problem for arrays converted to ``dtype``; its output has the accumulator's type."""
         out_dtype = ELEMENT_TYPES[dtype].accumulator
         return dataclasses.replace(self, dtype=dtype, out_dtype=None if out_dtype == dtype else out_dtype)
 
@@ -215,7 +215,7 @@ def problem_of(
     scale: float | None = None,
     additional_kv: int = 0,
 ) -> Problem:
-    """Describe a problem without arrays; arguments are as in :func:`natten_jax.na1d` and its like.
+    """Describe a problem without arrays; arguments are as in :func:`natten_jax.na1d`.
 
     Example:
         >>> from natten_jax.problem import problem_of
@@ -229,8 +229,8 @@ def problem_of(
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
         is_causal: Hide later keys.
-        edges: Boundary mode: ``"shift"`` moves a window that crosses an end inside, ``"cut"`` drops its keys beyond the
-            end, ``"wrap"`` continues it at the other end, of an extent that ``dilation`` divides.
+        edges: Boundary mode: ``"shift"`` moves a window that crosses an end back inside, ``"cut"`` drops its keys
+            beyond the end, ``"wrap"`` continues it at the other end (``dilation`` must divide the extent).
         operator: ``"fna"``, or ``"fmha"`` for ``attention``.
         kv_layout: Key/value tokens per dimension; ``None`` is ``layout``. Only ``attention`` may have another layout.
         batch: Batch size.

@@ -26,7 +26,7 @@ def rotary_angles(
     positions: Sequence[ArrayLike] | None = None,
     theta: float = 10000.0,
 ) -> jax.Array:
-    """Angles by which each token's feature pairs are rotated.
+    """Return the angles by which each token's feature pairs are rotated.
 
     Pair ``i`` of a dimension with ``n`` features rotates by ``position * theta ** (-2 * i / n)`` radians.
 
@@ -120,7 +120,7 @@ def apply_rotary(tokens: ArrayLike, angles: ArrayLike, *, interleaved: bool = Tr
 
 
 def _shares(features: Sequence[int] | None, head_dim: int, rank: int) -> tuple[int, ...]:
-    """Numbers of features that each dimension rotates: the given ones, or equal shares."""
+    """Return how many features each dimension rotates: the given numbers after checks, or equal shares."""
     if features is None:
         if head_dim % 2:
             raise ValueError(f"head_dim must be even, because features turn in pairs, got {head_dim}; or give features")

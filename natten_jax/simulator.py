@@ -51,7 +51,7 @@ __all__ = [
     "simulate",
 ]
 
-#: Largest stride that is tried. The limit is for aligned tiles, which no backend uses.
+#: Largest stride that is tried. Only aligned tiles, which no backend uses, can reach this limit.
 _MOST_STRIDES = 1 << 16
 
 #: Dilations that are tried in a dimension: all up to 24, the next 8 divisors of the extent, and its largest divisor.
@@ -76,8 +76,8 @@ class Recommendation(NamedTuple):
 def least_block_sparse_stride(problem: Problem, pair: TilePair, *, placement: Placement = "anchored") -> Shape | None:
     """Return the smallest stride, per dimension, that makes the forward mask fully block-sparse for a pair of tiles.
 
-    ``None`` if no stride does. This is the case for windows that are not a multiple of the key/value tile and for
-    causal dimensions: some of their tiles need a mask with every stride.
+    Return ``None`` if no stride does: in causal dimensions, and if the window is not a multiple of the key/value tile,
+    some tiles need a mask with every stride.
 
     Example:
         >>> from natten_jax import simulator

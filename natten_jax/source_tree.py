@@ -52,7 +52,7 @@ def find_library() -> ModuleSpec:
     """
     spec = importlib.util.find_spec("natten_jax._native")
     if spec is None and is_unbuilt():
-        # The clone's entries in the path would find this package again.
+        # Path entries of the clone would find this package again.
         elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
         installed = PathFinder.find_spec("natten_jax", elsewhere)
         folders = installed.submodule_search_locations if installed is not None else None

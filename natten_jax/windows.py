@@ -4,7 +4,7 @@ The mask is separable, so this module handles one dimension at a time. Tokens wh
 dilation form a *dilation group*; within its group a token has an *index*, and windows are contiguous ranges of indices.
 ``csrc/include/natten_jax/windows.h`` implements the same arithmetic for native code.
 
-If the dimension wraps, ranges lie on an infinite line on which the group repeats: index ``i`` is the token ``i %
+If the dimension wraps, indices are unbounded and repeat the group periodically: index ``i`` is the token ``i %
 length``. A range is at most as long as the group.
 
 The functions accept Python ints, NumPy arrays and (with ``xp=jax.numpy``) traced JAX arrays.
@@ -25,8 +25,8 @@ from natten_jax.arguments.static import Bools, Ints, bool_tuple, choice_tuple, i
 
 Index = Any  # int, numpy.ndarray or jax.Array: the arithmetic below works for all three
 
-#: Boundary mode of a window that crosses an end of a dimension: shift it inside, cut it to the existing keys, or wrap
-#: it around to the other end.
+#: Boundary mode of a window that crosses an end of a dimension: shift it back inside, cut it to the existing keys, or
+#: wrap it around to the other end.
 Edge = Literal["shift", "cut", "wrap"]
 EDGES: tuple[Edge, ...] = get_args(Edge)
 #: A mode for each dimension, or a single mode for all.
@@ -38,7 +38,8 @@ class Window(NamedTuple):
 
     Attributes:
         kernel_size: Keys in a full window.
-        stride: Queries that share one window; at most ``kernel_size``.
+        stride: Queries that share one window; at most ``kernel_size``. It is the window of their *leader*: the middle
+            query (the later of two), or the last query if ``is_causal``.
         is_causal: Hide keys after the query.
         edges: Boundary mode. Ignored for causal windows, which end at the query.
     """
@@ -50,7 +51,7 @@ class Window(NamedTuple):
 
 
 def group_length(extent: Index, dilation: int, group: Index) -> Index:
-    """Number of tokens in dilation group ``group`` of a dimension of ``extent`` tokens.
+    """Return the number of tokens in dilation group ``group`` of a dimension of ``extent`` tokens.
 
     Example:
         >>> from natten_jax.windows import group_length
@@ -61,7 +62,7 @@ def group_length(extent: Index, dilation: int, group: Index) -> Index:
 
 
 def window_bounds(window: Window, index: Index, length: Index, *, xp: ModuleType = np) -> tuple[Index, Index]:
-    """Half-open range ``[start, end)`` of key indices that the query at ``index`` sees.
+    """Return the half-open range ``[start, end)`` of key indices that the query at ``index`` sees.
 
     Example:
         >>> from natten_jax.windows import Window, window_bounds
@@ -96,7 +97,7 @@ def window_bounds(window: Window, index: Index, length: Index, *, xp: ModuleType
 def inverse_window_bounds(
     window: Window, index: Index, query_length: Index, key_length: Index, *, xp: ModuleType = np
 ) -> tuple[Index, Index]:
-    """Half-open range ``[first, last)`` of query indices that see the key at ``index``; exact and contiguous.
+    """Return the half-open range ``[first, last)`` of exactly the query indices that see the key at ``index``.
 
     If the dimension wraps, ``index`` may lie in any repetition of the group.
 
@@ -136,7 +137,7 @@ def inverse_window_bounds(
 
 
 def _first_led_from(window: Window, index: Index, length: Index, xp: ModuleType) -> Index:
-    """First query whose leader is the token at ``index`` or a later one, for windows that are cut or wrap."""
+    """Return the first query whose leader is at or after the token ``index``, for windows that are cut or wrap."""
     stride = window.stride
     wraps = window.edges == "wrap"
     if isinstance(stride, int) and stride == 1:
@@ -150,7 +151,7 @@ def _first_led_from(window: Window, index: Index, length: Index, xp: ModuleType)
 
 
 def _rounded_down(index: Index, step: int) -> Index:
-    """Round down to a multiple of ``step``; skips the division for step 1."""
+    """Round down to a multiple of ``step``, without a division for step 1."""
     return index if isinstance(step, int) and step == 1 else (index // step) * step
 
 
@@ -188,12 +189,12 @@ class Axis:
         return Window(self.kernel_size, self.stride, self.is_causal, self.edges)
 
     def lengths(self, group: Index) -> tuple[Index, Index]:
-        """Numbers of queries and keys in a dilation group."""
+        """Return the numbers of queries and keys in a dilation group."""
         d = self.dilation
         return group_length(self.query_extent, d, group), group_length(self.kv_extent, d, group)
 
     def dilation_groups(self) -> Iterator[tuple[int, int, int]]:
-        """Number of dilation groups for each combination of query and key counts: ``(groups, queries, keys)``."""
+        """Yield the number of dilation groups for each pair of query and key counts: ``(groups, queries, keys)``."""
         # The first groups have one token more than the rest.
         extents, d = (self.query_extent, self.kv_extent), self.dilation
         for first, end in itertools.pairwise(sorted({0, d, *[extent % d for extent in extents]})):
@@ -203,11 +204,11 @@ class Axis:
     def bounds(
         self, index: Index, lengths: tuple[Index, Index], *, of_query: bool = True, xp: ModuleType = np
     ) -> tuple[Index, Index]:
-        """Range ``[start, end)`` of the keys that a query of a dilation group sees, or of the queries that see a key.
+        """Return the range ``[start, end)`` of the keys that a query sees, or of the queries that see a key.
 
         Args:
-            index: Index of the query or key inside its group.
-            lengths: Queries and keys of the group.
+            index: Index of the query or key inside its dilation group.
+            lengths: Numbers of queries and keys in the dilation group.
             of_query: ``index`` is a query index. Otherwise it is a key index.
             xp: Array namespace, ``numpy`` or ``jax.numpy``.
         """
@@ -224,7 +225,7 @@ class Axis:
             kv_extent: Key/value tokens.
             xp: Array namespace, ``numpy`` or ``jax.numpy``.
         """
-        most = xp.maximum(kv_extent // self.dilation, xp.minimum(kv_extent, 1))  # 0 without keys
+        most = xp.maximum(kv_extent // self.dilation, xp.minimum(kv_extent, 1))  # 0 if there are no keys
         kernel_size: Any = xp.minimum(self.kernel_size, most)
         stride: Any = 1 if self.stride == 1 else xp.maximum(xp.minimum(self.stride, kernel_size), 1)
         return dataclasses.replace(
@@ -232,7 +233,7 @@ class Axis:
         )
 
     def reach(self, queries: Index) -> tuple[Index, Index]:
-        """First key and one past the last key that queries see, as coordinates.
+        """Return the first key and one past the last key that each query sees, as coordinates.
 
         If the dimension wraps, coordinates beyond its ends refer to the other end.
         """
@@ -287,8 +288,8 @@ class WindowArguments(NamedTuple):
         stride: Queries that share a window; at most ``kernel_size``.
         dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
         is_causal: Hide later keys.
-        edges: Boundary mode: ``"shift"`` moves a window that crosses an end inside, ``"cut"`` drops its keys beyond the
-            end, ``"wrap"`` continues it at the other end, of an extent that ``dilation`` divides.
+        edges: Boundary mode: ``"shift"`` moves a window that crosses an end back inside, ``"cut"`` drops its keys
+            beyond the end, ``"wrap"`` continues it at the other end (``dilation`` must divide the extent).
     """
 
     kernel_size: Ints | None = None
@@ -354,7 +355,7 @@ class WindowArguments(NamedTuple):
         )
 
     def axes(self, query_layout: Sequence[int], kv_layout: Sequence[int]) -> tuple[Axis, ...]:
-        """Token dimensions of a layout with these windows.
+        """Return the token dimensions of a layout with these windows.
 
         Raises:
             ValueError: A value breaks a rule, or a window exceeds the layout of the keys.
@@ -380,7 +381,7 @@ class WindowArguments(NamedTuple):
 
 
 def _with_decisive_edges(axis: Axis) -> Axis:
-    """Set ``edges`` to ``"shift"`` if all modes give the same windows."""
+    """Replace ``edges`` by ``"shift"`` if all modes give the same windows."""
     makes_none = axis.edges != "shift" and (axis.kernel_size == 1 or axis.is_causal)
     return dataclasses.replace(axis, edges="shift") if makes_none else axis
 

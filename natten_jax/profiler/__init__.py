@@ -6,10 +6,11 @@
 - ``program``: compiled programs and their instructions; ``symbols``: names of launches.
 - ``measure``: compile the program that the options describe, and sum up its launches by name.
 - ``baselines``: self attention of other libraries; ``report``: tables and files.
-- ``predict``: configurations, listed and simulated; ``search``: the fastest of them, also for whole programs.
+- ``predict``: list and simulate configurations; ``search``: find the fastest configuration, also for whole programs.
 - ``__main__``, ``trace``: the two programs.
 
-It uses the operators as users do, and reads plans from compiled programs. Only :mod:`natten_jax.doctor` imports it.
+This package calls the public operators, and reads plans from compiled programs. Only :mod:`natten_jax.doctor` imports
+it.
 """
 
 from natten_jax.profiler.measure import Result, Row, compare, profile

@@ -11,7 +11,7 @@ from natten_jax.cost_model.tiles import all_pairs
 from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem
 
-#: Names on the command line: implementations of JAX's attention, and tokamax's Pallas kernels, which replace JAX's.
+#: Names on the command line: implementations of JAX's attention, and tokamax's Pallas kernels (instead of JAX's own).
 BASELINES = ("cudnn", "xla", "pallas")
 
 
@@ -38,7 +38,7 @@ def check(name: str, flag: str, problem: Problem, device: Device, memory: int) -
     if name == "xla" and device.platform == "cpu" and is_half:
         # jax.nn.dot_product_attention sets a dot product algorithm that XLA supports on GPUs only.
         raise ValueError("the xla baseline cannot run fp16 on the CPU: use --dtype bf16 or --dtype fp32")
-    logits = 4 * problem.batch * problem.heads * all_pairs(problem)  # bytes in float32, which XLA keeps
+    logits = 4 * problem.batch * problem.heads * all_pairs(problem)  # bytes; XLA stores the logits in float32
     if name == "xla" and logits > memory:
         raise MemoryError(
             f"the xla baseline's logits take {logits / 2**30:,.1f} GiB: "
@@ -54,7 +54,7 @@ def can_be_split(name: str, devices: int, split: str, heads_kv: int) -> bool:
 
 
 def attend(name: str, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Self attention over all tokens of arrays ``[batch, *layout, heads, head_dim]``."""
+    """Compute self attention over all tokens of arrays ``[batch, *layout, heads, head_dim]``."""
     flat = [array.reshape(array.shape[0], -1, *array.shape[-2:]) for array in (query, key, value)]
     implementation: Any = name
     output = _pallas(*flat) if name == "pallas" else jax.nn.dot_product_attention(*flat, implementation=implementation)

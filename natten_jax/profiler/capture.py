@@ -4,10 +4,11 @@ Traces are read through :class:`jax.profiler.ProfileData`:
 
 - NVIDIA GPUs have a plane ``/device:GPU:n`` with a line ``Stream #...`` per stream, whose events are kernels.
 - The CPU has one host plane, where XLA's runtime records every step ("thunk") of a program. The end of a step is a
-  separate event. The duration of the step's own event is too short if the step goes on in other threads, and too long
-  if its thread was not scheduled while another thread continued the program.
+  separate event. The duration of the step's own event is too short if the step continues in other threads, and too
+  long if its thread was not scheduled while another thread continued the program.
 - TPUs have a plane ``/device:TPU:n`` with a line ``XLA Ops``, whose events are instructions, nested in the events of
-  loops, and a line ``XLA Modules`` with an event per run of a program. This is from documentation, not from a TPU.
+  loops, and a line ``XLA Modules`` with an event per run of a program. This follows the documentation, and was never
+  tried on a TPU.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def capture_in_turns(launches: Sequence[Launch], iterations: int, platform: str)
 def capture_by_device(
     launches: Sequence[Launch], iterations: int, platform: str, with_memory: bool = False, folder: Path | None = None
 ) -> list[Devices]:
-    """Return the events of every iteration of every launch. Launches alternate, in one trace.
+    """Return the events of every iteration of every launch. The launches alternate in one trace.
 
     Args:
         launches: Programs to run.

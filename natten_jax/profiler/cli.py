@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """Return a parser of integers from ``minimum`` on."""
+    """Return a function that parses an integer of at least ``minimum``."""
 
     def integer(text: str) -> int:
         value = int(text)

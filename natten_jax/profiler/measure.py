@@ -76,7 +76,7 @@ def compile_workload(
     Args:
         options: Options of the program.
         name: Name of the program. Programs of one capture need different names.
-        arguments: Inputs of an equal problem to use again. Default: new ones.
+        arguments: Inputs to reuse, of a problem with equal arrays. Default: make new inputs.
 
     Raises:
         ValueError: The problem cannot run with these options.

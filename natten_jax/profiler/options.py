@@ -41,7 +41,7 @@ from natten_jax.sharding.auto import HeadSplit
 from natten_jax.version import __version__
 from natten_jax.windows import EDGES, Axis, WindowArguments
 
-#: Fields of a problem with a flag for each; layout, windows and element type have flags as well.
+#: Fields of a problem that have a flag of the same name. Flags for layout, windows and element type are separate.
 SIZES = ("batch", "heads", "heads_kv", "head_dim", "head_dim_v", "additional_kv")
 
 #: Short names of element types, as in reports -> full names, widest type first.
@@ -127,21 +127,21 @@ class Options:
 
     @property
     def sub_calls(self) -> tuple[SubCall, ...]:
-        """Attention calls that the operator makes, the one over the tokens first."""
+        """Attention calls that the operator makes; the call over the layout's tokens is first."""
         backend = None if self.is_baseline else self.backend
         request = Request(self.problem, self.performance, backend, tuned=table_for())
         return split_call(request, self.attention_kwargs)
 
     @property
     def main_request(self) -> Request:
-        """Request of the attention call over the tokens."""
+        """Request of the attention call over the layout's tokens."""
         return self.sub_calls[0].request
 
     # Devices and backends.
 
     @property
     def asked_about(self) -> Device | None:
-        """Device to list or predict for, present or not; ``None`` for the default device."""
+        """Device to list or predict for, which need not be present; ``None`` for the default device."""
         if self.device is not None:
             return TPU_CHIPS[self.device].device
         if self.compute_capability is not None:
@@ -155,7 +155,7 @@ class Options:
 
     def for_baseline(self, name: str) -> Options:
         """Return options that run a baseline (self attention) or another backend on the same arrays."""
-        # Tiles and backends were chosen for one backend; another one has its own.
+        # Tiles and the backend of sub-calls were chosen for one backend; another backend uses its defaults.
         problem, performance = self.problem, without_configuration(self.performance)
         if name in BASELINES:
             whole = tuple(Axis(extent, extent, extent) for extent in problem.query_layout)
@@ -169,7 +169,7 @@ class Options:
         return self.split not in SHARES
 
     def token_parts(self) -> Shape:
-        """Return the number of parts per token dimension, such that a device receives the fewest bytes.
+        """Return the number of parts per token dimension that minimizes the bytes that a device receives.
 
         Raises:
             ValueError: ``--split`` has an unknown name, or the dimensions cannot be cut into equal parts.
@@ -196,7 +196,7 @@ class Options:
     def sub_calls_per_device(self) -> tuple[SubCall, ...]:
         """Return the attention calls of each device, on its share of the batch, or of query and key/value heads.
 
-        If tokens are split, the share has all of them.
+        If tokens are split, the calls are over all tokens.
         """
         problem = self.problem
         batch, heads, heads_kv = problem.batch, problem.heads, problem.heads_kv
@@ -232,7 +232,7 @@ _MEASUREMENT_ONLY = ("compare", "csv", "plot", "trace_dir", "verbose")
 _NAMED = (*WindowArguments._fields, *ATTENTION_NAMES, *ATTENTION_NAMES.values(), "compute_capability", "heads_kv")
 _NAME_IN_MESSAGE = re.compile(rf"(?<!-)\b({'|'.join(_NAMED)})\b")
 
-#: Flags of NATTEN's profilers without a meaning here -> what to do instead.
+#: Flags of NATTEN's profilers that this profiler does not support -> what to do instead.
 FOREIGN_FLAGS = {
     "--no-compile": "every program is compiled by XLA",
     "--torch-compile": "every program is compiled by XLA: leave it out",
@@ -395,7 +395,7 @@ def _options(given: argparse.Namespace) -> Options:
     layout = values.pop("layout")
     if len(layout) > 3:
         raise ValueError(f"-i/--input-size takes 1 to 3 integers, one per token dimension, got {len(layout)}")
-    values.pop("compile", None)  # XLA compiles every program
+    values.pop("compile", None)  # XLA compiles every program anyway
     windows = {name: value for name in WindowArguments._fields if (value := values.pop(name)) is not None}
     sizes = {name: values.pop(name) for name in SIZES}
     dtype = values.pop("dtype")
@@ -406,7 +406,7 @@ def _options(given: argparse.Namespace) -> Options:
         if name.startswith("backward") and not given.backprop and getattr(performance, name) != default:
             flag = flags_of_arguments()[name]
             raise ValueError(f"{flag} is for the backward pass, which runs with --backprop only")
-    if given.fmha_backend == "flex-fna":  # in NATTEN's documents
+    if given.fmha_backend == "flex-fna":  # NATTEN's documentation uses this name
         values["fmha_backend"] = "flex-fmha"
     if given.compute_capability is not None:
         values["compute_capability"] = parse_compute_capability(given.compute_capability)
@@ -414,7 +414,7 @@ def _options(given: argparse.Namespace) -> Options:
 
 
 def _check_modes(given: argparse.Namespace) -> None:
-    """Check that the flags that choose what the program does go together."""
+    """Check that the flags for modes and output files are compatible, and that the folders of output files exist."""
     flags = flags_of_arguments()
     modes = [flags[name] for name in ("dry_run", "simulate", "optimize") if getattr(given, name)]
     if len(modes) > 1:
@@ -460,7 +460,7 @@ def _for_baseline(options: Options) -> Options:
 
 
 def _check_split(options: Options) -> None:
-    """Check that ``--split`` divides the problem by ``--devices``."""
+    """Check that ``--split`` can divide the problem over ``--devices``, and that the other flags support several."""
     count = options.devices
     options.token_parts()
     if count == 1:

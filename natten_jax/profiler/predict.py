@@ -21,10 +21,10 @@ from natten_jax.simulator import DilationRecommendation, Recommendation, Simulat
 #: Note on predicted times of TPUs.
 STATIC = "Times are static estimates from the published figures of the chip, not measurements on a TPU."
 
-#: Line above the tiles of windows, if the problem is self attention.
+#: Line above the multidimensional tiles of neighborhood attention, if the problem is self attention.
 _WINDOWS = "Windows (-w) smaller than the input have tiles with shapes, here in their order for windows as large:"
 
-#: Number of the fastest pairs of tiles that are tried with each dilation.
+#: Number of tile pairs, fastest first, that are tried with each dilation.
 _PAIRS_TO_DILATE = 16
 
 
@@ -116,12 +116,12 @@ def print_dry_run(options: Options, device: Device) -> tuple[dict[str, Any], boo
     """Print the configurations of every backend that supports the problem.
 
     Returns:
-        Every configuration with its simulation as JSON values, if ``--json`` needs them, and if there is one.
+        Every configuration with its simulation as JSON values if ``--json`` needs them, and True if there is one.
     """
     main, problem = options.main_request.problem, options.problem
     problems, families = [main], {backend.family for backend in candidates(options)}
     if problem.is_attention and (options.fmha_backend is None or options.backend is not None):
-        # Tiles of attention have one dimension. Users who are about to choose a window need tiles with shapes.
+        # Tiles of attention have one dimension. Users who will choose a window next need multidimensional tiles.
         problems.append(problem)
     print_lines([problem_line(options), f"Device: {device}"])
     configurations, rejections, is_supported = [], dict[str, str](), False

@@ -90,7 +90,7 @@ class Program:
         plans: dict[str, Plan] = {}
         for each in every:
             each["marks"] = {entry["key"]: entry["value"] for entry in each["attributes"]["map"]}
-            # Most instructions lack an attribute, and payloads may be of another version of the package.
+            # Most instructions lack these attributes, and another version of the package may have written a payload.
             with contextlib.suppress(KeyError, ValueError):
                 plans[each["marks"][NAME_ATTRIBUTE]] = Plan.from_payload(each["marks"][PLAN_ATTRIBUTE])
         instructions = {}
@@ -125,7 +125,7 @@ def compile_for_trace(function: Callable[..., Any], *arguments: Any) -> jax.stag
     is_gpu = default_jax_device().platform == "gpu"
     options: dict[str, Any] | None = {"xla_gpu_enable_command_buffer": ""} if is_gpu else None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of modules that a baseline imports
+        warnings.simplefilter("ignore", DeprecationWarning)  # raised by modules that a baseline imports
         return jax.jit(function).lower(*arguments).compile(compiler_options=options)
 
 

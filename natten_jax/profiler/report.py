@@ -29,10 +29,10 @@ Cells = tuple[str, ...]
 #: Largest width of tables and lines.
 WIDTH = 100
 
-#: Columns of a row's name, and of its figures.
+#: Titles of the columns for a row's name, and of the columns for its figures.
 _NAMES, _COLUMNS = ("Framework", "Kernel category", "Arch", "Operation"), ("# calls", "Runtime")
 
-#: Rows of a table, unless all are asked for.
+#: Maximum number of rows of a table, unless all rows are requested.
 _MOST_ROWS = 20
 
 #: Rows of a chart below this share of the total are drawn without a color and omitted from the legend.
@@ -152,8 +152,8 @@ def rows_table(rows: Sequence[Row], title: str, *, cut: bool, columns: Cells = _
         rows: The rows.
         title: Line above the table.
         cut: Merge the rows with the least time if there are many.
-        columns: Names of the columns of calls, of times and, if there is a third one, of shares of the time.
-        steps: Calls and times are averages of a step.
+        columns: Titles of two or three columns: number of calls, time, and share of the time.
+        steps: Number of steps to average calls and times over.
     """
     total = sum(row.runtime for row in rows)
 
@@ -164,7 +164,7 @@ def rows_table(rows: Sequence[Row], title: str, *, cut: bool, columns: Cells = _
 
     kept, rest = list(rows), list[Row]()
     if cut and len(kept) > _MOST_ROWS:
-        # JSON has every row. Collectives stay.
+        # Collectives are merged last. JSON output always has every row.
         smallest = sorted(kept, key=lambda row: (row.name.category == "collective", row.runtime))
         rest = smallest[: len(kept) - _MOST_ROWS + 1]
         kept = [row for row in kept if row not in rest]
@@ -176,7 +176,7 @@ def rows_table(rows: Sequence[Row], title: str, *, cut: bool, columns: Cells = _
 
 
 def _summary(result: Result) -> Iterator[str]:
-    """Yield the lines below the table."""
+    """Yield the lines below the table of a measurement."""
     options = result.options
     yield problem_line(options)
     devices = _name(default_jax_device()) + (f": {options.describe_split()}" if options.devices > 1 else "")
@@ -237,12 +237,12 @@ def _backends(chosen: dict[str, str]) -> str:
 
 
 def write_json(path: Path, results: Any) -> None:
-    """Write results as JSON, in ASCII; paths are text."""
+    """Write results as JSON, in ASCII; paths become strings."""
     path.write_text(json.dumps(results, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 def write_csv(path: Path, tables: dict[str, tuple[Row, ...]]) -> None:
-    """Write rows, with seconds, as comma-separated values; ``tables`` maps a name to its rows."""
+    """Write rows, with times in seconds, as comma-separated values; ``tables`` maps a name to its rows."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["table", "framework", "category", "arch", "operation", "calls", "median", "min", "max"])
@@ -253,7 +253,7 @@ def write_csv(path: Path, tables: dict[str, tuple[Row, ...]]) -> None:
 
 
 def to_json(result: Result) -> dict[str, Any]:
-    """Return a measurement, in seconds, as JSON values."""
+    """Return a measurement as JSON values; times are in seconds."""
     times, options, rows = result.totals, result.options, sum(row.runtime for row in result.rows)
     devices: dict[str, Any] = {"count": options.devices, "split": options.split, "busiest": result.busiest}
     devices["iteration_times"] = result.device_times

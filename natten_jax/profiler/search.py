@@ -1,8 +1,8 @@
 """Search for the fastest configurations: of one problem (``--optimize``), and of the passes of a whole program.
 
-The forward pass is searched first, then the backward pass with the best forward pass in place. Each search measures
-many configurations briefly, in alternation in one trace, and then the best few for longer. A backend is chosen by its
-best forward and backward pass together.
+The forward pass is searched first, then the backward pass together with the best forward pass. Each search measures
+many configurations briefly, in alternation in one trace, and then the best few for longer. Backends are compared by the
+total time of their best forward and backward pass.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ THOROUGH = Effort()
 #: Runs in the first and in the second measurement.
 _SCREENING_RUNS, _FINAL_RUNS = 2, 6
 _BATCH = 8
-#: Ratio to the fastest backend, with default configurations, above which a backend is not searched.
+#: Maximum time relative to the fastest backend, with default configurations: slower backends are not searched.
 _HOPELESS = 1.5
-#: Seconds of a kernel above which plain JAX is not tried. It was several times slower everywhere.
+#: If a kernel takes more seconds than this, plain JAX is not tried: it was several times slower everywhere.
 _SLOW = 0.02
 
 
@@ -115,7 +115,7 @@ def optimize(options: Options, effort: Effort = THOROUGH) -> Optimum:
     """
     device = default_device()
     check_runs(options, device)
-    resolve(options.main_request, device, "forward")  # or no backend can be searched
+    resolve(options.main_request, device, "forward")  # raises if no backend supports the problem
     with arrays_of(options.problem), progress(0) as update:
         return _Search(options, device, update, effort).run()
 
@@ -135,7 +135,7 @@ class _Search:
         if best is None:
             reasons = "; ".join(dict.fromkeys(trial.error for trial in self.trials))
             raise ValueError(f"no configuration runs: {reasons}")
-        # The best and the default configuration in alternation, under equal conditions.
+        # Measure the best and the default configuration in alternation, under equal conditions.
         final, default = self.measure([best.options, plain], _FINAL_RUNS, plain.optimize_warmup_steps)
         chosen, seconds = best.options, best.seconds if final.error else final.seconds
         if default.seconds < seconds:
@@ -281,7 +281,7 @@ def with_schedule(options: Options, schedule: str | None) -> Options:
 
 
 def configuration(options: Options) -> dict[str, Any]:
-    """Return the performance arguments of an operator, as :func:`natten_jax.load_tuned` does."""
+    """Return the operator's performance arguments, in the format of :func:`natten_jax.load_tuned`."""
     fmha = {} if options.fmha_backend is None else {"attention_kwargs": {"backend": options.fmha_backend}}
     backend = {} if options.backend is None else {"backend": options.backend}
     chosen, default = dataclasses.asdict(options.performance), Performance()
@@ -318,10 +318,10 @@ def search_json(optimum: Optimum) -> dict[str, Any]:
 
 #: Minimum speedup of a configuration over the default.
 _CLEARLY = 1.02
-#: Runs of each table in the final comparison, and runs before them.
+#: Runs of each candidate in the final comparison, and warm-up runs before them.
 _RUNS, _WARMUP = 8, 2
 
-#: Seconds of the runs of a program, in alternation with others.
+#: Seconds of each run of a program. The runs alternate with runs of other programs.
 Times = tuple[float, ...]
 
 
@@ -436,7 +436,7 @@ def tuned_passes(task: Task, effort: Effort = THOROUGH) -> tuple[TunedPass, ...]
     defaults, chosen = _plans(task, task.options, device), _plans(task, best.options, device)
 
     def fastest(task: Task, *every: tuple[Pass, ...]) -> tuple[tuple[Pass, ...], dict[tuple[Pass, ...], Times]]:
-        """Return the passes with chosen plans that are clearly faster than none, and the times of all candidates."""
+        """Return the fastest candidate, or () if it is not clearly faster than (), and the times of all candidates."""
         times = dict(zip(every, _runs(task, device, chosen, every), strict=True))
         best = min(times, key=lambda each: median(times[each]))
         return best if is_clearly_faster(times[best], times[()]) else (), times
@@ -464,7 +464,7 @@ def tuned_passes(task: Task, effort: Effort = THOROUGH) -> tuple[TunedPass, ...]
 def _plans(task: Task, options: Options, device: Device) -> dict[Pass, Plan]:
     """Return the plans of the passes with these options.
 
-    The plan of a pass has only the tiles of that pass. In plain JAX, it has the tiles of both passes.
+    The plan of a pass has only the tiles of that pass, except in plain JAX, where it has the tiles of both passes.
     """
     main = options.main_request
     problem, table = tuned_problem(main.problem), TunedTable(device.kind)
@@ -478,7 +478,7 @@ def _plans(task: Task, options: Options, device: Device) -> dict[Pass, Plan]:
 
 
 def _runs(task: Task, device: Device, plans: dict[Pass, Plan], candidates: Sequence[tuple[Pass, ...]]) -> list[Times]:
-    """Measure a task with the plans of some passes and the default of the others, in alternation."""
+    """Measure candidates in alternation: a candidate uses ``plans`` for its passes, and defaults for other passes."""
     options, workloads = task.options, list[Workload]()
     with arrays_of(options.problem), jax.default_matmul_precision(task.precision):
         for number, passes in enumerate(candidates):

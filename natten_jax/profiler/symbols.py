@@ -120,7 +120,7 @@ def name(symbol: str, instruction: Instruction, operator: str, scope: str = "") 
             arch = _arch(lowered if _arch(lowered) != "-" else target) if category == "attention" else "-"
             return Name(framework, category, arch, operation)
     is_cpp = not instruction.opcode and re.search(r"[<(:]|^_Z", symbol)
-    if is_cpp or instruction.opcode == "custom-call":  # of an unknown library
+    if is_cpp or instruction.opcode == "custom-call":  # an unknown library's kernel
         return Name("-", "-", "-", clean(instruction.target or symbol))
     return _name_of_xla(symbol, instruction, scope)
 
@@ -157,12 +157,12 @@ def _name_of_xla(symbol: str, instruction: Instruction, scope: str) -> Name:
     if own == "fusion" and opcodes - _COPYING:
         own = f"fusion of {', '.join(sorted(opcodes - _COPYING))}"
     product = "conv_general_dilated" if "convolution" in opcodes else "dot_general"
-    if category == "gemm" and opcodes and product not in label:  # labels of fusions may lack the matrix product
+    if category == "gemm" and opcodes and product not in label:  # a fusion's label may omit its matrix product
         label = f"{product} + {label}" if label else product
     if label and "transpose(" in path:
-        label = f"{label} (backward)"  # JAX's name of a transposed function
+        label = f"{label} (backward)"  # JAX wraps the scope of a transposed function in transpose()
     if label and category == "copy" and label not in own:
-        label = f"{own} [{label}]"  # a copy made for a primitive is not that primitive
+        label = f"{own} [{label}]"  # XLA copies data for a primitive: show both names
     return Name("XLA", category, "-", shorten(label or own))
 
 
@@ -173,7 +173,7 @@ def _without_number(name_of_xla: str) -> str:
 
 def _category(symbol: str, opcodes: frozenset[str]) -> str:
     if not opcodes:
-        opcodes = frozenset(re.findall(r"[a-z][a-z-]*", symbol.lower()))  # fusions are named after what is in them
+        opcodes = frozenset(re.findall(r"[a-z][a-z-]*", symbol.lower()))  # a fusion's name lists its opcodes
     if opcodes & {"while", "conditional", "call"}:
         return "control flow"
     if opcodes & {"dot", "convolution", "gemm"}:
@@ -207,7 +207,7 @@ _COLLECTIVE_INSTRUCTION = re.compile(
     r"(-start|-update|-done)?([._]\d+)*"
 )
 
-# Permutations and all-to-all are SendRecv.
+# NCCL's kernel for permutations and all-to-all is SendRecv.
 _NCCL = re.compile(r"\bnccl(?:Dev)?Kernel_([a-z]+)", re.IGNORECASE)
 
 

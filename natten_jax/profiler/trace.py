@@ -1,6 +1,6 @@
 """Readable names for a trace that JAX's profiler wrote: ``python -m natten_jax.profiler.trace PATH``.
 
-The trace may be of any program. For a program on several devices, the rows are those of the device with the most device
+The trace may be of any program. For a program on several devices, the rows describe the device with the most device
 time. Instructions are named after the compiled programs inside the trace, which JAX includes by default, and kernels
 after their symbols.
 """
@@ -125,7 +125,7 @@ def hosts_of(
 
 
 def _programs_in_file(file: Path, with_memory: bool) -> dict[str, TracedProgram]:
-    """Return the programs in a trace, with their launches on GPUs, otherwise TPUs, otherwise the CPU."""
+    """Return the programs in a trace, with their launches on the first platform with events: GPU, TPU, CPU."""
     profile, content = capture.read_trace(file)
     programs = programs_in_trace(content)
     for platform in ("cuda", "tpu", "cpu"):
