@@ -3,9 +3,9 @@
 - ``base``: base classes of backends, with their capabilities; ``ffi``: base class of backends with native kernels.
 - ``hopper``, ``cutlass``, ``cpu``, ``flex``: one family each; ``pallas``: the families ``tpu`` and ``blackwell``.
 - ``select``: selects the backend and the tiles of a pass, and reports performance arguments that a backend ignores. No
-  other module makes this decision.
+  other module selects them.
 
-Code outside this package looks up backends by their capabilities, and does not name families. Imports
+Code outside this package looks up backends by their capabilities, not by family name. This package imports
 :mod:`natten_jax.native`, :mod:`natten_jax.cost_model` and lower levels.
 """
 
@@ -27,7 +27,7 @@ from natten_jax.backends.pallas.tpu import TpuBackend
 from natten_jax.plan.plan import BackendId
 from natten_jax.problem import OPERATORS, Operator
 
-#: In order of preference.
+#: Backend classes in order of preference.
 _FAMILIES = HopperBackend, BlackwellBackend, CutlassBackend, CpuBackend, TpuBackend, FlexBackend
 _registered: list[Backend] = [family() for family in _FAMILIES]
 
@@ -87,12 +87,12 @@ def counterpart(name: str | None) -> str | None:
 
 
 def export_targets() -> tuple[str, ...]:
-    """Return the targets of all custom calls that backends make."""
+    """Return the custom call targets of all backends."""
     by_pass = [targets for backend in _registered for targets in backend.capabilities.targets.values()]
     return tuple(dict.fromkeys(itertools.chain.from_iterable(by_pass)))
 
 
-#: Names of attention implementations in other libraries and in the profiler.
+#: Descriptions of other libraries' attention implementations, for error messages about their names.
 _JAX_IMPLEMENTATION = "an implementation of attention in JAX, which the profiler can measure for comparison"
 _PYTORCH_IMPLEMENTATION = "an implementation of attention in PyTorch"
 _OTHERS = {
@@ -102,7 +102,7 @@ _OTHERS = {
     ),
 }
 
-_LONGEST = 64  # characters of a name that are compared
+_LONGEST = 64  # maximum number of characters of a name that are compared
 
 _WHAT = {"fna": "neighborhood attention", "fmha": "attention"}
 
@@ -123,7 +123,7 @@ def _unknown(name: Any, operator: Operator) -> str:
 
 
 def _parts(name: str) -> tuple[str, Operator | None]:
-    """Split a name into family and operator, ignoring case and kind of separators."""
+    """Split a name into family and operator, ignoring case and the type of separator."""
     written = re.sub(r"[\s_]+", "-", name[:_LONGEST].strip().lower())
     for operator in OPERATORS:
         if written.endswith(f"-{operator}"):

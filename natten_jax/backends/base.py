@@ -25,12 +25,12 @@ from natten_jax.windows import Edge
 
 @dataclasses.dataclass(frozen=True)
 class Platform:
-    """The devices that a backend is for.
+    """The devices that a backend supports.
 
     Attributes:
-        name: ``"cpu"`` or ``"cuda"``.
+        name: JAX platform: ``"cpu"``, ``"cuda"`` or ``"tpu"``.
         compute_capability: Minimum compute capability of GPUs; ``None`` for other devices.
-        is_exact: True if only this compute capability, and no higher one, is supported.
+        is_exact: True if higher compute capabilities are not supported, except those in ``others``.
         others: Further supported compute capabilities.
     """
 
@@ -62,15 +62,16 @@ class Capabilities:
 
     Attributes:
         dtypes: Element types of its kernels.
-        largest_tiles: Function that returns the maximum numbers of tokens of query and key/value tiles.
+        largest_tiles: Function that returns the maximum numbers of tokens per query tile and per key/value tile.
         platform: The devices that it supports; ``None`` for any device.
         query_family: The family in the names of its configuration queries, ``get_configs_for_<query_family>_fna``, if
-            that differs.
+            it differs from :attr:`Backend.family`.
         is_by_name_only: True if the backend runs only in calls that name it, unless the environment selects it by
             default (:mod:`natten_jax.backends.select`).
         is_by_name_only_for_float8: ``is_by_name_only`` for 8-bit arrays.
-        float8_dtypes: Further 8-bit element types of its forward kernels.
-        converts_float8_to: The element type among ``dtypes`` for 8-bit arrays, which are converted exactly.
+        float8_dtypes: 8-bit element types that its forward kernels support in addition to ``dtypes``.
+        converts_float8_to: The element type in ``dtypes`` to which other 8-bit arrays are converted, without rounding;
+            ``None`` if the backend rejects them.
         head_dim_step: Head dimensions of its kernels are multiples of this.
         float8_head_dim_step: ``head_dim_step`` for 8-bit arrays, if it differs.
         largest_head_dim: The largest head dimension; ``None`` for any.
@@ -78,28 +79,28 @@ class Capabilities:
             ``head_dim_step``.
         targets: Custom calls to this package's native library, by pass.
         schedules: Kernel schedules by pass, the default first.
-        used_arguments: Performance arguments that the backend uses, or whose guarantee it always satisfies; without
+        used_arguments: Performance arguments that the backend uses, or whose guarantee it always satisfies. Excludes
             tiles and ``kernel_schedule``.
         carries_plan: True if one operation carries the plan of the pass (:func:`natten_jax.plan.plan.carrying_plan`),
             as a custom call does. Otherwise all operations carry it.
         edges: Supported values of the window option ``edges``.
-        wraps_by_strips: True if some of its kernels do not support windows that wrap (:attr:`Form.wraps`): wrapped keys
-            are then separate calls.
+        wraps_by_strips: True if some of its kernels do not support windows that wrap (:attr:`Form.wraps`). Separate
+            calls then process the wrapped keys.
         takes: Supported features. A backend without ``"relative_bias"``, ``"key_bias"`` or ``"own_extents"`` (layouts
             with padding) rejects problems with that feature. For the other features, the caller converts the arrays if
             the backend lacks support: ``"own_layouts"``, a layout per batch entry (:meth:`Backend.takes_layouts_of`);
             ``"additional_kv"``, additional tokens in the same kernels; ``"shared_key_bias"``, key biases that all heads
-            share, without a copy per head; ``"sinks"``, sinks in the softmax, with gradients, and the rule of
-            :mod:`natten_jax.arrays.biases` for float32 biases and sinks.
+            share, without a copy per head; ``"sinks"``, sinks in the softmax, with gradients. Kernels with ``"sinks"``
+            also apply :func:`natten_jax.arrays.biases.with_hidden_keys` to float32 biases and sinks.
         excludes: Pairs of attributes of :class:`Problem` that kernels cannot combine, and the reasons.
-        needs_columns: Function that returns True if no kernel adds the key biases of a problem; the biases are then
-            additional columns of wider heads.
-        is_plain_jax: True if the backend consists of XLA operations: XLA splits them over devices, JAX differentiates
-            them in both modes and to any order, and a plan has tiles of both passes.
-        is_slow_fallback: True if the backend is slow: it runs by default only if no kernels can run, with a warning if
-            this build lacks kernels.
+        needs_columns: Function that returns True if no kernel adds the key biases of a problem. The biases are then
+            stored as additional columns of wider heads.
+        is_plain_jax: True if the backend consists of XLA operations: XLA partitions them over devices, JAX
+            differentiates them in both modes and to any order, and a plan has tiles for both passes.
+        is_slow_fallback: True if the backend is slow: it runs by default only if no other backend can run, with a
+            warning if this build lacks kernels.
         residual_width: Width of ``Differentiable.residuals``. If it is positive, the backend has an analytic derivative
-            (``tangents`` and ``gradients``, as :class:`natten_jax.backends.flex.backend.FlexBackend`).
+            (``tangents`` and ``gradients``, as in :class:`natten_jax.backends.flex.backend.FlexBackend`).
     """
 
     dtypes: Sequence[str]
@@ -132,10 +133,12 @@ class Form(NamedTuple):
     """Features of the kernels of a plan.
 
     Attributes:
-        wraps: True if kernels support windows that wrap, when arrays have all tokens of the wrapped dimensions.
-        continues: True if a forward pass can continue earlier passes (:class:`Earlier`); otherwise passes are merged.
-        unused: Performance arguments in ``Capabilities.used_arguments`` that do not affect this plan, and the reasons:
-            clauses that follow the backend's name.
+        wraps: True if kernels support windows that wrap, provided that arrays include all tokens of the wrapped
+            dimensions.
+        continues: True if a forward pass can continue earlier passes (:class:`Earlier`). Otherwise the results of
+            separate passes are merged.
+        unused: Performance arguments that the backend uses, but that do not affect this plan, and the reasons: clauses
+            that follow the backend's name.
     """
 
     wraps: bool
@@ -148,7 +151,7 @@ class Earlier(NamedTuple):
 
     Attributes:
         saved: Saved results of the earlier passes, for all queries.
-        seeing: Box of the queries that see the further keys.
+        seeing: Box of the queries that see keys of the further pass.
     """
 
     saved: Saved
@@ -170,7 +173,7 @@ def heads_rejection(has: Capabilities, problem: Problem) -> str | None:
 
 
 def with_wide_heads(has: Capabilities, problem: Problem) -> Problem:
-    """Return the problem with the head dimensions of the kernels."""
+    """Return the problem with its head dimensions rounded up to those that kernels support."""
     widest = max(problem.head_dim, problem.head_dim_v)
     if widths := [width for width in has.head_widths if width >= widest]:
         head_dim = head_dim_v = widths[0]
@@ -225,9 +228,9 @@ class Backend(abc.ABC):
         return next(filter(None, map(native.missing, has.targets.get(pass_, ()))), None)
 
     def takes_layouts_of(self, problem: Problem) -> bool:
-        """Return True if one call supports a layout per batch entry; otherwise each batch entry is a separate call.
+        """Return True if one call supports a layout per batch entry; otherwise each batch entry needs a separate call.
 
-        If wrapped keys are separate calls, the result is False: such a call has one origin for all batch entries.
+        Return False if separate calls process wrapped keys: such a call has one origin for all batch entries.
         """
         has, with_layouts = self.capabilities, dataclasses.replace(problem, own_extents=True)
         if "own_layouts" not in has.takes or (has.wraps_by_strips and "wrap" in problem.edges):
@@ -237,8 +240,8 @@ class Backend(abc.ABC):
     def widened(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair | None = None) -> Problem:
         """Return the problem that the kernels compute: heads are padded with zeros to a supported width.
 
-        Padding does not change results: zeros of queries and keys do not change logits, whose scale stays the same, and
-        the output columns of padded values are dropped. Key biases may be additional columns
+        Padding does not change results: zeros in queries and keys do not change logits, the scale does not change, and
+        the caller drops the output columns of padded values. Key biases may become additional columns
         (:mod:`natten_jax.arrays.biases`). Unsupported 8-bit elements are converted to a wider type, which is float32 if
         keys and values have scale factors per block.
 
@@ -267,15 +270,15 @@ class Backend(abc.ABC):
         )
 
     def kernels(self, problem: Problem, pass_: Pass, pair: TilePair) -> str | None:
-        """Return the kind of kernels that a pair of tiles selects, for ``Plan.kernels``; ``None`` for the default."""
+        """Return the name of the kernels that a pair of tiles selects (``Plan.kernels``); ``None`` for the default."""
         return None
 
     def predicted_seconds(self, problem: Problem, device: Device, pass_: Pass) -> float | None:
-        """Return the predicted time of a pass with the recommended tiles; ``None`` without a cost model."""
+        """Return the predicted time in seconds with the recommended tiles; ``None`` without a cost model."""
         return None
 
     def form(self, plan: Plan) -> Form:
-        """Return what the kernels of a plan support."""
+        """Return the features of the kernels of a plan."""
         return Form(wraps=not self.capabilities.wraps_by_strips)
 
     @abc.abstractmethod
@@ -284,9 +287,9 @@ class Backend(abc.ABC):
 
         Args:
             plan: The plan of the pass.
-            operands: The operands of all queries. With ``earlier``, they have origins, and keys that only queries of
-                ``earlier.seeing`` see.
-            saves: Compute the remainder, which a backward pass reads. Otherwise the remainder is undefined.
+            operands: The operands, with all queries. With ``earlier``, the operands have origins, and only queries in
+                ``earlier.seeing`` see their keys.
+            saves: True to compute the remainder, which a backward pass reads. Otherwise the remainder is undefined.
             earlier: Earlier forward passes, whose results are merged with this pass. Only for plans with
                 ``Form.continues``.
         """
@@ -297,7 +300,7 @@ class Backend(abc.ABC):
 
 
 class PureJaxBackend(Backend):
-    """A backend in plain JAX, which JAX differentiates: a subclass only has to implement ``attend``.
+    """A backend in plain JAX, which JAX differentiates: a subclass implements only ``attend`` and ``tile_pairs``.
 
     A backend with an analytic derivative also overrides ``forward_differentiable`` and ``backward``, and has a positive
     ``residual_width``.
@@ -313,12 +316,12 @@ class PureJaxBackend(Backend):
         return Differentiable(output.out.astype(plan.problem.element.accumulator), output.logsumexp)
 
     def forward(self, plan: Plan, operands: Operands, *, saves: bool = False, earlier: Earlier | None = None) -> Saved:
-        """Compute output and logsumexp; :meth:`backward` does not read them."""
+        """Compute output and logsumexp; :meth:`backward` recomputes them."""
         output = self.attend(plan, operands)
         return Saved(*output, jnp.zeros_like(output.logsumexp) if saves else None)
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
-        """Compute the gradients by a second forward pass."""
+        """Compute the gradients by differentiating a second forward pass."""
 
         def attend(inputs: Inputs) -> Output:
             return self.attend(plan, operands._replace(inputs=inputs))

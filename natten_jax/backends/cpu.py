@@ -53,7 +53,7 @@ class CpuBackend(NativeBackend):
         return reason
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
-        """Return tile shapes that are worth trying, the default pair first."""
+        """Return query and key/value tile shapes that are worth trying, the default pair first."""
         default = _default_pair(problem, pass_)
         q_tiles, kv_tiles = _CANDIDATES[problem.rank]
         return list(dict.fromkeys([default, *itertools.product(q_tiles, kv_tiles)]))
@@ -83,7 +83,7 @@ def _more_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
     return [ffi.layouts_operand(operands), ffi.or_nothing(table), ffi.key_bias_operand(problem, operands)]
 
 
-#: Query and key/value tiles that tile_pairs lists after the default, by rank.
+#: Candidate query tiles and key/value tiles by rank. ``tile_pairs`` lists their combinations after the default pair.
 _CANDIDATES: dict[int, tuple[list[Shape], list[Shape]]] = {
     1: ([(16,), (64,), (128,), (256,)], [(128,), (256,), (512,), (1024,)]),
     2: ([(4, 4), (8, 8), (16, 16), (4, 16)], [(8, 8), (16, 16), (24, 24), (8, 64)]),
@@ -97,13 +97,13 @@ _CANDIDATES: dict[int, tuple[list[Shape], list[Shape]]] = {
 _FORWARD_Q_TILE: dict[int, Shape] = {1: (128,), 2: (8, 8), 3: (2, 8, 8)}
 _BACKWARD_TILE: dict[int, Shape] = {1: (256,), 2: (16, 16), 3: (4, 8, 8)}
 _INNER_TOKENS = 512
-_SMALLEST_TILE = 16  # tokens; equals the vector lanes of the kernels
+_SMALLEST_TILE = 16  # tokens; equals the number of vector lanes in the kernels
 _ENOUGH_ITEMS = 128
 
 
 def _default_pair(problem: Problem, pass_: Pass) -> TilePair:
     if pass_ == "backward":
-        # The kernel makes two sweeps: outer tiles are query tiles in one sweep, and key/value tiles in the other.
+        # The kernel makes two sweeps: outer tiles are query tiles in one sweep and key/value tiles in the other sweep.
         tile = _BACKWARD_TILE[problem.rank]
         return _outer_tile(problem, problem.query_layout, tile), _outer_tile(problem, problem.kv_layout, tile)
     q_tile = _outer_tile(problem, problem.query_layout, _FORWARD_Q_TILE[problem.rank])
@@ -111,9 +111,9 @@ def _default_pair(problem: Problem, pass_: Pass) -> TilePair:
 
 
 def _outer_tile(problem: Problem, layout: Shape, tile: Shape) -> Shape:
-    """Round a tile up to whole stride groups, and halve it until there are enough work items.
+    """Round tile extents up to multiples of smaller strides, and halve the tile until there are enough work items.
 
-    The tile does not depend on the number of threads, because results must not depend on it.
+    The tile does not depend on the number of threads, because results must not depend on that number.
     """
     axes = problem.axes
     extents = [t if axis.stride > t else -(-t // axis.stride) * axis.stride for t, axis in zip(tile, axes, strict=True)]
@@ -128,7 +128,7 @@ def _outer_tile(problem: Problem, layout: Shape, tile: Shape) -> Shape:
 
 
 def _inner_tile(problem: Problem, q_tile: Shape) -> Shape:
-    """Split the keys that a query tile sees evenly into tiles of at most ``_INNER_TOKENS`` tokens."""
+    """Split the keys that a query tile sees into equal tiles of at most ``_INNER_TOKENS`` tokens."""
     extents = [
         min(axis.kernel_size + t + axis.stride - 2, -(-axis.kv_extent // axis.dilation))
         for axis, t in zip(problem.axes, q_tile, strict=True)

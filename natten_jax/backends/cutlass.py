@@ -28,15 +28,15 @@ from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem, Shape
 from natten_jax.windows import EDGES
 
-#: Value of ``Plan.kernels`` for small windows. It is ``None`` for large windows.
+#: Value of ``Plan.kernels`` for the small-window kernels. The large-window kernels have ``None``.
 _SMALL_WINDOWS = "small windows"
 _SMALL_FORWARD = "natten_jax_sm80_small_forward"
 _SMALL_BACKWARD = "natten_jax_sm80_small_backward"
 
-#: Tensor maps per batch entry and kernel: two arrays, and the statistics of queries.
+#: Tensor maps per batch entry and kernel: for two arrays, and for the statistics of queries.
 _ENTRY_MAPS = 3
 
-#: Performance arguments that the backward kernels for small windows ignore, and the reasons.
+#: Performance arguments that the small-window backward kernels ignore, and the reasons.
 _UNUSED_BY_SMALL_WINDOWS = {
     "backward_kv_splits": "does not split keys and values with the tiles for small windows",
     "backward_use_xla_reduction": "computes row sums on the way with the tiles for small windows",
@@ -47,8 +47,8 @@ _UNUSED_BY_SMALL_WINDOWS = {
 #: Array sizes are padded to a multiple of this number of elements, for vectorised loads.
 _STEP = 4
 
-#: Maximum number of partial sums of the sinks' gradient if a separate kernel computes it; over all batch entries with
-#: separate sinks.
+#: Maximum number of partial sums per head of the sinks' gradient if a separate kernel computes it, in total for all
+#: batch entries with separate sinks.
 _MOST_SINKS_PARTS = 256
 
 
@@ -70,12 +70,12 @@ def _call_small_forward(plan: Plan, operands: Operands, types: list[ResultType])
 
 
 def _sinks_parts(plan: Plan, operands: Operands) -> ResultType:
-    """Return the type of scratch memory for the sinks' gradient: partial sums of query tiles or of parts of queries."""
+    """Return the type of scratch memory for the sinks' gradient: partial sums per query tile or part of the queries."""
     sinks, problem = operands.inputs.sinks, plan.problem
     if sinks is None:
         return _float32(0)
     _, *extents, heads, _ = operands.inputs.query.shape
-    # Kernels group tiles into regions, and the last region may be incomplete.
+    # Kernels group tiles into regions; the last region may be incomplete.
     tiles = math.prod(
         axis.dilation * (2 * -(-extent // (axis.dilation * rows)) - 1)
         for axis, extent, rows in zip(problem.axes, extents, plan.tiles[1], strict=True)
@@ -86,14 +86,14 @@ def _sinks_parts(plan: Plan, operands: Operands) -> ResultType:
 
 
 def _table_products(problem: Problem, operands: Operands, rows: Shape, columns: Shape) -> ResultType:
-    """Return the type of scratch memory for a relative bias in the format of the kernels; empty without a bias.
+    """Return the type of scratch memory for a relative bias in the kernels' format; empty without a bias.
 
     All batch entries share one table unless they have separate bias tables or scales.
 
     Args:
         problem: The problem.
         operands: The arrays of the call.
-        rows: Extents of a tile, to which lines of the table are padded.
+        rows: Extents of the tile to which each line of the table is padded.
         columns: Extents of a group.
     """
     inputs = operands.inputs
@@ -105,7 +105,7 @@ def _table_products(problem: Problem, operands: Operands, rows: Shape, columns: 
 
 
 def _table_sums(plan: Plan, operands: Operands) -> list[ResultType]:
-    """Return the types of scratch memory for a relative bias's gradient: records of tiles, and their partial sums."""
+    """Return the types of scratch memory for a relative bias's gradient: one record per tile, and partial sums."""
     inputs, problem = operands.inputs, plan.problem
     if inputs.relative_bias is None:
         return [_float32(0)] * 2
@@ -117,7 +117,10 @@ def _table_sums(plan: Plan, operands: Operands) -> list[ResultType]:
 
 
 def _small_gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
-    """Call the kernels; the kernel for query gradients also computes query statistics, which the second one reads."""
+    """Call the small-window backward kernels.
+
+    The query gradient kernel also computes the query statistics that the key/value gradient kernel reads.
+    """
     problem, inputs = plan.problem, operands.inputs
     query_arrays = saved.logsumexp, saved.remainder, saved.out, cotangents.out, cotangents.logsumexp
     batch, *tokens, heads = saved.logsumexp.shape
@@ -129,7 +132,7 @@ def _small_gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: C
     added = ffi.layouts_operand(operands), tables, ffi.key_bias_operand(problem, operands), sinks
     results = [
         _float32(batch, count, heads, 4),
-        # Partial sums over queries for gradients of additional tokens.
+        # Partial sums, over queries, of the gradients of additional tokens.
         _float32(additional_parts, batch, problem.additional_kv, problem.heads_kv, additional_width),
         _table_products(problem, operands, rows, columns),
         *_table_sums(plan, operands),
@@ -153,15 +156,16 @@ _BACKWARD = "natten_jax_sm80_backward"
 _DELTA = "natten_jax_sm80_delta"
 _LIMITS = native.limits("sm80")
 
-#: Maximum bytes of query gradient accumulators in a backward pass; the accumulators of one head are the minimum.
+#: Maximum bytes of query gradient accumulators in a backward pass. One key/value head is always allowed, even if its
+#: accumulators exceed the maximum.
 _SCRATCH_BYTES = {
     MemoryUsagePreference.STRICT: 64 << 20,
     MemoryUsagePreference.DEFAULT: 1 << 30,
     MemoryUsagePreference.UNRESTRICTED: None,
 }
 
-#: Values of ``jax.default_matmul_precision`` with which XLA also multiplies float32 matrices in TF32. If it is not set,
-#: the kernels are accurate to float32.
+#: Values of ``jax.default_matmul_precision`` for which the kernels multiply float32 matrices in TF32, as XLA does. If
+#: the option is not set, the kernels compute with float32 accuracy.
 _TF32_PRECISIONS = (
     *("default", "fastest", "bfloat16", "BF16_BF16_F32"),
     *("high", "bfloat16_3x", "tensorfloat32", "TF32_TF32_F32"),
@@ -169,12 +173,12 @@ _TF32_PRECISIONS = (
 
 
 def _needs_columns(problem: Problem) -> bool:
-    """Return True if no kernel adds key biases: with a relative bias, and for 32-bit elements."""
+    """Return True if no kernel adds the key biases: for 32-bit elements, or with a relative bias."""
     return problem.relative_bias or problem.element.bytes != 2
 
 
 def _shared_memory(device: Device) -> int:
-    """Return the bytes of shared memory per block that kernels may use on a device."""
+    """Return the bytes of shared memory per thread block that kernels may use on a device."""
     capability = device.compute_capability
     if capability is None or capability[0] not in _LIMITS["wide_form_capabilities"]:
         return _LIMITS["least_shared_memory"]
@@ -182,7 +186,7 @@ def _shared_memory(device: Device) -> int:
 
 
 def _largest_tiles(problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
-    """Return the maximum queries and keys of a tile of the narrowest kernels for these head dimensions on a device."""
+    """Return the maximum queries and keys per tile of the kernels with the narrowest heads that fit the problem."""
     forms = [form for form in _LIMITS[pass_] if form["element_bytes"] == problem.element.bytes]
     forms = ffi.narrowest_forms(CutlassBackend, forms, problem)
     able = [form for form in forms if form["shared_memory"] <= _shared_memory(device)]
@@ -190,7 +194,7 @@ def _largest_tiles(problem: Problem, device: Device, pass_: Pass) -> tuple[int, 
 
 
 class CutlassBackend(NativeBackend):
-    """Attention on NVIDIA GPUs since Ampere."""
+    """Attention on NVIDIA GPUs of the Ampere generation and later."""
 
     family = "cutlass"
     capabilities = Capabilities(
@@ -240,8 +244,8 @@ class CutlassBackend(NativeBackend):
     def widened(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair | None = None) -> Problem:
         """Return the problem that the kernels compute.
 
-        If the kernels for small windows do not add key biases, representing the biases as additional columns may still
-        be faster than the kernels for large windows, which add them.
+        If the small-window kernels do not add the key biases, they may still be faster with the biases as additional
+        columns than the large-window kernels, which add the biases.
         """
         found = super().widened(problem, device, pass_, pair)
         if not found.key_bias:
@@ -265,7 +269,7 @@ class CutlassBackend(NativeBackend):
         return ranked[0][1] if ranked and problem.dtype != "float32" else None
 
     def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
-        """Return True if kernels support a pair of tile shapes; tiles for small windows must fit into shared memory."""
+        """Return True if kernels support a pair of tiles; small-window tiles must fit into shared memory."""
         if not super().offers(problem, device, pass_, pair):
             return False
         if self.kernels(problem, pass_, pair) is None:
@@ -275,11 +279,11 @@ class CutlassBackend(NativeBackend):
         return small_windows.estimate(self.family, problem, pass_, pair, device.compute_capability) is not None
 
     def kernels(self, problem: Problem, pass_: Pass, pair: TilePair) -> str | None:
-        """Return the name of the kernels for small windows if a pair of tiles selects them."""
+        """Return the name of the small-window kernels if a pair of tiles selects them, otherwise ``None``."""
         return _SMALL_WINDOWS if small_windows.is_chosen(problem, pass_, pair) else None
 
     def form(self, plan: Plan) -> Form:
-        """Return features of the kernels of a plan. Only kernels for small windows support windows that wrap."""
+        """Return the features of the kernels of a plan. Only the small-window kernels support windows that wrap."""
         is_small = plan.kernels == _SMALL_WINDOWS
         if plan.pass_ == "backward" and is_small:
             return Form(wraps=True, unused=_UNUSED_BY_SMALL_WINDOWS)
@@ -305,15 +309,15 @@ class CutlassBackend(NativeBackend):
         out, logsumexp, remainder = saved
         if performance.backward_use_xla_reduction:
             delta_of_queries = delta(out, *cotangents)
-        else:  # a kernel that reads each array once
+        else:  # call a kernel that reads each array once
             arrays = out, *map(or_nothing, cotangents)
             (delta_of_queries,) = native.call(_DELTA, [_float32(*out.shape[:-1])], *arrays)
         behind = [ffi.key_bias_gradient_type(problem, operands)]
         if problem.dtype != "float32":
             behind.append(_float32(scratch_elements(problem, inputs.query, performance)))
         biases = ffi.layouts_operand(operands), ffi.key_bias_operand(problem, operands)
-        # Number of thread blocks that share the key/value tiles of a head; 0 means one block per tile. With a single
-        # block, gradients are reproducible. Memory does not depend on this number.
+        # Number of thread blocks among which a head's key/value tiles are divided; 0 means one block per tile. With a
+        # single block, gradients are reproducible. Memory use does not depend on this number.
         splits = min(math.prod(performance.backward_kv_splits or (0,)), 2**31 - 1)
         options = {"is_accurate": int(plan.precision not in _TF32_PRECISIONS)}
         options["kv_splits"] = 1 if performance.backward_deterministic else splits
@@ -324,14 +328,14 @@ class CutlassBackend(NativeBackend):
 
 
 def scratch_elements(problem: Problem, query: jax.Array, performance: Performance) -> int:
-    """Return the number of float32 accumulators of the query gradient that fit into the allowed scratch memory.
+    """Return the number of float32 query gradient accumulators to allocate, given the limit on scratch memory.
 
-    If the accumulators of all heads do not fit, the kernels process the batch in rounds of equal size: several batch
-    entries per round or, if one entry does not fit, several heads of an entry.
+    If the accumulators of all heads exceed the limit, the kernels process the batch in rounds of equal size: several
+    batch entries per round or, if one entry exceeds the limit, several heads of an entry.
 
     Args:
         problem: The problem.
-        query: ``[batch, *tokens, heads, head_dim]``. May be a part of the problem's query.
+        query: ``[batch, *tokens, heads, head_dim]``. May be a shard of the problem's query.
         performance: Performance arguments with the memory preference.
     """
     limit = _SCRATCH_BYTES[MemoryUsagePreference(performance.memory_usage_preference)]
@@ -339,7 +343,7 @@ def scratch_elements(problem: Problem, query: jax.Array, performance: Performanc
     heads_kv = heads * problem.heads_kv // problem.heads
     head_bytes = (
         4 * math.prod(query.shape[1:]) // heads_kv
-    )  # bytes per key/value head, for all query heads that share it
+    )  # bytes per key/value head: the accumulators of all query heads that share it
 
     def at_once(count: int, each: int) -> int:
         turns = 1 if limit is None else math.ceil(count / max(limit // each, 1))
@@ -352,8 +356,8 @@ def scratch_elements(problem: Problem, query: jax.Array, performance: Performanc
 def _missing_code(capability: ComputeCapability) -> str | None:
     """Return why this build lacks machine code for a compute capability; ``None`` if it contains the code."""
     architectures = native.build_info()["cuda_architectures"]
-    # The last digit of an architecture is the minor version. Code runs on GPUs with the same major version and an equal
-    # or later minor version. The driver can compile code of the newest architecture for later GPUs.
+    # The last digit of an architecture is the minor version. Machine code runs on GPUs with the same major version and
+    # an equal or later minor version. The driver can compile the PTX of the newest architecture for later GPUs.
     built = sorted(divmod(int(name.rstrip("af")), 10) for name in architectures)
     if built[-1] <= capability or any(major == capability[0] and minor <= capability[1] for major, minor in built):
         return None
@@ -364,23 +368,23 @@ def _missing_code(capability: ComputeCapability) -> str | None:
 
 
 def _large_tile_sizes(problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[int, int], ...]:
-    """Return sizes, in queries and keys, of the tiles to rank for the kernels for large windows."""
+    """Return the sizes, in queries and keys, of the large-window tiles to rank."""
     most, keys = _largest_tiles(problem, device, pass_)  # rejects heads that are too wide, in both passes
     if pass_ == "backward":
         return (64, 128), (64, 64), (128, 128), (128, 64)
     rows = min(most, keys)
-    # Smaller query tiles leave rows of the kernel idle, and pay off only for few queries or narrow windows.
+    # Smaller query tiles leave rows of the kernel idle, and are faster only for few queries or narrow windows.
     sizes = (rows, 64), (rows, 128), (64, 64), (64, 128), (32, 128)
     return (*sizes, (most, 64)) if most > rows else sizes
 
 
 def _is_for_small_windows(problem: Problem) -> bool:
-    """Return True if only kernels for small windows add the biases of a problem."""
+    """Return True if only the small-window kernels add the biases of a problem."""
     return problem.relative_bias or (problem.key_bias and _needs_columns(problem))
 
 
 def _small_windows_take_biases(problem: Problem) -> bool:
-    """Return True if the kernels for small windows support key biases with the problem's other features, if any."""
+    """Return True if the small-window kernels support the problem's key biases, or if it has no key biases."""
     return not problem.key_bias or not (problem.own_layouts or "wrap" in problem.edges)
 
 
@@ -394,8 +398,8 @@ def _ranked_pairs(problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[
     if _is_for_small_windows(problem):
         return tuple(found)
     if problem.dtype == "float32":
-        # The time model covers 16-bit elements. A kernel is compiled for rows of a number of bytes, so that a float32
-        # head corresponds to a 16-bit head of twice the width.
+        # The time model covers 16-bit elements. Kernels are compiled per row size in bytes, so a float32 head
+        # corresponds to a 16-bit head of twice the width.
         head_dim, head_dim_v = (
             min(2 * each, _LIMITS["largest_head_dim"]) for each in (problem.head_dim, problem.head_dim_v)
         )

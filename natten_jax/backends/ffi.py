@@ -37,14 +37,14 @@ _SMALLEST_FACTOR_OF_OTHERS = 2.0**-64
 class HeadScales:
     """Scales of the logits, one per head of each batch entry.
 
-    Kernels multiply logits by ``abs(scale)``, and query gradients by ``query_factor``. The latter is larger if the
-    scale is zero, or so small that the gradient would lose digits. The scale's gradient is computed from the kernels'
-    query gradient.
+    Kernels multiply logits by ``abs(scale)``, and query gradients by ``query_factor``. ``query_factor`` exceeds
+    ``abs(scale)`` if the scale is zero, or so small that the gradient would lose digits. The scale's gradient is
+    computed from the kernels' query gradient.
 
     Attributes:
-        scale: float32 ``[batch, heads]``. NaN for values that kernels cannot use, which raise an error if the scale is
-            a number.
-        query_factor: float32 ``[batch, heads]``. Factor of the query gradient in kernels.
+        scale: float32 ``[batch, heads]``. NaN replaces values that are infinite or too large for kernels; a Python
+            number with such a value raises an error earlier.
+        query_factor: float32 ``[batch, heads]``. Factor by which kernels multiply query gradients.
     """
 
     scale: jax.Array
@@ -58,7 +58,7 @@ class HeadScales:
         return cls(scale, jnp.maximum(jnp.where(jnp.isnan(scale), smallest, jnp.abs(scale)), np.float32(smallest)))
 
     def signed(self, query: jax.Array) -> jax.Array:
-        """Multiply the query by the sign of the scale. Infinities and NaN stay not finite, even for a zero scale."""
+        """Multiply the query by the sign of the scale. With a zero scale, infinities and NaN become NaN."""
         return query * over_tokens(jnp.sign(self.scale), query).astype(query.dtype)
 
     def operand(self) -> jax.Array:
@@ -68,10 +68,10 @@ class HeadScales:
         return jnp.stack([jnp.where(is_used, jnp.abs(self.scale), 1), self.query_factor], axis=-1)
 
     def convert_gradients(self, gradients: Gradients, query: jax.Array) -> Gradients:
-        """Compute the gradients of the query and the scale.
+        """Compute the gradients of the query and the scale from the gradients that kernels return.
 
         Args:
-            gradients: Gradients from the kernels, relative to the signed query.
+            gradients: Gradients from the kernels, with respect to the query that :meth:`signed` returns.
             query: The query of the call.
         """
         wide = gradients.query.astype(jnp.float32)
@@ -87,7 +87,7 @@ def with_heads_of_queries(inputs: Inputs) -> Inputs:
 
 
 def sum_shared_heads(gradients: Gradients, inputs: Inputs) -> Gradients:
-    """Sum gradients of the copies from :func:`with_heads_of_queries` over query heads that share keys and values."""
+    """Sum the gradients of the copies that :func:`with_heads_of_queries` made over the query heads that share them."""
     heads_kv = inputs.key.shape[-2]
 
     def summed(array: jax.Array) -> jax.Array:
@@ -104,12 +104,13 @@ def _map_key_values(change: Callable[[jax.Array], jax.Array], inputs: Inputs) ->
     return jax.tree.map(lambda array, role: change(array) if role.is_key_value else array, inputs, roles)
 
 
-#: Replaces a scale of zero in kernels; the query is zero instead. It is so small that no accumulator overflows.
+#: The scale that kernels get instead of zero; the query is then multiplied by zero. It is so small that no accumulator
+#: overflows.
 _SCALE_OF_NOTHING = 2.0**-64
 
 
 class NativeBackend(Backend):
-    """A backend whose forward pass is one custom call. Its first results are output, logsumexp and remainder."""
+    """A backend whose forward pass is one custom call, which returns output, logsumexp and remainder first."""
 
     @abc.abstractmethod
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
@@ -136,7 +137,7 @@ class NativeBackend(Backend):
 
     @abc.abstractmethod
     def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
-        """Call the backward kernels. Query heads that share keys and values have the same scale.
+        """Call the backward kernels. Query heads that share keys and values must have the same scale.
 
         Args:
             plan: Plan of the pass.
@@ -156,10 +157,10 @@ class NativeBackend(Backend):
 
 
 def narrowest_forms(backend: type[Backend], forms: Sequence[Any], problem: Problem) -> list[Mapping[str, Any]]:
-    """Return the forms of the kernels with the narrowest heads that fit a problem.
+    """Return the kernel variants with the smallest head dimension that fits a problem.
 
     Raises:
-        ValueError: Kernels do not support its heads.
+        ValueError: The backend does not support the problem's head dimensions.
     """
     if reason := heads_rejection(backend.capabilities, problem):
         raise ValueError(f"{backend.family} has no tiles for these heads: {reason}")
@@ -169,7 +170,7 @@ def narrowest_forms(backend: type[Backend], forms: Sequence[Any], problem: Probl
 
 
 def with_kernel_rank(array: jax.Array, rank: int) -> jax.Array:
-    """Reshape an array to three token dimensions after the batch; leading ones get extent 1."""
+    """Reshape an array to three token dimensions after the batch; missing leading dimensions get extent 1."""
     return array.reshape(array.shape[0], *(1,) * (KERNEL_RANK - rank), *array.shape[1:])
 
 
@@ -181,14 +182,14 @@ def with_kernel_ranks(problem: Problem, saved: Saved, cotangents: Cotangents) ->
 def _times_sign_of_scale(problem: Problem, array: jax.Array) -> jax.Array:
     """Multiply a query, or its gradient, by the sign of the float32 scale, because kernels require positive scales.
 
-    It is a product also for a scale of zero, so that infinities and NaN give NaN, as they would in the logits.
+    A scale of zero also multiplies, so that infinities and NaN give NaN, as they would in the logits.
     """
     factor = int(np.sign(np.float32(problem.scale)))
     return array if factor == 1 else array * jnp.asarray(factor, array.dtype)
 
 
 def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
-    """Return the first operands of every target; operands that the call lacks are empty arrays."""
+    """Return the first operands of every custom call; missing operands are empty arrays."""
     inputs = operands.inputs
     query, key, value = [with_kernel_rank(array, problem.rank) for array in (inputs.query, inputs.key, inputs.value)]
     if inputs.scale is None:
@@ -205,10 +206,10 @@ def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
 
 
 def forward_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
-    """Return the first operands of forward targets.
+    """Return the first operands of forward custom calls.
 
-    The last operand has the scale and the sink of each head, ``[batch, heads, 2]``; a missing sink is ``-inf``. Without
-    array scales and sinks, it is empty.
+    The last operand contains the scale and the sink of each head, ``[batch, heads, 2]``; a missing sink is ``-inf``. It
+    is empty if the scale is not an array and there are no sinks.
     """
     *others, scales = kernel_operands(problem, operands)
     inputs = operands.inputs
@@ -221,7 +222,7 @@ def forward_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
 
 
 def or_nothing(array: jax.Array | None, shape: Shape = (0,), dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-    """Return an optional operand, or an empty array if the call lacks it: filling an array would launch a kernel."""
+    """Return an optional operand, or an empty array if it is ``None``: filling an array would launch a kernel."""
     return jnp.zeros(shape, dtype) if array is None else array
 
 
@@ -278,10 +279,10 @@ def call_for_gradients(
     further_results: Sequence[ResultType],
     **more: int,
 ) -> tuple[Gradients, Sequence[jax.Array]]:
-    """Call a backward target. Its first results are the gradients of query, key, value and additional tokens.
+    """Make a backward custom call, whose first results are the gradients of query, key, value and additional tokens.
 
     Args:
-        target: Name of the target.
+        target: Name of the custom call target.
         plan: Plan of the backward pass.
         operands: Operands of the call.
         per_query: Operands after :func:`kernel_operands`.
@@ -293,7 +294,7 @@ def call_for_gradients(
     """
     problem, inputs = plan.problem, operands.inputs
     arrays = kernel_operands(problem, operands)
-    *with_gradients, _, _ = arrays  # without origins and scales
+    *with_gradients, _, _ = arrays  # all except origins and scales
     types = [ResultType(array.shape, array.dtype) for array in with_gradients]
     results = native.call(target, [*types, *further_results], *arrays, *per_query, **attributes(plan), **more)
     pairs = zip(inputs, results[: len(types)], strict=False)
@@ -308,12 +309,12 @@ def call_for_gradients(
 
 
 def scale_of_kernels(problem: Problem) -> float:
-    """Return the scale that kernels get, for calls with one scale for all heads."""
+    """Return the scale attribute of kernels, which is used if all heads have the same scale."""
     return abs(float(problem.scale)) if np.float32(problem.scale) else _SCALE_OF_NOTHING
 
 
 def attributes(plan: Plan) -> dict[str, Shape | float]:
-    """Return the attributes of every target. The scale is positive: the query is multiplied by its sign."""
+    """Return the attributes of every custom call. The scale is positive, because its sign multiplies the query."""
     problem = plan.problem
     q_tile, kv_tile = with_kernel_tiles(problem, plan.tiles)
     shapes = {"q_tile_shape": q_tile, "kv_tile_shape": kv_tile}

@@ -32,10 +32,10 @@ _Ranked = tuple[tuple[TilePair, float], ...]
 def ranked_around(problem: Problem, pass_: Pass, ranked: _Ranked) -> _Ranked:
     """Add the cost of seams to predicted times, and sort by the new times.
 
-    A seam is the point of a wrapped dimension where its last token is followed by its first.
+    A seam is the point of a wrapped dimension at which the first token follows the last token.
 
     Args:
-        problem: The problem of the pairs.
+        problem: The problem that the times are predicted for.
         pass_: The pass.
         ranked: Pairs of tiles with predicted seconds, without the cost of seams.
     """
@@ -46,7 +46,7 @@ def ranked_around(problem: Problem, pass_: Pass, ranked: _Ranked) -> _Ranked:
 
 
 def times_as_long(problem: Problem, pass_: Pass, pair: TilePair) -> float:
-    """Return the factor by which seams lengthen a pass.
+    """Return the factor by which seams increase the time of a pass.
 
     Args:
         problem: A problem with dimensions that wrap.
@@ -120,17 +120,17 @@ class HopperBackend(NativeBackend):
         return [pair for pair, _ in _ranked_pairs(problem, pass_)]
 
     def predicted_seconds(self, problem: Problem, device: Device, pass_: Pass) -> float | None:
-        """Return the predicted seconds of a pass with the recommended tiles; ``None`` without predictions."""
+        """Return the predicted seconds of a pass with the recommended tiles; ``None`` if no tiles are ranked."""
         ranked = _ranked_pairs(problem, pass_)
         return ranked[0][1] if ranked else None
 
     def form(self, plan: Plan) -> Form:
-        """Return what the kernels of a plan support."""
+        """Return the features of the kernels of a plan."""
         problem, is_forward = plan.problem, plan.pass_ == "forward"
         unused = {}
         if is_forward and problem.key_bias and plan.kernel_schedule is KernelSchedule.COOPERATIVE:
             unused = {"kernel_schedule": "uses the ping-pong schedule with a key_bias, as with kernel_schedule='pp'"}
-        # The deterministic backward kernel orders its tiles, and does not support seams.
+        # The deterministic backward kernel processes tiles in a fixed order, and does not support seams.
         wraps = is_forward or not plan.performance.backward_deterministic
         is_plain = is_forward and not problem.element.is_float8 and not problem.key_bias
         return Form(wraps, is_plain and continues(_KERNELS, problem), unused)
@@ -162,7 +162,7 @@ class HopperBackend(NativeBackend):
         (out, logsumexp, remainder), cotangents = ffi.with_kernel_ranks(problem, saved, cotangents)
         layouts, (batch, *tokens, heads, _) = ffi.layouts_operand(operands), inputs.query.shape
         if performance.backward_use_xla_reduction:
-            # Round the base-2 logsumexp as the kernels do: their remainders are relative to the rounded number.
+            # Round the base-2 logsumexp as the kernels do, because their remainders are relative to the rounded value.
             per_query = logsumexp * np.float32(1 / math.log(2)), delta(out, *cotangents)
             statistics = jnp.stack([jnp.moveaxis(array, -1, 1) for array in per_query], axis=-1)
         else:
@@ -170,8 +170,8 @@ class HopperBackend(NativeBackend):
             types = [ResultType((batch, heads, *out.shape[1:-2], 2), jnp.float32)]
             arrays = out, cotangents.out, logsumexp, ffi.or_nothing(cotangents.logsumexp), layouts
             (statistics,) = native.call(_STATISTICS, types, *arrays)
-        # Accumulators of the query gradient, a tile counter, and, if deterministic, a counter per query tile that
-        # orders the additions.
+        # Scratch memory: accumulators of the query gradient, a tile counter and, if deterministic, a counter per query
+        # tile that orders the additions.
         scratch = inputs.query.size + 1
         if performance.backward_deterministic:
             groups_and_tiles = zip(tokens, problem.dilation, plan.tiles[0], strict=True)
@@ -186,12 +186,12 @@ class HopperBackend(NativeBackend):
         return ffi.with_sinks_gradient(found, inputs, logsumexp, jnp.moveaxis(statistics[..., 1], 1, -1))
 
 
-#: Counter of query tiles.
+#: Scratch memory of the forward kernels: a counter of query tiles.
 _SCRATCH = ResultType((1,), jnp.int32)
 
-#: Tensor maps per batch entry: four arrays, each with eight classes of dilation groups.
+#: Tensor maps per batch entry in the forward pass: four arrays, each with eight classes of dilation groups.
 _ENTRY_MAPS = 4 * 8
-#: Tensor maps per batch entry in the backward pass: seven arrays.
+#: Tensor maps per batch entry in the backward pass: seven arrays, each with eight classes of dilation groups.
 _BACKWARD_ENTRY_MAPS = 7 * 8
 
 

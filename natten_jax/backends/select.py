@@ -1,6 +1,6 @@
 """Selection of backend, tiles and schedule for a pass of a request on a device.
 
-No other module makes this decision.
+No other module selects them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from natten_jax.plan.devices import Device, lowering_targets
 from natten_jax.plan.plan import BackendId, Plan, Request, tile_arguments
 from natten_jax.problem import Problem
 
-#: Environment variable with a comma-separated list of families, such as ``"tpu"``, to select by default.
+#: Environment variable: a comma-separated list of by-name-only families, such as ``"tpu"``, to select by default.
 VARIABLE = "NATTEN_JAX_BY_DEFAULT"
 
 
@@ -60,7 +60,7 @@ _was_warned = False
 
 
 class MissingKernelsWarning(UserWarning):
-    """The slow portable backend runs because this build of natten_jax lacks kernels for the device."""
+    """Warning that the slow portable backend runs because this build of natten_jax lacks kernels for the device."""
 
 
 def missing_kernels_of(backends: Iterable[Backend], problem: Problem, device: Device, pass_: Pass) -> str | None:
@@ -80,7 +80,8 @@ def missing_kernels_of(backends: Iterable[Backend], problem: Problem, device: De
         reason = backend.rejection(problem, device, pass_)
         if reason is None:
             return None
-        # rejection() does not check this build for an absent device. If it returns None then, this build is the reason.
+        # For an absent device, rejection() does not check whether this build supports it. If rejection() then returns
+        # None, this build is the reason.
         elsewhere = dataclasses.replace(device, is_present=False)
         if reason == native.load_error or backend.rejection(problem, elsewhere, pass_) is None:
             return f"{reason}. {_remedy(device)}"
@@ -88,7 +89,7 @@ def missing_kernels_of(backends: Iterable[Backend], problem: Problem, device: De
 
 
 def warn_once(reason: str) -> None:
-    """Warn that the portable backend runs, and why; only once per process."""
+    """Warn once per process that the portable backend runs, and why."""
     global _was_warned
     if _was_warned:
         return
@@ -109,8 +110,8 @@ def _remedy(device: Device) -> str:
     return sentence[0].upper() + sentence[1:]
 
 
-#: Another backend replaces the preferred one if its predicted time is at most this fraction of the preferred one's. The
-#: margin is there because predictions are not exact.
+#: Another backend replaces the preferred backend if its predicted time is at most this fraction of the preferred
+#: backend's time. The margin allows for prediction errors.
 _CLEARLY_FASTER = 0.9
 
 
@@ -120,7 +121,7 @@ class _Decision(NamedTuple):
     Attributes:
         plan: Plan of the pass; ``None`` if the pass cannot run.
         refusal: Reason why the pass cannot run; empty if it can.
-        lack: Kernels that this build lacks, so that a slow backend runs instead; ``None`` otherwise.
+        lack: Reason why this build lacks kernels, if a slow backend runs instead; ``None`` otherwise.
     """
 
     plan: Plan | None
@@ -133,8 +134,8 @@ class DeviceCall:
     """A request on one device.
 
     Attributes:
-        request: The request, for the device's part of the call.
-        device: The kind of device that runs it.
+        request: The request for the part of the call that runs on the device.
+        device: The kind of device that runs the request.
     """
 
     request: Request
@@ -146,7 +147,8 @@ class DeviceCall:
         If the requested backend cannot run the backward pass, the best other backend runs it.
 
         Raises:
-            ValueError: The requested backend cannot run the pass, or no backend can run it with the requested tiles.
+            ValueError: The requested backend cannot run the forward pass, no backend can run the pass, or the selected
+                backend does not offer the requested tiles.
         """
         plan, refusal, lack = decided(self.request, self.device, pass_, backends.registered())
         if plan is None:
@@ -167,7 +169,7 @@ def device_calls(request: Request) -> Iterator[DeviceCall]:
     If the request has tiles for the backward pass, the device must also be able to run that pass.
 
     Raises:
-        ValueError: No device can; the message is about the default device.
+        ValueError: No kind of device can run the request; the message is about the default device.
     """
     error = None
     is_supported = False
@@ -243,11 +245,11 @@ def plan_with(backend: Backend, request: Request, device: Device, pass_: Pass) -
     performance, pair = request.performance, request.performance.tiles(pass_)
     problem = backend.widened(request.problem, device, pass_, pair)
     is_split = math.prod(request.parts) != 1
-    # A device's part of the layout may begin at any token: choose its tiles as for batch entries with own origins.
+    # A device's part of the layout may begin at any token: choose tiles as for batch entries with separate origins.
     tiled = dataclasses.replace(problem, own_origins=True) if is_split else problem
     if pair is None:
         performance = performance.with_tiles(pass_, backend.tile_pairs(tiled, device, pass_)[0])
-    if backend.capabilities.is_plain_jax:  # JAX derives one pass from the other, so that both need tiles
+    if backend.capabilities.is_plain_jax:  # JAX derives one pass from the other, so both passes need tiles
         other: Pass = "forward" if pass_ == "backward" else "backward"
         if performance.tiles(other) is None:
             performance = performance.with_tiles(other, backend.tile_pairs(tiled, device, other)[0])
@@ -272,7 +274,7 @@ def rejections(problem: Problem, device: Device, pass_: Pass) -> dict[BackendId,
 
 @functools.lru_cache(maxsize=64)
 def _for_device(device: Device, registered: Sequence[Backend]) -> tuple[Backend, ...]:
-    """Return the backends whose platform includes a device, best first."""
+    """Return the backends whose platform includes a device, in order of preference."""
     platforms = [(each, each.capabilities.platform) for each in registered]
     return tuple([each for each, platform in platforms if platform is None or platform.has(device)])
 
@@ -286,7 +288,7 @@ def _candidates(
     *,
     with_fallback: bool,
 ) -> list[Backend]:
-    """Return the backends that can run a pass, best first.
+    """Return the backends that can run a pass, in order of preference.
 
     Slow backends are omitted if another backend can run the pass, unless ``with_fallback`` is set.
     """
@@ -334,24 +336,23 @@ def _unknown_tiles(problem: Problem, pair: TilePair, device: Device, pass_: Pass
     )
 
 
-# Performance arguments that a backend ignores are reported. A backend is affected by the arguments in
-# `Capabilities.used_arguments`, except `Form.unused` of the plan, and by `kernel_schedule` if it has schedules.
-# Tiles affect all backends.
+# A backend uses the performance arguments in `Capabilities.used_arguments`, except those in `Form.unused` of the plan,
+# and `kernel_schedule` if it has schedules. All backends use tiles. Other arguments are reported as ignored.
 
 
 class Choice(NamedTuple):
-    """Effect of a performance argument.
+    """Description of a performance argument.
 
     Attributes:
         pass_: The pass that the argument affects.
-        lacking: Reason why a backend ignores the argument: a phrase that follows "<backend> has".
+        lacking: Reason why some backends ignore the argument: a phrase that follows "<backend> has".
     """
 
     pass_: Pass
     lacking: str
 
 
-#: Performance arguments by name.
+#: Descriptions of performance arguments by name, except tiles.
 CHOICES: Mapping[str, Choice] = {
     "run_persistent_kernel": Choice("forward", "no persistent tile scheduling to turn off"),
     "kernel_schedule": Choice("forward", "no kernel schedules"),
@@ -377,7 +378,7 @@ def ignored(plan: Plan, asked: Performance) -> dict[str, str]:
         asked: The performance arguments of the call. Arguments with their default value are not reported.
 
     Returns:
-        Reasons by argument: clauses that begin with the backend's name. Only arguments of the plan's pass.
+        Reasons by argument, for arguments of the plan's pass: clauses that begin with the backend's name.
     """
     backend, reasons = backends.by_id(plan.backend), {}
     known, unused = used_arguments_of(backend), backend.form(plan).unused
@@ -392,7 +393,7 @@ def ignored(plan: Plan, asked: Performance) -> dict[str, str]:
 
 
 def _others(name: str, here: BackendId) -> str:
-    """Return the names of the backends that an argument affects, in parentheses; empty if it affects no backend."""
+    """Return the backends that use an argument, as text in parentheses; empty if no backend uses it."""
     able = [
         str(BackendId(each.family, here.operator)) for each in backends.registered() if name in used_arguments_of(each)
     ]
