@@ -11,9 +11,9 @@ Environment variables:
     NATTEN_JAX_BENCH: ``1`` adds the kernels that only benchmarks use to the CUDA part.
     NATTEN_JAX_CUDA_SAMPLE: ``1`` compiles each kernel template for one element type and feature, in half the time. It
         checks that a CUDA compiler accepts the sources. The library links, but no program can load it.
-    NATTEN_JAX_SANITIZE: sanitizers of g++ to build host code with, as in ``address,undefined``.
+    NATTEN_JAX_SANITIZE: g++ sanitizers for host code, such as ``address,undefined``.
     NATTEN_JAX_CUDA_ARCHS: CUDA architectures, separated by semicolons. The default is DEFAULT_CUDA_ARCHITECTURES, or
-        RELEASE_CUDA_ARCHITECTURES in a release, without architectures that nvcc does not support.
+        RELEASE_CUDA_ARCHITECTURES in a release, as far as nvcc supports them.
     NATTEN_JAX_RELEASE: ``1`` builds for distribution to other machines; this changes only the default architectures.
     NATTEN_JAX_CUTLASS_INCLUDE_DIR: include directory of CUTLASS, which contains ``cutlass/`` and ``cute/``. By default
         the headers come from the Python package nvidia-cutlass.
@@ -44,7 +44,7 @@ OLDEST_COMPUTE_CAPABILITY = 8.0
 DEFAULT_CUDA_ARCHITECTURES = "80;90a"
 #: Both Blackwell architectures need machine code: code for 100 does not run on 120, and vice versa.
 RELEASE_CUDA_ARCHITECTURES = "80;90a;100;120"
-#: Together these are a complete nvcc, for machines without a CUDA toolkit.
+#: Python packages that together contain a complete nvcc, for machines without a CUDA toolkit.
 PACKAGED_CUDA = 13
 CUDA_TOOLKIT_REQUIREMENTS = [
     f"nvidia-{part}==13.0.*" for part in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-cccl", "cuda-runtime")
@@ -52,12 +52,12 @@ CUDA_TOOLKIT_REQUIREMENTS = [
 CUTLASS_REQUIREMENT = "nvidia-cutlass==4.2.*"
 CUTLASS_VARIABLE = "NATTEN_JAX_CUTLASS_INCLUDE_DIR"
 BYTES_PER_COMPILATION = 3 << 30
-#: Cross compilers by target machine, under GNU's names.
+#: Cross compilers by target machine, with the names of GNU's programs.
 CROSS_COMPILERS = {"aarch64": "aarch64-linux-gnu-g++"}
 
 
 def path_entries() -> list[str]:
-    """Absolute directories on PATH: empty or relative entries would run programs from the current directory."""
+    """Return the absolute directories on PATH: other entries could run programs from the current directory."""
     return list(filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep)))
 
 
@@ -98,7 +98,7 @@ def wants_native() -> bool:
 
 
 def other_machine() -> str | None:
-    """Target machine of a cross build; ``None`` for a native build."""
+    """Return the target machine of a cross build; ``None`` for a native build."""
     choice = os.environ.get("NATTEN_JAX_MACHINE", "")
     if choice not in ("", *CROSS_COMPILERS):
         raise SystemExit(f"NATTEN_JAX_MACHINE must be one of {', '.join(CROSS_COMPILERS)}, got {choice!r}.")
@@ -106,7 +106,7 @@ def other_machine() -> str | None:
 
 
 def cross_options() -> list[str]:
-    """CMake options for cross-compilation. Python's headers are the host's: they are identical for the same version."""
+    """Return CMake options for cross-compilation, with the host's Python headers: the target's are identical."""
     machine = other_machine()
     if machine is None:
         return []
@@ -124,7 +124,7 @@ def cross_options() -> list[str]:
 
 
 def extension_suffix(machine: str) -> str:
-    """Suffix of extension modules for this version of Python on another machine."""
+    """Return the suffix of extension modules for this version of Python on another machine."""
     return str(sysconfig.get_config_var("EXT_SUFFIX")).replace(platform.machine(), machine)
 
 
@@ -149,7 +149,7 @@ def wants_cuda() -> bool:
 
 
 def chosen_cuda() -> int | None:
-    """Requested major version of CUDA; ``None`` if any will do."""
+    """Return the requested major version of CUDA; ``None`` if any version is allowed."""
     choice = os.environ.get("NATTEN_JAX_CUDA", "")
     return int(choice) if choice in ("12", "13") else None
 
@@ -163,13 +163,13 @@ def is_release() -> bool:
 
 
 def cuda_of(nvcc: Path) -> int | None:
-    """Major CUDA version of an nvcc."""
+    """Return the major CUDA version of an nvcc; ``None`` if unknown."""
     release = re.search(r"release (\d+)\.", ask(nvcc, "--version"))
     return int(release[1]) if release else None
 
 
 def installed_nvccs() -> Iterator[Path]:
-    """The nvcc of every installed CUDA toolkit found, preferred first."""
+    """Yield the nvcc of every installed CUDA toolkit, in order of preference."""
     home = os.environ.get("CUDA_HOME")
     if home and (Path(home) / "bin" / "nvcc").exists():
         yield Path(home) / "bin" / "nvcc"
@@ -180,13 +180,13 @@ def installed_nvccs() -> Iterator[Path]:
 
 
 def find_installed_nvcc() -> Path | None:
-    """The nvcc of an installed CUDA toolkit of the requested version."""
+    """Return the nvcc of an installed CUDA toolkit of the requested version."""
     chosen = chosen_cuda()
     return next((nvcc for nvcc in installed_nvccs() if chosen is None or cuda_of(nvcc) == chosen), None)
 
 
 def find_packaged_nvcc() -> Path | None:
-    """The nvcc of the Python packages in CUDA_TOOLKIT_REQUIREMENTS, which share one directory.
+    """Return the nvcc of the Python packages in CUDA_TOOLKIT_REQUIREMENTS, which share one directory.
 
     The current directory, which Python adds to ``sys.path``, is skipped.
     """
@@ -201,7 +201,7 @@ def find_packaged_nvcc() -> Path | None:
 
 
 def setup_requirements() -> list[str]:
-    """Build requirements beyond the static requirements in pyproject.toml."""
+    """Return build requirements in addition to the static requirements in pyproject.toml."""
     if not wants_cuda():
         return []
     cutlass = [] if os.environ.get(CUTLASS_VARIABLE) else [CUTLASS_REQUIREMENT]
@@ -213,7 +213,7 @@ def setup_requirements() -> list[str]:
 
 
 def no_nvcc() -> str:
-    """Error message for a missing nvcc."""
+    """Return the error message for a missing nvcc."""
     chosen = chosen_cuda()
     if chosen not in (None, PACKAGED_CUDA):
         found = ", ".join(f"{nvcc} (CUDA {cuda_of(nvcc)})" for nvcc in installed_nvccs()) or "none"
@@ -229,13 +229,13 @@ def no_nvcc() -> str:
 
 
 def cuda_architectures(nvcc: Path) -> str:
-    """CUDA architectures as a CMake list: as requested, or all defaults that nvcc supports."""
+    """Return CUDA architectures as a CMake list: the requested ones, or all defaults that nvcc supports."""
     chosen = os.environ.get("NATTEN_JAX_CUDA_ARCHS")
     wanted = (chosen or (RELEASE_CUDA_ARCHITECTURES if is_release() else DEFAULT_CUDA_ARCHITECTURES)).split(";")
     wrong = [name for name in wanted if not re.fullmatch(r"\d{2,3}[af]?", name)]
     if wrong:
         raise SystemExit(f"NATTEN_JAX_CUDA_ARCHS must be architectures as in '80;90a', got {chosen!r}.")
-    # nvcc's list omits suffixes: it supports architecture-specific features whenever it supports the architecture.
+    # nvcc's list has no suffixes ("a", "f"): if nvcc supports an architecture, it supports its suffixes.
     known = re.findall(r"^sm_(\d+)", ask(nvcc, "--list-gpu-code"), re.MULTILINE)
     missing = [name for name in wanted if name.rstrip("af") not in known]
     if missing:
@@ -264,7 +264,7 @@ def is_sample() -> bool:
 
 
 def cuda_options() -> list[str]:
-    """CMake options for the CUDA part."""
+    """Return the CMake options for the CUDA part."""
     if not wants_cuda():
         return ["-DNATTEN_JAX_CUDA=OFF"]
     nvcc = find_installed_nvcc()
@@ -287,7 +287,7 @@ def cuda_options() -> list[str]:
 
 
 def launcher_options() -> list[str]:
-    """CMake options that make ccache the compiler launcher, if it is installed."""
+    """Return CMake options that make ccache the compiler launcher, if it is installed."""
     ccache = find_program("ccache")
     if ccache is None:
         return []
@@ -295,7 +295,7 @@ def launcher_options() -> list[str]:
 
 
 def package_directory(name: str) -> Path:
-    """Directory of an installed package, found without importing it."""
+    """Return the directory of an installed package without importing it."""
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit(f"Building natten_jax needs the Python package {name}.")
@@ -303,13 +303,13 @@ def package_directory(name: str) -> Path:
 
 
 def native_sources() -> str:
-    """Fingerprint of ``csrc``, by which a clone checks that a library was built from the same sources."""
+    """Return the fingerprint of ``csrc``, with which a clone checks that a library was built from the same sources."""
     fingerprint: str = runpy.run_path(str(ROOT / "natten_jax" / "source_tree.py"))["fingerprint"](ROOT / "csrc")
     return fingerprint
 
 
 def parallel_compilations() -> int:
-    """Number of parallel compilations that this machine's memory and cores allow."""
+    """Return the number of parallel compilations that this machine's memory and cores allow."""
     try:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
@@ -346,12 +346,12 @@ class CMakeBuild(build_ext):
             *launcher_options(),
             *cuda_options(),
         ]
-        # A cache from another build environment refers to tools that no longer exist.
+        # A cache from another build environment may refer to tools that no longer exist.
         (build_directory / "CMakeCache.txt").unlink(missing_ok=True)
         subprocess.run(configure, check=True)
         parallel = [] if "CMAKE_BUILD_PARALLEL_LEVEL" in os.environ else ["--parallel", str(parallel_compilations())]
         subprocess.run([cmake, "--build", str(build_directory), *parallel], check=True)
-        # Sanitizer reports need symbols to name source lines.
+        # Sanitizer reports require symbols for source lines.
         strip = [] if sanitizers else ["--strip"]
         subprocess.run([cmake, "--install", str(build_directory), *strip], check=True)
 
@@ -362,11 +362,11 @@ class CMakeBuild(build_ext):
             self.copy_file(built, target)
 
     def get_outputs(self) -> list[str]:
-        """The extension and the library."""
+        """Return the paths of the extension and of the library."""
         return [*super().get_outputs(), *self._library_mapping()]
 
     def get_output_mapping(self) -> dict[str, str]:
-        """Built files and their locations in editable installs."""
+        """Return the built files and their locations in editable installs."""
         mapping = super().get_output_mapping()
         return {**mapping, **(self._library_mapping() if mapping else {})}
 

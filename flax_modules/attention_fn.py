@@ -61,8 +61,8 @@ class Performance(PerformanceArguments, total=False):
 class Neighborhood:
     """Neighborhood attention with all arguments fixed except its arrays.
 
-    Hashable and comparable, as Flax requires for static attributes of modules. Modules with equal arguments share a
-    compiled program.
+    Instances are hashable and comparable, as Flax requires for static attributes of modules. Modules with equal
+    arguments share a compiled program.
     """
 
     rank: int
@@ -109,7 +109,7 @@ class Neighborhood:
         except ValueError as error:
             flattened = f" (without a batch dimension, {_FLATTENED.format(rank=self.rank)})"
             message = f"{error}{'' if batch or self.rank == 1 else flattened}"
-            if self.scale_name == "qk_scale":  # in a module, which projects the arrays from its inputs
+            if self.scale_name == "qk_scale":  # the caller is a module, whose arguments have other names
                 message = message.replace("query, key and value", "inputs and inputs_kv").replace(
                     "query has", "inputs has"
                 )
@@ -119,7 +119,7 @@ class Neighborhood:
 
 
 def _with_one_batch_dimension(array: Any, batch: tuple[int, ...], rank: int | None) -> Any:
-    """Flatten the batch dimensions of an array that has them, followed by ``rank`` others; ``None`` is any number."""
+    """Flatten the leading dimensions ``batch`` of an array that has them, if ``rank`` (``None``: any) others follow."""
     shape = getattr(array, "shape", ())
     others = shape[len(batch) :]
     if array is None or shape[: len(batch)] != batch or (rank is not None and (not batch or len(others) != rank)):
@@ -192,17 +192,17 @@ def frozen(value: Any) -> Any:
 
 
 class NeighborhoodModule:
-    """Common parts of the modules for ``flax.nnx`` and ``flax.linen``, and of their documentation.
+    """Base class of the modules for ``flax.nnx`` and ``flax.linen``; their docstrings are built from this docstring.
 
     Maps ``[*batch, {layout}, in_features]`` to ``[*batch, {layout}, out_features]``, with zero or more batch
     dimensions. Reshape flattened tokens ``[batch, tokens, in_features]`` of an image to the image's layout first.
 
     Window arguments take a value per token dimension, or a single value for all. Names and shapes of the parameters
     follow Flax's ``MultiHeadAttention``: ``query``, ``key`` and ``value`` have kernels
-    ``[in_features, heads, head_dim]`` and biases ``[heads, head_dim]``, ``out`` has
-    ``[num_heads, head_dim, out_features]`` and ``[out_features]``; with ``normalize_qk``, ``query_ln`` and ``key_ln``
-    have scales ``[head_dim]``; with ``relative_bias``, ``rpb`` is ``[heads, 2 * kernel_size - 1, ...]``; with
-    ``sinks``, ``sinks`` is ``[heads]``.
+    ``[in_features, heads, head_dim]`` and biases ``[heads, head_dim]``, ``out`` has a kernel
+    ``[num_heads, head_dim, out_features]`` and a bias ``[out_features]``; with ``normalize_qk``, ``query_ln`` and
+    ``key_ln`` have scales ``[head_dim]``; with ``relative_bias``, ``rpb`` is ``[heads, 2 * kernel_size - 1, ...]``;
+    with ``sinks``, ``sinks`` is ``[heads]``.
 
     Arguments:
         num_heads: Query heads.
@@ -210,8 +210,8 @@ class NeighborhoodModule:
         stride: Queries that share a window; at most ``kernel_size``.
         dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
         is_causal: Hide later keys.
-        edges: Boundary mode: ``"shift"`` moves a window that crosses an end inside, ``"cut"`` drops its keys beyond the
-            end, ``"wrap"`` continues it at the other end, of an extent that ``dilation`` divides.
+        edges: Boundary mode: ``"shift"`` moves a window that crosses an end back inside, ``"cut"`` drops its keys
+            beyond the end, ``"wrap"`` continues it at the other end (``dilation`` must divide the extent).
         clamp_window: Clamp windows larger than the layout to the largest that fit.
         qkv_bias: Give the query, key and value projections a bias; the output projection always has a bias.
         qk_scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``.
@@ -237,10 +237,10 @@ class NeighborhoodModule:
         bias_init: Initializer of the biases.
         kv_bias_init: Initializer of the biases of key and value; ``None`` is ``bias_init``.
         out_bias_init: Initializer of the output projection's bias; ``None`` is ``bias_init``.
-        attention_kwargs: Argument of :func:`natten_jax.na{rank}d`. Its arguments ``backend``, ``fp8``,
-            ``q_tile_shape``, ``kv_tile_shape``, ``backward_q_tile_shape``, ``backward_kv_tile_shape``,
-            ``backward_kv_splits``, ``backward_use_xla_reduction``, ``backward_deterministic``,
-            ``memory_usage_preference``, ``run_persistent_kernel`` and ``kernel_schedule`` are also supported.
+        attention_kwargs: As in :func:`natten_jax.na{rank}d`. These arguments of the operator are also supported:
+            ``backend``, ``fp8``, ``q_tile_shape``, ``kv_tile_shape``, ``backward_q_tile_shape``,
+            ``backward_kv_tile_shape``, ``backward_kv_splits``, ``backward_use_xla_reduction``,
+            ``backward_deterministic``, ``memory_usage_preference``, ``run_persistent_kernel`` and ``kernel_schedule``.
 
     Raises:
         ValueError: A value breaks a rule above, or ``backend`` is unknown.
@@ -299,7 +299,7 @@ def drop_of_weights(
     """Return a function that drops attention weights; ``None`` if dropout is off."""
     if dropout is None or (dropout.deterministic if deterministic is None else deterministic) is True:
         return None
-    if isinstance(rngs, jax.Array):  # dropout of the outputs uses the key itself
+    if isinstance(rngs, jax.Array):  # a separate key: output dropout uses the given key
         rngs = jax.random.fold_in(rngs, 1)
     return functools.partial(dropout, deterministic=deterministic, rngs=rngs)
 
@@ -313,10 +313,10 @@ def settings_of(common: Mapping[str, Any], *values: Any) -> dict[str, Any]:
 def head_sizes(
     num_heads: int, num_kv_heads: int | None, in_features: int | None, qkv_features: int | None
 ) -> tuple[int, int, int]:
-    """Return query heads, key/value heads, and features per head; 0 features if ``in_features`` is unknown.
+    """Return query heads, key/value heads, and features per head (0 if ``in_features`` is unknown).
 
     Raises:
-        ValueError: Query heads are not a multiple of key/value heads, or do not divide the features.
+        ValueError: The query heads are not a multiple of the key/value heads, or do not divide the features.
         TypeError: An argument is not an int.
     """
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -421,13 +421,13 @@ def neighborhood_attention_fn(
         dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
         is_causal: Hide later keys.
         scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``, as in Flax.
-        edges: Boundary mode: ``"shift"`` moves a window that crosses an end inside, ``"cut"`` drops its keys beyond the
-            end, ``"wrap"`` continues it at the other end, of an extent that ``dilation`` divides.
+        edges: Boundary mode: ``"shift"`` moves a window that crosses an end back inside, ``"cut"`` drops its keys
+            beyond the end, ``"wrap"`` continues it at the other end (``dilation`` must divide the extent).
         clamp_window: Clamp windows larger than the layout to the largest that fit.
         **performance: ``backend``, ``fp8`` and the other performance arguments of :func:`natten_jax.na1d`.
 
     Returns:
-        The function. Functions with equal arguments compare equal, so that their modules share compiled programs.
+        The function. Functions with equal arguments compare equal, so that modules with equal functions share programs.
 
     Raises:
         ValueError: A value breaks a rule above, or ``backend`` is unknown.

@@ -94,7 +94,7 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
         cls.__init__ = reject_unknown_kwargs()(cls.__init__)  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
-        # Flax hashes a module by its fields.
+        # Flax hashes a module by its fields, so they must be hashable.
         for name in (*WindowArguments._fields, *Performance.__annotations__):
             object.__setattr__(self, name, common.frozen(getattr(self, name)))
         self._checked()
@@ -106,7 +106,7 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
             common.check_positive(out_features=self.out_features)
         super().__post_init__()
 
-    @linen.nowrap  # keeps it out of Flax's scopes, call counts and summaries
+    @linen.nowrap  # excludes the method from Flax's scopes, call counts and summaries
     def _checked(self) -> tuple[Neighborhood, tuple[int, ...] | None]:
         """Return the attention with its arguments, and the shape of the relative bias."""
         names = *WindowArguments._fields, *Performance.__annotations__, "clamp_window", "qk_scale"
@@ -165,7 +165,7 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
         value = project((num_kv_heads, head_dim), "value", *kv_initializers, use_bias=self.qkv_bias)(others)
         if self.normalize_qk:
             normalize = functools.partial(linen.LayerNorm, use_bias=False, **typed)
-            with jax.numpy_dtype_promotion("standard"):  # as Flax's own module requires
+            with jax.numpy_dtype_promotion("standard"):  # required by Flax's LayerNorm
                 query, key = normalize(name="query_ln")(query), normalize(name="key_ln")(key)
         out_features = in_features if self.out_features is None else self.out_features
         attend, shape = self._checked()

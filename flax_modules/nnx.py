@@ -175,7 +175,7 @@ class NeighborhoodAttention(NeighborhoodModule, nnx.Module):
         projections = (self.query, inputs), (self.key, others), (self.value, others)
         query, key, value = (project(tokens, out_sharding=qkv_sharding) for project, tokens in projections)
         if self.query_ln is not None and self.key_ln is not None:
-            with jax.numpy_dtype_promotion("standard"):  # as Flax's own module requires
+            with jax.numpy_dtype_promotion("standard"):  # required by Flax's LayerNorm
                 query, key = self.query_ln(query), self.key_ln(key)
         table, sinks = (None if each is None else each.get_value() for each in (self.rpb, self.sinks))
         terms = {"query_origin": query_origin, "extents": extents, "upsample": upsample, "key_bias": key_bias}

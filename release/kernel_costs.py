@@ -1,7 +1,8 @@
 """Compile time and object size of each kernel template, as a Markdown table.
 
-Reads the log of a build with Ninja and its object files. Times are elapsed times of compiler calls, so build without a
-compiler cache and with no more parallel calls than cores. Several targets may compile the same template.
+The program reads the log and the object files of a build with Ninja. Times are elapsed times of compiler calls, so
+build without a compiler cache, and with at most one parallel call per core. Several targets may compile the same
+template.
 
 Example:
     NATTEN_JAX_CUDA_ARCHS=90a python setup.py build_ext --inplace
@@ -18,9 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-#: Part of an object's path behind which the path of its source begins.
+#: Part of an object's path that precedes and contains the path of its source.
 _OBJECTS = re.compile(r"\.dir/(.+)\.o$")
-#: Element type at the end of a generated source's name, and a feature behind it.
+#: Element type in the name of a generated source: at the end, or before a feature.
 _ELEMENT = re.compile(r"_k[A-Z][A-Za-z]*(?:8E4M3|16|32)(?=k|$)")
 
 
@@ -29,9 +30,9 @@ class Costs(NamedTuple):
 
     Attributes:
         objects: Number of object files.
-        mebibytes: Their size.
-        seconds: Sum of their compile times.
-        longest: The longest compile time.
+        mebibytes: Total size of the object files.
+        seconds: Sum of the compile times.
+        longest: The longest compile time in seconds.
     """
 
     objects: int

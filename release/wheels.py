@@ -4,7 +4,7 @@
 
 Set the environment variable NATTEN_JAX_WHEELS_WORK to use another directory for intermediate files.
 
-The kind ``python`` excludes compiled code: a single wheel serves every machine and interpreter. auditwheel tags every
+The kind ``python`` excludes compiled code: a single wheel works on every machine and interpreter. auditwheel tags every
 other wheel with the oldest manylinux policy that it satisfies. Kernels are compiled once per kind, because only the
 Python module differs between interpreters. Only packages are downloaded, through pip.
 """
@@ -60,11 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shutil.rmtree(WORK, ignore_errors=True)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     tools = install("tools", project["project"]["optional-dependencies"]["release"])
-    # Builds use headers and programs of these packages, which work with every interpreter, so dependencies are not
-    # needed.
+    # Builds only use headers and programs of these packages, which work with every interpreter, so the packages'
+    # dependencies are not needed.
     common = install("common", project["build-system"]["requires"], "--no-deps")
     sources = unpacked(options.sdist or source_distribution(common, pythons[0], out))
-    # A missing compiler is reported before any build begins.
+    # All environments are made first, so that a missing compiler is reported before any build.
     environments = {kind: build_environment(kind, common, pythons[0], sources) for kind in options.kinds}
     for kind, environment in environments.items():
         is_native = kind != PYTHON_ALONE
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def find_python(name: str) -> Path:
-    """Return the interpreter that a command starts; the command may be a launcher of several interpreters."""
+    """Return the path of the interpreter that a command starts: the command may be a launcher such as a shim."""
     question = [name, "-c", "import sys; print(sys.executable)"]
     try:
         return Path(os.fsdecode(subprocess.run(question, capture_output=True, check=True).stdout.strip()))
@@ -97,7 +97,7 @@ def environment_with(*packages: Path, **variables: str) -> dict[str, str]:
     """Return this process's environment with the packages and programs of these directories."""
     programs = [str(directory / "bin") for directory in packages]
     return {
-        # Keeps ccache hits for a reinstalled compiler or another checkout.
+        # These settings keep ccache hits for a reinstalled compiler or another checkout.
         "CCACHE_BASEDIR": str(ROOT),
         "CCACHE_COMPILERCHECK": "content",
         **os.environ,
@@ -130,7 +130,7 @@ def build_environment(kind: str, common: Path, python: Path, sources: Path) -> d
 
 def source_distribution(common: Path, python: Path, out: Path) -> Path:
     """Write the source distribution."""
-    # Its version does not include CUDA: the CUDA version is selected when a wheel is built from it.
+    # Its version string does not include CUDA: the CUDA version is selected when a wheel is built from it.
     environment = environment_with(common, **KINDS[PYTHON_ALONE], NATTEN_JAX_RELEASE="0")
     return out / call_backend(python, ROOT, environment, "build_sdist", str(out))
 
@@ -145,7 +145,7 @@ def unpacked(archive: Path) -> Path:
 def build_settings(kind: str, folder: Path) -> str:
     """Return the settings of a build: directories, and the local version, which names CUDA and a sample of kernels.
 
-    Setuptools reads these settings last. The setup.cfg of a source distribution overrides setup.py.
+    Setuptools reads these settings last, so that the setup.cfg in a source distribution cannot override them.
     """
     directories = {"build_base": folder, "build_temp": folder / "cmake", "build_lib": folder / "lib"}
     lines = ["[build]", *(f"{name} = {directory}" for name, directory in directories.items())]
