@@ -105,7 +105,7 @@ Problem small_problem(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axe
 }
 
 small::Device small_device(int shared_memory, int multiprocessors, bool has_boxes) {
-  // An SM has a kilobyte more than a CTA may have; each CTA also takes this kilobyte.
+  // An SM has 1 KiB more shared memory than a CTA may use, and reserves 1 KiB for each CTA.
   constexpr int kReserved = 1024;
   return {shared_memory, shared_memory + kReserved, kReserved, multiprocessors, has_boxes};
 }

@@ -24,7 +24,7 @@ pybind11::dict limits();
 ///   sizes: batch, heads, heads_kv, head_dim, head_dim_v and additional_kv.
 ///   q_tile, kv_tile: shapes of tiles.
 ///   is_backward: true for the backward pass.
-///   shared_memory: maximum bytes of a CTA.
+///   shared_memory: maximum bytes of shared memory per CTA.
 ///   multiprocessors: number of SMs of the device.
 ///   has_boxes: true if the device has TMA, which copies boxes.
 ///   has_ring: true if kernels may have rings.
@@ -37,8 +37,8 @@ pybind11::object estimate_of_small_windows(const std::array<std::int64_t, kField
                                            int shared_memory, int multiprocessors, bool has_boxes, bool has_ring,
                                            bool ring_has_boxes, bool has_relative_bias, bool has_key_bias);
 
-/// The launch for key and value gradients with a ring of queries, as a launch of estimate_of_small_windows, with the
-/// same arguments. None if the kernels do not support the problem.
+/// Returns the launch for key and value gradients with a ring of queries, in the format of a launch of
+/// estimate_of_small_windows, which documents the arguments. None if the kernels do not support the problem.
 pybind11::object gradient_ring_of_small_windows(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
                                                 const std::array<std::int64_t, 6>& sizes, int shared_memory,
                                                 int multiprocessors, bool ring_has_boxes, bool has_relative_bias,

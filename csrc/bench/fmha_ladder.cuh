@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kOccupancy)
     const int stage = Traits::kHasMemory ? tile % 2 : 0;
     if constexpr (Traits::kHasMemory) {
       wait_copies<0>();
-      __syncthreads();  // this tile is there, and the one before it has been used
+      __syncthreads();  // this tile is loaded, and all warps have read the one before
       if (tile + 1 < tiles) load_async(tile + 1);
     } else {
       __syncthreads();

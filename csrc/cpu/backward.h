@@ -1,4 +1,4 @@
-// The two backward passes. Both recompute the probabilities from the saved logsumexp; each owns what it writes.
+// The two backward passes. Both recompute the probabilities from the saved logsumexp; they write different arrays.
 //
 // Part of the kernels: compiled once per instruction set, in a separate namespace.
 #pragma once

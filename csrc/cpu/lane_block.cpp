@@ -105,7 +105,7 @@ void fill_lanes(const Box& box, std::int64_t head_begin, std::int64_t head_end, 
 /// Sets the `place` of a block's lanes, after its lanes and hull.
 void fill_places(const Plan& plan, const Box& box, const std::int64_t (&pitch)[kRank], LaneBlock& block) {
   const OffsetTable& offsets = plan.offsets;
-  // From the lane of the box's first token, offsets of keys fall with the owned queries and rise with the keys.
+  // Starts with the lane of the box's first token. Entry indices decrease with the query and increase with the key.
   std::int64_t of_first = 0;
   for (int dim = 0; dim < kRank; ++dim) {
     of_first += (block.hull.begin[dim] - box.begin[dim]) * pitch[dim] + offsets.reach[dim] * offsets.pitch[dim];

@@ -20,7 +20,7 @@ struct Repetition {
   Range<std::int64_t> tokens;
   std::int64_t period;  ///< 0 if the dimension does not wrap: then all indices are token indices.
 
-  /// Shift of the repetition that contains an index, or that the index follows.
+  /// Shift of the last repetition that begins at or before an index.
   std::int64_t shift(std::int64_t index) const {
     if (period == 0) return 0;
     const std::int64_t from_first = index - tokens.begin;
@@ -61,7 +61,7 @@ struct alignas(64) LaneBlock {
   std::int64_t row[kLanes];
   /// Query head of each lane, relative to the first head that shares its keys; 0 if keys are owned.
   std::int32_t head[kLanes];
-  /// With relative biases, each lane's entry for the hull's first token, after the entries of earlier heads.
+  /// With relative biases, each lane's entry for the hull's first token, counted from the first head's table on.
   std::int32_t place[kLanes];
   int active;  ///< Lanes whose results are stored.
   Box hull;    ///< Smallest box that contains everything that a lane sees.

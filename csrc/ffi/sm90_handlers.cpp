@@ -63,15 +63,15 @@ Error decode_output(const AnyBuffer& out_scales, Call& call) {
   return check_array("out_scales", out_scales, xffi::DataType::F32, {p.batch, p.heads}, rule);
 }
 
-/// Operands of a pass that continues no other: layouts of batch entries with scratch memory for their tensor maps, and
-/// key biases.
+/// Operands of a pass that does not continue an earlier one: layouts of batch entries with scratch memory for their
+/// tensor maps, and key biases.
 struct OfWholePass {
   AnyBuffer layouts, key_bias;
   Result entry_maps;
 };
 
-/// Runs a forward pass. `whole` is null if the target does not take these operands, `earlier` if the pass continues no
-/// other, and `out_scales` if elements have more than 8 bits.
+/// Runs a forward pass. `whole` is null if the target does not take these operands, `earlier` if the pass does not
+/// continue an earlier one, and `out_scales` if elements have more than 8 bits.
 Error run_forward(const ProblemOperands& operands, OfWholePass* whole, const Earlier* earlier,
                   const AnyBuffer* out_scales, Results results, cudaStream_t stream,
                   const xffi::Dictionary& dictionary) {

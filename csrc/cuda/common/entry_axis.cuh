@@ -47,8 +47,8 @@ struct EntryWindows {
 
   CUTLASS_HOST_DEVICE int stride_group(int index) const {
     if (stride == axis.stride) return axis.stride_group(index);
-    // Strides are smaller only if a window contains a dilation group, or lacks just one of its tokens. So a third
-    // stride lies past every token, as does everything after it.
+    // An entry's stride is smaller than the launch's only if the window contains all tokens of a dilation group, or all
+    // but one. So the third stride group and all later ones lie past every token.
     return ((index >= stride) + (index >= 2 * stride)) * stride;
   }
   CUTLASS_HOST_DEVICE int dilations(int extent) const { return axis.dilations(extent); }

@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kThreads)
 /// Fills elements with zeros, the first `quads` * 4 of them four at once.
 ///
 /// griddepcontrol.wait precedes launch_dependents, because the next kernel reads operands written by kernels before
-/// this one, and waits only to be started. Allowed earlier, it could start while these kernels still write.
+/// this one without waiting for them. If it were allowed to start earlier, these kernels could still be writing.
 ///
 /// Args:
 ///   of_rows: as in natten_jax_convert_gradient, for the first rows of the elements; null without padding.

@@ -30,7 +30,7 @@ CUTE_DEVICE int planned_dimension() {
   return min(static_cast<int>(threadIdx.x % 32), 2);
 }
 
-/// Index of a token in a batch entry, from its coordinates. Each lane has the coordinate of the dimension that it
+/// Index of a token in a batch entry, from its coordinates. Each lane passes the coordinate of the dimension that it
 /// plans.
 CUTE_DEVICE int token_number(int coordinate, int y_extent, int z_extent) {
   return (of_lane(coordinate, 0) * y_extent + of_lane(coordinate, 1)) * z_extent + of_lane(coordinate, 2);
@@ -40,7 +40,7 @@ CUTE_DEVICE int token_number(int coordinate, int y_extent, int z_extent) {
 ///
 /// Args:
 ///   axis: axes of the launch.
-///   place: place of the tile.
+///   place: position of the tile.
 ///   entry: the dimension in the tile's batch entry.
 CUTE_DEVICE QueryAxisPlan plan_axis(const DeviceAxis (&axis)[3], const TilePlace& place, const EntryAxis& entry) {
   const int d = planned_dimension();

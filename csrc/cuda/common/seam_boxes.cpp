@@ -9,7 +9,7 @@ namespace {
 /// Number of boxes that can be loaded while the tile before is computed; more boxes take longer.
 constexpr double kBoxesMeanwhile = 3;
 
-/// An extent of boxes along a dimension, and the number of tiles relative to tiles that may cross seams.
+/// An extent of boxes along a dimension, and the growth of the number of tiles because no box may cross a seam.
 struct Candidate {
   std::int64_t box;
   double tiles;
@@ -20,7 +20,8 @@ std::vector<Candidate> candidates(const Axis& axis, std::int64_t tile, std::int6
   const Window& window = axis.window;
   if (window.ends != Ends::kWrap) return {{tile, 1}};
   const std::int64_t length = axis.kv.extent / window.dilation;
-  // Windows of keys begin and end with stride groups of queries.
+  // Maximum number of keys that an outer tile sees: up to `stride` - 1 more at either end, because the queries of a
+  // stride group share a window.
   const std::int64_t most = window.kernel_size + std::min(outer, length) - 1 + 2 * (window.stride - 1);
   // If a seam lies among their tokens, the tiles begin up to a box earlier, and have to cover up to a box more. The
   // last tile may have room for these tokens.

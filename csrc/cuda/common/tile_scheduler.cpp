@@ -16,10 +16,10 @@ bool is_causal(const Problem& problem) {
   return std::any_of(problem.axes, problem.axes + kRank, [](const Axis& axis) { return axis.window.is_causal(); });
 }
 
-/// Heads whose query tiles are interleaved. Causal tiles differ in length: the more heads end with their shortest
-/// tiles, the less the last tiles to finish outlast the others. So this is the maximum number of heads whose keys and
-/// values fit into L2 together: 17% faster than one head after the other for 16 heads of 8192 tokens, and 45% for 4 of
-/// 16384. Other problems would be up to 16% slower with interleaving.
+/// Heads whose query tiles are interleaved. Causal tiles differ in length: the more heads are interleaved, the more
+/// short tiles come last, and the less the end times of SMs differ. So this is the maximum number of heads whose keys
+/// and values fit into L2 together: 17% faster than one head after the other for 16 heads of 8192 tokens, and 45% for 4
+/// heads of 16384. Other problems would be up to 16% slower with interleaving.
 int heads_per_query_block(const Problem& problem) {
   if (!is_causal(problem)) return 1;
   const std::int64_t bytes =
@@ -33,7 +33,8 @@ int heads_per_query_block(const Problem& problem) {
 }
 
 /// Heads whose key/value tiles are interleaved: two if tiles take turns, so that half as many tiles wait for one
-/// another (2 to 12% faster). Causal tiles, the longest of which come first, gain nothing and fall out of L2.
+/// another (2 to 12% faster). Causal problems, whose longest tiles come first, would gain nothing and have more L2
+/// misses.
 int heads_per_key_block(const Problem& problem, bool takes_turns) {
   return takes_turns && !is_causal(problem) && problem.heads_kv % 2 == 0 ? 2 : 1;
 }
@@ -47,7 +48,7 @@ int length_class(std::int64_t q_tiles) {
   return 8 * octave + static_cast<int>(q_tiles >> octave);
 }
 
-/// Number of query tiles that see a key/value tile, per tile of the longest dilation group.
+/// For each key/value tile of the longest dilation group, the number of query tiles that see it.
 std::vector<std::int64_t> count_q_tiles(const Axis& axis, std::int64_t q_tile, std::int64_t kv_tile) {
   const Window& w = axis.window;
   const auto of_group = [&](std::int64_t extent) { return group_length<Window, std::int64_t>(w, extent, 0); };
@@ -65,10 +66,10 @@ std::vector<std::int64_t> count_q_tiles(const Axis& axis, std::int64_t q_tile, s
   return q_tiles;
 }
 
-/// Number of the last rounds of tiles, with one tile per SM, that are sorted. With more rounds, the last tiles to
-/// finish matter little, while tiles of equal length lie all over a layout and in all heads, so that their queries fall
-/// out of L2. Sorting all tiles took 26% longer for 4 heads of 256 x 256 tokens with windows of 80 x 80, 34% for 8
-/// heads, and 65% for 128 causal heads of 4096 tokens.
+/// Number of the last rounds of tiles, with one tile per SM, that are sorted. Sorting more rounds gains little and
+/// causes L2 misses: tiles of equal length lie all over a layout and in all heads, and share few queries. Sorting all
+/// tiles took 26% longer for 4 heads of 256 x 256 tokens with windows of 80 x 80, 34% for 8 heads, and 65% for 128
+/// causal heads of 4096 tokens.
 constexpr int kSortedRounds = 4;
 
 /// Sorts the last tiles by length: tiles that the most query tiles see come first. The position of a part of a layout

@@ -1,16 +1,16 @@
 // Orders in which CTAs take tiles, for all kernels and their launches.
 //
 // An order has two goals. The longest tiles come first, so that all SMs finish at about the same time. Consecutive
-// tiles share what they read, so that it is still in L2.
+// tiles read the same data, so that it is still in L2.
 //
-//   forward pass          QueryTileSchedule maps a tile's number to its place. Each CTA of the portable kernel has the
-//                         tile of its number. Persistent CTAs of the Hopper kernel get tiles from TileSupply: in fixed
-//                         rounds or, if there are many, from a counter when they are done. Launches that continue
-//                         others, with halos, begin with the queries next to the halos.
+//   forward pass          QueryTileSchedule maps a tile's number to its position. In the portable kernel, the number
+//                         is the CTA's block index. Persistent CTAs of the Hopper kernel get tiles from TileSupply: in
+//                         fixed rounds or, if there are many tiles, from a counter whenever a CTA is done. Launches
+//                         that continue earlier ones, with halos, begin with the queries next to the halos.
 //   backward, Hopper      KeyTileSchedule: CTAs take positions from a counter. A position is a tile's number; if there
 //                         are few tiles, it is the next longest tile; if tiles take turns in adding to the query
 //                         gradient, it is the next tile of the common TurnOrder.
-//   backward, elsewhere   A CTA has a tile, or iterates over several: `longest_first` in each dimension.
+//   backward, elsewhere   A CTA processes one tile, or iterates over several: `longest_first` in each dimension.
 //
 // The inner tiles of a tile are the key/value tiles that a query tile sees, or the query tiles that see a key/value
 // tile. They form a box, and are read from the box's first token on, last dimension fastest (tile_walk.cuh).
@@ -28,7 +28,7 @@
 
 namespace natten_jax {
 
-/// Position that a tile's number stands for.
+/// Position of a tile.
 struct TilePlace {
   int batch;
   int head;
@@ -164,7 +164,7 @@ struct KeyTileSchedule {
     return position < first_sorted ? position : first_sorted + by_length[position - first_sorted];
   }
 
-  /// Place of a tile of additional tokens: batch entry, head and, as index[2], its number in the head.
+  /// Position of a tile of additional tokens: batch entry, head and, as index[2], its number in the head.
   CUTLASS_HOST_DEVICE TilePlace additional_place(int tile) const {
     TilePlace result{};
     int outer;
@@ -173,7 +173,7 @@ struct KeyTileSchedule {
     return result;
   }
 
-  /// Place of a tile of the layout.
+  /// Position of a tile of the layout.
   CUTLASS_HOST_DEVICE TilePlace place(const DeviceAxis (&axis)[3], int tile) const {
     return numbers.place<&DeviceAxis::by_kv_tiles>(axis, tile - additional_tiles);
   }

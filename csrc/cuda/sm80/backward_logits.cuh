@@ -40,7 +40,7 @@ struct LogitTile {
     // A branch, because steps that need no remainders would otherwise wait for loads of remainders.
     if (any_large) subtract_large(s, step, own, stage);
     weigh(s, any_large, own, stage);
-    multiply(d_weight, shared.v, shared.d_out[stage]);  // the compiler puts weigh's instructions between these
+    multiply(d_weight, shared.v, shared.d_out[stage]);  // the compiler interleaves these with weigh's instructions
     const bool is_whole = step.column + Traits::kQueries <= p.q_tile_tokens &&
                           step.walk.is_inside(p.axis, shared.inner_begin, shared.inner_end);
     subtract_delta(d_weight, stage);
@@ -81,8 +81,8 @@ struct LogitTile {
     const TokenBox& box = shared.box;
     const QueryWalk& at = step.walk;
     const float exponent_scale = own.scale(p).logits * kLog2E;
-    // A loop that rotates the logits, so that each becomes the first in turn: unrolled code would keep registers from
-    // the remaining code.
+    // Not unrolled: the logits are rotated so that the next ones are always first. Unrolled code would take registers
+    // from the remaining code.
 #pragma unroll 1
     for (int n = 0; n < kColumns / 8; ++n) {
       float exponents[kRows / 16][4];
@@ -149,8 +149,8 @@ struct LogitTile {
     const LaneMask<QueryColumnMask> lane_mask(QueryColumnMask(shared.mask_words, p.axis), lane4);
     const int4 first = make_int4(step.walk.x, step.walk.y, step.walk.z, 0);
     constexpr int kHalf = kRows / 16;
-    std::uint32_t visible[2][kHalf] = {};  // zeros: otherwise the loop would keep registers in every step
-    // A loop, because the compiler would predicate unrolled instructions instead of jumping over them.
+    std::uint32_t visible[2][kHalf] = {};  // zeros: otherwise these would occupy registers between steps
+    // Not unrolled, because the compiler would predicate unrolled instructions instead of jumping over them.
 #pragma unroll 1
     for (int half = 1; half >= 0; --half) {
       CUTE_UNROLL

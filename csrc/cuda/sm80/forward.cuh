@@ -5,10 +5,11 @@
 // start at the first key in the query tile's windows and are read in steps of a few columns. A tile that a warp's rows
 // see completely is not masked, an invisible tile is skipped, and other tiles use a mask bit per element.
 //
-// The next step is loaded during a step if shared memory suffices; the SM's second CTA fills the gaps. If one CTA may
-// have all of a large shared memory, it replaces two: steps pass through a ring of buffers, and its warps, which need
-// not be in step, fill each other's gaps. Data of steps for the loop is computed ahead, many steps at a time, because
-// the products compete with the loop for registers and issue slots.
+// The next step is loaded during a step if shared memory suffices; the SM's second CTA hides the remaining latency. On
+// GPUs with a large shared memory, all of which one CTA may use, a single CTA per SM loads steps into a ring of
+// buffers, and its warps, which need not be synchronised, hide each other's latency. Coordinates and flags of steps are
+// computed ahead, many steps at a time, because in the loop this would compete with the products for registers and
+// issue slots.
 #pragma once
 
 #include "cuda/sm80/forward_load.cuh"

@@ -41,10 +41,10 @@ struct WarpRows {
         read_q(q, warp_row),
         read_k(k, 0),
         read_v(v, 0) {
-    // If steps begin with a barrier, they would wait next for these addresses: keeping them makes heads of 128, 3-D
-    // with stride 16 x 8 x 8, 4% faster. In a ring, whose warps need not be in step, and for float32, registers are
-    // worth more. With registers to spare, the compiler chooses better itself: keeping them makes heads of 256 1%
-    // slower.
+    // If steps begin with a barrier, all warps would then wait while these addresses are recomputed. Keeping them in
+    // registers makes heads of 128, 3-D with stride 16 x 8 x 8, 4% faster. In a ring, whose warps need not be
+    // synchronised, and for float32, other uses of the registers gain more. With registers to spare, the compiler
+    // chooses better itself: keeping these addresses makes heads of 256 1% slower.
     if constexpr (!Traits::kIsRing && Traits::kFewRegisters && sizeof(Element) == 2) {
       read_q.lane.base = kept(read_q.lane.base);
       read_k.lane.base = kept(read_k.lane.base);
@@ -95,9 +95,9 @@ struct WarpRows {
     const int place = shared.steps.places[step % Steps::kCapacity];
     const int4 at = shared.steps.tiles[step % Steps::kCapacity];
     const LaneMask<KeyColumnMask> lane_mask(KeyColumnMask(shared.mask_words, p.axis), lane4);
-    std::uint32_t visible[2][kRowBlocks] = {};  // zeros: otherwise the loop would keep registers in every step
-    // A loop, because the compiler would predicate unrolled instructions instead of jumping over them, and they would
-    // take issue slots in every step.
+    std::uint32_t visible[2][kRowBlocks] = {};  // zeros: otherwise these would occupy registers between steps
+    // Not unrolled, because the compiler would predicate unrolled instructions instead of jumping over them, and they
+    // would take issue slots in every step.
 #pragma unroll 1
     for (int half = 1; half >= 0; --half) {
       CUTE_UNROLL

@@ -20,11 +20,11 @@ namespace natten_jax::sm80 {
 /// `i`.
 template <int kRowBlocks>
 struct OnlineSoftmax {
-  /// Offset of a row without visible keys so far: every logit is too large for it, and -infinity has a weight of zero.
+  /// Offset of a row without visible keys so far: finite logits exceed the headroom, and -infinity has weight zero.
   static constexpr float kNothing = FLT_MAX;
 
   float exponent_scale;  // factor of the logits, in base 2; positive
-  float headroom;        // -infinity if logits are subtracted, so that this happens in every tile
+  float headroom;        // -infinity if logits are subtracted, so that every tile takes that path
   float offset[kRowBlocks][2], row_sum[kRowBlocks][2];
 
   CUTE_DEVICE explicit OnlineSoftmax(float exponent_scale) : exponent_scale(exponent_scale), headroom(kHeadroom) {

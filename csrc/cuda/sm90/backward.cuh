@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, 1) natten_jax_sm90_backward(const __
       store_gradients<Traits, false>(p, shared);
     }
   } else {
-    // Done first, because `warpgroup_reg_alloc` waits for registers of the producer warpgroup.
+    // The mask tables are built first, because `warpgroup_reg_alloc` waits for registers of the producer warpgroup.
     const QueryColumnMask column_mask(shared.mask_words, p.axis);
     column_mask.template build<Traits::kQueries>(p.axis, threadIdx.x / 32 - kConsumerWarps / 2, kConsumerWarps,
                                                  &p.q_boxes);

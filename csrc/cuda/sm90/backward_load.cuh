@@ -177,8 +177,9 @@ CUTE_DEVICE void load_query_tiles(const BackwardParams& p, typename Traits::Shar
   }
 }
 
-/// Loads the logsumexps and deltas of the query tiles, and sets the flags of each tile. Runs in one warp. They share
-/// the barriers of the query's buffers: with separate barriers, a pass took 2% longer (H200, 2-D, heads of 128).
+/// Loads the logsumexps and deltas of the query tiles, and sets the flags of each tile. Runs in one warp. The
+/// logsumexps and deltas share the barriers of the query buffers: with separate barriers, a pass took 2% longer (H200,
+/// 2-D, heads of 128).
 template <class Traits>
 CUTE_DEVICE void load_statistics(const BackwardParams& p, typename Traits::SharedStorage& shared) {
   const int lane = threadIdx.x % 32;

@@ -192,8 +192,9 @@ struct Turn {
 
 /// Turn of a key/value tile at one of its query tiles. Warp-collective.
 ///
-/// The key/value tiles that queries of the tile see form a box. Its extent per dimension, and the number of its tiles
-/// taken before this tile per dimension, give the number of tiles of the box that come before.
+/// The key/value tiles that queries of the tile see form a box, whose tiles add to the dQ of the query tile in order.
+/// The number of tiles before this one is computed from two numbers per dimension: the extent of the box in tiles, and
+/// how many of these come before this tile.
 template <int kKeys>
 CUTE_DEVICE Turn turn_of(const BackwardParams& p, const KeyTilePlan<kKeys>& plan, const QueryWalk& at) {
   const int d = planned_dimension();

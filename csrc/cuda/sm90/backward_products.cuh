@@ -38,7 +38,7 @@ struct GradientProducts {
   using Accumulator = decltype(partition_fragment_C(ProductS{}, Shape<_64, Int<kLogitColumns>>{}));
   using Gradient = decltype(partition_fragment_C(ProductKv{}, Shape<_64, Int<kGradientColumns>>{}));
   using Sums = decltype(partition_fragment_C(ProductQ{}, Shape<_64, Int<kSumColumns>>{}));
-  // Element by element, the accumulator of one product is the register operand of the next.
+  // A thread's elements of an accumulator are its elements of the next product's register operand, in the same order.
   using Operand = decltype(make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kLogitColumns / 16>>>{}));
 
   /// Position of a warpgroup's part in the tiles.

@@ -8,8 +8,9 @@
 namespace natten_jax::sm90 {
 
 // Turns of CTAs that add to the same sums, in the PTX memory model. A CTA waits until its sums have been added, which
-// makes them visible to the waiting thread, and then increments the count with release. The next CTA reads the count, a
-// fence makes the two synchronise, and it adds afterwards. The second fence is for TMA, which adds in another proxy.
+// makes them visible to the waiting thread, and then increments the count with release. The next CTA reads the count,
+// synchronises with the first CTA through a fence, and then adds. The second fence is for TMA, which adds in the async
+// proxy.
 CUTE_DEVICE std::int32_t load_count(const std::int32_t* turns) {
   std::int32_t count;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(turns) : "memory");

@@ -276,7 +276,8 @@ class Attention {
       // logits.
       if (!Traits::kSeparateOutput && !mask_of_rows.row[e % 2].exists()) pairs(e) = 0;
     }
-    // A TMA store may still be reading a separate output tile. Without one, the warpgroup overwrites its own rows of Q.
+    // A TMA store may still be reading a separate output tile. Without a separate tile, the warpgroup overwrites its
+    // own rows of Q.
     if constexpr (Traits::kSeparateOutput) {
       output.wait_empty(shared.empty_o);
       output.advance();

@@ -34,9 +34,9 @@ CUTE_DEVICE void add_biases(AccumulatorRows<Logits> s, const float* biases) {
 /// passes 1.5 to 1.9 times as long (H100). The warp that loads keys does not load biases, because it also computes the
 /// mask modes of tiles.
 ///
-/// The copies run ahead of the keys, so that consumers do not wait longer for biases than for keys. They need no empty
-/// barrier: when the warp copies a tile's biases, it has waited for the value buffer of the tile `kBiasStages` before.
-/// Consumers release that buffer after they have added the biases of its tile.
+/// The copies run ahead of the keys, so that consumers do not wait longer for biases than for keys. The copies need no
+/// empty barrier: when the warp copies a tile's biases, it has waited for the value buffer of the tile `kBiasStages`
+/// tiles earlier. Consumers release that buffer after they have added the biases of its tile.
 template <class Traits>
 class TileBiases {
  public:
@@ -93,13 +93,14 @@ class TileBiases {
 
   CUTE_DEVICE static int row(int i) { return threadIdx.x % kWarp + kWarp * i; }
 
-  /// Offset of a row's bias: of eight neighboring columns, each consumer lane reads two.
+  /// Offset of a row's bias in shared memory, where the biases that a consumer lane reads are contiguous: each of four
+  /// lanes reads two of eight neighboring columns.
   CUTE_DEVICE static int place_of_bias(int i) {
     const int row = threadIdx.x % kWarp;
     return row % 8 / 2 * Traits::kLaneBiases + row / 8 * 2 + row % 2 + kWarp / 4 * i;
   }
 
-  /// Tokens from the group's first key to a key of the tile at `walk`, whose dimensions may wrap.
+  /// Distance in tokens from the group's first key to a key of the tile at `walk`, if dimensions may wrap.
   CUTE_DEVICE static int tokens_around(const ForwardParams& p, const KvWalk& walk, int place) {
     return tokens_to_key(p.axis, p.axis[0].around(walk.x + (place & 0xff)),
                          p.axis[1].around(walk.y + (place >> 8 & 0xff)), p.axis[2].around(walk.z + (place >> 16)));

@@ -17,7 +17,7 @@ CUTE_DEVICE int begin_of_continued(const ForwardParams& p, const TilePlace& plac
   const int d = planned_dimension();
   const DeviceAxis& axis = p.axis[d];
   const int index = d == 0 ? place.index[0] : d == 1 ? place.index[1] : place.index[2];
-  // Rounded down: a dilation group's first query at or after `first_query` may be the next one.
+  // Rounded down: in some dilation groups, the first query at or after `first_query` has the next index.
   const int first = axis.dilations(min(max(p.first_query[d], 0), axis.query_local_extent));
   const int distance = kv_origin.index - (query_origin.index + first);
   return first + QueryTileSchedule::nearest_first(axis, index, distance) * axis.q_tile;
@@ -68,8 +68,8 @@ CUTE_DEVICE bool is_empty(int4 begin, int4 end) {
   return end.x <= begin.x || end.y <= begin.y || end.z <= begin.z;
 }
 
-/// Masks of a tile, for all warpgroups. A partly filled tile (`is_whole` false) is always masked. At least one tile of
-/// each query tile is not hidden.
+/// Mask modes of a tile, for all warpgroups. A partly filled tile (`is_whole` false) is masked or hidden. At least one
+/// tile of each query tile is not hidden.
 template <int kWarpgroups>
 CUTE_DEVICE int window_masks(const ForwardParams& p, const TilePlan& plan, const KvWalk& walk, bool is_whole) {
   int masks = 0;

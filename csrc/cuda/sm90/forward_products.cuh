@@ -61,7 +61,7 @@ struct AttentionProducts {
   decltype(query_of(std::declval<SharedStorage&>(), 0, 0)) query;
   decltype(partition_fragment_C(ProductS{}, Shape<_64, Int<Traits::kColumns>>{})) s;
   decltype(partition_fragment_C(ProductO{}, Shape<_64, Int<Traits::kHeadDim>>{})) o;
-  // Element by element, the accumulator of one product is the register operand of the next.
+  // A thread's elements of an accumulator are its elements of the next product's register operand, in the same order.
   decltype(make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<Traits::kColumns / 16>>>{})) weights;
 
   CUTE_DEVICE AttentionProducts(SharedStorage& shared, int warpgroup, int thread)

@@ -46,7 +46,7 @@ struct Float8Products {
   decltype(query_of(std::declval<SharedStorage&>(), 0, 0)) query;
   decltype(make_tensor<float>(Int<kFirstOfSets + kSets * kOfPart>{})) results;
   decltype(make_tensor<float>(Int<Traits::kValueParts * kOfPart>{})) o;
-  // Element by element, the accumulator of one product is the register operand of the next.
+  // A thread's elements of an accumulator are its elements of the next product's register operand, in the same order.
   decltype(make_tensor<Element>(Layout<Shape<Shape<_4, _2, _2>, _1, Int<Traits::kWeightSteps>>>{})) weights;
 
   CUTE_DEVICE Float8Products(SharedStorage& shared, int warpgroup, int thread)

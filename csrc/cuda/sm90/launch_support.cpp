@@ -11,7 +11,7 @@
 namespace natten_jax::sm90 {
 namespace {
 
-/// True if groups of a class hold a remainder token in a dimension.
+/// True if groups of a class have a remainder token in a dimension.
 bool has_remainder(int group_class, int dimension) {
   return (group_class >> (kRank - 1 - dimension) & 1) != 0;
 }
@@ -75,7 +75,7 @@ Status encode_classes(const Problem& problem, Side side, Array array, const std:
   const std::int64_t heads = is_query ? problem.heads : problem.heads_kv;
   TokenGrid grid{array.data, problem.element_type, problem.batch, {}, {}, {}, heads, array.head_dim};
   const int classes = group_classes(problem, side);
-  const CUtensorMap* first = nullptr;  // not null below: every dimension has some group
+  const CUtensorMap* first = nullptr;  // not null after the loop: some class has groups
   for (int c = 0; c < kGroupClasses; ++c) {
     if (!(classes >> c & 1)) continue;
     for (int d = 0; d < kRank; ++d) {

@@ -10,8 +10,8 @@
 
 namespace natten_jax::sm90 {
 
-/// Four lanes share two rows of an accumulator. Even lanes complete the sums of the first row, odd lanes those of the
-/// second. Completing both rows in every lane would double the code, and longer code slows down small windows.
+/// Four lanes share two rows of an accumulator. Even lanes complete the sums of the first row, odd lanes the sums of
+/// the second row. Completing both rows in every lane would double the code, and longer code slows down small windows.
 CUTE_DEVICE bool completes_second_row() {
   return threadIdx.x % 2 != 0;
 }
@@ -123,9 +123,9 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
       const float excess = reference[i] == -INFINITY ? 0.f : fmaf(reference[i], exponent_scale, -shift[i]);
-      // If float32 cannot hold the largest logit's weight, the row is one-hot: other logits, smaller by half of this
-      // excess or more, get weights of zero. Rescaled earlier results are also dropped, because their factor may be
-      // infinite.
+      // If float32 cannot represent the largest logit's weight, the row is one-hot: every other logit is smaller by at
+      // least half of this excess, and gets a weight of zero. Rescaled earlier results are also dropped, because their
+      // factor may be infinite.
       const bool is_one_hot = excess > 126.f;
       const float factor = is_one_hot ? 0.f : fast_exp2(-excess);
       const float is_one_above = is_one_hot ? fast_exp2(fminf(0.75f * excess, 127.f)) : INFINITY;

@@ -19,7 +19,7 @@ CUTE_DEVICE void arrive(std::uint64_t& barrier) {
   ClusterBarrier::arrive(&barrier);
 }
 
-/// Returns true once loads from shared memory have ended. Arrivals that release a buffer must depend on it.
+/// Returns true once loads from shared memory have ended. Arrivals that release a buffer must depend on the result.
 ///
 /// An arrival does not wait for loads that were issued before it: ptxas leaves their scoreboards pending, and the
 /// buffer may be filled again while they read it.

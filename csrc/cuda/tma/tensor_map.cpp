@@ -27,7 +27,7 @@ Status find_encoder(PFN_cuTensorMapEncodeTiled_v12000& result) {
 #if CUDART_VERSION >= 12050
   const cudaError_t error =
       cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &address, 12000, cudaEnableDefault, &answer);
-#else  // Unversioned lookup, which CUDA 13 lacks. It finds the only version of that time.
+#else  // Unversioned lookup, which CUDA 13 lacks. Before CUDA 12.5, the function has only one version.
   const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &address, cudaEnableDefault, &answer);
 #endif
   if (error != cudaSuccess) return status_of(error);

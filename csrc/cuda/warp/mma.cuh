@@ -123,7 +123,8 @@ struct FloatProduct {
   using A = Numbers;
   using B = Numbers;  // two blocks of 8 columns
 
-  /// Element i of a k-step's 8 is in lane i % 4 with the first two readers, in lane i / 2 with the others.
+  /// Four lanes share a row of A or a column of B. Of a k-step's eight elements, element i is in lane i % 4 with ReadA
+  /// and ReadB, and in lane i / 2 with the other readers.
   template <class Tile>
   using ReadA = ReadRowsOfA<A, Tile>;
   template <class Tile>
@@ -181,7 +182,7 @@ struct FloatProduct {
   template <bool kIsTransposed>
   CUTE_DEVICE static void multiply(float (&c)[4], const A& a, const B& b, int block) {
     if constexpr (kSplit) {
-      // Tensor cores truncate sums, while float32 addition rounds: they add up only eight products at a time.
+      // Tensor cores truncate sums, while float32 addition rounds: so tensor cores sum up only one k-step at a time.
       float sum[4] = {};
       multiply(sum, kIsTransposed ? a.high : a.low, kIsTransposed ? b.low : b.high, block);
       multiply(sum, kIsTransposed ? a.low : a.high, kIsTransposed ? b.high : b.low, block);

@@ -20,9 +20,9 @@ CUTE_DEVICE std::uint32_t kept(std::uint32_t address) {
 
 /// The CTA's dynamic shared memory, which starts at `raw`.
 ///
-/// If `kIsKept`, a register holds its address: for kernels with few registers to spare. In other kernels the compiler
-/// keeps more than the address by itself, and less if it must keep the address: the forward pass for heads of 256 was
-/// 4% slower.
+/// If `kIsKept`, a register holds its address: for kernels with few registers to spare. In other kernels, the compiler
+/// also keeps values derived from the address, but fewer if it must keep the address: the forward pass for heads of 256
+/// was 4% slower.
 template <class Storage, bool kIsKept>
 CUTE_DEVICE Storage& shared_storage(char* raw) {
   if constexpr (!kIsKept) return *reinterpret_cast<Storage*>(raw);

@@ -44,7 +44,7 @@ NATTEN_JAX_HOST_DEVICE inline float clipped_logit(float x) {
 ///   clipped_product: the bias over the scale of the logits, clipped to a number whose sum with a product is finite, so
 ///     that it neither hides its key nor makes another bias NaN.
 NATTEN_JAX_HOST_DEVICE inline float added_product(float bias, float clipped_product) {
-  // Added times zero, a bias makes the sum NaN unless it is finite.
+  // A bias times zero is zero if the bias is finite, and NaN otherwise, which makes the sum NaN.
   const float factor_of_bias = bias <= kHiddenLogit ? INFINITY : 0.f;
   return factor_of_bias * bias + clipped_product;
 }

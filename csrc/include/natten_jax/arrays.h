@@ -14,7 +14,7 @@ struct Arrays {
   const void* additional_values;
   const std::int32_t* origins;  ///< [2, 3]: query origin, key/value origin; null: zeros.
 
-  const std::int32_t* layouts;  ///< [batch, 3, 3]: query origin, query extents, key/value extents; null: equal.
+  const std::int32_t* layouts;  ///< [batch, 3, 3]: query origin, query extents, key/value extents; null: equal layouts.
 
   // Terms that are added to logits: per offset (natten_jax/offset_table.h), and per key. Null: zeros.
   const float* relative_bias;         ///< [relative_bias_tables, heads, entries].

@@ -27,9 +27,9 @@ NATTEN_JAX_HOST_DEVICE inline float base2_logsumexp(float logsumexp) {
 #endif
 }
 
-/// From this magnitude on, a distance added to the logarithm of a sum in float32 loses digits of the logarithm. It
-/// occurs for logits above 2^40. Neighboring numbers of this size are so far apart that the keys with a row's largest
-/// logit have equal weights, and all other keys have weights of zero.
+/// Distances of at least this magnitude, which occur for logits above 2^40, are so large that a float32 sum with
+/// `log2_sum` would lose digits of `log2_sum`. Neighboring float32 logits are then so far apart that the keys with a
+/// row's largest logit have equal weights, and all other keys have weights of zero.
 constexpr float kPackedRemainder = 0x1p18f;
 
 /// Difference of a row's exact logsumexp in base 2 and its rounded one. Arrays store it as one number: see

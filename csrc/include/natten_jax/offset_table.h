@@ -8,8 +8,9 @@
 
 namespace natten_jax {
 
-/// Maximum number of entries in the tables of the query heads that share keys and values. Kernels compute a few times
-/// larger offsets in 32 bits, because pairs of tokens outside every window index outside their tables.
+/// Maximum number of entries in the tables of the query heads that share keys and values. Kernels compute indices of
+/// entries in 32 bits. These may be a few times larger than this number, because pairs of tokens outside every window
+/// have indices outside the tables.
 inline constexpr std::int64_t kMostTableEntries = std::int64_t{1} << 25;
 
 /// A head's table. Offsets are counted in steps of the dilation.

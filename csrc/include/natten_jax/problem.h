@@ -16,7 +16,8 @@ inline constexpr std::int64_t kMostTileTokens = 4096;
 
 enum class ElementType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kFloat8E4M3 = 3 };
 inline constexpr int kElementTypes = 4;
-/// Number of element types of more than 8 bits, which come first. Only some kernels for NVIDIA GPUs support the others.
+/// Number of element types of more than 8 bits, which come first. Only some kernels for NVIDIA GPUs support 8-bit
+/// elements.
 inline constexpr int kWideElementTypes = 3;
 
 NATTEN_JAX_HOST_DEVICE constexpr int element_bytes(ElementType type) {
@@ -57,7 +58,7 @@ struct Axis {
 /// Factors of a query head of a batch entry.
 struct alignas(8) HeadScale {
   float logits;          ///< Positive.
-  float query_gradient;  ///< Positive. Equal to `logits` unless the product would be too small a number.
+  float query_gradient;  ///< Positive. Equal to `logits`, or larger if the gradient would lose digits.
 };
 
 /// Factors of the logits.

@@ -104,7 +104,7 @@ template <class Windows, typename Int>
 NATTEN_JAX_HOST_DEVICE constexpr Int first_led_from(const Windows& windows, Int index, Int length) {
   Int round = 0;
   if (windows.ends == Ends::kWrap) {
-    // Stride groups restart in each repetition; the loops run for few repetitions.
+    // Stride groups restart in each repetition; the loops take few iterations.
     while (index - round < 0) round -= length;
     while (index - round >= length) round += length;
   }
