@@ -1,7 +1,7 @@
 """The ``flex`` backend, in plain JAX: it runs on every device, and JAX can differentiate it to any order.
 
 - ``backend``: capabilities, and the passes as sweeps over tiles: forward pass, gradients and tangents.
-- ``geometry``: token layouts in tiles, visibility between tiles, and loops over tiles.
-- ``operands``: arrays in tiles, and biases of the logits.
+- ``geometry``: division of token layouts into tiles, visibility between tiles, and loops over tiles.
+- ``operands``: division of arrays into tiles, and biases of the logits.
 - ``softmax``: softmax weights from logits, in each pass.
 """

@@ -1,13 +1,13 @@
 """The ``flex`` backend: blockwise attention in plain JAX, for every device that XLA compiles for.
 
-The passes are sweeps over tiles. The forward pass is an online softmax over the hull of each query tile's windows: the
-range from the first to the last key that the tile sees. Its derivative is an analytic rule, the usual backward pass of
-attention. With the softmax weights ``P`` and ``dP = dO V^T``, it computes ``dS = P (dP - delta)``, where ``delta`` is
+The passes are sweeps over tiles. The forward pass is an online softmax over the hull of each query tile: the range from
+the first to the last key that the tile sees. Its derivative is an analytic rule, the usual backward pass of attention.
+With the softmax weights ``P`` and ``dP = dO V^T``, the rule computes ``dS = P (dP - delta)``, where ``delta`` is
 ``rowsum(dO O)`` minus the cotangent of the logsumexp, and ``dQ = scale dS K``, ``dK = scale dS^T Q``, ``dV = P^T dO``.
-These gradients are linear in the cotangents, and tangents of output and logsumexp are computed as their transpose.
+These gradients are linear in the cotangents; the tangents of output and logsumexp are the transpose of this linear map.
 
 The rule reads output, logsumexp, and the maximum and sum of each softmax row, so that no residual is kept per key/value
-tile. It is plain JAX, and JAX can therefore differentiate it to any order.
+tile. The rule is plain JAX, so JAX can differentiate it to any order.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ class FlexBackend(PureJaxBackend):
             return None, over.softmax(positions, query, problem.head_dim_v, lambda rounds: rounds, carries_plan=True)[1]
 
         _, cut = swept(step, None, (over.positions, over.sweep.cut_outer(operands.inputs.query)))
-        # Join one array instead of three.
+        # Join one concatenated array instead of three arrays.
         joined = over.sweep.join_outer(jnp.concatenate(jax.tree.leaves(cut), axis=-1), problem.heads)
         softmax = over.or_nan_for_parts(Softmax(joined[..., :1], joined[..., 1:2], joined[..., 2:]))
         assert softmax.mixed is not None
         steepness = over.products.factors_per_token(over.products.steepness, problem.rank)
         total, lse = softmax.total, steepness * softmax.maximum + jnp.log(softmax.total)
         if operands.is_placed or problem.biases:
-            # A row may see no local key: all its keys are on another device or hidden, or the row is padding.
+            # A row may see no local key, because its keys are on other devices or hidden, or because it is padding.
             is_empty = softmax.total == 0
             total, lse = jnp.where(is_empty, 1, total), jnp.where(is_empty, -jnp.inf, lse)
         return Differentiable(softmax.mixed / total, lse[..., 0], jnp.concatenate(softmax.rows, axis=-1))
@@ -106,8 +106,8 @@ class FlexBackend(PureJaxBackend):
         return _gradients(plan, operands, result, cotangents, wanted, is_transposed=False)
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
-        """Compute the gradients, given an output of any backend."""
-        # Row statistics must come from this backend's scores, which other kernels round differently: recompute them.
+        """Compute the gradients, given the output of any backend."""
+        # Recompute row statistics: they must match the scores of this backend, which other kernels round differently.
         wanted = jax.tree.map(lambda _: True, operands.inputs)
         return self.gradients(plan, operands, Differentiable(saved.out, saved.logsumexp), cotangents, wanted)
 
@@ -123,19 +123,19 @@ def _gradients(
         result: Output and logsumexp from any backend; residuals only if this backend computed them.
         cotangents: The cotangents of the output and the logsumexp.
         wanted: :class:`Inputs` of bools, True for gradients to compute.
-        is_transposed: True if JAX transposes the rule: cotangents are then separate arrays, and derivatives recompute
-            each step instead of storing residuals.
+        is_transposed: True if JAX transposes the rule. Cotangents are then not concatenated with other arrays, and
+            derivatives recompute each step instead of storing residuals.
 
     Returns:
-        The gradients in the inputs' element types; may include more than the wanted ones.
+        The gradients in the inputs' element types; may include gradients that are not wanted.
     """
     cotangents = _without_padding(plan, operands, cotangents)
     operands = _without_padding(plan, operands, operands)
     products = Products(plan, operands.inputs.scale)
-    # Rows are constants for derivatives. Adding this zero gives them the derivative of the logsumexp.
+    # Row statistics are constants for derivatives. Adding this zero gives them the derivative of the logsumexp.
     change = result.logsumexp - lax.stop_gradient(result.logsumexp)
     if operands.is_placed or plan.problem.biases:
-        # If a row sees no local key, all its logits are masked, and its weights are 0 for any subtracted number.
+        # If a row sees no local key, all its logits are masked, and its weights are 0 whatever number is subtracted.
         change = jnp.where(result.logsumexp == -jnp.inf, 0, change)
     out_cotangent = products.cast(cotangents.out)
     delta = jnp.sum(out_cotangent * products.cast(result.out), axis=-1)
@@ -163,11 +163,11 @@ def _without_padding(plan: Plan, operands: Operands, arrays: _Arrays) -> _Arrays
 
 
 class _RowTerms(NamedTuple):
-    """Statistics of rows that gradients read.
+    """Values per row that the computation of gradients reads.
 
     Attributes:
         rows: Statistics of the softmax.
-        change: Zeros with the derivative of the logsumexp.
+        change: Zeros whose derivative is the derivative of the logsumexp.
         delta: ``delta`` of the module's docstring.
         out_cotangent: Cotangent of the output.
     """
@@ -179,24 +179,24 @@ class _RowTerms(NamedTuple):
 
     @classmethod
     def from_arrays(cls, arrays: Sequence[jax.Array]) -> _RowTerms:
-        """Split one array into the terms; or two arrays, of which the second is linear in the cotangents."""
+        """Split one or two concatenated arrays into the terms; a second array is linear in the cotangents."""
         first, *linear = arrays
         delta_and_cotangent = linear[0] if linear else first[..., 3:]
         rows = Rows(first[..., :1], first[..., 1:2])
         return cls(rows, first[..., 2:3], delta_and_cotangent[..., :1], delta_and_cotangent[..., 1:])
 
     def changed_rows(self, products: Products, rows: Rows | None = None) -> Rows:
-        """Return the rows with the derivative of the logsumexp."""
+        """Return row statistics whose derivative is the derivative of the logsumexp; by default of ``self.rows``."""
         rows = self.rows if rows is None else rows
         return products.with_constant_maximum(rows._replace(log_total=rows.log_total + self.change))
 
 
 class _Sums(NamedTuple):
-    """Sums over query tiles.
+    """Gradients that a sweep over query tiles accumulates.
 
     Attributes:
-        additional: Gradients of additional keys and values, tiled; ``None`` without any.
-        tables: Gradients of the relative biases of heads; ``None`` without any.
+        additional: Gradients of additional keys and values, tiled; ``None`` without additional tokens.
+        tables: Gradients of the relative biases of heads; ``None`` without relative biases.
     """
 
     additional: tuple[jax.Array, jax.Array] | None
@@ -204,7 +204,7 @@ class _Sums(NamedTuple):
 
 
 def _zeros_like(arrays: Any, products: Products, operands: Operands) -> Any:
-    """Return zeros in the accumulator's element type, as initial sums."""
+    """Return zeros in the shapes of arrays and the accumulator's element type, as initial sums."""
     return varying_like(jax.tree.map(lambda array: jnp.zeros(array.shape, products.dtype), arrays), operands)
 
 
@@ -215,7 +215,7 @@ def _by_query(
 
     Returns:
         Gradients of queries, additional keys and values, scale and relative bias; and the softmax over additional
-        tokens, or ``None`` without any.
+        tokens, or ``None`` without additional tokens.
     """
     problem, inputs = plan.problem, operands.inputs
     over = QuerySweep(plan, operands, "backward")

@@ -1,11 +1,12 @@
 """Tiles of token layouts in the ``flex`` backend, and the pairs of tiles that see each other.
 
-A *sweep* loops over outer tiles. Each outer tile visits a range of inner tiles: for query tiles, the keys that they
-see; for key tiles, the queries that see them.
+A *sweep* loops over outer tiles. Each outer tile visits a range of inner tiles: a query tile visits the keys that it
+sees; a key tile visits the queries that see it.
 
-A coordinate is split into ``(index, residue)``: quotient and remainder of the local coordinate and the dilation. A
-dilation group, which has one residue, is then a dense dimension. Windows are evaluated in global indices. The global
-coordinates of the first local tokens (``origins``) are known only at run time, and shift index and residue.
+A coordinate is split into ``(index, residue)``: quotient and remainder of the local coordinate and the dilation. All
+tokens of a dilation group have the same residue, so that the group is a dense dimension. Windows are evaluated in
+global indices. The global coordinates of the first local tokens (``origins``) are known only at run time, and shift
+index and residue.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ class AxisPosition(NamedTuple):
     """Positions of outer tiles in one dimension, and of the inner tokens that they visit; NumPy or JAX arrays.
 
     Attributes:
-        inner_start: ``[..., tiles, 1]``. Local index of the first visited inner token; modulo
-            :attr:`AxisSweep.period` if there is a period.
+        inner_start: ``[..., tiles, 1]``. Local index of the first visited inner token, modulo
+            :attr:`AxisSweep.period` if that is not ``None``.
         inner_residue: ``[..., tiles, 1]``. Local coordinates of the inner tokens modulo the dilation.
         seen_start: ``[..., tiles, outer_tile]``. First inner token that sees, or is seen by, an outer token; relative
             to ``inner_start``.
-        seen_end: ``[..., tiles, outer_tile]``. End of these inner tokens, relative to ``inner_start``.
+        seen_end: ``[..., tiles, outer_tile]``. Exclusive end of the range that ``seen_start`` begins, relative to
+            ``inner_start``.
         inner_distance: ``[..., tiles, 1]``. Global index of the first visited inner token minus the global index of the
             first outer token.
     """
@@ -62,9 +64,9 @@ class AxisSweep:
         axis: The dimension, with its global extents.
         outer_is_query: True if outer tiles are query tiles.
         extents: Local query and key/value tokens.
-        outer_tile: Outer tokens of a tile.
-        inner_tile: Inner tokens of a tile.
-        inner_steps: Inner tiles that an outer tile visits.
+        outer_tile: Tokens per outer tile.
+        inner_tile: Tokens per inner tile.
+        inner_steps: Number of inner tiles that an outer tile visits.
         assumes_whole: True if ``inner_steps`` is valid only for arrays that start at the layout's first token.
     """
 
@@ -78,17 +80,17 @@ class AxisSweep:
 
     @property
     def dilation(self) -> int:
-        """Distance between neighbors."""
+        """Distance in tokens between neighboring tokens of a dilation group."""
         return self.axis.dilation
 
     @property
     def outer_length(self) -> int:
-        """Number of local outer indices: tokens of the longest dilation group."""
+        """Number of local outer indices: outer tokens of the longest dilation group."""
         return -(-self.extents[not self.outer_is_query] // self.dilation)
 
     @property
     def inner_length(self) -> int:
-        """Number of local inner indices, padded so that it includes all visited tokens."""
+        """Number of local inner indices, including padding up to the last visited index."""
         if self.period is not None:
             return self.period
         length = -(-self.extents[self.outer_is_query] // self.dilation)
@@ -98,8 +100,8 @@ class AxisSweep:
     def period(self) -> int | None:
         """Number of indices after which inner tokens repeat; ``None`` if visits do not wrap around.
 
-        Visits wrap around only if the queries or the keys are the whole dimension. Otherwise the keys of a part include
-        halos, also beyond the first and last token of the layout.
+        Visits wrap around only if the local queries or keys are the whole dimension. Otherwise the keys of a shard
+        include halos, which may extend beyond the first and last token of the layout.
         """
         is_around = self.axis.edges == "wrap" and self.axis.kv_extent in self.extents
         return self.axis.kv_extent // self.dilation if is_around else None
@@ -113,7 +115,7 @@ class AxisSweep:
     ) -> AxisPosition:
         """Return the positions of outer tiles, given their numbers within a dilation group.
 
-        The keys that a query sees are a contiguous range, as are the queries that see a key. A mask therefore needs
+        A query sees a contiguous range of keys, and a contiguous range of queries sees a key. A mask therefore needs
         only the bounds of these ranges.
 
         Args:
@@ -135,17 +137,17 @@ class AxisSweep:
         index = tile * self.outer_tile + xp.arange(self.outer_tile, dtype=xp.int32)[None] + coordinate // d
         start, end = axis.bounds(index, lengths, of_query=self.outer_is_query, xp=xp)
         if layout is not None or (not self.outer_is_query and axis.edges != "wrap"):
-            # Halos at the layout's edges, and padding, are outside of the layout: such tokens see no token.
+            # Padding, and halos beyond the layout's edges, are not part of the layout: these tokens see no token.
             end = xp.where((index >= 0) & (index < lengths[not self.outer_is_query]), end, start)
         elif not self.outer_is_query:
-            # In a dimension that wraps, an array's padding would count as the first keys again.
+            # In a dimension that wraps, padding would otherwise wrap around and count as the first keys again.
             local = group_length(self.extents[1], d, residue[:, None])
             end = xp.where(index - coordinate // d < local, end, start)
         if self.period is not None:
             first = start[:, :1]
             inner_start = (first - inner_shift) % self.period
             return AxisPosition(inner_start, inner_residue, start - first, end - first, first - index[:, :1])
-        # Part of a window may be on another device, or in an array's padding: clip it to the local tokens.
+        # Part of a window may be on another device, or in an array's padding: clip the window to the local tokens.
         local = group_length(self.extents[self.outer_is_query], d, inner_residue)
         start, end = (xp.minimum(xp.maximum(bound - inner_shift, 0), local) for bound in (start, end))
         inner_start = xp.minimum(start[:, :1], self.inner_length - self.inner_tile * self.inner_steps)
@@ -158,7 +160,7 @@ class AxisSweep:
         start, end = position.seen_start[..., None], position.seen_end[..., None]
         is_seen: jax.Array = (inner >= start) & (inner < end)
         if self.period is not None and self.extents[self.outer_is_query] < self.axis.kv_extent:
-            # The period covers all parts of the dimension. Only tokens of the local part exist.
+            # The period covers all shards of the dimension, but only the tokens of the local shard exist.
             local = group_length(self.extents[self.outer_is_query], self.dilation, position.inner_residue)
             is_seen &= (position.inner_start[..., None] + inner) % self.period < local[..., None]
         return is_seen if self.outer_is_query else is_seen.swapaxes(1, 2)
@@ -168,13 +170,14 @@ class AxisSweep:
 def largest_hull(axis: Axis, tile: int, outer_is_query: bool, is_aligned: bool) -> int:
     """Return the size of the largest hull over all tiles and dilation groups of a dimension.
 
-    The hull of a tile is the range from the first to the last token that it sees, or that sees it. The cost of this
-    function depends on the tile, not on the number of tokens.
+    The hull of a query tile is the range from the first to the last key that it sees; the hull of a key tile is the
+    range from the first to the last query that sees it. The cost of this function depends on the tile, not on the
+    number of tokens.
 
     Args:
         axis: The dimension.
         tile: Extent of the tiles.
-        outer_is_query: True if the tiles hold queries, False if they hold keys, which are seen by queries.
+        outer_is_query: True for query tiles, False for key tiles.
         is_aligned: True if tiles start only at multiples of their extent.
     """
     largest = 1
@@ -195,32 +198,32 @@ def largest_hull(axis: Axis, tile: int, outer_is_query: bool, is_aligned: bool) 
 def largest_hull_of_any_layout(axis: Axis, tile: int, outer_is_query: bool) -> int:
     """Return an upper bound of :func:`largest_hull` for tiles at any position in a layout of any extent.
 
-    Windows are assumed to fit into the layout. Rounded to steps of the stride, the starts of windows are at most as far
-    apart as their queries. Windows that an edge shifts start closer together, so that more queries see a key: in a
-    layout of less than two windows, all queries may see it.
+    Windows are assumed to fit into the layout. The distance between the starts of two windows is at most the distance
+    between their queries, rounded up to a multiple of the stride. Windows that an edge shifts start closer together, so
+    that more queries see a key: in a layout that is shorter than two windows, all queries may see a key.
     """
     if outer_is_query:
         return axis.kernel_size + -(-(tile - 1) // axis.stride) * axis.stride
     bound = 2 * axis.kernel_size + tile + axis.stride
-    # In plain attention every query sees a key, and there may be more queries than keys.
+    # In plain attention all queries may see the same key, and there may be more queries than keys.
     return bound if axis.query_extent == axis.kv_extent else max(bound, axis.query_extent)
 
 
 def _decisive_tiles(length: int, kernel_size: int, stride: int, tile: int, step: int) -> Any:
-    """Return first tokens of candidate tiles, which include a tile with the largest hull.
+    """Return the first tokens of candidate tiles, which include a tile with the largest hull.
 
     As a function of the tile's position, both ends of a hull move in steps of ``stride``, and are clamped at the
-    layout's edges. Between positions at which clamping starts or stops, hulls either repeat with the period
-    ``lcm(stride, step)``, or one end is constant and hulls only grow or only shrink. Candidates are therefore one
-    period on both sides of each such position, reduced to the last tile before and the first tile after each step of an
-    end.
+    layout's edges. Between positions at which clamping starts or stops, hull sizes either repeat with the period
+    ``lcm(stride, step)``, or one end of the hull is constant and sizes only grow or only shrink. It is therefore enough
+    to search one period before and after each such position. Within a period, the candidates are the last tile before
+    and the first tile after each position at which an end of the hull moves.
     """
     left = kernel_size // 2
     middles = 0, left, kernel_size, length - kernel_size, length - kernel_size + left, length - left, length
     clamps = [place - offset for place in middles for offset in (0, tile - 1)]
     reach = 2 * (step // math.gcd(stride, step)) + 4
     blocks = np.unique(np.concatenate([clamp // stride + np.arange(-reach, reach + 1) for clamp in clamps]))
-    # An end of a hull moves when the first or last token of the tile, shifted by the window, passes a stride multiple.
+    # An end of a hull moves when the first or last token of the tile, plus a shift, passes a multiple of the stride.
     right = kernel_size - 1 - left
     shifts = 0, right - (stride - stride // 2 - 1), -(left + stride - stride // 2), -kernel_size
     steps = [blocks * stride + shift - offset for shift in shifts for offset in (0, tile - 1)]
@@ -230,11 +233,11 @@ def _decisive_tiles(length: int, kernel_size: int, stride: int, tile: int, step:
     return first[(first >= 0) & (first < length)]
 
 
-#: Layout of a call's arrays: queries, keys, values, and numbers per query or key.
+#: Layout of a call's arrays: queries, keys, values, and values per query or key.
 Tokens = Annotated[jax.Array, "batch *layout heads width"]
 #: Outer tiles, grouped by the step of a sweep that processes them.
 Cut = Annotated[jax.Array, "steps tiles batch heads_kv rows width"]
-#: Inner tokens by index and residue of each dimension, so that a tile at any position is a slice.
+#: Inner tokens, with each dimension split into index and residue, so that a tile at any position is a slice.
 Split = Annotated[jax.Array, "batch heads *coordinates width"]
 
 RowTiles = Annotated[jax.Array, "tiles batch heads_kv rows width"]
@@ -242,15 +245,15 @@ TokenTiles = Annotated[jax.Array, "tiles batch heads_kv tokens width"]
 ValueTiles = Annotated[jax.Array, "tiles batch heads_kv tokens width_v"]
 #: A number per pair of tokens: scores, logits, weights and their gradients.
 PairTiles = Annotated[jax.Array, "tiles batch heads_kv rows tokens"]
-#: True for the tokens that a row sees. If the mask is equal for all tiles or all rows, that dimension has extent 1.
+#: True for the tokens that a row sees. The extent of tiles or rows is 1 if the mask is equal for all of them.
 MaskTiles = Annotated[jax.Array, "_ 1 1 _ tokens"]
-#: A number per row, of tiles or of whole arrays.
+#: A number per row of a tile or of a whole array.
 PerRow = Annotated[jax.Array, "... 1"]
 
 Scalar = Annotated[jax.Array, ""]
 
 
-#: Tables of a sweep are constants of the program up to this number of elements; larger tables are computed at run time.
+#: Maximum elements of a sweep's table that is a constant of the program; larger tables are computed at run time.
 _MOST_CONSTANTS = 1 << 14
 
 
@@ -271,11 +274,11 @@ class TilePositions(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """A loop over all outer tiles: static facts, and methods that cut, load and mask tiles.
+    """A loop over all outer tiles, with its static facts and with methods that cut, load and mask tiles.
 
     Attributes:
         axes: The token dimensions.
-        tiles_per_step: Outer tiles that one step of the scan processes together.
+        tiles_per_step: Number of outer tiles that one step of the scan processes together.
         heads_kv: Key/value heads.
         repeats: Query heads per key/value head.
     """
@@ -287,12 +290,12 @@ class Sweep:
 
     @property
     def steps(self) -> int:
-        """Steps of the scan over outer tiles."""
+        """Number of steps of the scan over outer tiles."""
         return -(-math.prod(a.outer_tiles * a.dilation for a in self.axes) // self.tiles_per_step)
 
     @property
     def inner_steps(self) -> int:
-        """Inner tiles that an outer tile visits."""
+        """Number of inner tiles that an outer tile visits."""
         return math.prod(a.inner_steps for a in self.axes)
 
     @property
@@ -301,12 +304,12 @@ class Sweep:
 
     @property
     def pair_extents(self) -> list[tuple[int, int]]:
-        """Queries and keys of a pair of tiles, per dimension."""
+        """Number of queries and of keys in a pair of tiles, per dimension."""
         return [(a.outer_tile, a.inner_tile) if a.outer_is_query else (a.inner_tile, a.outer_tile) for a in self.axes]
 
     @property
     def pair_tokens(self) -> tuple[int, int]:
-        """Total queries and keys of a pair of tiles."""
+        """Total number of queries and of keys in a pair of tiles."""
         pair = self.outer_tokens, self.inner_tokens
         return pair if self.outer_is_query else pair[::-1]
 
@@ -347,7 +350,7 @@ class Sweep:
         return jnp.asarray(packed) if is_constant else materialize(packed)
 
     def at(self, packed: Annotated[jax.Array, "tiles _"]) -> TilePositions:
-        """Unpack the positions of the outer tiles of a step from its row of :meth:`positions`."""
+        """Unpack the positions of a step's outer tiles from the step's row of :meth:`positions`."""
         rank = len(self.axes)
         masks, begin = [], 2 * rank
         distances = packed[:, -rank:]
@@ -360,7 +363,7 @@ class Sweep:
         return TilePositions(packed[:, : 2 * rank], tuple(masks), distances)
 
     def key_distances(self, positions: TilePositions, inner_step: Scalar) -> Annotated[jax.Array, "tiles rank"]:
-        """Return the distance from the first query to the first key, per pair of tiles and dimension."""
+        """Return the distance in indices from the first query to the first key, per pair of tiles and dimension."""
         distances = positions.distances
         if self.inner_steps > 1:
             distances = distances + self._first_inner(inner_step)[:, ::2]
@@ -381,12 +384,12 @@ class Sweep:
         return visible.reshape(visible.shape[0], 1, 1, self.repeats * queries, keys)
 
     def is_seen(self, positions: TilePositions, inner_step: Scalar) -> Scalar:
-        """True if any pair of tokens of a step and an inner step is visible."""
+        """Return True if any query sees any key in the tiles of a step and an inner step."""
         parts = [jnp.any(part, axis=(1, 2)) for part in self._visited_masks(positions, inner_step)]
         return jnp.any(functools.reduce(operator.and_, parts))
 
     def _visited_masks(self, positions: TilePositions, inner_step: Scalar) -> list[jax.Array]:
-        """Return the masks of the inner tiles of a step per dimension, ``[tiles, queries, keys]``."""
+        """Return the masks of an inner step's tiles, ``[tiles, queries, keys]`` per dimension."""
         parts = list(positions.masks)
         if self.inner_steps == 1:
             return parts
@@ -428,7 +431,7 @@ class Sweep:
         return array[(slice(None), *(slice(a.extents[not a.outer_is_query]) for a in self.axes))]
 
     def split_inner(self, array: Tokens) -> Split:
-        """View an array so that :meth:`load` can cut tiles anywhere."""
+        """Reshape an array so that :meth:`load` can cut tiles at any position."""
         return self._split(array, [a.inner_length for a in self.axes])
 
     def load(self, array: Split, positions: TilePositions, inner_step: Scalar) -> RowTiles:
@@ -464,8 +467,8 @@ class Sweep:
         """Return arguments with which ``lax.gather`` and ``lax.scatter`` address inner tiles: as slices, or per token.
 
         Returns:
-            A view of the array, the starts of slices, their extents between heads and width, and the three lists of
-            dimensions for ``lax.GatherDimensionNumbers``.
+            The array, possibly reshaped; the starts of slices; the extents of slices in the dimensions between heads
+            and width; and the three lists of dimensions for ``lax.GatherDimensionNumbers``.
         """
         rank = len(self.axes)
         corners = positions.corners if self.inner_steps == 1 else positions.corners + self._first_inner(inner_step)
@@ -486,10 +489,10 @@ class Sweep:
     def _first_inner(self, inner_step: Scalar) -> Annotated[jax.Array, "1 corner"]:
         """Return the offset of the inner tiles of an inner step, relative to the first visited token.
 
-        Per dimension, it is an index and a residue of 0.
+        Per dimension, the offset is an index and a residue, which is 0.
         """
         steps = [axis.inner_steps for axis in self.axes]
-        # Look it up in a table: XLA compiles a signed integer division to ten operations, and repeats it for each use.
+        # Use a table: XLA compiles a signed integer division to ten operations, and repeats them for each use.
         is_constant = self.inner_steps <= _MOST_CONSTANTS
         xp: ModuleType = np if is_constant else jnp
         numbers = np.arange(self.inner_steps) if is_constant else inner_step[None]
@@ -502,7 +505,7 @@ class Sweep:
         return lax.dynamic_slice_in_dim(jnp.asarray(table, jnp.int32), inner_step, 1, allow_negative_indices=False)
 
     def _split(self, array: Tokens, lengths: Sequence[int]) -> Split:
-        """Split each coordinate into index and residue; pad with zeros."""
+        """Split each token dimension into index and residue, padded with zeros to the given numbers of indices."""
         layout = array.shape[1:-2]
         padding = [(0, n * a.dilation - x) for n, a, x in zip(lengths, self.axes, layout, strict=True)]
         array = jnp.pad(jnp.moveaxis(array, -2, 1), [(0, 0), (0, 0), *padding, (0, 0)])
@@ -510,7 +513,7 @@ class Sweep:
         return array.reshape(*array.shape[:2], *shape, array.shape[-1])
 
 
-#: Maximum logits per step of a sweep: enough to occupy an accelerator, or few enough for a CPU's caches.
+#: Maximum logits per step of a sweep: enough to occupy an accelerator, or few enough to fit into a CPU's caches.
 _LOGITS_PER_STEP = {"accelerator": 2**22, "cpu": 2**20}
 
 
@@ -519,8 +522,8 @@ def make_sweep(plan: Plan, operands: Operands, pass_: Pass, *, outer_is_query: b
 
     Args:
         plan: Plan of the call.
-        operands: Operands of the call. Their token extents are local.
-        pass_: The pass whose tiles are used, as upper limits.
+        operands: Operands of the call, with local token extents.
+        pass_: The pass whose tiles are used as upper limits.
         outer_is_query: True if outer tiles are query tiles.
     """
     problem, pair = plan.problem, plan.performance.tiles(pass_)
@@ -537,7 +540,7 @@ def make_sweep(plan: Plan, operands: Operands, pass_: Pass, *, outer_is_query: b
             hulls = [largest_hull(axis, outer_tile, outer_is_query, is_aligned) for is_aligned in (False, True)]
         if axis.edges != "wrap":
             hulls = [min(inner_length, hull) for hull in hulls]
-        # An array with the extents of the whole layout starts at the layout's first token: its tiles are aligned.
+        # An array with the extents of the whole layout starts at the layout's first token, so its tiles are aligned.
         is_whole = extents == (axis.query_extent, axis.kv_extent) and hulls[True] < hulls[False]
         hull = hulls[is_whole]
         steps = -(-hull // inner_tile)
@@ -555,7 +558,7 @@ def materialize(arrays: _State) -> _State:
     return lax.optimization_barrier(arrays)  # type: ignore[no-untyped-call]
 
 
-# A loop of one iteration is replaced by its body, which XLA compiles in half the time.
+# The functions below replace a loop of one iteration by its body, which XLA compiles in half the time.
 
 
 def repeated(
@@ -566,9 +569,9 @@ def repeated(
     *,
     recomputes: bool = False,
 ) -> _State:
-    """Call ``visit`` with the number of each round, in order; with ``is_needed``, only for rounds that it selects.
+    """Call ``visit`` with the number of each round, in order; with ``is_needed``, only if that returns True.
 
-    With ``recomputes``, derivatives recompute each round.
+    With ``recomputes``, derivatives recompute each round instead of storing residuals.
     """
     visit = jax.checkpoint(visit) if recomputes else visit
 
@@ -585,7 +588,7 @@ def repeated(
 def swept(
     step: Callable[[_State, _Inputs], tuple[_State, _Outputs]], carry: _State, inputs: _Inputs
 ) -> tuple[_State, _Outputs]:
-    """``lax.scan`` over the first dimension of all ``inputs``; derivatives recompute each step."""
+    """Run ``lax.scan`` over the first dimension of all ``inputs``; derivatives recompute each step."""
     step = jax.checkpoint(step)
     if len(jax.tree.leaves(inputs)[0]) > 1:
         return lax.scan(step, carry, inputs)

@@ -35,7 +35,7 @@ class AdditionalTiles(NamedTuple):
 
     Attributes:
         keys: Keys; the last tile may be padded with zeros.
-        values: Values, padded in the same way.
+        values: Values; padded like the keys.
         exists: True for tokens, False for padding.
     """
 
@@ -45,7 +45,7 @@ class AdditionalTiles(NamedTuple):
 
     @classmethod
     def from_inputs(cls, inputs: Inputs, sweep: Sweep) -> AdditionalTiles | None:
-        """Split the additional tokens of a call into tiles; ``None`` if it has no additional tokens."""
+        """Split the additional tokens of a call into tiles; return ``None`` if it has no additional tokens."""
         keys, values = inputs.additional_keys, inputs.additional_values
         if keys is None or values is None:
             return None
@@ -62,7 +62,7 @@ class AdditionalTiles(NamedTuple):
         return cls(tile(keys), tile(values), exists.reshape(tiles, 1, 1, 1, 1, tokens))
 
     def for_tiles(self, query: RowTiles) -> tuple[TokenTiles, ValueTiles, MaskTiles]:
-        """Repeat keys and values of one tile for each query tile of a step; also return the mask of existing tokens."""
+        """Repeat a tile's keys and values for each query tile of a step; also return the mask of existing tokens."""
         key, value = (jnp.broadcast_to(array, (query.shape[0], *array.shape)) for array in self[:2])
         return key, value, self.exists
 
@@ -79,7 +79,7 @@ _Sweep = TypeVar("_Sweep", bound="PlacedSweep")
 
 
 class PlacedSweep:
-    """A sweep with the arrays of a call and the positions of its tiles.
+    """A sweep with the arrays of a call and the positions of the sweep's tiles.
 
     Args:
         plan: Plan of the call.
@@ -106,7 +106,7 @@ class PlacedSweep:
         self.positions = self.sweep.positions(self.origins, layout)
 
     def constant(self: _Sweep) -> _Sweep:
-        """Return a copy whose arrays are constants for derivatives."""
+        """Return a copy whose arrays and scales are constants for derivatives."""
         result = copy.copy(self)
         result.products = self.products.constant()
         for name in self.arrays:
@@ -116,12 +116,12 @@ class PlacedSweep:
     def bias(
         self, positions: TilePositions, inner_step: Scalar, key_bias: RowTiles | None
     ) -> Annotated[jax.Array, "tiles batch heads_kv queries keys"] | None:
-        """Return the biases of the logits of a step's tiles; ``None`` without any.
+        """Return the biases of the logits of a step's tiles; ``None`` without biases.
 
         Args:
             positions: The positions of the tiles.
             inner_step: Number of the inner step.
-            key_bias: Key biases of the tiles' keys, in the layout in which the sweep loads or cuts them.
+            key_bias: Key biases of the tiles' keys, as :meth:`Sweep.load` or :meth:`Sweep.cut_outer` returns them.
         """
         found = None if self.tables is None else self._offset_bias(self.tables, positions, inner_step)
         if key_bias is None:
@@ -147,7 +147,7 @@ class PlacedSweep:
         for i, (length, size) in enumerate(zip(lengths, self.tables.shape[2:], strict=True)):
             entries = starts[:, i, None] + jnp.arange(length, dtype=jnp.int32)[None]
             goes_to = (entries[..., None] == jnp.arange(size, dtype=jnp.int32)[None, None]).astype(changes.dtype)
-            # The last product also sums over the tiles.
+            # The last einsum also sums over the tiles.
             new = f"{'' if i == self.problem.rank - 1 else 't'}bh{letters.replace(letters[i], 'r')}"
             subscripts = f"tbh{letters},t{letters[i]}r->{new}"
             sums = jnp.einsum(subscripts, sums, goes_to, precision=lax.Precision.HIGHEST)
@@ -159,7 +159,7 @@ class PlacedSweep:
         """Look up the relative biases of all pairs of tokens of a step's tiles."""
         rank = self.problem.rank
         lengths = [queries + keys for queries, keys in self.sweep.pair_extents]
-        # Entries outside of the table belong to pairs of tokens outside of all windows.
+        # Entries outside of the table belong to pairs of tokens that are outside of all windows.
         padded = jnp.pad(tables, [(0, 0), (0, 0), *((length, length) for length in lengths)])
         bounds = jnp.asarray([[-length for length in lengths], tables.shape[2:]], jnp.int32)
         starts = jnp.clip(self._starts(positions, inner_step), bounds[:1], bounds[1:]) - bounds[:1]
@@ -175,7 +175,7 @@ class PlacedSweep:
         return self.sweep.key_distances(positions, inner_step) + jnp.asarray([firsts], jnp.int32)
 
     def _rows(self, diagonals: Annotated[jax.Array, "tiles batch heads *diagonals"]) -> PairTiles:
-        """Expand diagonals, on which the offset of key and query is constant, to pairs of tokens."""
+        """Expand a number per diagonal, on which key minus query is constant, to a number per pair of tokens."""
         rank = self.problem.rank
         for i, (queries, keys) in enumerate(self.sweep.pair_extents):
             diagonals = _unrolled(diagonals, 3 + 2 * i, queries, keys)
@@ -185,14 +185,14 @@ class PlacedSweep:
         return diagonals.transpose(0, 1, 2, *order).reshape(tiles, batch, self.problem.heads_kv, -1, keys)
 
     def is_needed(self, positions: TilePositions) -> Callable[[jax.Array], jax.Array] | None:
-        """Return a predicate that is True for inner steps with visible pairs; ``None`` if nearly all steps have some.
+        """Return a predicate that is True for inner steps with visible pairs; ``None`` to run all inner steps.
 
-        Nearly all inner steps have visible pairs, unless the layout is padded.
+        Unless the layout is padded, nearly all inner steps have visible pairs.
         """
         return functools.partial(self.sweep.is_seen, positions) if self.problem.own_extents else None
 
     def or_nan_for_parts(self, results: _Tree) -> _Tree:
-        """Return the results, or NaN if a sweep that assumes whole arrays ran on a part of the layout."""
+        """Return the results, or NaN if a sweep that assumes whole arrays ran on a shard of the layout."""
         axes = [i for i, axis in enumerate(self.sweep.axes) if axis.assumes_whole]
         if self.origins is None or not axes:
             return results
@@ -201,10 +201,10 @@ class PlacedSweep:
 
 
 def _unrolled(diagonals: jax.Array, axis: int, queries: int, keys: int) -> jax.Array:
-    """Expand a dimension ``[queries + keys]`` to ``[queries, keys]``, with rows that start one element earlier each.
+    """Expand a dimension ``[queries + keys]`` to ``[queries, keys]``; each row starts one element before the previous.
 
-    The shift needs no gather: after flattening one copy per row, reading with a row length that is smaller by one moves
-    the start of each row back by one element.
+    The shift needs no gather: the function flattens one copy per row, and reshapes the result to rows that are shorter
+    by one element, so that each row starts one element earlier in its copy.
     """
     before: Shape = diagonals.shape[:axis]
     after: Shape = diagonals.shape[axis + 1 :]
@@ -217,7 +217,7 @@ def _unrolled(diagonals: jax.Array, axis: int, queries: int, keys: int) -> jax.A
 
 
 def summed_by_key(changes: jax.Array, pair_tokens: Sequence[int]) -> jax.Array:
-    """Compute gradients of a tile's key biases from its logits' gradients, in the layout of :meth:`Sweep.cut_outer`."""
+    """Sum a tile's logit gradients over queries: the key bias gradients, in the layout of :meth:`Sweep.cut_outer`."""
     queries, keys = pair_tokens
     *outer, rows, _ = changes.shape
     by_head = changes.reshape(*outer, rows // queries, queries, keys).sum(axis=-2)
@@ -225,13 +225,13 @@ def summed_by_key(changes: jax.Array, pair_tokens: Sequence[int]) -> jax.Array:
 
 
 class QuerySweep(PlacedSweep):
-    """A sweep whose outer tiles are queries.
+    """A sweep whose outer tiles are query tiles.
 
     Attributes:
         keys: The keys, in the layout of :meth:`Sweep.split_inner`.
         values: The values, in the layout of ``keys``.
-        key_bias: Key biases, in the layout of ``keys``; ``None`` without any.
-        additional: Additional keys and values; ``None`` without any.
+        key_bias: Key biases, in the layout of ``keys``; ``None`` without key biases.
+        additional: Additional keys and values; ``None`` without additional tokens.
     """
 
     arrays = "tables", "keys", "values", "key_bias", "additional"
@@ -260,13 +260,13 @@ class QuerySweep(PlacedSweep):
         *,
         carries_plan: bool = False,
     ) -> tuple[Softmax, Softmax]:
-        """Compute the softmax of a step's query tiles over only the additional tokens, and over all keys.
+        """Compute two softmaxes of a step's query tiles: over only the additional tokens, and over all keys.
 
         Args:
             positions: The positions of the tiles.
             query: Query tiles.
             head_dim_v: Width of the values; ``None`` to omit the weighted sum of values.
-            rounds: Function that returns the rounds of a loop to run, given their number.
+            rounds: Function from a loop's number of rounds to the number of rounds to run.
             carries_plan: See :func:`softmax_weights`.
         """
 
@@ -294,8 +294,8 @@ class QuerySweep(PlacedSweep):
             given: Row statistics of an earlier sweep.
 
         Returns:
-            The row statistics, and the softmax over only the additional tokens. The softmax is computed only if the
-            given statistics are unreliable.
+            The row statistics, and the softmax over only the additional tokens, which is computed only if the given
+            statistics are unreliable.
         """
         found = self.constant().softmax(positions, lax.stop_gradient(query), None, given.rounds)
         pairs = zip(found[1].rows, given.rows, strict=True)
@@ -303,12 +303,12 @@ class QuerySweep(PlacedSweep):
 
 
 class KeySweep(PlacedSweep):
-    """A sweep whose outer tiles are keys.
+    """A sweep whose outer tiles are key tiles.
 
     Attributes:
         queries: The queries, in the layout of :meth:`Sweep.split_inner`.
         keys: Key tiles, in the layout of :meth:`Sweep.cut_outer`.
-        key_bias: Key biases, in the layout of ``keys``; ``None`` without any.
+        key_bias: Key biases, in the layout of ``keys``; ``None`` without key biases.
     """
 
     arrays = "tables", "queries", "keys", "key_bias"
@@ -323,7 +323,8 @@ class KeySweep(PlacedSweep):
         """Return all row statistics in the layout of ``queries``, recomputed with this sweep's products if necessary.
 
         Args:
-            additional: Softmax over the additional tokens, ``[batch, *query_layout, heads, 1]``; ``None`` without any.
+            additional: Softmax over the additional tokens, ``[batch, *query_layout, heads, 1]``; ``None`` if there are
+                no additional tokens.
             known: Row statistics of an earlier sweep.
         """
         over, sweep, products = self.constant(), self.sweep, self.products.constant()

@@ -1,7 +1,7 @@
 """The softmax of the ``flex`` backend in each pass: scores, sums over keys, and weights.
 
-A *score* is a product of query and key before the scale, with the sign of the scale; if there are biases, it is the
-logit. A logit is the score times the *steepness*, which is not negative. A *row* is a query of one head.
+A *score* is the product of query and key times the sign of the scale; if there are biases, the score is the logit. A
+logit is the score times the *steepness*, which is not negative. A *row* is a query of one head.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from natten_jax.arrays.operands import Operands, varying_like
 from natten_jax.backends.flex.geometry import MaskTiles, PairTiles, PerRow, RowTiles, Scalar, TokenTiles, ValueTiles
 from natten_jax.plan.plan import Plan, carrying_plan
 
-#: A number for all heads, or an array ``[batch, heads]``.
+#: One number for all heads, or an array ``[batch, heads]``.
 _Factors = float | jax.Array
 
 
@@ -36,13 +36,13 @@ class Products:
         self._heads = problem.heads_kv, problem.heads // problem.heads_kv
         #: Factor of all logits; 1 if each head has a separate scale.
         self.scale = problem.scale if scale is None else 1.0
-        # With a scale of inf, negative products would give -inf, the value of masked keys. NaN propagates instead.
+        # With a scale of inf, negative products would give -inf, the value of masked keys. Use NaN, which propagates.
         self._scales = scale = None if scale is None else jnp.where(jnp.isfinite(scale), scale, jnp.nan)
         #: True if biases are added to the scaled products.
         self.adds = bool(problem.biases)
         self._sign = None if scale is None else jnp.where(scale < 0, -1, 1).astype(self.dtype)
-        # Half-precision values are exact in TF32 and bfloat16 passes. Float32 values are not, and use full precision
-        # unless the user chose a precision.
+        # TF32 represents float16 and bfloat16 values exactly, and a bfloat16 pass represents bfloat16 values exactly.
+        # Both would round float32 values, so these use full precision unless the user chose a precision.
         is_chosen = problem.element.bytes == 2 or plan.precision is not None
         self._precision = None if is_chosen else lax.Precision.HIGHEST
 
@@ -90,10 +90,10 @@ class Products:
         return result
 
     def with_constant_maximum(self, rows: Rows) -> Rows:
-        """Make the maximum logit of each row a constant for derivatives, also with a differentiable scale per head.
+        """Make the maximum logit of each row a constant for derivatives, even if the scale per head is differentiable.
 
-        The maximum logit is the maximum score times the scale. The change of ``log_total`` is zero, and its derivative
-        cancels the derivative of that product.
+        The maximum logit is the maximum score times the steepness. The number subtracted from ``log_total`` is zero,
+        and its derivative cancels the derivative of that product.
         """
         if self._scales is None or self.adds:
             return rows
@@ -102,7 +102,7 @@ class Products:
         return Rows(rows.maximum, rows.log_total - change)
 
     def scores(self, query: RowTiles, key: TokenTiles, bias: PairTiles | None = None) -> PairTiles:
-        """Compute the scores: ``query key^T`` with the sign of the scale or, if there are biases, the biased logits."""
+        """Compute the scores: ``query key^T`` times the sign of the scale or, with biases, the biased logits."""
         if self.adds:
             logits = self.scaled(self.scale * self.inner(query, key))
             return logits if bias is None else logits + bias
@@ -133,7 +133,7 @@ class Softmax(NamedTuple):
 
     Attributes:
         maximum: Largest score; ``-inf`` if the row has seen no key.
-        total: Sum of the exponentials of the logits minus the largest logit.
+        total: Sum over keys of ``exp(logit - largest logit)``.
         mixed: Sum of the values, weighted by these exponentials; ``None`` if it is not needed.
     """
 
@@ -143,7 +143,7 @@ class Softmax(NamedTuple):
 
     @property
     def rows(self) -> Rows:
-        """Maxima, and logarithms of the totals."""
+        """Row statistics: maxima, and logarithms of the totals."""
         return Rows(self.maximum, jnp.where(self.total == 0, 0, jnp.log(self.total)))
 
     @classmethod
@@ -163,7 +163,7 @@ class Softmax(NamedTuple):
         *,
         carries_plan: bool = False,
     ) -> Softmax:
-        """Return the softmax after further keys; for ``carries_plan`` see :func:`softmax_weights`."""
+        """Return the softmax updated with further keys; for ``carries_plan`` see :func:`softmax_weights`."""
         scores = jnp.where(mask, products.scores(query, key, bias), -jnp.inf)
         maximum = jnp.maximum(self.maximum, scores.max(axis=-1, keepdims=True))
         steepness = products.factors_per_row(products.steepness, scores.shape[-2])
@@ -181,7 +181,7 @@ class Rows(NamedTuple):
 
     Attributes:
         maximum: Largest score.
-        log_total: Logarithm of the sum of the exponentials of the logits minus the largest logit.
+        log_total: Logarithm of the sum over keys of ``exp(logit - largest logit)``.
     """
 
     maximum: PerRow
@@ -189,7 +189,7 @@ class Rows(NamedTuple):
 
 
 def exponentials(products: Products, scores: PairTiles, maximum: PerRow, *, carries_plan: bool = False) -> PairTiles:
-    """Compute the exponentials of logits minus the logit of ``maximum``; 0 for masked keys."""
+    """Compute ``exp(logit - largest logit)``, given the largest score ``maximum``; 0 for masked keys."""
     # Mask again: with a scale of 0, masked logits would not be -inf.
     steepness = products.factors_per_row(products.steepness, scores.shape[-2])
     return _exp(jnp.where(scores != -jnp.inf, steepness * (scores - reference(maximum)), -jnp.inf), carries_plan)
@@ -227,7 +227,8 @@ def reference(maximum: PerRow) -> PerRow:
     return jnp.where(maximum == -jnp.inf, 0, maximum)
 
 
-#: A product of two float32 numbers of this size is off by less than 2e-5, and so is a weight.
+#: A float32 logit of at most this magnitude has a rounding error below 2e-5, and so the relative error of its weight is
+#: below 2e-5.
 LARGEST_RELIABLE_LOGIT = 256.0
 
 
@@ -244,7 +245,7 @@ class KnownRows(NamedTuple):
 
     @classmethod
     def from_residuals(cls, products: Products, operands: Operands, residuals: jax.Array | None) -> KnownRows:
-        """Return the rows of another sweep, or unreliable zeros without residuals; constants for every derivative."""
+        """Return the row statistics in residuals as constants for derivatives; unreliable zeros without residuals."""
         if residuals is None:
             per_row = (*operands.inputs.query.shape[:-1], 1)
             nothing = varying_like(jnp.zeros(per_row, products.dtype), operands)
@@ -253,15 +254,15 @@ class KnownRows(NamedTuple):
         return cls(Rows(residuals[..., :1], residuals[..., 1:]), _may_be_large(products.constant(), operands))
 
     def rounds(self, count: int) -> Scalar:
-        """Return the rounds of a loop: ``count`` if the rows are unreliable, otherwise 0."""
+        """Return the number of rounds of a loop to run: ``count`` if the rows are unreliable, otherwise 0."""
         return jnp.where(self.is_unreliable, count, 0).astype(jnp.int32)
 
 
 def _may_be_large(products: Products, operands: Operands) -> Scalar:
-    """Return True if a logit of finite numbers may exceed ``LARGEST_RELIABLE_LOGIT``.
+    """Return True if the magnitude of a logit of finite numbers may exceed ``LARGEST_RELIABLE_LOGIT``.
 
     Rows are recomputed for the whole batch or not at all, and recomputed rows round differently. Numbers that are not
-    finite are ignored: their rows have NaN weights in both cases, and they must not affect other batch entries.
+    finite are ignored, so that they do not affect other batch entries. Their rows have NaN weights in both cases.
     """
 
     def square(array: jax.Array) -> jax.Array:
@@ -272,7 +273,7 @@ def _may_be_large(products: Products, operands: Operands) -> Scalar:
     keys = square(operands.inputs.key)
     if operands.inputs.additional_keys is not None:
         keys = jnp.maximum(keys, square(operands.inputs.additional_keys))
-    # If the product overflows, it exceeds the bound.
+    # If the product overflows, it counts as exceeding the bound.
     scale = jnp.abs(jnp.asarray(products.factors, products.dtype))
     scale = jnp.max(jnp.where(jnp.isfinite(scale), scale, 0))
     largest = square(operands.inputs.query) * keys
