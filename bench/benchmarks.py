@@ -50,7 +50,7 @@ class Benchmark:
 
     @property
     def problem(self) -> Problem:
-        """The problem in the backends' format."""
+        """The problem as the backends describe it."""
         return problem_of(
             self.layout,
             self.kernel_size or None,
@@ -91,7 +91,7 @@ def extents(values: Sequence[int]) -> str:
 
 
 def label(layout: Sequence[int], kernel_size: Sequence[int] | None, stride: Sequence[int] | None = None) -> str:
-    """Two-line label of a problem for charts."""
+    """Return a two-line label of a problem for charts."""
     what = f"{KINDS[len(layout)]} {extents(layout)}"
     if kernel_size is None:
         return f"{what},\nno window"

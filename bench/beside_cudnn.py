@@ -29,7 +29,7 @@ from peers import OURS, prepare
 from natten_jax.cost_model.tiles import flops
 from natten_jax.performance import PASSES, Pass
 
-#: Seconds before each turn: the timed programs take milliseconds and do not heat the GPU.
+#: Seconds of pause before each turn. It is short, because the programs take milliseconds and do not heat the GPU.
 PAUSE = 0.2
 
 
@@ -38,11 +38,11 @@ def _sequence(tokens: int, heads: int, window: int, head_dim: int = 128, **facts
 
 
 def _video(layout: tuple[int, int, int], heads: int, frames: int | None = None) -> Benchmark:
-    """Window that is causal in time: ``frames`` frames of history including the current frame, or all if ``None``."""
+    """Return a problem that is causal in time: tokens see ``frames`` frames up to their own, or all if ``None``."""
     return Benchmark(layout, heads, 128, (frames or layout[0], *layout[1:]), causal=(True, False, False))
 
 
-#: Keyed by the cuDNN computation to compare with: the same windows, or attention over the whole layout.
+#: Problems by group. The other library computes the same windows in "sliding", and dense attention in "video".
 GROUPS: Mapping[str, Mapping[str, Benchmark]] = {
     "sliding": {
         "2 x 16384 tokens,\n16 heads of 128, window 1024": _sequence(16384, 16, 1024, batch=2),
@@ -74,7 +74,7 @@ def compiled(group: str, benchmark: Benchmark, pass_: Pass, library: str) -> dic
 
 
 def measure(group: str, benchmark: Benchmark, pass_: Pass, turns: int, library: str) -> dict[str, Any]:
-    """Milliseconds of both libraries, speed-up of natten_jax, and the share of all query-key pairs that it computes."""
+    """Measure both libraries, natten_jax's speed-up, and the share of all query-key pairs that natten_jax computes."""
     sides = compiled(group, benchmark, pass_, library)
     runners = {name: side for name, side in sides.items() if isinstance(side, Runner)}
     times = take_turns(runners, turns, "cold", PAUSE)

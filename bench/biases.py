@@ -29,7 +29,7 @@ from small import Row, figures_of, shown
 from natten_jax.performance import PASSES, Pass
 from natten_jax.problem import problem_of
 
-#: Problems with small windows, and problems whose heads or windows no kernel supports for a relative bias.
+#: Problems with small windows, and problems whose heads or windows are too large for kernels with a relative bias.
 ROWS = (
     *SMALL,
     Row("wide heads", 8, (64, 64), 4, 128, 7),
@@ -45,7 +45,7 @@ SIDES = ("plain", "relative_bias", "key_bias", "sinks", "features")
 
 
 def term_of(row: Row, side: str) -> list[jax.Array]:
-    """Bias or sink operand of a variant, as a list that is empty for a plain call."""
+    """Return the bias or sink operand of a variant in a list, which is empty for a plain call."""
     rank = len(row.layout)
     window = (row.kernel_size,) * rank if isinstance(row.kernel_size, int) else row.kernel_size
     shapes = {
@@ -78,7 +78,7 @@ def runner_of(row: Row, pass_: Pass, side: str, family: str = "none") -> Runner 
 
 
 def measure(row: Row, pass_: Pass, sides: list[str], turns: int, family: str = "none") -> dict[str, Any]:
-    """Microseconds per variant, and the ratio to the plain call."""
+    """Measure the microseconds of each variant, and the ratio to the plain call."""
     figures = figures_of({side: runner_of(row, pass_, side, family) for side in sides}, turns)
     for name in sides:
         if isinstance(figures[name], dict):

@@ -38,7 +38,7 @@ RESULTS = Path(__file__).parent / "results"
 FOLDER = Path("build") / "board"
 #: Seconds before each turn on a GPU, to let its clock rate recover.
 PAUSE = 0.2
-#: Largest allowed difference between results of the same function, relative to the largest entry.
+#: Largest allowed difference between implementations' results, relative to the largest entry, by element type.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 1e-2}
 
 
@@ -59,7 +59,7 @@ def prepare(
 
 
 def measure(benchmark: Benchmark, pass_: Pass, names: Sequence[str], turns: int, platform: str) -> dict[str, Any]:
-    """Milliseconds of each implementation, the ratio to natten_jax, and the implementations that fail or differ."""
+    """Measure each implementation's milliseconds and ratio to natten_jax; collect the ones that fail or differ."""
     sides, failures = prepare(benchmark, pass_, names, platform)
     differences = {}
     same = [name for name, side in sides.items() if name != OURS and side.is_same and OURS in sides]

@@ -40,5 +40,5 @@ _ON_HOSTS: Mapping[str, Benchmark] = {
 
 
 def problems_for(platform: str) -> Mapping[str, Benchmark]:
-    """Problems of a platform, by display name."""
+    """Return the problems of a platform, by display name."""
     return _ON_GPUS if platform == "cuda" else _ON_HOSTS

@@ -6,10 +6,10 @@ Run the first step on the GPU; the second runs on any machine:
     python bench/run.py calibrate fit bench/results/h200/calibration/hopper.json \
         --out natten_jax/cost_model/calibrations/hopper-9.0.json
 
-With ``--dtype``, both steps handle the kernels for element types other than 16-bit; coefficients shared by all kernels
-then stay unchanged.
+With ``--dtype``, both steps handle the kernels for element types other than 16-bit. The fit then keeps the coefficients
+that all kernels share.
 
-The measurements behind the packaged models are in ``bench/results/h200/calibration`` and, for 8-bit arrays, in
+The measurements for the packaged models are in ``bench/results/h200/calibration`` and, for 8-bit arrays, in
 ``bench/results/h100/calibration``.
 """
 
@@ -60,13 +60,13 @@ OTHER_RANKS = (1, 4, 12, 40, 150)
 #: Element type measured for the 16-bit models.
 _OWN = "bf16"
 
-#: Bounds of the power model: slowdown at the power limit, seconds after which half of it applies, and shares.
+#: Bounds of the power model: slowdown at the power limit, seconds until half of the slowdown, and shares of power.
 _BOUNDS = {"slowdown": (0.05, 0.4), "onset": (1e-4, 3e-2), "power": (0.02, 1.0)}
 
-#: Weight of a change of a coefficient relative to the error of a measurement.
+#: Weight of a coefficient's change relative to the weight of a measurement's error.
 _INERTIA = 3e-3
 
-#: Weight of relative errors between the tiles of a problem.
+#: Weight of the errors of the times of a problem's tiles relative to each other.
 _RANKING = 2.0
 
 #: Seconds during which a kernel runs at the full clock rate.
@@ -82,9 +82,7 @@ def measure(
     warmup_steps: int,
     iterations: int,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Measure the device time of each problem with the recommended tiles and, for the fit, alternately with other
-    tiles.
-    """
+    """Yield each problem's device times: with the recommended tiles and, for the fit, alternating with other tiles."""
     model = simulator.calibration_for(family)
     device = default_device()
     flags = [] if pass_ == "forward" else ["--backprop"]
@@ -102,7 +100,7 @@ def measure(
             if is_held_back(name):
                 chosen_pairs = list(offered.pairs[:1])
             else:
-                # The other kernels do not handle small windows.
+                # The model's kernels do not handle small windows, so no tiles are added for them.
                 chosen_pairs = chosen(offered, other_ranks, None if name in FORM_SETS else model)
             pairs = [[(1,) * (options.problem.rank - len(tile)) + tile for tile in pair] for pair in chosen_pairs]
             workloads: list[Workload] = []
@@ -150,7 +148,7 @@ def chosen(offered: Listing, other_ranks: Sequence[int], model: Calibration | No
 
 
 def pass_times(workloads: Sequence[Workload], pass_: Pass, warmup_steps: int, iterations: int) -> list[float]:
-    """Median seconds of a pass of each workload; workloads alternate."""
+    """Return the median seconds of a pass of each workload; workloads alternate."""
     for workload in workloads:
         for _ in range(warmup_steps):
             jax.block_until_ready(workload.run())
@@ -162,19 +160,20 @@ def pass_times(workloads: Sequence[Workload], pass_: Pass, warmup_steps: int, it
 
 
 def pass_seconds(events: list[Event], program: Program, pass_: Pass) -> float:
-    """Total device time of the launches of one pass."""
+    """Return the total device time of the launches of one pass, in seconds."""
     marked = [
         event.duration
         for event in events
         if (plan := program.instruction(event.instruction).plan) is not None and plan.pass_ == pass_
     ]
-    # A forward-only program launches only that pass. With both passes, unmarked events belong to neither.
+    # A forward-only program launches only the forward pass. In a program with both passes, events without a plan
+    # belong to neither pass.
     return sum(marked if pass_ == "backward" else [event.duration for event in events]) / 1e9
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A measurement and its features for the model; without a kernel, it is of the small-window kernels."""
+    """A measurement and its features for the model; ``kernel`` is ``None`` for the small-window kernels."""
 
     record: dict[str, Any]
     kernel: Kernel | None
@@ -264,7 +263,7 @@ def fit(every: list[Sample], model: Calibration, dtypes: Sequence[str]) -> Calib
 
 
 def weight(record: dict[str, Any]) -> float:
-    """Weight of one measurement in the fit."""
+    """Return the weight of one measurement in the fit."""
     if record["is_recommended"]:
         return 2.0
     # Alternating tiles run briefly, before long kernels heat up the device: only their relative times are meaningful.
@@ -272,12 +271,12 @@ def weight(record: dict[str, Any]) -> float:
 
 
 def turns(sample: Sample) -> tuple[Any, ...]:
-    """Key shared by measurements that ran alternately."""
+    """Return a key that is equal for measurements that ran alternately."""
     return sample.record["is_recommended"], sample.pass_, sample.record["arguments"]
 
 
 def costs_of(kernel: Kernel) -> tuple[str, ...]:
-    """Names of a kernel's fitted coefficients."""
+    """Return the names of a kernel's fitted coefficients."""
     return "outer_tile", "inner_tile", "masking", "power", *(("skipping",) if kernel.row_groups > 1 else ())
 
 

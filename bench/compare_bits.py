@@ -67,7 +67,7 @@ def main() -> int:
     """Run both builds and print the problems whose results differ; the exit status is 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("builds", nargs=2, type=Path, metavar="CLONE", help="clones to compare: before, after")
-    options, arguments = parser.parse_known_args()  # the others are options of the fuzzer
+    options, arguments = parser.parse_known_args()  # the remaining arguments are options of the fuzzer
     before, after = (build.resolve() for build in options.builds)
     processes = [start(root, arguments) for root in (before, before, after)]
     first, again, second = map(answers, processes)

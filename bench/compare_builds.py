@@ -35,7 +35,7 @@ class Problem(NamedTuple):
         name: Row of bench/benchmarks.py or, if ``is_small``, of bench/biases.py.
         is_small: Use the row of bench/biases.py.
         family: Kernel family; ``"none"`` selects the default backend.
-        side: Operand added to the logits, as in bench/biases.py; ``"plain"`` for a call without one.
+        side: Bias or sinks, as in bench/biases.py; ``"plain"`` for a call without biases and sinks.
     """
 
     name: str
@@ -45,9 +45,9 @@ class Problem(NamedTuple):
 
 
 def serve(root: Path) -> None:
-    """Serve requests, one JSON line each on standard input, with the build of a clone."""
+    """Answer requests with the build of a clone: each request is a JSON line on standard input."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keep other output out of the answers
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # other output goes to standard error
     # Some builds keep the shared modules directly in bench/, others in bench/lib/.
     sys.path[:0] = [str(root), str(root / "bench"), str(root / "bench" / "lib")]
     import jax

@@ -37,7 +37,7 @@ class Benchmark(NamedTuple):
 
     @property
     def forward_flops(self) -> int:
-        """FLOPs of the two matrix products over only the visible query-key pairs."""
+        """FLOPs of the two matrix products over the visible query-key pairs only."""
         return 4 * self.heads * self.head_dim * math.prod(self.layout) * math.prod(self.kernel_size)
 
     def describe(self) -> str:
@@ -53,7 +53,7 @@ BENCHMARKS = {
 
 
 def dense_mask(benchmark: Benchmark) -> np.ndarray:
-    """Boolean mask ``[queries, keys]`` over flattened tokens: True if the query sees the key."""
+    """Return the boolean mask ``[queries, keys]`` over flattened tokens: True if the query sees the key."""
     mask = np.ones((1, 1), bool)
     for extent, kernel_size in zip(benchmark.layout, benchmark.kernel_size, strict=True):
         start, end = windows.window_bounds(windows.Window(kernel_size), np.arange(extent)[:, None], extent)
@@ -63,7 +63,7 @@ def dense_mask(benchmark: Benchmark) -> np.ndarray:
 
 
 def implementations(benchmark: Benchmark) -> dict[str, Function]:
-    """Functions of query, key and value by name."""
+    """Return the implementations, as functions of query, key and value, by name."""
     operator = {1: natten_jax.na1d, 2: natten_jax.na2d, 3: natten_jax.na3d}[len(benchmark.layout)]
     mask = jnp.asarray(dense_mask(benchmark))
 
@@ -80,14 +80,14 @@ def implementations(benchmark: Benchmark) -> dict[str, Function]:
 
 
 def seconds(function: Function, *arguments: jax.Array) -> float:
-    """Wall time of one call."""
+    """Return the wall time of one call in seconds."""
     start = time.perf_counter()
     jax.block_until_ready(function(*arguments))  # type: ignore[no-untyped-call]
     return time.perf_counter() - start
 
 
 def measure(benchmark: Benchmark, dtype: str, repeats: int, names: list[str]) -> list[dict[str, Any]]:
-    """Time every implementation ``repeats`` times, alternately, and XLA's matmul for reference."""
+    """Time every implementation, and XLA's matmul for reference, alternately and ``repeats`` times each."""
     keys = jax.random.split(jax.random.key(0), 4)
     shape = (1, *benchmark.layout, benchmark.heads, benchmark.head_dim)
     *inputs, cotangent = (jax.random.normal(key, shape, dtype) for key in keys)

@@ -2,7 +2,8 @@
 
     python bench/run.py first_call
 
-prints medians over several processes as JSON. Every shape is new to its process, as in a model whose layers all differ.
+This prints medians over several processes as JSON. Every shape is new to its process, as in a model whose layers all
+differ.
 """
 
 from __future__ import annotations

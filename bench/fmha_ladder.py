@@ -1,4 +1,4 @@
-"""Check that the kernels that only the steps of ``fmha_scaling.py`` need are built; exit status 1 if not."""
+"""Exit with status 1 if this build lacks kernels that only ``fmha_scaling.py`` needs on this device."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def draw(title: str, ladder: Ladder, results: Sequence[LengthResult], rate: floa
 
 
 def title_of(configuration: Mapping[str, Any]) -> str:
-    """Chart title of a run."""
+    """Return the chart title of a run."""
     title = "{device}: batch {batch}, {heads} heads of {head_dim}, {dtype}{causal}"
     return title.format(**{**configuration, "causal": ", causal" if configuration["causal"] else ""})
 

@@ -1,11 +1,11 @@
 """Measure how attention scales with sequence length, and the gain of each optimisation.
 
 A ladder of kernels, each with one more optimisation, runs over growing sequences. Every step is checked against float64
-attention before it is timed; a failed step is reported and skipped, and without the baseline there are no speed-ups.
+attention before it is timed. A failed step is reported and skipped; if the baseline fails, there are no speed-ups.
 Times are device times: the median of ``--iterations`` launches after 10 untimed ones. The steps alternate, and a
 speed-up is the median over turns of the ratio of times. On an NVIDIA GPU the ladder goes from a basic tensor-core
 kernel to the production kernel, with cuDNN and JAX's Pallas kernel for comparison. Steps 1 to 3 use tiles that suit the
-GPU, and need a build with ``NATTEN_JAX_BENCH=1``; ``make bench-scaling`` makes it. Other platforms use their available
+GPU, and need a build with ``NATTEN_JAX_BENCH=1``, as ``make bench-scaling`` makes. Other platforms use their available
 implementations: dense XLA, flex-fmha, cpu-fmha. The default problem depends on the device: on a GPU 4 batch entries, 32
 heads, head_dim 128, float16, 1024 to 16384 tokens, causal.
 
@@ -60,7 +60,7 @@ CPU_DEFAULTS = Defaults(1, 4, 64, "float32", (256, 512, 1024, 2048), 1024)
 
 
 class Log:
-    """Prints lines and keeps them for the log file."""
+    """A log that prints lines and keeps them for the log file."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -81,13 +81,13 @@ class Log:
 
 
 def draw_arrays(benchmark: Benchmark) -> tuple[jax.Array, ...]:
-    """Random normal query, key and value."""
+    """Return random normal query, key and value."""
     keys = jax.random.split(jax.random.key(0), 3)
     return tuple(jax.random.normal(key, benchmark.shape, benchmark.dtype) for key in keys)
 
 
 def matrix_tflops(dtype: str, extent: int, iterations: int) -> float:
-    """Rate of XLA's product of two random square matrices."""
+    """Return the rate of XLA's product of two random square matrices, in TFLOP/s."""
     keys = jax.random.split(jax.random.key(1), 2)
     matrices = (jax.random.normal(key, (extent, extent), dtype) for key in keys)
     seconds = compile_runner(lambda a, b: a @ b, *matrices).seconds(iterations)
@@ -95,7 +95,7 @@ def matrix_tflops(dtype: str, extent: int, iterations: int) -> float:
 
 
 def launches_of_turns(iterations: int) -> list[int]:
-    """Number of launches in each turn of a step."""
+    """Return the number of launches in each turn of a step."""
     turns = min(TURNS, iterations)
     return [iterations // turns + (turn < iterations % turns) for turn in range(turns)]
 

@@ -1,4 +1,4 @@
-"""Measure how long halo exchanges take and how much of them kernels hide; compile programs that hide none."""
+"""Measure how long halo exchanges take and how much of it overlaps kernels; compile programs without overlap."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def halos_first() -> Iterator[None]:
 
 
 def exchange_milliseconds(devices: Devices, program: Program) -> dict[str, float]:
-    """Median milliseconds of the longest exchange of a device per iteration, and the part that kernels hide.
+    """Return the median exchange time per iteration, and the part that overlaps kernels, on the slowest device.
 
-    An exchange lasts from the start of its first kernel or copy to its end, including the time spent waiting for other
-    devices.
+    The exchange time, in milliseconds, is the time in which any kernel or copy of an exchange runs, including the time
+    spent waiting for other devices.
     """
 
     def times(events: Sequence[Event]) -> tuple[float, float]:
@@ -49,7 +49,7 @@ def exchange_milliseconds(devices: Devices, program: Program) -> dict[str, float
 
 
 def timeline(devices: Devices, program: Program) -> list[dict[str, Any]]:
-    """Kernels and copies of the first iteration, with times in milliseconds since the first event."""
+    """Return the kernels and copies of the first iteration, with times in milliseconds since the first event."""
     started = min(event.start for iterations in devices.values() for event in iterations[0])
     return [
         {
@@ -79,5 +79,5 @@ def _length(spans: Iterable[Span]) -> float:
 
 
 def _shared(spans: Sequence[Span], others: Sequence[Span]) -> float:
-    """Length of the intersection."""
+    """Return the length of the intersection."""
     return _length(spans) + _length(others) - _length([*spans, *others])

@@ -22,7 +22,7 @@ EXPOSED = "exposed milliseconds"
 
 
 def figures(curve: Curve, devices: int, on_one: list[float], on_several: list[float]) -> dict[str, float]:
-    """Time, speed-up and efficiency on ``devices`` devices, from predicted or measured seconds per turn.
+    """Return time, speed-up and efficiency on ``devices`` devices, from predicted or measured seconds per turn.
 
     The speed-up is the increase in throughput relative to one device, also for weak scaling.
     """
@@ -44,7 +44,7 @@ def predictions(curve: Curve, family: str, pass_: str, counts: Sequence[int]) ->
         counts: Numbers of devices that can share the problem.
 
     Returns:
-        Empty if the kernels were not calibrated for the problem.
+        Predictions by number of devices; empty if the kernels were not calibrated for the problem.
     """
     times = {devices: _split_times(curve, family, pass_, devices) for devices in (1, *counts)}
     seconds = {devices: sum(each.seconds for each in found) for devices, found in times.items() if found}
@@ -59,12 +59,12 @@ def predictions(curve: Curve, family: str, pass_: str, counts: Sequence[int]) ->
 
 
 def relative_errors(predicted: dict[str, Any], measured: dict[str, Any]) -> dict[str, float]:
-    """Relative errors of a prediction; positive if it exceeds the measurement."""
+    """Return the relative errors of a prediction; positive if it exceeds the measurement."""
     return {name: predicted[name] / measured[name] - 1 for name in ("milliseconds", "efficiency")}
 
 
 def _split_times(curve: Curve, family: str, pass_: str, devices: int) -> list[SplitTime]:
-    """Predicted times of each pass; empty if a pass cannot be predicted."""
+    """Return the predicted times of each pass; empty if a pass cannot be predicted."""
     if calibration_for(family) is None:
         return []
     wanted: Sequence[Pass] = ("forward",) if pass_ == "forward" else PASSES

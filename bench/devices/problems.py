@@ -36,7 +36,7 @@ class Curve:
     Attributes:
         scaling: ``"strong"``, or ``"weak"`` if the problem grows with the number of devices.
         name: Name of the split.
-        on_one: Problem of one device, and the axis to split.
+        on_one: Problem on one device, and the axis to split.
     """
 
     scaling: Scaling
@@ -49,11 +49,11 @@ class Curve:
         return self.on_one.axis == _HEADS
 
     def work(self, devices: int) -> int:
-        """Total work on ``devices`` devices relative to one device."""
+        """Return the total work on ``devices`` devices relative to one device."""
         return devices if self.scaling == "weak" else 1
 
     def benchmark(self, devices: int) -> Benchmark:
-        """The whole problem for ``devices`` devices."""
+        """Return the whole problem for ``devices`` devices."""
         benchmark, work = self.on_one.benchmark, self.work(devices)
         if self.is_over_heads:
             return dataclasses.replace(benchmark, heads=benchmark.heads * work)
@@ -61,7 +61,7 @@ class Curve:
         return dataclasses.replace(benchmark, layout=layout)
 
     def share(self, devices: int) -> Problem:
-        """Problem of one device: the whole layout, with the device's share of heads."""
+        """Return the problem with one device's share of heads; the layout is whole, also if tokens are split."""
         problem = self.benchmark(devices).problem
         if not self.is_over_heads:
             return problem
@@ -69,11 +69,11 @@ class Curve:
         return dataclasses.replace(problem, heads=heads, heads_kv=heads)
 
     def parts(self, devices: int) -> tuple[int, ...]:
-        """Number of parts of each token dimension."""
+        """Return the number of parts of each token dimension."""
         return tuple(devices if i == self._dimension else 1 for i in range(len(self.on_one.benchmark.layout)))
 
     def obstacle(self, devices: int) -> str | None:
-        """Reason why ``devices`` devices cannot share the problem; ``None`` if they can."""
+        """Return the reason why ``devices`` devices cannot share the problem; ``None`` if they can."""
         problem = self.benchmark(devices).problem
         if self.is_over_heads:
             is_shared = problem.heads % devices == 0
@@ -95,7 +95,7 @@ def curves(scaling: Scaling, is_small: bool) -> Iterator[Curve]:
 
     Args:
         scaling: Kind of scaling.
-        is_small: Use problems of few float32 tokens.
+        is_small: Use problems with few tokens, in float32.
     """
     # The heads of the whole video are split; token splits are as in several_devices.py, whose head split grows with
     # devices.
@@ -108,7 +108,7 @@ def curves(scaling: Scaling, is_small: bool) -> Iterator[Curve]:
 
 def _small(benchmark: Benchmark) -> Benchmark:
     sizes = _SMALL[len(benchmark.layout)]
-    # Strides of at most half a window, so that parts need keys of other parts.
+    # Strides are at most half a window, so that devices need keys of other devices.
     halves = (extent // 2 for extent in sizes["kernel_size"])
     stride = benchmark.stride and tuple(map(min, benchmark.stride, halves))
     return dataclasses.replace(benchmark, **sizes, stride=stride, head_dim=8, dtype="float32")

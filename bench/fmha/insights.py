@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fmha.ladder import Ladder
 from fmha.results import LengthResult
 
-#: A curve counts as saturated at this share of its best rate.
+#: Share of the best rate above which a kernel counts as saturated.
 SATURATED = 0.95
 
 #: Classes of sequence lengths with their upper bounds.
@@ -18,7 +18,7 @@ _WORTHWHILE = 1.02
 
 
 def gains(ladder: Ladder, result: LengthResult) -> dict[str, float]:
-    """Speed-up of each rung over the rung below it, by name."""
+    """Return the speed-up of each rung over the previous rung, by name."""
     found = {}
     for lower, upper in zip(ladder.rungs, ladder.rungs[1:], strict=False):
         before, after = result.find(lower.label), result.find(upper.label)
@@ -28,7 +28,7 @@ def gains(ladder: Ladder, result: LengthResult) -> dict[str, float]:
 
 
 def insights(ladder: Ladder, results: Sequence[LengthResult], matrix_tflops: float) -> list[str]:
-    """Conclusions from this run's figures, one sentence each."""
+    """Return conclusions from this run's figures, one sentence each."""
     lines = []
     by_length = {result.seq_len: gains(ladder, result) for result in results}
     for length, found in by_length.items():

@@ -28,13 +28,13 @@ BOUNDS: Mapping[str, float] = {"float16": 1e-3, "bfloat16": 6e-3, "float32": 1e-
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One implementation.
+    """One implementation of attention.
 
     Attributes:
-        label: Label in tables: its number, or a letter if it is not part of the ladder.
+        label: Label in tables: the step's number, or a letter if the step only serves as a reference.
         name: Display name.
-        features: Optimisations that it adds.
-        make: Builds its function of query, key and value for a problem; raises if the step does not support it.
+        features: Optimisations that the step adds.
+        make: Builds the function of query, key and value for a problem; raises if the step does not support it.
     """
 
     label: str
@@ -50,7 +50,7 @@ class Ladder:
     Attributes:
         steps: Steps in order.
         production: Label of the production kernel.
-        starts_at_baseline: The second step improves on the baseline. Otherwise the baseline is a peer.
+        starts_at_baseline: The second step improves on the baseline. Otherwise the baseline is another library.
     """
 
     steps: tuple[Step, ...]
@@ -99,7 +99,7 @@ def _rung(rung: int) -> Callable[[Benchmark], Function]:
 
 
 def _dense(benchmark: Benchmark) -> Function:
-    # Logits and weights in float32.
+    # Bytes of logits and weights in float32.
     needed = 2 * 4 * benchmark.batch * benchmark.heads * benchmark.tokens**2
     available = psutil.virtual_memory().available
     if needed > available // 2:
@@ -107,7 +107,7 @@ def _dense(benchmark: Benchmark) -> Function:
     attend = dot_product_attention(benchmark, "xla")
     if benchmark.dtype != "float16":
         return attend
-    # For float16 it requests a dot algorithm that XLA supports only on GPUs.
+    # For float16, jax.nn requests a dot algorithm that XLA supports only on GPUs.
     return lambda *arrays: attend(*(array.astype("float32") for array in arrays)).astype("float16")
 
 
@@ -172,7 +172,7 @@ CPU_LADDER = Ladder(
 
 
 def ladder_of(device: Device) -> Ladder:
-    """Ladder for a device."""
+    """Return the ladder for a device."""
     return GPU_LADDER if device.platform == "cuda" else CPU_LADDER
 
 
@@ -182,7 +182,7 @@ def lacks_kernels(device: Device) -> bool:
 
 
 def tiles_of(benchmark: Benchmark, device: Device) -> dict[str, Any]:
-    """Platform and tiles for reports: tiles of the ladder's kernels, or of the production kernel on other devices.
+    """Return platform and tiles for reports: the ladder's tiles on an NVIDIA GPU, otherwise the production kernel's.
 
     ``occupancy`` and ``num_ctas`` are ``None`` if they do not apply; ``occupancy`` is also ``None`` if the simulator
     has no model of the device's kernels.
@@ -213,7 +213,7 @@ def tiles_of(benchmark: Benchmark, device: Device) -> dict[str, Any]:
 
 
 def error_of(result: Any, arrays: tuple[jax.Array, ...], is_causal: bool, rows: int = 48) -> float:
-    """Relative error of some rows of an attention output compared with dense attention in float64."""
+    """Return the relative error of some rows of an attention output compared with dense attention in float64."""
     query, key, value = arrays
     batch, tokens, heads, head_dim = query.shape
     rng = np.random.default_rng(0)

@@ -42,7 +42,7 @@ def work_table(configuration: Mapping[str, Any]) -> list[str]:
 def measured_table(
     ladder: Ladder, configuration: Mapping[str, Any], results: Sequence[LengthResult], rate: float
 ) -> list[str]:
-    """Best rates of the production kernel on this device and, for the same problem, in earlier records."""
+    """Format the best rates of the production kernel on this device and, for the same problem, in earlier records."""
     runs = {configuration["device"]: (results, rate)}
     for path in sorted(_RECORDED.glob("*/fmha_scaling/fmha_scaling_results.json")):
         other, other_results, other_rate = read(path)

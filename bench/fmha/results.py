@@ -17,12 +17,12 @@ from natten_jax.cost_model.tiles import flops
 
 
 def exact_flops(benchmark: Benchmark) -> int:
-    """Operations of the matrix products over the pairs that the mask keeps."""
+    """Return the operations of the matrix products over the pairs that the mask keeps."""
     return flops(benchmark.problem, "forward")
 
 
 def nominal_flops(benchmark: Benchmark) -> int:
-    """Operations of the matrix products over all pairs, or over half of them for causal attention."""
+    """Return the operations of the matrix products over all pairs, or over half of the pairs for causal attention."""
     pairs = benchmark.tokens**2 // (2 if benchmark.is_causal else 1)
     return 4 * benchmark.batch * benchmark.heads * benchmark.head_dim * pairs
 
@@ -39,7 +39,7 @@ class StepResult:
         speedup_vs_baseline: Baseline time divided by this step's time, median over turns; ``None`` if the baseline
             failed.
         relative_error: Relative error compared with float64 attention.
-        tflops_nominal: Rate of nominal operations; ``None`` in records without it.
+        tflops_nominal: Rate of nominal operations; ``None`` if the record does not contain the rate.
     """
 
     step: str
@@ -56,7 +56,7 @@ class LengthResult:
     """Figures of one length.
 
     Attributes:
-        seq_len: Tokens.
+        seq_len: Tokens of the sequence.
         steps: Steps that ran.
         failures: Error messages of failed steps, by label.
     """
@@ -66,7 +66,7 @@ class LengthResult:
     failures: dict[str, str]
 
     def find(self, label: str) -> StepResult | None:
-        """The figures of a step."""
+        """Return the figures of a step, or ``None``."""
         return next((result for result in self.steps if result.step == label), None)
 
     @property

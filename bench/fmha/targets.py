@@ -46,7 +46,7 @@ TARGETS = (
 
 
 def target_of(compute_capability: ComputeCapability) -> TargetConfig:
-    """Target whose tiles the ladder uses on a GPU: its generation, or else the latest earlier generation.
+    """Return the target whose tiles the ladder uses: the GPU's generation, or the latest earlier generation.
 
     Tiles of 256 queries are excluded: their accumulators exceed the registers of the warps that issue the ladder's
     matrix instructions.
