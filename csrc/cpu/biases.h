@@ -19,8 +19,8 @@ struct LaneTable {
   const std::int32_t* places;  ///< Index of each lane's number.
   std::int32_t last;           ///< The last valid index.
 
-  /// Numbers at `offset` after the lanes' indices. Pairs outside every window may lie outside the table: their results
-  /// are not used.
+  /// Numbers at the lanes' indices plus `offset`. Pairs of tokens outside every window may lie outside the
+  /// table: their results are not used.
   NATTEN_JAX_INLINE Float at(std::int32_t offset) const {
     alignas(64) float found[kLanes];
     NATTEN_JAX_UNROLL

@@ -25,7 +25,7 @@ struct Strand {
 /// Strands of each batch entry's key/value heads, head by head.
 struct Strands {
   std::vector<Strand> all;
-  std::vector<std::int64_t> first_of_head;  ///< Followed by the number of all strands.
+  std::vector<std::int64_t> first_of_head;  ///< The last element is the number of all strands.
 };
 
 Strands strands_of(const Problem& problem, const std::vector<Part>& parts) {

@@ -45,7 +45,7 @@ enum class Memory { kHost, kDevice };
 /// Element types that a target supports: more than 8 bits, or only 8 bits.
 enum class Elements { kWide, kFloat8 };
 
-/// Decodes and checks the attributes. The dictionary must have `further` more, which the target decodes.
+/// Decodes and checks the attributes. The dictionary must have `further` more attributes, which the target decodes.
 xffi::Error decode_attributes(const xffi::Dictionary& dictionary, Attributes& attributes, std::int64_t further = 0);
 
 /// Decodes an integer attribute that lies between 0 and `largest`.

@@ -28,7 +28,7 @@ struct BoxMask {
   /// Fills the tables. All lanes of warps 0 to `warps` - 1 take part; the results need a barrier before use.
   ///
   /// Args:
-  ///   boxes: boxes in which tiles are loaded, if not whole.
+  ///   boxes: boxes in which tiles are loaded; null: whole tiles.
   template <int kColumns>
   CUTE_DEVICE void build(const DeviceAxis (&axis)[3], int warp, int warps, const TileBoxes* boxes = nullptr) const {
     // Each lane represents an element of a row, of those in the registers of threads whose number modulo 4 is `lane4`.

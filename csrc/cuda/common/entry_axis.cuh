@@ -54,8 +54,8 @@ struct EntryWindows {
   CUTLASS_HOST_DEVICE int dilations(int extent) const { return axis.dilations(extent); }
 };
 
-/// Layout of a batch entry, distributed over a warp's lanes, one number per lane. Otherwise all lanes would read the
-/// same part of L2 again and again, and wait for each other.
+/// Layout of a batch entry, distributed over a warp's lanes, one number per lane. If every lane read all numbers,
+/// all would repeatedly read the same part of L2 and wait for each other.
 class EntryLayout {
  public:
   /// The layout of the launch.

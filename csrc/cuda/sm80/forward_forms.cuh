@@ -17,7 +17,7 @@ using Variant =
 /// Launches a variant of a form.
 template <class Traits>
 Status launch_variant(const ForwardParams& params, int ctas, cudaStream_t stream) {
-  // A single kernel for all calls with key biases: its loop is the loop that a plain kernel would have.
+  // A single kernel for all calls with key biases: a plain kernel would have the same loop.
   constexpr bool kHasPlain = !Traits::kHasKeyBias;
   const auto kernel =
       is_plain(params) ? natten_jax_sm80_fna_forward<Traits, kHasPlain> : natten_jax_sm80_fna_forward<Traits, false>;

@@ -16,7 +16,7 @@ struct KeyBiased : Traits {
   static constexpr int kBiasedSteps = Traits::kStages > 2 ? Traits::kStages : 2;
   /// True if biases are converted in shared memory, before the barrier at the beginning of a step: to terms of
   /// products, with each pair stored twice, so that a lane loads the initial values of a block of products at once. A
-  /// ring lacks this barrier.
+  /// form with a ring has no such barrier.
   static constexpr bool kPreparesBiases = !Traits::kIsRing;
 
   struct SharedStorage : Traits::SharedStorage {

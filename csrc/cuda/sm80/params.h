@@ -36,7 +36,7 @@ struct ForwardParams {
   QueryTileSchedule schedule;
   cutlass::FastDivmod by_heads_per_kv;
   // Only for kernels with key biases.
-  const float* key_bias;  // [batch, keys, key_bias_heads], where key_bias_heads is heads or 1:
+  const float* key_bias;  // [batch, keys, key_bias_heads], where key_bias_heads is heads or 1
   int key_bias_heads;
 };
 
@@ -67,11 +67,11 @@ struct BackwardParams {
   Scale scale;
   int q_tile_tokens;
   int kv_tile_tokens;
-  int tiles;   // key/value tiles of a dilation group, counted in parts that a CTA takes at once
+  int tiles;   // parts of the key/value tiles of a dilation group; a CTA takes one at a time
   int parts;   // per tile
   int splits;  // CTAs that share the tiles of a dilation group
   cutlass::FastDivmod by_splits, by_groups;
-  cutlass::FastDivmod by_heads_kv;  // heads of the launch, which may be a part of all
+  cutlass::FastDivmod by_heads_kv;  // heads of the launch, which may be fewer than all heads
   // Only for kernels with key biases.
   const float* key_bias;  // as in ForwardParams
   int key_bias_heads;

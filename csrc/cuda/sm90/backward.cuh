@@ -5,8 +5,8 @@
 // and dV. dS is also written to shared memory, from which both warpgroups compute a part of dQ. TMA adds dQ to float32
 // sums in global memory.
 //
-// Three warps of the first warpgroup plan and load tiles (backward_load.cuh), the fourth adds and stores gradients
-// (backward_store.cuh). The two other warpgroups compute (backward_gradients.cuh).
+// Three warps of the first warpgroup plan and load tiles (backward_load.cuh), the fourth accumulates dQ and stores dK
+// and dV (backward_store.cuh). The two other warpgroups compute (backward_gradients.cuh).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>

@@ -13,8 +13,8 @@
 
 namespace natten_jax::sm90 {
 
-/// Chooses the kernel by the number of the form and the width of heads. Plain problems whose heads take all k-steps
-/// have separate kernels. With key biases, all other problems use the kernels for narrow heads.
+/// Chooses the kernel by the number of the form and the width of heads. Plain problems whose heads take all k-steps of
+/// the form have separate kernels. With key biases, all other problems use the kernels for narrow heads.
 template <ElementType kType, bool kHasKeyBias>
 Status launch_backward_form(const BackwardParams& params, int form, cudaStream_t stream) {
   int multiprocessors = 0;

@@ -37,8 +37,8 @@ CUTE_DEVICE void write_sums(const Accumulator& sums, std::uint32_t tile, int thr
 
 /// Computes, in one warpgroup, half of the logits and of each gradient.
 ///
-/// The methods are the steps of `run`, with five products in flight; the registers suffice for only one order of their
-/// waits. All are inlined, so that members stay in registers.
+/// The methods are the steps of `run`. They start five products and wait for them later, in the only order for which
+/// the registers suffice. All are inlined, so that members stay in registers.
 template <class Traits>
 class Differentiation {
  public:

@@ -15,7 +15,7 @@
 namespace natten_jax::sm90 {
 namespace {
 
-/// The problem without dilation, as additional tokens see it: the only dilation group is the whole layout.
+/// The problem without dilation, for additional tokens: the only dilation group is the whole layout.
 Problem undilated(const Problem& problem) {
   Problem result = problem;
   for (Axis& axis : result.axes) axis.window.dilation = 1;

@@ -108,7 +108,7 @@ CUTE_DEVICE bool next_key_tile(typename Traits::SharedStorage& shared, const Rin
   return shared.plan[slot.index].q_tiles >= 0;
 }
 
-/// Loads the remainders of a query tile's logsumexps, some of which are large. Warp-collective.
+/// Loads the remainders of the logsumexps of a query tile with large logsumexps. Warp-collective.
 template <class Traits>
 CUTE_DEVICE void load_remainders(const BackwardParams& p, typename Traits::SharedStorage& shared, int stage,
                                  const KeyTilePlan<Traits::kKeys>& plan, int head, int4 at) {

@@ -14,8 +14,8 @@ inline constexpr std::int64_t kLargestHeadDim = 256;
 /// Bytes of shared memory per CTA.
 inline constexpr int kSharedMemory = 227 << 10;
 
-/// The widest heads for which shared memory holds an output tile next to a query tile. Only forward launches of such
-/// heads can continue earlier launches, whose output they load into that tile.
+/// The widest heads for which shared memory holds an output tile next to a query tile. Only forward launches with
+/// heads of at most this width can continue earlier launches, whose output they load into that tile.
 inline constexpr std::int64_t kLargestContinuedHeadDim = 128;
 
 /// Minimum number of tiles per CTA for dynamic scheduling. With fewer tiles, clearing the counter first costs more than

@@ -50,7 +50,7 @@ struct ForwardParams {
   const std::int32_t* layouts;  // [batch, 3, 3]: query origin, query and key/value extents; null: equal layouts
   CUtensorMap* entry_maps;      // [batch, kForwardArrays, kGroupClasses]: replace the maps above; null: equal layouts
   // If `continues`, out, logsumexp and remainder hold the results of earlier launches on other keys, to be merged.
-  // `first_query` is then [3], the first local query, and no tile begins before it.
+  // `first_query` is then [3], the first local query; tiles begin at most one token of their group before it.
   bool continues;
   const std::int32_t* first_query;
   bool is_plain;  // no origins, layouts or earlier launch; no dimension cuts or wraps windows
@@ -76,7 +76,7 @@ struct ForwardParams {
   const float* out_scales;  // [batch, heads]: factors of the output; null: ones
   bool is_out_float16;      // otherwise bfloat16
   // Only for kernels with key biases.
-  const float* key_bias;  // [batch, keys, key_bias_heads], where key_bias_heads is heads or 1:
+  const float* key_bias;  // [batch, keys, key_bias_heads], where key_bias_heads is heads or 1
   int key_bias_heads;
   int last_key;  // index of the last key over all batch entries
 };
