@@ -88,7 +88,7 @@ def checked_counts(name: str, counts: Any, batch: int, layout: Sequence[int], *,
 
 
 def _in_range(given: jax.Array | np.ndarray[Any, Any], most: Sequence[int], rule: str) -> jax.Array:
-    """Convert numbers ``[..., rank]`` to int32 from 0 to ``most``: concrete values are checked, others clipped."""
+    """Convert numbers ``[..., rank]`` to int32 from 0 to ``most``: check concrete values, clip traced values."""
     known = _known_values(given)
     if known is None:
         return jnp.clip(given, 0, jnp.broadcast_to(jnp.asarray(most, given.dtype), given.shape)).astype(jnp.int32)
@@ -211,7 +211,7 @@ TokenAxes = Sequence[str | Sequence[str] | None]
 
 
 def axis_names(entry: Any) -> tuple[Any, ...]:
-    """Mesh axes of one dimension as a tuple, from one name, several names or ``None``."""
+    """Return the mesh axes of one dimension as a tuple, from one name, several names or ``None``."""
     if entry is None:
         return ()
     return tuple(entry) if isinstance(entry, Sequence) and not isinstance(entry, str) else (entry,)

@@ -64,7 +64,7 @@ def reject_unknown_kwargs(
         known |= set(names)
         accepted = frozenset(known | set(natten_arguments) if takes_others else known)
         positional = (each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
-        by_position = [each for each in positional if each not in ("parent", "name")]  # linen's own arguments
+        by_position = [each for each in positional if each not in ("parent", "name")]  # flax.linen's arguments
         by_name = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
         most = math.inf if any(each.kind is each.VAR_POSITIONAL for each in parameters) else len(by_position)
 
@@ -74,7 +74,7 @@ def reject_unknown_kwargs(
                 names = ", ".join(each for each in by_position if each != "self")
                 given = ", ".join(map("{}={}".format, by_name, map(shown, args[len(by_position) :])))
                 message = f"{_label(function, args)}() takes {names} by position, and all other arguments by name"
-                # Constructors have NATTEN's order.
+                # Constructors take these arguments in NATTEN's order: suggest the call with names.
                 raise TypeError(f"{message}: write {given}" if function.__name__ == "__init__" else message)
             if not kwargs.keys() <= accepted:
                 name = next(each for each in kwargs if each not in accepted)
@@ -121,17 +121,17 @@ def check_neutral(what: str, neutral: Neutral, value: Any) -> None:
 
 
 def unexpected(function: str, name: str, known: Iterable[str]) -> str:
-    """Error message for an unknown argument."""
+    """Return the error message for an unknown argument."""
     return f"{function}() got an unexpected keyword argument {name!r}{explanation(name, set(known))}"
 
 
 def _label(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    """Name of a function for users; the class name for a constructor."""
+    """Return the name of a function for users, or the class name for a constructor."""
     name = function.__name__
     return type(args[0]).__name__ if name in ("__init__", "__call__") and args else name
 
 
-_LONGEST = 64  # longest name that is compared with others
+_LONGEST = 64  # characters of a name that are compared with known names
 
 
 class Meaning(NamedTuple):
@@ -267,7 +267,7 @@ def explanation(name: str, known: Collection[str]) -> str:
         known: Names that the function accepts.
 
     Returns:
-        The rest of the sentence from its colon on; empty without a suggestion.
+        The end of the error message, beginning with a colon; empty without a suggestion.
     """
     meaning = _BY_NAME.get(name.lower()) if isinstance(name, str) else None
     if meaning is None:
@@ -280,7 +280,7 @@ def explanation(name: str, known: Collection[str]) -> str:
 
 
 def _nearest(name: str, known: Collection[str]) -> Iterator[str]:
-    """Known names similar to ``name``, most similar first."""
+    """Yield known names similar to ``name``, most similar first."""
     written = name[:_LONGEST].lower()
     yield from difflib.get_close_matches(written, sorted(known), 1, cutoff=0.75)
     # A misspelt name of another library is similar to the correct name.

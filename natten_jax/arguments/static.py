@@ -34,12 +34,12 @@ _LONGEST = 160  # most characters of a value in a message
 _INT = frozenset((int,))
 #: Largest integer that kernels accept.
 LARGEST_INT = 2**63 - 1
-#: Packages whose frames are between a user's line and a warning.
+#: Packages whose stack frames are skipped to find the user's line for a warning.
 _BETWEEN = ("natten_jax", "jax", "jaxlib", "flax", "contextlib")
 
 
 def shown(value: Any) -> str:
-    """``repr`` of a wrong value for a message, shortened if it is long."""
+    """Return the ``repr`` of a wrong value for a message, shortened if it is long."""
     kind = type(value).__name__
     if isinstance(value, _ARRAYS):
         is_traced = isinstance(value, jax.core.Tracer)
@@ -276,7 +276,7 @@ def checked_once(check: Callable[[*Arguments], Result]) -> Callable[[*Arguments]
 
 
 def _key(value: Any) -> tuple[Any, ...] | None:
-    """Cache key: types and values of all parts of a value, since ``1 == True``; ``None`` disables caching.
+    """Return a cache key for a value; ``None`` disables caching. The key has types, because ``1 == True``.
 
     Long sequences, and sequences that contain themselves, are not cached.
     """
@@ -302,12 +302,12 @@ _ASSUMED_BATCH = 8
 
 
 def planned_batch(batch: int) -> int:
-    """Return ``batch``, or if it is symbolic the size that cost decisions assume."""
+    """Return ``batch``, or if it is symbolic the size that the cost model assumes."""
     return batch if isinstance(batch, int) else _ASSUMED_BATCH
 
 
 def least_batch(batch: int) -> int:
-    """Return ``batch``, or if it is symbolic its minimum of 1, which bounds memory that entries reuse in turn."""
+    """Return ``batch``, or 1 if it is symbolic, for limits on memory that batch entries use one after another."""
     return batch if isinstance(batch, int) else 1
 
 

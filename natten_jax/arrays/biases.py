@@ -21,8 +21,8 @@ ADDED = ("relative_bias", "key_bias", "shared_key_bias", "sinks")
 def in_accumulator(operand: Any, accumulator: Any) -> jax.Array:
     """Convert an operand to the accumulator's element type, in which it hides the same keys.
 
-    An operand of this type is returned unchanged: the rule is applied later, by the kernel
-    (``"sinks"`` in ``Capabilities.takes``) or by :func:`with_hidden_keys`.
+    An operand that already has this type is returned unchanged: its hidden keys are set to ``-inf`` later, by the
+    kernel (``"sinks"`` in ``Capabilities.takes``) or by :func:`with_hidden_keys`.
     """
     operand = jnp.asarray(operand)
     if operand.dtype == accumulator:
@@ -65,7 +65,7 @@ def with_shared_gradient(found: Gradients, inputs: Inputs) -> Gradients:
 
 
 def table_of_each_entry(inputs: Inputs) -> jax.Array:
-    """The relative bias, ``[batch, heads, entries]``."""
+    """Return the relative bias, broadcast to ``[batch, heads, entries]``."""
     table = inputs.relative_bias
     assert table is not None
     return jnp.broadcast_to(table, (inputs.query.shape[0], *table.shape[1:]))
@@ -86,12 +86,12 @@ def products_of_heads(one: jax.Array, other: jax.Array) -> jax.Array:
     return jnp.sum(one * other, axis=(*range(1, one.ndim - 2), one.ndim - 1))
 
 
-#: Contiguous run for which XLA's sums over the other dimensions are fast.
+#: Length of a contiguous run for which XLA's sums over the other dimensions are fast.
 _SIDE_BY_SIDE = 256
 
 
 def sinks_gradient(sinks: jax.Array, logsumexp: jax.Array, delta: jax.Array) -> jax.Array:
-    """The gradient of sinks, ``[1 or batch, heads, 1]``.
+    """Return the gradient of sinks, ``[1 or batch, heads, 1]``.
 
     A sink's weight is ``exp(sink - logsumexp)``. A sink adds only to the denominator: it changes the loss by its weight
     times ``-delta``.
@@ -107,7 +107,7 @@ def sinks_gradient(sinks: jax.Array, logsumexp: jax.Array, delta: jax.Array) -> 
     # Rounding of large numbers must not make a weight larger than 1.
     weights = jnp.exp(jnp.minimum(per_query - logsumexp, 0))
     changes = jnp.where(jnp.isneginf(logsumexp), 0, weights * delta)
-    # In two steps, which the barrier keeps apart: XLA's sums over short contiguous runs are slow.
+    # Sum in two steps, because XLA's sums over short contiguous runs are slow. The barrier keeps XLA from merging them.
     count = math.prod(tokens)
     side_by_side = max(n for n in range(1, max(_SIDE_BY_SIDE // heads, 1) + 1) if count % n == 0)
     part_sums = jnp.sum(changes.reshape(batch, count // side_by_side, side_by_side, heads), axis=1)
@@ -118,10 +118,11 @@ def sinks_gradient(sinks: jax.Array, logsumexp: jax.Array, delta: jax.Array) -> 
 
 #: Number of columns whose sum is a bias.
 _TERMS = 3
-#: Smallest scale that a bias is divided by, since kernels multiply it by the scale. The query absorbs the rest.
+#: Smallest scale of the kernels. Biases are divided by the scale, because kernels multiply them by it. The rest of a
+#: smaller scale is multiplied into the query.
 _SMALLEST_SCALE = 2.0**-10
 #: Finite numbers are clipped to these shares of the magnitude of a hidden key's logit. A query whose keys are all
-#: hidden then has a logsumexp below ``-_UNSEEN`` times that magnitude, and every other query has a larger one.
+#: hidden then has a logsumexp below ``-_UNSEEN`` times that magnitude, and every other query has a larger logsumexp.
 _KEY_BIAS_SHARE, _RELATIVE_BIAS_SHARE, _UNSEEN = 0.5, 0.1, 0.75
 
 
@@ -135,8 +136,8 @@ class _Numbers(NamedTuple):
         hidden: Largest magnitude of a product of query and key, and of a logit. Its negative is the logit of hidden
             keys, since ``-inf`` times the zeros in the columns of other heads would be NaN. ``None`` for float16: there
             the limit is ``_TERMS * largest``.
-        exponent: Exponent of the power of two that terms are multiplied with, scale included. Float16 has neither the
-            small numbers of a bias nor numbers large enough to hide a key whatever its logit.
+        exponent: Base-2 logarithm of the factor of a term in the kernels, including the scale. Float16 represents
+            neither the small terms of a bias nor numbers large enough to hide a key with any logit.
     """
 
     exponent_bits: int
@@ -154,7 +155,7 @@ _NUMBERS = {
 
 
 def columns_of(problem: Problem) -> int:
-    """Number of columns for the biases of a key."""
+    """Return the number of columns for the biases of a key."""
     return _TERMS * (problem.heads // problem.heads_kv)
 
 
@@ -187,7 +188,7 @@ class KeyBiasColumns:
 
     @classmethod
     def for_problem(cls, problem: Problem, scale: jax.Array | None) -> KeyBiasColumns:
-        """Return the columns of a problem, whose scale an array may replace."""
+        """Return the columns for a problem; an array ``scale`` replaces the problem's scale."""
         if scale is None:
             logit_scale = jnp.full((1, problem.heads), with_columns(problem).scale, problem.element.accumulator)
             query_factor = problem.scale / logit_scale if abs(problem.scale) < _SMALLEST_SCALE else None
@@ -209,7 +210,7 @@ class KeyBiasColumns:
         return jnp.abs(self.hidden * self.bias)
 
     def added(self, operands: Operands) -> Operands:
-        """Return the operands of the kernels, except the width of their heads."""
+        """Return the operands of the kernels, before heads are padded to the kernels' width."""
         inputs, query = operands.inputs, operands.inputs.query
         assert inputs.key_bias is not None
         if self.query_factor is not None:
@@ -227,16 +228,17 @@ class KeyBiasColumns:
         return operands._replace(inputs=inputs)
 
     def result(self, found: Saved) -> Saved:
-        """Return the results of the call: a query whose keys are all hidden counts as having seen nothing."""
+        """Return the results of the call: a query whose keys are all hidden has output 0 and logsumexp ``-inf``."""
         is_unseen = found.logsumexp < -_UNSEEN * over_tokens(self.hidden_logit, found.out)[..., 0]
         out, logsumexp, remainder = found
         out, logsumexp = jnp.where(is_unseen[..., None], 0, out), jnp.where(is_unseen, -jnp.inf, logsumexp)
         return Saved(out, logsumexp, None if remainder is None else jnp.where(is_unseen, 0, remainder))
 
     def saved(self, saved: Saved, operands: Operands) -> Saved:
-        """Return what kernels read in the backward pass: relative to any number, weights of hidden keys underflow.
+        """Return the saved results for the backward kernels: a logsumexp of 0 in place of ``-inf``.
 
-        Padding keeps the logsumexp that it has without biases, by which kernels recognize it.
+        With any finite logsumexp, the weights of hidden keys underflow to 0. Padding keeps its logsumexp, by which
+        kernels recognize it.
         """
         logsumexp, layouts = saved.logsumexp, operands.layouts
         is_unseen = jnp.isneginf(logsumexp)
@@ -245,9 +247,10 @@ class KeyBiasColumns:
         return saved._replace(logsumexp=jnp.where(is_unseen, 0, logsumexp))
 
     def gradients(self, found: Gradients, operands: Operands) -> Gradients:
-        """Return the gradients of the call's inputs, of which query and key may still be wider.
+        """Return the gradients of the call's inputs; those of query and key may still include extra columns.
 
-        The kernels' gradient of the scale includes the columns, whose products are biases whatever the scale is.
+        The kernels' gradient of the scale includes the columns, but biases do not depend on the scale: it is computed
+        again.
         """
         inputs, width = operands.inputs, self.problem.head_dim
         assert inputs.key_bias is not None
@@ -256,7 +259,7 @@ class KeyBiasColumns:
         found = found._replace(key_bias=bias_gradient)
         if self.query_factor is None:
             return found
-        # Gradients of padding are zero, but its numbers are arbitrary.
+        # The gradients of padding are zero, but the query's padding may hold infinities or NaN.
         query = without_padding(operands.layouts, inputs).query
         scaled_gradient = found.query[..., : query.shape[-1]].astype(self.scale.dtype)
         if found.scale is not None:
@@ -265,14 +268,14 @@ class KeyBiasColumns:
         return found._replace(query=(scaled_gradient * over_tokens(self.query_factor, query)).astype(query.dtype))
 
     def _query_columns(self) -> jax.Array:
-        """``[batch or 1, 1, ..., heads, columns]``."""
+        """Return the columns of queries, ``[batch or 1, 1, ..., heads, columns]``."""
         groups = self.problem.heads // self.problem.heads_kv
         own = np.tile(np.repeat(np.eye(groups), _TERMS, axis=1), (self.problem.heads_kv, 1))
         columns = self.column[..., None] * own[None].astype(self.column.dtype)
         return columns.reshape(columns.shape[0], *(1,) * self.problem.rank, *columns.shape[1:])
 
     def _key_columns(self, key_bias: jax.Array, key: jax.Array) -> jax.Array:
-        """``[batch, *keys, heads_kv, columns]``."""
+        """Return the columns of keys, ``[batch, *keys, heads_kv, columns]``."""
         numbers = _NUMBERS[self.problem.dtype]
         bias = with_hidden_keys(key_bias)
         bias = jnp.where(bias == jnp.inf, jnp.nan, bias)
@@ -281,7 +284,7 @@ class KeyBiasColumns:
         rest = jnp.where(jnp.isneginf(bias), -jnp.sign(factor) * hidden, rest)
         terms = []
         for _ in range(_TERMS):
-            # Not a conversion there and back, which XLA may leave out.
+            # Do not convert to the kernels' element type and back instead: XLA may remove the conversions.
             term = jax.lax.reduce_precision(rest, numbers.exponent_bits, numbers.fraction_bits)
             terms.append(jnp.clip(term, -numbers.largest, numbers.largest))
             rest = rest - terms[-1]
@@ -290,7 +293,7 @@ class KeyBiasColumns:
 
 
 def _clipped(added: jax.Array | None, limits: jax.Array) -> jax.Array | None:
-    """A relative bias or sinks, ``[tables, heads, entries]``, whose finite numbers are within limits ``[heads, 1]``."""
+    """Clip the finite numbers of a relative bias or sinks, ``[tables, heads, entries]``, to limits ``[heads, 1]``."""
     if added is None:
         return None
     added = with_hidden_keys(added)

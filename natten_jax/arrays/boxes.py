@@ -38,8 +38,8 @@ def apart(arrays: _Array) -> _Array:
     """Return the arrays behind a barrier that keeps XLA from fusing their slices with a custom call.
 
     On GPUs, XLA fuses a custom call with contiguous slices of its operands and results. In JAX 0.11.2 this fails if the
-    call's result is the updated array ("DUS target must be a fusion parameter"), and it separates results from the
-    operands that they alias.
+    call's result is the updated array ("DUS target must be a fusion parameter"), and it prevents results from aliasing
+    their operands.
     """
     return jax.lax.optimization_barrier(arrays)  # type: ignore[no-any-return]
 
@@ -68,7 +68,7 @@ class QueryBox:
         return array if array.shape == shape else jax.lax.dynamic_slice(array, self._start(array), shape)
 
     def copied(self, array: jax.Array) -> jax.Array:
-        """Cut the box out of an array, in 32-bit words, which is correct for pure copies."""
+        """Cut the box out of an array in 32-bit words; use this only for copies."""
         return elements_of(self.cut(words_of(array)), array.dtype)
 
     def put(self, array: jax.Array, part: jax.Array) -> jax.Array:
@@ -95,7 +95,7 @@ _Arrays = TypeVar("_Arrays", bound=tuple[Any, ...])
 
 
 def is_real(layouts: jax.Array, shape: Sequence[int], *, for_queries: bool) -> jax.Array:
-    """Mask of the tokens that lie inside the layouts of their entries, ``[batch, *shape]``.
+    """Return a mask of the tokens inside the layouts of their batch entries, ``[batch, *shape]``.
 
     Args:
         layouts: ``layouts`` of :class:`natten_jax.arrays.operands.Operands`.
@@ -117,7 +117,7 @@ def without_padding(layouts: jax.Array | None, arrays: _Arrays) -> _Arrays:
 
     Args:
         layouts: ``layouts`` of :class:`natten_jax.arrays.operands.Operands`; ``None`` for arrays without padding.
-        arrays: A tuple whose fields have roles.
+        arrays: A named tuple whose fields are annotated with roles.
     """
     if layouts is None:
         return arrays

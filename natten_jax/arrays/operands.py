@@ -103,11 +103,12 @@ class Inputs(NamedTuple):
             uses the problem's scale.
         relative_bias: In the accumulator's element type. Added to logits, for each offset of a key from a query within
             a window, in the flattened shape :attr:`natten_jax.problem.Problem.bias_shape`; or ``None``. All batch
-            entries share a table; if mapped axes have become part of the batch, each entry has its table.
+            entries share a table; if axes that ``jax.vmap`` maps have been merged into the batch, each entry has its
+            table.
         key_bias: In the accumulator's element type. Added to the logits of a key; or ``None``.
         shared_key_bias: Replaces ``key_bias`` if all heads have the same bias; or ``None``.
         sinks: In the accumulator's element type. A logit per head that is added only to the softmax denominator; or
-            ``None``. As for tables, all batch entries share the sinks or each entry has its sinks.
+            ``None``. All batch entries share the sinks, or each entry has its sinks, as for ``relative_bias``.
         key_scale: float32. Factors of each key, in addition to the factors of the logits; or ``None``.
         value_scale: float32. Factors of each value, in addition to the factors of the output; or ``None``.
         out_scale: float32. Factors of the output of 8-bit arrays, from the per-head factors of values; or ``None``.
@@ -133,7 +134,7 @@ Gradients = Inputs
 
 
 def key_arrays(inputs: Inputs) -> dict[str, jax.Array]:
-    """Inputs, or gradients of inputs, with a value per key, by name."""
+    """Return by name the inputs, or gradients of inputs, that have a value per key."""
     fields = zip(Inputs._fields, roles_of_fields(Inputs), inputs, strict=True)
     return {name: array for name, role, array in fields if role.tokens == "keys" and array is not None}
 
@@ -202,9 +203,9 @@ class Saved(NamedTuple):
     Attributes:
         out: As in :class:`Output`.
         logsumexp: As in :class:`Output`.
-        remainder: float32, in base 2 (csrc/include/natten_jax/logsumexp.h). For large logits, the rounding of the
-            logsumexp by itself would change weights by any factor. ``None`` if another backend computed the output:
-            logits differ between backends by as much as the remainder corrects.
+        remainder: float32, in base 2 (csrc/include/natten_jax/logsumexp.h). Without it, the rounding of the logsumexp
+            of large logits could change weights by an arbitrary factor. ``None`` if another backend computed the
+            output: logits differ between backends by as much as the remainder corrects.
     """
 
     out: Annotated[jax.Array, Role.QUERY, "batch *queries heads head_dim_v"]
@@ -253,7 +254,7 @@ def varying_like(carry: _Tree, arrays: Any) -> _Tree:
 
 
 def types_like(array: Any, *types: tuple[Sequence[int], Any]) -> list[Any]:
-    """Abstract types of results that live on the same devices as ``array``, which may be an abstract type.
+    """Return abstract types of results on the same devices as ``array``, which may be an abstract type.
 
     The results vary over the same mesh axes inside ``jax.shard_map`` and lie on the same mesh. Like operands, they are
     not sharded over explicit axes; their sharding has an entry per dimension.

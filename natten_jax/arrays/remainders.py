@@ -1,8 +1,8 @@
 """Logsumexps in base 2 with their remainders, in the kernels' format (csrc/include/natten_jax/logsumexp.h).
 
 The remainder is the difference between the logsumexp of a row and the rounded number that is returned. For logits above
-2^40 this difference is so large that a float32 sum with the logarithm of the sum of weights loses the logarithm. The
-last 12 bits of the remainder store it instead.
+2^40 this difference is so large that a float32 sum with the logarithm of the sum of weights loses the logarithm. For
+such rows, the last 12 bits of the remainder store this logarithm.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def unpack_remainder(remainder: jax.Array) -> tuple[jax.Array, jax.Array]:
 def base2_parts(logsumexp: jax.Array, remainder: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Return a reference and the logarithm of a sum, in base 2: weights are ``exp2((logit - reference) - logarithm)``.
 
-    If no packed remainder is given, the reference is the rounded logsumexp and the logarithm is the remainder.
+    If the remainder is not packed, the reference is the rounded logsumexp and the logarithm is the remainder (0 for
+    ``None``).
     """
     rounded = base2(logsumexp)
     if remainder is None:

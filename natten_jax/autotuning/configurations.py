@@ -147,10 +147,10 @@ def load_tuned(path: str | os.PathLike[str]) -> Tuned:
     Returns:
         For the profiler's file, a mapping of the performance arguments of its operator (``na1d``, ``na2d`` or
         ``na3d``). For a file of :func:`natten_jax.tune`, a context manager that applies the configurations to the
-        operators; it is also such a mapping if the program called a single operator.
+        operators; it is also a mapping of performance arguments if the program called a single operator.
 
     Raises:
-        ValueError: The file is not such a result, or a field is malformed.
+        ValueError: Neither of them wrote the file, or a field is malformed.
         TypeError: ``path`` is not a path.
         OSError: The file cannot be read.
     """

@@ -137,21 +137,21 @@ def tuned_problem(problem: Problem) -> Problem:
 
 
 def without_configuration(performance: Performance) -> Performance:
-    """Remove the arguments that a table contains, tiles and schedule, from performance arguments."""
+    """Remove tiles and schedule, which a table contains, from performance arguments."""
     for pass_ in PASSES:
         performance = performance.with_tiles(pass_, None)
     return dataclasses.replace(performance, kernel_schedule=None)
 
 
 #: The table that is active during tracing; it replaces the package's tables. It is part of the keys of JAX's
-#: caches, so that functions compiled before are compiled again inside the block.
+#: caches, so that functions compiled before are compiled again inside a ``with`` block that activates a table.
 in_force = jax.make_user_context(None)
 
 
 def table_for(*, is_box: bool = False) -> TunedTable | None:
     """Return the active table for a call; ``None`` selects the tables of the package.
 
-    Queries that are a box of the layout were not measured, so their table is empty.
+    Calls whose queries are a box of the layout were never measured: for these the active table is empty.
     """
     table: TunedTable | None = TunedTable("") if is_box else in_force.value
     return table
@@ -178,8 +178,8 @@ def shipped(device: Device) -> TunedTable | None:
 def measured(request: Request, device: Device, pass_: Pass) -> TunedPass | None:
     """Return the measured pass of a request on a device; ``None`` if it was not measured.
 
-    The lookup skips calls that specify tiles or a schedule of the pass, or another backend, and parts of a layout that
-    is split over devices.
+    Also returns ``None`` for calls that specify tiles or a schedule of the pass, or another backend, and for layouts
+    that are split over devices.
     """
     table = shipped(device) if request.tuned is None else request.tuned
     is_part = math.prod(request.parts) > 1

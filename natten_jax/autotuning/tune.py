@@ -47,7 +47,7 @@ def tune(
     """
     if not callable(function):
         raise TypeError(f"function must be callable, got {type(function).__name__}")
-    # The profiler is for those who measure: importing it takes a while.
+    # Import the profiler only where it is needed, because importing it is slow.
     from natten_jax.profiler.cli import print_message
     from natten_jax.profiler.search import THOROUGH, plans_of, tune_plans
 

@@ -28,7 +28,7 @@ _FOLDER = Path(__file__).with_name("calibrations")
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A compiled kernel: its tile sizes, and the seconds of the parts of its work.
+    """A compiled kernel: its tile sizes, and the seconds per unit of its work.
 
     Attributes:
         head_dim: Largest supported head dimension.
@@ -39,7 +39,7 @@ class Kernel:
         masking: Additional seconds per partial inner tile.
         skipping: Seconds per skipped inner tile.
         row_groups: Groups of an outer tile's rows that skip and mask inner tiles independently.
-        power: Factor of the calibration's ``slowdown``; smaller for kernels that draw less power.
+        power: Factor of the calibration's ``slowdown``; kernels that draw less power have a smaller factor.
         side_by_side: Outer tiles that run concurrently on a multiprocessor.
         dtypes: Supported element types, if they differ from those of the calibration.
     """
@@ -71,14 +71,14 @@ class Calibration:
         device: The device of the measurements.
         compute_capability: The compute capability of the device.
         multiprocessors: The number of multiprocessors of the device.
-        launch: Seconds of a forward pass of any size, in addition to its work.
+        launch: Fixed overhead of a forward pass, in seconds.
         byte: Seconds of memory traffic per byte of inputs and results.
         slowdown: Largest relative increase of kernel times at the device's power limit.
         onset: Seconds of work after which half of ``slowdown`` applies.
         kernels: The compiled kernels of each pass.
         backward_launch: ``launch`` of a backward pass, which is several kernels. ``None`` uses ``launch``.
-        tail: For forward kernels that take tiles from a counter: rounds by which the last tiles outlast the average.
-            ``None`` if tiles are assigned statically.
+        tail: For forward kernels that take tiles from a counter: how many rounds longer the last tiles run than the
+            average. ``None`` if tiles are assigned statically.
         counted_rounds: Smallest number of rounds for which kernels take tiles from a counter; with fewer rounds, tiles
             are assigned statically.
         dtypes: Element types of the measurements.
@@ -108,7 +108,7 @@ class Calibration:
         return any(continues(name, problem) for name in self.limits)
 
     def launch_of(self, pass_: Pass) -> float:
-        """Return the seconds of a pass of any size, in addition to its work."""
+        """Return the fixed overhead of a pass, in seconds."""
         return self.launch if pass_ == "forward" or self.backward_launch is None else self.backward_launch
 
     def kernel(self, problem: Problem, pair: TilePair, pass_: Pass) -> Kernel | None:

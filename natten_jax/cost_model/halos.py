@@ -1,8 +1,8 @@
 """Predicted times of passes whose token dimensions are sharded over devices, and the choices that follow from them.
 
 A halo consists of keys of other devices that a device's queries see. A device either waits for its halos, or overlaps
-the halo exchange with attention to its own keys, and then processes each slab of a halo. For equal pairs of tokens,
-sharded dimensions visit more tiles than unsharded dimensions.
+the halo exchange with attention to its own keys, and then processes each slab of a halo. For the same query-key pairs,
+a sharded dimension needs more tiles than an unsharded dimension.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _CLEARLY_FASTER = 0.95
 
 
 def link_between(devices: int) -> Link:
-    """Return the slowest link between a number of devices; a host has eight devices.
+    """Return the slowest link among this number of devices, with eight devices per host.
 
     Example:
         >>> from natten_jax.simulator import link_between
@@ -94,7 +94,7 @@ class Visits(NamedTuple):
 
 
 def _product(found: Iterable[Visits]) -> Visits:
-    """Multiply the visits of single dimensions to the visits of a layout."""
+    """Multiply the visits per dimension to get the visits of a layout."""
     return Visits(*map(math.prod, zip(*found, strict=True)))
 
 
@@ -245,7 +245,7 @@ class HaloStrategy:
 def _halos_first(plan: Plan, halos: Sequence[Halo]) -> HaloStrategy:
     """Return the strategy that receives all halos before it computes.
 
-    Slabs are sliced, and concatenated with a device's own keys and values, which are copied during the exchange.
+    Slabs are sliced, and concatenated with the device's local keys and values. These are copied during the exchange.
     """
     return HaloStrategy([visits_at_once(plan, halos)], 4 * _slab_bytes(plan.problem, halos))
 
@@ -359,7 +359,7 @@ def overlap_that_pays(plan: Plan, halos: tuple[Halo, ...]) -> HaloStrategy | Non
 def gains(plan: Plan, halos: Sequence[Halo], by_keys: HaloStrategy) -> bool:
     """Return True if overlapping computation and halo exchange takes less time than waiting for the halos.
 
-    Only this function makes the decision. It returns False for kernels without predicted times.
+    All callers decide with this function. It returns False for kernels without predicted times.
 
     Args:
         plan: The plan of the pass, whose problem has the global layout.
@@ -378,7 +378,7 @@ def retile_for_part(plan: Plan, parts: tuple[int, ...], pairs: Sequence[TilePair
     """Return the plan with the tiles that are fastest for a device's shard of the layout, including its halos.
 
     They may differ from the fastest tiles for the whole layout: in a shard of ten columns, the second tile of eight
-    columns has six idle columns, and windows end with the keys of the shard.
+    columns has six idle columns, and windows are cut off at the ends of the shard and its halos.
 
     Args:
         plan: The plan of the pass, with the tiles for the whole layout.

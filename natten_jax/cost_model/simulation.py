@@ -9,9 +9,10 @@
     time = busy * (1 + slowdown * power * busy / (busy + onset))
 
 A tile counts as partial if any row group masks it, because row groups alternate. There are ``batch * heads * (outer
-tiles) / (multiprocessors * side_by_side)`` rounds (waves), rounded up; if a kernel takes its tiles from a counter, half
-a round is added instead. The last line models the clock, which drops while a kernel keeps the device at its power
-limit; it drops further for kernels that draw more power. A backward pass is several kernels and has its own ``launch``.
+tiles) / (multiprocessors * side_by_side)`` rounds (waves), with ``heads_kv`` heads in the backward pass. They are
+rounded up; if a kernel takes its tiles from a counter, ``tail`` is added instead (half a round on Hopper). The last
+line models the clock, which drops while a kernel keeps the device at its power limit; it drops further for kernels that
+draw more power. A backward pass is several kernels and has its own ``launch``.
 """
 
 from __future__ import annotations
@@ -218,7 +219,7 @@ def rank(
 _LANES = 128
 #: Instruction bundles of the softmax of 1024 logits. The backward kernels compute the weights twice.
 _SOFTMAX: Mapping[Pass, float] = {"forward": 2.5, "backward": 2 * 2.5}
-#: Matrix products with the width of queries, and with the width of values, in the kernels of a pass. Both backward
+#: Number of matrix products of width ``head_dim``, and of width ``head_dim_v``, in the kernels of a pass. Both backward
 #: kernels compute the weights and their gradients.
 _PRODUCTS: Mapping[Pass, tuple[int, int]] = {"forward": (1, 1), "backward": (4, 3)}
 #: Products of 16-bit numbers that the matrix units execute for a float32 product at full precision.
@@ -234,7 +235,7 @@ class TpuChip:
         product: JAX's name.
         flops: bfloat16 operations per second.
         bandwidth: Memory bandwidth in bytes per second.
-        cycles: Clock cycles per second, added over the cores.
+        cycles: Clock cycles per second, summed over the cores.
     """
 
     name: str
@@ -251,8 +252,8 @@ class TpuChip:
     def seconds(self, simulation: Simulation) -> float:
         """Estimate the seconds of a simulated pass with a roofline model, to compare problems and tiles.
 
-        The estimate is the largest of three times: the products of executed pairs on the matrix units, the
-        instructions of the softmax, and the loads of tiles from memory. Latencies and instructions per tile are not
+        The estimate is the largest of three times: of the products of executed pairs on the matrix units, of the
+        instructions of the softmax, and of the loads of tiles from memory. Latencies and instructions per tile are not
         included.
         """
         problem, pass_ = simulation.problem, simulation.pass_

@@ -1,16 +1,17 @@
-"""Predicted times of the kernels for small windows, which are a form of the ``cutlass`` kernels.
+"""Predicted times of the kernels for small windows, which are a part of the ``cutlass`` backends.
 
-The sizes of a pair of tiles select the form: 16 query tokens and 8 key/value tokens in the forward pass, the reverse in
-the backward pass. Its gradients are always reproducible.
+The sizes of a pair of tiles select these kernels: 16 query tokens and 8 key/value tokens in the forward pass, the
+reverse in the backward pass. Their gradients are always reproducible.
 
 Native code (``csrc/cuda/small/region.cpp``, ``region_time.cpp`` and ``ring_shape.cpp``) decides how a launch divides a
-problem, and predicts the time of the launch. Its coefficients were measured on an H200, or on an H100 for windows that
-may use a ring. Devices differ in the number of multiprocessors, in shared memory, and in support for TMA.
+problem, and predicts the time of the launch. Its coefficients were measured on an H200, or on an H100 for windows whose
+kernels may use a ring buffer. Devices differ in the number of multiprocessors, in shared memory, and in support for
+TMA.
 
 A warp owns a tile of 16 rows. It loops over pairs of groups of 8 columns, which are adjacent in one dimension, called
-the line. The first group begins at the rows' hull. A forward pass is a single launch. A backward pass is either a
-single launch that computes all gradients, or a launch with queries as rows and a launch with keys as rows, both of
-which compute logits and their gradients.
+the line. The first group begins at the start of the rows' hull (:mod:`natten_jax.cost_model.tiles`). A forward pass is
+a single launch. A backward pass is either a single launch that computes all gradients, or a launch with queries as rows
+and a launch with keys as rows, both of which compute logits and their gradients.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from natten_jax.problem import Problem
 _FORM = "small"
 _LIMITS = native.limits(_FORM)
 
-#: First compute capability with TMA, and the only compute capability that loads rings by TMA; on others, warps load
-#: the rings.
+#: First compute capability with TMA, and the only compute capability whose kernels load ring buffers by TMA; on other
+#: GPUs, warps load them.
 _HAS_TMA = _RING_HAS_TMA = (9, 0)
 
 #: KiB of shared memory per block, by compute capability (CUDA programming guide, technical specifications). Other
-#: compute capabilities have the least.
+#: compute capabilities have ``_LEAST_SHARED_KIB``.
 _SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
 _LEAST_SHARED_KIB = 99
 
 
 def tile_tokens(problem: Problem, pass_: Pass) -> tuple[int, int] | None:
-    """Return the tokens of the query and key/value tiles that select the form; ``None`` if it rejects the heads."""
+    """Return the tokens of the query and key/value tiles of these kernels; ``None`` if they reject the heads."""
     wider = max(problem.head_dim, problem.head_dim_v)
     if not _LIMITS or problem.element.bytes != 2 or wider > max(_LIMITS["head_dims"]):
         return None
@@ -56,12 +57,12 @@ def largest_biased_head_dim() -> int:
 
 
 def is_chosen(problem: Problem, pass_: Pass, pair: TilePair) -> bool:
-    """Return True if a pair of tiles selects the form."""
+    """Return True if a pair of tiles selects the kernels for small windows."""
     return tuple(map(math.prod, pair)) == tile_tokens(problem, pass_)
 
 
 def is_for(calibration: Calibration, problem: Problem, pass_: Pass, pair: TilePair) -> bool:
-    """Return True if a pair of tiles selects the form in a calibration's backend."""
+    """Return True if a pair of tiles selects the kernels for small windows in a calibration's backend."""
     return _FORM in calibration.limits and is_chosen(problem, pass_, pair)
 
 
@@ -96,15 +97,15 @@ class Estimate(NamedTuple):
 def estimate(
     family: str, problem: Problem, pass_: Pass, pair: TilePair, compute_capability: ComputeCapability | None
 ) -> Estimate | None:
-    """Predict the launches and the time of a pass with tiles of the form's size.
+    """Predict the launches and the time of a pass with the kernels for small windows.
 
     Args:
-        family: The backend family whose calibration has the memory bandwidth.
+        family: The backend family whose calibration provides the memory bandwidth.
         problem: The problem.
         pass_: The pass.
         pair: The tiles.
-        compute_capability: The compute capability of the device. An unknown one is assumed to have the least shared
-            memory.
+        compute_capability: The compute capability of the device. If it is unknown, the smallest shared memory is
+            assumed.
 
     Returns:
         The estimate. ``None`` if the tiles have other sizes, or if the keys that a warp's queries see do not fit into
@@ -163,10 +164,10 @@ def seconds(calibration: Calibration, problem: Problem, pass_: Pass, pair: TileP
 def ranked(
     family: str, problem: Problem, pass_: Pass, compute_capability: ComputeCapability | None
 ) -> Iterator[tuple[TilePair, float]]:
-    """Yield every supported pair of tiles of the form's size with its seconds, the fastest first.
+    """Yield every supported pair of tiles of these kernels with its seconds, the fastest first.
 
-    Pairs are sorted by their work, because the seconds of several pairs are equal if memory is the limit. Among pairs
-    with equal work, the most compact rows come first. Dimensions of any length are ranked: see
+    Pairs are sorted by their work, because memory-bound pairs have equal seconds. Among pairs with equal work, pairs
+    with the most compact rows come first. Dimensions of any length are ranked: see
     :func:`natten_jax.cost_model.tiles.shortened`.
 
     Args:
@@ -179,7 +180,7 @@ def ranked(
     pairs = [] if tokens is None else tile_pairs_of_sizes(*tokens, problem.rank)
     estimates = ((pair, estimate(family, problem, pass_, pair, compute_capability)) for pair in pairs)
     taken = [(pair, found) for pair, found in estimates if found is not None]
-    # With 14 x 14 tokens and 512 heads, gradients took 52 microseconds with 8 x 2 keys, and 59 with 16 x 1.
+    # With 14 x 14 tokens and 512 heads, gradients took 52 microseconds with tiles of 8 x 2 keys, and 59 with 16 x 1.
     rows = 0 if pass_ == "forward" else 1
     taken.sort(key=lambda each: (each[1].work, max(each[0][rows])))
     yield from ((pair, found.seconds) for pair, found in taken)

@@ -1,9 +1,9 @@
 """Exact counts of the work of a pass: visible query-key pairs, operations, bytes, and the tiles that a kernel visits.
 
-A thread block owns an *outer* tile of one side's tokens (queries in the forward pass, keys and values in the backward
-pass) and loops over *inner* tiles of the other side. The mask is separable, so each count is a product over the
-dimensions of a sum over the outer tiles of one dimension. With ``[begin, end)`` of the windows of an outer tile's first
-and last token, in one dimension:
+In the forward pass, a thread block owns an *outer* tile of queries and loops over *inner* tiles of keys and values; in
+the backward pass, the outer tile has keys and values, and the inner tiles have queries. The mask is separable, so each
+count is a product over the dimensions of a sum over the outer tiles of one dimension. With ``[begin, end)`` of the
+windows of an outer tile's first and last token, in one dimension:
 
     hull = [begin(first), end(last))       visible to some token of the tile: inner tiles must cover it
     core = [begin(last), end(first))       visible to every token of the tile: needs no mask
@@ -17,9 +17,9 @@ A kernel may split the rows of an outer tile among *row groups* (the warpgroups 
 group skips an inner tile that none of its rows sees. It masks a tile unless the tile is full for the smallest box of
 the outer tile that contains the group's rows. A *part* of an inner tile is the work of a single row group on the tile.
 
-The number of inner tiles that some row group masks is not a product over the dimensions. The number of tiles that are
-seen by a given set of row groups and full for another given set is a product. Let seen_g and full_g be 1 if row group g
-sees the tile and if the tile is full for it, otherwise 0. No row group masks the tile if
+The number of inner tiles that some row group masks is not a product over the dimensions. The number of tiles that one
+given set of row groups sees, and that are full for another given set, is a product over the dimensions. Let seen_g and
+full_g be 1 if row group g sees the tile and if the tile is full for it, otherwise 0. No row group masks the tile if
 
     product over g of (1 - seen_g + full_g) = 1
 
@@ -51,7 +51,7 @@ _PLACEMENTS = ("anchored", "aligned")
 MOST_TILES = 1 << 20
 #: Tokens of a dilation group to which longer groups are shortened before tiles are ranked.
 _RANKED_TOKENS = 1 << 17
-#: Tile size that is assumed for the limit on tiles if pairs are counted without tiles.
+#: Tile size that is assumed for ``MOST_TILES`` if visible pairs are counted without tiles.
 _COMMON_TILE = 128
 #: Tiles or tokens per NumPy array.
 _CHUNK = 1 << 14
@@ -396,7 +396,7 @@ class TileCounts:
         full_parts: Parts of inner tiles that are not skipped and need no mask.
         partial: Inner tiles that some row group masks.
         visible_pairs: Query-key pairs that the mask does not hide, which are the useful work.
-        hull_pairs: Pairs of tokens in the tiles: visible and masked pairs.
+        hull_pairs: Pairs of a token of an outer tile and a token of its hull: visible and masked pairs.
         visited_pairs: Pairs in the tiles, including padding.
         executed_pairs: Pairs in parts that are not skipped.
     """

@@ -1,8 +1,8 @@
-"""``python -m natten_jax.doctor``: what is installed, what was built, and which backend can run here and why.
+"""``python -m natten_jax.doctor``: report the installation, the build, and why each backend can or cannot run here.
 
-With ``--problem`` and the profiler's flags that describe one: which backend runs that problem, with which tiles,
-how much scratch memory its kernels take, and what was measured of it elsewhere. With ``--check NAME``: whether a
-backend computes on this device what attention in float64 does, and how fast it is there.
+With ``--problem`` and the profiler's flags that describe a problem: report which backends can run the problem, with
+which tiles and how much scratch memory, and the problem's measured configuration in the package's table. With ``--check
+NAME``: compare a backend's results on this device with attention in float64, and measure its times.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def report() -> Iterator[str]:
             yield f"  {id_!s:<14} {_verdict(backends.by_id(id_), id_.operator, device)}"
         yield f"Tuned configurations on {device}"
         yield f"  {table_line(device)}"
-        # Kernels that this build does not contain, and that another build could contain.
+        # Kernels that another build could contain but this build does not.
         lacking = select.missing_kernels_of(backends.registered(), _problem("fna", "bfloat16"), device, "forward")
         missing += [] if lacking is None else [f"  {device}: {lacking}"]
     yield from ["", "Missing kernels", *missing] if missing else []

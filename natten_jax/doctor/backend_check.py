@@ -56,7 +56,7 @@ _NEIGHBORHOOD = (
     problem_of((6, 12, 16), (4, 6, 8), (2, 3, 4), heads=2, head_dim=128),
     problem_of((20, 20), (11, 12), heads=1, head_dim=256, head_dim_v=64),
 )
-#: Large windows and a large batch, for which the kernels for small windows use a ring.
+#: Large windows and a large batch, for which the kernels for small windows use a ring buffer.
 _NEIGHBORHOOD_OF_GPUS = (problem_of((11, 7, 13), (7, 6, 5), batch=64, heads=1),)
 _ATTENTION = (
     problem_of((333,), operator="fmha", heads=2),
@@ -148,7 +148,7 @@ def reference(problem: Problem, arrays: Mapping[str, np.ndarray]) -> dict[str, n
 
 
 def id_of(name: str) -> BackendId:
-    """Return the backend with a name.
+    """Return the identifier of the backend with this name.
 
     Raises:
         ValueError: The name is unknown; the message lists all names.
@@ -196,7 +196,7 @@ class _Session:
 
     @property
     def baseline(self) -> BackendId | None:
-        """Another backend to compare with: the default or, if that is checked, plain JAX; ``None`` if there is none."""
+        """Backend to compare times with: the default, or plain JAX if the default is checked; ``None`` if none."""
         plain = BackendId(backends.registered()[-1].family, self.id_.operator)
         return next((each for each in (self.default, plain) if each != self.id_), None)
 
@@ -230,7 +230,7 @@ class _Session:
         except Exception as error:  # any error of JAX, the compiler or the device
             self.wrong += 1
             return _failure(error, 2000)
-        is_right = max(errors.values()) <= BOUNDS[problem.dtype]  # false if a number is not finite
+        is_right = max(errors.values()) <= BOUNDS[problem.dtype]  # False if a number is NaN or infinite
         self.wrong += not is_right
         figures = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
         gradients = f"; gradients are skipped: {no_gradients}" if no_gradients else ""

@@ -45,9 +45,9 @@ _Derivatives = list[list[jax.Array]]
 def _compute_coefficients(
     primals: Sequence[_Array], series: Sequence[Sequence[_Array]], **parameters: Any
 ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-    """The rule of ``jet`` for a pass: Taylor coefficients by nested ``jax.jvp``.
+    """Compute Taylor coefficients of a pass by nested ``jax.jvp``: the rule for ``jet``.
 
-    Each order takes twice the time of the order below it.
+    Each further order doubles the time.
     """
 
     def evaluate(time: jax.Array) -> _Derivatives:
@@ -88,12 +88,13 @@ def _divide_by_factorials(derivatives: Sequence[jax.Array]) -> list[jax.Array]:
     return [each / jnp.asarray(math.factorial(order), each.dtype) for order, each in enumerate(derivatives)]
 
 
-#: ``checkpoint_name`` of the saved output, and of the other saved arrays: logsumexp, and remainder or residuals.
+#: ``checkpoint_name`` of the saved output, and ``checkpoint_name`` of the other saved arrays (logsumexp, and remainder
+#: or residuals).
 CHECKPOINT_NAMES = ("natten_jax_output", "natten_jax_logsumexp")
 
 
 def named(saved: Sequence[Any]) -> list[Any]:
-    """Apply ``checkpoint_name`` to the saved arrays of a forward pass, of which the output is the first."""
+    """Apply ``checkpoint_name`` to the saved arrays of a forward pass; the first array is the output."""
     output_name, rows_name = CHECKPOINT_NAMES
     return [checkpoint_name(array, rows_name if i else output_name) for i, array in enumerate(saved)]
 
@@ -118,7 +119,7 @@ def refuse(*_: Any, reason: str = REASON, **__: Any) -> Any:
 
 
 def _identity(name: str, jvp: Callable[..., Any]) -> Primitive:
-    """Return an identity primitive of several arrays with a special derivative.
+    """Return an identity primitive of several arrays, with ``jvp`` as its derivative.
 
     JAX would trace the rule of a custom_jvp first and batch it afterwards, even for a gradient through jax.vmap. With a
     primitive, JAX batches tangents only in forward mode, so that the batching rule of the tangents can raise an error.
@@ -270,7 +271,7 @@ class Derivative:
 
     Attributes:
         computation: The computation.
-        result_roles: Roles of its results.
+        result_roles: Roles of the computation's results.
         positions: The arguments that have tangents, or whose cotangents are computed.
         read: The results whose cotangents are given; ``None`` to compute tangents.
     """
@@ -302,7 +303,7 @@ class Derivative:
         """Return roles and abstract types of the results for arguments, which may be abstract types."""
         if self.read is None:
             roles, types = self.computation.results(request, arguments[: len(self.computation.roles)])
-            # A rule has tangents of output and logsumexp. Residuals are constants.
+            # A rule returns tangents of output and logsumexp only, because residuals are constants.
             return (roles[:2], types[:2]) if self.computation.rule else (roles, types)
         primals = [arguments[i] for i in self.positions]
         types = types_like(arguments[0], *[(primal.shape, primal.dtype) for primal in primals])

@@ -29,8 +29,8 @@ def merged(one: Saved, other: Saved) -> Saved:
     """Merge the saved results of forward passes over two disjoint sets of keys.
 
     Weights are relative to the larger logsumexp, in base 2: the exact logsumexp is the rounded product of the returned
-    one and ``log2(e)``, plus the remainder (:mod:`natten_jax.arrays.remainders`). A query that sees no key has a zero
-    output and a logsumexp of ``-inf``.
+    logsumexp and ``log2(e)``, plus the remainder (:mod:`natten_jax.arrays.remainders`). A query that sees no key has a
+    zero output and a logsumexp of ``-inf``.
     """
     assert one.remainder is not None and other.remainder is not None
     first, second = base2(one.logsumexp), base2(other.logsumexp)
@@ -38,7 +38,7 @@ def merged(one: Saved, other: Saved) -> Saved:
     highest = jnp.maximum(first, second)
     highest = jnp.where(jnp.isneginf(highest), 0, highest)
     distances = (first - highest) + parts[0][0], (second - highest) + parts[1][0]
-    # Remainders of large logits may be large: subtract the largest one as well, so that no weight overflows.
+    # For large logits these distances may be large: subtract the larger one as well, so that no weight overflows.
     top = jnp.maximum(*distances)
     top = jnp.where(jnp.isneginf(top), 0, top)
     weights = [jnp.exp2((distance - top) + log2_sum) for distance, (_, log2_sum) in zip(distances, parts, strict=True)]
@@ -78,7 +78,7 @@ _FIRST_TOKEN_AXIS = 1  # after the batch axis
 
 
 def are_needed(plan: Plan, operands: Operands) -> bool:
-    """Return True if wrapped keys need strips: the kernels cannot wrap, or only if arrays cover the whole layout."""
+    """Return True if wrapped keys need strips: the kernels cannot wrap, or the arrays are a part of the layout."""
     backend = backends.by_id(plan.backend)
     if not backend.capabilities.wraps_by_strips:
         return False
@@ -92,7 +92,7 @@ def are_needed(plan: Plan, operands: Operands) -> bool:
 
 
 def without_strips(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
-    """Return the pass on the local keys: the whole layout, or the keys of one device with halos."""
+    """Return plan and operands of the pass on the local keys: of the whole layout, or of one device with its halos."""
     pairs = zip(plan.problem.edges, _are_whole(plan, operands), strict=True)
     edges = ["cut" if is_whole else edge for edge, is_whole in pairs]
     plan = dataclasses.replace(plan, problem=plan.problem.with_axes(edges=edges))
@@ -102,7 +102,7 @@ def without_strips(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
 def on_line(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
     """Replace wrapped dimensions by longer dimensions with ``edges="shift"``, without changing any window.
 
-    A longer dimension has room before and after the layout, so that no window reaches its ends.
+    A longer dimension has unused positions before and after the layout, so that no window reaches its ends.
     """
     axes = plan.problem.axes
     room = [_room(axis) if axis.edges == "wrap" else 0 for axis in axes]
@@ -137,7 +137,7 @@ class Side(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def sides_of(axis: Axis) -> tuple[Side, ...]:
-    """Return the wrapped keys before and after a dimension that wraps; a side that no window reaches is omitted."""
+    """Return the wrapped keys before and after a dimension that wraps; an end that no window crosses is omitted."""
     extent = axis.kv_extent
     near = np.arange(min(extent, (axis.kernel_size + axis.stride) * axis.dilation))
     before, _ = axis.reach(near)

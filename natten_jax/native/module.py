@@ -33,18 +33,18 @@ from natten_jax.windows import Axis, axis_numbers
 
 
 def plugins() -> tuple[int, ...]:
-    """Major CUDA versions of the installed JAX plugins."""
+    """Return the major CUDA versions of the installed JAX plugins."""
     names = (entry.name for entry in metadata.entry_points(group="jax_plugins"))
     return tuple(sorted({int(match[1]) for name in names if (match := re.fullmatch(r"xla_cuda(\d+)", name))}))
 
 
 def choice() -> int:
-    """Value of ``NATTEN_JAX_CUDA`` for a build with kernels: the plugin's CUDA version, or 1 (any) without a plugin."""
+    """Return ``NATTEN_JAX_CUDA`` for a build with kernels: the plugin's CUDA version, or 1 (any) without a plugin."""
     return max(plugins(), default=1)
 
 
 def mismatch() -> str | None:
-    """Message about kernels compiled with another major CUDA version than JAX's plugin uses."""
+    """Return a message if kernels were compiled with another major CUDA version than JAX's plugin uses."""
     built = build_info().get("cuda_version")
     installed = plugins()
     if built is None or not installed or int(built.partition(".")[0]) in installed:
@@ -64,7 +64,7 @@ _ENDS_OF_WINDOWS = {(False, "shift"): 0, (True, "shift"): 1, (False, "cut"): 2, 
 
 
 def axis_rows(problem: Problem) -> Shape:
-    """A row of numbers per token dimension, in the order of csrc/include/natten_jax/axis_fields.h."""
+    """Return a row of numbers per token dimension, flattened, as in csrc/include/natten_jax/axis_fields.h."""
     missing = (Axis(1, 1, 1),) * (KERNEL_RANK - problem.rank)
     axes = (*missing, *problem.axes)
     rows = [(*axis_numbers(axis), _ENDS_OF_WINDOWS[axis.is_causal, axis.edges]) for axis in axes]
@@ -78,7 +78,7 @@ def with_kernel_tiles(problem: Problem, pair: TilePair) -> TilePair:
 
 
 def box_start(box: QueryBox) -> jax.Array:
-    """First query of a box, in the kernels' rank."""
+    """Return the first query of a box, in the kernels' three token dimensions."""
     return jnp.pad(box.first, (KERNEL_RANK - len(box.extents), 0))
 
 
@@ -99,7 +99,7 @@ class ResultType(NamedTuple):
     Attributes:
         shape: Shape.
         dtype: Element type.
-        replaces: Index of the operand whose buffer it reuses, if any.
+        replaces: Index of the operand whose buffer the result reuses, or ``None``.
     """
 
     shape: tuple[int, ...]
@@ -122,7 +122,7 @@ def call(
     types = types_like(arrays[0], *[(result.shape, result.dtype) for result in results])
     in_place = {result.replaces: i for i, result in enumerate(results) if result.replaces is not None}
     values = {name: _attribute(value) for name, value in attributes.items()}
-    # Only the main call of a pass has attributes. Its metadata contain the plan.
+    # Only the main call of a pass has attributes. Its metadata contains the plan.
     with plan.carrying_plan() if attributes else contextlib.nullcontext():
         native_call = jax.ffi.ffi_call(target, types, input_output_aliases=in_place)
         return list(apart(native_call(*apart(arrays), **values)) if in_place else native_call(*arrays, **values))
@@ -135,12 +135,12 @@ def _attribute(value: Sequence[int] | int | float) -> Any:
 
 
 def build_info() -> Mapping[str, Any]:
-    """Build configuration and host capabilities of the native module; empty if it could not be loaded."""
+    """Return build configuration and host capabilities of the native module; empty if it could not be loaded."""
     return {} if _module is None else _module.build_info()
 
 
 def limits(architecture: str) -> Mapping[str, Any]:
-    """Limits of the kernels for ``"cpu"``, ``"sm80"``, ``"small"`` or ``"sm90"``, even if this build lacks them.
+    """Return limits of the kernels ``"cpu"``, ``"sm80"``, ``"small"`` or ``"sm90"``, even if this build lacks them.
 
     Read from the tables in ``csrc/cuda/*/forms.h``; empty if the native module could not be loaded.
     """
@@ -149,24 +149,24 @@ def limits(architecture: str) -> Mapping[str, Any]:
 
 @functools.lru_cache(maxsize=1)
 def _all_limits(module: Any) -> Mapping[str, Any]:
-    """Return the limits of all architectures, cached because ranking the tiles of a split reads them very often."""
+    """Return the limits of all architectures, cached because ranking tiles of shards reads them very often."""
     return module.limits()
 
 
 def estimate_of_small_windows(
     axes: Sequence[int], sizes: Sequence[int], q_tile: Sequence[int], kv_tile: Sequence[int], **facts: bool | int
 ) -> Mapping[str, Any] | None:
-    """Estimate the launches and the time of a pass with the kernels for small windows, by a model.
+    """Estimate the launches and the time of a pass with the kernels for small windows.
 
     Args:
         axes: The ``axes`` attribute of every target.
         sizes: Batch, heads, heads_kv, head_dim, head_dim_v and additional_kv.
         q_tile: Query tile, three extents.
         kv_tile: Key/value tile.
-        **facts: All of these: ``is_backward``; ``shared_memory``, in bytes per block; ``multiprocessors``, their
-            number; ``has_boxes``, if the device has TMA; ``has_ring``, if kernels may use ring buffers;
-            ``ring_has_boxes``, if TMA loads the ring buffers instead of warps; ``has_relative_bias``; ``has_key_bias``,
-            for biases that kernels add themselves.
+        **facts: All of the following: ``is_backward``; ``shared_memory``, in bytes per block; ``multiprocessors``, the
+            number of SMs; ``has_boxes``, True if the device has TMA; ``has_ring``, True if kernels may use ring
+            buffers; ``ring_has_boxes``, True if TMA instead of warps loads the ring buffers; ``has_relative_bias``;
+            ``has_key_bias``, True if the kernels add key biases.
 
     Returns:
         ``"seconds"`` and ``"launches"``. Each launch has its ``"kernel"``, its ``"line_dimension"`` (of three), its
@@ -180,7 +180,7 @@ def estimate_of_small_windows(
 def gradient_ring_of_small_windows(
     axes: Sequence[int], sizes: Sequence[int], **facts: bool | int
 ) -> Mapping[str, Any] | None:
-    """Launch for key and value gradients with a ring buffer of queries, which chooses its tiles itself.
+    """Estimate a launch for key and value gradients with a ring buffer of queries; the launch chooses its tiles.
 
     Args:
         axes: As for :func:`estimate_of_small_windows`.
@@ -194,18 +194,18 @@ def gradient_ring_of_small_windows(
 
 
 def seam_factor(axes: Sequence[int], inner: Sequence[int], outer: Sequence[int]) -> float:
-    """Slowdown of a pass on Hopper by wrapped edges, with the boxes that launches choose.
+    """Return the factor by which wrapped edges slow down a pass on Hopper, with the TMA boxes that launches choose.
 
     Args:
         axes: The ``axes`` attribute of every target.
-        inner: Extents of the tiles that a loop visits.
-        outer: Extents of the tiles that run the loop.
+        inner: Extents of the inner tiles, which a thread block loops over.
+        outer: Extents of the outer tiles, one per thread block.
     """
     return 1.0 if _module is None else float(_module.seam_factor(axes, inner, outer))
 
 
 def bias_line(axes: Sequence[int], tile: Sequence[int], group: Sequence[int]) -> int:
-    """Entries per line of a relative bias, as the kernels for small windows read it, including unused entries.
+    """Return the entries per row of a relative bias, with padding, as the kernels for small windows read it.
 
     Args:
         axes: The ``axes`` attribute of every target.
@@ -230,7 +230,7 @@ class BiasSums(NamedTuple):
 
 
 def bias_sums(axes: Sequence[int], queries: Sequence[int], tile: Sequence[int], group: Sequence[int]) -> BiasSums:
-    """Scratch sizes that the kernels for small windows need for the gradient of a relative bias.
+    """Return the scratch sizes of the kernels for small windows for the gradient of a relative bias.
 
     Args:
         axes: The ``axes`` attribute of every target.
@@ -242,7 +242,7 @@ def bias_sums(axes: Sequence[int], queries: Sequence[int], tile: Sequence[int], 
 
 
 def additional_parts(columns: int, additional_kv: int) -> int:
-    """Number of parts in which the kernels for small windows sum gradients of additional tokens.
+    """Return the number of partial sums of additional tokens' gradients in the kernels for small windows.
 
     Args:
         columns: Queries times heads that share a key/value head, per batch entry.
@@ -252,7 +252,7 @@ def additional_parts(columns: int, additional_kv: int) -> int:
 
 
 def missing(target: str) -> str | None:
-    """Reason why a target cannot be called; ``None`` if it can."""
+    """Return the reason why a target cannot be called; ``None`` if it can."""
     if _module is None or target in _module.registrations():
         return load_error
     architectures = ", ".join(_module.build_info()["cuda_architectures"]) or "none"
@@ -260,12 +260,12 @@ def missing(target: str) -> str | None:
 
 
 def path() -> str | None:
-    """Path of the native module; ``None`` if it could not be loaded."""
+    """Return the path of the native module; ``None`` if it could not be loaded."""
     return None if _module is None else _module.__file__
 
 
 def _runtime_ffi_version() -> tuple[int, int] | None:
-    """Version of the FFI that the installed jaxlib implements, read from its headers; ``None`` if unknown."""
+    """Return the FFI version of the installed jaxlib, read from its headers; ``None`` if unknown."""
     header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     if not header.exists():
         return None
@@ -278,7 +278,7 @@ def _runtime_ffi_version() -> tuple[int, int] | None:
 def _check_ffi_version(module: ModuleType) -> None:
     runtime = _runtime_ffi_version()
     built: tuple[int, int] = module.build_info()["ffi_api_version"]
-    # A runtime supports every earlier minor version; a library built for a later one stops XLA from initialising.
+    # A runtime supports every earlier minor version; XLA fails to initialise with a library for a later version.
     if runtime is not None and (runtime[0] != built[0] or runtime[1] < built[1]):
         raise ImportError(
             f"the native module was built for version {built[0]}.{built[1]} of the XLA FFI interface, "
@@ -289,7 +289,7 @@ def _check_ffi_version(module: ModuleType) -> None:
 def _check_files(spec: ModuleSpec) -> None:
     """Check that the libraries are complete: loading a truncated one would kill the process."""
     if spec.origin is None or sys.platform != "linux":
-        return  # the import reports missing files better, and only Linux uses ELF files
+        return  # the import has a better error for missing files, and only Linux uses ELF files
     for file in (Path(spec.origin), Path(spec.origin).with_name("libnatten_jax.so")):
         if not file.exists():
             continue

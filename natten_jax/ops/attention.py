@@ -97,19 +97,19 @@ def attention(
         value: ``[batch, seqlen_kv, heads_kv, head_dim_v]``.
         scale: Factor of the logits. ``None`` is ``head_dim ** -0.5``. A number must be finite, and so must its product
             with ``log2(e)`` in float32 (for float64 inputs only the number itself, in float64). An array, without
-            dimensions or ``[heads]``, can be learned: kernels read it in float32, and traced values that are not
-            allowed for a number give NaN. An array without dimensions whose value is known is treated as a number.
+            dimensions or ``[heads]``, can be learned: kernels read it in float32, and traced values that would be
+            invalid as a number give NaN. A concrete array without dimensions is treated as a number.
         is_causal: Query ``i`` sees only keys ``j <= i`` (top-left aligned, also for unequal lengths).
         query_origin: Offset of the queries in the key sequence, which must be at least as long as the query sequence:
             query ``i`` sees the keys that query ``query_origin + i`` sees without an offset. An int, or an int32 array
-            ``[1]`` or ``[batch, 1]``. Traced values are clamped into range as by :func:`jax.lax.dynamic_slice`; others
-            must be in range.
+            ``[1]`` or ``[batch, 1]``. Traced values are clamped into range as by :func:`jax.lax.dynamic_slice`;
+            concrete values must be in range.
         query_lengths: int32 ``[batch]``. Number of real queries; the padding comes after them. Traced values are
-            clamped into range; others must be in range. Padding gets an output of 0, a logsumexp of ``-inf`` and
-            gradients of 0, whatever its values are.
+            clamped into range; concrete values must be in range. Padding gets an output of 0, a logsumexp of ``-inf``
+            and gradients of 0, whatever its values are.
         kv_lengths: int32 ``[batch]``. Number of real keys and values; the padding after them is hidden and gets
             gradients of 0.
-        backend: ``"cpu-fmha"``, ``"flex-fmha"``, ... or ``None`` for the best that can run the problem.
+        backend: ``"cpu-fmha"``, ``"flex-fmha"``, ... or ``None`` for the best backend that can run the problem.
         return_lse: Also return the logsumexp.
         key_bias: ``[batch, seqlen_kv]`` or ``[batch, heads, seqlen_kv]``, in a floating point dtype: added to
             every scaled logit of a key. ``-inf``, and any number up to ``0.5 * finfo(dtype).min``, hides the key. A

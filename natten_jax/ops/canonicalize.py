@@ -50,7 +50,7 @@ def hint_of_heads_first(describe: Callable[[Inputs], Problem], inputs: Inputs) -
 
 #: A JAX array, or a NumPy array that is converted as by ``jnp.asarray``.
 ArrayLike = jax.Array | np.ndarray[Any, Any]
-#: An array, or only its shape and dtype: a problem needs nothing more.
+#: An array, or only its shape and dtype, which are enough for a problem.
 Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
@@ -112,7 +112,7 @@ def neighborhood_problem(
         rank: Token dimensions.
         inputs: The arrays.
         window: The window arguments.
-        scale: The scale; ``None`` is the default one.
+        scale: The scale; ``None`` uses ``head_dim ** -0.5``.
         parts: Number of equal shards per token dimension. The arrays are a single shard; the problem has the whole
             layout. ``None`` if the layout is not sharded.
         clamp_window: Replace windows larger than the layout by the largest that fit.
@@ -394,7 +394,7 @@ def with_sinks(output: Output, sinks: jax.Array | None) -> Output:
 def _with_sinks(output: Output, sinks: jax.Array) -> Any:
     accumulator = ELEMENT_TYPES[output.out.dtype.name].accumulator
     sinks = with_hidden_keys(in_accumulator(sinks, accumulator))
-    sinks = jnp.where(sinks == jnp.inf, sinks - jnp.inf, sinks)  # NaN, like the sink's weight, exp(inf - inf)
+    sinks = jnp.where(sinks == jnp.inf, sinks - jnp.inf, sinks)  # NaN, as is its weight exp(inf - inf)
     # A query without visible keys has a logsumexp of -inf, with derivatives of NaN.
     is_empty = jnp.isneginf(output.logsumexp)
     keys = jnp.where(is_empty, 0, output.logsumexp)
@@ -489,7 +489,7 @@ def token_offsets(inputs: Inputs, box: BoxArguments) -> TokenOffsets:
 class UpsampledGrid(NamedTuple):
     """A query grid whose extents are multiples of the key grid's.
 
-    Each key has a cell of queries, ``factors`` along the dimensions, which are folded into heads.
+    Each key has a cell of ``factors`` queries along the dimensions. The queries of a cell are folded into heads.
 
     Attributes:
         factors: Queries per cell, along each token dimension.

@@ -1,10 +1,10 @@
-"""Queries for the tile shapes that a backend offers: ``configs``, and ``get_[bwd_]configs_for_<family>_<fna|fmha>``.
+"""Configuration queries return a backend's tile shapes: ``configs``, ``get_[bwd_]configs_for_<family>_<fna|fmha>``.
 
-The ``get_*`` functions have NATTEN's names. There is a function per pass and operator of every registered backend. It
-takes the query, or query, key and value, in the operator's layout, as arrays or as ``jax.ShapeDtypeStruct``. The first
-configuration is the recommended one; the list is empty if the backend cannot run the arrays. Neighborhood attention
-queries also take the window arguments, on which the recommendation depends; without them the window is the whole
-layout.
+The ``get_*`` functions have NATTEN's names. There is one per pass and operator of every registered backend. A
+configuration query takes the attention query, or query, key and value, in the operator's layout, as arrays or as
+``jax.ShapeDtypeStruct``. The first configuration is the recommended one; the list is empty if the backend cannot run
+the arrays. For neighborhood attention it also takes the window arguments, on which the recommendation depends; the
+default window is the whole layout.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from natten_jax.windows import Edges, WindowArguments
 CapabilityLike = str | float | Sequence[int]
 
 
-#: A query returns pairs of query and key/value tile, the recommended pair first. Tiles are shapes for neighborhood
-#: attention and sizes for attention. If the backend has kernel schedules, each item is ``(pair of tiles, schedule)``
-#: with a :class:`natten_jax.KernelSchedule`.
+#: A configuration query returns pairs of query and key/value tile, the recommended pair first. Tiles are shapes for
+#: neighborhood attention and sizes for attention. If the backend has kernel schedules, each item is ``(pair of tiles,
+#: schedule)`` with a :class:`natten_jax.KernelSchedule`.
 ConfigQuery = Callable[..., list[tuple[Any, Any]]]
 
 
@@ -75,8 +75,8 @@ def configs(
         is_causal: Hide later keys, per dimension. This is the only window argument of ``attention``.
         backend: Name of the backend. The default is the backend that would run the call.
         pass_: ``"forward"`` or ``"backward"``.
-        compute_capability: Answer for a GPU of this compute capability, ``"9.0"``, ``(9, 0)`` or ``9.0``, instead of
-            for the default device.
+        compute_capability: Assume a GPU of this compute capability, ``"9.0"``, ``(9, 0)`` or ``9.0``, instead of the
+            default device.
         edges: Boundary mode of windows that cross an end of the layout, as in the operator.
 
     Returns:
@@ -131,12 +131,12 @@ def target_device(compute_capability: CapabilityLike | None) -> Device:
 
 
 def query_names() -> list[str]:
-    """Return the names of all queries."""
+    """Return the names of all configuration queries."""
     return list(_queries())
 
 
 def query_named(name: str) -> ConfigQuery:
-    """Return the query with a name.
+    """Return the configuration query with this name.
 
     Raises:
         LookupError: The name is unknown.
@@ -148,7 +148,7 @@ def query_named(name: str) -> ConfigQuery:
 
 
 def _queries() -> dict[str, tuple[Backend, Operator, Pass]]:
-    """Return backend, operator and pass of each query, by name."""
+    """Return backend, operator and pass of each configuration query, by name."""
     found: dict[str, tuple[Backend, Operator, Pass]] = {}
     for backend in backends.registered():
         family = backend.capabilities.query_family or backend.family
@@ -169,7 +169,7 @@ def _query(name: str, backend: Backend, operator: Operator, pass_: Pass) -> Conf
         compute_capability: CapabilityLike | None = None,
         **window: Any,
     ) -> list[tuple[Any, Any]]:
-        """Query and key/value tiles of the {pass_} pass of {backend}, best first.
+        """Return query and key/value tiles of the {pass_} pass of {backend}, best first.
 
         Example:
             >>> import jax, natten_jax
@@ -181,8 +181,8 @@ def _query(name: str, backend: Backend, operator: Operator, pass_: Pass) -> Conf
             key: The key if it differs from ``query``.
             value: The value if it differs from ``query``.
             input_tensor: NATTEN's name of ``query``.
-            compute_capability: Answer for a GPU of this compute capability, ``"9.0"``, ``(9, 0)`` or ``9.0``, instead
-                of for the default device.
+            compute_capability: Assume a GPU of this compute capability, ``"9.0"``, ``(9, 0)`` or ``9.0``, instead of
+                the default device.
             **window: Window arguments of the operator, by default of windows as large as the layout; attention has only
                 ``is_causal``.
 
@@ -208,7 +208,7 @@ def _query(name: str, backend: Backend, operator: Operator, pass_: Pass) -> Conf
 
 
 def _describe(function: str, operator: Operator, arrays: tuple[Any, Any, Any], window: dict[str, Any]) -> Problem:
-    """Return the problem of arrays and window arguments; key and value are like the query if they are ``None``."""
+    """Return the problem of arrays and window arguments; key and value default to the query."""
     query, key, value = (arrays[0] if each is None else each for each in arrays)
     allowed = ("is_causal",) if operator == "fmha" else WindowArguments._fields
     for name in window:

@@ -145,7 +145,7 @@ def _with_rank(array: jax.Array, rank: int) -> jax.Array:
 def _factors_of(largest: jax.Array, element_type: str) -> jax.Array:
     """Compute scales for elements with these largest magnitudes."""
     most = float(jnp.finfo(element_type).max)
-    # Keeps every product of a scale and a nonzero 8-bit number in the normal range of float32.
+    # Smallest scale whose product with every nonzero 8-bit number is a normal float32 number.
     least = float(np.finfo(np.float32).tiny) / float(jnp.finfo(element_type).smallest_subnormal)
     return jnp.where(largest == 0, 1, jnp.maximum(largest / most, least))
 
@@ -183,7 +183,7 @@ def rotated(array: jax.Array) -> jax.Array:
     matrix = np.ones((1, 1), np.float32)
     while matrix.shape[0] < width:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    # With elements of 1 and -1 only the float32 sums round; the scale follows.
+    # The elements of the matrix are 1 and -1, so that only the float32 sums round. The product is scaled afterwards.
     product = jnp.matmul(array, matrix, precision=jax.lax.Precision.HIGHEST)
     return product * np.float32(width**-0.5)
 
@@ -267,7 +267,7 @@ def float8_operands(
         grid: The grid of the queries, if it is finer than the keys' grid and the queries are folded into heads.
 
     Raises:
-        ValueError: A shape, value or element type is wrong, or an argument does not suit these arrays.
+        ValueError: A shape, value or element type is wrong, or an argument does not apply to arrays of this type.
         TypeError: A factor is neither a number nor an array.
     """
     dtype = _output_dtype(problem, arguments)
@@ -433,10 +433,10 @@ Call = Callable[[Any, Float8Arguments], Any]
 
 
 def straight_through(call: Call, operands: Any, arguments: Float8Arguments, return_lse: bool) -> Any:
-    """Run a call that quantizes its arrays, with the gradients of the call that does not (straight-through).
+    """Run a call that quantizes its arrays, with the gradients of the call without quantization (straight-through).
 
     Args:
-        call: Returns the output and the logsumexp for operands and 8-bit arguments.
+        call: Function that returns the output and the logsumexp for operands and 8-bit arguments.
         operands: A tree of arrays and other leaves.
         arguments: The 8-bit arguments of the forward pass; the backward pass differentiates a call without them.
         return_lse: Return the logsumexp with the output.

@@ -138,10 +138,10 @@ def na2d(
 ) -> jax.Array | Pair:
     """Neighborhood attention over an image.
 
-    Each query attends to the ``kernel_size`` window of keys around it. At the edges the window is shifted by default
-    (``edges``). ``stride`` queries share one window, ``dilation`` spreads it, and ``is_causal`` hides later keys.
-    :mod:`natten_jax.windows` is the exact definition. Arguments per dimension take
-    2 values, or a single one; sequences may be NumPy arrays, or JAX arrays that are not traced.
+    Each query attends to the keys in a window of ``kernel_size`` tokens around it. At the edges the window is shifted
+    by default (``edges``). ``stride`` queries share one window, ``dilation`` spreads the window, and ``is_causal``
+    hides later keys. :mod:`natten_jax.windows` has the exact definition. Arguments per dimension take 2 values, or a
+    single one; sequences may be NumPy arrays, or JAX arrays that are not traced.
 
     Arguments by subject, with guides:
 
@@ -156,7 +156,7 @@ def na2d(
       ``performance``.
 
     Example:
-        A 3 x 5 window around every pixel, spread to every second pixel.
+        A 3 x 5 window around every pixel, which contains every second pixel.
 
         >>> import jax.numpy as jnp
         >>> from natten_jax import na2d
@@ -174,23 +174,23 @@ def na2d(
         dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
         is_causal: Hide later keys.
         edges: Boundary mode: ``"shift"`` moves a window that crosses an end inside, ``"cut"`` drops its keys beyond the
-            end, ``"wrap"`` continues it at the other end, of an extent that ``dilation`` divides.
+            end, ``"wrap"`` continues it at the other end (``dilation`` must divide the extent).
         clamp_window: Replace windows larger than the layout by the largest that fit, instead of raising
             (:func:`natten_jax.windows.fitted`); ``stride`` shrinks with them.
         query_origin: Offset of the queries in the layout of the keys; the queries may then be a smaller box. An
             int for each token dimension, or an int32 array ``[rank]`` or ``[batch, rank]``. It may be traced, so
             that one program serves all offsets. Traced values are clamped into range as by
-            :func:`jax.lax.dynamic_slice`; others must be in range.
+            :func:`jax.lax.dynamic_slice`; concrete values must be in range.
         extents: int32 ``[batch, rank]``. Number of real tokens per dimension of the layout; the padding comes after
-            them. Traced values are clamped into range; others must be in range. Windows are the largest that fit a
-            layout of these extents. Padding gets an output of 0, a logsumexp of ``-inf`` and gradients of 0,
+            them. Traced values are clamped into range; concrete values must be in range. Windows are the largest that
+            fit a layout of these extents. Padding gets an output of 0, a logsumexp of ``-inf`` and gradients of 0,
             whatever its values are.
         upsample: Queries per key along each token dimension. Query ``i`` has the window of key
             ``i // upsample``, and the layout of the queries is this multiple of the layout of the keys.
         scale: Factor of the logits. ``None`` is ``head_dim ** -0.5``. A number must be finite, and so must its product
             with ``log2(e)`` in float32 (for float64 inputs only the number itself, in float64). An array, without
-            dimensions or ``[heads]``, can be learned: kernels read it in float32, and traced values that are not
-            allowed for a number give NaN. An array without dimensions whose value is known is treated as a number.
+            dimensions or ``[heads]``, can be learned: kernels read it in float32, and traced values that would be
+            invalid as a number give NaN. A concrete array without dimensions is treated as a number.
         relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, in a floating point dtype. If a key lies ``offset``
             neighbors (steps of the dilation) after the query, entry ``offset + kernel_size - 1`` is added to the
             scaled logit, with an index per dimension. Logits of additional keys are not changed.
@@ -215,9 +215,9 @@ def na2d(
         token_axes: Only inside ``jax.shard_map``. For each token dimension, the manual mesh axis that shards it, a
             sequence of axes (slowest first), or ``None``. Devices then exchange halos of keys and values, and the
             result equals attention over the whole layout.
-        backend: ``"cpu-fna"``, ``"flex-fna"``, ... or ``None`` for the best that can run the problem.
+        backend: ``"cpu-fna"``, ``"flex-fna"``, ... or ``None`` for the best backend that can run the problem.
         attention_kwargs: Performance arguments for the parts of the call that run :func:`attention`: windows as large
-            as the layout, and additional keys and values. They are checked in any case.
+            as the layout, and additional keys and values. They are checked even if no part of the call uses them.
         try_fuse_additional_kv: Process additional tokens in the same kernel if the backend supports it, instead of
             in a second attention whose result is merged. ``None`` fuses unless ``attention_kwargs`` are given for
             the second attention: a single kernel was faster on every backend (``bench/``).
@@ -243,7 +243,7 @@ def na2d(
 
 
 def _documented_as_na2d(layout: str, values: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that completes a docstring of summary and example with the other sections of :func:`na2d`.
+    """Return a decorator that adds the other sections of :func:`na2d` to a docstring of summary and example.
 
     Args:
         layout: The token dimensions, in place of ``height, width``.

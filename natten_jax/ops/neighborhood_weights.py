@@ -61,7 +61,7 @@ def neighborhood_weights(
         dilation: Distance between neighboring tokens of a window.
         is_causal: Hide later keys.
         edges: Boundary mode: ``"shift"`` moves a window that crosses an end inside, ``"cut"`` drops its keys beyond the
-            end, ``"wrap"`` continues it at the other end, of an extent that ``dilation`` divides.
+            end, ``"wrap"`` continues it at the other end (``dilation`` must divide the extent).
         scale: Factor of the logits, a number or an array, without dimensions or ``[heads]``. ``None`` is
             ``head_dim ** -0.5``.
         relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, in a floating point dtype: added to the scaled
@@ -150,7 +150,7 @@ def neighborhood_apply(
         dilation: Distance between neighboring tokens of a window.
         is_causal: Hide later keys.
         edges: Boundary mode: ``"shift"`` moves a window that crosses an end inside, ``"cut"`` drops its keys beyond the
-            end, ``"wrap"`` continues it at the other end, of an extent that ``dilation`` divides.
+            end, ``"wrap"`` continues it at the other end (``dilation`` must divide the extent).
 
     Returns:
         ``[batch, *layout, heads, head_dim_v]`` in the dtype of the values.

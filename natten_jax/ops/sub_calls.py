@@ -33,7 +33,7 @@ def checked_attention_kwargs(attention_kwargs: Mapping[str, Any] | None, others:
 
     Args:
         attention_kwargs: The argument of neighborhood attention.
-        others: Performance arguments of ``attention`` for names that ``attention_kwargs`` does not have.
+        others: Performance arguments of ``attention`` that ``attention_kwargs`` overrides.
 
     Raises:
         ValueError: A value breaks a rule of ``attention``, even if this call does not use it.

@@ -23,7 +23,7 @@ class Device:
     Attributes:
         platform: ``"cpu"``, ``"cuda"``, or another platform name that JAX uses for lowering.
         compute_capability: ``(major, minor)`` of an NVIDIA GPU; ``None`` if unknown.
-        is_present: Programs will run on the device. Otherwise it is only the subject of queries.
+        is_present: True if programs run on the device. False for a device that is only named in a query.
         product: Vendor's name of a GPU in this process, such as ``"NVIDIA H100 80GB HBM3"``, or of a TPU in a query.
     """
 
@@ -69,8 +69,8 @@ def compute_capability_of(argument: Any) -> ComputeCapability:
     """Convert ``"9.0"``, ``(9, 0)``, ``[9, 0]`` or ``9.0`` to ``(9, 0)``.
 
     Raises:
-        ValueError: The number is not a compute capability, as 8.65, or is ambiguous, as ``"90"``.
-        TypeError: The argument has another type, as 90, which might be a target's name.
+        ValueError: The number is not a compute capability, such as 8.65, or is ambiguous, such as ``"90"``.
+        TypeError: The argument has another type, such as the int 90, which might be a target's name.
     """
     if isinstance(argument, str):
         return parse_compute_capability(argument)
@@ -96,7 +96,7 @@ def _refusal(argument: Any) -> str:
 
 
 def default_jax_device() -> jax.Device:
-    """JAX's object for the default device of this thread, as set by ``jax.default_device``.
+    """Return JAX's object for the default device of this thread, as set by ``jax.default_device``.
 
     Raises:
         NoDeviceError: JAX cannot start the configured platforms.
@@ -106,7 +106,7 @@ def default_jax_device() -> jax.Device:
 
 
 def _started(platform: str | None) -> list[jax.Device]:
-    """Devices of a platform in this process; ``None`` is the first platform."""
+    """Return the devices of a platform in this process; ``None`` is the first platform."""
     try:
         return jax.local_devices(backend=platform)
     except (RuntimeError, AssertionError) as error:  # AssertionError without a message if no GPU is visible
@@ -117,7 +117,7 @@ def _started(platform: str | None) -> list[jax.Device]:
 
 
 def default_device() -> Device:
-    """Kind of this thread's default device.
+    """Return the kind of this thread's default device.
 
     Raises:
         NoDeviceError: JAX cannot find a device.
@@ -126,21 +126,21 @@ def default_device() -> Device:
 
 
 def device_of(array: jax.Array) -> Device:
-    """Kind of device that an array is on; the default device for traced arrays and arrays of other libraries."""
+    """Return the kind of an array's device; the default device for traced arrays and arrays of other libraries."""
     if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
         return default_device()
     return _device_for_platform(next(iter(array.devices())).platform)
 
 
 def _device_for_platform(platform: str) -> Device:
-    """Kind of this process's device of a platform. JAX calls the platform of any GPU "gpu" here."""
+    """Return the kind of this process's device of a platform. Here JAX calls the platform of any GPU "gpu"."""
     if platform == "gpu":
         platform = "cuda" if _cuda_devices() else "rocm"
     return lowering_target(platform)
 
 
 def lowering_targets() -> Mapping[str, Device]:
-    """Kinds of devices that a program may be lowered for, by platform.
+    """Return the kinds of devices that a program may be lowered for, by platform.
 
     The first is the device that this thread computes on by default. A program may also be exported for devices that
     this process does not have; of these, only the platform is known.
@@ -156,7 +156,7 @@ def lowering_targets() -> Mapping[str, Device]:
 
 
 def lowering_target(platform: str) -> Device:
-    """Kind of device that programs for a platform are lowered for, such as this process's first CUDA device."""
+    """Return the kind of device that a platform's programs are lowered for: for CUDA this process's first GPU."""
     try:
         return _cuda_device() if platform == "cuda" else Device(platform)
     except NoDeviceError:
@@ -172,9 +172,9 @@ def _cuda_device() -> Device:
 
 
 def local_devices() -> tuple[Device, ...]:
-    """Kinds of devices that this process can run programs on, the default device first.
+    """Return the kinds of devices that this process can run programs on, the default device first.
 
-    Without a JAX device this is the host: programs can still be traced, and lowered for other machines.
+    Without a JAX device, return the host: programs can still be traced, and lowered for other machines.
     """
     try:
         found = default_device(), _device_for_platform(jax.default_backend())
@@ -185,7 +185,7 @@ def local_devices() -> tuple[Device, ...]:
 
 @functools.cache
 def _cuda_devices() -> tuple[jax.Device, ...]:
-    _started(None)  # raises if no platform starts, so that the failure is not cached
+    _started(None)  # raises if no platform starts; exceptions are not cached
     try:
         return tuple(jax.devices("cuda"))
     except RuntimeError:

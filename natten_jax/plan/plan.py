@@ -42,7 +42,7 @@ class Request:
     Attributes:
         problem: Problem to compute.
         performance: Performance arguments that the caller gave.
-        backend: Name of the requested backend; ``None`` leaves it open.
+        backend: Name of the requested backend; ``None`` chooses a backend automatically.
         precision: ``jax.default_matmul_precision`` at the call.
         token_axes: Manual mesh axes that each token dimension is split over; empty if none is split.
         parts: Number of parts that each token dimension is split into; a device runs one part, at its position in the
@@ -59,7 +59,7 @@ class Request:
     tuned: ConfigurationTable | None = None
 
     def for_part(self, batch: int, heads: int, heads_kv: int) -> Request:
-        """Request for one device's share of the batch, of query heads and of key/value heads."""
+        """Return the request for one device's share of the batch, of query heads and of key/value heads."""
         problem = dataclasses.replace(self.problem, batch=planned_batch(batch), heads=heads, heads_kv=heads_kv)
         return self if problem == self.problem else dataclasses.replace(self, problem=problem)
 
@@ -88,7 +88,7 @@ class BackendId(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A pass of a problem with all decisions made.
+    """A pass of a problem, with backend, tiles and schedule chosen.
 
     Attributes:
         problem: Problem to compute, with heads as wide as the backend's kernels require.
@@ -96,8 +96,8 @@ class Plan:
         backend: Backend of the pass.
         platform: Platform of the devices, as in :class:`natten_jax.plan.devices.Device`.
         performance: Performance arguments, with the tiles of this pass and, if the backend has schedules, the schedule.
-        precision: Precision of products, from ``jax.default_matmul_precision`` at the call. It applies to all passes
-            wherever they are traced, because their logits must be equal.
+        precision: Precision of products, from ``jax.default_matmul_precision`` at the call. All passes use it, even if
+            they are traced elsewhere, because their logits must be equal.
         kernels: The kind of kernels that the tiles select, if the backend has several
             (:meth:`natten_jax.backends.base.Backend.kernels`); ``None`` otherwise.
     """
@@ -127,7 +127,7 @@ class Plan:
         return None if name is None else KernelSchedule(name)
 
     def payload(self) -> str:
-        """The plan as one line of JSON; :meth:`from_payload` reads it."""
+        """Return the plan as one line of JSON; :meth:`from_payload` reads it."""
         return self._payload
 
     @functools.cached_property
@@ -172,7 +172,7 @@ _PROBLEM_FIELDS = [field.name for field in dataclasses.fields(Problem)]
 
 
 def tile_arguments(operator: Operator, pass_: Pass) -> tuple[str, str]:
-    """Names of the operator's tile arguments for a pass."""
+    """Return the names of the operator's tile arguments for a pass."""
     suffix = "size" if operator == "fmha" else "shape"
     query, key_value = (name.replace("shape", suffix) for name in tile_names(pass_))
     return query, key_value
@@ -185,17 +185,17 @@ _payload: contextvars.ContextVar[str | None] = contextvars.ContextVar("natten_ja
 
 
 def name_of(payload: str) -> str:
-    """Return the short name of a plan, from its payload: the same in every process."""
+    """Return the short name of a plan, a hash of its payload, which is equal in every process."""
     return hashlib.sha256(payload.encode()).hexdigest()[:12]
 
 
 @contextlib.contextmanager
 def annotate_with_plan(plan: Plan, *, on_all: bool = False) -> Iterator[None]:
-    """Mark the operations traced inside as operations of a pass.
+    """Mark the operations traced inside the ``with`` block as operations of a pass.
 
     Args:
         plan: The plan of the pass.
-        on_all: Attach the plan to each of them, since none of them requests it with :func:`carrying_plan`.
+        on_all: Attach the plan to every operation, because no operation is traced in :func:`carrying_plan`.
     """
     payload = plan.payload()
     token = _payload.set(payload)
@@ -207,6 +207,6 @@ def annotate_with_plan(plan: Plan, *, on_all: bool = False) -> Iterator[None]:
 
 
 def carrying_plan() -> contextlib.AbstractContextManager[None]:
-    """Attach the plan of the current pass to the operation traced inside, which must not be optimised away."""
+    """Attach the plan of the current pass to the operation traced inside; XLA must not remove this operation."""
     payload = _payload.get()
     return contextlib.nullcontext() if payload is None else set_xla_metadata(**{PLAN_ATTRIBUTE: payload})

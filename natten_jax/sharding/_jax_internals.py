@@ -29,7 +29,7 @@ def is_exported(ctx: mlir.LoweringRuleContext) -> bool:
 
 
 def device_numbers(ctx: mlir.LoweringRuleContext) -> np.ndarray | None:
-    """Device numbers of a program, with a row for each position along manual mesh axes.
+    """Return the device numbers of a program, with a row for each position along manual mesh axes.
 
     Returns:
         ``[positions, devices]``; ``None`` if XLA's partitioner does not process the program.
@@ -61,7 +61,7 @@ def with_numbered_devices(ctx: mlir.LoweringRuleContext, count: int) -> mlir.Low
 def name_partitioner_callback(call: Any, name: str) -> None:
     """Rename the partitioner callback of a custom call to ``name``.
 
-    JAX names it by its address in memory, which differs between processes.
+    JAX names the callback by its address in memory, which differs between processes.
     """
     callbacks = custom_partitioning._sharding_callbacks
     address = ir.StringAttr(call.attributes["backend_config"]).value
@@ -70,13 +70,13 @@ def name_partitioner_callback(call: Any, name: str) -> None:
 
 
 def devices_of(sharding: jax.sharding.Sharding) -> Sequence[jax.Device]:
-    """Devices of a sharding from the partitioner, in the program's order."""
+    """Return the devices of a sharding from the partitioner, in the program's order."""
     devices: Sequence[jax.Device] = sharding._device_assignment
     return devices
 
 
 def hlo_sharding_of(sharding: jax.sharding.Sharding, ndim: int) -> Any:
-    """XLA's ``HloSharding`` of arrays of ``ndim`` dimensions."""
+    """Return XLA's ``HloSharding`` for arrays of ``ndim`` dimensions."""
     return sharding._to_xla_hlo_sharding(ndim)
 
 

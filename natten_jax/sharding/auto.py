@@ -36,8 +36,8 @@ class HeadSplit:
         heads: Query heads.
         heads_kv: Key/value heads; each is shared by an equal number of consecutive query heads.
         parts: Number of parts; it divides ``heads``.
-        kv_parts: Number of equal parts of the key/value heads. Each part of the query heads reads one part of them or,
-            if they are not split, a subset of all (:attr:`needed`).
+        kv_parts: Number of equal parts of the key/value heads. Each part of the query heads reads one part of the
+            key/value heads or, if these are not split, a subset of all (:attr:`needed`).
     """
 
     heads: int
@@ -93,7 +93,7 @@ class HeadSplit:
 
 
 def device_tiles(sharding: Any, ndim: int, devices: int) -> np.ndarray:
-    """Device numbers of the parts of an array with ``ndim`` dimensions, ``[*parts, copies, manual]``.
+    """Return the device numbers of the parts of an array of ``ndim`` dimensions, ``[*parts, copies, manual]``.
 
     Args:
         sharding: XLA's ``HloSharding``, or ``None``.
@@ -102,7 +102,7 @@ def device_tiles(sharding: Any, ndim: int, devices: int) -> np.ndarray:
 
     Returns:
         The second-to-last dimension holds devices with copies of the same part. The last dimension holds the devices of
-        manual mesh axes, if the partitioner numbers them; arrays on these are unrelated.
+        manual mesh axes, if the partitioner numbers them; these devices hold unrelated arrays.
     """
     if sharding is None or not sharding.is_tiled():
         return np.arange(devices).reshape((1,) * ndim + (devices, 1))
@@ -122,8 +122,8 @@ class Layout:
         tiles: The partitioner's device numbers, ``[*batch parts, *token parts, head parts, copies, manual]``.
         batch_axes: Number of leading independent dimensions.
         heads: Split of the heads.
-        devices: The program's device numbers by the partitioner's, ``[manual, devices]``: with manual mesh axes, the
-            partitioner numbers only the devices of the other axes.
+        devices: The program's device numbers, indexed by the partitioner's device numbers, ``[manual, devices]``: with
+            manual mesh axes, the partitioner numbers only the devices of the other axes.
     """
 
     tiles: np.ndarray
@@ -171,7 +171,7 @@ class Layout:
         return self.tiles.shape[self.batch_axes : -3]
 
     def tiles_of(self, role: Role, ndim: int) -> np.ndarray:
-        """Device numbers of the parts of an array, ``[*parts, copies, manual]``."""
+        """Return the device numbers of the parts of an array, ``[*parts, copies, manual]``."""
         if role is Role.WHOLE:
             return self.tiles.reshape((1,) * ndim + (-1, self.tiles.shape[-1]))
         tiles = self._contributing(role)
@@ -183,27 +183,27 @@ class Layout:
         return tiles.reshape(*parts, contributions * copies, manual)
 
     def line(self, dimension: int) -> np.ndarray:
-        """Devices along a token dimension, ordered by their parts, ``[lines, parts]``."""
+        """Return the devices along a token dimension, ordered by their parts, ``[lines, parts]``."""
         rows = np.moveaxis(self.tiles, self.batch_axes + dimension, -1)
         return self._program_devices(rows.reshape(-1, rows.shape[-1]))
 
     def groups(self, role: Role) -> np.ndarray:
-        """Devices that hold copies of the same part of an array for different queries, ``[groups, devices]``."""
+        """Return devices that hold the same part of an array for different queries, ``[groups, devices]``."""
         rows = np.moveaxis(self._contributing(role), -3, -1)
         return self._program_devices(rows.reshape(-1, rows.shape[-1]))
 
     def head_parts(self) -> np.ndarray:
-        """Index of each device's part of the query heads."""
+        """Return the index of each device's part of the query heads."""
         parts = np.empty(self.devices.size, np.int32)
         parts[self.devices[:, self.tiles]] = np.arange(self.heads.parts, dtype=np.int32)[:, None, None]
         return parts
 
     def _contributing(self, role: Role) -> np.ndarray:
-        """Device numbers of the parts of an array by role, ``[*leading, heads, contributions, copies, manual]``.
+        """Return device numbers of parts of an array, ``[*leading, heads, contributions, copies, manual]``.
 
         Contributions are the parts of the queries that share a part of the array: query heads that share key/value
         heads, or all heads for an array without heads; all tokens for an array without token dimensions; all batch
-        entries for an array that they share.
+        entries for an array that all batch entries share.
         """
         *leading, heads, copies, manual = self.tiles.shape
         parts = self.heads.kv_parts if role.is_key_value else heads if role.heads_axis else 1
@@ -259,7 +259,7 @@ def is_needed(ctx: mlir.LoweringRuleContext) -> bool:
 def lower_for_one(function: Callable[..., Any], ctx: mlir.LoweringRuleContext, values: Sequence[Any]) -> Any:
     """Lower a function with several results for a single device.
 
-    Meshes are removed from the types there; otherwise JAX's transposes would sum over axes that other arguments vary
+    Meshes are removed from the argument types; otherwise JAX's transposes would sum over axes that other arguments vary
     over.
     """
     arguments: Sequence[Any] = ctx.avals_in
@@ -274,7 +274,7 @@ class Partitioned:
 
     Attributes:
         ctx: Lowering context of the pass.
-        identity: Text that identifies the computation: equal for equal passes, in every process.
+        identity: Text that identifies the computation; equal passes have equal texts in every process.
         local: Function that each device runs.
         inputs: Roles of the arguments.
         outputs: Roles of the results.
@@ -312,7 +312,7 @@ class Partitioned:
 
         @custom_partitioning
         def whole(*_: jax.Array) -> list[jax.Array]:
-            return [jnp.zeros(each.shape, each.dtype) for each in types]  # only their types matter
+            return [jnp.zeros(each.shape, each.dtype) for each in types]  # only the types matter
 
         rule = self._rule(arguments, types)
         whole.def_partition(partition=self._partition, sharding_rule=rule, decode_shardings=False)
@@ -325,10 +325,11 @@ class Partitioned:
         return results
 
     def _rule(self, arguments: Sequence[Any], results: Sequence[Any]) -> SdyShardingRule:
-        """Sharding rule: all arrays split batch, heads and (optionally) tokens alike; other dimensions independently.
+        """Return the sharding rule: all arrays split batch, heads and (optionally) tokens in the same way.
 
-        Query heads form groups that share a key/value head, which makes them a dimension of two factors. If the mesh
-        may split them into more parts than the key/value heads allow, the two are split independently.
+        Other dimensions are split independently. The dimension of the query heads has two factors, key/value heads and
+        the group that shares a key/value head. If the mesh may split query heads into more parts than the key/value
+        heads allow, query heads and key/value heads are split independently.
         """
         heads, heads_kv = arguments[0].shape[-2], arguments[1].shape[-2]
         devices = self.devices.shape[1]
@@ -386,7 +387,7 @@ class Partitioned:
         return mesh, local, shardings(self.outputs, results), tuple(shardings(self.inputs, arguments))
 
     def _run(self, layout: Layout, *leaves: jax.Array) -> list[jax.Array]:
-        """Compute the part of a device."""
+        """Compute one device's parts of the results."""
         split = layout.heads
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
             lines = [_line_of(layout, dimension) for dimension in range(len(layout.token_parts))]
@@ -416,7 +417,7 @@ class Partitioned:
 
 
 def _line_of(layout: Layout, dimension: int) -> DeviceLine | None:
-    """Line of devices with which this device exchanges tokens of a dimension."""
+    """Return the devices that exchange tokens of a dimension with this device; ``None`` if it is not split."""
     rows = layout.line(dimension)
     count, parts = rows.shape
     if parts == 1:

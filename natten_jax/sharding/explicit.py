@@ -117,7 +117,7 @@ def reshaped(array: jax.Array, shape: Sequence[Any], sources: Sequence[int | Non
     Args:
         array: The array.
         shape: Its new shape.
-        sources: For each new dimension, the old dimension whose outermost part it is; ``None`` for inner parts.
+        sources: For each new dimension, the old dimension whose outermost factor it is; ``None`` for inner factors.
     """
     mesh = mesh_of(array)
     if mesh is None:
@@ -143,7 +143,7 @@ def run_with_auto_axes(
 
     Args:
         function: The function.
-        like: Array whose split the result has, except in the last dimension, which is not split.
+        like: Array whose sharding the result gets, except in the last dimension, which is not split.
         *arrays: Arguments: every array that the function uses.
         inside_manual: Also use automatic axes inside ``jax.shard_map``. JAX cannot differentiate some functions there.
     """
@@ -207,7 +207,7 @@ class _SplitAxes:
 
     @classmethod
     def from_inputs(cls, inputs: Inputs) -> _SplitAxes:
-        """Read the axes from the types of the arrays: each axis is the query's, or otherwise the next array's."""
+        """Read the axes of each dimension from the type of the query, or of key or value if the query is not split."""
         specs = [_spec(array)[:-1] for array in (inputs.query, inputs.key, inputs.value)]
         axes: list[_Axes] = [axis_names(entry) for entry in specs[0]]
         for spec in specs[1:]:
@@ -218,7 +218,7 @@ class _SplitAxes:
         return cls(batch, tokens, heads, axis_names(_spec(inputs.key)[-2]) == heads)
 
     def spec(self, role: Role, ndim: int) -> PartitionSpec:
-        """Partition spec of an array with ``ndim`` dimensions."""
+        """Return the partition spec of an array with ``ndim`` dimensions."""
         if role is Role.WHOLE:
             return PartitionSpec()
         axes = [() if role is Role.PER_HEAD_OF_ALL_ENTRIES else self.batch, *(self.tokens if role.has_layout else ())]

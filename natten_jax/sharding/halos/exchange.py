@@ -54,19 +54,19 @@ class DeviceLine:
 
 
 def lines_of(token_axes: Sequence[tuple[str, ...]]) -> list[DeviceLine | None]:
-    """Lines along manual mesh axes, from the axes that each token dimension is split over."""
+    """Return the lines along manual mesh axes, from the axes that each token dimension is split over."""
     return [
         _line_of(names) if parts > 1 else None for names, parts in zip(token_axes, parts_of(token_axes), strict=True)
     ]
 
 
 def parts_of(token_axes: Sequence[tuple[str, ...]]) -> tuple[int, ...]:
-    """Number of parts into which manual mesh axes split each token dimension."""
+    """Return the number of parts into which manual mesh axes split each token dimension."""
     return tuple(jax.lax.axis_size(names) if names else 1 for names in token_axes)
 
 
 def _line_of(names: tuple[str, ...]) -> DeviceLine:
-    """Line of devices along manual mesh axes, the slowest axis first."""
+    """Return the line of devices along manual mesh axes, the slowest axis first."""
     parts = jax.lax.axis_size(names)
 
     def permuted(array: jax.Array, moves: Sequence[tuple[int, int]]) -> jax.Array:
@@ -105,7 +105,7 @@ def moves_of(halo: Halo, line: DeviceLine) -> list[Move]:
         is_front = line.place == 0
         edge = jnp.where(is_front, halo.part - halo.before, 0)
         behind = jnp.where(is_front, halo.before + halo.part, 0)
-        # Each sends in one direction only: two exchanges, one after the other, would use half of the link.
+        # Swap both halos in one exchange: two exchanges, one per direction, would each use only half of the link.
 
         def swapped(array: jax.Array) -> jax.Array:
             return line.permuted(array, [(0, 1), (1, 0)])
@@ -133,7 +133,8 @@ def extended(arrays: Sequence[jax.Array], halo: Halo, line: DeviceLine, axis: in
     if halo.is_gathered:
         return [line.gathered(array, axis) for array in arrays]
     # Local tokens are copied into the extended array while the halos travel. An array's halos are sent once the local
-    # tokens of the array before are copied: that takes about as long, and exchanges run one at a time.
+    # tokens of the previous array are copied: the copy takes about as long as an exchange, and exchanges run one at a
+    # time.
     room = halo.before, halo.after, 0
     moves = moves_of(halo, line)
     copied: list[jax.Array] = []
@@ -154,7 +155,7 @@ def _along(room: tuple[int, int, int], axis: int, ndim: int) -> list[tuple[int, 
 
 
 def returned(array: jax.Array, halo: Halo, line: DeviceLine, axis: int) -> jax.Array:
-    """Transpose of :func:`extended` for one array."""
+    """Apply the transpose of :func:`extended` to one array."""
     if halo.is_gathered:
         (own,) = types_like(array, ((*array.shape[:axis], halo.part, *array.shape[axis + 1 :]), array.dtype))
         (gathered,) = jax.linear_transpose(lambda own: line.gathered(own, axis), own)(array)
@@ -192,7 +193,7 @@ class Exchange:
 
     Attributes:
         halos: Halo of each token dimension.
-        lines: Devices along each token dimension; ``None`` if it is not split.
+        lines: Devices along each token dimension; ``None`` for a dimension that is not split.
     """
 
     halos: Sequence[Halo]
@@ -221,15 +222,15 @@ class Exchange:
     def extended(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """Extend keys and values to everything that this device's windows reach.
 
-        Dimensions are processed in order; each exchange includes the previous extensions, so that corners arrive as
-        well.
+        Dimensions are processed in order; each exchange includes the previous extensions, so that corners are exchanged
+        too.
         """
         for axis, halo, line in self._split_axes():
             arrays = extended(arrays, halo, line, axis)
         return list(arrays)
 
     def returned(self, array: jax.Array) -> jax.Array:
-        """Transpose for an array of extended keys: send halos back to their devices and add them there."""
+        """Apply the transpose to an array of extended keys: send halos back to their devices and add them there."""
         for axis, halo, line in reversed(self._split_axes()):
             array = returned(array, halo, line, axis)
         return array
@@ -242,7 +243,7 @@ class Exchange:
         ]
 
     def origins(self) -> jax.Array:
-        """First query of this device and first key that it holds with halos, in the global layout."""
+        """Return this device's first query and its first key, including halos, in the global layout."""
         first_keys = [-halo.before for halo in self.halos]
         found = self.origins_of([0] * len(self.halos), first_keys)
         gathered = [line is not None and halo.is_gathered for halo, line in zip(self.halos, self.lines, strict=True)]
@@ -270,9 +271,9 @@ def with_all_keys(inputs: Inputs, lines: Sequence[DeviceLine | None]) -> Inputs:
 
 
 def flat_origins(layout: Sequence[int], lines: Sequence[DeviceLine | None]) -> jax.Array:
-    """Position of a device's first query in the flattened sequence; the keys are the whole sequence.
+    """Return the origins of a device's queries in the flattened sequence; the keys are the whole sequence.
 
-    In several dimensions the queries of a part are not contiguous in the sequence, and the position is 0: such a call
+    In several dimensions the queries of a part are not contiguous in the sequence, and the origins are 0: such a call
     has no causal mask, so that positions do not matter.
     """
     (line, *others) = lines

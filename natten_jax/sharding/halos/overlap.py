@@ -29,7 +29,7 @@ from natten_jax.sharding.halos.exchange import FIRST_TOKEN_AXIS, DeviceLine, Exc
 
 _Tree = TypeVar("_Tree")
 
-#: XLA combines exchanges whose total size is at most this.
+#: XLA combines exchanges of at most this many bytes in total.
 _COMBINED_BYTES = 30 << 20
 
 
@@ -37,11 +37,11 @@ class Slab(NamedTuple):
     """Position of a halo slab, and the queries that see it.
 
     Attributes:
-        dimension: Dimension along which it adjoins the local tokens.
+        dimension: Dimension along which the slab adjoins the local tokens.
         number: Index among the slabs of the dimension.
         keys: Number of keys along that dimension.
         first_key: First key per token dimension, relative to the device's first token.
-        seeing: Queries that see it.
+        seeing: Queries that see the slab.
     """
 
     dimension: int
@@ -52,9 +52,9 @@ class Slab(NamedTuple):
 
 
 def slabs_of(problem: Problem, exchange: Exchange) -> list[Slab]:
-    """All slabs, in exchange order."""
+    """Return all slabs, in exchange order."""
     found: list[Slab] = []
-    first_keys: list[Any] = [0] * len(exchange.halos)  # held keys, with the halos so far
+    first_keys: list[Any] = [0] * len(exchange.halos)  # including the halos of earlier dimensions
     layout = [halo.part for halo in exchange.halos]
     for i in travel_order(exchange.halos):
         halo, line = _along(exchange, i)
@@ -89,10 +89,10 @@ class HaloPipeline:
         """Start the exchange of the next slab, if there is one.
 
         Computations on the returned values are ordered after the start. An exchange between GPUs is a kernel that waits
-        for the other devices and needs SMs, of which the kernels of a pass leave none free. So it must start before
-        these kernels on every device; otherwise it occupies SMs of another device until the kernels here are done,
-        which made a pass of 19 milliseconds take 21. It starts 2 to 3 microseconds after the data that it sends is
-        ready, so some small operation that the pass needs should be computed first from these values.
+        for the other devices and needs SMs, of which the kernels of a pass leave none free. So the exchange must start
+        before these kernels on every device; otherwise it occupies SMs of another device until the kernels here are
+        done, which made a pass of 19 milliseconds take 21. The exchange starts 2 to 3 microseconds after the data that
+        it sends is ready, so the pass should first compute some small operation from the returned values.
 
         Args:
             arrays: Inputs of the computation that overlaps the exchange.
@@ -109,7 +109,7 @@ class HaloPipeline:
         return arrays, seeing
 
     def finished_after(self, result: _Tree) -> tuple[list[jax.Array], _Tree]:
-        """Wait for a result, which is returned, and then for the slab of keys and the slab of values."""
+        """Wait for ``result`` and then for the slabs of keys and values; return the slabs and the result."""
         dimension = self.slabs[self._next].dimension
         self._next += 1
         waiting = self._arriving, self._next_edge(), result
@@ -126,7 +126,7 @@ class HaloPipeline:
         return jnp.asarray(moves_of(*_along(self._exchange, slab.dimension))[slab.number].edge, jnp.int32)
 
     def _sent(self, slab: Slab) -> list[jax.Array]:
-        """Data for another device: slabs of keys and of values, or a stack of both."""
+        """Return the data for another device: slabs of keys and of values, or a stack of both."""
         assert self._edge is not None
         first, other = arrays = [each.sent(slab, self._edge, self._exchange) for each in self._patchworks]
         are_alike = first.shape == other.shape and first.dtype == other.dtype
@@ -170,7 +170,7 @@ def returned(exchange: Exchange, slabs: Sequence[Slab], array: jax.Array, gradie
     """Return halo gradients to their devices, and add them to the gradients of local keys or values.
 
     Args:
-        exchange: Exchange that brought the halos.
+        exchange: Exchange that delivered the halos.
         slabs: Slabs of the halos.
         array: Local keys or values.
         gradients: Gradients of ``array``, and of each halo.
@@ -223,10 +223,10 @@ def _with(numbers: Sequence[Any], dimension: int, number: Any) -> list[Any]:
     return [*numbers[:dimension], number, *numbers[dimension + 1 :]]
 
 
-#: Run a forward pass, or a backward pass, on some of a device's queries and keys.
+#: Functions that run a forward pass, or a backward pass, on some of a device's queries and keys.
 RunForward = Callable[[Request, Operands], Saved]
 RunBackward = Callable[[Request, Operands, Saved, Cotangents], Gradients]
-#: Continue a saved forward pass over more keys, for some of the queries.
+#: Function that continues a saved forward pass over more keys, for some of the queries.
 ContinueForward = Callable[[Request, Operands, Saved, QueryBox], Saved]
 
 
@@ -249,7 +249,7 @@ def forward(
 
     Args:
         run: Runs the pass on a subset of the keys.
-        run_on: Continues the pass on other keys, and merges the results.
+        run_on: Function that continues the pass on other keys, and merges the results.
         request: Request of the whole call, with the device's batch and heads.
         exchange: Exchange of the halos; no halo is gathered.
         operands: Local operands, without origins.
@@ -321,7 +321,7 @@ def _started_and_cut(travel: HaloPipeline, arrays: _Tree, query_arrays: _Tree) -
 
 
 def _own_origins(exchange: Exchange, nothing: Any) -> jax.Array:
-    """Origins (int32 ``[2, rank]``) of a device's local queries and keys; ``nothing`` is zero."""
+    """Return the origins, int32 ``[2, 3]``, of a device's local queries and keys; ``nothing`` is zero."""
     zeros = [nothing] * len(exchange.halos)
     return exchange.origins_of(zeros, zeros)
 
@@ -329,7 +329,7 @@ def _own_origins(exchange: Exchange, nothing: Any) -> jax.Array:
 def _slab_call(
     request: Request, operands: Operands, origins: jax.Array, **arrays: jax.Array
 ) -> tuple[Request, Operands]:
-    """Request and operands for a slab of keys and values, without additional keys."""
+    """Return request and operands for a slab of keys and values, without additional keys."""
     problem = dataclasses.replace(request.problem, additional_kv=0)
     placed = operands.placed(origins, **arrays, additional_keys=None, additional_values=None)
     return dataclasses.replace(request, problem=problem), placed
