@@ -17,33 +17,33 @@ from natten_jax.backends.pallas._common import Layout, Scalar, StaticCall, finit
 from natten_jax.native.module import KERNEL_RANK, with_kernel_tiles
 from natten_jax.plan.plan import Plan
 
-#: Rows of a matrix of logits, which are the lanes of tensor memory, and its columns.
+#: Rows (lanes of tensor memory) and columns of a matrix of logits.
 ROWS = 128
 KEYS = 128
-#: Tokens of a line that form one group of rows in the tensor cores' layout of shared memory.
+#: Tokens per piece of a line: one group of rows in the tensor cores' layout of shared memory.
 PIECE = 8
-#: Maximum elements of a block.
+#: Maximum elements per block of a head.
 BLOCK = 64
-#: Thread blocks of a persistent launch: the SMs of a B200 and of a B300. Other numbers also give correct results.
+#: Thread blocks of a persistent launch: the number of SMs of a B200 or B300. Other numbers also give correct results.
 MULTIPROCESSORS = 148
 
 
 @dataclasses.dataclass(frozen=True)
 class Lines:
-    """Layout of an array as lines of tokens along the last dimension, from which copies take pieces.
+    """Layout of an array as lines of tokens along the last token dimension. Kernels copy pieces of lines.
 
-    ``[batch, x, y, z, heads, width]`` is ``[batch * x * y, z / dilation, columns, block]`` without a copy. A column is
-    a block of at most 64 elements of a head of a dilation group. TMA copies a piece of a line, tokens that are
-    ``dilation`` apart, as rows of a matrix, and fills rows after the end with zeros. The array is padded, and copied,
-    only if its last extent is not a multiple of ``dilation`` times :data:`PIECE` tokens.
+    ``[batch, x, y, z, heads, width]`` is reshaped to ``[batch * x * y, z / dilation, columns, block]`` without a copy.
+    A column is a block of at most 64 elements, in one head and one dilation group. TMA copies a piece of a line, whose
+    tokens are ``dilation`` apart, as rows of a matrix, and fills rows after the end with zeros. The array is padded,
+    and copied, only if its last token extent is not a multiple of ``dilation`` times :data:`PIECE` tokens.
 
     Attributes:
         batch: Batch entries.
         extents: Tokens along each of three dimensions.
-        dilation: Dilation groups of each dimension.
+        dilation: Number of dilation groups along each dimension.
         heads: Heads.
-        width: Elements of a head.
-        rank: Dimensions of the problem.
+        width: Elements per head.
+        rank: Number of token dimensions of the problem.
     """
 
     batch: int
@@ -62,7 +62,7 @@ class Lines:
 
     @property
     def block(self) -> int:
-        """Elements of a block."""
+        """Elements per block."""
         return min(self.width, BLOCK)
 
     @property
@@ -71,12 +71,12 @@ class Lines:
 
     @property
     def length(self) -> int:
-        """Tokens of a line that belong to a dilation group, padded to whole pieces."""
+        """Tokens per line and dilation group, padded to whole pieces."""
         return -(-self.extents[-1] // (self.dilation[-1] * PIECE)) * PIECE
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array that kernels read: lines, tokens, columns, elements."""
+        """Shape of the array that kernels read: ``[lines, tokens, columns, elements]``."""
         x, y, _ = self.extents
         return self.batch * x * y, self.length, self.dilation[-1] * self.heads * self.blocks, self.block
 
@@ -93,12 +93,12 @@ class Lines:
         return lines.reshape(self.batch, *self.extents[KERNEL_RANK - self.rank :], self.heads, self.width)
 
     def line(self, batch: Scalar, tokens: Sequence[Scalar]) -> Scalar:
-        """Return the line of a token. Tokens outside of the array map to the last line, and their logits are masked."""
+        """Return the line of a token. Tokens outside of the array map to the last line; their logits are masked."""
         x, y = (jnp.minimum(token, extent - 1) for token, extent in zip(tokens, self.extents, strict=False))
         return (batch * self.extents[0] + x) * self.extents[1] + y
 
     def column(self, group: Scalar, head: Scalar) -> Scalar:
-        """Return the first column of a head of a dilation group."""
+        """Return the first column of a head in a dilation group."""
         return (group * self.heads + head) * self.blocks
 
 
@@ -120,28 +120,28 @@ class Call(StaticCall):
     keys: Lines
 
     def scales(self, inputs: Inputs) -> jax.Array:
-        """Return factors of the logits, float32 ``[batch, heads]``."""
+        """Return the scales of the logits, float32 ``[batch, heads]``."""
         scale = finite_scale(self.plan.problem.scale, inputs.scale)
         return jnp.broadcast_to(scale, (self.queries.batch, self.queries.heads))
 
     @property
     def q_tile(self) -> tuple[int, ...]:
-        """Queries of a tile along each of three dimensions."""
+        """Queries per tile along each of three dimensions."""
         return with_kernel_tiles(self.plan.problem, self.plan.tiles)[0]
 
     @property
     def box(self) -> tuple[int, ...]:
-        """Keys of a box along each of three dimensions."""
+        """Keys per box along each of three dimensions."""
         return with_kernel_tiles(self.plan.problem, self.plan.tiles)[1]
 
     @property
     def halves(self) -> int:
-        """Matrices of logits in flight: parts of the tile of queries."""
+        """Number of matrices of logits in flight: the parts (1 or 2) of a query tile."""
         return math.prod(self.q_tile) // ROWS
 
     @property
     def half_tile(self) -> tuple[int, ...]:
-        """Queries of a half of a tile along each of three dimensions."""
+        """Queries per half of a tile along each of three dimensions; all queries of the tile if it is not divided."""
         x, y, z = self.q_tile
         if self.halves == 1:
             return self.q_tile
@@ -149,19 +149,19 @@ class Call(StaticCall):
 
     @property
     def first_dim(self) -> int:
-        """First of three dimensions that the problem has."""
+        """Index of the problem's first token dimension among the three dimensions."""
         return KERNEL_RANK - self.plan.problem.rank
 
     @property
     def group_heads(self) -> int:
-        """Query heads of a key head."""
+        """Query heads per key head."""
         return self.queries.heads // self.keys.heads
 
     def extents(self, *, owns_keys: bool = False) -> list[int]:
         """Return the number of batch entries and heads, and of groups and tiles along each dimension.
 
         Args:
-            owns_keys: True for work items that own a tile of keys, False for work items that own a tile of queries.
+            owns_keys: True for work items that own a key tile, False for work items that own a query tile.
         """
         lines, tiles = (self.keys, "kv_tiles") if owns_keys else (self.queries, "q_tiles")
         return [lines.batch, lines.heads, *(v.groups for v in self.visits), *(getattr(v, tiles) for v in self.visits)]
@@ -171,9 +171,9 @@ class Call(StaticCall):
         return math.prod(self.extents(owns_keys=owns_keys))
 
     def item(self, number: Scalar, *, owns_keys: bool = False) -> Item:
-        """Return the work item with a number: tiles of a head follow each other. Groups are groups of queries."""
+        """Return a work item by number. Tiles of a head have consecutive numbers. Groups are query dilation groups."""
         found = unravel(number, self.extents(owns_keys=owns_keys))
-        # JAX checks static bounds of slices, which padding exceeds.
+        # Make static indices traced: JAX checks the static bounds of slices, and slices of padding exceed these.
         batch, head, *indices = (jnp.zeros_like(number) if isinstance(index, int) else index for index in found)
         return Item(batch, head, indices[:KERNEL_RANK], indices[KERNEL_RANK:])
 
@@ -189,13 +189,13 @@ class Call(StaticCall):
         return [g * v.q_tiles + t for g, t, v in zip(item.group, item.tile, self.visits, strict=True)]
 
     def bounds(self) -> list[jax.Array]:
-        """``[groups * tiles, 2, queries]`` per dimension. First and end of the keys that each query of a tile sees."""
+        """Return first and end of the keys that each query of a tile sees: ``[groups * tiles, 2, queries]`` arrays."""
         arrays = (v.bounds_of_tokens(dim, self.q_tile) for dim, v in enumerate(self.visits))
         return [array.reshape(-1, *array.shape[2:]) for array in arrays]
 
     @property
     def _rows_layout(self) -> Layout:
-        """Layout of statistics of queries: tiles are in the order of work items."""
+        """Layout of query statistics, in which tiles have the order of work items."""
         extents = self.queries.extents[self.first_dim :]
         return Layout.for_queries(self.visits, extents, self.queries.heads, 1)
 
@@ -206,7 +206,7 @@ class Call(StaticCall):
         return layout.unpacked(statistics.reshape(*leading, *layout.grid, count, layout.tile_tokens))
 
     def in_items(self, arrays: Sequence[jax.Array], padding: float) -> jax.Array:
-        """Invert :meth:`unpacked_items`, with a number for the padding of tiles."""
+        """Invert :meth:`unpacked_items`, and fill the padding of tiles with the number ``padding``."""
         return self._rows_layout.in_tiles(arrays, padding).reshape(self.items(), len(arrays), -1)
 
 
@@ -218,9 +218,9 @@ class Boxes:
         call: Static facts of the call.
         firsts: First key of the first box along each dimension.
         counts: Number of boxes along each dimension.
-        core_firsts: First key along each dimension that all queries see.
-        core_ends: End along each dimension of the keys that all queries see.
-        groups: Dilation group of the keys.
+        core_firsts: First key that all queries see along each dimension.
+        core_ends: End of the keys that all queries see along each dimension.
+        groups: Dilation group of the keys along each dimension.
     """
 
     call: Call
@@ -238,11 +238,11 @@ class Boxes:
 
     @property
     def count(self) -> Scalar:
-        """Number of boxes in all."""
+        """Total number of boxes."""
         return math.prod(self.counts[1:], start=self.counts[0])
 
     def first(self, number: Scalar) -> list[Scalar]:
-        """Return the first key of a box along each dimension."""
+        """Return the first key along each dimension of the box with a number."""
         at = unravel(number, self.counts)
         return [start + n * extent for start, n, extent in zip(self.firsts, at, self.call.box, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Blocks of the Blackwell kernels: launches, barriers, copies of tiles, and rows of logits with their masks."""
+"""Parts of the Blackwell kernels: launches, barriers, copies of tiles, and rows of logits with their masks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from natten_jax.backends.pallas._blackwell_call import PIECE, ROWS, Boxes, Call, Item, Lines
 from natten_jax.backends.pallas._common import HIDDEN, Scalar, divided, unravel
 
-#: Layout of a matrix in registers: each thread has a row.
+#: Layout of a matrix in registers: one row per thread.
 BY_ROWS = plgpu.Layout.TCGEN05_TMEM_NATIVE
 ROW_LAYOUT = BY_ROWS.reduce(1)
-#: Registers per thread of warpgroups that own rows of logits, and of the other warpgroup, if a thread block has three
-#: warpgroups. 2 x 232 + 40 is the initial total of 3 x 168.
+#: Registers per thread in thread blocks of three warpgroups: in the two warpgroups that own rows of logits, and in the
+#: third warpgroup. The total, 2 x 232 + 40, equals the initial total of 3 x 168.
 _REGISTERS_OF_ROWS, _REGISTERS_OF_OTHERS = 232, 40
 _LOADS, _PRODUCTS = 0, 1  # warps
 
@@ -42,21 +42,22 @@ def launch(
     blocks: int,
     halves: int,
 ) -> Sequence[jax.Array]:
-    """Launch a kernel: warpgroups that own rows of logits, and one in which a warp copies and a warp issues products.
+    """Launch a kernel whose thread blocks have warpgroups for rows of logits, and one for copies and matrix products.
 
     Args:
         name: Name of the kernel.
-        block_of: Makes a block from references to operands, results and scratch memory. A block has four methods:
-            ``weigh(half, number)`` computes weights of an item's logits, in the warpgroup that owns a half of them;
-            ``load(number, state)`` copies an item's tiles, in one warp; the state counts earlier items and tiles;
-            ``drain(state)`` waits for the remaining barriers, because a block must not end before;
-            ``multiply(number, before)`` issues an item's products, in one warp, and counts tiles.
+        block_of: Function that makes a block object from references to operands, results and scratch memory. The object
+            has four methods: ``weigh(half, number)`` runs in the warpgroup that owns a half of an item's logits, and
+            computes their weights; ``load(number, state)`` runs in one warp and copies an item's tiles; the state
+            counts earlier items and tiles; ``drain(state)`` waits for the last barriers of that warp, because a thread
+            block must not end before they complete; ``multiply(number, before)`` runs in another warp, issues an item's
+            matrix products, and counts tiles.
         operands: A pytree of arrays.
         results: Arrays or abstract types with the shapes and types of the results.
         scratch: Scratch memory and barriers by name.
-        items: Work items.
-        blocks: Blocks; block ``i`` takes items ``i``, ``i + blocks``, ...
-        halves: Warpgroups that own rows of logits.
+        items: Number of work items.
+        blocks: Number of thread blocks; block ``i`` processes items ``i``, ``i + blocks``, ...
+        halves: Number of warpgroups that own rows of logits.
     """
     leaves, structure = jax.tree.flatten(operands)
 
@@ -67,7 +68,7 @@ def launch(
         count = jax.lax.div(items - 1 - block, blocks) + 1
 
         def for_each_item(body: Callable[[Scalar, Any], Any], state: Any) -> Any:
-            """Carry a state over the items of this block."""
+            """Call ``body`` for each item of this block, and carry a state from item to item."""
             return jax.lax.fori_loop(0, count, lambda i, state: body(block + i * blocks, state), state)
 
         def set_registers(registers: int, action: Any) -> None:
@@ -117,22 +118,28 @@ def shared_matrix(shape: Sequence[int], dtype: Any, columns: int | None = None) 
 
 
 def barriers(count: int, arrivals: int = 1, *, for_products: bool = False) -> Any:
-    """Return barriers with a number of arrivals per phase."""
+    """Return ``count`` barriers that complete a phase after ``arrivals`` arrivals."""
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count, orders_tensor_core=for_products)
 
 
 def wait(barrier: Any) -> None:
-    """Wait for the next phase of a barrier."""
+    """Wait until the next phase of a barrier completes."""
     plgpu.barrier_wait(barrier)
 
 
 def wait_if(condition: Any, barrier: Any) -> None:
-    """Wait for the next phase of a barrier if a condition holds."""
+    """Wait until the next phase of a barrier completes if a condition is true."""
     pl.when(condition)(lambda: wait(barrier))
 
 
 def drain(free: Sequence[Any], loaded: Scalar, slots: int) -> None:
-    """Wait until the last tiles of a ring are free, given barriers of its slots and the number of tiles so far."""
+    """Wait until the last tiles of a ring buffer are free.
+
+    Args:
+        free: Barriers that are completed when a slot becomes free; one barrier per slot.
+        loaded: Number of tiles loaded so far.
+        slots: Number of slots of the ring buffer.
+    """
 
     def finish(number: Scalar, none: None) -> None:
         for barrier in free:
@@ -145,13 +152,16 @@ def drain(free: Sequence[Any], loaded: Scalar, slots: int) -> None:
 
 
 def multiply_tiles(lines: Lines, result: Any, left: Any, right: Any) -> None:
-    """Multiply the rows of two tiles in shared memory, ``[blocks, tokens, block]`` each."""
+    """Compute ``left right^T`` for two tiles in shared memory, ``[blocks, tokens, block]`` each."""
     for block in range(lines.blocks):
         plgpu.tcgen05_mma(result, left.at[block], right.at[block].T, accumulate=block > 0)
 
 
 def add_product(lines: Lines, sums: Any, matrix: Any, tile: Any, accumulate: Scalar) -> None:
-    """Add the product of a matrix with a tile in shared memory, ``[blocks, tokens, block]``, to sums."""
+    """Add the product of a matrix and a tile in shared memory, ``[blocks, tokens, block]``, to ``sums``.
+
+    Overwrite ``sums`` if ``accumulate`` is False.
+    """
     for block in range(lines.blocks):
         columns = sums.at[:, pl.ds(block * lines.block, lines.block)]
         plgpu.tcgen05_mma(columns, matrix, tile.at[block], accumulate=accumulate)
@@ -170,7 +180,7 @@ class TileOrigin(NamedTuple):
 
 
 def query_tile_origin(call: Call, item: Item, half: int = 0) -> TileOrigin:
-    """Return the position of a half of an item's tile of queries."""
+    """Return the position of a half of an item's query tile."""
     sizes = zip(item.tile, call.q_tile, call.half_tile, strict=True)
     first = [tile * extent + (half * part if part < extent else 0) for tile, extent, part in sizes]
     return TileOrigin(item.batch, item.group, first, call.queries.column(item.group[-1], item.head))
@@ -185,7 +195,7 @@ def copy_in(lines: Lines, shape: Sequence[int], place: TileOrigin, source: Any, 
         place: Position of the tile in its array.
         source: Reference to the array.
         tile: Reference to shared memory.
-        barrier: Barrier that the copies arrive at.
+        barrier: Barrier at which the copies arrive.
     """
 
     def copy(x: Scalar, y: Scalar, rows: Any) -> None:
@@ -198,13 +208,13 @@ def copy_in(lines: Lines, shape: Sequence[int], place: TileOrigin, source: Any, 
 
 
 def copy_out(lines: Lines, shape: Sequence[int], place: TileOrigin, blocks: dict[int, Any], target: Any) -> None:
-    """Start to copy a tile out of shared memory, except its padding.
+    """Start asynchronous copies of a tile, except its padding, from shared memory to the array.
 
     Args:
         lines: Layout of the array.
         shape: Tokens of the tile along each dimension.
         place: Position of the tile in its array.
-        blocks: References to shared memory, ``[tokens, block]``, by number of the block.
+        blocks: References to shared memory, ``[tokens, block]``, by block number.
         target: Reference to the array.
     """
 
@@ -220,12 +230,12 @@ def copy_out(lines: Lines, shape: Sequence[int], place: TileOrigin, blocks: dict
 
 
 def _tokens(shape: Sequence[int], place: TileOrigin) -> Any:
-    """Return the slice of a piece in its line. Its form makes the multiple of ``PIECE`` visible to the compiler."""
+    """Return a tile's slice of a line, in a form that shows the compiler that it starts at a multiple of ``PIECE``."""
     return pl.ds(jax.lax.div(place.first[-1], np.int32(PIECE)) * PIECE, shape[-1])
 
 
 def _for_each_piece(lines: Lines, shape: Sequence[int], place: TileOrigin, copy: Callable[..., None]) -> None:
-    """Copy each piece of a tile, given the first coordinates of its line and its rows in the tile."""
+    """Call ``copy`` for each piece of a tile, with the first two coordinates of its line and its rows in the tile."""
 
     def visit(piece: Scalar, none: None) -> None:
         offsets = zip(place.group, place.first, divided(piece, shape[1]), lines.dilation, strict=False)
@@ -239,7 +249,7 @@ def _for_each_piece(lines: Lines, shape: Sequence[int], place: TileOrigin, copy:
 
 
 def windows_of(call: Call, item: Item, half: int, bounds: Sequence[Any]) -> Windows:
-    """Read the windows of a half of an item's tile, from references to their bounds."""
+    """Read the windows of the queries in a half of an item's tile, from references to the bounds of windows."""
     rows = list(zip(bounds, call.rows(item), strict=True))[call.first_dim :]
     return [(load_row(array, row, 0, half), load_row(array, row, 1, half)) for array, row in rows]
 
@@ -250,7 +260,7 @@ def load_row(array: Any, row: Scalar, index: int, half: int) -> jax.Array:
 
 
 def load_matrix(matrix: Any) -> jax.Array:
-    """Read a matrix in tensor memory."""
+    """Read a matrix from tensor memory."""
     numbers = plgpu.async_load_tmem(matrix, layout=BY_ROWS)
     plgpu.wait_load_tmem()
     return numbers
@@ -260,11 +270,11 @@ def mask(boxes: Boxes, logits: jax.Array, first: Sequence[Scalar], windows: Wind
     """Replace logits by ``HIDDEN`` if the query does not see the key of a box.
 
     Args:
-        boxes: Boxes of the queries.
-        logits: Some columns of the logits.
+        boxes: Boxes that the queries visit.
+        logits: A range of columns of the logits.
         first: First key of the box along each dimension.
         windows: Windows of the queries.
-        first_column: Number of the first column.
+        first_column: Index of the first column in the range.
     """
     first_dim, width = boxes.call.first_dim, logits.shape[1]
     box = boxes.call.box[first_dim:]
@@ -286,7 +296,7 @@ def mask(boxes: Boxes, logits: jax.Array, first: Sequence[Scalar], windows: Wind
 
 
 def columns(numbers: jax.Array, width: int) -> jax.Array:
-    """Repeat the numbers of rows in all columns of a matrix."""
+    """Broadcast one number per row to all columns of a matrix."""
     return jax.lax.broadcast_in_dim(numbers, (numbers.shape[0], width), (0,))
 
 

@@ -1,6 +1,6 @@
 """Visits, layouts and softmax statistics that the TPU and Blackwell kernels share.
 
-Tokens are counted inside a dilation group, where windows are contiguous.
+Token indices count the tokens of one dilation group, in which windows are contiguous.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from natten_jax.windows import Axis, group_length
 Scalar = Any  # int or traced int32 scalar
 Table = Any  # numpy.ndarray or jax.Array, int32
 
-#: Logit of a key that a query does not see. It is below the initial maximum of a row, so that the key's weight is 0.
-#: Both are below every finite logit in base 2 that a bias makes, which is above ``finfo.min / 2 * log2(e)``.
+#: Logit of a key that a query does not see, and initial maximum of a row. The logit is below the maximum, so that the
+#: key's weight is 0. Both are below every finite biased logit in base 2, which is above ``finfo.min / 2 * log2(e)``.
 HIDDEN = -3.3e38
 SMALLEST_MAXIMUM = -2.9e38
-#: Logsumexp in base 2 of queries that see no key, and of padding: their weights are 0.
+#: Logsumexp in base 2 of queries that see no key, and in Blackwell kernels also of padding. Their weights are then 0.
 NO_KEY_SEEN = 1e30
-#: Statistics of a query that the backward pass reads: logsumexp, remainder, delta.
+#: Number of statistics per query that the backward pass reads: logsumexp, remainder, delta.
 STATISTICS = 3
 
 
@@ -41,25 +41,25 @@ STATISTICS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Visits:
-    """Keys that tiles of queries visit along one token dimension.
+    """Keys that query tiles visit along one token dimension.
 
-    If a call has all tokens, tables are NumPy arrays. Otherwise the program computes them, because the first token of a
-    shard depends on the device.
+    If a call has all tokens, tables are NumPy arrays. Otherwise the program computes the tables at run time, because
+    the first token of a shard depends on the device. An end is exclusive: one more than the last key.
 
     Attributes:
         axis: The token dimension.
-        q_tile: Queries of a tile.
-        box: Keys of a box, or of a tile of keys.
-        q_tiles: Tiles of queries in a dilation group.
-        keys: Keys of a dilation group, with padding.
+        q_tile: Queries per tile.
+        box: Keys per box, or per key tile.
+        q_tiles: Query tiles per dilation group.
+        keys: Keys per dilation group, including padding.
         before: Padding before the first key of a group.
-        alignment: Boxes begin at multiples of this.
+        alignment: Boxes begin at multiples of this number of keys.
         bounds: ``[groups, q_tiles, 2, q_tile]``. First and end of the keys that each query sees; both 0 if the query is
             padding or sees no key.
         hull_first: ``[groups, q_tiles]``. First key that any query of the tile sees.
-        hull_end: ``[groups, q_tiles]``. End of the keys that any query sees; 0 if no query sees a key.
-        core_first: ``[groups, q_tiles]``. First key that all queries see.
-        core_end: ``[groups, q_tiles]``. End of the keys that all queries see.
+        hull_end: ``[groups, q_tiles]``. End of the keys that any query of the tile sees; 0 if no query sees a key.
+        core_first: ``[groups, q_tiles]``. First key that all queries of the tile see.
+        core_end: ``[groups, q_tiles]``. End of the keys that all queries of the tile see.
         key_group: ``[groups, q_tiles]``. Dilation group of the keys.
     """
 
@@ -85,12 +85,13 @@ class Visits:
 
         Args:
             axis: The axis.
-            tiles: Queries of a tile, and keys of a box.
-            extents: Queries and keys of the call.
-            origins: Two int32 scalars. First query and first key of the call; ``None`` if it has all tokens.
-            alignment: Boxes begin at multiples of this.
+            tiles: Queries per tile, and keys per box.
+            extents: Number of queries and of keys of the call.
+            origins: Two int32 scalars. First query and first key of the call; ``None`` if the call has all tokens.
+            alignment: Boxes begin at multiples of this number of keys.
             before: Padding before the first key of a group.
-            whole_boxes: Pad keys to a multiple of the box, instead of the alignment and at least one box.
+            whole_boxes: True to pad keys to a multiple of ``box``, False to pad them to a multiple of ``alignment`` and
+                to at least one box.
         """
         (q_tile, box), (queries, keys) = tiles, extents
         xp: ModuleType = np if origins is None else jnp
@@ -102,7 +103,7 @@ class Visits:
         group = xp.arange(d)[:, None]
         local = group + xp.arange(q_tiles * q_tile) * d
         is_query = local < queries
-        token = xp.minimum(q_origin + local, axis.query_extent - 1)  # any token for padding
+        token = xp.minimum(q_origin + local, axis.query_extent - 1)  # padding gets an arbitrary valid token
         residue = (q_origin + group) % d
         key_group = (residue - kv_origin) % d
         bounds = axis.bounds(token // d, axis.lengths(residue), xp=xp)
@@ -126,7 +127,7 @@ class Visits:
 
     @property
     def kv_tiles(self) -> int:
-        """Tiles of keys in a dilation group."""
+        """Key tiles per dilation group."""
         return self.keys // self.box
 
     @property
@@ -136,18 +137,18 @@ class Visits:
 
     @property
     def count(self) -> Table:
-        """``[groups, q_tiles]``. Boxes of each tile."""
+        """``[groups, q_tiles]``. Number of boxes of each tile."""
         return (-(-(self.hull_end - self.start) // self.box)).clip(0)
 
     def table(self, columns: Sequence[str]) -> Table:
-        """``[groups, q_tiles, columns]``. The attributes with these names, stacked along the last axis."""
+        """Return the attributes with these names, stacked along the last axis: ``[groups, q_tiles, columns]``."""
         return self._numpy.stack([getattr(self, name) for name in columns], axis=-1).astype(np.int32)
 
     @functools.cached_property
     def seeing(self) -> Table:
-        """``[groups, kv_tiles, 2]``. First tile of queries that sees part of each tile of keys, and number of tiles.
+        """``[groups, kv_tiles, 2]``. The query tiles that see each key tile: first tile, and number of tiles.
 
-        Some tiles in that range may see no key of the tile. Groups are the groups of queries.
+        Some query tiles in that range may see no key of the key tile. Groups are dilation groups of queries.
         """
         xp, first, end = self._numpy, self.hull_first, self.hull_end
         tile = (xp.arange(self.kv_tiles) * self.box)[:, None]
@@ -158,7 +159,7 @@ class Visits:
 
     @functools.cached_property
     def most_boxes(self) -> int:
-        """Largest number of boxes of a tile."""
+        """Maximum number of boxes per tile, or an upper bound if the program computes the tables."""
         if self._numpy is np:
             return int(self.count.max())
         window = self.axis.kernel_size + self.axis.stride
@@ -166,15 +167,15 @@ class Visits:
 
     @functools.cached_property
     def fewest_boxes(self) -> int:
-        """Smallest number of boxes of a tile; 0 if the program computes it."""
+        """Minimum number of boxes per tile; 0 if the program computes the tables."""
         return int(self.count.min()) if self._numpy is np else 0
 
     @functools.cached_property
     def most_tiles(self) -> int:
-        """Largest number of tiles of queries that see a tile of keys."""
+        """Maximum number of query tiles per key tile, or an upper bound if the program computes the tables."""
         if self._numpy is np:
             return int(self.seeing[..., 1].max())
-        # Near an edge, a query may see a key from half a window further away.
+        # Near an edge, a query may see keys that are half a window further away.
         window = self.axis.kernel_size + self.axis.stride + self.axis.kernel_size // 2
         seeing = window + self.box + self.q_tile
         return -(-min(self.q_tiles * self.q_tile, seeing) // self.q_tile)
@@ -184,7 +185,7 @@ class Visits:
         return np if isinstance(self.bounds, np.ndarray) else jnp
 
     def bounds_of_tokens(self, dim: int, tile: Sequence[int]) -> jax.Array:
-        """``[groups, q_tiles, 2, tokens]``. Bounds for every token of a tile of three dimensions."""
+        """Return the bounds for every token of a three-dimensional tile: ``[groups, q_tiles, 2, tokens]``."""
         array = jnp.asarray(self.bounds)
         spread: list[int] = [1] * KERNEL_RANK
         spread[dim] = self.q_tile
@@ -198,9 +199,9 @@ def visits_of(plan: Plan, operands: Operands, alignment: int, *, whole_boxes: bo
     Args:
         plan: Plan of the pass.
         operands: Operands of the call.
-        alignment: Boxes begin at multiples of this along the last dimension.
-        whole_boxes: Pad keys to whole boxes.
-        pads: Pad keys in front, so that the windows of most tiles begin at multiples of the alignment.
+        alignment: Boxes begin at multiples of this number of keys along the last dimension.
+        whole_boxes: True to pad keys to whole boxes; see :meth:`Visits.along_axis`.
+        pads: True to pad keys in front, so that the windows of most tiles begin at multiples of the alignment.
     """
     problem, inputs, origins = plan.problem, operands.inputs, operands.origins
     missing = KERNEL_RANK - problem.rank
@@ -217,7 +218,7 @@ def visits_of(plan: Plan, operands: Operands, alignment: int, *, whole_boxes: bo
 
 
 def before_keys(axis: Axis, q_tile: int, alignment: int) -> int:
-    """Return the padding in front of keys with which windows of most tiles begin at multiples of an alignment."""
+    """Return the padding in front of keys that makes the windows of most tiles begin at multiples of the alignment."""
     lengths = math.ceil(axis.query_extent / axis.dilation), math.ceil(axis.kv_extent / axis.dilation)
     middle = lengths[0] // (2 * q_tile) * q_tile
     first, _ = axis.bounds(np.arange(middle, min(middle + q_tile, lengths[0])), lengths)
@@ -225,7 +226,7 @@ def before_keys(axis: Axis, q_tile: int, alignment: int) -> int:
 
 
 def divided(number: Scalar, by: Scalar) -> tuple[Scalar, Scalar]:
-    """Return quotient and remainder of a number that is not negative."""
+    """Return quotient and remainder of a non-negative number."""
     if not isinstance(by, int):
         return jax.lax.div(number, by), jax.lax.rem(number, by)
     if by == 1:
@@ -236,7 +237,7 @@ def divided(number: Scalar, by: Scalar) -> tuple[Scalar, Scalar]:
 
 
 def unravel(number: Scalar, extents: Sequence[Scalar]) -> list[Scalar]:
-    """Return the indices of a number in row-major order. The first extent is not read."""
+    """Return the indices of a flat row-major index. The first extent is not read."""
     found = []
     for extent in reversed(extents[1:]):
         number, index = divided(number, extent)
@@ -246,7 +247,7 @@ def unravel(number: Scalar, extents: Sequence[Scalar]) -> list[Scalar]:
 
 @dataclasses.dataclass(frozen=True)
 class StaticCall:
-    """Static facts of a call, for both backends.
+    """Static facts of a call that the TPU and Blackwell kernels share.
 
     Attributes:
         plan: Plan of the pass.
@@ -255,7 +256,7 @@ class StaticCall:
         visits: Visits along three token dimensions.
     """
 
-    #: Columns of box tables: attributes of :class:`Visits`.
+    #: Columns of box tables: names of attributes of :class:`Visits`.
     columns: ClassVar[Sequence[str]]
     plan: Plan
     queries: Any
@@ -263,26 +264,26 @@ class StaticCall:
     visits: tuple[Visits, ...]
 
     def laid_out(self, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Lay out query, key and value."""
+        """Convert query, key and value to the layouts of the kernels."""
         return self.queries.laid_out(inputs.query), self.keys.laid_out(inputs.key), self.keys.laid_out(inputs.value)
 
     @functools.cached_property
     def box_tables(self) -> list[jax.Array]:
-        """Tables of the boxes of each tile of queries, one array per dimension."""
+        """Tables of the boxes that each query tile visits, one flat array per dimension."""
         return [jnp.asarray(visits.table(self.columns)).reshape(-1) for visits in self.visits]
 
     @functools.cached_property
     def tile_tables(self) -> list[jax.Array]:
-        """Tables of the tiles of queries that see each tile of keys, one array per dimension."""
+        """Tables of the query tiles that see each key tile, one flat array per dimension."""
         return [jnp.asarray(visits.seeing).reshape(-1) for visits in self.visits]
 
     def seeing(self, tables: Sequence[Any], group: Sequence[Scalar], tile: Sequence[Scalar]) -> list[tuple[Any, Any]]:
-        """Return along each dimension the first tile of queries that sees a tile of keys, and the number of tiles."""
+        """Return, per dimension, the first query tile that sees a key tile, and the number of such query tiles."""
         rows = [(g * v.kv_tiles + t) * 2 for g, t, v in zip(group, tile, self.visits, strict=True)]
         return [(table[row], table[row + 1]) for table, row in zip(tables, rows, strict=True)]
 
     def columns_of(self, table: Any, row: Scalar) -> Callable[[str], Any]:
-        """Return a function that reads a column of a row of a box table."""
+        """Return a function that reads a named column in a row of a box table."""
         row *= len(self.columns)
         return lambda name: table[row + self.columns.index(name)]
 
@@ -294,13 +295,15 @@ class StaticCall:
 class Layout:
     """Layout of an array with heads first or packed, three token dimensions, separate dilation groups and whole tiles.
 
+    Heads are in the first dimension, or in packs of adjacent heads along the last dimension.
+
     Attributes:
-        heads: Heads of a batch entry.
-        pack: Adjacent heads in a pack: all heads, or the number that fills the lanes of a TPU; 1 if heads come first.
+        heads: Heads per batch entry.
+        pack: Heads per pack: all heads, or the number that fills the lanes of a TPU; 1 if heads are not packed.
         extents: Tokens along each dimension of the problem.
-        groups: Dilation groups of each of three dimensions.
-        lengths: Tokens of a group along each dimension, with padding.
-        tile: Tokens of a tile along each dimension.
+        groups: Number of dilation groups along each of three dimensions.
+        lengths: Tokens per group along each dimension, including padding.
+        tile: Tokens per tile along each dimension.
         before: Padding before the first token of a group along each dimension.
     """
 
@@ -324,17 +327,17 @@ class Layout:
 
     @property
     def blocks(self) -> int:
-        """Packs that lie side by side; 1 if heads come first."""
+        """Number of packs along the last dimension; 1 if heads are not packed."""
         return self.heads // self.pack if self.pack > 1 else 1
 
     @property
     def leading(self) -> int:
-        """Heads of a batch entry in the first dimension."""
+        """Extent of the first dimension per batch entry: the number of heads, or 1 if heads are packed."""
         return self.heads // (self.pack * self.blocks)
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Tiles of a group along each dimension."""
+        """Tiles per group along each dimension."""
         return tuple(length // tile for length, tile in zip(self.lengths, self.tile, strict=True))
 
     @property
@@ -343,7 +346,7 @@ class Layout:
 
     @property
     def _placed(self) -> list[tuple[int, int, int]]:
-        """First token, end, and extent with padding, along each of three dimensions."""
+        """First token, end of the tokens, and extent including padding, along each of three dimensions."""
         extents = (1,) * (KERNEL_RANK - len(self.extents)) + self.extents
         sizes = zip(self.before, extents, self.lengths, self.groups, strict=True)
         return [(before * groups, before * groups + n, length * groups) for before, n, length, groups in sizes]
@@ -351,7 +354,7 @@ class Layout:
     def laid_out(self, array: jax.Array, padding: float = 0) -> jax.Array:
         """Convert ``[batch, *extents, heads, width]`` to ``[batch * leading, groups, *lengths, width]``.
 
-        The width includes all heads that lie side by side.
+        The resulting width includes all packed heads.
         """
         batch, heads = array.shape[0], self.leading
         width = array.shape[-2] * array.shape[-1] // heads
@@ -373,7 +376,7 @@ class Layout:
     def in_tiles(self, rows: Sequence[jax.Array], padding: float = 0) -> jax.Array:
         """Stack arrays ``[batch, *extents, heads]`` to ``[batch * leading, blocks, groups, *tiles, arrays, rows]``.
 
-        Rows are the tokens of a tile for each head of a pack.
+        There is one row per token of a tile and head of a pack.
         """
         count, pack, (x, y, z), (tx, ty, tz) = len(rows), self.pack, self.grid, self.tile
         array = self.laid_out(jnp.stack(rows, axis=-1), padding)
@@ -393,7 +396,7 @@ class Layout:
 
 
 def finite_scale(scale: float, factors: jax.Array | None) -> jax.Array:
-    """Return the scale in float32, or the scales of heads, with NaN instead of infinity.
+    """Return the scale in float32 or, if given, the scales of heads, with infinities replaced by NaN.
 
     A product with infinity may be ``-inf``, which would hide keys.
     """
@@ -406,8 +409,9 @@ def logsumexp_and_remainder(maximum: jax.Array, total: jax.Array) -> tuple[jax.A
     """Return the logsumexp and its remainder in base 2 (:class:`natten_jax.arrays.operands.Saved`).
 
     Args:
-        maximum: float32. Maximum of the logits in base 2, which weights are relative to.
-        total: float32. Sum of the weights; 0 if a query sees no key, whose logsumexp is ``-inf``.
+        maximum: float32. Maximum of the logits in base 2.
+        total: float32. Sum of the weights ``exp2(logit - maximum)``. It is 0 if a query sees no key; the logsumexp is
+            then ``-inf``.
     """
     sees_nothing = total == 0
     total = jnp.where(sees_nothing, 1, total)

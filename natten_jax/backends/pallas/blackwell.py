@@ -52,11 +52,11 @@ class BlackwellBackend(Backend):
         return reason or (missing_in_jax() if device.is_present else None)
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
-        """Query and key/value tile shapes of a pass, the recommended pair first."""
+        """Return query and key/value tile shapes of a pass, the recommended pair first."""
         return [pair for pair, _ in _ranked(self.family, problem, pass_)]
 
     def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
-        """Return True if the kernels support a pair of tiles, also if it is not listed."""
+        """Return True if the kernels support a pair of tiles, even if :meth:`tile_pairs` does not list it."""
         return super().offers(problem, device, pass_, pair) and are_supported(pair, pass_)
 
     def forward(self, plan: Plan, operands: Operands, *, saves: bool = False, earlier: Earlier | None = None) -> Saved:
@@ -76,7 +76,7 @@ class BlackwellBackend(Backend):
 
 
 def missing_in_jax() -> str | None:
-    """Return why this JAX cannot compile the kernels; ``None`` if it can."""
+    """Return why the installed JAX cannot compile the kernels; ``None`` if it can."""
     if jax.__version_info__ < OLDEST_JAX:
         return f"its kernels are written in Pallas as JAX has it from {'.'.join(map(str, OLDEST_JAX))} on"
     return None
@@ -88,7 +88,7 @@ def _check_jax(family: str) -> None:
 
 
 def tile_sizes(pass_: Pass) -> tuple[tuple[int, int], ...]:
-    """Return the tokens of tiles of queries and of boxes of keys."""
+    """Return the supported pairs of sizes: tokens per query tile, and tokens per box of keys."""
     return ((256, 128), (128, 128)) if pass_ == "forward" else ((128, 128),)
 
 
@@ -98,7 +98,7 @@ def are_supported(pair: TilePair, pass_: Pass) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _ranked(family: str, problem: Problem, pass_: Pass) -> tuple[tuple[TilePair, float], ...]:
-    """Return pairs of tiles with seconds by the model, the fastest first."""
+    """Return pairs of tiles with the seconds that the model predicts, the fastest first."""
     pairs = [pair for sizes in tile_sizes(pass_) for pair in tile_pairs_of_sizes(*sizes, problem.rank)]
     supported = [pair for pair in pairs if are_supported(pair, pass_)]
     return tuple(rank(shortened(problem), supported, pass_, calibration_for(family)))

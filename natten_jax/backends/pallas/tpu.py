@@ -27,31 +27,31 @@ from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem, Shape
 from natten_jax.windows import EDGES, Axis
 
-#: Maximum tokens of a tile of queries, and of a box of keys.
+#: Maximum tokens per query tile, and per box of keys.
 LARGEST_TILE, LARGEST_BOX = 1024, 32768
-#: Maximum bytes of a tile of queries or, in the backward pass, of keys; maximum bytes of a box of keys with its values.
-#: VMEM holds two boxes.
+#: Maximum bytes of a query tile (in the backward pass also of a key tile), and of a box of keys with its values. Two
+#: boxes must fit into VMEM.
 _MOST_BYTES, _MOST_BOX_BYTES = 512 * 1024, 5_600_000
 #: Bundles per grid step, per chunk, and per row of a tile.
 _STEP, _CHUNK, _ROW = 220, 50, 1.05
-#: Bundles of a program that has its keys in one chunk: per program, per head or pack, and per row.
+#: Bundles of a program whose keys are a single chunk: per program, per head or pack, and per row.
 _PROGRAM, _PER_PACK, _PER_ROW = 300, 10, 0.6
-#: Bundles of XLA per padded token of an array.
+#: Bundles per token of an array that XLA pads.
 _PADDED = 0.5
 #: Latency in bundles of the products of a chunk with at most 128 rows, and with more rows.
 _LATENCY_OF_FEW_ROWS, _LATENCY = 180, 80
-#: Bundles that the softmax of 1024 logits takes, and bundles that a product of 128 rows with a 128 x 128 matrix takes.
+#: Bundles of the softmax of 1024 logits, and bundles of the product of 128 rows and a 128 x 128 matrix.
 _SOFTMAX, _PRODUCT = 2.5, 32.0
-#: Matrix units of v5e.
+#: Number of matrix units of a v5e core.
 _UNITS = 4
-#: Products per step of each kernel.
+#: Matrix products per step of each kernel.
 _FORWARD, _QUERY_GRADIENT, _KEY_GRADIENTS = 2, 3, 4
-#: Pairs of tiles that are listed.
+#: Number of pairs of tiles that ``recommended`` returns.
 _LISTED = 6
 
 
 def _largest_tiles(problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
-    # A tile has a row per token and head of a pack.
+    # A tile has one row per token and per head of a pack.
     tile = LARGEST_TILE // pack_size(problem.heads, problem.heads_kv, (problem.head_dim, problem.head_dim_v))
     return tile, LARGEST_BOX if pass_ == "forward" else tile
 
@@ -76,7 +76,7 @@ class TpuBackend(Backend):
     )
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
-        """Query and key/value tile shapes of a pass, the recommended pair first."""
+        """Return query and key/value tile shapes of a pass, the recommended pair first."""
         return recommended(problem, pass_)
 
     def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
@@ -97,7 +97,7 @@ class TpuBackend(Backend):
 
         call, inputs = call_of(plan, operands, alignment(plan.problem)), operands.inputs
         out_gradient = call.queries.laid_out(cotangents.out.astype(inputs.query.dtype))
-        # Padding has logsumexp, cotangent and delta 0, and adds 0 to gradients.
+        # The logsumexp, cotangent and delta of padding are 0, so that padding adds 0 to gradients.
         statistics = call.queries.in_tiles(common.saved_statistics(saved, cotangents))
         scales = _scales(plan, operands)
         arrays = *call.laid_out(inputs), out_gradient, statistics, scales
@@ -112,10 +112,10 @@ class TpuBackend(Backend):
 
 
 def _scales(plan: Plan, operands: Operands) -> jax.Array:
-    """Return factors of the logits, float32 ``[batch * heads]``, or ``[1]`` if heads share one.
+    """Return the scales of the logits, float32 ``[batch * heads]``, or ``[1]`` if all heads share one scale.
 
     Raises:
-        ValueError: Each head has a separate factor, and the batch size is symbolic. Kernels load all factors together.
+        ValueError: Each head has a separate scale, and the batch size is symbolic. Kernels load all scales together.
     """
     scale = operands.inputs.scale
     if scale is None:
@@ -130,7 +130,7 @@ def _scales(plan: Plan, operands: Operands) -> jax.Array:
 
 
 def alignment(problem: Problem) -> int:
-    """Return the tokens of a register along the last dimension."""
+    """Return the number of tokens that fill a register along the last token dimension."""
     return 16 if problem.dtype == "bfloat16" else 8
 
 
@@ -155,21 +155,21 @@ def recommended(problem: Problem, pass_: Pass) -> list[TilePair]:
 
 
 class _Model:
-    """A model of the bundles that a pass executes.
+    """A model of the number of bundles that a pass executes.
 
     Attributes:
         axes: Token dimensions.
-        heads: Heads of a pack.
-        leading: Maximum packs of a program, or heads if heads come first.
-        widths: Elements of a row of queries and keys, and of values.
-        steps: Tokens of a register along each dimension.
+        heads: Heads per pack.
+        leading: Maximum number of packs per program, or of heads if heads are not packed.
+        widths: Elements per row of queries and keys, and per row of values.
+        steps: Tokens per register along each token dimension.
     """
 
     def __init__(self, problem: Problem) -> None:
         self.axes = problem.axes
         widths = problem.head_dim, problem.head_dim_v
         self.heads = pack_size(problem.heads, problem.heads_kv, widths)
-        # A program has one head if heads share keys.
+        # A program processes one head if query heads share keys.
         leading = problem.batch * (1 if self.heads > 1 else problem.heads)
         self.leading = leading if problem.heads == problem.heads_kv else 1
         self.widths = [width * self.heads for width in widths]
@@ -183,13 +183,13 @@ class _Model:
         tiles = math.prod(map(len, spans)) * dilated
         boxes = [[-(-span // extent) for span in each] for each, extent in zip(spans, box, strict=True)]
         if chunks.number == 1 and max(map(max, boxes)) == 1:
-            # A program has several packs, which hide each other's latency.
+            # A program processes several packs, and each pack hides the latency of the other packs.
             columns, depth = -(-chunks.keys // LANES), -(-max(self.widths) // LANES)
             products = _FORWARD * rows / LANES * columns * depth * _PRODUCT
             program = _PROGRAM / packs_of_program(self.leading, rows * chunks.keys)
             return padded + tiles * (program + _PER_PACK + _PER_ROW * rows + products)
         programs = math.prod(max(each) * len(each) for each in boxes)
-        # Along the dimension that chunks cut, keys after the last visible key of a tile are skipped.
+        # Along the dimension that chunks divide, programs skip keys after the last key that the tile sees.
         visited = 1.0
         for dim, (each, extent) in enumerate(zip(spans, box, strict=True)):
             whole = [-(-span // extent) * extent for span in each]
@@ -200,7 +200,7 @@ class _Model:
         return padded + steps + tiles * _ROW * rows
 
     def _padding(self, q_tile: Shape) -> float:
-        """Return the bundles with which XLA pads queries to whole tiles, and keys and values to the starts of boxes."""
+        """Return the bundles in which XLA pads queries to whole tiles, and aligns keys and values to box starts."""
         own = math.prod(axis.query_extent // axis.dilation for axis in self.axes)
         others = math.prod(axis.kv_extent // axis.dilation for axis in self.axes)
         groups, queries, keys = 1, 1, 1
@@ -221,7 +221,7 @@ class _Model:
         query_bundles += math.prod(map(len, spans)) * 2 * _ROW * rows
         pairs = zip(self.axes, kv_tile, strict=True)
         kv_tiles = [-(-axis.kv_extent // axis.dilation) / extent for axis, extent in pairs]
-        # Tiles of queries that see a tile of keys: about the number of pairs per tile of keys.
+        # Estimated number of pairs of a key tile and a query tile that sees it; at least one pair per key tile.
         seen = math.prod(
             max(1.0, sum(span / kv + 1 for span in each) / math.ceil(tiles)) * math.ceil(tiles)
             for each, kv, tiles in zip(spans, kv_tile, kv_tiles, strict=True)
@@ -238,7 +238,7 @@ class _Model:
 
 
 def _boxes(hull: Sequence[int], steps: Sequence[int], most: int) -> Iterator[Shape]:
-    """Yield boxes of at most ``most`` keys, the largest first: parts of a hull along the first dimensions."""
+    """Yield boxes of at most ``most`` keys, the largest first; a hull is divided along its first dimensions first."""
     box = [*hull]
     for dim, step in enumerate(steps):
         for count in range(1, hull[dim] // step + 1):
@@ -249,7 +249,7 @@ def _boxes(hull: Sequence[int], steps: Sequence[int], most: int) -> Iterator[Sha
 
 @functools.lru_cache(maxsize=4096)
 def _spans(axis: Axis, tile: int, step: int) -> tuple[int, ...]:
-    """Return the number of keys that each query tile of a dilation group spans, starting at a multiple of ``step``."""
+    """Return the hull size in keys of each query tile of a dilation group, after aligning hull starts to ``step``."""
     queries, keys = (-(-extent // axis.dilation) for extent in (axis.query_extent, axis.kv_extent))
     first, end = axis.bounds(np.arange(queries), (queries, keys))
     before = common.before_keys(axis, tile, step)
@@ -260,7 +260,7 @@ def _spans(axis: Axis, tile: int, step: int) -> tuple[int, ...]:
 
 
 def _shapes(lengths: Sequence[int], step: int, most: int) -> Iterator[Shape]:
-    """Yield tiles of a box: about equal parts of each dimension."""
+    """Yield tiles that divide each dimension into about equal parts."""
     *leading, last = lengths
     last_lengths = {-(-length // step) * step for length in _parts(last, most)}
     aligned = {length // LANES * LANES for length in last_lengths if length > LANES}
