@@ -57,7 +57,7 @@ def _call(benchmark: Benchmark, **arguments: Any) -> Callable[..., Any]:
 
 
 def _sides(benchmark: Benchmark, others: Collection[str]) -> dict[str, Runner]:
-    """Compile the programs by name: "e4m3", and all of ``others`` that support the problem."""
+    """Compile "e4m3" and the programs in ``others`` that support the problem; return them by name."""
     keys = jax.random.split(jax.random.key(0), 3)
     arrays = [jax.random.normal(key, benchmark.shape, jnp.bfloat16) for key in keys]
     small: list[Quantized] = [jax.jit(quantize)(array) for array in arrays]
@@ -83,7 +83,7 @@ def _sides(benchmark: Benchmark, others: Collection[str]) -> dict[str, Runner]:
 
 
 def measure(benchmark: Benchmark, turns: int, modes: list[str], others: Collection[str] = OTHERS) -> dict[str, Any]:
-    """Milliseconds, TFLOP/s and ratios to the 8-bit kernel, by mode."""
+    """Measure milliseconds, TFLOP/s and ratios to the 8-bit kernel, by mode."""
     sides, work = _sides(benchmark, others), flops(benchmark.problem, "forward")
     found: dict[str, Any] = {}
     for mode in modes:

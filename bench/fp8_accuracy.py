@@ -89,7 +89,7 @@ def _exact(query: Array, key: Array, value: Array) -> Found:
 
 
 def _weights(query: Array, key: Array) -> tuple[Array, Array]:
-    """Unnormalised weights relative to each query's largest logit, and that logit."""
+    """Return unnormalised weights relative to each query's largest logit, and the largest logits."""
     logits = np.einsum("bqhd,bkhd->bhqk", query, key, optimize=True) * WIDTH**-0.5
     largest = logits.max(-1, keepdims=True)
     return np.exp(logits - largest), largest
@@ -114,7 +114,7 @@ def _by_hand(arrays: Arrays, scale: Any, backend: str | None = None) -> Found:
 
 @functools.partial(jax.jit, static_argnames=("scale", "backend"))
 def _attend_quantised(*arrays: jax.Array, scale: Any, backend: str | None) -> tuple[jax.Array, jax.Array]:
-    query_scale = "head" if scale == "block" else scale  # blocks of queries have no factors: use factors per head
+    query_scale = "head" if scale == "block" else scale  # queries have no scale factors per block
     query, key, value = (
         quantize(array, scale=each) for array, each in zip(arrays, (query_scale, scale, scale), strict=True)
     )

@@ -42,7 +42,7 @@ LAYOUTS: Mapping[int, Sequence[tuple[int, ...]]] = {
 HEADS = tuple(range(1, 9))
 #: Largest accepted ratio of a point to the mean of its neighbours.
 MOST_EXCESS = 1.12
-#: Programs compiled at once; each keeps its arrays on the device until it is timed.
+#: Number of programs compiled in parallel. The arrays of each stay on the device until it is timed.
 AT_ONCE = 8
 
 
@@ -53,7 +53,7 @@ class Point(NamedTuple):
     heads: int
 
     def neighbors(self) -> list[Point]:
-        """Points with the previous or next layout, or with fewer or more heads."""
+        """Return the points with the previous or next layout, or the previous or next head count."""
         steps = ((-1, 0), (1, 0), (0, -1), (0, 1))
         return [Point(self.layout + by_layout, self.heads + by_heads) for by_layout, by_heads in steps]
 
@@ -61,7 +61,7 @@ class Point(NamedTuple):
 def landscape(
     layouts: Sequence[tuple[int, ...]], heads: Sequence[int], head_dim: int, dtype: str
 ) -> dict[Point, Benchmark]:
-    """Problems of a rank, by grid point."""
+    """Return the problems of a rank, by grid point."""
     window = WINDOWS[len(layouts[0])]
     return {
         Point(i, j): Benchmark(layout, layout_heads, head_dim, tuple(map(min, window, layout)), dtype=dtype)
@@ -70,7 +70,7 @@ def landscape(
 
 
 def excesses(figures: Mapping[Point, float]) -> dict[Point, float]:
-    """Ratio of each point's figure to the mean of its neighbours' figures."""
+    """Return the ratio of each point's figure to the mean of its neighbours' figures."""
     found = {}
     for point, figure in figures.items():
         near = [figures[each] for each in point.neighbors() if each in figures]
@@ -86,7 +86,7 @@ def compiled(benchmark: Benchmark, family: str, pass_: Pass) -> Runner:
 
 
 def measure(problems: Mapping[Point, Benchmark], family: str, pass_: Pass, turns: int) -> dict[Point, dict[str, Any]]:
-    """Measured and predicted nanoseconds per token and head of each problem."""
+    """Measure and predict the nanoseconds per token and head of each problem."""
     device = default_device()
     rows: dict[Point, dict[str, Any]] = {}
     backend = backends.find(f"{family}-fna", "fna")

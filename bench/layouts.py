@@ -72,7 +72,7 @@ class Row:
         return sum(map(math.prod, self.extents)) / (self.batch * math.prod(self.layout)) if self.extents else 1.0
 
     def sides(self) -> dict[str, Attend]:
-        """Functions to time, by name."""
+        """Return the functions to time, by name."""
         if self.kernel_size is None:
             lengths = jnp.asarray([length for (length,) in self.extents], jnp.int32)
             return {
@@ -151,7 +151,7 @@ _CALLS = 16
 def elapsed(
     sides: Mapping[str, Attend], pass_: Pass, cotangent: jax.Array, inputs: list[jax.Array], turns: int
 ) -> dict[str, float]:
-    """Median microseconds per call of each variant, in a sequence of calls that depend on each other."""
+    """Measure the median microseconds per call of each variant, in a sequence of dependent calls."""
 
     def forward(attend: Attend, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         for _ in range(_CALLS):
@@ -179,7 +179,7 @@ def elapsed(
 
 
 def measure(row: Row, pass_: Pass, turns: int) -> dict[str, Any]:
-    """Microseconds per variant, and the ratio to the plain call."""
+    """Measure the microseconds of each variant, and the ratio to the plain call."""
     cotangent, *inputs = (jax.random.normal(jax.random.key(i), row.shape, jnp.bfloat16) for i in range(4))
     runners: dict[str, Runner] = {}
     for number, (name, side) in enumerate(row.sides().items()):

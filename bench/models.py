@@ -1,8 +1,8 @@
 """Attention problems of published models, from which the tables of tuned configurations are made.
 
-Layouts are the tokens of a model at its published resolution: pixels and frames divided by the combined factor of
-encoder and patches. Videos have batch size 1, in generation and in training; batches of images are one device's share
-of a training batch. The most important problems come first.
+Layouts are the tokens of a model at its published resolution: pixels and frames divided by the downsampling factors of
+the encoder and the patches. Videos have batch size 1, in generation and in training; batches of images are one device's
+share of a training batch. The most important problems come first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ModelProblem:
     Attributes:
         model: Name of the model.
         layers: Layers with this attention.
-        source: Publication of the shapes.
+        source: Publication that states the shapes.
         benchmark: The problem.
     """
 
@@ -72,7 +72,7 @@ def _more_videos() -> Iterator[ModelProblem]:
 
 
 def _cosmos(model: str, frames: int, heads: int) -> Iterator[ModelProblem]:
-    """Windows over all frames."""
+    """Yield problems with windows over all frames."""
     for window, stride, dilation in (
         ((12, 24), (4, 8), (1, 1)),
         ((20, 40), (4, 8), (1, 1)),

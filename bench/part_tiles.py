@@ -2,7 +2,7 @@
 
 The problem is split over several devices; this program needs only one.
 
-The device has a part in the middle including its halos; nothing is exchanged. Both choices of tiles alternate.
+The device gets a middle part with its halos; nothing is exchanged. Both choices of tiles alternate.
 
 Example:
     python bench/run.py part_tiles --json bench/results/h200/part_tiles.json
@@ -39,7 +39,7 @@ WHOLE, PART = "tiles for the whole layout", "tiles for the part"
 
 
 def measure(curve: Curve, devices: int, pass_: Pass, options: argparse.Namespace) -> dict[str, Any]:
-    """Figures of a row; only the tiles if both choices are equal."""
+    """Measure a row; return only the tiles if both choices are equal."""
     problem, parts = curve.share(devices), curve.parts(devices)
     whole = Request(problem, backend=str(BackendId(options.family, problem.operator)))
     requests = {WHOLE: whole, PART: dataclasses.replace(whole, parts=parts)}

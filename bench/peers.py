@@ -2,8 +2,8 @@
 
 Times are the device time of all kernels that an operator launches, from profiler traces. All implementations alternate
 in one process, because a GPU's clock rate falls under load; a speed-up is the median over turns of the ratio of times.
-Two figures are given: with a pause before each turn, and with the device kept busy. Different element types alternate
-as well.
+Each program is timed in two modes: with a pause before each turn, and with the device kept busy. Different element
+types alternate as well.
 
 Example:
     python bench/run.py peers --problems 2d 2d-s16 --json results.json --plot results.png
@@ -72,7 +72,7 @@ def measure(
     family: str | None = None,
     modes: Sequence[str] = MODES,
 ) -> list[dict[str, Any]]:
-    """Figures of one problem, for each element type.
+    """Measure one problem; return the figures of each element type.
 
     Args:
         benchmark: The problem.

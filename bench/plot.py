@@ -1,4 +1,4 @@
-"""Draws a saved record: ``python bench/plot.py KIND RECORD PICTURE``.
+"""Draw a saved record: ``python bench/plot.py KIND RECORD PICTURE``.
 
 Example:
     python bench/plot.py speedups bench/results/h200/forward.json speedups.svg
@@ -73,7 +73,7 @@ def draw_speedups(record: Mapping[str, Any], path: Path, baseline: str = "cudnn"
 
 
 def _speedups_by_mode(result: Mapping[str, Any], baseline: str) -> dict[str, float]:
-    """Speedups of one problem, by mode."""
+    """Return the speedups of one problem, by mode."""
     found = {mode: result.get(mode, {}).get("speedup", {}).get(baseline) for mode in MODES}
     return {mode: speedup for mode, speedup in found.items() if speedup is not None}
 
@@ -132,7 +132,7 @@ def draw_cpu(record: Mapping[str, Any], path: Path) -> None:
 
 
 def _cpu_label(problem: str) -> str:
-    """Chart label of a problem such as ``2-D 64x64 h4 d64 w13x13``."""
+    """Return the chart label of a problem such as ``2-D 64x64 h4 d64 w13x13``."""
     rank, layout, *_, window = problem.split()
     return f"{KINDS[int(rank[0])]} {layout},\n{re.sub('^w', 'window ', window)}"
 
@@ -218,7 +218,7 @@ _TPU_NAMES = {
     "NAT s1": "NAT, stage 1",
     "64x64 k7": "image 64x64,\nwindow 7x7",
 }
-#: Implementations in a record, the counted figure, and labels in the picture.
+#: Name of an implementation in a record, name of its count, and label in the picture.
 _TPU_SIDES = ("splash", "bundles", "splash"), ("flex", "program", "plain JAX"), ("dense", "bundles", "dense")
 _TPU_TICKS = 1, 2, 4, 8
 
@@ -285,7 +285,7 @@ _EVENT_KINDS = {"kernels of attention": BLUE, "copies and merging": LIGHT_BLUE, 
 
 
 def _kind_of(event: dict[str, Any]) -> str:
-    """Kind of an event."""
+    """Return the kind of an event."""
     if event["is exchange"]:
         return "exchange"
     return "kernels of attention" if "natten_jax" in event["symbol"] else "copies and merging"
@@ -414,12 +414,12 @@ def _legend(rows: Sequence[dict[str, Any]], markers: Mapping[str, str]) -> list[
 
 
 def _speedups(row: dict[str, Any], side: str) -> dict[int, float]:
-    """Speed-ups by number of devices."""
+    """Return the speed-ups by number of devices."""
     return {point["devices"]: point[side]["speedup"] for point in row["points"] if point.get(side)}
 
 
 def _title(row: dict[str, Any]) -> str:
-    """Title of a row's panel."""
+    """Return the title of a row's panel."""
     return f"{row['scaling']} scaling, {' '.join(filter(None, (row['family'], row['pass'])))}"
 
 

@@ -68,7 +68,7 @@ def repeated(options: Options, runs: int, name: str) -> Callable[..., Any]:
 
 
 def attend(options: Options, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Run the same function as the profiler."""
+    """Run the function that the profiler measures for these options."""
     if options.is_baseline:
         return baselines.attend(str(options.backend), query, key, value)
     operator = getattr(natten_jax, f"na{options.problem.rank}d")
@@ -76,7 +76,7 @@ def attend(options: Options, query: jax.Array, key: jax.Array, value: jax.Array)
 
 
 def wall_seconds(function: Callable[..., Any], arrays: tuple[jax.Array, ...]) -> float:
-    """Seconds of one call."""
+    """Return the wall time of one call in seconds."""
     start = time.perf_counter()
     jax.block_until_ready(function(*arrays))
     return time.perf_counter() - start
@@ -120,12 +120,12 @@ def measure(line: str) -> dict[str, Any]:
 
 
 def busy_seconds(events: Sequence[Event]) -> float:
-    """Total kernel time in seconds."""
+    """Return the total kernel time in seconds."""
     return sum(event.duration for event in events) / 1e9
 
 
 def span_seconds(events: Sequence[Event]) -> float:
-    """Seconds from the start of the first kernel to the end of the last."""
+    """Return the seconds from the start of the first kernel to the end of the last."""
     return (max(event.start + event.duration for event in events) - min(event.start for event in events)) / 1e9
 
 

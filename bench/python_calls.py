@@ -1,8 +1,8 @@
 """Count the Python calls inside this package during tracing, lowering and compilation of a program.
 
-Each case runs in a separate process. First calls wait for these calls in addition to JAX and XLA. The counts do not
-depend on machine load, but they depend on the Python version: 3.12 does not count comprehensions. Decisions are choices
-of a backend for a pass.
+Each case runs in a separate process. The first call of a program takes the time of these calls in addition to JAX's and
+XLA's time. The counts do not depend on machine load, but they depend on the Python version: 3.12 does not count
+comprehensions. Decisions are choices of a backend for a pass.
 
 Example:
     python bench/run.py python_calls
@@ -41,7 +41,7 @@ STAGES = "trace", "lower", "compile"
 
 
 class Calls:
-    """Count calls of this package's functions, by file and name."""
+    """A counter of calls of this package's functions, by file and name."""
 
     def __init__(self) -> None:
         self.by_stage: dict[str, collections.Counter[tuple[str, str]]] = {}
@@ -99,7 +99,7 @@ def measure(way: str) -> Calls:
 
 
 def main() -> int:
-    """Count."""
+    """Count and print the calls of each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=WAYS, help="run one case, in this process")
     parser.add_argument("--most", type=int, default=0, help="list this number of most-called functions")

@@ -61,7 +61,7 @@ class Row(NamedTuple):
 
 
 def predict(row: Row, counts: Sequence[int]) -> dict[str, Any]:
-    """Record of a row before it is measured: a point for each number of devices."""
+    """Return the record of a row before it is measured: a point for each number of devices."""
     curve = row.curve
     obstacles = {devices: curve.obstacle(devices) for devices in counts}
     able = [devices for devices, obstacle in obstacles.items() if obstacle is None]
@@ -122,7 +122,7 @@ def draw(benchmark: Benchmark, axis: int, devices: Sequence[jax.Device]) -> list
 def distance(
     curve: Curve, function: Callable[..., Any], program: jax.stages.Compiled, arrays: Sequence[jax.Array]
 ) -> float:
-    """Difference from results of one device, which computes only some heads: the whole problem may not fit."""
+    """Return the difference from one device's results for some heads; the whole problem may not fit one device."""
     devices, heads = len(arrays[0].devices()), arrays[0].shape[-2]
     step = heads // devices if curve.is_over_heads else heads  # one head, or one head per device
 
@@ -133,7 +133,7 @@ def distance(
 
 
 def train(counts: Sequence[int], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Measure a training step whose clips are split over devices; one device alternates with each larger number."""
+    """Measure a training step whose clips are split over devices, alternating with the step on one device."""
     clips = several_devices.example().parse(several_devices.STEP.split()).batch_size
     for devices in counts[1:]:
         if clips % devices:

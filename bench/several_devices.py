@@ -1,12 +1,12 @@
 """Time operators and a training step on several devices against one, for each way to split arrays over a mesh.
 
-Times are wall time per call of programs launched back to back, so that communication counts and launch latency does
-not. One device and several alternate in one process, each for the same time: a GPU that has just rested runs faster
-than at its power limit, and shorter runs would end before it reaches the limit. A speed-up is the median over turns of
-the ratio of times. The single device is the first; the times of the other devices on their own are also reported, since
+Times are wall time per call of programs launched back to back, so they include communication but not launch latency.
+One device and several alternate in one process, each for the same time: a GPU runs faster after an idle period than at
+its power limit, and shorter runs would end before it reaches the limit. A speed-up is the median over turns of the
+ratio of times. The single device is the first; the times of the other devices on their own are also reported, since
 several devices are as fast as the slowest. If tokens are split, two more programs are timed: a program that receives
-all halos before it computes anything and, on GPUs, a program that copies halos from memory to memory. A trace gives the
-time of halo exchanges and how much of it kernels hide.
+all halos before any computation and, on GPUs, a program that copies halos between device memories without kernels. A
+trace gives the time of halo exchanges and how much of it kernels hide.
 
 Example:
     python bench/run.py several_devices --json results.json
@@ -70,7 +70,7 @@ class Split(NamedTuple):
 
 
 def splits(devices: int) -> dict[str, Split]:
-    """Splits by name. Batch and heads grow with the number of devices; token dimensions do not."""
+    """Return the splits by name. Batch and heads grow with the number of devices; token dimensions do not."""
     video = BENCHMARKS["3d-s16x8x8"]
     found = {
         "batch": Split(dataclasses.replace(video, batch=devices, heads=12), 0),
@@ -85,7 +85,7 @@ def splits(devices: int) -> dict[str, Split]:
 
 
 def seconds(function: Callable[..., Any], arguments: Sequence[Any], calls: int) -> float:
-    """Seconds per call."""
+    """Return the seconds per call."""
     jax.block_until_ready(function(*arguments))
     started = time.perf_counter()
     for _ in range(calls):
@@ -95,7 +95,7 @@ def seconds(function: Callable[..., Any], arguments: Sequence[Any], calls: int) 
 
 
 def operator_of(benchmark: Benchmark, family: str, pass_: str) -> Callable[..., Any]:
-    """Function of the output's cotangent, query, key and value."""
+    """Return a function of the output's cotangent, query, key and value that runs the pass."""
     attend = ours(benchmark, family)
     if pass_ == "forward":
         return lambda cotangent, *arrays: attend(*arrays)
@@ -108,7 +108,7 @@ def operator_of(benchmark: Benchmark, family: str, pass_: str) -> Callable[..., 
 
 
 def difference(results: Any, expected: Any) -> float:
-    """Largest difference between two results, relative to the largest expected magnitude."""
+    """Return the largest difference between two results, relative to the largest expected magnitude."""
 
     def relative_error(result: jax.Array, other: jax.Array) -> float:
         wide, reference = (jax.device_get(array).astype("float32") for array in (result, other))
@@ -165,7 +165,7 @@ def measure(split: str, mode: str, family: str, pass_: str, options: argparse.Na
 def take_turns(
     programs: Mapping[Name, tuple[jax.stages.Compiled, Sequence[jax.Array]]], options: argparse.Namespace
 ) -> dict[Name, list[float]]:
-    """Seconds per call of each program in each turn; programs come with their arguments."""
+    """Measure the seconds per call of each program in each turn; ``programs`` includes the arguments."""
     times: dict[Name, list[float]] = {name: [] for name in programs}
     calls = {
         name: max(options.calls, math.ceil(options.seconds / seconds(program, arguments, options.calls)))
@@ -193,7 +193,7 @@ def collectives(program: jax.stages.Compiled) -> dict[str, int]:
 
 
 def memory(program: jax.stages.Compiled) -> int | None:
-    """Bytes that a program needs on a device, if known: arguments, results and temporaries."""
+    """Return the bytes of arguments, results and temporaries of a program on a device; ``None`` if unknown."""
     found = program.memory_analysis()
     if found is None:
         return None

@@ -36,7 +36,7 @@ from natten_jax.plan.devices import default_device
 from natten_jax.profiler import baselines
 from natten_jax.profiler.capture import Launch, capture_in_turns
 
-#: Enough to overwrite the L2 cache of every GPU so far.
+#: Bytes that are enough to overwrite the L2 cache of every current GPU.
 CACHE_BYTES = 256 << 20
 
 #: Backends: the default; the portable kernels; the portable kernels without their small-window form; the Hopper
@@ -76,7 +76,7 @@ class Row:
         return (self.batch, *self.layout, self.heads, self.head_dim)
 
     def bytes_moved(self, pass_: Pass) -> int:
-        """Bytes of query, key, value and output; for the backward pass, including their gradients."""
+        """Return the bytes of query, key, value and output; for the backward pass, also of their gradients."""
         return 2 * math.prod(self.shape) * (4 if pass_ == "forward" else 8)
 
     def function(self, family: str) -> Callable[..., jax.Array]:
@@ -92,9 +92,7 @@ class Row:
         return lambda q, k, v, **terms: operator(q, k, v, **window, **tiles, backend=backend, **terms)
 
     def _large_tiles(self, window: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Best-ranked tiles of the portable kernels, excluding tiles of the small-window kernels, which have fewer
-        tokens.
-        """
+        """Return the best-ranked tiles of the portable kernels without the smaller tiles of small-window kernels."""
         array = jax.ShapeDtypeStruct(self.shape, jnp.bfloat16)
         small = native.limits("small")["row_tokens"]
         result: dict[str, tuple[int, ...]] = {}
@@ -137,7 +135,7 @@ def copy_runner(moved: int) -> Runner:
 
 
 def sides_of(row: Row, pass_: Pass, families: list[str]) -> dict[str, Runner | str]:
-    """Compile the copy and each implementation; an error text replaces what fails."""
+    """Compile the copy and each implementation; an error text replaces an implementation that fails."""
     arrays = [jax.random.normal(jax.random.key(i), row.shape, jnp.bfloat16) for i in range(4)]
     cotangent, *inputs = arrays
     names = {family.replace("none", "natten_jax"): family for family in families}
@@ -155,7 +153,7 @@ def sides_of(row: Row, pass_: Pass, families: list[str]) -> dict[str, Runner | s
 
 
 def measure(row: Row, pass_: Pass, families: list[str], turns: int) -> dict[str, Any]:
-    """Microseconds per program (median and range), and the ratio to the copy."""
+    """Measure the microseconds of each program (median and range), and the ratio to the copy."""
     figures = figures_of(sides_of(row, pass_, families), turns)
     copied = figures["copy"]["us"]
     for side in figures.values():
@@ -165,7 +163,7 @@ def measure(row: Row, pass_: Pass, families: list[str], turns: int) -> dict[str,
 
 
 def figures_of(sides: Mapping[str, Runner | str], turns: int) -> dict[str, Any]:
-    """Microseconds of each program: median and range over turns, each after the cache was overwritten."""
+    """Measure the microseconds of each program: median and range over turns, each with an overwritten L2 cache."""
     filler = jnp.zeros((CACHE_BYTES // 4,), jnp.uint32)
 
     @jax.jit

@@ -1,13 +1,13 @@
 """Count the instruction bundles that TPU kernels execute, from the TPU compiler's dumps. It needs no TPU.
 
-The count is the number of scheduled bundles times their execution counts. A core issues one bundle per cycle, so the
-counts rank programs. They do not predict times: stalls, mainly for copies, are not included.
+The count is the sum of the execution counts of all scheduled bundles. A core issues one bundle per cycle, so the counts
+rank programs. They do not predict times: stalls, mainly for copies, are not included.
 
-- natten_jax, and plain JAX (flex): all programs of the call; for natten_jax also its kernels only. Loops of XLA's
-  copies with non-constant trip counts count once: an underestimate, mainly for flex.
+- natten_jax, and plain JAX (flex): all programs of the call; for natten_jax also the kernels alone. Loops of XLA's
+  copies with non-constant trip counts count once, which is an underestimate, mainly for flex.
 - splash: JAX's splash attention with the same mask, for the best of several block shapes. In two and three dimensions a
-  mask of the whole layout would be large, so a step of the kernel is counted with a small mask of the same kind, and
-  multiplied by the number of block pairs with a visible pair of tokens.
+  mask of the whole layout would be large, so a step of the kernel is counted with a small mask that also has all
+  kinds of blocks, and multiplied by the number of block pairs with a visible pair of tokens.
 - dense: JAX's flash attention over all tokens.
 
 Example:
@@ -79,7 +79,7 @@ class Row:
 
     @property
     def array(self) -> jax.ShapeDtypeStruct:
-        """Each of the arrays."""
+        """Shape and type of each array."""
         return jax.ShapeDtypeStruct((self.batch, *self.layout, self.heads, self.head_dim), jnp.bfloat16)
 
 
@@ -124,7 +124,7 @@ def _ours(row: Row, backend: str) -> Any:
 
 
 def _executions(row: Row, pass_: Pass) -> dict[str, Any]:
-    """Execution counts of the parts of each natten_jax kernel."""
+    """Return the execution counts of the parts of each natten_jax kernel."""
     from natten_jax.arrays.operands import Inputs, Operands
     from natten_jax.backends.pallas._tpu_call import call_of
     from natten_jax.backends.pallas.tpu import TpuBackend, alignment
@@ -165,12 +165,13 @@ def _splash(row: Row, blocks: Any) -> tuple[Any, list[Any]]:
 
 
 _SPLASH_SIZES = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-#: Tokens of the small mask for counting a step of splash attention, and number of heads, too many for VMEM.
+#: Number of tokens of the small mask for counting a step of splash attention, and number of heads: so many that the
+#: arrays do not fit into VMEM.
 _PROXY, _PROXY_HEADS = 4096, 64
 
 
 def _proxy_mask() -> Any:
-    """Mask over ``_PROXY`` tokens with partially visible, completely visible and hidden blocks."""
+    """Return a mask over ``_PROXY`` tokens with partially visible, completely visible and hidden blocks."""
     import numpy as np
 
     index = np.arange(_PROXY)
@@ -180,10 +181,10 @@ def _proxy_mask() -> Any:
 
 
 def dense_block(row: Row) -> int:
-    """Tokens per block of queries or keys: the largest block that divides the layout's tokens.
+    """Return the tokens per block of queries or keys: the largest block size that divides the layout's tokens.
 
     Raises:
-        ValueError: There is none.
+        ValueError: No block size divides the tokens.
     """
     tokens = math.prod(row.layout)
     for size in DENSE_BLOCKS:
@@ -229,14 +230,14 @@ def count_ours(row: Row, compiled: Compiled) -> dict[str, Any]:
 
 
 def _units(compiled: Compiled, instruction: str, weights: list[float]) -> dict[str, Any]:
-    """Cycles that each unit needs by itself."""
+    """Return the cycles that each unit alone would need."""
     names, capacities, used = bundles.utilization(compiled.utilization[instruction])
     totals = bundles.totals(weights, used)
     return {"units": {n: round(total / c) for n, c, total in zip(names, capacities, totals, strict=True)}}
 
 
 def count_program(compiled: Compiled, counted: Mapping[str, float]) -> dict[str, Any]:
-    """Count the bundles of everything that a program calls; ``counted`` has known counts."""
+    """Count the bundles of all instructions of a program; ``counted`` has the known counts of some instructions."""
     hlo = hlo_counts.Hlo.parse(compiled.hlo)
     texts = {name: text for each in hlo.computations.values() for name, text in each.items()}
     alike = {hlo.signature(texts[name]): name for name in compiled.bundles if name in texts}
@@ -360,7 +361,7 @@ def main() -> int | None:
 
 
 def _run_facts() -> dict[str, Any]:
-    """Environment of the figures."""
+    """Return the environment of the figures."""
     found = environment()
     return {
         "date": found["date"],

@@ -1,9 +1,9 @@
 """Measure configurations for the attention of published models, for the tables in the package.
 
 Each problem of ``bench/models.py`` is tuned, forward and backward. A configuration is kept if it is more than 2% faster
-than the default, measured in alternation. The device's file is written after every problem; without ``--out``, the
-package's file, which has only the kept configurations, is also written. Problems that are already in the file are
-skipped, so that several short runs produce one table.
+than the default and its 75th percentile is below the default's 25th, measured in alternation. The device's file is
+written after every problem; without ``--out``, the package's file, which has only the kept configurations, is also
+written. Problems that are already in the file are skipped, so that several short runs produce one table.
 
 Example:
     python bench/run.py tune_models --limit 150
@@ -37,12 +37,12 @@ EFFORT = Effort(screened=24, finalists=4, seconds=2.5)
 
 
 def file_name(device: str) -> str:
-    """File name of a device's table."""
+    """Return the file name of a device's table."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + ".json"
 
 
 def present(device: str, folders: Iterable[Path]) -> list[TunedPass]:
-    """Passes in the first of these folders that has a table for the device."""
+    """Return the passes in the first of these folders that has a table for the device."""
     for folder in folders:
         path = folder / file_name(device)
         if path.exists():
@@ -66,12 +66,12 @@ def row(tuned: TunedPass) -> str:
 
 
 def task_of(problem: ModelProblem, backprop: bool = True) -> Task:
-    """Tuning task of a problem."""
+    """Return the tuning task of a problem."""
     return Task(problem.benchmark.problem, backprop, label=problem.label)
 
 
 def chosen_problems(names: Sequence[str], done: Sequence[TunedPass], again: bool) -> list[ModelProblem]:
-    """Problems whose labels contain a name in ``names``, without finished ones."""
+    """Return the problems whose labels contain one of ``names``, without finished problems unless ``again``."""
     finished = set() if again else {each.plan.problem for each in done}
     return [
         each

@@ -1,7 +1,8 @@
 """Emulate a relative bias by extra query and key features, without kernel support for biases.
 
-The keys of a window have distinct positions modulo its extent. A one-hot feature of a key encodes its position, and a
-feature of a query holds its bias for the key at each position. Heads get wider by the number of keys in a window.
+The keys of a window have distinct positions modulo the window's extent. One-hot features of a key encode the key's
+position, and features of a query contain the query's bias for the key at each position. Heads get wider by the number
+of keys in a window.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def by_features(attend: Attend, problem: Problem) -> Attend:
 
 
 def _query_features(problem: Problem, table: jax.Array) -> jax.Array:
-    """``[*layout, heads, keys of a window]``."""
+    """Return the features of queries, ``[*layout, heads, keys of a window]``."""
     rank = problem.rank
     for dimension, entries in enumerate(_entries(problem)):
         table = jnp.take(table, jnp.asarray(entries), axis=1 + 2 * dimension)
@@ -50,7 +51,7 @@ def _query_features(problem: Problem, table: jax.Array) -> jax.Array:
 
 
 def _entries(problem: Problem) -> Iterator[np.ndarray]:
-    """For each token of a dimension and each key position, the index into the table along that dimension."""
+    """Yield, for each dimension, the index into the bias table for each token and each key position."""
     for axis in problem.axes:
         index, group = _indices(axis)
         start, _ = axis.bounds(index, axis.lengths(group))
@@ -60,7 +61,7 @@ def _entries(problem: Problem) -> Iterator[np.ndarray]:
 
 
 def _key_features(problem: Problem) -> np.ndarray:
-    """``[*layout, keys of a window]``."""
+    """Return the features of keys, ``[*layout, keys of a window]``."""
     place = np.zeros((), int)
     for axis in problem.axes:
         place = place[..., None] * axis.kernel_size + _indices(axis)[0] % axis.kernel_size
@@ -68,6 +69,6 @@ def _key_features(problem: Problem) -> np.ndarray:
 
 
 def _indices(axis: Axis) -> tuple[np.ndarray, np.ndarray]:
-    """Index of each token in its dilation group, and the group."""
+    """Return each token's index in its dilation group, and the number of the group."""
     tokens = np.arange(axis.kv_extent)
     return tokens // axis.dilation, tokens % axis.dilation

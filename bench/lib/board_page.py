@@ -33,7 +33,7 @@ _OURS = "natten_jax"
 
 
 def page(records: Sequence[Record]) -> str:
-    """Format the page of these records, newest first; it is self-contained."""
+    """Format a self-contained page of these records, which are ordered newest first."""
     boards = [record for record in records if record.is_board]
     parts = [
         "<h1>natten_jax: the board</h1>",

@@ -1,8 +1,9 @@
 """Count the executed bundles of TPU programs from the compiler's dumps.
 
 A TPU core issues one bundle of instructions per cycle, in order. The compiler writes the bundles of each program with
-its loops, their constant trip counts, and the branches that skip bundles. The number of executed bundles is the sum
-over bundles of the trip counts of the surrounding loops, times the fraction of executions in which no branch skips it.
+its loops, their constant trip counts, and the branches that skip bundles. A bundle's execution count is the product of
+the trip counts of the surrounding loops, times the fraction of executions in which no branch skips the bundle; the
+number of executed bundles is the sum of these counts.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Program:
             at = len(depths) - 1
             if at < 0:
                 continue
-            # A region whose start is in a comment after the bundle's last instruction starts at the bundle.
+            # A comment after a bundle's last instruction may start a region, which then starts at that bundle.
             for number in _REGION.findall(line):
                 regions.setdefault(int(number), at)
             jumps += [(at, int(target)) for _, target in _JUMP.findall(line)]
@@ -106,14 +107,14 @@ class Program:
         return bisect.bisect_left(self.products, span.first) < bisect.bisect_left(self.products, span.end)
 
     def inside(self, span: Span) -> Iterator[Span]:
-        """Spans strictly inside another span."""
+        """Return the spans strictly inside another span."""
         return (other for other in self.spans if span.holds(other))
 
     def weights(self, factor: Callable[[Span], float]) -> list[float]:
-        """Execution count of each bundle.
+        """Return the execution count of each bundle.
 
         Args:
-            factor: Executions of a span per execution of the surrounding code.
+            factor: Function that returns the executions of a span per execution of the surrounding code.
         """
         weights = [1.0] * self.count
         for span in self.spans:
@@ -125,7 +126,7 @@ class Program:
 
 
 def _trips(text: str, counter: str, bound: str) -> int | None:
-    """Trip count of a loop from its exit test, for a counter that starts at 0."""
+    """Return the trip count of a loop from its exit test, for a counter that starts at 0; ``None`` if not constant."""
     if not bound.isdigit():
         found = re.search(rf"{re.escape(bound)} = smov\.u32 (\d+)", text)
         if found is None:
@@ -136,7 +137,7 @@ def _trips(text: str, counter: str, bound: str) -> int | None:
 
 
 def utilization(text: str) -> tuple[list[str], list[int], list[list[int]]]:
-    """Names of units, their slots per bundle, and the used slots of each bundle."""
+    """Return the names of units, their slots per bundle, and the slots that each bundle uses."""
     head, _, body = text.partition("== UTILIZATION:")
     names, capacities = head.strip().splitlines()[1:3]
     used = [[int(number) for number in line.split()] for line in body.splitlines() if line.strip()]
@@ -144,7 +145,7 @@ def utilization(text: str) -> tuple[list[str], list[int], list[list[int]]]:
 
 
 def totals(weights: Sequence[float], used: Sequence[Sequence[int]]) -> list[float]:
-    """Total slots used by each unit."""
+    """Return the number of slots that each unit uses in total."""
     return [sum(weight * row[unit] for weight, row in zip(weights, used, strict=False)) for unit in range(len(used[0]))]
 
 
@@ -154,9 +155,9 @@ class Executions:
 
     Attributes:
         steps: Grid steps.
-        active: Grid steps that multiply.
-        tiles: Tiles; the first step of a tile prepares, and the last step writes results.
-        bodies: Executions of each part that multiplies, in the kernel's order.
+        active: Grid steps with matrix multiplications.
+        tiles: Number of tiles. The first grid step of a tile initializes, and the last one writes results.
+        bodies: Executions of each part with matrix multiplications, in the kernel's order.
     """
 
     steps: int
@@ -166,7 +167,7 @@ class Executions:
 
 
 def kernel_weights(program: Program, executions: Executions) -> list[float]:
-    """Execution count of each bundle of a Pallas kernel.
+    """Return the execution count of each bundle of a Pallas kernel.
 
     Raises:
         ValueError: The kernel does not have the expected parts.
@@ -203,9 +204,9 @@ def kernel_weights(program: Program, executions: Executions) -> list[float]:
 
 
 def fusion_weights(program: Program) -> list[float]:
-    """Execution count of each bundle of an XLA fusion.
+    """Return the execution count of each bundle of an XLA fusion.
 
-    Loops with non-constant trip counts, which some copies have, count once: an underestimate.
+    Loops with non-constant trip counts, as in some copies, count once, which is an underestimate.
     """
 
     def factor(span: Span) -> float:

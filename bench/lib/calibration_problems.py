@@ -1,11 +1,11 @@
 """Problems for fitting the simulator's time model, and held-back problems for testing it.
 
-Each is a command line of the profiler. The held-back problems were chosen before the first fit.
+Each problem is a command line of the profiler. The held-back problems were chosen before the first fit.
 """
 
 from __future__ import annotations
 
-#: Examples of the documentation, used in the fit.
+#: Examples in the documentation, used in the fit.
 EXAMPLES = (
     "-i 32768 -d 128 -w 2048",
     "-i 32768 -d 128 -w 2048 -s 256",

@@ -22,7 +22,8 @@ MARKERS = "o", "s", "D"
 INK, PAPER, FAINT = "#1f2933", "#ffffff", "#e4e8ed"
 _ON_DARK = {INK: "#d7dde4", PAPER: "#131416", FAINT: "#2b323b"}
 
-#: Inches. On a phone 400 pixels wide a picture gets 368, and text of this size is taller than 9 pixels.
+#: Width in inches, and font size in points. On a phone 400 pixels wide, a picture is 368 pixels wide, and its text is
+#: more than 9 pixels high.
 WIDTH, FONT_SIZE = 5.2, 9.6
 
 #: Values by label and row.
@@ -30,7 +31,7 @@ Points = Mapping[str, Mapping[int, float]]
 
 
 def style() -> AbstractContextManager[None]:
-    """Context for drawing and saving figures: reproducible SVG output in which text stays text."""
+    """Return a context for drawing and saving figures: SVG files are reproducible, and contain text as text."""
     sizes = ("font.size", "axes.titlesize", "axes.labelsize", "xtick.labelsize", "ytick.labelsize", "legend.fontsize")
     colors = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     settings: dict[Any, Any] = {
@@ -57,13 +58,13 @@ def dots(
     unit: str = "x",
     row_height: float = 0.42,
 ) -> Figure:
-    """Draw a row for each name and, in each panel, a dot per label; values of the first label are printed.
+    """Draw a row for each name and, in each panel, a dot per label; only the first label's values are printed.
 
     Args:
         rows: Row labels, of one or two lines.
         panels: Points by panel title: at most three, with the same labels in each.
         about: Caption below the chart.
-        ticks: Values on the logarithmic axis.
+        ticks: Tick values of the logarithmic axis.
         unit: Suffix of the values.
         row_height: Height of a row in inches.
     """

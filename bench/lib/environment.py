@@ -18,7 +18,7 @@ from natten_jax.plan.devices import default_jax_device
 
 
 def present_devices() -> list[jax.Device]:
-    """JAX's devices.
+    """Return JAX's devices.
 
     Raises:
         natten_jax.plan.devices.NoDeviceError: There is no device.
@@ -28,7 +28,7 @@ def present_devices() -> list[jax.Device]:
 
 
 def environment() -> dict[str, Any]:
-    """Device, date, versions, commit and command of this run."""
+    """Return the device, date, versions, commit and command of this run."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--abbrev=40", "--dirty"],
         cwd=Path(__file__).parent,

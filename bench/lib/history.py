@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-#: Keys of individual times, with their units in milliseconds.
+#: Keys of individual times -> their unit in milliseconds.
 _UNITS = {"median_ms": 1.0, "latency_ms": 1.0, "us": 1e-3}
 #: Keys that identify an entry of a list.
 _NAMES = ("problem", "row", "seq_len", "pass", "implementation", "name")
@@ -21,7 +21,7 @@ class Figure:
     """A time in a record.
 
     Attributes:
-        what: Timed item: the keys that lead to it in the record.
+        what: Timed item: the path of keys to it in the record.
         who: Implementation.
         milliseconds: Time.
     """
@@ -116,7 +116,7 @@ def _figures(node: Any, way: tuple[str, ...]) -> Iterator[Figure]:
 
 
 def _pass_figures(problems: Mapping[str, Any]) -> Iterator[Figure]:
-    """Figures of a record whose problems have a table of times for each pass."""
+    """Yield the figures of a record whose problems have a table of times for each pass."""
     for name, problem in problems.items():
         for pass_, times in problem.items():
             if isinstance(times, Mapping):

@@ -40,7 +40,7 @@ class Hlo:
         return cls(entry, computations)
 
     def executed(self) -> Iterator[tuple[str, str, int]]:
-        """Name, text and execution count of each instruction."""
+        """Yield the name, text and execution count of each instruction."""
         return self._executed(self.entry, 1)
 
     def _executed(self, computation: str, times: int) -> Iterator[tuple[str, str, int]]:
@@ -56,7 +56,7 @@ class Hlo:
                 yield name, text, times
 
     def _trips(self, condition: str) -> int:
-        """Trip count of a loop whose counter starts at 0.
+        """Return the trip count of a loop whose counter starts at 0.
 
         Raises:
             ValueError: The trip count is not constant.
@@ -70,7 +70,7 @@ class Hlo:
         raise ValueError(f"the trips of the loop with condition {condition} are not a constant")
 
     def signature(self, text: str) -> str:
-        """Instruction without names, as a key: the compiler writes the bundles of equal instructions once."""
+        """Return the instruction without names as a key: the compiler writes equal instructions' bundles only once."""
         called = _CALLED.search(text)
         body = self.computations.get(called[1], {}) if called else {}
         return re.sub(r"%[\w.\-]+", "%", "\n".join([text, *body.values()]))

@@ -14,7 +14,7 @@ from natten_jax.profiler import baselines
 
 Function = Callable[..., Any]
 
-#: Query and key/value tokens per block of the Mosaic kernel, by the widest head that still fits into shared memory.
+#: Query and key/value tokens per block of the Mosaic kernel, by the largest head_dim that fits into shared memory.
 _MOSAIC_BLOCKS = {128: (64, 128), 256: (64, 64)}
 _MOSAIC_STEPS = 2
 
@@ -49,14 +49,14 @@ def ours(benchmark: Benchmark, family: str | None = None, **arguments: Any) -> F
 
 
 def dot_product_attention(benchmark: Benchmark, implementation: Literal["cudnn", "xla"]) -> Function:
-    """Self attention over all tokens through ``jax.nn``: ``"cudnn"`` or ``"xla"``."""
+    """Build self attention over all tokens through ``jax.nn``, with ``"cudnn"`` or ``"xla"``."""
     if benchmark.is_causal:
         return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
     return lambda q, k, v: baselines.attend(implementation, q, k, v)
 
 
 def sliding_window(benchmark: Benchmark, implementation: Literal["cudnn", "xla"]) -> Function:
-    """Causal windows over a sequence through ``jax.nn``, identical to natten_jax's windows."""
+    """Build attention with causal windows over a sequence through ``jax.nn``, identical to natten_jax's windows."""
     if len(benchmark.layout) != 1 or benchmark.kernel_size is None or not benchmark.is_causal:
         raise ValueError("jax.nn has causal windows over sequences, and no others that are defined at the ends")
     if {*(benchmark.stride or (1,)), *(benchmark.dilation or (1,))} != {1} or benchmark.additional_kv:
@@ -68,7 +68,7 @@ def sliding_window(benchmark: Benchmark, implementation: Literal["cudnn", "xla"]
 
 
 def mosaic(benchmark: Benchmark) -> Function:
-    """Self attention over all tokens by JAX's Pallas kernel for Hopper GPUs; forward pass only."""
+    """Build self attention over all tokens with JAX's Pallas kernel for Hopper GPUs; forward pass only."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas.ops.gpu import attention_mgpu
@@ -81,7 +81,7 @@ def mosaic(benchmark: Benchmark) -> Function:
     )
 
     def function(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        # The kernel has no scale argument.
+        # The kernel has no scale argument, so the query is scaled.
         arrays = query * benchmark.head_dim**-0.5, key, value
         flat = (array.reshape(array.shape[0], -1, *array.shape[-2:]) for array in arrays)
         return attention_mgpu.attention(*flat, config).reshape(query.shape)
@@ -107,5 +107,5 @@ ELEMENT_TYPES: Mapping[str, str] = {"mosaic-float16": "float16"}
 
 
 def default_names(benchmark: Benchmark) -> tuple[str, ...]:
-    """Names of the default implementations to compare; natten_jax comes first."""
+    """Return the names of the default implementations to compare; natten_jax comes first."""
     return ("natten_jax", "natten_jax-merged") if benchmark.additional_kv else ("natten_jax", "cudnn", "mosaic-float16")

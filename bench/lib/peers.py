@@ -30,13 +30,13 @@ Make = Callable[[Benchmark, jax.Array, Sequence[jax.Array], Pass, str], Side]
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """An implementation.
+    """An implementation of attention.
 
     Attributes:
         package: Import name of the required package.
-        make: Prepares a pass of a problem for timing. Raises ``ValueError`` for unsupported problems.
+        make: Function that prepares a pass of a problem for timing; raises ``ValueError`` for unsupported problems.
         about: Description.
-        only_gpus: Requires an NVIDIA GPU.
+        only_gpus: The implementation requires an NVIDIA GPU.
     """
 
     package: str
@@ -45,7 +45,7 @@ class Peer:
     only_gpus: bool = False
 
     def absence(self, platform: str) -> str | None:
-        """Reason why it cannot run on a platform; ``None`` if it can."""
+        """Return the reason why the implementation cannot run on a platform; ``None`` if it can."""
         if util.find_spec(self.package) is None:
             return "not installed"
         if self.only_gpus and platform != "cuda":
@@ -69,7 +69,7 @@ class Peer:
 
 
 def _in_jax(function_of: Callable[[Benchmark], tuple[Function, bool]]) -> Make:
-    """Return a ``make`` for JAX functions; ``function_of`` also tells if they compute the problem's windows."""
+    """Return a ``make`` for ``function_of``, which returns a JAX function and True if it computes the windows."""
 
     def make(
         benchmark: Benchmark, cotangent: jax.Array, arrays: Sequence[jax.Array], pass_: Pass, platform: str
@@ -122,7 +122,7 @@ def _xla(benchmark: Benchmark) -> tuple[Function, bool]:
 
 
 def _dense_mask(benchmark: Benchmark) -> np.ndarray[Any, Any]:
-    """Boolean mask ``[queries, keys]`` over flattened tokens: True if the query sees the key."""
+    """Return the boolean mask ``[queries, keys]`` over flattened tokens: True if the query sees the key."""
     mask = np.ones((1, 1), bool)
     for axis in benchmark.problem.axes:
         query, key = np.arange(axis.query_extent)[:, None], np.arange(axis.kv_extent)[None]

@@ -22,12 +22,12 @@ Arrays = list[np.ndarray[Any, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """A pass of an implementation.
+    """A pass of a problem by one implementation.
 
     Attributes:
-        seconds: Measures a few launches: device time of all kernels on a GPU, wall time on other platforms.
-        result: Computes the output, or the gradients of query, key and value.
-        is_same: It computes the problem's windows, not attention of the same tokens without windows.
+        seconds: Function that times a few launches: device time of all kernels on a GPU, otherwise wall time.
+        result: Function that computes the output, or the gradients of query, key and value.
+        is_same: The implementation computes the problem's windows instead of dense attention of the same tokens.
     """
 
     seconds: Callable[[], Sequence[float]]
@@ -55,7 +55,7 @@ def jax_side(
 
 
 def wall_times(run: Callable[[], Any]) -> list[float]:
-    """Wall time of a few synchronous runs; of a single run if it is slow."""
+    """Return the wall times of a few synchronous runs, in seconds; fewer runs if they are slow."""
     times: list[float] = []
     while len(times) < LAUNCHES and sum(times) < _SLOW:
         start = time.perf_counter()
@@ -65,7 +65,7 @@ def wall_times(run: Callable[[], Any]) -> list[float]:
 
 
 def difference(ours: Arrays, theirs: Arrays) -> float:
-    """Largest difference of two results, relative to the largest entry of each array."""
+    """Return the largest difference of two results, relative to the largest entry of each array."""
     return max(
         float(np.max(np.abs(a.ravel() - b.ravel())) / max(float(np.max(np.abs(a))), 1e-30))
         for a, b in zip(ours, theirs, strict=True)

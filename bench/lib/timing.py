@@ -15,7 +15,7 @@ from natten_jax.profiler.program import Program, compile_for_trace
 
 PAUSE = 1.0  # seconds before a turn, for the device to cool down
 WARM_UP = 0.5  # seconds of load before sustained measurements
-LAUNCHES = 3  # a turn's
+LAUNCHES = 3  # per turn
 MODES = ("cold", "sustained")
 
 
@@ -76,13 +76,13 @@ def compile_backward(
 def take_turns(
     runners: Mapping[_Name, Runner], turns: int, mode: str, pause: float | None = None
 ) -> dict[_Name, list[float]]:
-    """Median seconds of each function in every turn.
+    """Measure the median seconds of each function in every turn.
 
     Args:
         runners: Functions by name.
         turns: Number of turns of each function.
         mode: ``"cold"`` pauses before each turn, ``"sustained"`` keeps the device busy.
-        pause: Seconds; ``None`` is :data:`PAUSE`.
+        pause: Seconds of pause; ``None`` is :data:`PAUSE`.
     """
     times: dict[_Name, list[float]] = {name: [] for name in runners}
     if mode == "sustained":
@@ -98,5 +98,5 @@ def take_turns(
 
 
 def ratio(numerators: list[float], denominators: list[float]) -> float:
-    """Median over turns of the ratio of times: a GPU's clock rate falls under load, but is the same within a turn."""
+    """Return the median over turns of the ratio of times: a GPU's clock rate varies, but little within a turn."""
     return statistics.median(top / bottom for top, bottom in zip(numerators, denominators, strict=True))

@@ -40,7 +40,7 @@ def natten(benchmark: Benchmark, cotangent: jax.Array, arrays: Sequence[jax.Arra
 def flex_attention(
     benchmark: Benchmark, cotangent: jax.Array, arrays: Sequence[jax.Array], pass_: Pass, platform: str
 ) -> Side:
-    """Time compiled FlexAttention on inputs that already have heads before tokens."""
+    """Time compiled FlexAttention on inputs that were permuted to heads before tokens."""
     torch: Any = importlib.import_module("torch")
     library: Any = importlib.import_module("torch.nn.attention.flex_attention")
     mask = None
@@ -117,7 +117,7 @@ def _side(
 
 
 def _device_times(torch: Any, run: Callable[[], Any]) -> list[float]:
-    """Measure the seconds of launches between device events, with other launches queued before."""
+    """Return the seconds of launches between device events, while earlier launches keep the device busy."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(LAUNCHES + 2)]
     run()
     for event in events:

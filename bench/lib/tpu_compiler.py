@@ -1,7 +1,7 @@
 """Compile programs for TPUs without a TPU, and read the compiler's dumps.
 
-Run as a program, it compiles what its argument describes and leaves all output in a folder. :func:`compiled` does so in
-a subprocess, since the compiler reads its options only once per process.
+:func:`compiled` runs a program that calls :func:`serve` in a subprocess, since the compiler reads its options only once
+per process. The program compiles a function and writes all output to a folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HLO, _FACTS = "hlo.txt", "facts.json"
 
 
 def versions() -> dict[str, str]:
-    """Versions of the compiler packages.
+    """Return the versions of the compiler packages.
 
     Raises:
         importlib.metadata.PackageNotFoundError: The compiler is not installed.
@@ -115,7 +115,7 @@ def serve(request: Mapping[str, Any], function: Callable[..., Any], arguments: A
 
 @contextmanager
 def _as_on(kind: str) -> Iterator[None]:
-    """Lower as on a kind of device; some lowerings query it."""
+    """Lower as for a kind of device: some lowerings query the kind."""
     import jax
 
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")

@@ -20,7 +20,7 @@ START, COUNT, HULL_END, CORE_FIRST, CORE_END = map(
 
 
 def query_programs(call: Call) -> dict[str, Any]:
-    """Counts of a query-owning kernel: steps, tiles, and chunks multiplied with and without a mask."""
+    """Count the steps, tiles, and chunks with and without a mask of a kernel whose programs own queries."""
     grid = query_grid(call)
     tables = [np.asarray(visits.table(Call.columns)) for visits in call.visits]
     full = masked = active = boxes = 0
@@ -43,7 +43,7 @@ def query_programs(call: Call) -> dict[str, Any]:
 
 
 def _chunks(call: Call, tile: Any, step: Any) -> tuple[int, int]:
-    """Number of chunks of a box without and with a mask."""
+    """Return the number of chunks of a box without and with a mask."""
     chunks, visits = call.chunks, call.visits
     own = [row[START] + number * each.box for row, number, each in zip(tile, step, visits, strict=True)]
     first = [min(each, visit.keys - visit.box) for each, visit in zip(own, visits, strict=True)]
@@ -65,7 +65,7 @@ def _chunks(call: Call, tile: Any, step: Any) -> tuple[int, int]:
 
 
 def key_programs(call: Call) -> dict[str, Any]:
-    """Counts of the key-owning kernel: each key tile visits the query tiles that see some of it."""
+    """Count for the kernel whose programs own keys: each key tile visits the query tiles that see any of its keys."""
     full = masked = 0
     boxes = [np.asarray(visits.table(Call.columns)) for visits in call.visits]
     tiles = [np.asarray(visits.seeing) for visits in call.visits]
@@ -94,13 +94,13 @@ def key_programs(call: Call) -> dict[str, Any]:
 
 
 def _tokens_bytes(call: Call, tokens: int) -> int:
-    """Bytes of ``tokens`` tokens of two arrays; the rows of a head or a pack are padded to whole registers."""
+    """Return the bytes of ``tokens`` tokens of two arrays; a row of a head or pack is padded to whole registers."""
     widths = (call.pack * width for width in (call.plan.problem.head_dim, call.plan.problem.head_dim_v))
     return tokens * call.plan.problem.element.bytes * sum(-(-width // LANES) * LANES for width in widths)
 
 
 def blocks_of_flat_tokens(problem: Problem, queries: int, keys: int) -> tuple[int, int, int]:
-    """Count the blocks that a kernel visits if it takes blocks of consecutive flattened tokens, whatever the layout.
+    """Count the blocks that a kernel visits if its blocks are consecutive flattened tokens.
 
     Returns:
         Number of query blocks, largest number of key blocks that a query block sees, and total number of visible block
@@ -122,6 +122,6 @@ def blocks_of_flat_tokens(problem: Problem, queries: int, keys: int) -> tuple[in
 
 
 def _bounds(axis: Axis) -> tuple[np.ndarray, np.ndarray]:
-    """First and end of each query's keys, for an axis without dilation."""
+    """Return the start and the end of each query's keys, for an axis without dilation."""
     first, end = axis.bounds(np.arange(axis.query_extent), (axis.query_extent, axis.kv_extent))
     return np.asarray(first), np.asarray(end)
