@@ -11,13 +11,14 @@
 
 namespace natten_jax {
 
-/// Limits by folder of kernels (cpu, sm80, small, sm90) and name. Forms of kernels are lists of such dictionaries, in
-/// the order of their tables.
+/// Returns limits by folder of kernels (cpu, sm80, small, sm90) and name. The forms of a kernel are a list of
+/// dictionaries of limits, in the order of the table of forms.
 pybind11::dict limits();
 
-/// Launches of the kernels for small windows for a pass with given tiles, and their estimated time: "seconds" and
-/// "launches". A launch has the "kernel", the "line_dimension" of three, and per batch entry and head the "regions",
-/// with "columns" and "tiles" of a region. None if the kernels do not support the problem.
+/// Returns the launches of the kernels for small windows in a pass with given tiles, and their estimated time, as
+/// "launches" and "seconds". A launch has the "kernel"; the "line_dimension", 0 to 2, or -1 for a ring; the number of
+/// "regions" per batch entry and head; and the "columns" and "tiles" of a region. None if the kernels do not support
+/// the problem.
 ///
 /// Args:
 ///   axes: the attribute `axes` of every target.
@@ -44,7 +45,8 @@ pybind11::object gradient_ring_of_small_windows(const std::array<std::int64_t, k
                                                 int multiprocessors, bool ring_has_boxes, bool has_relative_bias,
                                                 bool has_key_bias);
 
-/// Time of a pass on Hopper relative to a pass in which seams cost nothing, with the boxes that launches choose.
+/// Returns the time of a pass on Hopper relative to a pass in which seams cost nothing, with the boxes that launches
+/// choose.
 ///
 /// Args:
 ///   axes: the attribute `axes` of every target.
@@ -52,7 +54,7 @@ pybind11::object gradient_ring_of_small_windows(const std::array<std::int64_t, k
 double seam_factor(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
                    const std::array<std::int64_t, kRank>& inner, const std::array<std::int64_t, kRank>& outer);
 
-/// Number of entries of a line of a relative bias in the memory layout of the kernels for small windows.
+/// Returns the number of entries of a line of a relative bias in the memory layout of the kernels for small windows.
 ///
 /// Args:
 ///   axes: the attribute `axes` of every target.
@@ -60,8 +62,8 @@ double seam_factor(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
 std::int64_t bias_line(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
                        const std::array<std::int64_t, kRank>& tile, const std::array<std::int64_t, kRank>& group);
 
-/// Scratch sizes for the gradient of a relative bias, per batch entry and head: the number of "tiles", the numbers in
-/// the "record" of a tile, and the number of "parts" in which records are added up.
+/// Returns scratch sizes for the gradient of a relative bias, per batch entry and head: the number of "tiles", the
+/// amount of numbers in the "record" of a tile, and the number of "parts" in which records are added up.
 ///
 /// Args:
 ///   axes: the attribute `axes` of every target.

@@ -133,8 +133,8 @@ NATTEN_JAX_INLINE FloatRows float_rows(const Box& tile, const TokenMap& tokens, 
 
 /// Visits the stream tokens of an item's lane blocks, in boxes of at most a stream tile.
 ///
-/// Rows that are read in place need no common tiles, so the tiles of each block start at its hull, which yields the fewest
-/// tiles. Rows that must be converted are converted once for all blocks.
+/// Rows that are read in place need no common tiles, so the tiles of each block start at its hull, which yields the
+/// fewest tiles. Rows that must be converted are converted once for all blocks.
 ///
 /// Args:
 ///   blocks: the lane blocks.

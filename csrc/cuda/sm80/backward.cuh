@@ -6,8 +6,8 @@
 //   S^T = K Q^T, dP^T = V dO^T    P = exp(scale * S - logsumexp)    dS = P * (dP - delta)
 //   dV += P^T dO, dK += dS^T Q    in registers                      dQ += dS K    added to sums in memory
 //
-// A single CTA adds to a sum in a fixed order, so results are reproducible if it processes all tiles. Weights and dS
-// pass from warp to warp through shared memory.
+// Each CTA adds to a sum in a fixed order, so results are reproducible if a single CTA processes all tiles. Weights and
+// dS pass from warp to warp through shared memory.
 #pragma once
 
 #include <cmath>
@@ -128,8 +128,9 @@ CUTE_DEVICE void load_next(const BackwardParams& p, typename Traits::SharedStora
   if (next.head < own.queries) load_queries<Traits>(p, shared, next, own, stage);
 }
 
-/// `kIsPlain`: the launch is_plain; false supports all calls. With one kernel for all calls, backward passes took 1.5%
-/// longer for the scales (heads of 64), and 1 to 3% for layouts and ends (heads of 128; H100).
+/// `kIsPlain`: true only for launches that are plain (is_plain); false supports all calls. With one kernel for all
+/// calls, backward passes took 1.5% longer for the scales (heads of 64), and 1 to 3% for layouts and ends (heads of
+/// 128; H100).
 template <class Traits, bool kIsPlain>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     natten_jax_sm80_fna_backward(const __grid_constant__ BackwardParams p) {

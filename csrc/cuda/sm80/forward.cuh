@@ -44,9 +44,10 @@ CUTE_DEVICE void load_query(const ForwardParams& p, typename Traits::SharedStora
   commit_copies();
 }
 
-/// `kIsPlain`: the launch is_plain; false supports all calls. A common scale of all heads is a parameter, which needs
-/// no register, and register allocation in the step loop depends on the planning code before it. With one kernel for
-/// all calls, forward passes took 1 to 5% longer for the scales, and 1 to 3% for the layouts (H100).
+/// `kIsPlain`: true only for launches that are plain (is_plain); false supports all calls. A common scale of all heads
+/// is a parameter, which needs no register, and register allocation in the step loop depends on the planning code
+/// before it. With one kernel for all calls, forward passes took 1 to 5% longer for the scales, and 1 to 3% for the
+/// layouts (H100).
 template <class Traits, bool kIsPlain>
 __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
     natten_jax_sm80_fna_forward(const __grid_constant__ ForwardParams p) {

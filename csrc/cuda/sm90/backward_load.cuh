@@ -91,7 +91,7 @@ CUTE_DEVICE void plan_key_tiles(const BackwardParams& p, typename Traits::Shared
       }
       kv.advance();
       slot.advance();
-      // Taken early, the next tile would go to the CTA that started first instead of the CTA that is done first.
+      // If taken early, the next tile would go to the CTA that started first instead of the CTA that is done first.
       wanted.wait_full(shared.wants_plan);
       wanted.advance();
     }
@@ -145,7 +145,7 @@ CUTE_DEVICE void load_query_tile(const BackwardParams& p, const KeyTilePlan<Trai
 /// Loads the dO tiles of every query head and, unless `kLoadsApart`, the Q tiles. Runs in one thread.
 template <class Traits>
 CUTE_DEVICE void load_query_tiles(const BackwardParams& p, typename Traits::SharedStorage& shared) {
-  // If tiles take turns, a tile that is taken early would make other tiles wait.
+  // If tiles take turns, a tile that is taken early would delay the tiles whose turn comes later.
   const int planned_ahead = p.schedule.turns == nullptr ? kPlannedAhead : 0;
   Ring<Traits::kStages> stage;
   for (Ring<2> slot; next_key_tile<Traits>(shared, slot); slot.advance()) {

@@ -8,8 +8,8 @@
 
 namespace natten_jax {
 
-/// Rows of `kRowBytes`, swizzled: 16-byte chunks are permuted so that a chunk of eight consecutive rows, or two
-/// neighboring chunks of every second of eight rows, lie in different banks.
+/// Rows of `kRowBytes`, swizzled: 16-byte chunks are permuted so that the same chunk of eight consecutive rows, or two
+/// neighboring chunks of every second one of eight rows, lie in different banks.
 ///
 /// cute::Swizzle permutes in the same way, but then the compiler computes row permutations that are constants here: the
 /// backward kernel for heads of 128 has 5120 instructions with it and 5024 without.
