@@ -1,20 +1,20 @@
-// Gradients of additional keys and values, which all queries see: a warp owns 16 of them and a part of the queries. A
-// second kernel adds up the parts in a fixed order, without atomics: results are deterministic, and do not depend on
-// other batch entries.
+// Gradients of additional keys and values, which all queries see. A warp computes the partial gradients of 16
+// additional keys and values over a part of the queries. A second kernel adds up these partial gradients in a fixed
+// order, without atomics: results are deterministic, and do not depend on other batch entries.
 #pragma once
 
 #include "cuda/small/key_value_gradient.cuh"
 
 namespace natten_jax::small {
 
-/// Queries that a warp loads at once, in pairs of groups, with the shared memory layout of boxes.
+/// A stage in shared memory: the queries that a warp loads at once, as pairs of groups, in the layout of TMA boxes.
 template <int kHeadDim>
 struct QueryStage {
   using Rows = RowTile<kHeadDim>;
   using Tile = typename Rows::Tile;
   static constexpr int kPairs = additional_pairs_at_once(kHeadDim), kQueries = kPairs * 2 * kColumns;
   static_assert(2 * kColumns == kRows && kQueries <= 32);
-  static constexpr int kSecond = kPairs * Rows::kBytes;  // bytes from queries to output cotangents
+  static constexpr int kSecond = kPairs * Rows::kBytes;  // bytes from the queries to dO
   static constexpr int kStatistics = 2 * kSecond, kBytes = kStatistics + kQueries * kStatisticsBytes;
 
   /// Plan of every stage: all of its queries are visible.
@@ -40,10 +40,10 @@ struct AdditionalShared {
   alignas(128) char stages[kAdditionalWarps][2][(Stage::kBytes + 127) / 128 * 128];
   alignas(128) char keys[Stage::Rows::kBytes];
   alignas(128) char values[Stage::Rows::kBytes];
-  // As for_pairs reads them, with two more pairs for its prefetch.
+  // Offsets and masks of pairs, in the format that for_pairs reads; it prefetches two more pairs.
   alignas(8) std::uint32_t offsets[Stage::kPairs + 2];
   std::uint16_t masks[2 * 32];
-  // As in Tables.
+  // In the format of Tables::row_places.
   alignas(8) int places_of_keys[kRows];
   alignas(8) int places_of_queries[kAdditionalWarps][32];
 };
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(32 * kAdditionalWarps, 1)
   }
 }
 
-/// Adds up the parts; a thread computes two elements of a key's or value's gradient.
+/// Adds up the partial gradients; a thread computes two elements of a key's or value's gradient.
 template <class Element>
 __global__ void __launch_bounds__(kAdditionalSumThreads)
     natten_jax_small_additional_gradient_sum(const __grid_constant__ AdditionalParams p) {

@@ -10,10 +10,10 @@
 namespace natten_jax::small {
 namespace {
 
-/// Limit of gridDim.y.
+/// Maximum parts of the tiles, which gridDim.y counts.
 constexpr std::int64_t kMostParts = 32768;
 
-/// Offsets covered by a tile's record in a region.
+/// Returns the offsets that a tile's record covers in a region.
 TableBox table_box(const Problem& problem, const std::int64_t (&rows)[kRank], const Region& region) {
   TableBox box{};
   for (int d = 0; d < kRank; ++d) {
@@ -73,7 +73,7 @@ Status prepare_table(const Problem& problem, const TileShapes& tiles, const Arra
   }
   const std::int64_t items = problem.batch * problem.heads, chunks = region.gradients / kEntriesOfChunk;
   shape = {dim3(static_cast<unsigned>(items), static_cast<unsigned>(sums.parts)), 0, 0,
-           stream};  // the rest follows from these
+           stream};  // launch_table_gradient sets the threads and shared memory
   last.sums = scratch.table_sums;
   last.result = arrays.relative_bias_gradient;
   last.next_table = chunks;

@@ -1,4 +1,5 @@
-// Prepares launches of kernels with a relative bias: its tables of products, and the sums of its gradient.
+// Prepares launches of kernels with a relative bias: tables that are added to products of queries and keys, and the
+// sums for the gradient of the bias.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,21 +18,21 @@
 
 namespace natten_jax::small {
 
-/// A problem's tables, as kernels with `line` entries per line read them.
+/// Returns a problem's tables, for kernels that read tables with `line` entries per line.
 GivenTable given_table(const Problem& problem, std::int64_t line, const Arrays& arrays);
 
 /// Computes the tables of products if there is a relative bias and the kernels read such tables.
 Status make_products(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                      const Arrays& arrays, float* products, cudaStream_t stream, CommonParams& p);
 
-/// Fills in the parameters for a relative bias's gradient, if there is one: of the kernel of query gradients, and of
-/// the kernels that add up its records.
+/// If there is a relative bias, fills in the parameters for its gradient: of the query gradient kernel, and of the
+/// kernels that add up the records of that kernel.
 Status prepare_table(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,
                      cudaStream_t stream, BackwardParams& p, TableParams& table, LaunchShape& shape,
                      LastSumsParams& last);
 
-/// Fills in these parameters for the kernel of all gradients, whose CTAs have batch entries of a single head each;
-/// false if there are too many CTAs.
+/// Fills in the parameters for a relative bias's gradient in the kernel of whole layouts, each of whose CTAs loops over
+/// batch entries of a single head. Returns false if there are too many CTAs.
 bool prepare_whole_bias(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,
                         WholeBiasParams& p, LaunchShape& shape, LastSumsParams& last);
 

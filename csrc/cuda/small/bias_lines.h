@@ -15,9 +15,10 @@ namespace natten_jax::small {
 /// Possible orders of a problem's dimensions in a region: the dimensions of a group come first.
 inline constexpr int kOrders[][kRank] = {{0, 1, 2}, {0, 2, 1}, {1, 0, 2}, {1, 2, 0}, {2, 0, 1}, {2, 1, 0}};
 
-/// Number of shared memory wavefronts to read an entry for every lane, with make_plan's assignment of rows and columns:
-/// the maximum number of distinct words in one bank.
-/// || Args:
+/// Returns the number of shared memory wavefronts in which a warp reads one entry per lane, with make_plan's assignment
+/// of rows and columns: the maximum number of distinct words in one bank.
+///
+/// Args:
 ///   pitch: distance in entries between consecutive offsets of a dimension.
 ///   tile, group: shapes of rows and columns.
 ///   order: order of the dimensions.
@@ -40,16 +41,18 @@ inline int reads_of_warp(const std::int64_t (&pitch)[kRank], const std::int64_t 
   return *std::max_element(in_bank, in_bank + kBanks);
 }
 
-/// Entries of a line with `own` offsets: the shortest line with the fewest bank conflicts. Without padding, most
-/// windows of 7 x 7 and all of 13 x 13 take twice the number of reads: the forward pass of 13 x 13 took 207 instead of
-/// 201 microseconds, key and value gradients of 64-wide heads with 7 x 7 took 113 instead of 100 (H200).
-/// || Args:
+/// Returns the entries of a line with `own` offsets, including padding: the shortest line with the fewest bank
+/// conflicts. Without padding, most windows of 7 x 7 and all of 13 x 13 take twice the number of reads: the forward
+/// pass of 13 x 13 took 207 instead of 201 microseconds, key and value gradients of 64-wide heads with 7 x 7 took 113
+/// instead of 100 (H200).
+///
+/// Args:
 ///   own: offsets along the last dimension.
 ///   lines: lines per plane.
 ///   tile, group: shapes of rows and columns.
 inline std::int64_t entries_of_line(std::int64_t own, std::int64_t lines, const std::int64_t (&tile)[kRank],
                                     const std::int64_t (&group)[kRank]) {
-  constexpr std::int64_t kBanks = 32;  // lines that are longer by this have the same bank conflicts
+  constexpr std::int64_t kBanks = 32;  // lengths that differ by this have the same bank conflicts
   std::int64_t best = own;
   int least = std::numeric_limits<int>::max(), orders = 0;
   for (std::int64_t line = own; line < own + kBanks && least > orders; ++line) {

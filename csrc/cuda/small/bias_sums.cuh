@@ -7,7 +7,7 @@
 
 namespace natten_jax::small {
 
-/// Begin of a warp's rows.
+/// Returns the start of a warp's rows in shared memory.
 CUTE_DEVICE char* sums_of_warp(const CommonParams& p, char* raw) {
   return raw + p.region.shared.sums + threadIdx.x / 32 * bytes_of_sums(p.region.record);
 }
@@ -34,8 +34,8 @@ CUTE_DEVICE void store_logit_gradients(const TilePlan& tile, std::uint32_t sums,
                                        const Pairs<kPairs>& pairs) {
   CUTE_UNROLL
   for (int pair = 0; pair < kPairs; ++pair) {
-    // Opaque, so that the compiler does not recompute addresses for each store, and tests visible instead of hidden
-    // bits, which takes two instructions.
+    // Opaque to the compiler, which would otherwise recompute the addresses for each store, and test hidden instead of
+    // visible bits, with two instructions.
     const std::uint32_t seen = kept(~pairs.masks[pair]);
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
@@ -47,9 +47,9 @@ CUTE_DEVICE void store_logit_gradients(const TilePlan& tile, std::uint32_t sums,
   }
 }
 
-/// B operand of the product that adds up a tile's rows. A column of these rows is a row of the product. The product's
-/// first column has the sums of rows that are stored in place, its second column the sums of late rows, which are
-/// stored one number later (TilePlan::late_rows).
+/// Computes the B operand of the product that adds up a tile's rows. Each column of these rows is a row of the product.
+/// The first column of the product sums the rows that are stored in place. The second column sums the late rows, which
+/// are stored one number later (TilePlan::late_rows).
 template <class Element>
 CUTE_DEVICE void columns_of_rows(std::uint32_t (&b)[2], const TilePlan& tile) {
   const int number = threadIdx.x % 32 / 4;
@@ -70,7 +70,7 @@ CUTE_DEVICE void add_up_rows(const CommonParams& p, const TilePlan& tile, std::u
                              lane % 16 * row_bytes + lane / 16 * 16;
   std::uint32_t b[2];
   columns_of_rows<Element>(b, tile);
-  float behind = 0.f;  // sum of late rows for the number after these
+  float behind = 0.f;  // sum over late rows for the last number of the step
   __syncwarp();
   CUTE_NO_UNROLL
   for (int first = region.record - kRecordStep; first >= 0; first -= kRecordStep) {

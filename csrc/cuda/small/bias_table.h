@@ -1,5 +1,6 @@
 // Layout of a head's relative bias in the kernels for small windows, and of the sums for its gradient.
-// || A tile of queries adds up its logit gradients by offset in a record: a box of the table that begins, along each
+//
+// A tile of queries adds up its logit gradients by offset in a record: a box of the table that begins, along each
 // dimension, at the smallest offset of any of its queries.
 #pragma once
 
@@ -27,8 +28,8 @@ inline constexpr int kEntryBits = 16;
 /// Tables in memory are padded to chunks of 16 bytes.
 inline constexpr int kEntriesOfChunk = 4;
 
-/// Records are padded to multiples of this, the columns of two matrices of an MMA operand. A chunk with the tile's
-/// smallest offsets follows: the header.
+/// Records are padded to multiples of this, the columns of two matrices of an MMA operand. After each record comes its
+/// header: a chunk with the tile's smallest offsets.
 inline constexpr int kRecordStep = 16;
 inline constexpr int kRecordHeader = 4;
 
@@ -43,11 +44,11 @@ constexpr int bytes_of_sums(int record) {
   return kRows * bytes_of_sums_row(record);
 }
 
-/// A problem's table as kernels with tiles of these shapes read it. Lines are padded.
+/// Layout of a problem's table in kernels with the given tile shapes. Lines are padded.
 struct BiasTable {
   std::int64_t pitch[kRank];  ///< Distance in entries between consecutive offsets.
   std::int64_t entries;       ///< All entries, padded to chunks.
-  std::int64_t gradients;     ///< Entries of the gradient: its lines have one entry per offset; padded to chunks.
+  std::int64_t gradients;     ///< Entries of the gradient, without padding of lines, but padded to chunks.
 
   BiasTable(const Axis (&axes)[kRank], const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank]) {
     const OffsetTable offsets = offset_table(axes);
@@ -62,13 +63,13 @@ struct BiasTable {
   }
 };
 
-/// Number of relative bias tables to add to products of queries and keys: one per batch entry, or a single one if
-/// entries share the table and the scale is not per head.
+/// Returns the number of relative bias tables to add to products of queries and keys: one per batch entry, or a single
+/// one if entries share the table and the scale is not per head.
 inline std::int64_t tables_of_products(const Problem& problem, const Arrays& arrays) {
   return arrays.relative_bias_tables == 1 && problem.scale.heads == nullptr ? 1 : problem.batch;
 }
 
-/// Offsets along a dimension that a tile with `queries` queries has.
+/// Returns the number of offsets along a dimension from `queries` consecutive queries to the keys that they see.
 inline std::int64_t offsets_of_tile(const Window& window, std::int64_t queries) {
   const std::int64_t all = 2 * window.kernel_size - 1;
   // At the ends of a layout, windows shift by one token per query relative to their queries.
@@ -85,7 +86,7 @@ struct RecordLayout {
   RecordLayout(const Axis (&axes)[kRank], const std::int64_t (&tile)[kRank], int fastest) {
     std::int64_t others = 1;
     for (int d = kRank - 1; d >= 0; --d) extent[d] = offsets_of_tile(axes[d].window, tile[d]);
-    // Hidden columns past a line's ends may be written as zeros along with it; no row sees both ends of a line.
+    // Kernels may write zeros for hidden columns past a line's ends; no row sees both ends of a line.
     const std::int64_t line = divide_up(std::max(extent[fastest], axes[fastest].window.kernel_size + 1), 2) * 2;
     for (int d = kRank - 1; d >= 0; --d) {
       pitch[d] = d == fastest ? 1 : line * others;
@@ -96,20 +97,20 @@ struct RecordLayout {
   }
 };
 
-/// Sizes of the sums, for each batch entry and head.
+/// Sizes of the sums for the gradient, per batch entry and head.
 struct BiasSums {
   std::int64_t tiles;   ///< All tiles of the layout, including tiles without queries.
   std::int64_t record;  ///< Numbers of a tile's record and its header.
   std::int64_t parts;   ///< Parts of the tiles: one CTA adds up the records of a part.
 };
 
-/// Number of query tiles along a dimension, over all dilation groups.
+/// Returns the number of query tiles along a dimension, over all dilation groups.
 inline std::int64_t query_tiles(const Axis& axis, std::int64_t tile) {
   const std::int64_t dilation = axis.window.dilation;
   return dilation * divide_up(divide_up(axis.query.local_extent, dilation), tile);
 }
 
-/// Numbers of a record, maximized over the choice of the fastest dimension of a group of columns.
+/// Returns the numbers of a record: the maximum over all possible fastest dimensions of a group of columns.
 inline std::int64_t most_numbers(const Axis (&axes)[kRank], const std::int64_t (&tile)[kRank],
                                  const std::int64_t (&group)[kRank]) {
   std::int64_t result = 0;
@@ -120,7 +121,8 @@ inline std::int64_t most_numbers(const Axis (&axes)[kRank], const std::int64_t (
 }
 
 /// Returns the sizes of the sums.
-/// || Args:
+///
+/// Args:
 ///   axes: the layout.
 ///   tile, group: shapes of a tile of queries and of a group of keys.
 inline BiasSums bias_sums(const Axis (&axes)[kRank], const std::int64_t (&tile)[kRank],

@@ -20,14 +20,14 @@ constexpr bool is_compiled(bool has_boxes) {
 
 /// Rarely used per-CTA state, kept in shared memory to save registers.
 struct BoxState {
-  std::uint64_t full[2];  // stages are loaded
-  std::uint64_t left[2];  // stages have been read by all warps
-  EntryItems items;       // of the plan, with per-entry layouts
+  std::uint64_t full[2];  // barriers: the stage is loaded
+  std::uint64_t left[2];  // barriers: all warps have read the stage
+  EntryItems items;       // the plan's items; only with per-entry layouts
   int first[kRank];       // first column of the box
   int warps;              // warps that have rows
 };
 
-/// Stands for members that are kept in shared memory instead.
+/// Empty type of a member that is kept in shared memory instead.
 struct NoItems {};
 
 /// Arrives at a barrier once all copies that the thread has started have completed.
@@ -35,7 +35,7 @@ CUTE_DEVICE void arrive_with_copies(std::uint64_t& barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" : : "r"(shared_address(&barrier)) : "memory");
 }
 
-/// As ChunkLoads, but each warp has separate buffers for its rows, and fills them itself.
+/// Like ChunkLoads, but TMA loads the columns, and each warp loads its rows into separate buffers.
 template <int kHeadDim, Kernel kKernel, class Items, bool kHasBias = false>
 class BoxLoads {
  public:
@@ -52,8 +52,8 @@ class BoxLoads {
       : p_(p),
         state_(*reinterpret_cast<BoxState*>(raw + p.region.shared.box_state)),
         stages_(shared_address(raw + p.region.shared.stages)) {
-    // With this prefetch, dilation 8 took 116.5 instead of 121 microseconds, and 7 x 7 tokens 21.2 instead of 22.4; the
-    // other gradient kernels took 4% longer.
+    // With this prefetch, the kernel took 116.5 instead of 121 microseconds with dilation 8, and 21.2 instead of 22.4
+    // microseconds with 7 x 7 tokens. The other gradient kernels took 4% longer with it.
     if constexpr (kIsWhole) {
       if (threadIdx.x > 0) return;
       CUTE_UNROLL
@@ -63,7 +63,7 @@ class BoxLoads {
     }
   }
 
-  /// Takes the items of the next plan: at first, or when all threads have finished the previous plan.
+  /// Sets the items of the next plan. Must be called before the first plan, and after all threads have finished a plan.
   CUTE_DEVICE void take(const Items& items, bool is_first) {
     if constexpr (Items::kOfEntries) {
       if (threadIdx.x > 0) return;
@@ -99,7 +99,7 @@ class BoxLoads {
         // In the forward pass, the previous kernel makes the maps. In the backward pass, the maps were complete before
         // the previous kernel started; it may fill padding, which is not needed here.
         if constexpr (kKernel == Kernel::kForward) wait_for_previous_kernel();
-        // On behalf of all threads that issue TMA loads, which come after this one.
+        // This also acquires the maps for the other threads that issue TMA loads, because they do so after this thread.
         const CUtensorMap* const maps = p_.entry_maps + items().maps * kEntryMaps;
         for (int i = 0; i < kBoxes + kRowsAreKeys; ++i) acquire_map(maps + i);
       }
@@ -114,7 +114,7 @@ class BoxLoads {
     commit_copies();
   }
 
-  /// All threads have to call it before any of them loops over the items.
+  /// Returns the number of warps with rows. All threads have to call it before any of them loops over the items.
   CUTE_DEVICE int warps_with_rows() const {
     __syncthreads();
     return state_.warps;
@@ -179,7 +179,8 @@ class BoxLoads {
     const LoadNext& load_next;
     int i, stage, phase;
 
-    /// The warp's rows are in registers, so that the next item's rows may be loaded. Waits for the columns.
+    /// Called when the warp's rows are in registers: starts to load the next item's rows, if results do not use their
+    /// buffer, and waits for the columns.
     CUTE_DEVICE void rows_are_read() const {
       __syncwarp();
       if constexpr (!kHasResultsInRows) load_next();
@@ -188,7 +189,8 @@ class BoxLoads {
 
     CUTE_DEVICE void columns_are_read() const { loads.leave(i, stage, phase); }
 
-    /// The warp's results have left their staging buffer.
+    /// Called when the warp's results have left their staging buffer: if it is the buffer of rows, starts to load the
+    /// next item's rows.
     CUTE_DEVICE void results_are_written() const {
       if constexpr (kHasResultsInRows) {
         __syncwarp();
@@ -222,7 +224,7 @@ class BoxLoads {
     return stages_ - p_.region.shared.stages + p_.region.shared.rows + of_warp;
   }
 
-  /// Tensor map of an array: the map of the plan's batch entries, or the launch's map.
+  /// Returns the tensor map of an array: the map of the plan's batch entries, or the launch's map.
   CUTE_DEVICE const CUtensorMap& map_of(int box) const {
     if constexpr (Items::kOfEntries) {
       if (items().maps >= 0) return p_.entry_maps[items().maps * kEntryMaps + box];
@@ -262,7 +264,7 @@ class BoxLoads {
     }
   }
 
-  /// End of the box of statistics, relative to its begin.
+  /// Returns the end of the box of statistics, in bytes from its start.
   CUTE_DEVICE int statistics_end() const { return p_.region.shared.box_end / kRowBytes * kStatisticsBytes; }
 
   /// Clears the parts of the stages after the boxes: the kernel reads them, and they have to be finite.
@@ -297,7 +299,7 @@ class BoxLoads {
     }
   }
 
-  /// Kept in shared memory with per-entry layouts, because registers are short.
+  /// Returns the items, which are in shared memory with per-entry layouts, to save registers.
   CUTE_DEVICE const Items& items() const {
     if constexpr (Items::kOfEntries) {
       return state_.items;
@@ -313,7 +315,7 @@ class BoxLoads {
   std::conditional_t<kMayWrap, bool, NoItems> crosses_seam_;
 };
 
-/// Loads of a second plan: none, since the first plan's loads serve both.
+/// Loads of a CTA's second plan: does nothing, because the first plan's loads serve both plans.
 struct NoLoads {
   static constexpr bool kMayWrap = false, kIsPlain = false;
 

@@ -35,25 +35,25 @@ struct Item {
   }
 
   CUTE_DEVICE HeadScale scale(const CommonParams& p) const { return p.scale.of(batch * p.heads + head); }
-  /// Scale of logits in base 2.
+  /// Returns the factor from products to logits in base 2.
   CUTE_DEVICE float exponent_scale(const CommonParams& p) const { return scale(p).logits * kLog2E; }
 
-  /// Index among all items.
+  /// Returns the index among all items.
   CUTE_DEVICE int number(const CommonParams& p) const { return batch * p.heads + head; }
 
-  /// The head's relative bias.
+  /// Returns the head's relative bias.
   CUTE_DEVICE const float* table(const CommonParams& p) const {
     return p.relative_bias + std::int64_t{p.is_table_of_all ? head : number(p)} * p.region.table_entries;
   }
 
-  /// The head's sink as passed by the caller, or -infinity without sinks.
+  /// Returns the head's sink as passed by the caller, or -infinity without sinks.
   CUTE_DEVICE float sink(const ForwardParams& p) const {
     return p.sinks == nullptr ? -INFINITY : __ldcg(p.sinks + (p.are_sinks_of_all ? head : number(p)));
   }
 
   CUTE_DEVICE int head_kv(const CommonParams& p) const { return p.by_heads_per_kv.divide(head); }
 
-  /// First row in arrays with a row per key and key/value head.
+  /// Returns the item's first row in arrays with a row per key and key/value head.
   CUTE_DEVICE int of_key(const CommonParams& p) const { return of_batch * p.heads_kv + head_kv(p); }
   CUTE_DEVICE int of_additional(const CommonParams& p) const { return additional * p.heads_kv + head_kv(p); }
 
@@ -67,7 +67,7 @@ struct Item {
   int additional;  // batch * additional_kv
 };
 
-/// A row of an array whose rows have `width` elements of 16 bits.
+/// Returns the address of a row of an array whose rows have `width` elements of 16 bits.
 template <class Byte>
 CUTE_DEVICE Byte* row_of(Byte* array, int row, int width) {
   using Char = std::conditional_t<std::is_const_v<Byte>, const char, char>;
@@ -89,7 +89,7 @@ struct ColumnCopy {
     chunk_bytes = chunk % kOfArray * 8 < width ? 16 : 0;
   }
 
-  /// Source address in the thread's array; any valid address if its chunk is past the head's width.
+  /// Returns the source address in the thread's array; any valid address if its chunk is past the head's width.
   CUTE_DEVICE const char* source(const void* first, const void* second) const {
     return static_cast<const char*>(is_second ? second : first) + (chunk_bytes == 0 ? 0 : chunk % kOfArray * 16);
   }
@@ -155,9 +155,9 @@ template <int kHeadDim>
 struct RowTile {
   using Tile = SharedTile<2 * kHeadDim>;
   static constexpr int kBytes = kRows * Tile::kRowBytes;
-  static constexpr int kPasses = kRows * Tile::kChunks / 32, kStep = 32 / Tile::kChunks;  // rows of a pass
+  static constexpr int kPasses = kRows * Tile::kChunks / 32, kStep = 32 / Tile::kChunks;  // kStep: rows per pass
 
-  /// Starts the copy. `source` is the item's first row; `places` are as in Tables.
+  /// Starts to copy the rows. `source` is the item's first row, `places` is Tables::row_places of the warp.
   CUTE_DEVICE static void copy(const int2* places, const void* source, int head_dim, std::uint32_t buffer) {
     const int lane = threadIdx.x % 32, chunk = lane % Tile::kChunks, row = lane / Tile::kChunks;
     const bool is_inside = chunk * 8 < head_dim;
@@ -173,7 +173,7 @@ struct RowTile {
   }
 
   /// Scales a warp's accumulators with a factor for each of a lane's two rows, rounds them, and stores them through a
-  /// buffer.
+  /// buffer in shared memory.
   template <class Element>
   CUTE_DEVICE static void store(const float (&o)[kHeadDim / 8][4], float low, float high, const int2* places,
                                 void* destination, int head_dim, std::uint32_t buffer) {
@@ -211,7 +211,7 @@ struct RowTile {
   }
 
  private:
-  /// Row indices of a lane: `row`, and a row in each later pass.
+  /// Row indices that a lane handles: `row` in the first pass, and another row in each later pass.
   struct Places {
     int2 each[kPasses / 2];
 
@@ -226,7 +226,7 @@ struct RowTile {
   };
 };
 
-/// Writes zeros; both ends are multiples of 16 bytes.
+/// Zeroes memory from `begin` to `end`, both multiples of 16 bytes.
 CUTE_DEVICE void clear(char* begin, char* end) {
 #pragma unroll 4
   for (char* at = begin + threadIdx.x * 16; at < end; at += blockDim.x * 16) {
@@ -250,8 +250,8 @@ struct CtaItems {
   CUTE_DEVICE void advance(const CommonParams& p, Item& item, int) const { item.next(p); }
 };
 
-/// As CtaItems, for plain problems, whose arrays are the complete layout (CommonParams::is_plain): the plan of a
-/// forward pass takes 430 instructions less, of 3,000.
+/// Like CtaItems, but for plain problems, whose arrays are the complete layout (CommonParams::is_plain). This saves 430
+/// of the 3,000 instructions of a forward pass's plan.
 struct PlainItems : CtaItems {
   static constexpr bool kIsPlain = true;
 
@@ -268,9 +268,9 @@ struct EntryItems {
   static constexpr bool kOfEntries = true, kMayWrap = false, kIsPlain = false;
 
   int first, count;
-  const std::uint8_t* order;  // of the CTA's entries
+  const std::uint8_t* order;  // the CTA's entries, sorted by plan
   unsigned entries;           // one bit per entry that uses the plan
-  int first_entry;            // the entry of index 0 in `order`, and of the first bit
+  int first_entry;            // the batch entry with index 0 in `order` and bit 0 in `entries`
   int maps;                   // the entry whose tensor maps all items use; negative: the launch's maps
 
   CUTE_DEVICE Item at(const CommonParams& p, int i) const {
@@ -279,8 +279,8 @@ struct EntryItems {
     return Item(p, first_entry + order[place], head);
   }
 
-  /// Looking up the next entry in `order` took 7% of a pass. There are two cases because the second one needs
-  /// registers.
+  /// The bit mask gives the next entry, because a lookup in `order` took 7% of a pass. The first case is separate
+  /// because the second one needs more registers.
   CUTE_DEVICE void advance(const CommonParams& p, Item& item, int) const {
     if (item.head + 1 < p.heads) {
       item.next(p);
@@ -298,7 +298,7 @@ class ChunkLoads {
  public:
   static constexpr bool kMayWrap = Items::kMayWrap, kIsPlain = Items::kIsPlain, kHasResultsInRows = true;
 
-  /// Hooks of `compute`; nothing overlaps with the computation here.
+  /// Hooks that `compute` calls. They do nothing, because no loads start during the computation.
   struct Phases {
     CUTE_DEVICE void rows_are_read() const {}
     CUTE_DEVICE void columns_are_read() const {}
@@ -307,7 +307,7 @@ class ChunkLoads {
 
   CUTE_DEVICE ChunkLoads(const CommonParams& p, char*) : p_(p) {}
 
-  /// Takes the items of the next plan.
+  /// Sets the items of the next plan.
   CUTE_DEVICE void take(const Items& items, bool) { items_ = items; }
 
   CUTE_DEVICE void start(const int (&)[kRank], int, bool = false) const {}

@@ -10,8 +10,8 @@ namespace natten_jax::small {
 template <class Items, Owner kOwner, class Call>
 CUTE_DEVICE void for_plans(const CommonParams& p, char* raw, const Call& call) {
   if constexpr (Items::kOfEntries) {
-    // Kernels that own keys run after the kernels that own queries, and wait only when they need their results: their
-    // tensor maps are made before the maps that kernels of queries may have to wait for.
+    // A kernel that owns keys runs after the kernel that owns queries, and waits only when it needs the results of that
+    // kernel. Its tensor maps are made before the maps that the kernel of queries may have to wait for.
     allow_next_kernel();
     EntryState& state = *reinterpret_cast<EntryState*>(raw + p.region.shared.batch_entries);
     int first_entry, piece;

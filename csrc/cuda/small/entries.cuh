@@ -6,14 +6,15 @@
 namespace natten_jax::small {
 
 /// Data about a CTA's batch entries, computed first and kept in shared memory; each lane of one warp handles an entry.
-/// || Entries with rows in the region form groups that share a plan. Groups are split into pieces of at most the number
-/// of items that a CTA takes at a time.
+///
+/// Entries with rows in the region form groups that share a plan. Each group is split into pieces of at most
+/// Region::items_of_cta items.
 struct EntryState {
   /// Data of a lane's entry and the entries before it, in the order of the groups' first entries.
   struct Group {
-    int pieces_end;    // pieces of all groups whose first entry is this or earlier
-    int first_item;    // items of the groups whose first entry is earlier
-    int items;         // of the entry's group
+    int pieces_end;    // number of pieces of all groups whose first entry is this entry or an earlier one
+    int first_item;    // number of items of all groups whose first entry is an earlier one
+    int items;         // number of items of the entry's group
     int of_piece;      // maximum items per piece
     int is_alike;      // the group's plan is the plan of the launch's layout
     unsigned entries;  // bit mask of the group's entries
@@ -24,15 +25,16 @@ struct EntryState {
 };
 static_assert(sizeof(EntryState) <= kEntryStateBytes);
 
-/// A dimension of a region and an entry. Short on purpose: all of a CTA's warps wait for the warp that computes it.
+/// A dimension of a region in a batch entry's layout. The code is short because all warps of a CTA wait for the warp
+/// that runs it.
 template <bool kRowsAreKeys>
 struct EntryRegion {
   bool has_rows;  // any of the entry's rows is in the region
-  bool is_alike;  // its plan is the launch's plan: the entry ends far after the region, or its layout is the launch's
-  int origin, query_extent, kv_extent;  // clamped to what plans depend on
+  bool is_alike;  // the plan is the launch's plan: the entry ends far after the region, or has the launch's layout
+  int origin, query_extent, kv_extent;  // clamped to the range in which plans differ
 
-  /// `residue` is the region's dilation group and `first_row` its begin in the group; it has at most `rows` rows, which
-  /// see a box of `columns`.
+  /// `residue` is the region's dilation group, and `first_row` the region's first row in that group. The region has at
+  /// most `rows` rows, which see a box of `columns` columns.
   CUTE_DEVICE EntryRegion(const DeviceAxis& axis, int residue, int first_row, int rows, int columns, int given_origin,
                           int queries, int keys) {
     const int begin = residue + first_row * axis.dilation;
@@ -49,9 +51,10 @@ struct EntryRegion {
   }
 
  private:
-  /// Minimum distance from a region's first row to the end of a layout at which the region's plan does not depend on
-  /// that end: past its box, and past the columns that its rows see. More queries see the keys of windows that the end
-  /// shifts, and the last two regions of keys split their tiles differently.
+  /// Returns the minimum distance from a region's first row to the end of a layout at which the region's plan does not
+  /// depend on that end. The end must lie past the region's box, and past the columns that its rows see. Near the end,
+  /// windows are shifted, so that more queries see a key, and the last two regions of keys split their tiles
+  /// differently.
   CUTE_DEVICE static int rows_behind(const DeviceAxis& axis, int first_row, int rows, int columns) {
     // Lower bound of the number of columns before the first row in the box.
     const int before = kRowsAreKeys && axis.is_causal() ? 0 : min(first_row, (axis.kernel_size - 1) / 2);
@@ -89,7 +92,7 @@ CUTE_DEVICE void group_entries(const CommonParams& p, int first_entry, EntryStat
   load_layouts(p, first_entry, entries, state);
   const int (&numbers)[kRank * kRank] = state.layout[min(lane, entries - 1)].numbers;
   bool has_rows = lane < entries, is_alike = true;
-  unsigned like = kAll;  // entries with the same plan
+  unsigned like = kAll;  // bit mask of the entries with the same plan
   int id = blockIdx.x;
   CUTE_UNROLL
   for (int d = 0; d < kRank; ++d) {

@@ -1,5 +1,5 @@
-// Sizes and limits of the portable kernels for small windows. These are plain constants: launches choose by them, and
-// Python reads them in every build.
+// Sizes and limits of the portable kernels for small windows. These are plain constants, because launches choose
+// kernels by them, and Python reads them in every build.
 #pragma once
 
 #include <algorithm>
@@ -41,15 +41,16 @@ inline constexpr int kKeyBiasBytes = 2 * kColumns * 4;
 inline constexpr int kAdditionalWarps = 4;
 inline constexpr int kAdditionalSumThreads = 128;
 
-/// Pairs of query groups that a warp loads at once for the gradients of additional tokens.
+/// Returns the number of pairs of query groups that a warp loads at once for the gradients of additional tokens.
 constexpr int additional_pairs_at_once(int head_dim) {
   return head_dim > 64 ? 1 : 2;
 }
 
-/// Number of parts into which the queries of a batch entry are split for the gradients of additional tokens. It depends
-/// only on the arguments, so that results do not depend on the other batch entries.
-/// || Args:
-///   columns: queries and heads that share a key/value head.
+/// Returns the number of parts into which the queries of a batch entry are split for the gradients of additional
+/// tokens. It depends only on the arguments, so that results do not depend on the other batch entries.
+///
+/// Args:
+///   columns: pairs of a query and one of the query heads that share a key/value head.
 ///   additional_kv: additional tokens.
 constexpr std::int64_t additional_parts(std::int64_t columns, std::int64_t additional_kv) {
   constexpr std::int64_t kColumnsOfPart = 256, kMostTileParts = 256;
@@ -62,7 +63,7 @@ constexpr std::int64_t additional_parts(std::int64_t columns, std::int64_t addit
 /// layouts.
 enum class Feature { kNone, kRelativeBias, kKeyBias, kWraps };
 
-/// The tokens that a kernel has as rows.
+/// The tokens that are the rows of a kernel's tiles.
 enum class Owner { kQueries, kKeys };
 
 /// The role of a kernel.
@@ -75,12 +76,13 @@ constexpr bool has_results_in_rows(Kernel kernel, bool of_entries) {
   return kernel == Kernel::kForward && of_entries;
 }
 
-/// Arrays with a box in each stage, without statistics: the two arrays of columns, or the boxes that WholeBox names.
+/// Returns the number of arrays with a box in each stage, without statistics: the two arrays of columns, or the boxes
+/// that WholeBox names.
 constexpr int boxes_of(Kernel kernel) {
   return kernel == Kernel::kWholeGradient ? 5 : 2;
 }
 
-/// Warps per SM that the registers allow; all of them may belong to one CTA.
+/// Returns the maximum number of warps per SM that the registers allow; all of them may belong to one CTA.
 constexpr int resident_warps(Kernel kernel, int head_dim) {
   constexpr int kWarps[][3] = {{24, 16, 12}, {16, 12, 12}, {16, 8, 8}, {16, 12, 12}};  // by Kernel and kHeadDims
   return kWarps[static_cast<int>(kernel)][head_dim == 32 ? 0 : head_dim == 64 ? 1 : 2];

@@ -1,6 +1,7 @@
-// Forward neighborhood attention for small windows: a warp owns 16 queries, a CTA a region of them, whose keys and
-// values it loads once per batch entry and head.
-// || Weights are relative to 0 (bfloat16), or to a logit in the middle of the window (float16), so that nothing is
+// Forward neighborhood attention for small windows: a warp owns 16 queries. A CTA owns a region of queries, and loads
+// the keys and values that they see once per batch entry and head.
+//
+// Weights are relative to 0 (bfloat16), or to a logit in the middle of the window (float16), so that sums are never
 // rescaled. If the sum of a row's weights is so large or small that digits may have been lost, its tile is recomputed
 // relative to the largest logits.
 #pragma once
@@ -27,7 +28,7 @@ struct TileOutput {
   float shift[2] = {};
 };
 
-/// Adds pairs of groups, given their weights.
+/// Accumulates the weights of pairs of groups, and the values multiplied by them.
 template <class Element, int kHeadDim, int kPairs>
 CUTE_DEVICE void add_pairs(TileOutput<kHeadDim>& result, const PairLogits (&weights)[kPairs],
                            const Pairs<kPairs>& pairs) {
@@ -44,7 +45,7 @@ CUTE_DEVICE void add_pairs(TileOutput<kHeadDim>& result, const PairLogits (&weig
   add_columns<Element, kHeadDim, kSecondArray>(result.o, a, pairs);
 }
 
-/// Computes results relative to the largest logits.
+/// Recomputes a tile's sums with weights relative to the largest logit of each row.
 template <class Element, int kHeadDim, class Columns, Feature kFeature, class Queries>
 CUTE_DEVICE void compute_exactly(TileOutput<kHeadDim>& result, const Queries& queries, const TilePlan& tile,
                                  const Tables& tables, int additional_pairs, std::uint32_t stage, float factor) {
@@ -163,8 +164,8 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
       const int is_sum = is_sum_trusted<Element>(sums[r], result.shift[r], factor);
       is_trusted &= (is_sum | static_cast<int>((r == 0 ? places.x : places.y) < 0)) != 0;
     }
-    // Sink that the sums do not include yet. In float16, the check above excludes the sink, which would hide that the
-    // weights may have lost digits.
+    // Sink that the sums do not include yet. In float16, the check above excludes the sink, because a sum that includes
+    // it would hide a loss of digits in the weights.
     float sink = -INFINITY;
     if constexpr (kHasTerms && Sums::kHasReference) sink = terms.sink();
     if (__any_sync(0xffffffffu, !is_trusted)) {
@@ -176,7 +177,8 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     }
     phases.columns_are_read();
     key_bias.leave(item);
-    // The first lane of four writes the statistics of its first row, its neighbor the second row's.
+    // Of the four lanes that share two rows, the first one writes the first row's statistics, its neighbor the second
+    // row's.
     const bool is_second = lane % 2 != 0;
     const int place = is_second ? places.y : places.x;
     bool has_sink = sink != -INFINITY;

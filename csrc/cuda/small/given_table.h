@@ -1,5 +1,5 @@
-// A relative bias as the caller passes it, with a number per offset, and as kernels read it: added to products of
-// queries and keys, with padded lines (bias_lines.h).
+// Conversion of a relative bias from the caller's array, with one number per offset, to the tables that kernels read:
+// terms of products of queries and keys, with padded lines (bias_lines.h).
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -18,12 +18,12 @@ struct GivenTable {
   int offsets_of_line;          // offsets along the last dimension
   cutlass::FastDivmod by_line;  // divides by the entries of a line, as kernels read it
 
-  /// The table of a head and batch entry; `number` is entry * heads + head.
+  /// Returns the table of a head and batch entry; `number` is entry * heads + head.
   NATTEN_JAX_HOST_DEVICE const float* of(std::int64_t number, int head) const {
     return tables + (is_of_entry ? number : head) * offsets;
   }
 
-  /// Offset of an entry of a kernel's table; negative for padding.
+  /// Returns the offset of an entry of a kernel's table; negative for padding.
   NATTEN_JAX_HOST_DEVICE int offset_of(int entry) const {
     int line, place;
     by_line(line, place, entry);

@@ -23,7 +23,7 @@ struct HeadItems {
   CUTE_DEVICE Item at(const CommonParams& p, int i) const { return Item(p, first + i, head); }
   CUTE_DEVICE void advance(const CommonParams& p, Item& item, int i) const { item = at(p, i); }
 
-  /// Index of a CTA's table of sums. The tables that are added up for a gradient are consecutive.
+  /// Returns the index of a CTA's table of sums. The tables that are added up for a gradient are consecutive.
   CUTE_DEVICE std::int64_t place_of_sum(const WholeBiasParams& p) const {
     if (p.given.is_of_entry) return at(p, 0).number(p) * p.region.count + blockIdx.x;
     return (std::int64_t{head} * p.pieces + piece) * p.region.count + blockIdx.x;
@@ -48,7 +48,7 @@ class HeadTable {
     commit_copies();
   }
 
-  /// Divides a thread's words by the scale, in all stages.
+  /// Divides the words that the thread copied by the scale, in all stages.
   CUTE_DEVICE void finish(const Item& first) const {
     wait_copies<0>();
     const float scale = first.scale(p_).logits;
@@ -63,7 +63,7 @@ class HeadTable {
   }
 
  private:
-  /// Size including the margins, which are zeros.
+  /// Returns the number of words, including the margins, which are zeros.
   CUTE_DEVICE int words() const { return p_.region.table_entries + 2 * p_.region.table_margin; }
   CUTE_DEVICE int offset_of(int word) const {
     const int entry = word - p_.region.table_margin;

@@ -6,13 +6,13 @@
 
 namespace natten_jax::small {
 
-/// Source of scales and sinks: a single scale for all heads is a parameter, which needs no register; otherwise they are
-/// per head. With one kernel for both cases, clips and volumes took 3% longer in the forward pass.
+/// Source of scales and sinks: either a single scale for all heads, a kernel parameter that needs no register, or
+/// per-head scales and sinks. With one kernel for both cases, forward passes of video clips and volumes took 3% longer.
 enum class Terms { kOfAll, kOfHeads };
 
 /// Scale and sink of the item that a warp computes in a forward pass. With `kOfLanes`, lane i holds the terms of the
-/// CTA's item `first_ + i`. Loading them per item stalls warps, and takes 40 instructions more than a single scale (14
-/// x 14 tokens: 9% of a pass on an H100). Kernels that already spill registers cannot afford `kOfLanes`.
+/// CTA's item `first_ + i`. Loading the terms per item stalls warps, and takes 40 instructions more than a single scale
+/// (14 x 14 tokens: 9% of a pass on an H100). Kernels that already spill registers cannot afford `kOfLanes`.
 template <bool kAreThere, bool kOfLanes, class Items>
 class HeadTerms {
  public:
@@ -20,7 +20,7 @@ class HeadTerms {
     if constexpr (kAreThere && kOfLanes) load(0);
   }
 
-  /// Advances to the next item; the first call, to the first item. All lanes of a warp have to call it.
+  /// Advances to the next item; the first call advances to the first item. All lanes of a warp have to call it.
   CUTE_DEVICE void next(const Item& item) {
     if constexpr (kAreThere && kOfLanes) {
       if (++place_ == 32) load(first_ + 32);
@@ -29,10 +29,10 @@ class HeadTerms {
     }
   }
 
-  /// Scale of the item's logits in base 2.
+  /// Returns the factor from products to the item's logits in base 2.
   CUTE_DEVICE float exponent_scale() const { return kAreThere ? of_item(exponent_scale_) : p_.exponent_scale; }
 
-  /// The item's sink as passed by the caller, or -infinity without sinks.
+  /// Returns the item's sink as passed by the caller, or -infinity without sinks.
   CUTE_DEVICE float sink() const { return kAreThere ? of_item(sink_) : -INFINITY; }
 
  private:
@@ -54,7 +54,7 @@ class HeadTerms {
   const ForwardParams& p_;
   const Items& items_;
   float exponent_scale_, sink_;
-  int first_, place_;  // the item of lane 0, and the lane of the current item
+  int first_, place_;  // index of lane 0's item, and the lane of the current item
 };
 
 }  // namespace natten_jax::small

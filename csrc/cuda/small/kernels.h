@@ -35,8 +35,8 @@ cudaError_t launch_loading(int head_dim, const Params& params, const LaunchShape
   });
 }
 
-/// True if the current device runs kernel code that was compiled for an architecture with TMA. Code for older
-/// architectures, which the driver JIT-compiles, does not use TMA.
+/// Sets `result` to true if the current device runs kernel code that was compiled for an architecture with TMA. Code
+/// for older architectures, which the driver JIT-compiles, does not use TMA.
 template <ElementType kType, Feature kFeature>
 cudaError_t find_box_kernels(bool& result);
 

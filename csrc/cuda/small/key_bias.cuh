@@ -24,12 +24,13 @@ class ColumnKeyBias {
     }
   }
 
-  /// Converts an item's biases to terms of products. They must have arrived, and the previous item must be finished.
+  /// Converts an item's biases to terms of products. The loads must be complete, and the previous item must be
+  /// finished.
   CUTE_DEVICE void prepare(const Item& item) {
     if constexpr (kAreThere) {
       if (!is_new_) return;
       const float inverse_scale = fast_products_per_logit(item.scale(p_).logits);
-      // A rolled loop: small problems take as long as their instructions take to be fetched.
+      // Not unrolled: in small problems, instruction fetches determine the time.
       CUTE_NO_UNROLL
       for (int pair = pair_of(0); pair < tile_.pairs; pair += 2) {
         float& slot = *static_cast<float*>(__cvta_shared_to_generic(slot_of(pair)));
@@ -42,7 +43,7 @@ class ColumnKeyBias {
     }
   }
 
-  /// Must be called when an item's biases have been read. Starts to load those of the next item if they differ.
+  /// Must be called when an item's biases have been read. Starts to load the next item's biases if they differ.
   CUTE_DEVICE void leave(const Item& item) {
     if constexpr (kAreThere) {
       __syncwarp();
@@ -56,7 +57,7 @@ class ColumnKeyBias {
   }
 
  private:
-  static constexpr int kWord = 4, kWords = 4;  // of a chunk
+  static constexpr int kWord = 4, kWords = 4;  // bytes of a word, and words of a chunk
   // A lane loads the biases of the first pairs into registers. Biases of further pairs go straight to their slots.
   static constexpr int kHeld = 4, kHeldPairs = 2 * kHeld;
 
@@ -64,7 +65,8 @@ class ColumnKeyBias {
   CUTE_DEVICE static int pair_of(int held) { return lane() / (2 * kColumns) + 2 * held; }
   CUTE_DEVICE std::uint32_t slots() const { return tables_.key_bias - lane() % 4 * (kWord * kWords); }
 
-  /// Slot of the bias of the lane's column of a pair. A lane reads two columns of each group of a pair at once.
+  /// Returns the address of the slot for the bias of the lane's column of a pair. A lane reads two columns of each
+  /// group of a pair at once.
   CUTE_DEVICE std::uint32_t slot_of(int pair) const {
     const int column = lane() % kColumns, group = lane() / kColumns % 2;
     return slots() + pair * kKeyBiasBytes + kWord * (column / 2 * kWords + group * 2 + column % 2);
@@ -77,7 +79,7 @@ class ColumnKeyBias {
     const char* const from = advance(reinterpret_cast<const char*>(p_.key_bias.of_keys), item.of_batch, pitch) +
                              (is_of_all ? 0 : kWord * item.head);
     const auto of_pair = [&](int pair) {
-      // Keys of a group outside of the layout are hidden: their bias only has to be readable.
+      // Keys of a group outside of the layout are hidden: any valid address will do.
       const int key = tile_.key + static_cast<int>(tables_.entries[pair]);
       return reinterpret_cast<const float*>(advance(from, min(max(key, 0), p_.keys - 1), pitch));
     };
@@ -124,13 +126,13 @@ class RowKeyBias {
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
         const float bias = loaded_[i / 2];
-        // Not bias_in_products, with which ptxas spills 40 instead of 8 bytes: 3% of the time of NAT's first stage.
+        // Not bias_in_products, with which ptxas spills 40 instead of 8 bytes, and NAT's first stage takes 3% longer.
         biases[i] = added_product(bias, clipped_by_min_max(bias * inverse_scale));
       }
     }
   }
 
-  /// Writes sums of the gradients of logits. All lanes of a row hold its sum.
+  /// Writes sums of the gradients of logits. All four lanes of a row have the row's sum.
   CUTE_DEVICE void store(const Item& item, const float (&sums)[4]) const {
     if constexpr (kAreThere) {
       if (threadIdx.x % 4 > 0) return;
@@ -139,7 +141,7 @@ class RowKeyBias {
   }
 
  private:
-  /// Calls `call(r, place)` for the rows that are keys.
+  /// Calls `call(r, place)` for each of the lane's two rows that is inside the layout.
   template <class Call>
   CUTE_DEVICE void for_rows(const Call& call) const {
     const int2 places = row_places_[threadIdx.x % 32 / 4];
@@ -150,7 +152,8 @@ class RowKeyBias {
     }
   }
 
-  /// Index of a key's number for the item's head. `place` counts key heads, each shared by several query heads.
+  /// Returns the index of the item's query head and a key in arrays with a number per key and query head. `place` is
+  /// the key's row index in arrays with a row per key and key/value head.
   CUTE_DEVICE std::int64_t of_head(const Item& item, int place) const {
     return std::int64_t{item.of_batch} * p_.heads + std::int64_t{place} * p_.by_heads_per_kv.divisor + item.head;
   }

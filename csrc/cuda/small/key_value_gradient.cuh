@@ -30,7 +30,8 @@ CUTE_DEVICE float2 load_statistic(std::uint32_t address) {
   return result;
 }
 
-/// True if the logsumexp of any of a tile's columns needs its remainder, which NaN marks.
+/// True if any of a tile's columns needs the remainder of its logsumexp; the logsumexp of such a column is stored as
+/// NaN.
 CUTE_DEVICE bool are_large(const TilePlan& tile, const Tables& tables, std::uint32_t stage, int column_bytes) {
   const int lane = threadIdx.x % 32;
   bool result = false;
@@ -156,7 +157,7 @@ struct KeyValueSums {
   }
 };
 
-/// `kIsOfOne`: each query head has a separate key/value head.
+/// Computes key and value gradients. `kIsOfOne`: each query head has a separate key/value head.
 template <class Element, int kHeadDim, bool kHasBoxes, bool kIsOfOne, Feature kFeature, class Items>
 CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
   constexpr bool kHasBias = kFeature == Feature::kRelativeBias, kHasKeyBias = kFeature == Feature::kKeyBias;

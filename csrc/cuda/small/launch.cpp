@@ -15,7 +15,7 @@
 namespace natten_jax::small {
 namespace {
 
-/// Feature that a problem's kernels are compiled for.
+/// Returns the feature that a problem's kernels are compiled for.
 Feature feature_of(const Problem& problem) {
   if (problem.has_relative_bias) return Feature::kRelativeBias;
   if (problem.has_key_bias) return Feature::kKeyBias;
@@ -81,9 +81,10 @@ Status prepare_sinks(const Problem& problem, const std::int64_t (&tile)[kRank], 
 }
 
 /// Launches all kernels of a backward pass, except possibly the last kernels of the gradient of sinks.
-/// || Args:
-///   sinks: the remaining work: parts to be added up; empty without sinks, or if the pass has added them up.
-///   is_of_statistics: true if the whole gradient of sinks remains, to be computed from the statistics of queries.
+///
+/// Args:
+///   sinks: the parts that remain to be added up; empty without sinks, or if the pass has added them up.
+///   is_of_statistics: true if the whole gradient of sinks remains to be computed, from the statistics of queries.
 Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,
                      const Device& device, cudaStream_t stream, SinksParams& sinks, bool& is_of_statistics) {
   BackwardParams p{};
@@ -99,7 +100,7 @@ Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arra
   WholeBiasParams whole{};
   static_cast<BackwardParams&>(whole) = p;
   LaunchShape shape{}, shape_of_keys{}, shape_of_whole{};
-  // Windows of queries and of keys are alike: query rows use the tile shapes of keys.
+  // Rows of queries also use the tile shape of keys, because windows of queries and of keys have similar shapes.
   NATTEN_JAX_RETURN_IF_FAILED(
       prepare_regions(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, arrays, device, stream, p, shape));
   NATTEN_JAX_RETURN_IF_FAILED(prepare_regions(without_additional(problem), tiles.kv, tiles.query,
@@ -142,14 +143,15 @@ Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arra
   AdditionalParams additional{};
   int additional_ctas = 0;
   NATTEN_JAX_RETURN_IF_FAILED(prepare_additional(problem, arrays, scratch, additional, additional_ctas));
-  // Fill padding first: the gradient kernels start while it writes. Between them, it would delay the second kernel.
+  // Fill padding first: the gradient kernels may start while the fill kernel writes. Between the gradient kernels, it
+  // would delay the second one.
   if (arrays.layouts != nullptr) {
     NATTEN_JAX_RETURN_IF_FAILED(status_of(fill_padding_of_gradients(
         problem, arrays, true, stream, p.entry_maps != nullptr ? FillTime::kBetween : FillTime::kAfter)));
     is_of_statistics = true;
   } else {
     NATTEN_JAX_RETURN_IF_FAILED(prepare_sinks(problem, tiles.kv, arrays, scratch, p));
-    // Rings do not write parts of sinks, and do not add them up.
+    // Kernels with a ring do not write parts of sinks, and do not add them up.
     if (has_ring(rings.of_queries)) {
       is_of_statistics = true;
     } else if (has_ring(rings.of_keys)) {
@@ -172,7 +174,8 @@ Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arra
     return status_of(launch_last_sums(last, tables, stream));
   };
   if (has_ring(rings.of_keys)) {
-    // Before the ring, while some of its input is in L2: with rings, no dependent kernel waits for an early start.
+    // Add up the table's records before the ring, while some of them are in L2. The kernel with a ring does not start
+    // early (PDL), so that other kernels may run before it.
     NATTEN_JAX_RETURN_IF_FAILED(add_up_table());
     NATTEN_JAX_RETURN_IF_FAILED(
         run_ring_key_value_gradient(problem, rings.of_keys, arrays, scratch.statistics, stream));

@@ -15,7 +15,7 @@ namespace natten_jax::small {
 /// Returns an error if the kernels do not support the problem's elements and heads.
 Status check_arrays(const Problem& problem);
 
-/// Number of tensor maps in the scratch memory of a pass, for per-entry layouts.
+/// Return the number of tensor maps in the scratch memory of a pass, for per-entry layouts.
 std::int64_t entry_maps_of_forward(const Problem& problem, const Arrays& arrays);
 std::int64_t entry_maps_of_backward(const Problem& problem, const Arrays& arrays);
 

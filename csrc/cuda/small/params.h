@@ -20,11 +20,11 @@ constexpr int kEntryMaps = 3;
 struct KeyBiasParams {
   const float* of_keys;             // [batch, keys, heads], or null
   bool is_of_all_heads;             // one bias per key, shared by all heads: [batch, keys]
-  cutlass::FastDivmod by_heads_kv;  // divides rows of keys
+  cutlass::FastDivmod by_heads_kv;  // divides row indices of keys
   float* gradient;                  // [batch, keys, heads]
 };
 
-/// Parameters of the region and the problem that all kernels use; in the order of Region.
+/// Parameters of the region and the problem that all kernels use. As in Region, the fields of plain passes come first.
 struct CommonParams {
   Region region;
   int query_pitch[kRank];  // distance in tokens between neighbors along a dimension
@@ -33,13 +33,13 @@ struct CommonParams {
   int heads;
   int items;  // batch entries times query heads
   int additional_kv;
-  float exponent_scale;   // from logits to exponents of two, without per-head scales
+  float exponent_scale;   // from products to logits in base 2, without per-head scales
   bool is_plain;          // the arrays are the complete layout, shared by queries and keys
-  bool is_single[kRank];  // dimensions of one token in a plain problem, including all layouts of batch entries
+  bool is_single[kRank];  // the dimension has one token, in a plain problem and in all layouts of batch entries
   cutlass::FastDivmod by_heads, by_heads_per_kv;
-  cutlass::FastDivmod by_regions[kRank];  // of a dilation group
-  cutlass::FastDivmod by_tiles[kRank];    // of a region
-  DeviceAxis axis[kRank];                 // in the order of the region's dimensions; kernels need 64 bytes of each
+  cutlass::FastDivmod by_regions[kRank];  // divides by the regions of a dilation group
+  cutlass::FastDivmod by_tiles[kRank];    // divides by the tiles of a region
+  DeviceAxis axis[kRank];                 // in the order of the region's dimensions; plain passes read 64 bytes of each
   int keys;                               // per batch entry
   int heads_kv;
   int head_dim;
@@ -49,8 +49,8 @@ struct CommonParams {
   const std::int32_t* layouts;  // [batch, 3, 3]: query origin, query and key/value extents; null: one layout for all
                                 // entries
   CUtensorMap* entry_maps;      // [batch, kEntryMaps]: replace `columns`; null: one layout for all entries
-  // TMA maps of the two arrays of columns and, if columns are queries, of their statistics; or of the boxes that
-  // WholeBox names. Dimensions: [head and its elements, the region's dimensions, batch].
+  // TMA maps: of the two arrays of columns and, if columns are queries, of their statistics; in the kernel of whole
+  // layouts, of the boxes that WholeBox names. Dimensions: [head and its elements, the region's dimensions, batch].
   CUtensorMap columns[boxes_of(Kernel::kWholeGradient)];
   // For per-entry layouts: batch entries that a CTA examines, and the number of CTAs that share their work.
   int batch;
@@ -119,7 +119,7 @@ struct SinksParams {
   std::int64_t next_sink;  // distance between the parts of two sinks, a multiple of 16 bytes
   float* gradient;         // [1 or batch, heads]; null if another kernel adds the parts up
   bool are_of_all;         // one set of sinks for all batch entries
-  int tiles;               // per item: all warps of all regions
+  int tiles;               // tiles per item, over all warps of all regions
   int count;               // sinks
   int parts_of_sink;
 };
@@ -146,7 +146,7 @@ struct BackwardParams : CommonParams {
   /// True with per-head scales, or if the kernels that own queries start the gradient of sinks.
   CUTLASS_HOST_DEVICE bool has_terms_of_heads() const { return scale.heads != nullptr || sinks.parts != nullptr; }
 
-  // For a relative bias: [batch, heads, tiles, record and header] (bias_table.h); the kernel of whole layouts has
+  // For a relative bias: [batch, heads, tiles, record and header] (bias_table.h); the kernel of whole layouts writes
   // [batch, heads, regions, gradients of entries].
   float* table_records;
   int table_tiles;
@@ -160,7 +160,7 @@ struct TableParams {
   DeviceAxis axis[kRank];
   cutlass::FastDivmod by_tiles[kRank];  // divides by the tiles of a dimension, of all dilation groups
   TableBox box;
-  int tiles;  // or regions, if each region has a table
+  int tiles;  // tiles per item; or regions, if each region has a table
   int record;
   int entries;
 };
@@ -186,8 +186,9 @@ struct AdditionalParams {
   int additional_kv;
   Scale scale;
   int parts;
-  int columns_of_part;  // a column is a pair of a query and a query head of a key/value head
-  // Divide by: CTAs for the parts of a tile of keys, tiles of a head, and so on.
+  int columns_of_part;  // a column is a pair of a query and one of the query heads that share a key/value head
+  // Divide by: the CTAs for the parts of a tile of keys, the tiles of a head, the key/value heads, and the query heads
+  // per key/value head.
   cutlass::FastDivmod by_splits, by_tiles, by_heads_kv, by_heads_per_kv;
 };
 

@@ -16,10 +16,11 @@ template <int kHeadDim, bool kHasBoxes>
 struct ColumnRows {
   static constexpr int kBytes = (kHasBoxes ? 2 : 4) * kHeadDim;
 
-  /// Boxes: XOR that the swizzle applies to the chunk numbers of a row.
+  /// Returns the XOR that the swizzle of boxes applies to the chunk numbers of a row.
   CUTE_DEVICE static int permutation(int row) { return kHeadDim == 32 ? row >> 1 & 3 : row & 7; }
 
-  /// Address in the second array of a chunk's counterpart; with boxes, the second array lies `distance` bytes further.
+  /// Returns the address of the same chunk in the second array; with boxes, it lies `distance` bytes after the given
+  /// one.
   CUTE_DEVICE static std::uint32_t in_second(std::uint32_t address, int distance) {
     return kHasBoxes ? address + distance : kHeadDim == 32 ? address ^ 64 : address + 2 * kHeadDim;
   }
@@ -42,7 +43,7 @@ struct Lanes {
 
 /// Per-warp setup: sizes of the warp's tables, and the offsets at which its lanes read.
 struct TilePlan {
-  int pairs;  // of groups in the window; additional pairs follow, starting at the next even index
+  int pairs;  // pairs of groups in the window; additional pairs follow, starting at the next even index
   Lanes lanes, lanes_additional;
   std::uint32_t statistic;       // offset of the statistics of the lane's first column
   std::uint32_t next_statistic;  // bytes to the statistics of its second column, and to the next group's
@@ -66,7 +67,7 @@ struct TilePlan {
   int key;
 };
 
-/// Index of a row in the tables.
+/// Returns the index of a row in the tables.
 CUTE_DEVICE constexpr int index_of_row(int row) {
   return row % 8 * 2 + row / 8;
 }
@@ -77,18 +78,18 @@ struct Tables {
   std::uint32_t* offsets;
   std::uint32_t* entries;      // relative bias: byte offset in the table, and in the upper half-word in the sums; key
                                // biases: tokens
-  const std::uint16_t* masks;  // of a lane: the bytes of two pairs
+  const std::uint16_t* masks;  // a lane's mask bytes: two pairs per element
   // Rows i and i + 8 of the warp's tile, as row indices of an array with a row per token and head, relative to its
   // batch entry and head; negative: outside.
   const int2* row_places;
   std::uint32_t key_bias;  // the lane's address of the key biases of the first pair of groups
   char* stages;
   int second;       // distance in bytes between the boxes of the two arrays
-  int columns;      // of the region
-  int full_passes;  // in which all threads copy a chunk of a column; only some threads copy the rest
+  int columns;      // columns of the region
+  int full_passes;  // passes in which all threads copy a chunk of a column; only some threads copy the remaining chunks
 };
 
-/// Base-2 logarithm of a power of two.
+/// Returns the base-2 logarithm of a power of two.
 CUTE_DEVICE int logarithm(int power) {
   return 31 - __clz(power);
 }
@@ -102,7 +103,7 @@ struct MaskBytes {
   CUTE_DEVICE std::uint8_t& operator[](int pair) const { return of_lane[pair / 2 * 64 + pair % 2]; }
 };
 
-/// Sets one bit in each nibble from group `begin` to `end`, out of eight groups.
+/// Returns a mask of eight groups, a nibble each, with one bit set in the nibbles from group `begin` to `end`.
 CUTE_DEVICE std::uint32_t range_of_groups(int begin, int end) {
   // shl.b32 gives 0 for shifts of 32 bits and more; in C++ they are undefined.
   const auto from = [](int group) {
@@ -116,11 +117,13 @@ CUTE_DEVICE std::uint32_t range_of_groups(int begin, int end) {
 /// Fills the tables; returns false for a region without rows. All threads have to call it, and to synchronize before
 /// they use the tables; for a warp's part of them, it suffices that the warp synchronizes. `loads` starts as soon as
 /// the first column of the region's box is known, by its local token in each dimension.
-/// || `load_first_rows` is called as soon as the rows' tokens are known. `layout` is the layout of the batch entries
+///
+/// `load_first_rows` is called as soon as the rows' tokens are known. `layout` is the layout of the batch entries
 /// that the plan is for. `number` is the plan's index in kernels with two plans.
-/// || `kIsWhole`: a region is a whole dilation group of a plain problem without additional columns. These plans have a
-/// third fewer instructions. This matters for CTAs with few items, because a kernel's first instructions miss the
-/// instruction cache.
+///
+/// `kIsWhole`: true if a region is a whole dilation group of a plain problem without additional columns. These plans
+/// have a third fewer instructions. This matters for CTAs with few items, because a kernel's first instructions miss
+/// the instruction cache.
 template <int kHeadDim, Owner kOwner, bool kHasBoxes, Feature kFeature, bool kIsWhole = false, class Loads,
           class LoadFirstRows>
 CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, TilePlan& tile, Loads& loads,
@@ -145,11 +148,11 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   tables.stages = raw + region.shared.stages;
   tables.second = region.shared.second;
 
-  // Rows of the tile and their begin. Each of the first 16 lanes handles one row; three more lanes handle the last row
-  // of the tile and the ends of the region.
+  // Number of rows of the tile, and its first row. Each of the first 16 lanes handles one row; three more lanes handle
+  // the last row of the tile and the ends of the region.
   int tile_rows[kRank], begin_of_tile[kRank], first_row[kRank], offset[kRank];
   int2 seen[kRank], of_tile[kRank];
-  // Columns of the region: begin and count.
+  // First column of the region, and number of columns.
   int first[kRank], extent[kRank], first_column[kRank];
   int id = blockIdx.x, tile_id = warp, warps_with_rows = 1;
   [[maybe_unused]] bool crosses_seam = false;
@@ -233,7 +236,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     token_pitch[d] *= dilation;
     tile_begin[d] = first_of_tile - first[d];
     groups[d] = (max(of_tile[d].y - first_of_tile, 0) + region.group[d] - 1) >> logarithm(region.group[d]);
-    // Every factor of 16 is a power of two.
+    // The tile's extents are powers of two, because their product is 16.
     const auto place_of = [&](int row) { return row >> row_shift & (region.tile[d] - 1); };
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -327,8 +330,8 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     return region.shared.additional +
            static_cast<std::uint32_t>((8 * group + in_group) * kColumnBytes | (chunk ^ in_group) << 4);
   };
-  // ldmatrix: the lane addresses a row of matrix lane / 8 of a step, by the group and by the chunk out of the step's
-  // two.
+  // For ldmatrix, the lane gives the address of a row of matrix lane / 8 of a step. The matrix is selected by the
+  // group, and by one of the two chunks of the step.
   const int slow = lane / 16, fast = lane / 8 % 2;
   tile.lanes = {lane_of(slow, fast), lane_of(fast, slow)};
   tile.lanes_additional = {lane_of_sequence(slow, fast), lane_of_sequence(fast, slow)};

@@ -6,7 +6,7 @@
 
 namespace natten_jax::small {
 
-/// Address at which a lane reads chunks 2 * step and 2 * step + 1 of a pair's columns.
+/// Returns the address at which a lane reads chunks 2 * step and 2 * step + 1 of a pair's columns.
 CUTE_DEVICE std::uint32_t step_address(std::uint32_t address, int step) {
   return (address ^ (step % 4 * 32)) + step / 4 * 128;
 }
@@ -87,7 +87,7 @@ CUTE_DEVICE void load_bias(PairLogits (&x)[kPairs], const TilePlan& tile, std::u
   }
 }
 
-/// Loads the key biases of pairs of groups, if keys are columns, which initialize products of queries and keys.
+/// If keys are columns, loads the key biases of pairs of groups, which initialize products of queries and keys.
 template <int kPairs>
 CUTE_DEVICE void load_key_bias(PairLogits (&x)[kPairs], const Pairs<kPairs>& pairs) {
   CUTE_UNROLL
@@ -107,7 +107,7 @@ CUTE_DEVICE void load_key_bias(PairLogits (&x)[kPairs], const Pairs<kPairs>& pai
 /// The array of columns that a product reads.
 enum ColumnArray { kFirstArray, kSecondArray };
 
-/// Products of the rows with one array of each pair's columns. x starts as `initial`, four numbers per group, or with
+/// Multiplies the rows with one array of each pair's columns. x starts as `initial`, four numbers per group, or with
 /// `kAdds` keeps its value.
 template <class Element, int kHeadDim, ColumnArray kArray, bool kAdds = false, int kPairs>
 CUTE_DEVICE void multiply_columns(PairLogits (&x)[kPairs], const RowOperand<Element, kHeadDim>& rows,
@@ -161,8 +161,8 @@ CUTE_DEVICE void add_columns(float (&o)[kHeadDim / 8][4], const std::uint32_t (&
 // so on make -2^127 (the sign of an element's byte, then zeros of the second word), and 0x9988 and 0xbbaa set all bits
 // in the halves of two elements.
 
-/// Value to add to the exponent of an element, out of the lane's four in a group: 0 if the element is visible, -2^127
-/// if the top bit of its mask is set.
+/// Returns the value to add to the exponent of one of the lane's four elements in a group: 0 if the element is visible,
+/// -2^127 if the top bit of its mask is set.
 CUTE_DEVICE float hiding(std::uint32_t masks, int element) {
   // The top bit of a selector digit replicates a byte's sign, which __byte_perm does not support.
   std::uint32_t result;
@@ -170,7 +170,7 @@ CUTE_DEVICE float hiding(std::uint32_t masks, int element) {
   return __uint_as_float(result);
 }
 
-/// Half-word masks of two elements in the lane's first or second row of a group: all ones if hidden.
+/// Returns half-word masks of two elements in the lane's first or second row of a group: all ones if hidden.
 CUTE_DEVICE std::uint32_t hidden_halves(std::uint32_t masks, int row) {
   std::uint32_t result;
   asm("prmt.b32 %0, %1, %1, %2;" : "=r"(result) : "r"(masks), "r"(row == 0 ? 0x9988 : 0xbbaa));
@@ -189,7 +189,8 @@ CUTE_DEVICE std::uint32_t masks_of_group(std::uint32_t masks, int group) {
 }
 
 /// Calls `call(pairs)` for a tile's pairs of groups, two at a time as far as possible, to overlap one pair's
-/// instructions with the latency of the other's. With `kAtOnce` 1, one pair at a time, which is slower and shorter.
+/// instructions with the latency of the other's. With `kAtOnce` 1, one pair at a time, which is slower but needs less
+/// code.
 template <class Columns, int kAtOnce, Owner kOwner, Feature kFeature, class Call>
 CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int additional_pairs, std::uint32_t stage,
                            const Call& call) {
@@ -240,8 +241,8 @@ CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int addit
   if (additional_pairs > 0) for_range(tile.lanes_additional, (tile.pairs + 1) / 2 * 2, additional_pairs);
 }
 
-/// Unscaled logits of pairs of groups: products of the rows with the first array, plus a relative bias or key biases.
-/// Key biases are loaded if keys are columns; if keys are rows, `of_rows` has them in accumulator order.
+/// Computes unscaled logits of pairs of groups: products of the rows with the first array, plus a relative bias or key
+/// biases. Key biases are loaded if keys are columns; if keys are rows, `of_rows` has them in accumulator order.
 template <class Element, int kHeadDim, Owner kOwner, Feature kFeature, int kPairs>
 CUTE_DEVICE void multiply_keys(PairLogits (&x)[kPairs], const RowOperand<Element, kHeadDim>& rows, const TilePlan& tile,
                                std::uint32_t stage, const Pairs<kPairs>& pairs, const float (&of_rows)[4] = {}) {

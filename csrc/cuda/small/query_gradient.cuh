@@ -16,8 +16,8 @@
 
 namespace natten_jax::small {
 
-/// Dot products of a lane's two rows of a and b, complete over the four lanes that share a row. Each is stored twice,
-/// in accumulator order.
+/// Computes the dot products of a lane's two rows of a and b, summed over the four lanes that share a row. Each is
+/// stored twice, in accumulator order.
 template <class Element, int kHeadDim>
 CUTE_DEVICE void multiply_rows(float (&result)[4], const RowOperand<Element, kHeadDim>& a,
                                const RowOperand<Element, kHeadDim>& b) {
@@ -40,8 +40,8 @@ CUTE_DEVICE void multiply_rows(float (&result)[4], const RowOperand<Element, kHe
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     const float own = lane / 4 % 2 == 0 ? x[r][2 * r] : x[r][2 * r + 1];
-    // Twice one value. The compiler sees two values, and keeps them in adjacent registers, as MMA requires;
-    // otherwise it would move them for each group.
+    // Both shuffles return the same value. The compiler treats the results as two values, and keeps them in adjacent
+    // registers, as MMA requires; otherwise it would move the value for each group.
     result[2 * r] = __shfl_sync(0xffffffffu, own, source);
     result[2 * r + 1] = __shfl_sync(0xffffffffu, own, source + 32);
   }
@@ -82,7 +82,7 @@ struct RowStatistics {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       logsumexp[r] = base2_logsumexp(logsumexp[r]);
-      // A bias hides all keys in the query's window: an infinite logsumexp makes all weights zero.
+      // If a bias hides all keys in the query's window, an infinite logsumexp makes all weights zero.
       if (kHasBias && logsumexp[r] == -INFINITY) logsumexp[r] = INFINITY;
       delta[2 * r] -= logsumexp_cotangent[r];
       delta[2 * r + 1] -= logsumexp_cotangent[r];
@@ -135,7 +135,7 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   using Rows = RowTile<kHeadDim>;
   using Operand = RowOperand<Element, kHeadDim>;
   extern __shared__ __align__(1024) char raw[];
-  if constexpr (!Items::kOfEntries) allow_next_kernel();  // its planning overlaps with this kernel
+  if constexpr (!Items::kOfEntries) allow_next_kernel();  // the next kernel plans while this kernel runs
   Tables tables;
   TilePlan tile;
   Loads<kHeadDim, Kernel::kQueryGradient, kHasBoxes, Items, kHasBias> loads(p, raw);

@@ -37,9 +37,9 @@ bool can_have_boxes(const Problem& problem, int head_dim) {
                      [](const Axis& axis) { return axis.window.dilation <= kLargestBoxDilation; });
 }
 
-/// True if dilation groups can be computed whole: queries and keys are the same tokens, all are local, and each query
-/// head has a separate key/value head. A call without origins may still have only some of the queries, if every query
-/// sees every key.
+/// True if a region can be a whole dilation group: queries and keys are the same tokens, the arrays contain all of
+/// them, and each query head has a separate key/value head. Even without origins, a call's queries may be only a part
+/// of the tokens, if every query sees every key.
 bool can_be_whole(const Problem& problem, Places places) {
   if (places != Places::kComplete || problem.heads != problem.heads_kv || wraps(problem)) return false;
   return std::all_of(std::begin(problem.axes), std::end(problem.axes), [](const Axis& axis) {
@@ -87,9 +87,9 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
     if (has_boxes ? !(device.has_boxes && can_have_boxes(problem, head_dim)) : is_whole) continue;
     candidate.has_boxes = has_boxes;
     for_each_shape(sides, resident_warps(kernel, head_dim), candidate, [&] {
-      // With per-entry layouts, plans have few items, so that a second stage pays less than another CTA: NAT's first
-      // stage, half of it real, took 58 microseconds on an H100 (without filling its padding) with two stages and three
-      // CTAs, and 48 with one stage and five CTAs.
+      // With per-entry layouts, plans have few items, so that a second stage saves less time than another CTA: NAT's
+      // first stage, with half of the tokens padding, took 58 microseconds on an H100 (without filling its padding)
+      // with two stages and three CTAs, and 48 with one stage and five CTAs.
       const int most_stages = places == Places::kOfEntries ? 1 : 2;
       for (int stages = 1; stages <= most_stages; ++stages) {
         if (!complete_region(problem, sides, kernel, head_dim, stages, device, candidate)) continue;

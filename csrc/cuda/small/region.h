@@ -1,5 +1,6 @@
 // Mapping of a CTA to its rows, and layout of the columns that it keeps in shared memory.
-// || A warp owns a tile of 16 rows: queries, or keys in the kernel that computes key and value gradients. A CTA owns a
+//
+// A warp owns a tile of 16 rows: queries, or keys in the kernel that computes key and value gradients. A CTA owns a
 // region of tiles, and holds the box of columns that the region's rows see. A tile's columns are split into groups of
 // 8; consecutive groups along one dimension form a line.
 #pragma once
@@ -51,7 +52,8 @@ struct SharedLayout {
 
 /// Shape of a CTA's region. Dimensions are numbered by role: 0 and 1 are the dimensions of a group, 1 is the dimension
 /// of a line.
-/// || Fields of plain forward passes come first: the first warps on an SM wait for each 64 bytes of parameters that
+///
+/// Fields of plain forward passes come first: the first warps on an SM wait for each 64 bytes of parameters that
 /// they touch, and such passes may take only 7 microseconds.
 struct Region {
   int tile[kRank];   ///< Rows of a tile.
@@ -80,7 +82,7 @@ struct Region {
   int next_entry[2];
   int next_entry_of_group[2];
   int next_sum_of_group;  ///< Distance in bytes between the sums of the two groups of a pair.
-  int sum_pitch[kRank];   ///< As table_pitch, in a record.
+  int sum_pitch[kRank];   ///< Like table_pitch, but in a record.
   bool has_boxes;         ///< Columns are loaded by TMA as boxes; otherwise all threads copy chunks.
   int box;                ///< Maximum number of columns that a region sees.
   int regions[kRank];     ///< Regions per dilation group.
@@ -97,26 +99,29 @@ enum class Places {
   kOfEntries,  ///< Every batch entry has a separate layout inside the arrays.
 };
 
-/// Returns the problem without additional tokens, as the key/value gradient kernel sees it: another kernel computes the
+/// Returns the problem without additional tokens, for the key/value gradient kernel: another kernel computes the
 /// gradients of additional tokens.
 Problem without_additional(Problem problem);
 
 /// Calls `call` with every region that a kernel supports for these tiles.
-/// || Returns:
+///
+/// Returns:
 ///   An error if tiles do not have the size that the kernels require.
 Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                        Kernel kernel, Places places, const Device& device,
                        const std::function<void(const Region&)>& call);
 
 /// Chooses the region with the shortest estimated launch time.
-/// || Args:
+///
+/// Args:
 ///   problem: the problem to solve.
 ///   rows, columns: shapes of a warp's tile and of a group, with kRows and kColumns tokens.
 ///   kernel: the kernel to launch.
 ///   places: position of the tokens in the layout.
 ///   device: device properties.
 ///   region: the result.
-/// || Returns:
+///
+/// Returns:
 ///   An error if tiles or groups have another number of tokens, or if no region fits: the box of one tile (for the
 ///   kernel of whole layouts, of all tiles) is too large for shared memory.
 Status choose_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
@@ -135,13 +140,14 @@ struct PassEstimate {
 };
 
 /// Estimates the time of a pass. In the backward pass, every kernel takes the key/value tile shape for its rows,
-/// including the kernel that owns queries: the windows of queries and of keys are alike.
-/// || Returns:
+/// including the kernel that owns queries, because windows of queries and of keys have similar shapes.
+///
+/// Returns:
 ///   An error if the kernels do not support these tiles.
 Status estimate_pass(const Problem& problem, const TileShapes& tiles, bool is_backward, const Device& device,
                      PassEstimate& estimate);
 
-/// Compiled head width for the problem; 0 if its heads are too wide.
+/// Returns the compiled head width for the problem; 0 if its heads are too wide.
 int compiled_head_dim(const Problem& problem);
 
 }  // namespace natten_jax::small

@@ -29,7 +29,7 @@ struct RegionAxis {
         kernel_size(entry.kernel_size),
         stride(entry.stride) {}
 
-  /// For a dimension of a plain problem.
+  /// Constructs a dimension of a plain problem.
   CUTE_DEVICE RegionAxis(const DeviceAxis& axis, int residue, RegionRows place)
       : begin(place.begin), kernel_size(axis.kernel_size), stride(axis.stride) {
     const int length = group_length(axis, axis.query_extent, residue);
@@ -50,7 +50,7 @@ struct RegionAxis {
       if constexpr (kRowsAreKeys) result.fill_last_region(place);
       return result;
     }
-    // Clamp the origins, so that sums do not overflow; nothing lies further out.
+    // Clamp the origins, so that sums do not overflow; no valid origin lies outside of these limits.
     const auto origin = [&](int index, int least, int largest) {
       return p.origins == nullptr
                  ? Origin{0, 0}
@@ -67,8 +67,8 @@ struct RegionAxis {
   CUTE_DEVICE const GroupTokens& rows() const { return kRowsAreKeys ? kv : query; }
   CUTE_DEVICE const GroupTokens& columns() const { return kRowsAreKeys ? query : kv; }
 
-  /// Range of local columns that a row of the region sees or is seen by. Both ends grow with the row: a key outside of
-  /// the layout is treated as the nearest key inside.
+  /// Returns the range of local columns that a row of the region sees or is seen by. Both ends are non-decreasing in
+  /// the row: a key outside of the layout is treated as the nearest key inside.
   CUTE_DEVICE int2 seen(const DeviceAxis& axis, int row) const {
     row += begin;
     const EntryWindows windows(axis, kernel_size, stride);
@@ -84,8 +84,8 @@ struct RegionAxis {
     return make_int2(max(window.begin - shift, 0), min(max(window.end - shift, 0), columns().local_length));
   }
 
-  /// Offset of a key from a query along the dimension, relative to the smallest offset of a window. One of them is
-  /// a row of the region, the other one is a column.
+  /// Returns the offset of a key from a query along the dimension, relative to the smallest offset of a window. One of
+  /// them is a row of the region, the other one is a column.
   CUTE_DEVICE int offset(const DeviceAxis& axis, int row, int column) const {
     row += begin;
     column += columns().shift;
@@ -102,7 +102,8 @@ struct RegionAxis {
  private:
   /// Gives the last region the maximum number of tiles, and the region before it the remaining ones. Windows of
   /// queries at the end of a layout are shifted, so that more of them see the keys shortly before the end. With all of
-  /// these keys in one region, no box needs room for more queries. `Side::seen` in region_side.h relies on this.
+  /// these keys in one region, the other regions' boxes need no space for additional queries. `Side::seen` in
+  /// region_side.h relies on this.
   CUTE_DEVICE void fill_last_region(RegionRows place) {
     const int length = kv.local_length, end = place.begin + place.most;
     if (length <= place.begin || length > end + place.most) return;

@@ -10,10 +10,11 @@
 namespace natten_jax::small {
 namespace {
 
-/// All values that a region depends on.
+/// Cache key: all values that a region depends on.
 using Key = std::vector<std::int64_t>;
 
-/// Structured bindings, so that a new field of a struct does not compile until it is handled here.
+/// Returns the key of a launch. Structured bindings make a new field of a struct a compile error until it is handled
+/// here.
 Key key_of(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
            Kernel kernel, Places places, const Device& device) {
   const auto& [element_type, batch, heads, heads_kv, head_dim, head_dim_v, additional_kv, has_relative_bias,
@@ -33,7 +34,7 @@ Key key_of(const Problem& problem, const std::int64_t (&rows)[kRank], const std:
     for (const AxisField& field : kAxisFields) key.push_back(field.get(axes[d]));
     for (const Tokens& tokens : {axes[d].query, axes[d].kv}) {
       const auto& [extent, local_extent, origin] = tokens;
-      static_cast<void>(extent);  // included in the table
+      static_cast<void>(extent);  // one of kAxisFields
       static_cast<void>(origin);  // read on the device; regions support any origin
       key.push_back(local_extent);
     }
@@ -49,7 +50,7 @@ struct Found {
   Region region;
 };
 
-/// More kinds than any program launches; beyond this, the cache is cleared.
+/// Maximum number of cached kinds of launches, more than any program needs; beyond this, the cache is cleared.
 constexpr std::size_t kMostKinds = 4096;
 
 /// Returns the cached value of a key, or computes it with `find()`.

@@ -6,14 +6,14 @@
 
 namespace natten_jax::small {
 
-/// As choose_region, but cached per kind of launch: choosing takes 16 to 32 microseconds, a lookup less than one.
+/// Like choose_region, but cached per kind of launch: choosing takes 16 to 32 microseconds, a lookup less than one.
 Status find_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                    Kernel kernel, Places places, const Device& device, Region& region);
 
-/// As choose_gradient_ring, but cached.
+/// Like choose_gradient_ring, but cached.
 RingShape find_gradient_ring(const Problem& problem, Places places, RingLoads loads, const Device& device);
 
-/// As choose_ring_before, but cached; `warps` is also 0 if no region fits.
+/// Like choose_ring_before, but cached; `warps` is also 0 if no region fits.
 RingShape find_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                     Kernel kernel, Places places, RingLoads loads, const Device& device);
 

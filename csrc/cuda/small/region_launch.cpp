@@ -10,7 +10,7 @@
 namespace natten_jax::small {
 namespace {
 
-/// Distance in tokens between neighbors along a dimension of an array.
+/// Returns the distance in tokens between neighbors along a dimension of an array.
 std::int64_t pitch_of(const Problem& problem, int dimension, bool is_query) {
   std::int64_t pitch = 1;
   for (int d = dimension + 1; d < kRank; ++d) {
@@ -20,7 +20,7 @@ std::int64_t pitch_of(const Problem& problem, int dimension, bool is_query) {
   return pitch;
 }
 
-/// Distance between neighboring tiles along a dimension, counted in tiles of all dilation groups.
+/// Returns the distance between neighboring tiles along a dimension, counted in tiles of all dilation groups.
 std::int64_t tile_pitch_of(const Problem& problem, const std::int64_t (&rows)[kRank], int dimension) {
   std::int64_t pitch = 1;
   for (int d = dimension + 1; d < kRank; ++d) pitch *= query_tiles(problem.axes[d], rows[d]);
@@ -31,14 +31,14 @@ std::int64_t tile_pitch_of(const Problem& problem, const std::int64_t (&rows)[kR
 std::int64_t share_entries(const Problem& problem, Kernel kernel, const Device& device, CommonParams& p) {
   p.batch = static_cast<int>(problem.batch);
   p.entries_of_cta = static_cast<int>(std::min<std::int64_t>(problem.batch, kEntriesOfCta));
-  // Heads that a plan includes together.
+  // Query heads that always belong to the same plan.
   const std::int64_t together = kernel == Kernel::kKeyValueGradient ? problem.heads_per_kv() : 1;
   const std::int64_t items = std::int64_t{p.entries_of_cta} * p.heads,
                      looks = divide_up(problem.batch, p.entries_of_cta);
   const std::int64_t most = std::min(
       items, items_of_plan(kernel, compiled_head_dim(problem), p.region, device, p.region.count * looks * items));
   p.region.items_of_cta = static_cast<int>(divide_up(most, together) * together);
-  // The last piece of a group is smaller, so that there are more pieces than with equal entries.
+  // The last piece of each group may be smaller. Groups are assumed to have kEntriesOfGroup entries.
   constexpr std::int64_t kEntriesOfGroup = 8;
   std::int64_t pieces = divide_up(items, p.region.items_of_cta);
   if (pieces > 1) pieces += divide_up(p.entries_of_cta, kEntriesOfGroup);
@@ -112,7 +112,8 @@ Status prepare_regions(const Problem& problem, const std::int64_t (&rows)[kRank]
   }
   shape = {dim3(static_cast<unsigned>(p.region.count), static_cast<unsigned>(ctas)), 32 * p.region.warps,
            p.region.shared.bytes, stream};
-  // Its planning overlaps with the kernel of query gradients (PDL). Code for older architectures would not wait.
+  // The key/value gradient kernel plans while the query gradient kernel runs (PDL). Code for older architectures would
+  // not wait for the results of the query gradient kernel.
   shape.overlaps = kernel == Kernel::kKeyValueGradient && device.has_boxes;
   return {};
 }

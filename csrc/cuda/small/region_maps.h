@@ -21,7 +21,8 @@ Status encode_queries(const Problem& problem, const BackwardParams& arrays, Comm
 Status encode_whole(const Problem& problem, BackwardParams& p);
 
 /// Makes the maps of batch entries with separate layouts from the maps of the whole arrays.
-/// || Args:
+///
+/// Args:
 ///   are_queries: true if columns are queries, false if they are keys.
 ///   result: scratch memory, [batch, kEntryMaps].
 ///   overlaps: true if the previous kernel also makes maps (PDL).

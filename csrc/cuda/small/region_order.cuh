@@ -10,8 +10,8 @@ struct RegionPlace {
   int residue[kRank], number[kRank];
 };
 
-/// Returns region `id`, in an order with the regions at a seam first. They take longer: at the end, like the lower edge
-/// of an image in plain order, they would leave most SMs idle.
+/// Returns region `id`, in an order with the regions at a seam first. They take longer. If they came last, like the
+/// lower edge of an image in plain order, most SMs would be idle while the last CTAs compute them.
 CUTE_DEVICE RegionPlace find_cut_regions_first(const CommonParams& p, int id) {
   // Regions cut in the first dimension, then those cut only in the second, and so on; finally all others.
   int first[kRank] = {}, count[kRank];

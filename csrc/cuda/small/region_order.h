@@ -15,7 +15,8 @@ struct SeamRegions {
 };
 
 /// Counts the cut regions; zero if the dimension does not wrap.
-/// || Args:
+///
+/// Args:
 ///   axis: the dimension.
 ///   rows: rows per region.
 ///   regions: regions per dilation group.

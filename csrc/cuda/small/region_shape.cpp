@@ -11,7 +11,7 @@
 namespace natten_jax::small {
 namespace {
 
-/// Alignment of tables and stages in bytes, and of boxes, which their swizzle requires.
+/// Alignment in bytes of tables and stages; and of boxes, as required by TMA's swizzle.
 constexpr std::int64_t kAlignment = 128;
 constexpr std::int64_t kBoxAlignment = 1024;
 
@@ -20,7 +20,7 @@ constexpr std::int64_t kLargestBox = 256;
 
 constexpr std::int64_t kMostRows = std::int64_t{1} << 31;
 
-/// Product without overflow: saturates at kMostRows if two of the factors or their product are too large.
+/// Returns the product without overflow: saturates at kMostRows if two of the factors or their product are too large.
 std::int64_t counted(std::int64_t a, std::int64_t b, std::int64_t c) {
   if (a == 0 || b == 0 || c == 0) return 0;
   return a >= kMostRows || b >= kMostRows || c >= kMostRows || a * b >= kMostRows ? kMostRows : a * b * c;
@@ -224,7 +224,7 @@ bool complete_region(const Problem& problem, const Side (&sides)[kRank], Kernel 
   take(shared.sums, has_sums ? bytes_of_sums(region.record) * region.warps : 0);
   if (is_whole && has_sums) {
     const std::int64_t sums = std::int64_t{region.warps} * (region.record + kRecordHeader);
-    // Tables of regions use the memory for records of tiles.
+    // In global memory, the tables of regions are stored in the space for records of tiles, and have to fit.
     if (region.gradients > sums) return false;
     take(shared.region_sums, 2 * sizeof(float) * sums);
   }

@@ -6,7 +6,8 @@
 namespace natten_jax::small {
 
 /// Fills in the fields that all regions of a problem with these tiles share.
-/// || Returns:
+///
+/// Returns:
 ///   An error if the kernels for small windows do not support the problem or tiles.
 Status begin_region(const Problem& problem, const Side (&sides)[kRank], const std::int64_t (&rows)[kRank],
                     const std::int64_t (&columns)[kRank], Region& region);

@@ -24,16 +24,16 @@ struct Side {
   std::int64_t rows() const { return of_group((rows_are_keys ? axis.kv : axis.query).local_extent); }
   std::int64_t columns() const { return of_group((rows_are_keys ? axis.query : axis.kv).local_extent); }
 
-  /// Maximum number of columns that the rows of `tiles` consecutive tiles see; the first tile begins at a multiple of
-  /// their rows. With per-entry layouts of any length, the last `tiles` tiles of keys in a layout form one region, and
-  /// the region before it has the remaining ones (RegionAxis::fill_last_region).
+  /// Returns the maximum number of columns that the rows of `tiles` consecutive tiles see; the first tile begins at a
+  /// multiple of their rows. With per-entry layouts of any length, the last `tiles` tiles of keys in a layout form one
+  /// region, and the region before it has the remaining ones (RegionAxis::fill_last_region).
   std::int64_t seen(std::int64_t tile, std::int64_t tiles = 1) const {
     if (are_whole()) return columns();
     const std::int64_t inside = seen_inside(tile * tiles);
     return limited(rows_are_keys ? std::max(inside, seen_at_ends(tile, tiles)) : inside);
   }
 
-  /// Average number of groups of columns that `count` rows see.
+  /// Returns the average number of groups of columns that `count` rows see.
   double mean_groups(std::int64_t count, std::int64_t group) const {
     if (are_whole()) return static_cast<double>(divide_up(columns(), group));
     const double inside = static_cast<double>(divide_up(limited(seen_inside(count)), group));
@@ -49,7 +49,8 @@ struct Side {
   }
 
  private:
-  /// Limits a number of columns to all columns. If the dimension wraps, nothing is cut off: a column may occur twice.
+  /// Clamps a number of columns to the number of all columns, except if the dimension wraps: a column may then occur
+  /// twice.
   std::int64_t limited(std::int64_t seen) const {
     return axis.window.ends == Ends::kWrap ? seen : std::min(seen, columns());
   }
@@ -60,11 +61,11 @@ struct Side {
   bool looks_at_ends() const { return !has_origins() && ends() <= kMostLookedAt; }
   std::int64_t ends() const { return axis.window.kernel_size + axis.window.stride; }
 
-  /// As `seen`, for keys near the ends of a layout: more queries see them, because the end shifts their windows.
+  /// Like `seen`, but for keys near the ends of a layout: more queries see them, because the end shifts their windows.
   std::int64_t seen_at_ends(std::int64_t tile, std::int64_t tiles) const {
     const Window& window = axis.window;
     const std::int64_t count = tile * tiles, longest = of_group(axis.kv.extent);
-    // Longer layouts have the same ends as some length up to `all_kinds`.
+    // The ends of a longer layout equal the ends of a layout of some length up to `all_kinds`.
     const std::int64_t all_kinds = 2 * ends() + count * (window.stride + 3);
     const bool looks_at_all =
         places == Places::kOfEntries && axis.kv.local_extent == axis.kv.extent && all_kinds <= kMostLookedAt;
@@ -92,7 +93,7 @@ struct Side {
 
   std::int64_t of_group(std::int64_t extent) const { return divide_up(extent, axis.window.dilation); }
 
-  /// Number of columns that see the keys from `begin` to `end` of a layout.
+  /// Returns the number of columns that see the keys from `begin` to `end` of a layout.
   std::int64_t seen_between(std::int64_t begin, std::int64_t end, std::int64_t length) const {
     if (length < axis.window.kernel_size) return length;
     const auto first_seen = inverse_window_bounds(axis.window, begin, length, length);
@@ -100,7 +101,7 @@ struct Side {
     return last_seen.end - first_seen.begin;
   }
 
-  /// As `seen`, away from the ends of the layout.
+  /// Like `seen`, but away from the ends of the layout.
   std::int64_t seen_inside(std::int64_t count) const {
     const Window& window = axis.window;
     count = std::min(count, rows());

@@ -61,8 +61,8 @@ class RegionSums {
   }
 
   /// Writes the CTA's table, the sums over all of its items. All warps with rows have to call it, after they have added
-  /// all of their rows and synchronized. The entries are distributed over these warps, and each entry adds the tiles in
-  /// order.
+  /// all of their rows and synchronized. The entries are distributed over these warps, and the tiles are added to each
+  /// entry in order.
   CUTE_DEVICE void write(const HeadItems& items) const {
     const Region& region = p_.region;
     // Distribute the entries over the warps that have rows.
@@ -103,7 +103,7 @@ class RegionSums {
   /// Bytes of the sums that one product computes.
   static constexpr int kBytesOfStep = 2 * sizeof(float) * kRecordStep;
 
-  /// Index of a number's sum over the rows that are stored in place; the sum over late rows is next to it.
+  /// Returns the index of a number's sum over the rows that are stored in place; the sum over late rows is next to it.
   CUTE_DEVICE static unsigned place_of(unsigned number) {
     return number / kRecordStep * (2 * kRecordStep) + number % kColumns * 4 + number / kColumns % 2 * 2;
   }

@@ -13,13 +13,13 @@ constexpr std::int64_t kMostChunks = 65535;
 /// Maximum rounds of CTAs on an SM; with more rounds, their plans would cost too much.
 constexpr int kMostRounds = 4;
 
-/// Nanoseconds of parts of the work on an SM, and factors.
+/// Cost model of the work on an SM: times in nanoseconds, and factors.
 struct Costs {
   double tile;     ///< A tile with heads of 32, independent of the columns that it sees.
   double pair;     ///< A pair of groups of heads of 32.
   double column;   ///< A token with heads of 32 loaded from or stored to memory.
   double exposed;  ///< Relative extra time of these transfers if nothing on the SM overlaps with them.
-  double waiting;  ///< Slowdown of everything except transfers with a single warp on an SM.
+  double waiting;  ///< Slowdown if an SM has a single warp, of everything except transfers.
   double uneven;   ///< Weight of the imbalance of warps between the four partitions of an SM.
   double staged;   ///< Overlap from a second stage, relative to another CTA.
   double plan;     ///< Per warp: its plan.
@@ -53,9 +53,9 @@ constexpr Costs costs_of(Kernel kernel, bool has_boxes) {
   return {};
 }
 
-/// As costs_of, for the kernels that rings may replace, whose windows have 100 to 400 keys: fitted to times of 3,000
-/// regions of 200 problems on an H100. With the costs above, estimates were up to a quarter too short, especially with
-/// few CTAs.
+/// Like costs_of, but for the kernels that rings may replace, whose windows have 100 to 400 keys: fitted to times of
+/// 3,000 regions of 200 problems on an H100. With the costs above, estimates were up to a quarter too short, especially
+/// with few CTAs.
 constexpr Costs costs_beside_rings(Kernel kernel, bool has_boxes) {
   switch (kernel) {
     case Kernel::kForward:
@@ -77,20 +77,21 @@ constexpr Costs costs_beside_rings(Kernel kernel, bool has_boxes) {
 /// warps on an SM as with 16.
 constexpr double kWaitingOfWhole = 5, kEnoughWarps = 16;
 
-/// Per-entry layouts: fraction of a CTA's items that are real, its number of plans, and the extra time per plan of a
-/// single CTA on an SM, to examine its entries and wait for its first loads. From a batch of four images of which half
-/// is real, on an H200.
+/// Per-entry layouts: fraction of a CTA's items that are not padding, its number of plans, and the extra time per plan
+/// of a single CTA on an SM, to examine its entries and wait for its first loads. Measured with a batch of four images,
+/// half of whose tokens are padding, on an H200.
 constexpr double kRealItems = .5, kPlansOfEntries = 1.25, kLook = 5000;
 
 /// Cost of an additional plan for a part of a group's items, relative to a plan: fitted to the best numbers of items of
-/// two batches of which half is real, on an H100.
+/// two batches, half of whose tokens are padding, on an H100.
 constexpr double another_plan(Kernel kernel) {
   return kernel == Kernel::kForward ? 5 : 3;
 }
 
-/// Tokens loaded or stored per tile, over all arrays that a kernel reads or writes by rows.
+/// Returns the tokens loaded or stored per tile, over all arrays that a kernel reads or writes by rows.
 constexpr double row_tokens(Kernel kernel) {
-  // Two arrays count as one: the forward pass has a query and its output, the other kernels four arrays or three.
+  // Two arrays count as one: the forward kernel reads or writes two arrays by rows (queries and outputs), the kernel of
+  // whole layouts three, and the other kernels four.
   return kernel == Kernel::kForward ? kRows : kernel == Kernel::kWholeGradient ? 1.5 * kRows : 2 * kRows;
 }
 

@@ -16,15 +16,17 @@ struct Shares {
 Shares share_items(std::int64_t items, const Region& region, const Device& device);
 
 /// Estimates the nanoseconds of a launch.
-/// || Args:
+///
+/// Args:
 ///   is_beside_rings: true if such problems have been timed against rings (is_timed_beside_rings).
 double estimate(Kernel kernel, int head_dim, Places places, const Region& region, const Shares& shares,
                 bool is_beside_rings);
 
-/// Maximum items per plan with per-entry layouts. Fewer items mean more plans; more items mean a longer wait for the
-/// last CTA: half a CTA on average.
-/// || Args:
-///   items: of all regions, if nothing in the layouts were padding.
+/// Returns the maximum items per plan with per-entry layouts. Fewer items mean more plans; more items mean a longer
+/// wait for the last CTA: half a CTA on average.
+///
+/// Args:
+///   items: number of items of all regions, as if the layouts had no padding.
 std::int64_t items_of_plan(Kernel kernel, int head_dim, const Region& region, const Device& device, std::int64_t items);
 
 /// Estimates the nanoseconds of the launches for gradients of additional tokens.

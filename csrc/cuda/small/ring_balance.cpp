@@ -8,10 +8,10 @@
 namespace natten_jax::small {
 namespace {
 
-/// With more rounds, imbalance averages out.
+/// Maximum rounds that are balanced; with more rounds, imbalance averages out.
 constexpr std::int64_t kMostRounds = 32;
 
-/// Blocks that the adjacent strips see along a dimension across them.
+/// Returns the relative work of each strip along a dimension across strips: the blocks that its warps see.
 std::vector<double> blocks_of_strips(const Problem& problem, Kernel kernel, const RingShape& shape, int i) {
   const bool rows_are_keys = kernel == Kernel::kKeyValueGradient;
   const Span span{problem.axes[shape.dimension[i]], rows_are_keys};
@@ -21,7 +21,7 @@ std::vector<double> blocks_of_strips(const Problem& problem, Kernel kernel, cons
                                                   : kBlockKeys / shape.wide;
   std::vector<double> result;
   for (std::int64_t strip = 0; strip < span.length(); strip += rows * beside) {
-    // Warps of queries always read the same number of blocks, at a border as elsewhere.
+    // If rows are queries, every warp reads the same number of blocks, also at a border.
     const StripBlocks seen(span, strip, rows, beside, of_block, shape.phase[i]);
     result.push_back(rows_are_keys ? static_cast<double>(seen.of_all) : 1);
   }
@@ -41,7 +41,8 @@ void balance_ring(const Problem& problem, Kernel kernel, const Device& device, R
   for (const double a : across) {
     for (const double b : inside) average += a * b / (shape.strips[0] * shape.strips[1]);
   }
-  // In the order of RingUnit. About half of a tile's time does not depend on the columns that it sees.
+  // Estimated time of each unit, in the order of RingUnit. About half of a tile's time does not depend on the columns
+  // that it sees.
   std::vector<double> times(static_cast<std::size_t>(units));
   for (std::int64_t unit = 0; unit < units; ++unit) {
     const std::int64_t inner = unit / shape.strips[0] / heads, segment = inner / shape.strips[1] % shape.segments,

@@ -14,7 +14,7 @@ CUTE_DEVICE float load_float(std::uint32_t address) {
   return result;
 }
 
-/// No relative bias.
+/// Empty functions for kernels without a relative bias.
 template <class Params, bool kHasBias>
 class RingRelativeBias {
  public:
@@ -69,7 +69,7 @@ class RingRelativeBias<Params, true> {
 
   CUTE_DEVICE RingRelativeBias(const Params& p, std::uint32_t shared) : p_(p), shared_(shared) {}
 
-  /// All compute warps have to enter all units.
+  /// Enters a unit. All compute warps have to enter all units, because they fill the tables together.
   template <class Masks>
   CUTE_DEVICE void enter(const RingUnit& unit, const Masks& masks) {
     const int table = units_ % p_.bias.tables;
@@ -78,7 +78,8 @@ class RingRelativeBias<Params, true> {
     const RingShape& shape = p_.shape;
     const int column = threadIdx.x % 4 * 2, wide_shift = logarithm(shape.wide);
     const RingStrip<kRowsAreKeys> strip(p_, unit);
-    // The lane's first column in the warp's first block; along the strip, for a slab that begins with the layout.
+    // Coordinates of the lane's first column in the warp's first block, for a slab that begins at the layout's first
+    // token along the strip.
     const int group = masks.block / shape.group_blocks, inner = masks.block - group * shape.group_blocks,
               behind = column >> wide_shift;
     const bool is_thick = shape.thick > 1;
@@ -131,7 +132,7 @@ class RingRelativeBias<Params, true> {
   }
 
  private:
-  /// Fills the tables of the CTA's units from a round on.
+  /// Fills all tables in shared memory, for the CTA's units of consecutive rounds from `round` on.
   CUTE_DEVICE void fill(int round) const {
     constexpr int kBarrier = 0;  // a named barrier that is free for kernels
     const int warps = p_.shape.warps, of_tables = p_.bias.tables, warp = ring_warp();
@@ -170,8 +171,8 @@ class RingRelativeBias<Params, true> {
 
   CUTE_DEVICE std::uint32_t tables() const { return shared_ + p_.shape.bytes - p_.bias.bytes; }
 
-  /// Address of the entry for the lane's first row in a strip's first step and the layout's first column. Rows of tiles
-  /// that lie outside of the layout use the last row.
+  /// Returns the address of the entry for the lane's first row in a strip's first step and the layout's first column.
+  /// Rows of tiles that lie outside of the layout use the last row.
   CUTE_DEVICE std::uint32_t of_rows(const RingUnit& unit, int table) const {
     int row[kRank];
     first_row(p_, unit, ring_warp(), row);
@@ -186,7 +187,7 @@ class RingRelativeBias<Params, true> {
 
   const Params& p_;
   std::uint32_t shared_;
-  int units_ = 0;        // entered so far
+  int units_ = 0;        // number of units entered so far
   std::uint32_t first_;  // entry of the lane's first row in a strip's first step and its first column in a slab that
                          // begins with the layout
   std::uint32_t at_;     // entry in the current slab

@@ -16,7 +16,7 @@ namespace natten_jax::small {
 /// Bytes of an entry.
 inline constexpr int kRingEntryBytes = 4;
 
-/// Entries of a line: the shortest line with the fewest bank conflicts.
+/// Returns the entries of a line: the shortest line with the fewest bank conflicts.
 inline int ring_bias_line(const Problem& problem, const RingShape& shape) {
   constexpr std::int64_t kBanks = 32;
   const OffsetTable offsets = offset_table(problem.axes);
@@ -81,7 +81,7 @@ struct RingBias {
     first = static_cast<int>(kRingEntryBytes * margin);
     center = static_cast<int>(kRingEntryBytes * (margin + zero));
     bytes = static_cast<int>(kRingEntryBytes * (2 * margin + tables * all));
-    // Distance of half the rows: the last dimension with several rows is split.
+    // A lane's two rows are half of the tile's rows apart, along the last dimension with several rows.
     const int divided = shape.rows[2] > 1 ? 2 : shape.rows[1] > 1 ? 1 : 0;
     next_row = shape.rows[divided] / 2 * pitch[divided];
     next_half = high / 2 * pitch[shape.thick > 1 ? 2 : 1];

@@ -37,7 +37,7 @@ class RingChunks {
     const RingShape& shape = p_.shape;
     RingPlace place;
     int turn = 0;
-    unsigned parities = 0;  // one bit per turn
+    unsigned parities = 0;  // one bit per turn (RingShape::turns)
     for (int round = 0, number; (number = unit_of_round(p_, round)) < p_.units; ++round) {
       const RingUnit unit(p_, number);
       const Slabs slabs(*this, unit);
@@ -69,15 +69,15 @@ class RingChunks {
   static constexpr int kTilePasses = kRows / kAtOnce;
   static constexpr int kBlockPasses = kBlockKeys / kAtOnce, kBlocksAtOnce = 8 / kBlockPasses;
 
-  /// Address of the lane's chunk in the warp's `pass`th copy, given the begin of a block or a tile.
+  /// Returns the address of the lane's chunk in the warp's copy number `pass`, given the address of a block or a tile.
   CUTE_DEVICE std::uint32_t place_of(std::uint32_t rows, int pass) const {
     return place_of_chunk<kHeadDim>(rows, row_ + pass * kAtOnce, chunk_);
   }
 
-  /// Coordinate in a tile of the lane's row in the warp's `pass`th copy.
+  /// Returns the coordinate in a tile of the lane's row in the warp's copy number `pass`.
   CUTE_DEVICE int place_in_tile(int pass, int d) const { return place_of_row(p_.shape, row_ + pass * kAtOnce, d); }
 
-  /// The lane's chunk of the first row of a head.
+  /// Returns the address of the lane's chunk of the first row of a head.
   CUTE_DEVICE const char* first_row_of(const void* array, int batch, int head, int heads) const {
     const std::int64_t row = std::int64_t{batch} * p_.tokens * heads + head;
     return static_cast<const char*>(array) + row * kRowBytes + 16 * chunk_;
@@ -226,7 +226,7 @@ class RingChunks {
     next.to += kCount * kBlockKeys * kRowBytes;
   }
 
-  /// As `advance`, but volatile, so that the compiler does not move it past copies.
+  /// Like `advance`, but volatile, so that the compiler does not move it past copies.
   CUTE_DEVICE static const char* address_of(const char* base, int token, int token_bytes) {
     const char* result;
     asm volatile("mad.wide.s32 %0, %1, %2, %3;" : "=l"(result) : "r"(token), "r"(token_bytes), "l"(base));

@@ -86,7 +86,7 @@ class RingTile {
     }
   }
 
-  /// Products of rows with 16 columns of an array.
+  /// Computes the products of rows with 16 columns of an array.
   CUTE_DEVICE void multiply_keys(float (&x)[2][4], const std::uint32_t (&q)[kHeadDim / 16][4], const void* array,
                                  int token, int across) const {
     const int lane = lane_;
@@ -153,7 +153,7 @@ class RingTile {
   int begin_[2][kRank], size_[2][kRank], first_[kRank], end_[kRank];
 };
 
-/// Computes results relative to the largest logits.
+/// Recomputes a tile's sums with weights relative to the largest logit of each row.
 template <class Element, int kHeadDim, class Biases>
 CUTE_DEVICE void compute_ring_exactly(float (&o)[kHeadDim / 2], float (&sum)[2], float (&shift)[2], const RingParams& p,
                                       const RingTile<Element, kHeadDim>& keys, const Biases& biases, float factor) {

@@ -1,7 +1,9 @@
 // Forward neighborhood attention with a ring of keys. A CTA moves along a strip of the layout: a few loader warps
-// prefetch slabs of keys and values, and each compute warp multiplies 16 queries by the visible part of them. Warps
-// wait for each other only until a slab is released.
-// || Weights are not relative to the maximum: the reference is 0 (bfloat16) or a logit in the middle of the window
+// prefetch slabs of keys and values, and each compute warp multiplies 16 queries by the visible part of them. Compute
+// warps do not wait for each other, except to fill tables of a relative bias; loader warps wait until all compute warps
+// have released a slab.
+//
+// Weights are not relative to the maximum: the reference is 0 (bfloat16) or a logit in the middle of the window
 // (float16), as in forward.cuh.
 #pragma once
 
@@ -117,15 +119,16 @@ struct RingForward {
     }
   }
 
-  /// The head's sink as passed by the caller, or -infinity without sinks. Loaded for each tile, since a tile's sums
-  /// leave no register for it.
+  /// Returns the head's sink as passed by the caller, or -infinity without sinks. It is loaded for each tile, because a
+  /// tile's sums leave no register for it.
   CUTE_DEVICE float sink_of(const RingUnit& unit) const {
     return p.sinks == nullptr ? -INFINITY
                               : __ldcg(p.sinks + (p.are_sinks_of_all ? 0 : unit.batch * p.heads) + unit.head);
   }
 
-  /// Adds a sink to the sums of the lane's rows, and writes their logsumexp: of four lanes, the first writes the first
-  /// row's, its neighbor the second row's. `of_rows` returns the factors for these rows' sums of weighted values.
+  /// Adds a sink to the sums of the lane's rows, and writes their logsumexp: of the four lanes that share two rows, the
+  /// first one writes the first row's logsumexp, its neighbor the second row's. `of_rows` returns the factors for these
+  /// rows' sums of weighted values.
   CUTE_DEVICE void write_statistics(const RingUnit& unit, const int (&tokens)[2], float (&sums)[2],
                                     const float (&shifts)[2], float sink, float (&of_rows)[2]) const {
     // As an additional weight: merging the sink with the finished row made forward passes 4% longer.
@@ -146,7 +149,7 @@ struct RingForward {
     if (p.remainder != nullptr) p.remainder[at] = pack_remainder(logsumexp.remainder);
   }
 
-  /// Writes a step's results if they are trusted; otherwise defers the step.
+  /// Writes a step's results if their sums are trusted (trusted_sums.cuh); otherwise defers the step.
   CUTE_DEVICE void finish(const RingUnit& unit, int step) {
     const float sink = sink_of(unit);
     int tokens[2];

@@ -11,7 +11,7 @@ namespace natten_jax::small {
 /// Key biases of a unit's head, divided by the scale, since they are added to unscaled products.
 struct RingKeyBiasOfHead {
   const float* of_first_key;
-  int pitch;  // from one key to the next
+  int pitch;  // distance in numbers from one key's bias to the next
   float inverse_scale;
 
   CUTE_DEVICE RingKeyBiasOfHead(const RingParams& p, const RingKeyBias& bias, const RingUnit& unit)
@@ -20,7 +20,7 @@ struct RingKeyBiasOfHead {
     of_first_key = bias.of_keys + std::int64_t{unit.batch} * p.tokens * pitch + (bias.is_of_all_heads ? 0 : unit.head);
   }
 
-  /// Loads the bias of a key as passed by the caller; arbitrary for a negative token.
+  /// Loads the bias of a key as passed by the caller; returns an arbitrary bias for a negative token.
   CUTE_DEVICE float load(int token) const { return __ldg(of_first_key + std::int64_t{max(token, 0)} * pitch); }
   CUTE_DEVICE float of_products(float bias) const { return bias_in_products(bias, inverse_scale); }
 };
@@ -95,7 +95,8 @@ class RingKeyBiasLoader {
   const int first_;
   const float* of_first_key_;
   float inverse_scale_;
-  int token_[kOfLane], behind_[kOfLane];  // for a slab that begins with the layout; negative: outside in every slab
+  int token_[kOfLane], behind_[kOfLane];  // a key's token, in a slab that begins at the layout's first token; negative:
+                                          // outside in every slab
   float bias_[kOfLane], converted_[kOfLane];
 };
 
@@ -165,12 +166,12 @@ struct RingKeyBiasOfRows<true> {
     for (float& sum : sums) sum = 0.f;
   }
 
-  /// Initial accumulators of the products of rows and columns.
+  /// Returns the initial accumulators of the products of rows and columns.
   CUTE_DEVICE float4 of_products() const { return make_float4(biases[0], biases[1], biases[2], biases[3]); }
   /// Adds the bias of the first or second row to a product.
   CUTE_DEVICE float of_product(float product, int row) const { return product + biases[2 * row]; }
 
-  /// Adds gradients of logits, rounded to the element type for MMA.
+  /// Adds up gradients of logits, rounded to the element type for MMA.
   template <class Element>
   CUTE_DEVICE void add(const std::uint32_t (&gradients)[4]) {
     const std::uint32_t ones = pack<Element>(1.f, 1.f);

@@ -109,7 +109,7 @@ Status prepare(const Problem& problem, const RingShape& shape, const Arrays& arr
   return {};
 }
 
-/// Calls `call` with TMA loads; shapes are chosen only for kernels that have them.
+/// Runs `call` if slabs are loaded by TMA. Other loads are never chosen for the kernels that it launches.
 template <RingLoads kLoads, class Call>
 cudaError_t with_boxes(const Call& call) {
   if constexpr (kLoads == RingLoads::kBoxes) {

@@ -25,7 +25,8 @@ struct GradientRings {
 };
 
 /// Chooses the rings of a backward pass on the current device.
-/// || Args:
+///
+/// Args:
 ///   region_of_keys: the region of the kernel of key and value gradients, used if a ring is not faster.
 Status find_gradient_rings(const Problem& problem, const TileShapes& tiles, Places places, const Device& device,
                            const Region& region_of_keys, GradientRings& result);

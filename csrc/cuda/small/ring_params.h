@@ -24,7 +24,7 @@ struct RingParams {
   int heads_kv;
   int units;  // segments of strips, over all batch entries and heads
   Scale scale;
-  float exponent_scale;  // from logits to exponents of two, without per-head scales
+  float exponent_scale;  // from products to logits in base 2, without per-head scales
   cutlass::FastDivmod by_strips[2], by_segments, by_heads, by_heads_per_kv;
   const void* query;
   const void* key;

@@ -55,7 +55,7 @@ struct RingQueryGradient {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       logsumexp[r] = base2_logsumexp(logsumexp[r]);
-      // All keys in the query's window are hidden: an infinite logsumexp makes all weights zero.
+      // If all keys in the query's window are hidden, an infinite logsumexp makes all weights zero.
       if (kHasKeyBias && logsumexp[r] == -INFINITY) logsumexp[r] = INFINITY;
       delta[2 * r] -= cotangent[r];
       delta[2 * r + 1] -= cotangent[r];
@@ -170,7 +170,7 @@ struct RingQueryGradient {
     write_ring_rows_in_words<Element, kHeadDim>(p, p.query_gradient, unit, tokens, sums, {scale, scale});
   }
 
-  /// Index of a query among all batch entries and heads.
+  /// Returns the index of a query among all batch entries and heads.
   CUTE_DEVICE std::int64_t number_of(const RingUnit& unit, int token) const {
     return (std::int64_t{unit.batch} * p.tokens + token) * p.heads + unit.head;
   }

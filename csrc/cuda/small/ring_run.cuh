@@ -28,7 +28,7 @@ constexpr int loader_registers(bool lanes_store) {
   return lanes_store ? 56 : 32;
 }
 
-/// Runs a kernel whose compute warps run an `Own`.
+/// Runs a kernel: loader warps load slabs and tiles, and compute warps process them with an `Own`.
 template <RingLoads kLoads, int kHeadDim, class Own, class Params>
 CUTE_DEVICE void run_ring(const Params& p) {
   if constexpr (is_ring_compiled(kLoads)) {

@@ -15,13 +15,13 @@ namespace {
 
 constexpr std::int64_t kSwizzle = 1024, kAlignment = 128, kLanes = 32;
 
-/// Nanoseconds of parts of the work on an SM, and exponents of slowdowns.
+/// Cost model of the work on an SM: times in nanoseconds, and exponents of slowdowns.
 struct RingCosts {
   double tile;        ///< Fixed time per tile,
   double slab;        ///< per slab that the tile sees,
   double block;       ///< and per block of that slab.
   double of_waiting;  ///< Exponent of the ratio of possible to actual warps: fewer warps hide less latency.
-  double first;       ///< The first segment, without the slabs that its first step waits for,
+  double first;       ///< The first segment, except for loading the slabs that its first step waits for,
   double next;        ///< and every later segment.
   double waits;       ///< Fraction of its first slabs that a later segment waits for; the rest is loaded meanwhile.
   double of_strip;    ///< A loaded slab, independent of its readers: all warps have to release it.
@@ -67,7 +67,7 @@ constexpr RingCosts costs_of(RingLoads loads, Kernel kernel, std::int64_t head_d
   return loads == RingLoads::kBoxes ? costs_of_boxes(kernel, is_wide) : costs_of_chunks(kernel, is_wide);
 }
 
-/// Slowdown of steps from biases, on an H100.
+/// Returns the slowdown of steps by biases, measured on an H100.
 double of_biases(const Problem& problem, Kernel kernel) {
   const bool is_wide = problem.head_dim == 64;
   const auto by_width = [&](double wide, double narrow) { return is_wide ? wide : narrow; };
@@ -88,12 +88,12 @@ bool is_compiled_with_biases(const Problem& problem, RingLoads loads) {
 /// Nanoseconds of an almost empty launch, and bytes of slabs loaded per nanosecond.
 constexpr double kLaunch = 3000, kBytes = 50;
 
-/// Factor on estimates with chunk loads: rings have to win by more than their uncertainty, because the estimates of
-/// regions were fitted to code with boxes.
+/// Factor on estimates of rings with chunk loads: a ring is chosen only if it is faster by more than the uncertainty,
+/// because the estimates of regions were fitted to code with boxes.
 constexpr double kClearly = 1.05;
 
 /// Factor on the estimate of key and value gradients with regions: rings were faster for 42 of 43 problems on an H100,
-/// and lose less in the rare slower cases.
+/// and a wrong choice of a ring costs less time than a wrong choice of a region.
 constexpr double kOfKeyGradients = 1.15;
 
 /// Factor on the estimate of regions with biases, if a ring supports them: forward passes of four problems on an H100
@@ -108,10 +108,10 @@ constexpr std::int64_t kLeastKeys = 100;
 /// windows gave estimates below the estimates of kernels for large windows.
 constexpr std::int64_t kMostKeysTimed = 400;
 
-/// The longest dimension: strips across it are enumerated.
+/// Maximum extent of a dimension, because strips across it are enumerated.
 constexpr std::int64_t kLongestDimension = std::int64_t{1} << 16;
 
-/// Keys of a complete window.
+/// Returns the keys of a complete window.
 std::int64_t keys_of_window(const Problem& problem) {
   std::int64_t keys = 1;
   for (const Axis& axis : problem.axes) keys *= std::min(axis.window.kernel_size, kLongestDimension);
@@ -142,8 +142,7 @@ void choose_segments(const Problem& problem, Kernel kernel, const Device& device
   const RingCosts costs = costs_of(shape.loads, kernel, problem.head_dim);
   const std::int64_t strips = problem.batch * problem.heads * shape.strips[0] * shape.strips[1],
                      beside = std::int64_t{shape.beside[0]} * shape.beside[1];
-  // Turns (groups of adjacent warps) that run concurrently: the number for which the ring has slabs, plus a partial
-  // one.
+  // Turns (groups of adjacent warps) that run concurrently: as many as the ring has slabs for, plus a partial one.
   const double held_turns = 2 + (shape.slots - slabs.seen) * shape.thick / shape.rows[2],
                turns = std::clamp<double>(held_turns, 1, shape.turns());
   const double warps = static_cast<double>(beside) * turns,

@@ -1,6 +1,7 @@
-// Shape of launches that keep columns in a ring in shared memory: the strips of a layout that CTAs own, and their part
-// of the columns.
-// || A warp owns a tile of 16 tokens, its rows: queries, or keys if their gradients are computed. A CTA owns a strip of
+// Shape of launches that keep columns in a ring buffer in shared memory: the strips of a layout that CTAs own, and the
+// columns that a CTA holds at a time.
+//
+// A warp owns a tile of 16 tokens, its rows: queries, or keys if their gradients are computed. A CTA owns a strip of
 // adjacent tiles, and moves along one dimension of the layout. The columns that these tiles see, in two arrays, are
 // loaded in slabs across that dimension, each slab once per strip.
 #pragma once
@@ -16,8 +17,8 @@ namespace natten_jax::small {
 /// Method of loading slabs: as TMA boxes, which require compute capability 9.0, or in chunks that warps copy.
 enum class RingLoads { kBoxes, kChunks };
 
-/// Maximum number of compute warps of a CTA that registers allow, without the loader warps. TMA loader warps give
-/// registers to the compute warps; loader warps that copy chunks keep a full share.
+/// Returns the maximum number of compute warps of a CTA that registers allow, without the loader warps. TMA loader
+/// warps give registers to the compute warps; loader warps that copy chunks keep a full share.
 constexpr int most_ring_warps(RingLoads loads, int head_dim) {
   if (loads == RingLoads::kChunks) return head_dim == 64 ? 10 : 14;
   return head_dim == 64 ? 12 : 16;
@@ -29,7 +30,8 @@ constexpr int ring_threads(RingLoads loads, int head_dim) {
   return 32 * (most_ring_warps(loads, head_dim) + ring_loaders(loads));
 }
 
-/// Arrays of a warp's tile that pass through shared memory. Keys and values do not, to leave room for more slabs.
+/// Returns the number of arrays whose tiles are loaded through shared memory. If rows are keys, tiles are loaded
+/// directly into registers, to leave room for more slabs.
 constexpr int ring_tile_arrays(Kernel kernel) {
   return kernel == Kernel::kForward ? 1 : kernel == Kernel::kQueryGradient ? 3 : 0;
 }
@@ -46,8 +48,8 @@ inline constexpr int kMostRingSlots = 24, kRingBarrierBytes = 640;
 /// Maximum keys of a slab with key biases: every loader lane handles two of them.
 inline constexpr int kMostBiasedKeys = 256;
 
-/// Maximum steps of a segment: a bit mask marks the steps to recompute. With 64 instead of 32, strips of 64 took 0.95
-/// times as long; with TMA loads, registers do not allow it.
+/// Returns the maximum steps of a segment: a bit mask marks the steps to recompute. With 64 instead of 32, strips of 64
+/// took 0.95 times as long; with TMA loads, registers do not allow it.
 constexpr int most_segment_steps(RingLoads loads) {
   return loads == RingLoads::kBoxes ? 32 : 64;
 }
@@ -71,7 +73,7 @@ struct RingShape {
   int blocks;            ///< Maximum blocks of a slab that a warp sees.
   // A slab is [groups, thick, inner, wide] columns. It begins at `phase` plus a multiple of its blocks' extents.
   int wide, thick, inner;
-  int thick_shift;  ///< Logarithm of `thick`.
+  int thick_shift;  ///< Base-2 logarithm of `thick`.
   int groups;
   int group_blocks;
   int phase[kRank];
@@ -104,23 +106,23 @@ bool is_timed_beside_rings(const Problem& problem, Places places);
 /// True if the kernel of key and value gradients supports the problem: each query head needs a separate key/value head.
 bool can_have_gradient_ring(const Problem& problem, Places places);
 
-/// Finds the fastest launch of a kernel that owns queries, for tiles of kRows queries and groups of kColumns keys, and
-/// for a device's way of loading slabs. `warps` is 0 if rings do not support the problem, or the kernel is not compiled
-/// with the problem's biases. Query gradients do not support a relative bias.
+/// Returns the shape of the fastest launch of a kernel that owns queries, for tiles of kRows queries and groups of
+/// kColumns keys, and for a device's way of loading slabs. `warps` is 0 if rings do not support the problem, or the
+/// kernel is not compiled with the problem's biases. Query gradients do not support a relative bias.
 RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                       Kernel kernel, Places places, RingLoads loads, const Device& device);
 
-/// Finds the fastest launch of the kernel of key and value gradients, and chooses its tiles. With a relative bias,
-/// slabs are loaded as boxes.
+/// Returns the shape of the fastest launch of the kernel of key and value gradients, including its tiles. With a
+/// relative bias, slabs are loaded as boxes.
 RingShape choose_gradient_ring(const Problem& problem, Places places, RingLoads loads, const Device& device);
 
 /// Chooses the rotation of CTAs per round that balances their work, as some strips see more than others.
 void balance_ring(const Problem& problem, Kernel kernel, const Device& device, RingShape& shape);
 
-/// Estimated time of a launch with a region, to compare with estimates of rings.
+/// Returns the estimated nanoseconds of a launch with a region, to compare with estimates of rings.
 double nanoseconds_beside_rings(const Region& region, const Problem& problem, Kernel kernel, Places places);
 
-/// As choose_ring; `warps` is 0 unless the ring is estimated to be faster than the launch with a region.
+/// Like choose_ring, but `warps` is 0 unless the ring is estimated to be faster than the launch with a region.
 RingShape choose_ring_before(const Region& region, const Problem& problem, const std::int64_t (&rows)[kRank],
                              const std::int64_t (&columns)[kRank], Kernel kernel, Places places, RingLoads loads,
                              const Device& device);

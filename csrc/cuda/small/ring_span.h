@@ -37,7 +37,8 @@ struct Span {
                          : window_bounds(axis.window, row, length());
   }
 
-  /// Position of the first column that a tile in the middle of the layout sees, modulo the tokens of a block or slab.
+  /// Returns the position of the first column that a tile in the middle of the layout sees, modulo the tokens of a
+  /// block or slab.
   int phase(std::int64_t tile, std::int64_t of) const {
     return modulo(seen(length() / 2 / tile * tile, tile).begin, of);
   }

@@ -7,8 +7,9 @@
 
 namespace natten_jax::small {
 
-/// Index of the unit that a CTA takes in a round; past the last unit, the CTA is done. The map from CTAs to units
-/// rotates from round to round: with the same strips every time, the CTAs with the busiest strips would finish late.
+/// Returns the index of the unit that a CTA processes in a round; past the last unit, the CTA is done. The map from
+/// CTAs to units rotates from round to round: with the same strips every time, the CTAs with the busiest strips would
+/// finish late.
 CUTE_DEVICE int unit_of_round(const RingParams& p, int round) {
   const unsigned ctas = gridDim.x, turned = static_cast<unsigned>(round) * p.shape.turn % ctas;
   return static_cast<int>(round * ctas + (blockIdx.x + turned) % ctas);
@@ -32,13 +33,13 @@ struct RingUnit {
   CUTE_DEVICE int head_kv(const RingParams& p) const { return p.by_heads_per_kv.divide(head); }
 };
 
-/// Address of a row's 16-byte chunk, given where rows of this width begin, with TMA's swizzle.
+/// Returns the address of a row's 16-byte chunk with TMA's swizzle, given the address of the first row.
 template <int kHeadDim>
 CUTE_DEVICE std::uint32_t place_of_chunk(std::uint32_t rows, int row, int chunk) {
   return rows + row * 2 * kHeadDim + (chunk ^ (kHeadDim == 32 ? row >> 1 & 3 : row & 7)) * 16;
 }
 
-/// Columns that a row sees along a dimension; rows past the layout are treated as its last row.
+/// Returns the columns that a row sees along a dimension; rows past the layout are treated as its last row.
 template <bool kRowsAreKeys>
 CUTE_DEVICE Range<int> seen_by(const DeviceAxis& axis, int row) {
   const int length = axis.query_extent, at = min(row, length - 1);
@@ -84,7 +85,7 @@ struct RingAlong {
     return {static_cast<int>(window & 0xffff), static_cast<int>(window >> 16)};
   }
 
-  /// Range of slabs that a step sees.
+  /// Returns the range of slabs that a step sees.
   CUTE_DEVICE int2 of_step(int step) const {
     const int depth = p.shape.rows[2], thick = p.shape.thick, phase = p.shape.phase[2],
               first = seen(step * depth).begin - phase, last = seen(min((step + 1) * depth, length()) - 1).end - phase;
@@ -115,34 +116,35 @@ struct RingPlace {
   }
 };
 
-/// Coordinate of a row in its tile.
+/// Returns the coordinate of a row in its tile.
 CUTE_DEVICE int place_of_row(const RingShape& shape, int row, int d) {
   if (d > 0) row >>= logarithm(shape.rows[0]);
   if (d > 1) row >>= logarithm(shape.rows[1]);
   return row & (shape.rows[d] - 1);
 }
 
-/// Mask bits, as `hiding` reads them: a lane's two elements of a group, in either of its two rows.
+/// Returns the mask bits of a lane's two elements of a group in one of its two rows, in the format that `hiding` reads.
 CUTE_DEVICE constexpr std::uint32_t bits_of_row(int row, int group) {
   return (group == 0 ? 0x0808u : 0x8080u) << (16 * row);
 }
 
-/// Warp index, in a form that the compiler recognizes as warp-uniform. All lanes have to call it.
+/// Returns the warp index, in a form that the compiler recognizes as warp-uniform. All lanes have to call it.
 CUTE_DEVICE int ring_warp() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
 }
 
-/// Makes a number opaque to the compiler, so that values derived from it are not kept in registers across steps.
+/// Returns the number, but opaque to the compiler, so that values derived from it are not kept in registers across
+/// steps.
 CUTE_DEVICE int kept_number(int number) {
   return static_cast<int>(kept(static_cast<std::uint32_t>(number)));
 }
 
-/// Coordinates of a warp among the adjacent warps of a strip, in dimensions 0 and 1.
+/// Returns the coordinates of a warp among the adjacent warps of a strip, in dimensions 0 and 1.
 CUTE_DEVICE int2 place_of_warp(const RingShape& shape, int warp) {
   return make_int2(warp % shape.beside[0], warp / shape.beside[0] % shape.beside[1]);
 }
 
-/// First row of a warp's tile in a strip's first step.
+/// Computes the first row of a warp's tile in a strip's first step.
 CUTE_DEVICE void first_row(const RingParams& p, const RingUnit& unit, int warp, int (&row)[kRank]) {
   const RingShape& shape = p.shape;
   const int2 place = place_of_warp(shape, warp);
@@ -202,7 +204,7 @@ struct RingRows {
     }
   }
 
-  /// Mask of the elements of a slab that are hidden by their position along the strip.
+  /// Returns the mask of the elements of a slab that are hidden by their position along the strip.
   CUTE_DEVICE std::uint32_t of_slab(int first_key) const {
     std::uint32_t hidden = 0;
     CUTE_UNROLL
@@ -244,7 +246,7 @@ struct RingInside {
     inside = strip.inside;
   }
 
-  /// Mask of a block's hidden elements: `bit(h, e)` is the bit of element e (of four) in half h.
+  /// Returns the mask of a block's hidden elements: `bit(h, e)` is the bit of element e (of four) in half h.
   template <class Bit>
   CUTE_DEVICE std::uint32_t hidden(int group, int inner, const Bit& bit) const {
     const int column = threadIdx.x % 4 * 2, wide_shift = logarithm(shape.wide), high = kBlockKeys >> wide_shift;
@@ -305,7 +307,7 @@ struct RingMasks : RingRows<false> {
 struct RingTable : RingRows<true> {
   std::uint32_t table;  // address of the lane's first byte
   int block;            // the warp's first block of a slab
-  int blocks, inner;    // number that the warp sees: in total, and per group
+  int blocks, inner;    // number of blocks that the warp sees: in total, and per group
 
   CUTE_DEVICE void enter_strip(const RingParams& p, std::uint32_t shared, const RingUnit& unit,
                                const RingStrip<true>& strip) {

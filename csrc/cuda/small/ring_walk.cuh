@@ -37,7 +37,7 @@ CUTE_DEVICE void load_ring(const Params& p, const RingAlong& along, int warp, st
   [[maybe_unused]] RingKeyBiasLoader<Params> biases(p, warp);
   RingPlace place;
   int turn = 0;
-  unsigned parities = 0;  // one bit per turn
+  unsigned parities = 0;  // one bit per turn (RingShape::turns)
   for (int round = 0, number; (number = unit_of_round(p, round)) < p.units; ++round) {
     const RingUnit unit(p, number);
     const RingStrip<kOfKeys> strip(p, unit);
@@ -116,7 +116,7 @@ class LateSteps {
   /// Adds a step, by its index in the unit.
   CUTE_DEVICE void add(int place) { places_ |= Places{1} << place; }
 
-  /// Calls `call(place)` for each step, and clears the mask.
+  /// Calls `call(place)` with the index of each deferred step, and clears the mask.
   template <class Call>
   CUTE_DEVICE void for_each(const Call& call) {
     CUTE_NO_UNROLL
@@ -141,8 +141,8 @@ struct RingReader {
   static constexpr bool kHasKeyBias = kLanesStore<Params>;
   static constexpr int kTileArrays = ring_tile_arrays(Params::kKernel);
   /// Releases a slab at the start of the next loop iteration, not at the end of the current one. For 13x13 windows on
-  /// 128x128 tokens, this changes the time on an H200 by -1.1% with heads of 64 and +2% with heads of 32. With biases
-  /// of keys and heads of 64 it is -0.4% in the forward pass, but +1.5% in the backward pass.
+  /// 128x128 tokens, this changes the time on an H200 by -1.1% with heads of 64 and +2% with heads of 32. With key
+  /// biases and heads of 64, it changes the time by -0.4% in the forward pass, but by +1.5% in the backward pass.
   static constexpr bool kReleasesLate = kHeadDim == 64 && !kHasKeyBias;
   /// Heads of 32 leave the warp without spare registers, so that cheap values are recomputed. Heads of 64 have fewer
   /// warps, which wait for the end of each step, and more registers.
@@ -167,13 +167,13 @@ struct RingReader {
 
   CUTE_DEVICE std::uint32_t of_slot(int slot) const { return slot * 2 * p.shape.array_bytes; }
 
-  /// Byte offset of a block, among the blocks whose masks the warp holds in registers.
+  /// Returns the byte offset of a block, among the blocks whose masks the warp holds in registers.
   CUTE_DEVICE std::uint32_t of_block(int block) const {
     return block % Masks::kInner * kBlockBytes + block / Masks::kInner * group_bytes;
   }
 
-  /// The lane's address of the per-column data of a block, given the byte offsets of its slab and of the block. The
-  /// slab's offset is halved because it counts two arrays.
+  /// Returns the lane's address of the per-column data of a block, given the byte offsets of its slab and of the block.
+  /// The slab's offset is halved because it counts two arrays.
   CUTE_DEVICE std::uint32_t statistics_of(std::uint32_t slab, std::uint32_t block) const {
     return statistics + (slab / 2 + block) / (kRowBytes / kColumnBytes);
   }
@@ -201,8 +201,9 @@ struct RingReader {
     if (barriers.arrives() & loads_have_ended(loaded)) arrive_at(has_room);  // not &&: a branch costs more
   }
 
-  /// Products of a tile's rows with the rows of blocks. Accumulators start as `initial`, or with `kAdds` keep their
-  /// values. Instructions with the same accumulators are interleaved with the other blocks' to hide their latency.
+  /// Computes the products of a tile's rows with the rows of blocks. Accumulators start as `initial`, or with `kAdds`
+  /// keep their values. Instructions with the same accumulators are interleaved with the other blocks' to hide their
+  /// latency.
   template <bool kAdds = false, int kCount>
   CUTE_DEVICE static void multiply_blocks(float (&x)[kCount][2][4], const RowOperand<Element, kHeadDim>& rows,
                                           const std::uint32_t (&addresses)[kCount], const float4& initial) {
@@ -255,8 +256,8 @@ struct RingReader {
     }
   }
 
-  /// Processes all steps of the warp. `own` enters units, starts steps, accumulates the visible part of each slab,
-  /// finishes steps and leaves units.
+  /// Processes all steps of the warp. It calls `own` to enter units, start steps, accumulate the visible part of each
+  /// slab, finish steps and leave units.
   template <class Own>
   CUTE_DEVICE void walk(Own& own) {
     const int beside = p.shape.beside[0] * p.shape.beside[1], turns = p.shape.turns(), own_turn = ring_warp() / beside,

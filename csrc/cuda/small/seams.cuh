@@ -5,7 +5,7 @@
 
 namespace natten_jax::small {
 
-/// As CtaItems, for problems with a wrapped dimension.
+/// Like CtaItems, but for problems with a wrapped dimension.
 struct AroundItems : CtaItems {
   static constexpr bool kMayWrap = true;
 

@@ -19,12 +19,12 @@ struct SinksGradientParams {
   std::int64_t rows;         // queries that share a set of sinks
   std::int64_t next_sinks;   // distance between the parts of two batch entries' sinks
   int heads, filled_heads;
-  int heads_of_cta, rows_of_cta;  // handled at once; rows_of_cta is a power of two
+  int heads_of_cta, rows_of_cta;  // heads and rows that a CTA handles at once; rows_of_cta is a power of two
   int rows_of_part;
 };
 
-/// A CTA handles some heads of a part of the queries, a thread one head of every few queries: neighboring threads read
-/// neighboring memory.
+/// Computes parts of the gradient. A CTA handles some heads of a part of the queries, a thread one head of every few
+/// queries, so that neighboring threads read neighboring memory.
 __global__ void __launch_bounds__(kThreads, 2)
     natten_jax_small_sinks_gradient(const __grid_constant__ SinksGradientParams p) {
   __shared__ float sums[kThreads];
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (head < p.heads && of_row < p.rows_of_cta) {
     const float sink = p.sinks[blockIdx.x * p.heads + head];
     const auto share = [&](float logsumexp, float delta) {
-      // If a query sees neither keys nor a sink, its weights are 0; padding is arbitrary.
+      // Weights are 0 if a query sees neither keys nor a sink, and in padding, whose delta is arbitrary.
       return logsumexp == -INFINITY ? 0.f : fast_exp2(at_most_zero((sink - logsumexp) * kLog2E)) * delta;
     };
     const std::int64_t step = std::int64_t{p.rows_of_cta} * p.heads, at = (own + first + of_row) * p.heads + head;

@@ -16,7 +16,8 @@ namespace natten_jax::small {
 
 struct SinksParams;  // params.h
 
-/// Maximum number of parts of the queries, for the sinks of `batch_of_sinks` batch entries: enough to fill a GPU.
+/// Returns the maximum number of parts of the queries, for the sinks of `batch_of_sinks` batch entries: enough to fill
+/// a GPU.
 inline std::int64_t parts_of_sinks(std::int64_t batch_of_sinks) {
   constexpr std::int64_t kMost = 256;
   return std::max<std::int64_t>(kMost / batch_of_sinks, 1);
@@ -27,8 +28,8 @@ inline std::int64_t filled_to_chunks(std::int64_t number) {
   return divide_up(number, kEntriesOfChunk) * kEntriesOfChunk;
 }
 
-/// Upper bound of the query tiles per batch entry and head, over all warps of a kernel's regions: in each dimension of
-/// a dilation group, less than twice the real number.
+/// Returns an upper bound of the query tiles per batch entry and head, over all warps of a kernel's regions: in each
+/// dimension of a dilation group, less than twice the real number.
 inline std::int64_t most_tiles_of_regions(const Axis (&axes)[kRank], const std::int64_t (&tile)[kRank]) {
   std::int64_t result = 1;
   for (int d = 0; d < kRank; ++d) {
@@ -38,7 +39,7 @@ inline std::int64_t most_tiles_of_regions(const Axis (&axes)[kRank], const std::
   return result;
 }
 
-/// Size of the gradient's scratch memory, in numbers.
+/// Returns the size of the gradient's scratch memory, in numbers.
 inline std::int64_t scratch_of_sinks(const Problem& problem, const std::int64_t (&tile)[kRank],
                                      std::int64_t batch_of_sinks) {
   const std::int64_t sinks = batch_of_sinks * problem.heads,
@@ -47,14 +48,16 @@ inline std::int64_t scratch_of_sinks(const Problem& problem, const std::int64_t 
                   batch_of_sinks * parts_of_sinks(batch_of_sinks) * filled_to_chunks(problem.heads));
 }
 
-/// Launches the kernel that adds up the parts of query tiles, if no other kernel does.
-/// || Args:
+/// Launches the kernel that adds up the parts of query tiles; needed if no other kernel adds them up.
+///
+/// Args:
 ///   overlaps: true if it may start before the previous kernel ends (PDL).
 cudaError_t launch_sums_of_sinks(const SinksParams& params, bool overlaps, cudaStream_t stream);
 
 /// Computes the gradient of a checked problem's sinks on a stream from the statistics of queries, after a backward
 /// pass.
-/// || Args:
+///
+/// Args:
 ///   statistics: output of the pass, [batch, queries, heads, 4].
 ///   parts: scratch memory of scratch_of_sinks() numbers.
 Status run_sinks_gradient(const Problem& problem, const Arrays& arrays, const float* statistics, float* parts,

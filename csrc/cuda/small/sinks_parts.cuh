@@ -1,5 +1,6 @@
-// Partial gradients of sinks, from kernels that own queries. A warp has the softmax weight of a sink for each of its
-// rows, and their deltas. It writes one sum per item; later, these are added up in a fixed order.
+// Partial gradients of sinks, from kernels that own queries. For each of its rows, a warp multiplies the sink's softmax
+// weight by delta. It writes the sum over its rows for each item. Later, these partial sums are added up in a fixed
+// order.
 #pragma once
 
 #include "cuda/common/launch.cuh"
@@ -8,7 +9,7 @@
 
 namespace natten_jax::small {
 
-/// Address of the warp's partial sum for an item.
+/// Returns the address of the warp's partial sum for an item.
 CUTE_DEVICE float* part_of_sink(const BackwardParams& p, const Item& item) {
   const SinksParams& sinks = p.sinks;
   const std::int64_t of_item = sinks.are_of_all ? item.head * sinks.next_sink + std::int64_t{item.batch} * sinks.tiles
@@ -32,10 +33,11 @@ class ItemSink {
   }
 
   /// Writes the warp's partial sum for the item. Rows without visible keys and sinks add zero.
-  /// || Args:
+  ///
+  /// Args:
   ///   at: indices of the lane's two rows; negative: outside.
   ///   logsumexp: of these rows, in base 2.
-  ///   delta: of these rows, each one twice.
+  ///   delta: of these rows, each one stored twice.
   CUTE_DEVICE void write_part(const BackwardParams& p, const Item& item, const int (&at)[2],
                               const float (&logsumexp)[2], const float (&delta)[4]) const {
     if (p.sinks.parts == nullptr) return;
@@ -61,10 +63,11 @@ constexpr int kQuadsAtOnce = 4;
 /// Adds up the parts of each sink, if the kernel computes their gradient; the sinks are distributed over the CTAs. All
 /// threads have to call it, after all other uses of shared memory. Not inlined, because that would change the register
 /// allocation of the calling kernel.
-/// || Args:
+///
+/// Args:
 ///   p: parameters.
-///   of_warps: shared memory for one sum per warp. It must not hold barriers, which have to be invalidated before their
-///     memory is used otherwise: when a CTA was preempted, an old barrier replaced a sum.
+///   of_warps: shared memory for one sum per warp. It must not overlap with barriers, which have to be invalidated
+///     before their memory is reused: when a CTA was preempted, an old barrier overwrote a sum.
 __device__ __noinline__ inline void add_up_sinks(const SinksParams& p, float* of_warps) {
   if (p.gradient == nullptr) return;
   const std::int64_t ctas = std::int64_t{gridDim.x} * gridDim.y;

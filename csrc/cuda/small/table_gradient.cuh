@@ -12,7 +12,7 @@ namespace natten_jax::small {
 /// Maximum threads of a CTA.
 inline constexpr int kTableThreads = 256;
 
-/// Bytes of shared memory for the sums of runs of tiles that a CTA holds at a time: at least one run.
+/// Returns the bytes of shared memory for the sums of the runs of tiles that a CTA adds up at a time: at least one run.
 constexpr int bytes_of_runs(int record) {
   constexpr int kMostRuns = 12, kMostBytes = 32 * 1024;
   const int run = static_cast<int>(sizeof(float)) * record, runs = kMostBytes / run;
@@ -39,7 +39,7 @@ CUTE_DEVICE bool has_queries(const TableParams& p, int tile) {
 __global__ void __launch_bounds__(kTableThreads)
     natten_jax_small_table_gradient(const __grid_constant__ TableParams p) {
   static_assert(kTilesOfSum == 32, "a lane of a warp each, and a bit of a word");
-  // Tiles loaded at a time, four numbers of each; the first loads overlap with the headers'.
+  // Tiles loaded at a time, four numbers of each; their first loads overlap with the loads of the headers.
   constexpr int kAtOnce = 8;
   constexpr unsigned kAll = 0xffffffff;
   extern __shared__ float4 runs[];
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kTableThreads)
   const unsigned begins = __ballot_sync(kAll, begins_one);
   float* const sums = p.sums + (std::int64_t{blockIdx.y} * gridDim.x + item) * p.entries;
   for (int first = 0, end = 0; first < count; first = end) {
-    // Extend up to the last run that fits.
+    // Find the end of the last run whose sums fit in shared memory.
     for (int all = 0; end < count && (all += begins >> end & 1) <= most_runs; ++end) {
     }
     for (int chunk = own_chunk; chunk < chunks; chunk += blockDim.x) {

@@ -6,7 +6,7 @@ namespace {
 
 constexpr int kProductsThreads = 128;
 
-/// A CTA handles a part of a table, of a head or of a batch entry's head.
+/// Computes the tables of products. A CTA handles a part of one table, per head or per head of a batch entry.
 __global__ void __launch_bounds__(kProductsThreads)
     natten_jax_small_table_products(const __grid_constant__ TableProductsParams p) {
   const std::int64_t item = blockIdx.x;
@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kProductsThreads)
 /// Threads of a CTA: each handles four offsets of every few sums. Eight neighboring threads load neighboring memory.
 constexpr int kSumThreads = 256, kChunksAtOnce = 8, kSumsAtOnce = kSumThreads / kChunksAtOnce, kOfChunk = 4;
 
-/// A CTA handles some offsets of a table.
+/// Adds up the last sums of table gradients. A CTA handles some offsets of a table.
 __global__ void __launch_bounds__(kSumThreads) natten_jax_small_last_sums(const __grid_constant__ LastSumsParams p) {
   __shared__ float4 parts[kSumsAtOnce][kChunksAtOnce];
   const int of_chunk = threadIdx.x % kChunksAtOnce, of_sum = threadIdx.x / kChunksAtOnce,

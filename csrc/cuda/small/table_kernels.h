@@ -10,7 +10,7 @@
 
 namespace natten_jax::small {
 
-/// Parameters for tables of products of queries and keys.
+/// Parameters of the kernel that prepares tables to be added to products of queries and keys.
 struct TableProductsParams {
   GivenTable given;
   Scale scale;
@@ -30,7 +30,7 @@ struct LastSumsParams {
   int offsets;
 };
 
-/// Launch the kernels, for `tables` tables of heads.
+/// Launch the kernels. `tables` counts the tables of all heads.
 cudaError_t launch_table_products(const TableProductsParams& params, int tables, cudaStream_t stream);
 cudaError_t launch_last_sums(const LastSumsParams& params, int tables, cudaStream_t stream);
 

@@ -22,13 +22,12 @@ struct TrustedSums<cutlass::half_t> {
   static constexpr float kLeast = 0x1p-6f, kMost = 0x1p15f;
 };
 
-/// If a sum is closer to 1 than kLeastFromOne, its logarithm consists mostly of rounding errors. It also makes up the
-/// whole logsumexp if the base-2 shift is below kLeastShift: for example, if a query sees a single key whose logit is
-/// near 0.
+/// If a sum is closer to 1 than kLeastFromOne, its logarithm consists mostly of rounding errors. This matters if the
+/// base-2 shift is below kLeastShift, because the logarithm is then the whole logsumexp: for example, if a query sees a
+/// single key whose logit is near 0.
 constexpr float kLeastFromOne = 0x1p-10f, kLeastShift = 0x1p-6f;
 
-/// Returns 1 if a row's sum of weights relative to `shift` is trusted. && and
-/// would generate branches.
+/// Returns 1 if a row's sum of weights relative to `shift` is trusted. `&&` and `||` would generate branches.
 template <class Element>
 CUTE_DEVICE int is_sum_trusted(float sum, float shift, float factor) {
   using Sums = TrustedSums<Element>;
@@ -40,9 +39,9 @@ CUTE_DEVICE int is_sum_trusted(float sum, float shift, float factor) {
 /// Largest base-2 shift for which the sink's weight keeps full precision.
 constexpr float kMostOfSinkShift = 128.f;
 
-/// Adds a sink to the sums of a lane's two rows, as an additional weight; false if the sum of any of the warp's rows
-/// that is not outside (negative place) would lose digits. A sink that hides itself (natten_jax/added_logit.h) gets a
-/// weight of zero without a conversion.
+/// Adds a sink to the sums of a lane's two rows, as an additional weight; returns false, without adding it, if the sum
+/// of any of the warp's rows would lose digits. Rows outside of the layout (negative place) are ignored. A hidden sink
+/// (natten_jax/added_logit.h) has a weight of zero, and needs no conversion.
 CUTE_DEVICE bool add_sink_to_sums(float (&sums)[2], const float (&shift)[2], float sink, float factor,
                                   const int (&places)[2]) {
   float with_sink[2];
@@ -62,7 +61,7 @@ CUTE_DEVICE bool add_sink_to_sums(float (&sums)[2], const float (&shift)[2], flo
   return true;
 }
 
-/// The logsumexp of a row whose weights are relative to `shift`.
+/// Returns the logsumexp of a row whose weights are relative to `shift`.
 CUTE_DEVICE Logsumexp logsumexp_of_sum(float sum, float shift, float factor) {
   if (sum == 0.f) return {-INFINITY, {}};
   const float log2_sum = fast_log2(sum), value = fmaf(__fmul_rn(shift, factor), kLn2, log2_sum * kLn2);

@@ -9,15 +9,15 @@
 
 namespace natten_jax::small {
 
-/// A CTA loops over batch entries of one head: it has a single table, and a single sum for the table's gradient. If
-/// entries have separate tables or scales, it takes a single entry.
+/// A CTA loops over batch entries of one head: it holds a single table, and writes a single sum for the table's
+/// gradient. If batch entries have separate tables or scales, it processes a single entry.
 struct WholeBiasParams : BackwardParams {
   GivenTable given;
   int entries_of_batch;  // batch entries
   int pieces;            // CTAs that share the batch entries of a head and region
 
-  /// Number of tables of sums that are added up for a table's gradient: one per region, and one per piece unless batch
-  /// entries have separate tables. They are consecutive in memory.
+  /// Returns the number of tables of sums that are added up for a table's gradient: one per region, and one per piece
+  /// unless batch entries have separate tables. They are consecutive in memory.
   CUTLASS_HOST_DEVICE std::int64_t sums_of_table() const { return region.count * (given.is_of_entry ? 1 : pieces); }
 };
 

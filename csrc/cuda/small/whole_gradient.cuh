@@ -1,6 +1,6 @@
-// All gradients of layouts that fit in a CTA: it loads a layout once per batch entry and head, and each warp first owns
-// 16 queries, then the keys at the same positions. This takes a single launch, and reads and writes 8 instead of 12
-// arrays: 7x7 tokens of 1,024 heads take 21 instead of 29 microseconds on an H200.
+// All gradients of layouts that fit in a CTA. The CTA loads a layout once per batch entry and head. Each warp computes
+// the gradients of 16 queries, then of the keys and values at the same positions. This takes a single launch, and reads
+// and writes 8 instead of 12 arrays: 7x7 tokens of 1,024 heads take 21 instead of 29 microseconds on an H200.
 #pragma once
 
 #include "cuda/small/head_terms.cuh"
@@ -10,7 +10,7 @@
 
 namespace natten_jax::small {
 
-/// Consecutive boxes of a stage: the columns of queries (keys, values), then the columns of keys.
+/// Consecutive boxes of a stage: the columns that queries see (keys, values), then the columns that keys see.
 enum WholeBox { kWholeKeys, kWholeValues, kWholeQueries, kWholeCotangents, kWholeOuts };
 
 template <class Element, int kHeadDim, Terms kTerms, Feature kFeature>
@@ -22,7 +22,7 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kFeature == Feature::kRel
   using Columns = ColumnRows<kHeadDim, kHasBoxes>;
   using Items = std::conditional_t<kHasBias, HeadItems, CtaItems>;
   extern __shared__ __align__(1024) char raw[];
-  if constexpr (kHasTerms) allow_next_kernel();  // which adds up the parts of sinks
+  if constexpr (kHasTerms) allow_next_kernel();  // the next kernel adds up the parts of sinks
   Tables of_queries, of_keys;
   TilePlan queries_plan, keys_plan;
   BoxLoads<kHeadDim, Kernel::kWholeGradient, Items> loads(p, raw);
@@ -42,7 +42,8 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kFeature == Feature::kRel
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const std::uint32_t second = p.region.shared.second;
-  // Columns of keys begin two boxes after the columns of queries; statistics and a relative bias do not move.
+  // The columns seen by keys begin two boxes after the columns seen by queries; statistics and a relative bias do not
+  // move.
   keys_plan.statistic -= kWholeQueries * second;
   keys_plan.statistic_of_column -= kWholeQueries * second;
   if constexpr (kHasBias) {
@@ -88,7 +89,8 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kFeature == Feature::kRel
     }
     // All statistics and the item's sums for a table are complete.
     meet(warps);
-    // Not for query heads that share a key/value head: their sums would have to stay in registers across items.
+    // Query heads that share a key/value head are not supported: their sums would have to stay in registers across
+    // items.
     KeyValueSums<Element, kHeadDim, true> sums;
     const Operand keys = rows_of(kWholeKeys), values = rows_of(kWholeValues);
     KeyBiasSums of_bias;

@@ -10,7 +10,7 @@ CUTE_DEVICE void meet(int warps) {
   asm volatile("bar.sync 1, %0;" : : "r"(32 * warps) : "memory");
 }
 
-/// No relative bias.
+/// Empty functions for kernels without a relative bias.
 template <bool kHasBias>
 struct WholeTable {
   CUTE_DEVICE WholeTable(const BackwardParams&, char*) {}
@@ -28,7 +28,8 @@ struct WholeTable<true> {
 
   CUTE_DEVICE WholeTable(const WholeBiasParams& p, char* raw) : table(p, raw), sums(p, raw) {}
 
-  /// Called before planning, which overlaps with the copy of the table. All threads have to call this and `plan`.
+  /// Starts to copy the table. Called before planning, which overlaps with the copy. All threads have to call this and
+  /// `plan`.
   CUTE_DEVICE void start(const Item& first) const { table.start(first); }
   CUTE_DEVICE void plan(const TilePlan& queries, const Item& first) const {
     table.finish(first);
@@ -41,8 +42,8 @@ struct WholeTable<true> {
     sums.add<Element>(queries);
   }
 
-  /// Called after the last item was added and warps have synchronized. It is outside of the loop over items, where
-  /// every warp would jump over its instructions.
+  /// Writes the sums, after the last item was added and warps have synchronized. The call is outside of the loop over
+  /// items, where every warp would jump over its instructions.
   CUTE_DEVICE void write(const TilePlan& queries, const HeadItems& items) const {
     if (queries.has_rows) sums.write(items);
   }
