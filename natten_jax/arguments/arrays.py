@@ -122,18 +122,18 @@ LARGEST = float(np.finfo(np.float32).max) * (1 - 2**-22) / math.log2(math.e)
 def checked_scale(
     scale: float | None, dtype: str | None = None, *, name: str = "scale", takes_arrays: bool = False
 ) -> float | None:
-    """The factor of the logits as a Python float.
+    """Return the factor of the logits as a Python float, or ``None`` for the default.
 
     Args:
         scale: The argument; ``None`` is the default.
-        dtype: Element type of the problem, if known. Logits of float64 problems are computed in float64 and all others
-            in float32, and the kernels' exponentials have base 2, so ``scale * log2(e)`` must be finite in that type.
+        dtype: Element type of the problem, if known. Unless it is float64, logits are float32 and the kernels'
+            exponentials have base 2, so ``scale * log2(e)`` must be finite in float32.
         name: Name of the argument for the user.
         takes_arrays: The argument may also be an array, which :func:`number_or_array` has already separated.
 
     Raises:
         ValueError: The scale is not finite, or too large for ``dtype``.
-        TypeError: It is not a real number.
+        TypeError: The scale is not a real number.
     """
     if scale is None:
         return None
@@ -156,7 +156,7 @@ def checked_scale(
 
 
 def scale_or_default(scale: float | None, head_dim: int, dtype: str) -> float:
-    """The factor of the logits; ``None`` is ``head_dim ** -0.5``."""
+    """Return the factor of the logits as a Python float; ``None`` is ``head_dim ** -0.5``."""
     factor = checked_scale(scale, dtype, takes_arrays=True)
     return float(head_dim) ** -0.5 if factor is None else factor
 
@@ -186,8 +186,8 @@ def per_head(scale: jax.Array | np.ndarray[Any, Any], batch: Any, heads: int, dt
         dtype: Element type of the problem.
 
     Raises:
-        ValueError: It has another shape, or a concrete value breaks a rule of :func:`checked_scale`.
-        TypeError: It does not hold real numbers.
+        ValueError: The array has another shape, or a concrete value breaks a rule of :func:`checked_scale`.
+        TypeError: The array does not hold real numbers.
     """
     if not any(jnp.issubdtype(scale.dtype, kind) for kind in (jnp.floating, jnp.integer)):
         raise TypeError(
@@ -218,11 +218,11 @@ def axis_names(entry: Any) -> tuple[Any, ...]:
 
 
 def checked_token_axes(token_axes: Any, rank: int) -> tuple[tuple[str, ...], ...]:
-    """The argument in canonical form: a tuple of names for each token dimension, or an empty tuple for ``None``.
+    """Return the argument as a tuple of names for each token dimension, or an empty tuple for ``None``.
 
     Raises:
         TypeError: An entry is not a name.
-        ValueError: It has another length, an axis is repeated, or an axis is not manual in the current
+        ValueError: The argument has another length, an axis is repeated, or an axis is not manual in the current
             ``jax.shard_map``.
     """
     if token_axes is None:

@@ -91,8 +91,8 @@ def int_tuple(
         words: Additional allowed numbers, with their meanings.
 
     Raises:
-        TypeError: It is traced, or not all values are ints.
-        ValueError: It has another length, or an int is too small or too large for the kernels.
+        TypeError: ``value`` is traced, or not all its elements are ints.
+        ValueError: ``value`` has another length, or an int is too small or too large for the kernels.
     """
     values: tuple[int, ...]
     if type(value) is int and repeat:
@@ -114,8 +114,8 @@ def bool_tuple(name: str, value: Any, rank: int) -> tuple[bool, ...]:
     """Convert ``value`` to ``rank`` Python bools; a single bool is repeated.
 
     Raises:
-        TypeError: It holds a value that is not a bool, or is traced.
-        ValueError: It has another length.
+        TypeError: ``value`` is traced, or has an element that is not a bool.
+        ValueError: ``value`` has another length.
     """
     if type(value) is bool:
         return (value,) * rank
@@ -126,8 +126,8 @@ def choice_tuple(name: str, value: Any, choices: Sequence[C], rank: int) -> tupl
     """Convert ``value`` to ``rank`` of the allowed words; a single word is repeated.
 
     Raises:
-        TypeError: It is neither a word nor a sequence of words.
-        ValueError: It has another length, or an unknown word.
+        TypeError: ``value`` is neither a word nor a sequence of words.
+        ValueError: ``value`` has another length, or an unknown word.
     """
     if type(value) is str and value in choices:
         return (choices[choices.index(value)],) * rank

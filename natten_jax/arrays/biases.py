@@ -247,7 +247,7 @@ class KeyBiasColumns:
         return saved._replace(logsumexp=jnp.where(is_unseen, 0, logsumexp))
 
     def gradients(self, found: Gradients, operands: Operands) -> Gradients:
-        """Return the gradients of the call's inputs; those of query and key may still include extra columns.
+        """Return the gradients of the call's inputs; the gradients of query and key may include extra columns.
 
         The kernels' gradient of the scale includes the columns, but biases do not depend on the scale: it is computed
         again.

@@ -233,7 +233,7 @@ _Tree = TypeVar("_Tree")
 def vary_alike(arrays: _Tree) -> _Tree:
     """Inside ``jax.shard_map``, make all arrays vary over the mesh axes that any of them varies over.
 
-    Outside of derivative rules, JAX transposes this: gradients are summed over those axes.
+    Outside of derivative rules, JAX transposes this function: gradients are summed over the added axes.
     """
     return varying_like(arrays, arrays)
 

@@ -26,11 +26,11 @@ class Tuned(Mapping[str, Any]):
     """Configurations found by measurement.
 
     In a ``with`` block, each operator call that is traced there uses the measured configuration of its problem instead
-    of the package's tables; functions that ``jax.jit`` compiled before are compiled again. If it covers a single
-    operator, it is also a mapping of that operator's performance arguments.
+    of the package's tables; functions that ``jax.jit`` compiled before are compiled again. If the configurations cover
+    a single operator, the object is also a mapping of that operator's performance arguments.
 
     Attributes:
-        table: Measurements by problem and pass; ``None`` if it was loaded from a file that does not name a problem.
+        table: Measurements by problem and pass; ``None`` if the file that was loaded does not name a problem.
         skipped: Calls of the program that could not be measured, with the reasons.
     """
 
@@ -84,7 +84,7 @@ class Tuned(Mapping[str, Any]):
         """Write a file that :func:`natten_jax.load_tuned` reads.
 
         Raises:
-            ValueError: It was loaded from a file that does not name a problem, so it lacks a table.
+            ValueError: The configurations were loaded from a file that does not name a problem, so there is no table.
             OSError: The file cannot be written.
         """
         if self.table is None:
@@ -150,7 +150,7 @@ def load_tuned(path: str | os.PathLike[str]) -> Tuned:
         operators; it is also a mapping of performance arguments if the program called a single operator.
 
     Raises:
-        ValueError: Neither of them wrote the file, or a field is malformed.
+        ValueError: The file was not written by either of these, or a field is malformed.
         TypeError: ``path`` is not a path.
         OSError: The file cannot be read.
     """

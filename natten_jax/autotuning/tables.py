@@ -54,7 +54,7 @@ class TunedPass:
         """Read a measured pass from JSON values.
 
         Raises:
-            ValueError: They are malformed; the message names the field.
+            ValueError: The values are malformed; the message names the field.
         """
         if not isinstance(content, Mapping):
             raise ValueError(f"it is not an object, but {type(content).__name__}")

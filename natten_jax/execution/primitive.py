@@ -384,7 +384,7 @@ def _run_entries(computation: AnyComputation, call: DeviceCall, arrays: Sequence
         every = [array if is_same else next(own)[None] for is_same, array in zip(are_same, arrays, strict=True)]
         return [result[0] for result in _run_computation(computation, entry_call, every)]
 
-    # All entries share one bias table, or each entry has its own.
+    # All batch entries share one bias table, or each entry has a table.
     are_same = [
         role is Role.WHOLE or (role is Role.PER_HEAD_OF_ALL_ENTRIES and array.shape[0] == 1)
         for role, array in zip(computation.roles, arrays, strict=True)

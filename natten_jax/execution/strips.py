@@ -234,7 +234,7 @@ def strips_of(plan: Plan, operands: Operands) -> Iterator[Strip]:
     for i, axis in enumerate(axes):
         for side in sides_of(axis) if are_whole[i] else ():
             first, extents = np.zeros(len(axes), np.int32), list(queries)
-            if queries[i] == axis.query_extent:  # otherwise their position may be known only at run time
+            if queries[i] == axis.query_extent:  # otherwise the queries' position may be known only at run time
                 first[i], extents[i] = side.first_query, side.queries
             yield Strip(axes, are_whole, i, side, QueryBox(jnp.asarray(first), tuple(extents)))
 
@@ -248,7 +248,8 @@ def _are_whole(plan: Plan, operands: Operands) -> tuple[bool, ...]:
 def _room(axis: Axis) -> int:
     """Return the number of tokens to add at each end of a wrapped dimension.
 
-    All windows fit inside, and a multiple of ``stride * dilation`` keeps the groups of queries that share a window.
+    With this number, all windows fit inside. It is a multiple of ``stride * dilation``, so that the same queries share
+    a window.
     """
     step = axis.stride * axis.dilation
     return -(-(axis.kernel_size + axis.stride) * axis.dilation // step) * step

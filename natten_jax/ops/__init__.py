@@ -9,5 +9,5 @@
 - ``config_queries``: lists of the tile configurations of backends.
 
 :mod:`natten_jax` exports the public names. This package may import all lower levels; the profiler, the doctor and the
-Flax modules are above it.
+Flax modules import this package.
 """

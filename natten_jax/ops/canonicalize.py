@@ -171,7 +171,7 @@ def check_array(name: str, array: Any) -> None:
     """Check that an argument is an array.
 
     Raises:
-        TypeError: It is not an array, or its byte order is not this machine's, which JAX requires.
+        TypeError: ``array`` is not an array, or its byte order is not this machine's, which JAX requires.
     """
     dtype = getattr(array, "dtype", None)
     if not isinstance(dtype, np.dtype):

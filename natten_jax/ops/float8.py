@@ -59,7 +59,8 @@ def quantize(
     """Quantize an array to 8-bit floats.
 
     The elements that share a scale are divided by it, so that the largest magnitude among them becomes the largest
-    number of the element type. Plain JAX, which works under ``jax.jit`` and ``jax.vmap``. Gradients are not defined.
+    number of the element type. The function is plain JAX and works under ``jax.jit`` and ``jax.vmap``. Gradients are
+    not defined.
 
     Example:
         >>> import jax.numpy as jnp
@@ -244,7 +245,7 @@ NOTHING = Float8Arguments()
 
 
 class _Factors(NamedTuple):
-    """Scales of the arrays, ``[batch, heads]`` or per block ``[batch, *blocks, heads_kv]``; ``None`` stands for 1."""
+    """Scales of the arrays, ``[batch, heads]`` or per block ``[batch, *blocks, heads_kv]``; ``None`` means 1."""
 
     query: jax.Array | None
     key: jax.Array | None

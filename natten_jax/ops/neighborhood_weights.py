@@ -66,12 +66,12 @@ def neighborhood_weights(
             ``head_dim ** -0.5``.
         relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, in a floating point dtype: added to the scaled
             logits, as in the operators. Numbers up to ``0.5 * finfo(dtype).min`` hide keys.
-        return_logits: Return the logits in place of their softmax.
+        return_logits: Return the logits instead of their softmax.
 
     Returns:
         ``[batch, *layout, heads, prod(kernel_size)]`` in the query's dtype; logits in float32 (float64 for float64
         inputs). The last axis has the keys of a window in order, the last dimension fastest. Windows at the start of
-        causal dimensions, and windows that are cut, have fewer keys: the entries after them have weight 0 and logit
+        causal dimensions, and windows that are cut, have fewer keys: the remaining entries have weight 0 and logit
         ``-inf``.
 
     Raises:
@@ -213,11 +213,11 @@ class _WindowEntries(NamedTuple):
         return jnp.moveaxis(table[(slice(None), *jnp.ix_(*self.offsets))], 0, -1)[None]
 
     def take(self, array: jax.Array) -> jax.Array:
-        """Take the values of the keys from an array ``[batch, *layout, ...]``."""
+        """Take the elements at the keys from an array ``[batch, *layout, ...]``."""
         return array[(slice(None), *jnp.ix_(*self.keys))]
 
     def is_seen(self) -> jax.Array:
-        """Mask of existing keys, ``[1, *layout, 1]`` for all batch entries and heads."""
+        """Return the mask of existing keys, ``[1, *layout, 1]`` for all batch entries and heads."""
         seen = jnp.array(True)
         for exists in self.exist:
             seen = seen[..., None] & jnp.expand_dims(exists, range(seen.ndim))

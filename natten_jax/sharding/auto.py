@@ -143,11 +143,11 @@ class Layout:
         *,
         splits_tokens: bool,
     ) -> Layout:
-        """Create the layout that leaves queries in place as far as possible.
+        """Create the layout that keeps the sharding of the query as far as possible.
 
         Args:
             tiles: Tiles of the query, from :func:`device_tiles`.
-            devices: The program's device numbers by the partitioner's.
+            devices: The program's device numbers, indexed by the partitioner's device numbers.
             shape: The shape of the query.
             batch_axes: Number of leading independent dimensions.
             heads_kv: Key/value heads.
