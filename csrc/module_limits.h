@@ -17,8 +17,9 @@ pybind11::dict limits();
 
 /// Returns the launches of the kernels for small windows in a pass with given tiles, and their estimated time, as
 /// "launches" and "seconds". A launch has the "kernel"; the "line_dimension", 0 to 2, or -1 for a ring; the number of
-/// "regions" per batch entry and head; and the "columns" and "tiles" of a region. None if the kernels do not support
-/// the problem.
+/// "regions" per batch entry and head; the "columns" and "tiles" of a region; the number of "pairs" of queries and keys
+/// that are multiplied, or 0 if it follows from the regions; and its "seconds". None if the kernels do not support the
+/// problem.
 ///
 /// Args:
 ///   axes: the attribute `axes` of every target.

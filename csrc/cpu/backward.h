@@ -15,7 +15,7 @@ namespace {
 /// Values of the queries that the passes need in addition to the vectors: an array per value, a float per query.
 struct QueryValues {
   float* logsumexp;  ///< In base 2. For a query without keys it is +inf, which makes its probabilities zero.
-  float* distance;   ///< The parts of the logsumexp's remainder.
+  float* distance;   ///< With `log2_sum`, the remainder of the logsumexp.
   float* log2_sum;
   float* delta;
 

@@ -11,8 +11,8 @@
 namespace natten_jax::cpu::NATTEN_JAX_ISA {
 namespace {
 
-/// out[r][lane] = factor[lane] * (sum over d of rows[r][d] * lanes[d][lane]), for kDotRows rows. The sum of two tokens
-/// is bitwise equal if row and lane are exchanged, so the logits of all passes are equal.
+/// out[r][lane] = factor[lane] * (sum over d of rows[r][d] * lanes[d][lane]), for kDotRows rows. The result for
+/// two tokens is bitwise equal if row and lane are exchanged, so all passes compute equal logits.
 NATTEN_JAX_INLINE void dot_group(const float* lanes, const float* const* rows, std::int64_t depth, const Float& factor,
                                  float* out) {
   const float* row[kDotRows];
@@ -60,7 +60,7 @@ NATTEN_JAX_INLINE void accumulate_columns(const float* weights, const float* con
       for (int i = 0; i < kVectors; ++i) sum[c][i] += weight.v[i] * scalar;
     }
   }
-  // Adding a tile's sum to the running one (two levels) keeps rounding errors small for long sequences.
+  // Adding a tile's sum to the running sum (two levels) keeps rounding errors small for long sequences.
   NATTEN_JAX_UNROLL
   for (int c = 0; c < Columns; ++c) {
     NATTEN_JAX_UNROLL

@@ -46,7 +46,7 @@ NATTEN_JAX_INLINE void transpose(Quad (&x)[4]) {
   x[3] = shuffled<2, 3, 6, 7>(b, d);
 }
 
-/// lanes[d][lane] = factor * row of the lane [d].
+/// lanes[d][lane] = factor * element d of the lane's row.
 ///
 /// Args:
 ///   block: rows of the lanes.
@@ -84,7 +84,7 @@ NATTEN_JAX_INLINE void load_lanes(const LaneBlock& block, const T* array, std::i
   }
 }
 
-/// row of the lane [d] = factor[lane] * lanes[d][lane], for the active lanes.
+/// Element d of each active lane's row = factor[lane] * lanes[d][lane].
 template <typename T>
 NATTEN_JAX_INLINE void store_lanes(const LaneBlock& block, const float* lanes, std::int64_t width, const float* factor,
                                    float* lines, T* array) {
