@@ -5,5 +5,5 @@
 - ``arrays``: arguments that may be arrays (scales, query boxes, extents), and mesh axes of token dimensions.
 - ``names``: argument names of NATTEN and other libraries, and options that signatures list by name.
 
-Every public function uses these modules, whatever it computes, so they do not depend on problems.
+These modules do not depend on problems, because every public function uses them.
 """

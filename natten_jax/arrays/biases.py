@@ -42,7 +42,7 @@ def with_hidden_keys(operand: jax.Array) -> jax.Array:
 
 
 def with_hidden_keys_of_inputs(inputs: Inputs) -> Inputs:
-    """Apply :func:`with_hidden_keys` to every operand that is added to logits, for backends that do not."""
+    """Apply :func:`with_hidden_keys` to every operand that is added to logits, for backends that do not do this."""
     given = {name: getattr(inputs, name) for name in ADDED}
     return inputs._replace(**{name: with_hidden_keys(array) for name, array in given.items() if array is not None})
 
@@ -103,7 +103,7 @@ def sinks_gradient(sinks: jax.Array, logsumexp: jax.Array, delta: jax.Array) -> 
     """
     batch, *tokens, heads = logsumexp.shape
     per_query = sinks.reshape(sinks.shape[0], *(1,) * len(tokens), heads)
-    # If a query sees neither keys nor a sink, its weights are 0; padding is arbitrary.
+    # If a query sees neither keys nor a sink, its weights are 0; padding may hold any values.
     # Rounding of large numbers must not make a weight larger than 1.
     weights = jnp.exp(jnp.minimum(per_query - logsumexp, 0))
     changes = jnp.where(jnp.isneginf(logsumexp), 0, weights * delta)

@@ -35,7 +35,7 @@ class Link:
 
     Attributes:
         name: Name for reports.
-        latency: Seconds of an exchange of any size.
+        latency: Fixed overhead of an exchange, in seconds.
         byte: Seconds per byte that a device receives.
     """
 
@@ -57,9 +57,9 @@ NETWORK = Link("network of 400 Gbit/s per device (assumed)", 2e-4, 1 / 40e9)
 
 _DEVICES_OF_HOST = 8
 
-#: Slowdown of passes with an exchange of any size: links draw power for 50 ms after a transfer, which reduces the clock
-#: of devices at their power limit. With 4 KB per call, two H200 took 11.92 instead of 11.68 ms, at 1563 instead of 1591
-#: MHz.
+#: Factor of the time of passes with any exchange, however small: links draw power for 50 ms after a transfer, which
+#: reduces the clock of devices at their power limit. With 4 KB per call, two H200 took 11.92 instead of 11.68 ms, at
+#: 1563 instead of 1591 MHz.
 _LINKS_AWAKE_FACTOR = 1.02
 
 #: Share of the multiprocessors that an exchange takes from concurrent kernels: 16 of 132 on H200, one per channel. With

@@ -222,7 +222,7 @@ _SOFTMAX: Mapping[Pass, float] = {"forward": 2.5, "backward": 2 * 2.5}
 #: Number of matrix products of width ``head_dim``, and of width ``head_dim_v``, in the kernels of a pass. Both backward
 #: kernels compute the weights and their gradients.
 _PRODUCTS: Mapping[Pass, tuple[int, int]] = {"forward": (1, 1), "backward": (4, 3)}
-#: Products of 16-bit numbers that the matrix units execute for a float32 product at full precision.
+#: Number of 16-bit products that the matrix units execute per float32 product at full precision.
 _PRODUCTS_PER_FLOAT32 = 6
 
 

@@ -140,7 +140,8 @@ def flops(problem: Problem, pass_: Pass) -> int:
     Args:
         problem: The problem.
         pass_: ``"forward"`` has two products, over ``head_dim`` and ``head_dim_v``. ``"backward"`` has five products,
-            counted as 2.5 times the operations of the forward pass, as if their average width were equal.
+            counted as 2.5 times the operations of the forward pass, which is exact if ``head_dim`` equals
+            ``head_dim_v``.
     """
     width = problem.head_dim + problem.head_dim_v
     operations = problem.batch * problem.heads * width * visible_pairs(problem)

@@ -5,6 +5,6 @@
 - ``_jax_internals``: wrappers around undocumented parts of JAX.
 - ``halos``: exchange of keys and values if token dimensions are split.
 
-These modules do not run a pass themselves: callers supply a function that runs it. Imports
-:mod:`natten_jax.cost_model`, which decides whether to overlap computation with the halo exchange, and lower levels.
+These modules do not run a pass themselves: callers supply a function that runs it. Imports lower levels and
+:mod:`natten_jax.cost_model`, which decides whether to overlap computation with the halo exchange.
 """

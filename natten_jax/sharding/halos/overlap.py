@@ -88,11 +88,11 @@ class HaloPipeline:
     def started_before(self, arrays: _Tree) -> tuple[_Tree, QueryBox | None]:
         """Start the exchange of the next slab, if there is one.
 
-        Computations on the returned values are ordered after the start. An exchange between GPUs is a kernel that waits
-        for the other devices and needs SMs, of which the kernels of a pass leave none free. So the exchange must start
-        before these kernels on every device; otherwise it occupies SMs of another device until the kernels here are
-        done, which made a pass of 19 milliseconds take 21. The exchange starts 2 to 3 microseconds after the data that
-        it sends is ready, so the pass should first compute some small operation from the returned values.
+        Computations on the returned values start after the exchange has started. An exchange between GPUs is a kernel
+        that waits for the other devices and needs SMs, of which the kernels of a pass leave none free. So the exchange
+        must start before these kernels on every device; otherwise it occupies SMs of another device until the kernels
+        here are done, which made a pass of 19 milliseconds take 21. The exchange starts 2 to 3 microseconds after the
+        data that it sends is ready, so the pass should first compute some small operation from the returned values.
 
         Args:
             arrays: Inputs of the computation that overlaps the exchange.
