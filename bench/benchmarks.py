@@ -50,7 +50,7 @@ class Benchmark:
 
     @property
     def problem(self) -> Problem:
-        """The problem as the backends describe it."""
+        """The problem as a :class:`natten_jax.problem.Problem`."""
         return problem_of(
             self.layout,
             self.kernel_size or None,

@@ -45,7 +45,7 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 1e-2}
 def prepare(
     benchmark: Benchmark, pass_: Pass, names: Sequence[str], platform: str
 ) -> tuple[dict[str, Side], dict[str, str]]:
-    """Prepare the implementations; return the ones that run, and the error messages of the rest."""
+    """Prepare the implementations; return the prepared ones, and the error messages of the others, by name."""
     cotangent, *arrays = draw(benchmark)
     sides: dict[str, Side] = {}
     failures: dict[str, str] = {}

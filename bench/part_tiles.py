@@ -1,6 +1,6 @@
 """Time one device's part of a split problem with tiles tuned for the whole layout, and with tiles for the part.
 
-The problem is split over several devices; this program needs only one.
+The problem is split over several devices, but this program needs only one device.
 
 The device gets a middle part with its halos; nothing is exchanged. Both choices of tiles alternate.
 

@@ -86,7 +86,7 @@ _TICKS_OF_GROUPS = {"sliding": (0.5, 1, 2), "video": (1, 2, 4)}
 
 
 def draw_beside_cudnn(record: Mapping[str, Any], path: Path, group: str) -> None:
-    """Draw a group of beside_cudnn.py: a dot for each problem and pass; for videos also the ratio of pairs."""
+    """Draw a group of beside_cudnn.py's problems: a dot per problem and pass; for videos also the ratio of pairs."""
     rows = record["results"][group]
     panels = {f"{pass_} pass": _points_of_group(rows, pass_, group) for pass_ in PASSES}
     environment = record["environment"]
@@ -110,7 +110,7 @@ _CPU_TICKS = 1, 4, 16, 64
 
 
 def draw_cpu(record: Mapping[str, Any], path: Path) -> None:
-    """Draw cpu_kernels.py: the speedup over dense attention of each implementation, problem and pass."""
+    """Draw a record of cpu_kernels.py: the speedup over dense attention of each implementation, problem and pass."""
     problems = list(dict.fromkeys(each["problem"] for each in record["results"]))
     times = {
         (each["problem"], each["pass"], each["implementation"]): each["times_cpu_fna"] for each in record["results"]
@@ -185,7 +185,7 @@ _SMALL_TICKS = 1, 2, 4, 8, 16, 32
 
 
 def draw_small(record: Mapping[str, Any], path: Path) -> None:
-    """Draw small.py: times relative to a copy of the same bytes, for each program, problem and pass."""
+    """Draw a record of small.py: times relative to a copy of the same bytes, for each program, problem and pass."""
     names = list(dict.fromkeys(each["row"] for each in record["records"]))
     found = {(each["row"], each["pass"]): each["sides"] for each in record["records"]}
     times = {
@@ -224,7 +224,7 @@ _TPU_TICKS = 1, 2, 4, 8
 
 
 def draw_tpu_bundles(records: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Draw tpu_bundles.py: bundles relative to natten_jax in the forward pass, with a panel for each chip."""
+    """Draw records of tpu_bundles.py: bundles of the forward pass relative to natten_jax, with a panel per chip."""
     rows = [name for name in _TPU_NAMES if all(name in record["results"] for record in records.values())]
     panels: dict[str, dict[str, dict[int, float]]] = {}
     for chip, record in records.items():
@@ -256,7 +256,7 @@ _FP8_ERRORS = 0.003, 0.01, 0.03, 0.1, 0.3
 
 
 def draw_fp8(record: Mapping[str, Any], path: Path) -> None:
-    """Draw fp8_accuracy.py: a panel for each kind of data, a line for each method."""
+    """Draw a record of fp8_accuracy.py: a panel for each kind of data, a line for each method."""
     with style():
         save(_fp8_chart(record["results"]["errors"]), path)
 
@@ -343,7 +343,7 @@ _STRIDE_MARKERS = "os^Dv"
 
 
 def draw_scaling(record: Mapping[str, Any], path: Path, splits: Sequence[str] | None = None) -> None:
-    """Draw scaling.py: a panel for each kind of scaling, family and pass, and a curve for each of the named splits.
+    """Draw a record of scaling.py: a panel for each kind of scaling, family and pass, and a curve per named split.
 
     Raises:
         ValueError: The record has no row with such a split.

@@ -130,7 +130,7 @@ def _with_one_batch_dimension(array: Any, batch: tuple[int, ...], rank: int | No
 def _attend_dropping(
     drop: Callable[[jax.Array], jax.Array], query: jax.Array, key: jax.Array, value: jax.Array, **others: Any
 ) -> jax.Array:
-    """Run neighborhood attention with dropout of weights. The arguments after ``drop`` are those of an operator."""
+    """Run neighborhood attention with dropout of weights; the other arguments are an operator's arguments."""
     names = "query_origin", "extents", "clamp_window", "fp8"
     given = [name for name in names if not (others.get(name) is None or others.get(name) is False)]
     if given or query.shape[:-2] != key.shape[:-2]:

@@ -183,7 +183,7 @@ def halos_of(problem: Problem, parts: Sequence[int]) -> tuple[Halo, ...]:
 def travel_order(halos: Sequence[Halo]) -> list[int]:
     """Order the token dimensions that have halos by received tokens relative to the part, the largest first.
 
-    Halos of a dimension include the halos of the dimensions before it.
+    Halos are exchanged in this order: the halos of a dimension include the halos of the dimensions before it.
     """
     dimensions = [i for i, halo in enumerate(halos) if halo.received]
     return sorted(dimensions, key=lambda i: -halos[i].received / halos[i].part)

@@ -29,7 +29,7 @@ def outer_and_inner(pair: TilePair, pass_: Pass) -> TilePair:
     """Order a query tile and a key/value tile as the outer and inner loops of a kernel in a pass.
 
     A thread block owns an *outer* tile (queries in the forward pass, keys and values in the backward pass) and iterates
-    over *inner* tiles of the other side.
+    over *inner* tiles (keys and values in the forward pass, queries in the backward pass).
     """
     return pair if pass_ == "forward" else pair[::-1]
 
@@ -87,8 +87,8 @@ class PerformanceArguments(_CommonArguments, total=False):
             ``hopper`` backends, which otherwise accumulate the query gradient in any order, and the ``cutlass``
             backends, where it sets ``backward_kv_splits`` to 1.
         memory_usage_preference: Limit on the scratch memory of the backward pass, for backends that can trade memory
-            for speed: ``"strict"`` (64 MiB), ``"default"`` (1 GiB) or ``"unrestricted"``. If the
-            batch exceeds the limit, it is processed in rounds of some entries or, if one entry exceeds it, of some
+            for speed: ``"strict"`` (64 MiB), ``"default"`` (1 GiB) or ``"unrestricted"``. If the batch would exceed the
+            limit, it is processed in rounds of several entries or, if one entry would exceed the limit, of several
             heads (at least one key/value head). ``backward_kv_splits`` does not change the scratch memory.
         run_persistent_kernel: Use persistent tile scheduling if the backend supports it.
         kernel_schedule: ``None``, ``"non"``, ``"coop"`` or ``"pp"``, if the backend has schedules.

@@ -215,7 +215,7 @@ def recommend_dilation(
         placement: Start of the inner tiles; see :func:`count_tiles`.
 
     Returns:
-        The recommendation, or ``None`` if no dilation gains 2% over the problem's own.
+        The recommendation, or ``None`` if no dilation is at least 2% faster than the problem's dilation.
 
     Raises:
         ValueError: :func:`count_tiles` rejects the tiles or the placement.

@@ -185,7 +185,7 @@ def tiles_of(benchmark: Benchmark, device: Device) -> dict[str, Any]:
     """Return platform and tiles for reports: the ladder's tiles on an NVIDIA GPU, otherwise the production kernel's.
 
     ``occupancy`` and ``num_ctas`` are ``None`` if they do not apply; ``occupancy`` is also ``None`` if the simulator
-    has no model of the device's kernels.
+    does not model the device's kernels.
     """
     plan = resolve(Request(benchmark.problem), device, "forward")
     pair = plan.tiles

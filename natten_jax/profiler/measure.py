@@ -95,7 +95,7 @@ def compile_workload(
 
 
 def _function(options: Options) -> Callable[..., Any]:
-    """Return the function to profile, of arrays of :func:`input_shapes`."""
+    """Return the function to profile; its arguments are arrays with the shapes of :func:`input_shapes`."""
 
     def forward(*arrays: jax.Array) -> Any:
         if options.is_baseline:
@@ -138,7 +138,7 @@ def check_fits(options: Options) -> None:
     """Check that the device has memory for inputs and results. XLA crashes on some sizes.
 
     Raises:
-        ValueError: The options ask for more devices than there are.
+        ValueError: The options request more devices than are available.
         MemoryError: The arrays are larger than the memory.
     """
     shapes = [*shapes_of(options.problem).values()]
@@ -186,7 +186,7 @@ def make_inputs(options: Options) -> tuple[jax.Array, ...]:
     """Return random normal arrays, sharded over the devices. Zeros would draw less power and run faster.
 
     Raises:
-        ValueError: The options ask for more devices than there are.
+        ValueError: The options request more devices than are available.
     """
     shapes, dtype = input_shapes(options), jnp.dtype(options.problem.dtype)
 
@@ -208,7 +208,7 @@ def sharding_of(options: Options, shape: Shape) -> NamedSharding:
     split.
 
     Raises:
-        ValueError: The options ask for more devices than there are.
+        ValueError: The options request more devices than are available.
     """
     devices, wanted = jax.local_devices(backend=default_jax_device().platform), options.devices
     if wanted > len(devices):

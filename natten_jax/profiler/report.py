@@ -325,7 +325,7 @@ def plot_rows(path: Path, tables: dict[str, tuple[Row, ...]], title: str) -> Non
     """Draw a bar per table, stacked from its rows.
 
     Args:
-        path: Image file. Its suffix is the format.
+        path: Image file; its suffix selects the format.
         tables: Rows by the name of their table.
         title: Line above the chart.
 

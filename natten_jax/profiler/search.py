@@ -384,7 +384,7 @@ class Task:
 
     @property
     def planned_problem(self) -> Problem:
-        """Problem that backends get. Windows as large as the layout are attention."""
+        """Problem that the backends receive: attention if the windows are as large as the layout."""
         return tuned_problem(self.options.main_request.problem)
 
     @property
@@ -464,7 +464,7 @@ def tuned_passes(task: Task, effort: Effort = THOROUGH) -> tuple[TunedPass, ...]
 def _plans(task: Task, options: Options, device: Device) -> dict[Pass, Plan]:
     """Return the plans of the passes with these options.
 
-    The plan of a pass has only the tiles of that pass, except in plain JAX, where it has the tiles of both passes.
+    The plan of a pass has only the tiles of that pass, except that a plan of plain JAX has the tiles of both passes.
     """
     main = options.main_request
     problem, table = tuned_problem(main.problem), TunedTable(device.kind)

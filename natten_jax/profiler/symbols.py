@@ -7,7 +7,7 @@ import re
 
 from natten_jax.profiler.program import Instruction
 
-#: Order of the rows of a report, before all other operations.
+#: Operations that a report lists first, in this order.
 KNOWN_OPERATIONS = (
     *("FnaForward", "FnaBackward", "FmhaForward", "FmhaBackward"),
     *("Reduction", "TokenPermute", "Elementwise", "Convert"),
@@ -27,7 +27,7 @@ class Name:
     operation: str
 
 
-# These match in a kernel's name before its template arguments.
+# These patterns match only the part of a kernel's name before the template arguments.
 _DELTA = r"^[^<(]*(delta|statistics|dot_do_o|do_dot_o|sum_odo|reduc)"
 _PERMUTE, _CONVERT, _ELEMENTWISE = r"^[^<(]*permute", r"^[^<(]*(convert|cast)", r"^[^<(]*(elementwise|clear|fill|scale)"
 _HOST, _TPU, _DEVICE = "natten_jax_cpu", "natten_jax_tpu_", "natten_jax"

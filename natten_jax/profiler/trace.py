@@ -23,7 +23,7 @@ from natten_jax.profiler.measure import NamedEvent, Row, named, rows_of
 from natten_jax.profiler.program import Program, programs_in_trace
 from natten_jax.profiler.report import format_time, print_lines, print_table
 
-#: Programs in the lines below the table.
+#: Maximum number of programs that are listed below the table.
 _MOST_MODULES = 10
 
 
@@ -65,7 +65,7 @@ class TracedProgram:
 
     @property
     def runs(self) -> int | None:
-        """Number of runs, or ``None`` if the trace does not contain it, as on GPUs."""
+        """Number of runs, or ``None`` if the trace does not contain the number, as on GPUs."""
         runs = {None if event.run is None else (event.number, event.run) for _, event in self.launches}
         return None if None in runs else len(runs)
 
