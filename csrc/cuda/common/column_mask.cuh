@@ -31,7 +31,7 @@ struct BoxMask {
   ///   boxes: boxes in which tiles are loaded; null: whole tiles.
   template <int kColumns>
   CUTE_DEVICE void build(const DeviceAxis (&axis)[3], int warp, int warps, const TileBoxes* boxes = nullptr) const {
-    // Each lane represents an element of a row, of those in the registers of threads whose number modulo 4 is `lane4`.
+    // Each lane represents one of the elements of a row that threads whose number modulo 4 is `lane4` hold.
     const int lane = threadIdx.x % 32, lane4 = warp % 4;
     const int column = 8 * (lane / 2) + 2 * lane4 + lane % 2;
     const bool is_whole = boxes == nullptr || !boxes->go_around;

@@ -78,7 +78,7 @@ struct Rows {
 };
 
 /// Computes the statistics of rows. `kLanes` neighboring threads share a row, which is a query and head. `kIsPadded`:
-/// rows with a logsumexp of -infinity may be padding, of which nothing more is read.
+/// rows with a logsumexp of -infinity may be padding, whose other data are not read.
 template <class Element, int kLanes, bool kIsPadded>
 __global__ void __launch_bounds__(kThreads)
     natten_jax_delta_reduction(const uint4* out, const uint4* out_cotangent, const float* logsumexp,

@@ -16,7 +16,7 @@ namespace natten_jax {
 ///   type: element type of `out` and `out_cotangent`, [batch, tokens, heads, head_dim]: of 16 bits.
 ///   logsumexp, logsumexp_cotangent: [batch, tokens, heads]; the second may be null: zeros.
 ///   head_dim: a multiple of 8, at most 256.
-///   is_padded: if true, rows with a logsumexp of -infinity may be padding, of which nothing more is read.
+///   is_padded: if true, rows with a logsumexp of -infinity may be padding, whose other data are not read.
 cudaError_t launch_statistics(ElementType type, const void* out, const void* out_cotangent, const float* logsumexp,
                               const float* logsumexp_cotangent, float* statistics, std::int64_t batch,
                               std::int64_t tokens, std::int64_t heads, std::int64_t head_dim, bool is_padded,

@@ -1,6 +1,6 @@
 // Forward neighborhood attention for Hopper and 8-bit floats.
 //
-// The warps that load, plan and store are those in forward.cuh. Differences: an additional warpgroup transposes value
+// The warps that load, plan and store are as in forward.cuh. Differences: an additional warpgroup transposes value
 // tiles in shared memory (fp8_values.cuh); weighted values are accumulated in float32 outside the tensor cores
 // (fp8_products.cuh); weights are e4m3 numbers (fp8_softmax.cuh); the output has 16 bits.
 #pragma once
