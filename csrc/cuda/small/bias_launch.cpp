@@ -89,7 +89,7 @@ bool prepare_whole_bias(const Problem& problem, const TileShapes& tiles, const A
   Region& region = p.region;
   p.given = given_table(problem, BiasTable(problem.axes, tiles.kv, tiles.query).pitch[1], arrays);
   p.entries_of_batch = static_cast<int>(problem.batch);
-  // A CTA keeps one table of products for all of its items.
+  // A CTA holds a single table of products, which all of its items share.
   const bool has_one = tables_of_products(problem, arrays) == 1;
   region.items_of_cta = has_one ? static_cast<int>(std::min<std::int64_t>(region.items_of_cta, problem.batch)) : 1;
   p.pieces = static_cast<int>(divide_up(problem.batch, region.items_of_cta));

@@ -30,7 +30,7 @@ struct HeadItems {
   }
 };
 
-/// Table of a CTA's head in shared memory, copied to each stage for all of its items.
+/// Relative bias table of a CTA's head, copied once to each stage in shared memory, for all items of the CTA.
 class HeadTable {
  public:
   CUTE_DEVICE HeadTable(const WholeBiasParams& p, char* raw)

@@ -35,8 +35,8 @@ struct HeadDims {
       : of_keys(kHasBoxes ? kHeadDim : p.head_dim), of_values(kHasBoxes ? kHeadDim : p.head_dim_v) {}
 };
 
-/// Byte offsets of a lane relative to a pair of groups, for ldmatrix on the first array: `across` for products that
-/// yield logits, where columns are rows of shared memory, and `along` for products that sum over columns.
+/// Byte offsets of a lane relative to a pair of groups, for ldmatrix on the first array: `across` for products that sum
+/// over head elements, like logits, and `along` for products that sum over columns.
 struct Lanes {
   std::uint32_t across, along;
 };

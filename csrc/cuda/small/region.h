@@ -41,8 +41,9 @@ struct SharedLayout {
   int additional;     ///< In a stage: additional columns.
   int places;         ///< int2 per column of the box: its token, and its offset in a stage.
   int batch_entries;  ///< EntryState, if batch entries may have separate layouts.
-  int entries;   ///< As `offsets`. With a relative bias: distance of the pair's table entries from the first ones, and
-                 ///< of their sums; with key biases: distance of its tokens.
+  int entries;  ///< uint32 per warp and pair of groups. With a relative bias: byte distances from the first pair's
+                ///< table entries and sums to this pair's entries and sums; with key biases: distance from the first
+                ///< pair's tokens to this pair's tokens.
   int table;     ///< In a stage: a head's relative bias, with `Region::table_margin` numbers of padding on both sides.
   int key_bias;  ///< Key biases: for each warp and pair of groups, a float per column.
   int sums;      ///< For each warp, one row per query of 16-bit logit gradients, indexed by offset.
@@ -74,7 +75,8 @@ struct Region {
   int table_pitch[kRank];  ///< Distance in entries between consecutive offsets.
   int table_entries;
   int gradients;     ///< Entries of the table's gradient: fewer than table_entries, because its lines are not padded.
-  int table_margin;  ///< Largest distance outside the table of a column that belongs to a group but is seen by no row.
+  int table_margin;  ///< Padding entries on each side of the table, which columns of a group that no row sees may
+                     ///< index.
   int record;        ///< Numbers in a tile's record.
   // Distance in bytes between the entries of two consecutive columns of a group, and between the entries of the two
   // groups of a pair: [0] if rows are queries, [1] if rows are keys, which is negative. Kernels add these to addresses

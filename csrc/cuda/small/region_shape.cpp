@@ -34,7 +34,7 @@ std::int64_t align(std::int64_t bytes, std::int64_t alignment = kAlignment) {
 bool choose_dimensions(const Side (&sides)[kRank], const std::int64_t (&rows)[kRank],
                        const std::int64_t (&columns)[kRank], int (&dimension)[kRank]) {
   std::array<int, kRank> order{2, 1, 0};
-  // Dimensions of the group first, then by the number of consecutive groups.
+  // Dimensions of the group come first, then dimensions with more groups.
   const auto groups = [&](int d) { return divide_up(sides[d].seen(rows[d]), columns[d]); };
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
     if ((columns[a] > 1) != (columns[b] > 1)) return columns[a] > 1;

@@ -103,7 +103,7 @@ Shares share_items(std::int64_t items, const Region& region, const Device& devic
   const double slots = static_cast<double>(device.multiprocessors) * std::max(region.ctas, 1);
   double least = std::numeric_limits<double>::max();
   Shares best{items, 1};
-  // Fill the slots once, twice and so on, rounded down or up.
+  // Numbers of chunks that fill the SMs' slots for CTAs once, twice and so on, rounded down or up.
   for (int rounds = 1; rounds <= kMostRounds; ++rounds) {
     const double fitting = std::min(rounds * slots / regions, static_cast<double>(std::min(items, kMostChunks)));
     for (const double chunks : {std::floor(fitting), std::ceil(fitting)}) {

@@ -17,9 +17,9 @@ constexpr bool is_ring_compiled(RingLoads loads) {
 #endif
 }
 
-/// Registers of compute warps and of TMA loader warps: together at most the number that a CTA of this size is launched
-/// with. Loader warps whose lanes store data need more: with 32, the compiler kept values that both kinds of warps use
-/// in local memory, and a slab with heads of 32 had seven loads from there.
+/// Return the registers per thread of compute warps, and of TMA loader warps: together at most the number that a CTA of
+/// this size is launched with. Loader warps whose lanes store data need more: with 32, the compiler kept values that
+/// both kinds of warps use in local memory, and a slab with heads of 32 had seven loads from there.
 constexpr int ring_registers(int warps, bool lanes_store) {
   if (lanes_store) return warps == 12 ? 152 : 104;
   return warps == 12 ? 160 : 112;

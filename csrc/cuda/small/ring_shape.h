@@ -92,6 +92,7 @@ struct RingShape {
   // Per batch entry and head: products of a row and a column, and loaded columns.
   std::int64_t pairs, keys;
 
+  /// Returns the number of turns: groups of adjacent warps, which process different steps of a strip concurrently.
   constexpr int turns() const { return warps / (beside[0] * beside[1]); }
 };
 
