@@ -41,9 +41,9 @@ struct SharedLayout {
   int additional;     ///< In a stage: additional columns.
   int places;         ///< int2 per column of the box: its token, and its offset in a stage.
   int batch_entries;  ///< EntryState, if batch entries may have separate layouts.
-  int entries;  ///< uint32 per warp and pair of groups. With a relative bias: byte distances from the first pair's
-                ///< table entries and sums to this pair's entries and sums; with key biases: distance from the first
-                ///< pair's tokens to this pair's tokens.
+  int entries;   ///< uint32 per warp and pair of groups. With a relative bias: byte distances from the first pair's
+                 ///< table entries and sums to this pair's entries and sums; with key biases: distance from the first
+                 ///< pair's tokens to this pair's tokens.
   int table;     ///< In a stage: a head's relative bias, with `Region::table_margin` numbers of padding on both sides.
   int key_bias;  ///< Key biases: for each warp and pair of groups, a float per column.
   int sums;      ///< For each warp, one row per query of 16-bit logit gradients, indexed by offset.
