@@ -1,12 +1,13 @@
 """The kernels for Blackwell GPUs.
 
-In the forward kernel, two halves of a tile of 256 queries are in flight at a time, or one half of 128. Each half has a
-warpgroup, in which a thread owns a row of logits. The tensor cores work on one half while the warpgroup of the other
-half computes weights.
+In the forward kernel, a tile of 256 queries is processed as two halves at a time, a tile of 128 queries as one half.
+Each half has a warpgroup, in which each thread owns a row of logits. The tensor cores work on one half while the
+warpgroup of the other half computes weights.
 
-There are two backward kernels: one owns tiles of queries, the other owns tiles of keys. A thread block has three
-warpgroups. In two warpgroups, each thread owns half a row of logits. In the third warpgroup, one warp copies tiles and
-another warp issues products. Sums over pairs of tiles always have the same order.
+There are two backward kernels: a thread block of one owns a query tile at a time, a thread block of the other a key
+tile. The thread block visits the tiles of keys or queries that the owned tile is paired with. It has three warpgroups.
+In two warpgroups, each thread owns half a row of logits. In the third warpgroup, one warp copies tiles and another warp
+issues matrix products. Sums over pairs of tiles always have the same order.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from natten_jax.backends.pallas._common import STATISTICS, Scalar, divided, unra
 from natten_jax.native.module import KERNEL_RANK
 from natten_jax.plan.plan import Plan
 
-#: Boxes of keys, and of values, in shared memory at a time.
+#: Number of boxes of keys, and of values, in shared memory at a time.
 STAGES = 2
-_SUMS_AT_A_TIME = 32  # columns of sums of values in registers
-#: Warpgroups that share a matrix of logits; each has half of its columns.
+_SUMS_AT_A_TIME = 32  # columns of the weighted sums of values that are in registers at a time
+#: Number of warpgroups that share a matrix of logits; each warpgroup owns half of the columns.
 HALVES = 2
 _COLUMNS = KEYS // HALVES
-#: Columns of a tile of a matrix that the tensor cores transpose.
+#: Columns per tile of shared memory, for a matrix that the tensor cores transpose.
 _TRANSPOSED = 64
-#: Widest heads whose queries and cotangents have two slots in shared memory.
+#: Maximum head dimension with which queries and cotangents have two slots in shared memory.
 _WIDEST_OF_TWO_SLOTS = 64
 
 
@@ -51,13 +52,13 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
 
     Args:
         call: Static facts of the call.
-        query: In the layout of ``call.queries``.
-        key: In the layout of ``call.keys``.
-        value: In the layout of ``call.keys``.
-        scale: float32 ``[batch * heads]``. Factors of the logits.
+        query: The query, in the layout of ``call.queries``.
+        key: The key, in the layout of ``call.keys``.
+        value: The value, in the layout of ``call.keys``.
+        scale: float32 ``[batch * heads]``. Scales of the logits.
 
     Returns:
-        The output in the layout of the query; maxima of the logits in base 2 and sums of the weights,
+        The output, in the layout of the query; and maxima of the logits in base 2 and sums of the weights,
         ``[items, 2, queries]``.
     """
     statistics = jax.ShapeDtypeStruct((call.items(), 2, call.halves * ROWS), jnp.float32)
@@ -74,19 +75,24 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
 
 
 def forward_memory(call: Call, dtype: Any) -> dict[str, Any]:
-    """Return shared memory, tensor memory and barriers; box ``j`` of keys has slot ``j % STAGES``.
+    """Return shared memory, tensor memory and barriers by name; box ``j`` of keys uses slot ``j % STAGES``.
 
-    - ``query``: ``[halves, blocks, rows, block]``. The tile of queries; at the end, the tile of the output.
+    Memory:
+
+    - ``query``: ``[halves, blocks, rows, block]``. The query tile; at the end, the output tile.
     - ``key``, ``value``: ``[stages, blocks, keys, block]``.
-    - ``logits``: For each half, in tensor memory. Logits, and weights in the same memory.
-    - ``mixed``: For each half, in tensor memory. Weighted sums of values.
-    - ``query_is_in``: For each half: its tile is copied in. ``query_is_out``: the output is copied out of ``query``.
-    - ``key_is_in``, ``value_is_in``: For each slot: its box is copied.
-    - ``key_is_out``, ``value_is_out``: For each slot: the products with its box are done.
-    - ``logits_are_in``: For each half: logits are complete.
-    - ``weights_are_in``: For each half: weights are complete, and earlier sums are rescaled.
-    - ``weights_are_out``: For each half: the product with the weights is done, and logits may replace them.
-    - ``mixed_is_in``: For each half: the last product with values is done, if there is one.
+    - ``logits``: Tensor memory per half. Logits, and weights in the same memory.
+    - ``mixed``: Tensor memory per half. Weighted sums of values.
+
+    Barriers, with the event that each signals:
+
+    - ``query_is_in``, per half: queries are copied in. ``query_is_out``, per half: the output is copied out.
+    - ``key_is_in``, ``value_is_in``, per slot: the box is copied in.
+    - ``key_is_out``, ``value_is_out``, per slot: the products with the box are complete.
+    - ``logits_are_in``, per half: logits are complete.
+    - ``weights_are_in``, per half: weights are complete, and earlier sums are rescaled.
+    - ``weights_are_out``, per half: the product with the weights is complete, and logits may overwrite the weights.
+    - ``mixed_is_in``, per half: the last product with values, if any, is complete.
     """
     lines, halves = call.queries, call.halves
     query_copies, key_copies = (shape[0] * shape[1] * lines.blocks for shape in (call.half_tile, call.box))
@@ -113,16 +119,16 @@ def forward_memory(call: Call, dtype: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardBlock:
-    """Work of a block; see :func:`natten_jax.backends.pallas._blackwell_memory.launch`.
+    """A thread block of the forward kernel; see :func:`natten_jax.backends.pallas._blackwell_memory.launch`.
 
     Attributes:
         call: Static facts of the call.
-        memory: References to :func:`forward_memory`.
+        memory: References to the memory and barriers of :func:`forward_memory`.
         results: References to the output, and to maxima and sums.
         arrays: References to queries, keys and values.
-        scales: Reference to factors of the logits in base 2, for each batch entry and head.
+        scales: Reference to the scales of the logits in base 2, one per batch entry and head.
         tables: References to box tables.
-        bounds: References to bounds of windows.
+        bounds: References to the bounds of windows.
     """
 
     call: Call
@@ -163,7 +169,7 @@ class ForwardBlock:
             gpu.wait_if(items > 0, self.memory.query_is_out.at[half])
 
     def multiply(self, number: Scalar, before: Scalar) -> Scalar:
-        """Issue the products of an item: logits of the next box while warpgroups compute weights of this box."""
+        """Issue the matrix products of an item; while warpgroups compute weights, issue the next box's logits."""
         call, memory = self.call, self.memory
         count = Boxes.for_item(call, call.item(number), self.tables).count
         for half in range(call.halves):
@@ -190,26 +196,26 @@ class ForwardBlock:
             pl.when(goes_on)(lambda: plgpu.tcgen05_commit_arrive(memory.key_is_out.at[next_slot]))
 
         jax.lax.fori_loop(0, count, step, None)
-        # Arrive even without products: the output must not be written before the queries are copied.
+        # Arrive even without products: the output must not overwrite the queries before their copy is complete.
         for half in range(call.halves):
             plgpu.tcgen05_commit_arrive(memory.mixed_is_in.at[half])
         return before + count
 
     def _multiply_keys(self, half: int, slot: Scalar) -> None:
-        """Multiply the queries of a half with keys."""
+        """Issue the product of a half's queries and the keys of a slot."""
         memory = self.memory
         query, key = memory.query.at[half], memory.key.at[slot]
         gpu.multiply_tiles(self.call.queries, memory.logits[half][0], query, key)
         plgpu.tcgen05_commit_arrive(memory.logits_are_in.at[half])
 
     def _replace_weights(self, half: int, slot: Scalar) -> None:
-        """Compute the logits of the next box after the product has read the weights in the same tensor memory."""
+        """Issue the next box's logits after the product with values has read the weights in the same tensor memory."""
         plgpu.tcgen05_commit_arrive(self.memory.weights_are_out.at[half])
         gpu.wait(self.memory.weights_are_out.at[half])
         self._multiply_keys(half, slot)
 
     def weigh(self, half: int, number: Scalar) -> None:
-        """Compute weights from logits, and the output from the weighted sums of a half."""
+        """Compute weights from the logits of a half, and the output from its weighted sums of values."""
         call, memory = self.call, self.memory
         item = call.item(number)
         boxes = Boxes.for_item(call, item, self.tables)
@@ -241,14 +247,14 @@ class ForwardBlock:
         plgpu.barrier_arrive(memory.query_is_out.at[half])
 
     def _rescale(self, half: int, change: jax.Array) -> None:
-        """Rescale earlier sums. They are complete, because the product of these logits was issued after them."""
+        """Rescale earlier sums, which are complete: their products were issued before the product for these logits."""
         mixed = self.memory.mixed[half]
-        for first in range(0, mixed.shape[1], _SUMS_AT_A_TIME):  # all columns exceed the registers
+        for first in range(0, mixed.shape[1], _SUMS_AT_A_TIME):  # the registers cannot store all columns
             part = mixed.at[:, pl.ds(first, _SUMS_AT_A_TIME)]
             plgpu.async_store_tmem(part, gpu.load_matrix(part) * gpu.columns(change, _SUMS_AT_A_TIME))
 
     def _write(self, item: Item, half: int, total: jax.Array) -> None:
-        """Divide the sums of a half, and copy them out through the shared memory of its queries."""
+        """Divide the weighted sums of a half by ``total``, and copy them out through its queries' shared memory."""
         call, tiles = self.call, self.memory.query.at[half]
         lines = call.queries
         mixed = gpu.load_matrix(self.memory.mixed[half])
@@ -265,7 +271,7 @@ class ForwardBlock:
 
 
 def _slot(box: Scalar) -> Scalar:
-    """Return the slot of a box of keys; boxes are counted over all items of a block."""
+    """Return the slot of a box of keys, given the box's number among those of all items of the thread block."""
     return jax.lax.rem(box, STAGES)
 
 
@@ -297,10 +303,10 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangen
 
 
 def _split_scale(call: Call, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Split scales ``[batch, heads]`` into flat factors of at most 1, and the largest scales ``[batch, heads_kv]``.
+    """Split scales ``[batch, heads]`` into flat factors, and the largest magnitudes of scales ``[batch, heads_kv]``.
 
-    Gradients of logits are rounded before they are summed over the query heads of a key head. Factors that are applied
-    before the rounding must not make the gradients small.
+    Factors have magnitudes of at most 1. They are applied before the gradients of logits are rounded and summed over
+    the query heads of a key head, and must not make these gradients so small that they lose digits.
     """
     groups = scale.reshape(call.keys.batch, call.keys.heads, call.group_heads)
     largest = jnp.max(jnp.abs(groups), axis=-1)
@@ -308,7 +314,7 @@ def _split_scale(call: Call, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _launch(call: Call, results: Sequence[Any], *operands: Any, owns_keys: bool = False) -> Sequence[jax.Array]:
-    """Launch a kernel with the operands of :class:`BackwardBlock`."""
+    """Launch a backward kernel with the operands of :class:`BackwardBlock`."""
     items = call.items(owns_keys=owns_keys)
     slots = 1 if owns_keys and call.queries.width > _WIDEST_OF_TWO_SLOTS else 2
     return gpu.launch(
@@ -327,11 +333,11 @@ def _launch(call: Call, results: Sequence[Any], *operands: Any, owns_keys: bool 
 
 
 class Pair(NamedTuple):
-    """A tile of queries and a box of keys.
+    """A pair of a query tile and a box of keys.
 
     Attributes:
         boxes: Boxes that the queries see.
-        item: The tile of queries.
+        item: The work item of the query tile.
         first: First key of the box along each dimension.
     """
 
@@ -350,13 +356,13 @@ class Pair(NamedTuple):
 
 
 class Owned(NamedTuple):
-    """A tile that an item owns.
+    """A query tile or key tile that a work item owns.
 
     Attributes:
         item: The item.
         place: Position of the tile in its array.
-        count: Number of pairs with tiles of the other side.
-        pair: Returns the pair with a number.
+        count: Number of pairs that the tile is part of.
+        pair: Function that returns a pair by number.
     """
 
     item: Item
@@ -366,7 +372,7 @@ class Owned(NamedTuple):
 
 
 def owned_queries(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
-    """Return the tile of queries of an item, paired with the boxes of keys that it sees."""
+    """Return the query tile of an item, paired with the boxes of keys that it sees."""
     item = call.item(number)
     boxes = Boxes.for_item(call, item, tables)
     place = gpu.query_tile_origin(call, item)
@@ -374,11 +380,11 @@ def owned_queries(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
 
 
 def owned_keys(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
-    """Return the tile of keys of an item, paired with the tiles of queries that see it, in order of query heads."""
+    """Return the key tile of an item, paired with the query tiles that see it, in order of query heads."""
     item = call.item(number, owns_keys=True)
     box_tables, tile_tables = tables[:KERNEL_RANK], tables[KERNEL_RANK:]
     first_key = [t * extent for t, extent in zip(item.tile, call.box, strict=True)]
-    # All query tiles of a group have the same group of keys, so that tile 0 is read.
+    # All query tiles of a dilation group see the same group of keys, so read the row of query tile 0.
     boxes = Boxes.for_item(call, item._replace(tile=(0,) * KERNEL_RANK), box_tables)
     place = _key_tile_origin(boxes, item.batch, item.head, first_key)
     firsts, counts = zip(*call.seeing(tile_tables, item.group, item.tile), strict=True)
@@ -394,7 +400,7 @@ def owned_keys(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
 
 
 def _key_tile_origin(boxes: Boxes, batch: Scalar, head: Scalar, first: Sequence[Scalar]) -> gpu.TileOrigin:
-    """Return the position of a box of keys, given any boxes of its group."""
+    """Return the position of a box of keys, given any boxes of the same dilation group."""
     return gpu.TileOrigin(batch, boxes.groups, first, boxes.call.keys.column(boxes.groups[-1], head))
 
 
@@ -402,20 +408,28 @@ def _key_tile_origin(boxes: Boxes, batch: Scalar, head: Scalar, first: Sequence[
 
 
 def backward_memory(call: Call, dtype: Any, slots: int, *, owns_keys: bool) -> dict[str, Any]:
-    """Return shared memory, tensor memory and barriers. The owned side has one slot, the other side a ring.
+    """Return shared memory, tensor memory and barriers by name.
+
+    Owned tiles have one slot of shared memory. Visited tiles, with which the owned tiles are paired, have ``slots``.
+
+    Memory:
 
     - ``query``, ``out_gradient``: ``[slots, blocks, rows, block]``. Queries and cotangents of the output.
     - ``key``, ``value``: ``[slots, blocks, keys, block]``.
-    - ``logits``, ``products``: In tensor memory. Logits, and products of output cotangents with values.
-    - ``gradients``: Rounded gradients of logits, in tensor memory if queries are owned, or in shared memory.
-    - ``weights``: In shared memory, if keys are owned.
-    - ``sums``: In tensor memory. Gradients of what is owned: of queries, or of keys and of values.
-    - ``owned_is_in``: The owned tiles are copied in. ``owned_is_out``: the results are copied out of the same memory.
-    - ``other_is_in``: For each slot: its tiles are copied. ``other_is_out``: the products with its tiles are done.
-    - ``logits_are_in``: Logits and products are complete.
-    - ``gradients_are_in``: Gradients and weights are complete, and logits and products are read.
-    - ``gradients_are_out``: The products with gradients and weights are done, and the next pair may replace them.
-    - ``sums_are_in``: The last product is done, if there is one.
+    - ``logits``, ``products``: Tensor memory. Logits, and products of output cotangents and values.
+    - ``gradients``: Rounded gradients of logits; in tensor memory if queries are owned, otherwise in shared memory.
+    - ``weights``: Shared memory, only if keys are owned.
+    - ``sums``: Tensor memory. Gradients of the owned queries, or of the owned keys and values.
+
+    Barriers, with the event that each signals:
+
+    - ``owned_is_in``: the owned tiles are copied in. ``owned_is_out``: the results are copied out of the same memory.
+    - ``other_is_in``, per slot: the visited tiles are copied in. ``other_is_out``, per slot: the products with the
+      visited tiles are complete.
+    - ``logits_are_in``: logits and products are complete.
+    - ``gradients_are_in``: gradients and weights are complete, and logits and products have been read.
+    - ``gradients_are_out``: the products with gradients and weights are complete, and the next pair may overwrite both.
+    - ``sums_are_in``: the last product, if any, is complete.
     """
     lines = call.queries
     query_copies, key_copies = (2 * shape[0] * shape[1] * lines.blocks for shape in (call.half_tile, call.box))
@@ -449,24 +463,24 @@ def backward_memory(call: Call, dtype: Any, slots: int, *, owns_keys: bool) -> d
 
 @dataclasses.dataclass(frozen=True)
 class BackwardBlock:
-    """Work of a block; see :func:`natten_jax.backends.pallas._blackwell_memory.launch`.
+    """A thread block of a backward kernel; see :func:`natten_jax.backends.pallas._blackwell_memory.launch`.
 
     Attributes:
         call: Static facts of the call.
-        slots: Slots in shared memory for tiles of the side that is not owned.
+        slots: Number of slots in shared memory for visited tiles, with which the owned tiles are paired.
         owns_keys: True if items own keys and values, False if they own queries.
-        memory: References to :func:`backward_memory`.
-        results: References to the results. If queries are owned: their gradients, and if the scale is an array, sums of
-            products of logits and their gradients, ``[items, HALVES, queries]``. If keys are owned: the gradients of
-            keys and of values.
+        memory: References to the memory and barriers of :func:`backward_memory`.
+        results: References to the results. If queries are owned: their gradients and, if the scale is an array, the
+            sums over keys of the products of logits (before the scale) and logit gradients,
+            ``[items, HALVES, queries]``. If keys are owned: the gradients of keys and of values.
         arrays: References to queries, cotangents of the output, keys and values.
-        bounds: References to bounds of windows.
-        statistics: Reference to ``[items, STATISTICS, queries]``.
-        logit_scales: Reference to factors of the logits in base 2, for each batch entry and query head.
-        tables: References to box tables and, if keys are owned, to the tables of tiles of queries.
-        factors: Reference to factors of the gradients of keys for each batch entry and query head, before gradients are
-            summed over the query heads of a key head; ``None`` if 1.
-        result_scales: Reference to factors of the results, for each batch entry and head of the owned side.
+        bounds: References to the bounds of windows.
+        statistics: Reference to query statistics, ``[items, STATISTICS, queries]``.
+        logit_scales: Reference to the scales of the logits in base 2, one per batch entry and query head.
+        tables: References to box tables and, if keys are owned, to the tables of query tiles.
+        factors: Reference to factors by which logit gradients are multiplied before they are summed over the query
+            heads of a key head, one per batch entry and query head; ``None`` if all factors are 1.
+        result_scales: Reference to factors of the query or key gradients, one per batch entry and owned head.
     """
 
     call: Call
@@ -483,14 +497,14 @@ class BackwardBlock:
     result_scales: Any
 
     def _slot(self, number: Scalar) -> Scalar:
-        """Return the slot of a pair; pairs are counted over all items of a block."""
+        """Return the slot of a pair, given the pair's number among those of all items of the thread block."""
         return jax.lax.rem(number, self.slots)
 
     def _owned(self, number: Scalar) -> Owned:
         return (owned_keys if self.owns_keys else owned_queries)(self.call, number, self.tables)
 
     def load(self, number: Scalar, state: Sequence[Scalar]) -> tuple[Scalar, Scalar]:
-        """Copy the tiles that an item owns, and the tiles of its pairs."""
+        """Copy the tiles that an item owns, and the tiles that it visits."""
         owned, (items, before) = self._owned(number), state
         memory = self.memory
         gpu.wait_if(items > 0, memory.owned_is_out)
@@ -521,7 +535,7 @@ class BackwardBlock:
         gpu.wait_if(items > 0, self.memory.owned_is_out)
 
     def multiply(self, number: Scalar, before: Scalar) -> Scalar:
-        """Issue the products of an item. With two slots, logits of the next pair come before the sums of this pair."""
+        """Issue an item's matrix products; with two slots, the next pair's logits before this pair's sums."""
         owned, memory = self._owned(number), self.memory
         count = owned.count
 
@@ -552,12 +566,12 @@ class BackwardBlock:
                 finish(number)
 
         jax.lax.fori_loop(0, count, step, None)
-        # Arrive even without products: results must not be written before the owned tiles are copied.
+        # Arrive even without products: results must not overwrite the owned tiles before their copy is complete.
         plgpu.tcgen05_commit_arrive(memory.sums_are_in)
         return before + count
 
     def _multiply_logits(self, query_slot: Scalar, key_slot: Scalar) -> None:
-        """Multiply queries with keys, and cotangents of the output with values, ``[queries, keys]`` each."""
+        """Issue the products of queries and keys, and of output cotangents and values, ``[queries, keys]`` each."""
         lines, memory = self.call.queries, self.memory
         gpu.multiply_tiles(lines, memory.logits, memory.query.at[query_slot], memory.key.at[key_slot])
         gpu.multiply_tiles(lines, memory.products, memory.out_gradient.at[query_slot], memory.value.at[key_slot])
@@ -570,12 +584,12 @@ class BackwardBlock:
         if self.owns_keys:
             compute, lines = self._compute_key_gradients, self.call.keys
         compute(half, owned, self.result_scales[owned.item.batch * lines.heads + owned.item.head])
-        # The shared memory of the results may be overwritten after they have been copied out.
+        # Once the results have been copied out, the next item may overwrite their shared memory.
         plgpu.wait_smem_to_gmem(0)
         plgpu.barrier_arrive(self.memory.owned_is_out)
 
     def _compute_query_gradients(self, half: int, owned: Owned, scale: Scalar) -> None:
-        """Compute the gradients of a tile of queries, multiplied by ``scale`` at the end."""
+        """Compute the gradients of a query tile, multiplied by ``scale`` at the end."""
         call, memory = self.call, self.memory
         rows = self._rows(owned.item)
         has_sums = len(self.results) > 1
@@ -594,7 +608,7 @@ class BackwardBlock:
             plgpu.store(self.results[1].at[call.number(owned.item), half], sums, optimized=False)
 
     def _compute_key_gradients(self, half: int, owned: Owned, scale: Scalar) -> None:
-        """Compute the gradients of a tile of keys, multiplied by ``scale`` at the end, and of values."""
+        """Compute the gradients of a tile of keys, multiplied by ``scale`` at the end, and of its values."""
         memory = self.memory
 
         def step(number: Scalar, none: None) -> None:
@@ -613,17 +627,17 @@ class BackwardBlock:
         self._write(half, owned, [(key_sums, scale, memory.key, keys), (value_sums, None, memory.value, values)])
 
     def _head(self, item: Item) -> Scalar:
-        """Return the number of an item's query head among all heads of the batch."""
+        """Return the index of an item's query head among the query heads of all batch entries."""
         return item.batch * self.call.queries.heads + item.head
 
     def _rows(self, item: Item) -> tuple[gpu.Windows, Sequence[jax.Array], Scalar]:
-        """Read windows and statistics of a tile of queries, and the factor of its logits in base 2."""
+        """Read windows and statistics of a query tile, and the scale of its logits in base 2."""
         number = self.call.number(item)
         statistics = [gpu.load_row(self.statistics, number, index, 0) for index in range(STATISTICS)]
         return gpu.windows_of(self.call, item, 0, self.bounds), statistics, self.logit_scales[self._head(item)]
 
     def _logit_gradients(self, half: int, pair: Pair, rows: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Compute products of queries and keys, weights, and gradients of logits, in half of the columns of a pair."""
+        """Compute logits before the scale, weights, and logit gradients of a pair, in half of the columns."""
         memory, (windows, statistics, scale) = self.memory, rows
         gpu.wait(memory.logits_are_in)
         matrices = (matrix.at[:, _half_columns(half)] for matrix in (memory.logits, memory.products))
@@ -635,22 +649,23 @@ class BackwardBlock:
         return logits, weights, weights * (products - delta)
 
     def _wait_for_free_slot(self, number: Scalar) -> None:
-        """Wait until products have read the weights and gradients of the previous pair, before overwriting these."""
+        """Wait until products have read the previous pair's weights and gradients, so that they may be overwritten."""
         gpu.wait_if(number > 0, self.memory.gradients_are_out)
 
     def _write(self, half: int, owned: Owned, sums: Sequence[tuple[Any, Scalar | None, Any, Any]]) -> None:
         """Copy sums out, multiplied by factors, through the shared memory of the owned tiles.
 
-        Warpgroups alternate between blocks.
+        The warpgroups process alternate blocks of heads.
 
         Args:
             half: Number of the warpgroup.
             owned: The tile that the item owns.
-            sums: References to sums, with a factor, and references to a tile and to the result.
+            sums: Tuples of a reference to sums, an optional factor, a reference to the owned tile, and a reference to
+                the result.
         """
         call = self.call
         lines, shape = (call.keys, call.box) if self.owns_keys else (call.queries, call.half_tile)
-        self._wait_for_free_slot(owned.count)  # also without a next pair: each phase has one wait
+        self._wait_for_free_slot(owned.count)  # wait even without a next pair, because each phase needs one wait
         gpu.wait(self.memory.sums_are_in)
         parts = [(*each, block) for each in sums for block in range(lines.blocks)][half::HALVES]
         for numbers, factor, tiles, _, block in parts:

@@ -136,7 +136,7 @@ def drain(free: Sequence[Any], loaded: Scalar, slots: int) -> None:
     """Wait until the last tiles of a ring buffer are free.
 
     Args:
-        free: Barriers that are completed when a slot becomes free; one barrier per slot.
+        free: Arrays of barriers, one barrier per slot, that complete a phase when the slot becomes free.
         loaded: Number of tiles loaded so far.
         slots: Number of slots of the ring buffer.
     """

@@ -18,33 +18,35 @@ from natten_jax.plan.plan import Plan
 from natten_jax.problem import Shape
 
 LANES = 128
-#: Widest heads that are packed: XLA transposes wider heads efficiently.
+#: Maximum head dimension for which heads are packed: XLA transposes arrays with wider heads efficiently.
 _WIDEST_PACKED = 32
-#: Coordinate of a key that no query sees.
+#: Coordinate that stands for a key that no query sees.
 NOWHERE = -(2**30)
-#: Keys of a chunk, for tiles of few and of many rows. Four matrix units take 128 each.
+#: Keys per chunk for tiles of at most ``_FEW_ROWS`` rows, and for tiles of more rows. Each of four matrix units
+#: processes 128 keys at a time.
 FEW_ROWS_CHUNK, MANY_ROWS_CHUNK, _FEW_ROWS = 1024, 512, 128
-#: Maximum logits of a chunk, logits of all heads or packs of a program, and heads or packs of a program.
+#: Maximum logits per chunk.
 MOST_LOGITS = 512 * 512
+#: Maximum logits of all heads or packs of a program, and maximum number of heads or packs per program.
 _MOST_LOGITS_OF_PROGRAM, _MOST_PACKS_OF_PROGRAM = 2 * MOST_LOGITS, 16
 
 
 # Packs ---------------------------------------------------------------------------------------------------------------
 #
-# With heads first, heads of 32 would take four times their memory, and XLA would transpose them slowly. In the arrays
-# of a call, the heads of a token follow each other, and four heads of 32 fill the lanes of a register. The kernels
-# treat such a pack as one head with more queries: each head contributes the pack's queries as rows, with zeros in the
-# lanes of other heads. Products with keys are then the products of one head. From products with values, a row uses only
-# the lanes of its head.
+# If heads were the first dimension, heads of width 32 would be padded to four times their memory, and XLA would
+# transpose them slowly. In the arrays of a call, the heads of a token are adjacent, and four heads of width 32 fill the
+# lanes of a register. The kernels treat such a pack as one head with more queries: each head contributes the pack's
+# queries as rows, with zeros in the lanes of other heads. A row's product with the keys of the pack is then its head's
+# product. Of the product with values, a row uses only the lanes of its head.
 
 
 def pack_size(heads: int, heads_kv: int, widths: tuple[int, int]) -> int:
-    """Return the number of heads that lie side by side.
+    """Return the number of heads per pack; 1 if heads are not packed.
 
     Args:
         heads: Query heads.
         heads_kv: Key/value heads.
-        widths: Elements of a head of queries and keys, and of values.
+        widths: Elements per head of queries and keys, and per head of values.
     """
     if heads != heads_kv or max(widths) > _WIDEST_PACKED:
         return 1
@@ -55,7 +57,7 @@ def pack_size(heads: int, heads_kv: int, widths: tuple[int, int]) -> int:
 
 
 def stack_heads(array: jax.Array, pack: int) -> jax.Array:
-    """Convert ``[tokens, pack * width]`` to ``[pack * tokens, pack * width]``, zero in the lanes of other heads."""
+    """Convert ``[tokens, pack * width]`` to ``[pack * tokens, pack * width]``, with zeros in lanes of other heads."""
     if pack == 1:
         return array
     head = _head_of_lanes(array.shape, pack)
@@ -63,7 +65,7 @@ def stack_heads(array: jax.Array, pack: int) -> jax.Array:
 
 
 def unstack_heads(rows: jax.Array, pack: int) -> jax.Array:
-    """Invert :func:`stack_heads`. The lanes of other heads may hold any number."""
+    """Invert :func:`stack_heads`. The lanes of other heads may contain any number."""
     tokens = rows.shape[0] // pack
     found = rows[:tokens]
     head = _head_of_lanes(found.shape, pack)
@@ -73,7 +75,7 @@ def unstack_heads(rows: jax.Array, pack: int) -> jax.Array:
 
 
 def repeat_for_rows(numbers: list[Any], tokens: int, axis: int) -> Any:
-    """Repeat the number of each head of a pack for its rows, along an axis of a matrix; a single number stays."""
+    """Repeat one number per head of a pack for the head's rows, along an axis; return a single number unchanged."""
     found = numbers[0]
     shape = [1, 1]
     shape[axis] = len(numbers) * tokens
@@ -92,7 +94,10 @@ def _head_of_lanes(shape: tuple[int, ...], pack: int) -> jax.Array:
 
 
 def packs_of_program(leading: int, logits: int) -> int:
-    """Return the heads or packs of a program in which each has one chunk of ``logits`` logits; divides ``leading``."""
+    """Return the number of heads or packs per program if each has one chunk of ``logits`` logits.
+
+    The number divides ``leading``.
+    """
     most = max(1, min(_MOST_PACKS_OF_PROGRAM, _MOST_LOGITS_OF_PROGRAM // logits))
     return math.gcd(leading, 1 << (most.bit_length() - 1))
 
@@ -100,13 +105,14 @@ def packs_of_program(leading: int, logits: int) -> int:
 class Chunks(NamedTuple):
     """The chunks of a box of keys. A program multiplies its queries with one chunk at a time.
 
-    Boxes are the unit of copies. They are large, because a program has an overhead of hundreds of bundles, and a chunk
-    only of a few. Chunks divide the keys in row-major order, for any shape of the box, so that a chunk keeps all matrix
-    units busy.
+    Boxes are the unit of copies. They are large, because a grid step has an overhead of hundreds of instruction
+    bundles, and a chunk has less overhead. Chunks divide the keys in row-major order, for any shape of the box, so that
+    a chunk keeps all matrix units busy.
 
     Attributes:
         box: Keys of the box along each dimension.
-        keys: Keys of a chunk. If this number does not divide the box, the last chunk repeats keys of the previous one.
+        keys: Keys per chunk. If this number does not divide the keys of the box, the last chunk repeats keys of the
+            previous chunk.
     """
 
     box: Shape
@@ -114,7 +120,7 @@ class Chunks(NamedTuple):
 
     @classmethod
     def for_rows(cls, box: Shape, rows: int, alignment: int) -> Chunks:
-        """Return the chunks of a box for a number of rows of queries; they begin at multiples of an alignment."""
+        """Return the chunks of a box for tiles of ``rows`` rows; chunks begin at multiples of the alignment."""
         wanted = FEW_ROWS_CHUNK if rows <= _FEW_ROWS else MANY_ROWS_CHUNK
         most = min(wanted, MOST_LOGITS // rows // alignment * alignment)
         return cls(box, min(math.prod(box), max(most, alignment)))
@@ -131,11 +137,11 @@ class Chunks(NamedTuple):
 
     @property
     def stride(self) -> int:
-        """Keys of the box per key along that dimension."""
+        """Keys of the box per coordinate along the dimension :attr:`cut`."""
         return math.prod(self.box[self.cut + 1 :])
 
     def coordinates(self) -> np.ndarray:
-        """``[chunks, 3, keys]``. Coordinates in the box; ``NOWHERE`` for keys that an earlier chunk includes."""
+        """Return the keys' coordinates in the box, ``[chunks, 3, keys]``; ``NOWHERE`` for keys of an earlier chunk."""
         starts = np.arange(self.number)[:, None] * self.keys
         index = np.minimum(starts, math.prod(self.box) - self.keys) + np.arange(self.keys)
         found = np.stack(np.unravel_index(index, self.box), axis=1)
@@ -150,7 +156,7 @@ class Call(StaticCall):
     """Static facts of a call.
 
     Attributes:
-        alignment: Boxes of keys begin at multiples of this along the last dimension.
+        alignment: Boxes of keys begin at multiples of this number of keys along the last dimension.
         leading: Extent of the first dimension of queries; may be symbolic.
     """
 
@@ -162,17 +168,17 @@ class Call(StaticCall):
 
     @property
     def pack(self) -> int:
-        """Heads of a pack."""
+        """Heads per pack."""
         return self.queries.pack
 
     @property
     def rows(self) -> int:
-        """Rows of a program's logits: queries of its tile for each head of a pack."""
+        """Rows of a program's logits: the queries of its tile times the heads of a pack."""
         return self.pack * self.queries.tile_tokens
 
     @functools.cached_property
     def together(self) -> int:
-        """Packs or heads of a program. Forward programs have several if each has little work."""
+        """Packs or heads per program. Forward programs process several if each of these has little work."""
         if not (self.is_single and self.plan.pass_ == "forward" and self.queries.heads == self.keys.heads):
             return 1
         leading = self.leading if isinstance(self.leading, int) else self.queries.leading
@@ -180,7 +186,7 @@ class Call(StaticCall):
 
     @property
     def chunks(self) -> Chunks:
-        """Chunks of the boxes of keys of programs that own queries."""
+        """Chunks of the boxes of keys that programs which own queries visit."""
         return Chunks.for_rows(self.keys.tile, self.rows, self.alignment)
 
     @property
@@ -201,7 +207,7 @@ class Call(StaticCall):
         return jax.lax.Precision.HIGHEST if wanted in (None, "highest", "float32") else jax.lax.Precision.DEFAULT
 
     def width(self, array: jax.Array) -> int:
-        """Return the width of a row of an array that a program reads."""
+        """Return the width of the rows that a program reads from an array."""
         return array.shape[-1] // self.queries.blocks
 
     def block_of(self, head: Scalar) -> tuple[Scalar, Scalar]:
@@ -209,12 +215,12 @@ class Call(StaticCall):
         return divided(head, self.queries.blocks)
 
     def pack_number(self, head: Scalar, own: int) -> Scalar:
-        """Return the number of a pack or head among all of them, given its number in the program."""
+        """Return the index of a pack or head in the whole batch, given its index ``own`` in the program."""
         first, last = self.block_of(head)
         return (first * self.together + own) * self.queries.blocks + last
 
     def kv_head(self, head: Scalar) -> Scalar:
-        """Return the key/value head of a query head if heads come first; both include the batch entry."""
+        """Return the key/value head of a query head; both indices include the batch entry. Heads are not packed."""
         heads, heads_kv = self.queries.heads, self.keys.heads
         if heads == heads_kv:
             return head
@@ -222,17 +228,17 @@ class Call(StaticCall):
         return batch * heads_kv + divided(head, heads // heads_kv)[0]
 
     def group_of(self, group: Scalar) -> list[Scalar]:
-        """Return a dilation group along each dimension."""
+        """Return the index of a dilation group along each dimension."""
         x, y, z = unravel(group, self.queries.groups)
         return [x if self.queries.groups[0] > 1 else 0, y, z]
 
     def rows_of(self, group: Scalar, tile: Sequence[Scalar], tables: Sequence[Any]) -> list[Callable[[str], Any]]:
-        """Return functions that read columns of a tile's row of each box table."""
+        """Return, per dimension, a function that reads a named column in a tile's row of the box table."""
         rows = zip(self.visits, self.group_of(group), tile, tables, strict=True)
         return [self.columns_of(table, g * visits.q_tiles + t) for visits, g, t, table in rows]
 
     def key_group(self, group: Scalar, tables: Sequence[Any]) -> Scalar:
-        """Return the dilation group of the keys that a group of queries sees."""
+        """Return the dilation group of the keys that a dilation group of queries sees."""
         found: Scalar = 0
         for row, groups in zip(self.rows_of(group, (0, 0, 0), tables), self.keys.groups, strict=True):
             found = found * groups + (row("key_group") if groups > 1 else 0)

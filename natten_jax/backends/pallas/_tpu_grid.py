@@ -18,7 +18,7 @@ from natten_jax.backends.pallas._common import HIDDEN, Scalar, divided
 from natten_jax.backends.pallas._tpu_call import LANES, NOWHERE, Call, repeat_for_rows, stack_heads
 from natten_jax.native.module import KERNEL_RANK
 
-#: Indices of a program that owns queries.
+#: Number of grid indices of a program that owns queries.
 INDICES = 2 + 2 * KERNEL_RANK
 
 
@@ -26,9 +26,9 @@ INDICES = 2 + 2 * KERNEL_RANK
 
 
 class GridIndices(NamedTuple):
-    """Grid indices of a program: head, dilation group, its own tile, query head, and the visited tile (the step).
+    """Grid indices of a program: head, dilation group, owned tile, query head, and the visited tile (the step).
 
-    The dimensions of a grid have this order, with three dimensions per tile. Programs that own queries have no
+    The dimensions of a grid have this order, with three dimensions per tile. Grids of programs that own queries have no
     dimension of query heads; their ``query_head`` is 0.
     """
 
@@ -55,8 +55,8 @@ def pallas_call(
 ) -> Any:
     """Run a kernel whose first ``tables`` operands are scalar tables.
 
-    Results vary over the same manual mesh axes as operands. The first dimensions of the grid, up to the program's own
-    tile, are parallel. The remaining dimensions are the steps of a tile, which run in order.
+    Results vary over the same manual mesh axes as operands. The first dimensions of the grid, up to the tile that a
+    program owns, are parallel. The remaining dimensions are the steps of a tile, which run in order.
     """
     spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=tables, **grid)
     parallel = 2 + KERNEL_RANK
@@ -110,7 +110,7 @@ def query_spec(call: Call, width: int) -> pl.BlockSpec:
 
 
 def rows_spec(call: Call, count: int) -> pl.BlockSpec:
-    """Return the block of statistics of a tile's rows, ``[count, rows]``."""
+    """Return the block spec of the statistics of a tile's rows, ``[count, rows]``."""
 
     def index(place: GridIndices, _: Any) -> tuple[Any, ...]:
         return *call.block_of(place.head), place.group, *place.tile, 0, 0
@@ -119,7 +119,7 @@ def rows_spec(call: Call, count: int) -> pl.BlockSpec:
 
 
 def box_spec(call: Call, width: int) -> pl.BlockSpec:
-    """Return the block of a step's box of keys or values; it may start at any key."""
+    """Return the block spec of a step's box of keys or values, which is addressed by its first key."""
 
     def index(place: GridIndices, tables: Sequence[Any]) -> tuple[Scalar, ...]:
         x, y, z = (box.first for box in key_boxes(call, place, tables))
@@ -132,14 +132,14 @@ def box_spec(call: Call, width: int) -> pl.BlockSpec:
 
 
 def query_operands(call: Call, scale: jax.Array) -> list[Any]:
-    """Return the first operands of kernels that own queries: five scalar tables, scales, and operands of masks."""
+    """Return the first operands of kernels that own queries: five scalar tables, scales, and two arrays for masks."""
     slab_bounds = [jnp.asarray(visits.bounds).reshape(-1) for visits in call.visits[:-1]]
     last_bounds = jnp.asarray(call.visits[-1].bounds)
     return [*call.box_tables, *slab_bounds, scale, call.chunks.coordinates(), last_bounds]
 
 
 def query_specs(call: Call, width: int, width_v: int) -> list[pl.BlockSpec]:
-    """Return the blocks of scales, key coordinates, window bounds, query, key and value."""
+    """Return the block specs of scales, key coordinates, window bounds, query, key and value."""
     last_bounds = spec(
         (None, None, 2, call.queries.tile[-1]), lambda place, _: (call.group_of(place.group)[-1], place.tile[-1], 0, 0)
     )
@@ -152,14 +152,14 @@ def query_specs(call: Call, width: int, width_v: int) -> list[pl.BlockSpec]:
 
 
 class KeyBox(NamedTuple):
-    """A box of keys along one dimension: its first key, and the first key that no earlier box includes."""
+    """A box of keys along one dimension: its first key, and its first key that no earlier box includes (``own``)."""
 
     first: Scalar
     own: Scalar
 
 
 def key_boxes(call: Call, place: GridIndices, tables: Sequence[Any]) -> list[KeyBox]:
-    """Return the box of keys of a step; steps without a box repeat the last box."""
+    """Return the box of keys of a step along each dimension; steps without a box repeat the last box."""
     found = []
     rows = call.rows_of(place.group, place.tile, tables)
     for visits, row, step in zip(call.visits, rows, place.step, strict=True):
@@ -174,7 +174,7 @@ def sees_all(rows: Sequence[Any], boxes: Sequence[KeyBox], shape: Sequence[Scala
     """Return True if all queries of a tile see all keys of a box, and no earlier box includes any of these keys.
 
     Args:
-        rows: Functions that read columns of the tile's row of each box table.
+        rows: Result of :meth:`Call.rows_of` for the tile.
         boxes: The box along each dimension.
         shape: Keys of the box along each dimension.
     """
@@ -186,13 +186,13 @@ def sees_all(rows: Sequence[Any], boxes: Sequence[KeyBox], shape: Sequence[Scala
 
 
 def visit(add: Callable[[bool], None], is_full: Any) -> None:
-    """Call ``add``; its argument is False if all keys are visible, so that no mask is needed."""
+    """Call ``add(True)`` if a mask is needed, ``add(False)`` if all keys are visible (``is_full``)."""
     pl.when(is_full)(lambda: add(False))
     pl.when(~is_full)(lambda: add(True))
 
 
 class Chunk(NamedTuple):
-    """A chunk of a box: its number, its first key in the order of the box, and the box along each dimension."""
+    """A chunk of a box: its number, the flat index of its first key in the box, and the box along each dimension."""
 
     number: Scalar
     start: Scalar
@@ -212,8 +212,8 @@ def visit_keys(call: Call, place: GridIndices, tables: Sequence[Any], add: Calla
     Args:
         call: Static facts of the call.
         place: Grid indices of the program.
-        tables: Its box tables.
-        add: Adds a chunk. Its flag is True if some queries do not see some keys of the chunk, so that a mask is needed.
+        tables: Box tables.
+        add: Function that adds a chunk. Its second argument is True if the chunk needs a mask.
     """
     rows, boxes, chunks = call.rows_of(place.group, place.tile, tables), key_boxes(call, place, tables), call.chunks
     cut, stride = chunks.cut, chunks.stride
@@ -251,20 +251,20 @@ def visit_keys(call: Call, place: GridIndices, tables: Sequence[Any], add: Calla
 
 # Masks ---------------------------------------------------------------------------------------------------------------
 #
-# A slab is the queries or keys of a tile that differ only in their last coordinate. Bounds along the last dimension
-# differ within a slab. Bounds along the other dimensions do not, and cost little.
+# A slab is a set of queries or keys of a tile that differ only in their last coordinate. Within a slab, window bounds
+# differ only along the last dimension. Comparisons with the bounds along the other dimensions cost little.
 
 
 @dataclasses.dataclass(frozen=True)
 class QueryMask:
-    """Mask of a step's keys for a tile of queries, ``[queries, keys]``.
+    """Mask of a step's keys for a query tile, ``[queries, keys]``.
 
     Attributes:
         call: Static facts of the call.
         place: Grid indices of the program.
-        bounds: References to first and end of the keys that queries see along all dimensions except the last.
-        coordinates: Reference to the coordinates of keys.
-        windows: Reference to scratch memory for first and end along the last dimension.
+        bounds: References to first and end of the keys that queries see, along all dimensions except the last.
+        coordinates: Reference to the coordinates of keys in the box.
+        windows: Reference to scratch memory for first and end of the keys that queries see along the last dimension.
     """
 
     call: Call
@@ -278,12 +278,12 @@ class QueryMask:
         return pltpu.VMEM((2, call.queries.tile[-1], LANES), jnp.int32)
 
     def keep_windows(self, bounds: Any) -> None:
-        """Write the bounds along the last dimension as columns, once per tile."""
+        """Write the bounds along the last dimension to scratch memory, as columns; called once per tile."""
         for side in (0, 1):
             self.windows[side] = columns(bounds[side : side + 1, :])
 
     def hidden(self, chunk: Chunk) -> jax.Array:
-        """``[rows, keys]``. True if a row of queries does not see a key of a chunk."""
+        """Return the mask of a chunk, ``[rows, keys]``: True if the query of a row does not see a key."""
         x_tile, y_tile, _ = self.call.queries.tile
         boxes = chunk.boxes
         keys = [self.coordinates[chunk.number, dim : dim + 1, :] + box.first for dim, box in enumerate(boxes)]
@@ -299,7 +299,7 @@ class QueryMask:
         return slabs[0] if len(slabs) == 1 else jnp.concatenate(slabs, axis=0)
 
     def _seen(self, dim: int, query: int, keys: jax.Array, box: KeyBox, coordinates: jax.Array) -> jax.Array:
-        """Replace last coordinates by ``NOWHERE`` for keys that a slab does not see along another dimension."""
+        """Replace the last coordinates of keys that a slab does not see along dimension ``dim`` by ``NOWHERE``."""
         if dim < KERNEL_RANK - self.call.plan.problem.rank:
             return coordinates
         visits = self.call.visits[dim]
@@ -310,13 +310,13 @@ class QueryMask:
 
 
 def hide_keys(call: Call, logits: jax.Array, first_keys: Sequence[Scalar], bounds: Sequence[Any]) -> jax.Array:
-    """Replace logits ``[keys, queries]`` by ``HIDDEN`` if the query does not see the key of a tile.
+    """Replace logits ``[keys, queries]`` of a key tile by ``HIDDEN`` if the query does not see the key.
 
     Args:
         call: Static facts of the call.
         logits: The logits.
         first_keys: First key of the tile along each dimension.
-        bounds: References to first and end of the keys that each row of queries sees, ``[2, rows]`` per dimension.
+        bounds: References to first and end of the keys that the query of each row sees, ``[2, rows]`` per dimension.
     """
     x_tile, y_tile, z_tile = call.keys.tile
     firsts, ends = ([bound[side : side + 1, :] for bound in bounds] for side in (0, 1))
@@ -340,13 +340,13 @@ def hide_keys(call: Call, logits: jax.Array, first_keys: Sequence[Scalar], bound
 
 
 def contract(call: Call, left: jax.Array, right: jax.Array, dims: tuple[int, int]) -> jax.Array:
-    """Multiply matrices over one dimension of each, in float32."""
+    """Multiply two matrices, contracting dimension ``dims[0]`` of ``left`` and ``dims[1]`` of ``right``, in float32."""
     contracted = ((dims[0],), (dims[1],)), ((), ())
     return jax.lax.dot_general(left, right, contracted, precision=call.precision, preferred_element_type=jnp.float32)
 
 
 def scale_of(call: Call, scales: Any, pack: Scalar, axis: int = 0) -> Any:
-    """Return the scale of a pack's logits: a number for all heads, or a number per row along an axis of the logits."""
+    """Return the scale of a pack's logits: one number for all heads, or one per row along an axis of the logits."""
     if scales.shape == (1,):
         return scales[0]
     head_scales = [scales[pack * call.pack + own] for own in range(call.pack)]
@@ -360,7 +360,7 @@ def matrix(ref: Any) -> jax.Array:
 
 
 def query_rows(call: Call, ref: Any) -> jax.Array:
-    """Read a tile of queries, or of output cotangents, as ``[rows, width]``."""
+    """Read a tile of queries or output cotangents as ``[rows, width]``."""
     return stack_heads(matrix(ref), call.pack)
 
 
@@ -372,7 +372,10 @@ def across(columns: jax.Array, width: int) -> jax.Array:
 
 
 def rows_of_columns(numbers: Sequence[jax.Array]) -> jax.Array:
-    """Stack numbers of rows, ``[rows, LANES]`` each, to ``[LANES, rows]``; the other lanes are arbitrary."""
+    """Return ``[LANES, rows]``, where row ``i`` is the column ``numbers[i]``; the remaining rows are unspecified.
+
+    Each column is ``[rows, LANES]``, with equal numbers in all lanes.
+    """
     found = numbers[0]
     lanes = jax.lax.broadcasted_iota(jnp.int32, found.shape, 1)
     for at, each in enumerate(numbers[1:], start=1):

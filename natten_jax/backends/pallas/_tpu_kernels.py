@@ -1,7 +1,7 @@
 """The TPU kernels of both passes.
 
-The forward kernel and the query gradient's kernel own a tile of queries per program and visit boxes of keys. The
-kernel of key and value gradients owns a tile of keys per program and visits tiles of queries.
+In the forward kernel and the query gradient kernel, a program owns a query tile and visits boxes of keys. In the
+key/value gradient kernel, a program owns a key tile and visits query tiles.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ from natten_jax.backends.pallas._tpu_call import LANES, Call, unstack_heads
 from natten_jax.backends.pallas._tpu_grid import Chunk, GridIndices, KeyBox, QueryMask, contract, query_rows, scale_of
 from natten_jax.native.module import KERNEL_RANK
 
-#: Lower bound of softmax denominators. Queries that see no key have sum 0, and output 0.
+#: Lower bound of softmax denominators. Queries that see no key have a sum of 0, and then an output of 0.
 _SMALLEST_SUM = 1e-30
-#: Scalar tables of kernels that own queries: of boxes, and of bounds along the first two dimensions.
+#: Number of scalar tables of kernels that own queries: three of boxes, and two of window bounds along the first two
+#: dimensions.
 _TABLES = 5
-#: Scalar tables of the kernel that owns keys: of boxes, and of tiles of queries.
+#: Number of scalar tables of the kernel that owns keys: three of boxes, and three of query tiles.
 _KEY_TABLES = 2 * KERNEL_RANK
 
 
 def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scale: jax.Array) -> list[jax.Array]:
     """Compute the output, and maxima and sums of the softmax.
 
-    Logits are ``[queries, keys]``, so that products with values need no transpose. Statistics of a query are in all
-    lanes of its row.
+    Logits are ``[queries, keys]``, so that products with values need no transpose. All lanes of a row contain the same
+    statistics of its query.
 
     Args:
         call: Static facts of the call.
         query: ``[batch * heads, groups, *lengths, head_dim]``, or packed; see :class:`Layout`.
         key: ``[batch * heads_kv, groups, *lengths, head_dim]``, or packed.
         value: ``[batch * heads_kv, groups, *lengths, head_dim_v]``, or packed.
-        scale: float32 ``[batch * heads]`` or ``[1]``. Factors of the logits.
+        scale: float32 ``[batch * heads]`` or ``[1]``. Scales of the logits.
 
     Returns:
-        The output in the layout of the query; maxima of the logits in base 2 and sums of the weights,
+        The output, in the layout of the query; and maxima of the logits in base 2 and sums of the weights,
         ``[batch * leading, blocks, groups, *tiles, 2, rows]``.
     """
     width, together = call.width(value), call.together
@@ -59,14 +60,14 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
             statistics[pack] = rows[2 * pack : 2 * pack + 2, :]
 
     def with_one_chunk(*refs: Any) -> None:
-        """Run a tile whose keys are one chunk, for several packs that share a mask."""
+        """Process a tile whose keys are one chunk, for several packs that share a mask."""
         factor, coordinates, last, q, k, v, out, statistics, windows = refs[_TABLES:]
         place = GridIndices.here()
         mask = QueryMask(call, place, refs[3:5], coordinates, windows)
         mask.keep_windows(last)
         chunk = Chunk(0, 0, grid.key_boxes(call, place, refs[:3]))
         hidden = mask.hidden(chunk)
-        # In this order the compiler overlaps the latency of packs.
+        # Issue the products of all packs first, so that the compiler overlaps their latencies.
         packs, found = range(together), []
         products = [
             contract(call, query_rows(call, q.at[pack]), chunk.read(call, k.at[pack]), (1, 1)) for pack in packs
@@ -84,7 +85,7 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
         finish(out, statistics, found)
 
     def with_chunks(*refs: Any) -> None:
-        """Run any other tile: accumulate chunks in scratch memory."""
+        """Process a tile whose keys may be several chunks: accumulate in scratch memory."""
         factor, coordinates, last, q, k, v, out, statistics, windows, maximum, total, mixed = refs[_TABLES:]
         place = GridIndices.here()
         mask = QueryMask(call, place, refs[3:5], coordinates, windows)
@@ -137,12 +138,12 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
 
 
 def query_gradient(call: Call, arrays: Sequence[jax.Array]) -> jax.Array:
-    """Compute the query's gradient in float32, without the factor of the scale.
+    """Compute the query gradient in float32, before multiplication by the scale.
 
     Args:
         call: Static facts of the call.
-        arrays: Query, key, value, cotangent of the output, statistics, and factors of the logits. Statistics are
-            ``[batch * leading, blocks, groups, *tiles, STATISTICS, rows]``; for the others see :func:`forward`.
+        arrays: Query, key, value, cotangent of the output, statistics, and scales of the logits. Statistics are
+            ``[batch * leading, blocks, groups, *tiles, STATISTICS, rows]``; for the other shapes see :func:`forward`.
     """
     query, _, value, _, _, scale = arrays
     width, width_v = call.width(query), call.width(value)
@@ -193,8 +194,8 @@ def query_gradient(call: Call, arrays: Sequence[jax.Array]) -> jax.Array:
 
 def _weights(logits: jax.Array, logsumexp: jax.Array, remainder: jax.Array) -> jax.Array:
     """Compute weights from logits in base 2."""
-    # The forward pass rounds logits before subtracting. The maximum keeps compilers from fusing the product that
-    # computes logits with the subtraction.
+    # The forward pass rounds logits before the subtraction. The maximum has no effect on values: it prevents compilers
+    # from fusing the subtraction with the product that computes the logits, which would skip this rounding.
     return jnp.exp2(jnp.minimum((jnp.maximum(logits, HIDDEN) - logsumexp) - remainder, 0))
 
 
@@ -208,7 +209,7 @@ def _query_head(call: Call, place: GridIndices) -> Scalar:
 
 
 def _seeing(call: Call, place: GridIndices, tables: Sequence[Any]) -> tuple[list[Scalar], Scalar]:
-    """Return the tile of queries of a step, and True if the step has a tile; other steps repeat the last tile."""
+    """Return the query tile of a step, and True if the step has a tile; steps without a tile repeat the last tile."""
     tiles, is_step = [], []
     found = call.seeing(tables, call.group_of(place.group), place.tile)
     for visits, step, (first, count) in zip(call.visits, place.step, found, strict=True):
@@ -220,11 +221,11 @@ def _seeing(call: Call, place: GridIndices, tables: Sequence[Any]) -> tuple[list
 def key_gradients(call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Compute the gradients of keys and values; for arguments see :func:`query_gradient`.
 
-    Logits are ``[keys, queries]``, so that no product has a transposed operand. The query heads of a key head follow
-    one another.
+    Logits are ``[keys, queries]``, so that products with queries and cotangents need no transpose. A program processes
+    the query heads of its key head one after the other.
     """
     _, key, value, _, _, scale = arrays
-    # A program owns a tile of keys. Its steps are query heads of the key head, and tiles of queries.
+    # A program owns a key tile. Its steps are the query heads of the key head, and the query tiles of each head.
     heads = call.queries.heads // call.keys.heads
     steps = [heads, *(max(visits.most_tiles, 1) for visits in call.visits)]
     programs = call.leading // heads * call.queries.blocks, call.groups, *call.keys.grid, *steps
