@@ -15,19 +15,21 @@ from tests.support.problems import LOGIT_OPERANDS, expected_of, lse_dtype
 
 from .problem import PER_ENTRY_OPERANDS, Fuzzed
 
-#: The tests' bounds hold for hundreds of problems. Of many thousands, some have few elements and exceed them by chance.
+#: The tests' bounds hold for hundreds of problems. Among many thousands, some results with few elements exceed these
+#: bounds by chance.
 SLACK = 2.0
-#: Results whose terms cancel are compared with this fraction of their terms: with large logits, little remains of the
-#: gradients, and kernels round the output before they subtract the product of output and cotangent.
+#: Results whose terms cancel are compared with this fraction of their terms: with large logits, most terms of a
+#: gradient cancel, and kernels round the output before they subtract the product of output and cotangent.
 CANCELLATION, CANCELLATION_OF_SCALED_INPUTS = 0.05, 0.5
-#: The fraction if two half-precision parts, or a part and a sink, are merged: outputs and cotangents are then rounded a
-#: second time. With SLACK and the float16 bound this is half a unit in the last place of every term. Half-precision
-#: outputs have this rounding error in any case, but independently per element: errors average out in wide heads.
+#: Fraction of the terms if two half-precision parts, or a part and a sink, are merged: outputs and cotangents are then
+#: rounded a second time. With SLACK and the float16 bound this is half a unit in the last place of every term.
+#: Half-precision outputs have this rounding error in any case, but independently per element: errors average out in
+#: wide heads.
 CANCELLATION_OF_HALVES = 0.25
 #: Number of roundings of a logit, each relative to the sum of its terms' magnitudes.
 LOGIT_ROUNDINGS = 8
 SMALLEST_FLOAT16, LARGEST_FLOAT16 = 2.0**-24, 6e4
-#: Compilers and kernels flush smaller numbers to zero, including computation in bfloat16.
+#: Compilers and kernels flush smaller numbers to zero, also when they compute in bfloat16.
 SMALLEST_FLOAT32 = 2.0**-126
 SMALLEST = {"float16": SMALLEST_FLOAT16, "float64": 0.0}
 #: For matrix units with 8-bit inputs: relative error of a weight in e4m3, and of accumulated sums.
@@ -43,7 +45,7 @@ SMALLEST_SCALE_OF_CLIPPING = 2.0**-10
 LARGE_LOGIT, LARGE_LOGIT_WEIGHT_BOUND = 2.0**40, 0.003
 
 
-#: Results in the element type of logits.
+#: Names of the results that have the element type of the logits.
 LOGIT_NAMES = ("lse", *(f"d_{name}" for name in LOGIT_OPERANDS))
 
 
@@ -67,7 +69,7 @@ class Expectation(NamedTuple):
 
 
 def expectation(problem: Fuzzed) -> Expectation:
-    """Return the oracle's results for a problem's own batch. They hold for every way to run the problem."""
+    """Return the oracle's results for a problem's own batch. They do not depend on how it is run."""
     operands, cotangents = problem.inputs_of_case()
     operands = _as_columns_of_float16(problem, operands)
     if problem.factors is not None:
@@ -83,7 +85,7 @@ def expectation(problem: Fuzzed) -> Expectation:
 def excesses(
     problem: Fuzzed, expectation: Expectation, outputs: tuple[Any, Any], gradients: oracle.Tensors
 ) -> list[Excess]:
-    """Return the results that are too far from the oracle's, or NaN."""
+    """Return the results that are NaN or too far from the oracle's."""
     operands, expected = expectation
     scale = problem.case.actual_scale if operands.scale is None else operands.scale
     steepness = float(np.abs(scale).max()) * _steepest(operands) + sum(
@@ -182,7 +184,7 @@ def _excess(
     allowed += smallest * result.size**0.5 * (1 + largest * tokens**0.5)
     scales = operands.scale if name == "d_scale" and problem.dtype == "float16" else None
     if scales is not None and np.abs(scales).min() < SMALLEST_FACTOR:
-        # The scale's gradient is computed from query gradients, which have this factor if a head's scale is smaller.
+        # The scale's gradient is computed from query gradients, which are scaled by at least SMALLEST_FACTOR.
         allowed += SMALLEST_FLOAT16 / SMALLEST_FACTOR * float(np.linalg.norm(operands.query.astype(np.float64)))
     distance = float(np.linalg.norm(result - reference))
     return None if distance <= allowed else Excess(name, size, distance, float(allowed))

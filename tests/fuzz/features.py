@@ -55,7 +55,7 @@ def has_ring(problem: Fuzzed, kernel: str) -> bool:
 #: Feature of problems with spoiled numbers in operands that are added to logits.
 SPOILED_BIAS = "spoiled_bias"
 
-#: Distance of the problem numbers that are tried to find a feature, and the maximum number of attempts.
+#: Step between the problem numbers that are tried to find a feature, and the maximum number of attempts.
 _APART = 2**32
 _MOST_ATTEMPTS = 4000
 

@@ -1,8 +1,8 @@
 """``python -m tests.fuzz.interpreted``: random problems on the TPU kernels, in Pallas's interpreter.
 
 The interpreter detects races between copies and computations, memory is NaN until it is written, and outputs, logsumexp
-and all gradients are compared with the oracle. Direct calls: any tiles, and parts of layouts. Interpreting is slow, so
-that problems are small and have few programs.
+and all gradients are compared with the oracle. The kernels are called directly, with tiles of any shape and on parts of
+layouts. Interpreting is slow, so problems are small and have few programs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """``python -m tests.fuzz.interpreted_blackwell``: random problems on the Blackwell kernels, in JAX's interpreter.
 
 The interpreter detects races between copies, products and threads, memory is NaN until it is written, and output,
-logsumexp and all gradients are compared with the oracle. Direct calls: parts of layouts, scales of each head, and
-blocks that take several work items. Interpreting is slow, so that problems are small and have few work items.
+logsumexp and all gradients are compared with the oracle. The kernels are called directly, on parts of layouts, with
+per-head scales, and with blocks that process several work items. Interpreting is slow, so problems are small and have
+few work items.
 """
 
 from __future__ import annotations

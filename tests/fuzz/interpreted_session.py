@@ -37,8 +37,8 @@ class Kernels:
         tokens: Maximum number of tokens of a problem.
         draw_heads: Draws query heads, key/value heads, and their two widths.
         draw_tiles: Draws tiles of both passes, and other fields of ``Performance``.
-        size: The number of programs of a plan with given operands, relative to the most that is interpreted.
-        interpreting: The context in which a problem runs.
+        size: Returns the number of programs of a plan with given operands, relative to the maximum number.
+        interpreting: Returns the context in which a problem runs.
     """
 
     family: Family
@@ -99,7 +99,7 @@ class Kernels:
         return max(found)
 
     def complaints(self, problem: Fuzzed) -> list[str]:
-        """Errors in the results of a problem, or the exception that running it raised."""
+        """Return the errors in the results of a problem, or the exception that running it raised."""
         try:
             with self.interpreting(problem):
                 arguments = jax.tree.map(jax.numpy.asarray, problem.inputs())

@@ -21,7 +21,7 @@ def placed(rng: np.random.Generator, case: Case, family: Family) -> Case:
     if kinds[0]:
         box = tuple(int(rng.integers(1, extent + 1)) for extent in case.layout)
         case = dataclasses.replace(case, box=box, origins=_origins(rng, case, box))
-    if case.relative_bias:  # for which the oracle's entries support boxes only
+    if case.relative_bias:  # the oracle's relative bias indices support boxes only
         return case
     if kinds[1] and "own_extents" in family.capabilities.takes and "wrap" not in (case.edges or ()):
         extents = tuple(tuple(int(rng.integers(1, extent + 1)) for extent in case.layout) for _ in range(case.batch))

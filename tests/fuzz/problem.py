@@ -66,7 +66,7 @@ class Fuzzed:
         tiles: Fields of ``Performance``.
         is_direct: True to call the backend's two passes directly, without the public operator.
         queries: Range of queries to compute in each dimension, ``None`` for all; direct calls only.
-        keys: Range of keys that take part.
+        keys: Range of keys to use in each dimension, ``None`` for all; direct calls only.
         spoiled: Non-finite or very low numbers in the inputs.
         factors: Kind of the scale factors of 8-bit arrays; ``None`` without factors.
         copies: Number of repetitions of the case's batch: more work for kernels, but not for the oracle.
@@ -185,7 +185,7 @@ class Fuzzed:
         operands, _ = self.spoiled.apply(self._drawn_inputs())
         shape = operands.query.shape[:-1]
         spoiled = getattr(operands, self.spoiled.name, None)
-        if not self.spoiled.is_added or spoiled is None:  # removed by the simplification
+        if not self.spoiled.is_added or spoiled is None:  # the simplification may remove the operand
             return np.zeros(shape, bool)
         case, mask = self.case, self.mask()
         sees = np.broadcast_to(mask.any(-1) | (case.additional > 0), (shape[0], math.prod(shape[1:-1])))
@@ -201,7 +201,7 @@ class Fuzzed:
         return np.asarray(sees & (np.isnan(lse) | (lse == np.inf)))
 
     def mask(self) -> np.ndarray:
-        """Visibility ``[query tokens, key tokens]`` of the inputs."""
+        """Return the visibility ``[query tokens, key tokens]`` of the inputs."""
         return self._cut_part(self.case.mask())
 
     def entries(self) -> np.ndarray | None:
@@ -236,7 +236,7 @@ class Fuzzed:
         return {**tiles, **factors}
 
     def description(self) -> Problem:
-        """Return the whole problem as backends take it."""
+        """Return the whole problem in the form that backends accept."""
         case = self.case
         facts: dict[str, Any] = {"batch": self.batch, "dtype": self.dtype}
         facts |= {name: getattr(case, name) for name in ("heads", "heads_kv", "head_dim", "head_dim_v", "scale")}
@@ -290,7 +290,7 @@ def draw_where(
     case = _with_logit_terms(np.random.default_rng([seed, number, 1]), case, family)
     if has_many_keys and rng_many_keys.random() > BIASED_BESIDE_MANY_KEYS:
         case = dataclasses.replace(case, **_NO_BIASES)
-    if is_direct and "sinks" not in family.capabilities.takes:  # elsewhere the operators apply sinks, not the kernels
+    if is_direct and "sinks" not in family.capabilities.takes:  # only the operators apply sinks
         case = dataclasses.replace(case, sinks=False)
     if is_direct and case.additional:
         case = dataclasses.replace(case, fused=True)
@@ -316,7 +316,8 @@ def draw_where(
     problem = with_supported_terms(problem, family)
     if not is_direct and spoiled is None and rng.random() < 0.4:
         problem = dataclasses.replace(problem, case=placed(rng, problem.case, family), copies=1)
-    # Wrapped dimensions cannot be split into parts: the tokens next to a part are its neighbors' in the whole layout.
+    # Wrapped dimensions cannot be split into parts: the tokens next to a part belong to its neighbors in the whole
+    # layout.
     can_be_part = case.queries is None and "wrap" not in (case.edges or ())
     if is_direct and can_be_part and rng.random() < 0.25:
         query_ranges, key_ranges = (tuple(_range(rng, extent) for extent in case.layout) for _ in range(2))
@@ -413,7 +414,7 @@ def _without_logit_terms(case: Case) -> Case:
 
 
 def _spoiled(rng: np.random.Generator, case: Case, needs_gpu: bool) -> tuple[Case, Spoiled]:
-    """Return the problem with several entries, and non-finite numbers for an entry; it is not run by the oracle."""
+    """Return the problem with several entries, and non-finite numbers for one entry; the oracle does not run it."""
     heads_kv = int(rng.choice(SPOILED_HEADS))
     batch = int(rng.choice(SPOILED_BATCHES_OF_GPUS if needs_gpu else SPOILED_BATCHES))
     case = dataclasses.replace(case.with_heads(heads_kv * int(rng.integers(1, 3)), heads_kv), batch=batch)
@@ -479,8 +480,8 @@ def _tile_pair(problem: Fuzzed, backend: Backend, pass_: Pass, rng: np.random.Ge
         if by_kernels:
             kernel_tiles = by_kernels[int(rng.integers(len(by_kernels)))]
             return kernel_tiles[int(rng.integers(len(kernel_tiles)))]
-    kind = str(rng.choice(["none", "listed", "any"], p=[0.1, 0.3, 0.6]))  # kernels rank their tiles slowly
-    if _goes_around_directly(problem):  # few tokens may need listed tiles, which are seldom drawn
+    kind = str(rng.choice(["none", "listed", "any"], p=[0.1, 0.3, 0.6]))  # ranking the listed tiles is slow
+    if _goes_around_directly(problem):  # with few tokens, few tiles support wrap, and random tiles seldom do
         kind = "listed"
     if kind == "none":
         return None

@@ -71,7 +71,7 @@ def _simpler(problem: Fuzzed) -> Iterator[Fuzzed]:
             yield changed(spoiled=dataclasses.replace(problem.spoiled, **first))
     for names in (*map(tile_names, PASSES), *((name,) for name in problem.tiles if "_tile_" not in name)):
         yield changed(tiles={name: value for name, value in problem.tiles.items() if name not in names})
-    if problem.queries is None:  # otherwise ranges would depend on the layout
+    if problem.queries is None:  # ranges of queries and keys would not fit a smaller layout
         yield from (changed(case=case) for case in _simpler_cases(problem.case))
 
 
@@ -82,7 +82,7 @@ def _simpler_cases(case: Case) -> Iterator[Case]:
     def without(*fields: str) -> Case:
         return changed(**{field: _DEFAULTS[field] for field in fields})
 
-    if case.is_placed:  # places depend on the layout and the batch
+    if case.is_placed:  # origins and extents depend on the layout and the batch
         yield from (without(*_PLACES), without("extents", "query_lengths"), without("box", "origins"))
         yield without("upsample")
         return

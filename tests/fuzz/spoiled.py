@@ -1,9 +1,9 @@
 """Non-finite or very low numbers in an operand, and the results that they may change.
 
 NaN and infinity in tokens of one batch entry and head may only change results that depend on them: the device loads
-tiles of several entries into the same memory. In an operand that is added to logits, or in a scale, they must also show
-in the results of every query that sees such a key. A number that hides its keys, or is as low as all other numbers of
-such an operand, leaves a problem that the oracle can compute.
+tiles of several entries into the same memory. In an operand that is added to logits, or in a scale, they must also make
+the results of every query that sees such a key non-finite. If a number hides its keys, or all numbers of such an
+operand are equally low, the oracle can still compute the results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support import oracle
 
 Inputs = tuple[oracle.Tensors, tuple[np.ndarray, np.ndarray]]
 
-#: Arrays of tokens: operands, and cotangents of output and logsumexp; names of arrays with heads of queries.
+#: Names of token arrays: operands, and cotangents of output and logsumexp. QUERY_ARRAYS have query heads.
 NAMES = (*oracle.Tensors._fields[:5], "d_out", "d_lse")
 QUERY_ARRAYS = ("query", "d_out", "d_lse")
 #: Operands that are added to logits, and scales.
@@ -43,11 +43,12 @@ class Spoiled:
     Attributes:
         name: The array, from ``NAMES`` or ``ADDED``.
         number: Replacement, from ``NUMBERS``; in added operands, from ``BROKEN``, ``HIDING`` or ``TIED``.
-        extent: A number, a row of the last dimension (a token), a head (of an entry), a batch entry, or the operand.
-        batch: Batch entry, modulo their number.
-        head: Head, modulo their number.
+        extent: ``"number"``, ``"row"`` of the last dimension (a token), ``"head"`` of an entry, ``"entry"`` of the
+            batch, or ``"all"`` elements.
+        batch: Batch entry, modulo the batch size.
+        head: Head, modulo the number of heads.
         place: Flat index into the remaining dimensions, modulo their size.
-        is_narrow: Convert the operand to the element type of the query.
+        is_narrow: True to convert the operand to the element type of the query.
     """
 
     name: str
@@ -111,8 +112,8 @@ class Spoiled:
             is_broken_row: bool ``[batch, *queries, heads]``. Queries whose results must not be finite.
             without: Results with an ordinary number: output and logsumexp, gradients.
             spoiled: Results with the number.
-            is_reproducible: Query gradients are equal in every run.
-            has_columns: Biases of keys are extra head dimensions, which query heads share.
+            is_reproducible: True if query gradients are bitwise equal in every run.
+            has_columns: True if key biases are extra head dimensions, which query heads share.
         """
         found = []
         for name, result in (("out", spoiled[0][0]), ("lse", spoiled[0][1]), ("d_query", spoiled[1].query)):
@@ -123,7 +124,7 @@ class Spoiled:
         spread = _spread_over_groups(reached, operands) if has_columns else reached
         names = ("out", "lse", *(f"d_{field}" for field in oracle.Tensors._fields))
         for name, *pair in zip(names, (*without[0], *without[1]), (*spoiled[0], *spoiled[1]), strict=True):
-            if pair[1] is None or (name == "d_scale" and not self.is_added):  # a sum over all entries
+            if pair[1] is None or (name == "d_scale" and not self.is_added):  # ``d_scale`` is a sum over all entries
                 continue
             # Gradients of biases in columns are gradients of keys, which query heads share.
             is_of_groups = name == "d_key_bias" or self.name == "key_bias"
@@ -187,7 +188,7 @@ def _spread_over_groups(reached: np.ndarray, operands: oracle.Tensors) -> np.nda
 
 
 def _has_heads(operands: oracle.Tensors) -> bool:
-    """Return True if the bias of keys has a dimension of heads."""
+    """Return True if the key bias has a head dimension."""
     return operands.key_bias is not None and operands.key_bias.ndim == operands.key.ndim - 1
 
 
@@ -202,7 +203,7 @@ def _by_heads(name: str, array: np.ndarray, safe: np.ndarray, has_heads: bool) -
 
 
 def _different_numbers(name: str, one: np.ndarray, other: np.ndarray, is_reproducible: bool) -> np.ndarray:
-    """Return where two results differ: in any bit, or, of sums without a fixed order, by more than ``TOLERANCE``."""
+    """Return a mask of elements that differ: in any bit or, if sums have no fixed order, by more than ``TOLERANCE``."""
     if name in ("d_query", "d_scale") and not is_reproducible:
         one, other = one.astype(np.float64), other.astype(np.float64)
         return np.asarray(~(np.abs(one - other) <= TOLERANCE * np.abs(one).max(initial=0)))

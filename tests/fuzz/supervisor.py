@@ -176,7 +176,7 @@ def _complaints_alone(problems: list[Fuzzed], ending: str) -> tuple[list[list[st
 
 
 def _environment(options: Options) -> dict[str, str]:
-    """Environment variables of the processes."""
+    """Return the environment variables of the worker processes."""
     family = family_named(options.family)
     environment = limits(os.environ, len(os.sched_getaffinity(0)), options.workers)
     if not family.needs_gpu and family.capabilities.platform is not None:

@@ -133,7 +133,7 @@ def test_planted_defect_is_found_made_simpler_and_written_down(
 
 
 def test_result_memory_was_full_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise elements that a kernel does not write could be right by chance."""
+    """Result buffers start full of NaN: otherwise, elements that a kernel does not write could be right by chance."""
     donated: list[int] = []
     make = execution.not_a_number
 
@@ -145,7 +145,7 @@ def test_result_memory_was_full_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(execution, "not_a_number", remember)
     results = run([Fuzzed("cpu", Case((40,), (7,), head_dim=16), "float32", 0, is_direct=True)])
-    pointers = [result.ctypes.data for result in jax.tree.leaves(results)]  # NumPy sees the device's memory
+    pointers = [result.ctypes.data for result in jax.tree.leaves(results)]  # NumPy shares the CPU device's memory
     assert len(pointers) == 5 and set(pointers) == set(donated)
 
 
@@ -234,7 +234,7 @@ def test_features_that_only_direct_kernels_lack_are_rejected() -> None:
 
 
 def test_features_of_gpus_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows that wrap for kernels that support them, tables of many batch entries, and every kernel with a ring."""
+    """Draws include wrapped windows, relative biases with many batch entries, and every kernel with a ring."""
     monkeypatch.setattr(devices, "default_device", lambda: devices.Device("cuda", (9, 0), is_present=False))
     family = family_named("cutlass")
 

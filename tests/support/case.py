@@ -225,11 +225,11 @@ class Case:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     def operands(self, dtype: str, seed: int) -> oracle.Tensors:
-        """Random normal operands as JAX arrays."""
+        """Return random normal operands as JAX arrays."""
         return jax.tree.map(jax.device_put, self.host_operands(dtype, seed))
 
     def host_operands(self, dtype: str, seed: int) -> oracle.Tensors:
-        """Random normal operands as NumPy arrays."""
+        """Return random normal operands as NumPy arrays."""
         rng = np.random.default_rng(seed)
         width_v = self.head_dim_v or self.head_dim
         queries = self.query_layout
@@ -293,12 +293,12 @@ class Case:
         return np.stack(boxes).reshape(self.batch, -1, found.shape[1])
 
     def cotangents(self, dtype: str, seed: int) -> tuple[jax.Array, jax.Array]:
-        """Random cotangents of output and logsumexp."""
+        """Return random cotangents of output and logsumexp."""
         out, lse = self.host_cotangents(dtype, seed)
         return jax.device_put(out), jax.device_put(lse)
 
     def host_cotangents(self, dtype: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """Random cotangents of output and logsumexp as NumPy arrays."""
+        """Return random cotangents of output and logsumexp as NumPy arrays."""
         rng = np.random.default_rng([seed, 1])
         shape = (self.batch, *self.query_layout, self.heads)
         out = 0.05 * rng.standard_normal((*shape, self.head_dim_v or self.head_dim))
@@ -338,7 +338,7 @@ class Case:
 
 
 def lse_dtype(dtype: str) -> str:
-    """Element type of the logsumexp."""
+    """Return the element type of the logsumexp."""
     return "float64" if dtype == "float64" else "float32"
 
 

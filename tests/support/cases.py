@@ -64,7 +64,7 @@ def random_case(seed: int, *, rank: int | None = None, tokens: int | None = None
 
 
 def as_attention(rng: np.random.Generator, case: Case, most: int) -> Case:
-    """Attention between random lengths, with the heads of a problem."""
+    """Return a plain attention problem of random lengths, with the heads of ``case``."""
     queries, keys = (int(n) for n in rng.integers(1, most, 2))
     facts: dict[str, Any] = dict.fromkeys(("kernel_size", "stride", "dilation", "edges"))
     facts |= {"queries": queries, "is_causal": (bool(rng.random() < 0.5),), "additional": 0, "fused": False}
@@ -134,7 +134,7 @@ def random_tiles(case: Case, family: Family, dtype: str, seed: int) -> dict[str,
 
 
 def feature_cases() -> dict[str, Case]:
-    """Problems by name; each exercises one feature or one known pitfall."""
+    """Return problems by name; each exercises one feature or one known pitfall."""
     return {
         "window-odd": Case((37,), (7,)),
         "window-even": Case((37,), (8,)),
@@ -209,7 +209,7 @@ def feature_cases() -> dict[str, Case]:
 
 
 def attention_cases() -> dict[str, Case]:
-    """Plain attention problems, by name."""
+    """Return plain attention problems by name."""
     cases = {}
     for (queries, keys), is_causal in itertools.product(
         ((1, 1), (16, 16), (70, 33), (33, 150), (1, 40)), (False, True)

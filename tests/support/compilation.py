@@ -35,7 +35,7 @@ def without_quick_host_code(flags: str) -> str:
 
 
 def users_environment() -> dict[str, str]:
-    """Environment variables of a program that compiles as a user's does, so that its output matches what users read."""
+    """Return the environment of a program that compiles as a user's does, so that it prints what users read."""
     return {**os.environ, "XLA_FLAGS": without_quick_host_code(os.environ.get("XLA_FLAGS", ""))}
 
 
@@ -55,5 +55,5 @@ def accepted_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_users_do() -> dict[str, Any]:
-    """Compiler options for tests of XLA's output: XLA's defaults, as in a user's process."""
+    """Return compiler options for tests of XLA's output: XLA's defaults, as in a user's process."""
     return accepted_options(XLAS_OWN_OPTIONS) if jax.default_backend() == "cpu" else {}

@@ -68,7 +68,7 @@ class Family:
         return self.capabilities.platform is not None and self.capabilities.platform.name != "cpu"
 
     def runs_on(self, device: Device) -> bool:
-        """True if the family has kernels for a device, or is plain JAX, which runs on all devices."""
+        """Return True if the family has kernels for a device, or is plain JAX, which runs on all devices."""
         return self.capabilities.platform is None or self.capabilities.platform.has(device)
 
     @property

@@ -36,8 +36,8 @@ from tests.support.problems import Case
 
 LAYOUT = (24, 28)
 WHOLE_LAYOUT, LARGE_LAYOUT = (14, 18), (40, 28)
-SCALES = 0.1, -0.2  # of the heads
-LARGE = 300.0  # times the ordinary queries: logits of several thousands
+SCALES = 0.1, -0.2  # of the two query heads
+LARGE = 300.0  # factor of the queries, for logits of several thousand
 
 
 class Form(NamedTuple):
@@ -46,14 +46,14 @@ class Form(NamedTuple):
     dtype: str
     head_dim: int
     performance: Performance
-    precision: str | None = None  # of float32 products
+    precision: str | None = None  # precision of float32 products
     additional_kv: int = 5
     layout: tuple[int, int] = LAYOUT
     heads_kv: int = 1
 
 
 def hopper_forms() -> Iterator[Form]:
-    """Forms by element type, head dimension, tile rows and columns, schedule, and deterministic or atomic gradients."""
+    """Yield forms by element type, head dimension, tile shape, schedule, and deterministic or atomic gradients."""
     tiles: dict[int, list[tuple[tuple[int, int], tuple[int, int]]]] = {
         64: [((8, 16), (8, 16)), ((12, 16), (8, 16))],
         128: [((8, 16), (8, 16)), ((8, 16), (8, 12))],
@@ -71,19 +71,20 @@ def hopper_forms() -> Iterator[Form]:
 
 
 def cutlass_forms() -> Iterator[Form]:
-    """Forms by element type, precision and head dimension; wide 16-bit heads also have a form of 256 rows."""
+    """Yield forms by element type, precision and head dimension; wide 16-bit heads also have a form of 256 rows."""
     for dtype, width in itertools.product(("bfloat16", "float16"), (64, 128, 256)):
         yield Form(dtype, width, Performance((8, 8), (8, 16), (8, 8), (8, 16), backward_kv_splits=(1, 2)))
     for dtype in ("bfloat16", "float16"):
         yield Form(dtype, 128, Performance((16, 16), (8, 8), (8, 16), (8, 8), backward_deterministic=True))
-    # Kernels for small windows. TMA loads the columns of the first form, if heads fill its rows, without additional
-    # tokens.
+    # Kernels for small windows. In the first form, TMA loads the tile's columns if heads fill its rows and there are no
+    # additional tokens.
     boxes, chunks = Performance((8, 2), (1, 8), (1, 8), (8, 2)), Performance((8, 2), (2, 4), (2, 4), (4, 4))
     for dtype, width in itertools.product(("bfloat16", "float16"), (32, 64, 128)):
         yield Form(dtype, width, boxes, additional_kv=0)
         yield Form(dtype, width, chunks, additional_kv=0)
         yield Form(dtype, width, boxes)
-        # Each query head has its key/value head; the second layout also has dilation groups that fit in one CTA.
+        # There are as many key/value heads as query heads; the second layout also has dilation groups that fit in one
+        # CTA.
         yield Form(dtype, width, boxes, additional_kv=0, layout=LARGE_LAYOUT, heads_kv=2)
         yield Form(dtype, width, boxes, additional_kv=0, layout=WHOLE_LAYOUT, heads_kv=2)
     for precision, width in itertools.product((None, "tensorfloat32"), (64, 128, 256)):
@@ -91,7 +92,7 @@ def cutlass_forms() -> Iterator[Form]:
 
 
 def biased_cases() -> Iterator[Case]:
-    """Cases by head dimension and operand."""
+    """Return cases by head dimension and operand."""
     # The first layout selects kernels without a ring; the second has enough work for rings to be faster.
     layouts = (
         Case((14, 18), (7, 7), batch=2, heads=2, heads_kv=2),
@@ -171,7 +172,7 @@ def run(family: str, form: Form) -> None:
                 distance = np.linalg.norm(np.asarray(result, np.float64) - expected)
                 assert distance <= bound * np.linalg.norm(expected), (form, distance / np.linalg.norm(expected))
         twice = continued(operands._replace(origins=jnp.zeros((2, 3), jnp.int32)), saved)
-        if twice is not None:  # attended to the same keys again
+        if twice is not None:  # a second pass over the same keys
             np.testing.assert_allclose(twice.logsumexp, saved.logsumexp + np.log(2), rtol=1e-6, atol=1e-5)
 
 

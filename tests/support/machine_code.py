@@ -104,7 +104,7 @@ def _compile(number: int) -> None:
     def visit(operation: Any) -> Any:
         if operation.name == "stablehlo.custom_call" and "mhlo.backend_config" in operation.attributes:
             code = ir.StringAttr(ir.DictAttr(operation.attributes["mhlo.backend_config"])["module"]).value_bytes
-            compile_(code, len(code))  # writes the files; its result would be loadable on a GPU
+            compile_(code, len(code))  # writes the files; only a GPU could load the result
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)

@@ -83,7 +83,7 @@ def other_dtypes(dtype: np.dtype[Any]) -> list[Any]:
 
 
 def operand_cases(target: Target) -> Iterator[Case]:
-    """Wrong rank, element type and extents of each operand."""
+    """Yield cases with a wrong rank, element type or extent of each operand."""
     for name, array in good_call(target).operands.items():
         shapes = {
             "scalar": (),
@@ -98,7 +98,7 @@ def operand_cases(target: Target) -> Iterator[Case]:
         if name in ("origins", "layouts") or (name in ("scales", *BIASES) and array.size == 0):
             del shapes["empty-0"]
         if name == "sinks":
-            del shapes["longer-0"]  # each batch entry has its own
+            del shapes["longer-0"]  # each batch entry may have separate sinks
         if name == "remainder":
             shapes["nearly-empty"] = (0, 1)
         if array.ndim == 1:
@@ -125,7 +125,7 @@ def operand_cases(target: Target) -> Iterator[Case]:
 
 
 def attribute_cases(target: Target) -> Iterator[Case]:
-    """Wrong type, length and values of each attribute."""
+    """Yield cases with a wrong type, length or value of each attribute."""
     extents = (*TILES, "queries") if target.replaces else TILES
     for name, length in {"axes": 18, **dict.fromkeys(extents, 3)}.items():
         # Handlers check the number of attributes first if an attribute is specific to the target.
@@ -171,7 +171,7 @@ def attribute_cases(target: Target) -> Iterator[Case]:
 
 
 def choice_cases(target: Target) -> Iterator[Case]:
-    """Target-specific limits: variants, element types, tile sizes and multiples of head_dim."""
+    """Yield cases of target-specific limits: variants, element types, tile sizes and multiples of head_dim."""
     for name, largest in target.choices.items():
         yield refused(f"{name}-missing", without("attributes", name), "attributes")
         yield refused(f"{name}-float", with_attributes(**{name: np.float32(1)}), name)
@@ -211,7 +211,7 @@ def choice_cases(target: Target) -> Iterator[Case]:
 
 
 def box_cases() -> Iterator[Case]:
-    """Query boxes that exceed the layout, which is an error, or lie outside of it, which is ignored."""
+    """Yield cases with query boxes that exceed the layout (an error) or lie outside of it (ignored)."""
     yield refused("queries-exceed-layout", with_integers(queries=(4, 6, 6)), "queries", "5 tokens")
     for i, value in itertools.product(range(3), (-1, 3, 1000, INT32_MAX, INT32_MIN)):
         first = np.array([value if i == j else 0 for j in range(3)], np.int32)
@@ -219,7 +219,7 @@ def box_cases() -> Iterator[Case]:
 
 
 def reduction_cases() -> Iterator[Case]:
-    """Head dimensions that a reduction does not support, and arrays without rows."""
+    """Yield cases with head dimensions that a reduction does not support, and with arrays without rows."""
 
     def with_heads(width: int) -> Change:
         def change(call: Call) -> None:
@@ -269,7 +269,7 @@ def origin_cases(target: Target) -> Iterator[Case]:
 
 
 def result_cases(target: Target) -> Iterator[Case]:
-    """Wrong rank, element type, extents and number of results."""
+    """Yield cases with a wrong rank, element type, extent or number of results."""
     results = good_call(target).results
     # XLA removes a call with only empty results and never runs its handler.
     is_only = len(results) == 1
@@ -294,7 +294,7 @@ def result_cases(target: Target) -> Iterator[Case]:
 
 
 def table_cases() -> Iterator[Case]:
-    """Relative biases that kernels for small windows do not support."""
+    """Yield cases with relative biases that kernels for small windows do not support."""
     table = np.zeros((2, 2, 3 * 5 * 5), np.float32)
 
     def wide(call: Call) -> None:
@@ -307,7 +307,7 @@ def table_cases() -> Iterator[Case]:
 
 
 def layout_cases(target: Target) -> Iterator[Case]:
-    """Per-entry layouts that do not fit the problem."""
+    """Yield cases with per-entry layouts that do not fit the problem."""
     whole = np.array([[(0, 0, 0), TOKENS, TOKENS]] * 2, np.int32)
 
     def change(place: tuple[int, int, int], value: int) -> Change:
@@ -331,7 +331,7 @@ def layout_cases(target: Target) -> Iterator[Case]:
 
 
 def bias_cases(target: Target) -> Iterator[Case]:
-    """Relative bias tables that match no window, and gradients whose size differs from their bias."""
+    """Yield cases with relative bias tables that match no window, or gradients whose size differs from their bias."""
     whole = with_axes(query_extent=(5, 5, 6), kernel_size=TOKENS, stride=ONES, dilation=ONES, ends=(0, 0, 0))
     extents = dict.fromkeys(("query_extent", "kv_extent", "kernel_size"), (4096,) * 3)
     yield refused("relative-bias-of-other-queries", whole, "relative_bias", "query_extent is 5")

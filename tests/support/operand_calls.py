@@ -34,7 +34,7 @@ class Operand:
     integers: tuple[Any, ...] | None = None
 
     def array(self, dtype: str, seed: int) -> np.ndarray:
-        """Random normal values, or the integers."""
+        """Return random normal values, or the integers."""
         if self.integers is not None:
             return np.array(self.integers, np.int32).reshape(self.shape)
         return np.random.default_rng(seed).standard_normal(self.shape).astype(jnp.dtype(dtype))

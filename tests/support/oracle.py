@@ -56,7 +56,7 @@ def window_places(
 def line_mask(
     extent: int, kernel_size: int, stride: int, dilation: int, is_causal: bool, edges: str = "shift"
 ) -> Array:
-    """Visibility ``[queries, keys]`` in one dimension."""
+    """Return the visibility ``[queries, keys]`` in one dimension."""
     mask = np.zeros((extent, extent), bool)
     for query in range(extent):
         line = np.arange(query % dilation, extent, dilation)
@@ -148,7 +148,7 @@ class Tensors(NamedTuple):
     value: Operand
     additional_keys: Operand | None = None
     additional_values: Operand | None = None
-    scale: Operand | None = None  # of the logits, replaces the number: a scalar, or one per head
+    scale: Operand | None = None  # scale of the logits, used instead of the number: a scalar, or one per head
     relative_bias: Operand | None = None  # [heads, 2 kernel_size - 1, ...]
     key_bias: Operand | None = None  # [batch, *layout] or [batch, heads, *layout]
     sinks: Operand | None = None  # [heads]
@@ -264,7 +264,7 @@ class _FlatGradients(NamedTuple):
 def _backward(
     flat: _Flat, factors: Array, weights: Array, d_out: Array, delta: Array, sink_weights: Array
 ) -> _FlatGradients:
-    """Return gradients per query head; given magnitudes and a negative delta, magnitudes of their terms."""
+    """Return gradients per query head or, given magnitudes and a negative delta, the magnitudes of their terms."""
     # Arrays with a number per pair of tokens are by far the largest, so they are read and written as rarely as
     # possible.
     d_logits = d_out @ flat.value.swapaxes(-1, -2)
@@ -317,7 +317,7 @@ def with_hidden(added: Operand) -> Array:
 
 
 def _heads_first(array: Array) -> Array:
-    """``[batch, *layout, heads, width]`` as float64 ``[batch, heads, tokens, width]``."""
+    """Return ``[batch, *layout, heads, width]`` as float64 ``[batch, heads, tokens, width]``."""
     flat = np.asarray(array).astype(np.float64).reshape(array.shape[0], -1, *array.shape[-2:])
     return flat.swapaxes(1, 2)
 

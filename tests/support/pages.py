@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
-#: Files that pages may read; readers get them from elsewhere on the page.
+#: Files that the pages' Python code may read. Readers create them with the commands on the page.
 FILES = {"tuned.json": json.dumps({"best_configuration": {"q_tile_shape": [2, 8, 8], "kv_tile_shape": [2, 8, 8]}})}
 
 

@@ -21,7 +21,7 @@ def plans_of(
     device: Device | None = None,
     precision: str | None = None,
 ) -> tuple[Backend, dict[Pass, Plan]]:
-    """Return the backend of a name and its plan of each pass."""
+    """Return the named backend and its plan of each pass."""
     backend = backends.find(name, problem.operator)
     request = Request(problem, performance or Performance(), name, precision)
     return backend, {pass_: plan_with(backend, request, device or default_device(), pass_) for pass_ in PASSES}

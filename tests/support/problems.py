@@ -20,13 +20,13 @@ from tests.support.case import lse_dtype as lse_dtype
 from tests.support.compilation import QUICK_HOST_OPTIONS, accepted_options, as_users_do
 from tests.support.families import BOUNDS, Family
 
-#: A result whose terms cancel is compared with this fraction of the terms' magnitude instead of with its own norm. It
-#: is exactly zero for a scale of 0, and almost zero for windows of one or two keys, whose softmax is nearly constant.
-#: With the float32 bound, 2e-6, this allows an error of 1e-7 of the terms: less than two roundings of a term.
+#: A result whose terms cancel is compared with this fraction of the terms' magnitude instead of with its own norm. Such
+#: a result is exactly zero for a scale of 0, and almost zero for windows of one or two keys, whose softmax is nearly
+#: constant. With the float32 bound, 2e-6, this allows an error of 1e-7 of the terms: less than two roundings of a term.
 CANCELLATION = 0.05
 
-#: Each problem is compiled for one run of microseconds, so optimization would take most of the suite's time: of CPU
-#: code, or autotuning of matrix products on a GPU.
+#: Each problem is compiled for one run of microseconds, so optimizing its CPU code, or autotuning its matrix products
+#: on a GPU, would take most of the suite's time.
 QUICK_COMPILATION = accepted_options(
     QUICK_HOST_OPTIONS
     if jax.default_backend() == "cpu"
@@ -45,7 +45,7 @@ def relative_error(result: Any, reference: np.ndarray, magnitude: np.ndarray) ->
     result = np.asarray(result).astype(np.float64)
     if result.shape != reference.shape:
         raise AssertionError(f"shape {result.shape} instead of {reference.shape}")
-    is_empty = reference == -np.inf  # logsumexp without any key
+    is_empty = reference == -np.inf  # the logsumexp of a query without keys
     if is_empty.any():
         if (result[is_empty] != -np.inf).any():
             raise AssertionError("a row that sees no key has a logsumexp other than -inf")

@@ -36,9 +36,9 @@ _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(list(_PRELOADED))
 #: Environment variables that are read after these imports. If another variable differs, a new interpreter is started.
 _READ_LATE = "XLA_FLAGS", "PYTEST_CURRENT_TEST", "PYTHONPATH", "COLUMNS", "MPLBACKEND"
-os.environ["OPENBLAS_NUM_THREADS"] = "1"  # forks would lack the threads that NumPy starts otherwise
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # forks would lack NumPy's threads
 _ENVIRONMENT = dict(os.environ)
-warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)  # by JAX, about threads
+warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)  # JAX warns about its threads
 
 
 def run_python(
@@ -121,7 +121,7 @@ def _run(words: list[str], environment: Mapping[str, str], folder: str, files: l
     if kind == "-m":
         module, *_ = sys.argv = arguments
         sys.path[:0] = [folder, *paths]
-        sys.modules.pop(f"{module}.__main__", None)  # imported with the others, but not run
+        sys.modules.pop(f"{module}.__main__", None)  # the server has imported it, but not run it
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     elif kind == "-c":
         source, *sys.argv[1:] = arguments

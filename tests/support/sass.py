@@ -1,7 +1,8 @@
 """Machine code of the CUDA kernels: early arrivals at barriers, and collectives in code whose lanes may diverge.
 
 Instructions with variable latency set one of six scoreboards. Every instruction can wait for scoreboards. Since compute
-capability 7.0, bits 46 to 48 of the upper 64 bits encode the former, and bits 52 to 57 the latter.
+capability 7.0, bits 46 to 48 of an instruction's upper 64 bits encode the scoreboard that it sets, and bits 52 to 57
+the scoreboards that it waits for.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Instruction(NamedTuple):
 
 
 def functions(lines: Iterable[str]) -> Iterator[tuple[str, list[Instruction]]]:
-    """Names and instructions of the kernels that ``cuobjdump -sass`` lists."""
+    """Yield the names and instructions of the kernels that ``cuobjdump -sass`` lists."""
     name = ""
     found: list[Instruction] = []
     pending: tuple[int, str] | None = None
@@ -61,7 +62,7 @@ def functions(lines: Iterable[str]) -> Iterator[tuple[str, list[Instruction]]]:
 
 
 def early_arrivals(instructions: Iterable[Instruction]) -> list[Instruction]:
-    """Arrivals at barriers in shared memory that are issued while matrix loads before them may still be reading.
+    """Return arrivals at shared-memory barriers that are issued while earlier matrix loads may still be reading.
 
     Loads and shuffles share a queue and complete in issue order: a load without a scoreboard has completed once a later
     load or shuffle with a scoreboard has. ptxas relies on this for matrix instructions that read loaded data. The scan
@@ -88,9 +89,9 @@ def early_arrivals(instructions: Iterable[Instruction]) -> list[Instruction]:
 
 
 def divergent_collectives(instructions: Iterable[Instruction]) -> list[Instruction]:
-    """Branches to code that first collects a warp's lanes: ptxas could not prove that they run a collective together.
+    """Return branches to code that reconverges a warp: ptxas could not prove that its lanes run a collective together.
 
-    A shuffle in a branch that only some lanes take is the usual cause, and such a warp waits for ever.
+    A shuffle in a branch that only some lanes take is the usual cause, and such a warp waits forever.
     """
     return [each for each in instructions if "BRA.DIV" in each.text]
 
@@ -98,7 +99,7 @@ def divergent_collectives(instructions: Iterable[Instruction]) -> list[Instructi
 def found_in_kernels(
     find: Callable[[Iterable[Instruction]], list[Instruction]], library: Path, names: str
 ) -> dict[str, list[Instruction]]:
-    """Instructions found in each kernel whose name matches a regular expression; the list may be empty."""
+    """Return the instructions found in each kernel whose name matches ``names``, a regular expression."""
     listing = subprocess.run(["cuobjdump", "-symbols", library], capture_output=True, text=True, check=True).stdout
     symbols = re.findall(r"^(?:STT_)?FUNC\s.*?(\S+)$", listing, re.MULTILINE)
     wanted = sorted({symbol for symbol in symbols if re.search(names, symbol)})

@@ -33,7 +33,7 @@ def checked(function: Callable[..., Any], called: set[str]) -> Callable[..., Any
 
 
 def has_shapes(hint: Any) -> bool:
-    """True if a type annotates the shape of an array."""
+    """Return True if a type annotates the shape of an array."""
     if get_origin(hint) is Annotated:
         return any(isinstance(each, str) for each in hint.__metadata__)
     return any(map(has_shapes, [*get_args(hint), *_fields(hint).values()]))

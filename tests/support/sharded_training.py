@@ -39,7 +39,7 @@ class Trained:
     program: str
 
     def collectives(self) -> set[str]:
-        """Collectives of a step."""
+        """Return the kinds of collectives in a step."""
         kinds = "all-gather", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast", "reduce-scatter"
         return set(re.findall(rf" ({'|'.join(kinds)})(?:-start)?\(", self.program))
 
@@ -59,7 +59,7 @@ def _over_data(mesh: Mesh) -> NamedSharding:
 
 
 class Stack(flax_nnx.Module):
-    """Layers with these key/value heads; ``is_sharded`` annotates their parameters."""
+    """Layers with the given numbers of key/value heads; ``is_sharded`` annotates their parameters."""
 
     def __init__(self, kv_heads: tuple[int, ...], is_sharded: bool) -> None:
         rngs = flax_nnx.Rngs(0)
