@@ -336,8 +336,8 @@ def _unknown_tiles(problem: Problem, pair: TilePair, device: Device, pass_: Pass
     )
 
 
-# A backend uses the performance arguments in `Capabilities.used_arguments`, except those in `Form.unused` of the plan,
-# and `kernel_schedule` if it has schedules. All backends use tiles. Other arguments are reported as ignored.
+# A backend uses the performance arguments in `Capabilities.used_arguments`, and `kernel_schedule` if it has schedules,
+# except the arguments in `Form.unused` of the plan. All backends use tiles. Unused arguments are reported as ignored.
 
 
 class Choice(NamedTuple):

@@ -4,10 +4,10 @@ In the forward kernel, a tile of 256 queries is processed as two halves at a tim
 Each half has a warpgroup, in which each thread owns a row of logits. The tensor cores work on one half while the
 warpgroup of the other half computes weights.
 
-There are two backward kernels: a thread block of one owns a query tile at a time, a thread block of the other a key
-tile. The thread block visits the tiles of keys or queries that the owned tile is paired with. It has three warpgroups.
-In two warpgroups, each thread owns half a row of logits. In the third warpgroup, one warp copies tiles and another warp
-issues matrix products. Sums over pairs of tiles always have the same order.
+There are two backward kernels. In the query gradient kernel, a thread block owns one query tile at a time, and visits
+boxes of keys. In the key/value gradient kernel, it owns one key tile at a time, and visits query tiles. A thread block
+has three warpgroups. In two warpgroups, each thread owns half a row of logits. In the third warpgroup, one warp copies
+tiles and another warp issues matrix products. Sums over pairs of tiles always have the same order.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ class ForwardBlock:
 
 
 def _slot(box: Scalar) -> Scalar:
-    """Return the slot of a box of keys, given the box's number among those of all items of the thread block."""
+    """Return the slot of a box of keys, given its number; a thread block numbers boxes across all its items."""
     return jax.lax.rem(box, STAGES)
 
 
@@ -497,7 +497,7 @@ class BackwardBlock:
     result_scales: Any
 
     def _slot(self, number: Scalar) -> Scalar:
-        """Return the slot of a pair, given the pair's number among those of all items of the thread block."""
+        """Return the slot of a pair, given its number; a thread block numbers pairs across all its items."""
         return jax.lax.rem(number, self.slots)
 
     def _owned(self, number: Scalar) -> Owned:
@@ -608,7 +608,7 @@ class BackwardBlock:
             plgpu.store(self.results[1].at[call.number(owned.item), half], sums, optimized=False)
 
     def _compute_key_gradients(self, half: int, owned: Owned, scale: Scalar) -> None:
-        """Compute the gradients of a tile of keys, multiplied by ``scale`` at the end, and of its values."""
+        """Compute the gradients of a key tile, multiplied by ``scale`` at the end, and of its values."""
         memory = self.memory
 
         def step(number: Scalar, none: None) -> None:

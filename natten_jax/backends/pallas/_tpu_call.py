@@ -20,7 +20,7 @@ from natten_jax.problem import Shape
 LANES = 128
 #: Maximum head dimension for which heads are packed: XLA transposes arrays with wider heads efficiently.
 _WIDEST_PACKED = 32
-#: Coordinate that stands for a key that no query sees.
+#: Coordinate that marks a key that no query sees.
 NOWHERE = -(2**30)
 #: Keys per chunk for tiles of at most ``_FEW_ROWS`` rows, and for tiles of more rows. Each of four matrix units
 #: processes 128 keys at a time.
@@ -191,7 +191,7 @@ class Call(StaticCall):
 
     @property
     def is_single(self) -> bool:
-        """True if every tile of queries has all its keys in one chunk."""
+        """True if one chunk contains all keys that a query tile sees, for every query tile."""
         return self.chunks.number == 1 and all(visits.most_boxes <= 1 for visits in self.visits)
 
     @property

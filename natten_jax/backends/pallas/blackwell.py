@@ -1,6 +1,6 @@
 """The ``blackwell`` backend: tensor memory and ``tcgen05`` products for compute capability 10.0 and 10.3.
 
-A tile of queries has 128 tokens or, in the forward pass, 256 tokens, as two halves in flight. A box of keys has 128
+A query tile has 128 tokens; in the forward pass it may also have 256, processed as two halves. A box of keys has 128
 tokens. Extents are powers of two, and the last extent is a multiple of ``PIECE``, the unit in which lines of tokens are
 copied. Tiles are ranked by the time model, whose coefficients are computed, not measured.
 """
