@@ -44,7 +44,7 @@ for name, examples in (("core", 25), ("all", 200)):
         name, derandomize=True, deadline=None, database=None, print_blob=True, max_examples=examples
     )
 
-# Without the clone, tests of files that only the clone has are not collected: pages, build script, benchmarks.
+# Tests of files that only a clone has (pages, build script, benchmarks) are not collected without a clone.
 _CLONE_ONLY = ["bench", "repository", "profiler/test_profiler_advice.py"]
 collect_ignore = [] if (Path(__file__).parents[1] / "README.md").exists() else _CLONE_ONLY
 
@@ -73,7 +73,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _is_of_gpu(config: pytest.Config) -> bool:
-    """True if ``-m`` selects tests that are marked ``gpu``."""
+    """Return True if ``-m`` selects tests that are marked ``gpu``."""
     return re.search(r"(?<!\bnot )\bgpu\b", config.option.markexpr) is not None
 
 
@@ -81,13 +81,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Choose the platform; limit the resources of this process and of the workers that it is about to start."""
     hypothesis.settings.load_profile("core" if config.getoption("core") else "all")
     os.environ["PYTHONFAULTHANDLER"] = "1"  # a program started by a test prints where it crashed
-    # JAX's traces are long-lived: repeatedly scanning them takes a tenth of a run.
+    # JAX's traces are long-lived: by default, garbage collection scans them repeatedly, for a tenth of a run.
     gc.set_threshold(200_000, 20, 100)
     if not _is_of_gpu(config):
         os.environ["JAX_PLATFORMS"] = "cpu"  # for workers, and for programs that tests start
-        jax.config.update("jax_platforms", "cpu")  # JAX has read the environment by now
+        jax.config.update("jax_platforms", "cpu")  # JAX has already read the environment
         jax.config.update("jax_num_cpu_devices", DEVICES)
-    if not hasattr(config, "workerinput"):  # workers inherit what follows
+    if not hasattr(config, "workerinput"):  # workers inherit these settings
         if not _is_of_gpu(config):
             _store_programs()
             flags = os.environ.get("XLA_FLAGS", ""), *known([*flags_of(QUICK_HOST_OPTIONS), COMPILER_FLAG])
@@ -109,7 +109,7 @@ def _store_programs() -> None:
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
     folder = Path(__file__).parents[1] / "build" / "compiled"
     others = sorted((each for each in folder.glob("*") if each.name != digest), key=lambda each: each.stat().st_mtime)
-    for outdated in others[:-2]:  # other runs may still use the later ones
+    for outdated in others[:-2]:  # other runs may still use the two latest caches
         shutil.rmtree(outdated, ignore_errors=True)
     options: dict[str, Any] = {
         "jax_compilation_cache_dir": str(folder / digest),

@@ -84,7 +84,7 @@ NAMES = [
     ("additional_key", "additional_keys", None, None),
 ]
 
-#: Explanations of names that the function lacks.
+#: Parts of the messages that explain names without a matching argument.
 EXPLAINED = {
     "window_size": "attention sees all keys",
     "mask": "key_bias masks keys: a bool array",
@@ -108,7 +108,7 @@ def check(message: str, function: str, name: str, meant: str | None) -> None:
 def test_operators(name: str, operators: str | None, attention_name: str | None, module_name: str | None) -> None:
     for rank, operator in OPERATORS.items():
         array: Any = jnp.zeros((1, *(4,) * rank, 2, 8))
-        for window in ({}, {"kernel_size": 3}):  # otherwise Python would report the missing argument
+        for window in ({}, {"kernel_size": 3}):  # the unknown name is reported even without ``kernel_size``
             message = refusal(lambda: operator(array, array, array, **window, **{name: 3}))  # noqa: B023
             check(message, f"na{rank}d", name, operators)
     if name != "kv_tile_size":

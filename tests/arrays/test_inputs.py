@@ -84,7 +84,7 @@ NAMES = ("query", "key", "value", "additional_keys", "additional_values")
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("wrong", NAMES)
 def test_an_array_in_another_byte_order_names_itself_and_the_remedy(wrong: str, dtype: str) -> None:
-    """JAX also refuses such an array, without a reason."""
+    """JAX also rejects such an array, but its error does not name the byte order."""
     jax_dtype = jax.dtypes.canonicalize_dtype(dtype)
     swapped = np.ones(SHAPE, np.dtype(dtype).newbyteorder("S"))
     arrays: dict[str, Any] = {name: np.ones(SHAPE, jax_dtype) for name in NAMES} | {wrong: swapped}
@@ -97,7 +97,7 @@ def test_an_array_in_another_byte_order_names_itself_and_the_remedy(wrong: str, 
         message = str(caught.value)
         assert message.startswith(f"{wrong} has dtype '{swapped.dtype.str}', whose byte order is not this machine's")
         assert f"{wrong}.astype('{dtype}')" in message
-    arrays[wrong] = swapped.astype(dtype)  # what the message says
+    arrays[wrong] = swapped.astype(dtype)  # the remedy in the message
     assert natten_jax.na1d(**arrays, kernel_size=3).dtype == jax_dtype
 
 
@@ -178,7 +178,7 @@ def test_windows_over_heads(rank: int, additional: int) -> None:
     operator: Any = OPERATORS[rank]
     with pytest.raises(ValueError, match=QUESTION):
         operator(**arrays, kernel_size=7)
-    moved = {name: jnp.moveaxis(array, 1, -2) for name, array in arrays.items()}  # what the message says
+    moved = {name: jnp.moveaxis(array, 1, -2) for name, array in arrays.items()}  # the remedy in the message
     assert operator(**moved, kernel_size=7).shape == (2, *layout, 4, 8)
 
 

@@ -130,7 +130,7 @@ def test_rejected_tiles_are_reported_with_supported_ones(pair: Any) -> None:
 
 
 def test_a_gpu_without_portable_kernels_still_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backends that run only by name do not count as kernels of the default."""
+    """Missing kernels are reported although a backend that runs only by name supports the call."""
     here = Device("cuda", (10, 0))
     for backend in registered():
         if backend.capabilities.targets:
@@ -183,7 +183,7 @@ def test_results_and_gradients_without_races(which: str | int) -> None:
     ["ForwardBlock.multiply", "ForwardBlock.weigh", "BackwardBlock.multiply", "BackwardBlock._logit_gradients"],
 )
 def test_a_missing_wait_is_seen(caller: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The warp that issues products waits for copies, and the warps that read logits wait for products."""
+    """The interpreter detects a missing wait in the warp that issues products and in the warps that read logits."""
     from natten_jax.backends.pallas import _blackwell_memory as gpu
 
     wait = gpu.wait
@@ -238,7 +238,7 @@ def test_lines_are_restored(dilation: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("queries", [5, 40])
 def test_tiles_of_queries_that_see_a_tile_of_keys(queries: int) -> None:
-    """From every query's window: in each group, the first and last query tile that sees a key of the key tile."""
+    """Check which query tiles see each key tile (the first, and their number) against every query's window."""
     dilation, q_tile, kv_tile = 2, 4, 8
     axis = Axis(queries, queries, 2, dilation=dilation)
     visits = Visits.along_axis(axis, (q_tile, kv_tile), (queries, queries), None, 1, 0, True)

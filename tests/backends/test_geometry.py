@@ -21,7 +21,7 @@ from tests.support.problems import OPERATORS
 
 @st.composite
 def dimensions(draw: st.DrawFn) -> tuple[int, int, int, int, int, bool, Edge]:
-    """Queries, keys, kernel_size, stride, dilation, is_causal, edges."""
+    """Draw queries, keys, kernel_size, stride, dilation, is_causal and edges."""
     keys = draw(st.integers(1, 200))
     dilation = draw(st.integers(1, min(keys, 5)))
     kernel_size = draw(st.integers(1, keys // dilation))

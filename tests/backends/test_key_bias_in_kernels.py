@@ -45,7 +45,8 @@ _LARGE = {"layout": (128, 128), "kernel_size": 63, "head_dim": 64}
         ({"edges": "cut", "additional_kv": 5}, True),
         ({"layout": (7, 7), "operator": "fmha", "kernel_size": None}, True),
         ({"layout": (8, 16, 16), "kernel_size": (3, 5, 5)}, True),
-        # With any other feature, and for heads that would be too wide with extra columns.
+        # Kernels for large windows add key biases with any other feature, and for heads that extra columns would make
+        # too wide.
         (_LARGE, False),
         ({"head_dim": 128}, False),
         (_LARGE | {"dtype": "float16", "heads_kv": 2, "additional_kv": 5}, False),
@@ -77,7 +78,7 @@ def test_portable_kernels_add_them(facts: dict[str, Any], has_small_kernels: boo
     ],
 )
 def test_others_get_columns(facts: dict[str, Any]) -> None:
-    """Small windows whose kernels lack a feature (large-window kernels take longer), and float32."""
+    """Key biases become columns for float32, and for features that the (faster) small-window kernels lack."""
     problem = _problem(**facts)
     for pass_ in PASSES:
         planned = _CUTLASS.widened(problem, _GPU, pass_)
@@ -119,7 +120,7 @@ def test_requested_tiles_select_the_kernel(facts: dict[str, Any], pair: Any, is_
     ],
 )
 def test_kernels_for_hopper_add_them(facts: dict[str, Any]) -> None:
-    """For all other features of the problem; the head dimension does not change."""
+    """The kernels add key biases with any other feature; the head dimension does not change."""
     problem = _problem(**facts)
     for pass_ in PASSES:
         assert _HOPPER.rejection(problem, _GPU, pass_) is None
@@ -132,7 +133,7 @@ def test_kernels_for_hopper_add_them(facts: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("schedule", list(KernelSchedule))
 def test_kernels_for_hopper_take_turns(schedule: KernelSchedule) -> None:
-    """The option for another schedule is reported as ignored."""
+    """With a key bias, kernels use the ping-pong schedule and report the cooperative schedule as ignored."""
     asked = Performance(kernel_schedule=schedule)
     for has_bias in (False, True):
         problem = dataclasses.replace(_problem(), key_bias=has_bias)

@@ -87,7 +87,7 @@ def test_a_backend_of_the_other_operator_names_its_counterpart() -> None:
 
 
 def test_costs_and_native_calls_know_no_family() -> None:
-    """Facts about a family's kernels come from its backend or its calibration."""
+    """Shared modules name no family: facts about its kernels come from its backend or its calibration."""
     platforms = {"cpu", "tpu"}  # these platforms are also names of families
     root, families = Path(natten_jax.__file__).parent, {each.family for each in backends.registered()} - platforms
     named = {}
@@ -151,7 +151,7 @@ runpy.run_module("natten_jax.{module}", run_name="__main__")
 def test_it_passes_the_suite_of_a_family() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     files = "tests/ops/test_operators.py", "tests/ops/test_configs.py"
-    # It has a single tile: problems of many tiles would only be slower.
+    # The toy backend has a single tile: problems of many tiles would only be slower.
     options = "-p", "tests.support.toy_backend", "-k", "toy and not many-tiles", "--problems", "8"
     done = run_command(["-m", "pytest", *options, *files], environment, timeout=900, folder=ROOT)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -210,7 +210,7 @@ def test_biases_of_keys() -> None:
 @pytest.mark.usefixtures("_known")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_packs_of_narrow_heads(dtype: str) -> None:
-    """Two packs of four heads, a pack of three with unequal head dimensions, and boxes of several chunks."""
+    """Test two packs of four heads, a pack of three with unequal head dimensions, and boxes of several chunks."""
     scales = tuple((-1) ** i * 0.1 * (i + 1) for i in range(8))
     eight = Case((5, 20), (3, 6), stride=(1, 2), batch=2, scales=scales).with_heads(8, 8)
     three = Case((41,), (9,), dilation=(2,), is_causal=(True,), head_dim=24, head_dim_v=16).with_heads(3, 3)
@@ -238,7 +238,7 @@ def test_which_heads_are_packed(heads: tuple[int, int], widths: tuple[int, int],
 
 @pytest.mark.usefixtures("_known")
 def test_chunks_as_the_kernels_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run by XLA, which supports reshaped references; Pallas's interpreter reads whole boxes instead."""
+    """XLA runs the kernels, because it supports reshaped references; Pallas's interpreter reads whole boxes instead."""
     monkeypatch.setattr(_tpu_call, "FEW_ROWS_CHUNK", 48)
     query, key, value = (jax.random.normal(jax.random.key(i), (1, 20, 33, 2, 16)) for i in range(3))
     attend = functools.partial(na2d, query, key, value, (7, 9), (2, 1), (1, 2), (False, True))

@@ -129,7 +129,7 @@ def test_several_devices_match_one_device_without_collectives(
     flags = "--families cpu --turns 1 --calls 2 --seconds 0 --pause 0 --modes Auto --splits batch width-s1x1x1"
     saved = record_of(several_devices, tmp_path / "figures.json", f"{flags} --devices 2")
     output = capsys.readouterr().out
-    assert len(saved["results"]) == 2 * 2 + 2  # splits and passes; two ways to train
+    assert len(saved["results"]) == 2 * 2 + 2  # two splits times two passes, and two training runs
     for name, figures in saved["results"].items():
         assert name in output
         assert all(value > 0 for value in (*figures["milliseconds"].values(), figures["speedup"]))
@@ -259,7 +259,7 @@ def test_measures_every_device_count_and_reports_which_cannot_split(
 
 def test_predicts_without_measuring(tmp_path: Path) -> None:
     record = record_of(scaling, tmp_path / "figures.json", "--devices 16 --predict-only")
-    assert len(record["results"]) == 2 * (11 + 5)  # passes, and splits of both kinds
+    assert len(record["results"]) == 2 * (11 + 5)  # two passes, times the splits of strong and of weak scaling
     for row in record["results"]:
         for devices, point in points(record, row).items():
             assert "measured" not in point

@@ -94,7 +94,8 @@ def test_the_recorded_run_has_every_section() -> None:
     text = markdown(configuration, GPU_LADDER, results, rate)
     for section in ("Configuration", "Targets", "Platforms", "Steps", "Insights", "What to optimise at which size"):
         assert f"\n## {section}\n" in text
-    # At 16384 tokens: 4 * 32 sequences, of 128 and of 256 tiles of queries; 128 and 256 tiles of keys.
+    # At 16384 tokens, each of 4 * 32 sequences has 128 query tiles and 128 key tiles on Hopper, and 256 of both on
+    # Blackwell.
     rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in work_table(configuration) if "sm" in line}
     assert [int(cell) for cell in rows["Hopper (sm90)"]] == [1024, 16384, 8, 128]
     assert [int(cell) for cell in rows["Blackwell (sm120, sm121)"]] == [2048, 32768, 16, 256]

@@ -140,7 +140,7 @@ def test_parts_agree_with_walks_over_the_mask(pass_: Any) -> None:
 
 
 def test_additional_tokens_are_tiles_of_their_own() -> None:
-    """Inner tiles in the forward pass, outer tiles in the backward pass: 8, 8 and 3 tokens."""
+    """Additional tokens add inner tiles (forward pass) or outer tiles (backward pass), of 8, 8 and 3 tokens."""
     problem, more = (a_problem((10, 6), (3, 3), dilation=(2, 1), additional_kv=n) for n in (0, 19))
     pair = (4, 3), (4, 2)
     plain, counts = (simulator.count_tiles(each, pair) for each in (problem, more))
@@ -150,7 +150,7 @@ def test_additional_tokens_are_tiles_of_their_own() -> None:
     assert counts.visible_pairs - plain.visible_pairs == counts.hull_pairs - plain.hull_pairs == 60 * 19
     plain, counts = (simulator.count_tiles(each, pair, "backward") for each in (problem, more))
     assert counts.outer - plain.outer == 3
-    assert counts.inner - plain.inner == 3 * 3 * 2  # all queries: 4, 4 and 2 by 3 and 3
+    assert counts.inner - plain.inner == 3 * 3 * 2  # all query tiles: 4, 4 and 2 rows by 3 and 3 columns
     assert counts.full - plain.full == 2 * 2 * 2
     assert counts.hull_pairs - plain.hull_pairs == 60 * 19
 
@@ -167,7 +167,7 @@ def test_query_heads_that_share_keys_visit_them_in_the_backward_pass() -> None:
 def test_attention_of_unequal_lengths() -> None:
     problem = problem_of((250,), is_causal=True, operator="fmha", kv_layout=(100,), head_dim=128)
     counts = simulator.count_tiles(problem, ((50,), (25,)))
-    # Queries 0-49 read 2 tiles, 50-99 read 4, the others all 4; a tile is full if it lies before the first query.
+    # Queries 0-49 read 2 key tiles, all later queries read 4; a tile is full if it lies before the first query.
     assert (counts.outer, counts.inner, counts.full) == (5, 2 + 4 * 4, 0 + 2 + 3 * 4)
 
 
@@ -382,7 +382,7 @@ def test_calibrations_are_complete() -> None:
         calibration = simulator.calibration_for(model["family"], capability)
         assert calibration is not None
         assert all(map(native.limits, calibration.limits))
-        assert bool(calibration.limits) == calibration.is_measured  # of native kernels or Pallas kernels
+        assert bool(calibration.limits) == calibration.is_measured  # native kernels have both, Pallas kernels none
         assert all(kernel.inner_tile > 0 for kernels in calibration.kernels.values() for kernel in kernels)
     assert simulator.calibration_for("hopper", (8, 0)) is None
     assert simulator.calibration_for("flex") is None

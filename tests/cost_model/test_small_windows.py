@@ -160,7 +160,7 @@ def launches(problem: Problem, capability: ComputeCapability | None = HOPPER) ->
 
 @pytest.mark.parametrize(("kernel_size", "are_tiles_small"), [(13, True), (33, False)])
 def test_windows_too_large_for_rings_have_other_kernels(kernel_size: int, are_tiles_small: bool) -> None:
-    """Estimates were fitted to windows of up to 400 keys."""
+    """Larger windows use other kernels, because the estimates were fitted to windows of up to 400 keys."""
     request = Request(problem_of((96, 96), kernel_size, batch=1, heads=4, head_dim=32))
     plan = resolve(request, Device("cuda", HOPPER, is_present=False), "forward")
     assert (sorted(map(math.prod, plan.tiles)) == [8, 16]) == are_tiles_small
@@ -247,7 +247,7 @@ def test_a_relative_bias_leaves_query_gradients_to_regions() -> None:
     problem = problem_of(head_dim=32, relative_bias=True)
     assert next(iter(launches(problem).values())).kernel == RING
     assert backward_kernels(problem) == ("query gradient", "key/value gradient with a ring")
-    # Its ring kernel is not compiled for older architectures.
+    # The ring kernel with a relative bias is not compiled for older architectures.
     assert all(launch.kernel == "forward" for launch in launches(problem, (8, 0)).values())
     assert backward_kernels(problem, (8, 0)) == ("query gradient", "key/value gradient")
 
@@ -259,7 +259,7 @@ def test_key_and_value_gradients_without_a_ring(changes: dict[str, Any]) -> None
 
 @pytest.mark.parametrize(("length", "has_ring"), [(2**16, True), (2**31 - 1, False)])
 def test_dimensions_with_too_many_strips_have_no_ring(length: int, has_ring: bool) -> None:
-    """The query returns at once, although strips are counted individually."""
+    """The native function returns immediately for every length, although it counts strips individually."""
     problem = problem_of((64, length), (10, 10), batch=1, heads=1)
     ring = native.gradient_ring_of_small_windows(
         axis_rows(problem),

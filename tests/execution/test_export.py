@@ -101,7 +101,7 @@ def test_a_mapped_axis_may_be_symbolic(family: Family) -> None:
 @pytest.mark.parametrize("backend", backends.registered(), ids=lambda backend: backend.family)
 @pytest.mark.parametrize("operator", ["fna", "fmha"])
 def test_every_backend_plans_without_the_batch_size(backend: Backend, operator: str) -> None:
-    """Includes backends of absent devices, and every memory preference."""
+    """Check all backends, including backends of absent devices, with every memory preference."""
     if backend.family == "blackwell" and (reason := missing_in_jax()) is not None:
         pytest.skip(reason)
     (batch,) = jax.export.symbolic_shape("batch")

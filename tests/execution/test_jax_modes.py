@@ -40,7 +40,7 @@ def _strict() -> tuple[Any, Any]:
 
 
 def _executing() -> contextlib.ExitStack:
-    """Modes that JAX applies while a program runs; the first two copy results to the host."""
+    """Enter modes that JAX applies while a program runs; the first two copy results to the host."""
     guards = jax.transfer_guard_host_to_device("disallow"), jax.transfer_guard_device_to_device("disallow")
     return _all(jax.debug_nans(True), jax.debug_infs(True), jax.debug_key_reuse(True), *guards)
 

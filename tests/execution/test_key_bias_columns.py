@@ -72,7 +72,7 @@ def _is_registered(machine: Machine) -> None:
 
 @pytest.mark.parametrize("name", ["extents and sinks", "lengths and sinks"])
 def test_kernels_know_padding_by_its_logsumexp(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of sinks would be wrong if padding had another logsumexp: padding may hold any number."""
+    """Padding, which may hold any number, has a logsumexp of -inf: otherwise gradients of sinks would be wrong."""
     call_backward = columns_backend.ColumnsBackend.call_backward
     given: list[tuple[np.ndarray, np.ndarray]] = []
 
@@ -128,7 +128,7 @@ def test_heads_too_wide_for_columns_are_rejected() -> None:
 @pytest.mark.parametrize("dtype", FAMILY.dtypes)
 @pytest.mark.parametrize("mask_value", [-jnp.inf, -1e9, float(np.finfo(np.float32).min)])
 def test_a_masked_key_is_as_if_it_were_not_there(dtype: str, mask_value: float) -> None:
-    """For every value that hides keys, with logits around 100."""
+    """Every value that hides keys gives the gradients of ``-inf``, with logits around 100."""
     query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 1, 12, 2, 16)) * 3, dtype)
 
     def gradients(backend: str, hidden: float) -> Any:
@@ -157,7 +157,7 @@ def test_one_rule_for_all_numbers(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", FAMILY.dtypes)
 def test_low_relative_biases_and_sinks_do_not_hide_keys(dtype: str) -> None:
-    """Kernels identify queries without visible keys by their logsumexp; other numbers must not make it as low."""
+    """Kernels identify queries without keys by their logsumexp; low biases and sinks must not make it as low."""
     query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 1, 12, 2, 16)), dtype)
     bias = jnp.zeros((1, 12)).at[:, :6].set(-jnp.inf)
     low, lowest = 0.49 * jnp.finfo("float32").min, jnp.finfo("float32").max
@@ -207,7 +207,7 @@ def test_halos_bring_biases(kind: str) -> None:
         assert_close(gradients(FAMILY.fna, *placed, put(bias, mesh, None, None, "x", "y")), expected, atol=3e-5)
 
 
-# Heads narrower than the heads of kernels.
+# Head dimensions that the kernels support only with padding.
 
 
 NARROW = [
@@ -222,7 +222,7 @@ NARROW = [
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_zero_padding_of_heads_has_no_effect(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuBackend, "capabilities", dataclasses.replace(CpuBackend.capabilities, head_dim_step=8))
-    backends.select.decided.cache_clear()  # earlier plans of equal problems
+    backends.select.decided.cache_clear()  # discard earlier plans of equal problems
     problem = problem_of((23,), 5, head_dim=12, head_dim_v=20, dtype=dtype)
     plan = resolve(Request(problem, backend="cpu-fna"), default_device(), "forward")
     assert (plan.problem.head_dim, plan.problem.head_dim_v, plan.problem.scale) == (16, 24, 12**-0.5)

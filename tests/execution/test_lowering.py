@@ -62,7 +62,7 @@ def calls(text: str) -> list[str]:
 
 
 def tiles(shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return tiles of kernels for windows of any size."""
+    """Return tile arguments that select kernels for windows of any size."""
     names = "q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape"
     return dict.fromkeys(names, shape)
 
@@ -72,7 +72,7 @@ def tiles(shape: tuple[int, ...]) -> dict[str, Any]:
 def test_a_loss_of_only_the_output_writes_no_zeros(
     capability: tuple[int, int], arguments: dict[str, Any], lowered: Callable[..., str]
 ) -> None:
-    """Zeros of the logsumexp's cotangent would need a separate kernel to write them, and be read."""
+    """A logsumexp cotangent of zeros would take a separate kernel that writes them, and time to read them."""
 
     def loss(query: jax.Array, *, reads_logsumexp: bool) -> jax.Array:
         out, logsumexp = natten_jax.na2d(query, query, query, 7, **arguments, return_lse=True)
@@ -139,7 +139,7 @@ def test_a_backend_that_cannot_run_there_gives_the_reason(lowered: Callable[...,
 
 @pytest.mark.parametrize("operator", ["forward", "backward"])
 def test_steps_of_plain_jax_have_the_size_for_the_platform(operator: str) -> None:
-    """Independent of the process's device: logits of a step fit in the caches of a CPU, and fill an accelerator."""
+    """The logits of a step fit in the caches of a CPU or fill an accelerator, whatever device the process has."""
 
     def forward(x: jax.Array) -> jax.Array:
         return natten_jax.na1d(x, x, x, 9, backend="flex-fna")
@@ -245,7 +245,7 @@ jax.block_until_ready(both(query, key, value, cotangent))
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e6)
 """
 
-LARGEST = 400  # MB; the operands, results and gradients together are 64, all logits would be 16384
+LARGEST = 400  # MB; operands, results and gradients take 64 MB, all logits would take 16384 MB
 
 
 @pytest.mark.usefixtures("without_stored_programs")
@@ -277,12 +277,12 @@ def test_query_gradients_are_summed_up_within_the_preference(
     head_elements, limit = tokens * group * head_dim, LIMITS[preference]
     assert elements % head_elements == 0
     at_once = elements // head_elements
-    # Some heads of a batch entry, or all heads of some entries: at least the number that fits, at most all.
+    # Scratch memory is for some heads of a batch entry, or for all heads of some entries: as many as fit, at least one.
     assert 1 <= at_once <= batch * heads_kv and (at_once < heads_kv or at_once % heads_kv == 0)
     assert at_once == 1 or 4 * elements <= limit
     if 4 * batch * heads_kv * head_elements <= limit:
         assert at_once == batch * heads_kv
-    if at_once < heads_kv:  # one iteration less would not suffice
+    if at_once < heads_kv:  # with one iteration fewer, the memory would exceed the limit
         turns = math.ceil(heads_kv / at_once)
         assert 4 * head_elements * math.ceil(heads_kv / (turns - 1)) > limit
 

@@ -68,7 +68,7 @@ def test_of_two_parts(backend: str, dtype: str, bound: float, jit: bool, size: f
     expected = saved(backend, query, key, value)
     np.testing.assert_allclose(np.float32(found.out), np.float32(expected.out), atol=bound)
     np.testing.assert_allclose(found.logsumexp, expected.logsumexp, rtol=3e-7)
-    # Without the remainder, float32 is off by 0.06 for logits of a million.
+    # Without the remainder, the float32 error would be 0.06 for logits of a million.
     np.testing.assert_allclose(base2(found), base2(expected), atol=3e-6)
 
 
@@ -104,7 +104,7 @@ class Part:
         parts: Number of parts.
         place: Index of this part.
         performance: Performance options of the passes.
-        size: Factor of the queries.
+        size: Factor by which the queries are multiplied.
     """
 
     case: Case

@@ -108,7 +108,7 @@ def test_keys_are_not_copied() -> None:
 
 
 def test_kernels_that_know_seams_need_no_strips() -> None:
-    """Strips are needed only if tokens of a wrapped dimension are missing."""
+    """Kernels that support wrap need strips only if an array lacks tokens of a wrapped dimension."""
     device = Device("cuda", (9, 0), is_present=False)
     problem = problem_of((48, 64), 7, heads=2, head_dim=32, dtype="bfloat16", edges="wrap")
 
@@ -135,7 +135,7 @@ def test_ragged_strides_raise_a_one_line_error() -> None:
 
 
 def test_kernel_results_are_not_updated_in_place_without_a_barrier() -> None:
-    """XLA for GPUs joins a custom call and the update of its result, and fails: one entry's slices are contiguous."""
+    """A single entry's slices are contiguous: XLA for GPUs would fuse a custom call with the update, and fail."""
     tokens = jax.ShapeDtypeStruct((1, 8, 6, 2, 16), "float32")
 
     def loss(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:

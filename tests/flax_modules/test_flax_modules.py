@@ -235,7 +235,7 @@ class TestModules:
                 assert np.abs(gradient[...]).max() > 1e-3, path
 
     def test_window_of_the_whole_sequence_is_flax_attention(self):
-        """Uses random parameters instead of the initializers': errors with scales of 1 are hard to detect."""
+        """Compare with random parameters, because the initializers' scales of 1 would hide errors."""
         settings: dict[str, Any] = {"qkv_features": 32, "out_features": 24, "normalize_qk": True}
         ours = nnx_module(1, kernel_size=12, stride=1, dilation=1, is_causal=False, **settings)
         flax = flax_nnx.MultiHeadAttention(HEADS, FEATURES, decode=False, rngs=flax_nnx.Rngs(0), **settings)
@@ -390,7 +390,7 @@ class TestDropoutOfWeights:
 
 
 def test_modules_attend_from_boxes_padded_and_finer_layouts() -> None:
-    """Both flavors pass token placement to the operators; several leading batch dimensions are supported."""
+    """Modules pass origins, extents and upsampling to the operators; several batch dimensions are supported."""
     rng = np.random.default_rng(0)
     image = jnp.asarray(rng.standard_normal((2, 3, 8, 6, 16)), "float32")
     layer = nnx.NeighborhoodAttention2D(16, num_heads=2, kernel_size=3, clamp_window=True, rngs=flax_nnx.Rngs(0))

@@ -61,7 +61,7 @@ def test_training(kind: str) -> None:
         np.testing.assert_allclose(array, expected.params[name], rtol=1e-4, atol=1e-5, err_msg=name)
         _, layer, kind_of_parameter = name.rsplit(".", 2)
         axes = over_heads if kind_of_parameter == "kernel" else bias_axes
-        is_split_kv = layer in ("key", "value") and "0" in name  # of the first layer
+        is_split_kv = layer in ("key", "value") and "0" in name  # key/value projections of the first layer
         spec = PartitionSpec(*axes.get("query" if is_split_kv else layer, ()))
         assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim), (name, array.sharding, spec)
     assert found.collectives() == {"all-reduce"}

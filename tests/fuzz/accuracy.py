@@ -69,7 +69,7 @@ class Expectation(NamedTuple):
 
 
 def expectation(problem: Fuzzed) -> Expectation:
-    """Return the oracle's results for a problem's own batch. They do not depend on how it is run."""
+    """Return the oracle's results for a problem's batch without repetitions. They do not depend on how it is run."""
     operands, cotangents = problem.inputs_of_case()
     operands = _as_columns_of_float16(problem, operands)
     if problem.factors is not None:

@@ -49,7 +49,7 @@ def test_biases_of_keys(tested: Family, dtype: str) -> None:
     ("name", "feature"), [("hopper", "key_bias"), ("cutlass", "key_bias"), ("cutlass", "relative_bias")]
 )
 def test_biases_of_random_problems(name: str, feature: str) -> None:
-    """Direct calls of kernels with random tiles, as ``python -m tests.fuzz --direct --feature`` draws them."""
+    """Call the kernels directly, with problems and tiles that ``python -m tests.fuzz --direct --feature`` draws."""
     for start in range(0, _RANDOM_PROBLEMS, _AT_ONCE):
         numbers = range(start, start + _AT_ONCE)
         problems = [draw_with((feature,), family_named(name), ("fna",), 0, i, is_direct=True) for i in numbers]
@@ -117,8 +117,8 @@ def test_biases_of_keys_have_all_their_digits(tested: Family, dtype: str) -> Non
         return na2d(query, key, value, (13, 15), key_bias=bias, backend=tested.fna, return_lse=True, **tiles)
 
     (out, logsumexp), (same, moved) = attend(bias), attend(bias + 1000.0)
-    # An output may be rounded to the next number, which differs by at most this step. Weights are relative to another
-    # logit, and rounded: a simulation of 195 keys gave up to 0.2 steps for that.
+    # An output may be rounded to the next number, which is at most one step away. Weights are computed relative to
+    # another logit and rounded, which changed outputs by up to 0.2 steps in a simulation of 195 keys.
     step = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(np.asarray(same, np.float32), np.asarray(out, np.float32), rtol=step, atol=step / 2)
     np.testing.assert_allclose(np.asarray(moved) - 1000, np.asarray(logsumexp), atol=1e-3)
@@ -158,7 +158,7 @@ def test_key_biases_if_blocks_compute_many_query_tiles(tested: Family) -> None:
 
 @pytest.mark.parametrize("tested", _GPU, ids=lambda family: family.name)
 def test_gradients_of_biases_of_keys_are_reproducible_with_large_windows(tested: Family) -> None:
-    """Key bias gradients are reproducible even if other gradients are not: a single block sums each of them."""
+    """Key bias gradients are reproducible even if other gradients are not: a single block accumulates each of them."""
     for name in ("heads of 64", "heads of 80", "heads of 256"):
         check_gradients_repeat(LARGE_WINDOWS[name], tested.fna, ("key_bias",))
 
@@ -186,8 +186,8 @@ _WINDOWS = {
     "whole line of a volume": windows((1, 1, 4), (1, 1, 4), 1, 64),
     "slice of a volume": windows((1, 12, 9), (1, 3, 5)),
     "column of an image": windows((40, 1), (7, 1)),
-    # More batch entries and heads than CTAs fit on a GPU: a CTA that has all gradients of a layout processes several of
-    # one head, and the last one over fewer.
+    # There are more batch entries and heads than CTAs fit on a GPU: a CTA that computes all gradients of a layout
+    # processes several batch entries of one head, and the last CTA processes fewer.
     "many whole layouts": windows((7, 7), (7, 7), 16, batch=67),
     "many wide whole layouts": windows((4, 6), (3, 5), 3, 64, batch=501),
     "many whole groups": windows((10, 15), (5, 5), 4, dilation=(2, 3), batch=83),
@@ -270,7 +270,7 @@ def test_gradients_of_tables_are_reproducible() -> None:
 )
 @pytest.mark.parametrize("has_scales", [False, True])
 def test_tables_of_mapped_calls(batch: int, layout: tuple[int, ...], has_scales: bool) -> None:
-    """Batch entries have separate tables and scales. Regions may differ, and therefore rounding."""
+    """Batch entries have separate tables and scales. Calls may use different regions, and round differently."""
     query = jax.random.normal(jax.random.key(0), (3, batch, *layout, 4, 32), jnp.bfloat16)
     tables = jax.random.normal(jax.random.key(1), (3, 4, 13, 13))
     scales = jnp.linspace(0.1, 0.3, 12).reshape(3, 4) if has_scales else jnp.full((3,), 0.2)
@@ -343,14 +343,14 @@ SINK_CASES = {
     "biases of keys": windows((24, 31), (7, 7), key_bias="tokens", hidden=0.4),
     "nothing is seen": windows((18, 17), (3, 3), key_bias="heads", hidden=0.9),
     "wraps": windows((18, 26), (5, 5), edges=("wrap", "wrap")),
-    # These run in a separate kernel.
+    # The following problems run in a separate kernel.
     "whole layout": windows((7, 7), (7, 7), 8, batch=8),
     "many whole layouts": windows((7, 7), (7, 7), 16, batch=67),
     "whole groups": windows((14, 21), (7, 7), 4, dilation=(2, 3)),
     "groups that are not full": windows((15, 19), (7, 5), 3, 64, dilation=(2, 3), batch=5),
     "whole layout with a relative bias": windows((7, 7), (7, 7), 4, relative_bias=True),
     "whole layout with biases of keys": windows((7, 6), (7, 5), 4, key_bias="tokens"),
-    # These run entirely in separate kernels.
+    # The following problems run entirely in separate kernels.
     "layouts": windows((19, 22), (5, 5), batch=2, extents=((19, 13), (7, 22))),
     "ring": windows((30, 40), (13, 13), 2, 64, batch=2),
     "scales": windows((19, 17), (5, 3), 4, heads_kv=2, scales=(0.3, -0.5, 0.0, 8e-4)),
@@ -375,7 +375,7 @@ def test_gradients_of_sinks_are_reproducible() -> None:
 
 @pytest.mark.parametrize("layout", [(7, 7), (28, 30)], ids=["whole", "regions"])
 def test_sinks_of_each_entry_of_a_mapped_call(layout: tuple[int, int]) -> None:
-    """Each batch entry has separate sinks in the kernels."""
+    """If a call is mapped over sinks, kernels use separate sinks for each batch entry."""
     query = jax.random.normal(jax.random.key(0), (3, 2, *layout, 4, 32), jnp.bfloat16)
     sinks = jax.random.normal(jax.random.key(1), (3, 4))
 
@@ -394,7 +394,7 @@ def test_sinks_of_each_entry_of_a_mapped_call(layout: tuple[int, int]) -> None:
 @pytest.mark.parametrize("head_dim", [32, 64])
 @pytest.mark.parametrize("dtype", _HALVES)
 def test_scales_and_sinks_of_more_items_than_a_warp_has_lanes(dtype: str, head_dim: int) -> None:
-    """A CTA processes more heads and batch entries than the number of scales and sinks it holds at a time."""
+    """A CTA processes more heads and batch entries than the number of scales and sinks that it loads at a time."""
     batch, heads = 4096, 12
     query = jax.random.normal(jax.random.key(0), (batch, 7, 7, heads, head_dim), jnp.dtype(dtype))
     scale = jnp.linspace(0.05, 0.4, heads)

@@ -73,7 +73,7 @@ Operands = tuple[oracle.Tensors, jax.Array | None]
 
 
 def operands_of(name: str, seed: int) -> Operands:
-    """Operands, and extents of each batch entry."""
+    """Return operands, and extents of each batch entry."""
     case, has_extents, _ = PROGRAMS[name]
     height, width = case.layout
     extents = jnp.asarray([case.layout, (height - 4, width - 9)], jnp.int32) if has_extents else None
@@ -81,7 +81,7 @@ def operands_of(name: str, seed: int) -> Operands:
 
 
 def both_passes(name: str, kernels: str) -> Callable[[Operands], Any]:
-    """Output, logsumexp and gradients, as a function of operands."""
+    """Return a function that maps operands to output, logsumexp and gradients."""
 
     def run(arrays: Operands) -> Any:
         operands, extents = arrays
@@ -113,7 +113,7 @@ def test_backward_passes_in_command_buffers(name: str, kernels: str) -> None:
             # New buffers in every other round: the graph's addresses change.
             arrays = jax.tree.map(functools.partial(jnp.array, copy=True), sets[i]) if repeat % 2 else sets[i]
             held.append((graphed(arrays), expected[i]))
-    for results, values in held:  # which later launches do not overwrite
+    for results, values in held:  # later launches must not overwrite them
         jax.tree.map(np.testing.assert_array_equal, results, values)
     assert graph_launches(lambda: graphed(sets[0])) >= 1
     assert graph_launches(lambda: plain(sets[0])) == 0
@@ -134,7 +134,7 @@ def save_captured_results(name: str, kernels: str, path: str) -> None:
     ],
 )
 def test_the_first_call_of_a_process_is_captured(name: str, kernels: str, tmp_path: Path) -> None:
-    """CUDA loads kernels when they are first launched, which a capture must not see."""
+    """CUDA loads a kernel at its first launch, which must not happen during a capture."""
     _skip_unless_it_runs(kernels)
     path = tmp_path / "results.npz"
     arguments = name, kernels, str(path)

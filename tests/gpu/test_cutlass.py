@@ -29,7 +29,7 @@ CASE = Case((40, 48), (13, 13), batch=2, heads=4, heads_kv=4, head_dim=64)
 
 
 def results(case: Case = CASE, dtype: str = "float32", **arguments: Any) -> list[np.ndarray]:
-    """Output, logsumexp and gradients."""
+    """Return output, logsumexp and gradients."""
     operator = case.operator("cutlass-fna", **arguments)
     found = value_and_gradients(operator, case.operands(dtype, 0), case.cotangents(dtype, 0))
     return [np.asarray(array) for array in jax.tree.leaves(found)]

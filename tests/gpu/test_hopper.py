@@ -23,9 +23,9 @@ from tests.support.families import BOUNDS, family_named
 from tests.support.float8 import factors_for, scaled
 from tests.support.problems import Case, Trial, both_passes, check_all, check_gradients_repeat
 
-# Tests of the Hopper kernels that need a GPU: command buffers, very large arrays, kernel names in traces.
+# Tests of the Hopper kernels that need a GPU: very large arrays, and additional tokens that end within a tile.
 #
-# Their results are tested for every family in ``test_operators.py``.
+# Results of the kernels are tested for every family in ``test_operators.py``.
 
 
 pytestmark = pytest.mark.gpu
@@ -46,7 +46,7 @@ def hashed(seed: int, shape: tuple[int, ...]) -> jax.Array:
 def check_large_arrays(
     batch: int, layout: tuple[int, ...], heads: int, kernel_size: tuple[int, ...], dilation: tuple[int, ...]
 ) -> None:
-    """Compares the results of some queries, among them those next to the 2^31st element."""
+    """Compare the results of some queries, including queries next to the 2^31st element."""
     head_dim, rank = 128, len(layout)
     tokens = batch * math.prod(layout)
     query, key, value = (hashed(i, (batch, *layout, heads, head_dim)) for i in range(3))
@@ -85,7 +85,7 @@ def check_large_arrays(
     "problem", [(1, (264_001,), 64, (9,), (2,)), (5, (33, 70, 64), 23, (3, 4, 5), (1, 3, 2))], ids=["1d", "3d"]
 )
 def test_arrays_of_more_than_2_31_elements(problem: tuple[Any, ...]) -> None:
-    """Runs in a separate process: memory of a test process is not returned, and other processes would lack it."""
+    """Run in a separate process: a test process would keep the memory that other processes need."""
     batch, layout, heads, *_ = problem
     elements = batch * math.prod(layout) * heads * 128
     assert elements > 2**31
@@ -131,7 +131,7 @@ def test_tiles_and_windows_that_do_not_divide_the_layout(
     head_dim: int,
     head_dim_v: int,
 ) -> None:
-    if max(head_dim, head_dim_v) > 128:  # their kernel halves the keys per tile
+    if max(head_dim, head_dim_v) > 128:  # the kernel for wide heads halves the keys per tile
         kv_tile = (*kv_tile[:-1], kv_tile[-1] // 2)
     case = Case(layout, **windows, heads=4, heads_kv=2, head_dim=head_dim, head_dim_v=head_dim_v, batch=2)
     tiles = {"backward_q_tile_shape": q_tile, "backward_kv_tile_shape": kv_tile}
@@ -139,7 +139,7 @@ def test_tiles_and_windows_that_do_not_divide_the_layout(
 
 
 def test_batches_may_be_larger_than_a_grid_is_high() -> None:
-    """CUDA's grids are at most 65,535 blocks high."""
+    """The batch may exceed 65,535, the maximum height of a CUDA grid."""
     case = Case((8,), (3,), heads=2, head_dim=64)
     assert complaints([Fuzzed("hopper", case, "bfloat16", 0, copies=65_537)]) == [[]]
 
@@ -171,7 +171,7 @@ def test_the_reduction_may_be_left_to_xla() -> None:
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_gradients_are_the_same_in_every_run(case: Case, is_deterministic: bool) -> None:
     case = dataclasses.replace(case, batch=2, heads=6, heads_kv=3, head_dim=128, head_dim_v=72)
-    names = ("query", "key", "value")[0 if is_deterministic else 1 :]  # key and value gradients always are
+    names = ("query", "key", "value")[0 if is_deterministic else 1 :]  # key and value gradients are always reproducible
     check_gradients_repeat(case, "hopper-fna", names, backward_deterministic=is_deterministic)
 
 
@@ -238,7 +238,7 @@ def drawn(seed: int, *shape: int) -> jax.Array:
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_sums_over_many_keys_keep_precision(head_dim: int) -> None:
-    """Weights are nearly equal and values have one sign: 13 bits would lose a third of such sums."""
+    """Weights are nearly equal and values are 1: accumulating in 13 bits would lose a third of the sum."""
     keys = 131_072
     query, key = ((0.5 * drawn(i, 1, n, 1, head_dim)).astype(E4M3) for i, n in enumerate((128, keys)))
     value = jnp.ones((1, keys, 1, head_dim), E4M3)

@@ -100,7 +100,7 @@ def check_padded(
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_padded_layouts_are_as_cropped_ones(kernels: str, head_dim: int) -> None:
-    """Bitwise, except for query gradients that several tiles accumulate."""
+    """Results equal results of cropped layouts: bitwise, except for query gradients that several tiles accumulate."""
     extents = np.array([[33, 47], [29, 17], [18, 46], [16, 27]])
     check_padded(KERNELS[kernels], extents, (4, 4), head_dim, lambda name: name != "q" or "small" in kernels)
 
@@ -120,7 +120,7 @@ def test_short_layouts_are_as_cropped_ones(heads: tuple[int, int], tile: tuple[i
 @pytest.mark.parametrize("heads", [(1, 1), (6, 3)])
 @pytest.mark.parametrize("kernels", ["small", "small, dilated"])
 def test_entries_that_share_plans_equal_single_calls(kernels: str, heads: tuple[int, int]) -> None:
-    """More entries than a block checks, in random order, some equal and some consisting only of padding."""
+    """The batch has more entries than a block checks, in random order; some are equal, and some are only padding."""
     different = np.array([[40, 44], [40, 23], [27, 44], [18, 9], [17, 9], [0, 44]])
     extents = different[np.random.default_rng(0).integers(len(different), size=70)]
     check_padded(KERNELS[kernels], extents, heads, 32)

@@ -41,7 +41,7 @@ PROBLEMS = {
 
 DTYPES = ["bfloat16", "float16"]
 
-#: Tables of relative biases, and biases of keys.
+#: Kinds of bias: a relative bias table, or a key bias that heads share or that each head has.
 KINDS = ["table", "tokens", "heads"]
 
 #: Number of equal batch entries: any difference between their results is a race.
@@ -91,8 +91,8 @@ class Biased(NamedTuple):
 def drawn(case: Case, dtype: str, gain: float = 1.0) -> Biased:
     """Draw a batch entry.
 
-    A table hides some offsets, but never every key of a query. A bias of keys hides a third of them, and every key of
-    some queries; the cotangent of their logsumexp is zero.
+    A table hides some offsets, but never every key of a query. A key bias hides a third of the keys, and every key of
+    some queries, whose logsumexp has a cotangent of zero.
     """
     kernel_size = case.window_arguments["kernel_size"]
     shape = (1, *case.layout, case.heads, case.head_dim)
@@ -214,7 +214,7 @@ def test_heads_have_scales_sinks_and_tables_of_their_own() -> None:
 
 
 def test_zero_biases_have_no_effect() -> None:
-    """Zero biases give bitwise the results of a call without bias."""
+    """Results with zero biases are bitwise equal to results of a call without bias."""
     case = biased("13x13", "tokens")
     arrays, tiles = drawn(case, "bfloat16"), tiles_of(case, "bfloat16")
     results, _ = both_passes(case, tiles, arrays._replace(bias=jnp.zeros_like(arrays.bias)))
@@ -265,7 +265,7 @@ def attend(name: str, operands: oracle.Tensors) -> tuple[jax.Array, jax.Array]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gain", [1.0, 40.0])  # larger logits are recomputed relative to the largest
+@pytest.mark.parametrize("gain", [1.0, 40.0])  # large logits are recomputed relative to the largest logit
 @pytest.mark.parametrize("name", PLAIN_PROBLEMS)
 def test_rings_are_exact_to_rounding(name: str, gain: float, dtype: str) -> None:
     case = PLAIN_PROBLEMS[name]
@@ -390,7 +390,7 @@ def test_a_number_that_is_not_finite_stays_in_its_entry_and_head() -> None:
 
 @pytest.mark.parametrize(("width", "tile"), [(32, (1, 4, 2)), (64, (1, 2, 4)), (64, (1, 4, 2))])
 def test_entries_that_are_alike_have_the_same_gradients(width: int, tile: tuple[int, ...]) -> None:
-    """Steps that see the whole layout along the strip wait only for their tiles, which then arrive early."""
+    """A step that sees the whole layout along the strip waits only for its own tiles, which then arrive early."""
     window: dict[str, Any] = {"kernel_size": (4, 5, 8), "is_causal": (False, True, False)}
     keys = jax.random.split(jax.random.key(7), 4)
     arrays = [

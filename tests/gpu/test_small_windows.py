@@ -62,7 +62,7 @@ def error(found: Any, exact: Any) -> float:
 @pytest.mark.parametrize("layout", [(11, 19), (40, 37)])  # a block holds the whole first layout
 @pytest.mark.parametrize(("amplitude", "offset"), [(1.0, 0.0), (40.0, 0.0), (1000.0, 0.0), (1.0, 30.0), (1.0, -30.0)])
 def test_large_logits_lose_no_digits(dtype: str, amplitude: float, offset: float, layout: tuple[int, int]) -> None:
-    """Logits of either sign, whose exponentials overflow or underflow both element types without a shift."""
+    """Test logits of either sign whose exponentials would overflow or underflow both element types without a shift."""
     shape = 1, *layout, 2, 32
     query = (draw(0, *shape, dtype=jnp.float32) * amplitude + offset).astype(dtype)
     key = (draw(1, *shape, dtype=jnp.float32) + (1.0 if offset else 0.0)).astype(dtype)
@@ -81,7 +81,7 @@ def test_large_logits_lose_no_digits(dtype: str, amplitude: float, offset: float
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_the_logsumexp_of_one_key_is_its_logit(dtype: Any) -> None:
-    """Also for small logits: the logsumexp is not computed as the logarithm of a weight near 1."""
+    """Small logits keep their precision: the logsumexp is not computed as the logarithm of a weight near 1."""
     query, key, value = draw(0, 2, 12, 3, 32), draw(1, 2, 1, 3, 32), draw(2, 2, 1, 3, 32)
     query = (query * 1e-3).astype(dtype)
     key, value = key.astype(dtype), value.astype(dtype)
@@ -116,7 +116,7 @@ def symbols(function: Any, *arrays: Any) -> set[str]:
 @pytest.mark.parametrize("key_bias", [None, "tokens"])
 @pytest.mark.parametrize("queries", [1, 36, 61])
 def test_gradients_of_some_queries_that_see_all_keys(queries: int, key_bias: str | None) -> None:
-    """Attention with fewer queries than keys, without an origin; a block could hold the whole layout."""
+    """The window is the whole layout, which a block could hold: attention with fewer queries than keys, no origin."""
     case = Case((62,), (62,), box=(queries,), origins=((1,),), batch=2, heads=3, heads_kv=3, head_dim=32)
     case = dataclasses.replace(case, key_bias=key_bias)
     tiles: dict[str, Any] = {"q_tile_shape": (16,), "kv_tile_shape": (8,)}

@@ -33,15 +33,15 @@ class Call:
     dtype: str = "float32"
 
     def dtype_of(self, name: str) -> Any:
-        """Element type of an array."""
+        """Return the element type of an array."""
         return jnp.dtype("float32" if name in _FLOAT32 else self.dtype)
 
     def abstract_arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and element types of the arrays."""
+        """Return the shapes and element types of the arrays."""
         return {name: jax.ShapeDtypeStruct(shape, self.dtype_of(name)) for name, shape in self.shapes.items()}
 
     def arrays(self, seed: int) -> dict[str, np.ndarray]:
-        """Random arrays."""
+        """Return random arrays."""
         rng = np.random.default_rng(seed)
         return {name: rng.standard_normal(shape).astype(self.dtype_of(name)) for name, shape in self.shapes.items()}
 
@@ -55,7 +55,7 @@ class Call:
         return out, lse
 
     def with_gradients(self, arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Output, logsumexp and the gradient of each array; cotangents are the cosines of the results."""
+        """Return output, logsumexp and the gradient of each array; cotangents are the cosines of the results."""
         (out, lse), pullback = jax.vjp(self.run, dict(arrays))
         (gradients,) = pullback((cosines(out), cosines(lse)))
         return {"out": out, "lse": lse, **{f"d_{name}": each for name, each in gradients.items()}}
@@ -67,7 +67,7 @@ class Call:
 
 
 def cosines(array: Any) -> jax.Array:
-    """Cosines of the finite elements, and 1 for the others."""
+    """Return the cosines of the finite elements, and 1 for all other elements."""
     return jnp.cos(jnp.where(jnp.isfinite(array), array, 0))
 
 
@@ -81,7 +81,7 @@ def windows(
     additional: int = 0,
     **more: tuple[int, ...],
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of the arrays of a call with two batch entries."""
+    """Return the shapes of the arrays of a call with two batch entries."""
     shapes = {"query": (2, *(queries or layout), heads, head_dim)}
     shapes |= dict.fromkeys(("key", "value"), (2, *layout, heads_kv, head_dim))
     if additional:

@@ -134,7 +134,7 @@ def cases() -> dict[str, Case]:
 
 
 def programs() -> dict[str, tuple[str, Case, str]]:
-    """GPU, case and pass of each program."""
+    """Return the GPU, case and pass of each program, by name."""
     return {
         f"{gpu}/{name}/{pass_}": (gpu, case, pass_)
         for gpu in GPUS
@@ -145,9 +145,9 @@ def programs() -> dict[str, tuple[str, Case, str]]:
 
 
 def required_targets(name: str) -> set[str]:
-    """Custom calls that a program must have."""
+    """Return the custom calls that a program must have."""
     gpu, case, pass_ = programs()[name]
-    if case.mesh == "auto":  # the calls of a device are lowered by XLA's partitioner, when it compiles
+    if case.mesh == "auto":  # XLA's partitioner lowers the per-device calls when it compiles
         return {"CustomSPMDPartitioning"}
     prefix = f"natten_jax_{case.targets[gpu]}"
     if prefix.endswith("float8"):
@@ -167,7 +167,7 @@ def take(names: Sequence[str] | None = None) -> dict[str, list[str]]:
 
 
 def lines_of(case: Case, function: Callable[[Mapping[str, Any]], Any]) -> list[str]:
-    """Return the custom calls of a function that is lowered for a GPU, as in a case."""
+    """Return the custom calls of a function that is lowered for a GPU with the arrays and mesh of a case."""
     operands = case.call.abstract_arrays()
     context: Any = contextlib.nullcontext()
     if case.mesh is not None:
@@ -193,7 +193,7 @@ class Reader:
     """The custom calls of a StableHLO module.
 
     Each operand is described by its type and by the arguments of the program that it depends on, so that exchanged
-    operands of the same type differ. Functions are followed at each call of them.
+    operands of the same type differ. The body of a function is read at each of its calls.
     """
 
     def __init__(self, module: Any, arguments: Sequence[str]) -> None:
@@ -201,7 +201,7 @@ class Reader:
         self._functions = {_symbol(op): op.regions[0].blocks[0] for op in functions}
         self._lines: dict[str, None] = {}
         main = self._functions["main"]
-        # Arrays of integers are constants, so that the arguments are the operands by name.
+        # Integer arrays are constants, so the arguments are the other operands, sorted by name.
         count = len(main.arguments)
         self._walk(main, [frozenset({name}) for name in arguments][:count])
 

@@ -76,7 +76,7 @@ def _difference(kind: str, name: str, recorded: Any, found: Any) -> str | None:
 
 
 def record_later(names: Sequence[str], why: str) -> None:
-    """Record entries again, and the reason.
+    """Record entries again, with the reason.
 
     Raises:
         ValueError: A name matches no entry.

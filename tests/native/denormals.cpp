@@ -1,4 +1,4 @@
-// Runs two work items, on the calling thread and on a pool thread; neither thread flushes denormals before.
+// Runs two work items, on the calling thread and on a pool thread; neither thread flushes denormals beforehand.
 // For each thread, prints the results of a denormal operand and of a denormal result during its item, and after it.
 #include <atomic>
 #include <cstdio>
@@ -38,7 +38,7 @@ int main() {
                           }};
   std::atomic<int> started{0};
   run_items(executor, 2, 1, [&](std::int64_t, std::byte*) {
-    // Neither thread takes both items.
+    // Wait for the other thread, so that neither thread takes both items.
     for (++started; started < 2;) std::this_thread::yield();
     const int thread = std::this_thread::get_id() == caller ? 0 : 1;
     during[thread][0] = operand();

@@ -105,7 +105,7 @@ def sinks_of(call: Call) -> np.ndarray | None:
 @pytest.mark.parametrize("has_arrays", [True, False])
 @pytest.mark.parametrize("target", TARGET_PARAMETERS)
 def test_unchanged_call_runs(target: Target, has_arrays: bool) -> None:
-    """Otherwise the invalid cases would prove nothing."""
+    """The valid call runs: otherwise, errors of invalid calls would prove nothing."""
     call = good_call(target)
     if target.has_problem and not has_arrays:
         call.operands["origins"] = call.operands["origins"][:0]

@@ -69,7 +69,7 @@ def test_only_required_symbols_are_exported(library: str) -> None:
 
 
 def test_kernels_share_no_cpp_library() -> None:
-    """Error messages used the streams of the first copy that a process loaded, and crashed."""
+    """With a copy per library, error messages used the streams of the first copy that a process loaded, and crashed."""
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", readelf("libnatten_jax", "--dynamic"))
     assert needed
     assert not [name for name in needed if "stdc++" in name or "gcc_s" in name]
@@ -171,7 +171,7 @@ def test_in_place_results_are_not_slices_of_other_arrays(replaces: int | None) -
 # banks of shared memory.
 
 
-#: Number of words before a record.
+#: Number of header words of a record.
 _HEADER = 4
 
 
@@ -197,7 +197,7 @@ def test_records_cover_the_keys_that_tiles_see(tile: int, edges: Edge, is_causal
         problem = problem_of((extent,), kernel_size, stride, is_causal=is_causal, edges=edges)
         mask = oracle.line_mask(extent, kernel_size, stride, 1, is_causal, edges)
         found = native.bias_sums(axis_rows(problem), (1, 1, extent), (1, 1, tile), (1, 1, 8))
-        # Every other row begins one number later.
+        # Every other row of a record begins one number later.
         assert found.record - _HEADER >= max(offsets_of_tiles(mask, tile)) + 1
         assert found.tiles == -(-extent // tile)
         assert found.record <= 2 * kernel_size + 16 + _HEADER
@@ -212,7 +212,7 @@ def test_tiles_of_all_dilation_groups_are_counted() -> None:
 
 @pytest.mark.parametrize("pass_", PASSES)
 def test_tiles_do_not_extend_a_dimension_of_one_token(pass_: Pass) -> None:
-    """Gradients of logits in nonexistent rows would be added to the sums."""
+    """Otherwise, gradients of logits in nonexistent rows would be added to the sums."""
     backend, device = backends.find("cutlass-fna", "fna"), Device("cuda", (9, 0), is_present=False)
     rows = 0 if pass_ == "forward" else 1
     for layout, kernel_size in (((1, 1, 40), (1, 1, 7)), ((1, 12, 9), (1, 3, 5)), ((40, 1), (7, 1))):

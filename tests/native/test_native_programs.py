@@ -62,7 +62,7 @@ def test_boxes_and_tables_have_room_for_layouts_of_all_lengths(tmp_path: Path) -
 
 
 def test_no_cta_has_many_of_the_strips_that_take_longest(tmp_path: Path) -> None:
-    """Keys near a border are seen by more queries: with 8 strips and 132 CTAs, some CTAs had two such strips."""
+    """Strips near a border take longer: with 8 strips and 132 CTAs, an unbalanced order gives some CTAs two of them."""
     sources = [f"cuda/small/{name}.cpp" for name in ("ring_balance", "ring_shape")]
     output = output_of("ring_turns", sources, tmp_path, options=["-O1"])
     layouts = [tuple(map(int, line.split())) for line in output.splitlines()]

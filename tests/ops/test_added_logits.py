@@ -1,6 +1,6 @@
-"""Biases, sinks and scales that hide keys, are very low or are not finite: the rule is equal on every backend.
+"""Biases, sinks and scales that hide keys, are very low or are not finite: every backend follows one rule.
 
-``finfo.min`` and all numbers up to half of it hide keys as ``-inf`` does, NaN and infinity show in the results, and
+Numbers from ``finfo.min`` to half of it hide keys as ``-inf`` does, NaN and infinity make results non-finite, and
 logits that are all equally low have equal weights.
 """
 
@@ -83,7 +83,7 @@ def complaints_of(problem: Fuzzed, spoiled: list[Spoiled]) -> list[str]:
 
 
 def check(family: Family, case: Case, dtype: str, *, is_narrow: bool = False, without: Collection[str] = ()) -> None:
-    """Check every number in every operand of a problem, except some numbers."""
+    """Check every number in every operand of a problem, except the numbers in ``without``."""
     problem = problem_of(family, case, dtype)
     operands, _ = problem.inputs()
     spoiled = [
@@ -111,7 +111,7 @@ def test_one_rule_for_all_numbers(family: Family, name: str) -> None:
     ids=["mask", "key_bias", "relative_bias"],
 )
 def test_rows_without_keys_are_zero_and_leave_no_trace_in_merges(family: Family, hidden: dict[str, Any]) -> None:
-    """The table of libraries in docs/numerics.md, for this package and for JAX."""
+    """Check the table of libraries in docs/numerics.md, for this package and for JAX."""
     if not hidden.keys() <= set(family.capabilities.takes):
         pytest.skip(f"{family.name} adds no such bias")
     query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 6, 2, 8)).astype(family.dtype)

@@ -67,7 +67,7 @@ def test_flax_modules_refuse_wrong_values_at_construction(
 
 
 def test_one_tile_overrides_that_of_the_whole_layout() -> None:
-    """For whole layouts, ``q_tile_size`` pairs with the call's ``kv_tile_shape``; otherwise it lacks a partner."""
+    """For windows of the whole layout, ``q_tile_size`` pairs with the call's ``kv_tile_shape``; otherwise it raises."""
     array = jax.random.normal(jax.random.key(0), (1, 4, 5, 2, 8))
     tiles = {"q_tile_shape": (2, 4), "kv_tile_shape": (2, 2), "backend": "flex-fna"}
     call = lambda window, **more: OPERATORS[2](array, array, array, window, **tiles, **more)  # noqa: E731

@@ -27,7 +27,7 @@ def array(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
 
 
 def operands(rank: int, **changes: Any) -> dict[str, Any]:
-    """Valid arguments of ``na{rank}d``, with changes."""
+    """Return valid arguments of ``na{rank}d``, with changes."""
     shape = (2, *(8, 9, 10)[:rank], 4, 16)
     return {"query": array(*shape), "key": array(*shape), "value": array(*shape), "kernel_size": 3, **changes}
 

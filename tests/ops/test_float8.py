@@ -263,7 +263,7 @@ def test_gradients_of_a_quantizing_call_equal_the_plain_gradients(name: str) -> 
     out, expected_out = (np.asarray(each[0], np.float32) for each in (outputs, wide))
     # Three mantissa bits: an element is off by at most 1/16, and typically by 1/40.
     assert 1e-4 < np.linalg.norm(out - expected_out) / np.linalg.norm(expected_out) < 0.06
-    # Logits of standard normal numbers in heads of 16 and more: a few hundredths.
+    # Logits of standard normal numbers, with head dimensions of at least 16, are off by a few hundredths.
     finite = np.isfinite(wide[1])
     assert (np.isfinite(outputs[1]) == finite).all()
     assert np.abs(np.asarray(outputs[1])[finite] - np.asarray(wide[1])[finite]).max() < 0.3
@@ -401,7 +401,7 @@ def test_elements_are_off_by_half_of_their_last_bit(dtype: str, bits: int, most:
 def test_blocks_are_as_equal_as_can_be() -> None:
     array = jnp.ones(SHAPE).at[:, 6:].set(4)
     small, factors, _ = quantize(array, scale="block", block_shape=(4, 7))
-    assert factors.shape == (2, 3, 1, 3)  # nine tokens in three blocks of at most four: of three
+    assert factors.shape == (2, 3, 1, 3)  # nine tokens make three blocks of three, not of four
     np.testing.assert_allclose(factors * 448, np.broadcast_to(np.array([1, 1, 4])[None, :, None, None], (2, 3, 1, 3)))
     assert (sizes(small) == 448).all()
     assert quantize(drawn(shape=(1, 300, 1, 8)), scale="block").scale.shape == (1, 3, 1)

@@ -36,7 +36,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
         {"q_tile_shape": (21,), "kv_tile_shape": (13,), "backward_q_tile_shape": (11,)}
         | {"backward_kv_tile_shape": (19,)},
     ),
-    # Some dilation groups of the part lack keys; the next entry's keys lie in their place in memory.
+    # Some dilation groups of the part lack keys; keys of the next entry follow in memory.
     "groups-without-keys": (Case((2, 15), (2, 1), dilation=(1, 13), head_dim=136, heads=3, heads_kv=3, batch=3), {}),
     "small-windows": (Case((14, 14), (5, 5), head_dim=32, heads=4, heads_kv=2, batch=2), {}),
     "dilated": (Case((20, 9), (4, 3), dilation=(3, 2), head_dim=32, heads=2, heads_kv=2, batch=2), {}),

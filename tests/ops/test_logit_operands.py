@@ -305,7 +305,7 @@ def operand(name: str, dtype: str) -> jax.Array:
 
 
 def assert_nearly_equal(found: jax.Array, expected: jax.Array, accumulator: str) -> None:
-    """XLA may fuse the computation differently, which changes the rounding of the kernels' operands."""
+    """Compare within a few roundings: XLA may fuse the computation differently, and round operands differently."""
     tolerance = 8 * max(float(jnp.finfo(dtype).eps) for dtype in (expected.dtype, accumulator))
     one, other = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * np.abs(other).max())

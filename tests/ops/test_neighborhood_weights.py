@@ -101,7 +101,7 @@ def test_values_are_mixed_with_any_weights(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(40, 48))
 def test_both_are_the_operator(seed: int) -> None:
-    """Together they give the operator's output and gradients, also under ``jit``."""
+    """Both functions together give the operator's output and gradients, also under ``jit``."""
     case = drawn(seed)
     operands = case.host_operands("float32", seed)
     arrays = [jnp.asarray(array) for array in (*operands[:3], operands.relative_bias) if array is not None]

@@ -102,7 +102,7 @@ def test_keys_are_not_copied_for_finer_queries() -> None:
     query, key = jnp.ones((1, 32, 36, 4, 8)), jnp.ones((1, 16, 12, 2, 8))
     attend = jax.jit(lambda query, key: natten_jax.na2d(query, key, key, 3, upsample=(2, 3), backend="cpu-fna"))
     text = attend.lower(query, key).compile().as_text() or ""
-    assert "16,12,24,8]" in text  # queries of a cell are heads of it
+    assert "16,12,24,8]" in text  # the queries of a key become heads
     assert "32,36,2,8]" not in text
 
 
@@ -131,7 +131,7 @@ def test_one_program_for_all_extents(backend: str) -> None:
 
 
 def test_padding_of_all_tokens_and_of_few_keys(family: Family) -> None:
-    """Batch entries without tokens, and fewer keys than queries."""
+    """Test batch entries without tokens, and with fewer keys than queries."""
     cases = [
         Case((6,), (3,), heads=2, batch=2, extents=((0,), (6,))),
         Case((6,), queries=6, heads=2, batch=2, extents=((0,), (6,))),

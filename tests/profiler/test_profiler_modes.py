@@ -278,7 +278,7 @@ def test_configurations_of_a_chip_that_is_not_there(chip: str, profiler: Profile
     assert f"Device: tpu ({TPU_CHIPS[chip].product})" in printed
     assert "compatible with backend tpu-fna" in printed and "compatible with backend flex-fna" in printed
     assert "not compatible with backend cpu-fna: it runs on platform cpu only" in printed
-    # The sentence appears once per pass of the kernels; plain JAX lacks times.
+    # The sentence about static times appears once per pass of the kernels; plain JAX has no times.
     assert printed.count(STATIC) == 2
 
 
@@ -288,7 +288,7 @@ def test_a_static_time_is_labelled(profiler: Profiler) -> None:
     assert STATIC in output
     assert found["is_static"] and found["simulated_device"]["product"] == "TPU v5 lite"
     assert 0 < found["passes"]["forward"]["predicted_seconds"] < found["passes"]["backward"]["predicted_seconds"]
-    # The default backend there is plain JAX, which lacks a time model.
+    # The default backend on a TPU is plain JAX, which has no time model.
     output, _, found = profiler(arguments)
     assert STATIC not in output and not found["is_static"]
 

@@ -239,7 +239,7 @@ def test_programs_are_read_from_any_trace(tmp_path: Path) -> None:
 
 @needs_native
 def test_programs_of_a_trace_are_identified_by_name(tmp_path: Path) -> None:
-    """Several programs with kernels or loops, some with equal names.
+    """Trace several programs with kernels or loops, some with equal names.
 
     On a CPU, events and the programs inside a trace have different numbers.
     """

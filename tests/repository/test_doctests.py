@@ -86,7 +86,7 @@ def test_every_public_name_has_a_page() -> None:
 
 
 def test_examples() -> None:
-    """Runs all examples in a single process, because starting JAX takes most of the time."""
+    """Run all examples in a single process, because starting JAX takes most of the time."""
     pytest.importorskip("matplotlib").use("Agg")
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     report = io.StringIO()

@@ -57,7 +57,7 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_pages_type_check(tmp_path: Path) -> None:
-    """Checks all pages in one run, because most of the time goes into JAX's types."""
+    """Check all pages in one run, because checking JAX's types takes most of the time."""
     mypy = sys.executable, "-m", "mypy"
     environment: dict[str, str] = {}  # independent of the developer's settings
     found = subprocess.run([*mypy, "--version"], capture_output=True, text=True, env=environment, check=False)

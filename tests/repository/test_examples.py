@@ -66,7 +66,7 @@ def test_weather_is_forecast_across_the_date_line(tmp_path):
     found = {(edges, int(step)): (float(at), float(away)) for edges, step, at, away in rows}
     assert set(found) == {("cut", 1), ("cut", 2), ("wrap", 1), ("wrap", 2)}
     at_the_line, elsewhere = (dict(zip(found, errors, strict=True)) for errors in zip(*found.values(), strict=True))
-    assert max(elsewhere["cut", 1], elsewhere["wrap", 1]) < 0.6  # of a deviation of 1
+    assert max(elsewhere["cut", 1], elsewhere["wrap", 1]) < 0.6  # fields have a standard deviation of 1
     for step in (1, 2):
         assert at_the_line["cut", step] > 1.3 * at_the_line["wrap", step]
         assert at_the_line["wrap", step] < 1.2 * elsewhere["wrap", step]
@@ -90,7 +90,7 @@ def test_video_denoising_learns_alike_with_two_backends(tmp_path):
 
     smoothed, reference = (np.array([curve[i : i + 20].mean() for i in range(41)]) for curve in (losses, expected))
     difference = np.max(np.abs(smoothed / reference - 1))
-    # bfloat16 comes to 0.02%; a gradient without dq to 0.3%, a stride that is ignored to 0.2%.
+    # The difference is 0.02% for bfloat16, 0.3% for a gradient without dQ, and 0.2% for an ignored stride.
     assert 0 < difference < 1e-3
     assert f"Largest relative difference of losses smoothed over 20 steps: {difference:.2%}" in output
     assert re.search(rf"^ +60 +{losses[-6:].mean():.4f} +{expected[-6:].mean():.4f}$", output, re.MULTILINE)
@@ -104,8 +104,9 @@ def test_video_denoising_learns_alike_with_two_backends(tmp_path):
 def test_train_sharded_trains_as_one_device_does():
     problem = ("--tokens", "2", "6", "6", "--window", "2", "3", "3", "--depth", "1", "--batch-size", "8")
     devices = ("--devices", "8", "--model-parallel", "2", "--compare")
-    # The loss decreases, and is a mean of 7 thousand numbers: the two runs differ by 3e-6. With patches of 4 by 4, it
-    # is a mean of 28 thousand, and differs by 5e-5 with JAX 0.10.0, which rounds long sums more, at any learning rate.
+    # The loss decreases. It is a mean of 7 thousand numbers, and the two runs differ by 3e-6. With patches of 4 by 4,
+    # it is a mean of 28 thousand numbers, and the runs differ by 5e-5 at any learning rate with JAX 0.10.0, whose long
+    # sums have larger rounding errors.
     training = ("--steps", "6", "--learning-rate", "1e-3", "--patch", "2")
     output = output_of("train_sharded.py", *problem, *devices, *training, JAX_PLATFORMS="cpu")
     assert re.search(r"^ +step +4 data x 2 model +1 data x 1 model$", output, re.MULTILINE)

@@ -186,7 +186,7 @@ def test_packages_that_are_missing(
 
 @pytest.mark.parametrize(("size", "millions"), [("mini", 20), ("tiny", 28), ("small", 51), ("base", 90)])
 def test_sizes_are_the_published_ones(example: dict[str, Any], size: str, millions: float) -> None:
-    """Parameter counts of the papers, in millions."""
+    """Compare with the parameter counts of the papers, in millions."""
     weights = example["random_weights"](example["SIZES"][size])
     assert sum(array.size for array in weights.values()) / 1e6 == pytest.approx(millions, abs=0.5)
     models = [example["load"](weights, dilations) for dilations in ("dinat", "dinat-384")]

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.skipif(not LIBRARIES, reason="no library is built in th
 def clone_into(folder: Path, *, is_built: bool = False) -> Path:
     """Copy the repository as a fresh clone, optionally with the compiled library.
 
-    Compiled bytecode is copied because it matches the sources: otherwise each start would compile them again.
+    Compiled bytecode is copied because it matches the sources: otherwise each start would compile the sources again.
     """
     leftovers = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "results", "*.so")
     clone = shutil.copytree(ROOT, folder, ignore=leftovers)
@@ -103,7 +103,7 @@ STATE = textwrap.dedent("""
 
 
 class State(NamedTuple):
-    """Folders of the package, of the modules for Flax and of the native library, and the reason why it is missing."""
+    """Folders of the package, the Flax modules and the native library, and the reason why the library is missing."""
 
     package: Path
     flax_modules: Path
@@ -127,7 +127,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 def test_an_install_works_everywhere_in_its_clone(clone: Path, installed: Environment) -> None:
     library = installed.packages / "natten_jax"
-    # All Python files come from the same place.
+    # All Python files come from the same tree.
     assert installed.state(clone) == State(clone, clone / "flax_modules", library, "None")
     assert installed.state(clone / "tests") == State(installed.packages, library / "flax_modules", library, "None")
     report = installed.report(clone)

@@ -87,7 +87,7 @@ def test_queries_that_see_a_slab(split: tuple[Axis, int]) -> None:
         sides = [True, False] if slab.is_front is None else [slab.is_front]
         most = 0
         for is_front in sides:
-            ordered = range(part) if is_front else range(part - 1, -1, -1)  # sorted from the part's end on this side
+            ordered = range(part) if is_front else range(part - 1, -1, -1)  # nearest to this end of the part first
             assert not any(sees(query, is_front, slab.distance) for query in ordered[slab.queries :])
             most = max(most, *(i + 1 for i, query in enumerate(ordered) if sees(query, is_front, slab.distance)))
         assert slab.queries == most
@@ -136,7 +136,7 @@ class Split(NamedTuple):
 
     @classmethod
     def draw(cls, source: random.Random) -> Split:
-        """Three of four draws have halos; plain attention (windows as large as the layout) gathers its tokens."""
+        """Draw a problem, with halos in three of four draws; plain attention, which gathers its tokens, is excluded."""
         has_halos = source.random() < 0.75
         while True:
             drawn = cls._draw(source)
@@ -219,7 +219,7 @@ MODES = ("Auto", "Explicit", "Manual")
 def test_tokens_stay_split(
     mode: str, backend: str, count: int, set_gains: SetGains, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Random problems over up to eight devices.
+    """Test random problems over up to eight devices.
 
     Two of three problems overlap the halo exchange with compute, unless tokens are gathered. In half of these, keys and
     values are sent together, as large arrays are.
@@ -269,7 +269,7 @@ def check(mode: str, backend: str, split: Split, overlaps: bool) -> None:
     assert max(errors(case, outputs, gradients, 0).values()) <= BOUNDS["float32"], split
     if calls := forward.count('custom_call_target="natten_jax'):  # none in plain JAX
         assert calls == (split.calls if overlaps else 1), split
-        # XLA of JAX 0.11 ends the process where their indices are empty.
+        # XLA of JAX 0.11 ends the process if the indices of a scatter are empty.
         assert "stablehlo.scatter" not in lowered.as_text(), split
     for result in (*outputs, *gradients[:3]):
         assert result.sharding.is_equivalent_to(placed.query.sharding, result.ndim), split

@@ -41,7 +41,7 @@ def both(case: Case, family: Family) -> Callable[..., Any]:
 
 @on_each_mesh
 def test_operators_on_unsharded_arrays(family: Family, axis_type: str) -> None:
-    """Meshes of one device; test_sharding covers several devices."""
+    """Test meshes of one device; test_sharding covers several devices."""
     mesh, dtype = mesh_of(axis_type, d=1), family.dtype
     cases = CASES if family.target else CASES[::2]  # plain JAX is slow to compile
     given = [(case.operands(dtype, 0), case.cotangents(dtype, 0)) for case in cases]

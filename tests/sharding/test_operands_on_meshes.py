@@ -74,7 +74,7 @@ def test_split_operands(kind: str, backend: str, name: str) -> None:
     ],
 )
 def test_vmap_and_shard_map_on_explicit_meshes(name: str) -> None:
-    """Mapped axes that are sharded over the mesh, and gradients inside ``shard_map``."""
+    """Test mapped axes that are sharded over the mesh, and gradients inside ``shard_map``."""
     mesh, call = mesh_of("Explicit", x=2, y=2), CALLS[name]
     split = {"b": "x", "h": "y"}
 

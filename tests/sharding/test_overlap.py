@@ -49,7 +49,7 @@ STRIDED_VIDEO = problem_of((30, 48, 80), (18, 24, 24), (16, 8, 8), heads=24, hea
     ],
 )
 def test_overlap_pays_on_a_gpu(problem: Problem, parts: tuple[int, ...]) -> None:
-    """Measured on two H200: 11.5 instead of 11.9 milliseconds for a problem from this list."""
+    """On two H200, overlap reduced the time of a problem from this list from 11.9 to 11.5 milliseconds."""
     halos = halos_of(problem, parts)
     assert all(overlap_that_pays(plan, halos) is not None for plan in plans(problem))
 
@@ -99,7 +99,7 @@ def test_halos_travel_while_kernels_run(pass_: str, set_gains: SetGains) -> None
     names = [each.primitive.name for each in program]
     passes = [i for i, name in enumerate(names) if name == "natten_jax_pass"]
     assert len(passes) == (3 if pass_ == "forward" else 6)
-    passes = passes[-3:]  # with the device's keys, with the halo before, and with the halo after
+    passes = passes[-3:]  # passes over the device's keys, the halo before, and the halo after
     permutes = [i for i, name in enumerate(names) if name == "ppermute"]
     permutes = permutes[:4] if pass_ == "forward" else permutes[4:8]
     made_by = {each: i for i, equation in enumerate(program) for each in equation.outvars}
@@ -137,7 +137,8 @@ def test_two_devices_swap_halos(pass_: str, overlaps: bool, set_gains: SetGains)
     set_gains(lambda *_: overlaps)
     program = traced(pass_, 2).lower(lowering_platforms=("cpu",)).as_text()
     moves = re.findall(r"collective_permute.*?source_target_pairs = dense<(.*?)> :", program)
-    # Slabs of keys and values; backward also their gradients, and keys and values again if not saved with their halos.
+    # Slabs of keys and values are sent. The backward pass also sends their gradients, and sends keys and values again
+    # if they were not saved with their halos.
     assert len(moves) == (2 if pass_ == "forward" else 6 if overlaps else 4)
     assert set(moves) == {"[[0, 1], [1, 0]]"}
 
@@ -200,7 +201,8 @@ def test_memory_is_that_of_a_part_and_its_halos() -> None:
     halos = bytes_received(problem, (4, 1))
     arguments, results, between = apart
     assert arguments == 4 * own and own * 3 <= results < own * 3.01
-    # Output and logsumexp of the forward pass, the output of the interior or the query gradient, and halos.
+    # Temporary memory: output and logsumexp of the forward pass, the interior's output or the query gradient, and
+    # halos.
     assert between <= (2 * own + halos) * 1.1
     # Neither keys and values nor gradients are concatenated with their halos.
     assert between < 0.6 * together[2]

@@ -47,7 +47,7 @@ def test_unsupported_shardings_are_gathered_with_a_warning(mode: str) -> None:
             placed = put(given, mesh, *spec)
             with pytest.warns(UserWarning, match=f"gathers query.*{said}.*batch and heads can stay split") as told:
                 found = jax.jit(function)(*placed)
-            # JAX 0.10 partitions without the frames of the caller.
+            # JAX 0.10 partitions without the stack frames of the caller.
             assert {each.filename for each in told} in ({__file__}, {"sys"})
             assert_close(found, jax.jit(function)(*given))
             with warnings.catch_warnings():

@@ -247,7 +247,7 @@ def is_core(what: str, mode: str) -> bool:
     ],
 )
 def test_batch_and_heads_stay_split(what: str, mode: str) -> None:
-    """Forward pass, gradients, logsumexp's gradient, vmap, remat and scan."""
+    """Test forward pass, gradients, the logsumexp's gradient, vmap, remat and scan."""
     mesh = jax.make_mesh(tuple(SIZES.values()), tuple(SIZES), axis_types=TYPES[mode])
     for name in splits_of(mode, what):
         with jax.set_mesh(mesh) if "Explicit" in mode or name == "nothing" else contextlib.nullcontext():

@@ -239,7 +239,7 @@ def reduction_cases() -> Iterator[Case]:
 
 
 def origin_cases(target: Target) -> Iterator[Case]:
-    """Origins outside the layout. Keys may lie outside, because no query sees them; queries may not."""
+    """Yield cases with origins outside the layout: valid for keys, because no query sees them, invalid for queries."""
     for (row, name), column, value in itertools.product(
         enumerate(("query", "key")), range(3), (-1, 1, 1000, INT32_MAX, INT32_MIN)
     ):

@@ -27,8 +27,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_both_passes_compile_and_copy_only_the_documented_arrays(name: str, chip: str) -> None:
     """Queries, keys and values are transposed once, to a heads-first layout, and not copied otherwise.
 
-    Layouts that no tile divides are also padded, differently per call and pass: that is a further array, or two if XLA
-    transposes and pads separately.
+    Layouts that no tile divides are also padded, differently per call and pass: this copies the array once more, or
+    twice if XLA transposes and pads separately.
     """
     problem = PROBLEMS[name]
     case = problem.case
