@@ -51,7 +51,7 @@ class Model(NamedTuple):
 
 
 def random_model(key: jax.Array, options: argparse.Namespace) -> Model:
-    """Random parameters."""
+    """Return a model with random parameters."""
     heads, heads_kv, width = options.heads, options.heads_kv, options.head_dim
     features = heads * width
     keys = iter(jax.random.split(key, 2 + 6 * options.depth))
@@ -79,7 +79,7 @@ def normalized(tokens: jax.Array) -> jax.Array:
 
 
 def projected(layer: Layer, tokens: jax.Array, angles: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Query, key and value of tokens ``[batch, tokens, features]``, rotated by angles ``[batch, tokens, pairs]``."""
+    """Return query, key and value of ``[batch, tokens, features]``, rotated by angles ``[batch, tokens, pairs]``."""
     query, key, value = (jnp.einsum("btf,fhd->bthd", normalized(tokens), each) for each in layer[:3])
     turned = jax.vmap(apply_rotary)
     return turned(query, angles), turned(key, angles), value
@@ -92,7 +92,7 @@ def with_layer(layer: Layer, tokens: jax.Array, attended: jax.Array) -> jax.Arra
 
 
 def logits_at_once(model: Model, ids: jax.Array, angles: jax.Array, window: int) -> jax.Array:
-    """Logits of all tokens of sequences ``[batch, tokens]`` in a single pass."""
+    """Return the logits of all tokens of sequences ``[batch, tokens]``, from a single pass."""
     batch, count = ids.shape
     tokens = model.embeddings[ids]
     per_token = jnp.broadcast_to(angles[:count], (batch, count, angles.shape[-1]))

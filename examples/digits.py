@@ -85,7 +85,7 @@ class Classifier(nnx.Module):
         self.head = nnx.Linear(features, CLASSES, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """Logits ``[batch, 10]`` for images ``[batch, 8, 8, 1]``."""
+        """Return logits ``[batch, 10]`` for images ``[batch, 8, 8, 1]``."""
         tokens = (self.embed(images) + self.position[...]).astype(self.dtype)
         for block in self.blocks:
             tokens = block(tokens)
@@ -117,7 +117,7 @@ def train_step(model: Classifier, optimizer: nnx.Optimizer[Any], images: jax.Arr
 
 @nnx.jit
 def predict(model: Classifier, images: jax.Array) -> jax.Array:
-    """The most likely digits ``[n]``."""
+    """Return the most likely digits ``[n]``."""
     return model(images).argmax(-1)
 
 

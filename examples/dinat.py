@@ -62,7 +62,7 @@ class Settings(NamedTuple):
 
 
 def window(layout: int, kernel_size: int, dilated: bool) -> tuple[int, int]:
-    """Window extent and dilation of a block; the extent is clipped to the layout."""
+    """Return the window extent and dilation of a block; the extent is clipped to the layout."""
     kernel_size = min(kernel_size, layout)
     return kernel_size, layout // kernel_size if dilated else 1
 
@@ -122,7 +122,7 @@ class Classifier(nnx.Module):
         self.head = nnx.Linear(features, classes, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """Logits ``[batch, classes]``, float32, for images ``[batch, size, size, channels]``."""
+        """Return float32 logits ``[batch, classes]`` for images ``[batch, size, size, channels]``."""
         tokens = self.tokenizer(images.astype(self.dtype))
         for number, stage in enumerate(self.stages):
             if number:
@@ -133,7 +133,7 @@ class Classifier(nnx.Module):
 
 
 def halved(extent: int) -> int:
-    """Number of rows or columns after a convolution of stride 2."""
+    """Return the number of rows or columns after a convolution of stride 2."""
     return -(-extent // 2)
 
 
@@ -152,7 +152,7 @@ class Data(NamedTuple):
 
 
 def gratings(options: argparse.Namespace) -> Data:
-    """Noisy gratings of random phase and color, whose class is their orientation and frequency."""
+    """Return noisy gratings of random phase and color; the class is the orientation and the frequency."""
     size, classes = options.image_size, ORIENTATIONS * len(FREQUENCIES)
 
     def draw(key: jax.Array, label: jax.Array) -> jax.Array:
@@ -176,7 +176,7 @@ def gratings(options: argparse.Namespace) -> Data:
 
 
 def digits(options: argparse.Namespace) -> Data:
-    """Scikit-learn's handwritten digits, enlarged from 8 x 8 pixels."""
+    """Return scikit-learn's handwritten digits, enlarged from 8 x 8 pixels."""
     known = load_digits()
     pixels = (known.images / 8.0 - 1.0).astype(np.float32)
     train_pixels, test_pixels, train_labels, test_labels = train_test_split(
@@ -213,7 +213,7 @@ def step_of(graph: nnx.GraphDef[Classifier], optimizer: optax.GradientTransforma
 
 
 def accuracy(graph: nnx.GraphDef[Classifier], parameters: Any, data: Data, batch: int) -> float:
-    """Fraction of test images that are classified correctly."""
+    """Return the fraction of test images that are classified correctly."""
     predict = jax.jit(lambda parameters, images: nnx.merge(graph, parameters)(images).argmax(-1))
     images, labels = data.test
     parts = [predict(parameters, images[first : first + batch]) for first in range(0, len(images), batch)]
@@ -221,7 +221,7 @@ def accuracy(graph: nnx.GraphDef[Classifier], parameters: Any, data: Data, batch
 
 
 def count_parameters(parameters: Any) -> int:
-    """Number of learned values; ``parameters`` may be abstract."""
+    """Return the number of learned values; ``parameters`` may be abstract."""
     return sum(leaf.size for leaf in jax.tree.leaves(parameters))
 
 

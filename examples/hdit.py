@@ -123,10 +123,10 @@ def normalized(heads: jax.Array) -> jax.Array:
 
 
 def axial_angles(layout: tuple[int, ...]) -> jax.Array:
-    """Rotary angles ``[height, width, pairs]`` of half of a head's features: a quarter by row and a quarter by column.
+    """Return rotary angles ``[height, width, pairs]`` of half a head's features: a quarter by row, a quarter by column.
 
-    Positions go from -1 to 1 for any number of tokens, so that levels agree on them. Frequencies go from
-    half a turn per unit of position to almost ten times that.
+    Positions range from -1 to 1 for any number of tokens, so that all levels have the same coordinates. Frequencies
+    range from half a rotation per unit of position to almost ten times as much.
     """
     positions = [np.pi * (2 * np.arange(extent) + 1 - extent) / extent for extent in layout]
     return rotary_angles(layout, HEAD_DIM, features=2 * [HEAD_DIM // 4], positions=positions, theta=0.1)
@@ -195,7 +195,7 @@ class Mapping(nnx.Module):
     def __init__(self, dtype: Any, rngs: nnx.Rngs) -> None:
         self.dtype = dtype
         self.embed = linear(CONDITION, CONDITION, dtype, rngs)
-        as_long = nnx.initializers.normal(1.0)  # as large as the waves, which would otherwise dominate
+        as_long = nnx.initializers.normal(1.0)  # as large as the noise level's waves, which would otherwise dominate
         self.classes = nnx.Embed(CLASSES, CONDITION, dtype=dtype, embedding_init=as_long, rngs=rngs)
         self.norms = nnx.List([nnx.RMSNorm(CONDITION, dtype=dtype, rngs=rngs) for _ in range(MAPPING_DEPTH + 1)])
         self.perceptrons = nnx.List([GatedPerceptron(CONDITION, dtype, rngs) for _ in range(MAPPING_DEPTH)])
@@ -242,7 +242,7 @@ class Digits:
         self._batch_size = options.batch
 
     def batch(self, step: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Pictures ``[batch, size, size, 3]``, their classes, and a key for noise: deterministic per step number."""
+        """Return pictures ``[batch, size, size, 3]``, classes, and a noise key: deterministic per step number."""
         at_pictures, at_noise = jax.random.split(jax.random.fold_in(self.key, step))
         chosen = jax.random.choice(at_pictures, len(self._images), (self._batch_size,), replace=False)
         return self._images[chosen], self._classes[chosen], at_noise
@@ -258,7 +258,7 @@ class Blobs:
         self._batch_size = options.batch
 
     def batch(self, step: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Pictures ``[batch, size, size, 3]``, their classes, and a key for noise: deterministic per step number."""
+        """Return pictures ``[batch, size, size, 3]``, classes, and a noise key: deterministic per step number."""
         at_pictures, at_noise = jax.random.split(jax.random.fold_in(self.key, step))
         images = self._draw(jax.random.split(at_pictures, self._batch_size))
         return images, jnp.zeros(self._batch_size, int), at_noise

@@ -1,19 +1,19 @@
-"""Published image classifiers of neighborhood attention, from their weights: NAT, DiNAT and DiNAT_s of every size.
+"""Run published image classifiers of neighborhood attention from their weights: NAT, DiNAT and DiNAT_s of any size.
 
-A checkpoint is the ``state_dict`` of the authors' PyTorch model, or that of a model in Hugging Face's transformers:
+A checkpoint is the ``state_dict`` of the authors' PyTorch model, or of a model in Hugging Face's transformers:
 ``ForImageClassification``, ``Model`` or ``Backbone``. Names and shapes of its arrays give widths, depths, heads,
 windows and classes. Hugging Face's ``config.json`` in the folder of the weights gives dilations, the activation and the
 epsilon of normalizations. Without this file, the activation is GELU, the epsilon is 1e-5, and dilations must be named
-unless names of arrays begin with ``nat.``. What is not computed here raises an error.
+unless names of arrays begin with ``nat.``. Unsupported features raise an error.
 
-Nothing is downloaded: a ``.pth`` or ``.bin`` file needs PyTorch to be read, a ``.safetensors`` file the package of that
-name. Without a checkpoint weights are random, and what is printed is how long they take.
+Nothing is downloaded. Reading a ``.pth`` or ``.bin`` file needs PyTorch, and reading a ``.safetensors`` file needs the
+package ``safetensors``. Without a checkpoint, weights are random, and the time of a batch is printed.
 
     python examples/nat_weights.py --checkpoint dinat-mini/model.safetensors --image photo.png
     python examples/nat_weights.py --checkpoint dinat_mini_in1k_224.pth --dilations dinat --image photo.png
     python examples/nat_weights.py --size mini --batch 64 --dtype bf16
 
-The models are those of https://arxiv.org/abs/2204.07143 and https://arxiv.org/abs/2209.15001.
+The models are described in https://arxiv.org/abs/2204.07143 and https://arxiv.org/abs/2209.15001.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from timed_steps import TimedSteps
 
 from natten_jax import na2d
 
-#: Dilation of every other block by stage: of the models for images of 224 x 224 and of 384 x 384 pixels.
+#: Dilation of every other block, by stage: ``dinat-384`` is for images of 384 x 384 pixels, the others for 224 x 224.
 DILATIONS = {"nat": (1, 1, 1, 1), "dinat": (8, 4, 2, 1), "dinat-384": (13, 6, 3, 1)}
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
-#: Statistics of ImageNet by color channel, which the models expect pixels to have.
+#: Mean and standard deviation of ImageNet by color channel; the models expect pixels that are normalized with them.
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 #: Rows and columns of the images of the published models.
@@ -75,7 +75,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class Size(NamedTuple):
-    """A model: features and heads of the first stage, blocks per stage, and how much wider perceptrons are."""
+    """A model: features and heads of the first stage, blocks per stage, and the width factor of MLPs."""
 
     width: int
     heads: int
@@ -91,7 +91,7 @@ SIZES = {
     "large": Size(192, 6, (3, 4, 18, 5), 2),
 }
 
-#: Patterns of Hugging Face's names and of DiNAT_s's, and the names here: the authors' names of NAT.
+#: Patterns of Hugging Face's names and of DiNAT_s's names, and their replacements: the authors' names of NAT.
 _NAMES = (
     (r"^(di)?nat\.", ""),
     (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
@@ -124,9 +124,9 @@ class Architecture(NamedTuple):
         heads: Attention heads by stage.
         hidden: Features inside the perceptrons, by stage.
         kernel_size: Window of the attention, in both dimensions.
-        merges: DiNAT_s: patches are 4 x 4 pixels, and downsampling merges 2 x 2 tokens.
-        qkv_bias: The projections to query, key and value have a bias.
-        layer_scale: Every branch is multiplied by a factor per feature.
+        merges: True for DiNAT_s: patches are 4 x 4 pixels, and downsampling merges 2 x 2 tokens.
+        qkv_bias: True if the projections to query, key and value have a bias.
+        layer_scale: True if every branch is multiplied by a factor per feature.
         stage_norms: Stages (``stem``, ``stage1``, ...) whose feature maps are normalized in a backbone of transformers.
             Backbones lack the last normalization and the classification head.
         classes: Classes, or 0 without a classification head.
@@ -146,7 +146,7 @@ class Architecture(NamedTuple):
 
     @classmethod
     def from_arrays(cls, arrays: Arrays) -> Architecture:
-        """Architecture of a checkpoint by the names here, of which only the shapes that define it are read."""
+        """Return the architecture of a checkpoint with the authors' names; only the shapes that define it are read."""
 
         def shape(name: str, dimensions: int) -> tuple[int, ...]:
             if name not in arrays or arrays[name].ndim != dimensions:
@@ -182,7 +182,7 @@ class Architecture(NamedTuple):
         return tuple(self.width * 2**stage for stage in range(len(self.depths)))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every array of the model."""
+        """Return the shape of every array of the model."""
         shapes: dict[str, tuple[int, ...]] = {}
 
         def put(name: str, *shape: int, bias: bool = True) -> None:
@@ -256,7 +256,7 @@ class Model:
 
     @property
     def image_size(self) -> int:
-        """The smallest published size of which the first stage, a fourth of it, holds that stage's dilated windows."""
+        """Smallest published image size at which the first stage, a fourth as large, fits its dilated windows."""
         window = (self.parameters["levels.0.blocks.0.attn.rpb"].shape[1] + 1) // 2 * max(self.dilations[0])
         return next((size for size in IMAGE_SIZES if window <= size // 4), IMAGE_SIZES[-1])
 
@@ -264,19 +264,19 @@ class Model:
 def load(
     state_dict: Mapping[str, Any], dilations: Dilations | None = None, *, config: Mapping[str, Any] | None = None
 ) -> Model:
-    """A model from its checkpoint.
+    """Load a model from its checkpoint.
 
     Args:
         state_dict: Arrays, or PyTorch's tensors, by the authors' names or by Hugging Face's.
         dilations: A key of ``DILATIONS``; or for each stage either the dilation of every other block, or a list of the
             dilation of each block. ``None`` reads ``config``; without it, names that begin with ``nat.`` imply 1.
-        config: Hugging Face's ``config.json``. ``None`` means GELU and epsilons of 1e-5, with a warning for weights by
+        config: Hugging Face's ``config.json``. ``None`` means GELU and epsilons of 1e-5, with a warning if weights have
             Hugging Face's names.
 
     Raises:
         TypeError: Weights are not arrays of floats, or dilations are not integers.
-        ValueError: The weights do not make such a model, ``dilations`` or ``config`` contradict them, or ``config``
-            requires what is not computed here.
+        ValueError: The weights are not of such a model, ``dilations`` or ``config`` contradict them, or ``config``
+            requires an unsupported feature.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a mapping of names to weights, got {type(state_dict).__name__}")
@@ -302,7 +302,7 @@ def load(
 
 
 def _renamed(state_dict: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Arrays by the authors' names, with query, key and value in one."""
+    """Return arrays by the authors' names; weights of query, key and value are concatenated."""
     arrays: dict[str, np.ndarray] = {}
     for given, weight in state_dict.items():
         name = given
@@ -326,7 +326,7 @@ def _renamed(state_dict: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def _float_array(name: str, weight: Any) -> np.ndarray:
     """Convert a weight to a NumPy array."""
-    if hasattr(weight, "detach"):  # PyTorch's: NumPy rejects gradients, GPU memory and bfloat16
+    if hasattr(weight, "detach"):  # a PyTorch tensor: NumPy rejects gradients, GPU memory and bfloat16
         weight = weight.detach().cpu()
         weight = weight.float() if "bfloat16" in str(weight.dtype) else weight
     array = np.asarray(weight)
@@ -336,7 +336,7 @@ def _float_array(name: str, weight: Any) -> np.ndarray:
 
 
 def _check_shapes(arrays: Arrays, architecture: Architecture) -> None:
-    """Refuse arrays that are missing, that the model does not have, or that have another shape."""
+    """Raise if arrays are missing, are not part of the model, or have another shape."""
     expected = architecture.shapes()
     for problem, names in (("no", expected.keys() - arrays.keys()), ("an unknown", arrays.keys() - expected.keys())):
         if names:
@@ -351,7 +351,7 @@ def _check_shapes(arrays: Arrays, architecture: Architecture) -> None:
 
 
 def _check_config(config: Mapping[str, Any], architecture: Architecture, kind: str | None) -> None:
-    """Refuse a configuration that belongs to other weights, or that requires what is not computed here."""
+    """Raise if a configuration belongs to other weights, or requires an unsupported feature."""
 
     def refuse(key: str, reason: str) -> ValueError:
         return ValueError(f"config.json has {key} {config.get(key)!r}, {reason}")
@@ -392,7 +392,7 @@ def _check_config(config: Mapping[str, Any], architecture: Architecture, kind: s
 def _block_dilations(
     config: Mapping[str, Any], dilations: Dilations | None, architecture: Architecture
 ) -> tuple[tuple[int, ...], ...]:
-    """Dilation of each block, by stage, which neither the kind of the model nor its configuration contradict."""
+    """Return the dilation of each block, by stage; raise if arguments, model kind and configuration disagree."""
     kind, depths = config.get("model_type"), architecture.depths
     if dilations == "dinat-384" and architecture.kernel_size != 7:
         raise ValueError("dilations 'dinat-384' are those of 7 x 7 windows; published models of 11 x 11 have 'dinat'")
@@ -419,7 +419,7 @@ def _block_dilations(
 
 
 def _as_blocks(dilations: Dilations, depths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Dilation of each block, by stage."""
+    """Return the dilation of each block, by stage."""
     if isinstance(dilations, str):
         if dilations not in DILATIONS:
             raise ValueError(f"dilations must be one of {', '.join(DILATIONS)}, or numbers, got {dilations!r}")
@@ -445,10 +445,10 @@ class Features(NamedTuple):
     """Tokens ``[batch, rows, columns, features]`` that a model computes.
 
     Attributes:
-        hidden_states: Of the embedding, and of each stage after its downsampling, as in transformers' ``Model``.
-        feature_maps: By name (``stem``, ``stage1``, ...), of the embedding, and of each stage before its downsampling.
-            A backbone of transformers normalizes its ``out_features``.
-        tokens: Of the last stage, normalized unless the checkpoint is a backbone.
+        hidden_states: Tokens of the embedding, and of each stage after its downsampling, as in transformers' ``Model``.
+        feature_maps: Tokens by name (``stem``, ``stage1``, ...): of the embedding, and of each stage before its
+            downsampling. A backbone of transformers normalizes its ``out_features``.
+        tokens: Tokens of the last stage, normalized unless the checkpoint is a backbone.
         pooled: The mean of ``tokens``, ``[batch, features]``.
     """
 
@@ -459,7 +459,7 @@ class Features(NamedTuple):
 
 
 def classify(model: Model, images: jax.Array, *, backend: str | None = None) -> jax.Array:
-    """Logits ``[batch, classes]`` of images ``[batch, height, width, channels]``, in the parameters' type.
+    """Return logits ``[batch, classes]`` of images ``[batch, height, width, channels]``, in the parameters' type.
 
     Args:
         model: The classifier.
@@ -475,7 +475,7 @@ def classify(model: Model, images: jax.Array, *, backend: str | None = None) -> 
 
 
 def features(model: Model, images: jax.Array, *, backend: str | None = None) -> Features:
-    """Tokens of every stage, of a model with or without a classification head, in the parameters' type.
+    """Return the tokens of every stage, in the parameters' type. The model may lack a classification head.
 
     Args:
         model: The model.
@@ -506,7 +506,7 @@ def _under(parameters: Parameters, prefix: str) -> Parameters:
 
 
 def _tokens(model: Model, images: jax.Array) -> jax.Array:
-    """Two convolutions of stride 2, or one of stride 4 over images that are padded to a multiple of it (DiNAT_s)."""
+    """Apply two convolutions of stride 2 or, for DiNAT_s, one of stride 4 to images padded to a multiple of 4."""
     parameters, channels = model.parameters, model.channels
     if images.ndim != 4 or images.shape[-1] != channels:
         hint = ": move the channels to the end" if images.shape[1:2] == (channels,) else ""
@@ -525,7 +525,7 @@ def _tokens(model: Model, images: jax.Array) -> jax.Array:
 
 
 def _block(model: Model, prefix: str, tokens: jax.Array, dilation: int, backend: str | None) -> jax.Array:
-    """Attention and a perceptron, each behind a normalization, with a factor for each feature in larger models."""
+    """Apply attention and an MLP, each after a normalization; larger models multiply both by a factor per feature."""
     parameters = _under(model.parameters, prefix)
     normalized = _normalized(parameters, "norm1", tokens, model.epsilon)
     change = _attention(_under(parameters, "attn."), normalized, dilation, backend)
@@ -536,7 +536,7 @@ def _block(model: Model, prefix: str, tokens: jax.Array, dilation: int, backend:
 
 
 def _attention(parameters: Parameters, tokens: jax.Array, dilation: int, backend: str | None) -> jax.Array:
-    """Layouts that are smaller than the dilated window are padded with zeros, which are attended to, as in training."""
+    """Apply attention; layouts smaller than the dilated window are padded with zeros that are seen, as in training."""
     heads, places, _ = parameters["rpb"].shape
     kernel_size = (places + 1) // 2
     _, height, width, features = tokens.shape
@@ -549,7 +549,7 @@ def _attention(parameters: Parameters, tokens: jax.Array, dilation: int, backend
 
 
 def _downsampled(parameters: Parameters, tokens: jax.Array) -> jax.Array:
-    """Half as many rows and columns, twice as many features; of the last stage, the tokens as they are."""
+    """Halve rows and columns and double the features; return tokens of the last stage unchanged."""
     if not parameters:
         return tokens
     if parameters["reduction.weight"].ndim == 4:
@@ -580,7 +580,7 @@ def _convolved(parameters: Parameters, name: str, array: jax.Array, stride: int,
 
 
 def random_weights(size: Size, kernel_size: int = 7, seed: int = 0) -> dict[str, np.ndarray]:
-    """A checkpoint of NAT or DiNAT by the authors' names, of random numbers."""
+    """Return a checkpoint of NAT or DiNAT with random weights, by the authors' names."""
     rng = np.random.default_rng(seed)
     factors = [2**stage for stage in range(len(size.depths))]
     heads = tuple(size.heads * factor for factor in factors)
@@ -595,7 +595,7 @@ def random_weights(size: Size, kernel_size: int = 7, seed: int = 0) -> dict[str,
 
 
 def read(path: Path) -> Mapping[str, Any]:
-    """The arrays of a file."""
+    """Read the arrays of a file."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder: name the file with the weights")
     if path.suffix == ".npz":
@@ -609,7 +609,7 @@ def read(path: Path) -> Mapping[str, Any]:
 
 
 def _package(name: str, path: Path) -> ModuleType:
-    """Import what reads a file."""
+    """Import the package that reads a file."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -618,7 +618,7 @@ def _package(name: str, path: Path) -> ModuleType:
 
 
 def read_config(path: Path) -> Mapping[str, Any] | None:
-    """Hugging Face's ``config.json`` from the folder of the weights ``path``, or ``None`` if the folder lacks it."""
+    """Return Hugging Face's ``config.json`` from the folder of the weights ``path``, or ``None`` if it is missing."""
     path = path.with_name("config.json")
     if not path.exists():
         return None
@@ -632,7 +632,7 @@ def read_config(path: Path) -> Mapping[str, Any] | None:
 
 
 def pixels(path: Path, size: int) -> jax.Array:
-    """The middle of an image as the models expect it, ``[1, size, size, 3]``."""
+    """Return the center of an image as the models expect it, ``[1, size, size, 3]``."""
     image = np.asarray(files.imread(path))
     image = image / 255 if image.dtype == np.uint8 else image
     image = np.repeat(image[..., None], 3, axis=-1) if image.ndim == 2 else image[..., :3]
@@ -666,7 +666,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_model(options: argparse.Namespace) -> Model:
-    """A model from a checkpoint and its configuration, or with random weights."""
+    """Load a model from a checkpoint and its configuration, or with random weights."""
     if options.checkpoint is None:
         model = load(random_weights(SIZES[options.size]), options.dilations or "dinat")
     else:
@@ -676,7 +676,7 @@ def read_model(options: argparse.Namespace) -> Model:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the five most likely classes of an image, or how long random ones take."""
+    """Print the five most likely classes of an image, or the time of a batch of random images."""
     options = parse(arguments)
     try:
         model = read_model(options)

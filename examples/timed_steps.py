@@ -90,7 +90,7 @@ class TimedSteps:
         return statistics.median(self.seconds[1:] or self.seconds)
 
     def profile(self, *batch: Any, iterations: int = 3) -> AttentionTime:
-        """Measure the time of a step and of its attention with JAX's profiler: the median over steps without effect.
+        """Measure the device time of a step and of its attention: the median over steps that do not change the state.
 
         The program is compiled a second time, so that the trace maps launches to instructions; instructions of
         natten_jax's passes are marked. A fusion counts as the instruction that it ends with.

@@ -33,7 +33,7 @@ PICTURE_SIZE = 427, 640  # height and width
 
 
 def over(*axes: str | None) -> dict[str, Any]:
-    """Metadata of a parameter: the mesh axis of each of its dimensions."""
+    """Return the metadata of a parameter: the mesh axis of each of its dimensions."""
     return {"out_sharding": axes}
 
 
@@ -153,7 +153,7 @@ class Run:
 
     @property
     def seconds_per_step(self) -> float:
-        """Median without the first step, which compiles."""
+        """Median time of a step in seconds, without the first step, which compiles."""
         return float(np.median(self.seconds[1:] or self.seconds))
 
 
@@ -165,7 +165,7 @@ class Data:
         self.options = options
 
     def batch(self, step: int) -> np.ndarray:
-        """Patches ``[batch, frames + 1, height, width, pixels]``: deterministic per step number."""
+        """Return patches ``[batch, frames + 1, height, width, pixels]``: deterministic per step number."""
         random = np.random.default_rng((self.options.seed, step))
         return np.stack([self._clip(random) for _ in range(self.options.batch_size)])
 

@@ -102,7 +102,7 @@ class Data:
         self.clips = jax.jit(jax.vmap(self._clip, in_axes=(None, 0)))
 
     def batch(self, step: int) -> tuple[jax.Array, jax.Array]:
-        """Noisy and clean patches ``[batch, *tokens, pixels]``: deterministic per step number."""
+        """Return noisy and clean patches ``[batch, *tokens, pixels]``: deterministic per step number."""
         return self.clips(self.pictures, jax.random.split(jax.random.fold_in(self.key, step), self.batch_size))
 
     def _clip(self, pictures: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -158,12 +158,12 @@ class Run:
 
     @property
     def seconds_per_step(self) -> float:
-        """Median without the first step, which compiles."""
+        """Median time of a step in seconds, without the first step, which compiles."""
         return float(np.median(self.seconds[1:] or self.seconds))
 
 
 def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """Largest relative difference of two loss curves, both smoothed by a moving average."""
+    """Return the largest relative difference of two loss curves, both smoothed by a moving average."""
     width = min(SMOOTHING, len(reference))
     smoothed, expected = (np.convolve(curve, np.full(width, 1 / width), "valid") for curve in (losses, reference))
     return float(np.max(np.abs(smoothed - expected) / expected))

@@ -31,7 +31,7 @@ import matplotlib.pyplot as plt  # must follow the choice of a backend
 GRAY = "#7d8896"  # text on light and on dark pages
 HEAD_DIM = 8
 MODES = 24  # number of waves in a field
-SHORTEST = 5  # largest number of waves around the globe
+SHORTEST = 5  # largest number of wavelengths around the globe
 EDGES = {"cut": ("cut", "cut"), "wrap": ("cut", "wrap")}
 
 
@@ -82,17 +82,17 @@ class Forecaster(nnx.Module):
 
 
 def latitudes_of(count: int) -> jax.Array:
-    """Latitudes in radians, from south to north."""
+    """Return latitudes in radians, from south to north."""
     return (jnp.arange(count) + 0.5) / count * jnp.pi - jnp.pi / 2
 
 
 def winds(latitudes: jax.Array, longitudes: int) -> jax.Array:
-    """Distance that the wind of each latitude blows per step, in radians: about two cells to the east."""
+    """Return the distance that the wind of each latitude blows per step, in radians: about two cells to the east."""
     return (2 + jnp.sin(2 * latitudes)) * 2 * jnp.pi / longitudes
 
 
 def weather(key: jax.Array, count: int, steps: int, grid: Sequence[int]) -> jax.Array:
-    """Random fields of standard deviation 1 at ``steps + 1`` times, ``[steps + 1, count, latitudes, longitudes]``."""
+    """Return random fields ``[steps + 1, count, latitudes, longitudes]`` of standard deviation 1, at every step."""
     latitudes, longitudes = latitudes_of(grid[0]), jnp.arange(grid[1]) / grid[1] * 2 * jnp.pi
     size_key, direction_key, phase_key, sign_key = jax.random.split(key, 4)
     around = jax.random.randint(size_key, (count, MODES), 1, SHORTEST + 1)
@@ -135,7 +135,7 @@ def trained(options: argparse.Namespace, edges: Sequence[str]) -> Forecaster:
 
 
 def errors_of(model: Forecaster, truth: jax.Array) -> np.ndarray:
-    """Root mean square errors of forecasts from the first fields, by longitude: ``[steps, longitudes]``."""
+    """Return root mean square errors of forecasts from the first fields, by longitude: ``[steps, longitudes]``."""
     fields, found = truth[0], []
     for expected in truth[1:]:
         fields = forecast(model, fields)
