@@ -113,7 +113,7 @@ def step(
         caches: Cache of each layer. If it has fewer slots than there are positions, it is a ring buffer.
         ids: Token ids, ``[batch]``.
         places: Their positions, ``[batch]``.
-        angles: Rotary angles, ``[places, pairs]``.
+        angles: Rotary angles, ``[positions, pairs]``.
         window: Window size in tokens.
     """
     tokens = model.embeddings[ids][:, None]
@@ -125,7 +125,7 @@ def step(
         cache = Cache(put(cache.keys, key, places % slots), put(cache.values, value, places % slots))
         if slots == len(angles):
             attended = na1d(query, *cache, window, is_causal=True, query_origin=places[:, None])
-        else:  # a ring buffer holds the current window in any order, and fewer tokens at first
+        else:  # a ring buffer has the current window in any order, and is partly empty at first
             attended = attention(query, *cache, kv_lengths=jnp.minimum(places + 1, slots))
         tokens = with_layer(layer, tokens, attended)
         new.append(cache)

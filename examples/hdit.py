@@ -1,11 +1,11 @@
 """Train an hourglass diffusion transformer (HDiT, Crowson et al. 2024) on handwritten digits, and sample from it.
 
-Patches of an image are tokens. Each level of the hourglass merges 2 x 2 tokens of the level above into one. On the way
-out it splits them again, and interpolates between the result and the skip connection with a learned weight. Outer
-levels have neighborhood attention and the innermost level global attention, so that the cost of a step grows linearly
-with the number of pixels, not with its square. Queries and keys have a learned length per head (cosine similarity) and
-are rotated by position (RoPE). The condition on noise level and class scales the normalizations before attention and
-MLP.
+Patches of an image are tokens. Each level of the hourglass merges 2 x 2 tokens of the level above into one. The second
+half of the hourglass splits the tokens again, and interpolates between the result and the skip connection with a
+learned weight. Outer levels have neighborhood attention and the innermost level global attention, so that the cost of a
+step grows linearly with the number of pixels, not with its square. Queries and keys have a learned length per head
+(cosine similarity) and are rotated by position (RoPE). The condition on noise level and class scales the normalizations
+before attention and MLP.
 
 The objective is rectified flow: the model sees a linear mixture of an image and noise and estimates the velocity from
 one to the other. Sampling integrates the velocity from noise to an image with Euler steps.
@@ -161,7 +161,7 @@ def split(tokens: jax.Array, size: int) -> jax.Array:
 
 
 class Level(nnx.Module):
-    """Blocks before and after the next level, which has a quarter of the tokens; the innermost one has only blocks."""
+    """Blocks before and after the next level, which has a quarter of the tokens; the last level has only blocks."""
 
     def __init__(self, widths: Sequence[int], depths: Sequence[int], settings: Settings, rngs: nnx.Rngs) -> None:
         features, *inner = widths

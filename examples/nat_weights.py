@@ -39,7 +39,8 @@ from timed_steps import TimedSteps
 
 from natten_jax import na2d
 
-#: Dilation of every other block, by stage: ``dinat-384`` is for images of 384 x 384 pixels, the others for 224 x 224.
+#: Dilation of every other block, by stage: ``dinat`` is for images of 224 x 224 pixels, ``dinat-384`` for images of 384
+#: x 384.
 DILATIONS = {"nat": (1, 1, 1, 1), "dinat": (8, 4, 2, 1), "dinat-384": (13, 6, 3, 1)}
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 #: Mean and standard deviation of ImageNet by color channel; the models expect pixels that are normalized with them.

@@ -92,8 +92,8 @@ class TimedSteps:
     def profile(self, *batch: Any, iterations: int = 3) -> AttentionTime:
         """Measure the device time of a step and of its attention: the median over steps that do not change the state.
 
-        The program is compiled a second time, so that the trace maps launches to instructions; instructions of
-        natten_jax's passes are marked. A fusion counts as the instruction that it ends with.
+        The program is compiled a second time, so that the trace of JAX's profiler maps launches to instructions;
+        instructions of natten_jax's passes are marked. A fusion counts as the instruction that it ends with.
 
         Args:
             batch: Arguments of the step after the state.

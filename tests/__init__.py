@@ -1,1 +1,1 @@
-"""The tests. Folders mirror the package: what a module of `natten_jax/ops` does is tested in `tests/ops`."""
+"""The tests. Folders mirror the package: tests of `natten_jax/ops` are in `tests/ops`."""

@@ -242,7 +242,7 @@ def test_inputs_of_modules_that_are_no_array() -> None:
         flax_layers.nnx_module(1)([[1.0]])
 
 
-# Objects with ``__jax_array__`` in place of every array argument.
+# Objects with ``__jax_array__`` as each array argument.
 
 
 class Wrapped:

@@ -1,1 +1,1 @@
-"""Counts, modelled times, and the advice that is drawn from them."""
+"""Counts, modelled times, and recommendations derived from them."""

@@ -1,4 +1,4 @@
-"""Wrapped dimensions on kernels without wrap support, tested with the CPU kernels in their place."""
+"""Wrapped dimensions on kernels without wrap support, tested with the CPU kernels."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def error(found: Any, exact: Any) -> float:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("layout", [(11, 19), (40, 37)])  # a block holds the whole first layout
+@pytest.mark.parametrize("layout", [(11, 19), (40, 37)])  # the first layout fits in a block
 @pytest.mark.parametrize(("amplitude", "offset"), [(1.0, 0.0), (40.0, 0.0), (1000.0, 0.0), (1.0, 30.0), (1.0, -30.0)])
 def test_large_logits_lose_no_digits(dtype: str, amplitude: float, offset: float, layout: tuple[int, int]) -> None:
     """Test logits of either sign whose exponentials would overflow or underflow both element types without a shift."""

@@ -42,7 +42,7 @@ _WITH_TABLES = [
     for each in FAMILIES
     if "relative_bias" in each.backend.capabilities.takes and not each.needs_gpu
 ]
-#: Windows that are clamped, and a relative bias of the ``kernel_size`` that the caller asked for.
+#: Windows that are clamped, and a relative bias of the requested ``kernel_size``.
 CLAMPED_WITH_TABLES: dict[str, tuple[dict[str, Any], Case]] = {
     "published": (
         {"kernel_size": 7, "dilation": 2},

@@ -1,4 +1,4 @@
-"""Plans: decided once, carried by the compiled program, and the default device."""
+"""Plans, which are decided once and carried by the compiled program, and the default device."""
 
 from __future__ import annotations
 

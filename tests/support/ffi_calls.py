@@ -267,7 +267,7 @@ def good_call(target: Target) -> Call:
     if "layouts" in operands:
         operands["layouts"] = np.zeros((0, 3, 3), np.int32)
     if target.has_biases:
-        operands["relative_bias"][1] = operands["relative_bias"][0]  # as operators have them
+        operands["relative_bias"][1] = operands["relative_bias"][0]  # operators repeat one table per batch entry
     if target.replaces:
         # The earlier pass has seen no keys.
         operands["first_query"] = np.zeros(3, np.int32)

@@ -70,7 +70,7 @@ def early_arrivals(instructions: Iterable[Instruction]) -> list[Instruction]:
     """
     code = list(instructions)
     found: list[Instruction] = []
-    # Scoreboards of loads that are pending at a loop's end, by the address of its beginning. The highest bit stands for
+    # Scoreboards of loads that are pending at a loop's end, by the address of its beginning. The highest bit is set for
     # a load without a scoreboard.
     pending_at: dict[int, int] = {}
     for _ in range(2):

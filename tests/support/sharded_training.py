@@ -45,7 +45,7 @@ class Trained:
 
 
 def placed_by_processes(mesh: Mesh) -> Place:
-    """Return a function that places a batch of which each process holds only its part."""
+    """Return a function that puts a batch on the mesh; each process provides only its part."""
 
     def place(array: np.ndarray) -> jax.Array:
         own = np.split(array, jax.process_count())[jax.process_index()]
