@@ -58,7 +58,7 @@ def dot_product_attention(benchmark: Benchmark, implementation: Literal["cudnn",
 def sliding_window(benchmark: Benchmark, implementation: Literal["cudnn", "xla"]) -> Function:
     """Build attention with causal windows over a sequence through ``jax.nn``, identical to natten_jax's windows."""
     if len(benchmark.layout) != 1 or benchmark.kernel_size is None or not benchmark.is_causal:
-        raise ValueError("jax.nn has causal windows over sequences, and no others that are defined at the ends")
+        raise ValueError("jax.nn does not support windows other than causal windows over sequences")
     if {*(benchmark.stride or (1,)), *(benchmark.dilation or (1,))} != {1} or benchmark.additional_kv:
         raise ValueError("jax.nn does not support strides, dilation or additional tokens")
     before = benchmark.kernel_size[0] - 1

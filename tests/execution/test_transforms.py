@@ -182,7 +182,7 @@ def test_saved_results_spare_the_second_forward_pass(family: Family, keeps_resul
 
     if family.target is None:
         jaxpr = str(jax.make_jaxpr(jax.grad(layers))(operands.query))
-        assert jaxpr.count("computation=Computation(spec=plain forward") == forwards
+        assert len(re.findall(r"(?<!\()computation=Computation\(spec=plain forward", jaxpr)) == forwards
         assert jaxpr.count("computation=Derivative") == 1
         return
     program = quick(jax.value_and_grad(layers)).lower(operands.query).compile().as_text()

@@ -132,7 +132,7 @@ class TestNnx:
     @pytest.mark.parametrize(
         ("settings", "error", "message"),
         [
-            ({"kernel_metadata": None}, TypeError, "kernel_metadata must be a mapping, got None"),
+            ({"kernel_metadata": None}, TypeError, "kernel_metadata must be a mapping from names, got None"),
             ({"out_bias_metadata": ("model",)}, TypeError, "out_bias_metadata must be a mapping"),
             ({"bias_metadata": {"out_sharding": BIAS}}, ValueError, r"out_bias_metadata has .*'model', None.* 1 dim"),
             ({"kv_kernel_metadata": {"out_sharding": (None,) * 4}}, ValueError, "kv_kernel_metadata has .* 4 entries"),
