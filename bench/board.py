@@ -59,7 +59,7 @@ def prepare(
 
 
 def measure(benchmark: Benchmark, pass_: Pass, names: Sequence[str], turns: int, platform: str) -> dict[str, Any]:
-    """Measure each implementation's milliseconds and ratio to natten_jax; collect the ones that fail or differ."""
+    """Measure each implementation's milliseconds and ratio to natten_jax; collect failures and differences."""
     sides, failures = prepare(benchmark, pass_, names, platform)
     differences = {}
     same = [name for name, side in sides.items() if name != OURS and side.is_same and OURS in sides]

@@ -165,8 +165,8 @@ def _splash(row: Row, blocks: Any) -> tuple[Any, list[Any]]:
 
 
 _SPLASH_SIZES = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-#: Number of tokens of the small mask for counting a step of splash attention, and number of heads: so many that the
-#: arrays do not fit into VMEM.
+#: Number of tokens of the small mask for counting a step of splash attention, and number of heads. The arrays do not
+#: fit into VMEM.
 _PROXY, _PROXY_HEADS = 4096, 64
 
 

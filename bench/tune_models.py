@@ -71,7 +71,7 @@ def task_of(problem: ModelProblem, backprop: bool = True) -> Task:
 
 
 def chosen_problems(names: Sequence[str], done: Sequence[TunedPass], again: bool) -> list[ModelProblem]:
-    """Return the problems whose labels contain one of ``names``, without finished problems unless ``again``."""
+    """Return the problems whose labels contain a name in ``names``; finished problems only if ``again``."""
     finished = set() if again else {each.plan.problem for each in done}
     return [
         each

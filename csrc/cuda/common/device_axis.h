@@ -31,7 +31,7 @@ struct DeviceAxis {
   // As in Window of natten_jax/windows.h.
   CUTLASS_HOST_DEVICE int stride_group(int index) const { return by_stride.divide(index) * stride; }
   CUTLASS_HOST_DEVICE int dilations(int extent) const { return by_dilation.divide(extent); }
-  /// Wraps an index that is at most one length outside a dimension that wraps. Other dimensions do not change it.
+  /// Wraps an index that is at most one length outside a dimension that wraps; returns it as it is otherwise.
   CUTLASS_HOST_DEVICE int around(int index) const {
     if (ends != Ends::kWrap) return index;
     return index < 0 ? index + kv_group_tokens : index >= kv_group_tokens ? index - kv_group_tokens : index;

@@ -14,7 +14,7 @@ namespace natten_jax {
 /// When padding is filled, relative to other kernels of the stream. The next kernel may overlap in all cases.
 enum class FillTime {
   kAfter,    ///< After the previous kernel has ended.
-  kBeside,   ///< While the previous kernel runs. That one must allow it, write no padding, and follow ended kernels.
+  kBeside,   ///< While the previous kernel runs, which must allow it, write no padding, and follow ended kernels.
   kBetween,  ///< After the previous kernel, while the next one runs, which can read the previous one's results.
 };
 

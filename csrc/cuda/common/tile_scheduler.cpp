@@ -32,9 +32,9 @@ int heads_per_query_block(const Problem& problem) {
   return best;
 }
 
-/// Heads whose key/value tiles are interleaved: two if tiles take turns, so that half as many tiles wait for one
-/// another (2 to 12% faster). Causal problems, whose longest tiles come first, would gain nothing and have more L2
-/// misses.
+/// Heads whose key/value tiles are interleaved: two if tiles take turns, so that only half of the
+/// tiles wait for one another (2 to 12% faster). Causal problems, whose longest tiles come first, would gain nothing
+/// and have more L2 misses.
 int heads_per_key_block(const Problem& problem, bool takes_turns) {
   return takes_turns && !is_causal(problem) && problem.heads_kv % 2 == 0 ? 2 : 1;
 }

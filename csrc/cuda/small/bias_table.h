@@ -92,7 +92,7 @@ struct RecordLayout {
       pitch[d] = d == fastest ? 1 : line * others;
       if (d != fastest) others *= extent[d];
     }
-    // One number more, because late rows (TilePlan::late_rows) are stored one number later.
+    // Plus 1, because late rows (TilePlan::late_rows) are stored one number later.
     numbers = divide_up((others - 1) * line + extent[fastest] + 1, kRecordStep) * kRecordStep;
   }
 };

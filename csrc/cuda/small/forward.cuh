@@ -15,6 +15,7 @@
 #include "cuda/small/products.cuh"
 #include "cuda/small/seams.cuh"
 #include "cuda/small/trusted_sums.cuh"
+#include "natten_jax/added_logit.h"
 #include "natten_jax/merge.h"
 
 namespace natten_jax::small {

@@ -109,7 +109,7 @@ Status prepare(const Problem& problem, const RingShape& shape, const Arrays& arr
   return {};
 }
 
-/// Runs `call` if slabs are loaded by TMA. Other loads are never chosen for the kernels that it launches.
+/// Runs `call` if slabs are loaded by TMA, which is always chosen for the kernels that `call` launches.
 template <RingLoads kLoads, class Call>
 cudaError_t with_boxes(const Call& call) {
   if constexpr (kLoads == RingLoads::kBoxes) {
