@@ -1,4 +1,5 @@
-// Copies of a region's columns and rows into shared memory, and the order of a CTA's loop over batch entries and heads.
+// Copies of a region's columns and rows into shared memory, and the order in which a CTA loops over its items (pairs of
+// a batch entry and a query head).
 #pragma once
 
 #include "cuda/common/arithmetic.cuh"
@@ -10,7 +11,7 @@
 
 namespace natten_jax::small {
 
-/// A batch entry and a query head.
+/// A batch entry and a query head. A CTA computes its region for one item at a time.
 struct Item {
   int batch;
   int head;
@@ -35,10 +36,10 @@ struct Item {
   }
 
   CUTE_DEVICE HeadScale scale(const CommonParams& p) const { return p.scale.of(batch * p.heads + head); }
-  /// Returns the factor from products to logits in base 2.
+  /// Returns the factor that converts products of queries and keys to logits in base 2.
   CUTE_DEVICE float exponent_scale(const CommonParams& p) const { return scale(p).logits * kLog2E; }
 
-  /// Returns the index among all items.
+  /// Returns the item's index among all items of the launch.
   CUTE_DEVICE int number(const CommonParams& p) const { return batch * p.heads + head; }
 
   /// Returns the head's relative bias.
@@ -74,8 +75,9 @@ CUTE_DEVICE Byte* row_of(Byte* array, int row, int width) {
   return const_cast<Char*>(advance(static_cast<const char*>(array), row, 2 * width));
 }
 
-/// A thread's share of copying a region's columns: a chunk of every few columns, from either of two arrays. A
-/// column's chunks of both arrays are in one row of shared memory, so that one address serves all reads.
+/// The part of a region's columns that a thread copies from global to shared memory: one chunk of every `n`-th column,
+/// from one of two arrays. `n` is the number of columns that the CTA copies at a time. In shared memory, one row holds
+/// a column's chunks of both arrays, so that reads of both arrays use the same row address.
 template <int kHeadDim>
 struct ColumnCopy {
   static constexpr int kChunks = kHeadDim / 4, kOfArray = kHeadDim / 8, kAtOnce = 4;
@@ -89,7 +91,8 @@ struct ColumnCopy {
     chunk_bytes = chunk % kOfArray * 8 < width ? 16 : 0;
   }
 
-  /// Returns the source address in the thread's array; any valid address if its chunk is past the head's width.
+  /// Returns the address of the thread's chunk in the first row of its array. If the chunk lies past the head's width,
+  /// the address is any valid one, because no bytes are copied from it.
   CUTE_DEVICE const char* source(const void* first, const void* second) const {
     return static_cast<const char*>(is_second ? second : first) + (chunk_bytes == 0 ? 0 : chunk % kOfArray * 16);
   }
@@ -119,7 +122,7 @@ struct ColumnCopy {
     if (place < tables.places + tables.columns) copy_columns(std::integral_constant<int, 1>{});
   }
 
-  /// Copies the keys and values that a region's queries see, including additional ones.
+  /// Starts to copy the keys and values that a region's queries see, and the additional keys and values.
   template <class Params>
   CUTE_DEVICE void keys(const Params& p, const Tables& tables, const Item& item, std::uint32_t stage) const {
     const int of_key = item.of_key(p);
@@ -132,7 +135,7 @@ struct ColumnCopy {
              stage + p.region.shared.additional);
   }
 
-  /// Copies columns that are contiguous in memory and in shared memory.
+  /// Starts to copy columns that are consecutive in global memory and in shared memory.
   CUTE_DEVICE void sequence(int columns, const char* source, std::uint32_t additional) const {
     for (int i = threadIdx.x / kChunks; i < columns; i += blockDim.x / kChunks) {
       const std::uint32_t row = additional + i * (4 * kHeadDim) + (chunk >> 3) * 128;
@@ -150,14 +153,15 @@ CUTE_DEVICE void copy_table(const CommonParams& p, const Item& item, std::uint32
   }
 }
 
-/// Rows of a warp's tile, with a buffer per array.
+/// Copies the rows of a warp's tile between global memory and buffers in shared memory, one buffer per array.
 template <int kHeadDim>
 struct RowTile {
   using Tile = SharedTile<2 * kHeadDim>;
   static constexpr int kBytes = kRows * Tile::kRowBytes;
   static constexpr int kPasses = kRows * Tile::kChunks / 32, kStep = 32 / Tile::kChunks;  // kStep: rows per pass
 
-  /// Starts to copy the rows. `source` is the item's first row, `places` is Tables::row_places of the warp.
+  /// Starts to copy a tile's rows of one array into a buffer. `source` is the address of the item's first row, and
+  /// `places` is the warp's Tables::row_places.
   CUTE_DEVICE static void copy(const int2* places, const void* source, int head_dim, std::uint32_t buffer) {
     const int lane = threadIdx.x % 32, chunk = lane % Tile::kChunks, row = lane / Tile::kChunks;
     const bool is_inside = chunk * 8 < head_dim;
@@ -172,8 +176,8 @@ struct RowTile {
     }
   }
 
-  /// Scales a warp's accumulators with a factor for each of a lane's two rows, rounds them, and stores them through a
-  /// buffer in shared memory.
+  /// Multiplies a warp's accumulators by `low` in the lane's first row and by `high` in its second row, rounds them,
+  /// and stores them to global memory through a buffer in shared memory.
   template <class Element>
   CUTE_DEVICE static void store(const float (&o)[kHeadDim / 8][4], float low, float high, const int2* places,
                                 void* destination, int head_dim, std::uint32_t buffer) {
@@ -211,7 +215,8 @@ struct RowTile {
   }
 
  private:
-  /// Row indices that a lane handles: `row` in the first pass, and another row in each later pass.
+  /// Array indices of the rows that a lane copies, one row per pass. In the first pass, it copies row `row` of the
+  /// tile.
   struct Places {
     int2 each[kPasses / 2];
 
@@ -234,7 +239,7 @@ CUTE_DEVICE void clear(char* begin, char* end) {
   }
 }
 
-/// Consecutive items of a CTA.
+/// The items of a CTA, which have consecutive indices.
 struct CtaItems {
   static constexpr bool kOfEntries = false, kMayWrap = false, kIsPlain = false;
 
@@ -250,20 +255,21 @@ struct CtaItems {
   CUTE_DEVICE void advance(const CommonParams& p, Item& item, int) const { item.next(p); }
 };
 
-/// Like CtaItems, but for plain problems, whose arrays are the complete layout (CommonParams::is_plain). This saves 430
-/// of the 3,000 instructions of a forward pass's plan.
+/// Like CtaItems, but for plain problems, whose arrays are the complete layout (CommonParams::is_plain). The plan of a
+/// forward pass then has 430 fewer instructions than the usual 3,000.
 struct PlainItems : CtaItems {
   static constexpr bool kIsPlain = true;
 
   PlainItems() = default;
   CUTE_DEVICE explicit PlainItems(const CommonParams& p) : CtaItems(p) {
-    // Opaque to the compiler. Otherwise it rematerializes the count for each item, at 8 of the 286 instructions per
-    // item that a forward pass has outside of its loop over columns.
+    // Make the count opaque to the compiler, which would otherwise compute it again for each item. The computation
+    // takes 8 of the 286 instructions per item that a forward pass executes outside of its loop over columns.
     count = static_cast<int>(kept(static_cast<std::uint32_t>(count)));
   }
 };
 
-/// Items of a CTA's plan with per-entry layouts: consecutive items, with the CTA's entries sorted by plan.
+/// The items of one plan of a CTA, with per-entry layouts. Their numbers are consecutive when the CTA's batch entries
+/// are numbered as in `order`.
 struct EntryItems {
   static constexpr bool kOfEntries = true, kMayWrap = false, kIsPlain = false;
 
@@ -279,8 +285,8 @@ struct EntryItems {
     return Item(p, first_entry + order[place], head);
   }
 
-  /// The bit mask gives the next entry, because a lookup in `order` took 7% of a pass. The first case is separate
-  /// because the second one needs more registers.
+  /// Advances to the next item. The bit mask gives the next batch entry, because a lookup in `order` took 7% of a pass.
+  /// The next head of the same entry is a separate case, because it needs fewer registers.
   CUTE_DEVICE void advance(const CommonParams& p, Item& item, int) const {
     if (item.head + 1 < p.heads) {
       item.next(p);
@@ -290,9 +296,9 @@ struct EntryItems {
   }
 };
 
-/// Loads of a region's columns on any architecture: all threads copy chunks. A CTA's items use a single stage one after
-/// another, or alternate between two stages, so that the next item is loaded while one is computed. A stage also has
-/// the warps' rows.
+/// Loads of a region's columns on any architecture: all threads copy chunks. A stage in shared memory holds the columns
+/// of one item, and the warps' rows. With one stage, the next item is loaded after the current one has been computed.
+/// With two stages, it is loaded during that computation.
 template <class Items>
 class ChunkLoads {
  public:
@@ -315,13 +321,14 @@ class ChunkLoads {
   template <class LoadRows>
   CUTE_DEVICE void load_first_rows(const Item&, std::uint32_t, const LoadRows&) const {}
 
-  /// Loops over the items: `load_rows(item, rows)` and `load_columns(item, stage)` start copies of a warp's rows and of
-  /// all threads' columns, `compute(item, stage, rows, phases)` uses them. All warps have to call it.
+  /// Loops over the items. For each item, `load_rows(item, rows)` starts to copy a warp's rows, and `load_columns(item,
+  /// stage)` starts to copy the columns with all threads. Then `compute(item, stage, rows, phases)` uses these copies.
+  /// All warps have to call this function.
   template <class LoadRows, class LoadColumns, class Compute>
   CUTE_DEVICE void for_items(const Tables& tables, const TilePlan&, std::uint32_t rows_of_warp,
                              const LoadRows& load_rows, const LoadColumns& load_columns, const Compute& compute) const {
     wait_for_previous_kernel();
-    // Clear the stages: the kernel also reads parts that no copy writes, which have to be finite.
+    // Clear the stages: the kernel also reads memory that no copy writes, and the numbers in it have to be finite.
     clear(tables.stages, tables.stages + p_.region.stages * p_.region.shared.stage_bytes);
     __syncthreads();
     const Items& items = items_;

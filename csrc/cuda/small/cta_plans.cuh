@@ -1,4 +1,4 @@
-// Outer loop of kernels with regions, over the plans of a CTA.
+// Outer loop of kernels with regions: a loop over the plans of a CTA.
 #pragma once
 
 #include "cuda/common/launch.cuh"
@@ -6,12 +6,13 @@
 
 namespace natten_jax::small {
 
-/// Calls `call(items, layout, is_first)` for each plan of a CTA: a single plan without per-entry layouts.
+/// Calls `call(items, layout, is_first)` for each plan of a CTA. Without per-entry layouts, a CTA has a single plan.
 template <class Items, Owner kOwner, class Call>
 CUTE_DEVICE void for_plans(const CommonParams& p, char* raw, const Call& call) {
   if constexpr (Items::kOfEntries) {
-    // A kernel that owns keys runs after the kernel that owns queries, and waits only when it needs the results of that
-    // kernel. Its tensor maps are made before the maps that the kernel of queries may have to wait for.
+    // The kernel that owns keys follows the kernel that owns queries, and may start while that kernel runs. It waits
+    // only before it reads that kernel's results. It need not wait for its tensor maps, because they are made before
+    // the tensor maps of the kernel that owns queries.
     allow_next_kernel();
     EntryState& state = *reinterpret_cast<EntryState*>(raw + p.region.shared.batch_entries);
     int first_entry, piece;
@@ -26,8 +27,8 @@ CUTE_DEVICE void for_plans(const CommonParams& p, char* raw, const Call& call) {
       call(items, layout, is_first);
       piece += p.by_pieces.divisor;
     }
-    // Keeps the PDL chain transitive: the next kernel must not start before the previous one is done, even if this
-    // kernel does not wait otherwise.
+    // Keep the PDL chain transitive: the next kernel must not start before the previous one has ended, even if this
+    // kernel does not wait for the previous one otherwise.
     if (blockIdx.x == 0 && blockIdx.y == 0) wait_for_previous_kernel();
   } else {
     call(Items(p), EntryLayout{}, true);

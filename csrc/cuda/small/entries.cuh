@@ -1,21 +1,22 @@
-// Grouping of a CTA's batch entries with separate layouts: entries of a group share a plan.
+// Grouping of a CTA's batch entries if they have separate layouts. The entries of a group share a plan.
 #pragma once
 
 #include "cuda/small/copies.cuh"
 
 namespace natten_jax::small {
 
-/// Data about a CTA's batch entries, computed first and kept in shared memory; each lane of one warp handles an entry.
+/// Layouts and groups of a CTA's batch entries, kept in shared memory. A single warp loads and computes them before the
+/// first plan, with one entry per lane.
 ///
-/// Entries with rows in the region form groups that share a plan. Each group is split into pieces of at most
-/// Region::items_of_cta items.
+/// Entries with rows in the region form groups that share a plan. The items of each group are split into pieces of at
+/// most Region::items_of_cta items.
 struct EntryState {
-  /// Data of a lane's entry and the entries before it, in the order of the groups' first entries.
+  /// The group of a lane's entry. Groups are ordered by their first entries.
   struct Group {
-    int pieces_end;    // number of pieces of all groups whose first entry is this entry or an earlier one
-    int first_item;    // number of items of all groups whose first entry is an earlier one
-    int items;         // number of items of the entry's group
-    int of_piece;      // maximum items per piece
+    int pieces_end;    // number of pieces in all groups whose first entry is the lane's entry or an earlier one
+    int first_item;    // number of items in all earlier groups; valid for a group's first entry
+    int items;         // number of items in the group
+    int of_piece;      // maximum number of items in a piece
     int is_alike;      // the group's plan is the plan of the launch's layout
     unsigned entries;  // bit mask of the group's entries
   };
@@ -29,9 +30,10 @@ static_assert(sizeof(EntryState) <= kEntryStateBytes);
 /// that runs it.
 template <bool kRowsAreKeys>
 struct EntryRegion {
-  bool has_rows;  // any of the entry's rows is in the region
-  bool is_alike;  // the plan is the launch's plan: the entry ends far after the region, or has the launch's layout
-  int origin, query_extent, kv_extent;  // clamped to the range in which plans differ
+  bool has_rows;  // the region contains rows of the entry
+  bool is_alike;  // the plan for the launch's layout can be used: the entry's layout equals it, or ends far after the
+                  // region
+  int origin, query_extent, kv_extent;  // clamped to the launch's layout; the extents are -1 if is_alike
 
   /// `residue` is the region's dilation group, and `first_row` the region's first row in that group. The region has at
   /// most `rows` rows, which see a box of `columns` columns.
@@ -51,20 +53,22 @@ struct EntryRegion {
   }
 
  private:
-  /// Returns the minimum distance from a region's first row to the end of a layout at which the region's plan does not
-  /// depend on that end. The end must lie past the region's box, and past the columns that its rows see. Near the end,
-  /// windows are shifted, so that more queries see a key, and the last two regions of keys split their tiles
-  /// differently.
+  /// Returns a number of rows: if a layout ends at least as far after the region's first row, the region's plan does
+  /// not depend on the position of this end. The end then lies past the region's box, and past the columns that its
+  /// rows see.
+  ///
+  /// A plan depends on a nearer end for two reasons. Windows are shifted near the end, so that more queries see a key.
+  /// And with keys as rows, the last two regions divide their tiles differently (RegionAxis::fill_last_region).
   CUTE_DEVICE static int rows_behind(const DeviceAxis& axis, int first_row, int rows, int columns) {
-    // Lower bound of the number of columns before the first row in the box.
+    // Lower bound of the number of columns that the box has before the region's first row.
     const int before = kRowsAreKeys && axis.is_causal() ? 0 : min(first_row, (axis.kernel_size - 1) / 2);
     const int seen = kRowsAreKeys ? rows + max(axis.kernel_size, rows) : rows + (axis.kernel_size + 1) / 2;
     return max(seen, columns - before) + 2 * (axis.stride - 1);
   }
 };
 
-/// Loads the layouts of a CTA's entries with one warp. Neighboring lanes load neighboring numbers: with one entry per
-/// lane, hundreds of CTAs queued for the few L2 lines that all of them read.
+/// Loads the layouts of a CTA's entries with one warp. Neighboring lanes load neighboring numbers. When each lane
+/// loaded the numbers of one entry instead, hundreds of CTAs queued for the few L2 lines that all of them read.
 CUTE_DEVICE void load_layouts(const CommonParams& p, int first_entry, int entries, EntryState& state) {
   constexpr int kNumbers = kRank * kRank;
   static_assert(kEntriesOfCta == 32);
@@ -92,7 +96,7 @@ CUTE_DEVICE void group_entries(const CommonParams& p, int first_entry, EntryStat
   load_layouts(p, first_entry, entries, state);
   const int (&numbers)[kRank * kRank] = state.layout[min(lane, entries - 1)].numbers;
   bool has_rows = lane < entries, is_alike = true;
-  unsigned like = kAll;  // bit mask of the entries with the same plan
+  unsigned like = kAll;  // bit mask of the entries that can share the plan of the lane's entry
   int id = blockIdx.x;
   CUTE_UNROLL
   for (int d = 0; d < kRank; ++d) {
@@ -112,12 +116,12 @@ CUTE_DEVICE void group_entries(const CommonParams& p, int first_entry, EntryStat
   like &= __ballot_sync(kAll, has_rows);
   const unsigned before = (1u << lane) - 1;
   const bool is_first = has_rows && (like & before) == 0;
-  // The low 6 bits count entries. The bits above count pieces, so that one prefix sum covers both.
+  // The low 6 bits count entries, and the higher bits count pieces, so that one prefix sum computes both counts.
   constexpr int kEntryBits = 6;
   static_assert(kEntriesOfCta < 1 << kEntryBits);
   const int items = __popc(like) * p.heads, pieces = p.by_items.divide(items + p.region.items_of_cta - 1);
-  // Pieces of a group have equal sizes, and include all heads that share a key/value head if their gradients are added
-  // up.
+  // The pieces of a group have equal sizes, except the last one, which may be smaller. In a kernel that owns keys, a
+  // piece includes all query heads that share a key/value head, because their gradients are added up.
   const int together = kRowsAreKeys ? p.by_heads_per_kv.divisor : 1,
             of_piece = (items / together + pieces - 1) / max(pieces, 1) * together;
   const int own = is_first ? pieces << kEntryBits | __popc(like) : 0;
@@ -133,7 +137,8 @@ CUTE_DEVICE void group_entries(const CommonParams& p, int first_entry, EntryStat
   if (has_rows) state.order[of_group + __popc(like & before)] = static_cast<std::uint8_t>(lane);
 }
 
-/// Returns the items of a CTA's piece, and the layout of its plan; false if the piece does not exist.
+/// Sets `items` to the items of piece `number`, and `layout` to the layout of their plan. Returns false if the piece
+/// does not exist.
 CUTE_DEVICE bool take_piece(const CommonParams& p, EntryState& state, int first_entry, int number, EntryItems& items,
                             EntryLayout& layout) {
   const unsigned groups = __ballot_sync(0xffffffffu, number < state.group[threadIdx.x % 32].pieces_end);

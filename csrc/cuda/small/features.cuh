@@ -11,7 +11,8 @@ namespace natten_jax::small {
 template <Feature kFeature>
 struct FeatureTraits {
   using Items = std::conditional_t<kFeature == Feature::kWraps, AroundItems, CtaItems>;
-  // Items of forward passes of plain problems. With key biases and narrow heads, PlainItems would spill 16 bytes.
+  // Class of a CTA's items in forward passes of plain problems. With key biases and heads narrower than 64, registers
+  // would spill 16 bytes with PlainItems.
   template <int kHeadDim>
   using ItemsOfPlain =
       std::conditional_t<kFeature == Feature::kWraps || (kFeature == Feature::kKeyBias && kHeadDim < 64), Items,

@@ -1,5 +1,5 @@
-// Sizes and limits of the portable kernels for small windows. These are plain constants, because launches choose
-// kernels by them, and Python reads them in every build.
+// Sizes and limits of the portable kernels for small windows. This header compiles without CUDA: host code chooses
+// kernels by these constants, and Python reads some of them in every build.
 #pragma once
 
 #include <algorithm>
@@ -27,17 +27,18 @@ inline constexpr int kHeadDimStep = 8;
 /// The widest heads whose columns TMA can load: a swizzled row has at most 128 bytes.
 inline constexpr int kLargestBoxHeadDim = 64;
 
-/// Maximum batch entries with separate layouts that a CTA examines (one per lane), and the shared memory that it uses
-/// for them.
+/// Maximum number of batch entries with separate layouts that a CTA examines, one per lane; and the bytes of shared
+/// memory for them (EntryState).
 inline constexpr int kEntriesOfCta = 32, kEntryStateBytes = 2080;
 
 /// Bytes of statistics per query and head in the backward kernels: four floats.
 inline constexpr int kStatisticsBytes = 16;
 
-/// Bytes of key biases for a pair of groups, in floats.
+/// Bytes of the key biases, which are floats, of a pair of groups.
 inline constexpr int kKeyBiasBytes = 2 * kColumns * 4;
 
-/// Warps of a CTA that computes gradients of additional tokens, and threads of a CTA that adds up their partial sums.
+/// Warps of a CTA that computes partial gradients of additional tokens, and threads of a CTA that adds up the partial
+/// gradients.
 inline constexpr int kAdditionalWarps = 4;
 inline constexpr int kAdditionalSumThreads = 128;
 
@@ -47,11 +48,11 @@ constexpr int additional_pairs_at_once(int head_dim) {
 }
 
 /// Returns the number of parts into which the queries of a batch entry are split for the gradients of additional
-/// tokens. It depends only on the arguments, so that results do not depend on the other batch entries.
+/// tokens. The number depends only on the arguments, so that results do not depend on the other batch entries.
 ///
 /// Args:
-///   columns: pairs of a query and one of the query heads that share a key/value head.
-///   additional_kv: additional tokens.
+///   columns: number of queries times the number of query heads that share a key/value head.
+///   additional_kv: number of additional tokens.
 constexpr std::int64_t additional_parts(std::int64_t columns, std::int64_t additional_kv) {
   constexpr std::int64_t kColumnsOfPart = 256, kMostTileParts = 256;
   const std::int64_t tiles = divide_up(additional_kv, kRows),
@@ -59,25 +60,26 @@ constexpr std::int64_t additional_parts(std::int64_t columns, std::int64_t addit
   return std::clamp<std::int64_t>(divide_up(columns, kColumnsOfPart), 1, most);
 }
 
-/// Optional feature that a kernel is compiled for. A problem has at most one; kNone kernels also handle per-entry
-/// layouts.
+/// Optional feature for which a kernel is compiled. A problem has at most one of these features. Kernels with kNone
+/// also support per-entry layouts.
 enum class Feature { kNone, kRelativeBias, kKeyBias, kWraps };
 
-/// The tokens that are the rows of a kernel's tiles.
+/// The tokens that a kernel owns: they are the rows of its tiles.
 enum class Owner { kQueries, kKeys };
 
 /// The role of a kernel.
 enum class Kernel { kForward, kQueryGradient, kKeyValueGradient, kWholeGradient };
 
-/// True if a warp writes its results over its rows, and loads the next item's rows only afterwards. With per-entry
-/// layouts, boxes have one stage, so that the kernel waits for the next columns anyway. Without a separate result
-/// buffer, two CTAs fit on an SM for 7 x 7 windows and heads of 64: one computes while the other plans or waits.
+/// True if a warp stages its results in the memory of its rows, and loads the next item's rows only afterwards. This
+/// costs little with per-entry layouts: boxes then have one stage, so that the kernel has to wait for the next columns
+/// anyway. Without a separate buffer for results, two CTAs fit on an SM for 7 x 7 windows and heads of 64: one computes
+/// while the other plans or waits.
 constexpr bool has_results_in_rows(Kernel kernel, bool of_entries) {
   return kernel == Kernel::kForward && of_entries;
 }
 
-/// Returns the number of arrays with a box in each stage, without statistics: the two arrays of columns, or the boxes
-/// that WholeBox names.
+/// Returns the number of boxes in a stage, not counting the box of statistics. The kernel of whole layouts has the
+/// boxes of WholeBox; the other kernels have one box for each of two arrays of columns.
 constexpr int boxes_of(Kernel kernel) {
   return kernel == Kernel::kWholeGradient ? 5 : 2;
 }

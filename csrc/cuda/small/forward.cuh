@@ -1,9 +1,9 @@
-// Forward neighborhood attention for small windows: a warp owns 16 queries. A CTA owns a region of queries, and loads
-// the keys and values that they see once per batch entry and head.
+// Forward neighborhood attention for small windows: a warp owns 16 queries. A CTA owns a region of queries. Once per
+// batch entry and head, it loads the keys and values that these queries see.
 //
-// Weights are relative to 0 (bfloat16), or to a logit in the middle of the window (float16), so that sums are never
-// rescaled. If the sum of a row's weights is so large or small that digits may have been lost, its tile is recomputed
-// relative to the largest logits.
+// Softmax weights are computed relative to a fixed reference logit, so that sums are never rescaled. The reference is 0
+// in bfloat16. In float16, it is a logit in the middle of the window. If a row's sum of weights is so large, so small
+// or so close to 1 that digits may have been lost, its tile is recomputed relative to the largest logit of each row.
 #pragma once
 
 #include <cmath>
@@ -20,8 +20,8 @@
 
 namespace natten_jax::small {
 
-/// A warp's accumulators: sums of weighted values, the lane's partial sums of weights, and the reference logits of its
-/// two rows.
+/// Accumulators of a lane: sums of weighted values, and for each of its two rows the lane's partial sum of weights and
+/// the row's reference logit (`shift`).
 template <int kHeadDim>
 struct TileOutput {
   float o[kHeadDim / 8][4] = {};
@@ -76,7 +76,8 @@ CUTE_DEVICE void compute_exactly(TileOutput<kHeadDim>& result, const Queries& qu
     CUTE_UNROLL
     for (int i = 0; i < 8; ++i) {
       float& logit = x[0][i / 4][i % 4];
-      // A select instead of adding a large number: hidden logits may be infinite or NaN.
+      // Select zero, instead of adding a large negative number to the exponent: logits of hidden (masked out) keys may
+      // be infinite or NaN.
       const bool is_hidden = hiding(masks_of_group(pair.masks[0], i / 4), i % 4) != 0.f;
       logit = is_hidden ? 0.f : fast_exp2((logit - largest[i % 4 / 2]) * factor);
     }
@@ -120,8 +121,8 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     phases.rows_are_read();
     TileOutput<kHeadDim> result;
     if constexpr (kHasTerms && !Sums::kHasReference) {
-      // A sink is an additional weight. All lanes call sink(), which shuffles: lanes that skip it would deadlock the
-      // warp.
+      // A sink is an additional weight. All lanes must call sink(), because it shuffles: if some lanes skipped the
+      // call, the warp would deadlock.
       const float of_sink = fast_exp2(terms.sink() * kLog2E);
       result.sum[0] = result.sum[1] = lane % 4 == 0 ? of_sink : 0.f;
     }
@@ -139,7 +140,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
         for (int r = 0; r < 2; ++r) {
           result.shift[r] = largest_of_row(
               fmaxf(fmaxf(x[0][0][2 * r], x[0][0][2 * r + 1]), fmaxf(x[0][1][2 * r], x[0][1][2 * r + 1])));
-          // A bias may hide every key of the pair.
+          // A bias may hide all keys of the pair.
           if ((kHasBias || kHasKeyBias) && result.shift[r] == -INFINITY) result.shift[r] = 0.f;
         }
       }
@@ -165,8 +166,8 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
       const int is_sum = is_sum_trusted<Element>(sums[r], result.shift[r], factor);
       is_trusted &= (is_sum | static_cast<int>((r == 0 ? places.x : places.y) < 0)) != 0;
     }
-    // Sink that the sums do not include yet. In float16, the check above excludes the sink, because a sum that includes
-    // it would hide a loss of digits in the weights.
+    // Sink that still has to be added to the sums; -infinity if they include it. In float16, it is added after the
+    // check above: sums that include the sink would hide a loss of digits in the weights.
     float sink = -INFINITY;
     if constexpr (kHasTerms && Sums::kHasReference) sink = terms.sink();
     if (__any_sync(0xffffffffu, !is_trusted)) {
@@ -178,8 +179,8 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     }
     phases.columns_are_read();
     key_bias.leave(item);
-    // Of the four lanes that share two rows, the first one writes the first row's statistics, its neighbor the second
-    // row's.
+    // Four lanes share two rows. The first of these lanes writes the logsumexp of the first row, and the second lane
+    // writes the logsumexp of the second row.
     const bool is_second = lane % 2 != 0;
     const int place = is_second ? places.y : places.x;
     bool has_sink = sink != -INFINITY;
@@ -207,7 +208,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
   for_plans<Items, Owner::kQueries>(p, raw, [&](const Items& items, const EntryLayout& layout, bool is_first) {
     loads.take(items, is_first);
     HeadTerms<kHasTerms, kHasBoxes && !Items::kOfEntries && !Items::kMayWrap, Items> terms(
-        p, items);  // loaded while the warp plans
+        p, items);  // its loads overlap with make_plan
     const auto load_first_rows = [&] { loads.load_first_rows(items.at(p, 0), warp * Rows::kBytes, load_rows); };
     if (!make_plan<kHeadDim, Owner::kQueries, kHasBoxes, kFeature>(p, raw, tables, tile, loads, load_first_rows,
                                                                    layout)) {

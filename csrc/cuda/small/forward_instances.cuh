@@ -39,7 +39,8 @@ cudaError_t launch_forward(int head_dim, const ForwardParams& params, const Laun
     if (!has_terms && (params.is_plain || !ItemsOfPlain::kIsPlain)) {
       return natten_jax_small_forward<Element, width, has_boxes, Terms::kOfAll, kFeature, ItemsOfPlain>;
     }
-    // Arrays that are parts of a layout use the kernel for per-head terms, to limit the number of instances.
+    // Problems that are not plain use the kernel for per-head terms even without such terms, to limit the number of
+    // compiled kernels.
     return natten_jax_small_forward<Element, width, has_boxes, Terms::kOfHeads, kFeature, Items>;
   });
 }

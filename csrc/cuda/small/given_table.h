@@ -1,5 +1,6 @@
-// Conversion of a relative bias from the caller's array, with one number per offset, to the tables that kernels read:
-// terms of products of queries and keys, with padded lines (bias_lines.h).
+// Conversion of a relative bias to the tables that kernels read. The caller's array has one number per offset. In the
+// tables, each bias is a term that is added to an unscaled product of a query and a key, and lines (the offsets along
+// the last dimension) are padded (bias_lines.h).
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -16,14 +17,14 @@ struct GivenTable {
   bool is_of_entry;             // each batch entry has a separate table
   int offsets;                  // per table
   int offsets_of_line;          // offsets along the last dimension
-  cutlass::FastDivmod by_line;  // divides by the entries of a line, as kernels read it
+  cutlass::FastDivmod by_line;  // divides by the entries of a line of a kernel's table, with padding
 
-  /// Returns the table of a head and batch entry; `number` is entry * heads + head.
+  /// Returns the caller's table of a head and batch entry; `number` is entry * heads + head.
   NATTEN_JAX_HOST_DEVICE const float* of(std::int64_t number, int head) const {
     return tables + (is_of_entry ? number : head) * offsets;
   }
 
-  /// Returns the offset of an entry of a kernel's table; negative for padding.
+  /// Returns the index in the caller's table of entry `entry` of a kernel's table; negative for padding.
   NATTEN_JAX_HOST_DEVICE int offset_of(int entry) const {
     int line, place;
     by_line(line, place, entry);
@@ -31,7 +32,7 @@ struct GivenTable {
     return place < offsets_of_line && offset < offsets ? offset : -1;
   }
 
-  /// Converts a bias to a term of unscaled products.
+  /// Converts a bias to a term that is added to unscaled products.
   NATTEN_JAX_HOST_DEVICE static float product_of(float bias, float scale) {
     return added_product(bias, clipped_logit(bias / scale));
   }

@@ -1,4 +1,5 @@
-// Items of a CTA with a relative bias: batch entries of a single head, and the head's table.
+// Items of a CTA in the kernel of whole layouts with a relative bias: batch entries of a single head, which share the
+// head's table.
 #pragma once
 
 #include "cuda/small/copies.cuh"
@@ -6,8 +7,8 @@
 
 namespace natten_jax::small {
 
-/// Consecutive batch entries of a head, or a single one if entries have separate tables or scales. CTAs that run at the
-/// same time have neighboring heads of the same entries, which share cache lines.
+/// Consecutive batch entries of a head; a single batch entry if entries have separate tables or scales. CTAs that run
+/// concurrently process neighboring heads of the same batch entries, because these heads share cache lines.
 struct HeadItems {
   static constexpr bool kOfEntries = false, kMayWrap = false, kIsPlain = false;
 
@@ -23,20 +24,22 @@ struct HeadItems {
   CUTE_DEVICE Item at(const CommonParams& p, int i) const { return Item(p, first + i, head); }
   CUTE_DEVICE void advance(const CommonParams& p, Item& item, int i) const { item = at(p, i); }
 
-  /// Returns the index of a CTA's table of sums. The tables that are added up for a gradient are consecutive.
+  /// Returns the index of the CTA's table of sums in global memory. The tables that are added up for one gradient are
+  /// consecutive.
   CUTE_DEVICE std::int64_t place_of_sum(const WholeBiasParams& p) const {
     if (p.given.is_of_entry) return at(p, 0).number(p) * p.region.count + blockIdx.x;
     return (std::int64_t{head} * p.pieces + piece) * p.region.count + blockIdx.x;
   }
 };
 
-/// Relative bias table of a CTA's head, copied once to each stage in shared memory, for all items of the CTA.
+/// Relative bias table of a CTA's head. It is copied to each stage in shared memory once, and serves all items of the
+/// CTA.
 class HeadTable {
  public:
   CUTE_DEVICE HeadTable(const WholeBiasParams& p, char* raw)
       : p_(p), table_(shared_address(raw + p.region.shared.stages) + p.region.shared.table) {}
 
-  /// Starts to copy the table of the first item. All threads have to call this and `finish`, and to synchronize
+  /// Starts to copy the first item's table. All threads have to call this function and `finish`, and to synchronize
   /// afterwards.
   CUTE_DEVICE void start(const Item& first) const {
     const float* from = p_.given.of(first.number(p_), first.head);
@@ -48,7 +51,7 @@ class HeadTable {
     commit_copies();
   }
 
-  /// Divides the words that the thread copied by the scale, in all stages.
+  /// Converts the biases that the thread copied to terms of products, and stores them in all stages.
   CUTE_DEVICE void finish(const Item& first) const {
     wait_copies<0>();
     const float scale = first.scale(p_).logits;
@@ -63,7 +66,7 @@ class HeadTable {
   }
 
  private:
-  /// Returns the number of words, including the margins, which are zeros.
+  /// Returns the number of words of the table in shared memory, including its margins, which are zeros.
   CUTE_DEVICE int words() const { return p_.region.table_entries + 2 * p_.region.table_margin; }
   CUTE_DEVICE int offset_of(int word) const {
     const int entry = word - p_.region.table_margin;

@@ -6,13 +6,18 @@
 
 namespace natten_jax::small {
 
-/// Source of scales and sinks: either a single scale for all heads, a kernel parameter that needs no register, or
-/// per-head scales and sinks. With one kernel for both cases, forward passes of video clips and volumes took 3% longer.
+/// Source of the scale of logits, and of sinks:
+///
+/// - kOfAll: a single scale for all heads, which is a kernel parameter and needs no register; no sinks.
+/// - kOfHeads: per-head scales and sinks.
+///
+/// When one kernel served both cases, forward passes of video clips and volumes took 3% longer.
 enum class Terms { kOfAll, kOfHeads };
 
-/// Scale and sink of the item that a warp computes in a forward pass. With `kOfLanes`, lane i holds the terms of the
-/// CTA's item `first_ + i`. Loading the terms per item stalls warps, and takes 40 instructions more than a single scale
-/// (14 x 14 tokens: 9% of a pass on an H100). Kernels that already spill registers cannot afford `kOfLanes`.
+/// Scale and sink of the item that a warp computes in a forward pass. With `kOfLanes`, lane i holds the scale and sink
+/// of the CTA's item `first_ + i`. Without it, a warp loads both for each item. These loads stall the warp, and take 40
+/// instructions more than a single scale: 9% of a pass for 14 x 14 tokens on an H100. Kernels that already spill
+/// registers cannot afford `kOfLanes`.
 template <bool kAreThere, bool kOfLanes, class Items>
 class HeadTerms {
  public:
@@ -29,7 +34,7 @@ class HeadTerms {
     }
   }
 
-  /// Returns the factor from products to the item's logits in base 2.
+  /// Returns the factor that converts products of queries and keys to the item's logits in base 2.
   CUTE_DEVICE float exponent_scale() const { return kAreThere ? of_item(exponent_scale_) : p_.exponent_scale; }
 
   /// Returns the item's sink as passed by the caller, or -infinity without sinks.
@@ -43,7 +48,7 @@ class HeadTerms {
     sink_ = item.sink(p_);
   }
 
-  /// Loads the terms of the CTA's items `first` to `first + 31`, one per lane.
+  /// Loads the scales and sinks of the CTA's items `first` to `first + 31`, one item per lane.
   CUTE_DEVICE void load(int first) {
     const int lane = threadIdx.x % 32;
     take(items_.at(p_, min(first + lane, items_.count - 1)));

@@ -13,7 +13,8 @@
 
 namespace natten_jax::small {
 
-/// Calls `call` with a compiled head width as a constant. Kernels with biases are compiled for fewer widths.
+/// Calls `call` with a compiled head width as a compile-time constant. Kernels with biases are compiled for fewer
+/// widths.
 template <Feature kFeature = Feature::kNone, class Call>
 cudaError_t with_head_dim(int head_dim, const Call& call) {
   static_assert(kHeadDims[1] == kLargestBiasedHeadDim);
@@ -24,7 +25,7 @@ cudaError_t with_head_dim(int head_dim, const Call& call) {
   }
 }
 
-/// Launches `kernel_of(head_dim, has_boxes)` for the region's method of loading columns.
+/// Launches `kernel_of(head_dim, has_boxes)`. `has_boxes` is true if TMA loads the region's columns.
 template <Feature kFeature, class Params, class KernelOf>
 cudaError_t launch_loading(int head_dim, const Params& params, const LaunchShape& shape, const KernelOf& kernel_of) {
   return with_head_dim<kFeature>(head_dim, [&](auto width) {
@@ -35,8 +36,8 @@ cudaError_t launch_loading(int head_dim, const Params& params, const LaunchShape
   });
 }
 
-/// Sets `result` to true if the current device runs kernel code that was compiled for an architecture with TMA. Code
-/// for older architectures, which the driver JIT-compiles, does not use TMA.
+/// Sets `result` to true if the kernel code that the current device runs was compiled for an architecture with TMA, and
+/// to false otherwise. If the driver JIT-compiles code for an older architecture, that code does not use TMA.
 template <ElementType kType, Feature kFeature>
 cudaError_t find_box_kernels(bool& result);
 
@@ -44,8 +45,8 @@ cudaError_t find_box_kernels(bool& result);
 template <ElementType kType, Feature kFeature>
 cudaError_t launch_forward(int head_dim, const ForwardParams& params, const LaunchShape& shape);
 
-/// Launch the kernels of query gradients, of key and value gradients, and of all gradients of whole layouts. The last
-/// one requires heads that TMA can load, and dimensions that do not wrap.
+/// Launch one kernel each: of query gradients, of key and value gradients, and of all gradients of whole layouts.
+/// launch_whole_gradient requires heads that TMA can load, and dimensions that do not wrap.
 template <ElementType kType, Feature kFeature>
 cudaError_t launch_query_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
 template <ElementType kType, Feature kFeature>
@@ -54,10 +55,11 @@ template <ElementType kType, Feature kFeature>
 cudaError_t launch_whole_gradient(int head_dim, const WholeParams<kFeature == Feature::kRelativeBias>& params,
                                   const LaunchShape& shape);
 
-/// Launches the kernel that adds up the records of tiles.
+/// Launches the kernel that adds up the records of tiles for the gradient of a relative bias.
 cudaError_t launch_table_gradient(const TableParams& params, const LaunchShape& shape);
 
-/// Launches both kernels of the gradients of additional keys and values: the first with `ctas` CTAs.
+/// Launches both kernels for the gradients of additional keys and values. The first one has `ctas` CTAs, which compute
+/// partial gradients; the second one adds these up.
 template <ElementType kType>
 cudaError_t launch_additional_gradient(int head_dim, const AdditionalParams& params, int ctas, cudaStream_t stream);
 

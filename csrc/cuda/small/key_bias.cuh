@@ -1,6 +1,6 @@
 // Key biases, which initialize the products of queries and keys. If keys are columns, a warp keeps the biases of its
-// tile's pairs of groups in shared memory, in the order in which its lanes read them. After its last read it starts to
-// load the biases of the next item. If keys are rows, each lane holds two biases.
+// tile's pairs of groups in shared memory, in the order in which its lanes read them. After its last read, it starts to
+// load the biases of the next item. If keys are rows, each lane holds the biases of its two rows in registers.
 #pragma once
 
 #include "cuda/common/arithmetic.cuh"
@@ -9,7 +9,7 @@
 
 namespace natten_jax::small {
 
-/// Key biases of a warp's columns, if `kAreThere`.
+/// Biases of the keys that are a warp's columns. Without `kAreThere`, its functions do nothing.
 template <bool kAreThere>
 class ColumnKeyBias {
  public:
@@ -24,8 +24,8 @@ class ColumnKeyBias {
     }
   }
 
-  /// Converts an item's biases to terms of products. The loads must be complete, and the previous item must be
-  /// finished.
+  /// Converts an item's biases to terms that are added to products. Before the call, the loads of the biases have to be
+  /// complete, and the warp has to be done with the previous item.
   CUTE_DEVICE void prepare(const Item& item) {
     if constexpr (kAreThere) {
       if (!is_new_) return;
@@ -43,12 +43,13 @@ class ColumnKeyBias {
     }
   }
 
-  /// Must be called when an item's biases have been read. Starts to load the next item's biases if they differ.
+  /// Must be called after the warp's last read of an item's biases. Starts to load the next item's biases if they or
+  /// the next item's scale may differ.
   CUTE_DEVICE void leave(const Item& item) {
     if constexpr (kAreThere) {
       __syncwarp();
       CUTE_UNROLL
-      for (float& bias : held_) bias = 0.f;  // otherwise the previous biases would stay in registers
+      for (float& bias : held_) bias = 0.f;  // otherwise registers would still hold the previous item's biases
       Item next = item;
       next.next(p_);
       is_new_ = !p_.key_bias.is_of_all_heads || p_.scale.heads != nullptr || next.batch != item.batch;
@@ -58,15 +59,16 @@ class ColumnKeyBias {
 
  private:
   static constexpr int kWord = 4, kWords = 4;  // bytes of a word, and words of a chunk
-  // A lane loads the biases of the first pairs into registers. Biases of further pairs go straight to their slots.
+  // A lane loads `kHeld` biases of the first `kHeldPairs` pairs into registers. The biases of further pairs are copied
+  // directly to their slots in shared memory.
   static constexpr int kHeld = 4, kHeldPairs = 2 * kHeld;
 
   CUTE_DEVICE static int lane() { return threadIdx.x % 32; }
   CUTE_DEVICE static int pair_of(int held) { return lane() / (2 * kColumns) + 2 * held; }
   CUTE_DEVICE std::uint32_t slots() const { return tables_.key_bias - lane() % 4 * (kWord * kWords); }
 
-  /// Returns the address of the slot for the bias of the lane's column of a pair. A lane reads two columns of each
-  /// group of a pair at once.
+  /// Returns the address of the lane's slot for a pair: each of 16 lanes loads the bias of one column of the pair. The
+  /// slots are ordered so that one read gives a lane the biases of its two columns in each group of the pair.
   CUTE_DEVICE std::uint32_t slot_of(int pair) const {
     const int column = lane() % kColumns, group = lane() / kColumns % 2;
     return slots() + pair * kKeyBiasBytes + kWord * (column / 2 * kWords + group * 2 + column % 2);
@@ -79,7 +81,7 @@ class ColumnKeyBias {
     const char* const from = advance(reinterpret_cast<const char*>(p_.key_bias.of_keys), item.of_batch, pitch) +
                              (is_of_all ? 0 : kWord * item.head);
     const auto of_pair = [&](int pair) {
-      // Keys of a group outside of the layout are hidden: any valid address will do.
+      // Keys outside of the layout are hidden (masked out), so that any valid address will do.
       const int key = tile_.key + static_cast<int>(tables_.entries[pair]);
       return reinterpret_cast<const float*>(advance(from, min(max(key, 0), p_.keys - 1), pitch));
     };
@@ -102,7 +104,7 @@ class ColumnKeyBias {
   bool is_new_ = true;
 };
 
-/// Key biases of a lane's two rows, and their gradients, if `kAreThere`.
+/// Biases of the keys that are a lane's two rows, and their gradients. Without `kAreThere`, its functions do nothing.
 template <bool kAreThere>
 class RowKeyBias {
  public:
@@ -119,20 +121,23 @@ class RowKeyBias {
     }
   }
 
-  /// Converts the loaded biases. Each is stored twice, in accumulator order.
+  /// Converts the loaded biases to terms that are added to products. `biases` has each of them twice, in accumulator
+  /// order.
   CUTE_DEVICE void take(float (&biases)[4], float scale) const {
     if constexpr (kAreThere) {
       const float inverse_scale = fast_products_per_logit(scale);
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
         const float bias = loaded_[i / 2];
-        // Not bias_in_products, with which ptxas spills 40 instead of 8 bytes, and NAT's first stage takes 3% longer.
+        // This does not call bias_in_products: with that function, ptxas spills 40 bytes instead of 8, and NAT's first
+        // stage takes 3% longer.
         biases[i] = added_product(bias, clipped_by_min_max(bias * inverse_scale));
       }
     }
   }
 
-  /// Writes sums of the gradients of logits. All four lanes of a row have the row's sum.
+  /// Writes the gradients of the biases. `sums` are sums of logit gradients over queries; all four lanes that share a
+  /// row have that row's sum.
   CUTE_DEVICE void store(const Item& item, const float (&sums)[4]) const {
     if constexpr (kAreThere) {
       if (threadIdx.x % 4 > 0) return;
@@ -152,8 +157,8 @@ class RowKeyBias {
     }
   }
 
-  /// Returns the index of the item's query head and a key in arrays with a number per key and query head. `place` is
-  /// the key's row index in arrays with a row per key and key/value head.
+  /// Returns the index for a key and the item's query head in an array [batch, keys, heads]. `place` is the key's index
+  /// in a batch entry's array [keys, heads_kv], for the first key/value head.
   CUTE_DEVICE std::int64_t of_head(const Item& item, int place) const {
     return std::int64_t{item.of_batch} * p_.heads + std::int64_t{place} * p_.by_heads_per_kv.divisor + item.head;
   }

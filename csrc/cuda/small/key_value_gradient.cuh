@@ -1,5 +1,5 @@
-// Key and value gradients for small windows: a warp owns 16 keys, and its columns are the queries that see them. Sums
-// do not go through global memory, so that results are deterministic.
+// Key and value gradients for small windows: a warp owns 16 keys, and its columns are the queries that see them. The
+// warp accumulates all of these keys' gradients in registers, not in global memory, so that results are deterministic.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,7 @@
 
 namespace natten_jax::small {
 
-/// Copies the statistics of the columns' queries into a stage.
+/// Starts to copy the statistics of the queries that are columns into a stage.
 CUTE_DEVICE void copy_statistics(const CommonParams& p, const Tables& tables, const float4* statistics,
                                  std::uint32_t stage, int column_bytes) {
   for (int i = threadIdx.x; i < tables.columns; i += blockDim.x) {
@@ -30,8 +30,8 @@ CUTE_DEVICE float2 load_statistic(std::uint32_t address) {
   return result;
 }
 
-/// True if any of a tile's columns needs the remainder of its logsumexp; the logsumexp of such a column is stored as
-/// NaN.
+/// True if at least one of a tile's columns needs the remainder of its logsumexp. For such a column, the statistics
+/// have NaN instead of the logsumexp.
 CUTE_DEVICE bool are_large(const TilePlan& tile, const Tables& tables, std::uint32_t stage, int column_bytes) {
   const int lane = threadIdx.x % 32;
   bool result = false;
@@ -43,15 +43,15 @@ CUTE_DEVICE bool are_large(const TilePlan& tile, const Tables& tables, std::uint
   return __any_sync(0xffffffffu, result);
 }
 
-/// Biases of a tile's keys, divided by the scale, and sums of the gradients of their logits, for a lane's two rows.
-/// Each is stored twice, in accumulator order.
+/// Values for the two keys that are a lane's rows: their biases, divided by the scale, and the sums of the gradients of
+/// their logits. Each number is stored twice, in accumulator order.
 struct KeyBiasSums {
   float biases[4] = {}, sums[4] = {};
 };
 
-/// Accumulates a tile's key gradients, unscaled, and value gradients; `weights` converts the products of two columns to
-/// weights in place. With key biases, also adds up the gradients of the keys' logits with MMA, rounded to the element
-/// type.
+/// Accumulates a tile's unscaled key gradients and its value gradients. `weights` converts the products of two columns
+/// to softmax weights in place. With key biases, also adds up each key's logit gradients, rounded to the element type,
+/// with MMA.
 template <class Columns, Feature kFeature, class Element, int kHeadDim, class Weights>
 CUTE_DEVICE void add_key_value_gradients(float (&of_keys)[kHeadDim / 8][4], float (&of_values)[kHeadDim / 8][4],
                                          KeyBiasSums& of_bias, const RowOperand<Element, kHeadDim>& keys,
@@ -94,13 +94,13 @@ CUTE_DEVICE void add_key_value_gradients(float (&of_keys)[kHeadDim / 8][4], floa
   });
 }
 
-/// A tile's sums over one or more sets of columns, such as the query heads that share a key/value head. With
-/// `kIsOfOne`, there is only one set.
+/// Key and value gradients of a tile, summed over one or more sets of columns. For example, the queries of each query
+/// head that shares a key/value head form one set. With `kIsOfOne`, there is a single set.
 template <class Element, int kHeadDim, bool kIsOfOne>
 struct KeyValueSums {
   float of_keys[kHeadDim / 8][4] = {}, of_values[kHeadDim / 8][4] = {};
 
-  /// Adds the gradients of a set of columns.
+  /// Adds the gradients that come from one set of columns.
   template <class Columns, Feature kFeature>
   CUTE_DEVICE void add(KeyBiasSums& of_bias, const RowOperand<Element, kHeadDim>& keys,
                        const RowOperand<Element, kHeadDim>& values, float factor, const TilePlan& tile,
@@ -129,8 +129,8 @@ struct KeyValueSums {
       });
     };
     if constexpr (kIsOfOne) {
-      // Checking all columns first takes 110 instructions. Instead, check the sums, which become NaN if a logsumexp is
-      // NaN.
+      // Check the sums, which become NaN if a logsumexp is NaN. Checking all columns before the computation would take
+      // 110 instructions.
       differentiate_small();
       if (!__any_sync(0xffffffffu, isnan(of_values[0][0]) || isnan(of_values[0][2]))) return;
       *this = {};
@@ -143,7 +143,8 @@ struct KeyValueSums {
     }
   }
 
-  /// Writes the gradients through two buffers, which may be the same.
+  /// Writes the key gradients and the value gradients to global memory, each through a buffer in shared memory. The two
+  /// buffers may be the same.
   template <bool kHasBoxes>
   CUTE_DEVICE void store(const BackwardParams& p, float scale, int of_key, const int2* row_places,
                          const HeadDims<kHeadDim, kHasBoxes>& head_dims, std::uint32_t first_buffer,
@@ -202,7 +203,8 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
     sums.template add<Columns, kFeature>(of_bias, keys, values, item.exponent_scale(p), tile, tables, stage);
     phases.columns_are_read();
     if constexpr (kHasKeyBias) {
-      // Load the next item's biases while results are written: its products start with them.
+      // Load the next item's biases while results are written, because the biases initialize the accumulators of the
+      // next products.
       Item next = item;
       next.next(p);
       if (next.number(p) < p.items) key_bias.load(next);

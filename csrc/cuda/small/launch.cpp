@@ -22,7 +22,7 @@ Feature feature_of(const Problem& problem) {
   return wraps(problem) ? Feature::kWraps : Feature::kNone;
 }
 
-/// Calls `call` with a problem's element type and feature as constants.
+/// Calls `call` with a problem's element type and feature as compile-time constants.
 template <class Call>
 Status with_kernels(const Problem& problem, const Call& call) {
   return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
@@ -31,7 +31,8 @@ Status with_kernels(const Problem& problem, const Call& call) {
   }));
 }
 
-/// Fills in the parameters for the gradients of additional tokens; `ctas` is 0 without additional tokens.
+/// Fills in the parameters for the gradients of additional tokens. Sets `ctas` to the number of CTAs: 0 without
+/// additional tokens.
 Status prepare_additional(const Problem& problem, const Arrays& arrays, const Scratch& scratch, AdditionalParams& p,
                           int& ctas) {
   ctas = 0;
@@ -60,7 +61,7 @@ Status prepare_additional(const Problem& problem, const Arrays& arrays, const Sc
   return {};
 }
 
-/// Fills in the parameters of the sinks' gradient for a kernel that owns queries, if there are sinks.
+/// If there are sinks, fills in the parameters of their gradient for a kernel that owns queries.
 Status prepare_sinks(const Problem& problem, const std::int64_t (&tile)[kRank], const Arrays& arrays,
                      const Scratch& scratch, BackwardParams& p) {
   if (arrays.sinks == nullptr) return {};
@@ -80,11 +81,14 @@ Status prepare_sinks(const Problem& problem, const std::int64_t (&tile)[kRank], 
   return {};
 }
 
-/// Launches all kernels of a backward pass, except possibly the last kernels of the gradient of sinks.
+/// Launches all kernels of a backward pass, except kernels that complete the gradient of sinks, which the caller may
+/// have to launch.
 ///
 /// Args:
-///   sinks: the parts that remain to be added up; empty without sinks, or if the pass has added them up.
-///   is_of_statistics: true if the whole gradient of sinks remains to be computed, from the statistics of queries.
+///   sinks: set to the partial gradients of sinks that the caller has to add up; stays empty without sinks, or if the
+///     launched kernels add them up.
+///   is_of_statistics: set to true if the caller has to compute the whole gradient of sinks from the statistics of
+///     queries.
 Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,
                      const Device& device, cudaStream_t stream, SinksParams& sinks, bool& is_of_statistics) {
   BackwardParams p{};
@@ -100,7 +104,8 @@ Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arra
   WholeBiasParams whole{};
   static_cast<BackwardParams&>(whole) = p;
   LaunchShape shape{}, shape_of_keys{}, shape_of_whole{};
-  // Rows of queries also use the tile shape of keys, because windows of queries and of keys have similar shapes.
+  // Kernels whose rows are queries also use the tile shape of keys, because windows of queries and of keys have similar
+  // shapes.
   NATTEN_JAX_RETURN_IF_FAILED(
       prepare_regions(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, arrays, device, stream, p, shape));
   NATTEN_JAX_RETURN_IF_FAILED(prepare_regions(without_additional(problem), tiles.kv, tiles.query,
@@ -143,15 +148,15 @@ Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arra
   AdditionalParams additional{};
   int additional_ctas = 0;
   NATTEN_JAX_RETURN_IF_FAILED(prepare_additional(problem, arrays, scratch, additional, additional_ctas));
-  // Fill padding first: the gradient kernels may start while the fill kernel writes. Between the gradient kernels, it
-  // would delay the second one.
+  // Launch the kernel that fills padding first: the gradient kernels may start while it writes. If it were launched
+  // between the gradient kernels, it would delay the second one.
   if (arrays.layouts != nullptr) {
     NATTEN_JAX_RETURN_IF_FAILED(status_of(fill_padding_of_gradients(
         problem, arrays, true, stream, p.entry_maps != nullptr ? FillTime::kBetween : FillTime::kAfter)));
     is_of_statistics = true;
   } else {
     NATTEN_JAX_RETURN_IF_FAILED(prepare_sinks(problem, tiles.kv, arrays, scratch, p));
-    // Kernels with a ring do not write parts of sinks, and do not add them up.
+    // Kernels with a ring (ring_shape.h) neither write partial gradients of sinks nor add them up.
     if (has_ring(rings.of_queries)) {
       is_of_statistics = true;
     } else if (has_ring(rings.of_keys)) {
@@ -163,7 +168,7 @@ Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arra
   }
   if (has_ring(rings.of_queries)) {
     NATTEN_JAX_RETURN_IF_FAILED(run_ring_query_gradient(problem, rings.of_queries, arrays, scratch.statistics, stream));
-    shape_of_keys.overlaps = false;  // a ring does not trigger the next kernel early
+    shape_of_keys.overlaps = false;  // kernels with a ring do not allow the next kernel to start early
   } else {
     NATTEN_JAX_RETURN_IF_FAILED(with_kernels(
         problem, [&](auto type, auto feature) { return launch_query_gradient<type, feature>(head_dim, p, shape); }));
@@ -174,8 +179,8 @@ Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arra
     return status_of(launch_last_sums(last, tables, stream));
   };
   if (has_ring(rings.of_keys)) {
-    // Add up the table's records before the ring, while some of them are in L2. The kernel with a ring does not start
-    // early (PDL), so that other kernels may run before it.
+    // Add up the records for the gradient of the relative bias before the launch of the kernel with a ring, while some
+    // of them are in L2. A launch in between is possible because the kernel with a ring does not start early (PDL).
     NATTEN_JAX_RETURN_IF_FAILED(add_up_table());
     NATTEN_JAX_RETURN_IF_FAILED(
         run_ring_key_value_gradient(problem, rings.of_keys, arrays, scratch.statistics, stream));

@@ -1,4 +1,4 @@
-// Launches the kernels for small windows; the interface between the FFI handlers and csrc/cuda/small.
+// Launches the kernels for small windows. This is the interface between the FFI handlers and csrc/cuda/small.
 #pragma once
 
 #include <cuda.h>
@@ -15,15 +15,16 @@ namespace natten_jax::small {
 /// Returns an error if the kernels do not support the problem's elements and heads.
 Status check_arrays(const Problem& problem);
 
-/// Return the number of tensor maps in the scratch memory of a pass, for per-entry layouts.
+/// Return the number of tensor maps of batch entries, for which a pass needs scratch memory; 0 without per-entry
+/// layouts.
 std::int64_t entry_maps_of_forward(const Problem& problem, const Arrays& arrays);
 std::int64_t entry_maps_of_backward(const Problem& problem, const Arrays& arrays);
 
 /// Runs the forward pass of a checked problem on a stream. Query tiles have 16 tokens, key/value tiles 8.
 ///
 /// Args:
-///   table_products: scratch memory for a relative bias, [tables_of_products(), heads, entries] of `BiasTable`
-///     (bias_table.h).
+///   table_products: scratch memory for a relative bias: floats [tables_of_products(), heads, entries], where
+///     `BiasTable` (bias_table.h) defines `entries`.
 Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, float* table_products,
                    CUtensorMap* entry_maps, cudaStream_t stream);
 

@@ -13,18 +13,19 @@
 
 namespace natten_jax::small {
 
-/// Tensor maps per batch entry: two arrays of columns, and the statistics of queries.
+/// Tensor maps per batch entry: for two arrays of columns, and for the statistics of queries.
 constexpr int kEntryMaps = 3;
 
 /// Key biases.
 struct KeyBiasParams {
   const float* of_keys;             // [batch, keys, heads], or null
   bool is_of_all_heads;             // one bias per key, shared by all heads: [batch, keys]
-  cutlass::FastDivmod by_heads_kv;  // divides row indices of keys
+  cutlass::FastDivmod by_heads_kv;  // divides row indices of keys by heads_kv
   float* gradient;                  // [batch, keys, heads]
 };
 
-/// Parameters of the region and the problem that all kernels use. As in Region, the fields of plain passes come first.
+/// Parameters of the region and the problem that all kernels use. As in Region, the fields that passes of plain
+/// problems read come first.
 struct CommonParams {
   Region region;
   int query_pitch[kRank];  // distance in tokens between neighbors along a dimension
@@ -33,12 +34,12 @@ struct CommonParams {
   int heads;
   int items;  // batch entries times query heads
   int additional_kv;
-  float exponent_scale;   // from products to logits in base 2, without per-head scales
+  float exponent_scale;   // converts products to logits in base 2, if all heads have the same scale
   bool is_plain;          // the arrays are the complete layout, shared by queries and keys
-  bool is_single[kRank];  // the dimension has one token, in a plain problem and in all layouts of batch entries
+  bool is_single[kRank];  // the problem is plain, and the dimension has one token in the layouts of all batch entries
   cutlass::FastDivmod by_heads, by_heads_per_kv;
-  cutlass::FastDivmod by_regions[kRank];  // divides by the regions of a dilation group
-  cutlass::FastDivmod by_tiles[kRank];    // divides by the tiles of a region
+  cutlass::FastDivmod by_regions[kRank];  // divides by the number of regions per dilation group
+  cutlass::FastDivmod by_tiles[kRank];    // divides by the number of tiles per region
   DeviceAxis axis[kRank];                 // in the order of the region's dimensions; plain passes read 64 bytes of each
   int keys;                               // per batch entry
   int heads_kv;
@@ -49,21 +50,24 @@ struct CommonParams {
   const std::int32_t* layouts;  // [batch, 3, 3]: query origin, query and key/value extents; null: one layout for all
                                 // entries
   CUtensorMap* entry_maps;      // [batch, kEntryMaps]: replace `columns`; null: one layout for all entries
-  // TMA maps: of the two arrays of columns and, if columns are queries, of their statistics; in the kernel of whole
-  // layouts, of the boxes that WholeBox names. Dimensions: [head and its elements, the region's dimensions, batch].
+  // TMA maps of the two arrays of columns, and of statistics if columns are queries. In the kernel of whole layouts,
+  // these are instead the maps of the boxes in WholeBox. Dimensions of a map: [head and its elements, the region's
+  // dimensions, batch].
   CUtensorMap columns[boxes_of(Kernel::kWholeGradient)];
-  // For per-entry layouts: batch entries that a CTA examines, and the number of CTAs that share their work.
+  // For per-entry layouts. A CTA examines `entries_of_cta` of the `batch` entries. `by_pieces` divides by the number of
+  // CTAs that examine the same entries for a region and share their items; `by_items` divides by the items of a CTA.
   int batch;
   int entries_of_cta;
   cutlass::FastDivmod by_pieces, by_items;
-  // [1 or batch, heads, table_entries]: relative bias, added to products of queries and keys; or null.
+  // Relative bias, in terms that are added to products of queries and keys: [1 or batch, heads, table_entries]; or
+  // null.
   const float* relative_bias;
   bool is_table_of_all;  // one table for all batch entries
   KeyBiasParams key_bias;
-  int tile_pitch[kRank];  // distance between neighboring tiles of a dimension, counted in tiles of the complete layout
+  int tile_pitch[kRank];  // difference between the numbers (TilePlan::number) of neighboring tiles along a dimension
   SeamRegions seam_regions[kRank];
 
-  /// Pairs of groups of additional columns.
+  /// Returns the number of pairs of groups that the additional columns form.
   CUTLASS_HOST_DEVICE int additional_pairs() const { return (additional_kv + 2 * kColumns - 1) / (2 * kColumns); }
 };
 
@@ -86,19 +90,20 @@ struct ForwardParams : CommonParams {
   CUTLASS_HOST_DEVICE bool has_terms_of_heads() const { return scale.heads != nullptr || sinks != nullptr; }
 };
 
-/// Offsets covered by a tile's record (RecordLayout), in the order of the problem's dimensions.
+/// The box of offsets that a tile's record covers (RecordLayout). Dimensions are in the problem's order.
 struct TableBox {
-  cutlass::FastDivmod by_offsets[kRank];  // divides by the offsets of a dimension of the table
+  cutlass::FastDivmod by_offsets[kRank];  // divides by the number of the table's offsets along a dimension
   int extent[kRank], pitch[kRank];
 
-  /// Splits an entry into its offsets; false for a padding entry.
+  /// Splits the index of a table entry into its offset in each dimension. Returns false for a padding entry.
   CUTLASS_HOST_DEVICE bool split(int entry, int (&offset)[kRank]) const {
     CUTLASS_PRAGMA_UNROLL
     for (int d = kRank - 1; d >= 0; --d) by_offsets[d](entry, offset[d], entry);
     return entry == 0;
   }
 
-  /// True if a tile's record, which begins at `least_offset`, contains `offset`; `place` is its index there.
+  /// True if a tile's record contains `offset`. The record begins at `least_offset`. Sets `place` to the index of
+  /// `offset` in the record.
   CUTLASS_HOST_DEVICE bool find(const int (&offset)[kRank], const int* least_offset, int& place) const {
     bool is_there = true;
     place = 0;
@@ -112,15 +117,16 @@ struct TableBox {
   }
 };
 
-/// Parameters of the sinks' gradient: the contribution of each query tile, and the final sums.
+/// Parameters of the gradient of sinks: its parts, one per query tile, and the sums of these parts.
 struct SinksParams {
   const float* sinks;  // [1 or batch, heads]
-  float* parts;        // per sink, [batch entries that use it, tiles]; null if the kernels that own queries write none
-  std::int64_t next_sink;  // distance between the parts of two sinks, a multiple of 16 bytes
+  float* parts;  // for each sink: [batch entries that use it, tiles]; null if the kernels that own queries do not write
+                 // parts
+  std::int64_t next_sink;  // distance in floats between the parts of two sinks; a multiple of 16 bytes
   float* gradient;         // [1 or batch, heads]; null if another kernel adds the parts up
   bool are_of_all;         // one set of sinks for all batch entries
-  int tiles;               // tiles per item, over all warps of all regions
-  int count;               // sinks
+  int tiles;               // query tiles per item: one for each warp of each region
+  int count;               // number of sinks
   int parts_of_sink;
 };
 
@@ -135,32 +141,32 @@ struct BackwardParams : CommonParams {
   const float* logsumexp;
   const float* remainder;            // null: zeros
   const float* logsumexp_cotangent;  // null: zeros
-  // For each query and head: the logsumexp in base 2 (NaN if its remainder matters), delta, the logsumexp
-  // in base 2 in any case, and its remainder.
+  // Four numbers per query and head: the logsumexp in base 2, or NaN if its remainder matters; delta; the logsumexp in
+  // base 2 in both cases; and its remainder.
   float4* statistics;
   void* query_gradient;
   void* key_gradient;
   void* value_gradient;
   SinksParams sinks;
 
-  /// True with per-head scales, or if the kernels that own queries start the gradient of sinks.
+  /// True with per-head scales, or if the kernels that own queries write parts of the gradient of sinks.
   CUTLASS_HOST_DEVICE bool has_terms_of_heads() const { return scale.heads != nullptr || sinks.parts != nullptr; }
 
-  // For a relative bias: [batch, heads, tiles, record and header] (bias_table.h); the kernel of whole layouts writes
-  // [batch, heads, regions, gradients of entries].
+  // For a relative bias: the records of tiles, each followed by its header (bias_table.h), [batch, heads, tiles, record
+  // and header]. The kernel of whole layouts instead writes a table of sums per CTA (HeadItems::place_of_sum).
   float* table_records;
   int table_tiles;
   TableBox table_box;
 };
 
-/// Parameters of the sums of a relative bias's gradient.
+/// Parameters of the kernel that adds up the records of tiles for the gradient of a relative bias.
 struct TableParams {
   const float* records;  // as in BackwardParams
   float* sums;           // [parts, batch, heads, entries]
   DeviceAxis axis[kRank];
-  cutlass::FastDivmod by_tiles[kRank];  // divides by the tiles of a dimension, of all dilation groups
+  cutlass::FastDivmod by_tiles[kRank];  // divides by the number of tiles along a dimension, over all dilation groups
   TableBox box;
-  int tiles;  // tiles per item; or regions, if each region has a table
+  int tiles;  // tiles per item
   int record;
   int entries;
 };
@@ -172,8 +178,8 @@ struct AdditionalParams {
   const void* values;
   const void* out_cotangent;
   const float4* statistics;
-  // [parts, batch, keys, heads_kv, head_dim + head_dim_v]: partial key gradients without the scale, and partial value
-  // gradients, one per part of the queries.
+  // Partial gradients [parts, batch, keys, heads_kv, head_dim + head_dim_v]: of keys, without the scale, and of values.
+  // Each part has the contributions of one part of the queries.
   float* sums;
   void* keys_gradient;
   void* values_gradient;
@@ -186,8 +192,8 @@ struct AdditionalParams {
   int additional_kv;
   Scale scale;
   int parts;
-  int columns_of_part;  // a column is a pair of a query and one of the query heads that share a key/value head
-  // Divide by: the CTAs for the parts of a tile of keys, the tiles of a head, the key/value heads, and the query heads
+  int columns_of_part;  // a column is one query of one of the query heads that share a key/value head
+  // Divisors: the number of CTAs per tile of keys, of tiles per key/value head, of key/value heads, and of query heads
   // per key/value head.
   cutlass::FastDivmod by_splits, by_tiles, by_heads_kv, by_heads_per_kv;
 };
