@@ -14,10 +14,11 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """A problem whose query, key and value share one layout. Without a window it is self attention.
+    """A problem whose query, key and value have the same layout.
 
-    Keys and values have ``heads`` heads unless ``heads_kv`` is given. ``is_causal`` applies to every dimension;
-    ``causal`` sets each dimension separately and overrides it.
+    If ``kernel_size`` is ``None``, every query attends to the whole layout, except that ``is_causal`` still hides later
+    keys. Keys and values have ``heads`` heads unless ``heads_kv`` is given. ``is_causal`` applies to every dimension.
+    ``causal`` sets each dimension separately and overrides ``is_causal``.
     """
 
     layout: Shape
@@ -78,7 +79,7 @@ class Benchmark:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a batch entry."""
+        """Number of tokens of a batch entry."""
         return math.prod(self.layout)
 
 
@@ -86,7 +87,7 @@ KINDS = {1: "sequence", 2: "image", 3: "video"}
 
 
 def extents(values: Sequence[int]) -> str:
-    """Format extents as 48x80."""
+    """Join extents with "x", as in 48x80."""
     return "x".join(map(str, values))
 
 
@@ -123,7 +124,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "1d-s2048": _sequence(2048),
     "2d": _image(80),
     "2d-s16": _image(80, stride=(16, 16)),
-    # Pairs of problems with equal work, dense and dilated.
+    # Two pairs of problems: one problem of a pair is dilated, the other is not, and both have equal work.
     "2d-w40": _image(40),
     "2d-w40-d2": _image(40, dilation=(2, 2)),
     "2d-w16": _image(16),
@@ -141,7 +142,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         f"causal-{tokens}": Benchmark((tokens,), 32, 128, is_causal=True, batch=4, dtype="float16")
         for tokens in (1024, 2048, 4096, 8192, 16384)
     },
-    # A sequence with the heads of one device when heads are sharded.
+    # Causal sequences with as many heads as one device has if heads are sharded.
     **{
         f"causal-{tokens}-h{heads}": Benchmark((tokens,), heads, 128, is_causal=True)
         for tokens, heads in ((8192, 16), (16384, 4), (32768, 8))

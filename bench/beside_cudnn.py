@@ -1,9 +1,10 @@
-"""Time problems that cuDNN also supports on an NVIDIA GPU: sliding windows over sequences, and videos.
+"""Compare natten_jax with cuDNN on an NVIDIA GPU: sliding windows over sequences, and causal windows over videos.
 
 The sequence windows are causal, and both libraries compute the same function. The video windows are causal in time: a
-token attends to all tokens of its own frame and of earlier frames, or of a fixed number of frames. cuDNN has no such
-mask; it computes dense attention over the same tokens. Both libraries run alternately in one process, after a short
-pause. Times are the device time of all kernels that a call launches.
+token attends to all tokens of its own frame and of earlier frames. In one problem, the number of these frames is
+limited. cuDNN has no mask that is causal in time, so it computes dense attention over the same tokens. The two
+libraries alternate in one process, with a short pause before each turn. Each time is the device time of all kernels
+that a call launches.
 
 Example:
     python bench/run.py beside_cudnn --json bench/results/h100/beside_cudnn.json
@@ -29,7 +30,7 @@ from peers import OURS, prepare
 from natten_jax.cost_model.tiles import flops
 from natten_jax.performance import PASSES, Pass
 
-#: Seconds of pause before each turn. It is short, because the programs take milliseconds and do not heat the GPU.
+#: Seconds of pause before each turn. A short pause is enough: the programs take milliseconds and do not heat the GPU.
 PAUSE = 0.2
 
 
@@ -38,11 +39,16 @@ def _sequence(tokens: int, heads: int, window: int, head_dim: int = 128, **facts
 
 
 def _video(layout: tuple[int, int, int], heads: int, frames: int | None = None) -> Benchmark:
-    """Return a problem that is causal in time: tokens see ``frames`` frames up to their own, or all if ``None``."""
+    """Return a problem that is causal in time.
+
+    A token attends to its own frame and the ``frames - 1`` frames before it, or to all earlier frames if ``frames`` is
+    ``None``.
+    """
     return Benchmark(layout, heads, 128, (frames or layout[0], *layout[1:]), causal=(True, False, False))
 
 
-#: Problems by group. The other library computes the same windows in "sliding", and dense attention in "video".
+#: Problems by group. In "sliding", the other library computes the same windows as natten_jax. In "video", the other
+#: library computes dense attention.
 GROUPS: Mapping[str, Mapping[str, Benchmark]] = {
     "sliding": {
         "2 x 16384 tokens,\n16 heads of 128, window 1024": _sequence(16384, 16, 1024, batch=2),
@@ -62,19 +68,23 @@ PEERS = {("sliding", "cudnn"): "cudnn-window", ("sliding", "xla"): "xla-window"}
 
 
 def without_mask(benchmark: Benchmark) -> Benchmark:
-    """Replace the window by dense attention over the whole layout."""
+    """Return the problem as dense attention over the whole layout, without a window or a causal mask."""
     return dataclasses.replace(benchmark, kernel_size=None, is_causal=False, causal=None)
 
 
 def compiled(group: str, benchmark: Benchmark, pass_: Pass, library: str) -> dict[str, Runner | str]:
-    """Compile a pass of both libraries; a pass that fails is replaced by its error message."""
+    """Compile a pass with each library; return an error message instead of a pass that fails."""
     peer = PEERS.get((group, library), library)
     whole = benchmark if group == "sliding" else without_mask(benchmark)
     return prepare(benchmark, [OURS], pass_, None) | prepare(whole, [peer], pass_, None)
 
 
 def measure(group: str, benchmark: Benchmark, pass_: Pass, turns: int, library: str) -> dict[str, Any]:
-    """Measure both libraries, natten_jax's speed-up, and the share of all query-key pairs that natten_jax computes."""
+    """Time a pass with both libraries.
+
+    Returns:
+        Times, failures and natten_jax's speed-up. Also the visible query-key pairs, as a share of all pairs.
+    """
     sides = compiled(group, benchmark, pass_, library)
     runners = {name: side for name, side in sides.items() if isinstance(side, Runner)}
     times = take_turns(runners, turns, "cold", PAUSE)
@@ -98,7 +108,7 @@ def line(name: str, pass_: Pass, figures: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    """Measure, print a table and save; return 1 if natten_jax could not run a problem."""
+    """Measure the problems, print a table and save the figures; return 1 if natten_jax could not run a problem."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))

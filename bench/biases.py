@@ -1,8 +1,8 @@
 """Time calls with biases or sinks against plain calls, mostly with small windows, on an NVIDIA GPU.
 
-All variants of a problem (``--sides``) run alternately in one process, each after the L2 cache was overwritten. Times
-are the device time of all kernels that a variant launches, from profiler traces. Backward passes include the gradients
-of biases and sinks.
+The variants of a problem (``--sides``) alternate in one process. The L2 cache is overwritten before each launch. Each
+time is the device time of all kernels that a variant launches, from profiler traces. Backward passes also compute the
+gradients of biases and sinks.
 
 Example:
     python bench/run.py biases --json bench/results/h200/biases.json
@@ -29,7 +29,7 @@ from small import Row, figures_of, shown
 from natten_jax.performance import PASSES, Pass
 from natten_jax.problem import problem_of
 
-#: Problems with small windows, and problems whose heads or windows are too large for kernels with a relative bias.
+#: Problems with small windows, and problems whose heads or windows are too large for kernels that add a relative bias.
 ROWS = (
     *SMALL,
     Row("wide heads", 8, (64, 64), 4, 128, 7),
@@ -40,12 +40,13 @@ ROWS = (
     Row("sequence", 1, (32768,), 16, 128, 4096, is_causal=True),
 )
 
-#: Operands added to query, key and value. "features" emulates a relative bias with wider heads, without kernel support.
+#: Variants of a call. "plain" passes only query, key and value. The others also pass a bias or sinks. "features"
+#: emulates a relative bias by additional head dimensions, without kernel support.
 SIDES = ("plain", "relative_bias", "key_bias", "sinks", "features")
 
 
 def term_of(row: Row, side: str) -> list[jax.Array]:
-    """Return the bias or sink operand of a variant in a list, which is empty for a plain call."""
+    """Return a list with the bias or the sinks of a variant, or an empty list for a plain call."""
     rank = len(row.layout)
     window = (row.kernel_size,) * rank if isinstance(row.kernel_size, int) else row.kernel_size
     shapes = {
@@ -58,7 +59,7 @@ def term_of(row: Row, side: str) -> list[jax.Array]:
 
 
 def runner_of(row: Row, pass_: Pass, side: str, family: str = "none") -> Runner | str:
-    """Compile a variant for the fastest backend (``"none"``) or a named family; return the error text if it fails."""
+    """Compile a variant for the default backend (``"none"``) or a named family; return the error text if that fails."""
     arrays = [jax.random.normal(jax.random.key(i), row.shape, jnp.bfloat16) for i in range(4)]
     cotangent, *inputs = arrays
     plain: Callable[..., jax.Array] = row.function(family)
@@ -78,7 +79,7 @@ def runner_of(row: Row, pass_: Pass, side: str, family: str = "none") -> Runner 
 
 
 def measure(row: Row, pass_: Pass, sides: list[str], turns: int, family: str = "none") -> dict[str, Any]:
-    """Measure the microseconds of each variant, and the ratio to the plain call."""
+    """Measure each variant's time in microseconds, and the ratio of its time to the plain call's time."""
     figures = figures_of({side: runner_of(row, pass_, side, family) for side in sides}, turns)
     for name in sides:
         if isinstance(figures[name], dict):
@@ -87,7 +88,7 @@ def measure(row: Row, pass_: Pass, sides: list[str], turns: int, family: str = "
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Measure the selected rows, print a line per row and pass, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="REGEX", help="select rows whose names match")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))

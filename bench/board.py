@@ -1,8 +1,9 @@
 """Time a fixed list of problems with natten_jax and every other installed implementation on the current device.
 
-``make board`` runs it. All implementations of a problem run alternately in one process. Implementations of the same
-windows are checked against natten_jax; others compute attention of the same tokens without windows, and are marked. The
-figures are written to one JSON file, and to one page together with every record in ``bench/results``.
+``make board`` runs this program. All implementations of a problem alternate in one process. If an implementation
+computes the same windows, its result is checked against natten_jax's. The other implementations compute dense attention
+over the same tokens, and the output marks them as dense. The figures are written to a JSON file. An HTML page shows
+these figures and every record in ``bench/results``.
 
 Example:
     python bench/run.py board
@@ -36,30 +37,38 @@ from natten_jax.plan.devices import default_device
 
 RESULTS = Path(__file__).parent / "results"
 FOLDER = Path("build") / "board"
-#: Seconds before each turn on a GPU, to let its clock rate recover.
+#: Seconds of pause before each turn on a GPU, so that the clock rate recovers.
 PAUSE = 0.2
-#: Largest allowed difference between implementations' results, relative to the largest entry, by element type.
+#: Largest allowed difference from natten_jax's result, relative to the largest entry of that result, by element type.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 1e-2}
 
 
 def prepare(
     benchmark: Benchmark, pass_: Pass, names: Sequence[str], platform: str
 ) -> tuple[dict[str, Side], dict[str, str]]:
-    """Prepare the implementations; return the prepared ones, and the error messages of the others, by name."""
+    """Prepare a pass with each implementation for timing.
+
+    Returns:
+        Implementations that are ready, and error messages of the others; both by name.
+    """
     cotangent, *arrays = draw(benchmark)
     sides: dict[str, Side] = {}
     failures: dict[str, str] = {}
     for name in names:
         try:
             sides[name] = PEERS[name].make(benchmark, cotangent, arrays, pass_, platform)
-        except Exception as error:  # peers fail on unsupported problems in different ways
+        except Exception as error:  # each peer raises other exceptions for unsupported problems
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             failures[name] = f"{kind}{' '.join(str(error).split())[:300]}"
     return sides, failures
 
 
 def measure(benchmark: Benchmark, pass_: Pass, names: Sequence[str], turns: int, platform: str) -> dict[str, Any]:
-    """Measure each implementation's milliseconds and ratio to natten_jax; collect failures and differences."""
+    """Time a pass with each implementation.
+
+    Returns:
+        Milliseconds, ratios to natten_jax's time, differences from natten_jax's result, and error messages, by name.
+    """
     sides, failures = prepare(benchmark, pass_, names, platform)
     differences = {}
     same = [name for name, side in sides.items() if name != OURS and side.is_same and OURS in sides]
@@ -97,7 +106,7 @@ def print_rows(problem: str, pass_: Pass, figures: Mapping[str, Any]) -> None:
 
 
 def run(options: argparse.Namespace) -> bool:
-    """Measure, print and save; return True if natten_jax ran everything."""
+    """Measure the selected problems, print and save the figures; return True if natten_jax ran every problem."""
     platform = default_device().platform
     problems = problems_for(platform)
     unknown = [name for name in options.problems if name not in problems]
@@ -124,7 +133,7 @@ def run(options: argparse.Namespace) -> bool:
 
 
 def main() -> int:
-    """Measure, print a table, write the record and the page; return 1 if natten_jax could not run a problem."""
+    """Measure the problems, write the record and the page; return 1 if natten_jax could not run a problem."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--problems", nargs="+", default=[], metavar="NAME", help="problems of the device's list (default: all)"

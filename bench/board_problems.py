@@ -1,4 +1,4 @@
-"""The fixed list of problems that ``board.py`` times: several kinds, each as large as the device allows."""
+"""The fixed lists of problems that ``board.py`` times: large problems for GPUs, small problems for CPUs."""
 
 from __future__ import annotations
 

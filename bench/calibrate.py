@@ -1,13 +1,14 @@
-"""Fit the simulator's time model to measurements on one GPU, and print its prediction errors on held-back problems.
+"""Fit the simulator's time model to measurements on one GPU, and print the prediction errors of the fitted model.
 
-Run the first step on the GPU; the second runs on any machine:
+The errors are also printed for problems that are held back from the fit. Run the first command on the GPU. The second
+command runs on any machine:
 
     python bench/run.py calibrate measure --passes forward backward --json bench/results/h200/calibration/hopper.json
     python bench/run.py calibrate fit bench/results/h200/calibration/hopper.json \
         --out natten_jax/cost_model/calibrations/hopper-9.0.json
 
-With ``--dtype``, both steps handle the kernels for element types other than 16-bit. The fit then keeps the coefficients
-that all kernels share.
+With ``--dtype``, both commands handle the kernels for element types other than 16-bit. The fit then does not change the
+coefficients that all kernels share.
 
 The measurements for the packaged models are in ``bench/results/h200/calibration`` and, for 8-bit arrays, in
 ``bench/results/h100/calibration``.
@@ -54,22 +55,23 @@ SETS = {
 #: Sets for the small-window kernels. Their times are not fitted here; only the prediction errors are shown.
 FORM_SETS = "small", "small, held back"
 
-#: Ranks, under the current model, of the tile pairs measured in addition to the recommended pair.
+#: Ranks, under the current model, of tile pairs that are also measured. The recommended pair has rank 0.
 OTHER_RANKS = (1, 4, 12, 40, 150)
 
-#: Element type measured for the 16-bit models.
+#: Element type of the measurements for kernels of 16-bit elements.
 _OWN = "bf16"
 
-#: Bounds of the power model: slowdown at the power limit, seconds until half of the slowdown, and shares of power.
+#: Lower and upper bounds of coefficients. "slowdown" is the largest relative slowdown at the power limit. "onset" is
+#: the number of seconds of work after which half of it applies. "power" is a kernel's factor of the slowdown.
 _BOUNDS = {"slowdown": (0.05, 0.4), "onset": (1e-4, 3e-2), "power": (0.02, 1.0)}
 
-#: Weight of a coefficient's change relative to the weight of a measurement's error.
+#: Weight of the change of a coefficient's logarithm. In comparison, the error of most measurements has weight 1 or 2.
 _INERTIA = 3e-3
 
-#: Weight of the errors of the times of a problem's tiles relative to each other.
+#: Weight of the deviation of a tile pair's error from the mean error of all tile pairs of the same problem.
 _RANKING = 2.0
 
-#: Seconds during which a kernel runs at the full clock rate.
+#: Kernels that take fewer seconds run at the full clock rate.
 _BRIEF = 2e-3
 
 
@@ -82,7 +84,11 @@ def measure(
     warmup_steps: int,
     iterations: int,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield each problem's device times: with the recommended tiles and, for the fit, alternating with other tiles."""
+    """Yield the records of each problem, with device times.
+
+    The recommended tiles are always timed. If the problem is used in the fit, other tiles are also timed, alternately
+    with the recommended tiles.
+    """
     model = simulator.calibration_for(family)
     device = default_device()
     flags = [] if pass_ == "forward" else ["--backprop"]
@@ -100,7 +106,7 @@ def measure(
             if is_held_back(name):
                 chosen_pairs = list(offered.pairs[:1])
             else:
-                # The model's kernels do not handle small windows, so no tiles are added for them.
+                # The model has no kernels for small windows, so the best tiles of the model's kernels are not added.
                 chosen_pairs = chosen(offered, other_ranks, None if name in FORM_SETS else model)
             pairs = [[(1,) * (options.problem.rank - len(tile)) + tile for tile in pair] for pair in chosen_pairs]
             workloads: list[Workload] = []
@@ -108,7 +114,7 @@ def measure(
                 arguments = workloads[0].arguments if workloads else None
                 with_tiles = search.with_tiles(options, (q_tile, kv_tile), pass_)
                 workloads.append(compile_workload(with_tiles, f"measured_{next(programs)}", arguments))
-            # Time the recommended tiles as the profiler does; then time all pairs alternately.
+            # First time only the recommended tiles, as the profiler does; then time all pairs alternately.
             times = pass_times(workloads[:1], pass_, warmup_steps, iterations)
             measured = pairs[:1]
             if len(workloads) > 1:
@@ -148,7 +154,7 @@ def chosen(offered: Listing, other_ranks: Sequence[int], model: Calibration | No
 
 
 def pass_times(workloads: Sequence[Workload], pass_: Pass, warmup_steps: int, iterations: int) -> list[float]:
-    """Return the median seconds of a pass of each workload; workloads alternate."""
+    """Return the median seconds of one pass for each workload; the workloads run alternately."""
     for workload in workloads:
         for _ in range(warmup_steps):
             jax.block_until_ready(workload.run())
@@ -166,14 +172,14 @@ def pass_seconds(events: list[Event], program: Program, pass_: Pass) -> float:
         for event in events
         if (plan := program.instruction(event.instruction).plan) is not None and plan.pass_ == pass_
     ]
-    # A forward-only program launches only the forward pass. In a program with both passes, events without a plan
-    # belong to neither pass.
+    # If ``pass_`` is forward, the program has no other pass, so all events count. If ``pass_`` is backward, the program
+    # has both passes, and events without a plan belong to neither.
     return sum(marked if pass_ == "backward" else [event.duration for event in events]) / 1e9
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A measurement and its features for the model; ``kernel`` is ``None`` for the small-window kernels."""
+    """A measured time, and the model's inputs for its prediction; ``kernel`` is ``None`` for small-window kernels."""
 
     record: dict[str, Any]
     kernel: Kernel | None
@@ -183,7 +189,7 @@ class Sample:
 
 
 def samples(records: list[dict[str, Any]], model: Calibration) -> list[Sample]:
-    """Build samples from records."""
+    """Build a sample from each record, except for records whose tiles fit no kernel of the model."""
     found = []
     for record in records:
         pass_ = record["pass"]
@@ -207,8 +213,8 @@ def fit(every: list[Sample], model: Calibration, dtypes: Sequence[str]) -> Calib
     Args:
         every: Measurements.
         model: Initial coefficients.
-        dtypes: Element types whose kernels are fitted. Coefficients shared by all kernels are fitted only with the
-            model's main types.
+        dtypes: Element types whose kernels are fitted. Coefficients shared by all kernels are fitted only if these are
+            the element types ``model.dtypes``.
     """
     from scipy.optimize import least_squares
 
@@ -245,8 +251,9 @@ def fit(every: list[Sample], model: Calibration, dtypes: Sequence[str]) -> Calib
 
     def residuals(parameters: Any) -> Any:
         errors = np.log(predicted(used, unpack(parameters))) - measured
-        # Tiles are ranked within a problem and were measured together, so their relative times weigh more than the
-        # absolute ones. The last term keeps coefficients without measurements unchanged.
+        # The model ranks the tiles of one problem, and these were measured alternately. Therefore errors of relative
+        # times have a larger weight than errors of absolute times. The last term keeps a coefficient unchanged if no
+        # measurement depends on it.
         differences = [errors[rows] - np.mean(errors[rows]) for rows in together]
         return np.concatenate(
             [weights * errors, *(_RANKING * each for each in differences), _INERTIA * (parameters - start)]
@@ -266,7 +273,8 @@ def weight(record: dict[str, Any]) -> float:
     """Return the weight of one measurement in the fit."""
     if record["is_recommended"]:
         return 2.0
-    # Alternating tiles run briefly, before long kernels heat up the device: only their relative times are meaningful.
+    # The few launches of alternating tiles end before long kernels heat up the device. Only the relative times of long
+    # kernels are meaningful.
     return 1.0 if record["seconds"] < _BRIEF else 0.0
 
 
@@ -281,7 +289,7 @@ def costs_of(kernel: Kernel) -> tuple[str, ...]:
 
 
 def predicted(every: list[Sample], model: Calibration) -> list[float]:
-    """Predict the seconds of samples; kernels are matched to the model's by size."""
+    """Return the predicted seconds of each sample, with the model's kernel of the same size and element types."""
     seconds = []
     for sample in every:
         if sample.kernel is None:
@@ -297,7 +305,10 @@ def predicted(every: list[Sample], model: Calibration) -> list[float]:
 
 
 def print_errors(every: list[Sample], model: Calibration) -> None:
-    """Print predicted against measured times, the errors per set, and the slowdown of the model's choice of tiles."""
+    """Print the predicted and the measured time of each sample, and the errors per set.
+
+    For each problem with several tile pairs, also compare the model's choice with the fastest pair, by measured times.
+    """
     ratios: dict[str, list[float]] = {}
     groups: dict[Any, list[tuple[float, float]]] = collections.defaultdict(list)
     for sample, seconds in zip(every, predicted(every, model), strict=True):
@@ -326,7 +337,7 @@ def print_errors(every: list[Sample], model: Calibration) -> None:
 
 
 def main() -> None:
-    """Measure or fit."""
+    """Run the step of the command line: ``measure`` or ``fit``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     steps = parser.add_subparsers(dest="step", required=True)
     measuring = steps.add_parser("measure", help="measure on the GPU")

@@ -1,8 +1,8 @@
 """Compare results of two builds of natten_jax bit for bit, for example a commit and its parent.
 
-Each build is a clone with its libraries built in place. A process per build draws the same random problems with that
-clone's fuzzer, runs both passes, and prints a digest of every result. Results that differ between two runs of the first
-build, such as sums of atomic additions, are counted and not compared.
+Each build is a clone with its libraries built in place. For each build, a process draws random problems with the
+clone's own fuzzer, runs both passes, and prints a digest of every result. All processes draw the same problems. The
+first build runs twice. Results that differ between its two runs, such as sums of atomic additions, are only counted.
 
 Example:
     python bench/run.py compare_bits ../before . --backend hopper --problems 100
@@ -26,7 +26,7 @@ Digests = dict[str, str]
 
 
 def serve(root: Path, arguments: Sequence[str]) -> None:
-    """Print a JSON line for each problem: its number, its description and its digests."""
+    """Print a JSON line for each problem: its number, its description and the digests of its results."""
     sys.path.insert(0, str(root))
     from tests.fuzz.execution import run
     from tests.fuzz.options import parse
@@ -42,7 +42,7 @@ def serve(root: Path, arguments: Sequence[str]) -> None:
 
 
 def digests(outputs: Any, gradients: Any) -> Digests:
-    """Hash outputs and gradients, by name."""
+    """Return the digests of outputs and gradients, by name."""
     named = {**dict(zip(("out", "logsumexp"), outputs, strict=True)), **gradients._asdict()}
     return {
         name: hashlib.sha256(array.tobytes()).hexdigest()[:16] for name, array in named.items() if array is not None
@@ -56,7 +56,7 @@ def start(root: Path, arguments: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def answers(process: subprocess.Popen[str]) -> list[tuple[int, str, Digests]]:
-    """Read the lines of a process."""
+    """Wait for a process and return its parsed lines: number, description and digests of each problem."""
     lines, _ = process.communicate()
     if process.returncode != 0:
         raise SystemExit(f"a build's process ended with status {process.returncode}")
@@ -64,7 +64,7 @@ def answers(process: subprocess.Popen[str]) -> list[tuple[int, str, Digests]]:
 
 
 def main() -> int:
-    """Run both builds and print the problems whose results differ; the exit status is 1 if there are any."""
+    """Run both builds and print the problems whose results differ; return 1 if any results differ, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("builds", nargs=2, type=Path, metavar="CLONE", help="clones to compare: before, after")
     options, arguments = parser.parse_known_args()  # the remaining arguments are options of the fuzzer

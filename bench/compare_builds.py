@@ -1,9 +1,9 @@
 """Time problems with two builds of natten_jax alternately, for example a commit and its parent.
 
-Each build is a clone with its libraries built in place; a separate process per build runs each problem with that
-clone's benchmarks. The two processes alternate, so that both see the same clock rate. A turn's time is the median
-device time of 3 launches, after one untimed launch. A ratio above 1 means that the second build is slower; both the
-median over turns of the ratio of times and the ratio of the two shortest times are printed.
+Each build is a clone with its libraries built in place. For each build, a separate process runs the problems with the
+clone's own benchmark modules. The two processes alternate, so that both run at the same clock rate. A turn's time is
+the median device time of 3 launches, after one untimed launch. Two ratios are printed: the median over turns of the
+ratio of times, and the ratio of the builds' shortest times. A ratio above 1 means that the second build is slower.
 
 Example:
     python bench/run.py compare_builds ../before . --problems 2d-w40 --small "NAT s1" --families none cutlass
@@ -32,8 +32,8 @@ class Problem(NamedTuple):
     """A problem that both builds run.
 
     Attributes:
-        name: Row of bench/benchmarks.py or, if ``is_small``, of bench/biases.py.
-        is_small: Use the row of bench/biases.py.
+        name: Name of a problem in bench/benchmarks.py or, if ``is_small``, of a row in bench/biases.py.
+        is_small: True if ``name`` is the name of a row in bench/biases.py.
         family: Kernel family; ``"none"`` selects the default backend.
         side: Bias or sinks, as in bench/biases.py; ``"plain"`` for a call without biases and sinks.
     """
@@ -45,9 +45,12 @@ class Problem(NamedTuple):
 
 
 def serve(root: Path) -> None:
-    """Answer requests with the build of a clone: each request is a JSON line on standard input."""
+    """Answer requests with the build in ``root``.
+
+    A request is a JSON line on standard input: a problem to prepare, or the name of a pass to time.
+    """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # other output goes to standard error
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # All other output goes to standard error.
     # Some builds keep the shared modules directly in bench/, others in bench/lib/.
     sys.path[:0] = [str(root), str(root / "bench"), str(root / "bench" / "lib")]
     import jax
@@ -105,7 +108,7 @@ def serve(root: Path) -> None:
 
 
 class Build:
-    """The server process of a build."""
+    """A process that runs ``serve`` with a build."""
 
     def __init__(self, root: Path) -> None:
         environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": str(root)}
@@ -120,7 +123,7 @@ class Build:
         print(json.dumps(request), file=self._process.stdin, flush=True)
 
     def answer(self) -> Any:
-        """Wait for the answer to the request."""
+        """Wait for the answer to the last request."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -131,7 +134,7 @@ class Build:
 def compare(
     builds: tuple[Build, Build], problem: Problem, passes: Sequence[str], turns: int
 ) -> Iterator[dict[str, Any]]:
-    """Measure both builds alternately for each pass, and compute the ratios."""
+    """Run both builds alternately; yield their times and the ratios of these times for each pass."""
     for build in builds:
         build.ask(problem)
     complaints = [answer for build in builds if (answer := build.answer()) is not None]
@@ -160,7 +163,7 @@ def compare(
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Measure the selected problems with both builds, print a line per problem and pass, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("builds", nargs=2, type=Path, metavar="CLONE", help="clones to compare: before, after")
     parser.add_argument("--problems", nargs="+", default=[], metavar="NAME", help="problems of bench/benchmarks.py")

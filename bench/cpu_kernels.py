@@ -1,4 +1,4 @@
-"""Time the host kernels against the flex backend and dense masked attention in XLA, interleaved in one process.
+"""Time the CPU kernels against the flex backend and dense masked attention in XLA, alternately in one process.
 
 Example:
     python bench/run.py cpu_kernels --repeats 10 --json cpu_kernels.json
@@ -37,7 +37,7 @@ class Benchmark(NamedTuple):
 
     @property
     def forward_flops(self) -> int:
-        """FLOPs of the two matrix products over the visible query-key pairs only."""
+        """FLOPs of the forward pass: two matrix products over the visible query-key pairs."""
         return 4 * self.heads * self.head_dim * math.prod(self.layout) * math.prod(self.kernel_size)
 
     def describe(self) -> str:
@@ -53,7 +53,7 @@ BENCHMARKS = {
 
 
 def dense_mask(benchmark: Benchmark) -> np.ndarray:
-    """Return the boolean mask ``[queries, keys]`` over flattened tokens: True if the query sees the key."""
+    """Return the boolean mask ``[queries, keys]`` over flattened tokens: True if the query attends to the key."""
     mask = np.ones((1, 1), bool)
     for extent, kernel_size in zip(benchmark.layout, benchmark.kernel_size, strict=True):
         start, end = windows.window_bounds(windows.Window(kernel_size), np.arange(extent)[:, None], extent)
@@ -87,7 +87,10 @@ def seconds(function: Function, *arguments: jax.Array) -> float:
 
 
 def measure(benchmark: Benchmark, dtype: str, repeats: int, names: list[str]) -> list[dict[str, Any]]:
-    """Time every implementation, and XLA's matmul for reference, alternately and ``repeats`` times each."""
+    """Time every implementation and, as a reference, XLA's matrix product.
+
+    All of them alternate for ``repeats`` rounds.
+    """
     keys = jax.random.split(jax.random.key(0), 4)
     shape = (1, *benchmark.layout, benchmark.heads, benchmark.head_dim)
     *inputs, cotangent = (jax.random.normal(key, shape, dtype) for key in keys)

@@ -1,9 +1,9 @@
-"""Measure the host cost of first calls: tracing and compiling operators of new shapes on a CPU.
+"""Measure the host time of first calls: tracing and compiling operators for new shapes on a CPU.
 
     python bench/run.py first_call
 
-This prints medians over several processes as JSON. Every shape is new to its process, as in a model whose layers all
-differ.
+This command prints medians over several processes as JSON. Each process compiles an operator only once per shape, as in
+a model whose layers all have different shapes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LAYOUTS = (16, 20, 24, 28, 32, 36)
 
 
 def measure() -> dict[str, float]:
-    """Measure the seconds of each step in this process."""
+    """Measure the seconds of import, compilation and tracing in this process."""
     start = time.perf_counter()
     import jax
     import jax.numpy as jnp
@@ -32,7 +32,7 @@ def measure() -> dict[str, float]:
 
     found = {"import": time.perf_counter() - start}
     array = jnp.zeros((1, 8, 8, 1, 8))
-    natten_jax.na2d(array, array, array, 3).block_until_ready()  # exclude JAX's start-up
+    natten_jax.na2d(array, array, array, 3).block_until_ready()  # so that later times exclude JAX's start-up
 
     def loss(array: jax.Array, window: int) -> jax.Array:
         return natten_jax.na2d(array, array, array, window).sum()
@@ -55,7 +55,7 @@ def measure() -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the medians."""
+    """Run the processes and print the medians."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", "import first_call, json; print(json.dumps(first_call.measure()))"]
     runs = [

@@ -36,7 +36,7 @@ def configuration_lines(configuration: dict[str, Any]) -> list[str]:
 def platform_lines(
     ladder: Ladder, configuration: dict[str, Any], results: Sequence[LengthResult], rate: float
 ) -> list[str]:
-    """Format the tile counts of each platform, and the measurements."""
+    """Format tables of the thread blocks and key tiles of each target, and of the production kernel's best rates."""
     return [
         "The targets' tiles make so many thread blocks, which a larger GPU needs more of, and so long loops over keys,",
         "which copies have to hide behind:",

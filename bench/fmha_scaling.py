@@ -1,13 +1,17 @@
-"""Measure how attention scales with sequence length, and the gain of each optimisation.
+"""Measure how the time of attention depends on the sequence length, and the speed-up of each optimisation.
 
-A ladder of kernels, each with one more optimisation, runs over growing sequences. Every step is checked against float64
-attention before it is timed. A failed step is reported and skipped; if the baseline fails, there are no speed-ups.
-Times are device times: the median of ``--iterations`` launches after 10 untimed ones. The steps alternate, and a
-speed-up is the median over turns of the ratio of times. On an NVIDIA GPU the ladder goes from a basic tensor-core
-kernel to the production kernel, with cuDNN and JAX's Pallas kernel for comparison. Steps 1 to 3 use tiles that suit the
-GPU, and need a build with ``NATTEN_JAX_BENCH=1``, as ``make bench-scaling`` makes. Other platforms use their available
-implementations: dense XLA, flex-fmha, cpu-fmha. The default problem depends on the device: on a GPU 4 batch entries, 32
-heads, head_dim 128, float16, 1024 to 16384 tokens, causal.
+The program times a ladder: a list of kernels (steps) of which each adds an optimisation to the previous one. Every step
+is checked against float64 attention before it is timed. A failed step is reported and skipped; if the baseline fails,
+no speed-ups are computed. Times are device times: the median of ``--iterations`` launches after 10 untimed ones. The
+steps alternate, and a speed-up is the median over turns of the ratio of times.
+
+On an NVIDIA GPU, the first kernel of the ladder is a basic tensor-core kernel and the last is the production kernel.
+cuDNN and JAX's Pallas kernel are also timed, for comparison. Steps 1 to 3 have tiles for the generation of the GPU.
+They need a build with ``NATTEN_JAX_BENCH=1``, which ``make bench-scaling`` makes. On other platforms, the steps are
+dense XLA, flex-fmha and cpu-fmha.
+
+The default problem depends on the device. On a GPU, it is causal attention in float16 with 4 batch entries, 32 heads,
+head_dim 128, and 1024 to 16384 tokens.
 
 Example:
     python bench/run.py fmha_scaling --seq-lens 256 512 --output-dir results
@@ -45,7 +49,7 @@ ITERATIONS = 100
 
 @dataclasses.dataclass(frozen=True)
 class Defaults:
-    """Default problem of a platform, overridden by the command line."""
+    """Default problem of a platform; options of the command line replace its fields."""
 
     batch: int
     heads: int
@@ -101,7 +105,7 @@ def launches_of_turns(iterations: int) -> list[int]:
 
 
 def measure(benchmark: Benchmark, ladder: Ladder, iterations: int) -> LengthResult:
-    """Check and time the ladder at one length."""
+    """Check and time every step of the ladder at one sequence length."""
     arrays = draw_arrays(benchmark)
     exact, nominal = exact_flops(benchmark), nominal_flops(benchmark)
     runners: dict[str, Runner] = {}
@@ -163,7 +167,7 @@ def _benchmark(options: argparse.Namespace, tokens: int) -> Benchmark:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure every length, print and save; return 1 if nothing could be measured."""
+    """Measure every sequence length, print and save the figures; return 1 if no step could be measured."""
     device = default_device()
     ladder = ladder_of(device)
     defaults = GPU_DEFAULTS if device.platform == "cuda" else CPU_DEFAULTS
@@ -225,7 +229,7 @@ def save(
     rate: float,
     lines: Sequence[str],
 ) -> None:
-    """Write JSON, Markdown, the log and the plot."""
+    """Write the figures as JSON, the Markdown report, the log and the plot."""
     folder.mkdir(parents=True, exist_ok=True)
     data = {
         "environment": environment(),
@@ -270,7 +274,7 @@ def _defaults(field: str) -> str:
 
 
 def main() -> int:
-    """Read the command line and run."""
+    """Run the benchmark with the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=positive, metavar="N", help=f"batch entries {_defaults('batch')}")
     parser.add_argument("--heads", type=positive, metavar="N", help=f"heads {_defaults('heads')}")

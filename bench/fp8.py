@@ -1,9 +1,11 @@
 """Time attention with 8-bit arrays on Hopper against bfloat16, and against cuDNN if it supports the problem.
 
-All programs run alternately in one process; times are the device time of all kernels that a program launches. "e4m3" is
-the kernel with arrays quantised in advance and per-head scale factors. "unordered" is "e4m3" with
-``kernel_schedule="coop"``. "switch" is the call with ``fp8="e4m3"``, which quantises in every call. cuDNN's 8-bit
-attention is dense, with one scale factor per array and an 8-bit output.
+All programs of a problem alternate in one process. Each time is the device time of all kernels that a program launches:
+
+- "e4m3" runs the 8-bit kernel on arrays that were quantised in advance, with a scale factor per head.
+- "unordered" is "e4m3" with ``kernel_schedule="coop"``.
+- "switch" passes bfloat16 arrays with ``fp8="e4m3"``, so each call quantises its arrays.
+- "cudnn" is cuDNN's 8-bit attention. It is dense, with one scale factor per array and an 8-bit output.
 
 Example:
     python bench/run.py fp8 --json bench/results/h200/fp8.json
@@ -31,7 +33,7 @@ import natten_jax
 from natten_jax.cost_model.tiles import flops
 from natten_jax.fp8 import Quantized, quantize
 
-PAUSE = 0.2  # seconds before a turn
+PAUSE = 0.2  # seconds of pause before each turn
 HUNYUAN = Benchmark((30, 48, 80), 24, 128, (18, 24, 24))
 
 #: Programs that "e4m3" is compared with.
@@ -83,7 +85,7 @@ def _sides(benchmark: Benchmark, others: Collection[str]) -> dict[str, Runner]:
 
 
 def measure(benchmark: Benchmark, turns: int, modes: list[str], others: Collection[str] = OTHERS) -> dict[str, Any]:
-    """Measure milliseconds, TFLOP/s and ratios to the 8-bit kernel, by mode."""
+    """Measure the milliseconds and TFLOP/s of each program, and the speed-up of "e4m3" over the others, by mode."""
     sides, work = _sides(benchmark, others), flops(benchmark.problem, "forward")
     found: dict[str, Any] = {}
     for mode in modes:
@@ -98,7 +100,7 @@ def measure(benchmark: Benchmark, turns: int, modes: list[str], others: Collecti
 
 
 def main() -> None:
-    """Measure, print, save."""
+    """Measure the selected problems, print a line per problem and mode, and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))

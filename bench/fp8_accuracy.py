@@ -1,9 +1,12 @@
-"""Measure the error of 8-bit and of bfloat16 attention against float64, by data and by keys per query.
+"""Measure the errors of 8-bit and of bfloat16 attention against float64 attention.
 
-Errors are in the output and, if available, in the logsumexp (largest difference). The float64 reference uses the arrays
-before any rounding. CPU backends compute with the exact values of the 8-bit numbers and do not round weights. The last
-method emulates 8-bit tensor cores in NumPy: weights relative to the query's largest weight, times 448, are rounded to
-e4m3. With ``--kernels``, the Hopper kernels and cuDNN's (one scale factor per array) also run, on a GPU.
+Errors are measured for several distributions of the arrays and several numbers of keys per query. The errors of the
+output are the relative root mean square error and the cosine similarity. The error of the logsumexp, if available, is
+the largest difference. The float64 reference uses the arrays before any rounding.
+
+CPU backends compute with the exact values of the 8-bit numbers and do not round weights. The last method emulates 8-bit
+tensor cores in NumPy. It divides the weights of a query by the largest of them, multiplies them by 448 and rounds them
+to e4m3. With ``--kernels``, a GPU runs the Hopper kernels and cuDNN's kernel (one scale factor per array) instead.
 
 Example:
     python bench/run.py fp8_accuracy --json bench/results/cpu/fp8_accuracy.json
@@ -89,7 +92,7 @@ def _exact(query: Array, key: Array, value: Array) -> Found:
 
 
 def _weights(query: Array, key: Array) -> tuple[Array, Array]:
-    """Return unnormalised weights relative to each query's largest logit, and the largest logits."""
+    """Return the unnormalised weights, exp(logit - largest logit of the query), and the largest logits."""
     logits = np.einsum("bqhd,bkhd->bhqk", query, key, optimize=True) * WIDTH**-0.5
     largest = logits.max(-1, keepdims=True)
     return np.exp(logits - largest), largest
@@ -123,7 +126,11 @@ def _attend_quantised(*arrays: jax.Array, scale: Any, backend: str | None) -> tu
 
 
 def _by_cudnn(arrays: Arrays) -> Found:
-    """Run cuDNN with a scale factor per array, chosen for weights up to 1 and for the known magnitude of the output."""
+    """Run cuDNN with one scale factor per array.
+
+    The factor of the weights suits weights up to 1. The factor of the output scales the largest entry of the exact
+    output to 448.
+    """
     factor = 448 / np.abs(_exact(*arrays).out).max()
     return Found(np.asarray(_attend_by_cudnn(*map(_wide, arrays), factor), np.float64) / factor)
 
@@ -166,7 +173,7 @@ WAYS: Mapping[str, Callable[[Arrays], Found]] = {
     'fp8="e5m2"': lambda arrays: _wide_call(arrays, fp8="e5m2"),
     'fp8="e4m3", weights in e4m3': _with_small_weights,
 }
-#: Methods that need a GPU.
+#: Methods that need a GPU, for ``--kernels``.
 WAYS_OF_KERNELS: Mapping[str, Callable[[Arrays], Found]] = {
     "bfloat16": lambda arrays: _wide_call(arrays, backend="hopper-fmha"),
     "e4m3, a factor for each tensor": lambda arrays: _by_hand(arrays, "tensor", "hopper-fmha"),
@@ -189,7 +196,7 @@ def _errors(found: Found, expected: Found) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, and write the record."""
+    """Measure the errors of each method, print them and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--kernels", action="store_true", help="also measure the kernels of a Hopper GPU")

@@ -1,8 +1,8 @@
 """Time passes over a grid of layouts and head counts, and find points slower than their neighbours.
 
 All points of a grid have the same number of dimensions, window and head width, so that the work per token and head is
-constant. Outliers are compared with the time model's prediction for the same points. If the model predicts the excess,
-the cause is the number of waves of tiles; otherwise it needs investigation.
+constant. Outliers are compared with the time model's prediction for the same points. If the model also predicts an
+outlier, its cause is the number of waves of tiles. Other outliers need investigation.
 
 Example:
     python bench/run.py landscape --json bench/results/h100/landscape.json
@@ -31,7 +31,7 @@ from natten_jax import backends
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import default_device
 
-#: Window and layouts by rank; each layout has about 1.5 times the tokens of the previous one.
+#: Window and layouts by rank. Each layout has 1.3 to 1.8 times as many tokens as the previous one.
 WINDOWS = {1: (2048,), 2: (80, 80), 3: (8, 16, 16)}
 LAYOUTS: Mapping[int, Sequence[tuple[int, ...]]] = {
     1: [(n,) for n in (3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152, 65536)],
@@ -42,7 +42,7 @@ LAYOUTS: Mapping[int, Sequence[tuple[int, ...]]] = {
 HEADS = tuple(range(1, 9))
 #: Largest accepted ratio of a point to the mean of its neighbours.
 MOST_EXCESS = 1.12
-#: Number of programs compiled in parallel. The arrays of each stay on the device until it is timed.
+#: Number of programs compiled in parallel. The arrays of a program stay on the device until the program is timed.
 AT_ONCE = 8
 
 
@@ -86,7 +86,7 @@ def compiled(benchmark: Benchmark, family: str, pass_: Pass) -> Runner:
 
 
 def measure(problems: Mapping[Point, Benchmark], family: str, pass_: Pass, turns: int) -> dict[Point, dict[str, Any]]:
-    """Measure and predict the nanoseconds per token and head of each problem."""
+    """Measure the nanoseconds per token and head of each problem, and predict them with the time model."""
     device = default_device()
     rows: dict[Point, dict[str, Any]] = {}
     backend = backends.find(f"{family}-fna", "fna")
@@ -136,7 +136,7 @@ def print_landscape(rows: Mapping[Point, Mapping[str, Any]], layouts: Sequence[A
 
 
 def main() -> int:
-    """Measure, print tables, save."""
+    """Measure the grids of the command line, print a table for each and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--layouts", type=int, default=10, help="layouts per rank, smallest first")

@@ -1,11 +1,13 @@
 """Time wrapping windows and padded batches against their alternatives, on an NVIDIA GPU.
 
-Wrapping windows are compared with shifted windows, which have the same number of query-key pairs, and with arrays
-padded by half a window whose output is cropped. Batches whose extents cover half of their tokens are compared with the
-same batches without extents. All variants of a problem run alternately in one process, each after the L2 cache was
-overwritten. Times are the device time of all kernels that a variant launches, from profiler traces. The kernels that
-clear padding overlap with other kernels, but their full time is counted. For padded batches, the host's clock therefore
-also measures the time per call in a sequence of calls.
+Wrapping windows have two alternatives: shifted windows, which have the same number of query-key pairs, and arrays that
+are padded by half a window on each side, with a cropped output. In padded batches, half of the tokens are padding,
+which ``extents`` excludes. The alternative is the same batch without ``extents``.
+
+The variants of a problem alternate in one process. The L2 cache is overwritten before each launch. Each time is the
+device time of all kernels that a variant launches, from profiler traces. The kernels that clear padding overlap with
+other kernels, but their full time is counted. Padded batches are therefore also timed by the host's clock, as the time
+per call in a sequence of calls.
 
 Example:
     python bench/run.py layouts --json bench/results/h200/layouts.json
@@ -44,11 +46,11 @@ class Row:
 
     Attributes:
         name: Name of the row.
-        layout: Tokens.
+        layout: Number of tokens in each dimension.
         heads: Heads.
         head_dim: Width of a head.
-        kernel_size: Window; ``None`` for self attention.
-        wraps: Dimensions that wrap.
+        kernel_size: Window; ``None`` for dense attention.
+        wraps: Dimensions in which windows wrap.
         extents: Valid extents of each batch entry; empty if the batch has no padding.
     """
 
@@ -72,7 +74,7 @@ class Row:
         return sum(map(math.prod, self.extents)) / (self.batch * math.prod(self.layout)) if self.extents else 1.0
 
     def sides(self) -> dict[str, Attend]:
-        """Return the functions to time, by name."""
+        """Return the function of each variant, by name."""
         if self.kernel_size is None:
             lengths = jnp.asarray([length for (length,) in self.extents], jnp.int32)
             return {
@@ -144,14 +146,14 @@ ROWS = (
 )
 
 
-#: Number of calls in a sequence.
+#: Number of dependent calls that ``elapsed`` times together.
 _CALLS = 16
 
 
 def elapsed(
     sides: Mapping[str, Attend], pass_: Pass, cotangent: jax.Array, inputs: list[jax.Array], turns: int
 ) -> dict[str, float]:
-    """Measure the median microseconds per call of each variant, in a sequence of dependent calls."""
+    """Return the median microseconds per call of each variant by the host's clock, in sequences of dependent calls."""
 
     def forward(attend: Attend, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         for _ in range(_CALLS):
@@ -179,7 +181,7 @@ def elapsed(
 
 
 def measure(row: Row, pass_: Pass, turns: int) -> dict[str, Any]:
-    """Measure the microseconds of each variant, and the ratio to the plain call."""
+    """Measure each variant's time in microseconds, and the ratio of its time to the plain call's time."""
     cotangent, *inputs = (jax.random.normal(jax.random.key(i), row.shape, jnp.bfloat16) for i in range(4))
     runners: dict[str, Runner] = {}
     for number, (name, side) in enumerate(row.sides().items()):
@@ -201,7 +203,7 @@ def measure(row: Row, pass_: Pass, turns: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Measure the selected rows, print the figures of each row and pass, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="REGEX", help="select rows whose names match")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))

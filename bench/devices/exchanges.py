@@ -1,4 +1,4 @@
-"""Measure how long halo exchanges take and how much of it overlaps kernels; compile programs without overlap."""
+"""Measure how long halo exchanges take, and for how long they overlap computation; compile programs without overlap."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def halos_first() -> Iterator[None]:
 
 
 def exchange_milliseconds(devices: Devices, program: Program) -> dict[str, float]:
-    """Return the median exchange time per iteration, and the part that overlaps kernels, on the slowest device.
+    """Return the time of halo exchanges per iteration, and the part of this time that overlaps computation.
 
-    The exchange time, in milliseconds, is the time in which any kernel or copy of an exchange runs, including the time
-    spent waiting for other devices.
+    Both are medians over iterations, in milliseconds, on the device with the longest exchange time. The exchange time
+    is the time during which at least one kernel or copy of an exchange runs. It includes waiting for other devices.
     """
 
     def times(events: Sequence[Event]) -> tuple[float, float]:
@@ -49,7 +49,7 @@ def exchange_milliseconds(devices: Devices, program: Program) -> dict[str, float
 
 
 def timeline(devices: Devices, program: Program) -> list[dict[str, Any]]:
-    """Return the kernels and copies of the first iteration, with times in milliseconds since the first event."""
+    """Return the kernels and copies of the first iteration; start times are milliseconds since the first event."""
     started = min(event.start for iterations in devices.values() for event in iterations[0])
     return [
         {
@@ -79,5 +79,5 @@ def _length(spans: Iterable[Span]) -> float:
 
 
 def _shared(spans: Sequence[Span], others: Sequence[Span]) -> float:
-    """Return the length of the intersection."""
+    """Return the time that is covered both by ``spans`` and by ``others``."""
     return _length(spans) + _length(others) - _length([*spans, *others])

@@ -15,7 +15,7 @@ from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId, Request
 from natten_jax.simulator import SplitTime, calibration_for, predict_split
 
-#: The GPU that the time models were fitted on; it need not be present.
+#: The GPU of the measurements for the time models. Predictions do not require this GPU.
 _GPU = Device("cuda", (9, 0), is_present=False)
 
 EXPOSED = "exposed milliseconds"
@@ -24,7 +24,7 @@ EXPOSED = "exposed milliseconds"
 def figures(curve: Curve, devices: int, on_one: list[float], on_several: list[float]) -> dict[str, float]:
     """Return time, speed-up and efficiency on ``devices`` devices, from predicted or measured seconds per turn.
 
-    The speed-up is the increase in throughput relative to one device, also for weak scaling.
+    The speed-up is the throughput relative to the throughput of one device, for both kinds of scaling.
     """
     faster = ratio(on_one, on_several) * curve.work(devices)
     return {
@@ -35,7 +35,7 @@ def figures(curve: Curve, devices: int, on_one: list[float], on_several: list[fl
 
 
 def predictions(curve: Curve, family: str, pass_: str, counts: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """Predict times, speed-ups and exposed exchange time per number of devices.
+    """Predict the time, the speed-up and the exchange time that computation does not hide, for each number of devices.
 
     Args:
         curve: Problem and split.
@@ -59,12 +59,12 @@ def predictions(curve: Curve, family: str, pass_: str, counts: Sequence[int]) ->
 
 
 def relative_errors(predicted: dict[str, Any], measured: dict[str, Any]) -> dict[str, float]:
-    """Return the relative errors of a prediction; positive if it exceeds the measurement."""
+    """Return the relative errors of predicted figures; an error is positive if the prediction is too large."""
     return {name: predicted[name] / measured[name] - 1 for name in ("milliseconds", "efficiency")}
 
 
 def _split_times(curve: Curve, family: str, pass_: str, devices: int) -> list[SplitTime]:
-    """Return the predicted times of each pass; empty if a pass cannot be predicted."""
+    """Return the predicted time of each pass, or an empty list if one of the passes cannot be predicted."""
     if calibration_for(family) is None:
         return []
     wanted: Sequence[Pass] = ("forward",) if pass_ == "forward" else PASSES
@@ -77,7 +77,7 @@ def _split_time(curve: Curve, family: str, pass_: Pass, devices: int) -> SplitTi
     request = Request(problem, backend=str(BackendId(family, problem.operator)), parts=parts)
     try:
         plan = resolve(request, _GPU, pass_)
-    except ValueError:  # unsupported by these kernels
+    except ValueError:  # these kernels do not support the problem
         return None
     calibration = calibration_for(plan.backend.family)
     return None if calibration is None else predict_split(plan, parts, calibration)

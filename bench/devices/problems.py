@@ -1,4 +1,4 @@
-"""Problems that bench/scaling.py measures on one and on several devices, and the axis to split."""
+"""Problems that bench/scaling.py measures on one and on several devices, and the array axis that each splits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from natten_jax.problem import Problem
 
 Scaling = Literal["strong", "weak"]
 
-#: Strong: devices share one problem. Weak: the part per device has a constant size.
+#: Strong scaling: the problem has the same size for any number of devices. Weak scaling: each device's part of the
+#: problem has the same size for any number of devices.
 SCALINGS: tuple[Scaling, ...] = ("strong", "weak")
 
 _HEADS = -2
@@ -49,11 +50,11 @@ class Curve:
         return self.on_one.axis == _HEADS
 
     def work(self, devices: int) -> int:
-        """Return the total work on ``devices`` devices relative to one device."""
+        """Return the work of the problem for ``devices`` devices, relative to the problem for one device."""
         return devices if self.scaling == "weak" else 1
 
     def benchmark(self, devices: int) -> Benchmark:
-        """Return the whole problem for ``devices`` devices."""
+        """Return the problem that ``devices`` devices share."""
         benchmark, work = self.on_one.benchmark, self.work(devices)
         if self.is_over_heads:
             return dataclasses.replace(benchmark, heads=benchmark.heads * work)
@@ -61,7 +62,7 @@ class Curve:
         return dataclasses.replace(benchmark, layout=layout)
 
     def share(self, devices: int) -> Problem:
-        """Return the problem with one device's share of heads; the layout is whole, also if tokens are split."""
+        """Return the problem with one device's share of the heads; the layout is whole even if tokens are split."""
         problem = self.benchmark(devices).problem
         if not self.is_over_heads:
             return problem
@@ -69,7 +70,7 @@ class Curve:
         return dataclasses.replace(problem, heads=heads, heads_kv=heads)
 
     def parts(self, devices: int) -> tuple[int, ...]:
-        """Return the number of parts of each token dimension."""
+        """Return the number of shards of each token dimension."""
         return tuple(devices if i == self._dimension else 1 for i in range(len(self.on_one.benchmark.layout)))
 
     def obstacle(self, devices: int) -> str | None:
@@ -97,8 +98,8 @@ def curves(scaling: Scaling, is_small: bool) -> Iterator[Curve]:
         scaling: Kind of scaling.
         is_small: Use problems with few tokens, in float32.
     """
-    # The heads of the whole video are split; token splits are as in several_devices.py, whose head split grows with
-    # devices.
+    # Token splits are those of several_devices.py. The head split is different: it splits the heads of one video, while
+    # the number of heads in several_devices.py grows with the number of devices.
     found = {name: split for name, split in splits(1).items() if name != "batch"}
     found["heads"] = Split(BENCHMARKS["3d-s16x8x8"], _HEADS)
     for name in found if scaling == "strong" else _WEAK:
@@ -108,7 +109,7 @@ def curves(scaling: Scaling, is_small: bool) -> Iterator[Curve]:
 
 def _small(benchmark: Benchmark) -> Benchmark:
     sizes = _SMALL[len(benchmark.layout)]
-    # Strides are at most half a window, so that devices need keys of other devices.
+    # Strides are at most half a window, so that windows extend to the tokens of other devices.
     halves = (extent // 2 for extent in sizes["kernel_size"])
     stride = benchmark.stride and tuple(map(min, benchmark.stride, halves))
     return dataclasses.replace(benchmark, **sizes, stride=stride, head_dim=8, dtype="float32")

@@ -1,1 +1,1 @@
-"""Shared code of ``fmha_scaling.py`` and ``fmha_report.py``: ladders of kernels, figures, and conclusions."""
+"""Shared code of ``fmha_scaling.py`` and ``fmha_report.py``: lists of kernels to compare, figures, and conclusions."""

@@ -1,4 +1,4 @@
-"""Conclusions from the figures of ``fmha_scaling.py``: the gain of each step by length, and what to optimise first."""
+"""Conclusions from the figures of ``fmha_scaling.py``: speed-up of each step by length, and what to optimise first."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from fmha.ladder import Ladder
 from fmha.results import LengthResult
 
-#: Share of the best rate above which a kernel counts as saturated.
+#: A kernel counts as saturated if it reaches this share of its best TFLOP/s.
 SATURATED = 0.95
 
 #: Classes of sequence lengths with their upper bounds.
 _SIZES = (("Small", 1024.0), ("Medium", 4096.0), ("Large", math.inf))
-#: Speed-up below which a step is not worth its effort.
+#: Optimisations with a smaller speed-up are not recommended.
 _WORTHWHILE = 1.02
 
 
 def gains(ladder: Ladder, result: LengthResult) -> dict[str, float]:
-    """Return the speed-up of each rung over the previous rung, by name."""
+    """Return the speed-up of each step over the previous step of the ladder, by name."""
     found = {}
     for lower, upper in zip(ladder.rungs, ladder.rungs[1:], strict=False):
         before, after = result.find(lower.label), result.find(upper.label)
@@ -79,7 +79,10 @@ def insights(ladder: Ladder, results: Sequence[LengthResult], matrix_tflops: flo
 
 
 def priorities(ladder: Ladder, results: Sequence[LengthResult]) -> list[str]:
-    """Recommend what to optimise first at each size, by the geometric mean of the steps' gains."""
+    """Recommend an order of optimisations for short, medium and long sequences.
+
+    Optimisations are ordered by the geometric mean of their speed-ups over the lengths of a class.
+    """
     lines = []
     shorter = 0.0
     for size, longest in _SIZES:

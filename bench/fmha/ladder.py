@@ -1,4 +1,7 @@
-"""Ladders of ``fmha_scaling.py``: attention with one more optimisation per step, and the reference to check against."""
+"""Ladders of attention implementations for ``fmha_scaling.py``, and a function that measures their errors.
+
+A ladder is a list of attention implementations. Each implementation, or step, adds an optimisation to the previous one.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class Step:
         label: Label in tables: the step's number, or a letter if the step only serves as a reference.
         name: Display name.
         features: Optimisations that the step adds.
-        make: Builds the function of query, key and value for a problem; raises if the step does not support it.
+        make: Builds a function of query, key and value that computes a problem. Raises for unsupported problems.
     """
 
     label: str
@@ -50,7 +53,7 @@ class Ladder:
     Attributes:
         steps: Steps in order.
         production: Label of the production kernel.
-        starts_at_baseline: The second step improves on the baseline. Otherwise the baseline is another library.
+        starts_at_baseline: True if the second step improves on the baseline; False if the baseline is another library.
     """
 
     steps: tuple[Step, ...]
@@ -59,17 +62,17 @@ class Ladder:
 
     @property
     def baseline(self) -> Step:
-        """Reference of the speed-ups."""
+        """Step that speed-ups are relative to."""
         return self.steps[0]
 
     @property
     def production_step(self) -> Step:
-        """The production kernel."""
+        """Step that runs the production kernel."""
         return next(step for step in self.steps if step.label == self.production)
 
     @property
     def rungs(self) -> tuple[Step, ...]:
-        """Steps that each improve on the previous one."""
+        """Numbered steps, except a baseline of another library; each step improves on the previous one."""
         return tuple(step for step in self.steps[not self.starts_at_baseline :] if step.label.isdigit())
 
 
@@ -99,7 +102,7 @@ def _rung(rung: int) -> Callable[[Benchmark], Function]:
 
 
 def _dense(benchmark: Benchmark) -> Function:
-    # Bytes of logits and weights in float32.
+    # Bytes of the logits and of the weights, both float32.
     needed = 2 * 4 * benchmark.batch * benchmark.heads * benchmark.tokens**2
     available = psutil.virtual_memory().available
     if needed > available // 2:
@@ -182,10 +185,10 @@ def lacks_kernels(device: Device) -> bool:
 
 
 def tiles_of(benchmark: Benchmark, device: Device) -> dict[str, Any]:
-    """Return platform and tiles for reports: the ladder's tiles on an NVIDIA GPU, otherwise the production kernel's.
+    """Return platform and tiles for reports: tiles of the ladder on an NVIDIA GPU, otherwise of the production kernel.
 
-    ``occupancy`` and ``num_ctas`` are ``None`` if they do not apply; ``occupancy`` is also ``None`` if the simulator
-    does not model the device's kernels.
+    ``num_ctas`` and ``occupancy`` are ``None`` on other devices than NVIDIA GPUs. The production kernel's ``occupancy``
+    is ``None`` if the simulator does not model the kernel.
     """
     plan = resolve(Request(benchmark.problem), device, "forward")
     pair = plan.tiles
@@ -213,7 +216,10 @@ def tiles_of(benchmark: Benchmark, device: Device) -> dict[str, Any]:
 
 
 def error_of(result: Any, arrays: tuple[jax.Array, ...], is_causal: bool, rows: int = 48) -> float:
-    """Return the relative error of some rows of an attention output compared with dense attention in float64."""
+    """Return the relative error of an attention output, compared with dense attention in float64.
+
+    The error is computed from some rows of at most three heads.
+    """
     query, key, value = arrays
     batch, tokens, heads, head_dim = query.shape
     rng = np.random.default_rng(0)

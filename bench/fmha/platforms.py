@@ -1,4 +1,4 @@
-"""Tile counts of each platform, and recorded measurements."""
+"""Tables of tiles and thread blocks of each GPU generation, and of recorded measurements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RECORDED = Path(__file__).parents[1] / "results"
 
 
 def target_table() -> list[str]:
-    """Format a table of the target configurations."""
+    """Format a table with the tiles and the occupancy of each target."""
     rows = (
         (target.name, *map(str, (target.tile_m, target.tile_n, target.ctas, target.occupancy))) for target in TARGETS
     )
@@ -24,7 +24,7 @@ def target_table() -> list[str]:
 
 
 def work_table(configuration: Mapping[str, Any]) -> list[str]:
-    """Format the thread blocks and loop iterations per target, for the shortest and the longest sequence."""
+    """Format a table of thread blocks and key tiles per target, for the first and the last sequence length of a run."""
     lengths = sorted({configuration["seq_lens"][0], configuration["seq_lens"][-1]})
     heads = configuration["batch"] * configuration["heads"]
     rows = [
@@ -42,7 +42,10 @@ def work_table(configuration: Mapping[str, Any]) -> list[str]:
 def measured_table(
     ladder: Ladder, configuration: Mapping[str, Any], results: Sequence[LengthResult], rate: float
 ) -> list[str]:
-    """Format the best rates of the production kernel on this device and, for the same problem, in earlier records."""
+    """Format a table with the best rate of the production kernel on each device.
+
+    The first row is this run. The other rows are earlier records of the same problem on other devices.
+    """
     runs = {configuration["device"]: (results, rate)}
     for path in sorted(_RECORDED.glob("*/fmha_scaling/fmha_scaling_results.json")):
         other, other_results, other_rate = read(path)

@@ -1,4 +1,4 @@
-"""Figures of ``fmha_scaling.py``, and a reader for earlier runs.
+"""Figures of ``fmha_scaling.py``, and a function that reads the figures of earlier runs.
 
 Operations are counted in two ways. *Exact* counts only the query-key pairs that the mask keeps: N * (N + 1) / 2 for
 causal attention over N tokens. *Nominal* is the count that most benchmarks use: half of N * N.
@@ -35,11 +35,11 @@ class StepResult:
         step: Label of the step.
         name: Display name.
         latency_ms: Median device time of a launch.
-        tflops: Rate of exact operations.
+        tflops: TFLOP/s, from the exact count of operations.
         speedup_vs_baseline: Baseline time divided by this step's time, median over turns; ``None`` if the baseline
             failed.
         relative_error: Relative error compared with float64 attention.
-        tflops_nominal: Rate of nominal operations; ``None`` if the record does not contain the rate.
+        tflops_nominal: TFLOP/s, from the nominal count of operations; ``None`` if the record does not contain it.
     """
 
     step: str
@@ -53,10 +53,10 @@ class StepResult:
 
 @dataclasses.dataclass(frozen=True)
 class LengthResult:
-    """Figures of one length.
+    """Figures of all steps at one sequence length.
 
     Attributes:
-        seq_len: Tokens of the sequence.
+        seq_len: Number of tokens of the sequence.
         steps: Steps that ran.
         failures: Error messages of failed steps, by label.
     """
@@ -66,7 +66,7 @@ class LengthResult:
     failures: dict[str, str]
 
     def find(self, label: str) -> StepResult | None:
-        """Return the figures of a step, or ``None``."""
+        """Return the figures of a step, or ``None`` if the step failed."""
         return next((result for result in self.steps if result.step == label), None)
 
     @property
@@ -76,7 +76,7 @@ class LengthResult:
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[LengthResult], float]:
-    """Read the configuration, the figures and the matrix-product rate of a run from JSON."""
+    """Read a run from JSON: its configuration, its figures, and the TFLOP/s of a matrix product."""
     data = json.loads(path.read_text(encoding="utf-8"))
     results = [
         LengthResult(each["seq_len"], tuple(StepResult(**step) for step in each["steps"]), each["failures"])

@@ -25,7 +25,7 @@ def speedup_text(speedup: float | None) -> str:
 
 
 def length_table(result: LengthResult) -> list[str]:
-    """Format the steps of one length."""
+    """Format a table of the figures at one sequence length, with a row per step."""
     rows = (
         (
             step.step,
@@ -41,7 +41,7 @@ def length_table(result: LengthResult) -> list[str]:
 
 
 def summary_table(ladder: Ladder, results: Sequence[LengthResult]) -> list[str]:
-    """Format the baseline, the production kernel and the references, by length."""
+    """Format a table of the times of the baseline, the production kernel and other libraries, with a row per length."""
     others = [step for step in ladder.steps[1:] if step.label == ladder.production or not step.label.isdigit()]
     header = ["Seq Len", f"{ladder.baseline.name} (ms)"]
     for step in others:
@@ -58,7 +58,7 @@ def summary_table(ladder: Ladder, results: Sequence[LengthResult]) -> list[str]:
 
 
 def impact_table(ladder: Ladder, results: Sequence[LengthResult]) -> list[str]:
-    """Format the speed-up of every rung over the baseline, by length."""
+    """Format a table of the speed-ups of the ladder's steps over the baseline, with a row per length."""
     rows = []
     for result in results:
         speedups = [result.find(step.label) for step in ladder.rungs]

@@ -1,4 +1,4 @@
-"""GPU generations that attention kernels target, and the ladder's tiles for each."""
+"""GPU generations that attention kernels target, and the tiles of the benchmark kernels for each generation."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import dataclasses
 
 from natten_jax.plan.devices import ComputeCapability
 
-#: Queries and keys per tile of the ladder's kernels, in the order of ``TileSizes`` in csrc/bench.
+#: Queries and keys per tile of the benchmark kernels, in the order of ``TileSizes`` in csrc/bench.
 LADDER_TILES = ((64, 64), (128, 64), (128, 128))
 
 
 @dataclasses.dataclass(frozen=True)
 class TargetConfig:
-    """Configuration of the production kernel of a GPU generation.
+    """Configuration of the production kernel on a GPU generation.
 
     Attributes:
         name: Name in tables.
@@ -46,10 +46,10 @@ TARGETS = (
 
 
 def target_of(compute_capability: ComputeCapability) -> TargetConfig:
-    """Return the target whose tiles the ladder uses: the GPU's generation, or the latest earlier generation.
+    """Return the target whose tiles the benchmark kernels use: the GPU's generation, or the latest earlier generation.
 
-    Tiles of 256 queries are excluded: their accumulators exceed the registers of the warps that issue the ladder's
-    matrix instructions.
+    Tiles of 256 queries are excluded: their accumulators exceed the registers of the warps that issue the matrix
+    instructions of the benchmark kernels.
 
     Raises:
         ValueError: The GPU is older than all targets.

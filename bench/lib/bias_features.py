@@ -1,8 +1,8 @@
-"""Emulate a relative bias by extra query and key features, without kernel support for biases.
+"""Emulate a relative bias by additional head dimensions (features), without kernel support for biases.
 
-The keys of a window have distinct positions modulo the window's extent. One-hot features of a key encode the key's
-position, and features of a query contain the query's bias for the key at each position. Heads get wider by the number
-of keys in a window.
+The keys of a window have distinct positions modulo the window's extent. The features of a key are a one-hot encoding of
+its position modulo this extent. The features of a query are its biases for the keys at each position, divided by the
+scale. The scaled dot product of these features is the bias. The number of features is the number of keys in a window.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def by_features(attend: Attend, problem: Problem) -> Attend:
 
     Args:
         attend: Function of query, key, value and `scale`.
-        problem: Problem that ``attend`` computes; queries and keys have the same layout.
+        problem: Problem that ``attend`` computes. Its queries and keys must have the same layout.
     """
 
     def attend_with_table(query: jax.Array, key: jax.Array, value: jax.Array, table: jax.Array) -> jax.Array:
@@ -51,7 +51,7 @@ def _query_features(problem: Problem, table: jax.Array) -> jax.Array:
 
 
 def _entries(problem: Problem) -> Iterator[np.ndarray]:
-    """Yield, for each dimension, the index into the bias table for each token and each key position."""
+    """Yield the indices into the bias table for each dimension, ``[tokens, key positions]``."""
     for axis in problem.axes:
         index, group = _indices(axis)
         start, _ = axis.bounds(index, axis.lengths(group))
@@ -69,6 +69,6 @@ def _key_features(problem: Problem) -> np.ndarray:
 
 
 def _indices(axis: Axis) -> tuple[np.ndarray, np.ndarray]:
-    """Return each token's index in its dilation group, and the number of the group."""
+    """Return each token's index within its dilation group, and the index of the dilation group."""
     tokens = np.arange(axis.kv_extent)
     return tokens // axis.dilation, tokens % axis.dilation

@@ -61,7 +61,7 @@ def _by_device(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 def _device(device: str, boards: Sequence[Record]) -> str:
-    """Format the newest results of a device, and its figures over time."""
+    """Format the newest results of a device, and natten_jax's times on the device in all records."""
     newest = boards[0]
     results = newest.content["results"]
     parts = [f"<h2>{escape(device)}</h2>", f'<p class="about">{escape(newest.date)}, {escape(newest.name)}</p>']
@@ -152,5 +152,5 @@ def _table(header: Sequence[str], rows: Iterable[str], numbers_from: int | None 
 
 
 def _digits(milliseconds: float) -> str:
-    """Format milliseconds with four digits."""
+    """Format milliseconds with four significant digits, from 1000 on as an integer."""
     return f"{milliseconds:.4g}" if milliseconds < 1000 else f"{milliseconds:.0f}"

@@ -1,9 +1,9 @@
 """Count the executed bundles of TPU programs from the compiler's dumps.
 
-A TPU core issues one bundle of instructions per cycle, in order. The compiler writes the bundles of each program with
-its loops, their constant trip counts, and the branches that skip bundles. A bundle's execution count is the product of
-the trip counts of the surrounding loops, times the fraction of executions in which no branch skips the bundle; the
-number of executed bundles is the sum of these counts.
+A TPU core issues one bundle of instructions per cycle, in order. A dump contains the bundles of a program, its loops
+with their trip counts if these are constant, and the branches that skip bundles. The execution count of a bundle is the
+product of the trip counts of the surrounding loops, multiplied by the fraction of executions in which no branch skips
+the bundle. The number of executed bundles is the sum of the execution counts of all bundles.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-#: Bundles of a branch and its delay slots, which are always executed.
+#: Number of bundles of a branch and its delay slots. They are executed even if the branch is taken.
 BRANCH = 5
-#: Kernel parts with fewer bundles are counted with the surrounding code.
+#: Ranges of a kernel with fewer bundles and no matrix multiplication get the execution count of the surrounding code.
 SMALL = 24
 _BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:\s*([> ]*)\{(\})?")
 _JUMP = re.compile(r"sbr\.rel \((!?%\w+)\) target = \$region(\d+)")
@@ -26,12 +26,12 @@ _CALL = re.compile(r"inlined_call [^/]*/\* %(\S+) = ")
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A range of bundles: a loop, or bundles that a branch may skip.
+    """A range of bundles: a loop, or a skippable range, which a branch can skip.
 
     Attributes:
-        first: The first bundle.
+        first: Index of the first bundle.
         end: Index after the last bundle.
-        trips: Trip count of a loop, ``None`` if not constant; 0 for a skipped range.
+        trips: Trip count of a loop, ``None`` if not constant; 0 for a skippable range.
     """
 
     first: int
@@ -43,7 +43,7 @@ class Span:
         return self.trips != 0
 
     def holds(self, other: Span) -> bool:
-        """Return True if the other span lies strictly inside."""
+        """Return True if the other span lies strictly inside this span."""
         return self != other and self.first <= other.first and other.end <= self.end
 
 
@@ -54,8 +54,8 @@ class Program:
     Attributes:
         count: Number of bundles.
         spans: Loops and skippable ranges, ordered by their first bundles.
-        products: Bundles that issue matrix multiplications, in order.
-        calls: Called programs by name, with the calling bundle.
+        products: Indices of the bundles that issue matrix multiplications, in order.
+        calls: Names of called programs, each with the index of the calling bundle.
     """
 
     count: int
@@ -65,7 +65,7 @@ class Program:
 
     @classmethod
     def parse(cls, text: str) -> Program:
-        """Parse the final bundles that the compiler wrote."""
+        """Parse the dump of a program's final bundles."""
         depths: list[int] = []
         products: list[int] = []
         regions: dict[int, int] = {}
@@ -75,14 +75,14 @@ class Program:
         calls: list[tuple[str, int]] = []
         for line in text.splitlines():
             if match := _BUNDLE.match(line):
-                # Empty bundles are written without the depth of their loop.
+                # The dump omits the loop depth of empty bundles.
                 depths.append(depths[-1] if match[4] and depths else match[3].count(">"))
                 if match[2] == "LB":
                     bodies.append((len(depths) - 1, depths[-1]))
             at = len(depths) - 1
             if at < 0:
                 continue
-            # A comment after a bundle's last instruction may start a region, which then starts at that bundle.
+            # If a comment after the last instruction of a bundle starts a region, the region starts at this bundle.
             for number in _REGION.findall(line):
                 regions.setdefault(int(number), at)
             jumps += [(at, int(target)) for _, target in _JUMP.findall(line)]
@@ -126,7 +126,13 @@ class Program:
 
 
 def _trips(text: str, counter: str, bound: str) -> int | None:
-    """Return the trip count of a loop from its exit test, for a counter that starts at 0; ``None`` if not constant."""
+    """Return the trip count of a loop whose counter starts at 0; ``None`` if the trip count is not constant.
+
+    Args:
+        text: Dump of the program.
+        counter: Register of the loop's counter.
+        bound: Bound of the loop's exit test: a number or a register.
+    """
     if not bound.isdigit():
         found = re.search(rf"{re.escape(bound)} = smov\.u32 (\d+)", text)
         if found is None:
@@ -137,7 +143,7 @@ def _trips(text: str, counter: str, bound: str) -> int | None:
 
 
 def utilization(text: str) -> tuple[list[str], list[int], list[list[int]]]:
-    """Return the names of units, their slots per bundle, and the slots that each bundle uses."""
+    """Return the names of the core's units, the slots of each unit per bundle, and the slots that each bundle uses."""
     head, _, body = text.partition("== UTILIZATION:")
     names, capacities = head.strip().splitlines()[1:3]
     used = [[int(number) for number in line.split()] for line in body.splitlines() if line.strip()]
@@ -145,7 +151,7 @@ def utilization(text: str) -> tuple[list[str], list[int], list[list[int]]]:
 
 
 def totals(weights: Sequence[float], used: Sequence[Sequence[int]]) -> list[float]:
-    """Return the number of slots that each unit uses in total."""
+    """Return, for each unit, the number of slots that all executed bundles use."""
     return [sum(weight * row[unit] for weight, row in zip(weights, used, strict=False)) for unit in range(len(used[0]))]
 
 
@@ -156,8 +162,9 @@ class Executions:
     Attributes:
         steps: Grid steps.
         active: Grid steps with matrix multiplications.
-        tiles: Number of tiles. The first grid step of a tile initializes, and the last one writes results.
-        bodies: Executions of each part with matrix multiplications, in the kernel's order.
+        tiles: Number of outer tiles. The first grid step of a tile also runs initialization code. Its last grid step
+            also writes results.
+        bodies: Executions of each innermost span with matrix multiplications, in the order of the spans.
     """
 
     steps: int
@@ -170,7 +177,7 @@ def kernel_weights(program: Program, executions: Executions) -> list[float]:
     """Return the execution count of each bundle of a Pallas kernel.
 
     Raises:
-        ValueError: The kernel does not have the expected parts.
+        ValueError: The kernel has no loop over its grid, or its spans that multiply do not match ``executions``.
     """
     multiplying = [span for span in program.spans if program.multiplies(span)]
     innermost = [span for span in multiplying if not any(span.holds(other) for other in multiplying)]
@@ -206,7 +213,8 @@ def kernel_weights(program: Program, executions: Executions) -> list[float]:
 def fusion_weights(program: Program) -> list[float]:
     """Return the execution count of each bundle of an XLA fusion.
 
-    Loops with non-constant trip counts, as in some copies, count once, which is an underestimate.
+    A loop without a constant trip count, as in some copies, counts as a single trip. The execution counts of its
+    bundles are then too low.
     """
 
     def factor(span: Span) -> float:
@@ -215,7 +223,8 @@ def fusion_weights(program: Program) -> list[float]:
         around = [loop for loop in program.spans if loop.is_loop and loop.holds(span)]
         if around:
             loop = around[-1]
-            # The first trip of a loop only starts copies, and the last only waits for copies.
+            # A range of more than half of the loop's bundles is skipped in two trips. The first trip only starts
+            # copies, and the last trip only waits for copies.
             if (loop.trips or 0) > 2 and 2 * (span.end - span.first) > loop.end - loop.first:
                 return 1 - 2 / (loop.trips or 1)
         return 1

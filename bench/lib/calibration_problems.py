@@ -1,11 +1,11 @@
-"""Problems for fitting the simulator's time model, and held-back problems for testing it.
+"""Problems for fitting the simulator's time model, and held-back problems for testing the fitted model.
 
-Each problem is a command line of the profiler. The held-back problems were chosen before the first fit.
+Each problem is given as arguments of the profiler. The held-back problems were chosen before the first fit.
 """
 
 from __future__ import annotations
 
-#: Examples in the documentation, used in the fit.
+#: Problems of the fit that are examples in the documentation.
 EXAMPLES = (
     "-i 32768 -d 128 -w 2048",
     "-i 32768 -d 128 -w 2048 -s 256",
@@ -44,7 +44,7 @@ FITTED = (
     "-i 32 32 32 -n 8 -d 256 -w 8 8 8",
 )
 
-#: Small windows, for the fit of the small-window kernels.
+#: Problems with small windows, for the fit of the small-window kernels.
 SMALL = (
     "-i 56 56 -b 64 -n 2 -d 32 -w 7 7",
     "-i 14 14 -b 64 -n 8 -d 32 -w 7 7",
@@ -63,7 +63,7 @@ SMALL = (
     "-i 4096 -b 8 -n 8 -d 128 -w 64",
 )
 
-#: Small windows held back from the fit.
+#: Problems with small windows that are held back from the fit.
 SMALL_HELD_BACK = (
     "-i 28 28 -b 64 -n 4 -d 32 -w 7 7",
     "-i 16 16 -d 32 -w 5 5",
@@ -72,7 +72,7 @@ SMALL_HELD_BACK = (
     "-i 112 112 -b 8 -n 3 -d 32 -w 11 11",
 )
 
-#: Held back from the fit.
+#: Problems that are held back from the fit.
 HELD_BACK = (
     "-i 8192 -n 16 -d 64 -w 1024",
     "-i 16384 -n 8 --heads-kv 2 -d 128 -w 4096 -s 64 -c 1",

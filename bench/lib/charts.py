@@ -18,7 +18,7 @@ COLORS = BLUE, ORANGE, GRAY = "#2f7fc1", "#e08a2c", "#8f9aa6"
 LIGHT_BLUE, GREEN, RED = "#7fb2d9", "#4d9d5b", "#c9504a"
 MARKERS = "o", "s", "D"
 
-#: Colors of text and lines, background, and faint elements; the second set is for dark pages.
+#: Colors of text and lines, of the background, and of faint lines. ``_ON_DARK`` maps them to the colors on dark pages.
 INK, PAPER, FAINT = "#1f2933", "#ffffff", "#e4e8ed"
 _ON_DARK = {INK: "#d7dde4", PAPER: "#131416", FAINT: "#2b323b"}
 
@@ -26,12 +26,15 @@ _ON_DARK = {INK: "#d7dde4", PAPER: "#131416", FAINT: "#2b323b"}
 #: more than 9 pixels high.
 WIDTH, FONT_SIZE = 5.2, 9.6
 
-#: Values by label and row.
+#: Values of a panel: by label, then by row.
 Points = Mapping[str, Mapping[int, float]]
 
 
 def style() -> AbstractContextManager[None]:
-    """Return a context for drawing and saving figures: SVG files are reproducible, and contain text as text."""
+    """Return a context for drawing and saving figures in this style.
+
+    SVG files are reproducible. They contain text as characters, not as outlines.
+    """
     sizes = ("font.size", "axes.titlesize", "axes.labelsize", "xtick.labelsize", "ytick.labelsize", "legend.fontsize")
     colors = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     settings: dict[Any, Any] = {
@@ -58,11 +61,13 @@ def dots(
     unit: str = "x",
     row_height: float = 0.42,
 ) -> Figure:
-    """Draw a row for each name and, in each panel, a dot per label; only the first label's values are printed.
+    """Draw a chart with a row for each name. In each panel, a row has a dot per label.
+
+    The values of the first label are also printed.
 
     Args:
         rows: Row labels, of one or two lines.
-        panels: Points by panel title: at most three, with the same labels in each.
+        panels: Points by panel title. Each panel has the same labels, at most three.
         about: Caption below the chart.
         ticks: Tick values of the logarithmic axis.
         unit: Suffix of the values.
@@ -117,7 +122,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def _themed(svg: str) -> str:
-    """Replace an SVG's colors of text and background by CSS variables; round numbers to a hundredth of a point."""
+    """Replace the theme's colors in an SVG by CSS variables, and cut numbers after two decimals."""
     svg = re.sub(r"(\.\d\d)\d+", r"\1", svg)
     names = {color: f"--c{number}" for number, color in enumerate(_ON_DARK)}
     for color, name in names.items():

@@ -12,7 +12,7 @@ from natten_jax.profiler.cli import run_program
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
-    """Exit the process with a program's status; if JAX has no device, print the reason and exit with 1."""
+    """Run a program and exit with its status; if JAX has no device, print the reason and exit with status 1."""
 
     def with_reason() -> int | None:
         try:

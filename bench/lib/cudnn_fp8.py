@@ -1,6 +1,6 @@
-"""cuDNN's attention of 8-bit arrays, through a private module of JAX.
+"""cuDNN's dense attention with 8-bit arrays, called through a private module of JAX.
 
-It is dense, with one scale factor per array and an 8-bit output.
+Each array has one scale factor, and the output is an 8-bit array.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def attention(
         "scale_o": out_scale,
     }
     params: Any = {
-        name: jnp.full(_SHAPE, given.get(name, 1.0), jnp.float32)  # the other factors belong to the backward pass
+        name: jnp.full(_SHAPE, given.get(name, 1.0), jnp.float32)  # the other entries are for the backward pass
         for name in cudnn.fp8_params_keys
     }
     found: jax.Array = cudnn.dot_product_attention(

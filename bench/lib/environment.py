@@ -1,4 +1,4 @@
-"""Record the environment that the figures of a benchmark depend on."""
+"""Device, versions, commit and command of a benchmark, for its record."""
 
 from __future__ import annotations
 

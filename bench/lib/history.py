@@ -1,4 +1,4 @@
-"""Records of earlier runs of any program: device, date, and times."""
+"""Records of earlier runs of the benchmark programs: device, date, and times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-#: Keys of individual times -> their unit in milliseconds.
+#: Keys of times in a record, with the unit of each in milliseconds.
 _UNITS = {"median_ms": 1.0, "latency_ms": 1.0, "us": 1e-3}
 #: Keys that identify an entry of a list.
 _NAMES = ("problem", "row", "seq_len", "pass", "implementation", "name")
@@ -21,7 +21,7 @@ class Figure:
     """A time in a record.
 
     Attributes:
-        what: Timed item: the path of keys to it in the record.
+        what: Timed item, as the path of keys that lead to the time in the record.
         who: Implementation.
         milliseconds: Time.
     """
@@ -62,7 +62,7 @@ class Record:
 
     @property
     def date(self) -> str:
-        """Date in the record or, for older records, of its commit; empty if unknown."""
+        """Date in the record; otherwise the date of the last commit that changed the file, or an empty string."""
         named = self._environment.get("date") or self.content.get("date")
         return str(named) if named else _day_of_commit(self.path)
 

@@ -1,4 +1,4 @@
-"""Execution counts of the instructions of an XLA program for TPUs, including called computations and loops."""
+"""Execution counts of the instructions of an XLA program for TPUs, including instructions in calls and loops."""
 
 from __future__ import annotations
 
@@ -70,7 +70,10 @@ class Hlo:
         raise ValueError(f"the trips of the loop with condition {condition} are not a constant")
 
     def signature(self, text: str) -> str:
-        """Return the instruction without names as a key: the compiler writes equal instructions' bundles only once."""
+        """Return the text of an instruction without names, as a key.
+
+        Equal instructions have equal keys. The compiler writes the bundles of equal instructions only once.
+        """
         called = _CALLED.search(text)
         body = self.computations.get(called[1], {}) if called else {}
         return re.sub(r"%[\w.\-]+", "%", "\n".join([text, *body.values()]))

@@ -1,4 +1,4 @@
-"""Implementations to compare: functions of query, key and value that compute a problem, or its self attention."""
+"""Implementations to compare: functions that compute a problem's windows, or dense attention over its tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from natten_jax.profiler import baselines
 
 Function = Callable[..., Any]
 
-#: Query and key/value tokens per block of the Mosaic kernel, by the largest head_dim that fits into shared memory.
+#: Numbers of query tokens and of key/value tokens per block of the Mosaic kernel. Each key is the largest head_dim for
+#: which the blocks fit into shared memory.
 _MOSAIC_BLOCKS = {128: (64, 128), 256: (64, 64)}
 _MOSAIC_STEPS = 2
 
@@ -49,14 +50,14 @@ def ours(benchmark: Benchmark, family: str | None = None, **arguments: Any) -> F
 
 
 def dot_product_attention(benchmark: Benchmark, implementation: Literal["cudnn", "xla"]) -> Function:
-    """Build self attention over all tokens through ``jax.nn``, with ``"cudnn"`` or ``"xla"``."""
+    """Build attention over all tokens (causal or not) through ``jax.nn``, with ``"cudnn"`` or ``"xla"``."""
     if benchmark.is_causal:
         return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
     return lambda q, k, v: baselines.attend(implementation, q, k, v)
 
 
 def sliding_window(benchmark: Benchmark, implementation: Literal["cudnn", "xla"]) -> Function:
-    """Build attention with causal windows over a sequence through ``jax.nn``, identical to natten_jax's windows."""
+    """Build attention with causal windows over a sequence through ``jax.nn``; the windows equal natten_jax's."""
     if len(benchmark.layout) != 1 or benchmark.kernel_size is None or not benchmark.is_causal:
         raise ValueError("jax.nn does not support windows other than causal windows over sequences")
     if {*(benchmark.stride or (1,)), *(benchmark.dilation or (1,))} != {1} or benchmark.additional_kv:
@@ -68,7 +69,7 @@ def sliding_window(benchmark: Benchmark, implementation: Literal["cudnn", "xla"]
 
 
 def mosaic(benchmark: Benchmark) -> Function:
-    """Build self attention over all tokens with JAX's Pallas kernel for Hopper GPUs; forward pass only."""
+    """Build attention over all tokens with JAX's Pallas kernel for Hopper GPUs, which has only a forward pass."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas.ops.gpu import attention_mgpu
@@ -81,7 +82,7 @@ def mosaic(benchmark: Benchmark) -> Function:
     )
 
     def function(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        # The kernel has no scale argument, so the query is scaled.
+        # The kernel has no scale argument, so the scale is applied to the query.
         arrays = query * benchmark.head_dim**-0.5, key, value
         flat = (array.reshape(array.shape[0], -1, *array.shape[-2:]) for array in arrays)
         return attention_mgpu.attention(*flat, config).reshape(query.shape)
@@ -102,7 +103,7 @@ IMPLEMENTATIONS: Mapping[str, Callable[[Benchmark], Function]] = {
 }
 
 
-#: Implementations that support one element type: the Mosaic kernel's buffers are float16 for any input.
+#: Element types of the implementations that support a single one. The Mosaic kernel always has float16 buffers.
 ELEMENT_TYPES: Mapping[str, str] = {"mosaic-float16": "float16"}
 
 

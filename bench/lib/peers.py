@@ -1,4 +1,4 @@
-"""Implementations that ``board.py`` compares with natten_jax if they are installed, and what each computes."""
+"""Implementations that ``board.py`` times if they are installed, and functions that prepare them for timing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from natten_jax import windows
 from natten_jax.performance import Pass
 
 OURS = "natten_jax"
-#: Limit on the bytes of logits of dense attention in XLA.
+#: Largest number of bytes of logits for which XLA's dense attention is timed.
 _ROOM = 1 << 30
 
 Make = Callable[[Benchmark, jax.Array, Sequence[jax.Array], Pass, str], Side]
@@ -69,7 +69,11 @@ class Peer:
 
 
 def _in_jax(function_of: Callable[[Benchmark], tuple[Function, bool]]) -> Make:
-    """Return a ``make`` for ``function_of``, which returns a JAX function and True if it computes the windows."""
+    """Return the ``make`` attribute of an implementation in JAX.
+
+    Args:
+        function_of: Returns a JAX function for a problem, and True if the JAX function computes the problem's windows.
+    """
 
     def make(
         benchmark: Benchmark, cotangent: jax.Array, arrays: Sequence[jax.Array], pass_: Pass, platform: str
@@ -81,7 +85,7 @@ def _in_jax(function_of: Callable[[Benchmark], tuple[Function, bool]]) -> Make:
 
 
 def _has_jax_windows(benchmark: Benchmark) -> bool:
-    """Return True for a causal window over a sequence, which ``jax.nn`` supports."""
+    """Return True if ``jax.nn`` supports the window: causal, over a sequence, without stride and dilation."""
     steps = {*(benchmark.stride or ()), *(benchmark.dilation or ())}
     return len(benchmark.layout) == 1 and benchmark.kernel_size is not None and benchmark.is_causal and steps <= {1}
 
@@ -122,7 +126,7 @@ def _xla(benchmark: Benchmark) -> tuple[Function, bool]:
 
 
 def _dense_mask(benchmark: Benchmark) -> np.ndarray[Any, Any]:
-    """Return the boolean mask ``[queries, keys]`` over flattened tokens: True if the query sees the key."""
+    """Return the boolean mask ``[queries, keys]`` over flattened tokens: True if the query attends to the key."""
     mask = np.ones((1, 1), bool)
     for axis in benchmark.problem.axes:
         query, key = np.arange(axis.query_extent)[:, None], np.arange(axis.kv_extent)[None]

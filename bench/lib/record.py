@@ -10,7 +10,7 @@ from lib.environment import environment
 
 
 def save(results: Any, path: Path | None) -> None:
-    """Write the current results and their environment if a path is given.
+    """Write the current results and their environment to ``path``, unless it is ``None``.
 
     Call it after every row, so that an interrupted run keeps its figures.
     """

@@ -14,7 +14,7 @@ from lib.implementations import Function
 from lib.timing import LAUNCHES, compile_backward, compile_runner
 from natten_jax.performance import Pass
 
-#: Seconds of measurement after which no further run starts.
+#: After this many seconds of measurement, no further call starts.
 _SLOW = 0.5
 
 Arrays = list[np.ndarray[Any, Any]]
@@ -25,9 +25,11 @@ class Side:
     """A pass of a problem by one implementation.
 
     Attributes:
-        seconds: Function that times a few launches: device time of all kernels on a GPU, otherwise wall time.
-        result: Function that computes the output, or the gradients of query, key and value.
-        is_same: The implementation computes the problem's windows instead of dense attention of the same tokens.
+        seconds: Function that returns the seconds of each of a few launches: on a GPU the device time of all kernels,
+            otherwise the wall time.
+        result: Function that returns the output or, for a backward pass, the gradients of query, key and value.
+        is_same: True if the implementation computes the problem's windows; False if it computes dense attention over
+            the same tokens.
     """
 
     seconds: Callable[[], Sequence[float]]
@@ -38,7 +40,7 @@ class Side:
 def jax_side(
     function: Function, cotangent: jax.Array, arrays: Sequence[jax.Array], pass_: Pass, platform: str, *, is_same: bool
 ) -> Side:
-    """Compile a side from a function of JAX arrays."""
+    """Compile a pass of a function of JAX arrays, and return the function's side of the comparison."""
     if pass_ == "backward":
         runner = compile_backward(function, cotangent, *arrays)
     else:
@@ -55,7 +57,7 @@ def jax_side(
 
 
 def wall_times(run: Callable[[], Any]) -> list[float]:
-    """Return the wall times of a few synchronous runs, in seconds; fewer runs if they are slow."""
+    """Return the wall times of a few synchronous calls, in seconds; slow functions are called fewer times."""
     times: list[float] = []
     while len(times) < LAUNCHES and sum(times) < _SLOW:
         start = time.perf_counter()
@@ -65,7 +67,10 @@ def wall_times(run: Callable[[], Any]) -> list[float]:
 
 
 def difference(ours: Arrays, theirs: Arrays) -> float:
-    """Return the largest difference of two results, relative to the largest entry of each array."""
+    """Return the largest difference between two results.
+
+    The difference of two arrays is relative to the largest entry of the array in ``ours``.
+    """
     return max(
         float(np.max(np.abs(a.ravel() - b.ravel())) / max(float(np.max(np.abs(a))), 1e-30))
         for a, b in zip(ours, theirs, strict=True)

@@ -1,4 +1,4 @@
-"""Device times of compiled functions from profiler traces, with alternating programs."""
+"""Measure the device times of compiled functions that alternate, from profiler traces."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from natten_jax.plan.devices import default_device
 from natten_jax.profiler.capture import capture
 from natten_jax.profiler.program import Program, compile_for_trace
 
-PAUSE = 1.0  # seconds before a turn, for the device to cool down
-WARM_UP = 0.5  # seconds of load before sustained measurements
-LAUNCHES = 3  # per turn
+PAUSE = 1.0  # Seconds of pause before a turn, so that the device cools down.
+WARM_UP = 0.5  # Seconds of load before measurements in mode "sustained".
+LAUNCHES = 3  # Number of timed launches per turn.
 MODES = ("cold", "sustained")
 
 
@@ -30,7 +30,7 @@ class Runner(NamedTuple):
     arguments: tuple[Any, ...]
 
     def seconds(self, launches: int = LAUNCHES) -> list[float]:
-        """Measure the device time of several launches: all kernels and copies of the function."""
+        """Return the device time of each of several launches, in seconds; it includes all kernels and copies."""
         platform = default_device().platform
         iterations = capture(lambda: self.compiled(*self.arguments), launches, self.program, platform)
         return [sum(event.duration for event in events) / 1e9 for events in iterations]
@@ -68,7 +68,7 @@ def compile_runner(function: Callable[..., Any], *arguments: Any, name: str | No
 def compile_backward(
     function: Callable[..., Any], cotangent: jax.Array, *arrays: jax.Array, name: str | None = None
 ) -> Runner:
-    """Compile only the backward pass of a function; the residuals of the forward pass are arguments."""
+    """Compile only the backward pass of a function; the compiled program takes the forward pass's residuals."""
     _, vjp = jax.jit(lambda *inputs: jax.vjp(function, *inputs))(*arrays)
     return compile_runner(lambda residuals, upstream: residuals(upstream), vjp, cotangent, name=name)
 
@@ -76,13 +76,13 @@ def compile_backward(
 def take_turns(
     runners: Mapping[_Name, Runner], turns: int, mode: str, pause: float | None = None
 ) -> dict[_Name, list[float]]:
-    """Measure the median seconds of each function in every turn.
+    """Run functions alternately; return the median seconds of each function in each of its turns.
 
     Args:
         runners: Functions by name.
         turns: Number of turns of each function.
         mode: ``"cold"`` pauses before each turn, ``"sustained"`` keeps the device busy.
-        pause: Seconds of pause; ``None`` is :data:`PAUSE`.
+        pause: Seconds of pause before each turn; ``None`` uses :data:`PAUSE`.
     """
     times: dict[_Name, list[float]] = {name: [] for name in runners}
     if mode == "sustained":
@@ -98,5 +98,8 @@ def take_turns(
 
 
 def ratio(numerators: list[float], denominators: list[float]) -> float:
-    """Return the median over turns of the ratio of times: a GPU's clock rate varies, but little within a turn."""
+    """Return the median over turns of the ratio of two programs' times.
+
+    Times of the same turn are compared, because the clock rate of a GPU varies less within a turn than between turns.
+    """
     return statistics.median(top / bottom for top, bottom in zip(numerators, denominators, strict=True))
